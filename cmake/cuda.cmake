@@ -1,0 +1,15 @@
+# CUDA is used where it is found; nothing of it is needed elsewhere. Sets TESSERA_HAS_CUDA.
+set(TESSERA_HAS_CUDA OFF)
+if(NOT TESSERA_CUDA STREQUAL "OFF" AND TESSERA_TORCH)
+  # A CUDA compiler beside a CPU build of torch would give a program that cannot use its GPU.
+  if(TORCH_LIBRARIES MATCHES "torch_cuda|c10_cuda")
+    find_package(CUDAToolkit QUIET)
+    if(CUDAToolkit_FOUND)
+      set(TESSERA_HAS_CUDA ON)
+    endif()
+  endif()
+  if(TESSERA_CUDA STREQUAL "ON" AND NOT TESSERA_HAS_CUDA)
+    message(FATAL_ERROR "TESSERA_CUDA=ON, but ${TORCH_LIBRARIES} has no CUDA or the CUDA toolkit was not found; install both, or use TESSERA_CUDA=AUTO")
+  endif()
+endif()
+message(STATUS "CUDA: ${TESSERA_HAS_CUDA}")

@@ -1,0 +1,46 @@
+# tessera_room(NAME SOURCES... DEPENDS...): one library per room, torch-free.
+function(tessera_room name)
+  cmake_parse_arguments(ARG "TORCH" "" "SOURCES;DEPENDS;PRIVATE_DEPENDS" ${ARGN})
+  add_library(tessera_${name} STATIC ${ARG_SOURCES})
+  add_library(tessera::${name} ALIAS tessera_${name})
+  target_include_directories(tessera_${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>)
+  target_link_libraries(tessera_${name} PUBLIC ${ARG_DEPENDS} Threads::Threads
+                        PRIVATE ${ARG_PRIVATE_DEPENDS} $<BUILD_INTERFACE:tessera_warnings>)
+  if(ARG_TORCH)
+    tessera_use_torch(tessera_${name})
+  endif()
+endfunction()
+
+# Links torch and reuses the precompiled header: 8 s instead of 39 s for a unit that needs torch.h.
+function(tessera_use_torch target)
+  target_link_libraries(${target} PRIVATE tessera_torch)
+  if(NOT TARGET tessera_torch_pch)
+    file(WRITE ${PROJECT_BINARY_DIR}/torch_pch.cpp "// Holds the precompiled header.\n")
+    add_library(tessera_torch_pch OBJECT ${PROJECT_BINARY_DIR}/torch_pch.cpp)
+    target_link_libraries(tessera_torch_pch PRIVATE tessera_torch tessera_warnings Threads::Threads)
+    target_precompile_headers(tessera_torch_pch PRIVATE <torch/torch.h>)
+  endif()
+  target_precompile_headers(${target} REUSE_FROM tessera_torch_pch)
+endfunction()
+
+# tessera_test(NAME SOURCES... DEPENDS... LABELS...): a gtest program, one ctest entry for the whole
+# program (a process start costs more than most of our tests). RUN_SERIAL for tests that read
+# machine-wide counters.
+function(tessera_test name)
+  cmake_parse_arguments(ARG "TORCH;SERIAL" "TIMEOUT" "SOURCES;DEPENDS;LABELS;ENVIRONMENT" ${ARGN})
+  add_executable(${name} ${ARG_SOURCES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPENDS} GTest::gtest_main tessera_warnings)
+  if(ARG_TORCH)
+    tessera_use_torch(${name})
+  endif()
+  add_test(NAME ${name} COMMAND ${name})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 300)
+  endif()
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}"
+                       ENVIRONMENT "${ARG_ENVIRONMENT}")
+  if(ARG_SERIAL)
+    set_tests_properties(${name} PROPERTIES RUN_SERIAL ON)
+  endif()
+endfunction()

@@ -1,0 +1,80 @@
+// What a network must be able to do for us: move bytes between the ranks of one group.
+//
+// Backends move, Group adds (group.h): sums in rank order, tags, counting, time limits and messages
+// are written once, above this line, so all backends give the same bits and the same errors.
+//
+// Order: a backend matches the n-th call on one rank with the n-th call on every other rank.
+// Group calls from one thread at a time and in the same order everywhere; a backend must start
+// calls in that order and may finish them in any.
+//
+// Memory: pointers stay valid until the returned Pending is done, or, if a call was given up
+// (abort), as long as `keep_alive` is held by the backend.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "tessera/comm/tag.h"
+#include "tessera/device/device.h"
+
+namespace tessera::comm {
+
+using device::Pending;
+
+struct GatherBytes {
+  const void* shard = nullptr;  // this rank's piece; may be its own slot in `full`
+  void* full = nullptr;         // size() pieces in rank order
+  std::size_t shard_bytes = 0;
+};
+
+// What a call carries besides its memory.
+struct Call {
+  CallTag tag;
+  std::shared_ptr<const void> keep_alive;  // may be null
+  device::Stream* stream = nullptr;        // stream-ordered backends start behind it
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual std::string_view name() const = 0;  // "gloo", "nccl", "threads", "solo"
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // Pieces of zero bytes are never passed down. `parts` may be empty only for a barrier.
+  virtual Pending start_all_gather(std::span<const GatherBytes> parts, const Call& call) = 0;
+  // Piece r of `send` goes to rank r; piece r of `receive` comes from rank r. No overlap.
+  virtual Pending start_all_to_all(const void* send, void* receive, std::size_t piece_bytes,
+                                   const Call& call) = 0;
+  virtual Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) = 0;
+
+  // A backend over some of this one's ranks (ascending, this rank among them). Collective over
+  // exactly those ranks; `name` is the same on them and unused before.
+  virtual std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) = 0;
+
+  // Payload bytes that this rank sends for a broadcast: the only collective whose closed form
+  // depends on the backend's algorithm.
+  virtual std::size_t broadcast_sent_bytes(std::size_t bytes, int root) const = 0;
+
+  // True: the backend compares tags itself and fails calls that do not match. False: Group
+  // exchanges them in a small all-gather of its own.
+  virtual bool compares_tags() const { return false; }
+
+  // True: Pendings order streams and memory is the device's (NCCL). False: host memory.
+  virtual bool stream_ordered() const { return false; }
+
+  // out[i] = sum over r of parts[r * numel + i], added in rank order in fp32 (fp64 and integers
+  // in their own type), rounded once to out_dtype. Stream-ordered backends enqueue it.
+  virtual Pending sum_in_rank_order(const void* parts, DType part_dtype, int num_parts,
+                                    std::size_t numel, void* out, DType out_dtype,
+                                    device::Stream* stream);
+
+  // Gives up what is in flight, where the network allows it: waiting calls fail with `reason`.
+  // Later calls need not work.
+  virtual void abort(const std::string& reason) = 0;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,123 @@
+// Ranks that communicate with each other: the seam to the network. c10d is named nowhere above it.
+//
+// Every method that communicates is a collective: all ranks of the group call the same methods in
+// the same order. What fixes that order is the caller (registration, trace, agreement), never time.
+// Ranks check it: each call carries a tag (tag.h) that is compared before its result is trusted, and
+// a mismatch is an error on every rank that names both calls.
+//
+// Numbers: reductions are exact in the sense of the design: all-to-all, then a sum in rank order in
+// fp32, rounded once. The same input gives the same bits on every backend, for every bucket size
+// and timing. all_reduce is reduce-scatter and all-gather of the same sum.
+//
+// Asynchrony: a call returns at once. Its memory must stay valid until the Pending is done (or give
+// `keep_alive`, which is held also when a failed call is still stuck inside the network). If
+// `stream` is given, the call reads its input after what that stream has been given so far.
+//
+// Failures: a call that takes longer than the timeout, loses a peer or meets another call fails
+// with a CommError that says what was waited for, for which unit and parameter, and which ranks
+// have not come. The first failure poisons the group: every later call repeats it.
+//
+// Threads: start_* from one thread at a time. A worker of the group finishes calls (adds, unpacks,
+// watches the time) in the order in which they were started. Destroying a Group waits for what is in flight.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "tessera/comm/backend.h"
+#include "tessera/comm/board.h"
+#include "tessera/comm/tag.h"
+#include "tessera/comm/topology.h"
+#include "tessera/core/dtype.h"
+#include "tessera/core/ledger.h"
+
+namespace tessera::comm {
+
+struct GroupOptions {
+  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
+  // Pieces smaller than this travel together in one message.
+  std::size_t pack_below_bytes = 64 * 1024;
+  Ledger* ledger = nullptr;      // staging is charged here; null: not charged
+  std::shared_ptr<Board> board;  // null: waits are explained without the other ranks' words
+};
+
+struct CallOptions {
+  Label label;
+  device::Stream* stream = nullptr;
+  std::shared_ptr<const void> keep_alive;
+};
+
+// One tensor of an all-gather: `shard_numel` elements from every rank, written in rank order.
+struct Gather {
+  const void* shard = nullptr;  // may be this rank's own slot in `full`
+  void* full = nullptr;
+  std::int64_t shard_numel = 0;
+  DType dtype = DType::kFloat32;
+};
+
+enum class Reduction : std::uint8_t { kSum, kMax, kMin };
+
+// Bytes that this rank has put on the wire for a group. `payload` equals the closed forms in
+// docs/communication.md; `control` is tags and barriers.
+struct WireBytes {
+  std::uint64_t payload = 0;
+  std::uint64_t control = 0;
+  std::uint64_t num_calls = 0;
+};
+
+class Group {
+ public:
+  // `name` is the same on all ranks, and unique among the groups that share a board.
+  // `world_ranks[r]` is the world rank of rank r.
+  Group(std::unique_ptr<Backend> backend, std::string name, std::vector<int> world_ranks,
+        GroupOptions options);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const;
+  int size() const;
+  const std::string& name() const;
+  std::string_view backend_name() const;
+
+  [[nodiscard]] Pending start_all_gather(std::span<const Gather> tensors,
+                                         const CallOptions& options = {});
+  // input: size() pieces of `shard_numel` elements of `dtype`; output: this rank's piece of the
+  // sum, in `output_dtype` (fp32, or `dtype`).
+  [[nodiscard]] Pending start_reduce_scatter(const void* input, void* output,
+                                             std::int64_t shard_numel, DType dtype,
+                                             DType output_dtype, const CallOptions& options = {});
+  // In place. kSum adds in rank order; every rank gets the same bits.
+  [[nodiscard]] Pending start_all_reduce(void* data, std::int64_t numel, DType dtype,
+                                         Reduction reduction = Reduction::kSum,
+                                         const CallOptions& options = {});
+  [[nodiscard]] Pending start_broadcast(void* data, std::int64_t numel, DType dtype, int root,
+                                        const CallOptions& options = {});
+  [[nodiscard]] Pending start_all_to_all(const void* send, void* receive, std::int64_t piece_numel,
+                                         DType dtype, const CallOptions& options = {});
+  [[nodiscard]] Pending start_barrier(const CallOptions& options = {});
+
+  // A group over the ranks that passed the same color, in ascending rank order. Blocks.
+  std::unique_ptr<Group> split(int color, const std::string& name);
+
+  WireBytes wire_bytes() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// The three groups of a run, made from the world in a fixed order.
+struct Groups {
+  Topology topology;
+  std::unique_ptr<Group> world;
+  std::unique_ptr<Group> shard;
+  std::unique_ptr<Group> replica;
+};
+Groups make_groups(std::unique_ptr<Group> world, int shard_size = 0);
+
+}  // namespace tessera::comm

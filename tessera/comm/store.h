@@ -1,0 +1,37 @@
+// A small key-value store that all processes of a run can reach: the rendezvous.
+//
+// Behind it is c10d's TCPStore; this header names no torch type, so that launcher and board stay
+// torch-free. One connection per Store object: a blocking get() holds up only its own object, so
+// the board has a connection of its own.
+//
+// Threads: every method may be called from any thread; calls on one object follow one another.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace tessera::comm {
+
+class Store {
+ public:
+  virtual ~Store() = default;
+  virtual void set(const std::string& key, const std::string& value) = 0;
+  // Blocks until the key is there; CommError after the timeout, with key and address.
+  virtual std::string get(const std::string& key, std::chrono::milliseconds timeout) = 0;
+  // Never blocks for a key that is not there.
+  virtual std::optional<std::string> try_get(const std::string& key) = 0;
+  virtual std::int64_t add(const std::string& key, std::int64_t delta) = 0;
+  virtual std::string address() const = 0;  // "127.0.0.1:43121"
+  virtual std::uint16_t port() const = 0;
+};
+
+// Holds the server in this process. port 0: one that is free.
+std::unique_ptr<Store> serve_store(const std::string& host, std::uint16_t port,
+                                   std::chrono::milliseconds timeout);
+std::unique_ptr<Store> connect_store(const std::string& host, std::uint16_t port,
+                                     std::chrono::milliseconds timeout);
+
+}  // namespace tessera::comm

@@ -1,0 +1,39 @@
+// The only place where time is read. Whatever waits, times out or measures takes a Clock, so that
+// tests decide what time it is and no test depends on how fast its machine is.
+//
+// Threads: now_ns() may be called from any thread.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace tessera {
+
+class Clock {
+ public:
+  virtual ~Clock() = default;
+  // Monotonic nanoseconds from an arbitrary origin.
+  virtual std::int64_t now_ns() const = 0;
+};
+
+class SteadyClock final : public Clock {
+ public:
+  std::int64_t now_ns() const override {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
+};
+
+// A clock that stands still until it is told to move.
+class ManualClock final : public Clock {
+ public:
+  std::int64_t now_ns() const override { return now_ns_.load(std::memory_order_acquire); }
+  void advance_ns(std::int64_t delta_ns) { now_ns_.fetch_add(delta_ns, std::memory_order_acq_rel); }
+
+ private:
+  std::atomic<std::int64_t> now_ns_{0};
+};
+
+}  // namespace tessera

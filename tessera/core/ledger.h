@@ -1,0 +1,63 @@
+// Who holds how many bytes, per tier and role: the answer to "where did my memory go?".
+//
+// Every allocation of the library that grows with the model is charged here while it lives. The
+// numbers are exact: they count the bytes asked for, rounded as they were really taken.
+//
+// Threads: every method may be called from any thread. A reader sees each cell exactly; cells
+// that change at the same time need not belong to one moment.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace tessera {
+
+enum class Tier : std::uint8_t { kDevice, kPinned, kHost, kNvme };
+enum class Role : std::uint8_t {
+  kShard,      // this rank's pieces of the parameters
+  kFull,       // gathered parameters (the arena)
+  kGradient,   // gradient shards and buckets
+  kOptimizer,  // master weights and moments
+  kStaging,    // buffers of copies, collectives and I/O
+  kOther,
+};
+inline constexpr std::size_t kNumTiers = 4;
+inline constexpr std::size_t kNumRoles = 6;
+
+std::string_view to_string(Tier tier);
+std::string_view to_string(Role role);
+
+class Ledger {
+ public:
+  void charge(Tier tier, Role role, std::size_t bytes);
+  // REQUIRES: at least this many bytes are charged there; anything else is an InternalError.
+  void discharge(Tier tier, Role role, std::size_t bytes);
+
+  std::size_t current_bytes(Tier tier, Role role) const;
+  std::size_t peak_bytes(Tier tier, Role role) const;
+  std::size_t current_bytes(Tier tier) const;
+  // The peak of the tier's sum, not the sum of the peaks.
+  std::size_t peak_bytes(Tier tier) const;
+
+  // Forgets the peaks: they start again from what is held now.
+  void reset_peaks();
+
+  // A table of current and peak bytes, one line per cell that was ever used.
+  std::string table() const;
+
+ private:
+  struct Cell {
+    std::atomic<std::size_t> current{0};
+    std::atomic<std::size_t> peak{0};
+  };
+  static void add(Cell& cell, std::size_t bytes);
+
+  std::array<std::array<Cell, kNumRoles>, kNumTiers> cells_;
+  std::array<Cell, kNumTiers> tiers_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,107 @@
+// The seam to the accelerator: streams, asynchronous copies and memory. CPU and CUDA are behind it,
+// and no other room knows which.
+//
+// Streams are in-order queues. Work on different streams is ordered only by record() and wait():
+//
+//   Pending written = device.start_copy(dst, src, bytes, device.stream(StreamKind::kRead));
+//   device.stream(StreamKind::kCompute).wait(written);   // ordered, the host goes on
+//
+// The compute stream is where the model's operators run: on CPU that is the calling thread itself
+// (waiting on it blocks), on CUDA the stream that LibTorch uses.
+//
+// A failure inside a stream is kept: the Pending of the work that failed throws it, and so does
+// everything recorded on that stream afterwards, and synchronize().
+//
+// Threads: a Device and its streams may be used from any thread; work enqueued on one stream from
+// several threads at the same time runs in some order. Destroying a Device waits for its streams;
+// memory must be given back before its Device is destroyed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "tessera/core/ledger.h"
+#include "tessera/device/pending.h"
+
+namespace tessera::device {
+
+enum class StreamKind : std::uint8_t { kCompute, kGather, kRead, kWrite, kReduce };
+inline constexpr std::size_t kNumStreams = 5;
+std::string_view to_string(StreamKind kind);
+
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  virtual StreamKind kind() const = 0;
+  // Done when everything enqueued so far is.
+  virtual Pending record() = 0;
+  // Everything enqueued from now on starts after `pending` is done. If `pending` failed, this
+  // stream fails with the same error.
+  virtual void wait(const Pending& pending) = 0;
+  // Runs `work` on the host in stream order. `work` must not call into this stream.
+  virtual Pending enqueue(std::function<void()> work) = 0;
+  // Blocks until the stream is empty; throws the first failure.
+  virtual void synchronize() = 0;
+  // The stream in the words of its runtime (cudaStream_t), or null.
+  virtual void* native_handle() const { return nullptr; }
+};
+
+enum class MemoryKind : std::uint8_t {
+  kDevice,  // where kernels run at full speed; on CPU the same as kHost
+  kHost,    // pageable
+  kPinned,  // page-locked and known to the device; on CPU page-locked where the limit allows
+};
+
+// Bytes that are given back on destruction. Moves, never copies; not zeroed.
+class Memory {
+ public:
+  Memory() = default;
+  Memory(void* data, std::size_t bytes, std::function<void()> give_back)
+      : data_(data), bytes_(bytes), give_back_(std::move(give_back)) {}
+  Memory(Memory&& other) noexcept { *this = std::move(other); }
+  Memory& operator=(Memory&& other) noexcept;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() { reset(); }
+
+  void reset() noexcept;
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
+  std::function<void()> give_back_;
+};
+
+struct MemoryInfo {
+  std::size_t total_bytes = 0;
+  std::size_t free_bytes = 0;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual std::string name() const = 0;  // for people: "cpu", "cuda:0 (NVIDIA H200)"
+  virtual Stream& stream(StreamKind kind) = 0;
+
+  // Aligned to `alignment` (a power of two, at least 16); zero bytes give a null pointer. Charged
+  // to the ledger, as long as it lives, under `role`. Throws DeviceError with the number asked
+  // for, the number free and the remedy.
+  virtual Memory allocate(MemoryKind kind, std::size_t bytes, Role role,
+                          std::size_t alignment = 256) = 0;
+
+  // Between any two places that the device or the host can address. Ranges must not overlap.
+  virtual Pending start_copy(void* to, const void* from, std::size_t bytes, Stream& stream) = 0;
+  virtual Pending start_fill(void* to, std::uint8_t value, std::size_t bytes, Stream& stream) = 0;
+
+  // Of MemoryKind::kDevice.
+  virtual MemoryInfo memory_info() const = 0;
+};
+
+}  // namespace tessera::device
