@@ -25,9 +25,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
+#include <utility>
 #include <vector>
 
 namespace tessera::device {
+
+class Pending;
 
 // What is behind a Pending. Implemented by streams, collectives and I/O engines.
 class PendingState {
@@ -36,6 +40,9 @@ class PendingState {
   virtual bool done() = 0;
   virtual void wait() = 0;
   virtual bool wait_for(std::chrono::nanoseconds limit) = 0;
+  // What Pending::all() was made of, for devices that can order a stream behind each part; empty
+  // for everything else.
+  virtual std::span<const Pending> parts() const { return {}; }
 };
 
 class [[nodiscard]] Pending {
@@ -44,7 +51,8 @@ class [[nodiscard]] Pending {
   explicit Pending(std::shared_ptr<PendingState> state) : state_(std::move(state)) {}
 
   static Pending failed(std::exception_ptr error);
-  // Done when all are; wait() throws the failure of the first in the list that failed.
+  // Done when all are. wait() waits for every part, then throws the failure of the first in the
+  // list that failed; wait_for() gives all parts one common limit.
   static Pending all(std::vector<Pending> parts);
 
   bool done() const { return !state_ || state_->done(); }
