@@ -1,0 +1,35 @@
+// From "where am I?" to a world group: store, board, backend.
+//
+// join_world() is collective over all processes of the run. A world of one needs no store and no
+// network. The order of what it does is fixed: connect to the store, make the board, make the
+// backend, barrier.
+//
+// Threads: call it once, from the main thread.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "tessera/comm/board.h"
+#include "tessera/comm/group.h"
+#include "tessera/comm/rendezvous.h"
+
+namespace tessera::comm {
+
+enum class BackendKind : std::uint8_t { kAuto, kGloo, kNccl };
+
+struct WorldOptions {
+  BackendKind backend = BackendKind::kAuto;  // kAuto: NCCL for a CUDA device, else Gloo
+  int cuda_device = -1;                      // this rank's GPU; -1: CPU
+  GroupOptions group;                        // `board` is filled in
+};
+
+struct World {
+  Rendezvous rendezvous;
+  std::shared_ptr<Board> board;  // null in a world of one
+  std::unique_ptr<Group> group;
+};
+
+World join_world(const Rendezvous& rendezvous, const WorldOptions& options);
+
+}  // namespace tessera::comm

@@ -1,0 +1,32 @@
+// Processes that talk TCP through c10d's Gloo. Host memory only.
+//
+// Of Gloo's collectives only those are used that move the closed form of bytes and copy nothing
+// twice: all-gather into given memory, all-to-all and broadcast. Its reduce-scatter is an all-reduce
+// of a copy and adds in an order that depends on the position; we never call it.
+//
+// A call that was given up stays inside Gloo until Gloo's own time limit; its memory is held by
+// `keep_alive`, and the process group is left to the end of the process.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "tessera/comm/backend.h"
+#include "tessera/comm/store.h"
+
+namespace tessera::comm {
+
+struct GlooOptions {
+  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
+  // The address to bind: a host name or address of this machine, or empty to let the interface
+  // follow from the host name. Loopback for ranks of one machine.
+  std::string bind_host;
+  int num_threads = 2;
+};
+
+// Blocks until all `size` ranks have come to `store` under the prefix `name`.
+std::unique_ptr<Backend> make_gloo_backend(std::shared_ptr<Store> store, int rank, int size,
+                                           const std::string& name, const GlooOptions& options);
+
+}  // namespace tessera::comm

@@ -1,0 +1,24 @@
+// GPUs that talk through c10d's NCCL. Device memory only; stream-ordered.
+//
+// One implementation is compiled: nccl_backend.cpp on CUDA builds, no_nccl.cpp elsewhere, whose
+// make_nccl_backend() is an error that says how to get it.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "tessera/comm/backend.h"
+#include "tessera/comm/store.h"
+
+namespace tessera::comm {
+
+bool nccl_built();
+std::string nccl_description();  // "2.28.9", or why there is none
+
+// REQUIRES: one rank per GPU; `device_index` is this rank's.
+std::unique_ptr<Backend> make_nccl_backend(std::shared_ptr<Store> store, int rank, int size,
+                                           int device_index, const std::string& name,
+                                           std::chrono::milliseconds timeout);
+
+}  // namespace tessera::comm
