@@ -1,0 +1,58 @@
+# The front door. Every target does its own set-up on Debian 12 and Ubuntu 24.04, and does nothing
+# twice. The work is done by scripts/ and CMake; this file only says in which order.
+#
+#   JOBS=n             compile jobs (otherwise from cores and memory, scripts/jobs)
+#   TORCH_DIR=folder   use this LibTorch or Python package torch
+#   CXX=compiler       another compiler than g++
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+.DEFAULT_GOAL := help
+# Targets share the build folders; ninja and ctest use the cores.
+.NOTPARALLEL:
+
+FUZZ_SECONDS ?= 60
+FUZZ_SEED ?= 1
+export JOBS TORCH_DIR CXX
+# Make's own default is the name of some compiler, not a wish of the user's.
+ifeq ($(origin CXX),default)
+unexport CXX
+endif
+
+.PHONY: help setup build demo test bench format fuzz tidy clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' Makefile | expand -t 18
+	@sed -n 's/^#   /  /p' Makefile
+
+setup:  ## what the others do first: packages by apt, torch into .venv unless one is found
+	@scripts/setup
+
+build: setup  ## the program, at build/tessera
+	@scripts/build dev
+	@ln -sfn dev/cli/tessera build/tessera
+	@echo "built build/tessera"
+
+demo: build  ## what this machine has, and how fast two ranks communicate on it
+	build/tessera doctor
+	build/tessera bench-comm --ranks 2
+
+test: setup  ## all tests; the torch-free rooms also under the sanitizers; the layer check
+	@scripts/test
+
+bench: build  ## the benchmarks, against what they are measured by
+	@scripts/bench
+
+format:  ## formats the sources; CHECK=1 only says what it would change
+	@scripts/setup --tools
+	@scripts/format $(if $(CHECK),--check)
+
+fuzz: setup  ## FUZZ_SECONDS=60 of random input for each parser, under the address sanitizer
+	@scripts/fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
+
+tidy:  ## clang-tidy over the torch-free units
+	@scripts/setup --tools
+	@scripts/tidy
+
+clean:  ## removes the build folders; keeps .venv and what setup found
+	@find build -mindepth 1 -maxdepth 1 ! -name setup -exec rm -rf {} + 2>/dev/null || true
