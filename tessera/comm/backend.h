@@ -12,11 +12,13 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 
+#include "tessera/comm/exact_sum.h"
 #include "tessera/comm/tag.h"
 #include "tessera/device/device.h"
 
@@ -63,14 +65,17 @@ class Backend {
   // exchanges them in a small all-gather of its own.
   virtual bool compares_tags() const { return false; }
 
-  // True: Pendings order streams and memory is the device's (NCCL). False: host memory.
+  // True: calls are work of a stream: they return at once with a Pending of that stream, need no
+  // worker of ours, and their memory is the device's (NCCL; a world of one). False: host memory.
   virtual bool stream_ordered() const { return false; }
 
-  // out[i] = sum over r of parts[r * numel + i], added in rank order in fp32 (fp64 and integers
-  // in their own type), rounded once to out_dtype. Stream-ordered backends enqueue it.
-  virtual Pending sum_in_rank_order(const void* parts, DType part_dtype, int num_parts,
-                                    std::size_t numel, void* out, DType out_dtype,
-                                    device::Stream* stream);
+  // reduce_in_rank_order() of exact_sum.h, where this backend's memory lies. With a stream it is
+  // enqueued there; without one it is done on the calling thread.
+  virtual Pending start_reduce(const RankParts& parts, void* out, DType out_dtype,
+                               Reduction reduction, device::Stream* stream);
+
+  // Scratch that the backend's memory accesses can reach, for work of `stream`; not zeroed.
+  virtual std::shared_ptr<std::byte> make_staging(std::size_t bytes, device::Stream* stream);
 
   // Gives up what is in flight, where the network allows it: waiting calls fail with `reason`.
   // Later calls need not work.

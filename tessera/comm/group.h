@@ -27,6 +27,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "tessera/comm/backend.h"
 #include "tessera/comm/board.h"
@@ -41,7 +42,10 @@ struct GroupOptions {
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
   // Pieces smaller than this travel together in one message.
   std::size_t pack_below_bytes = 64 * 1024;
-  Ledger* ledger = nullptr;      // staging is charged here; null: not charged
+  // How often a rank says what it is doing, and looks whether another one has failed.
+  std::chrono::milliseconds beat{1000};
+  Ledger* ledger = nullptr;           // staging is charged here; null: not charged
+  device::Device* device = nullptr;   // whose memory is passed in; null: host memory
   std::shared_ptr<Board> board;  // null: waits are explained without the other ranks' words
 };
 
@@ -58,8 +62,6 @@ struct Gather {
   std::int64_t shard_numel = 0;
   DType dtype = DType::kFloat32;
 };
-
-enum class Reduction : std::uint8_t { kSum, kMax, kMin };
 
 // Bytes that this rank has put on the wire for a group. `payload` equals the closed forms in
 // docs/communication.md; `control` is tags and barriers.

@@ -1,5 +1,8 @@
 // A world of one: no network, no threads. Every collective is a copy, or nothing.
 //
+// With a device, copies go through it in the order of the call's stream; without one the memory is
+// the host's. Stream-ordered either way.
+//
 // Threads: as Backend.
 #pragma once
 
@@ -9,6 +12,6 @@
 
 namespace tessera::comm {
 
-std::unique_ptr<Backend> make_solo_backend();
+std::unique_ptr<Backend> make_solo_backend(device::Device* device = nullptr);
 
 }  // namespace tessera::comm

@@ -6,7 +6,10 @@
 // Threads: plain data.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -50,6 +53,11 @@ static_assert(sizeof(CallTag) == 40, "a tag travels as plain bytes: no padding i
 std::string describe(const CallTag& tag);
 // The same with " for unit 'h.3', parameter 'attn.weight'" behind it.
 std::string describe(const CallTag& tag, std::string_view unit, std::string_view parameter);
+
+// What rank `rank` sees when it compares the tags of all ranks: nothing if they agree, else the
+// first rank that differs and both calls. `world_ranks` gives the names of the ranks.
+std::optional<std::string> find_mismatch(std::span<const CallTag> tags, int rank,
+                                         std::span<const int> world_ranks);
 
 // FNV-1a over bytes; the same on every machine.
 std::uint64_t hash_bytes(const void* data, std::size_t bytes, std::uint64_t seed);

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -51,8 +52,9 @@ class ThreadWorld {
   // Shared by all ranks, as the launcher's store is for processes.
   const std::shared_ptr<Board>& board() const;
 
+  struct Shared;  // opaque: what the ranks' backends have in common
+
  private:
-  struct Shared;
   std::shared_ptr<Shared> shared_;
 };
 

@@ -1,0 +1,23 @@
+#include "tessera/comm/backend.h"
+
+#include <new>
+
+namespace tessera::comm {
+
+Pending Backend::start_reduce(const RankParts& parts, void* out, DType out_dtype,
+                              Reduction reduction, device::Stream* stream) {
+  if (stream != nullptr) {
+    return stream->enqueue(
+        [=] { reduce_in_rank_order(parts, out, out_dtype, reduction); });
+  }
+  reduce_in_rank_order(parts, out, out_dtype, reduction);
+  return {};
+}
+
+std::shared_ptr<std::byte> Backend::make_staging(std::size_t bytes, device::Stream*) {
+  constexpr std::align_val_t kAlignment{256};
+  auto* data = static_cast<std::byte*>(::operator new(bytes, kAlignment));
+  return {data, [](std::byte* staging) { ::operator delete(staging, kAlignment); }};
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,139 @@
+#include "tessera/comm/exact_sum.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <type_traits>
+
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// Small enough for the first-level cache, large enough for full vectors.
+constexpr std::size_t kBlockNumel = 2048;
+
+template <typename Stored>
+auto widen(Stored value) {
+  if constexpr (std::is_same_v<Stored, BFloat16> || std::is_same_v<Stored, Float16>) {
+    return to_float(value);
+  } else {
+    return value;
+  }
+}
+
+template <typename Stored, typename Wide>
+Stored narrow(Wide value) {
+  if constexpr (std::is_same_v<Stored, BFloat16>) {
+    return to_bfloat16(value);
+  } else if constexpr (std::is_same_v<Stored, Float16>) {
+    return to_float16(value);
+  } else {
+    return static_cast<Stored>(value);
+  }
+}
+
+template <typename Wide>
+bool is_nan(Wide value) {
+  if constexpr (std::is_floating_point_v<Wide>) {
+    return std::isnan(value);
+  } else {
+    return false;
+  }
+}
+
+struct Add {
+  template <typename Wide>
+  Wide operator()(Wide sum, Wide value) const {
+    if constexpr (std::is_integral_v<Wide>) {
+      // Wraps around as every backend's integer sum does; signed overflow would be undefined.
+      using Unsigned = std::make_unsigned_t<Wide>;
+      return static_cast<Wide>(static_cast<Unsigned>(sum) + static_cast<Unsigned>(value));
+    } else {
+      return sum + value;
+    }
+  }
+};
+struct Max {
+  template <typename Wide>
+  Wide operator()(Wide best, Wide value) const {
+    return is_nan(best) || !(value > best || is_nan(value)) ? best : value;
+  }
+};
+struct Min {
+  template <typename Wide>
+  Wide operator()(Wide best, Wide value) const {
+    return is_nan(best) || !(value < best || is_nan(value)) ? best : value;
+  }
+};
+
+template <typename Stored, typename Out, typename Combine>
+void reduce(const RankParts& parts, void* out, Combine combine) {
+  using Wide = decltype(widen(Stored{}));
+  const auto* data = static_cast<const Stored*>(parts.data);
+  auto* result = static_cast<Out*>(out);
+  std::array<Wide, kBlockNumel> sums;
+  for (std::size_t begin = 0; begin < parts.numel; begin += kBlockNumel) {
+    const std::size_t count = std::min(kBlockNumel, parts.numel - begin);
+    const Stored* first = data + begin;
+    for (std::size_t i = 0; i < count; ++i) {
+      sums[i] = widen(first[i]);
+    }
+    for (int part = 1; part < parts.num_parts; ++part) {
+      const Stored* next = data + static_cast<std::size_t>(part) * parts.numel + begin;
+      for (std::size_t i = 0; i < count; ++i) {
+        sums[i] = combine(sums[i], static_cast<Wide>(widen(next[i])));
+      }
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+      result[begin + i] = narrow<Out>(sums[i]);
+    }
+  }
+}
+
+template <typename Stored, typename Out>
+void reduce(const RankParts& parts, void* out, Reduction reduction) {
+  switch (reduction) {
+    case Reduction::kSum:
+      return reduce<Stored, Out>(parts, out, Add{});
+    case Reduction::kMax:
+      return reduce<Stored, Out>(parts, out, Max{});
+    case Reduction::kMin:
+      return reduce<Stored, Out>(parts, out, Min{});
+  }
+}
+
+}  // namespace
+
+void check_reduction(DType dtype, DType out_dtype) {
+  const bool half = dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+  TESSERA_CHECK(out_dtype == dtype || (half && out_dtype == DType::kFloat32), ConfigError,
+                "reduction from ", to_string(dtype), " into ", to_string(out_dtype),
+                ": the result must have the dtype of the parts, or fp32 for bf16 and fp16");
+}
+
+void reduce_in_rank_order(const RankParts& parts, void* out, DType out_dtype,
+                          Reduction reduction) {
+  check_reduction(parts.dtype, out_dtype);
+  const bool widens = out_dtype != parts.dtype;
+  switch (parts.dtype) {
+    case DType::kFloat32:
+      return reduce<float, float>(parts, out, reduction);
+    case DType::kBFloat16:
+      return widens ? reduce<BFloat16, float>(parts, out, reduction)
+                    : reduce<BFloat16, BFloat16>(parts, out, reduction);
+    case DType::kFloat16:
+      return widens ? reduce<Float16, float>(parts, out, reduction)
+                    : reduce<Float16, Float16>(parts, out, reduction);
+    case DType::kFloat64:
+      return reduce<double, double>(parts, out, reduction);
+    case DType::kInt64:
+      return reduce<std::int64_t, std::int64_t>(parts, out, reduction);
+    case DType::kInt32:
+      return reduce<std::int32_t, std::int32_t>(parts, out, reduction);
+    case DType::kUInt8:
+      return reduce<std::uint8_t, std::uint8_t>(parts, out, reduction);
+  }
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,385 @@
+#include "tessera/comm/thread_backend.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "tessera/comm/solo_backend.h"
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// What one rank brings to a call: where the others may read.
+struct Posting {
+  CallTag tag;
+  std::vector<const std::byte*> sources;
+  std::shared_ptr<const void> keep_alive;
+};
+
+// One call as its ranks meet in it. Postings are immutable once all have arrived.
+struct Exchange {
+  explicit Exchange(int size) : postings(static_cast<std::size_t>(size)) {}
+  std::vector<Posting> postings;
+  int num_arrived = 0;
+  int num_copied = 0;   // ranks that are done with the others' memory
+  int num_copying = 0;  // ranks that are reading it right now
+  std::string failure;  // why it will never complete; empty: it may
+};
+
+// Where the ranks of one group meet. The n-th call of each rank belongs to the n-th exchange.
+struct Meeting {
+  explicit Meeting(std::vector<int> ranks) : world_ranks(std::move(ranks)) {}
+  int size() const { return static_cast<int>(world_ranks.size()); }
+
+  const std::vector<int> world_ranks;
+  // Guarded by mutex.
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::uint64_t, std::shared_ptr<Exchange>> exchanges;
+};
+
+using CopyFunction = std::function<void(const std::vector<Posting>&)>;
+
+struct Job {
+  std::uint64_t index = 0;  // from 1
+  Posting posting;
+  CopyFunction copy;
+  std::shared_ptr<device::Completion> completion;
+};
+
+}  // namespace
+
+struct ThreadWorld::Shared {
+  explicit Shared(ThreadWorldOptions world) : options(std::move(world)) {}
+
+  std::shared_ptr<Meeting> meeting(const std::string& name, std::vector<int> world_ranks) {
+    const std::lock_guard lock(mutex);
+    std::shared_ptr<Meeting>& found = meetings[name];
+    if (!found) {
+      found = std::make_shared<Meeting>(std::move(world_ranks));
+    }
+    return found;
+  }
+
+  const ThreadWorldOptions options;
+  const std::shared_ptr<Board> board = std::make_shared<MemoryBoard>();
+  // Guarded by mutex.
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<Meeting>> meetings;
+};
+
+namespace {
+
+class ThreadBackend final : public Backend {
+ public:
+  ThreadBackend(std::shared_ptr<ThreadWorld::Shared> world, std::shared_ptr<Meeting> meeting,
+                int rank, std::optional<ThreadFault> fault)
+      : world_(std::move(world)),
+        meeting_(std::move(meeting)),
+        rank_(rank),
+        fault_(fault),
+        random_(world_->options.seed * 7919 +
+                static_cast<std::uint64_t>(meeting_->world_ranks[static_cast<std::size_t>(rank)])),
+        worker_([this] { work(); }) {}
+
+  ~ThreadBackend() override {
+    {
+      const std::lock_guard lock(meeting_->mutex);
+      closing_ = true;
+    }
+    meeting_->changed.notify_all();
+    worker_.join();
+  }
+
+  std::string_view name() const override { return "threads"; }
+  int rank() const override { return rank_; }
+  int size() const override { return meeting_->size(); }
+  bool compares_tags() const override { return true; }
+
+  std::size_t broadcast_sent_bytes(std::size_t bytes, int root) const override {
+    return rank_ == root ? bytes * static_cast<std::size_t>(size() - 1) : 0;
+  }
+
+  Pending start_all_gather(std::span<const GatherBytes> parts, const Call& call) override {
+    std::vector<GatherBytes> mine(parts.begin(), parts.end());
+    std::vector<const std::byte*> sources;
+    for (const GatherBytes& part : mine) {
+      sources.push_back(static_cast<const std::byte*>(part.shard));
+    }
+    return start(call, std::move(sources), [mine](const std::vector<Posting>& postings) {
+      for (std::size_t i = 0; i < mine.size(); ++i) {
+        auto* slot = static_cast<std::byte*>(mine[i].full);
+        for (const Posting& posting : postings) {
+          if (slot != posting.sources[i]) {  // in place: the piece already lies in its slot
+            std::memcpy(slot, posting.sources[i], mine[i].shard_bytes);
+          }
+          slot += mine[i].shard_bytes;
+        }
+      }
+    });
+  }
+
+  Pending start_all_to_all(const void* send, void* receive, std::size_t piece_bytes,
+                           const Call& call) override {
+    const auto offset = static_cast<std::size_t>(rank_) * piece_bytes;
+    auto* target = static_cast<std::byte*>(receive);
+    return start(call, {static_cast<const std::byte*>(send)},
+                 [target, offset, piece_bytes](const std::vector<Posting>& postings) {
+                   for (std::size_t r = 0; r < postings.size(); ++r) {
+                     std::memcpy(target + r * piece_bytes, postings[r].sources[0] + offset,
+                                 piece_bytes);
+                   }
+                 });
+  }
+
+  Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) override {
+    const bool receives = root != rank_;
+    return start(call, {static_cast<const std::byte*>(data)},
+                 [data, bytes, root, receives](const std::vector<Posting>& postings) {
+                   if (receives) {
+                     std::memcpy(data, postings[static_cast<std::size_t>(root)].sources[0], bytes);
+                   }
+                 });
+  }
+
+  std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
+    if (ranks.size() == 1) {
+      return make_solo_backend();
+    }
+    std::vector<int> world_ranks;
+    for (const int member : ranks) {
+      world_ranks.push_back(meeting_->world_ranks[static_cast<std::size_t>(member)]);
+    }
+    const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+    TESSERA_INVARIANT(mine != ranks.end(), "split '", name, "' without its own rank ", rank_);
+    return std::make_unique<ThreadBackend>(world_, world_->meeting(name, std::move(world_ranks)),
+                                           static_cast<int>(mine - ranks.begin()), std::nullopt);
+  }
+
+  void abort(const std::string& reason) override {
+    std::unique_lock lock(meeting_->mutex);
+    if (aborted_.empty()) {
+      aborted_ = reason;
+    }
+    // No peer may go on reading this rank's memory once its owner has been told of the failure.
+    for (const auto& [index, exchange] : meeting_->exchanges) {
+      if (exchange->failure.empty()) {
+        exchange->failure = detail::concat("rank ", world_rank(), " gave up: ", reason);
+      }
+    }
+    meeting_->changed.notify_all();
+    meeting_->changed.wait(lock, [&] {
+      return std::all_of(meeting_->exchanges.begin(), meeting_->exchanges.end(),
+                         [](const auto& entry) { return entry.second->num_copying == 0; });
+    });
+  }
+
+ private:
+  int world_rank() const { return meeting_->world_ranks[static_cast<std::size_t>(rank_)]; }
+
+  Pending start(const Call& call, std::vector<const std::byte*> sources, CopyFunction copy) {
+    auto completion = std::make_shared<device::Completion>();
+    {
+      const std::lock_guard lock(meeting_->mutex);
+      jobs_.push_back(Job{++num_started_, Posting{call.tag, std::move(sources), call.keep_alive},
+                          std::move(copy), completion});
+    }
+    meeting_->changed.notify_all();
+    return Pending(completion);
+  }
+
+  void work() {
+    while (true) {
+      Job job;
+      {
+        std::unique_lock lock(meeting_->mutex);
+        meeting_->changed.wait(lock, [this] { return closing_ || !jobs_.empty(); });
+        if (jobs_.empty()) {
+          return;
+        }
+        job = std::move(jobs_.front());
+        jobs_.pop_front();
+      }
+      try {
+        execute(job);
+        job.completion->succeed();
+      } catch (...) {
+        job.completion->fail(std::current_exception());
+      }
+    }
+  }
+
+  void execute(Job& job) {
+    if (fault_ && job.index >= fault_->call) {
+      if (fault_->kind == ThreadFault::Kind::kThrow) {
+        throw CommError(detail::concat("injected fault in call ", job.index, " of rank ",
+                                       world_rank()));
+      }
+      std::unique_lock lock(meeting_->mutex);
+      meeting_->changed.wait(lock, [this] { return closing_ || !aborted_.empty(); });
+      throw PeerError(aborted_.empty() ? "the group was closed" : aborted_);
+    }
+    delay();
+    std::unique_lock lock(meeting_->mutex);
+    throw_if_aborted();
+    std::shared_ptr<Exchange>& entry = meeting_->exchanges[job.index];
+    if (!entry) {
+      entry = std::make_shared<Exchange>(size());
+    }
+    const std::shared_ptr<Exchange> exchange = entry;
+    exchange->postings[static_cast<std::size_t>(rank_)] = std::move(job.posting);
+    ++exchange->num_arrived;
+    meeting_->changed.notify_all();
+    await(lock, *exchange, exchange->num_arrived);
+    compare_tags(*exchange);
+
+    ++exchange->num_copying;
+    lock.unlock();
+    delay();
+    job.copy(exchange->postings);
+    delay();
+    lock.lock();
+    --exchange->num_copying;
+    ++exchange->num_copied;
+    meeting_->changed.notify_all();
+    // Only now is this rank's own memory free: everybody has read it.
+    await(lock, *exchange, exchange->num_copied);
+    meeting_->exchanges.erase(job.index);
+  }
+
+  void await(std::unique_lock<std::mutex>& lock, const Exchange& exchange, const int& count) {
+    meeting_->changed.wait(lock, [&] {
+      return count == size() || !exchange.failure.empty() || !aborted_.empty() || closing_;
+    });
+    if (count == size()) {
+      return;
+    }
+    throw_if_aborted();
+    throw PeerError(exchange.failure.empty() ? "the group was closed" : exchange.failure);
+  }
+
+  void throw_if_aborted() const {
+    if (!aborted_.empty()) {
+      throw PeerError(aborted_);
+    }
+  }
+
+  void compare_tags(const Exchange& exchange) const {
+    std::vector<CallTag> tags;
+    for (const Posting& posting : exchange.postings) {
+      tags.push_back(posting.tag);
+    }
+    if (const auto mismatch = find_mismatch(tags, rank_, meeting_->world_ranks)) {
+      throw CommError(*mismatch);
+    }
+  }
+
+  void delay() {
+    const std::uint32_t limit_us = world_->options.max_delay_us;
+    if (limit_us > 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(random_() % limit_us));
+    }
+  }
+
+  const std::shared_ptr<ThreadWorld::Shared> world_;
+  const std::shared_ptr<Meeting> meeting_;
+  const int rank_;
+  const std::optional<ThreadFault> fault_;
+
+  std::mt19937_64 random_;  // the worker's own
+
+  // Guarded by meeting_->mutex.
+  std::deque<Job> jobs_;
+  std::uint64_t num_started_ = 0;
+  bool closing_ = false;
+  std::string aborted_;
+
+  std::thread worker_;  // last: it uses everything above
+};
+
+}  // namespace
+
+ThreadWorld::ThreadWorld(ThreadWorldOptions options) {
+  TESSERA_CHECK(options.num_ranks >= 1, ConfigError, "thread world: num_ranks=", options.num_ranks,
+                " must be at least 1");
+  shared_ = std::make_shared<Shared>(std::move(options));
+}
+
+ThreadWorld::~ThreadWorld() = default;
+
+int ThreadWorld::num_ranks() const { return shared_->options.num_ranks; }
+
+const std::shared_ptr<Board>& ThreadWorld::board() const { return shared_->board; }
+
+std::unique_ptr<Backend> ThreadWorld::make_backend(int rank) {
+  const auto& fault = shared_->options.fault;
+  const bool faulty = fault && fault->rank == rank;
+  if (num_ranks() == 1 && !faulty) {
+    return make_solo_backend();
+  }
+  std::vector<int> ranks(static_cast<std::size_t>(num_ranks()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return std::make_unique<ThreadBackend>(shared_, shared_->meeting("world", std::move(ranks)),
+                                         rank, faulty ? fault : std::nullopt);
+}
+
+std::vector<std::exception_ptr> run_ranks_collecting(const ThreadWorldOptions& world,
+                                                     const GroupOptions& group,
+                                                     const std::function<void(Group&)>& body) {
+  ThreadWorld threads(world);
+  const auto num_ranks = static_cast<std::size_t>(world.num_ranks);
+  std::vector<std::exception_ptr> failures(num_ranks);
+  std::vector<int> world_ranks(num_ranks);
+  std::iota(world_ranks.begin(), world_ranks.end(), 0);
+  std::vector<std::thread> ranks;
+  for (std::size_t rank = 0; rank < num_ranks; ++rank) {
+    ranks.emplace_back([&, rank] {
+      GroupOptions options = group;
+      options.board = threads.board();
+      Group world_group(threads.make_backend(static_cast<int>(rank)), "world", world_ranks,
+                        std::move(options));
+      // Posted while the group still lives: its destructor waits for calls in flight, and the
+      // others must know before that.
+      try {
+        body(world_group);
+      } catch (const PeerError&) {
+        failures[rank] = std::current_exception();  // a consequence: nothing to tell the others
+      } catch (const std::exception& error) {
+        failures[rank] = std::current_exception();
+        threads.board()->post_failure(static_cast<int>(rank), error.what());
+      }
+    });
+  }
+  for (std::thread& thread : ranks) {
+    thread.join();
+  }
+  return failures;
+}
+
+void run_ranks(const ThreadWorldOptions& world, const GroupOptions& group,
+               const std::function<void(Group&)>& body) {
+  std::exception_ptr consequence;
+  for (const std::exception_ptr& failure : run_ranks_collecting(world, group, body)) {
+    if (!failure) {
+      continue;
+    }
+    try {
+      std::rethrow_exception(failure);
+    } catch (const PeerError&) {
+      consequence = consequence ? consequence : failure;
+    }
+  }
+  if (consequence) {
+    std::rethrow_exception(consequence);
+  }
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,192 @@
+#include "tessera/comm/watch.h"
+
+#include <algorithm>
+#include <optional>
+#include <thread>
+
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+// Beats to wait for the others' words before a failure is explained: a line on the board is at most
+// one beat old, and the launcher needs a moment to see that a process has died.
+constexpr int kBeatsBeforeVerdict = 3;
+
+std::string list_ranks(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    text += detail::concat(i == 0 ? "" : ", ", ranks[i]);
+  }
+  return text;
+}
+
+std::string seconds(milliseconds time) {
+  return detail::concat(static_cast<double>(time.count()) / 1000.0, " s");
+}
+
+}  // namespace
+
+Watch::Watch(WatchOptions options) : options_(std::move(options)) {}
+
+void Watch::started(const CallTag& tag, const std::string& text) {
+  const std::lock_guard lock(mutex_);
+  entry_.launched = tag.sequence;
+  entry_.text = text;
+}
+
+void Watch::completed(std::uint64_t sequence) {
+  const std::lock_guard lock(mutex_);
+  entry_.completed = sequence;
+}
+
+void Watch::post() {
+  if (!options_.board) {
+    return;
+  }
+  BoardEntry entry;
+  {
+    const std::lock_guard lock(mutex_);
+    ++entry_.beat;
+    entry = entry_;
+  }
+  options_.board->post(options_.group, options_.rank, entry);
+  next_post_ = steady_clock::now() + options_.beat;
+}
+
+void Watch::idle() {
+  if (steady_clock::now() >= next_post_) {
+    post();
+  }
+}
+
+void Watch::post_failure(const std::string& text) {
+  if (options_.board) {
+    options_.board->post_failure(options_.world_ranks[static_cast<std::size_t>(options_.rank)],
+                                 text);
+  }
+}
+
+// Empty if no rank has failed.
+std::string Watch::failures_text() {
+  std::string text;
+  if (options_.board) {
+    for (const auto& [rank, failure] : options_.board->failures()) {
+      text += detail::concat(text.empty() ? "rank " : "; rank ", rank, " failed: ", failure);
+    }
+  }
+  return text;
+}
+
+void Watch::await(const device::Pending& pending, const CallTag& tag, const std::string& text) {
+  const auto deadline = steady_clock::now() + options_.timeout;
+  while (true) {
+    const auto now = steady_clock::now();
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline - now);
+    try {
+      if (pending.wait_for(std::clamp(left, milliseconds(1), options_.beat))) {
+        return;
+      }
+    } catch (const PeerError& error) {
+      throw PeerError(explain_loss(text, error.what()));
+    } catch (const CommError& error) {
+      throw CommError(detail::concat(text, " in group '", options_.group, "': ", error.what()));
+    }
+    post();
+    if (const std::string failures = failures_text(); !failures.empty()) {
+      throw PeerError(detail::concat(text, " in group '", options_.group, "' was given up: ",
+                                     failures));
+    }
+    if (steady_clock::now() >= deadline) {
+      throw CommError(explain_timeout(tag, text));
+    }
+  }
+}
+
+std::string Watch::explain_loss(const std::string& text, const std::string& reason) {
+  const std::string what =
+      detail::concat(text, " in group '", options_.group, "' lost a peer: ");
+  if (!options_.board) {
+    return what + reason;
+  }
+  std::vector<std::uint64_t> first_beats(options_.world_ranks.size(), 0);
+  std::vector<bool> alive(options_.world_ranks.size(), false);
+  alive[static_cast<std::size_t>(options_.rank)] = true;
+  for (int beat = 0; beat < kBeatsBeforeVerdict; ++beat) {
+    post();
+    for (std::size_t rank = 0; rank < alive.size(); ++rank) {
+      const auto entry = options_.board->read(options_.group, static_cast<int>(rank));
+      if (entry && beat == 0) {
+        first_beats[rank] = entry->beat;
+      }
+      alive[rank] = alive[rank] || (entry && entry->beat != first_beats[rank]);
+    }
+    if (const std::string failures = failures_text(); !failures.empty()) {
+      return detail::concat(what, failures);
+    }
+    std::this_thread::sleep_for(options_.beat);
+  }
+  if (const std::string failures = failures_text(); !failures.empty()) {
+    return detail::concat(what, failures);
+  }
+  if (!options_.board->reachable()) {
+    return detail::concat(what, reason, "; the process that holds the store is gone, too");
+  }
+  std::string silent;
+  for (std::size_t rank = 0; rank < alive.size(); ++rank) {
+    if (!alive[rank]) {
+      silent += detail::concat("; rank ", options_.world_ranks[rank], " gives no sign of life, ",
+                               last_words(rank, options_.board->read(options_.group,
+                                                                     static_cast<int>(rank))));
+    }
+  }
+  return detail::concat(what, reason, silent);
+}
+
+std::string Watch::explain_timeout(const CallTag& tag, const std::string& text) {
+  std::string verdict = detail::concat(text, " in group '", options_.group, "' waited ",
+                                       seconds(options_.timeout), ", the limit comm.timeout_s: ");
+  if (!options_.board) {
+    return verdict + "some ranks have not come, or the network is stuck";
+  }
+  // One line may be a beat old: a rank that came at the last moment must not be accused.
+  std::vector<int> missing;
+  std::string words;
+  for (int beat = 0; beat < 2; ++beat) {
+    missing.clear();
+    words.clear();
+    post();
+    std::this_thread::sleep_for(options_.beat);
+    for (std::size_t rank = 0; rank < options_.world_ranks.size(); ++rank) {
+      const auto entry = options_.board->read(options_.group, static_cast<int>(rank));
+      if (!entry || entry->launched < tag.sequence) {
+        missing.push_back(options_.world_ranks[rank]);
+        words += detail::concat("; rank ", options_.world_ranks[rank], " ",
+                                last_words(rank, entry));
+      }
+    }
+  }
+  if (missing.empty()) {
+    return verdict + "all ranks have come, so the network is stuck or too slow for this call; "
+                     "check it with tessera bench-comm, or raise comm.timeout_s";
+  }
+  return detail::concat(verdict, list_ranks(missing), missing.size() == 1 ? " has" : " have",
+                        " not come", words,
+                        "; if they are only slow, raise comm.timeout_s");
+}
+
+std::string Watch::last_words(std::size_t, const std::optional<BoardEntry>& entry) const {
+  if (!entry) {
+    return "has not said a word in this group";
+  }
+  if (entry->launched == 0) {
+    return "has not started a call in this group";
+  }
+  return detail::concat(entry->completed >= entry->launched ? "last completed " : "is still in ",
+                        entry->text);
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,72 @@
+// Turns a wait into an explanation: waits for a part of a call, with a limit, and says what went
+// wrong in words that name the call, the unit, the parameter and the ranks.
+//
+// While it waits it posts this rank's line on the board about once per beat and looks whether
+// another rank has failed, so one failure ends all ranks within a beat and not one by one at their
+// time limits. Three ends: the work's own failure (another call, an injected fault), a lost peer
+// (PeerError: the cause is looked for on the board), the time limit.
+//
+// Threads: await() and idle() from the group's worker alone; started() and completed() from any.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/board.h"
+#include "tessera/comm/tag.h"
+#include "tessera/device/pending.h"
+
+namespace tessera::comm {
+
+struct WatchOptions {
+  std::string group;
+  int rank = 0;
+  std::vector<int> world_ranks;
+  std::chrono::milliseconds timeout{0};
+  std::chrono::milliseconds beat{0};
+  std::shared_ptr<Board> board;  // may be null
+};
+
+class Watch {
+ public:
+  explicit Watch(WatchOptions options);
+
+  // The last call that this rank started, and the last that came to its end.
+  void started(const CallTag& tag, const std::string& text);
+  void completed(std::uint64_t sequence);
+
+  // Blocks until `pending` is done. `tag` and `text` say for which call. Throws CommError.
+  void await(const device::Pending& pending, const CallTag& tag, const std::string& text);
+
+  // A sign of life, if one is due.
+  void idle();
+
+  // Tells the other ranks why this one ends.
+  void post_failure(const std::string& text);
+
+  bool has_board() const { return options_.board != nullptr; }
+  std::chrono::milliseconds beat_interval() const { return options_.beat; }
+
+ private:
+  using TimePoint = std::chrono::steady_clock::time_point;
+
+  void post();
+  std::string failures_text();
+  std::string explain_loss(const std::string& text, const std::string& reason);
+  std::string explain_timeout(const CallTag& tag, const std::string& text);
+  std::string last_words(std::size_t rank, const std::optional<BoardEntry>& entry) const;
+
+  const WatchOptions options_;
+  TimePoint next_post_;  // the worker's own
+
+  // Guarded by mutex_.
+  std::mutex mutex_;
+  BoardEntry entry_;
+};
+
+}  // namespace tessera::comm
