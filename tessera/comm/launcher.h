@@ -1,0 +1,60 @@
+// `--ranks N`: starts N local ranks by executing this program again, and stays to watch them.
+//
+// The launcher holds the store, so it outlives any rank; the kernel chooses its port, so none can
+// be stuck. It does no training itself and returns when every rank and all that the ranks started
+// are gone:
+//
+//   running --rank fails--> settling --> grace ----> terminating ---> killed
+//                           who began?   the others   SIGTERM          SIGKILL
+//                                        may explain
+//   running --Ctrl-C------------------------------> terminating (that signal); again: killed
+//
+// The root cause is shown once, after settling; what the other ranks report is its consequence and
+// is not shown. Each failure is posted on the board at once, so that waiting ranks can name it.
+//
+// If the launcher itself is killed, its ranks die with it (rank_process.h).
+//
+// Threads: call it from a thread that lives as long as the call, one call at a time per process.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/board.h"
+
+namespace tessera::comm {
+
+// What the ranks meet at. The board keeps the server alive (store_board.h: serve_launch_store).
+struct LaunchStore {
+  std::string host;
+  std::uint16_t port = 0;
+  std::shared_ptr<Board> board;
+};
+
+struct LaunchOptions {
+  int num_ranks = 1;
+  // Of every rank: the program's name first, and without the flag that asked for ranks.
+  std::vector<std::string> argv;
+  std::string program;  // path; empty: this program
+  // Called once signals are caught.
+  std::function<LaunchStore()> serve_store;
+
+  std::chrono::milliseconds settle{300};       // for other reports, before the root cause is chosen
+  std::chrono::milliseconds grace{15000};      // for the other ranks to end by themselves
+  std::chrono::milliseconds terminate{5000};   // between SIGTERM, or Ctrl-C, and SIGKILL
+  std::chrono::milliseconds reap{10000};       // for the kernel, after SIGKILL
+
+  // Takes one line. Empty: standard error.
+  std::function<void(const std::string&)> print;
+};
+
+// The exit code for the program: 0, that of the rank which failed first (128 + signal if it was
+// killed), or 128 + signal if the launcher was told to stop. ConfigError if another launcher has
+// already started this process as one of several ranks.
+int launch_local_ranks(const LaunchOptions& options);
+
+}  // namespace tessera::comm

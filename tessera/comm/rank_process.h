@@ -1,0 +1,59 @@
+// One rank's process, from its first line to its last: the other end of launcher.h.
+//
+//   int main(int argc, char** argv) {
+//     comm::RankProcess process(comm::process_environment());
+//     return process.run([&] { ...; return 0; });
+//   }
+//
+// Launched by our launcher: the process dies with the launcher, also when that is killed -9, and
+// its last error goes to the launcher, which shows one rank's error for all. Launched by another,
+// or alone: the error is printed here, as "rank 2: ..." or "tessera: ...".
+//
+// A failed rank leaves with _Exit: threads that are stuck inside the network, and destructors that
+// would join them, must not hold up the end of a process whose peers wait for it.
+//
+// Threads: construct before other threads exist; set_board() from any thread, run() once.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+#include "tessera/comm/board.h"
+#include "tessera/comm/rendezvous.h"
+
+namespace tessera::comm {
+
+inline constexpr int kExitFailure = 1;
+inline constexpr int kExitConfig = 2;
+
+class RankProcess {
+ public:
+  // Does not return if the launcher is already gone.
+  explicit RankProcess(Environment env);
+  ~RankProcess();
+  RankProcess(const RankProcess&) = delete;
+  RankProcess& operator=(const RankProcess&) = delete;
+
+  bool launched_by_us() const { return report_fd_ >= 0; }
+
+  // Where a failure of this rank's own is posted, so that the others can name it.
+  void set_board(std::shared_ptr<Board> board);
+
+  // Returns what `body` returns. If it throws, reports and leaves: ConfigError with code 2,
+  // everything else with code 1.
+  int run(const std::function<int()>& body);
+
+ private:
+  [[noreturn]] void fail(const std::exception* error);
+
+  const Environment env_;
+  int report_fd_ = -1;
+
+  // Guarded by mutex_.
+  std::mutex mutex_;
+  std::shared_ptr<Board> board_;
+};
+
+}  // namespace tessera::comm
