@@ -9,8 +9,9 @@
 // The compute stream is where the model's operators run: on CPU that is the calling thread itself
 // (waiting on it blocks), on CUDA the stream that LibTorch uses.
 //
-// A failure inside a stream is kept: the Pending of the work that failed throws it, and so does
-// everything recorded on that stream afterwards, and synchronize().
+// A failure inside a stream is kept, for good: the Pending of the work that failed throws it, and
+// so does everything recorded on that stream afterwards, and synchronize(). Work behind a failure
+// need not run. Nothing that enqueues work throws because earlier work failed.
 //
 // Threads: a Device and its streams may be used from any thread; work enqueued on one stream from
 // several threads at the same time runs in some order. Destroying a Device waits for its streams;
@@ -41,9 +42,12 @@ class Stream {
   // Done when everything enqueued so far is.
   virtual Pending record() = 0;
   // Everything enqueued from now on starts after `pending` is done. If `pending` failed, this
-  // stream fails with the same error.
+  // stream fails with the same error. The host goes on if the device can order the stream by
+  // itself; it blocks on the compute stream of a CPU and, on CUDA, for a `pending` that is not
+  // made of work of the same device.
   virtual void wait(const Pending& pending) = 0;
-  // Runs `work` on the host in stream order. `work` must not call into this stream.
+  // Runs `work` on the host in stream order, on some thread. `work` must not call into this
+  // device, nor destroy anything that does: CUDA's runtime forbids it.
   virtual Pending enqueue(std::function<void()> work) = 0;
   // Blocks until the stream is empty; throws the first failure.
   virtual void synchronize() = 0;
@@ -56,6 +60,9 @@ enum class MemoryKind : std::uint8_t {
   kHost,    // pageable
   kPinned,  // page-locked and known to the device; on CPU page-locked where the limit allows
 };
+std::string_view to_string(MemoryKind kind);
+// Where the ledger charges it.
+Tier tier_of(MemoryKind kind);
 
 // Bytes that are given back on destruction. Moves, never copies; not zeroed.
 class Memory {
@@ -96,7 +103,8 @@ class Device {
   virtual Memory allocate(MemoryKind kind, std::size_t bytes, Role role,
                           std::size_t alignment = 256) = 0;
 
-  // Between any two places that the device or the host can address. Ranges must not overlap.
+  // Between any two places that the device or the host can address. Ranges must not overlap, and
+  // must stay valid until the Pending is done. REQUIRES: `stream` belongs to this device.
   virtual Pending start_copy(void* to, const void* from, std::size_t bytes, Stream& stream) = 0;
   virtual Pending start_fill(void* to, std::uint8_t value, std::size_t bytes, Stream& stream) = 0;
 

@@ -1,0 +1,270 @@
+#include "tessera/device/device_cuda.h"
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "tessera/core/units.h"
+#include "tessera/device/cuda_call.h"
+#include "tessera/device/cuda_stream.h"
+#include "tessera/device/host_memory.h"
+
+namespace tessera::device {
+namespace {
+
+const char* remedy(cudaError_t code) {
+  switch (code) {
+    case cudaErrorNoDevice:
+    case cudaErrorInvalidDevice:
+      return "see nvidia-smi and CUDA_VISIBLE_DEVICES, or run on the CPU";
+    case cudaErrorInsufficientDriver:
+    case cudaErrorSystemDriverMismatch:
+      return "update the NVIDIA driver, or use a build for the CUDA version it supports";
+    case cudaErrorMemoryAllocation:
+      return "lower the byte budget, or place more on another tier";
+    case cudaErrorHostMemoryAlreadyRegistered:
+      return "the same pages were pinned twice; this is a defect of Tessera, please report it";
+    case cudaErrorIllegalAddress:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorLaunchFailure:
+      return "earlier work on the GPU failed; run with CUDA_LAUNCH_BLOCKING=1, or under "
+             "compute-sanitizer, to find it";
+    default:
+      return "the GPU's log (dmesg, nvidia-smi -q) may say more";
+  }
+}
+
+// cudaMalloc's alignment, by its documentation.
+constexpr std::size_t kCudaAlignment = 256;
+
+class CudaDevice final : public Device {
+ public:
+  explicit CudaDevice(const CudaDeviceOptions& options)
+      : options_(options),
+        pool_(std::make_shared<CudaEventPool>(options.index)),
+        books_(std::make_shared<CudaBooks>()) {
+    const int num_devices = num_cuda_devices();
+    TESSERA_CHECK(options.index >= 0 && options.index < num_devices, DeviceError, "cuda:",
+                  options.index, ": there are ", num_devices, " CUDA devices (",
+                  cuda_description(), "); see nvidia-smi and CUDA_VISIBLE_DEVICES");
+    const CudaDeviceScope scope(options.index);
+    cudaDeviceProp properties{};
+    TESSERA_CUDA_CALL(cudaGetDeviceProperties, &properties, options.index);
+    name_ = detail::concat("cuda:", options.index, " (", properties.name, ")");
+    make_streams();
+  }
+
+  ~CudaDevice() override {
+    streams_.clear();  // waits for each
+    books_->clear_dependencies();
+  }
+
+  std::string name() const override { return name_; }
+  Stream& stream(StreamKind kind) override { return *streams_.at(static_cast<std::size_t>(kind)); }
+
+  Memory allocate(MemoryKind kind, std::size_t bytes, Role role, std::size_t alignment) override {
+    check_alignment(alignment);
+    if (bytes == 0) {
+      return Memory();
+    }
+    if (kind == MemoryKind::kHost) {
+      HostMemoryRequest request;
+      request.bytes = bytes;
+      request.alignment = alignment;
+      request.role = role;
+      request.ledger = options_.ledger;
+      return allocate_host_memory(request);
+    }
+    return kind == MemoryKind::kPinned ? allocate_pinned(bytes, role, alignment)
+                                       : allocate_device(bytes, role, alignment);
+  }
+
+  Pending start_copy(void* to, const void* from, std::size_t bytes, Stream& stream) override {
+    TESSERA_INVARIANT(bytes == 0 || (to != nullptr && from != nullptr), "copy of ", bytes,
+                      " bytes from ", from, " to ", to);
+    return own(stream).launch([=](cudaStream_t handle) {
+      if (bytes > 0) {
+        TESSERA_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, handle);
+      }
+    });
+  }
+
+  Pending start_fill(void* to, std::uint8_t value, std::size_t bytes, Stream& stream) override {
+    TESSERA_INVARIANT(bytes == 0 || to != nullptr, "fill of ", bytes, " bytes at null");
+    if (bytes > 0 && is_pageable(to)) {  // the GPU cannot be counted on to reach it
+      return own(stream).enqueue([=] { std::memset(to, value, bytes); });
+    }
+    return own(stream).launch([=](cudaStream_t handle) {
+      if (bytes > 0) {
+        TESSERA_CUDA_CALL(cudaMemsetAsync, to, value, bytes, handle);
+      }
+    });
+  }
+
+  MemoryInfo memory_info() const override {
+    const CudaDeviceScope scope(options_.index);
+    MemoryInfo info;
+    TESSERA_CUDA_CALL(cudaMemGetInfo, &info.free_bytes, &info.total_bytes);
+    return info;
+  }
+
+ private:
+  void make_streams() {
+    int least = 0;
+    int greatest = 0;  // the numerically lowest is the most urgent
+    TESSERA_CUDA_CALL(cudaDeviceGetStreamPriorityRange, &least, &greatest);
+    for (std::size_t i = 0; i < kNumStreams; ++i) {
+      CudaStreamOptions stream;
+      stream.kind = static_cast<StreamKind>(i);
+      stream.device_index = options_.index;
+      stream.pool = pool_;
+      stream.books = books_;
+      if (stream.kind == StreamKind::kCompute) {
+        stream.handle = static_cast<cudaStream_t>(options_.compute_stream);
+      } else {
+        const bool is_urgent =
+            stream.kind == StreamKind::kGather || stream.kind == StreamKind::kReduce;
+        TESSERA_CUDA_CALL(cudaStreamCreateWithPriority, &stream.handle, cudaStreamNonBlocking,
+                          is_urgent ? greatest : least);
+        stream.is_owned = true;
+      }
+      streams_.push_back(std::make_unique<CudaStream>(std::move(stream)));
+    }
+  }
+
+  CudaStream& own(Stream& given) {
+    CudaStream& mine = *streams_.at(static_cast<std::size_t>(given.kind()));
+    TESSERA_INVARIANT(&mine == &given, "the ", to_string(given.kind()),
+                      " stream belongs to another device");
+    return mine;
+  }
+
+  // False if CUDA cannot say: the fill itself then meets the same error, inside the stream.
+  static bool is_pageable(const void* data) {
+    cudaPointerAttributes attributes{};
+    return cudaPointerGetAttributes(&attributes, data) == cudaSuccess &&
+           attributes.type == cudaMemoryTypeUnregistered;
+  }
+
+  // cudaHostAlloc may round up a lot; pages that are registered afterwards take what they take.
+  Memory allocate_pinned(std::size_t bytes, Role role, std::size_t alignment) {
+    const CudaDeviceScope scope(options_.index);
+    const HostPages pages = map_pages(bytes, alignment, MemoryKind::kPinned);
+    const cudaError_t code = cudaHostRegister(pages.data, pages.bytes, cudaHostRegisterPortable);
+    if (code != cudaSuccess) {
+      unmap_pages(pages);
+      cudaGetLastError();
+      throw DeviceError(detail::concat("pinned memory: asked for ", bytes, " bytes (",
+                                       approximate_bytes(bytes), "): ",
+                                       cuda_error_message("cudaHostRegister", code)));
+    }
+    return charged(Tier::kPinned, pages.data, bytes, pages.bytes, role, [pages] {
+      cudaHostUnregister(pages.data);  // fails only when the driver has shut down
+      unmap_pages(pages);
+    });
+  }
+
+  Memory allocate_device(std::size_t bytes, Role role, std::size_t alignment) {
+    const CudaDeviceScope scope(options_.index);
+    const std::size_t spare = alignment > kCudaAlignment ? alignment - kCudaAlignment : 0;
+    void* start = nullptr;
+    const cudaError_t code =
+        bytes > SIZE_MAX - spare ? cudaErrorMemoryAllocation : cudaMalloc(&start, bytes + spare);
+    if (code != cudaSuccess) {
+      cudaGetLastError();
+      std::size_t free_bytes = 0;
+      std::size_t total_bytes = 0;
+      cudaMemGetInfo(&free_bytes, &total_bytes);
+      throw DeviceError(detail::concat(name_, ": asked for ", bytes, " bytes (",
+                                       approximate_bytes(bytes), "), ", free_bytes, " of ",
+                                       total_bytes, " are free: ",
+                                       cuda_error_message("cudaMalloc", code)));
+    }
+    const std::size_t skip =
+        (alignment - reinterpret_cast<std::uintptr_t>(start) % alignment) % alignment;
+    return charged(Tier::kDevice, static_cast<std::byte*>(start) + skip, bytes, bytes + spare, role,
+                   [start, index = options_.index] {
+                     int former = index;
+                     cudaGetDevice(&former);
+                     cudaSetDevice(index);
+                     cudaFree(start);  // fails only when the driver has shut down
+                     cudaSetDevice(former);
+                   });
+  }
+
+  Memory charged(Tier tier, void* data, std::size_t bytes, std::size_t taken_bytes, Role role,
+                 std::function<void()> give_back) {
+    Ledger* const ledger = options_.ledger;
+    if (ledger != nullptr) {
+      ledger->charge(tier, role, taken_bytes);
+    }
+    return Memory(data, bytes, [=, give_back = std::move(give_back)] {
+      give_back();
+      if (ledger != nullptr) {
+        ledger->discharge(tier, role, taken_bytes);
+      }
+    });
+  }
+
+  const CudaDeviceOptions options_;
+  const std::shared_ptr<CudaEventPool> pool_;
+  const std::shared_ptr<CudaBooks> books_;
+  std::string name_;
+  std::vector<std::unique_ptr<CudaStream>> streams_;
+};
+
+std::string version_text(int version) {
+  return detail::concat(version / 1000, ".", version % 1000 / 10);
+}
+
+}  // namespace
+
+std::string cuda_error_message(const char* call, cudaError_t code) {
+  return detail::concat(call, " failed with ", static_cast<int>(code), " ", cudaGetErrorName(code),
+                        " (", cudaGetErrorString(code), "); ", remedy(code));
+}
+
+bool cuda_built() { return true; }
+
+int num_cuda_devices() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return count;
+}
+
+std::string cuda_description() {
+  int driver = 0;
+  int runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  std::ostringstream out;
+  out << "runtime " << version_text(runtime) << ", driver "
+      << (driver == 0 ? "not installed" : "for " + version_text(driver));
+  int count = 0;
+  const cudaError_t code = cudaGetDeviceCount(&count);
+  if (code != cudaSuccess) {
+    cudaGetLastError();
+    out << ", no device: " << cuda_error_message("cudaGetDeviceCount", code);
+    return out.str();
+  }
+  for (int index = 0; index < count; ++index) {
+    cudaDeviceProp properties{};
+    if (cudaGetDeviceProperties(&properties, index) == cudaSuccess) {
+      out << ", cuda:" << index << " " << properties.name << " ("
+          << approximate_bytes(properties.totalGlobalMem) << ")";
+    }
+  }
+  return out.str();
+}
+
+std::unique_ptr<Device> make_cuda_device(CudaDeviceOptions options) {
+  return std::make_unique<CudaDevice>(options);
+}
+
+}  // namespace tessera::device

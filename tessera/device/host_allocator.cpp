@@ -1,0 +1,41 @@
+#include "tessera/device/host_allocator.h"
+
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/core/units.h"
+#include "tessera/device/host_info.h"
+#include "tessera/device/host_memory.h"
+
+namespace tessera::device {
+
+HostAllocator::HostAllocator(CpuDeviceOptions options)
+    : options_(std::move(options)), total_bytes_(read_host_memory().total_bytes()) {}
+
+Memory HostAllocator::allocate(MemoryKind kind, std::size_t bytes, Role role,
+                               std::size_t alignment) {
+  // A machine whose size could not be read has no limit that we know of.
+  TESSERA_CHECK(total_bytes_ == 0 || bytes <= total_bytes_, DeviceError, to_string(kind),
+                " memory: asked for ", bytes, " bytes (", approximate_bytes(bytes), "), ",
+                memory_info().free_bytes, " are free and this process may use ", total_bytes_,
+                "; lower the byte budget, or place more on another tier");
+  HostMemoryRequest request;
+  request.kind = kind;
+  request.bytes = bytes;
+  request.alignment = alignment;
+  request.role = role;
+  request.ledger = options_.ledger;
+  request.on_not_locked = [this](const std::string& message) {
+    if (options_.notice && !has_noticed_.exchange(true)) {
+      options_.notice(message);
+    }
+  };
+  return allocate_host_memory(request);
+}
+
+MemoryInfo HostAllocator::memory_info() const {
+  const HostMemoryInfo host = read_host_memory();
+  return {host.total_bytes(), host.available_bytes()};
+}
+
+}  // namespace tessera::device

@@ -1,0 +1,113 @@
+#include "tessera/device/host_memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <bit>
+#include <cerrno>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/core/units.h"
+#include "tessera/device/host_info.h"
+
+namespace tessera::device {
+namespace {
+
+[[noreturn]] void throw_no_memory(MemoryKind what, std::size_t bytes) {
+  const HostMemoryInfo host = read_host_memory();
+  throw DeviceError(detail::concat(
+      to_string(what), " memory: asked for ", bytes, " bytes (", approximate_bytes(bytes), "), ",
+      host.available_bytes(), " of ", host.total_bytes(),
+      " are available on the host; lower the byte budget, or place more on another tier"));
+}
+
+// Gives back and discharges exactly what was taken and charged.
+Memory charged(const HostMemoryRequest& request, void* data, std::size_t taken_bytes,
+               std::function<void()> give_back) {
+  if (request.ledger == nullptr) {
+    return Memory(data, request.bytes, std::move(give_back));
+  }
+  const Tier tier = tier_of(request.kind);
+  request.ledger->charge(tier, request.role, taken_bytes);
+  return Memory(data, request.bytes,
+                [ledger = request.ledger, tier, role = request.role, taken_bytes,
+                 give_back = std::move(give_back)] {
+                  give_back();
+                  ledger->discharge(tier, role, taken_bytes);
+                });
+}
+
+}  // namespace
+
+void check_alignment(std::size_t alignment) {
+  TESSERA_INVARIANT(alignment >= 16 && std::has_single_bit(alignment), "alignment=", alignment,
+                    " is not a power of two of at least 16");
+}
+
+std::size_t page_bytes() {
+  static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+HostPages map_pages(std::size_t bytes, std::size_t alignment, MemoryKind what) {
+  check_alignment(alignment);
+  const std::size_t page = page_bytes();
+  // mmap aligns to pages; for more, map so much that an aligned range is inside, and cut.
+  const std::size_t spare = alignment > page ? alignment - page : 0;
+  if (bytes == 0 || bytes > std::numeric_limits<std::size_t>::max() - spare - page) {
+    throw_no_memory(what, bytes);
+  }
+  const std::size_t rounded = (bytes + page - 1) / page * page;
+  void* const start = mmap(nullptr, rounded + spare, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (start == MAP_FAILED) {
+    throw_no_memory(what, bytes);
+  }
+  const auto address = reinterpret_cast<std::uintptr_t>(start);
+  const std::size_t before = (alignment - address % alignment) % alignment;
+  auto* const data = static_cast<std::byte*>(start) + before;
+  if (before > 0) {
+    munmap(start, before);
+  }
+  if (spare > before) {
+    munmap(data + rounded, spare - before);
+  }
+  return {data, rounded};
+}
+
+void unmap_pages(const HostPages& pages) noexcept { munmap(pages.data, pages.bytes); }
+
+bool lock_pages(const HostPages& pages) noexcept { return mlock(pages.data, pages.bytes) == 0; }
+
+Memory allocate_host_memory(const HostMemoryRequest& request) {
+  check_alignment(request.alignment);
+  if (request.bytes == 0) {
+    return Memory();
+  }
+  const bool is_pinned = request.kind == MemoryKind::kPinned;
+  if (!is_pinned && request.bytes < kPagesFromBytes) {
+    void* data = nullptr;
+    if (posix_memalign(&data, request.alignment, request.bytes) != 0) {
+      throw_no_memory(request.kind, request.bytes);
+    }
+    return charged(request, data, request.bytes, [data] { std::free(data); });
+  }
+
+  const HostPages pages = map_pages(request.bytes, request.alignment, request.kind);
+  if (is_pinned && !lock_pages(pages) && request.on_not_locked) {
+    const char* const why = std::strerror(errno);
+    const auto limit = locked_memory_limit_bytes();
+    request.on_not_locked(detail::concat(
+        "pinned memory: ", pages.bytes, " bytes could not be page-locked (", why,
+        "; the limit on locked memory is ", limit ? exact_bytes(*limit) : "unlimited",
+        "); they may be paged out, which costs speed; raise it with `ulimit -l`"));
+  }
+  return charged(request, pages.data, pages.bytes, [pages] { unmap_pages(pages); });
+}
+
+}  // namespace tessera::device

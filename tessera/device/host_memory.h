@@ -1,0 +1,49 @@
+// Memory of the host: from the heap while it is small, in pages of its own from kPagesFromBytes on
+// and whenever it is page-locked (locks work on whole pages and do not nest, so a locked block
+// must not share a page with a neighbour).
+//
+// Sizes are exact: heap blocks take the bytes asked for, pages are rounded up to the next page,
+// nothing is rounded to powers of two. The ledger is charged what was taken.
+//
+// Threads: every function may be called from any thread.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+
+#include "tessera/core/ledger.h"
+#include "tessera/device/device.h"
+
+namespace tessera::device {
+
+inline constexpr std::size_t kPagesFromBytes = std::size_t{64} << 10;
+
+// REQUIRES: `alignment` is a power of two of at least 16; anything else is an InternalError.
+void check_alignment(std::size_t alignment);
+std::size_t page_bytes();
+
+// Pages of their own, as they come from the kernel: zeroed when first touched.
+struct HostPages {
+  void* data = nullptr;
+  std::size_t bytes = 0;  // whole pages
+};
+// Throws DeviceError if the kernel refuses. `what` is the kind of memory, for the message.
+HostPages map_pages(std::size_t bytes, std::size_t alignment, MemoryKind what);
+void unmap_pages(const HostPages& pages) noexcept;
+// Best effort: false if the limit on locked memory (RLIMIT_MEMLOCK) does not allow it.
+bool lock_pages(const HostPages& pages) noexcept;
+
+struct HostMemoryRequest {
+  MemoryKind kind = MemoryKind::kHost;
+  std::size_t bytes = 0;
+  std::size_t alignment = 256;
+  Role role = Role::kOther;
+  Ledger* ledger = nullptr;  // may be null; must outlive the memory
+  // Called with a sentence for people if `kind` is kPinned and the pages could not be locked.
+  // The memory is good all the same, and charged as pinned.
+  std::function<void(const std::string&)> on_not_locked;
+};
+Memory allocate_host_memory(const HostMemoryRequest& request);
+
+}  // namespace tessera::device

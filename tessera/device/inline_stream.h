@@ -1,0 +1,64 @@
+// A stream whose work is done when it has been enqueued: it runs on the calling thread.
+//
+// All streams of the CPU device, and the compute stream of every device without an accelerator.
+//
+// Threads: any. Work of two threads never runs at the same time. A wait blocks only the thread
+// that asks for it, so that another one can still bring about what it waits for.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "tessera/device/device.h"
+
+namespace tessera::device {
+
+class InlineStream final : public Stream {
+ public:
+  explicit InlineStream(StreamKind kind) : kind_(kind) {}
+
+  StreamKind kind() const override { return kind_; }
+  Pending record() override;
+  void wait(const Pending& pending) override;
+  Pending enqueue(std::function<void()> work) override { return run(work); }
+  void synchronize() override { record().wait(); }
+
+  // enqueue() without the cost of a std::function.
+  template <typename Work>
+  Pending run(const Work& work) {
+    const RunScope scope(*this);
+    if (!error_) {
+      try {
+        work();
+      } catch (...) {
+        error_ = std::current_exception();
+      }
+    }
+    return outcome();
+  }
+
+ private:
+  // Held while something runs or looks at the outcome. Work that calls into its own stream would
+  // wait for itself: it is refused instead.
+  class RunScope {
+   public:
+    explicit RunScope(InlineStream& stream);
+    ~RunScope();
+    RunScope(const RunScope&) = delete;
+    RunScope& operator=(const RunScope&) = delete;
+
+   private:
+    InlineStream& stream_;
+  };
+  Pending outcome() const { return error_ ? Pending::failed(error_) : Pending(); }
+
+  const StreamKind kind_;
+  std::atomic<std::thread::id> runner_{};
+  std::mutex mutex_;
+  std::exception_ptr error_;  // guarded by mutex_
+};
+
+}  // namespace tessera::device

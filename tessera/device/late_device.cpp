@@ -1,0 +1,86 @@
+#include "tessera/device/late_device.h"
+
+#include <array>
+#include <string>
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/device/host_allocator.h"
+#include "tessera/device/host_copy.h"
+#include "tessera/device/inline_stream.h"
+#include "tessera/device/late_stream.h"
+
+namespace tessera::device {
+namespace {
+
+class LateDevice final : public Device {
+ public:
+  explicit LateDevice(LateDeviceOptions options)
+      : options_(std::move(options)), allocator_(options_.host) {}
+
+  std::string name() const override {
+    return options_.mode == LateMode::kLazy ? "late cpu (lazy)"
+                                            : detail::concat("late cpu (seed ", options_.seed, ")");
+  }
+
+  Stream& stream(StreamKind kind) override {
+    return kind == StreamKind::kCompute ? static_cast<Stream&>(compute_) : late(kind);
+  }
+
+  Memory allocate(MemoryKind kind, std::size_t bytes, Role role, std::size_t alignment) override {
+    Memory memory = allocator_.allocate(kind, bytes, role, alignment);
+    fill_bytes(memory.data(), kPoisonByte, bytes);
+    return memory;
+  }
+
+  Pending start_copy(void* to, const void* from, std::size_t bytes, Stream& stream) override {
+    check_copy(to, from, bytes);
+    if (is_own_compute(stream)) {
+      return compute_.run([&] { copy_bytes(to, from, bytes); });
+    }
+    // A copy of nothing is a fill of nothing: its source may be null.
+    LateOp op;
+    op.to = to;
+    op.from = bytes == 0 ? nullptr : from;
+    op.bytes = bytes;
+    return late(stream.kind()).enqueue(std::move(op));
+  }
+
+  Pending start_fill(void* to, std::uint8_t value, std::size_t bytes, Stream& stream) override {
+    check_fill(to, bytes);
+    if (is_own_compute(stream)) {
+      return compute_.run([&] { fill_bytes(to, value, bytes); });
+    }
+    LateOp op;
+    op.to = to;
+    op.value = value;
+    op.bytes = bytes;
+    return late(stream.kind()).enqueue(std::move(op));
+  }
+
+  MemoryInfo memory_info() const override { return allocator_.memory_info(); }
+
+ private:
+  LateStream& late(StreamKind kind) { return late_.at(static_cast<std::size_t>(kind) - 1); }
+
+  bool is_own_compute(Stream& given) {
+    TESSERA_INVARIANT(&stream(given.kind()) == &given, "the ", to_string(given.kind()),
+                      " stream belongs to another device");
+    return given.kind() == StreamKind::kCompute;
+  }
+
+  const LateDeviceOptions options_;
+  HostAllocator allocator_;
+  InlineStream compute_{StreamKind::kCompute};
+  std::array<LateStream, kNumStreams - 1> late_{
+      LateStream(StreamKind::kGather, options_), LateStream(StreamKind::kRead, options_),
+      LateStream(StreamKind::kWrite, options_), LateStream(StreamKind::kReduce, options_)};
+};
+
+}  // namespace
+
+std::unique_ptr<Device> make_late_device(LateDeviceOptions options) {
+  return std::make_unique<LateDevice>(std::move(options));
+}
+
+}  // namespace tessera::device
