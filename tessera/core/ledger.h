@@ -53,8 +53,12 @@ class Ledger {
   struct Cell {
     std::atomic<std::size_t> current{0};
     std::atomic<std::size_t> peak{0};
+    std::atomic<bool> used{false};  // outlives reset_peaks()
   };
   static void add(Cell& cell, std::size_t bytes);
+  // False, and nothing changed, when fewer bytes are charged.
+  static bool subtract(Cell& cell, std::size_t bytes);
+  static void reset_peak(Cell& cell);
 
   std::array<std::array<Cell, kNumRoles>, kNumTiers> cells_;
   std::array<Cell, kNumTiers> tiers_;

@@ -1,0 +1,246 @@
+#include "tessera/core/config.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <utility>
+
+#include "tessera/core/deepspeed_config.h"
+#include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+#include "tessera/core/suggest.h"
+
+namespace tessera {
+namespace {
+
+// Defaults are parsed once; the table never changes.
+const OptionValue& parsed_default(const Option& option) {
+  static const std::map<std::string_view, OptionValue> defaults = [] {
+    std::map<std::string_view, OptionValue> all;
+    for (const Option& each : option_table()) {
+      all.emplace(each.name, default_value(each));
+    }
+    return all;
+  }();
+  return defaults.at(option.name);
+}
+
+const Option& known_option(std::string_view name) {
+  const Option* option = find_option(name);
+  TESSERA_INVARIANT(option != nullptr, "no option is called ", quoted(name));
+  return *option;
+}
+
+}  // namespace
+
+Config Config::from_json(std::string_view text, std::string_view source_name) {
+  const std::string source = printable(source_name);
+  const ConfigInput input = read_config(text, source);
+  Config config;
+  for (const auto& [name, raw] : input.own) {
+    const Option& option = known_option(name);
+    config.assign(option, check_value(option, raw, detail::concat(source, ": ", name)),
+                  detail::concat(source, ": ", name));
+  }
+  DeepSpeedTranslation translation = translate_deepspeed(input.deepspeed, source);
+  config.notices_ = std::move(translation.notices);
+  config.adopt(translation.settings, source);
+  return config;
+}
+
+Config Config::from_file(const std::string& path) {
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
+  TESSERA_CHECK(file.is_open(), ConfigError, "config file ", quoted(path),
+                ": cannot be opened: ", std::strerror(errno != 0 ? errno : EIO));
+  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  TESSERA_CHECK(!file.bad(), ConfigError, "config file ", quoted(path), ": cannot be read");
+  return from_json(text, path);
+}
+
+// What was said goes before what DeepSpeed assumes, and the precision before everything that is
+// measured in elements.
+void Config::adopt(const std::vector<DeepSpeedSetting>& settings, const std::string& source) {
+  for (const bool by_default : {false, true}) {
+    for (const bool counted : {false, true}) {
+      for (const DeepSpeedSetting& setting : settings) {
+        if (setting.by_default == by_default && setting.numel.has_value() == counted) {
+          adopt_one(setting, source);
+        }
+      }
+    }
+  }
+}
+
+void Config::adopt_one(const DeepSpeedSetting& setting, const std::string& source) {
+  const Option& option = *setting.option;
+  OptionValue value = setting.value;
+  if (setting.numel) {
+    value = check_value(option,
+                        bytes_of_elements(*setting.numel, element_bytes(get_string("precision"))),
+                        detail::concat(source, ": ", setting.from, " -> ", option.name));
+  }
+  const auto present = settings_.find(option.name);
+  if (present != settings_.end()) {
+    TESSERA_CHECK(setting.by_default || present->second.value == value, ConfigError,
+                  present->second.origin, " = ", to_text(option, present->second.value), ", but ",
+                  setting.from, " says ", option.name, " = ", to_text(option, value),
+                  "; remove one of them");
+    return;
+  }
+  const std::string origin = detail::concat(source, ": ", setting.key);
+  if (setting.numel) {
+    elements_.push_back({&option, *setting.numel, setting.from, origin});
+  } else if (!setting.by_default || value != parsed_default(option) ||
+             setting.from.find("\"auto\"") != std::string::npos) {
+    notices_.push_back(
+        detail::concat(setting.from, " -> ", option.name, " = ", to_text(option, value)));
+  }
+  settings_[std::string(option.name)] = {std::move(value), origin};
+}
+
+void Config::convert_elements() {
+  const std::int64_t bytes_each = element_bytes(get_string("precision"));
+  for (const Elements& each : elements_) {
+    Setting& setting = settings_.find(each.option->name)->second;
+    if (setting.origin == each.origin) {
+      setting.value = check_value(*each.option, bytes_of_elements(each.numel, bytes_each),
+                                  detail::concat(each.origin, " -> ", each.option->name));
+    }
+  }
+}
+
+void Config::assign(const Option& option, OptionValue value, std::string origin) {
+  settings_[std::string(option.name)] = {std::move(value), std::move(origin)};
+  if (option.name == "precision") {
+    convert_elements();
+  }
+}
+
+void Config::set(std::string_view name, const OptionValue& value) {
+  const Option& option = known_option(name);
+  assign(option, check_value(option, value, name), "code");
+}
+
+void Config::apply_flag(std::string_view assignment) {
+  const auto equals = assignment.find('=');
+  TESSERA_CHECK(equals != std::string_view::npos, ConfigError, quoted(assignment),
+                ": expected name=value, for example comm.timeout_s=30");
+  const std::string_view name = assignment.substr(0, equals);
+  const Option* option = find_option(name);
+  if (option == nullptr) {
+    std::vector<std::string_view> known;
+    for (const Option& each : option_table()) {
+      known.push_back(each.name);
+    }
+    const std::string_view near = nearest(name, known);
+    throw ConfigError(near.empty() ? detail::concat(quoted(name),
+                                                    ": unknown option; `tessera options` lists all")
+                                   : detail::concat(quoted(name), ": unknown option; did you mean ",
+                                                    near, "?"));
+  }
+  assign(*option, parse_value(*option, assignment.substr(equals + 1), name), "command line");
+}
+
+void Config::check() const {
+  for (const char* name : {"place.parameters", "place.optimizer"}) {
+    TESSERA_CHECK(get_string(name) != "nvme" || !get_list("nvme.paths").empty(), ConfigError, name,
+                  " = nvme: nvme.paths is empty; give a directory on the disk");
+  }
+  TESSERA_CHECK(get_bytes("memory.nvme") == 0 || !get_list("nvme.paths").empty(), ConfigError,
+                "memory.nvme = ", to_text(known_option("memory.nvme"), get_bytes("memory.nvme")),
+                ": nvme.paths is empty; give a directory on the disk");
+
+  const std::int64_t total = get_int("batch.total");
+  const std::int64_t micro = get_int("batch.micro_per_rank");
+  const std::int64_t accumulate = get_int("batch.accumulate");
+  TESSERA_CHECK(total % accumulate == 0, ConfigError, "batch.total = ", total,
+                " is not a multiple of batch.accumulate = ", accumulate);
+  TESSERA_CHECK(micro == 0 || (total / accumulate) % micro == 0, ConfigError,
+                "batch.total = ", total, " is not a multiple of batch.micro_per_rank = ", micro,
+                " times batch.accumulate = ", accumulate);
+
+  TESSERA_CHECK(get_int("shard.group_size") == 0 || get_int("shard.secondary_group_size") <= 1,
+                ConfigError, "shard.group_size = ", get_int("shard.group_size"),
+                " and shard.secondary_group_size = ", get_int("shard.secondary_group_size"),
+                " exclude each other; set one of them");
+  TESSERA_CHECK(!get_bool("quant.error_feedback") || get_bool("quant.gradients"), ConfigError,
+                "quant.error_feedback = true needs quant.gradients = true");
+  TESSERA_CHECK(get_double("loss_scale.min") <= get_double("loss_scale.initial"), ConfigError,
+                "loss_scale.min = ", get_double("loss_scale.min"),
+                " is above loss_scale.initial = ", get_double("loss_scale.initial"));
+}
+
+const OptionValue& Config::value(std::string_view name, OptionType type) const {
+  const Option& option = known_option(name);
+  const bool is_text = type == OptionType::kString && option.type == OptionType::kChoice;
+  TESSERA_INVARIANT(option.type == type || is_text, "option ", name, " is read as another type");
+  const auto found = settings_.find(name);
+  return found != settings_.end() ? found->second.value : parsed_default(option);
+}
+
+bool Config::get_bool(std::string_view name) const {
+  return std::get<bool>(value(name, OptionType::kBool));
+}
+std::int64_t Config::get_int(std::string_view name) const {
+  return std::get<std::int64_t>(value(name, OptionType::kInt));
+}
+double Config::get_double(std::string_view name) const {
+  return std::get<double>(value(name, OptionType::kDouble));
+}
+std::int64_t Config::get_bytes(std::string_view name) const {
+  return std::get<std::int64_t>(value(name, OptionType::kBytes));
+}
+double Config::get_seconds(std::string_view name) const {
+  return std::get<double>(value(name, OptionType::kSeconds));
+}
+const std::string& Config::get_string(std::string_view name) const {
+  return std::get<std::string>(value(name, OptionType::kString));
+}
+const std::vector<std::string>& Config::get_list(std::string_view name) const {
+  return std::get<std::vector<std::string>>(value(name, OptionType::kList));
+}
+
+bool Config::is_set(std::string_view name) const {
+  return settings_.count(known_option(name).name) != 0;
+}
+
+std::vector<std::string> Config::notices() const {
+  std::vector<std::string> lines;
+  std::set<std::string> said;
+  for (const std::string& line : notices_) {
+    if (said.insert(line).second) {
+      lines.push_back(line);
+    }
+  }
+  const std::string& precision = get_string("precision");
+  for (const Elements& each : elements_) {
+    const Setting& setting = settings_.find(each.option->name)->second;
+    if (setting.origin == each.origin) {
+      const auto bytes = std::get<std::int64_t>(setting.value);
+      lines.push_back(bytes == kUnlimitedBytes
+                          ? detail::concat(each.from, " -> ", each.option->name, " = unlimited")
+                          : detail::concat(each.from, " -> ", each.option->name, " = ", bytes,
+                                           " B (", precision, ", ", element_bytes(precision),
+                                           " B each)"));
+    }
+  }
+  return lines;
+}
+
+std::string Config::describe() const {
+  std::string lines;
+  for (const Option& option : option_table()) {
+    const auto found = settings_.find(option.name);
+    if (found != settings_.end() && found->second.value != parsed_default(option)) {
+      lines += detail::concat(option.name, " = ", to_text(option, found->second.value), "  (",
+                              found->second.origin, ")\n");
+    }
+  }
+  return lines;
+}
+
+}  // namespace tessera

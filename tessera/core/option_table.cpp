@@ -1,0 +1,199 @@
+#include "tessera/core/option_table.h"
+
+#include <algorithm>
+#include <array>
+
+namespace tessera {
+namespace {
+
+constexpr double kMaxInt = 9007199254740992.0;  // 2^53: every integer below is exact in JSON
+constexpr double kMaxBytes = kMaxInt64AsDouble;
+
+// Rows that need no range, and rows whose numbers have one; read_by is empty unless it is given.
+constexpr Option flag(std::string_view name, std::string_view value, std::string_view text,
+                      std::string_view read_by = "") {
+  return {name, OptionType::kBool, value, 0, 0, "", "", 0, read_by, text};
+}
+constexpr Option choice(std::string_view name, std::string_view value, std::string_view choices,
+                        std::string_view text, std::string_view read_by = "") {
+  return {name, OptionType::kChoice, value, 0, 0, choices, "", 0, read_by, text};
+}
+constexpr Option words(std::string_view name, OptionType type, std::string_view text,
+                       std::string_view read_by = "") {
+  return {name, type, "", 0, 0, "", "", 0, read_by, text};
+}
+constexpr Option integer(std::string_view name, std::string_view value, double min, double max,
+                         std::string_view text, std::string_view read_by = "") {
+  return {name, OptionType::kInt, value, min, max, "", "", 0, read_by, text};
+}
+constexpr Option real(std::string_view name, std::string_view value, double min, double max,
+                      std::string_view text) {
+  return {name, OptionType::kDouble, value, min, max, "", "", 0, "", text};
+}
+constexpr Option bytes(std::string_view name, std::string_view value, std::string_view text,
+                       std::string_view read_by = "") {
+  return {name, OptionType::kBytes, value, 0, kMaxBytes, "", "unlimited", kMaxBytes, read_by, text};
+}
+// Numbers that a measurement replaces unless they are given: "auto" reads as 0 (or -1).
+constexpr Option measured(std::string_view name, OptionType type, double min, double max,
+                          std::string_view text, double auto_value = 0) {
+  return {name, type, "auto", min, max, "", "auto", auto_value, "", text};
+}
+
+constexpr std::array kOptions = {
+    integer("seed", "0", 0, kMaxInt, "Seed of every random number of a run."),
+    choice("precision", "fp32", "fp32|bf16|fp16",
+           "Type of parameters and gradients; master weights and moments stay fp32."),
+
+    integer("batch.total", "0", 0, kMaxInt,
+            "Sequences per step of all ranks together; 0: from the other two and the rank count."),
+    integer("batch.micro_per_rank", "0", 0, kMaxInt,
+            "Sequences per forward and rank; 0: from the other two and the rank count."),
+    integer("batch.accumulate", "1", 1, kMaxInt, "Micro-batches per step."),
+
+    choice("comm.backend", "auto", "auto|gloo|nccl|threads",
+           "Network: auto takes nccl for CUDA and gloo for CPU; threads runs ranks in one process.",
+           "comm"),
+    Option{"comm.timeout_s", OptionType::kSeconds, "600", 0.001, 1e9, "", "", 0, "comm",
+           "How long a collective may take before it fails with a report of who has not come."},
+    bytes("comm.pack_below_bytes", "64KiB",
+          "Tensors whose piece per rank is smaller than this travel together in one message.",
+          "comm"),
+
+    integer("shard.group_size", "0", 0, 1048576,
+            "Ranks that hold one copy of the model together (MiCS); 0: all; must divide the world.",
+            "comm"),
+    flag("shard.hierarchical_gather", "false",
+         "Gather between nodes first and inside each node second (MiCS)."),
+    integer("shard.secondary_group_size", "1", 0, 1048576,
+            "Ranks that share a second copy of the shards for backward (hpZ); 0 or 1: none."),
+
+    flag("quant.weights", "false", "Gather parameters as int8 blocks; changes numbers (qwZ)."),
+    flag("quant.frozen_weights", "false",
+         "Keep frozen parameters as int8 blocks; changes numbers."),
+    flag("quant.gradients", "false", "Reduce gradients as int4 blocks; changes numbers (qgZ)."),
+    flag("quant.error_feedback", "false",
+         "Carry the rounding error of quantised gradients over to the next step (LoCo)."),
+    real("quant.error_beta", "0.8", 0, 1, "Share of the old error that is kept per step."),
+    integer("quant.error_reset_steps", "1024", 1, kMaxInt,
+            "Steps after which the carried error is set to zero."),
+
+    bytes("prefetch.bucket_bytes", "128MiB",
+          "Most full bytes that one prefetch gathers in one call; 0 turns prefetch off."),
+    integer("prefetch.max_inflight", "4", 1, 1024, "Most gathers in flight at once."),
+    bytes("live.limit_bytes", "2GiB",
+          "Hard limit on full parameters held at once, beside the unit that is running."),
+    bytes("live.reuse_distance_bytes", "2GiB",
+          "A parameter that is used again within this many bytes of the trace is not released."),
+    bytes("persist.param_bytes", "256KiB",
+          "Parameters of at most this many full bytes stay gathered between uses."),
+    bytes("persist.model_bytes", "unlimited", "Most bytes that persistent parameters may hold."),
+
+    words("unit.leaf_types", OptionType::kList, "Module types that are gathered whole."),
+    words("unit.leaf_names", OptionType::kList, "Units that are gathered whole, by full name."),
+    words("unit.leaf_name_suffixes", OptionType::kList,
+          "Units that are gathered whole, by the end of their name."),
+    integer("unit.leaf_below_numel", "0", 0, kMaxInt,
+            "Modules with at most this many elements per parameter-carrying child become leaves."),
+    words("unit.dynamic_names", OptionType::kList,
+          "Units that only some ranks use in a step (mixture of experts), by full name."),
+
+    bytes("grad.bucket_bytes", "64MiB",
+          "Full gradients that are reduced in one call; one buffer of this size exists."),
+    choice("grad.wire_dtype", "auto", "auto|fp32|bf16|fp16",
+           "Type of gradients on the network; auto: that of the parameters."),
+    choice("grad.accumulate_dtype", "fp32", "auto|fp32|bf16|fp16",
+           "Type in which micro-batches are summed; auto: that of the parameters."),
+    choice("grad.reduction", "exact", "exact|backend",
+           "exact adds in rank order in fp32; backend takes the network library's own order."),
+    real("grad.clip_norm", "1.0", 0, kNoLimit, "Largest global norm of the gradients; 0: off."),
+    flag("grad.skip_nonfinite", "true",
+         "Skip the step on all ranks when a gradient is infinite or NaN."),
+
+    bytes("memory.device", "unlimited", "Budget of device memory per rank."),
+    bytes("memory.host", "unlimited", "Budget of host memory per rank."),
+    bytes("memory.nvme", "0", "Budget of NVMe space per rank; 0: no NVMe."),
+    choice("place.parameters", "auto", "auto|device|host|nvme",
+           "Tier of parameter shards; auto: by the memory budgets."),
+    choice("place.optimizer", "auto", "auto|device|host|nvme",
+           "Tier of master weights and moments; auto: by the memory budgets."),
+    bytes("place.parameters_host_bytes", "unlimited",
+          "Parameter shards that stay in host memory when their tier is nvme."),
+    flag("place.parameters_pinned", "true", "Keep parameter shards in pinned host memory."),
+    flag("place.optimizer_pinned", "true", "Keep optimizer states in pinned host memory."),
+
+    words("nvme.paths", OptionType::kList, "Directories for scratch files; several are striped."),
+    choice("nvme.engine", "auto", "auto|uring|threads", "How files are read and written."),
+    choice("nvme.direct_io", "auto", "auto|on|off", "O_DIRECT; auto: where the file system has it."),
+    measured("nvme.block_bytes", OptionType::kBytes, 4096, 1073741824,
+             "Bytes per I/O request; auto: measured once per directory."),
+    measured("nvme.queue_depth", OptionType::kInt, 1, 65536,
+             "Requests in flight per thread; auto: measured once per directory."),
+    measured("nvme.threads", OptionType::kInt, 1, 1024,
+             "Threads that submit I/O; auto: measured once per directory."),
+    measured("nvme.parameter_buffers", OptionType::kInt, 1, 65536,
+             "Pinned buffers between NVMe and parameters; auto: from the host budget."),
+    measured("nvme.parameter_buffer_bytes", OptionType::kBytes, 4096, kMaxBytes,
+             "Bytes of each of those buffers; auto: from the host budget."),
+    measured("nvme.optimizer_buffers", OptionType::kInt, 1, 65536,
+             "Pinned buffers between NVMe and the update; auto: from the host budget."),
+    flag("nvme.pipeline_read", "true", "Read the next sub-group while one is updated."),
+    flag("nvme.pipeline_write", "true", "Write a sub-group while the next one is updated."),
+    flag("nvme.verify", "false", "Verify checksums of everything that is read."),
+
+    choice("optim.kind", "adamw", "adamw|adam|sgd|lion", "Update rule; adam is Adam with L2."),
+    real("optim.lr", "0.001", 0, kNoLimit, "Learning rate, at the end of warm-up."),
+    real("optim.beta1", "0.9", 0, 1, "Decay of the first moment."),
+    real("optim.beta2", "0.999", 0, 1, "Decay of the second moment."),
+    real("optim.eps", "1e-08", 0, kNoLimit, "Added to the root of the second moment."),
+    real("optim.weight_decay", "0.01", 0, kNoLimit, "Weight decay."),
+    real("optim.momentum", "0", 0, 1, "Momentum of sgd."),
+    choice("optim.master_dtype", "fp32", "fp32|bf16|fp16", "Type of the master weights."),
+    choice("optim.state_dtype", "fp32", "fp32|bf16", "Type of the moments."),
+    bytes("optim.sub_group_bytes", "256MiB",
+          "Master weights (fp32 bytes of this rank) that are read, updated and written together."),
+    measured("optim.cpu_share", OptionType::kDouble, 0, 1,
+             "Share of the update that runs on the CPU; auto: from measured rates.", -1),
+
+    choice("schedule.kind", "constant", "constant|linear|cosine",
+           "Course of the learning rate after warm-up."),
+    integer("schedule.warmup_steps", "0", 0, kMaxInt, "Steps of warm-up."),
+    choice("schedule.warmup_shape", "linear", "linear|log", "Course of the warm-up."),
+    real("schedule.warmup_start_lr", "0", 0, kNoLimit, "Learning rate at the first step."),
+    integer("schedule.total_steps", "0", 0, kMaxInt,
+            "Step at which the schedule ends; 0: the steps of the run."),
+    real("schedule.final_lr", "0", 0, kNoLimit, "Learning rate at the end."),
+
+    real("loss_scale.fixed", "0", 0, kNoLimit, "Constant loss scale for fp16; 0: dynamic."),
+    real("loss_scale.initial", "65536", 1, kNoLimit, "First dynamic loss scale."),
+    integer("loss_scale.window", "1000", 1, kMaxInt,
+            "Steps without overflow after which the scale doubles."),
+    integer("loss_scale.hysteresis", "2", 1, kMaxInt, "Overflows before the scale halves."),
+    flag("loss_scale.consecutive_hysteresis", "false",
+         "A step without overflow restores the hysteresis."),
+    Option{"loss_scale.min", OptionType::kDouble, "1", 1e-30, kNoLimit, "", "", 0, "",
+           "Smallest dynamic loss scale."},
+
+    choice("log.level", "info", "trace|debug|info|warn|error", "Least important line that is shown.",
+           "core"),
+    flag("log.all_ranks", "false", "Let every rank speak; otherwise rank 0, and warnings of all.",
+         "core"),
+    words("trace.path", OptionType::kString,
+          "File for a Chrome/Perfetto trace of the run's spans; empty: no tracing.", "core"),
+    integer("trace.ring_spans", "65536", 1, 1073741824,
+            "Spans kept per rank; the oldest are overwritten and counted.", "core"),
+};
+
+}  // namespace
+
+std::span<const Option> option_table() { return kOptions; }
+
+const Option* find_option(std::string_view name) {
+  const auto found = std::find_if(kOptions.begin(), kOptions.end(),
+                                  [name](const Option& option) { return option.name == name; });
+  return found == kOptions.end() ? nullptr : &*found;
+}
+
+std::string_view section_of(std::string_view name) { return name.substr(0, name.find('.')); }
+
+}  // namespace tessera
