@@ -30,12 +30,12 @@ setup:  ## what the others do first: packages by apt, torch into .venv unless on
 
 build: setup  ## the program, at build/tessera
 	@scripts/build dev
-	@ln -sfn dev/cli/tessera build/tessera
+	@ln -sfn dev/tessera build/tessera
 	@echo "built build/tessera"
 
 demo: build  ## what this machine has, and how fast two ranks communicate on it
 	build/tessera doctor
-	build/tessera bench-comm --ranks 2
+	build/tessera bench-comm --ranks 2 --sizes 4KiB,1MiB,16MiB --rounds 5
 
 test: setup  ## all tests; the torch-free rooms also under the sanitizers; the layer check
 	@scripts/test
