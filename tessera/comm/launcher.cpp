@@ -103,7 +103,7 @@ class Launch {
 
   void start_ranks() {
     Environment env = process_environment();
-    if (!env.contains(kThreadsVariable)) {
+    if (env[kThreadsVariable].empty()) {
       const int cores = num_usable_cores();
       const int threads = std::max(1, cores / options_.num_ranks);
       env[kThreadsVariable] = std::to_string(threads);
