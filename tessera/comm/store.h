@@ -13,6 +13,8 @@
 #include <optional>
 #include <string>
 
+#include "tessera/comm/rendezvous.h"
+
 namespace tessera::comm {
 
 class Store {
@@ -28,10 +30,18 @@ class Store {
   virtual std::uint16_t port() const = 0;
 };
 
-// Holds the server in this process. port 0: one that is free.
+// Holds the server in this process, until the Store is destroyed. port 0: one that is free. It
+// listens on all interfaces, unless `host` is a loopback address. `key_prefix` is put before every
+// key of this object.
 std::unique_ptr<Store> serve_store(const std::string& host, std::uint16_t port,
-                                   std::chrono::milliseconds timeout);
+                                   std::chrono::milliseconds timeout,
+                                   const std::string& key_prefix = "");
+// Waits up to `timeout` for the server to come up; CommError if it does not.
 std::unique_ptr<Store> connect_store(const std::string& host, std::uint16_t port,
-                                     std::chrono::milliseconds timeout);
+                                     std::chrono::milliseconds timeout,
+                                     const std::string& key_prefix = "");
+
+// As the rendezvous says: serves on the rank that must, connects on the others.
+std::unique_ptr<Store> join_store(const Rendezvous& rendezvous, std::chrono::milliseconds timeout);
 
 }  // namespace tessera::comm

@@ -1,0 +1,160 @@
+#include "tessera/comm/socket_probe.h"
+
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <thread>
+
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using SteadyTime = std::chrono::steady_clock::time_point;
+
+constexpr milliseconds kFirstPause{10};
+constexpr milliseconds kLongestPause{500};
+
+struct AddressList {
+  addrinfo* first = nullptr;
+  std::string error;
+  ~AddressList() {
+    if (first != nullptr) freeaddrinfo(first);
+  }
+};
+
+void resolve(const std::string& host, std::uint16_t port, AddressList& list) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  const int error =
+      getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list.first);
+  if (error != 0) list.error = gai_strerror(error);
+}
+
+milliseconds left_until(SteadyTime deadline) {
+  const auto left = deadline - std::chrono::steady_clock::now();
+  return std::max(milliseconds(0), std::chrono::ceil<milliseconds>(left));
+}
+
+// An errno; 0 if the connection stands.
+int try_connect(const addrinfo& address, milliseconds limit) {
+  const int fd = socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) return errno;
+  int error = connect(fd, address.ai_addr, address.ai_addrlen) == 0 ? 0 : errno;
+  if (error == EINPROGRESS) {
+    pollfd end{fd, POLLOUT, 0};
+    const int ready = poll(&end, 1, static_cast<int>(std::min<std::int64_t>(limit.count(), 60000)));
+    socklen_t length = sizeof(error);
+    error = ETIMEDOUT;
+    if (ready > 0) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length);
+  }
+  close(fd);
+  return error;
+}
+
+// Resolves each time: on a cluster a name may appear after the first attempt.
+std::string try_once(const std::string& host, std::uint16_t port, SteadyTime deadline) {
+  AddressList list;
+  resolve(host, port, list);
+  if (!list.error.empty()) return list.error;
+  std::string why = "no address";
+  for (const addrinfo* address = list.first; address != nullptr; address = address->ai_next) {
+    const int error = try_connect(*address, left_until(deadline));
+    if (error == 0) return "";
+    why = std::strerror(error);
+  }
+  return why;
+}
+
+struct BindAddress {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+};
+
+BindAddress ipv4_address(std::uint32_t host, std::uint16_t port) {
+  BindAddress address;
+  auto* in = reinterpret_cast<sockaddr_in*>(&address.storage);
+  in->sin_family = AF_INET;
+  in->sin_port = htons(port);
+  in->sin_addr.s_addr = htonl(host);
+  address.length = sizeof(sockaddr_in);
+  return address;
+}
+
+BindAddress ipv6_address(const in6_addr& host, std::uint16_t port) {
+  BindAddress address;
+  auto* in = reinterpret_cast<sockaddr_in6*>(&address.storage);
+  in->sin6_family = AF_INET6;
+  in->sin6_port = htons(port);
+  in->sin6_addr = host;
+  address.length = sizeof(sockaddr_in6);
+  return address;
+}
+
+// A socket, or minus an errno.
+int try_bind(const BindAddress& address) {
+  const int family = address.storage.ss_family;
+  const int fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return -errno;
+  const int on = 1;
+  const int off = 0;
+  // Connections of the last run that the kernel still remembers do not occupy the port.
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  if (family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
+  if (bind(fd, reinterpret_cast<const sockaddr*>(&address.storage), address.length) == 0) return fd;
+  const int error = errno;
+  close(fd);
+  return -error;
+}
+
+}  // namespace
+
+std::string wait_for_listener(const std::string& host, std::uint16_t port, milliseconds timeout) {
+  const SteadyTime deadline = std::chrono::steady_clock::now() + timeout;
+  milliseconds pause = kFirstPause;
+  for (;;) {
+    std::string why = try_once(host, port, deadline);
+    const milliseconds left = left_until(deadline);
+    if (why.empty() || left.count() == 0) return why;
+    std::this_thread::sleep_for(std::min(pause, left));
+    pause = std::min(pause * 2, kLongestPause);
+  }
+}
+
+int bind_listener(const std::string& host, std::uint16_t port) {
+  int fd = 0;
+  if (host.compare(0, 4, "127.") == 0) {
+    fd = try_bind(ipv4_address(INADDR_LOOPBACK, port));
+  } else if (host == "::1") {
+    fd = try_bind(ipv6_address(in6addr_loopback, port));
+  } else {
+    fd = try_bind(ipv6_address(in6addr_any, port));
+    if (fd == -EAFNOSUPPORT) fd = try_bind(ipv4_address(INADDR_ANY, port));
+  }
+  TESSERA_CHECK(fd >= 0, CommError, "store: cannot listen on ", host, ":", port, ": ",
+                std::strerror(-fd),
+                fd == -EADDRINUSE ? "; another run uses the port: set MASTER_PORT to a free one"
+                                  : "; set MASTER_PORT to another port");
+  return fd;
+}
+
+std::uint16_t bound_port(int fd) {
+  sockaddr_storage storage{};
+  socklen_t length = sizeof(storage);
+  TESSERA_CHECK(getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &length) == 0, CommError,
+                "store: the port of a socket is unknown: ", std::strerror(errno));
+  return ntohs(storage.ss_family == AF_INET6
+                   ? reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port
+                   : reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
+}
+
+}  // namespace tessera::comm
