@@ -20,9 +20,9 @@ namespace {
 
 bool set_by_a_launcher(std::string_view name) {
   constexpr std::array<std::string_view, 7> kExact{
-      "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-      "GROUP_RANK"};
-  constexpr std::array<std::string_view, 7> kPrefixes{"TESSERA_", "OMPI_",  "PMI_",  "PMIX_",
+      "RANK",        "WORLD_SIZE",  "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+      "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"};
+  constexpr std::array<std::string_view, 7> kPrefixes{"TESSERA_", "OMPI_",  "PMI_",         "PMIX_",
                                                       "MPI_",     "SLURM_", "TORCHELASTIC_"};
   for (const std::string_view exact : kExact) {
     if (name == exact) {

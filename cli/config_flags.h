@@ -1,0 +1,33 @@
+// `--config FILE` and `--set name=value`, for every command that reads options.
+//
+// Threads: main thread only.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tessera/comm/group.h"
+#include "tessera/core/config.h"
+
+namespace CLI {
+class App;
+}
+
+namespace tessera::cli {
+
+struct ConfigFlags {
+  std::string file;
+  std::vector<std::string> settings;
+};
+
+void add_config_flags(CLI::App& app, ConfigFlags& flags);
+// Only --set: for commands that take the file as an argument.
+void add_set_flag(CLI::App& app, ConfigFlags& flags);
+
+// The file, then the settings in their order; checked.
+Config load_config(const ConfigFlags& flags);
+
+// The options of room comm in the words of that room.
+comm::GroupOptions group_options(const Config& config);
+
+}  // namespace tessera::cli

@@ -1,0 +1,44 @@
+#include "cli/flag_values.h"
+
+#include <algorithm>
+#include <charconv>
+
+#include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+#include "tessera/core/units.h"
+
+namespace tessera::cli {
+namespace {
+
+// More does not fit into the memory of any machine, and would overflow products of sizes.
+constexpr std::int64_t kMaxSizeBytes = std::int64_t{1} << 40;
+
+}  // namespace
+
+std::int64_t parse_count(std::string_view flag, std::string_view text, std::int64_t min,
+                         std::int64_t max) {
+  std::int64_t value = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  TESSERA_CHECK(error == std::errc() && stop == end && value >= min && value <= max, ConfigError,
+                flag, " ", tessera::quoted(text), " is not a whole number from ", min, " to ", max);
+  return value;
+}
+
+std::vector<std::size_t> parse_sizes(std::string_view flag, std::string_view text) {
+  std::vector<std::size_t> sizes;
+  std::size_t begin = 0;
+  while (begin <= text.size()) {
+    const std::size_t comma = std::min(text.find(',', begin), text.size());
+    const std::string_view item = text.substr(begin, comma - begin);
+    const auto bytes = parse_bytes(item);
+    TESSERA_CHECK(bytes && *bytes >= 1 && *bytes <= kMaxSizeBytes, ConfigError, flag, ": ",
+                  tessera::quoted(item), " is not a size from 1B to ", exact_bytes(kMaxSizeBytes),
+                  "; write for example 4KiB,1MiB");
+    sizes.push_back(static_cast<std::size_t>(*bytes));
+    begin = comma + 1;
+  }
+  return sizes;
+}
+
+}  // namespace tessera::cli

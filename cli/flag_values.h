@@ -1,0 +1,22 @@
+// Values of flags that are not options: counts and lists of sizes.
+//
+// Every failure is a one-line ConfigError: the flag, the value, what is allowed.
+//
+// Threads: pure functions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera::cli {
+
+std::int64_t parse_count(std::string_view flag, std::string_view text, std::int64_t min,
+                         std::int64_t max);
+
+// "4KiB,1MiB": at least one, each at least one byte.
+std::vector<std::size_t> parse_sizes(std::string_view flag, std::string_view text);
+
+}  // namespace tessera::cli

@@ -1,0 +1,154 @@
+#include "cli/program.h"
+
+#include <algorithm>
+#include <array>
+#include <iostream>
+#include <map>
+
+#include <CLI/CLI.hpp>
+
+#include "cli/command.h"
+#include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+#include "tessera/core/suggest.h"
+
+namespace tessera::cli {
+namespace {
+
+constexpr std::array<Command, 5> kCommands{{
+    {"doctor", "Says what this machine has, and what each missing thing costs",
+     "  tessera doctor\n"
+     "  tessera doctor --dir /mnt/nvme --json\n",
+     add_doctor},
+    {"bench-comm", "Measures the collectives per size and backend",
+     "  tessera bench-comm --ranks 2\n"
+     "  tessera bench-comm --ranks 4 --backend threads --sizes 4KiB,1MiB --rounds 50\n"
+     "  torchrun --nproc-per-node 2 --no-python tessera bench-comm --json rates.json\n",
+     add_bench_comm},
+    {"options", "Lists every option with its default, unit and range",
+     "  tessera options\n"
+     "  tessera options --markdown > docs/options.md\n",
+     add_options},
+    {"config", "Checks a config and prints the options that it gives",
+     "  tessera config run.json\n"
+     "  tessera config run.json --set comm.timeout_s=30\n",
+     add_config},
+    {"version", "Prints the version", "  tessera version\n", add_version},
+}};
+
+std::string one_line(std::string text) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  while (!text.empty() && text.back() == ' ') {
+    text.pop_back();
+  }
+  return text;
+}
+
+int report(const std::string& message, int exit_code) {
+  std::cout.flush();
+  std::cerr << "tessera: error: " + one_line(message) + "\n" << std::flush;
+  return exit_code;
+}
+
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates) {
+  const std::vector<std::string_view> known(candidates.begin(), candidates.end());
+  const std::string_view found = nearest(word, known);
+  return found.empty() ? std::string() : "; did you mean " + tessera::quoted(found) + "?";
+}
+
+std::vector<std::string> command_names() {
+  std::vector<std::string> names;
+  for (const Command& command : kCommands) {
+    names.emplace_back(command.name);
+  }
+  return names;
+}
+
+// CLI11's own messages do not suggest; what was not expected is still in the app.
+std::string describe_unexpected(const CLI::App& app) {
+  const std::vector<std::string> remaining = app.remaining(true);
+  const std::string word = remaining.empty() ? std::string("?") : remaining.front();
+  const auto parsed = app.get_subcommands();
+  if (parsed.empty() && word.rfind('-', 0) != 0) {
+    return "unknown command " + tessera::quoted(word) + did_you_mean(word, command_names()) +
+           " (tessera --help lists them)";
+  }
+  const CLI::App& active = parsed.empty() ? app : *parsed.front();
+  const std::string where = parsed.empty() ? std::string() : " of " + active.get_name();
+  const std::string help = parsed.empty() ? std::string() : active.get_name() + " ";
+  if (word.rfind('-', 0) != 0) {
+    return "unexpected argument " + tessera::quoted(word) + where + " (tessera " + help + "--help)";
+  }
+  std::vector<std::string> flags;
+  for (const CLI::Option* option : active.get_options()) {
+    for (const std::string& name : option->get_lnames()) {
+      flags.push_back("--" + name);
+    }
+  }
+  const std::string flag = word.substr(0, word.find('='));
+  return "unknown flag " + tessera::quoted(flag) + where + did_you_mean(flag, flags) +
+         " (tessera " + help + "--help lists them)";
+}
+
+// Help comes from the app that was asked: `tessera doctor --help` is about doctor.
+const CLI::App& asked_app(const CLI::App& app) {
+  const auto parsed = app.get_subcommands();
+  return parsed.empty() ? app : *parsed.front();
+}
+
+int run_checked(int argc, char** argv) {
+  CLI::App app("Tessera: sharded training for LibTorch on GPU, host memory and NVMe", "tessera");
+  app.require_subcommand(0, 1);
+  app.set_help_flag("-h,--help", "Prints this help");
+  app.footer(
+      "tessera COMMAND --help says more about one command.\n\nExamples:\n"
+      "  tessera doctor\n  tessera bench-comm --ranks 2");
+  bool version = false;
+  app.add_flag("--version", version, "Prints the version")->disable_flag_override();
+  app.get_formatter()->column_width(26);
+
+  std::map<const CLI::App*, Action> actions;
+  for (const Command& command : kCommands) {
+    CLI::App* const sub =
+        app.add_subcommand(std::string(command.name), std::string(command.summary));
+    sub->set_help_flag("-h,--help", "Prints this help");
+    sub->footer("Examples:\n" + std::string(command.examples));
+    actions[sub] = command.add_to(*sub);
+  }
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    std::cout << asked_app(app).help();
+    return kExitOk;
+  } catch (const CLI::ExtrasError&) {
+    return report(describe_unexpected(app), kExitUsage);
+  } catch (const CLI::ParseError& error) {
+    return report(error.what(), kExitUsage);
+  }
+  const std::vector<CLI::App*> parsed = app.get_subcommands();
+  if (!parsed.empty()) {
+    return actions.at(parsed.front())(Arguments(argv, argv + argc));
+  }
+  if (version) {
+    return print_version();
+  }
+  return report("no command given; tessera --help lists them", kExitUsage);
+}
+
+}  // namespace
+
+int run_program(int argc, char** argv) {
+  try {
+    const int exit_code = run_checked(argc, argv);
+    std::cout.flush();
+    // A full disk behind `>` must not look like success.
+    return std::cout ? exit_code : report("standard output cannot be written", kExitFailure);
+  } catch (const ConfigError& error) {
+    return report(error.what(), kExitUsage);
+  } catch (const std::exception& error) {
+    return report(error.what(), kExitFailure);
+  }
+}
+
+}  // namespace tessera::cli

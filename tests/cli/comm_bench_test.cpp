@@ -1,0 +1,179 @@
+#include "cli/comm_bench.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "cli/comm_bench_report.h"
+#include "tessera/comm/thread_backend.h"
+#include "tessera/core/error.h"
+#include "tessera/device/device_cpu.h"
+
+namespace tessera::cli {
+namespace {
+
+using comm::Backend;
+using comm::Call;
+using comm::Group;
+using device::Pending;
+
+// A network that damages the last byte of what one kind of call brings.
+class DamagingBackend final : public Backend {
+ public:
+  enum class Damage { kAllGather, kAllToAll, kBroadcast };
+  DamagingBackend(std::unique_ptr<Backend> inner, Damage damage)
+      : inner_(std::move(inner)), damage_(damage) {}
+
+  std::string_view name() const override { return inner_->name(); }
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+
+  Pending start_all_gather(std::span<const comm::GatherBytes> parts, const Call& call) override {
+    Pending pending = inner_->start_all_gather(parts, call);
+    if (damage_ == Damage::kAllGather && !parts.empty()) {
+      pending.wait();
+      flip_last(parts.back().full, parts.back().shard_bytes * static_cast<std::size_t>(size()));
+    }
+    return pending;
+  }
+  Pending start_all_to_all(const void* send, void* receive, std::size_t piece_bytes,
+                           const Call& call) override {
+    Pending pending = inner_->start_all_to_all(send, receive, piece_bytes, call);
+    if (damage_ == Damage::kAllToAll) {
+      pending.wait();
+      flip_last(receive, piece_bytes * static_cast<std::size_t>(size()));
+    }
+    return pending;
+  }
+  Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) override {
+    Pending pending = inner_->start_broadcast(data, bytes, root, call);
+    if (damage_ == Damage::kBroadcast) {
+      pending.wait();
+      flip_last(data, bytes);
+    }
+    return pending;
+  }
+  std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
+    return inner_->split(ranks, name);
+  }
+  std::size_t broadcast_sent_bytes(std::size_t bytes, int root) const override {
+    return inner_->broadcast_sent_bytes(bytes, root);
+  }
+  bool compares_tags() const override { return inner_->compares_tags(); }
+  void abort(const std::string& reason) override { inner_->abort(reason); }
+
+ private:
+  static void flip_last(void* data, std::size_t bytes) {
+    // The top byte of the last float: sign and exponent.
+    static_cast<unsigned char*>(data)[bytes - 1] ^= 0x40;
+  }
+
+  std::unique_ptr<Backend> inner_;
+  const Damage damage_;
+};
+
+std::vector<CommBenchRow> measure(Group& group, const CommBenchOptions& options) {
+  const auto device = device::make_cpu_device();
+  return measure_collectives(group, *device, SteadyClock(), options);
+}
+
+// Both ranks see damaged results, so both must refuse.
+std::vector<std::string> refusals(DamagingBackend::Damage damage) {
+  comm::ThreadWorldOptions options;
+  options.num_ranks = 2;
+  comm::ThreadWorld world(options);
+  std::vector<std::string> messages(2);
+  {
+    std::vector<std::jthread> ranks;
+    for (int rank = 0; rank < 2; ++rank) {
+      ranks.emplace_back([&, rank] {
+        Group group(std::make_unique<DamagingBackend>(world.make_backend(rank), damage), "world",
+                    {0, 1}, {});
+        try {
+          measure(group, {{4096}, 1});
+        } catch (const CommError& error) {
+          messages[rank] = error.what();
+        }
+      });
+    }
+  }
+  return messages;
+}
+
+TEST(CommBench, RefusesToTimeADamagedAllGather) {
+  for (const std::string& message : refusals(DamagingBackend::Damage::kAllGather)) {
+    EXPECT_NE(message.find("all_gather of 4096 bytes"), std::string::npos) << message;
+    EXPECT_NE(message.find("at element 1023"), std::string::npos) << message;
+  }
+}
+
+TEST(CommBench, RefusesToTimeADamagedReduction) {
+  for (const std::string& message : refusals(DamagingBackend::Damage::kAllToAll)) {
+    EXPECT_NE(message.find("reduce_scatter of 4096 bytes"), std::string::npos) << message;
+  }
+}
+
+TEST(CommBench, RefusesToTimeADamagedBroadcast) {
+  for (const std::string& message : refusals(DamagingBackend::Damage::kBroadcast)) {
+    EXPECT_NE(message.find("broadcast of 4096 bytes"), std::string::npos) << message;
+  }
+}
+
+TEST(CommBench, MeasuresEveryCollectiveForEverySize) {
+  for (const int num_ranks : {1, 2, 3}) {
+    comm::run_ranks(num_ranks, [num_ranks](Group& group) {
+      const auto rows = measure(group, {{1, 4096}, 3});
+      ASSERT_EQ(rows.size(), 1U + 2 * 5);
+      EXPECT_EQ(rows[0].collective, "barrier");
+      const std::size_t ranks = static_cast<std::size_t>(num_ranks);
+      // Too small a size becomes one element per rank.
+      EXPECT_EQ(rows[1].bytes, 4 * ranks);
+      for (std::size_t i = 6; i < rows.size(); ++i) {
+        EXPECT_EQ(rows[i].bytes, 4096 / 4 / ranks * 4 * ranks);
+        EXPECT_LE(rows[i].min_us, rows[i].median_us);
+        EXPECT_GT(rows[i].median_us, 0);
+      }
+    });
+  }
+}
+
+TEST(CommBench, CountsTheBytesOfOneCall) {
+  comm::run_ranks(2, [](Group& group) {
+    const auto rows = measure(group, {{4096}, 5});
+    for (const CommBenchRow& row : rows) {
+      if (row.collective == "all_gather" || row.collective == "reduce_scatter" ||
+          row.collective == "all_to_all") {
+        EXPECT_EQ(row.wire_bytes, 2048U) << row.collective;
+      }
+      if (row.collective == "all_reduce") {
+        EXPECT_EQ(row.wire_bytes, 4096U);
+      }
+    }
+  });
+}
+
+TEST(CommBench, RefusesZeroRounds) {
+  comm::run_ranks(1, [](Group& group) { EXPECT_THROW(measure(group, {{4096}, 0}), ConfigError); });
+}
+
+TEST(CommBench, TakesTheLowerMedian) {
+  EXPECT_EQ(median_of({3, 1, 2}), 2);
+  EXPECT_EQ(median_of({4, 1, 3, 2}), 2);
+  EXPECT_EQ(median_of({7}), 7);
+}
+
+TEST(CommBenchReport, ShowsRatesOfDataPerSecond) {
+  const std::string head = comm_bench_head({"gloo", 2, 10});
+  EXPECT_NE(head.find("2 ranks over gloo, 10 rounds"), std::string::npos) << head;
+  const std::string line = comm_bench_line({"all_gather", 2000000, 1000, 900, 1000000});
+  EXPECT_NE(line.find("2.000\n"), std::string::npos) << line;
+  EXPECT_NE(line.find("1.00 ms"), std::string::npos) << line;
+  EXPECT_EQ(comm_bench_line({"barrier", 0, 10, 9, 0}).find("0.000"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace tessera::cli

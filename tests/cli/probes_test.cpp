@@ -1,0 +1,207 @@
+// Probes on machines that are laid out for them: every state that a machine can be in, on any
+// machine.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "cli/probe.h"
+#include "tests/support/temporary_directory.h"
+
+namespace tessera::cli {
+namespace {
+
+using testing::TemporaryDirectory;
+
+void write(const std::filesystem::path& file, const std::string& text) {
+  std::filesystem::create_directories(file.parent_path());
+  std::ofstream(file) << text;
+}
+
+std::size_t num_entries(const std::filesystem::path& directory) {
+  return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(directory),
+                                                std::filesystem::directory_iterator()));
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+int a_descriptor() { return ::open("/dev/null", O_RDONLY | O_CLOEXEC); }
+
+TEST(UringProbe, IsOkWhereARingCanBeSetUp) {
+  const ProbeResult result = probe_io_uring(a_descriptor, "/");
+  EXPECT_EQ(result.state, ProbeState::kOk);
+  EXPECT_EQ(result.cost, "");
+}
+
+TEST(UringProbe, GivesTheDescriptorBack) {
+  const int fd = a_descriptor();
+  probe_io_uring([fd] { return fd; }, "/");
+  EXPECT_EQ(::fcntl(fd, F_GETFD), -1);
+}
+
+TEST(UringProbe, TellsAnOldKernelFromARefusal) {
+  const TemporaryDirectory root;
+  const ProbeResult old_kernel = probe_io_uring([] { return -ENOSYS; }, root.path());
+  EXPECT_EQ(old_kernel.state, ProbeState::kMissing);
+  EXPECT_TRUE(contains(old_kernel.found, "ENOSYS"));
+  const ProbeResult refused = probe_io_uring([] { return -EPERM; }, root.path());
+  EXPECT_EQ(refused.state, ProbeState::kMissing);
+  EXPECT_TRUE(contains(refused.found, "seccomp"));
+}
+
+TEST(UringProbe, NamesTheSysctlThatForbidsIt) {
+  const TemporaryDirectory root;
+  write(root.path() / "proc/sys/kernel/io_uring_disabled", "2\n");
+  const ProbeResult result = probe_io_uring([] { return -EPERM; }, root.path());
+  EXPECT_TRUE(contains(result.found, "kernel.io_uring_disabled=2"));
+  EXPECT_TRUE(contains(result.cost, "sysctl"));
+}
+
+TEST(DirectIoProbe, LeavesNothingBehind) {
+  const TemporaryDirectory directory;
+  probe_direct_io(directory.path(), open_direct);
+  EXPECT_EQ(num_entries(directory.path()), 0U);
+}
+
+TEST(DirectIoProbe, IsMissingWhereTheFlagIsRefused) {
+  const TemporaryDirectory directory;
+  const ProbeResult result =
+      probe_direct_io(directory.path(), [](const std::filesystem::path& file) {
+        std::ofstream(file) << "made before the refusal";
+        return -EINVAL;
+      });
+  EXPECT_EQ(result.state, ProbeState::kMissing);
+  EXPECT_TRUE(contains(result.found, "Invalid argument"));
+  EXPECT_TRUE(contains(result.cost, "page cache"));
+  EXPECT_EQ(num_entries(directory.path()), 0U);
+}
+
+TEST(DirectIoProbe, IsMissingWhereThePageCannotBeWritten) {
+  const TemporaryDirectory directory;
+  const ProbeResult result = probe_direct_io(
+      directory.path(), [](const std::filesystem::path&) { return a_descriptor(); });
+  EXPECT_EQ(result.state, ProbeState::kMissing);
+  EXPECT_TRUE(contains(result.found, "write: "));
+}
+
+TEST(DirectIoProbe, SaysThatTmpfsIsMemory) {
+  if (!std::filesystem::is_directory("/dev/shm") || ::access("/dev/shm", W_OK) != 0) {
+    GTEST_SKIP() << "there is no writable tmpfs at /dev/shm";
+  }
+  const ProbeResult result = probe_direct_io("/dev/shm", open_direct);
+  EXPECT_NE(result.state, ProbeState::kOk);
+  EXPECT_TRUE(contains(result.found, "tmpfs"));
+}
+
+TEST(DirectoryProbe, NamesFileSystemAndFreeSpace) {
+  const TemporaryDirectory directory;
+  const ProbeResult result = probe_directory(directory.path());
+  EXPECT_TRUE(contains(result.found, directory.path().string()));
+  EXPECT_TRUE(contains(result.found, "free"));
+}
+
+TEST(DirectoryProbe, IsMissingWhereThereIsNone) {
+  const TemporaryDirectory directory;
+  const ProbeResult result = probe_directory(directory.path() / "nowhere");
+  EXPECT_EQ(result.state, ProbeState::kMissing);
+  EXPECT_TRUE(contains(result.found, "No such file"));
+}
+
+TEST(LockedMemoryProbe, IsLimitedBelowOneGiB) {
+  EXPECT_EQ(probe_locked_memory(std::nullopt).state, ProbeState::kOk);
+  EXPECT_EQ(probe_locked_memory(std::size_t{4} << 30).state, ProbeState::kOk);
+  const ProbeResult limited = probe_locked_memory(std::size_t{8} << 20);
+  EXPECT_EQ(limited.state, ProbeState::kLimited);
+  EXPECT_TRUE(contains(limited.found, "8"));
+  EXPECT_TRUE(contains(limited.cost, "ulimit -l"));
+}
+
+TEST(OpenFilesProbe, ProposesNoMoreThanTheHardLimit) {
+  EXPECT_EQ(probe_open_files({1024, 4096}).state, ProbeState::kOk);
+  const ProbeResult limited = probe_open_files({256, 512});
+  EXPECT_EQ(limited.state, ProbeState::kLimited);
+  EXPECT_TRUE(contains(limited.cost, "ulimit -n 512"));
+}
+
+TEST(MemoryProbe, IsLimitedByACgroup) {
+  const TemporaryDirectory root;
+  write(root.path() / "proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 6291456 kB\n");
+  EXPECT_EQ(probe_memory(root.path()).state, ProbeState::kOk);
+  write(root.path() / "proc/self/cgroup", "0::/box\n");
+  write(root.path() / "sys/fs/cgroup/cgroup.controllers", "memory cpu\n");
+  write(root.path() / "sys/fs/cgroup/box/memory.max", "1073741824\n");
+  write(root.path() / "sys/fs/cgroup/box/memory.current", "0\n");
+  const ProbeResult limited = probe_memory(root.path());
+  EXPECT_EQ(limited.state, ProbeState::kLimited);
+  EXPECT_TRUE(contains(limited.found, "cgroup limit"));
+  EXPECT_TRUE(contains(limited.cost, "memory.max"));
+}
+
+TEST(MemoryProbe, SaysWhenItKnowsNothing) {
+  const TemporaryDirectory root;
+  const ProbeResult result = probe_memory(root.path());
+  EXPECT_EQ(result.state, ProbeState::kLimited);
+  EXPECT_TRUE(contains(result.found, "unknown"));
+}
+
+TEST(CoresProbe, ComparesWithTheMachine) {
+  const TemporaryDirectory root;
+  for (int core = 0; core < 4096; core += 64) {
+    std::filesystem::create_directories(root.path() / "sys/devices/system/cpu" /
+                                        ("cpu" + std::to_string(core)));
+  }
+  // Not cores, although they begin like ones.
+  std::filesystem::create_directories(root.path() / "sys/devices/system/cpu/cpufreq");
+  std::filesystem::create_directories(root.path() / "sys/devices/system/cpu/cpuidle");
+  const ProbeResult result = probe_cores(root.path());
+  EXPECT_TRUE(contains(result.found, " usable of ")) << result.found;
+  if (std::stoi(result.found) < 64) {
+    EXPECT_EQ(result.state, ProbeState::kLimited);
+    EXPECT_TRUE(contains(result.found, " of 64")) << result.found;
+  }
+}
+
+TEST(CoresProbe, IsLimitedByAQuota) {
+  const TemporaryDirectory root;
+  std::filesystem::create_directories(root.path() / "sys/devices/system/cpu/cpu0");
+  std::filesystem::create_directories(root.path() / "sys/devices/system/cpu/cpu1");
+  write(root.path() / "proc/self/cgroup", "0::/box\n");
+  write(root.path() / "sys/fs/cgroup/cgroup.controllers", "memory cpu\n");
+  write(root.path() / "sys/fs/cgroup/box/cpu.max", "50000 100000\n");
+  const ProbeResult result = probe_cores(root.path());
+  EXPECT_EQ(result.state, ProbeState::kLimited);
+  EXPECT_TRUE(contains(result.found, "1 usable of 2")) << result.found;
+  EXPECT_TRUE(contains(result.found, "quota 0.5")) << result.found;
+}
+
+TEST(HugePagesProbe, ReadsTheModeInBrackets) {
+  const TemporaryDirectory root;
+  const std::filesystem::path file = root.path() / "sys/kernel/mm/transparent_hugepage/enabled";
+  EXPECT_EQ(probe_huge_pages(root.path()).state, ProbeState::kMissing);
+  write(file, "always [madvise] never\n");
+  EXPECT_EQ(probe_huge_pages(root.path()).state, ProbeState::kOk);
+  EXPECT_TRUE(contains(probe_huge_pages(root.path()).found, "madvise"));
+  write(file, "always madvise [never]\n");
+  EXPECT_EQ(probe_huge_pages(root.path()).state, ProbeState::kLimited);
+}
+
+TEST(NumaProbe, CountsNodes) {
+  const TemporaryDirectory root;
+  EXPECT_EQ(probe_numa(root.path()).state, ProbeState::kOk);
+  std::filesystem::create_directories(root.path() / "sys/devices/system/node/node0");
+  std::filesystem::create_directories(root.path() / "sys/devices/system/node/node1");
+  const ProbeResult result = probe_numa(root.path());
+  EXPECT_EQ(result.state, ProbeState::kLimited);
+  EXPECT_TRUE(contains(result.found, "2 nodes"));
+}
+
+}  // namespace
+}  // namespace tessera::cli
