@@ -1,10 +1,10 @@
 #include "tessera/core/config.h"
 
-#include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
-#include <fstream>
-#include <iterator>
+#include <memory>
 #include <set>
 #include <utility>
 
@@ -12,6 +12,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 #include "tessera/core/suggest.h"
+#include "tessera/core/units.h"
 
 namespace tessera {
 namespace {
@@ -52,12 +53,20 @@ Config Config::from_json(std::string_view text, std::string_view source_name) {
 }
 
 Config Config::from_file(const std::string& path) {
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  TESSERA_CHECK(file.is_open(), ConfigError, "config file ", quoted(path),
-                ": cannot be opened: ", std::strerror(errno != 0 ? errno : EIO));
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  TESSERA_CHECK(!file.bad(), ConfigError, "config file ", quoted(path), ": cannot be read");
+  constexpr std::size_t kMaxBytes = 16 << 20;
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"),
+                                                             &std::fclose);
+  TESSERA_CHECK(file != nullptr, ConfigError, "config file ", quoted(path),
+                ": cannot be opened: ", std::strerror(errno));
+  std::string text;
+  std::array<char, 16384> chunk{};
+  while (const std::size_t count = std::fread(chunk.data(), 1, chunk.size(), file.get())) {
+    text.append(chunk.data(), count);
+    TESSERA_CHECK(text.size() <= kMaxBytes, ConfigError, "config file ", quoted(path),
+                  ": larger than ", exact_bytes(kMaxBytes), "; is it the right file?");
+  }
+  TESSERA_CHECK(std::ferror(file.get()) == 0, ConfigError, "config file ", quoted(path),
+                ": cannot be read: ", std::strerror(errno));
   return from_json(text, path);
 }
 
@@ -146,12 +155,16 @@ void Config::apply_flag(std::string_view assignment) {
 }
 
 void Config::check() const {
+  const std::int64_t nvme_bytes = get_bytes("memory.nvme");
+  const bool has_paths = !get_list("nvme.paths").empty();
   for (const char* name : {"place.parameters", "place.optimizer"}) {
-    TESSERA_CHECK(get_string(name) != "nvme" || !get_list("nvme.paths").empty(), ConfigError, name,
+    TESSERA_CHECK(get_string(name) != "nvme" || has_paths, ConfigError, name,
                   " = nvme: nvme.paths is empty; give a directory on the disk");
+    TESSERA_CHECK(get_string(name) != "nvme" || nvme_bytes != 0, ConfigError, name,
+                  " = nvme, but memory.nvme = 0 allows nothing there; raise it");
   }
-  TESSERA_CHECK(get_bytes("memory.nvme") == 0 || !get_list("nvme.paths").empty(), ConfigError,
-                "memory.nvme = ", to_text(known_option("memory.nvme"), get_bytes("memory.nvme")),
+  TESSERA_CHECK(nvme_bytes == 0 || nvme_bytes == kUnlimitedBytes || has_paths, ConfigError,
+                "memory.nvme = ", to_text(known_option("memory.nvme"), nvme_bytes),
                 ": nvme.paths is empty; give a directory on the disk");
 
   const std::int64_t total = get_int("batch.total");

@@ -25,11 +25,13 @@ std::string position(std::string_view text, std::size_t byte) {
   return detail::concat("line ", line, ", column ", column + 1);
 }
 
-// The parser's message without its own prefix: "... - unexpected end of input; expected ...".
+// The parser's message without its own prefixes: "[json.exception.x.1] syntax error ... - reason".
 std::string reason(std::string_view what) {
-  const auto dash = what.find(" - ");
-  if (dash != std::string_view::npos) {
-    what.remove_prefix(dash + 3);
+  for (const std::string_view separator : {"] ", " - "}) {
+    const auto at = what.find(separator);
+    if (at != std::string_view::npos) {
+      what.remove_prefix(at + separator.size());
+    }
   }
   return printable(what, 160);
 }
@@ -57,7 +59,7 @@ json parse(std::string_view text, std::string_view source) {
     throw ConfigError(detail::concat(source, ": not valid JSON at ", position(text, error.byte),
                                      ": ", reason(error.what())));
   } catch (const json::exception& error) {  // a number that no double holds
-    throw ConfigError(detail::concat(source, ": not valid JSON: ", printable(error.what(), 160)));
+    throw ConfigError(detail::concat(source, ": not valid JSON: ", reason(error.what())));
   }
 }
 

@@ -112,7 +112,8 @@ constexpr std::array kOptions = {
 
     bytes("memory.device", "unlimited", "Budget of device memory per rank."),
     bytes("memory.host", "unlimited", "Budget of host memory per rank."),
-    bytes("memory.nvme", "0", "Budget of NVMe space per rank; 0: no NVMe."),
+    bytes("memory.nvme", "unlimited",
+          "Budget of NVMe space per rank, where nvme.paths is given; 0: no NVMe."),
     choice("place.parameters", "auto", "auto|device|host|nvme",
            "Tier of parameter shards; auto: by the memory budgets."),
     choice("place.optimizer", "auto", "auto|device|host|nvme",

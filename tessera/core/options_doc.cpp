@@ -1,5 +1,7 @@
 #include "tessera/core/options_doc.h"
 
+#include <algorithm>
+
 #include "tessera/core/deepspeed_keys.h"
 #include "tessera/core/error.h"
 #include "tessera/core/option_value.h"
@@ -12,6 +14,20 @@ constexpr std::string_view kNotUsed = "checked, not used yet";
 std::string default_shown(const Option& option) {
   const std::string text = to_text(option, default_value(option));
   return text == "\"\"" || text == "[]" ? "empty" : text;
+}
+
+// Lines of at most `width` columns, each indented; no word of ours is longer than that.
+std::string wrapped(std::string_view text, std::size_t width = 100, std::string_view indent = "    ") {
+  std::string lines;
+  while (!text.empty()) {
+    std::size_t cut = text.size();
+    if (indent.size() + text.size() > width) {
+      cut = text.rfind(' ', width - indent.size());
+    }
+    lines.append(indent).append(text.substr(0, cut)).append("\n");
+    text.remove_prefix(std::min(text.size(), cut + 1));
+  }
+  return lines;
 }
 
 // A bar would end the cell of a Markdown table.
@@ -84,9 +100,10 @@ std::string deepspeed_rows() {
 std::string options_help() {
   std::string text;
   for (const Option& option : option_table()) {
-    text += detail::concat(option.name, " = ", default_shown(option), "  (", allowed_text(option),
-                           ")\n    ", option.text,
-                           option.read_by.empty() ? detail::concat(" [", kNotUsed, "]") : "", "\n");
+    text += detail::concat(
+        option.name, " = ", default_shown(option), "  (", allowed_text(option), ")\n",
+        wrapped(detail::concat(option.text,
+                               option.read_by.empty() ? detail::concat(" [", kNotUsed, "]") : "")));
   }
   return text;
 }
@@ -99,9 +116,9 @@ std::string options_markdown() {
       "Options are given in a JSON file, nested (`{\"comm\": {\"timeout_s\": 30}}`) or dotted\n"
       "(`{\"comm.timeout_s\": 30}`), as `name=value` on the command line, or in code with\n"
       "`Config::set`. Sizes are bytes (`300MiB`, `1.5GB` or a number), times are seconds (`10min`,\n"
-      "`500ms` or a number). An option marked *",
+      "`500ms` or a number). Of an option marked *",
       kNotUsed,
-      "* is accepted and its value is checked, but\nnothing reads it yet.\n\n"
+      "* the value is\nchecked and kept, but nothing reads it yet.\n\n"
       "## Tessera's options\n\n| option | default | allowed | meaning |\n|---|---|---|---|\n",
       option_rows(),
       "\n## DeepSpeed's keys\n\n"

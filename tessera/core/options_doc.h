@@ -7,7 +7,7 @@
 
 namespace tessera {
 
-// Two lines per option: name, type, default and range; then the sentence.
+// Per option a line with name, default and range, then its sentence, within 100 columns.
 std::string options_help();
 
 // The whole of docs/options.md, DeepSpeed's keys included.

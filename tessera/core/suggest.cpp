@@ -36,7 +36,7 @@ std::string_view nearest(std::string_view name, std::span<const std::string_view
   std::string_view best;
   std::size_t best_distance = 0;
   for (const std::string_view candidate : known) {
-    const std::size_t limit = std::max<std::size_t>(2, candidate.size() / 3);
+    const std::size_t limit = std::max<std::size_t>(1, candidate.size() / 3);
     const std::size_t longer = std::max(name.size(), candidate.size());
     if (longer - std::min(name.size(), candidate.size()) > limit) {
       continue;

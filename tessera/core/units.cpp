@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <limits>
 
 namespace tessera {
 namespace {
@@ -73,12 +74,17 @@ std::optional<std::pair<double, double>> parse_scaled(std::string_view text,
 }  // namespace
 
 std::optional<std::int64_t> parse_bytes(std::string_view text) {
-  // A plain integer goes through no double: 2^53 + 1 must stay what it is.
+  // Whole numbers go through no double: 2^53 + 1 must stay what it is.
   const std::string_view digits = trim(text);
   std::int64_t whole = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), whole);
-  if (error == std::errc() && end == digits.data() + digits.size()) {
-    return whole >= 0 ? std::optional(whole) : std::nullopt;
+  const auto rest = lower(trim(digits.substr(static_cast<std::size_t>(end - digits.data()))));
+  for (const Suffix& suffix : kByteSuffixes) {
+    const auto factor = static_cast<std::int64_t>(suffix.factor);
+    if (error == std::errc() && suffix.text == rest) {
+      const bool fits = whole >= 0 && whole <= std::numeric_limits<std::int64_t>::max() / factor;
+      return fits ? std::optional(whole * factor) : std::nullopt;
+    }
   }
   const auto scaled = parse_scaled(text, kByteSuffixes);
   if (!scaled) {
@@ -108,13 +114,19 @@ std::optional<double> parse_number(std::string_view text) {
 }
 
 std::string exact_bytes(std::int64_t bytes) {
-  constexpr std::array<std::string_view, 4> kUnits = {"KiB", "MiB", "GiB", "TiB"};
-  std::string_view unit = "B";
-  for (std::size_t i = 0; i < kUnits.size() && bytes != 0 && bytes % 1024 == 0; ++i) {
-    bytes /= 1024;
-    unit = kUnits[i];
-  }
-  return std::to_string(bytes).append(unit);
+  // The largest unit that loses nothing, binary or decimal, whichever is shorter to read.
+  const auto in_units = [bytes](std::int64_t factor, std::array<std::string_view, 5> units) {
+    std::int64_t count = bytes;
+    std::size_t unit = 0;
+    while (unit + 1 < units.size() && count != 0 && count % factor == 0) {
+      count /= factor;
+      ++unit;
+    }
+    return std::to_string(count).append(units[unit]);
+  };
+  const std::string binary = in_units(1024, {"B", "KiB", "MiB", "GiB", "TiB"});
+  const std::string decimal = in_units(1000, {"B", "kB", "MB", "GB", "TB"});
+  return decimal.size() < binary.size() ? decimal : binary;
 }
 
 std::string approximate_bytes(std::uint64_t bytes) {

@@ -23,7 +23,7 @@ std::optional<double> parse_seconds(std::string_view text);
 // A finite decimal number and nothing else, independent of the locale.
 std::optional<double> parse_number(std::string_view text);
 
-// Exact and readable by parse_bytes: "64KiB" where that is the same number, else "100000000B".
+// Exact and readable by parse_bytes: "64KiB", "100MB", "4097B".
 std::string exact_bytes(std::int64_t bytes);
 
 // For people: three or four digits, "1.46 GiB".

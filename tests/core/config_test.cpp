@@ -1,0 +1,184 @@
+#include "tessera/core/config.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <fstream>
+#include <string>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+std::string failure(std::string_view json) {
+  try {
+    Config::from_json(json, "run.json").check();
+  } catch (const ConfigError& e) {
+    return e.what();
+  }
+  return "accepted";
+}
+
+TEST(Config, StartsWithTheDefaultsOfTheTable) {
+  const Config config;
+  EXPECT_EQ(config.get_string("comm.backend"), "auto");
+  EXPECT_EQ(config.get_seconds("comm.timeout_s"), 600.0);
+  EXPECT_EQ(config.get_bytes("comm.pack_below_bytes"), 65536);
+  EXPECT_EQ(config.get_int("shard.group_size"), 0);
+  EXPECT_FALSE(config.get_bool("log.all_ranks"));
+  EXPECT_TRUE(config.get_list("nvme.paths").empty());
+  EXPECT_FALSE(config.is_set("comm.timeout_s"));
+  EXPECT_TRUE(config.notices().empty());
+  EXPECT_EQ(config.describe(), "");
+  EXPECT_NO_THROW(config.check());
+}
+
+TEST(Config, ReadsNestedAndDottedNames) {
+  const auto config = Config::from_json(
+      R"({"comm": {"backend": "gloo", "timeout_s": "2min"}, "log.level": "debug", "seed": 1e3,
+          "memory": {"host": "300MiB", "nvme": 0}, "nvme": {"paths": ["/a", "/b"]}})",
+      "run.json");
+  EXPECT_EQ(config.get_string("comm.backend"), "gloo");
+  EXPECT_EQ(config.get_seconds("comm.timeout_s"), 120.0);
+  EXPECT_EQ(config.get_string("log.level"), "debug");
+  EXPECT_EQ(config.get_int("seed"), 1000);
+  EXPECT_EQ(config.get_bytes("memory.host"), 300 << 20);
+  EXPECT_EQ(config.get_list("nvme.paths"), (std::vector<std::string>{"/a", "/b"}));
+  EXPECT_TRUE(config.is_set("seed"));
+}
+
+TEST(Config, DescribesWhatDiffersFromTheDefaultsAndWhereItCameFrom) {
+  auto config = Config::from_json(R"({"comm": {"timeout_s": 30, "backend": "auto"}})", "run.json");
+  config.set("memory.host", "1GiB");
+  config.apply_flag("log.level=warn");
+  EXPECT_EQ(config.describe(),
+            "comm.timeout_s = 30  (run.json: comm.timeout_s)\n"
+            "memory.host = 1GiB  (code)\n"
+            "log.level = warn  (command line)\n");
+}
+
+TEST(Config, LaterSettingsWin) {
+  auto config = Config::from_json(R"({"comm": {"timeout_s": 30}})", "run.json");
+  config.set("comm.timeout_s", 40);
+  EXPECT_EQ(config.get_seconds("comm.timeout_s"), 40.0);
+  config.apply_flag("comm.timeout_s=500ms");
+  EXPECT_EQ(config.get_seconds("comm.timeout_s"), 0.5);
+}
+
+TEST(Config, AWrongNameInCodeIsOurErrorAndAWrongValueTheUsers) {
+  Config config;
+  EXPECT_THROW(config.get_int("no.such_option"), InternalError);
+  EXPECT_THROW(config.set("no.such_option", 1), InternalError);
+  EXPECT_THROW(config.get_int("comm.backend"), InternalError) << "read as another type";
+  EXPECT_THROW(config.get_string("seed"), InternalError);
+  EXPECT_THROW(config.set("comm.timeout_s", -1), ConfigError);
+  EXPECT_FALSE(config.is_set("comm.timeout_s"));
+}
+
+TEST(Config, AFlagThatIsWrongSaysHow) {
+  Config config;
+  const auto message = [&config](const char* flag) -> std::string {
+    try {
+      config.apply_flag(flag);
+    } catch (const ConfigError& e) {
+      return e.what();
+    }
+    return "accepted";
+  };
+  EXPECT_EQ(message("comm.timeout=3"),
+            "\"comm.timeout\": unknown option; did you mean comm.timeout_s?");
+  EXPECT_EQ(message("qqqqqqqqq=3"), "\"qqqqqqqqq\": unknown option; `tessera options` lists all");
+  EXPECT_EQ(message("verbose"),
+            "\"verbose\": expected name=value, for example comm.timeout_s=30");
+  EXPECT_EQ(message("seed=-1"), "seed = -1: expected a whole number, at least 0");
+}
+
+TEST(Config, AnUnknownKeyIsNamedInFullWithTheNearestKnownOne) {
+  EXPECT_EQ(failure(R"({"comm": {"timeout": 3}})"),
+            "run.json: comm.timeout: unknown key; did you mean comm.timeout_s?");
+  EXPECT_EQ(failure(R"({"com": {"timeout_s": 3}})"),
+            "run.json: com: unknown key; did you mean comm?");
+  EXPECT_EQ(failure(R"({"comm": {"backend": {"deep": 1}}})"),
+            "run.json: comm.backend: expected a value, got object");
+  EXPECT_EQ(failure(R"({"wholly different": 3})"),
+            "run.json: wholly different: unknown key; `tessera options` lists all");
+  EXPECT_EQ(failure("{\"a\\nb\": 3}"),
+            "run.json: a\\nb: unknown key; `tessera options` lists all");
+}
+
+TEST(Config, AValueIsRejectedWithItsKeyAndWhatIsAllowed) {
+  EXPECT_EQ(failure(R"({"comm": {"timeout_s": 0}})"),
+            "run.json: comm.timeout_s = 0: expected seconds or a duration like \"10min\", "
+            "0.001 to 1e+09");
+  EXPECT_EQ(failure(R"({"comm": {"timeout_s": null}})"),
+            "run.json: comm.timeout_s: expected a value, got null");
+  EXPECT_EQ(failure(R"({"comm": [1]})"),
+            "run.json: comm: expected an object with the options of this section, it is of type "
+            "array");
+  EXPECT_EQ(failure(R"({"nvme": {"paths": ["/a", 3]}})"),
+            "run.json: nvme.paths: every item of a list must be a string, one is of type number");
+}
+
+TEST(Config, TextThatIsNotJsonIsRejectedWithLineAndColumn) {
+  EXPECT_EQ(failure("{\n  \"seed\": 1,\n  \"seed2\" 3\n}"),
+            "run.json: not valid JSON at line 3, column 11: unexpected number literal; expected "
+            "':'");
+  EXPECT_EQ(failure(""), "run.json: not valid JSON at line 1, column 1: unexpected end of input; "
+                         "expected '[', '{', or a literal");
+  EXPECT_EQ(failure(R"({"seed": 1e999})"),
+            "run.json: not valid JSON: number overflow parsing '1e999'");
+  EXPECT_EQ(failure("[]"),
+            "run.json: the outermost value must be an object in braces, it is of type array");
+  EXPECT_EQ(failure(R"({"seed": 1, "seed": 2})"),
+            "run.json: key \"seed\" is given twice in one object; remove one of them");
+  EXPECT_EQ(failure(std::string(100000, '[')),
+            "run.json: nested deeper than 32 levels; no option is that deep");
+}
+
+TEST(Config, TheSameOptionTwiceInOneFileMustAgree) {
+  EXPECT_EQ(failure(R"({"comm.timeout_s": 1, "comm": {"timeout_s": 2}})"),
+            "run.json: comm.timeout_s: given twice with different values, 2 and 1");
+  EXPECT_EQ(failure(R"({"comm.timeout_s": 2, "comm": {"timeout_s": 2}})"), "accepted");
+}
+
+TEST(Config, OptionsThatContradictEachOtherAreRejectedByCheck) {
+  EXPECT_EQ(failure(R"({"place": {"optimizer": "nvme"}})"),
+            "place.optimizer = nvme: nvme.paths is empty; give a directory on the disk");
+  EXPECT_EQ(failure(R"({"place": {"optimizer": "nvme"}, "nvme": {"paths": "/a"},
+                        "memory": {"nvme": 0}})"),
+            "place.optimizer = nvme, but memory.nvme = 0 allows nothing there; raise it");
+  EXPECT_EQ(failure(R"({"memory": {"nvme": "1GiB"}})"),
+            "memory.nvme = 1GiB: nvme.paths is empty; give a directory on the disk");
+  EXPECT_EQ(failure(R"({"batch": {"total": 10, "accumulate": 3}})"),
+            "batch.total = 10 is not a multiple of batch.accumulate = 3");
+  EXPECT_EQ(failure(R"({"batch": {"total": 12, "accumulate": 3, "micro_per_rank": 3}})"),
+            "batch.total = 12 is not a multiple of batch.micro_per_rank = 3 times "
+            "batch.accumulate = 3");
+  EXPECT_EQ(failure(R"({"shard": {"group_size": 2, "secondary_group_size": 2}})"),
+            "shard.group_size = 2 and shard.secondary_group_size = 2 exclude each other; set one "
+            "of them");
+  EXPECT_EQ(failure(R"({"quant": {"error_feedback": true}})"),
+            "quant.error_feedback = true needs quant.gradients = true");
+  EXPECT_EQ(failure(R"({"loss_scale": {"min": 8, "initial": 4}})"),
+            "loss_scale.min = 8 is above loss_scale.initial = 4");
+}
+
+TEST(Config, ReadsAFileAndNamesOneThatIsMissing) {
+  const std::string path = testing::TempDir() + "config_test.json";
+  std::ofstream(path) << R"({"log": {"level": "trace"}})";
+  EXPECT_EQ(Config::from_file(path).get_string("log.level"), "trace");
+  std::remove(path.c_str());
+  try {
+    Config::from_file(path);
+    FAIL() << "expected ConfigError";
+  } catch (const ConfigError& e) {
+    EXPECT_EQ(std::string(e.what()),
+              "config file \"" + path + "\": cannot be opened: No such file or directory");
+  }
+  EXPECT_THROW(Config::from_file(testing::TempDir()), ConfigError) << "a directory";
+  EXPECT_THROW(Config::from_file("/dev/zero"), ConfigError) << "a file without an end";
+}
+
+}  // namespace
+}  // namespace tessera

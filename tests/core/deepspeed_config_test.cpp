@@ -1,0 +1,314 @@
+// A DeepSpeed file as its users write it: units, defaults, "auto", old names, and what is refused.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "tessera/core/config.h"
+#include "tessera/core/deepspeed_keys.h"
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+Config from(std::string_view json) { return Config::from_json(json, "ds.json"); }
+
+std::string failure(std::string_view json) {
+  try {
+    from(json);
+  } catch (const ConfigError& e) {
+    return e.what();
+  }
+  return "accepted";
+}
+
+bool says(const Config& config, std::string_view line) {
+  const auto lines = config.notices();
+  return std::count(lines.begin(), lines.end(), line) == 1;
+}
+
+std::string all(const Config& config) {
+  std::string text;
+  for (const std::string& line : config.notices()) {
+    text += line + "\n";
+  }
+  return text;
+}
+
+TEST(DeepSpeedConfig, ElementsBecomeBytesOfThePrecisionAndTheConversionIsPrinted) {
+  const auto config = from(R"({"bf16": {"enabled": true},
+    "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e7}})");
+  EXPECT_EQ(config.get_string("precision"), "bf16");
+  EXPECT_EQ(config.get_bytes("prefetch.bucket_bytes"), 100000000);
+  EXPECT_TRUE(says(config,
+                   "zero_optimization.stage3_prefetch_bucket_size = 50000000 elements -> "
+                   "prefetch.bucket_bytes = 100000000 B (bf16, 2 B each)"))
+      << all(config);
+}
+
+TEST(DeepSpeedConfig, ElementsFollowAPrecisionThatIsSetLater) {
+  auto config = from(R"({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000,
+                                               "stage3_max_live_parameters": 10}})");
+  EXPECT_EQ(config.get_bytes("grad.bucket_bytes"), 4000);
+  config.set("live.limit_bytes", "1MiB");
+  config.apply_flag("precision=fp16");
+  EXPECT_EQ(config.get_bytes("grad.bucket_bytes"), 2000);
+  EXPECT_EQ(config.get_bytes("live.limit_bytes"), 1 << 20) << "given in bytes meanwhile";
+  EXPECT_NE(all(config).find("grad.bucket_bytes = 2000 B (fp16, 2 B each)"), std::string::npos);
+  EXPECT_EQ(all(config).find("live.limit_bytes"), std::string::npos);
+}
+
+TEST(DeepSpeedConfig, DefaultsOfABlockHoldWhereTheBlockIsGiven) {
+  const auto config = from(R"({"zero_optimization": {"stage": 3}})");
+  EXPECT_EQ(config.get_bytes("grad.bucket_bytes"), 2000000000);
+  EXPECT_EQ(config.get_bytes("prefetch.bucket_bytes"), 200000000);
+  EXPECT_EQ(config.get_bytes("persist.param_bytes"), 400000);
+  EXPECT_EQ(config.get_bytes("persist.model_bytes"), kUnlimitedBytes);
+  EXPECT_EQ(config.get_bytes("live.limit_bytes"), 4000000000);
+  EXPECT_EQ(config.get_bytes("live.reuse_distance_bytes"), 4000000000);
+  EXPECT_EQ(config.get_bytes("optim.sub_group_bytes"), 4000000000);
+  EXPECT_TRUE(says(config,
+                   "zero_optimization.reduce_bucket_size not given, DeepSpeed's default 5e8 "
+                   "elements -> grad.bucket_bytes = 2000000000 B (fp32, 4 B each)"))
+      << all(config);
+  EXPECT_FALSE(config.is_set("nvme.queue_depth")) << "no aio block was given";
+  EXPECT_EQ(from("{}").get_bytes("grad.bucket_bytes"), Config().get_bytes("grad.bucket_bytes"));
+}
+
+TEST(DeepSpeedConfig, AutoAndNullCountAsNotGiven) {
+  const auto config = from(R"({"train_batch_size": "auto", "gradient_clipping": null,
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": null},
+    "fp16": {"enabled": "auto"}})");
+  EXPECT_EQ(config.get_bytes("grad.bucket_bytes"), 2000000000);
+  EXPECT_EQ(config.get_string("precision"), "fp32");
+  EXPECT_FALSE(config.is_set("batch.total"));
+  EXPECT_FALSE(config.is_set("grad.clip_norm"));
+  EXPECT_TRUE(says(config, "train_batch_size = \"auto\": taken as not given")) << all(config);
+  EXPECT_NE(all(config).find("reduce_bucket_size = \"auto\", DeepSpeed's default 5e8"),
+            std::string::npos);
+}
+
+TEST(DeepSpeedConfig, BothNamesOfAKeyAreAcceptedButNotTogether) {
+  EXPECT_EQ(from(R"({"zero_optimization": {"stage": 3, "prefetch_bucket_size": 10}})")
+                .get_bytes("prefetch.bucket_bytes"),
+            40);
+  EXPECT_EQ(failure(R"({"zero_optimization": {"prefetch_bucket_size": 1,
+                                              "stage3_prefetch_bucket_size": 1}})"),
+            "ds.json: zero_optimization.stage3_prefetch_bucket_size: given twice, also under its "
+            "other name; keep one of zero_optimization.stage3_prefetch_bucket_size and "
+            "prefetch_bucket_size");
+}
+
+TEST(DeepSpeedConfig, OtherStagesAreRefusedWithAWayOut) {
+  EXPECT_EQ(failure(R"({"zero_optimization": {"stage": 2}})"),
+            "ds.json: zero_optimization.stage = 2: Tessera always shards everything; set it to 3 "
+            "or remove it");
+  EXPECT_EQ(failure(R"({"zero_optimization": {"stage": 0}})"),
+            "ds.json: zero_optimization.stage = 0: Tessera always shards everything; set it to 3, "
+            "and shard.group_size to 1 for a whole copy per rank");
+  EXPECT_EQ(failure(R"({"zero_optimization": {"stage": 4}})"),
+            "ds.json: zero_optimization.stage = 4: expected a whole number, 0 to 3; Tessera works "
+            "like stage 3");
+  EXPECT_EQ(failure(R"({"zero_optimization": true})"),
+            "ds.json: zero_optimization = true: the legacy switch means stage 1, but Tessera "
+            "always shards everything; write {\"stage\": 3}");
+  EXPECT_TRUE(says(from(R"({"zero_optimization": {}})"),
+                   "zero_optimization.stage not given, DeepSpeed's default 0: everything is "
+                   "sharded all the same (stage 3)"));
+}
+
+TEST(DeepSpeedConfig, KeysThatAreNotNeededSaySoOnce) {
+  const auto config = from(R"({"zero_optimization": {"stage": 3, "overlap_comm": true,
+      "contiguous_gradients": false, "round_robin_gradients": true}, "steps_per_print": 1e9})");
+  EXPECT_TRUE(says(config,
+                   "zero_optimization.overlap_comm: accepted, not needed: communication always "
+                   "overlaps with compute"))
+      << all(config);
+  EXPECT_TRUE(says(config,
+                   "zero_optimization.round_robin_gradients: accepted, not needed: it concerns "
+                   "stages 1 and 2 only"));
+  EXPECT_EQ(failure(R"({"zero_optimization": {"overlap_comm": "yes"}})"),
+            "ds.json: zero_optimization.overlap_comm = \"yes\": expected true or false");
+}
+
+TEST(DeepSpeedConfig, OffloadAndAioMeanWhatTheySay) {
+  const auto config = from(R"({"zero_optimization": {"stage": 3,
+      "offload_param": {"device": "nvme", "nvme_path": "/p", "max_in_cpu": 0},
+      "offload_optimizer": {"device": "nvme", "nvme_path": "/o", "ratio": 0.5,
+                            "pipeline_read": true}},
+      "aio": {"thread_count": 4}})");
+  EXPECT_EQ(config.get_string("place.parameters"), "nvme");
+  EXPECT_EQ(config.get_string("place.optimizer"), "nvme");
+  EXPECT_EQ(config.get_list("nvme.paths"), (std::vector<std::string>{"/p", "/o"}));
+  EXPECT_EQ(config.get_bytes("place.parameters_host_bytes"), 0);
+  EXPECT_EQ(config.get_int("nvme.parameter_buffers"), 5);
+  EXPECT_EQ(config.get_bytes("nvme.parameter_buffer_bytes"), 400000000);
+  EXPECT_EQ(config.get_int("nvme.optimizer_buffers"), 4);
+  EXPECT_TRUE(config.get_bool("nvme.pipeline_read"));
+  EXPECT_FALSE(config.get_bool("nvme.pipeline_write")) << "DeepSpeed's default";
+  EXPECT_EQ(config.get_double("optim.cpu_share"), 0.5);
+  EXPECT_EQ(config.get_int("nvme.threads"), 4);
+  EXPECT_EQ(config.get_int("nvme.queue_depth"), 8);
+  EXPECT_EQ(config.get_bytes("nvme.block_bytes"), 1 << 20);
+  EXPECT_NO_THROW(config.check());
+
+  const auto host = from(R"({"zero_optimization": {"stage": 3,
+                             "offload_optimizer": {"device": "cpu"}}})");
+  EXPECT_EQ(host.get_string("place.optimizer"), "host");
+  EXPECT_FALSE(host.is_set("nvme.optimizer_buffers")) << "buffers are for nvme";
+  EXPECT_EQ(failure(R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})"),
+            "ds.json: zero_optimization.offload_param.device = \"nvme\": nvme_path is missing; "
+            "give a directory on the disk");
+}
+
+TEST(DeepSpeedConfig, DeprecatedKeysAreMappedUnlessTheirReplacementIsGivenToo) {
+  const auto config = from(R"({"zero_optimization": {"stage": 3, "cpu_offload": true,
+      "cpu_offload_param": true, "cpu_offload_use_pin_memory": true,
+      "stage3_gather_fp16_weights_on_model_save": true}})");
+  EXPECT_EQ(config.get_string("place.optimizer"), "host");
+  EXPECT_EQ(config.get_string("place.parameters"), "host");
+  EXPECT_TRUE(says(config,
+                   "zero_optimization.cpu_offload: deprecated; write "
+                   "zero_optimization.offload_optimizer"));
+  EXPECT_EQ(failure(R"({"zero_optimization": {"stage": 3, "cpu_offload": false,
+                                              "offload_optimizer": {}}})"),
+            "ds.json: zero_optimization.cpu_offload is deprecated and stands beside "
+            "zero_optimization.offload_optimizer, which replaces it; remove "
+            "zero_optimization.cpu_offload");
+  EXPECT_NE(failure(R"({"zero_optimization": {"stage": 3,
+                        "stage3_gather_fp16_weights_on_model_save": true,
+                        "gather_16bit_weights_on_model_save": true}})")
+                .find("which replaces it"),
+            std::string::npos);
+}
+
+TEST(DeepSpeedConfig, PrecisionBlocksSetPrecisionAndLossScale) {
+  const auto config = from(R"({"fp16": {"enabled": true, "initial_scale_power": 8,
+      "loss_scale_window": 100}, "communication_data_type": "fp32", "data_types": {}})");
+  EXPECT_EQ(config.get_string("precision"), "fp16");
+  EXPECT_EQ(config.get_double("loss_scale.initial"), 256.0);
+  EXPECT_EQ(config.get_int("loss_scale.window"), 100);
+  EXPECT_EQ(config.get_string("grad.wire_dtype"), "fp32");
+  EXPECT_EQ(config.get_string("grad.accumulate_dtype"), "auto") << "the model's type";
+  EXPECT_EQ(failure(R"({"fp16": {"enabled": true}, "bf16": {"enabled": true}})"),
+            "ds.json: fp16.enabled and bf16.enabled are both true; choose one");
+  EXPECT_EQ(failure(R"({"fp16": {"enabled": true, "loss_scale": true}})"),
+            "ds.json: fp16.loss_scale = true: expected a number, at least 0");
+  EXPECT_EQ(failure(R"({"fp16": {"enabled": true, "loss_scale": -1}})"),
+            "ds.json: fp16.loss_scale = -1: expected a number, at least 0");
+}
+
+TEST(DeepSpeedConfig, OptimizerAndSchedulerAreTranslated) {
+  const auto config = from(R"({"optimizer": {"type": "Adam", "params": {"lr": 3e-4,
+      "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1, "adam_w_mode": false}},
+      "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000,
+      "warmup_num_steps": 10, "cos_min_ratio": 0.1}}})");
+  EXPECT_EQ(config.get_string("optim.kind"), "adam");
+  EXPECT_EQ(config.get_double("optim.lr"), 3e-4);
+  EXPECT_EQ(config.get_double("optim.beta1"), 0.8);
+  EXPECT_EQ(config.get_double("optim.beta2"), 0.95);
+  EXPECT_EQ(config.get_string("schedule.kind"), "cosine");
+  EXPECT_EQ(config.get_int("schedule.total_steps"), 1000);
+  EXPECT_EQ(config.get_double("schedule.final_lr"), 3e-4 * 0.1);
+  EXPECT_EQ(failure(R"({"optimizer": {"type": "OneBitAdam"}})"),
+            "ds.json: optimizer.type = \"OneBitAdam\": compressed optimizers do not go with "
+            "sharded parameters; use Adam, AdamW, SGD or Lion");
+  EXPECT_EQ(failure(R"({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}})"),
+            "ds.json: optimizer.params.betas: expected a list of two numbers");
+}
+
+TEST(DeepSpeedConfig, CombinationsThatCannotWorkAreRefused) {
+  const auto zero = [](const std::string& keys) {
+    return failure(R"({"zero_optimization": {"stage": 3, )" + keys + "}}");
+  };
+  EXPECT_EQ(zero(R"("zero_quantized_gradients": true, "reduce_scatter": false)"),
+            "ds.json: zero_optimization.zero_quantized_gradients = true needs reduce_scatter: "
+            "true; remove one of them");
+  EXPECT_NE(zero(R"("mics_shard_size": 2, "zero_hpz_partition_size": 2)").find("does not go with"),
+            std::string::npos);
+  EXPECT_NE(zero(R"("mics_shard_size": 2, "zero_quantized_weights": true)").find("does not go"),
+            std::string::npos);
+  EXPECT_NE(zero(R"("mics_hierarchical_params_gather": true)").find("needs mics_shard_size"),
+            std::string::npos);
+  EXPECT_NE(zero(R"("zero_quantized_gradients": true, "zeropp_loco_param": {"err_beta": 0.8})")
+                .find("reset_T is missing"),
+            std::string::npos);
+  EXPECT_NE(zero(R"("zeropp_loco_param": {"err_beta": 0.8, "reset_T": 4})").find("needs zero_quan"),
+            std::string::npos);
+  EXPECT_NE(failure(R"({"fp16": {"enabled": true, "fp16_master_weights_and_grads": true}})")
+                .find("needs offload_optimizer"),
+            std::string::npos);
+  EXPECT_NE(failure(R"({"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3,
+                        "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})")
+                .find("needs optimizer type Adam"),
+            std::string::npos);
+  EXPECT_EQ(failure(R"({"amp": {"enabled": true}})"),
+            "ds.json: amp: not supported: Apex AMP does not go with sharded parameters; use fp16 "
+            "or bf16; remove it or set enabled to false");
+  EXPECT_EQ(failure(R"({"gradient_allreduce_op": "sum"})"),
+            "ds.json: gradient_allreduce_op = \"sum\": only mean is supported: gradients are "
+            "averaged once, exactly, by weight");
+  EXPECT_EQ(failure(R"({"prescale_gradients": true})").rfind("ds.json: prescale_gradients", 0), 0U);
+  EXPECT_EQ(failure(R"({"wandb": {"enabled": false, "team": "x"}})"), "accepted");
+}
+
+TEST(DeepSpeedConfig, MayStandBesideOurOwnSectionsIfTheyAgree) {
+  EXPECT_EQ(failure(R"({"precision": "bf16", "prefetch": {"bucket_bytes": "1MiB"},
+                        "zero_optimization": {"stage3_prefetch_bucket_size": 1e6}})"),
+            "ds.json: prefetch.bucket_bytes = 1MiB, but "
+            "zero_optimization.stage3_prefetch_bucket_size = 1000000 elements says "
+            "prefetch.bucket_bytes = 2MB; remove one of them");
+  const auto config = from(R"({"precision": "bf16", "prefetch": {"bucket_bytes": 2e6},
+                               "live": {"limit_bytes": "1GiB"},
+                               "zero_optimization": {"stage3_prefetch_bucket_size": 1e6}})");
+  EXPECT_EQ(config.get_bytes("prefetch.bucket_bytes"), 2000000);
+  EXPECT_EQ(config.get_bytes("live.limit_bytes"), 1 << 30) << "ours goes before their default";
+  EXPECT_EQ(failure(R"({"precision": "fp32", "bf16": {"enabled": true}})"),
+            "ds.json: precision = fp32, but bf16.enabled = true says precision = bf16; remove one "
+            "of them");
+}
+
+TEST(DeepSpeedConfig, UnknownKeysSuggestTheNearestInTheSameBlock) {
+  EXPECT_EQ(failure(R"({"zero_optimization": {"stage3_prefetch_bucket_sise": 3}})"),
+            "ds.json: zero_optimization.stage3_prefetch_bucket_sise: unknown key; did you mean "
+            "zero_optimization.stage3_prefetch_bucket_size?");
+  EXPECT_EQ(failure(R"({"zero_optimisation": {}})"),
+            "ds.json: zero_optimisation: unknown key; did you mean zero_optimization?");
+  EXPECT_EQ(failure(R"({"stage3_max_live_parameters": 3})"),
+            "ds.json: stage3_max_live_parameters: unknown key; did you mean "
+            "zero_optimization.stage3_max_live_parameters?");
+  EXPECT_EQ(failure(R"({"zero_optimization": {"leaf_module": "x"}})"),
+            "ds.json: zero_optimization.leaf_module: expected an object, it is of type string");
+}
+
+// Every key of the table goes through the translation with some valid value.
+TEST(DeepSpeedConfig, EveryKeyOfTheTableIsAccepted) {
+  const std::vector<std::string> values = {
+      "3",     "true",         "false",    "1.0",         "\"mean\"", "\"cpu\"", "\"fp32\"",
+      "\"x\"", "\"WarmupLR\"", "\"AdamW\"", "\"linear\"", "[0.9, 0.99]", "1",
+      "1e6"};
+  for (const DeepSpeedKey& key : deepspeed_keys()) {
+    if (key.path == "zero_optimization" || key.path.ends_with("_master_weights_and_grads") ||
+        key.path.find("loco") != std::string_view::npos) {
+      continue;  // legal only beside others; tested above
+    }
+    std::string path(key.path.substr(0, key.path.find('[')));
+    bool accepted = false;
+    std::string last;
+    for (const std::string& value : values) {
+      std::string json = value;
+      for (std::string rest = path; !rest.empty(); rest = std::string(parent_of(rest))) {
+        const std::string parent(parent_of(rest));
+        const std::string name = parent.empty() ? rest : rest.substr(parent.size() + 1);
+        json = "{\"" + name + "\": " + json + "}";
+      }
+      last = failure(json);
+      accepted = accepted || last == "accepted";
+    }
+    EXPECT_TRUE(accepted) << key.path << ": " << last;
+  }
+}
+
+}  // namespace
+}  // namespace tessera

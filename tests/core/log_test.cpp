@@ -1,0 +1,153 @@
+#include "tessera/core/log.h"
+
+#include <gtest/gtest.h>
+
+#include <ostream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tessera/core/config.h"
+
+namespace tessera {
+namespace {
+
+class LogTest : public testing::Test {
+ protected:
+  Logger logger(LogLevel level = LogLevel::kInfo, bool all_ranks = false, LogContext context = {}) {
+    LogOptions options;
+    options.level = level;
+    options.all_ranks = all_ranks;
+    options.sink = [this](std::string_view line) { lines_.emplace_back(line); };
+    return Logger(std::move(options), std::move(context));
+  }
+  // The line without its time of day.
+  std::string line(std::size_t i) const { return lines_.at(i).substr(13); }
+
+  std::vector<std::string> lines_;
+};
+
+TEST_F(LogTest, PrefixesRankStepUnitAndParameterByName) {
+  LogContext context;
+  context.rank = 2;
+  context.world = 4;
+  context.step = 17;
+  context.unit = "h.3";
+  context.parameter = "attn.weight";
+  logger(LogLevel::kInfo, true, context).info("gathered ", 42, " B");
+  ASSERT_EQ(lines_.size(), 1U);
+  EXPECT_EQ(line(0), "info  [rank 2 step 17 unit h.3 param attn.weight] gathered 42 B\n");
+}
+
+TEST_F(LogTest, SaysNothingAboutWhatThereIsNot) {
+  logger().warn("alone");
+  EXPECT_EQ(line(0), "warning alone\n");
+}
+
+TEST_F(LogTest, RankZeroSpeaksForAllButWarningsOfOthersGetThrough) {
+  LogContext other;
+  other.rank = 1;
+  other.world = 2;
+  const Logger quiet = logger(LogLevel::kTrace, false, other);
+  quiet.info("not shown");
+  quiet.debug("not shown");
+  EXPECT_TRUE(lines_.empty());
+  quiet.warn("a warning");
+  quiet.error("an error");
+  ASSERT_EQ(lines_.size(), 2U);
+  EXPECT_EQ(line(1), "error [rank 1] an error\n");
+
+  other.rank = 0;
+  quiet.with(other).info("rank 0");
+  EXPECT_EQ(lines_.size(), 3U);
+}
+
+TEST_F(LogTest, EveryRankSpeaksWhenToldTo) {
+  LogContext other;
+  other.rank = 1;
+  other.world = 2;
+  logger(LogLevel::kInfo, true, other).info("shown");
+  EXPECT_EQ(line(0), "info  [rank 1] shown\n");
+}
+
+// Counts how often it is turned into text.
+struct Counted {
+  int* formatted;
+};
+std::ostream& operator<<(std::ostream& out, const Counted& counted) {
+  ++*counted.formatted;
+  return out << "counted";
+}
+
+TEST_F(LogTest, LinesBelowTheLevelCostNoFormatting) {
+  int formatted = 0;
+  const Logger quiet = logger(LogLevel::kWarn);
+  EXPECT_FALSE(quiet.enabled(LogLevel::kInfo));
+  quiet.info(Counted{&formatted});
+  quiet.once("key", LogLevel::kInfo, Counted{&formatted});
+  EXPECT_EQ(formatted, 0);
+  quiet.warn(Counted{&formatted});
+  EXPECT_EQ(formatted, 1);
+  EXPECT_EQ(lines_.size(), 1U);
+}
+
+TEST_F(LogTest, SaysAThingOnceOverAllCopies) {
+  const Logger first = logger();
+  const Logger second = first.with_unit("h.0");
+  first.once("io_uring", LogLevel::kWarn, "io_uring is missing");
+  second.once("io_uring", LogLevel::kWarn, "io_uring is missing");
+  second.once("other", LogLevel::kWarn, "other");
+  EXPECT_EQ(lines_.size(), 2U);
+  EXPECT_EQ(line(1), "warning [unit h.0] other\n");
+}
+
+TEST_F(LogTest, CopiesHaveTheirOwnContext) {
+  const Logger base = logger();
+  const Logger step = base.with_step(3);
+  step.with_unit("h.1", "bias").info("a");
+  step.info("b");
+  base.info("c");
+  EXPECT_EQ(line(0), "info  [step 3 unit h.1 param bias] a\n");
+  EXPECT_EQ(line(1), "info  [step 3] b\n");
+  EXPECT_EQ(line(2), "info  c\n");
+}
+
+TEST_F(LogTest, LinesOfManyThreadsStayWhole) {
+  const Logger shared = logger();
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&shared, t] {
+      const Logger mine = shared.with_step(t);
+      for (int i = 0; i < 200; ++i) {
+        mine.info("line ", i);
+        mine.once("once", LogLevel::kInfo, "only one");
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  EXPECT_EQ(lines_.size(), 4 * 200 + 1U);
+  for (const std::string& each : lines_) {
+    EXPECT_EQ(each.find('\n'), each.size() - 1);
+  }
+}
+
+TEST(LogOptions, ComeFromTheConfig) {
+  const auto config =
+      Config::from_json(R"({"log": {"level": "debug", "all_ranks": true}})", "run.json");
+  const LogOptions options = LogOptions::from(config);
+  EXPECT_EQ(options.level, LogLevel::kDebug);
+  EXPECT_TRUE(options.all_ranks);
+  EXPECT_THROW(log_level("loud"), ConfigError);
+}
+
+TEST(Logger, WritesToStderrByDefault) {
+  testing::internal::CaptureStderr();
+  Logger(LogOptions{}).error("to stderr");
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_NE(text.find("error to stderr\n"), std::string::npos) << text;
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,193 @@
+#include "tessera/core/spans.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+using nlohmann::json;
+
+json read_json(const std::string& path) {
+  std::ifstream file(path);
+  return json::parse(file);
+}
+
+TEST(Spans, AScopeRecordsTheTimeBetweenItsEnds) {
+  ManualClock clock;
+  Spans spans(clock, 8);
+  const LabelId unit = spans.intern("h.0");
+  clock.advance_ns(100);
+  {
+    SpanArgs args;
+    args.bytes = 4096;
+    args.sequence = 7;
+    args.unit = unit;
+    const SpanScope scope(spans, "gather", args);
+    clock.advance_ns(50);
+  }
+  const auto all = spans.snapshot();
+  ASSERT_EQ(all.size(), 1U);
+  EXPECT_STREQ(all[0].name, "gather");
+  EXPECT_EQ(all[0].start_ns, 100);
+  EXPECT_EQ(all[0].end_ns, 150);
+  EXPECT_EQ(all[0].args.bytes, 4096);
+  EXPECT_EQ(all[0].args.sequence, 7);
+  EXPECT_EQ(all[0].args.unit, unit);
+  EXPECT_EQ(all[0].args.parameter, 0U);
+  EXPECT_EQ(all[0].thread, ::gettid());
+}
+
+TEST(Spans, TheRingKeepsTheLatestAndCountsWhatIsLost) {
+  ManualClock clock;
+  Spans spans(clock, 4);
+  for (int i = 0; i < 10; ++i) {
+    spans.record("x", i, i + 1);
+  }
+  const auto all = spans.snapshot();
+  ASSERT_EQ(all.size(), 4U);
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(all[static_cast<std::size_t>(i)].start_ns, 6 + i);
+  }
+  EXPECT_EQ(spans.num_recorded(), 10U);
+  EXPECT_EQ(spans.num_lost(), 6U);
+}
+
+// A clock that would tell if it were asked.
+class ForbiddenClock final : public Clock {
+ public:
+  std::int64_t now_ns() const override {
+    ADD_FAILURE() << "the clock was read although tracing is off";
+    return 0;
+  }
+};
+
+TEST(Spans, WhenOffNothingIsReadOrKept) {
+  const ForbiddenClock clock;
+  Spans spans(clock, 0);
+  EXPECT_FALSE(spans.enabled());
+  { const SpanScope scope(spans, "gather"); }
+  spans.record("x", 0, 1);
+  EXPECT_EQ(spans.num_recorded(), 0U);
+  EXPECT_TRUE(spans.snapshot().empty());
+}
+
+TEST(Spans, LabelsAreInternedOnce) {
+  ManualClock clock;
+  Spans spans(clock, 4);
+  const LabelId a = spans.intern("a");
+  EXPECT_EQ(spans.intern("a"), a);
+  EXPECT_NE(spans.intern("b"), a);
+  EXPECT_EQ(spans.intern(""), 0U);
+}
+
+// Each span carries one number in four places; a torn one would not match itself.
+TEST(Spans, ASnapshotUnderManyWritersHoldsOnlyWholeSpans) {
+  ManualClock clock;
+  Spans spans(clock, 16);
+  constexpr int kWriters = 4;
+  constexpr std::int64_t kEach = 20000;
+  std::atomic<int> running{kWriters};
+  std::vector<std::thread> writers;
+  for (std::int64_t w = 0; w < kWriters; ++w) {
+    writers.emplace_back([&spans, &running, w] {
+      for (std::int64_t i = 0; i < kEach; ++i) {
+        const std::int64_t value = w * kEach + i;
+        SpanArgs args;
+        args.bytes = value;
+        args.sequence = value;
+        spans.record("x", value, value, args);
+      }
+      --running;
+    });
+  }
+  std::size_t seen = 0;
+  do {
+    for (const Span& span : spans.snapshot()) {
+      ASSERT_EQ(span.start_ns, span.end_ns);
+      ASSERT_EQ(span.start_ns, span.args.bytes);
+      ASSERT_EQ(span.start_ns, span.args.sequence);
+      ++seen;
+    }
+  } while (running.load() != 0);
+  for (std::thread& writer : writers) {
+    writer.join();
+  }
+  EXPECT_GT(seen, 0U);
+  EXPECT_EQ(spans.num_recorded(), static_cast<std::uint64_t>(kWriters * kEach));
+  EXPECT_EQ(spans.num_lost() + spans.snapshot().size(), spans.num_recorded());
+}
+
+TEST(ChromeTrace, IsValidJsonWithRankThreadsNamesAndExactTimes) {
+  ManualClock clock;
+  Spans spans(clock, 4);
+  spans.name_this_thread("step \"main\"");
+  SpanArgs args;
+  args.bytes = 64;
+  args.unit = spans.intern("h.0");
+  args.parameter = spans.intern("bad \xff\n name");
+  for (int i = 0; i < 6; ++i) {
+    spans.record("gather", 1234567 + i, 1236567 + i, args);
+  }
+  const std::string path = testing::TempDir() + "spans_test_trace.json";
+  spans.write_chrome_trace(path, 3);
+  const json trace = read_json(path);
+  std::remove(path.c_str());
+
+  EXPECT_EQ(trace["otherData"]["spans_lost"], 2);
+  const json& events = trace["traceEvents"];
+  ASSERT_EQ(events.size(), 6U);
+  EXPECT_EQ(events[0]["name"], "process_name");
+  EXPECT_EQ(events[0]["args"]["name"], "rank 3 (2 older spans lost)");
+  EXPECT_EQ(events[1]["name"], "thread_name");
+  EXPECT_EQ(events[1]["args"]["name"], "step \"main\"");
+  const json& span = events[2];
+  EXPECT_EQ(span["ph"], "X");
+  EXPECT_EQ(span["name"], "gather");
+  EXPECT_EQ(span["pid"], 3);
+  EXPECT_EQ(span["tid"], events[1]["tid"]);
+  EXPECT_DOUBLE_EQ(span["ts"].get<double>(), 1234.569);
+  EXPECT_DOUBLE_EQ(span["dur"].get<double>(), 2.0);
+  EXPECT_EQ(span["args"]["bytes"], 64);
+  EXPECT_EQ(span["args"]["unit"], "h.0");
+  EXPECT_EQ(span["args"].count("sequence"), 0U);
+}
+
+TEST(ChromeTrace, AnEmptyOneIsValidToo) {
+  ManualClock clock;
+  const Spans spans(clock, 0);
+  const std::string path = testing::TempDir() + "spans_test_empty.json";
+  spans.write_chrome_trace(path, 0);
+  EXPECT_EQ(read_json(path)["otherData"]["spans_lost"], 0);
+  std::remove(path.c_str());
+}
+
+TEST(ChromeTrace, APathThatCannotBeWrittenIsAnIoErrorAndLeavesNothing) {
+  ManualClock clock;
+  const Spans spans(clock, 4);
+  const std::string folder = testing::TempDir() + "spans_test_folder";
+  EXPECT_THROW(spans.write_chrome_trace(folder + "/missing/trace.json", 0), IoError);
+  // Writing beside works, renaming onto a folder does not: the file beside must go again.
+  std::filesystem::create_directories(folder + "/target/inside");
+  EXPECT_THROW(spans.write_chrome_trace(folder + "/target", 0), IoError);
+  int entries = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) {
+    ++entries;
+  }
+  EXPECT_EQ(entries, 1);
+  std::filesystem::remove_all(folder);
+}
+
+}  // namespace
+}  // namespace tessera
