@@ -45,10 +45,10 @@ milliseconds left_until(SteadyTime deadline) {
   return std::max(milliseconds(0), std::chrono::ceil<milliseconds>(left));
 }
 
-// An errno; 0 if the connection stands.
+// A connection, or minus an errno.
 int try_connect(const addrinfo& address, milliseconds limit) {
   const int fd = socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (fd < 0) return errno;
+  if (fd < 0) return -errno;
   int error = connect(fd, address.ai_addr, address.ai_addrlen) == 0 ? 0 : errno;
   if (error == EINPROGRESS) {
     pollfd end{fd, POLLOUT, 0};
@@ -57,22 +57,23 @@ int try_connect(const addrinfo& address, milliseconds limit) {
     error = ETIMEDOUT;
     if (ready > 0) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length);
   }
+  if (error == 0) return fd;
   close(fd);
-  return error;
+  return -error;
 }
 
 // Resolves each time: on a cluster a name may appear after the first attempt.
-std::string try_once(const std::string& host, std::uint16_t port, SteadyTime deadline) {
+ConnectResult try_once(const std::string& host, std::uint16_t port, SteadyTime deadline) {
   AddressList list;
   resolve(host, port, list);
-  if (!list.error.empty()) return list.error;
-  std::string why = "no address";
+  if (!list.error.empty()) return {-1, list.error};
+  ConnectResult result{-1, "no address"};
   for (const addrinfo* address = list.first; address != nullptr; address = address->ai_next) {
-    const int error = try_connect(*address, left_until(deadline));
-    if (error == 0) return "";
-    why = std::strerror(error);
+    const int fd = try_connect(*address, left_until(deadline));
+    if (fd >= 0) return {fd, ""};
+    result.error = std::strerror(-fd);
   }
-  return why;
+  return result;
 }
 
 struct BindAddress {
@@ -118,16 +119,21 @@ int try_bind(const BindAddress& address) {
 
 }  // namespace
 
-std::string wait_for_listener(const std::string& host, std::uint16_t port, milliseconds timeout) {
+ConnectResult connect_within(const std::string& host, std::uint16_t port, milliseconds timeout) {
   const SteadyTime deadline = std::chrono::steady_clock::now() + timeout;
   milliseconds pause = kFirstPause;
   for (;;) {
-    std::string why = try_once(host, port, deadline);
+    ConnectResult result = try_once(host, port, deadline);
     const milliseconds left = left_until(deadline);
-    if (why.empty() || left.count() == 0) return why;
+    if (result.fd >= 0 || left.count() == 0) return result;
     std::this_thread::sleep_for(std::min(pause, left));
     pause = std::min(pause * 2, kLongestPause);
   }
+}
+
+bool peer_has_closed(int fd) {
+  pollfd end{fd, POLLIN | POLLRDHUP, 0};
+  return poll(&end, 1, 0) > 0;
 }
 
 int bind_listener(const std::string& host, std::uint16_t port) {

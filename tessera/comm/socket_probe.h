@@ -1,5 +1,5 @@
-// The two things that c10d's store does not do well by itself: wait quietly for a server that is
-// not there yet, and listen on one interface only.
+// What c10d's store does not do well by itself: wait quietly for a server that is not there yet,
+// notice quietly that it has gone, and listen on one interface only.
 //
 // Threads: no shared state.
 #pragma once
@@ -10,10 +10,17 @@
 
 namespace tessera::comm {
 
-// Blocks until host:port accepts a connection (which is closed at once), or the time is over.
-// Returns an empty string, or why the last attempt failed ("Connection refused").
-std::string wait_for_listener(const std::string& host, std::uint16_t port,
-                              std::chrono::milliseconds timeout);
+struct ConnectResult {
+  int fd = -1;        // an open connection, owned by the caller; or -1
+  std::string error;  // why the last attempt failed: "Connection refused"
+};
+
+// Tries until host:port accepts a connection, or the time is over; at least once.
+ConnectResult connect_within(const std::string& host, std::uint16_t port,
+                             std::chrono::milliseconds timeout);
+
+// True if the other end of a connection on which nothing was sent has closed it, or died.
+bool peer_has_closed(int fd);
 
 // A bound socket that does not listen yet; the caller owns it. port 0: a free one. It is bound to
 // all interfaces unless `host` is a numeric loopback address. Throws CommError with the remedy.

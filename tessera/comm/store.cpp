@@ -4,7 +4,11 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <unistd.h>
 
+#include <algorithm>
+#include <exception>
+#include <future>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -17,16 +21,37 @@ namespace {
 
 using std::chrono::milliseconds;
 
+constexpr milliseconds kLongestPause{50};
+
 // c10d's messages may carry a C++ stack trace behind the first line.
 std::string first_line(const std::exception& error) {
   const std::string text = error.what();
   return text.substr(0, text.find('\n'));
 }
 
+// [Note: the second connection]
+// c10d prints a stack trace when its connection breaks, and its socket cannot be looked at. So a
+// client keeps a second, silent connection to the server: when that one is closed the server is
+// gone, and c10d is not asked any more. A server looks at nothing: it lives in this process.
+class Sentinel {
+ public:
+  explicit Sentinel(int fd) : fd_(fd) {}
+  ~Sentinel() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Sentinel(const Sentinel&) = delete;
+  Sentinel& operator=(const Sentinel&) = delete;
+  bool server_is_gone() const { return fd_ >= 0 && peer_has_closed(fd_); }
+
+ private:
+  const int fd_;
+};
+
 class TcpStore final : public Store {
  public:
-  TcpStore(c10::intrusive_ptr<c10d::TCPStore> tcp, const std::string& key_prefix)
-      : tcp_(std::move(tcp)), store_(tcp_) {
+  TcpStore(c10::intrusive_ptr<c10d::TCPStore> tcp, const std::string& key_prefix,
+           std::unique_ptr<Sentinel> sentinel)
+      : sentinel_(std::move(sentinel)), tcp_(std::move(tcp)), store_(tcp_) {
     if (!key_prefix.empty()) {
       store_ = c10::make_intrusive<c10d::PrefixStore>(key_prefix, store_);
     }
@@ -36,22 +61,26 @@ class TcpStore final : public Store {
     call("set", key, [&] { store_->set(key, std::vector<std::uint8_t>(value.begin(), value.end())); });
   }
 
+  // Asks again and again, because c10d's own wait prints two warnings when its time is over.
   std::string get(const std::string& key, milliseconds timeout) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    try {
-      store_->wait({key}, timeout);
-      return read(key);
-    } catch (const std::exception& error) {
-      throw CommError(detail::concat("store at ", address(), ": key '", key, "' did not come within ",
-                                     timeout.count(), " ms (", first_line(error),
-                                     "); the rank that sets it has failed or never started"));
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    milliseconds pause{1};
+    for (;;) {
+      if (auto value = try_get(key)) return std::move(*value);
+      TESSERA_CHECK(std::chrono::steady_clock::now() < deadline, CommError, "store at ", address(),
+                    ": key '", key, "' did not come within ", timeout.count(),
+                    " ms; the rank that sets it has failed, or has never started");
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, kLongestPause);
     }
   }
 
   std::optional<std::string> try_get(const std::string& key) override {
     std::optional<std::string> value;
     call("read", key, [&] {
-      if (store_->check({key})) value = read(key);
+      if (!store_->check({key})) return;
+      const std::vector<std::uint8_t> bytes = store_->get(key);
+      value.emplace(bytes.begin(), bytes.end());
     });
     return value;
   }
@@ -70,26 +99,26 @@ class TcpStore final : public Store {
   const c10::intrusive_ptr<c10d::Store>& c10d() const { return store_; }
 
  private:
-  std::string read(const std::string& key) {
-    const std::vector<std::uint8_t> bytes = store_->get(key);
-    return std::string(bytes.begin(), bytes.end());
-  }
-
   template <typename Body>
   void call(const char* verb, const std::string& key, const Body& body) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    try {
-      body();
-    } catch (const std::exception& error) {
-      throw CommError(detail::concat("store at ", address(), ": cannot ", verb, " key '", key, "': ",
-                                     first_line(error),
-                                     "; the process that holds the store has ended or is out of "
-                                     "reach"));
+    std::string why = "the connection was closed";
+    if (!sentinel_->server_is_gone()) {
+      try {
+        body();
+        return;
+      } catch (const std::exception& error) {
+        why = first_line(error);
+      }
     }
+    throw CommError(detail::concat("store at ", address(), ": cannot ", verb, " key '", key, "': ",
+                                   why, "; the process that holds the store has ended or is out of "
+                                   "reach"));
   }
 
   std::mutex mutex_;  // c10d's is held per call only; a check and its read belong together
-  c10::intrusive_ptr<c10d::TCPStore> tcp_;
+  const std::unique_ptr<Sentinel> sentinel_;
+  const c10::intrusive_ptr<c10d::TCPStore> tcp_;
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
@@ -99,6 +128,26 @@ c10d::TCPStoreOptions make_options(std::uint16_t port, milliseconds timeout) {
   options.waitWorkers = false;
   options.timeout = timeout;
   return options;
+}
+
+using Tcp = c10::intrusive_ptr<c10d::TCPStore>;
+
+// c10d waits for the server's first word without a limit, and a listener that never speaks (a
+// stopped process, another program) would hold us forever. So a thread of its own waits; if it is
+// held up it is left behind, and ends with the process.
+Tcp connect_tcp(const std::string& host, const c10d::TCPStoreOptions& options) {
+  auto promise = std::make_shared<std::promise<Tcp>>();
+  std::future<Tcp> result = promise->get_future();
+  std::thread([promise, host, options] {
+    try {
+      promise->set_value(c10::make_intrusive<c10d::TCPStore>(host, options));
+    } catch (...) {
+      promise->set_exception(std::current_exception());
+    }
+  }).detach();
+  TESSERA_CHECK(result.wait_for(options.timeout) == std::future_status::ready, CommError,
+                "no word after ", options.timeout.count(), " ms");
+  return result.get();
 }
 
 }  // namespace
@@ -111,7 +160,7 @@ std::unique_ptr<Store> serve_store(const std::string& host, std::uint16_t port,
   options.masterListenFd = fd;
   try {
     return std::make_unique<TcpStore>(c10::make_intrusive<c10d::TCPStore>(host, options),
-                                      key_prefix);
+                                      key_prefix, std::make_unique<Sentinel>(-1));
   } catch (const std::exception& error) {
     throw CommError(detail::concat("store at ", host, ":", options.port, ": cannot be served: ",
                                    first_line(error)));
@@ -121,20 +170,21 @@ std::unique_ptr<Store> serve_store(const std::string& host, std::uint16_t port,
 std::unique_ptr<Store> connect_store(const std::string& host, std::uint16_t port,
                                      milliseconds timeout, const std::string& key_prefix) {
   // c10d prints a warning with a stack trace for each attempt that fails; so it is called only
-  // when somebody listens.
-  const std::string why = wait_for_listener(host, port, timeout);
-  TESSERA_CHECK(why.empty(), CommError, "store at ", host, ":", port, " does not answer after ",
-                std::chrono::duration<double>(timeout).count(), " s (", why,
+  // when somebody listens. See [Note: the second connection].
+  const ConnectResult probe = connect_within(host, port, timeout);
+  auto sentinel = std::make_unique<Sentinel>(probe.fd);
+  TESSERA_CHECK(probe.fd >= 0, CommError, "store at ", host, ":", port, " does not answer after ",
+                std::chrono::duration<double>(timeout).count(), " s (", probe.error,
                 "); is rank 0 running there, and may this host reach that port? MASTER_ADDR and "
                 "MASTER_PORT say where it is looked for");
   try {
-    return std::make_unique<TcpStore>(
-        c10::make_intrusive<c10d::TCPStore>(host, make_options(port, timeout)), key_prefix);
+    return std::make_unique<TcpStore>(connect_tcp(host, make_options(port, timeout)), key_prefix,
+                                      std::move(sentinel));
   } catch (const std::exception& error) {
     throw CommError(detail::concat("store at ", host, ":", port, " answers, but not as a store: ",
                                    first_line(error),
-                                   "; another program listens there: set MASTER_PORT to a free "
-                                   "port"));
+                                   "; rank 0 hangs, or another program listens there: then set "
+                                   "MASTER_PORT to a free port"));
   }
 }
 

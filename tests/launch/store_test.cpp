@@ -1,0 +1,229 @@
+#include "tessera/comm/store.h"
+
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tessera/comm/socket_probe.h"
+#include "tessera/comm/store_board.h"
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using std::chrono::milliseconds;
+constexpr milliseconds kLimit{60000};
+
+template <typename Body>
+std::string comm_error(const Body& body) {
+  try {
+    body();
+  } catch (const CommError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// A port that was free a moment ago.
+std::uint16_t free_port() {
+  const int fd = bind_listener("127.0.0.1", 0);
+  const std::uint16_t port = bound_port(fd);
+  close(fd);
+  return port;
+}
+
+TEST(Store, HandsValuesFromOneConnectionToAnother) {
+  const auto server = serve_store("127.0.0.1", 0, kLimit);
+  const auto client = connect_store("127.0.0.1", server->port(), kLimit);
+  const std::string bytes("a\0b\xff", 4);
+  server->set("key", bytes);
+  EXPECT_EQ(client->get("key", kLimit), bytes);
+  EXPECT_EQ(client->try_get("key"), bytes);
+  EXPECT_EQ(client->try_get("other"), std::nullopt);
+  EXPECT_EQ(client->add("counter", 5), 5);
+  EXPECT_EQ(server->add("counter", -2), 3);
+  EXPECT_EQ(client->address(), "127.0.0.1:" + std::to_string(server->port()));
+}
+
+TEST(Store, WaitsInGetForAValueThatComesLater) {
+  const auto server = serve_store("127.0.0.1", 0, kLimit);
+  const auto client = connect_store("127.0.0.1", server->port(), kLimit);
+  std::string value;
+  std::thread reader([&] { value = client->get("late", kLimit); });
+  server->set("late", "here");
+  reader.join();
+  EXPECT_EQ(value, "here");
+}
+
+TEST(Store, NamesKeyAndAddressWhenAValueDoesNotCome) {
+  const auto server = serve_store("127.0.0.1", 0, kLimit);
+  ::testing::internal::CaptureStderr();
+  const std::string error = comm_error([&] { server->get("nobody/sets/this", milliseconds(20)); });
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "") << "c10d speaks";
+  EXPECT_NE(error.find("nobody/sets/this"), std::string::npos) << error;
+  EXPECT_NE(error.find(server->address()), std::string::npos) << error;
+  EXPECT_EQ(error.find('\n'), std::string::npos) << error;
+  // The connection is still good.
+  server->set("key", "value");
+  EXPECT_EQ(server->get("key", kLimit), "value");
+}
+
+TEST(Store, KeepsKeysOfDifferentPrefixesApart) {
+  const auto server = serve_store("127.0.0.1", 0, kLimit, "tessera/0/");
+  const auto same = connect_store("127.0.0.1", server->port(), kLimit, "tessera/0/");
+  const auto other = connect_store("127.0.0.1", server->port(), kLimit, "tessera/1/");
+  server->set("key", "value");
+  EXPECT_EQ(same->try_get("key"), "value");
+  EXPECT_EQ(other->try_get("key"), std::nullopt);
+}
+
+TEST(Store, SaysInOneLineThatNobodyAnswers) {
+  const std::string port = std::to_string(free_port());
+  ::testing::internal::CaptureStderr();
+  const std::string error = comm_error([&] {
+    connect_store("127.0.0.1", static_cast<std::uint16_t>(std::stoi(port)), milliseconds(30));
+  });
+  // c10d would print a warning with a stack trace for each attempt.
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+  EXPECT_EQ(error.find("store at 127.0.0.1:" + port +
+                       " does not answer after 0.03 s (Connection refused); is rank 0 running"),
+            0U)
+      << error;
+}
+
+TEST(Store, SaysThatAHostIsUnknown) {
+  const std::string error =
+      comm_error([] { connect_store("no-such-host.invalid", 1, milliseconds(1)); });
+  EXPECT_NE(error.find("store at no-such-host.invalid:1 does not answer"), std::string::npos)
+      << error;
+}
+
+TEST(Store, SaysThatThePortIsTaken) {
+  const auto server = serve_store("127.0.0.1", 0, kLimit);
+  const std::string error =
+      comm_error([&] { serve_store("127.0.0.1", server->port(), kLimit); });
+  EXPECT_NE(error.find("Address already in use"), std::string::npos) << error;
+  EXPECT_NE(error.find("MASTER_PORT"), std::string::npos) << error;
+}
+
+TEST(Store, ThatHasGoneIsAnErrorInOneLine) {
+  auto server = serve_store("127.0.0.1", 0, kLimit);
+  const auto client = connect_store("127.0.0.1", server->port(), kLimit);
+  server.reset();
+  const std::string error = comm_error([&] { client->set("key", "value"); });
+  EXPECT_NE(error.find("cannot set key 'key': the connection was closed; the process that holds"),
+            std::string::npos)
+      << error;
+}
+
+TEST(Store, ThatIsAnotherProgramIsAnError) {
+  const int fd = bind_listener("127.0.0.1", 0);
+  ASSERT_EQ(listen(fd, 8), 0);
+  // It takes connections and never says a word.
+  const std::string error =
+      comm_error([&] { connect_store("127.0.0.1", bound_port(fd), milliseconds(100)); });
+  EXPECT_NE(error.find("answers, but not as a store"), std::string::npos) << error;
+  close(fd);
+}
+
+TEST(Store, FreesItsPortWhenItEnds) {
+  std::uint16_t port = 0;
+  for (int round = 0; round < 5; ++round) {
+    const auto server = serve_store("127.0.0.1", port, kLimit);
+    const auto client = connect_store("127.0.0.1", server->port(), kLimit);
+    client->set("key", "value");
+    port = server->port();
+  }
+}
+
+TEST(Store, ServesAllInterfacesForAHostName) {
+  const auto server = serve_store("localhost", 0, kLimit);
+  for (const char* host : {"127.0.0.1", "127.0.0.2", "localhost"}) {
+    const auto client = connect_store(host, server->port(), kLimit);
+    EXPECT_EQ(client->add(std::string("from ") + host, 1), 1);
+  }
+}
+
+TEST(Store, ListensOnLoopbackOnlyForALocalRun) {
+  const auto server = serve_store("127.0.0.1", 0, kLimit);
+  EXPECT_EQ(connect_within("127.0.0.2", server->port(), milliseconds(0)).fd, -1);
+  const ConnectResult local = connect_within("127.0.0.1", server->port(), kLimit);
+  EXPECT_GE(local.fd, 0);
+  close(local.fd);
+}
+
+TEST(StoreBoard, ShowsEntriesOfOtherRanks) {
+  LaunchStore launch = serve_launch_store(2, kLimit);
+  const auto board = make_store_board(
+      connect_store(launch.host, launch.port, kLimit, Rendezvous{}.key_prefix), 2);
+  EXPECT_EQ(board->read("world", 1), std::nullopt);
+  BoardEntry entry;
+  entry.launched = 7;
+  entry.completed = 6;
+  entry.beat = 3;
+  entry.text = "all_gather #7";
+  launch.board->post("world", 1, entry);
+  const auto read = board->read("world", 1);
+  ASSERT_TRUE(read);
+  EXPECT_EQ(read->launched, 7U);
+  EXPECT_EQ(read->completed, 6U);
+  EXPECT_EQ(read->beat, 3U);
+  EXPECT_EQ(read->text, "all_gather #7");
+  EXPECT_EQ(board->read("other", 1), std::nullopt);
+}
+
+TEST(StoreBoard, KeepsTheFirstFailureOfEachRank) {
+  LaunchStore launch = serve_launch_store(4, kLimit);
+  const auto board = make_store_board(
+      connect_store(launch.host, launch.port, kLimit, Rendezvous{}.key_prefix), 4);
+  EXPECT_TRUE(board->failures().empty());
+  board->post_failure(3, "disk is full");
+  launch.board->post_failure(3, "exited with code 1");
+  launch.board->post_failure(0, "killed");
+  const std::map<int, std::string> expected{{0, "killed"}, {3, "disk is full"}};
+  EXPECT_EQ(board->failures(), expected);
+  EXPECT_EQ(launch.board->failures(), expected);
+}
+
+TEST(StoreBoard, WithoutItsStoreIsEmptyAndSaysSo) {
+  LaunchStore launch = serve_launch_store(2, kLimit);
+  const auto board = make_store_board(
+      connect_store(launch.host, launch.port, kLimit, Rendezvous{}.key_prefix), 2);
+  board->post_failure(1, "disk is full");
+  EXPECT_TRUE(board->reachable());
+  launch.board.reset();
+  ::testing::internal::CaptureStderr();
+  EXPECT_FALSE(board->reachable());
+  EXPECT_TRUE(board->failures().empty());
+  EXPECT_EQ(board->read("world", 0), std::nullopt);
+  board->post("world", 0, BoardEntry{});
+  board->post_failure(0, "late");
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "") << "c10d speaks";
+}
+
+TEST(StoreBoard, IsSafeFromSeveralThreads) {
+  LaunchStore launch = serve_launch_store(8, kLimit);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 8; ++rank) {
+    threads.emplace_back([&, rank] {
+      for (std::uint64_t beat = 1; beat <= 50; ++beat) {
+        BoardEntry entry;
+        entry.beat = beat;
+        launch.board->post("world", rank, entry);
+        launch.board->failures();
+      }
+      launch.board->post_failure(rank, std::to_string(rank));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(launch.board->failures().size(), 8U);
+  EXPECT_EQ(launch.board->read("world", 5)->beat, 50U);
+}
+
+}  // namespace
+}  // namespace tessera::comm
