@@ -138,8 +138,13 @@ void CallQueue::finish(QueuedCall& call) {
     watch_.await(call.current, call.call.tag, call.text);
     const bool last = call.num_launched == call.phases.size();
     if (!last && !call.phases[call.num_launched].network) {
-      // Local work does not hold up the launches of other calls.
-      call.current = call.phases[call.num_launched++].launch();
+      // Local work does not hold up the launches of other calls: it runs outside the lock.
+      const Phase* local = nullptr;
+      {
+        const std::lock_guard lock(mutex_);
+        local = &call.phases[call.num_launched++];
+      }
+      call.current = local->launch();
       continue;
     }
     const std::lock_guard lock(mutex_);

@@ -19,8 +19,9 @@ namespace tessera::comm {
 
 struct GlooOptions {
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
-  // The address to bind: a host name or address of this machine, or empty to let the interface
-  // follow from the host name. Loopback for ranks of one machine.
+  // Where to listen: a network interface, or a host name or address of this machine (loopback for
+  // ranks of one machine), or, if both are empty, what this machine's host name stands for.
+  std::string interface;
   std::string bind_host;
   int num_threads = 2;
 };

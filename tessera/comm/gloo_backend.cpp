@@ -1,0 +1,222 @@
+#include "tessera/comm/gloo_backend.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "tessera/comm/c10d_store.h"
+#include "tessera/comm/solo_backend.h"
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Gloo's own limit lies behind ours, so that the message with the names comes first.
+constexpr milliseconds kGlooSlack = std::chrono::seconds(30);
+
+std::string text_of(const std::exception& error) {
+  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
+  std::string text = c10_error != nullptr ? c10_error->what_without_backtrace() : error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+// One c10d Work as a PendingState.
+class GlooPending final : public device::PendingState {
+ public:
+  explicit GlooPending(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+
+  bool done() override { return work_->isCompleted(); }
+
+  void wait() override {
+    try {
+      work_->wait();
+    } catch (const std::exception& error) {
+      throw PeerError(text_of(error));
+    }
+  }
+
+  bool wait_for(std::chrono::nanoseconds limit) override {
+    if (!work_->isCompleted()) {
+      // Zero would mean "no limit" to c10d.
+      const auto whole = std::max(std::chrono::ceil<milliseconds>(limit), milliseconds(1));
+      try {
+        work_->wait(whole);
+      } catch (const std::exception&) {
+        // Either the limit or a failure of the work; the two look alike, so ask.
+        if (!work_->isCompleted()) {
+          return false;
+        }
+      }
+    }
+    wait();
+    return true;
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Work> work_;
+};
+
+class GlooBackend final : public Backend {
+ public:
+  using GlooDevice = decltype(c10d::ProcessGroupGloo::createDefaultDevice());
+
+  GlooBackend(std::shared_ptr<Store> store, GlooDevice device, int rank, int size,
+              const std::string& name, GlooOptions options)
+      : store_(std::move(store)),
+        device_(std::move(device)),
+        rank_(rank),
+        size_(size),
+        options_(std::move(options)) {
+    await_ranks(name);
+    auto gloo = c10d::ProcessGroupGloo::Options::create(options_.timeout + kGlooSlack);
+    gloo->devices.push_back(device_);
+    gloo->threads = options_.num_threads;
+    try {
+      process_group_ = c10::make_intrusive<c10d::ProcessGroupGloo>(
+          c10::make_intrusive<c10d::PrefixStore>(name, c10d_store(*store_)), rank, size, gloo);
+    } catch (const std::exception& error) {
+      throw CommError(detail::concat("group '", name, "': rank ", rank,
+                                     " cannot connect to the other ", size - 1,
+                                     " ranks over Gloo: ", text_of(error)));
+    }
+  }
+
+  ~GlooBackend() override {
+    if (given_up_) {
+      // Its destructor would wait for calls that may never end. The process is about to.
+      std::ignore = process_group_.release();
+    }
+  }
+
+  std::string_view name() const override { return "gloo"; }
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  Pending start_all_gather(std::span<const GatherBytes> parts, const Call& call) override {
+    std::vector<Pending> works;
+    for (const GatherBytes& part : parts) {
+      at::Tensor shard = view(part.shard, part.shard_bytes, call);
+      at::Tensor full =
+          view(part.full, part.shard_bytes * static_cast<std::size_t>(size_), call);
+      works.push_back(wrap(process_group_->_allgather_base(full, shard)));
+    }
+    return works.size() == 1 ? works.front() : Pending::all(std::move(works));
+  }
+
+  Pending start_all_to_all(const void* send, void* receive, std::size_t piece_bytes,
+                           const Call& call) override {
+    const std::size_t bytes = piece_bytes * static_cast<std::size_t>(size_);
+    at::Tensor input = view(send, bytes, call);
+    at::Tensor output = view(receive, bytes, call);
+    std::vector<std::int64_t> equal_pieces;
+    return wrap(process_group_->alltoall_base(output, input, equal_pieces, equal_pieces));
+  }
+
+  Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) override {
+    std::vector<at::Tensor> tensors = {view(data, bytes, call)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    return wrap(process_group_->broadcast(tensors, options));
+  }
+
+  std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
+    if (ranks.size() == 1) {
+      return make_solo_backend();
+    }
+    const auto own = std::find(ranks.begin(), ranks.end(), rank_);
+    TESSERA_INVARIANT(own != ranks.end(), "split '", name, "' without its own rank ", rank_);
+    return std::make_unique<GlooBackend>(store_, device_, static_cast<int>(own - ranks.begin()),
+                                         static_cast<int>(ranks.size()), name, options_);
+  }
+
+  // Gloo sends along a binomial tree: in round i the first 2^i ranks (counted from the root) send
+  // to the next 2^i.
+  std::size_t broadcast_sent_bytes(std::size_t bytes, int root) const override {
+    const int from_root = (rank_ + size_ - root) % size_;
+    std::size_t num_sends = 0;
+    for (int step = 1; step < size_; step *= 2) {
+      num_sends += from_root < step && from_root + step < size_ ? 1 : 0;
+    }
+    return num_sends * bytes;
+  }
+
+  void abort(const std::string&) override { given_up_ = true; }
+
+ private:
+  // The store is where a rank that does not come can still be named; Gloo's own connect cannot.
+  void await_ranks(const std::string& name) {
+    const auto key = [&name](int rank) { return detail::concat(name, "/joined/", rank); };
+    store_->set(key(rank_), "1");
+    const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
+    for (int rank = 0; rank < size_; ++rank) {
+      const auto left = std::chrono::duration_cast<milliseconds>(
+          deadline - std::chrono::steady_clock::now());
+      try {
+        store_->get(key(rank), std::max(left, milliseconds(1)));
+      } catch (const CommError& error) {
+        std::string missing;
+        for (int other = 0; other < size_; ++other) {
+          if (!store_->try_get(key(other))) {
+            missing += detail::concat(missing.empty() ? "rank " : ", rank ", other);
+          }
+        }
+        TESSERA_CHECK(!missing.empty(), CommError, "group '", name, "': ", error.what());
+        throw CommError(detail::concat(
+            "group '", name, "' of ", size_, " ranks: ", missing, " did not join within ",
+            static_cast<double>(options_.timeout.count()) / 1000.0,
+            " s (comm.timeout_s); see whether those processes were started, and their own errors"));
+      }
+    }
+  }
+
+  // Bytes as a tensor that keeps what the call must keep. Gloo never writes to an input.
+  static at::Tensor view(const void* data, std::size_t bytes, const Call& call) {
+    return at::from_blob(const_cast<void*>(data), {static_cast<std::int64_t>(bytes)},
+                         [keep = call.keep_alive](void*) {}, at::TensorOptions(at::kByte));
+  }
+
+  static Pending wrap(c10::intrusive_ptr<c10d::Work> work) {
+    return Pending(std::make_shared<GlooPending>(std::move(work)));
+  }
+
+  const std::shared_ptr<Store> store_;
+  const GlooDevice device_;
+  const int rank_;
+  const int size_;
+  const GlooOptions options_;
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> process_group_;
+  std::atomic<bool> given_up_{false};
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_gloo_backend(std::shared_ptr<Store> store, int rank, int size,
+                                           const std::string& name, const GlooOptions& options) {
+  GlooBackend::GlooDevice device;
+  try {
+    if (!options.interface.empty()) {
+      device = c10d::ProcessGroupGloo::createDeviceForInterface(options.interface);
+    } else if (!options.bind_host.empty()) {
+      device = c10d::ProcessGroupGloo::createDeviceForHostname(options.bind_host);
+    } else {
+      device = c10d::ProcessGroupGloo::createDefaultDevice();
+    }
+  } catch (const std::exception& error) {
+    throw CommError(detail::concat("Gloo cannot bind to ",
+                                   !options.interface.empty()   ? options.interface
+                                   : !options.bind_host.empty() ? options.bind_host
+                                                                : "the address of this host",
+                                   ": ", text_of(error),
+                                   "; set GLOO_SOCKET_IFNAME to the interface to use"));
+  }
+  return std::make_unique<GlooBackend>(std::move(store), std::move(device), rank, size, name,
+                                       options);
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,149 @@
+// What only ranks as threads can do: faults on demand, and memory that must not be touched too late.
+#include "tessera/comm/thread_backend.h"
+
+#include <gtest/gtest.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+GroupOptions hasty() {
+  GroupOptions options;
+  options.timeout = std::chrono::milliseconds(1500);
+  options.beat = std::chrono::milliseconds(30);
+  return options;
+}
+
+std::string text_of(const std::exception_ptr& failure) {
+  if (!failure) {
+    return "";
+  }
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+void reduce_once(Group& group) {
+  std::vector<float> data(100, 1.0F);
+  CallOptions options;
+  options.label = {"h.1", "mlp.weight"};
+  group.start_all_reduce(data.data(), 100, DType::kFloat32, Reduction::kSum, options).wait();
+  EXPECT_EQ(data[99], static_cast<float>(group.size()));
+}
+
+TEST(ThreadBackend, AnInjectedFaultFailsTheNthCallOfItsRankAndEndsTheOthers) {
+  for (const std::uint64_t call : {1, 2, 5}) {
+    ThreadWorldOptions world;
+    world.num_ranks = 3;
+    world.fault = ThreadFault{1, call, ThreadFault::Kind::kThrow};
+    std::atomic<int> completed{0};
+    const auto failures = run_ranks_collecting(world, hasty(), [&](Group& group) {
+      for (int i = 0; i < 6; ++i) {
+        reduce_once(group);
+        completed += group.rank() == 1 ? 1 : 0;
+      }
+    });
+    EXPECT_EQ(completed.load(), static_cast<int>(call) - 1);
+    EXPECT_NE(text_of(failures[1]).find("injected fault in call"), std::string::npos);
+    for (const int other : {0, 2}) {
+      const std::string text = text_of(failures[static_cast<std::size_t>(other)]);
+      EXPECT_NE(text.find("rank 1"), std::string::npos) << text;
+      EXPECT_NE(text.find("injected fault"), std::string::npos) << text;
+      EXPECT_NE(text.find("unit 'h.1', parameter 'mlp.weight'"), std::string::npos) << text;
+    }
+  }
+}
+
+TEST(ThreadBackend, ARankWhoseNetworkIsDeadIsReportedByTheOthers) {
+  ThreadWorldOptions world;
+  world.num_ranks = 3;
+  world.fault = ThreadFault{2, 3, ThreadFault::Kind::kNever};
+  const auto failures = run_ranks_collecting(world, hasty(), [&](Group& group) {
+    for (int i = 0; i < 4; ++i) {
+      reduce_once(group);
+    }
+  });
+  // Rank 2 did call, so it has come as far as the board knows; what all can say is where they wait.
+  for (const auto& failure : failures) {
+    EXPECT_NE(text_of(failure).find("all_reduce #3"), std::string::npos) << text_of(failure);
+    EXPECT_NE(text_of(failure).find("'mlp.weight'"), std::string::npos) << text_of(failure);
+  }
+}
+
+TEST(ThreadBackend, RunRanksThrowsTheCauseAndNotAConsequence) {
+  try {
+    ThreadWorldOptions world;
+    world.num_ranks = 4;
+    run_ranks(world, hasty(), [](Group& group) {
+      group.start_barrier().wait();
+      TESSERA_CHECK(group.rank() != 3, ConfigError, "rank 3 has had enough");
+      group.start_barrier().wait();
+    });
+    FAIL() << "expected ConfigError";
+  } catch (const ConfigError& error) {
+    EXPECT_STREQ(error.what(), "rank 3 has had enough");
+  }
+}
+
+// Memory of a call is given back as soon as its Pending has failed, on every rank, while peers may
+// be anywhere: the address sanitizer watches this test.
+TEST(ThreadBackend, NobodyReadsMemoryAfterItsOwnerWasToldOfTheFailure) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    ThreadWorldOptions world;
+    world.num_ranks = 4;
+    world.max_delay_us = 200;
+    world.seed = seed;
+    world.fault = ThreadFault{static_cast<int>(seed % 4), 1 + seed % 3, ThreadFault::Kind::kThrow};
+    run_ranks_collecting(world, hasty(), [](Group& group) {
+      for (int i = 0; i < 4; ++i) {
+        auto data = std::make_unique<std::vector<float>>(50000, 1.0F);
+        group.start_all_reduce(data->data(), 50000, DType::kFloat32).wait();
+      }
+    });
+  }
+}
+
+TEST(ThreadBackend, KeepAliveIsHeldUntilTheCallIsOver) {
+  run_ranks(2, [](Group& group) {
+    auto data = std::make_shared<std::vector<float>>(1000, 1.0F);
+    CallOptions options;
+    options.keep_alive = data;
+    const Pending pending = group.start_all_reduce(data->data(), 1000, DType::kFloat32,
+                                                   Reduction::kSum, options);
+    const std::weak_ptr<std::vector<float>> watched = data;
+    data.reset();
+    options.keep_alive.reset();
+    pending.wait();
+    group.start_barrier().wait();  // the worker has let go of the call before it
+    EXPECT_TRUE(watched.expired());
+  });
+}
+
+TEST(ThreadBackend, StagingIsChargedToTheLedgerAndReused) {
+  Ledger ledger;
+  GroupOptions options;
+  options.ledger = &ledger;
+  ThreadWorldOptions world;
+  world.num_ranks = 2;
+  run_ranks(world, options, [&](Group& group) {
+    std::vector<float> input(2000, 1.0F);
+    std::vector<float> output(1000);
+    for (int i = 0; i < 50; ++i) {
+      group
+          .start_reduce_scatter(input.data(), output.data(), 1000, DType::kFloat32,
+                                DType::kFloat32)
+          .wait();
+    }
+    group.start_barrier().wait();
+    // Two ranks, one buffer of what an all-to-all receives each; never more than two in use.
+    EXPECT_LE(ledger.peak_bytes(Tier::kHost, Role::kStaging), 2U * 2U * 2000U * 4U);
+    EXPECT_GE(ledger.current_bytes(Tier::kHost, Role::kStaging), 2000U * 4U);
+  });
+  EXPECT_EQ(ledger.current_bytes(Tier::kHost, Role::kStaging), 0U);
+}
+
+}  // namespace
+}  // namespace tessera::comm

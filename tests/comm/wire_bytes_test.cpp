@@ -1,0 +1,166 @@
+// What we say we send, against what the kernel counted on the loopback interface.
+//
+// The test moves into a network namespace of its own where the system lets it, so that nothing else
+// is on its loopback; elsewhere it shares the machine's and needs it to be quiet.
+#include <gtest/gtest.h>
+#include <net/if.h>
+#include <sched.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <numeric>
+#include <sstream>
+#include <thread>
+
+#include "tessera/comm/gloo_backend.h"
+#include "tessera/comm/group.h"
+#include "tessera/comm/store.h"
+
+namespace tessera::comm {
+namespace {
+
+// True if this process is now alone on a loopback that is up.
+bool enter_own_network() {
+  if (unshare(CLONE_NEWNET) != 0) {
+    return false;
+  }
+  const int fd = socket(AF_INET, SOCK_DGRAM, 0);
+  ifreq request{};
+  request.ifr_name[0] = 'l';
+  request.ifr_name[1] = 'o';
+  const bool read = ioctl(fd, SIOCGIFFLAGS, &request) == 0;
+  request.ifr_flags = static_cast<short>(request.ifr_flags | IFF_UP);
+  const bool up = read && ioctl(fd, SIOCSIFFLAGS, &request) == 0;
+  close(fd);
+  return up;
+}
+
+std::uint64_t loopback_bytes() {
+  std::ifstream file("/proc/self/net/dev");
+  for (std::string line; std::getline(file, line);) {
+    if (const auto at = line.find("lo:"); at != std::string::npos) {
+      std::uint64_t received = 0;
+      std::istringstream(line.substr(at + 3)) >> received;
+      return received;
+    }
+  }
+  ADD_FAILURE() << "/proc/self/net/dev has no loopback";
+  return 0;
+}
+
+// Runs `body` on every rank between two barriers and gives back what was sent in between: by our
+// count, and by the kernel's.
+std::pair<std::uint64_t, std::uint64_t> sent_by(int num_ranks,
+                                                const std::function<void(Group&)>& body) {
+  const std::chrono::seconds timeout(60);
+  const auto server = serve_store("127.0.0.1", 0, timeout);
+  std::vector<std::uint64_t> ours(static_cast<std::size_t>(num_ranks));
+  std::uint64_t kernel = 0;
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    ranks.emplace_back([&, rank] {
+      GlooOptions gloo;
+      gloo.bind_host = "127.0.0.1";
+      std::vector<int> names(static_cast<std::size_t>(num_ranks));
+      std::iota(names.begin(), names.end(), 0);
+      Group group(make_gloo_backend(connect_store("127.0.0.1", server->port(), timeout), rank,
+                                    num_ranks, "world", gloo),
+                  "world", names, {});
+      group.start_barrier().wait();
+      const std::uint64_t counted = rank == 0 ? loopback_bytes() : 0;
+      const WireBytes before = group.wire_bytes();
+      group.start_barrier().wait();
+      body(group);
+      group.start_barrier().wait();
+      if (rank == 0) {
+        kernel = loopback_bytes() - counted;
+      }
+      const WireBytes after = group.wire_bytes();
+      ours[static_cast<std::size_t>(rank)] =
+          after.payload - before.payload + after.control - before.control;
+      group.start_barrier().wait();
+    });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  return {std::accumulate(ours.begin(), ours.end(), std::uint64_t{0}), kernel};
+}
+
+// Headers and acknowledgements are what 2 % is for: 66 bytes per segment of up to 64 KiB.
+void expect_agreement(const char* what, int num_ranks, const std::function<void(Group&)>& body) {
+  const auto [ours, kernel] = sent_by(num_ranks, body);
+  EXPECT_GE(kernel, ours) << what << " on " << num_ranks << " ranks";
+  EXPECT_LE(static_cast<double>(kernel), 1.02 * static_cast<double>(ours))
+      << what << " on " << num_ranks << " ranks";
+}
+
+class WireBytesTest : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    if (!enter_own_network()) {
+      std::cout << "no network namespace of its own here: other traffic on this machine's loopback "
+                   "may disturb the comparison\n";
+    }
+  }
+};
+
+constexpr std::int64_t kNumel = 3 << 20;
+
+TEST_F(WireBytesTest, AgreeWithTheLoopbackInterfaceForEveryCollective) {
+  for (const int num_ranks : {2, 3}) {
+    const auto num = static_cast<std::size_t>(num_ranks);
+    expect_agreement("all_gather", num_ranks, [num](Group& group) {
+      std::vector<float> shard(kNumel);
+      std::vector<float> full(kNumel * num);
+      const Gather gather{shard.data(), full.data(), kNumel, DType::kFloat32};
+      group.start_all_gather({&gather, 1}).wait();
+    });
+    expect_agreement("reduce_scatter", num_ranks, [num](Group& group) {
+      std::vector<float> input(kNumel * num);
+      std::vector<float> output(kNumel);
+      group
+          .start_reduce_scatter(input.data(), output.data(), kNumel, DType::kFloat32,
+                                DType::kFloat32)
+          .wait();
+    });
+    expect_agreement("reduce_scatter in bf16", num_ranks, [num](Group& group) {
+      std::vector<BFloat16> input(kNumel * num);
+      std::vector<float> output(kNumel);
+      group
+          .start_reduce_scatter(input.data(), output.data(), kNumel, DType::kBFloat16,
+                                DType::kFloat32)
+          .wait();
+    });
+    expect_agreement("all_reduce", num_ranks, [](Group& group) {
+      std::vector<float> data(kNumel + 1);
+      group.start_all_reduce(data.data(), kNumel + 1, DType::kFloat32).wait();
+    });
+    expect_agreement("broadcast", num_ranks, [](Group& group) {
+      std::vector<float> data(kNumel);
+      group.start_broadcast(data.data(), kNumel, DType::kFloat32, 1).wait();
+    });
+    expect_agreement("all_to_all", num_ranks, [num](Group& group) {
+      std::vector<float> send(kNumel * num);
+      std::vector<float> receive(kNumel * num);
+      group.start_all_to_all(send.data(), receive.data(), kNumel, DType::kFloat32).wait();
+    });
+    expect_agreement("200 small tensors in one all_gather", num_ranks, [num](Group& group) {
+      std::vector<float> shards(200 * 4001);
+      std::vector<float> fulls(shards.size() * num);
+      std::vector<Gather> gathers;
+      for (std::size_t i = 0; i < 200; ++i) {
+        gathers.push_back({shards.data() + i * 4001, fulls.data() + i * 4001 * num, 4001,
+                           DType::kFloat32});
+      }
+      group.start_all_gather(gathers).wait();
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tessera::comm
