@@ -1,6 +1,6 @@
+#include <algorithm>
 #include <iostream>
 #include <memory>
-#include <mutex>
 
 #include <CLI/CLI.hpp>
 
@@ -17,7 +17,9 @@
 #include "tessera/comm/thread_backend.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
-#include "tessera/core/units.h"
+#include "tessera/core/log.h"
+#include "tessera/core/option_table.h"
+#include "tessera/core/option_value.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/device_cuda.h"
 
@@ -41,6 +43,7 @@ struct BenchCommPlan {
   comm::GroupOptions group;
   std::string backend;
   std::string json;
+  LogOptions log;
   std::vector<std::string> notices;
   int num_ranks = 0;  // 0: as many as a launcher has started
 };
@@ -48,9 +51,11 @@ struct BenchCommPlan {
 BenchCommPlan checked_plan(const BenchCommFlags& flags) {
   Config config = load_config(flags.config);
   if (!flags.backend.empty()) {
-    config.set("comm.backend", flags.backend);
+    config.set("comm.backend",
+               parse_value(*find_option("comm.backend"), flags.backend, "--backend"));
   }
   BenchCommPlan plan;
+  plan.log = LogOptions::from(config);
   plan.notices = config.notices();
   plan.backend = config.get_string("comm.backend");
   plan.group = group_options(config);
@@ -64,6 +69,16 @@ BenchCommPlan checked_plan(const BenchCommFlags& flags) {
     check_output_file("--json", plan.json);
   }
   return plan;
+}
+
+void log_notices(const BenchCommPlan& plan, int rank, int world) {
+  LogContext context;
+  context.rank = rank;
+  context.world = world;
+  const Logger logger(plan.log, context);
+  for (const std::string& notice : plan.notices) {
+    logger.info(notice);
+  }
 }
 
 // Collective. Rank 0 prints each line as it comes and writes the file.
@@ -85,6 +100,7 @@ void measure_and_print(const BenchCommPlan& plan, comm::Group& group, device::De
 }
 
 int run_as_threads(const BenchCommPlan& plan) {
+  log_notices(plan, 0, 1);
   comm::ThreadWorldOptions world;
   world.num_ranks = std::max(1, plan.num_ranks);
   comm::run_ranks(world, plan.group, [&plan](comm::Group& group) {
@@ -95,25 +111,22 @@ int run_as_threads(const BenchCommPlan& plan) {
 }
 
 // Two NCCL ranks cannot share one GPU, so "auto" takes NCCL only where each rank has its own.
-bool takes_nccl(const BenchCommPlan& plan, const comm::Rendezvous& rendezvous) {
+bool takes_nccl(const BenchCommPlan& plan, int num_local_ranks) {
   const int num_gpus = device::num_cuda_devices();
-  if (plan.backend == "nccl") {
-    TESSERA_CHECK(rendezvous.local_rank < num_gpus, ConfigError, "backend nccl needs a GPU for ",
-                  "every rank: local rank ", rendezvous.local_rank, " of ",
-                  rendezvous.local_world_size, ", but there are ", num_gpus,
-                  " GPUs; use fewer ranks, or --backend gloo");
-    return true;
-  }
-  return plan.backend == "auto" && rendezvous.local_world_size <= num_gpus;
+  TESSERA_CHECK(plan.backend != "nccl" || num_local_ranks <= num_gpus, ConfigError,
+                "backend nccl needs a GPU for every rank: ", num_local_ranks,
+                " ranks on this machine, ", num_gpus, " GPUs; use fewer ranks, or --backend gloo");
+  return plan.backend == "nccl" || (plan.backend == "auto" && num_local_ranks <= num_gpus);
 }
 
 void run_this_rank(const BenchCommPlan& plan, const comm::Rendezvous& rendezvous,
                    comm::RankProcess& process) {
+  log_notices(plan, rendezvous.rank, rendezvous.world_size);
   comm::WorldOptions options;
   options.group = plan.group;
   options.backend = comm::BackendKind::kGloo;
   std::unique_ptr<device::Device> device;
-  if (takes_nccl(plan, rendezvous)) {
+  if (takes_nccl(plan, rendezvous.local_world_size)) {
     options.backend = comm::BackendKind::kNccl;
     options.cuda_device = rendezvous.local_rank;
     device::CudaDeviceOptions device_options;
@@ -127,32 +140,21 @@ void run_this_rank(const BenchCommPlan& plan, const comm::Rendezvous& rendezvous
   measure_and_print(plan, *world.group, *device);
 }
 
-// By the process that the user started; the ranks that it starts would only repeat them.
-void print_notices(const BenchCommPlan& plan) {
-  for (const std::string& notice : plan.notices) {
-    std::cerr << "tessera: note: " + notice + "\n";
-  }
-}
-
 int run_bench_comm(const BenchCommFlags& flags, const Arguments& arguments) {
   const BenchCommPlan plan = checked_plan(flags);
   const comm::Environment env = comm::process_environment();
   if (plan.num_ranks > 0 || plan.backend == "threads") {
     comm::check_no_rendezvous(env);
-    print_notices(plan);
   }
   if (plan.backend == "threads") {
     return run_as_threads(plan);
   }
   if (plan.num_ranks > 1) {
+    takes_nccl(plan, plan.num_ranks);  // once, here, instead of by every rank
     return start_local_ranks(plan.num_ranks, arguments);
   }
   const comm::Rendezvous rendezvous =
       plan.num_ranks == 1 ? comm::Rendezvous() : comm::find_rendezvous(env);
-  if (rendezvous.rank == 0 && rendezvous.source != comm::RendezvousSource::kTessera &&
-      plan.num_ranks == 0) {
-    print_notices(plan);
-  }
   comm::RankProcess process(env);
   if (rendezvous.world_size == 1) {
     run_this_rank(plan, rendezvous, process);
@@ -170,7 +172,7 @@ Action add_bench_comm(CLI::App& app) {
   auto flags = std::make_shared<BenchCommFlags>();
   add_ranks_flag(app, flags->ranks);
   app.add_option("--backend", flags->backend,
-                 "auto, gloo, nccl or threads (default: option comm.backend)")
+                 allowed_text(*find_option("comm.backend")) + " (default: option comm.backend)")
       ->type_name("NAME");
   app.add_option("--sizes", flags->sizes, "Bytes per collective (default " + flags->sizes + ")")
       ->type_name("LIST");

@@ -190,8 +190,10 @@ ProbeResult probe_directory(const std::filesystem::path& directory) {
     return result;
   }
   const std::uint64_t free_bytes = static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize;
-  result.found = directory.string() + ", " + file_system_name(directory) + ", " +
-                 approximate_bytes(free_bytes) + " free";
+  std::error_code ignored;
+  const std::filesystem::path shown = std::filesystem::canonical(directory, ignored);
+  result.found = (shown.empty() ? directory : shown).string() + ", " + file_system_name(directory) +
+                 ", " + approximate_bytes(free_bytes) + " free";
   if (::access(directory.c_str(), W_OK | X_OK) != 0) {
     result.state = ProbeState::kMissing;
     result.found += ", not writable";

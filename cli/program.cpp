@@ -90,12 +90,6 @@ std::string describe_unexpected(const CLI::App& app) {
          " (tessera " + help + "--help lists them)";
 }
 
-// Help comes from the app that was asked: `tessera doctor --help` is about doctor.
-const CLI::App& asked_app(const CLI::App& app) {
-  const auto parsed = app.get_subcommands();
-  return parsed.empty() ? app : *parsed.front();
-}
-
 int run_checked(int argc, char** argv) {
   CLI::App app("Tessera: sharded training for LibTorch on GPU, host memory and NVMe", "tessera");
   app.require_subcommand(0, 1);
@@ -119,7 +113,7 @@ int run_checked(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
-    std::cout << asked_app(app).help();
+    std::cout << app.help();  // of the command that was asked, if one was
     return kExitOk;
   } catch (const CLI::ExtrasError&) {
     return report(describe_unexpected(app), kExitUsage);

@@ -44,7 +44,7 @@ TEST(Help, IsThereOnEveryLevelWithExamples) {
     EXPECT_EQ(result.err, "");
     EXPECT_TRUE(contains(result.out, "Examples:\n  tessera ")) << result.out;
     if (!command.empty()) {
-      EXPECT_TRUE(contains(result.out, "  tessera " + command.front())) << result.out;
+      EXPECT_TRUE(contains(result.out, "Usage: tessera " + command.front())) << result.out;
     }
   }
 }
@@ -167,7 +167,7 @@ TEST_P(BenchComm, PrintsATableAndWritesTheSameNumbers) {
                    bench.backend, "--sizes", "64,4KiB", "--rounds", "2", "--json", "rates.json"},
                   in_directory(directory));
   ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_EQ(result.err, "");
+  EXPECT_FALSE(contains(result.err, "error")) << result.err;
   // Rank 0 speaks for all.
   EXPECT_EQ(result.out.find("collective"), result.out.rfind("collective")) << result.out;
   for (const char* collective :

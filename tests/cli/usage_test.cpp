@@ -118,6 +118,11 @@ TEST_F(Usage, AnUnknownBackendIsRefused) {
   expect_refusal({"bench-comm", "--backend", "carrier-pigeon"}, "carrier-pigeon");
 }
 
+TEST_F(Usage, MoreNcclRanksThanGpusAreRefusedBeforeTheyStart) {
+  expect_refusal({"bench-comm", "--backend", "nccl", "--ranks", "1000"},
+                 "backend nccl needs a GPU for every rank: 1000 ranks");
+}
+
 TEST_F(Usage, AResultFileThatCannotBeWrittenIsRefusedBeforeTheWork) {
   expect_refusal({"bench-comm", "--json", "nowhere/rates.json"}, "there is no directory");
   expect_refusal({"bench-comm", "--json", "."}, "is not a file name");
