@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,8 @@ struct DeviceCase {
   std::string name;
   std::function<std::unique_ptr<Device>(Ledger*)> make;
   std::string why_not;  // empty if it can run here
+
+  friend void PrintTo(const DeviceCase& device, std::ostream* out) { *out << device.name; }
 };
 
 // cpu, late with several seeds, late and lazy, cuda.

@@ -205,6 +205,23 @@ TEST_P(DeviceContract, CarriesBytesThroughAllStreamsAndTiers) {
   EXPECT_EQ(download(back.data(), bytes), expected);
 }
 
+TEST_P(DeviceContract, KeepsTheOrderOfCopiesThatReuseBytesOnOneStream) {
+  constexpr std::size_t kBytes = 5001;
+  for (const StreamKind kind : kAllStreams) {
+    const Memory a = upload(MemoryKind::kDevice, pattern(kBytes, 1));
+    const Memory b = upload(MemoryKind::kDevice, pattern(kBytes, 2));
+    const Memory c = upload(MemoryKind::kPinned, pattern(kBytes, 3));
+    (void)device_->start_copy(b.data(), a.data(), kBytes, stream(kind));
+    (void)device_->start_copy(a.data(), c.data(), kBytes, stream(kind));
+    (void)device_->start_copy(c.data(), b.data(), kBytes, stream(kind));
+    (void)device_->start_fill(b.data(), 9, kBytes, stream(kind));
+    stream(kind).synchronize();
+    EXPECT_EQ(download(a.data(), kBytes), pattern(kBytes, 3)) << to_string(kind);
+    EXPECT_EQ(download(b.data(), kBytes), Bytes(kBytes, 9)) << to_string(kind);
+    EXPECT_EQ(download(c.data(), kBytes), pattern(kBytes, 1)) << to_string(kind);
+  }
+}
+
 TEST_P(DeviceContract, FillsAllKindsOfMemoryAndNothingBeside) {
   for (const MemoryKind kind : kAllKinds) {
     for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{777}}) {
