@@ -30,7 +30,8 @@ setup:  ## what the others do first: packages by apt, torch into .venv unless on
 
 build: setup  ## the program, at build/tessera
 	@scripts/build dev
-	@ln -sfn dev/tessera build/tessera
+	@ln -sfn dev/bin/tessera build/tessera
+	@test -f build/tessera -a -x build/tessera || { echo "build/tessera leads to no program: build/dev/bin has none" >&2; exit 1; }
 	@echo "built build/tessera"
 
 demo: build  ## what this machine has, and how fast two ranks communicate on it
