@@ -4,6 +4,9 @@
 
 #include <CLI/CLI.hpp>
 
+#include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+
 namespace tessera::cli {
 
 void add_config_flags(CLI::App& app, ConfigFlags& flags) {
@@ -23,6 +26,9 @@ void add_set_flag(CLI::App& app, ConfigFlags& flags) {
 Config load_config(const ConfigFlags& flags) {
   Config config = flags.file.empty() ? Config() : Config::from_file(flags.file);
   for (const std::string& setting : flags.settings) {
+    const std::size_t equals = setting.find('=');
+    TESSERA_CHECK(equals != std::string::npos && equals > 0, ConfigError, "--set ",
+                  tessera::quoted(setting), " is not NAME=VALUE");
     config.apply_flag(setting);
   }
   config.check();
