@@ -2,7 +2,14 @@
 
 #include <new>
 
+#include "tessera/core/error.h"
+
 namespace tessera::comm {
+
+Pending Backend::start_tags(std::shared_ptr<std::vector<CallTag>>) {
+  TESSERA_INVARIANT(false, "backend ", name(), " compares tags itself");
+  return {};
+}
 
 Pending Backend::start_reduce(const RankParts& parts, void* out, DType out_dtype,
                               Reduction reduction, device::Stream* stream) {

@@ -17,6 +17,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "tessera/comm/exact_sum.h"
 #include "tessera/comm/tag.h"
@@ -61,9 +62,13 @@ class Backend {
   // depends on the backend's algorithm.
   virtual std::size_t broadcast_sent_bytes(std::size_t bytes, int root) const = 0;
 
-  // True: the backend compares tags itself and fails calls that do not match. False: Group
-  // exchanges them in a small all-gather of its own.
+  // True: the backend compares tags itself, before any data moves, and fails calls that do not
+  // match. False: Group exchanges them through start_tags() first.
   virtual bool compares_tags() const { return false; }
+
+  // Fills in the other ranks' tags; this rank's is at its place. Travels beside the other calls,
+  // matched only with other start_tags(), in their order. REQUIRES: !compares_tags().
+  virtual Pending start_tags(std::shared_ptr<std::vector<CallTag>> tags);
 
   // True: calls are work of a stream: they return at once with a Pending of that stream, need no
   // worker of ours, and their memory is the device's (NCCL; a world of one). False: host memory.

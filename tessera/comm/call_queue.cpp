@@ -8,9 +8,8 @@ namespace tessera::comm {
 
 CallQueue::CallQueue(Backend& backend, Watch& watch, std::vector<int> world_ranks)
     : backend_(backend), watch_(watch), world_ranks_(std::move(world_ranks)) {
-  // From the first moment on, not from the first call: a rank that never calls anything must be
-  // seen to be alive.
-  worker_ = std::thread([this] { work(); });
+  launcher_ = std::thread([this] { launch_calls(); });
+  finisher_ = std::thread([this] { finish_calls(); });
 }
 
 CallQueue::~CallQueue() {
@@ -19,88 +18,97 @@ CallQueue::~CallQueue() {
     closing_ = true;
   }
   changed_.notify_all();
-  worker_.join();
+  finisher_.join();
+  launcher_.join();
 }
 
 Pending CallQueue::start(QueuedCall prepared) {
-  auto call = std::make_unique<QueuedCall>(std::move(prepared));
+  const auto call = std::make_shared<QueuedCall>(std::move(prepared));
   call->num_network_left = static_cast<std::size_t>(std::count_if(
       call->phases.begin(), call->phases.end(), [](const Phase& phase) { return phase.network; }));
-  const Pending result(call->completion);
   {
     const std::lock_guard lock(mutex_);
     if (poison_) {
       return Pending::failed(poison_);
     }
     watch_.started(call->call.tag, call->text);
-    calls_.push_back(std::move(call));
-    launch_followers();
+    start_tags(*call);
+    to_launch_.push_back(call);
+    to_finish_.push_back(call);
   }
   changed_.notify_all();
-  return result;
+  return Pending(call->completion);
 }
 
 void CallQueue::start_tags(QueuedCall& call) {
+  if (backend_.compares_tags()) {
+    return;
+  }
   call.tags = std::make_shared<std::vector<CallTag>>(static_cast<std::size_t>(backend_.size()));
-  CallTag* own = &(*call.tags)[static_cast<std::size_t>(backend_.rank())];
-  *own = call.call.tag;
-  const GatherBytes part{own, call.tags->data(), sizeof(CallTag)};
-  Call exchange = call.call;
-  exchange.keep_alive = call.tags;
-  call.tags_exchanged = backend_.start_all_gather({&part, 1}, exchange);
-}
-
-// A failure to launch is the failure of the phase: the worker meets it when it waits.
-// REQUIRES: mutex_ is held, and call.ready is done.
-void CallQueue::launch_next_phase(QueuedCall& call) {
-  const Phase& phase = call.phases[call.num_launched++];
-  call.num_network_left -= phase.network ? 1 : 0;
   try {
-    if (call.num_launched == 1) {
-      call.ready.wait();
-      if (!backend_.compares_tags()) {
-        start_tags(call);
-      }
-    }
-    call.current = phase.launch();
+    (*call.tags)[static_cast<std::size_t>(backend_.rank())] = call.call.tag;
+    call.tags_exchanged = backend_.start_tags(call.tags);
   } catch (...) {
-    call.current = Pending::failed(std::current_exception());
+    call.tags_exchanged = Pending::failed(std::current_exception());
   }
 }
 
-// Launches the first phase of every call whose turn has come and whose input is ready.
-// REQUIRES: mutex_ is held.
-void CallQueue::launch_followers() {
-  for (const auto& call : calls_) {
-    if (call->num_launched == 0) {
-      if (!call->ready.done()) {
-        return;
-      }
-      launch_next_phase(*call);
-    }
-    if (call->num_network_left > 0) {
-      return;
-    }
-  }
-}
-
-void CallQueue::work() {
+void CallQueue::launch_calls() {
   while (true) {
-    QueuedCall* call = nullptr;
+    CallPtr call;
     {
       std::unique_lock lock(mutex_);
-      const auto has_work = [this] { return closing_ || !calls_.empty(); };
+      changed_.wait(lock, [this] { return closing_ || poison_ || !to_launch_.empty(); });
+      if (poison_ || to_launch_.empty()) {
+        return;
+      }
+      call = to_launch_.front();
+      to_launch_.pop_front();
+    }
+    launch(*call);
+    std::unique_lock lock(mutex_);
+    call->launched = true;
+    changed_.notify_all();
+    // The next call's turn comes when this one has nothing left to start.
+    changed_.wait(lock, [&] { return poison_ || call->num_network_left == 0; });
+  }
+}
+
+// A failure becomes the call's own: the finisher meets it there, after the calls before it.
+void CallQueue::launch(QueuedCall& call) {
+  try {
+    watch_.await(call.ready, call.call.tag, call.text);
+    watch_.await(call.tags_exchanged, call.call.tag, call.text);
+    compare_tags(call);
+    call.current = call.phases[call.next_phase++].launch();
+  } catch (...) {
+    call.current = Pending::failed(std::current_exception());
+    // Nothing behind it may start: the ranks do not agree any more.
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  --call.num_network_left;
+}
+
+void CallQueue::finish_calls() {
+  while (true) {
+    CallPtr call;
+    {
+      std::unique_lock lock(mutex_);
+      const auto may_go_on = [this] {
+        return to_finish_.empty() ? closing_ : to_finish_.front()->launched;
+      };
       if (!watch_.has_board()) {
-        changed_.wait(lock, has_work);
-      } else if (!changed_.wait_for(lock, watch_.beat_interval(), has_work)) {
+        changed_.wait(lock, may_go_on);
+      } else if (!changed_.wait_for(lock, watch_.beat_interval(), may_go_on)) {
         lock.unlock();
         watch_.idle();
         continue;
       }
-      if (calls_.empty()) {
+      if (to_finish_.empty()) {
         return;
       }
-      call = calls_.front().get();
+      call = to_finish_.front();
     }
     watch_.idle();
     try {
@@ -114,46 +122,29 @@ void CallQueue::work() {
       continue;
     }
     watch_.completed(call->call.tag.sequence);
-    std::unique_ptr<QueuedCall> finished;
     {
       const std::lock_guard lock(mutex_);
-      finished = std::move(calls_.front());
-      calls_.pop_front();
+      to_finish_.pop_front();
     }
-    finished->completion->succeed();
+    call->phases.clear();  // lets go of memory before the owner is told
+    call->call.keep_alive.reset();
+    call->completion->succeed();
   }
 }
 
 void CallQueue::finish(QueuedCall& call) {
-  watch_.await(call.ready, call.call.tag, call.text);
-  {
-    const std::lock_guard lock(mutex_);
-    if (call.num_launched == 0) {
-      launch_next_phase(call);
-    }
-  }
-  watch_.await(call.tags_exchanged, call.call.tag, call.text);
-  compare_tags(call);
-  while (true) {
-    watch_.await(call.current, call.call.tag, call.text);
-    const bool last = call.num_launched == call.phases.size();
-    if (!last && !call.phases[call.num_launched].network) {
-      // Local work does not hold up the launches of other calls: it runs outside the lock.
-      const Phase* local = nullptr;
+  watch_.await(call.current, call.call.tag, call.text);
+  while (call.next_phase < call.phases.size()) {
+    const Phase& phase = call.phases[call.next_phase++];
+    call.current = phase.launch();
+    if (phase.network) {
       {
         const std::lock_guard lock(mutex_);
-        local = &call.phases[call.num_launched++];
+        --call.num_network_left;
       }
-      call.current = local->launch();
-      continue;
+      changed_.notify_all();
     }
-    const std::lock_guard lock(mutex_);
-    if (last) {
-      launch_followers();
-      return;
-    }
-    launch_next_phase(call);
-    launch_followers();
+    watch_.await(call.current, call.call.tag, call.text);
   }
 }
 
@@ -166,16 +157,19 @@ void CallQueue::compare_tags(const QueuedCall& call) const {
   }
 }
 
-void CallQueue::poison(std::exception_ptr error, const std::string& reason) {
-  std::deque<std::unique_ptr<QueuedCall>> lost;
+void CallQueue::poison(const std::exception_ptr& error, const std::string& reason) {
+  std::deque<CallPtr> lost;
   {
     const std::lock_guard lock(mutex_);
     poison_ = error;
-    lost.swap(calls_);
+    lost.swap(to_finish_);
+    to_launch_.clear();
   }
+  watch_.stop();
+  changed_.notify_all();
   // First the network, then the owners of the memory: nobody may touch it after they know.
   backend_.abort(reason);
-  for (const auto& call : lost) {
+  for (const CallPtr& call : lost) {
     call->completion->fail(error);
   }
 }

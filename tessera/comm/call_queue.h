@@ -1,17 +1,23 @@
-// The life of a call inside a group: queued, launched, checked, finished.
+// The life of a call inside a group: queued, agreed, launched, finished.
 //
-// A call is a list of phases. Network phases start something on the backend; local phases compute or
-// copy (the sum of a reduce-scatter, the unpacking of a packed all-gather). Launching is in call
-// order: the first network phase of a call starts only after the last network phase of the call
-// before it. So the order in which the backend sees calls follows from the order of start() alone,
-// never from time, and is the same on every rank. As long as a call has one network phase (all but
-// a large all-reduce) and its input is ready, start() launches it at once, so many are in flight.
+//   start()   caller     gives the call its place and sends its tag ahead, at once
+//   launch    launcher   waits for the input and for the others' tags, compares them, and only if
+//                        all ranks mean the same call starts its first network phase
+//   finish    finisher   waits for what was launched, runs local phases (the sum of a
+//                        reduce-scatter, unpacking), starts later network phases, fulfils the
+//                        Pending
 //
-// The worker finishes calls in order: it waits (watch.h), compares tags, runs local phases and
-// fulfils the Pending. The first failure poisons the queue: the backend is told to give up, and
-// everything queued or started later fails with that error.
+// Tags come first because a network cannot be trusted with calls that do not match: Gloo ends the
+// process when it receives more than it expects. Tags of later calls travel while the data of
+// earlier ones does, so a caller that runs ahead does not wait for them.
 //
-// Threads: start() from one thread at a time; one worker thread of its own.
+// Order: the backend sees tags in the order of start(), and network phases in call order: the first
+// of a call only after the last of the call before it. Neither depends on time, so all ranks agree.
+//
+// The first failure poisons the queue: calls before it finish, the backend is told to give up, and
+// everything behind it fails with that error.
+//
+// Threads: start() from one thread at a time; launcher and finisher are its own.
 #pragma once
 
 #include <condition_variable>
@@ -39,15 +45,17 @@ struct QueuedCall {
   Call call;         // tag and what to keep alive
   std::string text;  // describe(tag, unit, parameter)
   Pending ready;     // the input may be read after this
-  std::vector<Phase> phases;  // at least one
+  std::vector<Phase> phases;  // the first is a network phase
 
-  // The queue's own.
-  std::size_t num_launched = 0;
-  std::size_t num_network_left = 0;
-  Pending current;  // of the phase launched last
-  std::shared_ptr<std::vector<CallTag>> tags;
+  // The queue's own. Until `launched`, the launcher's; then the finisher's, but for what is
+  // guarded by the queue's mutex.
+  std::shared_ptr<std::vector<CallTag>> tags;  // null: the backend compares them
   Pending tags_exchanged;
-  std::shared_ptr<device::Completion> completion = std::make_shared<device::Completion>();
+  std::size_t next_phase = 0;
+  Pending current;                   // of the phase launched last
+  bool launched = false;             // guarded
+  std::size_t num_network_left = 0;  // guarded
+  const std::shared_ptr<device::Completion> completion = std::make_shared<device::Completion>();
 };
 
 class CallQueue {
@@ -59,26 +67,30 @@ class CallQueue {
   Pending start(QueuedCall call);
 
  private:
-  void work();
+  using CallPtr = std::shared_ptr<QueuedCall>;
+
+  void launch_calls();
+  void launch(QueuedCall& call);
+  void finish_calls();
   void finish(QueuedCall& call);
   void start_tags(QueuedCall& call);
-  void launch_next_phase(QueuedCall& call);
-  void launch_followers();
   void compare_tags(const QueuedCall& call) const;
-  void poison(std::exception_ptr error, const std::string& reason);
+  void poison(const std::exception_ptr& error, const std::string& reason);
 
   Backend& backend_;
   Watch& watch_;
   const std::vector<int> world_ranks_;
 
-  // Guarded by mutex_, which is also what makes launches follow one another.
+  // Guarded by mutex_.
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::unique_ptr<QueuedCall>> calls_;  // the front is the one being finished
+  std::deque<CallPtr> to_launch_;
+  std::deque<CallPtr> to_finish_;  // all that have not come to their end, launched or not
   bool closing_ = false;
   std::exception_ptr poison_;
 
-  std::thread worker_;
+  std::thread launcher_;
+  std::thread finisher_;
 };
 
 }  // namespace tessera::comm

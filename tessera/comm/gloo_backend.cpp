@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <tuple>
 #include <vector>
 
 #include "tessera/comm/c10d_store.h"
@@ -74,23 +75,17 @@ class GlooBackend final : public Backend {
         size_(size),
         options_(std::move(options)) {
     await_ranks(name);
-    auto gloo = c10d::ProcessGroupGloo::Options::create(options_.timeout + kGlooSlack);
-    gloo->devices.push_back(device_);
-    gloo->threads = options_.num_threads;
-    try {
-      process_group_ = c10::make_intrusive<c10d::ProcessGroupGloo>(
-          c10::make_intrusive<c10d::PrefixStore>(name, c10d_store(*store_)), rank, size, gloo);
-    } catch (const std::exception& error) {
-      throw CommError(detail::concat("group '", name, "': rank ", rank,
-                                     " cannot connect to the other ", size - 1,
-                                     " ranks over Gloo: ", text_of(error)));
-    }
+    data_ = connect(name, options_.num_threads);
+    // Tags have connections of their own: they overtake data, and Gloo matches the calls of one
+    // process group by their order.
+    tags_ = connect(name + "/tags", 1);
   }
 
   ~GlooBackend() override {
     if (given_up_) {
-      // Its destructor would wait for calls that may never end. The process is about to.
-      std::ignore = process_group_.release();
+      // Their destructors would wait for calls that may never end. The process is about to.
+      std::ignore = data_.release();
+      std::ignore = tags_.release();
     }
   }
 
@@ -104,7 +99,7 @@ class GlooBackend final : public Backend {
       at::Tensor shard = view(part.shard, part.shard_bytes, call);
       at::Tensor full =
           view(part.full, part.shard_bytes * static_cast<std::size_t>(size_), call);
-      works.push_back(wrap(process_group_->_allgather_base(full, shard)));
+      works.push_back(wrap(data_->_allgather_base(full, shard)));
     }
     return works.size() == 1 ? works.front() : Pending::all(std::move(works));
   }
@@ -115,14 +110,22 @@ class GlooBackend final : public Backend {
     at::Tensor input = view(send, bytes, call);
     at::Tensor output = view(receive, bytes, call);
     std::vector<std::int64_t> equal_pieces;
-    return wrap(process_group_->alltoall_base(output, input, equal_pieces, equal_pieces));
+    return wrap(data_->alltoall_base(output, input, equal_pieces, equal_pieces));
   }
 
   Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) override {
     std::vector<at::Tensor> tensors = {view(data, bytes, call)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    return wrap(process_group_->broadcast(tensors, options));
+    return wrap(data_->broadcast(tensors, options));
+  }
+
+  Pending start_tags(std::shared_ptr<std::vector<CallTag>> tags) override {
+    Call call;
+    call.keep_alive = tags;
+    at::Tensor own = view(&(*tags)[static_cast<std::size_t>(rank_)], sizeof(CallTag), call);
+    at::Tensor all = view(tags->data(), tags->size() * sizeof(CallTag), call);
+    return wrap(tags_->_allgather_base(all, own));
   }
 
   std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
@@ -149,6 +152,22 @@ class GlooBackend final : public Backend {
   void abort(const std::string&) override { given_up_ = true; }
 
  private:
+  using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
+
+  ProcessGroup connect(const std::string& name, int num_threads) {
+    auto gloo = c10d::ProcessGroupGloo::Options::create(options_.timeout + kGlooSlack);
+    gloo->devices.push_back(device_);
+    gloo->threads = num_threads;
+    try {
+      return c10::make_intrusive<c10d::ProcessGroupGloo>(
+          c10::make_intrusive<c10d::PrefixStore>(name, c10d_store(*store_)), rank_, size_, gloo);
+    } catch (const std::exception& error) {
+      throw CommError(detail::concat("group '", name, "': rank ", rank_,
+                                     " cannot connect to the other ", size_ - 1,
+                                     " ranks over Gloo: ", text_of(error)));
+    }
+  }
+
   // The store is where a rank that does not come can still be named; Gloo's own connect cannot.
   void await_ranks(const std::string& name) {
     const auto key = [&name](int rank) { return detail::concat(name, "/joined/", rank); };
@@ -190,7 +209,8 @@ class GlooBackend final : public Backend {
   const int rank_;
   const int size_;
   const GlooOptions options_;
-  c10::intrusive_ptr<c10d::ProcessGroupGloo> process_group_;
+  ProcessGroup data_;
+  ProcessGroup tags_;
   std::atomic<bool> given_up_{false};
 };
 

@@ -28,6 +28,18 @@ std::string seconds(milliseconds time) {
   return detail::concat(static_cast<double>(time.count()) / 1000.0, " s");
 }
 
+// What a rank said last.
+std::string last_words(const std::optional<BoardEntry>& entry) {
+  if (!entry) {
+    return "has not said a word in this group";
+  }
+  if (entry->launched == 0) {
+    return "has not started a call in this group";
+  }
+  return detail::concat(entry->completed >= entry->launched ? "last completed " : "is still in ",
+                        entry->text);
+}
+
 }  // namespace
 
 Watch::Watch(WatchOptions options) : options_(std::move(options)) {}
@@ -52,15 +64,19 @@ void Watch::post() {
     const std::lock_guard lock(mutex_);
     ++entry_.beat;
     entry = entry_;
+    next_post_ = steady_clock::now() + options_.beat;
   }
   options_.board->post(options_.group, options_.rank, entry);
-  next_post_ = steady_clock::now() + options_.beat;
 }
 
 void Watch::idle() {
-  if (steady_clock::now() >= next_post_) {
-    post();
+  {
+    const std::lock_guard lock(mutex_);
+    if (steady_clock::now() < next_post_) {
+      return;
+    }
   }
+  post();
 }
 
 void Watch::post_failure(const std::string& text) {
@@ -94,6 +110,9 @@ void Watch::await(const device::Pending& pending, const CallTag& tag, const std:
       throw PeerError(explain_loss(text, error.what()));
     } catch (const CommError& error) {
       throw CommError(detail::concat(text, " in group '", options_.group, "': ", error.what()));
+    }
+    if (stopped_) {
+      throw PeerError(detail::concat(text, ": group '", options_.group, "' is out of use"));
     }
     post();
     if (const std::string failures = failures_text(); !failures.empty()) {
@@ -139,8 +158,8 @@ std::string Watch::explain_loss(const std::string& text, const std::string& reas
   for (std::size_t rank = 0; rank < alive.size(); ++rank) {
     if (!alive[rank]) {
       silent += detail::concat("; rank ", options_.world_ranks[rank], " gives no sign of life, ",
-                               last_words(rank, options_.board->read(options_.group,
-                                                                     static_cast<int>(rank))));
+                               last_words(options_.board->read(options_.group,
+                                                               static_cast<int>(rank))));
     }
   }
   return detail::concat(what, reason, silent);
@@ -164,8 +183,7 @@ std::string Watch::explain_timeout(const CallTag& tag, const std::string& text) 
       const auto entry = options_.board->read(options_.group, static_cast<int>(rank));
       if (!entry || entry->launched < tag.sequence) {
         missing.push_back(options_.world_ranks[rank]);
-        words += detail::concat("; rank ", options_.world_ranks[rank], " ",
-                                last_words(rank, entry));
+        words += detail::concat("; rank ", options_.world_ranks[rank], " ", last_words(entry));
       }
     }
   }
@@ -176,17 +194,6 @@ std::string Watch::explain_timeout(const CallTag& tag, const std::string& text) 
   return detail::concat(verdict, list_ranks(missing), missing.size() == 1 ? " has" : " have",
                         " not come", words,
                         "; if they are only slow, raise comm.timeout_s");
-}
-
-std::string Watch::last_words(std::size_t, const std::optional<BoardEntry>& entry) const {
-  if (!entry) {
-    return "has not said a word in this group";
-  }
-  if (entry->launched == 0) {
-    return "has not started a call in this group";
-  }
-  return detail::concat(entry->completed >= entry->launched ? "last completed " : "is still in ",
-                        entry->text);
 }
 
 }  // namespace tessera::comm

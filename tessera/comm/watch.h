@@ -6,14 +6,15 @@
 // time limits. Three ends: the work's own failure (another call, an injected fault), a lost peer
 // (PeerError: the cause is looked for on the board), the time limit.
 //
-// Threads: await() and idle() from the group's worker alone; started() and completed() from any.
+// Threads: every method may be called from any thread.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,9 @@ class Watch {
   // A sign of life, if one is due.
   void idle();
 
+  // Ends every await() within a beat: the group is out of use.
+  void stop() { stopped_ = true; }
+
   // Tells the other ranks why this one ends.
   void post_failure(const std::string& text);
 
@@ -59,14 +63,14 @@ class Watch {
   std::string failures_text();
   std::string explain_loss(const std::string& text, const std::string& reason);
   std::string explain_timeout(const CallTag& tag, const std::string& text);
-  std::string last_words(std::size_t rank, const std::optional<BoardEntry>& entry) const;
 
   const WatchOptions options_;
-  TimePoint next_post_;  // the worker's own
+  std::atomic<bool> stopped_{false};
 
   // Guarded by mutex_.
   std::mutex mutex_;
   BoardEntry entry_;
+  TimePoint next_post_;
 };
 
 }  // namespace tessera::comm
