@@ -31,13 +31,13 @@ struct ArenaBlock {
   std::size_t bytes = 0;      // as asked for
   Extent extent;              // inside the region; empty for an overflow
   bool is_overflow = false;
-  Pending ready;              // the former users' work, as seen by the stream given to allocate()
+  Pending ready;  // the former users' work, as seen by the stream given to allocate()
 };
 
 struct ArenaStats {
   ArenaMapStats region;
-  std::size_t num_overflows = 0;        // ever
-  std::size_t overflow_bytes = 0;       // held now, also those whose last use is not done
+  std::size_t num_overflows = 0;   // ever
+  std::size_t overflow_bytes = 0;  // held now, also those whose last use is not done
   std::size_t peak_overflow_bytes = 0;
 };
 

@@ -8,9 +8,9 @@
 namespace tessera::device {
 
 double ArenaMapStats::fragmentation() const {
-  return free_bytes() == 0 ? 0.0
-                           : 1.0 - static_cast<double>(largest_hole_bytes) /
-                                       static_cast<double>(free_bytes());
+  return free_bytes() == 0
+             ? 0.0
+             : 1.0 - static_cast<double>(largest_hole_bytes) / static_cast<double>(free_bytes());
 }
 
 ArenaMap::ArenaMap(std::size_t capacity_bytes)
@@ -48,8 +48,8 @@ Extent ArenaMap::claim(std::size_t offset, std::size_t bytes) {
   TESSERA_INVARIANT(offset % kArenaAlignment == 0, "planned offset ", offset,
                     " is not a multiple of ", kArenaAlignment);
   TESSERA_INVARIANT(offset <= capacity_bytes_ && bytes <= capacity_bytes_ - offset,
-                    "planned block of ", bytes, " bytes at ", offset,
-                    " does not fit an arena of ", capacity_bytes_);
+                    "planned block of ", bytes, " bytes at ", offset, " does not fit an arena of ",
+                    capacity_bytes_);
   if (bytes == 0) {
     return {offset, 0};
   }

@@ -2,7 +2,7 @@
 //
 // Invariants:
 //  (1) Blocks and holes cover [0, capacity) without overlap; two holes never touch.
-//  (2) Offsets and lengths inside are multiples of kArenaAlignment; what is asked for is rounded up.
+//  (2) Offsets and lengths inside are multiples of kArenaAlignment; requests are rounded up.
 //  (3) The same calls give the same offsets: best fit takes the smallest hole that is large enough,
 //      of equal ones the lowest.
 // A block of zero bytes takes nothing and is legal everywhere; it has no place to be confused with.

@@ -1,9 +1,9 @@
 // Calls into the CUDA runtime, with errors as DeviceError. For the CUDA sources of this room only.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <string>
+
+#include <cuda_runtime_api.h>
 
 #include "tessera/core/error.h"
 

@@ -39,8 +39,7 @@ void CudaEventPool::give_back(cudaEvent_t event) {
 }
 
 CudaPending::CudaPending(std::shared_ptr<CudaEventPool> pool, cudaEvent_t event,
-                         std::shared_ptr<CudaBooks> books, std::size_t stream,
-                         std::uint64_t number)
+                         std::shared_ptr<CudaBooks> books, std::size_t stream, std::uint64_t number)
     : pool_(std::move(pool)),
       event_(event),
       books_(std::move(books)),
@@ -186,8 +185,8 @@ Pending CudaStream::launch_locked(const std::function<void(cudaStream_t)>& start
     options_.books->fail(page(), number_, std::current_exception());
     return Pending::failed(std::current_exception());
   }
-  return Pending(std::make_shared<CudaPending>(options_.pool, event, options_.books, page(),
-                                               number_));
+  return Pending(
+      std::make_shared<CudaPending>(options_.pool, event, options_.books, page(), number_));
 }
 
 void CudaStream::wait(const Pending& pending) {

@@ -12,8 +12,6 @@
 // from stream to stream. No CUDA call is made under it: host functions take it, too.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -23,6 +21,8 @@
 #include <mutex>
 #include <string>
 #include <vector>
+
+#include <cuda_runtime_api.h>
 
 #include "tessera/device/device.h"
 

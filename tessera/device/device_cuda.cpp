@@ -47,13 +47,14 @@ class CudaDevice final : public Device {
         pool_(std::make_shared<CudaEventPool>(options.index)),
         books_(std::make_shared<CudaBooks>()) {
     const int num_devices = num_cuda_devices();
-    TESSERA_CHECK(options.index >= 0 && options.index < num_devices, DeviceError, "cuda:",
-                  options.index, ": there are ", num_devices, " CUDA devices (",
+    TESSERA_CHECK(options.index >= 0 && options.index < num_devices, DeviceError,
+                  "cuda:", options.index, ": there are ", num_devices, " CUDA devices (",
                   cuda_description(), "); see nvidia-smi and CUDA_VISIBLE_DEVICES");
     const CudaDeviceScope scope(options.index);
     cudaDeviceProp properties{};
     TESSERA_CUDA_CALL(cudaGetDeviceProperties, &properties, options.index);
     name_ = detail::concat("cuda:", options.index, " (", properties.name, ")");
+    total_bytes_ = properties.totalGlobalMem;
     make_streams();
   }
 
@@ -82,26 +83,37 @@ class CudaDevice final : public Device {
                                        : allocate_device(bytes, role, alignment);
   }
 
+  // See [Note: pageable memory on CUDA].
   Pending start_copy(void* to, const void* from, std::size_t bytes, Stream& stream) override {
     TESSERA_INVARIANT(bytes == 0 || (to != nullptr && from != nullptr), "copy of ", bytes,
                       " bytes from ", from, " to ", to);
-    return own(stream).launch([=](cudaStream_t handle) {
-      if (bytes > 0) {
-        TESSERA_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, handle);
+    CudaStream& mine = own(stream);
+    if (bytes == 0) {
+      return mine.record();
+    }
+    const Place from_place = place_of(from);
+    if (from_place != Place::kDevice && place_of(to) != Place::kDevice) {
+      return mine.enqueue([=] { std::memcpy(to, from, bytes); });
+    }
+    return mine.launch([=](cudaStream_t handle) {
+      if (from_place == Place::kPageable) {
+        TESSERA_CUDA_CALL(cudaStreamSynchronize, handle);
       }
+      TESSERA_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, handle);
     });
   }
 
   Pending start_fill(void* to, std::uint8_t value, std::size_t bytes, Stream& stream) override {
     TESSERA_INVARIANT(bytes == 0 || to != nullptr, "fill of ", bytes, " bytes at null");
-    if (bytes > 0 && is_pageable(to)) {  // the GPU cannot be counted on to reach it
-      return own(stream).enqueue([=] { std::memset(to, value, bytes); });
+    CudaStream& mine = own(stream);
+    if (bytes == 0) {
+      return mine.record();
     }
-    return own(stream).launch([=](cudaStream_t handle) {
-      if (bytes > 0) {
-        TESSERA_CUDA_CALL(cudaMemsetAsync, to, value, bytes, handle);
-      }
-    });
+    if (place_of(to) != Place::kDevice) {
+      return mine.enqueue([=] { std::memset(to, value, bytes); });
+    }
+    return mine.launch(
+        [=](cudaStream_t handle) { TESSERA_CUDA_CALL(cudaMemsetAsync, to, value, bytes, handle); });
   }
 
   MemoryInfo memory_info() const override {
@@ -142,11 +154,22 @@ class CudaDevice final : public Device {
     return mine;
   }
 
-  // False if CUDA cannot say: the fill itself then meets the same error, inside the stream.
-  static bool is_pageable(const void* data) {
+  enum class Place { kDevice, kPinned, kPageable };
+
+  // The device if CUDA cannot say: the work itself then meets the same error, inside the stream.
+  static Place place_of(const void* data) {
     cudaPointerAttributes attributes{};
-    return cudaPointerGetAttributes(&attributes, data) == cudaSuccess &&
-           attributes.type == cudaMemoryTypeUnregistered;
+    if (cudaPointerGetAttributes(&attributes, data) != cudaSuccess) {
+      return Place::kDevice;
+    }
+    switch (attributes.type) {
+      case cudaMemoryTypeUnregistered:
+        return Place::kPageable;
+      case cudaMemoryTypeHost:
+        return Place::kPinned;
+      default:
+        return Place::kDevice;
+    }
   }
 
   // cudaHostAlloc may round up a lot; pages that are registered afterwards take what they take.
@@ -158,8 +181,8 @@ class CudaDevice final : public Device {
       unmap_pages(pages);
       cudaGetLastError();
       throw DeviceError(detail::concat("pinned memory: asked for ", bytes, " bytes (",
-                                       approximate_bytes(bytes), "): ",
-                                       cuda_error_message("cudaHostRegister", code)));
+                                       approximate_bytes(bytes),
+                                       "): ", cuda_error_message("cudaHostRegister", code)));
     }
     return charged(Tier::kPinned, pages.data, bytes, pages.bytes, role, [pages] {
       cudaHostUnregister(pages.data);  // fails only when the driver has shut down
@@ -171,17 +194,18 @@ class CudaDevice final : public Device {
     const CudaDeviceScope scope(options_.index);
     const std::size_t spare = alignment > kCudaAlignment ? alignment - kCudaAlignment : 0;
     void* start = nullptr;
+    // What can never fit is not even asked for: tools that watch CUDA's calls would report it.
+    const bool is_hopeless = bytes > total_bytes_ || spare > total_bytes_ - bytes;
     const cudaError_t code =
-        bytes > SIZE_MAX - spare ? cudaErrorMemoryAllocation : cudaMalloc(&start, bytes + spare);
+        is_hopeless ? cudaErrorMemoryAllocation : cudaMalloc(&start, bytes + spare);
     if (code != cudaSuccess) {
       cudaGetLastError();
       std::size_t free_bytes = 0;
       std::size_t total_bytes = 0;
       cudaMemGetInfo(&free_bytes, &total_bytes);
-      throw DeviceError(detail::concat(name_, ": asked for ", bytes, " bytes (",
-                                       approximate_bytes(bytes), "), ", free_bytes, " of ",
-                                       total_bytes, " are free: ",
-                                       cuda_error_message("cudaMalloc", code)));
+      throw DeviceError(detail::concat(
+          name_, ": asked for ", bytes, " bytes (", approximate_bytes(bytes), "), ", free_bytes,
+          " of ", total_bytes, " are free: ", cuda_error_message("cudaMalloc", code)));
     }
     const std::size_t skip =
         (alignment - reinterpret_cast<std::uintptr_t>(start) % alignment) % alignment;
@@ -213,6 +237,7 @@ class CudaDevice final : public Device {
   const std::shared_ptr<CudaEventPool> pool_;
   const std::shared_ptr<CudaBooks> books_;
   std::string name_;
+  std::size_t total_bytes_ = 0;
   std::vector<std::unique_ptr<CudaStream>> streams_;
 };
 

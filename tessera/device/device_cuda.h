@@ -11,6 +11,12 @@
 // the calling thread until it is done: a host function that blocked instead would hold up the one
 // thread on which the driver runs all host functions, and with it the work being waited for.
 //
+// [Note: pageable memory on CUDA]
+// CUDA reads a pageable source when it is asked to, not when the stream comes there. So a copy
+// from pageable memory to the GPU first waits, on the host, for the stream; one from the GPU to
+// pageable memory returns when it is done. Copies and fills inside host memory are host functions.
+// Whatever should overlap goes through pinned memory.
+//
 // Threads: as device.h says. The calling thread's current CUDA device is left as it was.
 #pragma once
 

@@ -13,8 +13,7 @@
 namespace tessera::device {
 
 // std::less orders pointers into different objects; the built-in comparison need not.
-inline bool ranges_overlap(const void* a, std::size_t a_bytes, const void* b,
-                           std::size_t b_bytes) {
+inline bool ranges_overlap(const void* a, std::size_t a_bytes, const void* b, std::size_t b_bytes) {
   const auto* const a_start = static_cast<const std::byte*>(a);
   const auto* const b_start = static_cast<const std::byte*>(b);
   const std::less<const std::byte*> before;

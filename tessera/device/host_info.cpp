@@ -78,10 +78,10 @@ std::vector<fs::path> cgroup_folders(const fs::path& root, std::string_view cont
       continue;
     }
     const std::string names = line.substr(first + 1, second - first - 1);
-    const bool is_ours = controller.empty()
-                             ? names.empty()
-                             : ("," + names + ",").find("," + std::string(controller) + ",") !=
-                                   std::string::npos;
+    const bool is_ours =
+        controller.empty()
+            ? names.empty()
+            : ("," + names + ",").find("," + std::string(controller) + ",") != std::string::npos;
     if (!is_ours) {
       continue;
     }
@@ -192,8 +192,7 @@ std::size_t HostMemoryInfo::available_bytes() const {
 }
 
 int HostCores::usable() const {
-  const double granted =
-      cgroup_quota ? std::ceil(*cgroup_quota) : static_cast<double>(affinity);
+  const double granted = cgroup_quota ? std::ceil(*cgroup_quota) : static_cast<double>(affinity);
   return std::max(1, static_cast<int>(std::min(granted, static_cast<double>(affinity))));
 }
 
@@ -203,8 +202,8 @@ HostMemoryInfo read_host_memory(const fs::path& root) {
   HostMemoryInfo info;
   info.machine_total_bytes = read_keyed(meminfo, "MemTotal").value_or(0) * kKib;
   info.machine_available_bytes =
-      read_keyed(meminfo, "MemAvailable")
-          .value_or(read_keyed(meminfo, "MemFree").value_or(0)) * kKib;
+      read_keyed(meminfo, "MemAvailable").value_or(read_keyed(meminfo, "MemFree").value_or(0)) *
+      kKib;
   // On a machine with both versions mounted, each controller lives in one of them.
   read_cgroup_memory(root, kMemoryV2, info);
   read_cgroup_memory(root, kMemoryV1, info);

@@ -63,8 +63,8 @@ HostPages map_pages(std::size_t bytes, std::size_t alignment, MemoryKind what) {
     throw_no_memory(what, bytes);
   }
   const std::size_t rounded = (bytes + page - 1) / page * page;
-  void* const start = mmap(nullptr, rounded + spare, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const start =
+      mmap(nullptr, rounded + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (start == MAP_FAILED) {
     throw_no_memory(what, bytes);
   }

@@ -30,8 +30,8 @@ enum class LateMode : std::uint8_t { kRandom, kLazy };
 
 struct LateDeviceOptions {
   LateMode mode = LateMode::kLazy;
-  std::uint64_t seed = 1;               // kRandom only
-  std::uint32_t max_delay_yields = 8;   // kRandom only; before each piece of work
+  std::uint64_t seed = 1;              // kRandom only
+  std::uint32_t max_delay_yields = 8;  // kRandom only; before each piece of work
   CpuDeviceOptions host;
 };
 

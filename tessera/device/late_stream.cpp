@@ -122,13 +122,13 @@ void LateQueue::begin_what_may_begin() {
   for (std::size_t i = 0; i < num_looked_at && !ops_[i].is_of_unknown_reach; ++i) {
     LateOp& op = ops_[i];
     const bool is_free =
-        !op.has_begun && std::all_of(ops_.begin(), ops_.begin() + static_cast<std::ptrdiff_t>(i),
-                                     [&op](const LateOp& ahead) {
-                                       return !ranges_overlap(op.to, op.bytes, ahead.to,
-                                                              ahead.bytes) &&
-                                              !ranges_overlap(op.to, op.bytes, ahead.from,
-                                                              ahead.from ? ahead.bytes : 0);
-                                     });
+        !op.has_begun &&
+        std::all_of(ops_.begin(), ops_.begin() + static_cast<std::ptrdiff_t>(i),
+                    [&op](const LateOp& ahead) {
+                      return !ranges_overlap(op.to, op.bytes, ahead.to, ahead.bytes) &&
+                             !ranges_overlap(op.to, op.bytes, ahead.from,
+                                             ahead.from ? ahead.bytes : 0);
+                    });
     if (is_free) {
       fill_bytes(op.to, kPoisonByte, op.bytes);
       op.has_begun = true;

@@ -61,9 +61,7 @@ class [[nodiscard]] Pending {
       state_->wait();
     }
   }
-  bool wait_for(std::chrono::nanoseconds limit) const {
-    return !state_ || state_->wait_for(limit);
-  }
+  bool wait_for(std::chrono::nanoseconds limit) const { return !state_ || state_->wait_for(limit); }
 
   // Null when there is nothing to wait for. For devices that recognise their own states.
   const std::shared_ptr<PendingState>& state() const { return state_; }

@@ -1,14 +1,14 @@
 // The map against a model too simple to be wrong: an array with the owner of each unit of bytes.
 #include "tessera/device/arena_map.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <random>
 #include <string>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
 

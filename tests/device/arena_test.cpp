@@ -1,14 +1,14 @@
 // The arena on devices that are late: reuse of bytes is ordered, or poison shows.
 #include "tessera/device/arena.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <memory>
 #include <random>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
@@ -209,8 +209,7 @@ TEST_F(ArenaOnALazyDevice, WaitsForReleasedWorkBeforeItsMemoryGoes) {
     (void)device_->start_fill(inside.data, 6, kUnit, gather_);
     (void)device_->start_fill(outside.data, 7, kUnit, gather_);
     arena.release(std::move(outside), gather_.record());
-    arena.release(std::move(inside),
-                  device_->start_copy(seen.data(), inside.data, kUnit, gather_));
+    arena.release(std::move(inside), device_->start_copy(seen.data(), inside.data, kUnit, gather_));
   }
   EXPECT_TRUE(holds(seen.data(), kUnit, 6));
 }
@@ -244,10 +243,10 @@ int count_wrong_layers(Device& device, std::uint32_t seed) {
                            ? arena.allocate_at(planned, bytes, writer)
                            : arena.allocate(bytes, writer);
     seen[static_cast<std::size_t>(layer)].resize(bytes);
-    reader.wait(device.start_fill(block.data, static_cast<std::uint8_t>(layer % 251), bytes,
-                                  writer));
-    Pending used = device.start_copy(seen[static_cast<std::size_t>(layer)].data(), block.data,
-                                     bytes, reader);
+    reader.wait(
+        device.start_fill(block.data, static_cast<std::uint8_t>(layer % 251), bytes, writer));
+    Pending used =
+        device.start_copy(seen[static_cast<std::size_t>(layer)].data(), block.data, bytes, reader);
     live.push_back({std::move(block), std::move(used)});
     while (live.size() > 4 || (!live.empty() && random() % 3 == 0)) {
       release_one();

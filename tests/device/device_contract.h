@@ -2,14 +2,14 @@
 // down by copies, since the host must not touch a GPU's memory.
 #pragma once
 
-#include <gtest/gtest.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <ostream>
 #include <string>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/ledger.h"
 #include "tessera/device/device.h"

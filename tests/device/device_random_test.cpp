@@ -1,7 +1,5 @@
 // Thousands of random operations over all streams, ordered by nothing but what they read and write,
 // against the same operations done one after the other on plain vectors.
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <iterator>
 #include <random>
@@ -9,14 +7,16 @@
 #include <utility>
 #include <vector>
 
+#include <gtest/gtest.h>
+
 #include "tests/device/device_contract.h"
 
 namespace tessera::device {
 namespace {
 
 constexpr std::size_t kBufferBytes = 1001;
-constexpr MemoryKind kBufferKinds[] = {MemoryKind::kDevice,  MemoryKind::kHost, MemoryKind::kPinned,
-                                       MemoryKind::kDevice,  MemoryKind::kHost, MemoryKind::kPinned,
+constexpr MemoryKind kBufferKinds[] = {MemoryKind::kDevice, MemoryKind::kHost, MemoryKind::kPinned,
+                                       MemoryKind::kDevice, MemoryKind::kHost, MemoryKind::kPinned,
                                        MemoryKind::kDevice};
 constexpr std::size_t kNumBuffers = std::size(kBufferKinds);
 

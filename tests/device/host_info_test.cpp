@@ -1,10 +1,10 @@
 #include "tessera/device/host_info.h"
 
-#include <gtest/gtest.h>
-
 #include <filesystem>
 #include <fstream>
 #include <string>
+
+#include <gtest/gtest.h>
 
 #include "tests/support/temporary_directory.h"
 

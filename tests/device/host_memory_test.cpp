@@ -1,6 +1,5 @@
 #include "tessera/device/host_memory.h"
 
-#include <gtest/gtest.h>
 #include <linux/capability.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -12,6 +11,8 @@
 #include <string>
 #include <thread>
 #include <utility>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"

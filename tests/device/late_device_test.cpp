@@ -2,13 +2,13 @@
 // ones never are.
 #include "tessera/device/late_device.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
 #include <thread>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
 

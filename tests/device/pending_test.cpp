@@ -1,12 +1,12 @@
 #include "tessera/device/pending.h"
 
-#include <gtest/gtest.h>
-
 #include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
 

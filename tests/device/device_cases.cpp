@@ -1,0 +1,44 @@
+// The devices that the contract is tested on. One that cannot run here says why.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tessera/device/device_cpu.h"
+#include "tessera/device/device_cuda.h"
+#include "tessera/device/late_device.h"
+#include "tests/device/device_contract.h"
+
+namespace tessera::device {
+
+std::vector<DeviceCase> all_devices() {
+  std::vector<DeviceCase> cases;
+  cases.push_back({"cpu", [](Ledger* ledger) { return make_cpu_device({ledger, {}}); }, ""});
+  for (const std::uint64_t seed : {1U, 2U, 3U}) {
+    cases.push_back({"late_seed_" + std::to_string(seed),
+                     [seed](Ledger* ledger) {
+                       LateDeviceOptions options;
+                       options.mode = LateMode::kRandom;
+                       options.seed = seed;
+                       options.host.ledger = ledger;
+                       return make_late_device(options);
+                     },
+                     ""});
+  }
+  cases.push_back({"late_lazy",
+                   [](Ledger* ledger) {
+                     LateDeviceOptions options;
+                     options.host.ledger = ledger;
+                     return make_late_device(options);
+                   },
+                   ""});
+  cases.push_back({"cuda",
+                   [](Ledger* ledger) {
+                     CudaDeviceOptions options;
+                     options.ledger = ledger;
+                     return make_cuda_device(options);
+                   },
+                   num_cuda_devices() > 0 ? "" : "no GPU: " + cuda_description()});
+  return cases;
+}
+
+}  // namespace tessera::device
