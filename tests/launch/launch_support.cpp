@@ -18,11 +18,11 @@ std::string next_mark() {
   return std::to_string(getpid()) + "." + std::to_string(++number);
 }
 
+}  // namespace
+
 std::string beside_this_program(const std::string& name) {
   return std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
 }
-
-}  // namespace
 
 MarkedRun::MarkedRun(const std::string& program, const std::vector<std::string>& arguments,
                      std::map<std::string, std::string> environment)
@@ -52,8 +52,8 @@ ProcessResult MarkedRun::finish() {
   return result;
 }
 
-std::vector<int> MarkedRun::survivors() const {
-  const std::string wanted = "LAUNCH_TEST_MARK=" + mark_ + '\0';
+std::vector<int> pids_with_mark(const std::string& mark) {
+  const std::string wanted = "LAUNCH_TEST_MARK=" + mark + '\0';
   std::vector<int> pids;
   for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
     const std::string name = entry.path().filename();

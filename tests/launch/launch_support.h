@@ -10,6 +10,11 @@
 
 namespace tessera::testing {
 
+// The path of a program in the folder of this one.
+std::string beside_this_program(const std::string& name);
+// Process ids that carry this mark in their environment.
+std::vector<int> pids_with_mark(const std::string& mark);
+
 // One run of a rank program. Every process of the run carries a mark in its environment, so that
 // survivors can be found wherever they hang in the process tree.
 class MarkedRun {
@@ -24,7 +29,7 @@ class MarkedRun {
   // Waits for the end of the program and of everybody who holds its output.
   ProcessResult finish();
   // Process ids that still carry the mark.
-  std::vector<int> survivors() const;
+  std::vector<int> survivors() const { return pids_with_mark(mark_); }
 
  private:
   std::string mark_;

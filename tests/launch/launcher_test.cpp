@@ -1,14 +1,19 @@
 // Real processes: what a user sees, and what is left behind, when ranks end in all their ways.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
+#include <cstdlib>
 #include <map>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "tessera/comm/launcher.h"
+#include "tessera/core/error.h"
 #include "tests/launch/launch_support.h"
 
 namespace tessera::testing {
@@ -179,10 +184,31 @@ TEST(Launcher, LeavesNoRankWhenTheLastCannotBeStarted) {
 #ifdef __SANITIZE_ADDRESS__
   GTEST_SKIP() << "the sanitizer opens files of its own, and this test leaves it none";
 #endif
-  MarkedRun launch(kProgram, {"--ranks", "16", "--max-files", "14", "wait"});
-  const ProcessResult result = launch.finish();
-  EXPECT_EQ(result.exit_code, 1);
-  EXPECT_EQ(count(result.err, "ulimit -n"), 1) << result.err;
+  // In this process: ranks end with their launcher anyway, and here it lives on.
+  comm::LaunchOptions options;
+  options.num_ranks = 16;
+  options.program = beside_this_program(kProgram);
+  options.argv = {kProgram, "wait"};
+  options.serve_store = [] { return comm::LaunchStore{"127.0.0.1", 1, nullptr}; };
+  options.print = [](const std::string&) {};
+  setenv("LAUNCH_TEST_MARK", "in this process", 1);
+
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const int next_fd = dup(STDERR_FILENO);
+  close(next_fd);
+  const rlimit few{static_cast<rlim_t>(next_fd) + 8, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  std::string error;
+  try {
+    comm::launch_local_ranks(options);
+  } catch (const CommError& thrown) {
+    error = thrown.what();
+  }
+  setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_EQ(count(error, "ulimit -n"), 1) << error;
+  EXPECT_EQ(pids_with_mark("in this process"), std::vector<int>());
+  unsetenv("LAUNCH_TEST_MARK");
 }
 
 TEST(Launcher, SaysWhyAProgramCannotBeStarted) {

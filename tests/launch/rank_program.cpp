@@ -1,6 +1,5 @@
 #include "tests/launch/rank_program.h"
 
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -35,10 +34,6 @@ comm::LaunchOptions read_flags(const std::vector<std::string>& args, std::size_t
       options.terminate = std::chrono::milliseconds(to_number(value));
     } else if (flag == "--program") {
       options.program = value;
-    } else if (flag == "--max-files") {
-      const auto limit = static_cast<rlim_t>(to_number(value));
-      const rlimit files{limit, limit};
-      TESSERA_CHECK(setrlimit(RLIMIT_NOFILE, &files) == 0, ConfigError, "no limit of files");
     } else {
       throw ConfigError("unknown flag " + flag);
     }
