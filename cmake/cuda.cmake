@@ -2,14 +2,31 @@
 set(TESSERA_HAS_CUDA OFF)
 if(NOT TESSERA_CUDA STREQUAL "OFF" AND TESSERA_TORCH)
   # A CUDA compiler beside a CPU build of torch would give a program that cannot use its GPU.
-  if(TORCH_LIBRARIES MATCHES "torch_cuda|c10_cuda")
-    find_package(CUDAToolkit QUIET)
-    if(CUDAToolkit_FOUND)
-      set(TESSERA_HAS_CUDA ON)
-    endif()
+  find_package(CUDAToolkit QUIET)
+  if(EXISTS "${TESSERA_TORCH_ROOT}/lib/libtorch_cuda.so" AND CUDAToolkit_NVCC_EXECUTABLE)
+    set(TESSERA_HAS_CUDA ON)
+  elseif(TESSERA_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "TESSERA_CUDA=ON needs a torch with CUDA (found: ${TESSERA_TORCH_ROOT}) and the CUDA compiler (found: ${CUDAToolkit_NVCC_EXECUTABLE}); install both, or use TESSERA_CUDA=AUTO")
+  elseif(EXISTS "${TESSERA_TORCH_ROOT}/lib/libtorch_cuda.so")
+    message(STATUS "This torch has CUDA, but no CUDA compiler was found: building for CPU only")
   endif()
-  if(TESSERA_CUDA STREQUAL "ON" AND NOT TESSERA_HAS_CUDA)
-    message(FATAL_ERROR "TESSERA_CUDA=ON, but ${TORCH_LIBRARIES} has no CUDA or the CUDA toolkit was not found; install both, or use TESSERA_CUDA=AUTO")
+endif()
+if(TESSERA_HAS_CUDA)
+  # libtorch_cuda registers its operators when it is loaded: it must be loaded although nothing of
+  # ours names it. Its own dependencies are found by its run path, which the linker does not read.
+  target_link_libraries(tessera_torch INTERFACE
+    -Wl,--no-as-needed "${TESSERA_TORCH_ROOT}/lib/libtorch_cuda.so"
+    "${TESSERA_TORCH_ROOT}/lib/libc10_cuda.so" -Wl,--as-needed
+    -Wl,--allow-shlib-undefined CUDA::cudart)
+endif()
+
+# c10d's NCCL header includes nccl.h, which lies in a Python package beside torch or in the system.
+# The library itself is torch's business: nothing of ours calls it.
+if(TESSERA_HAS_CUDA)
+  find_path(TESSERA_NCCL_INCLUDE_DIR nccl.h
+    HINTS ${TESSERA_TORCH_ROOT}/../nvidia/nccl/include ${CUDAToolkit_INCLUDE_DIRS})
+  if(NOT TESSERA_NCCL_INCLUDE_DIR)
+    message(FATAL_ERROR "nccl.h was not found beside torch, in the CUDA toolkit or in the system; set TESSERA_NCCL_INCLUDE_DIR, or build without CUDA: -DTESSERA_CUDA=OFF")
   endif()
 endif()
 message(STATUS "CUDA: ${TESSERA_HAS_CUDA}")

@@ -27,25 +27,50 @@ else()
   endif()
 endif()
 
-list(PREPEND CMAKE_PREFIX_PATH "${_tessera_torch_prefix}")
-# Torch's own CMake files warn about things that are none of our users' business.
-set(_tessera_log_level "${CMAKE_MESSAGE_LOG_LEVEL}")
-set(CMAKE_MESSAGE_LOG_LEVEL ERROR)
-find_package(Torch REQUIRED)
-set(CMAKE_MESSAGE_LOG_LEVEL "${_tessera_log_level}")
+# Torch's own CMake package insists on a CUDA compiler where torch was built for CUDA, as the torch
+# that pip installs on x86-64 is, and on libraries that none of our units use. We need two include
+# folders and three libraries, so we name them ourselves; cuda.cmake adds the CUDA half.
+get_filename_component(TESSERA_TORCH_ROOT "${_tessera_torch_prefix}/../.." ABSOLUTE)
+set(TORCH_INCLUDE_DIRS "${TESSERA_TORCH_ROOT}/include"
+    "${TESSERA_TORCH_ROOT}/include/torch/csrc/api/include")
+set(TORCH_LIBRARIES "")
+foreach(_library torch_cpu c10)
+  find_library(TESSERA_LIB_${_library} ${_library} PATHS "${TESSERA_TORCH_ROOT}/lib"
+               NO_DEFAULT_PATH REQUIRED)
+  list(APPEND TORCH_LIBRARIES "${TESSERA_LIB_${_library}}")
+endforeach()
 
-if(NOT Torch_VERSION)
-  file(STRINGS "${TORCH_INSTALL_PREFIX}/build-version" Torch_VERSION LIMIT_COUNT 1)
+find_file(TESSERA_TORCH_VERSION_HEADER NAMES torch/headeronly/version.h torch/version.h
+          PATHS ${TORCH_INCLUDE_DIRS} NO_DEFAULT_PATH REQUIRED)
+file(STRINGS "${TESSERA_TORCH_VERSION_HEADER}" _version_lines
+     REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
+string(REGEX REPLACE "[^0-9;]" "" _version_parts "${_version_lines}")
+list(JOIN _version_parts "." TESSERA_TORCH_VERSION)
+if(NOT TESSERA_TORCH_VERSION MATCHES "^[0-9]+\\.[0-9]+\\.[0-9]+$")
+  message(FATAL_ERROR "The version of the torch under ${TESSERA_TORCH_ROOT} cannot be read")
 endif()
-string(REGEX MATCH "^[0-9]+\\.[0-9]+\\.[0-9]+" TESSERA_TORCH_VERSION "${Torch_VERSION}")
 if(TESSERA_TORCH_VERSION VERSION_LESS 2.11 OR TESSERA_TORCH_VERSION VERSION_GREATER_EQUAL 2.14)
-  message(FATAL_ERROR "torch ${Torch_VERSION} was found under ${_tessera_torch_prefix}; Tessera builds with 2.11 to 2.13")
+  message(FATAL_ERROR "torch ${TESSERA_TORCH_VERSION} was found under ${TESSERA_TORCH_ROOT}; Tessera builds with 2.11 to 2.13")
 endif()
-message(STATUS "torch ${Torch_VERSION} from ${_tessera_torch_prefix}")
+message(STATUS "torch ${TESSERA_TORCH_VERSION} from ${TESSERA_TORCH_ROOT}")
 
 # Torch's flags belong to the units that include it, not to every unit of the project.
 add_library(tessera_torch INTERFACE)
 target_include_directories(tessera_torch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
+target_compile_definitions(tessera_torch INTERFACE USE_DISTRIBUTED)
 target_link_libraries(tessera_torch INTERFACE ${TORCH_LIBRARIES})
-separate_arguments(_tessera_torch_flags UNIX_COMMAND "${TORCH_CXX_FLAGS}")
-target_compile_options(tessera_torch INTERFACE ${_tessera_torch_flags})
+
+# Gloo's headers are not part of torch's packages; ours declare what c10d's header mentions. Checked
+# here, because a change there would otherwise show as a link error in the middle of a build.
+try_compile(TESSERA_GLOO_LINKS
+  ${PROJECT_BINARY_DIR}/gloo_check
+  ${CMAKE_CURRENT_LIST_DIR}/gloo_check.cpp
+  CMAKE_FLAGS "-DINCLUDE_DIRECTORIES:STRING=${CMAKE_SOURCE_DIR}/tessera/comm/gloo_declarations;${TORCH_INCLUDE_DIRS}"
+  COMPILE_DEFINITIONS -DUSE_C10D_GLOO -DUSE_DISTRIBUTED
+  LINK_LIBRARIES ${TORCH_LIBRARIES}
+  CXX_STANDARD 20 CXX_STANDARD_REQUIRED ON
+  OUTPUT_VARIABLE _tessera_gloo_output)
+if(NOT TESSERA_GLOO_LINKS)
+  unset(TESSERA_GLOO_LINKS CACHE)  # ask again next time
+  message(FATAL_ERROR "torch ${TESSERA_TORCH_VERSION} does not link with tessera/comm/gloo_declarations:\n${_tessera_gloo_output}")
+endif()

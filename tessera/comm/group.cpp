@@ -88,14 +88,14 @@ class Group::Impl {
   Pending start(QueuedCall queued, std::size_t payload_bytes) {
     payload_bytes_ += payload_bytes;
     ++num_calls_;
-    if (queue_ && !backend_->compares_tags()) {
+    if (tags_meet()) {
       control_bytes_ += sizeof(CallTag) * static_cast<std::size_t>(size() - 1);
     }
     if (queued.phases.empty()) {
       // Nothing to move: the ranks still meet, so that a mismatch does not go unseen.
       queued.phases.push_back(
           {true, [this, call = queued.call] {
-             return backend_->compares_tags() ? backend_->start_all_gather({}, call) : Pending();
+             return tags_meet() ? Pending() : backend_->start_all_gather({}, call);
            }});
     }
     return queue_ ? queue_->start(std::move(queued)) : run_on_stream(std::move(queued));
@@ -109,6 +109,9 @@ class Group::Impl {
         queued.call.keep_alive, staging);
     return staging;
   }
+
+  // True: exchanging the tags is already a meeting of all ranks.
+  bool tags_meet() const { return queue_ && !backend_->compares_tags(); }
 
   // A copy of the call's own memory, in the call's order.
   Pending copy(void* to, const void* from, std::size_t bytes, device::Stream* stream) {
