@@ -8,9 +8,10 @@
 
 #include <array>
 #include <cerrno>
-#include <climits>
 #include <csignal>
 #include <cstring>
+
+#include <climits>
 
 #include "tessera/core/error.h"
 
@@ -77,9 +78,10 @@ ChildProcess ChildProcess::spawn(const SpawnOptions& options) {
   const int error = posix_spawn(&pid, program.c_str(), actions.get(), attributes.get(),
                                 pointers(options.argv).data(), pointers(options.env).data());
   TESSERA_CHECK(error == 0, CommError, "cannot start ", program, ": ", std::strerror(error),
-                error == EAGAIN ? "; the limit of processes is reached: start fewer ranks, or raise "
-                                  "ulimit -u"
-                                : "");
+                error == EAGAIN
+                    ? "; the limit of processes is reached: start fewer ranks, or raise "
+                      "ulimit -u"
+                    : "");
   return ChildProcess(pid);
 }
 

@@ -107,8 +107,8 @@ class Launch {
       const int cores = num_usable_cores();
       const int threads = std::max(1, cores / options_.num_ranks);
       env[kThreadsVariable] = std::to_string(threads);
-      print(detail::concat("launcher: ", kThreadsVariable, "=", threads, " in each rank (ranks: ",
-                           options_.num_ranks, ", cores: ", cores,
+      print(detail::concat("launcher: ", kThreadsVariable, "=", threads,
+                           " in each rank (ranks: ", options_.num_ranks, ", cores: ", cores,
                            "); set it to choose another number"));
     }
     env["TESSERA_WORLD_SIZE"] = std::to_string(options_.num_ranks);
@@ -119,8 +119,8 @@ class Launch {
       OwnedFd report(make_report_file());
       env["TESSERA_RANK"] = std::to_string(rank);
       env[kReportFdVariable] = std::to_string(report.get());
-      ChildProcess process = ChildProcess::spawn(
-          {options_.program, options_.argv, to_texts(env), report.get()});
+      ChildProcess process =
+          ChildProcess::spawn({options_.program, options_.argv, to_texts(env), report.get()});
       ranks_.push_back(Rank{std::move(process), std::move(report)});
     }
     num_running_ = options_.num_ranks;
@@ -131,8 +131,8 @@ class Launch {
     if (deadline_ns_) {
       const std::int64_t left_ns = std::max<std::int64_t>(0, *deadline_ns_ - clock_.now_ns());
       const std::int64_t left_ms = (left_ns + 999999) / 1000000;
-      timeout_ms = static_cast<int>(
-          std::min<std::int64_t>(left_ms, std::numeric_limits<int>::max()));
+      timeout_ms =
+          static_cast<int>(std::min<std::int64_t>(left_ms, std::numeric_limits<int>::max()));
     }
     pollfd signal_end{signals_.fd(), POLLIN, 0};
     poll(&signal_end, 1, timeout_ms);
@@ -227,7 +227,8 @@ class Launch {
     }
     ranks_.clear();
     throw CommError(detail::concat("launcher: processes", pids, " do not end ",
-                                   options_.reap.count(), " ms after SIGKILL; the kernel holds "
+                                   options_.reap.count(),
+                                   " ms after SIGKILL; the kernel holds "
                                    "them, in a disk or a driver: see dmesg"));
   }
 

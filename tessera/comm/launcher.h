@@ -43,10 +43,10 @@ struct LaunchOptions {
   // Called once signals are caught.
   std::function<LaunchStore()> serve_store;
 
-  std::chrono::milliseconds settle{300};       // for other reports, before the root cause is chosen
-  std::chrono::milliseconds grace{15000};      // for the other ranks to end by themselves
-  std::chrono::milliseconds terminate{5000};   // between SIGTERM, or Ctrl-C, and SIGKILL
-  std::chrono::milliseconds reap{10000};       // for the kernel, after SIGKILL
+  std::chrono::milliseconds settle{300};      // for other reports, before the root cause is chosen
+  std::chrono::milliseconds grace{15000};     // for the other ranks to end by themselves
+  std::chrono::milliseconds terminate{5000};  // between SIGTERM, or Ctrl-C, and SIGKILL
+  std::chrono::milliseconds reap{10000};      // for the kernel, after SIGKILL
 
   // Takes one line. Empty: standard error.
   std::function<void(const std::string&)> print;

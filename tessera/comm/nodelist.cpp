@@ -25,8 +25,7 @@ bool is_host_char(char c) {
 std::string printable(std::string_view text) {
   constexpr std::size_t kMaxShown = 200;
   std::string shown(text.substr(0, kMaxShown));
-  std::replace_if(
-      shown.begin(), shown.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+  std::replace_if(shown.begin(), shown.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
   return text.size() > kMaxShown ? shown + "..." : shown;
 }
 
@@ -58,8 +57,8 @@ class Reader {
     return text_.substr(begin, position_ - begin);
   }
   [[noreturn]] void fail(const std::string& why) const {
-    throw ConfigError(detail::concat(what_, " '", printable(text_), "': ", why, " at character ",
-                                     position_ + 1));
+    throw ConfigError(
+        detail::concat(what_, " '", printable(text_), "': ", why, " at character ", position_ + 1));
   }
 
  private:

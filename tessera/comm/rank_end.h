@@ -18,8 +18,8 @@ namespace tessera::comm {
 
 struct RankEnd {
   int rank = 0;
-  int exit_code = 0;  // if `signal` is 0
-  int signal = 0;     // that killed it
+  int exit_code = 0;       // if `signal` is 0
+  int signal = 0;          // that killed it
   std::int64_t at_ns = 0;  // when the launcher saw it
   std::optional<RankReport> report;
 

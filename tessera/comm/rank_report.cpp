@@ -54,8 +54,9 @@ bool read_at(int fd, void* data, std::size_t bytes, off_t offset) noexcept {
 
 int make_report_file() {
   const int fd = memfd_create("tessera-rank-report", MFD_CLOEXEC);
-  TESSERA_CHECK(fd >= 0, CommError, "launcher: no memory file for a rank's report: ",
-                std::strerror(errno), "; if the limit of open files is reached, raise it: ulimit -n");
+  TESSERA_CHECK(fd >= 0, CommError,
+                "launcher: no memory file for a rank's report: ", std::strerror(errno),
+                "; if the limit of open files is reached, raise it: ulimit -n");
   return fd;
 }
 

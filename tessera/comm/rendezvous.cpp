@@ -60,8 +60,8 @@ Variable require(const Environment& env, const char* name, const Variable& becau
   return *found;
 }
 
-void check_rank(const char* kind, const Variable& rank, int rank_value, const std::string& size_name,
-                int size_value) {
+void check_rank(const char* kind, const Variable& rank, int rank_value,
+                const std::string& size_name, int size_value) {
   TESSERA_CHECK(rank_value < size_value, ConfigError, rank.name, "=", rank.value, " is not below ",
                 size_name, "=", size_value, "; ", kind, " go from 0 to ", size_value - 1);
 }
@@ -153,8 +153,8 @@ std::optional<Rendezvous> from_torchrun(const Environment& env) {
     require(env, "MASTER_PORT", because, kRemedy);
     result.port = *find_port(env, "MASTER_PORT");
     const auto agent = find(env, {"TORCHELASTIC_USE_AGENT_STORE"});
-    const bool agent_serves = agent && (agent->value == "True" || agent->value == "true" ||
-                                        agent->value == "1");
+    const bool agent_serves =
+        agent && (agent->value == "True" || agent->value == "true" || agent->value == "1");
     result.serves_store = result.rank == 0 && !agent_serves;
     if (const auto restart = find(env, {"TORCHELASTIC_RESTART_COUNT"})) {
       result.key_prefix += std::to_string(to_int(*restart, 0)) + "/";
@@ -181,8 +181,8 @@ void find_mpi_store(const Environment& env, Rendezvous& result) {
   }
   if (const auto port = find_port(env, "MASTER_PORT")) {
     result.port = *port;
-  } else if (const auto job = find(env, {"OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE",
-                                         "PMI_JOBID", "SLURM_JOB_ID"})) {
+  } else if (const auto job = find(
+                 env, {"OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID"})) {
     result.port = derived_port(text_seed(job->value));
   } else {
     result.port = kTorchDefaultPort;
@@ -194,8 +194,7 @@ std::optional<Rendezvous> from_mpi(const Environment& env) {
   Rendezvous result;
   result.source = RendezvousSource::kMpi;
   std::optional<Place> local;
-  auto place =
-      find_place(env, "ranks", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", kRemedy);
+  auto place = find_place(env, "ranks", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", kRemedy);
   if (place) {
     local = find_place(env, "local ranks", "OMPI_COMM_WORLD_LOCAL_RANK",
                        "OMPI_COMM_WORLD_LOCAL_SIZE", kRemedy);
@@ -266,8 +265,7 @@ std::optional<Rendezvous> from_slurm(const Environment& env) {
     if (const auto host = find(env, {"MASTER_ADDR"})) {
       result.host = host->value;
     } else {
-      const auto nodes =
-          find(env, {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"});
+      const auto nodes = find(env, {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"});
       TESSERA_CHECK(nodes, ConfigError, size->name, "=", size->value,
                     " is set, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is; export "
                     "MASTER_ADDR=<host of rank 0>");
@@ -316,11 +314,16 @@ Environment process_environment() {
 
 std::string_view to_string(RendezvousSource source) {
   switch (source) {
-    case RendezvousSource::kNone: return "none";
-    case RendezvousSource::kTessera: return "tessera --ranks";
-    case RendezvousSource::kTorchrun: return "torchrun";
-    case RendezvousSource::kMpi: return "mpirun";
-    case RendezvousSource::kSlurm: return "srun";
+    case RendezvousSource::kNone:
+      return "none";
+    case RendezvousSource::kTessera:
+      return "tessera --ranks";
+    case RendezvousSource::kTorchrun:
+      return "torchrun";
+    case RendezvousSource::kMpi:
+      return "mpirun";
+    case RendezvousSource::kSlurm:
+      return "srun";
   }
   return "unknown";
 }

@@ -35,8 +35,7 @@ void resolve(const std::string& host, std::uint16_t port, AddressList& list) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
-  const int error =
-      getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list.first);
+  const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list.first);
   if (error != 0) list.error = gai_strerror(error);
 }
 

@@ -1,7 +1,5 @@
 #include "tessera/comm/store.h"
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +9,9 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "tessera/comm/c10d_store.h"
 #include "tessera/comm/socket_probe.h"
@@ -58,7 +59,8 @@ class TcpStore final : public Store {
   }
 
   void set(const std::string& key, const std::string& value) override {
-    call("set", key, [&] { store_->set(key, std::vector<std::uint8_t>(value.begin(), value.end())); });
+    call("set", key,
+         [&] { store_->set(key, std::vector<std::uint8_t>(value.begin(), value.end())); });
   }
 
   // Asks again and again, because c10d's own wait prints two warnings when its time is over.
@@ -111,8 +113,9 @@ class TcpStore final : public Store {
         why = first_line(error);
       }
     }
-    throw CommError(detail::concat("store at ", address(), ": cannot ", verb, " key '", key, "': ",
-                                   why, "; the process that holds the store has ended or is out of "
+    throw CommError(detail::concat("store at ", address(), ": cannot ", verb, " key '", key,
+                                   "': ", why,
+                                   "; the process that holds the store has ended or is out of "
                                    "reach"));
   }
 
@@ -162,8 +165,8 @@ std::unique_ptr<Store> serve_store(const std::string& host, std::uint16_t port,
     return std::make_unique<TcpStore>(c10::make_intrusive<c10d::TCPStore>(host, options),
                                       key_prefix, std::make_unique<Sentinel>(-1));
   } catch (const std::exception& error) {
-    throw CommError(detail::concat("store at ", host, ":", options.port, ": cannot be served: ",
-                                   first_line(error)));
+    throw CommError(detail::concat("store at ", host, ":", options.port,
+                                   ": cannot be served: ", first_line(error)));
   }
 }
 
@@ -181,8 +184,8 @@ std::unique_ptr<Store> connect_store(const std::string& host, std::uint16_t port
     return std::make_unique<TcpStore>(connect_tcp(host, make_options(port, timeout)), key_prefix,
                                       std::move(sentinel));
   } catch (const std::exception& error) {
-    throw CommError(detail::concat("store at ", host, ":", port, " answers, but not as a store: ",
-                                   first_line(error),
+    throw CommError(detail::concat("store at ", host, ":", port,
+                                   " answers, but not as a store: ", first_line(error),
                                    "; rank 0 hangs, or another program listens there: then set "
                                    "MASTER_PORT to a free port"));
   }

@@ -1,6 +1,5 @@
 #include "tests/launch/launch_support.h"
 
-#include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +8,8 @@
 #include <fstream>
 #include <iterator>
 #include <utility>
+
+#include <gtest/gtest.h>
 
 namespace tessera::testing {
 namespace {

@@ -1,5 +1,4 @@
 // Ranks that meet at a store: the launcher's, or that of rank 0 under another launcher.
-#include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -7,6 +6,8 @@
 #include <set>
 #include <string>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/comm/socket_probe.h"
 #include "tests/launch/launch_support.h"

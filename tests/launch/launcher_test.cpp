@@ -1,5 +1,6 @@
 // Real processes: what a user sees, and what is left behind, when ranks end in all their ways.
-#include <gtest/gtest.h>
+#include "tessera/comm/launcher.h"
+
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -12,7 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/comm/launcher.h"
+#include <gtest/gtest.h>
+
 #include "tessera/core/error.h"
 #include "tests/launch/launch_support.h"
 
@@ -23,8 +25,8 @@ constexpr const char* kProgram = "rank_program_plain";
 
 // Ranks of these tests that wait would wait forever, so the launcher need not give them time.
 std::vector<std::string> ranks(int num_ranks, std::vector<std::string> behaviour) {
-  std::vector<std::string> arguments{"--ranks", std::to_string(num_ranks), "--settle", "20",
-                                     "--grace", "0"};
+  std::vector<std::string> arguments{
+      "--ranks", std::to_string(num_ranks), "--settle", "20", "--grace", "0"};
   arguments.insert(arguments.end(), behaviour.begin(), behaviour.end());
   return arguments;
 }
@@ -219,21 +221,17 @@ TEST(Launcher, SaysWhyAProgramCannotBeStarted) {
 }
 
 TEST(Launcher, RefusesRanksOfItsOwnInsideAnotherLauncher) {
-  const ProcessResult result = run(2, {"succeed"},
-                                   {{"RANK", "1"},
-                                    {"WORLD_SIZE", "2"},
-                                    {"MASTER_ADDR", "127.0.0.1"},
-                                    {"MASTER_PORT", "1"}});
+  const ProcessResult result =
+      run(2, {"succeed"},
+          {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_EQ(count(result.err, "already rank 1 of 2, started by torchrun"), 1) << result.err;
 }
 
 TEST(RankProcess, PrintsItsErrorItselfWhenAnotherLauncherStartedIt) {
-  MarkedRun rank(kProgram, {"throw", "1"},
-                 {{"RANK", "1"},
-                  {"WORLD_SIZE", "2"},
-                  {"MASTER_ADDR", "127.0.0.1"},
-                  {"MASTER_PORT", "1"}});
+  MarkedRun rank(
+      kProgram, {"throw", "1"},
+      {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
   const ProcessResult result = rank.finish();
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_EQ(result.err, "rank 1: disk is full; make room on it\n");

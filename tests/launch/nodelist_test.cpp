@@ -1,10 +1,10 @@
 #include "tessera/comm/nodelist.h"
 
-#include <gtest/gtest.h>
-
 #include <random>
 #include <string>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
 

@@ -1,11 +1,12 @@
 #include "tessera/comm/rank_end.h"
 
-#include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <string>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 namespace tessera::comm {
 namespace {
@@ -29,10 +30,10 @@ TEST(RootCause, IsNobodyIfNoRankFailed) {
 }
 
 TEST(RootCause, IsTheRankThatWasKilledThoughItsPeersReportedFirst) {
-  EXPECT_EQ(root_rank({reported(0, FailureKind::kPeerLoss, 1, "lost rank 2"),
-                       reported(1, FailureKind::kPeerLoss, 2, "lost rank 2"),
-                       killed(2, SIGKILL, 9)}),
-            2);
+  EXPECT_EQ(
+      root_rank({reported(0, FailureKind::kPeerLoss, 1, "lost rank 2"),
+                 reported(1, FailureKind::kPeerLoss, 2, "lost rank 2"), killed(2, SIGKILL, 9)}),
+      2);
 }
 
 TEST(RootCause, IsTheEarliestOfSeveralCauses) {

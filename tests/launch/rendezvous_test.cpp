@@ -1,11 +1,11 @@
 #include "tessera/comm/rendezvous.h"
 
-#include <gtest/gtest.h>
-
 #include <cstdlib>
 #include <set>
 #include <string>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
 
@@ -50,9 +50,7 @@ struct Found {
 std::vector<Found> found_cases() {
   return {
       {"nothing", {}, {}},
-      {"tessera",
-       kTessera,
-       {Source::kTessera, 1, 2, 1, 2, "127.0.0.1", 40001, false, "tessera/"}},
+      {"tessera", kTessera, {Source::kTessera, 1, 2, 1, 2, "127.0.0.1", 40001, false, "tessera/"}},
       {"tessera inside torchrun's environment",
        merged(kTessera, {{"RANK", "0"}, {"WORLD_SIZE", "1"}}),
        {Source::kTessera, 1, 2, 1, 2, "127.0.0.1", 40001, false, "tessera/"}},
@@ -84,9 +82,9 @@ std::vector<Found> found_cases() {
        kOpenMpi,
        {Source::kMpi, 1, 4, 1, 4, "127.0.0.1", 29500, false, "tessera/"}},
       {"open mpi, told the address",
-       merged(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
-                         {"MASTER_ADDR", "head"},
-                         {"MASTER_PORT", "7000"}}),
+       merged(
+           kOpenMpi,
+           {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}, {"MASTER_ADDR", "head"}, {"MASTER_PORT", "7000"}}),
        {Source::kMpi, 1, 4, 1, 2, "head", 7000, false, "tessera/"}},
       {"open mpi inside an allocation, where Slurm numbers mpirun's helpers",
        merged(kSrun, kOpenMpi),
@@ -122,8 +120,11 @@ std::vector<Found> found_cases() {
         {"SLURM_JOB_NODELIST", "gpu5"}},
        {Source::kSlurm, 1, 2, 1, 2, "gpu5", 0, false, "tessera/"}},
       {"a step of one task inside a large allocation",
-       merged(kSrun, {{"SLURM_PROCID", "0"}, {"SLURM_LOCALID", "0"}, {"SLURM_STEP_NUM_TASKS", "1"},
-                      {"SLURM_NODEID", "0"}, {"SLURM_STEP_TASKS_PER_NODE", "1"}}),
+       merged(kSrun, {{"SLURM_PROCID", "0"},
+                      {"SLURM_LOCALID", "0"},
+                      {"SLURM_STEP_NUM_TASKS", "1"},
+                      {"SLURM_NODEID", "0"},
+                      {"SLURM_STEP_TASKS_PER_NODE", "1"}}),
        {Source::kSlurm, 0, 1, 0, 1, "", 0, false, "tessera/"}},
       {"an allocation without srun", {{"SLURM_NTASKS", "9"}, {"SLURM_JOB_ID", "1"}}, {}},
       {"a batch script",
@@ -200,7 +201,8 @@ TEST(Rendezvous, RefusesHalfASetAndNamesVariableValueAndRemedy) {
       {merged(kTorchrun, {{"RANK", "three"}}), {"RANK='three'", "not a whole number"}},
       {merged(kTorchrun, {{"RANK", "3x"}}), {"RANK='3x'", "not a whole number"}},
       {merged(kTorchrun, {{"WORLD_SIZE", "0"}}), {"WORLD_SIZE=0", "out of range"}},
-      {merged(kTorchrun, {{"WORLD_SIZE", "99999999999999999999"}}), {"WORLD_SIZE=", "out of range"}},
+      {merged(kTorchrun, {{"WORLD_SIZE", "99999999999999999999"}}),
+       {"WORLD_SIZE=", "out of range"}},
       {merged(kTorchrun, {{"MASTER_PORT", "65536"}}), {"MASTER_PORT=65536", "1 to 65535"}},
       {merged(kTorchrun, {{"MASTER_PORT", "0"}}), {"MASTER_PORT=0", "1 to 65535"}},
       {merged(kTorchrun, {{"LOCAL_RANK", "2"}}), {"LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"}},

@@ -44,10 +44,10 @@ int meet(RankContext& context) {
 // Argument 0 names the culprit. The others wait until its failure is on the board.
 int name_the_culprit(RankContext& context, const std::function<void()>& deed) {
   const auto store = join(context);
-  auto board = comm::make_store_board(
-      comm::connect_store(context.rendezvous.host, context.rendezvous.port, kLimit,
-                          context.rendezvous.key_prefix),
-      context.rendezvous.world_size);
+  auto board =
+      comm::make_store_board(comm::connect_store(context.rendezvous.host, context.rendezvous.port,
+                                                 kLimit, context.rendezvous.key_prefix),
+                             context.rendezvous.world_size);
   context.process.set_board(board);
   if (context.is_culprit()) deed();
   store->get("board/num_failures", kLimit);
@@ -65,9 +65,7 @@ std::vector<Behaviour> store_behaviours() {
   return {
       {"meet", meet},
       {"killed-beside-readers",
-       [](RankContext& context) {
-         return name_the_culprit(context, [] { raise(SIGKILL); });
-       }},
+       [](RankContext& context) { return name_the_culprit(context, [] { raise(SIGKILL); }); }},
       {"throw-beside-readers",
        [](RankContext& context) {
          return name_the_culprit(context, [] { throw IoError("disk is full"); });

@@ -1,6 +1,5 @@
 #include "tessera/comm/store.h"
 
-#include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -8,6 +7,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/comm/socket_probe.h"
 #include "tessera/comm/store_board.h"
@@ -105,8 +106,7 @@ TEST(Store, SaysThatAHostIsUnknown) {
 
 TEST(Store, SaysThatThePortIsTaken) {
   const auto server = serve_store("127.0.0.1", 0, kLimit);
-  const std::string error =
-      comm_error([&] { serve_store("127.0.0.1", server->port(), kLimit); });
+  const std::string error = comm_error([&] { serve_store("127.0.0.1", server->port(), kLimit); });
   EXPECT_NE(error.find("Address already in use"), std::string::npos) << error;
   EXPECT_NE(error.find("MASTER_PORT"), std::string::npos) << error;
 }
@@ -159,8 +159,8 @@ TEST(Store, ListensOnLoopbackOnlyForALocalRun) {
 
 TEST(StoreBoard, ShowsEntriesOfOtherRanks) {
   LaunchStore launch = serve_launch_store(2, kLimit);
-  const auto board = make_store_board(
-      connect_store(launch.host, launch.port, kLimit, Rendezvous{}.key_prefix), 2);
+  const auto board =
+      make_store_board(connect_store(launch.host, launch.port, kLimit, Rendezvous{}.key_prefix), 2);
   EXPECT_EQ(board->read("world", 1), std::nullopt);
   BoardEntry entry;
   entry.launched = 7;
@@ -179,8 +179,8 @@ TEST(StoreBoard, ShowsEntriesOfOtherRanks) {
 
 TEST(StoreBoard, KeepsTheFirstFailureOfEachRank) {
   LaunchStore launch = serve_launch_store(4, kLimit);
-  const auto board = make_store_board(
-      connect_store(launch.host, launch.port, kLimit, Rendezvous{}.key_prefix), 4);
+  const auto board =
+      make_store_board(connect_store(launch.host, launch.port, kLimit, Rendezvous{}.key_prefix), 4);
   EXPECT_TRUE(board->failures().empty());
   board->post_failure(3, "disk is full");
   launch.board->post_failure(3, "exited with code 1");
@@ -192,8 +192,8 @@ TEST(StoreBoard, KeepsTheFirstFailureOfEachRank) {
 
 TEST(StoreBoard, WithoutItsStoreIsEmptyAndSaysSo) {
   LaunchStore launch = serve_launch_store(2, kLimit);
-  const auto board = make_store_board(
-      connect_store(launch.host, launch.port, kLimit, Rendezvous{}.key_prefix), 2);
+  const auto board =
+      make_store_board(connect_store(launch.host, launch.port, kLimit, Rendezvous{}.key_prefix), 2);
   board->post_failure(1, "disk is full");
   EXPECT_TRUE(board->reachable());
   launch.board.reset();
