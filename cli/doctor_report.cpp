@@ -50,6 +50,18 @@ void append_cost(std::string& screen, const std::string& cost) {
 
 }  // namespace
 
+std::string to_string(ProbeState state) {
+  switch (state) {
+    case ProbeState::kOk:
+      return "ok";
+    case ProbeState::kLimited:
+      return "limited";
+    case ProbeState::kMissing:
+      return "missing";
+  }
+  return "unknown";
+}
+
 bool can_train(std::span<const ProbeResult> results) {
   return std::none_of(results.begin(), results.end(), [](const ProbeResult& result) {
     return result.required && result.state == ProbeState::kMissing;

@@ -78,18 +78,6 @@ std::string exchange_over_loopback() {
 
 }  // namespace
 
-std::string to_string(ProbeState state) {
-  switch (state) {
-    case ProbeState::kOk:
-      return "ok";
-    case ProbeState::kLimited:
-      return "limited";
-    case ProbeState::kMissing:
-      return "missing";
-  }
-  return "unknown";
-}
-
 ProbeResult probe_compiler() {
   ProbeResult result{"compiler", ProbeState::kOk, "", "", false};
 #if defined(__clang__)
