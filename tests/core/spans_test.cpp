@@ -112,19 +112,22 @@ TEST(Spans, ASnapshotUnderManyWritersHoldsOnlyWholeSpans) {
       --running;
     });
   }
-  std::size_t seen = 0;
-  do {
-    for (const Span& span : spans.snapshot()) {
-      ASSERT_EQ(span.start_ns, span.end_ns);
-      ASSERT_EQ(span.start_ns, span.args.bytes);
-      ASSERT_EQ(span.start_ns, span.args.sequence);
-      ++seen;
+  const auto expect_whole = [&spans] {
+    const auto all = spans.snapshot();
+    for (const Span& span : all) {
+      EXPECT_EQ(span.start_ns, span.end_ns);
+      EXPECT_EQ(span.start_ns, span.args.bytes);
+      EXPECT_EQ(span.start_ns, span.args.sequence);
     }
-  } while (running.load() != 0);
+    return all.size();
+  };
+  while (running.load() != 0) {
+    expect_whole();
+  }
   for (std::thread& writer : writers) {
     writer.join();
   }
-  EXPECT_GT(seen, 0U);
+  EXPECT_GT(expect_whole(), 0U);
   EXPECT_EQ(spans.num_recorded(), static_cast<std::uint64_t>(kWriters * kEach));
   EXPECT_EQ(spans.num_lost() + spans.snapshot().size(), spans.num_recorded());
 }
