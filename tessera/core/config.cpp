@@ -146,10 +146,9 @@ void Config::apply_flag(std::string_view assignment) {
       known.push_back(each.name);
     }
     const std::string_view near = nearest(name, known);
-    throw ConfigError(near.empty() ? detail::concat(quoted(name),
-                                                    ": unknown option; `tessera options` lists all")
-                                   : detail::concat(quoted(name), ": unknown option; did you mean ",
-                                                    near, "?"));
+    throw ConfigError(
+        near.empty() ? detail::concat(quoted(name), ": unknown option; `tessera options` lists all")
+                     : detail::concat(quoted(name), ": unknown option; did you mean ", near, "?"));
   }
   assign(*option, parse_value(*option, assignment.substr(equals + 1), name), "command line");
 }

@@ -1,9 +1,9 @@
 // The options of a run: Tessera's own names, or DeepSpeed's, from a JSON file, code or flags.
 //
-// Later settings win: a file, then set() and apply_flag() in the order of the calls. Inside one file
-// the same option under two names must have one value. Whatever is wrong with input is a one-line
-// ConfigError that names source, key, value and what is allowed; a name in code that is not in the
-// table (option_table.h) is an InternalError.
+// Later settings win: a file, then set() and apply_flag() in the order of the calls. Inside one
+// file the same option under two names must have one value. Whatever is wrong with input is a
+// one-line ConfigError that names source, key, value and what is allowed; a name in code that is
+// not in the table (option_table.h) is an InternalError.
 //
 // A value is always one that the table allows. Rules between options are checked by check(), which
 // a program calls once, after its last setting.

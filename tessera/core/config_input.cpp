@@ -1,8 +1,9 @@
 #include "tessera/core/config_input.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <vector>
+
+#include <nlohmann/json.hpp>
 
 #include "tessera/core/deepspeed_keys.h"
 #include "tessera/core/error.h"
@@ -83,8 +84,7 @@ OptionValue scalar(const json& value, const std::string& where) {
       std::vector<std::string> list;
       for (const json& item : value) {
         TESSERA_CHECK(item.is_string(), ConfigError, where,
-                      ": every item of a list must be a string, one is of type ",
-                      item.type_name());
+                      ": every item of a list must be a string, one is of type ", item.type_name());
         list.push_back(item.get<std::string>());
       }
       return list;
@@ -114,9 +114,8 @@ class Reader {
 
  private:
   static bool is_own_section(std::string_view section) {
-    return std::any_of(option_table().begin(), option_table().end(), [section](const Option& o) {
-      return section_of(o.name) == section;
-    });
+    return std::any_of(option_table().begin(), option_table().end(),
+                       [section](const Option& o) { return section_of(o.name) == section; });
   }
 
   std::string where(std::string_view path) const {
@@ -162,17 +161,18 @@ class Reader {
         read_deepspeed(path + "." + name, nested);
       }
     } else if (is_pair) {
-      TESSERA_CHECK(value.is_array() && value.size() == 2 && value[0].is_number() &&
-                        value[1].is_number(),
-                    ConfigError, where(path), ": expected a list of two numbers");
+      TESSERA_CHECK(
+          value.is_array() && value.size() == 2 && value[0].is_number() && value[1].is_number(),
+          ConfigError, where(path), ": expected a list of two numbers");
       input_.deepspeed.values[path + "[0]"] = scalar(value[0], where(path));
       input_.deepspeed.values[path + "[1]"] = scalar(value[1], where(path));
     } else if (key == nullptr) {
-      throw ConfigError(detail::concat(where(path), ": expected an object, it is of type ",
-                                       value.type_name()));
+      throw ConfigError(
+          detail::concat(where(path), ": expected an object, it is of type ", value.type_name()));
     } else {
-      add(*key, path, key->meaning == DeepSpeedMeaning::kForeign ? is_enabled(value, path)
-                                                                 : scalar(value, where(path)));
+      add(*key, path,
+          key->meaning == DeepSpeedMeaning::kForeign ? is_enabled(value, path)
+                                                     : scalar(value, where(path)));
     }
   }
 
@@ -215,9 +215,9 @@ class Reader {
     }
     known.insert(known.end(), names.begin(), names.end());
     const std::string_view near = nearest_key(path, known);
-    throw ConfigError(near.empty()
-                          ? detail::concat(where(path), ": unknown key; `tessera options` lists all")
-                          : detail::concat(where(path), ": unknown key; did you mean ", near, "?"));
+    throw ConfigError(
+        near.empty() ? detail::concat(where(path), ": unknown key; `tessera options` lists all")
+                     : detail::concat(where(path), ": unknown key; did you mean ", near, "?"));
   }
 
   // Names in the same block come first; the last part alone is compared there, so that a long

@@ -19,8 +19,16 @@ Option value_option(const DeepSpeedKey& key) {
   }
   const bool elements =
       key.meaning == Meaning::kElements || key.meaning == Meaning::kMasterElements;
-  return {key.path, key.type, "", elements ? 0 : -kNoLimit, elements ? kMaxInt64AsDouble : kNoLimit,
-          "",       "",       0,  "",                       ""};
+  return {key.path,
+          key.type,
+          "",
+          elements ? 0 : -kNoLimit,
+          elements ? kMaxInt64AsDouble : kNoLimit,
+          "",
+          "",
+          0,
+          "",
+          ""};
 }
 
 std::string rename(const DeepSpeedKey& key, const std::string& theirs, const std::string& where) {
@@ -35,8 +43,7 @@ std::string rename(const DeepSpeedKey& key, const std::string& theirs, const std
     known += (known.empty() ? "" : ", ") + std::string(entry.substr(0, equals));
     rest.remove_prefix(std::min(rest.size(), entry.size() + 1));
   }
-  throw ConfigError(
-      detail::concat(where, " = ", quoted(theirs), ": expected one of ", known));
+  throw ConfigError(detail::concat(where, " = ", quoted(theirs), ": expected one of ", known));
 }
 
 bool is_fixed_value(const DeepSpeedKey& key, const OptionValue& value) {
@@ -103,20 +110,19 @@ class Translator {
   // A key that is not given, or given as "auto": DeepSpeed's default inside a block, else ours.
   void assume(const DeepSpeedKey& key) {
     const bool is_auto = input_.autos.count(key.path) != 0;
-    const bool defaults = !key.default_text.empty() && key.meaning != Meaning::kFixed &&
-                          defaults_hold(key);
+    const bool defaults =
+        !key.default_text.empty() && key.meaning != Meaning::kFixed && defaults_hold(key);
     if (!defaults) {
       if (is_auto) {
         out_.notices.push_back(detail::concat(key.path, " = \"auto\": taken as not given"));
       }
       return;
     }
-    const std::string from =
-        detail::concat(key.path, is_auto ? " = \"auto\"" : " not given",
-                       ", DeepSpeed's default ", key.default_text);
+    const std::string from = detail::concat(key.path, is_auto ? " = \"auto\"" : " not given",
+                                            ", DeepSpeed's default ", key.default_text);
     if (key.meaning == Meaning::kRenamed) {
-      const bool is_theirs = key.note.find(detail::concat(key.default_text, "=")) !=
-                             std::string_view::npos;
+      const bool is_theirs =
+          key.note.find(detail::concat(key.default_text, "=")) != std::string_view::npos;
       const std::string text(key.default_text);
       add(key, is_theirs ? rename(key, text, view_.where(key.path)) : text, from, true);
     } else if (key.default_text == "9223372036854775807") {

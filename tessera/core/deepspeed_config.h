@@ -20,9 +20,9 @@ namespace tessera {
 
 struct DeepSpeedSetting {
   const Option* option = nullptr;
-  OptionValue value;       // checked; for `numel`, to be computed by bytes_of_elements
-  std::string from;        // `aio.queue_depth = 16`, or the same with where a default came from
-  std::string key;         // the path alone
+  OptionValue value;        // checked; for `numel`, to be computed by bytes_of_elements
+  std::string from;         // `aio.queue_depth = 16`, or the same with where a default came from
+  std::string key;          // the path alone
   bool by_default = false;  // gives way to anything that was really said
   // Elements whose size follows the precision, which later settings may still change.
   std::optional<std::int64_t> numel;

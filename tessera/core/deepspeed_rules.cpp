@@ -107,8 +107,8 @@ void apply_deprecated(const DeepSpeedView& view, DeepSpeedTranslation& out) {
   if (view.has(gather)) {
     const std::string replacement = zero("stage3_gather_16bit_weights_on_model_save");
     replaced(gather, replacement);
-    out.notices.push_back(detail::concat(gather, ": accepted, not needed: ",
-                                         find_deepspeed_key(replacement)->note));
+    out.notices.push_back(
+        detail::concat(gather, ": accepted, not needed: ", find_deepspeed_key(replacement)->note));
   }
 }
 
@@ -182,8 +182,8 @@ void apply_schedule(const DeepSpeedView& view, DeepSpeedTranslation& out) {
                 ": not supported; use WarmupLR, WarmupDecayLR or WarmupCosineLR");
   add(out, view, kType, "schedule.kind",
       type == "warmuplr" ? "constant" : (type == "warmupdecaylr" ? "linear" : "cosine"));
-  const double lr = view.real("optimizer.params.lr",
-                              std::get<double>(default_value(*find_option("optim.lr"))));
+  const double lr =
+      view.real("optimizer.params.lr", std::get<double>(default_value(*find_option("optim.lr"))));
   for (const auto& [key, option] :
        {std::pair{"scheduler.params.warmup_min_ratio", "schedule.warmup_start_lr"},
         std::pair{"scheduler.params.cos_min_ratio", "schedule.final_lr"}}) {
@@ -229,9 +229,8 @@ std::string DeepSpeedView::shown(std::string_view path) const {
   const OptionValue& value = input_.values.find(path)->second;
   const auto* real = std::get_if<double>(&value);
   const bool whole = real != nullptr && std::floor(*real) == *real && std::abs(*real) < 0x1p53;
-  return detail::concat(
-      path, " = ",
-      whole ? std::to_string(static_cast<std::int64_t>(*real)) : to_text(value));
+  return detail::concat(path, " = ",
+                        whole ? std::to_string(static_cast<std::int64_t>(*real)) : to_text(value));
 }
 
 std::string DeepSpeedView::where(std::string_view path) const {
@@ -274,16 +273,17 @@ void check_combinations(const DeepSpeedView& view) {
   TESSERA_CHECK(on_cpu || !view.flag("fp16.fp16_master_weights_and_grads"), ConfigError,
                 view.where("fp16.fp16_master_weights_and_grads"),
                 " = true needs offload_optimizer with device cpu or nvme");
-  TESSERA_CHECK(on_cpu || !view.flag("bf16.bf16_master_weights_and_grads") ||
-                    view.flag("bf16.bf16_optimizer_states"),
-                ConfigError, view.where("bf16.bf16_master_weights_and_grads"),
-                " = true needs offload_optimizer with device cpu or nvme, or bf16_optimizer_states");
+  TESSERA_CHECK(
+      on_cpu || !view.flag("bf16.bf16_master_weights_and_grads") ||
+          view.flag("bf16.bf16_optimizer_states"),
+      ConfigError, view.where("bf16.bf16_master_weights_and_grads"),
+      " = true needs offload_optimizer with device cpu or nvme, or bf16_optimizer_states");
 
   const std::string type = lower(view.text("optimizer.type", "adam"));
-  TESSERA_CHECK(view.real(zero("offload_optimizer.ratio"), 1.0) >= 1.0 || type == "adam" ||
-                    type == "adamw",
-                ConfigError, view.where(zero("offload_optimizer.ratio")),
-                " < 1 needs optimizer type Adam or AdamW");
+  TESSERA_CHECK(
+      view.real(zero("offload_optimizer.ratio"), 1.0) >= 1.0 || type == "adam" || type == "adamw",
+      ConfigError, view.where(zero("offload_optimizer.ratio")),
+      " < 1 needs optimizer type Adam or AdamW");
 }
 
 }  // namespace tessera

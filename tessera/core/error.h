@@ -80,17 +80,17 @@ std::string concat(const Parts&... parts) {
 }  // namespace detail
 }  // namespace tessera
 
-#define TESSERA_CHECK(condition, Exception, ...)                  \
-  do {                                                            \
-    if (!(condition)) [[unlikely]] {                              \
-      throw Exception(::tessera::detail::concat(__VA_ARGS__));    \
-    }                                                             \
+#define TESSERA_CHECK(condition, Exception, ...)               \
+  do {                                                         \
+    if (!(condition)) [[unlikely]] {                           \
+      throw Exception(::tessera::detail::concat(__VA_ARGS__)); \
+    }                                                          \
   } while (false)
 
-#define TESSERA_INVARIANT(condition, ...)                                          \
-  do {                                                                             \
-    if (!(condition)) [[unlikely]] {                                               \
-      ::tessera::detail::throw_invariant(__FILE__, __LINE__, #condition,           \
-                                         ::tessera::detail::concat(__VA_ARGS__));  \
-    }                                                                              \
+#define TESSERA_INVARIANT(condition, ...)                                         \
+  do {                                                                            \
+    if (!(condition)) [[unlikely]] {                                              \
+      ::tessera::detail::throw_invariant(__FILE__, __LINE__, #condition,          \
+                                         ::tessera::detail::concat(__VA_ARGS__)); \
+    }                                                                             \
   } while (false)

@@ -117,8 +117,8 @@ std::string Ledger::table() const {
   std::ostringstream out;
   const auto line = [&out](std::string_view tier, std::string_view role, std::string_view current,
                            std::string_view peak) {
-    out << std::left << std::setw(8) << tier << std::setw(11) << role << std::right
-        << std::setw(20) << current << std::setw(20) << peak << '\n';
+    out << std::left << std::setw(8) << tier << std::setw(11) << role << std::right << std::setw(20)
+        << current << std::setw(20) << peak << '\n';
   };
   line("tier", "role", "now", "peak");
   for (std::size_t tier = 0; tier < kNumTiers; ++tier) {

@@ -1,14 +1,15 @@
 #include "tessera/core/log.h"
 
-#include <spdlog/logger.h>
-#include <spdlog/pattern_formatter.h>
-#include <spdlog/sinks/base_sink.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <mutex>
 #include <set>
 #include <utility>
+
+#include <spdlog/logger.h>
+#include <spdlog/pattern_formatter.h>
+#include <spdlog/sinks/base_sink.h>
 
 #include "tessera/core/config.h"
 #include "tessera/core/printable.h"
@@ -104,14 +105,14 @@ std::string_view to_string(LogLevel level) {
 }
 
 LogLevel log_level(std::string_view name) {
-  for (const LogLevel level : {LogLevel::kTrace, LogLevel::kDebug, LogLevel::kInfo, LogLevel::kWarn,
-                               LogLevel::kError}) {
+  for (const LogLevel level :
+       {LogLevel::kTrace, LogLevel::kDebug, LogLevel::kInfo, LogLevel::kWarn, LogLevel::kError}) {
     if (to_string(level) == name) {
       return level;
     }
   }
-  throw ConfigError(detail::concat("log level ", quoted(name),
-                                   ": expected trace, debug, info, warn or error"));
+  throw ConfigError(
+      detail::concat("log level ", quoted(name), ": expected trace, debug, info, warn or error"));
 }
 
 std::string LogContext::prefix() const {

@@ -125,7 +125,8 @@ constexpr std::array kOptions = {
 
     words("nvme.paths", OptionType::kList, "Directories for scratch files; several are striped."),
     choice("nvme.engine", "auto", "auto|uring|threads", "How files are read and written."),
-    choice("nvme.direct_io", "auto", "auto|on|off", "O_DIRECT; auto: where the file system has it."),
+    choice("nvme.direct_io", "auto", "auto|on|off",
+           "O_DIRECT; auto: where the file system has it."),
     measured("nvme.block_bytes", OptionType::kBytes, 4096, 1073741824,
              "Bytes per I/O request; auto: measured once per directory."),
     measured("nvme.queue_depth", OptionType::kInt, 1, 65536,
@@ -175,8 +176,8 @@ constexpr std::array kOptions = {
     Option{"loss_scale.min", OptionType::kDouble, "1", 1e-30, kNoLimit, "", "", 0, "",
            "Smallest dynamic loss scale."},
 
-    choice("log.level", "info", "trace|debug|info|warn|error", "Least important line that is shown.",
-           "core"),
+    choice("log.level", "info", "trace|debug|info|warn|error",
+           "Least important line that is shown.", "core"),
     flag("log.all_ranks", "false", "Let every rank speak; otherwise rank 0, and warnings of all.",
          "core"),
     words("trace.path", OptionType::kString,

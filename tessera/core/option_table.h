@@ -22,7 +22,7 @@ enum class OptionType : std::uint8_t {
   kSeconds,  // kept as double; "10min" or a plain number
   kChoice,   // one of Option::choices
   kString,
-  kList,     // of strings
+  kList,  // of strings
 };
 
 inline constexpr double kNoLimit = std::numeric_limits<double>::infinity();

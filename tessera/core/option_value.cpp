@@ -38,8 +38,9 @@ OptionValue keyword_value(const Option& option) {
   if (option.type == OptionType::kDouble || option.type == OptionType::kSeconds) {
     return option.keyword_value;
   }
-  return option.keyword_value >= kMaxInt64AsDouble ? kUnlimitedBytes
-                                                   : static_cast<std::int64_t>(option.keyword_value);
+  return option.keyword_value >= kMaxInt64AsDouble
+             ? kUnlimitedBytes
+             : static_cast<std::int64_t>(option.keyword_value);
 }
 
 bool in_range(const Option& option, double value) {

@@ -17,8 +17,7 @@
 
 namespace tessera {
 
-using OptionValue =
-    std::variant<bool, std::int64_t, double, std::string, std::vector<std::string>>;
+using OptionValue = std::variant<bool, std::int64_t, double, std::string, std::vector<std::string>>;
 
 // From a value as a program or a JSON file gives it: 1e8 is an integer, "300MiB" a byte size,
 // a single string a list of one.

@@ -17,7 +17,8 @@ std::string default_shown(const Option& option) {
 }
 
 // Lines of at most `width` columns, each indented; no word of ours is longer than that.
-std::string wrapped(std::string_view text, std::size_t width = 100, std::string_view indent = "    ") {
+std::string wrapped(std::string_view text, std::size_t width = 100,
+                    std::string_view indent = "    ") {
   std::string lines;
   while (!text.empty()) {
     std::size_t cut = text.size();
@@ -51,11 +52,12 @@ std::string option_rows() {
       rows += detail::concat("\n### ", section, "\n\n| option | default | allowed | meaning |\n",
                              "|---|---|---|---|\n");
     }
-    rows += detail::concat("| `", option.name, "` | ", cell(default_shown(option)), " | ",
-                           cell(allowed_text(option)), " | ", cell(option.text),
-                           option.read_by.empty() ? detail::concat(" *", kNotUsed, "*")
-                                                  : detail::concat(" Read by ", option.read_by, "."),
-                           " |\n");
+    rows +=
+        detail::concat("| `", option.name, "` | ", cell(default_shown(option)), " | ",
+                       cell(allowed_text(option)), " | ", cell(option.text),
+                       option.read_by.empty() ? detail::concat(" *", kNotUsed, "*")
+                                              : detail::concat(" Read by ", option.read_by, "."),
+                       " |\n");
   }
   return rows;
 }
@@ -86,11 +88,10 @@ std::string becomes(const DeepSpeedKey& key) {
 std::string deepspeed_rows() {
   std::string rows;
   for (const DeepSpeedKey& key : deepspeed_keys()) {
-    const bool has_default =
-        !key.default_text.empty() && key.meaning != DeepSpeedMeaning::kFixed;
-    rows += detail::concat(
-        "| `", key.path, "`", key.alias.empty() ? "" : detail::concat(", `", key.alias, "`"),
-        " | ", has_default ? key.default_text : "-", " | ", cell(becomes(key)), " |\n");
+    const bool has_default = !key.default_text.empty() && key.meaning != DeepSpeedMeaning::kFixed;
+    rows += detail::concat("| `", key.path, "`",
+                           key.alias.empty() ? "" : detail::concat(", `", key.alias, "`"), " | ",
+                           has_default ? key.default_text : "-", " | ", cell(becomes(key)), " |\n");
   }
   return rows;
 }
@@ -115,17 +116,22 @@ std::string options_markdown() {
       "`tessera/core/option_table.cpp`; edit that, not this file.\n\n"
       "Options are given in a JSON file, nested (`{\"comm\": {\"timeout_s\": 30}}`) or dotted\n"
       "(`{\"comm.timeout_s\": 30}`), as `name=value` on the command line, or in code with\n"
-      "`Config::set`. Sizes are bytes (`300MiB`, `1.5GB` or a number), times are seconds (`10min`,\n"
+      "`Config::set`. Sizes are bytes (`300MiB`, `1.5GB` or a number), times are seconds "
+      "(`10min`,\n"
       "`500ms` or a number). Of an option marked *",
       kNotUsed,
       "* the value is\nchecked and kept, but nothing reads it yet.\n\n"
       "## Tessera's options\n\n| option | default | allowed | meaning |\n|---|---|---|---|\n",
       option_rows(),
       "\n## DeepSpeed's keys\n\n"
-      "A DeepSpeed file is accepted as it is, and its keys may stand beside Tessera's sections in one\n"
-      "file; the same option under two names must have one value. Counts of elements are converted to\n"
-      "bytes with the precision of the run, and every conversion is printed. DeepSpeed's defaults hold\n"
-      "inside each block that is given (`-`: Tessera's default holds); `\"auto\"` and `null` count as\n"
+      "A DeepSpeed file is accepted as it is, and its keys may stand beside Tessera's sections in "
+      "one\n"
+      "file; the same option under two names must have one value. Counts of elements are converted "
+      "to\n"
+      "bytes with the precision of the run, and every conversion is printed. DeepSpeed's defaults "
+      "hold\n"
+      "inside each block that is given (`-`: Tessera's default holds); `\"auto\"` and `null` count "
+      "as\n"
       "not given. An unknown key is an error that suggests the nearest one.\n\n"
       "| key | default | becomes |\n|---|---|---|\n",
       deepspeed_rows());

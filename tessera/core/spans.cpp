@@ -7,8 +7,9 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <utility>
+
+#include <nlohmann/json.hpp>
 
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
@@ -29,8 +30,8 @@ std::string json_string(std::string_view text) {
 // The format counts in microseconds; the thousandths keep our nanoseconds exact.
 std::string microseconds(std::int64_t ns) {
   const bool negative = ns < 0;
-  const auto magnitude = negative ? std::uint64_t{0} - static_cast<std::uint64_t>(ns)
-                                  : static_cast<std::uint64_t>(ns);
+  const auto magnitude =
+      negative ? std::uint64_t{0} - static_cast<std::uint64_t>(ns) : static_cast<std::uint64_t>(ns);
   const std::string thousandths = std::to_string(magnitude % 1000);
   return detail::concat(negative ? "-" : "", magnitude / 1000, ".",
                         std::string(3 - thousandths.size(), '0'), thousandths);

@@ -23,16 +23,16 @@ constexpr std::array kByteSuffixes = {
     Suffix{"kib", kKibi},
     Suffix{"m", 1e6},
     Suffix{"mb", 1e6},
-    Suffix{"mib", kKibi * kKibi},
+    Suffix{"mib", kKibi* kKibi},
     Suffix{"g", 1e9},
     Suffix{"gb", 1e9},
-    Suffix{"gib", kKibi * kKibi * kKibi},
+    Suffix{"gib", kKibi* kKibi* kKibi},
     Suffix{"t", 1e12},
     Suffix{"tb", 1e12},
-    Suffix{"tib", kKibi * kKibi * kKibi * kKibi},
+    Suffix{"tib", kKibi* kKibi* kKibi* kKibi},
 };
 constexpr std::array kSecondSuffixes = {
-    Suffix{"", 1.0},  Suffix{"s", 1.0},    Suffix{"ms", 1e-3},
+    Suffix{"", 1.0},    Suffix{"s", 1.0},    Suffix{"ms", 1e-3},
     Suffix{"us", 1e-6}, Suffix{"min", 60.0}, Suffix{"h", 3600.0},
 };
 

@@ -1,10 +1,10 @@
 #include "tessera/core/config.h"
 
-#include <gtest/gtest.h>
-
 #include <cstdio>
 #include <fstream>
 #include <string>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
 
@@ -89,8 +89,7 @@ TEST(Config, AFlagThatIsWrongSaysHow) {
   EXPECT_EQ(message("comm.timeout=3"),
             "\"comm.timeout\": unknown option; did you mean comm.timeout_s?");
   EXPECT_EQ(message("qqqqqqqqq=3"), "\"qqqqqqqqq\": unknown option; `tessera options` lists all");
-  EXPECT_EQ(message("verbose"),
-            "\"verbose\": expected name=value, for example comm.timeout_s=30");
+  EXPECT_EQ(message("verbose"), "\"verbose\": expected name=value, for example comm.timeout_s=30");
   EXPECT_EQ(message("seed=-1"), "seed = -1: expected a whole number, at least 0");
 }
 
@@ -103,8 +102,7 @@ TEST(Config, AnUnknownKeyIsNamedInFullWithTheNearestKnownOne) {
             "run.json: comm.backend: expected a value, got object");
   EXPECT_EQ(failure(R"({"wholly different": 3})"),
             "run.json: wholly different: unknown key; `tessera options` lists all");
-  EXPECT_EQ(failure("{\"a\\nb\": 3}"),
-            "run.json: a\\nb: unknown key; `tessera options` lists all");
+  EXPECT_EQ(failure("{\"a\\nb\": 3}"), "run.json: a\\nb: unknown key; `tessera options` lists all");
 }
 
 TEST(Config, AValueIsRejectedWithItsKeyAndWhatIsAllowed) {
@@ -124,8 +122,9 @@ TEST(Config, TextThatIsNotJsonIsRejectedWithLineAndColumn) {
   EXPECT_EQ(failure("{\n  \"seed\": 1,\n  \"seed2\" 3\n}"),
             "run.json: not valid JSON at line 3, column 11: unexpected number literal; expected "
             "':'");
-  EXPECT_EQ(failure(""), "run.json: not valid JSON at line 1, column 1: unexpected end of input; "
-                         "expected '[', '{', or a literal");
+  EXPECT_EQ(failure(""),
+            "run.json: not valid JSON at line 1, column 1: unexpected end of input; "
+            "expected '[', '{', or a literal");
   EXPECT_EQ(failure(R"({"seed": 1e999})"),
             "run.json: not valid JSON: number overflow parsing '1e999'");
   EXPECT_EQ(failure("[]"),

@@ -1,9 +1,9 @@
 // A DeepSpeed file as its users write it: units, defaults, "auto", old names, and what is refused.
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <string>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/config.h"
 #include "tessera/core/deepspeed_keys.h"
@@ -285,9 +285,8 @@ TEST(DeepSpeedConfig, UnknownKeysSuggestTheNearestInTheSameBlock) {
 // Every key of the table goes through the translation with some valid value.
 TEST(DeepSpeedConfig, EveryKeyOfTheTableIsAccepted) {
   const std::vector<std::string> values = {
-      "3",     "true",         "false",    "1.0",         "\"mean\"", "\"cpu\"", "\"fp32\"",
-      "\"x\"", "\"WarmupLR\"", "\"AdamW\"", "\"linear\"", "[0.9, 0.99]", "1",
-      "1e6"};
+      "3",     "true",         "false",     "1.0",        "\"mean\"",    "\"cpu\"", "\"fp32\"",
+      "\"x\"", "\"WarmupLR\"", "\"AdamW\"", "\"linear\"", "[0.9, 0.99]", "1",       "1e6"};
   for (const DeepSpeedKey& key : deepspeed_keys()) {
     if (key.path == "zero_optimization" || key.path.ends_with("_master_weights_and_grads") ||
         key.path.find("loco") != std::string_view::npos) {

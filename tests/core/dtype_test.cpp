@@ -1,12 +1,12 @@
 #include "tessera/core/dtype.h"
 
-#include <gtest/gtest.h>
-
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <random>
+
+#include <gtest/gtest.h>
 
 namespace tessera {
 namespace {
@@ -79,9 +79,9 @@ TEST(Float16, RoundsToNearestEvenBetweenAllNeighbours) {
     const double low = value_of(bits, 5, 10);
     const double high = bits == 0x7bffU ? 65536.0 : value_of(bits + 1, 5, 10);
     const auto tie = static_cast<float>((low + high) / 2);  // exact: one more bit of mantissa
-    for (const float probe : {std::nextafterf(static_cast<float>(low), 1e30F),
-                              std::nextafterf(tie, 0.0F), tie, std::nextafterf(tie, 1e30F),
-                              std::nextafterf(static_cast<float>(high), 0.0F)}) {
+    for (const float probe :
+         {std::nextafterf(static_cast<float>(low), 1e30F), std::nextafterf(tie, 0.0F), tie,
+          std::nextafterf(tie, 1e30F), std::nextafterf(static_cast<float>(high), 0.0F)}) {
       const std::uint32_t expected = nearest_even(probe, bits, 5, 10);
       ASSERT_EQ(to_float16(probe).bits, expected) << bits << " probe " << probe;
       ASSERT_EQ(to_float16(-probe).bits, expected | 0x8000U) << bits << " probe " << -probe;

@@ -1,8 +1,8 @@
 #include "tessera/core/error.h"
 
-#include <gtest/gtest.h>
-
 #include <string>
+
+#include <gtest/gtest.h>
 
 namespace tessera {
 namespace {

@@ -1,11 +1,11 @@
 #include "tessera/core/log.h"
 
-#include <gtest/gtest.h>
-
 #include <ostream>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/config.h"
 

@@ -1,10 +1,10 @@
 #include "tessera/core/option_table.h"
 
-#include <gtest/gtest.h>
-
 #include <set>
 #include <string>
 #include <variant>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/deepspeed_keys.h"
 #include "tessera/core/error.h"

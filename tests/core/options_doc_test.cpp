@@ -1,10 +1,10 @@
 #include "tessera/core/options_doc.h"
 
-#include <gtest/gtest.h>
-
 #include <fstream>
 #include <iterator>
 #include <string>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/option_table.h"
 

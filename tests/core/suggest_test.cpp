@@ -1,9 +1,9 @@
 #include "tessera/core/suggest.h"
 
-#include <gtest/gtest.h>
-
 #include <string>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/printable.h"
 

@@ -1,10 +1,10 @@
 #include "tessera/core/units.h"
 
-#include <gtest/gtest.h>
-
 #include <cstdint>
 #include <limits>
 #include <random>
+
+#include <gtest/gtest.h>
 
 namespace tessera {
 namespace {
@@ -13,7 +13,8 @@ TEST(Bytes, AreReadAsPeopleWriteThem) {
   EXPECT_EQ(parse_bytes("0"), 0);
   EXPECT_EQ(parse_bytes("300MiB"), 300LL << 20);
   EXPECT_EQ(parse_bytes("1.5GB"), 1500000000);
-  EXPECT_EQ(parse_bytes("0.1GB"), 100000000) << "0.1 is no binary fraction, but it is meant exactly";
+  EXPECT_EQ(parse_bytes("0.1GB"), 100000000)
+      << "0.1 is no binary fraction, but it is meant exactly";
   EXPECT_EQ(parse_bytes("64 KiB"), 65536);
   EXPECT_EQ(parse_bytes(" 2 gib "), 2LL << 30);
   EXPECT_EQ(parse_bytes("1e9"), 1000000000);
@@ -39,7 +40,8 @@ TEST(Bytes, ExactTextIsReadBackAsTheSameNumber) {
   EXPECT_EQ(exact_bytes(0), "0B");
   std::mt19937_64 random(3);
   for (int i = 0; i < 10000; ++i) {
-    const auto bytes = static_cast<std::int64_t>((random() >> (random() % 63 + 1)) << (random() % 8));
+    const auto bytes =
+        static_cast<std::int64_t>((random() >> (random() % 63 + 1)) << (random() % 8));
     if (bytes >= 0) {
       EXPECT_EQ(parse_bytes(exact_bytes(bytes)), bytes);
     }

@@ -86,10 +86,30 @@ class Mutator {
   std::size_t below(std::size_t limit) { return limit == 0 ? 0 : random_() % limit; }
 
   void mutate(std::string& text) {
-    static const std::vector<std::string> kTokens = {
-        "{",    "}",    "[",      "]",     ":",     ",",    "\"",   "null", "true", "false",
-        "-1",   "1e308", "1e400", "0.5",   "\"auto\"", "\\u0000", "\\ud800", "\xff", "\n",
-        "9223372036854775808", "1e19", "\"300MiB\"", "\"enabled\": true", "\"stage\": 3"};
+    static const std::vector<std::string> kTokens = {"{",
+                                                     "}",
+                                                     "[",
+                                                     "]",
+                                                     ":",
+                                                     ",",
+                                                     "\"",
+                                                     "null",
+                                                     "true",
+                                                     "false",
+                                                     "-1",
+                                                     "1e308",
+                                                     "1e400",
+                                                     "0.5",
+                                                     "\"auto\"",
+                                                     "\\u0000",
+                                                     "\\ud800",
+                                                     "\xff",
+                                                     "\n",
+                                                     "9223372036854775808",
+                                                     "1e19",
+                                                     "\"300MiB\"",
+                                                     "\"enabled\": true",
+                                                     "\"stage\": 3"};
     const std::size_t at = below(text.size() + 1);
     const std::size_t length = below(text.size() - at + 1);
     switch (random_() % 6) {
