@@ -1,0 +1,161 @@
+// NCCL in a world of one: device memory, stream order, the same arithmetic as everywhere. More ranks
+// need more GPUs than the machines that run these tests have.
+#include "tessera/comm/nccl_backend.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "tessera/comm/group.h"
+#include "tessera/core/error.h"
+#include "tessera/device/device_cuda.h"
+#include "tests/comm/reference.h"
+
+namespace tessera::comm {
+namespace {
+
+using device::Memory;
+using device::MemoryKind;
+using device::StreamKind;
+
+class NcclTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!nccl_built()) {
+      GTEST_SKIP() << "NCCL is " << nccl_description();
+    }
+    if (device::num_cuda_devices() == 0) {
+      GTEST_SKIP() << "no GPU: " << device::cuda_description();
+    }
+    const std::chrono::seconds timeout(60);
+    store_ = serve_store("127.0.0.1", 0, timeout);
+    device::CudaDeviceOptions device_options;
+    device_options.ledger = &ledger_;
+    device_ = device::make_cuda_device(device_options);
+    GroupOptions options;
+    options.device = device_.get();
+    group_ = std::make_unique<Group>(make_nccl_backend(store_, 0, 1, 0, "world", timeout), "world",
+                                     std::vector<int>{0}, options);
+    call_.stream = &device_->stream(StreamKind::kGather);
+  }
+
+  Memory on_device(std::size_t bytes) {
+    return device_->allocate(MemoryKind::kDevice, bytes, Role::kOther);
+  }
+  Memory upload(const std::vector<std::byte>& bytes) {
+    Memory memory = on_device(bytes.size());
+    device_->start_copy(memory.data(), bytes.data(), bytes.size(), *call_.stream).wait();
+    return memory;
+  }
+  std::vector<std::byte> download(const Memory& memory) {
+    std::vector<std::byte> bytes(memory.bytes());
+    device_->start_copy(bytes.data(), memory.data(), bytes.size(), *call_.stream).wait();
+    return bytes;
+  }
+
+  Ledger ledger_;
+  std::shared_ptr<Store> store_;
+  std::unique_ptr<device::Device> device_;
+  std::unique_ptr<Group> group_;
+  CallOptions call_;
+};
+
+constexpr std::size_t kNumel = 100003;
+
+TEST_F(NcclTest, GathersManyTensorsInOneCall) {
+  std::vector<std::vector<std::byte>> sources;
+  std::vector<Memory> shards;
+  std::vector<Memory> fulls;
+  std::vector<Gather> gathers;
+  for (std::size_t i = 0; i < 10; ++i) {
+    sources.push_back(reference::array(i, 0, 0, 1 + i * 1009, DType::kBFloat16));
+    shards.push_back(upload(sources.back()));
+    fulls.push_back(on_device(sources.back().size()));
+    gathers.push_back({shards[i].data(), fulls[i].data(),
+                       static_cast<std::int64_t>(1 + i * 1009), DType::kBFloat16});
+  }
+  group_->start_all_gather(gathers, call_).wait();
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    EXPECT_TRUE(download(fulls[i]) == sources[i]) << i;
+  }
+}
+
+TEST_F(NcclTest, ReducesInRankOrderOnTheDevice) {
+  const std::pair<DType, DType> dtypes[] = {{DType::kFloat32, DType::kFloat32},
+                                            {DType::kBFloat16, DType::kFloat32},
+                                            {DType::kFloat16, DType::kFloat16},
+                                            {DType::kFloat64, DType::kFloat64}};
+  for (const auto& [dtype, out_dtype] : dtypes) {
+    const Memory input = upload(reference::array(3, 0, 0, kNumel, dtype));
+    const Memory output = on_device(kNumel * bytes_of(out_dtype));
+    group_->start_reduce_scatter(input.data(), output.data(), kNumel, dtype, out_dtype, call_)
+        .wait();
+    EXPECT_TRUE(download(output) ==
+                reference::rank_order_sum(3, 1, 0, kNumel, dtype, out_dtype));
+  }
+}
+
+// The arithmetic of several ranks without the ranks: their parts lie side by side.
+TEST_F(NcclTest, TheDeviceAddsTheSameBitsAsTheHost) {
+  const auto backend = make_nccl_backend(store_, 0, 1, 0, "sums", std::chrono::seconds(60));
+  for (const int num_parts : {1, 2, 3, 5}) {
+    for (const auto& [dtype, out_dtype] : {std::pair{DType::kFloat32, DType::kFloat32},
+                                           {DType::kBFloat16, DType::kFloat32},
+                                           {DType::kBFloat16, DType::kBFloat16},
+                                           {DType::kFloat16, DType::kFloat32},
+                                           {DType::kInt64, DType::kInt64}}) {
+      std::vector<std::byte> parts;
+      for (int rank = 0; rank < num_parts; ++rank) {
+        const auto part = reference::array(7, rank, 0, kNumel, dtype);
+        parts.insert(parts.end(), part.begin(), part.end());
+      }
+      const Memory input = upload(parts);
+      const Memory output = on_device(kNumel * bytes_of(out_dtype));
+      backend
+          ->start_reduce({input.data(), dtype, num_parts, kNumel}, output.data(), out_dtype,
+                         Reduction::kSum, call_.stream)
+          .wait();
+      EXPECT_TRUE(download(output) ==
+                  reference::rank_order_sum(7, num_parts, 0, kNumel, dtype, out_dtype))
+          << num_parts << " " << to_string(dtype);
+    }
+  }
+}
+
+TEST_F(NcclTest, BroadcastBarrierAndAllToAllComplete) {
+  const auto bytes = reference::array(4, 0, 0, kNumel, DType::kFloat32);
+  const Memory data = upload(bytes);
+  const Memory other = on_device(bytes.size());
+  group_->start_broadcast(data.data(), kNumel, DType::kFloat32, 0, call_).wait();
+  group_->start_all_to_all(data.data(), other.data(), kNumel, DType::kFloat32, call_).wait();
+  group_->start_all_reduce(other.data(), kNumel, DType::kFloat32, Reduction::kSum, call_).wait();
+  group_->start_barrier(call_).wait();
+  EXPECT_TRUE(download(other) == bytes);
+  EXPECT_EQ(group_->wire_bytes().payload, 0U);
+}
+
+TEST_F(NcclTest, CallsFollowTheirStreamWithoutBlockingTheHost) {
+  device::Stream& gather = *call_.stream;
+  device::Stream& compute = device_->stream(StreamKind::kCompute);
+  const auto bytes = reference::array(9, 0, 0, kNumel, DType::kFloat32);
+  const Memory pinned = device_->allocate(MemoryKind::kPinned, bytes.size(), Role::kOther);
+  std::copy(bytes.begin(), bytes.end(), pinned.data());
+  const Memory shard = on_device(bytes.size());
+  const Memory full = on_device(bytes.size());
+  const Memory result = on_device(bytes.size());
+  for (int round = 0; round < 50; ++round) {
+    std::ignore = device_->start_fill(shard.data(), 0, bytes.size(), gather);
+    std::ignore = device_->start_copy(shard.data(), pinned.data(), bytes.size(), gather);
+    const Gather item{shard.data(), full.data(), static_cast<std::int64_t>(kNumel),
+                      DType::kFloat32};
+    compute.wait(group_->start_all_gather({&item, 1}, call_));
+    std::ignore = device_->start_copy(result.data(), full.data(), bytes.size(), compute);
+    gather.wait(compute.record());
+  }
+  compute.synchronize();
+  EXPECT_TRUE(download(result) == bytes);
+}
+
+}  // namespace
+}  // namespace tessera::comm
