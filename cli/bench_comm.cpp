@@ -135,6 +135,7 @@ void run_this_rank(const BenchCommPlan& plan, const comm::Rendezvous& rendezvous
   } else {
     device = device::make_cpu_device();
   }
+  options.group.device = device.get();
   const comm::World world = comm::join_world(rendezvous, options);
   process.set_board(world.board);
   measure_and_print(plan, *world.group, *device);

@@ -122,14 +122,26 @@ void CallQueue::finish_calls() {
       continue;
     }
     watch_.completed(call->call.tag.sequence);
-    {
-      const std::lock_guard lock(mutex_);
-      to_finish_.pop_front();
+    if (remove_finished(call)) {
+      call->phases.clear();  // lets go of memory before the owner is told
+      call->call.keep_alive.reset();
+      call->completion->succeed();
     }
-    call->phases.clear();  // lets go of memory before the owner is told
-    call->call.keep_alive.reset();
-    call->completion->succeed();
   }
+}
+
+// False if the call was abandoned meanwhile: it has failed already.
+bool CallQueue::remove_finished(const CallPtr& call) {
+  const std::lock_guard lock(mutex_);
+  if (to_finish_.empty() || to_finish_.front() != call) {
+    return false;
+  }
+  to_finish_.pop_front();
+  return true;
+}
+
+void CallQueue::abandon(const std::string& reason) {
+  poison(std::make_exception_ptr(PeerError(reason)), reason);
 }
 
 void CallQueue::finish(QueuedCall& call) {
@@ -161,6 +173,9 @@ void CallQueue::poison(const std::exception_ptr& error, const std::string& reaso
   std::deque<CallPtr> lost;
   {
     const std::lock_guard lock(mutex_);
+    if (poison_) {
+      return;  // the first failure is the one that counts
+    }
     poison_ = error;
     lost.swap(to_finish_);
     to_launch_.clear();

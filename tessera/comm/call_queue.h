@@ -66,6 +66,10 @@ class CallQueue {
 
   Pending start(QueuedCall call);
 
+  // Fails every call that has not come to its end, and all later ones. For a rank that is on its
+  // way out: its peers will not help these calls to an end, so waiting for them would hide the cause.
+  void abandon(const std::string& reason);
+
  private:
   using CallPtr = std::shared_ptr<QueuedCall>;
 
@@ -75,6 +79,7 @@ class CallQueue {
   void finish(QueuedCall& call);
   void start_tags(QueuedCall& call);
   void compare_tags(const QueuedCall& call) const;
+  bool remove_finished(const CallPtr& call);
   void poison(const std::exception_ptr& error, const std::string& reason);
 
   Backend& backend_;

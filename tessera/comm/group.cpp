@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <tuple>
 
@@ -56,6 +57,14 @@ class Group::Impl {
                   " ranks");
     if (!backend_->stream_ordered()) {
       queue_ = std::make_unique<CallQueue>(*backend_, watch_, world_ranks_);
+    }
+  }
+
+  // An exception on its way through the owner of the group must not wait for calls in flight: the
+  // other ranks will not come to them, and until it is caught nobody knows of it.
+  ~Impl() {
+    if (queue_ && std::uncaught_exceptions() > num_exceptions_) {
+      queue_->abandon(detail::concat("group '", name_, "' was given up: this rank is failing"));
     }
   }
 
@@ -162,6 +171,7 @@ class Group::Impl {
     return last;
   }
 
+  const int num_exceptions_ = std::uncaught_exceptions();
   std::uint64_t sequence_ = 0;
   Watch watch_;
   std::unique_ptr<CallQueue> queue_;  // last: its worker uses everything above

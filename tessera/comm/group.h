@@ -18,7 +18,8 @@
 // have not come. The first failure poisons the group: every later call repeats it.
 //
 // Threads: start_* from one thread at a time. A worker of the group finishes calls (adds, unpacks,
-// watches the time) in the order in which they were started. Destroying a Group waits for what is in flight.
+// watches the time) in the order in which they were started. Destroying a Group waits for what is
+// in flight, unless an exception is the reason for it: then calls in flight are given up.
 #pragma once
 
 #include <chrono>

@@ -16,6 +16,9 @@ using std::chrono::steady_clock;
 // one beat old, and the launcher needs a moment to see that a process has died.
 constexpr int kBeatsBeforeVerdict = 3;
 
+// So often a wait looks whether the group is still in use.
+constexpr milliseconds kMaxSlice{100};
+
 std::string list_ranks(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (std::size_t i = 0; i < ranks.size(); ++i) {
@@ -99,11 +102,10 @@ std::string Watch::failures_text() {
 
 void Watch::await(const device::Pending& pending, const CallTag& tag, const std::string& text) {
   const auto deadline = steady_clock::now() + options_.timeout;
+  auto next_look = steady_clock::now() + options_.beat;
   while (true) {
-    const auto now = steady_clock::now();
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline - now);
     try {
-      if (pending.wait_for(std::clamp(left, milliseconds(1), options_.beat))) {
+      if (pending.wait_for(std::min<milliseconds>(options_.beat, kMaxSlice))) {
         return;
       }
     } catch (const PeerError& error) {
@@ -114,12 +116,16 @@ void Watch::await(const device::Pending& pending, const CallTag& tag, const std:
     if (stopped_) {
       throw PeerError(detail::concat(text, ": group '", options_.group, "' is out of use"));
     }
-    post();
-    if (const std::string failures = failures_text(); !failures.empty()) {
-      throw PeerError(detail::concat(text, " in group '", options_.group, "' was given up: ",
-                                     failures));
+    const auto now = steady_clock::now();
+    if (now >= next_look) {
+      next_look = now + options_.beat;
+      post();
+      if (const std::string failures = failures_text(); !failures.empty()) {
+        throw PeerError(detail::concat(text, " in group '", options_.group, "' was given up: ",
+                                       failures));
+      }
     }
-    if (steady_clock::now() >= deadline) {
+    if (now >= deadline) {
       throw CommError(explain_timeout(tag, text));
     }
   }

@@ -47,7 +47,7 @@ class Watch {
   // A sign of life, if one is due.
   void idle();
 
-  // Ends every await() within a beat: the group is out of use.
+  // Ends every await() soon: the group is out of use.
   void stop() { stopped_ = true; }
 
   // Tells the other ranks why this one ends.

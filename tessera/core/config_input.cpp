@@ -26,13 +26,17 @@ std::string position(std::string_view text, std::size_t byte) {
   return detail::concat("line ", line, ", column ", column + 1);
 }
 
-// The parser's message without its own prefixes: "[json.exception.x.1] syntax error ... - reason".
+// The parser's message without its own prefixes: "[json.exception.x.1] parse error at line 1,
+// column 2: syntax error ... - reason"; some messages lack the second or the third.
 std::string reason(std::string_view what) {
   for (const std::string_view separator : {"] ", " - "}) {
     const auto at = what.find(separator);
     if (at != std::string_view::npos) {
       what.remove_prefix(at + separator.size());
     }
+  }
+  if (const auto at = what.find(": "); what.starts_with("parse error at ") && at != what.npos) {
+    what.remove_prefix(at + 2);
   }
   return printable(what, 160);
 }

@@ -49,14 +49,37 @@ inline float to_float(BFloat16 value) {
 
 inline BFloat16 to_bfloat16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7fffffffU) > 0x7f800000U) {
-    return {static_cast<std::uint16_t>((bits >> 16) | 0x40U)};
-  }
-  const std::uint32_t round = 0x7fffU + ((bits >> 16) & 1U);
-  return {static_cast<std::uint16_t>((bits + round) >> 16)};
+  const std::uint32_t rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
+  const std::uint32_t quiet_nan = (bits >> 16) | 0x40U;
+  return {static_cast<std::uint16_t>((bits & 0x7fffffffU) > 0x7f800000U ? quiet_nan : rounded)};
 }
 
-float to_float(Float16 value);
-Float16 to_float16(float value);
+// Without branches, so that loops over halves become vector code.
+inline float to_float(Float16 value) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000U) << 16;
+  // The bits of a half, moved to the place of a float's, are the half times 2^-112; the product is
+  // exact, also for subnormals. Infinity and NaN come out at 2^16 and above.
+  const float scaled =
+      std::bit_cast<float>(static_cast<std::uint32_t>(value.bits & 0x7fffU) << 13) * 0x1p112F;
+  const std::uint32_t special = scaled >= 65536.0F ? 0x7f800000U : 0U;
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(scaled) | special | sign);
+}
+
+inline Float16 to_float16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000U;
+  const std::uint32_t magnitude = bits & 0x7fffffffU;
+  // From 2^-14 on: rebias, and round to nearest even; from 65520 on that carries into infinity.
+  const std::uint32_t normal = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
+  // Below: adding 0.5 lets the float unit shift and round, since its last place is then 2^-24, the
+  // smallest half.
+  const std::uint32_t subnormal =
+      std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) & 0x7ffU;
+  const std::uint32_t finite = magnitude < 0x38800000U ? subnormal
+                               : magnitude >= 0x477ff000U ? 0x7c00U
+                                                          : normal;
+  const std::uint32_t quiet_nan = 0x7e00U | ((magnitude >> 13) & 0x3ffU);
+  return {static_cast<std::uint16_t>(sign | (magnitude > 0x7f800000U ? quiet_nan : finite))};
+}
 
 }  // namespace tessera

@@ -106,6 +106,23 @@ TEST(ThreadBackend, NobodyReadsMemoryAfterItsOwnerWasToldOfTheFailure) {
   }
 }
 
+// Rank 1 never comes to the call that rank 0 has in flight; rank 0 fails for a reason of its own.
+// With the limit of ten minutes this test would not end if the group waited.
+TEST(ThreadBackend, AnExceptionOnItsWayOutDoesNotWaitForCallsInFlight) {
+  ThreadWorld world(ThreadWorldOptions{2, 0, 0, {}});
+  Group other(world.make_backend(1), "world", {0, 1}, {});
+  std::vector<float> data(100, 1.0F);
+  Pending in_flight;
+  try {
+    Group group(world.make_backend(0), "world", {0, 1}, {});
+    in_flight = group.start_all_reduce(data.data(), 100, DType::kFloat32);
+    throw IoError("no space left");
+  } catch (const IoError&) {
+    EXPECT_TRUE(in_flight.done());
+    EXPECT_THROW(in_flight.wait(), PeerError);
+  }
+}
+
 TEST(ThreadBackend, KeepAliveIsHeldUntilTheCallIsOver) {
   run_ranks(2, [](Group& group) {
     auto data = std::make_shared<std::vector<float>>(1000, 1.0F);

@@ -118,15 +118,17 @@ TEST(Config, AValueIsRejectedWithItsKeyAndWhatIsAllowed) {
             "run.json: nvme.paths: every item of a list must be a string, one is of type number");
 }
 
+// The place is ours to promise; the words behind it are the JSON library's and change with it.
 TEST(Config, TextThatIsNotJsonIsRejectedWithLineAndColumn) {
-  EXPECT_EQ(failure("{\n  \"seed\": 1,\n  \"seed2\" 3\n}"),
-            "run.json: not valid JSON at line 3, column 11: unexpected number literal; expected "
-            "':'");
-  EXPECT_EQ(failure(""),
-            "run.json: not valid JSON at line 1, column 1: unexpected end of input; "
-            "expected '[', '{', or a literal");
-  EXPECT_EQ(failure(R"({"seed": 1e999})"),
-            "run.json: not valid JSON: number overflow parsing '1e999'");
+  const auto expect_place = [](std::string_view json, const std::string& place) {
+    const std::string message = failure(json);
+    EXPECT_TRUE(message.starts_with("run.json: not valid JSON" + place + ": ")) << message;
+    EXPECT_EQ(message.find("json.exception"), std::string::npos) << message;
+    EXPECT_EQ(message.find("parse error"), std::string::npos) << message;
+  };
+  expect_place("{\n  \"seed\": 1,\n  \"seed2\" 3\n}", " at line 3, column 11");
+  expect_place("", " at line 1, column 1");
+  expect_place(R"({"seed": 1e999})", "");
   EXPECT_EQ(failure("[]"),
             "run.json: the outermost value must be an object in braces, it is of type array");
   EXPECT_EQ(failure(R"({"seed": 1, "seed": 2})"),

@@ -36,6 +36,7 @@ struct Behaviour {
 
 std::vector<Behaviour> plain_behaviours();  // need no store
 std::vector<Behaviour> store_behaviours();  // need the program with torch
+std::vector<Behaviour> collective_behaviours();  // the same
 
 // "rank 2 ready\n" on standard output, in one piece.
 void say(const std::string& line);

@@ -7,7 +7,7 @@
 int main(int argc, char** argv) {
   using namespace tessera;
   std::vector<testing::Behaviour> behaviours = testing::plain_behaviours();
-  for (const auto& table : {testing::store_behaviours()}) {
+  for (const auto& table : {testing::store_behaviours(), testing::collective_behaviours()}) {
     behaviours.insert(behaviours.end(), table.begin(), table.end());
   }
   const auto serve_store = [](int num_ranks) {

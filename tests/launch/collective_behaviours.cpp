@@ -1,0 +1,87 @@
+// Ways to spoil a collective, by processes that talk over Gloo. Arguments: the culprit's rank, and
+// the time limit in milliseconds. The others say what they were told, so that tests can see it: the
+// launcher shows one rank's error only.
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "tessera/comm/bootstrap.h"
+#include "tessera/core/error.h"
+#include "tests/launch/rank_program.h"
+
+namespace tessera::testing {
+namespace {
+
+using Deed = std::function<void(comm::Group&)>;
+
+comm::CallOptions labelled() {
+  comm::CallOptions options;
+  options.label = {"h.3", "attn.weight"};
+  return options;
+}
+
+void reduce(comm::Group& group) {
+  std::vector<float> data(1000, 1.0F);
+  group.start_all_reduce(data.data(), 1000, DType::kFloat32, comm::Reduction::kSum, labelled())
+      .wait();
+  TESSERA_CHECK(data.back() == static_cast<float>(group.size()), CommError, "a wrong sum: ",
+                data.back());
+}
+
+// Everybody reduces twice; then the culprit does its deed while the others reduce.
+int spoil(RankContext& context, const Deed& deed) {
+  comm::WorldOptions options;
+  options.group.timeout = std::chrono::milliseconds(context.number(1));
+  options.group.beat = std::chrono::milliseconds(100);
+  const comm::World world = comm::join_world(context.rendezvous, options);
+  context.process.set_board(world.board);
+  reduce(*world.group);
+  reduce(*world.group);
+  if (context.is_culprit()) {
+    say_ready(context.rank());
+    deed(*world.group);
+  }
+  try {
+    reduce(*world.group);
+  } catch (const CommError& error) {
+    say("rank " + std::to_string(context.rank()) + " was told: " + error.what());
+    throw;
+  }
+  return 0;
+}
+
+Behaviour spoiled_by(const char* name, const Deed& deed) {
+  return {name, [deed](RankContext& context) { return spoil(context, deed); }};
+}
+
+}  // namespace
+
+std::vector<Behaviour> collective_behaviours() {
+  return {
+      spoiled_by("reduce", [](comm::Group&) {}),
+      spoiled_by("reduce-killed", [](comm::Group&) { raise(SIGKILL); }),
+      spoiled_by("reduce-throw", [](comm::Group&) { throw IoError("disk is full"); }),
+      spoiled_by("reduce-never", [](comm::Group&) { wait_for_the_end(); }),
+      spoiled_by("reduce-other",
+                 [](comm::Group& group) {
+                   std::vector<float> data(5000, 1.0F);
+                   group.start_broadcast(data.data(), 5000, DType::kFloat32, 0, labelled()).wait();
+                 }),
+      spoiled_by("reduce-throw-in-flight",
+                 [](comm::Group& group) {
+                   auto data = std::make_shared<std::vector<float>>(1000, 1.0F);
+                   comm::CallOptions options = labelled();
+                   options.keep_alive = data;
+                   // Nobody else will come to this one: the others reduce, this rank gathers.
+                   std::ignore = group.start_all_reduce(data->data(), 1000, DType::kFloat32,
+                                                        comm::Reduction::kMax, options);
+                   throw IoError("disk is full");
+                 }),
+      spoiled_by("reduce-leave", [](comm::Group&) { _Exit(0); }),
+  };
+}
+
+}  // namespace tessera::testing

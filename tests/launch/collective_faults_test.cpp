@@ -1,0 +1,120 @@
+// Collectives of real processes that go wrong: every rank ends by itself, the others are told the
+// culprit's rank and what they waited for, one error is shown, nobody stays behind.
+#include <csignal>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tests/launch/launch_support.h"
+
+namespace tessera::testing {
+namespace {
+
+constexpr const char* kProgram = "rank_program";
+constexpr int kNumRanks = 3;
+// Long for what should end at once, short for what must run into it.
+constexpr const char* kPatient = "120000";
+constexpr const char* kHasty = "3000";
+
+struct Outcome {
+  ProcessResult result;
+  std::vector<std::string> told;  // one line per rank that was told something
+};
+
+// The culprit is rank 1.
+Outcome run(const std::string& behaviour, const char* timeout_ms) {
+  // A culprit that never ends is ended by the launcher, after the grace.
+  MarkedRun launch(kProgram, {"--ranks", std::to_string(kNumRanks), "--grace", "5000", behaviour,
+                              "1", timeout_ms});
+  Outcome outcome{launch.finish(), {}};
+  EXPECT_TRUE(launch.survivors().empty()) << behaviour;
+  EXPECT_FALSE(outcome.result.timed_out);
+  std::string line;
+  for (const char c : outcome.result.out) {
+    if (c != '\n') {
+      line += c;
+      continue;
+    }
+    if (line.find(" was told: ") != std::string::npos) {
+      outcome.told.push_back(line);
+    }
+    line.clear();
+  }
+  return outcome;
+}
+
+void expect_all_told(const Outcome& outcome, std::size_t num_ranks,
+                     const std::vector<std::string>& words) {
+  EXPECT_EQ(outcome.told.size(), num_ranks) << outcome.result.out << outcome.result.err;
+  for (const std::string& line : outcome.told) {
+    for (const std::string& word : words) {
+      EXPECT_NE(line.find(word), std::string::npos) << line << "\nlacks: " << word;
+    }
+  }
+}
+
+const std::vector<std::string> kWaitedFor = {"all_reduce #3", "unit 'h.3'",
+                                             "parameter 'attn.weight'"};
+
+std::vector<std::string> waited_for_and(const std::string& word) {
+  std::vector<std::string> words = kWaitedFor;
+  words.push_back(word);
+  return words;
+}
+
+TEST(CollectiveFaults, NothingHappensWhenNothingIsWrong) {
+  const Outcome outcome = run("reduce", kPatient);
+  EXPECT_EQ(outcome.result.exit_code, 0) << outcome.result.err;
+  EXPECT_EQ(outcome.result.err, "");
+}
+
+TEST(CollectiveFaults, AKilledRankIsNamedToTheOthers) {
+  const Outcome outcome = run("reduce-killed", kPatient);
+  EXPECT_EQ(outcome.result.exit_code, 128 + SIGKILL);
+  expect_all_told(outcome, 2, waited_for_and("rank 1 failed: killed by signal 9 (SIGKILL)"));
+  EXPECT_EQ(outcome.result.err_lines().size(), 1U) << outcome.result.err;
+  EXPECT_EQ(count(outcome.result.err, "rank 1 was killed by signal 9"), 1) << outcome.result.err;
+}
+
+TEST(CollectiveFaults, ARankThatThrowsIsNamedToTheOthers) {
+  const Outcome outcome = run("reduce-throw", kPatient);
+  EXPECT_EQ(outcome.result.exit_code, 1);
+  expect_all_told(outcome, 2, waited_for_and("rank 1 failed: disk is full"));
+  EXPECT_EQ(outcome.result.err, "rank 1 failed: disk is full\n");
+}
+
+TEST(CollectiveFaults, ARankThatThrowsWithACallInFlightDoesNotWaitForIt) {
+  const Outcome outcome = run("reduce-throw-in-flight", kPatient);
+  EXPECT_EQ(outcome.result.exit_code, 1);
+  // The others met a call that did not match, or the failure, whichever came first.
+  EXPECT_EQ(outcome.told.size(), 2U) << outcome.result.out;
+  EXPECT_EQ(outcome.result.err_lines().size(), 1U) << outcome.result.err;
+}
+
+TEST(CollectiveFaults, ARankThatNeverComesIsNamedAtTheTimeLimit) {
+  const Outcome outcome = run("reduce-never", kHasty);
+  EXPECT_EQ(outcome.result.exit_code, 1);
+  expect_all_told(outcome, 2, waited_for_and("rank 1 has not come"));
+  EXPECT_EQ(outcome.result.err_lines().size(), 1U) << outcome.result.err;
+  EXPECT_EQ(count(outcome.result.err, "waited 3 s"), 1) << outcome.result.err;
+  EXPECT_EQ(count(outcome.result.err, "last completed all_reduce #2"), 1) << outcome.result.err;
+}
+
+TEST(CollectiveFaults, ARankThatCallsSomethingElseIsNamedToAll) {
+  const Outcome outcome = run("reduce-other", kPatient);
+  EXPECT_EQ(outcome.result.exit_code, 1);
+  // The culprit's own call fails outside of what says so: the other two speak.
+  expect_all_told(outcome, 2,
+                  waited_for_and("rank 1 called broadcast #3 (1 tensor, 20000 bytes, fp32"));
+  EXPECT_EQ(outcome.result.err_lines().size(), 1U) << outcome.result.err;
+}
+
+TEST(CollectiveFaults, ARankThatJustLeavesIsNamedToTheOthers) {
+  const Outcome outcome = run("reduce-leave", kPatient);
+  EXPECT_EQ(outcome.result.exit_code, 1);
+  expect_all_told(outcome, 2, waited_for_and("rank 1"));
+}
+
+}  // namespace
+}  // namespace tessera::testing
