@@ -58,13 +58,15 @@ message(STATUS "torch ${TESSERA_TORCH_VERSION} from ${TESSERA_TORCH_ROOT}")
 add_library(tessera_torch INTERFACE)
 target_include_directories(tessera_torch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
 target_compile_definitions(tessera_torch INTERFACE USE_DISTRIBUTED)
-target_link_libraries(tessera_torch INTERFACE ${TORCH_LIBRARIES})
+# The C++ library goes first: torch's packages export a std::filesystem of their own, linked in from
+# another compiler's, and a program that finds half of it there and half in its own crashes.
+target_link_libraries(tessera_torch INTERFACE stdc++ ${TORCH_LIBRARIES})
 
 # Gloo's headers are not part of torch's packages; ours declare what c10d's header mentions. Checked
 # here, because a change there would otherwise show as a link error in the middle of a build.
 try_compile(TESSERA_GLOO_LINKS
   ${PROJECT_BINARY_DIR}/gloo_check
-  ${CMAKE_CURRENT_LIST_DIR}/gloo_check.cpp
+  ${PROJECT_SOURCE_DIR}/tessera/comm/c10d_link_check.cpp
   CMAKE_FLAGS "-DINCLUDE_DIRECTORIES:STRING=${CMAKE_SOURCE_DIR}/tessera/comm/gloo_declarations;${TORCH_INCLUDE_DIRS}"
   COMPILE_DEFINITIONS -DUSE_C10D_GLOO -DUSE_DISTRIBUTED
   LINK_LIBRARIES ${TORCH_LIBRARIES}

@@ -1,4 +1,5 @@
-// Configure-time check: c10d's Gloo can be made with our declarations of Gloo (torch.cmake).
+// Not part of the library: compiled at configure time to see that c10d's Gloo can be made with our
+// declarations of Gloo (cmake/torch.cmake).
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
