@@ -58,9 +58,18 @@ message(STATUS "torch ${TESSERA_TORCH_VERSION} from ${TESSERA_TORCH_ROOT}")
 add_library(tessera_torch INTERFACE)
 target_include_directories(tessera_torch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
 target_compile_definitions(tessera_torch INTERFACE USE_DISTRIBUTED)
-# The C++ library goes first: torch's packages export a std::filesystem of their own, linked in from
-# another compiler's, and a program that finds half of it there and half in its own crashes.
-target_link_libraries(tessera_torch INTERFACE stdc++ ${TORCH_LIBRARIES})
+# Torch loads the shared C++ library, so our programs use that one, too, and find it first: a static
+# one beside it (some compilers bring no other) ends in a crash, and torch's packages export a
+# std::filesystem of their own, linked in from another compiler's.
+execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so
+  OUTPUT_VARIABLE _cxx_library OUTPUT_STRIP_TRAILING_WHITESPACE)
+if(IS_ABSOLUTE "${_cxx_library}")
+  set(TESSERA_CXX_LIBRARY "${_cxx_library}")
+else()
+  find_library(TESSERA_CXX_LIBRARY NAMES libstdc++.so.6
+               PATH_SUFFIXES ${CMAKE_SYSTEM_PROCESSOR}-linux-gnu REQUIRED)
+endif()
+target_link_libraries(tessera_torch INTERFACE ${TESSERA_CXX_LIBRARY} ${TORCH_LIBRARIES})
 
 # Gloo's headers are not part of torch's packages; ours declare what c10d's header mentions. Checked
 # here, because a change there would otherwise show as a link error in the middle of a build.
