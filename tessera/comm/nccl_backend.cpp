@@ -8,6 +8,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <algorithm>
+#include <atomic>
+#include <exception>
 #include <optional>
 #include <vector>
 
@@ -64,6 +66,25 @@ class NcclBackend final : public Backend {
                                      " cannot start NCCL: ", text_of(error)));
     }
   }
+
+  // Left to itself, c10d would abort NCCL's kernels and with them what they are writing. But a rank
+  // that is failing must not wait for calls that its peers may never join.
+  ~NcclBackend() override {
+    if (is_aborted_) {
+      return;
+    }
+    try {
+      if (std::uncaught_exceptions() > num_exceptions_) {
+        process_group_->abort();
+      } else {
+        process_group_->shutdown();
+      }
+    } catch (const std::exception&) {
+      // A call that failed has told whoever waited for it; here nobody is left to tell.
+    }
+  }
+  NcclBackend(const NcclBackend&) = delete;
+  NcclBackend& operator=(const NcclBackend&) = delete;
 
   std::string_view name() const override { return "nccl"; }
   int rank() const override { return rank_; }
@@ -155,7 +176,10 @@ class NcclBackend final : public Backend {
     return (rank_ + size_ - root) % size_ == size_ - 1 ? 0 : bytes;
   }
 
-  void abort(const std::string&) override { process_group_->abort(); }
+  void abort(const std::string&) override {
+    is_aborted_ = true;
+    process_group_->abort();
+  }
 
  private:
   // The stream's device is made current by the guard of the stream.
@@ -198,6 +222,8 @@ class NcclBackend final : public Backend {
   const int size_;
   const c10::DeviceIndex device_index_;
   const std::chrono::milliseconds timeout_;
+  const int num_exceptions_ = std::uncaught_exceptions();
+  std::atomic<bool> is_aborted_ = false;
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> process_group_;
 };
 

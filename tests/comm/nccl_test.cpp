@@ -63,6 +63,21 @@ class NcclTest : public ::testing::Test {
 
 constexpr std::size_t kNumel = 100003;
 
+// First in this file, because c10d warns only once of a process group that was dropped.
+TEST_F(NcclTest, AGroupThatEndsFinishesItsCallsAndSaysNothing) {
+  const auto bytes = reference::array(5, 0, 0, kNumel, DType::kFloat32);
+  const Memory shard = upload(bytes);
+  const Memory full = on_device(bytes.size());
+  const Gather gather{shard.data(), full.data(), static_cast<std::int64_t>(kNumel),
+                      DType::kFloat32};
+  ::testing::internal::CaptureStderr();
+  const Pending call = group_->start_all_gather({&gather, 1}, call_);
+  group_.reset();
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+  call.wait();
+  EXPECT_TRUE(download(full) == bytes);
+}
+
 TEST_F(NcclTest, GathersManyTensorsInOneCall) {
   std::vector<std::vector<std::byte>> sources;
   std::vector<Memory> shards;
