@@ -44,6 +44,8 @@ struct BenchCommPlan {
   std::string backend;
   std::string json;
   LogOptions log;
+  std::string trace_path;
+  std::size_t num_spans = 0;  // 0: no tracing
   std::vector<std::string> notices;
   int num_ranks = 0;  // 0: as many as a launcher has started
 };
@@ -58,6 +60,11 @@ BenchCommPlan checked_plan(const BenchCommFlags& flags) {
   plan.log = LogOptions::from(config);
   plan.notices = config.notices();
   plan.backend = config.get_string("comm.backend");
+  plan.trace_path = config.get_string("trace.path");
+  if (!plan.trace_path.empty()) {
+    check_output_file("trace.path", plan.trace_path);
+    plan.num_spans = static_cast<std::size_t>(config.get_int("trace.ring_spans"));
+  }
   plan.group = group_options(config);
   plan.bench.sizes_bytes = parse_sizes("--sizes", flags.sizes);
   plan.bench.num_rounds = static_cast<int>(parse_count("--rounds", flags.rounds, 1, kMaxRounds));
@@ -78,6 +85,13 @@ void log_notices(const BenchCommPlan& plan, int rank, int world) {
   const Logger logger(plan.log, context);
   for (const std::string& notice : plan.notices) {
     logger.info(notice);
+  }
+}
+
+// Rank 0's spans tell of all: a collective takes as long as its slowest rank.
+void write_trace(const BenchCommPlan& plan, const Spans& spans) {
+  if (spans.enabled()) {
+    spans.write_chrome_trace(plan.trace_path, 0);
   }
 }
 
@@ -103,10 +117,15 @@ int run_as_threads(const BenchCommPlan& plan) {
   log_notices(plan, 0, 1);
   comm::ThreadWorldOptions world;
   world.num_ranks = std::max(1, plan.num_ranks);
-  comm::run_ranks(world, plan.group, [&plan](comm::Group& group) {
+  const SteadyClock clock;
+  Spans spans(clock, plan.num_spans);
+  comm::GroupOptions group_options = plan.group;
+  group_options.spans = &spans;  // of all threads: they are one process
+  comm::run_ranks(world, group_options, [&plan](comm::Group& group) {
     const std::unique_ptr<device::Device> device = device::make_cpu_device();
     measure_and_print(plan, group, *device);
   });
+  write_trace(plan, spans);
   return kExitOk;
 }
 
@@ -136,9 +155,13 @@ void run_this_rank(const BenchCommPlan& plan, const comm::Rendezvous& rendezvous
     device = device::make_cpu_device();
   }
   options.group.device = device.get();
+  const SteadyClock clock;
+  Spans spans(clock, rendezvous.rank == 0 ? plan.num_spans : 0);
+  options.group.spans = &spans;
   const comm::World world = comm::join_world(rendezvous, options);
   process.set_board(world.board);
   measure_and_print(plan, *world.group, *device);
+  write_trace(plan, spans);
 }
 
 int run_bench_comm(const BenchCommFlags& flags, const Arguments& arguments) {

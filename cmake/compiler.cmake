@@ -7,6 +7,10 @@ if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "" FORCE)
 endif()
 
+# Line numbers for stack traces, without the description of every type: half the time and a
+# quarter of the bytes.
+set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O2 -g1 -DNDEBUG")
+
 # Multiplies and adds are never fused behind our back: results must not depend on the compiler.
 add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
 
@@ -28,6 +32,7 @@ elseif(TESSERA_SANITIZE)
   message(FATAL_ERROR "TESSERA_SANITIZE=${TESSERA_SANITIZE}: use address or thread; one build holds one of them")
 endif()
 if(TESSERA_SANITIZE)
+  set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O1 -g1")
   # g++ 12 reports the unused alternatives of a std::variant as uninitialised once a sanitizer has
   # changed its control flow; its manual calls that warning unreliable there.
   add_compile_options(-Wno-maybe-uninitialized)

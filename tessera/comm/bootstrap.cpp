@@ -29,7 +29,8 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
   }
   GlooOptions gloo;
   gloo.timeout = options.group.timeout;
-  gloo.interface = options.gloo_interface;
+  // The variable that c10d's own users know.
+  gloo.interface = process_environment()["GLOO_SOCKET_IFNAME"];
   if (rendezvous.local_world_size == rendezvous.world_size) {
     gloo.bind_host = "127.0.0.1";
   }

@@ -1,7 +1,8 @@
 // From "where am I?" to a world group: store, board, backend.
 //
 // join_world() is collective over all processes of the run. A world of one needs no store and no
-// network. The order of what it does is fixed: the store, the backend, the board.
+// network. Gloo listens on the interface that GLOO_SOCKET_IFNAME names, else on loopback if all ranks
+// are on one host, else where the host name points. The order of what it does is fixed: the store, the backend, the board.
 //
 // Threads: call it once, from the main thread.
 #pragma once
@@ -21,7 +22,6 @@ enum class BackendKind : std::uint8_t { kAuto, kGloo, kNccl };
 struct WorldOptions {
   BackendKind backend = BackendKind::kAuto;  // kAuto: NCCL for a CUDA device, else Gloo
   int cuda_device = -1;                      // this rank's GPU; -1: CPU
-  std::string gloo_interface;                // empty: loopback on one host, else by host name
   GroupOptions group;                        // `board` is filled in
 };
 

@@ -6,8 +6,8 @@
 
 namespace tessera::comm {
 
-CallQueue::CallQueue(Backend& backend, Watch& watch, std::vector<int> world_ranks)
-    : backend_(backend), watch_(watch), world_ranks_(std::move(world_ranks)) {
+CallQueue::CallQueue(Backend& backend, Watch& watch, std::vector<int> world_ranks, Spans* spans)
+    : backend_(backend), watch_(watch), world_ranks_(std::move(world_ranks)), spans_(spans) {
   launcher_ = std::thread([this] { launch_calls(); });
   finisher_ = std::thread([this] { finish_calls(); });
 }
@@ -91,6 +91,9 @@ void CallQueue::launch(QueuedCall& call) {
 }
 
 void CallQueue::finish_calls() {
+  if (spans_ != nullptr) {
+    spans_->name_this_thread("collectives");
+  }
   while (true) {
     CallPtr call;
     {
@@ -123,6 +126,10 @@ void CallQueue::finish_calls() {
     }
     watch_.completed(call->call.tag.sequence);
     if (remove_finished(call)) {
+      if (spans_ != nullptr) {
+        spans_->record(to_string(call->call.tag.op).data(), call->start_ns, spans_->now_ns(),
+                       call->span);
+      }
       call->phases.clear();  // lets go of memory before the owner is told
       call->call.keep_alive.reset();
       call->completion->succeed();

@@ -33,6 +33,7 @@
 
 #include "tessera/comm/backend.h"
 #include "tessera/comm/watch.h"
+#include "tessera/core/spans.h"
 
 namespace tessera::comm {
 
@@ -45,6 +46,8 @@ struct QueuedCall {
   Call call;         // tag and what to keep alive
   std::string text;  // describe(tag, unit, parameter)
   Pending ready;     // the input may be read after this
+  SpanArgs span;     // how it is shown in a trace
+  std::int64_t start_ns = 0;
   std::vector<Phase> phases;  // the first is a network phase
 
   // The queue's own. Until `launched`, the launcher's; then the finisher's, but for what is
@@ -60,7 +63,8 @@ struct QueuedCall {
 
 class CallQueue {
  public:
-  CallQueue(Backend& backend, Watch& watch, std::vector<int> world_ranks);
+  // `spans` may be null.
+  CallQueue(Backend& backend, Watch& watch, std::vector<int> world_ranks, Spans* spans);
   // Waits until every call has come to an end.
   ~CallQueue();
 
@@ -85,6 +89,7 @@ class CallQueue {
   Backend& backend_;
   Watch& watch_;
   const std::vector<int> world_ranks_;
+  Spans* const spans_;
 
   // Guarded by mutex_.
   std::mutex mutex_;

@@ -56,7 +56,7 @@ class Group::Impl {
                   "group '", name_, "': ", world_ranks_.size(), " names for ", backend_->size(),
                   " ranks");
     if (!backend_->stream_ordered()) {
-      queue_ = std::make_unique<CallQueue>(*backend_, watch_, world_ranks_);
+      queue_ = std::make_unique<CallQueue>(*backend_, watch_, world_ranks_, spans());
     }
   }
 
@@ -85,6 +85,12 @@ class Group::Impl {
         options.label.parameter.data(), options.label.parameter.size(),
         hash_bytes(options.label.unit.data(), options.label.unit.size(), 0));
     queued.text = describe(tag, options.label.unit, options.label.parameter);
+    if (Spans* traced = spans()) {
+      queued.span = {static_cast<std::int64_t>(total_bytes),
+                     static_cast<std::int64_t>(tag.sequence), traced->intern(options.label.unit),
+                     traced->intern(options.label.parameter)};
+      queued.start_ns = traced->now_ns();
+    }
     queued.call.keep_alive = options.keep_alive;
     queued.call.stream = options.stream;
     if (options.stream != nullptr && queue_) {
@@ -142,6 +148,11 @@ class Group::Impl {
     return {};
   }
 
+  // Null when nothing is to be recorded.
+  Spans* spans() const {
+    return options_.spans != nullptr && options_.spans->enabled() ? options_.spans : nullptr;
+  }
+
   int rank() const { return backend_->rank(); }
   int size() const { return backend_->size(); }
   std::size_t num_peers() const { return static_cast<std::size_t>(backend_->size() - 1); }
@@ -167,6 +178,10 @@ class Group::Impl {
       if (stream == nullptr) {
         last.wait();
       }
+    }
+    if (Spans* traced = spans()) {  // the time to enqueue it; the stream's own time is the device's
+      traced->record(to_string(queued.call.tag.op).data(), queued.start_ns, traced->now_ns(),
+                     queued.span);
     }
     return last;
   }

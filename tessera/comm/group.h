@@ -36,6 +36,7 @@
 #include "tessera/comm/topology.h"
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
+#include "tessera/core/spans.h"
 
 namespace tessera::comm {
 
@@ -47,6 +48,7 @@ struct GroupOptions {
   std::chrono::milliseconds beat{1000};
   Ledger* ledger = nullptr;           // staging is charged here; null: not charged
   device::Device* device = nullptr;   // whose memory is passed in; null: host memory
+  Spans* spans = nullptr;  // every call is recorded here; null: not recorded
   std::shared_ptr<Board> board;  // null: waits are explained without the other ranks' words
 };
 

@@ -26,7 +26,7 @@ enum class Op : std::uint8_t {
   kBarrier,
   kSplit,
 };
-std::string_view to_string(Op op);
+std::string_view to_string(Op op);  // a literal: its data() ends with a zero
 
 // What a collective is for, in the user's words. Empty fields are left out of messages. The names
 // must outlive the call only; they are copied.

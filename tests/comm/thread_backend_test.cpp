@@ -162,5 +162,28 @@ TEST(ThreadBackend, StagingIsChargedToTheLedgerAndReused) {
   EXPECT_EQ(ledger.current_bytes(Tier::kHost, Role::kStaging), 0U);
 }
 
+TEST(ThreadBackend, CallsAreRecordedAsSpansWithTheirLabels) {
+  const SteadyClock clock;
+  Spans spans(clock, 64);
+  GroupOptions options;
+  options.spans = &spans;
+  ThreadWorldOptions world;
+  world.num_ranks = 2;
+  run_ranks(world, options, [](Group& group) {
+    for (int i = 0; i < 3; ++i) {
+      reduce_once(group);
+    }
+  });
+  const LabelId parameter = spans.intern("mlp.weight");
+  int num_reduces = 0;
+  for (const Span& span : spans.snapshot()) {
+    num_reduces += std::string(span.name) == "all_reduce" ? 1 : 0;
+    EXPECT_EQ(span.args.bytes, 400);
+    EXPECT_EQ(span.args.parameter, parameter);
+    EXPECT_GE(span.end_ns, span.start_ns);
+  }
+  EXPECT_EQ(num_reduces, 2 * 3);
+}
+
 }  // namespace
 }  // namespace tessera::comm

@@ -49,8 +49,7 @@ TEST(OptionTable, EveryDefaultIsAllowedAndShownAsItCanBeWritten) {
 TEST(OptionTable, OptionsThatExistForAReaderNameIt) {
   for (const Option& each : option_table()) {
     const std::string_view section = section_of(each.name);
-    const bool read = section == "comm" || section == "log" || section == "trace" ||
-                      each.name == "shard.group_size";
+    const bool read = section == "comm" || section == "log" || section == "trace";
     EXPECT_EQ(!each.read_by.empty(), read) << each.name;
   }
 }
