@@ -14,8 +14,7 @@ Pending Backend::start_tags(std::shared_ptr<std::vector<CallTag>>) {
 Pending Backend::start_reduce(const RankParts& parts, void* out, DType out_dtype,
                               Reduction reduction, device::Stream* stream) {
   if (stream != nullptr) {
-    return stream->enqueue(
-        [=] { reduce_in_rank_order(parts, out, out_dtype, reduction); });
+    return stream->enqueue([=] { reduce_in_rank_order(parts, out, out_dtype, reduction); });
   }
   reduce_in_rank_order(parts, out, out_dtype, reduction);
   return {};

@@ -33,6 +33,18 @@ struct GatherBytes {
   std::size_t shard_bytes = 0;
 };
 
+// Piece r of `send` goes to rank r; piece r of `receive` comes from rank r. Pieces lie at a
+// distance of their stride, so that a part of each piece of a larger array can travel by itself.
+struct PieceBytes {
+  const void* send = nullptr;
+  void* receive = nullptr;
+  std::size_t piece_bytes = 0;
+  std::size_t send_stride = 0;
+  std::size_t receive_stride = 0;
+
+  bool contiguous() const { return send_stride == piece_bytes && receive_stride == piece_bytes; }
+};
+
 // What a call carries besides its memory.
 struct Call {
   CallTag tag;
@@ -49,9 +61,8 @@ class Backend {
 
   // Pieces of zero bytes are never passed down. `parts` may be empty only for a barrier.
   virtual Pending start_all_gather(std::span<const GatherBytes> parts, const Call& call) = 0;
-  // Piece r of `send` goes to rank r; piece r of `receive` comes from rank r. No overlap.
-  virtual Pending start_all_to_all(const void* send, void* receive, std::size_t piece_bytes,
-                                   const Call& call) = 0;
+  // Send and receive do not overlap. Stream-ordered backends get contiguous pieces only.
+  virtual Pending start_all_to_all(const PieceBytes& pieces, const Call& call) = 0;
   virtual Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) = 0;
 
   // A backend over some of this one's ranks (ascending, this rank among them). Collective over

@@ -34,8 +34,7 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
   if (rendezvous.local_world_size == rendezvous.world_size) {
     gloo.bind_host = "127.0.0.1";
   }
-  return make_gloo_backend(std::move(store), rendezvous.rank, rendezvous.world_size, "world",
-                           gloo);
+  return make_gloo_backend(std::move(store), rendezvous.rank, rendezvous.world_size, "world", gloo);
 }
 
 }  // namespace
@@ -47,10 +46,9 @@ World join_world(const Rendezvous& rendezvous, const WorldOptions& options) {
   std::unique_ptr<Backend> backend = make_backend(rendezvous, options);
   GroupOptions group = options.group;
   if (rendezvous.world_size > 1) {
-    world.board = make_store_board(
-        connect_store(rendezvous.host, rendezvous.port, options.group.timeout,
-                      rendezvous.key_prefix),
-        rendezvous.world_size);
+    world.board = make_store_board(connect_store(rendezvous.host, rendezvous.port,
+                                                 options.group.timeout, rendezvous.key_prefix),
+                                   rendezvous.world_size);
     group.board = world.board;
   }
   std::vector<int> ranks(static_cast<std::size_t>(rendezvous.world_size));

@@ -71,7 +71,8 @@ class CallQueue {
   Pending start(QueuedCall call);
 
   // Fails every call that has not come to its end, and all later ones. For a rank that is on its
-  // way out: its peers will not help these calls to an end, so waiting for them would hide the cause.
+  // way out: its peers will not help these calls to an end, so waiting for them would hide the
+  // cause.
   void abandon(const std::string& reason);
 
  private:

@@ -112,8 +112,7 @@ void check_reduction(DType dtype, DType out_dtype) {
                 ": the result must have the dtype of the parts, or fp32 for bf16 and fp16");
 }
 
-void reduce_in_rank_order(const RankParts& parts, void* out, DType out_dtype,
-                          Reduction reduction) {
+void reduce_in_rank_order(const RankParts& parts, void* out, DType out_dtype, Reduction reduction) {
   check_reduction(parts.dtype, out_dtype);
   const bool widens = out_dtype != parts.dtype;
   switch (parts.dtype) {

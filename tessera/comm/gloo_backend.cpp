@@ -1,14 +1,17 @@
 #include "tessera/comm/gloo_backend.h"
 
-#include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <tuple>
+#include <utility>
 #include <vector>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "tessera/comm/c10d_store.h"
 #include "tessera/comm/solo_backend.h"
@@ -19,8 +22,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Shards from this size on are gathered by broadcasts; below it their number of messages decides.
-constexpr std::size_t kBroadcastBytes = 32 * 1024;
+// From this size on bytes go straight to their place, in one operation per rank; below it the
+// number of operations decides.
+constexpr std::size_t kDirectBytes = 32 * 1024;
 
 // Gloo's own limit lies behind ours, so that the message with the names comes first.
 constexpr milliseconds kGlooSlack = std::chrono::seconds(30);
@@ -30,6 +34,25 @@ std::string text_of(const std::exception& error) {
   std::string text = c10_error != nullptr ? c10_error->what_without_backtrace() : error.what();
   return text.substr(0, text.find('\n'));
 }
+
+// Gloo writes to sockets without MSG_NOSIGNAL: a peer that has gone would end this process by
+// SIGPIPE instead of failing the call. Threads inherit what is blocked where they are started, so
+// every thread of Gloo's starts inside such a scope.
+class SigpipeBlocked {
+ public:
+  SigpipeBlocked() {
+    sigset_t sigpipe;
+    sigemptyset(&sigpipe);
+    sigaddset(&sigpipe, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &sigpipe, &former_);
+  }
+  ~SigpipeBlocked() { pthread_sigmask(SIG_SETMASK, &former_, nullptr); }
+  SigpipeBlocked(const SigpipeBlocked&) = delete;
+  SigpipeBlocked& operator=(const SigpipeBlocked&) = delete;
+
+ private:
+  sigset_t former_;
+};
 
 // One c10d Work as a PendingState.
 class GlooPending final : public device::PendingState {
@@ -70,19 +93,20 @@ class GlooPending final : public device::PendingState {
 class GlooBackend final : public Backend {
  public:
   using GlooDevice = decltype(c10d::ProcessGroupGloo::createDefaultDevice());
+  using GlooDevices = std::vector<GlooDevice>;
 
-  GlooBackend(std::shared_ptr<Store> store, GlooDevice device, int rank, int size,
+  GlooBackend(std::shared_ptr<Store> store, GlooDevices devices, int rank, int size,
               const std::string& name, GlooOptions options)
       : store_(std::move(store)),
-        device_(std::move(device)),
+        devices_(std::move(devices)),
         rank_(rank),
         size_(size),
         options_(std::move(options)) {
     await_ranks(name);
-    data_ = connect(name, options_.num_threads);
+    data_ = connect(name, devices_, options_.num_threads);
     // Tags have connections of their own: they overtake data, and Gloo matches the calls of one
     // process group by their order.
-    tags_ = connect(name + "/tags", 1);
+    tags_ = connect(name + "/tags", {devices_.front()}, 1);
   }
 
   ~GlooBackend() override {
@@ -100,10 +124,9 @@ class GlooBackend final : public Backend {
   Pending start_all_gather(std::span<const GatherBytes> parts, const Call& call) override {
     std::vector<Pending> works;
     for (const GatherBytes& part : parts) {
-      if (part.shard_bytes < kBroadcastBytes) {
+      if (part.shard_bytes < kDirectBytes) {
         at::Tensor shard = view(part.shard, part.shard_bytes, call);
-        at::Tensor full =
-            view(part.full, part.shard_bytes * static_cast<std::size_t>(size_), call);
+        at::Tensor full = view(part.full, part.shard_bytes * static_cast<std::size_t>(size_), call);
         works.push_back(wrap(data_->_allgather_base(full, shard)));
       } else {
         gather_by_broadcasts(part, call, works);
@@ -112,13 +135,35 @@ class GlooBackend final : public Backend {
     return works.size() == 1 ? works.front() : Pending::all(std::move(works));
   }
 
-  Pending start_all_to_all(const void* send, void* receive, std::size_t piece_bytes,
-                           const Call& call) override {
-    const std::size_t bytes = piece_bytes * static_cast<std::size_t>(size_);
-    at::Tensor input = view(send, bytes, call);
-    at::Tensor output = view(receive, bytes, call);
-    std::vector<std::int64_t> equal_pieces;
-    return wrap(data_->alltoall_base(output, input, equal_pieces, equal_pieces));
+  Pending start_all_to_all(const PieceBytes& pieces, const Call& call) override {
+    if (pieces.contiguous() && pieces.piece_bytes < kDirectBytes) {
+      const std::size_t bytes = pieces.piece_bytes * static_cast<std::size_t>(size_);
+      at::Tensor input = view(pieces.send, bytes, call);
+      at::Tensor output = view(pieces.receive, bytes, call);
+      std::vector<std::int64_t> equal_pieces;
+      return wrap(data_->alltoall_base(output, input, equal_pieces, equal_pieces));
+    }
+    // A scatter from every rank sends the same bytes, and takes pieces wherever they lie.
+    std::vector<Pending> works;
+    const auto* send = static_cast<const std::byte*>(pieces.send);
+    auto* receive = static_cast<std::byte*>(pieces.receive);
+    for (int root = 0; root < size_; ++root) {
+      std::vector<at::Tensor> output = {
+          view(receive + static_cast<std::size_t>(root) * pieces.receive_stride, pieces.piece_bytes,
+               call)};
+      std::vector<std::vector<at::Tensor>> input;
+      if (root == rank_) {
+        input.emplace_back();
+        for (int to = 0; to < size_; ++to) {
+          input[0].push_back(view(send + static_cast<std::size_t>(to) * pieces.send_stride,
+                                  pieces.piece_bytes, call));
+        }
+      }
+      c10d::ScatterOptions options;
+      options.rootRank = root;
+      works.push_back(wrap(data_->scatter(output, input, options)));
+    }
+    return Pending::all(std::move(works));
   }
 
   Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) override {
@@ -142,7 +187,7 @@ class GlooBackend final : public Backend {
     }
     const auto own = std::find(ranks.begin(), ranks.end(), rank_);
     TESSERA_INVARIANT(own != ranks.end(), "split '", name, "' without its own rank ", rank_);
-    return std::make_unique<GlooBackend>(store_, device_, static_cast<int>(own - ranks.begin()),
+    return std::make_unique<GlooBackend>(store_, devices_, static_cast<int>(own - ranks.begin()),
                                          static_cast<int>(ranks.size()), name, options_);
   }
 
@@ -177,9 +222,10 @@ class GlooBackend final : public Backend {
     }
   }
 
-  ProcessGroup connect(const std::string& name, int num_threads) {
+  ProcessGroup connect(const std::string& name, GlooDevices devices, int num_threads) {
+    const SigpipeBlocked scope;
     auto gloo = c10d::ProcessGroupGloo::Options::create(options_.timeout + kGlooSlack);
-    gloo->devices.push_back(device_);
+    gloo->devices = std::move(devices);
     gloo->threads = num_threads;
     try {
       return c10::make_intrusive<c10d::ProcessGroupGloo>(
@@ -197,8 +243,8 @@ class GlooBackend final : public Backend {
     store_->set(key(rank_), "1");
     const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
     for (int rank = 0; rank < size_; ++rank) {
-      const auto left = std::chrono::duration_cast<milliseconds>(
-          deadline - std::chrono::steady_clock::now());
+      const auto left =
+          std::chrono::duration_cast<milliseconds>(deadline - std::chrono::steady_clock::now());
       try {
         store_->get(key(rank), std::max(left, milliseconds(1)));
       } catch (const CommError& error) {
@@ -219,8 +265,9 @@ class GlooBackend final : public Backend {
 
   // Bytes as a tensor that keeps what the call must keep. Gloo never writes to an input.
   static at::Tensor view(const void* data, std::size_t bytes, const Call& call) {
-    return at::from_blob(const_cast<void*>(data), {static_cast<std::int64_t>(bytes)},
-                         [keep = call.keep_alive](void*) {}, at::TensorOptions(at::kByte));
+    return at::from_blob(
+        const_cast<void*>(data), {static_cast<std::int64_t>(bytes)},
+        [keep = call.keep_alive](void*) {}, at::TensorOptions(at::kByte));
   }
 
   static Pending wrap(c10::intrusive_ptr<c10d::Work> work) {
@@ -228,7 +275,7 @@ class GlooBackend final : public Backend {
   }
 
   const std::shared_ptr<Store> store_;
-  const GlooDevice device_;
+  const GlooDevices devices_;
   const int rank_;
   const int size_;
   const GlooOptions options_;
@@ -237,18 +284,25 @@ class GlooBackend final : public Backend {
   std::atomic<bool> given_up_{false};
 };
 
+GlooBackend::GlooDevice make_device(const GlooOptions& options) {
+  if (!options.interface.empty()) {
+    return c10d::ProcessGroupGloo::createDeviceForInterface(options.interface);
+  }
+  if (!options.bind_host.empty()) {
+    return c10d::ProcessGroupGloo::createDeviceForHostname(options.bind_host);
+  }
+  return c10d::ProcessGroupGloo::createDefaultDevice();
+}
+
 }  // namespace
 
 std::unique_ptr<Backend> make_gloo_backend(std::shared_ptr<Store> store, int rank, int size,
                                            const std::string& name, const GlooOptions& options) {
-  GlooBackend::GlooDevice device;
+  GlooBackend::GlooDevices devices;
+  const SigpipeBlocked scope;
   try {
-    if (!options.interface.empty()) {
-      device = c10d::ProcessGroupGloo::createDeviceForInterface(options.interface);
-    } else if (!options.bind_host.empty()) {
-      device = c10d::ProcessGroupGloo::createDeviceForHostname(options.bind_host);
-    } else {
-      device = c10d::ProcessGroupGloo::createDefaultDevice();
+    for (int i = 0; i < options.num_devices; ++i) {
+      devices.push_back(make_device(options));
     }
   } catch (const std::exception& error) {
     throw CommError(detail::concat("Gloo cannot bind to ",
@@ -258,7 +312,7 @@ std::unique_ptr<Backend> make_gloo_backend(std::shared_ptr<Store> store, int ran
                                    ": ", text_of(error),
                                    "; set GLOO_SOCKET_IFNAME to the interface to use"));
   }
-  return std::make_unique<GlooBackend>(std::move(store), std::move(device), rank, size, name,
+  return std::make_unique<GlooBackend>(std::move(store), std::move(devices), rank, size, name,
                                        options);
 }
 

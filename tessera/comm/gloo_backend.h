@@ -1,8 +1,8 @@
 // Processes that talk TCP through c10d's Gloo. Host memory only.
 //
 // Of Gloo's collectives only those are used that move the closed form of bytes and copy nothing
-// twice: all-gather into given memory, all-to-all and broadcast. Its reduce-scatter is an all-reduce
-// of a copy and adds in an order that depends on the position; we never call it.
+// twice: all-gather into given memory, all-to-all and broadcast. Its reduce-scatter is an
+// all-reduce of a copy and adds in an order that depends on the position; we never call it.
 //
 // A call that was given up stays inside Gloo until Gloo's own time limit; its memory is held by
 // `keep_alive`, and the process group is left to the end of the process.
@@ -23,7 +23,10 @@ struct GlooOptions {
   // ranks of one machine), or, if both are empty, what this machine's host name stands for.
   std::string interface;
   std::string bind_host;
-  int num_threads = 2;
+  // Operations in flight, and connections per pair of ranks that they are spread over; the same on
+  // all ranks.
+  int num_threads = 4;
+  int num_devices = 3;
 };
 
 // Blocks until all `size` ranks have come to `store` under the prefix `name`.

@@ -1,196 +1,23 @@
 #include "tessera/comm/group.h"
 
-#include <atomic>
 #include <cstring>
-#include <exception>
-#include <limits>
-#include <tuple>
 
-#include "tessera/comm/call_queue.h"
+#include "tessera/comm/group_impl.h"
 #include "tessera/comm/solo_backend.h"
-#include "tessera/comm/staging.h"
-#include "tessera/comm/watch.h"
-#include "tessera/core/error.h"
 
 namespace tessera::comm {
 namespace {
 
-constexpr std::size_t kPackAlignment = 16;
+using detail_group::check_pointer;
+using detail_group::checked_bytes;
 
-// Up to this many bytes from all ranks together, an all-reduce gathers everything and adds at home:
-// one round trip instead of two, and the same bits.
-constexpr std::size_t kSmallAllReduceBytes = 64 * 1024;
+constexpr std::size_t kPackAlignment = 16;
 
 std::size_t round_up(std::size_t value, std::size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-std::size_t checked_bytes(std::int64_t numel, DType dtype, int times, const char* what) {
-  TESSERA_CHECK(numel >= 0, ConfigError, what, ": ", numel, " elements; must not be negative");
-  const auto limit = std::numeric_limits<std::int64_t>::max() /
-                     (static_cast<std::int64_t>(bytes_of(dtype)) * times);
-  TESSERA_CHECK(numel <= limit, ConfigError, what, ": ", numel, " elements of ", to_string(dtype),
-                " times ", times, " ranks do not fit the address space");
-  return static_cast<std::size_t>(numel) * bytes_of(dtype);
-}
-
-void check_pointer(const void* data, std::size_t bytes, const char* what) {
-  TESSERA_CHECK(bytes == 0 || data != nullptr, ConfigError, what, ": null memory for ", bytes,
-                " bytes");
-}
-
 }  // namespace
-
-class Group::Impl {
- public:
-  Impl(std::unique_ptr<Backend> backend, std::string name, std::vector<int> world_ranks,
-       GroupOptions options)
-      : backend_(std::move(backend)),
-        name_(std::move(name)),
-        world_ranks_(std::move(world_ranks)),
-        options_(std::move(options)),
-        staging_(*backend_, options_.ledger),
-        watch_(WatchOptions{name_, backend_->rank(), world_ranks_, options_.timeout, options_.beat,
-                            options_.board}) {
-    TESSERA_CHECK(static_cast<int>(world_ranks_.size()) == backend_->size(), ConfigError,
-                  "group '", name_, "': ", world_ranks_.size(), " names for ", backend_->size(),
-                  " ranks");
-    if (!backend_->stream_ordered()) {
-      queue_ = std::make_unique<CallQueue>(*backend_, watch_, world_ranks_, spans());
-    }
-  }
-
-  // An exception on its way through the owner of the group must not wait for calls in flight: the
-  // other ranks will not come to them, and until it is caught nobody knows of it.
-  ~Impl() {
-    if (queue_ && std::uncaught_exceptions() > num_exceptions_) {
-      queue_->abandon(detail::concat("group '", name_, "' was given up: this rank is failing"));
-    }
-  }
-
-  // What every call starts with: its tag, and the backend's copy of the options.
-  QueuedCall prepare(Op op, std::uint64_t shape_hash, std::uint64_t total_bytes,
-                     std::size_t num_tensors, DType dtype, const CallOptions& options,
-                     int root = 0) {
-    QueuedCall queued;
-    CallTag& tag = queued.call.tag;
-    tag.sequence = ++sequence_;
-    tag.op = op;
-    tag.dtype = dtype;
-    tag.root = static_cast<std::uint16_t>(root);
-    tag.num_tensors = static_cast<std::uint32_t>(num_tensors);
-    tag.total_bytes = total_bytes;
-    tag.shape_hash = shape_hash;
-    tag.label_hash = hash_bytes(
-        options.label.parameter.data(), options.label.parameter.size(),
-        hash_bytes(options.label.unit.data(), options.label.unit.size(), 0));
-    queued.text = describe(tag, options.label.unit, options.label.parameter);
-    if (Spans* traced = spans()) {
-      queued.span = {static_cast<std::int64_t>(total_bytes),
-                     static_cast<std::int64_t>(tag.sequence), traced->intern(options.label.unit),
-                     traced->intern(options.label.parameter)};
-      queued.start_ns = traced->now_ns();
-    }
-    queued.call.keep_alive = options.keep_alive;
-    queued.call.stream = options.stream;
-    if (options.stream != nullptr && queue_) {
-      queued.ready = options.stream->record();
-    }
-    return queued;
-  }
-
-  // `payload_bytes` is what this rank sends; the closed forms of docs/communication.md.
-  Pending start(QueuedCall queued, std::size_t payload_bytes) {
-    payload_bytes_ += payload_bytes;
-    ++num_calls_;
-    if (tags_meet()) {
-      control_bytes_ += sizeof(CallTag) * static_cast<std::size_t>(size() - 1);
-    }
-    if (queued.phases.empty()) {
-      // Nothing to move: the ranks still meet, so that a mismatch does not go unseen.
-      queued.phases.push_back(
-          {true, [this, call = queued.call] {
-             return tags_meet() ? Pending() : backend_->start_all_gather({}, call);
-           }});
-    }
-    return queue_ ? queue_->start(std::move(queued)) : run_on_stream(std::move(queued));
-  }
-
-  // Keeps scratch alive as long as the call, also when it is stuck in the network.
-  std::shared_ptr<std::byte> take_staging(QueuedCall& queued, std::size_t bytes) {
-    auto staging = staging_.take(bytes, queued.call.stream);
-    queued.call.keep_alive = std::make_shared<
-        std::pair<std::shared_ptr<const void>, std::shared_ptr<const void>>>(
-        queued.call.keep_alive, staging);
-    return staging;
-  }
-
-  // True: exchanging the tags is already a meeting of all ranks.
-  bool tags_meet() const { return queue_ && !backend_->compares_tags(); }
-
-  // A copy of the call's own memory, in the call's order.
-  Pending copy(void* to, const void* from, std::size_t bytes, device::Stream* stream) {
-    if (stream != nullptr && !queue_) {
-      return options_.device != nullptr
-                 ? options_.device->start_copy(to, from, bytes, *stream)
-                 : stream->enqueue([=] { std::memcpy(to, from, bytes); });
-    }
-    std::memcpy(to, from, bytes);
-    return {};
-  }
-
-  Pending zero(void* to, std::size_t bytes, device::Stream* stream) {
-    if (stream != nullptr && !queue_) {
-      return options_.device != nullptr ? options_.device->start_fill(to, 0, bytes, *stream)
-                                        : stream->enqueue([=] { std::memset(to, 0, bytes); });
-    }
-    std::memset(to, 0, bytes);
-    return {};
-  }
-
-  // Null when nothing is to be recorded.
-  Spans* spans() const {
-    return options_.spans != nullptr && options_.spans->enabled() ? options_.spans : nullptr;
-  }
-
-  int rank() const { return backend_->rank(); }
-  int size() const { return backend_->size(); }
-  std::size_t num_peers() const { return static_cast<std::size_t>(backend_->size() - 1); }
-
-  const std::unique_ptr<Backend> backend_;
-  const std::string name_;
-  const std::vector<int> world_ranks_;
-  const GroupOptions options_;
-  Staging staging_;
-  std::uint64_t num_splits_ = 0;
-
-  std::atomic<std::uint64_t> payload_bytes_{0};
-  std::atomic<std::uint64_t> control_bytes_{0};
-  std::atomic<std::uint64_t> num_calls_{0};
-
- private:
-  // Stream-ordered backends need no worker: each phase is enqueued behind the one before it.
-  Pending run_on_stream(QueuedCall queued) {
-    device::Stream* stream = queued.call.stream;
-    Pending last;
-    for (const Phase& phase : queued.phases) {
-      last = phase.launch();
-      if (stream == nullptr) {
-        last.wait();
-      }
-    }
-    if (Spans* traced = spans()) {  // the time to enqueue it; the stream's own time is the device's
-      traced->record(to_string(queued.call.tag.op).data(), queued.start_ns, traced->now_ns(),
-                     queued.span);
-    }
-    return last;
-  }
-
-  const int num_exceptions_ = std::uncaught_exceptions();
-  std::uint64_t sequence_ = 0;
-  Watch watch_;
-  std::unique_ptr<CallQueue> queue_;  // last: its worker uses everything above
-};
 
 Group::Group(std::unique_ptr<Backend> backend, std::string name, std::vector<int> world_ranks,
              GroupOptions options)
@@ -216,8 +43,7 @@ Pending Group::start_all_gather(std::span<const Gather> tensors, const CallOptio
   std::uint64_t shape = 0;
   const bool may_pack = !impl_->backend_->stream_ordered();
   for (const Gather& tensor : tensors) {
-    const std::size_t bytes =
-        checked_bytes(tensor.shard_numel, tensor.dtype, size(), "all_gather");
+    const std::size_t bytes = checked_bytes(tensor.shard_numel, tensor.dtype, size(), "all_gather");
     check_pointer(tensor.shard, bytes, "all_gather: shard");
     check_pointer(tensor.full, bytes, "all_gather: full");
     shape = hash_bytes(&tensor.shard_numel, sizeof(tensor.shard_numel), shape);
@@ -285,102 +111,6 @@ Pending Group::start_all_gather(std::span<const Gather> tensors, const CallOptio
   return impl_->start(std::move(queued), payload * impl_->num_peers());
 }
 
-Pending Group::start_reduce_scatter(const void* input, void* output, std::int64_t shard_numel,
-                                    DType dtype, DType output_dtype, const CallOptions& options) {
-  const std::size_t bytes = checked_bytes(shard_numel, dtype, size(), "reduce_scatter");
-  check_pointer(input, bytes, "reduce_scatter: input");
-  check_pointer(output, bytes, "reduce_scatter: output");
-  check_reduction(dtype, output_dtype);
-  const std::uint64_t shape = hash_bytes(&shard_numel, sizeof(shard_numel), 0);
-  QueuedCall queued = impl_->prepare(Op::kReduceScatter, shape, bytes, 1, dtype, options);
-  if (bytes > 0) {
-    const void* parts = input;
-    if (size() > 1) {
-      std::byte* received =
-          impl_->take_staging(queued, bytes * static_cast<std::size_t>(size())).get();
-      queued.phases.push_back({true, [impl = impl_.get(), input, received, bytes,
-                                      call = queued.call] {
-                                 return impl->backend_->start_all_to_all(input, received, bytes,
-                                                                         call);
-                               }});
-      parts = received;
-    }
-    const RankParts ranks{parts, dtype, size(), static_cast<std::size_t>(shard_numel)};
-    queued.phases.push_back(
-        {false, [impl = impl_.get(), ranks, output, output_dtype, call = queued.call] {
-           return impl->backend_->start_reduce(
-               ranks, output, output_dtype, Reduction::kSum,
-               impl->backend_->stream_ordered() ? call.stream : nullptr);
-         }});
-  }
-  return impl_->start(std::move(queued), bytes * impl_->num_peers());
-}
-
-Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Reduction reduction,
-                                const CallOptions& options) {
-  const std::size_t bytes = checked_bytes(numel, dtype, size(), "all_reduce");
-  check_pointer(data, bytes, "all_reduce");
-  std::uint64_t shape = hash_bytes(&numel, sizeof(numel), 0);
-  shape = hash_bytes(&reduction, sizeof(reduction), shape);
-  QueuedCall queued = impl_->prepare(Op::kAllReduce, shape, bytes, 1, dtype, options);
-  if (bytes == 0 || size() == 1) {
-    return impl_->start(std::move(queued), 0);
-  }
-  Impl* impl = impl_.get();
-  const auto num_ranks = static_cast<std::size_t>(size());
-  const auto reduce = [impl, dtype, reduction, num_ranks](const std::byte* parts, std::size_t count,
-                                                          void* out, const Call& call) {
-    const RankParts ranks{parts, dtype, static_cast<int>(num_ranks), count};
-    return impl->backend_->start_reduce(ranks, out, dtype, reduction,
-                                        impl->backend_->stream_ordered() ? call.stream : nullptr);
-  };
-
-  if (bytes * num_ranks <= kSmallAllReduceBytes) {
-    std::byte* all = impl->take_staging(queued, bytes * num_ranks).get();
-    queued.phases = {
-        {true,
-         [impl, data, all, bytes, call = queued.call] {
-           const GatherBytes part{data, all, bytes};
-           return impl->backend_->start_all_gather({&part, 1}, call);
-         }},
-        {false, [reduce, all, count = static_cast<std::size_t>(numel), data, call = queued.call] {
-           return reduce(all, count, data, call);
-         }}};
-    return impl->start(std::move(queued), bytes * impl->num_peers());
-  }
-
-  // Reduce-scatter and all-gather of `num_ranks` equal pieces; the last ones are padded with zeros.
-  const std::size_t count = (static_cast<std::size_t>(numel) + num_ranks - 1) / num_ranks;
-  const std::size_t piece_bytes = count * bytes_of(dtype);
-  const std::size_t padded_bytes = piece_bytes * num_ranks;
-  const std::size_t padding_bytes = padded_bytes - bytes;
-  std::byte* received = impl->take_staging(queued, padded_bytes).get();
-  std::byte* padded = padding_bytes == 0 ? static_cast<std::byte*>(data)
-                                         : impl->take_staging(queued, padded_bytes).get();
-  std::byte* own = padded + static_cast<std::size_t>(rank()) * piece_bytes;
-  queued.phases = {
-      {true,
-       [=, call = queued.call] {
-         if (padding_bytes > 0) {
-           std::ignore = impl->copy(padded, data, bytes, call.stream);
-           std::ignore = impl->zero(padded + bytes, padding_bytes, call.stream);
-         }
-         return impl->backend_->start_all_to_all(padded, received, piece_bytes, call);
-       }},
-      {false, [=, call = queued.call] { return reduce(received, count, own, call); }},
-      {true,
-       [=, call = queued.call] {
-         const GatherBytes part{own, padded, piece_bytes};
-         return impl->backend_->start_all_gather({&part, 1}, call);
-       }}};
-  if (padding_bytes > 0) {
-    queued.phases.push_back({false, [=, call = queued.call] {
-                               return impl->copy(data, padded, bytes, call.stream);
-                             }});
-  }
-  return impl->start(std::move(queued), 2 * piece_bytes * impl->num_peers());
-}
-
 Pending Group::start_broadcast(void* data, std::int64_t numel, DType dtype, int root,
                                const CallOptions& options) {
   const std::size_t bytes = checked_bytes(numel, dtype, size(), "broadcast");
@@ -406,7 +136,8 @@ Pending Group::start_all_to_all(const void* send, void* receive, std::int64_t pi
   QueuedCall queued = impl_->prepare(Op::kAllToAll, shape, bytes, 1, dtype, options);
   if (bytes > 0) {
     queued.phases.push_back({true, [impl = impl_.get(), send, receive, bytes, call = queued.call] {
-                               return impl->backend_->start_all_to_all(send, receive, bytes, call);
+                               return impl->backend_->start_all_to_all(
+                                   {send, receive, bytes, bytes, bytes}, call);
                              }});
   }
   return impl_->start(std::move(queued), bytes * impl_->num_peers());

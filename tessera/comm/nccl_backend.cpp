@@ -1,17 +1,17 @@
 #include "tessera/comm/nccl_backend.h"
 
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <optional>
+#include <vector>
+
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/cuda/nccl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-
-#include <algorithm>
-#include <atomic>
-#include <exception>
-#include <optional>
-#include <vector>
 
 #include "tessera/comm/c10d_store.h"
 #include "tessera/core/error.h"
@@ -21,7 +21,8 @@ namespace {
 
 std::string text_of(const std::exception& error) {
   const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-  const std::string text = c10_error != nullptr ? c10_error->what_without_backtrace() : error.what();
+  const std::string text =
+      c10_error != nullptr ? c10_error->what_without_backtrace() : error.what();
   return text.substr(0, text.find('\n'));
 }
 
@@ -107,12 +108,12 @@ class NcclBackend final : public Backend {
     });
   }
 
-  Pending start_all_to_all(const void* send, void* receive, std::size_t piece_bytes,
-                           const Call& call) override {
+  Pending start_all_to_all(const PieceBytes& pieces, const Call& call) override {
+    TESSERA_INVARIANT(pieces.contiguous(), "NCCL was given pieces with gaps");
     return on_stream(call.stream, [&] {
-      const std::size_t bytes = piece_bytes * static_cast<std::size_t>(size_);
-      at::Tensor input = view(send, bytes);
-      at::Tensor output = view(receive, bytes);
+      const std::size_t bytes = pieces.piece_bytes * static_cast<std::size_t>(size_);
+      at::Tensor input = view(pieces.send, bytes);
+      at::Tensor output = view(pieces.receive, bytes);
       std::vector<std::int64_t> equal_pieces;
       return process_group_->alltoall_base(output, input, equal_pieces, equal_pieces);
     });
@@ -211,7 +212,9 @@ class NcclBackend final : public Backend {
   }
 
   at::Device device() const { return {at::kCUDA, device_index_}; }
-  at::TensorOptions bytes_on_device() const { return at::TensorOptions(at::kByte).device(device()); }
+  at::TensorOptions bytes_on_device() const {
+    return at::TensorOptions(at::kByte).device(device());
+  }
   at::Tensor view(const void* data, std::size_t bytes) const {
     return at::from_blob(const_cast<void*>(data), {static_cast<std::int64_t>(bytes)},
                          bytes_on_device());

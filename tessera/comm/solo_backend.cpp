@@ -27,9 +27,8 @@ class SoloBackend final : public Backend {
     return last;
   }
 
-  Pending start_all_to_all(const void* send, void* receive, std::size_t piece_bytes,
-                           const Call& call) override {
-    return copy(receive, send, piece_bytes, call);
+  Pending start_all_to_all(const PieceBytes& pieces, const Call& call) override {
+    return copy(pieces.receive, pieces.send, pieces.piece_bytes, call);
   }
 
   Pending start_broadcast(void*, std::size_t, int, const Call& call) override {
@@ -47,8 +46,8 @@ class SoloBackend final : public Backend {
   }
 
   std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
-    TESSERA_INVARIANT(ranks.size() == 1, "split of a world of one into ", ranks.size(), " ranks: ",
-                      name);
+    TESSERA_INVARIANT(ranks.size() == 1, "split of a world of one into ", ranks.size(),
+                      " ranks: ", name);
     return std::make_unique<SoloBackend>(device_);
   }
 

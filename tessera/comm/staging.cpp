@@ -66,9 +66,8 @@ std::shared_ptr<std::byte> Staging::take(std::size_t bytes, device::Stream* stre
     }
   }
   std::byte* const data = buffer.memory.get();
-  return {data, [shelf = shelf_, buffer = std::move(buffer)](std::byte*) {
-            shelf->put_back(buffer);
-          }};
+  return {data,
+          [shelf = shelf_, buffer = std::move(buffer)](std::byte*) { shelf->put_back(buffer); }};
 }
 
 }  // namespace tessera::comm

@@ -36,7 +36,7 @@ struct Label {
 };
 
 struct CallTag {
-  std::uint64_t sequence = 0;  // the n-th call of this group on this rank, from 1
+  std::uint64_t sequence = 0;    // the n-th call of this group on this rank, from 1
   std::uint64_t shape_hash = 0;  // element counts of all tensors, dtypes, root, reduction
   std::uint64_t label_hash = 0;  // unit and parameter
   std::uint64_t total_bytes = 0;

@@ -127,17 +127,16 @@ class ThreadBackend final : public Backend {
     });
   }
 
-  Pending start_all_to_all(const void* send, void* receive, std::size_t piece_bytes,
-                           const Call& call) override {
-    const auto offset = static_cast<std::size_t>(rank_) * piece_bytes;
-    auto* target = static_cast<std::byte*>(receive);
-    return start(call, {static_cast<const std::byte*>(send)},
-                 [target, offset, piece_bytes](const std::vector<Posting>& postings) {
-                   for (std::size_t r = 0; r < postings.size(); ++r) {
-                     std::memcpy(target + r * piece_bytes, postings[r].sources[0] + offset,
-                                 piece_bytes);
-                   }
-                 });
+  Pending start_all_to_all(const PieceBytes& pieces, const Call& call) override {
+    return start(
+        call, {static_cast<const std::byte*>(pieces.send)},
+        [pieces, rank = static_cast<std::size_t>(rank_)](const std::vector<Posting>& postings) {
+          auto* receive = static_cast<std::byte*>(pieces.receive);
+          for (std::size_t r = 0; r < postings.size(); ++r) {
+            std::memcpy(receive + r * pieces.receive_stride,
+                        postings[r].sources[0] + rank * pieces.send_stride, pieces.piece_bytes);
+          }
+        });
   }
 
   Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) override {
@@ -220,8 +219,8 @@ class ThreadBackend final : public Backend {
   void execute(Job& job) {
     if (fault_ && job.index >= fault_->call) {
       if (fault_->kind == ThreadFault::Kind::kThrow) {
-        throw CommError(detail::concat("injected fault in call ", job.index, " of rank ",
-                                       world_rank()));
+        throw CommError(
+            detail::concat("injected fault in call ", job.index, " of rank ", world_rank()));
       }
       std::unique_lock lock(meeting_->mutex);
       meeting_->changed.wait(lock, [this] { return closing_ || !aborted_.empty(); });
@@ -327,8 +326,8 @@ std::unique_ptr<Backend> ThreadWorld::make_backend(int rank) {
   }
   std::vector<int> ranks(static_cast<std::size_t>(num_ranks()));
   std::iota(ranks.begin(), ranks.end(), 0);
-  return std::make_unique<ThreadBackend>(shared_, shared_->meeting("world", std::move(ranks)),
-                                         rank, faulty ? fault : std::nullopt);
+  return std::make_unique<ThreadBackend>(shared_, shared_->meeting("world", std::move(ranks)), rank,
+                                         faulty ? fault : std::nullopt);
 }
 
 std::vector<std::exception_ptr> run_ranks_collecting(const ThreadWorldOptions& world,

@@ -121,8 +121,8 @@ void Watch::await(const device::Pending& pending, const CallTag& tag, const std:
       next_look = now + options_.beat;
       post();
       if (const std::string failures = failures_text(); !failures.empty()) {
-        throw PeerError(detail::concat(text, " in group '", options_.group, "' was given up: ",
-                                       failures));
+        throw PeerError(
+            detail::concat(text, " in group '", options_.group, "' was given up: ", failures));
       }
     }
     if (now >= deadline) {
@@ -132,8 +132,7 @@ void Watch::await(const device::Pending& pending, const CallTag& tag, const std:
 }
 
 std::string Watch::explain_loss(const std::string& text, const std::string& reason) {
-  const std::string what =
-      detail::concat(text, " in group '", options_.group, "' lost a peer: ");
+  const std::string what = detail::concat(text, " in group '", options_.group, "' lost a peer: ");
   if (!options_.board) {
     return what + reason;
   }
@@ -163,9 +162,9 @@ std::string Watch::explain_loss(const std::string& text, const std::string& reas
   std::string silent;
   for (std::size_t rank = 0; rank < alive.size(); ++rank) {
     if (!alive[rank]) {
-      silent += detail::concat("; rank ", options_.world_ranks[rank], " gives no sign of life, ",
-                               last_words(options_.board->read(options_.group,
-                                                               static_cast<int>(rank))));
+      silent +=
+          detail::concat("; rank ", options_.world_ranks[rank], " gives no sign of life, ",
+                         last_words(options_.board->read(options_.group, static_cast<int>(rank))));
     }
   }
   return detail::concat(what, reason, silent);
@@ -194,12 +193,12 @@ std::string Watch::explain_timeout(const CallTag& tag, const std::string& text) 
     }
   }
   if (missing.empty()) {
-    return verdict + "all ranks have come, so the network is stuck or too slow for this call; "
-                     "check it with tessera bench-comm, or raise comm.timeout_s";
+    return verdict +
+           "all ranks have come, so the network is stuck or too slow for this call; "
+           "check it with tessera bench-comm, or raise comm.timeout_s";
   }
   return detail::concat(verdict, list_ranks(missing), missing.size() == 1 ? " has" : " have",
-                        " not come", words,
-                        "; if they are only slow, raise comm.timeout_s");
+                        " not come", words, "; if they are only slow, raise comm.timeout_s");
 }
 
 }  // namespace tessera::comm

@@ -75,7 +75,7 @@ inline Float16 to_float16(float value) {
   // smallest half.
   const std::uint32_t subnormal =
       std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) & 0x7ffU;
-  const std::uint32_t finite = magnitude < 0x38800000U ? subnormal
+  const std::uint32_t finite = magnitude < 0x38800000U    ? subnormal
                                : magnitude >= 0x477ff000U ? 0x7c00U
                                                           : normal;
   const std::uint32_t quiet_nan = 0x7e00U | ((magnitude >> 13) & 0x3ffU);

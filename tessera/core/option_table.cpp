@@ -60,8 +60,9 @@ constexpr std::array kOptions = {
           "Tensors whose piece per rank is smaller than this travel together in one message.",
           "comm"),
 
-    integer("shard.group_size", "0", 0, 1048576,
-            "Ranks that hold one copy of the model together (MiCS); 0: all; must divide the world."),
+    integer(
+        "shard.group_size", "0", 0, 1048576,
+        "Ranks that hold one copy of the model together (MiCS); 0: all; must divide the world."),
     flag("shard.hierarchical_gather", "false",
          "Gather between nodes first and inside each node second (MiCS)."),
     integer("shard.secondary_group_size", "1", 0, 1048576,

@@ -1,10 +1,10 @@
 #include "tessera/comm/exact_sum.h"
 
-#include <gtest/gtest.h>
-
 #include <cmath>
 #include <limits>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
 #include "tests/comm/reference.h"
@@ -102,8 +102,7 @@ TEST(ExactSum, TheResultMayReplaceTheFirstPart) {
   reduce_in_rank_order({parts.data(), DType::kFloat32, 3, 5000}, parts.data(), DType::kFloat32,
                        Reduction::kSum);
   parts.resize(5000 * 4);
-  EXPECT_TRUE(parts ==
-              reference::rank_order_sum(5, 3, 0, 5000, DType::kFloat32, DType::kFloat32));
+  EXPECT_TRUE(parts == reference::rank_order_sum(5, 3, 0, 5000, DType::kFloat32, DType::kFloat32));
 }
 
 TEST(ExactSum, ANarrowingResultIsRefused) {

@@ -23,17 +23,17 @@ std::vector<std::exception_ptr> run_gloo_ranks(int num_ranks, const GroupOptions
   for (int rank = 0; rank < num_ranks; ++rank) {
     ranks.emplace_back([&, rank] {
       GroupOptions options = group_options;
-      options.board = make_store_board(connect_store("127.0.0.1", server->port(), kStoreTimeout),
-                                       num_ranks);
+      options.board =
+          make_store_board(connect_store("127.0.0.1", server->port(), kStoreTimeout), num_ranks);
       try {
         GlooOptions gloo;
         gloo.timeout = options.timeout;
         gloo.bind_host = "127.0.0.1";
         std::unique_ptr<Backend> backend =
-            num_ranks == 1 ? make_solo_backend()
-                           : make_gloo_backend(
-                                 connect_store("127.0.0.1", server->port(), kStoreTimeout), rank,
-                                 num_ranks, "world", gloo);
+            num_ranks == 1
+                ? make_solo_backend()
+                : make_gloo_backend(connect_store("127.0.0.1", server->port(), kStoreTimeout), rank,
+                                    num_ranks, "world", gloo);
         std::vector<int> world_ranks(static_cast<std::size_t>(num_ranks));
         std::iota(world_ranks.begin(), world_ranks.end(), 0);
         Group group(std::move(backend), "world", world_ranks, options);

@@ -47,8 +47,7 @@ TEST_P(GroupContract, AllGatherWritesThePiecesInRankOrder) {
           Bytes full(shard.size() * static_cast<std::size_t>(group.size()), std::byte{0xee});
           const Gather gather{shard.data(), full.data(), static_cast<std::int64_t>(numel), dtype};
           group.start_all_gather({&gather, 1}).wait();
-          expect_same(full, concatenated(numel, group.size(), numel, dtype),
-                      std::to_string(numel));
+          expect_same(full, concatenated(numel, group.size(), numel, dtype), std::to_string(numel));
         }
       }
     });
@@ -71,8 +70,8 @@ TEST_P(GroupContract, OneAllGatherTakesManyTensorsOfAllSizesAndTypes) {
         numels.push_back(numel);
       }
       for (std::size_t i = 0; i < shards.size(); ++i) {
-        gathers.push_back({shards[i].data(), fulls[i].data(),
-                           static_cast<std::int64_t>(numels[i]), dtypes[i % 4]});
+        gathers.push_back({shards[i].data(), fulls[i].data(), static_cast<std::int64_t>(numels[i]),
+                           dtypes[i % 4]});
       }
       group.start_all_gather(gathers).wait();
       for (std::size_t i = 0; i < shards.size(); ++i) {
@@ -117,10 +116,10 @@ TEST_P(GroupContract, ReduceScatterIsTheSumInRankOrderToTheBit) {
                                     dtype, out_dtype)
               .wait();
           const auto begin = numel * static_cast<std::size_t>(group.rank());
-          expect_same(output,
-                      reference::rank_order_sum(numel, group.size(), begin, numel, dtype,
-                                                out_dtype),
-                      std::to_string(numel));
+          expect_same(
+              output,
+              reference::rank_order_sum(numel, group.size(), begin, numel, dtype, out_dtype),
+              std::to_string(numel));
         }
       }
     });
@@ -130,14 +129,13 @@ TEST_P(GroupContract, ReduceScatterIsTheSumInRankOrderToTheBit) {
 TEST_P(GroupContract, AllReduceGivesEveryRankTheSameBits) {
   for (int num_ranks = 1; num_ranks <= 5; ++num_ranks) {
     run(num_ranks, [](Group& group) {
-      for (const std::size_t numel : {std::size_t{0}, std::size_t{1}, std::size_t{1023},
-                                      std::size_t{16387}}) {
+      for (const std::size_t numel :
+           {std::size_t{0}, std::size_t{1}, std::size_t{1023}, std::size_t{16387}}) {
         for (const DType dtype :
              {DType::kFloat32, DType::kFloat64, DType::kInt64, DType::kBFloat16}) {
           Bytes data = reference::array(numel, group.rank(), 0, numel, dtype);
           group.start_all_reduce(data.data(), static_cast<std::int64_t>(numel), dtype).wait();
-          expect_same(data,
-                      reference::rank_order_sum(numel, group.size(), 0, numel, dtype, dtype),
+          expect_same(data, reference::rank_order_sum(numel, group.size(), 0, numel, dtype, dtype),
                       std::to_string(numel));
         }
       }
@@ -183,8 +181,7 @@ TEST_P(GroupContract, AllToAllTransposesThePieces) {
     run(num_ranks, [](Group& group) {
       for (const std::size_t numel : {std::size_t{0}, std::size_t{1}, std::size_t{20011}}) {
         const auto num = static_cast<std::size_t>(group.size());
-        const Bytes send =
-            reference::array(5, group.rank(), 0, numel * num, DType::kBFloat16);
+        const Bytes send = reference::array(5, group.rank(), 0, numel * num, DType::kBFloat16);
         Bytes receive(send.size());
         group
             .start_all_to_all(send.data(), receive.data(), static_cast<std::int64_t>(numel),
@@ -267,8 +264,7 @@ TEST_P(GroupContract, WireBytesAreTheClosedForm) {
       group.start_all_gather({&gather, 1}).wait();
       EXPECT_EQ(sent(), peers * kNumel * 4);
       group
-          .start_reduce_scatter(full.data(), shard.data(), kNumel, DType::kFloat32,
-                                DType::kFloat32)
+          .start_reduce_scatter(full.data(), shard.data(), kNumel, DType::kFloat32, DType::kFloat32)
           .wait();
       EXPECT_EQ(sent(), peers * kNumel * 4);
       group.start_all_to_all(full.data(), other.data(), kNumel, DType::kFloat32).wait();
@@ -307,8 +303,8 @@ class RandomCall {
     const auto num = static_cast<std::size_t>(group.size());
     const int rank = group.rank();
     const DType dtype = random() % 2 == 0 ? DType::kFloat32 : DType::kBFloat16;
-    const auto numel = static_cast<std::size_t>(random() % 7 == 0 ? random() % 30000
-                                                                  : random() % 200);
+    const auto numel =
+        static_cast<std::size_t>(random() % 7 == 0 ? random() % 30000 : random() % 200);
     const auto count = static_cast<std::int64_t>(numel);
     switch (random() % 5) {
       case 0: {
@@ -322,11 +318,11 @@ class RandomCall {
       case 1:
         in_ = reference::array(seed_, rank, 0, numel * num, dtype);
         out_.resize(numel * 4);
-        expected_ = reference::rank_order_sum(seed_, group.size(),
-                                              numel * static_cast<std::size_t>(rank), numel, dtype,
-                                              DType::kFloat32);
-        pending_ = group.start_reduce_scatter(in_.data(), out_.data(), count, dtype,
-                                              DType::kFloat32);
+        expected_ =
+            reference::rank_order_sum(seed_, group.size(), numel * static_cast<std::size_t>(rank),
+                                      numel, dtype, DType::kFloat32);
+        pending_ =
+            group.start_reduce_scatter(in_.data(), out_.data(), count, dtype, DType::kFloat32);
         break;
       case 2:
         out_ = reference::array(seed_, rank, 0, numel, dtype);
@@ -344,8 +340,8 @@ class RandomCall {
         in_ = reference::array(seed_, rank, 0, numel * num, dtype);
         out_.resize(in_.size());
         for (int from = 0; from < group.size(); ++from) {
-          const Bytes piece = reference::array(
-              seed_, from, numel * static_cast<std::size_t>(rank), numel, dtype);
+          const Bytes piece =
+              reference::array(seed_, from, numel * static_cast<std::size_t>(rank), numel, dtype);
           expected_.insert(expected_.end(), piece.begin(), piece.end());
         }
         pending_ = group.start_all_to_all(in_.data(), out_.data(), count, dtype);

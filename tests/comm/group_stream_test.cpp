@@ -1,10 +1,10 @@
 // Collectives in the order of streams, on a device that is as late as it may be. A program that
 // names its stream gets the right numbers; one that forgets meets poison: shown both ways, so that
 // this test is known to see the mistake.
-#include <gtest/gtest.h>
-
 #include <cmath>
 #include <tuple>
+
+#include <gtest/gtest.h>
 
 #include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
@@ -90,8 +90,8 @@ TEST(GroupStream, ALateInputHoldsUpLaterCallsButChangesNoOrder) {
       std::ignore = device->start_copy(late_data.data(), source.data(), 64 * 8, read);
       CallOptions behind;
       behind.stream = &read;
-      const Pending second_hand = group.start_all_reduce(late_data.data(), 64, DType::kInt64,
-                                                         Reduction::kSum, behind);
+      const Pending second_hand =
+          group.start_all_reduce(late_data.data(), 64, DType::kInt64, Reduction::kSum, behind);
       const Pending at_once = group.start_all_reduce(early_data.data(), 64, DType::kInt64);
       at_once.wait();
       EXPECT_TRUE(second_hand.done());  // calls of a group finish in their order

@@ -1,13 +1,12 @@
-// NCCL in a world of one: device memory, stream order, the same arithmetic as everywhere. More ranks
-// need more GPUs than the machines that run these tests have.
-#include "tessera/comm/nccl_backend.h"
-
-#include <gtest/gtest.h>
-
+// NCCL in a world of one: device memory, stream order, the same arithmetic as everywhere. More
+// ranks need more GPUs than the machines that run these tests have.
 #include <algorithm>
 #include <tuple>
 
+#include <gtest/gtest.h>
+
 #include "tessera/comm/group.h"
+#include "tessera/comm/nccl_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
 #include "tests/comm/reference.h"
@@ -87,8 +86,8 @@ TEST_F(NcclTest, GathersManyTensorsInOneCall) {
     sources.push_back(reference::array(i, 0, 0, 1 + i * 1009, DType::kBFloat16));
     shards.push_back(upload(sources.back()));
     fulls.push_back(on_device(sources.back().size()));
-    gathers.push_back({shards[i].data(), fulls[i].data(),
-                       static_cast<std::int64_t>(1 + i * 1009), DType::kBFloat16});
+    gathers.push_back({shards[i].data(), fulls[i].data(), static_cast<std::int64_t>(1 + i * 1009),
+                       DType::kBFloat16});
   }
   group_->start_all_gather(gathers, call_).wait();
   for (std::size_t i = 0; i < sources.size(); ++i) {
@@ -106,8 +105,7 @@ TEST_F(NcclTest, ReducesInRankOrderOnTheDevice) {
     const Memory output = on_device(kNumel * bytes_of(out_dtype));
     group_->start_reduce_scatter(input.data(), output.data(), kNumel, dtype, out_dtype, call_)
         .wait();
-    EXPECT_TRUE(download(output) ==
-                reference::rank_order_sum(3, 1, 0, kNumel, dtype, out_dtype));
+    EXPECT_TRUE(download(output) == reference::rank_order_sum(3, 1, 0, kNumel, dtype, out_dtype));
   }
 }
 

@@ -1,4 +1,5 @@
-// What only ranks as threads can do: faults on demand, and memory that must not be touched too late.
+// What only ranks as threads can do: faults on demand, and memory that must not be touched too
+// late.
 #include "tessera/comm/thread_backend.h"
 
 #include <gtest/gtest.h>
@@ -128,8 +129,8 @@ TEST(ThreadBackend, KeepAliveIsHeldUntilTheCallIsOver) {
     auto data = std::make_shared<std::vector<float>>(1000, 1.0F);
     CallOptions options;
     options.keep_alive = data;
-    const Pending pending = group.start_all_reduce(data->data(), 1000, DType::kFloat32,
-                                                   Reduction::kSum, options);
+    const Pending pending =
+        group.start_all_reduce(data->data(), 1000, DType::kFloat32, Reduction::kSum, options);
     const std::weak_ptr<std::vector<float>> watched = data;
     data.reset();
     options.keep_alive.reset();
@@ -150,8 +151,7 @@ TEST(ThreadBackend, StagingIsChargedToTheLedgerAndReused) {
     std::vector<float> output(1000);
     for (int i = 0; i < 50; ++i) {
       group
-          .start_reduce_scatter(input.data(), output.data(), 1000, DType::kFloat32,
-                                DType::kFloat32)
+          .start_reduce_scatter(input.data(), output.data(), 1000, DType::kFloat32, DType::kFloat32)
           .wait();
     }
     group.start_barrier().wait();

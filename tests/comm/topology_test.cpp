@@ -1,9 +1,9 @@
 #include "tessera/comm/topology.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <set>
+
+#include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
 

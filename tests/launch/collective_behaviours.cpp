@@ -27,8 +27,8 @@ void reduce(comm::Group& group) {
   std::vector<float> data(1000, 1.0F);
   group.start_all_reduce(data.data(), 1000, DType::kFloat32, comm::Reduction::kSum, labelled())
       .wait();
-  TESSERA_CHECK(data.back() == static_cast<float>(group.size()), CommError, "a wrong sum: ",
-                data.back());
+  TESSERA_CHECK(data.back() == static_cast<float>(group.size()), CommError,
+                "a wrong sum: ", data.back());
 }
 
 // Everybody reduces twice; then the culprit does its deed while the others reduce.

@@ -34,8 +34,8 @@ struct Behaviour {
   std::function<int(RankContext&)> body;
 };
 
-std::vector<Behaviour> plain_behaviours();  // need no store
-std::vector<Behaviour> store_behaviours();  // need the program with torch
+std::vector<Behaviour> plain_behaviours();       // need no store
+std::vector<Behaviour> store_behaviours();       // need the program with torch
 std::vector<Behaviour> collective_behaviours();  // the same
 
 // "rank 2 ready\n" on standard output, in one piece.

@@ -1,0 +1,154 @@
+// The reductions of Group: what travels, and where it is added up.
+#include <algorithm>
+#include <tuple>
+
+#include "tessera/comm/group_impl.h"
+
+namespace tessera::comm {
+namespace {
+
+using detail_group::check_pointer;
+using detail_group::checked_bytes;
+
+// Up to this many bytes from all ranks together, an all-reduce gathers everything and adds at home:
+// one round trip instead of two, and the same bits.
+constexpr std::size_t kSmallAllReduceBytes = 64 * 1024;
+
+// A reduce-scatter travels in pieces of this size, so that adding overlaps with the network.
+constexpr std::size_t kReduceChunkBytes = std::size_t{4} << 20;
+
+}  // namespace
+
+// A local phase that adds up `parts`; the call goes on when `next` is done, too.
+void Group::Impl::add_sum(QueuedCall& queued, const RankParts& parts, void* output,
+                          DType output_dtype, std::function<Pending()> next) {
+  queued.phases.push_back(
+      {false, [impl = this, parts, output, output_dtype, next, call = queued.call] {
+         Pending added =
+             impl->backend_->start_reduce(parts, output, output_dtype, Reduction::kSum,
+                                          impl->backend_->stream_ordered() ? call.stream : nullptr);
+         return next ? next() : added;
+       }});
+}
+
+// All-to-all in chunks, all launched at once: while one travels, the one before it is added up.
+void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void* output,
+                                     std::size_t shard_numel, DType dtype, DType output_dtype) {
+  const bool chunked = !backend_->stream_ordered();
+  const std::size_t chunk_numel =
+      chunked ? std::min(shard_numel, kReduceChunkBytes / bytes_of(dtype)) : shard_numel;
+  const std::size_t num_chunks = (shard_numel + chunk_numel - 1) / chunk_numel;
+  const auto num_ranks = static_cast<std::size_t>(size());
+  const std::size_t shard_bytes = shard_numel * bytes_of(dtype);
+  std::byte* received = take_staging(queued, shard_bytes * num_ranks).get();
+
+  auto arrivals = std::make_shared<std::vector<Pending>>(num_chunks);
+  const auto numel_of = [=](std::size_t chunk) {
+    return std::min(chunk_numel, shard_numel - chunk * chunk_numel);
+  };
+  // Chunks lie behind each other in the staging, each with its parts in rank order.
+  const auto parts_of = [=](std::size_t chunk) {
+    return received + chunk * chunk_numel * bytes_of(dtype) * num_ranks;
+  };
+  queued.phases.push_back({true, [=, impl = this, call = queued.call] {
+                             for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) {
+                               const std::size_t chunk_bytes = numel_of(chunk) * bytes_of(dtype);
+                               const auto* send = static_cast<const std::byte*>(input) +
+                                                  chunk * chunk_numel * bytes_of(dtype);
+                               (*arrivals)[chunk] = impl->backend_->start_all_to_all(
+                                   {send, parts_of(chunk), chunk_bytes, shard_bytes, chunk_bytes},
+                                   call);
+                             }
+                             return arrivals->front();
+                           }});
+  for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) {
+    std::function<Pending()> next;
+    if (chunk + 1 < num_chunks) {
+      next = [arrivals, chunk] { return (*arrivals)[chunk + 1]; };
+    }
+    add_sum(queued, {parts_of(chunk), dtype, size(), numel_of(chunk)},
+            static_cast<std::byte*>(output) + chunk * chunk_numel * bytes_of(output_dtype),
+            output_dtype, std::move(next));
+  }
+}
+
+Pending Group::start_reduce_scatter(const void* input, void* output, std::int64_t shard_numel,
+                                    DType dtype, DType output_dtype, const CallOptions& options) {
+  const std::size_t bytes = checked_bytes(shard_numel, dtype, size(), "reduce_scatter");
+  check_pointer(input, bytes, "reduce_scatter: input");
+  check_pointer(output, bytes, "reduce_scatter: output");
+  check_reduction(dtype, output_dtype);
+  const std::uint64_t shape = hash_bytes(&shard_numel, sizeof(shard_numel), 0);
+  QueuedCall queued = impl_->prepare(Op::kReduceScatter, shape, bytes, 1, dtype, options);
+  if (bytes > 0 && size() == 1) {
+    impl_->add_sum(queued, {input, dtype, 1, static_cast<std::size_t>(shard_numel)}, output,
+                   output_dtype, {});
+  } else if (bytes > 0) {
+    impl_->add_reduce_scatter(queued, input, output, static_cast<std::size_t>(shard_numel), dtype,
+                              output_dtype);
+  }
+  return impl_->start(std::move(queued), bytes * impl_->num_peers());
+}
+
+Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Reduction reduction,
+                                const CallOptions& options) {
+  const std::size_t bytes = checked_bytes(numel, dtype, size(), "all_reduce");
+  check_pointer(data, bytes, "all_reduce");
+  std::uint64_t shape = hash_bytes(&numel, sizeof(numel), 0);
+  shape = hash_bytes(&reduction, sizeof(reduction), shape);
+  QueuedCall queued = impl_->prepare(Op::kAllReduce, shape, bytes, 1, dtype, options);
+  if (bytes == 0 || size() == 1) {
+    return impl_->start(std::move(queued), 0);
+  }
+  Impl* impl = impl_.get();
+  const auto num_ranks = static_cast<std::size_t>(size());
+  const auto reduce = [impl, dtype, reduction, num_ranks](const std::byte* parts, std::size_t count,
+                                                          void* out, const Call& call) {
+    const RankParts ranks{parts, dtype, static_cast<int>(num_ranks), count};
+    return impl->backend_->start_reduce(ranks, out, dtype, reduction,
+                                        impl->backend_->stream_ordered() ? call.stream : nullptr);
+  };
+
+  if (bytes * num_ranks <= kSmallAllReduceBytes) {
+    std::byte* all = impl->take_staging(queued, bytes * num_ranks).get();
+    queued.phases = {{true,
+                      [impl, data, all, bytes, call = queued.call] {
+                        const GatherBytes part{data, all, bytes};
+                        return impl->backend_->start_all_gather({&part, 1}, call);
+                      }},
+                     {false, [reduce, all, count = static_cast<std::size_t>(numel), data,
+                              call = queued.call] { return reduce(all, count, data, call); }}};
+    return impl->start(std::move(queued), bytes * impl->num_peers());
+  }
+
+  // Reduce-scatter and all-gather of `num_ranks` equal pieces; the last ones are padded with zeros.
+  const std::size_t count = (static_cast<std::size_t>(numel) + num_ranks - 1) / num_ranks;
+  const std::size_t piece_bytes = count * bytes_of(dtype);
+  const std::size_t padded_bytes = piece_bytes * num_ranks;
+  const std::size_t padding_bytes = padded_bytes - bytes;
+  std::byte* received = impl->take_staging(queued, padded_bytes).get();
+  std::byte* padded = padding_bytes == 0 ? static_cast<std::byte*>(data)
+                                         : impl->take_staging(queued, padded_bytes).get();
+  std::byte* own = padded + static_cast<std::size_t>(rank()) * piece_bytes;
+  queued.phases = {{true,
+                    [=, call = queued.call] {
+                      if (padding_bytes > 0) {
+                        std::ignore = impl->copy(padded, data, bytes, call.stream);
+                        std::ignore = impl->zero(padded + bytes, padding_bytes, call.stream);
+                      }
+                      return impl->backend_->start_all_to_all(
+                          {padded, received, piece_bytes, piece_bytes, piece_bytes}, call);
+                    }},
+                   {false, [=, call = queued.call] { return reduce(received, count, own, call); }},
+                   {true, [=, call = queued.call] {
+                      const GatherBytes part{own, padded, piece_bytes};
+                      return impl->backend_->start_all_gather({&part, 1}, call);
+                    }}};
+  if (padding_bytes > 0) {
+    queued.phases.push_back(
+        {false, [=, call = queued.call] { return impl->copy(data, padded, bytes, call.stream); }});
+  }
+  return impl->start(std::move(queued), 2 * piece_bytes * impl->num_peers());
+}
+
+}  // namespace tessera::comm
