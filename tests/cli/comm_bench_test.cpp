@@ -40,12 +40,11 @@ class DamagingBackend final : public Backend {
     }
     return pending;
   }
-  Pending start_all_to_all(const void* send, void* receive, std::size_t piece_bytes,
-                           const Call& call) override {
-    Pending pending = inner_->start_all_to_all(send, receive, piece_bytes, call);
+  Pending start_all_to_all(const comm::PieceBytes& pieces, const comm::Call& call) override {
+    Pending pending = inner_->start_all_to_all(pieces, call);
     if (damage_ == Damage::kAllToAll) {
       pending.wait();
-      flip_last(receive, piece_bytes * static_cast<std::size_t>(size()));
+      flip_last(pieces.receive, pieces.receive_stride * static_cast<std::size_t>(size()));
     }
     return pending;
   }
