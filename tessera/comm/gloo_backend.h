@@ -26,7 +26,7 @@ struct GlooOptions {
   // Operations in flight, and connections per pair of ranks that they are spread over; the same on
   // all ranks.
   int num_threads = 4;
-  int num_devices = 3;
+  int num_devices = 2;
 };
 
 // Blocks until all `size` ranks have come to `store` under the prefix `name`.

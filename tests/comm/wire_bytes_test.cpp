@@ -97,12 +97,22 @@ std::pair<std::uint64_t, std::uint64_t> sent_by(int num_ranks,
 }
 
 // Gloo puts a header before each message, and the store is asked now and then: 2 % is for those.
+// The kernel also sends segments again when an answer is late, which only adds and depends on how
+// busy the machine is: so the least of a few tries counts. What we send too much, we send every
+// time.
 void expect_agreement(const char* what, int num_ranks, const std::function<void(Group&)>& body) {
-  const auto [ours, kernel] = sent_by(num_ranks, body);
-  EXPECT_GE(static_cast<double>(kernel), 0.98 * static_cast<double>(ours))
-      << what << " on " << num_ranks << " ranks";
-  EXPECT_LE(static_cast<double>(kernel), 1.02 * static_cast<double>(ours))
-      << what << " on " << num_ranks << " ranks";
+  constexpr int kMaxTries = 5;
+  double excess = 0;
+  for (int attempt = 0; attempt < kMaxTries; ++attempt) {
+    const auto [ours, kernel] = sent_by(num_ranks, body);
+    excess = static_cast<double>(kernel) / static_cast<double>(ours) - 1.0;
+    EXPECT_GE(excess, -0.02) << what << " on " << num_ranks << " ranks: less than we say";
+    if (excess <= 0.02) {
+      return;
+    }
+  }
+  ADD_FAILURE() << what << " on " << num_ranks << " ranks: " << 100.0 * excess
+                << " % more than we say";
 }
 
 class WireBytesTest : public ::testing::Test {
