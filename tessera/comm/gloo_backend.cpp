@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "tessera/comm/c10d_error.h"
 #include "tessera/comm/c10d_store.h"
 #include "tessera/comm/solo_backend.h"
 #include "tessera/core/error.h"
@@ -28,12 +29,6 @@ constexpr std::size_t kDirectBytes = 32 * 1024;
 
 // Gloo's own limit lies behind ours, so that the message with the names comes first.
 constexpr milliseconds kGlooSlack = std::chrono::seconds(30);
-
-std::string text_of(const std::exception& error) {
-  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-  std::string text = c10_error != nullptr ? c10_error->what_without_backtrace() : error.what();
-  return text.substr(0, text.find('\n'));
-}
 
 // Gloo writes to sockets without MSG_NOSIGNAL: a peer that has gone would end this process by
 // SIGPIPE instead of failing the call. Threads inherit what is blocked where they are started, so
@@ -65,7 +60,7 @@ class GlooPending final : public device::PendingState {
     try {
       work_->wait();
     } catch (const std::exception& error) {
-      throw PeerError(text_of(error));
+      throw PeerError(c10d_text(error));
     }
   }
 
@@ -233,7 +228,7 @@ class GlooBackend final : public Backend {
     } catch (const std::exception& error) {
       throw CommError(detail::concat("group '", name, "': rank ", rank_,
                                      " cannot connect to the other ", size_ - 1,
-                                     " ranks over Gloo: ", text_of(error)));
+                                     " ranks over Gloo: ", c10d_text(error)));
     }
   }
 
@@ -309,7 +304,7 @@ std::unique_ptr<Backend> make_gloo_backend(std::shared_ptr<Store> store, int ran
                                    !options.interface.empty()   ? options.interface
                                    : !options.bind_host.empty() ? options.bind_host
                                                                 : "the address of this host",
-                                   ": ", text_of(error),
+                                   ": ", c10d_text(error),
                                    "; set GLOO_SOCKET_IFNAME to the interface to use"));
   }
   return std::make_unique<GlooBackend>(std::move(store), std::move(devices), rank, size, name,

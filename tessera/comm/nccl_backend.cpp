@@ -13,18 +13,12 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include "tessera/comm/c10d_error.h"
 #include "tessera/comm/c10d_store.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
 namespace {
-
-std::string text_of(const std::exception& error) {
-  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-  const std::string text =
-      c10_error != nullptr ? c10_error->what_without_backtrace() : error.what();
-  return text.substr(0, text.find('\n'));
-}
 
 at::ScalarType scalar_type(DType dtype) {
   switch (dtype) {
@@ -64,7 +58,7 @@ class NcclBackend final : public Backend {
           c10::make_intrusive<c10d::PrefixStore>(name, c10d_store(*store_)), rank, size, options);
     } catch (const std::exception& error) {
       throw CommError(detail::concat("group '", name, "': rank ", rank, " on GPU ", device_index,
-                                     " cannot start NCCL: ", text_of(error)));
+                                     " cannot start NCCL: ", c10d_text(error)));
     }
   }
 
@@ -200,7 +194,7 @@ class NcclBackend final : public Backend {
     try {
       start()->wait();
     } catch (const std::exception& error) {
-      throw CommError(detail::concat("NCCL: ", text_of(error)));
+      throw CommError(detail::concat("NCCL: ", c10d_text(error)));
     }
     return stream != nullptr ? stream->record() : synchronized();
   }

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "tessera/comm/c10d_error.h"
 #include "tessera/comm/c10d_store.h"
 #include "tessera/comm/socket_probe.h"
 #include "tessera/core/error.h"
@@ -23,12 +24,6 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kLongestPause{50};
-
-// c10d's messages may carry a C++ stack trace behind the first line.
-std::string first_line(const std::exception& error) {
-  const std::string text = error.what();
-  return text.substr(0, text.find('\n'));
-}
 
 // [Note: the second connection]
 // c10d prints a stack trace when its connection breaks, and its socket cannot be looked at. So a
@@ -110,7 +105,7 @@ class TcpStore final : public Store {
         body();
         return;
       } catch (const std::exception& error) {
-        why = first_line(error);
+        why = c10d_text(error);
       }
     }
     throw CommError(detail::concat("store at ", address(), ": cannot ", verb, " key '", key,
@@ -166,7 +161,7 @@ std::unique_ptr<Store> serve_store(const std::string& host, std::uint16_t port,
                                       key_prefix, std::make_unique<Sentinel>(-1));
   } catch (const std::exception& error) {
     throw CommError(detail::concat("store at ", host, ":", options.port,
-                                   ": cannot be served: ", first_line(error)));
+                                   ": cannot be served: ", c10d_text(error)));
   }
 }
 
@@ -185,7 +180,7 @@ std::unique_ptr<Store> connect_store(const std::string& host, std::uint16_t port
                                       std::move(sentinel));
   } catch (const std::exception& error) {
     throw CommError(detail::concat("store at ", host, ":", port,
-                                   " answers, but not as a store: ", first_line(error),
+                                   " answers, but not as a store: ", c10d_text(error),
                                    "; rank 0 hangs, or another program listens there: then set "
                                    "MASTER_PORT to a free port"));
   }

@@ -13,9 +13,10 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-// 0, 1, odd, around the block of the sum, and more than a socket takes in one write. The largest is
-// used where the reference, which is slow, need not compute it often.
-constexpr std::size_t kSizes[] = {0, 1, 3, 17, 1023, 2049, 600011};
+// 0, 1, odd, around the block of the sum, and more than a socket takes in one write or a
+// reduce-scatter in one chunk. The largest is used where the reference, which is slow, need not
+// compute it often.
+constexpr std::size_t kSizes[] = {0, 1, 3, 17, 1023, 2049, 1100003};
 constexpr std::size_t kLargeNumel = 100000;
 
 // Compares without printing megabytes.
