@@ -106,6 +106,8 @@ TEST_F(LazyDevice, RunsWhatAWaitDemandsAndNothingElse) {
   EXPECT_EQ(num_run, 1);
   EXPECT_FALSE(second.done());
   EXPECT_FALSE(other.done());
+  second.wait();  // or they would count after the counter is gone
+  other.wait();
 }
 
 TEST_F(LazyDevice, RunsDependenciesAcrossAllStreamsWhenTheLastIsDemanded) {
