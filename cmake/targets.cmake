@@ -25,23 +25,30 @@ function(tessera_use_torch target)
 endfunction()
 
 # tessera_test(NAME SOURCES... DEPENDS... LABELS...): a gtest program, one ctest entry for the whole
-# program (a process start costs more than most of our tests). RUN_SERIAL for tests that read
-# machine-wide counters.
+# program (a process start costs more than most of our tests), or one per word of PARTS, with the tests
+# whose names end in it. SERIAL for tests that read machine-wide counters.
 function(tessera_test name)
-  cmake_parse_arguments(ARG "TORCH;SERIAL" "TIMEOUT" "SOURCES;DEPENDS;LABELS;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(ARG "TORCH;SERIAL" "TIMEOUT" "SOURCES;DEPENDS;LABELS;PARTS" ${ARGN})
   add_executable(${name} ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
   target_link_libraries(${name} PRIVATE ${ARG_DEPENDS} GTest::gtest_main tessera_warnings)
   if(ARG_TORCH)
     tessera_use_torch(${name})
   endif()
-  add_test(NAME ${name} COMMAND ${name})
+  set(_tests ${name})
+  if(ARG_PARTS)
+    list(TRANSFORM ARG_PARTS PREPEND ${name}. OUTPUT_VARIABLE _tests)
+    foreach(_part ${ARG_PARTS})
+      add_test(NAME ${name}.${_part} COMMAND ${name} --gtest_filter=*/${_part})
+    endforeach()
+  else()
+    add_test(NAME ${name} COMMAND ${name})
+  endif()
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
   endif()
-  set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}"
-                       ENVIRONMENT "${ARG_ENVIRONMENT}")
+  set_tests_properties(${_tests} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
   if(ARG_SERIAL)
-    set_tests_properties(${name} PROPERTIES RUN_SERIAL ON)
+    set_tests_properties(${_tests} PROPERTIES RUN_SERIAL ON)
   endif()
 endfunction()

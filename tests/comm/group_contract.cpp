@@ -305,7 +305,7 @@ class RandomCall {
     const int rank = group.rank();
     const DType dtype = random() % 2 == 0 ? DType::kFloat32 : DType::kBFloat16;
     const auto numel =
-        static_cast<std::size_t>(random() % 7 == 0 ? random() % 30000 : random() % 200);
+        static_cast<std::size_t>(random() % 7 == 0 ? random() % 9000 : random() % 200);
     const auto count = static_cast<std::int64_t>(numel);
     switch (random() % 5) {
       case 0: {

@@ -20,7 +20,7 @@ GroupOptions patient() {
 // For what can end only at the limit: as long as a busy machine may hold up a healthy rank.
 GroupOptions hasty() {
   GroupOptions options = patient();
-  options.timeout = std::chrono::seconds(6);
+  options.timeout = std::chrono::seconds(4);
   return options;
 }
 

@@ -15,7 +15,7 @@ constexpr const char* kProgram = "rank_program";
 constexpr int kNumRanks = 3;
 // Long for what should end at once, short for what must run into it.
 constexpr const char* kPatient = "120000";
-constexpr const char* kHasty = "10000";
+constexpr const char* kHasty = "8000";
 
 struct Outcome {
   ProcessResult result;
@@ -25,7 +25,7 @@ struct Outcome {
 // The culprit is rank 1.
 Outcome run(const std::string& behaviour, const char* timeout_ms) {
   // A culprit that never ends is ended by the launcher, after the grace.
-  MarkedRun launch(kProgram, {"--ranks", std::to_string(kNumRanks), "--grace", "8000", behaviour,
+  MarkedRun launch(kProgram, {"--ranks", std::to_string(kNumRanks), "--grace", "4000", behaviour,
                               "1", timeout_ms});
   Outcome outcome{launch.finish(), {}};
   EXPECT_TRUE(launch.survivors().empty()) << behaviour;
@@ -97,7 +97,7 @@ TEST(CollectiveFaults, ARankThatNeverComesIsNamedAtTheTimeLimit) {
   EXPECT_EQ(outcome.result.exit_code, 1);
   expect_all_told(outcome, 2, waited_for_and("rank 1 has not come"));
   EXPECT_EQ(outcome.result.err_lines().size(), 1U) << outcome.result.err;
-  EXPECT_EQ(count(outcome.result.err, "waited 10 s"), 1) << outcome.result.err;
+  EXPECT_EQ(count(outcome.result.err, "waited 8 s"), 1) << outcome.result.err;
   EXPECT_EQ(count(outcome.result.err, "last completed all_reduce #2"), 1) << outcome.result.err;
 }
 
