@@ -3,9 +3,9 @@
 // Threads: stateless.
 #pragma once
 
-#include <c10/util/Exception.h>
-
 #include <string>
+
+#include <c10/util/Exception.h>
 
 namespace tessera::comm {
 

@@ -1,5 +1,8 @@
 #include "tessera/comm/store.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <resolv.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -130,6 +133,20 @@ c10d::TCPStoreOptions make_options(std::uint16_t port, milliseconds timeout) {
 
 using Tcp = c10::intrusive_ptr<c10d::TCPStore>;
 
+// c10d asks DNS for the name of every address that it connects to, for its messages. Where no DNS
+// answers, that costs ten seconds per connection, also to 127.0.0.1. The resolver's patience
+// belongs to the thread, so shortening it harms nobody else. A host given by name needs its
+// lookups, and keeps them.
+void shorten_lookups_of_numeric(const std::string& host) {
+  in6_addr address;
+  if (inet_pton(AF_INET, host.c_str(), &address) == 1 ||
+      inet_pton(AF_INET6, host.c_str(), &address) == 1) {
+    res_init();
+    _res.retrans = 1;  // seconds
+    _res.retry = 1;
+  }
+}
+
 // c10d waits for the server's first word without a limit, and a listener that never speaks (a
 // stopped process, another program) would hold us forever. So a thread of its own waits; if it is
 // held up it is left behind, and ends with the process.
@@ -138,6 +155,7 @@ Tcp connect_tcp(const std::string& host, const c10d::TCPStoreOptions& options) {
   std::future<Tcp> result = promise->get_future();
   std::thread([promise, host, options] {
     try {
+      shorten_lookups_of_numeric(host);
       promise->set_value(c10::make_intrusive<c10d::TCPStore>(host, options));
     } catch (...) {
       promise->set_exception(std::current_exception());
@@ -157,8 +175,8 @@ std::unique_ptr<Store> serve_store(const std::string& host, std::uint16_t port,
   options.isServer = true;
   options.masterListenFd = fd;
   try {
-    return std::make_unique<TcpStore>(c10::make_intrusive<c10d::TCPStore>(host, options),
-                                      key_prefix, std::make_unique<Sentinel>(-1));
+    return std::make_unique<TcpStore>(connect_tcp(host, options), key_prefix,
+                                      std::make_unique<Sentinel>(-1));
   } catch (const std::exception& error) {
     throw CommError(detail::concat("store at ", host, ":", options.port,
                                    ": cannot be served: ", c10d_text(error)));
