@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -134,9 +135,9 @@ c10d::TCPStoreOptions make_options(std::uint16_t port, milliseconds timeout) {
 using Tcp = c10::intrusive_ptr<c10d::TCPStore>;
 
 // c10d asks DNS for the name of every address that it connects to, for its messages. Where no DNS
-// answers, that costs ten seconds per connection, also to 127.0.0.1. The resolver's patience
-// belongs to the thread, so shortening it harms nobody else. A host given by name needs its
-// lookups, and keeps them.
+// answers, that costs ten seconds per connection, also to 127.0.0.1, and a warning to the user, who
+// can do nothing about it. The resolver's patience belongs to the thread, so shortening it harms
+// nobody else. A host given by name needs its lookups, and keeps them.
 void shorten_lookups_of_numeric(const std::string& host) {
   in6_addr address;
   if (inet_pton(AF_INET, host.c_str(), &address) == 1 ||
@@ -147,6 +148,34 @@ void shorten_lookups_of_numeric(const std::string& host) {
   }
 }
 
+// Torch's warnings wait while a connection is made: whatever really goes wrong there is thrown, and
+// told by us. Torch's level is the process's, so the last of several connections restores it.
+class WarningsOff {
+ public:
+  WarningsOff() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (depth_++ == 0) {
+      former_ = FLAGS_caffe2_log_level;
+      FLAGS_caffe2_log_level = std::max(former_, kTorchError);
+    }
+  }
+  ~WarningsOff() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--depth_ == 0) {
+      FLAGS_caffe2_log_level = former_;
+    }
+  }
+  WarningsOff(const WarningsOff&) = delete;
+  WarningsOff& operator=(const WarningsOff&) = delete;
+
+ private:
+  static constexpr int kTorchError = 2;  // torch's number for errors
+
+  static inline std::mutex mutex_;
+  static inline int depth_ = 0;
+  static inline int former_ = 0;
+};
+
 // c10d waits for the server's first word without a limit, and a listener that never speaks (a
 // stopped process, another program) would hold us forever. So a thread of its own waits; if it is
 // held up it is left behind, and ends with the process.
@@ -156,6 +185,7 @@ Tcp connect_tcp(const std::string& host, const c10d::TCPStoreOptions& options) {
   std::thread([promise, host, options] {
     try {
       shorten_lookups_of_numeric(host);
+      const WarningsOff quiet;
       promise->set_value(c10::make_intrusive<c10d::TCPStore>(host, options));
     } catch (...) {
       promise->set_exception(std::current_exception());
