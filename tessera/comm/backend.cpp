@@ -5,8 +5,13 @@
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
+namespace {
 
-Pending Backend::start_tags(std::shared_ptr<std::vector<CallTag>>) {
+constexpr std::align_val_t kAlignment{256};
+
+}  // namespace
+
+Pending Backend::start_tags(const std::shared_ptr<std::vector<CallTag>>&) {
   TESSERA_INVARIANT(false, "backend ", name(), " compares tags itself");
   return {};
 }
@@ -21,7 +26,6 @@ Pending Backend::start_reduce(const RankParts& parts, void* out, DType out_dtype
 }
 
 std::shared_ptr<std::byte> Backend::make_staging(std::size_t bytes, device::Stream*) {
-  constexpr std::align_val_t kAlignment{256};
   auto* data = static_cast<std::byte*>(::operator new(bytes, kAlignment));
   return {data, [](std::byte* staging) { ::operator delete(staging, kAlignment); }};
 }

@@ -79,7 +79,7 @@ class Backend {
 
   // Fills in the other ranks' tags; this rank's is at its place. Travels beside the other calls,
   // matched only with other start_tags(), in their order. REQUIRES: !compares_tags().
-  virtual Pending start_tags(std::shared_ptr<std::vector<CallTag>> tags);
+  virtual Pending start_tags(const std::shared_ptr<std::vector<CallTag>>& tags);
 
   // True: calls are work of a stream: they return at once with a Pending of that stream, need no
   // worker of ours, and their memory is the device's (NCCL; a world of one). False: host memory.

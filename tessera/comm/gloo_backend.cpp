@@ -168,7 +168,7 @@ class GlooBackend final : public Backend {
     return wrap(data_->broadcast(tensors, options));
   }
 
-  Pending start_tags(std::shared_ptr<std::vector<CallTag>> tags) override {
+  Pending start_tags(const std::shared_ptr<std::vector<CallTag>>& tags) override {
     Call call;
     call.keep_alive = tags;
     at::Tensor own = view(&(*tags)[static_cast<std::size_t>(rank_)], sizeof(CallTag), call);

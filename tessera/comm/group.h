@@ -43,7 +43,7 @@ namespace tessera::comm {
 struct GroupOptions {
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
   // Pieces smaller than this travel together in one message.
-  std::size_t pack_below_bytes = 64 * 1024;
+  std::size_t pack_below_bytes = std::size_t{64} * 1024;
   // How often a rank says what it is doing, and looks whether another one has failed.
   std::chrono::milliseconds beat{1000};
   Ledger* ledger = nullptr;          // staging is charged here; null: not charged

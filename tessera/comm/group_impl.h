@@ -113,7 +113,7 @@ class Group::Impl {
                                                     : backend_->start_all_gather({}, call);
                                }});
     }
-    return queue_ ? queue_->start(std::move(queued)) : run_on_stream(std::move(queued));
+    return queue_ ? queue_->start(std::move(queued)) : run_on_stream(queued);
   }
 
   // Keeps scratch alive as long as the call, also when it is stuck in the network.
@@ -154,7 +154,7 @@ class Group::Impl {
 
   // Phases of reductions (group_reduce.cpp).
   void add_sum(QueuedCall& queued, const RankParts& parts, void* output, DType output_dtype,
-               std::function<Pending()> next);
+               const std::function<Pending()>& next);
   void add_reduce_scatter(QueuedCall& queued, const void* input, void* output,
                           std::size_t shard_numel, DType dtype, DType output_dtype);
 
@@ -162,20 +162,11 @@ class Group::Impl {
   int size() const { return backend_->size(); }
   std::size_t num_peers() const { return static_cast<std::size_t>(backend_->size() - 1); }
 
-  const std::unique_ptr<Backend> backend_;
-  const std::string name_;
-  const std::vector<int> world_ranks_;
-  const GroupOptions options_;
-  Staging staging_;
-  std::uint64_t num_splits_ = 0;
-
-  std::atomic<std::uint64_t> payload_bytes_{0};
-  std::atomic<std::uint64_t> control_bytes_{0};
-  std::atomic<std::uint64_t> num_calls_{0};
-
  private:
+  friend class Group;
+
   // Stream-ordered backends need no worker: each phase is enqueued behind the one before it.
-  Pending run_on_stream(QueuedCall queued) {
+  Pending run_on_stream(const QueuedCall& queued) {
     device::Stream* stream = queued.call.stream;
     Pending last;
     for (const Phase& phase : queued.phases) {
@@ -190,6 +181,17 @@ class Group::Impl {
     }
     return last;
   }
+
+  const std::unique_ptr<Backend> backend_;
+  const std::string name_;
+  const std::vector<int> world_ranks_;
+  const GroupOptions options_;
+  Staging staging_;
+  std::uint64_t num_splits_ = 0;
+
+  std::atomic<std::uint64_t> payload_bytes_{0};
+  std::atomic<std::uint64_t> control_bytes_{0};
+  std::atomic<std::uint64_t> num_calls_{0};
 
   const int num_exceptions_ = std::uncaught_exceptions();
   std::uint64_t sequence_ = 0;

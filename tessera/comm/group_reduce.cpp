@@ -12,7 +12,7 @@ using detail_group::checked_bytes;
 
 // Up to this many bytes from all ranks together, an all-reduce gathers everything and adds at home:
 // one round trip instead of two, and the same bits.
-constexpr std::size_t kSmallAllReduceBytes = 64 * 1024;
+constexpr std::size_t kSmallAllReduceBytes = std::size_t{64} * 1024;
 
 // A reduce-scatter travels in pieces of this size, so that adding overlaps with the network.
 constexpr std::size_t kReduceChunkBytes = std::size_t{4} << 20;
@@ -21,7 +21,7 @@ constexpr std::size_t kReduceChunkBytes = std::size_t{4} << 20;
 
 // A local phase that adds up `parts`; the call goes on when `next` is done, too.
 void Group::Impl::add_sum(QueuedCall& queued, const RankParts& parts, void* output,
-                          DType output_dtype, std::function<Pending()> next) {
+                          DType output_dtype, const std::function<Pending()>& next) {
   queued.phases.push_back(
       {false, [impl = this, parts, output, output_dtype, next, call = queued.call] {
          Pending added =
@@ -68,7 +68,7 @@ void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void
     }
     add_sum(queued, {parts_of(chunk), dtype, size(), numel_of(chunk)},
             static_cast<std::byte*>(output) + chunk * chunk_numel * bytes_of(output_dtype),
-            output_dtype, std::move(next));
+            output_dtype, next);
   }
 }
 

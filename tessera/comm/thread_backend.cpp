@@ -58,7 +58,7 @@ struct Job {
 }  // namespace
 
 struct ThreadWorld::Shared {
-  explicit Shared(ThreadWorldOptions world) : options(std::move(world)) {}
+  explicit Shared(const ThreadWorldOptions& world) : options(world) {}
 
   std::shared_ptr<Meeting> meeting(const std::string& name, std::vector<int> world_ranks) {
     const std::lock_guard lock(mutex);
@@ -306,10 +306,10 @@ class ThreadBackend final : public Backend {
 
 }  // namespace
 
-ThreadWorld::ThreadWorld(ThreadWorldOptions options) {
+ThreadWorld::ThreadWorld(const ThreadWorldOptions& options) {
   TESSERA_CHECK(options.num_ranks >= 1, ConfigError, "thread world: num_ranks=", options.num_ranks,
                 " must be at least 1");
-  shared_ = std::make_shared<Shared>(std::move(options));
+  shared_ = std::make_shared<Shared>(options);
 }
 
 ThreadWorld::~ThreadWorld() = default;

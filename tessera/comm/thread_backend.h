@@ -44,7 +44,7 @@ struct ThreadWorldOptions {
 
 class ThreadWorld {
  public:
-  explicit ThreadWorld(ThreadWorldOptions options);
+  explicit ThreadWorld(const ThreadWorldOptions& options);
   ~ThreadWorld();
 
   int num_ranks() const;
