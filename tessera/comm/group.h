@@ -2,8 +2,8 @@
 //
 // Every method that communicates is a collective: all ranks of the group call the same methods in
 // the same order. What fixes that order is the caller (registration, trace, agreement), never time.
-// Ranks check it: each call carries a tag (tag.h) that is compared before its result is trusted,
-// and a mismatch is an error on every rank that names both calls.
+// Ranks check it: each call carries a tag (tag.h) that is compared before its data moves, and
+// a mismatch is an error on every rank that names both calls.
 //
 // Numbers: reductions are exact in the sense of the design: all-to-all, then a sum in rank order in
 // fp32, rounded once. The same input gives the same bits on every backend, for every bucket size

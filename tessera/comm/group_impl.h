@@ -66,6 +66,12 @@ class Group::Impl {
     if (queue_ && std::uncaught_exceptions() > num_exceptions_) {
       queue_->abandon(detail::concat("group '", name_, "' was given up: this rank is failing"));
     }
+    for (const auto& held : held_) {
+      try {
+        held.first.wait();
+      } catch (...) {  // whoever waits for the call itself is told; here only the end matters
+      }
+    }
   }
 
   // What every call starts with: its tag, and the backend's copy of the options.
@@ -175,11 +181,21 @@ class Group::Impl {
         last.wait();
       }
     }
+    hold_until_done(last, queued.call.keep_alive);
     if (Spans* traced = spans()) {  // the time to enqueue it; the stream's own time is the device's
       traced->record(to_string(queued.call.tag.op).data(), queued.start_ns, traced->now_ns(),
                      queued.span);
     }
     return last;
+  }
+
+  // A stream's work does not know what its caller wants kept, and a CUDA stream must not be given a
+  // function that frees memory: so it is kept here, and let go at the first call after its end.
+  void hold_until_done(const Pending& pending, const std::shared_ptr<const void>& keep_alive) {
+    std::erase_if(held_, [](const auto& held) { return held.first.done(); });
+    if (keep_alive && !pending.done()) {
+      held_.emplace_back(pending, keep_alive);
+    }
   }
 
   const std::unique_ptr<Backend> backend_;
@@ -188,6 +204,7 @@ class Group::Impl {
   const GroupOptions options_;
   Staging staging_;
   std::uint64_t num_splits_ = 0;
+  std::vector<std::pair<Pending, std::shared_ptr<const void>>> held_;
 
   std::atomic<std::uint64_t> payload_bytes_{0};
   std::atomic<std::uint64_t> control_bytes_{0};

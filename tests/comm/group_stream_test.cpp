@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tessera/comm/solo_backend.h"
 #include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/device/late_device.h"
@@ -100,6 +101,29 @@ TEST(GroupStream, ALateInputHoldsUpLaterCallsButChangesNoOrder) {
     }
     read.synchronize();
   });
+}
+
+// In a world of one the call is the stream's own work, which knows nothing of its memory's owner.
+TEST(GroupStream, KeepAliveIsHeldUntilTheStreamHasDoneTheWork) {
+  const auto device = late(LateMode::kLazy, 0);
+  GroupOptions group_options;
+  group_options.device = device.get();
+  Group group(make_solo_backend(device.get()), "alone", {0}, group_options);
+  auto source = std::make_shared<std::vector<float>>(kNumel, 7.0F);
+  std::vector<float> full(kNumel, 0.0F);
+  const std::weak_ptr<std::vector<float>> watched = source;
+  CallOptions options;
+  options.stream = &device->stream(StreamKind::kGather);
+  options.keep_alive = source;
+  const Gather gather{source->data(), full.data(), kNumel, DType::kFloat32};
+  const Pending gathered = group.start_all_gather({&gather, 1}, options);
+  source.reset();
+  options.keep_alive.reset();
+  EXPECT_FALSE(watched.expired());
+  gathered.wait();
+  EXPECT_EQ(full.back(), 7.0F);
+  group.start_barrier(options).wait();
+  EXPECT_TRUE(watched.expired());
 }
 
 TEST(GroupStream, AFailedStreamFailsTheCall) {
