@@ -24,10 +24,11 @@ struct Header {
   std::uint64_t text_bytes = 0;
 };
 
-bool write_at(int fd, const void* data, std::size_t bytes, off_t offset) noexcept {
-  const char* next = static_cast<const char*>(data);
+// All of it, however often the kernel takes a part: `call` is pread or pwrite.
+template <typename Byte, typename Call>
+bool transfer(Call call, int fd, Byte* next, std::size_t bytes, off_t offset) noexcept {
   while (bytes > 0) {
-    const ssize_t done = pwrite(fd, next, bytes, offset);
+    const ssize_t done = call(fd, next, bytes, offset);
     if (done < 0 && errno == EINTR) continue;
     if (done <= 0) return false;
     next += done;
@@ -37,17 +38,12 @@ bool write_at(int fd, const void* data, std::size_t bytes, off_t offset) noexcep
   return true;
 }
 
+bool write_at(int fd, const void* data, std::size_t bytes, off_t offset) noexcept {
+  return transfer(pwrite, fd, static_cast<const char*>(data), bytes, offset);
+}
+
 bool read_at(int fd, void* data, std::size_t bytes, off_t offset) noexcept {
-  char* next = static_cast<char*>(data);
-  while (bytes > 0) {
-    const ssize_t done = pread(fd, next, bytes, offset);
-    if (done < 0 && errno == EINTR) continue;
-    if (done <= 0) return false;
-    next += done;
-    offset += done;
-    bytes -= static_cast<std::size_t>(done);
-  }
-  return true;
+  return transfer(pread, fd, static_cast<char*>(data), bytes, offset);
 }
 
 }  // namespace

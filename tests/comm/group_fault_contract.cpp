@@ -3,6 +3,7 @@
 
 #include "tessera/core/error.h"
 #include "tests/comm/group_contract.h"
+#include "tests/comm/time_limits.h"
 
 namespace tessera::comm {
 namespace {
@@ -21,21 +22,6 @@ void expect_failures(const std::vector<std::exception_ptr>& failures,
       }
     }
   }
-}
-
-// The limit is far away: what is found at once must not need it, however slow the machine.
-GroupOptions patient() {
-  GroupOptions options;
-  options.timeout = std::chrono::minutes(5);
-  options.beat = std::chrono::milliseconds(50);
-  return options;
-}
-
-// For what can end only at the limit: as long as a busy machine may hold up a healthy rank.
-GroupOptions hasty() {
-  GroupOptions options = patient();
-  options.timeout = std::chrono::seconds(4);
-  return options;
 }
 
 TEST_P(GroupContract, AnotherOperationOnOneRankIsAnErrorOnAllThatNamesBoth) {

@@ -5,24 +5,10 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tests/comm/time_limits.h"
 
 namespace tessera::comm {
 namespace {
-
-// The limit is far away: what is found at once must not need it, however slow the machine.
-GroupOptions patient() {
-  GroupOptions options;
-  options.timeout = std::chrono::minutes(5);
-  options.beat = std::chrono::milliseconds(30);
-  return options;
-}
-
-// For what can end only at the limit: as long as a busy machine may hold up a healthy rank.
-GroupOptions hasty() {
-  GroupOptions options = patient();
-  options.timeout = std::chrono::seconds(4);
-  return options;
-}
 
 std::string text_of(const std::exception_ptr& failure) {
   if (!failure) {

@@ -1,0 +1,25 @@
+// How long the tests of failures let ranks wait.
+#pragma once
+
+#include <chrono>
+
+#include "tessera/comm/group.h"
+
+namespace tessera::comm {
+
+// The limit is far away: what is found at once must not need it, however slow the machine.
+inline GroupOptions patient() {
+  GroupOptions options;
+  options.timeout = std::chrono::minutes(5);
+  options.beat = std::chrono::milliseconds(30);
+  return options;
+}
+
+// For what can end only at the limit: as long as a busy machine may hold up a healthy rank.
+inline GroupOptions hasty() {
+  GroupOptions options = patient();
+  options.timeout = std::chrono::seconds(4);
+  return options;
+}
+
+}  // namespace tessera::comm
