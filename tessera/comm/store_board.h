@@ -6,6 +6,7 @@
 //   board/claim/<rank>      counts who wants to post for that rank; the first may
 //
 // The board has a connection of its own, so that a Store that blocks in get() does not hold it up.
+// A post is not answered: another rank may still read the entry before it for a moment.
 // It never throws. After a failed call it is unreachable for good: a connection in the middle of a
 // broken exchange cannot be trusted again.
 //

@@ -168,6 +168,8 @@ TEST(StoreBoard, ShowsEntriesOfOtherRanks) {
   entry.beat = 3;
   entry.text = "all_gather #7";
   launch.board->post("world", 1, entry);
+  // A post is not answered: only an answer on the same connection says that the store has it.
+  EXPECT_TRUE(launch.board->reachable());
   const auto read = board->read("world", 1);
   ASSERT_TRUE(read);
   EXPECT_EQ(read->launched, 7U);
