@@ -29,7 +29,12 @@ FOLDERS_SHARED = {("tests", "cli"), ("tests", "models"), ("bench", "models"),
 TORCH_UNITS = (
     "tessera/comm/store.cpp", "tessera/comm/store_board.cpp", "tessera/comm/c10d_*",
     "tessera/comm/gloo_backend.cpp", "tessera/comm/nccl_backend.cpp", "tessera/comm/bootstrap.cpp",
-    "cli/torch_probe.cpp",
+    "cli/torch_probe.cpp", "cli/train_*.cpp",
+    # Where tensors are: their storage, what watches their use, and models made of them.
+    "tessera/shard/tensor_storage.*", "tessera/engine/*", "tessera/tessera.h",
+    "models/gpt*", "models/plain_trainer.*", "models/random_tokens.cpp",
+    "examples/*", "tests/engine/*", "tests/models/*", "tests/shard/tensor_storage_test.cpp",
+    "tests/optim/torch_adamw_test.cpp", "bench/*_torch_bench.cpp",
 )
 # Where c10d and Gloo may be named.
 C10D_UNITS = ("tessera/comm/*",)

@@ -1,0 +1,66 @@
+// The safetensors format: 8 bytes of header length, a JSON header, and the tensors' bytes.
+//
+// The writer streams: the header is written from the shapes, then tensors come in the order given,
+// in pieces of any size. It writes beside the target and renames at finish(); a writer that is
+// destroyed before that removes what it wrote. The reader checks a hostile header (length, overlap,
+// gaps, overflow, duplicate names, type, depth) before it trusts any of it.
+//
+// Threads: one caller at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tessera/core/dtype.h"
+
+namespace tessera::checkpoint {
+
+struct TensorEntry {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  std::vector<std::int64_t> shape;
+  std::size_t bytes() const;
+};
+
+class SafetensorsWriter {
+ public:
+  // Throws ConfigError for names that repeat, IoError if the file cannot be made.
+  SafetensorsWriter(std::string path, std::vector<TensorEntry> entries,
+                    std::map<std::string, std::string> metadata = {});
+  ~SafetensorsWriter();
+  SafetensorsWriter(const SafetensorsWriter&) = delete;
+  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
+
+  // The next bytes. IoError (disk full) names the file and what is missing.
+  void append(const void* data, std::size_t bytes);
+  // REQUIRES: exactly the announced bytes have come.
+  void finish();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+class SafetensorsReader {
+ public:
+  // IoError, or CorruptError with the offset and what is wrong.
+  explicit SafetensorsReader(const std::string& path);
+  ~SafetensorsReader();
+  SafetensorsReader(SafetensorsReader&&) noexcept;
+
+  const std::vector<TensorEntry>& entries() const;  // in file order
+  const TensorEntry* find(const std::string& name) const;
+  // Elements' bytes [begin, begin + out.size()) of one tensor.
+  void read(const std::string& name, std::size_t begin, std::span<std::byte> out) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera::checkpoint

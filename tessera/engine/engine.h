@@ -1,0 +1,153 @@
+// Sharded training of a LibTorch model: every parameter, gradient and optimizer state is cut over
+// the ranks, and a parameter is whole only while a unit uses it.
+//
+//   tessera::Runtime runtime(config);
+//   tessera::Engine engine(runtime);
+//   auto block = engine.unit("block", std::make_shared<BlockImpl>());    // sharded as it is made
+//   for (...) {
+//     at::Tensor loss = ...block(x)...;
+//     engine.backward(loss, num_tokens);   // once per micro-batch
+//     tessera::StepResult result = engine.step();
+//   }
+//
+// Units are made in the same order on every rank, all before the first forward. A model built unit
+// by unit never holds more than one unit in full.
+//
+// Means: backward(loss, weight) adds weight * gradient(loss); step() divides by the weights of all
+// micro-batches and ranks. With tokens as weights that is the mean over tokens, however they fall
+// on ranks and micro-batches. On one rank training equals unsharded training bit for bit.
+//
+// What fixes the order of collectives: uses and plan (coordinator.h) for gathers, registration
+// (reducer.h) for reductions, the caller for step(): one all-reduce; building a unit from module
+// values: one broadcast per parameter in registration order; the first backward of an engine: one
+// all-reduce that agrees on the scale of weights.
+//
+// Errors: an exception thrown in a unit's forward or in a hook reaches the caller; the step is
+// abandoned, and the engine can go on with the next. A failed collective poisons its group.
+//
+// Threads: one thread at a time; during backward() autograd's threads act for it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/coordinator/coordinator.h"
+#include "tessera/engine/init.h"
+#include "tessera/engine/runtime.h"
+#include "tessera/engine/unit.h"
+#include "tessera/grad/reducer.h"
+#include "tessera/shard/param.h"
+
+namespace tessera {
+
+namespace optim {
+class ShardedOptimizer;
+}
+
+struct NamedTensor {
+  std::string name;  // inside the unit
+  at::Tensor tensor;
+};
+
+struct UnitOptions {
+  bool recompute = false;
+  // Stands before the names of the parameters; null: the unit's name and a dot.
+  std::optional<std::string> param_prefix;
+  // By the parameter's name inside the unit; null: Init::module().
+  std::function<Init(const std::string& name)> init;
+  // Multiplies the optimizer's weight decay; null: 1.
+  std::function<double(const std::string& name, const at::Tensor& param)> weight_decay_scale;
+};
+
+struct EngineOptions {
+  // For schedule.total_steps = 0.
+  std::int64_t run_steps = 0;
+};
+
+struct StepResult {
+  std::int64_t step = 0;  // from 0; skipped ones count
+  bool skipped = false;   // a gradient was not finite: nothing was updated
+  double loss = 0;        // weighted mean over ranks and micro-batches
+  double grad_norm = 0;   // of the mean gradient, before clipping
+  double lr = 0;
+  double loss_scale = 1;
+  double weight = 0;  // sum over ranks and micro-batches
+};
+
+// One step's work of this rank, since the last take_stats().
+struct EngineStats {
+  coordinator::CoordinatorStats gathers;
+  grad::ReducerStats reductions;
+  std::uint64_t gathered_wire_bytes = 0;  // sent by this rank
+  std::uint64_t reduced_wire_bytes = 0;
+  double exposed_wait_s = 0;  // gathers, reductions and the norm
+};
+
+class Engine {
+ public:
+  explicit Engine(Runtime& runtime, const EngineOptions& options = {});
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Shards the module's parameters (tensors that are registered already stay what they are: tied
+  // weights are one shard) and releases them.
+  template <typename Module>
+  Unit<Module> unit(const std::string& name, std::shared_ptr<Module> module,
+                    const UnitOptions& options = {}) {
+    std::vector<NamedTensor> params;
+    for (const auto& item : module->named_parameters()) {
+      params.push_back({item.key(), item.value()});
+    }
+    engine::UnitCore* core = add_unit(name, params, options);
+    return Unit<Module>(std::move(module), core, options.recompute);
+  }
+  // `param` belongs to another unit, and this one uses it, too: a tied weight.
+  template <typename Module>
+  void add_external(Unit<Module>& unit, const at::Tensor& param) {
+    add_external_param(*unit.core(), param);
+    unit.add_recomputed_param(param);
+  }
+  // What unit() does, for those who watch modules in another way.
+  engine::UnitCore* add_unit(const std::string& name, const std::vector<NamedTensor>& params,
+                             const UnitOptions& options);
+  void add_external_param(engine::UnitCore& unit, const at::Tensor& param);
+
+  // Throws ConfigError for a loss that is not one number, a negative or non-finite weight.
+  void backward(const at::Tensor& loss, double weight = 1);
+  StepResult step();
+  // Gradients of this step are forgotten.
+  void zero_grad();
+
+  std::int64_t num_steps() const;
+  int num_params() const;
+  const shard::Param& param(int id) const;
+  shard::ParamTable& params();
+  optim::ShardedOptimizer& optimizer();
+  // Logical sizes, also of a released parameter.
+  const at::Tensor& tensor(int id) const;
+  // Collective: a copy of the whole parameter on the host, on every rank.
+  at::Tensor full_value(int id);
+  // Collective: rank 0 writes all parameters, in registration order, as safetensors.
+  void save_parameters(const std::string& path);
+
+  EngineStats take_stats();
+  Runtime& runtime() const;
+
+ private:
+  friend class engine::UnitCore;
+  friend class engine::ForwardScope;
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,61 @@
+// What an engine stands on, once per rank: the ranks it belongs to, its device, and the books.
+//
+//   tessera::Runtime runtime(config);            // joins torchrun's, mpirun's, srun's or our own
+//   tessera::Engine engine(runtime);             // launcher's ranks, or is a world of one
+//
+// Several engines may share one runtime. No globals: ranks may be threads of one process.
+//
+// Threads: construct and destroy on one thread; the parts say what they allow.
+#pragma once
+
+#include <memory>
+
+#include "tessera/comm/group.h"
+#include "tessera/core/clock.h"
+#include "tessera/core/config.h"
+#include "tessera/core/ledger.h"
+#include "tessera/core/log.h"
+#include "tessera/core/spans.h"
+#include "tessera/device/device.h"
+#include "tessera/optim/kernels.h"
+
+namespace tessera {
+
+struct RuntimeOptions {
+  // This rank's GPU; -1: CPU.
+  int cuda_device = -1;
+  // Threads of the update on the host; 0: as many as torch uses.
+  int num_update_threads = 0;
+  std::size_t num_spans = 0;  // ring for a Chrome trace; 0: off
+};
+
+class Runtime {
+ public:
+  // Collective: joins the ranks of this run. Checks the config first.
+  explicit Runtime(Config config, const RuntimeOptions& options = {});
+  // For ranks that exist already (threads, tests): borrows the group, which outlives the runtime.
+  Runtime(Config config, comm::Group& world, const RuntimeOptions& options = {});
+  ~Runtime();
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  int rank() const;
+  int num_ranks() const;
+  const Config& config() const;
+  comm::Group& group() const;  // the ranks that share one copy of the model
+  device::Device& device() const;
+  bool on_cuda() const;
+  optim::Kernels& kernels() const;
+  Ledger& ledger() const;
+  Spans& spans() const;
+  const Clock& clock() const;
+  const Logger& logger() const;
+  // Where a failure of this rank is posted; null in a world of one.
+  const std::shared_ptr<comm::Board>& board() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera

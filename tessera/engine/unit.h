@@ -1,0 +1,109 @@
+// A module whose parameters exist in full only while it runs.
+//
+//   Unit<BlockImpl> block = engine.unit("blocks.0", std::make_shared<BlockImpl>(width, heads));
+//   x = block(x);
+//
+// The call gathers, runs the module's forward and releases; backward does the same by itself.
+// Arguments and results may be tensors, vectors, tuples and optionals of tensors; other arguments are
+// passed on. With `recompute` the forward runs again in backward in place of keeping activations.
+//
+// A unit made from a module alone is plain: it calls the module and nothing else. The same model
+// code then trains unsharded.
+//
+// Threads: as Engine.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/engine/tensor_pack.h"
+#include "tessera/engine/unit_core.h"
+
+namespace tessera {
+
+template <typename Module>
+class Unit {
+ public:
+  Unit() = default;
+  // Plain.
+  explicit Unit(std::shared_ptr<Module> module, bool recompute = false)
+      : module_(std::move(module)), recompute_(recompute) {
+    if (recompute_) {
+      params_ = module_->parameters();
+    }
+  }
+  // Made by Engine::unit().
+  Unit(std::shared_ptr<Module> module, engine::UnitCore* core, bool recompute)
+      : Unit(std::move(module), recompute) {
+    core_ = core;
+  }
+
+  template <typename... Args>
+  auto operator()(Args&&... args) const {
+    return forward(std::forward<Args>(args)...);
+  }
+
+  template <typename... Args>
+  auto forward(Args&&... args) const {
+    using Result = std::decay_t<decltype(module_->forward(std::forward<Args>(args)...))>;
+    if (recompute_) {
+      return run_again_in_backward<Result>(std::make_tuple(std::decay_t<Args>(args)...));
+    }
+    if (core_ == nullptr) {
+      return Result(module_->forward(std::forward<Args>(args)...));
+    }
+    std::vector<at::Tensor> inputs;
+    (engine::pack_tensors(args, inputs), ...);
+    engine::ForwardScope scope(*core_);
+    Result result = module_->forward(std::forward<Args>(args)...);
+    std::vector<at::Tensor> outputs;
+    engine::pack_tensors(result, outputs);
+    scope.finish(inputs, outputs);
+    return result;
+  }
+
+  Module* operator->() const { return module_.get(); }
+  const std::shared_ptr<Module>& module() const { return module_; }
+  engine::UnitCore* core() const { return core_; }
+  // For weights that the module uses and another unit owns; see Engine::add_external().
+  void add_recomputed_param(const at::Tensor& param) { params_.push_back(param); }
+
+ private:
+  template <typename Result, typename Tuple>
+  Result run_again_in_backward(Tuple args) const {
+    std::vector<at::Tensor> inputs;
+    engine::pack_tensors(args, inputs);
+    auto shape = std::make_shared<std::optional<Result>>();  // where the tensors stand in a result
+    engine::TensorsFn run = [module = module_, args = std::move(args),
+                             shape](const std::vector<at::Tensor>& tensors) mutable {
+      std::size_t next = 0;
+      Tuple replaced = args;
+      engine::unpack_tensors(replaced, tensors, next);
+      Result result = std::apply([&](auto&... each) { return module->forward(each...); }, replaced);
+      std::vector<at::Tensor> outputs;
+      engine::pack_tensors(result, outputs);
+      *shape = std::move(result);
+      return outputs;
+    };
+    const std::vector<at::Tensor> outputs =
+        engine::run_recomputed(core_, params_, std::move(inputs), std::move(run));
+    Result result = std::move(**shape);
+    shape->reset();
+    std::size_t next = 0;
+    engine::unpack_tensors(result, outputs, next);
+    return result;
+  }
+
+  std::shared_ptr<Module> module_;
+  engine::UnitCore* core_ = nullptr;
+  bool recompute_ = false;
+  std::vector<at::Tensor> params_;
+};
+
+}  // namespace tessera

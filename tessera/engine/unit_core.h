@@ -1,0 +1,50 @@
+// A unit without its module's type: what happens around a block's forward, and around its backward
+// twin. unit.h wraps it for a module; Python's hooks will call the same four events.
+//
+// Backward is watched by tensor hooks on outputs and by the hooks of parameter gradients: see
+// [Note: release in backward] in unit_core.cpp.
+//
+// Threads: hooks run on the caller's thread on CPU and on autograd's device thread on CUDA, while
+// the caller waits in backward(). Never both at once.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace tessera {
+
+class Engine;
+
+namespace engine {
+
+class UnitCore;
+
+// Around one forward. Destroyed without finish(), because the forward threw, it lets the engine
+// abandon the step: the engine can be used again afterwards.
+class ForwardScope {
+ public:
+  explicit ForwardScope(UnitCore& unit);
+  ~ForwardScope();
+  ForwardScope(const ForwardScope&) = delete;
+  ForwardScope& operator=(const ForwardScope&) = delete;
+  void finish(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs);
+
+ private:
+  UnitCore& unit_;
+  bool finished_ = false;
+};
+
+// A forward as autograd's Function needs it: tensors in, tensors out.
+using TensorsFn = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
+
+// Runs `forward` without keeping activations; backward gathers, restores the random generator, runs
+// it again and differentiates. `unit` null: for a plain model. `params`: all that forward uses.
+std::vector<at::Tensor> run_recomputed(UnitCore* unit, const std::vector<at::Tensor>& params,
+                                       std::vector<at::Tensor> inputs, TensorsFn forward);
+
+}  // namespace engine
+}  // namespace tessera

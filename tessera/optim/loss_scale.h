@@ -1,0 +1,44 @@
+// The loss scale of fp16 training: a state machine without arithmetic on tensors.
+//
+// Dynamic: a non-finite step uses up hysteresis, then halves the scale (never below `min`; a
+// non-finite step at `min` is a ConfigError that says so); `window` good steps in a row double it
+// and refill the hysteresis (or every good step refills it: consecutive_hysteresis). Fixed: constant.
+// Other precisions: 1.
+//
+// Threads: plain data.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera {
+class Config;
+}
+
+namespace tessera::optim {
+
+struct LossScaleOptions {
+  bool enabled = false;  // fp16
+  double fixed = 0;      // 0: dynamic
+  double initial = 65536;
+  double min = 1;
+  std::int64_t window = 1000;
+  std::int64_t hysteresis = 2;
+  bool consecutive_hysteresis = false;
+  static LossScaleOptions from(const Config& config);
+};
+
+class LossScale {
+ public:
+  explicit LossScale(const LossScaleOptions& options);
+  double value() const { return value_; }
+  // After every step. Throws ConfigError when the dynamic scale cannot shrink any more.
+  void update(bool finite);
+
+ private:
+  const LossScaleOptions options_;
+  double value_ = 1;
+  std::int64_t hysteresis_left_ = 0;
+  std::int64_t good_steps_ = 0;
+};
+
+}  // namespace tessera::optim

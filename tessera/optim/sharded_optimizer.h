@@ -1,0 +1,55 @@
+// The optimizer of this rank's shards: fp32 master weights, named states, and their update.
+//
+// For fp32 parameters the shard is the master; nothing is held twice. For bf16 and fp16 the master
+// is made from the shard at construction and the update writes the shard from it.
+//
+// Frozen parameters have neither master nor states. Master and states are charged as
+// Role::kOptimizer; their bytes are 4 * (states + (low precision ? 1 : 0)) per shard element.
+//
+// Threads: as Param.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "tessera/device/device.h"
+#include "tessera/grad/reducer.h"
+#include "tessera/optim/kernels.h"
+#include "tessera/optim/rule.h"
+#include "tessera/shard/param.h"
+
+namespace tessera::optim {
+
+class ShardedOptimizer {
+ public:
+  // All parameters of the table are known now, and their shards have their initial values.
+  ShardedOptimizer(shard::ParamTable& params, device::Device& device, Kernels& kernels,
+                   const RuleOptions& rule);
+
+  // This rank's part, over trainable parameters in registration order.
+  double sum_of_squares(grad::Reducer& gradients);
+  // Starts the update of every trainable parameter, in registration order, and gives each the
+  // Pending of its own (Param::set_updated). Gradients must stay until all are done.
+  void start_update(grad::Reducer& gradients, double lr, double gradient_scale);
+  void wait();
+  std::int64_t num_updates() const { return num_updates_; }
+
+  // fp32, shard_numel() elements; "master" or one of state_names(). Empty for frozen parameters.
+  std::span<float> state(int param, std::string_view name);
+  // After the shard was written from outside: the master follows it.
+  void reset_master(int param);
+
+ private:
+  struct Slot;
+  shard::ParamTable& params_;
+  device::Device& device_;
+  Kernels& kernels_;
+  const RuleOptions rule_;
+  std::vector<Slot> slots_;  // by id
+  std::int64_t num_updates_ = 0;
+};
+
+}  // namespace tessera::optim

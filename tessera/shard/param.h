@@ -1,0 +1,129 @@
+// One sharded parameter: where its bytes are, and which moves are legal.
+//
+//               start_gather             finish_gather
+//   kReleased ---------------> kGathering -------------> kAvailable
+//       ^                           |                        |
+//       +------- drop --------------+                        |
+//       +----------------------- release --------------------+
+//
+// Invariants:
+//  (1) This rank's shard exists in every state; gathering never consumes it. Its padding is zero.
+//  (2) The tensor has storage only in kAvailable. It is one tensor for life: see [Note: identity].
+//  (3) In a group of one the shard is the full parameter: gathering attaches it, and moves nothing.
+//  (4) A shard carries the number of its last update and the work that completes it; whoever reads
+//      the shard orders itself behind that work.
+//  (5) Every illegal move is an InternalError with the parameter's name.
+//
+// [Note: identity] Autograd may have saved the full tensor, or a view of it, for backward. If
+// release() replaced the tensor, those copies would keep the memory alive and never see the next
+// gather. So the tensor is made once, and only the memory beneath it comes and goes.
+//
+// This header decides nothing about when to gather: see coordinator/.
+//
+// Threads: moved by the step's thread, or by autograd on its behalf; never by both at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tessera/core/dtype.h"
+#include "tessera/device/device.h"
+#include "tessera/shard/layout.h"
+
+namespace tessera::shard {
+
+enum class ParamState : std::uint8_t { kReleased, kGathering, kAvailable };
+std::string_view to_string(ParamState state);
+
+// The tensor side of a parameter: tensor_storage.h has it for torch; tests have plain memory.
+class FullTensor {
+ public:
+  virtual ~FullTensor() = default;
+  // `data`: layout().full_bytes() bytes of device memory that outlive the next detach().
+  virtual void attach(void* data) = 0;
+  // Any access from now on is an error that names the parameter.
+  virtual void detach() = 0;
+};
+
+struct ParamSpec {
+  std::string name;  // unique in its table
+  std::int64_t numel = 0;
+  DType dtype = DType::kFloat32;
+  bool trainable = true;
+  // Of a weight-decay group: multiplies the optimizer's; 0 for biases and norms, by custom.
+  double weight_decay_scale = 1;
+};
+
+class Param {
+ public:
+  // Takes zeroed shard memory from `device`, charged as Role::kShard.
+  Param(int id, ParamSpec spec, int rank, int num_ranks, device::Device& device,
+        std::unique_ptr<FullTensor> tensor);
+
+  int id() const { return id_; }  // registration number, the same on every rank
+  const std::string& name() const { return spec_.name; }
+  const ParamSpec& spec() const { return spec_; }
+  bool trainable() const { return spec_.trainable; }
+  const Layout& layout() const { return layout_; }
+  ElementRange range() const { return range_; }  // of this rank
+  std::byte* shard() const { return shard_.data(); }
+  bool shard_is_full() const { return layout_.num_ranks() == 1; }
+
+  ParamState state() const { return state_; }
+  void* full() const { return full_; }  // null unless gathering or available
+  // `full`: where the gather writes; the shard itself in a group of one.
+  void start_gather(void* full);
+  void finish_gather();  // attaches the tensor
+  void drop();           // of a gather that nobody waits for any more
+  void release();        // REQUIRES: num_users() == 0
+
+  // Units that need it right now: nested, shared and external ones count once each.
+  int num_users() const { return num_users_; }
+  void add_user() { ++num_users_; }
+  void remove_user();
+
+  std::uint64_t version() const { return version_; }  // updates so far
+  const device::Pending& updated() const { return updated_; }
+  void set_updated(device::Pending done);  // counts one update
+
+ private:
+  const int id_;
+  const ParamSpec spec_;
+  const Layout layout_;
+  const ElementRange range_;
+  device::Memory shard_;
+  std::unique_ptr<FullTensor> tensor_;
+  ParamState state_ = ParamState::kReleased;
+  void* full_ = nullptr;
+  int num_users_ = 0;
+  std::uint64_t version_ = 0;
+  device::Pending updated_;
+};
+
+// All parameters of an engine, in the order of registration, which is the order of everything that
+// ranks must do alike. References stay valid.
+class ParamTable {
+ public:
+  ParamTable(int rank, int num_ranks, device::Device& device);
+
+  // Throws ConfigError, before anything is allocated, for a name that is taken or empty.
+  Param& add(ParamSpec spec, std::unique_ptr<FullTensor> tensor);
+
+  int num_params() const { return static_cast<int>(params_.size()); }
+  Param& operator[](int id) const { return *params_[static_cast<std::size_t>(id)]; }
+  Param* find(std::string_view name) const;  // null when there is none
+  int rank() const { return rank_; }
+  int num_ranks() const { return num_ranks_; }
+
+ private:
+  const int rank_;
+  const int num_ranks_;
+  device::Device& device_;
+  std::vector<std::unique_ptr<Param>> params_;
+};
+
+}  // namespace tessera::shard
