@@ -124,6 +124,8 @@ class Engine {
 
   // Throws ConfigError for a loss that is not one number, a negative or non-finite weight.
   void backward(const at::Tensor& loss, double weight = 1);
+  // Several roots of one graph; their sum is the loss.
+  void backward(const std::vector<at::Tensor>& losses, double weight = 1);
   StepResult step();
   // Gradients of this step are forgotten.
   void zero_grad();
@@ -143,10 +145,9 @@ class Engine {
   EngineStats take_stats();
   Runtime& runtime() const;
 
+  class Impl;  // opaque: hooks and scopes speak to it
+
  private:
-  friend class engine::UnitCore;
-  friend class engine::ForwardScope;
-  class Impl;
   std::unique_ptr<Impl> impl_;
 };
 

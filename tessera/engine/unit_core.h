@@ -2,12 +2,13 @@
 // twin. unit.h wraps it for a module; Python's hooks will call the same four events.
 //
 // Backward is watched by tensor hooks on outputs and by the hooks of parameter gradients: see
-// [Note: release in backward] in unit_core.cpp.
+// [Note: release in backward] in unit_core.cpp. Inside a unit autocast keeps no casts of weights.
 //
 // Threads: hooks run on the caller's thread on CPU and on autograd's device thread on CUDA, while
 // the caller waits in backward(). Never both at once.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -34,7 +35,11 @@ class ForwardScope {
   void finish(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs);
 
  private:
+  void give_up() noexcept;
+
   UnitCore& unit_;
+  std::uint64_t epoch_;
+  const bool autocast_cache_;
   bool finished_ = false;
 };
 

@@ -1,0 +1,46 @@
+#include "tessera/engine/engine.h"
+
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/engine/engine_impl.h"
+
+namespace tessera {
+
+Engine::Engine(Runtime& runtime, const EngineOptions& options)
+    : impl_(std::make_unique<Impl>(runtime, options)) {}
+Engine::~Engine() = default;
+
+engine::UnitCore* Engine::add_unit(const std::string& name, const std::vector<NamedTensor>& params,
+                                   const UnitOptions& options) {
+  return impl_->add_unit(name, params, options);
+}
+void Engine::add_external_param(engine::UnitCore& unit, const at::Tensor& param) {
+  impl_->add_external(unit, param);
+}
+
+void Engine::backward(const at::Tensor& loss, double weight) { impl_->backward({loss}, weight); }
+void Engine::backward(const std::vector<at::Tensor>& losses, double weight) {
+  impl_->backward(losses, weight);
+}
+StepResult Engine::step() { return impl_->step(); }
+void Engine::zero_grad() { impl_->zero_grad(); }
+
+std::int64_t Engine::num_steps() const { return impl_->num_steps; }
+int Engine::num_params() const { return impl_->params.num_params(); }
+const shard::Param& Engine::param(int id) const { return impl_->params[id]; }
+shard::ParamTable& Engine::params() { return impl_->params; }
+optim::ShardedOptimizer& Engine::optimizer() {
+  impl_->seal();
+  return *impl_->optimizer;
+}
+const at::Tensor& Engine::tensor(int id) const {
+  return impl_->tensors[static_cast<std::size_t>(id)];
+}
+at::Tensor Engine::full_value(int id) { return impl_->full_value(id); }
+void Engine::save_parameters(const std::string& path) { impl_->save_parameters(path); }
+
+EngineStats Engine::take_stats() { return impl_->take_stats(); }
+Runtime& Engine::runtime() const { return impl_->runtime; }
+
+}  // namespace tessera

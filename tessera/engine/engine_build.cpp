@@ -1,0 +1,201 @@
+// Building: parameters are sharded as units are made, so that the peak is one unit.
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "tessera/core/error.h"
+#include "tessera/engine/engine_impl.h"
+#include "tessera/shard/tensor_storage.h"
+
+namespace tessera {
+namespace {
+
+// Fires once per backward, when the parameter's gradient is complete.
+class GradientHook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  GradientHook(Engine::Impl& engine, int id) : engine_(engine), id_(id) {}
+  void operator()(const at::Tensor& tensor) override { engine_.on_gradient(id_, tensor); }
+
+ private:
+  Engine::Impl& engine_;
+  const int id_;
+};
+
+// The whole of a unit's parameters exists for a moment; the books shall show it.
+class FullBytes {
+ public:
+  FullBytes(Ledger& ledger, Tier tier) : ledger_(ledger), tier_(tier) {}
+  ~FullBytes() { ledger_.discharge(tier_, Role::kFull, bytes_); }
+  FullBytes(const FullBytes&) = delete;
+  FullBytes& operator=(const FullBytes&) = delete;
+  void add(std::size_t bytes) {
+    ledger_.charge(tier_, Role::kFull, bytes);
+    bytes_ += bytes;
+  }
+
+ private:
+  Ledger& ledger_;
+  const Tier tier_;
+  std::size_t bytes_ = 0;
+};
+
+Tier device_tier() { return device::tier_of(device::MemoryKind::kDevice); }
+
+}  // namespace
+
+engine::UnitCore* Engine::Impl::add_unit(const std::string& name,
+                                         const std::vector<NamedTensor>& unit_params,
+                                         const UnitOptions& options) {
+  TESSERA_CHECK(reducer_ == nullptr, ConfigError, "unit '", name,
+                "' is added after the first forward; make all units of a model before it runs");
+  TESSERA_CHECK(std::none_of(units_.begin(), units_.end(),
+                             [&](const auto& unit) { return unit->name() == name; }),
+                ConfigError, "there are two units '", name,
+                "'; names of units must differ, they are how errors speak of them");
+  const std::string prefix = options.param_prefix.value_or(name + ".");
+  FullBytes full(runtime.ledger(), device_tier());
+  for (const NamedTensor& each : unit_params) {
+    if (id_of_tensor_.count(each.tensor.unsafeGetTensorImpl()) == 0) {
+      check_param(prefix + each.name, each.tensor);
+      full.add(each.tensor.nbytes());
+    }
+  }
+  std::vector<int> ids;
+  for (const NamedTensor& each : unit_params) {
+    const auto known = id_of_tensor_.find(each.tensor.unsafeGetTensorImpl());
+    if (known != id_of_tensor_.end()) {
+      ids.push_back(known->second);  // tied
+      continue;
+    }
+    const Init init = options.init ? options.init(each.name) : Init::module();
+    const double scale = options.weight_decay_scale
+                             ? options.weight_decay_scale(each.name, each.tensor)
+                             : 1.0;
+    ids.push_back(add_param(prefix + each.name, each.tensor, init, scale));
+  }
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  const coordinator::UnitId id = coordinator_->add_unit(name, ids);
+  units_.push_back(std::make_unique<engine::UnitCore>(*this, id, name));
+  for (const int param : ids) {
+    units_of_param_[static_cast<std::size_t>(param)].push_back(units_.back().get());
+    if (params[param].trainable()) {
+      units_.back()->add_trainable();
+    }
+  }
+  return units_.back().get();
+}
+
+void Engine::Impl::add_external(engine::UnitCore& unit, const at::Tensor& tensor) {
+  TESSERA_CHECK(reducer_ == nullptr, ConfigError, "unit '", unit.name(),
+                "' gets an external parameter after the first forward; add it before");
+  const auto known = id_of_tensor_.find(tensor.unsafeGetTensorImpl());
+  TESSERA_CHECK(known != id_of_tensor_.end(), ConfigError, "unit '", unit.name(),
+                "': the external tensor is no parameter of a unit made so far; make the unit that "
+                "owns it first");
+  auto& users = units_of_param_[static_cast<std::size_t>(known->second)];
+  if (std::find(users.begin(), users.end(), &unit) != users.end()) {
+    return;
+  }
+  users.push_back(&unit);
+  coordinator_->add_external(unit.id(), known->second);
+  if (params[known->second].trainable()) {
+    unit.add_trainable();
+  }
+}
+
+void Engine::Impl::check_param(const std::string& name, const at::Tensor& tensor) const {
+  TESSERA_CHECK(tensor.defined(), ConfigError, "parameter '", name,
+                "' is not defined; give it a value before its unit is made");
+  TESSERA_CHECK(tensor.is_leaf(), ConfigError, "parameter '", name,
+                "' is the result of an operation, not a leaf; a parameter must be one");
+  TESSERA_CHECK(tensor.is_cuda() == runtime.on_cuda(), ConfigError, "parameter '", name,
+                "' is on ", tensor.device().str(), ", the engine is on ", runtime.device().name(),
+                "; make the module there");
+  TESSERA_CHECK(!tensor.grad().defined(), ConfigError, "parameter '", name,
+                "' has a gradient already; shard a model before it is trained");
+  const DType dtype = shard::dtype_of(tensor, name);
+  if (params.num_params() > 0) {
+    const DType first = params[0].layout().dtype();
+    TESSERA_CHECK(dtype == first, ConfigError, "parameter '", name, "' is ", to_string(dtype),
+                  ", parameter '", params[0].name(), "' is ", to_string(first),
+                  "; the parameters of an engine have one type");
+  }
+}
+
+int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, const Init& init,
+                            double weight_decay_scale) {
+  shard::ParamSpec spec;
+  spec.name = name;
+  spec.numel = tensor.numel();
+  spec.dtype = shard::dtype_of(tensor, name);
+  spec.trainable = tensor.requires_grad();
+  spec.weight_decay_scale = weight_decay_scale;
+  const shard::Layout layout(spec.numel, runtime.num_ranks(), spec.dtype);
+
+  at::Tensor elements;  // the module's own values
+  if (init.kind == Init::Kind::kModule) {
+    elements = shard::storage_elements(tensor.detach());
+  }
+  shard::Param& param =
+      params.add(spec, shard::bind_tensor(tensor, name, layout));
+  const shard::ElementRange range = param.range();
+  const std::size_t element_bytes = bytes_of(spec.dtype);
+  if (init.kind == Init::Kind::kModule) {
+    comm::CallOptions call;
+    call.label.parameter = name;
+    // Every rank built the module; rank 0's values count, so that no rank can differ.
+    runtime.group()
+        .start_broadcast(elements.data_ptr(), spec.numel, spec.dtype, 0, call)
+        .wait();
+    copy_to_shard(param, static_cast<const std::byte*>(elements.data_ptr()) +
+                             static_cast<std::size_t>(range.begin) * element_bytes);
+  } else {
+    std::vector<std::byte> values(static_cast<std::size_t>(range.numel) * element_bytes);
+    fill_initial(init, seed_, name, range, spec.dtype, values.data());
+    copy_to_shard(param, values.data());
+  }
+  if (spec.trainable) {
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        tensor, std::make_unique<GradientHook>(*this, param.id()));
+  }
+  id_of_tensor_.emplace(tensor.unsafeGetTensorImpl(), param.id());
+  tensors.push_back(tensor);
+  units_of_param_.emplace_back();
+  return param.id();
+}
+
+void Engine::Impl::copy_to_shard(const shard::Param& param, const void* elements) {
+  const std::size_t bytes =
+      static_cast<std::size_t>(param.range().numel) * bytes_of(param.layout().dtype());
+  device::Stream& stream = runtime.device().stream(device::StreamKind::kWrite);
+  // The elements may be the work of the compute stream.
+  stream.wait(runtime.device().stream(device::StreamKind::kCompute).record());
+  runtime.device().start_copy(param.shard(), elements, bytes, stream).wait();
+}
+
+void Engine::Impl::seal() {
+  if (reducer_ != nullptr) {
+    return;
+  }
+  TESSERA_CHECK(params.num_params() > 0, ConfigError,
+                "the engine has no parameters; make units of modules with parameters first");
+  grad::ReducerParts parts{runtime.group(), runtime.device(), params, runtime.clock(),
+                           runtime.spans()};
+  if (runtime.on_cuda()) {
+    parts.add = [this](float* values, const float* addend, std::int64_t numel,
+                       device::Stream& stream) {
+      return runtime.kernels().start_add(values, addend, numel, stream);
+    };
+  }
+  optimizer = std::make_unique<optim::ShardedOptimizer>(
+      params, runtime.device(), runtime.kernels(), optim::RuleOptions::from(runtime.config()));
+  reducer_ = std::make_unique<grad::Reducer>(
+      parts, grad::ReducerOptions::from(runtime.config(), params[0].layout().dtype()));
+}
+
+}  // namespace tessera

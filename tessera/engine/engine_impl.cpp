@@ -1,0 +1,260 @@
+#include "tessera/engine/engine_impl.h"
+
+#include <cmath>
+#include <exception>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+// At or above `value`, which is positive.
+double power_of_two_above(double value) { return std::exp2(std::ceil(std::log2(value))); }
+
+// The memory order of its parameter, without holes: what a bucket copies.
+at::Tensor in_memory_order_of(const at::Tensor& tensor, at::Tensor gradient) {
+  if (gradient.strides() == tensor.strides() || gradient.numel() <= 1) {
+    return gradient;
+  }
+  return at::empty_strided(tensor.sizes(), tensor.strides(), gradient.options()).copy_(gradient);
+}
+
+}  // namespace
+
+Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
+    : runtime(given),
+      params(given.rank(), given.num_ranks(), given.device()),
+      coordinator_(std::make_unique<coordinator::Coordinator>(
+          coordinator::CoordinatorParts{given.group(), given.device(), params, given.clock(),
+                                        given.spans(), given.logger()},
+          coordinator::CoordinatorOptions::from(given.config()))),
+      schedule_(optim::ScheduleOptions::from(given.config(), options.run_steps)),
+      loss_scale_(optim::LossScaleOptions::from(given.config())),
+      clip_norm_(given.config().get_double("grad.clip_norm")),
+      skip_nonfinite_(given.config().get_bool("grad.skip_nonfinite")),
+      seed_(static_cast<std::uint64_t>(given.config().get_int("seed"))) {}
+
+Engine::Impl::~Impl() {
+  for (const at::Tensor& tensor : tensors) {
+    torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
+  }
+}
+
+void Engine::Impl::agree_on_weight_scale(double weight) {
+  if (weight_scale_ > 0) {
+    return;
+  }
+  // Gradients keep their usual size, which matters in fp16, and since it is a power of two no bit
+  // of the result depends on it.
+  const auto host = runtime.device().allocate(device::MemoryKind::kDevice, sizeof(double),
+                                              Role::kStaging);
+  device::Stream& stream = runtime.device().stream(device::StreamKind::kReduce);
+  double largest = weight;
+  runtime.device().start_copy(host.data(), &largest, sizeof(double), stream).wait();
+  comm::CallOptions call;
+  call.label.unit = "weight of the first backward";
+  call.stream = &stream;
+  runtime.group()
+      .start_all_reduce(host.data(), 1, DType::kFloat64, comm::Reduction::kMax, call)
+      .wait();
+  runtime.device().start_copy(&largest, host.data(), sizeof(double), stream).wait();
+  TESSERA_CHECK(largest > 0, ConfigError,
+                "the weights of all ranks are zero in the first backward; give at least one "
+                "rank's micro-batch a weight");
+  weight_scale_ = power_of_two_above(largest);
+}
+
+void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight) {
+  TESSERA_CHECK(!losses.empty(), ConfigError, "backward: no loss was given");
+  TESSERA_CHECK(std::isfinite(weight) && weight >= 0, ConfigError, "backward: weight=", weight,
+                "; a weight is a number of tokens or samples: finite, and not negative");
+  for (const at::Tensor& loss : losses) {
+    TESSERA_CHECK(loss.defined() && loss.numel() == 1, ConfigError,
+                  "backward: the loss must be one number, it has ",
+                  loss.defined() ? loss.numel() : 0, " elements; take its mean or sum");
+    TESSERA_CHECK(loss.requires_grad(), ConfigError,
+                  "backward: the loss does not depend on any trainable parameter");
+  }
+  seal();
+  agree_on_weight_scale(weight);
+  const double factor = weight / weight_scale_ * loss_scale_.value();
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(losses.size());
+  for (const at::Tensor& loss : losses) {
+    gradients.push_back(at::full_like(loss, factor));
+  }
+  ++backward_depth_;
+  try {
+    torch::autograd::backward(losses, gradients);
+    --backward_depth_;
+    if (backward_depth_ == 0) {
+      close_backward();
+      reducer_->finish_backward();
+    }
+  } catch (...) {
+    backward_depth_ = 0;
+    abandon();
+    throw;
+  }
+  const at::NoGradGuard no_grad;
+  weight_sum_ += weight / weight_scale_;
+  for (const at::Tensor& loss : losses) {
+    const at::Tensor term = loss.detach().to(at::kDouble).reshape({}) * (weight / weight_scale_);
+    weighted_loss_ = weighted_loss_.defined() ? weighted_loss_ + term : term;
+  }
+}
+
+void Engine::Impl::enter_backward() {
+  TESSERA_CHECK(!at::GradMode::is_enabled(), ConfigError,
+                "create_graph is set: a second derivative would read weights after their release; "
+                "sharded parameters do not support it");
+  if (backward_depth_ == 0 && !closing_is_queued_) {
+    closing_is_queued_ = true;
+    torch::autograd::Engine::get_default_engine().queue_callback([this, epoch = epoch_] {
+      if (epoch == epoch_) {
+        close_backward();
+      }
+      closing_is_queued_ = false;
+    });
+  }
+}
+
+void Engine::Impl::on_gradient(int id, const at::Tensor& tensor) {
+  shard::Param& param = params[id];
+  TESSERA_CHECK(backward_depth_ > 0, ConfigError, "a gradient of parameter '", param.name(),
+                "' came outside of Engine::backward(); call engine.backward(loss) in place of "
+                "loss.backward(), so that ranks and micro-batches are averaged");
+  TESSERA_CHECK(!at::GradMode::is_enabled(), ConfigError, "parameter '", param.name(),
+                "': create_graph is set, which sharded parameters do not support");
+  at::Tensor gradient = std::exchange(tensor.mutable_grad(), at::Tensor());
+  TESSERA_CHECK(gradient.layout() == at::kStrided, ConfigError, "parameter '", param.name(),
+                "' got a sparse gradient; make the embedding with sparse=false");
+  gradient = in_memory_order_of(tensor, std::move(gradient));
+  grad::FullGradient full;
+  full.dtype = param.layout().dtype();
+  full.data = gradient.numel() > 0 ? gradient.data_ptr() : nullptr;
+  full.owner = std::make_shared<at::Tensor>(std::move(gradient));
+  reducer_->add(param, std::move(full));
+  for (engine::UnitCore* unit : units_of_param_[static_cast<std::size_t>(id)]) {
+    unit->param_gradient_came();
+  }
+}
+
+void Engine::Impl::close_backward() {
+  for (const auto& unit : units_) {
+    unit->close_backward();
+  }
+  gates_.clear();
+}
+
+void Engine::Impl::abandon() noexcept {
+  ++epoch_;
+  closing_is_queued_ = false;
+  for (const auto& unit : units_) {
+    unit->forget();
+  }
+  gates_.clear();
+  weight_sum_ = 0;
+  weighted_loss_ = at::Tensor();
+  try {
+    coordinator_->release_all();
+    if (reducer_) {
+      reducer_->clear();
+    }
+    for (const at::Tensor& tensor : tensors) {
+      tensor.mutable_grad() = at::Tensor();
+    }
+  } catch (const std::exception& error) {
+    runtime.logger().warn("while a step was abandoned: ", error.what());
+  }
+}
+
+void Engine::Impl::zero_grad() {
+  TESSERA_CHECK(backward_depth_ == 0, ConfigError, "zero_grad() inside of a backward");
+  if (reducer_) {
+    reducer_->clear();
+  }
+  weight_sum_ = 0;
+  weighted_loss_ = at::Tensor();
+}
+
+optim::StepSums Engine::Impl::sum_over_ranks() {
+  optim::StepSums sums;
+  sums.gradient_squares = optimizer->sum_of_squares(*reducer_);
+  sums.weight = weight_sum_;
+  sums.weighted_loss = weighted_loss_.defined() ? weighted_loss_.item<double>() : 0.0;
+  if (runtime.num_ranks() == 1) {
+    return sums;
+  }
+  double values[3] = {sums.gradient_squares, sums.weight, sums.weighted_loss};
+  device::Device& device = runtime.device();
+  device::Stream& stream = device.stream(device::StreamKind::kReduce);
+  const auto memory = device.allocate(device::MemoryKind::kDevice, sizeof(values), Role::kStaging);
+  device.start_copy(memory.data(), values, sizeof(values), stream).wait();
+  comm::CallOptions call;
+  call.label.unit = "norm";
+  call.stream = &stream;
+  const std::int64_t begin_ns = runtime.clock().now_ns();
+  runtime.group()
+      .start_all_reduce(memory.data(), 3, DType::kFloat64, comm::Reduction::kSum, call)
+      .wait();
+  exposed_wait_s_ += static_cast<double>(runtime.clock().now_ns() - begin_ns) * 1e-9;
+  device.start_copy(values, memory.data(), sizeof(values), stream).wait();
+  return {values[0], values[1], values[2]};
+}
+
+StepResult Engine::Impl::step() {
+  TESSERA_CHECK(reducer_ != nullptr && reducer_->num_backwards() > 0, ConfigError,
+                "step() without a backward since the last step; call engine.backward(loss) first");
+  TESSERA_CHECK(forward_depth_ == 0 && backward_depth_ == 0, ConfigError,
+                "step() inside of a forward or backward");
+  const SpanScope span(runtime.spans(), "step");
+  // Gathered copies are stale after the update, and nobody needs them before it.
+  coordinator_->end_step();
+  const optim::StepSums sums = sum_over_ranks();
+  const optim::StepFactors factors = optim::step_factors(sums, loss_scale_.value(), clip_norm_);
+  StepResult result;
+  result.step = num_steps;
+  result.loss = factors.loss;
+  result.grad_norm = factors.grad_norm;
+  result.loss_scale = loss_scale_.value();
+  result.weight = sums.weight * weight_scale_;
+  result.lr = optim::learning_rate(schedule_, num_steps);
+  result.skipped = !factors.finite && skip_nonfinite_;
+  if (result.skipped) {
+    runtime.logger().with_step(num_steps).warn(
+        "a gradient is infinite or NaN: the step is skipped on all ranks");
+  } else {
+    optimizer->start_update(*reducer_, result.lr, factors.gradient_scale);
+    optimizer->wait();
+  }
+  loss_scale_.update(factors.finite);
+  reducer_->clear();
+  weight_sum_ = 0;
+  weighted_loss_ = at::Tensor();
+  ++num_steps;
+  return result;
+}
+
+EngineStats Engine::Impl::take_stats() {
+  EngineStats stats;
+  stats.gathers = coordinator_->take_stats();
+  if (reducer_) {
+    stats.reductions = reducer_->take_stats();
+  }
+  const auto ranks = static_cast<std::uint64_t>(runtime.num_ranks());
+  // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.
+  stats.gathered_wire_bytes = stats.gathers.gathered_bytes / ranks * (ranks - 1);
+  stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);
+  stats.exposed_wait_s = stats.gathers.exposed_wait_s + stats.reductions.exposed_wait_s +
+                         std::exchange(exposed_wait_s_, 0.0);
+  return stats;
+}
+
+}  // namespace tessera

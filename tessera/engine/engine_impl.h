@@ -1,0 +1,110 @@
+// The inside of Engine: who is told what when a unit runs, a gradient comes or a step ends.
+//
+// Life: units are added; the first use seals the engine (buckets, optimizer states and the arena
+// depend on all parameters); then forward, backward and step in turn.
+//
+// [Note: abandoning a step] An exception in the middle of a step leaves gathers, buckets and open
+// uses behind. abandon() puts all of them back and counts an epoch; whatever the old graph still
+// holds (scopes, hooks) sees that its epoch is over and does nothing more than it must.
+//
+// Threads: as Engine.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/coordinator/coordinator.h"
+#include "tessera/engine/engine.h"
+#include "tessera/engine/unit_state.h"
+#include "tessera/grad/reducer.h"
+#include "tessera/optim/clip.h"
+#include "tessera/optim/loss_scale.h"
+#include "tessera/optim/schedule.h"
+#include "tessera/optim/sharded_optimizer.h"
+#include "tessera/shard/param.h"
+
+namespace tessera {
+
+class Engine::Impl {
+ public:
+  Impl(Runtime& runtime, const EngineOptions& options);
+  ~Impl();
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  // --- building (engine_build.cpp) ---
+  engine::UnitCore* add_unit(const std::string& name, const std::vector<NamedTensor>& params,
+                             const UnitOptions& options);
+  void add_external(engine::UnitCore& unit, const at::Tensor& tensor);
+  // No unit can be added from here on.
+  void seal();
+
+  // --- one step ---
+  void backward(const std::vector<at::Tensor>& losses, double weight);
+  StepResult step();
+  void zero_grad();
+  // See [Note: abandoning a step]. Never throws.
+  void abandon() noexcept;
+  std::uint64_t epoch() const { return epoch_; }
+
+  // --- events of units and autograd ---
+  coordinator::Coordinator& coordinator() { return *coordinator_; }
+  int& forward_depth() { return forward_depth_; }
+  // A unit's backward begins. Outside of Engine::backward() (torch::autograd::grad) this also sees
+  // to it that uses are closed when autograd is done.
+  void enter_backward();
+  void on_gradient(int id, const at::Tensor& tensor);
+  // By the node that made a tensor: see [Note: release in backward].
+  engine::GateMap& gates() { return gates_; }
+
+  // --- values (engine_values.cpp) ---
+  at::Tensor full_value(int id);
+  void save_parameters(const std::string& path);
+
+  EngineStats take_stats();
+
+  Runtime& runtime;
+  shard::ParamTable params;
+  std::vector<at::Tensor> tensors;  // by id
+  std::unique_ptr<optim::ShardedOptimizer> optimizer;  // once sealed
+  std::int64_t num_steps = 0;
+
+ private:
+  int add_param(const std::string& name, const at::Tensor& tensor, const Init& init,
+                double weight_decay_scale);
+  void check_param(const std::string& name, const at::Tensor& tensor) const;
+  void copy_to_shard(const shard::Param& param, const void* host_or_device_elements);
+  void agree_on_weight_scale(double weight);
+  void close_backward();
+  optim::StepSums sum_over_ranks();
+
+  std::unique_ptr<coordinator::Coordinator> coordinator_;
+  std::unique_ptr<grad::Reducer> reducer_;  // once sealed
+  std::vector<std::unique_ptr<engine::UnitCore>> units_;
+  std::vector<std::vector<engine::UnitCore*>> units_of_param_;  // by id
+  std::unordered_map<const c10::TensorImpl*, int> id_of_tensor_;
+  engine::GateMap gates_;
+
+  const optim::ScheduleOptions schedule_;
+  optim::LossScale loss_scale_;
+  const double clip_norm_;
+  const bool skip_nonfinite_;
+  const std::uint64_t seed_;
+  std::uint64_t epoch_ = 0;
+  int forward_depth_ = 0;
+  int backward_depth_ = 0;       // of Engine::backward()
+  bool closing_is_queued_ = false;  // for a backward that is not ours
+  double weight_scale_ = 0;      // a power of two, agreed at the first backward; 0: not yet
+  double weight_sum_ = 0;        // of this rank and step, in units of weight_scale_
+  at::Tensor weighted_loss_;     // fp64 on the device, of this rank and step
+  double exposed_wait_s_ = 0;
+};
+
+}  // namespace tessera

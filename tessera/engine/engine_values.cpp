@@ -1,0 +1,62 @@
+// Whole parameters for those who look at or save a model.
+
+#include <vector>
+
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/core/error.h"
+#include "tessera/engine/engine_impl.h"
+#include "tessera/shard/tensor_storage.h"
+
+namespace tessera {
+
+at::Tensor Engine::Impl::full_value(int id) {
+  const shard::Param& param = params[id];
+  const shard::Layout& layout = param.layout();
+  device::Device& device = runtime.device();
+  device::Stream& stream = device.stream(device::StreamKind::kGather);
+  stream.wait(param.updated());
+  const device::Memory full =
+      device.allocate(device::MemoryKind::kDevice, layout.full_bytes(), Role::kFull);
+  comm::CallOptions call;
+  call.label.unit = "full value";
+  call.label.parameter = param.name();
+  call.stream = &stream;
+  const comm::Gather gather{param.shard(), full.data(), layout.shard_numel(), layout.dtype()};
+  const device::Pending gathered = runtime.group().start_all_gather({&gather, 1}, call);
+  const at::Tensor& tensor = tensors[static_cast<std::size_t>(id)];
+  at::Tensor value = at::empty_strided(tensor.sizes(), tensor.strides(),
+                                       at::TensorOptions(tensor.scalar_type()));
+  stream.wait(gathered);
+  gathered.wait();
+  if (value.numel() > 0) {
+    device.start_copy(value.data_ptr(), full.data(), value.nbytes(), stream).wait();
+  }
+  return value;
+}
+
+void Engine::Impl::save_parameters(const std::string& path) {
+  const bool writes = runtime.rank() == 0;
+  std::vector<checkpoint::TensorEntry> entries;
+  for (int id = 0; id < params.num_params(); ++id) {
+    checkpoint::TensorEntry entry;
+    entry.name = params[id].name();
+    entry.dtype = params[id].layout().dtype();
+    entry.shape = tensors[static_cast<std::size_t>(id)].sizes().vec();
+    entries.push_back(std::move(entry));
+  }
+  std::unique_ptr<checkpoint::SafetensorsWriter> writer;
+  if (writes) {
+    writer = std::make_unique<checkpoint::SafetensorsWriter>(path, std::move(entries));
+  }
+  for (int id = 0; id < params.num_params(); ++id) {
+    const at::Tensor value = full_value(id).contiguous();
+    if (writer && value.numel() > 0) {
+      writer->append(value.data_ptr(), value.nbytes());
+    }
+  }
+  if (writer) {
+    writer->finish();
+  }
+}
+
+}  // namespace tessera

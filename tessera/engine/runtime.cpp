@@ -1,0 +1,119 @@
+#include "tessera/engine/runtime.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include <ATen/Parallel.h>
+
+#include "tessera/comm/bootstrap.h"
+#include "tessera/comm/rendezvous.h"
+#include "tessera/core/error.h"
+#include "tessera/device/device_cpu.h"
+#include "tessera/device/device_cuda.h"
+
+namespace tessera {
+namespace {
+
+int num_update_threads(const RuntimeOptions& options) {
+  if (options.num_update_threads > 0) {
+    return options.num_update_threads;
+  }
+  return std::max(1, at::get_num_threads());
+}
+
+comm::BackendKind backend_kind(const Config& config) {
+  const std::string& name = config.get_string("comm.backend");
+  if (name == "gloo") {
+    return comm::BackendKind::kGloo;
+  }
+  if (name == "nccl") {
+    return comm::BackendKind::kNccl;
+  }
+  TESSERA_CHECK(name == "auto", ConfigError, "comm.backend=", name,
+                " is for groups that a program makes itself; use auto, gloo or nccl");
+  return comm::BackendKind::kAuto;
+}
+
+}  // namespace
+
+struct Runtime::Impl {
+  Impl(Config given, const RuntimeOptions& options, int rank, int num_ranks)
+      : config(std::move(given)),
+        spans(clock, options.num_spans),
+        logger(LogOptions::from(config), LogContext{rank, num_ranks, -1, {}, {}}),
+        on_cuda(options.cuda_device >= 0) {
+    if (on_cuda) {
+      device::CudaDeviceOptions cuda;
+      cuda.index = options.cuda_device;
+      cuda.ledger = &ledger;
+      device = device::make_cuda_device(cuda);
+      kernels = optim::make_cuda_kernels(*device);
+    } else {
+      device::CpuDeviceOptions cpu;
+      cpu.ledger = &ledger;
+      cpu.notice = [this](const std::string& notice) { logger.warn(notice); };
+      device = device::make_cpu_device(std::move(cpu));
+      kernels = optim::make_cpu_kernels(num_update_threads(options));
+    }
+    if (rank == 0) {
+      for (const std::string& notice : config.notices()) {
+        logger.info(notice);
+      }
+    }
+  }
+
+  // In the order of dependence: whatever is destroyed later is used by what is destroyed earlier.
+  Config config;
+  SteadyClock clock;
+  Ledger ledger;
+  Spans spans;
+  Logger logger;
+  bool on_cuda;
+  std::unique_ptr<device::Device> device;
+  std::unique_ptr<optim::Kernels> kernels;
+  comm::World world;               // joined; empty where the group is borrowed
+  comm::Group* borrowed = nullptr;
+};
+
+Runtime::Runtime(Config config, const RuntimeOptions& options) {
+  config.check();
+  const comm::Rendezvous rendezvous = comm::find_rendezvous(comm::process_environment());
+  impl_ = std::make_unique<Impl>(std::move(config), options, rendezvous.rank, rendezvous.world_size);
+  comm::WorldOptions world;
+  world.backend = backend_kind(impl_->config);
+  world.cuda_device = options.cuda_device;
+  world.group.timeout = std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::chrono::duration<double>(impl_->config.get_seconds("comm.timeout_s")));
+  world.group.pack_below_bytes =
+      static_cast<std::size_t>(impl_->config.get_bytes("comm.pack_below_bytes"));
+  world.group.ledger = &impl_->ledger;
+  world.group.device = impl_->device.get();
+  world.group.spans = &impl_->spans;
+  impl_->world = comm::join_world(rendezvous, world);
+}
+
+Runtime::Runtime(Config config, comm::Group& world, const RuntimeOptions& options) {
+  config.check();
+  impl_ = std::make_unique<Impl>(std::move(config), options, world.rank(), world.size());
+  impl_->borrowed = &world;
+}
+
+Runtime::~Runtime() = default;
+
+int Runtime::rank() const { return group().rank(); }
+int Runtime::num_ranks() const { return group().size(); }
+const Config& Runtime::config() const { return impl_->config; }
+comm::Group& Runtime::group() const {
+  return impl_->borrowed != nullptr ? *impl_->borrowed : *impl_->world.group;
+}
+device::Device& Runtime::device() const { return *impl_->device; }
+bool Runtime::on_cuda() const { return impl_->on_cuda; }
+optim::Kernels& Runtime::kernels() const { return *impl_->kernels; }
+Ledger& Runtime::ledger() const { return impl_->ledger; }
+Spans& Runtime::spans() const { return impl_->spans; }
+const Clock& Runtime::clock() const { return impl_->clock; }
+const Logger& Runtime::logger() const { return impl_->logger; }
+const std::shared_ptr<comm::Board>& Runtime::board() const { return impl_->world.board; }
+
+}  // namespace tessera
