@@ -38,8 +38,12 @@ class Layout {
   DType dtype() const { return dtype_; }
   std::int64_t shard_numel() const { return shard_numel_; }
   std::int64_t padded_numel() const { return shard_numel_ * num_ranks_; }
-  std::size_t shard_bytes() const { return static_cast<std::size_t>(shard_numel_) * bytes_of(dtype_); }
-  std::size_t full_bytes() const { return static_cast<std::size_t>(padded_numel()) * bytes_of(dtype_); }
+  std::size_t shard_bytes() const {
+    return static_cast<std::size_t>(shard_numel_) * bytes_of(dtype_);
+  }
+  std::size_t full_bytes() const {
+    return static_cast<std::size_t>(padded_numel()) * bytes_of(dtype_);
+  }
   // What of the parameter lies in this rank's piece; empty where the piece is all padding.
   ElementRange range(int rank) const;
 

@@ -25,6 +25,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -40,6 +41,7 @@ enum class ParamState : std::uint8_t { kReleased, kGathering, kAvailable };
 std::string_view to_string(ParamState state);
 
 // The tensor side of a parameter: tensor_storage.h has it for torch; tests have plain memory.
+// Destroying it detaches: a tensor that a user still holds never points at memory that is gone.
 class FullTensor {
  public:
   virtual ~FullTensor() = default;
@@ -96,7 +98,7 @@ class Param {
   const Layout layout_;
   const ElementRange range_;
   device::Memory shard_;
-  std::unique_ptr<FullTensor> tensor_;
+  std::unique_ptr<FullTensor> tensor_;  // after the shard: it lets go of that memory first
   ParamState state_ = ParamState::kReleased;
   void* full_ = nullptr;
   int num_users_ = 0;
@@ -124,6 +126,7 @@ class ParamTable {
   const int num_ranks_;
   device::Device& device_;
   std::vector<std::unique_ptr<Param>> params_;
+  std::map<std::string_view, Param*> by_name_;  // the names are those inside params_
 };
 
 }  // namespace tessera::shard

@@ -1,14 +1,15 @@
 // The torch side of a sharded parameter: a tensor that keeps its identity while its storage comes
 // and goes.
 //
-// bind_tensor() gives the tensor a storage of its own with room for the padding. Sizes stay; strides
-// stay if they cover the storage without holes or overlap, else they become contiguous. Elements
-// are counted in memory order, so a transposed weight is gathered as it lies. Values are not kept:
-// copy them into the shard first (storage_elements()).
+// bind_tensor() gives the tensor a storage of its own with room for the padding. Sizes stay;
+// strides stay if they cover the storage without holes or overlap, else they become contiguous.
+// Elements are counted in memory order, so a transposed weight is gathered as it lies. Values are
+// not kept: copy them into the shard first (storage_elements()). Views that were made before stay
+// with the tensor's old memory; views made later, by anybody, follow the parameter.
 //
 // While detached, an access throws an error that names the parameter and says how to gather it,
-// prepared once. Torch 2.11 and 2.12 cannot take such an error back, so there (decided by CMake,
-// TESSERA_STORAGE_ERRORS) a detached storage is empty and the error is torch's own.
+// prepared once. Before torch 2.13 such an error cannot be taken back, so there a detached storage
+// is empty and the error is torch's own: see accesses_are_named().
 //
 // Threads: as Param.
 #pragma once
@@ -28,12 +29,17 @@ namespace tessera::shard {
 DType dtype_of(const at::Tensor& tensor, const std::string& name);
 at::ScalarType scalar_type_of(DType dtype);
 
-// The tensor's elements in the memory order that it will have once bound: one dimension.
+// The tensor's elements in the memory order that it will have once bound: one dimension, without
+// gradient. A view where strides stay, else a copy.
 at::Tensor storage_elements(const at::Tensor& tensor);
 
-// Starts detached. REQUIRES: layout.numel() == tensor.numel(). Throws ConfigError with the name for
-// what cannot be sharded: sparse, quantised, without storage, or not of the device's kind.
+// Starts detached. REQUIRES: layout.numel() == tensor.numel(), and the tensor's type is the
+// layout's. Throws ConfigError with the name for what cannot be sharded: undefined, sparse,
+// quantised, without storage, not on a CPU or GPU, or computed from other tensors.
 std::unique_ptr<FullTensor> bind_tensor(const at::Tensor& tensor, const std::string& name,
                                         const Layout& layout);
+
+// Whether the torch we were built with lets the error of a detached access carry the name.
+bool accesses_are_named();
 
 }  // namespace tessera::shard

@@ -1,0 +1,108 @@
+#include "tessera/shard/param.h"
+
+#include <utility>
+
+#include "tessera/core/error.h"
+
+namespace tessera::shard {
+
+std::string_view to_string(ParamState state) {
+  switch (state) {
+    case ParamState::kReleased:
+      return "released";
+    case ParamState::kGathering:
+      return "gathering";
+    case ParamState::kAvailable:
+      return "available";
+  }
+  return "unknown";
+}
+
+Param::Param(int id, ParamSpec spec, int rank, int num_ranks, device::Device& device,
+             std::unique_ptr<FullTensor> tensor)
+    : id_(id),
+      spec_(std::move(spec)),
+      layout_(spec_.numel, num_ranks, spec_.dtype),
+      range_(layout_.range(rank)),
+      shard_(device.allocate(device::MemoryKind::kDevice, layout_.shard_bytes(), Role::kShard)),
+      tensor_(std::move(tensor)) {
+  TESSERA_INVARIANT(tensor_ != nullptr, "parameter '", name(), "' has no tensor");
+  // Waited for: whoever fills in the first values may do so from any stream, or from the host.
+  device
+      .start_fill(shard_.data(), 0, layout_.shard_bytes(),
+                  device.stream(device::StreamKind::kCompute))
+      .wait();
+}
+
+void Param::start_gather(void* full) {
+  TESSERA_INVARIANT(state_ == ParamState::kReleased, "parameter '", name(), "' is ",
+                    to_string(state_), "; a gather starts from released");
+  TESSERA_INVARIANT(full != nullptr || layout_.numel() == 0, "parameter '", name(),
+                    "' is to be gathered to null");
+  TESSERA_INVARIANT(!shard_is_full() || full == shard(), "parameter '", name(),
+                    "' has one rank: its shard is the full parameter, and cannot be gathered to ",
+                    full);
+  full_ = full;
+  state_ = ParamState::kGathering;
+}
+
+void Param::finish_gather() {
+  TESSERA_INVARIANT(state_ == ParamState::kGathering, "parameter '", name(), "' is ",
+                    to_string(state_), "; there is no gather to finish");
+  tensor_->attach(full_);
+  state_ = ParamState::kAvailable;
+}
+
+void Param::drop() {
+  TESSERA_INVARIANT(state_ == ParamState::kGathering, "parameter '", name(), "' is ",
+                    to_string(state_), "; there is no gather to drop");
+  full_ = nullptr;
+  state_ = ParamState::kReleased;
+}
+
+void Param::release() {
+  TESSERA_INVARIANT(state_ == ParamState::kAvailable, "parameter '", name(), "' is ",
+                    to_string(state_), "; only an available one can be released");
+  TESSERA_INVARIANT(num_users_ == 0, "parameter '", name(), "' cannot be released: ", num_users_,
+                    " units use it");
+  tensor_->detach();
+  full_ = nullptr;
+  state_ = ParamState::kReleased;
+}
+
+void Param::remove_user() {
+  TESSERA_INVARIANT(num_users_ > 0, "parameter '", name(), "' has no user to remove");
+  --num_users_;
+}
+
+void Param::set_updated(device::Pending done) {
+  updated_ = std::move(done);
+  ++version_;
+}
+
+ParamTable::ParamTable(int rank, int num_ranks, device::Device& device)
+    : rank_(rank), num_ranks_(num_ranks), device_(device) {
+  TESSERA_CHECK(num_ranks >= 1 && rank >= 0 && rank < num_ranks, ConfigError,
+                "parameter table: rank=", rank, " of num_ranks=", num_ranks);
+}
+
+Param& ParamTable::add(ParamSpec spec, std::unique_ptr<FullTensor> tensor) {
+  TESSERA_CHECK(!spec.name.empty(), ConfigError, "parameter ", num_params(),
+                " has no name; give it the one it has in its module");
+  TESSERA_CHECK(find(spec.name) == nullptr, ConfigError, "parameter '", spec.name,
+                "' is registered twice; give units names of their own, or register a shared weight "
+                "as external to the second unit");
+  auto param = std::make_unique<Param>(num_params(), std::move(spec), rank_, num_ranks_, device_,
+                                       std::move(tensor));
+  params_.push_back(std::move(param));
+  Param& added = *params_.back();
+  by_name_.emplace(added.name(), &added);
+  return added;
+}
+
+Param* ParamTable::find(std::string_view name) const {
+  const auto found = by_name_.find(name);
+  return found == by_name_.end() ? nullptr : found->second;
+}
+
+}  // namespace tessera::shard

@@ -1,0 +1,162 @@
+#include "tessera/shard/tensor_storage.h"
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <c10/core/StorageImpl.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::shard {
+namespace {
+
+// True from torch 2.13 on. What decides is the header that is really there.
+template <typename Storage>
+constexpr bool kCanClearErrors =
+    requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
+
+// The three moves of a StorageImpl. Templates, because the names that one torch has and another
+// one has not may only be looked up where they are used.
+template <typename Storage>
+void set_memory(Storage& storage, void* data, std::size_t bytes) {
+  if constexpr (kCanClearErrors<Storage>) {
+    storage.clear_data_ptr_access_error_msg_();
+  } else {
+    storage.set_nbytes(bytes);
+  }
+  storage.set_data_ptr_noswap(c10::DataPtr(data, storage.device()));
+}
+
+// The byte count stays where errors have names: with zero bytes many operators would complain
+// about bounds before anybody looks at the memory.
+template <typename Storage>
+void take_memory_away(Storage& storage, const std::string& error) {
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+  if constexpr (kCanClearErrors<Storage>) {
+    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(error);
+  } else {
+    storage.set_nbytes(0);
+  }
+}
+
+class TensorStorage final : public FullTensor {
+ public:
+  TensorStorage(c10::Storage storage, const std::string& name, std::size_t full_bytes)
+      : storage_(std::move(storage)),
+        full_bytes_(full_bytes),
+        error_(detail::concat(
+            "parameter '", name,
+            "' is released: only this rank's shard of it is in memory. It is gathered while a unit "
+            "that owns it runs. If another unit uses it, register it there with "
+            "engine.add_external(unit, tensor); to read it elsewhere, use "
+            "engine.full_value(id).")) {
+    detach();
+  }
+  // The tensor may outlive us in a user's hands.
+  ~TensorStorage() override { detach(); }
+
+  void attach(void* data) override {
+    set_memory(*storage_.unsafeGetStorageImpl(), data, full_bytes_);
+  }
+
+  void detach() override {
+    // There is nothing in an empty parameter that could be read too early.
+    if (full_bytes_ > 0) {
+      take_memory_away(*storage_.unsafeGetStorageImpl(), error_);
+    }
+  }
+
+ private:
+  const c10::Storage storage_;
+  const std::size_t full_bytes_;
+  const std::string error_;
+};
+
+void check_can_be_sharded(const at::Tensor& tensor, const std::string& name) {
+  TESSERA_CHECK(tensor.defined(), ConfigError, "parameter '", name,
+                "' is an undefined tensor; register it after it has been made");
+  TESSERA_CHECK(tensor.layout() == at::kStrided && !tensor.is_quantized() && tensor.has_storage(),
+                ConfigError, "parameter '", name, "' is ", tensor.toString(), " with layout ",
+                tensor.layout(), "; only dense tensors with a storage can be sharded");
+  TESSERA_CHECK(tensor.device().is_cpu() || tensor.device().is_cuda(), ConfigError, "parameter '",
+                name, "' is on ", tensor.device().str(), "; make it on the CPU or on a GPU");
+  TESSERA_CHECK(tensor.is_leaf(), ConfigError, "parameter '", name,
+                "' is computed from other tensors (it has a grad_fn); shard those");
+}
+
+}  // namespace
+
+bool accesses_are_named() { return kCanClearErrors<c10::StorageImpl>; }
+
+DType dtype_of(const at::Tensor& tensor, const std::string& name) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kFloat16;
+    default:
+      throw ConfigError(detail::concat("parameter '", name, "' has type ",
+                                       c10::toString(tensor.scalar_type()),
+                                       "; fp32, bf16 and fp16 can be sharded: convert it before"));
+  }
+}
+
+at::ScalarType scalar_type_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    case DType::kFloat16:
+      return at::kHalf;
+    case DType::kFloat64:
+      return at::kDouble;
+    case DType::kInt64:
+      return at::kLong;
+    case DType::kInt32:
+      return at::kInt;
+    case DType::kUInt8:
+      return at::kByte;
+  }
+  return at::ScalarType::Undefined;
+}
+
+at::Tensor storage_elements(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.detach();
+  if (values.is_non_overlapping_and_dense()) {
+    return values.as_strided({values.numel()}, {1}, values.storage_offset());
+  }
+  return values.contiguous().view({values.numel()});
+}
+
+std::unique_ptr<FullTensor> bind_tensor(const at::Tensor& tensor, const std::string& name,
+                                        const Layout& layout) {
+  check_can_be_sharded(tensor, name);
+  TESSERA_INVARIANT(dtype_of(tensor, name) == layout.dtype(), "parameter '", name, "' of ",
+                    tensor.toString(), " has a layout of ", to_string(layout.dtype()));
+  TESSERA_INVARIANT(tensor.numel() == layout.numel(), "parameter '", name, "' of ", tensor.numel(),
+                    " elements has a layout of ", layout.numel());
+  const std::vector<std::int64_t> sizes = tensor.sizes().vec();
+  const bool keeps_strides = tensor.is_non_overlapping_and_dense();
+  const std::vector<std::int64_t> strides = tensor.strides().vec();
+  // Not resizable: resize_() on a parameter would take its memory for its own.
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(),
+      c10::SymInt(static_cast<std::int64_t>(layout.full_bytes())),
+      c10::DataPtr(nullptr, tensor.device()), nullptr, /*resizable=*/false));
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(storage);
+  if (keeps_strides) {
+    impl->set_sizes_and_strides(sizes, strides, 0);
+  } else {
+    impl->set_storage_offset(0);
+    impl->set_sizes_contiguous(sizes);
+  }
+  return std::make_unique<TensorStorage>(std::move(storage), name, layout.full_bytes());
+}
+
+}  // namespace tessera::shard
