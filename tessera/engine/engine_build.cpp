@@ -72,9 +72,8 @@ engine::UnitCore* Engine::Impl::add_unit(const std::string& name,
       continue;
     }
     const Init init = options.init ? options.init(each.name) : Init::module();
-    const double scale = options.weight_decay_scale
-                             ? options.weight_decay_scale(each.name, each.tensor)
-                             : 1.0;
+    const double scale =
+        options.weight_decay_scale ? options.weight_decay_scale(each.name, each.tensor) : 1.0;
     ids.push_back(add_param(prefix + each.name, each.tensor, init, scale));
   }
   std::sort(ids.begin(), ids.end());
@@ -113,8 +112,8 @@ void Engine::Impl::check_param(const std::string& name, const at::Tensor& tensor
                 "' is not defined; give it a value before its unit is made");
   TESSERA_CHECK(tensor.is_leaf(), ConfigError, "parameter '", name,
                 "' is the result of an operation, not a leaf; a parameter must be one");
-  TESSERA_CHECK(tensor.is_cuda() == runtime.on_cuda(), ConfigError, "parameter '", name,
-                "' is on ", tensor.device().str(), ", the engine is on ", runtime.device().name(),
+  TESSERA_CHECK(tensor.is_cuda() == runtime.on_cuda(), ConfigError, "parameter '", name, "' is on ",
+                tensor.device().str(), ", the engine is on ", runtime.device().name(),
                 "; make the module there");
   TESSERA_CHECK(!tensor.grad().defined(), ConfigError, "parameter '", name,
                 "' has a gradient already; shard a model before it is trained");
@@ -141,17 +140,14 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
   if (init.kind == Init::Kind::kModule) {
     elements = shard::storage_elements(tensor.detach());
   }
-  shard::Param& param =
-      params.add(spec, shard::bind_tensor(tensor, name, layout));
+  shard::Param& param = params.add(spec, shard::bind_tensor(tensor, name, layout));
   const shard::ElementRange range = param.range();
   const std::size_t element_bytes = bytes_of(spec.dtype);
   if (init.kind == Init::Kind::kModule) {
     comm::CallOptions call;
     call.label.parameter = name;
     // Every rank built the module; rank 0's values count, so that no rank can differ.
-    runtime.group()
-        .start_broadcast(elements.data_ptr(), spec.numel, spec.dtype, 0, call)
-        .wait();
+    runtime.group().start_broadcast(elements.data_ptr(), spec.numel, spec.dtype, 0, call).wait();
     copy_to_shard(param, static_cast<const std::byte*>(elements.data_ptr()) +
                              static_cast<std::size_t>(range.begin) * element_bytes);
   } else {
@@ -192,8 +188,8 @@ void Engine::Impl::seal() {
       return runtime.kernels().start_add(values, addend, numel, stream);
     };
   }
-  optimizer = std::make_unique<optim::ShardedOptimizer>(
-      params, runtime.device(), runtime.kernels(), optim::RuleOptions::from(runtime.config()));
+  optimizer = std::make_unique<optim::ShardedOptimizer>(params, runtime.device(), runtime.kernels(),
+                                                        optim::RuleOptions::from(runtime.config()));
   reducer_ = std::make_unique<grad::Reducer>(
       parts, grad::ReducerOptions::from(runtime.config(), params[0].layout().dtype()));
 }

@@ -4,7 +4,7 @@
 #include <exception>
 #include <utility>
 
-#include <ATen/core/grad_mode.h>
+#include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
@@ -52,8 +52,8 @@ void Engine::Impl::agree_on_weight_scale(double weight) {
   }
   // Gradients keep their usual size, which matters in fp16, and since it is a power of two no bit
   // of the result depends on it.
-  const auto host = runtime.device().allocate(device::MemoryKind::kDevice, sizeof(double),
-                                              Role::kStaging);
+  const auto host =
+      runtime.device().allocate(device::MemoryKind::kDevice, sizeof(double), Role::kStaging);
   device::Stream& stream = runtime.device().stream(device::StreamKind::kReduce);
   double largest = weight;
   runtime.device().start_copy(host.data(), &largest, sizeof(double), stream).wait();

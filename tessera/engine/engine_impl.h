@@ -72,7 +72,7 @@ class Engine::Impl {
 
   Runtime& runtime;
   shard::ParamTable params;
-  std::vector<at::Tensor> tensors;  // by id
+  std::vector<at::Tensor> tensors;                     // by id
   std::unique_ptr<optim::ShardedOptimizer> optimizer;  // once sealed
   std::int64_t num_steps = 0;
 
@@ -99,11 +99,11 @@ class Engine::Impl {
   const std::uint64_t seed_;
   std::uint64_t epoch_ = 0;
   int forward_depth_ = 0;
-  int backward_depth_ = 0;       // of Engine::backward()
+  int backward_depth_ = 0;          // of Engine::backward()
   bool closing_is_queued_ = false;  // for a backward that is not ours
-  double weight_scale_ = 0;      // a power of two, agreed at the first backward; 0: not yet
-  double weight_sum_ = 0;        // of this rank and step, in units of weight_scale_
-  at::Tensor weighted_loss_;     // fp64 on the device, of this rank and step
+  double weight_scale_ = 0;         // a power of two, agreed at the first backward; 0: not yet
+  double weight_sum_ = 0;           // of this rank and step, in units of weight_scale_
+  at::Tensor weighted_loss_;        // fp64 on the device, of this rank and step
   double exposed_wait_s_ = 0;
 };
 

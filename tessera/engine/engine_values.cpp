@@ -1,6 +1,9 @@
 // Whole parameters for those who look at or save a model.
 
+#include <utility>
 #include <vector>
+
+#include <ATen/ATen.h>
 
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
@@ -24,8 +27,8 @@ at::Tensor Engine::Impl::full_value(int id) {
   const comm::Gather gather{param.shard(), full.data(), layout.shard_numel(), layout.dtype()};
   const device::Pending gathered = runtime.group().start_all_gather({&gather, 1}, call);
   const at::Tensor& tensor = tensors[static_cast<std::size_t>(id)];
-  at::Tensor value = at::empty_strided(tensor.sizes(), tensor.strides(),
-                                       at::TensorOptions(tensor.scalar_type()));
+  at::Tensor value =
+      at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
   stream.wait(gathered);
   gathered.wait();
   if (value.numel() > 0) {

@@ -48,9 +48,10 @@ class RandomState {
   }
 
  private:
-  void add(const at::Generator& generator) {
+  void add(at::Generator generator) {
     const std::lock_guard<std::mutex> lock(generator.mutex());
-    saved_.emplace_back(generator, generator.get_state());
+    const at::Tensor state = generator.get_state();
+    saved_.emplace_back(generator, state);
   }
   std::vector<std::pair<at::Generator, at::Tensor>> saved_;
 };
@@ -116,8 +117,8 @@ struct Recompute : torch::autograd::Function<Recompute> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const auto call = c10::static_intrusive_pointer_cast<Call>(
-        context->saved_data["call"].toCapsule());
+    const auto call =
+        c10::static_intrusive_pointer_cast<Call>(context->saved_data["call"].toCapsule());
     const variable_list saved = context->get_saved_variables();
     std::vector<at::Tensor> inputs;
     for (std::size_t i = 0; i < call->num_inputs; ++i) {

@@ -72,14 +72,15 @@ struct Runtime::Impl {
   bool on_cuda;
   std::unique_ptr<device::Device> device;
   std::unique_ptr<optim::Kernels> kernels;
-  comm::World world;               // joined; empty where the group is borrowed
+  comm::World world;  // joined; empty where the group is borrowed
   comm::Group* borrowed = nullptr;
 };
 
 Runtime::Runtime(Config config, const RuntimeOptions& options) {
   config.check();
   const comm::Rendezvous rendezvous = comm::find_rendezvous(comm::process_environment());
-  impl_ = std::make_unique<Impl>(std::move(config), options, rendezvous.rank, rendezvous.world_size);
+  impl_ =
+      std::make_unique<Impl>(std::move(config), options, rendezvous.rank, rendezvous.world_size);
   comm::WorldOptions world;
   world.backend = backend_kind(impl_->config);
   world.cuda_device = options.cuda_device;

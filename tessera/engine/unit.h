@@ -4,8 +4,9 @@
 //   x = block(x);
 //
 // The call gathers, runs the module's forward and releases; backward does the same by itself.
-// Arguments and results may be tensors, vectors, tuples and optionals of tensors; other arguments are
-// passed on. With `recompute` the forward runs again in backward in place of keeping activations.
+// Arguments and results may be tensors, vectors, tuples and optionals of tensors; other arguments
+// are passed on. With `recompute` the forward runs again in backward in place of keeping
+// activations.
 //
 // A unit made from a module alone is plain: it calls the module and nothing else. The same model
 // code then trains unsharded.

@@ -14,9 +14,9 @@
 // [Note: release in backward]
 // In backward a unit is needed from the moment that the gradient of one of its outputs is complete
 // (a hook on that output) until nothing of it can still read a weight: until the gradients of its
-// inputs and of all its trainable parameters have come. If no input needs a gradient, the parameters
-// decide; what is still open then is closed when the outermost backward is over. A parameter that is
-// used twice gets its gradient once, with the sum, so its units stay until then.
+// inputs and of all its trainable parameters have come. If no input needs a gradient, the
+// parameters decide; what is still open then is closed when the outermost backward is over. A
+// parameter that is used twice gets its gradient once, with the sum, so its units stay until then.
 //
 // The output of one unit is usually the input of the next. A hook on it for each of the two would
 // run in the order of registration: the earlier unit would be gathered before the later one is
@@ -30,7 +30,7 @@ namespace {
 using coordinator::Phase;
 
 GateKey key_of(const at::Tensor& tensor) {
-  return {tensor.grad_fn().get(), tensor.output_nr()};
+  return {tensor.grad_fn().get(), static_cast<std::size_t>(tensor.output_nr())};
 }
 
 }  // namespace

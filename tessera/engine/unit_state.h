@@ -26,8 +26,8 @@ struct BackwardUse {
   bool open = false;    // begun and not ended
 };
 
-// Fires when the gradient of one tensor is complete and before anything uses it: the units that took
-// the tensor as input have done their part, and the unit that made it is about to do its own.
+// Fires when the gradient of one tensor is complete and before anything uses it: the units that
+// took the tensor as input have done their part, and the unit that made it is about to do its own.
 struct Gate {
   std::vector<std::shared_ptr<BackwardUse>> consumers;
   std::shared_ptr<BackwardUse> producer;
@@ -43,8 +43,8 @@ struct GateKeyHash {
     return std::hash<const void*>()(key.node) * 31 + key.output;
   }
 };
-// The hook on the tensor owns its gate, so a gate whose node is gone is gone, too, and a new node at
-// the same address finds nothing.
+// The hook on the tensor owns its gate, so a gate whose node is gone is gone, too, and a new node
+// at the same address finds nothing.
 using GateMap = std::unordered_map<GateKey, std::weak_ptr<Gate>, GateKeyHash>;
 
 class UnitCore {
@@ -61,7 +61,8 @@ class UnitCore {
   // A trainable parameter more, of this unit's own or external.
   void add_trainable() { ++num_trainable_; }
   // The forward with these tensors has run: lets its backward be watched.
-  void watch_backward(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs);
+  void watch_backward(const std::vector<at::Tensor>& inputs,
+                      const std::vector<at::Tensor>& outputs);
 
   void begin_backward(const std::shared_ptr<BackwardUse>& use);
   void input_gradient_came(BackwardUse& use);
