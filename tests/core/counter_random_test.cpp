@@ -1,0 +1,189 @@
+#include "tessera/core/counter_random.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <numbers>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+using Words = std::array<std::uint32_t, 4>;
+
+constexpr std::size_t kSample = 1 << 20;
+
+TEST(Philox, GivesThePublishedAnswers) {  // Random123, kat_vectors, philox4x32 10
+  EXPECT_EQ(philox4x32({0, 0, 0, 0}, {0, 0}),
+            (Words{0x6627e8d5U, 0xe169c58dU, 0xbc57ac4cU, 0x9b00dbd8U}));
+  constexpr std::uint32_t ones = 0xffffffffU;
+  EXPECT_EQ(philox4x32({ones, ones, ones, ones}, {ones, ones}),
+            (Words{0x408f276dU, 0x41c83b0eU, 0xa20bc7c6U, 0x6d5451fdU}));
+  EXPECT_EQ(
+      philox4x32({0x243f6a88U, 0x85a308d3U, 0x13198a2eU, 0x03707344U}, {0xa4093822U, 0x299f31d0U}),
+      (Words{0xd16cfe09U, 0x94fdccebU, 0x5001e420U, 0x24126ea1U}));
+}
+
+TEST(CounterRandom, AnElementIsOneLaneOfItsBlock) {
+  const CounterRandom random(7, "blocks.0.up.weight");
+  for (std::uint64_t index = 0; index < 64; ++index) {
+    EXPECT_EQ(random.bits(index), random.block(index / 4)[index % 4]) << index;
+  }
+  const std::uint64_t far = (std::uint64_t{1} << 40) + 3;
+  EXPECT_EQ(random.bits(far), random.block(far / 4)[3]);
+}
+
+// Frozen: saved experiments name a seed, and that seed must go on meaning the same model.
+TEST(CounterRandom, ASeedAndANameMeanTheSameNumbersForEver) {
+  const CounterRandom random(1, "tokens.weight");
+  EXPECT_EQ(random.block(0), (Words{0x9713d3eeU, 0x46fc85f1U, 0xa12cad92U, 0x986962b3U}));
+  EXPECT_EQ(random.normal(0), 0x1.d2c86ap-3F);
+  EXPECT_EQ(random.normal(5), 0x1.e4c33ep+0F);
+  EXPECT_EQ(random.uniform(2), 0x1.42595ap-1F);
+}
+
+TEST(CounterRandom, AnyRangeIsMadeOfTheSameElements) {
+  const CounterRandom random(3, "norm.weight");
+  constexpr std::size_t numel = 1500;
+  for (const std::uint64_t origin : {std::uint64_t{0}, std::uint64_t{0x3fffffff0}}) {
+    for (std::size_t begin = 0; begin < 9; ++begin) {
+      for (const std::size_t count : {0UL, 1UL, 2UL, 3UL, 4UL, 5UL, 255UL, 256UL, 257UL, numel}) {
+        std::vector<float> uniform(count), normal(count);
+        random.fill_uniform(origin + begin, uniform);
+        random.fill_normal(origin + begin, normal);
+        for (std::size_t i = 0; i < count; ++i) {
+          ASSERT_EQ(uniform[i], random.uniform(origin + begin + i)) << begin << " " << i;
+          ASSERT_EQ(normal[i], random.normal(origin + begin + i)) << begin << " " << i;
+        }
+      }
+    }
+  }
+}
+
+TEST(CounterRandom, SeedsAndNamesHaveNumbersOfTheirOwn) {
+  std::set<Words> blocks;
+  std::size_t num_made = 0;
+  for (const std::uint64_t seed : {0ULL, 1ULL, 1ULL << 32, (1ULL << 32) + 1}) {
+    for (int layer = 0; layer < 64; ++layer) {
+      for (const char* part : {"up", "down", "Up", ""}) {
+        const std::string name = "blocks." + std::to_string(layer) + "." + part;
+        for (std::uint64_t counter = 0; counter < 4; ++counter) {
+          blocks.insert(CounterRandom(seed, name).block(counter));
+          ++num_made;
+        }
+      }
+    }
+  }
+  EXPECT_EQ(blocks.size(), num_made);
+}
+
+// The referee for normal(): its probability, by the library's erfc, must be the one it was made
+// for. The result is rounded to float, a relative error of 2^-24, which moves the probability p(x)
+// by |x| * density(x) * 2^-24; erfc and the quantile together get 1e-14 of p.
+TEST(CounterRandom, NormalIsTheQuantileOfItsBits) {
+  const CounterRandom random(11, "normal");
+  for (std::uint64_t index = 0; index < 200'000; ++index) {
+    const double p = (random.bits(index) + 0.5) * 0x1p-32;
+    const double x = random.normal(index);
+    const double tail = std::min(p, 1 - p);
+    const double made = 0.5 * std::erfc(std::fabs(x) / std::numbers::sqrt2);
+    const double density = std::exp(-x * x / 2) / std::sqrt(2 * std::numbers::pi);
+    ASSERT_NEAR(made, tail, std::fabs(x) * density * 0x1p-24 + 1e-14 * tail) << p;
+    ASSERT_EQ(x < 0, p < 0.5) << p;
+  }
+}
+
+// Bounds of six standard deviations of the estimate: 2e-9 that a good generator fails, and the seed
+// is fixed besides.
+TEST(CounterRandom, NormalHasTheMomentsOfANormal) {
+  std::vector<float> values(kSample);
+  CounterRandom(5, "moments").fill_normal(0, values);
+  std::array<double, 5> sums{};
+  double beyond_three = 0;
+  for (const float value : values) {
+    double power = 1;
+    for (double& sum : sums) {
+      sum += power;
+      power *= value;
+    }
+    beyond_three += std::fabs(value) > 3 ? 1 : 0;
+  }
+  const double n = kSample;
+  // Var(x^k) = E(x^2k) - E(x^k)^2 with E(x^2) = 1, E(x^4) = 3, E(x^6) = 15, E(x^8) = 105.
+  EXPECT_NEAR(sums[1] / n, 0, 6 * std::sqrt(1 / n));
+  EXPECT_NEAR(sums[2] / n, 1, 6 * std::sqrt(2 / n));
+  EXPECT_NEAR(sums[3] / n, 0, 6 * std::sqrt(15 / n));
+  EXPECT_NEAR(sums[4] / n, 3, 6 * std::sqrt(96 / n));
+  const double expected = std::erfc(3 / std::numbers::sqrt2);
+  EXPECT_NEAR(beyond_three / n, expected, 6 * std::sqrt(expected / n));
+}
+
+TEST(CounterRandom, UniformFillsEqualBinsEqually) {
+  std::vector<float> values(kSample);
+  CounterRandom(5, "bins").fill_uniform(1, values);
+  constexpr std::size_t num_bins = 256;
+  std::array<double, num_bins> counts{};
+  for (const float value : values) {
+    ASSERT_GE(value, 0.0F);
+    ASSERT_LT(value, 1.0F);
+    counts[static_cast<std::size_t>(value * num_bins)] += 1;
+  }
+  // Chi-square with 255 degrees of freedom: mean 255, variance 510.
+  double chi_square = 0;
+  constexpr double expected = static_cast<double>(kSample) / num_bins;
+  for (const double count : counts) {
+    chi_square += (count - expected) * (count - expected) / expected;
+  }
+  EXPECT_NEAR(chi_square, num_bins - 1, 6 * std::sqrt(2.0 * (num_bins - 1)));
+}
+
+// A correlation of n independent pairs has standard deviation 1 / sqrt(n).
+TEST(CounterRandom, NeighboursInIndexNameAndSeedAreIndependent) {
+  std::vector<float> base(kSample);
+  CounterRandom(5, "blocks.1").fill_normal(0, base);
+  const auto correlation = [&base](std::uint64_t seed, const char* name, std::uint64_t begin) {
+    std::vector<float> other(kSample);
+    CounterRandom(seed, name).fill_normal(begin, other);
+    double sum = 0;
+    for (std::size_t i = 0; i < kSample; ++i) {
+      sum += static_cast<double>(base[i]) * other[i];
+    }
+    return sum / kSample;
+  };
+  const double bound = 6 / std::sqrt(static_cast<double>(kSample));
+  for (const std::uint64_t lag : {1, 2, 3, 4, 8}) {
+    EXPECT_NEAR(correlation(5, "blocks.1", lag), 0, bound) << lag;
+  }
+  EXPECT_NEAR(correlation(6, "blocks.1", 0), 0, bound);
+  EXPECT_NEAR(correlation(5, "blocks.2", 0), 0, bound);
+  EXPECT_NEAR(correlation(5, "blocks.1", 0), 1, 6 * std::sqrt(2.0 / kSample));
+}
+
+TEST(CounterRandom, BelowIsEvenAndNeverReachesItsLimit) {
+  const CounterRandom random(9, "positions");
+  constexpr std::uint64_t limit = 10;
+  constexpr int num_draws = 100'000;
+  std::array<int, limit> counts{};
+  for (int i = 0; i < num_draws; ++i) {
+    const std::uint64_t drawn = random.below(i, limit);
+    ASSERT_LT(drawn, limit);
+    ++counts[drawn];
+  }
+  for (const int count : counts) {  // binomial
+    EXPECT_NEAR(count, num_draws * 0.1, 6 * std::sqrt(num_draws * 0.1 * 0.9));
+  }
+  EXPECT_EQ(random.below(0, 1), 0U);
+  const std::uint64_t large = ~std::uint64_t{0};
+  EXPECT_GT(std::max(random.below(0, large), random.below(1, large)), std::uint64_t{1} << 32);
+  EXPECT_THROW(random.below(0, 0), InternalError);
+}
+
+}  // namespace
+}  // namespace tessera
