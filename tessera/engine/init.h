@@ -17,7 +17,7 @@ struct Init {
     kModule,    // what the module's constructor made, on rank 0
     kConstant,  // value
     kNormal,    // mean 0, standard deviation value
-    kUniform,   // in [-value, value)
+    kUniform,   // in [-value, value), before it is rounded to a narrower type
   };
   Kind kind = Kind::kModule;
   double value = 0;
