@@ -1,5 +1,6 @@
-// GPT as in the benchmarks of the peers: learned positions, pre-norm, fused qkv with bias, exact GELU,
-// untied head without bias (unless tied), loss in fp32. Parameter names are those of the PyTorch model.
+// GPT as in bench/peers.py: learned positions, pre-norm, fused qkv with bias, exact GELU,
+// untied head without bias (unless tied), loss in fp32. Parameter names are those of the PyTorch
+// model.
 //
 // Built unit by unit: "tokens"+"positions" are one unit, each block is one, "norm"+"head" are one.
 // With an engine the units are sharded; without one the same code is a plain LibTorch model.
@@ -35,19 +36,20 @@ struct GptOptions {
   std::int64_t freeze = 0;  // the first N blocks are not trained; gradients pass through them
   DType dtype = DType::kFloat32;
 
-  // Throws ConfigError with flag and value: zero layers, heads that do not divide the width, more
+  // Throws ConfigError with name and value: zero layers, heads that do not divide the width, more
   // frozen blocks than there are, ...
   void check() const;
 };
 
-// "tiny", "small", "gpt2-124m", "gpt-1b4", "gpt-7b", "gpt-13b", and "micro". ConfigError lists them.
+// "tiny", "small", "gpt2-124m", "gpt-1b4", "gpt-7b", "gpt-13b", and "micro". ConfigError lists
+// them.
 GptOptions gpt_preset(std::string_view name);
 std::vector<std::string_view> gpt_preset_names();
 
-// Elements of all parameters; of the largest unit.
+// Elements, in closed form.
 struct GptSize {
-  std::int64_t num_params = 0;
-  std::int64_t largest_unit = 0;
+  std::int64_t num_params = 0;    // of all parameters
+  std::int64_t largest_unit = 0;  // that one unit uses at most, a tied weight included
 };
 GptSize gpt_size(const GptOptions& options);
 
@@ -58,7 +60,7 @@ struct NamedParam {
 
 class Gpt {
  public:
-  // Sharded as it is built.
+  // Sharded as it is built. REQUIRES: `seed` is the one of the engine's config.
   Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed);
   // Plain, on `device`; the same initial values.
   Gpt(const GptOptions& options, at::Device device, std::uint64_t seed);
@@ -66,7 +68,7 @@ class Gpt {
   Gpt(const Gpt&) = delete;
   Gpt& operator=(const Gpt&) = delete;
 
-  // ids, targets: [batch, sequence] int64. The mean loss over all tokens, fp32.
+  // ids, targets: [batch, up to options().sequence] int64. The mean loss over all tokens, fp32.
   at::Tensor loss(const at::Tensor& ids, const at::Tensor& targets);
   const GptOptions& options() const;
   // In registration order, each once.
@@ -77,8 +79,8 @@ class Gpt {
   std::unique_ptr<Impl> impl_;
 };
 
-// The rule of one parameter, by its full name: matrices normal, residual projections scaled down by the
-// depth, norms one, biases zero.
+// The rule of one parameter, by its full name: matrices normal, residual projections scaled down by
+// the depth, norms one, biases zero.
 Init gpt_init(const GptOptions& options, const std::string& name);
 
 }  // namespace tessera::models

@@ -1,5 +1,6 @@
-// The referee: the same model trained unsharded, by plain LibTorch autograd, with our norm and update
-// kernels. What a sharded run is compared with, by users (--unsharded, --verify) and by tests.
+// The referee: the same model trained unsharded, by plain LibTorch autograd, with our norm and
+// update kernels. What a sharded run is compared with, by users (--unsharded, --verify) and by
+// tests.
 //
 // It shares no code with the engine above the kernels: gradients stay in .grad, micro-batches are
 // summed by autograd (fp32) or here (low precision, in fp32), there is no bucket, hook or shard.

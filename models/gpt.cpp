@@ -1,0 +1,158 @@
+#include "models/gpt.h"
+
+#include <cmath>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+
+#include "models/gpt_modules.h"
+#include "tessera/core/error.h"
+#include "tessera/engine/engine.h"
+#include "tessera/engine/unit.h"
+#include "tessera/shard/tensor_storage.h"
+
+namespace tessera::models {
+namespace {
+
+constexpr double kDeviation = 0.02;
+
+// Each element depends on its index alone, so any thread can make any of them.
+void fill_plain(const Init& init, std::uint64_t seed, const std::string& name, DType dtype,
+                const at::Tensor& param) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor host = param.is_cpu() ? param : at::empty_like(param, at::kCPU);
+  auto* bytes = static_cast<std::byte*>(host.mutable_data_ptr());
+  constexpr std::int64_t kGrain = 1 << 14;
+  at::parallel_for(0, host.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+    fill_initial(init, seed, name, {begin, end - begin}, dtype,
+                 bytes + static_cast<std::size_t>(begin) * bytes_of(dtype));
+  });
+  if (!param.is_cpu()) {
+    param.copy_(host);
+  }
+}
+
+}  // namespace
+
+struct Gpt::Impl {
+  GptOptions options;
+  Unit<EmbeddingImpl> embedding;
+  std::vector<Unit<BlockImpl>> blocks;
+  Unit<HeadImpl> head;
+  std::vector<NamedParam> params;
+
+  // One unit after the other: make_unit(name, prefix of parameters, module, recompute) has dealt
+  // with a unit's memory before the next is made.
+  template <typename MakeUnit>
+  void build(at::Device device, const MakeUnit& make_unit) {
+    ParamOptions param_options;
+    param_options.tensor =
+        at::TensorOptions().dtype(shard::scalar_type_of(options.dtype)).device(device);
+    const auto add = [&](const std::string& name, const std::string& prefix, auto module,
+                         bool recompute) {
+      for (const auto& item : module->named_parameters()) {
+        params.push_back({prefix + item.key(), item.value()});
+      }
+      return make_unit(name, prefix, std::move(module), recompute);
+    };
+    embedding =
+        add("embedding", "", std::make_shared<EmbeddingImpl>(options, param_options), false);
+    for (std::int64_t index = 0; index < options.layers; ++index) {
+      param_options.trained = index >= options.freeze;
+      const std::string name = "blocks." + std::to_string(index);
+      blocks.push_back(add(name, name + ".", std::make_shared<BlockImpl>(options, param_options),
+                           options.recompute));
+    }
+    param_options.trained = true;
+    const at::Tensor tied = options.tie_head ? embedding->token_weight() : at::Tensor();
+    head = add("head", "", std::make_shared<HeadImpl>(options, param_options, tied), false);
+  }
+};
+
+Gpt::Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed)
+    : impl_(std::make_unique<Impl>()) {
+  options.check();
+  const std::int64_t engine_seed = engine.runtime().config().get_int("seed");
+  TESSERA_CHECK(static_cast<std::int64_t>(seed) == engine_seed, ConfigError, "a GPT with seed ",
+                seed, " on an engine with seed ", engine_seed,
+                ": the engine makes the initial values; ", "give both the same seed");
+  impl_->options = options;
+  const auto make_unit = [&](const std::string& name, const std::string& prefix, auto module,
+                             bool recompute) {
+    UnitOptions unit_options;
+    unit_options.recompute = recompute;
+    unit_options.param_prefix = prefix;
+    unit_options.init = [options, prefix](const std::string& param) {
+      return gpt_init(options, prefix + param);
+    };
+    return engine.unit(name, std::move(module), unit_options);
+  };
+  impl_->build(engine.runtime().on_cuda() ? at::kCUDA : at::kCPU, make_unit);
+  if (options.tie_head) {
+    engine.add_external(impl_->head, impl_->embedding->token_weight());
+  }
+}
+
+Gpt::Gpt(const GptOptions& options, at::Device device, std::uint64_t seed)
+    : impl_(std::make_unique<Impl>()) {
+  options.check();
+  impl_->options = options;
+  const auto make_unit = [&](const std::string& /*name*/, const std::string& prefix, auto module,
+                             bool recompute) {
+    for (const auto& item : module->named_parameters()) {
+      const std::string name = prefix + item.key();
+      fill_plain(gpt_init(options, name), seed, name, options.dtype, item.value());
+    }
+    return Unit(std::move(module), recompute);
+  };
+  impl_->build(device, make_unit);
+}
+
+Gpt::~Gpt() = default;
+
+at::Tensor Gpt::loss(const at::Tensor& ids, const at::Tensor& targets) {
+  TESSERA_CHECK(
+      ids.dim() == 2 && ids.scalar_type() == at::kLong && ids.sizes() == targets.sizes() &&
+          targets.scalar_type() == at::kLong,
+      ConfigError, "a GPT takes ids and targets as two int64 tensors [batch, sequence], not ",
+      ids.scalar_type(), " ", ids.sizes(), " and ", targets.scalar_type(), " ", targets.sizes());
+  TESSERA_CHECK(ids.size(1) <= impl_->options.sequence, ConfigError, "a sequence of ", ids.size(1),
+                " tokens: the model has positions for ", impl_->options.sequence,
+                "; give shorter sequences or a larger --seq");
+  at::Tensor x = impl_->embedding(ids);
+  for (const Unit<BlockImpl>& block : impl_->blocks) {
+    x = block(x);
+  }
+  return impl_->head(x, targets);
+}
+
+const GptOptions& Gpt::options() const { return impl_->options; }
+
+const std::vector<NamedParam>& Gpt::params() const { return impl_->params; }
+
+Init gpt_init(const GptOptions& options, const std::string& name) {
+  // "up.weight" of "blocks.3.up.weight".
+  const std::string_view full = name;
+  constexpr std::string_view kBlocks = "blocks.";
+  const std::string_view inner =
+      full.starts_with(kBlocks) ? full.substr(full.find('.', kBlocks.size()) + 1) : full;
+  if (inner.ends_with(".bias")) {
+    return Init::constant(0);
+  }
+  if (inner == "norm.weight" || inner == "norm1.weight" || inner == "norm2.weight") {
+    return Init::constant(1);
+  }
+  // Each of the two additions of a block to the residual stream gets a share, as in GPT-2: the
+  // variance of the stream does not grow with the depth.
+  if (inner == "attention.out.weight" || inner == "down.weight") {
+    return Init::normal(kDeviation / std::sqrt(2.0 * static_cast<double>(options.layers)));
+  }
+  TESSERA_INVARIANT(inner == "tokens.weight" || inner == "positions.weight" ||
+                        inner == "attention.qkv.weight" || inner == "up.weight" ||
+                        inner == "head.weight",
+                    name, " is not a parameter of this model");
+  return Init::normal(kDeviation);
+}
+
+}  // namespace tessera::models

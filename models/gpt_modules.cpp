@@ -1,0 +1,103 @@
+#include "models/gpt_modules.h"
+
+#include <cmath>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+namespace tessera::models {
+namespace {
+
+constexpr double kNormEps = 1e-5;
+
+at::Tensor linear(const at::Tensor& x, const Weights& weights) {
+  return at::linear(x, weights->weight, weights->bias);
+}
+
+at::Tensor layer_norm(const at::Tensor& x, const Weights& weights) {
+  return at::layer_norm(x, weights->weight.sizes(), weights->weight, weights->bias, kNormEps);
+}
+
+Weights make_linear(std::int64_t in, std::int64_t out, const ParamOptions& options) {
+  return std::make_shared<WeightsImpl>(at::IntArrayRef{out, in}, at::IntArrayRef{out}, options);
+}
+
+Weights make_norm(std::int64_t width, const ParamOptions& options) {
+  return std::make_shared<WeightsImpl>(at::IntArrayRef{width}, at::IntArrayRef{width}, options);
+}
+
+// A table of embeddings, or a linear layer without bias.
+Weights make_matrix(std::int64_t rows, std::int64_t columns, const ParamOptions& options) {
+  return std::make_shared<WeightsImpl>(at::IntArrayRef{rows, columns}, at::IntArrayRef{}, options);
+}
+
+}  // namespace
+
+WeightsImpl::WeightsImpl(at::IntArrayRef weight_sizes, at::IntArrayRef bias_sizes,
+                         const ParamOptions& options) {
+  weight = register_parameter("weight", at::empty(weight_sizes, options.tensor), options.trained);
+  if (!bias_sizes.empty()) {
+    bias = register_parameter("bias", at::empty(bias_sizes, options.tensor), options.trained);
+  }
+}
+
+EmbeddingImpl::EmbeddingImpl(const GptOptions& gpt, const ParamOptions& options) {
+  tokens_ = register_module("tokens", make_matrix(gpt.vocabulary, gpt.width, options));
+  positions_ = register_module("positions", make_matrix(gpt.sequence, gpt.width, options));
+}
+
+at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
+  const std::int64_t length = ids.size(1);
+  if (!position_ids_.defined() || position_ids_.numel() != length ||
+      position_ids_.device() != ids.device()) {
+    position_ids_ = at::arange(length, ids.options());
+  }
+  return at::embedding(tokens_->weight, ids) + at::embedding(positions_->weight, position_ids_);
+}
+
+AttentionImpl::AttentionImpl(const GptOptions& gpt, const ParamOptions& options)
+    : heads_(gpt.heads) {
+  qkv_ = register_module("qkv", make_linear(gpt.width, 3 * gpt.width, options));
+  out_ = register_module("out", make_linear(gpt.width, gpt.width, options));
+}
+
+at::Tensor AttentionImpl::forward(const at::Tensor& x) {
+  const std::int64_t batch = x.size(0);
+  const std::int64_t length = x.size(1);
+  const std::int64_t width = x.size(2);
+  const std::vector<at::Tensor> qkv = linear(x, qkv_)
+                                          .view({batch, length, 3, heads_, width / heads_})
+                                          .permute({2, 0, 3, 1, 4})
+                                          .unbind(0);
+  const at::Tensor y = at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{},
+                                                        /*dropout_p=*/0.0, /*is_causal=*/true);
+  return linear(y.transpose(1, 2).reshape({batch, length, width}), out_);
+}
+
+BlockImpl::BlockImpl(const GptOptions& gpt, const ParamOptions& options) {
+  norm1_ = register_module("norm1", make_norm(gpt.width, options));
+  attention_ = register_module("attention", std::make_shared<AttentionImpl>(gpt, options));
+  norm2_ = register_module("norm2", make_norm(gpt.width, options));
+  up_ = register_module("up", make_linear(gpt.width, 4 * gpt.width, options));
+  down_ = register_module("down", make_linear(4 * gpt.width, gpt.width, options));
+}
+
+at::Tensor BlockImpl::forward(const at::Tensor& x) {
+  const at::Tensor attended = x + attention_->forward(layer_norm(x, norm1_));
+  return attended + linear(at::gelu(linear(layer_norm(attended, norm2_), up_)), down_);
+}
+
+HeadImpl::HeadImpl(const GptOptions& gpt, const ParamOptions& options, const at::Tensor& tied)
+    : weight_(tied) {
+  norm_ = register_module("norm", make_norm(gpt.width, options));
+  if (!weight_.defined()) {
+    weight_ = register_module("head", make_matrix(gpt.vocabulary, gpt.width, options))->weight;
+  }
+}
+
+at::Tensor HeadImpl::forward(const at::Tensor& x, const at::Tensor& targets) {
+  const at::Tensor logits = at::linear(layer_norm(x, norm_), weight_);
+  return at::cross_entropy_loss(logits.flatten(0, 1).to(at::kFloat), targets.flatten());
+}
+
+}  // namespace tessera::models

@@ -1,0 +1,96 @@
+// What a GPT is made of, in numbers: presets, checks and sizes. No tensors here.
+#include <algorithm>
+#include <array>
+#include <string>
+
+#include "models/gpt.h"
+#include "tessera/core/error.h"
+
+namespace tessera::models {
+namespace {
+
+struct Preset {
+  std::string_view name;
+  std::int64_t width;
+  std::int64_t layers;
+  std::int64_t heads;
+  std::int64_t vocabulary;
+  std::int64_t sequence;
+};
+
+constexpr std::array kPresets = {
+    Preset{"micro", 32, 2, 2, 64, 16},
+    Preset{"tiny", 128, 2, 2, 256, 64},
+    Preset{"small", 256, 4, 4, 4096, 128},
+    Preset{"gpt2-124m", 768, 12, 12, 50304, 1024},
+    Preset{"gpt-1b4", 2048, 24, 16, 50304, 1024},
+    Preset{"gpt-7b", 4096, 32, 32, 50304, 1024},
+    Preset{"gpt-13b", 5120, 40, 40, 50304, 1024},
+};
+
+// Beyond these the number of parameters would leave 64 bits; every real model is far below.
+constexpr std::int64_t kMaxWidth = 1 << 17;
+constexpr std::int64_t kMaxLayers = 1 << 16;
+constexpr std::int64_t kMaxRows = std::int64_t{1} << 31;
+
+void check_range(std::string_view what, std::int64_t value, std::int64_t max) {
+  TESSERA_CHECK(value >= 1 && value <= max, ConfigError, what, " ", value, " is not from 1 to ",
+                max);
+}
+
+}  // namespace
+
+void GptOptions::check() const {
+  check_range("model option width:", width, kMaxWidth);
+  check_range("--layers", layers, kMaxLayers);
+  check_range("model option heads:", heads, kMaxWidth);
+  check_range("--vocab", vocabulary, kMaxRows);
+  check_range("--seq", sequence, kMaxRows);
+  TESSERA_CHECK(width % heads == 0, ConfigError, "model option heads: ", heads,
+                " heads do not divide a width of ", width);
+  TESSERA_CHECK(freeze >= 0 && freeze <= layers, ConfigError, "--freeze ", freeze,
+                " is not from 0 to ", layers, ", the number of blocks");
+  TESSERA_CHECK(dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16,
+                ConfigError, "--precision ", to_string(dtype), " is none of fp32, bf16, fp16");
+}
+
+GptOptions gpt_preset(std::string_view name) {
+  const auto* found = std::find_if(kPresets.begin(), kPresets.end(),
+                                   [&](const Preset& preset) { return preset.name == name; });
+  if (found == kPresets.end()) {
+    std::string names;
+    for (const Preset& preset : kPresets) {
+      names.append(names.empty() ? "" : ", ").append(preset.name);
+    }
+    throw ConfigError(detail::concat("--preset ", name, " is none of ", names));
+  }
+  GptOptions options;
+  options.width = found->width;
+  options.layers = found->layers;
+  options.heads = found->heads;
+  options.vocabulary = found->vocabulary;
+  options.sequence = found->sequence;
+  return options;
+}
+
+std::vector<std::string_view> gpt_preset_names() {
+  std::vector<std::string_view> names;
+  for (const Preset& preset : kPresets) {
+    names.push_back(preset.name);
+  }
+  return names;
+}
+
+GptSize gpt_size(const GptOptions& options) {
+  const std::int64_t width = options.width;
+  const std::int64_t table = options.vocabulary * width;
+  const std::int64_t embedding = table + options.sequence * width;
+  const std::int64_t block = 12 * width * width + 13 * width;
+  const std::int64_t norm = 2 * width;
+  GptSize size;
+  size.num_params = embedding + options.layers * block + norm + (options.tie_head ? 0 : table);
+  size.largest_unit = std::max({embedding, block, norm + table});
+  return size;
+}
+
+}  // namespace tessera::models
