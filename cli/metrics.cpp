@@ -1,0 +1,83 @@
+#include "cli/metrics.h"
+
+#include <sys/resource.h>
+
+#include <array>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+
+namespace tessera::cli {
+namespace {
+
+class JsonObject {
+ public:
+  void add(std::string_view name, double value) {
+    std::array<char, 32> digits{};
+    std::snprintf(digits.data(), digits.size(), "%.17g", value);
+    add_text(name, std::isfinite(value) ? digits.data() : "null");
+  }
+  void add(std::string_view name, std::int64_t value) { add_text(name, std::to_string(value)); }
+  void add(std::string_view name, std::uint64_t value) { add_text(name, std::to_string(value)); }
+  void add(std::string_view name, bool value) { add_text(name, value ? "true" : "false"); }
+  std::string text() const { return "{" + text_ + "}"; }
+
+ private:
+  void add_text(std::string_view name, const std::string& value) {
+    text_ += text_.empty() ? "\"" : ", \"";
+    text_ += name;
+    text_ += "\": " + value;
+  }
+
+  std::string text_;
+};
+
+}  // namespace
+
+std::string metrics_json(const StepMetrics& metrics) {
+  JsonObject object;
+  object.add("step", metrics.step);
+  object.add("loss", metrics.loss);
+  object.add("grad_norm", metrics.grad_norm);
+  object.add("lr", metrics.lr);
+  object.add("skipped", metrics.skipped);
+  object.add("loss_scale", metrics.loss_scale);
+  object.add("step_s", metrics.step_s);
+  object.add("tokens_per_s", metrics.tokens_per_s);
+  object.add("rss_peak_bytes", metrics.rss_peak_bytes);
+  object.add("full_bytes_peak", metrics.full_bytes_peak);
+  object.add("gathered_bytes", metrics.gathered_bytes);
+  object.add("reduced_bytes", metrics.reduced_bytes);
+  object.add("prefetch_hits", metrics.prefetch_hits);
+  object.add("prefetch_misses", metrics.prefetch_misses);
+  object.add("exposed_wait_s", metrics.exposed_wait_s);
+  return object.text();
+}
+
+MetricsFile::MetricsFile(std::string path)
+    : path_(std::move(path)), file_(std::fopen(path_.c_str(), "we")) {
+  TESSERA_CHECK(file_ != nullptr, IoError, "--metrics ", tessera::quoted(path_),
+                " cannot be opened: ", std::strerror(errno));
+}
+
+MetricsFile::~MetricsFile() { std::fclose(file_); }
+
+void MetricsFile::append(const StepMetrics& metrics) {
+  const std::string line = metrics_json(metrics) + "\n";
+  const bool written = std::fwrite(line.data(), 1, line.size(), file_) == line.size();
+  TESSERA_CHECK(written && std::fflush(file_) == 0, IoError, "--metrics ", tessera::quoted(path_),
+                " cannot be written: ", std::strerror(errno));
+}
+
+std::int64_t rss_peak_bytes() {
+  struct rusage usage {};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return std::int64_t{usage.ru_maxrss} * 1024;  // Linux counts KiB
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,114 @@
+#include "cli/train.h"
+
+#include <memory>
+#include <string>
+
+#include <CLI/CLI.hpp>
+
+#include "cli/command.h"
+#include "cli/flag_values.h"
+#include "cli/local_ranks.h"
+
+namespace tessera::cli {
+namespace {
+
+int run_train(const TrainFlags& flags, const Arguments& arguments) {
+  const comm::Environment env = comm::process_environment();
+  const int num_ranks = flags.ranks.empty() ? 0 : parse_ranks(flags.ranks);
+  if (num_ranks > 0) {
+    comm::check_no_rendezvous(env);
+  }
+  if (num_ranks > 1) {
+    check_training(flags, num_ranks);
+    return start_local_ranks(num_ranks, arguments);
+  }
+  const comm::Rendezvous rendezvous =
+      num_ranks == 1 ? comm::Rendezvous() : comm::find_rendezvous(env);
+  comm::RankProcess process(env);
+  if (rendezvous.world_size == 1) {
+    train_this_rank(flags, rendezvous, process);
+    return kExitOk;
+  }
+  return process.run([&] {
+    train_this_rank(flags, rendezvous, process);
+    return kExitOk;
+  });
+}
+
+void add_value(CLI::App& app, const char* name, std::string& value, const std::string& text,
+               const char* type) {
+  app.add_option(name, value, text)->type_name(type);
+}
+
+void add_switch(CLI::App& app, const char* name, bool& value, const char* text) {
+  app.add_flag(name, value, text)->disable_flag_override();
+}
+
+// Flags that are only a shorter way to set an option say which one; the option's own text, range
+// and default are in `tessera options`.
+std::string sets(const char* option) { return std::string("Sets option ") + option; }
+
+void add_model_flags(CLI::App& app, TrainFlags& flags) {
+  add_value(app, "--preset", flags.preset,
+            preset_names_text() + " (default " + kDefaultPreset + ")", "NAME");
+  add_value(app, "--layers", flags.layers, "Blocks (default: the preset's)", "N");
+  add_value(app, "--seq", flags.sequence, "Tokens per sequence, positions too (preset's)", "N");
+  add_value(app, "--vocab", flags.vocabulary, "Size of the vocabulary (preset's)", "N");
+  add_value(app, "--freeze", flags.freeze, "Does not train the first N blocks (default 0)", "N");
+  add_switch(app, "--recompute", flags.recompute,
+             "Runs each block's forward again in backward instead of keeping activations");
+  add_switch(app, "--tie-head", flags.tie_head, "The head uses the token embedding's weight");
+}
+
+void add_training_flags(CLI::App& app, TrainFlags& flags) {
+  add_value(app, "--steps", flags.steps, "Steps (default " + std::to_string(kDefaultSteps) + ")",
+            "N");
+  add_value(app, "--batch", flags.batch,
+            "Sequences per step of all ranks together; sets batch.total (default " +
+                std::to_string(kDefaultBatch) + ", or the next number that ranks can share)",
+            "N");
+  add_value(app, "--accumulate", flags.accumulate, sets("batch.accumulate"), "N");
+  add_value(app, "--precision", flags.precision, sets("precision") + ": fp32, bf16 or fp16",
+            "NAME");
+  add_value(app, "--lr", flags.lr, sets("optim.lr"), "X");
+  add_value(app, "--clip", flags.clip, sets("grad.clip_norm"), "X");
+  add_value(app, "--seed", flags.seed, sets("seed"), "N");
+  add_value(app, "--data", flags.data,
+            "demo, random, text:FILE (bytes) or tokens:FILE (16-bit tokens) (default " +
+                std::string(kDefaultData) + ")",
+            "SOURCE");
+}
+
+void add_run_flags(CLI::App& app, TrainFlags& flags) {
+  add_value(app, "--device", flags.device,
+            "cpu (default), or cuda: each rank takes the GPU of its number on the machine", "NAME");
+  add_value(app, "--threads", flags.threads,
+            "Threads of each rank's operators (default: cores divided by local ranks)", "N");
+  add_switch(app, "--unsharded", flags.unsharded,
+             "Trains the same model in plain LibTorch, in one process");
+  add_value(app, "--verify", flags.verify,
+            "Trains N steps beside unsharded training, compares loss, norm and parameters, "
+            "and fails where they differ",
+            "N");
+  add_value(app, "--metrics", flags.metrics,
+            "One JSON object per step, from rank 0; readable while it grows, emptied at the start",
+            "FILE");
+  add_value(app, "--trace", flags.trace,
+            sets("trace.path") + "; other ranks put .rankN before the ending", "FILE");
+  add_value(app, "--save-init", flags.save_init, "Initial parameters, as safetensors", "FILE");
+  add_value(app, "--save", flags.save, "Parameters after the last step, as safetensors", "FILE");
+}
+
+}  // namespace
+
+Action add_train(CLI::App& app) {
+  auto flags = std::make_shared<TrainFlags>();
+  add_model_flags(app, *flags);
+  add_ranks_flag(app, flags->ranks);
+  add_training_flags(app, *flags);
+  add_run_flags(app, *flags);
+  add_config_flags(app, flags->config);
+  return [flags](const Arguments& arguments) { return run_train(*flags, arguments); };
+}
+
+}  // namespace tessera::cli

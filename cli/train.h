@@ -1,0 +1,68 @@
+// `tessera train`: what its flags say, and what is done with them.
+//
+// Everything that can be wrong with flags, options and data is found before ranks are started,
+// memory is taken or a file is opened for writing. With --ranks the process that starts them
+// checks for all, so that a mistake is one line and not one per rank.
+//
+// Threads: main thread only.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "cli/config_flags.h"
+#include "tessera/comm/rank_process.h"
+#include "tessera/comm/rendezvous.h"
+
+namespace tessera::cli {
+
+inline constexpr const char* kDefaultPreset = "tiny";
+inline constexpr const char* kDefaultData = "demo";
+inline constexpr std::int64_t kDefaultSteps = 20;
+inline constexpr std::int64_t kDefaultBatch = 8;
+
+// As they were typed; empty: not given.
+struct TrainFlags {
+  ConfigFlags config;
+  std::string ranks;
+
+  std::string preset;
+  std::string layers;
+  std::string sequence;
+  std::string vocabulary;
+  std::string freeze;
+  bool recompute = false;
+  bool tie_head = false;
+
+  std::string steps;
+  std::string batch;
+  std::string accumulate;
+  std::string precision;
+  std::string lr;
+  std::string clip;
+  std::string seed;
+  std::string data;
+
+  std::string device;
+  std::string threads;
+  bool unsharded = false;
+  std::string verify;
+
+  std::string metrics;
+  std::string trace;
+  std::string save_init;
+  std::string save;
+};
+
+// For people: "micro, tiny or small".
+std::string preset_names_text();
+
+// Throws ConfigError, in one line, for whatever would stop this many ranks of this machine.
+// Allocates and writes nothing.
+void check_training(const TrainFlags& flags, int num_local_ranks);
+
+// Trains as the rank that `rendezvous` says; collective over all of them. Rank 0 speaks.
+void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
+                     comm::RankProcess& process);
+
+}  // namespace tessera::cli

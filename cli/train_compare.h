@@ -1,0 +1,84 @@
+// The verdict of `--verify`: sharded training beside unsharded training of the same batches.
+//
+// Compared are the loss and the gradient norm of every step, relative to the unsharded ones, and
+// every parameter after the last step, by the norm of its difference. A difference that is not
+// a number is beyond every bound; two losses or norms that are both infinite or NaN agree.
+//
+// [Note: bounds of a comparison]
+// One rank: none. The same operations run in the same order.
+//
+// fp32, several ranks: 2e-6 of the tensor's norm. Only the order of sums over sequences differs,
+// which is noise of some 2e-7; every planted defect is beyond 1e-5 in norm or parameters.
+//
+// bf16 and fp16, several ranks: a rounding to p bits has a relative error of at most u = 2^-p. A
+// step rounds results of a token some kRoundingsPerBlock times per block, forward and back, and a
+// gradient once per rank before the sum. Roundings are independent, so K = kRoundingsPerBlock *
+// (layers + 1) of them are a noise of r = u * sqrt(K): the bound of losses and norms.
+// AdamW moves an element by about lr, however small its gradient is, and so turns noise into whole
+// moves where the sign of a gradient flips. A gradient of normal distribution with noise r has the
+// wrong sign in a share of at most r of its elements; each of those is off by two moves, hence the
+// difference is at most 2 * sqrt(r) of how far the tensor has moved. A parameter that is not
+// updated is off by all of it: the bound must stay below 1, and is cut at 3/4 for deep models.
+// Parameters are compared as the forward sees them, rounded: two equal masters with a last-bit
+// difference may round apart, which adds 2 * u of the tensor's norm.
+//
+// Threads: plain data.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "tessera/core/dtype.h"
+
+namespace tessera::cli {
+
+struct CompareBounds {
+  double step = 0;      // of losses and gradient norms
+  double norm = 0;      // share of a tensor's norm
+  double movement = 0;  // share of how far training has moved the tensor, added to it
+};
+
+CompareBounds compare_bounds(DType dtype, int num_ranks, std::int64_t layers);
+
+// Norms of one parameter after the last step.
+struct ParamDifference {
+  std::string name;
+  double difference = 0;  // of sharded minus unsharded
+  double norm = 0;        // unsharded
+  double movement = 0;    // unsharded minus initial
+};
+
+class Comparison {
+ public:
+  explicit Comparison(const CompareBounds& bounds) : bounds_(bounds) {}
+
+  void add_loss(std::int64_t step, double sharded, double unsharded);
+  void add_grad_norm(std::int64_t step, double sharded, double unsharded);
+  void add_param(const ParamDifference& param);
+
+  // Empty when everything agrees; else the first step that does not, or the worst parameter, with
+  // values and bound.
+  const std::string& failure() const { return failure_; }
+  // The worst difference of each kind with its bound and place.
+  std::string table() const;
+
+ private:
+  struct Worst {
+    double excess = -1;  // difference over bound; below zero: nothing was compared
+    double difference = 0;
+    double bound = 0;
+    std::string place;
+  };
+  void add_number(std::string_view what, Worst& worst, std::int64_t step, double sharded,
+                  double unsharded);
+
+  const CompareBounds bounds_;
+  Worst loss_;
+  Worst grad_norm_;
+  Worst param_;
+  bool step_failed_ = false;
+  std::string failure_;
+};
+
+}  // namespace tessera::cli

@@ -1,0 +1,203 @@
+#include "cli/train_plan.h"
+
+#include <map>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "cli/flag_values.h"
+#include "cli/output_file.h"
+#include "tessera/coordinator/coordinator.h"
+#include "tessera/core/error.h"
+#include "tessera/core/option_table.h"
+#include "tessera/core/option_value.h"
+#include "tessera/core/printable.h"
+#include "tessera/device/device_cuda.h"
+#include "tessera/device/host_info.h"
+#include "tessera/optim/loss_scale.h"
+#include "tessera/optim/rule.h"
+#include "tessera/optim/schedule.h"
+
+namespace tessera::cli {
+namespace {
+
+constexpr std::int64_t kMaxSteps = std::int64_t{1} << 40;
+// More is a slip of the finger, and would overflow products of sizes.
+constexpr std::int64_t kMaxDimension = std::int64_t{1} << 24;
+constexpr std::int64_t kMaxThreads = 1024;
+
+std::int64_t count_or(std::string_view flag, const std::string& text, std::int64_t otherwise,
+                      std::int64_t min, std::int64_t max) {
+  return text.empty() ? otherwise : parse_count(flag, text, min, max);
+}
+
+DType precision_of(const Config& config) {
+  const std::string& name = config.get_string("precision");
+  return name == "bf16" ? DType::kBFloat16 : name == "fp16" ? DType::kFloat16 : DType::kFloat32;
+}
+
+void apply_flags(const TrainFlags& flags, Config& config) {
+  const auto apply = [&config](const char* flag, const std::string& text, const char* option) {
+    if (!text.empty()) {
+      config.set(option, parse_value(*find_option(option), text, flag));
+    }
+  };
+  apply("--batch", flags.batch, "batch.total");
+  apply("--accumulate", flags.accumulate, "batch.accumulate");
+  apply("--precision", flags.precision, "precision");
+  apply("--lr", flags.lr, "optim.lr");
+  apply("--clip", flags.clip, "grad.clip_norm");
+  apply("--seed", flags.seed, "seed");
+  apply("--trace", flags.trace, "trace.path");
+  TESSERA_CHECK(flags.batch.empty() || config.get_int("batch.total") > 0, ConfigError, "--batch ",
+                tessera::quoted(flags.batch), " holds no sequence; give at least one per rank");
+  if (!flags.batch.empty() || !flags.accumulate.empty()) {
+    // What a file says of the third number belongs to the two that a flag has replaced.
+    config.set("batch.micro_per_rank", std::int64_t{0});
+  }
+}
+
+models::GptOptions checked_model(const TrainFlags& flags, const Config& config) {
+  models::GptOptions model =
+      models::gpt_preset(flags.preset.empty() ? kDefaultPreset : flags.preset);
+  model.layers = count_or("--layers", flags.layers, model.layers, 0, kMaxDimension);
+  model.sequence = count_or("--seq", flags.sequence, model.sequence, 1, kMaxDimension);
+  model.vocabulary = count_or("--vocab", flags.vocabulary, model.vocabulary, 1, kMaxDimension);
+  model.freeze = count_or("--freeze", flags.freeze, 0, 0, kMaxDimension);
+  model.recompute = flags.recompute;
+  model.tie_head = flags.tie_head;
+  model.dtype = precision_of(config);
+  model.check();
+  return model;
+}
+
+// Two of the three numbers give the third; with none given, what every number of ranks can share.
+BatchShape checked_batch(const TrainFlags& flags, int num_ranks, Config& config) {
+  BatchShape batch{config.get_int("batch.total"), num_ranks, config.get_int("batch.accumulate")};
+  const std::int64_t micro = config.get_int("batch.micro_per_rank");
+  TESSERA_CHECK(
+      batch.accumulate <= kMaxDimension && micro <= kMaxDimension && batch.total <= kMaxDimension,
+      ConfigError, "batch.total = ", batch.total, ", batch.micro_per_rank = ", micro,
+      " and batch.accumulate = ", batch.accumulate, ": at most ", kMaxDimension, " each");
+  if (batch.total == 0) {
+    batch.total = micro > 0 ? micro * num_ranks * batch.accumulate
+                            : shareable_total(kDefaultBatch, num_ranks, batch.accumulate);
+  } else if (micro > 0 && !config.is_set("batch.accumulate") &&
+             batch.total % (micro * num_ranks) == 0) {
+    batch.accumulate = batch.total / (micro * num_ranks);
+  }
+  batch.check(flags.batch.empty() ? "batch.total" : "--batch");
+  TESSERA_CHECK(micro == 0 || micro == batch.per_micro_batch(), ConfigError,
+                "batch.micro_per_rank = ", micro, " times batch.accumulate = ", batch.accumulate,
+                " times ", num_ranks, " ranks is not batch.total = ", batch.total,
+                "; leave one of them out");
+  config.set("batch.total", batch.total);
+  config.set("batch.accumulate", batch.accumulate);
+  config.set("batch.micro_per_rank", batch.per_micro_batch());
+  return batch;
+}
+
+void check_device(const TrainPlan& plan, int num_local_ranks) {
+  TESSERA_CHECK(plan.config.get_string("comm.backend") != "threads", ConfigError,
+                "comm.backend = threads: train runs each rank as a process; leave it at auto");
+  const bool on_cuda = plan.cuda_device >= 0;
+  const int num_gpus = on_cuda ? device::num_cuda_devices() : 0;
+  TESSERA_CHECK(!on_cuda || num_local_ranks <= num_gpus, ConfigError,
+                "--device cuda needs a GPU for every rank: ", num_local_ranks,
+                num_local_ranks == 1 ? " rank" : " ranks", " on this machine, ", num_gpus,
+                " GPUs; use fewer ranks, or --device cpu");
+}
+
+// Every file has its own path: the last one written would otherwise be all that is left.
+void check_outputs(const TrainPlan& plan) {
+  std::map<std::string, std::string> taken;  // path to flag
+  const std::vector<std::pair<const char*, const std::string*>> outputs{
+      {"--metrics", &plan.metrics},
+      {"--trace", &plan.trace},
+      {"--save-init", &plan.save_init},
+      {"--save", &plan.save}};
+  for (const auto& [flag, path] : outputs) {
+    if (path->empty()) {
+      continue;
+    }
+    check_output_file(flag, *path);
+    const auto [other, is_new] = taken.emplace(*path, flag);
+    TESSERA_CHECK(is_new, ConfigError, flag, " and ", other->second, " both name ",
+                  tessera::quoted(*path), "; give each its own file");
+  }
+}
+
+// Contradictions that the parts of the engine would find, but only once the ranks have met.
+void check_training_options(const TrainPlan& plan) {
+  plan.config.check();
+  static_cast<void>(optim::RuleOptions::from(plan.config));
+  static_cast<void>(optim::LossScaleOptions::from(plan.config));
+  static_cast<void>(optim::ScheduleOptions::from(plan.config, plan.schedule_steps));
+  static_cast<void>(coordinator::CoordinatorOptions::from(plan.config));
+}
+
+}  // namespace
+
+std::string preset_names_text() {
+  const std::vector<std::string_view> names = models::gpt_preset_names();
+  std::string text;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    text += i == 0 ? "" : i + 1 == names.size() ? " or " : ", ";
+    text += names[i];
+  }
+  return text;
+}
+
+TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place) {
+  TrainPlan plan;
+  plan.config = load_config(flags.config);
+  apply_flags(flags, plan.config);
+  plan.preset = flags.preset.empty() ? kDefaultPreset : flags.preset;
+  plan.model = checked_model(flags, plan.config);
+  plan.seed = static_cast<std::uint64_t>(plan.config.get_int("seed"));
+
+  plan.verify = !flags.verify.empty();
+  plan.unsharded = flags.unsharded;
+  TESSERA_CHECK(!plan.verify || !plan.unsharded, ConfigError,
+                "--verify compares sharded with unsharded training; leave --unsharded out");
+  TESSERA_CHECK(!plan.unsharded || place.world_size == 1, ConfigError,
+                "--unsharded trains in one process, not in ", place.world_size,
+                " ranks; leave --unsharded out, or use --ranks 1");
+  // A run that is verified first keeps its flags, and with them its learning rates.
+  const std::int64_t num_verified = count_or("--verify", flags.verify, 0, 1, kMaxSteps);
+  plan.schedule_steps =
+      count_or("--steps", flags.steps, plan.verify ? num_verified : kDefaultSteps, 1, kMaxSteps);
+  plan.num_steps = plan.verify ? num_verified : plan.schedule_steps;
+
+  TESSERA_CHECK(flags.device.empty() || flags.device == "cpu" || flags.device == "cuda",
+                ConfigError, "--device ", tessera::quoted(flags.device), " is not cpu or cuda");
+  plan.cuda_device = flags.device == "cuda" ? place.local_rank : -1;
+  const int share = threads_per_rank(device::read_host_cores().usable(), place.local_world_size);
+  plan.num_threads = static_cast<int>(count_or("--threads", flags.threads, share, 1, kMaxThreads));
+  check_device(plan, place.local_world_size);
+
+  plan.batch = checked_batch(flags, place.world_size, plan.config);
+  check_training_options(plan);
+  plan.data.source = flags.data.empty() ? kDefaultData : flags.data;
+  plan.data.vocabulary = plan.model.vocabulary;
+  plan.data.sequence = plan.model.sequence;
+  plan.data.batch = plan.batch.total;
+  plan.data.seed = plan.seed;
+
+  plan.metrics = flags.metrics;
+  plan.trace = plan.config.get_string("trace.path");
+  plan.save_init = flags.save_init;
+  plan.save = flags.save;
+  check_outputs(plan);
+  return plan;
+}
+
+void check_training(const TrainFlags& flags, int num_local_ranks) {
+  comm::Rendezvous place;
+  place.world_size = num_local_ranks;
+  place.local_world_size = num_local_ranks;
+  const TrainPlan plan = checked_plan(flags, place);
+  static_cast<void>(models::open_data(plan.data));
+}
+
+}  // namespace tessera::cli

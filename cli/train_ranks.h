@@ -1,0 +1,41 @@
+// What one rank does of a whole training run: which sequences, which files, how many threads.
+//
+// A batch is cut into one contiguous slice per rank, and the slice into micro-batches: however many
+// ranks there are, a step trains on the same sequences.
+//
+// Threads: pure functions.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace tessera::cli {
+
+struct BatchShape {
+  std::int64_t total = 0;  // sequences per step of all ranks together
+  int num_ranks = 1;
+  std::int64_t accumulate = 1;  // micro-batches per step and rank
+
+  std::int64_t per_micro_batch() const { return total / (num_ranks * accumulate); }
+  // Throws ConfigError with the nearest totals that can be shared; `source` is how it calls this.
+  void check(const std::string& source) const;
+};
+
+struct SequenceRange {
+  std::int64_t begin = 0;  // index in the batch
+  std::int64_t count = 0;
+};
+
+// REQUIRES: a shape that check() lets pass.
+SequenceRange micro_batch_of(const BatchShape& shape, int rank, std::int64_t micro_batch);
+
+// The smallest total of at least `wanted` that can be shared.
+std::int64_t shareable_total(std::int64_t wanted, int num_ranks, std::int64_t accumulate);
+
+// "run.json" of rank 2 is "run.rank2.json"; rank 0 has the name itself.
+std::string file_of_rank(const std::string& path, int rank);
+
+// Threads per rank: the cores divided evenly, at least one.
+int threads_per_rank(int num_cores, int num_local_ranks);
+
+}  // namespace tessera::cli

@@ -1,0 +1,122 @@
+#include "cli/train_summary.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "cli/progress.h"
+#include "tessera/core/units.h"
+
+namespace tessera::cli {
+namespace {
+
+std::string time_text(double seconds) {
+  return seconds < 1 ? fmt::format("{:.2f} ms", seconds * 1e3) : fmt::format("{:.2f} s", seconds);
+}
+
+std::string bytes_text(std::int64_t bytes) {
+  return approximate_bytes(static_cast<std::uint64_t>(bytes));
+}
+
+}  // namespace
+
+std::int64_t ModelBytes::unsharded(Role role) const {
+  const bool has_master = dtype != DType::kFloat32;
+  switch (role) {
+    case Role::kShard:
+      return num_params * static_cast<std::int64_t>(bytes_of(dtype));
+    case Role::kGradient:
+      return num_trainable * static_cast<std::int64_t>(sizeof(float));
+    case Role::kOptimizer:
+      return num_trainable * static_cast<std::int64_t>(sizeof(float)) *
+             (num_states + (has_master ? 1 : 0));
+    default:
+      return 0;
+  }
+}
+
+void RunTotals::add(const StepMetrics& metrics) {
+  if (step_s_.empty()) {
+    first_loss_ = metrics.loss;
+  }
+  last_loss_ = metrics.loss;
+  step_s_.push_back(metrics.step_s);
+  num_skipped_ += metrics.skipped ? 1 : 0;
+  num_tokens_ += metrics.tokens_per_s * metrics.step_s;
+  total_s_ += metrics.step_s;
+  exposed_wait_s_ += metrics.exposed_wait_s;
+  prefetch_hits_ += metrics.prefetch_hits;
+  prefetch_misses_ += metrics.prefetch_misses;
+  full_bytes_peak_ = std::max(full_bytes_peak_, metrics.full_bytes_peak);
+}
+
+double RunTotals::median_step_s() const {
+  if (step_s_.empty()) {
+    return 0;
+  }
+  std::vector<double> sorted = step_s_;
+  const auto middle = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2);
+  std::nth_element(sorted.begin(), middle, sorted.end());
+  if (sorted.size() % 2 == 1) {
+    return *middle;
+  }
+  return (*middle + *std::max_element(sorted.begin(), middle)) / 2;
+}
+
+double RunTotals::tokens_per_s() const { return total_s_ > 0 ? num_tokens_ / total_s_ : 0; }
+
+std::string RunTotals::text() const {
+  const auto num_gathered = prefetch_hits_ + prefetch_misses_;
+  std::string text = fmt::format("{} steps in {}: loss {:.4f} -> {:.4f}", num_steps(),
+                                 time_text(total_s_), first_loss_, last_loss_);
+  if (num_skipped_ > 0) {
+    text += fmt::format(", {} skipped", num_skipped_);
+  }
+  text += fmt::format("\n{:<16}{} tokens/s, median step {}\n", "speed", count_text(tokens_per_s()),
+                      time_text(median_step_s()));
+  if (num_gathered > 0) {
+    text += fmt::format(
+        "{:<16}{:.1f} % of {} gathered parameters were on their way before use\n", "prefetch",
+        100 * static_cast<double>(prefetch_hits_) / static_cast<double>(num_gathered),
+        num_gathered);
+  }
+  if (num_gathered > 0 || exposed_wait_s_ > 0) {
+    text += fmt::format("{:<16}{} per step, {:.1f} % of the time\n", "exposed wait",
+                        time_text(exposed_wait_s_ / static_cast<double>(num_steps())),
+                        100 * exposed_wait_s_ / total_s_);
+  }
+  text += fmt::format("{:<16}{} of full parameters at once\n", "gathered",
+                      bytes_text(full_bytes_peak_));
+  return text;
+}
+
+std::string memory_text(const ModelBytes& model, const Ledger& ledger) {
+  constexpr const char* kLine = "{:<8}{:<12}{:>12}{:>12}{:>12}\n";
+  std::string text = fmt::format(kLine, "tier", "role", "now", "peak", "unsharded");
+  std::int64_t now = 0;
+  std::int64_t unsharded = 0;
+  for (std::size_t role_index = 0; role_index < kNumRoles; ++role_index) {
+    const auto role = static_cast<Role>(role_index);
+    // Shown once, beside the first tier that holds any of it.
+    std::int64_t beside = model.unsharded(role);
+    unsharded += beside;
+    for (std::size_t tier_index = 0; tier_index < kNumTiers; ++tier_index) {
+      const auto tier = static_cast<Tier>(tier_index);
+      if (ledger.peak_bytes(tier, role) == 0) {
+        continue;
+      }
+      const auto current = static_cast<std::int64_t>(ledger.current_bytes(tier, role));
+      now += current;
+      text += fmt::format(kLine, to_string(tier), to_string(role), bytes_text(current),
+                          bytes_text(static_cast<std::int64_t>(ledger.peak_bytes(tier, role))),
+                          beside > 0 ? bytes_text(beside) : "-");
+      beside = 0;
+    }
+    if (beside > 0) {
+      text += fmt::format(kLine, "-", to_string(role), "-", "-", bytes_text(beside));
+    }
+  }
+  return text + fmt::format(kLine, "all", "", bytes_text(now), "", bytes_text(unsharded));
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,54 @@
+// What a run was like: printed once, at its end, by rank 0.
+//
+// Threads: plain data.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cli/metrics.h"
+#include "tessera/core/dtype.h"
+#include "tessera/core/ledger.h"
+
+namespace tessera::cli {
+
+struct ModelBytes {
+  std::int64_t num_params = 0;     // elements
+  std::int64_t num_trainable = 0;  // of them
+  DType dtype = DType::kFloat32;
+  int num_states = 0;  // fp32 numbers that the optimizer keeps per trainable element
+
+  // What training holds when nothing is sharded: low-precision parameters have fp32 masters beside
+  // them; gradients are summed in fp32. Activations are not in it.
+  std::int64_t unsharded(Role role) const;
+};
+
+// Sums over the steps of this rank.
+class RunTotals {
+ public:
+  void add(const StepMetrics& metrics);
+
+  std::int64_t num_steps() const { return static_cast<std::int64_t>(step_s_.size()); }
+  double median_step_s() const;
+  // Of all steps that were shown, and their whole time.
+  double tokens_per_s() const;
+  std::string text() const;
+
+ private:
+  std::vector<double> step_s_;
+  double first_loss_ = 0;
+  double last_loss_ = 0;
+  std::int64_t num_skipped_ = 0;
+  double num_tokens_ = 0;
+  double total_s_ = 0;
+  double exposed_wait_s_ = 0;
+  std::uint64_t prefetch_hits_ = 0;
+  std::uint64_t prefetch_misses_ = 0;
+  std::int64_t full_bytes_peak_ = 0;
+};
+
+// Bytes per tier and role of this rank beside those of unsharded training.
+std::string memory_text(const ModelBytes& model, const Ledger& ledger);
+
+}  // namespace tessera::cli

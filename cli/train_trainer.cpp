@@ -1,0 +1,124 @@
+#include "cli/train_trainer.h"
+
+#include <algorithm>
+
+#include <ATen/ATen.h>
+
+#include "models/plain_trainer.h"
+#include "tessera/checkpoint/safetensors.h"
+
+namespace tessera::cli {
+namespace {
+
+at::Device torch_device(const TrainPlan& plan) {
+  return plan.cuda_device >= 0
+             ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(plan.cuda_device))
+             : at::Device(at::kCPU);
+}
+
+EngineOptions engine_options(const TrainPlan& plan) {
+  EngineOptions options;
+  options.run_steps = plan.schedule_steps;
+  return options;
+}
+
+class ShardedTrainer final : public Trainer {
+ public:
+  ShardedTrainer(const TrainPlan& plan, Runtime& runtime)
+      : engine_(runtime, engine_options(plan)), model_(plan.model, engine_, plan.seed) {}
+
+  void run(const MicroBatch& micro_batch) override {
+    const at::Tensor loss = model_.loss(micro_batch.ids, micro_batch.targets);
+    engine_.backward(loss, static_cast<double>(micro_batch.ids.numel()));
+  }
+  StepResult step() override { return engine_.step(); }
+  EngineStats take_stats() override { return engine_.take_stats(); }
+  std::vector<ParamInfo> params() const override {
+    std::vector<ParamInfo> infos;
+    for (int id = 0; id < engine_.num_params(); ++id) {
+      const shard::Param& param = engine_.param(id);
+      infos.push_back({param.name(), param.layout().numel(), param.trainable()});
+    }
+    return infos;
+  }
+  at::Tensor value(int param) override { return engine_.full_value(param); }
+  void save(const std::string& path) override { engine_.save_parameters(path); }
+
+ private:
+  Engine engine_;
+  models::Gpt model_;
+};
+
+class UnshardedTrainer final : public Trainer {
+ public:
+  UnshardedTrainer(const TrainPlan& plan, Runtime& runtime)
+      : model_(plan.model, torch_device(plan), plan.seed),
+        trainer_(model_.params(), plan.config, runtime.kernels(), runtime.device(),
+                 engine_options(plan)) {}
+
+  void run(const MicroBatch& micro_batch) override {
+    const at::Tensor loss = model_.loss(micro_batch.ids, micro_batch.targets);
+    trainer_.backward(loss, static_cast<double>(micro_batch.ids.numel()));
+  }
+  StepResult step() override { return trainer_.step(); }
+  EngineStats take_stats() override { return {}; }
+  std::vector<ParamInfo> params() const override {
+    std::vector<ParamInfo> infos;
+    for (const models::NamedParam& param : model_.params()) {
+      infos.push_back({param.name, param.tensor.numel(), param.tensor.requires_grad()});
+    }
+    return infos;
+  }
+  at::Tensor value(int param) override {
+    const at::Tensor& tensor = model_.params()[static_cast<std::size_t>(param)].tensor;
+    return tensor.detach().to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false,
+                              /*copy=*/true);
+  }
+  void save(const std::string& path) override {
+    std::vector<checkpoint::TensorEntry> entries;
+    for (const models::NamedParam& param : model_.params()) {
+      entries.push_back({param.name, model_.options().dtype, param.tensor.sizes().vec()});
+    }
+    checkpoint::SafetensorsWriter writer(path, std::move(entries));
+    for (int id = 0; id < static_cast<int>(model_.params().size()); ++id) {
+      const at::Tensor host = value(id).contiguous();
+      writer.append(host.const_data_ptr(), host.nbytes());
+    }
+    writer.finish();
+  }
+
+ private:
+  models::Gpt model_;
+  models::PlainTrainer trainer_;
+};
+
+}  // namespace
+
+Batches::Batches(models::TokenSource& data, const TrainPlan& plan)
+    : data_(data),
+      sequence_(plan.model.sequence),
+      device_(torch_device(plan)),
+      tokens_(static_cast<std::size_t>(sequence_ + 1)) {}
+
+MicroBatch Batches::read(std::int64_t step, SequenceRange sequences) {
+  const at::Tensor ids = at::empty({sequences.count, sequence_}, at::kLong);
+  const at::Tensor targets = at::empty({sequences.count, sequence_}, at::kLong);
+  for (std::int64_t i = 0; i < sequences.count; ++i) {
+    data_.read(step, sequences.begin + i, tokens_);
+    std::copy(tokens_.begin(), tokens_.end() - 1,
+              ids.mutable_data_ptr<std::int64_t>() + i * sequence_);
+    std::copy(tokens_.begin() + 1, tokens_.end(),
+              targets.mutable_data_ptr<std::int64_t>() + i * sequence_);
+  }
+  return {ids.to(device_), targets.to(device_)};
+}
+
+std::unique_ptr<Trainer> make_sharded_trainer(const TrainPlan& plan, Runtime& runtime) {
+  return std::make_unique<ShardedTrainer>(plan, runtime);
+}
+
+std::unique_ptr<Trainer> make_plain_trainer(const TrainPlan& plan, Runtime& runtime) {
+  return std::make_unique<UnshardedTrainer>(plan, runtime);
+}
+
+}  // namespace tessera::cli
