@@ -12,12 +12,7 @@ if(NOT TESSERA_CUDA STREQUAL "OFF" AND TESSERA_TORCH)
   endif()
 endif()
 if(TESSERA_HAS_CUDA)
-  # libtorch_cuda registers its operators when it is loaded: it must be loaded although nothing of
-  # ours names it. Its own dependencies are found by its run path, which the linker does not read.
-  target_link_libraries(tessera_torch INTERFACE
-    -Wl,--no-as-needed "${TESSERA_TORCH_ROOT}/lib/libtorch_cuda.so"
-    "${TESSERA_TORCH_ROOT}/lib/libc10_cuda.so" -Wl,--as-needed
-    -Wl,--allow-shlib-undefined CUDA::cudart)
+  tessera_torch_with_cuda()
 endif()
 
 # c10d's NCCL header includes nccl.h, which lies in a Python package beside torch or in the system.

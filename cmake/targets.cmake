@@ -1,20 +1,25 @@
-# tessera_room(NAME SOURCES... DEPENDS...): one library per room, torch-free.
+# tessera_room(NAME SOURCES... DEPENDS...): one library per room, torch-free unless TORCH is given;
+# installed as tessera::NAME.
 function(tessera_room name)
   cmake_parse_arguments(ARG "TORCH" "" "SOURCES;DEPENDS;PRIVATE_DEPENDS" ${ARGN})
   add_library(tessera_${name} STATIC ${ARG_SOURCES})
   add_library(tessera::${name} ALIAS tessera_${name})
-  target_include_directories(tessera_${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>)
+  target_include_directories(tessera_${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
+                             $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   target_link_libraries(tessera_${name} PUBLIC ${ARG_DEPENDS} Threads::Threads
                         PRIVATE ${ARG_PRIVATE_DEPENDS} $<BUILD_INTERFACE:tessera_warnings>)
   if(ARG_TORCH)
     tessera_use_torch(tessera_${name})
   endif()
+  set_target_properties(tessera_${name} PROPERTIES EXPORT_NAME ${name})
+  install(TARGETS tessera_${name} EXPORT tessera_targets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 endfunction()
 
 # Links torch and reuses one precompiled header. It holds ATen, which every unit with torch needs, and
 # no more: with all of torch.h it takes a minute to make and half a gigabyte to load each time.
 function(tessera_use_torch target)
-  target_link_libraries(${target} PRIVATE tessera_torch)
+  target_link_libraries(${target} PRIVATE $<BUILD_INTERFACE:tessera_torch>
+                        $<INSTALL_INTERFACE:tessera::torch>)
   if(NOT TARGET tessera_torch_pch)
     file(WRITE ${PROJECT_BINARY_DIR}/torch_pch.cpp "// Holds the precompiled header.\n")
     add_library(tessera_torch_pch OBJECT ${PROJECT_BINARY_DIR}/torch_pch.cpp)

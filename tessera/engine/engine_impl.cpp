@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "tessera/core/error.h"
@@ -15,7 +16,11 @@ namespace tessera {
 namespace {
 
 // At or above `value`, which is positive.
-double power_of_two_above(double value) { return std::exp2(std::ceil(std::log2(value))); }
+double power_of_two_above(double value) {
+  int exponent = 0;
+  const double fraction = std::frexp(value, &exponent);  // in [0.5, 1)
+  return std::ldexp(1.0, fraction == 0.5 ? exponent - 1 : exponent);
+}
 
 // The memory order of its parameter, without holes: what a bucket copies.
 at::Tensor in_memory_order_of(const at::Tensor& tensor, at::Tensor gradient) {
@@ -81,7 +86,7 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
     TESSERA_CHECK(loss.requires_grad(), ConfigError,
                   "backward: the loss does not depend on any trainable parameter");
   }
-  seal();
+  begin_pass();
   agree_on_weight_scale(weight);
   const double factor = weight / weight_scale_ * loss_scale_.value();
   std::vector<at::Tensor> gradients;
@@ -110,6 +115,14 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
   }
 }
 
+void Engine::Impl::begin_pass() {
+  seal();
+  // A backward that was not ours and failed has not run its callbacks.
+  if (closing_is_queued_ && torch::autograd::get_current_graph_task_id() < 0) {
+    abandon();
+  }
+}
+
 void Engine::Impl::enter_backward() {
   TESSERA_CHECK(!at::GradMode::is_enabled(), ConfigError,
                 "create_graph is set: a second derivative would read weights after their release; "
@@ -127,6 +140,9 @@ void Engine::Impl::enter_backward() {
 
 void Engine::Impl::on_gradient(int id, const at::Tensor& tensor) {
   shard::Param& param = params[id];
+  if (backward_depth_ == 0) {
+    abandon();
+  }
   TESSERA_CHECK(backward_depth_ > 0, ConfigError, "a gradient of parameter '", param.name(),
                 "' came outside of Engine::backward(); call engine.backward(loss) in place of "
                 "loss.backward(), so that ranks and micro-batches are averaged");

@@ -55,6 +55,8 @@ class Engine::Impl {
   std::uint64_t epoch() const { return epoch_; }
 
   // --- events of units and autograd ---
+  // Before a forward or backward: everything is in place, and nothing of a failed pass is left.
+  void begin_pass();
   coordinator::Coordinator& coordinator() { return *coordinator_; }
   int& forward_depth() { return forward_depth_; }
   // A unit's backward begins. Outside of Engine::backward() (torch::autograd::grad) this also sees

@@ -139,7 +139,7 @@ void UnitCore::forget() {
 ForwardScope::ForwardScope(UnitCore& unit)
     : unit_(unit), epoch_(0), autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
   Engine::Impl& engine = unit.engine();
-  engine.seal();
+  engine.begin_pass();
   // A cached cast of a weight would outlive the weight's memory.
   at::autocast::set_autocast_cache_enabled(false);
   ++engine.forward_depth();

@@ -1,0 +1,186 @@
+// What goes wrong says so by name, and the engine goes on.
+#include <stdexcept>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "tessera/core/error.h"
+#include "tests/engine/small_modules.h"
+
+namespace tessera::testing {
+namespace {
+
+template <typename Body>
+std::string message_of(const Body& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "no exception";
+}
+
+#define EXPECT_SAYS(text, ...)                                 \
+  do {                                                         \
+    const std::string said = message_of([&] { __VA_ARGS__; }); \
+    EXPECT_NE(said.find(text), std::string::npos) << said;     \
+  } while (false)
+
+struct ThrowingImpl : torch::nn::Module {
+  ThrowingImpl() { weight = register_parameter("weight", input(6, 6, 1)); }
+  at::Tensor forward(const at::Tensor& x) {
+    if (throws) {
+      throw std::runtime_error("the user's forward failed");
+    }
+    at::Tensor y = at::linear(x, weight);
+    if (throws_in_hook) {
+      y.register_hook([](const at::Tensor&) -> at::Tensor {
+        throw std::runtime_error("the user's hook failed");
+      });
+    }
+    return y;
+  }
+  bool throws = false;
+  bool throws_in_hook = false;
+  at::Tensor weight;
+};
+
+TEST(Exceptions, InForwardAndHooksReachTheCallerAndTheEngineGoesOn) {
+  for (const int ranks : {1, 3}) {
+    std::vector<double> expected;
+    for (const bool disturbed : {false, true}) {
+      std::vector<double> losses;
+      with_engines(ranks, [&](Engine& engine, comm::Group& group) {
+        auto first = engine.unit("first", affine(5, 6, 1));
+        auto middle = engine.unit("middle", std::make_shared<ThrowingImpl>());
+        auto last = engine.unit("last", affine(6, 2, 2));
+        const auto loss = [&] {
+          return last(at::gelu(middle(at::gelu(first(input(4, 5, 0)))))).pow(2).mean();
+        };
+        for (int step = 0; step < 6; ++step) {
+          if (disturbed && (step == 1 || step == 4)) {
+            middle->throws = true;
+            EXPECT_SAYS("the user's forward failed", loss());
+            middle->throws = false;
+          }
+          if (disturbed && step == 3) {
+            middle->throws_in_hook = true;
+            EXPECT_SAYS("the user's hook failed", engine.backward(loss()));
+            middle->throws_in_hook = false;
+          }
+          engine.backward(loss());
+          const StepResult result = engine.step();
+          if (group.rank() == 0) {
+            losses.push_back(result.loss);
+          }
+        }
+      });
+      if (disturbed) {
+        EXPECT_EQ(losses, expected) << ranks << " ranks";
+      } else {
+        expected = losses;
+      }
+    }
+  }
+}
+
+TEST(Exceptions, OfOneRankAreNamedOnTheOthers) {
+  comm::ThreadWorldOptions world;
+  world.num_ranks = 2;
+  comm::GroupOptions group_options;
+  group_options.beat = std::chrono::milliseconds(20);
+  const auto failures = comm::run_ranks_collecting(world, group_options, [](comm::Group& group) {
+    Runtime runtime(quiet_config(), group, {-1, 1, 0});
+    Engine engine(runtime);
+    auto first = engine.unit("first", affine(5, 6, 1));
+    auto second = engine.unit("second", affine(6, 2, 2));
+    const at::Tensor x = first(input(4, 5, 0));
+    if (group.rank() == 1) {
+      throw std::runtime_error("out of cheese");
+    }
+    engine.backward(second(x).sum());
+    engine.step();
+  });
+  ASSERT_TRUE(failures[0] && failures[1]);
+  EXPECT_SAYS("out of cheese", std::rethrow_exception(failures[0]));
+}
+
+TEST(ReleasedParameters, AreNotReadable) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    auto unit = engine.unit("unit", affine(5, 6, 1));
+    EXPECT_EQ(unit->weight.numel(), 30);
+    EXPECT_EQ(unit->weight.sizes(), (std::vector<std::int64_t>{6, 5}));
+    EXPECT_ANY_THROW(unit->weight.sum());
+    EXPECT_ANY_THROW(unit->forward(input(4, 5, 0)));
+    engine.backward(unit(input(4, 5, 0)).sum());
+    engine.step();
+    EXPECT_ANY_THROW(unit->weight.sum());
+  });
+}
+
+TEST(Mistakes, SayWhatToDo) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    EXPECT_SAYS("without a backward", engine.step());
+    auto unit = engine.unit("unit", affine(5, 6, 1));
+    EXPECT_SAYS("two units 'unit'", engine.unit("unit", affine(5, 6, 2)));
+    EXPECT_SAYS("'other.weight'", {
+      auto module = affine(5, 6, 1);
+      module->to(at::kDouble);
+      engine.unit("other", module);
+    });
+    EXPECT_SAYS("one number", engine.backward(unit(input(4, 5, 0))));
+    EXPECT_SAYS("weight=-1", engine.backward(unit(input(4, 5, 0)).sum(), -1));
+    EXPECT_SAYS("does not depend", engine.backward(input(1, 1, 0).sum()));
+    EXPECT_SAYS("engine.backward(loss)", unit(input(4, 5, 0)).sum().backward());
+    EXPECT_SAYS("after the first forward", engine.unit("late", affine(5, 6, 2)));
+    EXPECT_SAYS("no parameter of a unit", {
+      Engine other(engine.runtime());
+      auto mine = other.unit("mine", affine(5, 6, 3));
+      other.add_external(mine, at::ones({3}));
+    });
+    engine.backward(unit(input(4, 5, 0)).sum());
+    engine.step();
+    EXPECT_SAYS("without a backward", engine.step());
+  });
+}
+
+TEST(NonFiniteGradients, SkipTheStepOnAllRanks) {
+  for (const bool skips : {true, false}) {
+    Config config = quiet_config();
+    config.set("grad.skip_nonfinite", skips);
+    with_engines(2, config, [&](Engine& engine, comm::Group& group) {
+      auto unit = engine.unit("unit", affine(5, 6, 1));
+      const at::Tensor before = engine.full_value(0);
+      at::Tensor x = input(4, 5, 0);
+      if (group.rank() == 1) {
+        x[0][0] = std::numeric_limits<float>::infinity();
+      }
+      engine.backward(unit(x).pow(2).sum());
+      const StepResult result = engine.step();
+      EXPECT_EQ(result.skipped, skips);
+      EXPECT_FALSE(std::isfinite(result.grad_norm));
+      EXPECT_EQ(at::equal(engine.full_value(0), before), skips);
+      engine.backward(unit(input(4, 5, 0)).pow(2).sum());
+      EXPECT_EQ(std::isfinite(engine.step().grad_norm), skips);
+    });
+  }
+}
+
+TEST(Engines, MayShareARuntime) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    Engine second(engine.runtime());
+    auto a = engine.unit("unit", affine(5, 6, 1));
+    auto b = second.unit("unit", affine(6, 2, 2));
+    const at::Tensor frozen_input = [&] {
+      const at::NoGradGuard no_grad;
+      return a(input(4, 5, 0));
+    }();
+    second.backward(b(frozen_input).pow(2).mean());
+    second.step();
+    engine.backward(a(input(4, 5, 0)).pow(2).mean());
+    engine.step();
+  });
+}
+
+}  // namespace
+}  // namespace tessera::testing

@@ -1,0 +1,94 @@
+// Bytes: what is held in full, what a rank holds, and what building a model takes.
+#include <algorithm>
+
+#include <gtest/gtest.h>
+
+#include "models/gpt.h"
+#include "tessera/comm/thread_backend.h"
+#include "tessera/engine/engine.h"
+#include "tessera/engine/runtime.h"
+#include "tests/engine/training_run.h"
+
+namespace tessera::testing {
+namespace {
+
+// Bytes of the largest unit with its padding, over `ranks`.
+std::int64_t largest_unit_bytes(const models::GptOptions& model, int ranks) {
+  // A unit has at most 12 parameters; each is padded by less than 16 bytes per rank.
+  return models::gpt_size(model).largest_unit * 4 + std::int64_t{12} * 16 * ranks;
+}
+
+TEST(FullBytes, StayWithinTheLiveLimitPlusOneUnit) {
+  for (const int ranks : {2, 3}) {
+    for (const char* limit : {"0", "300KiB", "800KiB", "100MiB"}) {
+      RunSettings settings;
+      settings.steps = 4;
+      settings.ranks = ranks;
+      settings.batch = 6;
+      settings.options = {{"live.limit_bytes", limit}, {"persist.param_bytes", "1KiB"}};
+      const RunOutcome run = train(settings);
+      const std::int64_t live = config_of(settings).get_bytes("live.limit_bytes");
+      for (const EngineStats& step : run.stats) {
+        EXPECT_LE(step.gathers.full_bytes_peak, live + largest_unit_bytes(settings.model, ranks))
+            << "limit " << limit << ", " << ranks << " ranks";
+        EXPECT_GT(step.gathers.full_bytes_peak, 0);
+        EXPECT_EQ(step.gathers.arena_overflows, 0U) << "limit " << limit;
+      }
+    }
+  }
+}
+
+TEST(WireBytes, AreThoseOfOneGatherAndOneReductionWhereEverythingFits) {
+  RunSettings settings;
+  settings.steps = 3;
+  settings.ranks = 2;
+  settings.batch = 4;
+  const RunOutcome run = train(settings);
+  const std::int64_t model_bytes = models::gpt_size(settings.model).num_params * 4;
+  const EngineStats& last = run.stats.back();
+  // Sizes of the preset divide by 2 ranks x 16 bytes, so there is no padding.
+  EXPECT_EQ(last.gathered_wire_bytes, static_cast<std::uint64_t>(model_bytes / 2));
+  EXPECT_EQ(last.reduced_wire_bytes, static_cast<std::uint64_t>(model_bytes / 2));
+}
+
+TEST(RankBytes, EqualTheClosedForm) {
+  for (const int ranks : {1, 2, 3}) {
+    comm::run_ranks(ranks, [&](comm::Group& group) {
+      RunSettings settings;
+      Runtime runtime(config_of(settings), group, {-1, 1, 0});
+      Engine engine(runtime);
+      models::Gpt model(settings.model, engine, 1);
+      engine.optimizer();
+      std::size_t shard_bytes = 0;
+      for (int id = 0; id < engine.num_params(); ++id) {
+        const std::int64_t numel = engine.param(id).layout().numel();
+        // ceil(numel / ranks), rounded up to 4 elements of fp32.
+        const std::int64_t piece = ((numel + ranks - 1) / ranks + 3) / 4 * 4;
+        shard_bytes += static_cast<std::size_t>(piece) * 4;
+      }
+      const Tier tier = device::tier_of(device::MemoryKind::kDevice);
+      EXPECT_EQ(runtime.ledger().current_bytes(tier, Role::kShard), shard_bytes);
+      // Two moments; the fp32 shard is its own master.
+      EXPECT_EQ(runtime.ledger().current_bytes(tier, Role::kOptimizer), 2 * shard_bytes);
+    });
+  }
+}
+
+TEST(Building, NeverHoldsMoreThanOneUnitInFull) {
+  constexpr int kRanks = 4;
+  comm::run_ranks(kRanks, [&](comm::Group& group) {
+    RunSettings settings;
+    const models::GptOptions big = models::gpt_preset("gpt2-124m");
+    Runtime runtime(config_of(settings), group, {-1, 1, 0});
+    Engine engine(runtime);
+    models::Gpt model(big, engine, 1);
+    const Tier tier = device::tier_of(device::MemoryKind::kDevice);
+    EXPECT_LE(runtime.ledger().peak_bytes(tier, Role::kFull),
+              static_cast<std::size_t>(models::gpt_size(big).largest_unit) * 4);
+    EXPECT_GT(runtime.ledger().peak_bytes(tier, Role::kFull), 0U);
+    EXPECT_EQ(runtime.ledger().current_bytes(tier, Role::kFull), 0U);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::testing

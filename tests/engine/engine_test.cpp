@@ -1,0 +1,332 @@
+// How units are watched: every shape of graph gives the gradients of plain autograd.
+#include <gtest/gtest.h>
+
+#include <torch/csrc/autograd/autograd.h>
+
+#include "tests/engine/small_modules.h"
+
+namespace tessera::testing {
+namespace {
+
+// What one step of sgd with lr 1 subtracts is the gradient.
+struct Taken {
+  std::vector<at::Tensor> before;
+  std::vector<at::Tensor> gradient(Engine& engine) const {
+    std::vector<at::Tensor> result;
+    for (int id = 0; id < engine.num_params(); ++id) {
+      result.push_back(before[static_cast<std::size_t>(id)] - engine.full_value(id));
+    }
+    return result;
+  }
+};
+
+Taken values_of(Engine& engine) {
+  Taken taken;
+  for (int id = 0; id < engine.num_params(); ++id) {
+    taken.before.push_back(engine.full_value(id));
+  }
+  return taken;
+}
+
+// `build` makes units and gives the loss; it runs once with an engine and once plain.
+using Built = std::function<at::Tensor()>;
+struct Model {
+  std::function<Built(Engine*, std::vector<at::Tensor>*)> build;
+};
+
+template <typename Module>
+Unit<Module> unit_of(Engine* engine, const std::string& name, std::shared_ptr<Module> module,
+                     std::vector<at::Tensor>* params, bool recompute = false) {
+  if (params != nullptr) {
+    for (const at::Tensor& param : module->parameters()) {
+      params->push_back(param);
+    }
+  }
+  if (engine == nullptr) {
+    return Unit<Module>(module, recompute);
+  }
+  UnitOptions options;
+  options.recompute = recompute;
+  return engine->unit(name, module, options);
+}
+
+// Gradients of 1, 2 and 3 ranks against plain autograd; all ranks have the same data, so the mean
+// over ranks is the gradient of one, and sums of two or four equal numbers are exact.
+void expect_plain_gradients(const std::function<Built(Engine*, std::vector<at::Tensor>*)>& build) {
+  std::vector<at::Tensor> plain_params;
+  const Built plain = build(nullptr, &plain_params);
+  plain().backward();
+  for (const int ranks : {1, 2, 4}) {
+    with_engines(ranks, [&](Engine& engine, comm::Group&) {
+      const Built sharded = build(&engine, nullptr);
+      const Taken taken = values_of(engine);
+      engine.backward(sharded());
+      engine.step();
+      const std::vector<at::Tensor> gradients = taken.gradient(engine);
+      std::size_t next = 0;
+      for (const at::Tensor& param : plain_params) {
+        const at::Tensor expected = param.grad().defined() ? param.grad() : at::zeros_like(param);
+        // w - (w - g) loses what is below the last place of w.
+        EXPECT_TRUE(at::allclose(gradients[next], expected, 1e-5, 1e-6))
+            << "parameter " << next << ", " << ranks << " ranks";
+        ++next;
+      }
+      // A second step on the recorded trace works as the first did.
+      engine.backward(sharded());
+      engine.step();
+    });
+  }
+}
+
+TEST(Units, InARowGivePlainGradients) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto first = unit_of(engine, "first", affine(5, 7, 1), params);
+    auto second = unit_of(engine, "second", affine(7, 3, 2), params);
+    return [=] { return second(at::gelu(first(input(4, 5, 0)))).pow(2).mean(); };
+  });
+}
+
+TEST(Units, UsedTwiceGivePlainGradients) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto unit = unit_of(engine, "unit", affine(6, 6, 1), params);
+    return [=] {
+      const at::Tensor x = unit(input(4, 6, 0));
+      return (unit(at::tanh(x)) + unit(x * 2)).pow(2).mean();
+    };
+  });
+}
+
+TEST(Units, ThatAreFrozenInTheMiddlePassGradientsOn) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto first = unit_of(engine, "first", affine(5, 6, 1), params);
+    auto frozen = unit_of(engine, "frozen", affine(6, 6, 2, false), params);
+    auto last = unit_of(engine, "last", affine(6, 2, 3), params);
+    return [=] { return last(at::gelu(frozen(first(input(4, 5, 0))))).pow(2).mean(); };
+  });
+}
+
+TEST(Units, InParallelBranchesGivePlainGradients) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto left = unit_of(engine, "left", affine(5, 6, 1), params);
+    auto right = unit_of(engine, "right", affine(5, 6, 2), params);
+    auto join = unit_of(engine, "join", affine(6, 2, 3), params);
+    return [=] {
+      const at::Tensor x = input(4, 5, 0);
+      return join(left(x) * right(x)).pow(2).mean();
+    };
+  });
+}
+
+TEST(Units, WhoseOutputIsChangedInPlaceGivePlainGradients) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto first = unit_of(engine, "first", affine(5, 6, 1), params);
+    auto second = unit_of(engine, "second", affine(6, 2, 2), params);
+    return [=] {
+      at::Tensor x = first(input(4, 5, 0));
+      x.add_(1).mul_(0.5);
+      return second(x).pow(2).mean();
+    };
+  });
+}
+
+TEST(Units, WithResidualsAroundThemGivePlainGradients) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto first = unit_of(engine, "first", affine(6, 6, 1), params);
+    auto second = unit_of(engine, "second", affine(6, 6, 2), params);
+    return [=] {
+      at::Tensor x = input(4, 6, 0);
+      x = x + at::gelu(first(x));
+      x = x + at::gelu(second(x));
+      return x.pow(2).mean();
+    };
+  });
+}
+
+TEST(Units, RecomputedGivePlainGradients) {
+  for (const bool in_front : {false, true}) {
+    expect_plain_gradients([in_front](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+      auto first = unit_of(engine, "first", affine(6, 6, 1), params, in_front);
+      auto second = unit_of(engine, "second", affine(6, 6, 2), params, true);
+      auto third = unit_of(engine, "third", affine(6, 3, 3), params, !in_front);
+      return [=] { return third(at::gelu(second(at::gelu(first(input(4, 6, 0)))))).pow(2).mean(); };
+    });
+  }
+}
+
+// Two outputs, of which one is used; an input that needs no gradient; a parameter that is not used.
+struct SplitImpl : torch::nn::Module {
+  SplitImpl() {
+    weight = register_parameter("weight", input(6, 5, 2));
+    unused = register_parameter("unused", input(3, 3, 5));
+  }
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& mask) {
+    const at::Tensor y = at::linear(x, weight) * mask;
+    return {y, y * 2};
+  }
+  at::Tensor weight;
+  at::Tensor unused;
+};
+
+TEST(Units, WithSeveralOutputsAndAnUnusedParameterGivePlainGradients) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto first = unit_of(engine, "first", affine(5, 5, 1), params);
+    auto split = unit_of(engine, "split", std::make_shared<SplitImpl>(), params);
+    return [=] {
+      const auto [used, ignored] = split(first(input(4, 5, 0)), at::ones({4, 6}));
+      return used.pow(2).mean();
+    };
+  });
+}
+
+// A unit inside a unit.
+struct OuterImpl : torch::nn::Module {
+  explicit OuterImpl(Unit<AffineImpl> unit) : inner(std::move(unit)) {
+    scale = register_parameter("scale", at::full({6}, 0.7));
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::gelu(inner(x * scale)) * scale; }
+  Unit<AffineImpl> inner;
+  at::Tensor scale;
+};
+
+TEST(Units, InsideUnitsGivePlainGradients) {
+  for (const bool recompute : {false, true}) {
+    expect_plain_gradients([recompute](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+      auto inner = unit_of(engine, "inner", affine(6, 6, 1), params);
+      auto outer = unit_of(engine, "outer", std::make_shared<OuterImpl>(inner), params, recompute);
+      if (engine != nullptr && recompute) {
+        engine->add_external(outer, inner->weight);
+        engine->add_external(outer, inner->bias);
+      } else if (recompute) {
+        outer.add_recomputed_param(inner->weight);
+        outer.add_recomputed_param(inner->bias);
+      }
+      return [=] { return outer(input(4, 6, 0)).pow(2).mean(); };
+    });
+  }
+}
+
+// A weight whose memory order is not that of its logical shape.
+struct TransposedImpl : torch::nn::Module {
+  TransposedImpl() { weight = register_parameter("weight", input(5, 7, 1).t()); }
+  at::Tensor forward(const at::Tensor& x) { return at::linear(x, weight); }
+  at::Tensor weight;
+};
+
+TEST(Units, KeepTheStridesOfTheirParameters) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto unit = unit_of(engine, "unit", std::make_shared<TransposedImpl>(), params);
+    EXPECT_EQ(unit->weight.stride(0), 1);
+    return [=] { return unit(input(4, 5, 0)).pow(2).mean(); };
+  });
+}
+
+TEST(Backward, OverSeveralRootsAddsThem) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    auto unit = engine.unit("unit", affine(5, 6, 1));
+    const Taken taken = values_of(engine);
+    const at::Tensor y = unit(input(4, 5, 0));
+    engine.backward(std::vector<at::Tensor>{y.sum(), (y * 2).sum()});
+    const StepResult result = engine.step();
+    const auto plain = affine(5, 6, 1);
+    const at::Tensor z = plain->forward(input(4, 5, 0));
+    (z.sum() + (z * 2).sum()).backward();
+    EXPECT_TRUE(at::allclose(taken.gradient(engine)[0], plain->weight.grad(), 1e-5, 1e-5));
+    EXPECT_NEAR(result.loss, (z.sum() * 3).item<double>(), 1e-5);
+  });
+}
+
+TEST(Backward, WeighsMicroBatchesAndRanks) {
+  // Rank r's micro-batch m has rows r + m + 1; the mean over all rows is wanted.
+  with_engines(3, [](Engine& engine, comm::Group& group) {
+    auto unit = engine.unit("unit", affine(5, 6, 1));
+    const Taken taken = values_of(engine);
+    std::vector<at::Tensor> rows;
+    for (int rank = 0; rank < 3; ++rank) {
+      for (int micro = 0; micro < 2; ++micro) {
+        const at::Tensor x = input(rank + micro + 1, 5, 10 * rank + micro);
+        rows.push_back(x);
+        if (rank == group.rank()) {
+          engine.backward(unit(x).pow(2).sum(1).mean(), static_cast<double>(x.size(0)));
+        }
+      }
+    }
+    const StepResult result = engine.step();
+    const auto plain = affine(5, 6, 1);
+    const at::Tensor loss = plain->forward(at::cat(rows)).pow(2).sum(1).mean();
+    loss.backward();
+    EXPECT_TRUE(at::allclose(taken.gradient(engine)[0], plain->weight.grad(), 1e-5, 1e-6));
+    EXPECT_NEAR(result.loss, loss.item<double>(), 1e-5);
+    EXPECT_EQ(result.weight, 15);
+  });
+}
+
+TEST(Backward, OfAGraphThatIsKeptWorksTwice) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    auto first = engine.unit("first", affine(5, 6, 1));
+    auto second = engine.unit("second", affine(6, 2, 2));
+    const at::Tensor y = second(at::gelu(first(input(4, 5, 0))));
+    const at::Tensor one = y.sum();
+    engine.backward(one + y.pow(2).sum() * 0);
+    EXPECT_NO_THROW(engine.step());
+  });
+}
+
+TEST(Gradients, ThatDoNotComeAreZeroAndNeverThoseOfTheStepBefore) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    auto used = engine.unit("used", affine(5, 6, 1));
+    auto sometimes = engine.unit("sometimes", affine(5, 6, 2));
+    engine.backward(used(input(4, 5, 0)).sum() + sometimes(input(4, 5, 0)).sum());
+    engine.step();
+    const Taken taken = values_of(engine);
+    engine.backward(used(input(4, 5, 0)).sum());
+    engine.step();
+    const auto gradients = taken.gradient(engine);
+    const auto id = static_cast<std::size_t>(id_of(engine, "sometimes.weight"));
+    EXPECT_TRUE(at::equal(gradients[id], at::zeros_like(gradients[id])));
+    EXPECT_FALSE(at::equal(gradients[0], at::zeros_like(gradients[0])));
+  });
+}
+
+TEST(Autograd, MayBeAskedForGradientsOfInputsOutsideOfTraining) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    auto first = engine.unit("first", affine(5, 6, 1));
+    auto second = engine.unit("second", affine(6, 2, 2));
+    const at::Tensor x = input(4, 5, 0).set_requires_grad(true);
+    const at::Tensor loss = second(at::gelu(first(x))).pow(2).mean();
+    const at::Tensor found = torch::autograd::grad({loss}, {x})[0];
+    const auto plain_first = affine(5, 6, 1);
+    const auto plain_second = affine(6, 2, 2);
+    const at::Tensor x2 = input(4, 5, 0).set_requires_grad(true);
+    plain_second->forward(at::gelu(plain_first->forward(x2))).pow(2).mean().backward();
+    EXPECT_TRUE(at::equal(found, x2.grad()));
+    // And training goes on.
+    engine.backward(second(at::gelu(first(input(4, 5, 0)))).pow(2).mean());
+    engine.step();
+  });
+}
+
+TEST(Evaluation, WithoutGradientsBetweenStepsChangesNothing) {
+  std::vector<double> losses[2];
+  for (const bool evaluates : {false, true}) {
+    with_engines(2, [&](Engine& engine, comm::Group& group) {
+      auto first = engine.unit("first", affine(5, 6, 1));
+      auto second = engine.unit("second", affine(6, 2, 2));
+      const auto loss = [&] { return second(at::gelu(first(input(4, 5, 0)))).pow(2).mean(); };
+      for (int step = 0; step < 5; ++step) {
+        if (evaluates && step % 2 == 1) {
+          const at::NoGradGuard no_grad;
+          loss();
+        }
+        engine.backward(loss());
+        const StepResult result = engine.step();
+        if (group.rank() == 0) {
+          losses[evaluates ? 1 : 0].push_back(result.loss);
+        }
+      }
+    });
+  }
+  EXPECT_EQ(losses[0], losses[1]);
+}
+
+}  // namespace
+}  // namespace tessera::testing

@@ -1,0 +1,78 @@
+// Sharded training against the referee: losses, norms of every step, and parameters after the last.
+//
+// The bound of 2e-6 is the project's promise for fp32 between numbers of ranks. One rank has the
+// same bits.
+#include <gtest/gtest.h>
+
+#include "tests/engine/training_run.h"
+
+namespace tessera::testing {
+namespace {
+
+constexpr double kBound = 2e-6;
+
+struct Case {
+  const char* name;
+  void (*change)(RunSettings&);
+};
+
+class Parity : public ::testing::TestWithParam<Case> {};
+
+TEST_P(Parity, HoldsForEveryNumberOfRanks) {
+  RunSettings settings;
+  settings.ranks = 0;
+  GetParam().change(settings);
+  const RunOutcome referee = train(settings);
+  EXPECT_LT(referee.steps.back().loss, referee.steps.front().loss * 0.8) << "nothing was learned";
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    settings.ranks = ranks;
+    const RunOutcome sharded = train(settings);
+    const Difference off = difference(sharded, referee);
+    EXPECT_LE(off.largest(), kBound) << ranks << " ranks: " << off.describe();
+    if (ranks == 1) {
+      EXPECT_TRUE(same_bits(sharded, referee)) << off.describe();
+    } else {
+      EXPECT_FALSE(off.largest() == 0) << "a comparison of a run with itself proves nothing";
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Tiny, Parity,
+    ::testing::Values(
+        Case{"Ranks", [](RunSettings&) {}},
+        Case{"Accumulated",
+             [](RunSettings& settings) {
+               settings.batch = 24;
+               settings.accumulate = 2;
+             }},
+        Case{"Recomputed", [](RunSettings& settings) { settings.model.recompute = true; }},
+        Case{"Tied", [](RunSettings& settings) { settings.model.tie_head = true; }},
+        Case{"Frozen", [](RunSettings& settings) { settings.model.freeze = 1; }},
+        Case{"OddVocabulary", [](RunSettings& settings) { settings.model.vocabulary = 257; }},
+        Case{"Everything",
+             [](RunSettings& settings) {
+               settings.batch = 24;
+               settings.accumulate = 2;
+               settings.model.recompute = true;
+               settings.model.tie_head = true;
+               settings.model.freeze = 1;
+               settings.model.vocabulary = 257;
+             }}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+TEST(SmallParity, HoldsForEveryNumberOfRanks) {
+  RunSettings settings;
+  settings.model = models::gpt_preset("small");
+  settings.model.sequence = 16;  // 20 steps in seconds; the parameters are those of the preset
+  settings.ranks = 0;
+  const RunOutcome referee = train(settings);
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    settings.ranks = ranks;
+    const Difference off = difference(train(settings), referee);
+    EXPECT_LE(off.largest(), ranks == 1 ? 0 : kBound) << ranks << " ranks: " << off.describe();
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing

@@ -1,0 +1,277 @@
+#include "tests/engine/training_run.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <mutex>
+#include <sstream>
+
+#include <ATen/ATen.h>
+
+#include "models/data.h"
+#include "models/plain_trainer.h"
+#include "tessera/comm/thread_backend.h"
+#include "tessera/core/error.h"
+#include "tessera/device/device_cpu.h"
+#include "tessera/engine/runtime.h"
+#include "tessera/optim/sharded_optimizer.h"
+
+namespace tessera::testing {
+namespace {
+
+struct Batch {
+  at::Tensor ids;
+  at::Tensor targets;
+  double weight = 0;
+};
+
+// Micro-batch `micro` of a rank: its slice of the batch, cut into `accumulate` pieces.
+Batch read_batch(models::TokenSource& data, const RunSettings& settings, std::int64_t step,
+                 int rank, int ranks, int micro) {
+  const std::int64_t per_rank = settings.batch / ranks;
+  const std::int64_t rows = per_rank / settings.accumulate;
+  const std::int64_t length = settings.model.sequence + 1;
+  at::Tensor tokens = at::empty({rows, length}, at::kLong);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    data.read(step, rank * per_rank + micro * rows + row,
+              {tokens.data_ptr<std::int64_t>() + row * length, static_cast<std::size_t>(length)});
+  }
+  Batch batch;
+  batch.ids = tokens.slice(1, 0, length - 1).contiguous();
+  batch.targets = tokens.slice(1, 1, length).contiguous();
+  batch.weight = static_cast<double>(batch.ids.numel());
+  return batch;
+}
+
+std::unique_ptr<models::TokenSource> data_of(const RunSettings& settings) {
+  models::DataOptions options;
+  options.source = settings.data;
+  options.vocabulary = settings.model.vocabulary;
+  options.sequence = settings.model.sequence;
+  options.batch = settings.batch;
+  options.seed = settings.seed;
+  return models::open_data(options);
+}
+
+constexpr const char* kPlantedParam = "blocks.1.norm2.weight";
+constexpr std::int64_t kPlantedStep = 2;
+
+// What a shard's values were, to put them back.
+class FrozenShard {
+ public:
+  explicit FrozenShard(const shard::Param& param)
+      : param_(param), bytes_(param.shard(), param.shard() + param.layout().shard_bytes()) {}
+  void restore() const { std::copy(bytes_.begin(), bytes_.end(), param_.shard()); }
+
+ private:
+  const shard::Param& param_;
+  std::vector<std::byte> bytes_;
+};
+
+// Ranks are threads, so each writes its own elements of one tensor.
+class Results {
+ public:
+  explicit Results(RunOutcome& outcome) : outcome_(outcome) {}
+
+  void add_params(Engine& engine) {
+    for (int id = 0; id < engine.num_params(); ++id) {
+      const shard::Param& param = engine.param(id);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (outcome_.params.size() <= static_cast<std::size_t>(id)) {
+        outcome_.names.push_back(param.name());
+        outcome_.params.push_back(at::zeros({param.layout().numel()}, at::kFloat));
+      }
+      float* out = outcome_.params[static_cast<std::size_t>(id)].data_ptr<float>();
+      const bool low = param.layout().dtype() != DType::kFloat32;
+      const auto master = engine.optimizer().state(id, "master");
+      for (std::int64_t i = 0; i < param.range().numel; ++i) {
+        const auto index = static_cast<std::size_t>(i);
+        float value = 0;
+        if (low && !master.empty()) {
+          value = master[index];
+        } else if (low) {
+          value = param.layout().dtype() == DType::kBFloat16
+                      ? to_float(reinterpret_cast<const BFloat16*>(param.shard())[index])
+                      : to_float(reinterpret_cast<const Float16*>(param.shard())[index]);
+        } else {
+          value = reinterpret_cast<const float*>(param.shard())[index];
+        }
+        out[param.range().begin + i] = value;
+      }
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  RunOutcome& outcome_;
+};
+
+// Changes what autograd hands over for one parameter, in one step.
+class PlantedGradient {
+ public:
+  PlantedGradient(const at::Tensor& param, Planted planted) : planted_(planted) {
+    param.register_hook([this](const at::Tensor& gradient) { return change(gradient); });
+  }
+  void set_step(std::int64_t step) { step_ = step; }
+
+ private:
+  at::Tensor change(const at::Tensor& gradient) {
+    const at::Tensor last = std::exchange(last_, gradient.clone());
+    if (step_ != kPlantedStep || planted_ == Planted::kNothing) {
+      return gradient;
+    }
+    return planted_ == Planted::kDoubledGradient ? gradient * 2 : last;
+  }
+  const Planted planted_;
+  std::int64_t step_ = 0;
+  at::Tensor last_;
+};
+
+void train_rank(const RunSettings& settings, comm::Group& group, RunOutcome& outcome,
+                Results& results) {
+  Runtime runtime(config_of(settings), group, {-1, 1, 0});
+  EngineOptions options;
+  options.run_steps = settings.steps;
+  Engine engine(runtime, options);
+  models::Gpt model(settings.model, engine, settings.seed);
+  const auto data = data_of(settings);
+  const shard::Param* planted_param = engine.params().find(kPlantedParam);
+  TESSERA_CHECK(planted_param != nullptr, ConfigError, "no parameter ", kPlantedParam);
+  const FrozenShard before(*planted_param);
+  std::unique_ptr<PlantedGradient> planted_gradient;
+  if (settings.planted == Planted::kDoubledGradient ||
+      settings.planted == Planted::kStaleGradient) {
+    planted_gradient =
+        std::make_unique<PlantedGradient>(engine.tensor(planted_param->id()), settings.planted);
+  }
+  for (std::int64_t step = 0; step < settings.steps; ++step) {
+    if (planted_gradient) {
+      planted_gradient->set_step(step);
+    }
+    for (int micro = 0; micro < settings.accumulate; ++micro) {
+      const Batch batch = read_batch(*data, settings, step, group.rank(), group.size(), micro);
+      at::Tensor loss = model.loss(batch.ids, batch.targets);
+      if (settings.planted == Planted::kSumForMean) {
+        loss = loss * (group.size() * settings.accumulate);
+      }
+      engine.backward(loss, batch.weight);
+    }
+    const StepResult result = engine.step();
+    if (settings.planted == Planted::kParamNotUpdated) {
+      before.restore();
+    }
+    const EngineStats stats = engine.take_stats();
+    if (group.rank() == 0) {
+      outcome.steps.push_back(result);
+      outcome.stats.push_back(stats);
+    }
+  }
+  results.add_params(engine);
+}
+
+RunOutcome train_unsharded(const RunSettings& settings) {
+  const auto device = device::make_cpu_device();
+  const auto kernels = optim::make_cpu_kernels(1);
+  models::Gpt model(settings.model, at::Device(at::kCPU), settings.seed);
+  EngineOptions options;
+  options.run_steps = settings.steps;
+  models::PlainTrainer trainer(model.params(), config_of(settings), *kernels, *device, options);
+  const auto data = data_of(settings);
+  RunOutcome outcome;
+  for (std::int64_t step = 0; step < settings.steps; ++step) {
+    for (int micro = 0; micro < settings.accumulate; ++micro) {
+      const Batch batch = read_batch(*data, settings, step, 0, 1, micro);
+      trainer.backward(model.loss(batch.ids, batch.targets), batch.weight);
+    }
+    outcome.steps.push_back(trainer.step());
+  }
+  for (const models::NamedParam& param : model.params()) {
+    outcome.names.push_back(param.name);
+  }
+  for (const at::Tensor& master : trainer.masters()) {
+    outcome.params.push_back(master.flatten().to(at::kFloat).clone());
+  }
+  return outcome;
+}
+
+double relative(double left, double right) {
+  const double scale = std::max(std::abs(left), std::abs(right));
+  return scale == 0 ? 0 : std::abs(left - right) / scale;
+}
+
+}  // namespace
+
+Config config_of(const RunSettings& settings) {
+  Config config;
+  config.set("optim.lr", 1e-3);
+  config.set("seed", static_cast<std::int64_t>(settings.seed));
+  if (settings.model.dtype != DType::kFloat32) {
+    config.apply_flag("precision=" + std::string(to_string(settings.model.dtype)));
+  }
+  for (const auto& [name, value] : settings.options) {
+    config.apply_flag(name + "=" + value);
+  }
+  return config;
+}
+
+RunOutcome train(const RunSettings& settings) {
+  if (settings.ranks == 0) {
+    return train_unsharded(settings);
+  }
+  RunOutcome outcome;
+  Results results(outcome);
+  comm::run_ranks(settings.ranks,
+                  [&](comm::Group& group) { train_rank(settings, group, outcome, results); });
+  return outcome;
+}
+
+std::string Difference::describe() const {
+  std::ostringstream out;
+  out << "loss " << loss << ", norm " << norm << ", parameters " << param << " (" << worst_param
+      << ")";
+  return out.str();
+}
+
+double Difference::largest() const { return std::max({loss, norm, param}); }
+
+Difference difference(const RunOutcome& left, const RunOutcome& right) {
+  Difference worst;
+  TESSERA_CHECK(left.steps.size() == right.steps.size() && left.names == right.names, ConfigError,
+                "the runs differ in steps or parameters");
+  for (std::size_t i = 0; i < left.steps.size(); ++i) {
+    worst.loss = std::max(worst.loss, relative(left.steps[i].loss, right.steps[i].loss));
+    worst.norm = std::max(worst.norm, relative(left.steps[i].grad_norm, right.steps[i].grad_norm));
+  }
+  for (std::size_t i = 0; i < left.params.size(); ++i) {
+    const at::Tensor a = left.params[i].to(at::kDouble);
+    const at::Tensor b = right.params[i].to(at::kDouble);
+    const double norm = b.norm().item<double>();
+    const double off = (a - b).norm().item<double>();
+    const double value = norm == 0 ? off : off / norm;
+    if (!(value <= worst.param)) {
+      worst.param = value;
+      worst.worst_param = left.names[i];
+    }
+  }
+  return worst;
+}
+
+bool same_bits(const RunOutcome& left, const RunOutcome& right) {
+  if (left.steps.size() != right.steps.size() || left.params.size() != right.params.size()) {
+    return false;
+  }
+  for (std::size_t i = 0; i < left.steps.size(); ++i) {
+    if (left.steps[i].loss != right.steps[i].loss ||
+        left.steps[i].grad_norm != right.steps[i].grad_norm) {
+      return false;
+    }
+  }
+  for (std::size_t i = 0; i < left.params.size(); ++i) {
+    if (!at::equal(left.params[i], right.params[i])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace tessera::testing

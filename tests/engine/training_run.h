@@ -1,0 +1,64 @@
+// A training run for comparison: the same model, data and seed, sharded over ranks as threads, or
+// unsharded by the referee.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "models/gpt.h"
+#include "tessera/core/config.h"
+#include "tessera/engine/engine.h"
+
+namespace tessera::testing {
+
+// Mistakes that a comparison must find; made on purpose, in the sharded run.
+enum class Planted : std::uint8_t {
+  kNothing,
+  kDoubledGradient,  // of one parameter, in one step
+  kParamNotUpdated,  // a norm layer keeps its value
+  kSumForMean,       // ranks and micro-batches are added, not averaged
+  kStaleGradient,    // one parameter is updated by the gradient of the step before
+};
+
+struct RunSettings {
+  models::GptOptions model = models::gpt_preset("tiny");
+  int ranks = 1;  // 0: unsharded
+  std::int64_t steps = 20;
+  std::int64_t batch = 12;  // sequences of all ranks
+  int accumulate = 1;
+  std::vector<std::pair<std::string, std::string>> options;  // name=value of the config
+  std::uint64_t seed = 7;
+  std::string data = "demo";
+  Planted planted = Planted::kNothing;
+};
+
+struct RunOutcome {
+  std::vector<StepResult> steps;
+  std::vector<std::string> names;
+  std::vector<at::Tensor> params;  // after the last step, in fp32: master weights of low precision
+  std::vector<EngineStats> stats;  // of rank 0, per step
+};
+
+RunOutcome train(const RunSettings& settings);
+
+// Largest relative differences: of losses and norms, and of parameters against their tensor's norm.
+struct Difference {
+  double loss = 0;
+  double norm = 0;
+  double param = 0;
+  std::string worst_param;
+  std::string describe() const;
+  double largest() const;
+};
+Difference difference(const RunOutcome& left, const RunOutcome& right);
+
+// Every bit of losses, norms and parameters.
+bool same_bits(const RunOutcome& left, const RunOutcome& right);
+
+Config config_of(const RunSettings& settings);
+
+}  // namespace tessera::testing
