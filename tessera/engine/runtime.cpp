@@ -9,6 +9,7 @@
 #include "tessera/comm/bootstrap.h"
 #include "tessera/comm/rendezvous.h"
 #include "tessera/core/error.h"
+#include "tessera/core/option_table.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/device_cuda.h"
 
@@ -60,6 +61,20 @@ struct Runtime::Impl {
       for (const std::string& notice : config.notices()) {
         logger.info(notice);
       }
+      warn_of_unread_options();
+    }
+  }
+
+  // Somebody asked for something that will not happen; a run must not look as if it did.
+  void warn_of_unread_options() const {
+    std::string names;
+    for (const Option& option : option_table()) {
+      if (option.read_by.empty() && config.is_set(option.name)) {
+        names += (names.empty() ? "" : ", ") + std::string(option.name);
+      }
+    }
+    if (!names.empty()) {
+      logger.warn("set, but not used yet: ", names);
     }
   }
 

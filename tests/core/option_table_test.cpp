@@ -47,9 +47,22 @@ TEST(OptionTable, EveryDefaultIsAllowedAndShownAsItCanBeWritten) {
 }
 
 TEST(OptionTable, OptionsThatExistForAReaderNameIt) {
+  // Sections of rooms that are still to come, and single options of rooms that exist.
+  const std::set<std::string_view> unread = {"shard",
+                                             "quant",
+                                             "unit",
+                                             "memory",
+                                             "place",
+                                             "nvme",
+                                             "batch.micro_per_rank",
+                                             "grad.accumulate_dtype",
+                                             "grad.reduction",
+                                             "optim.master_dtype",
+                                             "optim.state_dtype",
+                                             "optim.sub_group_bytes",
+                                             "optim.cpu_share"};
   for (const Option& each : option_table()) {
-    const std::string_view section = section_of(each.name);
-    const bool read = section == "comm" || section == "log" || section == "trace";
+    const bool read = unread.count(section_of(each.name)) + unread.count(each.name) == 0;
     EXPECT_EQ(!each.read_by.empty(), read) << each.name;
   }
 }
