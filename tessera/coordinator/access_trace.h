@@ -1,7 +1,10 @@
 // The order in which units were used: what prefetching is planned from.
 //
-// A use is one forward or one backward of one unit; nested units appear where they begin. Ranks
-// have the same trace because they run the same program; Group's tags find out if they do not.
+// A use is one forward or one backward of one unit; uses appear in the order of their begins. Their
+// ends are left out on purpose: in backward a use ends when gradients have come, which may differ
+// between ranks (a rank need not touch every parameter), while the begins are the program's own.
+// So ranks have the same trace because they run the same program; Group's tags find out if they
+// do not.
 //
 // Threads: plain data.
 #pragma once
@@ -37,12 +40,14 @@ class AccessTrace {
 
   // One more use. kRecord: appends. kComplete: true if it is the expected one, else the mode
   // becomes kInvalid and false comes back, with position() left at the use that was expected.
+  // kInvalid: false.
   bool advance(const Use& use);
-  // End of a step. kRecord with at least one use becomes kComplete; kInvalid becomes kRecord;
-  // kComplete stays (a step may end early). The next step begins at position 0.
+  // End of a step. kRecord with at least one use becomes kComplete; kInvalid becomes kRecord, with
+  // the old trace forgotten; kComplete stays (a step may end early). The next step begins at
+  // position 0.
   void end_step();
   // Something happened that no plan foresaw (an exception): as if the step had departed.
-  void invalidate();
+  void invalidate() { mode_ = TraceMode::kInvalid; }
 
  private:
   TraceMode mode_ = TraceMode::kRecord;

@@ -12,14 +12,24 @@
 // every rank that runs the same program; Group's tags name the first difference otherwise. Nothing
 // depends on time. Inside a call parameters are ordered by id.
 //
-// Prefetch is a hint: a use that the trace does not expect drops what was fetched in vain at once,
+// Prefetch is a hint: a use that the trace does not expect drops what was gathered in vain at once,
 // gathers what it needs, and the step goes on without a plan; results never change.
 //
 // Memory: full parameters lie in one arena of min(live limit, all parameters) + largest unit bytes,
-// made at the first use. In a group of one nothing is gathered and there is no arena.
+// each parameter rounded up to the arena's alignment, made at the first use. In a group of one
+// nothing is gathered, and there is neither arena nor plan.
 //
-// Errors: illegal moves (end of a use that did not begin, a unit that is not known) are InternalErrors
-// with unit and parameter. After a failed gather release_all() still works.
+// [Note: overlapping uses] Uses may overlap in any way: units inside units, or in backward a use
+// that ends after the next has begun. Parameters are counted by their users, and none is released
+// while it has one. What the plan releases or keeps is decided when a use begins and done when the
+// last user has gone. A prefetch that finds its room still taken by an earlier use is held back
+// until that use ends; at the latest it starts when the next use begins, so that the order of
+// gathers depends on the begins of uses alone. full_bytes_peak is therefore at most live limit +
+// largest unit if a use is ended before the next gathers on demand, and else exceeds it by what
+// those earlier uses hold.
+//
+// Errors: illegal moves (end of a use that did not begin, a unit that is not known) are
+// InternalErrors with unit and parameter. After a failed gather release_all() still works.
 //
 // Threads: as Param: the step's thread or autograd on its behalf.
 #pragma once
@@ -63,16 +73,18 @@ struct CoordinatorParts {
   Logger logger;
 };
 
-// Since the last take_stats(). Bytes are those of full parameters, padding included.
+// Since the last take_stats(). Bytes are those of full parameters, padding included. In a group of
+// one nothing is gathered: all but num_uses and full_bytes_peak stay 0.
 struct CoordinatorStats {
   std::uint64_t num_uses = 0;
-  std::uint64_t prefetch_hits = 0;    // parameters that a use needed and that a prefetch had started
+  std::uint64_t prefetch_hits = 0;  // parameters that a use needed and that a prefetch had started
   std::uint64_t prefetch_misses = 0;  // parameters that had to be gathered on demand
   std::uint64_t prefetch_drops = 0;   // parameters that were prefetched in vain
   std::uint64_t num_gathers = 0;      // calls
   std::uint64_t gathered_bytes = 0;
-  double exposed_wait_s = 0;        // time that uses waited for gathers
-  std::int64_t full_bytes_peak = 0;  // gathered parameters at once; in a group of one: in use at once
+  double exposed_wait_s = 0;  // host time that uses waited for gathers
+  std::int64_t full_bytes_peak =
+      0;  // gathered parameters at once; in a group of one: in use at once
   std::uint64_t arena_overflows = 0;
 };
 
@@ -83,7 +95,7 @@ class Coordinator {
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
 
-  // Before the first use. `params`: ids; several units may name the same parameter.
+  // Before the first use. `params`: ids, in any order; several units may name the same parameter.
   UnitId add_unit(std::string name, std::vector<int> params);
   // One more parameter for a unit, before the first use: tied weights, weights used outside.
   void add_external(UnitId unit, int param);
@@ -91,6 +103,7 @@ class Coordinator {
 
   void begin_use(UnitId unit, Phase phase);
   void end_use(UnitId unit, Phase phase);
+  // Before shards are updated: it also waits until no dropped gather reads them any more.
   // REQUIRES: no use is open.
   void end_step();
   // After an exception: closes all uses, waits for what is in flight, releases everything but what

@@ -1,0 +1,72 @@
+// Internal to coordinator: the units of an engine and what each needs, prepared once so that a use
+// looks nothing up.
+//
+// Threads: as Param.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tessera/coordinator/access_trace.h"
+#include "tessera/core/error.h"
+#include "tessera/core/spans.h"
+#include "tessera/shard/param.h"
+
+namespace tessera::coordinator {
+
+inline std::int64_t full_bytes_of(const shard::Param& param) {
+  return static_cast<std::int64_t>(param.layout().full_bytes());
+}
+
+struct UnitInfo {
+  std::string name;
+  std::vector<int> ids;  // ascending
+  // From seal() on.
+  std::vector<shard::Param*> params;
+  std::int64_t bytes = 0;  // of its full parameters
+  LabelId label = 0;
+};
+
+class UnitTable {
+ public:
+  // `params` outlives the table.
+  explicit UnitTable(shard::ParamTable& params) : params_(params) {}
+
+  // Both throw InternalError for a parameter that there is not, and after seal().
+  UnitId add(std::string name, const std::vector<int>& params);
+  void add_param(UnitId id, int param);
+
+  // The model is complete: no unit or parameter comes any more.
+  void seal(Spans& spans);
+  bool is_sealed() const { return is_sealed_; }
+
+  std::size_t num_units() const { return units_.size(); }
+  // Throws InternalError for a unit that there is not.
+  const UnitInfo& operator[](UnitId id) const {
+    TESSERA_INVARIANT(id >= 0 && static_cast<std::size_t>(id) < units_.size(), "unit ", id,
+                      " is not known; there are ", units_.size());
+    return units_[static_cast<std::size_t>(id)];
+  }
+  // The first unit that needs a parameter. REQUIRES: there is one.
+  const UnitInfo& owner_of(int param) const {
+    return (*this)[owners_[static_cast<std::size_t>(param)]];
+  }
+
+  // By parameter id, of the whole table of parameters.
+  std::vector<std::int64_t> param_bytes() const;
+  // By unit: what make_plan() wants.
+  std::vector<std::vector<int>> param_ids() const;
+  // Room for live_limit_bytes of parameters, but for no more than all, and for the largest unit;
+  // each parameter rounded up to the arena's alignment.
+  std::size_t arena_bytes(std::int64_t live_limit_bytes) const;
+
+ private:
+  shard::ParamTable& params_;
+  std::vector<UnitInfo> units_;
+  std::vector<UnitId> owners_;  // by parameter id
+  bool is_sealed_ = false;
+};
+
+}  // namespace tessera::coordinator
