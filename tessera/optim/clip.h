@@ -14,9 +14,9 @@ struct StepSums {
 
 struct StepFactors {
   bool finite = true;
-  double grad_norm = 0;        // of the mean gradient, before clipping; as it came, if not finite
-  double gradient_scale = 1;   // clip factor / (weight * loss scale)
-  double loss = 0;             // weighted mean
+  double grad_norm = 0;       // of the mean gradient, before clipping; as it came, if not finite
+  double gradient_scale = 1;  // clip factor / (weight * loss scale)
+  double loss = 0;            // weighted mean
 };
 
 // `clip_norm` 0: no clipping. The clip factor is min(1, clip_norm / (norm + 1e-6)), as in torch and

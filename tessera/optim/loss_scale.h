@@ -2,8 +2,8 @@
 //
 // Dynamic: a non-finite step uses up hysteresis, then halves the scale (never below `min`; a
 // non-finite step at `min` is a ConfigError that says so); `window` good steps in a row double it
-// and refill the hysteresis (or every good step refills it: consecutive_hysteresis). Fixed: constant.
-// Other precisions: 1.
+// and refill the hysteresis (or every good step refills it: consecutive_hysteresis). Fixed:
+// constant. Other precisions: 1.
 //
 // Threads: plain data.
 #pragma once

@@ -40,10 +40,10 @@ std::span<const std::string_view> state_names(const RuleOptions& rule);
 
 // Scalars of one update, the same for all elements of a parameter.
 struct UpdateScalars {
-  std::int64_t step = 1;           // of the optimizer, from 1; skipped steps do not count
+  std::int64_t step = 1;  // of the optimizer, from 1; skipped steps do not count
   double lr = 0;
-  double weight_decay_scale = 1;   // of the parameter's weight-decay group
-  double gradient_scale = 1;       // clip factor / (loss scale * weight), folded in; rounded once
+  double weight_decay_scale = 1;  // of the parameter's weight-decay group
+  double gradient_scale = 1;      // clip factor / (loss scale * weight), folded in; rounded once
 };
 
 // All in the same memory: the host's or one device's. Spans do not overlap.

@@ -6,11 +6,17 @@
 // Frozen parameters have neither master nor states. Master and states are charged as
 // Role::kOptimizer; their bytes are 4 * (states + (low precision ? 1 : 0)) per shard element.
 //
+// Padding is never updated: it stays zero in the shard, the master and the states.
+//
+// Updates run on the reduce stream, behind the reductions that made the gradients and ahead of
+// those of the next step; they start after everything that the compute and gather streams have been
+// given, since that may still read the shards.
+//
 // Threads: as Param.
 #pragma once
 
+#include <array>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -28,22 +34,36 @@ class ShardedOptimizer {
   // All parameters of the table are known now, and their shards have their initial values.
   ShardedOptimizer(shard::ParamTable& params, device::Device& device, Kernels& kernels,
                    const RuleOptions& rule);
+  // Waits for updates that still run; their failures are the waiters' business.
+  ~ShardedOptimizer();
+  ShardedOptimizer(const ShardedOptimizer&) = delete;
+  ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
   // This rank's part, over trainable parameters in registration order.
   double sum_of_squares(grad::Reducer& gradients);
   // Starts the update of every trainable parameter, in registration order, and gives each the
   // Pending of its own (Param::set_updated). Gradients must stay until all are done.
   void start_update(grad::Reducer& gradients, double lr, double gradient_scale);
+  // For all updates so far; throws the failure of the first in registration order.
   void wait();
   std::int64_t num_updates() const { return num_updates_; }
 
   // fp32, shard_numel() elements; "master" or one of state_names(). Empty for frozen parameters.
+  // Waits for the parameter's update. InternalError for a name that the rule does not have.
   std::span<float> state(int param, std::string_view name);
   // After the shard was written from outside: the master follows it.
   void reset_master(int param);
 
  private:
-  struct Slot;
+  struct Slot {
+    device::Memory memory;    // master if there is one of its own, then the states
+    float* master = nullptr;  // null: frozen
+    std::array<float*, kMaxStates> states{};
+  };
+  Slot make_slot(const shard::Param& param);
+  void start_master(const shard::Param& param);
+  device::Stream& update_stream();
+
   shard::ParamTable& params_;
   device::Device& device_;
   Kernels& kernels_;

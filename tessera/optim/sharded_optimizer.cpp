@@ -1,0 +1,159 @@
+#include "tessera/optim/sharded_optimizer.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <exception>
+#include <tuple>
+#include <utility>
+
+#include "tessera/core/error.h"
+
+namespace tessera::optim {
+namespace {
+
+bool is_fp32(const shard::Param& param) { return param.layout().dtype() == DType::kFloat32; }
+
+}  // namespace
+
+ShardedOptimizer::ShardedOptimizer(shard::ParamTable& params, device::Device& device,
+                                   Kernels& kernels, const RuleOptions& rule)
+    : params_(params), device_(device), kernels_(kernels), rule_(rule) {
+  slots_.reserve(static_cast<std::size_t>(params.num_params()));
+  for (int id = 0; id < params.num_params(); ++id) {
+    slots_.push_back(make_slot(params[id]));
+    start_master(params[id]);
+  }
+  update_stream().synchronize();
+}
+
+ShardedOptimizer::~ShardedOptimizer() {
+  try {
+    wait();
+  } catch (const std::exception&) {
+  }
+}
+
+ShardedOptimizer::Slot ShardedOptimizer::make_slot(const shard::Param& param) {
+  Slot slot;
+  if (!param.trainable()) {
+    return slot;
+  }
+  const std::size_t num_states = state_names(rule_).size();
+  const auto numel = static_cast<std::size_t>(param.layout().shard_numel());
+  const std::size_t num_tensors = num_states + (is_fp32(param) ? 0 : 1);
+  const std::size_t bytes = num_tensors * numel * sizeof(float);
+  slot.memory = device_.allocate(device::MemoryKind::kDevice, bytes, Role::kOptimizer);
+  auto* next = reinterpret_cast<float*>(slot.memory.data());
+  if (is_fp32(param)) {
+    slot.master = reinterpret_cast<float*>(param.shard());
+  } else {
+    slot.master = next;
+    next += numel;
+  }
+  for (std::size_t i = 0; i < num_states; ++i, next += numel) {
+    slot.states[i] = next;
+  }
+  if (bytes > 0) {
+    // The stream keeps a failure until it is synchronized; so in all that is ignored below.
+    std::ignore = device_.start_fill(slot.memory.data(), 0, bytes, update_stream());
+  }
+  return slot;
+}
+
+void ShardedOptimizer::start_master(const shard::Param& param) {
+  const Slot& slot = slots_[static_cast<std::size_t>(param.id())];
+  if (!param.trainable() || is_fp32(param)) {
+    return;
+  }
+  device::Stream& stream = update_stream();
+  stream.wait(param.updated());
+  std::ignore = kernels_.start_widen(slot.master, param.shard(), param.layout().dtype(),
+                                     param.layout().shard_numel(), stream);
+}
+
+device::Stream& ShardedOptimizer::update_stream() {
+  return device_.stream(device::StreamKind::kReduce);
+}
+
+double ShardedOptimizer::sum_of_squares(grad::Reducer& gradients) {
+  std::vector<double> sums(slots_.size());
+  device::Stream& stream = update_stream();
+  for (std::size_t id = 0; id < slots_.size(); ++id) {
+    if (params_[static_cast<int>(id)].trainable()) {
+      const grad::ShardGradient gradient = gradients.shard_gradient(static_cast<int>(id));
+      std::ignore = kernels_.start_sum_of_squares(gradient.data, gradient.numel, &sums[id], stream);
+    }
+  }
+  stream.synchronize();
+  double total = 0;
+  for (const double sum : sums) {
+    total += sum;
+  }
+  return total;
+}
+
+void ShardedOptimizer::start_update(grad::Reducer& gradients, double lr, double gradient_scale) {
+  device::Stream& stream = update_stream();
+  stream.wait(device_.stream(device::StreamKind::kCompute).record());
+  stream.wait(device_.stream(device::StreamKind::kGather).record());
+  ++num_updates_;
+  for (int id = 0; id < params_.num_params(); ++id) {
+    shard::Param& param = params_[id];
+    if (!param.trainable()) {
+      continue;
+    }
+    const Slot& slot = slots_[static_cast<std::size_t>(id)];
+    const grad::ShardGradient gradient = gradients.shard_gradient(id);
+    TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
+                      gradient.numel, " elements on this rank, its shard ", param.range().numel);
+    UpdateScalars scalars;
+    scalars.step = num_updates_;
+    scalars.lr = lr;
+    scalars.weight_decay_scale = param.spec().weight_decay_scale;
+    scalars.gradient_scale = gradient_scale;
+    UpdateSpan span;
+    span.master = slot.master;
+    span.gradient = gradient.data;
+    span.states = slot.states;
+    span.numel = gradient.numel;
+    if (!is_fp32(param)) {
+      span.parameter = param.shard();
+      span.parameter_dtype = param.layout().dtype();
+    }
+    param.set_updated(kernels_.start_update(rule_, scalars, span, stream));
+  }
+}
+
+void ShardedOptimizer::wait() {
+  std::vector<device::Pending> updates;
+  updates.reserve(slots_.size());
+  for (int id = 0; id < params_.num_params(); ++id) {
+    updates.push_back(params_[id].updated());
+  }
+  device::Pending::all(std::move(updates)).wait();
+}
+
+std::span<float> ShardedOptimizer::state(int param, std::string_view name) {
+  const shard::Param& owner = params_[param];
+  const Slot& slot = slots_[static_cast<std::size_t>(param)];
+  if (!owner.trainable()) {
+    return {};
+  }
+  owner.updated().wait();
+  const auto numel = static_cast<std::size_t>(owner.layout().shard_numel());
+  if (name == "master") {
+    return {slot.master, numel};
+  }
+  const auto names = state_names(rule_);
+  const auto found = std::find(names.begin(), names.end(), name);
+  TESSERA_INVARIANT(found != names.end(), owner.name(), " has no state \"", name, "\" under ",
+                    to_string(rule_.kind));
+  return {slot.states[static_cast<std::size_t>(found - names.begin())], numel};
+}
+
+void ShardedOptimizer::reset_master(int param) {
+  start_master(params_[param]);
+  update_stream().synchronize();
+}
+
+}  // namespace tessera::optim

@@ -1,0 +1,44 @@
+// The loops over elements on the host, once per instruction set.
+//
+// [Note: instruction sets]
+// On baseline x86-64 std::fma is a library call per element, so the loops are compiled again for
+// x86-64-v3 (AVX2, fma) and v4 (AVX-512), and the machine says at run time which it can run. Other
+// architectures have fma in their baseline, and one version. All versions give the same bits
+// (element_rules.cuh, [Note: one arithmetic]); tests run each one that the machine can.
+//
+// Threads: stateless.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "tessera/optim/element_rules.cuh"
+#include "tessera/optim/rule.h"
+
+namespace tessera::optim {
+
+// A rule with its arithmetic: sgd is two, with and without momentum.
+enum class ElementRule : std::uint8_t { kAdamW, kAdam, kSgd, kMomentum, kLion };
+ElementRule element_rule(const RuleOptions& rule);
+ElementScalars element_scalars(const RuleOptions& rule, const UpdateScalars& scalars);
+// InternalError for what no loop can do: types, missing pointers, a step below 1.
+void check_update(const RuleOptions& rule, const UpdateScalars& scalars, const UpdateSpan& span);
+
+struct Loops {
+  std::string_view name;  // "baseline", "x86-64-v3"
+  // Elements [begin, end) of a span.
+  void (*update)(ElementRule rule, const ElementScalars& scalars, const UpdateSpan& span,
+                 std::int64_t begin, std::int64_t end);
+  // Of one block: at most kNormBlock elements. See kernels.h.
+  double (*block_sum_of_squares)(const float* values, std::int64_t numel);
+  void (*add)(float* values, const float* addend, std::int64_t numel);
+  // bf16 or fp16 to fp32.
+  void (*widen)(float* to, const void* from, DType dtype, std::int64_t numel);
+};
+
+// What this machine can run, best last.
+std::span<const Loops> runnable_loops();
+inline const Loops& best_loops() { return runnable_loops().back(); }
+
+}  // namespace tessera::optim

@@ -1,0 +1,214 @@
+// Host kernels: the bits do not depend on the number of threads, and the order is the stream's.
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/core/error.h"
+#include "tessera/device/device_cpu.h"
+#include "tessera/device/late_device.h"
+#include "tessera/optim/kernels.h"
+#include "tessera/optim/thread_team.h"
+#include "tessera/optim/update_loops.h"
+#include "tests/optim/update_case.h"
+
+namespace tessera::optim {
+namespace {
+
+using device::StreamKind;
+
+// More than one chunk per thread, and a ragged end.
+constexpr std::size_t kNumel = 300007;
+
+// The definition in kernels.h, word by word.
+double defined_sum_of_squares(const std::vector<float>& values) {
+  double total = 0;
+  const auto numel = static_cast<std::int64_t>(values.size());
+  for (std::int64_t begin = 0; begin < numel; begin += kNormBlock) {
+    std::vector<double> lanes(kNormLanes, 0.0);
+    for (int lane = 0; lane < kNormLanes; ++lane) {
+      for (std::int64_t i = begin + lane; i < std::min(begin + kNormBlock, numel);
+           i += kNormLanes) {
+        const double value = values[static_cast<std::size_t>(i)];
+        lanes[static_cast<std::size_t>(lane)] += value * value;
+      }
+    }
+    for (std::size_t half = kNormLanes / 2; half >= 1; half /= 2) {
+      for (std::size_t lane = 0; lane < half; ++lane) {
+        lanes[lane] += lanes[lane + half];
+      }
+    }
+    total += lanes[0];
+  }
+  return total;
+}
+
+TEST(ThreadTeam, RunsEveryChunkOnce) {
+  for (const int num_threads : {1, 2, 5}) {
+    ThreadTeam team(num_threads);
+    for (const std::int64_t num_chunks : {0, 1, 2, 100}) {
+      std::vector<std::atomic<int>> counts(static_cast<std::size_t>(num_chunks));
+      team.run(num_chunks, [&](std::int64_t chunk) { ++counts[static_cast<std::size_t>(chunk)]; });
+      for (const auto& count : counts) {
+        EXPECT_EQ(count, 1);
+      }
+    }
+  }
+}
+
+TEST(ThreadTeam, ServesCallersOneAfterTheOther) {
+  ThreadTeam team(3);
+  std::vector<std::int64_t> sums(2 * 64, 0);
+  std::vector<std::thread> callers;
+  for (std::size_t caller = 0; caller < 2; ++caller) {
+    callers.emplace_back([&, caller] {
+      for (int round = 0; round < 50; ++round) {
+        team.run(64, [&](std::int64_t chunk) {
+          sums[caller * 64 + static_cast<std::size_t>(chunk)] += chunk;
+        });
+      }
+    });
+  }
+  for (std::thread& caller : callers) {
+    caller.join();
+  }
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    EXPECT_EQ(sums[i], 50 * static_cast<std::int64_t>(i % 64));
+  }
+}
+
+TEST(ThreadTeam, NeedsAThread) { EXPECT_THROW(ThreadTeam(0), ConfigError); }
+
+TEST(CpuKernels, UpdateTheSameBitsWithAnyNumberOfThreads) {
+  const auto device = device::make_cpu_device();
+  device::Stream& stream = device->stream(StreamKind::kCompute);
+  const auto gradient = random_floats(kNumel, 1e-3, 2);
+  for (const auto& [name, rule] : all_rules()) {
+    UpdateScalars scalars;
+    scalars.lr = 1e-3;
+    Weights expected(kNumel);
+    UpdateSpan span = expected.span(gradient.data());
+    span.parameter = expected.parameter.data();
+    update(rule, scalars, span);
+    for (const int num_threads : {1, 2, 3, 7}) {
+      const auto kernels = make_cpu_kernels(num_threads);
+      Weights weights(kNumel);
+      span = weights.span(gradient.data());
+      span.parameter = weights.parameter.data();
+      kernels->start_update(rule, scalars, span, stream).wait();
+      EXPECT_TRUE(weights == expected) << name << ", " << num_threads << " threads";
+    }
+  }
+}
+
+TEST(CpuKernels, SumSquaresAsDefinedWithAnyNumberOfThreads) {
+  const auto device = device::make_cpu_device();
+  device::Stream& stream = device->stream(StreamKind::kReduce);
+  for (const std::size_t numel :
+       {std::size_t{0}, std::size_t{1}, std::size_t{15}, std::size_t{16}, std::size_t{17},
+        std::size_t{4095}, std::size_t{4096}, std::size_t{4097}, std::size_t{65537}, kNumel}) {
+    const auto values = random_floats(numel, 3, 11);
+    const double expected = defined_sum_of_squares(values);
+    const auto count = static_cast<std::int64_t>(numel);
+    EXPECT_EQ(sum_of_squares(values.data(), count), expected) << numel;
+    for (const int num_threads : {1, 2, 5}) {
+      double result = -1;
+      make_cpu_kernels(num_threads)
+          ->start_sum_of_squares(values.data(), count, &result, stream)
+          .wait();
+      EXPECT_EQ(result, expected) << numel << " elements, " << num_threads << " threads";
+    }
+  }
+}
+
+TEST(CpuKernels, SumSquaresTheSameInEveryInstructionSet) {
+  for (const std::size_t numel : {1U, 16U, 31U, 4000U, 4096U}) {
+    const auto values = random_floats(numel, 1, 4);
+    const double expected = defined_sum_of_squares(values);
+    for (const Loops& loops : runnable_loops()) {
+      EXPECT_EQ(loops.block_sum_of_squares(values.data(), static_cast<std::int64_t>(numel)),
+                expected)
+          << loops.name << ", " << numel;
+    }
+  }
+}
+
+TEST(CpuKernels, SumSquaresThatAreFiniteUnlessAnElementIsNot) {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  const std::vector<float> largest(10000, kMax);
+  EXPECT_TRUE(std::isfinite(sum_of_squares(largest.data(), 10000)));
+  for (const float bad :
+       {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
+        std::numeric_limits<float>::quiet_NaN()}) {
+    for (const std::size_t at : {0U, 4095U, 4096U, 9999U}) {
+      std::vector<float> values(10000, 1.0F);
+      values[at] = bad;
+      EXPECT_FALSE(std::isfinite(sum_of_squares(values.data(), 10000))) << bad << " at " << at;
+    }
+  }
+}
+
+TEST(CpuKernels, AddAndWiden) {
+  const auto device = device::make_cpu_device();
+  device::Stream& stream = device->stream(StreamKind::kReduce);
+  const auto kernels = make_cpu_kernels(2);
+  const auto a = random_floats(kNumel, 1, 1);
+  const auto b = random_floats(kNumel, 1, 2);
+  const auto count = static_cast<std::int64_t>(kNumel);
+  std::vector<float> sum = a;
+  kernels->start_add(sum.data(), b.data(), count, stream).wait();
+  const auto halves = to_bfloat16s(a);
+  std::vector<Float16> fp16s;
+  std::vector<float> expected_bf16, expected_fp16, expected_sum;
+  for (std::size_t i = 0; i < kNumel; ++i) {
+    expected_sum.push_back(a[i] + b[i]);
+    expected_bf16.push_back(to_float(halves[i]));
+    fp16s.push_back(to_float16(a[i]));
+    expected_fp16.push_back(to_float(fp16s.back()));
+  }
+  EXPECT_TRUE(same_bits(sum, expected_sum));
+  std::vector<float> wide(kNumel);
+  kernels->start_widen(wide.data(), halves.data(), DType::kBFloat16, count, stream).wait();
+  EXPECT_TRUE(same_bits(wide, expected_bf16));
+  kernels->start_widen(wide.data(), fp16s.data(), DType::kFloat16, count, stream).wait();
+  EXPECT_TRUE(same_bits(wide, expected_fp16));
+  EXPECT_THROW(
+      std::ignore = kernels->start_widen(wide.data(), a.data(), DType::kFloat32, 1, stream),
+      InternalError);
+}
+
+// The lazy device runs nothing before somebody waits, so work outside the stream's order shows.
+TEST(CpuKernels, RunInTheOrderOfTheStream) {
+  const auto device = device::make_late_device();
+  device::Stream& reduce = device->stream(StreamKind::kReduce);
+  device::Stream& read = device->stream(StreamKind::kRead);
+  const auto kernels = make_cpu_kernels(2);
+  const auto source = random_floats(1000, 1, 1);
+  std::vector<float> gradient(1000, -1.0F);
+  Weights weights(1000);
+  const Weights before = weights;
+  const auto copied =
+      device->start_copy(gradient.data(), source.data(), 1000 * sizeof(float), read);
+  reduce.wait(copied);
+  double squares = -1;
+  const auto summed = kernels->start_sum_of_squares(gradient.data(), 1000, &squares, reduce);
+  UpdateScalars scalars;
+  scalars.lr = 1e-3;
+  const auto updated = kernels->start_update({}, scalars, weights.span(gradient.data()), reduce);
+  EXPECT_EQ(squares, -1);
+  EXPECT_TRUE(weights == before);
+  EXPECT_FALSE(updated.done());
+  updated.wait();
+  EXPECT_TRUE(summed.done());
+  EXPECT_EQ(squares, sum_of_squares(source.data(), 1000));
+  Weights expected = before;
+  update({}, scalars, expected.span(source.data()));
+  EXPECT_TRUE(weights == expected);
+}
+
+}  // namespace
+}  // namespace tessera::optim
