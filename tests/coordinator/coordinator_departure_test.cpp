@@ -1,0 +1,265 @@
+// When a step does not go as the last one did: another order of uses, an early end, an exception,
+// a failed gather, an illegal move.
+#include <chrono>
+#include <functional>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/thread_backend.h"
+#include "tessera/core/error.h"
+#include "tessera/core/option_table.h"
+#include "tests/coordinator/coordinator_world.h"
+
+namespace tessera::coordinator {
+namespace {
+
+using comm::Group;
+using comm::run_ranks;
+using shard::ParamState;
+
+constexpr int kLayers = 6;
+constexpr std::int64_t kLayerNumel = 480;
+constexpr std::int64_t kLayerBytes = kLayerNumel * 4;
+
+CoordinatorOptions two_ahead() {
+  CoordinatorOptions options;
+  options.budgets.bucket_bytes = kLayerBytes;
+  options.budgets.max_inflight = 2;
+  options.budgets.merge_below_bytes = 0;
+  options.budgets.live_limit_bytes = kUnlimitedBytes;
+  options.budgets.reuse_distance_bytes = kUnlimitedBytes;
+  return options;
+}
+
+void run_forward(RankWorld& world, const std::vector<UnitId>& units) {
+  for (const UnitId unit : units) {
+    world.begin(unit, Phase::kForward);
+    world.end(unit, Phase::kForward);
+  }
+}
+
+const std::vector<UnitId> kInOrder = {0, 1, 2, 3, 4, 5};
+
+class EveryDevice : public testing::TestWithParam<DeviceChoice> {};
+
+TEST_P(EveryDevice, AnotherOrderDropsWhatWasPrefetchedAndGoesOn) {
+  for (int num_ranks = 2; num_ranks <= 4; ++num_ranks) {
+    run_ranks(num_ranks, [](Group& group) {
+      RankWorld world(group, equal_layers(kLayers, kLayerNumel), two_ahead(), GetParam());
+      for (int step = 0; step < 2; ++step) {
+        run_forward(world, kInOrder);
+        world.end_step_and_update();
+      }
+      std::ignore = world.coordinator().take_stats();
+
+      // After 0 and 1 the plan has prefetched 2 and 3. 3 comes instead of 2.
+      run_forward(world, {0, 1, 3});
+      EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kInvalid);
+      EXPECT_EQ(world.coordinator().full_bytes(), 0) << "2 is gone, the others were used";
+      CoordinatorStats stats = world.coordinator().take_stats();
+      EXPECT_EQ(stats.prefetch_drops, 1U);
+      EXPECT_EQ(stats.prefetch_hits, 2U) << "1, and 3, which had been prefetched for later";
+      EXPECT_EQ(stats.prefetch_misses, 1U);
+      run_forward(world, {2, 5, 4, 0});
+      EXPECT_EQ(world.coordinator().take_stats().prefetch_misses, 4U);
+      world.end_step_and_update();
+
+      run_forward(world, kInOrder);
+      EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kRecord);
+      world.end_step_and_update();
+      std::ignore = world.coordinator().take_stats();
+      run_forward(world, kInOrder);
+      EXPECT_EQ(world.coordinator().take_stats().prefetch_hits, 5U);
+
+      if (group.rank() == 0) {
+        ASSERT_EQ(world.log_lines().size(), 1U);
+        EXPECT_NE(world.log_lines()[0].find("the forward of unit 'u2' was expected, the forward of "
+                                            "unit 'u3' came"),
+                  std::string::npos)
+            << world.log_lines()[0];
+      } else {
+        EXPECT_TRUE(world.log_lines().empty());
+      }
+    });
+  }
+}
+
+TEST_P(EveryDevice, AStepThatEndsEarlyOrLateKeepsItsValues) {
+  run_ranks(3, [](Group& group) {
+    RankWorld world(group, equal_layers(kLayers, kLayerNumel), two_ahead(), GetParam());
+    run_forward(world, kInOrder);
+    world.end_step_and_update();
+    std::ignore = world.coordinator().take_stats();
+    run_forward(world, {0, 1});  // early: 2 and 3 are in flight
+    world.end_step_and_update();
+    EXPECT_EQ(world.coordinator().take_stats().prefetch_drops, 2U);
+    EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kComplete);
+    run_forward(world, kInOrder);
+    run_forward(world, {2, 2});  // late: the trace has ended
+    EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kInvalid);
+    world.end_step_and_update();
+    run_forward(world, kInOrder);
+    world.end_step_and_update();
+    if (group.rank() == 0) {
+      ASSERT_EQ(world.log_lines().size(), 1U);
+      EXPECT_NE(world.log_lines()[0].find("the end of the step was expected"), std::string::npos);
+    }
+  });
+}
+
+TEST_P(EveryDevice, AfterAnExceptionTheNextStepRecordsAnew) {
+  for (int num_ranks = 1; num_ranks <= 3; ++num_ranks) {
+    run_ranks(num_ranks, [](Group& group) {
+      Model model = equal_layers(kLayers, kLayerNumel);
+      model.numels.push_back(4);  // persists
+      model.units[0].push_back(kLayers);
+      CoordinatorOptions options = two_ahead();
+      options.persist_param_bytes = 64;
+      options.persist_model_bytes = 64;
+      RankWorld world(group, model, options, GetParam());
+      run_forward(world, kInOrder);
+      world.end_step_and_update();
+
+      world.begin(0, Phase::kForward);
+      world.begin(1, Phase::kForward);
+      world.coordinator().release_all();
+      EXPECT_EQ(world.params()[kLayers].state(),
+                group.size() == 1 ? ParamState::kReleased : ParamState::kAvailable);
+      for (int id = 0; id < kLayers; ++id) {
+        EXPECT_EQ(world.params()[id].state(), ParamState::kReleased);
+        EXPECT_EQ(world.params()[id].num_users(), 0);
+      }
+      EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kRecord);
+      EXPECT_THROW(world.coordinator().end_use(0, Phase::kForward), InternalError);
+      world.coordinator().release_all();  // again does no harm
+
+      // Shards have not changed: what persists is still right.
+      run_forward(world, kInOrder);
+      world.end_step_and_update();
+      std::ignore = world.coordinator().take_stats();
+      run_forward(world, kInOrder);
+      EXPECT_EQ(world.coordinator().take_stats().prefetch_hits, group.size() == 1 ? 0U : 5U);
+      world.end_step_and_update();
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, EveryDevice,
+                         testing::Values(DeviceChoice::kCpu, DeviceChoice::kLazy,
+                                         DeviceChoice::kRandom),
+                         [](const auto& info) { return name_of(info.param); });
+
+TEST(CoordinatorFaults, AFailedGatherIsThrownAndCanBeCleanedUp) {
+  for (const std::uint64_t call : {std::uint64_t{1}, std::uint64_t{8}, std::uint64_t{9}}) {
+    comm::ThreadWorldOptions thread_world;
+    thread_world.num_ranks = 2;
+    comm::ThreadFault fault;
+    fault.rank = 1;
+    fault.call = call;
+    thread_world.fault = fault;
+    comm::GroupOptions group_options;
+    group_options.beat = std::chrono::milliseconds(20);  // how soon the other rank hears of it
+    run_ranks(thread_world, group_options, [&](Group& group) {
+      RankWorld world(group, equal_layers(kLayers, kLayerNumel), two_ahead());
+      std::string problem;
+      try {
+        for (int step = 0; step < 2; ++step) {
+          run_forward(world, kInOrder);
+          world.end_step_and_update();
+        }
+        FAIL() << "the failed call was not noticed";
+      } catch (const CommError& error) {
+        problem = error.what();
+      }
+      EXPECT_NE(problem, "");
+      world.coordinator().release_all();
+      EXPECT_EQ(world.coordinator().full_bytes(), 0);
+      for (int id = 0; id < kLayers; ++id) {
+        EXPECT_EQ(world.params()[id].state(), ParamState::kReleased);
+      }
+      EXPECT_THROW(world.begin(0, Phase::kForward), CommError) << "never as if nothing had been";
+      EXPECT_THROW(world.begin(0, Phase::kForward), CommError);
+      world.coordinator().release_all();
+    });
+  }
+}
+
+void expect_internal_error(const std::function<void()>& move,
+                           const std::vector<std::string>& words) {
+  try {
+    move();
+    FAIL() << "expected InternalError with '" << words.front() << "'";
+  } catch (const InternalError& error) {
+    for (const std::string& word : words) {
+      EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
+    }
+  }
+}
+
+TEST(CoordinatorFaults, IllegalMovesNameUnitAndParameter) {
+  for (int num_ranks = 1; num_ranks <= 2; ++num_ranks) {
+    run_ranks(num_ranks, [](Group& group) {
+      RankWorld world(group, equal_layers(2, 10), two_ahead());
+      Coordinator& coordinator = world.coordinator();
+      expect_internal_error([&] { coordinator.add_unit("odd", {0, 2}); }, {"'odd'", "parameter 2"});
+      expect_internal_error([&] { coordinator.add_external(1, -1); }, {"'u1'", "parameter -1"});
+      expect_internal_error([&] { coordinator.add_external(9, 0); }, {"unit 9 is not known"});
+      expect_internal_error([&] { coordinator.begin_use(-1, Phase::kForward); }, {"unit -1"});
+      coordinator.begin_use(0, Phase::kForward);
+      expect_internal_error([&] { coordinator.end_use(0, Phase::kBackward); },
+                            {"the backward of unit 'u0'", "did not begin", "'p0'"});
+      expect_internal_error([&] { coordinator.end_use(1, Phase::kForward); },
+                            {"the forward of unit 'u1'", "'p1'"});
+      expect_internal_error([&] { coordinator.end_step(); }, {"the forward of unit 'u0'"});
+      expect_internal_error([&] { coordinator.add_unit("late", {0}); }, {"'late'", "first use"});
+      expect_internal_error([&] { coordinator.add_external(1, 0); }, {"'u1'", "'p0'"});
+      coordinator.end_use(0, Phase::kForward);
+      EXPECT_EQ(coordinator.unit_name(1), "u1");
+      coordinator.end_step();
+    });
+  }
+}
+
+TEST(CoordinatorFaults, ParametersOfAnotherRankCountAreRefused) {
+  run_ranks(2, [](Group& group) {
+    const auto device = device::make_cpu_device({});
+    shard::ParamTable params(0, 3, *device);
+    const SteadyClock clock;
+    Spans spans(clock, 0);
+    const CoordinatorParts parts{group, *device, params, clock, spans, Logger(LogOptions{})};
+    expect_internal_error([&] { Coordinator coordinator(parts, two_ahead()); },
+                          {"3 ranks", "has 2"});
+  });
+}
+
+TEST(CoordinatorFaults, ACoordinatorThatEndsInsideAUseLeavesItsParametersReleased) {
+  for (int num_ranks = 1; num_ranks <= 2; ++num_ranks) {
+    run_ranks(num_ranks, [](Group& group) {
+      const auto device = device::make_cpu_device({});
+      shard::ParamTable params(group.rank(), group.size(), *device);
+      const float* data = nullptr;
+      shard::ParamSpec spec;
+      spec.name = "w";
+      spec.numel = 10;
+      params.add(spec, std::make_unique<PlainTensor>(&data));
+      const SteadyClock clock;
+      Spans spans(clock, 0);
+      {
+        CoordinatorOptions options = two_ahead();
+        options.persist_param_bytes = kUnlimitedBytes;
+        options.persist_model_bytes = kUnlimitedBytes;
+        Coordinator coordinator({group, *device, params, clock, spans, Logger(LogOptions{})},
+                                options);
+        coordinator.begin_use(coordinator.add_unit("u", {0}), Phase::kForward);
+        EXPECT_NE(data, nullptr);
+      }
+      EXPECT_EQ(data, nullptr);
+      EXPECT_EQ(params[0].state(), ParamState::kReleased);
+      EXPECT_EQ(params[0].num_users(), 0);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tessera::coordinator
