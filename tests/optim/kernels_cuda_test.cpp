@@ -1,0 +1,176 @@
+// CUDA kernels beside the host's: the same bits for every rule and for the norm.
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/core/error.h"
+#include "tessera/device/device_cpu.h"
+#include "tessera/device/device_cuda.h"
+#include "tessera/optim/kernels.h"
+#include "tests/optim/update_case.h"
+
+namespace tessera::optim {
+namespace {
+
+using device::MemoryKind;
+using device::StreamKind;
+
+TEST(CudaKernelsWithoutCuda, SayWhatIsMissing) {
+  if (device::cuda_built()) {
+    GTEST_SKIP() << "this build has CUDA";
+  }
+  const auto device = device::make_cpu_device();
+  EXPECT_THROW(make_cuda_kernels(*device), DeviceError);
+}
+
+class CudaKernels : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (device::num_cuda_devices() == 0) {
+      GTEST_SKIP() << "no GPU: " << device::cuda_description();
+    }
+    device_ = device::make_cuda_device();
+    kernels_ = make_cuda_kernels(*device_);
+  }
+
+  device::Stream& stream() { return device_->stream(StreamKind::kReduce); }
+
+  template <typename Value>
+  device::Memory upload(const std::vector<Value>& values) {
+    const std::size_t bytes = values.size() * sizeof(Value);
+    device::Memory memory = device_->allocate(MemoryKind::kDevice, bytes, Role::kOther);
+    if (bytes > 0) {
+      device_->start_copy(memory.data(), values.data(), bytes, stream()).wait();
+    }
+    return memory;
+  }
+
+  template <typename Value>
+  void download(const device::Memory& memory, std::vector<Value>& values) {
+    if (!values.empty()) {
+      device_->start_copy(values.data(), memory.data(), values.size() * sizeof(Value), stream())
+          .wait();
+    }
+  }
+
+  std::unique_ptr<device::Device> device_;
+  std::unique_ptr<Kernels> kernels_;
+};
+
+TEST_F(CudaKernels, UpdateTheBitsOfTheHost) {
+  for (const auto& [name, rule] : all_rules()) {
+    for (const std::size_t numel :
+         {std::size_t{0}, std::size_t{1}, std::size_t{1003}, std::size_t{3000017}}) {
+      for (const DType gradient_dtype : {DType::kFloat32, DType::kBFloat16}) {
+        for (const DType parameter : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+          Weights host(numel);
+          const device::Memory master = upload(host.master);
+          const device::Memory first = upload(host.first);
+          const device::Memory second = upload(host.second);
+          const device::Memory low = upload(host.parameter);
+          for (std::int64_t step = 1; step <= 3; ++step) {
+            UpdateScalars scalars;
+            scalars.step = step;
+            scalars.lr = 1e-3;
+            scalars.gradient_scale = 0.37;
+            const auto gradient = random_floats(numel, 1e-3, static_cast<std::uint64_t>(step));
+            const auto halves = to_bfloat16s(gradient);
+            const bool is_half = gradient_dtype == DType::kBFloat16;
+            UpdateSpan span = is_half ? host.span(halves.data()) : host.span(gradient.data());
+            span.parameter = parameter == DType::kFloat32 ? nullptr : host.parameter.data();
+            span.parameter_dtype = parameter;
+            update(rule, scalars, span);
+            const device::Memory on_device = is_half ? upload(halves) : upload(gradient);
+            span.master = reinterpret_cast<float*>(master.data());
+            span.gradient = on_device.data();
+            span.states = {reinterpret_cast<float*>(first.data()),
+                           reinterpret_cast<float*>(second.data())};
+            span.parameter = parameter == DType::kFloat32 ? nullptr : low.data();
+            kernels_->start_update(rule, scalars, span, stream()).wait();
+          }
+          Weights found(numel);
+          download(master, found.master);
+          download(first, found.first);
+          download(second, found.second);
+          download(low, found.parameter);
+          EXPECT_TRUE(found == host)
+              << name << ", " << numel << " elements, gradient " << to_string(gradient_dtype)
+              << ", parameter " << to_string(parameter);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaKernels, SumSquaresToTheBitsOfTheHost) {
+  // Growing and shrinking, so that scratch memory is outgrown and used again; all in flight.
+  const std::vector<std::size_t> sizes = {0, 1, 17, 4096, 4097, 65537, 3000017, 5, 70001};
+  std::vector<std::vector<float>> values;
+  std::vector<device::Memory> on_device;
+  for (const std::size_t numel : sizes) {
+    values.push_back(random_floats(numel, 3, numel));
+    on_device.push_back(upload(values.back()));
+  }
+  std::vector<double> results(sizes.size(), -1);
+  std::vector<device::Pending> summed;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    summed.push_back(
+        kernels_->start_sum_of_squares(reinterpret_cast<const float*>(on_device[i].data()),
+                                       static_cast<std::int64_t>(sizes[i]), &results[i], stream()));
+  }
+  device::Pending::all(summed).wait();
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    EXPECT_EQ(results[i], sum_of_squares(values[i].data(), static_cast<std::int64_t>(sizes[i])))
+        << sizes[i];
+  }
+}
+
+TEST_F(CudaKernels, SumOfANonFiniteElementIsNotFinite) {
+  std::vector<float> values(9000, 1.0F);
+  values[5000] = std::numeric_limits<float>::infinity();
+  const device::Memory on_device = upload(values);
+  double result = 0;
+  kernels_
+      ->start_sum_of_squares(reinterpret_cast<const float*>(on_device.data()), 9000, &result,
+                             stream())
+      .wait();
+  EXPECT_FALSE(std::isfinite(result));
+}
+
+TEST_F(CudaKernels, AddAndWiden) {
+  const auto a = random_floats(100003, 1, 1);
+  const auto b = random_floats(100003, 1, 2);
+  const auto halves = to_bfloat16s(a);
+  std::vector<Float16> fp16s;
+  std::vector<float> sum, wide_bf16, wide_fp16;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    fp16s.push_back(to_float16(a[i]));
+    sum.push_back(a[i] + b[i]);
+    wide_bf16.push_back(to_float(halves[i]));
+    wide_fp16.push_back(to_float(fp16s[i]));
+  }
+  const device::Memory values = upload(a);
+  const device::Memory addend = upload(b);
+  auto* out = reinterpret_cast<float*>(values.data());
+  const auto numel = static_cast<std::int64_t>(a.size());
+  std::vector<float> found(a.size());
+  kernels_->start_add(out, reinterpret_cast<const float*>(addend.data()), numel, stream()).wait();
+  download(values, found);
+  EXPECT_TRUE(same_bits(found, sum));
+  const device::Memory bf16_on_device = upload(halves);
+  kernels_->start_widen(out, bf16_on_device.data(), DType::kBFloat16, numel, stream()).wait();
+  download(values, found);
+  EXPECT_TRUE(same_bits(found, wide_bf16));
+  const device::Memory fp16_on_device = upload(fp16s);
+  kernels_->start_widen(out, fp16_on_device.data(), DType::kFloat16, numel, stream()).wait();
+  download(values, found);
+  EXPECT_TRUE(same_bits(found, wide_fp16));
+}
+
+}  // namespace
+}  // namespace tessera::optim
