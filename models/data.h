@@ -1,17 +1,21 @@
-// Token sequences to train on. A sequence depends on (seed, step, its index in the batch) alone, so
-// every number of ranks trains on the same data, and any rank can make any sequence.
+// Token sequences to train on. A sequence depends on (seed, its number) alone, where the number is
+// step * batch + index in the batch; so every number of ranks trains on the same data, and any rank
+// can make any sequence.
 //
-//   demo            a small corpus that is generated: sentences of a toy grammar, as bytes; a model
-//                   learns it visibly within tens of steps
+//   demo            a small corpus that is generated: sentences of a toy grammar (demo_corpus.h),
+//   in
+//                   28 symbols; a model learns it visibly within tens of steps
 //   random          uniform tokens, exactly as bench/peers.py makes them (for seed 0)
 //   text:FILE       bytes of a text file as tokens; also a plain path that ends in .txt
-//   tokens:FILE     a memory-mapped file of little-endian 16-bit tokens; also a path that ends in .bin
+//   tokens:FILE     a memory-mapped file of little-endian 16-bit tokens; also a path that ends in
+//                   .bin
 //
 // Text and token files: sequences begin at positions drawn by counter-based random numbers.
 //
 // Errors are ConfigErrors in one line, before anything is trained: a file that is missing, empty,
 // shorter than one sequence or of odd size; a token beyond the vocabulary (with its value and
-// position: the whole file is checked once, and the mapping is checked again as it is read).
+// position: the whole file is checked once, and the mapping is checked again as it is read, since
+// the file may have been changed).
 //
 // Threads: read() from any thread.
 #pragma once
