@@ -2,15 +2,17 @@
 // Pure, and a function of the registration order alone: the same on every rank.
 //
 // Buckets are filled in the reverse of the registration order, which is about the order in which
-// backward produces gradients. A bucket is cut at shard granularity: a piece is a range of elements
-// of every rank's shard of one parameter, so a parameter larger than a bucket travels in several,
-// and no bucket is larger than asked for.
+// backward produces gradients. A parameter of at least half a bucket travels alone: such a gradient
+// can be reduced from where it lies, without a copy. One that is larger than a bucket travels in
+// several, so that no bucket is larger than asked for. Smaller ones share buckets, past those that
+// travel alone, and are never cut. Buckets are reduced in the order in which they become full if
+// gradients come in reverse registration order.
 //
 //   bucket on the wire:  | for rank 0: piece a, piece b | for rank 1: piece a, piece b | ...
 //   where piece p of rank r holds elements [r*shard_numel + begin, + numel) of its parameter
 //
-// The reduced shards of all parameters lie in one region of fp32, in bucket order: a bucket's result
-// is written where it stays.
+// The reduced shards of all parameters lie in one region of fp32, in bucket order: a bucket's
+// result is written where it stays.
 //
 // Threads: plain data.
 #pragma once
@@ -28,28 +30,29 @@ struct BucketParam {
 };
 
 struct Piece {
-  int param = 0;                    // id
-  std::int64_t shard_begin = 0;     // in the shard of the parameter
-  std::int64_t numel = 0;           // per rank
-  std::int64_t bucket_offset = 0;   // in each rank's part of the bucket
+  int param = 0;                   // id
+  std::int64_t shard_begin = 0;    // in the shard of the parameter
+  std::int64_t numel = 0;          // per rank
+  std::int64_t bucket_offset = 0;  // in each rank's part of the bucket
 };
 
 struct Bucket {
   std::vector<Piece> pieces;
-  std::int64_t shard_numel = 0;   // per rank
+  std::int64_t shard_numel = 0;    // per rank
   std::int64_t region_offset = 0;  // of its result in the region
 };
 
 struct BucketLayout {
-  std::vector<Bucket> buckets;          // in the order of their reduction
-  std::vector<std::int64_t> region_offset;  // by id: where the parameter's shard gradient begins; -1: none
+  std::vector<Bucket> buckets;  // in the order of their reduction
+  std::vector<std::int64_t>
+      region_offset;  // by id: where the parameter's shard gradient begins; -1: none
   std::int64_t region_numel = 0;
   std::int64_t largest_shard_numel = 0;  // of a bucket
 };
 
 // `params`: trainable ones in registration order. `bucket_bytes`: most bytes of one bucket, of all
-// ranks together, in elements of `wire_bytes_per_element`; every bucket has at least one element per
-// rank. A parameter's pieces are contiguous in the region.
+// ranks together, in elements of `wire_bytes_per_element`; every bucket has at least one element
+// per rank. A parameter's pieces are contiguous in the region.
 BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
                           std::int64_t bucket_bytes, std::size_t wire_bytes_per_element);
 

@@ -1,0 +1,77 @@
+#include "tessera/grad/bucket.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "tessera/core/error.h"
+
+namespace tessera::grad {
+namespace {
+
+// Gives buckets their places in the region, in their order.
+void assign_region(BucketLayout& layout) {
+  for (Bucket& bucket : layout.buckets) {
+    bucket.region_offset = layout.region_numel;
+    layout.region_numel += bucket.shard_numel;
+    layout.largest_shard_numel = std::max(layout.largest_shard_numel, bucket.shard_numel);
+    for (const Piece& piece : bucket.pieces) {
+      if (piece.shard_begin == 0) {
+        layout.region_offset[static_cast<std::size_t>(piece.param)] =
+            bucket.region_offset + piece.bucket_offset;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
+                          std::int64_t bucket_bytes, std::size_t wire_bytes_per_element) {
+  TESSERA_INVARIANT(num_ranks >= 1 && bucket_bytes >= 0 && wire_bytes_per_element >= 1,
+                    "buckets of ", bucket_bytes, " bytes for ", num_ranks, " ranks, elements of ",
+                    wire_bytes_per_element);
+  const std::int64_t capacity = std::max<std::int64_t>(
+      1, bucket_bytes / (static_cast<std::int64_t>(wire_bytes_per_element) * num_ranks));
+  // With each bucket, how many gradients have come once its last one has.
+  std::vector<std::pair<std::size_t, Bucket>> planned;
+  Bucket shared;
+  std::size_t shared_full_after = 0;
+  BucketLayout layout;
+  for (std::size_t num_come = 1; num_come <= params.size(); ++num_come) {
+    const BucketParam& param = params[params.size() - num_come];
+    TESSERA_INVARIANT(param.id >= 0 && param.shard_numel >= 0, "parameter ", param.id, " with ",
+                      param.shard_numel, " elements per rank");
+    const auto id = static_cast<std::size_t>(param.id);
+    if (layout.region_offset.size() <= id) {
+      layout.region_offset.resize(id + 1, -1);
+    }
+    if (param.shard_numel == 0) {
+      layout.region_offset[id] = 0;
+    } else if (param.shard_numel >= capacity - param.shard_numel) {
+      for (std::int64_t begin = 0; begin < param.shard_numel; begin += capacity) {
+        const std::int64_t numel = std::min(capacity, param.shard_numel - begin);
+        planned.push_back({num_come, {{{param.id, begin, numel, 0}}, numel, 0}});
+      }
+    } else {
+      if (shared.shard_numel > capacity - param.shard_numel) {
+        planned.emplace_back(shared_full_after, std::exchange(shared, {}));
+      }
+      shared.pieces.push_back({param.id, 0, param.shard_numel, shared.shard_numel});
+      shared.shard_numel += param.shard_numel;
+      shared_full_after = num_come;
+    }
+  }
+  if (!shared.pieces.empty()) {
+    planned.emplace_back(shared_full_after, std::move(shared));
+  }
+  // Stable: the buckets of one large parameter stay behind each other.
+  std::stable_sort(planned.begin(), planned.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  for (auto& entry : planned) {
+    layout.buckets.push_back(std::move(entry.second));
+  }
+  assign_region(layout);
+  return layout;
+}
+
+}  // namespace tessera::grad

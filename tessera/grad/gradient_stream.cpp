@@ -1,0 +1,108 @@
+#include "tessera/grad/gradient_stream.h"
+
+#include <tuple>
+
+#include "tessera/core/error.h"
+#include "tessera/grad/element_loops.h"
+
+namespace tessera::grad {
+
+using device::Pending;
+using device::StreamKind;
+
+GradientStream::GradientStream(const ReducerParts& parts)
+    : parts_(parts),
+      compute_(parts.device.stream(StreamKind::kCompute)),
+      reduce_(parts.device.stream(StreamKind::kReduce)),
+      has_own_memory_(parts.device.name().starts_with("cuda")) {}
+
+void GradientStream::check_convertible(const std::string& name, DType from, DType to) const {
+  TESSERA_CHECK(is_gradient_dtype(from), ConfigError, "the gradient of parameter '", name, "' is ",
+                to_string(from), "; fp32, bf16 and fp16 can be reduced");
+  TESSERA_CHECK(from == to || !has_own_memory_, ConfigError, "the gradient of parameter '", name,
+                "' is ", to_string(from), " and must become ", to_string(to), ", which ",
+                parts_.device.name(),
+                " cannot do yet; set grad.wire_dtype to auto, or train in fp32");
+}
+
+void GradientStream::check_can_add() const {
+  TESSERA_CHECK(parts_.add || !has_own_memory_, ConfigError,
+                "gradients of several micro-batches on ", parts_.device.name(),
+                " need a kernel that adds them, and none was given");
+}
+
+void GradientStream::order_behind_compute() { reduce_.wait(compute_.record()); }
+
+void GradientStream::copy(void* to, DType to_dtype, const void* from, DType from_dtype,
+                          std::int64_t numel) {
+  const auto count = static_cast<std::size_t>(numel);
+  if (to_dtype == from_dtype) {
+    std::ignore = parts_.device.start_copy(to, from, count * bytes_of(to_dtype), reduce_);
+  } else {
+    std::ignore = reduce_.enqueue([=] { convert_elements(to, to_dtype, from, from_dtype, count); });
+  }
+}
+
+void GradientStream::zero(void* to, std::size_t bytes) {
+  if (bytes > 0) {
+    std::ignore = parts_.device.start_fill(to, 0, bytes, reduce_);
+  }
+}
+
+void GradientStream::add(float* sum, const void* value, DType value_dtype, std::int64_t numel) {
+  if (numel == 0) {
+    return;
+  }
+  if (parts_.add && value_dtype == DType::kFloat32) {
+    std::ignore = parts_.add(sum, static_cast<const float*>(value), numel, reduce_);
+  } else {
+    std::ignore = reduce_.enqueue(
+        [=] { add_elements(sum, value, value_dtype, static_cast<std::size_t>(numel)); });
+  }
+}
+
+void GradientStream::retire(std::shared_ptr<void> owner) {
+  free_retired();
+  if (!owner) {
+    return;
+  }
+  Pending used = reduce_.record();
+  if (!used.done()) {
+    retired_.emplace_back(std::move(used), std::move(owner));
+  }
+}
+
+// Only when memory is freed depends on what is done by now, never what is started.
+void GradientStream::free_retired() {
+  while (!retired_.empty() && retired_.front().first.done()) {
+    retired_.pop_front();
+  }
+}
+
+void GradientStream::wait_for(const Pending& pending) {
+  const std::int64_t start_ns = parts_.clock.now_ns();
+  reduce_.wait(pending);
+  stats_.exposed_wait_s += static_cast<double>(parts_.clock.now_ns() - start_ns) * 1e-9;
+}
+
+void GradientStream::synchronize() {
+  const std::int64_t start_ns = parts_.clock.now_ns();
+  reduce_.synchronize();
+  stats_.exposed_wait_s += static_cast<double>(parts_.clock.now_ns() - start_ns) * 1e-9;
+  free_retired();
+}
+
+ReducerStats GradientStream::take_stats() {
+  const ReducerStats taken = std::exchange(stats_, {});
+  note_held();
+  return taken;
+}
+
+void GradientStream::drain() noexcept {
+  try {
+    synchronize();
+  } catch (...) {  // whoever waited for the result has been told
+  }
+}
+
+}  // namespace tessera::grad

@@ -1,0 +1,146 @@
+#include "tessera/grad/reducer.h"
+
+#include <utility>
+#include <vector>
+
+#include "tessera/core/config.h"
+#include "tessera/core/error.h"
+#include "tessera/grad/bucket_sink.h"
+#include "tessera/grad/element_loops.h"
+#include "tessera/grad/gradient_stream.h"
+#include "tessera/grad/solo_sink.h"
+
+namespace tessera::grad {
+namespace {
+
+BucketLayout plan(const shard::ParamTable& params, const ReducerOptions& options) {
+  std::vector<BucketParam> trainable;
+  for (int id = 0; id < params.num_params(); ++id) {
+    if (params[id].trainable()) {
+      trainable.push_back({id, params[id].layout().shard_numel()});
+    }
+  }
+  return plan_buckets(trainable, params.num_ranks(), options.bucket_bytes,
+                      bytes_of(options.wire_dtype));
+}
+
+}  // namespace
+
+ReducerOptions ReducerOptions::from(const Config& config, DType param_dtype) {
+  ReducerOptions options;
+  options.bucket_bytes = config.get_bytes("grad.bucket_bytes");
+  const std::string& wire = config.get_string("grad.wire_dtype");
+  options.wire_dtype = wire == "fp32"   ? DType::kFloat32
+                       : wire == "bf16" ? DType::kBFloat16
+                       : wire == "fp16" ? DType::kFloat16
+                                        : param_dtype;
+  const std::string& sum = config.get_string("grad.accumulate_dtype");
+  TESSERA_CHECK(sum == "fp32" || (sum == "auto" && param_dtype == DType::kFloat32), ConfigError,
+                "grad.accumulate_dtype=", sum, ": gradients are summed in fp32 only; leave it out");
+  const std::string& reduction = config.get_string("grad.reduction");
+  TESSERA_CHECK(reduction == "exact", ConfigError, "grad.reduction=", reduction,
+                ": only exact is there; leave it out");
+  return options;
+}
+
+class Reducer::Impl {
+ public:
+  Impl(const ReducerParts& parts, const ReducerOptions& options)
+      : params(parts.params),
+        spans(parts.spans),
+        layout(plan(parts.params, options)),
+        stream(parts),
+        has_come(static_cast<std::size_t>(parts.params.num_params()), false) {
+    TESSERA_INVARIANT(parts.group.size() == params.num_ranks(), "a group of ", parts.group.size(),
+                      " ranks reduces gradients for ", params.num_ranks());
+    TESSERA_CHECK(is_gradient_dtype(options.wire_dtype), ConfigError, "gradients cannot travel as ",
+                  to_string(options.wire_dtype), "; use fp32, bf16 or fp16");
+    if (parts.group.size() == 1) {
+      sink = std::make_unique<SoloSink>(stream);
+    } else {
+      sink = std::make_unique<BucketSink>(stream, layout, options.wire_dtype);
+    }
+  }
+
+  const shard::Param& trainable(int id) const {
+    TESSERA_INVARIANT(id >= 0 && id < static_cast<int>(has_come.size()), "parameter ", id,
+                      " is not one of the ", has_come.size(), " whose gradients are reduced");
+    const shard::Param& param = params[id];
+    TESSERA_CHECK(param.trainable(), ConfigError, "parameter '", param.name(),
+                  "' is frozen: it has no gradient");
+    return param;
+  }
+
+  shard::ParamTable& params;
+  Spans& spans;
+  const BucketLayout layout;
+  GradientStream stream;
+  std::vector<bool> has_come;  // by id, in this backward
+  bool in_backward = false;
+  int num_backwards = 0;
+  bool is_settled = true;  // nothing has been started since the last wait
+  std::unique_ptr<GradientSink> sink;
+};
+
+Reducer::Reducer(const ReducerParts& parts, const ReducerOptions& options)
+    : impl_(std::make_unique<Impl>(parts, options)) {}
+
+Reducer::~Reducer() = default;
+
+void Reducer::begin_backward() {
+  if (!impl_->in_backward) {
+    impl_->sink->begin_backward(impl_->num_backwards == 0);
+    impl_->in_backward = true;
+    impl_->is_settled = false;
+  }
+}
+
+void Reducer::add(const shard::Param& param, FullGradient gradient) {
+  const shard::Param& known = impl_->trainable(param.id());
+  TESSERA_INVARIANT(&known == &param, "parameter '", param.name(), "' belongs to another table");
+  TESSERA_INVARIANT(gradient.data != nullptr || param.layout().numel() == 0,
+                    "the gradient of parameter '", param.name(), "' has no memory");
+  const auto id = static_cast<std::size_t>(param.id());
+  TESSERA_CHECK(!impl_->has_come[id], ConfigError, "the gradient of parameter '", param.name(),
+                "' has come twice in one backward; finish each backward before the next begins");
+  impl_->sink->check(param, gradient);
+  begin_backward();
+  impl_->sink->take(param, std::move(gradient));
+  impl_->has_come[id] = true;
+}
+
+void Reducer::finish_backward() {
+  begin_backward();
+  impl_->sink->finish_backward();
+  impl_->has_come.assign(impl_->has_come.size(), false);
+  impl_->in_backward = false;
+  ++impl_->num_backwards;
+}
+
+bool Reducer::in_backward() const { return impl_->in_backward; }
+int Reducer::num_backwards() const { return impl_->num_backwards; }
+const BucketLayout& Reducer::layout() const { return impl_->layout; }
+
+ShardGradient Reducer::shard_gradient(int id) {
+  const shard::Param& param = impl_->trainable(id);
+  TESSERA_INVARIANT(!impl_->in_backward, "the gradient of parameter '", param.name(),
+                    "' is asked for inside a backward; finish_backward() comes first");
+  if (!impl_->is_settled) {
+    const SpanScope span(impl_->spans, "wait for gradients");
+    impl_->sink->wait();
+    impl_->is_settled = true;
+  }
+  return impl_->sink->shard_gradient(param, impl_->num_backwards == 0);
+}
+
+void Reducer::clear() {
+  impl_->sink->clear();
+  impl_->has_come.assign(impl_->has_come.size(), false);
+  impl_->in_backward = false;
+  impl_->num_backwards = 0;
+  impl_->is_settled = true;
+}
+
+ReducerStats Reducer::take_stats() { return impl_->stream.take_stats(); }
+
+}  // namespace tessera::grad

@@ -1,0 +1,174 @@
+// Every small set of parameters there is, against the promises of the header.
+#include "tessera/grad/bucket.h"
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::grad {
+namespace {
+
+// Shard sizes of up to four parameters, ids with holes as frozen parameters leave them.
+void for_every_small_model(
+    const std::function<void(const std::vector<BucketParam>&, std::int64_t)>& check) {
+  const std::vector<std::int64_t> numels = {0, 1, 2, 3, 5, 13};
+  for (std::size_t num_params = 0; num_params <= 4; ++num_params) {
+    std::vector<std::size_t> choice(num_params, 0);
+    while (true) {
+      std::vector<BucketParam> params;
+      for (std::size_t i = 0; i < num_params; ++i) {
+        params.push_back({static_cast<int>(2 * i + 1), numels[choice[i]]});
+      }
+      for (const std::int64_t capacity : {0, 1, 3, 4, 7, 16}) {
+        check(params, capacity);
+        if (testing::Test::HasFailure()) {
+          return;  // one layout that is wrong says enough
+        }
+      }
+      std::size_t digit = 0;
+      while (digit < num_params && ++choice[digit] == numels.size()) {
+        choice[digit++] = 0;
+      }
+      if (digit == num_params) {
+        break;
+      }
+    }
+  }
+}
+
+constexpr int kNumRanks = 3;
+constexpr std::size_t kWireBytes = 4;
+
+BucketLayout plan(const std::vector<BucketParam>& params, std::int64_t capacity) {
+  // The remainder of the division must not matter.
+  return plan_buckets(params, kNumRanks, capacity * kNumRanks * 4 + 11, kWireBytes);
+}
+
+TEST(Bucket, EveryElementOfEveryParameterIsInExactlyOnePiece) {
+  for_every_small_model([](const std::vector<BucketParam>& params, std::int64_t capacity) {
+    const BucketLayout layout = plan(params, capacity);
+    std::map<int, std::vector<int>> seen;
+    for (const BucketParam& param : params) {
+      seen[param.id].resize(static_cast<std::size_t>(param.shard_numel));
+    }
+    for (const Bucket& bucket : layout.buckets) {
+      std::int64_t offset = 0;
+      for (const Piece& piece : bucket.pieces) {
+        ASSERT_TRUE(seen.contains(piece.param));
+        EXPECT_GT(piece.numel, 0);
+        EXPECT_EQ(piece.bucket_offset, offset) << "pieces lie behind each other";
+        offset += piece.numel;
+        for (std::int64_t i = 0; i < piece.numel; ++i) {
+          ++seen[piece.param].at(static_cast<std::size_t>(piece.shard_begin + i));
+        }
+      }
+      EXPECT_EQ(bucket.shard_numel, offset);
+    }
+    for (const auto& [id, counts] : seen) {
+      EXPECT_TRUE(std::all_of(counts.begin(), counts.end(), [](int n) { return n == 1; }));
+    }
+  });
+}
+
+TEST(Bucket, NoBucketIsLargerThanAskedForOrEmpty) {
+  for_every_small_model([](const std::vector<BucketParam>& params, std::int64_t capacity) {
+    const BucketLayout layout = plan(params, capacity);
+    std::int64_t largest = 0;
+    for (const Bucket& bucket : layout.buckets) {
+      EXPECT_GE(bucket.shard_numel, 1);
+      EXPECT_LE(bucket.shard_numel, std::max<std::int64_t>(1, capacity));
+      largest = std::max(largest, bucket.shard_numel);
+    }
+    EXPECT_EQ(layout.largest_shard_numel, largest);
+  });
+}
+
+TEST(Bucket, AParameterIsContiguousInTheRegionAndTheRegionHasNoHoles) {
+  for_every_small_model([](const std::vector<BucketParam>& params, std::int64_t capacity) {
+    const BucketLayout layout = plan(params, capacity);
+    std::int64_t end = 0;
+    for (const Bucket& bucket : layout.buckets) {
+      EXPECT_EQ(bucket.region_offset, end);
+      end += bucket.shard_numel;
+      for (const Piece& piece : bucket.pieces) {
+        EXPECT_EQ(bucket.region_offset + piece.bucket_offset,
+                  layout.region_offset[static_cast<std::size_t>(piece.param)] + piece.shard_begin);
+      }
+    }
+    EXPECT_EQ(layout.region_numel, end);
+    for (std::size_t id = 0; id < layout.region_offset.size(); ++id) {
+      const bool is_known = std::any_of(params.begin(), params.end(), [&](const BucketParam& p) {
+        return p.id == static_cast<int>(id);
+      });
+      EXPECT_EQ(layout.region_offset[id] >= 0, is_known);
+    }
+  });
+}
+
+TEST(Bucket, BucketsBecomeFullInTheirOrderIfGradientsComeInReverse) {
+  for_every_small_model([](const std::vector<BucketParam>& params, std::int64_t capacity) {
+    const BucketLayout layout = plan(params, capacity);
+    int last = std::numeric_limits<int>::max();
+    for (const Bucket& bucket : layout.buckets) {
+      for (std::size_t i = 1; i < bucket.pieces.size(); ++i) {
+        EXPECT_LT(bucket.pieces[i].param, bucket.pieces[i - 1].param);
+      }
+      EXPECT_LE(bucket.pieces.back().param, last);
+      last = bucket.pieces.back().param;
+    }
+  });
+}
+
+TEST(Bucket, ParametersOfHalfABucketTravelAloneAndSmallerOnesAreNeverCut) {
+  for_every_small_model([](const std::vector<BucketParam>& params, std::int64_t capacity) {
+    const BucketLayout layout = plan(params, capacity);
+    const std::int64_t limit = std::max<std::int64_t>(1, capacity);
+    std::int64_t previous_shared = limit;
+    for (const Bucket& bucket : layout.buckets) {
+      const Piece& first = bucket.pieces.front();
+      const auto param = std::find_if(params.begin(), params.end(),
+                                      [&](const BucketParam& p) { return p.id == first.param; });
+      if (2 * param->shard_numel >= limit) {
+        EXPECT_EQ(bucket.pieces.size(), 1U);
+        EXPECT_TRUE(first.numel == param->shard_numel || param->shard_numel > limit);
+        continue;
+      }
+      for (const Piece& piece : bucket.pieces) {
+        EXPECT_EQ(piece.shard_begin, 0);
+      }
+      // What was closed had no room for the first of the next one.
+      EXPECT_TRUE(previous_shared == limit || previous_shared + first.numel > limit);
+      previous_shared = bucket.shard_numel;
+    }
+  });
+}
+
+TEST(Bucket, ALargeParameterIsCutAndASmallOneFillsUp) {
+  const std::vector<BucketParam> params = {{0, 3}, {1, 25}, {2, 2}, {3, 4}};
+  const BucketLayout layout = plan_buckets(params, 2, 10 * 2 * 2, 2);
+  ASSERT_EQ(layout.buckets.size(), 4U);
+  EXPECT_EQ(layout.buckets[0].pieces.front().shard_begin, 0);
+  EXPECT_EQ(layout.buckets[1].pieces.front().shard_begin, 10);
+  EXPECT_EQ(layout.buckets[2].pieces.front().shard_begin, 20);
+  EXPECT_EQ(layout.buckets[2].shard_numel, 5);
+  EXPECT_EQ(layout.buckets[3].pieces.size(), 3U) << "the small ones share, past the large one";
+  EXPECT_EQ(layout.region_offset, (std::vector<std::int64_t>{31, 0, 29, 25}));
+}
+
+TEST(Bucket, RefusesWhatIsNoLayout) {
+  const std::vector<BucketParam> negative = {{0, -1}};
+  EXPECT_THROW(plan_buckets(negative, 2, 64, 4), InternalError);
+  EXPECT_THROW(plan_buckets({}, 0, 64, 4), InternalError);
+  EXPECT_THROW(plan_buckets({}, 2, -1, 4), InternalError);
+  EXPECT_TRUE(plan_buckets({}, 2, 64, 4).buckets.empty());
+}
+
+}  // namespace
+}  // namespace tessera::grad

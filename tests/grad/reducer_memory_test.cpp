@@ -1,0 +1,240 @@
+// Whose memory is held, how much, and for how long; and a device whose memory the host cannot
+// reach.
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tests/grad/reducer_world.h"
+
+namespace tessera::grad {
+namespace {
+
+std::weak_ptr<void> add(RankWorld& world, const Source& source, int id) {
+  const shard::Param& param = world.params()[id];
+  FullGradient gradient = make_gradient(source, param, world.test().param_dtype);
+  const std::weak_ptr<void> watch = gradient.owner;
+  world.reducer().add(param, std::move(gradient));
+  return watch;
+}
+
+TEST(ReducerMemory, AGradientIsFreedAsSoonAsItIsInItsBucket) {
+  comm::run_ranks(2, [](comm::Group& group) {
+    ReduceCase test;
+    test.shapes = {{30}, {30}, {30}, {30}};  // two share a bucket
+    test.options.bucket_bytes = 64 * sizeof(float);
+    test.param_dtype = DType::kFloat32;
+    RankWorld world(group, test);
+    ASSERT_EQ(world.reducer().layout().buckets.size(), 4U) << "16 of 32 elements per rank: alone";
+    const Source source{group.rank(), 0, 0};
+    EXPECT_TRUE(add(world, source, 3).expired()) << "its turn: copied, since it has padding";
+    const std::weak_ptr<void> early = add(world, source, 1);
+    EXPECT_FALSE(early.expired()) << "not its turn: kept";
+    EXPECT_EQ(world.reducer().take_stats().held_bytes_peak, 120);
+    EXPECT_TRUE(add(world, source, 2).expired());
+    EXPECT_TRUE(early.expired()) << "its turn came with the one before it";
+    EXPECT_TRUE(add(world, source, 0).expired());
+    world.reducer().finish_backward();
+    expect_sums(world, 0, 1, [](const Source&, int) { return true; });
+    EXPECT_EQ(world.reducer().take_stats().held_bytes_peak, 120) << "with p1 until p2 came";
+    EXPECT_EQ(world.reducer().take_stats().held_bytes_peak, 0);
+    add(world, {group.rank(), 0, 1}, 0);
+    world.reducer().clear();
+    world.reducer().take_stats();
+    EXPECT_EQ(world.reducer().take_stats().held_bytes_peak, 0) << "what was forgotten is not held";
+  });
+}
+
+TEST(ReducerMemory, AWholeParameterIsReducedFromWhereItLies) {
+  for (const DType wire : {DType::kFloat32, DType::kBFloat16}) {
+    comm::run_ranks(2, [&](comm::Group& group) {
+      ReduceCase test;
+      test.shapes = {{64}, {128}, {96}};
+      test.options = {128 * 4, wire};
+      RankWorld world(group, test);
+      std::vector<std::weak_ptr<void>> gradients;
+      for (const int id : {2, 1, 0}) {
+        gradients.push_back(add(world, {group.rank(), 0, 0}, id));
+      }
+      world.reducer().finish_backward();
+      expect_sums(world, 0, 1, [](const Source&, int) { return true; });
+      const auto region_bytes =
+          static_cast<std::size_t>(world.reducer().layout().region_numel) * sizeof(float);
+      if (wire == DType::kFloat32) {
+        EXPECT_EQ(world.gradient_bytes(), region_bytes) << "no bucket was needed";
+      } else {
+        EXPECT_GT(world.gradient_bytes(), region_bytes) << "converted in a bucket";
+      }
+      world.reducer().clear();
+      // Another rank's worker may be the last to let go; one that never does ends in a time-out.
+      for (const auto& gradient : gradients) {
+        while (!gradient.expired()) {
+          std::this_thread::yield();
+        }
+      }
+    });
+  }
+}
+
+TEST(ReducerMemory, EqualsItsClosedForm) {
+  for (const DType wire : {DType::kFloat32, DType::kBFloat16}) {
+    for (const std::int64_t bucket_bytes : {400, 1 << 20}) {
+      comm::run_ranks(3, [&](comm::Group& group) {
+        ReduceCase test;
+        test.shapes = {{40}, {7}, {64}, {130}};
+        test.options = {bucket_bytes, wire};
+        RankWorld world(group, test);
+        EXPECT_EQ(world.gradient_bytes(), 0U) << "nothing before the first gradient";
+        const BucketLayout& layout = world.reducer().layout();
+        const std::size_t num_slots = std::min<std::size_t>(2, layout.buckets.size());
+        const auto largest = static_cast<std::size_t>(layout.largest_shard_numel);
+        const std::size_t region = static_cast<std::size_t>(layout.region_numel) * sizeof(float);
+        const std::size_t buckets = num_slots * largest * 3 * bytes_of(wire);
+        const std::size_t scratch = num_slots * largest * sizeof(float);
+        for (int step = 0; step < 2; ++step) {
+          for (int backward = 0; backward < 3; ++backward) {
+            for (const int id : {3, 2, 1, 0}) {
+              add(world, {group.rank(), step, backward}, id);
+            }
+            world.reducer().finish_backward();
+            const bool has_accumulated = step > 0 || backward > 0;
+            EXPECT_EQ(world.gradient_bytes(), region + buckets + (has_accumulated ? scratch : 0));
+          }
+          world.reducer().clear();
+        }
+        world.destroy_reducer();
+        EXPECT_EQ(world.gradient_bytes(), 0U);
+      });
+    }
+  }
+}
+
+TEST(ReducerMemory, AGroupOfOneAdoptsGradients) {
+  comm::run_ranks(1, [](comm::Group& group) {
+    ReduceCase test;
+    test.shapes = {{40}, {7}};
+    RankWorld world(group, test);
+    const shard::Param& param = world.params()[0];
+    FullGradient gradient = make_gradient({0, 0, 0}, param, DType::kFloat32);
+    const void* data = gradient.data;
+    const std::weak_ptr<void> adopted = gradient.owner;
+    world.reducer().add(param, std::move(gradient));
+    world.reducer().finish_backward();
+    EXPECT_EQ(world.reducer().shard_gradient(0).data, data);
+    EXPECT_TRUE(add(world, {0, 0, 1}, 0).expired()) << "added, and gone";
+    world.reducer().finish_backward();
+    EXPECT_EQ(world.reducer().shard_gradient(0).data, data);
+    EXPECT_EQ(world.gradient_bytes(), 0U) << "no copy, no region";
+    expect_sums(world, 0, 2, [](const Source&, int id) { return id == 0; });
+    world.reducer().clear();
+    EXPECT_TRUE(adopted.expired());
+    EXPECT_EQ(group.wire_bytes().num_calls, 0U);
+  });
+}
+
+TEST(ReducerMemory, AnAdoptedGradientOutlivesTheWorkThatReadsIt) {
+  comm::run_ranks(1, [](comm::Group& group) {
+    ReduceCase test;
+    test.shapes = {{40}};
+    test.device = DeviceKind::kLazy;
+    RankWorld world(group, test);
+    const std::weak_ptr<void> adopted = add(world, {0, 0, 0}, 0);
+    world.reducer().finish_backward();
+    const ShardGradient gradient = world.reducer().shard_gradient(0);
+    std::vector<float> updated(40);
+    device::Stream& reduce = world.device().stream(device::StreamKind::kReduce);
+    const device::Pending update =
+        world.device().start_copy(updated.data(), gradient.data, 160, reduce);
+    world.reducer().clear();
+    EXPECT_FALSE(adopted.expired()) << "an update still reads it";
+    update.wait();
+    EXPECT_EQ(updated[39], gradient_value({0, 0, 0}, 0, 39));
+  });
+}
+
+// Says that it is a GPU; everything else is the CPU's.
+class SaysItIsCuda final : public device::Device {
+ public:
+  std::string name() const override { return "cuda:0 (a double)"; }
+  device::Stream& stream(device::StreamKind kind) override { return cpu_->stream(kind); }
+  device::Memory allocate(device::MemoryKind kind, std::size_t bytes, Role role,
+                          std::size_t alignment) override {
+    return cpu_->allocate(kind, bytes, role, alignment);
+  }
+  device::Pending start_copy(void* to, const void* from, std::size_t bytes,
+                             device::Stream& stream) override {
+    return cpu_->start_copy(to, from, bytes, stream);
+  }
+  device::Pending start_fill(void* to, std::uint8_t value, std::size_t bytes,
+                             device::Stream& stream) override {
+    return cpu_->start_fill(to, value, bytes, stream);
+  }
+  device::MemoryInfo memory_info() const override { return cpu_->memory_info(); }
+
+ private:
+  std::unique_ptr<device::Device> cpu_ = device::make_cpu_device();
+};
+
+TEST(ReducerMemory, ADeviceWithMemoryOfItsOwnIsNeverTouchedByHostLoops) {
+  for (const int num_ranks : {1, 2}) {
+    comm::run_ranks(num_ranks, [](comm::Group& group) {
+      SaysItIsCuda device;
+      SteadyClock clock;
+      Spans spans(clock, 0);
+      shard::ParamTable params(group.rank(), group.size(), device);
+      shard::ParamSpec spec;
+      spec.name = "w";
+      spec.numel = 50;
+      shard::Param& param = params.add(spec, std::make_unique<NoTensor>());
+      const auto gradient = [&](int backward, DType dtype) {
+        return make_gradient({group.rank(), 0, backward}, param, dtype);
+      };
+      ReducerParts parts{group, device, params, clock, spans, {}};
+      {
+        Reducer reducer(parts, {});
+        try {
+          reducer.add(param, gradient(0, DType::kBFloat16));
+          ADD_FAILURE() << "expected ConfigError";
+        } catch (const ConfigError& error) {
+          EXPECT_NE(std::string(error.what()).find("'w' is bf16 and must become fp32"),
+                    std::string::npos)
+              << error.what();
+        }
+        reducer.add(param, gradient(0, DType::kFloat32));
+        reducer.finish_backward();
+        EXPECT_THROW(reducer.add(param, gradient(1, DType::kFloat32)), ConfigError);
+        EXPECT_FALSE(reducer.in_backward());
+      }
+      int num_added = 0;
+      parts.add = [&](float* sum, const float* value, std::int64_t numel, device::Stream& stream) {
+        ++num_added;
+        return stream.enqueue([=] {
+          for (std::int64_t i = 0; i < numel; ++i) {
+            sum[i] += value[i];
+          }
+        });
+      };
+      Reducer reducer(parts, {});
+      for (int backward = 0; backward < 2; ++backward) {
+        reducer.add(param, gradient(backward, DType::kFloat32));
+        reducer.finish_backward();
+      }
+      const ShardGradient sum = reducer.shard_gradient(0);
+      EXPECT_EQ(num_added, 1);
+      float expected = 0;
+      for (int backward = 0; backward < 2; ++backward) {
+        float of_ranks = 0;
+        for (int rank = 0; rank < group.size(); ++rank) {
+          of_ranks += gradient_value({rank, 0, backward}, 0, param.range().begin);
+        }
+        expected += of_ranks;
+      }
+      EXPECT_EQ(sum.data[0], expected);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tessera::grad

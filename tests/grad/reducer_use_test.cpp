@@ -1,0 +1,251 @@
+// What a reducer refuses, what it promises about steps that go wrong, and what it never keeps.
+#include <functional>
+#include <future>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/core/config.h"
+#include "tests/grad/reducer_world.h"
+
+namespace tessera::grad {
+namespace {
+
+ReduceCase small_case(std::int64_t bucket_bytes = 200) {
+  ReduceCase test;
+  test.shapes = {{40}, {7}, {64}, {9, false}, {130}};
+  test.options.bucket_bytes = bucket_bytes;
+  return test;
+}
+
+constexpr int kFrozen = 3;
+
+void add(RankWorld& world, const Source& source, int id) {
+  const shard::Param& param = world.params()[id];
+  world.reducer().add(param, make_gradient(source, param, world.test().param_dtype));
+}
+
+void add_all(RankWorld& world, const Source& source) {
+  for (int id = world.params().num_params() - 1; id >= 0; --id) {
+    if (world.params()[id].trainable()) {
+      add(world, source, id);
+    }
+  }
+}
+
+template <typename Exception>
+void expect_error(const std::function<void()>& call, const std::string& part) {
+  try {
+    call();
+    ADD_FAILURE() << "expected an error with: " << part;
+  } catch (const Exception& error) {
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
+}
+
+bool always(const Source& /*source*/, int /*param*/) { return true; }
+bool never(const Source& /*source*/, int /*param*/) { return false; }
+
+TEST(ReducerUse, RefusesAGradientThatComesTwiceAndGoesOn) {
+  for (const int num_ranks : {1, 2}) {
+    comm::run_ranks(num_ranks, [&](comm::Group& group) {
+      RankWorld world(group, small_case());
+      const Source source{group.rank(), 0, 0};
+      add(world, source, 2);
+      expect_error<ConfigError>([&] { add(world, source, 2); }, "'p2' has come twice");
+      for (const int id : {0, 1, 4}) {
+        add(world, source, id);
+      }
+      expect_error<ConfigError>([&] { add(world, source, 4); }, "'p4'");
+      world.reducer().finish_backward();
+      expect_sums(world, 0, 1, always);
+      add(world, {group.rank(), 0, 1}, 2);  // the next backward may
+      world.reducer().finish_backward();
+    });
+  }
+}
+
+TEST(ReducerUse, RefusesWrongUseByName) {
+  for (const int num_ranks : {1, 2}) {
+    comm::run_ranks(num_ranks, [&](comm::Group& group) {
+      RankWorld world(group, small_case());
+      RankWorld other(group, small_case());
+      Reducer& reducer = world.reducer();
+      const Source source{group.rank(), 0, 0};
+      expect_error<ConfigError>([&] { add(world, source, kFrozen); }, "'p3' is frozen");
+      expect_error<ConfigError>([&] { reducer.shard_gradient(kFrozen); }, "'p3' is frozen");
+      expect_error<InternalError>([&] { reducer.shard_gradient(17); }, "17");
+      expect_error<InternalError>([&] { reducer.add(world.params()[0], {}); },
+                                  "'p0' has no memory");
+      expect_error<InternalError>(
+          [&] {
+            reducer.add(other.params()[0],
+                        make_gradient(source, other.params()[0], DType::kFloat32));
+          },
+          "'p0' belongs to another table");
+      FullGradient wide = make_gradient(source, world.params()[0], DType::kFloat32);
+      wide.dtype = DType::kFloat64;
+      expect_error<ConfigError>([&] { reducer.add(world.params()[0], wide); }, "'p0' is fp64");
+      EXPECT_FALSE(reducer.in_backward()) << "what was refused has not begun anything";
+      add(world, source, 0);
+      EXPECT_TRUE(reducer.in_backward());
+      expect_error<InternalError>([&] { reducer.shard_gradient(0); }, "inside a backward");
+      reducer.finish_backward();
+      EXPECT_FALSE(reducer.in_backward());
+      expect_sums(world, 0, 1, [](const Source&, int id) { return id == 0; });
+    });
+  }
+}
+
+TEST(ReducerUse, AGradientThatDidNotComeIsZeroNeverTheLastOne) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const int num_ranks : {1, 2, 3}) {
+      comm::run_ranks(num_ranks, [&](comm::Group& group) {
+        ReduceCase test = small_case();
+        test.param_dtype = dtype;
+        RankWorld world(group, test);
+        expect_sums(world, 0, 0, never);  // before anything came
+        add_all(world, {group.rank(), 0, 0});
+        world.reducer().finish_backward();
+        expect_sums(world, 0, 1, always);
+        world.reducer().clear();
+        expect_sums(world, 0, 0, never);  // between steps
+        for (const int id : {4, 0}) {
+          add(world, {group.rank(), 1, 0}, id);
+        }
+        world.reducer().finish_backward();
+        expect_sums(world, 1, 1, [](const Source&, int id) { return id == 4 || id == 0; });
+        world.reducer().clear();
+        world.reducer().finish_backward();  // a backward that touched nothing
+        expect_sums(world, 2, 1, never);
+      });
+    }
+  }
+}
+
+TEST(ReducerUse, GoesOnAfterAnExceptionInTheMiddle) {
+  for (const DeviceKind device : {DeviceKind::kCpu, DeviceKind::kLazy}) {
+    for (const int num_ranks : {1, 2, 3}) {
+      for (int num_come = 0; num_come <= 4; ++num_come) {
+        comm::run_ranks(num_ranks, [&](comm::Group& group) {
+          ReduceCase test = small_case();
+          test.device = device;
+          RankWorld world(group, test);
+          const std::vector<int> order = {4, 2, 1, 0};
+          for (int step = 0; step < 3; ++step) {
+            // A whole micro-batch, then one that ends early on all ranks alike.
+            add_all(world, {group.rank(), step, 0});
+            world.reducer().finish_backward();
+            for (int i = 0; i < num_come; ++i) {
+              add(world, {group.rank(), step, 1}, order[static_cast<std::size_t>(i)]);
+            }
+            world.reducer().clear();
+            EXPECT_FALSE(world.reducer().in_backward());
+            EXPECT_EQ(world.reducer().num_backwards(), 0);
+            expect_sums(world, step, 0, never);
+            add_all(world, {group.rank(), step, 0});
+            world.reducer().finish_backward();
+            expect_sums(world, step, 1, always);
+            world.reducer().clear();
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(ReducerUse, RanksThatStoppedAtDifferentGradientsMeetAgain) {
+  comm::run_ranks(3, [&](comm::Group& group) {
+    RankWorld world(group, small_case());
+    const std::vector<int> order = {4, 2, 1, 0};
+    for (int i = 0; i < 1 + group.rank(); ++i) {
+      add(world, {group.rank(), 0, 0}, order[static_cast<std::size_t>(i)]);
+    }
+    world.reducer().finish_backward();
+    world.reducer().clear();
+    add_all(world, {group.rank(), 1, 0});
+    world.reducer().finish_backward();
+    expect_sums(world, 1, 1, always);
+  });
+}
+
+TEST(ReducerUse, FinishingABackwardWaitsForNobody) {
+  // Rank 1 takes part only after rank 0 has started everything: a wait would never end.
+  std::promise<void> started;
+  std::shared_future<void> all_started = started.get_future().share();
+  comm::run_ranks(2, [&](comm::Group& group) {
+    ReduceCase test;
+    test.shapes = {{64}, {64}, {64}, {64}, {64}, {64}, {3}, {5}};  // six travel alone, two share
+    test.options.bucket_bytes = 64 * sizeof(float);
+    RankWorld world(group, test);
+    ASSERT_EQ(world.reducer().layout().buckets.size(), 7U);
+    if (group.rank() == 1) {
+      all_started.wait();
+    }
+    add_all(world, {group.rank(), 0, 0});
+    world.reducer().finish_backward();
+    if (group.rank() == 0) {
+      started.set_value();
+    }
+    expect_sums(world, 0, 1, always);
+  });
+}
+
+TEST(ReducerUse, AFailedReductionIsThrownByWhoeverAsksForGradients) {
+  for (const DeviceKind device : {DeviceKind::kCpu, DeviceKind::kLazy}) {
+    for (const std::uint64_t call : {1, 2, 3}) {
+      comm::ThreadWorldOptions options;
+      options.num_ranks = 2;
+      options.fault = comm::ThreadFault{1, call, comm::ThreadFault::Kind::kThrow};
+      comm::run_ranks(options, {}, [&](comm::Group& group) {
+        ReduceCase test = small_case();
+        test.device = device;
+        RankWorld world(group, test);
+        ASSERT_GE(world.reducer().layout().buckets.size(), 3U);
+        add_all(world, {group.rank(), 0, 0});
+        world.reducer().finish_backward();
+        EXPECT_THROW(world.reducer().shard_gradient(0), CommError);
+        EXPECT_THROW(world.reducer().shard_gradient(0), CommError) << "every time";
+        EXPECT_NO_THROW(world.reducer().clear());
+        add_all(world, {group.rank(), 1, 0});
+        world.reducer().finish_backward();
+        EXPECT_THROW(world.reducer().shard_gradient(0), CommError) << "the group repeats it";
+      });
+    }
+  }
+}
+
+TEST(ReducerUse, TakesItsOptionsFromTheConfig) {
+  Config config;
+  EXPECT_EQ(ReducerOptions::from(config, DType::kBFloat16).wire_dtype, DType::kBFloat16);
+  EXPECT_EQ(ReducerOptions::from(config, DType::kFloat32).wire_dtype, DType::kFloat32);
+  EXPECT_EQ(ReducerOptions::from(config, DType::kFloat32).bucket_bytes,
+            ReducerOptions().bucket_bytes);
+  config.set("grad.bucket_bytes", "3MiB");
+  EXPECT_EQ(ReducerOptions::from(config, DType::kFloat32).bucket_bytes, 3 << 20);
+  for (const auto& [text, dtype] : {std::pair{"fp32", DType::kFloat32},
+                                    {"bf16", DType::kBFloat16},
+                                    {"fp16", DType::kFloat16}}) {
+    config.set("grad.wire_dtype", text);
+    EXPECT_EQ(ReducerOptions::from(config, DType::kFloat32).wire_dtype, dtype);
+  }
+  config.set("grad.accumulate_dtype", "bf16");
+  expect_error<ConfigError>([&] { ReducerOptions::from(config, DType::kFloat32); },
+                            "grad.accumulate_dtype=bf16");
+  config.set("grad.accumulate_dtype", "fp32");
+  config.set("grad.reduction", "backend");
+  expect_error<ConfigError>([&] { ReducerOptions::from(config, DType::kFloat32); },
+                            "grad.reduction=backend");
+}
+
+TEST(ReducerUse, RefusesAWireThatGradientsCannotTravelOn) {
+  comm::run_ranks(1, [](comm::Group& group) {
+    ReduceCase test = small_case();
+    test.options.wire_dtype = DType::kInt32;
+    expect_error<ConfigError>([&] { RankWorld(group, test); }, "int32");
+  });
+}
+
+}  // namespace
+}  // namespace tessera::grad

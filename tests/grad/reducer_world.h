@@ -1,0 +1,183 @@
+// What the tests of the reducer share: a table of parameters without tensors, gradients whose every
+// element says where it comes from, and the plain sum that the reducer must equal to the bit.
+//
+// Threads: one RankWorld per rank's thread.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/thread_backend.h"
+#include "tessera/core/error.h"
+#include "tessera/core/spans.h"
+#include "tessera/device/device_cpu.h"
+#include "tessera/device/late_device.h"
+#include "tessera/grad/element_loops.h"
+#include "tessera/grad/reducer.h"
+
+namespace tessera::grad {
+
+class NoTensor final : public shard::FullTensor {
+ public:
+  void attach(void* /*data*/) override {}
+  void detach() override {}
+};
+
+enum class DeviceKind { kCpu, kLazy, kRandom };
+
+inline std::unique_ptr<device::Device> make_device(DeviceKind kind, Ledger* ledger, int rank) {
+  if (kind == DeviceKind::kCpu) {
+    return device::make_cpu_device({ledger, {}});
+  }
+  device::LateDeviceOptions options;
+  options.mode = kind == DeviceKind::kLazy ? device::LateMode::kLazy : device::LateMode::kRandom;
+  options.seed = static_cast<std::uint64_t>(rank) + 3;
+  options.host.ledger = ledger;
+  return device::make_late_device(options);
+}
+
+struct ParamShape {
+  std::int64_t numel = 0;
+  bool trainable = true;
+};
+
+struct ReduceCase {
+  std::vector<ParamShape> shapes;
+  DType param_dtype = DType::kFloat32;  // of gradients, too
+  ReducerOptions options;
+  DeviceKind device = DeviceKind::kCpu;
+};
+
+// One rank's table, device and reducer.
+class RankWorld {
+ public:
+  RankWorld(comm::Group& group, const ReduceCase& test)
+      : test_(test),
+        device_(make_device(test.device, &ledger_, group.rank())),
+        spans_(clock_, 0),
+        params_(group.rank(), group.size(), *device_) {
+    for (std::size_t i = 0; i < test.shapes.size(); ++i) {
+      shard::ParamSpec spec;
+      spec.name = "p" + std::to_string(i);
+      spec.numel = test.shapes[i].numel;
+      spec.dtype = test.param_dtype;
+      spec.trainable = test.shapes[i].trainable;
+      params_.add(spec, std::make_unique<NoTensor>());
+    }
+    reducer_ = std::make_unique<Reducer>(ReducerParts{group, *device_, params_, clock_, spans_, {}},
+                                         test.options);
+  }
+
+  const ReduceCase& test() const { return test_; }
+  Reducer& reducer() { return *reducer_; }
+  shard::ParamTable& params() { return params_; }
+  device::Device& device() { return *device_; }
+  const Clock& clock() const { return clock_; }
+  Spans& spans() { return spans_; }
+  int rank() const { return params_.rank(); }
+  int num_ranks() const { return params_.num_ranks(); }
+  std::size_t gradient_bytes() const {
+    return ledger_.current_bytes(Tier::kDevice, Role::kGradient);
+  }
+  void destroy_reducer() { reducer_.reset(); }
+
+ private:
+  const ReduceCase test_;
+  Ledger ledger_;
+  std::unique_ptr<device::Device> device_;
+  SteadyClock clock_;
+  Spans spans_;
+  shard::ParamTable params_;
+  std::unique_ptr<Reducer> reducer_;
+};
+
+// Which backward of which rank.
+struct Source {
+  int rank = 0;
+  int step = 0;
+  int backward = 0;
+};
+
+// Of many magnitudes, so that another order of summation is another sum.
+inline float gradient_value(const Source& source, int param, std::int64_t index) {
+  std::uint64_t bits = static_cast<std::uint64_t>(source.rank) * 1000003 +
+                       static_cast<std::uint64_t>(source.step) * 7919 +
+                       static_cast<std::uint64_t>(source.backward) * 104729 +
+                       static_cast<std::uint64_t>(param) * 1299709 +
+                       static_cast<std::uint64_t>(index) * 15485863;
+  bits ^= bits >> 29;
+  bits *= 0xbf58476d1ce4e5b9ULL;
+  bits ^= bits >> 32;
+  const float mantissa = static_cast<float>(bits & 0xffff) / 32768 - 1;
+  return std::ldexp(mantissa, static_cast<int>((bits >> 16) % 12) - 6);
+}
+
+inline float rounded(float value, DType dtype) {
+  std::uint32_t narrow = 0;
+  float result = 0;
+  convert_elements(&narrow, dtype, &value, DType::kFloat32, 1);
+  convert_elements(&result, DType::kFloat32, &narrow, dtype, 1);
+  return result;
+}
+
+// Overwritten before it is freed, so that a late reader meets NaN.
+inline FullGradient make_gradient(const Source& source, const shard::Param& param, DType dtype) {
+  const auto numel = static_cast<std::size_t>(param.layout().numel());
+  const std::size_t bytes = numel * bytes_of(dtype);
+  std::shared_ptr<std::byte> memory(new std::byte[bytes + 1], [bytes](std::byte* data) {
+    std::memset(data, device::kPoisonByte, bytes);
+    delete[] data;
+  });
+  std::vector<float> values(numel);
+  for (std::size_t i = 0; i < numel; ++i) {
+    values[i] = gradient_value(source, param.id(), static_cast<std::int64_t>(i));
+  }
+  convert_elements(memory.get(), dtype, values.data(), DType::kFloat32, numel);
+  return {memory.get(), dtype, memory};
+}
+
+// What `is_used(source, param)` says was used, summed in rank order, then over backwards.
+template <typename IsUsed>
+void expect_sums(RankWorld& world, int step, int num_backwards, const IsUsed& is_used) {
+  const DType wire =
+      world.num_ranks() == 1 ? world.test().param_dtype : world.test().options.wire_dtype;
+  for (int id = 0; id < world.params().num_params(); ++id) {
+    const shard::Param& param = world.params()[id];
+    if (!param.trainable()) {
+      continue;
+    }
+    const ShardGradient gradient = world.reducer().shard_gradient(id);
+    ASSERT_EQ(gradient.numel, param.range().numel);
+    for (std::int64_t i = 0; i < gradient.numel; ++i) {
+      const std::int64_t index = param.range().begin + i;
+      float total = 0;
+      for (int backward = 0; backward < num_backwards; ++backward) {
+        float sum = 0;
+        for (int rank = 0; rank < world.num_ranks(); ++rank) {
+          const Source source{rank, step, backward};
+          const float value =
+              is_used(source, id)
+                  ? rounded(rounded(gradient_value(source, id, index), world.test().param_dtype),
+                            wire)
+                  : 0.0F;
+          sum = rank == 0 ? value : sum + value;
+        }
+        total = backward == 0 ? sum : total + sum;
+      }
+      // A sum of nothing but zeros may have either sign.
+      ASSERT_TRUE(std::memcmp(&gradient.data[i], &total, sizeof(float)) == 0 ||
+                  (total == 0 && gradient.data[i] == 0))
+          << param.name() << "[" << index << "] is " << gradient.data[i] << ", not " << total
+          << ", on rank " << world.rank() << " in step " << step;
+    }
+  }
+}
+
+}  // namespace tessera::grad
