@@ -1,8 +1,11 @@
 // The rules on the host: what each computes, and that nothing but the numbers decides it.
 #include "tessera/optim/rule.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -224,6 +227,57 @@ TEST(Update, FollowsLionInDoublePrecision) {
     ASSERT_LT(std::abs(weight[i]), 0.25);
     // lr and the factor are rounded once, too: two more relative errors per step.
     EXPECT_NEAR(ours.master[i], weight[i], kSteps * 4 * kUnit * 0.25) << i;
+  }
+}
+
+// Adam in fp64 beside ours in fp32. Gradients are positive, so nothing cancels and relative errors
+// add up: with u half a unit in the last place, after k steps exp_avg is off by 3ku at most
+// (factor, product, sum), exp_avg_sq by 4ku, its root by 2ku, and the update, with its two
+// divisions, sum and rounded scalars, by (5k + 8)u. It is below 2 lr, since no mean of the
+// gradients is above twice the root of the mean of their squares. Each step rounds the weight three
+// times.
+TEST(Update, FollowsAdamInDoublePrecision) {
+  constexpr std::size_t kNumel = 500;
+  constexpr int kSteps = 10;
+  constexpr double kUnit = std::numeric_limits<float>::epsilon() / 2;
+  for (const RuleKind kind : {RuleKind::kAdamW, RuleKind::kAdam}) {
+    RuleOptions rule;
+    rule.kind = kind;
+    rule.weight_decay = 0.25;
+    Weights ours(kNumel);
+    for (float& weight : ours.master) {
+      weight = std::abs(weight);  // so that L2 does not cancel, either
+    }
+    std::vector<double> weight(ours.master.begin(), ours.master.end());
+    std::vector<double> average(kNumel, 0.0), squares(kNumel, 0.0);
+    UpdateScalars scalars;
+    scalars.lr = 1e-5;
+    double bound = 0;
+    for (int step = 1; step <= kSteps; ++step) {
+      auto gradient = random_floats(kNumel, 0.25, static_cast<std::uint64_t>(step));
+      for (float& value : gradient) {
+        value = 1 + std::min(std::abs(value), 1.0F);
+      }
+      scalars.step = step;
+      update(rule, scalars, ours.span(gradient.data()));
+      for (std::size_t i = 0; i < kNumel; ++i) {
+        const bool is_adamw = kind == RuleKind::kAdamW;
+        const double g = gradient[i] + (is_adamw ? 0 : rule.weight_decay * weight[i]);
+        weight[i] *= is_adamw ? 1 - scalars.lr * rule.weight_decay : 1;
+        average[i] = rule.beta1 * average[i] + (1 - rule.beta1) * g;
+        squares[i] = rule.beta2 * squares[i] + (1 - rule.beta2) * g * g;
+        const double mean = average[i] / (1 - std::pow(rule.beta1, step));
+        const double root = std::sqrt(squares[i] / (1 - std::pow(rule.beta2, step)));
+        weight[i] -= scalars.lr * mean / (root + rule.eps);
+      }
+      bound += 2 * scalars.lr * (5 * step + 8) * kUnit + 3 * 0.25 * kUnit;
+    }
+    for (std::size_t i = 0; i < kNumel; ++i) {
+      ASSERT_LT(std::abs(weight[i]), 0.25);
+      EXPECT_NEAR(ours.master[i], weight[i], bound) << to_string(kind) << " " << i;
+      EXPECT_NEAR(ours.first[i], average[i], 3 * kSteps * kUnit * average[i]) << i;
+      EXPECT_NEAR(ours.second[i], squares[i], 4 * kSteps * kUnit * squares[i]) << i;
+    }
   }
 }
 
