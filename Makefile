@@ -4,6 +4,7 @@
 #   JOBS=n             compile jobs (otherwise from cores and memory, scripts/jobs)
 #   TORCH_DIR=folder   use this LibTorch or Python package torch
 #   CXX=compiler       another compiler than g++
+#   PEERS=1            make bench: installs FSDP2's and DeepSpeed's Python into build/peers-venv first
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory --no-builtin-rules
@@ -34,15 +35,15 @@ build: setup  ## the program, at build/tessera
 	@test -f build/tessera -a -x build/tessera || { echo "build/tessera leads to no program: build/dev/bin has none" >&2; exit 1; }
 	@echo "built build/tessera"
 
-demo: build  ## what this machine has, and how fast two ranks communicate on it
-	build/tessera doctor
-	build/tessera bench-comm --ranks 2 --sizes 4KiB,1MiB,16MiB --rounds 5
+demo: build  ## trains a GPT, sharded over two ranks, after a proof that it equals unsharded training
+	build/tessera train --ranks 2 --verify 3
+	build/tessera train --ranks 2 --steps 60
 
 test: setup  ## all tests; the torch-free rooms also under the sanitizers; the layer check
 	@scripts/test
 
 bench: build  ## the benchmarks, against what they are measured by
-	@scripts/bench
+	@scripts/bench $(if $(PEERS),--peers)
 
 format:  ## formats the sources; CHECK=1 only says what it would change
 	@scripts/setup --tools
