@@ -27,6 +27,9 @@ function(tessera_use_torch target)
     target_precompile_headers(tessera_torch_pch PRIVATE <ATen/ATen.h>)
   endif()
   target_precompile_headers(${target} REUSE_FROM tessera_torch_pch)
+  # A program is compiled as a library is, or it could not use the same precompiled header.
+  set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+  target_compile_options(${target} PRIVATE -fPIC)
 endfunction()
 
 # tessera_test(NAME SOURCES... DEPENDS... LABELS...): a gtest program, one ctest entry for the whole

@@ -63,8 +63,9 @@ struct PlainTrainer::Impl {
   const double clip_norm;
   const bool skip_nonfinite;
 
-  std::vector<Slot> slots;  // in the order of the model
-  double weight_scale = 0;  // 0: before the first backward
+  std::vector<at::Tensor> params;  // of the model
+  std::vector<Slot> slots;         // of those that are trained, in the same order
+  double weight_scale = 0;         // 0: before the first backward
   std::int64_t num_steps = 0;
   std::int64_t num_updates = 0;
 
@@ -74,6 +75,7 @@ struct PlainTrainer::Impl {
 };
 
 void PlainTrainer::Impl::add(const NamedParam& param) {
+  params.push_back(param.tensor);
   if (!param.tensor.requires_grad()) {
     return;
   }
@@ -108,11 +110,11 @@ void PlainTrainer::Impl::take_gradients() {
   }
 }
 
+// Undefined, not zero: autograd then hands the next gradient over in place of copying it.
 void PlainTrainer::Impl::forget_gradients() {
   for (Slot& slot : slots) {
     slot.gradient.reset();
-    slot.param.mutable_grad()
-        .reset();  // undefined, so that autograd gives the next one, not a copy
+    slot.param.mutable_grad().reset();
   }
   weight_sum = 0;
   weighted_loss.reset();
@@ -179,6 +181,16 @@ PlainTrainer::PlainTrainer(const std::vector<NamedParam>& params, const Config& 
 }
 
 PlainTrainer::~PlainTrainer() = default;
+
+std::vector<at::Tensor> PlainTrainer::masters() const {
+  std::vector<at::Tensor> result;
+  auto slot = impl_->slots.begin();
+  for (const at::Tensor& param : impl_->params) {
+    const bool trained = slot != impl_->slots.end() && slot->param.is_same(param);
+    result.push_back(trained ? (slot++)->master.detach() : param.detach().to(at::kFloat));
+  }
+  return result;
+}
 
 void PlainTrainer::backward(const at::Tensor& loss, double weight) {
   TESSERA_CHECK(loss.defined() && loss.numel() == 1 && loss.requires_grad(), ConfigError,

@@ -30,6 +30,9 @@ class PlainTrainer {
 
   void backward(const at::Tensor& loss, double weight = 1);
   StepResult step();
+  // fp32 weights in the order of the model's parameters: masters of low precision, the parameters
+  // themselves otherwise; frozen ones widened.
+  std::vector<at::Tensor> masters() const;
 
  private:
   struct Impl;
