@@ -1,9 +1,13 @@
 // Host kernels: the bits do not depend on the number of threads, and the order is the stream's.
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
+#include <latch>
 #include <limits>
 #include <memory>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -61,24 +65,31 @@ TEST(ThreadTeam, RunsEveryChunkOnce) {
 }
 
 TEST(ThreadTeam, ServesCallersOneAfterTheOther) {
+  constexpr int kRounds = 200;
+  constexpr std::int64_t kChunks = 16;
   ThreadTeam team(3);
-  std::vector<std::int64_t> sums(2 * 64, 0);
-  std::vector<std::thread> callers;
-  for (std::size_t caller = 0; caller < 2; ++caller) {
-    callers.emplace_back([&, caller] {
-      for (int round = 0; round < 50; ++round) {
-        team.run(64, [&](std::int64_t chunk) {
-          sums[caller * 64 + static_cast<std::size_t>(chunk)] += chunk;
-        });
-      }
-    });
-  }
-  for (std::thread& caller : callers) {
-    caller.join();
-  }
-  for (std::size_t i = 0; i < sums.size(); ++i) {
-    EXPECT_EQ(sums[i], 50 * static_cast<std::int64_t>(i % 64));
-  }
+  std::array<std::atomic<int>, 2> inside{};
+  std::array<std::atomic<int>, 2> num_run{};
+  std::atomic<int> num_met{0};
+  std::latch both(2);
+  const auto call = [&](std::size_t caller) {
+    both.arrive_and_wait();
+    for (int round = 0; round < kRounds; ++round) {
+      team.run(kChunks, [&](std::int64_t /*chunk*/) {
+        ++inside[caller];
+        std::this_thread::yield();  // so that the other caller has its chance to break in
+        num_met += inside[1 - caller] > 0 ? 1 : 0;
+        --inside[caller];
+        ++num_run[caller];
+      });
+    }
+  };
+  std::thread other(call, 1);
+  call(0);
+  other.join();
+  EXPECT_EQ(num_met, 0);
+  EXPECT_EQ(num_run[0], kRounds * kChunks);
+  EXPECT_EQ(num_run[1], kRounds * kChunks);
 }
 
 TEST(ThreadTeam, NeedsAThread) { EXPECT_THROW(ThreadTeam(0), ConfigError); }
