@@ -84,7 +84,8 @@ struct ReducerStats {
   double exposed_wait_s = 0;
 };
 
-// fp32 values of this rank's shard, `numel` of them without padding.
+// fp32 values of this rank's shard, `numel` of them without padding. In a group of several ranks
+// the shard's padding follows, and is zero.
 struct ShardGradient {
   float* data = nullptr;
   std::int64_t numel = 0;

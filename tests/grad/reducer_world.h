@@ -155,6 +155,11 @@ void expect_sums(RankWorld& world, int step, int num_backwards, const IsUsed& is
     }
     const ShardGradient gradient = world.reducer().shard_gradient(id);
     ASSERT_EQ(gradient.numel, param.range().numel);
+    if (world.num_ranks() > 1) {
+      for (std::int64_t i = gradient.numel; i < param.layout().shard_numel(); ++i) {
+        ASSERT_EQ(gradient.data[i], 0) << "padding of " << param.name();
+      }
+    }
     for (std::int64_t i = 0; i < gradient.numel; ++i) {
       const std::int64_t index = param.range().begin + i;
       float total = 0;
