@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include "models/gpt_modules.h"
@@ -17,17 +16,11 @@ namespace {
 
 constexpr double kDeviation = 0.02;
 
-// Each element depends on its index alone, so any thread can make any of them.
 void fill_plain(const Init& init, std::uint64_t seed, const std::string& name, DType dtype,
                 const at::Tensor& param) {
   const at::NoGradGuard no_grad;
   const at::Tensor host = param.is_cpu() ? param : at::empty_like(param, at::kCPU);
-  auto* bytes = static_cast<std::byte*>(host.mutable_data_ptr());
-  constexpr std::int64_t kGrain = 1 << 14;
-  at::parallel_for(0, host.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
-    fill_initial(init, seed, name, {begin, end - begin}, dtype,
-                 bytes + static_cast<std::size_t>(begin) * bytes_of(dtype));
-  });
+  fill_initial(init, seed, name, {0, host.numel()}, dtype, host.mutable_data_ptr());
   if (!param.is_cpu()) {
     param.copy_(host);
   }

@@ -15,6 +15,7 @@
 #include <ATen/record_function.h>
 
 #include "tessera/core/error.h"
+#include "tessera/engine/engine.h"
 
 namespace tessera::models {
 namespace {
@@ -293,6 +294,42 @@ TEST(Gpt, InitialValuesComeFromSeedNameAndIndexAlone) {
     const bool random = gpt_init(options, name).kind == Init::Kind::kNormal;
     EXPECT_EQ(same_bits(tensor, other_seed.params()[i].tensor), !random) << name;
   }
+}
+
+TEST(Gpt, ShardedOnOneRankIsThePlainModelToTheBit) {
+  for (const bool tie_head : {false, true}) {
+    GptOptions options = gpt_preset("micro");
+    options.tie_head = tie_head;
+    options.freeze = 1;
+    Gpt plain(options, at::kCPU, kSeed);
+    Config config;
+    config.set("seed", static_cast<std::int64_t>(kSeed));
+    Runtime runtime(config);
+    Engine engine(runtime);
+    Gpt sharded(options, engine, kSeed);
+    ASSERT_EQ(sharded.params().size(), plain.params().size());
+    ASSERT_EQ(engine.num_params(), static_cast<int>(plain.params().size()));
+    for (int id = 0; id < engine.num_params(); ++id) {
+      const NamedParam& expected = plain.params()[static_cast<std::size_t>(id)];
+      const NamedParam& found = sharded.params()[static_cast<std::size_t>(id)];
+      EXPECT_EQ(found.name, expected.name);
+      EXPECT_EQ(engine.param(id).name(), expected.name);
+      EXPECT_EQ(engine.param(id).trainable(), expected.tensor.requires_grad()) << found.name;
+      EXPECT_TRUE(found.tensor.is_same(engine.tensor(id))) << found.name;
+      EXPECT_TRUE(same_bits(engine.full_value(id), expected.tensor)) << found.name;
+    }
+    const Batch batch = make_batch(options);
+    EXPECT_TRUE(
+        same_bits(sharded.loss(batch.ids, batch.targets), plain.loss(batch.ids, batch.targets)));
+  }
+}
+
+TEST(Gpt, RefusesASeedThatIsNotItsEngines) {
+  Runtime runtime{Config()};
+  Engine engine(runtime);
+  EXPECT_EQ(message_of([&] { Gpt(gpt_preset("micro"), engine, 5); }),
+            "a GPT with seed 5 on an engine with seed 0: the engine makes the initial values; give "
+            "both the same seed");
 }
 
 TEST(Gpt, InitialValuesAreScaledByTheirPlace) {
