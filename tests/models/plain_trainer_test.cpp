@@ -206,12 +206,12 @@ TEST(PlainTrainer, AveragesMicroBatchesByWeight) {
   const at::Tensor weight = trained({10});
   Training training({{"weight", weight}}, descent());
   training->backward((weight * 8).sum(), 3);   // loss 80
-  training->backward((weight * -4).sum(), 1);  // loss -40
+  training->backward((weight * -8).sum(), 5);  // loss -80
   const StepResult result = training->step();
-  EXPECT_EQ(result.loss, (3 * 80 - 40) / 4.0);
-  EXPECT_EQ(result.grad_norm, (3 * 8 - 4) / 4.0);
-  EXPECT_EQ(result.weight, 4);
-  EXPECT_TRUE(all_equal(weight, {10 - 5}));
+  EXPECT_EQ(result.loss, (3 * 80 - 5 * 80) / 8.0);
+  EXPECT_EQ(result.grad_norm, (5 * 8 - 3 * 8) / 8.0);
+  EXPECT_EQ(result.weight, 8);
+  EXPECT_TRUE(all_equal(weight, {10 + 2}));
 }
 
 TEST(PlainTrainer, AWeightOfZeroCountsForNothing) {
@@ -248,6 +248,24 @@ TEST(PlainTrainer, KeepsLowPrecisionWeightsExactInTheMaster) {
     training->step();
   }
   EXPECT_EQ(weight.item<float>(), 1 - 0x1p-7F);
+}
+
+TEST(PlainTrainer, ShowsTheMasterOfEveryParameterInTheModelsOrder) {
+  Config config = descent(0x1p-10);
+  config.set("precision", "bf16");
+  const at::Tensor frozen = at::tensor({5.0F}).to(at::kBFloat16);
+  const at::Tensor weight = trained({1}, at::kBFloat16);
+  const at::Tensor wide = trained({3});
+  Training training({{"frozen", frozen}, {"weight", weight}, {"wide", wide}}, config);
+  training->backward((weight.to(at::kFloat) + wide).sum());
+  training->step();
+  const std::vector<at::Tensor> masters = training->masters();
+  ASSERT_EQ(masters.size(), 3U);
+  EXPECT_TRUE(all_equal(masters[0], {5}));
+  EXPECT_TRUE(all_equal(masters[1], {1 - 0x1p-10F}));  // which bf16 cannot hold
+  EXPECT_TRUE(all_equal(weight, {1}));
+  EXPECT_TRUE(all_equal(masters[2], {3 - 0x1p-10F}));
+  EXPECT_TRUE(all_equal(wide, {3 - 0x1p-10F}));
 }
 
 TEST(PlainTrainer, LeavesFrozenParametersAlone) {
