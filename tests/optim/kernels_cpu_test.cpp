@@ -98,16 +98,17 @@ TEST(CpuKernels, UpdateTheSameBitsWithAnyNumberOfThreads) {
   const auto device = device::make_cpu_device();
   device::Stream& stream = device->stream(StreamKind::kCompute);
   const auto gradient = random_floats(kNumel, 1e-3, 2);
+  const Weights initial(kNumel);
   for (const auto& [name, rule] : all_rules()) {
     UpdateScalars scalars;
     scalars.lr = 1e-3;
-    Weights expected(kNumel);
+    Weights expected = initial;
     UpdateSpan span = expected.span(gradient.data());
     span.parameter = expected.parameter.data();
     update(rule, scalars, span);
     for (const int num_threads : {1, 2, 3, 7}) {
       const auto kernels = make_cpu_kernels(num_threads);
-      Weights weights(kNumel);
+      Weights weights = initial;
       span = weights.span(gradient.data());
       span.parameter = weights.parameter.data();
       kernels->start_update(rule, scalars, span, stream).wait();
