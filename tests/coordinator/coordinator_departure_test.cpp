@@ -1,8 +1,10 @@
 // When a step does not go as the last one did: another order of uses, an early end, an exception,
 // a failed gather, an illegal move.
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <string>
+#include <thread>
 
 #include <gtest/gtest.h>
 
@@ -149,6 +151,42 @@ INSTANTIATE_TEST_SUITE_P(Devices, EveryDevice,
                          testing::Values(DeviceChoice::kCpu, DeviceChoice::kLazy,
                                          DeviceChoice::kRandom),
                          [](const auto& info) { return name_of(info.param); });
+
+TEST(CoordinatorFaults, TheStepEndsWhenNoDroppedGatherReadsShardsAnyMore) {
+  std::atomic<bool> ends_the_step{false};
+  std::atomic<bool> has_come{false};
+  run_ranks(2, [&](Group& group) {
+    RankWorld world(group, equal_layers(2, kLayerNumel), two_ahead());
+    const auto run_early_step = [&] {
+      run_forward(world, {0});  // prefetches 1
+      ends_the_step = true;
+      world.coordinator().end_step();
+      EXPECT_TRUE(has_come) << "the other rank has not read this one's shard";
+    };
+    // Rank 1 takes part in the second step by hand, to be late for the prefetch.
+    const auto follow = [&] {
+      const auto gather = [&](int id) {
+        const shard::Param& param = world.params()[id];
+        std::vector<float> full(static_cast<std::size_t>(param.layout().padded_numel()));
+        const comm::Gather tensor{param.shard(), full.data(), param.layout().shard_numel(),
+                                  param.layout().dtype()};
+        const std::string unit = world.coordinator().unit_name(id);
+        comm::CallOptions options;
+        options.label = {unit, param.name()};
+        group.start_all_gather({&tensor, 1}, options).wait();
+      };
+      gather(0);
+      while (!ends_the_step) {
+        std::this_thread::yield();
+      }
+      has_come = true;
+      gather(1);
+    };
+    run_forward(world, {0, 1});
+    world.end_step_and_update();
+    group.rank() == 0 ? run_early_step() : follow();
+  });
+}
 
 TEST(CoordinatorFaults, AFailedGatherIsThrownAndCanBeCleanedUp) {
   for (const std::uint64_t call : {std::uint64_t{1}, std::uint64_t{8}, std::uint64_t{9}}) {

@@ -88,7 +88,8 @@ void train(Group& group, const CoordinatorOptions& options, DeviceChoice choice)
 class EveryDevice : public testing::TestWithParam<DeviceChoice> {};
 
 TEST_P(EveryDevice, UsesSeeTheUpdatedValuesAtThePlannedCost) {
-  for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
+  const bool is_cpu = GetParam() == DeviceChoice::kCpu;
+  for (const int num_ranks : is_cpu ? std::vector<int>{1, 2, 3, 4} : std::vector<int>{1, 3}) {
     run_ranks(num_ranks, [&](Group& group) {
       for (const CoordinatorOptions& options : option_combinations()) {
         train(group, options, GetParam());
@@ -120,7 +121,8 @@ void run_overlapping_step(RankWorld& world) {
 }
 
 TEST_P(EveryDevice, UsesMayOverlap) {
-  for (int num_ranks = 1; num_ranks <= 3; ++num_ranks) {
+  const bool is_cpu = GetParam() == DeviceChoice::kCpu;
+  for (const int num_ranks : is_cpu ? std::vector<int>{1, 3} : std::vector<int>{2}) {
     run_ranks(num_ranks, [&](Group& group) {
       for (const CoordinatorOptions& options : option_combinations()) {
         RankWorld world(group, mixed_model(), options, GetParam());
@@ -172,24 +174,32 @@ TEST(Coordinator, ALateEndInBackwardHoldsPrefetchesBackInsideTheLimit) {
 
 TEST(Coordinator, RanksThatEndTheirUsesAtOtherMomentsGatherInTheSameOrder) {
   run_ranks(3, [](Group& group) {
-    RankWorld world(group, equal_layers(kLayers, kLayerNumel),
-                    make_options(kLayerBytes, 2 * kLayerBytes, kUnlimitedBytes, 0));
-    for (int step = 0; step < 4; ++step) {
+    // While the large layer 2 runs there is room for one call with 3 and 4, but not on ranks where
+    // 1 has not ended. They hold it back, and start it as it is: a rank that gathered 3 on demand
+    // instead would be found out.
+    Model model = equal_layers(kLayers, kLayerNumel);
+    model.numels[2] = 2 * kLayerNumel;
+    CoordinatorOptions options = make_options(2 * kLayerBytes, 2 * kLayerBytes, 0, 0);
+    options.budgets.merge_below_bytes = 2 * kLayerBytes;
+    RankWorld world(group, model, options);
+    for (int step = 0; step < 3; ++step) {
       for (UnitId unit = 0; unit < kLayers; ++unit) {
         world.begin(unit, Phase::kForward);
-        world.end(unit, Phase::kForward);
-      }
-      for (UnitId unit = kLayers; unit-- > 0;) {
-        world.begin(unit, Phase::kBackward);
         if (group.rank() == 0) {
-          world.end(unit, Phase::kBackward);
+          world.end(unit, Phase::kForward);
         }
       }
       for (UnitId unit = 0; unit < kLayers && group.rank() > 0; ++unit) {
-        world.end(unit, Phase::kBackward);
+        world.end(unit, Phase::kForward);
       }
       world.end_step_and_update();
     }
+    const auto& planned = world.expected_plan({{0, Phase::kForward},
+                                               {1, Phase::kForward},
+                                               {2, Phase::kForward},
+                                               {3, Phase::kForward},
+                                               {4, Phase::kForward}});
+    EXPECT_EQ(planned.uses[2].prefetch, (std::vector<GatherList>{{3, 4}}));
   });
 }
 

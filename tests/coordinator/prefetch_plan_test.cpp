@@ -315,7 +315,7 @@ Case random_case(std::mt19937& random) {
 
 TEST(PrefetchPlan, KeepsItsPromisesOnRandomTraces) {
   std::mt19937 random(20);
-  for (int round = 0; round < 8000 && !HasFailure(); ++round) {
+  for (int round = 0; round < 5000 && !HasFailure(); ++round) {
     Case c = random_case(random);
     const Outcome with_prefetch = checked_plan(c);
     c.budgets.bucket_bytes = 0;
@@ -326,7 +326,7 @@ TEST(PrefetchPlan, KeepsItsPromisesOnRandomTraces) {
 
 TEST(PrefetchPlan, IsOptimalForEqualParametersOnRandomTraces) {
   std::mt19937 random(21);
-  for (int round = 0; round < 2000 && !HasFailure(); ++round) {
+  for (int round = 0; round < 1000 && !HasFailure(); ++round) {
     const int num_params = 2 + static_cast<int>(random() % 4);
     Case c = layers(num_params, static_cast<std::int64_t>(random() % 4));
     c.uses.clear();
