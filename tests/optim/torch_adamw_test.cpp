@@ -11,6 +11,7 @@
 
 #include <gtest/gtest.h>
 
+#include <ATen/Parallel.h>
 #include <torch/optim.h>
 #include <torch/types.h>
 
