@@ -43,6 +43,10 @@ class FullBytes {
   std::size_t bytes_ = 0;
 };
 
+// A model smaller than the buckets of a large one would be reduced in one piece, after backward.
+// Bits do not depend on it.
+constexpr std::int64_t kSmallestBucketBytes = std::int64_t{1} << 20;
+
 Tier device_tier() { return device::tier_of(device::MemoryKind::kDevice); }
 
 }  // namespace
@@ -174,13 +178,23 @@ void Engine::Impl::copy_to_shard(const shard::Param& param, const void* elements
   runtime.device().start_copy(param.shard(), elements, bytes, stream).wait();
 }
 
+std::int64_t Engine::Impl::trainable_bytes() const {
+  std::int64_t bytes = 0;
+  for (int id = 0; id < params.num_params(); ++id) {
+    if (params[id].trainable()) {
+      bytes += static_cast<std::int64_t>(params[id].layout().full_bytes());
+    }
+  }
+  return bytes;
+}
+
 void Engine::Impl::seal() {
   if (reducer_ != nullptr) {
     return;
   }
   TESSERA_CHECK(params.num_params() > 0, ConfigError,
                 "the engine has no parameters; make units of modules with parameters first");
-  grad::ReducerParts parts{runtime.group(), runtime.device(), params, runtime.clock(),
+  grad::ReducerParts parts{runtime.reduce_group(), runtime.device(), params, runtime.clock(),
                            runtime.spans()};
   if (runtime.on_cuda()) {
     parts.add = [this](float* values, const float* addend, std::int64_t numel,
@@ -190,8 +204,13 @@ void Engine::Impl::seal() {
   }
   optimizer = std::make_unique<optim::ShardedOptimizer>(params, runtime.device(), runtime.kernels(),
                                                         optim::RuleOptions::from(runtime.config()));
-  reducer_ = std::make_unique<grad::Reducer>(
-      parts, grad::ReducerOptions::from(runtime.config(), params[0].layout().dtype()));
+  grad::ReducerOptions reductions =
+      grad::ReducerOptions::from(runtime.config(), params[0].layout().dtype());
+  if (!runtime.config().is_set("grad.bucket_bytes")) {
+    reductions.bucket_bytes =
+        std::clamp(trainable_bytes() / 16, kSmallestBucketBytes, reductions.bucket_bytes);
+  }
+  reducer_ = std::make_unique<grad::Reducer>(parts, reductions);
 }
 
 }  // namespace tessera

@@ -83,6 +83,7 @@ class Engine::Impl {
                 double weight_decay_scale);
   void check_param(const std::string& name, const at::Tensor& tensor) const;
   void copy_to_shard(const shard::Param& param, const void* host_or_device_elements);
+  std::int64_t trainable_bytes() const;
   void agree_on_weight_scale(double weight);
   void close_backward();
   optim::StepSums sum_over_ranks();

@@ -89,6 +89,7 @@ struct Runtime::Impl {
   std::unique_ptr<optim::Kernels> kernels;
   comm::World world;  // joined; empty where the group is borrowed
   comm::Group* borrowed = nullptr;
+  std::unique_ptr<comm::Group> reductions;  // null in a group of one
 };
 
 Runtime::Runtime(Config config, const RuntimeOptions& options) {
@@ -107,12 +108,20 @@ Runtime::Runtime(Config config, const RuntimeOptions& options) {
   world.group.device = impl_->device.get();
   world.group.spans = &impl_->spans;
   impl_->world = comm::join_world(rendezvous, world);
+  split_group();
 }
 
 Runtime::Runtime(Config config, comm::Group& world, const RuntimeOptions& options) {
   config.check();
   impl_ = std::make_unique<Impl>(std::move(config), options, world.rank(), world.size());
   impl_->borrowed = &world;
+  split_group();
+}
+
+void Runtime::split_group() {
+  if (num_ranks() > 1) {
+    impl_->reductions = group().split(0, group().name() + ".reduce");
+  }
 }
 
 Runtime::~Runtime() = default;
@@ -122,6 +131,9 @@ int Runtime::num_ranks() const { return group().size(); }
 const Config& Runtime::config() const { return impl_->config; }
 comm::Group& Runtime::group() const {
   return impl_->borrowed != nullptr ? *impl_->borrowed : *impl_->world.group;
+}
+comm::Group& Runtime::reduce_group() const {
+  return impl_->reductions ? *impl_->reductions : group();
 }
 device::Device& Runtime::device() const { return *impl_->device; }
 bool Runtime::on_cuda() const { return impl_->on_cuda; }

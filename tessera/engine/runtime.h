@@ -3,7 +3,8 @@
 //   tessera::Runtime runtime(config);            // joins torchrun's, mpirun's, srun's or our own
 //   tessera::Engine engine(runtime);             // launcher's ranks, or is a world of one
 //
-// Several engines may share one runtime. No globals: ranks may be threads of one process.
+// Several engines may share one runtime; ranks then use them in the same order. No globals: ranks
+// may be threads of one process.
 //
 // Threads: construct and destroy on one thread; the parts say what they allow.
 #pragma once
@@ -43,6 +44,9 @@ class Runtime {
   int num_ranks() const;
   const Config& config() const;
   comm::Group& group() const;  // the ranks that share one copy of the model
+  // The same ranks, for reductions: when a bucket is full may differ between ranks that use
+  // different parameters, so reductions must not stand in one order with gathers.
+  comm::Group& reduce_group() const;
   device::Device& device() const;
   bool on_cuda() const;
   optim::Kernels& kernels() const;
@@ -54,6 +58,8 @@ class Runtime {
   const std::shared_ptr<comm::Board>& board() const;
 
  private:
+  void split_group();
+
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
