@@ -1,6 +1,5 @@
 #include "models/gpt_modules.h"
 
-#include <cmath>
 #include <vector>
 
 #include <ATen/ATen.h>
