@@ -14,8 +14,6 @@
 namespace tessera::models {
 namespace {
 
-constexpr double kDeviation = 0.02;
-
 void fill_plain(const Init& init, std::uint64_t seed, const std::string& name, DType dtype,
                 const at::Tensor& param) {
   const at::NoGradGuard no_grad;
@@ -130,22 +128,22 @@ Init gpt_init(const GptOptions& options, const std::string& name) {
   constexpr std::string_view kBlocks = "blocks.";
   const std::string_view inner =
       full.starts_with(kBlocks) ? full.substr(full.find('.', kBlocks.size()) + 1) : full;
-  if (inner.ends_with(".bias")) {
-    return Init::constant(0);
+  if (inner.starts_with("norm")) {
+    return Init::constant(inner.ends_with(".bias") ? 0 : 1);
   }
-  if (inner == "norm.weight" || inner == "norm1.weight" || inner == "norm2.weight") {
-    return Init::constant(1);
+  if (inner == "tokens.weight" || inner == "positions.weight") {
+    return Init::normal(1);
   }
-  // Each of the two additions of a block to the residual stream gets a share, as in GPT-2: the
-  // variance of the stream does not grow with the depth.
-  if (inner == "attention.out.weight" || inner == "down.weight") {
-    return Init::normal(kDeviation / std::sqrt(2.0 * static_cast<double>(options.layers)));
-  }
-  TESSERA_INVARIANT(inner == "tokens.weight" || inner == "positions.weight" ||
-                        inner == "attention.qkv.weight" || inner == "up.weight" ||
-                        inner == "head.weight",
+  TESSERA_INVARIANT(inner.starts_with("attention.") || inner.starts_with("up.") ||
+                        inner.starts_with("down.") || inner == "head.weight",
                     name, " is not a parameter of this model");
-  return Init::normal(kDeviation);
+  const std::int64_t inputs = inner.starts_with("down.") ? 4 * options.width : options.width;
+  return Init::uniform(1.0 / std::sqrt(static_cast<double>(inputs)));
+}
+
+shard::ElementRange gpt_noise_elements(const GptOptions& options, const std::string& name) {
+  const bool found = std::string_view(name).ends_with(".attention.qkv.bias");
+  return found ? shard::ElementRange{options.width, options.width} : shard::ElementRange{};
 }
 
 }  // namespace tessera::models

@@ -18,6 +18,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/engine/init.h"
+#include "tessera/shard/layout.h"
 
 namespace tessera {
 class Engine;
@@ -79,8 +80,15 @@ class Gpt {
   std::unique_ptr<Impl> impl_;
 };
 
-// The rule of one parameter, by its full name: matrices normal, residual projections scaled down by
-// the depth, norms one, biases zero.
+// The rule of one parameter, by its full name: the distributions of PyTorch's own modules, which
+// the peers' program has. Embeddings are normal, linear layers uniform within 1 / sqrt(inputs),
+// biases included; norms are one and zero.
 Init gpt_init(const GptOptions& options, const std::string& name);
+
+// Elements of a parameter whose gradient is zero but for rounding: the biases of keys, since
+// softmax does not change when all scores of a query shift alike. AdamW divides a gradient by its
+// own size, so it moves them by noise, and no two orders of summation agree there. A comparison of
+// two trainings must look at them apart.
+shard::ElementRange gpt_noise_elements(const GptOptions& options, const std::string& name);
 
 }  // namespace tessera::models

@@ -32,7 +32,6 @@ TEST(FullBytes, StayWithinTheLiveLimitPlusOneUnit) {
         EXPECT_LE(step.gathers.full_bytes_peak, live + largest_unit_bytes(settings.model, ranks))
             << "limit " << limit << ", " << ranks << " ranks";
         EXPECT_GT(step.gathers.full_bytes_peak, 0);
-        EXPECT_EQ(step.gathers.arena_overflows, 0U) << "limit " << limit;
       }
     }
   }
@@ -57,7 +56,7 @@ TEST(RankBytes, EqualTheClosedForm) {
       RunSettings settings;
       Runtime runtime(config_of(settings), group, {-1, 1, 0});
       Engine engine(runtime);
-      models::Gpt model(settings.model, engine, 1);
+      models::Gpt model(settings.model, engine, settings.seed);
       engine.optimizer();
       std::size_t shard_bytes = 0;
       for (int id = 0; id < engine.num_params(); ++id) {
@@ -81,7 +80,7 @@ TEST(Building, NeverHoldsMoreThanOneUnitInFull) {
     const models::GptOptions big = models::gpt_preset("gpt2-124m");
     Runtime runtime(config_of(settings), group, {-1, 1, 0});
     Engine engine(runtime);
-    models::Gpt model(big, engine, 1);
+    models::Gpt model(big, engine, settings.seed);
     const Tier tier = device::tier_of(device::MemoryKind::kDevice);
     EXPECT_LE(runtime.ledger().peak_bytes(tier, Role::kFull),
               static_cast<std::size_t>(models::gpt_size(big).largest_unit) * 4);

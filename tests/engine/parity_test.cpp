@@ -29,6 +29,8 @@ TEST_P(Parity, HoldsForEveryNumberOfRanks) {
     const RunOutcome sharded = train(settings);
     const Difference off = difference(sharded, referee);
     EXPECT_LE(off.largest(), kBound) << ranks << " ranks: " << off.describe();
+    // Two noises, each at most a step of AdamW's largest size, lr, apart in every step.
+    EXPECT_LE(off.noise, 2 * 1e-3 * static_cast<double>(settings.steps));
     if (ranks == 1) {
       EXPECT_TRUE(same_bits(sharded, referee)) << off.describe();
     } else {

@@ -178,6 +178,7 @@ RunOutcome train_unsharded(const RunSettings& settings) {
   models::PlainTrainer trainer(model.params(), config_of(settings), *kernels, *device, options);
   const auto data = data_of(settings);
   RunOutcome outcome;
+  outcome.model = settings.model;
   for (std::int64_t step = 0; step < settings.steps; ++step) {
     for (int micro = 0; micro < settings.accumulate; ++micro) {
       const Batch batch = read_batch(*data, settings, step, 0, 1, micro);
@@ -219,6 +220,7 @@ RunOutcome train(const RunSettings& settings) {
     return train_unsharded(settings);
   }
   RunOutcome outcome;
+  outcome.model = settings.model;
   Results results(outcome);
   comm::run_ranks(settings.ranks,
                   [&](comm::Group& group) { train_rank(settings, group, outcome, results); });
@@ -243,10 +245,16 @@ Difference difference(const RunOutcome& left, const RunOutcome& right) {
     worst.norm = std::max(worst.norm, relative(left.steps[i].grad_norm, right.steps[i].grad_norm));
   }
   for (std::size_t i = 0; i < left.params.size(); ++i) {
-    const at::Tensor a = left.params[i].to(at::kDouble);
     const at::Tensor b = right.params[i].to(at::kDouble);
+    at::Tensor apart = left.params[i].to(at::kDouble) - b;
+    if (const shard::ElementRange noise = models::gpt_noise_elements(left.model, left.names[i]);
+        noise.numel > 0) {
+      at::Tensor part = apart.slice(0, noise.begin, noise.begin + noise.numel);
+      worst.noise = std::max(worst.noise, part.abs().max().item<double>());
+      part.zero_();
+    }
     const double norm = b.norm().item<double>();
-    const double off = (a - b).norm().item<double>();
+    const double off = apart.norm().item<double>();
     const double value = norm == 0 ? off : off / norm;
     if (!(value <= worst.param)) {
       worst.param = value;

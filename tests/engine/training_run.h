@@ -37,6 +37,7 @@ struct RunSettings {
 };
 
 struct RunOutcome {
+  models::GptOptions model;
   std::vector<StepResult> steps;
   std::vector<std::string> names;
   std::vector<at::Tensor> params;  // after the last step, in fp32: master weights of low precision
@@ -46,10 +47,12 @@ struct RunOutcome {
 RunOutcome train(const RunSettings& settings);
 
 // Largest relative differences: of losses and norms, and of parameters against their tensor's norm.
+// Elements that only noise moves (gpt_noise_elements) are apart, as absolute differences.
 struct Difference {
   double loss = 0;
   double norm = 0;
   double param = 0;
+  double noise = 0;
   std::string worst_param;
   std::string describe() const;
   double largest() const;
