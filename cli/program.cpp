@@ -15,7 +15,14 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::array<Command, 5> kCommands{{
+constexpr std::array<Command, 6> kCommands{{
+    {"train", "Trains a GPT, sharded over ranks",
+     "  tessera train --ranks 2\n"
+     "  tessera train --ranks 4 --preset small --data text:book.txt --steps 200 --metrics "
+     "run.jsonl\n"
+     "  tessera train --ranks 2 --verify 3\n"
+     "  torchrun --nproc-per-node 8 --no-python tessera train --preset gpt-1b4 --device cuda\n",
+     add_train},
     {"doctor", "Says what this machine has, and what each missing thing costs",
      "  tessera doctor\n"
      "  tessera doctor --dir /mnt/nvme --json\n",
@@ -96,7 +103,7 @@ int run_checked(int argc, char** argv) {
   app.set_help_flag("-h,--help", "Prints this help");
   app.footer(
       "tessera COMMAND --help says more about one command.\n\nExamples:\n"
-      "  tessera doctor\n  tessera bench-comm --ranks 2");
+      "  tessera doctor\n  tessera train --ranks 2");
   bool version = false;
   app.add_flag("--version", version, "Prints the version")->disable_flag_override();
   app.get_formatter()->column_width(26);

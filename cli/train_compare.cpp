@@ -17,8 +17,6 @@ constexpr double kMaxMovement = 0.75;
 constexpr const char* kLine = "{:<24}{:>12}{:>12}  {}\n";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-double unit_roundoff(DType dtype) { return dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11; }
-
 double relative_difference(double sharded, double unsharded) {
   if (sharded == unsharded || (!std::isfinite(sharded) && !std::isfinite(unsharded))) {
     return 0;
@@ -37,14 +35,11 @@ double excess_of(double difference, double bound) {
 
 }  // namespace
 
-CompareBounds compare_bounds(DType dtype, int num_ranks, std::int64_t layers) {
-  if (num_ranks == 1) {
-    return {};
-  }
+CompareBounds rounding_bounds(DType dtype, std::int64_t layers) {
   if (dtype == DType::kFloat32) {
     return {kFloat32Bound, kFloat32Bound, 0};
   }
-  const double roundoff = unit_roundoff(dtype);
+  const double roundoff = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
   const double noise = roundoff * std::sqrt(kRoundingsPerBlock * static_cast<double>(layers + 1));
   return {noise, 2 * roundoff, std::min(2 * std::sqrt(noise), kMaxMovement)};
 }
@@ -74,7 +69,14 @@ void Comparison::add_grad_norm(std::int64_t step, double sharded, double unshard
 }
 
 void Comparison::add_param(const ParamDifference& param) {
-  const double allowed = bounds_.norm * param.norm + bounds_.movement * param.movement;
+  add_tensor(param, bounds_.norm * param.norm + bounds_.movement * param.movement);
+}
+
+void Comparison::add_noise(const ParamDifference& param, double allowed) {
+  add_tensor(param, allowed);
+}
+
+void Comparison::add_tensor(const ParamDifference& param, double allowed) {
   double excess = excess_of(param.difference, allowed);
   if (std::isnan(excess)) {
     excess = kInfinity;
@@ -91,6 +93,10 @@ void Comparison::add_param(const ParamDifference& param) {
         "{:.3g}, moved {:.3g}), where {:.3g} is allowed",
         param.name, param.difference, param.norm, param.movement, allowed);
   }
+}
+
+bool Comparison::equal() const {
+  return loss_.difference == 0 && grad_norm_.difference == 0 && param_.difference == 0;
 }
 
 std::string Comparison::table() const {

@@ -4,23 +4,30 @@
 // every parameter after the last step, by the norm of its difference. A difference that is not
 // a number is beyond every bound; two losses or norms that are both infinite or NaN agree.
 //
+// [Note: what is compared]
+// The unsharded twin takes the ranks' micro-batches one after the other, in the order in which the
+// exact reduction adds them. So what is left is what sharding does, and not the noise of another
+// order of sums: on like machines most runs are equal to the bit.
+//
 // [Note: bounds of a comparison]
-// One rank: none. The same operations run in the same order.
+// One rank on the CPU: none. The same operations run in the same order.
 //
-// fp32, several ranks: 2e-6 of the tensor's norm. Only the order of sums over sequences differs,
-// which is noise of some 2e-7; every planted defect is beyond 1e-5 in norm or parameters.
-//
-// bf16 and fp16, several ranks: a rounding to p bits has a relative error of at most u = 2^-p. A
-// step rounds results of a token some kRoundingsPerBlock times per block, forward and back, and a
-// gradient once per rank before the sum. Roundings are independent, so K = kRoundingsPerBlock *
-// (layers + 1) of them are a noise of r = u * sqrt(K): the bound of losses and norms.
-// AdamW moves an element by about lr, however small its gradient is, and so turns noise into whole
-// moves where the sign of a gradient flips. A gradient of normal distribution with noise r has the
-// wrong sign in a share of at most r of its elements; each of those is off by two moves, hence the
-// difference is at most 2 * sqrt(r) of how far the tensor has moved. A parameter that is not
-// updated is off by all of it: the bound must stay below 1, and is cut at 3/4 for deep models.
-// Parameters are compared as the forward sees them, rounded: two equal masters with a last-bit
-// difference may round apart, which adds 2 * u of the tensor's norm.
+// Otherwise hosts may differ, a GPU may add in the order of time, and with several micro-batches
+// the sum over ranks and micro-batches is put into other brackets.
+// fp32: 2e-6, ten times the noise between two orders of sums; every defect that tests plant is
+// beyond 1e-5 in a norm or a parameter.
+// bf16 and fp16: a rounding has a relative error of at most u. A step rounds results of a token
+// some kRoundingsPerBlock times per block, forward and back. Roundings are independent, so K =
+// kRoundingsPerBlock * (layers + 1) of them are a noise of r = u * sqrt(K): the bound of losses and
+// norms. AdamW moves an element by about lr, however small its gradient is, and so turns noise into
+// whole moves where the sign of a gradient flips. A gradient of normal distribution with noise r
+// has the wrong sign in a share of at most r of its elements; each of those is off by two moves,
+// hence the difference is at most 2 * sqrt(r) of how far the tensor has moved. A parameter that is
+// not updated is off by all of it: the bound must stay below 1, and is cut at 3/4 for deep models.
+// To that comes the rounding of the parameters themselves, as the forward sees them: two masters
+// with a last-bit difference may round apart, 2 * u of the tensor's norm.
+// Elements that only noise moves (models::gpt_noise_elements) are compared apart from their tensor:
+// two noises are at most two moves of lr apart per step and element.
 //
 // Threads: plain data.
 #pragma once
@@ -39,7 +46,8 @@ struct CompareBounds {
   double movement = 0;  // share of how far training has moved the tensor, added to it
 };
 
-CompareBounds compare_bounds(DType dtype, int num_ranks, std::int64_t layers);
+inline constexpr CompareBounds kBitForBit{};
+CompareBounds rounding_bounds(DType dtype, std::int64_t layers);
 
 // Norms of one parameter after the last step.
 struct ParamDifference {
@@ -56,10 +64,15 @@ class Comparison {
   void add_loss(std::int64_t step, double sharded, double unsharded);
   void add_grad_norm(std::int64_t step, double sharded, double unsharded);
   void add_param(const ParamDifference& param);
+  // Elements that only noise moves; `allowed` is of the difference's norm.
+  void add_noise(const ParamDifference& param, double allowed);
+  bool bit_for_bit() const { return bounds_.step == 0; }
 
   // Empty when everything agrees; else the first step that does not, or the worst parameter, with
   // values and bound.
   const std::string& failure() const { return failure_; }
+  // Nothing that was compared differs.
+  bool equal() const;
   // The worst difference of each kind with its bound and place.
   std::string table() const;
 
@@ -72,6 +85,7 @@ class Comparison {
   };
   void add_number(std::string_view what, Worst& worst, std::int64_t step, double sharded,
                   double unsharded);
+  void add_tensor(const ParamDifference& param, double allowed);
 
   const CompareBounds bounds_;
   Worst loss_;

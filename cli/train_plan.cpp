@@ -51,7 +51,8 @@ void apply_flags(const TrainFlags& flags, Config& config) {
   apply("--trace", flags.trace, "trace.path");
   TESSERA_CHECK(flags.batch.empty() || config.get_int("batch.total") > 0, ConfigError, "--batch ",
                 tessera::quoted(flags.batch), " holds no sequence; give at least one per rank");
-  if (!flags.batch.empty() || !flags.accumulate.empty()) {
+  const bool replaced = !flags.batch.empty() || !flags.accumulate.empty();
+  if (replaced && config.get_int("batch.micro_per_rank") > 0) {
     // What a file says of the third number belongs to the two that a flag has replaced.
     config.set("batch.micro_per_rank", std::int64_t{0});
   }
@@ -93,7 +94,6 @@ BatchShape checked_batch(const TrainFlags& flags, int num_ranks, Config& config)
                 "; leave one of them out");
   config.set("batch.total", batch.total);
   config.set("batch.accumulate", batch.accumulate);
-  config.set("batch.micro_per_rank", batch.per_micro_batch());
   return batch;
 }
 

@@ -1,8 +1,8 @@
 // The flags of `tessera train`, checked, in the words of those who carry them out.
 //
 // What is an option of the table (batch, precision, learning rate, ...) is in `config` and nowhere
-// else, whether a flag, --set or a file gave it; flags win. batch.total, batch.micro_per_rank and
-// batch.accumulate are filled in for the number of ranks.
+// else, whether a flag, --set or a file gave it; flags win. batch.total and batch.accumulate are
+// filled in for the number of ranks.
 //
 // Includes models, hence torch: for train_*.cpp only.
 //

@@ -3,8 +3,6 @@
 #include <memory>
 #include <optional>
 
-#include <fmt/format.h>
-
 #include <ATen/Parallel.h>
 
 #include "cli/metrics.h"
@@ -29,8 +27,6 @@ RuntimeOptions runtime_options(const TrainPlan& plan) {
   return options;
 }
 
-const char* plural(std::int64_t count) { return count == 1 ? "" : "s"; }
-
 class Run {
  public:
   Run(const TrainPlan& plan, models::TokenSource& data, Runtime& runtime)
@@ -51,7 +47,7 @@ class Run {
       trainer_->save(plan_.save_init);
     }
     if (speaks_) {
-      std::cout << head_text() << std::flush;
+      std::cout << head_text(head()) << std::flush;
     }
     run_steps();
     if (!plan_.save.empty()) {
@@ -142,10 +138,7 @@ class Run {
     std::cout << comparison.table() << std::flush;
     TESSERA_CHECK(comparison.failure().empty(), Error,
                   "verification failed: ", comparison.failure());
-    std::cout << fmt::format("verified: {} step{} of {} rank{} in {} equal unsharded training{}\n",
-                             plan_.num_steps, plural(plan_.num_steps), runtime_.num_ranks(),
-                             plural(runtime_.num_ranks()), plan_.config.get_string("precision"),
-                             runtime_.num_ranks() == 1 ? ", bit for bit" : " within the bounds");
+    std::cout << verified_text(head(), comparison.equal()) << std::flush;
   }
 
   ModelBytes model_bytes() const {
@@ -163,28 +156,27 @@ class Run {
   // Plain training takes its memory from torch, whose books are not ours.
   void print_memory() const {
     if (!plan_.unsharded) {
-      std::cout << fmt::format("memory of rank 0 of {}\n", runtime_.num_ranks())
+      std::cout << "memory of rank 0 of " << runtime_.num_ranks() << "\n"
                 << memory_text(model_bytes(), runtime_.ledger()) << std::flush;
     }
   }
 
-  std::string head_text() const {
-    const ModelBytes model = model_bytes();
-    const std::string ranks =
-        plan_.unsharded
-            ? "unsharded"
-            : fmt::format("sharded over {} rank{} ({})", runtime_.num_ranks(),
-                          plural(runtime_.num_ranks()), runtime_.group().backend_name());
-    const std::string micro_batches =
-        plan_.batch.accumulate == 1 ? std::string()
-                                    : fmt::format(" in {} micro-batches", plan_.batch.accumulate);
-    return fmt::format("{}: {} parameters in {}, {} on {}, {} thread{}\n", plan_.preset,
-                       count_text(static_cast<double>(model.num_params)),
-                       plan_.config.get_string("precision"), ranks, runtime_.device().name(),
-                       plan_.num_threads, plural(plan_.num_threads)) +
-           fmt::format("{} step{} of {} sequence{} of {} tokens{}, data: {}\n", plan_.num_steps,
-                       plural(plan_.num_steps), plan_.batch.total, plural(plan_.batch.total),
-                       plan_.model.sequence, micro_batches, data_.name());
+  RunHead head() const {
+    RunHead head;
+    head.preset = plan_.preset;
+    head.precision = plan_.config.get_string("precision");
+    head.num_params = model_bytes().num_params;
+    head.unsharded = plan_.unsharded;
+    head.num_ranks = runtime_.num_ranks();
+    head.backend = runtime_.group().backend_name();
+    head.device = runtime_.device().name();
+    head.num_threads = plan_.num_threads;
+    head.num_steps = plan_.num_steps;
+    head.batch = plan_.batch.total;
+    head.accumulate = plan_.batch.accumulate;
+    head.sequence = plan_.model.sequence;
+    head.data = data_.name();
+    return head;
   }
 
   const TrainPlan& plan_;

@@ -18,7 +18,30 @@ std::string bytes_text(std::int64_t bytes) {
   return approximate_bytes(static_cast<std::uint64_t>(bytes));
 }
 
+const char* plural(std::int64_t count) { return count == 1 ? "" : "s"; }
+
 }  // namespace
+
+std::string head_text(const RunHead& head) {
+  const std::string ranks = head.unsharded
+                                ? "unsharded"
+                                : fmt::format("sharded over {} rank{} ({})", head.num_ranks,
+                                              plural(head.num_ranks), head.backend);
+  const std::string micro_batches =
+      head.accumulate == 1 ? "" : fmt::format(" in {} micro-batches", head.accumulate);
+  return fmt::format("{}: {} parameters in {}, {} on {}, {} thread{}\n", head.preset,
+                     count_text(static_cast<double>(head.num_params)), head.precision, ranks,
+                     head.device, head.num_threads, plural(head.num_threads)) +
+         fmt::format("{} step{} of {} sequence{} of {} tokens{}, data: {}\n", head.num_steps,
+                     plural(head.num_steps), head.batch, plural(head.batch), head.sequence,
+                     micro_batches, head.data);
+}
+
+std::string verified_text(const RunHead& head, bool equal) {
+  return fmt::format("verified: {} step{} of {} rank{} in {} equal unsharded training{}\n",
+                     head.num_steps, plural(head.num_steps), head.num_ranks, plural(head.num_ranks),
+                     head.precision, equal ? ", bit for bit" : " within the bounds");
+}
 
 std::int64_t ModelBytes::unsharded(Role role) const {
   const bool has_master = dtype != DType::kFloat32;

@@ -1,4 +1,4 @@
-// What a run was like: printed once, at its end, by rank 0.
+// What a run will be and what it was like: printed by rank 0 at its beginning and its end.
 //
 // Threads: plain data.
 #pragma once
@@ -23,6 +23,26 @@ struct ModelBytes {
   // them; gradients are summed in fp32. Activations are not in it.
   std::int64_t unsharded(Role role) const;
 };
+
+struct RunHead {
+  std::string preset;
+  std::string precision;
+  std::int64_t num_params = 0;
+  bool unsharded = false;
+  int num_ranks = 1;
+  std::string backend;
+  std::string device;
+  int num_threads = 1;
+  std::int64_t num_steps = 0;
+  std::int64_t batch = 0;  // sequences of all ranks
+  std::int64_t accumulate = 1;
+  std::int64_t sequence = 0;
+  std::string data;
+};
+
+std::string head_text(const RunHead& head);
+// After --verify; `equal`: to the bit.
+std::string verified_text(const RunHead& head, bool equal);
 
 // Sums over the steps of this rank.
 class RunTotals {

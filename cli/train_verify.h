@@ -20,7 +20,7 @@ class Twin {
   // Builds the model in full, with the initial values of `plan`, and keeps a copy of them.
   Twin(const TrainPlan& plan, Runtime& runtime);
 
-  // The same step on the whole batch, in as many micro-batches; compared with what ranks got.
+  // The same step on the micro-batches of all ranks; see [Note: what is compared].
   void step(Batches& batches, std::int64_t step, const StepResult& sharded);
   // `sharded`: parameter `id` after the last step.
   void compare_param(int id, const Trainer::ParamInfo& info, const at::Tensor& sharded);
@@ -29,9 +29,11 @@ class Twin {
 
  private:
   const BatchShape batch_;
+  const models::GptOptions model_;
   std::unique_ptr<Trainer> trainer_;
   const std::vector<Trainer::ParamInfo> infos_;
   std::vector<at::Tensor> initial_;
+  double sum_lr_ = 0;  // of all steps that updated
   Comparison comparison_;
 };
 

@@ -1,0 +1,223 @@
+// `tessera train` as a user runs it, on models that take milliseconds: what it prints and writes,
+// and that the number of ranks does not show in the numbers.
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include "tests/cli/program.h"
+#include "tests/support/temporary_directory.h"
+
+namespace tessera::testing {
+namespace {
+
+using Json = nlohmann::json;
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+std::size_t count_of(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) {
+    ++count;
+  }
+  return count;
+}
+
+class Train : public ::testing::Test {
+ protected:
+  ProcessResult train(std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), "train");
+    ProcessOptions options;
+    options.directory = directory_.path();
+    ProcessResult result = run_tessera(arguments, options);
+    EXPECT_FALSE(result.timed_out);
+    return result;
+  }
+
+  std::vector<Json> lines(const std::string& name) const {
+    std::ifstream in(directory_.path() / name);
+    std::vector<Json> parsed;
+    for (std::string line; std::getline(in, line);) {
+      parsed.push_back(Json::parse(line));
+    }
+    return parsed;
+  }
+
+  std::string read_file(const std::string& name) const {
+    std::ifstream in(directory_.path() / name, std::ios::binary);
+    std::ostringstream text;
+    text << in.rdbuf();
+    return text.str();
+  }
+
+  std::set<std::string> files() const {
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(directory_.path())) {
+      names.insert(entry.path().filename().string());
+    }
+    return names;
+  }
+
+  TemporaryDirectory directory_;
+};
+
+TEST(TrainHelp, SaysWhatEveryFlagIs) {
+  const ProcessResult result = run_tessera({"train", "--help"});
+  EXPECT_EQ(result.exit_code, 0);
+  for (const char* flag :
+       {"--preset",    "--ranks",   "--steps", "--batch",     "--seq",       "--accumulate",
+        "--precision", "--lr",      "--clip",  "--seed",      "--data",      "--config",
+        "--set",       "--metrics", "--trace", "--unsharded", "--verify",    "--recompute",
+        "--tie-head",  "--freeze",  "--vocab", "--layers",    "--save-init", "--save",
+        "--threads",   "--device"}) {
+    EXPECT_TRUE(contains(result.out, flag)) << flag;
+  }
+  EXPECT_TRUE(contains(result.out, "readable while it grows, emptied at the start"));
+  EXPECT_TRUE(contains(result.out, "gpt2-124m"));
+  EXPECT_TRUE(contains(result.out, "Examples:\n  tessera train"));
+}
+
+TEST_F(Train, WithoutFlagsIsADemoThatLearns) {
+  const ProcessResult result = train({"--metrics", "run.jsonl"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.err, "");
+  EXPECT_EQ(count_of(result.out, "\nstep "), 20U) << result.out;
+  for (const char* part : {"tokens/s", "median step", "optimizer", "unsharded", "left"}) {
+    EXPECT_TRUE(contains(result.out, part)) << part << "\n" << result.out;
+  }
+  const std::vector<Json> steps = lines("run.jsonl");
+  ASSERT_EQ(steps.size(), 20U);
+  EXPECT_LT(steps.back().at("loss").get<double>(), 0.9 * steps.front().at("loss").get<double>());
+  EXPECT_EQ(files(), std::set<std::string>{"run.jsonl"});
+}
+
+TEST_F(Train, MetricsHaveAllFieldsAndOneLinePerStep) {
+  const ProcessResult result =
+      train({"--ranks", "2", "--preset", "micro", "--steps", "3", "--batch", "4", "--metrics",
+             "run.jsonl", "--trace", "trace.json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const std::vector<Json> steps = lines("run.jsonl");
+  ASSERT_EQ(steps.size(), 3U);
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    const Json& step = steps[i];
+    EXPECT_EQ(step.at("step"), i);
+    EXPECT_EQ(step.at("skipped"), false);
+    EXPECT_EQ(step.at("loss_scale"), 1.0);
+    EXPECT_EQ(step.at("lr"), 0.001);
+    for (const char* name : {"loss", "grad_norm", "step_s", "tokens_per_s", "rss_peak_bytes",
+                             "full_bytes_peak", "gathered_bytes", "reduced_bytes"}) {
+      EXPECT_GT(step.at(name).get<double>(), 0) << name;
+    }
+    EXPECT_GE(step.at("exposed_wait_s").get<double>(), 0);
+    EXPECT_GT(step.at("prefetch_hits").get<std::int64_t>() +
+                  step.at("prefetch_misses").get<std::int64_t>(),
+              0);
+    // Four sequences of sixteen tokens.
+    EXPECT_NEAR(step.at("tokens_per_s").get<double>() * step.at("step_s").get<double>(), 64, 1e-6);
+  }
+  EXPECT_EQ(files(), (std::set<std::string>{"run.jsonl", "trace.json", "trace.rank1.json"}));
+  EXPECT_FALSE(Json::parse(read_file("trace.rank1.json")).at("traceEvents").empty());
+  // Rank 0 speaks for all.
+  EXPECT_EQ(count_of(result.out, "median step"), 1U) << result.out;
+}
+
+TEST_F(Train, OneTwoAndNoRanksTrainTheSameNumbers) {
+  const std::vector<std::string> common{"--preset", "micro", "--steps",      "4",
+                                        "--batch",  "4",     "--accumulate", "2"};
+  const auto run = [&](const std::string& name, const std::vector<std::string>& more) {
+    std::vector<std::string> arguments = common;
+    arguments.insert(arguments.end(), {"--metrics", name + ".jsonl", "--save", name + ".st",
+                                       "--save-init", name + ".init"});
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const ProcessResult result = train(arguments);
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+  };
+  run("one", {"--ranks", "1"});
+  run("two", {"--ranks", "2"});
+  run("plain", {"--unsharded"});
+  EXPECT_EQ(read_file("one.init"), read_file("two.init"));
+  EXPECT_EQ(read_file("one.init"), read_file("plain.init"));
+  EXPECT_EQ(read_file("one.st"), read_file("plain.st"));
+  EXPECT_NE(read_file("one.st"), read_file("one.init"));
+  EXPECT_EQ(read_file("two.st").size(), read_file("one.st").size());
+  const std::vector<Json> one = lines("one.jsonl");
+  const std::vector<Json> two = lines("two.jsonl");
+  const std::vector<Json> plain = lines("plain.jsonl");
+  ASSERT_EQ(one.size(), 4U);
+  ASSERT_EQ(two.size(), 4U);
+  ASSERT_EQ(plain.size(), 4U);
+  for (std::size_t i = 0; i < one.size(); ++i) {
+    for (const char* name : {"loss", "grad_norm"}) {
+      const double value = one[i].at(name);
+      EXPECT_EQ(plain[i].at(name).get<double>(), value) << name << " of step " << i;
+      EXPECT_LT(std::abs(two[i].at(name).get<double>() - value), 2e-6 * value) << name << " " << i;
+    }
+    EXPECT_EQ(plain[i].at("gathered_bytes"), 0);
+    EXPECT_EQ(plain[i].at("exposed_wait_s"), 0.0);
+  }
+}
+
+TEST_F(Train, VerifyComparesWithUnshardedTraining) {
+  const ProcessResult two = train({"--ranks", "2", "--verify", "2", "--batch", "4"});
+  EXPECT_EQ(two.exit_code, 0) << two.err << two.out;
+  EXPECT_TRUE(contains(two.out, "verified: 2 steps of 2 ranks in fp32")) << two.out;
+  for (const char* row : {"\nloss ", "\ngrad_norm ", "\nparameters "}) {
+    EXPECT_TRUE(contains(two.out, row)) << two.out;
+  }
+  const ProcessResult one = train({"--verify", "2", "--batch", "4", "--accumulate", "2"});
+  EXPECT_EQ(one.exit_code, 0) << one.err << one.out;
+  EXPECT_TRUE(contains(one.out, "bit for bit")) << one.out;
+}
+
+TEST_F(Train, VerifyHoldsInLowPrecision) {
+  for (const char* precision : {"bf16", "fp16"}) {
+    const ProcessResult result = train({"--ranks", "2", "--preset", "micro", "--verify", "3",
+                                        "--batch", "4", "--precision", precision});
+    EXPECT_EQ(result.exit_code, 0) << result.err << result.out;
+    EXPECT_TRUE(contains(result.out, std::string("in ") + precision)) << result.out;
+  }
+}
+
+// The wire type is one that --verify must see: it changes numbers in the third digit.
+TEST_F(Train, VerifyFailsWhereNumbersDiffer) {
+  const ProcessResult result =
+      train({"--ranks", "2", "--verify", "2", "--batch", "4", "--set", "grad.wire_dtype=bf16"});
+  EXPECT_EQ(result.exit_code, 1) << result.out;
+  EXPECT_TRUE(contains(result.err, "verification failed: ")) << result.err;
+  EXPECT_FALSE(contains(result.out, "verified: ")) << result.out;
+}
+
+TEST_F(Train, FlagsWinOverAFile) {
+  std::ofstream(directory_.path() / "run.json")
+      << R"({"optim": {"lr": 0.5}, "batch": {"micro_per_rank": 3}, "seed": 3})";
+  const std::vector<std::string> common{"--preset", "micro",    "--steps",   "1",
+                                        "--config", "run.json", "--metrics", "run.jsonl"};
+  ASSERT_EQ(train(common).exit_code, 0);
+  EXPECT_EQ(lines("run.jsonl").at(0).at("lr"), 0.5);
+  std::vector<std::string> with_flags = common;
+  with_flags.insert(with_flags.end(), {"--lr", "0.25", "--batch", "2"});
+  const ProcessResult result = train(with_flags);
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(lines("run.jsonl").at(0).at("lr"), 0.25);
+  EXPECT_TRUE(contains(result.out, "of 2 sequences of 16 tokens")) << result.out;
+}
+
+TEST_F(Train, EverySwitchOfTheModelTrains) {
+  const ProcessResult result =
+      train({"--preset", "micro", "--vocab", "257", "--steps", "2", "--batch", "2", "--recompute",
+             "--tie-head", "--freeze", "1", "--seq", "8", "--threads", "1", "--data", "random"});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_TRUE(contains(result.out, "of 8 tokens")) << result.out;
+  EXPECT_TRUE(contains(result.out, "1 thread\n")) << result.out;
+}
+
+}  // namespace
+}  // namespace tessera::testing

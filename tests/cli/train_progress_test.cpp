@@ -1,0 +1,160 @@
+// What a person sees of a run, on a clock that the test moves.
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "cli/progress.h"
+
+namespace tessera::cli {
+namespace {
+
+constexpr std::int64_t kMillisecond = 1'000'000;
+
+StepMetrics some_step(std::int64_t step) {
+  StepMetrics metrics;
+  metrics.step = step;
+  metrics.loss = 5.41234;
+  metrics.grad_norm = 1.5;
+  metrics.lr = 0.001;
+  metrics.tokens_per_s = 12345;
+  metrics.rss_peak_bytes = std::int64_t{3} << 20;
+  return metrics;
+}
+
+class ProgressTest : public ::testing::Test {
+ protected:
+  ProgressOptions options(std::int64_t num_steps, bool terminal) {
+    ProgressOptions options;
+    options.num_steps = num_steps;
+    options.terminal = terminal;
+    options.width = 120;
+    options.print = [this](std::string_view text) { printed_.emplace_back(text); };
+    return options;
+  }
+
+  // Steps that take this long each; what was printed.
+  const std::vector<std::string>& run(Progress& progress, std::int64_t num_steps,
+                                      std::int64_t step_ms) {
+    for (std::int64_t step = 0; step < num_steps; ++step) {
+      clock_.advance_ns(step_ms * kMillisecond);
+      progress.show(some_step(step));
+    }
+    return printed_;
+  }
+
+  ManualClock clock_;
+  std::vector<std::string> printed_;
+};
+
+TEST(ProgressText, CountsHaveThreeDigits) {
+  EXPECT_EQ(count_text(0), "0");
+  EXPECT_EQ(count_text(999.4), "999");
+  EXPECT_EQ(count_text(999.5), "1.00k");
+  EXPECT_EQ(count_text(12345), "12.3k");
+  EXPECT_EQ(count_text(99960), "100k");
+  EXPECT_EQ(count_text(4.56e6), "4.56M");
+  EXPECT_EQ(count_text(1.3e9), "1.30G");
+}
+
+TEST(ProgressText, DurationsAreThoseOfAClock) {
+  EXPECT_EQ(duration_text(0), "0:00");
+  EXPECT_EQ(duration_text(7.4), "0:07");
+  EXPECT_EQ(duration_text(59.6), "1:00");
+  EXPECT_EQ(duration_text(725), "12:05");
+  EXPECT_EQ(duration_text(10921), "3:02:01");
+  EXPECT_EQ(duration_text(-1), "0:00");
+}
+
+TEST(ProgressText, ALineSaysEverythingOnce) {
+  EXPECT_EQ(progress_line(some_step(2), 200, 65),
+            "step   3/200  loss 5.4123  norm 1.5  lr 0.001  12.3k tokens/s  3.00 MiB  1:05 left");
+}
+
+TEST(ProgressText, ASkippedStepSaysWhy) {
+  StepMetrics metrics = some_step(0);
+  metrics.skipped = true;
+  metrics.loss_scale = 32768;
+  EXPECT_NE(progress_line(metrics, 5, 0).find("skipped: gradient not finite, loss scale 32768"),
+            std::string::npos);
+}
+
+TEST_F(ProgressTest, AShortRunPrintsEveryStepWhenPiped) {
+  Progress progress(options(20, false), clock_);
+  const auto& lines = run(progress, 20, 1);
+  ASSERT_EQ(lines.size(), 20U);
+  for (const std::string& line : lines) {
+    EXPECT_EQ(line.find('\r'), std::string::npos);
+    EXPECT_EQ(line.find('\n'), line.size() - 1);
+  }
+}
+
+TEST_F(ProgressTest, ALongRunPrintsFirstLastAndOnePerSecondWhenPiped) {
+  Progress progress(options(1000, false), clock_);
+  const auto& lines = run(progress, 1000, 10);
+  // The first at 10 ms, then one per second until 9.01 s, and the last at 10 s.
+  ASSERT_EQ(lines.size(), 11U);
+  EXPECT_EQ(lines[0].rfind("step    1/1000", 0), 0U) << lines[0];
+  EXPECT_EQ(lines[1].rfind("step  101/1000", 0), 0U) << lines[1];
+  EXPECT_EQ(lines[10].rfind("step 1000/1000", 0), 0U) << lines[10];
+}
+
+TEST_F(ProgressTest, ASkippedStepIsAlwaysShown) {
+  Progress progress(options(1000, false), clock_);
+  progress.show(some_step(0));
+  StepMetrics skipped = some_step(1);
+  skipped.skipped = true;
+  progress.show(skipped);
+  EXPECT_EQ(printed_.size(), 2U);
+}
+
+TEST_F(ProgressTest, ATerminalHasOneLineThatIsRewrittenAndEndedOnce) {
+  {
+    Progress progress(options(20, true), clock_);
+    run(progress, 20, 200);
+    progress.finish();
+  }
+  ASSERT_EQ(printed_.size(), 21U);
+  for (std::size_t i = 0; i < 20; ++i) {
+    EXPECT_EQ(printed_[i].rfind("\rstep ", 0), 0U) << printed_[i];
+    EXPECT_EQ(printed_[i].find('\n'), std::string::npos);
+  }
+  EXPECT_EQ(printed_[20], "\n");
+}
+
+TEST_F(ProgressTest, ATerminalIsNotRedrawnMoreThanTenTimesASecond) {
+  Progress progress(options(1000, true), clock_);
+  EXPECT_EQ(run(progress, 1000, 1).size(), 11U);
+}
+
+TEST_F(ProgressTest, ALineIsCutToTheTerminal) {
+  ProgressOptions narrow = options(20, true);
+  narrow.width = 30;
+  Progress progress(narrow, clock_);
+  progress.show(some_step(0));
+  // Carriage return, 29 columns, erase to the end of the line.
+  EXPECT_EQ(printed_.at(0).size(), 1U + 29U + 3U);
+}
+
+TEST_F(ProgressTest, AnExceptionLeavesTheNextLineFree) {
+  try {
+    Progress progress(options(20, true), clock_);
+    progress.show(some_step(0));
+    throw 1;
+  } catch (int) {
+  }
+  EXPECT_EQ(printed_.back(), "\n");
+}
+
+TEST_F(ProgressTest, RemainingTimeLeavesTheSlowFirstStepOut) {
+  Progress progress(options(4, false), clock_);
+  clock_.advance_ns(60'000 * kMillisecond);
+  progress.show(some_step(0));
+  EXPECT_NE(printed_.back().find("3:00 left"), std::string::npos) << printed_.back();
+  clock_.advance_ns(5'000 * kMillisecond);
+  progress.show(some_step(1));
+  EXPECT_NE(printed_.back().find("0:10 left"), std::string::npos) << printed_.back();
+}
+
+}  // namespace
+}  // namespace tessera::cli

@@ -1,0 +1,265 @@
+// The parts of `tessera train` that hold no tensor: shares, metrics, summary and verdict.
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <limits>
+#include <set>
+#include <sstream>
+#include <string>
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include "cli/metrics.h"
+#include "cli/train_compare.h"
+#include "cli/train_ranks.h"
+#include "cli/train_summary.h"
+#include "tessera/core/error.h"
+#include "tests/support/temporary_directory.h"
+
+namespace tessera::cli {
+namespace {
+
+std::string refusal(const BatchShape& shape) {
+  try {
+    shape.check("--batch");
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(BatchShape, EverySequenceBelongsToOneMicroBatchOfOneRank) {
+  for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
+    for (std::int64_t accumulate = 1; accumulate <= 3; ++accumulate) {
+      const BatchShape shape{24 * accumulate, num_ranks, accumulate};
+      shape.check("--batch");
+      std::multiset<std::int64_t> seen;
+      for (int rank = 0; rank < num_ranks; ++rank) {
+        for (std::int64_t micro = 0; micro < accumulate; ++micro) {
+          const SequenceRange range = micro_batch_of(shape, rank, micro);
+          // A rank's sequences are one slice of the batch.
+          EXPECT_EQ(range.begin / (shape.total / num_ranks), rank);
+          for (std::int64_t i = 0; i < range.count; ++i) {
+            seen.insert(range.begin + i);
+          }
+        }
+      }
+      EXPECT_EQ(seen.size(), static_cast<std::size_t>(shape.total));
+      EXPECT_EQ(*seen.rbegin(), shape.total - 1);
+      EXPECT_EQ(std::set<std::int64_t>(seen.begin(), seen.end()).size(), seen.size());
+    }
+  }
+}
+
+TEST(BatchShape, ARefusalNamesTheNearestTotal) {
+  EXPECT_EQ(refusal({8, 2, 2}), "");
+  EXPECT_NE(refusal({9, 2, 2}).find("multiple of 4; the nearest is 8"), std::string::npos);
+  EXPECT_NE(refusal({11, 2, 2}).find("the nearest is 12"), std::string::npos);
+  EXPECT_NE(refusal({1, 4, 1}).find("the nearest is 4"), std::string::npos) << refusal({1, 4, 1});
+  EXPECT_NE(refusal({0, 4, 1}).find("holds no sequence"), std::string::npos);
+}
+
+TEST(BatchShape, TheDefaultIsRoundedUpForTheRanks) {
+  EXPECT_EQ(shareable_total(8, 1, 1), 8);
+  EXPECT_EQ(shareable_total(8, 3, 1), 9);
+  EXPECT_EQ(shareable_total(8, 16, 1), 16);
+  EXPECT_EQ(shareable_total(8, 2, 3), 12);
+}
+
+TEST(FileOfRank, PutsTheRankBeforeTheEnding) {
+  EXPECT_EQ(file_of_rank("a/run.json", 0), "a/run.json");
+  EXPECT_EQ(file_of_rank("a/run.json", 2), "a/run.rank2.json");
+  EXPECT_EQ(file_of_rank("run", 1), "run.rank1");
+}
+
+TEST(ThreadsPerRank, ShareTheCoresAndAreNeverNone) {
+  EXPECT_EQ(threads_per_rank(16, 1), 16);
+  EXPECT_EQ(threads_per_rank(16, 3), 5);
+  EXPECT_EQ(threads_per_rank(2, 4), 1);
+}
+
+TEST(Metrics, KeepEveryBitOfANumber) {
+  StepMetrics metrics;
+  metrics.loss = 0.1 + 0.2;
+  metrics.grad_norm = std::nextafter(1.0, 2.0);
+  metrics.lr = 1e-300;
+  metrics.gathered_bytes = std::numeric_limits<std::uint64_t>::max();
+  const auto document = nlohmann::json::parse(metrics_json(metrics));
+  EXPECT_EQ(document.at("loss").get<double>(), metrics.loss);
+  EXPECT_EQ(document.at("grad_norm").get<double>(), metrics.grad_norm);
+  EXPECT_EQ(document.at("lr").get<double>(), metrics.lr);
+  EXPECT_EQ(document.at("gathered_bytes").get<std::uint64_t>(), metrics.gathered_bytes);
+}
+
+TEST(Metrics, WhatIsNoNumberIsNull) {
+  StepMetrics metrics;
+  metrics.grad_norm = std::numeric_limits<double>::infinity();
+  metrics.loss = std::numeric_limits<double>::quiet_NaN();
+  const auto document = nlohmann::json::parse(metrics_json(metrics));
+  EXPECT_TRUE(document.at("grad_norm").is_null());
+  EXPECT_TRUE(document.at("loss").is_null());
+}
+
+TEST(MetricsFile, IsEmptiedAtTheStartAndReadableWhileItGrows) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory.path() / "run.jsonl";
+  std::ofstream(path) << "old\n";
+  MetricsFile file(path);
+  for (std::int64_t step = 0; step < 3; ++step) {
+    StepMetrics metrics;
+    metrics.step = step;
+    file.append(metrics);
+    std::ifstream in(path);
+    std::string line;
+    for (std::int64_t i = 0; i <= step; ++i) {
+      ASSERT_TRUE(std::getline(in, line)) << "line " << i << " after step " << step;
+      EXPECT_EQ(nlohmann::json::parse(line).at("step"), i);
+    }
+  }
+}
+
+TEST(MetricsFile, AFullDiskIsAnErrorWithThePath) {
+  if (!std::ifstream("/dev/full")) {
+    GTEST_SKIP() << "there is no /dev/full";
+  }
+  MetricsFile file("/dev/full");
+  try {
+    file.append({});
+    FAIL() << "expected IoError";
+  } catch (const IoError& error) {
+    EXPECT_NE(std::string(error.what()).find("/dev/full"), std::string::npos);
+  }
+}
+
+TEST(Totals, MedianIsTheMiddle) {
+  RunTotals totals;
+  EXPECT_EQ(totals.median_step_s(), 0);
+  for (const double step_s : {9.0, 1.0, 2.0, 4.0}) {
+    StepMetrics metrics;
+    metrics.step_s = step_s;
+    metrics.tokens_per_s = 16 / step_s;
+    totals.add(metrics);
+  }
+  EXPECT_EQ(totals.median_step_s(), 3.0);
+  EXPECT_EQ(totals.tokens_per_s(), 4.0);
+}
+
+TEST(Memory, UnshardedBytesAreTheClosedForm) {
+  const ModelBytes full{1000, 800, DType::kFloat32, 2};
+  EXPECT_EQ(full.unsharded(Role::kShard), 4000);
+  EXPECT_EQ(full.unsharded(Role::kGradient), 3200);
+  EXPECT_EQ(full.unsharded(Role::kOptimizer), 6400);
+  EXPECT_EQ(full.unsharded(Role::kFull), 0);
+  const ModelBytes half{1000, 1000, DType::kBFloat16, 2};
+  EXPECT_EQ(half.unsharded(Role::kShard), 2000);
+  EXPECT_EQ(half.unsharded(Role::kOptimizer), 12000);
+}
+
+TEST(Memory, TheTableHasEveryRoleThatIsHeldOrWouldBe) {
+  Ledger ledger;
+  ledger.charge(Tier::kDevice, Role::kShard, 2048);
+  ledger.charge(Tier::kHost, Role::kStaging, 512);
+  const std::string table = memory_text({1024, 1024, DType::kFloat32, 2}, ledger);
+  EXPECT_NE(table.find("2.00 KiB"), std::string::npos) << table;
+  EXPECT_NE(table.find("4.00 KiB"), std::string::npos) << table;
+  EXPECT_NE(table.find("optimizer"), std::string::npos) << table;
+  EXPECT_NE(table.find("staging"), std::string::npos) << table;
+  EXPECT_EQ(table.find("full"), std::string::npos) << table;
+}
+
+class Verdict : public ::testing::Test {
+ protected:
+  Comparison two_ranks_{rounding_bounds(DType::kFloat32, 2)};
+  Comparison one_rank_{kBitForBit};
+};
+
+TEST_F(Verdict, NoiseBetweenRankCountsAgrees) {
+  two_ranks_.add_loss(0, 5.0, 5.0 * (1 + 3e-7));
+  two_ranks_.add_grad_norm(0, 1.0 + 1e-6, 1.0);
+  two_ranks_.add_param({"head.weight", 1.9e-6, 1.0, 0.1});
+  EXPECT_EQ(two_ranks_.failure(), "");
+}
+
+TEST_F(Verdict, OneRankMustAgreeToTheBit) {
+  one_rank_.add_loss(0, 5.0, 5.0);
+  one_rank_.add_param({"head.weight", 0, 1.0, 0.1});
+  EXPECT_EQ(one_rank_.failure(), "");
+  EXPECT_TRUE(one_rank_.equal());
+  EXPECT_NE(one_rank_.table().find("equal everywhere"), std::string::npos);
+  one_rank_.add_param({"norm.bias", 1e-30, 1.0, 0.1});
+  EXPECT_FALSE(one_rank_.equal());
+  EXPECT_NE(one_rank_.failure().find("norm.bias"), std::string::npos);
+}
+
+TEST_F(Verdict, AFailureNamesStepAndValues) {
+  two_ranks_.add_grad_norm(7, 2.5, 1.25);
+  EXPECT_NE(two_ranks_.failure().find("grad_norm of step 7 is 2.5 sharded and 1.25 unsharded"),
+            std::string::npos)
+      << two_ranks_.failure();
+}
+
+TEST_F(Verdict, AFailureNamesTheWorstParameter) {
+  two_ranks_.add_param({"head.weight", 3e-4, 1.0, 0.1});
+  two_ranks_.add_param({"blocks.0.norm1.weight", 1e-3, 2.0, 0.1});
+  two_ranks_.add_param({"norm.weight", 2e-4, 1.0, 0.1});
+  EXPECT_NE(two_ranks_.failure().find("parameter blocks.0.norm1.weight differs by 0.001"),
+            std::string::npos)
+      << two_ranks_.failure();
+}
+
+TEST_F(Verdict, NoiseHasABoundOfItsOwn) {
+  two_ranks_.add_noise({"qkv.bias", 0.9e-2, 1.0, 1e-2}, 1e-2);
+  EXPECT_EQ(two_ranks_.failure(), "");
+  EXPECT_FALSE(two_ranks_.equal());
+  two_ranks_.add_noise({"qkv.bias", 1.1e-2, 1.0, 1e-2}, 1e-2);
+  EXPECT_NE(two_ranks_.failure().find("qkv.bias"), std::string::npos);
+}
+
+TEST_F(Verdict, TheFirstStepThatDiffersIsTheCauseOfWhatFollows) {
+  two_ranks_.add_loss(1, 5.0, 5.1);
+  two_ranks_.add_loss(2, 5.0, 6.1);
+  two_ranks_.add_param({"norm.weight", 1, 1, 1});
+  EXPECT_NE(two_ranks_.failure().find("loss of step 1"), std::string::npos);
+}
+
+TEST_F(Verdict, NaNIsADifferenceUnlessBothHaveIt) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double infinity = std::numeric_limits<double>::infinity();
+  two_ranks_.add_grad_norm(0, infinity, infinity);
+  EXPECT_EQ(two_ranks_.failure(), "");
+  Comparison one_sided(rounding_bounds(DType::kFloat32, 2));
+  one_sided.add_loss(0, nan, 1.0);
+  EXPECT_NE(one_sided.failure(), "");
+  Comparison param(rounding_bounds(DType::kFloat32, 2));
+  param.add_param({"norm.weight", nan, 1.0, 0.1});
+  EXPECT_NE(param.failure(), "");
+  Comparison reverse(rounding_bounds(DType::kFloat32, 2));
+  reverse.add_loss(0, 1.0, infinity);
+  EXPECT_NE(reverse.failure(), "");
+}
+
+TEST_F(Verdict, AFrozenZeroMustStayZero) {
+  two_ranks_.add_param({"blocks.0.up.bias", 0, 0, 0});
+  EXPECT_EQ(two_ranks_.failure(), "");
+  two_ranks_.add_param({"blocks.0.down.bias", 1e-12, 0, 0});
+  EXPECT_NE(two_ranks_.failure(), "");
+}
+
+// Whatever the precision and depth, a parameter that is never updated is found out where rounding
+// is small beside its movement, and so is a gradient that is doubled.
+TEST(VerdictBounds, StayBelowTheDefectsTheyMustShow) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const std::int64_t layers : {1, 2, 12, 200}) {
+      const CompareBounds bounds = rounding_bounds(dtype, layers);
+      Comparison comparison(bounds);
+      comparison.add_param({"up.weight", 1.0, 1.0, 1.0});
+      EXPECT_NE(comparison.failure(), "") << layers;
+      EXPECT_LT(bounds.step, 0.5) << layers;
+    }
+  }
+  EXPECT_LT(rounding_bounds(DType::kFloat16, 2).step, rounding_bounds(DType::kBFloat16, 2).step);
+}
+
+}  // namespace
+}  // namespace tessera::cli

@@ -1,0 +1,159 @@
+// Wrong input to `tessera train`: one line on stderr, exit code 2, nothing on stdout, nothing
+// written. With --ranks the line comes once, from the process that would have started them.
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tests/cli/program.h"
+#include "tests/support/temporary_directory.h"
+
+namespace tessera::testing {
+namespace {
+
+class TrainUsage : public ::testing::Test {
+ protected:
+  void expect_refusal(std::vector<std::string> arguments, const std::string& part,
+                      const std::map<std::string, std::string>& environment = {}) {
+    SCOPED_TRACE(::testing::PrintToString(arguments));
+    arguments.insert(arguments.begin(), "train");
+    ProcessOptions options;
+    options.directory = directory_.path();
+    options.environment = environment;
+    const std::set<std::string> before = listing();
+    const ProcessResult result = run_tessera(arguments, options);
+    EXPECT_FALSE(result.timed_out);
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_EQ(result.out, "");
+    ASSERT_EQ(result.err_lines().size(), 1U) << result.err;
+    EXPECT_EQ(result.err.rfind("tessera: error: ", 0), 0U) << result.err;
+    EXPECT_NE(result.err.find(part), std::string::npos) << result.err;
+    EXPECT_EQ(listing(), before);
+  }
+
+  void write(const std::string& name, const std::string& text) {
+    std::ofstream(directory_.path() / name, std::ios::binary) << text;
+  }
+
+  // 16-bit tokens, little-endian.
+  void write_tokens(const std::string& name, const std::vector<std::uint16_t>& tokens) {
+    std::string bytes;
+    for (const std::uint16_t token : tokens) {
+      bytes += static_cast<char>(token & 0xff);
+      bytes += static_cast<char>(token >> 8);
+    }
+    write(name, bytes);
+  }
+
+ private:
+  std::set<std::string> listing() const {
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(directory_.path())) {
+      names.insert(entry.path().string());
+    }
+    return names;
+  }
+
+  TemporaryDirectory directory_;
+};
+
+TEST_F(TrainUsage, AnUnknownPresetIsRefused) {
+  expect_refusal({"--preset", "tinny"}, "tinny");
+  expect_refusal({"--preset", "tinny", "--ranks", "2"}, "tiny");
+}
+
+TEST_F(TrainUsage, AModelThatCannotBeIsRefused) {
+  expect_refusal({"--layers", "0"}, "layers");
+  expect_refusal({"--freeze", "3"}, "freeze");
+  expect_refusal({"--seq", "0"}, "--seq \"0\" is not a whole number from 1");
+  expect_refusal({"--vocab", "x"}, "--vocab \"x\" is not a whole number from 1");
+}
+
+TEST_F(TrainUsage, ABatchThatRanksCannotShareNamesTheNearest) {
+  expect_refusal({"--batch", "7", "--ranks", "2"},
+                 "--batch 7 cannot be shared by 2 ranks with 1 micro-batch each: it must be a "
+                 "multiple of 2; the nearest is 6");
+  expect_refusal({"--batch", "6", "--accumulate", "4"}, "the nearest is 4");
+  expect_refusal({"--batch", "0"}, "--batch \"0\" holds no sequence");
+  expect_refusal({"--batch", "many"}, "--batch");
+  expect_refusal({"--accumulate", "0"}, "--accumulate");
+}
+
+TEST_F(TrainUsage, BatchNumbersOfAFileThatContradictAreRefused) {
+  write("run.json", R"({"batch": {"total": 8, "micro_per_rank": 4, "accumulate": 1}})");
+  expect_refusal({"--config", "run.json"}, "batch.micro_per_rank = 4");
+}
+
+TEST_F(TrainUsage, NoStepsAreRefused) {
+  expect_refusal({"--steps", "0"}, "--steps \"0\" is not a whole number from 1");
+  expect_refusal({"--verify", "0"}, "--verify \"0\" is not a whole number from 1");
+}
+
+TEST_F(TrainUsage, NumbersOutsideTheTableOfOptionsAreRefused) {
+  expect_refusal({"--lr", "-1"}, "--lr");
+  expect_refusal({"--clip", "x"}, "--clip");
+  expect_refusal({"--seed", "-1"}, "--seed");
+  expect_refusal({"--precision", "fp8"}, "fp32, bf16 or fp16");
+  expect_refusal({"--set", "optim.lrr=1"}, "optim.lr");
+  expect_refusal({"--set", "schedule.warmup_steps=50", "--steps", "20"}, "warmup");
+}
+
+TEST_F(TrainUsage, DataThatCannotBeTrainedOnIsRefused) {
+  expect_refusal({"--data", "text:nowhere.txt", "--ranks", "2"}, "nowhere.txt");
+  write("empty.txt", "");
+  expect_refusal({"--data", "text:empty.txt"}, "empty.txt");
+  write("short.txt", "short");
+  expect_refusal({"--data", "text:short.txt"}, "short.txt");
+  write("odd.bin", "abc");
+  expect_refusal({"--data", "tokens:odd.bin"}, "odd.bin");
+  expect_refusal({"--data", "nonsense"}, "nonsense");
+}
+
+TEST_F(TrainUsage, ATokenBeyondTheVocabularyIsRefusedWithItsValue) {
+  std::vector<std::uint16_t> tokens(1000, 7);
+  tokens[900] = 300;
+  write_tokens("big.bin", tokens);
+  expect_refusal({"--data", "tokens:big.bin", "--metrics", "run.jsonl"}, "300");
+  write("bytes.txt", std::string(1000, 'z'));
+  expect_refusal({"--data", "text:bytes.txt", "--vocab", "64"}, "122");
+}
+
+TEST_F(TrainUsage, OutputsThatCannotBeWrittenAreRefused) {
+  for (const char* flag : {"--metrics", "--save", "--save-init", "--trace"}) {
+    expect_refusal({flag, "nowhere/file", "--ranks", "2"}, "there is no directory \"nowhere\"");
+  }
+  expect_refusal({"--save", "."}, "is not a file name");
+  expect_refusal({"--save", "a.safetensors", "--save-init", "a.safetensors"}, "both name");
+}
+
+TEST_F(TrainUsage, WaysOfTrainingThatExcludeEachOtherAreRefused) {
+  expect_refusal({"--unsharded", "--ranks", "2"}, "--unsharded trains in one process");
+  expect_refusal({"--unsharded", "--verify", "2"}, "--verify");
+  expect_refusal({"--set", "comm.backend=threads"}, "comm.backend = threads");
+  expect_refusal({"--device", "tpu"}, "is not cpu or cuda");
+  expect_refusal({"--device", "cuda", "--ranks", "1000", "--batch", "1000"},
+                 "--device cuda needs a GPU for every rank: 1000 ranks");
+  expect_refusal({"--threads", "0"}, "--threads");
+}
+
+TEST_F(TrainUsage, RanksInsideAnotherLaunchersRanksAreRefused) {
+  expect_refusal({"--ranks", "2"}, "--ranks",
+                 {{"RANK", "0"},
+                  {"WORLD_SIZE", "2"},
+                  {"LOCAL_RANK", "0"},
+                  {"LOCAL_WORLD_SIZE", "2"},
+                  {"MASTER_ADDR", "127.0.0.1"},
+                  {"MASTER_PORT", "29500"}});
+}
+
+TEST_F(TrainUsage, AnUnknownFlagSuggestsTheNearest) {
+  expect_refusal({"--step", "3"}, "did you mean \"--steps\"?");
+}
+
+}  // namespace
+}  // namespace tessera::testing
