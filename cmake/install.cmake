@@ -1,5 +1,5 @@
 # `cmake --install`: the library as a CMake package, tessera::tessera, and the program.
-if(NOT TESSERA_TORCH OR NOT TARGET tessera_engine)
+if(NOT TESSERA_TORCH)
   return()
 endif()
 add_library(tessera_all INTERFACE)

@@ -291,7 +291,7 @@ TEST(Gpt, InitialValuesComeFromSeedNameAndIndexAlone) {
     fill_initial(gpt_init(options, name), kSeed, name, range, DType::kFloat32, piece.data());
     const at::Tensor values = tensor.detach().flatten().narrow(0, range.begin, range.numel);
     EXPECT_TRUE(at::equal(values, at::tensor(piece))) << name;
-    const bool random = gpt_init(options, name).kind == Init::Kind::kNormal;
+    const bool random = gpt_init(options, name).kind != Init::Kind::kConstant;
     EXPECT_EQ(same_bits(tensor, other_seed.params()[i].tensor), !random) << name;
   }
 }
@@ -332,24 +332,25 @@ TEST(Gpt, RefusesASeedThatIsNotItsEngines) {
             "both the same seed");
 }
 
-TEST(Gpt, InitialValuesAreScaledByTheirPlace) {
+TEST(Gpt, InitialValuesHaveTheDistributionsOfPyTorch) {
   const GptOptions options = gpt_preset("small");
   const auto expect = [&](const std::string& name, Init::Kind kind, double value) {
     EXPECT_EQ(gpt_init(options, name).kind, kind) << name;
     EXPECT_DOUBLE_EQ(gpt_init(options, name).value, value) << name;
   };
-  expect("tokens.weight", Init::Kind::kNormal, 0.02);
-  expect("positions.weight", Init::Kind::kNormal, 0.02);
-  expect("head.weight", Init::Kind::kNormal, 0.02);
-  expect("blocks.3.attention.qkv.weight", Init::Kind::kNormal, 0.02);
-  expect("blocks.3.up.weight", Init::Kind::kNormal, 0.02);
-  // Eight additions to the residual stream in four blocks.
-  expect("blocks.0.attention.out.weight", Init::Kind::kNormal, 0.02 / std::sqrt(8.0));
-  expect("blocks.3.down.weight", Init::Kind::kNormal, 0.02 / std::sqrt(8.0));
+  expect("tokens.weight", Init::Kind::kNormal, 1);
+  expect("positions.weight", Init::Kind::kNormal, 1);
+  // Inputs of a linear layer: the width of 256, and four times that.
+  expect("head.weight", Init::Kind::kUniform, 1.0 / 16);
+  expect("blocks.3.attention.qkv.weight", Init::Kind::kUniform, 1.0 / 16);
+  expect("blocks.3.attention.qkv.bias", Init::Kind::kUniform, 1.0 / 16);
+  expect("blocks.0.attention.out.weight", Init::Kind::kUniform, 1.0 / 16);
+  expect("blocks.3.up.weight", Init::Kind::kUniform, 1.0 / 16);
+  expect("blocks.3.down.weight", Init::Kind::kUniform, 1.0 / 32);
+  expect("blocks.3.down.bias", Init::Kind::kUniform, 1.0 / 32);
   expect("blocks.3.norm2.weight", Init::Kind::kConstant, 1);
   expect("norm.weight", Init::Kind::kConstant, 1);
   expect("norm.bias", Init::Kind::kConstant, 0);
-  expect("blocks.3.attention.qkv.bias", Init::Kind::kConstant, 0);
   EXPECT_THROW(gpt_init(options, "blocks.3.middle.weight"), InternalError);
 }
 

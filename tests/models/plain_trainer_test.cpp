@@ -408,7 +408,8 @@ TEST(PlainTrainer, LearnsABatchByHeart) {
       last = training->step().loss;
       first = step == 0 ? last : first;
     }
-    EXPECT_NEAR(first, std::log(64.0), 0.1) << to_string(dtype);
+    // Logits of a fresh head have a variance of 1/3, which adds half of it to the loss of a guess.
+    EXPECT_NEAR(first, std::log(64.0) + 1.0 / 6, 0.1) << to_string(dtype);
     EXPECT_LT(last, 0.7 * first) << to_string(dtype);
   }
 }
