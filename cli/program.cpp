@@ -15,7 +15,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::array<Command, 6> kCommands{{
+constexpr std::array<Command, 7> kCommands{{
     {"train", "Trains a GPT, sharded over ranks",
      "  tessera train --ranks 2\n"
      "  tessera train --ranks 4 --preset small --data text:book.txt --steps 200 --metrics "
@@ -32,6 +32,8 @@ constexpr std::array<Command, 6> kCommands{{
      "  tessera bench-comm --ranks 4 --backend threads --sizes 4KiB,1MiB --rounds 50\n"
      "  torchrun --nproc-per-node 2 --no-python tessera bench-comm --json rates.json\n",
      add_bench_comm},
+    {"launch", "Starts a program of your own once per rank on this machine",
+     "  tessera launch --ranks 2 ./train_mlp\n", add_launch},
     {"options", "Lists every option with its default, unit and range",
      "  tessera options\n"
      "  tessera options --markdown > docs/options.md\n",

@@ -1,0 +1,90 @@
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <CLI/CLI.hpp>
+
+#include "cli/command.h"
+#include "cli/local_ranks.h"
+#include "tessera/comm/launcher.h"
+#include "tessera/comm/rendezvous.h"
+#include "tessera/comm/store_board.h"
+#include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+
+namespace tessera::cli {
+namespace {
+
+// On loopback, to a server in this very process.
+constexpr std::chrono::milliseconds kStoreTimeout{30000};
+
+struct LaunchFlags {
+  std::string ranks = "1";
+  std::string program;
+};
+
+// What follows the program on the command line is the program's own.
+Arguments program_arguments(const LaunchFlags& flags, const Arguments& arguments) {
+  Arguments own{flags.program};
+  bool found = false;
+  for (std::size_t i = 2; i < arguments.size(); ++i) {
+    if (found) {
+      own.push_back(arguments[i]);
+    } else if (arguments[i] == "--ranks") {
+      ++i;
+    } else {
+      found = arguments[i] == flags.program;
+    }
+  }
+  return own;
+}
+
+// As a shell finds it. Checked here, once: a rank that cannot start would say so N times.
+std::string find_program(const std::string& name) {
+  std::vector<std::string> candidates;
+  if (name.find('/') != std::string::npos) {
+    candidates.push_back(name);
+  } else if (const char* path = std::getenv("PATH")) {
+    std::istringstream folders{std::string(path)};
+    for (std::string folder; std::getline(folders, folder, ':');) {
+      candidates.push_back((folder.empty() ? "." : folder) + "/" + name);
+    }
+  }
+  for (const std::string& candidate : candidates) {
+    if (access(candidate.c_str(), X_OK) == 0) {
+      return candidate;
+    }
+  }
+  throw ConfigError("launch: there is no program " + tessera::quoted(name) +
+                    " that can be run; give its path");
+}
+
+int run_launch(const LaunchFlags& flags, const Arguments& arguments) {
+  TESSERA_CHECK(!flags.program.empty(), ConfigError,
+                "launch: no program was given; tessera launch --ranks 2 ./train");
+  comm::check_no_rendezvous(comm::process_environment());
+  comm::LaunchOptions options;
+  options.num_ranks = parse_ranks(flags.ranks);
+  options.argv = program_arguments(flags, arguments);
+  options.program = find_program(flags.program);
+  const int num_ranks = options.num_ranks;
+  options.serve_store = [num_ranks] { return comm::serve_launch_store(num_ranks, kStoreTimeout); };
+  return comm::launch_local_ranks(options);
+}
+
+}  // namespace
+
+Action add_launch(CLI::App& app) {
+  auto flags = std::make_shared<LaunchFlags>();
+  add_ranks_flag(app, flags->ranks);
+  app.add_option("PROGRAM", flags->program, "The program to run once per rank, and its arguments");
+  app.prefix_command();
+  return [flags](const Arguments& arguments) { return run_launch(*flags, arguments); };
+}
+
+}  // namespace tessera::cli
