@@ -49,7 +49,8 @@ constexpr std::array kOptions = {
             "Sequences per step of all ranks together; 0: from the other two and the rank count.",
             "the trainer"),
     integer("batch.micro_per_rank", "0", 0, kMaxInt,
-            "Sequences per forward and rank; 0: from the other two and the rank count."),
+            "Sequences per forward and rank; 0: from the other two and the rank count.",
+            "the trainer"),
     integer("batch.accumulate", "1", 1, kMaxInt, "Micro-batches per step.", "the trainer"),
 
     choice("comm.backend", "auto", "auto|gloo|nccl|threads",

@@ -26,7 +26,7 @@ class TrainUsage : public ::testing::Test {
     options.directory = directory_.path();
     options.environment = environment;
     const std::set<std::string> before = listing();
-    const ProcessResult result = run_tessera(arguments, options);
+    const ProcessResult result = run_tessera_forked(arguments, options);
     EXPECT_FALSE(result.timed_out);
     EXPECT_EQ(result.exit_code, 2);
     EXPECT_EQ(result.out, "");

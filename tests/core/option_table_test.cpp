@@ -54,7 +54,6 @@ TEST(OptionTable, OptionsThatExistForAReaderNameIt) {
                                              "memory",
                                              "place",
                                              "nvme",
-                                             "batch.micro_per_rank",
                                              "grad.accumulate_dtype",
                                              "grad.reduction",
                                              "optim.master_dtype",

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <sstream>
 #include <stdexcept>
@@ -90,12 +91,19 @@ Process::Process(const std::vector<std::string>& command, const ProcessOptions& 
   make_pipe(err);
   pid_ = ::fork();
   if (pid_ == 0) {
-    // Only calls that are allowed between fork and exec.
+    // Only calls that are allowed between fork and exec, as far as there are other threads.
     ::setpgid(0, 0);
     ::dup2(out[1], STDOUT_FILENO);
     ::dup2(err[1], STDERR_FILENO);
     if (!options.directory.empty() && ::chdir(options.directory.c_str()) != 0) {
       ::_exit(126);
+    }
+    if (options.body) {
+      ::clearenv();
+      for (std::string& entry : entries) {
+        ::putenv(entry.data());
+      }
+      ::_exit(options.body());
     }
     ::execve(argv[0], argv.data(), envp.data());
     ::_exit(127);
