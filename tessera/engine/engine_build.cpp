@@ -45,7 +45,7 @@ class FullBytes {
 
 // A model smaller than the buckets of a large one would be reduced in one piece, after backward.
 // Bits do not depend on it.
-constexpr std::int64_t kSmallestBucketBytes = std::int64_t{1} << 20;
+constexpr std::int64_t kSmallestBucketBytes = std::int64_t{4} << 20;
 
 Tier device_tier() { return device::tier_of(device::MemoryKind::kDevice); }
 
@@ -208,7 +208,7 @@ void Engine::Impl::seal() {
       grad::ReducerOptions::from(runtime.config(), params[0].layout().dtype());
   if (!runtime.config().is_set("grad.bucket_bytes")) {
     reductions.bucket_bytes =
-        std::clamp(trainable_bytes() / 16, kSmallestBucketBytes, reductions.bucket_bytes);
+        std::clamp(trainable_bytes() / 4, kSmallestBucketBytes, reductions.bucket_bytes);
   }
   reducer_ = std::make_unique<grad::Reducer>(parts, reductions);
 }
