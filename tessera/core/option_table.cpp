@@ -105,10 +105,10 @@ constexpr std::array kOptions = {
     words("unit.dynamic_names", OptionType::kList,
           "Units that only some ranks use in a step (mixture of experts), by full name."),
 
-    bytes("grad.bucket_bytes", "64MiB",
-          "Full gradients that are reduced in one call, in two buffers; unless set, at most a 16th "
-          "of all.",
-          "grad"),
+    bytes(
+        "grad.bucket_bytes", "64MiB",
+        "Full gradients reduced in one call, in two buffers; unless set, at most a quarter of all.",
+        "grad"),
     choice("grad.wire_dtype", "auto", "auto|fp32|bf16|fp16",
            "Type of gradients on the network; auto: that of the parameters.", "grad"),
     choice("grad.accumulate_dtype", "fp32", "auto|fp32|bf16|fp16",

@@ -43,8 +43,8 @@ class FullBytes {
   std::size_t bytes_ = 0;
 };
 
-// A model smaller than the buckets of a large one would be reduced in one piece, after backward.
-// Bits do not depend on it.
+// A model smaller than the buckets of a large one would be reduced in one piece, after backward;
+// many small calls would cost more than they hide. Bits do not depend on it.
 constexpr std::int64_t kSmallestBucketBytes = std::int64_t{4} << 20;
 
 Tier device_tier() { return device::tier_of(device::MemoryKind::kDevice); }
