@@ -1,14 +1,12 @@
 // What the runtime itself costs per use of a unit: begin and end of a use of 12 parameters in a
 // group of one, with trace, states, user counts and storage. Target: at most 5 microseconds.
-//
-// The tensor is a double that does what torch's storage does when its memory comes and goes: it
-// exchanges a pointer with its context and its deleter, calls the old deleter, and sets or clears
-// the access error that was prepared once.
 #include <memory>
 #include <string>
-#include <utility>
+#include <vector>
 
 #include <benchmark/benchmark.h>
+
+#include <ATen/ATen.h>
 
 #include "tessera/comm/group.h"
 #include "tessera/comm/solo_backend.h"
@@ -18,44 +16,13 @@
 #include "tessera/core/option_table.h"
 #include "tessera/core/spans.h"
 #include "tessera/device/device_cpu.h"
+#include "tessera/shard/tensor_storage.h"
 
 namespace tessera::coordinator {
 namespace {
 
 constexpr int kParamsPerUnit = 12;
 constexpr int kUnits = 24;
-
-void keep(void* /*context*/) {}
-
-class StorageDouble final : public shard::FullTensor {
- public:
-  StorageDouble() : error_(std::make_shared<std::string>("released: gather it first")) {}
-  void attach(void* data) override {
-    exchange({data, data, &keep});
-    shown_error_.reset();
-    benchmark::DoNotOptimize(pointer_.data);
-  }
-  void detach() override {
-    exchange({nullptr, nullptr, &keep});
-    shown_error_ = error_;
-    benchmark::DoNotOptimize(pointer_.data);
-  }
-
- private:
-  struct Pointer {
-    void* data = nullptr;
-    void* context = nullptr;
-    void (*deleter)(void*) = &keep;
-  };
-  void exchange(Pointer next) {
-    const Pointer old = std::exchange(pointer_, next);
-    old.deleter(old.context);
-  }
-
-  Pointer pointer_;
-  std::shared_ptr<std::string> error_;
-  std::shared_ptr<std::string> shown_error_;
-};
 
 // One model and a step of it: every unit forward, then backward.
 class Rig {
@@ -72,7 +39,10 @@ class Rig {
         shard::ParamSpec spec;
         spec.name = "h." + std::to_string(unit) + ".p" + std::to_string(i);
         spec.numel = 64;
-        ids.push_back(params_.add(spec, std::make_unique<StorageDouble>()).id());
+        const shard::Layout layout(spec.numel, 1, spec.dtype);
+        tensors_.push_back(at::empty({spec.numel}));
+        ids.push_back(
+            params_.add(spec, shard::bind_tensor(tensors_.back(), spec.name, layout)).id());
       }
       coordinator_.add_unit("h." + std::to_string(unit), ids);
     }
@@ -106,6 +76,7 @@ class Rig {
   SteadyClock clock_;
   std::unique_ptr<device::Device> device_;
   comm::Group group_;
+  std::vector<at::Tensor> tensors_;
   shard::ParamTable params_;
   Spans spans_;
   Coordinator coordinator_;
