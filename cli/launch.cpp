@@ -25,24 +25,8 @@ constexpr std::chrono::milliseconds kStoreTimeout{30000};
 
 struct LaunchFlags {
   std::string ranks = "1";
-  std::string program;
+  Arguments command;  // the program and its own arguments
 };
-
-// What follows the program on the command line is the program's own.
-Arguments program_arguments(const LaunchFlags& flags, const Arguments& arguments) {
-  Arguments own{flags.program};
-  bool found = false;
-  for (std::size_t i = 2; i < arguments.size(); ++i) {
-    if (found) {
-      own.push_back(arguments[i]);
-    } else if (arguments[i] == "--ranks") {
-      ++i;
-    } else {
-      found = arguments[i] == flags.program;
-    }
-  }
-  return own;
-}
 
 // As a shell finds it. Checked here, once: a rank that cannot start would say so N times.
 std::string find_program(const std::string& name) {
@@ -64,14 +48,14 @@ std::string find_program(const std::string& name) {
                     " that can be run; give its path");
 }
 
-int run_launch(const LaunchFlags& flags, const Arguments& arguments) {
-  TESSERA_CHECK(!flags.program.empty(), ConfigError,
+int run_launch(const LaunchFlags& flags) {
+  TESSERA_CHECK(!flags.command.empty(), ConfigError,
                 "launch: no program was given; tessera launch --ranks 2 ./train");
   comm::check_no_rendezvous(comm::process_environment());
   comm::LaunchOptions options;
   options.num_ranks = parse_ranks(flags.ranks);
-  options.argv = program_arguments(flags, arguments);
-  options.program = find_program(flags.program);
+  options.argv = flags.command;
+  options.program = find_program(flags.command.front());
   const int num_ranks = options.num_ranks;
   options.serve_store = [num_ranks] { return comm::serve_launch_store(num_ranks, kStoreTimeout); };
   return comm::launch_local_ranks(options);
@@ -82,9 +66,9 @@ int run_launch(const LaunchFlags& flags, const Arguments& arguments) {
 Action add_launch(CLI::App& app) {
   auto flags = std::make_shared<LaunchFlags>();
   add_ranks_flag(app, flags->ranks);
-  app.add_option("PROGRAM", flags->program, "The program to run once per rank, and its arguments");
-  app.prefix_command();
-  return [flags](const Arguments& arguments) { return run_launch(*flags, arguments); };
+  app.add_option("PROGRAM", flags->command, "The program to run once per rank, and its arguments");
+  app.positionals_at_end();  // what follows the program is the program's own
+  return [flags](const Arguments&) { return run_launch(*flags); };
 }
 
 }  // namespace tessera::cli

@@ -210,5 +210,14 @@ TEST(BenchCommInterrupted, CtrlCGives130AndLeavesNoFile) {
   EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
 }
 
+TEST(Launch, GivesEachRankItsVariablesAndTheProgramItsOwnArguments) {
+  const ProcessResult result =
+      run_tessera({"launch", "--ranks", "2", "sh", "-c",
+                   "echo rank $TESSERA_RANK of $TESSERA_WORLD_SIZE: $0 $1", "--ranks", "7"});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_NE(result.out.find("rank 0 of 2: --ranks 7"), std::string::npos) << result.out;
+  EXPECT_NE(result.out.find("rank 1 of 2: --ranks 7"), std::string::npos) << result.out;
+}
+
 }  // namespace
 }  // namespace tessera::testing

@@ -55,6 +55,12 @@ class Usage : public ::testing::Test {
 
 TEST_F(Usage, NoCommandIsRefused) { expect_refusal({}, "no command given"); }
 
+TEST_F(Usage, LaunchWantsAProgramThatCanBeRun) {
+  expect_refusal({"launch", "--ranks", "2"}, "no program was given");
+  expect_refusal({"launch", "--ranks", "2", "./nowhere"}, "there is no program \"./nowhere\"");
+  expect_refusal({"launch", "--ranks", "0", "true"}, "--ranks \"0\"");
+}
+
 TEST_F(Usage, AnUnknownCommandSuggestsTheNearest) {
   expect_refusal({"docter"}, "did you mean \"doctor\"?");
   expect_refusal({"bench-com", "--ranks", "2"}, "did you mean \"bench-comm\"?");
