@@ -131,11 +131,12 @@ Init gpt_init(const GptOptions& options, const std::string& name) {
   if (inner.starts_with("norm")) {
     return Init::constant(inner.ends_with(".bias") ? 0 : 1);
   }
-  if (inner == "tokens.weight" || inner == "positions.weight") {
+  const bool is_head = inner == "head.weight" || (options.tie_head && inner == "tokens.weight");
+  if (!is_head && (inner == "tokens.weight" || inner == "positions.weight")) {
     return Init::normal(1);
   }
   TESSERA_INVARIANT(inner.starts_with("attention.") || inner.starts_with("up.") ||
-                        inner.starts_with("down.") || inner == "head.weight",
+                        inner.starts_with("down.") || is_head,
                     name, " is not a parameter of this model");
   const std::int64_t inputs = inner.starts_with("down.") ? 4 * options.width : options.width;
   return Init::uniform(1.0 / std::sqrt(static_cast<double>(inputs)));

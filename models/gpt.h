@@ -82,7 +82,8 @@ class Gpt {
 
 // The rule of one parameter, by its full name: the distributions of PyTorch's own modules, which
 // the peers' program has. Embeddings are normal, linear layers uniform within 1 / sqrt(inputs),
-// biases included; norms are one and zero.
+// biases included; norms are one and zero. A tied weight starts as a head: logits of normal values
+// would be of the size of the root of the width, and training chaotic.
 Init gpt_init(const GptOptions& options, const std::string& name);
 
 // Elements of a parameter whose gradient is zero but for rounding: the biases of keys, since

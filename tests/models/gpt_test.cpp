@@ -249,7 +249,9 @@ TEST(Gpt, ATiedHeadIsTheTokenTableAndSumsBothGradients) {
   EXPECT_EQ(tied.params().size() + 1, untied.params().size());
   {
     const at::NoGradGuard no_grad;
-    untied.params().back().tensor.copy_(untied.params().front().tensor);
+    const at::Tensor tokens = tied.params().front().tensor;  // starts as a head does
+    untied.params().front().tensor.copy_(tokens);
+    untied.params().back().tensor.copy_(tokens);
   }
   const Batch batch = make_batch(options);
   const Tensors expected = backward(untied, batch);
@@ -351,6 +353,10 @@ TEST(Gpt, InitialValuesHaveTheDistributionsOfPyTorch) {
   expect("blocks.3.norm2.weight", Init::Kind::kConstant, 1);
   expect("norm.weight", Init::Kind::kConstant, 1);
   expect("norm.bias", Init::Kind::kConstant, 0);
+  GptOptions tied = options;
+  tied.tie_head = true;
+  EXPECT_EQ(gpt_init(tied, "tokens.weight").kind, Init::Kind::kUniform);
+  EXPECT_EQ(gpt_init(tied, "positions.weight").kind, Init::Kind::kNormal);
   EXPECT_THROW(gpt_init(options, "blocks.3.middle.weight"), InternalError);
 }
 
