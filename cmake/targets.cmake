@@ -56,6 +56,11 @@ function(tessera_test name)
     set(ARG_TIMEOUT 300)
   endif()
   set_tests_properties(${_tests} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
+  if(ARG_TORCH)
+    # Ranks are threads, and tests run side by side: operators with threads of their own would spin
+    # against each other for the cores.
+    set_tests_properties(${_tests} PROPERTIES ENVIRONMENT OMP_NUM_THREADS=1)
+  endif()
   if(ARG_SERIAL)
     set_tests_properties(${_tests} PROPERTIES RUN_SERIAL ON)
   endif()
