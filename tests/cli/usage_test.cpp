@@ -9,49 +9,14 @@
 
 #include <gtest/gtest.h>
 
-#include "tests/cli/program.h"
-#include "tests/support/temporary_directory.h"
+#include "tests/cli/refusal.h"
 
 namespace tessera::testing {
 namespace {
 
 using Arguments = std::vector<std::string>;
 
-class Usage : public ::testing::Test {
- protected:
-  // Runs in a directory that nothing may be written to.
-  void expect_refusal(const Arguments& arguments, const std::string& part,
-                      const std::map<std::string, std::string>& environment = {}) {
-    SCOPED_TRACE(::testing::PrintToString(arguments));
-    ProcessOptions options;
-    options.directory = directory_.path();
-    options.environment = environment;
-    const std::set<std::string> before = listing();
-    const ProcessResult result = run_tessera_forked(arguments, options);
-    EXPECT_FALSE(result.timed_out);
-    EXPECT_EQ(result.exit_code, 2);
-    EXPECT_EQ(result.out, "");
-    ASSERT_EQ(result.err_lines().size(), 1U) << result.err;
-    EXPECT_EQ(result.err.rfind("tessera: error: ", 0), 0U) << result.err;
-    EXPECT_NE(result.err.find(part), std::string::npos) << result.err;
-    EXPECT_EQ(listing(), before);
-  }
-
-  void write(const std::string& name, const std::string& text) {
-    std::ofstream(directory_.path() / name) << text;
-  }
-
- private:
-  std::set<std::string> listing() const {
-    std::set<std::string> names;
-    for (const auto& entry : std::filesystem::recursive_directory_iterator(directory_.path())) {
-      names.insert(entry.path().string());
-    }
-    return names;
-  }
-
-  TemporaryDirectory directory_;
-};
+class Usage : public Refusal {};
 
 TEST_F(Usage, NoCommandIsRefused) { expect_refusal({}, "no command given"); }
 
