@@ -1,4 +1,4 @@
-// Calls into the CUDA runtime, with errors as DeviceError. For the CUDA sources of this room only.
+// Calls into the CUDA runtime, with errors as DeviceError. For CUDA sources only.
 #pragma once
 
 #include <string>

@@ -1,44 +1,47 @@
 #include "tessera/shard/tensor_storage.h"
 
-#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
 #include <c10/core/StorageImpl.h>
+#include <torch/version.h>
 
 #include "tessera/core/error.h"
 
 namespace tessera::shard {
 namespace {
 
-// True from torch 2.13 on. What decides is the header that is really there.
-template <typename Storage>
-constexpr bool kCanClearErrors =
-    requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+// Before 2.13 torch sets a storage's access error but has no way to take it back: the flag is
+// private. Naming a private member in an explicit instantiation is allowed, and tells it to us.
+struct ThrowsOnAccess {
+  using Member = bool c10::StorageImpl::*;
+  friend Member member_of(ThrowsOnAccess);
+};
+template <typename Tag, typename Tag::Member kMember>
+struct Reveal {
+  friend typename Tag::Member member_of(Tag) { return kMember; }
+};
+template struct Reveal<ThrowsOnAccess, &c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
-// The three moves of a StorageImpl. Templates, because the names that one torch has and another
-// one has not may only be looked up where they are used.
-template <typename Storage>
-void set_memory(Storage& storage, void* data, std::size_t bytes) {
-  if constexpr (kCanClearErrors<Storage>) {
-    storage.clear_data_ptr_access_error_msg_();
-  } else {
-    storage.set_nbytes(bytes);
-  }
+void clear_error(c10::StorageImpl& storage) { storage.*member_of(ThrowsOnAccess()) = false; }
+#else
+void clear_error(c10::StorageImpl& storage) { storage.clear_data_ptr_access_error_msg_(); }
+#endif
+
+// The pointer is set last: that refreshes what torch derives from the error's being there.
+void set_memory(c10::StorageImpl& storage, void* data) {
+  clear_error(storage);
   storage.set_data_ptr_noswap(c10::DataPtr(data, storage.device()));
 }
 
-// The byte count stays where errors have names: with zero bytes many operators would complain
-// about bounds before anybody looks at the memory.
-template <typename Storage>
-void take_memory_away(Storage& storage, const std::string& error) {
+// The byte count stays: with zero bytes many operators would complain about bounds before anybody
+// looks at the memory.
+void take_memory_away(c10::StorageImpl& storage, const std::string& error) {
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
-  if constexpr (kCanClearErrors<Storage>) {
-    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(error);
-  } else {
-    storage.set_nbytes(0);
-  }
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(error);
 }
 
 class TensorStorage final : public FullTensor {
@@ -58,7 +61,7 @@ class TensorStorage final : public FullTensor {
   ~TensorStorage() override { detach(); }
 
   void attach(void* data) override {
-    set_memory(*storage_.unsafeGetStorageImpl(), data, full_bytes_);
+    set_memory(*storage_.unsafeGetStorageImpl(), data);
   }
 
   void detach() override {
@@ -87,8 +90,6 @@ void check_can_be_sharded(const at::Tensor& tensor, const std::string& name) {
 }
 
 }  // namespace
-
-bool accesses_are_named() { return kCanClearErrors<c10::StorageImpl>; }
 
 DType dtype_of(const at::Tensor& tensor, const std::string& name) {
   switch (tensor.scalar_type()) {

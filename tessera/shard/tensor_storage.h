@@ -8,8 +8,7 @@
 // with the tensor's old memory; views made later, by anybody, follow the parameter.
 //
 // While detached, an access throws an error that names the parameter and says how to gather it,
-// prepared once. Before torch 2.13 such an error cannot be taken back, so there a detached storage
-// is empty and the error is torch's own: see accesses_are_named().
+// prepared once.
 //
 // Threads: as Param.
 #pragma once
@@ -38,8 +37,5 @@ at::Tensor storage_elements(const at::Tensor& tensor);
 // quantised, without storage, not on a CPU or GPU, or computed from other tensors.
 std::unique_ptr<FullTensor> bind_tensor(const at::Tensor& tensor, const std::string& name,
                                         const Layout& layout);
-
-// Whether the torch we were built with lets the error of a detached access carry the name.
-bool accesses_are_named();
 
 }  // namespace tessera::shard
