@@ -8,6 +8,8 @@ std::string_view to_string(Phase phase) {
       return "forward";
     case Phase::kBackward:
       return "backward";
+    case Phase::kInference:
+      return "inference";
   }
   return "?";
 }

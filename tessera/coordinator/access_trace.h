@@ -17,7 +17,9 @@
 namespace tessera::coordinator {
 
 using UnitId = std::int32_t;
-enum class Phase : std::uint8_t { kForward, kBackward };
+// kInference: a forward whose backward will not come.
+enum class Phase : std::uint8_t { kForward, kBackward, kInference };
+inline constexpr std::size_t kNumPhases = 3;
 std::string_view to_string(Phase phase);
 
 struct Use {

@@ -1,7 +1,9 @@
 #include "tessera/coordinator/coordinator.h"
 
 #include <algorithm>
+#include <exception>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include "tessera/coordinator/gatherer.h"
@@ -63,7 +65,7 @@ class Coordinator::Impl {
     const Use use{id, phase};
     if (is_alone_) {
       trace_.advance(use);
-      attach(unit);
+      attach(unit.params);
     } else {
       // Whatever the last use left is started now, also if this use departs: other ranks may have
       // had the room to start it then.
@@ -100,7 +102,7 @@ class Coordinator::Impl {
     }
     std::optional<Pending> computed;
     for (Param* param : unit.params) {
-      param->remove_user();
+      param->remove_user(unit.name);
       if (param->num_users() == 0 && !is_wanted_[index_of(*param)]) {
         if (!computed) {
           computed = gatherer_->computed();
@@ -109,6 +111,50 @@ class Coordinator::Impl {
       }
     }
     start_prefetches(RoomCheck::kHeeded);
+  }
+
+  void begin_hold(const std::vector<int>& params, const std::string& what) {
+    if (!units_.is_sealed()) {
+      seal();
+    }
+    std::vector<Param*> held;
+    for (const int id : params) {
+      held.push_back(&parts_.params[id]);
+    }
+    if (is_alone_) {
+      attach(held);
+    } else {
+      start_prefetches(RoomCheck::kSkipped);
+      gatherer_->start(params, what, Gatherer::Reason::kDemand);
+      gatherer_->finish(held, parts_.spans.intern(what));
+    }
+    for (Param* param : held) {
+      param->add_user();
+    }
+  }
+
+  void end_hold(const std::vector<int>& params, const std::string& what, bool changed) {
+    std::exception_ptr failure;
+    for (const int id : params) {
+      Param& param = parts_.params[id];
+      try {
+        param.remove_user(what);
+      } catch (const ConfigError&) {
+        failure = std::current_exception();
+      }
+      if (param.num_users() > 0) {
+        continue;
+      }
+      if (is_alone_) {
+        param.release();
+        own_bytes_ -= full_bytes_of(param);
+      } else if (changed || !is_wanted_[index_of(param)]) {
+        gatherer_->release(param, gatherer_->computed());
+      }
+    }
+    if (failure) {
+      std::rethrow_exception(failure);
+    }
   }
 
   void end_step() {
@@ -131,7 +177,7 @@ class Coordinator::Impl {
   void abandon_step() noexcept {
     for (const OpenUse& open : open_) {
       for (Param* param : units_[open.use.unit].params) {
-        param->remove_user();
+        param->forget_users();
       }
     }
     open_.clear();
@@ -211,8 +257,8 @@ class Coordinator::Impl {
   }
 
   // A group of one: the shard is the parameter. No list, no plan, no event.
-  void attach(const UnitInfo& unit) {
-    for (Param* param : unit.params) {
+  void attach(std::span<Param* const> params) {
+    for (Param* param : params) {
       if (param->num_users() > 0) {
         continue;
       }
@@ -239,7 +285,7 @@ class Coordinator::Impl {
 
   void detach(const UnitInfo& unit) {
     for (Param* param : unit.params) {
-      param->remove_user();
+      param->remove_user(unit.name);
       if (param->num_users() == 0) {
         param->release();
         own_bytes_ -= full_bytes_of(*param);
@@ -392,6 +438,12 @@ void Coordinator::add_external(UnitId unit, int param) { impl_->units().add_para
 const std::string& Coordinator::unit_name(UnitId unit) const { return impl_->units()[unit].name; }
 void Coordinator::begin_use(UnitId unit, Phase phase) { impl_->begin_use(unit, phase); }
 void Coordinator::end_use(UnitId unit, Phase phase) { impl_->end_use(unit, phase); }
+void Coordinator::begin_hold(const std::vector<int>& params, const std::string& what) {
+  impl_->begin_hold(params, what);
+}
+void Coordinator::end_hold(const std::vector<int>& params, const std::string& what, bool changed) {
+  impl_->end_hold(params, what, changed);
+}
 void Coordinator::end_step() { impl_->end_step(); }
 void Coordinator::release_all() { impl_->abandon_step(); }
 TraceMode Coordinator::trace_mode() const { return impl_->trace_mode(); }

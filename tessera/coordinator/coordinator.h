@@ -103,6 +103,11 @@ class Coordinator {
 
   void begin_use(UnitId unit, Phase phase);
   void end_use(UnitId unit, Phase phase);
+  // Parameters for somebody who is no unit: gathered, waited for and readable until end_hold().
+  // Collective, in the caller's order; not part of any trace. `what` is named in errors.
+  void begin_hold(const std::vector<int>& params, const std::string& what);
+  // `changed`: the shards are no longer those that were gathered; other copies are let go.
+  void end_hold(const std::vector<int>& params, const std::string& what, bool changed);
   // Before shards are updated: it also waits until no dropped gather reads them any more.
   // REQUIRES: no use is open.
   void end_step();

@@ -13,6 +13,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace tessera {
 
@@ -63,6 +64,20 @@ class DeviceError : public Error {
 class InternalError : public Error {
  public:
   using Error::Error;
+};
+
+// An illegal move of a parameter or of the coordinator: released while in use, gathered twice, a
+// step that ends with gathers outstanding. Says which parameter and which unit; empty: none.
+class StateError : public InternalError {
+ public:
+  StateError(const std::string& message, std::string parameter, std::string unit)
+      : InternalError(message), parameter_(std::move(parameter)), unit_(std::move(unit)) {}
+  const std::string& parameter() const { return parameter_; }
+  const std::string& unit() const { return unit_; }
+
+ private:
+  std::string parameter_;
+  std::string unit_;
 };
 
 namespace detail {

@@ -35,8 +35,7 @@ Param::Param(int id, ParamSpec spec, int rank, int num_ranks, device::Device& de
 }
 
 void Param::start_gather(void* full) {
-  TESSERA_INVARIANT(state_ == ParamState::kReleased, "parameter '", name(), "' is ",
-                    to_string(state_), "; a gather starts from released");
+  check_move(state_ == ParamState::kReleased, "; a gather starts from released");
   TESSERA_INVARIANT(full != nullptr || layout_.numel() == 0, "parameter '", name(),
                     "' is to be gathered to null");
   TESSERA_INVARIANT(!shard_is_full() || full == shard(), "parameter '", name(),
@@ -47,32 +46,66 @@ void Param::start_gather(void* full) {
 }
 
 void Param::finish_gather() {
-  TESSERA_INVARIANT(state_ == ParamState::kGathering, "parameter '", name(), "' is ",
-                    to_string(state_), "; there is no gather to finish");
-  tensor_->attach(full_);
+  check_move(state_ == ParamState::kGathering, "; there is no gather to finish");
   state_ = ParamState::kAvailable;
 }
 
 void Param::drop() {
-  TESSERA_INVARIANT(state_ == ParamState::kGathering, "parameter '", name(), "' is ",
-                    to_string(state_), "; there is no gather to drop");
+  check_move(state_ == ParamState::kGathering, "; there is no gather to drop");
   full_ = nullptr;
   state_ = ParamState::kReleased;
 }
 
 void Param::release() {
-  TESSERA_INVARIANT(state_ == ParamState::kAvailable, "parameter '", name(), "' is ",
-                    to_string(state_), "; only an available one can be released");
-  TESSERA_INVARIANT(num_users_ == 0, "parameter '", name(), "' cannot be released: ", num_users_,
-                    " units use it");
-  tensor_->detach();
+  check_move(state_ == ParamState::kAvailable, "; only an available one can be released");
+  if (num_users_ > 0) {
+    throw StateError(detail::concat("parameter '", name(), "' cannot be released: ", num_users_,
+                                    " units use it"),
+                     name(), {});
+  }
   full_ = nullptr;
   state_ = ParamState::kReleased;
 }
 
-void Param::remove_user() {
-  TESSERA_INVARIANT(num_users_ > 0, "parameter '", name(), "' has no user to remove");
-  --num_users_;
+void Param::add_user() {
+  if (num_users_ == 0) {
+    check_move(state_ == ParamState::kAvailable, "; only an available one can be used");
+    tensor_->attach(full_);
+    writes_before_ = tensor_->num_writes();
+  }
+  ++num_users_;
+}
+
+void Param::remove_user(std::string_view unit) {
+  if (num_users_ == 0) {
+    throw StateError(detail::concat("parameter '", name(), "' has no user to remove"), name(),
+                     std::string(unit));
+  }
+  if (--num_users_ > 0) {
+    return;
+  }
+  tensor_->detach();
+  const bool was_written = tensor_->num_writes() != writes_before_;
+  const bool was_allowed = std::exchange(edits_allowed_, false);
+  TESSERA_CHECK(!was_written || was_allowed, ConfigError, "parameter '", name(),
+                "' was changed in place while unit '", unit,
+                "' used it: that changes a copy which is about to go. Change parameters inside "
+                "engine.gathered(), which writes them back to all ranks");
+}
+
+void Param::forget_users() noexcept {
+  if (num_users_ > 0) {
+    tensor_->detach();
+    num_users_ = 0;
+  }
+  edits_allowed_ = false;
+}
+
+void Param::check_move(bool is_legal, const char* rule) const {
+  if (!is_legal) [[unlikely]] {
+    throw StateError(detail::concat("parameter '", name(), "' is ", to_string(state_), rule),
+                     name(), {});
+  }
 }
 
 void Param::set_updated(device::Pending done) {

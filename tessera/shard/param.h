@@ -8,11 +8,16 @@
 //
 // Invariants:
 //  (1) This rank's shard exists in every state; gathering never consumes it. Its padding is zero.
-//  (2) The tensor has storage only in kAvailable. It is one tensor for life: see [Note: identity].
+//  (2) The tensor has storage exactly while the parameter has users: what is gathered ahead or kept
+//      for later cannot be read or changed by anybody else. It is one tensor for life: see
+//      [Note: identity].
 //  (3) In a group of one the shard is the full parameter: gathering attaches it, and moves nothing.
 //  (4) A shard carries the number of its last update and the work that completes it; whoever reads
 //      the shard orders itself behind that work.
-//  (5) Every illegal move is an InternalError with the parameter's name.
+//  (5) Every illegal move is a StateError with the parameter's name and, where one is known, the
+//      unit's.
+//  (6) A full copy is read-only, since the shard is what counts: a write to the tensor while it is
+//      used is found when its last user goes, unless edits were allowed.
 //
 // [Note: identity] Autograd may have saved the full tensor, or a view of it, for backward. If
 // release() replaced the tensor, those copies would keep the memory alive and never see the next
@@ -49,6 +54,8 @@ class FullTensor {
   virtual void attach(void* data) = 0;
   // Any access from now on is an error that names the parameter.
   virtual void detach() = 0;
+  // Changes with every write to the tensor that can be seen.
+  virtual std::uint64_t num_writes() const { return 0; }
 };
 
 struct ParamSpec {
@@ -58,6 +65,7 @@ struct ParamSpec {
   bool trainable = true;
   // Of a weight-decay group: multiplies the optimizer's; 0 for biases and norms, by custom.
   double weight_decay_scale = 1;
+  bool dynamic = false;
 };
 
 class Param {
@@ -70,6 +78,11 @@ class Param {
   const std::string& name() const { return spec_.name; }
   const ParamSpec& spec() const { return spec_; }
   bool trainable() const { return spec_.trainable; }
+  // Between steps: whoever reduces or updates must be told.
+  void set_trainable(bool trainable) { spec_.trainable = trainable; }
+  // Used only by units that some ranks may skip; before the first use.
+  bool dynamic() const { return spec_.dynamic; }
+  void set_dynamic(bool dynamic) { spec_.dynamic = dynamic; }
   const Layout& layout() const { return layout_; }
   ElementRange range() const { return range_; }  // of this rank
   std::byte* shard() const { return shard_.data(); }
@@ -79,22 +92,31 @@ class Param {
   void* full() const { return full_; }  // null unless gathering or available
   // `full`: where the gather writes; the shard itself in a group of one.
   void start_gather(void* full);
-  void finish_gather();  // attaches the tensor
-  void drop();           // of a gather that nobody waits for any more
-  void release();        // REQUIRES: num_users() == 0
+  void finish_gather();
+  void drop();     // of a gather that nobody waits for any more
+  void release();  // REQUIRES: num_users() == 0
 
-  // Units that need it right now: nested, shared and external ones count once each.
+  // Units that need it right now: nested, shared and external ones count once each. The first user
+  // attaches the tensor, the last one detaches it. REQUIRES: kAvailable.
   int num_users() const { return num_users_; }
-  void add_user() { ++num_users_; }
-  void remove_user();
+  void add_user();
+  // Throws ConfigError if the tensor was written to meanwhile; the user is gone all the same.
+  void remove_user(std::string_view unit = {});
+  // After an exception: no users, and no questions asked.
+  void forget_users() noexcept;
+  // The tensor may be written to until its last user goes; whoever allows it makes the shards
+  // follow. REQUIRES: has users.
+  void allow_edits() { edits_allowed_ = true; }
 
   std::uint64_t version() const { return version_; }  // updates so far
   const device::Pending& updated() const { return updated_; }
   void set_updated(device::Pending done);  // counts one update
 
  private:
+  void check_move(bool is_legal, const char* rule) const;
+
   const int id_;
-  const ParamSpec spec_;
+  ParamSpec spec_;
   const Layout layout_;
   const ElementRange range_;
   device::Memory shard_;
@@ -102,6 +124,8 @@ class Param {
   ParamState state_ = ParamState::kReleased;
   void* full_ = nullptr;
   int num_users_ = 0;
+  std::uint64_t writes_before_ = 0;  // of the tensor, when it was attached
+  bool edits_allowed_ = false;
   std::uint64_t version_ = 0;
   device::Pending updated_;
 };

@@ -46,8 +46,10 @@ void take_memory_away(c10::StorageImpl& storage, const std::string& error) {
 
 class TensorStorage final : public FullTensor {
  public:
-  TensorStorage(c10::Storage storage, const std::string& name, std::size_t full_bytes)
-      : storage_(std::move(storage)),
+  TensorStorage(const at::Tensor& tensor, c10::Storage storage, const std::string& name,
+                std::size_t full_bytes)
+      : tensor_(tensor.getIntrusivePtr()),
+        storage_(std::move(storage)),
         full_bytes_(full_bytes),
         error_(detail::concat(
             "parameter '", name,
@@ -60,8 +62,12 @@ class TensorStorage final : public FullTensor {
   // The tensor may outlive us in a user's hands.
   ~TensorStorage() override { detach(); }
 
-  void attach(void* data) override {
-    set_memory(*storage_.unsafeGetStorageImpl(), data);
+  void attach(void* data) override { set_memory(*storage_.unsafeGetStorageImpl(), data); }
+
+  // Views and detached aliases count with their tensor.
+  std::uint64_t num_writes() const override {
+    const auto tensor = tensor_.lock();
+    return tensor && !tensor->is_inference() ? tensor->version_counter().current_version() : 0;
   }
 
   void detach() override {
@@ -72,6 +78,7 @@ class TensorStorage final : public FullTensor {
   }
 
  private:
+  const c10::weak_intrusive_ptr<c10::TensorImpl> tensor_;  // a module owns it
   const c10::Storage storage_;
   const std::size_t full_bytes_;
   const std::string error_;
@@ -157,7 +164,7 @@ std::unique_ptr<FullTensor> bind_tensor(const at::Tensor& tensor, const std::str
     impl->set_storage_offset(0);
     impl->set_sizes_contiguous(sizes);
   }
-  return std::make_unique<TensorStorage>(std::move(storage), name, layout.full_bytes());
+  return std::make_unique<TensorStorage>(tensor, std::move(storage), name, layout.full_bytes());
 }
 
 }  // namespace tessera::shard

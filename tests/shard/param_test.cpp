@@ -62,6 +62,12 @@ TEST_F(ParamTest, GathersAndReleasesAroundOneTensor) {
   EXPECT_TRUE(log_.moves.empty()) << "what is not gathered yet must not be readable";
   param.finish_gather();
   EXPECT_EQ(param.state(), ParamState::kAvailable);
+  EXPECT_TRUE(log_.moves.empty()) << "what nobody uses must not be readable";
+  param.add_user();
+  param.add_user();
+  param.remove_user();
+  EXPECT_EQ(log_.moves.size(), 1U);
+  param.remove_user();
   param.release();
   EXPECT_EQ(param.state(), ParamState::kReleased);
   EXPECT_EQ(param.full(), nullptr);
@@ -80,7 +86,48 @@ TEST_F(ParamTest, AGatherThatIsDroppedNeverReachesTheTensor) {
   EXPECT_TRUE(log_.moves.empty());
   param.start_gather(full.data());  // and it can be gathered again
   param.finish_gather();
+  param.add_user();
   EXPECT_EQ(log_.moves.size(), 1U);
+}
+
+TEST_F(ParamTest, AWriteWhileItIsUsedIsAnErrorUnlessItWasAllowed) {
+  std::uint64_t num_writes = 5;
+  class Written final : public FullTensor {
+   public:
+    explicit Written(const std::uint64_t& num) : num_(num) {}
+    void attach(void*) override {}
+    void detach() override {}
+    std::uint64_t num_writes() const override { return num_; }
+
+   private:
+    const std::uint64_t& num_;
+  };
+  Param param(0, spec("w", 10), 0, 2, *device_, std::make_unique<Written>(num_writes));
+  std::vector<std::byte> full(param.layout().full_bytes());
+  param.start_gather(full.data());
+  param.finish_gather();
+  param.add_user();
+  EXPECT_NO_THROW(param.remove_user("h.1"));
+  param.add_user();
+  param.add_user();
+  ++num_writes;
+  EXPECT_NO_THROW(param.remove_user("h.1"));
+  try {
+    param.remove_user("h.1");
+    FAIL() << "expected ConfigError";
+  } catch (const ConfigError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("'w' was changed in place while unit 'h.1'"), std::string::npos) << text;
+    EXPECT_NE(text.find("gathered()"), std::string::npos) << text;
+  }
+  EXPECT_EQ(param.num_users(), 0);
+  param.add_user();
+  param.allow_edits();
+  ++num_writes;
+  EXPECT_NO_THROW(param.remove_user("h.1"));
+  param.add_user();
+  ++num_writes;
+  EXPECT_THROW(param.remove_user("h.1"), ConfigError) << "allowed once, not for ever";
 }
 
 TEST_F(ParamTest, EveryIllegalMoveIsAnErrorWithTheName) {
@@ -94,6 +141,7 @@ TEST_F(ParamTest, EveryIllegalMoveIsAnErrorWithTheName) {
       {"finish_gather", [](Param& p, void*) { p.finish_gather(); }, {ParamState::kGathering}},
       {"drop", [](Param& p, void*) { p.drop(); }, {ParamState::kGathering}},
       {"release", [](Param& p, void*) { p.release(); }, {ParamState::kAvailable}},
+      {"add_user", [](Param& p, void*) { p.add_user(); }, {ParamState::kAvailable}},
   };
   for (const Move& move : moves) {
     for (const ParamState state :
@@ -114,8 +162,9 @@ TEST_F(ParamTest, EveryIllegalMoveIsAnErrorWithTheName) {
       const std::size_t num_moves = log_.moves.size();
       try {
         move.apply(param, full.data());
-        ADD_FAILURE() << "expected InternalError";
-      } catch (const InternalError& error) {
+        ADD_FAILURE() << "expected StateError";
+      } catch (const StateError& error) {
+        EXPECT_EQ(error.parameter(), "h.3.attn.weight");
         EXPECT_NE(std::string(error.what()).find("'h.3.attn.weight' is "), std::string::npos)
             << error.what();
         EXPECT_NE(std::string(error.what()).find(to_string(state)), std::string::npos);
@@ -137,7 +186,7 @@ TEST_F(ParamTest, CannotBeReleasedUnderItsUsers) {
   param.remove_user();
   try {
     param.release();
-    FAIL() << "expected InternalError";
+    FAIL() << "expected StateError";
   } catch (const InternalError& error) {
     EXPECT_NE(std::string(error.what()).find("'tied.weight'"), std::string::npos) << error.what();
   }
@@ -179,6 +228,7 @@ TEST_F(ParamTest, InAGroupOfOneTheShardIsTheFullParameter) {
   EXPECT_THROW(param.start_gather(elsewhere.data()), InternalError);
   param.start_gather(param.shard());
   param.finish_gather();
+  param.add_user();
   EXPECT_EQ(log_.moves.back().second, param.shard());
 }
 
