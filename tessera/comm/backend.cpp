@@ -11,6 +11,12 @@ constexpr std::align_val_t kAlignment{256};
 
 }  // namespace
 
+Pending Backend::start_gather_to(std::span<const GatherBytes>, std::span<const std::uint8_t>,
+                                 std::byte*, const Call&) {
+  TESSERA_INVARIANT(false, "backend ", name(), " cannot gather to some ranks only");
+  return {};
+}
+
 Pending Backend::start_tags(const std::shared_ptr<std::vector<CallTag>>&) {
   TESSERA_INVARIANT(false, "backend ", name(), " compares tags itself");
   return {};

@@ -48,6 +48,7 @@ struct PieceBytes {
 // What a call carries besides its memory.
 struct Call {
   CallTag tag;
+  std::shared_ptr<const CallWords> words;  // for backends that compare tags; may be null
   std::shared_ptr<const void> keep_alive;  // may be null
   device::Stream* stream = nullptr;        // stream-ordered backends start behind it
 };
@@ -64,6 +65,16 @@ class Backend {
   // Send and receive do not overlap. Stream-ordered backends get contiguous pieces only.
   virtual Pending start_all_to_all(const PieceBytes& pieces, const Call& call) = 0;
   virtual Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) = 0;
+
+  // An all-gather whose result only the ranks with wants[r] != 0 receive; on the others `full` is
+  // not looked at. A rank sends its piece to each other rank that wants it, and nothing else.
+  // REQUIRES: some rank wants it. `copies`: see gather_to_needs_copies().
+  virtual Pending start_gather_to(std::span<const GatherBytes> parts,
+                                  std::span<const std::uint8_t> wants, std::byte* copies,
+                                  const Call& call);
+  // True: `copies` must be room for one copy of this rank's pieces per rank that wants them, for a
+  // network that sends different ranks different memory only. False: it is null.
+  virtual bool gather_to_needs_copies() const { return false; }
 
   // A backend over some of this one's ranks (ascending, this rank among them). Collective over
   // exactly those ranks; `name` is the same on them and unused before.

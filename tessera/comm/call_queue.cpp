@@ -1,10 +1,38 @@
 #include "tessera/comm/call_queue.h"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
+#include <numeric>
 
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
+namespace {
+
+// How long a rank waits for the others' words after a mismatch. They are on their way; without them
+// the report has the calls, but not their names.
+constexpr std::chrono::seconds kWordsLimit{10};
+
+// Words in a message of one size.
+struct WordsSlot {
+  std::uint32_t num_bytes = 0;
+  std::array<char, CallWords::kMaxBytes> bytes{};
+};
+static_assert(sizeof(WordsSlot) == sizeof(std::uint32_t) + CallWords::kMaxBytes);
+
+void fail(const QueuedCall& call, const std::exception_ptr& error) {
+  for (const CallPart& part : call.parts) {
+    for (const auto& owner : part.owners) {
+      if (!part.told) {
+        owner->fail(error);
+      }
+    }
+  }
+  call.completion->fail(error);
+}
+
+}  // namespace
 
 CallQueue::CallQueue(Backend& backend, Watch& watch, std::vector<int> world_ranks, Spans* spans)
     : backend_(backend), watch_(watch), world_ranks_(std::move(world_ranks)), spans_(spans) {
@@ -29,7 +57,8 @@ Pending CallQueue::start(QueuedCall prepared) {
   {
     const std::lock_guard lock(mutex_);
     if (poison_) {
-      return Pending::failed(poison_);
+      fail(*call, poison_);
+      return Pending(call->completion);
     }
     watch_.started(call->call.tag, call->text);
     start_tags(*call);
@@ -165,15 +194,68 @@ void CallQueue::finish(QueuedCall& call) {
     }
     watch_.await(call.current, call.call.tag, call.text);
   }
+  finish_parts(call);
 }
 
-void CallQueue::compare_tags(const QueuedCall& call) const {
-  if (!call.tags) {
+void CallQueue::finish_parts(QueuedCall& call) {
+  std::vector<std::size_t> left(call.parts.size());
+  std::iota(left.begin(), left.end(), std::size_t{0});
+  std::vector<Pending> arrivals = call.arrivals ? *call.arrivals : std::vector<Pending>();
+  while (!left.empty()) {
+    const auto which =
+        static_cast<std::ptrdiff_t>(watch_.await_any(arrivals, call.call.tag, call.text));
+    CallPart& part = call.parts[left[static_cast<std::size_t>(which)]];
+    left.erase(left.begin() + which);
+    arrivals.erase(arrivals.begin() + which);
+    if (part.unpack) {
+      part.unpack();
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      if (to_finish_.empty() || to_finish_.front().get() != &call) {
+        return;  // abandoned meanwhile: all owners have been told
+      }
+      part.told = true;
+    }
+    for (const auto& owner : part.owners) {
+      owner->succeed();
+    }
+  }
+}
+
+void CallQueue::compare_tags(const QueuedCall& call) {
+  if (!call.tags || tags_agree(*call.tags)) {
     return;
   }
-  if (const auto mismatch = find_mismatch(*call.tags, backend_.rank(), world_ranks_)) {
-    throw CommError(detail::concat(call.text, ": ", *mismatch));
+  throw CommError(detail::concat(call.text, ": ",
+                                 *find_mismatch(*call.tags, exchange_words(call), world_ranks_)));
+}
+
+// All ranks have seen the same tags, so all come here; and the network is free for it: each rank
+// has launched all that comes before this call, and will launch nothing behind it.
+std::vector<CallWords> CallQueue::exchange_words(const QueuedCall& call) {
+  const auto slots =
+      std::make_shared<std::vector<WordsSlot>>(static_cast<std::size_t>(backend_.size()));
+  WordsSlot& own = (*slots)[static_cast<std::size_t>(backend_.rank())];
+  const std::string& bytes = call.call.words->bytes();
+  own.num_bytes = static_cast<std::uint32_t>(bytes.size());
+  std::memcpy(own.bytes.data(), bytes.data(), bytes.size());
+  std::vector<CallWords> words;
+  try {
+    Call exchange;
+    exchange.keep_alive = slots;
+    const GatherBytes part{&own, slots->data(), sizeof(WordsSlot)};
+    if (!backend_.start_all_gather({&part, 1}, exchange).wait_for(kWordsLimit)) {
+      return {};
+    }
+  } catch (const CommError&) {
+    return {};  // a peer that was told first may be gone; the mismatch stays the cause
   }
+  for (const WordsSlot& slot : *slots) {
+    const std::size_t num_bytes = std::min<std::size_t>(slot.num_bytes, slot.bytes.size());
+    words.push_back(CallWords::from_bytes(std::string(slot.bytes.data(), num_bytes)));
+  }
+  return words;
 }
 
 void CallQueue::poison(const std::exception_ptr& error, const std::string& reason) {
@@ -192,7 +274,7 @@ void CallQueue::poison(const std::exception_ptr& error, const std::string& reaso
   // First the network, then the owners of the memory: nobody may touch it after they know.
   backend_.abort(reason);
   for (const CallPtr& call : lost) {
-    call->completion->fail(error);
+    fail(*call, error);
   }
 }
 

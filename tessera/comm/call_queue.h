@@ -5,7 +5,8 @@
 //                        all ranks mean the same call starts its first network phase
 //   finish    finisher   waits for what was launched, runs local phases (the sum of a
 //                        reduce-scatter, unpacking), starts later network phases, fulfils the
-//                        Pending
+//                        Pending; parts of a call that have owners of their own are fulfilled as
+//                        they come, in any order
 //
 // Tags come first because a network cannot be trusted with calls that do not match: Gloo ends the
 // process when it receives more than it expects. Tags of later calls travel while the data of
@@ -42,13 +43,23 @@ struct Phase {
   std::function<Pending()> launch;
 };
 
+// Something that a call brings and whose owners are told by themselves, as soon as it is there.
+struct CallPart {
+  std::function<void()> unpack;  // may be empty
+  std::vector<std::shared_ptr<device::Completion>> owners;
+  bool told = false;  // guarded by the queue's mutex
+};
+
 struct QueuedCall {
-  Call call;         // tag and what to keep alive
+  Call call;         // tag, words and what to keep alive
   std::string text;  // describe(tag, unit, parameter)
   Pending ready;     // the input may be read after this
   SpanArgs span;     // how it is shown in a trace
   std::int64_t start_ns = 0;
   std::vector<Phase> phases;  // the first is a network phase
+  // Both empty, or a call of one phase, which sets arrivals[i] to the arrival of parts[i].
+  std::vector<CallPart> parts;
+  std::shared_ptr<std::vector<Pending>> arrivals;
 
   // The queue's own. Until `launched`, the launcher's; then the finisher's, but for what is
   // guarded by the queue's mutex.
@@ -82,8 +93,10 @@ class CallQueue {
   void launch(QueuedCall& call);
   void finish_calls();
   void finish(QueuedCall& call);
+  void finish_parts(QueuedCall& call);
   void start_tags(QueuedCall& call);
-  void compare_tags(const QueuedCall& call) const;
+  void compare_tags(const QueuedCall& call);
+  std::vector<CallWords> exchange_words(const QueuedCall& call);
   bool remove_finished(const CallPtr& call);
   void poison(const std::exception_ptr& error, const std::string& reason);
 

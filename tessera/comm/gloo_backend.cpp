@@ -168,6 +168,35 @@ class GlooBackend final : public Backend {
     return wrap(data_->broadcast(tensors, options));
   }
 
+  // An all-to-all in which the pieces for ranks that want nothing are empty. Gloo wants the pieces
+  // for different ranks behind each other, hence the copies.
+  Pending start_gather_to(std::span<const GatherBytes> parts, std::span<const std::uint8_t> wants,
+                          std::byte* copies, const Call& call) override {
+    const bool receives = wants[static_cast<std::size_t>(rank_)] != 0;
+    std::vector<Pending> works;
+    for (const GatherBytes& part : parts) {
+      const auto piece = static_cast<std::int64_t>(part.shard_bytes);
+      std::vector<std::int64_t> sent;
+      std::byte* const first_copy = copies;
+      for (const std::uint8_t wanted : wants) {
+        sent.push_back(wanted != 0 ? piece : 0);
+        if (wanted != 0) {
+          std::memcpy(copies, part.shard, part.shard_bytes);
+          copies += part.shard_bytes;
+        }
+      }
+      std::vector<std::int64_t> received(sent.size(), receives ? piece : 0);
+      at::Tensor input = view(first_copy, static_cast<std::size_t>(copies - first_copy), call);
+      at::Tensor output =
+          receives ? view(part.full, part.shard_bytes * static_cast<std::size_t>(size_), call)
+                   : view(first_copy, 0, call);
+      works.push_back(wrap(data_->alltoall_base(output, input, received, sent)));
+    }
+    return Pending::all(std::move(works));
+  }
+
+  bool gather_to_needs_copies() const override { return true; }
+
   Pending start_tags(const std::shared_ptr<std::vector<CallTag>>& tags) override {
     Call call;
     call.keep_alive = tags;

@@ -1,7 +1,5 @@
 #include "tessera/comm/group.h"
 
-#include <cstring>
-
 #include "tessera/comm/group_impl.h"
 #include "tessera/comm/solo_backend.h"
 
@@ -10,12 +8,6 @@ namespace {
 
 using detail_group::check_pointer;
 using detail_group::checked_bytes;
-
-constexpr std::size_t kPackAlignment = 16;
-
-std::size_t round_up(std::size_t value, std::size_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 }  // namespace
 
@@ -33,82 +25,6 @@ std::string_view Group::backend_name() const { return impl_->backend_->name(); }
 
 WireBytes Group::wire_bytes() const {
   return {impl_->payload_bytes_, impl_->control_bytes_, impl_->num_calls_};
-}
-
-Pending Group::start_all_gather(std::span<const Gather> tensors, const CallOptions& options) {
-  std::vector<GatherBytes> direct;
-  std::vector<GatherBytes> packed;
-  std::size_t packed_bytes = 0;
-  std::size_t shard_bytes = 0;
-  std::uint64_t shape = 0;
-  const bool may_pack = !impl_->backend_->stream_ordered();
-  for (const Gather& tensor : tensors) {
-    const std::size_t bytes = checked_bytes(tensor.shard_numel, tensor.dtype, size(), "all_gather");
-    check_pointer(tensor.shard, bytes, "all_gather: shard");
-    check_pointer(tensor.full, bytes, "all_gather: full");
-    shape = hash_bytes(&tensor.shard_numel, sizeof(tensor.shard_numel), shape);
-    shape = hash_bytes(&tensor.dtype, sizeof(tensor.dtype), shape);
-    shard_bytes += bytes;
-    if (bytes == 0) {
-      continue;
-    }
-    if (may_pack && bytes < impl_->options_.pack_below_bytes) {
-      packed.push_back({tensor.shard, tensor.full, bytes});
-      packed_bytes += round_up(bytes, kPackAlignment);
-    } else {
-      direct.push_back({tensor.shard, tensor.full, bytes});
-    }
-  }
-  if (packed.size() == 1) {  // nothing to save: straight into its place
-    direct.push_back(packed.front());
-    packed.clear();
-    packed_bytes = 0;
-  }
-  std::size_t payload = packed_bytes;
-  for (const GatherBytes& part : direct) {
-    payload += part.shard_bytes;
-  }
-  QueuedCall queued = impl_->prepare(Op::kAllGather, shape, shard_bytes, tensors.size(),
-                                     tensors.empty() ? DType::kUInt8 : tensors[0].dtype, options);
-  if (packed.empty()) {
-    if (!direct.empty()) {
-      queued.phases.push_back({true, [impl = impl_.get(), direct, call = queued.call] {
-                                 return impl->backend_->start_all_gather(direct, call);
-                               }});
-    }
-    return impl_->start(std::move(queued), payload * impl_->num_peers());
-  }
-
-  const auto num_ranks = static_cast<std::size_t>(size());
-  std::byte* all = impl_->take_staging(queued, packed_bytes * num_ranks).get();
-  std::byte* own = all + static_cast<std::size_t>(rank()) * packed_bytes;
-  queued.phases.push_back(
-      {true, [impl = impl_.get(), direct, packed, packed_bytes, all, own, call = queued.call] {
-         std::byte* cursor = own;
-         for (const GatherBytes& part : packed) {
-           std::memcpy(cursor, part.shard, part.shard_bytes);
-           // What travels is defined to the last byte, gaps included.
-           const std::size_t room = round_up(part.shard_bytes, kPackAlignment);
-           std::memset(cursor + part.shard_bytes, 0, room - part.shard_bytes);
-           cursor += room;
-         }
-         std::vector<GatherBytes> parts = direct;
-         parts.push_back({own, all, packed_bytes});
-         return impl->backend_->start_all_gather(parts, call);
-       }});
-  queued.phases.push_back({false, [packed, packed_bytes, all, num_ranks] {
-                             for (std::size_t r = 0; r < num_ranks; ++r) {
-                               const std::byte* cursor = all + r * packed_bytes;
-                               for (const GatherBytes& part : packed) {
-                                 auto* slot =
-                                     static_cast<std::byte*>(part.full) + r * part.shard_bytes;
-                                 std::memcpy(slot, cursor, part.shard_bytes);
-                                 cursor += round_up(part.shard_bytes, kPackAlignment);
-                               }
-                             }
-                             return Pending();
-                           }});
-  return impl_->start(std::move(queued), payload * impl_->num_peers());
 }
 
 Pending Group::start_broadcast(void* data, std::int64_t numel, DType dtype, int root,

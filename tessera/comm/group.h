@@ -3,7 +3,8 @@
 // Every method that communicates is a collective: all ranks of the group call the same methods in
 // the same order. What fixes that order is the caller (registration, trace, agreement), never time.
 // Ranks check it: each call carries a tag (tag.h) that is compared before its data moves, and
-// a mismatch is an error on every rank that names both calls.
+// a mismatch is an error on every rank that names the rank that differs and both calls with their
+// units and parameters.
 //
 // Numbers: reductions are exact in the sense of the design: all-to-all, then a sum in rank order in
 // fp32, rounded once. The same input gives the same bits on every backend, for every bucket size
@@ -28,6 +29,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tessera/comm/backend.h"
@@ -54,6 +56,9 @@ struct GroupOptions {
 
 struct CallOptions {
   Label label;
+  // What the call is about, beyond names and shapes: the ids of the gathered parameters, say.
+  // Compared with the other ranks'.
+  std::uint64_t content_hash = 0;
   device::Stream* stream = nullptr;
   std::shared_ptr<const void> keep_alive;
 };
@@ -64,6 +69,7 @@ struct Gather {
   void* full = nullptr;
   std::int64_t shard_numel = 0;
   DType dtype = DType::kFloat32;
+  std::string_view name = {};  // compared, and used in messages, like a label
 };
 
 // Bytes that this rank has put on the wire for a group. `payload` equals the closed forms in
@@ -91,6 +97,17 @@ class Group {
 
   [[nodiscard]] Pending start_all_gather(std::span<const Gather> tensors,
                                          const CallOptions& options = {});
+  // The same call with one Pending per tensor, in order: waiting for one does not wait for the
+  // others where the backend allows it (small tensors travel together; on a stream all share one).
+  // A failure is the failure of every tensor that has not come.
+  [[nodiscard]] std::vector<Pending> start_all_gathers(std::span<const Gather> tensors,
+                                                       const CallOptions& options = {});
+  // An all-gather whose result only the ranks with wants[r] != 0 get; on the others `full` may be
+  // null. `wants` has an entry per rank and is the same on all. If nobody wants it, ranks only
+  // meet.
+  [[nodiscard]] Pending start_gather_to(std::span<const Gather> tensors,
+                                        std::span<const std::uint8_t> wants,
+                                        const CallOptions& options = {});
   // input: size() pieces of `shard_numel` elements of `dtype`; output: this rank's piece of the
   // sum, in `output_dtype` (fp32, or `dtype`).
   [[nodiscard]] Pending start_reduce_scatter(const void* input, void* output,

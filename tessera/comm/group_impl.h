@@ -1,4 +1,4 @@
-// Internal to comm: what the two halves of Group share (group.cpp, group_reduce.cpp).
+// Internal to comm: what the parts of Group share (group.cpp, group_gather.cpp, group_reduce.cpp).
 //
 // Impl prepares a call (number, tag, staging), counts its bytes and hands it to the queue, or, for
 // stream-ordered backends, enqueues its phases on the call's stream. It decides nothing about what
@@ -78,6 +78,13 @@ class Group::Impl {
   QueuedCall prepare(Op op, std::uint64_t shape_hash, std::uint64_t total_bytes,
                      std::size_t num_tensors, DType dtype, const CallOptions& options,
                      int root = 0) {
+    auto words = std::make_shared<CallWords>(options.label);
+    return prepare(op, shape_hash, total_bytes, num_tensors, dtype, options, root,
+                   std::move(words));
+  }
+  QueuedCall prepare(Op op, std::uint64_t shape_hash, std::uint64_t total_bytes,
+                     std::size_t num_tensors, DType dtype, const CallOptions& options, int root,
+                     std::shared_ptr<const CallWords> words) {
     QueuedCall queued;
     CallTag& tag = queued.call.tag;
     tag.sequence = ++sequence_;
@@ -87,9 +94,9 @@ class Group::Impl {
     tag.num_tensors = static_cast<std::uint32_t>(num_tensors);
     tag.total_bytes = total_bytes;
     tag.shape_hash = shape_hash;
-    tag.label_hash =
-        hash_bytes(options.label.parameter.data(), options.label.parameter.size(),
-                   hash_bytes(options.label.unit.data(), options.label.unit.size(), 0));
+    tag.label_hash = words->hash();
+    tag.content_hash = options.content_hash;
+    queued.call.words = std::move(words);
     queued.text = describe(tag, options.label.unit, options.label.parameter);
     if (Spans* traced = spans()) {
       queued.span = {static_cast<std::int64_t>(total_bytes),
@@ -157,6 +164,10 @@ class Group::Impl {
   Spans* spans() const {
     return options_.spans != nullptr && options_.spans->enabled() ? options_.spans : nullptr;
   }
+
+  // All-gathers (group_gather.cpp); `each` is null, or gets a Pending per tensor.
+  Pending start_gather(std::span<const Gather> tensors, const CallOptions& options,
+                       std::vector<Pending>* each);
 
   // Phases of reductions (group_reduce.cpp).
   void add_sum(QueuedCall& queued, const RankParts& parts, void* output, DType output_dtype,

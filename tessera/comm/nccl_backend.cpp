@@ -102,6 +102,31 @@ class NcclBackend final : public Backend {
     });
   }
 
+  // Grouped sends and receives; c10d leaves out those of zero bytes. A rank's own piece that
+  // already lies in its place is left out, too.
+  Pending start_gather_to(std::span<const GatherBytes> parts, std::span<const std::uint8_t> wants,
+                          std::byte*, const Call& call) override {
+    return on_stream(call.stream, [&] {
+      c10::intrusive_ptr<c10d::Work> last;
+      for (const GatherBytes& part : parts) {
+        auto* full = static_cast<std::byte*>(part.full);
+        std::vector<at::Tensor> inputs;
+        std::vector<at::Tensor> outputs;
+        for (std::size_t r = 0; r < wants.size(); ++r) {
+          const bool own = static_cast<int>(r) == rank_;
+          const bool receives = wants[static_cast<std::size_t>(rank_)] != 0;
+          const std::byte* slot = receives ? full + r * part.shard_bytes : nullptr;
+          const bool in_place = own && slot == part.shard;
+          inputs.push_back(view(part.shard, wants[r] != 0 && !in_place ? part.shard_bytes : 0));
+          outputs.push_back(receives && !in_place ? view(slot, part.shard_bytes)
+                                                  : view(part.shard, 0));
+        }
+        last = process_group_->alltoall(outputs, inputs);
+      }
+      return last;
+    });
+  }
+
   Pending start_all_to_all(const PieceBytes& pieces, const Call& call) override {
     TESSERA_INVARIANT(pieces.contiguous(), "NCCL was given pieces with gaps");
     return on_stream(call.stream, [&] {

@@ -27,6 +27,12 @@ class SoloBackend final : public Backend {
     return last;
   }
 
+  // REQUIRES says that somebody wants it: this rank.
+  Pending start_gather_to(std::span<const GatherBytes> parts, std::span<const std::uint8_t>,
+                          std::byte*, const Call& call) override {
+    return start_all_gather(parts, call);
+  }
+
   Pending start_all_to_all(const PieceBytes& pieces, const Call& call) override {
     return copy(pieces.receive, pieces.send, pieces.piece_bytes, call);
   }

@@ -20,6 +20,7 @@ namespace {
 // What one rank brings to a call: where the others may read.
 struct Posting {
   CallTag tag;
+  std::shared_ptr<const CallWords> words;
   std::vector<const std::byte*> sources;
   std::shared_ptr<const void> keep_alive;
 };
@@ -109,22 +110,12 @@ class ThreadBackend final : public Backend {
   }
 
   Pending start_all_gather(std::span<const GatherBytes> parts, const Call& call) override {
-    std::vector<GatherBytes> mine(parts.begin(), parts.end());
-    std::vector<const std::byte*> sources;
-    for (const GatherBytes& part : mine) {
-      sources.push_back(static_cast<const std::byte*>(part.shard));
-    }
-    return start(call, std::move(sources), [mine](const std::vector<Posting>& postings) {
-      for (std::size_t i = 0; i < mine.size(); ++i) {
-        auto* slot = static_cast<std::byte*>(mine[i].full);
-        for (const Posting& posting : postings) {
-          if (slot != posting.sources[i]) {  // in place: the piece already lies in its slot
-            std::memcpy(slot, posting.sources[i], mine[i].shard_bytes);
-          }
-          slot += mine[i].shard_bytes;
-        }
-      }
-    });
+    return gather(parts, true, call);
+  }
+
+  Pending start_gather_to(std::span<const GatherBytes> parts, std::span<const std::uint8_t> wants,
+                          std::byte*, const Call& call) override {
+    return gather(parts, wants[static_cast<std::size_t>(rank_)] != 0, call);
   }
 
   Pending start_all_to_all(const PieceBytes& pieces, const Call& call) override {
@@ -184,11 +175,31 @@ class ThreadBackend final : public Backend {
  private:
   int world_rank() const { return meeting_->world_ranks[static_cast<std::size_t>(rank_)]; }
 
+  Pending gather(std::span<const GatherBytes> parts, bool receives, const Call& call) {
+    std::vector<GatherBytes> mine(parts.begin(), parts.end());
+    std::vector<const std::byte*> sources;
+    for (const GatherBytes& part : mine) {
+      sources.push_back(static_cast<const std::byte*>(part.shard));
+    }
+    return start(call, std::move(sources), [mine, receives](const std::vector<Posting>& postings) {
+      for (std::size_t i = 0; receives && i < mine.size(); ++i) {
+        auto* slot = static_cast<std::byte*>(mine[i].full);
+        for (const Posting& posting : postings) {
+          if (slot != posting.sources[i]) {  // in place: the piece already lies in its slot
+            std::memcpy(slot, posting.sources[i], mine[i].shard_bytes);
+          }
+          slot += mine[i].shard_bytes;
+        }
+      }
+    });
+  }
+
   Pending start(const Call& call, std::vector<const std::byte*> sources, CopyFunction copy) {
     auto completion = std::make_shared<device::Completion>();
     {
       const std::lock_guard lock(meeting_->mutex);
-      jobs_.push_back(Job{++num_started_, Posting{call.tag, std::move(sources), call.keep_alive},
+      jobs_.push_back(Job{++num_started_,
+                          Posting{call.tag, call.words, std::move(sources), call.keep_alive},
                           std::move(copy), completion});
     }
     meeting_->changed.notify_all();
@@ -276,9 +287,14 @@ class ThreadBackend final : public Backend {
     for (const Posting& posting : exchange.postings) {
       tags.push_back(posting.tag);
     }
-    if (const auto mismatch = find_mismatch(tags, rank_, meeting_->world_ranks)) {
-      throw CommError(*mismatch);
+    if (tags_agree(tags)) {
+      return;
     }
+    std::vector<CallWords> words;
+    for (const Posting& posting : exchange.postings) {
+      words.push_back(posting.words ? *posting.words : CallWords());
+    }
+    throw CommError(*find_mismatch(tags, words, meeting_->world_ranks));
   }
 
   void delay() {

@@ -19,6 +19,9 @@ constexpr int kBeatsBeforeVerdict = 3;
 // So often a wait looks whether the group is still in use.
 constexpr milliseconds kMaxSlice{100};
 
+// So often at least, while it waits for one part of several, it looks whether another one has come.
+constexpr milliseconds kMaxSliceOfSeveral{16};
+
 std::string list_ranks(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (std::size_t i = 0; i < ranks.size(); ++i) {
@@ -100,14 +103,25 @@ std::string Watch::failures_text() {
   return text;
 }
 
-void Watch::await(const device::Pending& pending, const CallTag& tag, const std::string& text) {
+std::size_t Watch::await_any(std::span<const device::Pending> parts, const CallTag& tag,
+                             const std::string& text) {
   const auto deadline = steady_clock::now() + options_.timeout;
   auto next_look = steady_clock::now() + options_.beat;
+  const milliseconds max_slice = parts.size() == 1 ? kMaxSlice : kMaxSliceOfSeveral;
+  milliseconds slice = parts.size() == 1 ? kMaxSlice : milliseconds(1);
   while (true) {
     try {
-      if (pending.wait_for(std::min<milliseconds>(options_.beat, kMaxSlice))) {
-        return;
+      // Parts mostly come in their order: so the first is the one to block on.
+      if (parts.front().wait_for(std::min<milliseconds>(options_.beat, slice))) {
+        return 0;
       }
+      for (std::size_t i = 1; i < parts.size(); ++i) {
+        if (parts[i].done()) {
+          parts[i].wait();
+          return i;
+        }
+      }
+      slice = std::min(2 * slice, max_slice);
     } catch (const PeerError& error) {
       throw PeerError(explain_loss(text, error.what()));
     } catch (const CommError& error) {

@@ -11,10 +11,12 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -42,7 +44,12 @@ class Watch {
   void completed(std::uint64_t sequence);
 
   // Blocks until `pending` is done. `tag` and `text` say for which call. Throws CommError.
-  void await(const device::Pending& pending, const CallTag& tag, const std::string& text);
+  void await(const device::Pending& pending, const CallTag& tag, const std::string& text) {
+    await_any({&pending, 1}, tag, text);
+  }
+  // The same for the first of several that is done; gives back which one.
+  std::size_t await_any(std::span<const device::Pending> parts, const CallTag& tag,
+                        const std::string& text);
 
   // A sign of life, if one is due.
   void idle();
