@@ -8,6 +8,10 @@
 namespace tessera::grad {
 namespace {
 
+bool travels_alone(const BucketParam& param, std::int64_t capacity) {
+  return param.shard_numel >= capacity - param.shard_numel;
+}
+
 // Gives buckets their places in the region, in their order.
 void assign_region(BucketLayout& layout) {
   for (Bucket& bucket : layout.buckets) {
@@ -20,6 +24,28 @@ void assign_region(BucketLayout& layout) {
             bucket.region_offset + piece.bucket_offset;
       }
     }
+  }
+  layout.bucketed_numel = layout.region_numel;
+}
+
+// Gives dynamic parameters their places behind the buckets.
+void assign_dynamic(BucketLayout& layout, std::span<const BucketParam> params,
+                    std::int64_t capacity) {
+  std::int64_t shared_numel = 0;
+  for (std::size_t i = params.size(); i-- > 0;) {
+    const BucketParam& param = params[i];
+    if (!param.dynamic) {
+      continue;
+    }
+    layout.is_dynamic[static_cast<std::size_t>(param.id)] = true;
+    layout.region_offset[static_cast<std::size_t>(param.id)] = layout.region_numel;
+    layout.region_numel += param.shard_numel;
+    std::int64_t numel = std::min(capacity, param.shard_numel);
+    if (!travels_alone(param, capacity)) {
+      shared_numel = std::min(capacity, shared_numel + param.shard_numel);
+      numel = shared_numel;
+    }
+    layout.largest_dynamic_numel = std::max(layout.largest_dynamic_numel, numel);
   }
 }
 
@@ -44,10 +70,14 @@ BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
     const auto id = static_cast<std::size_t>(param.id);
     if (layout.region_offset.size() <= id) {
       layout.region_offset.resize(id + 1, -1);
+      layout.is_dynamic.resize(id + 1, false);
+    }
+    if (param.dynamic) {
+      continue;
     }
     if (param.shard_numel == 0) {
       layout.region_offset[id] = 0;
-    } else if (param.shard_numel >= capacity - param.shard_numel) {
+    } else if (travels_alone(param, capacity)) {
       for (std::int64_t begin = 0; begin < param.shard_numel; begin += capacity) {
         const std::int64_t numel = std::min(capacity, param.shard_numel - begin);
         planned.push_back({num_come, {{{param.id, begin, numel, 0}}, numel, 0}});
@@ -71,6 +101,7 @@ BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
     layout.buckets.push_back(std::move(entry.second));
   }
   assign_region(layout);
+  assign_dynamic(layout, params, capacity);
   return layout;
 }
 

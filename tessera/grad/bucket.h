@@ -12,7 +12,9 @@
 //   where piece p of rank r holds elements [r*shard_numel + begin, + numel) of its parameter
 //
 // The reduced shards of all parameters lie in one region of fp32, in bucket order: a bucket's
-// result is written where it stays.
+// result is written where it stays. Dynamic parameters are in no bucket, since nobody knows whether
+// anyone uses them; their places follow, in reverse registration order as well, so that the
+// parameters of one unit are neighbours.
 //
 // Threads: plain data.
 #pragma once
@@ -27,6 +29,7 @@ namespace tessera::grad {
 struct BucketParam {
   int id = 0;
   std::int64_t shard_numel = 0;
+  bool dynamic = false;
 };
 
 struct Piece {
@@ -48,6 +51,10 @@ struct BucketLayout {
       region_offset;  // by id: where the parameter's shard gradient begins; -1: none
   std::int64_t region_numel = 0;
   std::int64_t largest_shard_numel = 0;  // of a bucket
+  std::vector<bool> is_dynamic;          // by id, as long as region_offset
+  std::int64_t bucketed_numel = 0;       // of the region; dynamic parameters have the rest
+  // No bucket is larger that plan_buckets makes of a choice of the dynamic parameters alone.
+  std::int64_t largest_dynamic_numel = 0;
 };
 
 // `params`: trainable ones in registration order. `bucket_bytes`: most bytes of one bucket, of all

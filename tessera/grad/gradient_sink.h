@@ -4,6 +4,9 @@
 // Threads: as Reducer.
 #pragma once
 
+#include <span>
+#include <vector>
+
 #include "tessera/grad/reducer.h"
 
 namespace tessera::grad {
@@ -16,6 +19,9 @@ class GradientSink {
   // Throws ConfigError for a gradient that take() could not take.
   virtual void check(const shard::Param& param, const FullGradient& gradient) const = 0;
   virtual void take(const shard::Param& param, FullGradient gradient) = 0;
+  virtual std::vector<int> pending_dynamic() const = 0;
+  virtual void reduce_dynamic(std::span<const int> ids) = 0;
+  virtual void drop_dynamic() noexcept = 0;
   virtual void finish_backward() = 0;
   // Blocks until the sums of all finished backwards are there; throws what went wrong.
   virtual void wait() = 0;

@@ -20,6 +20,10 @@
 
 namespace tessera::grad {
 
+inline std::int64_t bytes_of_full(const shard::Param& param, const FullGradient& gradient) {
+  return param.layout().numel() * static_cast<std::int64_t>(bytes_of(gradient.dtype));
+}
+
 class GradientStream {
  public:
   explicit GradientStream(const ReducerParts& parts);
@@ -49,7 +53,7 @@ class GradientStream {
   const ReducerParts& parts() const { return parts_; }
   ReducerStats& stats() { return stats_; }
   ReducerStats take_stats();
-  // Bytes of gradients that wait for their bucket's turn; a peak is what was still held afterwards.
+  // Bytes of gradients that wait for their turn; a peak is what was still held afterwards.
   void hold(std::int64_t bytes) { held_bytes_ += bytes; }
   void let_go(std::int64_t bytes) { held_bytes_ -= bytes; }
   void note_held() { stats_.held_bytes_peak = std::max(stats_.held_bytes_peak, held_bytes_); }

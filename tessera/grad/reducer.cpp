@@ -1,7 +1,7 @@
 #include "tessera/grad/reducer.h"
 
+#include <set>
 #include <utility>
-#include <vector>
 
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
@@ -17,7 +17,7 @@ BucketLayout plan(const shard::ParamTable& params, const ReducerOptions& options
   std::vector<BucketParam> trainable;
   for (int id = 0; id < params.num_params(); ++id) {
     if (params[id].trainable()) {
-      trainable.push_back({id, params[id].layout().shard_numel()});
+      trainable.push_back({id, params[id].layout().shard_numel(), params[id].dynamic()});
     }
   }
   return plan_buckets(trainable, params.num_ranks(), options.bucket_bytes,
@@ -53,12 +53,18 @@ class Reducer::Impl {
         has_come(static_cast<std::size_t>(parts.params.num_params()), false) {
     TESSERA_INVARIANT(parts.group.size() == params.num_ranks(), "a group of ", parts.group.size(),
                       " ranks reduces gradients for ", params.num_ranks());
+    TESSERA_INVARIANT(
+        parts.dynamic_group == nullptr || (parts.dynamic_group->size() == parts.group.size() &&
+                                           parts.dynamic_group->rank() == parts.group.rank()),
+        "dynamic gradients are reduced by rank ", parts.dynamic_group->rank(), " of ",
+        parts.dynamic_group->size(), ", others by rank ", parts.group.rank(), " of ",
+        parts.group.size());
     TESSERA_CHECK(is_gradient_dtype(options.wire_dtype), ConfigError, "gradients cannot travel as ",
                   to_string(options.wire_dtype), "; use fp32, bf16 or fp16");
     if (parts.group.size() == 1) {
       sink = std::make_unique<SoloSink>(stream);
     } else {
-      sink = std::make_unique<BucketSink>(stream, layout, options.wire_dtype);
+      sink = std::make_unique<BucketSink>(stream, layout, options);
     }
   }
 
@@ -68,7 +74,22 @@ class Reducer::Impl {
     const shard::Param& param = params[id];
     TESSERA_CHECK(param.trainable(), ConfigError, "parameter '", param.name(),
                   "' is frozen: it has no gradient");
+    const auto index = static_cast<std::size_t>(id);
+    TESSERA_INVARIANT(index < layout.region_offset.size() && layout.region_offset[index] >= 0,
+                      "parameter '", param.name(),
+                      "' was frozen when the reducer was made; make another");
     return param;
+  }
+
+  void check_list(std::span<const int> ids) const {
+    std::set<int> seen;
+    for (const int id : ids) {
+      const shard::Param& param = trainable(id);
+      TESSERA_INVARIANT(layout.is_dynamic[static_cast<std::size_t>(id)], "parameter '",
+                        param.name(), "' is reduced in its bucket; only dynamic ones are listed");
+      TESSERA_INVARIANT(seen.insert(id).second, "parameter '", param.name(),
+                        "' is listed twice for one reduction");
+    }
   }
 
   shard::ParamTable& params;
@@ -109,7 +130,21 @@ void Reducer::add(const shard::Param& param, FullGradient gradient) {
   impl_->has_come[id] = true;
 }
 
+std::vector<int> Reducer::pending_dynamic() const { return impl_->sink->pending_dynamic(); }
+
+void Reducer::reduce_dynamic(std::span<const int> ids) {
+  impl_->check_list(ids);
+  begin_backward();
+  impl_->sink->reduce_dynamic(ids);
+}
+
+void Reducer::drop_dynamic() { impl_->sink->drop_dynamic(); }
+
 void Reducer::finish_backward() {
+  const std::vector<int> pending = pending_dynamic();
+  TESSERA_INVARIANT(pending.empty(), "a backward ends with ", pending.size(),
+                    " dynamic gradients that were not reduced, the first of parameter '",
+                    impl_->params[pending.front()].name(), "'; reduce_dynamic() comes first");
   begin_backward();
   impl_->sink->finish_backward();
   impl_->has_come.assign(impl_->has_come.size(), false);

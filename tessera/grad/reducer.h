@@ -4,6 +4,7 @@
 //   add()              a gradient has come: copied into its bucket if that bucket's turn has come,
 //                      else kept until it has
 //   (bucket full)      reduce-scatter is started; the next bucket's turn begins
+//   reduce_dynamic()   ranks have agreed on some dynamic parameters: reduced now
 //   finish_backward()  sends the rest, with zeros for what this rank did not touch
 //   shard_gradient()   after it: sums over ranks and micro-batches since clear()
 //
@@ -14,15 +15,31 @@
 // full depends on what this rank has used: give the reducer a group of its own where ranks may
 // differ in that.
 //
+// Dynamic parameters, which only some ranks use in a step, are in no bucket, so that those that
+// nobody uses cost nothing. Their gradients are kept until all ranks have agreed, in an exchange
+// that is not ours, on a list of those to reduce: the list fixes what is reduced together and in
+// which order. pending_dynamic() is what this rank would have on it; a rank that has no gradient of
+// a listed parameter gives zeros, and one that gets its gradient later asks again. The sum is then
+// made in the order of the lists. Reduced once in every backward of a step, a dynamic parameter has
+// the bits it would have as a static one. Static buckets and lists are ordered among themselves,
+// not with each other: lists need a group of their own, in which nothing is called at moments on
+// which ranks did not agree, unless all ranks use the same static parameters between two lists.
+//
 // Copies: a bucket that is one whole parameter without padding, whose gradient has the wire's type,
 // is reduced straight from the gradient's memory. Everything else is copied once.
 //
 // Memory, taken when first needed: two buckets of wire elements, so that one fills while the other
 // is on the wire; one region of fp32 shards; and two scratch shards from the second micro-batch on.
+// The first list of dynamic parameters takes two buckets more, as large as theirs can become, with
+// scratch shards where its results are not neighbours in the region or are added to earlier ones.
 // In a group of one an fp32 gradient is adopted as it is: no copy, no region, no call.
 //
 // Waits: add() waits only for a bucket buffer that is still on the wire, two buckets back;
-// finish_backward() likewise. The rest is waited for by shard_gradient() and clear().
+// finish_backward() likewise. Where lists have a group of their own, add() waits for nothing, and
+// keeps the gradient until a buffer has come back: a rank that waits in add() for one that has not
+// touched a bucket, or is out of data, would never come to the next list. reduce_dynamic() waits
+// for a buffer of an earlier list, never for static buckets. The rest is waited for by
+// shard_gradient() and clear().
 //
 // Threads: as Param. Works on the reduce stream; gradients are read after what the compute stream
 // has been given. What reads shard gradients asynchronously does so on the reduce stream.
@@ -32,6 +49,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
+#include <vector>
 
 #include "tessera/comm/group.h"
 #include "tessera/core/clock.h"
@@ -67,6 +86,9 @@ struct ReducerParts {
   std::function<device::Pending(float* sum, const float* value, std::int64_t numel,
                                 device::Stream& stream)>
       add = {};
+  // Of the same ranks in the same order: reduces dynamic parameters. Null: `group`, if all ranks
+  // use the same static parameters between two lists.
+  comm::Group* dynamic_group = nullptr;
 };
 
 // A full gradient in the memory order of its parameter, without padding. The memory belongs to the
@@ -80,7 +102,7 @@ struct FullGradient {
 struct ReducerStats {
   std::uint64_t num_reductions = 0;  // calls
   std::uint64_t reduced_bytes = 0;   // of buckets, all ranks' parts
-  std::int64_t held_bytes_peak = 0;  // gradients that waited for their bucket's turn
+  std::int64_t held_bytes_peak = 0;  // gradients that waited for their turn
   double exposed_wait_s = 0;
 };
 
@@ -93,18 +115,30 @@ struct ShardGradient {
 
 class Reducer {
  public:
-  // All trainable parameters of the table are known now; memory is taken at the first gradient.
+  // Parameters that are trainable now are those whose gradients are reduced, dynamic or not as they
+  // are now; where that changes, clear(), destroy the reducer and make another, on all ranks.
+  // Memory is taken at the first gradient.
   Reducer(const ReducerParts& parts, const ReducerOptions& options);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // A backward has begun. add() and finish_backward() say it by themselves.
+  // A backward has begun. add(), reduce_dynamic() and finish_backward() say it by themselves.
   void begin_backward();
   // Throws ConfigError for a gradient of a frozen parameter, one of a type that cannot be converted
   // here, and one that comes twice in one backward: a hook fires once per parameter and backward,
   // so two mean two backward calls without finish_backward(). Nothing has changed then.
   void add(const shard::Param& param, FullGradient gradient);
+  // Ids, ascending, of dynamic parameters whose gradient has come in this backward and has not been
+  // reduced. In a group of one there are none.
+  std::vector<int> pending_dynamic() const;
+  // Every rank gives the same ids of dynamic parameters in the same order, each at most once.
+  // Starts their reductions, and counts each gradient once, however often its parameter is listed.
+  void reduce_dynamic(std::span<const int> ids);
+  // Forgets what is pending, after an exception.
+  void drop_dynamic();
+  // REQUIRES: nothing is pending; anything else is an InternalError that names it. No rank has
+  // another list in this backward: this one waits for buckets that the others may send only here.
   void finish_backward();
   bool in_backward() const;
   // Waits for all reductions. Zero where no gradient came since clear().
@@ -113,7 +147,8 @@ class Reducer {
   // After the update; also the way back after an exception: waits for what is in flight, forgets
   // what has come. Throws nothing: a reduction that failed has poisoned its group, which repeats
   // it. After an exception every rank must have started the same reductions. Ranks that may have
-  // stopped at different gradients call finish_backward() first: then all have started all.
+  // stopped at different gradients, or that have a group for lists, call drop_dynamic() and
+  // finish_backward() first: then all have started all, if they stood between the same two lists.
   void clear();
   const BucketLayout& layout() const;
   ReducerStats take_stats();

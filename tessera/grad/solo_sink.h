@@ -1,10 +1,12 @@
 // Internal to grad: gradients of a group of one. The full gradient is the shard's, so an fp32 one
 // is adopted where it lies; later micro-batches are added to it. bf16 and fp16 become fp32 in
-// memory of our own, which is kept from step to step.
+// memory of our own, which is kept from step to step. Dynamic parameters are like all others: there
+// is nobody to agree with.
 //
 // Threads: as Reducer.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "tessera/grad/gradient_sink.h"
@@ -20,6 +22,9 @@ class SoloSink final : public GradientSink {
   void begin_backward(bool is_first) override;
   void check(const shard::Param& param, const FullGradient& gradient) const override;
   void take(const shard::Param& param, FullGradient gradient) override;
+  std::vector<int> pending_dynamic() const override { return {}; }
+  void reduce_dynamic(std::span<const int> /*ids*/) override {}
+  void drop_dynamic() noexcept override {}
   void finish_backward() override {}
   void wait() override { stream_.synchronize(); }
   ShardGradient shard_gradient(const shard::Param& param, bool is_zero) override;

@@ -162,6 +162,57 @@ TEST(Bucket, ALargeParameterIsCutAndASmallOneFillsUp) {
   EXPECT_EQ(layout.region_offset, (std::vector<std::int64_t>{31, 0, 29, 25}));
 }
 
+TEST(Bucket, DynamicParametersHavePlacesBehindAllBucketsAndChangeNoBucket) {
+  for_every_small_model([](const std::vector<BucketParam>& params, std::int64_t capacity) {
+    std::vector<BucketParam> mixed = params;
+    std::vector<BucketParam> fixed;
+    for (std::size_t i = 0; i < mixed.size(); ++i) {
+      mixed[i].dynamic = i % 3 != 1;
+      if (!mixed[i].dynamic) {
+        fixed.push_back(mixed[i]);
+      }
+    }
+    const BucketLayout layout = plan(mixed, capacity);
+    const BucketLayout expected = plan(fixed, capacity);
+    ASSERT_EQ(layout.buckets.size(), expected.buckets.size());
+    EXPECT_EQ(layout.bucketed_numel, expected.region_numel);
+    std::int64_t end = layout.bucketed_numel;
+    for (std::size_t i = mixed.size(); i-- > 0;) {
+      const auto id = static_cast<std::size_t>(mixed[i].id);
+      EXPECT_EQ(layout.is_dynamic[id], mixed[i].dynamic);
+      if (mixed[i].dynamic) {
+        EXPECT_EQ(layout.region_offset[id], end);
+        end += mixed[i].shard_numel;
+      } else {
+        EXPECT_EQ(layout.region_offset[id], expected.region_offset[id]);
+      }
+    }
+    EXPECT_EQ(layout.region_numel, end);
+  });
+}
+
+TEST(Bucket, NoChoiceOfDynamicParametersMakesALargerBucketThanPromised) {
+  for_every_small_model([](const std::vector<BucketParam>& params, std::int64_t capacity) {
+    std::vector<BucketParam> dynamic = params;
+    for (BucketParam& param : dynamic) {
+      param.dynamic = true;
+    }
+    const std::int64_t promised = plan(dynamic, capacity).largest_dynamic_numel;
+    std::int64_t largest = 0;
+    for (unsigned choice = 0; choice < 1U << params.size(); ++choice) {
+      std::vector<BucketParam> chosen;
+      for (std::size_t i = 0; i < params.size(); ++i) {
+        if ((choice >> i & 1U) != 0) {
+          chosen.push_back(params[i]);
+        }
+      }
+      largest = std::max(largest, plan(chosen, capacity).largest_shard_numel);
+    }
+    EXPECT_LE(largest, promised);
+    EXPECT_LE(promised, std::max<std::int64_t>(1, capacity));
+  });
+}
+
 TEST(Bucket, RefusesWhatIsNoLayout) {
   const std::vector<BucketParam> negative = {{0, -1}};
   EXPECT_THROW(plan_buckets(negative, 2, 64, 4), InternalError);

@@ -236,5 +236,28 @@ TEST(ReducerMemory, ADeviceWithMemoryOfItsOwnIsNeverTouchedByHostLoops) {
   }
 }
 
+TEST(ReducerMemory, ADeviceThatCannotAddReducesADynamicParameterOnce) {
+  comm::run_ranks(2, [](comm::Group& group) {
+    SaysItIsCuda device;
+    SteadyClock clock;
+    Spans spans(clock, 0);
+    shard::ParamTable params(group.rank(), group.size(), device);
+    shard::ParamSpec spec;
+    spec.name = "w";
+    spec.numel = 50;
+    spec.dynamic = true;
+    shard::Param& param = params.add(spec, std::make_unique<NoTensor>());
+    Reducer reducer({group, device, params, clock, spans, {}}, {});
+    const std::vector<int> list = {0};
+    reducer.add(param, make_gradient({group.rank(), 0, 0}, param, DType::kFloat32));
+    reducer.reduce_dynamic(list);
+    EXPECT_THROW(reducer.reduce_dynamic(list), ConfigError);
+    reducer.finish_backward();
+    const std::int64_t index = param.range().begin;
+    EXPECT_EQ(reducer.shard_gradient(0).data[0],
+              gradient_value({0, 0, 0}, 0, index) + gradient_value({1, 0, 0}, 0, index));
+  });
+}
+
 }  // namespace
 }  // namespace tessera::grad

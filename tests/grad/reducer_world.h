@@ -46,6 +46,7 @@ inline std::unique_ptr<device::Device> make_device(DeviceKind kind, Ledger* ledg
 struct ParamShape {
   std::int64_t numel = 0;
   bool trainable = true;
+  bool dynamic = false;
 };
 
 struct ReduceCase {
@@ -53,6 +54,7 @@ struct ReduceCase {
   DType param_dtype = DType::kFloat32;  // of gradients, too
   ReducerOptions options;
   DeviceKind device = DeviceKind::kCpu;
+  bool has_dynamic_group = false;  // else dynamic parameters share the group of the others
 };
 
 // One rank's table, device and reducer.
@@ -60,6 +62,8 @@ class RankWorld {
  public:
   RankWorld(comm::Group& group, const ReduceCase& test)
       : test_(test),
+        group_(group),
+        dynamic_group_(test.has_dynamic_group ? group.split(0, "dynamic") : nullptr),
         device_(make_device(test.device, &ledger_, group.rank())),
         spans_(clock_, 0),
         params_(group.rank(), group.size(), *device_) {
@@ -69,15 +73,16 @@ class RankWorld {
       spec.numel = test.shapes[i].numel;
       spec.dtype = test.param_dtype;
       spec.trainable = test.shapes[i].trainable;
+      spec.dynamic = test.shapes[i].dynamic;
       params_.add(spec, std::make_unique<NoTensor>());
     }
-    reducer_ = std::make_unique<Reducer>(ReducerParts{group, *device_, params_, clock_, spans_, {}},
-                                         test.options);
+    make_reducer();
   }
 
   const ReduceCase& test() const { return test_; }
   Reducer& reducer() { return *reducer_; }
   shard::ParamTable& params() { return params_; }
+  const shard::ParamTable& params() const { return params_; }
   device::Device& device() { return *device_; }
   const Clock& clock() const { return clock_; }
   Spans& spans() { return spans_; }
@@ -87,9 +92,16 @@ class RankWorld {
     return ledger_.current_bytes(Tier::kDevice, Role::kGradient);
   }
   void destroy_reducer() { reducer_.reset(); }
+  void make_reducer() {
+    reducer_ = std::make_unique<Reducer>(
+        ReducerParts{group_, *device_, params_, clock_, spans_, {}, dynamic_group_.get()},
+        test_.options);
+  }
 
  private:
   const ReduceCase test_;
+  comm::Group& group_;
+  std::unique_ptr<comm::Group> dynamic_group_;
   Ledger ledger_;
   std::unique_ptr<device::Device> device_;
   SteadyClock clock_;

@@ -1,0 +1,87 @@
+// Internal to grad: fills one bucket after the other and reduces them over a group.
+//
+// A bucket that must be filled, or whose result does not stay where the reduction writes it,
+// borrows a slot: a buffer for the wire and a scratch shard for the result. There are two, taken in
+// turn; before one is used again, the stream is ordered behind the reduction it was used for and
+// the sum of its result. A bucket that is reduced from the gradient's own memory into its place
+// needs none.
+//
+// Invariants:
+//  (1) Between send() and send() all calls to put() and put_zeros() are for one bucket.
+//  (2) Waits only for its own reductions, two buckets back: if all ranks send the same buckets one
+//      after the other, nobody waits for a rank that is somewhere else.
+//  (3) Where two results have one place, they get there in the order in which they were sent: a
+//      group finishes its calls in their order, and slots are settled in theirs.
+//
+// Threads: as Reducer.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "tessera/grad/bucket.h"
+#include "tessera/grad/gradient_stream.h"
+
+namespace tessera::grad {
+
+// Where a part of a bucket's result belongs.
+struct ResultPart {
+  float* place = nullptr;
+  std::int64_t bucket_offset = 0;  // in this rank's part of the bucket
+  std::int64_t numel = 0;
+  bool adds = false;  // to what is there; else it is overwritten
+};
+
+class BucketSender {
+ public:
+  // `largest_shard_numel`: of all buckets that will be sent.
+  BucketSender(GradientStream& stream, comm::Group& group, DType wire_dtype,
+               std::int64_t largest_shard_numel);
+
+  // The next bucket takes the first slot, so that a model with one bucket needs no second one.
+  // REQUIRES: what is sent before the next call goes to the places of before, in the same order.
+  void rewind() { next_slot_ = 0; }
+  // The next put() waits for nothing.
+  bool is_ready() const { return slot_ != nullptr || slots_[next_slot_].reduced.done(); }
+  // The owner keeps the gradient's memory until the stream has done what it has been given so far.
+  void put(const Bucket& bucket, const Piece& piece, const FullGradient& gradient);
+  void put_zeros(const Bucket& bucket, const Piece& piece);
+  // `parts` together are the whole bucket.
+  void send(const Bucket& bucket, std::vector<ResultPart> parts, const comm::Label& label);
+  // Blocks until all results are in their places; throws what went wrong.
+  void wait();
+  // Waits for what is in flight, whatever becomes of it; forgets the bucket that was being filled.
+  void clear() noexcept;
+
+ private:
+  struct Slot {
+    device::Memory buffer;
+    device::Memory scratch;
+    device::Pending reduced;        // what used it last
+    std::vector<ResultPart> parts;  // of its result, which is in the scratch
+  };
+
+  std::size_t num_ranks() const { return static_cast<std::size_t>(group_.size()); }
+  bool is_whole_param(const Bucket& bucket) const;
+  void copy_piece(const Bucket& bucket, const Piece& piece, const FullGradient& gradient);
+  Slot& slot();  // of the bucket that is being filled
+  std::byte* buffer();
+  float* scratch();
+  void settle(Slot& slot);
+
+  GradientStream& stream_;
+  comm::Group& group_;
+  shard::ParamTable& params_;
+  const DType wire_dtype_;
+  const std::int64_t largest_shard_numel_;
+
+  FullGradient direct_;  // the bucket's own memory, where it is a gradient
+  Slot* slot_ = nullptr;
+  std::array<Slot, 2> slots_;
+  std::size_t next_slot_ = 0;
+  std::vector<device::Pending> in_flight_;
+};
+
+}  // namespace tessera::grad

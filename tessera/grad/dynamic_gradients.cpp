@@ -1,0 +1,126 @@
+#include "tessera/grad/dynamic_gradients.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "tessera/core/error.h"
+
+namespace tessera::grad {
+namespace {
+
+comm::Group& group_of(const ReducerParts& parts) {
+  return parts.dynamic_group != nullptr ? *parts.dynamic_group : parts.group;
+}
+
+}  // namespace
+
+DynamicGradients::DynamicGradients(GradientStream& stream, const BucketLayout& layout,
+                                   const ReducerOptions& options)
+    : stream_(stream),
+      params_(stream.parts().params),
+      layout_(layout),
+      options_(options),
+      sender_(stream, group_of(stream.parts()), options.wire_dtype, layout.largest_dynamic_numel),
+      was_reduced_(static_cast<std::size_t>(params_.num_params()), false) {}
+
+void DynamicGradients::begin_backward(bool is_first) {
+  is_first_ = is_first;
+  if (is_first) {
+    was_reduced_.assign(was_reduced_.size(), false);
+  }
+}
+
+void DynamicGradients::take(const shard::Param& param, FullGradient gradient) {
+  if (param.layout().numel() == 0) {
+    return;
+  }
+  stream_.order_behind_compute();
+  stream_.hold(bytes_of_full(param, gradient));
+  pending_.insert_or_assign(param.id(), std::move(gradient));
+  stream_.note_held();
+}
+
+std::vector<int> DynamicGradients::pending() const {
+  std::vector<int> ids;
+  ids.reserve(pending_.size());
+  for (const auto& entry : pending_) {
+    ids.push_back(entry.first);
+  }
+  return ids;
+}
+
+void DynamicGradients::reduce(std::span<const int> ids, float* region) {
+  if (!std::all_of(ids.begin(), ids.end(), [this](int id) { return overwrites(id); })) {
+    stream_.check_can_add();
+  }
+  std::vector<BucketParam> list;
+  list.reserve(ids.size());
+  for (const int id : ids) {
+    list.push_back({id, params_[id].layout().shard_numel()});
+  }
+  const BucketLayout plan =
+      plan_buckets(list, params_.num_ranks(), options_.bucket_bytes, bytes_of(options_.wire_dtype));
+  for (const Bucket& bucket : plan.buckets) {
+    for (const Piece& piece : bucket.pieces) {
+      put_piece(bucket, piece);
+    }
+    send(bucket, region);
+  }
+  for (const int id : ids) {
+    was_reduced_[static_cast<std::size_t>(id)] = true;
+  }
+}
+
+void DynamicGradients::put_piece(const Bucket& bucket, const Piece& piece) {
+  const auto found = pending_.find(piece.param);
+  if (found == pending_.end()) {
+    sender_.put_zeros(bucket, piece);
+    return;
+  }
+  sender_.put(bucket, piece, found->second);
+  if (piece.shard_begin + piece.numel == params_[piece.param].layout().shard_numel()) {
+    FullGradient gradient = std::move(found->second);
+    pending_.erase(found);
+    release(piece.param, std::move(gradient));
+  }
+}
+
+// Pieces that are neighbours in the bucket and in the region are one part of the result.
+void DynamicGradients::send(const Bucket& bucket, float* region) {
+  std::vector<ResultPart> parts;
+  for (const Piece& piece : bucket.pieces) {
+    float* place =
+        region + layout_.region_offset[static_cast<std::size_t>(piece.param)] + piece.shard_begin;
+    const bool adds = !overwrites(piece.param);
+    if (!parts.empty() && parts.back().place + parts.back().numel == place &&
+        parts.back().adds == adds) {
+      parts.back().numel += piece.numel;
+    } else {
+      parts.push_back({place, piece.bucket_offset, piece.numel, adds});
+    }
+  }
+  std::string names = params_[bucket.pieces.front().param].name();
+  if (bucket.pieces.size() > 1) {
+    names += " and " + std::to_string(bucket.pieces.size() - 1) + " more";
+  }
+  sender_.send(bucket, std::move(parts), {"dynamic gradients", names});
+}
+
+void DynamicGradients::release(int id, FullGradient gradient) {
+  stream_.let_go(bytes_of_full(params_[id], gradient));
+  stream_.retire(std::move(gradient.owner));
+}
+
+void DynamicGradients::drop() noexcept {
+  for (auto& [id, gradient] : pending_) {
+    release(id, std::move(gradient));
+  }
+  pending_.clear();
+}
+
+void DynamicGradients::clear() noexcept {
+  sender_.clear();
+  drop();
+}
+
+}  // namespace tessera::grad
