@@ -1,0 +1,202 @@
+// The referee: plain LibTorch, one batch after the other.
+
+#include <cmath>
+#include <optional>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "tessera/core/error.h"
+#include "tessera/shard/tensor_storage.h"
+#include "tests/property/random_case.h"
+
+namespace tessera::testing {
+namespace {
+
+// Gradients of one backward, by parameter of the plan; undefined where none came.
+using Gradients = std::vector<at::Tensor>;
+
+std::vector<at::Tensor> losses_of(const CasePlan& plan, const ModelProgram& program, int step,
+                                  int micro_batch, int rank) {
+  std::vector<at::Tensor> losses;
+  for (int forward = 0; forward < plan.forwards; ++forward) {
+    const Moment moment{step, micro_batch, forward};
+    for (at::Tensor& loss : program.losses(plan.batch(moment, rank), moment)) {
+      losses.push_back(std::move(loss));
+    }
+  }
+  return losses;
+}
+
+Gradients gradients_of(const std::vector<at::Tensor>& losses, double weight,
+                       const ModelProgram& program) {
+  std::vector<at::Tensor> weights;
+  for (const at::Tensor& loss : losses) {
+    weights.push_back(at::full_like(loss, weight));
+  }
+  torch::autograd::backward(losses, weights);
+  Gradients gradients;
+  for (const at::Tensor& param : program.params()) {
+    gradients.push_back(std::exchange(param.mutable_grad(), at::Tensor()));
+  }
+  return gradients;
+}
+
+void add(at::Tensor& sum, const at::Tensor& term) {
+  if (!sum.defined()) {
+    sum = term;
+  } else if (term.defined()) {
+    sum = sum + term;
+  }
+}
+
+class Referee {
+ public:
+  Referee(const CasePlan& plan, Planted planted)
+      : plan_(plan), planted_(planted), program_(plan.model, {}) {}
+
+  StepOutcome run_step(int step) {
+    StepOutcome outcome;
+    outcome.evaluations.resize(static_cast<std::size_t>(plan_.ranks));
+    if (plan_.evaluates_before_step[static_cast<std::size_t>(step)]) {
+      evaluate(step, outcome);
+    }
+    Gradients sums(plan_.model.params.size());
+    for (int micro = 0; micro < plan_.micro_batches; ++micro) {
+      Gradients over_ranks(sums.size());
+      for (int rank = 0; rank < plan_.ranks; ++rank) {
+        const Gradients terms = run_micro_batch(step, micro, rank, outcome);
+        for (std::size_t i = 0; i < terms.size(); ++i) {
+          add(over_ranks[i], terms[i]);
+        }
+      }
+      for (std::size_t i = 0; i < sums.size(); ++i) {
+        add(sums[i], over_ranks[i]);
+      }
+    }
+    outcome.loss /= outcome.weight;
+    outcome.loss_terms /= outcome.weight;
+    if (plan_.evaluates_before_update) {
+      evaluate(step, outcome);
+    }
+    if (planted_ == Planted::kGradientOff) {
+      plant_factor(sums);
+    }
+    update(sums, outcome);
+    return outcome;
+  }
+
+ private:
+  void evaluate(int step, StepOutcome& outcome) {
+    const at::NoGradGuard no_grad;
+    const Moment moment{step, -1, 0};
+    for (int rank = 0; rank < plan_.ranks; ++rank) {
+      for (const at::Tensor& loss : program_.losses(plan_.batch(moment, rank), moment)) {
+        outcome.evaluations[static_cast<std::size_t>(rank)].push_back(loss.item<float>());
+      }
+    }
+  }
+
+  Gradients run_micro_batch(int step, int micro, int rank, StepOutcome& outcome) {
+    const double weight = plan_.weight(step, micro, rank);
+    const std::vector<at::Tensor> losses = losses_of(plan_, program_, step, micro, rank);
+    outcome.weight += weight;
+    for (const at::Tensor& loss : losses) {
+      outcome.loss += loss.item<double>() * weight;
+      outcome.loss_terms += std::abs(loss.item<double>() * weight);
+    }
+    Gradients gradients = gradients_of(losses, weight, program_);
+    if (planted_ == Planted::kMicroBatchLeftOut && rank == plan_.ranks - 1 &&
+        micro == plan_.micro_batches - 1) {
+      return Gradients(gradients.size());
+    }
+    return gradients;
+  }
+
+  // Of the largest, which an update does not round away.
+  static void plant_factor(Gradients& sums) {
+    at::Tensor* largest = nullptr;
+    double size = 0;
+    for (at::Tensor& sum : sums) {
+      const double found = sum.defined() && sum.numel() > 0 ? sum.abs().max().item<double>() : 0.0;
+      if (found > size) {
+        size = found;
+        largest = &sum;
+      }
+    }
+    *largest = *largest * (1 + std::ldexp(1.0, -20));
+  }
+
+  void update(const Gradients& sums, StepOutcome& outcome) {
+    const at::NoGradGuard no_grad;
+    double squares = 0;
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      const at::Tensor& param = program_.params()[i];
+      if (sums[i].defined()) {
+        squares += sums[i].to(at::kDouble).pow(2).sum().item<double>();
+        const at::Tensor mean = sums[i] * static_cast<float>(1 / outcome.weight);
+        param.sub_(mean * kLearningRate);
+      }
+      outcome.params.push_back(shard::storage_elements(param.detach()).clone());
+    }
+    if (planted_ == Planted::kParamOff) {
+      float& value = *outcome.params.back().data_ptr<float>();
+      value = std::nextafter(value, 2 * value);
+    }
+    outcome.grad_norm = std::sqrt(squares) / outcome.weight;
+    TESSERA_CHECK(std::isfinite(outcome.grad_norm), ConfigError, "seed ", plan_.seed,
+                  " gives a model whose gradients are not finite");
+  }
+
+  const CasePlan& plan_;
+  const Planted planted_;
+  ModelProgram program_;
+};
+
+}  // namespace
+
+std::vector<StepOutcome> run_referee(const CasePlan& plan, Planted planted) {
+  Referee referee(plan, planted);
+  std::vector<StepOutcome> outcomes;
+  for (int step = 0; step < plan.steps; ++step) {
+    outcomes.push_back(referee.run_step(step));
+  }
+  return outcomes;
+}
+
+// Sums in another order: the difference is some hundreds of roundings of 2^-53, and 2^-30 leaves
+// room for terms that cancel each other to a part in a thousand.
+std::string check_recomputation(const CasePlan& plan) {
+  Gradients found[2];
+  for (const bool recompute : {false, true}) {
+    BuildOptions options;
+    options.recompute = recompute;
+    options.in_double = true;
+    const ModelProgram program(plan.model, options);
+    found[recompute ? 1 : 0] = gradients_of(losses_of(plan, program, 0, 0, 0), 1, program);
+  }
+  double largest = 0;
+  for (const at::Tensor& gradient : found[0]) {
+    if (gradient.defined() && gradient.numel() > 0) {
+      largest = std::max(largest, gradient.abs().max().item<double>());
+    }
+  }
+  for (std::size_t i = 0; i < found[0].size(); ++i) {
+    const at::Tensor plain = found[0][i];
+    const at::Tensor again = found[1][i];
+    if (!plain.defined() || plain.numel() == 0) {
+      continue;
+    }
+    const double apart = again.defined() ? (plain - again).abs().max().item<double>()
+                                         : plain.abs().max().item<double>();
+    if (!(apart <= largest * std::ldexp(1.0, -30))) {
+      return detail::concat("  recomputation changes the gradient of '", plan.model.params[i].name,
+                            "' by ", apart, ", the largest of all is ", largest, "\n");
+    }
+  }
+  return {};
+}
+
+}  // namespace tessera::testing

@@ -1,0 +1,219 @@
+// The run that is judged: ranks as threads, each with an engine.
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <mutex>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include "tessera/core/error.h"
+#include "tessera/device/device.h"
+#include "tests/property/random_case.h"
+
+namespace tessera::testing {
+namespace {
+
+class Findings {
+ public:
+  template <typename... Parts>
+  void add(const Parts&... parts) {
+    const std::lock_guard lock(mutex_);
+    lines_.push_back(detail::concat(parts...));
+  }
+  std::vector<std::string> lines() const { return lines_; }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::string> lines_;
+};
+
+class RankRun {
+ public:
+  RankRun(const CasePlan& plan, const std::vector<StepOutcome>& expected, Engine& engine,
+          Findings& findings)
+      : plan_(plan),
+        expected_(expected),
+        engine_(engine),
+        findings_(findings),
+        rank_(engine.runtime().rank()),
+        program_(plan.model, {&engine, 0.5 * rank_}) {}
+
+  void run() {
+    for (int step = 0; step < plan_.steps; ++step) {
+      run_step(step);
+    }
+  }
+
+ private:
+  template <typename... Parts>
+  void find(int step, const Parts&... parts) {
+    findings_.add("step ", step, ", rank ", rank_, ": ", parts...);
+  }
+
+  void run_step(int step) {
+    const StepOutcome& expected = expected_[static_cast<std::size_t>(step)];
+    std::vector<float> evaluations;
+    if (plan_.evaluates_before_step[static_cast<std::size_t>(step)]) {
+      evaluate(step, evaluations);
+    }
+    for (int micro = 0; micro < plan_.micro_batches; ++micro) {
+      std::vector<at::Tensor> losses;
+      for (int forward = 0; forward < plan_.forwards; ++forward) {
+        const Moment moment{step, micro, forward};
+        for (at::Tensor& loss : program_.losses(plan_.batch(moment, rank_), moment)) {
+          losses.push_back(std::move(loss));
+        }
+      }
+      engine_.backward(losses, plan_.weight(step, micro, rank_));
+    }
+    if (plan_.evaluates_before_update) {
+      evaluate(step, evaluations);
+    }
+    const StepResult result = engine_.step();
+    if (evaluations != expected.evaluations[static_cast<std::size_t>(rank_)]) {
+      find(step, "losses of the evaluation differ");
+    }
+    compare_result(step, result, expected);
+    compare_params(step, expected);
+    check_released(step);
+    check_limits(step);
+  }
+
+  void evaluate(int step, std::vector<float>& losses) {
+    const at::NoGradGuard no_grad;
+    const Moment moment{step, -1, 0};
+    for (const at::Tensor& loss : program_.losses(plan_.batch(moment, rank_), moment)) {
+      losses.push_back(loss.item<float>());
+    }
+  }
+
+  // See [Note: no tolerance for gradients].
+  void compare_result(int step, const StepResult& result, const StepOutcome& expected) {
+    if (result.skipped) {
+      find(step, "the step was skipped");
+    }
+    if (result.weight != expected.weight) {
+      find(step, "weight ", result.weight, ", expected ", expected.weight);
+    }
+    const double unit = std::ldexp(1.0, -52);
+    const double num_losses = plan_.ranks * plan_.micro_batches * plan_.forwards *
+                              static_cast<double>(1 + plan_.model.losses.size());
+    if (!(std::abs(result.loss - expected.loss) <= (num_losses + 2) * unit * expected.loss_terms)) {
+      find(step, "loss ", result.loss, ", expected ", expected.loss);
+    }
+    double numel = 0;
+    for (int id = 0; id < engine_.num_params(); ++id) {
+      numel += static_cast<double>(engine_.param(id).layout().numel());
+    }
+    if (!(std::abs(result.grad_norm - expected.grad_norm) <=
+          (numel + 2) * unit * expected.grad_norm)) {
+      find(step, "norm ", result.grad_norm, ", expected ", expected.grad_norm);
+    }
+  }
+
+  // Each rank its own elements: together they are all.
+  void compare_params(int step, const StepOutcome& expected) {
+    for (std::size_t i = 0; i < expected.params.size(); ++i) {
+      const shard::Param* param = engine_.params().find(plan_.model.params[i].name);
+      if (param == nullptr) {
+        find(step, "the engine has no parameter '", plan_.model.params[i].name, "'");
+        continue;
+      }
+      const shard::ElementRange range = param->range();
+      const float* values = expected.params[i].data_ptr<float>() + range.begin;
+      const auto* shard = reinterpret_cast<const float*>(param->shard());
+      for (std::int64_t e = 0; e < range.numel; ++e) {
+        if (shard[e] != values[e]) {
+          find(step, "parameter '", param->name(), "' element ", range.begin + e, " is ", shard[e],
+               ", expected ", values[e], ", apart by ", shard[e] - values[e]);
+          break;
+        }
+      }
+    }
+  }
+
+  void check_released(int step) {
+    for (int id = 0; id < engine_.num_params(); ++id) {
+      const shard::Param& param = engine_.param(id);
+      if (param.num_users() != 0 || param.state() != shard::ParamState::kReleased) {
+        find(step, "parameter '", param.name(), "' is ", to_string(param.state()), " and has ",
+             param.num_users(), " users after the step");
+      }
+    }
+    const Tier tier = device::tier_of(device::MemoryKind::kDevice);
+    const std::size_t full_bytes = engine_.runtime().ledger().current_bytes(tier, Role::kFull);
+    if (step > 0 && full_bytes != full_bytes_) {
+      find(step, full_bytes, " full bytes in the ledger, ", full_bytes_, " after the step before");
+    }
+    full_bytes_ = full_bytes;
+  }
+
+  // What a unit needs, with the padding of its parameters.
+  std::int64_t largest_unit_bytes() const {
+    std::int64_t largest = 0;
+    for (const UnitPlan& unit : plan_.model.units) {
+      std::int64_t bytes = 0;
+      for (const SlotPlan& slot : unit.slots) {
+        bytes += full_bytes_of(plan_.model.params[static_cast<std::size_t>(slot.param)]);
+      }
+      largest = std::max(largest, bytes);
+    }
+    return largest;
+  }
+
+  std::int64_t full_bytes_of(const ParamPlan& param) const {
+    const shard::Param* found = engine_.params().find(param.name);
+    return static_cast<std::int64_t>(found->layout().full_bytes());
+  }
+
+  void check_limits(int step) {
+    const coordinator::CoordinatorStats stats = engine_.take_stats().gathers;
+    std::int64_t limit = 0;
+    for (const ParamPlan& param : plan_.model.params) {
+      limit += full_bytes_of(param);
+    }
+    if (plan_.model.is_chain) {
+      const std::int64_t live = plan_.ranks > 1 ? plan_.config().get_bytes("live.limit_bytes") : 0;
+      limit = std::min(limit, live) + (live < limit ? largest_unit_bytes() : 0);
+    }
+    if (stats.full_bytes_peak > limit) {
+      find(step, stats.full_bytes_peak, " full bytes at once, at most ", limit, " are allowed");
+    }
+  }
+
+  const CasePlan& plan_;
+  const std::vector<StepOutcome>& expected_;
+  Engine& engine_;
+  Findings& findings_;
+  const int rank_;
+  const ModelProgram program_;
+  std::size_t full_bytes_ = 0;
+};
+
+}  // namespace
+
+std::vector<std::string> run_sharded(const CasePlan& plan, const std::vector<StepOutcome>& expected,
+                                     const ShardedOptions& options) {
+  Findings findings;
+  comm::ThreadWorldOptions world = options.world;
+  world.num_ranks = plan.ranks;
+  comm::GroupOptions group_options;
+  group_options.pack_below_bytes = plan.pack_below_bytes;
+  group_options.timeout = std::chrono::seconds(20);
+  try {
+    comm::run_ranks(world, group_options, [&](comm::Group& group) {
+      Runtime runtime(plan.config(), group, options.runtime);
+      Engine engine(runtime);
+      RankRun(plan, expected, engine, findings).run();
+    });
+  } catch (const std::exception& error) {
+    const std::string text = error.what();  // torch's have a stack behind the first line
+    findings.add("an exception: ", text.substr(0, text.find('\n')));
+  }
+  return findings.lines();
+}
+
+}  // namespace tessera::testing

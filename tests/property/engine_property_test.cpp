@@ -1,0 +1,53 @@
+// The engine against plain LibTorch, over models and options that nobody would write by hand. More
+// seeds: engine_seeds, and `make fuzz`.
+#include <cstdint>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "tests/property/random_case.h"
+
+namespace tessera::testing {
+namespace {
+
+constexpr std::uint64_t kSeedsPerPart = 75;
+
+class EngineProperty : public ::testing::TestWithParam<int> {};
+
+TEST_P(EngineProperty, EveryBitEqualsPlainLibTorch) {
+  const auto first = static_cast<std::uint64_t>(GetParam()) * kSeedsPerPart;
+  for (std::uint64_t seed = first; seed < first + kSeedsPerPart; ++seed) {
+    const std::string found = judge(draw_case(seed));
+    EXPECT_TRUE(found.empty()) << found;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, EngineProperty, ::testing::Range(0, 4),
+                         [](const auto& part) { return "Part" + std::to_string(part.param); });
+
+// A comparison that cannot fail proves nothing.
+class PlantedMistake : public ::testing::TestWithParam<int> {};
+
+void expect_found(Planted planted, const char* complaint) {
+  int num_found = 0;
+  constexpr int kNumCases = 5;
+  for (std::uint64_t seed = 0; seed < kNumCases; ++seed) {
+    const std::string found = judge(draw_case(seed), planted);
+    num_found += found.find(complaint) != std::string::npos ? 1 : 0;
+  }
+  EXPECT_EQ(num_found, kNumCases);
+}
+
+TEST_P(PlantedMistake, InAGradientIsFound) { expect_found(Planted::kGradientOff, "parameter '"); }
+TEST_P(PlantedMistake, InTheSumOverMicroBatchesIsFound) {
+  expect_found(Planted::kMicroBatchLeftOut, "norm ");
+}
+TEST_P(PlantedMistake, InOneElementOfOneParameterIsFound) {
+  expect_found(Planted::kParamOff, "element 0 is");
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, PlantedMistake, ::testing::Values(0),
+                         [](const auto&) { return "Planted"; });
+
+}  // namespace
+}  // namespace tessera::testing

@@ -1,0 +1,293 @@
+#include "tests/property/model_program.h"
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include "tessera/shard/tensor_storage.h"
+
+namespace tessera::testing {
+namespace {
+
+constexpr double kInitDeviation = 0.3;
+
+// What all units do; the signatures of their modules differ.
+class Block : public torch::nn::Module {
+ public:
+  // `tensors`: by slot. `inner`: by unit of the model.
+  Block(const UnitPlan& plan, std::vector<at::Tensor> tensors,
+        const std::vector<ModelProgram::Call>& inner)
+      : plan_(plan), tensors_(std::move(tensors)), inner_(inner) {
+    for (std::size_t i = 0; i < plan_.slots.size(); ++i) {
+      if (plan_.slots[i].link != Link::kExternal) {
+        register_parameter("p" + std::to_string(i), tensors_[i], tensors_[i].requires_grad());
+      }
+    }
+  }
+
+ protected:
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& arguments, const at::Tensor& ids) {
+    at::Tensor h = arguments[0];
+    for (std::size_t i = 1; i < arguments.size(); ++i) {
+      h = h + arguments[i] * 0.5;
+    }
+    for (const OpPlan& op : plan_.ops) {
+      h = apply(op, h, ids);
+    }
+    std::vector<at::Tensor> results{h};
+    if (plan_.num_results() > 1) {
+      results.push_back(at::tanh(h));
+    }
+    if (plan_.hands_input_back) {
+      results.push_back(arguments[0]);
+    }
+    return results;
+  }
+
+ private:
+  const at::Tensor& tensor(const OpPlan& op, std::size_t i) const {
+    return tensors_[static_cast<std::size_t>(op.slots[i])];
+  }
+
+  at::Tensor apply(const OpPlan& op, const at::Tensor& h, const at::Tensor& ids) const {
+    switch (op.kind) {
+      case OpKind::kLinear:
+        return op.slots.size() > 1 ? at::linear(h, tensor(op, 0), tensor(op, 1))
+                                   : at::linear(h, tensor(op, 0));
+      case OpKind::kScale:
+        return h * tensor(op, 0);
+      case OpKind::kShift:
+        return h + tensor(op, 0);
+      case OpKind::kLookup:
+        return h + at::embedding(tensor(op, 0), ids.remainder(tensor(op, 0).size(0)));
+      case OpKind::kNorm:
+        return at::layer_norm(h, {h.size(1)}, tensor(op, 0), tensor(op, 1));
+      case OpKind::kEmptySum:
+        return h + tensor(op, 0).sum();
+      case OpKind::kTwice:
+        return at::linear(at::tanh(at::linear(h, tensor(op, 0))), tensor(op, 0));
+      case OpKind::kNarrow:
+        return at::linear(h, tensor(op, 0).narrow(0, 1, tensor(op, 0).size(0) - 2));
+      case OpKind::kActivation:
+        return at::gelu(h);
+      case OpKind::kInner:
+        return inner_[static_cast<std::size_t>(op.unit)]({h}, ids)[0];
+    }
+    return h;
+  }
+
+  const UnitPlan plan_;
+  const std::vector<at::Tensor> tensors_;
+  const std::vector<ModelProgram::Call> inner_;
+};
+
+struct TensorBlock : Block {
+  using Block::Block;
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& ids) { return run({x}, ids)[0]; }
+};
+
+struct TupleBlock : Block {
+  using Block::Block;
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x,
+                                             const std::optional<at::Tensor>& y,
+                                             const at::Tensor& ids) {
+    const auto results = run(y ? std::vector<at::Tensor>{x, *y} : std::vector<at::Tensor>{x}, ids);
+    return {results[0], results[1]};
+  }
+};
+
+struct VectorBlock : Block {
+  using Block::Block;
+  std::vector<at::Tensor> forward(const std::vector<at::Tensor>& arguments, const at::Tensor& ids) {
+    return run(arguments, ids);
+  }
+};
+
+ModelProgram::Call call_of(const Unit<TensorBlock>& unit) {
+  return [unit](const std::vector<at::Tensor>& arguments, const at::Tensor& ids) {
+    return std::vector<at::Tensor>{unit(arguments[0], ids)};
+  };
+}
+ModelProgram::Call call_of(const Unit<TupleBlock>& unit) {
+  return [unit](const std::vector<at::Tensor>& arguments, const at::Tensor& ids) {
+    std::optional<at::Tensor> second;
+    if (arguments.size() > 1) {
+      second = arguments[1];
+    }
+    auto [first_result, second_result] = unit(arguments[0], second, ids);
+    return std::vector<at::Tensor>{first_result, second_result};
+  };
+}
+ModelProgram::Call call_of(const Unit<VectorBlock>& unit) {
+  return [unit](const std::vector<at::Tensor>& arguments, const at::Tensor& ids) {
+    return unit(arguments, ids);
+  };
+}
+
+at::Tensor loss_of(const at::Tensor& value, int form) {
+  switch (form) {
+    case 0:
+      return value.pow(2).mean();
+    case 1:
+      return (value * at::arange(value.numel(), value.options()).cos().reshape(value.sizes()))
+          .sum();
+    default:
+      return value.mean();
+  }
+}
+
+}  // namespace
+
+ModelProgram::ModelProgram(const ModelPlan& plan, const BuildOptions& options)
+    : plan_(plan), options_(options), params_(plan.params.size()) {
+  for (const UnitPlan& unit : plan_.units) {
+    add_unit(unit);
+  }
+}
+
+at::Tensor ModelProgram::make_value(std::size_t index, const UnitPlan& unit) const {
+  const ParamPlan& param = plan_.params[index];
+  std::int64_t numel = 1;
+  for (const std::int64_t size : param.shape) {
+    numel *= size;
+  }
+  at::Tensor elements =
+      (at::arange(numel, at::kFloat) * 0.37 + static_cast<double>(index)).sin() * 0.5;
+  elements.add_(options_.shift);
+  if (unit.init_by_rule && options_.engine == nullptr && numel > 0) {
+    fill_initial(Init::normal(kInitDeviation), plan_.seed, param.name, {0, numel}, DType::kFloat32,
+                 elements.data_ptr());
+  }
+  // Elements are numbered as they lie in memory.
+  at::Tensor value = param.transposed ? elements.reshape({param.shape[1], param.shape[0]}).t()
+                                      : elements.reshape(param.shape);
+  return options_.in_double ? value.to(at::kDouble) : value;
+}
+
+template <typename Module>
+ModelProgram::Call ModelProgram::wrap(const UnitPlan& plan) {
+  std::vector<at::Tensor> tensors;
+  for (const SlotPlan& slot : plan.slots) {
+    tensors.push_back(params_[static_cast<std::size_t>(slot.param)]);
+  }
+  auto module = std::make_shared<Module>(plan, std::move(tensors), units_);
+  std::vector<at::Tensor> elsewhere;  // used, and not registered
+  for (const SlotPlan& slot : plan.slots) {
+    if (slot.link == Link::kExternal) {
+      elsewhere.push_back(params_[static_cast<std::size_t>(slot.param)]);
+    }
+  }
+  if (plan.recompute) {
+    for (const at::Tensor& param : inner_params(plan)) {
+      elsewhere.push_back(param);
+    }
+  }
+  if (options_.engine == nullptr) {
+    Unit<Module> unit(module, plan.recompute && options_.recompute);
+    for (const at::Tensor& param : elsewhere) {
+      unit.add_recomputed_param(param);
+    }
+    return call_of(unit);
+  }
+  UnitOptions unit_options;
+  unit_options.recompute = plan.recompute;
+  if (plan.init_by_rule) {
+    unit_options.init = [](const std::string&) { return Init::normal(kInitDeviation); };
+  }
+  Unit<Module> unit = options_.engine->unit(plan.name, module, unit_options);
+  for (const at::Tensor& param : elsewhere) {
+    options_.engine->add_external(unit, param);
+  }
+  return call_of(unit);
+}
+
+void ModelProgram::add_unit(const UnitPlan& unit) {
+  for (const SlotPlan& slot : unit.slots) {
+    const auto index = static_cast<std::size_t>(slot.param);
+    if (slot.link == Link::kOwn) {
+      params_[index] = make_value(index, unit);
+      params_[index].set_requires_grad(plan_.params[index].trainable);
+    }
+  }
+  switch (unit.signature) {
+    case Signature::kTensor:
+      units_.push_back(wrap<TensorBlock>(unit));
+      return;
+    case Signature::kTuple:
+      units_.push_back(wrap<TupleBlock>(unit));
+      return;
+    case Signature::kVector:
+      units_.push_back(wrap<VectorBlock>(unit));
+      return;
+  }
+}
+
+std::vector<at::Tensor> ModelProgram::inner_params(const UnitPlan& unit) const {
+  std::vector<at::Tensor> result;
+  for (const OpPlan& op : unit.ops) {
+    if (op.kind != OpKind::kInner) {
+      continue;
+    }
+    const UnitPlan& inner = plan_.units[static_cast<std::size_t>(op.unit)];
+    for (const SlotPlan& slot : inner.slots) {
+      result.push_back(params_[static_cast<std::size_t>(slot.param)]);
+    }
+    for (const at::Tensor& param : inner_params(inner)) {
+      result.push_back(param);
+    }
+  }
+  return result;
+}
+
+std::vector<at::Tensor> ModelProgram::call(int unit, std::vector<at::Tensor> arguments,
+                                           const at::Tensor& ids) const {
+  const UnitPlan& plan = plan_.units[static_cast<std::size_t>(unit)];
+  const std::size_t most = plan.signature == Signature::kTensor  ? 1
+                           : plan.signature == Signature::kTuple ? 2
+                                                                 : arguments.size();
+  if (arguments.size() > most) {
+    arguments.resize(most);
+  }
+  return units_[static_cast<std::size_t>(unit)](arguments, ids);
+}
+
+std::vector<at::Tensor> ModelProgram::losses(const Batch& batch, const Moment& moment) const {
+  at::Tensor input = options_.in_double ? batch.values.to(at::kDouble) : batch.values.clone();
+  input.set_requires_grad(plan_.input_needs_gradient);
+  std::vector<at::Tensor> values{input};
+  for (std::size_t i = 0; i < plan_.calls.size(); ++i) {
+    const CallPlan& plan = plan_.calls[i];
+    std::vector<at::Tensor> arguments;
+    for (const int argument : plan.arguments) {
+      arguments.push_back(values[static_cast<std::size_t>(argument)]);
+    }
+    std::vector<at::Tensor> results{arguments[0]};
+    if (happens(plan_, i, moment)) {
+      results = call(plan.unit, std::move(arguments), batch.ids);
+    } else if (plan.otherwise >= 0) {
+      results = call(plan.otherwise, std::move(arguments), batch.ids);
+    }
+    const auto wanted =
+        static_cast<std::size_t>(plan_.units[static_cast<std::size_t>(plan.unit)].num_results());
+    for (std::size_t r = 0; r < wanted; ++r) {
+      values.push_back(results[r < results.size() ? r : 0]);
+    }
+  }
+  const auto head = static_cast<int>(plan_.units.size()) - 1;
+  std::vector<at::Tensor> found{loss_of(
+      call(head, {values[static_cast<std::size_t>(plan_.head_argument)]}, batch.ids)[0], 0)};
+  for (const LossPlan& loss : plan_.losses) {
+    const at::Tensor value = loss_of(values[static_cast<std::size_t>(loss.value)], loss.form);
+    if (value.requires_grad() || !at::GradMode::is_enabled()) {
+      found.push_back(value);
+    }
+  }
+  return found;
+}
+
+}  // namespace tessera::testing

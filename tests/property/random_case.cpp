@@ -1,0 +1,127 @@
+#include "tests/property/random_case.h"
+
+#include <exception>
+#include <sstream>
+#include <utility>
+
+#include <ATen/ATen.h>
+
+#include "tests/property/draw.h"
+
+namespace tessera::testing {
+namespace {
+
+constexpr std::uint64_t kCaseStream = 1001;
+constexpr std::uint64_t kBatchStream = 1002;
+
+std::uint64_t number_of(const Moment& moment, int rank) {
+  return static_cast<std::uint64_t>(
+      ((moment.step * 8 + moment.micro_batch + 1) * 8 + moment.forward) * 8 + rank);
+}
+
+}  // namespace
+
+CasePlan draw_case(std::uint64_t seed) {
+  CasePlan plan;
+  plan.seed = seed;
+  plan.model = draw_model(seed);
+  Draw draw(seed, kCaseStream);
+  plan.ranks = draw.between(1, 5);
+  plan.steps = draw.between(2, 4);
+  plan.micro_batches = draw.chance(40) ? draw.between(2, 3) : 1;
+  plan.forwards = draw.chance(25) && !plan.model.is_chain ? 2 : 1;
+  for (int step = 0; step < plan.steps; ++step) {
+    plan.evaluates_before_step.push_back(draw.chance(25));
+  }
+  plan.evaluates_before_update = draw.chance(15);
+  const std::pair<const char*, std::vector<const char*>> choices[] = {
+      {"prefetch.bucket_bytes", {"0", "1", "100", "400", "4KiB", "128MiB"}},
+      {"prefetch.max_inflight", {"1", "2", "4"}},
+      {"live.limit_bytes", {"0", "100", "300", "1000", "4KiB", "2GiB", "unlimited"}},
+      {"live.reuse_distance_bytes", {"0", "200", "1000", "2GiB"}},
+      {"persist.param_bytes", {"0", "16", "64", "256KiB"}},
+      {"persist.model_bytes", {"0", "100", "unlimited"}},
+      {"grad.bucket_bytes", {"1", "64", "300", "4KiB", "64MiB"}},
+  };
+  for (const auto& [name, values] : choices) {
+    if (draw.chance(85)) {
+      plan.options.emplace_back(name, values[draw.below(values.size())]);
+    }
+  }
+  plan.pack_below_bytes = draw.one_of<std::size_t>({0, 20, 64, 64 * 1024});
+  return plan;
+}
+
+std::string CasePlan::describe() const {
+  std::ostringstream out;
+  out << "seed " << seed << ": " << ranks << " ranks, " << steps << " steps, " << micro_batches
+      << " micro-batches, " << forwards << " forwards before a backward";
+  for (std::size_t step = 0; step < evaluates_before_step.size(); ++step) {
+    if (evaluates_before_step[step]) {
+      out << ", evaluation before step " << step;
+    }
+  }
+  out << (evaluates_before_update ? ", evaluation before every update" : "") << "\n  options:";
+  for (const auto& [name, value] : options) {
+    out << ' ' << name << '=' << value;
+  }
+  out << " pack_below_bytes=" << pack_below_bytes << '\n' << model.describe();
+  return out.str();
+}
+
+Batch CasePlan::batch(const Moment& moment, int rank) const {
+  Draw draw(seed * 131 + kBatchStream, number_of(moment, rank));
+  const std::int64_t rows = draw.between(1, 4);
+  Batch batch;
+  batch.values =
+      (at::arange(rows * model.columns, at::kFloat) * 0.61 + static_cast<double>(draw.below(1000)))
+          .cos()
+          .reshape({rows, model.columns});
+  batch.ids = at::empty({rows}, at::kLong);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    batch.ids.data_ptr<std::int64_t>()[row] = static_cast<std::int64_t>(draw.below(100));
+  }
+  return batch;
+}
+
+double CasePlan::weight(int step, int micro_batch, int rank) const {
+  Draw draw(seed * 131 + kBatchStream, number_of({step, micro_batch, 7}, rank));
+  if (rank > 0 && draw.chance(10)) {
+    return 0;  // a rank without data; rank 0 has some, or there would be no mean
+  }
+  return 0.25 * draw.between(1, 40);
+}
+
+Config CasePlan::config() const {
+  Config config;
+  config.set("log.level", std::string("error"));
+  config.set("seed", static_cast<std::int64_t>(seed));
+  config.set("grad.clip_norm", 0.0);
+  config.set("optim.kind", std::string("sgd"));
+  config.set("optim.weight_decay", 0.0);
+  config.set("optim.lr", kLearningRate);
+  for (const auto& [name, value] : options) {
+    config.apply_flag(name + "=" + value);
+  }
+  return config;
+}
+
+std::string judge(const CasePlan& plan, Planted planted, const ShardedOptions& options) {
+  std::string found;
+  try {
+    if (plan.model.has_recompute()) {
+      found = check_recomputation(plan);
+    }
+    for (const std::string& line : run_sharded(plan, run_referee(plan, planted), options)) {
+      found += "  " + line + "\n";
+    }
+  } catch (const std::exception& error) {
+    found += std::string("  the referee fails: ") + error.what() + "\n";
+  }
+  if (found.empty()) {
+    return {};
+  }
+  return found + plan.describe() + "run it alone: engine_seeds " + std::to_string(plan.seed) + "\n";
+}
+
+}  // namespace tessera::testing

@@ -1,0 +1,92 @@
+// A training run drawn from a seed: a model, ranks, options, batches and weights; run unsharded as
+// the referee, and sharded over ranks as threads.
+//
+// [Note: no tolerance for gradients]
+// The referee runs every rank's micro-batches through plain LibTorch, one after the other, and adds
+// their gradients in the order that the engine promises: over ranks in rank order in fp32, then
+// over micro-batches. Every operator sees the same numbers in both runs, so parameters must be
+// equal to the bit after every step, for every number of ranks and all options. Weights are
+// multiples of 1/4, so their sums are exact; the learning rate is a power of two, so that an update
+// rounds once, with and without fma.
+//
+// What is summed in fp64 in another order has a bound: the sum of n products, each rounded once,
+// is off by at most n * 2^-53 * sum |term| (to first order), and so is the referee's; their
+// difference is below n * 2^-52 * sum |term|. For a norm all terms are positive: its square has
+// relative error n * 2^-52, its root half of that, and the division adds 2^-53.
+//
+// Threads: runs start threads of their own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/comm/thread_backend.h"
+#include "tessera/engine/engine.h"
+#include "tests/property/model_program.h"
+#include "tests/property/random_model.h"
+
+namespace tessera::testing {
+
+inline constexpr double kLearningRate = 0.0625;
+
+struct CasePlan {
+  std::uint64_t seed = 0;
+  ModelPlan model;
+  int ranks = 1;
+  int steps = 2;
+  int micro_batches = 1;
+  int forwards = 1;                         // before one backward
+  std::vector<bool> evaluates_before_step;  // without gradients, by step
+  bool evaluates_before_update = false;     // between the last backward and step()
+  std::vector<std::pair<std::string, std::string>> options;
+  std::size_t pack_below_bytes = 0;
+
+  std::string describe() const;
+  // Micro-batch -1: for evaluation.
+  Batch batch(const Moment& moment, int rank) const;
+  double weight(int step, int micro_batch, int rank) const;
+  Config config() const;
+};
+CasePlan draw_case(std::uint64_t seed);
+
+struct StepOutcome {
+  double loss = 0;
+  double loss_terms = 0;  // sum of their absolute values, over the weights
+  double grad_norm = 0;
+  double weight = 0;
+  std::vector<at::Tensor> params;               // by plan, as they lie in memory
+  std::vector<std::vector<float>> evaluations;  // by rank: losses
+};
+
+// Mistakes that the comparison must find; made on purpose, in the referee.
+enum class Planted : std::uint8_t {
+  kNothing,
+  kGradientOff,        // of one parameter, by a factor of 1 + 2^-20
+  kMicroBatchLeftOut,  // of one rank
+  kParamOff,           // one element of one parameter, by one unit in the last place
+};
+std::vector<StepOutcome> run_referee(const CasePlan& plan, Planted planted = Planted::kNothing);
+
+// What else a test wants done to the runs of a case.
+struct ShardedOptions {
+  comm::ThreadWorldOptions world;  // its num_ranks is the case's
+  RuntimeOptions runtime{-1, 1, 0};
+};
+// Lines that say what was wrong; empty: nothing.
+std::vector<std::string> run_sharded(const CasePlan& plan, const std::vector<StepOutcome>& expected,
+                                     const ShardedOptions& options = {});
+
+// Recomputation in a plain model against none, in fp64; empty: the same.
+std::string check_recomputation(const CasePlan& plan);
+
+// All of it: what was found, what was drawn, and how to run it alone. Empty: all is well.
+std::string judge(const CasePlan& plan, Planted planted = Planted::kNothing,
+                  const ShardedOptions& options = {});
+
+}  // namespace tessera::testing
