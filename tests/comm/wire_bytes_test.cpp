@@ -165,6 +165,27 @@ TEST_F(WireBytesTest, AgreeWithTheLoopbackInterfaceForEveryCollective) {
       std::vector<float> receive(kNumel * num);
       group.start_all_to_all(send.data(), receive.data(), kNumel, DType::kFloat32).wait();
     });
+    expect_agreement("gather_to one rank", num_ranks, [num](Group& group) {
+      std::vector<float> shard(kNumel);
+      std::vector<float> full(group.rank() == 1 ? kNumel * num : 0);
+      const Gather gather{shard.data(), full.empty() ? nullptr : full.data(), kNumel,
+                          DType::kFloat32};
+      std::vector<std::uint8_t> wants(num, 0);
+      wants[1] = 1;
+      group.start_gather_to({&gather, 1}, wants).wait();
+    });
+    expect_agreement("all_gathers of three tensors", num_ranks, [num](Group& group) {
+      std::vector<float> shard(kNumel);
+      std::vector<float> full(kNumel * num);
+      const std::int64_t third = kNumel / 3;
+      std::vector<Gather> gathers;
+      for (std::int64_t i = 0; i < 3; ++i) {
+        gathers.push_back({shard.data() + i * third,
+                           full.data() + i * third * static_cast<std::int64_t>(num), third,
+                           DType::kFloat32});
+      }
+      Pending::all(group.start_all_gathers(gathers)).wait();
+    });
     expect_agreement("200 small tensors in one all_gather", num_ranks, [num](Group& group) {
       std::vector<float> shards(200 * 4001);
       std::vector<float> fulls(shards.size() * num);
