@@ -115,7 +115,7 @@ float expected_sum(const RankWorld& world, int step, int num_backwards, int id,
 void train(comm::Group& group, const ReduceCase& test) {
   RankWorld world(group, test);
   std::mt19937 random(static_cast<unsigned>(group.rank()) * 101 + 1);
-  for (int step = 0; step < 4; ++step) {
+  for (int step = 0; step < 3; ++step) {
     const int num_backwards = 1 + step % 3;
     for (int backward = 0; backward < num_backwards; ++backward) {
       run_backward(world, {group.rank(), step, backward}, random);
@@ -145,8 +145,8 @@ void train(comm::Group& group, const ReduceCase& test) {
 class ReducerDynamic : public testing::TestWithParam<DeviceKind> {};
 
 TEST_P(ReducerDynamic, SumsAreThoseOfTheMeetingsForEveryBucketSize) {
-  for (const std::int64_t bucket_bytes : {1, 400, 2048, 1 << 20}) {
-    for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
+  for (const std::int64_t bucket_bytes : {1, 1000, 1 << 20}) {
+    for (const int num_ranks : {1, 2, 4}) {
       SCOPED_TRACE(testing::Message() << bucket_bytes << " bytes, " << num_ranks << " ranks");
       ReduceCase test;
       test.shapes = kShapes;
@@ -180,7 +180,7 @@ TEST_P(ReducerDynamic, SumsAreThoseOfTheMeetingsForEveryPairOfTypes) {
 }
 
 TEST_P(ReducerDynamic, SumsStayRightWhenRanksAreLateAndOutOfStep) {
-  for (std::uint64_t seed = 1; seed <= 3; ++seed) {
+  for (std::uint64_t seed = 1; seed <= 2; ++seed) {
     ReduceCase test;
     test.shapes = kShapes;
     test.options.bucket_bytes = 1200;
@@ -194,7 +194,7 @@ TEST_P(ReducerDynamic, SumsStayRightWhenRanksAreLateAndOutOfStep) {
   }
 }
 
-// Every third element is a negative zero on all ranks, whose sum must stay one.
+// Every third element is a negative zero; where all ranks have one, so is the sum.
 FullGradient with_negative_zeros(const Source& source, const shard::Param& param) {
   FullGradient gradient = make_gradient(source, param, DType::kFloat32);
   for (std::int64_t i = 0; i < param.layout().numel(); i += 3) {
@@ -215,7 +215,7 @@ std::vector<std::vector<float>> sums_with_one_list(comm::Group& group, const Red
   for (int backward = 0; backward < 3; ++backward) {
     for (int id = 0; id < world.params().num_params(); ++id) {
       const shard::Param& param = world.params()[id];
-      if (param.trainable() && (id + group.rank() + backward) % 4 != 0) {
+      if (param.trainable() && (id % 2 == 0 || (id + group.rank() + backward) % 4 != 0)) {
         world.reducer().add(param, with_negative_zeros({group.rank(), 0, backward}, param));
       }
     }
