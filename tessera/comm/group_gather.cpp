@@ -8,7 +8,6 @@
 namespace tessera::comm {
 namespace {
 
-using detail_group::check_pointer;
 using detail_group::checked_bytes;
 
 constexpr std::size_t kPackAlignment = 16;
@@ -79,16 +78,22 @@ struct PlanOptions {
 Plan make_plan(std::span<const Gather> tensors, const Label& label, const PlanOptions& options) {
   Plan plan;
   auto words = std::make_shared<CallWords>(label);
+  // All or none: the n-th name must be the n-th tensor's.
+  const bool named = std::any_of(tensors.begin(), tensors.end(),
+                                 [](const Gather& tensor) { return !tensor.name.empty(); });
   std::vector<GatherBytes> parts;
   for (const Gather& tensor : tensors) {
     const std::size_t bytes =
         checked_bytes(tensor.shard_numel, tensor.dtype, options.num_ranks, options.what);
-    check_pointer(tensor.shard, bytes, options.what);
-    check_pointer(tensor.full, options.receives ? bytes : 0, options.what);
+    const bool has_memory =
+        tensor.shard != nullptr && (tensor.full != nullptr || !options.receives);
+    TESSERA_CHECK(bytes == 0 || has_memory, ConfigError, options.what, ": ",
+                  tensor.shard == nullptr ? "shard" : "full", " of tensor ", parts.size() + 1, " '",
+                  tensor.name, "' is null; it has ", bytes, " bytes per rank");
     plan.shape_hash = hash_bytes(&tensor.shard_numel, sizeof(tensor.shard_numel), plan.shape_hash);
     plan.shape_hash = hash_bytes(&tensor.dtype, sizeof(tensor.dtype), plan.shape_hash);
     plan.shard_bytes += bytes;
-    if (!tensor.name.empty()) {
+    if (named) {
       words->add_tensor(tensor.name);
     }
     parts.push_back({tensor.shard, tensor.full, bytes});

@@ -208,7 +208,14 @@ TEST_P(GroupContract, AGatherToSomeRefusesWhatCannotBe) {
     EXPECT_THROW(group.start_gather_to(tensors.gathers(), too_few).wait(), ConfigError);
     const std::vector<std::uint8_t> both = {1, 1};
     tensors.gathers()[2].full = nullptr;
-    EXPECT_THROW(group.start_gather_to(tensors.gathers(), both).wait(), ConfigError);
+    tensors.gathers()[2].name = "mlp.weight";
+    try {
+      group.start_gather_to(tensors.gathers(), both).wait();
+      ADD_FAILURE() << "expected ConfigError";
+    } catch (const ConfigError& error) {
+      EXPECT_STREQ(error.what(),
+                   "gather_to: full of tensor 3 'mlp.weight' is null; it has 80044 bytes per rank");
+    }
     EXPECT_EQ(group.wire_bytes().num_calls, 0U);
   });
 }

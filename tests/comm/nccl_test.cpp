@@ -95,6 +95,25 @@ TEST_F(NcclTest, GathersManyTensorsInOneCall) {
   }
 }
 
+TEST_F(NcclTest, GathersToThoseThatWantIt) {
+  const auto bytes = reference::array(6, 0, 0, kNumel, DType::kFloat32);
+  const Memory shard = upload(bytes);
+  const Memory full = upload(std::vector<std::byte>(bytes.size()));
+  const Gather gather{shard.data(), full.data(), static_cast<std::int64_t>(kNumel),
+                      DType::kFloat32};
+  const std::uint8_t nobody = 0;
+  group_->start_gather_to({&gather, 1}, {&nobody, 1}, call_).wait();
+  EXPECT_TRUE(download(full) == std::vector<std::byte>(bytes.size()));
+  const std::uint8_t me = 1;
+  group_->start_gather_to({&gather, 1}, {&me, 1}, call_).wait();
+  EXPECT_TRUE(download(full) == bytes);
+  // In place nothing is left to send.
+  const Gather in_place{full.data(), full.data(), static_cast<std::int64_t>(kNumel),
+                        DType::kFloat32};
+  group_->start_gather_to({&in_place, 1}, {&me, 1}, call_).wait();
+  EXPECT_TRUE(download(full) == bytes);
+}
+
 TEST_F(NcclTest, ReducesInRankOrderOnTheDevice) {
   const std::pair<DType, DType> dtypes[] = {{DType::kFloat32, DType::kFloat32},
                                             {DType::kBFloat16, DType::kFloat32},
