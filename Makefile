@@ -4,6 +4,7 @@
 #   JOBS=n             compile jobs (otherwise from cores and memory, scripts/jobs)
 #   TORCH_DIR=folder   use this LibTorch or Python package torch
 #   CXX=compiler       another compiler than g++
+#   SEEDS=first:last   make fuzz: the models that are drawn, 1:10000 unless given
 #   PEERS=1            make bench: installs FSDP2's and DeepSpeed's Python into build/peers-venv first
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -14,6 +15,7 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 1
+SEEDS ?= 1:10000
 export JOBS TORCH_DIR CXX
 # Make's own default is the name of some compiler, not a wish of the user's.
 ifeq ($(origin CXX),default)
@@ -49,8 +51,9 @@ format:  ## formats the sources; CHECK=1 only says what it would change
 	@scripts/setup --tools
 	@scripts/format $(if $(CHECK),--check)
 
-fuzz: setup  ## FUZZ_SECONDS=60 of random input for each parser, under the address sanitizer
+fuzz: setup  ## random input: FUZZ_SECONDS=60 for each parser, then 10,000 models for the engine
 	@scripts/fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
+	@scripts/fuzz_engine $(SEEDS)
 
 tidy:  ## clang-tidy over the torch-free units
 	@scripts/setup --tools
