@@ -5,21 +5,24 @@
 #include <set>
 #include <utility>
 
+#include "tessera/coordinator/arena_plan.h"
 #include "tessera/core/error.h"
+#include "tessera/device/arena_map.h"
 
 namespace tessera::coordinator {
 namespace {
 
 constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
-// One parameter at one use.
+// One parameter at one use. Uses are counted from 1 here: 0 is the time before the first.
 struct Place {
   int param = 0;
   std::size_t use = 0;
   std::size_t previous = kNone;  // the place of the same parameter before this one
   std::size_t next = kNone;
-  bool stays = false;       // held from this use to the next place
-  bool prefetched = false;  // for this use
+  std::size_t busy_until = 0;  // in use, by this use or one around it, until this one begins
+  bool stays = false;          // held from this use to the next place
+  bool prefetched = false;     // for this use
 };
 
 class Planner {
@@ -27,66 +30,88 @@ class Planner {
   explicit Planner(const PlanInput& input)
       : input_(input),
         budgets_(input.budgets),
-        num_uses_(input.uses.size()),
+        num_uses_(input.uses.size() + 1),
         others_(num_uses_ + 1),
-        persistent_(num_uses_ + 1) {
+        persistent_(num_uses_ + 1),
+        busy_(num_uses_ + 1) {
+    TESSERA_INVARIANT(input.open_until.empty() || input.open_until.size() == input.uses.size(),
+                      input.open_until.size(), " ends for ", input.uses.size(), " uses");
     lay_out_places();
   }
 
   PrefetchPlan make() {
-    plan_.uses.resize(num_uses_);
+    plan_.uses.resize(num_uses_ - 1);
     decide_what_stays();
     if (budgets_.bucket_bytes > 0) {
       for (std::size_t use = 0; use < num_uses_; ++use) {
         prefetch_during(use);
       }
     }
+    keep_more_in_the_room_that_is_left();
+    write_down_prefetches();
     for (std::size_t use = 0; use < num_uses_; ++use) {
       write_down(use);
+    }
+    if (input_.arena_bytes > 0) {
+      assign_places_in_arena();
     }
     return std::move(plan_);
   }
 
  private:
+  struct Gather {
+    Place* place = nullptr;
+    std::size_t during = 0;    // the use
+    std::size_t call = kNone;  // number of the prefetch; kNone: on demand
+    std::size_t index = 0;     // in the list that it is written to
+  };
+
   std::span<Place> places_of(std::size_t use) {
     return std::span(places_).subspan(first_place_[use], first_place_[use + 1] - first_place_[use]);
   }
   const PlanParam& param_of(const Place& place) const {
     return input_.params[static_cast<std::size_t>(place.param)];
   }
+  PlannedUse& planned(std::size_t use) { return use == 0 ? plan_.ahead : plan_.uses[use - 1]; }
 
   void lay_out_places() {
     std::vector<std::size_t> latest(input_.params.size(), kNone);
-    first_place_.reserve(num_uses_ + 1);
-    bytes_before_.reserve(num_uses_ + 1);
+    first_place_ = {0, 0};
+    bytes_before_ = {0, 0};
     std::int64_t bytes = 0;
-    for (std::size_t use = 0; use < num_uses_; ++use) {
-      first_place_.push_back(places_.size());
-      bytes_before_.push_back(bytes);
-      const auto unit = static_cast<std::size_t>(input_.uses[use].unit);
-      TESSERA_INVARIANT(unit < input_.unit_params.size(), "use ", use, " of the trace is of unit ",
-                        input_.uses[use].unit, ", of ", input_.unit_params.size());
+    for (std::size_t use = 1; use < num_uses_; ++use) {
+      const auto unit = static_cast<std::size_t>(input_.uses[use - 1].unit);
+      TESSERA_INVARIANT(unit < input_.unit_params.size(), "use ", use - 1,
+                        " of the trace is of unit ", input_.uses[use - 1].unit, ", of ",
+                        input_.unit_params.size());
+      const std::size_t end =
+          input_.open_until.empty() ? use + 1 : std::size_t{input_.open_until[use - 1]} + 1;
       for (const int param : input_.unit_params[unit]) {
         TESSERA_INVARIANT(static_cast<std::size_t>(param) < input_.params.size(), "unit ", unit,
                           " needs parameter ", param, ", of ", input_.params.size());
+        Place place{.param = param, .use = use, .busy_until = std::max(end, use + 1)};
         std::size_t& before = latest[static_cast<std::size_t>(param)];
         if (before != kNone) {
           places_[before].next = places_.size();
+          place.previous = before;
+          place.busy_until = std::max(place.busy_until, places_[before].busy_until);
         }
-        places_.push_back({.param = param, .use = use, .previous = before});
-        before = places_.size() - 1;
-        bytes += param_of(places_.back()).full_bytes;
+        before = places_.size();
+        places_.push_back(place);
+        bytes += param_of(place).full_bytes;
       }
+      first_place_.push_back(places_.size());
+      bytes_before_.push_back(bytes);
     }
-    first_place_.push_back(places_.size());
-    bytes_before_.push_back(bytes);
   }
 
   // Writes at each end of a span of uses what it changes; add_up() makes sums of it.
   static void add_between(std::vector<std::int64_t>& changes, std::size_t begin, std::size_t end,
                           std::int64_t bytes) {
-    changes[begin] += bytes;
-    changes[end] -= bytes;
+    if (begin < end) {
+      changes[begin] += bytes;
+      changes[end] -= bytes;
+    }
   }
   static void add_up(std::vector<std::int64_t>& changes) {
     for (std::size_t i = 1; i < changes.size(); ++i) {
@@ -97,50 +122,70 @@ class Planner {
   std::int64_t bytes_between(const Place& place, const Place& next) const {
     return bytes_before_[next.use] - bytes_before_[place.use + 1];
   }
+  std::int64_t own_bytes(std::size_t use) const {
+    return bytes_before_[use + 1] - bytes_before_[use];
+  }
+  // For parameters that the use does not need itself.
+  std::int64_t room(std::size_t use) const {
+    return std::max<std::int64_t>(0, budgets_.live_limit_bytes - own_bytes(use));
+  }
+  std::size_t next_use(const Place& place) const {
+    return place.next == kNone ? num_uses_ : places_[place.next].use;
+  }
+
+  void lay_out_what_is_held_anyway() {
+    for (Place& place : places_) {
+      const std::int64_t bytes = param_of(place).full_bytes;
+      if (param_of(place).persists) {
+        add_between(persistent_, place.use + 1, next_use(place), bytes);
+      } else {
+        place.stays = place.next != kNone && place.busy_until >= next_use(place);
+        add_between(busy_, place.use + 1, std::min(place.busy_until, next_use(place)), bytes);
+      }
+    }
+    add_up(persistent_);
+    add_up(busy_);
+  }
 
   // Belady, without prefetches: parameters wait for their next use until they are pushed out by
   // those that are used sooner. Only who is still there at its next use really stays.
   void decide_what_stays() {
-    for (const Place& place : places_) {
-      if (param_of(place).persists) {
-        const std::size_t end = place.next == kNone ? num_uses_ : places_[place.next].use;
-        add_between(persistent_, place.use + 1, end, param_of(place).full_bytes);
+    lay_out_what_is_held_anyway();
+    std::vector<std::vector<std::size_t>> waits_from(num_uses_ + 1);
+    for (std::size_t i = 0; i < places_.size(); ++i) {
+      const Place& place = places_[i];
+      if (place.next != kNone && !place.stays && !param_of(place).persists &&
+          bytes_between(place, places_[place.next]) <= budgets_.reuse_distance_bytes) {
+        waits_from[place.busy_until].push_back(i);
       }
     }
-    add_up(persistent_);
-
     std::set<std::pair<std::size_t, std::size_t>> waiting;  // next use, place
     std::int64_t waiting_bytes = 0;
     for (std::size_t use = 0; use < num_uses_; ++use) {
+      for (const std::size_t i : waits_from[use]) {
+        waiting.emplace(next_use(places_[i]), i);
+        waiting_bytes += param_of(places_[i]).full_bytes;
+      }
       for (const Place& place : places_of(use)) {
         if (place.previous != kNone && waiting.erase({use, place.previous}) == 1) {
           waiting_bytes -= param_of(place).full_bytes;
           places_[place.previous].stays = true;
         }
       }
-      while (!waiting.empty() && waiting_bytes + persistent_[use] > budgets_.live_limit_bytes) {
+      while (!waiting.empty() && waiting_bytes + persistent_[use] + busy_[use] > room(use)) {
         const auto farthest = std::prev(waiting.end());
         waiting_bytes -= param_of(places_[farthest->second]).full_bytes;
         waiting.erase(farthest);
       }
-      for (std::size_t i = first_place_[use]; i < first_place_[use + 1]; ++i) {
-        const Place& place = places_[i];
-        if (place.next != kNone && !param_of(place).persists &&
-            bytes_between(place, places_[place.next]) <= budgets_.reuse_distance_bytes) {
-          waiting.emplace(places_[place.next].use, i);
-          waiting_bytes += param_of(place).full_bytes;
-        }
-      }
     }
-
     for (const Place& place : places_) {
       if (place.stays) {
-        add_between(others_, place.use + 1, places_[place.next].use, param_of(place).full_bytes);
+        add_between(others_, place.busy_until, next_use(place), param_of(place).full_bytes);
       }
     }
     add_up(others_);
     for (std::size_t use = 0; use < num_uses_; ++use) {
-      others_[use] += persistent_[use];
+      others_[use] += persistent_[use] + busy_[use];
     }
   }
 
@@ -153,96 +198,233 @@ class Planner {
   // Not provided for, but still held during `now`, or by then: it can stay instead of being
   // gathered again.
   bool can_stay(const Place& place, std::size_t now) const {
-    return place.previous != kNone && places_[place.previous].use >= now;
+    return place.previous != kNone && places_[place.previous].busy_until > now;
   }
 
   void prefetch_during(std::size_t now) {
     while (!inflight_.empty() && inflight_.front() <= now) {
       inflight_.pop_front();
     }
-    std::int64_t call_bytes = -1;  // of the call that is put together; below zero: none
+    call_bytes_ = -1;
     for (reached_ = std::max(reached_, now + 1); reached_ < num_uses_; ++reached_) {
-      std::int64_t bytes = 0;
-      GatherList list;
-      bool is_provided = true;
-      for (const Place& place : places_of(reached_)) {
-        if (!is_provided_for(place)) {
-          is_provided = false;
-          if (!can_stay(place, now)) {
-            bytes += param_of(place).full_bytes;
-            list.push_back(place.param);
-          }
-        }
-      }
-      if (is_provided) {
-        continue;
-      }
-      const bool joins = call_bytes >= 0 && call_bytes < budgets_.merge_below_bytes &&
-                         bytes <= budgets_.bucket_bytes - call_bytes;
-      if (!joins && inflight_.size() >= static_cast<std::size_t>(budgets_.max_inflight)) {
+      if (!provide_for(reached_, now)) {
         return;
-      }
-      if (!take_room(now, reached_)) {
-        return;
-      }
-      if (list.empty()) {
-        continue;
-      }
-      std::vector<GatherList>& calls = plan_.uses[now].prefetch;
-      if (joins) {
-        calls.back().insert(calls.back().end(), list.begin(), list.end());
-        call_bytes += bytes;
-      } else {
-        calls.push_back(std::move(list));
-        call_bytes = bytes;
-        inflight_.push_back(reached_);
       }
     }
   }
 
-  // Holds what is not provided for from `now` on until `use`, if that fits.
-  bool take_room(std::size_t now, std::size_t use) {
+  // All of what `use` needs is held or on its way afterwards; false: not all of it can be.
+  bool provide_for(std::size_t use, std::size_t now) {
+    std::vector<Place*> missing;
+    std::vector<Place*> staying;
+    for (Place& place : places_of(use)) {
+      if (!is_provided_for(place)) {
+        (can_stay(place, now) ? staying : missing).push_back(&place);
+      }
+    }
+    const auto max_inflight = static_cast<std::size_t>(budgets_.max_inflight);
+    const std::size_t num_fitting =
+        num_in_calls(missing, max_inflight - std::min(inflight_.size(), max_inflight));
+    const bool is_whole = num_fitting == missing.size();
+    // Part of a use is better than nothing only if the whole of it can never be in flight.
+    if (!is_whole && !inflight_.empty()) {
+      return false;
+    }
+    missing.resize(num_fitting);
+    if (!take_room(missing, staying, now)) {
+      return false;
+    }
+    add_calls(missing, use, now);
+    return is_whole;
+  }
+
+  bool joins_call(std::int64_t call_bytes, bool is_of_use, std::int64_t bytes) const {
+    return call_bytes >= 0 && (is_of_use || call_bytes < budgets_.merge_below_bytes) &&
+           bytes <= budgets_.bucket_bytes - call_bytes;
+  }
+
+  // How many of the parameters fit into the call that is put together and `num_calls` more.
+  std::size_t num_in_calls(const std::vector<Place*>& missing, std::size_t num_calls) const {
+    std::int64_t call_bytes = call_bytes_;
+    for (std::size_t i = 0; i < missing.size(); ++i) {
+      const std::int64_t bytes = param_of(*missing[i]).full_bytes;
+      if (joins_call(call_bytes, i > 0, bytes)) {
+        call_bytes += bytes;
+      } else if (num_calls == 0) {
+        return i;
+      } else {
+        --num_calls;
+        call_bytes = bytes;
+      }
+    }
+    return missing.size();
+  }
+
+  void add_calls(const std::vector<Place*>& missing, std::size_t use, std::size_t now) {
+    for (std::size_t i = 0; i < missing.size(); ++i) {
+      Place& place = *missing[i];
+      const std::int64_t bytes = param_of(place).full_bytes;
+      if (joins_call(call_bytes_, i > 0, bytes)) {
+        call_bytes_ += bytes;
+      } else {
+        ++num_calls_;
+        call_bytes_ = bytes;
+        inflight_.push_back(use);
+      }
+      place.prefetched = true;
+      gathers_.push_back({&place, now, num_calls_, 0});
+    }
+  }
+
+  // See (3). The nearest next use first: it holds the room for the shortest time.
+  void keep_more_in_the_room_that_is_left() {
+    std::int64_t all_bytes = 0;
+    for (const PlanParam& param : input_.params) {
+      all_bytes += param.full_bytes;
+    }
+    if (all_bytes <= budgets_.live_limit_bytes) {
+      return;
+    }
+    std::vector<std::size_t> gathered_from(places_.size(), kNone);  // by place: during which use
+    for (const Gather& gather : gathers_) {
+      gathered_from[index_of(*gather.place)] = gather.during;
+    }
+    std::vector<Place*> candidates;
+    for (Place& place : places_) {
+      if (place.next != kNone && !place.stays && !param_of(place).persists) {
+        candidates.push_back(&place);
+      }
+    }
+    std::stable_sort(candidates.begin(), candidates.end(),
+                     [&](const Place* left, const Place* right) {
+                       return next_use(*left) - left->use < next_use(*right) - right->use;
+                     });
+    for (Place* place : candidates) {
+      Place& next = places_[place->next];
+      const std::size_t from = gathered_from[place->next];
+      const std::size_t end = next.prefetched ? from : next.use;
+      const std::int64_t bytes = param_of(next).full_bytes;
+      bool fits = true;
+      for (std::size_t i = place->busy_until; i < end && fits; ++i) {
+        fits = others_[i] + bytes <= room(i);
+      }
+      if (fits) {
+        for (std::size_t i = place->busy_until; i < end; ++i) {
+          others_[i] += bytes;
+        }
+        place->stays = true;
+        next.prefetched = false;
+      }
+    }
+    std::erase_if(gathers_, [](const Gather& gather) { return !gather.place->prefetched; });
+  }
+  std::size_t index_of(const Place& place) const {
+    return static_cast<std::size_t>(&place - places_.data());
+  }
+
+  void write_down_prefetches() {
+    std::size_t call = kNone;
+    for (Gather& gather : gathers_) {
+      std::vector<GatherList>& calls = planned(gather.during).prefetch;
+      if (gather.call != call) {
+        call = gather.call;
+        calls.emplace_back();
+      }
+      gather.call = calls.size() - 1;
+      gather.index = calls.back().size();
+      calls.back().push_back(gather.place->param);
+    }
+  }
+
+  // Holds these from `now` on, or from their last use on, until they are used, if that fits.
+  bool take_room(const std::vector<Place*>& missing, const std::vector<Place*>& staying,
+                 std::size_t now) {
+    std::size_t end = now;
     const auto add = [&](int sign) {
-      for (const Place& place : places_of(use)) {
-        if (!is_provided_for(place)) {
-          const std::size_t begin = can_stay(place, now) ? places_[place.previous].use + 1 : now;
-          for (std::size_t i = begin; i < use; ++i) {
-            others_[i] += sign * param_of(place).full_bytes;
-          }
+      for (const Place* place : missing) {
+        end = place->use;
+        for (std::size_t i = now; i < place->use; ++i) {
+          others_[i] += sign * param_of(*place).full_bytes;
+        }
+      }
+      for (const Place* place : staying) {
+        end = place->use;
+        for (std::size_t i = places_[place->previous].busy_until; i < place->use; ++i) {
+          others_[i] += sign * param_of(*place).full_bytes;
         }
       }
     };
     add(+1);
-    for (std::size_t i = now; i < use; ++i) {
-      if (others_[i] > budgets_.live_limit_bytes) {
+    for (std::size_t i = now; i < end; ++i) {
+      if (others_[i] > room(i)) {
         add(-1);
         return false;
       }
     }
-    for (Place& place : places_of(use)) {
-      if (!is_provided_for(place)) {
-        if (can_stay(place, now)) {
-          places_[place.previous].stays = true;
-        } else {
-          place.prefetched = true;
-        }
-      }
+    for (const Place* place : staying) {
+      places_[place->previous].stays = true;
     }
     return true;
   }
 
   void write_down(std::size_t use) {
-    PlannedUse& planned = plan_.uses[use];
-    for (const Place& place : places_of(use)) {
+    PlannedUse& plan = planned(use);
+    for (Place& place : places_of(use)) {
       if (!is_provided_for(place)) {
-        planned.demand.push_back(place.param);
+        plan.demand.push_back(place.param);
+        gathers_.push_back({&place, use, kNone, plan.demand.size() - 1});
       }
       if (!place.stays && !param_of(place).persists) {
-        planned.release.push_back(place.param);
+        plan.release.push_back(place.param);
       }
     }
-    const std::int64_t use_bytes = bytes_before_[use + 1] - bytes_before_[use];
-    plan_.peak_bytes = std::max(plan_.peak_bytes, use_bytes + others_[use]);
+    plan_.peak_bytes = std::max(plan_.peak_bytes, own_bytes(use) + others_[use]);
+  }
+
+  // The use at whose end what is gathered for this place is released.
+  std::size_t last_use(const Place* place) const {
+    while (place->stays) {
+      place = &places_[place->next];
+    }
+    return place->busy_until - 1;
+  }
+
+  // Parameters that persist lie at the bottom, at the same place in every plan.
+  void assign_places_in_arena() {
+    std::vector<std::int64_t> persistent_offset(input_.params.size());
+    std::int64_t bottom = 0;
+    for (std::size_t id = 0; id < input_.params.size(); ++id) {
+      if (input_.params[id].persists) {
+        const std::int64_t end =
+            bottom + static_cast<std::int64_t>(device::round_to_arena(
+                         static_cast<std::size_t>(input_.params[id].full_bytes)));
+        persistent_offset[id] = end <= input_.arena_bytes ? bottom : -1;
+        bottom = end;
+      }
+    }
+    std::vector<Lifetime> lifetimes;
+    for (const Gather& gather : gathers_) {
+      const PlanParam& param = param_of(*gather.place);
+      const auto begin = static_cast<std::int64_t>(gather.during) * 2;
+      const auto end = static_cast<std::int64_t>(last_use(gather.place)) * 2 + 1;
+      lifetimes.push_back({param.persists ? 0 : param.full_bytes, begin, end});
+    }
+    const ArenaPlan arena =
+        assign_offsets(lifetimes, std::max<std::int64_t>(0, input_.arena_bytes - bottom));
+    plan_.num_unplaced = arena.num_unplaced;
+    for (std::size_t i = 0; i < gathers_.size(); ++i) {
+      const Gather& gather = gathers_[i];
+      std::int64_t offset = arena.offsets[i] < 0 ? -1 : arena.offsets[i] + bottom;
+      if (param_of(*gather.place).persists) {
+        offset = persistent_offset[static_cast<std::size_t>(gather.place->param)];
+      }
+      PlannedUse& plan = planned(gather.during);
+      plan.prefetch_offsets.resize(plan.prefetch.size());
+      OffsetList& list =
+          gather.call == kNone ? plan.demand_offsets : plan.prefetch_offsets[gather.call];
+      list.resize(std::max(list.size(), gather.index + 1), -1);
+      list[gather.index] = offset;
+    }
   }
 
   const PlanInput& input_;
@@ -251,11 +433,16 @@ class Planner {
   std::vector<Place> places_;             // use by use
   std::vector<std::size_t> first_place_;  // by use
   std::vector<std::int64_t> bytes_before_;
-  // By use: full bytes held while it runs, without its own; all of them, and the persistent ones.
+  // By use: full bytes held while it runs, without its own; all of them, the persistent ones, and
+  // those of uses around it.
   std::vector<std::int64_t> others_;
   std::vector<std::int64_t> persistent_;
+  std::vector<std::int64_t> busy_;
   std::size_t reached_ = 0;           // uses before this one are provided for
   std::deque<std::size_t> inflight_;  // first use of each prefetch, in order
+  std::int64_t call_bytes_ = -1;      // of the call that is put together; below zero: none
+  std::size_t num_calls_ = 0;
+  std::vector<Gather> gathers_;  // prefetches in order, then what is demanded
   PrefetchPlan plan_;
 };
 
@@ -263,11 +450,53 @@ class Planner {
 
 PrefetchPlan make_plan(const PlanInput& input) { return Planner(input).make(); }
 
+PlanState state_after(const PlanInput& input, const PrefetchPlan& plan, std::size_t num_begun) {
+  PlanState state;
+  state.held.assign(input.params.size(), false);
+  std::vector<bool> is_unused(input.params.size());
+  std::vector<const GatherList*> calls;
+  const auto start = [&](const PlannedUse& planned) {
+    for (const GatherList& list : planned.prefetch) {
+      calls.push_back(&list);
+      for (const int id : list) {
+        state.held[static_cast<std::size_t>(id)] = true;
+        is_unused[static_cast<std::size_t>(id)] = true;
+      }
+    }
+  };
+  start(plan.ahead);
+  for (std::size_t use = 0; use < num_begun; ++use) {
+    const PlannedUse& planned = plan.uses[use];
+    for (const int id : input.unit_params[static_cast<std::size_t>(input.uses[use].unit)]) {
+      state.held[static_cast<std::size_t>(id)] = true;
+      is_unused[static_cast<std::size_t>(id)] = false;
+    }
+    for (const int id : planned.release) {
+      state.held[static_cast<std::size_t>(id)] = false;
+    }
+    start(planned);
+  }
+  // A parameter may be prefetched several times; only the last call is outstanding.
+  for (std::size_t i = calls.size(); i-- > 0;) {
+    GatherList left;
+    for (const int id : *calls[i]) {
+      if (is_unused[static_cast<std::size_t>(id)]) {
+        left.push_back(id);
+        is_unused[static_cast<std::size_t>(id)] = false;
+      }
+    }
+    if (!left.empty()) {
+      state.outstanding.insert(state.outstanding.begin(), std::move(left));
+    }
+  }
+  return state;
+}
+
 std::vector<bool> choose_persistent(std::span<const std::int64_t> full_bytes,
                                     std::int64_t param_bytes, std::int64_t model_bytes,
-                                    std::int64_t live_limit_bytes) {
+                                    std::int64_t room_bytes) {
   std::vector<bool> persists(full_bytes.size());
-  std::int64_t room_bytes = std::min(model_bytes, live_limit_bytes);
+  room_bytes = std::min(model_bytes, room_bytes);
   for (std::size_t i = 0; i < full_bytes.size(); ++i) {
     if (full_bytes[i] <= param_bytes && full_bytes[i] <= room_bytes) {
       persists[i] = true;

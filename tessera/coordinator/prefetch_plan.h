@@ -8,26 +8,31 @@
 //   prefetch   gathers to start once use i has begun, each one call, for the uses that follow
 //   release    parameters of use i to release at its end
 //
+// and `ahead`, the prefetches to start before the first use: after the step before.
+//
 // Invariants:
-//  (1) Full bytes held at any moment, without those of the use that is running, are at most
-//      live_limit_bytes. A prefetch counts from its start. Between two uses the one to come is the
-//      one that is left out, so that what it shares with the last one may stay at any limit.
+//  (1) Full bytes held at any moment are at most live_limit_bytes, or those of the uses that are
+//      running where these alone are more. A prefetch counts from its start.
 //  (2) Uses are prefetched in the order of the trace, none is passed over. A prefetched parameter
 //      is not released before the use it was prefetched for.
 //  (3) Of what is used again within reuse_distance_bytes (bytes of the uses in between), as much
 //      stays as the limit allows; what is used farthest ahead goes first (Belady), and it goes at
 //      once, since it would not be there in time. The rest is released, unless the prefetch reaches
 //      its next use while it is still held: it stays then, instead of being gathered again.
-//      Prefetches take the room that is left: they never cost another gather.
-//  (4) At most max_inflight prefetches are started and not yet used; each holds whole uses and at
-//      most bucket_bytes, unless one use alone is larger. A prefetch is used when the first of its
-//      uses begins.
+//      Prefetches take the room that is left: they never cost another gather. Where not all
+//      parameters fit into the limit, the room that is left after them is used to keep what is used
+//      again farther ahead than the reuse distance, the nearest first.
+//  (4) At most max_inflight prefetches are started and not yet used; each has at most bucket_bytes,
+//      unless one parameter alone is larger. A prefetch is used when the first of its uses begins.
+//      A use is prefetched whole, unless it needs more than max_inflight calls: then the rest of it
+//      is left to its demand.
 //  (5) Parameters that persist are gathered for their first use and never released by the plan.
+//  (6) Every gather has an offset in the arena, assigned by lifetime (arena_plan.h), or -1 where
+//      there is no place.
 //
-// [Note: overlapping uses] The plan takes uses as if each ended before the next begins. In a real
-// program a unit may run inside another one, and in backward a use often ends only after the next
-// has begun. Ends are not in the trace, for the reason in access_trace.h, so whoever carries the
-// plan out deals with them: see the same note in coordinator.h.
+// [Note: overlapping uses] A forward that runs inside another one is in the trace (open_until).
+// Backward uses are taken as if each ended before the next begins, for the reason in
+// access_trace.h; whoever carries the plan out deals with it: see the same note in coordinator.h.
 //
 // Threads: stateless.
 #pragma once
@@ -63,27 +68,44 @@ struct PlanInput {
   // By parameter id.
   std::span<const PlanParam> params;
   PlanBudgets budgets;
+  // By use, as in Trace; empty: every use ends before the next begins.
+  std::span<const std::uint32_t> open_until = {};
+  // Of the arena; 0: no offsets are assigned.
+  std::int64_t arena_bytes = 0;
 };
 
-using GatherList = std::vector<int>;  // parameter ids of one call, in order
+using GatherList = std::vector<int>;           // parameter ids of one call, in order
+using OffsetList = std::vector<std::int64_t>;  // of a GatherList, one each; -1: anywhere
 
 struct PlannedUse {
   GatherList demand;
   std::vector<GatherList> prefetch;
   std::vector<int> release;
+  OffsetList demand_offsets;
+  std::vector<OffsetList> prefetch_offsets;
 };
 
 struct PrefetchPlan {
-  std::vector<PlannedUse> uses;  // one per use of the trace
-  std::int64_t peak_bytes = 0;   // of full parameters, the running use included
+  PlannedUse ahead;               // prefetch only
+  std::vector<PlannedUse> uses;   // one per use of the trace
+  std::int64_t peak_bytes = 0;    // of full parameters
+  std::int64_t num_unplaced = 0;  // gathers for which the arena has no place
 };
 
 PrefetchPlan make_plan(const PlanInput& input);
 
+// What is held after the first `num_begun` uses have begun and ended, and which prefetches have not
+// been used by then: where a plan is taken up in its middle.
+struct PlanState {
+  std::vector<bool> held;               // by parameter id
+  std::vector<GatherList> outstanding;  // calls, in order
+};
+PlanState state_after(const PlanInput& input, const PrefetchPlan& plan, std::size_t num_begun);
+
 // Which parameters persist: at most param_bytes each, in the order of their ids, as long as the sum
-// stays within min(model_bytes, live_limit_bytes); one that does not fit is left out.
+// stays within min(model_bytes, room_bytes); one that does not fit is left out.
 std::vector<bool> choose_persistent(std::span<const std::int64_t> full_bytes,
                                     std::int64_t param_bytes, std::int64_t model_bytes,
-                                    std::int64_t live_limit_bytes);
+                                    std::int64_t room_bytes);
 
 }  // namespace tessera::coordinator

@@ -6,6 +6,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/coordinator/prefetch_plan.h"
@@ -35,19 +36,24 @@ class PlanSimulator {
   bool is_used_at(int param, std::size_t use) const;
   std::size_t next_use(int param, std::size_t after) const;  // the number of uses if there is none
   std::int64_t held_bytes() const;
-  std::int64_t held_bytes_without(std::size_t use) const;
+  bool is_within_limit(std::size_t use) const;
+  std::size_t ends_after(std::size_t use) const;  // how many have begun by then
 
   void begin(std::size_t use, const PlannedUse& planned);
   void prefetch(std::size_t use, const GatherList& list);
-  void end(std::size_t use, const PlannedUse& planned);
+  void prefetch_all(std::size_t use, const PlannedUse& planned);
+  void end(std::size_t use);
+  void place(std::size_t use, const GatherList& list, const OffsetList& offsets);
   void gather(std::size_t use, const GatherList& list);
   void expect(bool condition, std::size_t use, const std::string& what);
 
   const PlanInput& input_;
   std::set<int> held_;
   std::map<int, std::size_t> promised_;  // prefetched parameter -> the use it is for
-  std::vector<std::size_t> inflight_;    // first use of each prefetch that is not used yet
-  std::size_t reached_ = 0;              // prefetches are for this use or later ones
+  std::set<std::pair<std::size_t, int>> is_released_by_;
+  std::map<int, std::pair<std::int64_t, std::int64_t>> places_;  // begin and end in the arena
+  std::vector<std::size_t> inflight_;  // first use of each prefetch that is not used yet
+  std::size_t reached_ = 0;            // prefetches are for this use or later ones
   std::int64_t peak_bytes_ = 0;
   std::int64_t num_gathered_params_ = 0;
   std::int64_t num_calls_ = 0;

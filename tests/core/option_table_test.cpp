@@ -50,7 +50,6 @@ TEST(OptionTable, OptionsThatExistForAReaderNameIt) {
   // Sections of rooms that are still to come, and single options of rooms that exist.
   const std::set<std::string_view> unread = {"shard",
                                              "quant",
-                                             "unit",
                                              "memory",
                                              "place",
                                              "nvme",
