@@ -1,10 +1,11 @@
 // The order in which units were used: what prefetching is planned from.
 //
-// A use is one forward or one backward of one unit; uses appear in the order of their begins. Their
-// ends are left out on purpose: in backward a use ends when gradients have come, which may differ
-// between ranks (a rank need not touch every parameter), while the begins are the program's own.
-// So ranks have the same trace because they run the same program; Group's tags find out if they
-// do not.
+// A use is one forward or one backward of one unit; uses appear in the order of their begins. A
+// trace is the uses of one pass. Ends matter where units run inside units: a forward that ends
+// after others have begun says so. Ends of backward uses are left out on purpose: such a use ends
+// when gradients have come, which may differ between ranks, while the begins are the program's own.
+// So ranks have the same trace because they run the same program; Group's tags find out if they do
+// not.
 //
 // Threads: plain data.
 #pragma once
@@ -28,33 +29,16 @@ struct Use {
   bool operator==(const Use&) const = default;
 };
 
-// kRecord: uses are written down. kComplete: uses are compared with the trace and a plan runs.
-// kInvalid: this step has departed from the trace; it goes on without a plan, and the next records.
+struct Trace {
+  std::vector<Use> uses;
+  // By use: how many uses had begun when it ended; its own place + 1 unless others run inside it.
+  std::vector<std::uint32_t> open_until;
+};
+
+// kRecord: no known trace fits; uses are written down. kComplete: a known trace is followed, and
+// its plan runs. kInvalid: this pass has departed from what it followed, and no other known trace
+// fits; it goes on without a plan, and is written down for the next time.
 enum class TraceMode : std::uint8_t { kRecord, kComplete, kInvalid };
 std::string_view to_string(TraceMode mode);
-
-class AccessTrace {
- public:
-  TraceMode mode() const { return mode_; }
-  const std::vector<Use>& uses() const { return uses_; }
-  // The index of the next use in the trace; in kRecord the number of uses so far.
-  std::size_t position() const { return position_; }
-
-  // One more use. kRecord: appends. kComplete: true if it is the expected one, else the mode
-  // becomes kInvalid and false comes back, with position() left at the use that was expected.
-  // kInvalid: false.
-  bool advance(const Use& use);
-  // End of a step. kRecord with at least one use becomes kComplete; kInvalid becomes kRecord, with
-  // the old trace forgotten; kComplete stays (a step may end early). The next step begins at
-  // position 0.
-  void end_step();
-  // Something happened that no plan foresaw (an exception): as if the step had departed.
-  void invalidate() { mode_ = TraceMode::kInvalid; }
-
- private:
-  TraceMode mode_ = TraceMode::kRecord;
-  std::vector<Use> uses_;
-  std::size_t position_ = 0;
-};
 
 }  // namespace tessera::coordinator

@@ -2,28 +2,17 @@
 
 #include <algorithm>
 #include <exception>
-#include <optional>
-#include <span>
 #include <utility>
 
-#include "tessera/coordinator/gatherer.h"
-#include "tessera/coordinator/unit_table.h"
+#include "tessera/coordinator/coordinator_impl.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
 
 namespace tessera::coordinator {
-namespace {
 
 using device::Pending;
 using shard::Param;
 using shard::ParamState;
-
-struct OpenUse {
-  Use use;
-  std::uint64_t number = 0;  // uses begun up to this one
-};
-
-}  // namespace
 
 CoordinatorOptions CoordinatorOptions::from(const Config& config) {
   CoordinatorOptions options;
@@ -33,422 +22,420 @@ CoordinatorOptions CoordinatorOptions::from(const Config& config) {
   options.budgets.reuse_distance_bytes = config.get_bytes("live.reuse_distance_bytes");
   options.persist_param_bytes = config.get_bytes("persist.param_bytes");
   options.persist_model_bytes = config.get_bytes("persist.model_bytes");
+  options.uneven_data = config.get_bool("unit.uneven_data");
   return options;
 }
 
-class Coordinator::Impl {
- public:
-  Impl(const CoordinatorParts& parts, const CoordinatorOptions& options)
-      : parts_(parts),
-        options_(options),
-        is_alone_(parts.group.size() == 1),
-        units_(parts.params),
-        compute_(parts.device.stream(device::StreamKind::kCompute)) {
-    TESSERA_INVARIANT(parts.params.num_ranks() == parts.group.size(), "parameters are cut for ",
-                      parts.params.num_ranks(), " ranks, group '", parts.group.name(), "' has ",
-                      parts.group.size());
+Coordinator::Impl::Impl(const CoordinatorParts& parts, const CoordinatorOptions& options)
+    : parts_(parts),
+      options_(options),
+      is_alone_(parts.group.size() == 1),
+      units_(parts.params),
+      compute_(parts.device.stream(device::StreamKind::kCompute)),
+      book_(options.max_traces) {
+  TESSERA_INVARIANT(parts.params.num_ranks() == parts.group.size(), "parameters are cut for ",
+                    parts.params.num_ranks(), " ranks, group '", parts.group.name(), "' has ",
+                    parts.group.size());
+}
+
+Coordinator::Impl::~Impl() {
+  resident_ = false;
+  abandon();
+  persists_.assign(persists_.size(), false);
+  abandon();
+}
+
+std::string Coordinator::Impl::text_of(const Use& use) const {
+  return detail::concat("the ", to_string(use.phase), " of unit '", units_[use.unit].name, "'");
+}
+
+void Coordinator::Impl::throw_state(const std::string& message, const UnitInfo& unit) const {
+  const std::string first = unit.ids.empty() ? std::string() : parts_.params[unit.ids[0]].name();
+  throw StateError(
+      first.empty() ? message : detail::concat(message, "; its first parameter is '", first, "'"),
+      first, unit.name);
+}
+
+// With the first use the model is complete: everything that a use needs is prepared.
+void Coordinator::Impl::seal() {
+  if (units_.is_sealed()) {
+    return;
   }
-
-  ~Impl() {
-    abandon_step();
-    persists_.assign(persists_.size(), false);
-    abandon_step();
+  units_.seal(parts_.spans);
+  const std::vector<std::int64_t> bytes = units_.param_bytes();
+  persists_.assign(bytes.size(), false);
+  is_wanted_ = persists_;
+  if (is_alone_) {
+    seen_versions_.assign(bytes.size(), 0);
+    return;
   }
-
-  UnitTable& units() { return units_; }
-
-  void begin_use(UnitId id, Phase phase) {
-    const UnitInfo& unit = units_[id];
-    if (!units_.is_sealed()) [[unlikely]] {
-      seal();
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    if (parts_.params[id].dynamic()) {
+      dynamic_params_.push_back(id);
     }
-    const Use use{id, phase};
-    if (is_alone_) {
-      trace_.advance(use);
-      attach(unit.params);
-    } else {
-      // Whatever the last use left is started now, also if this use departs: other ranks may have
-      // had the room to start it then.
-      start_prefetches(RoomCheck::kSkipped);
-      const bool was_complete = trace_.mode() == TraceMode::kComplete;
-      if (!trace_.advance(use) && was_complete) {
-        depart(use);
-      }
-      gather(unit);
-    }
-    // Nothing below throws: a use is open as a whole, or not at all.
-    for (Param* param : unit.params) {
-      param->add_user();
-    }
-    ++num_begun_;
-    ++num_uses_;
-    open_.push_back({use, num_begun_});
   }
+  meets_ = units_.has_dynamic() || options_.uneven_data;
+  if (meets_) {
+    meeting_ = std::make_unique<Meeting>(parts_.group, parts_.device, dynamic_params_.size());
+  }
+  // What nobody plans for must find room beside what is planned.
+  plan_budgets_ = options_.budgets;
+  plan_budgets_.live_limit_bytes = std::max<std::int64_t>(
+      0, plan_budgets_.live_limit_bytes - units_.largest_bytes(/*dynamic=*/true));
+  const std::int64_t room = std::max<std::int64_t>(
+      0, plan_budgets_.live_limit_bytes - units_.largest_bytes(/*dynamic=*/false));
+  persists_ =
+      choose_persistent(bytes, options_.persist_param_bytes, options_.persist_model_bytes, room);
+  for (const int id : dynamic_params_) {
+    persists_[static_cast<std::size_t>(id)] = false;
+  }
+  unit_params_ = units_.param_ids();
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    plan_params_.push_back({bytes[i], persists_[i]});
+  }
+  gatherer_ = std::make_unique<Gatherer>(Gatherer::Parts{parts_.group, parts_.device, parts_.params,
+                                                         parts_.clock, parts_.spans, parts_.logger},
+                                         units_.num_units(),
+                                         units_.arena_bytes(options_.budgets.live_limit_bytes),
+                                         options_.budgets.max_inflight);
+  is_wanted_ = persists_;
+}
 
-  void end_use(UnitId id, Phase phase) {
-    const UnitInfo& unit = units_[id];
-    const Use use{id, phase};
-    auto open = open_.end();
-    while (open != open_.begin() && std::prev(open)->use != use) {
-      --open;
+bool Coordinator::Impl::is_inside_open_leaf(const UnitInfo& unit) const {
+  return unit.leaf >= 0 && std::any_of(open_.begin(), open_.end(), [&](const OpenUse& open) {
+           return open.use.unit == unit.leaf;
+         });
+}
+
+void Coordinator::Impl::begin_use(UnitId id, Phase phase) {
+  const UnitInfo& unit = units_[id];
+  if (!units_.is_sealed()) [[unlikely]] {
+    seal();
+  }
+  const Use use{id, phase};
+  ++num_uses_;
+  if (is_inside_open_leaf(unit)) [[unlikely]] {
+    open_.push_back({use, OpenKind::kInsideLeaf, 0});
+    return;
+  }
+  if (is_alone_) {
+    attach(unit.params);
+    open(unit, {use, OpenKind::kResident, 0});
+  } else if (resident_) {
+    open(unit, {use, OpenKind::kResident, 0});
+  } else if (unit.traits.dynamic) {
+    begin_dynamic(unit, use);
+    open(unit, {use, OpenKind::kDynamic, 0});
+  } else {
+    if (meets_) {
+      Intent intent;
+      intent.kind = Intent::Kind::kStatic;
+      intent.use = use;
+      agree(intent);
     }
-    TESSERA_INVARIANT(open != open_.begin(), "the ", to_string(phase), " of unit '", unit.name,
-                      "' ends, but did not begin; ", open_.size(), " uses are open",
-                      first_param_text(unit));
-    open_.erase(std::prev(open));
-    if (is_alone_) {
-      detach(unit);
-      return;
+    begin_static(unit, use);
+    open(unit, {use, OpenKind::kStatic, book_.position() - 1});
+  }
+}
+
+void Coordinator::Impl::open(const UnitInfo& unit, const OpenUse& use) {
+  for (Param* param : unit.params) {
+    param->add_user();
+  }
+  num_static_open_ += use.kind == OpenKind::kStatic ? 1 : 0;
+  open_.push_back(use);
+}
+
+void Coordinator::Impl::begin_static(const UnitInfo& unit, const Use& use) {
+  // Whatever the last use left is started now, also if this use departs: other ranks may have had
+  // the room to start it then.
+  start_prefetches(RoomCheck::kSkipped);
+  follow_trace(use);
+  gather(unit, use);
+}
+
+void Coordinator::Impl::gather(const UnitInfo& unit, const Use& use) {
+  const PlannedUse* planned =
+      book_.mode() == TraceMode::kComplete ? &plan_->uses[book_.position() - 1] : nullptr;
+  const Cause cause{use.unit, use.phase, Reason::kDemand};
+  if (planned != nullptr && !planned->demand.empty()) {
+    gatherer_->start(planned->demand, planned->demand_offsets, unit.name, cause);
+  }
+  gatherer_->start(unit.ids, {}, unit.name, cause);
+  gatherer_->finish(unit.params, unit.label, cause);
+  for (const int id : unit.ids) {
+    const auto i = static_cast<std::size_t>(id);
+    is_wanted_[i] = planned != nullptr || persists_[i];
+  }
+  running_ = use;
+  queue_prefetches(planned);
+  start_prefetches(RoomCheck::kHeeded);
+}
+
+void Coordinator::Impl::end_use(UnitId id, Phase phase) {
+  const UnitInfo& unit = units_[id];
+  const Use use{id, phase};
+  auto open = open_.end();
+  while (open != open_.begin() && std::prev(open)->use != use) {
+    --open;
+  }
+  if (open == open_.begin()) {
+    throw_state(
+        detail::concat(text_of(use), " ends, but did not begin; ", open_.size(), " uses are open"),
+        unit);
+  }
+  const OpenUse ended = *std::prev(open);
+  open_.erase(std::prev(open));
+  if (ended.kind == OpenKind::kInsideLeaf) {
+    return;
+  }
+  if (ended.kind == OpenKind::kStatic) {
+    --num_static_open_;
+    if (phase != Phase::kBackward && !meets_) {
+      book_.note_end(ended.index);
     }
-    std::optional<Pending> computed;
-    for (Param* param : unit.params) {
-      param->remove_user(unit.name);
-      if (param->num_users() == 0 && !is_wanted_[index_of(*param)]) {
-        if (!computed) {
-          computed = gatherer_->computed();
-        }
-        gatherer_->release(*param, *computed);
-      }
-    }
+  }
+  remove_users(unit.params, unit.name, /*changed=*/false);
+  if (!is_alone_ && !resident_) {
     start_prefetches(RoomCheck::kHeeded);
+    start_next_pass_if_foreseen();
   }
+}
 
-  void begin_hold(const std::vector<int>& params, const std::string& what) {
-    if (!units_.is_sealed()) {
-      seal();
+void Coordinator::Impl::remove_users(std::span<Param* const> params, const std::string& what,
+                                     bool changed) {
+  std::exception_ptr written;
+  std::optional<Pending> computed;
+  for (Param* param : params) {
+    try {
+      param->remove_user(what);
+    } catch (const ConfigError&) {
+      written = std::current_exception();
     }
-    std::vector<Param*> held;
-    for (const int id : params) {
-      held.push_back(&parts_.params[id]);
+    if (param->num_users() > 0) {
+      continue;
     }
     if (is_alone_) {
-      attach(held);
-    } else {
-      start_prefetches(RoomCheck::kSkipped);
-      gatherer_->start(params, what, Gatherer::Reason::kDemand);
-      gatherer_->finish(held, parts_.spans.intern(what));
-    }
-    for (Param* param : held) {
-      param->add_user();
+      param->release();
+      own_bytes_ -= full_bytes_of(*param);
+    } else if (changed || !is_wanted_[index_of(*param)]) {
+      if (!computed) {
+        computed = gatherer_->computed();
+      }
+      gatherer_->release(*param, *computed);
     }
   }
+  if (written) {
+    std::rethrow_exception(written);
+  }
+}
 
-  void end_hold(const std::vector<int>& params, const std::string& what, bool changed) {
-    std::exception_ptr failure;
-    for (const int id : params) {
-      Param& param = parts_.params[id];
-      try {
-        param.remove_user(what);
-      } catch (const ConfigError&) {
-        failure = std::current_exception();
-      }
-      if (param.num_users() > 0) {
-        continue;
-      }
-      if (is_alone_) {
-        param.release();
-        own_bytes_ -= full_bytes_of(param);
-      } else if (changed || !is_wanted_[index_of(param)]) {
-        gatherer_->release(param, gatherer_->computed());
-      }
+void Coordinator::Impl::attach(std::span<Param* const> params) {
+  for (Param* param : params) {
+    if (param->num_users() > 0) {
+      continue;
     }
-    if (failure) {
-      std::rethrow_exception(failure);
+    wait_for_update(*param);
+    param->start_gather(param->shard());
+    param->finish_gather();
+    own_bytes_ += full_bytes_of(*param);
+  }
+  own_bytes_peak_ = std::max(own_bytes_peak_, own_bytes_);
+}
+
+void Coordinator::Impl::wait_for_update(const Param& param) {
+  std::uint64_t& seen = seen_versions_[index_of(param)];
+  if (seen == param.version()) {
+    return;
+  }
+  if (compute_.native_handle() == nullptr) {
+    param.updated().wait();
+  } else {
+    compute_.wait(param.updated());
+  }
+  seen = param.version();
+}
+
+void Coordinator::Impl::begin_hold(const std::vector<int>& params, const std::string& what) {
+  seal();
+  std::vector<Param*> held;
+  for (const int id : params) {
+    held.push_back(&parts_.params[id]);
+  }
+  if (is_alone_) {
+    attach(held);
+  } else {
+    meet(MeetingPoint::kHold, what);
+    start_prefetches(RoomCheck::kSkipped);
+    const Cause cause;
+    gatherer_->start(params, {}, what, cause);
+    gatherer_->finish(held, parts_.spans.intern(what), cause);
+  }
+  for (Param* param : held) {
+    param->add_user();
+  }
+}
+
+void Coordinator::Impl::end_hold(const std::vector<int>& params, const std::string& what,
+                                 bool changed) {
+  std::vector<Param*> held;
+  for (const int id : params) {
+    held.push_back(&parts_.params[id]);
+  }
+  remove_users(held, what, changed);
+}
+
+bool Coordinator::Impl::begin_resident() {
+  seal();
+  if (!open_.empty() || resident_) {
+    throw_state(resident_ ? std::string("parameters are made resident twice")
+                          : detail::concat("parameters are made resident inside ",
+                                           text_of(open_.back().use)),
+                units_[open_.empty() ? 0 : open_.back().use.unit]);
+  }
+  if (is_alone_) {
+    resident_ = true;
+    return true;
+  }
+  std::int64_t all = 0;
+  for (const PlanParam& param : plan_params_) {
+    all += param.full_bytes;
+  }
+  if (all > options_.budgets.live_limit_bytes) {
+    return false;
+  }
+  meet(MeetingPoint::kHold, "resident parameters");
+  start_prefetches(RoomCheck::kSkipped);
+  book_.forget_pass();
+  plan_ = nullptr;
+  ahead_of_ = kNoTrace;
+  is_wanted_.assign(is_wanted_.size(), true);
+  const Cause cause;
+  for (std::size_t i = 0; i < units_.num_units(); ++i) {
+    const UnitInfo& unit = units_[static_cast<UnitId>(i)];
+    gatherer_->start(unit.ids, {}, unit.name, cause);
+  }
+  for (std::size_t i = 0; i < units_.num_units(); ++i) {
+    const UnitInfo& unit = units_[static_cast<UnitId>(i)];
+    gatherer_->finish(unit.params, unit.label, cause);
+  }
+  resident_ = true;
+  return true;
+}
+
+void Coordinator::Impl::end_resident() {
+  if (!resident_ || !open_.empty()) {
+    throw StateError(resident_ ? detail::concat("parameters cease to be resident inside ",
+                                                text_of(open_.back().use))
+                               : std::string("parameters are not resident"),
+                     {}, {});
+  }
+  resident_ = false;
+  if (!is_alone_) {
+    is_wanted_ = persists_;
+    release_unwanted();
+  }
+}
+
+void Coordinator::Impl::release_unwanted() {
+  const Pending computed = gatherer_->computed();
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    Param& param = parts_.params[id];
+    if (is_wanted_[static_cast<std::size_t>(id)] || param.num_users() > 0) {
+      continue;
+    }
+    if (param.state() == ParamState::kGathering) {
+      gatherer_->drop(param);
+    } else if (param.state() == ParamState::kAvailable) {
+      gatherer_->release(param, computed);
     }
   }
+}
 
-  void end_step() {
-    TESSERA_INVARIANT(open_.empty(), "the step ends inside the ", to_string(open_.back().use.phase),
-                      " of unit '", units_[open_.back().use.unit].name, "'; ", open_.size(),
-                      " uses are open");
-    if (gatherer_) {
-      held_back_ = nullptr;
-      is_wanted_.assign(is_wanted_.size(), false);
-      release_unwanted();
-      gatherer_->wait_for_drops();
-    }
-    const bool is_new = trace_.mode() == TraceMode::kRecord;
-    trace_.end_step();
-    if (gatherer_ && is_new && trace_.mode() == TraceMode::kComplete) {
-      make_new_plan();
-    }
+void Coordinator::Impl::end_step() {
+  if (!open_.empty()) {
+    throw_state(detail::concat("the step ends inside ", text_of(open_.back().use), "; ",
+                               open_.size(), " uses are open"),
+                units_[open_.back().use.unit]);
   }
-
-  void abandon_step() noexcept {
-    for (const OpenUse& open : open_) {
-      for (Param* param : units_[open.use.unit].params) {
-        param->forget_users();
+  if (resident_) {
+    throw StateError("the step ends while parameters are resident: their copies would be stale", {},
+                     {});
+  }
+  if (gatherer_) {
+    queue_.clear();
+    is_wanted_.assign(is_wanted_.size(), false);
+    release_unwanted();
+    gatherer_->wait_for_drops();
+    for (int id = 0; id < parts_.params.num_params(); ++id) {
+      const Param& param = parts_.params[id];
+      if (param.state() != ParamState::kReleased) {
+        throw StateError(
+            detail::concat("the step ends while parameter '", param.name(), "' is ",
+                           to_string(param.state()), " with ", param.num_users(), " users"),
+            param.name(), {});
       }
-    }
-    open_.clear();
-    held_back_ = nullptr;
-    trace_.invalidate();
-    trace_.end_step();
-    if (!units_.is_sealed()) {
-      return;
     }
     is_wanted_ = persists_;
-    for (int id = 0; id < parts_.params.num_params(); ++id) {
-      Param& param = parts_.params[id];
-      if (param.num_users() > 0) {
-        continue;
+    ahead_of_ = kNoTrace;
+    plan_ = nullptr;
+  }
+  book_.end_pass(/*by_step=*/true);
+}
+
+void Coordinator::Impl::abandon() noexcept {
+  for (const OpenUse& open : open_) {
+    if (open.kind != OpenKind::kInsideLeaf) {
+      for (Param* param : units_[open.use.unit].params) {
+        param->forget_user();
       }
-      if (is_alone_) {
-        finish_and_detach(param);
-      } else if (param.state() == ParamState::kGathering) {
+    }
+  }
+  open_.clear();
+  num_static_open_ = 0;
+  queue_.clear();
+  followed_.reset();
+  plan_ = nullptr;
+  ahead_of_ = kNoTrace;
+  book_.forget_pass();
+  if (!units_.is_sealed()) {
+    return;
+  }
+  is_wanted_ = persists_;
+  if (resident_) {
+    is_wanted_.assign(is_wanted_.size(), true);
+  }
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    Param& param = parts_.params[id];
+    if (param.num_users() > 0) {
+      continue;
+    }
+    if (!is_alone_) {
+      if (param.state() == ParamState::kGathering) {
         gatherer_->finish_and_drop(param);
       }
-    }
-    if (gatherer_) {
-      release_unwanted();
-      gatherer_->finish_drops();
-    }
-  }
-
-  TraceMode trace_mode() const { return trace_.mode(); }
-  std::int64_t full_bytes() const { return gatherer_ ? gatherer_->full_bytes() : own_bytes_; }
-  std::size_t arena_bytes() const { return gatherer_ ? gatherer_->arena_bytes() : 0; }
-
-  CoordinatorStats take_stats() {
-    CoordinatorStats stats;
-    stats.num_uses = std::exchange(num_uses_, 0);
-    stats.full_bytes_peak = std::exchange(own_bytes_peak_, own_bytes_);
-    if (gatherer_) {
-      const GathererStats gathered = gatherer_->take_stats();
-      stats.prefetch_hits = gathered.prefetch_hits;
-      stats.prefetch_misses = gathered.prefetch_misses;
-      stats.prefetch_drops = gathered.prefetch_drops;
-      stats.num_gathers = gathered.num_gathers;
-      stats.gathered_bytes = gathered.gathered_bytes;
-      stats.exposed_wait_s = gathered.exposed_wait_s;
-      stats.full_bytes_peak = gathered.full_bytes_peak;
-      const std::uint64_t overflows = gatherer_->num_overflows();
-      stats.arena_overflows = overflows - std::exchange(overflows_taken_, overflows);
-    }
-    return stats;
-  }
-
- private:
-  enum class RoomCheck : std::uint8_t { kHeeded, kSkipped };
-
-  static std::size_t index_of(const Param& param) { return static_cast<std::size_t>(param.id()); }
-  static std::string first_param_text(const UnitInfo& unit) {
-    return unit.params.empty()
-               ? std::string()
-               : detail::concat("; its first parameter is '", unit.params.front()->name(), "'");
-  }
-
-  // With the first use the model is complete: everything that a use needs is prepared.
-  void seal() {
-    units_.seal(parts_.spans);
-    const std::vector<std::int64_t> bytes = units_.param_bytes();
-    persists_.assign(bytes.size(), false);
-    if (is_alone_) {
-      seen_versions_.assign(bytes.size(), 0);
-    } else {
-      const std::int64_t limit = options_.budgets.live_limit_bytes;
-      persists_ = choose_persistent(bytes, options_.persist_param_bytes,
-                                    options_.persist_model_bytes, limit);
-      gatherer_ = std::make_unique<Gatherer>(
-          Gatherer::Parts{parts_.group, parts_.device, parts_.params, parts_.clock, parts_.spans},
-          units_.arena_bytes(limit));
-    }
-    is_wanted_ = persists_;
-  }
-
-  // A group of one: the shard is the parameter. No list, no plan, no event.
-  void attach(std::span<Param* const> params) {
-    for (Param* param : params) {
-      if (param->num_users() > 0) {
-        continue;
-      }
-      wait_for_update(*param);
-      param->start_gather(param->shard());
-      param->finish_gather();
-      own_bytes_ += full_bytes_of(*param);
-    }
-    own_bytes_peak_ = std::max(own_bytes_peak_, own_bytes_);
-  }
-
-  void wait_for_update(const Param& param) {
-    std::uint64_t& seen = seen_versions_[index_of(param)];
-    if (seen == param.version()) {
-      return;
-    }
-    if (compute_.native_handle() == nullptr) {
-      param.updated().wait();
-    } else {
-      compute_.wait(param.updated());
-    }
-    seen = param.version();
-  }
-
-  void detach(const UnitInfo& unit) {
-    for (Param* param : unit.params) {
-      param->remove_user(unit.name);
-      if (param->num_users() == 0) {
-        param->release();
-        own_bytes_ -= full_bytes_of(*param);
-      }
-    }
-  }
-
-  // After an exception, which may have come between any two moves.
-  void finish_and_detach(Param& param) {
-    if (param.state() == ParamState::kGathering) {
+    } else if (param.state() == ParamState::kGathering) {  // the exception came between two moves
       param.drop();
     } else if (param.state() == ParamState::kAvailable) {
       param.release();
       own_bytes_ -= full_bytes_of(param);
     }
   }
-
-  void gather(const UnitInfo& unit) {
-    gatherer_->start(unit.ids, unit.name, Gatherer::Reason::kDemand);
-    gatherer_->finish(unit.params, unit.label);
-    if (trace_.mode() != TraceMode::kComplete) {
-      for (const int id : unit.ids) {
-        is_wanted_[static_cast<std::size_t>(id)] = persists_[static_cast<std::size_t>(id)];
-      }
-      return;
-    }
-    const PlannedUse& planned = plan_.uses[trace_.position() - 1];
-    for (const int id : unit.ids) {
-      is_wanted_[static_cast<std::size_t>(id)] = true;
-    }
-    for (const int id : planned.release) {
-      is_wanted_[static_cast<std::size_t>(id)] = false;
-    }
-    for (const GatherList& list : planned.prefetch) {
-      for (const int id : list) {
-        is_wanted_[static_cast<std::size_t>(id)] = true;
-      }
-    }
-    held_back_ = planned.prefetch.empty() ? nullptr : &planned;
-    next_call_ = 0;
-    running_bytes_ = unit.bytes;
-    running_number_ = num_begun_ + 1;
-    start_prefetches(RoomCheck::kHeeded);
-  }
-
-  // See [Note: overlapping uses].
-  void start_prefetches(RoomCheck check) {
-    if (held_back_ == nullptr) {
-      return;
-    }
-    for (; next_call_ < held_back_->prefetch.size(); ++next_call_) {
-      const GatherList& list = held_back_->prefetch[next_call_];
-      if (check == RoomCheck::kHeeded && !has_room_for(list)) {
-        return;
-      }
-      gatherer_->start(list, units_.owner_of(list.front()).name, Gatherer::Reason::kPrefetch);
-    }
-    held_back_ = nullptr;
-  }
-
-  bool has_room_for(const GatherList& list) const {
-    std::int64_t bytes = gatherer_->full_bytes();
-    for (const int id : list) {
-      if (parts_.params[id].state() == ParamState::kReleased) {
-        bytes += full_bytes_of(parts_.params[id]);
-      }
-    }
-    const bool is_running =
-        num_begun_ < running_number_ || (!open_.empty() && open_.back().number == running_number_);
-    return bytes - (is_running ? running_bytes_ : 0) <= options_.budgets.live_limit_bytes;
-  }
-
-  void depart(const Use& use) {
-    const auto text = [this](const Use& of) {
-      return detail::concat("the ", to_string(of.phase), " of unit '", units_[of.unit].name, "'");
-    };
-    const std::size_t position = trace_.position();
-    parts_.logger.info("the step departs from its trace at use ", position, ": ",
-                       position < trace_.uses().size() ? text(trace_.uses()[position])
-                                                       : std::string("the end of the step"),
-                       " was expected, ", text(use),
-                       " came; it goes on without prefetch, and the next step records anew");
-    is_wanted_ = persists_;
-    for (const int id : units_[use.unit].ids) {
-      is_wanted_[static_cast<std::size_t>(id)] = true;
-    }
+  if (gatherer_) {
     release_unwanted();
+    gatherer_->finish_drops();
   }
+}
 
-  void release_unwanted() {
-    const Pending computed = gatherer_->computed();
-    for (int id = 0; id < parts_.params.num_params(); ++id) {
-      Param& param = parts_.params[id];
-      if (is_wanted_[static_cast<std::size_t>(id)] || param.num_users() > 0) {
-        continue;
-      }
-      if (param.state() == ParamState::kGathering) {
-        gatherer_->drop(param);
-      } else if (param.state() == ParamState::kAvailable) {
-        gatherer_->release(param, computed);
-      }
+std::int64_t Coordinator::Impl::unused_bytes() const {
+  std::int64_t bytes = 0;
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    const Param& param = parts_.params[id];
+    if (param.state() != ParamState::kReleased && param.num_users() == 0) {
+      bytes += full_bytes_of(param);
     }
   }
-
-  void make_new_plan() {
-    const std::vector<std::vector<int>> ids = units_.param_ids();
-    std::vector<PlanParam> params;
-    for (const std::int64_t bytes : units_.param_bytes()) {
-      params.push_back({bytes, persists_[params.size()]});
-    }
-    plan_ = make_plan({trace_.uses(), ids, params, options_.budgets});
-  }
-
-  const CoordinatorParts parts_;
-  const CoordinatorOptions options_;
-  const bool is_alone_;
-  UnitTable units_;
-  device::Stream& compute_;
-
-  AccessTrace trace_;
-  std::vector<OpenUse> open_;  // in the order of their begins
-  std::uint64_t num_begun_ = 0;
-  std::uint64_t num_uses_ = 0;  // since take_stats()
-
-  // Several ranks.
-  std::vector<bool> is_wanted_;  // by parameter id: stays when it has no user
-  std::vector<bool> persists_;   // by parameter id
-  PrefetchPlan plan_;
-  const PlannedUse* held_back_ = nullptr;  // of plan_; its calls from next_call_ on
-  std::size_t next_call_ = 0;
-  std::uint64_t running_number_ = 0;  // the use that held_back_ belongs to
-  std::int64_t running_bytes_ = 0;
-  std::unique_ptr<Gatherer> gatherer_;
-  std::uint64_t overflows_taken_ = 0;
-
-  // A group of one.
-  std::vector<std::uint64_t> seen_versions_;  // by parameter id: updates that were waited for
-  std::int64_t own_bytes_ = 0;
-  std::int64_t own_bytes_peak_ = 0;
-};
-
-Coordinator::Coordinator(const CoordinatorParts& parts, const CoordinatorOptions& options)
-    : impl_(std::make_unique<Impl>(parts, options)) {}
-Coordinator::~Coordinator() = default;
-
-UnitId Coordinator::add_unit(std::string name, std::vector<int> params) {
-  return impl_->units().add(std::move(name), params);
+  return bytes;
 }
-void Coordinator::add_external(UnitId unit, int param) { impl_->units().add_param(unit, param); }
-const std::string& Coordinator::unit_name(UnitId unit) const { return impl_->units()[unit].name; }
-void Coordinator::begin_use(UnitId unit, Phase phase) { impl_->begin_use(unit, phase); }
-void Coordinator::end_use(UnitId unit, Phase phase) { impl_->end_use(unit, phase); }
-void Coordinator::begin_hold(const std::vector<int>& params, const std::string& what) {
-  impl_->begin_hold(params, what);
-}
-void Coordinator::end_hold(const std::vector<int>& params, const std::string& what, bool changed) {
-  impl_->end_hold(params, what, changed);
-}
-void Coordinator::end_step() { impl_->end_step(); }
-void Coordinator::release_all() { impl_->abandon_step(); }
-TraceMode Coordinator::trace_mode() const { return impl_->trace_mode(); }
-CoordinatorStats Coordinator::take_stats() { return impl_->take_stats(); }
-std::int64_t Coordinator::full_bytes() const { return impl_->full_bytes(); }
-std::size_t Coordinator::arena_bytes() const { return impl_->arena_bytes(); }
 
 }  // namespace tessera::coordinator

@@ -6,49 +6,61 @@
 #include "tessera/coordinator/unit_table.h"
 
 namespace tessera::coordinator {
-namespace {
 
 using device::Pending;
 using shard::Param;
 using shard::ParamState;
 
-void wait_ignoring_failure(const Pending& pending) noexcept {
-  try {
-    pending.wait();
-  } catch (...) {  // whoever recovers has been told already; here only the end matters
-  }
-}
-
-}  // namespace
-
-Gatherer::Gatherer(const Parts& parts, std::size_t arena_bytes)
+Gatherer::Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_bytes,
+                   int max_inflight)
     : parts_(parts),
       compute_(parts.device.stream(device::StreamKind::kCompute)),
       gather_(parts.device.stream(device::StreamKind::kGather)),
       arena_bytes_(arena_bytes),
+      max_inflight_(static_cast<std::size_t>(max_inflight)),
       arena_(parts.device, arena_bytes),
-      slots_(static_cast<std::size_t>(parts.params.num_params())) {}
+      inflight_(static_cast<std::size_t>(parts.params.num_params())),
+      blocks_(static_cast<std::size_t>(parts.params.num_params())),
+      counts_((num_units + 1) * kNumPhases) {}
 
-void Gatherer::start(std::span<const int> ids, const std::string& unit, Reason reason) {
+GatherCounts& Gatherer::counts(UnitId unit, Phase phase) {
+  const std::size_t row =
+      unit < 0 ? counts_.size() / kNumPhases - 1 : static_cast<std::size_t>(unit);
+  return counts_[row * kNumPhases + static_cast<std::size_t>(phase)];
+}
+
+GatherCounts Gatherer::take_counts(Phase phase) {
+  GatherCounts all;
+  for (std::size_t i = static_cast<std::size_t>(phase); i < counts_.size(); i += kNumPhases) {
+    all += counts_[i];
+  }
+  GatherCounts& taken = taken_[static_cast<std::size_t>(phase)];
+  return all - std::exchange(taken, all);
+}
+
+void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> offsets,
+                     const std::string& unit, const Cause& cause) {
   members_.clear();
+  member_ids_.clear();
   tensors_.clear();
+  last_update_ = nullptr;
+  std::uint64_t bytes = 0;
   try {
-    const device::PendingState* waited_for = nullptr;
-    for (const int id : ids) {
-      Param& param = parts_.params[id];
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      Param& param = parts_.params[ids[i]];
       if (param.state() != ParamState::kReleased) {
         continue;
       }
-      // Parameters of one update share its Pending.
-      const device::PendingState* update = param.updated().state().get();
-      if (update != nullptr && update != waited_for) {
-        gather_.wait(param.updated());
-        waited_for = update;
+      if (members_.empty()) {
+        inflight_.wait_for_calls_below(max_inflight_);
       }
-      take(param, reason);
+      order_behind_update(param);
+      take(param, i < offsets.size() ? offsets[i] : -1);
       members_.push_back(&param);
-      tensors_.push_back(
-          {param.shard(), param.full(), param.layout().shard_numel(), param.layout().dtype()});
+      member_ids_.push_back(ids[i]);
+      bytes += param.layout().full_bytes();
+      tensors_.push_back({param.shard(), param.full(), param.layout().shard_numel(),
+                          param.layout().dtype(), param.name()});
     }
   } catch (...) {
     for (Param* param : members_) {  // without a call they would look as if they were there
@@ -60,50 +72,146 @@ void Gatherer::start(std::span<const int> ids, const std::string& unit, Reason r
   if (members_.empty()) {
     return;
   }
-  stats_.full_bytes_peak = std::max(stats_.full_bytes_peak, full_bytes_);
-  if (reason == Reason::kDemand) {
-    stats_.prefetch_misses += members_.size();
+  full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
+  log_call(unit, cause.reason == Reason::kDemand ? "on demand" : "ahead");
+  const std::int64_t begin_ns = parts_.clock.now_ns();
+  std::vector<Pending> gathered =
+      parts_.group.start_all_gathers(tensors_, call_options(unit, member_ids_));
+  const double submit_s = static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    inflight_.add(*members_[i], {gathered[i], cause});
   }
-  ++stats_.num_gathers;
-  for (const Param* param : members_) {
-    stats_.gathered_bytes += param->layout().full_bytes();
-  }
-  comm::CallOptions options;
-  options.label = {unit, members_.front()->name()};
-  options.stream = &gather_;
-  const Pending gathered = parts_.group.start_all_gather(tensors_, options);
-  for (const Param* param : members_) {
-    slot_of(*param).gathered = gathered;
+  inflight_.add_call(std::move(gathered));
+
+  GatherCounts& counts = this->counts(cause.unit, cause.phase);
+  if (cause.reason == Reason::kDemand) {
+    counts.misses += members_.size();
+    ++counts.missed_uses;
+    ++counts.demand_calls;
+    counts.demand_bytes += bytes;
+    counts.demand_submit_s += submit_s;
+  } else {
+    ++counts.prefetch_calls;
+    counts.prefetch_bytes += bytes;
+    counts.prefetch_submit_s += submit_s;
   }
 }
 
-void Gatherer::take(Param& param, Reason reason) {
-  Slot& slot = slot_of(param);
-  slot.block = arena_.allocate(param.layout().full_bytes(), gather_);
-  slot.reason = reason;
-  param.start_gather(slot.block.data);
+void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> wants,
+                        const std::string& unit, const Cause& cause) {
+  const bool is_wanted = wants[static_cast<std::size_t>(parts_.group.rank())] != 0;
+  inflight_.wait_for_calls_below(max_inflight_);
+  members_.clear();
+  tensors_.clear();
+  last_update_ = nullptr;
+  std::vector<device::ArenaBlock> unneeded;
+  std::uint64_t bytes = 0;
+  for (const int id : ids) {
+    Param& param = parts_.params[id];
+    order_behind_update(param);
+    const shard::Layout& layout = param.layout();
+    void* full = nullptr;
+    if (is_wanted && param.state() == ParamState::kReleased) {
+      take(param, -1);
+      full = param.full();
+      members_.push_back(&param);
+      bytes += layout.full_bytes();
+    } else if (is_wanted) {  // the others send it all the same
+      unneeded.push_back(arena_.allocate(layout.full_bytes(), gather_));
+      full = unneeded.back().data;
+    }
+    tensors_.push_back({param.shard(), full, layout.shard_numel(), layout.dtype(), param.name()});
+  }
+  full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
+  log_call(unit, is_wanted ? "on demand, to some ranks" : "for other ranks");
+  const std::int64_t begin_ns = parts_.clock.now_ns();
+  const Pending gathered = parts_.group.start_gather_to(tensors_, wants, call_options(unit, ids));
+  GatherCounts& counts = this->counts(cause.unit, cause.phase);
+  counts.demand_submit_s += static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
+  ++counts.demand_calls;
+  counts.demand_bytes += bytes;
+  for (Param* param : members_) {
+    inflight_.add(*param, {gathered, cause});
+  }
+  inflight_.add_call({gathered});
+  for (device::ArenaBlock& block : unneeded) {
+    arena_.release(std::move(block), gathered);
+  }
+  if (!members_.empty()) {
+    counts.misses += members_.size();
+    ++counts.missed_uses;
+  } else {
+    drops_.push_back(gathered);  // our shards are read until then
+  }
+}
+
+void Gatherer::order_behind_update(const Param& param) {
+  // Parameters of one update share its Pending.
+  const device::PendingState* update = param.updated().state().get();
+  if (update != nullptr && update != last_update_) {
+    gather_.wait(param.updated());
+    last_update_ = update;
+  }
+}
+
+comm::CallOptions Gatherer::call_options(const std::string& unit, std::span<const int> ids) const {
+  comm::CallOptions options;
+  options.label = {
+      unit, ids.empty() ? std::string_view() : std::string_view(parts_.params[ids.front()].name())};
+  options.content_hash = comm::hash_bytes(ids.data(), ids.size_bytes(), 0);
+  options.stream = &gather_;
+  return options;
+}
+
+void Gatherer::log_call(const std::string& unit, const char* how) const {
+  if (!parts_.logger.enabled(LogLevel::kTrace)) {
+    return;
+  }
+  std::string names;
+  for (const Param* param : members_) {
+    names += (names.empty() ? "" : ", ") + param->name();
+  }
+  parts_.logger.trace("gather ", how, " for unit '", unit, "': ", names);
+}
+
+void Gatherer::take(Param& param, std::int64_t offset) {
+  const std::size_t bytes = param.layout().full_bytes();
+  device::ArenaBlock& block = blocks_[static_cast<std::size_t>(param.id())];
+  if (offset >= 0 && arena_.can_allocate_at(static_cast<std::size_t>(offset), bytes)) {
+    block = arena_.allocate_at(static_cast<std::size_t>(offset), bytes, gather_);
+  } else {
+    num_misplaced_ += offset >= 0 ? 1 : 0;
+    block = arena_.allocate(bytes, gather_);
+  }
+  param.start_gather(block.data);
   full_bytes_ += full_bytes_of(param);
 }
 
-void Gatherer::finish(std::span<Param* const> params, LabelId unit) {
+void Gatherer::finish(std::span<Param* const> params, LabelId label, const Cause& user) {
   const device::PendingState* waited_for = nullptr;
   for (Param* param : params) {
     if (param->state() != ParamState::kGathering) {
       continue;
     }
-    Slot& slot = slot_of(*param);
-    if (slot.gathered.state().get() != waited_for) {
-      wait(slot.gathered, unit);
-      waited_for = slot.gathered.state().get();
+    const InflightRegistry::Entry& entry = inflight_[*param];
+    const bool was_prefetched = entry.cause.reason == Reason::kPrefetch;
+    GatherCounts& counts = this->counts(user.unit, user.phase);
+    if (entry.gathered.state().get() != waited_for || waited_for == nullptr) {
+      waited_for = entry.gathered.state().get();
+      (was_prefetched ? counts.prefetch_wait_s : counts.demand_wait_s) +=
+          wait(entry.gathered, label);
+      if (parts_.logger.enabled(LogLevel::kTrace)) {
+        parts_.logger.trace("waited for '", param->name(), "', gathered ",
+                            was_prefetched ? "ahead" : "on demand");
+      }
     }
-    if (slot.reason == Reason::kPrefetch) {
-      ++stats_.prefetch_hits;
-    }
+    counts.hits += was_prefetched ? 1 : 0;
+    inflight_.take(*param);
     param->finish_gather();
   }
 }
 
-void Gatherer::wait(const Pending& gathered, LabelId unit) {
+double Gatherer::wait(const Pending& gathered, LabelId unit) {
   const bool is_late = !gathered.done();
   const std::int64_t start_ns = is_late ? parts_.clock.now_ns() : 0;
   // Without a stream of its own the compute stream is this thread: waiting here is the same, and
@@ -116,39 +224,44 @@ void Gatherer::wait(const Pending& gathered, LabelId unit) {
       gathered.wait();
     }
   }
-  if (is_late) {
-    const std::int64_t end_ns = parts_.clock.now_ns();
-    stats_.exposed_wait_s += static_cast<double>(end_ns - start_ns) * 1e-9;
-    if (parts_.spans.enabled()) {
-      SpanArgs args;
-      args.unit = unit;
-      parts_.spans.record("wait for gather", start_ns, end_ns, args);
-    }
+  if (!is_late) {
+    return 0;
   }
+  const std::int64_t end_ns = parts_.clock.now_ns();
+  if (parts_.spans.enabled()) {
+    SpanArgs args;
+    args.unit = unit;
+    parts_.spans.record("wait for gather", start_ns, end_ns, args);
+  }
+  return static_cast<double>(end_ns - start_ns) * 1e-9;
 }
 
 void Gatherer::release(Param& param, const Pending& last_use) {
   param.release();
+  if (parts_.logger.enabled(LogLevel::kTrace)) {
+    parts_.logger.trace("release '", param.name(), "'");
+  }
   give_back(param, last_use);
 }
 
 void Gatherer::drop(Param& param) {
-  Slot& slot = slot_of(param);
+  const InflightRegistry::Entry entry = inflight_.take(param);
   param.drop();
-  if (slot.reason == Reason::kPrefetch) {
-    ++stats_.prefetch_drops;
+  if (entry.cause.reason == Reason::kPrefetch) {
+    ++counts(entry.cause.unit, entry.cause.phase).drops;
   }
-  if (!slot.gathered.done()) {
-    drops_.push_back(slot.gathered);
+  if (parts_.logger.enabled(LogLevel::kTrace)) {
+    parts_.logger.trace("drop '", param.name(), "', gathered in vain");
   }
-  give_back(param, slot.gathered);
+  if (!entry.gathered.done()) {
+    drops_.push_back(entry.gathered);
+  }
+  give_back(param, entry.gathered);
 }
 
 void Gatherer::give_back(const Param& param, const Pending& last_use) {
-  Slot& slot = slot_of(param);
   full_bytes_ -= full_bytes_of(param);
-  arena_.release(std::exchange(slot.block, {}), last_use);
-  slot.gathered = Pending();
+  arena_.release(std::exchange(blocks_[static_cast<std::size_t>(param.id())], {}), last_use);
 }
 
 Pending Gatherer::computed() { return compute_.record(); }
@@ -165,7 +278,7 @@ void Gatherer::wait_for_drops() {
 }
 
 void Gatherer::finish_and_drop(Param& param) {
-  wait_ignoring_failure(slot_of(param).gathered);
+  wait_ignoring_failure(inflight_[param].gathered);
   drop(param);
 }
 
@@ -176,11 +289,6 @@ void Gatherer::finish_drops() noexcept {
   drops_.clear();
 }
 
-GathererStats Gatherer::take_stats() {
-  GathererStats taken = stats_;
-  stats_ = {};
-  stats_.full_bytes_peak = full_bytes_;
-  return taken;
-}
+std::int64_t Gatherer::take_peak() { return std::exchange(full_bytes_peak_, full_bytes_); }
 
 }  // namespace tessera::coordinator

@@ -8,7 +8,10 @@
 //
 // Invariants:
 //  (1) A parameter has a block of the arena exactly while it is gathering or available.
-//  (2) A parameter that was prefetched and not used yet is gathering, even if its gather is done.
+//  (2) A parameter that was prefetched and not used yet is gathering, even if its gather is done;
+//      it is in the registry then, and only then.
+//  (3) At most max_inflight calls are in flight; a further one waits for the oldest. Plans stay
+//      below that by themselves; what comes beside them may not.
 //
 // Threads: as Param.
 #pragma once
@@ -20,7 +23,10 @@
 #include <vector>
 
 #include "tessera/comm/group.h"
+#include "tessera/coordinator/gather_counts.h"
+#include "tessera/coordinator/inflight.h"
 #include "tessera/core/clock.h"
+#include "tessera/core/log.h"
 #include "tessera/core/spans.h"
 #include "tessera/device/arena.h"
 #include "tessera/device/device.h"
@@ -28,20 +34,8 @@
 
 namespace tessera::coordinator {
 
-struct GathererStats {
-  std::uint64_t prefetch_hits = 0;
-  std::uint64_t prefetch_misses = 0;
-  std::uint64_t prefetch_drops = 0;
-  std::uint64_t num_gathers = 0;
-  std::uint64_t gathered_bytes = 0;
-  double exposed_wait_s = 0;
-  std::int64_t full_bytes_peak = 0;
-};
-
 class Gatherer {
  public:
-  enum class Reason : std::uint8_t { kDemand, kPrefetch };
-
   // All of it outlives the gatherer.
   struct Parts {
     comm::Group& group;
@@ -49,13 +43,20 @@ class Gatherer {
     shard::ParamTable& params;
     const Clock& clock;
     Spans& spans;
+    const Logger& logger;
   };
-  Gatherer(const Parts& parts, std::size_t arena_bytes);
+  Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_bytes, int max_inflight);
 
-  // One call, for the parameters of `ids` that are released; none if there are none.
-  void start(std::span<const int> ids, const std::string& unit, Reason reason);
+  // One call, for the parameters of `ids` that are released; none if there are none. `offsets`: one
+  // per id, or none; -1, or a place that is taken, means best fit. `unit` is named in errors.
+  void start(std::span<const int> ids, std::span<const std::int64_t> offsets,
+             const std::string& unit, const Cause& cause);
+  // The same where only some ranks want the parameters; wants[r] says which, the same on all ranks.
+  // Where this rank does, they are gathering afterwards.
+  void start_to(std::span<const int> ids, std::span<const std::uint8_t> wants,
+                const std::string& unit, const Cause& cause);
   // Waits for every parameter of a use that is gathering. Throws what went wrong with its gather.
-  void finish(std::span<shard::Param* const> params, LabelId unit);
+  void finish(std::span<shard::Param* const> params, LabelId label, const Cause& user);
 
   // An available parameter; `last_use` is the work that read it last.
   void release(shard::Param& param, const device::Pending& last_use);
@@ -70,34 +71,44 @@ class Gatherer {
   void finish_and_drop(shard::Param& param);
   void finish_drops() noexcept;
 
+  InflightRegistry& inflight() { return inflight_; }
   std::int64_t full_bytes() const { return full_bytes_; }
   std::size_t arena_bytes() const { return arena_bytes_; }
   std::uint64_t num_overflows() const { return arena_.stats().num_overflows; }
-  // Since the last call; the peak starts again from what is held now.
-  GathererStats take_stats();
+  std::uint64_t num_misplaced() const { return num_misplaced_; }  // not at their planned offset
+  // Since the last call; it starts again from what is held now.
+  std::int64_t take_peak();
+  // By unit and phase; unit -1 stands for those who are no unit.
+  GatherCounts& counts(UnitId unit, Phase phase);
+  // Of all units together, since the last call.
+  GatherCounts take_counts(Phase phase);
 
  private:
-  struct Slot {
-    device::ArenaBlock block;
-    device::Pending gathered;
-    Reason reason = Reason::kDemand;
-  };
-  Slot& slot_of(const shard::Param& param) { return slots_[static_cast<std::size_t>(param.id())]; }
-  void wait(const device::Pending& gathered, LabelId unit);
-  void take(shard::Param& param, Reason reason);
+  double wait(const device::Pending& gathered, LabelId unit);
+  void order_behind_update(const shard::Param& param);
+  void take(shard::Param& param, std::int64_t offset);
   void give_back(const shard::Param& param, const device::Pending& last_use);
+  comm::CallOptions call_options(const std::string& unit, std::span<const int> ids) const;
+  void log_call(const std::string& unit, const char* how) const;
 
   const Parts parts_;
   device::Stream& compute_;
   device::Stream& gather_;
   const std::size_t arena_bytes_;
+  const std::size_t max_inflight_;
   device::Arena arena_;
-  std::vector<Slot> slots_;  // by parameter id
+  InflightRegistry inflight_;
+  std::vector<device::ArenaBlock> blocks_;  // by parameter id
   std::vector<device::Pending> drops_;
   std::vector<comm::Gather> tensors_;  // of the call that is put together
   std::vector<shard::Param*> members_;
+  std::vector<int> member_ids_;
+  const device::PendingState* last_update_ = nullptr;  // that the call is ordered behind
   std::int64_t full_bytes_ = 0;
-  GathererStats stats_;
+  std::int64_t full_bytes_peak_ = 0;
+  std::uint64_t num_misplaced_ = 0;
+  std::vector<GatherCounts> counts_;
+  std::vector<GatherCounts> taken_ = std::vector<GatherCounts>(kNumPhases);
 };
 
 }  // namespace tessera::coordinator

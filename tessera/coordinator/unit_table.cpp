@@ -13,34 +13,116 @@ std::size_t arena_bytes_of(const shard::Param& param) {
   return (param.layout().full_bytes() + kStep - 1) / kStep * kStep;
 }
 
+// False if it was there.
+bool insert(std::vector<int>& ids, int id) {
+  const auto place = std::lower_bound(ids.begin(), ids.end(), id);
+  if (place != ids.end() && *place == id) {
+    return false;
+  }
+  ids.insert(place, id);
+  return true;
+}
+
+bool is_inside(const std::string& name, const std::string& outer) {
+  return name.size() > outer.size() && name.starts_with(outer) && name[outer.size()] == '.';
+}
+
 }  // namespace
 
-UnitId UnitTable::add(std::string name, const std::vector<int>& params) {
+UnitId UnitTable::add(std::string name, const std::vector<int>& params, UnitTraits traits) {
   TESSERA_INVARIANT(!is_sealed_, "unit '", name, "' is added after the first use");
   UnitInfo unit;
   unit.name = std::move(name);
+  unit.traits = std::move(traits);
   units_.push_back(std::move(unit));
   const auto id = static_cast<UnitId>(units_.size() - 1);
   for (const int param : params) {
-    add_param(id, param);
+    check_param(id, param);
+    insert(units_.back().own_ids, param);
+    insert(units_.back().ids, param);
   }
   return id;
 }
 
 void UnitTable::add_param(UnitId id, int param) {
+  check_param(id, param);
+  UnitInfo& unit = units_[static_cast<std::size_t>(id)];
+  if (insert(unit.ids, param)) {
+    insert(unit.external, param);
+  }
+}
+
+void UnitTable::check_param(UnitId id, int param) const {
   const std::string& name = (*this)[id].name;
   TESSERA_INVARIANT(param >= 0 && param < params_.num_params(), "unit '", name,
                     "' names parameter ", param, "; there are ", params_.num_params());
   TESSERA_INVARIANT(!is_sealed_, "parameter '", params_[param].name(), "' is added to unit '", name,
                     "' after the first use");
-  std::vector<int>& ids = units_[static_cast<std::size_t>(id)].ids;
-  const auto place = std::lower_bound(ids.begin(), ids.end(), param);
-  if (place == ids.end() || *place != param) {
-    ids.insert(place, param);
+}
+
+bool UnitTable::matches(const UnitInfo& unit, const LeafRule& rule) const {
+  switch (rule.kind) {
+    case LeafRule::Kind::kName:
+      return unit.name == rule.text;
+    case LeafRule::Kind::kNameSuffix:
+      return unit.name.ends_with(rule.text);
+    case LeafRule::Kind::kType:
+      return unit.traits.type == rule.text;
+    case LeafRule::Kind::kNumelBelow:
+      break;
+  }
+  std::vector<int> ids = unit.own_ids;
+  std::int64_t num_inside = 0;
+  for (const UnitInfo& other : units_) {
+    if (is_inside(other.name, unit.name)) {
+      ++num_inside;
+      for (const int id : other.own_ids) {
+        insert(ids, id);
+      }
+    }
+  }
+  std::int64_t numel = 0;
+  for (const int id : ids) {
+    numel += params_[id].layout().numel();
+  }
+  return num_inside > 0 && numel / (1 + num_inside) <= rule.numel;
+}
+
+void UnitTable::mark_leaves(const LeafRule& rule, bool is_leaf) {
+  TESSERA_CHECK(!is_sealed_, ConfigError, "leaf units are chosen after the first forward (",
+                describe(rule), "); choose them before it");
+  bool is_found = false;
+  for (UnitInfo& unit : units_) {
+    if (matches(unit, rule)) {
+      unit.is_leaf = is_leaf;
+      is_found = true;
+    }
+  }
+  TESSERA_CHECK(is_found, ConfigError, "none of ", units_.size(), " units matches ", describe(rule),
+                "; check its spelling");
+}
+
+void UnitTable::give_leaves_what_is_inside() {
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    if (!units_[i].is_leaf) {
+      continue;
+    }
+    for (UnitInfo& other : units_) {
+      if (!is_inside(other.name, units_[i].name)) {
+        continue;
+      }
+      if (other.leaf < 0 || (*this)[other.leaf].name.size() > units_[i].name.size()) {
+        other.leaf = static_cast<UnitId>(i);
+      }
+      for (const int id : other.ids) {
+        insert(units_[i].ids, id);
+      }
+    }
   }
 }
 
 void UnitTable::seal(Spans& spans) {
+  give_leaves_what_is_inside();
   owners_.assign(static_cast<std::size_t>(params_.num_params()), -1);
   for (std::size_t i = units_.size(); i-- > 0;) {
     UnitInfo& unit = units_[i];
@@ -68,6 +150,21 @@ std::vector<std::vector<int>> UnitTable::param_ids() const {
     ids.push_back(unit.ids);
   }
   return ids;
+}
+
+std::int64_t UnitTable::largest_bytes(bool dynamic) const {
+  std::int64_t largest = 0;
+  for (const UnitInfo& unit : units_) {
+    if (unit.traits.dynamic == dynamic) {
+      largest = std::max(largest, unit.bytes);
+    }
+  }
+  return largest;
+}
+
+bool UnitTable::has_dynamic() const {
+  return std::any_of(units_.begin(), units_.end(),
+                     [](const UnitInfo& unit) { return unit.traits.dynamic; });
 }
 
 std::size_t UnitTable::arena_bytes(std::int64_t live_limit_bytes) const {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tessera/coordinator/access_trace.h"
+#include "tessera/coordinator/leaf_rule.h"
 #include "tessera/core/error.h"
 #include "tessera/core/spans.h"
 #include "tessera/shard/param.h"
@@ -20,9 +21,20 @@ inline std::int64_t full_bytes_of(const shard::Param& param) {
   return static_cast<std::int64_t>(param.layout().full_bytes());
 }
 
+// What is said about a unit when it is made.
+struct UnitTraits {
+  std::string type;      // of its module
+  bool dynamic = false;  // some ranks may skip it
+};
+
 struct UnitInfo {
   std::string name;
-  std::vector<int> ids;  // ascending
+  UnitTraits traits;
+  std::vector<int> ids;       // ascending; of a leaf, those of all units inside it, too
+  std::vector<int> own_ids;   // given when it was made
+  std::vector<int> external;  // added later
+  bool is_leaf = false;
+  UnitId leaf = -1;  // the outermost leaf that it is inside of
   // From seal() on.
   std::vector<shard::Param*> params;
   std::int64_t bytes = 0;  // of its full parameters
@@ -35,8 +47,11 @@ class UnitTable {
   explicit UnitTable(shard::ParamTable& params) : params_(params) {}
 
   // Both throw InternalError for a parameter that there is not, and after seal().
-  UnitId add(std::string name, const std::vector<int>& params);
-  void add_param(UnitId id, int param);
+  UnitId add(std::string name, const std::vector<int>& params, UnitTraits traits = {});
+  void add_param(UnitId id, int param);  // an external one
+
+  // Leaves: see leaf_rule.h. Throws ConfigError for a rule that matches no unit, and after seal().
+  void mark_leaves(const LeafRule& rule, bool is_leaf);
 
   // The model is complete: no unit or parameter comes any more.
   void seal(Spans& spans);
@@ -50,19 +65,24 @@ class UnitTable {
     return units_[static_cast<std::size_t>(id)];
   }
   // The first unit that needs a parameter. REQUIRES: there is one.
-  const UnitInfo& owner_of(int param) const {
-    return (*this)[owners_[static_cast<std::size_t>(param)]];
-  }
+  UnitId owner_id(int param) const { return owners_[static_cast<std::size_t>(param)]; }
 
   // By parameter id, of the whole table of parameters.
   std::vector<std::int64_t> param_bytes() const;
   // By unit: what make_plan() wants.
   std::vector<std::vector<int>> param_ids() const;
+  bool has_dynamic() const;
+  // Of the largest unit: dynamic ones, or the others.
+  std::int64_t largest_bytes(bool dynamic) const;
   // Room for live_limit_bytes of parameters, but for no more than all, and for the largest unit;
   // each parameter rounded up to the arena's alignment.
   std::size_t arena_bytes(std::int64_t live_limit_bytes) const;
 
  private:
+  void check_param(UnitId id, int param) const;
+  bool matches(const UnitInfo& unit, const LeafRule& rule) const;
+  void give_leaves_what_is_inside();
+
   shard::ParamTable& params_;
   std::vector<UnitInfo> units_;
   std::vector<UnitId> owners_;  // by parameter id

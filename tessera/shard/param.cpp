@@ -93,12 +93,11 @@ void Param::remove_user(std::string_view unit) {
                 "engine.gathered(), which writes them back to all ranks");
 }
 
-void Param::forget_users() noexcept {
-  if (num_users_ > 0) {
+void Param::forget_user() noexcept {
+  if (num_users_ > 0 && --num_users_ == 0) {
     tensor_->detach();
-    num_users_ = 0;
+    edits_allowed_ = false;
   }
-  edits_allowed_ = false;
 }
 
 void Param::check_move(bool is_legal, const char* rule) const {

@@ -102,8 +102,8 @@ class Param {
   void add_user();
   // Throws ConfigError if the tensor was written to meanwhile; the user is gone all the same.
   void remove_user(std::string_view unit = {});
-  // After an exception: no users, and no questions asked.
-  void forget_users() noexcept;
+  // After an exception: one user less, and no questions asked.
+  void forget_user() noexcept;
   // The tensor may be written to until its last user goes; whoever allows it makes the shards
   // follow. REQUIRES: has users.
   void allow_edits() { edits_allowed_ = true; }

@@ -61,18 +61,20 @@ TEST_P(EveryDevice, AnotherOrderDropsWhatWasPrefetchedAndGoesOn) {
       EXPECT_EQ(world.coordinator().full_bytes(), 0) << "2 is gone, the others were used";
       CoordinatorStats stats = world.coordinator().take_stats();
       EXPECT_EQ(stats.prefetch_drops, 1U);
-      EXPECT_EQ(stats.prefetch_hits, 2U) << "1, and 3, which had been prefetched for later";
-      EXPECT_EQ(stats.prefetch_misses, 1U);
+      EXPECT_EQ(stats.prefetch_hits, 3U) << "0, 1, and 3, which had been prefetched for later";
+      EXPECT_EQ(stats.prefetch_misses, 0U);
       run_forward(world, {2, 5, 4, 0});
       EXPECT_EQ(world.coordinator().take_stats().prefetch_misses, 4U);
       world.end_step_and_update();
 
-      run_forward(world, kInOrder);
-      EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kRecord);
-      world.end_step_and_update();
+      // The odd order was expected to come again; the usual one is known as well, and takes over.
       std::ignore = world.coordinator().take_stats();
       run_forward(world, kInOrder);
-      EXPECT_EQ(world.coordinator().take_stats().prefetch_hits, 5U);
+      EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kComplete);
+      stats = world.coordinator().take_stats();
+      EXPECT_EQ(stats.prefetch_hits, 6U);
+      EXPECT_EQ(stats.prefetch_misses, 0U);
+      world.end_step_and_update();
 
       if (group.rank() == 0) {
         ASSERT_EQ(world.log_lines().size(), 1U);
@@ -98,6 +100,7 @@ TEST_P(EveryDevice, AStepThatEndsEarlyOrLateKeepsItsValues) {
     EXPECT_EQ(world.coordinator().take_stats().prefetch_drops, 2U);
     EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kComplete);
     run_forward(world, kInOrder);
+    EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kComplete);
     run_forward(world, {2, 2});  // late: the trace has ended
     EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kInvalid);
     world.end_step_and_update();
@@ -105,7 +108,7 @@ TEST_P(EveryDevice, AStepThatEndsEarlyOrLateKeepsItsValues) {
     world.end_step_and_update();
     if (group.rank() == 0) {
       ASSERT_EQ(world.log_lines().size(), 1U);
-      EXPECT_NE(world.log_lines()[0].find("the end of the step was expected"), std::string::npos);
+      EXPECT_NE(world.log_lines()[0].find("the end of the pass was expected"), std::string::npos);
     }
   });
 }
@@ -141,7 +144,7 @@ TEST_P(EveryDevice, AfterAnExceptionTheNextStepRecordsAnew) {
       world.end_step_and_update();
       std::ignore = world.coordinator().take_stats();
       run_forward(world, kInOrder);
-      EXPECT_EQ(world.coordinator().take_stats().prefetch_hits, group.size() == 1 ? 0U : 5U);
+      EXPECT_EQ(world.coordinator().take_stats().prefetch_hits, group.size() == 1 ? 0U : 7U);
       world.end_step_and_update();
     });
   }
@@ -156,31 +159,31 @@ TEST(CoordinatorFaults, TheStepEndsWhenNoDroppedGatherReadsShardsAnyMore) {
   std::atomic<bool> ends_the_step{false};
   std::atomic<bool> has_come{false};
   run_ranks(2, [&](Group& group) {
-    RankWorld world(group, equal_layers(2, kLayerNumel), two_ahead());
+    CoordinatorOptions one_ahead = two_ahead();
+    one_ahead.budgets.max_inflight = 1;
+    RankWorld world(group, equal_layers(2, kLayerNumel), one_ahead);
     const auto run_early_step = [&] {
       run_forward(world, {0});  // prefetches 1
       ends_the_step = true;
       world.coordinator().end_step();
       EXPECT_TRUE(has_come) << "the other rank has not read this one's shard";
     };
-    // Rank 1 takes part in the second step by hand, to be late for the prefetch.
+    // Rank 1 takes part in the prefetch by hand, to be late for it.
     const auto follow = [&] {
-      const auto gather = [&](int id) {
-        const shard::Param& param = world.params()[id];
-        std::vector<float> full(static_cast<std::size_t>(param.layout().padded_numel()));
-        const comm::Gather tensor{param.shard(), full.data(), param.layout().shard_numel(),
-                                  param.layout().dtype()};
-        const std::string unit = world.coordinator().unit_name(id);
-        comm::CallOptions options;
-        options.label = {unit, param.name()};
-        group.start_all_gather({&tensor, 1}, options).wait();
-      };
-      gather(0);
       while (!ends_the_step) {
         std::this_thread::yield();
       }
       has_come = true;
-      gather(1);
+      const int id = 1;
+      const shard::Param& param = world.params()[id];
+      std::vector<float> full(static_cast<std::size_t>(param.layout().padded_numel()));
+      const comm::Gather tensor{param.shard(), full.data(), param.layout().shard_numel(),
+                                param.layout().dtype(), param.name()};
+      const std::string unit = world.coordinator().unit_name(id);
+      comm::CallOptions options;
+      options.label = {unit, param.name()};
+      options.content_hash = comm::hash_bytes(&id, sizeof(id), 0);
+      group.start_all_gather({&tensor, 1}, options).wait();
     };
     run_forward(world, {0, 1});
     world.end_step_and_update();

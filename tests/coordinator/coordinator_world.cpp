@@ -68,7 +68,14 @@ RankWorld::RankWorld(comm::Group& group, const Model& model, const CoordinatorOp
       group, *device_, params_, clock != nullptr ? *clock : clock_, spans_, Logger(log, context)};
   coordinator_ = std::make_unique<Coordinator>(parts, options);
   for (std::size_t i = 0; i < model_.units.size(); ++i) {
-    coordinator_->add_unit(detail::concat("u", i), model_.units[i]);
+    UnitTraits traits;
+    traits.dynamic = i < model_.is_dynamic.size() && model_.is_dynamic[i];
+    if (traits.dynamic) {
+      for (const int id : model_.units[i]) {
+        params_[id].set_dynamic(true);
+      }
+    }
+    coordinator_->add_unit(detail::concat("u", i), model_.units[i], traits);
   }
   update();
 }
@@ -127,6 +134,7 @@ void RankWorld::end_step_and_update() {
   }
   EXPECT_EQ(coordinator_->full_bytes(), 0);
   update();
+  coordinator_->start_ahead();
 }
 
 std::int64_t RankWorld::full_bytes_of(UnitId unit) const {
@@ -163,7 +171,7 @@ PrefetchPlan RankWorld::expected_plan(const std::vector<Use>& uses) const {
   }
   const std::vector<bool> persists =
       choose_persistent(bytes, options_.persist_param_bytes, options_.persist_model_bytes,
-                        options_.budgets.live_limit_bytes);
+                        options_.budgets.live_limit_bytes - largest_unit_bytes());
   std::vector<PlanParam> params;
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     params.push_back({bytes[i], persists[i]});
@@ -179,7 +187,9 @@ PlanSums sums_of(const PrefetchPlan& plan, const shard::ParamTable& params) {
       sums.gathered_bytes += params[id].layout().full_bytes();
     }
   };
-  for (const PlannedUse& use : plan.uses) {
+  std::vector<PlannedUse> all = plan.uses;
+  all.push_back(plan.ahead);
+  for (const PlannedUse& use : all) {
     add(use.demand);
     sums.num_demanded += use.demand.size();
     for (const GatherList& list : use.prefetch) {

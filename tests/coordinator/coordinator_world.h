@@ -33,6 +33,7 @@ class PlainTensor final : public shard::FullTensor {
 struct Model {
   std::vector<std::int64_t> numels;     // by parameter
   std::vector<std::vector<int>> units;  // by unit: its parameters
+  std::vector<bool> is_dynamic = {};    // by unit; none: no unit is
 };
 
 // `num_layers` units of one parameter, all of the same size.
@@ -59,7 +60,8 @@ class RankWorld {
   // Compares the unit's parameters, then ends the use.
   void end(UnitId unit, Phase phase);
   void expect_right_values(UnitId unit) const;
-  // end_step(), then every shard gets the values of the next version, late if the device is.
+  // end_step(), then every shard gets the values of the next version, late if the device is, and
+  // the next pass is started ahead.
   void end_step_and_update();
   // The optimizer's half alone.
   void update();

@@ -1,0 +1,200 @@
+// Which plan is carried out, where it begins, and what happens when a pass departs from it.
+
+#include <algorithm>
+#include <utility>
+
+#include "tessera/coordinator/coordinator_impl.h"
+#include "tessera/core/error.h"
+
+namespace tessera::coordinator {
+
+using shard::ParamState;
+
+void Coordinator::Impl::follow_trace(const Use& use) {
+  if (num_static_open_ == 0 && book_.is_root(use)) {
+    end_pass();
+  }
+  switch (book_.advance(use)) {
+    case TraceBook::Move::kRecorded:
+      break;
+    case TraceBook::Move::kFollowed:
+      if (book_.position() == 1 && ahead_of_ != book_.following()) {
+        take_up_plan();
+      }
+      break;
+    case TraceBook::Move::kSwitched:
+      take_up_plan();
+      break;
+    case TraceBook::Move::kDeparted:
+      depart(use);
+      break;
+  }
+}
+
+void Coordinator::Impl::end_pass() {
+  book_.end_pass(/*by_step=*/false);
+  const TraceId next = book_.following();
+  if (next == kNoTrace || ahead_of_ != next) {
+    ahead_of_ = kNoTrace;
+    is_wanted_ = persists_;
+    release_unwanted();
+  }
+  plan_ = next == kNoTrace ? nullptr : &plan_of(next);
+}
+
+void Coordinator::Impl::depart(const Use& use) {
+  const std::optional<Use>& expected = book_.expected_use();
+  parts_.logger.info(
+      "the pass departs from every trace that is known at its use ", book_.position() - 1, ": ",
+      expected ? text_of(*expected) : std::string("the end of the pass"), " was expected, ",
+      text_of(use), " came; it goes on without prefetch, and will be known the next time");
+  ahead_of_ = kNoTrace;
+  plan_ = nullptr;
+  is_wanted_ = persists_;
+  for (const int id : units_[use.unit].ids) {
+    is_wanted_[static_cast<std::size_t>(id)] = true;
+  }
+  release_unwanted();
+}
+
+// The pass follows another trace than before, or one whose first gathers were not started: holds
+// what that plan would hold by now, and lets the rest go.
+void Coordinator::Impl::take_up_plan() {
+  const Trace& trace = book_.trace(book_.following());
+  plan_ = &plan_of(book_.following());
+  ahead_of_ = book_.following();
+  const std::size_t position = book_.position() - 1;
+  const Use& use = trace.uses[position];
+  if (const std::optional<Use>& expected = book_.expected_use()) {
+    parts_.logger.debug("at use ", position, " of a pass ", text_of(use), " came in place of ",
+                        text_of(*expected), "; another known trace is followed");
+  }
+  PlanState state = state_after(plan_input(trace), *plan_, position);
+  is_wanted_ = std::move(state.held);
+  for (std::size_t id = 0; id < is_wanted_.size(); ++id) {
+    is_wanted_[id] = is_wanted_[id] || persists_[id];
+  }
+  for (const int id : units_[use.unit].ids) {
+    is_wanted_[static_cast<std::size_t>(id)] = true;
+  }
+  release_unwanted();
+  resumed_ = std::move(state.outstanding);
+  resumed_.resize(
+      std::min(resumed_.size(), static_cast<std::size_t>(options_.budgets.max_inflight)));
+}
+
+PlanInput Coordinator::Impl::plan_input(const Trace& trace) const {
+  PlanInput input;
+  input.uses = trace.uses;
+  input.unit_params = unit_params_;
+  input.params = plan_params_;
+  input.budgets = plan_budgets_;
+  input.open_until = trace.open_until;
+  input.arena_bytes = static_cast<std::int64_t>(gatherer_->arena_bytes());
+  return input;
+}
+
+const PrefetchPlan& Coordinator::Impl::plan_of(TraceId id) {
+  const auto known = plans_.find(id);
+  if (known != plans_.end()) {
+    return known->second;
+  }
+  std::erase_if(plans_, [&](const auto& entry) { return !book_.knows(entry.first); });
+  return plans_.emplace(id, make_plan(plan_input(book_.trace(id)))).first->second;
+}
+
+void Coordinator::Impl::want_ahead(const PrefetchPlan& plan) {
+  is_wanted_ = persists_;
+  for (const GatherList& list : plan.ahead.prefetch) {
+    for (const int id : list) {
+      is_wanted_[static_cast<std::size_t>(id)] = true;
+    }
+  }
+}
+
+void Coordinator::Impl::start_calls_ahead(const PrefetchPlan& plan) {
+  queue_prefetches(&plan.ahead);
+  start_prefetches(RoomCheck::kSkipped);
+}
+
+void Coordinator::Impl::start_ahead() {
+  const TraceId next = book_.following();
+  if (!gatherer_ || next == kNoTrace || book_.position() > 0 || resident_) {
+    return;
+  }
+  const PrefetchPlan& plan = plan_of(next);
+  plan_ = &plan;
+  ahead_of_ = next;
+  running_ = book_.trace(next).uses.front();
+  want_ahead(plan);
+  start_calls_ahead(plan);
+}
+
+// The last use of a pass has ended, and no step is going to follow. Ranks that meet do not do this:
+// a rank that only follows learns of the end with the next use.
+void Coordinator::Impl::start_next_pass_if_foreseen() {
+  if (num_static_open_ > 0 || meets_) {
+    return;
+  }
+  const std::optional<TraceBook::Next> next = book_.expected_next();
+  if (!next || next->is_step || !book_.knows(next->trace)) {
+    return;
+  }
+  const PrefetchPlan& plan = plan_of(next->trace);
+  ahead_of_ = next->trace;
+  want_ahead(plan);
+  release_unwanted();
+  start_calls_ahead(plan);
+}
+
+void Coordinator::Impl::queue_prefetches(const PlannedUse* planned) {
+  queue_.clear();
+  next_call_ = 0;
+  if (planned == nullptr) {
+    resumed_.clear();
+    return;
+  }
+  for (const int id : planned->release) {
+    is_wanted_[static_cast<std::size_t>(id)] = false;
+  }
+  for (const GatherList& list : resumed_) {
+    queue_.push_back({&list, nullptr});
+  }
+  for (std::size_t i = 0; i < planned->prefetch.size(); ++i) {
+    const GatherList& list = planned->prefetch[i];
+    queue_.push_back({&list, &planned->prefetch_offsets[i]});
+    for (const int id : list) {
+      is_wanted_[static_cast<std::size_t>(id)] = true;
+    }
+  }
+}
+
+// See [Note: overlapping uses].
+void Coordinator::Impl::start_prefetches(RoomCheck check) {
+  for (; next_call_ < queue_.size(); ++next_call_) {
+    const GatherList& list = *queue_[next_call_].params;
+    if (check == RoomCheck::kHeeded && !has_room_for(list)) {
+      return;
+    }
+    const OffsetList* offsets = queue_[next_call_].offsets;
+    const UnitId owner = units_.owner_id(list.front());
+    gatherer_->start(list,
+                     offsets != nullptr ? std::span(*offsets) : std::span<const std::int64_t>(),
+                     units_[owner].name, {owner, running_.phase, Reason::kPrefetch});
+  }
+  queue_.clear();
+  next_call_ = 0;
+  resumed_.clear();
+}
+
+bool Coordinator::Impl::has_room_for(const GatherList& list) const {
+  std::int64_t bytes = gatherer_->full_bytes();
+  for (const int id : list) {
+    if (parts_.params[id].state() == ParamState::kReleased) {
+      bytes += full_bytes_of(parts_.params[id]);
+    }
+  }
+  return bytes <= plan_budgets_.live_limit_bytes;
+}
+
+}  // namespace tessera::coordinator

@@ -1,0 +1,62 @@
+// What gathering has cost: per unit and phase, and in sum.
+//
+// Threads: plain data.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::coordinator {
+
+// Bytes are those of full parameters, padding included.
+struct GatherCounts {
+  std::uint64_t hits = 0;         // parameters that a use needed and that a prefetch had started
+  std::uint64_t misses = 0;       // parameters that had to be gathered on demand
+  std::uint64_t missed_uses = 0;  // uses with at least one of them
+  std::uint64_t drops = 0;        // parameters that were prefetched in vain
+  std::uint64_t demand_calls = 0;
+  std::uint64_t prefetch_calls = 0;
+  std::uint64_t demand_bytes = 0;
+  std::uint64_t prefetch_bytes = 0;
+  // Host time: to start calls, and that uses waited for them.
+  double demand_submit_s = 0;
+  double prefetch_submit_s = 0;
+  double demand_wait_s = 0;
+  double prefetch_wait_s = 0;
+
+  GatherCounts& operator+=(const GatherCounts& other) {
+    hits += other.hits;
+    misses += other.misses;
+    missed_uses += other.missed_uses;
+    drops += other.drops;
+    demand_calls += other.demand_calls;
+    prefetch_calls += other.prefetch_calls;
+    demand_bytes += other.demand_bytes;
+    prefetch_bytes += other.prefetch_bytes;
+    demand_submit_s += other.demand_submit_s;
+    prefetch_submit_s += other.prefetch_submit_s;
+    demand_wait_s += other.demand_wait_s;
+    prefetch_wait_s += other.prefetch_wait_s;
+    return *this;
+  }
+  GatherCounts& operator-=(const GatherCounts& other) {
+    hits -= other.hits;
+    misses -= other.misses;
+    missed_uses -= other.missed_uses;
+    drops -= other.drops;
+    demand_calls -= other.demand_calls;
+    prefetch_calls -= other.prefetch_calls;
+    demand_bytes -= other.demand_bytes;
+    prefetch_bytes -= other.prefetch_bytes;
+    demand_submit_s -= other.demand_submit_s;
+    prefetch_submit_s -= other.prefetch_submit_s;
+    demand_wait_s -= other.demand_wait_s;
+    prefetch_wait_s -= other.prefetch_wait_s;
+    return *this;
+  }
+};
+
+inline GatherCounts operator-(GatherCounts left, const GatherCounts& right) {
+  return left -= right;
+}
+
+}  // namespace tessera::coordinator

@@ -1,0 +1,328 @@
+// What prefetching promises: hits from the second step on, whatever is run in turn; every limit at
+// every event; ranks that disagree are told so before a wrong number is used.
+#include <algorithm>
+#include <functional>
+#include <random>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/thread_backend.h"
+#include "tessera/core/error.h"
+#include "tessera/core/option_table.h"
+#include "tests/coordinator/coordinator_world.h"
+
+namespace tessera::coordinator {
+namespace {
+
+using comm::Group;
+using comm::run_ranks;
+
+constexpr std::int64_t kLayerNumel = 480;
+constexpr std::int64_t kLayerBytes = kLayerNumel * 4;
+
+CoordinatorOptions limited(std::int64_t layers, std::int64_t reuse = 0) {
+  CoordinatorOptions options;
+  options.budgets.bucket_bytes = kLayerBytes;
+  options.budgets.merge_below_bytes = 0;
+  options.budgets.live_limit_bytes = layers * kLayerBytes;
+  options.budgets.reuse_distance_bytes = reuse;
+  return options;
+}
+
+void run_units(RankWorld& world, const std::vector<UnitId>& units, Phase phase) {
+  for (const UnitId unit : units) {
+    world.begin(unit, phase);
+    world.end(unit, phase);
+  }
+}
+
+void train(RankWorld& world, std::vector<UnitId> units) {
+  run_units(world, units, Phase::kForward);
+  std::reverse(units.begin(), units.end());
+  run_units(world, units, Phase::kBackward);
+}
+
+std::vector<UnitId> all_units(int num) {
+  std::vector<UnitId> units;
+  for (UnitId unit = 0; unit < num; ++unit) {
+    units.push_back(unit);
+  }
+  return units;
+}
+
+TEST(CoordinatorLimits, SixOfThirtyTwoLayersNeedNoMoreGathersThanTheOptimum) {
+  for (const std::int64_t bucket : {kLayerBytes, 2 * kLayerBytes, kUnlimitedBytes}) {
+    run_ranks(2, [&](Group& group) {
+      CoordinatorOptions options = limited(6);
+      options.budgets.bucket_bytes = bucket;
+      RankWorld world(group, equal_layers(32, kLayerNumel), options);
+      for (int step = 0; step < 4; ++step) {
+        std::ignore = world.coordinator().take_stats();
+        for (const Use& use : RankWorld::uses_of_step(32)) {
+          world.begin(use.unit, use.phase);
+          ASSERT_LE(world.coordinator().full_bytes(), 6 * kLayerBytes);
+          world.end(use.unit, use.phase);
+          ASSERT_LE(world.coordinator().full_bytes(), 6 * kLayerBytes);
+        }
+        world.end_step_and_update();
+        const CoordinatorStats stats = world.coordinator().take_stats();
+        EXPECT_LE(stats.full_bytes_peak, 6 * kLayerBytes);
+        EXPECT_EQ(stats.arena_overflows, 0U);
+        if (step >= 2) {
+          EXPECT_EQ(stats.num_gathers, 58U);
+          EXPECT_EQ(stats.prefetch_misses, 0U);
+          EXPECT_EQ(stats.prefetch_drops, 0U);
+        }
+      }
+    });
+  }
+}
+
+TEST(CoordinatorLimits, NothingIsMissedFromTheSecondStepIfTheLimitHoldsTwoUnits) {
+  for (const std::int64_t limit : {2, 3, 5}) {
+    for (const int micro_batches : {1, 3}) {
+      run_ranks(3, [&](Group& group) {
+        RankWorld world(group, equal_layers(7, kLayerNumel), limited(limit));
+        for (int step = 0; step < 4; ++step) {
+          for (int i = 0; i < micro_batches; ++i) {
+            train(world, all_units(7));
+          }
+          const CoordinatorStats stats = world.coordinator().take_stats();
+          if (step >= 1) {
+            EXPECT_EQ(stats.prefetch_misses, 0U) << "step " << step;
+            EXPECT_EQ(stats.backward.misses, 0U);
+          }
+          if (step >= 2) {
+            EXPECT_EQ(stats.prefetch_drops, 0U) << "step " << step;
+          }
+          world.end_step_and_update();
+        }
+      });
+    }
+  }
+}
+
+TEST(CoordinatorLimits, TrainingAndEvaluationInTurnMissNothing) {
+  run_ranks(2, [](Group& group) {
+    RankWorld world(group, equal_layers(6, kLayerNumel), limited(3));
+    for (int round = 0; round < 5; ++round) {
+      std::ignore = world.coordinator().take_stats();
+      train(world, all_units(6));
+      world.end_step_and_update();
+      run_units(world, all_units(6), Phase::kInference);
+      run_units(world, all_units(6), Phase::kInference);
+      if (round >= 2) {
+        const CoordinatorStats stats = world.coordinator().take_stats();
+        EXPECT_EQ(stats.prefetch_misses, 0U) << "round " << round;
+        EXPECT_EQ(stats.prefetch_drops, 0U) << "round " << round;
+      }
+    }
+  });
+}
+
+TEST(CoordinatorLimits, TwoBranchesInTurnMissNothingAndOutOfTurnOneUseAtTheBranch) {
+  run_ranks(2, [](Group& group) {
+    RankWorld world(group, equal_layers(8, kLayerNumel), limited(3));
+    const std::vector<UnitId> left = {0, 1, 2, 3, 6, 7};
+    const std::vector<UnitId> right = {0, 1, 4, 5, 6, 7};
+    for (int step = 0; step < 8; ++step) {
+      train(world, step % 2 == 0 ? left : right);
+      const CoordinatorStats stats = world.coordinator().take_stats();
+      if (step >= 4) {
+        EXPECT_EQ(stats.prefetch_misses, 0U) << "step " << step;
+      }
+      world.end_step_and_update();
+    }
+    // The same branch three times in a row: nothing foresees that.
+    for (int step = 0; step < 3; ++step) {
+      train(world, right);
+      const CoordinatorStats stats = world.coordinator().take_stats();
+      EXPECT_LE(stats.forward.missed_uses + stats.backward.missed_uses, 1U) << "step " << step;
+      world.end_step_and_update();
+    }
+  });
+}
+
+TEST(CoordinatorLimits, TwoForwardsBeforeOneBackwardArePrefetchedLikeAnyOther) {
+  run_ranks(2, [](Group& group) {
+    RankWorld world(group, equal_layers(5, kLayerNumel), limited(3));
+    for (int step = 0; step < 4; ++step) {
+      run_units(world, all_units(5), Phase::kForward);
+      train(world, all_units(5));
+      run_units(world, {4, 3, 2, 1, 0}, Phase::kBackward);
+      const CoordinatorStats stats = world.coordinator().take_stats();
+      if (step >= 1) {
+        EXPECT_EQ(stats.prefetch_misses, 0U) << "step " << step;
+        EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kComplete);
+      }
+      world.end_step_and_update();
+    }
+  });
+}
+
+// Random units in a random order that all ranks share; some run inside others.
+void run_random_pass(RankWorld& world, std::mt19937& random,
+                     const std::function<void()>& at_every_event) {
+  const auto num_units = static_cast<unsigned>(world.model().units.size());
+  std::vector<Use> open;
+  for (unsigned i = 0; i < 3 + random() % 10; ++i) {
+    const auto phase = random() % 3 == 0 ? Phase::kBackward : Phase::kForward;
+    open.push_back({static_cast<UnitId>(random() % num_units), phase});
+    world.begin(open.back().unit, phase);
+    at_every_event();
+    while (!open.empty() && random() % 4 > 0) {
+      world.end(open.back().unit, open.back().phase);
+      open.pop_back();
+      at_every_event();
+    }
+  }
+  for (; !open.empty(); open.pop_back()) {
+    world.end(open.back().unit, open.back().phase);
+    at_every_event();
+  }
+}
+
+TEST(CoordinatorLimits, EveryLimitHoldsAtEveryEventOfRandomPasses) {
+  for (unsigned seed = 0; seed < 60; ++seed) {
+    run_ranks(1 + static_cast<int>(seed % 3), [&](Group& group) {
+      std::mt19937 random(seed);
+      const auto pick = [&](std::initializer_list<std::int64_t> values) {
+        return values.begin()[random() % values.size()];
+      };
+      CoordinatorOptions options;
+      options.budgets.bucket_bytes = pick({0, 500, 3000, kUnlimitedBytes});
+      options.budgets.merge_below_bytes = pick({0, 1000});
+      options.budgets.max_inflight = static_cast<int>(pick({1, 2, 4}));
+      options.budgets.live_limit_bytes = pick({0, 1500, 4000, 20000, kUnlimitedBytes});
+      options.budgets.reuse_distance_bytes = pick({0, 2000, kUnlimitedBytes});
+      options.persist_param_bytes = pick({0, 200});
+      options.persist_model_bytes = kUnlimitedBytes;
+      options.max_traces = 3;
+      RankWorld world(group, mixed_model(), options,
+                      seed % 2 == 0 ? DeviceChoice::kRandom : DeviceChoice::kCpu);
+      Coordinator& coordinator = world.coordinator();
+      const auto check = [&] {
+        ASSERT_LE(coordinator.unused_bytes(),
+                  std::max(options.budgets.live_limit_bytes, world.largest_unit_bytes()))
+            << "seed " << seed;
+        ASSERT_LE(coordinator.num_calls_in_flight(),
+                  static_cast<std::size_t>(options.budgets.max_inflight));
+      };
+      // Few different passes, so that traces are followed, switched and departed from.
+      for (int step = 0; step < 12; ++step) {
+        const unsigned shape = random() % 4 == 0 ? static_cast<unsigned>(random()) : random() % 3;
+        std::mt19937 pass(shape);
+        run_random_pass(world, pass, check);
+        if (random() % 3 > 0) {
+          world.end_step_and_update();  // checks that nothing is left
+          check();
+        }
+      }
+    });
+  }
+}
+
+TEST(CoordinatorLimits, ARankThatDivergesIsNamedOnEveryRankBeforeANumberIsUsed) {
+  for (const int diverging_step : {0, 100}) {
+    run_ranks(3, [&](Group& group) {
+      RankWorld world(group, equal_layers(4, kLayerNumel), limited(2));
+      std::string message;
+      try {
+        for (int step = 0; step <= diverging_step; ++step) {
+          const bool diverges = step == diverging_step && group.rank() == 1;
+          train(world, diverges ? std::vector<UnitId>{0, 2, 1, 3} : all_units(4));
+          world.end_step_and_update();
+        }
+      } catch (const CommError& error) {
+        message = error.what();
+      }
+      // Values are compared in train(): a wrong one would have failed there.
+      for (const char* word : {"rank 1 called", "ranks 0, 2 called", "unit 'u", "parameter 'p"}) {
+        EXPECT_NE(message.find(word), std::string::npos) << word << " in: " << message;
+      }
+      world.coordinator().release_all();
+      EXPECT_EQ(world.coordinator().full_bytes(), 0);
+    });
+  }
+}
+
+TEST(CoordinatorLimits, ResidentParametersAreGatheredOnce) {
+  run_ranks(2, [](Group& group) {
+    RankWorld world(group, mixed_model(), limited(100));
+    train(world, all_units(static_cast<int>(world.model().units.size())));
+    world.end_step_and_update();
+    ASSERT_TRUE(world.coordinator().begin_resident());
+    EXPECT_THROW(world.coordinator().begin_resident(), StateError);
+    const std::vector<UnitId> units = all_units(static_cast<int>(world.model().units.size()));
+    std::ignore = world.coordinator().take_stats();
+    for (int token = 0; token < 20; ++token) {
+      run_units(world, units, Phase::kInference);
+    }
+    EXPECT_EQ(world.coordinator().take_stats().num_gathers, 0U);
+    EXPECT_THROW(world.coordinator().end_step(), StateError) << "their copies would be stale";
+    world.coordinator().end_resident();
+    EXPECT_EQ(world.coordinator().full_bytes(), 0);
+    EXPECT_THROW(world.coordinator().end_resident(), StateError);
+    train(world, units);
+    world.end_step_and_update();
+
+    RankWorld small(group, equal_layers(4, kLayerNumel), limited(3));
+    EXPECT_FALSE(small.coordinator().begin_resident()) << "does not fit";
+    train(small, all_units(4));
+    small.end_step_and_update();
+  });
+}
+
+TEST(CoordinatorLimits, HeldParametersAreReadableBesideUnitsAndFreshAfterAChange) {
+  run_ranks(2, [](Group& group) {
+    RankWorld world(group, equal_layers(3, kLayerNumel), limited(2));
+    Coordinator& coordinator = world.coordinator();
+    coordinator.begin_hold({1, 2}, "a look");
+    world.expect_right_values(1);
+    train(world, all_units(3));
+    world.expect_right_values(2);
+    EXPECT_THROW(coordinator.end_step(), StateError) << "p1 is held";
+    coordinator.end_hold({1, 2}, "a look", false);
+    world.end_step_and_update();
+    train(world, all_units(3));
+    // Shards change outside of a step: copies that were made ahead must not survive it.
+    coordinator.begin_hold({0, 1, 2}, "an edit");
+    world.update();
+    coordinator.end_hold({0, 1, 2}, "an edit", true);
+    train(world, all_units(3));
+    world.end_step_and_update();
+    EXPECT_EQ(coordinator.take_stats().arena_overflows, 0U);
+  });
+}
+
+TEST(CoordinatorLimits, ALeafIsGatheredWholeAndItsInsideIsNothingOfItsOwn) {
+  run_ranks(2, [](Group& group) {
+    RankWorld world(group, equal_layers(1, kLayerNumel), limited(8));
+    Coordinator& coordinator = world.coordinator();
+    // Names as in a model: u0 is the one that equal_layers made.
+    const UnitId outer = coordinator.add_unit("moe", {0});
+    EXPECT_THROW(coordinator.set_leaves(LeafRule::name("mo")), ConfigError);
+    EXPECT_THROW(coordinator.set_leaves(LeafRule::type("Expert")), ConfigError);
+    EXPECT_THROW(coordinator.set_leaves(LeafRule::numel_below(1000)), ConfigError);
+    const UnitId inner = coordinator.add_unit("moe.expert", {0}, {"Expert", false});
+    coordinator.set_leaves(LeafRule::type("Expert"));
+    EXPECT_EQ(coordinator.leaves(), (std::vector<std::string>{"moe.expert"}));
+    coordinator.clear_leaves(LeafRule::suffix("expert"));
+    coordinator.set_leaves(LeafRule::numel_below(480));
+    EXPECT_EQ(coordinator.leaves(), (std::vector<std::string>{"moe"}));
+    coordinator.begin_use(outer, Phase::kForward);
+    coordinator.begin_use(inner, Phase::kForward);
+    EXPECT_EQ(world.params()[0].num_users(), 1);
+    coordinator.end_use(inner, Phase::kForward);
+    coordinator.end_use(outer, Phase::kForward);
+    coordinator.begin_use(inner, Phase::kForward);  // alone it is a unit like any other
+    EXPECT_EQ(world.params()[0].num_users(), 1);
+    coordinator.end_use(inner, Phase::kForward);
+    EXPECT_THROW(coordinator.set_leaves(LeafRule::name("moe")), ConfigError);
+    coordinator.end_step();
+  });
+}
+
+}  // namespace
+}  // namespace tessera::coordinator
