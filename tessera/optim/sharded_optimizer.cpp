@@ -62,7 +62,7 @@ ShardedOptimizer::Slot ShardedOptimizer::make_slot(const shard::Param& param) {
 
 void ShardedOptimizer::start_master(const shard::Param& param) {
   const Slot& slot = slots_[static_cast<std::size_t>(param.id())];
-  if (!param.trainable() || is_fp32(param)) {
+  if (slot.master == nullptr || is_fp32(param)) {
     return;
   }
   device::Stream& stream = update_stream();
@@ -102,12 +102,12 @@ void ShardedOptimizer::start_update(grad::Reducer& gradients, double lr, double 
     if (!param.trainable()) {
       continue;
     }
-    const Slot& slot = slots_[static_cast<std::size_t>(id)];
+    Slot& slot = slots_[static_cast<std::size_t>(id)];
     const grad::ShardGradient gradient = gradients.shard_gradient(id);
     TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
                       gradient.numel, " elements on this rank, its shard ", param.range().numel);
     UpdateScalars scalars;
-    scalars.step = num_updates_;
+    scalars.step = ++slot.num_updates;
     scalars.lr = lr;
     scalars.weight_decay_scale = param.spec().weight_decay_scale;
     scalars.gradient_scale = gradient_scale;
@@ -136,7 +136,7 @@ void ShardedOptimizer::wait() {
 std::span<float> ShardedOptimizer::state(int param, std::string_view name) {
   const shard::Param& owner = params_[param];
   const Slot& slot = slots_[static_cast<std::size_t>(param)];
-  if (!owner.trainable()) {
+  if (slot.master == nullptr) {
     return {};
   }
   owner.updated().wait();
@@ -149,6 +149,14 @@ std::span<float> ShardedOptimizer::state(int param, std::string_view name) {
   TESSERA_INVARIANT(found != names.end(), owner.name(), " has no state \"", name, "\" under ",
                     to_string(rule_.kind));
   return {slot.states[static_cast<std::size_t>(found - names.begin())], numel};
+}
+
+void ShardedOptimizer::follow_trainable(int param) {
+  Slot& slot = slots_[static_cast<std::size_t>(param)];
+  if (slot.master == nullptr) {
+    slot = make_slot(params_[param]);
+    reset_master(param);
+  }
 }
 
 void ShardedOptimizer::reset_master(int param) {

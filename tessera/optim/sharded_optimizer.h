@@ -3,7 +3,8 @@
 // For fp32 parameters the shard is the master; nothing is held twice. For bf16 and fp16 the master
 // is made from the shard at construction and the update writes the shard from it.
 //
-// Frozen parameters have neither master nor states. Master and states are charged as
+// Frozen parameters have neither master nor states; those of a parameter that is frozen later stay,
+// and go on where they were when it is unfrozen. Master and states are charged as
 // Role::kOptimizer; their bytes are 4 * (states + (low precision ? 1 : 0)) per shard element.
 //
 // Padding is never updated: it stays zero in the shard, the master and the states.
@@ -48,7 +49,11 @@ class ShardedOptimizer {
   void wait();
   std::int64_t num_updates() const { return num_updates_; }
 
-  // fp32, shard_numel() elements; "master" or one of state_names(). Empty for frozen parameters.
+  // The parameter has been frozen or unfrozen: takes what it needs now. Between updates.
+  void follow_trainable(int param);
+
+  // fp32, shard_numel() elements; "master" or one of state_names(). Empty for parameters that were
+  // never trainable.
   // Waits for the parameter's update. InternalError for a name that the rule does not have.
   std::span<float> state(int param, std::string_view name);
   // After the shard was written from outside: the master follows it.
@@ -59,6 +64,7 @@ class ShardedOptimizer {
     device::Memory memory;    // master if there is one of its own, then the states
     float* master = nullptr;  // null: frozen
     std::array<float*, kMaxStates> states{};
+    std::int64_t num_updates = 0;  // of this parameter: the step that corrects its moments
   };
   Slot make_slot(const shard::Param& param);
   void start_master(const shard::Param& param);

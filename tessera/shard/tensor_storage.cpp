@@ -167,4 +167,14 @@ std::unique_ptr<FullTensor> bind_tensor(const at::Tensor& tensor, const std::str
   return std::make_unique<TensorStorage>(tensor, std::move(storage), name, layout.full_bytes());
 }
 
+void unbind_tensor(const at::Tensor& tensor, const at::Tensor& value) {
+  TESSERA_INVARIANT(tensor.sizes() == value.sizes() && tensor.strides() == value.strides() &&
+                        tensor.scalar_type() == value.scalar_type(),
+                    "a parameter of ", tensor.toString(), " with sizes ", tensor.sizes(),
+                    " gets a value of ", value.toString(), " with sizes ", value.sizes());
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(value.storage());
+  impl->set_storage_offset(value.storage_offset());
+}
+
 }  // namespace tessera::shard

@@ -38,4 +38,8 @@ at::Tensor storage_elements(const at::Tensor& tensor);
 std::unique_ptr<FullTensor> bind_tensor(const at::Tensor& tensor, const std::string& name,
                                         const Layout& layout);
 
+// The way back: the tensor is an ordinary one from here on, with the storage of `value`.
+// REQUIRES: equal sizes, strides and type, and that nobody else writes to `value`.
+void unbind_tensor(const at::Tensor& tensor, const at::Tensor& value);
+
 }  // namespace tessera::shard
