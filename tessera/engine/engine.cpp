@@ -18,6 +18,9 @@ engine::UnitCore* Engine::add_unit(const std::string& name, const std::vector<Na
 void Engine::add_external_param(engine::UnitCore& unit, const at::Tensor& param) {
   impl_->add_external(unit, param);
 }
+void Engine::send_buffers(const std::string& unit, const std::vector<NamedTensor>& buffers) {
+  impl_->send_buffers(unit, buffers);
+}
 
 void Engine::backward(const at::Tensor& loss, double weight) { impl_->backward({loss}, weight); }
 void Engine::backward(const std::vector<at::Tensor>& losses, double weight) {
@@ -25,6 +28,18 @@ void Engine::backward(const std::vector<at::Tensor>& losses, double weight) {
 }
 StepResult Engine::step() { return impl_->step(); }
 void Engine::zero_grad() { impl_->zero_grad(); }
+
+GatheredScope Engine::gathered(const std::vector<at::Tensor>& params, int modifier_rank) {
+  return gathered_ids(impl_->ids_of(params), modifier_rank);
+}
+GatheredScope Engine::gathered_ids(const std::vector<int>& ids, int modifier_rank) {
+  impl_->check_usable();
+  return GatheredScope(impl_->gathered().open(ids, modifier_rank));
+}
+void Engine::set_trainable(const at::Tensor& param, bool trainable) {
+  impl_->set_trainable(param, trainable);
+}
+void Engine::to_plain() { impl_->to_plain(); }
 
 std::int64_t Engine::num_steps() const { return impl_->num_steps; }
 int Engine::num_params() const { return impl_->params.num_params(); }

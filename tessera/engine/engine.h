@@ -20,7 +20,12 @@
 // What fixes the order of collectives: uses and plan (coordinator.h) for gathers, registration
 // (reducer.h) for reductions, the caller for step(): one all-reduce; building a unit from module
 // values: one broadcast per parameter in registration order; the first backward of an engine: one
-// all-reduce that agrees on the scale of weights.
+// all-reduce that agrees on the scale of weights. Where Engine says "collective", every rank calls
+// it at the same place of the program.
+//
+// Parameters may be frozen and unfrozen between steps, by set_trainable() or by the user's own
+// requires_grad_(), which the engine notices at the next forward; all ranks do the same. Optimizer
+// states of a parameter that is frozen stay, and go on where they were if it is unfrozen.
 //
 // Errors: an exception thrown in a unit's forward or in a hook reaches the caller; the step is
 // abandoned, and the engine can go on with the next. A failed collective poisons its group.
@@ -41,6 +46,8 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/coordinator/coordinator.h"
+#include "tessera/engine/function_unit.h"
+#include "tessera/engine/gathered.h"
 #include "tessera/engine/init.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/engine/unit.h"
@@ -101,6 +108,8 @@ class Engine {
 
   // Shards the module's parameters (tensors that are registered already stay what they are: tied
   // weights are one shard) and releases them.
+  // Values of buffers become those of rank 0, as parameters' do; what the module writes to them
+  // later (running statistics) stays each rank's own.
   template <typename Module>
   Unit<Module> unit(const std::string& name, std::shared_ptr<Module> module,
                     const UnitOptions& options = {}) {
@@ -109,7 +118,26 @@ class Engine {
       params.push_back({item.key(), item.value()});
     }
     engine::UnitCore* core = add_unit(name, params, options);
+    std::vector<NamedTensor> buffers;
+    for (const auto& item : module->named_buffers()) {
+      buffers.push_back({item.key(), item.value()});
+    }
+    send_buffers(name, buffers);
     return Unit<Module>(std::move(module), core, options.recompute);
+  }
+  // A unit whose forward is any callable that uses parameters of other units: a weight in the loss,
+  // a weight derived outside of its unit. `params` are gathered while it runs; they belong to units
+  // made before.
+  template <typename Callable>
+  Unit<FunctionModule<Callable>> function(const std::string& name,
+                                          const std::vector<at::Tensor>& params, Callable callable,
+                                          const UnitOptions& options = {}) {
+    engine::UnitCore* core = add_unit(name, {}, options);
+    for (const at::Tensor& param : params) {
+      add_external_param(*core, param);
+    }
+    return {std::make_shared<FunctionModule<Callable>>(std::move(callable), params), core,
+            options.recompute};
   }
   // `param` belongs to another unit, and this one uses it, too: a tied weight.
   template <typename Module>
@@ -121,6 +149,8 @@ class Engine {
   engine::UnitCore* add_unit(const std::string& name, const std::vector<NamedTensor>& params,
                              const UnitOptions& options);
   void add_external_param(engine::UnitCore& unit, const at::Tensor& param);
+  // Collective.
+  void send_buffers(const std::string& unit, const std::vector<NamedTensor>& buffers);
 
   // Throws ConfigError for a loss that is not one number, a negative or non-finite weight.
   void backward(const at::Tensor& loss, double weight = 1);
@@ -129,6 +159,16 @@ class Engine {
   StepResult step();
   // Gradients of this step are forgotten.
   void zero_grad();
+
+  // Collective: whole parameters for reading, or for changing on one rank. See gathered.h.
+  [[nodiscard]] GatheredScope gathered(const std::vector<at::Tensor>& params,
+                                       int modifier_rank = -1);
+  [[nodiscard]] GatheredScope gathered_ids(const std::vector<int>& ids, int modifier_rank = -1);
+  // Between steps, on all ranks alike.
+  void set_trainable(const at::Tensor& param, bool trainable);
+  // Collective: every parameter becomes an ordinary tensor with its current values and strides,
+  // units become plain calls, and the model is independent of the engine, which trains no more.
+  void to_plain();
 
   std::int64_t num_steps() const;
   int num_params() const;

@@ -4,26 +4,15 @@
 #include <utility>
 #include <vector>
 
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
+#include <ATen/core/grad_mode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/engine/build_scope.h"
 #include "tessera/engine/engine_impl.h"
 #include "tessera/shard/tensor_storage.h"
 
 namespace tessera {
 namespace {
-
-// Fires once per backward, when the parameter's gradient is complete.
-class GradientHook final : public torch::autograd::PostAccumulateGradHook {
- public:
-  GradientHook(Engine::Impl& engine, int id) : engine_(engine), id_(id) {}
-  void operator()(const at::Tensor& tensor) override { engine_.on_gradient(id_, tensor); }
-
- private:
-  Engine::Impl& engine_;
-  const int id_;
-};
 
 // The whole of a unit's parameters exists for a moment; the books shall show it.
 class FullBytes {
@@ -54,7 +43,8 @@ Tier device_tier() { return device::tier_of(device::MemoryKind::kDevice); }
 engine::UnitCore* Engine::Impl::add_unit(const std::string& name,
                                          const std::vector<NamedTensor>& unit_params,
                                          const UnitOptions& options) {
-  TESSERA_CHECK(reducer_ == nullptr, ConfigError, "unit '", name,
+  check_usable();
+  TESSERA_CHECK(!is_sealed(), ConfigError, "unit '", name,
                 "' is added after the first forward; make all units of a model before it runs");
   TESSERA_CHECK(std::none_of(units_.begin(), units_.end(),
                              [&](const auto& unit) { return unit->name() == name; }),
@@ -64,6 +54,9 @@ engine::UnitCore* Engine::Impl::add_unit(const std::string& name,
   FullBytes full(runtime.ledger(), device_tier());
   for (const NamedTensor& each : unit_params) {
     if (id_of_tensor_.count(each.tensor.unsafeGetTensorImpl()) == 0) {
+      if (const auto dtype = BuildScope::current().dtype) {
+        convert_param({prefix + each.name, each.tensor}, *dtype);
+      }
       check_param(prefix + each.name, each.tensor);
       full.add(each.tensor.nbytes());
     }
@@ -83,18 +76,18 @@ engine::UnitCore* Engine::Impl::add_unit(const std::string& name,
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   const coordinator::UnitId id = coordinator_->add_unit(name, ids);
-  units_.push_back(std::make_unique<engine::UnitCore>(*this, id, name));
+  units_.push_back(std::make_shared<engine::UnitCore>(*this, id, name));
   for (const int param : ids) {
     units_of_param_[static_cast<std::size_t>(param)].push_back(units_.back().get());
     if (params[param].trainable()) {
-      units_.back()->add_trainable();
+      units_.back()->add_trainable(1);
     }
   }
   return units_.back().get();
 }
 
 void Engine::Impl::add_external(engine::UnitCore& unit, const at::Tensor& tensor) {
-  TESSERA_CHECK(reducer_ == nullptr, ConfigError, "unit '", unit.name(),
+  TESSERA_CHECK(!is_sealed(), ConfigError, "unit '", unit.name(),
                 "' gets an external parameter after the first forward; add it before");
   const auto known = id_of_tensor_.find(tensor.unsafeGetTensorImpl());
   TESSERA_CHECK(known != id_of_tensor_.end(), ConfigError, "unit '", unit.name(),
@@ -107,7 +100,16 @@ void Engine::Impl::add_external(engine::UnitCore& unit, const at::Tensor& tensor
   users.push_back(&unit);
   coordinator_->add_external(unit.id(), known->second);
   if (params[known->second].trainable()) {
-    unit.add_trainable();
+    unit.add_trainable(1);
+  }
+}
+
+void Engine::Impl::convert_param(const NamedTensor& param, DType dtype) const {
+  const at::ScalarType wanted = shard::scalar_type_of(dtype);
+  if (param.tensor.defined() && param.tensor.is_leaf() && param.tensor.is_floating_point() &&
+      param.tensor.scalar_type() != wanted) {
+    const at::NoGradGuard no_grad;
+    at::Tensor(param.tensor).set_data(param.tensor.detach().to(wanted));
   }
 }
 
@@ -138,7 +140,7 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
   spec.dtype = shard::dtype_of(tensor, name);
   spec.trainable = tensor.requires_grad();
   spec.weight_decay_scale = weight_decay_scale;
-  const shard::Layout layout(spec.numel, runtime.num_ranks(), spec.dtype);
+  const shard::Layout layout(spec.numel, group().size(), spec.dtype);
 
   at::Tensor elements;  // the module's own values
   if (init.kind == Init::Kind::kModule) {
@@ -151,7 +153,7 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
     comm::CallOptions call;
     call.label.parameter = name;
     // Every rank built the module; rank 0's values count, so that no rank can differ.
-    runtime.group().start_broadcast(elements.data_ptr(), spec.numel, spec.dtype, 0, call).wait();
+    group().start_broadcast(elements.data_ptr(), spec.numel, spec.dtype, 0, call).wait();
     copy_to_shard(param, static_cast<const std::byte*>(elements.data_ptr()) +
                              static_cast<std::size_t>(range.begin) * element_bytes);
   } else {
@@ -159,13 +161,10 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
     fill_initial(init, seed_, name, range, spec.dtype, values.data());
     copy_to_shard(param, values.data());
   }
-  if (spec.trainable) {
-    torch::autograd::impl::set_post_acc_grad_hooks(
-        tensor, std::make_unique<GradientHook>(*this, param.id()));
-  }
   id_of_tensor_.emplace(tensor.unsafeGetTensorImpl(), param.id());
   tensors.push_back(tensor);
   units_of_param_.emplace_back();
+  watch_gradient(param.id());
   return param.id();
 }
 
@@ -189,12 +188,19 @@ std::int64_t Engine::Impl::trainable_bytes() const {
 }
 
 void Engine::Impl::seal() {
-  if (reducer_ != nullptr) {
+  if (is_sealed()) {
     return;
   }
   TESSERA_CHECK(params.num_params() > 0, ConfigError,
                 "the engine has no parameters; make units of modules with parameters first");
-  grad::ReducerParts parts{runtime.reduce_group(), runtime.device(), params, runtime.clock(),
+  gathered_.check_no_early_scope();
+  optimizer = std::make_unique<optim::ShardedOptimizer>(params, runtime.device(), runtime.kernels(),
+                                                        optim::RuleOptions::from(runtime.config()));
+  make_reducer();
+}
+
+void Engine::Impl::make_reducer() {
+  grad::ReducerParts parts{reduce_group(), runtime.device(), params, runtime.clock(),
                            runtime.spans()};
   if (runtime.on_cuda()) {
     parts.add = [this](float* values, const float* addend, std::int64_t numel,
@@ -202,8 +208,6 @@ void Engine::Impl::seal() {
       return runtime.kernels().start_add(values, addend, numel, stream);
     };
   }
-  optimizer = std::make_unique<optim::ShardedOptimizer>(params, runtime.device(), runtime.kernels(),
-                                                        optim::RuleOptions::from(runtime.config()));
   grad::ReducerOptions reductions =
       grad::ReducerOptions::from(runtime.config(), params[0].layout().dtype());
   if (!runtime.config().is_set("grad.bucket_bytes")) {

@@ -10,7 +10,10 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "tessera/comm/rendezvous.h"
 #include "tessera/core/error.h"
+#include "tessera/engine/build_scope.h"
+#include "tessera/engine/host_tier_device.h"
 
 namespace tessera {
 namespace {
@@ -30,22 +33,66 @@ at::Tensor in_memory_order_of(const at::Tensor& tensor, at::Tensor gradient) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), gradient.options()).copy_(gradient);
 }
 
+// The group of the outermost BuildScope, else the runtime's.
+comm::Group& choose_group(Runtime& runtime) {
+  if (comm::Group* given = BuildScope::current().group) {
+    return *given;
+  }
+  if (runtime.num_ranks() == 1) {
+    const int world = comm::find_rendezvous(comm::process_environment()).world_size;
+    TESSERA_CHECK(world == 1, ConfigError, "the engine has a group of one rank in a world of ",
+                  world,
+                  ": every rank would hold the whole model and train it alone. Give the "
+                  "runtime the world's group; if one rank is meant, say so with "
+                  "BuildScope({.group = &group})");
+  }
+  return runtime.group();
+}
+
+std::unique_ptr<device::Device> choose_shard_device(Runtime& runtime) {
+  if (BuildScope::has_overruled()) {
+    runtime.logger().warn(
+        "an inner build scope names a group or tier; the outermost scope decides both");
+  }
+  if (BuildScope::current().tier != "host") {
+    return nullptr;
+  }
+  TESSERA_CHECK(!runtime.on_cuda(), ConfigError,
+                "build scope: tier='host' is not there yet for an engine on ",
+                runtime.device().name(), "; use 'device'");
+  return std::make_unique<engine::HostTierDevice>(runtime.device());
+}
+
 }  // namespace
 
 Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
     : runtime(given),
-      params(given.rank(), given.num_ranks(), given.device()),
+      shard_device(choose_shard_device(given)),
+      params(choose_group(given).rank(), choose_group(given).size(),
+             shard_device ? *shard_device : given.device()),
+      group_(choose_group(given)),
       coordinator_(std::make_unique<coordinator::Coordinator>(
-          coordinator::CoordinatorParts{given.group(), given.device(), params, given.clock(),
+          coordinator::CoordinatorParts{group_, given.device(), params, given.clock(),
                                         given.spans(), given.logger()},
           coordinator::CoordinatorOptions::from(given.config()))),
+      watch_(std::make_shared<engine::BackwardWatch>(*this)),
+      gathered_(*this),
       schedule_(optim::ScheduleOptions::from(given.config(), options.run_steps)),
       loss_scale_(optim::LossScaleOptions::from(given.config())),
       clip_norm_(given.config().get_double("grad.clip_norm")),
       skip_nonfinite_(given.config().get_bool("grad.skip_nonfinite")),
-      seed_(static_cast<std::uint64_t>(given.config().get_int("seed"))) {}
+      seed_(static_cast<std::uint64_t>(given.config().get_int("seed"))) {
+  if (&group_ != &runtime.group()) {
+    // Reductions must not stand in one order with gathers: see Runtime::reduce_group().
+    reductions_ = group_.split(0, group_.name() + ".reduce");
+  }
+}
 
 Engine::Impl::~Impl() {
+  watch_->detach();
+  for (const auto& unit : units_) {
+    unit->detach();
+  }
   for (const at::Tensor& tensor : tensors) {
     torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
   }
@@ -65,9 +112,7 @@ void Engine::Impl::agree_on_weight_scale(double weight) {
   comm::CallOptions call;
   call.label.unit = "weight of the first backward";
   call.stream = &stream;
-  runtime.group()
-      .start_all_reduce(host.data(), 1, DType::kFloat64, comm::Reduction::kMax, call)
-      .wait();
+  group().start_all_reduce(host.data(), 1, DType::kFloat64, comm::Reduction::kMax, call).wait();
   runtime.device().start_copy(&largest, host.data(), sizeof(double), stream).wait();
   TESSERA_CHECK(largest > 0, ConfigError,
                 "the weights of all ranks are zero in the first backward; give at least one "
@@ -107,6 +152,7 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
     abandon();
     throw;
   }
+  trainable_is_known_ = false;
   const at::NoGradGuard no_grad;
   weight_sum_ += weight / weight_scale_;
   for (const at::Tensor& loss : losses) {
@@ -115,8 +161,19 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
   }
 }
 
+void Engine::Impl::check_usable() {
+  gathered_.check_failure();
+  TESSERA_CHECK(!is_plain_, ConfigError,
+                "the engine has given its parameters back (to_plain()) and cannot train them; make "
+                "a new engine and its units to go on");
+}
+
 void Engine::Impl::begin_pass() {
+  check_usable();
   seal();
+  if (!trainable_is_known_) {
+    notice_trainable();
+  }
   // A backward that was not ours and failed has not run its callbacks.
   if (closing_is_queued_ && torch::autograd::get_current_graph_task_id() < 0) {
     abandon();
@@ -149,6 +206,17 @@ void Engine::Impl::on_gradient(int id, const at::Tensor& tensor) {
   TESSERA_CHECK(!at::GradMode::is_enabled(), ConfigError, "parameter '", param.name(),
                 "': create_graph is set, which sharded parameters do not support");
   at::Tensor gradient = std::exchange(tensor.mutable_grad(), at::Tensor());
+  // A recomputed unit hands over nothing for what it did not use.
+  if (gradient.defined()) {
+    reduce_gradient(param, std::move(gradient));
+  }
+  for (engine::UnitCore* unit : units_of_param_[static_cast<std::size_t>(id)]) {
+    watch_->param_gradient_came(*unit);
+  }
+}
+
+void Engine::Impl::reduce_gradient(const shard::Param& param, at::Tensor gradient) {
+  const at::Tensor& tensor = tensors[static_cast<std::size_t>(param.id())];
   TESSERA_CHECK(gradient.layout() == at::kStrided, ConfigError, "parameter '", param.name(),
                 "' got a sparse gradient; make the embedding with sparse=false");
   gradient = in_memory_order_of(tensor, std::move(gradient));
@@ -157,25 +225,22 @@ void Engine::Impl::on_gradient(int id, const at::Tensor& tensor) {
   full.data = gradient.numel() > 0 ? gradient.data_ptr() : nullptr;
   full.owner = std::make_shared<at::Tensor>(std::move(gradient));
   reducer_->add(param, std::move(full));
-  for (engine::UnitCore* unit : units_of_param_[static_cast<std::size_t>(id)]) {
-    unit->param_gradient_came();
-  }
 }
 
 void Engine::Impl::close_backward() {
+  watch_->close();
   for (const auto& unit : units_) {
-    unit->close_backward();
+    unit->forget_gradients();
   }
-  gates_.clear();
 }
 
 void Engine::Impl::abandon() noexcept {
   ++epoch_;
   closing_is_queued_ = false;
+  watch_->forget();
   for (const auto& unit : units_) {
-    unit->forget();
+    unit->forget_gradients();
   }
-  gates_.clear();
   weight_sum_ = 0;
   weighted_loss_ = at::Tensor();
   try {
@@ -196,6 +261,7 @@ void Engine::Impl::zero_grad() {
   if (reducer_) {
     reducer_->clear();
   }
+  trainable_is_known_ = false;
   weight_sum_ = 0;
   weighted_loss_ = at::Tensor();
 }
@@ -205,7 +271,7 @@ optim::StepSums Engine::Impl::sum_over_ranks() {
   sums.gradient_squares = optimizer->sum_of_squares(*reducer_);
   sums.weight = weight_sum_;
   sums.weighted_loss = weighted_loss_.defined() ? weighted_loss_.item<double>() : 0.0;
-  if (runtime.num_ranks() == 1) {
+  if (group().size() == 1) {
     return sums;
   }
   double values[3] = {sums.gradient_squares, sums.weight, sums.weighted_loss};
@@ -217,15 +283,14 @@ optim::StepSums Engine::Impl::sum_over_ranks() {
   call.label.unit = "norm";
   call.stream = &stream;
   const std::int64_t begin_ns = runtime.clock().now_ns();
-  runtime.group()
-      .start_all_reduce(memory.data(), 3, DType::kFloat64, comm::Reduction::kSum, call)
-      .wait();
+  group().start_all_reduce(memory.data(), 3, DType::kFloat64, comm::Reduction::kSum, call).wait();
   exposed_wait_s_ += static_cast<double>(runtime.clock().now_ns() - begin_ns) * 1e-9;
   device.start_copy(values, memory.data(), sizeof(values), stream).wait();
   return {values[0], values[1], values[2]};
 }
 
 StepResult Engine::Impl::step() {
+  check_usable();
   TESSERA_CHECK(reducer_ != nullptr && reducer_->num_backwards() > 0, ConfigError,
                 "step() without a backward since the last step; call engine.backward(loss) first");
   TESSERA_CHECK(forward_depth_ == 0 && backward_depth_ == 0, ConfigError,
@@ -252,6 +317,7 @@ StepResult Engine::Impl::step() {
   }
   loss_scale_.update(factors.finite);
   reducer_->clear();
+  trainable_is_known_ = false;
   weight_sum_ = 0;
   weighted_loss_ = at::Tensor();
   ++num_steps;
@@ -264,7 +330,7 @@ EngineStats Engine::Impl::take_stats() {
   if (reducer_) {
     stats.reductions = reducer_->take_stats();
   }
-  const auto ranks = static_cast<std::uint64_t>(runtime.num_ranks());
+  const auto ranks = static_cast<std::uint64_t>(group().size());
   // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.
   stats.gathered_wire_bytes = stats.gathers.gathered_bytes / ranks * (ranks - 1);
   stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);

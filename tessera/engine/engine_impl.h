@@ -21,7 +21,9 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/coordinator/coordinator.h"
+#include "tessera/engine/backward_watch.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/gathered_book.h"
 #include "tessera/engine/unit_state.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/clip.h"
@@ -43,8 +45,11 @@ class Engine::Impl {
   engine::UnitCore* add_unit(const std::string& name, const std::vector<NamedTensor>& params,
                              const UnitOptions& options);
   void add_external(engine::UnitCore& unit, const at::Tensor& tensor);
+  // Collective: rank 0's values count, so that no rank can differ.
+  void send_buffers(const std::string& unit, const std::vector<NamedTensor>& buffers);
   // No unit can be added from here on.
   void seal();
+  bool is_sealed() const { return reducer_ != nullptr; }
 
   // --- one step ---
   void backward(const std::vector<at::Tensor>& losses, double weight);
@@ -59,41 +64,75 @@ class Engine::Impl {
   void begin_pass();
   coordinator::Coordinator& coordinator() { return *coordinator_; }
   int& forward_depth() { return forward_depth_; }
+  // First passes of recomputed units that run now.
+  int& recompute_depth() { return recompute_depth_; }
   // A unit's backward begins. Outside of Engine::backward() (torch::autograd::grad) this also sees
   // to it that uses are closed when autograd is done.
   void enter_backward();
   void on_gradient(int id, const at::Tensor& tensor);
-  // By the node that made a tensor: see [Note: release in backward].
-  engine::GateMap& gates() { return gates_; }
+  engine::BackwardWatch& backward_watch() { return *watch_; }
+
+  // --- parameters between steps (engine_params.cpp) ---
+  int id_of(const at::Tensor& tensor) const;
+  bool is_used_by(const at::Tensor& param, const engine::UnitCore& unit) const;
+  std::vector<int> ids_of(const std::vector<at::Tensor>& wanted) const;
+  void set_trainable(const at::Tensor& tensor, bool trainable);
+  void to_plain();
+  engine::GatheredBook& gathered() { return gathered_; }
+  // This rank's elements of the parameter, which begin at `elements`, on the host or the device.
+  void copy_to_shard(const shard::Param& param, const void* elements);
+  // The shard has new values: its version counts, and the master weights follow.
+  void shard_was_written(int id);
+  // Collective: every rank's numbers, in rank order.
+  std::vector<std::int64_t> gather_numbers(const std::vector<std::int64_t>& mine,
+                                           const std::string& what);
 
   // --- values (engine_values.cpp) ---
+  // Collective: the whole parameter in memory of its own, waited for.
+  device::Memory gather_full(int id, const std::string& what);
   at::Tensor full_value(int id);
   void save_parameters(const std::string& path);
 
   EngineStats take_stats();
 
+  // Throws what a scope's destructor could not, and refuses after to_plain().
+  void check_usable();
+  comm::Group& group() const { return group_; }
+
   Runtime& runtime;
+  const std::unique_ptr<device::Device> shard_device;  // where shards live; null: the runtime's
   shard::ParamTable params;
   std::vector<at::Tensor> tensors;                     // by id
   std::unique_ptr<optim::ShardedOptimizer> optimizer;  // once sealed
   std::int64_t num_steps = 0;
 
  private:
+  comm::Group& reduce_group() const { return reductions_ ? *reductions_ : runtime.reduce_group(); }
   int add_param(const std::string& name, const at::Tensor& tensor, const Init& init,
                 double weight_decay_scale);
   void check_param(const std::string& name, const at::Tensor& tensor) const;
-  void copy_to_shard(const shard::Param& param, const void* host_or_device_elements);
+  void convert_param(const NamedTensor& param, DType dtype) const;
   std::int64_t trainable_bytes() const;
+  void make_reducer();
+  void watch_gradient(int id);
+  // Adapts to what the user did to requires_grad since the last step.
+  void notice_trainable();
+  void check_no_gradients_pending(int id) const;
+  void change_trainable(const std::vector<int>& ids);
+  void reduce_gradient(const shard::Param& param, at::Tensor gradient);
   void agree_on_weight_scale(double weight);
   void close_backward();
   optim::StepSums sum_over_ranks();
 
+  comm::Group& group_;
+  std::unique_ptr<comm::Group> reductions_;  // of a given group; null: the runtime's
   std::unique_ptr<coordinator::Coordinator> coordinator_;
   std::unique_ptr<grad::Reducer> reducer_;  // once sealed
-  std::vector<std::unique_ptr<engine::UnitCore>> units_;
+  std::vector<std::shared_ptr<engine::UnitCore>> units_;
   std::vector<std::vector<engine::UnitCore*>> units_of_param_;  // by id
   std::unordered_map<const c10::TensorImpl*, int> id_of_tensor_;
-  engine::GateMap gates_;
+  const std::shared_ptr<engine::BackwardWatch> watch_;
+  engine::GatheredBook gathered_;
 
   const optim::ScheduleOptions schedule_;
   optim::LossScale loss_scale_;
@@ -102,11 +141,14 @@ class Engine::Impl {
   const std::uint64_t seed_;
   std::uint64_t epoch_ = 0;
   int forward_depth_ = 0;
-  int backward_depth_ = 0;          // of Engine::backward()
-  bool closing_is_queued_ = false;  // for a backward that is not ours
-  double weight_scale_ = 0;         // a power of two, agreed at the first backward; 0: not yet
-  double weight_sum_ = 0;           // of this rank and step, in units of weight_scale_
-  at::Tensor weighted_loss_;        // fp64 on the device, of this rank and step
+  int recompute_depth_ = 0;
+  int backward_depth_ = 0;           // of Engine::backward()
+  bool trainable_is_known_ = false;  // nobody can have changed requires_grad since we looked
+  bool is_plain_ = false;            // after to_plain()
+  bool closing_is_queued_ = false;   // for a backward that is not ours
+  double weight_scale_ = 0;          // a power of two, agreed at the first backward; 0: not yet
+  double weight_sum_ = 0;            // of this rank and step, in units of weight_scale_
+  at::Tensor weighted_loss_;         // fp64 on the device, of this rank and step
   double exposed_wait_s_ = 0;
 };
 

@@ -12,33 +12,43 @@
 
 namespace tessera {
 
-at::Tensor Engine::Impl::full_value(int id) {
+device::Memory Engine::Impl::gather_full(int id, const std::string& what) {
   const shard::Param& param = params[id];
   const shard::Layout& layout = param.layout();
   device::Device& device = runtime.device();
   device::Stream& stream = device.stream(device::StreamKind::kGather);
   stream.wait(param.updated());
-  const device::Memory full =
+  device::Memory full =
       device.allocate(device::MemoryKind::kDevice, layout.full_bytes(), Role::kFull);
   comm::CallOptions call;
-  call.label.unit = "full value";
+  call.label.unit = what;
   call.label.parameter = param.name();
   call.stream = &stream;
   const comm::Gather gather{param.shard(), full.data(), layout.shard_numel(), layout.dtype()};
-  const device::Pending gathered = runtime.group().start_all_gather({&gather, 1}, call);
+  const device::Pending gathered = group().start_all_gather({&gather, 1}, call);
+  stream.wait(gathered);
+  gathered.wait();
+  return full;
+}
+
+at::Tensor Engine::Impl::full_value(int id) {
+  check_usable();
+  const device::Memory full = gather_full(id, "full value");
+  device::Device& device = runtime.device();
   const at::Tensor& tensor = tensors[static_cast<std::size_t>(id)];
   at::Tensor value =
       at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
-  stream.wait(gathered);
-  gathered.wait();
   if (value.numel() > 0) {
-    device.start_copy(value.data_ptr(), full.data(), value.nbytes(), stream).wait();
+    device
+        .start_copy(value.data_ptr(), full.data(), value.nbytes(),
+                    device.stream(device::StreamKind::kGather))
+        .wait();
   }
   return value;
 }
 
 void Engine::Impl::save_parameters(const std::string& path) {
-  const bool writes = runtime.rank() == 0;
+  const bool writes = group().rank() == 0;
   std::vector<checkpoint::TensorEntry> entries;
   for (int id = 0; id < params.num_params(); ++id) {
     checkpoint::TensorEntry entry;

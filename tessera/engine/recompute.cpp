@@ -14,6 +14,7 @@
 #include <torch/custom_class.h>
 
 #include "tessera/core/error.h"
+#include "tessera/engine/backward_watch.h"
 #include "tessera/engine/engine_impl.h"
 #include "tessera/engine/unit_core.h"
 #include "tessera/engine/unit_state.h"
@@ -70,30 +71,48 @@ class RandomStateGuard {
 };
 
 struct Call : torch::CustomClassHolder {
-  UnitCore* unit = nullptr;
+  std::shared_ptr<UnitCore> unit;
   TensorsFn forward;
   std::size_t num_inputs = 0;
   RandomState random;
+};
+
+// Around the first forward: units inside it are trained, too, though grad mode is off.
+class FirstPass {
+ public:
+  explicit FirstPass(Engine::Impl& engine) : engine_(engine) { ++engine_.recompute_depth(); }
+  ~FirstPass() { --engine_.recompute_depth(); }
+  FirstPass(const FirstPass&) = delete;
+  FirstPass& operator=(const FirstPass&) = delete;
+
+ private:
+  Engine::Impl& engine_;
 };
 
 // Around the second forward and its differentiation.
 class BackwardScope {
  public:
   explicit BackwardScope(UnitCore* unit) : unit_(unit) {
-    if (unit_ != nullptr) {
-      unit_->engine().enter_backward();
-      epoch_ = unit_->engine().epoch();
-      unit_->engine().coordinator().begin_use(unit_->id(), coordinator::Phase::kBackward);
+    if (unit_ == nullptr || unit_->is_plain()) {
+      return;
     }
+    engine_ = unit_->engine();
+    TESSERA_CHECK(engine_ != nullptr, ConfigError, "the backward of unit '", unit_->name(),
+                  "' runs after its engine is gone");
+    engine_->enter_backward();
+    engine_->backward_watch().begin_recomputed();
+    epoch_ = engine_->epoch();
+    engine_->coordinator().begin_use(unit_->id(), coordinator::Phase::kBackward);
   }
   void finish() {
-    if (unit_ != nullptr && unit_->engine().epoch() == epoch_) {
-      unit_->engine().coordinator().end_use(unit_->id(), coordinator::Phase::kBackward);
+    if (engine_ != nullptr && engine_->epoch() == epoch_) {
+      engine_->coordinator().end_use(unit_->id(), coordinator::Phase::kBackward);
     }
   }
 
  private:
   UnitCore* unit_;
+  Engine::Impl* engine_ = nullptr;
   std::uint64_t epoch_ = 0;
 };
 
@@ -110,7 +129,8 @@ struct Recompute : torch::autograd::Function<Recompute> {
     if (call->unit == nullptr) {
       return call->forward(arguments);
     }
-    ForwardScope scope(*call->unit);
+    ForwardScope scope(*call->unit, coordinator::Phase::kForward);
+    const FirstPass first(*call->unit->engine());
     variable_list outputs = call->forward(arguments);
     scope.finish({}, {});
     return outputs;
@@ -136,7 +156,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
       }
     }
 
-    BackwardScope scope(call->unit);
+    BackwardScope scope(call->unit.get());
     variable_list outputs;
     {
       const RandomStateGuard guard(inputs);
@@ -183,7 +203,7 @@ std::vector<at::Tensor> run_recomputed(UnitCore* unit, const std::vector<at::Ten
     return outputs;
   }
   auto call = c10::make_intrusive<Call>();
-  call->unit = unit;
+  call->unit = share(unit);
   call->random = RandomState::now(inputs);
   call->forward = std::move(forward);
   return Recompute::apply(call, at::TensorList(inputs), at::TensorList(params));

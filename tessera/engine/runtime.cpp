@@ -10,7 +10,6 @@
 #include "tessera/comm/rendezvous.h"
 #include "tessera/core/error.h"
 #include "tessera/core/option_table.h"
-#include "tessera/device/device_cpu.h"
 #include "tessera/device/device_cuda.h"
 
 namespace tessera {
@@ -54,7 +53,8 @@ struct Runtime::Impl {
       device::CpuDeviceOptions cpu;
       cpu.ledger = &ledger;
       cpu.notice = [this](const std::string& notice) { logger.warn(notice); };
-      device = device::make_cpu_device(std::move(cpu));
+      device = options.make_device ? options.make_device(std::move(cpu))
+                                   : device::make_cpu_device(std::move(cpu));
       kernels = optim::make_cpu_kernels(num_update_threads(options));
     }
     if (rank == 0) {

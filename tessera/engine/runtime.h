@@ -9,6 +9,7 @@
 // Threads: construct and destroy on one thread; the parts say what they allow.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "tessera/comm/group.h"
@@ -18,6 +19,7 @@
 #include "tessera/core/log.h"
 #include "tessera/core/spans.h"
 #include "tessera/device/device.h"
+#include "tessera/device/device_cpu.h"
 #include "tessera/optim/kernels.h"
 
 namespace tessera {
@@ -28,6 +30,8 @@ struct RuntimeOptions {
   // Threads of the update on the host; 0: as many as torch uses.
   int num_update_threads = 0;
   std::size_t num_spans = 0;  // ring for a Chrome trace; 0: off
+  // For tests: what stands in for the CPU, such as the late device. Null: the CPU itself.
+  std::function<std::unique_ptr<device::Device>(device::CpuDeviceOptions)> make_device = {};
 };
 
 class Runtime {

@@ -9,7 +9,7 @@
 // activations.
 //
 // A unit made from a module alone is plain: it calls the module and nothing else. The same model
-// code then trains unsharded.
+// code then trains unsharded. Engine::to_plain() makes every unit of its engine plain.
 //
 // Threads: as Engine.
 #pragma once
@@ -36,13 +36,15 @@ class Unit {
   explicit Unit(std::shared_ptr<Module> module, bool recompute = false)
       : module_(std::move(module)), recompute_(recompute) {
     if (recompute_) {
-      params_ = module_->parameters();
+      for (const at::Tensor& param : module_->parameters()) {
+        add_recomputed_param(param);
+      }
     }
   }
   // Made by Engine::unit().
   Unit(std::shared_ptr<Module> module, engine::UnitCore* core, bool recompute)
       : Unit(std::move(module), recompute) {
-    core_ = core;
+    core_ = engine::share(core);
   }
 
   template <typename... Args>
@@ -56,7 +58,7 @@ class Unit {
     if (recompute_) {
       return run_again_in_backward<Result>(std::make_tuple(std::decay_t<Args>(args)...));
     }
-    if (core_ == nullptr) {
+    if (is_plain()) {
       return Result(module_->forward(std::forward<Args>(args)...));
     }
     std::vector<at::Tensor> inputs;
@@ -71,11 +73,21 @@ class Unit {
 
   Module* operator->() const { return module_.get(); }
   const std::shared_ptr<Module>& module() const { return module_; }
-  engine::UnitCore* core() const { return core_; }
+  engine::UnitCore* core() const { return core_.get(); }
   // For weights that the module uses and another unit owns; see Engine::add_external().
-  void add_recomputed_param(const at::Tensor& param) { params_.push_back(param); }
+  // Once each: autograd would hand a gradient over as often as a tensor is named.
+  void add_recomputed_param(const at::Tensor& param) {
+    for (const at::Tensor& known : params_) {
+      if (known.is_same(param)) {
+        return;
+      }
+    }
+    params_.push_back(param);
+  }
 
  private:
+  bool is_plain() const { return core_ == nullptr || engine::is_plain(*core_); }
+
   template <typename Result, typename Tuple>
   Result run_again_in_backward(Tuple args) const {
     std::vector<at::Tensor> inputs;
@@ -92,8 +104,8 @@ class Unit {
       *shape = std::move(result);
       return outputs;
     };
-    const std::vector<at::Tensor> outputs =
-        engine::run_recomputed(core_, params_, std::move(inputs), std::move(run));
+    const std::vector<at::Tensor> outputs = engine::run_recomputed(
+        is_plain() ? nullptr : core_.get(), params_, std::move(inputs), std::move(run));
     Result result = std::move(**shape);
     shape->reset();
     std::size_t next = 0;
@@ -102,7 +114,7 @@ class Unit {
   }
 
   std::shared_ptr<Module> module_;
-  engine::UnitCore* core_ = nullptr;
+  std::shared_ptr<engine::UnitCore> core_;
   bool recompute_ = false;
   std::vector<at::Tensor> params_;
 };

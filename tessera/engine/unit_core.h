@@ -2,7 +2,7 @@
 // twin. unit.h wraps it for a module; Python's hooks will call the same four events.
 //
 // Backward is watched by tensor hooks on outputs and by the hooks of parameter gradients: see
-// [Note: release in backward] in unit_core.cpp. Inside a unit autocast keeps no casts of weights.
+// backward_watch.h. Inside a unit autocast keeps no casts of weights.
 //
 // Threads: hooks run on the caller's thread on CPU and on autograd's device thread on CUDA, while
 // the caller waits in backward(). Never both at once.
@@ -16,6 +16,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "tessera/coordinator/access_trace.h"
+#include "tessera/engine/node_mark.h"
+
 namespace tessera {
 
 class Engine;
@@ -24,11 +27,17 @@ namespace engine {
 
 class UnitCore;
 
+std::shared_ptr<UnitCore> share(UnitCore* unit);  // null stays null
+// The unit's parameters are ordinary tensors again: nothing is to be done around its forward.
+bool is_plain(const UnitCore& unit);
+
 // Around one forward. Destroyed without finish(), because the forward threw, it lets the engine
 // abandon the step: the engine can be used again afterwards.
 class ForwardScope {
  public:
+  // For training or inference, as grad mode says.
   explicit ForwardScope(UnitCore& unit);
+  ForwardScope(UnitCore& unit, coordinator::Phase phase);
   ~ForwardScope();
   ForwardScope(const ForwardScope&) = delete;
   ForwardScope& operator=(const ForwardScope&) = delete;
@@ -38,6 +47,8 @@ class ForwardScope {
   void give_up() noexcept;
 
   UnitCore& unit_;
+  const coordinator::Phase phase_;
+  const NodeMark begun_;
   std::uint64_t epoch_;
   const bool autocast_cache_;
   bool finished_ = false;

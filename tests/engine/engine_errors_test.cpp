@@ -5,26 +5,11 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tests/engine/messages.h"
 #include "tests/engine/small_modules.h"
 
 namespace tessera::testing {
 namespace {
-
-template <typename Body>
-std::string message_of(const Body& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no exception";
-}
-
-#define EXPECT_SAYS(text, ...)                                 \
-  do {                                                         \
-    const std::string said = message_of([&] { __VA_ARGS__; }); \
-    EXPECT_NE(said.find(text), std::string::npos) << said;     \
-  } while (false)
 
 struct ThrowingImpl : torch::nn::Module {
   ThrowingImpl() { weight = register_parameter("weight", input(6, 6, 1)); }

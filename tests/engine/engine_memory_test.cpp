@@ -8,6 +8,7 @@
 #include "tessera/device/host_memory.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/runtime.h"
+#include "tests/engine/small_modules.h"
 #include "tests/engine/training_run.h"
 
 namespace tessera::testing {
@@ -40,6 +41,45 @@ TEST(FullBytes, StayWithinTheLiveLimitPlusOneUnit) {
         EXPECT_GT(step.gathers.full_bytes_peak, 0);
       }
     }
+  }
+}
+
+// Half of its parameters never get a gradient.
+struct HalfUsedImpl : torch::nn::Module {
+  explicit HalfUsedImpl(int seed) {
+    used = register_parameter("used", input(16, 16, seed) * 0.3);
+    unused = register_parameter("unused", input(16, 16, seed + 1));
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::tanh(at::linear(x, used)); }
+  at::Tensor used;
+  at::Tensor unused;
+};
+
+TEST(FullBytes, StayWithinTheLimitThoughSomeGradientsNeverCome) {
+  constexpr int kUnits = 8;
+  constexpr std::int64_t kUnitBytes = 2 * 16 * 16 * 4;  // divides by 2 ranks x 16 bytes
+  for (const bool recompute : {false, true}) {
+    Config config = quiet_config();
+    config.apply_flag("live.limit_bytes=0");
+    config.apply_flag("persist.param_bytes=0");
+    with_engines(2, config, [&](Engine& engine, comm::Group&) {
+      std::vector<Unit<HalfUsedImpl>> units;
+      for (int i = 0; i < kUnits; ++i) {
+        UnitOptions options;
+        options.recompute = recompute && i % 2 == 1;
+        units.push_back(
+            engine.unit("unit" + std::to_string(i), std::make_shared<HalfUsedImpl>(i), options));
+      }
+      for (int step = 0; step < 3; ++step) {
+        at::Tensor x = input(4, 16, 0);
+        for (const auto& unit : units) {
+          x = x + unit(x);
+        }
+        engine.backward(x.pow(2).mean());
+        engine.step();
+        EXPECT_LE(engine.take_stats().gathers.full_bytes_peak, kUnitBytes) << "step " << step;
+      }
+    });
   }
 }
 

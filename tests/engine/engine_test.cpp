@@ -3,80 +3,11 @@
 
 #include <torch/csrc/autograd/autograd.h>
 
+#include "tests/engine/plain_gradients.h"
 #include "tests/engine/small_modules.h"
 
 namespace tessera::testing {
 namespace {
-
-// What one step of sgd with lr 1 subtracts is the gradient.
-struct Taken {
-  std::vector<at::Tensor> before;
-  std::vector<at::Tensor> gradient(Engine& engine) const {
-    std::vector<at::Tensor> result;
-    for (int id = 0; id < engine.num_params(); ++id) {
-      result.push_back(before[static_cast<std::size_t>(id)] - engine.full_value(id));
-    }
-    return result;
-  }
-};
-
-Taken values_of(Engine& engine) {
-  Taken taken;
-  for (int id = 0; id < engine.num_params(); ++id) {
-    taken.before.push_back(engine.full_value(id));
-  }
-  return taken;
-}
-
-// `build` makes units and gives the loss; it runs once with an engine and once plain.
-using Built = std::function<at::Tensor()>;
-struct Model {
-  std::function<Built(Engine*, std::vector<at::Tensor>*)> build;
-};
-
-template <typename Module>
-Unit<Module> unit_of(Engine* engine, const std::string& name, std::shared_ptr<Module> module,
-                     std::vector<at::Tensor>* params, bool recompute = false) {
-  if (params != nullptr) {
-    for (const at::Tensor& param : module->parameters()) {
-      params->push_back(param);
-    }
-  }
-  if (engine == nullptr) {
-    return Unit<Module>(module, recompute);
-  }
-  UnitOptions options;
-  options.recompute = recompute;
-  return engine->unit(name, module, options);
-}
-
-// Gradients of 1, 2 and 3 ranks against plain autograd; all ranks have the same data, so the mean
-// over ranks is the gradient of one, and sums of two or four equal numbers are exact.
-void expect_plain_gradients(const std::function<Built(Engine*, std::vector<at::Tensor>*)>& build) {
-  std::vector<at::Tensor> plain_params;
-  const Built plain = build(nullptr, &plain_params);
-  plain().backward();
-  for (const int ranks : {1, 2, 4}) {
-    with_engines(ranks, [&](Engine& engine, comm::Group&) {
-      const Built sharded = build(&engine, nullptr);
-      const Taken taken = values_of(engine);
-      engine.backward(sharded());
-      engine.step();
-      const std::vector<at::Tensor> gradients = taken.gradient(engine);
-      std::size_t next = 0;
-      for (const at::Tensor& param : plain_params) {
-        const at::Tensor expected = param.grad().defined() ? param.grad() : at::zeros_like(param);
-        // w - (w - g) loses what is below the last place of w.
-        EXPECT_TRUE(at::allclose(gradients[next], expected, 1e-5, 1e-6))
-            << "parameter " << next << ", " << ranks << " ranks";
-        ++next;
-      }
-      // A second step on the recorded trace works as the first did.
-      engine.backward(sharded());
-      engine.step();
-    });
-  }
-}
 
 TEST(Units, InARowGivePlainGradients) {
   expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
@@ -203,6 +134,66 @@ TEST(Units, InsideUnitsGivePlainGradients) {
       return [=] { return outer(input(4, 6, 0)).pow(2).mean(); };
     });
   }
+}
+
+// The input is a leaf, and its gradient is complete long before the weights have been read.
+struct LateProductImpl : torch::nn::Module {
+  LateProductImpl() {
+    first = register_parameter("first", input(6, 6, 1));
+    frozen = register_parameter("frozen", input(6, 6, 2), false);
+    unused = register_parameter("unused", input(3, 3, 3));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return at::linear(at::gelu(at::linear(input(4, 6, 0), first)), frozen) * x;
+  }
+  at::Tensor first;
+  at::Tensor frozen;
+  at::Tensor unused;
+};
+
+TEST(Units, WhoseInputIsALeafThatIsReadyFirstGivePlainGradients) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto unit = unit_of(engine, "unit", std::make_shared<LateProductImpl>(), params);
+    return [=] { return unit(input(4, 6, 7).set_requires_grad(true)).pow(2).mean(); };
+  });
+}
+
+// Its input is changed in place by a frozen weight, which backward reads last.
+struct InPlaceImpl : torch::nn::Module {
+  InPlaceImpl() {
+    scale = register_parameter("scale", at::full({6}, 0.7), false);
+    weight = register_parameter("weight", input(6, 6, 2));
+    unused = register_parameter("unused", input(3, 3, 3));
+  }
+  at::Tensor forward(at::Tensor x) {
+    x.mul_(scale);
+    return at::linear(x, weight);
+  }
+  at::Tensor scale;
+  at::Tensor weight;
+  at::Tensor unused;
+};
+
+TEST(Units, ThatChangeTheirInputInPlaceGivePlainGradients) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto first = unit_of(engine, "first", affine(5, 6, 1), params);
+    auto second = unit_of(engine, "second", std::make_shared<InPlaceImpl>(), params);
+    return [=] { return second(first(input(4, 5, 0)) * 2).pow(2).mean(); };
+  });
+}
+
+// The second output's gradient comes after the unit's input has had its own.
+TEST(Units, WhoseSecondOutputIsDifferentiatedLaterGivePlainGradients) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto first = unit_of(engine, "first", affine(5, 5, 1), params);
+    auto split = unit_of(engine, "split", std::make_shared<SplitImpl>(), params);
+    auto last = unit_of(engine, "last", affine(6, 6, 3), params);
+    return [=] {
+      const at::Tensor x = first(input(4, 5, 0));
+      const auto [near, far] = split(x, at::ones({4, 6}));
+      return (last(far) * near).pow(2).mean() + x.sum();
+    };
+  });
 }
 
 // A weight whose memory order is not that of its logical shape.

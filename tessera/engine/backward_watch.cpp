@@ -1,0 +1,287 @@
+#include "tessera/engine/backward_watch.h"
+
+#include <algorithm>
+#include <limits>
+#include <unordered_set>
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "tessera/engine/engine_impl.h"
+#include "tessera/engine/unit_state.h"
+
+// [Note: release in backward]
+// In backward a unit is needed from the moment that the gradient of one of its outputs is complete
+// (a hook on that output) until nothing of it can still read a weight. Three things end a use:
+//
+//  (1) Autograd is about to run a node that was made before the forward began: the one that made
+//      an input of the unit, or an output of an earlier unit. A queue of autograd gives the ready
+//      node that was made last, so every node of the forward that could run has run. One that
+//      still waits, waits for the gradient of another output, and that output's hook will begin a
+//      new use. Gradients of parameters need not have come: one that is not used would never come,
+//      and one that is used again before this unit comes only at that use.
+//  (2) The gradients of all inputs and of all trainable parameters have come, and the graph of the
+//      forward leads to nothing else: not to a parameter of a unit inside, nor to a tensor that
+//      the forward found elsewhere. That is how a unit ends whose inputs are leaves, or need no
+//      gradient: leaves are served as soon as they are ready, out of order, and one of them proves
+//      nothing. The graph is looked at only for such units.
+//  (3) The outermost backward is over.
+//
+// What (1) presumes, and where it therefore does not count:
+//   - Numbers of nodes are per thread: a use is compared with nodes of the thread that made it.
+//     (On CUDA a recomputed forward runs on autograd's thread, with numbers of its own.)
+//   - One queue: with nodes on CPU and GPU in one graph, the CPU's may run while the GPU's wait.
+//     So the node must be on the engine's device, and so must all nodes of the forward; that is
+//     looked up in the graph when the engine is on a GPU. A detour outside of the unit does no
+//     harm: it delays an output's gradient, and its hook begins anew.
+//   - One backward: a backward inside a hook or a recomputed unit goes before the outer one,
+//     whatever the numbers. So only uses of the same graph task are ended.
+//   - An input that was changed in place inside the unit is made by a node of the unit: it proves
+//     nothing, and is taken for one whose gradient never comes.
+// A unit inside a unit ends only itself: the outer one began earlier.
+//
+// The output of one unit is usually the input of the next. A hook on it for each of the two would
+// run in the order of registration: the earlier unit would be gathered before the later one is
+// released, and two units would be full at once. So there is one hook per tensor, a Gate, which
+// first tells the units that took it as input, and then the one that made it. Where the input of
+// a unit is not the very output of another (a sum in between), it gets a hook of its own.
+
+namespace tessera::engine {
+namespace {
+
+using coordinator::Phase;
+using torch::autograd::Node;
+
+// Autograd serves nodes of leaves first: they carry the largest number.
+bool is_leaf_node(const Node& node) {
+  return node.sequence_nr() == std::numeric_limits<std::uint64_t>::max();
+}
+
+}  // namespace
+
+NodeMark NodeMark::next() {
+  return {at::sequence_number::peek(), at::RecordFunction::currentThreadId()};
+}
+
+BackwardWatch::GateKey BackwardWatch::key_of(const at::Tensor& tensor) {
+  return {tensor.grad_fn().get(), static_cast<std::size_t>(tensor.output_nr())};
+}
+
+BackwardWatch::Origin BackwardWatch::origin_of(const at::Tensor& tensor) const {
+  const auto node = tensor.grad_fn();
+  return {{node->sequence_nr(), node->thread_id()},
+          node->device().is_cuda() == engine_->runtime.on_cuda()};
+}
+
+// Looks at the nodes that the forward has made, and at where they lead.
+void BackwardWatch::explore(BackwardUse& use, const std::vector<at::Tensor>& inputs,
+                            const std::vector<at::Tensor>& outputs) const {
+  const NodeMark& begun = use.first_node;
+  std::vector<Node*> next;
+  for (const at::Tensor& output : outputs) {
+    if (output.requires_grad() && !output.is_leaf()) {
+      next.push_back(output.grad_fn().get());
+    }
+  }
+  std::unordered_set<const Node*> seen;
+  while (!next.empty()) {
+    Node* node = next.back();
+    next.pop_back();
+    if (!seen.insert(node).second) {
+      continue;
+    }
+    const bool is_inside = node->thread_id() == begun.thread &&
+                           node->sequence_nr() >= begun.sequence && !is_leaf_node(*node);
+    if (!is_inside) {
+      use.leads_home = use.leads_home && leads_home(*use.unit, node, inputs);
+      continue;
+    }
+    if (node->device().is_cuda() != engine_->runtime.on_cuda()) {
+      use.one_queue = false;
+    }
+    for (const auto& edge : node->next_edges()) {
+      if (edge.function) {
+        next.push_back(edge.function.get());
+      }
+    }
+  }
+}
+
+// To a trainable parameter of the unit, or to an input.
+bool BackwardWatch::leads_home(const UnitCore& unit, Node* node,
+                               const std::vector<at::Tensor>& inputs) const {
+  const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
+  if (leaf != nullptr && engine_->is_used_by(leaf->variable, unit)) {
+    return true;
+  }
+  return std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
+    return leaf != nullptr ? input.is_same(leaf->variable)
+                           : !input.is_leaf() && input.grad_fn().get() == node;
+  });
+}
+
+void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
+                        const std::vector<at::Tensor>& inputs,
+                        const std::vector<at::Tensor>& outputs) {
+  if (!at::GradMode::is_enabled() ||
+      std::none_of(outputs.begin(), outputs.end(),
+                   [](const at::Tensor& output) { return output.requires_grad(); })) {
+    return;
+  }
+  auto use = std::make_shared<BackwardUse>();
+  use->unit = &unit;
+  use->epoch = engine_->epoch();
+  use->first_node = begun;
+  bool proves_end = false;  // an input does, by (1)
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const at::Tensor& input = inputs[i];
+    const bool again = std::any_of(inputs.begin(), inputs.begin() + static_cast<std::ptrdiff_t>(i),
+                                   [&](const at::Tensor& other) { return other.is_same(input); });
+    if (input.requires_grad() && !again) {
+      ++use->num_inputs;
+      proves_end = watch_input(use, input) || proves_end;
+    }
+  }
+  use->one_queue = true;
+  if (!proves_end || engine_->runtime.on_cuda()) {
+    use->leads_home = true;
+    explore(*use, inputs, outputs);
+  }
+  for (const at::Tensor& output : outputs) {
+    if (output.requires_grad()) {
+      watch_output(use, output);
+    }
+  }
+}
+
+bool BackwardWatch::watch_input(const std::shared_ptr<BackwardUse>& use, const at::Tensor& input) {
+  const auto self = shared_from_this();
+  if (input.is_leaf()) {
+    input.register_hook([self, use](const at::TensorBase&) { self->input_gradient_came(*use); });
+    return false;
+  }
+  const Origin origin = origin_of(input);
+  const bool is_comparable = origin.on_device && origin.mark.thread == use->first_node.thread;
+  if (is_comparable && origin.mark.sequence >= use->first_node.sequence) {
+    return false;  // changed in place: see [Note: release in backward]
+  }
+  const auto known = gates_.find(key_of(input));
+  if (const auto gate = known == gates_.end() ? nullptr : known->second.lock()) {
+    gate->consumers.push_back(use);
+    return is_comparable;
+  }
+  input.register_hook([self, use, origin](const at::TensorBase&) {
+    self->input_gradient_came(*use);
+    self->end_uses_after(origin);
+  });
+  return is_comparable;
+}
+
+void BackwardWatch::watch_output(const std::shared_ptr<BackwardUse>& use,
+                                 const at::Tensor& output) {
+  auto gate = std::make_shared<Gate>();
+  gate->producer = use;
+  // A leaf comes back as it went in; it has no node of its own.
+  const Origin origin = output.is_leaf() ? Origin{} : origin_of(output);
+  output.register_hook([self = shared_from_this(), gate, origin](const at::TensorBase&) {
+    for (const auto& consumer : gate->consumers) {
+      self->input_gradient_came(*consumer);
+    }
+    self->end_uses_after(origin);
+    self->begin(gate->producer);
+  });
+  gates_[key_of(output)] = gate;
+}
+
+void BackwardWatch::begin(const std::shared_ptr<BackwardUse>& use) {
+  if (engine_ == nullptr || use->unit->is_plain()) {
+    return;
+  }
+  engine_->enter_backward();
+  if (use->open && use->epoch == engine_->epoch()) {
+    return;  // another output of the same forward
+  }
+  use->epoch = engine_->epoch();
+  use->inputs_left = use->num_inputs;
+  use->graph_task = torch::autograd::get_current_graph_task_id();
+  use->open = true;
+  open_.push_back(use);
+  engine_->coordinator().begin_use(use->unit->id(), Phase::kBackward);
+}
+
+void BackwardWatch::begin_recomputed() {
+  if (const auto node = torch::autograd::get_current_node()) {
+    end_uses_after({{node->sequence_nr(), node->thread_id()},
+                    node->device().is_cuda() == engine_->runtime.on_cuda()});
+  }
+}
+
+void BackwardWatch::input_gradient_came(BackwardUse& use) {
+  if (engine_ == nullptr || !use.open || use.epoch != engine_->epoch()) {
+    return;  // the output of that forward had no part in this backward
+  }
+  --use.inputs_left;
+  end_if_complete(use);
+}
+
+void BackwardWatch::end_uses_after(const Origin& node) {
+  if (engine_ == nullptr || !node.on_device || open_.empty()) {
+    return;
+  }
+  const int task = torch::autograd::get_current_graph_task_id();
+  for (std::size_t i = open_.size(); i-- > 0;) {
+    BackwardUse& use = *open_[i];
+    if (use.one_queue && use.graph_task == task && use.first_node.thread == node.mark.thread &&
+        use.first_node.sequence > node.mark.sequence) {
+      end(use);
+    }
+  }
+}
+
+void BackwardWatch::param_gradient_came(UnitCore& unit) {
+  unit.count_gradient();
+  // Ending removes from open_.
+  for (std::size_t i = open_.size(); i-- > 0;) {
+    if (open_[i]->unit == &unit) {
+      end_if_complete(*open_[i]);
+    }
+  }
+}
+
+void BackwardWatch::end_if_complete(BackwardUse& use) {
+  if (use.leads_home && use.inputs_left <= 0 && use.unit->all_gradients_came() &&
+      use.num_inputs + use.unit->num_trainable() > 0) {
+    end(use);
+  }
+}
+
+void BackwardWatch::end(BackwardUse& use) {
+  use.open = false;
+  const auto found = std::find_if(open_.begin(), open_.end(),
+                                  [&](const auto& each) { return each.get() == &use; });
+  const std::shared_ptr<BackwardUse> keep = *found;
+  open_.erase(found);
+  engine_->coordinator().end_use(use.unit->id(), Phase::kBackward);
+}
+
+void BackwardWatch::close() {
+  while (!open_.empty()) {
+    end(*open_.back());
+  }
+  gates_.clear();
+}
+
+void BackwardWatch::forget() {
+  for (const auto& use : open_) {
+    use->open = false;
+  }
+  open_.clear();
+  gates_.clear();
+}
+
+}  // namespace tessera::engine

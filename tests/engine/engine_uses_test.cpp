@@ -1,0 +1,209 @@
+// Every way in which a model uses its weights gives the gradients of plain autograd.
+#include <gtest/gtest.h>
+
+#include <ATen/core/grad_mode.h>
+
+#include "tests/engine/messages.h"
+#include "tests/engine/plain_gradients.h"
+#include "tests/engine/small_modules.h"
+
+namespace tessera::testing {
+namespace {
+
+// A unit for `engine`, or the same call without one.
+template <typename Callable>
+Unit<FunctionModule<Callable>> function_of(Engine* engine, const std::string& name,
+                                           const std::vector<at::Tensor>& params, Callable callable,
+                                           bool recompute = false) {
+  if (engine == nullptr) {
+    return Unit<FunctionModule<Callable>>(
+        std::make_shared<FunctionModule<Callable>>(std::move(callable), params), recompute);
+  }
+  UnitOptions options;
+  options.recompute = recompute;
+  return engine->function(name, params, std::move(callable), options);
+}
+
+TEST(Functions, MayUseAWeightInTheLoss) {
+  for (const bool recompute : {false, true}) {
+    expect_plain_gradients([recompute](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+      auto unit = unit_of(engine, "unit", affine(5, 6, 1), params);
+      const at::Tensor weight = unit->weight;
+      auto loss = function_of(
+          engine, "loss", {weight},
+          [weight](const at::Tensor& y) { return y.pow(2).mean() + weight.pow(2).sum() * 0.1; },
+          recompute);
+      return [=] { return loss(unit(input(4, 5, 0))); };
+    });
+  }
+}
+
+TEST(Functions, MayDeriveAWeightThatAnotherUnitUses) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto owner = unit_of(engine, "owner", affine(6, 6, 1), params);
+    auto user = unit_of(engine, "user", affine(6, 6, 2), params);
+    const at::Tensor weight = owner->weight;
+    auto derive = function_of(engine, "derive", {weight}, [weight] { return weight.tanh() * 2; });
+    return [=] { return user(at::linear(owner(input(4, 6, 0)), derive())).pow(2).mean(); };
+  });
+}
+
+TEST(Functions, WithWeightsOfNoUnitAreRefused) {
+  with_engines(1, [](Engine& engine, comm::Group&) {
+    EXPECT_SAYS("unit 'loss': the external tensor is no parameter",
+                engine.function("loss", {at::ones({3})}, [](const at::Tensor& x) { return x; }));
+  });
+}
+
+// The activation comes by capture, so the unit has no input that could tell of its end.
+TEST(Functions, ThatCaptureAnActivationKeepTheirWeightsUntilItHasItsGradient) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto first = unit_of(engine, "first", affine(5, 6, 1), params);
+    auto frozen = unit_of(engine, "frozen", affine(6, 6, 2, false), params);
+    auto last = unit_of(engine, "last", affine(6, 6, 3), params);
+    auto captured = std::make_shared<at::Tensor>();
+    const std::vector<at::Tensor> weights{frozen->weight, last->weight};
+    auto head = function_of(engine, "head", weights, [captured, weights] {
+      return at::linear(at::linear(*captured, weights[0]), weights[1]);
+    });
+    return [=] {
+      *captured = first(input(4, 5, 0));
+      return head().pow(2).mean();
+    };
+  });
+}
+
+// The outer unit's own gradient comes before the inner one's, which goes through a frozen weight.
+struct FrozenBetweenImpl : torch::nn::Module {
+  explicit FrozenBetweenImpl(Unit<AffineImpl> unit) : inner(std::move(unit)) {
+    weight = register_parameter("weight", input(6, 6, 4));
+    frozen = register_parameter("frozen", input(6, 6, 5), false);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return at::linear(at::linear(inner(x), frozen), weight);
+  }
+  Unit<AffineImpl> inner;
+  at::Tensor weight;
+  at::Tensor frozen;
+};
+
+TEST(Units, AroundUnitsStayUntilTheInnerOnesHaveTheirGradients) {
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto inner = unit_of(engine, "inner", affine(5, 6, 1), params);
+    auto outer = unit_of(engine, "outer", std::make_shared<FrozenBetweenImpl>(inner), params);
+    return [=] { return outer(input(4, 5, 0)).pow(2).mean(); };
+  });
+}
+
+// One weight under two names, used twice.
+struct TwiceImpl : torch::nn::Module {
+  TwiceImpl() {
+    weight = register_parameter("weight", input(6, 6, 1));
+    register_parameter("again", weight);
+    unused = register_parameter("unused", input(2, 2, 1));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return at::linear(at::gelu(at::linear(x, weight)), weight);
+  }
+  at::Tensor weight;
+  at::Tensor unused;
+};
+
+TEST(Weights, UsedTwiceInAUnitAndKnownTwiceGetOneGradient) {
+  for (const bool recompute : {false, true}) {
+    expect_plain_gradients([recompute](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+      const auto module = std::make_shared<TwiceImpl>();
+      if (params != nullptr) {
+        *params = {module->weight, module->unused};
+      }
+      auto unit = unit_of(engine, "unit", module, nullptr, recompute);
+      if (engine != nullptr) {
+        engine->add_external(unit, unit->weight);
+      }
+      return [=] { return unit(input(4, 6, 0)).pow(2).mean(); };
+    });
+  }
+}
+
+TEST(Weights, WithoutElementsTrainNothingAndHinderNothing) {
+  struct EmptyImpl : torch::nn::Module {
+    EmptyImpl() {
+      empty = register_parameter("empty", at::empty({0, 5}));
+      weight = register_parameter("weight", input(3, 5, 1));
+    }
+    at::Tensor forward(const at::Tensor& x) {
+      return at::linear(x, at::cat({empty, weight})) + empty.sum();
+    }
+    at::Tensor empty;
+    at::Tensor weight;
+  };
+  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+    auto unit = unit_of(engine, "unit", std::make_shared<EmptyImpl>(), params);
+    return [=] { return unit(input(4, 5, 0)).pow(2).mean(); };
+  });
+}
+
+TEST(Weights, ThatAreNeverUsedStayWhatTheyAre) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    auto used = engine.unit("used", affine(5, 6, 1));
+    auto never = engine.unit("never", affine(5, 6, 2));
+    for (int step = 0; step < 3; ++step) {
+      engine.backward(used(input(4, 5, step)).pow(2).mean());
+      engine.step();
+    }
+    EXPECT_EQ(never->weight.numel(), 30);
+    EXPECT_TRUE(
+        at::equal(engine.full_value(id_of(engine, "never.weight")), affine(5, 6, 2)->weight));
+  });
+}
+
+TEST(Forwards, SeveralBeforeOneBackwardGivePlainGradients) {
+  for (const bool recompute : {false, true}) {
+    expect_plain_gradients([recompute](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+      auto first = unit_of(engine, "first", affine(5, 6, 1), params);
+      auto second = unit_of(engine, "second", affine(6, 3, 2), params, recompute);
+      return [=] {
+        const at::Tensor a = second(at::gelu(first(input(4, 5, 0))));
+        const at::Tensor b = second(at::gelu(first(input(4, 5, 1))));
+        return (a * b).mean() + a.pow(2).mean();
+      };
+    });
+  }
+}
+
+TEST(Engines, TwoInOneProcessTrainOneGraphTogether) {
+  for (const int ranks : {1, 2}) {
+    with_engines(ranks, [](Engine& engine, comm::Group&) {
+      Engine other(engine.runtime());
+      auto a = engine.unit("unit", affine(5, 6, 1));
+      auto b = other.unit("unit", affine(6, 3, 2));
+      const auto plain_a = affine(5, 6, 1);
+      const auto plain_b = affine(6, 3, 2);
+      for (int step = 0; step < 3; ++step) {
+        // The second engine takes the first one's output as data, and hands its gradient back.
+        const at::Tensor middle = a(input(4, 5, step));
+        const at::Tensor leaf = middle.detach().set_requires_grad(true);
+        const at::Tensor loss = b(at::gelu(leaf)).pow(2).mean();
+        other.backward(loss);
+        engine.backward((middle * leaf.grad()).sum());
+        other.step();
+        engine.step();
+        const at::Tensor expected =
+            plain_b->forward(at::gelu(plain_a->forward(input(4, 5, step)))).pow(2).mean();
+        expected.backward();
+        const at::NoGradGuard no_grad;
+        for (const auto& module : {plain_a, plain_b}) {
+          for (at::Tensor& param : module->parameters()) {
+            param.sub_(param.grad());
+            param.mutable_grad().reset();
+          }
+        }
+      }
+      EXPECT_TRUE(at::allclose(engine.full_value(0), plain_a->weight, 1e-4, 1e-5));
+      EXPECT_TRUE(at::allclose(other.full_value(0), plain_b->weight, 1e-4, 1e-5));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing
