@@ -35,6 +35,7 @@ TORCH_UNITS = (
     "models/gpt*", "models/plain_trainer.*", "models/random_tokens.cpp",
     "examples/*", "tests/engine/*", "tests/models/*", "tests/shard/tensor_storage_test.cpp",
     "tests/optim/torch_adamw_test.cpp", "bench/*_torch_bench.cpp",
+    "tests/property/*case*", "tests/property/model_program.*", "tests/property/engine_*",
 )
 # Where c10d and Gloo may be named.
 C10D_UNITS = ("tessera/comm/*",)
