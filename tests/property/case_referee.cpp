@@ -60,8 +60,26 @@ class Referee {
   StepOutcome run_step(int step) {
     StepOutcome outcome;
     outcome.evaluations.resize(static_cast<std::size_t>(plan_.ranks));
+    for (const FreezePlan& freeze : plan_.freezes) {
+      if (freeze.step == step) {
+        const at::Tensor& param = program_.params()[static_cast<std::size_t>(freeze.param)];
+        param.set_requires_grad(!param.requires_grad());
+      }
+    }
+    for (const EditPlan& each : plan_.edits) {
+      if (each.step == step) {
+        edit(program_.params()[static_cast<std::size_t>(each.param)]);
+      }
+    }
     if (plan_.evaluates_before_step[static_cast<std::size_t>(step)]) {
       evaluate(step, outcome);
+    }
+    if (plan_.asks_for_input_gradients) {
+      const Moment moment{step, -1, 1};
+      for (int rank = 0; rank < plan_.ranks; ++rank) {
+        outcome.input_gradients.push_back(
+            program_.input_gradient(plan_.batch(moment, rank), moment));
+      }
     }
     Gradients sums(plan_.model.params.size());
     for (int micro = 0; micro < plan_.micro_batches; ++micro) {
@@ -126,7 +144,7 @@ class Referee {
         largest = &sum;
       }
     }
-    *largest = *largest * (1 + std::ldexp(1.0, -20));
+    *largest = *largest * (1 + std::ldexp(1.0, -10));
   }
 
   void update(const Gradients& sums, StepOutcome& outcome) {

@@ -55,10 +55,55 @@ class RankRun {
 
   void run_step(int step) {
     const StepOutcome& expected = expected_[static_cast<std::size_t>(step)];
+    change_params(step);
     std::vector<float> evaluations;
     if (plan_.evaluates_before_step[static_cast<std::size_t>(step)]) {
       evaluate(step, evaluations);
     }
+    if (plan_.asks_for_input_gradients) {
+      ask_for_input_gradient(step, expected);
+    }
+    if (step == plan_.interrupted_step) {
+      interrupt(step);
+    }
+    run_micro_batches(step);
+    if (plan_.evaluates_before_update) {
+      evaluate(step, evaluations);
+    }
+    const StepResult result = engine_.step();
+    if (evaluations != expected.evaluations[static_cast<std::size_t>(rank_)]) {
+      find(step, "losses of the evaluation differ");
+    }
+    compare_result(step, result, expected);
+    compare_params(step, expected);
+    check_unused(step);
+    check_limits(step);
+  }
+
+  void change_params(int step) {
+    for (const FreezePlan& freeze : plan_.freezes) {
+      if (freeze.step == step) {
+        const at::Tensor& param = program_.params()[static_cast<std::size_t>(freeze.param)];
+        if (freeze.by_user) {
+          param.set_requires_grad(!param.requires_grad());
+        } else {
+          engine_.set_trainable(param, !param.requires_grad());
+        }
+      }
+    }
+    for (const EditPlan& each : plan_.edits) {
+      if (each.step == step) {
+        const at::Tensor& param = program_.params()[static_cast<std::size_t>(each.param)];
+        GatheredScope scope = engine_.gathered({param}, each.rank);
+        if (each.rank == rank_) {
+          edit(param);
+        }
+        scope.close();
+      }
+    }
+  }
+
+  void run_micro_batches(int step) {
     for (int micro = 0; micro < plan_.micro_batches; ++micro) {
       std::vector<at::Tensor> losses;
       for (int forward = 0; forward < plan_.forwards; ++forward) {
@@ -69,17 +114,27 @@ class RankRun {
       }
       engine_.backward(losses, plan_.weight(step, micro, rank_));
     }
-    if (plan_.evaluates_before_update) {
-      evaluate(step, evaluations);
+  }
+
+  // Leaves the engine as it was before the step, or says what it left.
+  void interrupt(int step) {
+    program_.interrupter() = plan_.interrupter;
+    try {
+      run_micro_batches(step);
+      engine_.zero_grad();  // fewer runs than that
+    } catch (const Interruption&) {
+      check_unused(step);
     }
-    const StepResult result = engine_.step();
-    if (evaluations != expected.evaluations[static_cast<std::size_t>(rank_)]) {
-      find(step, "losses of the evaluation differ");
+    program_.interrupter() = {};
+  }
+
+  void ask_for_input_gradient(int step, const StepOutcome& expected) {
+    const Moment moment{step, -1, 1};
+    const at::Tensor found = program_.input_gradient(plan_.batch(moment, rank_), moment);
+    const at::Tensor& right = expected.input_gradients[static_cast<std::size_t>(rank_)];
+    if (found.defined() != right.defined() || (right.defined() && !at::equal(found, right))) {
+      find(step, "the gradient of the input differs");
     }
-    compare_result(step, result, expected);
-    compare_params(step, expected);
-    check_released(step);
-    check_limits(step);
   }
 
   void evaluate(int step, std::vector<float>& losses) {
@@ -99,8 +154,9 @@ class RankRun {
       find(step, "weight ", result.weight, ", expected ", expected.weight);
     }
     const double unit = std::ldexp(1.0, -52);
-    const double num_losses = plan_.ranks * plan_.micro_batches * plan_.forwards *
-                              static_cast<double>(1 + plan_.model.losses.size());
+    const double num_losses =
+        plan_.ranks * plan_.micro_batches * plan_.forwards *
+        static_cast<double>(1 + plan_.model.losses.size() + plan_.model.weight_losses.size());
     if (!(std::abs(result.loss - expected.loss) <= (num_losses + 2) * unit * expected.loss_terms)) {
       find(step, "loss ", result.loss, ", expected ", expected.loss);
     }
@@ -135,10 +191,11 @@ class RankRun {
     }
   }
 
-  void check_released(int step) {
+  // Nobody uses anything, and the arena is what it was. What is gathered ahead may be there.
+  void check_unused(int step) {
     for (int id = 0; id < engine_.num_params(); ++id) {
       const shard::Param& param = engine_.param(id);
-      if (param.num_users() != 0 || param.state() != shard::ParamState::kReleased) {
+      if (param.num_users() != 0) {
         find(step, "parameter '", param.name(), "' is ", to_string(param.state()), " and has ",
              param.num_users(), " users after the step");
       }
@@ -177,7 +234,7 @@ class RankRun {
     }
     if (plan_.model.is_chain) {
       const std::int64_t live = plan_.ranks > 1 ? plan_.config().get_bytes("live.limit_bytes") : 0;
-      limit = std::min(limit, live) + (live < limit ? largest_unit_bytes() : 0);
+      limit = std::min(limit, std::max(live, largest_unit_bytes()));
     }
     if (stats.full_bytes_peak > limit) {
       find(step, stats.full_bytes_peak, " full bytes at once, at most ", limit, " are allowed");
@@ -205,7 +262,8 @@ std::vector<std::string> run_sharded(const CasePlan& plan, const std::vector<Ste
   group_options.timeout = std::chrono::seconds(20);
   try {
     comm::run_ranks(world, group_options, [&](comm::Group& group) {
-      Runtime runtime(plan.config(), group, options.runtime);
+      Runtime runtime(plan.config(), group,
+                      options.runtime ? options.runtime(group.rank()) : RuntimeOptions{-1, 1, 0});
       Engine engine(runtime);
       RankRun(plan, expected, engine, findings).run();
     });

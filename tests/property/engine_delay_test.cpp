@@ -2,9 +2,11 @@
 // bit.
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include <gtest/gtest.h>
 
+#include "tessera/device/late_device.h"
 #include "tests/property/random_case.h"
 
 namespace tessera::testing {
@@ -13,6 +15,18 @@ namespace {
 constexpr std::uint64_t kFirstSeed = 100000;
 constexpr std::uint64_t kRunsPerPart = 50;
 constexpr std::uint32_t kMaxDelayUs = 30;
+
+RuntimeOptions late_runtime(std::uint64_t seed, int rank) {
+  RuntimeOptions options{-1, 1, 0};
+  options.make_device = [seed, rank](device::CpuDeviceOptions host) {
+    device::LateDeviceOptions late;
+    late.mode = seed % 2 == 0 ? device::LateMode::kLazy : device::LateMode::kRandom;
+    late.seed = seed * 8 + static_cast<std::uint64_t>(rank);
+    late.host = std::move(host);
+    return device::make_late_device(std::move(late));
+  };
+  return options;
+}
 
 class EngineDelays : public ::testing::TestWithParam<int> {};
 
@@ -26,6 +40,7 @@ TEST_P(EngineDelays, ChangeNoBit) {
     ShardedOptions options;
     options.world.max_delay_us = kMaxDelayUs;
     options.world.seed = seed;
+    options.runtime = [seed](int rank) { return late_runtime(seed, rank); };
     const std::string found = judge(plan, Planted::kNothing, options);
     EXPECT_TRUE(found.empty()) << found;
   }

@@ -7,6 +7,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/module.h>
 
 #include "tessera/shard/tensor_storage.h"
@@ -21,8 +22,11 @@ class Block : public torch::nn::Module {
  public:
   // `tensors`: by slot. `inner`: by unit of the model.
   Block(const UnitPlan& plan, std::vector<at::Tensor> tensors,
-        const std::vector<ModelProgram::Call>& inner)
-      : plan_(plan), tensors_(std::move(tensors)), inner_(inner) {
+        const std::vector<ModelProgram::Call>& inner, std::shared_ptr<Interrupter> interrupter)
+      : plan_(plan),
+        tensors_(std::move(tensors)),
+        inner_(inner),
+        interrupter_(std::move(interrupter)) {
     for (std::size_t i = 0; i < plan_.slots.size(); ++i) {
       if (plan_.slots[i].link != Link::kExternal) {
         register_parameter("p" + std::to_string(i), tensors_[i], tensors_[i].requires_grad());
@@ -36,8 +40,18 @@ class Block : public torch::nn::Module {
     for (std::size_t i = 1; i < arguments.size(); ++i) {
       h = h + arguments[i] * 0.5;
     }
+    const bool interrupts = interrupter_->runs_left > 0 && --interrupter_->runs_left == 0;
+    if (interrupts && !interrupter_->in_backward) {
+      throw Interruption();
+    }
     for (const OpPlan& op : plan_.ops) {
       h = apply(op, h, ids);
+    }
+    if (interrupts) {
+      h = h * 1;  // not somebody else's tensor
+      if (h.requires_grad()) {
+        h.register_hook([](const at::Tensor&) -> void { throw Interruption(); });
+      }
     }
     std::vector<at::Tensor> results{h};
     if (plan_.num_results() > 1) {
@@ -84,6 +98,7 @@ class Block : public torch::nn::Module {
   const UnitPlan plan_;
   const std::vector<at::Tensor> tensors_;
   const std::vector<ModelProgram::Call> inner_;
+  const std::shared_ptr<Interrupter> interrupter_;
 };
 
 struct TensorBlock : Block {
@@ -148,6 +163,9 @@ ModelProgram::ModelProgram(const ModelPlan& plan, const BuildOptions& options)
   for (const UnitPlan& unit : plan_.units) {
     add_unit(unit);
   }
+  for (const WeightLossPlan& loss : plan_.weight_losses) {
+    add_weight_loss(loss);
+  }
 }
 
 at::Tensor ModelProgram::make_value(std::size_t index, const UnitPlan& unit) const {
@@ -175,7 +193,7 @@ ModelProgram::Call ModelProgram::wrap(const UnitPlan& plan) {
   for (const SlotPlan& slot : plan.slots) {
     tensors.push_back(params_[static_cast<std::size_t>(slot.param)]);
   }
-  auto module = std::make_shared<Module>(plan, std::move(tensors), units_);
+  auto module = std::make_shared<Module>(plan, std::move(tensors), units_, interrupter_);
   std::vector<at::Tensor> elsewhere;  // used, and not registered
   for (const SlotPlan& slot : plan.slots) {
     if (slot.link == Link::kExternal) {
@@ -227,6 +245,21 @@ void ModelProgram::add_unit(const UnitPlan& unit) {
   }
 }
 
+void ModelProgram::add_weight_loss(const WeightLossPlan& loss) {
+  const at::Tensor param = params_[static_cast<std::size_t>(loss.param)];
+  const auto decay = [param] { return param.pow(2).sum() * 0.125; };
+  using Function = FunctionModule<std::decay_t<decltype(decay)>>;
+  UnitOptions unit_options;
+  unit_options.recompute = loss.recompute;
+  Unit<Function> unit(std::make_shared<Function>(decay, std::vector<at::Tensor>{param}),
+                      loss.recompute && options_.recompute);
+  if (options_.engine != nullptr) {
+    unit = options_.engine->function("weight" + std::to_string(weight_losses_.size()), {param},
+                                     decay, unit_options);
+  }
+  weight_losses_.push_back([unit] { return unit(); });
+}
+
 std::vector<at::Tensor> ModelProgram::inner_params(const UnitPlan& unit) const {
   std::vector<at::Tensor> result;
   for (const OpPlan& op : unit.ops) {
@@ -256,9 +289,23 @@ std::vector<at::Tensor> ModelProgram::call(int unit, std::vector<at::Tensor> arg
   return units_[static_cast<std::size_t>(unit)](arguments, ids);
 }
 
-std::vector<at::Tensor> ModelProgram::losses(const Batch& batch, const Moment& moment) const {
+at::Tensor ModelProgram::input_of(const Batch& batch) const {
   at::Tensor input = options_.in_double ? batch.values.to(at::kDouble) : batch.values.clone();
-  input.set_requires_grad(plan_.input_needs_gradient);
+  return input.set_requires_grad(plan_.input_needs_gradient);
+}
+
+at::Tensor ModelProgram::input_gradient(const Batch& batch, const Moment& moment) const {
+  const at::Tensor input = batch.values.clone().set_requires_grad(true);
+  at::Tensor sum;
+  for (const at::Tensor& loss : losses(input, batch.ids, moment)) {
+    sum = sum.defined() ? sum + loss : loss;
+  }
+  return torch::autograd::grad({sum}, {input}, {}, /*retain_graph=*/false, /*create_graph=*/false,
+                               /*allow_unused=*/true)[0];
+}
+
+std::vector<at::Tensor> ModelProgram::losses(const at::Tensor& input, const at::Tensor& ids,
+                                             const Moment& moment) const {
   std::vector<at::Tensor> values{input};
   for (std::size_t i = 0; i < plan_.calls.size(); ++i) {
     const CallPlan& plan = plan_.calls[i];
@@ -268,9 +315,9 @@ std::vector<at::Tensor> ModelProgram::losses(const Batch& batch, const Moment& m
     }
     std::vector<at::Tensor> results{arguments[0]};
     if (happens(plan_, i, moment)) {
-      results = call(plan.unit, std::move(arguments), batch.ids);
+      results = call(plan.unit, std::move(arguments), ids);
     } else if (plan.otherwise >= 0) {
-      results = call(plan.otherwise, std::move(arguments), batch.ids);
+      results = call(plan.otherwise, std::move(arguments), ids);
     }
     const auto wanted =
         static_cast<std::size_t>(plan_.units[static_cast<std::size_t>(plan.unit)].num_results());
@@ -279,10 +326,16 @@ std::vector<at::Tensor> ModelProgram::losses(const Batch& batch, const Moment& m
     }
   }
   const auto head = static_cast<int>(plan_.units.size()) - 1;
-  std::vector<at::Tensor> found{loss_of(
-      call(head, {values[static_cast<std::size_t>(plan_.head_argument)]}, batch.ids)[0], 0)};
+  std::vector<at::Tensor> found{
+      loss_of(call(head, {values[static_cast<std::size_t>(plan_.head_argument)]}, ids)[0], 0)};
   for (const LossPlan& loss : plan_.losses) {
     const at::Tensor value = loss_of(values[static_cast<std::size_t>(loss.value)], loss.form);
+    if (value.requires_grad() || !at::GradMode::is_enabled()) {
+      found.push_back(value);
+    }
+  }
+  for (const auto& weight_loss : weight_losses_) {
+    const at::Tensor value = weight_loss();
     if (value.requires_grad() || !at::GradMode::is_enabled()) {
       found.push_back(value);
     }

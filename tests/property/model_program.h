@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -18,6 +19,15 @@ namespace tessera::testing {
 struct Batch {
   at::Tensor values;  // rows x columns
   at::Tensor ids;     // one integer per row
+};
+
+// Makes a run of a unit's module throw, as a user's code may.
+struct Interruption : std::runtime_error {
+  Interruption() : std::runtime_error("interrupted on purpose") {}
+};
+struct Interrupter {
+  int runs_left = 0;         // until the module that throws; 0: none does
+  bool in_backward = false;  // not in its forward, but when the gradient of its result comes
 };
 
 struct BuildOptions {
@@ -36,16 +46,25 @@ class ModelProgram {
 
   // One forward. The head's loss comes first; losses that need no gradient are left out unless
   // gradients are off.
-  std::vector<at::Tensor> losses(const Batch& batch, const Moment& moment) const;
+  std::vector<at::Tensor> losses(const Batch& batch, const Moment& moment) const {
+    return losses(input_of(batch), batch.ids, moment);
+  }
+  std::vector<at::Tensor> losses(const at::Tensor& input, const at::Tensor& ids,
+                                 const Moment& moment) const;
+  // Of the sum of the losses, outside of training: no parameter gets one.
+  at::Tensor input_gradient(const Batch& batch, const Moment& moment) const;
   // In the order of the plan.
   const std::vector<at::Tensor>& params() const { return params_; }
+  Interrupter& interrupter() const { return *interrupter_; }
 
   using Call =
       std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&, const at::Tensor&)>;
 
  private:
+  at::Tensor input_of(const Batch& batch) const;
   at::Tensor make_value(std::size_t param, const UnitPlan& unit) const;
   void add_unit(const UnitPlan& unit);
+  void add_weight_loss(const WeightLossPlan& loss);
   template <typename Module>
   Call wrap(const UnitPlan& unit);
   std::vector<at::Tensor> call(int unit, std::vector<at::Tensor> arguments,
@@ -57,6 +76,8 @@ class ModelProgram {
   const BuildOptions options_;
   std::vector<at::Tensor> params_;
   std::vector<Call> units_;
+  std::vector<std::function<at::Tensor()>> weight_losses_;
+  const std::shared_ptr<Interrupter> interrupter_ = std::make_shared<Interrupter>();
 };
 
 }  // namespace tessera::testing

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include "tests/property/draw.h"
 
@@ -34,6 +35,23 @@ CasePlan draw_case(std::uint64_t seed) {
     plan.evaluates_before_step.push_back(draw.chance(25));
   }
   plan.evaluates_before_update = draw.chance(15);
+  plan.asks_for_input_gradients = draw.chance(15);
+  const auto num_params = static_cast<int>(plan.model.params.size());
+  for (int step = 0; step < plan.steps; ++step) {
+    while (draw.chance(20)) {
+      plan.edits.push_back(
+          {step, draw.between(0, num_params - 1), draw.between(0, plan.ranks - 1)});
+    }
+    // The last parameter is the head's: without it there might be no gradient.
+    while (num_params > 1 && draw.chance(15)) {
+      plan.freezes.push_back({step, draw.between(0, num_params - 2), draw.chance(50)});
+    }
+  }
+  if (draw.chance(25)) {
+    plan.interrupted_step = draw.between(0, plan.steps - 1);
+    plan.interrupter.runs_left = draw.between(1, 12);
+    plan.interrupter.in_backward = draw.chance(50);
+  }
   const std::pair<const char*, std::vector<const char*>> choices[] = {
       {"prefetch.bucket_bytes", {"0", "1", "100", "400", "4KiB", "128MiB"}},
       {"prefetch.max_inflight", {"1", "2", "4"}},
@@ -61,12 +79,32 @@ std::string CasePlan::describe() const {
       out << ", evaluation before step " << step;
     }
   }
-  out << (evaluates_before_update ? ", evaluation before every update" : "") << "\n  options:";
+  out << (evaluates_before_update ? ", evaluation before every update" : "")
+      << (asks_for_input_gradients ? ", gradients of inputs before every step" : "");
+  for (const EditPlan& edit : edits) {
+    out << ", rank " << edit.rank << " edits "
+        << model.params[static_cast<std::size_t>(edit.param)].name << " before step " << edit.step;
+  }
+  for (const FreezePlan& freeze : freezes) {
+    out << ", " << model.params[static_cast<std::size_t>(freeze.param)].name
+        << " frozen or unfrozen " << (freeze.by_user ? "by the user " : "") << "before step "
+        << freeze.step;
+  }
+  if (interrupted_step >= 0) {
+    out << ", step " << interrupted_step << " interrupted by run " << interrupter.runs_left
+        << (interrupter.in_backward ? " in its backward" : "");
+  }
+  out << "\n  options:";
   for (const auto& [name, value] : options) {
     out << ' ' << name << '=' << value;
   }
   out << " pack_below_bytes=" << pack_below_bytes << '\n' << model.describe();
   return out.str();
+}
+
+void edit(const at::Tensor& param) {
+  const at::NoGradGuard no_grad;
+  param.mul_(0.5).add_(0.25);
 }
 
 Batch CasePlan::batch(const Moment& moment, int rank) const {

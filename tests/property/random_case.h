@@ -33,7 +33,22 @@
 
 namespace tessera::testing {
 
-inline constexpr double kLearningRate = 0.0625;
+// Before a step a rank changes a whole parameter: Engine::gathered().
+struct EditPlan {
+  int step = 0;
+  int param = 0;
+  int rank = 0;
+};
+// Before a step a parameter is frozen, or no longer.
+struct FreezePlan {
+  int step = 0;
+  int param = 0;
+  bool by_user = false;  // requires_grad_(), not Engine::set_trainable()
+};
+// What an edit does, in both runs.
+void edit(const at::Tensor& param);
+
+inline constexpr double kLearningRate = 1.0 / 256;
 
 struct CasePlan {
   std::uint64_t seed = 0;
@@ -44,6 +59,11 @@ struct CasePlan {
   int forwards = 1;                         // before one backward
   std::vector<bool> evaluates_before_step;  // without gradients, by step
   bool evaluates_before_update = false;     // between the last backward and step()
+  bool asks_for_input_gradients = false;    // outside of training, before every step
+  std::vector<EditPlan> edits;
+  std::vector<FreezePlan> freezes;
+  int interrupted_step = -1;  // abandoned by an exception, and begun again
+  Interrupter interrupter;
   std::vector<std::pair<std::string, std::string>> options;
   std::size_t pack_below_bytes = 0;
 
@@ -62,12 +82,13 @@ struct StepOutcome {
   double weight = 0;
   std::vector<at::Tensor> params;               // by plan, as they lie in memory
   std::vector<std::vector<float>> evaluations;  // by rank: losses
+  std::vector<at::Tensor> input_gradients;      // by rank, where asked for
 };
 
 // Mistakes that the comparison must find; made on purpose, in the referee.
 enum class Planted : std::uint8_t {
   kNothing,
-  kGradientOff,        // of one parameter, by a factor of 1 + 2^-20
+  kGradientOff,        // of one parameter, by a factor of 1 + 2^-10
   kMicroBatchLeftOut,  // of one rank
   kParamOff,           // one element of one parameter, by one unit in the last place
 };
@@ -75,8 +96,8 @@ std::vector<StepOutcome> run_referee(const CasePlan& plan, Planted planted = Pla
 
 // What else a test wants done to the runs of a case.
 struct ShardedOptions {
-  comm::ThreadWorldOptions world;  // its num_ranks is the case's
-  RuntimeOptions runtime{-1, 1, 0};
+  comm::ThreadWorldOptions world;                   // its num_ranks is the case's
+  std::function<RuntimeOptions(int rank)> runtime;  // null: the CPU, with one thread
 };
 // Lines that say what was wrong; empty: nothing.
 std::vector<std::string> run_sharded(const CasePlan& plan, const std::vector<StepOutcome>& expected,

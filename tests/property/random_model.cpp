@@ -217,6 +217,10 @@ class ModelDraw {
     for (int i = 0; i < num_losses; ++i) {
       model_.losses.push_back({draw_.between(0, num_values - 1), draw_.between(0, 2)});
     }
+    const auto num_params = static_cast<int>(model_.params.size());
+    while (draw_.chance(15)) {
+      model_.weight_losses.push_back({draw_.between(0, num_params - 1), draw_.chance(25)});
+    }
   }
 
   Draw draw_;
@@ -285,7 +289,9 @@ int UnitPlan::num_results() const {
 }
 
 bool ModelPlan::has_recompute() const {
-  return std::any_of(units.begin(), units.end(),
+  return std::any_of(weight_losses.begin(), weight_losses.end(),
+                     [](const WeightLossPlan& loss) { return loss.recompute; }) ||
+         std::any_of(units.begin(), units.end(),
                      [](const UnitPlan& unit) { return unit.recompute; });
 }
 
@@ -331,6 +337,10 @@ std::string ModelPlan::describe() const {
   out << "  head(" << head_argument << ')';
   for (const LossPlan& loss : losses) {
     out << ", loss of value " << loss.value << " form " << loss.form;
+  }
+  for (const WeightLossPlan& loss : weight_losses) {
+    out << ", loss of weight " << params[static_cast<std::size_t>(loss.param)].name
+        << (loss.recompute ? " recomputed" : "");
   }
   out << '\n';
   return out.str();

@@ -10,7 +10,8 @@
 //   units       without parameters, frozen, recomputed, inside one another, one tensor or a tuple
 //               or a vector as arguments and results, an argument handed back as a result
 //   program     a unit called several times or never, results nobody uses, calls that are left out
-//               or go to another unit in some steps (the same on all ranks), several losses
+//               or go to another unit in some steps (the same on all ranks), several losses, a
+//               weight in the loss
 //
 // A quarter of the models are chains: every unit once, in a row, with nothing that lets two of
 // their uses overlap. For those coordinator.h promises limits that need no allowance.
@@ -90,6 +91,12 @@ struct LossPlan {
   int form = 0;
 };
 
+// A weight in the loss, outside of the units that own it: Engine::function().
+struct WeightLossPlan {
+  int param = 0;
+  bool recompute = false;
+};
+
 struct ModelPlan {
   std::uint64_t seed = 0;
   std::int64_t columns = 1;
@@ -99,6 +106,7 @@ struct ModelPlan {
   std::vector<CallPlan> calls;
   int head_argument = 0;         // a value
   std::vector<LossPlan> losses;  // besides that of the head
+  std::vector<WeightLossPlan> weight_losses;
   bool input_needs_gradient = false;
   bool is_chain = false;
 
