@@ -12,8 +12,8 @@ Engine::Engine(Runtime& runtime, const EngineOptions& options)
 Engine::~Engine() = default;
 
 engine::UnitCore* Engine::add_unit(const std::string& name, const std::vector<NamedTensor>& params,
-                                   const UnitOptions& options) {
-  return impl_->add_unit(name, params, options);
+                                   const UnitOptions& options, const std::string& module_type) {
+  return impl_->add_unit(name, params, options, module_type);
 }
 void Engine::add_external_param(engine::UnitCore& unit, const at::Tensor& param) {
   impl_->add_external(unit, param);
@@ -27,7 +27,15 @@ void Engine::backward(const std::vector<at::Tensor>& losses, double weight) {
   impl_->backward(losses, weight);
 }
 StepResult Engine::step() { return impl_->step(); }
+std::optional<StepResult> Engine::follow_step() { return impl_->follow_step(); }
+ResidentScope Engine::resident() { return ResidentScope(impl_->begin_resident()); }
 void Engine::zero_grad() { impl_->zero_grad(); }
+
+void Engine::set_leaf(const std::string& name) { impl_->set_leaf(name, true); }
+void Engine::set_leaf(const coordinator::LeafRule& rule) { impl_->set_leaf(rule, true); }
+void Engine::clear_leaf(const std::string& name) { impl_->set_leaf(name, false); }
+void Engine::clear_leaf(const coordinator::LeafRule& rule) { impl_->set_leaf(rule, false); }
+std::vector<std::string> Engine::leaf_units() { return impl_->leaf_units(); }
 
 GatheredScope Engine::gathered(const std::vector<at::Tensor>& params, int modifier_rank) {
   return gathered_ids(impl_->ids_of(params), modifier_rank);

@@ -40,15 +40,18 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Type.h>
 
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/engine/function_unit.h"
 #include "tessera/engine/gathered.h"
 #include "tessera/engine/init.h"
+#include "tessera/engine/resident.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/engine/unit.h"
 #include "tessera/grad/reducer.h"
@@ -67,6 +70,9 @@ struct NamedTensor {
 
 struct UnitOptions {
   bool recompute = false;
+  // Some ranks may skip it in a step (mixture of experts): see coordinator/meeting.h. The option
+  // unit.dynamic_names says the same by name.
+  bool dynamic = false;
   // Stands before the names of the parameters; null: the unit's name and a dot.
   std::optional<std::string> param_prefix;
   // By the parameter's name inside the unit; null: Init::module().
@@ -117,7 +123,7 @@ class Engine {
     for (const auto& item : module->named_parameters()) {
       params.push_back({item.key(), item.value()});
     }
-    engine::UnitCore* core = add_unit(name, params, options);
+    engine::UnitCore* core = add_unit(name, params, options, c10::demangle(typeid(Module).name()));
     std::vector<NamedTensor> buffers;
     for (const auto& item : module->named_buffers()) {
       buffers.push_back({item.key(), item.value()});
@@ -147,18 +153,35 @@ class Engine {
   }
   // What unit() does, for those who watch modules in another way.
   engine::UnitCore* add_unit(const std::string& name, const std::vector<NamedTensor>& params,
-                             const UnitOptions& options);
+                             const UnitOptions& options, const std::string& module_type = {});
   void add_external_param(engine::UnitCore& unit, const at::Tensor& param);
   // Collective.
   void send_buffers(const std::string& unit, const std::vector<NamedTensor>& buffers);
+
+  // A leaf is gathered whole, with all units inside it, whose names begin with its name and a dot.
+  // Before the first forward, when the units are made. By name ('*' in front: by the end of names),
+  // or by any rule; one that matches no unit is a ConfigError. Options: unit.leaf_*.
+  void set_leaf(const std::string& name);
+  void set_leaf(const coordinator::LeafRule& rule);
+  void clear_leaf(const std::string& name);
+  void clear_leaf(const coordinator::LeafRule& rule);
+  std::vector<std::string> leaf_units();
 
   // Throws ConfigError for a loss that is not one number, a negative or non-finite weight.
   void backward(const at::Tensor& loss, double weight = 1);
   // Several roots of one graph; their sum is the loss.
   void backward(const std::vector<at::Tensor>& losses, double weight = 1);
   StepResult step();
+  // For a rank that has run out of data before the others: takes part in their next step, with
+  // weight zero. Null: no rank has data any more. Wants unit.uneven_data=true on all ranks.
+  std::optional<StepResult> follow_step();
   // Gradients of this step are forgotten.
   void zero_grad();
+
+  // Collective: for generation and evaluation. All parameters are gathered once and stay until the
+  // scope is closed, if they fit into live.limit_bytes; else units gather as usual, and the log
+  // says so. backward() and step() inside are errors.
+  [[nodiscard]] ResidentScope resident();
 
   // Collective: whole parameters for reading, or for changing on one rank. See gathered.h.
   [[nodiscard]] GatheredScope gathered(const std::vector<at::Tensor>& params,

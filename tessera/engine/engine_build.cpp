@@ -1,6 +1,7 @@
 // Building: parameters are sharded as units are made, so that the peak is one unit.
 
 #include <algorithm>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -42,7 +43,8 @@ Tier device_tier() { return device::tier_of(device::MemoryKind::kDevice); }
 
 engine::UnitCore* Engine::Impl::add_unit(const std::string& name,
                                          const std::vector<NamedTensor>& unit_params,
-                                         const UnitOptions& options) {
+                                         const UnitOptions& options,
+                                         const std::string& module_type) {
   check_usable();
   TESSERA_CHECK(!is_sealed(), ConfigError, "unit '", name,
                 "' is added after the first forward; make all units of a model before it runs");
@@ -75,7 +77,8 @@ engine::UnitCore* Engine::Impl::add_unit(const std::string& name,
   }
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
-  const coordinator::UnitId id = coordinator_->add_unit(name, ids);
+  const coordinator::UnitId id =
+      coordinator_->add_unit(name, ids, traits_of(name, module_type, options.dynamic));
   units_.push_back(std::make_shared<engine::UnitCore>(*this, id, name));
   for (const int param : ids) {
     units_of_param_[static_cast<std::size_t>(param)].push_back(units_.back().get());
@@ -194,9 +197,13 @@ void Engine::Impl::seal() {
   TESSERA_CHECK(params.num_params() > 0, ConfigError,
                 "the engine has no parameters; make units of modules with parameters first");
   gathered_.check_no_early_scope();
+  settle_units();
   optimizer = std::make_unique<optim::ShardedOptimizer>(params, runtime.device(), runtime.kernels(),
                                                         optim::RuleOptions::from(runtime.config()));
   make_reducer();
+  coordinator_->set_dynamic_gradients(
+      {[this] { return reducer_->pending_dynamic(); },
+       [this](std::span<const int> ids) { reducer_->reduce_dynamic(ids); }});
 }
 
 void Engine::Impl::make_reducer() {
@@ -208,12 +215,17 @@ void Engine::Impl::make_reducer() {
       return runtime.kernels().start_add(values, addend, numel, stream);
     };
   }
+  if (coordinator_->meets()) {
+    // Every call of this group is at a moment on which ranks have agreed.
+    parts.dynamic_group = &group();
+  }
   grad::ReducerOptions reductions =
       grad::ReducerOptions::from(runtime.config(), params[0].layout().dtype());
   if (!runtime.config().is_set("grad.bucket_bytes")) {
     reductions.bucket_bytes =
         std::clamp(trainable_bytes() / 4, kSmallestBucketBytes, reductions.bucket_bytes);
   }
+  reducer_.reset();  // before another works with the same group and memory
   reducer_ = std::make_unique<grad::Reducer>(parts, reductions);
 }
 

@@ -89,6 +89,9 @@ Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
 }
 
 Engine::Impl::~Impl() {
+  if (resident_) {
+    resident_->engine = nullptr;
+  }
   watch_->detach();
   for (const auto& unit : units_) {
     unit->detach();
@@ -99,9 +102,13 @@ Engine::Impl::~Impl() {
 }
 
 void Engine::Impl::agree_on_weight_scale(double weight) {
-  if (weight_scale_ > 0) {
-    return;
+  if (weight_scale_ == 0) {
+    coordinator_->meet(coordinator::MeetingPoint::kWeights);
+    find_weight_scale(weight);
   }
+}
+
+void Engine::Impl::find_weight_scale(double weight) {
   // Gradients keep their usual size, which matters in fp16, and since it is a power of two no bit
   // of the result depends on it.
   const auto host =
@@ -132,6 +139,7 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
                   "backward: the loss does not depend on any trainable parameter");
   }
   begin_pass();
+  check_not_resident("backward()");
   agree_on_weight_scale(weight);
   const double factor = weight / weight_scale_ * loss_scale_.value();
   std::vector<at::Tensor> gradients;
@@ -145,6 +153,7 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
     --backward_depth_;
     if (backward_depth_ == 0) {
       close_backward();
+      coordinator_->meet(coordinator::MeetingPoint::kBackwardEnd);
       reducer_->finish_backward();
     }
   } catch (...) {
@@ -181,6 +190,7 @@ void Engine::Impl::begin_pass() {
 }
 
 void Engine::Impl::enter_backward() {
+  check_not_resident("a backward");
   TESSERA_CHECK(!at::GradMode::is_enabled(), ConfigError,
                 "create_graph is set: a second derivative would read weights after their release; "
                 "sharded parameters do not support it");
@@ -245,6 +255,11 @@ void Engine::Impl::abandon() noexcept {
   weighted_loss_ = at::Tensor();
   try {
     coordinator_->release_all();
+    if (reducer_ && reducer_->in_backward() && coordinator_->meets()) {
+      // Ranks may have stopped at different gradients: now all have started all.
+      reducer_->drop_dynamic();
+      reducer_->finish_backward();
+    }
     if (reducer_) {
       reducer_->clear();
     }
@@ -295,6 +310,12 @@ StepResult Engine::Impl::step() {
                 "step() without a backward since the last step; call engine.backward(loss) first");
   TESSERA_CHECK(forward_depth_ == 0 && backward_depth_ == 0, ConfigError,
                 "step() inside of a forward or backward");
+  check_not_resident("step()");
+  coordinator_->meet(coordinator::MeetingPoint::kStep);
+  return finish_step();
+}
+
+StepResult Engine::Impl::finish_step() {
   const SpanScope span(runtime.spans(), "step");
   // Gathered copies are stale after the update, and nobody needs them before it.
   coordinator_->end_step();
@@ -321,6 +342,7 @@ StepResult Engine::Impl::step() {
   weight_sum_ = 0;
   weighted_loss_ = at::Tensor();
   ++num_steps;
+  coordinator_->start_ahead();
   return result;
 }
 
@@ -329,6 +351,7 @@ EngineStats Engine::Impl::take_stats() {
   stats.gathers = coordinator_->take_stats();
   if (reducer_) {
     stats.reductions = reducer_->take_stats();
+    add_stats(stats.reductions, std::exchange(replaced_reductions_, {}));
   }
   const auto ranks = static_cast<std::uint64_t>(group().size());
   // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.

@@ -10,9 +10,11 @@
 // Threads: as Engine.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -34,6 +36,21 @@
 
 namespace tessera {
 
+namespace engine {
+struct ResidentState {
+  Engine::Impl* engine = nullptr;  // null: closed
+  bool is_resident = false;
+};
+}  // namespace engine
+
+// Of two reducers, one after the other.
+inline void add_stats(grad::ReducerStats& to, const grad::ReducerStats& stats) {
+  to.num_reductions += stats.num_reductions;
+  to.reduced_bytes += stats.reduced_bytes;
+  to.held_bytes_peak = std::max(to.held_bytes_peak, stats.held_bytes_peak);
+  to.exposed_wait_s += stats.exposed_wait_s;
+}
+
 class Engine::Impl {
  public:
   Impl(Runtime& runtime, const EngineOptions& options);
@@ -43,10 +60,14 @@ class Engine::Impl {
 
   // --- building (engine_build.cpp) ---
   engine::UnitCore* add_unit(const std::string& name, const std::vector<NamedTensor>& params,
-                             const UnitOptions& options);
+                             const UnitOptions& options, const std::string& module_type);
   void add_external(engine::UnitCore& unit, const at::Tensor& tensor);
   // Collective: rank 0's values count, so that no rank can differ.
   void send_buffers(const std::string& unit, const std::vector<NamedTensor>& buffers);
+  // (engine_traits.cpp)
+  void set_leaf(const coordinator::LeafRule& rule, bool is_leaf);
+  void set_leaf(const std::string& name, bool is_leaf);
+  std::vector<std::string> leaf_units();
   // No unit can be added from here on.
   void seal();
   bool is_sealed() const { return reducer_ != nullptr; }
@@ -55,6 +76,11 @@ class Engine::Impl {
   void backward(const std::vector<at::Tensor>& losses, double weight);
   StepResult step();
   void zero_grad();
+  // (engine_inference.cpp)
+  std::optional<StepResult> follow_step();
+  std::shared_ptr<engine::ResidentState> begin_resident();
+  void end_resident(engine::ResidentState& state);
+  void check_not_resident(const char* what) const;
   // See [Note: abandoning a step]. Never throws.
   void abandon() noexcept;
   std::uint64_t epoch() const { return epoch_; }
@@ -112,6 +138,10 @@ class Engine::Impl {
                 double weight_decay_scale);
   void check_param(const std::string& name, const at::Tensor& tensor) const;
   void convert_param(const NamedTensor& param, DType dtype) const;
+  coordinator::UnitTraits traits_of(const std::string& name, const std::string& type,
+                                    bool dynamic) const;
+  void apply_leaf_options();
+  void settle_units();
   std::int64_t trainable_bytes() const;
   void make_reducer();
   void watch_gradient(int id);
@@ -121,6 +151,8 @@ class Engine::Impl {
   void change_trainable(const std::vector<int>& ids);
   void reduce_gradient(const shard::Param& param, at::Tensor gradient);
   void agree_on_weight_scale(double weight);
+  void find_weight_scale(double weight);  // where all ranks are
+  StepResult finish_step();
   void close_backward();
   optim::StepSums sum_over_ranks();
 
@@ -133,6 +165,7 @@ class Engine::Impl {
   std::unordered_map<const c10::TensorImpl*, int> id_of_tensor_;
   const std::shared_ptr<engine::BackwardWatch> watch_;
   engine::GatheredBook gathered_;
+  std::shared_ptr<engine::ResidentState> resident_;  // null: no scope is open
 
   const optim::ScheduleOptions schedule_;
   optim::LossScale loss_scale_;
@@ -144,12 +177,14 @@ class Engine::Impl {
   int recompute_depth_ = 0;
   int backward_depth_ = 0;           // of Engine::backward()
   bool trainable_is_known_ = false;  // nobody can have changed requires_grad since we looked
-  bool is_plain_ = false;            // after to_plain()
-  bool closing_is_queued_ = false;   // for a backward that is not ours
-  double weight_scale_ = 0;          // a power of two, agreed at the first backward; 0: not yet
-  double weight_sum_ = 0;            // of this rank and step, in units of weight_scale_
-  at::Tensor weighted_loss_;         // fp64 on the device, of this rank and step
+  bool leaf_options_applied_ = false;
+  bool is_plain_ = false;           // after to_plain()
+  bool closing_is_queued_ = false;  // for a backward that is not ours
+  double weight_scale_ = 0;         // a power of two, agreed at the first backward; 0: not yet
+  double weight_sum_ = 0;           // of this rank and step, in units of weight_scale_
+  at::Tensor weighted_loss_;        // fp64 on the device, of this rank and step
   double exposed_wait_s_ = 0;
+  grad::ReducerStats replaced_reductions_;  // of a reducer that is no more, since take_stats()
 };
 
 }  // namespace tessera

@@ -112,6 +112,8 @@ void Engine::Impl::change_trainable(const std::vector<int>& ids) {
     }
   }
   if (reducer_) {
+    reducer_->clear();
+    add_stats(replaced_reductions_, reducer_->take_stats());
     make_reducer();
   }
 }

@@ -65,6 +65,12 @@ std::shared_ptr<GatheredState> GatheredBook::open(std::vector<int> ids, int modi
   TESSERA_CHECK(modifier_rank >= -1 && modifier_rank < engine_.group().size(), ConfigError,
                 "gathered(): modifier_rank=", modifier_rank, " of ", engine_.group().size(),
                 " ranks; -1 is for reading");
+  if (modifier_rank >= 0) {
+    engine_.check_not_resident("gathered() with a modifier rank");
+    TESSERA_CHECK(engine_.forward_depth() == 0, ConfigError,
+                  "gathered() with a modifier rank inside of a unit's forward; change parameters "
+                  "between units");
+  }
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   auto state = std::make_shared<GatheredState>();

@@ -171,6 +171,69 @@ TEST(Forwards, SeveralBeforeOneBackwardGivePlainGradients) {
   }
 }
 
+at::Tensor two_layers(const Unit<AffineImpl>& first, const Unit<AffineImpl>& second, int seed) {
+  return second(at::gelu(first(input(4, 5, seed))));
+}
+
+TEST(ResidentScope, GathersOnceAndGivesTheSameValues) {
+  for (const int ranks : {1, 2, 3}) {
+    with_engines(ranks, [&](Engine& engine, comm::Group&) {
+      auto first = engine.unit("first", affine(5, 6, 1));
+      auto second = engine.unit("second", affine(6, 3, 2));
+      for (int step = 0; step < 3; ++step) {
+        engine.backward(two_layers(first, second, step).pow(2).mean());
+        engine.step();
+        const at::NoGradGuard no_grad;
+        const at::Tensor expected = two_layers(first, second, 9);
+        engine.take_stats();
+        {
+          auto scope = engine.resident();
+          EXPECT_TRUE(scope.is_resident());
+          const std::uint64_t before = engine.take_stats().gathers.num_gathers;
+          for (int pass = 0; pass < 5; ++pass) {
+            EXPECT_TRUE(at::equal(two_layers(first, second, 9), expected));
+          }
+          EXPECT_EQ(engine.take_stats().gathers.num_gathers, 0U) << before;
+        }
+        EXPECT_ANY_THROW(first->weight.sum());
+      }
+    });
+  }
+}
+
+TEST(ResidentScope, ThatDoesNotFitRunsAsUsual) {
+  Config config = quiet_config();
+  config.apply_flag("live.limit_bytes=64");
+  config.apply_flag("persist.param_bytes=0");
+  with_engines(2, config, [](Engine& engine, comm::Group&) {
+    auto first = engine.unit("first", affine(5, 6, 1));
+    auto second = engine.unit("second", affine(6, 3, 2));
+    const at::NoGradGuard no_grad;
+    auto scope = engine.resident();
+    EXPECT_FALSE(scope.is_resident());
+    const at::Tensor y = two_layers(first, second, 0);
+    EXPECT_TRUE(at::allclose(
+        y, affine(6, 3, 2)->forward(at::gelu(affine(5, 6, 1)->forward(input(4, 5, 0))))));
+  });
+}
+
+TEST(ResidentScope, IsNoPlaceForTraining) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    auto first = engine.unit("first", affine(5, 6, 1));
+    auto second = engine.unit("second", affine(6, 3, 2));
+    engine.backward(two_layers(first, second, 0).mean());
+    {
+      auto scope = engine.resident();
+      EXPECT_SAYS("step() inside a resident scope", engine.step());
+      EXPECT_SAYS("backward() inside a resident scope",
+                  engine.backward(two_layers(first, second, 0).mean()));
+      EXPECT_SAYS("inside another resident scope", engine.resident().close());
+      EXPECT_SAYS("inside a resident scope", engine.gathered({first->weight}, 0).close());
+    }
+    engine.step();
+  });
+}
+
 TEST(Engines, TwoInOneProcessTrainOneGraphTogether) {
   for (const int ranks : {1, 2}) {
     with_engines(ranks, [](Engine& engine, comm::Group&) {
