@@ -11,6 +11,7 @@
 // (abort), as long as `keep_alive` is held by the backend.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -51,6 +52,8 @@ struct Call {
   std::shared_ptr<const CallWords> words;  // for backends that compare tags; may be null
   std::shared_ptr<const void> keep_alive;  // may be null
   device::Stream* stream = nullptr;        // stream-ordered backends start behind it
+  // CallOptions::met, for backends that compare tags; may be null.
+  std::shared_ptr<std::atomic<bool>> met;
 };
 
 class Backend {

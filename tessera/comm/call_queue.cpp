@@ -109,6 +109,9 @@ void CallQueue::launch(QueuedCall& call) {
     watch_.await(call.ready, call.call.tag, call.text);
     watch_.await(call.tags_exchanged, call.call.tag, call.text);
     compare_tags(call);
+    if (call.tags && call.call.met) {
+      *call.call.met = true;
+    }
     call.current = call.phases[call.next_phase++].launch();
   } catch (...) {
     call.current = Pending::failed(std::current_exception());

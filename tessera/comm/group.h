@@ -23,6 +23,7 @@
 // in flight, unless an exception is the reason for it: then calls in flight are given up.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -61,6 +62,11 @@ struct CallOptions {
   std::uint64_t content_hash = 0;
   device::Stream* stream = nullptr;
   std::shared_ptr<const void> keep_alive;
+  // Set once every rank has started this call and all mean the same one. From then on its end
+  // depends on streams and the network, not on what any rank's thread does next: it may be waited
+  // for by a rank that others need to get on. Set at once by a stream-ordered backend, where
+  // waiting blocks no thread. Never set if the ranks do not agree. Null: nobody asks.
+  std::shared_ptr<std::atomic<bool>> met;
 };
 
 // One tensor of an all-gather: `shard_numel` elements from every rank, written in rank order.

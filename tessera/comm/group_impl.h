@@ -106,6 +106,7 @@ class Group::Impl {
     }
     queued.call.keep_alive = options.keep_alive;
     queued.call.stream = options.stream;
+    queued.call.met = options.met;
     if (options.stream != nullptr && queue_) {
       queued.ready = options.stream->record();
     }
@@ -185,6 +186,9 @@ class Group::Impl {
   // Stream-ordered backends need no worker: each phase is enqueued behind the one before it.
   Pending run_on_stream(const QueuedCall& queued) {
     device::Stream* stream = queued.call.stream;
+    if (queued.call.met) {
+      *queued.call.met = true;
+    }
     Pending last;
     for (const Phase& phase : queued.phases) {
       last = phase.launch();

@@ -1,6 +1,7 @@
 #include "tessera/comm/thread_backend.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -54,6 +55,7 @@ struct Job {
   Posting posting;
   CopyFunction copy;
   std::shared_ptr<device::Completion> completion;
+  std::shared_ptr<std::atomic<bool>> met;  // may be null
 };
 
 }  // namespace
@@ -200,7 +202,7 @@ class ThreadBackend final : public Backend {
       const std::lock_guard lock(meeting_->mutex);
       jobs_.push_back(Job{++num_started_,
                           Posting{call.tag, call.words, std::move(sources), call.keep_alive},
-                          std::move(copy), completion});
+                          std::move(copy), completion, call.met});
     }
     meeting_->changed.notify_all();
     return Pending(completion);
@@ -250,6 +252,9 @@ class ThreadBackend final : public Backend {
     meeting_->changed.notify_all();
     await(lock, *exchange, exchange->num_arrived);
     compare_tags(*exchange);
+    if (job.met) {
+      *job.met = true;
+    }
 
     ++exchange->num_copying;
     lock.unlock();
