@@ -84,6 +84,10 @@ void BucketSender::send(const Bucket& bucket, std::vector<ResultPart> parts,
   } else {
     output = scratch();
   }
+  if (slot_ != nullptr) {
+    slot_->met = std::make_shared<std::atomic<bool>>(false);
+    options.met = slot_->met;
+  }
   Pending reduced = group_.start_reduce_scatter(input, output, bucket.shard_numel, wire_dtype_,
                                                 DType::kFloat32, options);
   if (slot_ != nullptr) {
@@ -96,6 +100,11 @@ void BucketSender::send(const Bucket& bucket, std::vector<ResultPart> parts,
   ++stats.num_reductions;
   stats.reduced_bytes +=
       static_cast<std::uint64_t>(bucket.shard_numel) * num_ranks() * bytes_of(wire_dtype_);
+}
+
+bool BucketSender::waits_for_no_rank() const {
+  const Slot& next = slots_[next_slot_];
+  return slot_ != nullptr || next.reduced.done() || *next.met;
 }
 
 BucketSender::Slot& BucketSender::slot() {

@@ -8,8 +8,8 @@
 //
 // Invariants:
 //  (1) Between send() and send() all calls to put() and put_zeros() are for one bucket.
-//  (2) Waits only for its own reductions, two buckets back: if all ranks send the same buckets one
-//      after the other, nobody waits for a rank that is somewhere else.
+//  (2) Waits only for its own reductions, two buckets back. Where ranks have not agreed to send the
+//      same buckets one after the other, waits_for_no_rank() comes before a put().
 //  (3) Where two results have one place, they get there in the order in which they were sent: a
 //      group finishes its calls in their order, and slots are settled in theirs.
 //
@@ -17,8 +17,10 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "tessera/grad/bucket.h"
@@ -43,8 +45,9 @@ class BucketSender {
   // The next bucket takes the first slot, so that a model with one bucket needs no second one.
   // REQUIRES: what is sent before the next call goes to the places of before, in the same order.
   void rewind() { next_slot_ = 0; }
-  // The next put() waits for nothing.
-  bool is_ready() const { return slot_ != nullptr || slots_[next_slot_].reduced.done(); }
+  // The next put() waits for the network at most: the reduction it must wait for, if any, has been
+  // started by all ranks. Once true, it stays true until the next send().
+  bool waits_for_no_rank() const;
   // The owner keeps the gradient's memory until the stream has done what it has been given so far.
   void put(const Bucket& bucket, const Piece& piece, const FullGradient& gradient);
   void put_zeros(const Bucket& bucket, const Piece& piece);
@@ -59,8 +62,9 @@ class BucketSender {
   struct Slot {
     device::Memory buffer;
     device::Memory scratch;
-    device::Pending reduced;        // what used it last
-    std::vector<ResultPart> parts;  // of its result, which is in the scratch
+    device::Pending reduced;                 // what used it last
+    std::shared_ptr<std::atomic<bool>> met;  // that by all ranks
+    std::vector<ResultPart> parts;           // of its result, which is in the scratch
   };
 
   std::size_t num_ranks() const { return static_cast<std::size_t>(group_.size()); }

@@ -1,6 +1,5 @@
 #include "tessera/grad/bucket_sink.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "tessera/core/error.h"
@@ -13,13 +12,11 @@ BucketSink::BucketSink(GradientStream& stream, const BucketLayout& layout,
       params_(stream.parts().params),
       layout_(layout),
       wire_dtype_(options.wire_dtype),
-      may_wait_(stream.parts().dynamic_group == nullptr ||
-                std::find(layout.is_dynamic.begin(), layout.is_dynamic.end(), true) ==
-                    layout.is_dynamic.end()),
       sender_(stream, stream.parts().group, options.wire_dtype, layout.largest_shard_numel),
       dynamic_(stream, layout, options),
       entries_(static_cast<std::size_t>(params_.num_params())),
-      num_missing_(layout.buckets.size()) {
+      num_missing_(layout.buckets.size()),
+      current_(layout.buckets.size()) {
   for (std::size_t b = 0; b < layout.buckets.size(); ++b) {
     const std::vector<Piece>& pieces = layout.buckets[b].pieces;
     for (std::size_t p = 0; p < pieces.size(); ++p) {
@@ -78,14 +75,14 @@ void BucketSink::take(const shard::Param& param, FullGradient gradient) {
       put_piece(layout_.buckets[current_].pieces[of.piece]);
     }
   }
-  advance(may_wait_);
+  advance(WaitFor::kNetwork);
   stream_.note_held();
 }
 
-void BucketSink::advance(bool may_wait) {
+void BucketSink::advance(WaitFor limit) {
   while (current_ < num_missing_.size()) {
     if (!is_open_) {
-      if (!may_wait && !sender_.is_ready()) {
+      if (limit == WaitFor::kNetwork && !sender_.waits_for_no_rank()) {
         return;
       }
       is_open_ = true;
@@ -103,7 +100,7 @@ void BucketSink::advance(bool may_wait) {
 }
 
 void BucketSink::finish_backward() {
-  advance(true);
+  advance(WaitFor::kRanks);
   while (current_ < num_missing_.size()) {
     for (const Piece& piece : layout_.buckets[current_].pieces) {
       if (!entry_of(piece).has_come) {
@@ -111,7 +108,7 @@ void BucketSink::finish_backward() {
       }
     }
     num_missing_[current_] = 0;
-    advance(true);
+    advance(WaitFor::kRanks);
   }
   for (Entry& entry : entries_) {
     entry.has_come = false;
@@ -150,8 +147,13 @@ float* BucketSink::region() {
 }
 
 void BucketSink::reduce_dynamic(std::span<const int> ids) {
+  if (stream_.parts().dynamic_group == nullptr) {
+    // In one group, what is full must be before the list on every rank, not only where it could be
+    // sent at once. Ranks that share a group so have got the same gradients, and all are here.
+    advance(WaitFor::kRanks);
+  }
   dynamic_.reduce(ids, region());
-  advance(may_wait_);  // a buffer may have come back
+  advance(WaitFor::kNetwork);  // a buffer may have come back
 }
 
 void BucketSink::wait() {
@@ -170,6 +172,13 @@ ShardGradient BucketSink::shard_gradient(const shard::Param& param, bool is_zero
 }
 
 void BucketSink::clear() noexcept {
+  // What is full has been sent by ranks that kept nothing: they would wait for it.
+  try {
+    advance(WaitFor::kRanks);
+  } catch (...) {  // as for what is in flight: the end counts, not what becomes of it
+  }
+  current_ = num_missing_.size();
+  is_open_ = false;
   sender_.clear();
   dynamic_.clear();
   for (Entry& entry : entries_) {

@@ -5,13 +5,16 @@
 // Invariants:
 //  (1) Buckets are started in the order of the layout; current_ is the one whose turn it is.
 //  (2) A gradient is held until its last piece is in a bucket, and its memory is retired then.
-//  (3) Every backward starts every bucket once, and the first of a step writes all of the region:
+//  (3) Until a backward ends, a bucket is opened only if its buffer waits for no rank, see [Note: a
+//      reduction never waits for a rank that waits].
+//  (4) Every backward starts every bucket once, and the first of a step writes all of the region:
 //      buckets their places, zeros those of dynamic parameters.
 //
 // Threads: as Reducer.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -57,7 +60,8 @@ class BucketSink final : public GradientSink {
 
   // Opens the bucket whose turn it is and puts in what has come; sends it, and those behind it,
   // while full. A bucket that is not open has nothing in it.
-  void advance(bool may_wait);
+  enum class WaitFor : std::uint8_t { kNetwork, kRanks };
+  void advance(WaitFor limit);
   void put_piece(const Piece& piece);
   void release(Entry& entry, const shard::Param& param);  // all of it is in buckets, or forgotten
   void send();
@@ -67,16 +71,13 @@ class BucketSink final : public GradientSink {
   shard::ParamTable& params_;
   const BucketLayout& layout_;
   const DType wire_dtype_;
-  // Before the end of a backward. A rank that is ahead may wait for the others, which need nothing
-  // of it that it has not started, unless it must come to a list.
-  const bool may_wait_;
   BucketSender sender_;
   DynamicGradients dynamic_;
 
   std::vector<Entry> entries_;            // by id
   std::vector<std::size_t> num_missing_;  // by bucket: pieces whose gradient has not come
-  std::size_t current_ = 0;
-  bool is_open_ = false;  // the current one
+  std::size_t current_;                   // behind the last one: no backward, or all of it is sent
+  bool is_open_ = false;                  // the current one
   bool is_first_ = true;
   device::Memory region_;
   bool region_is_zero_ = false;

@@ -53,7 +53,8 @@ class GradientStream {
   const ReducerParts& parts() const { return parts_; }
   ReducerStats& stats() { return stats_; }
   ReducerStats take_stats();
-  // Bytes of gradients that wait for their turn; a peak is what was still held afterwards.
+  // Bytes of gradients that wait for their turn or a buffer; a peak is what was still held
+  // afterwards.
   void hold(std::int64_t bytes) { held_bytes_ += bytes; }
   void let_go(std::int64_t bytes) { held_bytes_ -= bytes; }
   void note_held() { stats_.held_bytes_peak = std::max(stats_.held_bytes_peak, held_bytes_); }

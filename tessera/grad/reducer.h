@@ -1,8 +1,8 @@
 // Takes full gradients as backward finishes them, and leaves this rank's piece of their sum over
 // ranks and micro-batches, in fp32.
 //
-//   add()              a gradient has come: copied into its bucket if that bucket's turn has come,
-//                      else kept until it has
+//   add()              a gradient has come: copied into its bucket if that bucket's turn has come
+//                      and it has a buffer, else kept until then
 //   (bucket full)      reduce-scatter is started; the next bucket's turn begins
 //   reduce_dynamic()   ranks have agreed on some dynamic parameters: reduced now
 //   finish_backward()  sends the rest, with zeros for what this rank did not touch
@@ -11,9 +11,9 @@
 // What fixes the order of reductions: bucket layout, hence registration. A bucket whose turn has
 // come waits until it is full or backward has ended; every backward reduces every bucket once, on
 // every rank, whether or not this rank has touched it. So a gradient that did not come is zero,
-// never last step's, and ranks that used different parameters still meet. When a bucket becomes
-// full depends on what this rank has used: give the reducer a group of its own where ranks may
-// differ in that.
+// never last step's, and ranks that used different parameters still meet. When a bucket is sent
+// depends on what this rank has used, and on time: give the reducer a group of its own, in which
+// nothing else is called while a backward runs.
 //
 // Dynamic parameters, which only some ranks use in a step, are in no bucket, so that those that
 // nobody uses cost nothing. Their gradients are kept until all ranks have agreed, in an exchange
@@ -24,6 +24,7 @@
 // the bits it would have as a static one. Static buckets and lists are ordered among themselves,
 // not with each other: lists need a group of their own, in which nothing is called at moments on
 // which ranks did not agree, unless all ranks use the same static parameters between two lists.
+// Then what is full is sent before the list.
 //
 // Copies: a bucket that is one whole parameter without padding, whose gradient has the wire's type,
 // is reduced straight from the gradient's memory. Everything else is copied once.
@@ -34,12 +35,20 @@
 // scratch shards where its results are not neighbours in the region or are added to earlier ones.
 // In a group of one an fp32 gradient is adopted as it is: no copy, no region, no call.
 //
-// Waits: add() waits only for a bucket buffer that is still on the wire, two buckets back;
-// finish_backward() likewise. Where lists have a group of their own, add() waits for nothing, and
-// keeps the gradient until a buffer has come back: a rank that waits in add() for one that has not
-// touched a bucket, or is out of data, would never come to the next list. reduce_dynamic() waits
-// for a buffer of an earlier list, never for static buckets. The rest is waited for by
+// [Note: a reduction never waits for a rank that waits]
+// A buffer is free again when the reduction two buckets back has ended. A rank that does not use
+// some parameter of that bucket, or is out of data, sends it only at the end of its backward; to
+// get there it needs gathers and lists in which this rank takes part. So add() waits for a buffer
+// only if all ranks have started its reduction (CallOptions::met): then the end depends on nobody
+// but the network. Else the gradient is kept, and every later call looks again. finish_backward()
+// waits for other ranks: it has nothing left in which they need this one, so each of them comes to
+// its own. reduce_dynamic() waits for buffers of earlier lists and, in a common group, for static
+// ones: ranks have agreed on it, and start all that before anything else. The rest is waited for by
 // shard_gradient() and clear().
+//
+// So time decides how long gradients are kept, hence how much memory they take, but neither the
+// order of reductions nor a bit of their sums. While ranks are in step nothing is kept for want of
+// a buffer; one that is ahead is stopped by the next gather that the others have not reached.
 //
 // Threads: as Param. Works on the reduce stream; gradients are read after what the compute stream
 // has been given. What reads shard gradients asynchronously does so on the reduce stream.
@@ -102,7 +111,7 @@ struct FullGradient {
 struct ReducerStats {
   std::uint64_t num_reductions = 0;  // calls
   std::uint64_t reduced_bytes = 0;   // of buckets, all ranks' parts
-  std::int64_t held_bytes_peak = 0;  // gradients that waited for their turn
+  std::int64_t held_bytes_peak = 0;  // gradients that waited for their turn, or for a buffer
   double exposed_wait_s = 0;
 };
 
@@ -146,9 +155,10 @@ class Reducer {
   int num_backwards() const;  // finished ones, since clear()
   // After the update; also the way back after an exception: waits for what is in flight, forgets
   // what has come. Throws nothing: a reduction that failed has poisoned its group, which repeats
-  // it. After an exception every rank must have started the same reductions. Ranks that may have
-  // stopped at different gradients, or that have a group for lists, call drop_dynamic() and
-  // finish_backward() first: then all have started all, if they stood between the same two lists.
+  // it. After an exception every rank must have got the same gradients: then all start the same
+  // reductions, here at the latest. Ranks that may have stopped at different gradients, or that use
+  // different ones, call drop_dynamic() and finish_backward() first: then all have started all, if
+  // they stood between the same two lists.
   void clear();
   const BucketLayout& layout() const;
   ReducerStats take_stats();

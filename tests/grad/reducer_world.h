@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -55,6 +56,8 @@ struct ReduceCase {
   ReducerOptions options;
   DeviceKind device = DeviceKind::kCpu;
   bool has_dynamic_group = false;  // else dynamic parameters share the group of the others
+  // Puts a double in front of the device; empty: none.
+  std::function<std::unique_ptr<device::Device>(std::unique_ptr<device::Device>)> wrap_device = {};
 };
 
 // One rank's table, device and reducer.
@@ -64,7 +67,7 @@ class RankWorld {
       : test_(test),
         group_(group),
         dynamic_group_(test.has_dynamic_group ? group.split(0, "dynamic") : nullptr),
-        device_(make_device(test.device, &ledger_, group.rank())),
+        device_(wrapped(make_device(test.device, &ledger_, group.rank()))),
         spans_(clock_, 0),
         params_(group.rank(), group.size(), *device_) {
     for (std::size_t i = 0; i < test.shapes.size(); ++i) {
@@ -99,6 +102,10 @@ class RankWorld {
   }
 
  private:
+  std::unique_ptr<device::Device> wrapped(std::unique_ptr<device::Device> device) const {
+    return test_.wrap_device ? test_.wrap_device(std::move(device)) : std::move(device);
+  }
+
   const ReduceCase test_;
   comm::Group& group_;
   std::unique_ptr<comm::Group> dynamic_group_;

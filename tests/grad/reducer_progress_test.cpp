@@ -1,0 +1,229 @@
+// When a reducer waits, and for whom: never for a rank that may need this one to get on, always for
+// a network that has what it needs.
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tests/grad/gated_world.h"
+#include "tests/grad/reducer_world.h"
+
+namespace tessera::grad {
+namespace {
+
+constexpr int kNumParams = 6;
+constexpr std::int64_t kNumel = 31;  // odd, so that it is copied into its bucket
+constexpr std::int64_t kGradientBytes = kNumel * 4;
+
+// Each static parameter has a bucket of its own; the last registered is reduced first.
+ReduceCase bucket_each(bool has_dynamic) {
+  ReduceCase test;
+  test.shapes.assign(kNumParams, {kNumel});
+  if (has_dynamic) {
+    test.shapes.push_back({kNumel, true, true});  // nobody uses it
+    test.has_dynamic_group = true;
+  }
+  test.options.bucket_bytes = 48 * sizeof(float);  // room for one, of two ranks or three
+  return test;
+}
+
+void add(RankWorld& world, const Source& source, int id) {
+  const shard::Param& param = world.params()[id];
+  world.reducer().add(param, make_gradient(source, param, world.test().param_dtype));
+}
+
+std::int64_t held_bytes(RankWorld& world) {
+  world.reducer().take_stats();  // the next peak begins with what is held now
+  return world.reducer().take_stats().held_bytes_peak;
+}
+
+// A hang is a failure after this time, which no healthy rank needs.
+comm::GroupOptions bounded() {
+  comm::GroupOptions options;
+  options.timeout = std::chrono::seconds(20);
+  return options;
+}
+
+// Rank 1 does not use the parameter of the first bucket, so it sends no bucket before the end of
+// its backward; to get there it needs the gathers of the others, and they need its.
+TEST(ReducerProgress, ARankThatMissesAParameterHoldsUpNoGather) {
+  for (const DeviceKind device : {DeviceKind::kCpu, DeviceKind::kLazy, DeviceKind::kRandom}) {
+    for (const int num_ranks : {2, 3}) {
+      for (const bool has_dynamic : {false, true}) {
+        comm::ThreadWorldOptions options;
+        options.num_ranks = num_ranks;
+        options.max_delay_us = has_dynamic ? 200 : 0;
+        comm::run_ranks(options, bounded(), [&](comm::Group& group) {
+          const std::unique_ptr<comm::Group> gathers = group.split(0, "gathers");
+          ReduceCase test = bucket_each(has_dynamic);
+          test.device = device;
+          RankWorld world(group, test);
+          ASSERT_EQ(world.reducer().layout().buckets.size(), 6U);
+          const auto is_used = [](const Source& source, int id) {
+            return id < kNumParams && !(id == kNumParams - 1 && source.rank == 1);
+          };
+          std::vector<float> full(static_cast<std::size_t>(num_ranks));
+          for (int step = 0; step < 2; ++step) {
+            for (int backward = 0; backward < 2; ++backward) {
+              const Source source{group.rank(), step, backward};
+              for (int id = kNumParams - 1; id >= 0; --id) {
+                if (is_used(source, id)) {
+                  add(world, source, id);
+                }
+                const auto shard = static_cast<float>(group.rank() + id);
+                const comm::Gather gather{&shard, full.data(), 1, DType::kFloat32};
+                gathers->start_all_gather({&gather, 1}).wait();
+                EXPECT_EQ(full.back(), static_cast<float>(num_ranks - 1 + id));
+              }
+              world.reducer().finish_backward();
+            }
+            expect_sums(world, step, 2, is_used);
+            world.reducer().clear();
+            EXPECT_EQ(held_bytes(world), 0);
+          }
+        });
+      }
+    }
+  }
+}
+
+// One rank whose reductions end when it waits for them, and not before.
+class GatedRank {
+ public:
+  GatedRank(comm::ThreadWorld& reductions, int rank, bool has_dynamic) {
+    const std::shared_ptr<Gates> gates = gates_;
+    auto backend = std::make_unique<GatedBackend>(reductions.make_backend(rank), gates);
+    backend_ = backend.get();
+    group_ = std::make_unique<comm::Group>(std::move(backend), "reductions", std::vector<int>{0, 1},
+                                           bounded());
+    ReduceCase test = bucket_each(has_dynamic);
+    test.wrap_device = [this, gates](std::unique_ptr<device::Device> inner) {
+      auto device = std::make_unique<WaitCounter>(std::move(inner), gates);
+      device_ = device.get();
+      return device;
+    };
+    world_ = std::make_unique<RankWorld>(*group_, test);
+  }
+
+  RankWorld& world() { return *world_; }
+  GatedBackend& network() { return *backend_; }
+  int num_waits() const { return device_->num_waits(); }
+  void open_all() { gates_->open_all(); }
+  std::uint64_t num_started() { return world_->reducer().take_stats().num_reductions; }
+
+ private:
+  const std::shared_ptr<Gates> gates_ = std::make_shared<Gates>();
+  GatedBackend* backend_ = nullptr;
+  WaitCounter* device_ = nullptr;
+  std::unique_ptr<comm::Group> group_;
+  std::unique_ptr<RankWorld> world_;
+};
+
+bool is_static(const Source& /*source*/, int id) { return id < kNumParams; }
+
+class ReducerProgressOfTwo : public ::testing::TestWithParam<bool> {
+ protected:
+  // Runs both ranks, each with a network of gates between them.
+  void run(const std::function<void(GatedRank&, comm::Group&)>& body) {
+    comm::ThreadWorldOptions options;
+    options.num_ranks = 2;
+    comm::ThreadWorld reductions(options);
+    comm::run_ranks(options, bounded(), [&](comm::Group& control) {
+      GatedRank rank(reductions, control.rank(), GetParam());
+      body(rank, control);
+    });
+  }
+};
+
+TEST_P(ReducerProgressOfTwo, RanksInStepHoldNoMoreThanTwoBuckets) {
+  run([](GatedRank& rank, comm::Group& control) {
+    RankWorld& world = rank.world();
+    const BucketLayout& layout = world.reducer().layout();
+    const auto two_buckets = static_cast<std::size_t>(2 * layout.largest_shard_numel) * 2 * 4;
+    for (int num_added = 1; num_added <= kNumParams; ++num_added) {
+      add(world, {control.rank(), 0, 0}, kNumParams - num_added);
+      EXPECT_EQ(held_bytes(world), 0) << "after gradient " << num_added;
+      EXPECT_EQ(rank.num_waits(), std::max(0, num_added - 2)) << "for a buffer, two buckets back";
+      EXPECT_LE(world.gradient_bytes(),
+                static_cast<std::size_t>(layout.region_numel) * 4 + two_buckets);
+      rank.network().await_met(static_cast<std::size_t>(num_added));
+    }
+    world.reducer().finish_backward();
+    EXPECT_EQ(rank.num_waits(), kNumParams - 2);
+    expect_sums(world, 0, 1, is_static);
+  });
+}
+
+TEST_P(ReducerProgressOfTwo, AGradientIsKeptWhileABucketHasNotBeenSentByAll) {
+  run([](GatedRank& rank, comm::Group& control) {
+    RankWorld& world = rank.world();
+    const auto add_down = [&](int from, int to) {
+      for (int id = from; id >= to; --id) {
+        add(world, {control.rank(), 0, 0}, id);
+      }
+    };
+    if (control.rank() == 0) {
+      add_down(5, 1);
+      EXPECT_EQ(rank.num_waits(), 0) << "nobody else has sent anything";
+      EXPECT_EQ(held_bytes(world), 3 * kGradientBytes) << "all but two buckets";
+    }
+    control.start_barrier().wait();
+    if (control.rank() == 1) {
+      add_down(5, 4);
+    }
+    rank.network().await_met(2);
+    control.start_barrier().wait();
+    if (control.rank() == 0) {
+      add_down(0, 0);
+      EXPECT_EQ(rank.num_waits(), 2) << "for the two that all have sent";
+      EXPECT_EQ(held_bytes(world), 2 * kGradientBytes) << "two buckets were sent instead";
+    }
+    control.start_barrier().wait();
+    if (control.rank() == 1) {
+      add_down(3, 0);
+    }
+    world.reducer().finish_backward();
+    EXPECT_EQ(rank.num_waits(), kNumParams - 2);
+    EXPECT_EQ(held_bytes(world), 0);
+    expect_sums(world, 0, 1, is_static);
+  });
+}
+
+// How many buckets a rank has sent depends on time; which are sent when it is cleared does not.
+TEST_P(ReducerProgressOfTwo, RanksThatStopAtTheSameGradientHaveStartedTheSameReductions) {
+  run([](GatedRank& rank, comm::Group& control) {
+    RankWorld& world = rank.world();
+    if (control.rank() == 1) {
+      control.start_barrier().wait();
+    }
+    std::size_t num_sent = 0;
+    for (int id = kNumParams - 1; id >= 1; --id) {
+      add(world, {control.rank(), 0, 0}, id);
+      if (control.rank() == 1 && ++num_sent <= 2) {
+        rank.network().await_met(num_sent);  // goes on to send more than rank 0 has
+      }
+    }
+    EXPECT_EQ(rank.num_started(), control.rank() == 0 ? 2U : 4U);
+    if (control.rank() == 0) {
+      control.start_barrier().wait();
+    }
+    control.start_barrier().wait();
+    rank.open_all();
+    world.reducer().clear();
+    EXPECT_EQ(held_bytes(world), 0);
+    for (int id = kNumParams - 1; id >= 0; --id) {
+      add(world, {control.rank(), 1, 0}, id);
+    }
+    world.reducer().finish_backward();
+    expect_sums(world, 1, 1, is_static);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Lists, ReducerProgressOfTwo, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "Dynamic" : "Static"; });
+
+}  // namespace
+}  // namespace tessera::grad
