@@ -2,11 +2,12 @@
 // time: trace, plan, states, books and the start of gathers, for two ranks of which one is here.
 // Target: at most 5 microseconds per unit and pass, as in a group of one (unit_cost_torch_bench).
 //
-//   held      everything fits and is gathered once per step: what a use costs by itself
-//   gathered  a tenth of the model fits: every use also starts a gather and releases it; most of
-//             that is the call's and the arena's
+//   held      everything fits and is gathered once per step of 16 micro-batches: what a use costs
+//   gathered  a tenth of the model fits, one micro-batch: every use also starts a gather of all its
+//             parameters and releases them; most of that is the call's and the arena's
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <benchmark/benchmark.h>
@@ -54,7 +55,7 @@ class NoTensor final : public shard::FullTensor {
   void detach() override {}
 };
 
-void use_units(benchmark::State& state, std::int64_t live_limit_bytes) {
+void use_units(benchmark::State& state, std::int64_t live_limit_bytes, int micro_batches) {
   const auto params_per_unit = static_cast<int>(state.range(0));
   const int num_units = kParams / params_per_unit;
   const auto device = device::make_cpu_device({});
@@ -77,7 +78,7 @@ void use_units(benchmark::State& state, std::int64_t live_limit_bytes) {
     }
     coordinator.add_unit("h." + std::to_string(unit), ids);
   }
-  const auto step = [&] {
+  const auto pass = [&] {
     for (UnitId unit = 0; unit < num_units; ++unit) {
       coordinator.begin_use(unit, Phase::kForward);
       coordinator.end_use(unit, Phase::kForward);
@@ -86,23 +87,29 @@ void use_units(benchmark::State& state, std::int64_t live_limit_bytes) {
       coordinator.begin_use(unit, Phase::kBackward);
       coordinator.end_use(unit, Phase::kBackward);
     }
+  };
+  const auto step = [&] {
+    for (int i = 0; i < micro_batches; ++i) {
+      pass();
+    }
     coordinator.end_step();
     coordinator.start_ahead();
   };
   step();
   step();
+  std::ignore = coordinator.take_stats();
   for ([[maybe_unused]] auto _ : state) {
     step();
   }
   state.counters["per_use"] =
-      benchmark::Counter(static_cast<double>(state.iterations() * 2 * num_units),
+      benchmark::Counter(static_cast<double>(state.iterations() * micro_batches * 2 * num_units),
                          benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
   state.counters["misses"] = static_cast<double>(coordinator.take_stats().prefetch_misses);
 }
 
 constexpr std::int64_t kModelBytes = kParams * kNumel * 4;
-BENCHMARK_CAPTURE(use_units, held, kUnlimitedBytes)->ArgName("params")->Arg(1)->Arg(12);
-BENCHMARK_CAPTURE(use_units, gathered, kModelBytes / 10)->ArgName("params")->Arg(1)->Arg(12);
+BENCHMARK_CAPTURE(use_units, held, kUnlimitedBytes, 16)->ArgName("params")->Arg(1)->Arg(12);
+BENCHMARK_CAPTURE(use_units, gathered, kModelBytes / 10, 1)->ArgName("params")->Arg(1)->Arg(12);
 
 }  // namespace
 }  // namespace tessera::coordinator

@@ -11,6 +11,8 @@ namespace {
 // Passes of one step are told apart by their number up to here: an endless evaluation must not
 // fill the memory.
 constexpr int kMaxNumber = 1024;
+// The same for training without a step: the pass is cut.
+constexpr std::size_t kMaxUses = std::size_t{1} << 20;
 
 }  // namespace
 
@@ -30,7 +32,7 @@ bool TraceBook::is_root(const Use& use) const {
   if (position_ == 0 || use.phase == Phase::kBackward) {
     return false;
   }
-  if (has_backward_) {
+  if (position_ >= kMaxUses) {
     return true;
   }
   const bool is_inference = use.phase == Phase::kInference;
@@ -70,7 +72,6 @@ TraceBook::Move TraceBook::advance(const Use& use) {
     first_ = use;
   }
   last_ = use;
-  has_backward_ = has_backward_ || use.phase == Phase::kBackward;
   ++position_;
   return move;
 }
@@ -148,7 +149,6 @@ TraceId TraceBook::end_pass(bool by_step) {
 void TraceBook::expect_next_pass() {
   recorded_ = {};
   position_ = 0;
-  has_backward_ = false;
   expected_use_.reset();
   TraceId expected = kNoTrace;
   if (before_) {

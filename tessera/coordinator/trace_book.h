@@ -1,17 +1,16 @@
 // The traces that were seen, and which of them is likely to come next.
 //
-// A pass is what a trace describes: from a root forward to the next, or to step(). A forward is a
-// root forward if no use is open and
-//   - this pass has had a backward (the next micro-batch begins), or
+// A pass is what a trace describes: all micro-batches of a step, or one evaluation. It ends with
+// step(), or where a root forward begins. A forward is a root forward if no use is open and
 //   - it is an inference and the pass is none, or the other way round, or
 //   - it is an inference of the unit that the pass began with, after another unit's.
-// A forward of the first unit alone is none: a shared block may run many times in a row, and two
-// forwards may come before one backward.
+// A training forward of the first unit is none: a shared block may run many times in a row, two
+// forwards may come before one backward, and what the next micro-batch needs may stay.
 //
 // Finished passes are kept, up to a number; the least recently seen goes first. A pass follows one
 // of them as long as it repeats it; where it departs, another one with the same beginning takes
 // over. What follows a pass is remembered by its trace and its number within the step: so training
-// and evaluation in turn, branches in turn, and accumulation over micro-batches are all foreseen.
+// and evaluation in turn and branches in turn are foreseen.
 //
 // Nothing here depends on time or on anything but the uses: ranks that run the same program have
 // the same book.
@@ -108,7 +107,6 @@ class TraceBook {
   const Kept* followed_ = nullptr;  // of kept_, which changes only between passes
   Trace recorded_;                  // this pass, unless it follows a trace
   std::size_t position_ = 0;
-  bool has_backward_ = false;
   Use first_;
   Use last_;
   int number_in_step_ = 0;
