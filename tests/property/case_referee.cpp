@@ -22,7 +22,7 @@ std::vector<at::Tensor> losses_of(const CasePlan& plan, const ModelProgram& prog
                                   int micro_batch, int rank) {
   std::vector<at::Tensor> losses;
   for (int forward = 0; forward < plan.forwards; ++forward) {
-    const Moment moment{step, micro_batch, forward};
+    const Moment moment{step, micro_batch, forward, rank};
     for (at::Tensor& loss : program.losses(plan.batch(moment, rank), moment)) {
       losses.push_back(std::move(loss));
     }
@@ -75,8 +75,8 @@ class Referee {
       evaluate(step, outcome);
     }
     if (plan_.asks_for_input_gradients) {
-      const Moment moment{step, -1, 1};
       for (int rank = 0; rank < plan_.ranks; ++rank) {
+        const Moment moment{step, -1, 1, rank};
         outcome.input_gradients.push_back(
             program_.input_gradient(plan_.batch(moment, rank), moment));
       }
@@ -109,8 +109,8 @@ class Referee {
  private:
   void evaluate(int step, StepOutcome& outcome) {
     const at::NoGradGuard no_grad;
-    const Moment moment{step, -1, 0};
     for (int rank = 0; rank < plan_.ranks; ++rank) {
+      const Moment moment{step, -1, 0, rank};
       for (const at::Tensor& loss : program_.losses(plan_.batch(moment, rank), moment)) {
         outcome.evaluations[static_cast<std::size_t>(rank)].push_back(loss.item<float>());
       }

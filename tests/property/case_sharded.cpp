@@ -107,7 +107,7 @@ class RankRun {
     for (int micro = 0; micro < plan_.micro_batches; ++micro) {
       std::vector<at::Tensor> losses;
       for (int forward = 0; forward < plan_.forwards; ++forward) {
-        const Moment moment{step, micro, forward};
+        const Moment moment{step, micro, forward, rank_};
         for (at::Tensor& loss : program_.losses(plan_.batch(moment, rank_), moment)) {
           losses.push_back(std::move(loss));
         }
@@ -129,7 +129,7 @@ class RankRun {
   }
 
   void ask_for_input_gradient(int step, const StepOutcome& expected) {
-    const Moment moment{step, -1, 1};
+    const Moment moment{step, -1, 1, rank_};
     const at::Tensor found = program_.input_gradient(plan_.batch(moment, rank_), moment);
     const at::Tensor& right = expected.input_gradients[static_cast<std::size_t>(rank_)];
     if (found.defined() != right.defined() || (right.defined() && !at::equal(found, right))) {
@@ -139,7 +139,7 @@ class RankRun {
 
   void evaluate(int step, std::vector<float>& losses) {
     const at::NoGradGuard no_grad;
-    const Moment moment{step, -1, 0};
+    const Moment moment{step, -1, 0, rank_};
     for (const at::Tensor& loss : program_.losses(plan_.batch(moment, rank_), moment)) {
       losses.push_back(loss.item<float>());
     }

@@ -30,7 +30,7 @@ CasePlan draw_case(std::uint64_t seed) {
   plan.ranks = draw.between(1, 5);
   plan.steps = draw.between(2, 4);
   plan.micro_batches = draw.chance(40) ? draw.between(2, 3) : 1;
-  plan.forwards = draw.chance(25) && !plan.model.is_chain ? 2 : 1;
+  plan.forwards = draw.chance(25) && !plan.model.is_chain && !plan.model.has_dynamic() ? 2 : 1;
   for (int step = 0; step < plan.steps; ++step) {
     plan.evaluates_before_step.push_back(draw.chance(25));
   }
@@ -47,7 +47,8 @@ CasePlan draw_case(std::uint64_t seed) {
       plan.freezes.push_back({step, draw.between(0, num_params - 2), draw.chance(50)});
     }
   }
-  if (draw.chance(25)) {
+  // Ranks that run different units would be interrupted at different places.
+  if (draw.chance(25) && !plan.model.has_dynamic()) {
     plan.interrupted_step = draw.between(0, plan.steps - 1);
     plan.interrupter.runs_left = draw.between(1, 12);
     plan.interrupter.in_backward = draw.chance(50);
@@ -140,6 +141,15 @@ Config CasePlan::config() const {
   config.set("optim.lr", kLearningRate);
   for (const auto& [name, value] : options) {
     config.apply_flag(name + "=" + value);
+  }
+  std::string dynamic_names;
+  for (const UnitPlan& unit : model.units) {
+    if (unit.dynamic) {
+      dynamic_names += (dynamic_names.empty() ? "" : ",") + unit.name;
+    }
+  }
+  if (!dynamic_names.empty()) {
+    config.apply_flag("unit.dynamic_names=" + dynamic_names);
   }
   return config;
 }

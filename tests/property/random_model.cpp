@@ -20,12 +20,18 @@ class ModelDraw {
     model_.head_columns = draw_.between(1, 3);
     model_.input_needs_gradient = draw_.chance(20);
     model_.is_chain = draw_.chance(25);
+    shares_ = !model_.is_chain;
+    has_dynamic_ = !model_.is_chain && draw_.chance(25);
   }
 
   ModelPlan make() {
     const int num_units = draw_.between(1, 5);
     for (int i = 0; i < num_units; ++i) {
       add_unit();
+    }
+    num_static_ = num_units;
+    if (has_dynamic_) {
+      add_dynamic_units();
     }
     add_head();
     if (model_.is_chain) {
@@ -48,7 +54,7 @@ class ModelDraw {
       }
     }
     SlotPlan slot;
-    if (!same_shape.empty() && !model_.is_chain && draw_.chance(35)) {
+    if (!same_shape.empty() && shares_ && draw_.chance(35)) {
       slot.param = same_shape[draw_.below(same_shape.size())];
       const bool is_own =
           std::any_of(unit().slots.begin(), unit().slots.end(),
@@ -122,7 +128,7 @@ class ModelDraw {
         break;
       case OpKind::kInner: {
         const auto num_before = static_cast<int>(model_.units.size()) - 1;
-        if (num_before == 0 || width_ != model_.columns || model_.is_chain) {
+        if (num_before == 0 || width_ != model_.columns || !shares_) {
           return;
         }
         op.unit = draw_.between(0, num_before - 1);
@@ -135,12 +141,13 @@ class ModelDraw {
   void add_unit() {
     model_.units.emplace_back();
     unit().name = "u" + std::to_string(model_.units.size() - 1);
-    if (!model_.is_chain) {
+    if (shares_) {
       unit().signature = draw_.one_of({Signature::kTensor, Signature::kTuple, Signature::kVector});
     }
     unit().recompute = draw_.chance(25);
     unit().init_by_rule = draw_.chance(25);
-    unit().hands_input_back = unit().signature == Signature::kVector && draw_.chance(20);
+    unit().hands_input_back =
+        unit().signature == Signature::kVector && !has_dynamic_ && draw_.chance(20);
     is_frozen_ = draw_.chance(15);
     width_ = model_.columns;
     const int num_ops = draw_.between(0, 3);
@@ -150,12 +157,23 @@ class ModelDraw {
     if (width_ != model_.columns) {
       add_linear(model_.columns);
     }
-    if (model_.is_chain && unit().ops.empty()) {
-      // A unit that returns its argument makes one tensor the result of two: their uses overlap.
+    // A unit that returns its argument makes one tensor the result of two: in backward both begin
+    // at once, in an order that dynamic units before them would change.
+    if ((model_.is_chain || has_dynamic_) && unit().ops.empty()) {
       unit().ops.push_back({OpKind::kActivation, {}, -1});
     }
     if (!model_.is_chain && draw_.chance(15)) {
       add_slot({draw_.between(1, 7)});  // never used
+    }
+  }
+
+  void add_dynamic_units() {
+    model_.input_needs_gradient = true;
+    shares_ = false;
+    const int num_dynamic = draw_.between(1, 3);
+    for (int i = 0; i < num_dynamic; ++i) {
+      add_unit();
+      unit().dynamic = true;
     }
   }
 
@@ -171,35 +189,34 @@ class ModelDraw {
   }
 
   void add_condition(CallPlan& call) {
-    const auto num_units = static_cast<int>(model_.units.size()) - 1;
     if (draw_.chance(model_.is_chain ? 20 : 40)) {
       call.when = draw_.one_of({When::kEvenSteps, When::kRandomly});
-      call.otherwise = !model_.is_chain && draw_.chance(50) ? draw_.between(0, num_units - 1) : -1;
+      call.otherwise =
+          !model_.is_chain && draw_.chance(50) ? draw_.between(0, num_static_ - 1) : -1;
     }
   }
 
   void add_calls_in_a_row() {
-    const auto num_units = static_cast<int>(model_.units.size()) - 1;
-    for (int i = 0; i < num_units; ++i) {
+    for (int i = 0; i < num_static_; ++i) {
       CallPlan call;
       call.unit = i;
       call.arguments = {i};
       add_condition(call);
       model_.calls.push_back(std::move(call));
     }
-    model_.head_argument = num_units;
+    model_.head_argument = num_static_;
   }
 
   void add_calls() {
     int num_values = 1;
-    const auto num_units = static_cast<int>(model_.units.size()) - 1;
     const int num_calls = draw_.between(1, 6);
+    auto next_dynamic = static_cast<std::size_t>(num_static_);
     const auto recent = [&] {
       return draw_.chance(70) ? num_values - 1 : draw_.between(0, num_values - 1);
     };
     for (int i = 0; i < num_calls; ++i) {
       CallPlan call;
-      call.unit = draw_.between(0, num_units - 1);
+      call.unit = draw_.between(0, num_static_ - 1);
       const UnitPlan& called = model_.units[static_cast<std::size_t>(call.unit)];
       const int most = called.signature == Signature::kTensor  ? 1
                        : called.signature == Signature::kTuple ? 2
@@ -211,6 +228,12 @@ class ModelDraw {
       add_condition(call);
       num_values += called.num_results();
       model_.calls.push_back(std::move(call));
+      if (model_.units[next_dynamic].dynamic && draw_.chance(60)) {
+        model_.calls.push_back(
+            {static_cast<int>(next_dynamic), {recent()}, When::kOnSomeRanks, -1});
+        num_values += model_.units[next_dynamic].num_results();
+        ++next_dynamic;
+      }
     }
     model_.head_argument = recent();
     const int num_losses = draw_.chance(40) ? draw_.between(1, 2) : 0;
@@ -227,6 +250,9 @@ class ModelDraw {
   ModelPlan model_;
   std::int64_t width_ = 1;  // of what the unit that is drawn has so far
   bool is_frozen_ = false;
+  bool has_dynamic_ = false;
+  bool shares_ = true;  // parameters and inner units
+  int num_static_ = 0;  // units before the dynamic ones
 };
 
 const char* name_of(OpKind kind) {
@@ -254,7 +280,8 @@ void describe_param(std::ostream& out, const ModelPlan& model, const SlotPlan& s
 
 void describe_unit(std::ostream& out, const ModelPlan& model, const UnitPlan& unit) {
   out << "  unit " << unit.name << " (" << name_of(unit.signature)
-      << (unit.recompute ? ", recomputed" : "") << (unit.init_by_rule ? ", init by rule" : "")
+      << (unit.dynamic ? ", dynamic" : "") << (unit.recompute ? ", recomputed" : "")
+      << (unit.init_by_rule ? ", init by rule" : "")
       << (unit.hands_input_back ? ", hands its input back" : "") << "):";
   for (const OpPlan& op : unit.ops) {
     out << ' ' << name_of(op.kind);
@@ -295,15 +322,21 @@ bool ModelPlan::has_recompute() const {
                      [](const UnitPlan& unit) { return unit.recompute; });
 }
 
+bool ModelPlan::has_dynamic() const {
+  return std::any_of(units.begin(), units.end(), [](const UnitPlan& unit) { return unit.dynamic; });
+}
+
 bool happens(const ModelPlan& model, std::size_t call, const Moment& moment) {
   switch (model.calls[call].when) {
     case When::kAlways:
       return true;
     case When::kEvenSteps:
       return moment.step % 2 == 0;
-    case When::kRandomly: {
-      const auto number =
-          static_cast<std::uint64_t>(((moment.step * 8 + moment.micro_batch) * 8 + moment.forward));
+    case When::kRandomly:
+    case When::kOnSomeRanks: {
+      const int rank = model.calls[call].when == When::kOnSomeRanks ? moment.rank + 1 : 0;
+      const auto number = static_cast<std::uint64_t>(
+          ((moment.step * 8 + moment.micro_batch + 1) * 8 + moment.forward) * 8 + rank);
       return Draw(model.seed * 64 + call, kConditionStream + number).chance(50);
     }
   }
@@ -327,7 +360,10 @@ std::string ModelPlan::describe() const {
     }
     out << ')';
     if (call.when != When::kAlways) {
-      out << (call.when == When::kEvenSteps ? " in even steps" : " at random") << ", else "
+      out << (call.when == When::kEvenSteps     ? " in even steps"
+              : call.when == When::kOnSomeRanks ? " on some ranks"
+                                                : " at random")
+          << ", else "
           << (call.otherwise < 0 ? "its argument"
                                  : units[static_cast<std::size_t>(call.otherwise)].name);
     }

@@ -7,11 +7,18 @@
 //   parameters  0 elements, 1 element (with and without a dimension), odd sizes, transposed memory,
 //               frozen, never used, used twice in a unit, tied by registration in two units or
 //               twice in one, external, made by the module or by rule
-//   units       without parameters, frozen, recomputed, inside one another, one tensor or a tuple
+//   units       used by some ranks only (dynamic), without parameters, frozen, recomputed, inside
+//   one another, one tensor or a tuple
 //               or a vector as arguments and results, an argument handed back as a result
 //   program     a unit called several times or never, results nobody uses, calls that are left out
 //               or go to another unit in some steps (the same on all ranks), several losses, a
 //               weight in the loss
+//
+// Dynamic units are called at one place each, with one argument that takes their place where they
+// are left out, in models whose input needs a gradient: so every static unit has a backward on
+// every rank, and the gradients of a dynamic parameter come between the same two meetings on all
+// ranks, where they are added in rank order (reducer.h). Otherwise bits would depend on who came
+// when.
 //
 // A quarter of the models are chains: every unit once, in a row, with nothing that lets two of
 // their uses overlap. For those coordinator.h promises limits that need no allowance.
@@ -71,13 +78,14 @@ struct UnitPlan {
   bool recompute = false;
   bool init_by_rule = false;      // its own parameters are not the module's, but Init::normal()
   bool hands_input_back = false;  // as its last result; kVector
+  bool dynamic = false;
   std::vector<SlotPlan> slots;
   std::vector<OpPlan> ops;
   int num_results() const;
 };
 
 // When a call happens; else its first argument, or another unit's result, takes its place.
-enum class When : std::uint8_t { kAlways, kEvenSteps, kRandomly };
+enum class When : std::uint8_t { kAlways, kEvenSteps, kRandomly, kOnSomeRanks };
 
 struct CallPlan {
   int unit = 0;
@@ -111,14 +119,16 @@ struct ModelPlan {
   bool is_chain = false;
 
   bool has_recompute() const;
+  bool has_dynamic() const;
   std::string describe() const;
 };
 
-// Where in training a program runs; conditions depend on it, and on nothing that ranks differ in.
+// Where in training a program runs: what conditions depend on.
 struct Moment {
   int step = 0;
   int micro_batch = 0;
   int forward = 0;  // of those before one backward
+  int rank = 0;     // dynamic units only: everything else is the same on all ranks
 };
 bool happens(const ModelPlan& model, std::size_t call, const Moment& moment);
 
