@@ -174,7 +174,7 @@ class Engine {
   StepResult step();
   // For a rank that has run out of data before the others: takes part in their next step, with
   // weight zero. Null: no rank has data any more. Wants unit.uneven_data=true on all ranks.
-  std::optional<StepResult> follow_step();
+  std::optional<StepResult> follow();
   // Gradients of this step are forgotten.
   void zero_grad();
 

@@ -77,7 +77,7 @@ class Engine::Impl {
   StepResult step();
   void zero_grad();
   // (engine_inference.cpp)
-  std::optional<StepResult> follow_step();
+  std::optional<StepResult> follow();
   std::shared_ptr<engine::ResidentState> begin_resident();
   void end_resident(engine::ResidentState& state);
   void check_not_resident(const char* what) const;
@@ -109,6 +109,8 @@ class Engine::Impl {
   void copy_to_shard(const shard::Param& param, const void* elements);
   // The shard has new values: its version counts, and the master weights follow.
   void shard_was_written(int id);
+  // Before a collective that is no unit's: see coordinator/meeting.h.
+  void meet_outside_of_units(const std::string& what);
   // Collective: every rank's numbers, in rank order.
   std::vector<std::int64_t> gather_numbers(const std::vector<std::int64_t>& mine,
                                            const std::string& what);

@@ -39,9 +39,9 @@ void Engine::Impl::check_not_resident(const char* what) const {
                 " inside a resident scope, which is for evaluation; close it first");
 }
 
-std::optional<StepResult> Engine::Impl::follow_step() {
+std::optional<StepResult> Engine::Impl::follow() {
   begin_pass();
-  check_not_resident("follow_step()");
+  check_not_resident("follow()");
   for (;;) {
     switch (coordinator_->follow()) {
       case coordinator::MeetingPoint::kWeights:

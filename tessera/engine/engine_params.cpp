@@ -5,7 +5,6 @@
 #include <vector>
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -126,11 +125,18 @@ void Engine::Impl::shard_was_written(int id) {
   }
 }
 
+void Engine::Impl::meet_outside_of_units(const std::string& what) {
+  if (is_sealed()) {
+    coordinator_->meet(coordinator::MeetingPoint::kHold, what);
+  }
+}
+
 std::vector<std::int64_t> Engine::Impl::gather_numbers(const std::vector<std::int64_t>& mine,
                                                        const std::string& what) {
   if (group().size() == 1 || mine.empty()) {
     return mine;
   }
+  meet_outside_of_units(what);
   device::Device& device = runtime.device();
   device::Stream& stream = device.stream(device::StreamKind::kGather);
   const std::size_t bytes = mine.size() * sizeof(std::int64_t);

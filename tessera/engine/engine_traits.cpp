@@ -95,6 +95,16 @@ void Engine::Impl::settle_units() {
     }));
   }
   coordinator_->seal();
+  // From here on a leaf uses what is inside it.
+  for (const auto& unit : units_) {
+    for (const int id : coordinator_->unit(unit->id()).ids) {
+      auto& users = units_of_param_[static_cast<std::size_t>(id)];
+      if (std::find(users.begin(), users.end(), unit.get()) == users.end()) {
+        users.push_back(unit.get());
+        unit->add_trainable(params[id].trainable() ? 1 : 0);
+      }
+    }
+  }
 }
 
 }  // namespace tessera

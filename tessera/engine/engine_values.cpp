@@ -15,6 +15,7 @@ namespace tessera {
 device::Memory Engine::Impl::gather_full(int id, const std::string& what) {
   const shard::Param& param = params[id];
   const shard::Layout& layout = param.layout();
+  meet_outside_of_units(what);
   device::Device& device = runtime.device();
   device::Stream& stream = device.stream(device::StreamKind::kGather);
   stream.wait(param.updated());

@@ -175,6 +175,88 @@ at::Tensor two_layers(const Unit<AffineImpl>& first, const Unit<AffineImpl>& sec
   return second(at::gelu(first(input(4, 5, seed))));
 }
 
+// hits and misses of one phase tell which phase it was.
+std::uint64_t num_needed(const coordinator::GatherCounts& counts) {
+  return counts.hits + counts.misses;
+}
+
+TEST(Phases, FollowGradModeAndRecomputedUnitsTrain) {
+  Config config = quiet_config();
+  config.apply_flag("live.limit_bytes=0");
+  config.apply_flag("persist.param_bytes=0");
+  with_engines(2, config, [](Engine& engine, comm::Group&) {
+    UnitOptions options;
+    options.recompute = true;
+    auto first = engine.unit("first", affine(5, 6, 1));
+    auto second = engine.unit("second", affine(6, 3, 2), options);
+    for (int step = 0; step < 2; ++step) {
+      {
+        const at::NoGradGuard no_grad;
+        two_layers(first, second, 0);
+      }
+      const coordinator::CoordinatorStats evaluated = engine.take_stats().gathers;
+      EXPECT_EQ(num_needed(evaluated.inference), 4U);
+      EXPECT_EQ(num_needed(evaluated.forward) + num_needed(evaluated.backward), 0U);
+      engine.backward(two_layers(first, second, 0).mean());
+      const coordinator::CoordinatorStats trained = engine.take_stats().gathers;
+      EXPECT_EQ(num_needed(trained.inference), 0U);
+      EXPECT_EQ(num_needed(trained.forward), 4U);
+      EXPECT_GT(num_needed(trained.backward), 0U);
+      engine.step();
+      engine.take_stats();
+    }
+  });
+}
+
+// Uses of a step that had to wait for a gather on demand.
+std::uint64_t num_missed(Engine& engine) {
+  const coordinator::CoordinatorStats stats = engine.take_stats().gathers;
+  return stats.forward.missed_uses + stats.backward.missed_uses + stats.inference.missed_uses;
+}
+
+TEST(Prefetch, HitsThroughoutInStepsEvaluationsAndSeveralForwards) {
+  Config config = quiet_config();
+  config.apply_flag("persist.param_bytes=0");
+  config.set("optim.lr", 0.01);
+  with_engines(2, config, [](Engine& engine, comm::Group&) {
+    auto first = engine.unit("first", affine(5, 6, 1));
+    auto second = engine.unit("second", affine(6, 3, 2));
+    for (int step = 0; step < 8; ++step) {
+      engine.backward((two_layers(first, second, 0) * two_layers(first, second, 1)).mean());
+      engine.step();
+      {
+        const at::NoGradGuard no_grad;
+        two_layers(first, second, 2);
+      }
+      const std::uint64_t missed = num_missed(engine);
+      if (step >= 2) {
+        EXPECT_EQ(missed, 0U) << "step " << step;
+      }
+    }
+  });
+}
+
+TEST(Prefetch, OfTwoAlternatingBranchesMissesOnceAtMost) {
+  Config config = quiet_config();
+  config.apply_flag("persist.param_bytes=0");
+  config.set("optim.lr", 0.01);
+  with_engines(2, config, [](Engine& engine, comm::Group&) {
+    auto first = engine.unit("first", affine(5, 6, 1));
+    auto left = engine.unit("left", affine(6, 6, 2));
+    auto right = engine.unit("right", affine(6, 6, 3));
+    auto last = engine.unit("last", affine(6, 3, 4));
+    for (int step = 0; step < 10; ++step) {
+      const at::Tensor x = first(input(4, 5, step));
+      engine.backward(last(at::gelu(step % 2 == 0 ? left(x) : right(x))).pow(2).mean());
+      engine.step();
+      const std::uint64_t missed = num_missed(engine);
+      if (step >= 4) {
+        EXPECT_LE(missed, 1U) << "step " << step;
+      }
+    }
+  });
+}
+
 TEST(ResidentScope, GathersOnceAndGivesTheSameValues) {
   for (const int ranks : {1, 2, 3}) {
     with_engines(ranks, [&](Engine& engine, comm::Group&) {

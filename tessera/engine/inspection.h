@@ -1,0 +1,81 @@
+// A picture of an engine at one moment: its units, and for each parameter what it is, how it is cut
+// and where its bytes are now. For debugging, for tools, and for the curious.
+//
+//   std::cout << tessera::to_text(tessera::inspect(engine));
+//
+// It may be taken at any time, inside a unit's forward, too; it changes nothing and talks to no
+// other rank. What happens between two pictures is in the log at level trace, one line per gather,
+// wait and release.
+//
+// A picture holds copies: it outlives its engine.
+//
+// Threads: taken where the engine may be used; plain data afterwards.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tessera/coordinator/gather_counts.h"
+#include "tessera/core/dtype.h"
+#include "tessera/core/ledger.h"
+#include "tessera/shard/param.h"
+
+namespace tessera {
+
+class Engine;
+
+struct ParamReport {
+  int id = 0;
+  std::string name;
+  // Its kind.
+  bool trainable = true;
+  bool dynamic = false;  // some ranks may skip every unit that uses it
+  int num_units = 0;     // that use it; more than one: tied, or external to some
+  bool persists = false;
+  DType dtype = DType::kFloat32;
+  std::vector<std::int64_t> sizes;
+  // How it is cut.
+  std::string group;
+  int rank = 0;
+  int num_ranks = 1;
+  std::int64_t numel = 0;
+  std::int64_t shard_numel = 0;
+  std::int64_t padded_numel = 0;
+  std::int64_t shard_bytes = 0;
+  std::int64_t full_bytes = 0;  // padding included
+  Tier tier = Tier::kDevice;    // of the shard
+  // Now.
+  shard::ParamState state = shard::ParamState::kReleased;
+  std::uint64_t version = 0;  // updates so far
+  int num_users = 0;          // units and scopes that use it right now
+};
+
+struct UnitReport {
+  std::string name;
+  std::string type;           // of its module
+  std::vector<int> own;       // ids of parameters
+  std::vector<int> external;  // of other units
+  bool dynamic = false;
+  bool is_leaf = false;
+  std::string inside_leaf;  // name of the leaf that it is gathered with; empty: none
+  bool is_open = false;     // in use right now
+  // Since the start.
+  coordinator::GatherCounts forward;
+  coordinator::GatherCounts backward;
+  coordinator::GatherCounts inference;
+};
+
+struct Inspection {
+  std::vector<UnitReport> units;    // in the order in which they were made
+  std::vector<ParamReport> params;  // by id
+};
+
+Inspection inspect(const Engine& engine);
+
+// One line per unit and parameter.
+std::string to_text(const Inspection& inspection);
+// One document with the fields above by name; parameters of units by name.
+std::string to_json(const Inspection& inspection);
+
+}  // namespace tessera
