@@ -65,5 +65,8 @@ void Engine::save_parameters(const std::string& path) { impl_->save_parameters(p
 
 EngineStats Engine::take_stats() { return impl_->take_stats(); }
 Runtime& Engine::runtime() const { return impl_->runtime; }
+const coordinator::Coordinator& Engine::coordinator() const { return impl_->coordinator(); }
+const comm::Group& Engine::group() const { return impl_->group(); }
+Tier Engine::shard_tier() const { return impl_->shard_device ? Tier::kHost : Tier::kDevice; }
 
 }  // namespace tessera

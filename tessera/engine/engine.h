@@ -207,6 +207,10 @@ class Engine {
 
   EngineStats take_stats();
   Runtime& runtime() const;
+  // For those who look: see inspection.h.
+  const coordinator::Coordinator& coordinator() const;
+  const comm::Group& group() const;  // the ranks that the parameters are cut over
+  Tier shard_tier() const;
 
   class Impl;  // opaque: hooks and scopes speak to it
 
