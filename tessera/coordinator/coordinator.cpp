@@ -86,10 +86,13 @@ void Coordinator::Impl::seal() {
       0, plan_budgets_.live_limit_bytes - units_.largest_bytes(/*dynamic=*/false));
   persists_ =
       choose_persistent(bytes, options_.persist_param_bytes, options_.persist_model_bytes, room);
-  for (const int id : dynamic_params_) {
-    persists_[static_cast<std::size_t>(id)] = false;
+  for (std::size_t i = 0; i < units_.num_units(); ++i) {
+    const UnitInfo& unit = units_[static_cast<UnitId>(i)];
+    for (const int id : unit.traits.dynamic ? unit.ids : unit.mixed) {
+      persists_[static_cast<std::size_t>(id)] = false;
+    }
   }
-  unit_params_ = units_.param_ids();
+  unit_params_ = units_.planned_ids();
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     plan_params_.push_back({bytes[i], persists_[i]});
   }
@@ -161,9 +164,14 @@ void Coordinator::Impl::gather(const UnitInfo& unit, const Use& use) {
   if (planned != nullptr && !planned->demand.empty()) {
     gatherer_->start(planned->demand, planned->demand_offsets, unit.name, cause);
   }
-  gatherer_->start(unit.ids, {}, unit.name, cause);
+  gatherer_->start(unit.planned, {}, unit.name, cause);
+  if (!unit.mixed.empty() && meets_) {
+    // Some ranks may hold these for a dynamic unit and others not: all gather.
+    const std::vector<std::uint8_t> all(static_cast<std::size_t>(parts_.group.size()), 1);
+    gatherer_->start_to(unit.mixed, all, unit.name, cause);
+  }
   gatherer_->finish(unit.params, unit.label, cause);
-  for (const int id : unit.ids) {
+  for (const int id : unit.planned) {
     const auto i = static_cast<std::size_t>(id);
     is_wanted_[i] = planned != nullptr || persists_[i];
   }
@@ -267,6 +275,7 @@ void Coordinator::Impl::begin_hold(const std::vector<int>& params, const std::st
   } else {
     meet(MeetingPoint::kHold, what);
     start_prefetches(RoomCheck::kSkipped);
+    make_room_for(params);
     const Cause cause;
     gatherer_->start(params, {}, what, cause);
     gatherer_->finish(held, parts_.spans.intern(what), cause);
@@ -274,6 +283,20 @@ void Coordinator::Impl::begin_hold(const std::vector<int>& params, const std::st
   for (Param* param : held) {
     param->add_user();
   }
+}
+
+// What was gathered ahead or kept goes if the limit does not hold both.
+void Coordinator::Impl::make_room_for(const std::vector<int>& params) {
+  if (resident_ || has_room_for(params)) {
+    return;
+  }
+  is_wanted_.assign(is_wanted_.size(), false);
+  for (const int id : params) {
+    is_wanted_[static_cast<std::size_t>(id)] = true;
+  }
+  release_unwanted();
+  is_wanted_ = persists_;
+  ahead_of_ = kNoTrace;  // the next pass starts its first gathers itself
 }
 
 void Coordinator::Impl::end_hold(const std::vector<int>& params, const std::string& what,

@@ -85,6 +85,7 @@ class Coordinator::Impl {
   void gather(const UnitInfo& unit, const Use& use);
   void remove_users(std::span<shard::Param* const> params, const std::string& what, bool changed);
   void release_unwanted();
+  void make_room_for(const std::vector<int>& params);
 
   // A group of one: the shard is the parameter. No list, no plan, no event.
   void attach(std::span<shard::Param* const> params);

@@ -51,7 +51,7 @@ void Coordinator::Impl::depart(const Use& use) {
   ahead_of_ = kNoTrace;
   plan_ = nullptr;
   is_wanted_ = persists_;
-  for (const int id : units_[use.unit].ids) {
+  for (const int id : units_[use.unit].planned) {
     is_wanted_[static_cast<std::size_t>(id)] = true;
   }
   release_unwanted();
@@ -74,7 +74,7 @@ void Coordinator::Impl::take_up_plan() {
   for (std::size_t id = 0; id < is_wanted_.size(); ++id) {
     is_wanted_[id] = is_wanted_[id] || persists_[id];
   }
-  for (const int id : units_[use.unit].ids) {
+  for (const int id : units_[use.unit].planned) {
     is_wanted_[static_cast<std::size_t>(id)] = true;
   }
   release_unwanted();

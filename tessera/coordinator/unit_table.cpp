@@ -123,6 +123,7 @@ void UnitTable::give_leaves_what_is_inside() {
 
 void UnitTable::seal(Spans& spans) {
   give_leaves_what_is_inside();
+  set_mixed_apart();
   owners_.assign(static_cast<std::size_t>(params_.num_params()), -1);
   for (std::size_t i = units_.size(); i-- > 0;) {
     UnitInfo& unit = units_[i];
@@ -144,12 +145,29 @@ std::vector<std::int64_t> UnitTable::param_bytes() const {
   return bytes;
 }
 
-std::vector<std::vector<int>> UnitTable::param_ids() const {
+std::vector<std::vector<int>> UnitTable::planned_ids() const {
   std::vector<std::vector<int>> ids;
   for (const UnitInfo& unit : units_) {
-    ids.push_back(unit.ids);
+    ids.push_back(unit.planned);
   }
   return ids;
+}
+
+void UnitTable::set_mixed_apart() {
+  std::vector<bool> is_in_dynamic(static_cast<std::size_t>(params_.num_params()));
+  for (const UnitInfo& unit : units_) {
+    for (const int id : unit.ids) {
+      if (unit.traits.dynamic) {
+        is_in_dynamic[static_cast<std::size_t>(id)] = true;
+      }
+    }
+  }
+  for (UnitInfo& unit : units_) {
+    for (const int id : unit.ids) {
+      const bool is_mixed = !unit.traits.dynamic && is_in_dynamic[static_cast<std::size_t>(id)];
+      (is_mixed ? unit.mixed : unit.planned).push_back(id);
+    }
+  }
 }
 
 std::int64_t UnitTable::largest_bytes(bool dynamic) const {

@@ -36,6 +36,8 @@ struct UnitInfo {
   bool is_leaf = false;
   UnitId leaf = -1;  // the outermost leaf that it is inside of
   // From seal() on.
+  std::vector<int> mixed;    // of a static unit: ids that a dynamic one needs, too
+  std::vector<int> planned;  // ids without those
   std::vector<shard::Param*> params;
   std::int64_t bytes = 0;  // of its full parameters
   LabelId label = 0;
@@ -69,8 +71,9 @@ class UnitTable {
 
   // By parameter id, of the whole table of parameters.
   std::vector<std::int64_t> param_bytes() const;
-  // By unit: what make_plan() wants.
-  std::vector<std::vector<int>> param_ids() const;
+  // By unit: what make_plan() wants. Which ranks hold a parameter that dynamic units need depends
+  // on what they use, so no plan knows of it.
+  std::vector<std::vector<int>> planned_ids() const;
   bool has_dynamic() const;
   // Of the largest unit: dynamic ones, or the others.
   std::int64_t largest_bytes(bool dynamic) const;
@@ -82,6 +85,7 @@ class UnitTable {
   void check_param(UnitId id, int param) const;
   bool matches(const UnitInfo& unit, const LeafRule& rule) const;
   void give_leaves_what_is_inside();
+  void set_mixed_apart();
 
   shard::ParamTable& params_;
   std::vector<UnitInfo> units_;

@@ -296,6 +296,26 @@ TEST(CoordinatorLimits, HeldParametersAreReadableBesideUnitsAndFreshAfterAChange
   });
 }
 
+TEST(CoordinatorLimits, AHoldTakesTheRoomOfWhatWasGatheredAhead) {
+  run_ranks(2, [](Group& group) {
+    RankWorld world(group, equal_layers(5, kLayerNumel), limited(2));
+    for (int step = 0; step < 3; ++step) {
+      train(world, all_units(5));
+      world.end_step_and_update();  // 0 and 1 are on their way
+    }
+    std::ignore = world.coordinator().take_stats();
+    world.coordinator().begin_hold({1, 3}, "a look");
+    world.expect_right_values(3);
+    EXPECT_EQ(world.coordinator().full_bytes(), 2 * kLayerBytes);
+    world.coordinator().end_hold({1, 3}, "a look", false);
+    train(world, all_units(5));
+    const CoordinatorStats stats = world.coordinator().take_stats();
+    EXPECT_EQ(stats.full_bytes_peak, 2 * kLayerBytes);
+    EXPECT_LE(stats.forward.missed_uses + stats.backward.missed_uses, 2U) << "the hold, and unit 0";
+    world.end_step_and_update();
+  });
+}
+
 TEST(CoordinatorLimits, ALeafIsGatheredWholeAndItsInsideIsNothingOfItsOwn) {
   run_ranks(2, [](Group& group) {
     RankWorld world(group, equal_layers(1, kLayerNumel), limited(8));

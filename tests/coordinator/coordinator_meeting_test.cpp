@@ -135,6 +135,35 @@ TEST(Meeting, WhatOnlyOneRankWantsIsSentToThatRankAlone) {
   });
 }
 
+TEST(Meeting, AStaticUnitMayShareParametersWithADynamicOneThatIsStillOpenSomewhere) {
+  run_ranks(3, [](Group& group) {
+    Model model = experts();
+    model.units[1].push_back(5);  // as a weight in the loss
+    model.units[10].push_back(5);
+    RankWorld world(group, model, options());
+    world.params()[5].set_dynamic(false);
+    for (int step = 0; step < 4; ++step) {
+      run_unit(world, 0, Phase::kForward);
+      if (group.rank() != 1) {
+        run_unit(world, 5, Phase::kForward);
+      }
+      run_unit(world, 1, Phase::kForward);
+      if (group.rank() == 2) {
+        world.begin(5, Phase::kBackward);  // ends late
+      }
+      run_unit(world, 10, Phase::kBackward);
+      run_unit(world, 1, Phase::kBackward);
+      if (group.rank() == 2) {
+        world.end(5, Phase::kBackward);
+      }
+      run_unit(world, 0, Phase::kBackward);
+      world.coordinator().meet(MeetingPoint::kStep);
+      world.end_step_and_update();
+    }
+    EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kComplete);
+  });
+}
+
 TEST(Meeting, RanksAtDifferentStaticUnitsAreAllNamed) {
   run_ranks(3, [](Group& group) {
     RankWorld world(group, experts(), options());
