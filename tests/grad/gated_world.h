@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "tessera/comm/backend.h"
+#include "tessera/core/error.h"
 #include "tessera/device/device.h"
 
 namespace tessera::grad {
@@ -37,7 +39,7 @@ class Gates {
   }
   void open_all() {
     const std::lock_guard lock(mutex_);
-    while (num_open_ < gates_.size()) {
+    while (!all_open_ && num_open_ < gates_.size()) {
       gates_[num_open_++]->succeed();
     }
     all_open_ = true;
@@ -67,9 +69,14 @@ class GatedBackend final : public comm::Backend {
   GatedBackend(std::unique_ptr<comm::Backend> inner, std::shared_ptr<Gates> gates)
       : inner_(std::move(inner)), gates_(std::move(gates)) {}
 
-  // Returns when `num_calls` reductions have been met by all ranks.
-  void await_met(std::size_t num_calls) {
+  // Returns when `num_calls` reductions have been met by all ranks. One that was never started is a
+  // failure after `limit`, not a hang.
+  void await_met(std::size_t num_calls, std::chrono::seconds limit) {
+    const auto end = std::chrono::steady_clock::now() + limit;
     while (num_met() < num_calls) {
+      TESSERA_CHECK(std::chrono::steady_clock::now() < end, CommError, "rank ", rank(), ": ",
+                    num_met(), " of ", num_calls, " reductions were met after ", limit.count(),
+                    " s");
       std::this_thread::yield();
     }
   }
