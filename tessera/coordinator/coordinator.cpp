@@ -161,6 +161,8 @@ void Coordinator::Impl::gather(const UnitInfo& unit, const Use& use) {
   const PlannedUse* planned =
       book_.mode() == TraceMode::kComplete ? &plan_->uses[book_.position() - 1] : nullptr;
   const Cause cause{use.unit, use.phase, Reason::kDemand};
+  GatherCounts& counts = gatherer_->counts(use.unit, use.phase);
+  const std::uint64_t misses_before = counts.misses;
   if (planned != nullptr && !planned->demand.empty()) {
     gatherer_->start(planned->demand, planned->demand_offsets, unit.name, cause);
   }
@@ -170,6 +172,7 @@ void Coordinator::Impl::gather(const UnitInfo& unit, const Use& use) {
     const std::vector<std::uint8_t> all(static_cast<std::size_t>(parts_.group.size()), 1);
     gatherer_->start_to(unit.mixed, all, unit.name, cause);
   }
+  counts.missed_uses += counts.misses > misses_before ? 1 : 0;
   gatherer_->finish(unit.params, unit.label, cause);
   for (const int id : unit.planned) {
     const auto i = static_cast<std::size_t>(id);

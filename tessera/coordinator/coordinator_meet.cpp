@@ -89,6 +89,7 @@ void Coordinator::Impl::begin_dynamic(const UnitInfo& unit, const Use& use) {
   intent.kind = Intent::Kind::kDynamic;
   intent.use = use;
   agree(intent);
+  ++gatherer_->counts(use.unit, use.phase).missed_uses;
   gatherer_->finish(unit.params, unit.label, {use.unit, use.phase, Reason::kDemand});
 }
 

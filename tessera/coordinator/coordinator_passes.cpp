@@ -78,9 +78,17 @@ void Coordinator::Impl::take_up_plan() {
     is_wanted_[static_cast<std::size_t>(id)] = true;
   }
   release_unwanted();
-  resumed_ = std::move(state.outstanding);
-  resumed_.resize(
-      std::min(resumed_.size(), static_cast<std::size_t>(options_.budgets.max_inflight)));
+  // The use that begins gets what it needs at once; what is started for the ones after it.
+  resumed_.clear();
+  const std::vector<int>& needed = units_[use.unit].planned;
+  for (GatherList& list : state.outstanding) {
+    std::erase_if(list,
+                  [&](int id) { return std::binary_search(needed.begin(), needed.end(), id); });
+    if (!list.empty() &&
+        resumed_.size() < static_cast<std::size_t>(options_.budgets.max_inflight)) {
+      resumed_.push_back(std::move(list));
+    }
+  }
 }
 
 PlanInput Coordinator::Impl::plan_input(const Trace& trace) const {

@@ -86,7 +86,6 @@ void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> off
   GatherCounts& counts = this->counts(cause.unit, cause.phase);
   if (cause.reason == Reason::kDemand) {
     counts.misses += members_.size();
-    ++counts.missed_uses;
     ++counts.demand_calls;
     counts.demand_bytes += bytes;
     counts.demand_submit_s += submit_s;
@@ -137,10 +136,8 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
   for (device::ArenaBlock& block : unneeded) {
     arena_.release(std::move(block), gathered);
   }
-  if (!members_.empty()) {
-    counts.misses += members_.size();
-    ++counts.missed_uses;
-  } else {
+  counts.misses += members_.size();
+  if (members_.empty()) {
     drops_.push_back(gathered);  // our shards are read until then
   }
 }

@@ -296,6 +296,29 @@ TEST(CoordinatorLimits, HeldParametersAreReadableBesideUnitsAndFreshAfterAChange
   });
 }
 
+TEST(CoordinatorLimits, APlanThatIsTakenUpLateGathersNothingTwice) {
+  run_ranks(2, [](Group& group) {
+    Model model = equal_layers(4, kLayerNumel);
+    model.units = {{0, 1}, {2}, {3}};  // the first unit needs two calls
+    RankWorld world(group, model, limited(2));
+    const auto train_without_start_ahead = [&] {
+      std::ignore = world.coordinator().take_stats();
+      train(world, all_units(3));
+      const CoordinatorStats stats = world.coordinator().take_stats();
+      world.coordinator().end_step();
+      return stats;
+    };
+    const CoordinatorStats first = train_without_start_ahead();
+    for (int step = 0; step < 2; ++step) {
+      const CoordinatorStats stats = train_without_start_ahead();
+      EXPECT_LT(stats.gathered_bytes, first.gathered_bytes);
+      EXPECT_EQ(stats.prefetch_drops, 0U);
+      EXPECT_EQ(stats.full_bytes_peak, 2 * kLayerBytes);
+      EXPECT_EQ(stats.forward.missed_uses, 1U);
+    }
+  });
+}
+
 TEST(CoordinatorLimits, AHoldTakesTheRoomOfWhatWasGatheredAhead) {
   run_ranks(2, [](Group& group) {
     RankWorld world(group, equal_layers(5, kLayerNumel), limited(2));
