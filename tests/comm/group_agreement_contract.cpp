@@ -2,6 +2,7 @@
 // the first call or much later, every rank gets the same sentence, with the rank, the units and the
 // parameters of both sides, and nobody's memory is written.
 #include <algorithm>
+#include <latch>
 #include <utility>
 
 #include "tessera/core/error.h"
@@ -170,6 +171,44 @@ TEST_P(GroupContract, TagsAreTheOnlyControlBytes) {
     const bool sends_tags = group.backend_name() == "gloo";
     EXPECT_EQ(group.wire_bytes().control, sends_tags ? 10U * 2U * sizeof(CallTag) : 0U);
   });
+}
+
+TEST_P(GroupContract, ACallIsMetWhenTheLastRankHasStartedItAndNotBefore) {
+  std::latch others_started(2);
+  run(3, patient(), [&](Group& group) {
+    std::vector<float> input(3, 1.0F);
+    float sum = 0;
+    CallOptions options;
+    options.met = std::make_shared<std::atomic<bool>>(false);
+    if (group.rank() == 2) {
+      others_started.wait();
+    }
+    const Pending reduced = group.start_reduce_scatter(input.data(), &sum, 1, DType::kFloat32,
+                                                       DType::kFloat32, options);
+    if (group.rank() != 2) {
+      EXPECT_FALSE(*options.met) << "rank 2 is still waiting for us";
+      others_started.count_down();
+    }
+    reduced.wait();
+    EXPECT_TRUE(*options.met);
+    EXPECT_EQ(sum, 3.0F);
+  });
+}
+
+TEST_P(GroupContract, ACallOnWhichRanksDifferIsNeverMet) {
+  const auto failures = GetParam().run(2, patient(), [](Group& group) {
+    float value = 1;
+    CallOptions options;
+    options.label.unit = group.rank() == 0 ? "h.0" : "h.1";
+    options.met = std::make_shared<std::atomic<bool>>(false);
+    try {
+      group.start_all_reduce(&value, 1, DType::kFloat32, Reduction::kSum, options).wait();
+    } catch (const CommError&) {
+      EXPECT_FALSE(*options.met);
+      throw;
+    }
+  });
+  EXPECT_TRUE(failures[0] && failures[1]);
 }
 
 }  // namespace
