@@ -110,6 +110,44 @@ TEST(DynamicUnits, RoutedAtRandomTrainAsTheUnshardedModel) {
   expect_experts_trained(2, 10, true);
 }
 
+// No static unit comes after its backward: only the end of backward is left to meet at.
+TEST(DynamicUnits, InFrontOfEverythingAreReducedAtTheEndOfBackward) {
+  constexpr int kRanks = 3;
+  const auto goes_through = [](int step, int rank) { return (step + rank) % 3 == 0; };
+  const auto plain_front = affine(6, 6, 1);
+  const auto plain_back = affine(6, 3, 2);
+  for (int step = 0; step < 4; ++step) {
+    at::Tensor loss = at::zeros({});
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const at::Tensor x = input(4, 6, step + rank);
+      loss =
+          loss +
+          plain_back->forward(goes_through(step, rank) ? plain_front->forward(x) : x).pow(2).mean();
+    }
+    (loss / kRanks).backward();
+    const at::NoGradGuard no_grad;
+    for (const auto& module : {plain_front, plain_back}) {
+      for (at::Tensor& param : module->parameters()) {
+        param.sub_(param.grad(), 0.1);
+        param.mutable_grad().reset();
+      }
+    }
+  }
+  with_engines(kRanks, slow_config(), [&](Engine& engine, comm::Group& group) {
+    UnitOptions dynamic;
+    dynamic.dynamic = true;
+    auto front = engine.unit("front", affine(6, 6, 1), dynamic);
+    auto back = engine.unit("back", affine(6, 3, 2));
+    for (int step = 0; step < 4; ++step) {
+      const at::Tensor x = input(4, 6, step + group.rank());
+      engine.backward(back(goes_through(step, group.rank()) ? front(x) : x).pow(2).mean());
+      engine.step();
+    }
+    EXPECT_TRUE(at::allclose(engine.full_value(0), plain_front->weight, 1e-4, 1e-5));
+    EXPECT_TRUE(at::allclose(engine.full_value(2), plain_back->weight, 1e-4, 1e-5));
+  });
+}
+
 TEST(DynamicUnits, NamesThatMatchNothingAreRefused) {
   Config config = slow_config();
   config.apply_flag("unit.dynamic_names=expert.*");
