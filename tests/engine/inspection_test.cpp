@@ -11,13 +11,13 @@ namespace {
 
 using shard::ParamState;
 
-const ParamReport& find(const Inspection& inspection, const std::string& name) {
+const ParamReport& find(const Inspection& inspection, std::string_view name) {
   for (const ParamReport& param : inspection.params) {
     if (param.name == name) {
       return param;
     }
   }
-  throw InternalError("no parameter " + name);
+  throw InternalError("no parameter " + std::string(name));
 }
 
 TEST(Inspection, SaysWhatAParameterIsAndHowItIsCut) {
