@@ -15,7 +15,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::array<Command, 7> kCommands{{
+constexpr std::array<Command, 8> kCommands{{
     {"train", "Trains a GPT, sharded over ranks",
      "  tessera train --ranks 2\n"
      "  tessera train --ranks 4 --preset small --data text:book.txt --steps 200 --metrics "
@@ -23,6 +23,12 @@ constexpr std::array<Command, 7> kCommands{{
      "  tessera train --ranks 2 --verify 3\n"
      "  torchrun --nproc-per-node 8 --no-python tessera train --preset gpt-1b4 --device cuda\n",
      add_train},
+    {"inspect",
+     "Shows a model's shards, and what a step would gather and release, without running it",
+     "  tessera inspect --ranks 4\n"
+     "  tessera inspect --preset gpt-13b --ranks 64 --precision bf16 --set live.limit_bytes=4GiB\n"
+     "  tessera inspect --preset small --ranks 8 --json > plan.json\n",
+     add_inspect},
     {"doctor", "Says what this machine has, and what each missing thing costs",
      "  tessera doctor\n"
      "  tessera doctor --dir /mnt/nvme --json\n",

@@ -48,18 +48,6 @@ void add_switch(CLI::App& app, const char* name, bool& value, const char* text) 
 // and default are in `tessera options`.
 std::string sets(const char* option) { return std::string("Sets option ") + option; }
 
-void add_model_flags(CLI::App& app, TrainFlags& flags) {
-  add_value(app, "--preset", flags.preset,
-            preset_names_text() + " (default " + kDefaultPreset + ")", "NAME");
-  add_value(app, "--layers", flags.layers, "Blocks (default: the preset's)", "N");
-  add_value(app, "--seq", flags.sequence, "Tokens per sequence, positions too (preset's)", "N");
-  add_value(app, "--vocab", flags.vocabulary, "Size of the vocabulary (preset's)", "N");
-  add_value(app, "--freeze", flags.freeze, "Does not train the first N blocks (default 0)", "N");
-  add_switch(app, "--recompute", flags.recompute,
-             "Runs each block's forward again in backward instead of keeping activations");
-  add_switch(app, "--tie-head", flags.tie_head, "The head uses the token embedding's weight");
-}
-
 void add_training_flags(CLI::App& app, TrainFlags& flags) {
   add_value(app, "--steps", flags.steps, "Steps (default " + std::to_string(kDefaultSteps) + ")",
             "N");
@@ -100,6 +88,18 @@ void add_run_flags(CLI::App& app, TrainFlags& flags) {
 }
 
 }  // namespace
+
+void add_model_flags(CLI::App& app, TrainFlags& flags) {
+  add_value(app, "--preset", flags.preset,
+            preset_names_text() + " (default " + kDefaultPreset + ")", "NAME");
+  add_value(app, "--layers", flags.layers, "Blocks (default: the preset's)", "N");
+  add_value(app, "--seq", flags.sequence, "Tokens per sequence, positions too (preset's)", "N");
+  add_value(app, "--vocab", flags.vocabulary, "Size of the vocabulary (preset's)", "N");
+  add_value(app, "--freeze", flags.freeze, "Does not train the first N blocks (default 0)", "N");
+  add_switch(app, "--recompute", flags.recompute,
+             "Runs each block's forward again in backward instead of keeping activations");
+  add_switch(app, "--tie-head", flags.tie_head, "The head uses the token embedding's weight");
+}
 
 Action add_train(CLI::App& app) {
   auto flags = std::make_shared<TrainFlags>();

@@ -14,6 +14,10 @@
 #include "tessera/comm/rank_process.h"
 #include "tessera/comm/rendezvous.h"
 
+namespace CLI {
+class App;
+}
+
 namespace tessera::cli {
 
 inline constexpr const char* kDefaultPreset = "tiny";
@@ -56,6 +60,9 @@ struct TrainFlags {
 
 // For people: "micro, tiny or small".
 std::string preset_names_text();
+
+// Those that say which model, for every command that has one.
+void add_model_flags(CLI::App& app, TrainFlags& flags);
 
 // Throws ConfigError, in one line, for whatever would stop this many ranks of this machine.
 // Allocates and writes nothing.

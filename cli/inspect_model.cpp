@@ -1,0 +1,26 @@
+// Apart from inspect.cpp, since the headers of models bring torch's.
+
+#include "cli/inspect.h"
+#include "cli/train_plan.h"
+#include "tessera/core/error.h"
+
+namespace tessera::cli {
+
+StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
+  comm::Rendezvous place;
+  place.world_size = num_ranks;
+  place.local_world_size = num_ranks;
+  const TrainPlan plan = checked_plan(flags, place);
+  TESSERA_CHECK(
+      plan.config.get_list("unit.dynamic_names").empty(), ConfigError,
+      "unit.dynamic_names is set: what dynamic units gather is agreed on from use to use, "
+      "not planned; leave it out to inspect");
+  StepPlanInput input;
+  input.model = models::gpt_shape(plan.model);
+  input.num_ranks = num_ranks;
+  input.options = coordinator::CoordinatorOptions::from(plan.config);
+  input.num_micro_batches = plan.batch.accumulate;
+  return input;
+}
+
+}  // namespace tessera::cli

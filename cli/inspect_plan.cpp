@@ -1,0 +1,227 @@
+#include "cli/inspect_plan.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "tessera/coordinator/prefetch_plan.h"
+#include "tessera/core/error.h"
+#include "tessera/device/arena_map.h"
+
+namespace tessera::cli {
+namespace {
+
+using coordinator::GatherList;
+using coordinator::Phase;
+using coordinator::PlannedUse;
+using coordinator::PrefetchPlan;
+using coordinator::Use;
+
+// More is no training anybody does, and would not fit into memory.
+constexpr std::int64_t kMaxUses = std::int64_t{1} << 20;
+
+std::size_t index_of(int number) { return static_cast<std::size_t>(number); }
+
+std::int64_t full_bytes_of(const shard::Layout& layout) {
+  return static_cast<std::int64_t>(layout.full_bytes());
+}
+
+std::int64_t arena_bytes_of(const shard::Layout& layout) {
+  return static_cast<std::int64_t>(device::round_to_arena(layout.full_bytes()));
+}
+
+void measure_params(const StepPlanInput& input, StepPlan& plan) {
+  for (const models::ParamShape& param : input.model.params) {
+    const shard::Layout& layout =
+        plan.layouts.emplace_back(param.numel(), input.num_ranks, input.model.dtype);
+    plan.numel += layout.numel();
+    plan.full_bytes += full_bytes_of(layout);
+    plan.shard_bytes += static_cast<std::int64_t>(layout.shard_bytes());
+  }
+}
+
+void measure_units(const StepPlanInput& input, StepPlan& plan) {
+  plan.owners.assign(plan.layouts.size(), -1);
+  plan.num_units.assign(plan.layouts.size(), 0);
+  for (std::size_t i = 0; i < input.model.units.size(); ++i) {
+    const models::UnitShape& shape = input.model.units[i];
+    StepPlan::Unit& unit = plan.units.emplace_back();
+    unit.params = shape.own;
+    unit.params.insert(unit.params.end(), shape.external.begin(), shape.external.end());
+    std::sort(unit.params.begin(), unit.params.end());
+    for (const int id : unit.params) {
+      unit.full_bytes += full_bytes_of(plan.layouts[index_of(id)]);
+      ++plan.num_units[index_of(id)];
+      int& owner = plan.owners[index_of(id)];
+      owner = owner < 0 ? static_cast<int>(i) : owner;
+    }
+    for (const int id : shape.own) {
+      unit.shard_bytes += static_cast<std::int64_t>(plan.layouts[index_of(id)].shard_bytes());
+    }
+  }
+}
+
+// As Coordinator::seal(): the largest unit must find room beside what persists.
+void choose_persistent(const StepPlanInput& input, StepPlan& plan) {
+  std::vector<std::int64_t> bytes;
+  for (const shard::Layout& layout : plan.layouts) {
+    bytes.push_back(full_bytes_of(layout));
+  }
+  std::int64_t largest = 0;
+  for (const StepPlan::Unit& unit : plan.units) {
+    largest = std::max(largest, unit.full_bytes);
+  }
+  const coordinator::CoordinatorOptions& options = input.options;
+  const std::int64_t room = std::max<std::int64_t>(0, options.budgets.live_limit_bytes - largest);
+  plan.persists = coordinator::choose_persistent(bytes, options.persist_param_bytes,
+                                                 options.persist_model_bytes, room);
+  for (std::size_t id = 0; id < bytes.size(); ++id) {
+    plan.persistent_bytes += plan.persists[id] ? bytes[id] : 0;
+  }
+}
+
+// As UnitTable::arena_bytes().
+std::int64_t arena_bytes(const StepPlan& plan, std::int64_t live_limit_bytes) {
+  std::int64_t all = 0;
+  for (const shard::Layout& layout : plan.layouts) {
+    all += arena_bytes_of(layout);
+  }
+  const std::int64_t rounding = all - plan.full_bytes;
+  std::int64_t largest = 0;
+  for (const StepPlan::Unit& unit : plan.units) {
+    std::int64_t bytes = 0;
+    for (const int id : unit.params) {
+      bytes += arena_bytes_of(plan.layouts[index_of(id)]);
+    }
+    largest = std::max(largest, bytes);
+  }
+  return (live_limit_bytes >= all ? all : std::min(live_limit_bytes + rounding, all)) + largest;
+}
+
+// All micro-batches of a step are one pass.
+std::vector<Use> trace_of_chain(std::size_t num_units, std::int64_t num_micro_batches) {
+  std::vector<Use> uses;
+  for (std::int64_t micro = 0; micro < num_micro_batches; ++micro) {
+    for (std::size_t i = 0; i < num_units; ++i) {
+      uses.push_back({static_cast<coordinator::UnitId>(i), Phase::kForward});
+    }
+    for (std::size_t i = num_units; i-- > 0;) {
+      uses.push_back({static_cast<coordinator::UnitId>(i), Phase::kBackward});
+    }
+  }
+  return uses;
+}
+
+PrefetchPlan make_prefetch_plan(const StepPlanInput& input, const StepPlan& plan,
+                                std::span<const Use> uses) {
+  std::vector<std::vector<int>> unit_params;
+  for (const StepPlan::Unit& unit : plan.units) {
+    unit_params.push_back(unit.params);
+  }
+  std::vector<coordinator::PlanParam> params;
+  for (std::size_t id = 0; id < plan.layouts.size(); ++id) {
+    params.push_back({full_bytes_of(plan.layouts[id]), plan.persists[id]});
+  }
+  coordinator::PlanInput plan_input;
+  plan_input.uses = uses;
+  plan_input.unit_params = unit_params;
+  plan_input.params = params;
+  plan_input.budgets = input.options.budgets;
+  return coordinator::make_plan(plan_input);
+}
+
+// Carries a plan out as the coordinator does, and writes down what happens.
+class Walk {
+ public:
+  explicit Walk(StepPlan& plan) : plan_(plan), held_(plan.layouts.size()) {}
+
+  void run(const PrefetchPlan& prefetch, std::span<const Use> uses) {
+    plan_.before = start_all(prefetch.ahead.prefetch);
+    for (std::size_t i = 0; i < uses.size(); ++i) {
+      const PlannedUse& planned = prefetch.uses[i];
+      TimelineUse use;
+      use.use = uses[i];
+      use.demand = start(plan_.units[index_of(use.use.unit)].params);
+      use.ahead = start_all(planned.prefetch);
+      use.held_bytes = held_bytes_;
+      use.release = planned.release;
+      for (const int id : use.release) {
+        let_go(id);
+      }
+      plan_.step.num_misses += static_cast<std::int64_t>(use.demand.params.size());
+      plan_.uses.push_back(std::move(use));
+    }
+  }
+
+ private:
+  GatherCall start(const GatherList& params) {
+    GatherCall call;
+    for (const int id : params) {
+      if (!held_[index_of(id)]) {
+        held_[index_of(id)] = true;
+        call.params.push_back(id);
+        call.bytes += full_bytes_of(plan_.layouts[index_of(id)]);
+      }
+    }
+    held_bytes_ += call.bytes;
+    plan_.step.num_gathers += call.params.empty() ? 0 : 1;
+    plan_.step.gathered_bytes += call.bytes;
+    plan_.step.peak_bytes = std::max(plan_.step.peak_bytes, held_bytes_);
+    return call;
+  }
+
+  std::vector<GatherCall> start_all(const std::vector<GatherList>& lists) {
+    std::vector<GatherCall> calls;
+    for (const GatherList& list : lists) {
+      calls.push_back(start(list));
+    }
+    return calls;
+  }
+
+  void let_go(int id) {
+    TESSERA_INVARIANT(held_[index_of(id)], "the plan releases parameter ", id,
+                      ", which is not held");
+    held_[index_of(id)] = false;
+    held_bytes_ -= full_bytes_of(plan_.layouts[index_of(id)]);
+  }
+
+  StepPlan& plan_;
+  std::vector<bool> held_;  // by parameter
+  std::int64_t held_bytes_ = 0;
+};
+
+// In a group of one the shard is the full parameter: it is used where it lies.
+void walk_alone(std::span<const Use> uses, StepPlan& plan) {
+  for (const Use& each : uses) {
+    const StepPlan::Unit& unit = plan.units[index_of(each.unit)];
+    TimelineUse use;
+    use.use = each;
+    use.held_bytes = unit.full_bytes;
+    plan.uses.push_back(use);
+    plan.step.peak_bytes = std::max(plan.step.peak_bytes, unit.full_bytes);
+  }
+}
+
+}  // namespace
+
+StepPlan plan_step(const StepPlanInput& input) {
+  const auto num_units = static_cast<std::int64_t>(input.model.units.size());
+  TESSERA_CHECK(input.num_micro_batches <= kMaxUses / (2 * num_units), ConfigError, "a step of ",
+                input.num_micro_batches, " micro-batches of ", num_units, " units: at most ",
+                kMaxUses, " uses can be planned; take fewer micro-batches");
+  StepPlan plan;
+  measure_params(input, plan);
+  measure_units(input, plan);
+  const std::vector<Use> uses = trace_of_chain(plan.units.size(), input.num_micro_batches);
+  if (input.num_ranks == 1) {
+    plan.persists.assign(plan.layouts.size(), false);
+    walk_alone(uses, plan);
+    return plan;
+  }
+  choose_persistent(input, plan);
+  plan.arena_bytes = arena_bytes(plan, input.options.budgets.live_limit_bytes);
+  Walk(plan).run(make_prefetch_plan(input, plan, uses), uses);
+  return plan;
+}
+
+}  // namespace tessera::cli
