@@ -184,10 +184,16 @@ bool BackwardWatch::watch_input(const std::shared_ptr<BackwardUse>& use, const a
 
 void BackwardWatch::watch_output(const std::shared_ptr<BackwardUse>& use,
                                  const at::Tensor& output) {
+  if (output.is_leaf()) {
+    return;
+  }
+  const Origin origin = origin_of(output);
+  if (origin.mark.thread != use->first_node.thread ||
+      origin.mark.sequence < use->first_node.sequence) {
+    return;  // it came in as it is: no node of this forward stands behind it
+  }
   auto gate = std::make_shared<Gate>();
   gate->producer = use;
-  // A leaf comes back as it went in; it has no node of its own.
-  const Origin origin = output.is_leaf() ? Origin{} : origin_of(output);
   output.register_hook([self = shared_from_this(), gate, origin](const at::TensorBase&) {
     for (const auto& consumer : gate->consumers) {
       self->input_gradient_came(*consumer);

@@ -95,6 +95,38 @@ TEST(Units, AroundUnitsStayUntilTheInnerOnesHaveTheirGradients) {
   });
 }
 
+// Hands its argument on, and makes something of its own only for the second result.
+struct PassingImpl : torch::nn::Module {
+  PassingImpl() { weight = register_parameter("weight", input(6, 6, 4)); }
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x) {
+    return {x, at::linear(x, weight)};
+  }
+  at::Tensor weight;
+};
+
+TEST(Units, ThatHandTheirArgumentOnGivePlainGradients) {
+  for (const bool uses_second : {false, true}) {
+    expect_plain_gradients([=](Engine* engine, std::vector<at::Tensor>* params) -> Built {
+      auto first = unit_of(engine, "first", affine(5, 6, 1), params);
+      auto passing = unit_of(engine, "passing", std::make_shared<PassingImpl>(), params);
+      return [=] {
+        const auto [same, made] = passing(first(input(4, 5, 0)));
+        return (uses_second ? same * made : same).pow(2).mean();
+      };
+    });
+  }
+}
+
+TEST(Units, HaveNoBackwardWhereTheyOnlyHandTheirArgumentOn) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    auto first = engine.unit("first", affine(5, 6, 1));
+    auto passing = engine.unit("passing", std::make_shared<PassingImpl>());
+    engine.backward(std::get<0>(passing(first(input(4, 5, 0)))).pow(2).mean());
+    EXPECT_EQ(engine.take_stats().gathers.num_uses, 3U);
+    engine.step();
+  });
+}
+
 // One weight under two names, used twice.
 struct TwiceImpl : torch::nn::Module {
   TwiceImpl() {
