@@ -1,0 +1,248 @@
+// `tessera inspect` as a program: its sums, its timeline and what it refuses.
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include "tests/cli/refusal.h"
+
+namespace tessera::testing {
+namespace {
+
+using Json = nlohmann::json;
+
+std::string inspected(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "inspect");
+  const ProcessResult result = run_tessera_forked(arguments);
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.err, "");
+  return result.out;
+}
+
+Json inspected_json(std::vector<std::string> arguments) {
+  arguments.emplace_back("--json");
+  return Json::parse(inspected(arguments));
+}
+
+std::int64_t sum_of(const Json& rows, const char* key) {
+  std::int64_t sum = 0;
+  for (const Json& row : rows) {
+    sum += row[key].get<std::int64_t>();
+  }
+  return sum;
+}
+
+// Far more than this machine could hold, on more ranks than it could start.
+TEST(Inspect, AddsUpAModelThatWouldNotFitHere) {
+  constexpr std::int64_t kWidth = 5120;
+  constexpr std::int64_t kLayers = 40;
+  constexpr std::int64_t kVocabulary = 50304;
+  constexpr std::int64_t kSequence = 1024;
+  constexpr std::int64_t kRanks = 3000;
+  constexpr std::int64_t kNumel = 2 * kVocabulary * kWidth + kSequence * kWidth +
+                                  kLayers * (12 * kWidth * kWidth + 13 * kWidth) + 2 * kWidth;
+  const Json plan =
+      inspected_json({"--preset", "gpt-13b", "--ranks", "3000", "--precision", "bf16"});
+  EXPECT_EQ(plan["totals"]["numel"], kNumel);
+  EXPECT_EQ(plan["params"].size(), 12 * kLayers + 5U);
+  EXPECT_EQ(plan["units"].size(), kLayers + 2U);
+  EXPECT_EQ(plan["timeline"].size(), 2 * (kLayers + 2U));
+  for (const Json& param : plan["params"]) {
+    const auto numel = param["numel"].get<std::int64_t>();
+    const auto shard = param["shard_numel"].get<std::int64_t>();
+    // Eight bf16 elements are 16 bytes.
+    EXPECT_EQ(shard, ((numel + kRanks - 1) / kRanks + 7) / 8 * 8) << param;
+    EXPECT_EQ(param["padded_numel"], shard * kRanks);
+    EXPECT_EQ(param["shard_bytes"], shard * 2);
+    EXPECT_EQ(param["full_bytes"], shard * kRanks * 2);
+  }
+  for (const char* key : {"full_bytes", "shard_bytes"}) {
+    EXPECT_EQ(plan["totals"][key], sum_of(plan["params"], key));
+    EXPECT_EQ(plan["totals"][key], sum_of(plan["units"], key));
+  }
+}
+
+// Plays a timeline with nothing but its own words.
+class Replay {
+ public:
+  explicit Replay(const Json& plan) : plan_(plan) {
+    for (const Json& param : plan["params"]) {
+      bytes_[param["name"]] = param["full_bytes"];
+    }
+    for (const Json& unit : plan["units"]) {
+      std::vector<std::string>& params = params_of_[unit["name"]];
+      params = unit["own"].get<std::vector<std::string>>();
+      for (const Json& name : unit["external"]) {
+        params.push_back(name);
+      }
+    }
+  }
+
+  void run() {
+    for (const Json& call : plan_["before_step"]) {
+      gather(call);
+    }
+    for (const Json& use : plan_["timeline"]) {
+      SCOPED_TRACE(use.dump());
+      const auto now = use["gather_now"]["params"].get<std::vector<std::string>>();
+      num_misses_ += static_cast<std::int64_t>(now.size());
+      if (!now.empty()) {
+        gather(use["gather_now"]);
+      }
+      for (const std::string& name : params_of_[use["unit"]]) {
+        EXPECT_TRUE(held_.contains(name)) << name;
+      }
+      for (const Json& call : use["gather_ahead"]) {
+        gather(call);
+      }
+      EXPECT_EQ(use["held_bytes"], held_bytes_);
+      for (const std::string name : use["release"]) {
+        EXPECT_EQ(held_.erase(name), 1U) << name;
+        held_bytes_ -= bytes_[name];
+      }
+    }
+    EXPECT_EQ(plan_["step"]["num_gathers"], num_gathers_);
+    EXPECT_EQ(plan_["step"]["gathered_bytes"], gathered_bytes_);
+    EXPECT_EQ(plan_["step"]["num_misses"], num_misses_);
+    EXPECT_EQ(plan_["step"]["peak_bytes"], peak_bytes_);
+    // Only what persists is left.
+    for (const Json& param : plan_["params"]) {
+      EXPECT_EQ(held_.contains(param["name"]), param["persists"].get<bool>()) << param["name"];
+    }
+  }
+
+  std::int64_t peak_bytes() const { return peak_bytes_; }
+  std::int64_t num_misses() const { return num_misses_; }
+
+ private:
+  void gather(const Json& call) {
+    std::int64_t bytes = 0;
+    for (const std::string name : call["params"]) {
+      EXPECT_TRUE(held_.insert(name).second) << name << " is gathered twice";
+      bytes += bytes_[name];
+    }
+    EXPECT_EQ(call["bytes"], bytes);
+    ++num_gathers_;
+    gathered_bytes_ += bytes;
+    held_bytes_ += bytes;
+    peak_bytes_ = std::max(peak_bytes_, held_bytes_);
+  }
+
+  const Json& plan_;
+  std::map<std::string, std::int64_t> bytes_;
+  std::map<std::string, std::vector<std::string>> params_of_;
+  std::set<std::string> held_;
+  std::int64_t held_bytes_ = 0;
+  std::int64_t peak_bytes_ = 0;
+  std::int64_t num_gathers_ = 0;
+  std::int64_t gathered_bytes_ = 0;
+  std::int64_t num_misses_ = 0;
+};
+
+TEST(Inspect, TellsATimelineThatHoldsTogether) {
+  const std::vector<std::vector<std::string>> cases = {
+      {},
+      {"--set", "live.limit_bytes=0"},
+      {"--set", "live.limit_bytes=2MiB", "--set", "persist.param_bytes=0"},
+      {"--set", "live.limit_bytes=2MiB", "--tie-head", "--set", "live.reuse_distance_bytes=0"},
+      {"--set", "prefetch.bucket_bytes=0", "--freeze", "2"},
+  };
+  for (std::vector<std::string> arguments : cases) {
+    SCOPED_TRACE(::testing::PrintToString(arguments));
+    arguments.insert(arguments.end(), {"--layers", "6", "--ranks", "4"});
+    const Json plan = inspected_json(arguments);
+    Replay replay(plan);
+    replay.run();
+    std::int64_t largest = 0;
+    for (const Json& unit : plan["units"]) {
+      largest = std::max(largest, unit["full_bytes"].get<std::int64_t>());
+    }
+    const auto limit = plan["limits"]["live_bytes"].get<std::int64_t>();
+    EXPECT_LE(replay.peak_bytes(), std::max(limit, largest));
+  }
+}
+
+TEST(Inspect, FindsNoMissWhereTwoUnitsFit) {
+  // A block of tiny has 774 KiB in fp32.
+  const std::vector<std::string> arguments{"--layers", "12",
+                                           "--ranks",  "2",
+                                           "--set",    "live.limit_bytes=1600KiB",
+                                           "--set",    "persist.param_bytes=0"};
+  const Json plan = inspected_json(arguments);
+  EXPECT_EQ(plan["step"]["num_misses"], 0);
+  EXPECT_LE(plan["step"]["peak_bytes"].get<std::int64_t>(), 1600 * 1024);
+}
+
+TEST(Inspect, AGroupOfOneGathersNothing) {
+  const Json plan = inspected_json({"--ranks", "1"});
+  EXPECT_EQ(plan["step"]["num_gathers"], 0);
+  EXPECT_EQ(plan["totals"]["arena_bytes"], 0);
+  EXPECT_NE(inspected({}).find("nothing is gathered"), std::string::npos);
+}
+
+TEST(Inspect, MicroBatchesOfAStepShareWhatFits) {
+  const auto gathered_bytes = [](const char* limit, const char* micro_batches) {
+    const Json plan =
+        inspected_json({"--ranks", "2", "--layers", "6", "--set",
+                        std::string("live.limit_bytes=") + limit, "--accumulate", micro_batches});
+    Replay(plan).run();
+    return plan["step"]["gathered_bytes"].get<std::int64_t>();
+  };
+  // Everything stays until the step ends.
+  EXPECT_EQ(gathered_bytes("1GiB", "3"), gathered_bytes("1GiB", "1"));
+  // Some of it stays from one to the next.
+  EXPECT_GT(gathered_bytes("2MiB", "3"), gathered_bytes("2MiB", "1"));
+  EXPECT_LT(gathered_bytes("2MiB", "3"), 3 * gathered_bytes("2MiB", "1"));
+}
+
+TEST(Inspect, ShowsUnitsThatAreAlikeOnce) {
+  const std::string screen =
+      inspected({"--layers", "5", "--freeze", "2", "--ranks", "2", "--tie-head"});
+  EXPECT_NE(screen.find("blocks.0 to blocks.1 "), std::string::npos) << screen;
+  EXPECT_NE(screen.find("each of 2\n"), std::string::npos) << screen;
+  EXPECT_NE(screen.find("blocks.2 to blocks.4 "), std::string::npos) << screen;
+  EXPECT_NE(screen.find("frozen"), std::string::npos) << screen;
+  EXPECT_NE(screen.find("tied: 2 units"), std::string::npos) << screen;
+  EXPECT_NE(screen.find("external: of embedding"), std::string::npos) << screen;
+  EXPECT_NE(screen.find("   13  backward  embedding"), std::string::npos) << screen;
+  EXPECT_NE(screen.find("Per step: "), std::string::npos) << screen;
+  std::istringstream lines(screen);
+  for (std::string line; std::getline(lines, line);) {
+    EXPECT_FALSE(line.ends_with(' ')) << line;
+  }
+}
+
+class InspectUsage : public Refusal {
+ protected:
+  void expect_refusal(std::vector<std::string> arguments, const std::string& part) {
+    arguments.insert(arguments.begin(), "inspect");
+    Refusal::expect_refusal(arguments, part);
+  }
+};
+
+TEST_F(InspectUsage, WrongInputIsRefused) {
+  expect_refusal({"--preset", "tinny"}, "tiny");
+  expect_refusal({"--ranks", "0"}, "--ranks \"0\" is not a whole number from 1");
+  expect_refusal({"--ranks", "many"}, "--ranks \"many\"");
+  expect_refusal({"--layers", "0"}, "layers");
+  expect_refusal({"--freeze", "3"}, "--freeze 3");
+  expect_refusal({"--precision", "fp8"}, "fp32, bf16 or fp16");
+  expect_refusal({"--set", "live.limit_byte=1"}, "live.limit_bytes");
+  expect_refusal({"--config", "nowhere.json"}, "nowhere.json");
+  expect_refusal({"--jsn"}, "did you mean \"--json\"?");
+  expect_refusal({"now"}, "unexpected argument \"now\"");
+}
+
+TEST_F(InspectUsage, WhatNobodyCanPlanForIsRefused) {
+  expect_refusal({"--accumulate", "1000000"}, "take fewer micro-batches");
+  expect_refusal({"--set", "unit.dynamic_names=blocks.*"}, "unit.dynamic_names is set");
+}
+
+}  // namespace
+}  // namespace tessera::testing

@@ -1,0 +1,144 @@
+// What `tessera inspect` foretells against what training does, with ranks as threads.
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "cli/inspect.h"
+#include "models/gpt.h"
+#include "tessera/comm/thread_backend.h"
+#include "tessera/engine/engine.h"
+#include "tessera/engine/runtime.h"
+#include "tests/engine/training_run.h"
+
+namespace tessera::cli {
+namespace {
+
+using testing::RunOutcome;
+using testing::RunSettings;
+
+struct Case {
+  std::string name;
+  int ranks = 2;
+  int accumulate = 1;
+  std::int64_t freeze = 0;
+  bool recompute = false;
+  bool tie_head = false;
+  std::vector<std::pair<std::string, std::string>> options = {};
+};
+
+constexpr std::int64_t kLayers = 6;
+
+models::GptOptions model_of(const Case& each) {
+  models::GptOptions model = models::gpt_preset("micro");
+  model.layers = kLayers;
+  model.freeze = each.freeze;
+  model.recompute = each.recompute;
+  model.tie_head = each.tie_head;
+  return model;
+}
+
+StepPlanInput input_of(const Case& each) {
+  TrainFlags flags;
+  flags.preset = "micro";
+  flags.layers = std::to_string(kLayers);
+  flags.freeze = std::to_string(each.freeze);
+  flags.recompute = each.recompute;
+  flags.tie_head = each.tie_head;
+  flags.accumulate = std::to_string(each.accumulate);
+  for (const auto& [name, value] : each.options) {
+    flags.config.settings.push_back(name + "=" + value);
+  }
+  return checked_step_input(flags, each.ranks);
+}
+
+// A block is about 50 KiB, the head 8 KiB, the embedding 10 KiB.
+std::vector<Case> cases() {
+  return {
+      {.name = "Defaults"},
+      {.name = "Alone", .ranks = 1},
+      {.name = "NoRoom", .options = {{"live.limit_bytes", "0"}}},
+      {.name = "RoomForTwoBlocks",
+       .options = {{"live.limit_bytes", "110KiB"}, {"persist.param_bytes", "0"}}},
+      {.name = "RoomForThreeBlocksAndSomePersist",
+       .ranks = 3,
+       .options = {{"live.limit_bytes", "160KiB"},
+                   {"persist.param_bytes", "256"},
+                   {"live.reuse_distance_bytes", "0"}}},
+      {.name = "SmallCalls",
+       .options = {{"prefetch.bucket_bytes", "20KiB"},
+                   {"prefetch.max_inflight", "2"},
+                   {"live.limit_bytes", "200KiB"}}},
+      {.name = "NoPrefetch",
+       .options = {{"prefetch.bucket_bytes", "0"}, {"live.limit_bytes", "120KiB"}}},
+      {.name = "TiedFrozenRecomputed",
+       .ranks = 3,
+       .freeze = 2,
+       .recompute = true,
+       .tie_head = true,
+       .options = {{"live.limit_bytes", "110KiB"}}},
+      {.name = "Accumulated",
+       .accumulate = 3,
+       .options = {{"live.limit_bytes", "110KiB"}, {"persist.param_bytes", "1KiB"}}},
+      {.name = "AccumulatedWithUnevenData",
+       .accumulate = 3,
+       .options = {{"live.limit_bytes", "110KiB"},
+                   {"persist.param_bytes", "1KiB"},
+                   {"unit.uneven_data", "true"}}},
+  };
+}
+
+class Foretold : public ::testing::TestWithParam<Case> {};
+
+TEST_P(Foretold, AStepGathersWhatWasPlanned) {
+  const Case& each = GetParam();
+  RunSettings settings;
+  settings.model = model_of(each);
+  settings.ranks = each.ranks;
+  settings.accumulate = each.accumulate;
+  settings.batch = 18;
+  settings.steps = 3;
+  settings.data = "random";
+  settings.options = each.options;
+  const RunOutcome run = testing::train(settings);
+  const StepTotals& step = plan_step(input_of(each)).step;
+  // The first step is recorded; what it gathers ahead belongs to the second.
+  for (const std::size_t i : {1U, 2U}) {
+    const coordinator::CoordinatorStats& gathers = run.stats.at(i).gathers;
+    EXPECT_EQ(static_cast<std::int64_t>(gathers.num_gathers), step.num_gathers) << "step " << i;
+    EXPECT_EQ(static_cast<std::int64_t>(gathers.gathered_bytes), step.gathered_bytes)
+        << "step " << i;
+    EXPECT_EQ(static_cast<std::int64_t>(gathers.prefetch_misses), step.num_misses) << "step " << i;
+    EXPECT_EQ(gathers.full_bytes_peak, step.peak_bytes) << "step " << i;
+    EXPECT_EQ(gathers.prefetch_drops, 0U) << "step " << i;
+  }
+}
+
+TEST_P(Foretold, TheEngineTakesTheMemoryThatWasPlanned) {
+  const Case& each = GetParam();
+  const StepPlan plan = plan_step(input_of(each));
+  RunSettings settings;
+  settings.model = model_of(each);
+  settings.options = each.options;
+  comm::run_ranks(each.ranks, [&](comm::Group& group) {
+    Runtime runtime(testing::config_of(settings), group, {-1, 1, 0});
+    Engine engine(runtime);
+    models::Gpt model(settings.model, engine, settings.seed);
+    engine.optimizer();  // the model is complete
+    EXPECT_EQ(static_cast<std::int64_t>(engine.coordinator().arena_bytes()), plan.arena_bytes);
+    std::int64_t shard_bytes = 0;
+    for (int id = 0; id < engine.num_params(); ++id) {
+      shard_bytes += static_cast<std::int64_t>(engine.param(id).layout().shard_bytes());
+      EXPECT_EQ(engine.coordinator().persists(id), plan.persists[static_cast<std::size_t>(id)])
+          << engine.param(id).name();
+    }
+    EXPECT_EQ(shard_bytes, plan.shard_bytes);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Inspect, Foretold, ::testing::ValuesIn(cases()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace tessera::cli
