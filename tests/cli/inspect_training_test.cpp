@@ -1,4 +1,5 @@
 // What `tessera inspect` foretells against what training does, with ranks as threads.
+#include <ostream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,6 +27,7 @@ struct Case {
   bool recompute = false;
   bool tie_head = false;
   std::vector<std::pair<std::string, std::string>> options = {};
+  friend void PrintTo(const Case& each, std::ostream* out) { *out << each.name; }
 };
 
 constexpr std::int64_t kLayers = 6;
