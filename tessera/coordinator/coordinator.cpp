@@ -93,6 +93,12 @@ void Coordinator::Impl::seal() {
     }
   }
   unit_params_ = units_.planned_ids();
+  for (std::size_t i = 0; i < units_.num_units(); ++i) {
+    const UnitInfo& unit = units_[static_cast<UnitId>(i)];
+    unit_texts_.push_back(
+        unit.ids.empty() ? unit.name
+                         : detail::concat(unit.name, " (", parts_.params[unit.ids[0]].name(), ")"));
+  }
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     plan_params_.push_back({bytes[i], persists_[i]});
   }
@@ -389,7 +395,10 @@ void Coordinator::Impl::end_step() {
                      {});
   }
   if (gatherer_) {
-    queue_.clear();
+    start_prefetches(RoomCheck::kSkipped);
+    if (!meets_) {
+      compare_uses();
+    }
     is_wanted_.assign(is_wanted_.size(), false);
     release_unwanted();
     gatherer_->wait_for_drops();

@@ -99,6 +99,7 @@ class Coordinator::Impl {
   void want_ahead(const PrefetchPlan& plan);
   void start_calls_ahead(const PrefetchPlan& plan);
   void start_next_pass_if_foreseen();
+  void compare_uses();
   PlanInput plan_input(const Trace& trace) const;
   const PrefetchPlan& plan_of(TraceId id);
   void queue_prefetches(const PlannedUse* planned);
@@ -129,6 +130,7 @@ class Coordinator::Impl {
   std::vector<bool> is_wanted_;  // by parameter id: stays when it has no user
   std::vector<bool> persists_;   // by parameter id
   std::vector<std::vector<int>> unit_params_;
+  std::vector<std::string> unit_texts_;  // "h.3 (h.3.attn.weight)"
   std::vector<PlanParam> plan_params_;
   PlanBudgets plan_budgets_;
   std::map<TraceId, PrefetchPlan> plans_;

@@ -155,6 +155,25 @@ void Coordinator::Impl::start_next_pass_if_foreseen() {
   start_calls_ahead(plan);
 }
 
+// A rank that used other units than the rest is found at its first gather that differs. Where all
+// is held there may be none: so ranks compare what they used before anything is made of it. Nothing
+// moves but a tag; where uses differ, their names follow.
+void Coordinator::Impl::compare_uses() {
+  const Trace trace = book_.seen();
+  std::vector<comm::Gather> named(trace.uses.size());
+  std::uint64_t hash = 0;
+  for (std::size_t i = 0; i < trace.uses.size(); ++i) {
+    const std::int32_t use[2] = {trace.uses[i].unit,
+                                 static_cast<std::int32_t>(trace.uses[i].phase)};
+    hash = comm::hash_bytes(use, sizeof(use), hash);
+    named[i].name = unit_texts_[static_cast<std::size_t>(trace.uses[i].unit)];
+  }
+  comm::CallOptions options;
+  options.label.unit = "the uses of this step";
+  options.content_hash = hash;
+  parts_.group.start_all_gather(named, options).wait();
+}
+
 void Coordinator::Impl::queue_prefetches(const PlannedUse* planned) {
   queue_.clear();
   next_call_ = 0;

@@ -68,6 +68,9 @@ class TraceBook {
   };
   std::optional<Next> expected_next() const;
 
+  // The uses of this pass so far.
+  Trace seen() const;
+
   // The pass is over; by step(), or because a root forward begins. Returns its trace; kNoTrace if
   // nothing was used. What is expected next is followed from here on.
   TraceId end_pass(bool by_step);
@@ -92,7 +95,6 @@ class TraceBook {
                                const Use& next) const;
   void follow(const Kept* kept);
   void expect_next_pass();
-  Trace seen() const;
   TraceId keep(Trace trace);
   void evict_one();
 

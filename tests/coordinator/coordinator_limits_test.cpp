@@ -247,6 +247,34 @@ TEST(CoordinatorLimits, ARankThatDivergesIsNamedOnEveryRankBeforeANumberIsUsed) 
   }
 }
 
+TEST(CoordinatorLimits, ARankThatDivergesIsNamedAlsoWhereNothingIsGathered) {
+  run_ranks(3, [](Group& group) {
+    CoordinatorOptions options = limited(100, kUnlimitedBytes);
+    options.persist_param_bytes = kUnlimitedBytes;
+    options.persist_model_bytes = kUnlimitedBytes;
+    RankWorld world(group, equal_layers(4, kLayerNumel), options);
+    for (int step = 0; step < 2; ++step) {
+      train(world, all_units(4));
+      world.end_step_and_update();
+    }
+    run_units(world, all_units(4), Phase::kForward);  // all is there now
+    run_units(world,
+              group.rank() == 1 ? std::vector<UnitId>{3, 1, 2, 0} : std::vector<UnitId>{3, 2, 1, 0},
+              Phase::kBackward);
+    try {
+      world.coordinator().end_step();
+      FAIL() << "expected CommError";
+    } catch (const CommError& error) {
+      const std::string message = error.what();
+      for (const char* word :
+           {"rank 1", "number 6", "'u1 (p1)' on rank 1", "'u2 (p2)' on rank 0"}) {
+        EXPECT_NE(message.find(word), std::string::npos) << word << " in: " << message;
+      }
+    }
+    world.coordinator().release_all();
+  });
+}
+
 TEST(CoordinatorLimits, ResidentParametersAreGatheredOnce) {
   run_ranks(2, [](Group& group) {
     RankWorld world(group, mixed_model(), limited(100));
