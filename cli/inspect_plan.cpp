@@ -61,7 +61,7 @@ void measure_units(const StepPlanInput& input, StepPlan& plan) {
   }
 }
 
-// As Coordinator::seal(): the largest unit must find room beside what persists.
+// As Coordinator::seal().
 void choose_persistent(const StepPlanInput& input, StepPlan& plan) {
   std::vector<std::int64_t> bytes;
   for (const shard::Layout& layout : plan.layouts) {
@@ -72,7 +72,7 @@ void choose_persistent(const StepPlanInput& input, StepPlan& plan) {
     largest = std::max(largest, unit.full_bytes);
   }
   const coordinator::CoordinatorOptions& options = input.options;
-  const std::int64_t room = std::max<std::int64_t>(0, options.budgets.live_limit_bytes - largest);
+  const std::int64_t room = coordinator::room_to_persist(options.budgets.live_limit_bytes, largest);
   plan.persists = coordinator::choose_persistent(bytes, options.persist_param_bytes,
                                                  options.persist_model_bytes, room);
   for (std::size_t id = 0; id < bytes.size(); ++id) {

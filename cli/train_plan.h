@@ -4,7 +4,7 @@
 // else, whether a flag, --set or a file gave it; flags win. batch.total and batch.accumulate are
 // filled in for the number of ranks.
 //
-// Includes models, hence torch: for train_*.cpp only.
+// Includes models, hence torch: for train_*.cpp and inspect_model.cpp only.
 //
 // Threads: plain data.
 #pragma once

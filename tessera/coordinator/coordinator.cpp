@@ -82,8 +82,8 @@ void Coordinator::Impl::seal() {
   plan_budgets_ = options_.budgets;
   plan_budgets_.live_limit_bytes = std::max<std::int64_t>(
       0, plan_budgets_.live_limit_bytes - units_.largest_bytes(/*dynamic=*/true));
-  const std::int64_t room = std::max<std::int64_t>(
-      0, plan_budgets_.live_limit_bytes - units_.largest_bytes(/*dynamic=*/false));
+  const std::int64_t room =
+      room_to_persist(plan_budgets_.live_limit_bytes, units_.largest_bytes(/*dynamic=*/false));
   persists_ =
       choose_persistent(bytes, options_.persist_param_bytes, options_.persist_model_bytes, room);
   for (std::size_t i = 0; i < units_.num_units(); ++i) {
@@ -102,12 +102,37 @@ void Coordinator::Impl::seal() {
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     plan_params_.push_back({bytes[i], persists_[i]});
   }
+  say_what_cannot_be_prefetched();
   gatherer_ = std::make_unique<Gatherer>(Gatherer::Parts{parts_.group, parts_.device, parts_.params,
                                                          parts_.clock, parts_.spans, parts_.logger},
                                          units_.num_units(),
                                          units_.arena_bytes(options_.budgets.live_limit_bytes),
                                          options_.budgets.max_inflight);
   is_wanted_ = persists_;
+}
+
+// No error, and no wrong number; but somebody who reads the misses should know their reason.
+void Coordinator::Impl::say_what_cannot_be_prefetched() const {
+  const PlanBudgets& budgets = options_.budgets;
+  for (std::size_t i = 0; i < unit_params_.size() && budgets.bucket_bytes > 0; ++i) {
+    int num_calls = 0;
+    std::int64_t call_bytes = budgets.bucket_bytes;
+    for (const int id : unit_params_[i]) {
+      const std::int64_t bytes = plan_params_[static_cast<std::size_t>(id)].full_bytes;
+      const bool joins = num_calls > 0 && bytes <= budgets.bucket_bytes - call_bytes;
+      num_calls += joins ? 0 : 1;
+      call_bytes = joins ? call_bytes + bytes : bytes;
+    }
+    if (num_calls > budgets.max_inflight) {
+      parts_.logger.once("prefetch in part", LogLevel::kInfo, "unit '",
+                         units_[static_cast<UnitId>(i)].name, "' needs ", num_calls,
+                         " gathers of at most prefetch.bucket_bytes=", budgets.bucket_bytes,
+                         ", and prefetch.max_inflight=", budgets.max_inflight,
+                         ": what is left of it is gathered on demand; raise either to prefetch all "
+                         "of it");
+      return;
+    }
+  }
 }
 
 bool Coordinator::Impl::is_inside_open_leaf(const UnitInfo& unit) const {
@@ -271,102 +296,6 @@ void Coordinator::Impl::wait_for_update(const Param& param) {
     compute_.wait(param.updated());
   }
   seen = param.version();
-}
-
-void Coordinator::Impl::begin_hold(const std::vector<int>& params, const std::string& what) {
-  seal();
-  std::vector<Param*> held;
-  for (const int id : params) {
-    held.push_back(&parts_.params[id]);
-  }
-  if (is_alone_) {
-    attach(held);
-  } else {
-    meet(MeetingPoint::kHold, what);
-    start_prefetches(RoomCheck::kSkipped);
-    make_room_for(params);
-    const Cause cause;
-    gatherer_->start(params, {}, what, cause);
-    gatherer_->finish(held, parts_.spans.intern(what), cause);
-  }
-  for (Param* param : held) {
-    param->add_user();
-  }
-}
-
-// What was gathered ahead or kept goes if the limit does not hold both.
-void Coordinator::Impl::make_room_for(const std::vector<int>& params) {
-  if (resident_ || has_room_for(params)) {
-    return;
-  }
-  is_wanted_.assign(is_wanted_.size(), false);
-  for (const int id : params) {
-    is_wanted_[static_cast<std::size_t>(id)] = true;
-  }
-  release_unwanted();
-  is_wanted_ = persists_;
-  ahead_of_ = kNoTrace;  // the next pass starts its first gathers itself
-}
-
-void Coordinator::Impl::end_hold(const std::vector<int>& params, const std::string& what,
-                                 bool changed) {
-  std::vector<Param*> held;
-  for (const int id : params) {
-    held.push_back(&parts_.params[id]);
-  }
-  remove_users(held, what, changed);
-}
-
-bool Coordinator::Impl::begin_resident() {
-  seal();
-  if (!open_.empty() || resident_) {
-    throw_state(resident_ ? std::string("parameters are made resident twice")
-                          : detail::concat("parameters are made resident inside ",
-                                           text_of(open_.back().use)),
-                units_[open_.empty() ? 0 : open_.back().use.unit]);
-  }
-  if (is_alone_) {
-    resident_ = true;
-    return true;
-  }
-  std::int64_t all = 0;
-  for (const PlanParam& param : plan_params_) {
-    all += param.full_bytes;
-  }
-  if (all > options_.budgets.live_limit_bytes) {
-    return false;
-  }
-  meet(MeetingPoint::kHold, "resident parameters");
-  start_prefetches(RoomCheck::kSkipped);
-  book_.forget_pass();
-  plan_ = nullptr;
-  ahead_of_ = kNoTrace;
-  is_wanted_.assign(is_wanted_.size(), true);
-  const Cause cause;
-  for (std::size_t i = 0; i < units_.num_units(); ++i) {
-    const UnitInfo& unit = units_[static_cast<UnitId>(i)];
-    gatherer_->start(unit.ids, {}, unit.name, cause);
-  }
-  for (std::size_t i = 0; i < units_.num_units(); ++i) {
-    const UnitInfo& unit = units_[static_cast<UnitId>(i)];
-    gatherer_->finish(unit.params, unit.label, cause);
-  }
-  resident_ = true;
-  return true;
-}
-
-void Coordinator::Impl::end_resident() {
-  if (!resident_ || !open_.empty()) {
-    throw StateError(resident_ ? detail::concat("parameters cease to be resident inside ",
-                                                text_of(open_.back().use))
-                               : std::string("parameters are not resident"),
-                     {}, {});
-  }
-  resident_ = false;
-  if (!is_alone_) {
-    is_wanted_ = persists_;
-    release_unwanted();
-  }
 }
 
 void Coordinator::Impl::release_unwanted() {

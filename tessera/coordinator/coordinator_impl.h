@@ -1,5 +1,6 @@
-// Internal to coordinator: what its sources share. coordinator.cpp has uses and what is outside of
-// uses, coordinator_passes.cpp plans and departures, coordinator_meet.cpp meetings.
+// Internal to coordinator: what its sources share. coordinator.cpp has uses and steps,
+// coordinator_hold.cpp what is outside of uses, coordinator_passes.cpp plans and departures,
+// coordinator_meet.cpp meetings.
 //
 // Threads: as Coordinator.
 #pragma once
@@ -77,6 +78,8 @@ class Coordinator::Impl {
   }
   std::string text_of(const Use& use) const;
   [[noreturn]] void throw_state(const std::string& message, const UnitInfo& unit) const;
+
+  void say_what_cannot_be_prefetched() const;
 
   // Uses.
   bool is_inside_open_leaf(const UnitInfo& unit) const;

@@ -49,6 +49,10 @@ PlanState state_after(const PlanInput& input, const PrefetchPlan& plan, std::siz
   return state;
 }
 
+std::int64_t room_to_persist(std::int64_t live_limit_bytes, std::int64_t largest_unit_bytes) {
+  return std::max<std::int64_t>(0, live_limit_bytes - 2 * largest_unit_bytes);
+}
+
 std::vector<bool> choose_persistent(std::span<const std::int64_t> full_bytes,
                                     std::int64_t param_bytes, std::int64_t model_bytes,
                                     std::int64_t room_bytes) {

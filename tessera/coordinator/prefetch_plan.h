@@ -102,6 +102,10 @@ struct PlanState {
 };
 PlanState state_after(const PlanInput& input, const PrefetchPlan& plan, std::size_t num_begun);
 
+// What may persist of the limit: the largest unit must find room beside it, and another one, which
+// is prefetched meanwhile.
+std::int64_t room_to_persist(std::int64_t live_limit_bytes, std::int64_t largest_unit_bytes);
+
 // Which parameters persist: at most param_bytes each, in the order of their ids, as long as the sum
 // stays within min(model_bytes, room_bytes); one that does not fit is left out.
 std::vector<bool> choose_persistent(std::span<const std::int64_t> full_bytes,

@@ -183,7 +183,15 @@ TEST(CoordinatorFaults, TheStepEndsWhenNoDroppedGatherReadsShardsAnyMore) {
       comm::CallOptions options;
       options.label = {unit, param.name()};
       options.content_hash = comm::hash_bytes(&id, sizeof(id), 0);
-      group.start_all_gather({&tensor, 1}, options).wait();
+      const device::Pending gathered = group.start_all_gather({&tensor, 1}, options);
+      // The uses of the step are compared at its end.
+      const std::int32_t use[2] = {0, static_cast<std::int32_t>(Phase::kForward)};
+      comm::Gather named;
+      named.name = "u0 (p0)";
+      options.label = {"the uses of this step", {}};
+      options.content_hash = comm::hash_bytes(use, sizeof(use), 0);
+      group.start_all_gather({&named, 1}, options).wait();
+      gathered.wait();
     };
     run_forward(world, {0, 1});
     world.end_step_and_update();

@@ -103,6 +103,27 @@ TEST(CoordinatorLimits, NothingIsMissedFromTheSecondStepIfTheLimitHoldsTwoUnits)
   }
 }
 
+TEST(CoordinatorLimits, SmallParametersThatPersistLeaveRoomToPrefetch) {
+  run_ranks(2, [](Group& group) {
+    Model model = equal_layers(6, kLayerNumel);
+    for (int i = 0; i < 6; ++i) {
+      model.numels.push_back(64);
+      model.units[static_cast<std::size_t>(i)].push_back(6 + i);
+    }
+    CoordinatorOptions options = limited(3);
+    options.persist_param_bytes = kUnlimitedBytes;
+    options.persist_model_bytes = kUnlimitedBytes;
+    RankWorld world(group, model, options);
+    for (int step = 0; step < 4; ++step) {
+      train(world, all_units(6));
+      const CoordinatorStats stats = world.coordinator().take_stats();
+      EXPECT_TRUE(step == 0 || stats.prefetch_misses == 0) << stats.prefetch_misses;
+      EXPECT_LE(stats.full_bytes_peak, 3 * kLayerBytes);
+      world.end_step_and_update();
+    }
+  });
+}
+
 TEST(CoordinatorLimits, TrainingAndEvaluationInTurnMissNothing) {
   run_ranks(2, [](Group& group) {
     RankWorld world(group, equal_layers(6, kLayerNumel), limited(3));

@@ -171,7 +171,7 @@ PrefetchPlan RankWorld::expected_plan(const std::vector<Use>& uses) const {
   }
   const std::vector<bool> persists =
       choose_persistent(bytes, options_.persist_param_bytes, options_.persist_model_bytes,
-                        options_.budgets.live_limit_bytes - largest_unit_bytes());
+                        room_to_persist(options_.budgets.live_limit_bytes, largest_unit_bytes()));
   std::vector<PlanParam> params;
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     params.push_back({bytes[i], persists[i]});
