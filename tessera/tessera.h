@@ -5,7 +5,9 @@
 #include "tessera/comm/rendezvous.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
+#include "tessera/engine/build_scope.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/inspection.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/engine/unit.h"
 
