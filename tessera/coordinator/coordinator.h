@@ -151,6 +151,8 @@ class Coordinator {
   const std::string& unit_name(UnitId unit) const { return this->unit(unit).name; }
   UnitReport report(UnitId unit) const;
   bool persists(int param) const;  // false before seal()
+  // A use of it would be nothing of its own now: a leaf around it is open.
+  bool is_inside_open_leaf(UnitId unit) const;
 
   void begin_use(UnitId unit, Phase phase);
   // Throws ConfigError if one of the parameters was written to; the use has ended all the same.

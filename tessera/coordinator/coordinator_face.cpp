@@ -80,6 +80,9 @@ std::size_t Coordinator::num_units() const { return impl_->units().num_units(); 
 const UnitInfo& Coordinator::unit(UnitId unit) const { return impl_->units()[unit]; }
 UnitReport Coordinator::report(UnitId unit) const { return impl_->report(unit); }
 bool Coordinator::persists(int param) const { return impl_->persists(param); }
+bool Coordinator::is_inside_open_leaf(UnitId unit) const {
+  return impl_->is_inside_open_leaf(impl_->units()[unit]);
+}
 void Coordinator::begin_use(UnitId unit, Phase phase) { impl_->begin_use(unit, phase); }
 void Coordinator::end_use(UnitId unit, Phase phase) { impl_->end_use(unit, phase); }
 void Coordinator::begin_hold(const std::vector<int>& params, const std::string& what) {

@@ -34,6 +34,7 @@ class Coordinator::Impl {
   void seal();
   UnitReport report(UnitId id) const;
   bool persists(int param) const;
+  bool is_inside_open_leaf(const UnitInfo& unit) const;
 
   void begin_use(UnitId id, Phase phase);
   void end_use(UnitId id, Phase phase);
@@ -82,7 +83,6 @@ class Coordinator::Impl {
   void say_what_cannot_be_prefetched() const;
 
   // Uses.
-  bool is_inside_open_leaf(const UnitInfo& unit) const;
   void begin_static(const UnitInfo& unit, const Use& use);
   void open(const UnitInfo& unit, const OpenUse& use);
   void gather(const UnitInfo& unit, const Use& use);

@@ -88,7 +88,10 @@ void ForwardScope::give_up() noexcept {
 void ForwardScope::finish(const std::vector<at::Tensor>& inputs,
                           const std::vector<at::Tensor>& outputs) {
   Engine::Impl& engine = *unit_.engine();
-  engine.backward_watch().add(unit_, begun_, inputs, outputs);
+  // The backward of a leaf is that of all inside it: ranks may go different ways there.
+  if (!engine.coordinator().is_inside_open_leaf(unit_.id())) {
+    engine.backward_watch().add(unit_, begun_, inputs, outputs);
+  }
   finished_ = true;
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
   --engine.forward_depth();
