@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -48,6 +49,14 @@ class SigpipeBlocked {
  private:
   sigset_t former_;
 };
+
+// c10d's flight recorder is one for the whole process, and notes each process group at its first
+// operation before it takes its own lock (seen on torch 2.11). A rank has several groups, each with
+// a thread that starts its operations: they start one at a time.
+std::mutex& recorder_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
 
 // One c10d Work as a PendingState.
 class GlooPending final : public device::PendingState {
@@ -122,7 +131,7 @@ class GlooBackend final : public Backend {
       if (part.shard_bytes < kDirectBytes) {
         at::Tensor shard = view(part.shard, part.shard_bytes, call);
         at::Tensor full = view(part.full, part.shard_bytes * static_cast<std::size_t>(size_), call);
-        works.push_back(wrap(data_->_allgather_base(full, shard)));
+        works.push_back(start([&] { return data_->_allgather_base(full, shard); }));
       } else {
         gather_by_broadcasts(part, call, works);
       }
@@ -136,7 +145,7 @@ class GlooBackend final : public Backend {
       at::Tensor input = view(pieces.send, bytes, call);
       at::Tensor output = view(pieces.receive, bytes, call);
       std::vector<std::int64_t> equal_pieces;
-      return wrap(data_->alltoall_base(output, input, equal_pieces, equal_pieces));
+      return start([&] { return data_->alltoall_base(output, input, equal_pieces, equal_pieces); });
     }
     // A scatter from every rank sends the same bytes, and takes pieces wherever they lie.
     std::vector<Pending> works;
@@ -156,7 +165,7 @@ class GlooBackend final : public Backend {
       }
       c10d::ScatterOptions options;
       options.rootRank = root;
-      works.push_back(wrap(data_->scatter(output, input, options)));
+      works.push_back(start([&] { return data_->scatter(output, input, options); }));
     }
     return Pending::all(std::move(works));
   }
@@ -165,7 +174,7 @@ class GlooBackend final : public Backend {
     std::vector<at::Tensor> tensors = {view(data, bytes, call)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    return wrap(data_->broadcast(tensors, options));
+    return start([&] { return data_->broadcast(tensors, options); });
   }
 
   // An all-to-all in which the pieces for ranks that want nothing are empty. Gloo wants the pieces
@@ -190,7 +199,7 @@ class GlooBackend final : public Backend {
       at::Tensor output =
           receives ? view(part.full, part.shard_bytes * static_cast<std::size_t>(size_), call)
                    : view(first_copy, 0, call);
-      works.push_back(wrap(data_->alltoall_base(output, input, received, sent)));
+      works.push_back(start([&] { return data_->alltoall_base(output, input, received, sent); }));
     }
     return Pending::all(std::move(works));
   }
@@ -202,7 +211,7 @@ class GlooBackend final : public Backend {
     call.keep_alive = tags;
     at::Tensor own = view(&(*tags)[static_cast<std::size_t>(rank_)], sizeof(CallTag), call);
     at::Tensor all = view(tags->data(), tags->size() * sizeof(CallTag), call);
-    return wrap(tags_->_allgather_base(all, own));
+    return start([&] { return tags_->_allgather_base(all, own); });
   }
 
   std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
@@ -294,6 +303,11 @@ class GlooBackend final : public Backend {
         [keep = call.keep_alive](void*) {}, at::TensorOptions(at::kByte));
   }
 
+  template <typename Operation>
+  static Pending start(const Operation& operation) {
+    const std::lock_guard lock(recorder_mutex());
+    return wrap(operation());
+  }
   static Pending wrap(c10::intrusive_ptr<c10d::Work> work) {
     return Pending(std::make_shared<GlooPending>(std::move(work)));
   }
