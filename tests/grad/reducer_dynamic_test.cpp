@@ -58,11 +58,6 @@ std::vector<int> agreed_list(const RankWorld& world, const Source& at, int meeti
   return ids;
 }
 
-void add(RankWorld& world, const Source& source, int id) {
-  const shard::Param& param = world.params()[id];
-  world.reducer().add(param, make_gradient(source, param, world.test().param_dtype));
-}
-
 void run_backward(RankWorld& world, const Source& source, std::mt19937& random) {
   std::vector<int> order(static_cast<std::size_t>(world.params().num_params()));
   std::iota(order.begin(), order.end(), 0);

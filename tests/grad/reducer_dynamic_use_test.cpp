@@ -23,22 +23,6 @@ ReduceCase small_case() {
 }
 const std::vector<int> kDynamic = {1, 2, 5};
 
-std::weak_ptr<void> add(RankWorld& world, const Source& source, int id) {
-  const shard::Param& param = world.params()[id];
-  FullGradient gradient = make_gradient(source, param, world.test().param_dtype);
-  const std::weak_ptr<void> watch = gradient.owner;
-  world.reducer().add(param, std::move(gradient));
-  return watch;
-}
-
-void add_all(RankWorld& world, const Source& source) {
-  for (int id = world.params().num_params() - 1; id >= 0; --id) {
-    if (world.params()[id].trainable()) {
-      add(world, source, id);
-    }
-  }
-}
-
 void run_backward(RankWorld& world, const Source& source) {
   add_all(world, source);
   std::vector<int> ids;
@@ -51,18 +35,6 @@ void run_backward(RankWorld& world, const Source& source) {
   world.reducer().finish_backward();
 }
 
-template <typename Exception>
-void expect_error(const std::function<void()>& call, const std::string& part) {
-  try {
-    call();
-    ADD_FAILURE() << "expected an error with: " << part;
-  } catch (const Exception& error) {
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
-}
-
-bool always(const Source& /*source*/, int /*param*/) { return true; }
-bool never(const Source& /*source*/, int /*param*/) { return false; }
 bool is_static(const Source& /*source*/, int param) { return param == 0 || param == 4; }
 
 std::size_t region_bytes(const BucketLayout& layout) {

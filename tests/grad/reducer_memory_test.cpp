@@ -12,14 +12,6 @@
 namespace tessera::grad {
 namespace {
 
-std::weak_ptr<void> add(RankWorld& world, const Source& source, int id) {
-  const shard::Param& param = world.params()[id];
-  FullGradient gradient = make_gradient(source, param, world.test().param_dtype);
-  const std::weak_ptr<void> watch = gradient.owner;
-  world.reducer().add(param, std::move(gradient));
-  return watch;
-}
-
 // All reductions that ranks have started are done, so that a buffer is free wherever one can be.
 void end_reductions(comm::Group& group) { group.start_barrier().wait(); }
 

@@ -30,11 +30,6 @@ ReduceCase bucket_each(bool has_dynamic) {
   return test;
 }
 
-void add(RankWorld& world, const Source& source, int id) {
-  const shard::Param& param = world.params()[id];
-  world.reducer().add(param, make_gradient(source, param, world.test().param_dtype));
-}
-
 std::int64_t held_bytes(RankWorld& world) {
   world.reducer().take_stats();  // the next peak begins with what is held now
   return world.reducer().take_stats().held_bytes_peak;

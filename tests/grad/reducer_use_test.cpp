@@ -21,32 +21,6 @@ ReduceCase small_case(std::int64_t bucket_bytes = 200) {
 
 constexpr int kFrozen = 3;
 
-void add(RankWorld& world, const Source& source, int id) {
-  const shard::Param& param = world.params()[id];
-  world.reducer().add(param, make_gradient(source, param, world.test().param_dtype));
-}
-
-void add_all(RankWorld& world, const Source& source) {
-  for (int id = world.params().num_params() - 1; id >= 0; --id) {
-    if (world.params()[id].trainable()) {
-      add(world, source, id);
-    }
-  }
-}
-
-template <typename Exception>
-void expect_error(const std::function<void()>& call, const std::string& part) {
-  try {
-    call();
-    ADD_FAILURE() << "expected an error with: " << part;
-  } catch (const Exception& error) {
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
-}
-
-bool always(const Source& /*source*/, int /*param*/) { return true; }
-bool never(const Source& /*source*/, int /*param*/) { return false; }
-
 TEST(ReducerUse, RefusesAGradientThatComesTwiceAndGoesOn) {
   for (const int num_ranks : {1, 2}) {
     comm::run_ranks(num_ranks, [&](comm::Group& group) {

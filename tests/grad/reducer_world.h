@@ -204,4 +204,36 @@ void expect_sums(RankWorld& world, int step, int num_backwards, const IsUsed& is
   }
 }
 
+// Hands over the gradient that `source` has of a parameter; what comes back tells when its memory
+// is gone.
+inline std::weak_ptr<void> add(RankWorld& world, const Source& source, int id) {
+  const shard::Param& param = world.params()[id];
+  FullGradient gradient = make_gradient(source, param, world.test().param_dtype);
+  const std::weak_ptr<void> watch = gradient.owner;
+  world.reducer().add(param, std::move(gradient));
+  return watch;
+}
+
+// Of all trainable parameters, in the order of backward.
+inline void add_all(RankWorld& world, const Source& source) {
+  for (int id = world.params().num_params() - 1; id >= 0; --id) {
+    if (world.params()[id].trainable()) {
+      add(world, source, id);
+    }
+  }
+}
+
+template <typename Exception>
+void expect_error(const std::function<void()>& call, const std::string& part) {
+  try {
+    call();
+    ADD_FAILURE() << "expected an error with: " << part;
+  } catch (const Exception& error) {
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
+}
+
+inline bool always(const Source& /*source*/, int /*param*/) { return true; }
+inline bool never(const Source& /*source*/, int /*param*/) { return false; }
+
 }  // namespace tessera::grad
