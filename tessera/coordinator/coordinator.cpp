@@ -325,11 +325,10 @@ void Coordinator::Impl::end_step() {
   }
   if (gatherer_) {
     start_prefetches(RoomCheck::kSkipped);
-    if (!meets_) {
-      compare_uses();
-    }
+    const Pending compared = meets_ ? Pending() : start_comparing_uses();
     is_wanted_.assign(is_wanted_.size(), false);
     release_unwanted();
+    compared.wait();
     gatherer_->wait_for_drops();
     for (int id = 0; id < parts_.params.num_params(); ++id) {
       const Param& param = parts_.params[id];

@@ -169,7 +169,8 @@ class Coordinator {
   bool is_resident() const;
 
   // Before shards are updated: it also waits until no dropped gather reads them any more.
-  // REQUIRES: no use is open.
+  // Collective: where ranks do not meet, the uses of the step are compared; the step fixes the
+  // order. REQUIRES: no use is open.
   void end_step();
   // After shards are updated, or are not going to be.
   void start_ahead();

@@ -102,7 +102,7 @@ class Coordinator::Impl {
   void want_ahead(const PrefetchPlan& plan);
   void start_calls_ahead(const PrefetchPlan& plan);
   void start_next_pass_if_foreseen();
-  void compare_uses();
+  device::Pending start_comparing_uses();
   PlanInput plan_input(const Trace& trace) const;
   const PrefetchPlan& plan_of(TraceId id);
   void queue_prefetches(const PlannedUse* planned);

@@ -158,7 +158,7 @@ void Coordinator::Impl::start_next_pass_if_foreseen() {
 // A rank that used other units than the rest is found at its first gather that differs. Where all
 // is held there may be none: so ranks compare what they used before anything is made of it. Nothing
 // moves but a tag; where uses differ, their names follow.
-void Coordinator::Impl::compare_uses() {
+device::Pending Coordinator::Impl::start_comparing_uses() {
   const Trace trace = book_.seen();
   std::vector<comm::Gather> named(trace.uses.size());
   std::uint64_t hash = 0;
@@ -171,7 +171,7 @@ void Coordinator::Impl::compare_uses() {
   comm::CallOptions options;
   options.label.unit = "the uses of this step";
   options.content_hash = hash;
-  parts_.group.start_all_gather(named, options).wait();
+  return parts_.group.start_all_gather(named, options);
 }
 
 void Coordinator::Impl::queue_prefetches(const PlannedUse* planned) {

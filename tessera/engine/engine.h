@@ -18,10 +18,10 @@
 // on ranks and micro-batches. On one rank training equals unsharded training bit for bit.
 //
 // What fixes the order of collectives: uses and plan (coordinator.h) for gathers, registration
-// (reducer.h) for reductions, the caller for step(): one all-reduce; building a unit from module
-// values: one broadcast per parameter in registration order; the first backward of an engine: one
-// all-reduce that agrees on the scale of weights. Where Engine says "collective", every rank calls
-// it at the same place of the program.
+// (reducer.h) for reductions, the caller for step(): a comparison of uses and one all-reduce;
+// building a unit from module values: one broadcast per parameter in registration order; the first
+// backward of an engine: one all-reduce that agrees on the scale of weights. Where Engine says
+// "collective", every rank calls it at the same place of the program.
 //
 // Parameters may be frozen and unfrozen between steps, by set_trainable() or by the user's own
 // requires_grad_(), which the engine notices at the next forward; all ranks do the same. Optimizer
