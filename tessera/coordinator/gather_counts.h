@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 namespace tessera::coordinator {
 
@@ -23,36 +24,25 @@ struct GatherCounts {
   double demand_wait_s = 0;
   double prefetch_wait_s = 0;
 
-  GatherCounts& operator+=(const GatherCounts& other) {
-    hits += other.hits;
-    misses += other.misses;
-    missed_uses += other.missed_uses;
-    drops += other.drops;
-    demand_calls += other.demand_calls;
-    prefetch_calls += other.prefetch_calls;
-    demand_bytes += other.demand_bytes;
-    prefetch_bytes += other.prefetch_bytes;
-    demand_submit_s += other.demand_submit_s;
-    prefetch_submit_s += other.prefetch_submit_s;
-    demand_wait_s += other.demand_wait_s;
-    prefetch_wait_s += other.prefetch_wait_s;
+  // Each number with its fellow.
+  template <typename Combine>
+  GatherCounts& apply(const GatherCounts& other, const Combine& combine) {
+    hits = combine(hits, other.hits);
+    misses = combine(misses, other.misses);
+    missed_uses = combine(missed_uses, other.missed_uses);
+    drops = combine(drops, other.drops);
+    demand_calls = combine(demand_calls, other.demand_calls);
+    prefetch_calls = combine(prefetch_calls, other.prefetch_calls);
+    demand_bytes = combine(demand_bytes, other.demand_bytes);
+    prefetch_bytes = combine(prefetch_bytes, other.prefetch_bytes);
+    demand_submit_s = combine(demand_submit_s, other.demand_submit_s);
+    prefetch_submit_s = combine(prefetch_submit_s, other.prefetch_submit_s);
+    demand_wait_s = combine(demand_wait_s, other.demand_wait_s);
+    prefetch_wait_s = combine(prefetch_wait_s, other.prefetch_wait_s);
     return *this;
   }
-  GatherCounts& operator-=(const GatherCounts& other) {
-    hits -= other.hits;
-    misses -= other.misses;
-    missed_uses -= other.missed_uses;
-    drops -= other.drops;
-    demand_calls -= other.demand_calls;
-    prefetch_calls -= other.prefetch_calls;
-    demand_bytes -= other.demand_bytes;
-    prefetch_bytes -= other.prefetch_bytes;
-    demand_submit_s -= other.demand_submit_s;
-    prefetch_submit_s -= other.prefetch_submit_s;
-    demand_wait_s -= other.demand_wait_s;
-    prefetch_wait_s -= other.prefetch_wait_s;
-    return *this;
-  }
+  GatherCounts& operator+=(const GatherCounts& other) { return apply(other, std::plus<>()); }
+  GatherCounts& operator-=(const GatherCounts& other) { return apply(other, std::minus<>()); }
 };
 
 inline GatherCounts operator-(GatherCounts left, const GatherCounts& right) {

@@ -10,13 +10,6 @@
 namespace tessera::testing {
 namespace {
 
-Config adam_config(double lr) {
-  Config config = quiet_config();
-  config.set("optim.kind", std::string("adamw"));
-  config.set("optim.lr", lr);
-  return config;
-}
-
 // One of each kind: odd sizes, a transposed, a frozen, an empty and a low-precision weight.
 struct KindsImpl : torch::nn::Module {
   explicit KindsImpl(at::ScalarType type) {

@@ -12,13 +12,6 @@
 namespace tessera::testing {
 namespace {
 
-Config adam_config(double lr) {
-  Config config = quiet_config();
-  config.set("optim.kind", std::string("adamw"));
-  config.set("optim.lr", lr);
-  return config;
-}
-
 // There an unused layer keeps moving by its last gradient, and the norm counts it.
 TEST(OriginalDefect, AnUnusedParameterIsMovedByItsLastGradient) {
   for (const int ranks : {1, 2, 3}) {

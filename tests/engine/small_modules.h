@@ -51,6 +51,13 @@ inline Config quiet_config() {
   return config;
 }
 
+inline Config adam_config(double lr) {
+  Config config = quiet_config();
+  config.set("optim.kind", std::string("adamw"));
+  config.set("optim.lr", lr);
+  return config;
+}
+
 // One engine per rank; with sgd, lr 1 and no clipping a step subtracts the gradient.
 inline void with_engines(int ranks, const Config& config,
                          const std::function<void(Engine&, comm::Group&)>& body) {
