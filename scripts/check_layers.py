@@ -17,7 +17,7 @@ import cpp_text  # noqa: E402  (after the path is set, so that the script runs f
 
 # A room includes only the rooms before it.
 ROOMS = ("core", "device", "comm", "tier", "quant", "shard", "coordinator", "grad", "optim",
-         "checkpoint", "engine", "planner", "report")
+         "checkpoint", "planner", "engine", "report")
 
 # Outside the library. These include headers of the library and their own, nothing of each other's,
 # except for the pairs in FOLDERS_SHARED.

@@ -1,0 +1,40 @@
+// What an engine asks of its optimizer, wherever masters and states live: sharded_optimizer.h keeps
+// them in memory, tiered_optimizer.h on NVMe.
+//
+// Threads: as Param.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "tessera/grad/reducer.h"
+
+namespace tessera::optim {
+
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+
+  // A step has begun whose gradients are still to come: whatever does not depend on them may start.
+  virtual void prepare() {}
+  // This rank's part, over trainable parameters in registration order.
+  virtual double sum_of_squares(grad::Reducer& gradients) = 0;
+  // Starts the update of every trainable parameter, in registration order, and gives each the
+  // Pending of its own (Param::set_updated). Gradients must stay until all are done: wait() before
+  // the next backward adds to them.
+  virtual void start_update(grad::Reducer& gradients, double lr, double gradient_scale) = 0;
+  // For all updates so far; throws the failure of the first in registration order.
+  virtual void wait() = 0;
+  virtual std::int64_t num_updates() const = 0;
+  // The parameter has been frozen or unfrozen: takes what it needs now. Between updates.
+  virtual void follow_trainable(int param) = 0;
+  // fp32, shard_numel() elements; "master" or one of state_names(). Empty for parameters that were
+  // never trainable. Waits for the parameter's update. Valid until the next call of any method.
+  // InternalError for a name that the rule does not have.
+  virtual std::span<float> state(int param, std::string_view name) = 0;
+  // After the shard was written from outside: the master follows it.
+  virtual void reset_master(int param) = 0;
+};
+
+}  // namespace tessera::optim

@@ -1,0 +1,87 @@
+#include "tessera/shard/shard_store.h"
+
+#include <utility>
+
+#include "tessera/core/error.h"
+
+namespace tessera::shard {
+
+void ShardStore::add(const Param& param) {
+  const auto id = static_cast<std::size_t>(param.id());
+  if (offsets_.size() <= id) {
+    offsets_.resize(id + 1, -1);
+  }
+  TESSERA_INVARIANT(offsets_[id] < 0, "parameter '", param.name(), "' is stored already");
+  offsets_[id] = static_cast<std::int64_t>(store_.allocate(
+      param.layout().shard_bytes(), detail::concat("parameter '", param.name(), "'")));
+}
+
+void ShardStore::forget(int id) { offsets_[static_cast<std::size_t>(id)] = -1; }
+
+bool ShardStore::has(int id) const {
+  const auto i = static_cast<std::size_t>(id);
+  return i < offsets_.size() && offsets_[i] >= 0;
+}
+
+std::int64_t ShardStore::offset(int id) const { return offsets_[static_cast<std::size_t>(id)]; }
+
+namespace {
+
+struct ByteRange {
+  std::uint64_t offset = 0;
+  std::size_t bytes = 0;
+};
+
+ByteRange bytes_in(const Param& param, std::int64_t shard_offset, std::int64_t begin,
+                   std::int64_t numel) {
+  const Layout& layout = param.layout();
+  TESSERA_INVARIANT(shard_offset >= 0 && begin % kShardStep == 0 && begin >= 0 && numel >= 0 &&
+                        begin + numel <= layout.shard_numel() &&
+                        (begin + numel == layout.shard_numel() || numel % kShardStep == 0),
+                    "elements [", begin, ", +", numel, ") of the shard of parameter '",
+                    param.name(), "', which has ", layout.shard_numel(), " and is at ",
+                    shard_offset);
+  const std::size_t element = bytes_of(layout.dtype());
+  return {static_cast<std::uint64_t>(shard_offset) + static_cast<std::uint64_t>(begin) * element,
+          tier::whole_blocks(static_cast<std::size_t>(numel) * element)};
+}
+
+}  // namespace
+
+device::Pending ShardStore::start_read(const Param& param, std::int64_t begin, std::int64_t numel,
+                                       void* to) {
+  const ByteRange range = bytes_in(param, offset(param.id()), begin, numel);
+  return store_.start_read(range.offset, static_cast<std::byte*>(to), range.bytes);
+}
+
+device::Pending ShardStore::start_write(const Param& param, std::int64_t begin, std::int64_t numel,
+                                        const void* from) {
+  const ByteRange range = bytes_in(param, offset(param.id()), begin, numel);
+  device::Pending written =
+      store_.start_write(range.offset, static_cast<const std::byte*>(from), range.bytes);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  writes_[param.id()].push_back(written);
+  return written;
+}
+
+void ShardStore::wait_written(int id) {
+  std::vector<device::Pending> writes;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = writes_.find(id);
+    if (found == writes_.end()) {
+      return;
+    }
+    writes = found->second;
+  }
+  device::Pending::all(writes).wait();
+  // Those that failed stay: whoever asks next is told as well.
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<device::Pending>& left = writes_[id];
+  std::erase_if(left, [](const device::Pending& write) { return write.done(); });
+  if (left.empty()) {
+    writes_.erase(id);
+  }
+}
+
+}  // namespace tessera::shard

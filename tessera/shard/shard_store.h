@@ -1,0 +1,51 @@
+// Parameter shards that live on NVMe: where each one is, and which of its writes are still under
+// way.
+//
+// Elements are addressed in the shard: [begin, begin + numel), where begin is a multiple of
+// kShardStep. A read or write covers whole blocks: memory must have room for numel rounded up to
+// kShardStep; what is behind the shard's end is padding.
+//
+// Threads: every method may be called from any thread but add() and forget(), which are called
+// between steps.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "tessera/shard/param.h"
+#include "tessera/tier/store.h"
+
+namespace tessera::shard {
+
+// A block of bf16: pieces that begin at its multiples are whole blocks in every type.
+inline constexpr std::int64_t kShardStep = 2048;  // elements
+
+class ShardStore {
+ public:
+  // `store` outlives it.
+  explicit ShardStore(tier::Store& store) : store_(store) {}
+
+  // Room for the shard of this parameter.
+  void add(const Param& param);
+  // It lives in memory from now on; its room stays unused.
+  void forget(int id);
+  bool has(int id) const;
+  std::int64_t offset(int id) const;  // in the store
+  tier::Store& store() { return store_; }
+
+  device::Pending start_read(const Param& param, std::int64_t begin, std::int64_t numel, void* to);
+  device::Pending start_write(const Param& param, std::int64_t begin, std::int64_t numel,
+                              const void* from);
+  // Blocks until the writes of this shard that were started so far are done; throws what went wrong.
+  void wait_written(int id);
+
+ private:
+  tier::Store& store_;
+  std::vector<std::int64_t> offsets_;  // by id; -1: not here
+  std::mutex mutex_;
+  std::map<int, std::vector<device::Pending>> writes_;  // guarded by mutex_
+};
+
+}  // namespace tessera::shard

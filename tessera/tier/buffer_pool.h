@@ -1,0 +1,97 @@
+// Leases of memory for I/O out of one region: page-aligned, exact in size, bounded for good.
+//
+// Whoever asks for more than is free waits until leases come back: that is the back-pressure which
+// keeps readers from running ahead of memory. Waiters are served in the order in which they came,
+// so none starves; try_acquire() never overtakes a waiter.
+//
+// Invariants:
+//  (1) Leases are multiples of kBlockBytes, aligned to it, and never overlap.
+//  (2) The region is taken once, at construction; its size is the pool's whole cost.
+//
+// Threads: every method may be called from any thread. Leases must be given back before the pool
+// goes.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <list>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "tessera/device/device.h"
+
+namespace tessera::tier {
+
+class BufferPool;
+
+// Moves, never copies; given back on destruction.
+class Lease {
+ public:
+  Lease() = default;
+  Lease(Lease&& other) noexcept { *this = std::move(other); }
+  Lease& operator=(Lease&& other) noexcept;
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+  ~Lease() { reset(); }
+
+  void reset() noexcept;
+  std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }  // whole blocks
+
+ private:
+  friend class BufferPool;
+  Lease(BufferPool& pool, std::byte* data, std::size_t bytes)
+      : pool_(&pool), data_(data), bytes_(bytes) {}
+
+  BufferPool* pool_ = nullptr;
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+class BufferPool {
+ public:
+  // `name` is for errors: "optimizer buffers". Takes whole_blocks(bytes) of `kind`, charged as
+  // Role::kStaging.
+  BufferPool(device::Device& device, device::MemoryKind kind, std::size_t bytes, std::string name);
+  ~BufferPool();
+  BufferPool(const BufferPool&) = delete;
+  BufferPool& operator=(const BufferPool&) = delete;
+
+  // Blocks until `bytes`, rounded up to whole blocks, are free in one piece. Throws ConfigError if
+  // the pool is smaller than that, and what close() was given.
+  [[nodiscard]] Lease acquire(std::size_t bytes);
+  // Nothing if they are not free now, or if somebody waits.
+  [[nodiscard]] std::optional<Lease> try_acquire(std::size_t bytes);
+  // Wakes everybody who waits, and refuses all that come later, with this error.
+  void close(std::exception_ptr reason);
+
+  std::size_t capacity_bytes() const { return capacity_; }
+  std::size_t free_bytes() const;
+  std::size_t peak_bytes() const;  // leased at once
+  std::size_t num_waits() const;   // calls of acquire() that had to wait
+
+ private:
+  friend class Lease;
+  void give_back(std::byte* data, std::size_t bytes) noexcept;
+  std::byte* take(std::size_t bytes);  // null: no piece is large enough
+
+  const std::string name_;
+  const std::size_t capacity_;
+  device::Memory region_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_.
+  std::map<std::size_t, std::size_t> free_;  // offset to bytes; neighbours are joined
+  std::list<int> waiters_;                   // their places in the queue
+  std::size_t leased_ = 0;
+  std::size_t peak_ = 0;
+  std::size_t num_waits_ = 0;
+  std::exception_ptr closed_;
+};
+
+}  // namespace tessera::tier

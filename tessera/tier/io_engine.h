@@ -1,0 +1,91 @@
+// The seam to the disk: read and write at an offset. Threads and io_uring are behind it, and no
+// other room knows which.
+//
+// A range of any size is cut into requests of `block_bytes`, of which at most queue_depth * threads
+// are in flight; ranges are begun in the order in which they were given.
+//
+// Every completion is checked: a Pending is done only when each byte has been transferred. A short
+// transfer is continued; one that makes no progress (the end of the file, a full disk) fails. A
+// failure is an IoError with the path, the offset, the number of bytes and `what`.
+//
+// Threads: every method may be called from any thread. Memory must stay valid until the Pending is
+// done. Destroying an engine waits for what is in flight.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "tessera/device/pending.h"
+
+namespace tessera {
+class Config;
+}
+
+namespace tessera::tier {
+
+using device::Pending;
+
+// What O_DIRECT asks of offsets, lengths and memory, on every disk there is.
+inline constexpr std::size_t kBlockBytes = 4096;
+constexpr std::size_t whole_blocks(std::size_t bytes) {
+  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+}
+
+// An open file; closed when it goes. If `is_direct`, offsets, lengths and memory must be multiples
+// of kBlockBytes.
+class IoFile {
+ public:
+  IoFile(std::string path, int fd, bool is_direct);
+  ~IoFile();
+  IoFile(const IoFile&) = delete;
+  IoFile& operator=(const IoFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  int fd() const { return fd_; }
+  bool is_direct() const { return is_direct_; }
+
+ private:
+  const std::string path_;
+  const int fd_;
+  const bool is_direct_;
+};
+
+// Since the engine was made, of ranges that were done without failure.
+struct IoCounts {
+  std::uint64_t read_bytes = 0;
+  std::uint64_t written_bytes = 0;
+  std::uint64_t num_reads = 0;  // ranges
+  std::uint64_t num_writes = 0;
+};
+
+class IoEngine {
+ public:
+  virtual ~IoEngine() = default;
+  virtual std::string_view name() const = 0;  // "uring", "threads"
+  // `what` names the data in errors: "exp_avg of parameter 'h.0.attn.weight'".
+  virtual Pending start_read(const IoFile& file, std::uint64_t offset, std::byte* to,
+                             std::size_t bytes, std::string what) = 0;
+  virtual Pending start_write(const IoFile& file, std::uint64_t offset, const std::byte* from,
+                              std::size_t bytes, std::string what) = 0;
+  virtual IoCounts counts() const = 0;
+};
+
+enum class IoKind : std::uint8_t { kAuto, kUring, kThreads };
+
+struct IoOptions {
+  IoKind kind = IoKind::kAuto;
+  std::size_t block_bytes = std::size_t{1} << 20;
+  int queue_depth = 8;  // per thread
+  int num_threads = 4;
+};
+
+// kAuto takes io_uring where it was built in and the kernel allows it, else threads; `notice` gets
+// one sentence with the reason. kUring throws ConfigError with that reason instead.
+std::unique_ptr<IoEngine> make_io_engine(const IoOptions& options,
+                                         const std::function<void(const std::string&)>& notice);
+
+}  // namespace tessera::tier

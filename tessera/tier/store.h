@@ -1,0 +1,55 @@
+// Where bytes of shards live between their uses: device, host or NVMe, behind one contract.
+//
+// A store is a range of bytes that grows by allocate(). Memory stores hand out the bytes
+// themselves, so that nothing is copied where they can be worked on in place; others are read and
+// written in whole blocks. Whoever can work on either asks data() first.
+//
+// Order: a read that is started before a write of the same bytes has been done, or two such
+// writes, give what nobody can say. Whoever starts them waits.
+//
+// Threads: start_read() and start_write() from any thread; allocate() from one, not at the same
+// time as anything else.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tessera/core/ledger.h"
+#include "tessera/tier/io_engine.h"
+
+namespace tessera::tier {
+
+// A piece of a store with its owner, for errors and for people.
+struct StoreExtent {
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+  std::string name;  // "exp_avg of parameter 'h.0.attn.weight'"
+};
+
+struct StoreStats {
+  std::uint64_t read_bytes = 0;
+  std::uint64_t written_bytes = 0;
+};
+
+class Store {
+ public:
+  virtual ~Store() = default;
+  virtual Tier tier() const = 0;
+  // Room for `bytes`, rounded up to whole blocks, behind everything so far; its offset. Contents
+  // are zero. May move data() of a memory store.
+  virtual std::uint64_t allocate(std::size_t bytes, std::string name) = 0;
+  virtual std::uint64_t bytes() const = 0;
+  virtual const std::vector<StoreExtent>& extents() const = 0;  // in order
+  // Null: bytes must be read and written.
+  virtual std::byte* data() = 0;
+  // Whole blocks; memory aligned to kBlockBytes. Ranges may lie over several extents. Failures are
+  // IoErrors with path, offset and the name of the first extent concerned; CorruptErrors where
+  // checksums are verified and differ.
+  virtual Pending start_read(std::uint64_t offset, std::byte* to, std::size_t bytes) = 0;
+  virtual Pending start_write(std::uint64_t offset, const std::byte* from, std::size_t bytes) = 0;
+  virtual StoreStats stats() const = 0;
+};
+
+}  // namespace tessera::tier

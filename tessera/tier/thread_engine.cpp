@@ -1,0 +1,1 @@
+namespace tessera::tier {}
