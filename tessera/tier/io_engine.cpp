@@ -1,1 +1,88 @@
-namespace tessera::tier {}
+#include "tessera/tier/io_engine.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+
+namespace tessera::tier {
+namespace {
+
+constexpr mode_t kOwnerOnly = 0600;
+
+std::string reason(int error) {
+  return detail::concat(std::generic_category().message(error), " (", error, ")");
+}
+
+std::string_view open_remedy(int error) {
+  switch (error) {
+    case ENOENT:
+    case ENOTDIR:
+      return "; create its directory, or name another";
+    case EACCES:
+    case EPERM:
+    case EROFS:
+      return "; name a directory that this user can write to";
+    case ENOSPC:
+    case EDQUOT:
+      return "; make room on that disk, or name a directory on another";
+    case EMFILE:
+    case ENFILE:
+      return "; raise the limit of open files: ulimit -n";
+    default:
+      return "";
+  }
+}
+
+// Whether direct transfers of kBlockBytes are possible; kernels before 6.1 cannot say, and then
+// those that take the flag are taken at their word.
+bool blocks_suffice(int fd) {
+#ifdef STATX_DIOALIGN
+  struct statx info {};
+  if (::statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 &&
+      (info.stx_mask & STATX_DIOALIGN) != 0) {
+    return info.stx_dio_offset_align != 0 && info.stx_dio_offset_align <= kBlockBytes &&
+           info.stx_dio_mem_align <= kBlockBytes;
+  }
+#else
+  static_cast<void>(fd);
+#endif
+  return true;
+}
+
+// Set afterwards instead of in open(): some file systems make the file before they refuse the flag.
+bool set_direct(int fd) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  return flags >= 0 && blocks_suffice(fd) && ::fcntl(fd, F_SETFL, flags | O_DIRECT) == 0;
+}
+
+}  // namespace
+
+IoFile::IoFile(std::string path, int fd, bool is_direct)
+    : path_(std::move(path)), fd_(fd), is_direct_(is_direct) {}
+
+IoFile::~IoFile() { ::close(fd_); }
+
+std::unique_ptr<IoFile> open_io_file(const std::string& path, int flags, DirectIo mode) {
+  TESSERA_INVARIANT((flags & O_DIRECT) == 0, "O_DIRECT for ", path, " is chosen by the mode");
+  int fd = -1;
+  do {
+    fd = ::open(path.c_str(), flags | O_CLOEXEC, kOwnerOnly);
+  } while (fd < 0 && errno == EINTR);
+  TESSERA_CHECK(fd >= 0, IoError, "cannot open ", printable(path, 400), ": ", reason(errno),
+                open_remedy(errno));
+  const bool is_direct = mode != DirectIo::kOff && set_direct(fd);
+  auto file = std::make_unique<IoFile>(path, fd, is_direct);
+  TESSERA_CHECK(is_direct || mode != DirectIo::kOn, ConfigError, "the file system of ",
+                printable(path, 400), " refuses direct I/O (O_DIRECT) in blocks of ", kBlockBytes,
+                " bytes; name a directory on a local ext4 or xfs disk, or allow buffered I/O");
+  return file;
+}
+
+}  // namespace tessera::tier

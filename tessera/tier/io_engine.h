@@ -8,8 +8,8 @@
 // transfer is continued; one that makes no progress (the end of the file, a full disk) fails. A
 // failure is an IoError with the path, the offset, the number of bytes and `what`.
 //
-// Threads: every method may be called from any thread. Memory must stay valid until the Pending is
-// done. Destroying an engine waits for what is in flight.
+// Threads: every method may be called from any thread. Memory and file must stay valid until the
+// Pending is done. Destroying an engine waits for all that was started.
 #pragma once
 
 #include <cstddef>
@@ -53,6 +53,16 @@ class IoFile {
   const int fd_;
   const bool is_direct_;
 };
+
+enum class DirectIo : std::uint8_t {
+  kAuto,  // past the page cache where the file system can do that in blocks of kBlockBytes
+  kOn,    // ConfigError where it cannot
+  kOff,
+};
+
+// `flags` as for open(2), without O_DIRECT; a new file has mode 0600 and is closed in programs that
+// this one starts. IoError with path and remedy if it cannot be opened.
+std::unique_ptr<IoFile> open_io_file(const std::string& path, int flags, DirectIo mode);
 
 // Since the engine was made, of ranges that were done without failure.
 struct IoCounts {
