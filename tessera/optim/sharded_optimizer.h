@@ -25,39 +25,32 @@
 #include "tessera/device/device.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/kernels.h"
+#include "tessera/optim/optimizer.h"
 #include "tessera/optim/rule.h"
 #include "tessera/shard/param.h"
 
 namespace tessera::optim {
 
-class ShardedOptimizer {
+class ShardedOptimizer final : public Optimizer {
  public:
   // All parameters of the table are known now, and their shards have their initial values.
   ShardedOptimizer(shard::ParamTable& params, device::Device& device, Kernels& kernels,
                    const RuleOptions& rule);
   // Waits for updates that still run; their failures are the waiters' business.
-  ~ShardedOptimizer();
+  ~ShardedOptimizer() override;
   ShardedOptimizer(const ShardedOptimizer&) = delete;
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
-  // This rank's part, over trainable parameters in registration order.
-  double sum_of_squares(grad::Reducer& gradients);
-  // Starts the update of every trainable parameter, in registration order, and gives each the
-  // Pending of its own (Param::set_updated). Gradients must stay until all are done.
-  void start_update(grad::Reducer& gradients, double lr, double gradient_scale);
-  // For all updates so far; throws the failure of the first in registration order.
-  void wait();
-  std::int64_t num_updates() const { return num_updates_; }
-
-  // The parameter has been frozen or unfrozen: takes what it needs now. Between updates.
-  void follow_trainable(int param);
-
-  // fp32, shard_numel() elements; "master" or one of state_names(). Empty for parameters that were
-  // never trainable.
-  // Waits for the parameter's update. InternalError for a name that the rule does not have.
-  std::span<float> state(int param, std::string_view name);
-  // After the shard was written from outside: the master follows it.
-  void reset_master(int param);
+  double sum_of_squares(grad::Reducer& gradients) override;
+  // The gradients must only be alive until all are done; the next backward may come before: its
+  // reductions are behind the updates on the same stream.
+  void start_update(grad::Reducer& gradients, double lr, double gradient_scale) override;
+  void wait() override;
+  std::int64_t num_updates() const override { return num_updates_; }
+  void follow_trainable(int param) override;
+  // Valid as long as the optimizer.
+  std::span<float> state(int param, std::string_view name) override;
+  void reset_master(int param) override;
 
  private:
   struct Slot {
