@@ -12,17 +12,28 @@ bool travels_alone(const BucketParam& param, std::int64_t capacity) {
   return param.shard_numel >= capacity - param.shard_numel;
 }
 
+// How much of a parameter that travels alone is in one bucket.
+std::int64_t most_in_bucket(const BucketParam& param, std::int64_t capacity) {
+  if (capacity >= kPieceStep) {
+    return capacity / kPieceStep * kPieceStep;
+  }
+  return param.stored ? kPieceStep : capacity;
+}
+
 // Gives buckets their places in the region, in their order.
 void assign_region(BucketLayout& layout) {
   for (Bucket& bucket : layout.buckets) {
     bucket.region_offset = layout.region_numel;
-    layout.region_numel += bucket.shard_numel;
     layout.largest_shard_numel = std::max(layout.largest_shard_numel, bucket.shard_numel);
     for (const Piece& piece : bucket.pieces) {
-      if (piece.shard_begin == 0) {
-        layout.region_offset[static_cast<std::size_t>(piece.param)] =
-            bucket.region_offset + piece.bucket_offset;
+      const auto id = static_cast<std::size_t>(piece.param);
+      if (layout.is_stored[id]) {
+        continue;
       }
+      if (piece.shard_begin == 0) {
+        layout.region_offset[id] = layout.region_numel;
+      }
+      layout.region_numel += piece.numel;
     }
   }
   layout.bucketed_numel = layout.region_numel;
@@ -38,9 +49,11 @@ void assign_dynamic(BucketLayout& layout, std::span<const BucketParam> params,
       continue;
     }
     layout.is_dynamic[static_cast<std::size_t>(param.id)] = true;
-    layout.region_offset[static_cast<std::size_t>(param.id)] = layout.region_numel;
-    layout.region_numel += param.shard_numel;
-    std::int64_t numel = std::min(capacity, param.shard_numel);
+    if (!param.stored) {
+      layout.region_offset[static_cast<std::size_t>(param.id)] = layout.region_numel;
+      layout.region_numel += param.shard_numel;
+    }
+    std::int64_t numel = std::min(most_in_bucket(param, capacity), param.shard_numel);
     if (!travels_alone(param, capacity)) {
       shared_numel = std::min(capacity, shared_numel + param.shard_numel);
       numel = shared_numel;
@@ -71,15 +84,18 @@ BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
     if (layout.region_offset.size() <= id) {
       layout.region_offset.resize(id + 1, -1);
       layout.is_dynamic.resize(id + 1, false);
+      layout.is_stored.resize(id + 1, false);
     }
+    layout.is_stored[id] = param.stored;
     if (param.dynamic) {
       continue;
     }
     if (param.shard_numel == 0) {
-      layout.region_offset[id] = 0;
+      layout.region_offset[id] = param.stored ? -1 : 0;
     } else if (travels_alone(param, capacity)) {
-      for (std::int64_t begin = 0; begin < param.shard_numel; begin += capacity) {
-        const std::int64_t numel = std::min(capacity, param.shard_numel - begin);
+      const std::int64_t most = most_in_bucket(param, capacity);
+      for (std::int64_t begin = 0; begin < param.shard_numel; begin += most) {
+        const std::int64_t numel = std::min(most, param.shard_numel - begin);
         planned.push_back({num_come, {{{param.id, begin, numel, 0}}, numel, 0}});
       }
     } else {

@@ -4,17 +4,18 @@
 // Buckets are filled in the reverse of the registration order, which is about the order in which
 // backward produces gradients. A parameter of at least half a bucket travels alone: such a gradient
 // can be reduced from where it lies, without a copy. One that is larger than a bucket travels in
-// several, so that no bucket is larger than asked for. Smaller ones share buckets, past those that
-// travel alone, and are never cut. Buckets are reduced in the order in which they become full if
-// gradients come in reverse registration order.
+// several, so that no bucket is larger than asked for; it is cut at multiples of kPieceStep where a
+// bucket holds as many elements. Smaller ones share buckets, past those that travel alone, and are
+// never cut. Buckets are reduced in the order in which they become full if gradients come in
+// reverse registration order.
 //
 //   bucket on the wire:  | for rank 0: piece a, piece b | for rank 1: piece a, piece b | ...
 //   where piece p of rank r holds elements [r*shard_numel + begin, + numel) of its parameter
 //
 // The reduced shards of all parameters lie in one region of fp32, in bucket order: a bucket's
-// result is written where it stays. Dynamic parameters are in no bucket, since nobody knows whether
-// anyone uses them; their places follow, in reverse registration order as well, so that the
-// parameters of one unit are neighbours.
+// result is written where it stays. Stored parameters (gradient_tier.h) have no place there.
+// Dynamic parameters are in no bucket, since nobody knows whether anyone uses them; their places
+// follow, in reverse registration order as well, so that the parameters of one unit are neighbours.
 //
 // Threads: plain data.
 #pragma once
@@ -26,10 +27,15 @@
 
 namespace tessera::grad {
 
+// Elements. The blocks of optim's sum of squares (kNormBlock), and whole blocks of a store: pieces
+// of stored shards begin at multiples of it.
+inline constexpr std::int64_t kPieceStep = 4096;
+
 struct BucketParam {
   int id = 0;
   std::int64_t shard_numel = 0;
   bool dynamic = false;
+  bool stored = false;  // the same on every rank
 };
 
 struct Piece {
@@ -42,16 +48,17 @@ struct Piece {
 struct Bucket {
   std::vector<Piece> pieces;
   std::int64_t shard_numel = 0;    // per rank
-  std::int64_t region_offset = 0;  // of its result in the region
+  std::int64_t region_offset = 0;  // of its pieces that are in the region, behind each other
 };
 
 struct BucketLayout {
   std::vector<Bucket> buckets;  // in the order of their reduction
   std::vector<std::int64_t>
-      region_offset;  // by id: where the parameter's shard gradient begins; -1: none
+      region_offset;  // by id: where the parameter's shard gradient begins; -1: not there
   std::int64_t region_numel = 0;
   std::int64_t largest_shard_numel = 0;  // of a bucket
   std::vector<bool> is_dynamic;          // by id, as long as region_offset
+  std::vector<bool> is_stored;           // the same
   std::int64_t bucketed_numel = 0;       // of the region; dynamic parameters have the rest
   // No bucket is larger that plan_buckets makes of a choice of the dynamic parameters alone.
   std::int64_t largest_dynamic_numel = 0;
@@ -59,7 +66,8 @@ struct BucketLayout {
 
 // `params`: trainable ones in registration order. `bucket_bytes`: most bytes of one bucket, of all
 // ranks together, in elements of `wire_bytes_per_element`; every bucket has at least one element
-// per rank. A parameter's pieces are contiguous in the region.
+// per rank, and one of a stored parameter that is cut at least kPieceStep. A parameter's pieces are
+// contiguous in the region.
 BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
                           std::int64_t bucket_bytes, std::size_t wire_bytes_per_element);
 

@@ -1,0 +1,74 @@
+#include "tessera/grad/gradient_bytes.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "tessera/device/host_memory.h"
+#include "tessera/grad/reducer.h"
+#include "tessera/shard/layout.h"
+
+namespace tessera::grad {
+namespace {
+
+std::int64_t taken(std::int64_t numel, std::size_t element_bytes) {
+  return static_cast<std::int64_t>(taken_bytes(static_cast<std::size_t>(numel) * element_bytes));
+}
+
+std::int64_t slot_bytes(std::int64_t shard_numel, int num_ranks, DType wire) {
+  return taken(shard_numel * num_ranks, bytes_of(wire)) + taken(shard_numel, sizeof(float));
+}
+
+}  // namespace
+
+std::size_t taken_bytes(std::size_t bytes) {
+  if (bytes < device::kPagesFromBytes) {
+    return bytes;
+  }
+  const std::size_t page = device::page_bytes();
+  return (bytes + page - 1) / page * page;
+}
+
+std::size_t num_bucket_slots(const BucketLayout& layout) {
+  return std::min<std::size_t>(2, layout.buckets.size());
+}
+
+std::size_t num_dynamic_slots(const BucketLayout& layout) {
+  return layout.largest_dynamic_numel > 0 ? 2 : 0;
+}
+
+std::int64_t num_norm_blocks(std::int64_t shard_numel) {
+  return (shard_numel + kPieceStep - 1) / kPieceStep;
+}
+
+GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_ranks,
+                             const ReducerOptions& options, DType dtype) {
+  GradientBytes bytes;
+  std::vector<BucketParam> trainable;
+  std::int64_t num_blocks = 0;
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    const GradientShape& param = params[i];
+    if (!param.trainable) {
+      continue;
+    }
+    const std::int64_t shard_numel = shard::Layout(param.numel, num_ranks, dtype).shard_numel();
+    trainable.push_back({static_cast<int>(i), shard_numel, param.dynamic, param.stored});
+    if (param.stored) {
+      num_blocks += num_norm_blocks(shard_numel);
+    } else if (num_ranks == 1) {
+      bytes.shards += taken(param.numel, sizeof(float));
+    }
+  }
+  bytes.block_sums = taken(num_blocks, sizeof(double));
+  if (num_ranks > 1) {
+    const BucketLayout layout =
+        plan_buckets(trainable, num_ranks, options.bucket_bytes, bytes_of(options.wire_dtype));
+    bytes.shards = taken(layout.region_numel, sizeof(float));
+    bytes.slots = static_cast<std::int64_t>(num_bucket_slots(layout)) *
+                      slot_bytes(layout.largest_shard_numel, num_ranks, options.wire_dtype) +
+                  static_cast<std::int64_t>(num_dynamic_slots(layout)) *
+                      slot_bytes(layout.largest_dynamic_numel, num_ranks, options.wire_dtype);
+  }
+  return bytes;
+}
+
+}  // namespace tessera::grad

@@ -1,0 +1,51 @@
+// What a Reducer takes, before it exists: exact, as the ledger will be charged on a device whose
+// memory is the host's. Pure; for a planner that knows shapes only.
+//
+// It holds for a reducer with a GradientTier, which takes its memory at once. Without one memory is
+// taken when first needed, and these are bounds.
+//
+// Threads: plain data and pure functions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "tessera/core/dtype.h"
+#include "tessera/grad/bucket.h"
+
+namespace tessera::grad {
+
+struct ReducerOptions;
+
+struct GradientShape {
+  std::int64_t numel = 0;  // of the full parameter
+  bool trainable = true;
+  bool dynamic = false;
+  bool stored = false;
+};
+
+struct GradientBytes {
+  // Of Role::kGradient, in memory of the device. In a group of one, `shards` are there from a
+  // parameter's first gradient on (fp32: until clear()), since autograd's own memory is adopted.
+  std::int64_t shards = 0;  // of parameters that are not stored
+  std::int64_t slots = 0;   // buckets on the wire and their results
+  // Of Role::kGradient, in memory of the host.
+  std::int64_t block_sums = 0;
+
+  std::int64_t total() const { return shards + slots + block_sums; }
+};
+
+// `params`: by id, in the order of registration. `dtype`: of parameters and their gradients.
+GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_ranks,
+                             const ReducerOptions& options, DType dtype);
+
+// What an allocation of `bytes` is charged (device/host_memory.h).
+std::size_t taken_bytes(std::size_t bytes);
+// Slots that a reducer of several ranks takes for its buckets, and for those of dynamic parameters.
+std::size_t num_bucket_slots(const BucketLayout& layout);
+std::size_t num_dynamic_slots(const BucketLayout& layout);
+// Of one stored shard.
+std::int64_t num_norm_blocks(std::int64_t shard_numel);
+
+}  // namespace tessera::grad
