@@ -8,6 +8,10 @@
 //  (1) Leases are multiples of kBlockBytes, aligned to it, and never overlap.
 //  (2) The region is taken once, at construction; its size is the pool's whole cost.
 //
+// Pieces of different sizes may leave gaps that add up to what is asked for and are not one piece;
+// the wait then ends when the leases between them come back. So nobody may wait here while what
+// others need in order to give theirs back is his to do.
+//
 // Threads: every method may be called from any thread. Leases must be given back before the pool
 // goes.
 #pragma once
@@ -21,6 +25,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "tessera/device/device.h"
 
@@ -57,16 +62,16 @@ class BufferPool {
   // `name` is for errors: "optimizer buffers". Takes whole_blocks(bytes) of `kind`, charged as
   // Role::kStaging.
   BufferPool(device::Device& device, device::MemoryKind kind, std::size_t bytes, std::string name);
-  ~BufferPool();
+  ~BufferPool() = default;
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
 
-  // Blocks until `bytes`, rounded up to whole blocks, are free in one piece. Throws ConfigError if
-  // the pool is smaller than that, and what close() was given.
+  // Blocks until `bytes`, rounded up to whole blocks, are free in one piece; none for zero bytes.
+  // Throws ConfigError if the pool is smaller than that, and what close() was given.
   [[nodiscard]] Lease acquire(std::size_t bytes);
   // Nothing if they are not free now, or if somebody waits.
   [[nodiscard]] std::optional<Lease> try_acquire(std::size_t bytes);
-  // Wakes everybody who waits, and refuses all that come later, with this error.
+  // Wakes everybody who waits, and refuses all that come later, with this error; the first counts.
   void close(std::exception_ptr reason);
 
   std::size_t capacity_bytes() const { return capacity_; }
@@ -76,8 +81,16 @@ class BufferPool {
 
  private:
   friend class Lease;
+  struct Piece {
+    std::size_t bytes = 0;
+    bool is_free = true;
+  };
+  std::size_t rounded_or_refused(std::size_t bytes) const;
+  // The rest need the lock; give_back() takes it.
+  void refuse_if_closed() const;
+  std::optional<Lease> take(std::size_t bytes);
   void give_back(std::byte* data, std::size_t bytes) noexcept;
-  std::byte* take(std::size_t bytes);  // null: no piece is large enough
+  void join_with_next(std::map<std::size_t, Piece>::iterator piece) noexcept;
 
   const std::string name_;
   const std::size_t capacity_;
@@ -86,8 +99,8 @@ class BufferPool {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_.
-  std::map<std::size_t, std::size_t> free_;  // offset to bytes; neighbours are joined
-  std::list<int> waiters_;                   // their places in the queue
+  std::map<std::size_t, Piece> pieces_;  // by offset, without gaps; free neighbours are joined
+  std::list<std::size_t> waiters_;       // in the order in which they are served
   std::size_t leased_ = 0;
   std::size_t peak_ = 0;
   std::size_t num_waits_ = 0;

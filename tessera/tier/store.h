@@ -28,6 +28,7 @@ struct StoreExtent {
   std::string name;  // "exp_avg of parameter 'h.0.attn.weight'"
 };
 
+// Of ranges that were started; whole blocks, as they are transferred.
 struct StoreStats {
   std::uint64_t read_bytes = 0;
   std::uint64_t written_bytes = 0;
@@ -45,11 +46,22 @@ class Store {
   // Null: bytes must be read and written.
   virtual std::byte* data() = 0;
   // Whole blocks; memory aligned to kBlockBytes. Ranges may lie over several extents. Failures are
-  // IoErrors with path, offset and the name of the first extent concerned; CorruptErrors where
+  // IoErrors with path, offset and the names of the extents concerned; CorruptErrors where
   // checksums are verified and differ.
   virtual Pending start_read(std::uint64_t offset, std::byte* to, std::size_t bytes) = 0;
   virtual Pending start_write(std::uint64_t offset, const std::byte* from, std::size_t bytes) = 0;
   virtual StoreStats stats() const = 0;
 };
+
+// InternalError unless a range of whole blocks inside the store and block-aligned memory are given.
+void check_store_range(const Store& store, std::uint64_t offset, const void* memory,
+                       std::size_t bytes);
+
+// The extent that holds this byte. REQUIRES: there is one.
+const StoreExtent& extent_at(const std::vector<StoreExtent>& extents, std::uint64_t offset);
+
+// For errors: the name of the extent, or of the first and the last where there are several.
+std::string names_in(const std::vector<StoreExtent>& extents, std::uint64_t offset,
+                     std::size_t bytes);
 
 }  // namespace tessera::tier
