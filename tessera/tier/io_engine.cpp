@@ -5,20 +5,20 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <system_error>
 #include <utility>
 
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/tier/range_queue.h"
+#include "tessera/tier/thread_engine.h"
+#include "tessera/tier/uring_engine.h"
 
 namespace tessera::tier {
 namespace {
 
 constexpr mode_t kOwnerOnly = 0600;
 
-std::string reason(int error) {
-  return detail::concat(std::generic_category().message(error), " (", error, ")");
-}
+constexpr std::size_t kMaxRequestBytes = std::size_t{1} << 30;  // the kernel stops below 2 GiB
 
 std::string_view open_remedy(int error) {
   switch (error) {
@@ -75,7 +75,7 @@ std::unique_ptr<IoFile> open_io_file(const std::string& path, int flags, DirectI
   do {
     fd = ::open(path.c_str(), flags | O_CLOEXEC, kOwnerOnly);
   } while (fd < 0 && errno == EINTR);
-  TESSERA_CHECK(fd >= 0, IoError, "cannot open ", printable(path, 400), ": ", reason(errno),
+  TESSERA_CHECK(fd >= 0, IoError, "cannot open ", printable(path, 400), ": ", system_reason(errno),
                 open_remedy(errno));
   const bool is_direct = mode != DirectIo::kOff && set_direct(fd);
   auto file = std::make_unique<IoFile>(path, fd, is_direct);
@@ -83,6 +83,30 @@ std::unique_ptr<IoFile> open_io_file(const std::string& path, int flags, DirectI
                 printable(path, 400), " refuses direct I/O (O_DIRECT) in blocks of ", kBlockBytes,
                 " bytes; name a directory on a local ext4 or xfs disk, or allow buffered I/O");
   return file;
+}
+
+std::unique_ptr<IoEngine> make_io_engine(const IoOptions& options,
+                                         const std::function<void(const std::string&)>& notice) {
+  TESSERA_CHECK(options.block_bytes % kBlockBytes == 0 && options.block_bytes > 0 &&
+                    options.block_bytes <= kMaxRequestBytes,
+                ConfigError, "I/O in requests of ", options.block_bytes,
+                " bytes; give a multiple of ", kBlockBytes, " up to ", kMaxRequestBytes);
+  TESSERA_CHECK(options.queue_depth > 0 && options.num_threads > 0, ConfigError, "I/O with ",
+                options.num_threads, " threads and a queue depth of ", options.queue_depth,
+                "; both must be at least 1");
+  if (options.kind == IoKind::kThreads) {
+    return make_thread_engine(options);
+  }
+  std::string reason;
+  if (std::unique_ptr<IoEngine> engine = try_make_uring_engine(options, reason)) {
+    return engine;
+  }
+  TESSERA_CHECK(options.kind == IoKind::kAuto, ConfigError, "io_uring was asked for, but ", reason,
+                "; choose the engine auto or threads");
+  if (notice) {
+    notice("files are read and written by threads: " + reason);
+  }
+  return make_thread_engine(options);
 }
 
 }  // namespace tessera::tier
