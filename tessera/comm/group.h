@@ -61,6 +61,9 @@ struct CallOptions {
   // Compared with the other ranks'.
   std::uint64_t content_hash = 0;
   device::Stream* stream = nullptr;
+  // The input may be read after this, too. Waited for by the group, not by the caller: for input
+  // that a host thread makes (a read from disk, an update). A failure is the call's own.
+  device::Pending ready;
   std::shared_ptr<const void> keep_alive;
   // Set once every rank has started this call and all mean the same one. From then on its end
   // depends on streams and the network, not on what any rank's thread does next: it may be waited

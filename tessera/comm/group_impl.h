@@ -107,8 +107,15 @@ class Group::Impl {
     queued.call.keep_alive = options.keep_alive;
     queued.call.stream = options.stream;
     queued.call.met = options.met;
-    if (options.stream != nullptr && queue_) {
+    if (!queue_) {
+      options.ready.wait();
+    } else if (options.stream != nullptr) {
       queued.ready = options.stream->record();
+      if (options.ready.state() != nullptr) {
+        queued.ready = Pending::all({queued.ready, options.ready});
+      }
+    } else {
+      queued.ready = options.ready;
     }
     return queued;
   }

@@ -65,8 +65,8 @@ void Coordinator::Impl::seal() {
   const std::vector<std::int64_t> bytes = units_.param_bytes();
   persists_.assign(bytes.size(), false);
   is_wanted_ = persists_;
-  if (is_alone_) {
-    seen_versions_.assign(bytes.size(), 0);
+  seen_versions_.assign(bytes.size(), 0);
+  if (is_alone_ && !has_stored()) {
     return;
   }
   for (int id = 0; id < parts_.params.num_params(); ++id) {
@@ -74,7 +74,7 @@ void Coordinator::Impl::seal() {
       dynamic_params_.push_back(id);
     }
   }
-  meets_ = units_.has_dynamic() || options_.uneven_data;
+  meets_ = !is_alone_ && (units_.has_dynamic() || options_.uneven_data);
   if (meets_) {
     meeting_ = std::make_unique<Meeting>(parts_.group, parts_.device, dynamic_params_.size());
   }
@@ -86,9 +86,14 @@ void Coordinator::Impl::seal() {
       room_to_persist(plan_budgets_.live_limit_bytes, units_.largest_bytes(/*dynamic=*/false));
   persists_ =
       choose_persistent(bytes, options_.persist_param_bytes, options_.persist_model_bytes, room);
-  for (std::size_t i = 0; i < units_.num_units(); ++i) {
+  for (std::size_t i = 0; i < units_.num_units() && !is_alone_; ++i) {
     const UnitInfo& unit = units_[static_cast<UnitId>(i)];
     for (const int id : unit.traits.dynamic ? unit.ids : unit.mixed) {
+      persists_[static_cast<std::size_t>(id)] = false;
+    }
+  }
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    if (parts_.params[id].shard_is_full()) {
       persists_[static_cast<std::size_t>(id)] = false;
     }
   }
@@ -103,12 +108,30 @@ void Coordinator::Impl::seal() {
     plan_params_.push_back({bytes[i], persists_[i]});
   }
   say_what_cannot_be_prefetched();
-  gatherer_ = std::make_unique<Gatherer>(Gatherer::Parts{parts_.group, parts_.device, parts_.params,
-                                                         parts_.clock, parts_.spans, parts_.logger},
-                                         units_.num_units(),
-                                         units_.arena_bytes(options_.budgets.live_limit_bytes),
-                                         options_.budgets.max_inflight);
+  const std::size_t arena_bytes =
+      tier_ ? tier_->arena_bytes : units_.arena_bytes(options_.budgets.live_limit_bytes);
+  gatherer_ = std::make_unique<Gatherer>(
+      Gatherer::Parts{parts_.group, parts_.device, parts_.params, parts_.clock, parts_.spans,
+                      parts_.logger, tier_ ? tier_->feed : nullptr},
+      units_.num_units(), arena_bytes, options_.budgets.max_inflight);
   is_wanted_ = persists_;
+}
+
+void Coordinator::Impl::set_tier(const TierOptions& tier) {
+  TESSERA_INVARIANT(!units_.is_sealed(), "tiers are set after the first use");
+  tier_ = tier;
+  options_.budgets.live_limit_bytes = tier.live_limit_bytes;
+}
+
+bool Coordinator::Impl::has_stored() const {
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    if (parts_.params[id].is_stored()) {
+      TESSERA_INVARIANT(tier_ && tier_->feed != nullptr, "parameter '", parts_.params[id].name(),
+                        "' is stored, and nothing feeds it");
+      return true;
+    }
+  }
+  return false;
 }
 
 // No error, and no wrong number; but somebody who reads the misses should know their reason.
@@ -152,12 +175,10 @@ void Coordinator::Impl::begin_use(UnitId id, Phase phase) {
     open_.push_back({use, OpenKind::kInsideLeaf, 0});
     return;
   }
-  if (is_alone_) {
-    attach(unit.params);
+  attach(unit.direct);
+  if (!gatherer_ || resident_) {
     open(unit, {use, OpenKind::kResident, 0});
-  } else if (resident_) {
-    open(unit, {use, OpenKind::kResident, 0});
-  } else if (unit.traits.dynamic) {
+  } else if (unit.traits.dynamic && !is_alone_) {
     begin_dynamic(unit, use);
     open(unit, {use, OpenKind::kDynamic, 0});
   } else {
@@ -212,6 +233,7 @@ void Coordinator::Impl::gather(const UnitInfo& unit, const Use& use) {
   running_ = use;
   queue_prefetches(planned);
   start_prefetches(RoomCheck::kHeeded);
+  read_ahead();
 }
 
 void Coordinator::Impl::end_use(UnitId id, Phase phase) {
@@ -238,7 +260,7 @@ void Coordinator::Impl::end_use(UnitId id, Phase phase) {
     }
   }
   remove_users(unit.params, unit.name, /*changed=*/false);
-  if (!is_alone_ && !resident_) {
+  if (gatherer_ && !resident_) {
     start_prefetches(RoomCheck::kHeeded);
     start_next_pass_if_foreseen();
   }
@@ -257,7 +279,7 @@ void Coordinator::Impl::remove_users(std::span<Param* const> params, const std::
     if (param->num_users() > 0) {
       continue;
     }
-    if (is_alone_) {
+    if (param->shard_is_full()) {
       param->release();
       own_bytes_ -= full_bytes_of(*param);
     } else if (changed || !is_wanted_[index_of(*param)]) {
@@ -325,11 +347,14 @@ void Coordinator::Impl::end_step() {
   }
   if (gatherer_) {
     start_prefetches(RoomCheck::kSkipped);
-    const Pending compared = meets_ ? Pending() : start_comparing_uses();
+    const Pending compared = meets_ || is_alone_ ? Pending() : start_comparing_uses();
     is_wanted_.assign(is_wanted_.size(), false);
     release_unwanted();
     compared.wait();
     gatherer_->wait_for_drops();
+    if (tier_ && tier_->feed != nullptr) {
+      tier_->feed->forget_all();  // the update makes them stale
+    }
     for (int id = 0; id < parts_.params.num_params(); ++id) {
       const Param& param = parts_.params[id];
       if (param.state() != ParamState::kReleased) {
@@ -373,7 +398,7 @@ void Coordinator::Impl::abandon() noexcept {
     if (param.num_users() > 0) {
       continue;
     }
-    if (!is_alone_) {
+    if (!param.shard_is_full()) {
       if (param.state() == ParamState::kGathering) {
         gatherer_->finish_and_drop(param);
       }

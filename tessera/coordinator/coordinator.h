@@ -18,8 +18,13 @@
 // change.
 //
 // Memory: full parameters lie in one arena of min(live limit, all parameters) + largest unit bytes,
-// each parameter rounded up to the arena's alignment, made at the first use. In a group of one
-// nothing is gathered, and there is neither arena nor plan.
+// each parameter rounded up to the arena's alignment, made at the first use, unless set_tier() says
+// otherwise. In a group of one what is in memory is used where it lies; if all is, there is neither
+// arena nor plan.
+//
+// Stored shards (shard_feed.h) are brought into their own slot of the gathered parameter first; the
+// group waits for that, not the caller. While a plan is followed, the shards of the uses that come
+// after those that are gathered ahead are read, in the order of use.
 //
 // Limits, at every moment: full parameters that nobody uses are at most live_limit_bytes, or one
 // unit if that is more; where each use ends before the next begins, so are all full parameters
@@ -56,6 +61,7 @@
 #include "tessera/coordinator/leaf_rule.h"
 #include "tessera/coordinator/meeting.h"
 #include "tessera/coordinator/prefetch_plan.h"
+#include "tessera/coordinator/shard_feed.h"
 #include "tessera/coordinator/unit_table.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/ledger.h"
@@ -88,6 +94,13 @@ struct CoordinatorParts {
   const Clock& clock;
   Spans& spans;
   Logger logger;
+};
+
+// Where shards are stored and memory is planned.
+struct TierOptions {
+  ShardFeed* feed = nullptr;  // null: no shard is stored; outlives the coordinator
+  std::int64_t live_limit_bytes = 0;
+  std::size_t arena_bytes = 0;
 };
 
 // Gradients of dynamic parameters, which are reduced where all ranks have met.
@@ -142,6 +155,10 @@ class Coordinator {
   void clear_leaves(const LeafRule& rule);
   std::vector<std::string> leaves() const;
   void set_dynamic_gradients(DynamicGradients gradients);
+  // What is inside leaves is known afterwards: no leaf is chosen any more.
+  void settle_units();
+  // Before seal(), which finds out from the parameters which shards are stored.
+  void set_tier(const TierOptions& tier);
   // The model is complete; the first use says it by itself. Afterwards the units' parameters are
   // final, those of leaves included.
   void seal();

@@ -20,6 +20,9 @@ UnitReport Coordinator::Impl::report(UnitId id) const {
   return report;
 }
 
+void Coordinator::settle_units() { impl_->units().settle(); }
+void Coordinator::set_tier(const TierOptions& tier) { impl_->set_tier(tier); }
+
 bool Coordinator::Impl::persists(int param) const {
   return units_.is_sealed() && persists_[static_cast<std::size_t>(param)];
 }
@@ -44,7 +47,7 @@ CoordinatorStats Coordinator::Impl::take_stats() {
   stats.num_gathers = all.demand_calls + all.prefetch_calls;
   stats.gathered_bytes = all.demand_bytes + all.prefetch_bytes;
   stats.exposed_wait_s = all.demand_wait_s + all.prefetch_wait_s;
-  stats.full_bytes_peak = gatherer_->take_peak();
+  stats.full_bytes_peak += gatherer_->take_peak();
   const std::uint64_t overflows = gatherer_->num_overflows();
   stats.arena_overflows = overflows - std::exchange(overflows_taken_, overflows);
   const std::uint64_t misplaced = gatherer_->num_misplaced();

@@ -1,6 +1,7 @@
 // Parameters outside of uses: held for somebody, or resident for many inferences.
 
 #include <algorithm>
+#include <iterator>
 #include <vector>
 
 #include "tessera/coordinator/coordinator_impl.h"
@@ -16,9 +17,11 @@ void Coordinator::Impl::begin_hold(const std::vector<int>& params, const std::st
   for (const int id : params) {
     held.push_back(&parts_.params[id]);
   }
-  if (is_alone_) {
-    attach(held);
-  } else {
+  std::vector<Param*> direct;
+  std::copy_if(held.begin(), held.end(), std::back_inserter(direct),
+               [](const Param* param) { return param->shard_is_full(); });
+  attach(direct);
+  if (gatherer_) {
     meet(MeetingPoint::kHold, what);
     start_prefetches(RoomCheck::kSkipped);
     make_room_for(params);
@@ -62,7 +65,7 @@ bool Coordinator::Impl::begin_resident() {
                                            text_of(open_.back().use)),
                 units_[open_.empty() ? 0 : open_.back().use.unit]);
   }
-  if (is_alone_) {
+  if (!gatherer_) {
     resident_ = true;
     return true;
   }
@@ -100,7 +103,7 @@ void Coordinator::Impl::end_resident() {
                      {}, {});
   }
   resident_ = false;
-  if (!is_alone_) {
+  if (gatherer_) {
     is_wanted_ = persists_;
     release_unwanted();
   }

@@ -31,6 +31,7 @@ class Coordinator::Impl {
 
   UnitTable& units() { return units_; }
   void set_dynamic_gradients(DynamicGradients gradients) { gradients_ = std::move(gradients); }
+  void set_tier(const TierOptions& tier);
   void seal();
   UnitReport report(UnitId id) const;
   bool persists(int param) const;
@@ -53,7 +54,7 @@ class Coordinator::Impl {
 
   TraceMode trace_mode() const { return book_.mode(); }
   CoordinatorStats take_stats();
-  std::int64_t full_bytes() const { return gatherer_ ? gatherer_->full_bytes() : own_bytes_; }
+  std::int64_t full_bytes() const { return own_bytes_ + (gatherer_ ? gatherer_->full_bytes() : 0); }
   std::int64_t unused_bytes() const;
   std::size_t num_calls_in_flight() const {
     return gatherer_ ? gatherer_->inflight().num_calls() : 0;
@@ -80,6 +81,7 @@ class Coordinator::Impl {
   std::string text_of(const Use& use) const;
   [[noreturn]] void throw_state(const std::string& message, const UnitInfo& unit) const;
 
+  bool has_stored() const;
   void say_what_cannot_be_prefetched() const;
 
   // Uses.
@@ -90,7 +92,7 @@ class Coordinator::Impl {
   void release_unwanted();
   void make_room_for(const std::vector<int>& params);
 
-  // A group of one: the shard is the parameter. No list, no plan, no event.
+  // A group of one: a shard in memory is the parameter. No list, no plan, no event.
   void attach(std::span<shard::Param* const> params);
   void wait_for_update(const shard::Param& param);
 
@@ -108,6 +110,7 @@ class Coordinator::Impl {
   void queue_prefetches(const PlannedUse* planned);
   void start_prefetches(RoomCheck check);
   bool has_room_for(const GatherList& list) const;
+  void read_ahead();
 
   // Meetings.
   Intent agree(const Intent& own);
@@ -119,7 +122,8 @@ class Coordinator::Impl {
   void end_followed_use();
 
   const CoordinatorParts parts_;
-  const CoordinatorOptions options_;
+  CoordinatorOptions options_;
+  std::optional<TierOptions> tier_;
   const bool is_alone_;
   UnitTable units_;
   device::Stream& compute_;
@@ -129,7 +133,7 @@ class Coordinator::Impl {
   std::size_t num_static_open_ = 0;
   std::uint64_t num_uses_ = 0;  // since take_stats()
 
-  // Several ranks.
+  // Where something is gathered: several ranks, or stored shards.
   std::vector<bool> is_wanted_;  // by parameter id: stays when it has no user
   std::vector<bool> persists_;   // by parameter id
   std::vector<std::vector<int>> unit_params_;
@@ -139,6 +143,7 @@ class Coordinator::Impl {
   std::map<TraceId, PrefetchPlan> plans_;
   const PrefetchPlan* plan_ = nullptr;  // of the trace that is followed
   TraceId ahead_of_ = kNoTrace;         // whose first gathers were started before its first use
+  std::vector<int> ahead_ids_;          // of the last read_ahead()
   std::vector<GatherList> resumed_;     // calls of a plan that was taken up in its middle
   std::vector<PlannedCall> queue_;      // from next_call_ on: held back, see the note
   std::size_t next_call_ = 0;
@@ -156,7 +161,7 @@ class Coordinator::Impl {
   std::optional<Use> followed_;
   std::uint64_t num_meetings_ = 0;
 
-  // A group of one.
+  // What is direct.
   std::vector<std::uint64_t> seen_versions_;  // by parameter id: updates that were waited for
   std::int64_t own_bytes_ = 0;
   std::int64_t own_bytes_peak_ = 0;

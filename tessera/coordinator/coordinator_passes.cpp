@@ -50,6 +50,9 @@ void Coordinator::Impl::depart(const Use& use) {
       text_of(use), " came; it goes on without prefetch, and will be known the next time");
   ahead_of_ = kNoTrace;
   plan_ = nullptr;
+  if (tier_ && tier_->feed != nullptr) {
+    tier_->feed->forget_read_ahead();
+  }
   is_wanted_ = persists_;
   for (const int id : units_[use.unit].planned) {
     is_wanted_[static_cast<std::size_t>(id)] = true;
@@ -214,10 +217,33 @@ void Coordinator::Impl::start_prefetches(RoomCheck check) {
   resumed_.clear();
 }
 
+// What the uses behind those that are gathered ahead need next, in their order.
+void Coordinator::Impl::read_ahead() {
+  if (!tier_ || tier_->feed == nullptr || plan_ == nullptr ||
+      book_.mode() != TraceMode::kComplete) {
+    return;
+  }
+  ahead_ids_.clear();
+  const std::vector<Use>& uses = book_.trace(book_.following()).uses;
+  std::size_t bytes = 0;
+  for (std::size_t i = book_.position(); i < uses.size() && bytes < tier_->feed->window_bytes();
+       ++i) {
+    for (const int id : unit_params_[static_cast<std::size_t>(uses[i].unit)]) {
+      const shard::Param& param = parts_.params[id];
+      if (param.is_stored() && param.state() == ParamState::kReleased &&
+          std::find(ahead_ids_.begin(), ahead_ids_.end(), id) == ahead_ids_.end()) {
+        ahead_ids_.push_back(id);
+        bytes += param.layout().shard_bytes();
+      }
+    }
+  }
+  tier_->feed->read_ahead(ahead_ids_);
+}
+
 bool Coordinator::Impl::has_room_for(const GatherList& list) const {
   std::int64_t bytes = gatherer_->full_bytes();
   for (const int id : list) {
-    if (parts_.params[id].state() == ParamState::kReleased) {
+    if (parts_.params[id].state() == ParamState::kReleased && !parts_.params[id].shard_is_full()) {
       bytes += full_bytes_of(parts_.params[id]);
     }
   }

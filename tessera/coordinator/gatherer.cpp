@@ -43,12 +43,13 @@ void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> off
   members_.clear();
   member_ids_.clear();
   tensors_.clear();
+  ready_.clear();
   last_update_ = nullptr;
   std::uint64_t bytes = 0;
   try {
     for (std::size_t i = 0; i < ids.size(); ++i) {
       Param& param = parts_.params[ids[i]];
-      if (param.state() != ParamState::kReleased) {
+      if (param.state() != ParamState::kReleased || param.shard_is_full()) {
         continue;
       }
       if (members_.empty()) {
@@ -59,10 +60,13 @@ void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> off
       members_.push_back(&param);
       member_ids_.push_back(ids[i]);
       bytes += param.layout().full_bytes();
-      tensors_.push_back({param.shard(), param.full(), param.layout().shard_numel(),
-                          param.layout().dtype(), param.name()});
+      tensors_.push_back({shard_of(param, own_slot(param, param.full())), param.full(),
+                          param.layout().shard_numel(), param.layout().dtype(), param.name()});
     }
   } catch (...) {
+    for (const Pending& brought : ready_) {
+      wait_ignoring_failure(brought);
+    }
     for (Param* param : members_) {  // without a call they would look as if they were there
       param->drop();
       give_back(*param, Pending());
@@ -76,7 +80,9 @@ void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> off
   log_call(unit, cause.reason == Reason::kDemand ? "on demand" : "ahead");
   const std::int64_t begin_ns = parts_.clock.now_ns();
   std::vector<Pending> gathered =
-      parts_.group.start_all_gathers(tensors_, call_options(unit, member_ids_));
+      parts_.group.size() == 1
+          ? std::exchange(ready_, {})
+          : parts_.group.start_all_gathers(tensors_, call_options(unit, member_ids_));
   const double submit_s = static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
   for (std::size_t i = 0; i < members_.size(); ++i) {
     inflight_.add(*members_[i], {gathered[i], cause});
@@ -102,6 +108,7 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
   inflight_.wait_for_calls_below(max_inflight_);
   members_.clear();
   tensors_.clear();
+  ready_.clear();
   last_update_ = nullptr;
   std::vector<device::ArenaBlock> unneeded;
   std::uint64_t bytes = 0;
@@ -119,7 +126,13 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
       unneeded.push_back(arena_.allocate(layout.full_bytes(), gather_));
       full = unneeded.back().data;
     }
-    tensors_.push_back({param.shard(), full, layout.shard_numel(), layout.dtype(), param.name()});
+    std::byte* slot = own_slot(param, full);
+    if (param.is_stored() && full == nullptr) {  // only the others get it
+      unneeded.push_back(arena_.allocate(layout.shard_bytes(), gather_));
+      slot = unneeded.back().data;
+    }
+    tensors_.push_back(
+        {shard_of(param, slot), full, layout.shard_numel(), layout.dtype(), param.name()});
   }
   full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
   log_call(unit, is_wanted ? "on demand, to some ranks" : "for other ranks");
@@ -145,10 +158,31 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
 void Gatherer::order_behind_update(const Param& param) {
   // Parameters of one update share its Pending.
   const device::PendingState* update = param.updated().state().get();
-  if (update != nullptr && update != last_update_) {
-    gather_.wait(param.updated());
-    last_update_ = update;
+  if (update == nullptr || update == last_update_ || param.is_stored()) {
+    return;
   }
+  if (compute_.native_handle() == nullptr && !param.updated().done()) {
+    ready_.push_back(param.updated());  // the host goes on
+  } else {
+    gather_.wait(param.updated());
+  }
+  last_update_ = update;
+}
+
+std::byte* Gatherer::own_slot(const Param& param, void* full) const {
+  return full == nullptr
+             ? nullptr
+             : static_cast<std::byte*>(full) +
+                   static_cast<std::size_t>(parts_.group.rank()) * param.layout().shard_bytes();
+}
+
+const std::byte* Gatherer::shard_of(const Param& param, std::byte* slot) {
+  if (!param.is_stored()) {
+    return param.shard();
+  }
+  // Behind the former users of the slot's memory, which the gather stream waits for.
+  ready_.push_back(parts_.feed->start_bring(param, slot, gather_.record()));
+  return slot;
 }
 
 comm::CallOptions Gatherer::call_options(const std::string& unit, std::span<const int> ids) const {
@@ -157,6 +191,7 @@ comm::CallOptions Gatherer::call_options(const std::string& unit, std::span<cons
       unit, ids.empty() ? std::string_view() : std::string_view(parts_.params[ids.front()].name())};
   options.content_hash = comm::hash_bytes(ids.data(), ids.size_bytes(), 0);
   options.stream = &gather_;
+  options.ready = Pending::all(ready_);
   return options;
 }
 
@@ -280,6 +315,7 @@ void Gatherer::finish_and_drop(Param& param) {
 }
 
 void Gatherer::finish_drops() noexcept {
+  wait_for_feed();
   for (const Pending& gathered : drops_) {
     wait_ignoring_failure(gathered);
   }

@@ -6,6 +6,10 @@
 //   update of the shard, last reader of the arena's bytes -> gather stream -> all-gather
 //   all-gather -> compute stream (the unit reads it) -> release
 //
+// A stored shard is brought to this rank's slot of the full parameter before the all-gather, which
+// waits for it; in a group of one that is all. Parameters that are used where they lie (a group of
+// one, in memory) are none of its business.
+//
 // Invariants:
 //  (1) A parameter has a block of the arena exactly while it is gathering or available.
 //  (2) A parameter that was prefetched and not used yet is gathering, even if its gather is done;
@@ -25,6 +29,7 @@
 #include "tessera/comm/group.h"
 #include "tessera/coordinator/gather_counts.h"
 #include "tessera/coordinator/inflight.h"
+#include "tessera/coordinator/shard_feed.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/log.h"
 #include "tessera/core/spans.h"
@@ -44,8 +49,13 @@ class Gatherer {
     const Clock& clock;
     Spans& spans;
     const Logger& logger;
+    ShardFeed* feed;  // null: no shard is stored
   };
   Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_bytes, int max_inflight);
+  // A gather that has failed may have shards on their way into the arena.
+  ~Gatherer() { wait_for_feed(); }
+  Gatherer(const Gatherer&) = delete;
+  Gatherer& operator=(const Gatherer&) = delete;
 
   // One call, for the parameters of `ids` that are released; none if there are none. `offsets`: one
   // per id, or none; -1, or a place that is taken, means best fit. `unit` is named in errors.
@@ -85,7 +95,15 @@ class Gatherer {
 
  private:
   double wait(const device::Pending& gathered, LabelId unit);
+  void wait_for_feed() noexcept {
+    if (parts_.feed != nullptr) {
+      parts_.feed->wait_idle();
+    }
+  }
   void order_behind_update(const shard::Param& param);
+  std::byte* own_slot(const shard::Param& param, void* full) const;
+  // Where the shard is, or will be once ready_ is done.
+  const std::byte* shard_of(const shard::Param& param, std::byte* slot);
   void take(shard::Param& param, std::int64_t offset);
   void give_back(const shard::Param& param, const device::Pending& last_use);
   comm::CallOptions call_options(const std::string& unit, std::span<const int> ids) const;
@@ -104,6 +122,7 @@ class Gatherer {
   std::vector<shard::Param*> members_;
   std::vector<int> member_ids_;
   const device::PendingState* last_update_ = nullptr;  // that the call is ordered behind
+  std::vector<device::Pending> ready_;                 // what the call's input waits for
   std::int64_t full_bytes_ = 0;
   std::int64_t full_bytes_peak_ = 0;
   std::uint64_t num_misplaced_ = 0;

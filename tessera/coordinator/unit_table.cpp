@@ -9,6 +9,9 @@ namespace tessera::coordinator {
 namespace {
 
 std::size_t arena_bytes_of(const shard::Param& param) {
+  if (param.shard_is_full()) {
+    return 0;
+  }
   constexpr std::size_t kStep = device::kArenaAlignment;
   return (param.layout().full_bytes() + kStep - 1) / kStep * kStep;
 }
@@ -102,7 +105,10 @@ void UnitTable::mark_leaves(const LeafRule& rule, bool is_leaf) {
                 "; check its spelling");
 }
 
-void UnitTable::give_leaves_what_is_inside() {
+void UnitTable::settle() {
+  if (std::exchange(is_settled_, true)) {
+    return;
+  }
   for (std::size_t i = 0; i < units_.size(); ++i) {
     if (!units_[i].is_leaf) {
       continue;
@@ -122,7 +128,7 @@ void UnitTable::give_leaves_what_is_inside() {
 }
 
 void UnitTable::seal(Spans& spans) {
-  give_leaves_what_is_inside();
+  settle();
   set_mixed_apart();
   owners_.assign(static_cast<std::size_t>(params_.num_params()), -1);
   for (std::size_t i = units_.size(); i-- > 0;) {
@@ -131,6 +137,11 @@ void UnitTable::seal(Spans& spans) {
     for (const int id : unit.ids) {
       unit.params.push_back(&params_[id]);
       unit.bytes += full_bytes_of(params_[id]);
+      if (params_[id].shard_is_full()) {
+        unit.direct.push_back(&params_[id]);
+      } else {
+        unit.gathered_bytes += full_bytes_of(params_[id]);
+      }
       owners_[static_cast<std::size_t>(id)] = static_cast<UnitId>(i);
     }
   }
@@ -140,7 +151,7 @@ void UnitTable::seal(Spans& spans) {
 std::vector<std::int64_t> UnitTable::param_bytes() const {
   std::vector<std::int64_t> bytes;
   for (int id = 0; id < params_.num_params(); ++id) {
-    bytes.push_back(full_bytes_of(params_[id]));
+    bytes.push_back(params_[id].shard_is_full() ? 0 : full_bytes_of(params_[id]));
   }
   return bytes;
 }
@@ -157,13 +168,16 @@ void UnitTable::set_mixed_apart() {
   std::vector<bool> is_in_dynamic(static_cast<std::size_t>(params_.num_params()));
   for (const UnitInfo& unit : units_) {
     for (const int id : unit.ids) {
-      if (unit.traits.dynamic) {
+      if (unit.traits.dynamic && params_.num_ranks() > 1) {
         is_in_dynamic[static_cast<std::size_t>(id)] = true;
       }
     }
   }
   for (UnitInfo& unit : units_) {
     for (const int id : unit.ids) {
+      if (params_[id].shard_is_full()) {
+        continue;
+      }
       const bool is_mixed = !unit.traits.dynamic && is_in_dynamic[static_cast<std::size_t>(id)];
       (is_mixed ? unit.mixed : unit.planned).push_back(id);
     }
@@ -173,8 +187,8 @@ void UnitTable::set_mixed_apart() {
 std::int64_t UnitTable::largest_bytes(bool dynamic) const {
   std::int64_t largest = 0;
   for (const UnitInfo& unit : units_) {
-    if (unit.traits.dynamic == dynamic) {
-      largest = std::max(largest, unit.bytes);
+    if ((unit.traits.dynamic && params_.num_ranks() > 1) == dynamic) {
+      largest = std::max(largest, unit.gathered_bytes);
     }
   }
   return largest;
@@ -191,7 +205,7 @@ std::size_t UnitTable::arena_bytes(std::int64_t live_limit_bytes) const {
   for (int id = 0; id < params_.num_params(); ++id) {
     const std::size_t bytes = arena_bytes_of(params_[id]);
     all += bytes;
-    rounding += bytes - params_[id].layout().full_bytes();
+    rounding += bytes > 0 ? bytes - params_[id].layout().full_bytes() : 0;
   }
   std::size_t largest_unit = 0;
   for (const UnitInfo& unit : units_) {

@@ -36,10 +36,12 @@ struct UnitInfo {
   bool is_leaf = false;
   UnitId leaf = -1;  // the outermost leaf that it is inside of
   // From seal() on.
-  std::vector<int> mixed;    // of a static unit: ids that a dynamic one needs, too
-  std::vector<int> planned;  // ids without those
+  std::vector<int> mixed;             // of a static unit: ids that a dynamic one needs, too
+  std::vector<int> planned;           // ids without those, and without direct ones
+  std::vector<shard::Param*> direct;  // a group of one: in memory, where they are used
   std::vector<shard::Param*> params;
-  std::int64_t bytes = 0;  // of its full parameters
+  std::int64_t bytes = 0;           // of its full parameters
+  std::int64_t gathered_bytes = 0;  // of those that are not direct
   LabelId label = 0;
 };
 
@@ -55,6 +57,8 @@ class UnitTable {
   // Leaves: see leaf_rule.h. Throws ConfigError for a rule that matches no unit, and after seal().
   void mark_leaves(const LeafRule& rule, bool is_leaf);
 
+  // Gives leaves what is inside them: whose `ids` are final afterwards. By itself in seal().
+  void settle();
   // The model is complete: no unit or parameter comes any more.
   void seal(Spans& spans);
   bool is_sealed() const { return is_sealed_; }
@@ -75,21 +79,21 @@ class UnitTable {
   // on what they use, so no plan knows of it.
   std::vector<std::vector<int>> planned_ids() const;
   bool has_dynamic() const;
-  // Of the largest unit: dynamic ones, or the others.
+  // Of the largest unit, without what is direct: dynamic ones, or the others.
   std::int64_t largest_bytes(bool dynamic) const;
   // Room for live_limit_bytes of parameters, but for no more than all, and for the largest unit;
-  // each parameter rounded up to the arena's alignment.
+  // each parameter rounded up to the arena's alignment. Direct ones need none.
   std::size_t arena_bytes(std::int64_t live_limit_bytes) const;
 
  private:
   void check_param(UnitId id, int param) const;
   bool matches(const UnitInfo& unit, const LeafRule& rule) const;
-  void give_leaves_what_is_inside();
   void set_mixed_apart();
 
   shard::ParamTable& params_;
   std::vector<UnitInfo> units_;
   std::vector<UnitId> owners_;  // by parameter id
+  bool is_settled_ = false;
   bool is_sealed_ = false;
 };
 

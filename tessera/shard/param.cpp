@@ -24,14 +24,35 @@ Param::Param(int id, ParamSpec spec, int rank, int num_ranks, device::Device& de
       spec_(std::move(spec)),
       layout_(spec_.numel, num_ranks, spec_.dtype),
       range_(layout_.range(rank)),
-      shard_(device.allocate(device::MemoryKind::kDevice, layout_.shard_bytes(), Role::kShard)),
+      device_(device),
       tensor_(std::move(tensor)) {
   TESSERA_INVARIANT(tensor_ != nullptr, "parameter '", name(), "' has no tensor");
+  if (!is_stored()) {
+    take_shard();
+  }
+}
+
+void Param::take_shard() {
+  shard_ = device_.allocate(device::MemoryKind::kDevice, layout_.shard_bytes(), Role::kShard);
   // Waited for: whoever fills in the first values may do so from any stream, or from the host.
-  device
+  device_
       .start_fill(shard_.data(), 0, layout_.shard_bytes(),
-                  device.stream(device::StreamKind::kCompute))
+                  device_.stream(device::StreamKind::kCompute))
       .wait();
+}
+
+void Param::set_stored() {
+  check_move(state_ == ParamState::kReleased, "; its shard moves only while it is released");
+  shard_.reset();
+  spec_.stored = true;
+}
+
+void Param::set_in_memory() {
+  check_move(state_ == ParamState::kReleased, "; its shard moves only while it is released");
+  if (is_stored()) {
+    take_shard();
+    spec_.stored = false;
+  }
 }
 
 void Param::start_gather(void* full) {

@@ -8,10 +8,12 @@
 //
 // Invariants:
 //  (1) This rank's shard exists in every state; gathering never consumes it. Its padding is zero.
+//      It is in memory, or stored (shard_store.h): then shard() is null.
 //  (2) The tensor has storage exactly while the parameter has users: what is gathered ahead or kept
 //      for later cannot be read or changed by anybody else. It is one tensor for life: see
 //      [Note: identity].
-//  (3) In a group of one the shard is the full parameter: gathering attaches it, and moves nothing.
+//  (3) In a group of one a shard in memory is the full parameter: gathering attaches it, and moves
+//      nothing.
 //  (4) A shard carries the number of its last update and the work that completes it; whoever reads
 //      the shard orders itself behind that work.
 //  (5) Every illegal move is a StateError with the parameter's name and, where one is known, the
@@ -66,6 +68,7 @@ struct ParamSpec {
   // Of a weight-decay group: multiplies the optimizer's; 0 for biases and norms, by custom.
   double weight_decay_scale = 1;
   bool dynamic = false;
+  bool stored = false;  // from the start: no memory is taken for its shard
 };
 
 class Param {
@@ -86,7 +89,11 @@ class Param {
   const Layout& layout() const { return layout_; }
   ElementRange range() const { return range_; }  // of this rank
   std::byte* shard() const { return shard_.data(); }
-  bool shard_is_full() const { return layout_.num_ranks() == 1; }
+  bool is_stored() const { return spec_.stored; }
+  // Between steps, while released. Whoever says so has moved the bytes, or moves them now.
+  void set_stored();     // gives the shard's memory back
+  void set_in_memory();  // takes memory for the shard, zeroed
+  bool shard_is_full() const { return layout_.num_ranks() == 1 && !spec_.stored; }
 
   ParamState state() const { return state_; }
   void* full() const { return full_; }  // null unless gathering or available
@@ -114,11 +121,13 @@ class Param {
 
  private:
   void check_move(bool is_legal, const char* rule) const;
+  void take_shard();
 
   const int id_;
   ParamSpec spec_;
   const Layout layout_;
   const ElementRange range_;
+  device::Device& device_;
   device::Memory shard_;
   std::unique_ptr<FullTensor> tensor_;  // after the shard: it lets go of that memory first
   ParamState state_ = ParamState::kReleased;

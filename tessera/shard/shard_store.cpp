@@ -1,5 +1,6 @@
 #include "tessera/shard/shard_store.h"
 
+#include <exception>
 #include <utility>
 
 #include "tessera/core/error.h"
@@ -60,8 +61,34 @@ device::Pending ShardStore::start_write(const Param& param, std::int64_t begin, 
   device::Pending written =
       store_.start_write(range.offset, static_cast<const std::byte*>(from), range.bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
-  writes_[param.id()].push_back(written);
+  std::vector<device::Pending>& writes = writes_[param.id()];
+  forget_done(writes);
+  writes.push_back(written);
   return written;
+}
+
+// Those that failed stay: whoever asks is told, every time.
+void ShardStore::forget_done(std::vector<device::Pending>& writes) {
+  std::erase_if(writes, [](const device::Pending& write) {
+    try {
+      if (write.done()) {
+        write.wait();
+        return true;
+      }
+    } catch (const std::exception&) {
+    }
+    return false;
+  });
+}
+
+bool ShardStore::is_written(int id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = writes_.find(id);
+  if (found == writes_.end()) {
+    return true;
+  }
+  forget_done(found->second);
+  return found->second.empty();
 }
 
 void ShardStore::wait_written(int id) {
@@ -74,14 +101,7 @@ void ShardStore::wait_written(int id) {
     }
     writes = found->second;
   }
-  device::Pending::all(writes).wait();
-  // Those that failed stay: whoever asks next is told as well.
-  const std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<device::Pending>& left = writes_[id];
-  std::erase_if(left, [](const device::Pending& write) { return write.done(); });
-  if (left.empty()) {
-    writes_.erase(id);
-  }
+  device::Pending::all(std::move(writes)).wait();
 }
 
 }  // namespace tessera::shard

@@ -38,10 +38,14 @@ class ShardStore {
   device::Pending start_read(const Param& param, std::int64_t begin, std::int64_t numel, void* to);
   device::Pending start_write(const Param& param, std::int64_t begin, std::int64_t numel,
                               const void* from);
-  // Blocks until the writes of this shard that were started so far are done; throws what went wrong.
+  // Blocks until the writes of this shard that were started so far are done; throws what went
+  // wrong.
   void wait_written(int id);
+  // Whether wait_written() would neither block nor throw.
+  bool is_written(int id);
 
  private:
+  void forget_done(std::vector<device::Pending>& writes);
   tier::Store& store_;
   std::vector<std::int64_t> offsets_;  // by id; -1: not here
   std::mutex mutex_;
