@@ -10,6 +10,25 @@ namespace tessera::grad {
 using device::MemoryKind;
 using device::Pending;
 
+void append_part(std::vector<ResultPart>& parts, const BucketLayout& layout, const Piece& piece,
+                 float* region, bool adds) {
+  const auto id = static_cast<std::size_t>(piece.param);
+  ResultPart part{nullptr, piece.bucket_offset, piece.numel, adds};
+  if (layout.is_stored[id]) {
+    part.stored = {piece.param, piece.shard_begin, piece.numel};
+    parts.push_back(part);
+    return;
+  }
+  part.place = region + layout.region_offset[id] + piece.shard_begin;
+  if (!parts.empty() && parts.back().place != nullptr && parts.back().adds == adds &&
+      parts.back().place + parts.back().numel == part.place &&
+      parts.back().bucket_offset + parts.back().numel == part.bucket_offset) {
+    parts.back().numel += part.numel;
+  } else {
+    parts.push_back(part);
+  }
+}
+
 BucketSender::BucketSender(GradientStream& stream, comm::Group& group, DType wire_dtype,
                            std::int64_t largest_shard_numel)
     : stream_(stream),
@@ -79,7 +98,7 @@ void BucketSender::send(const Bucket& bucket, std::vector<ResultPart> parts,
   }
   direct_ = {};
   float* output = nullptr;
-  if (parts.size() == 1 && !parts.front().adds) {
+  if (parts.size() == 1 && parts.front().place != nullptr && !parts.front().adds) {
     output = std::exchange(parts, {}).front().place;
   } else {
     output = scratch();
@@ -119,22 +138,36 @@ BucketSender::Slot& BucketSender::slot() {
 
 std::byte* BucketSender::buffer() {
   Slot& mine = slot();
-  if (mine.buffer.data() == nullptr) {
-    const std::size_t bytes =
-        static_cast<std::size_t>(largest_shard_numel_) * num_ranks() * bytes_of(wire_dtype_);
-    mine.buffer = stream_.device().allocate(MemoryKind::kDevice, bytes, Role::kGradient);
-  }
+  take_buffer(mine);
   return mine.buffer.data();
 }
 
 float* BucketSender::scratch() {
   Slot& mine = slot();
-  if (mine.scratch.data() == nullptr) {
-    mine.scratch = stream_.device().allocate(
-        MemoryKind::kDevice, static_cast<std::size_t>(largest_shard_numel_) * sizeof(float),
-        Role::kGradient);
-  }
+  take_scratch(mine);
   return reinterpret_cast<float*>(mine.scratch.data());
+}
+
+void BucketSender::take_buffer(Slot& slot) {
+  if (slot.buffer.data() == nullptr) {
+    const std::size_t bytes =
+        static_cast<std::size_t>(largest_shard_numel_) * num_ranks() * bytes_of(wire_dtype_);
+    slot.buffer = stream_.device().allocate(MemoryKind::kDevice, bytes, Role::kGradient);
+  }
+}
+
+void BucketSender::take_scratch(Slot& slot) {
+  if (slot.scratch.data() == nullptr) {
+    const std::size_t bytes = static_cast<std::size_t>(largest_shard_numel_) * sizeof(float);
+    slot.scratch = stream_.device().allocate(MemoryKind::kDevice, bytes, Role::kGradient);
+  }
+}
+
+void BucketSender::reserve(std::size_t num_slots) {
+  for (std::size_t i = 0; i < num_slots; ++i) {
+    take_buffer(slots_[i]);
+    take_scratch(slots_[i]);
+  }
 }
 
 void BucketSender::settle(Slot& slot) {
@@ -142,7 +175,9 @@ void BucketSender::settle(Slot& slot) {
   const auto* results = reinterpret_cast<const float*>(slot.scratch.data());
   for (const ResultPart& part : std::exchange(slot.parts, {})) {
     const float* result = results + part.bucket_offset;
-    if (part.adds) {
+    if (part.place == nullptr) {
+      stream_.store(part.stored, result, DType::kFloat32, part.adds);
+    } else if (part.adds) {
       stream_.add(part.place, result, DType::kFloat32, part.numel);
     } else {
       stream_.copy(part.place, DType::kFloat32, result, DType::kFloat32, part.numel);

@@ -3,8 +3,8 @@
 // A bucket that must be filled, or whose result does not stay where the reduction writes it,
 // borrows a slot: a buffer for the wire and a scratch shard for the result. There are two, taken in
 // turn; before one is used again, the stream is ordered behind the reduction it was used for and
-// the sum of its result. A bucket that is reduced from the gradient's own memory into its place
-// needs none.
+// the sum of its result, or its way into a store. A bucket that is reduced from the gradient's own
+// memory into its place needs none.
 //
 // Invariants:
 //  (1) Between send() and send() all calls to put() and put_zeros() are for one bucket.
@@ -30,11 +30,16 @@ namespace tessera::grad {
 
 // Where a part of a bucket's result belongs.
 struct ResultPart {
-  float* place = nullptr;
+  float* place = nullptr;          // null: `stored`
   std::int64_t bucket_offset = 0;  // in this rank's part of the bucket
   std::int64_t numel = 0;
   bool adds = false;  // to what is there; else it is overwritten
+  StoredPiece stored = {};
 };
+// The part that `piece` is of a bucket's result; one that goes on where the last ends is joined to
+// it. `region`: as in `layout`.
+void append_part(std::vector<ResultPart>& parts, const BucketLayout& layout, const Piece& piece,
+                 float* region, bool adds);
 
 class BucketSender {
  public:
@@ -42,6 +47,8 @@ class BucketSender {
   BucketSender(GradientStream& stream, comm::Group& group, DType wire_dtype,
                std::int64_t largest_shard_numel);
 
+  // Takes the memory of so many slots now.
+  void reserve(std::size_t num_slots);
   // The next bucket takes the first slot, so that a model with one bucket needs no second one.
   // REQUIRES: what is sent before the next call goes to the places of before, in the same order.
   void rewind() { next_slot_ = 0; }
@@ -73,6 +80,8 @@ class BucketSender {
   Slot& slot();  // of the bucket that is being filled
   std::byte* buffer();
   float* scratch();
+  void take_buffer(Slot& slot);
+  void take_scratch(Slot& slot);
   void settle(Slot& slot);
 
   GradientStream& stream_;

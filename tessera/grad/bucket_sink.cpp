@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/grad/gradient_bytes.h"
 
 namespace tessera::grad {
 
@@ -22,6 +23,11 @@ BucketSink::BucketSink(GradientStream& stream, const BucketLayout& layout,
     for (std::size_t p = 0; p < pieces.size(); ++p) {
       entry_of(pieces[p]).pieces.push_back({b, p});
     }
+  }
+  if (stream_.parts().tier != nullptr) {
+    region();
+    sender_.reserve(num_bucket_slots(layout));
+    dynamic_.reserve();
   }
 }
 
@@ -132,8 +138,11 @@ void BucketSink::release(Entry& entry, const shard::Param& param) {
 
 void BucketSink::send() {
   const Bucket& bucket = layout_.buckets[current_];
-  ResultPart whole{region() + bucket.region_offset, 0, bucket.shard_numel, !is_first_};
-  sender_.send(bucket, {whole}, {"gradients", params_[bucket.pieces.front().param].name()});
+  std::vector<ResultPart> parts;
+  for (const Piece& piece : bucket.pieces) {
+    append_part(parts, layout_, piece, region(), !is_first_);
+  }
+  sender_.send(bucket, std::move(parts), {"gradients", param_of(bucket.pieces.front()).name()});
   ++current_;
   is_open_ = false;
 }

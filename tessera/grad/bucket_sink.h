@@ -8,7 +8,8 @@
 //  (3) Until a backward ends, a bucket is opened only if its buffer waits for no rank, see [Note: a
 //      reduction never waits for a rank that waits].
 //  (4) Every backward starts every bucket once, and the first of a step writes all of the region:
-//      buckets their places, zeros those of dynamic parameters.
+//      buckets their places, zeros those of dynamic parameters. What is stored is overwritten by
+//      then, or counts as zero.
 //
 // Threads: as Reducer.
 #pragma once

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/grad/gradient_bytes.h"
 
 namespace tessera::grad {
 namespace {
@@ -22,6 +23,8 @@ DynamicGradients::DynamicGradients(GradientStream& stream, const BucketLayout& l
       options_(options),
       sender_(stream, group_of(stream.parts()), options.wire_dtype, layout.largest_dynamic_numel),
       was_reduced_(static_cast<std::size_t>(params_.num_params()), false) {}
+
+void DynamicGradients::reserve() { sender_.reserve(num_dynamic_slots(layout_)); }
 
 void DynamicGradients::begin_backward(bool is_first) {
   is_first_ = is_first;
@@ -56,7 +59,8 @@ void DynamicGradients::reduce(std::span<const int> ids, float* region) {
   std::vector<BucketParam> list;
   list.reserve(ids.size());
   for (const int id : ids) {
-    list.push_back({id, params_[id].layout().shard_numel()});
+    const bool stored = layout_.is_stored[static_cast<std::size_t>(id)];
+    list.push_back({id, params_[id].layout().shard_numel(), false, stored});
   }
   const BucketLayout plan =
       plan_buckets(list, params_.num_ranks(), options_.bucket_bytes, bytes_of(options_.wire_dtype));
@@ -85,19 +89,10 @@ void DynamicGradients::put_piece(const Bucket& bucket, const Piece& piece) {
   }
 }
 
-// Pieces that are neighbours in the bucket and in the region are one part of the result.
 void DynamicGradients::send(const Bucket& bucket, float* region) {
   std::vector<ResultPart> parts;
   for (const Piece& piece : bucket.pieces) {
-    float* place =
-        region + layout_.region_offset[static_cast<std::size_t>(piece.param)] + piece.shard_begin;
-    const bool adds = !overwrites(piece.param);
-    if (!parts.empty() && parts.back().place + parts.back().numel == place &&
-        parts.back().adds == adds) {
-      parts.back().numel += piece.numel;
-    } else {
-      parts.push_back({place, piece.bucket_offset, piece.numel, adds});
-    }
+    append_part(parts, layout_, piece, region, !overwrites(piece.param));
   }
   std::string names = params_[bucket.pieces.front().param].name();
   if (bucket.pieces.size() > 1) {

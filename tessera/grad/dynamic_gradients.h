@@ -7,7 +7,8 @@
 // until the last rank ends its backward, and nothing here waits behind it.
 //
 // Invariants:
-//  (1) In a step, a place in the region is zero until its parameter is first reduced. In the first
+//  (1) In a step, a place in the region, or in the store, is zero until its parameter is first
+//  reduced. In the first
 //      backward that reduction overwrites it, as a static bucket does; all others add to it.
 //  (2) A gradient is held from take() to the call that reduces it.
 //
@@ -31,6 +32,7 @@ class DynamicGradients {
   DynamicGradients(GradientStream& stream, const BucketLayout& layout,
                    const ReducerOptions& options);
 
+  void reserve();  // takes all memory now
   void begin_backward(bool is_first);
   void take(const shard::Param& param, FullGradient gradient);
   std::vector<int> pending() const;

@@ -10,11 +10,27 @@ namespace tessera::grad {
 using device::Pending;
 using device::StreamKind;
 
+namespace {
+
+std::unique_ptr<StoredGradients> make_stored(const ReducerParts& parts) {
+  bool any = false;
+  for (int id = 0; id < parts.params.num_params(); ++id) {
+    any |= parts.tier != nullptr && parts.tier->stores(id) && parts.params[id].trainable();
+  }
+  return any ? std::make_unique<StoredGradients>(parts) : nullptr;
+}
+
+}  // namespace
+
 GradientStream::GradientStream(const ReducerParts& parts)
     : parts_(parts),
       compute_(parts.device.stream(StreamKind::kCompute)),
       reduce_(parts.device.stream(StreamKind::kReduce)),
-      has_own_memory_(parts.device.name().starts_with("cuda")) {}
+      has_own_memory_(parts.device.name().starts_with("cuda")),
+      stored_(make_stored(parts)) {
+  TESSERA_CHECK(!stored_ || !has_own_memory_, ConfigError, "gradients of ", parts.device.name(),
+                " cannot be stored yet; leave them in memory");
+}
 
 void GradientStream::check_convertible(const std::string& name, DType from, DType to) const {
   TESSERA_CHECK(is_gradient_dtype(from), ConfigError, "the gradient of parameter '", name, "' is ",
@@ -61,6 +77,25 @@ void GradientStream::add(float* sum, const void* value, DType value_dtype, std::
   }
 }
 
+void GradientStream::store(const StoredPiece& piece, const void* values, DType dtype, bool adds) {
+  std::ignore = reduce_.enqueue([stored = stored_.get(), piece, values, dtype, adds] {
+    stored->put(piece, values, dtype, adds);
+  });
+}
+
+void GradientStream::wait_stored() {
+  if (stored_) {
+    stored_->wait();
+  }
+}
+
+void GradientStream::clear_stored() noexcept {
+  if (stored_) {
+    drain();
+    stored_->clear();
+  }
+}
+
 void GradientStream::retire(std::shared_ptr<void> owner) {
   free_retired();
   if (!owner) {
@@ -93,7 +128,10 @@ void GradientStream::synchronize() {
 }
 
 ReducerStats GradientStream::take_stats() {
-  const ReducerStats taken = std::exchange(stats_, {});
+  ReducerStats taken = std::exchange(stats_, {});
+  if (stored_) {
+    stored_->take_stats(taken);
+  }
   note_held();
   return taken;
 }

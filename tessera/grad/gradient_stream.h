@@ -5,6 +5,10 @@
 // order_behind_compute() was called. Conversions run on the host, so a device with memory of its
 // own does same-type copies only, and adds with the kernel of ReducerParts.
 //
+// [Note: storing on the stream] What goes into a store is work of the stream as well: it waits
+// there for buffers and for earlier writes, which depends on the disk and on nobody who waits for
+// this stream. So whatever it reads may be used again behind it, as behind any copy.
+//
 // Threads: as Reducer.
 #pragma once
 
@@ -17,6 +21,7 @@
 #include <utility>
 
 #include "tessera/grad/reducer.h"
+#include "tessera/grad/stored_gradients.h"
 
 namespace tessera::grad {
 
@@ -38,6 +43,13 @@ class GradientStream {
   void zero(void* to, std::size_t bytes);
   // sum[i] += value[i]
   void add(float* sum, const void* value, DType value_dtype, std::int64_t numel);
+
+  // The same of a stored piece, which begins with `values`; wait_stored() tells what became of it.
+  void store(const StoredPiece& piece, const void* values, DType dtype, bool adds);
+  StoredGradients* stored() { return stored_.get(); }  // null: nothing is
+  // Blocks until everything is stored; throws what went wrong. REQUIRES: the stream is done.
+  void wait_stored();
+  void clear_stored() noexcept;
 
   // Keeps `owner` until the stream has done what it has been given so far.
   void retire(std::shared_ptr<void> owner);
@@ -66,6 +78,7 @@ class GradientStream {
   device::Stream& compute_;
   device::Stream& reduce_;
   const bool has_own_memory_;  // that the host cannot reach
+  const std::unique_ptr<StoredGradients> stored_;
   std::deque<std::pair<device::Pending, std::shared_ptr<void>>> retired_;
   ReducerStats stats_;
   std::int64_t held_bytes_ = 0;

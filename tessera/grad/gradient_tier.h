@@ -4,19 +4,26 @@
 // Threads: plain data.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "tessera/grad/bucket.h"
 #include "tessera/tier/buffer_pool.h"
 #include "tessera/tier/store.h"
 
 namespace tessera::grad {
 
+// Shards that are larger pass through `buffers` in tiles of at least this.
+inline constexpr std::size_t kSmallestPoolBytes = kPieceStep * sizeof(float);
+
 struct GradientTier {
-  // Both outlive the reducer.
+  // Both outlive the reducer; null if nothing is stored. The buffers are in memory of the host, and
+  // the reducer's alone.
   tier::Store* store = nullptr;
   tier::BufferPool* buffers = nullptr;
-  // By parameter id: offset in the store of whole_blocks(4 * shard_numel) bytes; -1: in memory.
+  // The same parameters on every rank. By parameter id: offset in the store of whole_blocks(4 *
+  // shard_numel) bytes; -1: in memory.
   std::vector<std::int64_t> offset;
 
   bool stores(int id) const {

@@ -13,11 +13,13 @@
 namespace tessera::grad {
 namespace {
 
-BucketLayout plan(const shard::ParamTable& params, const ReducerOptions& options) {
+BucketLayout plan(const ReducerParts& parts, const ReducerOptions& options) {
+  const shard::ParamTable& params = parts.params;
   std::vector<BucketParam> trainable;
   for (int id = 0; id < params.num_params(); ++id) {
     if (params[id].trainable()) {
-      trainable.push_back({id, params[id].layout().shard_numel(), params[id].dynamic()});
+      const bool stored = parts.tier != nullptr && parts.tier->stores(id);
+      trainable.push_back({id, params[id].layout().shard_numel(), params[id].dynamic(), stored});
     }
   }
   return plan_buckets(trainable, params.num_ranks(), options.bucket_bytes,
@@ -48,7 +50,7 @@ class Reducer::Impl {
   Impl(const ReducerParts& parts, const ReducerOptions& options)
       : params(parts.params),
         spans(parts.spans),
-        layout(plan(parts.params, options)),
+        layout(plan(parts, options)),
         stream(parts),
         has_come(static_cast<std::size_t>(parts.params.num_params()), false) {
     TESSERA_INVARIANT(parts.group.size() == params.num_ranks(), "a group of ", parts.group.size(),
@@ -75,10 +77,35 @@ class Reducer::Impl {
     TESSERA_CHECK(param.trainable(), ConfigError, "parameter '", param.name(),
                   "' is frozen: it has no gradient");
     const auto index = static_cast<std::size_t>(id);
-    TESSERA_INVARIANT(index < layout.region_offset.size() && layout.region_offset[index] >= 0,
+    TESSERA_INVARIANT(index < layout.region_offset.size() &&
+                          (layout.region_offset[index] >= 0 || layout.is_stored[index]),
                       "parameter '", param.name(),
                       "' was frozen when the reducer was made; make another");
     return param;
+  }
+
+  // That of a stored parameter, when nothing of it is under way.
+  StoredGradients& settled_store(int id) {
+    const shard::Param& param = trainable(id);
+    TESSERA_INVARIANT(layout.is_stored[static_cast<std::size_t>(id)], "the gradient of parameter '",
+                      param.name(), "' is in memory; shard_gradient() has it");
+    settle(param);
+    return *stream.stored();
+  }
+
+  void settle(const shard::Param& param) {
+    TESSERA_INVARIANT(!in_backward, "the gradient of parameter '", param.name(),
+                      "' is asked for inside a backward; finish_backward() comes first");
+    wait();
+  }
+
+  void wait() {
+    if (!is_settled) {
+      const SpanScope span(spans, "wait for gradients");
+      sink->wait();
+      stream.wait_stored();
+      is_settled = true;
+    }
   }
 
   void check_list(std::span<const int> ids) const {
@@ -158,18 +185,29 @@ const BucketLayout& Reducer::layout() const { return impl_->layout; }
 
 ShardGradient Reducer::shard_gradient(int id) {
   const shard::Param& param = impl_->trainable(id);
-  TESSERA_INVARIANT(!impl_->in_backward, "the gradient of parameter '", param.name(),
-                    "' is asked for inside a backward; finish_backward() comes first");
-  if (!impl_->is_settled) {
-    const SpanScope span(impl_->spans, "wait for gradients");
-    impl_->sink->wait();
-    impl_->is_settled = true;
+  impl_->settle(param);
+  if (is_stored(id)) {
+    return {nullptr, param.range().numel};
   }
   return impl_->sink->shard_gradient(param, impl_->num_backwards == 0);
 }
 
+void Reducer::wait() { impl_->wait(); }
+
+bool Reducer::is_stored(int id) const {
+  const auto index = static_cast<std::size_t>(id);
+  return index < impl_->layout.is_stored.size() && impl_->layout.is_stored[index];
+}
+
+device::Pending Reducer::start_read(int id, std::int64_t begin, std::int64_t numel, float* to) {
+  return impl_->settled_store(id).start_read(id, begin, numel, to);
+}
+
+double Reducer::sum_of_squares(int id) { return impl_->settled_store(id).sum_of_squares(id); }
+
 void Reducer::clear() {
   impl_->sink->clear();
+  impl_->stream.clear_stored();
   impl_->has_come.assign(impl_->has_come.size(), false);
   impl_->in_backward = false;
   impl_->num_backwards = 0;

@@ -7,6 +7,7 @@
 //   reduce_dynamic()   ranks have agreed on some dynamic parameters: reduced now
 //   finish_backward()  sends the rest, with zeros for what this rank did not touch
 //   shard_gradient()   after it: sums over ranks and micro-batches since clear()
+//   start_read()       the same of a shard that is stored
 //
 // What fixes the order of reductions: bucket layout, hence registration. A bucket whose turn has
 // come waits until it is full or backward has ended; every backward reduces every bucket once, on
@@ -33,7 +34,13 @@
 // is on the wire; one region of fp32 shards; and two scratch shards from the second micro-batch on.
 // The first list of dynamic parameters takes two buckets more, as large as theirs can become, with
 // scratch shards where its results are not neighbours in the region or are added to earlier ones.
-// In a group of one an fp32 gradient is adopted as it is: no copy, no region, no call.
+// In a group of one an fp32 gradient is adopted as it is: no copy, no region, no call. With a
+// GradientTier memory is planned (gradient_bytes.h), and taken when the reducer is made.
+//
+// Stored shards have no place in memory: their sums go into the store piece by piece, in the order
+// in which they would have gone into the region, so no bit depends on where a shard lives
+// (stored_gradients.h). Work on the reduce stream then waits for buffers, that is for the disk;
+// where the stream is the calling thread (CPU), add() and finish_backward() do.
 //
 // [Note: a reduction never waits for a rank that waits]
 // A buffer is free again when the reduction two buckets back has ended. A rank that does not use
@@ -67,6 +74,7 @@
 #include "tessera/core/spans.h"
 #include "tessera/device/device.h"
 #include "tessera/grad/bucket.h"
+#include "tessera/grad/gradient_tier.h"
 #include "tessera/shard/param.h"
 
 namespace tessera {
@@ -98,6 +106,12 @@ struct ReducerParts {
   // Of the same ranks in the same order: reduces dynamic parameters. Null: `group`, if all ranks
   // use the same static parameters between two lists.
   comm::Group* dynamic_group = nullptr;
+  // Given: memory is taken at once, and what it says is stored is. Outlives the reducer.
+  const GradientTier* tier = nullptr;
+  // Of at most kPieceStep elements; optim's. Needed where gradients are stored.
+  std::function<double(const float* values, std::int64_t numel)> block_sum_of_squares = {};
+  // Charged with gradients that a group of one adopts; null: nobody is.
+  Ledger* ledger = nullptr;
 };
 
 // A full gradient in the memory order of its parameter, without padding. The memory belongs to the
@@ -113,10 +127,13 @@ struct ReducerStats {
   std::uint64_t reduced_bytes = 0;   // of buckets, all ranks' parts
   std::int64_t held_bytes_peak = 0;  // gradients that waited for their turn, or for a buffer
   double exposed_wait_s = 0;
+  // Whole blocks. Reads are those of later micro-batches, and of start_read().
+  std::uint64_t stored_read_bytes = 0;
+  std::uint64_t stored_written_bytes = 0;
 };
 
 // fp32 values of this rank's shard, `numel` of them without padding. In a group of several ranks
-// the shard's padding follows, and is zero.
+// the shard's padding follows, and is zero. Null data: it is stored.
 struct ShardGradient {
   float* data = nullptr;
   std::int64_t numel = 0;
@@ -126,7 +143,7 @@ class Reducer {
  public:
   // Parameters that are trainable now are those whose gradients are reduced, dynamic or not as they
   // are now; where that changes, clear(), destroy the reducer and make another, on all ranks.
-  // Memory is taken at the first gradient.
+  // Memory is taken at the first gradient, unless ReducerParts::tier is given.
   Reducer(const ReducerParts& parts, const ReducerOptions& options);
   ~Reducer();
   Reducer(const Reducer&) = delete;
@@ -150,8 +167,22 @@ class Reducer {
   // another list in this backward: this one waits for buckets that the others may send only here.
   void finish_backward();
   bool in_backward() const;
+  // Blocks until all sums are where they stay; throws what went wrong, for stored ones with the
+  // parameter's name. What reads gradients does it by itself.
+  void wait();
   // Waits for all reductions. Zero where no gradient came since clear().
   ShardGradient shard_gradient(int param);
+
+  bool is_stored(int param) const;
+  // Of stored ones: elements [begin, begin + numel) of the shard, where begin is a multiple of
+  // 1024; zeros where no gradient came since clear(). `to` has room for whole blocks and is aligned
+  // to one; behind the end of the shard are zeros. On another thread than the reducer's only after
+  // wait(). REQUIRES: clear() comes when all such reads are done.
+  device::Pending start_read(int param, std::int64_t begin, std::int64_t numel, float* to);
+  // Of stored ones: what optim's sum_of_squares() of this rank's shard is, to the bit. Nothing is
+  // read for it.
+  double sum_of_squares(int param);
+
   int num_backwards() const;  // finished ones, since clear()
   // After the update; also the way back after an exception: waits for what is in flight, forgets
   // what has come. Throws nothing: a reduction that failed has poisoned its group, which repeats

@@ -2,10 +2,49 @@
 
 #include <utility>
 
+#include "tessera/grad/gradient_bytes.h"
+
 namespace tessera::grad {
+namespace {
+
+// Memory of autograd that we hold, charged as long as we do.
+class Adopted {
+ public:
+  Adopted(std::shared_ptr<void> owner, Ledger* ledger, std::size_t bytes)
+      : owner_(std::move(owner)), ledger_(ledger), bytes_(bytes) {
+    if (ledger_ != nullptr) {
+      ledger_->charge(Tier::kDevice, Role::kGradient, bytes_);
+    }
+  }
+  ~Adopted() {
+    owner_.reset();
+    if (ledger_ != nullptr) {
+      ledger_->discharge(Tier::kDevice, Role::kGradient, bytes_);
+    }
+  }
+  Adopted(const Adopted&) = delete;
+  Adopted& operator=(const Adopted&) = delete;
+
+ private:
+  std::shared_ptr<void> owner_;
+  Ledger* const ledger_;
+  const std::size_t bytes_;
+};
+
+}  // namespace
 
 SoloSink::SoloSink(GradientStream& stream)
-    : stream_(stream), sums_(static_cast<std::size_t>(stream.parts().params.num_params())) {}
+    : stream_(stream), sums_(static_cast<std::size_t>(stream.parts().params.num_params())) {
+  if (stream_.parts().tier == nullptr) {
+    return;
+  }
+  for (int id = 0; id < stream_.parts().params.num_params(); ++id) {
+    const shard::Param& param = stream_.parts().params[id];
+    if (param.trainable() && !is_stored(param) && param.layout().dtype() != DType::kFloat32) {
+      own_memory(sums_[static_cast<std::size_t>(id)], param);
+    }
+  }
+}
 
 SoloSink::~SoloSink() {
   clear();
@@ -30,6 +69,11 @@ void SoloSink::check(const shard::Param& param, const FullGradient& gradient) co
   stream_.check_convertible(param.name(), gradient.dtype, DType::kFloat32);
 }
 
+bool SoloSink::is_stored(const shard::Param& param) const {
+  const GradientTier* tier = stream_.parts().tier;
+  return tier != nullptr && tier->stores(param.id());
+}
+
 void SoloSink::take(const shard::Param& param, FullGradient gradient) {
   const std::int64_t numel = param.layout().numel();
   if (numel == 0) {
@@ -37,12 +81,22 @@ void SoloSink::take(const shard::Param& param, FullGradient gradient) {
   }
   Sum& sum = sums_[static_cast<std::size_t>(param.id())];
   stream_.order_behind_compute();
-  if (sum.data != nullptr) {
+  if (is_stored(param)) {
+    stream_.store({param.id(), 0, numel}, gradient.data, gradient.dtype, sum.is_put);
+    stream_.retire(std::move(gradient.owner));
+    sum.is_put = true;
+  } else if (sum.data != nullptr) {
     stream_.add(sum.data, gradient.data, gradient.dtype, numel);
     stream_.retire(std::move(gradient.owner));
   } else if (gradient.dtype == DType::kFloat32) {
     sum.data = static_cast<float*>(gradient.data);
-    sum.owner = std::move(gradient.owner);
+    const auto bytes = static_cast<std::size_t>(numel) * sizeof(float);
+    sum.owner = std::make_shared<Adopted>(std::move(gradient.owner), stream_.parts().ledger,
+                                          taken_bytes(bytes));
+    if (sum.own.data() != nullptr) {  // zeros of a step without it
+      stream_.retire(std::make_shared<device::Memory>(std::move(sum.own)));
+      sum.own_is_zero = false;
+    }
   } else {
     float* data = own_memory(sum, param);
     sum.own_is_zero = false;
@@ -69,6 +123,7 @@ ShardGradient SoloSink::shard_gradient(const shard::Param& param, bool /*is_zero
 void SoloSink::clear() noexcept {
   for (Sum& sum : sums_) {
     sum.data = nullptr;
+    sum.is_put = false;
     if (sum.owner) {
       stream_.retire(std::move(sum.owner));  // an update on the stream may still read it
     }

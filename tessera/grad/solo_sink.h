@@ -1,6 +1,8 @@
 // Internal to grad: gradients of a group of one. The full gradient is the shard's, so an fp32 one
 // is adopted where it lies; later micro-batches are added to it. bf16 and fp16 become fp32 in
-// memory of our own, which is kept from step to step. Dynamic parameters are like all others: there
+// memory of our own, which is kept from step to step. Stored ones go into the store as they come.
+// Adopted memory is charged as our own would be, so that a parameter costs the same whether or not
+// its gradient came. Dynamic parameters are like all others: there
 // is nobody to agree with.
 //
 // Threads: as Reducer.
@@ -36,7 +38,9 @@ class SoloSink final : public GradientSink {
     std::shared_ptr<void> owner;  // of an adopted gradient
     device::Memory own;
     bool own_is_zero = false;
+    bool is_put = false;  // into the store, since clear()
   };
+  bool is_stored(const shard::Param& param) const;
   float* own_memory(Sum& sum, const shard::Param& param);
 
   GradientStream& stream_;

@@ -1,0 +1,319 @@
+#include "tessera/grad/stored_gradients.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/grad/element_loops.h"
+#include "tessera/grad/gradient_bytes.h"
+
+namespace tessera::grad {
+namespace {
+
+using device::Pending;
+
+// A quarter of the pool, so that some tiles are read and others written, and no more than keeps a
+// disk busy.
+constexpr std::size_t kLargestTileBytes = std::size_t{4} << 20;
+constexpr std::int64_t kReadStep = tier::kBlockBytes / sizeof(float);  // elements
+// In place of a sum of squares, which is never negative: nothing was put here.
+constexpr double kNothing = -1;
+
+std::size_t bytes_in_store(std::int64_t numel) {
+  return tier::whole_blocks(static_cast<std::size_t>(numel) * sizeof(float));
+}
+
+std::int64_t tile_numel(std::size_t pool_bytes) {
+  const std::size_t bytes = std::clamp(pool_bytes / 4, kSmallestPoolBytes,
+                                       std::max(kSmallestPoolBytes, kLargestTileBytes));
+  return static_cast<std::int64_t>(bytes / kSmallestPoolBytes) * kPieceStep;
+}
+
+bool overlap(const StoredPiece& a, const StoredPiece& b) {
+  return a.param == b.param && a.begin < b.begin + b.numel && b.begin < a.begin + a.numel;
+}
+
+const std::byte* advanced(const void* values, DType dtype, std::int64_t numel) {
+  return static_cast<const std::byte*>(values) + static_cast<std::size_t>(numel) * bytes_of(dtype);
+}
+
+}  // namespace
+
+StoredGradients::StoredGradients(const ReducerParts& parts)
+    : parts_(parts),
+      tier_(*parts.tier),
+      tile_numel_(tile_numel(parts.tier->buffers->capacity_bytes())) {
+  TESSERA_INVARIANT(parts_.block_sum_of_squares, "gradients are stored, and nothing sums squares");
+  first_block_.push_back(0);
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    const shard::Param& param = parts_.params[id];
+    const std::int64_t numel =
+        tier_.stores(id) && param.trainable() ? param.layout().shard_numel() : 0;
+    first_block_.push_back(first_block_.back() + num_norm_blocks(numel));
+    const std::size_t least_bytes = bytes_in_store(std::min(numel, kPieceStep));
+    TESSERA_CHECK(least_bytes <= tier_.buffers->capacity_bytes(), ConfigError,
+                  "the gradient of parameter '", param.name(), "' passes through buffers of ",
+                  tier_.buffers->capacity_bytes(), " bytes, and needs ", least_bytes,
+                  "; raise the budget of host memory");
+  }
+  block_memory_ = parts_.device.allocate(
+      device::MemoryKind::kHost, static_cast<std::size_t>(first_block_.back()) * sizeof(double),
+      Role::kGradient);
+  clear();
+}
+
+StoredGradients::~StoredGradients() { clear(); }
+
+std::uint64_t StoredGradients::store_offset(const StoredPiece& at) const {
+  return static_cast<std::uint64_t>(tier_.offset[static_cast<std::size_t>(at.param)]) +
+         static_cast<std::uint64_t>(at.begin) * sizeof(float);
+}
+
+std::span<double> StoredGradients::blocks_of(int id) const {
+  const auto i = static_cast<std::size_t>(id);
+  return {reinterpret_cast<double*>(block_memory_.data()) + first_block_[i],
+          static_cast<std::size_t>(first_block_[i + 1] - first_block_[i])};
+}
+
+bool StoredGradients::is_empty(int id, std::int64_t begin) const {
+  return blocks_of(id)[static_cast<std::size_t>(begin / kPieceStep)] == kNothing;
+}
+
+StoredPiece StoredGradients::tile_at(const StoredPiece& piece, std::int64_t offset) const {
+  return {piece.param, piece.begin + offset, std::min(tile_numel_, piece.numel - offset)};
+}
+
+void StoredGradients::put(const StoredPiece& piece, const void* values, DType dtype,
+                          bool adds) noexcept {
+  try {
+    throw_failure();
+    const std::int64_t shard_numel = parts_.params[piece.param].layout().shard_numel();
+    const std::int64_t end = piece.begin + piece.numel;
+    TESSERA_INVARIANT(
+        piece.begin % kPieceStep == 0 && end <= shard_numel &&
+            (end % kPieceStep == 0 || bytes_in_store(end) == bytes_in_store(shard_numel)),
+        "elements [", piece.begin, ", ", end, ") of ", shard_numel, " are put into a store");
+    if (adds) {
+      add(piece, values, dtype);
+    } else {
+      replace(piece, values, dtype);
+    }
+  } catch (...) {
+    keep_failure(piece.param);
+  }
+}
+
+void StoredGradients::replace(const StoredPiece& piece, const void* values, DType dtype) {
+  for (std::int64_t done = 0; done < piece.numel; done += tile_numel_) {
+    Tile tile{tile_at(piece, done), {}, {}};
+    tile.lease = std::move(*lease_for(tile.at, true));
+    wait_for_overlapping(tile.at);
+    convert_elements(tile.data(), DType::kFloat32, advanced(values, dtype, done), dtype,
+                     static_cast<std::size_t>(tile.at.numel));
+    start_write(std::move(tile));
+  }
+}
+
+void StoredGradients::add(const StoredPiece& piece, const void* values, DType dtype) {
+  std::list<Tile> reads;
+  std::int64_t num_read = 0;  // elements whose tiles are in `reads`, or behind it
+  try {
+    while (num_read < piece.numel || !reads.empty()) {
+      while (num_read < piece.numel) {
+        Tile tile{tile_at(piece, num_read), {}, {}};
+        std::optional<tier::Lease> lease = lease_for(tile.at, reads.empty());
+        if (!lease) {
+          break;
+        }
+        tile.lease = std::move(*lease);
+        num_read += tile.at.numel;
+        reads.push_back(std::move(tile));
+        start_read(reads.back());
+      }
+      timed([&] { reads.front().moved.wait(); });
+      Tile tile = std::move(reads.front());
+      reads.pop_front();
+      add_elements(tile.data(), advanced(values, dtype, tile.at.begin - piece.begin), dtype,
+                   static_cast<std::size_t>(tile.at.numel));
+      start_write(std::move(tile));
+    }
+  } catch (...) {
+    for (const Tile& tile : reads) {  // the disk writes into their leases until then
+      try {
+        tile.moved.wait();
+      } catch (...) {  // the first one counts
+      }
+    }
+    throw;
+  }
+}
+
+void StoredGradients::start_read(Tile& tile) {
+  if (is_empty(tile.at.param, tile.at.begin)) {
+    std::memset(tile.lease.data(), 0, tile.lease.bytes());
+    return;
+  }
+  wait_for_overlapping(tile.at);
+  tile.moved =
+      tier_.store->start_read(store_offset(tile.at), tile.lease.data(), tile.lease.bytes());
+  read_bytes_ += tile.lease.bytes();
+}
+
+void StoredGradients::sum_blocks(const Tile& tile) {
+  const std::int64_t shard_numel = parts_.params[tile.at.param].range().numel;  // without padding
+  const std::span<double> blocks = blocks_of(tile.at.param);
+  for (std::int64_t done = 0; done < tile.at.numel; done += kPieceStep) {
+    const std::int64_t begin = tile.at.begin + done;
+    const std::int64_t numel = std::min(kPieceStep, tile.at.numel - done);
+    const std::int64_t real_numel = std::clamp<std::int64_t>(shard_numel - begin, 0, numel);
+    blocks[static_cast<std::size_t>(begin / kPieceStep)] =
+        real_numel > 0 ? parts_.block_sum_of_squares(tile.data() + done, real_numel) : 0.0;
+  }
+}
+
+void StoredGradients::start_write(Tile tile) {
+  const std::size_t used_bytes = static_cast<std::size_t>(tile.at.numel) * sizeof(float);
+  std::memset(tile.lease.data() + used_bytes, 0, tile.lease.bytes() - used_bytes);
+  sum_blocks(tile);
+  tile.moved =
+      tier_.store->start_write(store_offset(tile.at), tile.lease.data(), tile.lease.bytes());
+  written_bytes_ += tile.lease.bytes();
+  writes_.push_back(std::move(tile));
+}
+
+std::optional<tier::Lease> StoredGradients::lease_for(const StoredPiece& tile, bool needed) {
+  const std::size_t bytes = bytes_in_store(tile.numel);
+  while (true) {
+    reap();
+    std::optional<tier::Lease> lease = tier_.buffers->try_acquire(bytes);
+    if (lease || !needed) {
+      return lease;
+    }
+    if (writes_.empty()) {
+      timed([&] { lease = tier_.buffers->acquire(bytes); });
+      return lease;
+    }
+    settle(writes_.begin());
+  }
+}
+
+void StoredGradients::wait_for_overlapping(const StoredPiece& tile) {
+  for (auto write = writes_.begin(); write != writes_.end();) {
+    const auto next = std::next(write);
+    if (overlap(write->at, tile)) {
+      settle(write);
+    }
+    write = next;
+  }
+  throw_failure();
+}
+
+void StoredGradients::reap() {
+  for (auto write = writes_.begin(); write != writes_.end();) {
+    const auto next = std::next(write);
+    if (write->moved.done()) {
+      settle(write);
+    }
+    write = next;
+  }
+  throw_failure();
+}
+
+void StoredGradients::settle(std::list<Tile>::iterator write) noexcept {
+  try {
+    timed([&] { write->moved.wait(); });
+  } catch (...) {
+    keep_failure(write->at.param);
+  }
+  writes_.erase(write);
+}
+
+void StoredGradients::timed(const std::function<void()>& wait) {
+  const std::int64_t start_ns = parts_.clock.now_ns();
+  wait();
+  waited_ns_ += parts_.clock.now_ns() - start_ns;
+}
+
+void StoredGradients::throw_failure() const {
+  if (failure_) {
+    std::rethrow_exception(failure_);
+  }
+}
+
+// A store names the extent; what does not say whose gradient it was gets the name here.
+void StoredGradients::keep_failure(int id) noexcept {
+  if (failure_) {
+    return;
+  }
+  try {
+    const std::string name = detail::concat("parameter '", parts_.params[id].name(), "'");
+    const auto named = [&](const Error& error) {
+      const std::string what = error.what();
+      return what.find(name) != std::string::npos
+                 ? what
+                 : detail::concat("the gradient of ", name, ": ", what);
+    };
+    try {
+      throw;
+    } catch (const IoError& error) {
+      failure_ = std::make_exception_ptr(IoError(named(error)));
+    } catch (const CorruptError& error) {
+      failure_ = std::make_exception_ptr(CorruptError(named(error)));
+    }
+  } catch (...) {
+    failure_ = std::current_exception();
+  }
+}
+
+void StoredGradients::wait() {
+  while (!writes_.empty()) {
+    settle(writes_.begin());
+  }
+  throw_failure();
+}
+
+void StoredGradients::clear() noexcept {
+  while (!writes_.empty()) {
+    settle(writes_.begin());
+  }
+  failure_ = nullptr;
+  auto* blocks = reinterpret_cast<double*>(block_memory_.data());
+  std::fill_n(blocks, first_block_.back(), kNothing);
+}
+
+double StoredGradients::sum_of_squares(int id) const {
+  double total = 0;
+  for (const double sum : blocks_of(id)) {
+    total += sum == kNothing ? 0.0 : sum;
+  }
+  return total;
+}
+
+Pending StoredGradients::start_read(int id, std::int64_t begin, std::int64_t numel, float* to) {
+  const shard::Param& param = parts_.params[id];
+  TESSERA_INVARIANT(begin >= 0 && begin % kReadStep == 0 && numel >= 0 &&
+                        begin + numel <= param.layout().shard_numel(),
+                    "elements [", begin, ", +", numel, ") of the gradient of parameter '",
+                    param.name(), "', whose shard has ", param.layout().shard_numel());
+  if (numel == 0) {
+    return {};
+  }
+  auto* memory = reinterpret_cast<std::byte*>(to);
+  const std::size_t bytes = bytes_in_store(numel);
+  if (is_empty(id, begin)) {
+    std::memset(memory, 0, bytes);
+    return {};
+  }
+  read_bytes_ += bytes;
+  return tier_.store->start_read(store_offset({id, begin, numel}), memory, bytes);
+}
+
+void StoredGradients::take_stats(ReducerStats& stats) {
+  stats.stored_read_bytes += read_bytes_.exchange(0);
+  stats.stored_written_bytes += written_bytes_.exchange(0);
+  stats.exposed_wait_s += static_cast<double>(waited_ns_.exchange(0)) * 1e-9;
+}
+
+}  // namespace tessera::grad
