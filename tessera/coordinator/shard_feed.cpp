@@ -310,24 +310,26 @@ void ShardFeed::forget_if(Condition condition) {
   }
 }
 
-void ShardFeed::write(const Param& param, const void* elements) {
+void ShardFeed::write(const Param& param, std::int64_t begin, std::int64_t numel,
+                      const void* elements) {
   forget(param.id());
   store_.wait_written(param.id());
   const std::size_t element = bytes_of(param.layout().dtype());
-  const std::int64_t real = param.range().numel;
-  const std::int64_t shard_numel = param.layout().shard_numel();
+  // What is behind the last element is padding, and part of what is written.
+  const bool is_last = begin + numel == param.range().numel;
+  const std::int64_t end = is_last ? param.layout().shard_numel() : begin + numel;
   const std::int64_t step = tile_numel(param);
   const auto* from = static_cast<const std::byte*>(elements);
-  for (std::int64_t begin = 0; begin < shard_numel; begin += step) {
-    const std::int64_t numel = std::min(step, shard_numel - begin);
-    const tier::Lease lease = tiles_.acquire(static_cast<std::size_t>(numel) * element);
+  for (std::int64_t at = begin; at < end; at += step) {
+    const std::int64_t count = std::min(step, end - at);
+    const tier::Lease lease = tiles_.acquire(static_cast<std::size_t>(count) * element);
     const std::size_t used =
-        static_cast<std::size_t>(std::clamp<std::int64_t>(real - begin, 0, numel)) * element;
+        static_cast<std::size_t>(std::clamp<std::int64_t>(begin + numel - at, 0, count)) * element;
     if (used > 0) {
-      std::memcpy(lease.data(), from + static_cast<std::size_t>(begin) * element, used);
+      std::memcpy(lease.data(), from + static_cast<std::size_t>(at - begin) * element, used);
     }
     std::memset(lease.data() + used, 0, lease.bytes() - used);
-    store_.start_write(param, begin, numel, lease.data()).wait();
+    store_.start_write(param, at, count, lease.data()).wait();
   }
 }
 

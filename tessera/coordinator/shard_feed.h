@@ -87,8 +87,10 @@ class ShardFeed {
 
   std::size_t window_bytes() const { return sizes_.window_bytes; }
 
-  // From outside of a step: this rank's elements of the parameter, on the host. Blocks.
-  void write(const shard::Param& param, const void* elements);
+  // From outside of a step: elements [begin, begin + numel) of the shard, on the host; begin is a
+  // multiple of shard::kShardStep, and so is the end unless it is that of range(). Blocks.
+  void write(const shard::Param& param, std::int64_t begin, std::int64_t numel,
+             const void* elements);
   void read(const shard::Param& param, void* to);
 
   FeedStats take_stats();
