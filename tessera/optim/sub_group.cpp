@@ -149,4 +149,25 @@ SubGroupPlan plan_sub_groups(const std::vector<SubGroupParam>& params, std::int6
   return PlanMaker(sub_group_numel, num_states).plan(params);
 }
 
+std::size_t num_kept_groups(const SubGroupPlan& plan, std::size_t buffer_bytes) {
+  std::size_t total = 0;
+  for (const SubGroup& group : plan.groups) {
+    total += group.lease_bytes;
+  }
+  if (total <= buffer_bytes) {
+    return plan.groups.size();
+  }
+  const std::size_t for_others = 3 * plan.max_lease_bytes;
+  std::size_t kept = 0;
+  std::size_t end = 0;
+  for (const SubGroup& group : plan.groups) {
+    end += group.lease_bytes;
+    if (end + for_others > buffer_bytes) {
+      break;
+    }
+    ++kept;
+  }
+  return kept;
+}
+
 }  // namespace tessera::optim

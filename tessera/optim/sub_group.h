@@ -92,4 +92,9 @@ inline std::size_t num_state_tensors(DType dtype, int num_states) {
 SubGroupPlan plan_sub_groups(const std::vector<SubGroupParam>& params, std::int64_t sub_group_numel,
                              int num_states);
 
+// How many sub-groups, from the first one on, stay in `buffer_bytes` of leases from one update to
+// the next, so that they are not read again: all if all fit, else what is left beside three leases
+// for the others, of which one is read, one updated and one written at a time.
+std::size_t num_kept_groups(const SubGroupPlan& plan, std::size_t buffer_bytes);
+
 }  // namespace tessera::optim

@@ -1,0 +1,87 @@
+// The optimizer of shards that do not all live in memory: parameters, gradients, masters and states
+// each have their place. Its results are those of sharded_optimizer.h, to the bit.
+//
+// What is stored streams through leases, sub-group by sub-group (sub_group.h), on a thread of its
+// own (update_pipeline.h); nothing is ever held as a whole. start_update() returns at once; each
+// parameter's Pending is done as soon as its own update is, in the order of registration.
+//
+// States in memory are charged as Role::kOptimizer, as tiered_states.h lays them out. Stored
+// parameters are read and written by ShardStore; whoever reads one waits for Param::updated()
+// first.
+//
+// [Note: a failed update]
+// A sub-group that cannot be read or written leaves parameters of two ages behind. The parameter
+// concerned and all after it fail, and so does every later start_update(), with the first cause:
+// there is nothing to go on with but a checkpoint.
+//
+// Threads: as Param, besides its own. Kernels are called from its thread during an update: nobody
+// else calls them until wait().
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "tessera/device/device.h"
+#include "tessera/grad/reducer.h"
+#include "tessera/optim/kernels.h"
+#include "tessera/optim/optimizer.h"
+#include "tessera/optim/rule.h"
+#include "tessera/optim/tiered_parts.h"
+#include "tessera/optim/tiered_states.h"
+#include "tessera/optim/update_pipeline.h"
+#include "tessera/shard/param.h"
+
+namespace tessera::optim {
+
+class TieredOptimizer final : public Optimizer {
+ public:
+  // All parameters of the table are known now, and their shards have their initial values, in
+  // memory or in the store. Makes masters and states; throws IoError if they cannot be written and
+  // ConfigError if the buffers do not hold one sub-group.
+  TieredOptimizer(shard::ParamTable& params, device::Device& device, Kernels& kernels,
+                  const RuleOptions& rule, TieredParts parts);
+  // Ends updates that still run; their failures are the waiters' business.
+  ~TieredOptimizer() override;
+  TieredOptimizer(const TieredOptimizer&) = delete;
+  TieredOptimizer& operator=(const TieredOptimizer&) = delete;
+
+  // Reads states of the first sub-groups, as far as there are leases.
+  void prepare() override { pipeline_->prepare(); }
+  // Stored gradients have kept theirs on their way.
+  double sum_of_squares(grad::Reducer& gradients) override;
+  void start_update(grad::Reducer& gradients, double lr, double gradient_scale) override;
+  void wait() override { pipeline_->wait(); }
+  std::int64_t num_updates() const override { return num_updates_; }
+  void follow_trainable(int param) override;
+  // Stored ones are read into a copy: for tests and checkpoints, one parameter at a time. What is
+  // written to the copy is lost.
+  std::span<float> state(int param, std::string_view name) override;
+  void reset_master(int param) override;
+
+  const SubGroupPlan& plan() const { return pipeline_->plan(); }
+  // Since the last call.
+  TieredStats take_stats() { return pipeline_->take_stats(); }
+
+ private:
+  UpdateJob make_job(grad::Reducer& gradients, double lr, double gradient_scale) const;
+  // Waits, and gives all leases back.
+  void settle();
+  // A tensor that is stored, in the copy.
+  template <typename Read>
+  std::span<float> copy_of(int param, const Read& read);
+
+  shard::ParamTable& params_;
+  device::Device& device_;
+  Kernels& kernels_;
+  const RuleOptions rule_;
+  const TieredParts parts_;
+  TieredStates states_;
+  std::vector<float> copy_;  // of what state() has read
+  std::int64_t num_updates_ = 0;
+  std::unique_ptr<UpdatePipeline> pipeline_;  // last: its thread uses the above
+};
+
+}  // namespace tessera::optim

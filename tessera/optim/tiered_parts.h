@@ -1,0 +1,56 @@
+// What a tiered optimizer works with, and what it reports.
+//
+// Threads: plain data.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "tessera/core/clock.h"
+#include "tessera/core/spans.h"
+#include "tessera/shard/shard_store.h"
+#include "tessera/tier/buffer_pool.h"
+#include "tessera/tier/store.h"
+
+namespace tessera::optim {
+
+// What of a parameter's shard is in a store; the rest is in memory.
+struct StoredParts {
+  bool parameter = false;
+  bool gradient = false;
+  bool states = false;
+};
+
+struct TieredParts {
+  // All outlive the optimizer.
+  const Clock& clock;
+  Spans& spans;
+  tier::Store* states = nullptr;            // null: none are stored
+  shard::ShardStore* parameters = nullptr;  // null: none are stored
+  // One lease of the largest sub-group at least; nobody else takes leases from it. Null: nothing is
+  // stored.
+  tier::BufferPool* buffers = nullptr;
+  std::vector<StoredParts> stored;  // by id; also of those that are frozen, should they be unfrozen
+  std::int64_t sub_group_numel = 0;  // a multiple of shard::kShardStep
+  // New values of a stored parameter, elements [begin, begin + numel) of its shard, before they are
+  // written; valid during the call, which comes from the optimizer's thread. True: whoever waits
+  // for the update does not read them from the store. Null: nobody wants them.
+  std::function<bool(int id, std::int64_t begin, std::int64_t numel, const void* values)>
+      on_updated = {};
+};
+
+struct TieredStats {
+  std::uint64_t states_read_bytes = 0;
+  std::uint64_t states_written_bytes = 0;
+  // By the update; reads ahead of gathers are not among them.
+  std::uint64_t parameters_read_bytes = 0;
+  std::uint64_t parameters_written_bytes = 0;
+  std::uint64_t gradients_read_bytes = 0;
+  // Of the optimizer's thread.
+  double read_wait_s = 0;   // data had not come
+  double lease_wait_s = 0;  // writes had not given their buffers back
+  double update_s = 0;      // it computed
+};
+
+}  // namespace tessera::optim
