@@ -1,7 +1,6 @@
 #include "tessera/tier/checksum.h"
 
 #include <array>
-#include <bit>
 #include <cstring>
 
 #include "tessera/tier/io_engine.h"
@@ -9,48 +8,47 @@
 namespace tessera::tier {
 namespace {
 
-constexpr std::size_t kLanes = 8;
-constexpr std::size_t kRows = kBlockBytes / (kLanes * sizeof(std::uint64_t));
-constexpr std::uint64_t kOdd = 0x9e3779b97f4a7c15;  // 2^64 / golden ratio
-using Row = std::array<std::uint64_t, kLanes>;
+__extension__ using Wide = unsigned __int128;
 
-constexpr Row make_keys() {
-  Row keys{};
-  for (std::size_t lane = 0; lane < kLanes; ++lane) {
-    std::uint64_t key = (lane + 1) * kOdd;
-    key = (key ^ (key >> 30)) * 0xbf58476d1ce4e5b9;
-    key = (key ^ (key >> 27)) * 0x94d049bb133111eb;
-    keys[lane] = key ^ (key >> 31);
-  }
-  return keys;
+constexpr std::size_t kLanes = 4;
+struct Pair {
+  std::uint64_t first;
+  std::uint64_t second;
+};
+using Row = std::array<Pair, kLanes>;
+constexpr std::size_t kRows = kBlockBytes / sizeof(Row);
+static_assert(kRows * sizeof(Row) == kBlockBytes);
+
+// Digits of pi, one word more than there are lanes.
+constexpr std::array<std::uint64_t, kLanes + 1> kKeys = {0x243f6a8885a308d3, 0x13198a2e03707344,
+                                                         0xa4093822299f31d0, 0x082efa98ec4e6c89,
+                                                         0x452821e638d01377};
+
+// Both halves of the product: every bit of either factor reaches all bits of the result, and what
+// one changes depends on the other, so that no pattern of two changes cancels for all data.
+std::uint64_t folded_product(std::uint64_t a, std::uint64_t b) {
+  const Wide product = static_cast<Wide>(a) * b;
+  return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
 }
-constexpr Row kKeys = make_keys();
 
 }  // namespace
 
-// Per lane the plain sum of the words, in which no change of one word is lost, and the sum of
-// products of their halves under keys that depend on the place, in which order counts. A product of
-// 32-bit halves is what vector units have: the inner loop is theirs.
+// Lanes do not depend on each other, so that their products overlap.
 std::uint64_t block_checksum(const std::byte* block) {
-  Row sums{};
-  Row products{};
-  Row keys = kKeys;
+  std::array<std::uint64_t, kLanes> sums{};
   for (std::size_t row = 0; row < kRows; ++row) {
     Row words;
     std::memcpy(words.data(), block + row * sizeof(words), sizeof(words));
     for (std::size_t lane = 0; lane < kLanes; ++lane) {
-      const std::uint64_t keyed = words[lane] ^ keys[lane];
-      sums[lane] += words[lane];
-      products[lane] += (keyed & 0xffffffff) * (keyed >> 32);
-      keys[lane] += kOdd;
+      sums[lane] = folded_product(words[lane].first ^ kKeys[lane],
+                                  words[lane].second ^ kKeys[lane + 1] ^ sums[lane]);
     }
   }
-  std::uint64_t mixed = kOdd;
-  for (std::size_t lane = 0; lane < kLanes; ++lane) {
-    mixed = (std::rotl(mixed, 29) ^ sums[lane]) * kOdd;
-    mixed = (std::rotl(mixed, 29) ^ products[lane]) * kOdd;
+  std::uint64_t checksum = kBlockBytes;
+  for (const std::uint64_t sum : sums) {
+    checksum = folded_product(checksum ^ kKeys.front(), sum ^ kKeys.back());
   }
-  return mixed ^ (mixed >> 32);
+  return checksum;
 }
 
 std::uint64_t zero_checksum() {

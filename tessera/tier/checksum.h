@@ -1,8 +1,7 @@
 // A 64-bit checksum of one block: finds bytes that changed on their way to the disk and back. Not
 // against anybody who means it.
 //
-// A change of any one of a block's 8-byte words, to whatever value, changes the sums before they
-// are mixed; other changes, exchanged words among them, stay unseen once in 2^64.
+// Any change of a block, exchanged words among them, stays unseen about once in 2^63.
 //
 // Threads: stateless.
 #pragma once
@@ -12,7 +11,7 @@
 
 namespace tessera::tier {
 
-// Of kBlockBytes at `block`, which is aligned to 8 bytes at least.
+// Of kBlockBytes.
 std::uint64_t block_checksum(const std::byte* block);
 // Of a block of zeros.
 std::uint64_t zero_checksum();
