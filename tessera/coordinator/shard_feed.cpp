@@ -134,7 +134,7 @@ bool ShardFeed::take_from_window(const Bring& bring) {
   const std::size_t bytes = bring.param->layout().shard_bytes();
   try {
     found.read.wait();
-  } catch (const std::exception&) {
+  } catch (...) {
     return false;  // the store is asked again, and says what is wrong
   }
   device_.start_copy(bring.to, found.lease.data(), bytes, copies_).wait();
@@ -158,13 +158,12 @@ void ShardFeed::stream_from_store(const Param& param, std::byte* to) {
   std::deque<Tile> tiles;
   std::int64_t next = 0;
   const auto start_next = [&] {
-    Tile tile;
+    Tile& tile = tiles.emplace_back();  // kept from here on, whatever is thrown
     tile.begin = next;
     tile.numel = std::min(step, shard_numel - next);
-    tile.lease = tiles_.acquire(static_cast<std::size_t>(tile.numel) * element);
+    tile.lease = tiles_.acquire(sizes_.tile_bytes);
     tile.read = store_.start_read(param, tile.begin, tile.numel, tile.lease.data());
     next += tile.numel;
-    tiles.push_back(std::move(tile));
   };
   try {
     while (next < shard_numel || !tiles.empty()) {
@@ -194,6 +193,7 @@ void ShardFeed::read_ahead(std::span<const int> ids) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     wanted_.clear();
+    listed_ = std::set<int>(ids.begin(), ids.end());
     for (const int id : ids) {
       if (params_[id].is_stored() && params_[id].layout().shard_bytes() > 0) {
         wanted_.push_back({&params_[id], params_[id].updated()});
@@ -217,22 +217,45 @@ void ShardFeed::read_more() {
         return;
       }
       std::optional<tier::Lease> lease = window_.try_acquire(bytes);
+      while (!lease && let_one_go()) {
+        lease = window_.try_acquire(bytes);
+      }
       if (!lease) {
         return;
       }
-      Ahead entry;
+      Ahead& entry = ahead_[param.id()];
       entry.lease = std::move(*lease);
-      entry.read = store_.start_read(param, 0, param.layout().shard_numel(), entry.lease.data());
+      try {
+        entry.read = store_.start_read(param, 0, param.layout().shard_numel(), entry.lease.data());
+      } catch (...) {
+        ahead_.erase(param.id());
+        throw;
+      }
       entry.is_whole = true;
-      ahead_.emplace(param.id(), std::move(entry));
     }
     wanted_.pop_front();
   }
 }
 
+bool ShardFeed::let_one_go() {
+  const auto in_vain = std::find_if(ahead_.begin(), ahead_.end(), [this](const auto& entry) {
+    const auto is_it = [&](const Bring& bring) { return bring.param->id() == entry.first; };
+    return !entry.second.is_update && entry.second.read.done() && !listed_.contains(entry.first) &&
+           std::none_of(brings_.begin(), brings_.end(), is_it);
+  });
+  if (in_vain == ahead_.end()) {
+    return false;
+  }
+  ahead_.erase(in_vain);
+  return true;
+}
+
 bool ShardFeed::offer(int id, std::int64_t begin, std::int64_t numel, const void* values) {
   const Param& param = params_[id];
   const std::size_t element = bytes_of(param.layout().dtype());
+  if (param.layout().shard_bytes() == 0) {
+    return false;
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   auto entry = ahead_.find(id);
   if (entry == ahead_.end()) {
@@ -256,8 +279,10 @@ bool ShardFeed::offer(int id, std::int64_t begin, std::int64_t numel, const void
     return false;
   }
   const std::int64_t real = std::clamp<std::int64_t>(param.range().numel - begin, 0, numel);
-  std::memcpy(ahead.lease.data() + static_cast<std::size_t>(begin) * element, values,
-              static_cast<std::size_t>(real) * element);
+  if (real > 0) {
+    std::memcpy(ahead.lease.data() + static_cast<std::size_t>(begin) * element, values,
+                static_cast<std::size_t>(real) * element);
+  }
   ahead.num_offered += numel;
   ahead.is_whole = ahead.num_offered >= param.range().numel;
   return true;
@@ -277,7 +302,7 @@ void ShardFeed::forget(int id) {
   }
   try {
     gone.read.wait();  // its memory is being written
-  } catch (const std::exception&) {
+  } catch (...) {
   }
 }
 
@@ -305,7 +330,7 @@ void ShardFeed::forget_if(Condition condition) {
   for (const auto& [id, ahead] : gone) {
     try {
       ahead.read.wait();
-    } catch (const std::exception&) {
+    } catch (...) {
     }
   }
 }
@@ -322,13 +347,14 @@ void ShardFeed::write(const Param& param, std::int64_t begin, std::int64_t numel
   const auto* from = static_cast<const std::byte*>(elements);
   for (std::int64_t at = begin; at < end; at += step) {
     const std::int64_t count = std::min(step, end - at);
-    const tier::Lease lease = tiles_.acquire(static_cast<std::size_t>(count) * element);
+    const tier::Lease lease = tiles_.acquire(sizes_.tile_bytes);
     const std::size_t used =
         static_cast<std::size_t>(std::clamp<std::int64_t>(begin + numel - at, 0, count)) * element;
     if (used > 0) {
       std::memcpy(lease.data(), from + static_cast<std::size_t>(at - begin) * element, used);
     }
-    std::memset(lease.data() + used, 0, lease.bytes() - used);
+    std::memset(lease.data() + used, 0,
+                tier::whole_blocks(static_cast<std::size_t>(count) * element) - used);
     store_.start_write(param, at, count, lease.data()).wait();
   }
 }

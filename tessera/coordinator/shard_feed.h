@@ -15,8 +15,11 @@
 //
 // Invariants:
 //  (1) A shard is read only when its update and the writes of that update are done.
-//  (2) What is in the window is the shard's newest version: forget_all() comes before an update.
-//  (3) A bring needs two tiles that nothing else uses: it never waits for the window.
+//  (2) What is in the window is the shard's newest version: forget_all() comes between the end of
+//      an update and the beginning of the next.
+//  (3) A bring needs two tiles, which are of one size, so that either fits into the place of the
+//      other; it never waits for the window.
+//  (4) What was read ahead and is not on the last list makes room for what is.
 //
 // Threads: offer() from any thread; everything else as Param. One thread of its own carries out
 // brings.
@@ -30,6 +33,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <thread>
 #include <vector>
@@ -91,6 +95,7 @@ class ShardFeed {
   // multiple of shard::kShardStep, and so is the end unless it is that of range(). Blocks.
   void write(const shard::Param& param, std::int64_t begin, std::int64_t numel,
              const void* elements);
+  // All shard_bytes() of it, padding included.
   void read(const shard::Param& param, void* to);
 
   FeedStats take_stats();
@@ -121,6 +126,8 @@ class ShardFeed {
   bool take_from_window(const Bring& bring);
   void stream_from_store(const shard::Param& param, std::byte* to);
   void read_more();
+  // The lock is held. False: nothing in the window was read in vain.
+  bool let_one_go();
   template <typename Condition>
   void forget_if(Condition condition);
 
@@ -137,7 +144,8 @@ class ShardFeed {
   // Guarded by mutex_.
   std::deque<Bring> brings_;
   std::map<int, Ahead> ahead_;
-  std::deque<Wanted> wanted_;
+  std::deque<Wanted> wanted_;  // of the list, what is still to be read
+  std::set<int> listed_;       // all of it
   FeedStats stats_;
   bool is_bringing_ = false;
   bool is_closing_ = false;
