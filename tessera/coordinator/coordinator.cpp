@@ -66,7 +66,8 @@ void Coordinator::Impl::seal() {
   persists_.assign(bytes.size(), false);
   is_wanted_ = persists_;
   seen_versions_.assign(bytes.size(), 0);
-  if (is_alone_ && !has_stored()) {
+  const bool is_fed = has_stored();
+  if (is_alone_ && !is_fed) {
     return;
   }
   for (int id = 0; id < parts_.params.num_params(); ++id) {
@@ -324,7 +325,9 @@ void Coordinator::Impl::release_unwanted() {
   const Pending computed = gatherer_->computed();
   for (int id = 0; id < parts_.params.num_params(); ++id) {
     Param& param = parts_.params[id];
-    if (is_wanted_[static_cast<std::size_t>(id)] || param.num_users() > 0) {
+    // What is direct goes with its use; one that is about to begin has no user yet.
+    if (is_wanted_[static_cast<std::size_t>(id)] || param.num_users() > 0 ||
+        param.shard_is_full()) {
       continue;
     }
     if (param.state() == ParamState::kGathering) {
@@ -352,9 +355,7 @@ void Coordinator::Impl::end_step() {
     release_unwanted();
     compared.wait();
     gatherer_->wait_for_drops();
-    if (tier_ && tier_->feed != nullptr) {
-      tier_->feed->forget_all();  // the update makes them stale
-    }
+    forget_stored_copies();
     for (int id = 0; id < parts_.params.num_params(); ++id) {
       const Param& param = parts_.params[id];
       if (param.state() != ParamState::kReleased) {
@@ -369,6 +370,20 @@ void Coordinator::Impl::end_step() {
     plan_ = nullptr;
   }
   book_.end_pass(/*by_step=*/true);
+}
+
+// The update that comes makes them stale. The one before may still hand over values of parameters
+// that this step has not used.
+void Coordinator::Impl::forget_stored_copies() {
+  if (!tier_ || tier_->feed == nullptr) {
+    return;
+  }
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    if (parts_.params[id].is_stored()) {
+      wait_ignoring_failure(parts_.params[id].updated());
+    }
+  }
+  tier_->feed->forget_all();
 }
 
 void Coordinator::Impl::abandon() noexcept {

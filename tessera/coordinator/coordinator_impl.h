@@ -91,6 +91,7 @@ class Coordinator::Impl {
   void remove_users(std::span<shard::Param* const> params, const std::string& what, bool changed);
   void release_unwanted();
   void make_room_for(const std::vector<int>& params);
+  void forget_stored_copies();
 
   // A group of one: a shard in memory is the parameter. No list, no plan, no event.
   void attach(std::span<shard::Param* const> params);

@@ -139,6 +139,7 @@ void Coordinator::Impl::start_ahead() {
   running_ = book_.trace(next).uses.front();
   want_ahead(plan);
   start_calls_ahead(plan);
+  read_ahead();
 }
 
 // The last use of a pass has ended, and no step is going to follow. Ranks that meet do not do this:

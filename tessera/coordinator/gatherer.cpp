@@ -1,6 +1,8 @@
 #include "tessera/coordinator/gatherer.h"
 
 #include <algorithm>
+#include <chrono>
+#include <memory>
 #include <utility>
 
 #include "tessera/coordinator/unit_table.h"
@@ -10,6 +12,29 @@ namespace tessera::coordinator {
 using device::Pending;
 using shard::Param;
 using shard::ParamState;
+
+namespace {
+
+// Done when `work` is, also if that has failed: whoever waits for the parameter is told, and others
+// may have its memory.
+class EndOf final : public device::PendingState {
+ public:
+  explicit EndOf(Pending work) : work_(std::move(work)) {}
+  bool done() override { return work_.done(); }
+  void wait() override { wait_ignoring_failure(work_); }
+  bool wait_for(std::chrono::nanoseconds limit) override {
+    try {
+      return work_.wait_for(limit);
+    } catch (...) {
+      return true;
+    }
+  }
+
+ private:
+  const Pending work_;
+};
+
+}  // namespace
 
 Gatherer::Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_bytes,
                    int max_inflight)
@@ -46,6 +71,8 @@ void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> off
   ready_.clear();
   last_update_ = nullptr;
   std::uint64_t bytes = 0;
+  std::vector<Pending> gathered;
+  double submit_s = 0;
   try {
     for (std::size_t i = 0; i < ids.size(); ++i) {
       Param& param = parts_.params[ids[i]];
@@ -63,6 +90,16 @@ void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> off
       tensors_.push_back({shard_of(param, own_slot(param, param.full())), param.full(),
                           param.layout().shard_numel(), param.layout().dtype(), param.name()});
     }
+    if (members_.empty()) {
+      return;
+    }
+    full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
+    log_call(unit, cause.reason == Reason::kDemand ? "on demand" : "ahead");
+    const std::int64_t begin_ns = parts_.clock.now_ns();
+    gathered = parts_.group.size() == 1
+                   ? ready_
+                   : parts_.group.start_all_gathers(tensors_, call_options(unit, member_ids_));
+    submit_s = static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
   } catch (...) {
     for (const Pending& brought : ready_) {
       wait_ignoring_failure(brought);
@@ -73,17 +110,6 @@ void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> off
     }
     throw;
   }
-  if (members_.empty()) {
-    return;
-  }
-  full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
-  log_call(unit, cause.reason == Reason::kDemand ? "on demand" : "ahead");
-  const std::int64_t begin_ns = parts_.clock.now_ns();
-  std::vector<Pending> gathered =
-      parts_.group.size() == 1
-          ? std::exchange(ready_, {})
-          : parts_.group.start_all_gathers(tensors_, call_options(unit, member_ids_));
-  const double submit_s = static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
   for (std::size_t i = 0; i < members_.size(); ++i) {
     inflight_.add(*members_[i], {gathered[i], cause});
   }
@@ -288,7 +314,9 @@ void Gatherer::drop(Param& param) {
   if (!entry.gathered.done()) {
     drops_.push_back(entry.gathered);
   }
-  give_back(param, entry.gathered);
+  // Ranks that share a failed gather are done for; one alone goes on.
+  give_back(param, parts_.group.size() > 1 ? entry.gathered
+                                           : Pending(std::make_shared<EndOf>(entry.gathered)));
 }
 
 void Gatherer::give_back(const Param& param, const Pending& last_use) {
