@@ -90,13 +90,13 @@ void SoloSink::take(const shard::Param& param, FullGradient gradient) {
     stream_.retire(std::move(gradient.owner));
   } else if (gradient.dtype == DType::kFloat32) {
     sum.data = static_cast<float*>(gradient.data);
-    const auto bytes = static_cast<std::size_t>(numel) * sizeof(float);
-    sum.owner = std::make_shared<Adopted>(std::move(gradient.owner), stream_.parts().ledger,
-                                          taken_bytes(bytes));
     if (sum.own.data() != nullptr) {  // zeros of a step without it
       stream_.retire(std::make_shared<device::Memory>(std::move(sum.own)));
       sum.own_is_zero = false;
     }
+    const auto bytes = static_cast<std::size_t>(numel) * sizeof(float);
+    sum.owner = std::make_shared<Adopted>(std::move(gradient.owner), stream_.parts().ledger,
+                                          taken_bytes(bytes));
   } else {
     float* data = own_memory(sum, param);
     sum.own_is_zero = false;

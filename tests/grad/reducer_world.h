@@ -22,6 +22,7 @@
 #include "tessera/device/late_device.h"
 #include "tessera/grad/element_loops.h"
 #include "tessera/grad/reducer.h"
+#include "tessera/optim/update_loops.h"
 
 namespace tessera::grad {
 
@@ -48,6 +49,7 @@ struct ParamShape {
   std::int64_t numel = 0;
   bool trainable = true;
   bool dynamic = false;
+  bool stored = false;
 };
 
 struct ReduceCase {
@@ -58,6 +60,9 @@ struct ReduceCase {
   bool has_dynamic_group = false;  // else dynamic parameters share the group of the others
   // Puts a double in front of the device; empty: none.
   std::function<std::unique_ptr<device::Device>(std::unique_ptr<device::Device>)> wrap_device = {};
+  // For what is stored. With a store, memory is planned even if nothing is.
+  std::function<std::unique_ptr<tier::Store>(int rank)> make_store = {};
+  std::size_t pool_bytes = 0;
 };
 
 // One rank's table, device and reducer.
@@ -79,6 +84,9 @@ class RankWorld {
       spec.dynamic = test.shapes[i].dynamic;
       params_.add(spec, std::make_unique<NoTensor>());
     }
+    if (test.make_store) {
+      make_tier();
+    }
     make_reducer();
   }
 
@@ -94,14 +102,37 @@ class RankWorld {
   std::size_t gradient_bytes() const {
     return ledger_.current_bytes(Tier::kDevice, Role::kGradient);
   }
+  const Ledger& ledger() const { return ledger_; }
+  tier::Store& store() { return *store_; }
+  tier::BufferPool& pool() { return *pool_; }
   void destroy_reducer() { reducer_.reset(); }
   void make_reducer() {
-    reducer_ = std::make_unique<Reducer>(
-        ReducerParts{group_, *device_, params_, clock_, spans_, {}, dynamic_group_.get()},
-        test_.options);
+    ReducerParts parts{group_, *device_, params_, clock_, spans_, {}, dynamic_group_.get()};
+    if (store_) {
+      parts.tier = &tier_;
+      parts.block_sum_of_squares = optim::best_loops().block_sum_of_squares;
+      parts.ledger = &ledger_;
+    }
+    reducer_ = std::make_unique<Reducer>(parts, test_.options);
   }
 
  private:
+  void make_tier() {
+    store_ = test_.make_store(rank());
+    pool_ = std::make_unique<tier::BufferPool>(*device_, device::MemoryKind::kHost,
+                                               test_.pool_bytes, "gradient buffers");
+    tier_ = {store_.get(), pool_.get(), {}};
+    for (int id = 0; id < params_.num_params(); ++id) {
+      const shard::Param& param = params_[id];
+      tier_.offset.push_back(
+          test_.shapes[static_cast<std::size_t>(id)].stored
+              ? static_cast<std::int64_t>(store_->allocate(
+                    static_cast<std::size_t>(param.layout().shard_numel()) * sizeof(float),
+                    "gradient of parameter '" + param.name() + "'"))
+              : -1);
+    }
+  }
+
   std::unique_ptr<device::Device> wrapped(std::unique_ptr<device::Device> device) const {
     return test_.wrap_device ? test_.wrap_device(std::move(device)) : std::move(device);
   }
@@ -114,6 +145,9 @@ class RankWorld {
   SteadyClock clock_;
   Spans spans_;
   shard::ParamTable params_;
+  std::unique_ptr<tier::Store> store_;
+  std::unique_ptr<tier::BufferPool> pool_;
+  GradientTier tier_;
   std::unique_ptr<Reducer> reducer_;
 };
 
