@@ -31,7 +31,8 @@ struct TieredParts {
   // One lease of the largest sub-group at least; nobody else takes leases from it. Null: nothing is
   // stored.
   tier::BufferPool* buffers = nullptr;
-  std::vector<StoredParts> stored;  // by id; also of those that are frozen, should they be unfrozen
+  std::vector<StoredParts> stored =
+      {};  // by id; also of those that are frozen, should they be unfrozen
   std::int64_t sub_group_numel = 0;  // a multiple of shard::kShardStep
   // New values of a stored parameter, elements [begin, begin + numel) of its shard, before they are
   // written; valid during the call, which comes from the optimizer's thread. True: whoever waits
