@@ -1,1 +1,123 @@
-namespace tessera::planner {}
+#include "tessera/planner/placement.h"
+
+#include <algorithm>
+
+#include "tessera/core/config.h"
+#include "tessera/core/error.h"
+#include "tessera/core/units.h"
+#include "tessera/grad/reducer.h"
+#include "tessera/optim/rule.h"
+#include "tessera/planner/placement_cost.h"
+#include "tessera/planner/placement_fill.h"
+
+namespace tessera::planner {
+namespace {
+
+Wish wish_of(const Config& config, const char* option) {
+  const std::string& name = config.get_string(option);
+  return name == "device" ? Wish::kDevice
+         : name == "host" ? Wish::kHost
+         : name == "nvme" ? Wish::kNvme
+                          : Wish::kAuto;
+}
+
+DType dtype_of(const Config& config) {
+  const std::string& name = config.get_string("precision");
+  return name == "bf16" ? DType::kBFloat16 : name == "fp16" ? DType::kFloat16 : DType::kFloat32;
+}
+
+void check_wish(const Config& config, const char* option, Wish wish) {
+  const char* const budget = wish == Wish::kDevice ? "memory.device"
+                             : wish == Wish::kHost ? "memory.host"
+                                                   : nullptr;
+  TESSERA_CHECK(budget == nullptr || config.get_bytes(budget) > 0, ConfigError, option, " = ",
+                config.get_string(option), ", but ", budget, " = 0 allows nothing there; raise it");
+}
+
+void check_device(const PlacementOptions& options) {
+  const auto is_away = [](Wish wish) { return wish == Wish::kHost || wish == Wish::kNvme; };
+  TESSERA_CHECK(!options.on_cuda || (!is_away(options.parameters) && !is_away(options.optimizer)),
+                ConfigError,
+                "place.parameters and place.optimizer: shards of an engine on CUDA stay in its own "
+                "memory; use auto or device, or train on the CPU");
+}
+
+}  // namespace
+
+PlacementOptions PlacementOptions::from(const Config& config, int num_ranks, bool on_cuda) {
+  config.check();
+  PlacementOptions options;
+  options.num_ranks = num_ranks;
+  options.on_cuda = on_cuda;
+  options.device_bytes = config.get_bytes("memory.device");
+  options.host_bytes = config.get_bytes("memory.host");
+  options.nvme_bytes = config.get_bytes("memory.nvme");
+  options.has_nvme = !config.get_list("nvme.paths").empty() && options.nvme_bytes > 0;
+  options.parameters = wish_of(config, "place.parameters");
+  options.optimizer = wish_of(config, "place.optimizer");
+  check_wish(config, "place.parameters", options.parameters);
+  check_wish(config, "place.optimizer", options.optimizer);
+  // "On NVMe" without more means all of it.
+  options.parameters_host_bytes = config.is_set("place.parameters_host_bytes")
+                                      ? config.get_bytes("place.parameters_host_bytes")
+                                      : 0;
+  options.num_states =
+      static_cast<int>(optim::state_names(optim::RuleOptions::from(config)).size());
+  const auto reductions = grad::ReducerOptions::from(config, dtype_of(config));
+  options.wire_dtype = reductions.wire_dtype;
+  options.bucket_bytes = reductions.bucket_bytes;
+  options.is_bucket_given = config.is_set("grad.bucket_bytes");
+  options.live_limit_bytes = config.get_bytes("live.limit_bytes");
+  options.sub_group_bytes = config.get_bytes("optim.sub_group_bytes");
+  options.parameter_buffers = static_cast<int>(config.get_int("nvme.parameter_buffers"));
+  options.parameter_buffer_bytes = config.get_bytes("nvme.parameter_buffer_bytes");
+  options.optimizer_buffers = static_cast<int>(config.get_int("nvme.optimizer_buffers"));
+  return options;
+}
+
+std::int64_t PlacementOptions::memory_bytes() const {
+  return on_cuda ? device_bytes : std::min(device_bytes, host_bytes);
+}
+
+std::int64_t Placement::bytes(Tier tier) const {
+  std::int64_t sum = 0;
+  for (const LedgerLine& line : ledger) {
+    sum += line.tier == tier ? line.bytes : 0;
+  }
+  return sum;
+}
+
+std::int64_t Placement::bytes(Tier tier, Role role) const {
+  for (const LedgerLine& line : ledger) {
+    if (line.tier == tier && line.role == role) {
+      return line.bytes;
+    }
+  }
+  return 0;
+}
+
+std::int64_t Placement::memory_bytes() const {
+  return bytes(Tier::kDevice) + bytes(Tier::kPinned) + bytes(Tier::kHost) + comm_bytes;
+}
+
+Placement make_placement(const ModelShapes& model, const PlacementOptions& options,
+                         std::int64_t num_micro_batches) {
+  check_device(options);
+  const CutModel cut(model, options);
+  Placement placement = fill(cut);
+  placement.on_cuda = options.on_cuda;
+  placement.memory_budget_bytes = options.memory_bytes();
+  complete(cut, num_micro_batches, placement);
+  TESSERA_INVARIANT(placement.memory_bytes() <= placement.memory_budget_bytes, "a plan of ",
+                    placement.memory_bytes(), " bytes for a budget of ",
+                    placement.memory_budget_bytes);
+  const std::int64_t nvme_bytes = placement.bytes(Tier::kNvme);
+  TESSERA_CHECK(nvme_bytes <= options.nvme_bytes, ConfigError, "NVMe: a rank needs ",
+                approximate_bytes(static_cast<std::uint64_t>(nvme_bytes)), ", memory.nvme allows ",
+                approximate_bytes(static_cast<std::uint64_t>(options.nvme_bytes)),
+                ". Raise memory.nvme to ", exact_bytes(nvme_bytes),
+                " (--nvme-budget), or keep more in memory (memory.host)");
+  return placement;
+}
+
+}  // namespace tessera::planner

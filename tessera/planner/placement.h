@@ -1,15 +1,22 @@
 // From byte budgets to a place for every shard, and to the sizes of everything that is allocated.
-// Pure: nothing is allocated, and the same input gives the same plan on every machine.
+// Pure: nothing is allocated, and the same input gives the same plan on every machine with pages of
+// the same size.
 //
 // One rank is planned; all are alike up to what does not divide. On a device whose memory is the
 // host's (CPU), `device` and `host` are one memory, and the smaller of both budgets bounds it.
 //
-// What must be in memory comes first: the arena of gathered parameters (at least the largest unit),
-// the buckets of reductions, the buffers of I/O (at least one sub-group and a few tiles). What is
-// left is filled by benefit per byte: small parameters; parameters in the order of use; gradient
-// shards; optimizer states in the order of use. What does not fit goes to NVMe, shard by shard, and
-// a later shard that fits may stay where an earlier one did not. Where everything fits, nothing is
-// on NVMe and no buffer is made.
+// Without a budget and without a wish everything is in memory, as large as the options say. With a
+// budget, what must be in memory comes first: the arena of gathered parameters (at least the
+// largest unit; in a group of one, parameters in memory are used where they lie and need none), the
+// buckets of reductions, the buffers of I/O at their smallest. Then the first of these that fits:
+//   everything in memory, no NVMe and no buffers;
+//   only optimizer states leave memory; gradient shards, too; parameters, too.
+// Of the rest, one half goes to speed until that has what it can use (one half of it to the buffers
+// of the optimizer, a quarter to those of parameters, an eighth to those of gradients, what is left
+// to a second unit in the arena), and the other keeps shards in memory by benefit per byte: small
+// parameters (up to kSmallParamBytes); parameters in the order of use; gradient shards; optimizer
+// states in the order of use. Shard by shard: a later one that fits stays where an earlier one did
+// not. So a larger budget never puts more bytes on NVMe.
 //
 // What autograd holds besides (activations, and the full gradient of one parameter at a time) is
 // torch's: the largest full gradient is stated, and not part of the budgets.
@@ -33,6 +40,8 @@ class Config;
 namespace tessera::planner {
 
 inline constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max();
+// Of full parameters: kept in memory first, since each costs a request and saves few bytes.
+inline constexpr std::int64_t kSmallParamBytes = std::int64_t{256} << 10;
 
 struct ParamShape {
   std::string name;
@@ -45,6 +54,7 @@ struct ParamShape {
 struct ModelShapes {
   std::vector<ParamShape> params;       // by id: in the order of registration, which is that of use
   std::vector<std::vector<int>> units;  // ids that each needs, own and external, ascending
+  std::vector<std::string> unit_names;  // for messages; may be empty
   DType dtype = DType::kFloat32;
 };
 
@@ -61,17 +71,21 @@ struct PlacementOptions {
   Wish optimizer = Wish::kAuto;
   std::int64_t parameters_host_bytes = kUnlimited;  // stay in memory where parameters is kNvme
   int num_states = 2;                               // fp32 tensors per parameter besides the master
-  DType wire_dtype = DType::kFloat32;
-  std::int64_t bucket_bytes = 0;  // of reductions; as the engine will choose it
-  std::int64_t live_limit_bytes = 0;
-  std::int64_t sub_group_bytes = 0;  // of fp32 masters, at most
+  DType wire_dtype = DType::kFloat32;               // of reductions
+  std::int64_t bucket_bytes = std::int64_t{64} << 20;  // of reductions, at most
+  bool is_bucket_given = false;                        // exactly that, not at most
+  std::int64_t live_limit_bytes = std::int64_t{2} << 30;
+  std::int64_t sub_group_bytes = std::int64_t{256} << 20;  // of fp32 masters, at most
   // 0: chosen here.
   int parameter_buffers = 0;
   std::int64_t parameter_buffer_bytes = 0;
   int optimizer_buffers = 0;
-  // num_ranks, budgets, places and buffers as the config says. Throws ConfigError for
-  // contradictions: a tier without a path, a place that its budget forbids.
+
+  // num_ranks, budgets, places and buffers as the config says; types by option precision. Throws
+  // ConfigError for contradictions: a tier without a path, a place that its budget forbids.
   static PlacementOptions from(const Config& config, int num_ranks, bool on_cuda);
+  // Of the memory that everything is planned in; kUnlimited: there is none.
+  std::int64_t memory_bytes() const;
 };
 
 enum class Place : std::uint8_t { kDevice, kHost, kNvme };
@@ -80,6 +94,8 @@ struct ShardPlaces {  // of one parameter's shard on this rank
   Place parameter = Place::kDevice;
   Place gradient = Place::kDevice;
   Place states = Place::kDevice;  // and the master, where it is not the parameter itself
+
+  bool operator==(const ShardPlaces&) const = default;
 };
 
 // One line of the ledger: what will be charged when everything has been allocated.
@@ -89,33 +105,71 @@ struct LedgerLine {
   std::int64_t bytes = 0;
 };
 
+// Of NVMe, per step.
+struct StepBytes {
+  // Of the update: states, and the stored parameters of which they are the master's (fp32).
+  std::int64_t states_read = 0;
+  std::int64_t states_written = 0;
+  std::int64_t parameters_read = 0;     // at most, by forward and backward
+  std::int64_t parameters_written = 0;  // by the update, where the master is another tensor
+  std::int64_t gradients_read = 0;
+  std::int64_t gradients_written = 0;
+
+  std::int64_t read() const { return states_read + parameters_read + gradients_read; }
+  std::int64_t written() const { return states_written + parameters_written + gradients_written; }
+};
+
 struct Placement {
   std::vector<ShardPlaces> params;  // by id
   bool uses_nvme = false;
+  bool on_cuda = false;
+  std::int64_t memory_budget_bytes = kUnlimited;
   // Gathered parameters. In a group of one those in memory are not gathered; 0: nothing is.
   std::int64_t arena_bytes = 0;
   std::int64_t live_limit_bytes = 0;
-  // Buffers of I/O; 0 where nothing is on NVMe.
+  std::int64_t bucket_bytes = 0;  // of reductions; what the reducer is made with
+  // Buffers of I/O, in host memory; 0 where nothing is on NVMe.
   std::int64_t parameter_pool_bytes = 0;  // shards read ahead of their gathers, and tiles
   std::int64_t gradient_pool_bytes = 0;
   std::int64_t optimizer_pool_bytes = 0;  // room for num_optimizer_buffers sub-groups
-  int num_optimizer_buffers = 0;
-  std::int64_t sub_group_numel = 0;  // elements of a sub-group, at most; a multiple of 2048
+  int num_optimizer_buffers = 0;          // 0: the update touches nothing that is stored
+  std::int64_t sub_group_numel = 0;       // elements of a sub-group, at most; a multiple of 2048
+  // What reductions receive before it is added: taken by the network's calls as they come, so part
+  // of the budget and no line of the ledger.
+  std::int64_t comm_bytes = 0;
 
-  std::vector<LedgerLine> ledger;          // by tier and role, those above zero
-  std::int64_t full_gradient_bytes = 0;    // torch's, besides
-  // Of NVMe, per step of `accumulate` micro-batches.
-  std::int64_t states_read_bytes = 0;
-  std::int64_t states_written_bytes = 0;
-  std::int64_t parameters_read_bytes = 0;  // at most, by forward and backward
-  std::int64_t gradients_read_bytes = 0;
-  std::int64_t gradients_written_bytes = 0;
+  std::vector<LedgerLine> ledger;        // by tier and role, those above zero
+  std::int64_t full_gradient_bytes = 0;  // torch's, besides
+  StepBytes step;
 
   std::int64_t bytes(Tier tier) const;
+  std::int64_t bytes(Tier tier, Role role) const;
+  // Of all tiers but NVMe, and of comm_bytes: what the budget bounds.
+  std::int64_t memory_bytes() const;
 };
 
 // Throws ConfigError, with the arithmetic, if it does not fit.
 Placement make_placement(const ModelShapes& model, const PlacementOptions& options,
                          std::int64_t num_micro_batches);
+
+// What this machine can give now, for all ranks on it.
+struct MachineLimits {
+  std::int64_t memory_available_bytes = kUnlimited;  // of the machine and its control group
+  std::int64_t locked_bytes = kUnlimited;            // per process
+  struct Directory {
+    std::string path;
+    std::int64_t free_bytes = 0;
+  };
+  std::vector<Directory> directories;  // for NVMe; bytes are striped over them
+
+  static MachineLimits of_this_machine(const std::vector<std::string>& directories);
+};
+
+// Throws ConfigError, with the arithmetic, if `num_local_ranks` ranks with this placement are more
+// than the machine can give.
+void check_fits(const Placement& placement, const MachineLimits& limits, int num_local_ranks);
+
+// A table for people: bytes per tier and role, what is between them, bytes per step.
+std::string placement_text(const Placement& placement);
 
 }  // namespace tessera::planner

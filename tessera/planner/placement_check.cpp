@@ -1,0 +1,73 @@
+#include <sys/statvfs.h>
+
+#include <algorithm>
+
+#include "tessera/core/error.h"
+#include "tessera/core/units.h"
+#include "tessera/device/host_info.h"
+#include "tessera/planner/placement.h"
+
+namespace tessera::planner {
+namespace {
+
+std::string bytes_text(std::int64_t bytes) {
+  return approximate_bytes(static_cast<std::uint64_t>(bytes));
+}
+
+std::string ranks_text(int num_ranks) {
+  return detail::concat(num_ranks, num_ranks == 1 ? " rank" : " ranks");
+}
+
+std::int64_t clamped(std::size_t bytes) {
+  return static_cast<std::int64_t>(std::min(bytes, static_cast<std::size_t>(kUnlimited)));
+}
+
+}  // namespace
+
+MachineLimits MachineLimits::of_this_machine(const std::vector<std::string>& directories) {
+  MachineLimits limits;
+  limits.memory_available_bytes = clamped(device::read_host_memory().available_bytes());
+  if (const auto locked = device::locked_memory_limit_bytes()) {
+    limits.locked_bytes = clamped(*locked);
+  }
+  for (const std::string& path : directories) {
+    struct statvfs disk {};
+    // One that cannot be asked has its own error when a file is made there.
+    if (statvfs(path.c_str(), &disk) == 0) {
+      const auto free_blocks = static_cast<std::size_t>(disk.f_bavail);
+      limits.directories.push_back({path, clamped(free_blocks * disk.f_frsize)});
+    }
+  }
+  return limits;
+}
+
+void check_fits(const Placement& placement, const MachineLimits& limits, int num_local_ranks) {
+  const std::int64_t memory =
+      placement.memory_bytes() - (placement.on_cuda ? placement.bytes(Tier::kDevice) : 0);
+  TESSERA_CHECK(memory <= limits.memory_available_bytes / num_local_ranks, ConfigError,
+                ranks_text(num_local_ranks), " of ", bytes_text(memory),
+                " each need more memory than the ", bytes_text(limits.memory_available_bytes),
+                " that this machine and its control group have left; lower memory.host to at most ",
+                exact_bytes(limits.memory_available_bytes / num_local_ranks),
+                ", or use fewer ranks per machine");
+  const std::int64_t pinned = placement.bytes(Tier::kPinned);
+  TESSERA_CHECK(pinned <= limits.locked_bytes, ConfigError, "pinned memory: a rank needs ",
+                bytes_text(pinned), ", the limit on locked memory is ",
+                bytes_text(limits.locked_bytes),
+                "; raise it with `ulimit -l`, or lower memory.host");
+  if (limits.directories.empty()) {
+    return;
+  }
+  const auto num_directories = static_cast<std::int64_t>(limits.directories.size());
+  const std::int64_t nvme = placement.bytes(Tier::kNvme);
+  const std::int64_t share = (nvme + num_directories - 1) / num_directories;
+  for (const MachineLimits::Directory& directory : limits.directories) {
+    TESSERA_CHECK(share <= directory.free_bytes / num_local_ranks, ConfigError,
+                  ranks_text(num_local_ranks), " of ", bytes_text(share), " each do not fit into ",
+                  directory.path, ", which has ", bytes_text(directory.free_bytes),
+                  " free; free some, name another directory or several (nvme.paths), or raise "
+                  "memory.host");
+  }
+}
+
+}  // namespace tessera::planner

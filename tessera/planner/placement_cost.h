@@ -1,0 +1,67 @@
+// Internal to planner: what a choice of places and sizes costs, to the byte, as those who allocate
+// charge it.
+//
+// Threads: pure functions.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "tessera/grad/gradient_bytes.h"
+#include "tessera/optim/sub_group.h"
+#include "tessera/planner/placement.h"
+#include "tessera/shard/layout.h"
+
+namespace tessera::planner {
+
+// A model cut for the ranks, with what is asked of it again and again.
+struct CutModel {
+  CutModel(const ModelShapes& shapes, const PlacementOptions& options);
+
+  std::size_t num_params() const { return layouts.size(); }
+  bool is_trainable(std::size_t id) const { return model.params[id].trainable; }
+
+  const ModelShapes& model;
+  const PlacementOptions& options;
+  std::vector<shard::Layout> layouts;  // by id
+};
+
+// As host_memory.h takes them: whole pages from 64 KiB on.
+std::int64_t taken_bytes(std::int64_t bytes);
+std::int64_t block_bytes(std::int64_t bytes);  // whole blocks
+
+// Whether the parameter, where it lives as `places` says, is gathered into the arena.
+bool is_gathered(const CutModel& cut, const ShardPlaces& places);
+
+// Gathered bytes of one unit, as the arena takes them.
+struct UnitBytes {
+  std::size_t unit = 0;
+  std::int64_t bytes = 0;
+};
+UnitBytes largest_unit(const CutModel& cut, const std::vector<ShardPlaces>& places);
+// As the coordinator makes it: room for `live_limit_bytes`, but for no more than all, and for the
+// largest unit.
+std::int64_t whole_arena_bytes(const CutModel& cut, const std::vector<ShardPlaces>& places,
+                               std::int64_t live_limit_bytes);
+
+// The bucket size of reductions: as given; else at most a quarter of all gradients, so that
+// reductions begin before backward has ended, and no more than a budget can spare.
+std::int64_t choose_bucket_bytes(const CutModel& cut);
+
+// What gradients take, besides the buffers of I/O.
+struct GradientCost {
+  grad::GradientBytes bytes;
+  std::int64_t received = 0;  // by reductions, before it is added: the network's
+};
+GradientCost gradient_cost(const CutModel& cut, const std::vector<ShardPlaces>& places,
+                           std::int64_t bucket_bytes);
+// Slots and what is received: at most, for any layout with such buckets. Grows with them evenly.
+std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes);
+
+optim::SubGroupPlan sub_groups(const CutModel& cut, const std::vector<ShardPlaces>& places,
+                               std::int64_t sub_group_numel);
+
+// Fills in ledger, step, comm_bytes, uses_nvme and full_gradient_bytes from everything else.
+void complete(const CutModel& cut, std::int64_t num_micro_batches, Placement& placement);
+
+}  // namespace tessera::planner

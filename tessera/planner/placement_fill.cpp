@@ -1,0 +1,413 @@
+#include "tessera/planner/placement_fill.h"
+
+#include <algorithm>
+#include <optional>
+#include <sstream>
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/core/units.h"
+#include "tessera/device/host_memory.h"
+#include "tessera/planner/optimizer_buffers.h"
+#include "tessera/tier/io_engine.h"
+
+namespace tessera::planner {
+namespace {
+
+// Room for a few requests; any tensor passes through in tiles.
+constexpr std::int64_t kSmallestPoolBytes = std::int64_t{256} << 10;
+// More in flight makes no disk faster.
+constexpr std::int64_t kLargestParameterPoolBytes = std::int64_t{128} << 20;
+constexpr std::int64_t kLargestGradientPoolBytes = std::int64_t{16} << 20;
+constexpr std::int64_t kUnitsReadAhead = 3;
+constexpr int kDefaultParameterBuffers = 5;
+
+// Which roles may leave memory, in the order in which they do.
+enum class Level : std::uint8_t { kNothing, kStates, kGradients, kParameters };
+constexpr Level kLevels[] = {Level::kNothing, Level::kStates, Level::kGradients,
+                             Level::kParameters};
+
+std::string bytes_text(std::int64_t bytes) {
+  return approximate_bytes(static_cast<std::uint64_t>(bytes));
+}
+
+// A sum, and how it is told.
+class Sum {
+ public:
+  void add(const std::string& what, std::int64_t bytes) {
+    if (bytes > 0) {
+      text_ << (total_ > 0 ? " + " : "") << bytes_text(bytes) << " " << what;
+      total_ += bytes;
+    }
+  }
+  std::int64_t total() const { return total_; }
+  std::string text() const { return text_.str(); }
+
+ private:
+  std::int64_t total_ = 0;
+  std::ostringstream text_;
+};
+
+class Filler {
+ public:
+  explicit Filler(const CutModel& cut)
+      : cut_(cut), options_(cut.options), budget_(cut.options.memory_bytes()) {
+    wish_places();
+  }
+
+  Placement fill() {
+    std::optional<Sum> least;
+    for (const Level level : kLevels) {
+      if (level != Level::kNothing && (options_.on_cuda || !options_.has_nvme)) {
+        break;
+      }
+      Sum need;
+      if (std::optional<Placement> found = attempt(level, need)) {
+        return std::move(*found);
+      }
+      if (!least || need.total() < least->total()) {
+        least = std::move(need);
+      }
+    }
+    refuse(*least);
+  }
+
+ private:
+  // Places if all that may be in memory is: wishes, and memory for the rest.
+  void wish_places();
+  // As in memory, but whatever may leave memory at this level is on NVMe.
+  std::vector<ShardPlaces> stored_places(Level level) const;
+  std::optional<Placement> attempt(Level level, Sum& need) const;
+  std::optional<Placement> keep_all(Sum& need) const;
+  Placement divide(std::int64_t rest, const std::vector<ShardPlaces>& stored,
+                   Placement smallest) const;
+  void keep_shards(std::int64_t room, std::vector<ShardPlaces>& places) const;
+  [[noreturn]] void refuse(const Sum& need) const;
+
+  bool is_limited() const { return budget_ != kUnlimited; }
+  static std::int64_t floor(std::int64_t bytes) {
+    const auto step = static_cast<std::int64_t>(std::max(device::page_bytes(), tier::kBlockBytes));
+    return bytes / step * step;
+  }
+  // Of a shard in memory, at least; of one on NVMe, exactly (with pages of one block). So the bytes
+  // on NVMe can be counted against a budget of memory.
+  std::int64_t parameter_weight(std::size_t id) const {
+    return taken_bytes(block_bytes(static_cast<std::int64_t>(cut_.layouts[id].shard_bytes())));
+  }
+  std::int64_t gradient_weight(std::size_t id) const {
+    return taken_bytes(block_bytes(4 * cut_.layouts[id].shard_numel()));
+  }
+  std::int64_t states_weight(std::size_t id) const {
+    const auto num_tensors =
+        static_cast<std::int64_t>(optim::num_state_tensors(cut_.model.dtype, options_.num_states));
+    return taken_bytes(num_tensors * block_bytes(4 * cut_.layouts[id].shard_numel()));
+  }
+  std::int64_t smallest_parameter_pool(const std::vector<ShardPlaces>& stored) const;
+  std::int64_t largest_parameter_pool(const std::vector<ShardPlaces>& stored) const;
+  std::int64_t largest_gradient_pool() const;
+  std::string unit_text(std::size_t unit) const;
+  void finish(Placement& placement) const;
+
+  const CutModel& cut_;
+  const PlacementOptions& options_;
+  const std::int64_t budget_;
+  std::vector<ShardPlaces> in_memory_;
+  std::vector<bool> parameter_may_leave_;  // at Level::kParameters
+};
+
+void Filler::wish_places() {
+  std::int64_t host_room = options_.parameters_host_bytes;
+  in_memory_.resize(cut_.num_params());
+  parameter_may_leave_.assign(cut_.num_params(), options_.parameters == Wish::kAuto);
+  for (std::size_t i = 0; i < cut_.num_params(); ++i) {
+    const auto shard_bytes = static_cast<std::int64_t>(cut_.layouts[i].shard_bytes());
+    ShardPlaces& places = in_memory_[i];
+    if (options_.parameters == Wish::kHost) {
+      places.parameter = Place::kHost;
+    } else if (options_.parameters == Wish::kNvme) {
+      const bool stays = shard_bytes <= host_room;
+      host_room -= stays && host_room != kUnlimited ? shard_bytes : 0;
+      places.parameter = stays || shard_bytes == 0 ? Place::kHost : Place::kNvme;
+      parameter_may_leave_[i] = stays;
+    }
+    if (options_.optimizer == Wish::kHost) {
+      places.states = Place::kHost;
+    } else if (options_.optimizer == Wish::kNvme && options_.num_states > 0) {
+      places.states = Place::kNvme;
+    } else if (options_.optimizer == Wish::kNvme && cut_.model.dtype != DType::kFloat32) {
+      places.states = Place::kNvme;
+    }
+    if (shard_bytes == 0 || !cut_.is_trainable(i)) {
+      places.gradient = Place::kDevice;
+      places.states = Place::kDevice;
+    }
+  }
+}
+
+std::vector<ShardPlaces> Filler::stored_places(Level level) const {
+  std::vector<ShardPlaces> places = in_memory_;
+  const bool has_states = optim::num_state_tensors(cut_.model.dtype, options_.num_states) > 0;
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    if (cut_.layouts[i].shard_numel() == 0) {
+      continue;
+    }
+    if (level >= Level::kParameters && parameter_may_leave_[i]) {
+      places[i].parameter = Place::kNvme;
+    }
+    if (level >= Level::kGradients && cut_.is_trainable(i)) {
+      places[i].gradient = Place::kNvme;
+    }
+    if (level >= Level::kStates && cut_.is_trainable(i) && has_states &&
+        options_.optimizer == Wish::kAuto) {
+      places[i].states = Place::kNvme;
+    }
+  }
+  return places;
+}
+
+std::int64_t Filler::smallest_parameter_pool(const std::vector<ShardPlaces>& stored) const {
+  std::int64_t all = 0;
+  std::int64_t largest = 0;
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    if (stored[i].parameter == Place::kNvme) {
+      all += parameter_weight(i);
+      largest = std::max(largest, parameter_weight(i));
+    }
+  }
+  if (all == 0) {
+    return 0;
+  }
+  if (options_.parameter_buffers == 0 && options_.parameter_buffer_bytes == 0) {
+    return kSmallestPoolBytes;
+  }
+  const std::int64_t count =
+      options_.parameter_buffers > 0 ? options_.parameter_buffers : kDefaultParameterBuffers;
+  const std::int64_t each = options_.parameter_buffer_bytes > 0
+                                ? block_bytes(options_.parameter_buffer_bytes)
+                                : std::min(largest, kLargestParameterPoolBytes / count);
+  // Room for more than there is would be of no use.
+  return std::max(kSmallestPoolBytes, each > all / count ? all : count * each);
+}
+
+std::int64_t Filler::largest_parameter_pool(const std::vector<ShardPlaces>& stored) const {
+  const std::int64_t smallest = smallest_parameter_pool(stored);
+  if (smallest == 0 || options_.parameter_buffers > 0 || options_.parameter_buffer_bytes > 0) {
+    return smallest;
+  }
+  std::int64_t largest = 0;
+  for (const std::vector<int>& unit : cut_.model.units) {
+    std::int64_t bytes = 0;
+    for (const int id : unit) {
+      const auto i = static_cast<std::size_t>(id);
+      bytes += stored[i].parameter == Place::kNvme ? parameter_weight(i) : 0;
+    }
+    largest = std::max(largest, bytes);
+  }
+  return std::max(smallest, floor(std::min(kUnitsReadAhead * largest, kLargestParameterPoolBytes)));
+}
+
+std::int64_t Filler::largest_gradient_pool() const {
+  std::int64_t all = 0;
+  for (std::size_t i = 0; i < cut_.num_params(); ++i) {
+    all += cut_.is_trainable(i) ? gradient_weight(i) : 0;
+  }
+  return std::max(kSmallestPoolBytes, floor(std::min(all, kLargestGradientPoolBytes)));
+}
+
+std::string Filler::unit_text(std::size_t unit) const {
+  if (unit < cut_.model.unit_names.size()) {
+    return detail::concat("arena (unit '", cut_.model.unit_names[unit], "')");
+  }
+  const std::vector<int>& ids = cut_.model.units[unit];
+  return ids.empty()
+             ? "arena"
+             : detail::concat("arena (the unit of parameter '",
+                              cut_.model.params[static_cast<std::size_t>(ids[0])].name, "')");
+}
+
+std::optional<Placement> Filler::keep_all(Sum& need) const {
+  Placement placement;
+  placement.params = in_memory_;
+  placement.bucket_bytes = choose_bucket_bytes(cut_);
+  placement.sub_group_numel = OptimizerBuffers(cut_, in_memory_).largest_numel();
+  const UnitBytes unit = largest_unit(cut_, in_memory_);
+  placement.arena_bytes = unit.bytes;
+  complete(cut_, 1, placement);
+  const auto in_memory = [&placement](Role role) {
+    return placement.bytes(Tier::kDevice, role) + placement.bytes(Tier::kHost, role);
+  };
+  need.add("parameters", in_memory(Role::kShard));
+  need.add("gradients", in_memory(Role::kGradient));
+  need.add("optimizer states", in_memory(Role::kOptimizer));
+  need.add(unit_text(unit.unit), in_memory(Role::kFull));
+  need.add("of the network's", placement.comm_bytes);
+  if (need.total() > budget_) {
+    return std::nullopt;
+  }
+  const std::int64_t whole = whole_arena_bytes(cut_, in_memory_, options_.live_limit_bytes);
+  const std::int64_t more = floor(budget_ - need.total());
+  const bool is_whole = more >= taken_bytes(whole) - taken_bytes(unit.bytes);
+  placement.arena_bytes = is_whole ? whole : unit.bytes + more;
+  placement.live_limit_bytes = is_whole ? options_.live_limit_bytes : placement.arena_bytes;
+  return placement;
+}
+
+std::optional<Placement> Filler::attempt(Level level, Sum& need) const {
+  const std::vector<ShardPlaces> stored = stored_places(level);
+  const OptimizerBuffers buffers(cut_, stored);
+  const auto is_on_nvme = [](Place place) { return place == Place::kNvme; };
+  const bool has_stored = std::any_of(stored.begin(), stored.end(), [&](const ShardPlaces& each) {
+    return is_on_nvme(each.parameter) || is_on_nvme(each.gradient) || is_on_nvme(each.states);
+  });
+  if (!has_stored) {
+    return keep_all(need);
+  }
+  const bool stores_gradients =
+      std::any_of(stored.begin(), stored.end(),
+                  [&](const ShardPlaces& each) { return is_on_nvme(each.gradient); });
+  Placement smallest;
+  smallest.bucket_bytes = choose_bucket_bytes(cut_);
+  const UnitBytes unit = largest_unit(cut_, stored);
+  smallest.arena_bytes = unit.bytes;
+  smallest.parameter_pool_bytes = smallest_parameter_pool(stored);
+  smallest.gradient_pool_bytes = stores_gradients ? kSmallestPoolBytes : 0;
+  smallest.optimizer_pool_bytes = buffers.smallest().bytes;
+  need.add(unit_text(unit.unit), taken_bytes(smallest.arena_bytes));
+  const std::int64_t reductions = most_reduction_bytes(cut_, smallest.bucket_bytes);
+  need.add("buckets of reductions", reductions);
+  need.add("sums of blocks", gradient_cost(cut_, stored, smallest.bucket_bytes).bytes.block_sums);
+  // Two pools, each of whole pages.
+  const auto spare = static_cast<std::int64_t>(2 * (device::page_bytes() - tier::kBlockBytes));
+  need.add("parameter buffers", smallest.parameter_pool_bytes > 0
+                                    ? taken_bytes(smallest.parameter_pool_bytes) + spare
+                                    : 0);
+  need.add("gradient buffers", taken_bytes(smallest.gradient_pool_bytes));
+  need.add("optimizer buffers", taken_bytes(smallest.optimizer_pool_bytes));
+  std::int64_t parameters = 0;
+  std::int64_t gradients = 0;
+  std::int64_t states = 0;
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    parameters += is_on_nvme(stored[i].parameter) ? 0 : parameter_weight(i);
+    if (cut_.is_trainable(i)) {
+      gradients += is_on_nvme(stored[i].gradient) ? 0 : gradient_weight(i);
+      states += is_on_nvme(stored[i].states) ? 0 : states_weight(i);
+    }
+  }
+  need.add("parameters", parameters);
+  need.add("gradients", gradients);
+  need.add("optimizer states", states);
+  if (need.total() > budget_) {
+    return std::nullopt;
+  }
+  return divide(budget_ - need.total(), stored, std::move(smallest));
+}
+
+Placement Filler::divide(std::int64_t rest, const std::vector<ShardPlaces>& stored,
+                         Placement placement) const {
+  const OptimizerBuffers buffers(cut_, stored);
+  const std::int64_t smallest_optimizer = taken_bytes(placement.optimizer_pool_bytes);
+  const std::int64_t parameter_growth =
+      largest_parameter_pool(stored) - placement.parameter_pool_bytes;
+  const std::int64_t gradient_growth = placement.gradient_pool_bytes > 0
+                                           ? largest_gradient_pool() - placement.gradient_pool_bytes
+                                           : 0;
+  const std::int64_t optimizer_growth = taken_bytes(buffers.largest().bytes) - smallest_optimizer;
+  const std::int64_t whole = whole_arena_bytes(cut_, stored, options_.live_limit_bytes);
+  const std::int64_t arena_wanted =
+      is_limited() ? std::min(whole, 2 * placement.arena_bytes) : whole;
+  const std::int64_t arena_growth =
+      std::max<std::int64_t>(0, taken_bytes(arena_wanted) - taken_bytes(placement.arena_bytes));
+  const bool may_keep = stored != in_memory_;
+  const std::int64_t speed =
+      std::min(may_keep ? rest / 2 : rest,
+               parameter_growth + gradient_growth + optimizer_growth + arena_growth);
+
+  const OptimizerBuffers::Choice choice =
+      buffers.choose(smallest_optimizer + std::min(speed / 2, optimizer_growth));
+  const std::int64_t parameter_more = floor(std::min(speed / 4, parameter_growth));
+  const std::int64_t gradient_more = floor(std::min(speed / 8, gradient_growth));
+  const std::int64_t arena_more =
+      floor(std::min(arena_growth, speed - parameter_more - gradient_more -
+                                       (taken_bytes(choice.bytes) - smallest_optimizer)));
+  placement.sub_group_numel = choice.sub_group_numel;
+  placement.num_optimizer_buffers = choice.num_buffers;
+  placement.parameter_pool_bytes += parameter_more;
+  placement.gradient_pool_bytes += gradient_more;
+  placement.arena_bytes = std::min(arena_wanted, placement.arena_bytes + arena_more);
+  placement.live_limit_bytes =
+      placement.arena_bytes == whole ? options_.live_limit_bytes : placement.arena_bytes;
+  placement.params = stored;
+  keep_shards(rest - speed, placement.params);
+  finish(placement);
+  return placement;
+}
+
+void Filler::keep_shards(std::int64_t room, std::vector<ShardPlaces>& places) const {
+  const auto keep = [&room](Place& place, Place in_memory, std::int64_t bytes) {
+    if (place != in_memory && bytes <= room) {
+      place = in_memory;
+      room -= bytes;
+    }
+  };
+  for (const bool small : {true, false}) {
+    for (std::size_t i = 0; i < places.size(); ++i) {
+      const auto full_bytes = static_cast<std::int64_t>(cut_.layouts[i].full_bytes());
+      if ((full_bytes <= kSmallParamBytes) == small) {
+        keep(places[i].parameter, in_memory_[i].parameter, parameter_weight(i));
+      }
+    }
+  }
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    keep(places[i].gradient, in_memory_[i].gradient, gradient_weight(i));
+  }
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    keep(places[i].states, in_memory_[i].states, states_weight(i));
+  }
+}
+
+// What turned out not to be stored needs no buffers.
+void Filler::finish(Placement& placement) const {
+  bool stores_parameters = false;
+  bool stores_gradients = false;
+  for (const ShardPlaces& each : placement.params) {
+    stores_parameters = stores_parameters || each.parameter == Place::kNvme;
+    stores_gradients = stores_gradients || each.gradient == Place::kNvme;
+  }
+  if (!stores_parameters) {
+    placement.parameter_pool_bytes = 0;
+  }
+  if (!stores_gradients) {
+    placement.gradient_pool_bytes = 0;
+  }
+  const std::int64_t whole = whole_arena_bytes(cut_, placement.params, options_.live_limit_bytes);
+  if (whole < placement.arena_bytes) {
+    placement.arena_bytes = whole;
+    placement.live_limit_bytes = options_.live_limit_bytes;
+  }
+  const auto lease_bytes = static_cast<std::int64_t>(
+      sub_groups(cut_, placement.params, placement.sub_group_numel).max_lease_bytes);
+  placement.optimizer_pool_bytes = placement.num_optimizer_buffers * lease_bytes;
+  if (lease_bytes == 0) {
+    placement.num_optimizer_buffers = 0;
+  }
+}
+
+void Filler::refuse(const Sum& need) const {
+  const char* const name = options_.on_cuda || options_.device_bytes < options_.host_bytes
+                               ? "memory.device"
+                               : "memory.host";
+  throw ConfigError(detail::concat(
+      "the model does not fit: one of ", options_.num_ranks,
+      options_.num_ranks == 1 ? " rank" : " ranks", " needs ", bytes_text(need.total()), ": ",
+      need.text(), "; ", name, " allows ", bytes_text(budget_), ". Raise ", name, " to at least ",
+      exact_bytes(need.total()),
+      options_.on_cuda || options_.has_nvme ? ", or use more ranks"
+                                            : ", use more ranks, or give a directory for what does "
+                                              "not fit (nvme.paths, --nvme DIR)"));
+}
+
+}  // namespace
+
+Placement fill(const CutModel& cut) { return Filler(cut).fill(); }
+
+}  // namespace tessera::planner
