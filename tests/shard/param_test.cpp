@@ -278,6 +278,42 @@ TEST_F(ParamTest, LetsGoOfItsTensorBeforeItsMemory) {
   EXPECT_EQ(bytes_at_the_end, 48U);
 }
 
+TEST_F(ParamTest, AStoredShardTakesNoMemoryAndIsNeverTheFullParameter) {
+  ParamSpec stored = spec("w", 10);
+  stored.stored = true;
+  Param param(0, stored, 0, 1, *device_, tensor());
+  EXPECT_TRUE(param.is_stored());
+  EXPECT_FALSE(param.shard_is_full());
+  EXPECT_EQ(param.shard(), nullptr);
+  EXPECT_EQ(shard_bytes(), 0U);
+  std::vector<std::byte> full(param.layout().full_bytes());
+  param.start_gather(full.data());
+  EXPECT_THROW(param.set_in_memory(), StateError);
+  EXPECT_THROW(param.set_stored(), StateError);
+  param.finish_gather();
+  param.add_user();
+  EXPECT_EQ(log_.moves.back(), (std::pair<std::string, void*>("attach", full.data())));
+  param.remove_user();
+  param.release();
+}
+
+TEST_F(ParamTest, AShardMovesBetweenMemoryAndItsStoreWhileReleased) {
+  Param param(0, spec("w", 10), 0, 1, *device_, tensor());
+  EXPECT_TRUE(param.shard_is_full());
+  std::fill_n(param.shard(), param.layout().shard_bytes(), std::byte{1});
+  param.set_stored();
+  EXPECT_EQ(shard_bytes(), 0U);
+  param.set_in_memory();
+  EXPECT_TRUE(param.shard_is_full());
+  EXPECT_EQ(shard_bytes(), param.layout().shard_bytes());
+  EXPECT_EQ(param.shard()[0], std::byte{0}) << "whoever moves it fills it in";
+  std::byte* const shard = param.shard();
+  shard[0] = std::byte{7};
+  param.set_in_memory();
+  EXPECT_EQ(param.shard(), shard) << "it is there already";
+  EXPECT_EQ(shard[0], std::byte{7});
+}
+
 TEST_F(ParamTest, ATableKeepsTheOrderOfRegistration) {
   ParamTable table(1, 2, *device_);
   const Param& first = table.add(spec("a", 5), tensor());
