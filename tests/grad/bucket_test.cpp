@@ -213,6 +213,68 @@ TEST(Bucket, NoChoiceOfDynamicParametersMakesALargerBucketThanPromised) {
   });
 }
 
+TEST(Bucket, StoredParametersAreInBucketsAndHaveNoPlaceInTheRegion) {
+  for_every_small_model([](const std::vector<BucketParam>& params, std::int64_t capacity) {
+    std::vector<BucketParam> mixed = params;
+    for (std::size_t i = 0; i < mixed.size(); ++i) {
+      mixed[i].stored = i % 2 == 0;
+      mixed[i].dynamic = i == 3;
+    }
+    const BucketLayout layout = plan(mixed, capacity);
+    std::map<int, std::int64_t> in_buckets;
+    std::int64_t end = 0;
+    for (const Bucket& bucket : layout.buckets) {
+      EXPECT_EQ(bucket.region_offset, end);
+      for (const Piece& piece : bucket.pieces) {
+        EXPECT_EQ(piece.shard_begin, in_buckets[piece.param]);
+        in_buckets[piece.param] += piece.numel;
+        const auto id = static_cast<std::size_t>(piece.param);
+        if (!layout.is_stored[id]) {
+          EXPECT_EQ(layout.region_offset[id] + piece.shard_begin, end);
+          end += piece.numel;
+        }
+      }
+    }
+    EXPECT_EQ(layout.bucketed_numel, end);
+    for (const BucketParam& param : mixed) {
+      const auto id = static_cast<std::size_t>(param.id);
+      EXPECT_EQ(layout.is_stored[id], param.stored);
+      EXPECT_EQ(layout.region_offset[id] < 0, param.stored);
+      EXPECT_EQ(in_buckets[param.id], param.dynamic ? 0 : param.shard_numel);
+      end += param.dynamic && !param.stored ? param.shard_numel : 0;
+    }
+    EXPECT_EQ(layout.region_numel, end);
+  });
+}
+
+TEST(Bucket, ALargeParameterIsCutAtWholeBlocksOfAStore) {
+  struct Case {
+    std::int64_t capacity = 0;
+    bool stored = false;
+    std::int64_t piece_numel = 0;
+  };
+  for (const Case& test : std::vector<Case>{{4096, false, 4096},
+                                            {4096, true, 4096},
+                                            {10000, false, 8192},
+                                            {10000, true, 8192},
+                                            {100, true, 4096},
+                                            {100, false, 100}}) {
+    std::vector<BucketParam> params = {{0, 30001, false, test.stored}};
+    const BucketLayout layout = plan(params, test.capacity);
+    EXPECT_EQ(layout.largest_shard_numel, test.piece_numel);
+    std::int64_t begin = 0;
+    for (const Bucket& bucket : layout.buckets) {
+      ASSERT_EQ(bucket.pieces.size(), 1U);
+      EXPECT_EQ(bucket.pieces.front().shard_begin, begin);
+      EXPECT_EQ(bucket.shard_numel, std::min(test.piece_numel, 30001 - begin));
+      begin += bucket.shard_numel;
+    }
+    EXPECT_EQ(begin, 30001);
+    params.front().dynamic = true;
+    EXPECT_EQ(plan(params, test.capacity).largest_dynamic_numel, test.piece_numel);
+  }
+}
+
 TEST(Bucket, RefusesWhatIsNoLayout) {
   const std::vector<BucketParam> negative = {{0, -1}};
   EXPECT_THROW(plan_buckets(negative, 2, 64, 4), InternalError);
