@@ -22,11 +22,15 @@
 #include "tessera/core/error.h"
 #include "tests/support/process.h"
 #include "tests/support/temporary_directory.h"
+#include "tests/tier/disk_support.h"
 
 namespace tessera::tier {
 namespace {
 
 namespace fs = std::filesystem;
+using testing::contents;
+using testing::expect_words;
+using testing::message_of;
 using testing::Process;
 using testing::ProcessOptions;
 using testing::ProcessResult;
@@ -40,28 +44,6 @@ std::set<std::string> names_in_directory(const fs::path& directory) {
     names.insert(entry.path().filename().string());
   }
   return names;
-}
-
-template <typename Exception>
-std::string message_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const Exception& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
-
-void expect_words(const std::string& text, const std::vector<std::string>& words) {
-  for (const std::string& word : words) {
-    EXPECT_NE(text.find(word), std::string::npos) << word << " is not in: " << text;
-  }
-}
-
-std::string contents(const fs::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
 }
 
 void put(const fs::path& path, const std::string& text) {
