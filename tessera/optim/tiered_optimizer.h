@@ -11,8 +11,9 @@
 //
 // [Note: a failed update]
 // A sub-group that cannot be read or written leaves parameters of two ages behind. The parameter
-// concerned and all after it fail, and so does every later start_update(), with the first cause:
-// there is nothing to go on with but a checkpoint.
+// concerned and all that are not done yet fail, and so do wait() and every later start_update(),
+// with the first cause: there is nothing to go on with but a checkpoint. Writes are slow to fail:
+// parameters behind the one concerned may be done by then, and stay so.
 //
 // Threads: as Param, besides its own. Kernels are called from its thread during an update: nobody
 // else calls them until wait().

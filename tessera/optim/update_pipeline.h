@@ -14,8 +14,9 @@
 //  (1) Leases are taken in the order of updates; so the sub-group that is next waits for nothing
 //      but writes of those before it.
 //  (2) An update ends when all its writes are done; so what is read for the next one is there.
-//  (3) After the first failure nothing runs any more: the parameter concerned and all that come
-//      after it fail with its error, wait() and start() repeat it.
+//  (3) After the first failure nothing runs any more: the parameter concerned and all that are not
+//      done yet fail with its error, wait() and start() repeat it. Of several failures that have
+//      come, the first in the order of updates counts.
 //
 // Threads: one caller at a time, and a thread of its own. drop_leases() and set_plan() are called
 // while that is idle: after wait().
