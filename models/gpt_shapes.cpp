@@ -1,5 +1,6 @@
 #include "models/gpt_shapes.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "models/gpt.h"
@@ -77,6 +78,22 @@ ModelShape gpt_shape(const GptOptions& options) {
     builder.add_matrix("head", options.vocabulary, width);
   }
   return shape;
+}
+
+planner::ModelShapes planner_shapes(const ModelShape& model) {
+  planner::ModelShapes shapes;
+  shapes.dtype = model.dtype;
+  for (const ParamShape& param : model.params) {
+    shapes.params.push_back({param.name, param.numel(), param.trainable});
+  }
+  for (const UnitShape& unit : model.units) {
+    std::vector<int> ids = unit.own;
+    ids.insert(ids.end(), unit.external.begin(), unit.external.end());
+    std::sort(ids.begin(), ids.end());
+    shapes.units.push_back(std::move(ids));
+    shapes.unit_names.push_back(unit.name);
+  }
+  return shapes;
 }
 
 }  // namespace tessera::models

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tessera/core/dtype.h"
+#include "tessera/planner/placement.h"
 
 namespace tessera::models {
 
@@ -40,5 +41,8 @@ struct ModelShape {
 
 // Throws ConfigError as options.check() does.
 ModelShape gpt_shape(const GptOptions& options);
+
+// The same for the planner of memory, and for EngineOptions::shapes.
+planner::ModelShapes planner_shapes(const ModelShape& model);
 
 }  // namespace tessera::models

@@ -53,7 +53,7 @@ std::int64_t Engine::num_steps() const { return impl_->num_steps; }
 int Engine::num_params() const { return impl_->params.num_params(); }
 const shard::Param& Engine::param(int id) const { return impl_->params[id]; }
 shard::ParamTable& Engine::params() { return impl_->params; }
-optim::ShardedOptimizer& Engine::optimizer() {
+optim::Optimizer& Engine::optimizer() {
   impl_->seal();
   return *impl_->optimizer;
 }
@@ -67,6 +67,8 @@ EngineStats Engine::take_stats() { return impl_->take_stats(); }
 Runtime& Engine::runtime() const { return impl_->runtime; }
 const coordinator::Coordinator& Engine::coordinator() const { return impl_->coordinator(); }
 const comm::Group& Engine::group() const { return impl_->group(); }
+const planner::Placement* Engine::placement() const { return impl_->tiers.placement(); }
+const tier::Store* Engine::store(Role role) const { return impl_->tiers.store(role); }
 Tier Engine::shard_tier() const { return impl_->shard_device ? Tier::kHost : Tier::kDevice; }
 
 }  // namespace tessera

@@ -48,6 +48,7 @@
 #include <c10/util/Type.h>
 
 #include "tessera/coordinator/coordinator.h"
+#include "tessera/engine/engine_tiers.h"
 #include "tessera/engine/function_unit.h"
 #include "tessera/engine/gathered.h"
 #include "tessera/engine/init.h"
@@ -60,7 +61,7 @@
 namespace tessera {
 
 namespace optim {
-class ShardedOptimizer;
+class Optimizer;
 }
 
 struct NamedTensor {
@@ -84,6 +85,10 @@ struct UnitOptions {
 struct EngineOptions {
   // For schedule.total_steps = 0.
   std::int64_t run_steps = 0;
+  // What will be built, for memory budgets and NVMe: memory is planned before anything is
+  // allocated, and every shard is made where it stays. Without it the plan is made at the first
+  // forward, and shards may move then.
+  std::optional<planner::ModelShapes> shapes = {};
 };
 
 struct StepResult {
@@ -102,6 +107,7 @@ struct EngineStats {
   grad::ReducerStats reductions;
   std::uint64_t gathered_wire_bytes = 0;  // sent by this rank
   std::uint64_t reduced_wire_bytes = 0;
+  engine::TierIo io;          // NVMe
   double exposed_wait_s = 0;  // gathers, reductions and the norm
 };
 
@@ -197,7 +203,7 @@ class Engine {
   int num_params() const;
   const shard::Param& param(int id) const;
   shard::ParamTable& params();
-  optim::ShardedOptimizer& optimizer();
+  optim::Optimizer& optimizer();
   // Logical sizes, also of a released parameter.
   const at::Tensor& tensor(int id) const;
   // Collective: a copy of the whole parameter on the host, on every rank.
@@ -211,6 +217,10 @@ class Engine {
   const coordinator::Coordinator& coordinator() const;
   const comm::Group& group() const;  // the ranks that the parameters are cut over
   Tier shard_tier() const;
+  // Null: no option asked for a plan, or it is not made yet. See planner/placement.h.
+  const planner::Placement* placement() const;
+  // Of parameters, gradients or states; null: nothing of it is on NVMe.
+  const tier::Store* store(Role role) const;
 
   class Impl;  // opaque: hooks and scopes speak to it
 

@@ -10,6 +10,7 @@
 #include "tessera/core/error.h"
 #include "tessera/engine/build_scope.h"
 #include "tessera/engine/engine_impl.h"
+#include "tessera/optim/update_loops.h"
 #include "tessera/shard/tensor_storage.h"
 
 namespace tessera {
@@ -144,12 +145,14 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
   spec.trainable = tensor.requires_grad();
   spec.weight_decay_scale = weight_decay_scale;
   const shard::Layout layout(spec.numel, group().size(), spec.dtype);
+  spec.stored = tiers.stores_next(layout);
 
   at::Tensor elements;  // the module's own values
   if (init.kind == Init::Kind::kModule) {
     elements = shard::storage_elements(tensor.detach());
   }
   shard::Param& param = params.add(spec, shard::bind_tensor(tensor, name, layout));
+  tiers.add(param);
   const shard::ElementRange range = param.range();
   const std::size_t element_bytes = bytes_of(spec.dtype);
   if (init.kind == Init::Kind::kModule) {
@@ -160,9 +163,7 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
     copy_to_shard(param, static_cast<const std::byte*>(elements.data_ptr()) +
                              static_cast<std::size_t>(range.begin) * element_bytes);
   } else {
-    std::vector<std::byte> values(static_cast<std::size_t>(range.numel) * element_bytes);
-    fill_initial(init, seed_, name, range, spec.dtype, values.data());
-    copy_to_shard(param, values.data());
+    fill_shard(param, init);
   }
   id_of_tensor_.emplace(tensor.unsafeGetTensorImpl(), param.id());
   tensors.push_back(tensor);
@@ -171,13 +172,38 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
   return param.id();
 }
 
+// In tiles, so that no second copy of a large shard is ever there.
+void Engine::Impl::fill_shard(const shard::Param& param, const Init& init) {
+  constexpr std::int64_t kTile = 512 * shard::kShardStep;
+  const DType dtype = param.layout().dtype();
+  const shard::ElementRange range = param.range();
+  std::vector<std::byte> values(static_cast<std::size_t>(std::min(kTile, range.numel)) *
+                                bytes_of(dtype));
+  for (std::int64_t begin = 0; begin < range.numel; begin += kTile) {
+    const std::int64_t numel = std::min(kTile, range.numel - begin);
+    fill_initial(init, seed_, param.name(), {range.begin + begin, numel}, dtype, values.data());
+    copy_to_shard(param, begin, numel, values.data());
+  }
+}
+
 void Engine::Impl::copy_to_shard(const shard::Param& param, const void* elements) {
-  const std::size_t bytes =
-      static_cast<std::size_t>(param.range().numel) * bytes_of(param.layout().dtype());
+  copy_to_shard(param, 0, param.range().numel, elements);
+}
+
+void Engine::Impl::copy_to_shard(const shard::Param& param, std::int64_t begin, std::int64_t numel,
+                                 const void* elements) {
+  if (param.is_stored()) {
+    tiers.write(param, begin, numel, elements);
+    return;
+  }
+  const std::size_t element = bytes_of(param.layout().dtype());
   device::Stream& stream = runtime.device().stream(device::StreamKind::kWrite);
   // The elements may be the work of the compute stream.
   stream.wait(runtime.device().stream(device::StreamKind::kCompute).record());
-  runtime.device().start_copy(param.shard(), elements, bytes, stream).wait();
+  runtime.device()
+      .start_copy(param.shard() + static_cast<std::size_t>(begin) * element, elements,
+                  static_cast<std::size_t>(numel) * element, stream)
+      .wait();
 }
 
 std::int64_t Engine::Impl::trainable_bytes() const {
@@ -198,12 +224,33 @@ void Engine::Impl::seal() {
                 "the engine has no parameters; make units of modules with parameters first");
   gathered_.check_no_early_scope();
   settle_units();
-  optimizer = std::make_unique<optim::ShardedOptimizer>(params, runtime.device(), runtime.kernels(),
-                                                        optim::RuleOptions::from(runtime.config()));
+  if (tiers.is_planned()) {
+    tiers.settle(shapes());
+    coordinator_->set_tier(tiers.coordinator_options());
+  }
+  seal_units();
+  optimizer = tiers.make_optimizer(optim::RuleOptions::from(runtime.config()));
   make_reducer();
-  coordinator_->set_dynamic_gradients(
-      {[this] { return reducer_->pending_dynamic(); },
-       [this](std::span<const int> ids) { reducer_->reduce_dynamic(ids); }});
+  coordinator_->set_dynamic_gradients({[this] { return reducer_->pending_dynamic(); },
+                                       [this](std::span<const int> ids) {
+                                         finish_update();
+                                         reducer_->reduce_dynamic(ids);
+                                       }});
+}
+
+planner::ModelShapes Engine::Impl::shapes() const {
+  planner::ModelShapes model;
+  model.dtype = params[0].layout().dtype();
+  for (int id = 0; id < params.num_params(); ++id) {
+    const shard::Param& param = params[id];
+    model.params.push_back(
+        {param.name(), param.layout().numel(), param.trainable(), param.dynamic()});
+  }
+  for (const auto& unit : units_) {
+    model.units.push_back(coordinator_->unit(unit->id()).ids);
+    model.unit_names.push_back(unit->name());
+  }
+  return model;
 }
 
 void Engine::Impl::make_reducer() {
@@ -225,6 +272,14 @@ void Engine::Impl::make_reducer() {
     reductions.bucket_bytes =
         std::clamp(trainable_bytes() / 4, kSmallestBucketBytes, reductions.bucket_bytes);
   }
+  if (const planner::Placement* placement = tiers.placement()) {
+    reductions.bucket_bytes = placement->bucket_bytes;
+  }
+  parts.tier = tiers.gradient_tier();
+  parts.ledger = tiers.is_planned() ? &runtime.ledger() : nullptr;
+  parts.block_sum_of_squares = [](const float* values, std::int64_t numel) {
+    return optim::best_loops().block_sum_of_squares(values, numel);
+  };
   reducer_.reset();  // before another works with the same group and memory
   reducer_ = std::make_unique<grad::Reducer>(parts, reductions);
 }

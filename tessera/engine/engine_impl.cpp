@@ -54,7 +54,10 @@ std::unique_ptr<device::Device> choose_shard_device(Runtime& runtime) {
     runtime.logger().warn(
         "an inner build scope names a group or tier; the outermost scope decides both");
   }
-  if (BuildScope::current().tier != "host") {
+  const bool is_asked_for =
+      BuildScope::current().tier == "host" ||
+      (!runtime.on_cuda() && runtime.config().get_string("place.parameters") == "host");
+  if (!is_asked_for) {
     return nullptr;
   }
   TESSERA_CHECK(!runtime.on_cuda(), ConfigError,
@@ -70,6 +73,7 @@ Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
       shard_device(choose_shard_device(given)),
       params(choose_group(given).rank(), choose_group(given).size(),
              shard_device ? *shard_device : given.device()),
+      tiers(given, choose_group(given), params, options.shapes),
       group_(choose_group(given)),
       coordinator_(std::make_unique<coordinator::Coordinator>(
           coordinator::CoordinatorParts{group_, given.device(), params, given.clock(),
@@ -140,6 +144,10 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
   }
   begin_pass();
   check_not_resident("backward()");
+  finish_update();
+  if (reducer_->num_backwards() == 0) {
+    optimizer->prepare();
+  }
   agree_on_weight_scale(weight);
   const double factor = weight / weight_scale_ * loss_scale_.value();
   std::vector<at::Tensor> gradients;
@@ -255,6 +263,7 @@ void Engine::Impl::abandon() noexcept {
   weighted_loss_ = at::Tensor();
   try {
     coordinator_->release_all();
+    finish_update();
     if (reducer_ && reducer_->in_backward() && coordinator_->meets()) {
       // Ranks may have stopped at different gradients: now all have started all.
       reducer_->drop_dynamic();
@@ -273,6 +282,7 @@ void Engine::Impl::abandon() noexcept {
 
 void Engine::Impl::zero_grad() {
   TESSERA_CHECK(backward_depth_ == 0, ConfigError, "zero_grad() inside of a backward");
+  finish_update();
   if (reducer_) {
     reducer_->clear();
   }
@@ -306,7 +316,7 @@ optim::StepSums Engine::Impl::sum_over_ranks() {
 
 StepResult Engine::Impl::step() {
   check_usable();
-  TESSERA_CHECK(reducer_ != nullptr && reducer_->num_backwards() > 0, ConfigError,
+  TESSERA_CHECK(reducer_ != nullptr && !update_runs_ && reducer_->num_backwards() > 0, ConfigError,
                 "step() without a backward since the last step; call engine.backward(loss) first");
   TESSERA_CHECK(forward_depth_ == 0 && backward_depth_ == 0, ConfigError,
                 "step() inside of a forward or backward");
@@ -334,10 +344,16 @@ StepResult Engine::Impl::finish_step() {
         "a gradient is infinite or NaN: the step is skipped on all ranks");
   } else {
     optimizer->start_update(*reducer_, result.lr, factors.gradient_scale);
-    optimizer->wait();
+    // On NVMe the update runs on beside the next forward, which waits for each parameter's own.
+    update_runs_ = tiers.uses_nvme();
+    if (!update_runs_) {
+      optimizer->wait();
+    }
   }
   loss_scale_.update(factors.finite);
-  reducer_->clear();
+  if (!update_runs_) {
+    reducer_->clear();
+  }
   trainable_is_known_ = false;
   weight_sum_ = 0;
   weighted_loss_ = at::Tensor();
@@ -346,8 +362,20 @@ StepResult Engine::Impl::finish_step() {
   return result;
 }
 
+void Engine::Impl::finish_update() {
+  if (!std::exchange(update_runs_, false)) {
+    return;
+  }
+  const SpanScope span(runtime.spans(), "wait for update");
+  const std::int64_t begin_ns = runtime.clock().now_ns();
+  optimizer->wait();
+  exposed_wait_s_ += static_cast<double>(runtime.clock().now_ns() - begin_ns) * 1e-9;
+  reducer_->clear();
+}
+
 EngineStats Engine::Impl::take_stats() {
   EngineStats stats;
+  stats.io = tiers.take_io();
   stats.gathers = coordinator_->take_stats();
   if (reducer_) {
     stats.reductions = reducer_->take_stats();

@@ -30,8 +30,8 @@
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/clip.h"
 #include "tessera/optim/loss_scale.h"
+#include "tessera/optim/optimizer.h"
 #include "tessera/optim/schedule.h"
-#include "tessera/optim/sharded_optimizer.h"
 #include "tessera/shard/param.h"
 
 namespace tessera {
@@ -107,6 +107,9 @@ class Engine::Impl {
   engine::GatheredBook& gathered() { return gathered_; }
   // This rank's elements of the parameter, which begin at `elements`, on the host or the device.
   void copy_to_shard(const shard::Param& param, const void* elements);
+  // Elements [begin, begin + numel) of the shard; begin is a multiple of shard::kShardStep.
+  void copy_to_shard(const shard::Param& param, std::int64_t begin, std::int64_t numel,
+                     const void* elements);
   // The shard has new values: its version counts, and the master weights follow.
   void shard_was_written(int id);
   // Before a collective that is no unit's: see coordinator/meeting.h.
@@ -130,8 +133,9 @@ class Engine::Impl {
   Runtime& runtime;
   const std::unique_ptr<device::Device> shard_device;  // where shards live; null: the runtime's
   shard::ParamTable params;
-  std::vector<at::Tensor> tensors;                     // by id
-  std::unique_ptr<optim::ShardedOptimizer> optimizer;  // once sealed
+  engine::EngineTiers tiers;
+  std::vector<at::Tensor> tensors;              // by id
+  std::unique_ptr<optim::Optimizer> optimizer;  // once sealed
   std::int64_t num_steps = 0;
 
  private:
@@ -144,6 +148,9 @@ class Engine::Impl {
                                     bool dynamic) const;
   void apply_leaf_options();
   void settle_units();
+  void seal_units();
+  planner::ModelShapes shapes() const;
+  void fill_shard(const shard::Param& param, const Init& init);
   std::int64_t trainable_bytes() const;
   void make_reducer();
   void watch_gradient(int id);
@@ -156,6 +163,8 @@ class Engine::Impl {
   void find_weight_scale(double weight);  // where all ranks are
   StepResult finish_step();
   void close_backward();
+  // Before gradients change: the update of the last step may still read them.
+  void finish_update();
   optim::StepSums sum_over_ranks();
 
   comm::Group& group_;
@@ -181,6 +190,7 @@ class Engine::Impl {
   bool trainable_is_known_ = false;  // nobody can have changed requires_grad since we looked
   bool leaf_options_applied_ = false;
   bool is_plain_ = false;           // after to_plain()
+  bool update_runs_ = false;        // since the last step; its gradients are still there
   bool closing_is_queued_ = false;  // for a backward that is not ours
   double weight_scale_ = 0;         // a power of two, agreed at the first backward; 0: not yet
   double weight_sum_ = 0;           // of this rank and step, in units of weight_scale_

@@ -48,6 +48,7 @@ std::optional<StepResult> Engine::Impl::follow() {
         find_weight_scale(0);
         break;
       case coordinator::MeetingPoint::kBackwardEnd:
+        finish_update();
         reducer_->finish_backward();
         break;
       case coordinator::MeetingPoint::kStep:

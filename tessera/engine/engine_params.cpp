@@ -76,7 +76,7 @@ void Engine::Impl::set_trainable(const at::Tensor& tensor, bool trainable) {
 
 void Engine::Impl::check_no_gradients_pending(int id) const {
   TESSERA_CHECK(forward_depth_ == 0 && backward_depth_ == 0 &&
-                    (reducer_ == nullptr || reducer_->num_backwards() == 0),
+                    (reducer_ == nullptr || update_runs_ || reducer_->num_backwards() == 0),
                 ConfigError, "parameter '", params[id].name(), "' is ",
                 params[id].trainable() ? "frozen" : "unfrozen",
                 " in the middle of a step: gradients of it are pending; call step() or zero_grad() "
@@ -101,6 +101,7 @@ void Engine::Impl::notice_trainable() {
 }
 
 void Engine::Impl::change_trainable(const std::vector<int>& ids) {
+  finish_update();
   for (const int id : ids) {
     const bool trainable = !params[id].trainable();
     params[id].set_trainable(trainable);
@@ -120,6 +121,7 @@ void Engine::Impl::change_trainable(const std::vector<int>& ids) {
 }
 
 void Engine::Impl::shard_was_written(int id) {
+  finish_update();
   params[id].set_updated(device::Pending());
   if (optimizer) {
     optimizer->reset_master(id);

@@ -94,6 +94,10 @@ void Engine::Impl::settle_units() {
       return coordinator_->unit(unit->id()).traits.dynamic;
     }));
   }
+  coordinator_->settle_units();
+}
+
+void Engine::Impl::seal_units() {
   coordinator_->seal();
   // From here on a leaf uses what is inside it.
   for (const auto& unit : units_) {

@@ -18,14 +18,26 @@ device::Memory Engine::Impl::gather_full(int id, const std::string& what) {
   meet_outside_of_units(what);
   device::Device& device = runtime.device();
   device::Stream& stream = device.stream(device::StreamKind::kGather);
-  stream.wait(param.updated());
   device::Memory full =
       device.allocate(device::MemoryKind::kDevice, layout.full_bytes(), Role::kFull);
+  std::byte* shard = param.shard();
+  device::Pending brought;
+  if (param.is_stored()) {
+    shard = full.data() + static_cast<std::size_t>(group().rank()) * layout.shard_bytes();
+    brought = tiers.feed().start_bring(param, shard, device::Pending());
+    if (group().size() == 1) {
+      brought.wait();
+      return full;
+    }
+  } else {
+    stream.wait(param.updated());
+  }
   comm::CallOptions call;
   call.label.unit = what;
   call.label.parameter = param.name();
   call.stream = &stream;
-  const comm::Gather gather{param.shard(), full.data(), layout.shard_numel(), layout.dtype()};
+  call.ready = brought;
+  const comm::Gather gather{shard, full.data(), layout.shard_numel(), layout.dtype()};
   const device::Pending gathered = group().start_all_gather({&gather, 1}, call);
   stream.wait(gathered);
   gathered.wait();

@@ -42,6 +42,7 @@ struct Runtime::Impl {
       : config(std::move(given)),
         spans(clock, options.num_spans),
         logger(LogOptions::from(config), LogContext{rank, num_ranks, -1, {}, {}}),
+        wrap_io(options.wrap_io),
         on_cuda(options.cuda_device >= 0) {
     if (on_cuda) {
       device::CudaDeviceOptions cuda;
@@ -84,6 +85,7 @@ struct Runtime::Impl {
   Ledger ledger;
   Spans spans;
   Logger logger;
+  std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io;
   bool on_cuda;
   std::unique_ptr<device::Device> device;
   std::unique_ptr<optim::Kernels> kernels;
@@ -142,6 +144,13 @@ Ledger& Runtime::ledger() const { return impl_->ledger; }
 Spans& Runtime::spans() const { return impl_->spans; }
 const Clock& Runtime::clock() const { return impl_->clock; }
 const Logger& Runtime::logger() const { return impl_->logger; }
+std::unique_ptr<tier::IoEngine> Runtime::make_io_engine(const tier::IoOptions& options) const {
+  std::unique_ptr<tier::IoEngine> io =
+      tier::make_io_engine(options, [this](const std::string& reason) {
+        impl_->logger.once("io engine", LogLevel::kInfo, reason);
+      });
+  return impl_->wrap_io ? impl_->wrap_io(std::move(io)) : std::move(io);
+}
 const std::shared_ptr<comm::Board>& Runtime::board() const { return impl_->world.board; }
 
 }  // namespace tessera

@@ -21,6 +21,7 @@
 #include "tessera/device/device.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/optim/kernels.h"
+#include "tessera/tier/io_engine.h"
 
 namespace tessera {
 
@@ -32,6 +33,8 @@ struct RuntimeOptions {
   std::size_t num_spans = 0;  // ring for a Chrome trace; 0: off
   // For tests: what stands in for the CPU, such as the late device. Null: the CPU itself.
   std::function<std::unique_ptr<device::Device>(device::CpuDeviceOptions)> make_device = {};
+  // For tests: what stands between the tiers and the disk. Null: nothing.
+  std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io = {};
 };
 
 class Runtime {
@@ -60,6 +63,8 @@ class Runtime {
   const Logger& logger() const;
   // Where a failure of this rank is posted; null in a world of one.
   const std::shared_ptr<comm::Board>& board() const;
+  // A reason why the faster engine cannot be had is logged once.
+  std::unique_ptr<tier::IoEngine> make_io_engine(const tier::IoOptions& options) const;
 
  private:
   void split_group();

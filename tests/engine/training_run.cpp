@@ -4,17 +4,20 @@
 #include <cmath>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <sstream>
 
 #include <ATen/ATen.h>
 
 #include "models/data.h"
+#include "models/gpt_shapes.h"
 #include "models/plain_trainer.h"
 #include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/engine/runtime.h"
-#include "tessera/optim/sharded_optimizer.h"
+#include "tessera/optim/optimizer.h"
+#include "tessera/optim/rule.h"
 
 namespace tessera::testing {
 namespace {
@@ -73,35 +76,44 @@ class Results {
  public:
   explicit Results(RunOutcome& outcome) : outcome_(outcome) {}
 
+  // Collective: every rank asks for the same.
   void add_params(Engine& engine) {
+    const auto names = optim::state_names(optim::RuleOptions::from(engine.runtime().config()));
     for (int id = 0; id < engine.num_params(); ++id) {
       const shard::Param& param = engine.param(id);
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (outcome_.params.size() <= static_cast<std::size_t>(id)) {
-        outcome_.names.push_back(param.name());
-        outcome_.params.push_back(at::zeros({param.layout().numel()}, at::kFloat));
-      }
-      float* out = outcome_.params[static_cast<std::size_t>(id)].data_ptr<float>();
-      const bool low = param.layout().dtype() != DType::kFloat32;
-      const auto master = engine.optimizer().state(id, "master");
-      for (std::int64_t i = 0; i < param.range().numel; ++i) {
-        const auto index = static_cast<std::size_t>(i);
-        float value = 0;
-        if (low && !master.empty()) {
-          value = master[index];
-        } else if (low) {
-          value = param.layout().dtype() == DType::kBFloat16
-                      ? to_float(reinterpret_cast<const BFloat16*>(param.shard())[index])
-                      : to_float(reinterpret_cast<const Float16*>(param.shard())[index]);
-        } else {
-          value = reinterpret_cast<const float*>(param.shard())[index];
-        }
-        out[param.range().begin + i] = value;
+      const std::int64_t numel = param.layout().numel();
+      // What has no master: fp32 itself, and what is frozen.
+      const at::Tensor value = engine.full_value(id).flatten().to(at::kFloat);
+      const auto num_states = static_cast<std::int64_t>(names.size());
+      add_tensor(id, param.name(), numel, num_states);
+      copy_part(engine, param, "master", value, outcome_.params[static_cast<std::size_t>(id)], 0);
+      for (std::int64_t i = 0; i < num_states; ++i) {
+        copy_part(engine, param, names[static_cast<std::size_t>(i)], at::zeros({numel}),
+                  outcome_.states[static_cast<std::size_t>(id)], i * numel);
       }
     }
   }
 
  private:
+  void add_tensor(int id, const std::string& name, std::int64_t numel, std::int64_t num_states) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (outcome_.params.size() <= static_cast<std::size_t>(id)) {
+      outcome_.names.push_back(name);
+      outcome_.params.push_back(at::zeros({numel}, at::kFloat));
+      outcome_.states.push_back(at::zeros({numel * num_states}, at::kFloat));
+    }
+  }
+
+  // Of this rank's elements, or of `otherwise` where the optimizer has none.
+  void copy_part(Engine& engine, const shard::Param& param, std::string_view name,
+                 const at::Tensor& otherwise, const at::Tensor& to, std::int64_t offset) {
+    const auto values = engine.optimizer().state(param.id(), name);
+    const shard::ElementRange range = param.range();
+    const float* from = values.empty() ? otherwise.data_ptr<float>() + range.begin : values.data();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::copy_n(from, range.numel, to.data_ptr<float>() + offset + range.begin);
+  }
+
   std::mutex mutex_;
   RunOutcome& outcome_;
 };
@@ -129,15 +141,24 @@ class PlantedGradient {
 
 void train_rank(const RunSettings& settings, comm::Group& group, RunOutcome& outcome,
                 Results& results) {
-  Runtime runtime(config_of(settings), group, {-1, 1, 0});
+  RuntimeOptions runtime_options;
+  runtime_options.num_update_threads = 1;
+  runtime_options.wrap_io = settings.wrap_io;
+  Runtime runtime(config_of(settings), group, runtime_options);
   EngineOptions options;
   options.run_steps = settings.steps;
+  if (settings.gives_shapes) {
+    options.shapes = models::planner_shapes(models::gpt_shape(settings.model));
+  }
   Engine engine(runtime, options);
   models::Gpt model(settings.model, engine, settings.seed);
   const auto data = data_of(settings);
   const shard::Param* planted_param = engine.params().find(kPlantedParam);
   TESSERA_CHECK(planted_param != nullptr, ConfigError, "no parameter ", kPlantedParam);
-  const FrozenShard before(*planted_param);
+  std::optional<FrozenShard> before;
+  if (settings.planted == Planted::kParamNotUpdated) {
+    before.emplace(*planted_param);
+  }
   std::unique_ptr<PlantedGradient> planted_gradient;
   if (settings.planted == Planted::kDoubledGradient ||
       settings.planted == Planted::kStaleGradient) {
@@ -158,12 +179,24 @@ void train_rank(const RunSettings& settings, comm::Group& group, RunOutcome& out
     }
     const StepResult result = engine.step();
     if (settings.planted == Planted::kParamNotUpdated) {
-      before.restore();
+      before->restore();
     }
     const EngineStats stats = engine.take_stats();
     if (group.rank() == 0) {
       outcome.steps.push_back(result);
       outcome.stats.push_back(stats);
+    }
+  }
+  if (group.rank() == 0) {
+    for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
+      for (std::size_t role = 0; role < kNumRoles; ++role) {
+        const auto cell = std::pair(static_cast<Tier>(tier), static_cast<Role>(role));
+        outcome.peaks[cell] =
+            static_cast<std::int64_t>(runtime.ledger().peak_bytes(cell.first, cell.second));
+      }
+    }
+    if (engine.placement() != nullptr) {
+      outcome.placement = *engine.placement();
     }
   }
   results.add_params(engine);
@@ -275,7 +308,9 @@ bool same_bits(const RunOutcome& left, const RunOutcome& right) {
     }
   }
   for (std::size_t i = 0; i < left.params.size(); ++i) {
-    if (!at::equal(left.params[i], right.params[i])) {
+    if (!at::equal(left.params[i], right.params[i]) ||
+        (i < left.states.size() && i < right.states.size() &&
+         !at::equal(left.states[i], right.states[i]))) {
       return false;
     }
   }

@@ -3,6 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,6 +39,9 @@ struct RunSettings {
   std::uint64_t seed = 7;
   std::string data = "demo";
   Planted planted = Planted::kNothing;
+  bool gives_shapes = false;  // to the engine, before the model is built
+  // Stands between the tiers and the disk; null: nothing.
+  std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io = {};
 };
 
 struct RunOutcome {
@@ -42,7 +49,11 @@ struct RunOutcome {
   std::vector<StepResult> steps;
   std::vector<std::string> names;
   std::vector<at::Tensor> params;  // after the last step, in fp32: master weights of low precision
+  std::vector<at::Tensor> states;  // optimizer states after the last step, by parameter
   std::vector<EngineStats> stats;  // of rank 0, per step
+  // Of rank 0: what was planned, if anything was, and what its books say after the last step.
+  std::optional<planner::Placement> placement;
+  std::map<std::pair<Tier, Role>, std::int64_t> peaks;
 };
 
 RunOutcome train(const RunSettings& settings);
@@ -60,7 +71,7 @@ struct Difference {
 };
 Difference difference(const RunOutcome& left, const RunOutcome& right);
 
-// Every bit of losses, norms and parameters.
+// Every bit of losses, norms, parameters and optimizer states.
 bool same_bits(const RunOutcome& left, const RunOutcome& right);
 
 Config config_of(const RunSettings& settings);

@@ -11,8 +11,9 @@ namespace tessera::testing {
 
 class TemporaryDirectory {
  public:
-  TemporaryDirectory() {
-    std::string name = (std::filesystem::temp_directory_path() / "tessera-test-XXXXXX").string();
+  TemporaryDirectory() : TemporaryDirectory(std::filesystem::temp_directory_path()) {}
+  explicit TemporaryDirectory(const std::filesystem::path& parent) {
+    std::string name = (parent / "tessera-test-XXXXXX").string();
     if (::mkdtemp(name.data()) == nullptr) {
       throw std::runtime_error("mkdtemp failed for " + name);
     }
@@ -29,6 +30,12 @@ class TemporaryDirectory {
 
  private:
   std::filesystem::path path_;
+};
+
+// On the disk that the tests were built on: temporary directories may be memory.
+class DiskDirectory final : public TemporaryDirectory {
+ public:
+  DiskDirectory() : TemporaryDirectory(std::filesystem::current_path()) {}
 };
 
 }  // namespace tessera::testing

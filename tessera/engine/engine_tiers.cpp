@@ -1,0 +1,350 @@
+#include "tessera/engine/engine_tiers.h"
+
+#include <algorithm>
+#include <random>
+#include <sstream>
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/core/option_table.h"
+#include "tessera/engine/host_tier_device.h"
+#include "tessera/optim/sharded_optimizer.h"
+#include "tessera/optim/tiered_optimizer.h"
+#include "tessera/tier/io_measure.h"
+
+namespace tessera::engine {
+namespace {
+
+// For a model that is still being built: tiles of initial values.
+constexpr std::size_t kBuildBufferBytes = std::size_t{2} << 20;
+
+tier::DirectIo direct_io(const Config& config) {
+  const std::string& mode = config.get_string("nvme.direct_io");
+  return mode == "on"    ? tier::DirectIo::kOn
+         : mode == "off" ? tier::DirectIo::kOff
+                         : tier::DirectIo::kAuto;
+}
+
+tier::IoKind io_kind(const Config& config) {
+  const std::string& kind = config.get_string("nvme.engine");
+  return kind == "uring"     ? tier::IoKind::kUring
+         : kind == "threads" ? tier::IoKind::kThreads
+                             : tier::IoKind::kAuto;
+}
+
+// What is not given was measured once per directory; the first one speaks for all.
+tier::IoOptions io_options(const Config& config) {
+  const auto block_bytes = static_cast<std::size_t>(config.get_bytes("nvme.block_bytes"));
+  const auto queue_depth = static_cast<int>(config.get_int("nvme.queue_depth"));
+  const auto num_threads = static_cast<int>(config.get_int("nvme.threads"));
+  tier::IoOptions options;
+  options.kind = io_kind(config);
+  if (block_bytes == 0 || queue_depth == 0 || num_threads == 0) {
+    tier::MeasureOptions measure;
+    measure.kind = options.kind;
+    measure.direct = direct_io(config);
+    options = tier::measure_directory(config.get_list("nvme.paths").front(), measure).best;
+    options.kind = io_kind(config);
+  }
+  options.block_bytes = block_bytes > 0 ? block_bytes : options.block_bytes;
+  options.queue_depth = queue_depth > 0 ? queue_depth : options.queue_depth;
+  options.num_threads = num_threads > 0 ? num_threads : options.num_threads;
+  return options;
+}
+
+void check_same(const planner::ModelShapes& planned, const planner::ModelShapes& built) {
+  for (std::size_t i = 0; i < std::max(planned.params.size(), built.params.size()); ++i) {
+    TESSERA_CHECK(i < planned.params.size() && i < built.params.size(), ConfigError,
+                  "the model has ", built.params.size(), " parameters, memory was planned for ",
+                  planned.params.size(), "; give the shapes of the model that is built, or none");
+    TESSERA_CHECK(planned.params[i].numel == built.params[i].numel &&
+                      planned.params[i].trainable == built.params[i].trainable,
+                  ConfigError, "parameter '", built.params[i].name, "' has ", built.params[i].numel,
+                  " elements", built.params[i].trainable ? "" : ", frozen",
+                  "; memory was planned for '", planned.params[i].name, "' with ",
+                  planned.params[i].numel, planned.params[i].trainable ? "" : ", frozen",
+                  "; give the shapes of the model that is built, or none");
+  }
+}
+
+}  // namespace
+
+bool asks_for_plan(const Config& config) {
+  const auto is_limited = [&](const char* name) {
+    return config.get_bytes(name) != kUnlimitedBytes;
+  };
+  return is_limited("memory.device") || is_limited("memory.host") || is_limited("memory.nvme") ||
+         config.get_string("place.parameters") != "auto" ||
+         config.get_string("place.optimizer") != "auto" || !config.get_list("nvme.paths").empty();
+}
+
+EngineTiers::EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable& params,
+                         const std::optional<planner::ModelShapes>& shapes)
+    : runtime_(runtime),
+      group_(group),
+      params_(params),
+      is_planned_(asks_for_plan(runtime.config())),
+      shapes_(shapes) {
+  if (!is_planned_) {
+    return;
+  }
+  TESSERA_CHECK(!runtime.on_cuda(), ConfigError,
+                "memory budgets, places and NVMe are not there yet for an engine on ",
+                runtime.device().name(), "; leave memory.*, place.* and nvme.paths out");
+  options_ = planner::PlacementOptions::from(runtime.config(), group.size(), runtime.on_cuda());
+  for (const std::string& directory : runtime.config().get_list("nvme.paths")) {
+    tier::check_scratch_directory(directory);
+  }
+  if (shapes_) {
+    plan(*shapes_);
+  }
+  if (options_.has_nvme && (!placement_ || placement_->uses_nvme)) {
+    make_io();
+  }
+}
+
+EngineTiers::~EngineTiers() = default;
+
+void EngineTiers::plan(const planner::ModelShapes& model) {
+  placement_ =
+      planner::make_placement(model, options_, runtime_.config().get_int("batch.accumulate"));
+}
+
+// Rank 0 chooses: a run has one name on all ranks. What it measures first, others find.
+std::string EngineTiers::agree_on_run() {
+  std::uint64_t number = 0;
+  if (group_.rank() == 0) {
+    std::random_device device;
+    number = (static_cast<std::uint64_t>(device()) << 32) | device();
+  }
+  comm::CallOptions call;
+  call.label.unit = "name of the run's scratch files";
+  group_.start_broadcast(&number, sizeof(number), DType::kUInt8, 0, call).wait();
+  std::ostringstream name;
+  name << std::hex << number;
+  return name.str();
+}
+
+void EngineTiers::make_io() {
+  const Config& config = runtime_.config();
+  tier::IoOptions options;
+  if (group_.rank() == 0) {
+    options = io_options(config);
+  }
+  run_ = agree_on_run();
+  if (group_.rank() != 0) {
+    options = io_options(config);
+  }
+  io_ = runtime_.make_io_engine(options);
+  for (const std::string& directory : config.get_list("nvme.paths")) {
+    for (const std::string& name : tier::remove_stale(directory)) {
+      runtime_.logger().info("removed '", name, "', which a run that is no more has left");
+    }
+  }
+  parameter_store_ = make_store("parameters", Role::kShard, 0);
+  shards_ = std::make_unique<shard::ShardStore>(*parameter_store_);
+  feed_ = std::make_unique<coordinator::ShardFeed>(params_, *shards_, runtime_.device(),
+                                                   device::MemoryKind::kHost, kBuildBufferBytes);
+}
+
+std::unique_ptr<tier::FileStore> EngineTiers::make_store(const std::string& name, Role role,
+                                                         std::uint64_t bytes) {
+  const Config& config = runtime_.config();
+  tier::FileStoreOptions options;
+  options.directories = config.get_list("nvme.paths");
+  options.name = {run_, runtime_.rank(), name};
+  options.role = role;
+  options.verify = config.get_bool("nvme.verify");
+  options.direct_io = direct_io(config);
+  options.reserved_bytes = bytes;
+  options.engine = io_.get();
+  options.ledger = &runtime_.ledger();
+  return std::make_unique<tier::FileStore>(std::move(options));
+}
+
+bool EngineTiers::stores_next(const shard::Layout& layout) const {
+  if (!io_) {
+    return false;
+  }
+  if (placement_) {
+    const auto id = static_cast<std::size_t>(params_.num_params());
+    return id < placement_->params.size() &&
+           placement_->params[id].parameter == planner::Place::kNvme;
+  }
+  return options_.parameters == planner::Wish::kNvme ||
+         shard_bytes_ + static_cast<std::int64_t>(layout.shard_bytes()) >
+             options_.memory_bytes() / 2;
+}
+
+void EngineTiers::add(const shard::Param& param) {
+  if (param.is_stored()) {
+    shards_->add(param);
+  } else {
+    shard_bytes_ += static_cast<std::int64_t>(param.layout().shard_bytes());
+  }
+}
+
+void EngineTiers::write(const shard::Param& param, std::int64_t begin, std::int64_t numel,
+                        const void* elements) {
+  feed_->write(param, begin, numel, elements);
+}
+
+void EngineTiers::settle(const planner::ModelShapes& model) {
+  if (!is_planned_) {
+    return;
+  }
+  if (placement_) {
+    check_same(*shapes_, model);
+  } else {
+    plan(model);
+  }
+  move_shards();
+  if (!placement_->uses_nvme) {
+    feed_.reset();
+    shards_.reset();
+    parameter_store_.reset();
+    return;
+  }
+  feed_.reset();  // the buffers of building
+  feed_ = std::make_unique<coordinator::ShardFeed>(
+      params_, *shards_, runtime_.device(), device::MemoryKind::kHost,
+      std::max(static_cast<std::size_t>(placement_->parameter_pool_bytes),
+               coordinator::kSmallestFeedBytes));
+  make_gradient_tier();
+}
+
+void EngineTiers::move_shards() {
+  for (int id = 0; id < params_.num_params(); ++id) {
+    shard::Param& param = params_[id];
+    const bool stores =
+        placement_->params[static_cast<std::size_t>(id)].parameter == planner::Place::kNvme;
+    if (stores && !param.is_stored()) {
+      shards_->add(param);
+      feed_->write(param, 0, param.range().numel, param.shard());
+      param.set_stored();
+    } else if (!stores && param.is_stored()) {
+      param.set_in_memory();
+      feed_->read(param, param.shard());
+      shards_->forget(id);
+    }
+  }
+}
+
+void EngineTiers::make_gradient_tier() {
+  grad::GradientTier gradients;
+  std::uint64_t bytes = 0;
+  for (int id = 0; id < params_.num_params(); ++id) {
+    const bool stores =
+        placement_->params[static_cast<std::size_t>(id)].gradient == planner::Place::kNvme;
+    const std::size_t each = tier::whole_blocks(
+        static_cast<std::size_t>(params_[id].layout().shard_numel()) * sizeof(float));
+    gradients.offset.push_back(stores ? static_cast<std::int64_t>(bytes) : -1);
+    bytes += stores ? each : 0;
+  }
+  if (bytes == 0) {
+    return;
+  }
+  gradient_store_ = make_store("gradients", Role::kGradient, bytes);
+  for (int id = 0; id < params_.num_params(); ++id) {
+    if (gradients.offset[static_cast<std::size_t>(id)] >= 0) {
+      gradient_store_->allocate(
+          static_cast<std::size_t>(params_[id].layout().shard_numel()) * sizeof(float),
+          detail::concat("gradient of parameter '", params_[id].name(), "'"));
+    }
+  }
+  gradient_pool_ = std::make_unique<tier::BufferPool>(
+      runtime_.device(), device::MemoryKind::kHost,
+      static_cast<std::size_t>(placement_->gradient_pool_bytes), "gradient buffers");
+  gradients.store = gradient_store_.get();
+  gradients.buffers = gradient_pool_.get();
+  gradients_ = std::move(gradients);
+}
+
+coordinator::TierOptions EngineTiers::coordinator_options() const {
+  coordinator::TierOptions options;
+  options.feed = feed_.get();
+  options.live_limit_bytes = placement_->live_limit_bytes;
+  options.arena_bytes = static_cast<std::size_t>(placement_->arena_bytes);
+  return options;
+}
+
+std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleOptions& rule) {
+  device::Device* device = &runtime_.device();
+  if (is_planned_ && options_.optimizer == planner::Wish::kHost) {
+    host_device_ = std::make_unique<HostTierDevice>(runtime_.device());
+    device = host_device_.get();
+  }
+  if (!uses_nvme()) {
+    return std::make_unique<optim::ShardedOptimizer>(params_, *device, runtime_.kernels(), rule);
+  }
+  optim::TieredParts parts{runtime_.clock(), runtime_.spans()};
+  std::uint64_t states_bytes = 0;
+  for (const planner::ShardPlaces& places : placement_->params) {
+    parts.stored.push_back({places.parameter == planner::Place::kNvme,
+                            places.gradient == planner::Place::kNvme,
+                            places.states == planner::Place::kNvme});
+    states_bytes += places.states == planner::Place::kNvme ? 1 : 0;
+  }
+  if (states_bytes > 0) {
+    state_store_ =
+        make_store("states", Role::kOptimizer,
+                   static_cast<std::uint64_t>(placement_->bytes(Tier::kNvme, Role::kOptimizer)));
+    parts.states = state_store_.get();
+  }
+  parts.parameters = shards_.get();
+  if (placement_->optimizer_pool_bytes > 0) {
+    optimizer_pool_ = std::make_unique<tier::BufferPool>(
+        runtime_.device(), device::MemoryKind::kHost,
+        static_cast<std::size_t>(placement_->optimizer_pool_bytes), "optimizer buffers");
+    parts.buffers = optimizer_pool_.get();
+  }
+  parts.sub_group_numel = placement_->sub_group_numel;
+  parts.on_updated = [this](int id, std::int64_t begin, std::int64_t numel, const void* values) {
+    return feed_->offer(id, begin, numel, values);
+  };
+  auto optimizer = std::make_unique<optim::TieredOptimizer>(params_, *device, runtime_.kernels(),
+                                                            rule, std::move(parts));
+  optimizer_ = optimizer.get();
+  return optimizer;
+}
+
+const tier::Store* EngineTiers::store(Role role) const {
+  switch (role) {
+    case Role::kShard:
+      return parameter_store_.get();
+    case Role::kGradient:
+      return gradient_store_.get();
+    case Role::kOptimizer:
+      return state_store_.get();
+    default:
+      return nullptr;
+  }
+}
+
+TierIo EngineTiers::take_io() {
+  const auto since = [](const tier::FileStore* store, RoleIo& taken) {
+    if (store == nullptr) {
+      return RoleIo();
+    }
+    const tier::StoreStats stats = store->stats();
+    const RoleIo now{stats.read_bytes, stats.written_bytes};
+    const RoleIo before = std::exchange(taken, now);
+    return RoleIo{now.read_bytes - before.read_bytes, now.written_bytes - before.written_bytes};
+  };
+  TierIo io;
+  io.parameters = since(parameter_store_.get(), taken_.parameters);
+  io.gradients = since(gradient_store_.get(), taken_.gradients);
+  io.states = since(state_store_.get(), taken_.states);
+  if (feed_) {
+    io.feed = feed_->take_stats();
+  }
+  if (optimizer_ != nullptr) {
+    const optim::TieredStats stats = optimizer_->take_stats();
+    io.update_read_wait_s = stats.read_wait_s;
+    io.update_lease_wait_s = stats.lease_wait_s;
+    io.update_s = stats.update_s;
+  }
+  return io;
+}
+
+}  // namespace tessera::engine
