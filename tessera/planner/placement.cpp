@@ -72,6 +72,7 @@ PlacementOptions PlacementOptions::from(const Config& config, int num_ranks, boo
   options.parameter_buffers = static_cast<int>(config.get_int("nvme.parameter_buffers"));
   options.parameter_buffer_bytes = config.get_bytes("nvme.parameter_buffer_bytes");
   options.optimizer_buffers = static_cast<int>(config.get_int("nvme.optimizer_buffers"));
+  options.verify = config.get_bool("nvme.verify");
   return options;
 }
 

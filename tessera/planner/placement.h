@@ -80,6 +80,7 @@ struct PlacementOptions {
   int parameter_buffers = 0;
   std::int64_t parameter_buffer_bytes = 0;
   int optimizer_buffers = 0;
+  bool verify = false;  // checksums of what is on NVMe are kept in memory
 
   // num_ranks, budgets, places and buffers as the config says; types by option precision. Throws
   // ConfigError for contradictions: a tier without a path, a place that its budget forbids.
@@ -151,6 +152,21 @@ struct Placement {
 // Throws ConfigError, with the arithmetic, if it does not fit.
 Placement make_placement(const ModelShapes& model, const PlacementOptions& options,
                          std::int64_t num_micro_batches);
+
+// A piece of a store: what lies where. Offsets are those in the store of its role.
+struct PlannedExtent {
+  Role role = Role::kShard;  // kShard, kGradient or kOptimizer
+  int param = 0;
+  std::int64_t begin = 0;  // element of the shard
+  std::int64_t offset = 0;
+  std::int64_t bytes = 0;
+  std::string tensor;  // of kOptimizer: "master", "exp_avg"
+};
+// In the order of roles and offsets. `state_names`: of the update rule.
+std::vector<PlannedExtent> planned_extents(const ModelShapes& model,
+                                           const PlacementOptions& options,
+                                           const Placement& placement,
+                                           const std::vector<std::string>& state_names);
 
 // What this machine can give now, for all ranks on it.
 struct MachineLimits {

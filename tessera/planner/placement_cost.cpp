@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 
 #include "tessera/coordinator/shard_feed.h"
 #include "tessera/core/error.h"
@@ -30,6 +31,10 @@ class Lines {
  public:
   void add(Tier tier, Role role, std::int64_t bytes) {
     bytes_[static_cast<std::size_t>(tier)][static_cast<std::size_t>(role)] += bytes;
+  }
+  std::int64_t bytes(Tier tier) const {
+    const auto& roles = bytes_[static_cast<std::size_t>(tier)];
+    return std::accumulate(roles.begin(), roles.end(), std::int64_t{0});
   }
   std::vector<LedgerLine> take() const {
     std::vector<LedgerLine> lines;
@@ -103,6 +108,17 @@ std::int64_t block_bytes(std::int64_t bytes) {
   return as_int(tier::whole_blocks(static_cast<std::size_t>(bytes)));
 }
 
+bool uses_nvme(const std::vector<ShardPlaces>& places) {
+  return std::any_of(places.begin(), places.end(), [](const ShardPlaces& each) {
+    return each.parameter == Place::kNvme || each.gradient == Place::kNvme ||
+           each.states == Place::kNvme;
+  });
+}
+
+std::int64_t checksum_bytes(std::int64_t nvme_bytes) {
+  return nvme_bytes / as_int(tier::kBlockBytes) * as_int(sizeof(std::uint64_t));
+}
+
 bool is_gathered(const CutModel& cut, const ShardPlaces& places) {
   return cut.options.num_ranks > 1 || places.parameter == Place::kNvme;
 }
@@ -153,6 +169,18 @@ std::int64_t choose_bucket_bytes(const CutModel& cut) {
     trainable_bytes += cut.is_trainable(i) ? as_int(cut.layouts[i].full_bytes()) : 0;
   }
   return std::min(options.bucket_bytes, std::max(trainable_bytes / 4, kSmallestBucketBytes));
+}
+
+std::vector<std::int64_t> possible_bucket_bytes(const CutModel& cut) {
+  const PlacementOptions& options = cut.options;
+  if (options.is_bucket_given || options.memory_bytes() == kUnlimited) {
+    return {choose_bucket_bytes(cut)};
+  }
+  std::vector<std::int64_t> possible;
+  for (std::int64_t bytes = kSmallestBucketBytes; bytes >= kTiniestBucketBytes; bytes /= 2) {
+    possible.push_back(std::min(bytes, options.bucket_bytes));
+  }
+  return possible;
 }
 
 GradientCost gradient_cost(const CutModel& cut, const std::vector<ShardPlaces>& places,
@@ -230,21 +258,18 @@ void complete(const CutModel& cut, std::int64_t num_micro_batches, Placement& pl
   const optim::SubGroupPlan plan = sub_groups(cut, places, placement.sub_group_numel);
   const auto num_tensors =
       as_int(optim::num_state_tensors(cut.model.dtype, cut.options.num_states));
-  // Beside stored ones, states in memory have the layout of the store.
-  const bool is_tiered = plan.max_lease_bytes > 0;
+  placement.uses_nvme = uses_nvme(places);
   const GradientCost gradients = gradient_cost(cut, places, placement.bucket_bytes);
   Lines lines;
   StepBytes& step = placement.step;
   step = {};
   placement.full_gradient_bytes = 0;
-  placement.uses_nvme = false;
   for (std::size_t i = 0; i < places.size(); ++i) {
     const shard::Layout& layout = cut.layouts[i];
     const std::int64_t shard_bytes = as_int(layout.shard_bytes());
     const bool is_stored = places[i].parameter == Place::kNvme;
     lines.add(tier_of(places[i].parameter), Role::kShard,
               is_stored ? block_bytes(shard_bytes) : taken_bytes(shard_bytes));
-    placement.uses_nvme = placement.uses_nvme || is_stored;
     if (!cut.is_trainable(i)) {
       continue;
     }
@@ -252,15 +277,15 @@ void complete(const CutModel& cut, std::int64_t num_micro_batches, Placement& pl
         std::max(placement.full_gradient_bytes, layout.numel() * as_int(bytes_of(layout.dtype())));
     const bool gradient_is_stored = places[i].gradient == Place::kNvme;
     const bool states_are_stored = places[i].states == Place::kNvme;
-    placement.uses_nvme = placement.uses_nvme || gradient_is_stored || states_are_stored;
     if (gradient_is_stored) {
       const std::int64_t bytes = block_bytes(4 * layout.shard_numel());
       lines.add(Tier::kNvme, Role::kGradient, bytes);
       step.gradients_written += bytes * num_micro_batches;
       step.gradients_read += bytes * num_micro_batches;  // once per addition, and by the update
     }
+    // Beside stored shards, states in memory have the layout of the store.
     const std::int64_t states_bytes =
-        is_tiered ? as_int(plan.states_bytes[i]) : num_tensors * 4 * layout.shard_numel();
+        placement.uses_nvme ? as_int(plan.states_bytes[i]) : num_tensors * 4 * layout.shard_numel();
     lines.add(tier_of(places[i].states), Role::kOptimizer,
               states_are_stored ? states_bytes : taken_bytes(states_bytes));
   }
@@ -271,6 +296,9 @@ void complete(const CutModel& cut, std::int64_t num_micro_batches, Placement& pl
     lines.add(Tier::kHost, Role::kStaging, taken_bytes(block_bytes(pool)));
   }
   lines.add(Tier::kHost, Role::kStaging, feed_bytes(placement.parameter_pool_bytes));
+  if (cut.options.verify) {
+    lines.add(Tier::kHost, Role::kOther, checksum_bytes(lines.bytes(Tier::kNvme)));
+  }
   placement.ledger = lines.take();
   placement.comm_bytes = gradients.received;
 

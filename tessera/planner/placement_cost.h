@@ -30,6 +30,10 @@ struct CutModel {
 std::int64_t taken_bytes(std::int64_t bytes);
 std::int64_t block_bytes(std::int64_t bytes);  // whole blocks
 
+bool uses_nvme(const std::vector<ShardPlaces>& places);
+// In memory, for so many bytes on NVMe.
+std::int64_t checksum_bytes(std::int64_t nvme_bytes);
+
 // Whether the parameter, where it lives as `places` says, is gathered into the arena.
 bool is_gathered(const CutModel& cut, const ShardPlaces& places);
 
@@ -47,6 +51,9 @@ std::int64_t whole_arena_bytes(const CutModel& cut, const std::vector<ShardPlace
 // The bucket size of reductions: as given; else at most a quarter of all gradients, so that
 // reductions begin before backward has ended, and no more than a budget can spare.
 std::int64_t choose_bucket_bytes(const CutModel& cut);
+// Where everything stays in memory: the same without a budget; with one, whichever leaves room, so
+// that what fits into one budget fits into every larger one. Largest first.
+std::vector<std::int64_t> possible_bucket_bytes(const CutModel& cut);
 
 // What gradients take, besides the buffers of I/O.
 struct GradientCost {

@@ -5,6 +5,7 @@
 #include <sstream>
 #include <utility>
 
+#include "tessera/coordinator/shard_feed.h"
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
 #include "tessera/device/host_memory.h"
@@ -79,6 +80,7 @@ class Filler {
   std::vector<ShardPlaces> stored_places(Level level) const;
   std::optional<Placement> attempt(Level level, Sum& need) const;
   std::optional<Placement> keep_all(Sum& need) const;
+  std::optional<Placement> keep_all(std::int64_t bucket_bytes, Sum& need) const;
   Placement divide(std::int64_t rest, const std::vector<ShardPlaces>& stored,
                    Placement smallest) const;
   void keep_shards(std::int64_t room, std::vector<ShardPlaces>& places) const;
@@ -175,7 +177,7 @@ std::int64_t Filler::smallest_parameter_pool(const std::vector<ShardPlaces>& sto
     }
   }
   if (all == 0) {
-    return 0;
+    return static_cast<std::int64_t>(coordinator::kSmallestFeedBytes);
   }
   if (options_.parameter_buffers == 0 && options_.parameter_buffer_bytes == 0) {
     return kSmallestPoolBytes;
@@ -191,7 +193,8 @@ std::int64_t Filler::smallest_parameter_pool(const std::vector<ShardPlaces>& sto
 
 std::int64_t Filler::largest_parameter_pool(const std::vector<ShardPlaces>& stored) const {
   const std::int64_t smallest = smallest_parameter_pool(stored);
-  if (smallest == 0 || options_.parameter_buffers > 0 || options_.parameter_buffer_bytes > 0) {
+  if (smallest < kSmallestPoolBytes || options_.parameter_buffers > 0 ||
+      options_.parameter_buffer_bytes > 0) {
     return smallest;
   }
   std::int64_t largest = 0;
@@ -226,9 +229,22 @@ std::string Filler::unit_text(std::size_t unit) const {
 }
 
 std::optional<Placement> Filler::keep_all(Sum& need) const {
+  // With the largest buckets that leave room for everything else.
+  std::optional<Placement> found;
+  for (const std::int64_t bucket_bytes : possible_bucket_bytes(cut_)) {
+    need = Sum();
+    found = keep_all(bucket_bytes, need);
+    if (found) {
+      break;
+    }
+  }
+  return found;
+}
+
+std::optional<Placement> Filler::keep_all(std::int64_t bucket_bytes, Sum& need) const {
   Placement placement;
   placement.params = in_memory_;
-  placement.bucket_bytes = choose_bucket_bytes(cut_);
+  placement.bucket_bytes = bucket_bytes;
   placement.sub_group_numel = OptimizerBuffers(cut_, in_memory_).largest_numel();
   const UnitBytes unit = largest_unit(cut_, in_memory_);
   placement.arena_bytes = unit.bytes;
@@ -245,9 +261,9 @@ std::optional<Placement> Filler::keep_all(Sum& need) const {
     return std::nullopt;
   }
   const std::int64_t whole = whole_arena_bytes(cut_, in_memory_, options_.live_limit_bytes);
-  const std::int64_t more = floor(budget_ - need.total());
+  const std::int64_t more = budget_ - need.total();
   const bool is_whole = more >= taken_bytes(whole) - taken_bytes(unit.bytes);
-  placement.arena_bytes = is_whole ? whole : unit.bytes + more;
+  placement.arena_bytes = is_whole ? whole : unit.bytes + floor(more);
   placement.live_limit_bytes = is_whole ? options_.live_limit_bytes : placement.arena_bytes;
   return placement;
 }
@@ -255,13 +271,10 @@ std::optional<Placement> Filler::keep_all(Sum& need) const {
 std::optional<Placement> Filler::attempt(Level level, Sum& need) const {
   const std::vector<ShardPlaces> stored = stored_places(level);
   const OptimizerBuffers buffers(cut_, stored);
-  const auto is_on_nvme = [](Place place) { return place == Place::kNvme; };
-  const bool has_stored = std::any_of(stored.begin(), stored.end(), [&](const ShardPlaces& each) {
-    return is_on_nvme(each.parameter) || is_on_nvme(each.gradient) || is_on_nvme(each.states);
-  });
-  if (!has_stored) {
+  if (!uses_nvme(stored)) {
     return keep_all(need);
   }
+  const auto is_on_nvme = [](Place place) { return place == Place::kNvme; };
   const bool stores_gradients =
       std::any_of(stored.begin(), stored.end(),
                   [&](const ShardPlaces& each) { return is_on_nvme(each.gradient); });
@@ -278,21 +291,21 @@ std::optional<Placement> Filler::attempt(Level level, Sum& need) const {
   need.add("sums of blocks", gradient_cost(cut_, stored, smallest.bucket_bytes).bytes.block_sums);
   // Two pools, each of whole pages.
   const auto spare = static_cast<std::int64_t>(2 * (device::page_bytes() - tier::kBlockBytes));
-  need.add("parameter buffers", smallest.parameter_pool_bytes > 0
-                                    ? taken_bytes(smallest.parameter_pool_bytes) + spare
-                                    : 0);
+  need.add("parameter buffers", taken_bytes(smallest.parameter_pool_bytes) + spare);
   need.add("gradient buffers", taken_bytes(smallest.gradient_pool_bytes));
   need.add("optimizer buffers", taken_bytes(smallest.optimizer_pool_bytes));
   std::int64_t parameters = 0;
   std::int64_t gradients = 0;
   std::int64_t states = 0;
+  std::int64_t on_nvme = 0;
   for (std::size_t i = 0; i < stored.size(); ++i) {
-    parameters += is_on_nvme(stored[i].parameter) ? 0 : parameter_weight(i);
+    (is_on_nvme(stored[i].parameter) ? on_nvme : parameters) += parameter_weight(i);
     if (cut_.is_trainable(i)) {
-      gradients += is_on_nvme(stored[i].gradient) ? 0 : gradient_weight(i);
-      states += is_on_nvme(stored[i].states) ? 0 : states_weight(i);
+      (is_on_nvme(stored[i].gradient) ? on_nvme : gradients) += gradient_weight(i);
+      (is_on_nvme(stored[i].states) ? on_nvme : states) += states_weight(i);
     }
   }
+  need.add("checksums", options_.verify ? checksum_bytes(on_nvme) : 0);
   need.add("parameters", parameters);
   need.add("gradients", gradients);
   need.add("optimizer states", states);
@@ -374,7 +387,8 @@ void Filler::finish(Placement& placement) const {
     stores_gradients = stores_gradients || each.gradient == Place::kNvme;
   }
   if (!stores_parameters) {
-    placement.parameter_pool_bytes = 0;
+    // The feed of parameters is there, and has nothing to do.
+    placement.parameter_pool_bytes = static_cast<std::int64_t>(coordinator::kSmallestFeedBytes);
   }
   if (!stores_gradients) {
     placement.gradient_pool_bytes = 0;

@@ -1,0 +1,70 @@
+// Models in numbers, for tests of the planner.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tessera/planner/placement.h"
+
+namespace tessera::planner {
+
+class ModelMaker {
+ public:
+  explicit ModelMaker(DType dtype = DType::kFloat32) { model_.dtype = dtype; }
+
+  ModelMaker& unit(const std::string& name, const std::vector<std::int64_t>& numels,
+                   bool trainable = true) {
+    model_.unit_names.push_back(name);
+    model_.units.emplace_back();
+    for (const std::int64_t numel : numels) {
+      model_.units.back().push_back(static_cast<int>(model_.params.size()));
+      model_.params.push_back(
+          {name + "." + std::to_string(model_.units.back().size()), numel, trainable, false});
+    }
+    return *this;
+  }
+  ModelShapes make() const { return model_; }
+
+ private:
+  ModelShapes model_;
+};
+
+// A transformer of `width`: a large table first and last, small biases between matrices.
+inline ModelShapes small_gpt(std::int64_t width, int layers, std::int64_t vocabulary,
+                             DType dtype = DType::kFloat32) {
+  ModelMaker maker(dtype);
+  maker.unit("embedding", {vocabulary * width, 64 * width});
+  for (int i = 0; i < layers; ++i) {
+    maker.unit("blocks." + std::to_string(i),
+               {width, width, 3 * width * width, 3 * width, width * width, width, width, width,
+                4 * width * width, 4 * width, 4 * width * width, width});
+  }
+  maker.unit("head", {width, width, vocabulary * width});
+  return maker.make();
+}
+
+inline std::vector<ModelShapes> small_models() {
+  ModelMaker odd;
+  odd.unit("odd", {1, 15, 4096, 5000, 100003});
+  odd.unit("frozen", {70001, 3}, false);
+  odd.unit("empty", {0});
+  odd.unit("long", {700001, 2048});
+  ModelMaker tied;
+  tied.unit("a", {30000, 64}).unit("b", {200000});
+  ModelShapes tied_model = tied.make();
+  tied_model.units.back().insert(tied_model.units.back().begin(), 0);
+  return {odd.make(), tied_model, small_gpt(48, 3, 1000), small_gpt(64, 2, 3000, DType::kBFloat16),
+          ModelMaker(DType::kFloat16).unit("one", {1}).make()};
+}
+
+// NVMe is there, and `bytes` of memory.
+inline PlacementOptions with_budget(std::int64_t bytes, int num_ranks = 1) {
+  PlacementOptions options;
+  options.num_ranks = num_ranks;
+  options.has_nvme = true;
+  options.host_bytes = bytes;
+  return options;
+}
+
+}  // namespace tessera::planner
