@@ -1,5 +1,7 @@
 // Where shards live changes no bit: losses, norms, parameters and optimizer states of resident,
 // host, NVMe and mixed placements; and books that say what the plan said.
+#include <filesystem>
+#include <limits>
 #include <string>
 
 #include <gtest/gtest.h>
@@ -12,31 +14,36 @@ namespace {
 
 using Options = std::vector<std::pair<std::string, std::string>>;
 
+Options joined(Options first, const Options& second) {
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
+
+// Nothing is measured: tests run side by side.
+Options nvme_in(const DiskDirectory& directory) {
+  return {{"nvme.paths", directory.path().string()},
+          {"nvme.block_bytes", "64KiB"},
+          {"nvme.queue_depth", "4"},
+          {"nvme.threads", "2"}};
+}
+
 struct Placed {
   std::string name;
   Options options;
 };
 
-// In the order of how little stays in memory.
-std::vector<Placed> placements(const std::string& directory, const char* small_budget) {
-  const std::pair<std::string, std::string> nvme{"nvme.paths", directory};
-  // Nothing is measured: tests run side by side.
-  const Options io{
-      nvme, {"nvme.block_bytes", "64KiB"}, {"nvme.queue_depth", "4"}, {"nvme.threads", "2"}};
-  const auto with = [&](Options more) {
-    more.insert(more.end(), io.begin(), io.end());
-    return more;
-  };
+std::vector<Placed> placements(const DiskDirectory& directory) {
+  const Options io = nvme_in(directory);
+  const Options all = joined({{"place.parameters", "nvme"}, {"place.optimizer", "nvme"}}, io);
   return {
       {"host", {{"place.parameters", "host"}, {"place.optimizer", "host"}}},
-      {"optimizer", with({{"place.optimizer", "nvme"}})},
-      {"parameters", with({{"place.parameters", "nvme"}})},
-      {"nvme", with({{"place.parameters", "nvme"}, {"place.optimizer", "nvme"}})},
-      {"verified", with({{"place.parameters", "nvme"},
-                         {"place.optimizer", "nvme"},
-                         {"nvme.verify", "true"},
-                         {"nvme.engine", "threads"}})},
-      {"budget", with({{"memory.host", small_budget}})},
+      {"optimizer", joined({{"place.optimizer", "nvme"}}, io)},
+      {"parameters", joined({{"place.parameters", "nvme"}}, io)},
+      {"nvme", all},
+      {"small sub-groups", joined({{"optim.sub_group_bytes", "8KiB"}}, all)},
+      {"one buffer", joined({{"nvme.optimizer_buffers", "1"}}, all)},
+      {"verified", joined({{"nvme.verify", "true"}, {"nvme.engine", "threads"}}, all)},
+      {"mixed", joined({{"place.parameters_host_bytes", "40KiB"}}, all)},
   };
 }
 
@@ -45,7 +52,6 @@ struct Case {
   int accumulate = 1;
   std::string kind = "adamw";
   DType dtype = DType::kFloat32;
-  std::int64_t steps = 20;
 };
 
 std::string name_of(const ::testing::TestParamInfo<Case>& info) {
@@ -65,14 +71,15 @@ TEST_P(Tiers, GiveTheSameBitsWhereverShardsLive) {
   settings.model.vocabulary = 67;  // does not divide
   settings.ranks = each.ranks;
   settings.accumulate = each.accumulate;
-  settings.steps = each.steps;
   settings.data = "random";
-  const Options common{{"optim.kind", each.kind}, {"grad.clip_norm", "0.5"}};
+  Options common{{"optim.kind", each.kind}, {"grad.clip_norm", "0.5"}};
+  if (each.kind == "sgd") {
+    common.emplace_back("optim.momentum", "0.9");
+  }
   settings.options = common;
   const RunOutcome resident = train(settings);
-  for (const Placed& placed : placements(directory.path(), "420KiB")) {
-    settings.options = common;
-    settings.options.insert(settings.options.end(), placed.options.begin(), placed.options.end());
+  for (const Placed& placed : placements(directory)) {
+    settings.options = joined(common, placed.options);
     const RunOutcome moved = train(settings);
     EXPECT_TRUE(same_bits(moved, resident))
         << placed.name << ": " << difference(moved, resident).describe();
@@ -84,75 +91,126 @@ TEST_P(Tiers, GiveTheSameBitsWhereverShardsLive) {
 INSTANTIATE_TEST_SUITE_P(Of, Tiers,
                          ::testing::Values(Case{1, 1}, Case{1, 3}, Case{2, 1}, Case{2, 3},
                                            Case{3, 1}, Case{3, 2}, Case{1, 1, "adam"},
-                                           Case{2, 1, "sgd"}, Case{1, 2, "lion"},
+                                           Case{2, 1, "sgd"}, Case{3, 2, "lion"},
                                            Case{1, 1, "adamw", DType::kBFloat16},
-                                           Case{2, 2, "adamw", DType::kBFloat16},
+                                           Case{2, 3, "adamw", DType::kBFloat16},
                                            Case{3, 1, "lion", DType::kBFloat16}),
                          name_of);
 
-// Bytes of NVMe per element and step.
-TEST(TierBytes, AreTwentyFourForTheStatesAndNoneForWhatIsInMemory) {
+// Large enough against the smallest buffers that a budget has something to decide.
+RunSettings budgeted(int ranks) {
+  RunSettings settings;
+  settings.model = models::gpt_preset("micro");
+  settings.model.width = 64;
+  settings.model.vocabulary = 1021;
+  settings.ranks = ranks;
+  settings.steps = 5;
+  settings.accumulate = 2;
+  settings.data = "random";
+  return settings;
+}
+
+TEST(TierBudgets, ChangeNoBitAndKeepTheBooksThatWerePlanned) {
+  const DiskDirectory directory;
+  for (const int ranks : {1, 2, 3}) {
+    RunSettings settings = budgeted(ranks);
+    const RunOutcome resident = train(settings);
+    std::int64_t last_stored = std::numeric_limits<std::int64_t>::max();
+    for (const char* budget : {"1500KiB", "2MiB", "2600KiB", "64MiB"}) {
+      settings.options = joined({{"memory.host", budget}}, nvme_in(directory));
+      settings.gives_shapes = true;
+      const RunOutcome run = train(settings);
+      const std::string where = std::to_string(ranks) + " ranks, " + budget;
+      EXPECT_TRUE(same_bits(run, resident)) << where << difference(run, resident).describe();
+      ASSERT_TRUE(run.placement.has_value());
+      EXPECT_LE(run.placement->memory_bytes(), run.placement->memory_budget_bytes) << where;
+      const std::int64_t stored = run.placement->bytes(Tier::kNvme);
+      EXPECT_LE(stored, last_stored) << where;
+      last_stored = stored;
+      for (const auto& [cell, bytes] : run.peaks) {
+        const auto [tier, role] = cell;
+        if (role == Role::kStaging && tier == Tier::kDevice) {
+          continue;  // single numbers, such as the norm
+        }
+        EXPECT_EQ(bytes, run.placement->bytes(tier, role))
+            << where << ": " << to_string(tier) << " " << to_string(role);
+      }
+    }
+    EXPECT_EQ(last_stored, 0) << "everything fits into the largest budget";
+  }
+}
+
+TEST(TierBudgets, WithoutShapesShardsMoveWhenTheModelIsComplete) {
+  const DiskDirectory directory;
+  RunSettings settings = budgeted(2);
+  const RunOutcome resident = train(settings);
+  settings.options = joined({{"memory.host", "1500KiB"}}, nvme_in(directory));
+  const RunOutcome run = train(settings);
+  EXPECT_TRUE(same_bits(run, resident)) << difference(run, resident).describe();
+  ASSERT_TRUE(run.placement.has_value());
+  EXPECT_TRUE(run.placement->uses_nvme);
+}
+
+// Two runs that differ by some steps differ by the bytes of those steps.
+engine::TierIo io_of_steps(RunSettings settings, std::int64_t steps) {
+  settings.steps = 2;
+  const engine::TierIo before = train(settings).io;
+  settings.steps = 2 + steps;
+  const engine::TierIo after = train(settings).io;
+  const auto less = [](const engine::RoleIo& a, const engine::RoleIo& b) {
+    return engine::RoleIo{a.read_bytes - b.read_bytes, a.written_bytes - b.written_bytes};
+  };
+  engine::TierIo io;
+  io.parameters = less(after.parameters, before.parameters);
+  io.gradients = less(after.gradients, before.gradients);
+  io.states = less(after.states, before.states);
+  return io;
+}
+
+TEST(TierBytes, AreTwentyFourPerElementAndStepForTheStates) {
   const DiskDirectory directory;
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     RunSettings settings;
     settings.model = models::gpt_preset("micro");
     settings.model.dtype = dtype;
-    settings.steps = 3;
-    settings.ranks = 1;
     settings.gives_shapes = true;
-    settings.options = placements(directory.path(), "1MiB")[3].options;
+    settings.options = joined({{"place.parameters", "nvme"},
+                               {"place.optimizer", "nvme"},
+                               {"optim.sub_group_bytes", "8KiB"},
+                               {"nvme.optimizer_buffers", "2"}},
+                              nvme_in(directory));
+    const engine::TierIo io = io_of_steps(settings, 3);
+    std::uint64_t padded = 0;  // elements, in whole blocks of each shard
+    settings.steps = 1;
     const RunOutcome run = train(settings);
-    ASSERT_TRUE(run.placement.has_value());
-    const planner::StepBytes& planned = run.placement->step;
-    // The first step reads no parameter that its update has just made.
-    const EngineStats& last = run.stats.back();
-    const std::uint64_t states = last.io.states.read_bytes + last.io.states.written_bytes;
-    std::int64_t padded = 0;  // elements, in whole blocks of each shard
     for (const at::Tensor& param : run.params) {
-      padded += (param.numel() + 1023) / 1024 * 1024;
+      padded += static_cast<std::uint64_t>((param.numel() + 1023) / 1024 * 1024);
     }
     const bool is_fp32 = dtype == DType::kFloat32;
-    EXPECT_EQ(states, static_cast<std::uint64_t>(padded * (is_fp32 ? 16 : 24)));
-    // In fp32 the parameter is the master: with it the update moves 24 bytes, too.
-    EXPECT_EQ(planned.states_read + planned.states_written, padded * 24);
-    EXPECT_LE(last.io.parameters.read_bytes + last.io.parameters.written_bytes,
-              static_cast<std::uint64_t>(planned.parameters_read + planned.parameters_written) +
-                  static_cast<std::uint64_t>(is_fp32 ? padded * 8 : 0));
+    // In fp32 the parameter is the master: the update reads and writes it where it is.
+    EXPECT_EQ(io.states.read_bytes, 3 * padded * (is_fp32 ? 8 : 12));
+    EXPECT_EQ(io.states.written_bytes, 3 * padded * (is_fp32 ? 8 : 12));
+    if (is_fp32) {
+      EXPECT_EQ(io.parameters.written_bytes, 3 * padded * 4);
+      EXPECT_GE(io.parameters.read_bytes, 3 * padded * 4);
+    }
+    ASSERT_TRUE(run.placement.has_value());
+    const planner::StepBytes& planned = run.placement->step;
+    EXPECT_EQ(planned.states_read + planned.states_written, static_cast<std::int64_t>(padded) * 24);
+    EXPECT_LE(io.parameters.read_bytes, 3 * (static_cast<std::uint64_t>(planned.parameters_read) +
+                                             (is_fp32 ? padded * 4 : 0)));
   }
-  RunSettings settings;
-  settings.model = models::gpt_preset("micro");
-  settings.steps = 2;
-  settings.options = placements(directory.path(), "64MiB")[5].options;
-  const RunOutcome fits = train(settings);
-  ASSERT_TRUE(fits.placement.has_value());
-  EXPECT_FALSE(fits.placement->uses_nvme);
-  EXPECT_EQ(fits.stats.back().io.states.read_bytes + fits.stats.back().io.parameters.read_bytes,
-            0U);
 }
 
-TEST(TierBooks, SayWhatThePlanSaid) {
+TEST(TierBytes, AreNoneForWhatTheBudgetKeepsInMemory) {
   const DiskDirectory directory;
-  for (const int ranks : {1, 2}) {
-    for (const char* budget : {"350KiB", "420KiB", "600KiB", "1MiB", "64MiB"}) {
-      RunSettings settings;
-      settings.model = models::gpt_preset("micro");
-      settings.steps = 3;
-      settings.ranks = ranks;
-      settings.gives_shapes = true;
-      settings.options = placements(directory.path(), budget)[5].options;
-      const RunOutcome run = train(settings);
-      ASSERT_TRUE(run.placement.has_value());
-      EXPECT_LE(run.placement->memory_bytes(), run.placement->memory_budget_bytes);
-      for (const auto& [cell, bytes] : run.peaks) {
-        const auto [tier, role] = cell;
-        if (tier == Tier::kDevice && role == Role::kStaging) {
-          continue;  // of single numbers: the norm
-        }
-        EXPECT_EQ(bytes, run.placement->bytes(tier, role))
-            << ranks << " ranks, " << budget << ": " << to_string(tier) << " " << to_string(role);
-      }
-    }
-  }
+  RunSettings settings = budgeted(1);
+  settings.options = joined({{"memory.host", "64MiB"}}, nvme_in(directory));
+  const RunOutcome run = train(settings);
+  ASSERT_TRUE(run.placement.has_value());
+  EXPECT_FALSE(run.placement->uses_nvme);
+  EXPECT_EQ(run.io.states.read_bytes + run.io.parameters.read_bytes + run.io.gradients.read_bytes,
+            0U);
 }
 
 }  // namespace

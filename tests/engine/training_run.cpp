@@ -139,6 +139,11 @@ class PlantedGradient {
   at::Tensor last_;
 };
 
+void add_io(engine::RoleIo& sum, const engine::RoleIo& io) {
+  sum.read_bytes += io.read_bytes;
+  sum.written_bytes += io.written_bytes;
+}
+
 void train_rank(const RunSettings& settings, comm::Group& group, RunOutcome& outcome,
                 Results& results) {
   RuntimeOptions runtime_options;
@@ -187,7 +192,16 @@ void train_rank(const RunSettings& settings, comm::Group& group, RunOutcome& out
       outcome.stats.push_back(stats);
     }
   }
+  engine.zero_grad();  // waits for the last update
+  const EngineStats tail = engine.take_stats();
   if (group.rank() == 0) {
+    outcome.stats.push_back(tail);
+    for (const EngineStats& stats : outcome.stats) {
+      add_io(outcome.io.parameters, stats.io.parameters);
+      add_io(outcome.io.gradients, stats.io.gradients);
+      add_io(outcome.io.states, stats.io.states);
+    }
+    outcome.stats.pop_back();
     for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
       for (std::size_t role = 0; role < kNumRoles; ++role) {
         const auto cell = std::pair(static_cast<Tier>(tier), static_cast<Role>(role));

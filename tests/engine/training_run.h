@@ -51,6 +51,7 @@ struct RunOutcome {
   std::vector<at::Tensor> params;  // after the last step, in fp32: master weights of low precision
   std::vector<at::Tensor> states;  // optimizer states after the last step, by parameter
   std::vector<EngineStats> stats;  // of rank 0, per step
+  engine::TierIo io;               // of rank 0, of all steps and their updates
   // Of rank 0: what was planned, if anything was, and what its books say after the last step.
   std::optional<planner::Placement> placement;
   std::map<std::pair<Tier, Role>, std::int64_t> peaks;
