@@ -28,7 +28,7 @@ std::string text_of(int bits) {
 }
 
 // Smaller than a block, a whole one, ragged, none, frozen; one that is larger than all buffers.
-std::vector<TieredShape> shapes_at(int bits, std::int64_t largest = 20011) {
+std::vector<TieredShape> shapes_at(int bits, std::int64_t largest = 9001) {
   std::vector<TieredShape> shapes;
   for (const std::int64_t numel : {std::int64_t{1}, std::int64_t{15}, std::int64_t{4096},
                                    std::int64_t{5000}, std::int64_t{0}, largest}) {
@@ -100,9 +100,9 @@ TEST(TieredOptimizer, MixesPlacesFromParameterToParameter) {
       test.num_buffers = 2;
       for (int i = 0; i < 2 * kNumPlaces; ++i) {
         // Neighbours of the same place, too.
-        test.shapes.push_back({1000 + 700 * i, places((first + i / 2 * 3) % kNumPlaces)});
+        test.shapes.push_back({100 + 400 * i, places((first + i / 2 * 3) % kNumPlaces)});
       }
-      test.sub_group_numel = 8192;
+      test.sub_group_numel = 4096;
       expect_bits_of_memory(1, test);
     }
   }
