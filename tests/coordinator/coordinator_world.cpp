@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "tessera/device/arena_map.h"
+
 namespace tessera::coordinator {
 
 std::string name_of(DeviceChoice choice) {
@@ -57,6 +59,7 @@ RankWorld::RankWorld(comm::Group& group, const Model& model, const CoordinatorOp
     shard::ParamSpec spec;
     spec.name = detail::concat("p", i);
     spec.numel = model_.numels[i];
+    spec.stored = model_.stored.has(static_cast<int>(i));
     params_.add(spec, std::make_unique<PlainTensor>(&data_[i]));
   }
   LogOptions log;
@@ -77,7 +80,29 @@ RankWorld::RankWorld(comm::Group& group, const Model& model, const CoordinatorOp
     }
     coordinator_->add_unit(detail::concat("u", i), model_.units[i], traits);
   }
+  if (!model_.stored.ids.empty()) {
+    stored_ = std::make_unique<StoredSide>(model_.stored, params_, *device_);
+    coordinator_->set_tier(tier_options());
+  }
   update();
+}
+
+RankWorld::~RankWorld() {
+  if (stored_) {
+    stored_->release_all();
+  }
+  device_->stream(device::StreamKind::kWrite).synchronize();
+}
+
+// Room for everything, so that only the limit counts.
+TierOptions RankWorld::tier_options() const {
+  TierOptions tier;
+  tier.feed = &stored_->feed();
+  tier.live_limit_bytes = options_.budgets.live_limit_bytes;
+  for (int id = 0; id < params_.num_params(); ++id) {
+    tier.arena_bytes += 2 * device::round_to_arena(params_[id].layout().full_bytes());
+  }
+  return tier;
 }
 
 float RankWorld::value(int param, std::int64_t element, int version) {
@@ -93,6 +118,10 @@ void RankWorld::update() {
     const shard::ElementRange range = param.range();
     for (std::int64_t i = 0; i < range.numel; ++i) {
       source[static_cast<std::size_t>(i)] = value(id, range.begin + i, version_);
+    }
+    if (param.is_stored()) {
+      stored_->start_update(param, source);
+      continue;
     }
     param.set_updated(device_->start_copy(param.shard(), source.data(),
                                           param.layout().shard_bytes(),
@@ -167,16 +196,28 @@ std::vector<Use> RankWorld::uses_of_step(std::size_t num_units) {
 PrefetchPlan RankWorld::expected_plan(const std::vector<Use>& uses) const {
   std::vector<std::int64_t> bytes;
   for (int id = 0; id < params_.num_params(); ++id) {
-    bytes.push_back(static_cast<std::int64_t>(params_[id].layout().full_bytes()));
+    const auto full = static_cast<std::int64_t>(params_[id].layout().full_bytes());
+    bytes.push_back(params_[id].shard_is_full() ? 0 : full);
+  }
+  std::vector<std::vector<int>> units = model_.units;
+  std::int64_t largest = 0;
+  for (std::vector<int>& ids : units) {
+    std::sort(ids.begin(), ids.end());
+    std::erase_if(ids, [this](int id) { return params_[id].shard_is_full(); });
+    std::int64_t sum = 0;
+    for (const int id : ids) {
+      sum += bytes[static_cast<std::size_t>(id)];
+    }
+    largest = std::max(largest, sum);
   }
   const std::vector<bool> persists =
       choose_persistent(bytes, options_.persist_param_bytes, options_.persist_model_bytes,
-                        room_to_persist(options_.budgets.live_limit_bytes, largest_unit_bytes()));
+                        room_to_persist(options_.budgets.live_limit_bytes, largest));
   std::vector<PlanParam> params;
   for (std::size_t i = 0; i < bytes.size(); ++i) {
-    params.push_back({bytes[i], persists[i]});
+    params.push_back({bytes[i], persists[i] && !params_[static_cast<int>(i)].shard_is_full()});
   }
-  return make_plan({uses, model_.units, params, options_.budgets});
+  return make_plan({uses, units, params, options_.budgets});
 }
 
 PlanSums sums_of(const PrefetchPlan& plan, const shard::ParamTable& params) {

@@ -13,6 +13,7 @@
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/late_device.h"
+#include "tests/coordinator/stored_side.h"
 
 namespace tessera::coordinator {
 
@@ -34,6 +35,7 @@ struct Model {
   std::vector<std::int64_t> numels;     // by parameter
   std::vector<std::vector<int>> units;  // by unit: its parameters
   std::vector<bool> is_dynamic = {};    // by unit; none: no unit is
+  StoredChoice stored = {};
 };
 
 // `num_layers` units of one parameter, all of the same size.
@@ -47,11 +49,13 @@ class RankWorld {
   RankWorld(comm::Group& group, const Model& model, const CoordinatorOptions& options,
             DeviceChoice choice = DeviceChoice::kCpu, const Clock* clock = nullptr);
   // The last update reads and writes memory that goes with this object.
-  ~RankWorld() { device_->stream(device::StreamKind::kWrite).synchronize(); }
+  ~RankWorld();
 
   Coordinator& coordinator() { return *coordinator_; }
   shard::ParamTable& params() { return params_; }
   const Model& model() const { return model_; }
+  // REQUIRES: the model has stored parameters.
+  StoredSide& stored() { return *stored_; }
   const std::vector<std::string>& log_lines() const { return *log_lines_; }
 
   // Forward: units in order. Backward: the reverse. Each use ends before the next begins.
@@ -74,6 +78,7 @@ class RankWorld {
 
  private:
   static float value(int param, std::int64_t element, int version);
+  TierOptions tier_options() const;
 
   comm::Group& group_;
   const Model model_;
@@ -86,6 +91,7 @@ class RankWorld {
   std::shared_ptr<std::vector<std::string>> log_lines_;
   std::vector<std::vector<float>> sources_;  // what updates are copied from
   int version_ = 0;
+  std::unique_ptr<StoredSide> stored_;  // outlives the coordinator
   std::unique_ptr<Coordinator> coordinator_;
 };
 

@@ -2,6 +2,7 @@
 // computed by hand.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -123,12 +124,16 @@ class FeedWorld {
     return place;
   }
   void expect_version(int id, const Place& place, int version) const {
-    const std::vector<std::byte> expected = shard_of(id, version);
-    ASSERT_EQ(place.bytes.size(), expected.size() + Place::kBehind);
-    for (std::size_t i = 0; i < place.bytes.size(); ++i) {
-      ASSERT_EQ(place.bytes[i], i < expected.size() ? expected[i] : std::byte{0x5a})
-          << "p" << id << " version " << version << " byte " << i << " of " << expected.size();
-    }
+    std::vector<std::byte> expected = shard_of(id, version);
+    const std::size_t shard_bytes = expected.size();
+    expected.resize(shard_bytes + Place::kBehind, std::byte{0x5a});
+    ASSERT_EQ(place.bytes.size(), expected.size());
+    const auto [wrong, right] =
+        std::mismatch(place.bytes.begin(), place.bytes.end(), expected.begin());
+    ASSERT_TRUE(wrong == place.bytes.end())
+        << "p" << id << " version " << version << " byte " << wrong - place.bytes.begin() << " of "
+        << shard_bytes << " is " << std::to_integer<int>(*wrong) << " and not "
+        << std::to_integer<int>(*right);
   }
   // Brings the shard, which must be of its last version.
   void expect_bring(int id) {
@@ -144,7 +149,7 @@ class FeedWorld {
   std::unique_ptr<device::Device> device_ = device::make_cpu_device({});
   shard::ParamTable params_;
   std::vector<device::Memory> sources_;  // of writes that may be under way
-  tessera::testing::HeldStore store_{std::size_t{2} << 20};
+  tessera::testing::HeldStore store_{std::size_t{256} << 10};
   shard::ShardStore shards_{store_};
   std::vector<int> versions_;
   std::unique_ptr<ShardFeed> feed_;
