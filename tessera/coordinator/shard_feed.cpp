@@ -95,7 +95,10 @@ void ShardFeed::carry_out() {
     }
     changed_.notify_all();
     try {
-      read_more();   // the window has room again
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (brings_.empty()) {  // else what is asked for comes first
+        read_more();          // the window has room again
+      }
     } catch (...) {  // whoever asks for the shard meets it again
     }
   }
@@ -190,21 +193,18 @@ void ShardFeed::stream_from_store(const Param& param, std::byte* to) {
 }
 
 void ShardFeed::read_ahead(std::span<const int> ids) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    wanted_.clear();
-    listed_ = std::set<int>(ids.begin(), ids.end());
-    for (const int id : ids) {
-      if (params_[id].is_stored() && params_[id].layout().shard_bytes() > 0) {
-        wanted_.push_back({&params_[id], params_[id].updated()});
-      }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  wanted_.clear();
+  listed_ = std::set<int>(ids.begin(), ids.end());
+  for (const int id : ids) {
+    if (params_[id].is_stored() && params_[id].layout().shard_bytes() > 0) {
+      wanted_.push_back({&params_[id], params_[id].updated()});
     }
   }
   read_more();
 }
 
 void ShardFeed::read_more() {
-  const std::lock_guard<std::mutex> lock(mutex_);
   while (!wanted_.empty()) {
     const Param& param = *wanted_.front().param;
     const auto known = ahead_.find(param.id());

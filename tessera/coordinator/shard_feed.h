@@ -125,9 +125,9 @@ class ShardFeed {
   void bring(const Bring& bring);
   bool take_from_window(const Bring& bring);
   void stream_from_store(const shard::Param& param, std::byte* to);
+  // The lock is held.
   void read_more();
-  // The lock is held. False: nothing in the window was read in vain.
-  bool let_one_go();
+  bool let_one_go();  // of what was read in vain; false: there is nothing
   template <typename Condition>
   void forget_if(Condition condition);
 
