@@ -34,6 +34,7 @@ struct Command {
 
 Action add_doctor(CLI::App& app);
 Action add_bench_comm(CLI::App& app);
+Action add_bench_io(CLI::App& app);
 Action add_train(CLI::App& app);
 Action add_inspect(CLI::App& app);
 Action add_launch(CLI::App& app);

@@ -15,7 +15,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::array<Command, 8> kCommands{{
+constexpr std::array<Command, 9> kCommands{{
     {"train", "Trains a GPT, sharded over ranks",
      "  tessera train --ranks 2\n"
      "  tessera train --ranks 4 --preset small --data text:book.txt --steps 200 --metrics "
@@ -38,6 +38,11 @@ constexpr std::array<Command, 8> kCommands{{
      "  tessera bench-comm --ranks 4 --backend threads --sizes 4KiB,1MiB --rounds 50\n"
      "  torchrun --nproc-per-node 2 --no-python tessera bench-comm --json rates.json\n",
      add_bench_comm},
+    {"bench-io", "Measures a directory's disk, beside fio where that is installed",
+     "  tessera bench-io /mnt/nvme\n"
+     "  tessera bench-io . --engine threads --seconds 10 --bytes 4GiB\n"
+     "  tessera bench-io . --json > rates.json\n",
+     add_bench_io},
     {"launch", "Starts a program of your own once per rank on this machine",
      "  tessera launch --ranks 2 ./train_mlp\n", add_launch},
     {"options", "Lists every option with its default, unit and range",

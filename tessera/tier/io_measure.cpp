@@ -9,11 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
-#include <new>
-#include <span>
 #include <utility>
 
 #include "tessera/core/clock.h"
@@ -21,6 +17,7 @@
 #include "tessera/core/printable.h"
 #include "tessera/core/units.h"
 #include "tessera/tier/io_load.h"
+#include "tessera/tier/io_memory.h"
 #include "tessera/tier/range_queue.h"
 #include "tessera/tier/rates_file.h"
 
@@ -114,23 +111,6 @@ std::uint64_t allowed_file_bytes(const std::string& directory, std::size_t max_f
   return allowed;
 }
 
-std::unique_ptr<std::byte, void (*)(void*)> make_memory() {
-  std::unique_ptr<std::byte, void (*)(void*)> memory(
-      static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, kMemoryBytes)), std::free);
-  if (memory == nullptr) {
-    throw std::bad_alloc();
-  }
-  // No two pages alike and none of zeros: some disks and file systems store those for nothing.
-  std::uint64_t state = 0x9E3779B97F4A7C15ULL;
-  for (std::size_t i = 0; i < kMemoryBytes; i += sizeof state) {
-    state ^= state << 13;
-    state ^= state >> 7;
-    state ^= state << 17;
-    std::memcpy(memory.get() + i, &state, sizeof state);
-  }
-  return memory;
-}
-
 IoOptions find_best(IoKind kind, const IoLoad& load, double seconds) {
   IoOptions best;
   double best_rate = 0;
@@ -153,11 +133,11 @@ IoOptions find_best(IoKind kind, const IoLoad& load, double seconds) {
 }
 
 DiskRates measure(IoKind kind, const IoFile& file, std::uint64_t max_bytes, double budget_s) {
-  const auto memory = make_memory();
+  const IoMemory memory(kMemoryBytes);
   IoLoad load;
   load.file = &file;
   load.range_bytes = kRangeBytes;
-  load.memory = std::span(memory.get(), kMemoryBytes);
+  load.memory = memory.bytes();
   {
     const std::unique_ptr<IoEngine> engine =
         make_io_engine(engine_options(kind, {std::size_t{1} << 20, 8}), nullptr);

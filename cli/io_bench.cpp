@@ -1,0 +1,131 @@
+#include "cli/io_bench.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <memory>
+#include <system_error>
+
+#include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+#include "tessera/core/units.h"
+#include "tessera/tier/io_memory.h"
+
+namespace tessera::cli {
+namespace {
+
+constexpr std::size_t kMinRangeBytes = std::size_t{4} << 20;
+constexpr double kFillSeconds = 3600;  // the whole file, however slow the disk
+
+void check_room(const IoBenchOptions& options) {
+  struct statvfs info {};
+  TESSERA_CHECK(::statvfs(options.directory.c_str(), &info) == 0, ConfigError, "the directory ",
+                quoted(options.directory),
+                " cannot be used: ", std::generic_category().message(errno),
+                "; name one on the disk to measure");
+  const std::uint64_t free_bytes = static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize;
+  TESSERA_CHECK(options.file_bytes <= free_bytes / 2, ConfigError, "a file of ",
+                approximate_bytes(options.file_bytes), " is more than half of the ",
+                approximate_bytes(free_bytes), " that are free in ", quoted(options.directory),
+                "; give a smaller one with --bytes");
+}
+
+// Gone as soon as it is closed; fio gets it as a descriptor.
+std::unique_ptr<tier::IoFile> open_nameless(const std::string& directory, tier::DirectIo mode) {
+  std::string path = directory + "/.tessera-bench-XXXXXX";
+  const int fd = ::mkostemp(path.data(), O_CLOEXEC);
+  TESSERA_CHECK(fd >= 0, IoError, "the directory ", quoted(directory),
+                " cannot be written to: ", std::generic_category().message(errno),
+                "; name another");
+  ::close(fd);
+  struct Unlink {
+    const std::string& path;
+    ~Unlink() { ::unlink(path.c_str()); }
+  };
+  const Unlink unlink{path};
+  return tier::open_io_file(path, O_RDWR, mode);
+}
+
+double total(const tier::IoRates& rates) {
+  return rates.read_bytes_per_s + rates.write_bytes_per_s;
+}
+
+tier::IoRates median(std::vector<tier::IoRates> rounds) {
+  const auto middle = rounds.begin() + static_cast<std::ptrdiff_t>(rounds.size() / 2);
+  std::nth_element(
+      rounds.begin(), middle, rounds.end(),
+      [](const tier::IoRates& a, const tier::IoRates& b) { return total(a) < total(b); });
+  return *middle;
+}
+
+}  // namespace
+
+const char* to_string(tier::IoMix mix) {
+  switch (mix) {
+    case tier::IoMix::kRead:
+      return "read";
+    case tier::IoMix::kWrite:
+      return "write";
+    case tier::IoMix::kMixed:
+      break;
+  }
+  return "mixed";
+}
+
+std::optional<double> IoBenchRow::ratio() const {
+  if (!fio || total(*fio) <= 0) {
+    return std::nullopt;
+  }
+  return total(ours) / total(*fio);
+}
+
+std::vector<IoBenchRow> measure_io(const IoBenchOptions& options, const std::optional<Fio>& fio,
+                                   const std::function<void(const std::string&)>& notice,
+                                   const std::function<void(const IoBenchRun&)>& begin,
+                                   const std::function<void(const IoBenchRow&)>& row) {
+  check_room(options);
+  tier::MeasureOptions measure;
+  measure.kind = options.kind;
+  measure.notice = notice;
+  const tier::DiskRates measured = tier::measure_directory(options.directory, measure);
+  const std::unique_ptr<tier::IoFile> file = open_nameless(
+      options.directory, measured.is_direct ? tier::DirectIo::kOn : tier::DirectIo::kOff);
+  const std::unique_ptr<tier::IoEngine> engine = tier::make_io_engine(measured.best, notice);
+
+  tier::IoLoad load;
+  load.file = file.get();
+  load.range_bytes = std::max(kMinRangeBytes, measured.best.block_bytes);
+  // Several times what is in flight: the engine must not wait for this thread to be scheduled.
+  const std::size_t in_flight_bytes = measured.best.block_bytes *
+                                      static_cast<std::size_t>(measured.best.queue_depth) *
+                                      static_cast<std::size_t>(measured.best.num_threads);
+  const std::size_t num_ranges = 2 + 4 * in_flight_bytes / load.range_bytes;
+  const tier::IoMemory memory(num_ranges * load.range_bytes);
+  load.memory = memory.bytes();
+  load.file_bytes = tier::fill_file(*engine, load, options.file_bytes, kFillSeconds);
+
+  begin({options.directory, measured.engine, measured.best, measured.is_direct, load.file_bytes,
+         options.num_rounds, fio ? fio->version() : std::string()});
+  std::vector<IoBenchRow> rows;
+  const double seconds = options.seconds / options.num_rounds;
+  for (const tier::IoMix mix : {tier::IoMix::kRead, tier::IoMix::kWrite, tier::IoMix::kMixed}) {
+    std::vector<tier::IoRates> ours;
+    std::vector<tier::IoRates> others;
+    for (int round = 0; round < options.num_rounds; ++round) {
+      ours.push_back(tier::run_load(*engine, load, mix, seconds));
+      if (fio) {
+        others.push_back(fio->run({file.get(), load.file_bytes, measured.best, mix, seconds}));
+      }
+    }
+    rows.push_back(
+        {mix, median(ours), fio ? std::optional<tier::IoRates>(median(others)) : std::nullopt});
+    row(rows.back());
+  }
+  return rows;
+}
+
+}  // namespace tessera::cli
