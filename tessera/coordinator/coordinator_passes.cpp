@@ -111,7 +111,8 @@ const PrefetchPlan& Coordinator::Impl::plan_of(TraceId id) {
     return known->second;
   }
   std::erase_if(plans_, [&](const auto& entry) { return !book_.knows(entry.first); });
-  return plans_.emplace(id, make_plan(plan_input(book_.trace(id)))).first->second;
+  const PlanInput input = plan_input(book_.trace(id));
+  return plans_.emplace(id, tier_ ? make_placed_plan(input) : make_plan(input)).first->second;
 }
 
 void Coordinator::Impl::want_ahead(const PrefetchPlan& plan) {

@@ -7,6 +7,29 @@
 
 namespace tessera::coordinator {
 
+PrefetchPlan make_placed_plan(const PlanInput& input) {
+  PrefetchPlan plan = make_plan(input);
+  std::int64_t largest_unit = 0;
+  for (const std::vector<int>& ids : input.unit_params) {
+    std::int64_t bytes = 0;
+    for (const int id : ids) {
+      bytes += input.params[static_cast<std::size_t>(id)].full_bytes;
+    }
+    largest_unit = std::max(largest_unit, bytes);
+  }
+  const std::int64_t limit = std::min(input.budgets.live_limit_bytes, input.arena_bytes);
+  constexpr int kTries = 8;
+  for (int left = kTries - 1; left >= 0 && plan.num_unplaced > 0 && limit > largest_unit; --left) {
+    PlanInput less = input;
+    less.budgets.live_limit_bytes = largest_unit + (limit - largest_unit) / kTries * left;
+    PrefetchPlan candidate = make_plan(less);
+    if (candidate.num_unplaced < plan.num_unplaced) {
+      plan = std::move(candidate);
+    }
+  }
+  return plan;
+}
+
 PlanState state_after(const PlanInput& input, const PrefetchPlan& plan, std::size_t num_begun) {
   PlanState state;
   state.held.assign(input.params.size(), false);

@@ -16,7 +16,7 @@ namespace tessera::engine {
 namespace {
 
 // For a model that is still being built: tiles of initial values.
-constexpr std::size_t kBuildBufferBytes = std::size_t{2} << 20;
+constexpr std::int64_t kBuildBufferBytes = std::int64_t{2} << 20;
 
 tier::DirectIo direct_io(const Config& config) {
   const std::string& mode = config.get_string("nvme.direct_io");
@@ -143,8 +143,15 @@ void EngineTiers::make_io() {
   }
   parameter_store_ = make_store("parameters", Role::kShard, 0);
   shards_ = std::make_unique<shard::ShardStore>(*parameter_store_);
-  feed_ = std::make_unique<coordinator::ShardFeed>(params_, *shards_, runtime_.device(),
-                                                   device::MemoryKind::kHost, kBuildBufferBytes);
+  make_feed(placement_ ? placement_->parameter_pool_bytes
+                       : std::min(kBuildBufferBytes, options_.memory_bytes() / 8));
+}
+
+void EngineTiers::make_feed(std::int64_t buffer_bytes) {
+  feed_.reset();  // before another takes memory
+  feed_ = std::make_unique<coordinator::ShardFeed>(
+      params_, *shards_, runtime_.device(), device::MemoryKind::kHost,
+      std::max(static_cast<std::size_t>(buffer_bytes), coordinator::kSmallestFeedBytes));
 }
 
 std::unique_ptr<tier::FileStore> EngineTiers::make_store(const std::string& name, Role role,
@@ -193,7 +200,8 @@ void EngineTiers::settle(const planner::ModelShapes& model) {
   if (!is_planned_) {
     return;
   }
-  if (placement_) {
+  const bool was_planned = placement_.has_value();
+  if (was_planned) {
     check_same(*shapes_, model);
   } else {
     plan(model);
@@ -205,11 +213,9 @@ void EngineTiers::settle(const planner::ModelShapes& model) {
     parameter_store_.reset();
     return;
   }
-  feed_.reset();  // the buffers of building
-  feed_ = std::make_unique<coordinator::ShardFeed>(
-      params_, *shards_, runtime_.device(), device::MemoryKind::kHost,
-      std::max(static_cast<std::size_t>(placement_->parameter_pool_bytes),
-               coordinator::kSmallestFeedBytes));
+  if (!was_planned) {
+    make_feed(placement_->parameter_pool_bytes);
+  }
   make_gradient_tier();
 }
 

@@ -96,6 +96,7 @@ class EngineTiers {
   std::unique_ptr<tier::FileStore> make_store(const std::string& name, Role role,
                                               std::uint64_t bytes);
   void plan(const planner::ModelShapes& model);
+  void make_feed(std::int64_t buffer_bytes);
   void move_shards();
   void make_gradient_tier();
   std::string agree_on_run();

@@ -187,6 +187,9 @@ void train_rank(const RunSettings& settings, comm::Group& group, RunOutcome& out
       before->restore();
     }
     const EngineStats stats = engine.take_stats();
+    if (step == 0) {
+      runtime.ledger().reset_peaks();  // what building took for a moment is not the plan's
+    }
     if (group.rank() == 0) {
       outcome.steps.push_back(result);
       outcome.stats.push_back(stats);
