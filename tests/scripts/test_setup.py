@@ -23,6 +23,7 @@ esac
 """
 PACKAGES = ("nlohmann-json3-dev", "libcli11-dev", "libfmt-dev", "libspdlog-dev", "libgtest-dev",
             "libbenchmark-dev")
+WANTED = "liburing-dev"
 
 
 class Machine:
@@ -54,8 +55,9 @@ class Machine:
         self.add("ninja", "#!/usr/bin/env bash\n")
         self.add("git", "#!/usr/bin/env bash\n")
 
-    def add_headers(self):
-        (self.root / "headers").write_text("\n".join(PACKAGES) + "\n")
+    def add_headers(self, wanted=True):
+        found = PACKAGES + ((WANTED,) if wanted else ())
+        (self.root / "headers").write_text("\n".join(found) + "\n")
 
     def add_torch(self, version="2.12.0"):
         """A python3 that finds a torch of this version; None: one without torch."""
@@ -114,9 +116,9 @@ class Setup(unittest.TestCase):
 
     def test_only_what_is_missing_is_installed(self):
         self.machine.add_tools()
-        (self.machine.root / "headers").write_text("\n".join(PACKAGES[:-2]) + "\n")
+        (self.machine.root / "headers").write_text("\n".join((*PACKAGES[:-2], WANTED)) + "\n")
         self.machine.add_torch()
-        every = "\\n".join(PACKAGES)
+        every = "\\n".join((*PACKAGES, WANTED))
         self.machine.add_apt(installs=f"printf '{every}\\n' >\"$HERE/headers\"")
         result = self.as_root()
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
@@ -125,7 +127,7 @@ class Setup(unittest.TestCase):
 
     def as_root(self, **environment):
         """Runs setup; where this test is not root, a stand-in for sudo takes its place."""
-        self.machine.add("sudo", '#!/usr/bin/env bash\nexec "$@"\n')
+        self.machine.add("sudo", '#!/usr/bin/env bash\n[[ "$1" != -n ]] || shift\nexec "$@"\n')
         return self.machine.setup(**environment)
 
     def test_a_package_that_is_still_missing_after_installing_is_an_error(self):
@@ -160,6 +162,41 @@ class Setup(unittest.TestCase):
         result = self.machine.setup()
         self.assertEqual(result.returncode, 1)
         self.assertIn("there is no apt-get to install them with: g++", result.stderr)
+
+    def test_liburing_is_installed_where_it_is_missing(self):
+        self.machine.add_tools()
+        self.machine.add_headers(wanted=False)
+        self.machine.add_torch()
+        self.machine.add_apt()
+        result = self.as_root()
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        self.assertIn(f"install --no-install-recommends {WANTED}\n", self.machine.apt_calls())
+        self.assertNotIn("io_uring", result.stdout)
+
+    def test_without_liburing_a_machine_is_ready_all_the_same(self):
+        self.machine.add_tools()
+        self.machine.add_headers(wanted=False)
+        self.machine.add_torch()
+        for name, apt in (("none", None), ("failing", "#!/usr/bin/env bash\nexit 100\n")):
+            with self.subTest(apt=name):
+                if apt:
+                    self.machine.add("apt-get", apt)
+                shutil.rmtree(self.machine.root / "build", ignore_errors=True)
+                result = self.as_root()
+                self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+                self.assertIn("notice: not installed: liburing-dev; files are read and written by "
+                              "threads", result.stdout)
+                self.assertIn("setup: ready", result.stdout)
+
+    def test_with_a_liburing_of_ones_own_none_is_installed(self):
+        self.machine.add_tools()
+        self.machine.add_headers(wanted=False)
+        self.machine.add_torch()
+        self.machine.add_apt()
+        result = self.as_root(LIBURING_DIR="somewhere")
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        self.assertEqual(self.machine.apt_calls(), "")
+        self.assertNotIn("io_uring", result.stdout)
 
     def test_a_torch_of_another_version_is_not_used(self):
         self.machine.add_tools()
