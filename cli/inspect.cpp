@@ -39,6 +39,7 @@ Action add_inspect(CLI::App& app) {
       ->type_name("NAME");
   app.add_option("--accumulate", flags->train.accumulate, "Sets option batch.accumulate")
       ->type_name("N");
+  add_memory_flags(app, flags->train);
   app.add_flag("--json", flags->json, "Prints JSON instead of a screen")->disable_flag_override();
   add_config_flags(app, flags->train.config);
   return [flags](const Arguments&) { return run_inspect(*flags); };

@@ -20,6 +20,10 @@ StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
   input.num_ranks = num_ranks;
   input.options = coordinator::CoordinatorOptions::from(plan.config);
   input.num_micro_batches = plan.batch.accumulate;
+  if (plan.memory) {
+    input.options.budgets.live_limit_bytes = plan.memory->placement.live_limit_bytes;
+  }
+  input.memory = plan.memory;
   return input;
 }
 

@@ -40,6 +40,13 @@ void measure_params(const StepPlanInput& input, StepPlan& plan) {
   }
 }
 
+// In a group of one a shard in memory is the full parameter: it is used where it lies.
+bool is_gathered(const StepPlanInput& input, int id) {
+  return input.num_ranks > 1 ||
+         (input.memory &&
+          input.memory->placement.params[index_of(id)].parameter == planner::Place::kNvme);
+}
+
 void measure_units(const StepPlanInput& input, StepPlan& plan) {
   plan.owners.assign(plan.layouts.size(), -1);
   plan.num_units.assign(plan.layouts.size(), 0);
@@ -50,6 +57,10 @@ void measure_units(const StepPlanInput& input, StepPlan& plan) {
     unit.params.insert(unit.params.end(), shape.external.begin(), shape.external.end());
     std::sort(unit.params.begin(), unit.params.end());
     for (const int id : unit.params) {
+      if (is_gathered(input, id)) {
+        unit.gathered.push_back(id);
+        unit.gathered_bytes += full_bytes_of(plan.layouts[index_of(id)]);
+      }
       unit.full_bytes += full_bytes_of(plan.layouts[index_of(id)]);
       ++plan.num_units[index_of(id)];
       int& owner = plan.owners[index_of(id)];
@@ -64,12 +75,12 @@ void measure_units(const StepPlanInput& input, StepPlan& plan) {
 // As Coordinator::seal().
 void choose_persistent(const StepPlanInput& input, StepPlan& plan) {
   std::vector<std::int64_t> bytes;
-  for (const shard::Layout& layout : plan.layouts) {
-    bytes.push_back(full_bytes_of(layout));
+  for (std::size_t id = 0; id < plan.layouts.size(); ++id) {
+    bytes.push_back(is_gathered(input, static_cast<int>(id)) ? full_bytes_of(plan.layouts[id]) : 0);
   }
   std::int64_t largest = 0;
   for (const StepPlan::Unit& unit : plan.units) {
-    largest = std::max(largest, unit.full_bytes);
+    largest = std::max(largest, unit.gathered_bytes);
   }
   const coordinator::CoordinatorOptions& options = input.options;
   const std::int64_t room = coordinator::room_to_persist(options.budgets.live_limit_bytes, largest);
@@ -116,7 +127,7 @@ PrefetchPlan make_prefetch_plan(const StepPlanInput& input, const StepPlan& plan
                                 std::span<const Use> uses) {
   std::vector<std::vector<int>> unit_params;
   for (const StepPlan::Unit& unit : plan.units) {
-    unit_params.push_back(unit.params);
+    unit_params.push_back(unit.gathered);
   }
   std::vector<coordinator::PlanParam> params;
   for (std::size_t id = 0; id < plan.layouts.size(); ++id) {
@@ -141,7 +152,7 @@ class Walk {
       const PlannedUse& planned = prefetch.uses[i];
       TimelineUse use;
       use.use = uses[i];
-      use.demand = start(plan_.units[index_of(use.use.unit)].params);
+      use.demand = start(plan_.units[index_of(use.use.unit)].gathered);
       use.ahead = start_all(planned.prefetch);
       use.held_bytes = held_bytes_;
       use.release = planned.release;
@@ -190,7 +201,7 @@ class Walk {
   std::int64_t held_bytes_ = 0;
 };
 
-// In a group of one the shard is the full parameter: it is used where it lies.
+// Nothing is gathered: shards are used where they lie.
 void walk_alone(std::span<const Use> uses, StepPlan& plan) {
   for (const Use& each : uses) {
     const StepPlan::Unit& unit = plan.units[index_of(each.unit)];
@@ -213,13 +224,17 @@ StepPlan plan_step(const StepPlanInput& input) {
   measure_params(input, plan);
   measure_units(input, plan);
   const std::vector<Use> uses = trace_of_chain(plan.units.size(), input.num_micro_batches);
-  if (input.num_ranks == 1) {
+  const bool gathers =
+      std::any_of(plan.units.begin(), plan.units.end(),
+                  [](const StepPlan::Unit& unit) { return !unit.gathered.empty(); });
+  if (!gathers) {
     plan.persists.assign(plan.layouts.size(), false);
     walk_alone(uses, plan);
     return plan;
   }
   choose_persistent(input, plan);
-  plan.arena_bytes = arena_bytes(plan, input.options.budgets.live_limit_bytes);
+  plan.arena_bytes = input.memory ? input.memory->placement.arena_bytes
+                                  : arena_bytes(plan, input.options.budgets.live_limit_bytes);
   Walk(plan).run(make_prefetch_plan(input, plan, uses), uses);
   return plan;
 }

@@ -11,8 +11,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "cli/train_memory_plan.h"
 #include "models/gpt_shapes.h"
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/shard/layout.h"
@@ -24,6 +26,8 @@ struct StepPlanInput {
   int num_ranks = 1;
   coordinator::CoordinatorOptions options;
   std::int64_t num_micro_batches = 1;  // of a rank
+  // Budgets, places and NVMe, where an option asks for them; its limits count.
+  std::optional<MemoryPlan> memory;
 };
 
 // Bytes are those of full parameters, padding included.
@@ -49,8 +53,10 @@ struct StepTotals {
 
 struct StepPlan {
   struct Unit {
-    std::vector<int> params;  // own and external, ascending
+    std::vector<int> params;    // own and external, ascending
+    std::vector<int> gathered;  // of them: in a group of one, those that are stored
     std::int64_t full_bytes = 0;
+    std::int64_t gathered_bytes = 0;
     std::int64_t shard_bytes = 0;  // of what it owns
   };
 
@@ -66,7 +72,7 @@ struct StepPlan {
   std::int64_t full_bytes = 0;
   std::int64_t shard_bytes = 0;
   std::int64_t persistent_bytes = 0;
-  std::int64_t arena_bytes = 0;  // 0 in a group of one
+  std::int64_t arena_bytes = 0;  // 0 in a group of one with all shards in memory
 
   std::vector<GatherCall> before;  // started when the step before has ended
   std::vector<TimelineUse> uses;   // of all micro-batches

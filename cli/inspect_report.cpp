@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "cli/inspect_tiers.h"
 #include "tessera/core/units.h"
 
 namespace tessera::cli {
@@ -235,7 +236,7 @@ class TimelineText {
 std::string limits_text(const InspectResult& result) {
   const coordinator::CoordinatorOptions& options = result.input.options;
   const StepPlan& plan = result.plan;
-  if (result.input.num_ranks == 1) {
+  if (result.input.num_ranks == 1 && plan.arena_bytes == 0) {
     return "One rank: a shard is the full parameter, and nothing is gathered.\n";
   }
   return fmt::format(
@@ -332,6 +333,9 @@ std::string inspect_screen(const InspectResult& result) {
                   to_string(model.dtype), result.input.num_ranks, plural(result.input.num_ranks),
                   model.units.size(), model.params.size());
   text += UnitsText(result).text() + "\n" + limits_text(result);
+  if (result.input.memory) {
+    text += "\n" + tiers_screen(*result.input.memory);
+  }
   text += fmt::format("\nA step of {} micro-batch{}, from the second step on:\n", num_micro,
                       num_micro == 1 ? "" : "es");
   text += TimelineText(result).text();
@@ -344,32 +348,35 @@ std::string inspect_screen(const InspectResult& result) {
 std::string inspect_json(const InspectResult& result) {
   const coordinator::CoordinatorOptions& options = result.input.options;
   const StepPlan& plan = result.plan;
-  const Json document{{"preset", result.preset},
-                      {"precision", to_string(result.input.model.dtype)},
-                      {"num_ranks", result.input.num_ranks},
-                      {"num_micro_batches", result.input.num_micro_batches},
-                      {"limits",
-                       {{"live_bytes", options.budgets.live_limit_bytes},
-                        {"reuse_distance_bytes", options.budgets.reuse_distance_bytes},
-                        {"bucket_bytes", options.budgets.bucket_bytes},
-                        {"max_inflight", options.budgets.max_inflight},
-                        {"persist_param_bytes", options.persist_param_bytes},
-                        {"persist_model_bytes", options.persist_model_bytes}}},
-                      {"units", units_json(result)},
-                      {"params", params_json(result)},
-                      {"totals",
-                       {{"numel", plan.numel},
-                        {"full_bytes", plan.full_bytes},
-                        {"shard_bytes", plan.shard_bytes},
-                        {"persistent_bytes", plan.persistent_bytes},
-                        {"arena_bytes", plan.arena_bytes}}},
-                      {"before_step", calls_json(plan.before, result.input.model)},
-                      {"timeline", timeline_json(result)},
-                      {"step",
-                       {{"num_gathers", plan.step.num_gathers},
-                        {"gathered_bytes", plan.step.gathered_bytes},
-                        {"num_misses", plan.step.num_misses},
-                        {"peak_bytes", plan.step.peak_bytes}}}};
+  Json document{{"preset", result.preset},
+                {"precision", to_string(result.input.model.dtype)},
+                {"num_ranks", result.input.num_ranks},
+                {"num_micro_batches", result.input.num_micro_batches},
+                {"limits",
+                 {{"live_bytes", options.budgets.live_limit_bytes},
+                  {"reuse_distance_bytes", options.budgets.reuse_distance_bytes},
+                  {"bucket_bytes", options.budgets.bucket_bytes},
+                  {"max_inflight", options.budgets.max_inflight},
+                  {"persist_param_bytes", options.persist_param_bytes},
+                  {"persist_model_bytes", options.persist_model_bytes}}},
+                {"units", units_json(result)},
+                {"params", params_json(result)},
+                {"totals",
+                 {{"numel", plan.numel},
+                  {"full_bytes", plan.full_bytes},
+                  {"shard_bytes", plan.shard_bytes},
+                  {"persistent_bytes", plan.persistent_bytes},
+                  {"arena_bytes", plan.arena_bytes}}},
+                {"before_step", calls_json(plan.before, result.input.model)},
+                {"timeline", timeline_json(result)},
+                {"step",
+                 {{"num_gathers", plan.step.num_gathers},
+                  {"gathered_bytes", plan.step.gathered_bytes},
+                  {"num_misses", plan.step.num_misses},
+                  {"peak_bytes", plan.step.peak_bytes}}}};
+  if (result.input.memory) {
+    document["tiers"] = tiers_json(*result.input.memory);
+  }
   return document.dump(2) + "\n";
 }
 

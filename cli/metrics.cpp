@@ -56,6 +56,8 @@ std::string metrics_json(const StepMetrics& metrics) {
   object.add("prefetch_hits", metrics.prefetch_hits);
   object.add("prefetch_misses", metrics.prefetch_misses);
   object.add("exposed_wait_s", metrics.exposed_wait_s);
+  object.add("nvme_read_bytes", metrics.nvme_read_bytes);
+  object.add("nvme_written_bytes", metrics.nvme_written_bytes);
   return object.text();
 }
 

@@ -30,6 +30,8 @@ struct StepMetrics {
   std::uint64_t prefetch_hits = 0;
   std::uint64_t prefetch_misses = 0;
   double exposed_wait_s = 0;
+  std::uint64_t nvme_read_bytes = 0;
+  std::uint64_t nvme_written_bytes = 0;
 };
 
 // One JSON object, without a newline.

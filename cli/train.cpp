@@ -101,11 +101,23 @@ void add_model_flags(CLI::App& app, TrainFlags& flags) {
   add_switch(app, "--tie-head", flags.tie_head, "The head uses the token embedding's weight");
 }
 
+void add_memory_flags(CLI::App& app, TrainFlags& flags) {
+  add_value(app, "--host-budget", flags.host_budget, sets("memory.host") + ", for each rank",
+            "SIZE");
+  add_value(app, "--device-budget", flags.device_budget, sets("memory.device") + ", for each rank",
+            "SIZE");
+  add_value(app, "--nvme", flags.nvme, "Directories for what memory does not hold; sets nvme.paths",
+            "DIR[,DIR]");
+  add_value(app, "--nvme-budget", flags.nvme_budget, sets("memory.nvme") + ", for each rank",
+            "SIZE");
+}
+
 Action add_train(CLI::App& app) {
   auto flags = std::make_shared<TrainFlags>();
   add_model_flags(app, *flags);
   add_ranks_flag(app, flags->ranks);
   add_training_flags(app, *flags);
+  add_memory_flags(app, *flags);
   add_run_flags(app, *flags);
   add_config_flags(app, flags->config);
   return [flags](const Arguments& arguments) { return run_train(*flags, arguments); };

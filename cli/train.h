@@ -52,6 +52,11 @@ struct TrainFlags {
   bool unsharded = false;
   std::string verify;
 
+  std::string host_budget;
+  std::string device_budget;
+  std::string nvme;
+  std::string nvme_budget;
+
   std::string metrics;
   std::string trace;
   std::string save_init;
@@ -63,6 +68,9 @@ std::string preset_names_text();
 
 // Those that say which model, for every command that has one.
 void add_model_flags(CLI::App& app, TrainFlags& flags);
+
+// Those that say how much memory there is, and where else shards may live.
+void add_memory_flags(CLI::App& app, TrainFlags& flags);
 
 // Throws ConfigError, in one line, for whatever would stop this many ranks of this machine.
 // Allocates and writes nothing.

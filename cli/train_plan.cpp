@@ -7,6 +7,7 @@
 
 #include "cli/flag_values.h"
 #include "cli/output_file.h"
+#include "cli/train_memory.h"
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/core/error.h"
 #include "tessera/core/option_table.h"
@@ -49,6 +50,10 @@ void apply_flags(const TrainFlags& flags, Config& config) {
   apply("--clip", flags.clip, "grad.clip_norm");
   apply("--seed", flags.seed, "seed");
   apply("--trace", flags.trace, "trace.path");
+  apply("--host-budget", flags.host_budget, "memory.host");
+  apply("--device-budget", flags.device_budget, "memory.device");
+  apply("--nvme", flags.nvme, "nvme.paths");
+  apply("--nvme-budget", flags.nvme_budget, "memory.nvme");
   TESSERA_CHECK(flags.batch.empty() || config.get_int("batch.total") > 0, ConfigError, "--batch ",
                 tessera::quoted(flags.batch), " holds no sequence; give at least one per rank");
   const bool replaced = !flags.batch.empty() || !flags.accumulate.empty();
@@ -178,6 +183,11 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place) {
 
   plan.batch = checked_batch(flags, place.world_size, plan.config);
   check_training_options(plan);
+  plan.memory = plan_memory(plan.config, plan.model, place.world_size, plan.cuda_device >= 0);
+  TESSERA_CHECK(
+      !plan.memory || !plan.unsharded, ConfigError,
+      "--unsharded takes what memory it needs, and no budget, place or NVMe; leave one of "
+      "them out");
   plan.data.source = flags.data.empty() ? kDefaultData : flags.data;
   plan.data.vocabulary = plan.model.vocabulary;
   plan.data.sequence = plan.model.sequence;
@@ -197,6 +207,7 @@ void check_training(const TrainFlags& flags, int num_local_ranks) {
   place.world_size = num_local_ranks;
   place.local_world_size = num_local_ranks;
   const TrainPlan plan = checked_plan(flags, place);
+  check_machine(plan, num_local_ranks);
   static_cast<void>(models::open_data(plan.data));
 }
 

@@ -11,9 +11,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "cli/train.h"
+#include "cli/train_memory_plan.h"
 #include "cli/train_ranks.h"
 #include "models/data.h"
 #include "models/gpt.h"
@@ -36,6 +38,8 @@ struct TrainPlan {
   int num_threads = 1;
   bool unsharded = false;
   bool verify = false;
+
+  std::optional<MemoryPlan> memory;  // where an option asks for one
 
   // Empty: not wanted.
   std::string metrics;

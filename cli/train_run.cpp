@@ -7,6 +7,7 @@
 
 #include "cli/metrics.h"
 #include "cli/progress.h"
+#include "cli/train_memory.h"
 #include "cli/train_plan.h"
 #include "cli/train_summary.h"
 #include "cli/train_trainer.h"
@@ -116,6 +117,12 @@ class Run {
     metrics.prefetch_hits = stats.gathers.prefetch_hits;
     metrics.prefetch_misses = stats.gathers.prefetch_misses;
     metrics.exposed_wait_s = stats.exposed_wait_s;
+    nvme_.add(Role::kShard, stats.io.parameters.read_bytes, stats.io.parameters.written_bytes);
+    nvme_.add(Role::kGradient, stats.io.gradients.read_bytes, stats.io.gradients.written_bytes);
+    nvme_.add(Role::kOptimizer, stats.io.states.read_bytes, stats.io.states.written_bytes);
+    metrics.nvme_read_bytes = nvme_.step_read_bytes();
+    metrics.nvme_written_bytes = nvme_.step_written_bytes();
+    nvme_.end_step();
     if (twin_) {
       twin_->step(batches_, step, result);
     }
@@ -157,7 +164,11 @@ class Run {
   void print_memory() const {
     if (!plan_.unsharded) {
       std::cout << "memory of rank 0 of " << runtime_.num_ranks() << "\n"
-                << memory_text(model_bytes(), runtime_.ledger()) << std::flush;
+                << memory_text(model_bytes(), runtime_.ledger());
+      if (plan_.memory) {
+        std::cout << places_text(plan_.memory->placement, runtime_.ledger(), nvme_);
+      }
+      std::cout << std::flush;
     }
   }
 
@@ -187,6 +198,7 @@ class Run {
   std::unique_ptr<Trainer> trainer_;
   std::optional<Twin> twin_;  // rank 0, with --verify
   RunTotals totals_;
+  NvmeTotals nvme_;
 };
 
 }  // namespace
@@ -196,6 +208,10 @@ void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous
   const TrainPlan plan = checked_plan(flags, rendezvous);
   const std::unique_ptr<models::TokenSource> data = models::open_data(plan.data);
   at::set_num_threads(plan.num_threads);
+  if (rendezvous.rank == 0 && plan.memory) {
+    check_machine(plan, rendezvous.local_world_size);
+    std::cout << memory_plan_text(plan, rendezvous.local_world_size) << std::flush;
+  }
   Runtime runtime(plan.config, runtime_options(plan));
   process.set_board(runtime.board());
   Run(plan, *data, runtime).train();

@@ -113,6 +113,44 @@ std::string RunTotals::text() const {
   return text;
 }
 
+void NvmeTotals::add(Role role, std::uint64_t read_bytes, std::uint64_t written_bytes) {
+  Bytes& bytes = roles_[static_cast<std::size_t>(role)];
+  bytes.read += read_bytes;
+  bytes.written += written_bytes;
+  step_read_ += read_bytes;
+  step_written_ += written_bytes;
+}
+
+void NvmeTotals::end_step() {
+  step_read_ = 0;
+  step_written_ = 0;
+  ++num_steps_;
+}
+
+std::uint64_t NvmeTotals::read_bytes(Role role) const {
+  return roles_[static_cast<std::size_t>(role)].read / std::max<std::uint64_t>(1, num_steps_);
+}
+
+std::uint64_t NvmeTotals::written_bytes(Role role) const {
+  return roles_[static_cast<std::size_t>(role)].written / std::max<std::uint64_t>(1, num_steps_);
+}
+
+std::string places_text(const planner::Placement& placement, const Ledger& ledger,
+                        const NvmeTotals& nvme) {
+  constexpr const char* kLine = "{:<8}{:<12}{:>12}{:>12}{:>14}{:>14}\n";
+  std::string text = "what went where\n" + fmt::format(kLine, "tier", "role", "planned",
+                                                       "held at most", "read/step", "written/step");
+  for (const planner::LedgerLine& line : placement.ledger) {
+    const bool moves = line.tier == Tier::kNvme;
+    text +=
+        fmt::format(kLine, to_string(line.tier), to_string(line.role), bytes_text(line.bytes),
+                    bytes_text(static_cast<std::int64_t>(ledger.peak_bytes(line.tier, line.role))),
+                    moves ? approximate_bytes(nvme.read_bytes(line.role)) : "-",
+                    moves ? approximate_bytes(nvme.written_bytes(line.role)) : "-");
+  }
+  return text;
+}
+
 std::string memory_text(const ModelBytes& model, const Ledger& ledger) {
   constexpr const char* kLine = "{:<8}{:<12}{:>12}{:>12}{:>12}\n";
   std::string text = fmt::format(kLine, "tier", "role", "now", "peak", "unsharded");

@@ -3,6 +3,7 @@
 // Threads: plain data.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "cli/metrics.h"
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
+#include "tessera/planner/placement.h"
 
 namespace tessera::cli {
 
@@ -67,6 +69,32 @@ class RunTotals {
   std::uint64_t prefetch_misses_ = 0;
   std::int64_t full_bytes_peak_ = 0;
 };
+
+// Bytes of this rank to and from NVMe, over the steps.
+class NvmeTotals {
+ public:
+  void add(Role role, std::uint64_t read_bytes, std::uint64_t written_bytes);
+  void end_step();
+  std::uint64_t step_read_bytes() const { return step_read_; }
+  std::uint64_t step_written_bytes() const { return step_written_; }
+  // Means of a step.
+  std::uint64_t read_bytes(Role role) const;
+  std::uint64_t written_bytes(Role role) const;
+
+ private:
+  struct Bytes {
+    std::uint64_t read = 0;
+    std::uint64_t written = 0;
+  };
+  std::array<Bytes, kNumRoles> roles_{};
+  std::uint64_t step_read_ = 0;  // of the step that has not ended
+  std::uint64_t step_written_ = 0;
+  std::uint64_t num_steps_ = 0;
+};
+
+// What went where: bytes as planned and as held, and those that a step moved.
+std::string places_text(const planner::Placement& placement, const Ledger& ledger,
+                        const NvmeTotals& nvme);
 
 // Bytes per tier and role of this rank beside those of unsharded training.
 std::string memory_text(const ModelBytes& model, const Ledger& ledger);

@@ -19,6 +19,9 @@ at::Device torch_device(const TrainPlan& plan) {
 EngineOptions engine_options(const TrainPlan& plan) {
   EngineOptions options;
   options.run_steps = plan.schedule_steps;
+  if (plan.memory && plan.memory->is_final) {
+    options.shapes = plan.memory->shapes;
+  }
   return options;
 }
 

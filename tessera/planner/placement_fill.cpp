@@ -100,10 +100,13 @@ class Filler {
     return taken_bytes(block_bytes(4 * cut_.layouts[id].shard_numel()));
   }
   std::int64_t states_weight(std::size_t id) const {
-    const auto num_tensors =
-        static_cast<std::int64_t>(optim::num_state_tensors(cut_.model.dtype, options_.num_states));
-    return taken_bytes(num_tensors * block_bytes(4 * cut_.layouts[id].shard_numel()));
+    return taken_bytes(num_state_tensors() * block_bytes(4 * cut_.layouts[id].shard_numel()));
   }
+  std::int64_t num_state_tensors() const {
+    return static_cast<std::int64_t>(
+        optim::num_state_tensors(cut_.model.dtype, options_.num_states));
+  }
+  bool has_states() const { return num_state_tensors() > 0; }
   std::int64_t smallest_parameter_pool(const std::vector<ShardPlaces>& stored) const;
   std::int64_t largest_parameter_pool(const std::vector<ShardPlaces>& stored) const;
   std::int64_t largest_gradient_pool() const;
@@ -134,9 +137,7 @@ void Filler::wish_places() {
     }
     if (options_.optimizer == Wish::kHost) {
       places.states = Place::kHost;
-    } else if (options_.optimizer == Wish::kNvme && options_.num_states > 0) {
-      places.states = Place::kNvme;
-    } else if (options_.optimizer == Wish::kNvme && cut_.model.dtype != DType::kFloat32) {
+    } else if (options_.optimizer == Wish::kNvme && has_states()) {
       places.states = Place::kNvme;
     }
     if (shard_bytes == 0 || !cut_.is_trainable(i)) {
@@ -148,7 +149,6 @@ void Filler::wish_places() {
 
 std::vector<ShardPlaces> Filler::stored_places(Level level) const {
   std::vector<ShardPlaces> places = in_memory_;
-  const bool has_states = optim::num_state_tensors(cut_.model.dtype, options_.num_states) > 0;
   for (std::size_t i = 0; i < places.size(); ++i) {
     if (cut_.layouts[i].shard_numel() == 0) {
       continue;
@@ -159,7 +159,7 @@ std::vector<ShardPlaces> Filler::stored_places(Level level) const {
     if (level >= Level::kGradients && cut_.is_trainable(i)) {
       places[i].gradient = Place::kNvme;
     }
-    if (level >= Level::kStates && cut_.is_trainable(i) && has_states &&
+    if (level >= Level::kStates && cut_.is_trainable(i) && has_states() &&
         options_.optimizer == Wish::kAuto) {
       places[i].states = Place::kNvme;
     }

@@ -38,6 +38,37 @@ std::int64_t sum_of(const Json& rows, const char* key) {
   return sum;
 }
 
+// Every byte of NVMe belongs to a parameter and a role, and what the table says is there.
+TEST(Inspect, MapsEveryExtentToItsParameter) {
+  for (const char* ranks : {"1", "2"}) {
+    const Json plan = inspected_json({"--preset", "tiny", "--ranks", ranks, "--nvme", ".", "--set",
+                                      "place.optimizer=nvme", "--set", "place.parameters=nvme"});
+    std::map<std::string, std::int64_t> ends;
+    std::set<std::string> stored;
+    for (const Json& extent : plan["tiers"]["extents"]) {
+      std::int64_t& end = ends[extent["role"]];
+      EXPECT_EQ(extent["offset"], end) << extent;
+      end += extent["bytes"].get<std::int64_t>();
+      stored.insert(extent["param"].get<std::string>() + " " + extent["tensor"].get<std::string>());
+    }
+    for (const Json& line : plan["tiers"]["bytes"]) {
+      if (line["tier"] == "nvme") {
+        EXPECT_EQ(line["bytes"], ends[line["role"]]) << line;
+      }
+    }
+    EXPECT_EQ(stored.size(), 3 * plan["params"].size());
+    EXPECT_GT(plan["totals"]["arena_bytes"].get<std::int64_t>(), 0);
+  }
+}
+
+TEST(Inspect, ShowsTheFirstExtentsAndTheirSums) {
+  const std::string screen =
+      inspected({"--preset", "tiny", "--nvme", ".", "--host-budget", "2MiB"});
+  EXPECT_NE(screen.find("exp_avg_sq of "), std::string::npos) << screen;
+  EXPECT_NE(screen.find(" more\n"), std::string::npos) << screen;
+  EXPECT_NE(screen.find("NVMe per step and rank"), std::string::npos) << screen;
+}
+
 // Far more than this machine could hold, on more ranks than it could start.
 TEST(Inspect, AddsUpAModelThatWouldNotFitHere) {
   constexpr std::int64_t kWidth = 5120;

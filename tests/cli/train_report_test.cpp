@@ -6,6 +6,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -27,6 +28,22 @@ std::string refusal(const BatchShape& shape) {
     return error.what();
   }
   return "";
+}
+
+// Whether a line of `table` consists of these words.
+bool has_row(const std::string& table, const std::vector<std::string>& words) {
+  std::istringstream lines(table);
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream row(line);
+    std::vector<std::string> found;
+    for (std::string word; row >> word;) {
+      found.push_back(word);
+    }
+    if (found == words) {
+      return true;
+    }
+  }
+  return false;
 }
 
 TEST(BatchShape, EverySequenceBelongsToOneMicroBatchOfOneRank) {
@@ -154,6 +171,27 @@ TEST(Memory, UnshardedBytesAreTheClosedForm) {
   const ModelBytes half{1000, 1000, DType::kBFloat16, 2};
   EXPECT_EQ(half.unsharded(Role::kShard), 2000);
   EXPECT_EQ(half.unsharded(Role::kOptimizer), 12000);
+}
+
+TEST(Places, PlannedStandsBesideHeldAndNvmeBesideWhatAStepMoved) {
+  planner::Placement placement;
+  placement.ledger = {{Tier::kDevice, Role::kShard, 2048}, {Tier::kNvme, Role::kOptimizer, 8192}};
+  Ledger ledger;
+  ledger.charge(Tier::kDevice, Role::kShard, 4096);
+  ledger.discharge(Tier::kDevice, Role::kShard, 1024);
+  NvmeTotals nvme;
+  for (int step = 0; step < 2; ++step) {
+    nvme.add(Role::kOptimizer, 3 << 20, 5 << 20);
+    nvme.add(Role::kShard, 1 << 20, 0);
+    EXPECT_EQ(nvme.step_read_bytes(), std::uint64_t{4} << 20);
+    EXPECT_EQ(nvme.step_written_bytes(), std::uint64_t{5} << 20);
+    nvme.end_step();
+  }
+  const std::string text = places_text(placement, ledger, nvme);
+  EXPECT_TRUE(has_row(text, {"device", "shard", "2.00", "KiB", "4.00", "KiB", "-", "-"})) << text;
+  EXPECT_TRUE(
+      has_row(text, {"nvme", "optimizer", "8.00", "KiB", "0", "B", "3.00", "MiB", "5.00", "MiB"}))
+      << text;
 }
 
 TEST(Memory, TheTableHasEveryRoleThatIsHeldOrWouldBe) {

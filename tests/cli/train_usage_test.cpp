@@ -113,6 +113,35 @@ TEST_F(TrainUsage, WaysOfTrainingThatExcludeEachOtherAreRefused) {
   expect_refusal({"--threads", "0"}, "--threads");
 }
 
+// With the arithmetic, before a rank is started or a file is made.
+TEST_F(TrainUsage, AModelThatMemoryDoesNotHoldIsRefusedWithTheSum) {
+  for (const char* ranks : {"1", "2"}) {
+    expect_refusal({"--ranks", ranks, "--host-budget", "100KiB"}, "optimizer states");
+    expect_refusal({"--ranks", ranks, "--host-budget", "100KiB"}, "--nvme DIR");
+    expect_refusal({"--ranks", ranks, "--host-budget", "100KiB", "--nvme", "."},
+                   "arena (unit 'embedding')");
+  }
+  expect_refusal({"--device-budget", "100KiB"}, "memory.device allows 100 KiB");
+}
+
+TEST_F(TrainUsage, TiersThatCannotBeHadAreRefused) {
+  expect_refusal({"--nvme-budget", "1GiB"}, "nvme.paths is empty");
+  expect_refusal({"--nvme", "nowhere", "--ranks", "2"}, "nowhere");
+  expect_refusal({"--nvme", ".", "--set", "place.optimizer=nvme", "--nvme-budget", "4KiB"},
+                 "Raise memory.nvme to");
+  expect_refusal({"--set", "place.parameters=nvme"}, "nvme.paths is empty");
+  expect_refusal({"--set", "place.optimizer=host", "--host-budget", "0"}, "memory.host = 0");
+  expect_refusal({"--host-budget", "1GiB", "--unsharded"}, "--unsharded takes what memory");
+  expect_refusal({"--host-budget", "much"}, "--host-budget");
+}
+
+TEST_F(TrainUsage, ADirectoryInMemoryIsNoDisk) {
+  if (!std::filesystem::is_directory("/dev/shm")) {
+    GTEST_SKIP() << "there is no /dev/shm";
+  }
+  expect_refusal({"--nvme", "/dev/shm", "--set", "place.optimizer=nvme"}, "/dev/shm");
+}
+
 TEST_F(TrainUsage, RanksInsideAnotherLaunchersRanksAreRefused) {
   expect_refusal({"--ranks", "2"}, "--ranks",
                  {{"RANK", "0"},

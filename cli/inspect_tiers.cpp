@@ -1,0 +1,124 @@
+#include "cli/inspect_tiers.h"
+
+#include <array>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "tessera/core/units.h"
+
+namespace tessera::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using planner::PlannedExtent;
+
+constexpr std::int64_t kShownPerRole = 6;
+
+std::string bytes_text(std::int64_t bytes) {
+  return approximate_bytes(static_cast<std::uint64_t>(bytes));
+}
+
+std::vector<PlannedExtent> extents_of(const MemoryPlan& memory) {
+  return planner::planned_extents(memory.shapes, memory.options, memory.placement,
+                                  memory.state_names);
+}
+
+const std::string& name_of(const MemoryPlan& memory, int param) {
+  return memory.shapes.params[static_cast<std::size_t>(param)].name;
+}
+
+std::string what_text(const MemoryPlan& memory, const PlannedExtent& extent) {
+  std::string text = name_of(memory, extent.param);
+  if (!extent.tensor.empty()) {
+    text = extent.tensor + " of " + text;
+  }
+  return extent.begin == 0 ? text : fmt::format("{}, from element {}", text, extent.begin);
+}
+
+const char* place_text(planner::Place place) {
+  switch (place) {
+    case planner::Place::kDevice:
+      return "device";
+    case planner::Place::kHost:
+      return "host";
+    case planner::Place::kNvme:
+      break;
+  }
+  return "nvme";
+}
+
+}  // namespace
+
+std::string tiers_screen(const MemoryPlan& memory) {
+  std::string text = planner::placement_text(memory.placement);
+  const std::vector<PlannedExtent> extents = extents_of(memory);
+  if (extents.empty()) {
+    return text;
+  }
+  constexpr const char* kRow = "{:<12}{:>16}{:>14}  {}\n";
+  text += "\n" + fmt::format(kRow, "extents of", "offset", "bytes", "what");
+  std::array<std::int64_t, kNumRoles> counts{};
+  std::array<std::int64_t, kNumRoles> sums{};
+  const auto end_role = [&](std::size_t role) {
+    if (counts[role] > kShownPerRole) {
+      text +=
+          fmt::format(kRow, "", "", "", fmt::format("and {} more", counts[role] - kShownPerRole));
+    }
+    text += fmt::format(kRow, to_string(static_cast<Role>(role)), "all", bytes_text(sums[role]),
+                        fmt::format("{} extents", counts[role]));
+  };
+  for (std::size_t i = 0; i < extents.size(); ++i) {
+    const PlannedExtent& extent = extents[i];
+    const auto role = static_cast<std::size_t>(extent.role);
+    sums[role] += extent.bytes;
+    if (++counts[role] <= kShownPerRole) {
+      text += fmt::format(kRow, to_string(extent.role), extent.offset, extent.bytes,
+                          what_text(memory, extent));
+    }
+    if (i + 1 == extents.size() || extents[i + 1].role != extent.role) {
+      end_role(role);
+    }
+  }
+  return text;
+}
+
+Json tiers_json(const MemoryPlan& memory) {
+  const planner::Placement& placement = memory.placement;
+  Json lines = Json::array();
+  for (const planner::LedgerLine& line : placement.ledger) {
+    lines.push_back(
+        {{"tier", to_string(line.tier)}, {"role", to_string(line.role)}, {"bytes", line.bytes}});
+  }
+  Json places = Json::array();
+  for (std::size_t i = 0; i < placement.params.size(); ++i) {
+    places.push_back({{"name", memory.shapes.params[i].name},
+                      {"parameter", place_text(placement.params[i].parameter)},
+                      {"gradient", place_text(placement.params[i].gradient)},
+                      {"states", place_text(placement.params[i].states)}});
+  }
+  Json extents = Json::array();
+  for (const PlannedExtent& extent : extents_of(memory)) {
+    extents.push_back({{"role", to_string(extent.role)},
+                       {"param", name_of(memory, extent.param)},
+                       {"tensor", extent.tensor},
+                       {"begin", extent.begin},
+                       {"offset", extent.offset},
+                       {"bytes", extent.bytes}});
+  }
+  const planner::StepBytes& step = placement.step;
+  return {{"bytes", lines},
+          {"step",
+           {{"states_read_bytes", step.states_read},
+            {"states_written_bytes", step.states_written},
+            {"parameters_read_bytes", step.parameters_read},
+            {"parameters_written_bytes", step.parameters_written},
+            {"gradients_read_bytes", step.gradients_read},
+            {"gradients_written_bytes", step.gradients_written}}},
+          {"sub_group_numel", placement.sub_group_numel},
+          {"optimizer_buffers", placement.num_optimizer_buffers},
+          {"places", places},
+          {"extents", extents}};
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,19 @@
+// What a step takes on this processor, from one unit's forward and backward on few tokens: known
+// within a second or two, whatever the size of the model, and without memory to speak of.
+//
+// Threads: main thread only; operators use theirs.
+#pragma once
+
+namespace tessera::cli {
+
+struct TrainPlan;
+
+// Of one rank, all micro-batches of a step.
+struct ProcessorTime {
+  double compute_s = 0;  // forward and backward
+  double update_s = 0;   // of its shards
+};
+
+ProcessorTime measure_processor(const TrainPlan& plan);
+
+}  // namespace tessera::cli

@@ -1,0 +1,135 @@
+#include "cli/train_memory.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <set>
+#include <vector>
+
+#include "cli/train_measure.h"
+#include "cli/train_plan.h"
+#include "tessera/core/error.h"
+#include "tessera/engine/engine_tiers.h"
+#include "tessera/optim/rule.h"
+#include "tessera/planner/prediction.h"
+#include "tessera/tier/io_measure.h"
+#include "tessera/tier/scratch_file.h"
+
+namespace tessera::cli {
+namespace {
+
+// One of each device: directories of one disk share its rates.
+std::vector<std::string> disks_of(const std::vector<std::string>& directories) {
+  std::set<dev_t> devices;
+  std::vector<std::string> disks;
+  for (const std::string& directory : directories) {
+    struct stat status {};
+    if (::stat(directory.c_str(), &status) == 0 && devices.insert(status.st_dev).second) {
+      disks.push_back(directory);
+    }
+  }
+  return disks;
+}
+
+// As the engine measures, so that either finds what the other has kept.
+tier::MeasureOptions measure_options(const Config& config) {
+  const std::string& kind = config.get_string("nvme.engine");
+  const std::string& direct = config.get_string("nvme.direct_io");
+  tier::MeasureOptions options;
+  options.kind = kind == "uring"     ? tier::IoKind::kUring
+                 : kind == "threads" ? tier::IoKind::kThreads
+                                     : tier::IoKind::kAuto;
+  options.direct = direct == "on"    ? tier::DirectIo::kOn
+                   : direct == "off" ? tier::DirectIo::kOff
+                                     : tier::DirectIo::kAuto;
+  return options;
+}
+
+// Striped, so the slowest disk sets the pace of all.
+void measure_disks(const Config& config, planner::StepRates& rates) {
+  const std::vector<std::string> disks = disks_of(config.get_list("nvme.paths"));
+  bool is_first = true;
+  for (const std::string& disk : disks) {
+    const tier::DiskRates measured = tier::measure_directory(disk, measure_options(config));
+    const double mixed = measured.mixed_read_bytes_per_s + measured.mixed_write_bytes_per_s;
+    const auto keep_slowest = [is_first](double& rate, double other) {
+      rate = is_first ? other : std::min(rate, other);
+    };
+    keep_slowest(rates.read_bytes_per_s, measured.read_bytes_per_s);
+    keep_slowest(rates.write_bytes_per_s, measured.write_bytes_per_s);
+    keep_slowest(rates.mixed_bytes_per_s, mixed);
+    is_first = false;
+  }
+  const auto num_disks = static_cast<double>(disks.size());
+  rates.read_bytes_per_s *= num_disks;
+  rates.write_bytes_per_s *= num_disks;
+  rates.mixed_bytes_per_s *= num_disks;
+}
+
+}  // namespace
+
+planner::ModelShapes planner_shapes(const models::ModelShape& model) {
+  planner::ModelShapes shapes;
+  shapes.dtype = model.dtype;
+  for (const models::ParamShape& param : model.params) {
+    shapes.params.push_back({param.name, param.numel(), param.trainable, false});
+  }
+  for (const models::UnitShape& unit : model.units) {
+    std::vector<int> ids = unit.own;
+    ids.insert(ids.end(), unit.external.begin(), unit.external.end());
+    std::sort(ids.begin(), ids.end());
+    shapes.units.push_back(std::move(ids));
+    shapes.unit_names.push_back(unit.name);
+  }
+  return shapes;
+}
+
+std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
+                                      int num_ranks, bool on_cuda) {
+  if (!engine::asks_for_plan(config)) {
+    return std::nullopt;
+  }
+  MemoryPlan plan;
+  // What belongs together in other units than those of the shapes is known once they are made.
+  const auto is_empty = [&config](const char* option) { return config.get_list(option).empty(); };
+  plan.is_final = is_empty("unit.leaf_types") && is_empty("unit.leaf_names") &&
+                  is_empty("unit.leaf_name_suffixes") && is_empty("unit.dynamic_names") &&
+                  config.get_int("unit.leaf_below_numel") == 0;
+  plan.shapes = planner_shapes(models::gpt_shape(model));
+  plan.options = planner::PlacementOptions::from(config, num_ranks, on_cuda);
+  plan.placement =
+      planner::make_placement(plan.shapes, plan.options, config.get_int("batch.accumulate"));
+  for (const std::string_view name : optim::state_names(optim::RuleOptions::from(config))) {
+    plan.state_names.emplace_back(name);
+  }
+  return plan;
+}
+
+void check_machine(const TrainPlan& plan, int num_local_ranks) {
+  if (!plan.memory) {
+    return;
+  }
+  const std::vector<std::string>& directories = plan.config.get_list("nvme.paths");
+  for (const std::string& directory : directories) {
+    tier::check_scratch_directory(directory);
+  }
+  planner::check_fits(plan.memory->placement, planner::MachineLimits::of_this_machine(directories),
+                      num_local_ranks);
+}
+
+std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
+  const planner::Placement& placement = plan.memory->placement;
+  std::string text = planner::placement_text(placement);
+  if (placement.uses_nvme) {
+    planner::StepRates rates;
+    rates.num_local_ranks = num_local_ranks;
+    measure_disks(plan.config, rates);
+    const ProcessorTime time = measure_processor(plan);
+    rates.compute_s = time.compute_s;
+    rates.update_s = time.update_s;
+    text += "\n" + planner::predict_step(placement, rates).text;
+  }
+  return text + "\n";
+}
+
+}  // namespace tessera::cli

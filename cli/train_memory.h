@@ -1,0 +1,32 @@
+// Where a run's shards will live: planned, checked against the machine, and told before anything is
+// allocated. Nothing of it happens unless an option asks for it: a budget, a place, or NVMe.
+//
+// Includes models, hence torch: for train_*.cpp and inspect_model.cpp only.
+//
+// Threads: main thread only.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "cli/train_memory_plan.h"
+#include "models/gpt.h"
+#include "tessera/core/config.h"
+
+namespace tessera::cli {
+
+struct TrainPlan;
+
+// Null: nothing asks for it. Throws ConfigError, with the arithmetic, if it does not fit.
+std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
+                                      int num_ranks, bool on_cuda);
+
+// Throws ConfigError if this machine cannot give it to so many ranks, or a directory is no place
+// for it.
+void check_machine(const TrainPlan& plan, int num_local_ranks);
+
+// The table, and the predicted time of a step: measures the disk, unless that was done before, and
+// what a unit takes on this processor, for about two seconds. For one rank of a machine.
+std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks);
+
+}  // namespace tessera::cli
