@@ -8,6 +8,7 @@
 // Threads: as Store.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -33,6 +34,7 @@ class LazyStore final : public tier::Store {
     failing_reads_.clear();
     failing_writes_.clear();
   }
+  int num_under_way() const { return num_under_way_; }  // not waited for yet
 
   Tier tier() const override { return Tier::kNvme; }
   std::uint64_t allocate(std::size_t bytes, std::string name) override {
@@ -102,8 +104,12 @@ class LazyStore final : public tier::Store {
     std::optional<std::exception_ptr> outcome_;  // guarded by mutex_
   };
 
-  static tier::Pending later(std::function<void()> work) {
-    return tier::Pending(std::make_shared<LazyState>(std::move(work)));
+  tier::Pending later(std::function<void()> work) {
+    ++num_under_way_;
+    return tier::Pending(std::make_shared<LazyState>([this, work = std::move(work)] {
+      --num_under_way_;
+      work();
+    }));
   }
   void check(std::uint64_t offset, const std::byte* data, std::size_t bytes) const {
     TESSERA_INVARIANT(offset % tier::kBlockBytes == 0 && bytes % tier::kBlockBytes == 0 &&
@@ -121,6 +127,7 @@ class LazyStore final : public tier::Store {
   std::size_t num_reads_ = 0;
   std::size_t num_writes_ = 0;
   tier::StoreStats stats_;
+  std::atomic<int> num_under_way_{0};
 };
 
 }  // namespace tessera::grad

@@ -78,8 +78,10 @@ void fail_each(int num_ranks, DeviceKind device, IoCall call) {
         EXPECT_EQ(error_of([&] { world.reducer().sum_of_squares(0); }), error);
       }
       EXPECT_EQ(world.pool().free_bytes(), world.pool().capacity_bytes());
+      auto& store = dynamic_cast<LazyStore&>(world.store());
+      EXPECT_EQ(store.num_under_way(), 0) << "a lease went back before its transfer was done";
       world.reducer().clear();
-      dynamic_cast<LazyStore&>(world.store()).clear_faults();
+      store.clear_faults();
       // Nothing of what went wrong is left.
       run_step(world, 1);
       ShardSums sums;
