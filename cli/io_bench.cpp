@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <memory>
 #include <system_error>
 
@@ -23,10 +24,11 @@ constexpr double kFillSeconds = 3600;  // the whole file, however slow the disk
 
 void check_room(const IoBenchOptions& options) {
   struct statvfs info {};
-  TESSERA_CHECK(::statvfs(options.directory.c_str(), &info) == 0, ConfigError, "the directory ",
-                quoted(options.directory),
-                " cannot be used: ", std::generic_category().message(errno),
-                "; name one on the disk to measure");
+  std::error_code ignored;
+  TESSERA_CHECK(std::filesystem::is_directory(options.directory, ignored) &&
+                    ::statvfs(options.directory.c_str(), &info) == 0,
+                ConfigError, quoted(options.directory),
+                " is not a directory; name one on the disk to measure");
   const std::uint64_t free_bytes = static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize;
   TESSERA_CHECK(options.file_bytes <= free_bytes / 2, ConfigError, "a file of ",
                 approximate_bytes(options.file_bytes), " is more than half of the ",
@@ -91,6 +93,7 @@ std::vector<IoBenchRow> measure_io(const IoBenchOptions& options, const std::opt
   tier::MeasureOptions measure;
   measure.kind = options.kind;
   measure.notice = notice;
+  measure.budget_s = options.measure_seconds;
   const tier::DiskRates measured = tier::measure_directory(options.directory, measure);
   const std::unique_ptr<tier::IoFile> file = open_nameless(
       options.directory, measured.is_direct ? tier::DirectIo::kOn : tier::DirectIo::kOff);

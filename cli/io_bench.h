@@ -22,6 +22,7 @@ struct IoBenchOptions {
   double seconds = 3;  // for each load and program, over all rounds
   std::uint64_t file_bytes = std::uint64_t{1} << 30;
   int num_rounds = 5;
+  double measure_seconds = 2;  // to find the options, where they are not known
 };
 
 // What was measured with.

@@ -34,8 +34,15 @@ ProcessOptions in_directory(const TemporaryDirectory& directory) {
 }
 
 TEST(Help, IsThereOnEveryLevelWithExamples) {
-  for (const std::vector<std::string>& command : std::vector<std::vector<std::string>>{
-           {}, {"inspect"}, {"doctor"}, {"bench-comm"}, {"options"}, {"config"}, {"version"}}) {
+  for (const std::vector<std::string>& command :
+       std::vector<std::vector<std::string>>{{},
+                                             {"inspect"},
+                                             {"doctor"},
+                                             {"bench-comm"},
+                                             {"bench-io"},
+                                             {"options"},
+                                             {"config"},
+                                             {"version"}}) {
     SCOPED_TRACE(::testing::PrintToString(command));
     std::vector<std::string> arguments = command;
     arguments.emplace_back("--help");

@@ -85,6 +85,15 @@ TEST_F(Usage, BadSizesAndRoundsAreRefused) {
   expect_refusal({"bench-comm", "--rounds", "1.5"}, "--rounds");
 }
 
+TEST_F(Usage, BadFlagsOfBenchIoAreRefusedBeforeTheDiskIsTouched) {
+  expect_refusal({"bench-io"}, "DIR");
+  expect_refusal({"bench-io", ".", "--engine", "abacus"}, "--engine \"abacus\" is none of auto");
+  expect_refusal({"bench-io", ".", "--seconds", "0"}, "--seconds");
+  expect_refusal({"bench-io", ".", "--seconds", "soon"}, "--seconds \"soon\" is not a time");
+  expect_refusal({"bench-io", ".", "--bytes", "1MiB"}, "is not a size of at least 16MiB");
+  expect_refusal({"bench-io", ".", "--bytes", "1000TiB"}, "more than half of the");
+}
+
 TEST_F(Usage, AnUnknownBackendIsRefused) {
   expect_refusal({"bench-comm", "--backend", "carrier-pigeon"}, "carrier-pigeon");
 }
@@ -101,6 +110,7 @@ TEST_F(Usage, AResultFileThatCannotBeWrittenIsRefusedBeforeTheWork) {
 
 TEST_F(Usage, ADirectoryThatDoesNotExistIsRefused) {
   expect_refusal({"doctor", "--dir", "nowhere"}, "\"nowhere\" is not a directory");
+  expect_refusal({"bench-io", "nowhere"}, "\"nowhere\" is not a directory");
 }
 
 TEST_F(Usage, ConfigsThatCannotBeReadAreRefused) {
