@@ -305,6 +305,8 @@ std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleO
     parts.buffers = optimizer_pool_.get();
   }
   parts.sub_group_numel = placement_->sub_group_numel;
+  parts.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
+  parts.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
   parts.on_updated = [this](int id, std::int64_t begin, std::int64_t numel, const void* values) {
     return feed_->offer(id, begin, numel, values);
   };

@@ -34,6 +34,8 @@ struct TieredParts {
   std::vector<StoredParts> stored =
       {};  // by id; also of those that are frozen, should they be unfrozen
   std::int64_t sub_group_numel = 0;  // a multiple of shard::kShardStep
+  bool reads_ahead = true;           // of the sub-group that is updated
+  bool writes_behind = true;         // while the next one is updated
   // New values of a stored parameter, elements [begin, begin + numel) of its shard, before they are
   // written; valid during the call, which comes from the optimizer's thread. True: whoever waits
   // for the update does not read them from the store. Null: nobody wants them.

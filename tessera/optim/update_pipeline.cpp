@@ -140,6 +140,9 @@ void UpdatePipeline::update_groups(UpdateJob& job) {
     work_.start_state_writes(stage);
     writing_.push_back(std::move(stage));
     ahead_.pop_front();
+    while (!tiers_.writes_behind && !writing_.empty()) {
+      retire_oldest();
+    }
   }
   while (!writing_.empty()) {
     retire_oldest();
@@ -153,7 +156,8 @@ void UpdatePipeline::update_groups(UpdateJob& job) {
 }
 
 void UpdatePipeline::read_ahead() {
-  while (next_read_ < plan_.groups.size() && open_stage(/*may_wait=*/false)) {
+  while (tiers_.reads_ahead && next_read_ < plan_.groups.size() &&
+         open_stage(/*may_wait=*/false)) {
   }
 }
 

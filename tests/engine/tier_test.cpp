@@ -42,6 +42,10 @@ std::vector<Placed> placements(const DiskDirectory& directory) {
       {"nvme", all},
       {"small sub-groups", joined({{"optim.sub_group_bytes", "8KiB"}}, all)},
       {"one buffer", joined({{"nvme.optimizer_buffers", "1"}}, all)},
+      {"in turn", joined({{"optim.sub_group_bytes", "8KiB"},
+                          {"nvme.pipeline_read", "false"},
+                          {"nvme.pipeline_write", "false"}},
+                         all)},
       {"verified", joined({{"nvme.verify", "true"}, {"nvme.engine", "threads"}}, all)},
       {"mixed", joined({{"place.parameters_host_bytes", "40KiB"}}, all)},
   };
