@@ -42,23 +42,29 @@ Lease BufferPool::acquire(std::size_t bytes) {
   const std::size_t rounded = rounded_or_refused(bytes);
   std::unique_lock lock(mutex_);
   refuse_if_closed();
-  if (waiters_.empty()) {
+  if (rounded == 0 || waiters_.empty()) {
     if (std::optional<Lease> lease = take(rounded)) {
       return std::move(*lease);
     }
   }
   ++num_waits_;
-  const auto place = waiters_.insert(waiters_.end(), num_waits_);
+  // Leaves the queue on every way out; what is left may be enough for the next in it.
+  struct Queued {
+    BufferPool& pool;
+    const std::list<std::size_t>::iterator place =
+        pool.waiters_.insert(pool.waiters_.end(), pool.num_waits_);
+    ~Queued() {
+      pool.waiters_.erase(place);
+      pool.changed_.notify_all();
+    }
+  } queued{*this};
   std::optional<Lease> lease;
   changed_.wait(lock, [&] {
-    if (!closed_ && place == waiters_.begin()) {
+    if (!closed_ && queued.place == waiters_.begin()) {
       lease = take(rounded);
     }
     return closed_ || lease;
   });
-  waiters_.erase(place);
-  // What is left may be enough for the next in the queue.
-  changed_.notify_all();
   if (!lease) {
     refuse_if_closed();
   }
@@ -69,7 +75,7 @@ std::optional<Lease> BufferPool::try_acquire(std::size_t bytes) {
   const std::size_t rounded = rounded_or_refused(bytes);
   const std::lock_guard lock(mutex_);
   refuse_if_closed();
-  return waiters_.empty() ? take(rounded) : std::nullopt;
+  return rounded == 0 || waiters_.empty() ? take(rounded) : std::nullopt;
 }
 
 void BufferPool::close(std::exception_ptr reason) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <barrier>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -137,9 +138,7 @@ TEST_F(BufferPoolTest, TakesTheSmallestPieceThatFits) {
 TEST_F(BufferPoolTest, LeasesNeverOverlapAndNothingIsLost) {
   constexpr std::size_t kBlocks = 40;
   const auto pool = make_pool(kBlocks);
-  const Lease whole = pool->acquire(kBlocks * kBlockBytes);
-  std::byte* const base = whole.data();
-  const_cast<Lease&>(whole).reset();
+  std::byte* const base = pool->acquire(kBlocks * kBlockBytes).data();
   std::array<int, kBlocks> owner{};
   std::vector<std::pair<int, Lease>> leases;
   std::mt19937 random(7);
@@ -215,6 +214,26 @@ TEST_F(BufferPoolTest, ServesWaitersInTheOrderInWhichTheyCame) {
   EXPECT_EQ(order, expected);
 }
 
+TEST_F(BufferPoolTest, OneLeaseThatComesBackServesAllForWhomItIsEnough) {
+  constexpr std::ptrdiff_t kWaiters = 8;
+  const auto pool = make_pool(kWaiters);
+  Lease all = pool->acquire(kWaiters * kBlockBytes);
+  std::barrier together(kWaiters);
+  std::vector<std::thread> waiters;
+  for (std::size_t i = 0; i < kWaiters; ++i) {
+    waiters.emplace_back([&] {
+      const Lease lease = pool->acquire(kBlockBytes);
+      together.arrive_and_wait();  // none goes before all have theirs
+    });
+    until_waiting(*pool, i + 1);
+  }
+  all.reset();
+  for (std::thread& waiter : waiters) {
+    waiter.join();
+  }
+  EXPECT_EQ(pool->free_bytes(), kWaiters * kBlockBytes);
+}
+
 TEST_F(BufferPoolTest, NobodyOvertakesAWaiterWhoNeedsMore) {
   const auto pool = make_pool(4);
   Lease one = pool->acquire(kBlockBytes);
@@ -231,6 +250,7 @@ TEST_F(BufferPoolTest, NobodyOvertakesAWaiterWhoNeedsMore) {
   one.reset();
   // There is a block, and it is not for those who came later.
   EXPECT_FALSE(pool->try_acquire(kBlockBytes).has_value());
+  EXPECT_EQ(pool->acquire(0).bytes(), 0U);  // nobody is kept from nothing
   std::thread small([&] { take(1, 'S'); });
   until_waiting(*pool, 2);
   three.reset();

@@ -8,6 +8,7 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -277,6 +278,22 @@ TEST_F(RemoveStale, FilesOfRunsThatLiveStay) {
   EXPECT_TRUE(fs::exists(own->path()));
 }
 
+// The file that would be ours if it had this name: its header says so.
+std::string renamed(std::string image, const std::string& name) {
+  constexpr std::size_t kLength = 20;  // behind magic and version
+  const auto length = static_cast<std::uint32_t>(name.size());
+  std::memcpy(image.data() + kLength, &length, sizeof(length));
+  image.replace(kLength + sizeof(length), name.size(), name);
+  return image;
+}
+
+TEST_F(RemoveStale, ACopyUnderItsOwnTrueNameIsOurs) {
+  const std::string stale = leave_stale();
+  const std::string name = "tessera-copy-rank10-gradients.scratch";
+  put(path() / name, renamed(contents(path() / stale), name));
+  EXPECT_EQ(remove_stale(path().string()), (std::vector<std::string>{name, stale}));
+}
+
 // Near names with a true header, true names with a near header, and things that are no files.
 TEST_F(RemoveStale, NothingElseIsEverTouched) {
   const std::string stale = leave_stale();
@@ -290,7 +307,7 @@ TEST_F(RemoveStale, NothingElseIsEverTouched) {
         "tessera-de ad-rank0-states.scratch", "xtessera-dead-rank0-states.scratch",
         "tessera-.scratch", "tessera-dead-rank0-states.scratch~", ".scratch", "tessera-",
         "notes.txt"}) {
-    put(path() / name, image);
+    put(path() / name, renamed(image, name));
   }
   // The header of another file, none, a short one, a wrong magic.
   put(path() / "tessera-copy-rank0-states.scratch", image);
