@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,14 @@ class NoTensor final : public shard::FullTensor {
   void attach(void*) override {}
   void detach() override {}
 };
+
+// A chance for what must not happen, before a test looks whether it has. No right program depends
+// on how long it takes.
+inline void let_others_run() {
+  for (int i = 0; i < 2000; ++i) {
+    std::this_thread::yield();
+  }
+}
 
 class FeedWorld {
  public:

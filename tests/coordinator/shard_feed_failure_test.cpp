@@ -97,9 +97,7 @@ TEST(ShardFeedForgets, OnlyAfterTheReadThatIsUnderWay) {
       all ? feed.forget_all() : feed.forget(0);
       EXPECT_TRUE(is_released) << "memory that is being read into was given back";
     });
-    for (int chance = 0; chance < 1000; ++chance) {  // to come back too early
-      std::this_thread::yield();
-    }
+    let_others_run();
     is_released = true;
     world.store().release();
     forgets.join();
@@ -196,6 +194,7 @@ TEST(ShardFeedFails, OnlyWhenItsOtherTileIsNoLongerReadInto) {
   EXPECT_TRUE(world.store().release_one());
   place_of_p1->brought.wait();
   world.store().wait_for_seen(3);
+  let_others_run();
   EXPECT_FALSE(failed->brought.done());
   world.store().release();
   expect_names<IoError>([&] { failed->brought.wait(); }, "'p0'");
@@ -266,9 +265,7 @@ TEST(ShardFeedEnds, AfterTheReadsThatAreUnderWay) {
   feed.read_ahead(std::vector<int>{0, 1});
   std::atomic<bool> is_released{false};
   std::thread releases([&] {
-    for (int chance = 0; chance < 1000; ++chance) {  // to be gone too early
-      std::this_thread::yield();
-    }
+    let_others_run();
     is_released = true;
     world.store().release();
   });

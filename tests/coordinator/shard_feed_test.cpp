@@ -250,10 +250,12 @@ TEST(ShardFeed, ABringWaitsForTheUpdateItsWritesAndThePlace) {
   world.params()[0].set_updated(Pending(update));
   const auto place = world.start_bring(0, Pending(ready));
   ready->succeed();
+  let_others_run();
   EXPECT_FALSE(place->brought.done()) << "the update is not done";
   world.store().hold(StoreCall::kWrite, "'p0'");
   world.write_version(0, 2);
   update->succeed();
+  let_others_run();
   EXPECT_FALSE(place->brought.done()) << "its write is not done";
   EXPECT_TRUE(world.store().names_read().empty());
   world.store().release();
@@ -263,6 +265,7 @@ TEST(ShardFeed, ABringWaitsForTheUpdateItsWritesAndThePlace) {
   auto later = std::make_shared<Completion>();
   world.store().clear_seen();
   const auto second = world.start_bring(0, Pending(later));
+  let_others_run();
   EXPECT_FALSE(second->brought.done());
   EXPECT_EQ(second->bytes[0], std::byte{0x5a}) << "others still use the place";
   later->succeed();
@@ -298,6 +301,7 @@ TEST(ShardFeed, BringsAreCarriedOutInTheOrderOfTheirCalls) {
     places.push_back(world.start_bring(id));
   }
   places[0]->brought.wait();
+  let_others_run();
   EXPECT_FALSE(places[1]->brought.done());
   EXPECT_FALSE(places[2]->brought.done()) << "p0 could be read, but it is not its turn";
   EXPECT_EQ(world.store().names_read().size(), 1U);
@@ -329,6 +333,7 @@ TEST(ShardFeed, WhileATileIsCopiedTheNextIsRead) {
   world.store().hold(StoreCall::kRead, "'p0'");
   const auto place = world.start_bring(0);
   world.store().wait_for_seen(2);
+  let_others_run();
   EXPECT_EQ(world.store().names_read().size(), 2U) << "two tiles are all there is";
   EXPECT_TRUE(world.store().release_one());
   world.store().wait_for_seen(3);
