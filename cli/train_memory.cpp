@@ -68,22 +68,6 @@ void measure_disks(const Config& config, planner::StepRates& rates) {
 
 }  // namespace
 
-planner::ModelShapes planner_shapes(const models::ModelShape& model) {
-  planner::ModelShapes shapes;
-  shapes.dtype = model.dtype;
-  for (const models::ParamShape& param : model.params) {
-    shapes.params.push_back({param.name, param.numel(), param.trainable, false});
-  }
-  for (const models::UnitShape& unit : model.units) {
-    std::vector<int> ids = unit.own;
-    ids.insert(ids.end(), unit.external.begin(), unit.external.end());
-    std::sort(ids.begin(), ids.end());
-    shapes.units.push_back(std::move(ids));
-    shapes.unit_names.push_back(unit.name);
-  }
-  return shapes;
-}
-
 std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
                                       int num_ranks, bool on_cuda) {
   if (!engine::asks_for_plan(config)) {
@@ -95,11 +79,12 @@ std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOpt
   plan.is_final = is_empty("unit.leaf_types") && is_empty("unit.leaf_names") &&
                   is_empty("unit.leaf_name_suffixes") && is_empty("unit.dynamic_names") &&
                   config.get_int("unit.leaf_below_numel") == 0;
-  plan.shapes = planner_shapes(models::gpt_shape(model));
+  plan.shapes = models::planner_shapes(models::gpt_shape(model));
   plan.options = planner::PlacementOptions::from(config, num_ranks, on_cuda);
   plan.placement =
       planner::make_placement(plan.shapes, plan.options, config.get_int("batch.accumulate"));
-  for (const std::string_view name : optim::state_names(optim::RuleOptions::from(config))) {
+  const optim::RuleOptions rule = optim::RuleOptions::from(config);
+  for (const std::string_view name : optim::state_names(rule)) {
     plan.state_names.emplace_back(name);
   }
   return plan;

@@ -16,7 +16,4 @@ struct MemoryPlan {
   std::vector<std::string> state_names;  // of the update rule
 };
 
-// In the planner's words.
-planner::ModelShapes planner_shapes(const models::ModelShape& model);
-
 }  // namespace tessera::cli

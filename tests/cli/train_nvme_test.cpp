@@ -1,0 +1,100 @@
+// `tessera train` with NVMe as a user runs it: what is left when a run is killed, when two share a
+// directory, and when the directory goes away.
+#include <signal.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tests/cli/program.h"
+#include "tests/support/temporary_directory.h"
+
+namespace tessera::testing {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Options that are given are not measured: nothing but scratch files is in the directory.
+std::vector<std::string> train_on(const fs::path& directory, const std::vector<std::string>& more) {
+  std::vector<std::string> arguments{TESSERA_BINARY, "train",     "--preset",
+                                     "micro",        "--threads", "1"};
+  for (const char* option : {"place.parameters=nvme", "place.optimizer=nvme",
+                             "nvme.block_bytes=64KiB", "nvme.queue_depth=4", "nvme.threads=2"}) {
+    arguments.insert(arguments.end(), {"--set", option});
+  }
+  arguments.insert(arguments.end(), {"--nvme", directory.string()});
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return arguments;
+}
+
+std::size_t num_scratch_files(const fs::path& directory) {
+  std::size_t count = 0;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+    count += entry.path().extension() == ".scratch" ? 1 : 0;
+  }
+  return count;
+}
+
+TEST(TrainOnNvme, AKilledRunLeavesFilesThatTheNextOneRemoves) {
+  const DiskDirectory directory;
+  const fs::path decoy = directory.path() / "tessera-notes.scratch";
+  std::ofstream(decoy) << "not ours";
+  {
+    Process run(train_on(directory.path(), {"--ranks", "2", "--steps", "1000000"}), {});
+    ASSERT_TRUE(run.wait_for_output("step"));
+    ::kill(run.pid(), SIGKILL);  // the launcher's ranks die with it
+    run.wait();
+  }
+  EXPECT_GT(num_scratch_files(directory.path()), 1U);
+  const ProcessResult next = run_process(train_on(directory.path(), {"--steps", "2"}));
+  EXPECT_EQ(next.exit_code, 0) << next.err;
+  EXPECT_EQ(num_scratch_files(directory.path()), 1U) << "the decoy, and nothing of ours";
+  std::string text;
+  std::getline(std::ifstream(decoy), text);
+  EXPECT_EQ(text, "not ours");
+}
+
+TEST(TrainOnNvme, TwoRunsShareADirectory) {
+  const DiskDirectory directory;
+  Process first(train_on(directory.path(), {"--steps", "200"}), {});
+  Process second(train_on(directory.path(), {"--steps", "200"}), {});
+  const ProcessResult one = first.wait();
+  const ProcessResult other = second.wait();
+  EXPECT_EQ(one.exit_code, 0) << one.err;
+  EXPECT_EQ(other.exit_code, 0) << other.err;
+  EXPECT_EQ(num_scratch_files(directory.path()), 0U);
+}
+
+TEST(TrainOnNvme, ADirectoryThatIsDeletedUnderARunHurtsNobodyElse) {
+  const DiskDirectory parent;
+  const fs::path directory = parent.path() / "scratch";
+  fs::create_directory(directory);
+  Process run(train_on(directory, {"--steps", "300"}), {});
+  ASSERT_TRUE(run.wait_for_output("step"));
+  fs::remove_all(directory);  // open files live on until they are closed
+  const ProcessResult result = run.wait();
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_FALSE(fs::exists(directory));
+  const ProcessResult next = run_process(train_on(directory, {"--steps", "1"}));
+  EXPECT_EQ(next.exit_code, 2) << next.out;
+  EXPECT_NE(next.err.find(directory.string()), std::string::npos) << next.err;
+}
+
+TEST(TrainOnNvme, ADirectoryThatMayNotBeWrittenIsRefusedAtOnce) {
+  if (::geteuid() == 0) {
+    GTEST_SKIP() << "root may write everywhere";
+  }
+  const DiskDirectory directory;
+  fs::permissions(directory.path(), fs::perms::owner_read | fs::perms::owner_exec);
+  const ProcessResult result = run_process(train_on(directory.path(), {"--steps", "1"}));
+  fs::permissions(directory.path(), fs::perms::owner_all);
+  EXPECT_EQ(result.exit_code, 2) << result.out;
+  EXPECT_NE(result.err.find(directory.path().string()), std::string::npos) << result.err;
+}
+
+}  // namespace
+}  // namespace tessera::testing
