@@ -138,9 +138,10 @@ bool is_same_file(int directory, const std::string& name, int fd) {
 }
 
 bool remove_if_stale(int directory, const std::string& name) {
-  // Neither links nor what would block: a pipe, say.
+  // Neither links nor what would block: a pipe, say. For writing, though nothing is written: an
+  // exclusive lock on a network file system asks for it.
   const Descriptor file(retried([&] {
-    return ::openat(directory, name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    return ::openat(directory, name.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
   }));
   // The header before the lock: whoever has just created a file and not yet locked it must not
   // find it locked by us.
