@@ -146,6 +146,30 @@ TEST(TieredOptimizer, WaitsForEverythingThatALateDeviceHasNotDoneYet) {
   }
 }
 
+TEST(TieredOptimizer, UpdatesAShardOnlyAfterWhatStillReadsIt) {
+  TieredCase test;
+  test.shapes = shapes_at(4);
+  test.is_late = true;
+  comm::run_ranks(1, [&](comm::Group& group) {
+    TieredWorld world(group, test);
+    world.backward(1);
+    for (const device::StreamKind kind :
+         {device::StreamKind::kGather, device::StreamKind::kReduce}) {
+      const shard::Param& param = world.params()[3];
+      const std::size_t bytes = param.layout().shard_bytes();
+      const std::vector<std::byte> before(param.shard(), param.shard() + bytes);
+      std::vector<std::byte> copy(bytes);
+      const device::Pending copied =
+          world.device().start_copy(copy.data(), param.shard(), bytes, world.device().stream(kind));
+      world.optimizer().start_update(world.reducer(), kTieredLr, kTieredScale);
+      world.optimizer().wait();
+      copied.wait();
+      EXPECT_EQ(copy, before);
+      EXPECT_NE(std::vector<std::byte>(param.shard(), param.shard() + bytes), before);
+    }
+  });
+}
+
 TEST(TieredOptimizer, SumsSquaresToTheBitsOfMemory) {
   for (const int num_ranks : {1, 2}) {
     std::map<int, std::vector<double>> sums;  // by places

@@ -67,7 +67,7 @@ class TieredWorld {
   TieredOptimizer& tiered() { return *tiered_; }
   tier::Store& states() { return *states_; }
   tier::BufferPool& buffers() { return *buffers_; }
-  Kernels& kernels() { return *kernels_; }
+  device::Device& device() { return *device_; }
   Ledger& ledger() { return ledger_; }
   testing::FaultEngine& engine() { return *engine_; }
   // Destroys the reducer and makes it again: the trainable parameters have changed.
