@@ -1,12 +1,8 @@
 #include "cli/io_bench.h"
 
-#include <fcntl.h>
-#include <stdlib.h>
 #include <sys/statvfs.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <filesystem>
 #include <memory>
 #include <system_error>
@@ -34,22 +30,6 @@ void check_room(const IoBenchOptions& options) {
                 approximate_bytes(options.file_bytes), " is more than half of the ",
                 approximate_bytes(free_bytes), " that are free in ", quoted(options.directory),
                 "; give a smaller one with --bytes");
-}
-
-// Gone as soon as it is closed; fio gets it as a descriptor.
-std::unique_ptr<tier::IoFile> open_nameless(const std::string& directory, tier::DirectIo mode) {
-  std::string path = directory + "/.tessera-bench-XXXXXX";
-  const int fd = ::mkostemp(path.data(), O_CLOEXEC);
-  TESSERA_CHECK(fd >= 0, IoError, "the directory ", quoted(directory),
-                " cannot be written to: ", std::generic_category().message(errno),
-                "; name another");
-  ::close(fd);
-  struct Unlink {
-    const std::string& path;
-    ~Unlink() { ::unlink(path.c_str()); }
-  };
-  const Unlink unlink{path};
-  return tier::open_io_file(path, O_RDWR, mode);
 }
 
 double total(const tier::IoRates& rates) {
@@ -95,7 +75,7 @@ std::vector<IoBenchRow> measure_io(const IoBenchOptions& options, const std::opt
   measure.notice = notice;
   measure.budget_s = options.measure_seconds;
   const tier::DiskRates measured = tier::measure_directory(options.directory, measure);
-  const std::unique_ptr<tier::IoFile> file = open_nameless(
+  const std::unique_ptr<tier::IoFile> file = tier::open_nameless(
       options.directory, measured.is_direct ? tier::DirectIo::kOn : tier::DirectIo::kOff);
   const std::unique_ptr<tier::IoEngine> engine = tier::make_io_engine(measured.best, notice);
 
@@ -114,18 +94,24 @@ std::vector<IoBenchRow> measure_io(const IoBenchOptions& options, const std::opt
   begin({options.directory, measured.engine, measured.best, measured.is_direct, load.file_bytes,
          options.num_rounds, fio ? fio->version() : std::string()});
   std::vector<IoBenchRow> rows;
+  bool compares = fio.has_value();
   const double seconds = options.seconds / options.num_rounds;
   for (const tier::IoMix mix : {tier::IoMix::kRead, tier::IoMix::kWrite, tier::IoMix::kMixed}) {
     std::vector<tier::IoRates> ours;
     std::vector<tier::IoRates> others;
     for (int round = 0; round < options.num_rounds; ++round) {
       ours.push_back(tier::run_load(*engine, load, mix, seconds));
-      if (fio) {
-        others.push_back(fio->run({file.get(), load.file_bytes, measured.best, mix, seconds}));
+      if (compares) {
+        try {
+          others.push_back(fio->run({file.get(), load.file_bytes, measured.best, mix, seconds}));
+        } catch (const IoError& error) {
+          notice(std::string("our rates stand alone: ") + error.what());
+          compares = false;
+        }
       }
     }
-    rows.push_back(
-        {mix, median(ours), fio ? std::optional<tier::IoRates>(median(others)) : std::nullopt});
+    rows.push_back({mix, median(ours),
+                    compares ? std::optional<tier::IoRates>(median(others)) : std::nullopt});
     row(rows.back());
   }
   return rows;

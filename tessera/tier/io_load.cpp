@@ -1,11 +1,18 @@
 #include "tessera/tier/io_load.h"
 
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <deque>
 #include <utility>
 
 #include "tessera/core/clock.h"
 #include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+#include "tessera/tier/range_queue.h"
 
 namespace tessera::tier {
 namespace {
@@ -58,6 +65,21 @@ bool is_write(IoMix mix, std::size_t number) {
 }
 
 }  // namespace
+
+std::unique_ptr<IoFile> open_nameless(const std::string& directory, DirectIo mode) {
+  std::string path = directory + "/.tessera-io-XXXXXX";
+  const int fd = ::mkostemp(path.data(), O_CLOEXEC);
+  TESSERA_CHECK(fd >= 0, IoError, "the directory ", printable(directory, 400),
+                " cannot be written to: ", system_reason(errno),
+                "; check its permissions, or name another");
+  ::close(fd);
+  struct Unlink {
+    const std::string& path;
+    ~Unlink() { ::unlink(path.c_str()); }
+  };
+  const Unlink unlink{path};
+  return open_io_file(path, O_RDWR, mode);
+}
 
 IoRates run_load(IoEngine& engine, const IoLoad& load, IoMix mix, double seconds) {
   const std::size_t slots = num_slots(load);

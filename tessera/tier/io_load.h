@@ -10,11 +10,17 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
+#include <string>
 
 #include "tessera/tier/io_engine.h"
 
 namespace tessera::tier {
+
+// A new file in `directory` that has no name: it is gone as soon as it is closed, however the
+// process ends. IoError if nothing can be written there, ConfigError as of open_io_file().
+std::unique_ptr<IoFile> open_nameless(const std::string& directory, DirectIo mode);
 
 enum class IoMix : std::uint8_t { kRead, kWrite, kMixed };
 

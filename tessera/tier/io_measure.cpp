@@ -1,10 +1,7 @@
 #include "tessera/tier/io_measure.h"
 
-#include <fcntl.h>
-#include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -77,22 +74,6 @@ std::uint64_t device_id(const std::string& directory) {
   TESSERA_CHECK(S_ISDIR(info.st_mode), IoError, printable(directory, 400),
                 " is no directory; name one on the disk to use");
   return info.st_dev;
-}
-
-// A file that is gone as soon as it is closed.
-std::unique_ptr<IoFile> open_nameless(const std::string& directory, DirectIo mode) {
-  std::string path = directory + "/.tessera-io-XXXXXX";
-  const int fd = ::mkostemp(path.data(), O_CLOEXEC);
-  TESSERA_CHECK(fd >= 0, IoError, "the directory ", printable(directory, 400),
-                " cannot be written to: ", system_reason(errno),
-                "; check its permissions, or name another");
-  ::close(fd);
-  struct Unlink {
-    const std::string& path;
-    ~Unlink() { ::unlink(path.c_str()); }
-  };
-  const Unlink unlink{path};
-  return open_io_file(path, O_RDWR, mode);
 }
 
 std::uint64_t allowed_file_bytes(const std::string& directory, std::size_t max_file_bytes) {

@@ -162,6 +162,23 @@ TEST(IoBench, ComparesWithTheMedianOfFiosRounds) {
   }
 }
 
+TEST(IoBench, AFioThatFailsTakesOurRatesNotWithIt) {
+  const testing::TemporaryDirectory directory;
+  const testing::TemporaryDirectory programs;
+  const auto fio = Fio::find(fake_fio(programs, "echo engine io_uring not loadable >&2; exit 1"));
+  std::vector<std::string> notices;
+  const auto rows = measure_io(
+      quick(directory), fio, [&](const std::string& text) { notices.push_back(text); },
+      [](const IoBenchRun&) {}, [](const IoBenchRow&) {});
+  ASSERT_EQ(rows.size(), 3U);
+  for (const IoBenchRow& row : rows) {
+    EXPECT_GT(row.ours.read_bytes_per_s + row.ours.write_bytes_per_s, 0);
+    EXPECT_FALSE(row.fio.has_value());
+  }
+  ASSERT_EQ(notices.size(), 1U);
+  EXPECT_TRUE(contains(notices[0], "our rates stand alone: fio-9.9 failed: \"engine io_uring"));
+}
+
 TEST(IoBench, RefusesAFileThatFillsTheDiskAndADirectoryThatIsNone) {
   const testing::TemporaryDirectory directory;
   IoBenchOptions options = quick(directory);
