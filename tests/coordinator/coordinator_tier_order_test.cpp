@@ -18,8 +18,8 @@ namespace {
 using comm::Group;
 using comm::run_ranks;
 using shard::ParamState;
-using tessera::testing::HeldStore;
-using tessera::testing::StoreCall;
+using tessera::support::HeldStore;
+using tessera::support::StoreCall;
 
 constexpr int kLayers = 6;
 constexpr std::int64_t kLayerNumel = 480;
@@ -156,11 +156,11 @@ TEST(CoordinatorTierOrder, AStepThatEndsEarlyWaitsForItsUpdatesBeforeItForgets) 
     run_ranks(num_ranks, [](Group& group) {
       RankWorld world(group, stored_layers(2 * kLayers, /*offers=*/true), prefetch(0));
       run_forward(world, kInOrder);
-      for (int step = 0; step < 4; ++step) {
+      for (int step = 0; step < 3; ++step) {
         world.stored().hold_update(4);
         world.end_step_and_update();
         std::thread releases([&] {
-          for (int chance = 0; chance < 1000; ++chance) {  // to forget too early
+          for (int chance = 0; chance < 200; ++chance) {  // to forget too early
             std::this_thread::yield();
           }
           world.stored().release_updates();

@@ -65,7 +65,7 @@ class FeedWorld {
 
   shard::ParamTable& params() { return params_; }
   shard::ShardStore& shards() { return shards_; }
-  tessera::testing::HeldStore& store() { return store_; }
+  support::HeldStore& store() { return store_; }
   ShardFeed& feed() { return *feed_; }
   void destroy_feed() { feed_.reset(); }
 
@@ -158,7 +158,7 @@ class FeedWorld {
   std::unique_ptr<device::Device> device_ = device::make_cpu_device({});
   shard::ParamTable params_;
   std::vector<device::Memory> sources_;  // of writes that may be under way
-  tessera::testing::HeldStore store_{std::size_t{256} << 10};
+  support::HeldStore store_{std::size_t{256} << 10};
   shard::ShardStore shards_{store_};
   std::vector<int> versions_;
   std::unique_ptr<ShardFeed> feed_;

@@ -18,7 +18,7 @@ namespace {
 using device::Completion;
 using device::Pending;
 using shard::kShardStep;
-using tessera::testing::StoreCall;
+using tessera::support::StoreCall;
 
 constexpr std::int64_t kBlockNumel = 1024;  // fp32 elements of one block
 

@@ -23,7 +23,7 @@ StoredSide::StoredSide(const StoredChoice& choice, shard::ParamTable& params,
     bytes += tier::whole_blocks(params[id].layout().shard_bytes());
   }
   if (choice_.kind == StoredChoice::Kind::kHeld) {
-    auto store = std::make_unique<tessera::testing::HeldStore>(bytes);
+    auto store = std::make_unique<support::HeldStore>(bytes);
     held_store_ = store.get();
     store_ = std::move(store);
   } else {

@@ -44,7 +44,7 @@ class StoredSide {
   ShardFeed& feed() { return *feed_; }
   shard::ShardStore& shards() { return *shards_; }
   // REQUIRES: Kind::kHeld.
-  tessera::testing::HeldStore& held_store() { return *held_store_; }
+  support::HeldStore& held_store() { return *held_store_; }
   std::uint64_t written_bytes() const { return store_->stats().written_bytes; }
 
   // Counts one update of the parameter, whose shard will be `values`.
@@ -70,7 +70,7 @@ class StoredSide {
   device::Device& device_;
   std::deque<device::Memory> sources_;  // of writes, which may be under way until the end
   std::unique_ptr<tier::Store> store_;
-  tessera::testing::HeldStore* held_store_ = nullptr;
+  support::HeldStore* held_store_ = nullptr;
   std::unique_ptr<shard::ShardStore> shards_;
   std::unique_ptr<ShardFeed> feed_;
 

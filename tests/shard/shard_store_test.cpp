@@ -17,8 +17,8 @@ namespace tessera::shard {
 namespace {
 
 using device::Pending;
-using tessera::testing::HeldStore;
-using tessera::testing::StoreCall;
+using tessera::support::HeldStore;
+using tessera::support::StoreCall;
 
 class NoTensor final : public FullTensor {
  public:

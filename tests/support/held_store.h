@@ -26,7 +26,7 @@
 #include "tessera/core/error.h"
 #include "tessera/tier/store.h"
 
-namespace tessera::testing {
+namespace tessera::support {
 
 enum class StoreCall : std::uint8_t { kRead, kWrite };
 
@@ -198,4 +198,4 @@ class HeldStore final : public tier::Store {
   std::vector<Seen> seen_;
 };
 
-}  // namespace tessera::testing
+}  // namespace tessera::support
