@@ -31,8 +31,8 @@ struct TieredParts {
   // One lease of the largest sub-group at least; nobody else takes leases from it. Null: nothing is
   // stored.
   tier::BufferPool* buffers = nullptr;
-  std::vector<StoredParts> stored =
-      {};  // by id; also of those that are frozen, should they be unfrozen
+  // By id; also of those that are frozen, should they be unfrozen.
+  std::vector<StoredParts> stored = {};
   std::int64_t sub_group_numel = 0;  // a multiple of shard::kShardStep
   bool reads_ahead = true;           // of the sub-group that is updated
   bool writes_behind = true;         // while the next one is updated

@@ -101,6 +101,8 @@ TieredWorld::TieredWorld(comm::Group& group, const TieredCase& test)
     parts.stored.push_back(shape.stored);
   }
   parts.sub_group_numel = test.sub_group_numel;
+  parts.reads_ahead = test.reads_ahead;
+  parts.writes_behind = test.writes_behind;
   parts.on_updated = test.on_updated;
   auto tiered = std::make_unique<TieredOptimizer>(*params_, *device_, *kernels_, test.rule, parts);
   tiered_ = tiered.get();

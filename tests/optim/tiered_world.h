@@ -35,6 +35,8 @@ struct TieredCase {
   double num_buffers = 1;  // of the largest sub-group; parts are rounded up to blocks
   StoreKind store = StoreKind::kMemory;
   bool is_late = false;
+  bool reads_ahead = true;
+  bool writes_behind = true;
   // As TieredParts has it.
   std::function<bool(int, std::int64_t, std::int64_t, const void*)> on_updated = {};
 };

@@ -225,6 +225,23 @@ TEST(UpdatePipeline, ReadsTheNextSubGroupWhileOneIsWritten) {
   });
 }
 
+TEST(UpdatePipeline, RunsInTurnWhereItMayNeitherReadAheadNorWriteBehind) {
+  constexpr int kParams = 8;
+  TieredCase test = on_disk(kParams, 2048, kStates);
+  test.num_buffers = 3;
+  test.reads_ahead = false;
+  test.writes_behind = false;
+  run_one(test, [&](TieredWorld& world) {
+    world.step(1);
+    const std::vector<testing::SeenIo> seen = world.engine().seen();
+    ASSERT_EQ(seen.size(), 2U * kParams);
+    for (std::size_t i = 0; i < seen.size(); ++i) {
+      EXPECT_EQ(seen[i].call, i % 2 == 0 ? IoCall::kRead : IoCall::kWrite) << seen[i].what;
+    }
+    EXPECT_EQ(world.buffers().peak_bytes(), world.tiered().plan().max_lease_bytes);
+  });
+}
+
 TEST(UpdatePipeline, HoldsNoMoreThanItsBuffersAndChargesWhatIsInMemory) {
   TieredCase test = on_disk(3, 20000, kStates);
   test.shapes.push_back({5000, {}});
