@@ -21,7 +21,7 @@ struct IoBenchOptions {
   tier::IoKind kind = tier::IoKind::kAuto;
   double seconds = 3;  // for each load and program, over all rounds
   std::uint64_t file_bytes = std::uint64_t{1} << 30;
-  int num_rounds = 5;
+  int num_rounds = 9;
   double measure_seconds = 2;  // to find the options, where they are not known
 };
 
