@@ -101,13 +101,7 @@ void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> off
                    : parts_.group.start_all_gathers(tensors_, call_options(unit, member_ids_));
     submit_s = static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
   } catch (...) {
-    for (const Pending& brought : ready_) {
-      wait_ignoring_failure(brought);
-    }
-    for (Param* param : members_) {  // without a call they would look as if they were there
-      param->drop();
-      give_back(*param, Pending());
-    }
+    undo_call();
     throw;
   }
   for (std::size_t i = 0; i < members_.size(); ++i) {
@@ -128,6 +122,16 @@ void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> off
   }
 }
 
+void Gatherer::undo_call() {
+  for (const Pending& brought : ready_) {
+    wait_ignoring_failure(brought);
+  }
+  for (Param* param : members_) {  // without a call they would look as if they were there
+    param->drop();
+    give_back(*param, Pending());
+  }
+}
+
 void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> wants,
                         const std::string& unit, const Cause& cause) {
   const bool is_wanted = wants[static_cast<std::size_t>(parts_.group.rank())] != 0;
@@ -138,34 +142,43 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
   last_update_ = nullptr;
   std::vector<device::ArenaBlock> unneeded;
   std::uint64_t bytes = 0;
-  for (const int id : ids) {
-    Param& param = parts_.params[id];
-    order_behind_update(param);
-    const shard::Layout& layout = param.layout();
-    void* full = nullptr;
-    if (is_wanted && param.state() == ParamState::kReleased) {
-      take(param, -1);
-      full = param.full();
-      members_.push_back(&param);
-      bytes += layout.full_bytes();
-    } else if (is_wanted) {  // the others send it all the same
-      unneeded.push_back(arena_.allocate(layout.full_bytes(), gather_));
-      full = unneeded.back().data;
-    }
-    std::byte* slot = own_slot(param, full);
-    if (param.is_stored() && full == nullptr) {  // only the others get it
-      unneeded.push_back(arena_.allocate(layout.shard_bytes(), gather_));
-      slot = unneeded.back().data;
-    }
-    tensors_.push_back(
-        {shard_of(param, slot), full, layout.shard_numel(), layout.dtype(), param.name()});
-  }
-  full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
-  log_call(unit, is_wanted ? "on demand, to some ranks" : "for other ranks");
-  const std::int64_t begin_ns = parts_.clock.now_ns();
-  const Pending gathered = parts_.group.start_gather_to(tensors_, wants, call_options(unit, ids));
+  Pending gathered;
   GatherCounts& counts = this->counts(cause.unit, cause.phase);
-  counts.demand_submit_s += static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
+  try {
+    for (const int id : ids) {
+      Param& param = parts_.params[id];
+      order_behind_update(param);
+      const shard::Layout& layout = param.layout();
+      void* full = nullptr;
+      if (is_wanted && param.state() == ParamState::kReleased) {
+        take(param, -1);
+        full = param.full();
+        members_.push_back(&param);
+        bytes += layout.full_bytes();
+      } else if (is_wanted) {  // the others send it all the same
+        unneeded.push_back(arena_.allocate(layout.full_bytes(), gather_));
+        full = unneeded.back().data;
+      }
+      std::byte* slot = own_slot(param, full);
+      if (param.is_stored() && full == nullptr) {  // only the others get it
+        unneeded.push_back(arena_.allocate(layout.shard_bytes(), gather_));
+        slot = unneeded.back().data;
+      }
+      tensors_.push_back(
+          {shard_of(param, slot), full, layout.shard_numel(), layout.dtype(), param.name()});
+    }
+    full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
+    log_call(unit, is_wanted ? "on demand, to some ranks" : "for other ranks");
+    const std::int64_t begin_ns = parts_.clock.now_ns();
+    gathered = parts_.group.start_gather_to(tensors_, wants, call_options(unit, ids));
+    counts.demand_submit_s += static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
+  } catch (...) {
+    undo_call();
+    for (device::ArenaBlock& block : unneeded) {
+      arena_.release(std::move(block), Pending());
+    }
+    throw;
+  }
   ++counts.demand_calls;
   counts.demand_bytes += bytes;
   for (Param* param : members_) {

@@ -95,6 +95,8 @@ class Gatherer {
 
  private:
   double wait(const device::Pending& gathered, LabelId unit);
+  // An exception came while a call was put together: nothing of it stays.
+  void undo_call();
   void wait_for_feed() noexcept {
     if (parts_.feed != nullptr) {
       parts_.feed->wait_idle();
