@@ -1,9 +1,8 @@
 // Internal to planner: how large sub-groups and their buffers become for so many bytes.
 //
-// Sub-groups grow before nothing else does: four buffers (one is read, one updated, one written,
-// one waits) of sub-groups as large as the bytes allow, up to kLargestMasterBytes of masters, with
-// which a disk is as fast as it gets. Where not even the smallest sub-groups fit four times, there
-// are fewer buffers.
+// Four buffers (one is read, one updated, one written, one waits) of sub-groups as large as the
+// bytes allow, up to 8 MiB of masters: larger requests make no disk faster. Where not even the
+// smallest sub-groups, of 64 KiB, fit four times, there are fewer buffers.
 //
 // Threads: pure functions.
 #pragma once
