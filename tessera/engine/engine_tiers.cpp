@@ -141,7 +141,13 @@ void EngineTiers::make_io() {
       runtime_.logger().info("removed '", name, "', which a run that is no more has left");
     }
   }
-  parameter_store_ = make_store("parameters", Role::kShard, 0);
+  // Another rank may wait for the room that was freed.
+  comm::CallOptions call;
+  call.label.unit = "scratch files of earlier runs are removed";
+  group_.start_barrier(call).wait();
+  parameter_store_ = make_store(
+      "parameters", Role::kShard,
+      placement_ ? static_cast<std::uint64_t>(placement_->bytes(Tier::kNvme, Role::kShard)) : 0);
   shards_ = std::make_unique<shard::ShardStore>(*parameter_store_);
   make_feed(placement_ ? placement_->parameter_pool_bytes
                        : std::min(kBuildBufferBytes, options_.memory_bytes() / 8));

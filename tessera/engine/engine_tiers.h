@@ -8,7 +8,7 @@
 //
 // One store per role (parameters, gradients, states), each with scratch files of its own.
 //
-// Order of collectives: with NVMe, construction broadcasts the name of the run, once.
+// Order of collectives: with NVMe, construction broadcasts the name of the run and meets once.
 //
 // Threads: as Engine. It outlives the coordinator, the reducer and the optimizer of its engine.
 #pragma once
@@ -87,6 +87,11 @@ class EngineTiers {
   std::unique_ptr<optim::Optimizer> make_optimizer(const optim::RuleOptions& rule);
 
   coordinator::ShardFeed& feed() { return *feed_; }
+  void wait_for_feed() noexcept {
+    if (feed_) {
+      feed_->wait_idle();
+    }
+  }
   const tier::Store* store(Role role) const;
   // Since the last call.
   TierIo take_io();

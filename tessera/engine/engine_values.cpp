@@ -38,9 +38,14 @@ device::Memory Engine::Impl::gather_full(int id, const std::string& what) {
   call.stream = &stream;
   call.ready = brought;
   const comm::Gather gather{shard, full.data(), layout.shard_numel(), layout.dtype()};
-  const device::Pending gathered = group().start_all_gather({&gather, 1}, call);
-  stream.wait(gathered);
-  gathered.wait();
+  try {
+    const device::Pending gathered = group().start_all_gather({&gather, 1}, call);
+    stream.wait(gathered);
+    gathered.wait();
+  } catch (...) {
+    tiers.wait_for_feed();  // it may still write to memory that goes now
+    throw;
+  }
   return full;
 }
 
