@@ -137,7 +137,7 @@ std::uint64_t NvmeTotals::written_bytes(Role role) const {
 
 std::string places_text(const planner::Placement& placement, const Ledger& ledger,
                         const NvmeTotals& nvme) {
-  constexpr const char* kLine = "{:<8}{:<12}{:>12}{:>12}{:>14}{:>14}\n";
+  constexpr const char* kLine = "{:<8}{:<12}{:>12}{:>14}{:>14}{:>14}\n";
   std::string text = "what went where\n" + fmt::format(kLine, "tier", "role", "planned",
                                                        "held at most", "read/step", "written/step");
   for (const planner::LedgerLine& line : placement.ledger) {

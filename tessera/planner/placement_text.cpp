@@ -86,7 +86,8 @@ std::string placement_text(const Placement& placement) {
   if (placement.num_optimizer_buffers > 0) {
     text += detail::concat(
         "sub-groups of ", bytes_text(4 * placement.sub_group_numel), " of masters in ",
-        placement.num_optimizer_buffers, " buffers of ",
+        placement.num_optimizer_buffers,
+        placement.num_optimizer_buffers == 1 ? " buffer of " : " buffers of ",
         bytes_text(placement.optimizer_pool_bytes / placement.num_optimizer_buffers), "\n");
   }
   return text;
