@@ -56,6 +56,7 @@ BenchCommPlan checked_plan(const BenchCommFlags& flags) {
     config.set("comm.backend",
                parse_value(*find_option("comm.backend"), flags.backend, "--backend"));
   }
+  config.check();
   BenchCommPlan plan;
   plan.log = LogOptions::from(config);
   plan.notices = config.notices();

@@ -11,6 +11,7 @@ namespace {
 
 int run_config(const ConfigFlags& flags) {
   const Config config = load_config(flags);
+  config.check();
   for (const std::string& notice : config.notices()) {
     std::cout << "note: " << notice << "\n";
   }

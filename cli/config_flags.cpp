@@ -31,7 +31,6 @@ Config load_config(const ConfigFlags& flags) {
                   tessera::quoted(setting), " is not NAME=VALUE");
     config.apply_flag(setting);
   }
-  config.check();
   return config;
 }
 

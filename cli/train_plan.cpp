@@ -157,6 +157,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place) {
   TrainPlan plan;
   plan.config = load_config(flags.config);
   apply_flags(flags, plan.config);
+  plan.config.check();
   plan.preset = flags.preset.empty() ? kDefaultPreset : flags.preset;
   plan.model = checked_model(flags, plan.config);
   plan.seed = static_cast<std::uint64_t>(plan.config.get_int("seed"));

@@ -93,6 +93,11 @@ Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
 }
 
 Engine::Impl::~Impl() {
+  try {
+    finish_update();  // it reads gradients that go before it does
+  } catch (const std::exception& error) {
+    runtime.logger().warn("the last update failed: ", error.what());
+  }
   if (resident_) {
     resident_->engine = nullptr;
   }
