@@ -108,6 +108,7 @@ std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
   if (placement.uses_nvme) {
     planner::StepRates rates;
     rates.num_local_ranks = num_local_ranks;
+    rates.num_micro_batches = static_cast<int>(plan.batch.accumulate);
     measure_disks(plan.config, rates);
     const ProcessorTime time = measure_processor(plan);
     rates.compute_s = time.compute_s;

@@ -24,18 +24,26 @@ std::string rate_text(double bytes_per_s) {
   return approximate_bytes(static_cast<std::uint64_t>(bytes_per_s)) + "/s";
 }
 
-// "2.1 GiB read and written at 1.5 GiB/s".
-struct Share {
-  double bytes = 0;
-  double rate = 1;
-  const char* how = "";
-
-  double seconds() const { return bytes / rate; }
-  std::string text() const {
-    return detail::concat(approximate_bytes(static_cast<std::uint64_t>(bytes)), " ", how, " at ",
-                          rate_text(rate));
-  }
+// Of all ranks on the disk.
+struct Traffic {
+  double read = 0;
+  double written = 0;
 };
+
+double disk_s(const Traffic& bytes, const StepRates& rates) {
+  const double both = std::min(bytes.read, bytes.written);
+  return 2 * both / rates.mixed_bytes_per_s + (bytes.read - both) / rates.read_bytes_per_s +
+         (bytes.written - both) / rates.write_bytes_per_s;
+}
+
+std::string disk_text(const Traffic& bytes, double seconds) {
+  const auto text = [](double each) { return approximate_bytes(static_cast<std::uint64_t>(each)); };
+  return detail::concat(text(bytes.read), " read, ", text(bytes.written), " written, ",
+                        seconds_text(seconds));
+}
+
+// Forward's share of forward and backward.
+constexpr double kForwardShare = 1.0 / 3;
 
 }  // namespace
 
@@ -46,35 +54,37 @@ Prediction predict_step(const Placement& placement, const StepRates& rates) {
                     rates.mixed_bytes_per_s, " bytes per second for ", rates.num_local_ranks,
                     " ranks");
   const double ranks = rates.num_local_ranks;
-  const double read = ranks * static_cast<double>(placement.step.read());
-  const double written = ranks * static_cast<double>(placement.step.written());
-  const double both = std::min(read, written);
-  const std::array<Share, 3> shares{
-      Share{2 * both, rates.mixed_bytes_per_s, "read and written at once"},
-      Share{read - both, rates.read_bytes_per_s, "read"},
-      Share{written - both, rates.write_bytes_per_s, "written"}};
+  const double micro_batches = rates.num_micro_batches;
+  const StepBytes& step = placement.step;
+  // One forward of its micro-batches reads half of what one micro-batch does; the update reads each
+  // gradient as often as one micro-batch writes it.
+  const Traffic update{ranks * (static_cast<double>(step.states_read) +
+                                static_cast<double>(step.gradients_read) / micro_batches +
+                                static_cast<double>(step.parameters_read) / (2 * micro_batches)),
+                       ranks * static_cast<double>(step.states_written + step.parameters_written)};
+  const Traffic rest{ranks * static_cast<double>(step.read()) - update.read,
+                     ranks * static_cast<double>(step.written()) - update.written};
+  const double update_io_s = disk_s(update, rates);
+  const double rest_io_s = disk_s(rest, rates);
+  const double forward_s = rates.compute_s * kForwardShare / micro_batches;
   Prediction prediction;
-  std::string sum;
-  for (const Share& share : shares) {
-    prediction.io_s += share.seconds();
-    if (share.bytes > 0) {
-      sum += (sum.empty() ? "" : " + ") + share.text();
-    }
-  }
+  prediction.io_s = update_io_s + rest_io_s;
   prediction.processor_s = rates.compute_s + rates.update_s;
-  prediction.step_s = std::max(prediction.io_s, prediction.processor_s);
+  prediction.step_s = std::max(update_io_s, forward_s + rates.update_s) +
+                      std::max(rest_io_s, rates.compute_s - forward_s);
   prediction.is_io_bound = prediction.io_s > prediction.processor_s;
   const std::string of_ranks =
       rates.num_local_ranks == 1
           ? ""
-          : detail::concat(" of ", rates.num_local_ranks, " ranks on one machine");
-  prediction.text =
-      detail::concat("predicted step  ", seconds_text(prediction.step_s), ", bound by ",
-                     prediction.is_io_bound ? "the disk" : "the processor", "\n  disk          ",
-                     seconds_text(prediction.io_s), ": ", sum.empty() ? "nothing" : sum, of_ranks,
-                     "\n  processor     ", seconds_text(prediction.processor_s), ": ",
-                     seconds_text(rates.compute_s), " forward and backward + ",
-                     seconds_text(rates.update_s), " update\n");
+          : detail::concat(" (of ", rates.num_local_ranks, " ranks on one machine)");
+  prediction.text = detail::concat(
+      "predicted step    ", seconds_text(prediction.step_s), ", bound by ",
+      prediction.is_io_bound ? "the disk" : "the processor", "\n  disk", of_ranks,
+      ": update and forward ", disk_text(update, update_io_s), "; rest ",
+      disk_text(rest, rest_io_s), "; at ", rate_text(rates.read_bytes_per_s), " read, ",
+      rate_text(rates.write_bytes_per_s), " written, ", rate_text(rates.mixed_bytes_per_s),
+      " of both\n  processor: ", seconds_text(rates.compute_s), " forward and backward + ",
+      seconds_text(rates.update_s), " update\n");
   return prediction;
 }
 

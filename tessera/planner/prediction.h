@@ -1,9 +1,10 @@
 // How long a step will take with shards on NVMe, and why.
 //
-// Reads and writes of a step overlap with its computation: states are read during backward and
-// written during the next forward, parameters and gradients pass while units run. So a step takes
-// as long as the slower of two: forward, backward and update on the processor; all bytes on the
-// disk, which the ranks of a machine share.
+// Two phases follow each other. Behind a step its update overlaps with the next forward, and ends
+// before the next backward makes gradients anew: states, the gradients that the update reads, and
+// the parameters of that forward pass the disk meanwhile. Then the rest: backward and further
+// micro-batches, with their parameters and gradients. Each takes as long as the slower of
+// processor and disk; the ranks of a machine share the disk.
 //
 // Threads: pure functions.
 #pragma once
@@ -20,6 +21,7 @@ struct StepRates {
   double write_bytes_per_s = 0;
   double mixed_bytes_per_s = 0;  // reads and writes at once, as many of each; both together
   int num_local_ranks = 1;       // that share the disk
+  int num_micro_batches = 1;
   // Of one rank, all micro-batches of a step.
   double compute_s = 0;  // forward and backward
   double update_s = 0;   // of its shards, on the processor
@@ -28,7 +30,7 @@ struct StepRates {
 struct Prediction {
   double io_s = 0;
   double processor_s = 0;
-  double step_s = 0;
+  double step_s = 0;  // at least either of them, at most their sum
   bool is_io_bound = false;
   std::string text;  // the arithmetic, in lines
 };

@@ -36,19 +36,34 @@ TEST(Prediction, RanksOfAMachineShareTheDisk) {
   EXPECT_DOUBLE_EQ(predict_step(moving(1000, 1000), rates).io_s, 4 * 2000.0 / 100);
 }
 
-TEST(Prediction, TheSlowerOfDiskAndProcessorBinds) {
+TEST(Prediction, InEachPhaseTheSlowerOfDiskAndProcessorBinds) {
   StepRates rates = disk_of(100, 100, 100);
-  rates.compute_s = 15;
+  rates.compute_s = 30;  // 10 forward, 20 backward
   rates.update_s = 4;
-  const Prediction disk = predict_step(moving(1000, 1000), rates);
-  EXPECT_TRUE(disk.is_io_bound);
-  EXPECT_DOUBLE_EQ(disk.step_s, 20);
-  EXPECT_NE(disk.text.find("20 s, bound by the disk"), std::string::npos) << disk.text;
-  rates.update_s = 6;
-  const Prediction processor = predict_step(moving(1000, 1000), rates);
-  EXPECT_FALSE(processor.is_io_bound);
-  EXPECT_DOUBLE_EQ(processor.step_s, 21);
-  EXPECT_NE(processor.text.find("bound by the processor"), std::string::npos) << processor.text;
+  // 20 s of update beside 14 s of processor; then nothing beside 20 s.
+  const Prediction prediction = predict_step(moving(1000, 1000), rates);
+  EXPECT_DOUBLE_EQ(prediction.step_s, 20 + 20);
+  EXPECT_DOUBLE_EQ(prediction.io_s, 20);
+  EXPECT_DOUBLE_EQ(prediction.processor_s, 34);
+  EXPECT_FALSE(prediction.is_io_bound);
+  EXPECT_NE(prediction.text.find("40 s, bound by the processor"), std::string::npos)
+      << prediction.text;
+}
+
+TEST(Prediction, GradientsAndParametersOfBackwardBelongToItsPhase) {
+  Placement placement;
+  placement.step.gradients_written = 3000;  // three micro-batches
+  placement.step.gradients_read = 3000;     // two additions, and the update
+  placement.step.parameters_read = 6000;    // six passes
+  StepRates rates = disk_of(100, 100, 100);
+  rates.num_micro_batches = 3;
+  // The update reads 1000 and the first forward 1000; the rest is 7000 read and 3000 written.
+  rates.compute_s = 27;  // three forwards of 3, and so on
+  const Prediction prediction = predict_step(placement, rates);
+  EXPECT_DOUBLE_EQ(prediction.step_s, 20 + 100);
+  EXPECT_TRUE(prediction.is_io_bound);
+  rates.compute_s = 270;
+  EXPECT_DOUBLE_EQ(predict_step(placement, rates).step_s, 30 + 240);
 }
 
 }  // namespace
