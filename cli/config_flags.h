@@ -24,8 +24,8 @@ void add_config_flags(CLI::App& app, ConfigFlags& flags);
 // Only --set: for commands that take the file as an argument.
 void add_set_flag(CLI::App& app, ConfigFlags& flags);
 
-// The file, then the settings in their order. Config::check() is left to the caller, whose own flags
-// may be what is missing.
+// The file, then the settings in their order. Config::check() is left to the caller, whose own
+// flags may be what is missing.
 Config load_config(const ConfigFlags& flags);
 
 // The options of room comm in the words of that room.

@@ -108,6 +108,8 @@ Json tiers_json(const MemoryPlan& memory) {
   }
   const planner::StepBytes& step = placement.step;
   return {{"bytes", lines},
+          {"full_gradient_bytes", placement.full_gradient_bytes},
+          {"network_bytes", placement.comm_bytes},
           {"step",
            {{"states_read_bytes", step.states_read},
             {"states_written_bytes", step.states_written},

@@ -1,3 +1,5 @@
+#include <malloc.h>
+
 #include <algorithm>
 #include <iostream>
 #include <memory>
@@ -208,6 +210,10 @@ void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous
   const TrainPlan plan = checked_plan(flags, rendezvous);
   const std::unique_ptr<models::TokenSource> data = models::open_data(plan.data);
   at::set_num_threads(plan.num_threads);
+  if (plan.memory && plan.memory->placement.memory_budget_bytes != planner::kUnlimited) {
+    // Otherwise glibc keeps freed tensors of up to 32 MiB, beside what was budgeted.
+    ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
+  }
   if (rendezvous.rank == 0 && plan.memory) {
     check_machine(plan, rendezvous.local_world_size);
     std::cout << memory_plan_text(plan, rendezvous.local_world_size) << std::flush;

@@ -109,8 +109,8 @@ struct DynamicGradients {
   std::function<void(std::span<const int> ids)> reduce;
 };
 
-// Since the last take_stats(). In a group of one only what is stored is gathered: if nothing is, all
-// but num_uses and full_bytes_peak stay 0.
+// Since the last take_stats(). In a group of one only what is stored is gathered: if nothing is,
+// all but num_uses and full_bytes_peak stay 0.
 struct CoordinatorStats {
   std::uint64_t num_uses = 0;
   std::uint64_t prefetch_hits = 0;

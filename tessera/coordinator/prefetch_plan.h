@@ -95,8 +95,8 @@ struct PrefetchPlan {
 PrefetchPlan make_plan(const PlanInput& input);
 
 // The same where the arena is all there is: if some gather has no place in it, less is held at
-// once, down to one unit at a time, until all have one. Of an arena that is smaller than its largest
-// unit, the plan that comes closest.
+// once, down to one unit at a time, until all have one. Of an arena that is smaller than its
+// largest unit, the plan that comes closest.
 PrefetchPlan make_placed_plan(const PlanInput& input);
 
 // What is held after the first `num_begun` uses have begun and ended, and which prefetches have not

@@ -156,8 +156,7 @@ void UpdatePipeline::update_groups(UpdateJob& job) {
 }
 
 void UpdatePipeline::read_ahead() {
-  while (tiers_.reads_ahead && next_read_ < plan_.groups.size() &&
-         open_stage(/*may_wait=*/false)) {
+  while (tiers_.reads_ahead && next_read_ < plan_.groups.size() && open_stage(/*may_wait=*/false)) {
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/tier/io_engine.h"
+#include "tessera/tier/io_memory.h"
 
 namespace tessera::tier {
 
@@ -34,6 +35,7 @@ BufferPool::BufferPool(device::Device& device, device::MemoryKind kind, std::siz
       capacity_(whole_blocks(bytes)),
       region_(device.allocate(kind, capacity_, Role::kStaging, kBlockBytes)) {
   if (capacity_ > 0) {
+    prefer_huge_pages(region_.data(), capacity_);
     pieces_.emplace(0, Piece{capacity_, true});
   }
 }

@@ -153,7 +153,8 @@ TEST(Placement, ArenaHoldsTheLargestUnitThatIsGathered) {
   const ModelShapes model = small_gpt(64, 6, 3000);
   const std::int64_t all = make_placement(model, with_budget(kUnlimited), 1).memory_bytes();
   for (const int num_ranks : {1, 2}) {
-    const Placement placement = make_placement(model, with_budget(all / 6 * num_ranks, num_ranks), 1);
+    const Placement placement =
+        make_placement(model, with_budget(all / 6 * num_ranks, num_ranks), 1);
     for (const std::vector<int>& unit : model.units) {
       std::int64_t gathered = 0;
       for (const int id : unit) {
