@@ -37,11 +37,23 @@ DType precision_of(const Config& config) {
   return name == "bf16" ? DType::kBFloat16 : name == "fp16" ? DType::kFloat16 : DType::kFloat32;
 }
 
+void apply_flag(const char* flag, const std::string& text, const char* option, Config& config) {
+  if (!text.empty()) {
+    config.set(option, parse_value(*find_option(option), text, flag));
+  }
+}
+
+// Before the file is checked: it may want a place that a flag provides.
+void apply_memory_flags(const TrainFlags& flags, Config& config) {
+  apply_flag("--host-budget", flags.host_budget, "memory.host", config);
+  apply_flag("--device-budget", flags.device_budget, "memory.device", config);
+  apply_flag("--nvme", flags.nvme, "nvme.paths", config);
+  apply_flag("--nvme-budget", flags.nvme_budget, "memory.nvme", config);
+}
+
 void apply_flags(const TrainFlags& flags, Config& config) {
   const auto apply = [&config](const char* flag, const std::string& text, const char* option) {
-    if (!text.empty()) {
-      config.set(option, parse_value(*find_option(option), text, flag));
-    }
+    apply_flag(flag, text, option, config);
   };
   apply("--batch", flags.batch, "batch.total");
   apply("--accumulate", flags.accumulate, "batch.accumulate");
@@ -50,10 +62,6 @@ void apply_flags(const TrainFlags& flags, Config& config) {
   apply("--clip", flags.clip, "grad.clip_norm");
   apply("--seed", flags.seed, "seed");
   apply("--trace", flags.trace, "trace.path");
-  apply("--host-budget", flags.host_budget, "memory.host");
-  apply("--device-budget", flags.device_budget, "memory.device");
-  apply("--nvme", flags.nvme, "nvme.paths");
-  apply("--nvme-budget", flags.nvme_budget, "memory.nvme");
   TESSERA_CHECK(flags.batch.empty() || config.get_int("batch.total") > 0, ConfigError, "--batch ",
                 tessera::quoted(flags.batch), " holds no sequence; give at least one per rank");
   const bool replaced = !flags.batch.empty() || !flags.accumulate.empty();
@@ -156,8 +164,9 @@ std::string preset_names_text() {
 TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place) {
   TrainPlan plan;
   plan.config = load_config(flags.config);
-  apply_flags(flags, plan.config);
+  apply_memory_flags(flags, plan.config);
   plan.config.check();
+  apply_flags(flags, plan.config);
   plan.preset = flags.preset.empty() ? kDefaultPreset : flags.preset;
   plan.model = checked_model(flags, plan.config);
   plan.seed = static_cast<std::uint64_t>(plan.config.get_int("seed"));

@@ -14,6 +14,10 @@ using device::Pending;
 using shard::Param;
 using shard::ParamState;
 
+namespace {
+constexpr auto kArenaStep = static_cast<std::int64_t>(device::kArenaAlignment);
+}
+
 CoordinatorOptions CoordinatorOptions::from(const Config& config) {
   CoordinatorOptions options;
   options.budgets.bucket_bytes = config.get_bytes("prefetch.bucket_bytes");
@@ -106,7 +110,9 @@ void Coordinator::Impl::seal() {
                          : detail::concat(unit.name, " (", parts_.params[unit.ids[0]].name(), ")"));
   }
   for (std::size_t i = 0; i < bytes.size(); ++i) {
-    plan_params_.push_back({bytes[i], persists_[i]});
+    // Where the arena is all there is, what rounding takes of it counts.
+    const std::int64_t rounded = (bytes[i] + kArenaStep - 1) / kArenaStep * kArenaStep;
+    plan_params_.push_back({tier_ ? rounded : bytes[i], persists_[i]});
   }
   say_what_cannot_be_prefetched();
   const std::size_t arena_bytes =

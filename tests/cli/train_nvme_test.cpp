@@ -45,7 +45,7 @@ TEST(TrainOnNvme, AKilledRunLeavesFilesThatTheNextOneRemoves) {
   std::ofstream(decoy) << "not ours";
   {
     Process run(train_on(directory.path(), {"--ranks", "2", "--steps", "1000000"}), {});
-    ASSERT_TRUE(run.wait_for_output("step"));
+    ASSERT_TRUE(run.wait_for_output("loss "));
     ::kill(run.pid(), SIGKILL);  // the launcher's ranks die with it
     run.wait();
   }
@@ -74,7 +74,7 @@ TEST(TrainOnNvme, ADirectoryThatIsDeletedUnderARunHurtsNobodyElse) {
   const fs::path directory = parent.path() / "scratch";
   fs::create_directory(directory);
   Process run(train_on(directory, {"--steps", "300"}), {});
-  ASSERT_TRUE(run.wait_for_output("step"));
+  ASSERT_TRUE(run.wait_for_output("loss "));
   fs::remove_all(directory);  // open files live on until they are closed
   const ProcessResult result = run.wait();
   EXPECT_EQ(result.exit_code, 0) << result.err;

@@ -119,7 +119,7 @@ TEST_F(TrainUsage, AModelThatMemoryDoesNotHoldIsRefusedWithTheSum) {
     expect_refusal({"--ranks", ranks, "--host-budget", "100KiB"}, "optimizer states");
     expect_refusal({"--ranks", ranks, "--host-budget", "100KiB"}, "--nvme DIR");
     expect_refusal({"--ranks", ranks, "--host-budget", "100KiB", "--nvme", "."},
-                   "arena (unit 'embedding')");
+                   "arena (unit 'blocks.0')");
   }
   expect_refusal({"--device-budget", "100KiB"}, "memory.device allows 100 KiB");
 }

@@ -61,7 +61,7 @@ class RoomOrder(TreeTest):
     def test_the_order_is_the_one_of_the_design(self):
         self.assertEqual(" ".join(check_layers.ROOMS),
                          "core device comm tier quant shard coordinator grad optim checkpoint "
-                         "engine planner report")
+                         "planner engine report")
 
     def test_a_folder_that_is_no_room_is_reported(self):
         self.assert_reported("tessera/utils/x.cpp", "int x;\n", 1, "tessera/utils is not a room")
