@@ -131,14 +131,17 @@ PrefetchPlan make_prefetch_plan(const StepPlanInput& input, const StepPlan& plan
   }
   std::vector<coordinator::PlanParam> params;
   for (std::size_t id = 0; id < plan.layouts.size(); ++id) {
-    params.push_back({full_bytes_of(plan.layouts[id]), plan.persists[id]});
+    params.push_back(
+        {input.memory ? arena_bytes_of(plan.layouts[id]) : full_bytes_of(plan.layouts[id]),
+         plan.persists[id]});
   }
   coordinator::PlanInput plan_input;
   plan_input.uses = uses;
   plan_input.unit_params = unit_params;
   plan_input.params = params;
   plan_input.budgets = input.options.budgets;
-  return coordinator::make_plan(plan_input);
+  return input.memory ? coordinator::make_placed_plan(plan_input)
+                      : coordinator::make_plan(plan_input);
 }
 
 // Carries a plan out as the coordinator does, and writes down what happens.

@@ -14,10 +14,6 @@ using device::Pending;
 using shard::Param;
 using shard::ParamState;
 
-namespace {
-constexpr auto kArenaStep = static_cast<std::int64_t>(device::kArenaAlignment);
-}
-
 CoordinatorOptions CoordinatorOptions::from(const Config& config) {
   CoordinatorOptions options;
   options.budgets.bucket_bytes = config.get_bytes("prefetch.bucket_bytes");
@@ -111,7 +107,8 @@ void Coordinator::Impl::seal() {
   }
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     // Where the arena is all there is, what rounding takes of it counts.
-    const std::int64_t rounded = (bytes[i] + kArenaStep - 1) / kArenaStep * kArenaStep;
+    const auto rounded =
+        static_cast<std::int64_t>(device::round_to_arena(static_cast<std::size_t>(bytes[i])));
     plan_params_.push_back({tier_ ? rounded : bytes[i], persists_[i]});
   }
   say_what_cannot_be_prefetched();
