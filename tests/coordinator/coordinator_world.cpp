@@ -215,9 +215,17 @@ PrefetchPlan RankWorld::expected_plan(const std::vector<Use>& uses) const {
                         room_to_persist(options_.budgets.live_limit_bytes, largest));
   std::vector<PlanParam> params;
   for (std::size_t i = 0; i < bytes.size(); ++i) {
-    params.push_back({bytes[i], persists[i] && !params_[static_cast<int>(i)].shard_is_full()});
+    const auto rounded =
+        static_cast<std::int64_t>(device::round_to_arena(static_cast<std::size_t>(bytes[i])));
+    params.push_back({stored_ ? rounded : bytes[i],
+                      persists[i] && !params_[static_cast<int>(i)].shard_is_full()});
   }
-  return make_plan({uses, units, params, options_.budgets});
+  PlanInput input{uses, units, params, options_.budgets};
+  if (!stored_) {
+    return make_plan(input);
+  }
+  input.arena_bytes = static_cast<std::int64_t>(coordinator_->arena_bytes());
+  return make_placed_plan(input);
 }
 
 PlanSums sums_of(const PrefetchPlan& plan, const shard::ParamTable& params) {
