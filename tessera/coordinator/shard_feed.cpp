@@ -1,7 +1,6 @@
 #include "tessera/coordinator/shard_feed.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <utility>
 

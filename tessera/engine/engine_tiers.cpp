@@ -290,14 +290,14 @@ std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleO
     return std::make_unique<optim::ShardedOptimizer>(params_, *device, runtime_.kernels(), rule);
   }
   optim::TieredParts parts{runtime_.clock(), runtime_.spans()};
-  std::uint64_t states_bytes = 0;
+  bool stores_states = false;
   for (const planner::ShardPlaces& places : placement_->params) {
     parts.stored.push_back({places.parameter == planner::Place::kNvme,
                             places.gradient == planner::Place::kNvme,
                             places.states == planner::Place::kNvme});
-    states_bytes += places.states == planner::Place::kNvme ? 1 : 0;
+    stores_states = stores_states || places.states == planner::Place::kNvme;
   }
-  if (states_bytes > 0) {
+  if (stores_states) {
     state_store_ =
         make_store("states", Role::kOptimizer,
                    static_cast<std::uint64_t>(placement_->bytes(Tier::kNvme, Role::kOptimizer)));

@@ -11,6 +11,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/option_table.h"
 #include "tests/coordinator/coordinator_world.h"
+#include "tests/support/expect_names.h"
 
 namespace tessera::coordinator {
 namespace {
@@ -18,6 +19,7 @@ namespace {
 using comm::Group;
 using comm::run_ranks;
 using shard::ParamState;
+using support::expect_names;
 using tessera::support::HeldStore;
 using tessera::support::StoreCall;
 
@@ -214,16 +216,6 @@ TEST(CoordinatorTierOrder, ADepartureForgetsWhatWasReadAheadInVain) {
     world.end(5, Phase::kForward);
     run_forward(world, {1, 2});
   });
-}
-
-template <typename Exception>
-void expect_names(const std::function<void()>& call, const std::string& words) {
-  try {
-    call();
-    ADD_FAILURE() << "nothing was thrown";
-  } catch (const Exception& error) {
-    EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
-  }
 }
 
 TEST(CoordinatorTierFailure, OneRankGoesOnAfterAReadThatFailed) {

@@ -17,18 +17,6 @@ namespace {
 using comm::Group;
 using comm::run_ranks;
 
-CoordinatorOptions make_options(std::int64_t bucket, std::int64_t limit, std::int64_t reuse,
-                                std::int64_t persist) {
-  CoordinatorOptions options;
-  options.budgets.bucket_bytes = bucket;
-  options.budgets.merge_below_bytes = 0;
-  options.budgets.live_limit_bytes = limit;
-  options.budgets.reuse_distance_bytes = reuse;
-  options.persist_param_bytes = persist;
-  options.persist_model_bytes = kUnlimitedBytes;
-  return options;
-}
-
 std::vector<CoordinatorOptions> option_combinations() {
   return {make_options(0, 0, 0, -1), make_options(1300, 2000, 0, 200),
           make_options(1300, kUnlimitedBytes, kUnlimitedBytes, -1),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "tessera/core/option_table.h"
 #include "tessera/device/arena_map.h"
 
 namespace tessera::coordinator {
@@ -27,6 +28,18 @@ std::unique_ptr<device::Device> make_device(DeviceChoice choice, int rank) {
       choice == DeviceChoice::kLazy ? device::LateMode::kLazy : device::LateMode::kRandom;
   options.seed = static_cast<std::uint64_t>(rank) + 5;
   return device::make_late_device(options);
+}
+
+CoordinatorOptions make_options(std::int64_t bucket, std::int64_t limit, std::int64_t reuse,
+                                std::int64_t persist) {
+  CoordinatorOptions options;
+  options.budgets.bucket_bytes = bucket;
+  options.budgets.merge_below_bytes = 0;
+  options.budgets.live_limit_bytes = limit;
+  options.budgets.reuse_distance_bytes = reuse;
+  options.persist_param_bytes = persist;
+  options.persist_model_bytes = kUnlimitedBytes;
+  return options;
 }
 
 Model equal_layers(int num_layers, std::int64_t numel) {

@@ -44,6 +44,10 @@ Model equal_layers(int num_layers, std::int64_t numel);
 // elements, a unit without parameters.
 Model mixed_model();
 
+// Nothing is merged; as many may persist as there are.
+CoordinatorOptions make_options(std::int64_t bucket, std::int64_t limit, std::int64_t reuse,
+                                std::int64_t persist);
+
 class RankWorld {
  public:
   RankWorld(comm::Group& group, const Model& model, const CoordinatorOptions& options,

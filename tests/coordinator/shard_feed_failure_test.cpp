@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include "tests/coordinator/feed_world.h"
+#include "tests/support/expect_names.h"
 
 namespace tessera::coordinator {
 namespace {
@@ -18,19 +19,10 @@ namespace {
 using device::Completion;
 using device::Pending;
 using shard::kShardStep;
+using tessera::support::expect_names;
 using tessera::support::StoreCall;
 
 constexpr std::int64_t kBlockNumel = 1024;  // fp32 elements of one block
-
-template <typename Exception>
-void expect_names(const std::function<void()>& call, const std::string& words) {
-  try {
-    call();
-    ADD_FAILURE() << "nothing was thrown";
-  } catch (const Exception& error) {
-    EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
-  }
-}
 
 TEST(ShardFeedForgets, AShardThatIsReadAgain) {
   FeedWorld world;
