@@ -93,9 +93,11 @@ void CallQueue::launch_calls() {
       }
       call = to_launch_.front();
       to_launch_.pop_front();
+      launching_ = true;
     }
     launch(*call);
     std::unique_lock lock(mutex_);
+    launching_ = false;
     call->launched = true;
     changed_.notify_all();
     // The next call's turn comes when this one has nothing left to start.
@@ -144,14 +146,18 @@ void CallQueue::finish_calls() {
         return;
       }
       call = to_finish_.front();
+      finishing_ = true;
     }
     watch_.idle();
     try {
       finish(*call);
+      leave_finish();
     } catch (const PeerError& error) {
+      leave_finish();
       poison(std::current_exception(), error.what());
       continue;
     } catch (const std::exception& error) {
+      leave_finish();
       watch_.post_failure(error.what());
       poison(std::current_exception(), error.what());
       continue;
@@ -167,6 +173,14 @@ void CallQueue::finish_calls() {
       call->completion->succeed();
     }
   }
+}
+
+void CallQueue::leave_finish() {
+  {
+    const std::lock_guard lock(mutex_);
+    finishing_ = false;
+  }
+  changed_.notify_all();
 }
 
 // False if the call was abandoned meanwhile: it has failed already.
@@ -274,8 +288,13 @@ void CallQueue::poison(const std::exception_ptr& error, const std::string& reaso
   }
   watch_.stop();
   changed_.notify_all();
-  // First the network, then the owners of the memory: nobody may touch it after they know.
+  // First the network and this queue's own threads, which pack and unpack, then the owners of the
+  // memory: nobody may touch it after they know. What the threads wait for has an end by now.
   backend_.abort(reason);
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !launching_ && !finishing_; });
+  }
   for (const CallPtr& call : lost) {
     fail(*call, error);
   }

@@ -94,6 +94,7 @@ class CallQueue {
   void finish_calls();
   void finish(QueuedCall& call);
   void finish_parts(QueuedCall& call);
+  void leave_finish();
   void start_tags(QueuedCall& call);
   void compare_tags(const QueuedCall& call);
   std::vector<CallWords> exchange_words(const QueuedCall& call);
@@ -110,6 +111,8 @@ class CallQueue {
   std::condition_variable changed_;
   std::deque<CallPtr> to_launch_;
   std::deque<CallPtr> to_finish_;  // all that have not come to their end, launched or not
+  bool launching_ = false;         // a call's memory is in the launcher's hands
+  bool finishing_ = false;         // and in the finisher's
   bool closing_ = false;
   std::exception_ptr poison_;
 

@@ -1,0 +1,75 @@
+// When the owners of a call's memory are told that it failed: not before the queue's own threads
+// have let go of that memory. A network without peers, which the test holds in its hands.
+#include <chrono>
+#include <future>
+#include <memory>
+#include <thread>
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/core/error.h"
+#include "tests/comm/time_limits.h"
+
+namespace tessera::comm {
+namespace {
+
+// The first all-gather arrives when the test says so; the second is still being started, with the
+// caller's memory in hand, until the test lets it go.
+struct Network {
+  const std::shared_ptr<device::Completion> first = std::make_shared<device::Completion>();
+  std::promise<void> second_entered;
+  std::promise<void> second_released;
+  std::promise<void> aborted;
+};
+
+class HeldBackend final : public Backend {
+ public:
+  explicit HeldBackend(Network& network) : network_(network) {}
+
+  std::string_view name() const override { return "held"; }
+  int rank() const override { return 0; }
+  int size() const override { return 2; }
+  bool compares_tags() const override { return true; }
+  Pending start_all_gather(std::span<const GatherBytes>, const Call&) override {
+    if (num_gathers_++ == 0) {
+      return Pending(network_.first);
+    }
+    network_.second_entered.set_value();
+    network_.second_released.get_future().wait();
+    return Pending::failed(std::make_exception_ptr(PeerError("given up")));
+  }
+  Pending start_all_to_all(const PieceBytes&, const Call&) override { return {}; }
+  Pending start_broadcast(void*, std::size_t, int, const Call&) override { return {}; }
+  std::unique_ptr<Backend> split(std::span<const int>, const std::string&) override { return {}; }
+  std::size_t broadcast_sent_bytes(std::size_t, int) const override { return 0; }
+  void abort(const std::string&) override { network_.aborted.set_value(); }
+
+ private:
+  Network& network_;
+  int num_gathers_ = 0;  // the launcher's own
+};
+
+TEST(CallEndTest, AFailureIsToldOnlyWhenNoThreadOfTheQueueHoldsTheMemory) {
+  Network network;
+  Group group(std::make_unique<HeldBackend>(network), "world", {0, 1}, patient());
+  const std::vector<float> shard(16, 1.0F);
+  std::vector<float> full(32);
+  const std::vector<Gather> gathers = {{shard.data(), full.data(), 16, DType::kFloat32}};
+  const Pending first = group.start_all_gather(gathers);
+  const Pending second = group.start_all_gather(gathers);
+  network.second_entered.get_future().wait();
+  network.first->fail(std::make_exception_ptr(CommError("the cable is out")));
+  network.aborted.get_future().wait();  // the queue knows, and has told the network
+
+  // Too short a look can only miss a mistake, never find one that is not there.
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  EXPECT_FALSE(first.done());
+  EXPECT_FALSE(second.done());
+  network.second_released.set_value();
+  EXPECT_THROW(second.wait(), CommError);
+  EXPECT_THROW(first.wait(), CommError);
+}
+
+}  // namespace
+}  // namespace tessera::comm
