@@ -34,8 +34,13 @@ void fail(const QueuedCall& call, const std::exception_ptr& error) {
 
 }  // namespace
 
-CallQueue::CallQueue(Backend& backend, Watch& watch, std::vector<int> world_ranks, Spans* spans)
-    : backend_(backend), watch_(watch), world_ranks_(std::move(world_ranks)), spans_(spans) {
+CallQueue::CallQueue(Backend& backend, Staging& staging, Watch& watch, std::vector<int> world_ranks,
+                     Spans* spans)
+    : backend_(backend),
+      staging_(staging),
+      watch_(watch),
+      world_ranks_(std::move(world_ranks)),
+      spans_(spans) {
   launcher_ = std::thread([this] { launch_calls(); });
   finisher_ = std::thread([this] { finish_calls(); });
 }
@@ -114,6 +119,9 @@ void CallQueue::launch(QueuedCall& call) {
     if (call.tags && call.call.met) {
       *call.call.met = true;
     }
+    if (call.staging) {
+      staging_.take(*call.staging, call.call.stream);
+    }
     call.current = call.phases[call.next_phase++].launch();
   } catch (...) {
     call.current = Pending::failed(std::current_exception());
@@ -169,6 +177,8 @@ void CallQueue::finish_calls() {
                        call->span);
       }
       call->phases.clear();  // lets go of memory before the owner is told
+      call->parts.clear();
+      call->staging.reset();
       call->call.keep_alive.reset();
       call->completion->succeed();
     }
@@ -287,6 +297,7 @@ void CallQueue::poison(const std::exception_ptr& error, const std::string& reaso
     to_launch_.clear();
   }
   watch_.stop();
+  staging_.stop();
   changed_.notify_all();
   // First the network and this queue's own threads, which pack and unpack, then the owners of the
   // memory: nobody may touch it after they know. What the threads wait for has an end by now.

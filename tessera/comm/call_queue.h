@@ -2,7 +2,8 @@
 //
 //   start()   caller     gives the call its place and sends its tag ahead, at once
 //   launch    launcher   waits for the input and for the others' tags, compares them, and only if
-//                        all ranks mean the same call starts its first network phase
+//                        all ranks mean the same call takes its staging, which may wait for room
+//                        (staging.h), and starts its first network phase
 //   finish    finisher   waits for what was launched, runs local phases (the sum of a
 //                        reduce-scatter, unpacking), starts later network phases, fulfils the
 //                        Pending; parts of a call that have owners of their own are fulfilled as
@@ -33,6 +34,7 @@
 #include <vector>
 
 #include "tessera/comm/backend.h"
+#include "tessera/comm/staging.h"
 #include "tessera/comm/watch.h"
 #include "tessera/core/spans.h"
 
@@ -56,6 +58,8 @@ struct QueuedCall {
   Pending ready;     // the input may be read after this
   SpanArgs span;     // how it is shown in a trace
   std::int64_t start_ns = 0;
+  // Taken before the first phase; kept by what the call keeps alive. Null: it needs none.
+  std::shared_ptr<StagingLease> staging;
   std::vector<Phase> phases;  // the first is a network phase
   // Both empty, or a call of one phase, which sets arrivals[i] to the arrival of parts[i].
   std::vector<CallPart> parts;
@@ -75,7 +79,8 @@ struct QueuedCall {
 class CallQueue {
  public:
   // `spans` may be null.
-  CallQueue(Backend& backend, Watch& watch, std::vector<int> world_ranks, Spans* spans);
+  CallQueue(Backend& backend, Staging& staging, Watch& watch, std::vector<int> world_ranks,
+            Spans* spans);
   // Waits until every call has come to an end.
   ~CallQueue();
 
@@ -102,6 +107,7 @@ class CallQueue {
   void poison(const std::exception_ptr& error, const std::string& reason);
 
   Backend& backend_;
+  Staging& staging_;
   Watch& watch_;
   const std::vector<int> world_ranks_;
   Spans* const spans_;

@@ -27,6 +27,8 @@ WireBytes Group::wire_bytes() const {
   return {impl_->payload_bytes_, impl_->control_bytes_, impl_->num_calls_};
 }
 
+void Group::reserve_staging(std::size_t bytes) { impl_->staging_.reserve(bytes); }
+
 Pending Group::start_broadcast(void* data, std::int64_t numel, DType dtype, int root,
                                const CallOptions& options) {
   const std::size_t bytes = checked_bytes(numel, dtype, size(), "broadcast");

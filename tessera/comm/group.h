@@ -135,6 +135,15 @@ class Group {
   // A group over the ranks that passed the same color, in ascending rank order. Blocks.
   std::unique_ptr<Group> split(int color, const std::string& name);
 
+  // Bounds what this rank's calls hold as scratch: from the next launch on they take it from one
+  // region of `bytes`, which is allocated here and charged as exactly that. Calls that find no room
+  // wait for the ones before them (staging.h says why that ends); a call that needs more than the
+  // whole region has memory of its own while it lasts. staging_bytes.h says what calls need. 0:
+  // buffers are kept as calls need them, as before the first time. Not a collective. Waits for the
+  // calls that hold scratch now. Without effect where a call's memory belongs to a stream (NCCL, a
+  // world of one). Groups that are split off do not inherit it.
+  void reserve_staging(std::size_t bytes);
+
   WireBytes wire_bytes() const;
 
  private:

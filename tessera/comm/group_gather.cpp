@@ -4,24 +4,19 @@
 #include <tuple>
 
 #include "tessera/comm/group_impl.h"
+#include "tessera/comm/staging_bytes.h"
 
 namespace tessera::comm {
 namespace {
 
 using detail_group::checked_bytes;
 
-constexpr std::size_t kPackAlignment = 16;
-
-std::size_t padded(std::size_t bytes) {
-  return (bytes + kPackAlignment - 1) / kPackAlignment * kPackAlignment;
-}
-
 // Tensors that travel as one message: they lie behind each other, in every rank's piece alike.
 class Pack {
  public:
   void add(const GatherBytes& part) {
     parts_.push_back(part);
-    piece_bytes_ += padded(part.shard_bytes);
+    piece_bytes_ += packed_bytes(part.shard_bytes);
   }
 
   bool empty() const { return parts_.empty(); }
@@ -30,7 +25,7 @@ class Pack {
   // What travels is defined to the last byte, gaps included.
   void write(std::byte* piece) const {
     for (const GatherBytes& part : parts_) {
-      const std::size_t room = padded(part.shard_bytes);
+      const std::size_t room = packed_bytes(part.shard_bytes);
       std::memcpy(piece, part.shard, part.shard_bytes);
       std::memset(piece + part.shard_bytes, 0, room - part.shard_bytes);
       piece += room;
@@ -43,7 +38,7 @@ class Pack {
       for (const GatherBytes& part : parts_) {
         std::memcpy(static_cast<std::byte*>(part.full) + rank * part.shard_bytes, pieces,
                     part.shard_bytes);
-        pieces += padded(part.shard_bytes);
+        pieces += packed_bytes(part.shard_bytes);
       }
     }
   }
@@ -51,6 +46,36 @@ class Pack {
  private:
   std::vector<GatherBytes> parts_;
   std::size_t piece_bytes_ = 0;
+};
+
+// A pack in the staging of its call, which is there when the call's phases run.
+class StagedPack {
+ public:
+  // `num_ranks`: whose pieces are received; 0: this rank only sends.
+  StagedPack(Pack pack, std::shared_ptr<const StagingLease> staging, std::size_t rank,
+             std::size_t num_ranks)
+      : pack_(std::move(pack)), staging_(std::move(staging)), rank_(rank), num_ranks_(num_ranks) {}
+
+  bool empty() const { return pack_.empty(); }
+
+  // `direct` and the pack, ready to travel.
+  std::vector<GatherBytes> written_behind(std::vector<GatherBytes> direct) const {
+    if (!empty()) {
+      const bool receives = num_ranks_ > 0;
+      std::byte* all = staging_->data();
+      std::byte* own = receives ? all + rank_ * pack_.piece_bytes() : all;
+      pack_.write(own);
+      direct.push_back({own, receives ? all : nullptr, pack_.piece_bytes()});
+    }
+    return direct;
+  }
+  void read() const { pack_.read(staging_->data(), num_ranks_); }
+
+ private:
+  Pack pack_;
+  std::shared_ptr<const StagingLease> staging_;
+  std::size_t rank_;
+  std::size_t num_ranks_;
 };
 
 // What is to be moved, and how.
@@ -64,8 +89,9 @@ struct Plan {
 
   std::shared_ptr<const CallWords> words;
   std::uint64_t shape_hash = 0;
-  std::size_t shard_bytes = 0;
-  std::size_t sent_bytes = 0;  // to every rank that receives
+  std::vector<std::size_t> piece_bytes;  // by tensor
+  std::size_t shard_bytes = 0;           // their sum
+  std::size_t sent_bytes = 0;            // to every rank that receives
 };
 
 struct PlanOptions {
@@ -92,21 +118,18 @@ Plan make_plan(std::span<const Gather> tensors, const Label& label, const PlanOp
                   tensor.name, "' is null; it has ", bytes, " bytes per rank");
     plan.shape_hash = hash_bytes(&tensor.shard_numel, sizeof(tensor.shard_numel), plan.shape_hash);
     plan.shape_hash = hash_bytes(&tensor.dtype, sizeof(tensor.dtype), plan.shape_hash);
+    plan.piece_bytes.push_back(bytes);
     plan.shard_bytes += bytes;
     if (named) {
       words->add_tensor(tensor.name);
     }
     parts.push_back({tensor.shard, tensor.full, bytes});
   }
-  const auto is_small = [&](const GatherBytes& part) {
-    return part.shard_bytes > 0 && part.shard_bytes < options.pack_below_bytes;
-  };
-  // One alone saves nothing by a copy: straight into its place.
-  const bool packs = std::count_if(parts.begin(), parts.end(), is_small) > 1;
+  const std::vector<bool> is_packed = packed_pieces(plan.piece_bytes, options.pack_below_bytes);
   for (std::size_t i = 0; i < parts.size(); ++i) {
     if (parts[i].shard_bytes == 0) {
       plan.empty_tensors.push_back(i);
-    } else if (packs && is_small(parts[i])) {
+    } else if (is_packed[i]) {
       plan.pack.add(parts[i]);
       plan.packed_tensors.push_back(i);
     } else {
@@ -132,32 +155,23 @@ Pending Group::Impl::start_gather(std::span<const Gather> tensors, const CallOpt
   const Plan plan = make_plan(tensors, options.label, {"all_gather", size(), pack_below, true});
   QueuedCall queued = prepare(Op::kAllGather, plan.shape_hash, plan.shard_bytes, tensors.size(),
                               first_dtype(tensors), options, 0, plan.words);
-  const auto num_ranks = static_cast<std::size_t>(size());
-  std::vector<GatherBytes> parts = plan.direct;
-  std::byte* all = nullptr;
-  std::byte* own = nullptr;
-  std::function<void()> unpack;
+  std::shared_ptr<const StagingLease> staging;
   if (!plan.pack.empty()) {
-    all = take_staging(queued, plan.pack.piece_bytes() * num_ranks).get();
-    own = all + static_cast<std::size_t>(rank()) * plan.pack.piece_bytes();
-    parts.push_back({own, all, plan.pack.piece_bytes()});
-    unpack = [pack = plan.pack, all, num_ranks] { pack.read(all, num_ranks); };
+    staging = add_staging(queued, all_gather_staging_bytes(plan.piece_bytes, pack_below, size()));
   }
-  const auto write_pack = [pack = plan.pack, own] {
-    if (!pack.empty()) {
-      pack.write(own);
-    }
-  };
+  const StagedPack pack(plan.pack, staging, static_cast<std::size_t>(rank()),
+                        static_cast<std::size_t>(size()));
+  const bool moves = !plan.direct.empty() || !pack.empty();
   if (each == nullptr) {
-    if (!parts.empty()) {
-      queued.phases.push_back({true, [impl = this, parts, write_pack, call = queued.call] {
-                                 write_pack();
-                                 return impl->backend_->start_all_gather(parts, call);
+    if (moves) {
+      queued.phases.push_back({true, [impl = this, direct = plan.direct, pack, call = queued.call] {
+                                 return impl->backend_->start_all_gather(
+                                     pack.written_behind(direct), call);
                                }});
     }
-    if (unpack) {
-      queued.phases.push_back({false, [unpack] {
-                                 unpack();
+    if (!pack.empty()) {
+      queued.phases.push_back({false, [pack] {
+                                 pack.read();
                                  return Pending();
                                }});
     }
@@ -177,7 +191,7 @@ Pending Group::Impl::start_gather(std::span<const Gather> tensors, const CallOpt
   }
   if (!plan.pack.empty()) {
     add_owners(queued.parts.emplace_back(), plan.packed_tensors);
-    queued.parts.back().unpack = unpack;
+    queued.parts.back().unpack = [pack] { pack.read(); };
   }
   // A tensor without elements is there when the ranks agree, and the first part tells that they do.
   if (!plan.empty_tensors.empty()) {
@@ -186,15 +200,15 @@ Pending Group::Impl::start_gather(std::span<const Gather> tensors, const CallOpt
   }
   const auto arrivals = std::make_shared<std::vector<Pending>>(queued.parts.size());
   queued.arrivals = arrivals;
-  if (!parts.empty()) {
-    queued.phases.push_back({true, [impl = this, parts, write_pack, arrivals, call = queued.call] {
-                               write_pack();
-                               for (std::size_t i = 0; i < parts.size(); ++i) {
-                                 (*arrivals)[i] =
-                                     impl->backend_->start_all_gather({&parts[i], 1}, call);
-                               }
-                               return Pending();
-                             }});
+  if (moves) {
+    queued.phases.push_back(
+        {true, [impl = this, direct = plan.direct, pack, arrivals, call = queued.call] {
+           const auto parts = pack.written_behind(direct);
+           for (std::size_t i = 0; i < parts.size(); ++i) {
+             (*arrivals)[i] = impl->backend_->start_all_gather({&parts[i], 1}, call);
+           }
+           return Pending();
+         }});
   }
   return start(std::move(queued), plan.sent_bytes * num_peers());
 }
@@ -238,29 +252,27 @@ Pending Group::start_gather_to(std::span<const Gather> tensors, std::span<const 
     return impl->start(std::move(queued), 0);
   }
 
-  const auto num_ranks = static_cast<std::size_t>(size());
-  const std::size_t piece_bytes = plan.pack.piece_bytes();
-  std::vector<GatherBytes> parts = plan.direct;
-  std::byte* all = nullptr;
-  std::byte* own = nullptr;
-  if (!plan.pack.empty()) {
-    all = impl->take_staging(queued, receives ? piece_bytes * num_ranks : piece_bytes).get();
-    own = receives ? all + own_rank * piece_bytes : all;
-    parts.push_back({own, receives ? all : nullptr, piece_bytes});
+  const auto num_ranks = static_cast<std::size_t>(receives ? size() : 0);
+  const bool copies = impl->backend_->gather_to_needs_copies();
+  std::shared_ptr<const StagingLease> staging;
+  if (copies || !plan.pack.empty()) {
+    const GatherToStaging needs{size(), static_cast<int>(num_wanting), receives, copies};
+    staging =
+        impl->add_staging(queued, gather_to_staging_bytes(plan.piece_bytes, pack_below, needs));
   }
-  std::byte* copies = impl->backend_->gather_to_needs_copies()
-                          ? impl->take_staging(queued, num_wanting * plan.sent_bytes).get()
-                          : nullptr;
-  queued.phases.push_back(
-      {true, [impl, parts, wanted, pack = plan.pack, own, copies, call = queued.call] {
-         if (!pack.empty()) {
-           pack.write(own);
-         }
-         return impl->backend_->start_gather_to(parts, wanted, copies, call);
-       }});
-  if (receives && !plan.pack.empty()) {
-    queued.phases.push_back({false, [pack = plan.pack, all, num_ranks] {
-                               pack.read(all, num_ranks);
+  // The pack lies first in the staging, the copies behind it.
+  const std::size_t copies_begin =
+      staging_room(plan.pack.piece_bytes() * std::max<std::size_t>(num_ranks, 1));
+  const StagedPack pack(plan.pack, staging, own_rank, num_ranks);
+  queued.phases.push_back({true, [impl, direct = plan.direct, pack, wanted, staging, copies,
+                                  copies_begin, call = queued.call] {
+                             return impl->backend_->start_gather_to(
+                                 pack.written_behind(direct), wanted,
+                                 copies ? staging->data() + copies_begin : nullptr, call);
+                           }});
+  if (receives && !pack.empty()) {
+    queued.phases.push_back({false, [pack] {
+                               pack.read();
                                return Pending();
                              }});
   }

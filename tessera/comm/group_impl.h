@@ -56,7 +56,7 @@ class Group::Impl {
     TESSERA_CHECK(static_cast<int>(world_ranks_.size()) == backend_->size(), ConfigError, "group '",
                   name_, "': ", world_ranks_.size(), " names for ", backend_->size(), " ranks");
     if (!backend_->stream_ordered()) {
-      queue_ = std::make_unique<CallQueue>(*backend_, watch_, world_ranks_, spans());
+      queue_ = std::make_unique<CallQueue>(*backend_, staging_, watch_, world_ranks_, spans());
     }
   }
 
@@ -137,13 +137,15 @@ class Group::Impl {
     return queue_ ? queue_->start(std::move(queued)) : run_on_stream(queued);
   }
 
-  // Keeps scratch alive as long as the call, also when it is stuck in the network.
-  std::shared_ptr<std::byte> take_staging(QueuedCall& queued, std::size_t bytes) {
-    auto staging = staging_.take(bytes, queued.call.stream);
+  // All the scratch of a call, for its phases: it is there when they run. Kept alive as long as the
+  // call, also when that is stuck in the network.
+  std::shared_ptr<const StagingLease> add_staging(QueuedCall& queued, std::size_t bytes) {
+    TESSERA_INVARIANT(queued.staging == nullptr, queued.text, ": takes its staging in two parts");
+    queued.staging = std::make_shared<StagingLease>(bytes);
     queued.call.keep_alive =
         std::make_shared<std::pair<std::shared_ptr<const void>, std::shared_ptr<const void>>>(
-            queued.call.keep_alive, staging);
-    return staging;
+            queued.call.keep_alive, queued.staging);
+    return queued.staging;
   }
 
   // True: exchanging the tags is already a meeting of all ranks.
@@ -178,8 +180,8 @@ class Group::Impl {
                        std::vector<Pending>* each);
 
   // Phases of reductions (group_reduce.cpp).
-  void add_sum(QueuedCall& queued, const RankParts& parts, void* output, DType output_dtype,
-               const std::function<Pending()>& next);
+  void add_sum(QueuedCall& queued, const std::function<RankParts()>& parts, void* output,
+               DType output_dtype, const std::function<Pending()>& next);
   void add_reduce_scatter(QueuedCall& queued, const void* input, void* output,
                           std::size_t shard_numel, DType dtype, DType output_dtype);
 
@@ -195,6 +197,9 @@ class Group::Impl {
     device::Stream* stream = queued.call.stream;
     if (queued.call.met) {
       *queued.call.met = true;
+    }
+    if (queued.staging) {
+      staging_.take(*queued.staging, stream);
     }
     Pending last;
     for (const Phase& phase : queued.phases) {

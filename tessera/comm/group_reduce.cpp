@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "tessera/comm/group_impl.h"
+#include "tessera/comm/staging_bytes.h"
 
 namespace tessera::comm {
 namespace {
@@ -10,22 +11,18 @@ namespace {
 using detail_group::check_pointer;
 using detail_group::checked_bytes;
 
-// Up to this many bytes from all ranks together, an all-reduce gathers everything and adds at home:
-// one round trip instead of two, and the same bits.
-constexpr std::size_t kSmallAllReduceBytes = std::size_t{64} * 1024;
-
 // A reduce-scatter travels in pieces of this size, so that adding overlaps with the network.
 constexpr std::size_t kReduceChunkBytes = std::size_t{4} << 20;
 
 }  // namespace
 
-// A local phase that adds up `parts`; the call goes on when `next` is done, too.
-void Group::Impl::add_sum(QueuedCall& queued, const RankParts& parts, void* output,
+// A local phase that adds up what `parts` gives then; the call goes on when `next` is done, too.
+void Group::Impl::add_sum(QueuedCall& queued, const std::function<RankParts()>& parts, void* output,
                           DType output_dtype, const std::function<Pending()>& next) {
   queued.phases.push_back(
       {false, [impl = this, parts, output, output_dtype, next, call = queued.call] {
          Pending added =
-             impl->backend_->start_reduce(parts, output, output_dtype, Reduction::kSum,
+             impl->backend_->start_reduce(parts(), output, output_dtype, Reduction::kSum,
                                           impl->backend_->stream_ordered() ? call.stream : nullptr);
          return next ? next() : added;
        }});
@@ -40,7 +37,8 @@ void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void
   const std::size_t num_chunks = (shard_numel + chunk_numel - 1) / chunk_numel;
   const auto num_ranks = static_cast<std::size_t>(size());
   const std::size_t shard_bytes = shard_numel * bytes_of(dtype);
-  std::byte* received = take_staging(queued, shard_bytes * num_ranks).get();
+  const auto received = add_staging(
+      queued, reduce_scatter_staging_bytes(static_cast<std::int64_t>(shard_numel), dtype, size()));
 
   auto arrivals = std::make_shared<std::vector<Pending>>(num_chunks);
   const auto numel_of = [=](std::size_t chunk) {
@@ -48,7 +46,7 @@ void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void
   };
   // Chunks lie behind each other in the staging, each with its parts in rank order.
   const auto parts_of = [=](std::size_t chunk) {
-    return received + chunk * chunk_numel * bytes_of(dtype) * num_ranks;
+    return received->data() + chunk * chunk_numel * bytes_of(dtype) * num_ranks;
   };
   queued.phases.push_back({true, [=, impl = this, call = queued.call] {
                              for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) {
@@ -66,7 +64,10 @@ void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void
     if (chunk + 1 < num_chunks) {
       next = [arrivals, chunk] { return (*arrivals)[chunk + 1]; };
     }
-    add_sum(queued, {parts_of(chunk), dtype, size(), numel_of(chunk)},
+    const auto parts = [parts_of, chunk, dtype, ranks = size(), numel = numel_of(chunk)] {
+      return RankParts{parts_of(chunk), dtype, ranks, numel};
+    };
+    add_sum(queued, parts,
             static_cast<std::byte*>(output) + chunk * chunk_numel * bytes_of(output_dtype),
             output_dtype, next);
   }
@@ -81,8 +82,8 @@ Pending Group::start_reduce_scatter(const void* input, void* output, std::int64_
   const std::uint64_t shape = hash_bytes(&shard_numel, sizeof(shard_numel), 0);
   QueuedCall queued = impl_->prepare(Op::kReduceScatter, shape, bytes, 1, dtype, options);
   if (bytes > 0 && size() == 1) {
-    impl_->add_sum(queued, {input, dtype, 1, static_cast<std::size_t>(shard_numel)}, output,
-                   output_dtype, {});
+    const RankParts own{input, dtype, 1, static_cast<std::size_t>(shard_numel)};
+    impl_->add_sum(queued, [own] { return own; }, output, output_dtype, {});
   } else if (bytes > 0) {
     impl_->add_reduce_scatter(queued, input, output, static_cast<std::size_t>(shard_numel), dtype,
                               output_dtype);
@@ -109,15 +110,16 @@ Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Red
                                         impl->backend_->stream_ordered() ? call.stream : nullptr);
   };
 
+  const auto staging = impl->add_staging(queued, all_reduce_staging_bytes(numel, dtype, size()));
   if (bytes * num_ranks <= kSmallAllReduceBytes) {
-    std::byte* all = impl->take_staging(queued, bytes * num_ranks).get();
-    queued.phases = {{true,
-                      [impl, data, all, bytes, call = queued.call] {
-                        const GatherBytes part{data, all, bytes};
-                        return impl->backend_->start_all_gather({&part, 1}, call);
-                      }},
-                     {false, [reduce, all, count = static_cast<std::size_t>(numel), data,
-                              call = queued.call] { return reduce(all, count, data, call); }}};
+    queued.phases = {
+        {true,
+         [impl, data, staging, bytes, call = queued.call] {
+           const GatherBytes part{data, staging->data(), bytes};
+           return impl->backend_->start_all_gather({&part, 1}, call);
+         }},
+        {false, [reduce, staging, count = static_cast<std::size_t>(numel), data,
+                 call = queued.call] { return reduce(staging->data(), count, data, call); }}};
     return impl->start(std::move(queued), bytes * impl->num_peers());
   }
 
@@ -126,27 +128,33 @@ Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Red
   const std::size_t piece_bytes = count * bytes_of(dtype);
   const std::size_t padded_bytes = piece_bytes * num_ranks;
   const std::size_t padding_bytes = padded_bytes - bytes;
-  std::byte* received = impl->take_staging(queued, padded_bytes).get();
-  std::byte* padded = padding_bytes == 0 ? static_cast<std::byte*>(data)
-                                         : impl->take_staging(queued, padded_bytes).get();
-  std::byte* own = padded + static_cast<std::size_t>(rank()) * piece_bytes;
-  queued.phases = {{true,
-                    [=, call = queued.call] {
-                      if (padding_bytes > 0) {
-                        std::ignore = impl->copy(padded, data, bytes, call.stream);
-                        std::ignore = impl->zero(padded + bytes, padding_bytes, call.stream);
-                      }
-                      return impl->backend_->start_all_to_all(
-                          {padded, received, piece_bytes, piece_bytes, piece_bytes}, call);
-                    }},
-                   {false, [=, call = queued.call] { return reduce(received, count, own, call); }},
-                   {true, [=, call = queued.call] {
-                      const GatherBytes part{own, padded, piece_bytes};
-                      return impl->backend_->start_all_gather({&part, 1}, call);
-                    }}};
+  // Received pieces lie first in the staging; behind them, where there is padding, is the copy.
+  const auto padded = [=] {
+    return padding_bytes == 0 ? static_cast<std::byte*>(data)
+                              : staging->data() + staging_room(padded_bytes);
+  };
+  const auto own = [padded, begin = static_cast<std::size_t>(rank()) * piece_bytes] {
+    return padded() + begin;
+  };
+  queued.phases = {
+      {true,
+       [=, call = queued.call] {
+         if (padding_bytes > 0) {
+           std::ignore = impl->copy(padded(), data, bytes, call.stream);
+           std::ignore = impl->zero(padded() + bytes, padding_bytes, call.stream);
+         }
+         return impl->backend_->start_all_to_all(
+             {padded(), staging->data(), piece_bytes, piece_bytes, piece_bytes}, call);
+       }},
+      {false, [=, call = queued.call] { return reduce(staging->data(), count, own(), call); }},
+      {true, [=, call = queued.call] {
+         const GatherBytes part{own(), padded(), piece_bytes};
+         return impl->backend_->start_all_gather({&part, 1}, call);
+       }}};
   if (padding_bytes > 0) {
-    queued.phases.push_back(
-        {false, [=, call = queued.call] { return impl->copy(data, padded, bytes, call.stream); }});
+    queued.phases.push_back({false, [=, call = queued.call] {
+                               return impl->copy(data, padded(), bytes, call.stream);
+                             }});
   }
   return impl->start(std::move(queued), 2 * piece_bytes * impl->num_peers());
 }

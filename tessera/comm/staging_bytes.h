@@ -1,0 +1,49 @@
+// How much staging a call of a Group takes, before the call is made: to the byte, and rounded as a
+// reserved region gives it out. Group asks these same functions, so a plan that is made of them
+// holds (Group::reserve_staging).
+//
+// Calls that are not named here (broadcast, all-to-all, barrier) take none.
+//
+// Threads: pure functions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "tessera/core/dtype.h"
+#include "tessera/device/arena_map.h"
+
+namespace tessera::comm {
+
+// Up to this many bytes from all ranks together, an all-reduce gathers everything and adds at home:
+// one round trip instead of two, and the same bits.
+inline constexpr std::size_t kSmallAllReduceBytes = std::size_t{64} * 1024;
+
+constexpr std::size_t staging_room(std::size_t bytes) { return device::round_to_arena(bytes); }
+
+// Which pieces of a gather travel together in one message: those below `pack_below_bytes`. One
+// alone saves nothing by a copy, so it is not packed; nor is a piece without bytes.
+std::vector<bool> packed_pieces(std::span<const std::size_t> shard_bytes,
+                                std::size_t pack_below_bytes);
+// What a piece takes in that message.
+std::size_t packed_bytes(std::size_t shard_bytes);
+
+// REQUIRES of all below: at least one rank, no negative number of elements.
+std::size_t all_gather_staging_bytes(std::span<const std::size_t> shard_bytes,
+                                     std::size_t pack_below_bytes, int num_ranks);
+
+struct GatherToStaging {
+  int num_ranks = 1;
+  int num_wanting = 1;   // ranks that get it
+  bool receives = true;  // this rank does
+  bool copies = true;    // Backend::gather_to_needs_copies()
+};
+std::size_t gather_to_staging_bytes(std::span<const std::size_t> shard_bytes,
+                                    std::size_t pack_below_bytes, const GatherToStaging& call);
+
+std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, int num_ranks);
+std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ranks);
+
+}  // namespace tessera::comm
