@@ -67,6 +67,7 @@ PlacementOptions PlacementOptions::from(const Config& config, int num_ranks, boo
   options.wire_dtype = reductions.wire_dtype;
   options.bucket_bytes = reductions.bucket_bytes;
   options.is_bucket_given = config.is_set("grad.bucket_bytes");
+  options.pack_below_bytes = config.get_bytes("comm.pack_below_bytes");
   options.live_limit_bytes = config.get_bytes("live.limit_bytes");
   options.sub_group_bytes = config.get_bytes("optim.sub_group_bytes");
   options.parameter_buffers = static_cast<int>(config.get_int("nvme.parameter_buffers"));

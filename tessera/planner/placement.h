@@ -8,7 +8,8 @@
 // Without a budget and without a wish everything is in memory, as large as the options say. With a
 // budget, what must be in memory comes first: the arena of gathered parameters (at least the
 // largest unit; in a group of one, parameters in memory are used where they lie and need none), the
-// buckets of reductions, the buffers of I/O at their smallest. Then the first of these that fits:
+// buckets of reductions, the staging of the network's calls (none in a group of one), the buffers
+// of I/O at their smallest. Then the first of these that fits:
 //   everything in memory, no NVMe and no buffers;
 //   only optimizer states leave memory; gradient shards, too; parameters, too.
 // Of the rest, one half goes to speed until that has what it can use (one half of it to the buffers
@@ -72,8 +73,9 @@ struct PlacementOptions {
   std::int64_t parameters_host_bytes = kUnlimited;  // stay in memory where parameters is kNvme
   int num_states = 2;                               // fp32 tensors per parameter besides the master
   DType wire_dtype = DType::kFloat32;               // of reductions
-  std::int64_t bucket_bytes = std::int64_t{64} << 20;  // of reductions, at most
-  bool is_bucket_given = false;                        // exactly that, not at most
+  std::int64_t bucket_bytes = std::int64_t{64} << 20;      // of reductions, at most
+  bool is_bucket_given = false;                            // exactly that, not at most
+  std::int64_t pack_below_bytes = std::int64_t{64} << 10;  // smaller shards are gathered together
   std::int64_t live_limit_bytes = std::int64_t{2} << 30;
   std::int64_t sub_group_bytes = std::int64_t{256} << 20;  // of fp32 masters, at most
   // 0: chosen here.
@@ -135,9 +137,12 @@ struct Placement {
   std::int64_t optimizer_pool_bytes = 0;  // room for num_optimizer_buffers sub-groups
   int num_optimizer_buffers = 0;          // 0: the update touches nothing that is stored
   std::int64_t sub_group_numel = 0;       // elements of a sub-group, at most; a multiple of 2048
-  // What reductions receive before it is added: taken by the network's calls as they come, so part
-  // of the budget and no line of the ledger.
-  std::int64_t comm_bytes = 0;
+  // What the group of gathers and the one of reductions reserve for their calls
+  // (Group::reserve_staging); 0 in a group of one. Charged by the groups, to the ledger that they
+  // were made with: part of the budget, and no line of the ledger here.
+  std::int64_t gather_staging_bytes = 0;
+  std::int64_t reduction_staging_bytes = 0;
+  std::int64_t comm_bytes = 0;  // their sum
 
   std::vector<LedgerLine> ledger;        // by tier and role, those above zero
   std::int64_t full_gradient_bytes = 0;  // torch's, besides

@@ -4,11 +4,13 @@
 #include <array>
 #include <numeric>
 
+#include "tessera/comm/staging_bytes.h"
 #include "tessera/coordinator/shard_feed.h"
 #include "tessera/core/error.h"
 #include "tessera/device/arena_map.h"
 #include "tessera/grad/bucket.h"
 #include "tessera/grad/reducer.h"
+#include "tessera/planner/gather_cost.h"
 #include "tessera/tier/io_engine.h"
 
 namespace tessera::planner {
@@ -82,6 +84,12 @@ std::int64_t feed_bytes(std::int64_t pool_bytes) {
       coordinator::feed_sizes(static_cast<std::size_t>(pool_bytes));
   return taken_bytes(block_bytes(as_int(2 * sizes.tile_bytes))) +
          taken_bytes(block_bytes(as_int(sizes.window_bytes)));
+}
+
+// Staging for as many as there are slots.
+std::int64_t two_reductions(std::int64_t shard_numel, const PlacementOptions& options) {
+  return taken_bytes(2 * as_int(comm::reduce_scatter_staging_bytes(shard_numel, options.wire_dtype,
+                                                                   options.num_ranks)));
 }
 
 }  // namespace
@@ -205,11 +213,24 @@ GradientCost gradient_cost(const CutModel& cut, const std::vector<ShardPlaces>& 
   if (num_ranks > 1) {
     const std::size_t wire = bytes_of(cut.options.wire_dtype);
     const grad::BucketLayout layout = grad::plan_buckets(params, num_ranks, bucket_bytes, wire);
-    // Two are under way, as many as there are slots.
-    cost.received = 2 * std::max(layout.largest_shard_numel, layout.largest_dynamic_numel) *
-                    num_ranks * as_int(wire);
+    cost.staging = two_reductions(layout.largest_shard_numel, cut.options);
   }
   return cost;
+}
+
+BucketNumel most_bucket_numel(const CutModel& cut, std::int64_t bucket_bytes) {
+  BucketNumel all;
+  for (std::size_t i = 0; i < cut.num_params(); ++i) {
+    if (cut.is_trainable(i)) {
+      (cut.model.params[i].dynamic ? all.dynamic_numel : all.static_numel) +=
+          cut.layouts[i].shard_numel();
+    }
+  }
+  const std::int64_t wire = as_int(bytes_of(cut.options.wire_dtype));
+  // A stored parameter is cut at steps, however small buckets are.
+  const std::int64_t capacity =
+      std::max(grad::kPieceStep, bucket_bytes / (wire * cut.options.num_ranks));
+  return {std::min(capacity, all.static_numel), std::min(capacity, all.dynamic_numel)};
 }
 
 std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes) {
@@ -217,20 +238,10 @@ std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes
   if (num_ranks == 1) {
     return 0;
   }
-  std::int64_t static_numel = 0;
-  std::int64_t dynamic_numel = 0;
-  for (std::size_t i = 0; i < cut.num_params(); ++i) {
-    if (cut.is_trainable(i)) {
-      (cut.model.params[i].dynamic ? dynamic_numel : static_numel) += cut.layouts[i].shard_numel();
-    }
-  }
+  const BucketNumel most = most_bucket_numel(cut, bucket_bytes);
   const std::int64_t wire = as_int(bytes_of(cut.options.wire_dtype));
-  // A stored parameter is cut at steps, however small buckets are.
-  const std::int64_t capacity = std::max(grad::kPieceStep, bucket_bytes / (wire * num_ranks));
-  std::int64_t bytes =
-      2 * std::min(capacity, std::max(static_numel, dynamic_numel)) * wire * num_ranks;
-  for (const std::int64_t all : {static_numel, dynamic_numel}) {
-    const std::int64_t numel = std::min(capacity, all);
+  std::int64_t bytes = two_reductions(most.static_numel, cut.options);
+  for (const std::int64_t numel : {most.static_numel, most.dynamic_numel}) {
     bytes += 2 * (taken_bytes(numel * num_ranks * wire) + taken_bytes(4 * numel));
   }
   return bytes;
@@ -300,7 +311,10 @@ void complete(const CutModel& cut, std::int64_t num_micro_batches, Placement& pl
     lines.add(Tier::kHost, Role::kOther, checksum_bytes(lines.bytes(Tier::kNvme)));
   }
   placement.ledger = lines.take();
-  placement.comm_bytes = gradients.received;
+  placement.gather_staging_bytes =
+      GatherCost(cut, placement.bucket_bytes).staging_bytes(placement.arena_bytes);
+  placement.reduction_staging_bytes = gradients.staging;
+  placement.comm_bytes = placement.gather_staging_bytes + placement.reduction_staging_bytes;
 
   step.states_read = as_int(plan.states_read_bytes + plan.parameters_read_bytes);
   step.states_written = as_int(plan.states_written_bytes);

@@ -58,17 +58,24 @@ std::vector<std::int64_t> possible_bucket_bytes(const CutModel& cut);
 // What gradients take, besides the buffers of I/O.
 struct GradientCost {
   grad::GradientBytes bytes;
-  std::int64_t received = 0;  // by reductions, before it is added: the network's
+  std::int64_t staging = 0;  // of the group that reduces them, but for dynamic ones: two at once
 };
 GradientCost gradient_cost(const CutModel& cut, const std::vector<ShardPlaces>& places,
                            std::int64_t bucket_bytes);
-// Slots and what is received: at most, for any layout with such buckets. Grows with them evenly.
+
+// Elements of a bucket per rank: at most, for any places and such a size.
+struct BucketNumel {
+  std::int64_t static_numel = 0;
+  std::int64_t dynamic_numel = 0;
+};
+BucketNumel most_bucket_numel(const CutModel& cut, std::int64_t bucket_bytes);
+// Slots and staging of reductions: at most, as above. Grows with the size of buckets evenly.
 std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes);
 
 optim::SubGroupPlan sub_groups(const CutModel& cut, const std::vector<ShardPlaces>& places,
                                std::int64_t sub_group_numel);
 
-// Fills in ledger, step, comm_bytes, uses_nvme and full_gradient_bytes from everything else.
+// Fills in ledger, step, staging of the groups, uses_nvme and full_gradient_bytes from the rest.
 void complete(const CutModel& cut, std::int64_t num_micro_batches, Placement& placement);
 
 }  // namespace tessera::planner

@@ -9,6 +9,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
 #include "tessera/device/host_memory.h"
+#include "tessera/planner/gather_cost.h"
 #include "tessera/planner/optimizer_buffers.h"
 #include "tessera/tier/io_engine.h"
 
@@ -256,15 +257,15 @@ std::optional<Placement> Filler::keep_all(std::int64_t bucket_bytes, Sum& need) 
   need.add("gradients", in_memory(Role::kGradient));
   need.add("optimizer states", in_memory(Role::kOptimizer));
   need.add(unit_text(unit.unit), in_memory(Role::kFull));
-  need.add("of the network's", placement.comm_bytes);
+  need.add("staging of the network's calls", placement.comm_bytes);
   if (need.total() > budget_) {
     return std::nullopt;
   }
   const std::int64_t whole = whole_arena_bytes(cut_, in_memory_, options_.live_limit_bytes);
-  const std::int64_t more = budget_ - need.total();
-  const bool is_whole = more >= taken_bytes(whole) - taken_bytes(unit.bytes);
-  placement.arena_bytes = is_whole ? whole : unit.bytes + floor(more);
-  placement.live_limit_bytes = is_whole ? options_.live_limit_bytes : placement.arena_bytes;
+  placement.arena_bytes =
+      GatherCost(cut_, bucket_bytes).grown_arena(unit.bytes, whole, budget_ - need.total());
+  placement.live_limit_bytes =
+      placement.arena_bytes == whole ? options_.live_limit_bytes : placement.arena_bytes;
   return placement;
 }
 
@@ -288,6 +289,8 @@ std::optional<Placement> Filler::attempt(Level level, Sum& need) const {
   need.add(unit_text(unit.unit), taken_bytes(smallest.arena_bytes));
   const std::int64_t reductions = most_reduction_bytes(cut_, smallest.bucket_bytes);
   need.add("buckets of reductions", reductions);
+  need.add("staging of gathers",
+           GatherCost(cut_, smallest.bucket_bytes).staging_bytes(smallest.arena_bytes));
   need.add("sums of blocks", gradient_cost(cut_, stored, smallest.bucket_bytes).bytes.block_sums);
   // Two pools, each of whole pages.
   const auto spare = static_cast<std::int64_t>(2 * (device::page_bytes() - tier::kBlockBytes));
@@ -328,8 +331,9 @@ Placement Filler::divide(std::int64_t rest, const std::vector<ShardPlaces>& stor
   const std::int64_t whole = whole_arena_bytes(cut_, stored, options_.live_limit_bytes);
   const std::int64_t arena_wanted =
       is_limited() ? std::min(whole, 2 * placement.arena_bytes) : whole;
+  const GatherCost gathers(cut_, placement.bucket_bytes);
   const std::int64_t arena_growth =
-      std::max<std::int64_t>(0, taken_bytes(arena_wanted) - taken_bytes(placement.arena_bytes));
+      gathers.bytes(arena_wanted) - gathers.bytes(placement.arena_bytes);
   const bool may_keep = stored != in_memory_;
   const std::int64_t speed =
       std::min(may_keep ? rest / 2 : rest,
@@ -340,13 +344,12 @@ Placement Filler::divide(std::int64_t rest, const std::vector<ShardPlaces>& stor
   const std::int64_t parameter_more = floor(std::min(speed / 4, parameter_growth));
   const std::int64_t gradient_more = floor(std::min(speed / 8, gradient_growth));
   const std::int64_t arena_more =
-      floor(std::min(arena_growth, speed - parameter_more - gradient_more -
-                                       (taken_bytes(choice.bytes) - smallest_optimizer)));
+      speed - parameter_more - gradient_more - (taken_bytes(choice.bytes) - smallest_optimizer);
   placement.sub_group_numel = choice.sub_group_numel;
   placement.num_optimizer_buffers = choice.num_buffers;
   placement.parameter_pool_bytes += parameter_more;
   placement.gradient_pool_bytes += gradient_more;
-  placement.arena_bytes = std::min(arena_wanted, placement.arena_bytes + arena_more);
+  placement.arena_bytes = gathers.grown_arena(placement.arena_bytes, arena_wanted, arena_more);
   placement.live_limit_bytes =
       placement.arena_bytes == whole ? options_.live_limit_bytes : placement.arena_bytes;
   placement.params = stored;

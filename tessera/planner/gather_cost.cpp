@@ -1,0 +1,101 @@
+#include "tessera/planner/gather_cost.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "tessera/comm/staging_bytes.h"
+#include "tessera/coordinator/prefetch_plan.h"
+#include "tessera/device/host_memory.h"
+
+namespace tessera::planner {
+namespace {
+
+std::int64_t as_int(std::size_t bytes) { return static_cast<std::int64_t>(bytes); }
+
+// By id: needed by a unit that some ranks may skip. Such a unit is known by a parameter that only
+// it needs.
+std::vector<bool> needed_by_dynamic(const CutModel& cut) {
+  std::vector<bool> is_needed(cut.num_params());
+  for (const std::vector<int>& unit : cut.model.units) {
+    const bool is_dynamic = std::any_of(unit.begin(), unit.end(), [&](int id) {
+      return cut.model.params[static_cast<std::size_t>(id)].dynamic;
+    });
+    for (const int id : unit) {
+      is_needed[static_cast<std::size_t>(id)] =
+          is_needed[static_cast<std::size_t>(id)] || is_dynamic;
+    }
+  }
+  return is_needed;
+}
+
+}  // namespace
+
+GatherCost::GatherCost(const CutModel& cut, std::int64_t bucket_bytes)
+    : is_staged_(cut.options.num_ranks > 1) {
+  if (!is_staged_) {
+    return;
+  }
+  const int num_ranks = cut.options.num_ranks;
+  const auto pack_below = static_cast<std::size_t>(cut.options.pack_below_bytes);
+  const std::vector<bool> is_needed_by_dynamic = needed_by_dynamic(cut);
+  std::int64_t largest_gather = 0;
+  std::int64_t largest_gather_to = 0;
+  for (const std::vector<int>& unit : cut.model.units) {
+    std::vector<std::size_t> all;
+    std::vector<std::size_t> by_dynamic;
+    for (const int id : unit) {
+      const auto i = static_cast<std::size_t>(id);
+      all.push_back(cut.layouts[i].shard_bytes());
+      if (is_needed_by_dynamic[i]) {
+        by_dynamic.push_back(all.back());
+      }
+    }
+    largest_gather = std::max(largest_gather,
+                              as_int(comm::all_gather_staging_bytes(all, pack_below, num_ranks)));
+    // All ranks want it, over a network that needs copies: no case takes more.
+    largest_gather_to = std::max(largest_gather_to,
+                                 as_int(comm::gather_to_staging_bytes(
+                                     by_dynamic, pack_below, {num_ranks, num_ranks, true, true})));
+  }
+  std::vector<std::size_t> shards;
+  for (const shard::Layout& layout : cut.layouts) {
+    shards.push_back(layout.shard_bytes());
+  }
+  const std::int64_t everything =
+      as_int(comm::all_gather_staging_bytes(shards, pack_below, num_ranks));
+  const std::int64_t dynamic_reduction = as_int(comm::reduce_scatter_staging_bytes(
+      most_bucket_numel(cut, bucket_bytes).dynamic_numel, cut.options.wire_dtype, num_ranks));
+  least_ = std::max({largest_gather_to, 2 * dynamic_reduction, as_int(comm::kSmallAllReduceBytes)});
+  // A use joins a call of less than merge_below_bytes.
+  const std::int64_t joined = largest_gather + as_int(comm::staging_room(static_cast<std::size_t>(
+                                                   coordinator::PlanBudgets().merge_below_bytes)));
+  of_gathers_ = std::min(everything, std::max(2 * largest_gather, joined));
+}
+
+std::int64_t GatherCost::staging_bytes(std::int64_t arena_bytes) const {
+  return is_staged_ ? taken_bytes(std::max(least_, std::min(of_gathers_, arena_bytes))) : 0;
+}
+
+std::int64_t GatherCost::bytes(std::int64_t arena_bytes) const {
+  return taken_bytes(arena_bytes) + staging_bytes(arena_bytes);
+}
+
+std::int64_t GatherCost::grown_arena(std::int64_t smallest, std::int64_t wanted,
+                                     std::int64_t more_bytes) const {
+  const auto fits = [&](std::int64_t arena_bytes) {
+    return bytes(arena_bytes) - bytes(smallest) <= more_bytes;
+  };
+  if (fits(wanted)) {
+    return wanted;
+  }
+  const auto page = as_int(device::page_bytes());
+  std::int64_t fitting = 0;  // pages more than the smallest
+  std::int64_t too_many = (wanted - smallest) / page + 1;
+  while (too_many - fitting > 1) {
+    const std::int64_t middle = fitting + (too_many - fitting) / 2;
+    (fits(smallest + middle * page) ? fitting : too_many) = middle;
+  }
+  return smallest + fitting * page;
+}
+
+}  // namespace tessera::planner

@@ -1,0 +1,45 @@
+// Internal to planner: what gathers take: the arena they write to, and the staging of the group
+// that they pass through (Group::reserve_staging). Both grow together, so they are chosen together.
+//
+// Staging holds any call of a step:
+//   gathers of units, two of the one whose small parameters are the most; and a prefetch that joins
+//   small uses before a unit. What is gathered at once is in the arena at once, and a pack is no
+//   larger than its parameters there, so staging need not be larger than the arena for these;
+//   a gather to some ranks, of a unit that is dynamic;
+//   reductions of dynamic parameters, which travel in this group: two;
+//   single numbers.
+// More is taken only outside of steps, where parameters are gathered for other reasons than a use.
+//
+// Nothing is staged in a group of one.
+//
+// Threads: plain data and pure functions.
+#pragma once
+
+#include <cstdint>
+
+#include "tessera/planner/placement_cost.h"
+
+namespace tessera::planner {
+
+class GatherCost {
+ public:
+  // `bucket_bytes`: of reductions.
+  GatherCost(const CutModel& cut, std::int64_t bucket_bytes);
+
+  // What the group reserves, with such an arena.
+  std::int64_t staging_bytes(std::int64_t arena_bytes) const;
+  // Arena and staging, as they are charged.
+  std::int64_t bytes(std::int64_t arena_bytes) const;
+
+  // The largest arena from `smallest` to `wanted`, or a page below it, that takes at most
+  // `more_bytes` more than the smallest. REQUIRES: smallest <= wanted, 0 <= more_bytes.
+  std::int64_t grown_arena(std::int64_t smallest, std::int64_t wanted,
+                           std::int64_t more_bytes) const;
+
+ private:
+  bool is_staged_ = false;
+  std::int64_t least_ = 0;       // whatever the arena is
+  std::int64_t of_gathers_ = 0;  // where the arena is as large
+};
+
+}  // namespace tessera::planner
