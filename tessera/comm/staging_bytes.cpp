@@ -32,7 +32,7 @@ std::vector<bool> packed_pieces(std::span<const std::size_t> shard_bytes,
                                 std::size_t pack_below_bytes) {
   std::vector<bool> is_packed(shard_bytes.size());
   std::transform(shard_bytes.begin(), shard_bytes.end(), is_packed.begin(),
-                 [&](std::size_t bytes) { return bytes > 0 && bytes < pack_below_bytes; });
+                 [&](std::size_t bytes) { return is_small_piece(bytes, pack_below_bytes); });
   if (std::count(is_packed.begin(), is_packed.end(), true) == 1) {
     is_packed.assign(is_packed.size(), false);
   }

@@ -23,11 +23,14 @@ inline constexpr std::size_t kSmallAllReduceBytes = std::size_t{64} * 1024;
 
 constexpr std::size_t staging_room(std::size_t bytes) { return device::round_to_arena(bytes); }
 
-// Which pieces of a gather travel together in one message: those below `pack_below_bytes`. One
-// alone saves nothing by a copy, so it is not packed; nor is a piece without bytes.
+// Small pieces of a gather travel together in one message, a pack.
+constexpr bool is_small_piece(std::size_t shard_bytes, std::size_t pack_below_bytes) {
+  return shard_bytes > 0 && shard_bytes < pack_below_bytes;
+}
+// By piece. One small piece alone saves nothing by a copy, so it is not packed.
 std::vector<bool> packed_pieces(std::span<const std::size_t> shard_bytes,
                                 std::size_t pack_below_bytes);
-// What a piece takes in that message.
+// What a piece takes in a pack.
 std::size_t packed_bytes(std::size_t shard_bytes);
 
 // REQUIRES of all below: at least one rank, no negative number of elements.

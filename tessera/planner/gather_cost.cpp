@@ -40,16 +40,20 @@ GatherCost::GatherCost(const CutModel& cut, std::int64_t bucket_bytes)
   const std::vector<bool> is_needed_by_dynamic = needed_by_dynamic(cut);
   std::int64_t largest_gather = 0;
   std::int64_t largest_gather_to = 0;
+  std::int64_t most_small = 0;  // of a unit; beside those of others one alone is packed, too
   for (const std::vector<int>& unit : cut.model.units) {
     std::vector<std::size_t> all;
     std::vector<std::size_t> by_dynamic;
+    std::size_t small = 0;
     for (const int id : unit) {
       const auto i = static_cast<std::size_t>(id);
       all.push_back(cut.layouts[i].shard_bytes());
       if (is_needed_by_dynamic[i]) {
         by_dynamic.push_back(all.back());
       }
+      small += comm::is_small_piece(all.back(), pack_below) ? cut.layouts[i].full_bytes() : 0;
     }
+    most_small = std::max(most_small, as_int(comm::staging_room(small)));
     largest_gather = std::max(largest_gather,
                               as_int(comm::all_gather_staging_bytes(all, pack_below, num_ranks)));
     // All ranks want it, over a network that needs copies: no case takes more.
@@ -67,8 +71,8 @@ GatherCost::GatherCost(const CutModel& cut, std::int64_t bucket_bytes)
       most_bucket_numel(cut, bucket_bytes).dynamic_numel, cut.options.wire_dtype, num_ranks));
   least_ = std::max({largest_gather_to, 2 * dynamic_reduction, as_int(comm::kSmallAllReduceBytes)});
   // A use joins a call of less than merge_below_bytes.
-  const std::int64_t joined = largest_gather + as_int(comm::staging_room(static_cast<std::size_t>(
-                                                   coordinator::PlanBudgets().merge_below_bytes)));
+  const std::int64_t joined = most_small + as_int(comm::staging_room(static_cast<std::size_t>(
+                                               coordinator::PlanBudgets().merge_below_bytes)));
   of_gathers_ = std::min(everything, std::max(2 * largest_gather, joined));
 }
 

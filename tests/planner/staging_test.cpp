@@ -1,0 +1,236 @@
+// What groups are planned to reserve holds every call of a step, as those who make calls plan them.
+#include <algorithm>
+#include <random>
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/staging_bytes.h"
+#include "tessera/coordinator/prefetch_plan.h"
+#include "tessera/core/config.h"
+#include "tessera/core/error.h"
+#include "tessera/device/arena_map.h"
+#include "tessera/grad/bucket.h"
+#include "tessera/grad/gradient_bytes.h"
+#include "tessera/planner/placement.h"
+#include "tessera/shard/layout.h"
+#include "tests/planner/small_models.h"
+
+namespace tessera::planner {
+namespace {
+
+class Draw {
+ public:
+  explicit Draw(std::uint64_t seed) : random_(seed) {}
+  std::int64_t below(std::int64_t end) {
+    return std::uniform_int_distribution<std::int64_t>(0, end - 1)(random_);
+  }
+  template <typename T>
+  T one_of(std::initializer_list<T> values) {
+    return values.begin()[below(static_cast<std::int64_t>(values.size()))];
+  }
+
+ private:
+  std::mt19937_64 random_;
+};
+
+// Units of a few parameters, from none at all to larger than every limit; some shared, some
+// dynamic.
+ModelShapes random_model(Draw& draw) {
+  ModelMaker maker(draw.one_of({DType::kFloat32, DType::kBFloat16}));
+  const std::int64_t num_units = 1 + draw.below(12);
+  const std::int64_t most = draw.one_of<std::int64_t>({200, 5000, 60000});
+  for (std::int64_t unit = 0; unit < num_units; ++unit) {
+    std::vector<std::int64_t> numels(static_cast<std::size_t>(1 + draw.below(6)));
+    for (std::int64_t& numel : numels) {
+      numel = draw.below(8) == 0 ? most * 5 : draw.below(most);
+    }
+    maker.unit("u" + std::to_string(unit), numels, draw.below(6) > 0);
+  }
+  ModelShapes model = maker.make();
+  if (draw.below(3) == 0) {  // the last unit is dynamic, and needs a parameter of the first
+    for (const int id : model.units.back()) {
+      model.params[static_cast<std::size_t>(id)].dynamic = num_units > 1;
+    }
+  }
+  if (num_units > 1) {
+    model.units.back().insert(model.units.back().begin(), model.units.front().front());
+  }
+  return model;
+}
+
+class StagedCalls {
+ public:
+  StagedCalls(const ModelShapes& model, const PlacementOptions& options)
+      : model_(model), options_(options), placement_(make_placement(model, options, 1)) {
+    for (const ParamShape& param : model.params) {
+      layouts_.emplace_back(param.numel, options.num_ranks, model.dtype);
+    }
+  }
+
+  const Placement& placement() const { return placement_; }
+
+  std::int64_t gather_bytes(const std::vector<int>& ids) const {
+    return static_cast<std::int64_t>(comm::all_gather_staging_bytes(
+        shards(ids), static_cast<std::size_t>(options_.pack_below_bytes), options_.num_ranks));
+  }
+  std::int64_t gather_to_bytes(const std::vector<int>& ids) const {
+    return static_cast<std::int64_t>(comm::gather_to_staging_bytes(
+        shards(ids), static_cast<std::size_t>(options_.pack_below_bytes),
+        {options_.num_ranks, options_.num_ranks, true, true}));
+  }
+  std::int64_t reduction_bytes(std::int64_t shard_numel) const {
+    return static_cast<std::int64_t>(
+        comm::reduce_scatter_staging_bytes(shard_numel, options_.wire_dtype, options_.num_ranks));
+  }
+
+  // A forward and a backward of every unit, as the coordinator plans them in such an arena.
+  coordinator::PrefetchPlan prefetch_plan(std::int64_t bucket_bytes) const {
+    std::vector<coordinator::Use> uses;
+    const auto num_units = static_cast<coordinator::UnitId>(model_.units.size());
+    for (coordinator::UnitId unit = 0; unit < num_units; ++unit) {
+      uses.push_back({unit, coordinator::Phase::kForward});
+    }
+    for (coordinator::UnitId unit = num_units; unit-- > 0;) {
+      uses.push_back({unit, coordinator::Phase::kBackward});
+    }
+    std::vector<coordinator::PlanParam> params;
+    for (const shard::Layout& layout : layouts_) {
+      params.push_back(
+          {static_cast<std::int64_t>(device::round_to_arena(layout.full_bytes())), false});
+    }
+    coordinator::PlanInput input;
+    input.uses = uses;
+    input.unit_params = model_.units;
+    input.params = params;
+    input.budgets.bucket_bytes = bucket_bytes;
+    input.budgets.live_limit_bytes = placement_.live_limit_bytes;
+    input.arena_bytes = placement_.arena_bytes;
+    return coordinator::make_placed_plan(input);
+  }
+
+  grad::BucketLayout buckets() const {
+    std::vector<grad::BucketParam> params;
+    for (std::size_t i = 0; i < model_.params.size(); ++i) {
+      if (model_.params[i].trainable) {
+        params.push_back({static_cast<int>(i), layouts_[i].shard_numel(), model_.params[i].dynamic,
+                          placement_.params[i].gradient == Place::kNvme});
+      }
+    }
+    return grad::plan_buckets(params, options_.num_ranks, placement_.bucket_bytes,
+                              bytes_of(options_.wire_dtype));
+  }
+
+ private:
+  std::vector<std::size_t> shards(const std::vector<int>& ids) const {
+    std::vector<std::size_t> bytes;
+    for (const int id : ids) {
+      bytes.push_back(layouts_[static_cast<std::size_t>(id)].shard_bytes());
+    }
+    return bytes;
+  }
+
+  const ModelShapes& model_;
+  const PlacementOptions options_;
+  const Placement placement_;
+  std::vector<shard::Layout> layouts_;
+};
+
+void expect_room_for_every_call(const ModelShapes& model, const PlacementOptions& options) {
+  const StagedCalls calls(model, options);
+  const Placement& placement = calls.placement();
+  const std::int64_t room = placement.gather_staging_bytes;
+  EXPECT_EQ(placement.comm_bytes, room + placement.reduction_staging_bytes);
+  EXPECT_GE(room, static_cast<std::int64_t>(comm::kSmallAllReduceBytes));
+  for (const std::vector<int>& unit : model.units) {
+    EXPECT_LE(calls.gather_bytes(unit), room);
+  }
+  for (const std::int64_t bucket_bytes : {std::int64_t{10000}, std::int64_t{128} << 20}) {
+    const coordinator::PrefetchPlan plan = calls.prefetch_plan(bucket_bytes);
+    for (const coordinator::GatherList& list : plan.ahead.prefetch) {
+      EXPECT_LE(calls.gather_bytes(list), room) << "ahead, of " << list.size() << " parameters";
+    }
+    for (const coordinator::PlannedUse& use : plan.uses) {
+      EXPECT_LE(calls.gather_bytes(use.demand), room);
+      for (const coordinator::GatherList& list : use.prefetch) {
+        EXPECT_LE(calls.gather_bytes(list), room) << "of " << list.size() << " parameters";
+      }
+    }
+  }
+  const grad::BucketLayout buckets = calls.buckets();
+  for (const grad::Bucket& bucket : buckets.buckets) {
+    EXPECT_LE(2 * calls.reduction_bytes(bucket.shard_numel), placement.reduction_staging_bytes);
+  }
+  EXPECT_LE(2 * calls.reduction_bytes(buckets.largest_dynamic_numel), room);
+  if (model.params[static_cast<std::size_t>(model.units.back().back())].dynamic) {
+    EXPECT_LE(calls.gather_to_bytes(model.units.back()), room);
+  }
+}
+
+TEST(StagingPlan, HoldsEveryCallOfAStepOfAnyModelWithinAnyBudget) {
+  int num_planned = 0;
+  for (std::uint64_t seed = 0; seed < 150; ++seed) {
+    Draw draw(seed);
+    const ModelShapes model = random_model(draw);
+    PlacementOptions options = with_budget(kUnlimited, static_cast<int>(2 + draw.below(3)));
+    options.pack_below_bytes = draw.one_of<std::int64_t>({0, 300, 4096, 64 << 10, 1 << 20});
+    options.bucket_bytes = draw.one_of<std::int64_t>({1000, 100000, 64 << 20});
+    options.wire_dtype = draw.one_of({DType::kFloat32, DType::kBFloat16});
+    const std::int64_t all = make_placement(model, options, 1).memory_bytes();
+    for (const std::int64_t percent : {30, 60, 90, 100, 1000}) {
+      options.host_bytes = percent == 1000 ? kUnlimited : all * percent / 100;
+      SCOPED_TRACE(testing::Message()
+                   << "seed " << seed << ", " << percent << " % of " << all << " bytes, "
+                   << options.num_ranks << " ranks, packed below " << options.pack_below_bytes);
+      try {
+        expect_room_for_every_call(model, options);
+        ++num_planned;
+      } catch (const ConfigError&) {  // a refusal, where the budget is too small
+        ASSERT_LT(percent, 100);
+      }
+    }
+  }
+  EXPECT_GT(num_planned, 400);
+}
+
+// Alone a unit of one parameter packs nothing; a call that joins some of them packs them all.
+TEST(StagingPlan, HoldsAPrefetchThatJoinsUses) {
+  for (const std::vector<std::int64_t>& unit :
+       {std::vector<std::int64_t>{125000}, {60000, 60000}, {1000}}) {
+    ModelMaker maker;
+    for (int i = 0; i < 40; ++i) {
+      maker.unit("u" + std::to_string(i), unit);
+    }
+    PlacementOptions options;
+    options.num_ranks = 2;
+    options.pack_below_bytes = std::int64_t{1} << 20;
+    expect_room_for_every_call(maker.make(), options);
+  }
+}
+
+TEST(StagingPlan, IsNothingForOneRank) {
+  for (const ModelShapes& model : small_models()) {
+    const Placement placement = make_placement(model, with_budget(kUnlimited, 1), 1);
+    EXPECT_EQ(placement.gather_staging_bytes, 0);
+    EXPECT_EQ(placement.reduction_staging_bytes, 0);
+    EXPECT_EQ(placement.comm_bytes, 0);
+  }
+}
+
+TEST(StagingPlan, OfGathersFollowsWhatIsPacked) {
+  ModelMaker maker;
+  for (int i = 0; i < 3; ++i) {
+    maker.unit("u" + std::to_string(i), {40000, 40000});
+  }
+  Config config;
+  const auto planned = [&](const char* pack_below) {
+    config.set("comm.pack_below_bytes", pack_below);
+    return make_placement(maker.make(), PlacementOptions::from(config, 2, false), 1)
+        .gather_staging_bytes;
+  };
+  // Six shards of 80000 bytes: none is small, or all of them are, and joined by a prefetch.
+  EXPECT_EQ(planned("64KiB"), static_cast<std::int64_t>(comm::kSmallAllReduceBytes));
+  EXPECT_EQ(planned("1MiB"), static_cast<std::int64_t>(grad::taken_bytes(6 * 2 * 80000)));
+}
+
+}  // namespace
+}  // namespace tessera::planner
