@@ -77,10 +77,11 @@ struct Staging::State {
     changed.notify_all();
   }
 
-  void put_back(Region& of, const device::Extent& extent) {
+  void put_back(std::shared_ptr<Region> of, const device::Extent& extent) {
     {
       const std::lock_guard lock(mutex);
-      of.map.release(extent);
+      of->map.release(extent);
+      of.reset();
       --num_taken;
     }
     changed.notify_all();
@@ -92,7 +93,8 @@ struct Staging::State {
   // Guarded by mutex.
   std::multimap<std::size_t, BufferPtr> idle;  // by bytes; empty beside a region
   std::shared_ptr<Region> region;              // null: the shelf
-  std::size_t num_taken = 0;                   // and not given back
+  // And not given back: until then a region or buffer that was replaced is on the books.
+  std::size_t num_taken = 0;
   bool is_stopped = false;
 };
 
@@ -121,9 +123,8 @@ void Staging::take(StagingLease& lease, device::Stream* stream) {
   if (extent) {
     ++state_->num_taken;
     lease.memory_ = {state_->region->buffer->data() + extent->offset,
-                     [state = state_, region = state_->region, taken = *extent](std::byte*) {
-                       state->put_back(*region, taken);
-                     }};
+                     [state = state_, region = state_->region, taken = *extent](
+                         std::byte*) mutable { state->put_back(std::move(region), taken); }};
     return;
   }
   BufferPtr buffer = state_->find_idle(bytes);
