@@ -18,7 +18,6 @@ machine. A run that fails does: 1.
 """
 import argparse
 import json
-import os
 import pathlib
 import re
 import statistics
@@ -32,8 +31,6 @@ OVERLAP_LIMIT = 1.15
 PREDICTION_LIMIT = 0.25
 MEMORY_LIMIT = 1.10
 MIB = 2.0**20
-# What a run with a budget asks of glibc: freed tensors go back to the system.
-GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
 def fail(text):
@@ -41,8 +38,8 @@ def fail(text):
     sys.exit(1)
 
 
-def run(command, more_environment=None):
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(more_environment or {})})
+def run(command):
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         fail(f"failed: {' '.join(command)}\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
     return result.stdout
@@ -51,12 +48,12 @@ def run(command, more_environment=None):
 class Training:
     """One run of `tessera train`, and what it measured."""
 
-    def __init__(self, args, extra, accumulate=1, environment=None):
+    def __init__(self, args, extra, accumulate=1):
         with tempfile.TemporaryDirectory() as folder:
             metrics = pathlib.Path(folder) / "metrics.jsonl"
             self.text = run([args.program, "train", "--ranks", "1", "--preset", args.preset, "--data", "random",
                              "--batch", str(args.batch * accumulate), "--accumulate", str(accumulate), "--seq", str(args.sequence), "--steps", str(args.steps),
-                             "--metrics", str(metrics), *extra], environment)
+                             "--metrics", str(metrics), *extra])
             lines = [json.loads(line) for line in metrics.read_text().splitlines()]
         timed = lines[WARM_UP_STEPS:]
         self.step_s = statistics.median(line["step_s"] for line in timed)
@@ -112,7 +109,7 @@ def main():
     budgets = args.budgets.split(",")
     (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tiers-", dir=args.directory or ROOT / "build") as directory:
-        unsharded = Training(args, ["--unsharded"], accumulate=2, environment=GIVES_BACK)
+        unsharded = Training(args, ["--unsharded"], accumulate=2)
         rounds = []
         for number in range(args.rounds):
             memory = Training(args, [])

@@ -1,5 +1,3 @@
-#include <malloc.h>
-
 #include <algorithm>
 #include <iostream>
 #include <memory>
@@ -15,6 +13,7 @@
 #include "cli/train_trainer.h"
 #include "cli/train_verify.h"
 #include "tessera/core/error.h"
+#include "tessera/engine/tensor_memory.h"
 #include "tessera/optim/rule.h"
 
 namespace tessera::cli {
@@ -210,9 +209,8 @@ void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous
   const TrainPlan plan = checked_plan(flags, rendezvous);
   const std::unique_ptr<models::TokenSource> data = models::open_data(plan.data);
   at::set_num_threads(plan.num_threads);
-  if (plan.memory && plan.memory->placement.memory_budget_bytes != planner::kUnlimited) {
-    // Otherwise glibc keeps freed tensors of up to 32 MiB, beside what was budgeted.
-    ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
+  if (plan.cuda_device < 0) {
+    keep_tensor_memory();
   }
   if (rendezvous.rank == 0 && plan.memory) {
     check_machine(plan, rendezvous.local_world_size);

@@ -82,6 +82,17 @@ HostPages map_pages(std::size_t bytes, std::size_t alignment, MemoryKind what) {
 
 void unmap_pages(const HostPages& pages) noexcept { munmap(pages.data, pages.bytes); }
 
+void prefer_huge_pages(void* data, std::size_t bytes) noexcept {
+  const auto begin = reinterpret_cast<std::uintptr_t>(data);
+  const std::uintptr_t page = page_bytes();
+  const std::uintptr_t first = (begin + page - 1) / page * page;
+  const std::uintptr_t end = begin + bytes;
+  if (end - begin >= kHugePageBytes) {
+    // Refused where the kernel has none: small pages serve as well.
+    madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+  }
+}
+
 bool lock_pages(const HostPages& pages) noexcept { return mlock(pages.data, pages.bytes) == 0; }
 
 Memory allocate_host_memory(const HostMemoryRequest& request) {

@@ -31,6 +31,10 @@ struct HostPages {
 // Throws DeviceError if the kernel refuses. `what` is the kind of memory, for the message.
 HostPages map_pages(std::size_t bytes, std::size_t alignment, MemoryKind what);
 void unmap_pages(const HostPages& pages) noexcept;
+// Asks for huge pages wherever whole ones lie in it. A wish: without them everything works. It must
+// come before the first use of the memory.
+void prefer_huge_pages(void* data, std::size_t bytes) noexcept;
+inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 // Best effort: false if the limit on locked memory (RLIMIT_MEMLOCK) does not allow it.
 bool lock_pages(const HostPages& pages) noexcept;
 

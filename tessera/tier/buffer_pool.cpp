@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/device/host_memory.h"
 #include "tessera/tier/io_engine.h"
-#include "tessera/tier/io_memory.h"
 
 namespace tessera::tier {
 
@@ -35,7 +35,7 @@ BufferPool::BufferPool(device::Device& device, device::MemoryKind kind, std::siz
       capacity_(whole_blocks(bytes)),
       region_(device.allocate(kind, capacity_, Role::kStaging, kBlockBytes)) {
   if (capacity_ > 0) {
-    prefer_huge_pages(region_.data(), capacity_);
+    device::prefer_huge_pages(region_.data(), capacity_);
     pieces_.emplace(0, Piece{capacity_, true});
   }
 }

@@ -12,10 +12,6 @@
 
 namespace tessera::tier {
 
-// Asks for huge pages wherever whole ones lie in it. A wish: without them everything works. It must
-// come before the first use of the memory.
-void prefer_huge_pages(std::byte* data, std::size_t bytes) noexcept;
-
 // Aligned to huge pages, and filled with bytes of which no two blocks are alike: some disks store
 // zeros and equal blocks for nothing, and would be measured too fast.
 class IoMemory {
