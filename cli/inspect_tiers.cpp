@@ -86,7 +86,7 @@ std::string tiers_screen(const MemoryPlan& memory) {
 Json tiers_json(const MemoryPlan& memory) {
   const planner::Placement& placement = memory.placement;
   Json lines = Json::array();
-  for (const planner::LedgerLine& line : placement.ledger) {
+  for (const planner::LedgerLine& line : placement.ledger_with_groups()) {
     lines.push_back(
         {{"tier", to_string(line.tier)}, {"role", to_string(line.role)}, {"bytes", line.bytes}});
   }

@@ -140,7 +140,7 @@ std::string places_text(const planner::Placement& placement, const Ledger& ledge
   constexpr const char* kLine = "{:<8}{:<12}{:>12}{:>14}{:>14}{:>14}\n";
   std::string text = "what went where\n" + fmt::format(kLine, "tier", "role", "planned",
                                                        "held at most", "read/step", "written/step");
-  for (const planner::LedgerLine& line : placement.ledger) {
+  for (const planner::LedgerLine& line : placement.ledger_with_groups()) {
     const bool moves = line.tier == Tier::kNvme;
     text +=
         fmt::format(kLine, to_string(line.tier), to_string(line.role), bytes_text(line.bytes),

@@ -226,6 +226,7 @@ void Engine::Impl::seal() {
   settle_units();
   if (tiers.is_planned()) {
     tiers.settle(shapes());
+    tiers.reserve_staging(reduce_group());
     coordinator_->set_tier(tiers.coordinator_options());
   }
   seal_units();

@@ -90,6 +90,7 @@ Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
     // Reductions must not stand in one order with gathers: see Runtime::reduce_group().
     reductions_ = group_.split(0, group_.name() + ".reduce");
   }
+  tiers.reserve_staging(reduce_group());  // if the plan is made already
 }
 
 Engine::Impl::~Impl() {
@@ -98,6 +99,7 @@ Engine::Impl::~Impl() {
   } catch (const std::exception& error) {
     runtime.logger().warn("the last update failed: ", error.what());
   }
+  tiers.release_staging(reduce_group());
   if (resident_) {
     resident_->engine = nullptr;
   }

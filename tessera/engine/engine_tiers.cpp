@@ -1,6 +1,7 @@
 #include "tessera/engine/engine_tiers.h"
 
 #include <algorithm>
+#include <exception>
 #include <random>
 #include <sstream>
 #include <utility>
@@ -278,6 +279,28 @@ coordinator::TierOptions EngineTiers::coordinator_options() const {
   options.live_limit_bytes = placement_->live_limit_bytes;
   options.arena_bytes = static_cast<std::size_t>(placement_->arena_bytes);
   return options;
+}
+
+void EngineTiers::reserve_staging(comm::Group& reductions) {
+  if (placement_ && !reserves_staging_ && placement_->comm_bytes > 0) {
+    group_.reserve_staging(static_cast<std::size_t>(placement_->gather_staging_bytes));
+    reductions.reserve_staging(static_cast<std::size_t>(placement_->reduction_staging_bytes));
+    reserves_staging_ = true;
+  }
+}
+
+void EngineTiers::release_staging(comm::Group& reductions) noexcept {
+  // While an exception is on its way, calls may never come to their end: groups see to that.
+  if (!reserves_staging_ || std::uncaught_exceptions() > 0) {
+    return;
+  }
+  reserves_staging_ = false;
+  try {
+    group_.reserve_staging(0);
+    reductions.reserve_staging(0);
+  } catch (const std::exception& error) {
+    runtime_.logger().warn("scratch of collectives stays reserved: ", error.what());
+  }
 }
 
 std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleOptions& rule) {

@@ -82,6 +82,10 @@ class EngineTiers {
   // if the model is not the one whose shapes were given.
   void settle(const planner::ModelShapes& model);
   coordinator::TierOptions coordinator_options() const;
+  // Bounds the scratch of both groups' calls as planned; nothing where nothing is planned.
+  void reserve_staging(comm::Group& reductions);
+  // The groups may outlive the plan.
+  void release_staging(comm::Group& reductions) noexcept;
   // Null: all gradients are in memory.
   const grad::GradientTier* gradient_tier() const { return gradients_ ? &*gradients_ : nullptr; }
   std::unique_ptr<optim::Optimizer> make_optimizer(const optim::RuleOptions& rule);
@@ -114,6 +118,7 @@ class EngineTiers {
   std::optional<planner::ModelShapes> shapes_;
   std::optional<planner::Placement> placement_;
   std::int64_t shard_bytes_ = 0;  // in memory, while building
+  bool reserves_staging_ = false;
   std::unique_ptr<device::Device> host_device_;
 
   // Where there is NVMe. In the order of dependence.

@@ -98,6 +98,22 @@ std::int64_t Placement::bytes(Tier tier, Role role) const {
   return 0;
 }
 
+std::vector<LedgerLine> Placement::ledger_with_groups() const {
+  std::vector<LedgerLine> lines = ledger;
+  if (comm_bytes == 0) {
+    return lines;
+  }
+  const auto staging = std::find_if(lines.begin(), lines.end(), [](const LedgerLine& line) {
+    return line.tier == Tier::kHost && line.role == Role::kStaging;
+  });
+  if (staging != lines.end()) {
+    staging->bytes += comm_bytes;
+  } else {
+    lines.push_back({Tier::kHost, Role::kStaging, comm_bytes});
+  }
+  return lines;
+}
+
 std::int64_t Placement::memory_bytes() const {
   return bytes(Tier::kDevice) + bytes(Tier::kPinned) + bytes(Tier::kHost) + comm_bytes;
 }

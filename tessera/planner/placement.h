@@ -148,6 +148,8 @@ struct Placement {
   std::int64_t full_gradient_bytes = 0;  // torch's, besides
   StepBytes step;
 
+  // The ledger with what the groups reserve: what the books of a run say that has one ledger.
+  std::vector<LedgerLine> ledger_with_groups() const;
   std::int64_t bytes(Tier tier) const;
   std::int64_t bytes(Tier tier, Role role) const;
   // Of all tiers but NVMe, and of comm_bytes: what the budget bounds.

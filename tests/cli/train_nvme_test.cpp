@@ -5,6 +5,8 @@
 
 #include <filesystem>
 #include <fstream>
+#include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -56,6 +58,31 @@ TEST(TrainOnNvme, AKilledRunLeavesFilesThatTheNextOneRemoves) {
   std::string text;
   std::getline(std::ifstream(decoy), text);
   EXPECT_EQ(text, "not ours");
+}
+
+// Over Gloo, whose calls need scratch: the summary's table has a line per tier and role, with what
+// was planned and what was held at most.
+TEST(TrainOnNvme, RanksHoldExactlyWhatWasPlanned) {
+  const DiskDirectory directory;
+  const ProcessResult run =
+      run_process({TESSERA_BINARY, "train", "--preset", "tiny", "--ranks", "2", "--steps", "4",
+                   "--host-budget", "3MiB", "--nvme", directory.path().string()});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  const std::size_t table = run.out.find("what went where\n");
+  ASSERT_NE(table, std::string::npos) << run.out;
+  std::istringstream lines(run.out.substr(table));
+  std::string line;
+  std::getline(lines, line);
+  std::getline(lines, line);  // the heads of columns
+  std::set<std::string> roles;
+  while (std::getline(lines, line)) {
+    std::istringstream words(line);
+    std::string tier, role, planned, planned_unit, held, held_unit;
+    words >> tier >> role >> planned >> planned_unit >> held >> held_unit;
+    EXPECT_EQ(held + " " + held_unit, planned + " " + planned_unit) << line;
+    roles.insert(tier + " " + role);
+  }
+  EXPECT_TRUE(roles.count("host staging") == 1 && roles.count("nvme optimizer") == 1) << run.out;
 }
 
 TEST(TrainOnNvme, TwoRunsShareADirectory) {

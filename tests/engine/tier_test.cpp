@@ -120,7 +120,7 @@ TEST(TierBudgets, ChangeNoBitAndKeepTheBooksThatWerePlanned) {
     RunSettings settings = budgeted(ranks);
     const RunOutcome resident = train(settings);
     std::int64_t last_stored = std::numeric_limits<std::int64_t>::max();
-    for (const char* budget : {"1700KiB", "2MiB", "2600KiB", "64MiB"}) {
+    for (const char* budget : {"2000KiB", "2300KiB", "2900KiB", "64MiB"}) {
       settings.options = joined({{"memory.host", budget}}, nvme_in(directory));
       settings.gives_shapes = true;
       const RunOutcome run = train(settings);
@@ -142,6 +142,7 @@ TEST(TierBudgets, ChangeNoBitAndKeepTheBooksThatWerePlanned) {
         EXPECT_EQ(bytes, run.placement->bytes(tier, role))
             << where << ": " << to_string(tier) << " " << to_string(role);
       }
+      EXPECT_EQ(run.comm_peak_bytes, ranks * run.placement->comm_bytes) << where;
     }
     EXPECT_EQ(last_stored, 0) << "everything fits into the largest budget";
   }
@@ -151,7 +152,7 @@ TEST(TierBudgets, WithoutShapesShardsMoveWhenTheModelIsComplete) {
   const DiskDirectory directory;
   RunSettings settings = budgeted(2);
   const RunOutcome resident = train(settings);
-  settings.options = joined({{"memory.host", "1700KiB"}}, nvme_in(directory));
+  settings.options = joined({{"memory.host", "2000KiB"}}, nvme_in(directory));
   const RunOutcome run = train(settings);
   EXPECT_TRUE(same_bits(run, resident)) << difference(run, resident).describe();
   ASSERT_TRUE(run.placement.has_value());

@@ -272,8 +272,15 @@ RunOutcome train(const RunSettings& settings) {
   RunOutcome outcome;
   outcome.model = settings.model;
   Results results(outcome);
-  comm::run_ranks(settings.ranks,
+  Ledger comm_ledger;
+  comm::ThreadWorldOptions world;
+  world.num_ranks = settings.ranks;
+  comm::GroupOptions groups;
+  groups.ledger = &comm_ledger;
+  comm::run_ranks(world, groups,
                   [&](comm::Group& group) { train_rank(settings, group, outcome, results); });
+  outcome.comm_peak_bytes =
+      static_cast<std::int64_t>(comm_ledger.peak_bytes(Tier::kHost, Role::kStaging));
   return outcome;
 }
 

@@ -55,6 +55,7 @@ struct RunOutcome {
   // Of rank 0: what was planned, if anything was, and what its books say after the last step.
   std::optional<planner::Placement> placement;
   std::map<std::pair<Tier, Role>, std::int64_t> peaks;
+  std::int64_t comm_peak_bytes = 0;  // scratch of all ranks' groups together
 };
 
 RunOutcome train(const RunSettings& settings);
