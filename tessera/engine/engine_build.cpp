@@ -276,6 +276,7 @@ void Engine::Impl::make_reducer() {
   if (const planner::Placement* placement = tiers.placement()) {
     reductions.bucket_bytes = placement->bucket_bytes;
   }
+  parts.is_planned = tiers.is_planned();
   parts.tier = tiers.gradient_tier();
   parts.ledger = tiers.is_planned() ? &runtime.ledger() : nullptr;
   parts.block_sum_of_squares = [](const float* values, std::int64_t numel) {

@@ -24,7 +24,7 @@ BucketSink::BucketSink(GradientStream& stream, const BucketLayout& layout,
       entry_of(pieces[p]).pieces.push_back({b, p});
     }
   }
-  if (stream_.parts().tier != nullptr) {
+  if (stream_.parts().is_planned || stream_.parts().tier != nullptr) {
     region();
     sender_.reserve(num_bucket_slots(layout));
     dynamic_.reserve();

@@ -1,8 +1,8 @@
 // What a Reducer takes, before it exists: exact, as the ledger will be charged on a device whose
 // memory is the host's. Pure; for a planner that knows shapes only.
 //
-// It holds for a reducer with a GradientTier, which takes its memory at once. Without one memory is
-// taken when first needed, and these are bounds.
+// It holds for a reducer whose memory is planned, which takes it at once. Otherwise memory is taken
+// when first needed, and these are bounds.
 //
 // Threads: plain data and pure functions.
 #pragma once

@@ -34,8 +34,8 @@
 // is on the wire; one region of fp32 shards; and two scratch shards from the second micro-batch on.
 // The first list of dynamic parameters takes two buckets more, as large as theirs can become, with
 // scratch shards where its results are not neighbours in the region or are added to earlier ones.
-// In a group of one an fp32 gradient is adopted as it is: no copy, no region, no call. With a
-// GradientTier memory is planned (gradient_bytes.h), and taken when the reducer is made.
+// In a group of one an fp32 gradient is adopted as it is: no copy, no region, no call. Memory that
+// is planned (gradient_bytes.h) is taken when the reducer is made.
 //
 // Stored shards have no place in memory: their sums go into the store piece by piece, in the order
 // in which they would have gone into the region, so no bit depends on where a shard lives
@@ -106,7 +106,9 @@ struct ReducerParts {
   // Of the same ranks in the same order: reduces dynamic parameters. Null: `group`, if all ranks
   // use the same static parameters between two lists.
   comm::Group* dynamic_group = nullptr;
-  // Given: memory is taken at once, and what it says is stored is. Outlives the reducer.
+  // Memory is planned (gradient_bytes.h), and taken at once.
+  bool is_planned = false;
+  // Given: what it says is stored is. Outlives the reducer. Memory is planned then, too.
   const GradientTier* tier = nullptr;
   // Of at most kPieceStep elements; optim's. Needed where gradients are stored.
   std::function<double(const float* values, std::int64_t numel)> block_sum_of_squares = {};

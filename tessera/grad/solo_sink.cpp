@@ -35,7 +35,7 @@ class Adopted {
 
 SoloSink::SoloSink(GradientStream& stream)
     : stream_(stream), sums_(static_cast<std::size_t>(stream.parts().params.num_params())) {
-  if (stream_.parts().tier == nullptr) {
+  if (!stream_.parts().is_planned && stream_.parts().tier == nullptr) {
     return;
   }
   for (int id = 0; id < stream_.parts().params.num_params(); ++id) {
