@@ -61,7 +61,7 @@ constexpr std::array kOptions = {
            "How long a collective may take before it fails with a report of who has not come."},
     bytes("comm.pack_below_bytes", "64KiB",
           "Tensors whose piece per rank is smaller than this travel together in one message.",
-          "comm"),
+          "comm, the planner"),
 
     integer(
         "shard.group_size", "0", 0, 1048576,
