@@ -9,6 +9,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/core/error.h"
+#include "tests/comm/lone_backend.h"
 #include "tests/comm/time_limits.h"
 
 namespace tessera::comm {
@@ -23,14 +24,10 @@ struct Network {
   std::promise<void> aborted;
 };
 
-class HeldBackend final : public Backend {
+class HeldBackend final : public LoneBackend {
  public:
   explicit HeldBackend(Network& network) : network_(network) {}
 
-  std::string_view name() const override { return "held"; }
-  int rank() const override { return 0; }
-  int size() const override { return 2; }
-  bool compares_tags() const override { return true; }
   Pending start_all_gather(std::span<const GatherBytes>, const Call&) override {
     if (num_gathers_++ == 0) {
       return Pending(network_.first);
@@ -39,10 +36,6 @@ class HeldBackend final : public Backend {
     network_.second_released.get_future().wait();
     return Pending::failed(std::make_exception_ptr(PeerError("given up")));
   }
-  Pending start_all_to_all(const PieceBytes&, const Call&) override { return {}; }
-  Pending start_broadcast(void*, std::size_t, int, const Call&) override { return {}; }
-  std::unique_ptr<Backend> split(std::span<const int>, const std::string&) override { return {}; }
-  std::size_t broadcast_sent_bytes(std::size_t, int) const override { return 0; }
   void abort(const std::string&) override { network_.aborted.set_value(); }
 
  private:

@@ -13,6 +13,7 @@
 #include "tessera/comm/staging_bytes.h"
 #include "tessera/core/error.h"
 #include "tessera/core/ledger.h"
+#include "tests/comm/lone_backend.h"
 #include "tests/comm/time_limits.h"
 
 namespace tessera::comm {
@@ -32,24 +33,15 @@ struct Network {
   }
 };
 
-class HeldBackend final : public Backend {
+class HeldBackend final : public LoneBackend {
  public:
   explicit HeldBackend(Network& network) : network_(network) {}
 
-  std::string_view name() const override { return "held"; }
-  int rank() const override { return 0; }
-  int size() const override { return 2; }
-  bool compares_tags() const override { return true; }
   Pending start_all_gather(std::span<const GatherBytes>, const Call&) override {
     const std::size_t index = num_gathers_++;
     network_.launched.at(index).set_value();
     return Pending(network_.arrived.at(index));
   }
-  Pending start_all_to_all(const PieceBytes&, const Call&) override { return {}; }
-  Pending start_broadcast(void*, std::size_t, int, const Call&) override { return {}; }
-  std::unique_ptr<Backend> split(std::span<const int>, const std::string&) override { return {}; }
-  std::size_t broadcast_sent_bytes(std::size_t, int) const override { return 0; }
-  void abort(const std::string&) override {}
 
  private:
   Network& network_;
