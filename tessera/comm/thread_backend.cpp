@@ -252,6 +252,10 @@ class ThreadBackend final : public Backend {
     meeting_->changed.notify_all();
     await(lock, *exchange, exchange->num_arrived);
     compare_tags(*exchange);
+    // All have come, but one has given up since: its memory may be gone (see abort()).
+    if (!exchange->failure.empty()) {
+      throw PeerError(exchange->failure);
+    }
     if (job.met) {
       *job.met = true;
     }
