@@ -3,7 +3,6 @@
 #include <chrono>
 #include <future>
 #include <memory>
-#include <thread>
 
 #include <gtest/gtest.h>
 
@@ -51,17 +50,20 @@ TEST(CallEndTest, AFailureIsToldOnlyWhenNoThreadOfTheQueueHoldsTheMemory) {
   const std::vector<Gather> gathers = {{shard.data(), full.data(), 16, DType::kFloat32}};
   const Pending first = group.start_all_gather(gathers);
   const Pending second = group.start_all_gather(gathers);
+  auto first_told = std::async(std::launch::async, [&] { EXPECT_THROW(first.wait(), CommError); });
+  auto second_told =
+      std::async(std::launch::async, [&] { EXPECT_THROW(second.wait(), CommError); });
   network.second_entered.get_future().wait();
   network.first->fail(std::make_exception_ptr(CommError("the cable is out")));
   network.aborted.get_future().wait();  // the queue knows, and has told the network
 
-  // Too short a look can only miss a mistake, never find one that is not there.
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  EXPECT_FALSE(first.done());
-  EXPECT_FALSE(second.done());
+  // Waits for what must not come: too short a limit can only miss a mistake, never invent one.
+  const auto limit = std::chrono::milliseconds(100);
+  EXPECT_EQ(first_told.wait_for(limit), std::future_status::timeout);
+  EXPECT_EQ(second_told.wait_for(limit), std::future_status::timeout);
   network.second_released.set_value();
-  EXPECT_THROW(second.wait(), CommError);
-  EXPECT_THROW(first.wait(), CommError);
+  second_told.wait();
+  first_told.wait();
 }
 
 }  // namespace
