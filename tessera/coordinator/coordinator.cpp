@@ -316,7 +316,7 @@ void Coordinator::Impl::wait_for_update(const Param& param) {
   if (seen == param.version()) {
     return;
   }
-  if (compute_.native_handle() == nullptr) {
+  if (compute_.runs_on_caller()) {
     param.updated().wait();
   } else {
     compute_.wait(param.updated());

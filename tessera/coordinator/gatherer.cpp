@@ -200,7 +200,7 @@ void Gatherer::order_behind_update(const Param& param) {
   if (update == nullptr || update == last_update_ || param.is_stored()) {
     return;
   }
-  if (compute_.native_handle() == nullptr && !param.updated().done()) {
+  if (compute_.runs_on_caller() && !param.updated().done()) {
     ready_.push_back(param.updated());  // the host goes on
   } else {
     gather_.wait(param.updated());
@@ -287,7 +287,7 @@ double Gatherer::wait(const Pending& gathered, LabelId unit) {
   const std::int64_t start_ns = is_late ? parts_.clock.now_ns() : 0;
   // Without a stream of its own the compute stream is this thread: waiting here is the same, and
   // a failure is thrown where it is known which unit is to blame, not kept in the stream.
-  if (compute_.native_handle() == nullptr) {
+  if (compute_.runs_on_caller()) {
     gathered.wait();
   } else {
     compute_.wait(gathered);
@@ -341,7 +341,7 @@ Pending Gatherer::computed() { return compute_.record(); }
 
 void Gatherer::wait_for_drops() {
   for (const Pending& gathered : drops_) {
-    if (compute_.native_handle() == nullptr) {
+    if (compute_.runs_on_caller()) {
       gathered.wait();
     } else {
       compute_.wait(gathered);

@@ -205,6 +205,9 @@ void CudaStream::wait(const Pending& pending) {
     // need this stream.
     std::exception_ptr error;
     try {
+      if (const std::optional<Pending> handed_over = pending.state()->wait_handed_over()) {
+        return wait(*handed_over);
+      }
       pending.wait();
     } catch (...) {
       error = std::current_exception();

@@ -51,6 +51,9 @@ class Stream {
   virtual Pending enqueue(std::function<void()> work) = 0;
   // Blocks until the stream is empty; throws the first failure.
   virtual void synchronize() = 0;
+  // Its work runs on the thread that asks for it: so a wait on it is a wait of that thread, which
+  // had better throw what went wrong there and then.
+  virtual bool runs_on_caller() const { return false; }
   // The stream in the words of its runtime (cudaStream_t), or null.
   virtual void* native_handle() const { return nullptr; }
 };

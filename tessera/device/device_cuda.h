@@ -7,7 +7,8 @@
 //
 // [Note: what a CUDA stream can wait for]
 // For a Pending of the same device (an event, or a list of such) the host only leaves an order in
-// the stream. For anything else, a collective over Gloo or a read from disk, Stream::wait() blocks
+// the stream. For work that another thread is about to hand to the device the host waits until it
+// has, not until it is done. For anything else, a collective over Gloo or a read from disk, Stream::wait() blocks
 // the calling thread until it is done: a host function that blocked instead would hold up the one
 // thread on which the driver runs all host functions, and with it the work being waited for.
 //

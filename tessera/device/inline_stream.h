@@ -25,6 +25,7 @@ class InlineStream final : public Stream {
   void wait(const Pending& pending) override;
   Pending enqueue(std::function<void()> work) override { return run(work); }
   void synchronize() override { record().wait(); }
+  bool runs_on_caller() const override { return true; }
 
   // enqueue() without the cost of a std::function.
   template <typename Work>

@@ -98,6 +98,8 @@ class AllState final : public PendingState {
 
 }  // namespace
 
+std::optional<Pending> PendingState::wait_handed_over() { return std::nullopt; }
+
 Pending Pending::failed(std::exception_ptr error) {
   TESSERA_INVARIANT(error != nullptr, "a failed Pending needs the error it failed with");
   return Pending(std::make_shared<FailedState>(std::move(error)));

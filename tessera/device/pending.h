@@ -25,6 +25,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -43,6 +44,10 @@ class PendingState {
   // What Pending::all() was made of, for devices that can order a stream behind each part; empty
   // for everything else.
   virtual std::span<const Pending> parts() const { return {}; }
+  // Of work that another thread will hand to a device: blocks until it has, and returns what a
+  // stream of that device can be ordered behind. Throws what went wrong before. Nothing for
+  // everything else.
+  virtual std::optional<Pending> wait_handed_over();
 };
 
 class [[nodiscard]] Pending {

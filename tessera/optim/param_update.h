@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <exception>
+#include <optional>
 #include <utility>
 
 #include "tessera/device/pending.h"
@@ -23,6 +24,11 @@ class ParamUpdate final : public device::PendingState {
   // Neither finish() nor fail() has been called.
   bool is_open() { return !updated_.done(); }
 
+  // By then whatever is still to be waited for has been started.
+  std::optional<device::Pending> wait_handed_over() override {
+    updated_.wait();
+    return written_;
+  }
   bool done() override { return updated_.done() && written_.done(); }
   void wait() override {
     updated_.wait();

@@ -97,6 +97,9 @@ struct ShardPlaces {  // of one parameter's shard on this rank
   Place parameter = Place::kDevice;
   Place gradient = Place::kDevice;
   Place states = Place::kDevice;  // and the master, where it is not the parameter itself
+  // CUDA: the update runs there, and states that live elsewhere come to it. Else the processor
+  // updates, and the gradient goes to host memory.
+  bool device_update = false;
 
   bool operator==(const ShardPlaces&) const = default;
 };
@@ -137,6 +140,13 @@ struct Placement {
   std::int64_t optimizer_pool_bytes = 0;  // room for num_optimizer_buffers sub-groups
   int num_optimizer_buffers = 0;          // 0: the update touches nothing that is stored
   std::int64_t sub_group_numel = 0;       // elements of a sub-group, at most; a multiple of 2048
+  // CUDA: room on the device for sub-groups whose states come to it; 0: none do.
+  int num_update_slots = 0;
+  std::int64_t update_slot_bytes = 0;
+  // CUDA: gradients that the processor needs go to host memory as they come, in the parameter's
+  // type; else, with several ranks or micro-batches, sums go there in fp32 when the step is made.
+  bool gradients_leave_early = false;
+  double cpu_share = 0;  // of the elements whose states are in host memory, as planned
   // What the group of gathers and the one of reductions reserve for their calls
   // (Group::reserve_staging); 0 in a group of one. Charged by the groups, to the ledger that they
   // were made with: part of the budget, and no line of the ledger here.
