@@ -121,6 +121,7 @@ class CudaStream final : public Stream {
   StreamKind kind() const override { return options_.kind; }
   Pending record() override;
   void wait(const Pending& pending) override;
+  bool can_order_behind(const Pending& pending) const override;
   Pending enqueue(std::function<void()> work) override;
   void synchronize() override;
   void* native_handle() const override { return options_.handle; }

@@ -46,6 +46,8 @@ class Stream {
   // itself; it blocks on the compute stream of a CPU and, on CUDA, for a `pending` that is not
   // made of work of the same device.
   virtual void wait(const Pending& pending) = 0;
+  // Whether wait(pending) would let the host go on now.
+  virtual bool can_order_behind(const Pending& pending) const { return pending.done(); }
   // Runs `work` on the host in stream order, on some thread. `work` must not call into this
   // device, nor destroy anything that does: CUDA's runtime forbids it.
   virtual Pending enqueue(std::function<void()> work) = 0;
@@ -99,6 +101,9 @@ class Device {
   virtual ~Device() = default;
   virtual std::string name() const = 0;  // for people: "cpu", "cuda:0 (NVIDIA H200)"
   virtual Stream& stream(StreamKind kind) = 0;
+  // Is MemoryKind::kDevice other memory than the host's? Then the host must not touch it: bytes go
+  // there and come back only by copies, and what stays in host memory costs the device nothing.
+  virtual bool has_own_memory() const { return false; }
 
   // Aligned to `alignment` (a power of two, at least 16); zero bytes give a null pointer. Charged
   // to the ledger, as long as it lives, under `role`. Throws DeviceError with the number asked

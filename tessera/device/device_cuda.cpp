@@ -64,6 +64,7 @@ class CudaDevice final : public Device {
   }
 
   std::string name() const override { return name_; }
+  bool has_own_memory() const override { return true; }
   Stream& stream(StreamKind kind) override { return *streams_.at(static_cast<std::size_t>(kind)); }
 
   Memory allocate(MemoryKind kind, std::size_t bytes, Role role, std::size_t alignment) override {

@@ -8,9 +8,10 @@
 // [Note: what a CUDA stream can wait for]
 // For a Pending of the same device (an event, or a list of such) the host only leaves an order in
 // the stream. For work that another thread is about to hand to the device the host waits until it
-// has, not until it is done. For anything else, a collective over Gloo or a read from disk, Stream::wait() blocks
-// the calling thread until it is done: a host function that blocked instead would hold up the one
-// thread on which the driver runs all host functions, and with it the work being waited for.
+// has, not until it is done. For anything else, a collective over Gloo or a read from disk,
+// Stream::wait() blocks the calling thread until it is done: a host function that blocked instead
+// would hold up the one thread on which the driver runs all host functions, and with it the work
+// being waited for.
 //
 // [Note: pageable memory on CUDA]
 // CUDA reads a pageable source when it is asked to, not when the stream comes there. So a copy

@@ -19,9 +19,12 @@ class LateDevice final : public Device {
       : options_(std::move(options)), allocator_(options_.host) {}
 
   std::string name() const override {
-    return options_.mode == LateMode::kLazy ? "late cpu (lazy)"
-                                            : detail::concat("late cpu (seed ", options_.seed, ")");
+    const char* const what =
+        options_.own_memory ? "late double with memory of its own" : "late cpu";
+    return options_.mode == LateMode::kLazy ? detail::concat(what, " (lazy)")
+                                            : detail::concat(what, " (seed ", options_.seed, ")");
   }
+  bool has_own_memory() const override { return options_.own_memory; }
 
   Stream& stream(StreamKind kind) override {
     return kind == StreamKind::kCompute ? static_cast<Stream&>(compute_) : late(kind);

@@ -32,6 +32,10 @@ struct LateDeviceOptions {
   LateMode mode = LateMode::kLazy;
   std::uint64_t seed = 1;              // kRandom only
   std::uint32_t max_delay_yields = 8;  // kRandom only; before each piece of work
+  // Says of itself that it has memory of its own, as a GPU does, so that programs take the ways
+  // they take there: tiers and copies are tested without one. The memory is the host's all the
+  // same.
+  bool own_memory = false;
   CpuDeviceOptions host;
 };
 

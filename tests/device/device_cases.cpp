@@ -31,13 +31,21 @@ std::vector<DeviceCase> all_devices() {
                      return make_late_device(options);
                    },
                    ""});
+  cases.push_back({"late_with_own_memory",
+                   [](Ledger* ledger) {
+                     LateDeviceOptions options;
+                     options.own_memory = true;
+                     options.host.ledger = ledger;
+                     return make_late_device(options);
+                   },
+                   "", true});
   cases.push_back({"cuda",
                    [](Ledger* ledger) {
                      CudaDeviceOptions options;
                      options.ledger = ledger;
                      return make_cuda_device(options);
                    },
-                   num_cuda_devices() > 0 ? "" : "no GPU: " + cuda_description()});
+                   num_cuda_devices() > 0 ? "" : "no GPU: " + cuda_description(), true});
   return cases;
 }
 

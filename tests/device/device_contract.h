@@ -22,11 +22,12 @@ struct DeviceCase {
   std::string name;
   std::function<std::unique_ptr<Device>(Ledger*)> make;
   std::string why_not;  // empty if it can run here
+  bool has_own_memory = false;
 
   friend void PrintTo(const DeviceCase& device, std::ostream* out) { *out << device.name; }
 };
 
-// cpu, late with several seeds, late and lazy, cuda.
+// cpu, late with several seeds, late and lazy, the same with memory of its own, cuda.
 std::vector<DeviceCase> all_devices();
 
 inline constexpr StreamKind kAllStreams[] = {StreamKind::kCompute, StreamKind::kGather,

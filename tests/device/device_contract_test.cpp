@@ -44,6 +44,15 @@ TEST_P(DeviceContract, HasAStreamOfEachKind) {
   EXPECT_FALSE(device_->name().empty());
 }
 
+TEST_P(DeviceContract, SaysWhetherItsMemoryIsItsOwn) {
+  EXPECT_EQ(device_->has_own_memory(), GetParam().has_own_memory);
+  for (const MemoryKind kind : kAllKinds) {  // charged to the tier it stands for, on every device
+    const Memory memory = device_->allocate(kind, 4096, Role::kShard);
+    EXPECT_EQ(ledger_.current_bytes(tier_of(kind), Role::kShard), 4096U) << to_string(kind);
+    EXPECT_EQ(ledger_.current_bytes(tier_of(kind)), 4096U) << to_string(kind);
+  }
+}
+
 TEST_P(DeviceContract, RunsTheWorkOfOneStreamInOrder) {
   for (const StreamKind kind : kAllStreams) {
     std::vector<int> order;
