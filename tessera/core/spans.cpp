@@ -17,8 +17,11 @@
 namespace tessera {
 namespace {
 
-std::int64_t this_thread() {
-  static thread_local const std::int64_t id = ::gettid();
+// Above every thread id: Linux gives out at most 2^22 of them.
+constexpr TrackId kFirstTrack = TrackId{1} << 30;
+
+TrackId this_thread() {
+  static thread_local const TrackId id = ::gettid();
   return id;
 }
 
@@ -37,8 +40,8 @@ std::string microseconds(std::int64_t ns) {
                         std::string(3 - thousandths.size(), '0'), thousandths);
 }
 
-std::string metadata(const char* what, int rank, std::int64_t thread, std::string_view name) {
-  return detail::concat(R"({"ph":"M","name":")", what, R"(","pid":)", rank, R"(,"tid":)", thread,
+std::string metadata(const char* what, int rank, TrackId track, std::string_view name) {
+  return detail::concat(R"({"ph":"M","name":")", what, R"(","pid":)", rank, R"(,"tid":)", track,
                         R"(,"args":{"name":)", json_string(name), "}}");
 }
 
@@ -47,7 +50,8 @@ std::string metadata(const char* what, int rank, std::int64_t thread, std::strin
 Spans::Spans(const Clock& clock, std::size_t num_spans)
     : clock_(clock),
       num_slots_(num_spans),
-      slots_(num_spans == 0 ? nullptr : std::make_unique<Slot[]>(num_spans)) {}
+      slots_(num_spans == 0 ? nullptr : std::make_unique<Slot[]>(num_spans)),
+      is_watched_(num_spans != 0) {}
 
 LabelId Spans::intern(std::string_view label) {
   if (label.empty()) {
@@ -64,15 +68,42 @@ LabelId Spans::intern(std::string_view label) {
   return id;
 }
 
+std::string Spans::label(LabelId id) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return labels_.at(id);
+}
+
 void Spans::name_this_thread(std::string name) {
   const std::lock_guard<std::mutex> lock(mutex_);
   thread_names_[this_thread()] = std::move(name);
 }
 
-// Why no fence is needed: fields are stored with release and loaded with acquire. A reader that
-// sees a field of a later writer therefore also sees that writer's odd stamp, or a later one.
+TrackId Spans::add_track(std::string_view name) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = std::find(track_names_.begin(), track_names_.end(), name);
+  const auto index = found - track_names_.begin();
+  if (found == track_names_.end()) {
+    track_names_.emplace_back(name);
+  }
+  return kFirstTrack + index;
+}
+
+void Spans::set_hook(const SpanHook* hook) {
+  hook_.store(hook, std::memory_order_release);
+  is_watched_.store(enabled() || hook != nullptr, std::memory_order_relaxed);
+}
+
 void Spans::record(const char* name, std::int64_t start_ns, std::int64_t end_ns,
                    const SpanArgs& args) {
+  if (enabled()) {
+    record_on(this_thread(), name, start_ns, end_ns, args);
+  }
+}
+
+// Why no fence is needed: fields are stored with release and loaded with acquire. A reader that
+// sees a field of a later writer therefore also sees that writer's odd stamp, or a later one.
+void Spans::record_on(TrackId track, const char* name, std::int64_t start_ns, std::int64_t end_ns,
+                      const SpanArgs& args) {
   if (!enabled()) {
     return;
   }
@@ -88,7 +119,7 @@ void Spans::record(const char* name, std::int64_t start_ns, std::int64_t end_ns,
   slot.name.store(name, std::memory_order_release);
   slot.start_ns.store(start_ns, std::memory_order_release);
   slot.end_ns.store(end_ns, std::memory_order_release);
-  slot.thread.store(this_thread(), std::memory_order_release);
+  slot.track.store(track, std::memory_order_release);
   slot.bytes.store(args.bytes, std::memory_order_release);
   slot.sequence.store(args.sequence, std::memory_order_release);
   slot.labels.store((static_cast<std::uint64_t>(args.unit) << 32) | args.parameter,
@@ -108,7 +139,7 @@ std::vector<Span> Spans::snapshot() const {
     span.name = slot.name.load(std::memory_order_acquire);
     span.start_ns = slot.start_ns.load(std::memory_order_acquire);
     span.end_ns = slot.end_ns.load(std::memory_order_acquire);
-    span.thread = slot.thread.load(std::memory_order_acquire);
+    span.track = slot.track.load(std::memory_order_acquire);
     span.args.bytes = slot.bytes.load(std::memory_order_acquire);
     span.args.sequence = slot.sequence.load(std::memory_order_acquire);
     const std::uint64_t labels = slot.labels.load(std::memory_order_acquire);
@@ -145,6 +176,10 @@ std::string Spans::chrome_trace(int rank) const {
   for (const auto& [thread, name] : thread_names_) {
     text += ",\n" + metadata("thread_name", rank, thread, name);
   }
+  for (std::size_t i = 0; i < track_names_.size(); ++i) {
+    text += ",\n" +
+            metadata("thread_name", rank, kFirstTrack + static_cast<TrackId>(i), track_names_[i]);
+  }
   for (const Span& span : spans) {
     std::string args;
     const auto add = [&args](std::string_view key, const std::string& value) {
@@ -163,7 +198,7 @@ std::string Spans::chrome_trace(int rank) const {
       add("sequence", std::to_string(span.args.sequence));
     }
     text += detail::concat(",\n{\"ph\":\"X\",\"name\":", json_string(span.name), ",\"pid\":", rank,
-                           ",\"tid\":", span.thread, ",\"ts\":", microseconds(span.start_ns),
+                           ",\"tid\":", span.track, ",\"ts\":", microseconds(span.start_ns),
                            ",\"dur\":", microseconds(span.end_ns - span.start_ns), ",\"args\":{",
                            args, "}}");
   }

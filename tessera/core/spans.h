@@ -5,6 +5,12 @@
 // what was overwritten is counted and said in the trace. With capacity 0 tracing is off, and a
 // SpanScope costs one branch.
 //
+// A span lies on the track of the thread that recorded it, or on a track of its own: work that runs
+// on no thread of ours, such as a GPU's streams, has times on the same clock.
+//
+// A tool that watches the program from outside (NVTX, see device/nvtx.h) hears of every SpanScope
+// through a hook, also while the ring is off.
+//
 // Invariants:
 //  (1) A slot is readable only when its stamp is even and not zero: stamp = 2 * (ticket + 1).
 //  (2) Only the thread that made the stamp odd writes the slot, and a slot only ever moves on to a
@@ -30,6 +36,8 @@ namespace tessera {
 
 // 0 is the empty label.
 using LabelId = std::uint32_t;
+// A thread's id, or what add_track() gave.
+using TrackId = std::int64_t;
 
 struct SpanArgs {
   std::int64_t bytes = -1;     // below zero: not shown
@@ -42,8 +50,17 @@ struct Span {
   const char* name = nullptr;
   std::int64_t start_ns = 0;
   std::int64_t end_ns = 0;
-  std::int64_t thread = 0;
+  TrackId track = 0;
   SpanArgs args;
+};
+
+class Spans;
+
+// What hears of scopes as they begin and end, on their own thread and properly nested. Must not
+// throw.
+struct SpanHook {
+  void (*begin)(const Spans& spans, const char* name, const SpanArgs& args) = nullptr;
+  void (*end)() = nullptr;
 };
 
 class Spans {
@@ -56,12 +73,24 @@ class Spans {
 
   // The id of a unit's or parameter's name. Allocates: call it when the model is built.
   LabelId intern(std::string_view label);
+  std::string label(LabelId id) const;
   // How the calling thread is called in the trace.
   void name_this_thread(std::string name);
+  // A track that is no thread's; the same name gives the same track.
+  TrackId add_track(std::string_view name);
+
+  // Null takes it away. Scopes that have begun end with the hook that they began with, so `hook`
+  // must outlive them all: a static.
+  void set_hook(const SpanHook* hook);
+  const SpanHook* hook() const { return hook_.load(std::memory_order_acquire); }
+  // Does anybody want to hear of scopes: the ring, or the hook?
+  bool is_watched() const { return is_watched_.load(std::memory_order_relaxed); }
 
   // `name` must live as long as this object: a literal.
   void record(const char* name, std::int64_t start_ns, std::int64_t end_ns,
               const SpanArgs& args = {});
+  void record_on(TrackId track, const char* name, std::int64_t start_ns, std::int64_t end_ns,
+                 const SpanArgs& args = {});
 
   // The spans in the ring, oldest first.
   std::vector<Span> snapshot() const;
@@ -81,7 +110,7 @@ class Spans {
     std::atomic<const char*> name{nullptr};
     std::atomic<std::int64_t> start_ns{0};
     std::atomic<std::int64_t> end_ns{0};
-    std::atomic<std::int64_t> thread{0};
+    std::atomic<TrackId> track{0};
     std::atomic<std::int64_t> bytes{0};
     std::atomic<std::int64_t> sequence{0};
     std::atomic<std::uint64_t> labels{0};
@@ -93,28 +122,40 @@ class Spans {
   const std::size_t num_slots_;
   const std::unique_ptr<Slot[]> slots_;
   std::atomic<std::uint64_t> next_{0};
+  std::atomic<const SpanHook*> hook_{nullptr};
+  std::atomic<bool> is_watched_;
 
   // Guarded by mutex_.
   mutable std::mutex mutex_;
   std::vector<std::string> labels_{std::string()};
   std::map<std::string, LabelId, std::less<>> label_ids_;
-  std::map<std::int64_t, std::string> thread_names_;
+  std::map<TrackId, std::string> thread_names_;
+  std::vector<std::string> track_names_;  // by TrackId, from kFirstTrack on
 };
 
 // Records the time between its construction and its end.
 class SpanScope {
  public:
   SpanScope(Spans& spans, const char* name, const SpanArgs& args = {})
-      : spans_(spans.enabled() ? &spans : nullptr) {
+      : spans_(spans.is_watched() ? &spans : nullptr) {
     if (spans_ != nullptr) {
       name_ = name;
       args_ = args;
-      start_ns_ = spans.now_ns();
+      hook_ = spans.hook();
+      if (hook_ != nullptr) {
+        hook_->begin(spans, name, args);
+      }
+      start_ns_ = spans.enabled() ? spans.now_ns() : 0;
     }
   }
   ~SpanScope() {
     if (spans_ != nullptr) {
-      spans_->record(name_, start_ns_, spans_->now_ns(), args_);
+      if (spans_->enabled()) {
+        spans_->record(name_, start_ns_, spans_->now_ns(), args_);
+      }
+      if (hook_ != nullptr) {
+        hook_->end();
+      }
     }
   }
   SpanScope(const SpanScope&) = delete;
@@ -122,6 +163,7 @@ class SpanScope {
 
  private:
   Spans* const spans_;
+  const SpanHook* hook_ = nullptr;
   const char* name_ = nullptr;
   SpanArgs args_;
   std::int64_t start_ns_ = 0;

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <string>
 #include <thread>
 #include <vector>
@@ -47,7 +48,7 @@ TEST(Spans, AScopeRecordsTheTimeBetweenItsEnds) {
   EXPECT_EQ(all[0].args.sequence, 7);
   EXPECT_EQ(all[0].args.unit, unit);
   EXPECT_EQ(all[0].args.parameter, 0U);
-  EXPECT_EQ(all[0].thread, ::gettid());
+  EXPECT_EQ(all[0].track, ::gettid());
 }
 
 TEST(Spans, TheRingKeepsTheLatestAndCountsWhatIsLost) {
@@ -82,6 +83,79 @@ TEST(Spans, WhenOffNothingIsReadOrKept) {
   spans.record("x", 0, 1);
   EXPECT_EQ(spans.num_recorded(), 0U);
   EXPECT_TRUE(spans.snapshot().empty());
+}
+
+// What a tool outside would hear, as words.
+std::vector<std::string> heard;  // NOLINT: the hook is a plain function, as a tool's is
+
+constexpr SpanHook kHearing{
+    [](const Spans& spans, const char* name, const SpanArgs& args) {
+      heard.push_back(std::string("begin ") + name + " " + spans.label(args.unit));
+    },
+    [] { heard.emplace_back("end"); },
+};
+
+TEST(Spans, AHookHearsOfScopesAsTheyNest) {
+  ManualClock clock;
+  Spans spans(clock, 4);
+  heard.clear();
+  { const SpanScope before(spans, "before the hook"); }
+  spans.set_hook(&kHearing);
+  {
+    const SpanScope outer(spans, "step");
+    const SpanScope inner(spans, "forward", {.unit = spans.intern("h.0")});
+  }
+  spans.set_hook(nullptr);
+  { const SpanScope after(spans, "after the hook"); }
+  EXPECT_EQ(heard, (std::vector<std::string>{"begin step ", "begin forward h.0", "end", "end"}));
+  EXPECT_EQ(spans.num_recorded(), 4U);
+}
+
+TEST(Spans, AHookHearsOfScopesWhileTheRingIsOffAndTheClockIsNotRead) {
+  const ForbiddenClock clock;
+  Spans spans(clock, 0);
+  heard.clear();
+  spans.set_hook(&kHearing);
+  EXPECT_TRUE(spans.is_watched());
+  { const SpanScope scope(spans, "gather"); }
+  EXPECT_EQ(heard, (std::vector<std::string>{"begin gather ", "end"}));
+  EXPECT_EQ(spans.num_recorded(), 0U);
+  spans.set_hook(nullptr);
+  EXPECT_FALSE(spans.is_watched());
+}
+
+TEST(Spans, AScopeEndsWithTheHookThatItBeganWith) {
+  ManualClock clock;
+  Spans spans(clock, 4);
+  heard.clear();
+  {
+    const SpanScope unheard(spans, "began before");
+    spans.set_hook(&kHearing);
+  }
+  EXPECT_TRUE(heard.empty()) << "an end without a begin would close somebody else's range";
+  {
+    const SpanScope begun(spans, "step");
+    spans.set_hook(nullptr);
+  }
+  EXPECT_EQ(heard, (std::vector<std::string>{"begin step ", "end"}));
+}
+
+TEST(Spans, ATrackIsNoThreadsAndIsMadeOnce) {
+  ManualClock clock;
+  Spans spans(clock, 4);
+  const TrackId compute = spans.add_track("gpu compute");
+  const TrackId read = spans.add_track("gpu read");
+  EXPECT_NE(compute, read);
+  EXPECT_EQ(spans.add_track("gpu compute"), compute);
+  spans.record_on(read, "copy up", 5, 9, {.bytes = 64});
+  spans.record("on the thread", 6, 7);
+  const auto all = spans.snapshot();
+  ASSERT_EQ(all.size(), 2U);
+  EXPECT_EQ(all[0].track, read);
+  EXPECT_EQ(all[0].start_ns, 5);
+  EXPECT_EQ(all[0].end_ns, 9);
+  EXPECT_EQ(all[0].args.bytes, 64);
+  EXPECT_EQ(all[1].track, ::gettid());
 }
 
 TEST(Spans, LabelsAreInternedOnce) {
@@ -166,6 +240,37 @@ TEST(ChromeTrace, IsValidJsonWithRankThreadsNamesAndExactTimes) {
   EXPECT_EQ(span["args"]["bytes"], 64);
   EXPECT_EQ(span["args"]["unit"], "h.0");
   EXPECT_EQ(span["args"].count("sequence"), 0U);
+}
+
+TEST(ChromeTrace, NamesTracksBesideThreads) {
+  ManualClock clock;
+  Spans spans(clock, 4);
+  spans.name_this_thread("main");
+  const TrackId compute = spans.add_track("gpu compute");
+  const TrackId read = spans.add_track("gpu read");
+  spans.record("launch", 0, 1000);
+  spans.record_on(read, "copy up", 500, 1500);
+  spans.record_on(compute, "forward", 700, 2700);
+  const std::string path = testing::TempDir() + "spans_test_tracks.json";
+  spans.write_chrome_trace(path, 0);
+  const json trace = read_json(path);
+  std::remove(path.c_str());
+
+  std::map<std::string, json> named;     // track by its name
+  std::map<std::string, json> lying_on;  // track by the name of the span on it
+  for (const json& event : trace["traceEvents"]) {
+    if (event["name"] == "thread_name") {
+      named[event["args"]["name"]] = event["tid"];
+    } else if (event["ph"] == "X") {
+      lying_on[event["name"]] = event["tid"];
+    }
+  }
+  ASSERT_EQ(named.size(), 3U);
+  EXPECT_EQ(lying_on["launch"], named["main"]);
+  EXPECT_EQ(lying_on["copy up"], named["gpu read"]);
+  EXPECT_EQ(lying_on["forward"], named["gpu compute"]);
+  EXPECT_NE(named["gpu read"], named["gpu compute"]);
+  EXPECT_NE(named["gpu read"], named["main"]);
 }
 
 TEST(ChromeTrace, AnEmptyOneIsValidToo) {
