@@ -27,6 +27,7 @@
 #include <utility>
 
 #include "tessera/core/ledger.h"
+#include "tessera/core/spans.h"
 #include "tessera/device/pending.h"
 
 namespace tessera::device {
@@ -58,6 +59,14 @@ class Stream {
   virtual bool runs_on_caller() const { return false; }
   // The stream in the words of its runtime (cudaStream_t), or null.
   virtual void* native_handle() const { return nullptr; }
+
+  // What is enqueued between the two is one span in the trace, by the device's own times; for work
+  // that does not come through this class, such as the model's operators. They nest, and cost
+  // nothing unless the device was made with spans that are on. `name` is a literal. On a device
+  // whose work runs on threads of the host the spans of these tell more, and nothing is marked.
+  virtual void begin_span(const char* /*name*/, const SpanArgs& /*args*/ = {}) {}
+  // REQUIRES: a span was begun and not ended.
+  virtual void end_span() {}
 };
 
 enum class MemoryKind : std::uint8_t {
@@ -96,6 +105,13 @@ struct MemoryInfo {
   std::size_t free_bytes = 0;
 };
 
+// What page-locking has cost since the device was made, in time and in bytes, whether they are
+// still held or not.
+struct PinStats {
+  double seconds = 0;
+  std::size_t bytes = 0;
+};
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -107,7 +123,7 @@ class Device {
 
   // Aligned to `alignment` (a power of two, at least 16); zero bytes give a null pointer. Charged
   // to the ledger, as long as it lives, under `role`. Throws DeviceError with the number asked
-  // for, the number free and the remedy.
+  // for, the number free and the remedy; where there is a ledger, with memory_report() of it.
   virtual Memory allocate(MemoryKind kind, std::size_t bytes, Role role,
                           std::size_t alignment = 256) = 0;
 
@@ -118,6 +134,12 @@ class Device {
 
   // Of MemoryKind::kDevice.
   virtual MemoryInfo memory_info() const = 0;
+  // Zeros where nothing has to be made known to a device.
+  virtual PinStats pin_stats() const { return {}; }
+
+  // Puts the times of all work that is done into the spans that the device was made with; it does
+  // not wait for the rest. Call it before a trace is written.
+  virtual void collect_spans() {}
 };
 
 }  // namespace tessera::device

@@ -36,6 +36,9 @@ struct CudaDeviceOptions {
   // The cudaStream_t on which the model's operators run; null is the legacy default stream. Not
   // owned; it must outlive the device.
   void* compute_stream = nullptr;
+  // Where the times of copies, fills, kernels and host functions go, on one track per stream ("gpu
+  // read"). Null or off: nothing is timed. Must outlive the device.
+  Spans* spans = nullptr;
 };
 
 // Was this program built with CUDA? It may still run where there is no GPU.

@@ -89,6 +89,7 @@ class LateStream final : public Stream {
   StreamKind kind() const override { return kind_; }
   Pending record() override;
   void wait(const Pending& pending) override;
+  bool can_order_behind(const Pending& /*pending*/) const override { return true; }
   Pending enqueue(std::function<void()> work) override;
   void synchronize() override { record().wait(); }
 
