@@ -5,18 +5,21 @@
     torchrun --nproc-per-node 2 peers.py --system fsdp2 --preset small --device cpu --batch 2
     python peers.py --system deepspeed-cpu --preset gpt-1b4 --device cuda --batch 8
 
-Prints one line, RESULT and a JSON object:
+Prints one line for each of --batch (several with commas: one after the other in one process, since
+making a large model takes longer than its steps), RESULT and a JSON object:
 
     step_s        median step time of the steps after the second; forward_s, backward_s and
                   optimizer_s are the parts of that step
     free_step_s   time per step of as many more steps with no synchronisation inside: the fair
                   figure for systems that overlap
-    losses        rank 0's, of the first steps
-    *_gib         peaks of device and host memory
+    losses        rank 0's, of the first steps; grad_norms: theirs before clipping (plain only)
+    *_gib         peaks of device memory at this batch, of host memory since the start
 
 --batch counts the sequences of all ranks together. A sequence depends on (step, its index in the
 batch) alone, so every number of ranks trains on the same data. --init FILE starts from a
 safetensors file with the parameter names of this model; `tessera train --save-init` writes one.
+--save FILE (plain only) writes the fp32 parameters after the --steps steps of the first batch, as
+`tessera train --save` does.
 
 The model is the one of Tessera's presets of the same name (learned positions, pre-norm, fused qkv
 with bias, exact GELU, untied head without bias, loss in fp32), so a figure here and one of
@@ -40,14 +43,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-PRESETS = {  # width, layers, heads, vocabulary, sequence
-    "tiny": (128, 2, 2, 256, 64),
-    "small": (256, 4, 4, 4096, 128),
-    "gpt2-124m": (768, 12, 12, 50304, 1024),
-    "gpt-1b4": (2048, 24, 16, 50304, 1024),
-    "gpt-7b": (4096, 32, 32, 50304, 1024),
-    "gpt-13b": (5120, 40, 40, 50304, 1024),
-}
+from gpt_presets import PRESETS
+
 WARM_UP_STEPS = 2
 LEARNING_RATE = 1e-4
 DATA_SEED = 1000
@@ -108,6 +105,7 @@ class Bench:
         self.world = int(os.environ["WORLD_SIZE"])
         self.cuda = args.device == "cuda"
         self.shape = PRESETS[args.preset]
+        self.batch_size = args.batch[0]
         self.num_params = 0
         default_threads = os.cpu_count() if self.cuda else 1
         self.threads = args.threads or int(os.environ.get("OMP_NUM_THREADS", default_threads))
@@ -124,8 +122,8 @@ class Bench:
 
     def batch(self, step):
         *_, vocabulary, sequence = self.shape
-        per_rank = self.args.batch // self.world
-        first = DATA_SEED + step * self.args.batch + self.rank * per_rank
+        per_rank = self.batch_size // self.world
+        first = DATA_SEED + step * self.batch_size + self.rank * per_rank
         ids = torch.stack([
             torch.randint(0, vocabulary, (sequence + 1,),
                           generator=torch.Generator().manual_seed(first + i))
@@ -138,8 +136,8 @@ class Bench:
         return time.perf_counter()
 
     def timed_steps(self, forward, backward, step):
-        """The (total, forward, backward, optimizer) seconds of each step, and its loss."""
-        times, losses = [], []
+        """The (total, forward, backward, optimizer) seconds of each step, its loss and norm."""
+        times, losses, norms = [], [], []
         for k in range(self.args.steps):
             ids, targets = self.batch(k)
             begin = self.now()
@@ -147,12 +145,14 @@ class Bench:
             after_forward = self.now()
             backward(loss)
             after_backward = self.now()
-            step()
+            norm = step()
             end = self.now()
             times.append((end - begin, after_forward - begin, after_backward - after_forward,
                           end - after_backward))
-            losses.append(round(loss.item(), 4))
-        return times, losses
+            losses.append(round(loss.item(), 6))
+            if norm is not None:
+                norms.append(round(norm.item(), 6))
+        return times, losses, norms
 
     def free_step_s(self, forward, backward, step):
         batches = [self.batch(self.args.steps + k) for k in range(self.args.steps)]
@@ -162,8 +162,18 @@ class Bench:
             step()
         return (self.now() - begin) / len(batches)
 
-    def run(self, forward, backward, step):
-        times, losses = self.timed_steps(forward, backward, step)
+    def run(self, forward, backward, step, save=None):
+        """Times the steps at each batch; save() is called after the timed steps of the first."""
+        for number, self.batch_size in enumerate(self.args.batch):
+            if self.cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            self.run_batch(forward, backward, step, save if number == 0 else None)
+
+    def run_batch(self, forward, backward, step, save):
+        times, losses, norms = self.timed_steps(forward, backward, step)
+        if save is not None:
+            save()
         times = sorted(times[WARM_UP_STEPS:])
         total_s, forward_s, backward_s, optimizer_s = times[len(times) // 2]
         free_s = self.free_step_s(forward, backward, step)
@@ -173,11 +183,13 @@ class Bench:
         host_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print("RESULT " + json.dumps({
             "system": self.args.system, "preset": self.args.preset, "world": self.world,
-            "params": self.num_params, "tokens": self.args.batch * self.shape[4],
+            "params": self.num_params, "batch": self.batch_size,
+            "tokens": self.batch_size * self.shape[4],
             "threads": self.threads, "step_s": round(total_s, 4),
             "free_step_s": round(free_s, 4), "forward_s": round(forward_s, 4),
             "backward_s": round(backward_s, 4), "optimizer_s": round(optimizer_s, 4),
-            "losses": losses, "device_peak_gib": round(device_bytes / 2**30, 2),
+            "losses": losses, "grad_norms": norms,
+            "device_peak_gib": round(device_bytes / 2**30, 2),
             "rss_gib": round(host_kib / 2**20, 2)}), flush=True)
 
 
@@ -194,13 +206,19 @@ def run_plain(bench):
         if bench.cuda:
             for w, p in zip(master, params):
                 w.grad, p.grad = p.grad.float(), None
-        nn.utils.clip_grad_norm_(master, bench.args.clip)
+        norm = nn.utils.clip_grad_norm_(master, bench.args.clip)
         optimizer.step()
         optimizer.zero_grad()
         if bench.cuda:
             torch._foreach_copy_([p.data for p in params], master)
+        return norm
 
-    bench.run(model, lambda loss: loss.backward(), step)
+    def save():
+        from safetensors.torch import save_file
+        names = [name for name, _ in model.named_parameters()]
+        save_file({name: w.detach().cpu() for name, w in zip(names, master)}, bench.args.save)
+
+    bench.run(model, lambda loss: loss.backward(), step, save if bench.args.save else None)
 
 
 def shard_by_fsdp2(bench, model):
@@ -257,7 +275,7 @@ def deepspeed_config(bench):
     if system == "deepspeed-nvme":
         zero["offload_param"] = {**on_nvme, "buffer_count": 48, "buffer_size": int(1.1e8)}
     return {
-        "train_micro_batch_size_per_gpu": args.batch // bench.world,
+        "train_micro_batch_size_per_gpu": args.batch[0] // bench.world,
         "gradient_clipping": args.clip,
         "bf16": {"enabled": bench.cuda},
         "zero_optimization": zero,
@@ -297,16 +315,23 @@ def parse_arguments():
     parser.add_argument("--system", required=True, choices=SYSTEMS)
     parser.add_argument("--preset", default="small", choices=PRESETS)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--batch", default="2", help="sequences per step; several with commas")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--threads", type=int,
                         help="default: OMP_NUM_THREADS, else one on cpu and all cores on cuda")
     parser.add_argument("--init", help="safetensors file of initial parameters")
+    parser.add_argument("--save", help="safetensors file for the parameters after --steps")
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--nvme", default="/tmp/peers-nvme")
     parser.add_argument("--sub-group", type=float, default=1e8)
     args = parser.parse_args()
+    try:
+        args.batch = [int(word) for word in args.batch.split(",")]
+    except ValueError:
+        parser.error(f"--batch {args.batch} is not a number, or several with commas")
+    if args.save and args.system != "plain":
+        parser.error(f"--save is for --system plain, not {args.system}")
     if args.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {args.steps} leaves none to time after {WARM_UP_STEPS} to warm up")
     return args
@@ -319,8 +344,9 @@ def main():
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     bench = Bench(args)
-    if args.batch % bench.world:
-        raise SystemExit(f"--batch {args.batch} does not divide over {bench.world} ranks")
+    for batch in args.batch:
+        if batch < 1 or batch % bench.world:
+            raise SystemExit(f"--batch {batch} does not divide over {bench.world} ranks")
     SYSTEMS[args.system](bench)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,104 @@
+"""Where things are in each mode, who can run it, and with which command."""
+import dataclasses
+
+import gpt_presets
+
+MODES = {
+    "resident": "everything on the GPU",
+    "host": "everything in host memory",
+    "nvme-optimizer": "optimizer on NVMe",
+    "nvme": "parameters and optimizer on NVMe",
+    "half": "half of the states in host memory, half on NVMe",
+}
+NVME_MODES = ("nvme-optimizer", "nvme", "half")
+TESSERA, PLAIN, FSDP2, DEEPSPEED, DEEPSPEED_NVME = (
+    "tessera", "plain", "fsdp2", "deepspeed", "deepspeed-nvme")
+# What peers.py calls them. deepspeed-nvme is a system of its own, since it takes minutes.
+PEERS = {
+    ("resident", PLAIN): "plain",
+    ("resident", FSDP2): "fsdp2",
+    ("resident", DEEPSPEED): "deepspeed",
+    ("host", FSDP2): "fsdp2-cpu",
+    ("host", DEEPSPEED): "deepspeed-cpu",
+    ("nvme-optimizer", DEEPSPEED_NVME): "deepspeed-nvmeopt",
+}
+SYSTEMS = (PLAIN, FSDP2, DEEPSPEED, DEEPSPEED_NVME, TESSERA)
+DEFAULT_SYSTEMS = (PLAIN, FSDP2, DEEPSPEED, TESSERA)
+# Seconds that a run takes at one batch until one like it has been timed: a model of a billion
+# parameters is made, pinned, written.
+GUESS_S = {"resident": 40, "host": 60, "nvme-optimizer": 110, "nvme": 130, "half": 90}
+LEARNING_RATE = "1e-4"  # peers.py's
+CLIP_NORM = "1.0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One process: a peer at all batches, since its model is made once, or tessera at one."""
+    mode: str
+    system: str
+    batches: tuple
+
+    @property
+    def name(self):
+        """As the table has it."""
+        return PEERS.get((self.mode, self.system), self.system)
+
+    def guess_s(self, preset):
+        scale = gpt_presets.num_params(preset) / gpt_presets.num_params("gpt-1b4")
+        return max(5.0, GUESS_S[self.mode] * scale * (1 + 0.5 * (len(self.batches) - 1)))
+
+
+def tasks_of(modes, systems, batches):
+    """In the order of an even round: peers before tessera within each mode."""
+    tasks = []
+    for mode in modes:
+        for system in SYSTEMS:
+            if system not in systems:
+                continue
+            if system == TESSERA:
+                tasks += [Task(mode, system, (batch,)) for batch in batches]
+            elif (mode, system) in PEERS:
+                tasks.append(Task(mode, system, tuple(batches)))
+    return tasks
+
+
+def rounds_of(tasks, num_rounds):
+    """Yields (round, task): every other round backwards, so that drift of the machine is shared."""
+    for number in range(num_rounds):
+        for task in tasks if number % 2 == 0 else reversed(tasks):
+            yield number, task
+
+
+def half_budget_bytes(preset):
+    """Half of the states (6 B/param), gradients on their way (2), and a GiB for buffers."""
+    return 8 * gpt_presets.num_params(preset) + (1 << 30)
+
+
+def mode_flags(mode, directory, half_budget):
+    nvme = ["--nvme", directory]
+    return {
+        "resident": [],
+        "host": ["--parameters", "host", "--optimizer", "host"],
+        "nvme-optimizer": ["--optimizer", "nvme", *nvme],
+        "nvme": ["--parameters", "nvme", "--optimizer", "nvme", *nvme],
+        # No optimizer state on the GPU: the budget alone says how many stay in memory.
+        "half": ["--optimizer", "host", "--host-budget", half_budget, *nvme],
+    }[mode]
+
+
+def precision_of(device):
+    return "bf16" if device == "cuda" else "fp32"  # as peers.py computes there
+
+
+def tessera_words(program, preset, device, batch, flags):
+    """Without --steps and --metrics."""
+    threads = [] if device == "cuda" else ["--threads", 1]  # as peers.py
+    return [program, "train", "--preset", preset, "--device", device, "--precision",
+            precision_of(device), "--batch", batch, "--data", "random", "--lr", LEARNING_RATE,
+            "--clip", CLIP_NORM, *threads, *flags]
+
+
+def peer_words(python, peers, name, preset, device, batches, num_steps, directory):
+    return [python, peers, "--system", name, "--preset", preset, "--device", device, "--batch",
+            ",".join(str(batch) for batch in batches), "--steps", num_steps, "--clip", CLIP_NORM,
+            "--nvme", directory]
