@@ -70,8 +70,8 @@ def rounds_of(tasks, num_rounds):
 
 
 def half_budget_bytes(preset):
-    """Half of the states (6 B/param), gradients on their way (2), and a GiB for buffers."""
-    return 8 * gpt_presets.num_params(preset) + (1 << 30)
+    """Half of the states (6 B/param), gradients on their way (2), and an eighth for buffers."""
+    return 8 * gpt_presets.num_params(preset) * 8 // 7
 
 
 def mode_flags(mode, directory, half_budget):
@@ -81,7 +81,7 @@ def mode_flags(mode, directory, half_budget):
         "host": ["--parameters", "host", "--optimizer", "host"],
         "nvme-optimizer": ["--optimizer", "nvme", *nvme],
         "nvme": ["--parameters", "nvme", "--optimizer", "nvme", *nvme],
-        # No optimizer state on the GPU: the budget alone says how many stay in memory.
+        # None of the states on the GPU: what the budget does not hold goes to NVMe.
         "half": ["--optimizer", "host", "--host-budget", half_budget, *nvme],
     }[mode]
 

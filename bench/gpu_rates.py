@@ -19,6 +19,7 @@ import gpu_run
 COPY_BYTES = 256 << 20
 ADAMW_NUMEL = 1 << 26  # 1 GiB of parameters, gradients and moments: no cache holds that
 ADAMW_BYTES = 28       # fp32: four tensors read, three written
+DISK_FILE_BYTES = "4GiB"
 START_LIMIT_S = 90     # of an interpreter that imports torch and finds a GPU
 
 
@@ -113,9 +114,10 @@ def torch_rates(python, seconds, log):
 
 def disk_rates(program, directory, seconds, log):
     """By our own engine: the disk's rate as a step could use it."""
+    # Without a path it finds no fio, beside which it would measure for as long again.
     output = gpu_run.run_process(
-        [program, "bench-io", directory, "--seconds", seconds, "--bytes", "4GiB", "--json"],
-        60 + 30 * seconds, log)
+        [program, "bench-io", directory, "--seconds", seconds, "--bytes", DISK_FILE_BYTES,
+         "--json"], 60 + 30 * seconds, log, {"PATH": ""})
     try:
         rows = {row["load"]: row["tessera"] for row in json.loads(output)["rows"]}
         mixed = rows["mixed"]

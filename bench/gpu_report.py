@@ -13,7 +13,7 @@ GIB = 2.0**30
 
 
 def computed_s(figures, batch):
-    """(forward, backward) of plain PyTorch resident, else of tessera resident, else (None, None)."""
+    """(forward, backward) of plain PyTorch resident, else tessera's, else (None, None)."""
     for system in (PLAIN, TESSERA):
         found = figures.get(("resident", system, batch))
         if found is not None and None not in (found.forward_s, found.backward_s):

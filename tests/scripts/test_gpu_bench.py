@@ -1,0 +1,449 @@
+"""bench/gpu.py and its modules: figures, bounds, claims, order, and runs that fail.
+
+No GPU and no peer is needed: small programs stand in for `tessera` and for bench/peers.py.
+"""
+import contextlib
+import io
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+import gpt_presets  # noqa: E402
+import gpu  # noqa: E402
+import gpu_bounds  # noqa: E402
+import gpu_claims  # noqa: E402
+import gpu_modes  # noqa: E402
+import gpu_parity  # noqa: E402
+import gpu_rates  # noqa: E402
+import gpu_report  # noqa: E402
+import gpu_run  # noqa: E402
+import peer_python  # noqa: E402
+from gpu_run import Figures, RunError  # noqa: E402
+
+PARAMS = 1416744960  # of gpt-1b4
+H200 = gpu_bounds.Rates(h2d=55.3e9, d2h=55.3e9, h2d_of_both=48.8e9, d2h_of_both=48.8e9,
+                        device=4.3e12, adamw=72.4e9, disk_read=3.0e9, disk_write=1.9e9,
+                        disk_mixed=2.7e9)
+
+# 20 ms per sequence after two slow steps; ten times that with NVMe; losses like peers'.
+TESSERA_STAND_IN = """#!{python}
+import json, pathlib, sys
+flag = lambda name: sys.argv[sys.argv.index(name) + 1]
+pathlib.Path({calls!r}).open("a").write(" ".join(sys.argv[1:]) + "\\n")
+if sys.argv[1] == "bench-io":
+    rate = lambda r, w: {{"read_bytes_per_s": r, "write_bytes_per_s": w}}
+    print(json.dumps({{"rows": [{{"load": "read", "tessera": rate(3e9, 0)}},
+                                {{"load": "write", "tessera": rate(0, 2e9)}},
+                                {{"load": "mixed", "tessera": rate(1.5e9, 1e9)}}]}}))
+    raise SystemExit(0)
+if {broken!r} in sys.argv:
+    print("tessera: error: " + {broken!r} + " is broken", file=sys.stderr)
+    raise SystemExit(1)
+step_s = 0.02 * int(flag("--batch")) * (10 if "--nvme" in sys.argv else 1)
+times = [9.0, 9.0] + [step_s] * (int(flag("--steps")) - 2)
+pathlib.Path(flag("--metrics")).write_text("".join(json.dumps(
+    {{"step": k, "step_s": s, "loss": 10.0 + k, "grad_norm": 1.0 + k, "rss_peak_bytes": 2 << 30}})
+    + "\\n" for k, s in enumerate(times)))
+"""
+PEERS_STAND_IN = """
+import json, sys
+flag = lambda name: sys.argv[sys.argv.index(name) + 1]
+if flag("--system") == "fsdp2-cpu":
+    print("RuntimeError: no such link", file=sys.stderr)
+    print("UserWarning: destroy_process_group() was not called", file=sys.stderr)
+    raise SystemExit(1)
+for batch in map(int, flag("--batch").split(",")):
+    print("RESULT " + json.dumps({"batch": batch, "step_s": 0.05 * batch, "free_step_s":
+        0.04 * batch, "forward_s": 0.01, "backward_s": 0.02, "optimizer_s": 0.03,
+        "losses": [10.0], "grad_norms": [1.0], "device_peak_gib": 3.0, "rss_gib": 4.0}))
+"""
+
+
+def metrics(*steps):
+    return "".join(json.dumps(step) + "\n" for step in steps)
+
+
+def steps_of(*seconds, **more):
+    return metrics(*({"step_s": s, **more} for s in seconds))
+
+
+class Presets(unittest.TestCase):
+    def test_they_are_those_of_the_program(self):
+        source = (ROOT / "models/gpt_presets.cpp").read_text()
+        ours = {name: tuple(map(int, numbers.split(",")))
+                for name, numbers in re.findall(r'Preset\{"([\w-]+)", ([\d, ]+)\}', source)}
+        for name, shape in gpt_presets.PRESETS.items():
+            self.assertEqual(ours[name], shape, name)
+
+    def test_the_number_of_parameters_is_the_models(self):
+        self.assertEqual(gpt_presets.num_params("gpt-1b4"), PARAMS)
+        self.assertEqual(gpt_presets.num_params("gpt2-124m"), 163109376)
+
+
+class FiguresOfARun(unittest.TestCase):
+    def test_warm_up_does_not_count_and_peaks_are_of_all_steps(self):
+        figures = gpu_run.metrics_figures(metrics(
+            {"step_s": 9, "rss_peak_bytes": 70, "h2d_bytes": 900},
+            {"step_s": 8, "rss_peak_bytes": 70, "h2d_bytes": 800},
+            {"step_s": 0.1, "rss_peak_bytes": 70, "h2d_bytes": 5},
+            {"step_s": 0.3, "rss_peak_bytes": 71, "h2d_bytes": 7},
+            {"step_s": 0.2, "rss_peak_bytes": 71, "h2d_bytes": 6}), 5)
+        self.assertEqual((figures.step_s, figures.host_peak_bytes, figures.h2d_bytes),
+                         (0.2, 71, 6))
+
+    def test_what_a_metrics_file_does_not_have_is_not_known(self):
+        figures = gpu_run.metrics_figures(steps_of(9, 8, 0.1), 3)
+        self.assertEqual(figures.step_s, 0.1)
+        for name in ("forward_s", "update_s", "device_peak_bytes", "d2h_bytes"):
+            self.assertIsNone(getattr(figures, name), name)
+
+    def test_a_metrics_file_that_ends_early_has_no_figure(self):
+        with self.assertRaisesRegex(RunError, "has 4 steps; expected 5"):
+            gpu_run.metrics_figures(steps_of(9, 8, 0.1, 0.3), 5)
+        with self.assertRaises(RunError):
+            gpu_run.metrics_figures(steps_of(9, 8), 2)
+
+    def test_a_peer_has_the_smaller_of_its_two_times_at_each_batch(self):
+        line = {"forward_s": 1, "backward_s": 2, "optimizer_s": 3, "losses": [7.5],
+                "grad_norms": [], "device_peak_gib": 2, "rss_gib": 1}
+        output = "".join("RESULT " + json.dumps({**line, "batch": batch, "step_s": step_s,
+                                                 "free_step_s": free_s}) + "\nchatter\n"
+                         for batch, step_s, free_s in ((8, 0.3, 0.2), (32, 0.7, 0.8)))
+        figures = gpu_run.peer_figures(output)
+        self.assertEqual({b: f.step_s for b, f in figures.items()}, {8: 0.2, 32: 0.7})
+        self.assertEqual(figures[8].device_peak_bytes, 2 << 30)
+        self.assertEqual(figures[8].update_s, 3)
+
+    def test_the_middle_of_rounds_is_taken_figure_by_figure(self):
+        middle = gpu_run.middle_of([Figures(3.0, h2d_bytes=5, losses=(1,)),
+                                    Figures(1.0, losses=(2,)), Figures(2.0, h2d_bytes=9)])
+        self.assertEqual((middle.step_s, middle.h2d_bytes, middle.losses, middle.forward_s),
+                         (2.0, 7, (1,), None))
+
+
+class Processes(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def run_code(self, code, limit_s=60.0, **variables):
+        return gpu_run.run_process([sys.executable, "-c", code], limit_s, self.folder / "log",
+                                   variables)
+
+    def test_the_reason_of_a_failure_is_the_last_line_that_tells_of_an_error(self):
+        text = ("Traceback\nValueError: first\nRuntimeError: CUDA out of memory\n"
+                "Warning: Error in destroy_process_group\nbye\n")
+        self.assertEqual(gpu_run.reason_in(text, 1),
+                         "exit code 1: RuntimeError: CUDA out of memory")
+        self.assertEqual(gpu_run.reason_in("one\ntwo\n", -9), "signal 9: two")
+        self.assertEqual(gpu_run.reason_in("", 3), "exit code 3: it printed nothing")
+        self.assertLess(len(gpu_run.reason_in("error " + "x" * 999, 1)), 200)
+
+    def test_a_process_that_does_not_end_is_killed_with_what_it_started(self):
+        os.mkfifo(self.folder / "pipe")  # nobody writes to it
+        code = ("import subprocess, sys\n"
+                "subprocess.run([sys.executable, '-c', 'import os; open(os.environ[\"PIPE\"])'])")
+        # Standard output ends only when the child's is closed, too.
+        with self.assertRaisesRegex(RunError, "not done after"):
+            self.run_code(code, limit_s=1.0, PIPE=self.folder / "pipe")
+        self.assertIn("subprocess.run", (self.folder / "log").read_text())
+
+    def test_a_launchers_variables_do_not_reach_a_run(self):
+        with mock.patch.dict(os.environ, {"RANK": "3", "WORLD_SIZE": "8", "KEPT": "yes"}):
+            out = self.run_code("import os; print(os.environ.get('RANK'), os.environ.get("
+                                "'WORLD_SIZE'), os.environ['KEPT'], os.environ['ADDED'])", ADDED=7)
+        self.assertEqual(out, "None None yes 7\n")
+
+    def test_a_program_that_is_missing_is_an_error_of_the_run(self):
+        with self.assertRaisesRegex(RunError, "cannot start.*missing"):
+            gpu_run.run_process([self.folder / "missing"], 1.0)
+
+
+class Order(unittest.TestCase):
+    def test_a_peer_runs_all_batches_in_one_process_and_tessera_each_in_its_own(self):
+        tasks = gpu_modes.tasks_of(["resident", "host", "nvme"], gpu_modes.DEFAULT_SYSTEMS, [8, 32])
+        self.assertEqual([(task.mode, task.name, task.batches) for task in tasks], [
+            ("resident", "plain", (8, 32)), ("resident", "fsdp2", (8, 32)),
+            ("resident", "deepspeed", (8, 32)), ("resident", "tessera", (8,)),
+            ("resident", "tessera", (32,)), ("host", "fsdp2-cpu", (8, 32)),
+            ("host", "deepspeed-cpu", (8, 32)), ("host", "tessera", (8,)),
+            ("host", "tessera", (32,)), ("nvme", "tessera", (8,)), ("nvme", "tessera", (32,))])
+
+    def test_deepspeed_on_nvme_runs_only_when_it_is_asked_for(self):
+        names = [task.name for task in gpu_modes.tasks_of(
+            ["nvme-optimizer"], [*gpu_modes.DEFAULT_SYSTEMS, "deepspeed-nvme"], [8])]
+        self.assertEqual(names, ["deepspeed-nvmeopt", "tessera"])
+
+    def test_every_other_round_runs_backwards(self):
+        self.assertEqual([task for _, task in gpu_modes.rounds_of(["a", "b"], 3)],
+                         ["a", "b", "b", "a", "a", "b"])
+
+
+class Bounds(unittest.TestCase):
+    def bound(self, mode, batch, rates=H200):
+        forward_s, backward_s = {8: (0.039, 0.090), 32: (0.160, 0.375)}[batch]
+        return gpu_bounds.bound_s(mode, PARAMS, forward_s, backward_s, rates)
+
+    def test_resident_is_arithmetic_and_the_gpus_memory(self):
+        self.assertAlmostEqual(self.bound("resident", 8), 0.129 + 28 * PARAMS / 4.3e12)
+
+    def test_in_host_memory_the_best_split_is_bound_by_links_or_by_arithmetic(self):
+        self.assertAlmostEqual(self.bound("host", 8), 0.297, delta=0.001)
+        # Long enough for the copies: nothing but forward, backward and the GPU's share.
+        self.assertAlmostEqual(self.bound("host", 32), 0.535 + 0.0065, delta=0.002)
+
+    def test_on_nvme_the_disk_binds(self):
+        for mode, per_param in (("nvme-optimizer", 24), ("nvme", 28), ("half", 12)):
+            self.assertAlmostEqual(self.bound(mode, 8), per_param * PARAMS / 2.7e9)
+
+    def test_a_faster_link_never_makes_a_bound_larger(self):
+        for name in ("h2d_of_both", "d2h_of_both", "device", "adamw", "disk_mixed"):
+            faster = gpu_bounds.Rates(**{**vars(H200), name: 3 * getattr(H200, name)})
+            for mode in gpu_modes.MODES:
+                for batch in (8, 32):
+                    self.assertLessEqual(self.bound(mode, batch, faster),
+                                         self.bound(mode, batch) + 1e-9, (name, mode))
+
+    def test_without_a_rate_there_is_no_bound_of_the_modes_that_need_it(self):
+        rates = gpu_bounds.Rates.of({"device": 4e12, "adamw": 7e10, "disk_mixed": None, "gpu": "x"})
+        self.assertIsNotNone(self.bound("resident", 8, rates))
+        self.assertIsNone(self.bound("host", 8, rates))
+        self.assertIsNone(self.bound("nvme", 8, rates))
+        self.assertIsNone(gpu_bounds.bound_s("resident", PARAMS, None, None, H200))
+
+
+class Rows(unittest.TestCase):
+    def rows(self, figures, reasons=None):
+        tasks = gpu_modes.tasks_of(["resident", "host"], gpu_modes.DEFAULT_SYSTEMS, [8])
+        rows = gpu_report.make_rows("gpt-1b4", tasks, figures, reasons or {}, H200)
+        return {(row["mode"], row["system"]): row for row in rows}
+
+    def test_ratios_are_to_plain_resident_and_to_the_best_peer_of_the_mode(self):
+        rows = self.rows({("resident", "plain", 8): Figures(0.16, 0.039, 0.09),
+                          ("resident", "fsdp2", 8): Figures(0.2),
+                          ("host", "fsdp2", 8): Figures(1.6),
+                          ("host", "deepspeed", 8): Figures(1.2),
+                          ("host", "tessera", 8): Figures(0.4)})
+        ours = rows["host", "tessera"]
+        self.assertAlmostEqual(ours["retained"], 0.4)
+        self.assertAlmostEqual(ours["peer_ratio"], 3.0)
+        self.assertAlmostEqual(ours["of_bound"], 0.297 / 0.4, delta=0.003)
+        self.assertAlmostEqual(ours["tokens_per_s"], 8192 / 0.4)
+        # Plain PyTorch is what others are held against, and no peer.
+        self.assertAlmostEqual(rows["resident", "fsdp2"]["peer_ratio"], 1.0)
+
+    def test_a_row_without_figures_says_why(self):
+        rows = self.rows({}, {("host", "deepspeed", 8): "not installed"})
+        self.assertIsNone(rows["host", "deepspeed"]["step_s"])
+        text = "\n".join(gpu_report.table(rows.values()))
+        self.assertRegex(text, r"\| host +\| deepspeed-cpu +\| 8192 +\| - .*\| not installed +\|")
+
+    def test_every_line_of_a_table_has_the_same_columns(self):
+        rows = self.rows({("host", "tessera", 8): Figures(0.4, update_s=0.1)},
+                         {("host", "fsdp2", 8): "a | b"})
+        lines = gpu_report.table(rows.values())
+        self.assertEqual({line.count("|") for line in lines}, {len(gpu_report.COLUMNS) + 1})
+        self.assertIn("- / - / 0.100", "\n".join(lines))
+
+
+class Claims(unittest.TestCase):
+    def claims(self, figures, batches=(8, 32), preset="gpt-1b4", rates=H200):
+        return {claim.figure: claim
+                for claim in gpu_claims.claims_of(figures, preset, batches, rates)}
+
+    def host(self, ours_s, **peers_s):
+        figures = {("host", "tessera", 8): Figures(ours_s)}
+        figures.update({("host", name, 8): Figures(s) for name, s in peers_s.items()})
+        return self.claims(figures)
+
+    def test_the_limits_are_those_that_were_asked_for(self):
+        self.assertEqual([claim.asked for name, claim in self.claims({}).items()
+                          if "batch 32" in name],
+                         ["<= 1.02", "<= 0.66 s", ">= 1.75", ">= 0.85", ">= 0.9", "<= 1.2",
+                          "<= 0.6", "<= 16", "<= 1"] + ["every bit"] * 4)
+        self.assertEqual([claim.asked for name, claim in self.claims({}).items()
+                          if "host, batch 8" in name][:2], ["<= 0.37 s", ">= 3"])
+
+    def test_nothing_measured_is_nothing_known(self):
+        self.assertEqual({claim.is_reached for claim in self.claims({}).values()}, {None})
+
+    def test_another_preset_is_not_judged(self):
+        self.assertEqual(self.claims({}, preset="gpt-7b"), {})
+
+    def test_the_best_peer_is_the_faster_one(self):
+        claim = self.host(0.37, deepspeed=1.2, fsdp2=1.1)["host, batch 8: x best peer"]
+        self.assertIs(claim.is_reached, False)
+        self.assertEqual(claim.measured, "2.97 (fsdp2)")
+        claims = self.host(0.36, deepspeed=1.2, fsdp2=1.1)
+        self.assertIs(claims["host, batch 8: x best peer"].is_reached, True)
+        self.assertIs(claims["host, batch 8: step"].is_reached, True)
+
+    def test_a_peer_that_did_not_run_leaves_the_best_peer_open_but_not_a_miss(self):
+        claim = self.host(0.3, fsdp2=1.5)["host, batch 8: x best peer"]
+        self.assertIsNone(claim.is_reached)
+        self.assertEqual(claim.measured, "5.00 (fsdp2; without deepspeed)")
+        self.assertIs(self.host(0.6, fsdp2=1.5)["host, batch 8: x best peer"].is_reached, False)
+
+    def test_nvme_is_held_against_the_disk_and_the_modes_against_each_other(self):
+        disk_s = 24 * PARAMS / 2.7e9
+        claims = self.claims({("nvme-optimizer", "tessera", 8): Figures(disk_s / 0.95),
+                              ("nvme", "tessera", 8): Figures(disk_s * 1.3),
+                              ("half", "tessera", 8): Figures(disk_s * 0.6)})
+        self.assertIs(claims["nvme-optimizer, batch 8: of the disk's mixed rate, at 24 B/param"]
+                      .is_reached, True)
+        self.assertIs(claims["nvme, batch 8: / nvme-optimizer"].is_reached, False)
+        self.assertIs(claims["half, batch 8: / nvme-optimizer"].is_reached, True)
+
+    def test_host_memory_is_counted_above_the_resident_run(self):
+        def held(per_param):
+            claims = self.claims({
+                ("resident", "tessera", 8): Figures(1, host_peak_bytes=5e9),
+                ("host", "tessera", 8): Figures(1, host_peak_bytes=5e9 + per_param * PARAMS)})
+            return claims["host, batch 8: host bytes per parameter above resident"]
+        self.assertIs(held(15.9).is_reached, True)
+        self.assertIs(held(16.1).is_reached, False)
+
+    def test_one_bit_of_a_norm_is_a_difference(self):
+        def same(norms):
+            claims = self.claims({
+                ("resident", "tessera", 8): Figures(1, losses=(3.0, 2.0), grad_norms=(0.5, 0.25)),
+                ("half", "tessera", 8): Figures(1, losses=(3.0, 2.0), grad_norms=norms)})
+            return claims["half, batch 8: losses and norms of resident"]
+        self.assertIs(same((0.5, 0.25)).is_reached, True)
+        self.assertIs(same((0.5,)).is_reached, True)  # fewer steps with NVMe: as far as both go
+        self.assertEqual(same((0.5, 0.25 + 2**-53)).measured, "step 1 differs")
+        self.assertIsNone(same(()).is_reached)
+
+
+class ParityOfNumbers(unittest.TestCase):
+    def test_the_largest_relative_difference_of_all_steps_counts(self):
+        self.assertAlmostEqual(gpu_parity.largest_difference((10.0, 2.2), (10.1, 2.0), 2), 0.1)
+
+    def test_steps_that_are_missing_are_no_agreement(self):
+        with self.assertRaisesRegex(RunError, "expected 2 losses"):
+            gpu_parity.largest_difference((10.0,), (10.0, 9.0), 2)
+
+    def test_a_loss_that_is_not_a_number_is_no_agreement(self):
+        with self.assertRaises(RunError):  # null in a metrics file
+            gpu_parity.largest_difference((None,), (1.0,), 1)
+
+    def test_each_figure_is_held_against_the_rounding(self):
+        parity = gpu_parity.Parity("gpt2-124m", 50, 2.0**-8, 1e-4, 0.01, None, None)
+        self.assertEqual([claim.is_reached for claim in parity.claims()], [True, False, None])
+
+
+class WholeProgram(unittest.TestCase):
+    """main() with stand-ins for tessera and for peers.py."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.calls = self.folder / "calls"
+        self.peers = self.folder / "peers.py"
+        self.peers.write_text(PEERS_STAND_IN)
+        self.write_program()
+
+    def write_program(self, broken="--never"):
+        self.program = self.folder / "bin" / "tessera"
+        self.program.parent.mkdir(exist_ok=True)
+        self.program.write_text(TESSERA_STAND_IN.format(python=sys.executable, broken=broken,
+                                                        calls=str(self.calls)))
+        self.program.chmod(0o755)
+
+    def main(self, *arguments, deepspeed=None):
+        python = peer_python.PeerPython(sys.executable, "2.11.0", deepspeed, True)
+        out = io.StringIO()
+        with mock.patch.object(peer_python, "find", return_value=python), \
+                mock.patch.object(gpu_rates, "torch_rates", side_effect=RunError("no torch")), \
+                contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            code = gpu.main(["--program", str(self.program), "--peers", str(self.peers),
+                             "--output", str(self.folder / "out"), "--directory",
+                             str(self.folder / "nvme"), "--rate-seconds", "0.01", *arguments])
+        document = json.loads((self.folder / "out/gpu.json").read_text())
+        rows = {(row["mode"], row["system"], row["batch"]): row for row in document["rows"]}
+        self.assertEqual((self.folder / "out/gpu.md").read_text(), out.getvalue())
+        return code, out.getvalue(), document, rows
+
+    def test_all_modes_and_systems_have_a_row_and_those_that_fail_say_why(self):
+        code, out, document, rows = self.main("--rounds", "2")
+        self.assertEqual(code, 0)
+        self.assertEqual(len(rows), 2 * (4 + 3 + 1 + 1 + 1))
+        self.assertAlmostEqual(rows["host", "tessera", 32]["step_s"], 0.64)
+        self.assertAlmostEqual(rows["resident", "tessera", 8]["retained"], 0.04 / 0.02)
+        self.assertEqual(rows["host", "fsdp2", 8]["reason"],
+                         "exit code 1: RuntimeError: no such link")
+        self.assertEqual(rows["host", "deepspeed", 8]["reason"], "not installed")
+        runs = [run for run in document["runs"]
+                if (run["mode"], run["system"], run["batch"]) == ("host", "tessera", 8)]
+        self.assertEqual(len(runs), 2)
+        self.assertAlmostEqual(document["rates"]["disk_mixed"], 2.5e9)
+        self.assertEqual(document["rates"]["reasons"], {"torch": "no torch"})
+        self.assertRegex(out, r"\| host, batch 8: step +\| <= 0.37 s +\| 0.160 s +\| yes")
+        self.assertRegex(out, r"\| host, batch 8: x best peer .*\| - +\| not known")
+        self.assertRegex(out, r"half, batch 32: losses and norms .*\| 4 steps equal +\| yes")
+
+    def test_tessera_is_called_with_the_arithmetic_of_the_peers_and_the_flags_of_the_mode(self):
+        self.main("--batches", "8", "--systems", "tessera", "--half-budget", "3GiB", "--extra",
+                  "--threads 4")
+        calls = [call.split() for call in self.calls.read_text().splitlines()
+                 if call.startswith("train")]
+        common = ("train --preset gpt-1b4 --device cuda --precision bf16 --batch 8 --data random "
+                  "--lr 1e-4 --clip 1.0").split()
+        flags = []
+        for call in calls:
+            self.assertEqual(call[:len(common)], common)
+            self.assertIn("--threads 4 --steps", " ".join(call))
+            rest = call[len(common):call.index("--threads")]
+            flags.append(" ".join(w for w in rest if not w.startswith(str(self.folder))))
+        self.assertEqual(flags, [
+            "", "--parameters host --optimizer host", "--optimizer nvme --nvme",
+            "--parameters nvme --optimizer nvme --nvme",
+            "--optimizer host --host-budget 3GiB --nvme"])
+
+    def test_what_no_longer_fits_is_skipped_and_said_to_be(self):
+        code, out, _, rows = self.main("--time-limit", "0", "--modes", "resident", "--parity")
+        self.assertEqual(code, 0)
+        for row in rows.values():
+            expected = "not installed" if row["system"] == "deepspeed" else "skipped: 0 s of"
+            self.assertTrue(row["reason"].startswith(expected), row)
+        self.assertIn("Parity was not measured: no time left", out)
+        self.assertNotIn("train", self.calls.read_text())
+
+    def test_a_mode_in_which_tessera_fails_makes_the_exit_code_one_and_others_still_run(self):
+        self.write_program(broken="--host-budget")
+        code, _, _, rows = self.main("--batches", "8", "--modes", "half,host", "--rounds", "2")
+        self.assertEqual(code, 1)
+        self.assertEqual(rows["half", "tessera", 8]["reason"],
+                         "exit code 1: tessera: error: --host-budget is broken")
+        self.assertAlmostEqual(rows["host", "tessera", 8]["step_s"], 0.16)
+        # Not tried again in the second round.
+        self.assertEqual(self.calls.read_text().count("--host-budget"), 1)
+
+    def test_parity_that_cannot_be_measured_says_why(self):
+        code, out, document, _ = self.main("--batches", "8", "--modes", "resident", "--parity",
+                                           "--parity-steps", "3", "--systems", "tessera")
+        self.assertEqual(code, 0)
+        self.assertIn("Parity was not measured: ", out)
+        self.assertIsInstance(document["parity"], str)
+
+    def test_wrong_arguments_are_refused(self):
+        for arguments in (["--modes", "cloud"], ["--systems", "horovod"], ["--steps", "2"],
+                          ["--nvme-steps", "2"], ["--rounds", "0"], ["--batches", "8,x"],
+                          ["--batches", "0"], ["--preset", "large"]):
+            with self.assertRaises(SystemExit) as caught, \
+                    contextlib.redirect_stderr(io.StringIO()):
+                gpu.parse_arguments(arguments)
+            self.assertEqual(caught.exception.code, 2, arguments)
+
+
+if __name__ == "__main__":
+    unittest.main()
