@@ -7,6 +7,7 @@
 #include "tessera/core/units.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/rule.h"
+#include "tessera/planner/cuda_placement.h"
 #include "tessera/planner/placement_cost.h"
 #include "tessera/planner/placement_fill.h"
 
@@ -34,12 +35,14 @@ void check_wish(const Config& config, const char* option, Wish wish) {
                 config.get_string(option), ", but ", budget, " = 0 allows nothing there; raise it");
 }
 
-void check_device(const PlacementOptions& options) {
-  const auto is_away = [](Wish wish) { return wish == Wish::kHost || wish == Wish::kNvme; };
-  TESSERA_CHECK(!options.on_cuda || (!is_away(options.parameters) && !is_away(options.optimizer)),
-                ConfigError,
-                "place.parameters and place.optimizer: shards of an engine on CUDA stay in its own "
-                "memory; use auto or device, or train on the CPU");
+Placement place_in_one_memory(const CutModel& cut, std::int64_t num_micro_batches) {
+  Placement placement = fill(cut);
+  placement.memory_budget_bytes = cut.options.memory_bytes();
+  complete(cut, num_micro_batches, placement);
+  TESSERA_INVARIANT(placement.memory_bytes() <= placement.memory_budget_bytes, "a plan of ",
+                    placement.memory_bytes(), " bytes for a budget of ",
+                    placement.memory_budget_bytes);
+  return placement;
 }
 
 }  // namespace
@@ -69,10 +72,12 @@ PlacementOptions PlacementOptions::from(const Config& config, int num_ranks, boo
   options.is_bucket_given = config.is_set("grad.bucket_bytes");
   options.pack_below_bytes = config.get_bytes("comm.pack_below_bytes");
   options.live_limit_bytes = config.get_bytes("live.limit_bytes");
+  options.is_live_limit_given = config.is_set("live.limit_bytes");
   options.sub_group_bytes = config.get_bytes("optim.sub_group_bytes");
   options.parameter_buffers = static_cast<int>(config.get_int("nvme.parameter_buffers"));
   options.parameter_buffer_bytes = config.get_bytes("nvme.parameter_buffer_bytes");
   options.optimizer_buffers = static_cast<int>(config.get_int("nvme.optimizer_buffers"));
+  options.cpu_share = config.get_double("optim.cpu_share");
   options.verify = config.get_bool("nvme.verify");
   return options;
 }
@@ -118,17 +123,15 @@ std::int64_t Placement::memory_bytes() const {
   return bytes(Tier::kDevice) + bytes(Tier::kPinned) + bytes(Tier::kHost) + comm_bytes;
 }
 
+std::int64_t Placement::device_memory_bytes() const { return on_cuda ? bytes(Tier::kDevice) : 0; }
+
+std::int64_t Placement::host_memory_bytes() const { return memory_bytes() - device_memory_bytes(); }
+
 Placement make_placement(const ModelShapes& model, const PlacementOptions& options,
                          std::int64_t num_micro_batches) {
-  check_device(options);
   const CutModel cut(model, options);
-  Placement placement = fill(cut);
-  placement.on_cuda = options.on_cuda;
-  placement.memory_budget_bytes = options.memory_bytes();
-  complete(cut, num_micro_batches, placement);
-  TESSERA_INVARIANT(placement.memory_bytes() <= placement.memory_budget_bytes, "a plan of ",
-                    placement.memory_bytes(), " bytes for a budget of ",
-                    placement.memory_budget_bytes);
+  Placement placement = options.on_cuda ? place_on_cuda(cut, num_micro_batches)
+                                        : place_in_one_memory(cut, num_micro_batches);
   const std::int64_t nvme_bytes = placement.bytes(Tier::kNvme);
   TESSERA_CHECK(nvme_bytes <= options.nvme_bytes, ConfigError, "NVMe: a rank needs ",
                 approximate_bytes(static_cast<std::uint64_t>(nvme_bytes)), ", memory.nvme allows ",

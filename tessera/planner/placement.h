@@ -3,7 +3,8 @@
 // the same size.
 //
 // One rank is planned; all are alike up to what does not divide. On a device whose memory is the
-// host's (CPU), `device` and `host` are one memory, and the smaller of both budgets bounds it.
+// host's (CPU), `device` and `host` are one memory, and the smaller of both budgets bounds it. What
+// follows is about such a device.
 //
 // Without a budget and without a wish everything is in memory, as large as the options say. With a
 // budget, what must be in memory comes first: the arena of gathered parameters (at least the
@@ -18,6 +19,9 @@
 // parameters (up to kSmallParamBytes); parameters in the order of use; gradient shards; optimizer
 // states in the order of use. Shard by shard: a later one that fits stays where an earlier one did
 // not. So a larger budget never puts more bytes on NVMe.
+//
+// On a device with memory of its own (CUDA), `device` and `host` are two budgets; cuda_placement.h
+// says by which rules.
 //
 // What autograd holds besides (activations, and the full gradient of one parameter at a time) is
 // torch's: the largest full gradient is stated, and not part of the budgets.
@@ -77,17 +81,21 @@ struct PlacementOptions {
   bool is_bucket_given = false;                            // exactly that, not at most
   std::int64_t pack_below_bytes = std::int64_t{64} << 10;  // smaller shards are gathered together
   std::int64_t live_limit_bytes = std::int64_t{2} << 30;
+  bool is_live_limit_given = false;                        // else CUDA may hold more
   std::int64_t sub_group_bytes = std::int64_t{256} << 20;  // of fp32 masters, at most
   // 0: chosen here.
   int parameter_buffers = 0;
   std::int64_t parameter_buffer_bytes = 0;
   int optimizer_buffers = 0;
+  // CUDA: of the update of states in host memory, what the processor does; negative: chosen here.
+  double cpu_share = -1;
   bool verify = false;  // checksums of what is on NVMe are kept in memory
 
   // num_ranks, budgets, places and buffers as the config says; types by option precision. Throws
   // ConfigError for contradictions: a tier without a path, a place that its budget forbids.
   static PlacementOptions from(const Config& config, int num_ranks, bool on_cuda);
-  // Of the memory that everything is planned in; kUnlimited: there is none.
+  // Of the memory that everything is planned in, on CUDA of the device's; kUnlimited: there is
+  // none.
   std::int64_t memory_bytes() const;
 };
 
@@ -125,11 +133,18 @@ struct StepBytes {
   std::int64_t written() const { return states_written + parameters_written + gradients_written; }
 };
 
+// Between the host and a device with memory of its own, per step; at most.
+struct LinkBytes {
+  std::int64_t h2d = 0;
+  std::int64_t d2h = 0;
+};
+
 struct Placement {
   std::vector<ShardPlaces> params;  // by id
   bool uses_nvme = false;
   bool on_cuda = false;
-  std::int64_t memory_budget_bytes = kUnlimited;
+  std::int64_t memory_budget_bytes = kUnlimited;  // on CUDA: of the device
+  std::int64_t host_budget_bytes = kUnlimited;    // on CUDA
   // Gathered parameters. In a group of one those in memory are not gathered; 0: nothing is.
   std::int64_t arena_bytes = 0;
   std::int64_t live_limit_bytes = 0;
@@ -157,6 +172,7 @@ struct Placement {
   std::vector<LedgerLine> ledger;        // by tier and role, those above zero
   std::int64_t full_gradient_bytes = 0;  // torch's, besides
   StepBytes step;
+  LinkBytes link;  // CUDA
 
   // The ledger with what the groups reserve: what the books of a run say that has one ledger.
   std::vector<LedgerLine> ledger_with_groups() const;
@@ -164,6 +180,9 @@ struct Placement {
   std::int64_t bytes(Tier tier, Role role) const;
   // Of all tiers but NVMe, and of comm_bytes: what the budget bounds.
   std::int64_t memory_bytes() const;
+  // The same by budget, on CUDA. Elsewhere there is one memory, and all of it is the host's.
+  std::int64_t device_memory_bytes() const;
+  std::int64_t host_memory_bytes() const;
 };
 
 // Throws ConfigError, with the arithmetic, if it does not fit.

@@ -1,8 +1,6 @@
 #include "tessera/planner/placement_cost.h"
 
 #include <algorithm>
-#include <array>
-#include <numeric>
 
 #include "tessera/comm/staging_bytes.h"
 #include "tessera/coordinator/shard_feed.h"
@@ -11,6 +9,7 @@
 #include "tessera/grad/bucket.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/planner/gather_cost.h"
+#include "tessera/planner/ledger_lines.h"
 #include "tessera/tier/io_engine.h"
 
 namespace tessera::planner {
@@ -28,51 +27,10 @@ std::int64_t arena_bytes_of(const shard::Layout& layout) {
   return as_int(device::round_to_arena(layout.full_bytes()));
 }
 
-// Charges by tier and role; lines come out in their order.
-class Lines {
- public:
-  void add(Tier tier, Role role, std::int64_t bytes) {
-    bytes_[static_cast<std::size_t>(tier)][static_cast<std::size_t>(role)] += bytes;
-  }
-  std::int64_t bytes(Tier tier) const {
-    const auto& roles = bytes_[static_cast<std::size_t>(tier)];
-    return std::accumulate(roles.begin(), roles.end(), std::int64_t{0});
-  }
-  std::vector<LedgerLine> take() const {
-    std::vector<LedgerLine> lines;
-    for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
-      for (std::size_t role = 0; role < kNumRoles; ++role) {
-        if (bytes_[tier][role] > 0) {
-          lines.push_back({static_cast<Tier>(tier), static_cast<Role>(role), bytes_[tier][role]});
-        }
-      }
-    }
-    return lines;
-  }
-
- private:
-  std::array<std::array<std::int64_t, kNumRoles>, kNumTiers> bytes_{};
-};
-
 Tier tier_of(Place place) {
   return place == Place::kDevice ? Tier::kDevice
          : place == Place::kHost ? Tier::kHost
                                  : Tier::kNvme;
-}
-
-// Every unit that needs a stored parameter reads it in forward and in backward, unless it is still
-// there.
-std::int64_t parameters_read(const CutModel& cut, const std::vector<ShardPlaces>& places) {
-  std::int64_t bytes = 0;
-  for (const std::vector<int>& unit : cut.model.units) {
-    for (const int id : unit) {
-      const auto i = static_cast<std::size_t>(id);
-      if (places[i].parameter == Place::kNvme) {
-        bytes += 2 * block_bytes(as_int(cut.layouts[i].shard_bytes()));
-      }
-    }
-  }
-  return bytes;
 }
 
 // Tiles and window are pools of their own.
@@ -127,8 +85,23 @@ std::int64_t checksum_bytes(std::int64_t nvme_bytes) {
   return nvme_bytes / as_int(tier::kBlockBytes) * as_int(sizeof(std::uint64_t));
 }
 
+std::int64_t stored_parameter_uses(const CutModel& cut, const std::vector<ShardPlaces>& places) {
+  std::int64_t bytes = 0;
+  for (const std::vector<int>& unit : cut.model.units) {
+    for (const int id : unit) {
+      const auto i = static_cast<std::size_t>(id);
+      if (places[i].parameter == Place::kNvme) {
+        bytes += 2 * block_bytes(as_int(cut.layouts[i].shard_bytes()));
+      }
+    }
+  }
+  return bytes;
+}
+
 bool is_gathered(const CutModel& cut, const ShardPlaces& places) {
-  return cut.options.num_ranks > 1 || places.parameter == Place::kNvme;
+  const bool lies_elsewhere =
+      cut.options.on_cuda ? places.parameter != Place::kDevice : places.parameter == Place::kNvme;
+  return cut.options.num_ranks > 1 || lies_elsewhere;
 }
 
 UnitBytes largest_unit(const CutModel& cut, const std::vector<ShardPlaces>& places) {
@@ -320,7 +293,7 @@ void complete(const CutModel& cut, std::int64_t num_micro_batches, Placement& pl
   step.states_written = as_int(plan.states_written_bytes);
   (cut.model.dtype == DType::kFloat32 ? step.states_written : step.parameters_written) +=
       as_int(plan.parameters_written_bytes);
-  step.parameters_read = num_micro_batches * parameters_read(cut, places);
+  step.parameters_read = num_micro_batches * stored_parameter_uses(cut, places);
 }
 
 }  // namespace tessera::planner

@@ -34,6 +34,10 @@ bool uses_nvme(const std::vector<ShardPlaces>& places);
 // In memory, for so many bytes on NVMe.
 std::int64_t checksum_bytes(std::int64_t nvme_bytes);
 
+// Every unit that needs a stored parameter reads it in forward and in backward, unless it is still
+// there: bytes of one micro-batch, at most.
+std::int64_t stored_parameter_uses(const CutModel& cut, const std::vector<ShardPlaces>& places);
+
 // Whether the parameter, where it lives as `places` says, is gathered into the arena.
 bool is_gathered(const CutModel& cut, const ShardPlaces& places);
 

@@ -2,27 +2,23 @@
 
 #include <algorithm>
 #include <optional>
-#include <sstream>
 #include <utility>
 
 #include "tessera/coordinator/shard_feed.h"
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
 #include "tessera/device/host_memory.h"
+#include "tessera/planner/byte_sum.h"
 #include "tessera/planner/gather_cost.h"
 #include "tessera/planner/optimizer_buffers.h"
+#include "tessera/planner/parameter_buffers.h"
 #include "tessera/tier/io_engine.h"
 
 namespace tessera::planner {
 namespace {
 
-// Room for a few requests; any tensor passes through in tiles.
-constexpr std::int64_t kSmallestPoolBytes = std::int64_t{256} << 10;
 // More in flight makes no disk faster.
-constexpr std::int64_t kLargestParameterPoolBytes = std::int64_t{128} << 20;
 constexpr std::int64_t kLargestGradientPoolBytes = std::int64_t{16} << 20;
-constexpr std::int64_t kUnitsReadAhead = 3;
-constexpr int kDefaultParameterBuffers = 5;
 
 // Which roles may leave memory, in the order in which they do.
 enum class Level : std::uint8_t { kNothing, kStates, kGradients, kParameters };
@@ -33,23 +29,6 @@ std::string bytes_text(std::int64_t bytes) {
   return approximate_bytes(static_cast<std::uint64_t>(bytes));
 }
 
-// A sum, and how it is told.
-class Sum {
- public:
-  void add(const std::string& what, std::int64_t bytes) {
-    if (bytes > 0) {
-      text_ << (total_ > 0 ? " + " : "") << bytes_text(bytes) << " " << what;
-      total_ += bytes;
-    }
-  }
-  std::int64_t total() const { return total_; }
-  std::string text() const { return text_.str(); }
-
- private:
-  std::int64_t total_ = 0;
-  std::ostringstream text_;
-};
-
 class Filler {
  public:
   explicit Filler(const CutModel& cut)
@@ -58,12 +37,12 @@ class Filler {
   }
 
   Placement fill() {
-    std::optional<Sum> least;
+    std::optional<ByteSum> least;
     for (const Level level : kLevels) {
-      if (level != Level::kNothing && (options_.on_cuda || !options_.has_nvme)) {
+      if (level != Level::kNothing && !options_.has_nvme) {
         break;
       }
-      Sum need;
+      ByteSum need;
       if (std::optional<Placement> found = attempt(level, need)) {
         return std::move(*found);
       }
@@ -79,23 +58,19 @@ class Filler {
   void wish_places();
   // As in memory, but whatever may leave memory at this level is on NVMe.
   std::vector<ShardPlaces> stored_places(Level level) const;
-  std::optional<Placement> attempt(Level level, Sum& need) const;
-  std::optional<Placement> keep_all(Sum& need) const;
-  std::optional<Placement> keep_all(std::int64_t bucket_bytes, Sum& need) const;
+  std::optional<Placement> attempt(Level level, ByteSum& need) const;
+  std::optional<Placement> keep_all(ByteSum& need) const;
+  std::optional<Placement> keep_all(std::int64_t bucket_bytes, ByteSum& need) const;
   Placement divide(std::int64_t rest, const std::vector<ShardPlaces>& stored,
                    Placement smallest) const;
   void keep_shards(std::int64_t room, std::vector<ShardPlaces>& places) const;
-  [[noreturn]] void refuse(const Sum& need) const;
+  [[noreturn]] void refuse(const ByteSum& need) const;
 
   bool is_limited() const { return budget_ != kUnlimited; }
-  static std::int64_t floor(std::int64_t bytes) {
-    const auto step = static_cast<std::int64_t>(std::max(device::page_bytes(), tier::kBlockBytes));
-    return bytes / step * step;
-  }
   // Of a shard in memory, at least; of one on NVMe, exactly (with pages of one block). So the bytes
   // on NVMe can be counted against a budget of memory.
   std::int64_t parameter_weight(std::size_t id) const {
-    return taken_bytes(block_bytes(static_cast<std::int64_t>(cut_.layouts[id].shard_bytes())));
+    return planner::parameter_weight(cut_.layouts[id]);
   }
   std::int64_t gradient_weight(std::size_t id) const {
     return taken_bytes(block_bytes(4 * cut_.layouts[id].shard_numel()));
@@ -108,8 +83,6 @@ class Filler {
         optim::num_state_tensors(cut_.model.dtype, options_.num_states));
   }
   bool has_states() const { return num_state_tensors() > 0; }
-  std::int64_t smallest_parameter_pool(const std::vector<ShardPlaces>& stored) const;
-  std::int64_t largest_parameter_pool(const std::vector<ShardPlaces>& stored) const;
   std::int64_t largest_gradient_pool() const;
   std::string unit_text(std::size_t unit) const;
   void finish(Placement& placement) const;
@@ -168,54 +141,12 @@ std::vector<ShardPlaces> Filler::stored_places(Level level) const {
   return places;
 }
 
-std::int64_t Filler::smallest_parameter_pool(const std::vector<ShardPlaces>& stored) const {
-  std::int64_t all = 0;
-  std::int64_t largest = 0;
-  for (std::size_t i = 0; i < stored.size(); ++i) {
-    if (stored[i].parameter == Place::kNvme) {
-      all += parameter_weight(i);
-      largest = std::max(largest, parameter_weight(i));
-    }
-  }
-  if (all == 0) {
-    return static_cast<std::int64_t>(coordinator::kSmallestFeedBytes);
-  }
-  if (options_.parameter_buffers == 0 && options_.parameter_buffer_bytes == 0) {
-    return kSmallestPoolBytes;
-  }
-  const std::int64_t count =
-      options_.parameter_buffers > 0 ? options_.parameter_buffers : kDefaultParameterBuffers;
-  const std::int64_t each = options_.parameter_buffer_bytes > 0
-                                ? block_bytes(options_.parameter_buffer_bytes)
-                                : std::min(largest, kLargestParameterPoolBytes / count);
-  // Room for more than there is would be of no use.
-  return std::max(kSmallestPoolBytes, each > all / count ? all : count * each);
-}
-
-std::int64_t Filler::largest_parameter_pool(const std::vector<ShardPlaces>& stored) const {
-  const std::int64_t smallest = smallest_parameter_pool(stored);
-  if (smallest < kSmallestPoolBytes || options_.parameter_buffers > 0 ||
-      options_.parameter_buffer_bytes > 0) {
-    return smallest;
-  }
-  std::int64_t largest = 0;
-  for (const std::vector<int>& unit : cut_.model.units) {
-    std::int64_t bytes = 0;
-    for (const int id : unit) {
-      const auto i = static_cast<std::size_t>(id);
-      bytes += stored[i].parameter == Place::kNvme ? parameter_weight(i) : 0;
-    }
-    largest = std::max(largest, bytes);
-  }
-  return std::max(smallest, floor(std::min(kUnitsReadAhead * largest, kLargestParameterPoolBytes)));
-}
-
 std::int64_t Filler::largest_gradient_pool() const {
   std::int64_t all = 0;
   for (std::size_t i = 0; i < cut_.num_params(); ++i) {
     all += cut_.is_trainable(i) ? gradient_weight(i) : 0;
   }
-  return std::max(kSmallestPoolBytes, floor(std::min(all, kLargestGradientPoolBytes)));
+  return std::max(kSmallestPoolBytes, whole_pages_below(std::min(all, kLargestGradientPoolBytes)));
 }
 
 std::string Filler::unit_text(std::size_t unit) const {
@@ -229,11 +160,11 @@ std::string Filler::unit_text(std::size_t unit) const {
                               cut_.model.params[static_cast<std::size_t>(ids[0])].name, "')");
 }
 
-std::optional<Placement> Filler::keep_all(Sum& need) const {
+std::optional<Placement> Filler::keep_all(ByteSum& need) const {
   // With the largest buckets that leave room for everything else.
   std::optional<Placement> found;
   for (const std::int64_t bucket_bytes : possible_bucket_bytes(cut_)) {
-    need = Sum();
+    need = ByteSum();
     found = keep_all(bucket_bytes, need);
     if (found) {
       break;
@@ -242,7 +173,7 @@ std::optional<Placement> Filler::keep_all(Sum& need) const {
   return found;
 }
 
-std::optional<Placement> Filler::keep_all(std::int64_t bucket_bytes, Sum& need) const {
+std::optional<Placement> Filler::keep_all(std::int64_t bucket_bytes, ByteSum& need) const {
   Placement placement;
   placement.params = in_memory_;
   placement.bucket_bytes = bucket_bytes;
@@ -269,7 +200,7 @@ std::optional<Placement> Filler::keep_all(std::int64_t bucket_bytes, Sum& need) 
   return placement;
 }
 
-std::optional<Placement> Filler::attempt(Level level, Sum& need) const {
+std::optional<Placement> Filler::attempt(Level level, ByteSum& need) const {
   const std::vector<ShardPlaces> stored = stored_places(level);
   const OptimizerBuffers buffers(cut_, stored);
   if (!uses_nvme(stored)) {
@@ -283,7 +214,7 @@ std::optional<Placement> Filler::attempt(Level level, Sum& need) const {
   smallest.bucket_bytes = choose_bucket_bytes(cut_);
   const UnitBytes unit = largest_unit(cut_, stored);
   smallest.arena_bytes = unit.bytes;
-  smallest.parameter_pool_bytes = smallest_parameter_pool(stored);
+  smallest.parameter_pool_bytes = ParameterBuffers(cut_, stored).smallest();
   smallest.gradient_pool_bytes = stores_gradients ? kSmallestPoolBytes : 0;
   smallest.optimizer_pool_bytes = buffers.smallest().bytes;
   need.add(unit_text(unit.unit), taken_bytes(smallest.arena_bytes));
@@ -323,7 +254,7 @@ Placement Filler::divide(std::int64_t rest, const std::vector<ShardPlaces>& stor
   const OptimizerBuffers buffers(cut_, stored);
   const std::int64_t smallest_optimizer = taken_bytes(placement.optimizer_pool_bytes);
   const std::int64_t parameter_growth =
-      largest_parameter_pool(stored) - placement.parameter_pool_bytes;
+      ParameterBuffers(cut_, stored).largest() - placement.parameter_pool_bytes;
   const std::int64_t gradient_growth = placement.gradient_pool_bytes > 0
                                            ? largest_gradient_pool() - placement.gradient_pool_bytes
                                            : 0;
@@ -341,8 +272,8 @@ Placement Filler::divide(std::int64_t rest, const std::vector<ShardPlaces>& stor
 
   const OptimizerBuffers::Choice choice =
       buffers.choose(smallest_optimizer + std::min(speed / 2, optimizer_growth));
-  const std::int64_t parameter_more = floor(std::min(speed / 4, parameter_growth));
-  const std::int64_t gradient_more = floor(std::min(speed / 8, gradient_growth));
+  const std::int64_t parameter_more = whole_pages_below(std::min(speed / 4, parameter_growth));
+  const std::int64_t gradient_more = whole_pages_below(std::min(speed / 8, gradient_growth));
   const std::int64_t arena_more =
       speed - parameter_more - gradient_more - (taken_bytes(choice.bytes) - smallest_optimizer);
   placement.sub_group_numel = choice.sub_group_numel;
@@ -409,18 +340,17 @@ void Filler::finish(Placement& placement) const {
   }
 }
 
-void Filler::refuse(const Sum& need) const {
-  const char* const name = options_.on_cuda || options_.device_bytes < options_.host_bytes
-                               ? "memory.device"
-                               : "memory.host";
+void Filler::refuse(const ByteSum& need) const {
+  const char* const name =
+      options_.device_bytes < options_.host_bytes ? "memory.device" : "memory.host";
   throw ConfigError(detail::concat(
       "the model does not fit: one of ", options_.num_ranks,
       options_.num_ranks == 1 ? " rank" : " ranks", " needs ", bytes_text(need.total()), ": ",
       need.text(), "; ", name, " allows ", bytes_text(budget_), ". Raise ", name, " to at least ",
       exact_bytes(need.total()),
-      options_.on_cuda || options_.has_nvme ? ", or use more ranks"
-                                            : ", use more ranks, or give a directory for what does "
-                                              "not fit (nvme.paths, --nvme DIR)"));
+      options_.has_nvme ? ", or use more ranks"
+                        : ", use more ranks, or give a directory for what does "
+                          "not fit (nvme.paths, --nvme DIR)"));
 }
 
 }  // namespace

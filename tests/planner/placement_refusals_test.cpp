@@ -83,19 +83,6 @@ TEST(PlacementRefusal, NvmeBudgetIsKept) {
   EXPECT_TRUE(contains(text, "Raise memory.nvme to " + exact_bytes(stored))) << text;
 }
 
-TEST(PlacementRefusal, ADeviceOfItsOwnKeepsItsShards) {
-  PlacementOptions options;
-  options.on_cuda = true;
-  options.optimizer = Wish::kHost;
-  EXPECT_TRUE(contains(refusal_of([&] { make_placement(small_gpt(64, 1, 100), options, 1); }),
-                       "place.optimizer"));
-  options.optimizer = Wish::kAuto;
-  options.device_bytes = 1 << 18;
-  options.has_nvme = true;
-  EXPECT_TRUE(contains(refusal_of([&] { make_placement(small_gpt(64, 1, 3000), options, 1); }),
-                       "memory.device allows 256 KiB"));
-}
-
 class MachineFit : public testing::Test {
  protected:
   MachineFit() : placement_(make_placement(small_gpt(64, 4, 3000), with_budget(4 << 20), 1)) {

@@ -1,0 +1,450 @@
+#include "tessera/planner/cuda_placement.h"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/core/units.h"
+#include "tessera/planner/byte_sum.h"
+#include "tessera/planner/cuda_cost.h"
+#include "tessera/planner/optimizer_buffers.h"
+#include "tessera/planner/parameter_buffers.h"
+#include "tessera/planner/update_split.h"
+#include "tessera/shard/shard_store.h"
+
+namespace tessera::planner {
+namespace {
+
+constexpr std::int64_t kLargestSubGroupNumel = std::int64_t{16} << 20;
+// Slots: one comes up, one is updated or goes down; more hide what backward leaves of the link.
+constexpr std::int64_t kLeastSlots = 2;
+constexpr std::int64_t kGoodSlots = 4;
+constexpr std::int64_t kMostSlots = 12;
+// Units in the arena: one is used, others come.
+constexpr std::int64_t kGoodUnits = 4;
+// Of a host budget, for the buffers of states and of parameters.
+constexpr std::int64_t kOptimizerPoolsPerBudget = 8;
+constexpr std::int64_t kParameterPoolsPerBudget = 16;
+
+std::string bytes_text(std::int64_t bytes) {
+  return approximate_bytes(static_cast<std::uint64_t>(bytes));
+}
+
+// How many large parameters, in the order of use, are where.
+struct Reach {
+  std::size_t parameters_on_device = 0;
+  std::size_t states_on_device = 0;
+  // Of those that are not on the device; the rest is on NVMe.
+  std::size_t parameters_in_host = 0;
+  std::size_t states_in_host = 0;
+};
+
+// What is chosen on the device besides shards.
+struct DeviceRoom {
+  std::int64_t num_slots = 0;
+  std::int64_t arena_bytes = 0;
+};
+
+class CudaFiller {
+ public:
+  CudaFiller(const CutModel& cut, std::int64_t num_micro_batches)
+      : cut_(cut),
+        options_(cut.options),
+        cost_(cut, num_micro_batches),
+        sub_group_numel_(std::max(shard::kShardStep,
+                                  std::min(options_.sub_group_bytes / 4, kLargestSubGroupNumel) /
+                                      shard::kShardStep * shard::kShardStep)) {
+    for (std::size_t i = 0; i < cut_.num_params(); ++i) {
+      if (!cost_.is_small(i)) {
+        large_.push_back(i);
+      }
+    }
+    wish_parameters();
+    check_wishes();
+  }
+
+  Placement fill();
+
+ private:
+  void wish_parameters();
+  void check_wishes() const;
+  std::vector<ShardPlaces> places_of(const Reach& reach) const;
+  Place parameter_place(std::size_t order, const Reach& reach) const;
+  Place states_place(std::size_t order, const Reach& reach, Place parameter) const;
+
+  // On the device.
+  std::int64_t whole_arena(const std::vector<ShardPlaces>& places) const;
+  DeviceRoom least_room(const std::vector<ShardPlaces>& places, const SlotNeed& slots) const;
+  DeviceRoom good_room(const std::vector<ShardPlaces>& places, const SlotNeed& slots) const;
+  bool fits_device(const Reach& reach, bool with_good_room) const;
+  void reach_device(Reach& reach) const;
+  void give_device_room(Placement& placement) const;
+
+  // In host memory.
+  struct Pools {
+    std::int64_t optimizer_bytes = 0;
+    std::int64_t parameter_bytes = 0;
+  };
+  Pools least_pools() const;
+  Pools pools_within_budget() const;
+  std::int64_t host_bytes(const Lines& lines, const Pools& pools) const;
+  bool fits(const Reach& reach, const Pools& pools) const;
+  std::optional<Placement> reach_host(Reach reach, const Pools& pools) const;
+  std::optional<Placement> make(const Reach& reach, const Pools& pools) const;
+  void give_pools(const Pools& pools, Placement& placement) const;
+
+  [[noreturn]] void refuse(const Reach& reach) const;
+  [[noreturn]] void refuse_device(const Reach& reach) const;
+  [[noreturn]] void refuse_host(const Reach& reach) const;
+
+  bool is_own_master() const { return optim::is_own_master(cut_.model.dtype); }
+  bool keeps_parameters_on_device() const {
+    return options_.parameters == Wish::kDevice ||
+           (options_.parameters == Wish::kAuto && options_.optimizer == Wish::kDevice &&
+            is_own_master());
+  }
+
+  const CutModel& cut_;
+  const PlacementOptions& options_;
+  const CudaCost cost_;
+  const std::int64_t sub_group_numel_;
+  std::vector<std::size_t> large_;   // ids, in the order of use
+  std::vector<bool> stays_in_host_;  // by order: where parameters are wished to be on NVMe
+};
+
+void CudaFiller::wish_parameters() {
+  std::int64_t room = options_.parameters_host_bytes;
+  for (const std::size_t id : large_) {
+    const auto bytes = static_cast<std::int64_t>(cut_.layouts[id].shard_bytes());
+    const bool stays = bytes <= room;
+    room -= stays && room != kUnlimited ? bytes : 0;
+    stays_in_host_.push_back(stays);
+  }
+}
+
+void CudaFiller::check_wishes() const {
+  TESSERA_CHECK(
+      options_.has_nvme ||
+          (options_.parameters != Wish::kNvme && options_.optimizer != Wish::kNvme),
+      ConfigError,
+      "place.parameters and place.optimizer: nvme needs a directory; give one (nvme.paths, "
+      "--nvme DIR), or use host");
+  TESSERA_CHECK(!is_own_master() || options_.optimizer != Wish::kDevice ||
+                    options_.parameters == Wish::kDevice || options_.parameters == Wish::kAuto,
+                ConfigError,
+                "place.optimizer = device, and place.parameters elsewhere: fp32 parameters are "
+                "their own masters, which are updated beside their states; use place.optimizer = "
+                "host, or precision = bf16");
+}
+
+Place CudaFiller::parameter_place(std::size_t order, const Reach& reach) const {
+  if (keeps_parameters_on_device() ||
+      (options_.parameters == Wish::kAuto && order < reach.parameters_on_device)) {
+    return Place::kDevice;
+  }
+  const bool may_stay = options_.parameters != Wish::kNvme || stays_in_host_[order];
+  return may_stay && order < reach.parameters_in_host ? Place::kHost : Place::kNvme;
+}
+
+Place CudaFiller::states_place(std::size_t order, const Reach& reach, Place parameter) const {
+  if (!cut_.is_trainable(large_[order]) || options_.optimizer == Wish::kDevice) {
+    return Place::kDevice;
+  }
+  const bool may_be_there = parameter == Place::kDevice || !is_own_master();
+  if (options_.optimizer == Wish::kAuto && order < reach.states_on_device && may_be_there) {
+    return Place::kDevice;
+  }
+  const bool is_stored = order >= reach.states_in_host && cost_.num_state_tensors() > 0;
+  return is_stored ? Place::kNvme : Place::kHost;
+}
+
+std::vector<ShardPlaces> CudaFiller::places_of(const Reach& reach) const {
+  std::vector<ShardPlaces> places(cut_.num_params());
+  for (std::size_t order = 0; order < large_.size(); ++order) {
+    ShardPlaces& each = places[large_[order]];
+    each.parameter = parameter_place(order, reach);
+    each.states = states_place(order, reach, each.parameter);
+  }
+  assign_updates(cut_, places);
+  return places;
+}
+
+std::int64_t CudaFiller::whole_arena(const std::vector<ShardPlaces>& places) const {
+  // Alone nothing but memory speaks against holding everything; ranks are there to hold less.
+  const bool is_limited = options_.is_live_limit_given || options_.num_ranks > 1;
+  return whole_arena_bytes(cut_, places, is_limited ? options_.live_limit_bytes : kUnlimited);
+}
+
+DeviceRoom CudaFiller::least_room(const std::vector<ShardPlaces>& places,
+                                  const SlotNeed& slots) const {
+  return {std::min(kLeastSlots, slots.num_sub_groups), largest_unit(cut_, places).bytes};
+}
+
+DeviceRoom CudaFiller::good_room(const std::vector<ShardPlaces>& places,
+                                 const SlotNeed& slots) const {
+  return {std::min(kGoodSlots, slots.num_sub_groups),
+          std::min(kGoodUnits * largest_unit(cut_, places).bytes, whole_arena(places))};
+}
+
+bool CudaFiller::fits_device(const Reach& reach, bool with_good_room) const {
+  if (options_.device_bytes == kUnlimited) {
+    return true;
+  }
+  const std::vector<ShardPlaces> places = places_of(reach);
+  const SlotNeed slots = cost_.slot_need(places, sub_group_numel_);
+  const DeviceRoom room = with_good_room ? good_room(places, slots) : least_room(places, slots);
+  return cost_.shard_lines(places).bytes(Tier::kDevice) + room.num_slots * slots.slot_bytes +
+             room.arena_bytes <=
+         options_.device_bytes;
+}
+
+// As if host memory held the rest, which is when the device has most to do.
+void CudaFiller::reach_device(Reach& reach) const {
+  const std::size_t all = large_.size();
+  Reach best = reach;
+  if (options_.parameters == Wish::kAuto && !keeps_parameters_on_device()) {
+    best.parameters_on_device = all;
+    while (best.parameters_on_device > 0 && !fits_device(best, true)) {
+      --best.parameters_on_device;
+    }
+  }
+  if (options_.optimizer == Wish::kAuto) {
+    best.states_on_device = all;
+    while (best.states_on_device > 0 && !fits_device(best, true)) {
+      --best.states_on_device;
+    }
+  }
+  reach = best;
+}
+
+CudaFiller::Pools CudaFiller::least_pools() const {
+  Reach nothing;
+  const std::vector<ShardPlaces> stored = places_of(nothing);
+  if (!uses_nvme(stored) || !options_.has_nvme) {
+    return {};
+  }
+  const ModelShapes model = processor_model(cut_.model, stored);
+  return {OptimizerBuffers(CutModel(model, options_), stored).smallest().bytes,
+          ParameterBuffers(cut_, stored).smallest()};
+}
+
+CudaFiller::Pools CudaFiller::pools_within_budget() const {
+  Reach nothing;
+  const std::vector<ShardPlaces> stored = places_of(nothing);
+  if (!uses_nvme(stored) || !options_.has_nvme) {
+    return {};
+  }
+  const ModelShapes model = processor_model(cut_.model, stored);
+  const CutModel processor(model, options_);
+  const OptimizerBuffers optimizer(processor, stored);
+  const ParameterBuffers parameters(cut_, stored);
+  const Pools least = least_pools();
+  const std::int64_t most_parameters =
+      parameters.is_given() ? least.parameter_bytes
+                            : std::max(least.parameter_bytes,
+                                       whole_pages_below(2 * parameters.largest_stored_unit()));
+  const auto within = [this](std::int64_t parts, std::int64_t low, std::int64_t high) {
+    return std::clamp(options_.host_bytes / parts, low, std::max(low, high));
+  };
+  return {within(kOptimizerPoolsPerBudget, least.optimizer_bytes, optimizer.largest().bytes),
+          within(kParameterPoolsPerBudget, least.parameter_bytes, most_parameters)};
+}
+
+std::int64_t CudaFiller::host_bytes(const Lines& lines, const Pools& pools) const {
+  const std::int64_t nvme = lines.bytes(Tier::kNvme);
+  std::int64_t bytes =
+      lines.bytes(Tier::kPinned) + lines.bytes(Tier::kHost) + cost_.most_comm_bytes();
+  if (nvme > 0) {
+    bytes += pinned_bytes(block_bytes(pools.optimizer_bytes)) +
+             pinned_feed_bytes(pools.parameter_bytes) +
+             (options_.verify ? checksum_bytes(nvme) : 0);
+  }
+  return bytes;
+}
+
+bool CudaFiller::fits(const Reach& reach, const Pools& pools) const {
+  return fits_device(reach, false) &&
+         host_bytes(cost_.shard_lines(places_of(reach)), pools) <= options_.host_bytes;
+}
+
+std::optional<Placement> CudaFiller::reach_host(Reach reach, const Pools& pools) const {
+  const std::size_t most_states = reach.states_in_host;
+  const std::size_t least_states = options_.has_nvme ? 0 : most_states;
+  for (;; --reach.parameters_in_host) {
+    // Fewer states in host memory can mean more gradients there; so both ends are tried.
+    Reach least = reach;
+    least.states_in_host = least_states;
+    if (fits(reach, pools) || fits(least, pools)) {
+      for (; reach.states_in_host > least_states; --reach.states_in_host) {
+        if (auto found = fits(reach, pools) ? make(reach, pools) : std::nullopt) {
+          return found;
+        }
+      }
+      if (auto found = make(reach, pools)) {
+        return found;
+      }
+    }
+    if (reach.parameters_in_host == 0 || !options_.has_nvme) {
+      return std::nullopt;
+    }
+    reach.states_in_host = most_states;
+  }
+}
+
+std::optional<Placement> CudaFiller::make(const Reach& reach, const Pools& pools) const {
+  Placement placement;
+  placement.params = places_of(reach);
+  placement.cpu_share = assign_updates(cut_, placement.params);
+  placement.on_cuda = true;
+  placement.memory_budget_bytes = options_.device_bytes;
+  placement.host_budget_bytes = options_.host_bytes;
+  placement.sub_group_numel = sub_group_numel_;
+  if (uses_nvme(placement.params)) {
+    give_pools(pools, placement);
+  }
+  give_device_room(placement);
+  cost_.complete(placement);
+  const bool fits = placement.device_memory_bytes() <= options_.device_bytes &&
+                    placement.host_memory_bytes() <= options_.host_bytes;
+  return fits ? std::optional<Placement>(std::move(placement)) : std::nullopt;
+}
+
+void CudaFiller::give_pools(const Pools& pools, Placement& placement) const {
+  const ModelShapes model = processor_model(cut_.model, placement.params);
+  const CutModel processor(model, options_);
+  const OptimizerBuffers::Choice choice =
+      OptimizerBuffers(processor, placement.params).choose(taken_bytes(pools.optimizer_bytes));
+  placement.sub_group_numel = choice.sub_group_numel;
+  const auto lease_bytes = static_cast<std::int64_t>(
+      sub_groups(processor, placement.params, choice.sub_group_numel).max_lease_bytes);
+  placement.num_optimizer_buffers = lease_bytes > 0 ? choice.num_buffers : 0;
+  placement.optimizer_pool_bytes = placement.num_optimizer_buffers * lease_bytes;
+  const ParameterBuffers parameters(cut_, placement.params);
+  const std::int64_t least = parameters.smallest();
+  const std::int64_t most =
+      std::max(least, whole_pages_below(2 * parameters.largest_stored_unit()));
+  placement.parameter_pool_bytes =
+      parameters.is_given() || least < kSmallestPoolBytes
+          ? least
+          : std::clamp(whole_pages_below(pools.parameter_bytes), least, most);
+}
+
+void CudaFiller::give_device_room(Placement& placement) const {
+  const std::vector<ShardPlaces>& places = placement.params;
+  const SlotNeed slots = cost_.slot_need(places, placement.sub_group_numel);
+  const std::int64_t whole = whole_arena(places);
+  const DeviceRoom least = least_room(places, slots);
+  const DeviceRoom good = good_room(places, slots);
+  std::int64_t rest = options_.device_bytes - cost_.shard_lines(places).bytes(Tier::kDevice) -
+                      least.num_slots * slots.slot_bytes - least.arena_bytes;
+  std::int64_t arena = least.arena_bytes;
+  const auto grow_arena = [&](std::int64_t wanted) {
+    const std::int64_t more =
+        std::clamp<std::int64_t>(wanted - arena, 0, std::max<std::int64_t>(rest, 0));
+    const std::int64_t grown = more == wanted - arena ? more : whole_pages_below(more);
+    arena += grown;
+    rest -= grown;
+  };
+  grow_arena(good.arena_bytes);
+  placement.num_update_slots = static_cast<int>(least.num_slots);
+  placement.update_slot_bytes = slots.num_sub_groups > 0 ? slots.slot_bytes : 0;
+  if (slots.num_sub_groups > 0) {
+    const std::int64_t most = std::min(kMostSlots, slots.num_sub_groups) - least.num_slots;
+    const std::int64_t more = std::clamp<std::int64_t>(rest / slots.slot_bytes, 0, most);
+    placement.num_update_slots += static_cast<int>(more);
+    rest -= more * slots.slot_bytes;
+  }
+  grow_arena(whole);
+  placement.arena_bytes = arena;
+  const bool is_limited = options_.is_live_limit_given || options_.num_ranks > 1 || whole == 0;
+  placement.live_limit_bytes = arena < whole ? arena
+                               : is_limited  ? options_.live_limit_bytes
+                                             : cost_.gathered_bytes(places);
+}
+
+Placement CudaFiller::fill() {
+  const std::size_t all = large_.size();
+  const bool keeps_states = options_.optimizer != Wish::kNvme || options_.host_bytes != kUnlimited;
+  Reach reach;
+  reach.parameters_in_host = all;
+  reach.states_in_host = keeps_states ? all : 0;
+  reach_device(reach);
+  for (const Pools& pools : {pools_within_budget(), least_pools()}) {
+    if (std::optional<Placement> found = reach_host(reach, pools)) {
+      return std::move(*found);
+    }
+  }
+  refuse(reach);
+}
+
+void CudaFiller::refuse(const Reach& reach) const {
+  Reach least = reach;
+  if (options_.has_nvme) {
+    least.parameters_in_host = 0;
+    least.states_in_host = 0;
+  }
+  if (!fits_device(least, false)) {
+    refuse_device(least);
+  }
+  refuse_host(least);
+}
+
+void CudaFiller::refuse_device(const Reach& reach) const {
+  const std::vector<ShardPlaces> places = places_of(reach);
+  const SlotNeed slots = cost_.slot_need(places, sub_group_numel_);
+  const DeviceRoom room = least_room(places, slots);
+  const Lines lines = cost_.shard_lines(places);
+  ByteSum need;
+  need.add("parameters", lines.bytes(Tier::kDevice, Role::kShard));
+  need.add("gradients", lines.bytes(Tier::kDevice, Role::kGradient));
+  need.add("optimizer states", lines.bytes(Tier::kDevice, Role::kOptimizer));
+  need.add("arena (the largest unit)", room.arena_bytes);
+  need.add("slots of the update", room.num_slots * slots.slot_bytes);
+  const bool stays = options_.parameters == Wish::kDevice || options_.optimizer == Wish::kDevice;
+  throw ConfigError(detail::concat(
+      "the model does not fit: one of ", options_.num_ranks,
+      options_.num_ranks == 1 ? " rank" : " ranks", " needs ", bytes_text(need.total()),
+      " of device memory: ", need.text(), "; memory.device allows ",
+      bytes_text(options_.device_bytes), ". Raise memory.device to at least ",
+      exact_bytes(need.total()),
+      stays ? ", use more ranks, or let more live elsewhere (place.parameters, place.optimizer)"
+            : ", or use more ranks"));
+}
+
+void CudaFiller::refuse_host(const Reach& reach) const {
+  const Lines lines = cost_.shard_lines(places_of(reach));
+  const Pools pools = least_pools();
+  const auto in_host = [&lines](Role role) {
+    return lines.bytes(Tier::kPinned, role) + lines.bytes(Tier::kHost, role);
+  };
+  ByteSum need;
+  need.add("parameters", in_host(Role::kShard));
+  need.add("gradients", in_host(Role::kGradient));
+  need.add("optimizer states", in_host(Role::kOptimizer));
+  need.add("new parameters on their way", in_host(Role::kStaging));
+  need.add("staging of the network's calls", cost_.most_comm_bytes());
+  const std::int64_t nvme = lines.bytes(Tier::kNvme);
+  if (nvme > 0) {
+    need.add("buffers of NVMe", pinned_bytes(block_bytes(pools.optimizer_bytes)) +
+                                    pinned_feed_bytes(pools.parameter_bytes));
+    need.add("checksums", options_.verify ? checksum_bytes(nvme) : 0);
+  }
+  throw ConfigError(detail::concat(
+      "the model does not fit: one of ", options_.num_ranks,
+      options_.num_ranks == 1 ? " rank" : " ranks", " needs ", bytes_text(need.total()),
+      " of host memory: ", need.text(), "; memory.host allows ", bytes_text(options_.host_bytes),
+      ". Raise memory.host to at least ", exact_bytes(need.total()),
+      options_.has_nvme ? ", or use more ranks"
+                        : ", use more ranks, or give a directory for what does not fit "
+                          "(nvme.paths, --nvme DIR)"));
+}
+
+}  // namespace
+
+Placement place_on_cuda(const CutModel& cut, std::int64_t num_micro_batches) {
+  return CudaFiller(cut, num_micro_batches).fill();
+}
+
+}  // namespace tessera::planner
