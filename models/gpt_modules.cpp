@@ -4,6 +4,8 @@
 
 #include <ATen/ATen.h>
 
+#include "models/gpt_chunked_loss.h"
+
 namespace tessera::models {
 namespace {
 
@@ -64,12 +66,13 @@ at::Tensor AttentionImpl::forward(const at::Tensor& x) {
   const std::int64_t batch = x.size(0);
   const std::int64_t length = x.size(1);
   const std::int64_t width = x.size(2);
-  const std::vector<at::Tensor> qkv = linear(x, qkv_)
-                                          .view({batch, length, 3, heads_, width / heads_})
-                                          .permute({2, 0, 3, 1, 4})
-                                          .unbind(0);
-  const at::Tensor y = at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{},
-                                                        /*dropout_p=*/0.0, /*is_causal=*/true);
+  // Taken apart before heads and tokens change places: the three gradients then go back into one
+  // tensor by a single copy, as they are in memory. The other way round it would take two.
+  const std::vector<at::Tensor> qkv =
+      linear(x, qkv_).view({batch, length, 3, heads_, width / heads_}).unbind(2);
+  const at::Tensor y = at::scaled_dot_product_attention(
+      qkv[0].transpose(1, 2), qkv[1].transpose(1, 2), qkv[2].transpose(1, 2), /*attn_mask=*/{},
+      /*dropout_p=*/0.0, /*is_causal=*/true);
   return linear(y.transpose(1, 2).reshape({batch, length, width}), out_);
 }
 
@@ -87,7 +90,7 @@ at::Tensor BlockImpl::forward(const at::Tensor& x) {
 }
 
 HeadImpl::HeadImpl(const GptOptions& gpt, const ParamOptions& options, const at::Tensor& tied)
-    : weight_(tied) {
+    : loss_chunk_(gpt.loss_chunk), weight_(tied) {
   norm_ = register_module("norm", make_norm(gpt.width, options));
   if (!weight_.defined()) {
     weight_ = register_module("head", make_matrix(gpt.vocabulary, gpt.width, options))->weight;
@@ -95,8 +98,13 @@ HeadImpl::HeadImpl(const GptOptions& gpt, const ParamOptions& options, const at:
 }
 
 at::Tensor HeadImpl::forward(const at::Tensor& x, const at::Tensor& targets) {
-  const at::Tensor logits = at::linear(layer_norm(x, norm_), weight_);
-  return at::cross_entropy_loss(logits.flatten(0, 1).to(at::kFloat), targets.flatten());
+  const at::Tensor hidden = layer_norm(x, norm_).flatten(0, 1);
+  if (loss_chunk_ > 0) {
+    return chunked_cross_entropy(hidden, weight_, targets.flatten(), loss_chunk_);
+  }
+  at::Tensor logits = at::linear(hidden, weight_);
+  logits = logits.to(at::kFloat);  // those of low precision are gone before the softmax needs room
+  return at::cross_entropy_loss(logits, targets.flatten());
 }
 
 }  // namespace tessera::models

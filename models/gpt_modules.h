@@ -71,7 +71,8 @@ class BlockImpl : public torch::nn::Module {
   Weights down_;
 };
 
-// From the last block's output to the loss: the logits, by far the largest activation, stay inside.
+// From the last block's output to the loss: the logits, by far the largest activation, stay inside,
+// and with GptOptions::loss_chunk are never whole.
 class HeadImpl : public torch::nn::Module {
  public:
   // `tied`: the weight of another module to use as the head's; undefined: a weight of its own.
@@ -79,6 +80,7 @@ class HeadImpl : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& x, const at::Tensor& targets);
 
  private:
+  const std::int64_t loss_chunk_;
   Weights norm_;
   at::Tensor weight_;
 };

@@ -50,6 +50,8 @@ void GptOptions::check() const {
                 " heads do not divide a width of ", width);
   TESSERA_CHECK(freeze >= 0 && freeze <= layers, ConfigError, "--freeze ", freeze,
                 " is not from 0 to ", layers, ", the number of blocks");
+  TESSERA_CHECK(loss_chunk >= 0 && loss_chunk <= kMaxRows, ConfigError, "--loss-chunk ", loss_chunk,
+                " is not from 0 (all at once) to ", kMaxRows);
   TESSERA_CHECK(dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16,
                 ConfigError, "--precision ", to_string(dtype), " is none of fp32, bf16, fp16");
 }

@@ -1,0 +1,141 @@
+#include "models/gpt_activations.h"
+
+#include <algorithm>
+
+#include "models/gpt.h"
+#include "tessera/core/dtype.h"
+#include "tessera/core/error.h"
+
+namespace tessera::models {
+namespace {
+
+constexpr std::int64_t kFp32Bytes = 4;
+constexpr std::int64_t kIdBytes = 8;
+
+// Sums below stay well within 64 bits as long as every line does.
+constexpr std::int64_t kMaxBytes = std::int64_t{1} << 58;
+
+// One micro-batch: its tensors by size. "Row" is one value for each of `width` columns and each
+// token, the type being the model's.
+struct Sizes {
+  Sizes(const GptOptions& options, std::int64_t batch)
+      : tokens(batch * options.sequence),
+        row(tokens * options.width * static_cast<std::int64_t>(bytes_of(options.dtype))),
+        statistic(tokens * kFp32Bytes),
+        logits(tokens * options.vocabulary) {}
+
+  std::int64_t tokens;
+  std::int64_t row;
+  std::int64_t statistic;  // one fp32 value per token
+  std::int64_t logits;     // elements, not bytes
+};
+
+// What a block keeps, by the operator whose backward needs it, in the order of BlockImpl::forward.
+// Additions keep nothing. A linear layer needs its input for the gradient of its weight alone: a
+// frozen one keeps none.
+//   norm1                       its input is the output of the one before, counted there; the mean
+//                               and the inverse deviation
+//   attention.qkv               its input: 1 row
+//   attention                   queries, keys and values, views of one tensor: 3 rows; its output:
+//                               1 row; the log-sum-exp of the scores: a statistic per head
+//   attention.out               its input is attention's output
+//   norm2                       its input: 1 row; two statistics
+//   up                          its input: 1 row
+//   gelu                        its input: 4 rows
+//   down                        its input: 4 rows
+//   the block's output          1 row, kept by the norm that follows
+std::int64_t block_bytes(const GptOptions& options, const Sizes& sizes, bool trained) {
+  const std::int64_t of_operators = 3 + 1 + 1 + 4 + 1;
+  const std::int64_t of_weights = trained ? 1 + 1 + 4 : 0;
+  const std::int64_t statistics = 2 + 2 + options.heads;
+  return (of_operators + of_weights) * sizes.row + statistics * sizes.statistic;
+}
+
+// The most that backward of a block holds beyond what was kept, where the gradient of its output
+// stands in the place of the output.
+//   down                        makes the gradient of its input: 4 rows. Its own input then goes
+//   gelu                        needs that, and makes another: 4 + 4 rows, less the 4 of down's
+//                               input, which a frozen block did not keep
+// Everything else is smaller: when attention's gradients are made the block's second half is gone.
+std::int64_t block_backward_bytes(const Sizes& sizes, bool trained) {
+  return (trained ? 4 : 8) * sizes.row;
+}
+
+struct HeadBytes {
+  std::int64_t kept = 0;
+  std::int64_t peak = 0;
+};
+
+//   norm                        two statistics; its input is the last block's output
+//   head                        the norm's output: 1 row
+//   loss                        targets; all at once: the logarithms of probabilities, fp32
+// In forward, all at once: fp32 logits and the logarithms. In backward: the logarithms, their
+// gradient and that of the logits, all fp32; then the latter in the model's type beside the
+// gradient of the norm's output. In chunks: see gpt_chunked_loss.h, and the gradient of the norm's
+// output in backward.
+HeadBytes head_bytes(const GptOptions& options, const Sizes& sizes) {
+  const auto element_bytes = static_cast<std::int64_t>(bytes_of(options.dtype));
+  const bool low_precision = element_bytes < kFp32Bytes;
+  const std::int64_t kept = 2 * sizes.statistic + sizes.row + kIdBytes * sizes.tokens;
+  if (options.loss_chunk == 0) {
+    return {
+        kept + kFp32Bytes * sizes.logits,
+        kept + std::max(3 * kFp32Bytes * sizes.logits, element_bytes * sizes.logits + sizes.row)};
+  }
+  const std::int64_t chunk = std::min(options.loss_chunk, sizes.tokens);
+  const std::int64_t per_logit = element_bytes + kFp32Bytes + (low_precision ? kFp32Bytes : 0);
+  const bool sums_apart = low_precision && chunk < sizes.tokens;
+  const std::int64_t weight_sum = sums_apart ? kFp32Bytes * options.vocabulary * options.width : 0;
+  return {kept, kept + sizes.row + per_logit * chunk * options.vocabulary + weight_sum};
+}
+
+void check_sizes(const GptOptions& options, std::int64_t batch) {
+  options.check();
+  TESSERA_CHECK(batch >= 1, ConfigError, "activations of ", batch,
+                " sequences; a micro-batch has at least one");
+  // The largest lines, without products that could leave 64 bits.
+  const std::int64_t widest = std::max(options.vocabulary, 32 * options.width);
+  const std::int64_t per_token = 3 * kFp32Bytes * widest + kFp32Bytes * options.heads;
+  TESSERA_CHECK(batch <= kMaxBytes / options.layers / options.sequence / per_token, ConfigError,
+                "activations of ", batch, " sequences of ", options.sequence, " tokens in ",
+                options.layers, " blocks are beyond any memory; give a smaller --batch or --seq");
+}
+
+}  // namespace
+
+GptActivations gpt_activations(const GptOptions& options, std::int64_t batch) {
+  check_sizes(options, batch);
+  const Sizes sizes(options, batch);
+  const HeadBytes head = head_bytes(options, sizes);
+  GptActivations bytes;
+  bytes.per_block = block_bytes(options, sizes, /*trained=*/true);
+  bytes.embedding = sizes.row + kIdBytes * (sizes.tokens + options.sequence);
+  bytes.head = head.peak;
+
+  // What is kept by the embedding and the first n blocks.
+  const auto kept_up_to = [&](std::int64_t num_blocks) {
+    const std::int64_t frozen = std::min(num_blocks, options.freeze);
+    const std::int64_t blocks = options.recompute
+                                    ? num_blocks * sizes.row
+                                    : frozen * block_bytes(options, sizes, /*trained=*/false) +
+                                          (num_blocks - frozen) * bytes.per_block;
+    return bytes.embedding + blocks;
+  };
+  // In the backward of block n, where what came after it is gone. One that is recomputed has all
+  // that it would have kept, and the gradient of its output beside the output.
+  const auto in_backward_of = [&](std::int64_t block) {
+    const bool trained = block >= options.freeze;
+    const std::int64_t own = block_backward_bytes(sizes, trained);
+    return options.recompute
+               ? kept_up_to(block) + block_bytes(options, sizes, trained) + sizes.row + own
+               : kept_up_to(block + 1) + own;
+  };
+  bytes.kept = kept_up_to(options.layers) + head.kept;
+  bytes.peak = std::max(kept_up_to(options.layers) + head.peak, in_backward_of(options.layers - 1));
+  if (options.freeze > 0) {
+    bytes.peak = std::max(bytes.peak, in_backward_of(options.freeze - 1));
+  }
+  return bytes;
+}
+
+}  // namespace tessera::models
