@@ -6,13 +6,20 @@
 // pairwise (l += l + half, half = lanes/2 .. 1); blocks are added in order. A non-finite element
 // makes it non-finite, and nothing else does: squares of fp32 cannot overflow fp64.
 //
+// Element types are fp32, bf16 and fp16. Halves are widened exactly before any arithmetic, and
+// rounded once, to nearest even, where they are written (core/dtype.h).
+//
 // Host kernels are enqueued on the stream like any other work; they run where its work runs.
+// Lists (std::span) need not outlive the call that they are given to; the memory that they name
+// must stay valid until the Pending is done.
 //
 // Threads: one caller at a time. Work of several streams may run at the same time.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <vector>
 
 #include "tessera/device/device.h"
 #include "tessera/optim/rule.h"
@@ -22,30 +29,68 @@ namespace tessera::optim {
 inline constexpr std::int64_t kNormBlock = 4096;
 inline constexpr int kNormLanes = 16;
 
+// What one sum of squares is over.
+struct NormSpan {
+  const void* values = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t numel = 0;
+};
+
+// One update of many that start together.
+struct UpdateTask {
+  UpdateScalars scalars;
+  UpdateSpan span;
+};
+
 class Kernels {
  public:
   virtual ~Kernels() = default;
   // In the order of `stream`. The span's memory must stay valid until the Pending is done.
   virtual device::Pending start_update(const RuleOptions& rule, const UpdateScalars& scalars,
                                        const UpdateSpan& span, device::Stream& stream) = 0;
+  // All of them as one piece of work: dozens of small spans cost what one costs.
+  virtual device::Pending start_updates(const RuleOptions& rule, std::span<const UpdateTask> tasks,
+                                        device::Stream& stream) = 0;
+
   // *result is on the host and valid when the Pending is done. `values` are fp32.
   virtual device::Pending start_sum_of_squares(const float* values, std::int64_t numel,
                                                double* result, device::Stream& stream) = 0;
+  // results[i] is the sum of squares of spans[i]. `results` is memory that kernels of the stream
+  // can write: of the device or pinned on CUDA, any on CPU.
+  virtual device::Pending start_sums_of_squares(std::span<const NormSpan> spans, double* results,
+                                                device::Stream& stream) = 0;
+
   // values[i] += addend[i]
-  virtual device::Pending start_add(float* values, const float* addend, std::int64_t numel,
-                                    device::Stream& stream) = 0;
-  // to[i] = from[i], which is bf16 or fp16: exact.
-  virtual device::Pending start_widen(float* to, const void* from, DType dtype, std::int64_t numel,
-                                      device::Stream& stream) = 0;
+  virtual device::Pending start_add(float* values, const void* addend, DType dtype,
+                                    std::int64_t numel, device::Stream& stream) = 0;
+  device::Pending start_add(float* values, const float* addend, std::int64_t numel,
+                            device::Stream& stream) {
+    return start_add(values, addend, DType::kFloat32, numel, stream);
+  }
+
+  // to[i] = from[i] * scale, rounded to `to_dtype`. A scale of 1 leaves the product out: then NaNs
+  // keep what core/dtype.h leaves of them.
+  virtual device::Pending start_convert(void* to, DType to_dtype, const void* from,
+                                        DType from_dtype, float scale, std::int64_t numel,
+                                        device::Stream& stream) = 0;
+  // to[i] = from[i]
+  device::Pending start_widen(float* to, const void* from, DType dtype, std::int64_t numel,
+                              device::Stream& stream) {
+    return start_convert(to, DType::kFloat32, from, dtype, 1.0F, numel, stream);
+  }
 };
 
-// `num_threads`: at least 1, the calling one included.
-std::unique_ptr<Kernels> make_cpu_kernels(int num_threads);
+// `num_threads`: at least 1, the calling one included. `cores`: where they run (core_binding.h),
+// cores[0] being left to the caller; empty: anywhere.
+std::unique_ptr<Kernels> make_cpu_kernels(int num_threads, std::vector<int> cores = {});
 // `device` must be a CUDA device and outlive the kernels. Throws DeviceError in a build without
 // CUDA.
 std::unique_ptr<Kernels> make_cuda_kernels(device::Device& device);
 
 // The reference of start_sum_of_squares(), and what the CPU runs.
-double sum_of_squares(const float* values, std::int64_t numel);
+double sum_of_squares(const NormSpan& span);
+inline double sum_of_squares(const float* values, std::int64_t numel) {
+  return sum_of_squares(NormSpan{values, DType::kFloat32, numel});
+}
 
 }  // namespace tessera::optim

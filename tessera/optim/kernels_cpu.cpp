@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "tessera/core/error.h"
@@ -10,102 +11,198 @@
 namespace tessera::optim {
 namespace {
 
-// What a thread takes at a time: a few microseconds of work, and a multiple of kNormBlock.
-constexpr std::int64_t kChunkNumel = 16 * kNormBlock;
+// What a thread takes at a time, a multiple of kNormBlock. Long enough that the processor's
+// prefetchers pay, and short enough that all threads end together.
+constexpr std::int64_t kMaxChunkNumel = 16 * kNormBlock;
+constexpr std::int64_t kMinChunkNumel = 2 * kNormBlock;
+constexpr std::int64_t kChunksPerThread = 8;
 
 std::int64_t ceil_div(std::int64_t numel, std::int64_t part) { return (numel + part - 1) / part; }
 
-// Adds `sum` of every block, in order.
-template <typename Sum>
-double sum_blocks(std::int64_t num_blocks, const Sum& sum) {
-  double total = 0;
-  for (std::int64_t block = 0; block < num_blocks; ++block) {
-    total += sum(block);
-  }
-  return total;
+std::int64_t numel_of(const NormSpan& span) { return span.numel; }
+
+double sum_of_block(const NormSpan& span, std::int64_t block) {
+  const std::int64_t begin = block * kNormBlock;
+  const auto* values = static_cast<const std::byte*>(span.values);
+  return best_loops().any_block_sum_of_squares(
+      values + begin * static_cast<std::int64_t>(bytes_of(span.dtype)), span.dtype,
+      std::min(kNormBlock, span.numel - begin));
 }
 
-double sum_of_block(const float* values, std::int64_t numel, std::int64_t block) {
-  const std::int64_t begin = block * kNormBlock;
-  return best_loops().block_sum_of_squares(values + begin, std::min(kNormBlock, numel - begin));
-}
+// Spans side by side, cut into chunks that threads take.
+class ChunkMap {
+ public:
+  // All spans use the same size of chunk, by what they have together.
+  template <typename Spans>
+  ChunkMap(const Spans& spans, int num_threads) {
+    std::int64_t total = 0;
+    for (const auto& span : spans) {
+      total += numel_of(span);
+    }
+    const std::int64_t even = ceil_div(total, num_threads * kChunksPerThread);
+    chunk_numel_ =
+        ceil_div(std::clamp(even, kMinChunkNumel, kMaxChunkNumel), kNormBlock) * kNormBlock;
+    for (const auto& span : spans) {
+      first_chunks_.push_back(num_chunks_);
+      num_chunks_ += ceil_div(numel_of(span), chunk_numel_);
+    }
+  }
+
+  std::int64_t num_chunks() const { return num_chunks_; }
+
+  struct Chunk {
+    std::size_t span = 0;
+    std::int64_t begin = 0;  // in elements; the end may lie behind the span's
+    std::int64_t end = 0;
+  };
+  Chunk at(std::int64_t number) const {
+    // The last span that begins here or before: those without elements begin where the next does.
+    const auto next = std::upper_bound(first_chunks_.begin(), first_chunks_.end(), number);
+    const auto span = static_cast<std::size_t>(next - first_chunks_.begin()) - 1;
+    const std::int64_t begin = (number - first_chunks_[span]) * chunk_numel_;
+    return {span, begin, begin + chunk_numel_};
+  }
+
+ private:
+  std::vector<std::int64_t> first_chunks_;
+  std::int64_t chunk_numel_ = 0;
+  std::int64_t num_chunks_ = 0;
+};
+
+struct RoundedTask {
+  ElementScalars scalars;
+  UpdateSpan span;
+};
+std::int64_t numel_of(const RoundedTask& task) { return task.span.numel; }
+
+// Elements without a type of their own.
+struct Range {
+  std::int64_t numel = 0;
+};
+std::int64_t numel_of(const Range& range) { return range.numel; }
 
 class CpuKernels final : public Kernels {
  public:
-  explicit CpuKernels(int num_threads) : team_(num_threads) {}
+  CpuKernels(int num_threads, std::vector<int> cores)
+      : num_threads_(num_threads), team_(num_threads, std::move(cores)) {}
+
+  using Kernels::start_add;
 
   device::Pending start_update(const RuleOptions& rule, const UpdateScalars& scalars,
                                const UpdateSpan& span, device::Stream& stream) override {
-    check_update(rule, scalars, span);
-    const ElementRule element = element_rule(rule);
-    const ElementScalars rounded = element_scalars(rule, scalars);
-    return stream.enqueue([this, element, rounded, span] {
-      for_chunks(span.numel, [&](std::int64_t begin, std::int64_t end) {
-        best_loops().update(element, rounded, span, begin, end);
+    const UpdateTask task{scalars, span};
+    return start_updates(rule, {&task, 1}, stream);
+  }
+
+  device::Pending start_updates(const RuleOptions& rule, std::span<const UpdateTask> tasks,
+                                device::Stream& stream) override {
+    std::vector<RoundedTask> rounded;
+    rounded.reserve(tasks.size());
+    for (const UpdateTask& task : tasks) {
+      check_update(rule, task.scalars, task.span);
+      rounded.push_back({element_scalars(rule, task.scalars), task.span});
+    }
+    return stream.enqueue([this, element = element_rule(rule), rounded = std::move(rounded)] {
+      for_chunks(rounded, [&](const RoundedTask& task, std::int64_t begin, std::int64_t end) {
+        best_loops().update(element, task.scalars, task.span, begin, end);
       });
     });
   }
 
   device::Pending start_sum_of_squares(const float* values, std::int64_t numel, double* result,
                                        device::Stream& stream) override {
-    TESSERA_INVARIANT(numel >= 0, "sum of squares of ", numel, " elements");
-    return stream.enqueue([this, values, numel, result] {
-      const std::int64_t num_blocks = ceil_div(numel, kNormBlock);
-      std::vector<double> sums(static_cast<std::size_t>(num_blocks));
-      for_chunks(numel, [&](std::int64_t begin, std::int64_t end) {
+    const NormSpan span{values, DType::kFloat32, numel};
+    return start_sums_of_squares({&span, 1}, result, stream);
+  }
+
+  device::Pending start_sums_of_squares(std::span<const NormSpan> spans, double* results,
+                                        device::Stream& stream) override {
+    for (const NormSpan& span : spans) {
+      TESSERA_INVARIANT(span.numel >= 0, "sum of squares of ", span.numel, " elements");
+      check_element_type("sum of squares", span.dtype);
+    }
+    return stream.enqueue([this, list = std::vector(spans.begin(), spans.end()), results] {
+      std::vector<std::vector<double>> sums;
+      sums.reserve(list.size());
+      for (const NormSpan& span : list) {
+        sums.emplace_back(static_cast<std::size_t>(ceil_div(span.numel, kNormBlock)));
+      }
+      for_chunks(list, [&](const NormSpan& span, std::int64_t begin, std::int64_t end) {
+        std::vector<double>& of_span = sums[static_cast<std::size_t>(&span - list.data())];
         for (std::int64_t block = begin / kNormBlock; block * kNormBlock < end; ++block) {
-          sums[static_cast<std::size_t>(block)] = sum_of_block(values, numel, block);
+          of_span[static_cast<std::size_t>(block)] = sum_of_block(span, block);
         }
       });
-      *result = sum_blocks(
-          num_blocks, [&](std::int64_t block) { return sums[static_cast<std::size_t>(block)]; });
+      for (std::size_t i = 0; i < list.size(); ++i) {
+        double total = 0;
+        for (const double sum : sums[i]) {
+          total += sum;
+        }
+        results[i] = total;
+      }
     });
   }
 
-  device::Pending start_add(float* values, const float* addend, std::int64_t numel,
+  device::Pending start_add(float* values, const void* addend, DType dtype, std::int64_t numel,
                             device::Stream& stream) override {
     TESSERA_INVARIANT(numel >= 0, "sum of ", numel, " elements");
-    return stream.enqueue([this, values, addend, numel] {
-      for_chunks(numel, [&](std::int64_t begin, std::int64_t end) {
-        best_loops().add(values + begin, addend + begin, end - begin);
-      });
+    check_element_type("sum with an addend", dtype);
+    const auto* added = static_cast<const std::byte*>(addend);
+    return stream.enqueue([this, values, added, dtype, numel] {
+      const auto bytes = static_cast<std::int64_t>(bytes_of(dtype));
+      for_chunks(std::vector<Range>{{numel}},
+                 [&](const Range&, std::int64_t begin, std::int64_t end) {
+                   best_loops().add(values + begin, added + begin * bytes, dtype, end - begin);
+                 });
     });
   }
 
-  device::Pending start_widen(float* to, const void* from, DType dtype, std::int64_t numel,
-                              device::Stream& stream) override {
-    TESSERA_INVARIANT(dtype == DType::kBFloat16 || dtype == DType::kFloat16, "widening of ",
-                      to_string(dtype), "; bf16 and fp16 are known");
-    const auto* halves = static_cast<const std::byte*>(from);
-    return stream.enqueue([this, to, halves, dtype, numel] {
-      for_chunks(numel, [&](std::int64_t begin, std::int64_t end) {
-        best_loops().widen(to + begin, halves + begin * static_cast<std::int64_t>(bytes_of(dtype)),
-                           dtype, end - begin);
-      });
+  device::Pending start_convert(void* to, DType to_dtype, const void* from, DType from_dtype,
+                                float scale, std::int64_t numel, device::Stream& stream) override {
+    TESSERA_INVARIANT(numel >= 0, "conversion of ", numel, " elements");
+    check_element_type("conversion to values", to_dtype);
+    check_element_type("conversion from values", from_dtype);
+    auto* out = static_cast<std::byte*>(to);
+    const auto* in = static_cast<const std::byte*>(from);
+    return stream.enqueue([this, out, to_dtype, in, from_dtype, scale, numel] {
+      const auto out_bytes = static_cast<std::int64_t>(bytes_of(to_dtype));
+      const auto in_bytes = static_cast<std::int64_t>(bytes_of(from_dtype));
+      for_chunks(std::vector<Range>{{numel}},
+                 [&](const Range&, std::int64_t begin, std::int64_t end) {
+                   best_loops().convert(out + begin * out_bytes, to_dtype, in + begin * in_bytes,
+                                        from_dtype, scale, end - begin);
+                 });
     });
   }
 
  private:
-  template <typename Body>
-  void for_chunks(std::int64_t numel, const Body& body) {
-    team_.run(ceil_div(numel, kChunkNumel), [&](std::int64_t chunk) {
-      const std::int64_t begin = chunk * kChunkNumel;
-      body(begin, std::min(begin + kChunkNumel, numel));
+  // body(span, begin, end) for all chunks of all spans.
+  template <typename Span, typename Body>
+  void for_chunks(const std::vector<Span>& spans, const Body& body) {
+    const ChunkMap map(spans, num_threads_);
+    team_.run(map.num_chunks(), [&](std::int64_t number) {
+      const ChunkMap::Chunk chunk = map.at(number);
+      const Span& span = spans[chunk.span];
+      body(span, chunk.begin, std::min(chunk.end, numel_of(span)));
     });
   }
 
+  const int num_threads_;
   ThreadTeam team_;
 };
 
 }  // namespace
 
-double sum_of_squares(const float* values, std::int64_t numel) {
-  return sum_blocks(ceil_div(numel, kNormBlock),
-                    [&](std::int64_t block) { return sum_of_block(values, numel, block); });
+double sum_of_squares(const NormSpan& span) {
+  double total = 0;
+  for (std::int64_t block = 0; block < ceil_div(span.numel, kNormBlock); ++block) {
+    total += sum_of_block(span, block);
+  }
+  return total;
 }
 
-std::unique_ptr<Kernels> make_cpu_kernels(int num_threads) {
-  return std::make_unique<CpuKernels>(num_threads);
+std::unique_ptr<Kernels> make_cpu_kernels(int num_threads, std::vector<int> cores) {
+  return std::make_unique<CpuKernels>(num_threads, std::move(cores));
 }
 
 }  // namespace tessera::optim

@@ -112,13 +112,16 @@ ElementScalars element_scalars(const RuleOptions& rule, const UpdateScalars& sca
   return out;
 }
 
+void check_element_type(const char* work, DType dtype) {
+  TESSERA_INVARIANT(
+      dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16, work,
+      " of type ", to_string(dtype), "; fp32, bf16 and fp16 are known");
+}
+
 void check_update(const RuleOptions& rule, const UpdateScalars& scalars, const UpdateSpan& span) {
   TESSERA_INVARIANT(scalars.step >= 1, "update of step ", scalars.step, "; steps count from 1");
   TESSERA_INVARIANT(span.numel >= 0, "update of ", span.numel, " elements");
-  TESSERA_INVARIANT(
-      span.gradient_dtype == DType::kFloat32 || span.gradient_dtype == DType::kBFloat16,
-      "update with a gradient of type ", to_string(span.gradient_dtype),
-      "; fp32 and bf16 are known");
+  check_element_type("update with a gradient", span.gradient_dtype);
   TESSERA_INVARIANT(span.parameter == nullptr || span.parameter_dtype == DType::kBFloat16 ||
                         span.parameter_dtype == DType::kFloat16,
                     "update that writes ", to_string(span.parameter_dtype),

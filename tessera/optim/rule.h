@@ -1,5 +1,5 @@
 // Update rules: kernels over spans of elements with named state tensors. A rule is an arithmetic
-// for one element (element_rules.h), the same on CPU and CUDA, to the bit.
+// for one element (element_rules.cuh), the same on CPU and CUDA, to the bit.
 //
 // AdamW equals torch::optim::AdamW bit for bit where gradient_scale is 1: explicit fma order, IEEE
 // division and root, scalars computed in double and rounded once.
@@ -50,7 +50,7 @@ struct UpdateScalars {
 struct UpdateSpan {
   float* master = nullptr;  // fp32 weights, updated in place
   const void* gradient = nullptr;
-  DType gradient_dtype = DType::kFloat32;  // fp32 or bf16
+  DType gradient_dtype = DType::kFloat32;  // fp32, bf16 or fp16
   std::array<float*, kMaxStates> states{};
   void* parameter = nullptr;  // low-precision weights, written; null: the master is the parameter
   DType parameter_dtype = DType::kBFloat16;

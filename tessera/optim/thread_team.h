@@ -19,8 +19,10 @@ namespace tessera::optim {
 
 class ThreadTeam {
  public:
-  // `num_threads`: the calling one included. Throws ConfigError below 1.
-  explicit ThreadTeam(int num_threads);
+  // `num_threads`: the calling one included. Throws ConfigError below 1. `cores`: empty, or one CPU
+  // number per thread: helper i runs on cores[i] only; cores[0] is left to the caller, who is not
+  // ours to bind. Throws ConfigError for another number of them, or one that is not to be had.
+  explicit ThreadTeam(int num_threads, const std::vector<int>& cores = {});
   ~ThreadTeam();
   ThreadTeam(const ThreadTeam&) = delete;
   ThreadTeam& operator=(const ThreadTeam&) = delete;
@@ -30,6 +32,8 @@ class ThreadTeam {
   void run(std::int64_t num_chunks, const std::function<void(std::int64_t)>& body);
 
  private:
+  void bind_helpers(const std::vector<int>& cores);
+  void stop() noexcept;
   void help();
   void take_chunks();
 

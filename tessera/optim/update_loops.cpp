@@ -1,8 +1,15 @@
 #include "tessera/optim/update_loops.h"
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <type_traits>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 #include "tessera/optim/kernels.h"
 
@@ -20,20 +27,48 @@ TESSERA_INLINE float widened(Half value) {
   return to_float(value);
 }
 
+TESSERA_INLINE void narrow(float value, float& out) { out = value; }
 TESSERA_INLINE void narrow(float value, BFloat16& out) { out = to_bfloat16(value); }
 TESSERA_INLINE void narrow(float value, Float16& out) { out = to_float16(value); }
+TESSERA_INLINE void narrow(float /*value*/, NoParameter& /*out*/) {}
+
+// [Note: streaming stores]
+// The low-precision parameter is written and never read by an update. An ordinary store reads its
+// cache line from memory first, 2 bytes per element beside the 28 that are due, and drives
+// something else out of the caches. So large spans round into a block that stays in the first-level
+// cache, which then goes past the caches, whole lines at a time. A small span's parameter may be
+// wanted from the cache at once, and is stored as usual. Streaming stores are ordered only by a
+// fence.
+constexpr std::int64_t kStreamNumel = std::int64_t{2} << 20;
+constexpr std::int64_t kStreamBlock = 1024;
+constexpr std::size_t kLineBytes = 64;
+
+#if defined(__x86_64__)
+constexpr bool kHasStreamingStores = true;
+// `to` and `from` are aligned to lines, and `bytes` is a multiple of them.
+TESSERA_INLINE void store_past_caches(void* to, const void* from, std::size_t bytes) {
+  // 16 bytes at a time in every instruction set: the processor gathers them into lines.
+  auto* out = static_cast<__m128i*>(to);
+  const auto* in = static_cast<const __m128i*>(from);
+  for (std::size_t i = 0; i < bytes / sizeof(__m128i); ++i) {
+    _mm_stream_si128(out + i, _mm_load_si128(in + i));
+  }
+}
+TESSERA_INLINE void fence_stores() { _mm_sfence(); }
+#else
+constexpr bool kHasStreamingStores = false;
+TESSERA_INLINE void store_past_caches(void* to, const void* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+TESSERA_INLINE void fence_stores() {}
+#endif
 
 template <typename Rule, typename Gradient, typename Parameter>
-TESSERA_INLINE void update_elements(const ElementScalars& given, const UpdateSpan& span,
-                                    std::int64_t begin, std::int64_t end) {
-  // Copies, so that the compiler need not fear that a store changes them.
-  const ElementScalars scalars = given;
-  float* __restrict master = span.master;
-  const Gradient* __restrict gradient = static_cast<const Gradient*>(span.gradient);
-  float* __restrict first_state = span.states[0];
-  float* __restrict second_state = span.states[1];
-  Parameter* __restrict parameter = static_cast<Parameter*>(span.parameter);
-  for (std::int64_t i = begin; i < end; ++i) {
+TESSERA_INLINE void update_run(const ElementScalars& scalars, float* __restrict master,
+                               const Gradient* __restrict gradient, float* __restrict first_state,
+                               float* __restrict second_state, Parameter* __restrict parameter,
+                               std::int64_t numel) {
+  for (std::int64_t i = 0; i < numel; ++i) {
     float weight = master[i];
     float first = 0;
     float second = 0;
@@ -57,6 +92,51 @@ TESSERA_INLINE void update_elements(const ElementScalars& given, const UpdateSpa
   }
 }
 
+// Of memory that a rule may be without.
+template <typename Value>
+TESSERA_INLINE Value* from_element(Value* values, std::int64_t i) {
+  return values == nullptr ? nullptr : values + i;
+}
+
+// How many elements of `parameter` come before the next line, or 0 if no element begins there.
+template <typename Parameter>
+TESSERA_INLINE std::int64_t numel_before_line(const Parameter* parameter) {
+  const std::size_t over = reinterpret_cast<std::uintptr_t>(parameter) % kLineBytes;
+  return over == 0 ? 0 : static_cast<std::int64_t>((kLineBytes - over) / sizeof(Parameter));
+}
+
+template <typename Rule, typename Gradient, typename Parameter>
+TESSERA_INLINE void update_elements(const ElementScalars& given, const UpdateSpan& span,
+                                    std::int64_t begin, std::int64_t end) {
+  // A copy, so that the compiler need not fear that a store changes it.
+  const ElementScalars scalars = given;
+  const bool is_streamed = kHasStreamingStores && !std::is_same_v<Parameter, NoParameter> &&
+                           span.numel >= kStreamNumel &&
+                           reinterpret_cast<std::uintptr_t>(span.parameter) % 2 == 0;
+  alignas(kLineBytes) Parameter rounded[kStreamBlock];
+  for (std::int64_t i = begin; i < end;) {
+    Parameter* const parameter = from_element(static_cast<Parameter*>(span.parameter), i);
+    std::int64_t numel = end - i;
+    bool goes_through_block = false;
+    if (is_streamed) {
+      // Whole blocks from the first line on; what is before it and behind them is stored as usual.
+      const std::int64_t before = numel_before_line(parameter);
+      goes_through_block = before == 0 && numel >= kStreamBlock;
+      numel = goes_through_block ? kStreamBlock : (before > 0 ? std::min(before, numel) : numel);
+    }
+    update_run<Rule>(scalars, span.master + i, static_cast<const Gradient*>(span.gradient) + i,
+                     from_element(span.states[0], i), from_element(span.states[1], i),
+                     goes_through_block ? rounded : parameter, numel);
+    if (goes_through_block) {
+      store_past_caches(parameter, rounded, sizeof(rounded));
+    }
+    i += numel;
+  }
+  if (is_streamed) {
+    fence_stores();
+  }
+}
+
 template <typename Rule, typename Gradient>
 TESSERA_INLINE void update_parameter(const ElementScalars& scalars, const UpdateSpan& span,
                                      std::int64_t begin, std::int64_t end) {
@@ -74,8 +154,10 @@ TESSERA_INLINE void update_by(const ElementScalars& scalars, const UpdateSpan& s
                               std::int64_t begin, std::int64_t end) {
   if (span.gradient_dtype == DType::kFloat32) {
     update_parameter<Rule, float>(scalars, span, begin, end);
-  } else {
+  } else if (span.gradient_dtype == DType::kBFloat16) {
     update_parameter<Rule, BFloat16>(scalars, span, begin, end);
+  } else {
+    update_parameter<Rule, Float16>(scalars, span, begin, end);
   }
 }
 
@@ -95,17 +177,18 @@ TESSERA_INLINE void update_any(ElementRule rule, const ElementScalars& scalars,
   }
 }
 
-TESSERA_INLINE double block_sum(const float* values, std::int64_t numel) {
+template <typename Value>
+TESSERA_INLINE double block_sum(const Value* values, std::int64_t numel) {
   double lanes[kNormLanes] = {};
   std::int64_t begin = 0;
   for (; begin + kNormLanes <= numel; begin += kNormLanes) {
     for (int lane = 0; lane < kNormLanes; ++lane) {
-      const double value = values[begin + lane];
+      const double value = widened(values[begin + lane]);
       lanes[lane] += value * value;
     }
   }
   for (int lane = 0; begin + lane < numel; ++lane) {
-    const double value = values[begin + lane];
+    const double value = widened(values[begin + lane]);
     lanes[lane] += value * value;
   }
   for (int half = kNormLanes / 2; half > 0; half /= 2) {
@@ -116,31 +199,77 @@ TESSERA_INLINE double block_sum(const float* values, std::int64_t numel) {
   return lanes[0];
 }
 
-TESSERA_INLINE void add_elements(float* __restrict values, const float* __restrict addend,
+TESSERA_INLINE double block_sum_any(const void* values, DType dtype, std::int64_t numel) {
+  if (dtype == DType::kFloat32) {
+    return block_sum(static_cast<const float*>(values), numel);
+  }
+  if (dtype == DType::kBFloat16) {
+    return block_sum(static_cast<const BFloat16*>(values), numel);
+  }
+  return block_sum(static_cast<const Float16*>(values), numel);
+}
+
+template <typename Value>
+TESSERA_INLINE void add_elements(float* __restrict values, const Value* __restrict addend,
                                  std::int64_t numel) {
   for (std::int64_t i = 0; i < numel; ++i) {
-    values[i] += addend[i];
+    values[i] += widened(addend[i]);
   }
 }
 
-template <typename Half>
-TESSERA_INLINE void widen_elements(float* __restrict to, const Half* __restrict from,
-                                   std::int64_t numel) {
-  for (std::int64_t i = 0; i < numel; ++i) {
-    to[i] = to_float(from[i]);
-  }
-}
-
-TESSERA_INLINE void widen_any(float* to, const void* from, DType dtype, std::int64_t numel) {
-  if (dtype == DType::kBFloat16) {
-    widen_elements(to, static_cast<const BFloat16*>(from), numel);
+TESSERA_INLINE void add_any(float* values, const void* addend, DType dtype, std::int64_t numel) {
+  if (dtype == DType::kFloat32) {
+    add_elements(values, static_cast<const float*>(addend), numel);
+  } else if (dtype == DType::kBFloat16) {
+    add_elements(values, static_cast<const BFloat16*>(addend), numel);
   } else {
-    widen_elements(to, static_cast<const Float16*>(from), numel);
+    add_elements(values, static_cast<const Float16*>(addend), numel);
   }
 }
 
-// The four loops for one instruction set. A macro, since an attribute cannot be a template
-// argument.
+template <typename To, typename From>
+TESSERA_INLINE void convert_elements(To* __restrict to, const From* __restrict from, float scale,
+                                     std::int64_t numel) {
+  if (scale == 1.0F) {
+    if constexpr (std::is_same_v<To, From>) {
+      std::memcpy(to, from, static_cast<std::size_t>(numel) * sizeof(To));
+    } else {
+      for (std::int64_t i = 0; i < numel; ++i) {
+        narrow(widened(from[i]), to[i]);
+      }
+    }
+    return;
+  }
+  for (std::int64_t i = 0; i < numel; ++i) {
+    narrow(widened(from[i]) * scale, to[i]);
+  }
+}
+
+template <typename From>
+TESSERA_INLINE void convert_from(void* to, DType to_dtype, const void* from, float scale,
+                                 std::int64_t numel) {
+  const auto* given = static_cast<const From*>(from);
+  if (to_dtype == DType::kFloat32) {
+    convert_elements(static_cast<float*>(to), given, scale, numel);
+  } else if (to_dtype == DType::kBFloat16) {
+    convert_elements(static_cast<BFloat16*>(to), given, scale, numel);
+  } else {
+    convert_elements(static_cast<Float16*>(to), given, scale, numel);
+  }
+}
+
+TESSERA_INLINE void convert_any(void* to, DType to_dtype, const void* from, DType from_dtype,
+                                float scale, std::int64_t numel) {
+  if (from_dtype == DType::kFloat32) {
+    convert_from<float>(to, to_dtype, from, scale, numel);
+  } else if (from_dtype == DType::kBFloat16) {
+    convert_from<BFloat16>(to, to_dtype, from, scale, numel);
+  } else {
+    convert_from<Float16>(to, to_dtype, from, scale, numel);
+  }
+}
+
+// The loops for one instruction set. A macro, since an attribute cannot be a template argument.
 #define TESSERA_LOOPS(suffix, attribute)                                                         \
   attribute void update_##suffix(ElementRule rule, const ElementScalars& scalars,                \
                                  const UpdateSpan& span, std::int64_t begin, std::int64_t end) { \
@@ -149,14 +278,20 @@ TESSERA_INLINE void widen_any(float* to, const void* from, DType dtype, std::int
   attribute double block_sum_##suffix(const float* values, std::int64_t numel) {                 \
     return block_sum(values, numel);                                                             \
   }                                                                                              \
-  attribute void add_##suffix(float* values, const float* addend, std::int64_t numel) {          \
-    add_elements(values, addend, numel);                                                         \
+  attribute double any_block_sum_##suffix(const void* values, DType dtype, std::int64_t numel) { \
+    return block_sum_any(values, dtype, numel);                                                  \
   }                                                                                              \
-  attribute void widen_##suffix(float* to, const void* from, DType dtype, std::int64_t numel) {  \
-    widen_any(to, from, dtype, numel);                                                           \
+  attribute void add_##suffix(float* values, const void* addend, DType dtype,                    \
+                              std::int64_t numel) {                                              \
+    add_any(values, addend, dtype, numel);                                                       \
+  }                                                                                              \
+  attribute void convert_##suffix(void* to, DType to_dtype, const void* from, DType from_dtype,  \
+                                  float scale, std::int64_t numel) {                             \
+    convert_any(to, to_dtype, from, from_dtype, scale, numel);                                   \
   }                                                                                              \
   constexpr Loops loops_##suffix(std::string_view name) {                                        \
-    return {name, update_##suffix, block_sum_##suffix, add_##suffix, widen_##suffix};            \
+    return {name,         update_##suffix, block_sum_##suffix, any_block_sum_##suffix,           \
+            add_##suffix, convert_##suffix};                                                     \
   }
 
 TESSERA_LOOPS(baseline, )

@@ -24,6 +24,8 @@ ElementRule element_rule(const RuleOptions& rule);
 ElementScalars element_scalars(const RuleOptions& rule, const UpdateScalars& scalars);
 // InternalError for what no loop can do: types, missing pointers, a step below 1.
 void check_update(const RuleOptions& rule, const UpdateScalars& scalars, const UpdateSpan& span);
+// InternalError unless it is fp32, bf16 or fp16; `work` is what was to be done with it.
+void check_element_type(const char* work, DType dtype);
 
 struct Loops {
   std::string_view name;  // "baseline", "x86-64-v3"
@@ -32,9 +34,12 @@ struct Loops {
                  std::int64_t begin, std::int64_t end);
   // Of one block: at most kNormBlock elements. See kernels.h.
   double (*block_sum_of_squares)(const float* values, std::int64_t numel);
-  void (*add)(float* values, const float* addend, std::int64_t numel);
-  // bf16 or fp16 to fp32.
-  void (*widen)(float* to, const void* from, DType dtype, std::int64_t numel);
+  // The same for fp32, bf16 or fp16, as are all types below.
+  double (*any_block_sum_of_squares)(const void* values, DType dtype, std::int64_t numel);
+  void (*add)(float* values, const void* addend, DType dtype, std::int64_t numel);
+  // See Kernels::start_convert().
+  void (*convert)(void* to, DType to_dtype, const void* from, DType from_dtype, float scale,
+                  std::int64_t numel);
 };
 
 // What this machine can run, best last.

@@ -189,7 +189,7 @@ TEST(CpuKernels, AddAndWiden) {
   kernels->start_widen(wide.data(), fp16s.data(), DType::kFloat16, count, stream).wait();
   EXPECT_TRUE(same_bits(wide, expected_fp16));
   EXPECT_THROW(
-      std::ignore = kernels->start_widen(wide.data(), a.data(), DType::kFloat32, 1, stream),
+      std::ignore = kernels->start_widen(wide.data(), a.data(), DType::kFloat64, 1, stream),
       InternalError);
 }
 

@@ -327,13 +327,21 @@ class FailingKernels final : public Kernels {
                                        device::Stream& stream) override {
     return real_.start_sum_of_squares(values, numel, result, stream);
   }
-  device::Pending start_add(float* values, const float* addend, std::int64_t numel,
-                            device::Stream& stream) override {
-    return real_.start_add(values, addend, numel, stream);
+  device::Pending start_updates(const RuleOptions& rule, std::span<const UpdateTask> tasks,
+                                device::Stream& stream) override {
+    return real_.start_updates(rule, tasks, stream);
   }
-  device::Pending start_widen(float* to, const void* from, DType dtype, std::int64_t numel,
-                              device::Stream& stream) override {
-    return real_.start_widen(to, from, dtype, numel, stream);
+  device::Pending start_sums_of_squares(std::span<const NormSpan> spans, double* results,
+                                        device::Stream& stream) override {
+    return real_.start_sums_of_squares(spans, results, stream);
+  }
+  device::Pending start_add(float* values, const void* addend, DType dtype, std::int64_t numel,
+                            device::Stream& stream) override {
+    return real_.start_add(values, addend, dtype, numel, stream);
+  }
+  device::Pending start_convert(void* to, DType to_dtype, const void* from, DType from_dtype,
+                                float scale, std::int64_t numel, device::Stream& stream) override {
+    return real_.start_convert(to, to_dtype, from, from_dtype, scale, numel, stream);
   }
 
  private:
