@@ -24,4 +24,14 @@ if(TESSERA_HAS_CUDA)
     message(FATAL_ERROR "nccl.h was not found beside torch, in the CUDA toolkit or in the system; set TESSERA_NCCL_INCLUDE_DIR, or build without CUDA: -DTESSERA_CUDA=OFF")
   endif()
 endif()
+
+# NVTX is a set of headers: without them spans are no ranges in NVIDIA's tools, and nothing else.
+if(TESSERA_HAS_CUDA)
+  find_path(TESSERA_NVTX_INCLUDE_DIR nvtx3/nvToolsExt.h
+    HINTS ${CUDAToolkit_INCLUDE_DIRS} ${TESSERA_TORCH_ROOT}/../nvidia/nvtx/include
+          ${TESSERA_TORCH_ROOT}/../nvidia/cu13/include)
+  if(NOT TESSERA_NVTX_INCLUDE_DIR)
+    message(STATUS "nvtx3/nvToolsExt.h was not found: spans are not shown in NVIDIA's tools")
+  endif()
+endif()
 message(STATUS "CUDA: ${TESSERA_HAS_CUDA}")

@@ -10,34 +10,6 @@
 
 namespace tessera::device {
 
-CudaEventPool::~CudaEventPool() {
-  for (cudaEvent_t event : free_) {
-    cudaEventDestroy(event);  // fails only when the driver has shut down, with all its events
-  }
-}
-
-cudaEvent_t CudaEventPool::take() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!free_.empty()) {
-      const cudaEvent_t event = free_.back();
-      free_.pop_back();
-      return event;
-    }
-  }
-  const CudaDeviceScope scope(device_index_);
-  cudaEvent_t event = nullptr;
-  // Whoever waits sleeps: with offload, the cores have better things to do than to spin.
-  TESSERA_CUDA_CALL(cudaEventCreateWithFlags, &event,
-                    cudaEventDisableTiming | cudaEventBlockingSync);
-  return event;
-}
-
-void CudaEventPool::give_back(cudaEvent_t event) {
-  const std::lock_guard lock(mutex_);
-  free_.push_back(event);
-}
-
 CudaPending::CudaPending(std::shared_ptr<CudaEventPool> pool, cudaEvent_t event,
                          std::shared_ptr<CudaBooks> books, std::size_t stream, std::uint64_t number)
     : pool_(std::move(pool)),
@@ -143,12 +115,20 @@ void CudaBooks::clear_dependencies() {
   }
 }
 
+CudaStream::CudaStream(CudaStreamOptions options) : options_(std::move(options)) {
+  if (options_.times != nullptr) {
+    track_.emplace(*options_.spans, detail::concat("gpu ", to_string(options_.kind)),
+                   *options_.times);
+  }
+}
+
 CudaStream::~CudaStream() {
   // Failures are kept in the books; here only the memory in use matters, and where there is no
   // device any more, nothing uses it.
   try {
     const CudaDeviceScope scope(options_.device_index);
     cudaStreamSynchronize(options_.handle);
+    collect_spans();
     if (options_.is_owned) {
       cudaStreamDestroy(options_.handle);
     }
@@ -157,28 +137,37 @@ CudaStream::~CudaStream() {
 }
 
 Pending CudaStream::record() {
+  return launch([](cudaStream_t) {}, nullptr);
+}
+
+Pending CudaStream::launch(const std::function<void(cudaStream_t)>& start, const char* label,
+                           const SpanArgs& args) {
   const std::lock_guard lock(mutex_);
-  return record_locked();
+  return launch_locked(start, label, args);
 }
 
-Pending CudaStream::record_locked() {
-  return launch_locked([](cudaStream_t) {});
-}
-
-Pending CudaStream::launch(const std::function<void(cudaStream_t)>& start) {
-  const std::lock_guard lock(mutex_);
-  return launch_locked(start);
-}
-
-Pending CudaStream::launch_locked(const std::function<void(cudaStream_t)>& start) {
+Pending CudaStream::launch_locked(const std::function<void(cudaStream_t)>& start, const char* label,
+                                  const SpanArgs& args) {
   ++number_;
   cudaEvent_t event = nullptr;
+  bool is_marked = false;
   try {
     const CudaDeviceScope scope(options_.device_index);
     event = options_.pool->take();
+    if (label != nullptr) {
+      mark_begin(label, args);
+      is_marked = true;
+    }
     start(options_.handle);
     TESSERA_CUDA_CALL(cudaEventRecord, event, options_.handle);
+    if (is_marked) {
+      is_marked = false;
+      mark_end();
+    }
   } catch (...) {
+    if (is_marked) {
+      mark_end();
+    }
     if (event != nullptr) {
       options_.pool->give_back(event);
     }
@@ -189,18 +178,59 @@ Pending CudaStream::launch_locked(const std::function<void(cudaStream_t)>& start
       std::make_shared<CudaPending>(options_.pool, event, options_.books, page(), number_));
 }
 
-bool CudaStream::can_order_behind(const Pending& pending) const {
-  const std::shared_ptr<PendingState>& state = pending.state();
-  if (state == nullptr) {
-    return true;
+template <typename Work>
+void CudaStream::timing(const Work& work) noexcept {
+  if (track_) {
+    try {
+      work();
+    } catch (...) {
+      track_.reset();
+    }
   }
-  const std::span<const Pending> parts = state->parts();
-  if (!parts.empty()) {
-    return std::all_of(parts.begin(), parts.end(),
-                       [this](const Pending& part) { return can_order_behind(part); });
+}
+
+void CudaStream::mark_begin(const char* label, const SpanArgs& args) noexcept {
+  timing([&] {
+    const cudaEvent_t event = options_.times->take();
+    track_->begin(event, label, args);
+    TESSERA_CUDA_CALL(cudaEventRecord, event, options_.handle);
+  });
+}
+
+void CudaStream::mark_end() noexcept {
+  timing([&] {
+    const cudaEvent_t event = options_.times->take();
+    track_->end(event);
+    TESSERA_CUDA_CALL(cudaEventRecord, event, options_.handle);
+    // Each operation sets two marks and looks at up to four, so that what is done does not pile up.
+    track_->resolve(4);
+  });
+}
+
+void CudaStream::begin_span(const char* name, const SpanArgs& args) {
+  const std::lock_guard lock(mutex_);
+  if (track_) {
+    const CudaDeviceScope scope(options_.device_index);
+    mark_begin(name, args);
   }
-  const auto* own = dynamic_cast<const CudaPending*>(state.get());
-  return (own != nullptr && own->books() == options_.books.get()) || state->done();
+}
+
+void CudaStream::end_span() {
+  const std::lock_guard lock(mutex_);
+  if (track_) {
+    TESSERA_INVARIANT(track_->num_open() > 0, "a span ends on the ", to_string(kind()),
+                      " stream, where none was begun");
+    const CudaDeviceScope scope(options_.device_index);
+    mark_end();
+  }
+}
+
+void CudaStream::collect_spans() {
+  const std::lock_guard lock(mutex_);
+  timing([&] {
+    const CudaDeviceScope scope(options_.device_index);
+    track_->resolve();
+  });
 }
 
 void CudaStream::wait(const Pending& pending) {
@@ -275,15 +305,17 @@ void CUDART_CB CudaStream::run_host_work(void* given) {
   }
 }
 
-Pending CudaStream::enqueue(std::function<void()> work) {
+Pending CudaStream::enqueue(std::function<void()> work, const char* label, const SpanArgs& args) {
   TESSERA_INVARIANT(work != nullptr, "enqueue of no work on the ", to_string(kind()), " stream");
   const std::lock_guard lock(mutex_);
   auto host = std::make_unique<HostWork>(
       HostWork{std::move(work), options_.books.get(), page(), number_ + 1});
-  return launch_locked([&host](cudaStream_t handle) {
-    TESSERA_CUDA_CALL(cudaLaunchHostFunc, handle, &CudaStream::run_host_work, host.get());
-    host.release();
-  });
+  return launch_locked(
+      [&host](cudaStream_t handle) {
+        TESSERA_CUDA_CALL(cudaLaunchHostFunc, handle, &CudaStream::run_host_work, host.get());
+        host.release();
+      },
+      label, args);
 }
 
 void CudaStream::synchronize() {

@@ -19,31 +19,18 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <cuda_runtime_api.h>
 
+#include "tessera/device/cuda_event_pool.h"
+#include "tessera/device/cuda_times.h"
 #include "tessera/device/device.h"
+#include "tessera/device/span_track.h"
 
 namespace tessera::device {
-
-// Events without timing, reused: making one costs more than recording it.
-class CudaEventPool {
- public:
-  explicit CudaEventPool(int device_index) : device_index_(device_index) {}
-  ~CudaEventPool();
-  CudaEventPool(const CudaEventPool&) = delete;
-  CudaEventPool& operator=(const CudaEventPool&) = delete;
-
-  cudaEvent_t take();
-  void give_back(cudaEvent_t event);
-
- private:
-  const int device_index_;
-  std::mutex mutex_;
-  std::vector<cudaEvent_t> free_;  // guarded by mutex_
-};
 
 class CudaBooks;
 
@@ -108,11 +95,14 @@ struct CudaStreamOptions {
   bool is_owned = false;
   std::shared_ptr<CudaEventPool> pool;
   std::shared_ptr<CudaBooks> books;
+  // Both null: nothing is timed. `spans` outlives the stream.
+  Spans* spans = nullptr;
+  std::shared_ptr<CudaTimes> times;
 };
 
 class CudaStream final : public Stream {
  public:
-  explicit CudaStream(CudaStreamOptions options) : options_(std::move(options)) {}
+  explicit CudaStream(CudaStreamOptions options);
   // Waits for the stream.
   ~CudaStream() override;
   CudaStream(const CudaStream&) = delete;
@@ -122,25 +112,41 @@ class CudaStream final : public Stream {
   Pending record() override;
   void wait(const Pending& pending) override;
   bool can_order_behind(const Pending& pending) const override;
-  Pending enqueue(std::function<void()> work) override;
+  Pending enqueue(std::function<void()> work) override {
+    return enqueue(std::move(work), "host function");
+  }
   void synchronize() override;
   void* native_handle() const override { return options_.handle; }
+  void begin_span(const char* name, const SpanArgs& args) override;
+  void end_span() override;
 
   // Numbers an operation, starts it with `start(handle)` and records an event behind it. What
-  // `start` throws fails the stream.
-  Pending launch(const std::function<void(cudaStream_t)>& start);
+  // `start` throws fails the stream. Where work is timed, it is a span called `label`: a literal,
+  // or null for none.
+  Pending launch(const std::function<void(cudaStream_t)>& start, const char* label = "kernel",
+                 const SpanArgs& args = {});
+  Pending enqueue(std::function<void()> work, const char* label, const SpanArgs& args = {});
+  // See Device::collect_spans().
+  void collect_spans();
 
  private:
   struct HostWork;
   static void CUDART_CB run_host_work(void* given);
-  Pending launch_locked(const std::function<void(cudaStream_t)>& start);
-  Pending record_locked();
+  Pending launch_locked(const std::function<void(cudaStream_t)>& start, const char* label,
+                        const SpanArgs& args);
+  // REQUIRES: mutex_ is held and the device is current. What goes wrong ends the timing of this
+  // stream and nothing else: the work itself meets the same error.
+  void mark_begin(const char* label, const SpanArgs& args) noexcept;
+  void mark_end() noexcept;
+  template <typename Work>
+  void timing(const Work& work) noexcept;
   void strike_off_done();
   std::size_t page() const { return static_cast<std::size_t>(options_.kind); }
 
   const CudaStreamOptions options_;
-  std::mutex mutex_;          // operations reach CUDA in the order of their numbers
-  std::uint64_t number_ = 0;  // of the last operation; guarded by mutex_
+  std::mutex mutex_;                // operations reach CUDA in the order of their numbers
+  std::uint64_t number_ = 0;        // of the last operation; guarded by mutex_
+  std::optional<SpanTrack> track_;  // guarded by mutex_; none: nothing is timed
 };
 
 }  // namespace tessera::device

@@ -13,7 +13,7 @@ namespace {
 
 class CpuDevice final : public Device {
  public:
-  explicit CpuDevice(CpuDeviceOptions options) : allocator_(std::move(options)) {}
+  explicit CpuDevice(CpuDeviceOptions options) : allocator_(std::move(options), true) {}
 
   std::string name() const override { return "cpu"; }
   Stream& stream(StreamKind kind) override { return streams_.at(static_cast<std::size_t>(kind)); }

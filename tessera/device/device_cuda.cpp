@@ -9,8 +9,9 @@
 
 #include "tessera/core/units.h"
 #include "tessera/device/cuda_call.h"
+#include "tessera/device/cuda_memory.h"
 #include "tessera/device/cuda_stream.h"
-#include "tessera/device/host_memory.h"
+#include "tessera/device/cuda_times.h"
 
 namespace tessera::device {
 namespace {
@@ -37,14 +38,13 @@ const char* remedy(cudaError_t code) {
   }
 }
 
-// cudaMalloc's alignment, by its documentation.
-constexpr std::size_t kCudaAlignment = 256;
-
 class CudaDevice final : public Device {
  public:
   explicit CudaDevice(const CudaDeviceOptions& options)
       : options_(options),
-        pool_(std::make_shared<CudaEventPool>(options.index)),
+        // Whoever waits sleeps: with offload, the cores have better things to do than to spin.
+        pool_(std::make_shared<CudaEventPool>(options.index,
+                                              cudaEventDisableTiming | cudaEventBlockingSync)),
         books_(std::make_shared<CudaBooks>()) {
     const int num_devices = num_cuda_devices();
     TESSERA_CHECK(options.index >= 0 && options.index < num_devices, DeviceError,
@@ -54,7 +54,11 @@ class CudaDevice final : public Device {
     cudaDeviceProp properties{};
     TESSERA_CUDA_CALL(cudaGetDeviceProperties, &properties, options.index);
     name_ = detail::concat("cuda:", options.index, " (", properties.name, ")");
-    total_bytes_ = properties.totalGlobalMem;
+    memory_ = std::make_unique<CudaMemory>(options.index, name_, properties.totalGlobalMem,
+                                           options.ledger);
+    if (options.spans != nullptr && options.spans->enabled()) {
+      times_ = std::make_shared<CudaTimes>(*options.spans, options.index);
+    }
     make_streams();
   }
 
@@ -68,20 +72,7 @@ class CudaDevice final : public Device {
   Stream& stream(StreamKind kind) override { return *streams_.at(static_cast<std::size_t>(kind)); }
 
   Memory allocate(MemoryKind kind, std::size_t bytes, Role role, std::size_t alignment) override {
-    check_alignment(alignment);
-    if (bytes == 0) {
-      return Memory();
-    }
-    if (kind == MemoryKind::kHost) {
-      HostMemoryRequest request;
-      request.bytes = bytes;
-      request.alignment = alignment;
-      request.role = role;
-      request.ledger = options_.ledger;
-      return allocate_host_memory(request);
-    }
-    return kind == MemoryKind::kPinned ? allocate_pinned(bytes, role, alignment)
-                                       : allocate_device(bytes, role, alignment);
+    return memory_->allocate(kind, bytes, role, alignment);
   }
 
   // See [Note: pageable memory on CUDA].
@@ -94,14 +85,16 @@ class CudaDevice final : public Device {
     }
     const Place from_place = place_of(from);
     if (from_place != Place::kDevice && place_of(to) != Place::kDevice) {
-      return mine.enqueue([=] { std::memcpy(to, from, bytes); });
+      return mine.enqueue([=] { std::memcpy(to, from, bytes); }, "copy", span_of(bytes));
     }
-    return mine.launch([=](cudaStream_t handle) {
-      if (from_place == Place::kPageable) {
-        TESSERA_CUDA_CALL(cudaStreamSynchronize, handle);
-      }
-      TESSERA_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, handle);
-    });
+    return mine.launch(
+        [=](cudaStream_t handle) {
+          if (from_place == Place::kPageable) {
+            TESSERA_CUDA_CALL(cudaStreamSynchronize, handle);
+          }
+          TESSERA_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, handle);
+        },
+        copy_label(from_place, to), span_of(bytes));
   }
 
   Pending start_fill(void* to, std::uint8_t value, std::size_t bytes, Stream& stream) override {
@@ -111,17 +104,20 @@ class CudaDevice final : public Device {
       return mine.record();
     }
     if (place_of(to) != Place::kDevice) {
-      return mine.enqueue([=] { std::memset(to, value, bytes); });
+      return mine.enqueue([=] { std::memset(to, value, bytes); }, "fill", span_of(bytes));
     }
     return mine.launch(
-        [=](cudaStream_t handle) { TESSERA_CUDA_CALL(cudaMemsetAsync, to, value, bytes, handle); });
+        [=](cudaStream_t handle) { TESSERA_CUDA_CALL(cudaMemsetAsync, to, value, bytes, handle); },
+        "fill", span_of(bytes));
   }
 
-  MemoryInfo memory_info() const override {
-    const CudaDeviceScope scope(options_.index);
-    MemoryInfo info;
-    TESSERA_CUDA_CALL(cudaMemGetInfo, &info.free_bytes, &info.total_bytes);
-    return info;
+  MemoryInfo memory_info() const override { return memory_->info(); }
+  PinStats pin_stats() const override { return memory_->pin_stats(); }
+
+  void collect_spans() override {
+    for (const auto& stream : streams_) {
+      stream->collect_spans();
+    }
   }
 
  private:
@@ -135,6 +131,8 @@ class CudaDevice final : public Device {
       stream.device_index = options_.index;
       stream.pool = pool_;
       stream.books = books_;
+      stream.spans = options_.spans;
+      stream.times = times_;
       if (stream.kind == StreamKind::kCompute) {
         stream.handle = static_cast<cudaStream_t>(options_.compute_stream);
       } else {
@@ -173,72 +171,26 @@ class CudaDevice final : public Device {
     }
   }
 
-  // cudaHostAlloc may round up a lot; pages that are registered afterwards take what they take.
-  Memory allocate_pinned(std::size_t bytes, Role role, std::size_t alignment) {
-    const CudaDeviceScope scope(options_.index);
-    const HostPages pages = map_pages(bytes, alignment, MemoryKind::kPinned);
-    const cudaError_t code = cudaHostRegister(pages.data, pages.bytes, cudaHostRegisterPortable);
-    if (code != cudaSuccess) {
-      unmap_pages(pages);
-      cudaGetLastError();
-      throw DeviceError(detail::concat("pinned memory: asked for ", bytes, " bytes (",
-                                       approximate_bytes(bytes),
-                                       "): ", cuda_error_message("cudaHostRegister", code)));
+  // Asking where `to` lies costs a call that only the trace needs.
+  const char* copy_label(Place from_place, const void* to) const {
+    if (from_place != Place::kDevice) {
+      return "copy up";
     }
-    return charged(Tier::kPinned, pages.data, bytes, pages.bytes, role, [pages] {
-      cudaHostUnregister(pages.data);  // fails only when the driver has shut down
-      unmap_pages(pages);
-    });
+    return times_ != nullptr && place_of(to) != Place::kDevice ? "copy down" : "copy";
   }
 
-  Memory allocate_device(std::size_t bytes, Role role, std::size_t alignment) {
-    const CudaDeviceScope scope(options_.index);
-    const std::size_t spare = alignment > kCudaAlignment ? alignment - kCudaAlignment : 0;
-    void* start = nullptr;
-    // What can never fit is not even asked for: tools that watch CUDA's calls would report it.
-    const bool is_hopeless = bytes > total_bytes_ || spare > total_bytes_ - bytes;
-    const cudaError_t code =
-        is_hopeless ? cudaErrorMemoryAllocation : cudaMalloc(&start, bytes + spare);
-    if (code != cudaSuccess) {
-      cudaGetLastError();
-      std::size_t free_bytes = 0;
-      std::size_t total_bytes = 0;
-      cudaMemGetInfo(&free_bytes, &total_bytes);
-      throw DeviceError(detail::concat(
-          name_, ": asked for ", bytes, " bytes (", approximate_bytes(bytes), "), ", free_bytes,
-          " of ", total_bytes, " are free: ", cuda_error_message("cudaMalloc", code)));
-    }
-    const std::size_t skip =
-        (alignment - reinterpret_cast<std::uintptr_t>(start) % alignment) % alignment;
-    return charged(Tier::kDevice, static_cast<std::byte*>(start) + skip, bytes, bytes + spare, role,
-                   [start, index = options_.index] {
-                     int former = index;
-                     cudaGetDevice(&former);
-                     cudaSetDevice(index);
-                     cudaFree(start);  // fails only when the driver has shut down
-                     cudaSetDevice(former);
-                   });
-  }
-
-  Memory charged(Tier tier, void* data, std::size_t bytes, std::size_t taken_bytes, Role role,
-                 std::function<void()> give_back) {
-    Ledger* const ledger = options_.ledger;
-    if (ledger != nullptr) {
-      ledger->charge(tier, role, taken_bytes);
-    }
-    return Memory(data, bytes, [=, give_back = std::move(give_back)] {
-      give_back();
-      if (ledger != nullptr) {
-        ledger->discharge(tier, role, taken_bytes);
-      }
-    });
+  static SpanArgs span_of(std::size_t bytes) {
+    SpanArgs args;
+    args.bytes = static_cast<std::int64_t>(bytes);
+    return args;
   }
 
   const CudaDeviceOptions options_;
   const std::shared_ptr<CudaEventPool> pool_;
   const std::shared_ptr<CudaBooks> books_;
   std::string name_;
-  std::size_t total_bytes_ = 0;
+  std::unique_ptr<CudaMemory> memory_;
+  std::shared_ptr<CudaTimes> times_;  // null: nothing is timed
   std::vector<std::unique_ptr<CudaStream>> streams_;
 };
 

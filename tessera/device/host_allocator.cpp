@@ -3,22 +3,34 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/core/ledger_report.h"
 #include "tessera/core/units.h"
 #include "tessera/device/host_info.h"
 #include "tessera/device/host_memory.h"
 
 namespace tessera::device {
 
-HostAllocator::HostAllocator(CpuDeviceOptions options)
-    : options_(std::move(options)), total_bytes_(read_host_memory().total_bytes()) {}
+HostAllocator::HostAllocator(CpuDeviceOptions options, bool device_is_host)
+    : options_(std::move(options)),
+      device_is_host_(device_is_host),
+      total_bytes_(read_host_memory().total_bytes()) {}
+
+std::string HostAllocator::shortage(MemoryKind kind, std::size_t bytes) const {
+  const MemoryInfo memory = memory_info();
+  if (options_.ledger != nullptr) {
+    return memory_report(*options_.ledger, tier_of(kind), bytes, memory.free_bytes,
+                         memory.total_bytes, device_is_host_);
+  }
+  return detail::concat(to_string(kind), " memory: asked for ", bytes, " bytes (",
+                        approximate_bytes(bytes), "), ", memory.free_bytes,
+                        " are free and this process may use ", memory.total_bytes,
+                        "; lower the byte budget, or place more on another tier");
+}
 
 Memory HostAllocator::allocate(MemoryKind kind, std::size_t bytes, Role role,
                                std::size_t alignment) {
   // A machine whose size could not be read has no limit that we know of.
-  TESSERA_CHECK(total_bytes_ == 0 || bytes <= total_bytes_, DeviceError, to_string(kind),
-                " memory: asked for ", bytes, " bytes (", approximate_bytes(bytes), "), ",
-                memory_info().free_bytes, " are free and this process may use ", total_bytes_,
-                "; lower the byte budget, or place more on another tier");
+  TESSERA_CHECK(total_bytes_ == 0 || bytes <= total_bytes_, DeviceError, shortage(kind, bytes));
   HostMemoryRequest request;
   request.kind = kind;
   request.bytes = bytes;

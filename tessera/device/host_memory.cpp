@@ -3,13 +3,18 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <system_error>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
@@ -90,6 +95,35 @@ void prefer_huge_pages(void* data, std::size_t bytes) noexcept {
   if (end - begin >= kHugePageBytes) {
     // Refused where the kernel has none: small pages serve as well.
     madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+  }
+}
+
+void touch_pages(const HostPages& pages) {
+  constexpr std::size_t kPieceBytes = 32 * kHugePageBytes;  // no two threads in one huge page
+  const std::size_t num_pieces = (pages.bytes + kPieceBytes - 1) / kPieceBytes;
+  std::atomic<std::size_t> next_piece{0};
+  const auto touch = [&] {
+    const std::size_t page = page_bytes();
+    auto* const data = static_cast<volatile unsigned char*>(pages.data);
+    for (std::size_t piece = next_piece++; piece < num_pieces; piece = next_piece++) {
+      const std::size_t end = std::min(pages.bytes, (piece + 1) * kPieceBytes);
+      for (std::size_t at = piece * kPieceBytes; at < end; at += page) {
+        data[at] = 0;
+      }
+    }
+  };
+  const auto num_cores = static_cast<std::size_t>(num_pieces > 1 ? read_host_cores().usable() : 1);
+  std::vector<std::thread> helpers;
+  while (helpers.size() + 1 < std::min(num_cores, num_pieces)) {
+    try {
+      helpers.emplace_back(touch);
+    } catch (const std::system_error&) {
+      break;  // no more threads to be had: those that there are do it all
+    }
+  }
+  touch();
+  for (std::thread& helper : helpers) {
+    helper.join();
   }
 }
 

@@ -35,6 +35,10 @@ void unmap_pages(const HostPages& pages) noexcept;
 // come before the first use of the memory.
 void prefer_huge_pages(void* data, std::size_t bytes) noexcept;
 inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+// Writes to every page once, so that the kernel has given and zeroed them all: with as many threads
+// as cores, since one alone zeroes a fraction of what memory can take. Before anything else uses
+// it. The threads keep to the caller's cores, so the pages are near them.
+void touch_pages(const HostPages& pages);
 // Best effort: false if the limit on locked memory (RLIMIT_MEMLOCK) does not allow it.
 bool lock_pages(const HostPages& pages) noexcept;
 

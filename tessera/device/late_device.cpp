@@ -16,7 +16,7 @@ namespace {
 class LateDevice final : public Device {
  public:
   explicit LateDevice(LateDeviceOptions options)
-      : options_(std::move(options)), allocator_(options_.host) {}
+      : options_(std::move(options)), allocator_(options_.host, !options_.own_memory) {}
 
   std::string name() const override {
     const char* const what =

@@ -30,6 +30,8 @@ struct DeviceCase {
 // cpu, late with several seeds, late and lazy, the same with memory of its own, cuda.
 std::vector<DeviceCase> all_devices();
 
+inline constexpr MemoryKind kAllKinds[] = {MemoryKind::kDevice, MemoryKind::kHost,
+                                           MemoryKind::kPinned};
 inline constexpr StreamKind kAllStreams[] = {StreamKind::kCompute, StreamKind::kGather,
                                              StreamKind::kRead, StreamKind::kWrite,
                                              StreamKind::kReduce};

@@ -1,6 +1,7 @@
 #include "tessera/device/host_memory.h"
 
 #include <linux/capability.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -106,6 +108,28 @@ TEST(HostMemory, MovesWithoutBeingGivenBackTwice) {
   second.reset();
   second.reset();
   EXPECT_EQ(ledger.current_bytes(Tier::kHost), 0U);
+}
+
+// Pages of a mapping that the kernel has given so far.
+std::size_t num_resident(const HostPages& pages) {
+  std::vector<unsigned char> resident(pages.bytes / page_bytes());
+  EXPECT_EQ(mincore(pages.data, pages.bytes, resident.data()), 0);
+  return static_cast<std::size_t>(
+      std::count_if(resident.begin(), resident.end(), [](unsigned char page) { return page & 1; }));
+}
+
+TEST(HostPages, AreAllThereOnceTheyAreTouched) {
+  // Within one piece of the work, and over several with a rest.
+  for (const std::size_t bytes :
+       {std::size_t{1}, std::size_t{5} << 20, (std::size_t{130} << 20) + 1}) {
+    const HostPages pages = map_pages(bytes, kHugePageBytes, MemoryKind::kPinned);
+    EXPECT_EQ(num_resident(pages), 0U);
+    touch_pages(pages);
+    EXPECT_EQ(num_resident(pages), pages.bytes / page_bytes()) << bytes;
+    const auto* const data = static_cast<const unsigned char*>(pages.data);
+    EXPECT_TRUE(std::all_of(data, data + pages.bytes, [](unsigned char b) { return b == 0; }));
+    unmap_pages(pages);
+  }
 }
 
 // Lowers the limit on locked memory for the time of a test.
