@@ -459,6 +459,8 @@ TEST(GptOptions, ErrorsNameOptionAndValueInOneLine) {
             "--seq 1099511627776 is not from 1 to 2147483648");
   EXPECT_EQ(message([](GptOptions& o) { o.freeze = 3; }),
             "--freeze 3 is not from 0 to 2, the number of blocks");
+  EXPECT_EQ(message([](GptOptions& o) { o.loss_chunk = -1; }),
+            "--loss-chunk -1 is not from 0 (all at once) to 2147483648");
   EXPECT_EQ(message([](GptOptions& o) { o.dtype = DType::kInt64; }),
             "--precision int64 is none of fp32, bf16, fp16");
   EXPECT_EQ(message([](GptOptions& o) { o.freeze = 2; }), "no ConfigError");
