@@ -233,6 +233,20 @@ void CudaStream::collect_spans() {
   });
 }
 
+bool CudaStream::can_order_behind(const Pending& pending) const {
+  const std::shared_ptr<PendingState>& state = pending.state();
+  if (state == nullptr) {
+    return true;
+  }
+  const std::span<const Pending> parts = state->parts();
+  if (!parts.empty()) {
+    return std::all_of(parts.begin(), parts.end(),
+                       [this](const Pending& part) { return can_order_behind(part); });
+  }
+  const auto* own = dynamic_cast<const CudaPending*>(state.get());
+  return (own != nullptr && own->books() == options_.books.get()) || state->done();
+}
+
 void CudaStream::wait(const Pending& pending) {
   if (pending.state() == nullptr) {
     return;
