@@ -87,7 +87,7 @@ def torch_adamw_rate(torch, seconds):
 def measure_with_torch(seconds):
     import torch
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    known = {"torch": torch.__version__, "threads": torch.get_num_threads(), "reasons": {}}
+    known = {"torch": torch.__version__, "reasons": {}}
     if torch.cuda.is_available():
         known["gpu"] = torch.cuda.get_device_name()
         known["capability"] = ".".join(str(part) for part in torch.cuda.get_device_capability())
@@ -96,7 +96,7 @@ def measure_with_torch(seconds):
     else:
         known["reasons"]["links"] = "torch finds no GPU"
     known["adamw"] = torch_adamw_rate(torch, seconds)
-    known["adamw_by"] = "torch's fused AdamW"
+    known["adamw_by"] = f"torch's fused AdamW, {torch.get_num_threads()} threads"
     return known
 
 
@@ -129,12 +129,13 @@ def disk_rates(program, directory, seconds, log):
 
 
 def bench_adamw_rate(bench, seconds, log):
-    """The best of Tessera's own update, over the numbers of threads that update_bench runs."""
+    """(rate, name) of Tessera's own update, at the best number of threads of update_bench."""
     output = gpu_run.run_process(
         [bench, "--benchmark_filter=adamw_bf16/", f"--benchmark_min_time={seconds}",
          "--benchmark_format=json"], 30 + 20 * seconds, log)
     try:
-        return max(run["bytes_per_second"] for run in json.loads(output)["benchmarks"])
+        return max((run["bytes_per_second"], run["name"])
+                   for run in json.loads(output)["benchmarks"])
     except (ValueError, KeyError, TypeError) as error:
         raise gpu_run.RunError(f"cannot use what update_bench printed: {error!r}") from error
 
@@ -163,10 +164,10 @@ def measure(python, program, directory, seconds, log_folder):
                                                     log_folder / "rates-disk.log")))
     bench = find_update_bench(program)
     if bench is not None:
-        ours = attempt("update_bench", lambda: {"rate": bench_adamw_rate(
-            bench, seconds, log_folder / "rates-update.log")})
-        if ours and ours["rate"] > known.get("adamw", 0):
-            known.update({"adamw": ours["rate"], "adamw_by": "update_bench"})
+        ours = attempt("update_bench", lambda: dict(zip(("adamw", "adamw_by"), bench_adamw_rate(
+            bench, seconds, log_folder / "rates-update.log"))))
+        if ours and ours["adamw"] > known.get("adamw", 0):
+            known.update(ours)
     return known
 
 

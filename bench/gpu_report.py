@@ -127,7 +127,7 @@ def rates_table(known):
     lines = [[title, cell(known.get(name), ".1f", 1e9)] for name, title in RATES]
     notes = [f"without {what}: {reason}" for what, reason in known.get("reasons", {}).items()]
     if "adamw_by" in known:
-        notes.append(f"AdamW by {known['adamw_by']}, {known.get('threads', '?')} threads")
+        notes.append(f"AdamW of the processor: {known['adamw_by']}")
     return markdown(["rate", "GB/s"], lines) + ["", *notes]
 
 
