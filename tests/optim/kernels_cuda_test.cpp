@@ -1,4 +1,5 @@
 // CUDA kernels beside the host's: the same bits for every rule and for the norm.
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/device_cuda.h"
 #include "tessera/optim/kernels.h"
+#include "tests/optim/kernel_cases.h"
 #include "tests/optim/update_case.h"
 
 namespace tessera::optim {
@@ -56,6 +58,16 @@ class CudaKernels : public ::testing::Test {
       device_->start_copy(values.data(), memory.data(), values.size() * sizeof(Value), stream())
           .wait();
     }
+  }
+
+  // Runs `start(base)` over a copy of the slab on the device.
+  template <typename Start>
+  Slab after(const Slab& slab, const Start& start) {
+    const device::Memory memory = upload(slab.bytes());
+    start(memory.data()).wait();
+    Slab out = slab;
+    download(memory, out.bytes());
+    return out;
   }
 
   std::unique_ptr<device::Device> device_;
@@ -170,6 +182,118 @@ TEST_F(CudaKernels, AddAndWiden) {
   kernels_->start_widen(out, fp16_on_device.data(), DType::kFloat16, numel, stream()).wait();
   download(values, found);
   EXPECT_TRUE(same_bits(found, wide_fp16));
+}
+
+TEST_F(CudaKernels, UpdateListsOfOddSpansWithTheBitsOfTheHost) {
+  const UpdateList list(odd_update_shapes());
+  for (const auto& [name, rule] : all_rules()) {
+    const Slab found = after(list.slab, [&](std::byte* base) {
+      return kernels_->start_updates(rule, list.tasks(base), stream());
+    });
+    EXPECT_TRUE(found.same_as(list.expected(rule))) << name;
+  }
+}
+
+TEST_F(CudaKernels, UpdateSmallSpansBesideLargeOnes) {
+  const UpdateList list({{300007, 0, 0, DType::kBFloat16, DType::kBFloat16},
+                         {7, 1, 0, DType::kBFloat16, DType::kBFloat16},
+                         {0, 0, 0, DType::kBFloat16, DType::kBFloat16},
+                         {250000, 3, 0, DType::kFloat16, DType::kFloat16},
+                         {200001, 2, 1, DType::kFloat32, DType::kBFloat16}});
+  const Slab found = after(list.slab, [&](std::byte* base) {
+    return kernels_->start_updates({}, list.tasks(base), stream());
+  });
+  EXPECT_TRUE(found.same_as(list.expected({})));
+}
+
+TEST_F(CudaKernels, UpdateAnEmptyList) {
+  kernels_->start_updates({}, {}, stream()).wait();
+  EXPECT_EQ(stream().record().wait_for(std::chrono::seconds(10)), true);
+}
+
+TEST_F(CudaKernels, SumSquaresOfListsIntoPinnedAndDeviceMemory) {
+  // As few as one launch takes lightly, more than that, and more than one launch takes.
+  for (const std::size_t num_spans : {0U, 1U, 16U, 17U, 300U, 1100U}) {
+    const NormList list(num_spans);
+    const std::vector<double> expected = list.expected();
+    const device::Memory values = upload(list.slab.bytes());
+    for (const MemoryKind kind : {MemoryKind::kPinned, MemoryKind::kDevice}) {
+      const device::Memory results =
+          device_->allocate(kind, num_spans * sizeof(double) + 8, Role::kOther);
+      kernels_
+          ->start_sums_of_squares(list.at(values.data()), reinterpret_cast<double*>(results.data()),
+                                  stream())
+          .wait();
+      std::vector<double> found(num_spans, -1);
+      download(results, found);
+      EXPECT_EQ(found, expected) << num_spans << " spans";
+    }
+  }
+}
+
+TEST_F(CudaKernels, SumSquaresOfListsInFlightTogether) {
+  // One behind the other on one stream, in the same scratch memory, and on another one beside.
+  constexpr std::size_t kRounds = 6;
+  const NormList list(90);
+  const std::vector<double> expected = list.expected();
+  const device::Memory values = upload(list.slab.bytes());
+  const device::Memory results = device_->allocate(
+      MemoryKind::kPinned, kRounds * expected.size() * sizeof(double), Role::kOther);
+  std::vector<device::Pending> summed;
+  for (std::size_t round = 0; round < kRounds; ++round) {
+    device::Stream& on =
+        device_->stream(round % 3 == 2 ? StreamKind::kCompute : StreamKind::kReduce);
+    summed.push_back(kernels_->start_sums_of_squares(
+        list.at(values.data()), reinterpret_cast<double*>(results.data()) + round * expected.size(),
+        on));
+  }
+  device::Pending::all(summed).wait();
+  for (std::size_t round = 0; round < kRounds; ++round) {
+    const auto* of_round = reinterpret_cast<double*>(results.data()) + round * expected.size();
+    EXPECT_EQ(std::vector<double>(of_round, of_round + expected.size()), expected) << round;
+  }
+}
+
+TEST_F(CudaKernels, AddEveryType) {
+  constexpr std::size_t kNumel = 70001;
+  for (const DType dtype : kElementTypes) {
+    for (const std::size_t skew : {0U, 1U, 2U}) {
+      Slab slab;
+      const std::size_t values = slab.add_random(DType::kFloat32, 1, kNumel, 1);
+      const std::size_t addend = slab.add_random(dtype, skew, kNumel, 2);
+      Slab expected = slab;
+      for (std::size_t i = 0; i < kNumel; ++i) {
+        narrow_at(expected.bytes().data() + values, DType::kFloat32, i,
+                  widened_at(slab.bytes().data() + values, DType::kFloat32, i) +
+                      widened_at(slab.bytes().data() + addend, dtype, i));
+      }
+      const Slab found = after(slab, [&](std::byte* base) {
+        return kernels_->start_add(reinterpret_cast<float*>(base + values), base + addend, dtype,
+                                   kNumel, stream());
+      });
+      EXPECT_TRUE(found.bytes() == expected.bytes()) << to_string(dtype) << ", skew " << skew;
+    }
+  }
+}
+
+TEST_F(CudaKernels, ConvertEveryPairOfTypes) {
+  for (const DType from : kElementTypes) {
+    for (const DType to : kElementTypes) {
+      for (const std::size_t to_skew : {1U, 2U}) {
+        const ConvertCase given(from, to, 1, to_skew);
+        for (const float scale : {1.0F, 0.37F, -2.0F, 0x1p-20F}) {
+          const Slab expected = given.expected(scale);
+          const Slab found = after(given.slab, [&](std::byte* base) {
+            return kernels_->start_convert(base + given.to, to, base + given.from, from, scale,
+                                           static_cast<std::int64_t>(given.numel), stream());
+          });
+          // Without a product, a NaN's own bits count, too.
+          EXPECT_TRUE(scale == 1.0F ? found.bytes() == expected.bytes() : found.same_as(expected))
+              << to_string(from) << " to " << to_string(to) << ", times " << scale;
+        }
+      }
+    }
+  }
 }
 
 }  // namespace
