@@ -159,11 +159,12 @@ Pending CudaStream::launch_locked(const std::function<void(cudaStream_t)>& start
       is_marked = true;
     }
     start(options_.handle);
-    TESSERA_CUDA_CALL(cudaEventRecord, event, options_.handle);
     if (is_marked) {
       is_marked = false;
-      mark_end();
+      mark_end();  // ahead of the event: the times of work that is known to be done are known, too
     }
+    TESSERA_CUDA_CALL(cudaEventRecord, event, options_.handle);
+    resolve_some();
   } catch (...) {
     if (is_marked) {
       mark_end();
@@ -202,9 +203,12 @@ void CudaStream::mark_end() noexcept {
     const cudaEvent_t event = options_.times->take();
     track_->end(event);
     TESSERA_CUDA_CALL(cudaEventRecord, event, options_.handle);
-    // Each operation sets two marks and looks at up to four, so that what is done does not pile up.
-    track_->resolve(4);
   });
+}
+
+// Each operation sets two marks and looks at up to four, so that what is done does not pile up.
+void CudaStream::resolve_some() noexcept {
+  timing([&] { track_->resolve(4); });
 }
 
 void CudaStream::begin_span(const char* name, const SpanArgs& args) {
@@ -222,6 +226,7 @@ void CudaStream::end_span() {
                       " stream, where none was begun");
     const CudaDeviceScope scope(options_.device_index);
     mark_end();
+    resolve_some();
   }
 }
 

@@ -138,6 +138,7 @@ class CudaStream final : public Stream {
   // stream and nothing else: the work itself meets the same error.
   void mark_begin(const char* label, const SpanArgs& args) noexcept;
   void mark_end() noexcept;
+  void resolve_some() noexcept;
   template <typename Work>
   void timing(const Work& work) noexcept;
   void strike_off_done();

@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "tessera/core/clock.h"
+#include "tessera/core/spans.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/device_cuda.h"
 #include "tessera/device/late_device.h"
@@ -43,6 +45,17 @@ std::vector<DeviceCase> all_devices() {
                    [](Ledger* ledger) {
                      CudaDeviceOptions options;
                      options.ledger = ledger;
+                     return make_cuda_device(options);
+                   },
+                   num_cuda_devices() > 0 ? "" : "no GPU: " + cuda_description(), true});
+  // With its work timed, which must change nothing.
+  cases.push_back({"cuda_timed",
+                   [](Ledger* ledger) {
+                     static const SteadyClock clock;
+                     static Spans spans(clock, 256);  // outlives the devices
+                     CudaDeviceOptions options;
+                     options.ledger = ledger;
+                     options.spans = &spans;
                      return make_cuda_device(options);
                    },
                    num_cuda_devices() > 0 ? "" : "no GPU: " + cuda_description(), true});

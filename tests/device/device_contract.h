@@ -27,7 +27,8 @@ struct DeviceCase {
   friend void PrintTo(const DeviceCase& device, std::ostream* out) { *out << device.name; }
 };
 
-// cpu, late with several seeds, late and lazy, the same with memory of its own, cuda.
+// cpu, late with several seeds, late and lazy, the same with memory of its own, cuda, cuda with its
+// work timed.
 std::vector<DeviceCase> all_devices();
 
 inline constexpr MemoryKind kAllKinds[] = {MemoryKind::kDevice, MemoryKind::kHost,

@@ -84,23 +84,55 @@ TEST_F(GpuSpans, NamesWhatRanOnEachStreamWithItsBytes) {
   EXPECT_EQ(read[3].args.bytes, static_cast<std::int64_t>(kBytes / 2));
 }
 
+// Work that knows when it began and ended by the host's clock, and takes long enough for a wrong
+// unit or a wrong origin to show.
 TEST_F(GpuSpans, AreOnTheClockOfTheHost) {
-  std::vector<std::int64_t> ran_at;
-  const std::int64_t before_ns = spans_.now_ns();
-  for (int i = 0; i < 20; ++i) {
-    (void)stream(StreamKind::kReduce).enqueue([&] { ran_at.push_back(spans_.now_ns()); });
+  struct Times {
+    std::int64_t begin_ns = 0;
+    std::int64_t end_ns = 0;
+  };
+  std::vector<Times> ran(3);
+  for (Times& times : ran) {
+    (void)stream(StreamKind::kReduce).enqueue([this, &times] {
+      times.begin_ns = spans_.now_ns();
+      do {
+        times.end_ns = spans_.now_ns();
+      } while (times.end_ns - times.begin_ns < 10 * kClockErrorNs);
+    });
   }
   stream(StreamKind::kReduce).synchronize();
   const std::int64_t after_ns = spans_.now_ns();
   device_->collect_spans();
-  const std::vector<Span> ran = on(StreamKind::kReduce);
-  ASSERT_EQ(ran.size(), 20U);
+  const std::vector<Span> spans = on(StreamKind::kReduce);
+  ASSERT_EQ(spans.size(), ran.size());
   for (std::size_t i = 0; i < ran.size(); ++i) {
-    EXPECT_GE(ran[i].start_ns, before_ns - kClockErrorNs);
-    EXPECT_LE(ran[i].start_ns, ran_at[i] + kClockErrorNs);
-    EXPECT_GE(ran[i].end_ns, ran_at[i] - kClockErrorNs);
-    EXPECT_LE(ran[i].end_ns, after_ns + kClockErrorNs);
-    EXPECT_LE(ran[i].start_ns, ran[i].end_ns);
+    EXPECT_LE(spans[i].start_ns, ran[i].begin_ns + kClockErrorNs);
+    EXPECT_GE(spans[i].end_ns, ran[i].end_ns - kClockErrorNs);
+    EXPECT_LE(spans[i].end_ns, after_ns + kClockErrorNs);
+    if (i > 0) {  // in the order of the stream
+      EXPECT_GE(spans[i].start_ns, ran[i - 1].end_ns - kClockErrorNs);
+    }
+  }
+}
+
+// The host's clock goes ahead of the GPU's by hours: as drift would, only more.
+TEST_F(GpuSpans, FollowAClockThatDrifts) {
+  constexpr std::int64_t kHour = 3'600'000'000'000;
+  ManualClock clock;
+  Spans spans(clock, 16);
+  const auto device = make(spans);
+  for (int hour = 0; hour < 3; ++hour) {
+    device->stream(StreamKind::kRead).enqueue([] {}).wait();
+    device->collect_spans();
+    clock.advance_ns(kHour);
+  }
+  const std::vector<Span> all = spans.snapshot();
+  ASSERT_EQ(all.size(), 3U);
+  for (std::int64_t hour = 0; hour < 3; ++hour) {
+    const Span& span = all[static_cast<std::size_t>(hour)];
+    EXPECT_GT(span.start_ns, hour * kHour - kHour / 2) << hour;
+    EXPECT_LT(span.end_ns, hour * kHour + kHour / 2) << hour;
+    EXPECT_LE(span.start_ns, span.end_ns) << hour;
   }
 }
 
@@ -132,7 +164,7 @@ TEST_F(GpuSpans, AreCollectedWithoutWaitingForWhatStillRuns) {
   const Pending held = stream(StreamKind::kRead).enqueue([gate] { Pending(gate).wait(); });
   done.wait();
   device_->collect_spans();  // would not return if it waited
-  EXPECT_LE(on(StreamKind::kRead).size(), 1U);
+  EXPECT_EQ(on(StreamKind::kRead).size(), 1U) << "what is done is there, what runs is not";
   gate->succeed();
   held.wait();
   stream(StreamKind::kRead).synchronize();
