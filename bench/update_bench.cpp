@@ -1,38 +1,59 @@
 // The update of optimizer states beside a plain copy: how far it is from the speed of memory. Bytes
-// per second count what is read and written. `unfused` is AdamW as operators over whole tensors,
-// the way torch::optim::AdamW runs it.
+// per second count what is read and written: 28 an element for AdamW with a bf16 gradient and
+// parameter. `unfused` is AdamW as operators over whole tensors, the way torch::optim::AdamW runs
+// it.
+//
+// `--update_threads=N` and `--update_elements=N` take the place of the numbers of threads and
+// elements below; all else goes to the benchmark library.
 #include <algorithm>
+#include <charconv>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <optional>
+#include <string_view>
+#include <system_error>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include <benchmark/benchmark.h>
 
 #include "tessera/device/device_cpu.h"
+#include "tessera/optim/core_binding.h"
 #include "tessera/optim/kernels.h"
 
 namespace tessera::optim {
 namespace {
 
-// Six times 64 MiB and more do not stay in a cache that others use, too.
-constexpr std::int64_t kNumel = std::int64_t{16} << 20;
+// 448 MiB for AdamW: more than a cache holds that others use, too.
+std::int64_t g_numel = std::int64_t{16} << 20;
+
+void set_bytes(benchmark::State& state, std::int64_t bytes_per_element) {
+  const std::int64_t bytes = state.iterations() * g_numel * bytes_per_element;
+  state.SetBytesProcessed(bytes);
+  state.counters["GB/s"] =
+      benchmark::Counter(static_cast<double>(bytes) * 1e-9, benchmark::Counter::kIsRate);
+}
 
 void plain_copy(benchmark::State& state) {
-  const std::vector<float> from(kNumel, 1.0F);
-  std::vector<float> to(kNumel, 2.0F);
+  const std::vector<float> from(g_numel, 1.0F);
+  std::vector<float> to(g_numel, 2.0F);
   for ([[maybe_unused]] auto _ : state) {
-    std::memcpy(to.data(), from.data(), kNumel * sizeof(float));
+    std::memcpy(to.data(), from.data(), static_cast<std::size_t>(g_numel) * sizeof(float));
     benchmark::ClobberMemory();
   }
-  state.SetBytesProcessed(state.iterations() * kNumel * 8);
+  set_bytes(state, 8);
 }
-BENCHMARK(plain_copy)->UseRealTime();
 
 struct Shape {
   RuleKind kind = RuleKind::kAdamW;
   double momentum = 0;
   DType gradient = DType::kFloat32;
   DType parameter = DType::kFloat32;  // fp32: none
+  bool is_bound = false;              // threads to cores
 };
 
 void fused(benchmark::State& state, const Shape& shape) {
@@ -40,10 +61,11 @@ void fused(benchmark::State& state, const Shape& shape) {
   rule.kind = shape.kind;
   rule.momentum = shape.momentum;
   const bool has_parameter = shape.parameter != DType::kFloat32;
-  std::vector<float> master(kNumel, 0.02F);
-  const std::vector<std::byte> gradient(kNumel * bytes_of(shape.gradient), std::byte{0x11});
-  std::vector<std::vector<float>> states(kMaxStates, std::vector<float>(kNumel, 1e-6F));
-  std::vector<std::uint16_t> parameter(has_parameter ? kNumel : 0);
+  std::vector<float> master(g_numel, 0.02F);
+  const std::vector<std::byte> gradient(
+      static_cast<std::size_t>(g_numel) * bytes_of(shape.gradient), std::byte{0x11});
+  std::vector<std::vector<float>> states(kMaxStates, std::vector<float>(g_numel, 1e-6F));
+  std::vector<std::uint16_t> parameter(has_parameter ? static_cast<std::size_t>(g_numel) : 0);
   UpdateSpan span;
   span.master = master.data();
   span.gradient = gradient.data();
@@ -51,9 +73,15 @@ void fused(benchmark::State& state, const Shape& shape) {
   span.states = {states[0].data(), states[1].data()};
   span.parameter = has_parameter ? parameter.data() : nullptr;
   span.parameter_dtype = shape.parameter;
-  span.numel = kNumel;
+  span.numel = g_numel;
   const auto device = device::make_cpu_device();
-  const auto kernels = make_cpu_kernels(static_cast<int>(state.range(0)));
+  const int num_threads = static_cast<int>(state.range(0));
+  std::vector<int> cores = shape.is_bound ? cores_for_threads(num_threads) : std::vector<int>{};
+  if (shape.is_bound && cores.empty()) {
+    state.SkipWithError("fewer cores than threads");
+    return;
+  }
+  const auto kernels = make_cpu_kernels(num_threads, std::move(cores));
   UpdateScalars scalars;
   scalars.lr = 1e-3;
   scalars.step = 2;
@@ -63,26 +91,16 @@ void fused(benchmark::State& state, const Shape& shape) {
   }
   const std::size_t bytes = 8 + bytes_of(shape.gradient) + 8 * state_names(rule).size() +
                             (has_parameter ? bytes_of(shape.parameter) : 0);
-  state.SetBytesProcessed(state.iterations() * kNumel * static_cast<std::int64_t>(bytes));
+  set_bytes(state, static_cast<std::int64_t>(bytes));
 }
 
 constexpr DType kFp32 = DType::kFloat32;
 constexpr DType kBf16 = DType::kBFloat16;
 constexpr DType kFp16 = DType::kFloat16;
-void threads(benchmark::internal::Benchmark* bench) {
-  bench->ArgName("threads")->Arg(1)->Arg(2)->UseRealTime();
-}
-BENCHMARK_CAPTURE(fused, adamw_fp32, Shape{RuleKind::kAdamW, 0, kFp32, kFp32})->Apply(threads);
-BENCHMARK_CAPTURE(fused, adamw_bf16, Shape{RuleKind::kAdamW, 0, kBf16, kBf16})->Apply(threads);
-BENCHMARK_CAPTURE(fused, adamw_fp16, Shape{RuleKind::kAdamW, 0, kFp32, kFp16})->Apply(threads);
-BENCHMARK_CAPTURE(fused, adam, Shape{RuleKind::kAdam, 0, kFp32, kFp32})->Apply(threads);
-BENCHMARK_CAPTURE(fused, momentum, Shape{RuleKind::kSgd, 0.9, kFp32, kFp32})->Apply(threads);
-BENCHMARK_CAPTURE(fused, lion, Shape{RuleKind::kLion, 0, kFp32, kFp32})->Apply(threads);
-
 // Bytes per second as if it were fused: 28 B per element, so that the numbers compare.
 void unfused(benchmark::State& state) {
-  std::vector<float> weight(kNumel, 0.02F), exp_avg(kNumel), exp_avg_sq(kNumel), root(kNumel);
-  const std::vector<float> gradient(kNumel, 1e-3F);
+  std::vector<float> weight(g_numel, 0.02F), exp_avg(g_numel), exp_avg_sq(g_numel), root(g_numel);
+  const std::vector<float> gradient(g_numel, 1e-3F);
   const auto over = [](std::vector<float>& out, const auto& body) {
     for (std::size_t i = 0; i < out.size(); ++i) {
       out[i] = body(i);
@@ -96,24 +114,91 @@ void unfused(benchmark::State& state) {
     over(exp_avg_sq, [&](std::size_t i) { return exp_avg_sq[i] * 0.999F; });
     over(exp_avg_sq,
          [&](std::size_t i) { return exp_avg_sq[i] + 0.001F * gradient[i] * gradient[i]; });
-    std::vector<float> denominator(kNumel);  // a fresh tensor each time, as an operator makes it
+    std::vector<float> denominator(g_numel);  // a fresh tensor each time, as an operator makes it
     over(root, [&](std::size_t i) { return std::sqrt(exp_avg_sq[i]); });
     over(denominator, [&](std::size_t i) { return root[i] / 0.0316F; });
     over(denominator, [&](std::size_t i) { return denominator[i] + 1e-8F; });
     over(weight, [&](std::size_t i) { return weight[i] - 1e-3F * exp_avg[i] / denominator[i]; });
   }
-  state.SetBytesProcessed(state.iterations() * kNumel * 28);
+  set_bytes(state, 28);
 }
-BENCHMARK(unfused)->UseRealTime();
 
 void squares(benchmark::State& state) {
-  const std::vector<float> values(kNumel, 1e-3F);
+  const std::vector<float> values(g_numel, 1e-3F);
   for ([[maybe_unused]] auto _ : state) {
-    benchmark::DoNotOptimize(sum_of_squares(values.data(), kNumel));
+    benchmark::DoNotOptimize(sum_of_squares(values.data(), g_numel));
   }
-  state.SetBytesProcessed(state.iterations() * kNumel * 4);
+  set_bytes(state, 4);
 }
-BENCHMARK(squares)->UseRealTime();
+
+void register_all(const std::vector<int>& threads) {
+  benchmark::RegisterBenchmark("plain_copy", plain_copy)->UseRealTime();
+  const struct {
+    const char* name;
+    Shape shape;
+  } kFused[] = {{"adamw_fp32", {RuleKind::kAdamW, 0, kFp32, kFp32}},
+                {"adamw_bf16", {RuleKind::kAdamW, 0, kBf16, kBf16}},
+                {"adamw_bf16_bound", {RuleKind::kAdamW, 0, kBf16, kBf16, true}},
+                {"adamw_fp16", {RuleKind::kAdamW, 0, kFp32, kFp16}},
+                {"adam", {RuleKind::kAdam, 0, kFp32, kFp32}},
+                {"momentum", {RuleKind::kSgd, 0.9, kFp32, kFp32}},
+                {"lion", {RuleKind::kLion, 0, kFp32, kFp32}}};
+  for (const auto& fused_case : kFused) {
+    auto* bench = benchmark::RegisterBenchmark(fused_case.name, fused, fused_case.shape);
+    bench->ArgName("threads")->UseRealTime();
+    for (const int num_threads : threads) {
+      bench->Arg(num_threads);
+    }
+  }
+  benchmark::RegisterBenchmark("unfused", unfused)->UseRealTime();
+  benchmark::RegisterBenchmark("squares", squares)->UseRealTime();
+}
+
+// The number behind `flag`, if `argument` is that flag.
+std::optional<std::int64_t> number_of(std::string_view argument, std::string_view flag) {
+  if (!argument.starts_with(flag)) {
+    return std::nullopt;
+  }
+  const std::string_view text = argument.substr(flag.size());
+  std::int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() && end == text.data() + text.size() ? number : 0;
+}
+
+int run(int argc, char** argv) {
+  std::vector<int> threads = {1, 2};
+  const auto num_cpus = static_cast<int>(std::thread::hardware_concurrency());
+  if (num_cpus > 2) {
+    threads.push_back(num_cpus);
+  }
+  std::vector<char*> rest;
+  for (int i = 0; i < argc; ++i) {
+    const auto num_threads = number_of(argv[i], "--update_threads=");
+    const auto numel = number_of(argv[i], "--update_elements=");
+    if (num_threads.value_or(1) < 1 || numel.value_or(1) < 1) {
+      std::fprintf(stderr, "%s: a number of at least 1 is needed\n", argv[i]);
+      return 2;
+    }
+    if (num_threads) {
+      threads = {static_cast<int>(*num_threads)};
+    } else if (numel) {
+      g_numel = *numel;
+    } else {
+      rest.push_back(argv[i]);
+    }
+  }
+  int num_rest = static_cast<int>(rest.size());
+  rest.push_back(nullptr);
+  benchmark::Initialize(&num_rest, rest.data());
+  if (benchmark::ReportUnrecognizedArguments(num_rest, rest.data())) {
+    return 2;
+  }
+  register_all(threads);
+  benchmark::RunSpecifiedBenchmarks();
+  return 0;
+}
 
 }  // namespace
 }  // namespace tessera::optim
+
+int main(int argc, char** argv) { return tessera::optim::run(argc, argv); }
