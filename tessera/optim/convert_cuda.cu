@@ -116,7 +116,11 @@ void launch_add(float* values, const void* addend, DType dtype, std::int64_t num
 
 void launch_convert(void* to, DType to_dtype, const void* from, DType from_dtype, float scale,
                     std::int64_t numel, cudaStream_t stream) {
-  if (from_dtype == DType::kFloat32) {
+  if (to_dtype == from_dtype && scale == 1.0F) {
+    TESSERA_CUDA_CALL(cudaMemcpyAsync, to, from,
+                      static_cast<std::size_t>(numel) * bytes_of(to_dtype), cudaMemcpyDefault,
+                      stream);
+  } else if (from_dtype == DType::kFloat32) {
     launch_convert_from<float>(to, to_dtype, from, scale, numel, stream);
   } else if (from_dtype == DType::kBFloat16) {
     launch_convert_from<BFloat16>(to, to_dtype, from, scale, numel, stream);
