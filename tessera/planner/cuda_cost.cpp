@@ -209,6 +209,8 @@ void CudaCost::count_step(const optim::SubGroupPlan& plan, bool holds_all,
       as_int(plan.parameters_written_bytes);
   LinkBytes& link = placement.link;
   link = {};
+  UpdateNumel& update = placement.update;
+  update = {};
   for (std::size_t i = 0; i < places.size(); ++i) {
     const shard::Layout& layout = cut_.layouts[i];
     const ShardPlaces& each = places[i];
@@ -220,6 +222,9 @@ void CudaCost::count_step(const optim::SubGroupPlan& plan, bool holds_all,
     if (!cut_.is_trainable(i)) {
       continue;
     }
+    (is_streamed(each)    ? update.streamed
+     : each.device_update ? update.resident
+                          : update.processor) += layout.shard_numel();
     if (is_streamed(each)) {
       const std::int64_t states_bytes = 4 * num_state_tensors_ * layout.shard_numel();
       const bool brings_master =

@@ -2,13 +2,11 @@
 
 #include <algorithm>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "tessera/core/error.h"
-#include "tessera/core/units.h"
-#include "tessera/planner/byte_sum.h"
 #include "tessera/planner/cuda_cost.h"
+#include "tessera/planner/cuda_refusal.h"
 #include "tessera/planner/optimizer_buffers.h"
 #include "tessera/planner/parameter_buffers.h"
 #include "tessera/planner/update_split.h"
@@ -27,10 +25,6 @@ constexpr std::int64_t kGoodUnits = 4;
 // Of a host budget, for the buffers of states and of parameters.
 constexpr std::int64_t kOptimizerPoolsPerBudget = 8;
 constexpr std::int64_t kParameterPoolsPerBudget = 16;
-
-std::string bytes_text(std::int64_t bytes) {
-  return approximate_bytes(static_cast<std::uint64_t>(bytes));
-}
 
 // How many large parameters, in the order of use, are where.
 struct Reach {
@@ -63,6 +57,7 @@ class CudaFiller {
     }
     wish_parameters();
     check_wishes();
+    least_pools_ = least_pools();
   }
 
   Placement fill();
@@ -80,6 +75,7 @@ class CudaFiller {
   DeviceRoom good_room(const std::vector<ShardPlaces>& places, const SlotNeed& slots) const;
   bool fits_device(const Reach& reach, bool with_good_room) const;
   void reach_device(Reach& reach) const;
+  Reach least_reach(Reach reach) const;
   void give_device_room(Placement& placement) const;
 
   // In host memory.
@@ -89,15 +85,14 @@ class CudaFiller {
   };
   Pools least_pools() const;
   Pools pools_within_budget() const;
+  static std::int64_t pool_bytes(const Pools& pools);
   std::int64_t host_bytes(const Lines& lines, const Pools& pools) const;
-  bool fits(const Reach& reach, const Pools& pools) const;
+  bool fits_host(const Reach& reach, const Pools& pools) const;
   std::optional<Placement> reach_host(Reach reach, const Pools& pools) const;
   std::optional<Placement> make(const Reach& reach, const Pools& pools) const;
   void give_pools(const Pools& pools, Placement& placement) const;
 
   [[noreturn]] void refuse(const Reach& reach) const;
-  [[noreturn]] void refuse_device(const Reach& reach) const;
-  [[noreturn]] void refuse_host(const Reach& reach) const;
 
   bool is_own_master() const { return optim::is_own_master(cut_.model.dtype); }
   bool keeps_parameters_on_device() const {
@@ -110,7 +105,8 @@ class CudaFiller {
   const PlacementOptions& options_;
   const CudaCost cost_;
   const std::int64_t sub_group_numel_;
-  std::vector<std::size_t> large_;   // ids, in the order of use
+  std::vector<std::size_t> large_;  // ids, in the order of use
+  Pools least_pools_;
   std::vector<bool> stays_in_host_;  // by order: where parameters are wished to be on NVMe
 };
 
@@ -206,7 +202,10 @@ void CudaFiller::reach_device(Reach& reach) const {
   Reach best = reach;
   if (options_.parameters == Wish::kAuto && !keeps_parameters_on_device()) {
     best.parameters_on_device = all;
-    while (best.parameters_on_device > 0 && !fits_device(best, true)) {
+    // There they cost host memory, too, where the processor updates them.
+    while (best.parameters_on_device > 0 &&
+           !(fits_device(best, true) &&
+             (fits_host(best, least_pools_) || fits_host(least_reach(best), least_pools_)))) {
       --best.parameters_on_device;
     }
   }
@@ -240,7 +239,7 @@ CudaFiller::Pools CudaFiller::pools_within_budget() const {
   const CutModel processor(model, options_);
   const OptimizerBuffers optimizer(processor, stored);
   const ParameterBuffers parameters(cut_, stored);
-  const Pools least = least_pools();
+  const Pools& least = least_pools_;
   const std::int64_t most_parameters =
       parameters.is_given() ? least.parameter_bytes
                             : std::max(least.parameter_bytes,
@@ -252,45 +251,48 @@ CudaFiller::Pools CudaFiller::pools_within_budget() const {
           within(kParameterPoolsPerBudget, least.parameter_bytes, most_parameters)};
 }
 
+std::int64_t CudaFiller::pool_bytes(const Pools& pools) {
+  return pinned_bytes(block_bytes(pools.optimizer_bytes)) +
+         pinned_feed_bytes(pools.parameter_bytes);
+}
+
 std::int64_t CudaFiller::host_bytes(const Lines& lines, const Pools& pools) const {
   const std::int64_t nvme = lines.bytes(Tier::kNvme);
   std::int64_t bytes =
       lines.bytes(Tier::kPinned) + lines.bytes(Tier::kHost) + cost_.most_comm_bytes();
   if (nvme > 0) {
-    bytes += pinned_bytes(block_bytes(pools.optimizer_bytes)) +
-             pinned_feed_bytes(pools.parameter_bytes) +
-             (options_.verify ? checksum_bytes(nvme) : 0);
+    bytes += pool_bytes(pools) + (options_.verify ? checksum_bytes(nvme) : 0);
   }
   return bytes;
 }
 
-bool CudaFiller::fits(const Reach& reach, const Pools& pools) const {
-  return fits_device(reach, false) &&
+bool CudaFiller::fits_host(const Reach& reach, const Pools& pools) const {
+  return options_.host_bytes == kUnlimited ||
          host_bytes(cost_.shard_lines(places_of(reach)), pools) <= options_.host_bytes;
 }
 
 std::optional<Placement> CudaFiller::reach_host(Reach reach, const Pools& pools) const {
   const std::size_t most_states = reach.states_in_host;
   const std::size_t least_states = options_.has_nvme ? 0 : most_states;
-  for (;; --reach.parameters_in_host) {
-    // Fewer states in host memory can mean more gradients there; so both ends are tried.
-    Reach least = reach;
-    least.states_in_host = least_states;
-    if (fits(reach, pools) || fits(least, pools)) {
-      for (; reach.states_in_host > least_states; --reach.states_in_host) {
-        if (auto found = fits(reach, pools) ? make(reach, pools) : std::nullopt) {
-          return found;
-        }
-      }
-      if (auto found = make(reach, pools)) {
+  const auto attempt = [&](std::size_t states_in_host) {
+    reach.states_in_host = states_in_host;
+    return fits_device(reach, false) && fits_host(reach, pools) ? make(reach, pools) : std::nullopt;
+  };
+  for (std::size_t states = most_states + 1; states-- > least_states;) {
+    if (auto found = attempt(states)) {
+      return found;
+    }
+  }
+  while (options_.has_nvme && reach.parameters_in_host > 0) {
+    --reach.parameters_in_host;
+    // Without states in host memory there can be more gradients than with all of them.
+    for (const std::size_t states : {least_states, most_states}) {
+      if (auto found = attempt(states)) {
         return found;
       }
     }
-    if (reach.parameters_in_host == 0 || !options_.has_nvme) {
-      return std::nullopt;
-    }
-    reach.states_in_host = most_states;
   }
+  return std::nullopt;
 }
 
 std::optional<Placement> CudaFiller::make(const Reach& reach, const Pools& pools) const {
@@ -371,74 +373,34 @@ Placement CudaFiller::fill() {
   reach.parameters_in_host = all;
   reach.states_in_host = keeps_states ? all : 0;
   reach_device(reach);
-  for (const Pools& pools : {pools_within_budget(), least_pools()}) {
-    if (std::optional<Placement> found = reach_host(reach, pools)) {
-      return std::move(*found);
-    }
+  if (std::optional<Placement> found = reach_host(reach, pools_within_budget())) {
+    return std::move(*found);
+  }
+  if (std::optional<Placement> found = reach_host(least_reach(reach), least_pools_)) {
+    return std::move(*found);
   }
   refuse(reach);
 }
 
-void CudaFiller::refuse(const Reach& reach) const {
-  Reach least = reach;
+// In host memory, whatever may be elsewhere is.
+Reach CudaFiller::least_reach(Reach reach) const {
   if (options_.has_nvme) {
-    least.parameters_in_host = 0;
-    least.states_in_host = 0;
+    reach.parameters_in_host = 0;
+    reach.states_in_host = 0;
   }
-  if (!fits_device(least, false)) {
-    refuse_device(least);
-  }
-  refuse_host(least);
+  return reach;
 }
 
-void CudaFiller::refuse_device(const Reach& reach) const {
-  const std::vector<ShardPlaces> places = places_of(reach);
-  const SlotNeed slots = cost_.slot_need(places, sub_group_numel_);
-  const DeviceRoom room = least_room(places, slots);
+void CudaFiller::refuse(const Reach& reach) const {
+  const std::vector<ShardPlaces> places = places_of(least_reach(reach));
   const Lines lines = cost_.shard_lines(places);
-  ByteSum need;
-  need.add("parameters", lines.bytes(Tier::kDevice, Role::kShard));
-  need.add("gradients", lines.bytes(Tier::kDevice, Role::kGradient));
-  need.add("optimizer states", lines.bytes(Tier::kDevice, Role::kOptimizer));
-  need.add("arena (the largest unit)", room.arena_bytes);
-  need.add("slots of the update", room.num_slots * slots.slot_bytes);
-  const bool stays = options_.parameters == Wish::kDevice || options_.optimizer == Wish::kDevice;
-  throw ConfigError(detail::concat(
-      "the model does not fit: one of ", options_.num_ranks,
-      options_.num_ranks == 1 ? " rank" : " ranks", " needs ", bytes_text(need.total()),
-      " of device memory: ", need.text(), "; memory.device allows ",
-      bytes_text(options_.device_bytes), ". Raise memory.device to at least ",
-      exact_bytes(need.total()),
-      stays ? ", use more ranks, or let more live elsewhere (place.parameters, place.optimizer)"
-            : ", or use more ranks"));
-}
-
-void CudaFiller::refuse_host(const Reach& reach) const {
-  const Lines lines = cost_.shard_lines(places_of(reach));
-  const Pools pools = least_pools();
-  const auto in_host = [&lines](Role role) {
-    return lines.bytes(Tier::kPinned, role) + lines.bytes(Tier::kHost, role);
-  };
-  ByteSum need;
-  need.add("parameters", in_host(Role::kShard));
-  need.add("gradients", in_host(Role::kGradient));
-  need.add("optimizer states", in_host(Role::kOptimizer));
-  need.add("new parameters on their way", in_host(Role::kStaging));
-  need.add("staging of the network's calls", cost_.most_comm_bytes());
-  const std::int64_t nvme = lines.bytes(Tier::kNvme);
-  if (nvme > 0) {
-    need.add("buffers of NVMe", pinned_bytes(block_bytes(pools.optimizer_bytes)) +
-                                    pinned_feed_bytes(pools.parameter_bytes));
-    need.add("checksums", options_.verify ? checksum_bytes(nvme) : 0);
+  if (!fits_device(least_reach(reach), false)) {
+    const SlotNeed slots = cost_.slot_need(places, sub_group_numel_);
+    const DeviceRoom room = least_room(places, slots);
+    refuse_device(options_, lines, {room.arena_bytes, room.num_slots * slots.slot_bytes});
   }
-  throw ConfigError(detail::concat(
-      "the model does not fit: one of ", options_.num_ranks,
-      options_.num_ranks == 1 ? " rank" : " ranks", " needs ", bytes_text(need.total()),
-      " of host memory: ", need.text(), "; memory.host allows ", bytes_text(options_.host_bytes),
-      ". Raise memory.host to at least ", exact_bytes(need.total()),
-      options_.has_nvme ? ", or use more ranks"
-                        : ", use more ranks, or give a directory for what does not fit "
-                          "(nvme.paths, --nvme DIR)"));
+  const bool is_stored = lines.bytes(Tier::kNvme) > 0;
+  refuse_host(options_, lines, {cost_.most_comm_bytes(), is_stored ? pool_bytes(least_pools_) : 0});
 }
 
 }  // namespace

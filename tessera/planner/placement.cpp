@@ -132,6 +132,9 @@ Placement make_placement(const ModelShapes& model, const PlacementOptions& optio
   const CutModel cut(model, options);
   Placement placement = options.on_cuda ? place_on_cuda(cut, num_micro_batches)
                                         : place_in_one_memory(cut, num_micro_batches);
+  for (const shard::Layout& layout : cut.layouts) {
+    placement.shard_numel += layout.shard_numel();
+  }
   const std::int64_t nvme_bytes = placement.bytes(Tier::kNvme);
   TESSERA_CHECK(nvme_bytes <= options.nvme_bytes, ConfigError, "NVMe: a rank needs ",
                 approximate_bytes(static_cast<std::uint64_t>(nvme_bytes)), ", memory.nvme allows ",

@@ -139,6 +139,15 @@ struct LinkBytes {
   std::int64_t d2h = 0;
 };
 
+// CUDA: who updates how many elements of this rank.
+struct UpdateNumel {
+  std::int64_t resident = 0;  // the device, with states that live there
+  std::int64_t streamed = 0;  // the device, with states that come to it
+  std::int64_t processor = 0;
+
+  std::int64_t all() const { return resident + streamed + processor; }
+};
+
 struct Placement {
   std::vector<ShardPlaces> params;  // by id
   bool uses_nvme = false;
@@ -172,7 +181,9 @@ struct Placement {
   std::vector<LedgerLine> ledger;        // by tier and role, those above zero
   std::int64_t full_gradient_bytes = 0;  // torch's, besides
   StepBytes step;
-  LinkBytes link;  // CUDA
+  LinkBytes link;                // CUDA
+  UpdateNumel update;            // CUDA
+  std::int64_t shard_numel = 0;  // of all parameters of this rank
 
   // The ledger with what the groups reserve: what the books of a run say that has one ledger.
   std::vector<LedgerLine> ledger_with_groups() const;

@@ -42,8 +42,7 @@ MachineLimits MachineLimits::of_this_machine(const std::vector<std::string>& dir
 }
 
 void check_fits(const Placement& placement, const MachineLimits& limits, int num_local_ranks) {
-  const std::int64_t memory =
-      placement.memory_bytes() - (placement.on_cuda ? placement.bytes(Tier::kDevice) : 0);
+  const std::int64_t memory = placement.host_memory_bytes();
   TESSERA_CHECK(memory <= limits.memory_available_bytes / num_local_ranks, ConfigError,
                 ranks_text(num_local_ranks), " of ", bytes_text(memory),
                 " each need more memory than the ", bytes_text(limits.memory_available_bytes),
@@ -51,9 +50,10 @@ void check_fits(const Placement& placement, const MachineLimits& limits, int num
                 exact_bytes(limits.memory_available_bytes / num_local_ranks),
                 ", or use fewer ranks per machine");
   const std::int64_t pinned = placement.bytes(Tier::kPinned);
-  TESSERA_CHECK(pinned <= limits.locked_bytes, ConfigError, "pinned memory: a rank needs ",
-                bytes_text(pinned), ", the limit on locked memory is ",
-                bytes_text(limits.locked_bytes),
+  // CUDA's driver pins memory by itself, and asks for no such limit.
+  TESSERA_CHECK(placement.on_cuda || pinned <= limits.locked_bytes, ConfigError,
+                "pinned memory: a rank needs ", bytes_text(pinned),
+                ", the limit on locked memory is ", bytes_text(limits.locked_bytes),
                 "; raise it with `ulimit -l`, or lower memory.host");
   if (limits.directories.empty()) {
     return;

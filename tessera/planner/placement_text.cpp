@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <cstdio>
 
@@ -38,6 +39,44 @@ const char* words_of(Role role) {
   return "other";
 }
 
+std::string budget_text(std::int64_t bytes) {
+  return bytes == kUnlimited ? "-" : approximate_bytes(static_cast<std::uint64_t>(bytes));
+}
+
+std::string number_text(const char* format, double number) {
+  std::array<char, 40> text{};
+  std::snprintf(text.data(), text.size(), format, number);
+  return text.data();
+}
+
+// Who updates, and what passes between host and device for it.
+std::string device_text(const Placement& placement) {
+  const UpdateNumel& update = placement.update;
+  const auto part = [&update](std::int64_t numel) {
+    const auto all = static_cast<double>(std::max<std::int64_t>(1, update.all()));
+    return number_text("%.1f %%", 100 * static_cast<double>(numel) / all);
+  };
+  std::string text =
+      "update: " + part(update.resident) + " on the device, with states that live there";
+  if (update.streamed > 0) {
+    text += detail::concat(
+        "; ", part(update.streamed), " on the device, with states that come to it (",
+        placement.num_update_slots, placement.num_update_slots == 1 ? " slot of " : " slots of ",
+        bytes_text(placement.update_slot_bytes), ")");
+  }
+  text += update.processor > 0 ? "; " + part(update.processor) + " on the processor\n" : "\n";
+  if (placement.host_memory_bytes() > 0 && placement.shard_numel > 0) {
+    text += "host memory per parameter: " +
+            number_text("%.2f B\n", static_cast<double>(placement.host_memory_bytes()) /
+                                        static_cast<double>(placement.shard_numel));
+  }
+  if (placement.link.h2d + placement.link.d2h > 0) {
+    text += detail::concat("host link per step: ", bytes_text(placement.link.h2d), " up, ",
+                           bytes_text(placement.link.d2h), " down\n");
+  }
+  return text;
+}
+
 }  // namespace
 
 std::string placement_text(const Placement& placement) {
@@ -61,18 +100,19 @@ std::string placement_text(const Placement& placement) {
                   bytes_text(nvme));
     }
   }
-  const std::int64_t device = has_device ? placement.bytes(Tier::kDevice) : 0;
-  text +=
-      row("all", has_device ? bytes_text(device) : "",
-          bytes_text(placement.memory_bytes() - device), bytes_text(placement.bytes(Tier::kNvme)));
-  if (placement.memory_budget_bytes != kUnlimited) {
-    text += row("budget", has_device ? bytes_text(placement.memory_budget_bytes) : "",
-                has_device ? "" : bytes_text(placement.memory_budget_bytes), "");
+  text += row("all", has_device ? bytes_text(placement.device_memory_bytes()) : "",
+              bytes_text(placement.host_memory_bytes()), bytes_text(placement.bytes(Tier::kNvme)));
+  const std::int64_t host_budget =
+      has_device ? placement.host_budget_bytes : placement.memory_budget_bytes;
+  if (placement.memory_budget_bytes != kUnlimited || host_budget != kUnlimited) {
+    text += row("budget", has_device ? budget_text(placement.memory_budget_bytes) : "",
+                budget_text(host_budget), "");
   }
   text += detail::concat(
       "besides, torch's: activations, and the full gradient of one parameter at "
       "a time, up to ",
       bytes_text(placement.full_gradient_bytes), "\n");
+  text += has_device ? device_text(placement) : "";
   if (!placement.uses_nvme) {
     return text;
   }

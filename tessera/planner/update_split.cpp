@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "tessera/core/error.h"
+#include "tessera/optim/sub_group.h"
 #include "tessera/planner/placement_cost.h"
 
 namespace tessera::planner {
@@ -25,9 +26,6 @@ class Split {
     num_all_ += numel;
     num_processor_ += to_processor ? numel : 0;
   }
-  double share() const {
-    return num_all_ == 0 ? 0 : static_cast<double>(num_processor_) / static_cast<double>(num_all_);
-  }
 
  private:
   double distance(std::int64_t num_processor, std::int64_t num_all) const {
@@ -37,6 +35,66 @@ class Split {
   const double share_;
   std::int64_t num_all_ = 0;
   std::int64_t num_processor_ = 0;
+};
+
+// What a step's update has to move, in bytes per element of the states in host memory.
+class UpdateTimes {
+ public:
+  UpdateTimes(const UpdateRates& rates, const ModelShapes& model, const Placement& placement,
+              int num_states)
+      : rates_(rates) {
+    const bool is_own_master = optim::is_own_master(model.dtype);
+    const auto parameter = static_cast<double>(bytes_of(model.dtype));
+    states_ = 4 * static_cast<double>(optim::num_state_tensors(model.dtype, num_states));
+    // Each is read and written but for the gradient, which is read; a parameter that is not its own
+    // master is only written.
+    touched_ = 2 * states_ + parameter + (is_own_master ? 2 : 1) * parameter;
+    double in_host = 0;
+    for (std::size_t i = 0; i < placement.params.size(); ++i) {
+      const ShardPlaces& each = placement.params[i];
+      if (model.params[i].trainable && each.states == Place::kHost) {
+        const auto numel = static_cast<double>(model.params[i].numel);
+        numel_ += numel;
+        in_host += each.parameter == Place::kDevice ? 0 : numel;
+      }
+    }
+    parameters_in_host_ = numel_ > 0 ? parameter * in_host / numel_ : 0;
+    parameters_on_device_ = parameter - parameters_in_host_;
+    slots_numel_ = static_cast<double>(placement.num_update_slots) *
+                   static_cast<double>(placement.update_slot_bytes) / (states_ + parameter);
+  }
+
+  double numel() const { return numel_; }
+  double processor_s(double share) const {
+    return touched_ * share * numel_ / rates_.processor_bytes_per_s;
+  }
+  // States up, new values of the processor's parameters up: all of them where they live in host
+  // memory, since the device has let go of its own.
+  double up_s(double share) const {
+    const double streamed = (1 - share) * numel_;
+    double ahead = states_ * std::min(slots_numel_, streamed);
+    if (rates_.backward_s > 0) {
+      ahead = std::min(ahead, rates_.backward_s * rates_.h2d_bytes_per_s);
+    }
+    const double bytes =
+        states_ * streamed + parameters_in_host_ * numel_ + parameters_on_device_ * share * numel_;
+    return std::max(0.0, bytes - ahead) / rates_.h2d_bytes_per_s;
+  }
+  // The last slots go down while the next backward runs.
+  double down_s(double share) const {
+    const double streamed = (1 - share) * numel_;
+    return (states_ + parameters_in_host_) * std::max(0.0, streamed - slots_numel_) /
+           rates_.d2h_bytes_per_s;
+  }
+
+ private:
+  const UpdateRates& rates_;
+  double numel_ = 0;
+  double states_ = 0;
+  double touched_ = 0;
+  double parameters_in_host_ = 0;
+  double parameters_on_device_ = 0;
+  double slots_numel_ = 0;
 };
 
 }  // namespace
@@ -63,6 +121,36 @@ double assign_updates(const CutModel& cut, std::vector<ShardPlaces>& places) {
     each.gradient = each.device_update ? Place::kDevice : Place::kHost;
   }
   return num_host == 0 ? 0 : static_cast<double>(num_processor) / static_cast<double>(num_host);
+}
+
+double choose_cpu_share(const UpdateRates& rates, const ModelShapes& model,
+                        const PlacementOptions& options) {
+  TESSERA_INVARIANT(rates.processor_bytes_per_s > 0 && rates.h2d_bytes_per_s > 0 &&
+                        rates.d2h_bytes_per_s > 0 && rates.backward_s >= 0,
+                    "rates of ", rates.processor_bytes_per_s, ", ", rates.h2d_bytes_per_s, " and ",
+                    rates.d2h_bytes_per_s, " bytes per second, backward of ", rates.backward_s,
+                    " s");
+  PlacementOptions split_options = options;
+  split_options.cpu_share = -1;
+  const Placement placement = make_placement(model, split_options, 1);
+  const UpdateTimes times(rates, model, placement, options.num_states);
+  if (times.numel() == 0) {
+    return 0;
+  }
+  const auto device_ends_later = [&times](double share) {
+    return std::max(times.up_s(share), times.down_s(share)) > times.processor_s(share);
+  };
+  if (device_ends_later(1)) {
+    return 1;
+  }
+  // The processor takes longer with a larger share, the device shorter.
+  double low = 0;
+  double high = 1;
+  for (int i = 0; i < 40; ++i) {
+    const double middle = (low + high) / 2;
+    (device_ends_later(middle) ? low : high) = middle;
+  }
+  return (low + high) / 2;
 }
 
 }  // namespace tessera::planner

@@ -1,0 +1,232 @@
+// What a plan for CUDA says will be charged is, line by line, the sum over parameters; and what
+// cannot be had is refused with the arithmetic and a remedy that works.
+#include <map>
+#include <string>
+#include <utility>
+
+#include <gtest/gtest.h>
+
+#include "tessera/coordinator/shard_feed.h"
+#include "tessera/core/units.h"
+#include "tessera/device/host_memory.h"
+#include "tessera/shard/layout.h"
+#include "tessera/tier/io_engine.h"
+#include "tests/planner/cuda_plans.h"
+
+namespace tessera::planner {
+namespace {
+
+using LineSums = std::map<std::pair<Tier, Role>, std::int64_t>;
+
+std::int64_t up_to(std::int64_t bytes, std::int64_t step) {
+  return (bytes + step - 1) / step * step;
+}
+std::int64_t pages(std::int64_t bytes) {
+  return up_to(bytes, static_cast<std::int64_t>(device::page_bytes()));
+}
+std::int64_t blocks(std::int64_t bytes) { return up_to(bytes, 4096); }
+
+// As the rules say, of one rank; but for buffers of NVMe.
+LineSums expected_lines(const ModelShapes& model, const Placement& plan, int num_tensors) {
+  LineSums sums;
+  const auto element = static_cast<std::int64_t>(bytes_of(model.dtype));
+  const std::int64_t gradient = plan.gradients_leave_early ? element : 4;
+  for (std::size_t i = 0; i < model.params.size(); ++i) {
+    const ShardPlaces& each = plan.params[i];
+    const shard::Layout layout(model.params[i].numel, 1, model.dtype);
+    const std::int64_t shard = layout.shard_numel() * element;
+    const std::int64_t states = num_tensors * blocks(4 * layout.shard_numel());
+    if (each.parameter == Place::kDevice) {
+      sums[{Tier::kDevice, Role::kShard}] += shard;
+    } else if (each.parameter == Place::kHost) {
+      sums[{Tier::kPinned, Role::kShard}] += pages(shard);
+    } else {
+      sums[{Tier::kNvme, Role::kShard}] += blocks(shard);
+    }
+    if (!model.params[i].trainable) {
+      continue;
+    }
+    if (each.device_update) {
+      sums[{Tier::kDevice, Role::kGradient}] += layout.numel() * gradient;
+    } else {
+      sums[{Tier::kPinned, Role::kGradient}] += pages(layout.shard_numel() * gradient);
+      if (!plan.gradients_leave_early) {
+        sums[{Tier::kDevice, Role::kGradient}] += 4 * layout.numel();
+      }
+      if (each.parameter == Place::kDevice) {
+        sums[{Tier::kPinned, Role::kStaging}] += pages(shard);
+      }
+    }
+    if (each.states == Place::kDevice) {
+      sums[{Tier::kDevice, Role::kOptimizer}] += states;
+    } else if (each.states == Place::kNvme) {
+      sums[{Tier::kNvme, Role::kOptimizer}] += states;
+    } else if (each.device_update) {
+      sums[{Tier::kPinned, Role::kOptimizer}] += pages(states);
+    } else {
+      const bool has_pages = states >= static_cast<std::int64_t>(device::kPagesFromBytes);
+      sums[{Tier::kHost, Role::kOptimizer}] += has_pages ? pages(states) : states;
+    }
+  }
+  sums[{Tier::kDevice, Role::kFull}] += plan.arena_bytes;
+  sums[{Tier::kDevice, Role::kStaging}] += plan.num_update_slots * plan.update_slot_bytes;
+  if (plan.uses_nvme) {
+    const coordinator::FeedSizes feed =
+        coordinator::feed_sizes(static_cast<std::size_t>(plan.parameter_pool_bytes));
+    sums[{Tier::kPinned, Role::kStaging}] +=
+        pages(plan.optimizer_pool_bytes) +
+        pages(blocks(static_cast<std::int64_t>(2 * feed.tile_bytes))) +
+        pages(blocks(static_cast<std::int64_t>(feed.window_bytes)));
+  }
+  return sums;
+}
+
+TEST(CudaLedger, EveryLineIsTheSumOverParameters) {
+  std::vector<ModelShapes> models = small_models();
+  models.push_back(large_gpt());
+  models.push_back(large_gpt(DType::kFloat32));
+  for (const ModelShapes& model : models) {
+    for (const Wish parameters : {Wish::kAuto, Wish::kDevice, Wish::kHost, Wish::kNvme}) {
+      for (const Wish optimizer : {Wish::kAuto, Wish::kHost, Wish::kNvme}) {
+        for (const std::int64_t num_micro_batches : {1, 3}) {
+          PlacementOptions options = on_cuda(parameters, optimizer, true);
+          const Placement plan = make_placement(model, options, num_micro_batches);
+          LineSums sums = expected_lines(model, plan, model.dtype == DType::kFloat32 ? 2 : 3);
+          std::int64_t all = 0;
+          for (const LedgerLine& line : plan.ledger) {
+            EXPECT_EQ(line.bytes, (sums[{line.tier, line.role}]))
+                << to_string(line.tier) << " " << to_string(line.role);
+            all += line.bytes;
+          }
+          for (const auto& [cell, bytes] : sums) {
+            all -= bytes;
+          }
+          EXPECT_EQ(all, 0) << "a line is missing";
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaLedger, CountsWhatAStepMovesPerElement) {
+  const std::int64_t numel = std::int64_t{1} << 20;
+  ModelMaker maker(DType::kBFloat16);
+  for (int i = 0; i < 8; ++i) {
+    maker.unit("u" + std::to_string(i), {numel});
+  }
+  const ModelShapes model = maker.make();
+  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  options.cpu_share = 0.25;
+  const Placement in_host = make_placement(model, options, 1);
+  ASSERT_DOUBLE_EQ(in_host.cpu_share, 0.25);
+  // States of six up and down; all parameters up; gradients of two and new values of six down.
+  EXPECT_EQ(in_host.link.h2d, (6 * 12 + 8 * 2) * numel);
+  EXPECT_EQ(in_host.link.d2h, (6 * 12 + 2 * 2 + 6 * 2) * numel);
+  EXPECT_EQ(in_host.update.streamed, 6 * numel);
+  EXPECT_EQ(in_host.update.processor, 2 * numel);
+  // Sums of several micro-batches go down in fp32.
+  EXPECT_EQ(make_placement(model, options, 2).link.d2h, (6 * 12 + 2 * 4 + 6 * 2) * numel);
+  options.parameters = Wish::kDevice;
+  const Placement on_device = make_placement(model, options, 1);
+  EXPECT_EQ(on_device.link.h2d, (6 * 12 + 2 * 2) * numel);
+  EXPECT_EQ(on_device.link.d2h, (6 * 12 + 2 * 2) * numel);
+}
+
+// 12 bytes of states, 2 of the parameter, and 2 of a gradient where the processor updates.
+TEST(CudaLedger, HostMemoryHoldsAtMostSixteenBytesPerParameter) {
+  const ModelShapes model = small_gpt(1024, 4, 8000, DType::kBFloat16);
+  for (const double share : {0.0, 0.35, 1.0}) {
+    PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+    options.cpu_share = share;
+    const Placement plan = make_placement(model, options, 1);
+    EXPECT_LE(static_cast<double>(plan.host_memory_bytes()),
+              (14 + 2 * plan.cpu_share + 0.01) * static_cast<double>(plan.shard_numel));
+  }
+}
+
+TEST(CudaLedger, ExtentsAreWhatTheLedgerSays) {
+  const ModelShapes model = large_gpt();
+  const PlacementOptions options = on_cuda(Wish::kNvme, Wish::kNvme, true);
+  const Placement plan = make_placement(model, options, 1);
+  std::map<Role, std::int64_t> sums;
+  for (const PlannedExtent& extent :
+       planned_extents(model, options, plan, {"exp_avg", "exp_avg_sq"})) {
+    EXPECT_EQ(extent.offset, sums[extent.role]);
+    sums[extent.role] += extent.bytes;
+  }
+  EXPECT_EQ(sums[Role::kShard], plan.bytes(Tier::kNvme, Role::kShard));
+  EXPECT_EQ(sums[Role::kOptimizer], plan.bytes(Tier::kNvme, Role::kOptimizer));
+  EXPECT_EQ(plan.step.states_read, sums[Role::kOptimizer]);
+  EXPECT_EQ(plan.step.parameters_written, sums[Role::kShard]);
+}
+
+std::int64_t advised_bytes(const std::string& refusal) {
+  const std::string before = "to at least ";
+  const std::size_t begin = refusal.find(before) + before.size();
+  return parse_bytes(refusal.substr(begin, refusal.find_first_of(", ", begin) - begin)).value();
+}
+
+// The remedy works, and nothing below it does.
+void expect_remedy(const ModelShapes& model, PlacementOptions options,
+                   std::int64_t PlacementOptions::*budget, const std::string& name) {
+  options.*budget = std::int64_t{1} << 20;
+  const std::string text = refusal_of([&] { make_placement(model, options, 1); });
+  EXPECT_NE(text.find(name + " allows 1.00 MiB"), std::string::npos) << text;
+  EXPECT_NE(text.find(" + "), std::string::npos) << text;
+  const std::int64_t advised = advised_bytes(text);
+  options.*budget = advised;
+  EXPECT_EQ(refusal_of([&] { make_placement(model, options, 1); }), "");
+  options.*budget = advised - 1;
+  EXPECT_NE(refusal_of([&] { make_placement(model, options, 1); }), "");
+}
+
+TEST(CudaRefusal, ShowsTheSumAndARemedyThatWorks) {
+  const ModelShapes model = large_gpt();
+  for (const bool has_nvme : {false, true}) {
+    expect_remedy(model, on_cuda(Wish::kDevice, Wish::kDevice, has_nvme),
+                  &PlacementOptions::device_bytes, "memory.device");
+    expect_remedy(model, on_cuda(Wish::kAuto, Wish::kAuto, has_nvme),
+                  &PlacementOptions::device_bytes, "memory.device");
+    expect_remedy(model, on_cuda(Wish::kHost, Wish::kHost, has_nvme), &PlacementOptions::host_bytes,
+                  "memory.host");
+  }
+}
+
+TEST(CudaRefusal, AskForADirectoryOnlyWhereThereIsNone) {
+  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  options.host_bytes = 1 << 20;
+  EXPECT_NE(refusal_of([&] { make_placement(large_gpt(), options, 1); }).find("--nvme DIR"),
+            std::string::npos);
+  options.has_nvme = true;
+  EXPECT_EQ(refusal_of([&] { make_placement(large_gpt(), options, 1); }).find("--nvme DIR"),
+            std::string::npos);
+  EXPECT_NE(refusal_of([&] {
+              make_placement(large_gpt(), on_cuda(Wish::kAuto, Wish::kNvme), 1);
+            }).find("nvme needs a directory"),
+            std::string::npos);
+}
+
+TEST(CudaRefusal, Fp32StatesStayWithTheirMasters) {
+  const ModelShapes model = large_gpt(DType::kFloat32);
+  EXPECT_NE(refusal_of([&] {
+              make_placement(model, on_cuda(Wish::kHost, Wish::kDevice), 1);
+            }).find("their own masters"),
+            std::string::npos);
+  const Placement plan = make_placement(model, on_cuda(Wish::kHost, Wish::kAuto), 1);
+  for (const ShardPlaces& each : plan.params) {
+    EXPECT_TRUE(each.states != Place::kDevice || each.parameter == Place::kDevice);
+  }
+}
+
+TEST(CudaRefusal, TheMachineIsAskedForHostMemoryOnlyAndForNoLimitOnLocks) {
+  const Placement plan = make_placement(large_gpt(), on_cuda(Wish::kHost, Wish::kHost), 1);
+  MachineLimits limits;
+  limits.memory_available_bytes = plan.host_memory_bytes();
+  limits.locked_bytes = 0;
+  EXPECT_EQ(refusal_of([&] { check_fits(plan, limits, 1); }), "");
+  limits.memory_available_bytes -= 1;
+  EXPECT_NE(refusal_of([&] { check_fits(plan, limits, 1); }), "");
+}
+
+}  // namespace
+}  // namespace tessera::planner

@@ -1,0 +1,78 @@
+// The share of the processor at which it and the device end together.
+#include "tessera/planner/update_split.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/planner/cuda_plans.h"
+
+namespace tessera::planner {
+namespace {
+
+// One GPU with 14 threads beside it, copies running both ways.
+UpdateRates measured() { return {62.3e9, 48.8e9, 48.8e9, 0}; }
+
+// 1.4 billion elements.
+ModelShapes gpt_1b4() { return small_gpt(2048, 24, 50304, DType::kBFloat16); }
+
+TEST(UpdateSplit, MeasuredRatesGiveTheShareOfTheBounds) {
+  const double share = choose_cpu_share(measured(), gpt_1b4(), on_cuda(Wish::kHost, Wish::kHost));
+  EXPECT_GT(share, 0.3);
+  EXPECT_LT(share, 0.42);
+}
+
+// A model that slots hold almost nothing of: the closed form.
+TEST(UpdateSplit, BothEndAtTheSameTime) {
+  const ModelShapes model = gpt_1b4();
+  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  options.sub_group_bytes = 8192;
+  const UpdateRates rates = measured();
+  const double share = choose_cpu_share(rates, model, options);
+  const double processor = 28 * share / rates.processor_bytes_per_s;
+  const double up = (12 * (1 - share) + 2) / rates.h2d_bytes_per_s;
+  EXPECT_NEAR(processor / up, 1, 0.001);
+}
+
+TEST(UpdateSplit, AFasterProcessorGetsMoreAndAFasterLinkLess) {
+  const ModelShapes model = gpt_1b4();
+  const PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  const double share = choose_cpu_share(measured(), model, options);
+  UpdateRates rates = measured();
+  rates.processor_bytes_per_s *= 1.5;
+  EXPECT_GT(choose_cpu_share(rates, model, options), share);
+  rates = measured();
+  rates.h2d_bytes_per_s *= 1.5;
+  rates.d2h_bytes_per_s *= 1.5;
+  EXPECT_LT(choose_cpu_share(rates, model, options), share);
+  // Down is the narrow way now.
+  rates = measured();
+  rates.d2h_bytes_per_s /= 2;
+  EXPECT_GT(choose_cpu_share(rates, model, options), share);
+}
+
+TEST(UpdateSplit, AShortBackwardLetsLessComeUpAhead) {
+  const ModelShapes model = gpt_1b4();
+  const PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  UpdateRates rates = measured();
+  const double any = choose_cpu_share(rates, model, options);
+  rates.backward_s = 0.001;
+  const double brief = choose_cpu_share(rates, model, options);
+  rates.backward_s = 1;
+  EXPECT_GT(brief, any);
+  EXPECT_DOUBLE_EQ(choose_cpu_share(rates, model, options), any);
+}
+
+TEST(UpdateSplit, WhereStatesAreNotInHostMemoryThereIsNothingToSplit) {
+  EXPECT_EQ(choose_cpu_share(measured(), large_gpt(), on_cuda()), 0);
+}
+
+TEST(UpdateSplit, ADeviceThatNeedsNoTimeAtAllDoesEverything) {
+  UpdateRates rates = measured();
+  rates.processor_bytes_per_s = 1;
+  EXPECT_NEAR(choose_cpu_share(rates, gpt_1b4(), on_cuda(Wish::kHost, Wish::kHost)), 0, 1e-6);
+  rates = measured();
+  rates.h2d_bytes_per_s = 1;
+  EXPECT_EQ(choose_cpu_share(rates, gpt_1b4(), on_cuda(Wish::kHost, Wish::kHost)), 1);
+}
+
+}  // namespace
+}  // namespace tessera::planner
