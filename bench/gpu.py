@@ -57,7 +57,8 @@ class Bench:
         self.reasons = {}  # the same: why there is none, or why there are no more
         self.took_s = {}   # Task: the longest of its runs
         # DeepSpeed's kernels have the same names for each device.
-        self.variables = {"TORCH_EXTENSIONS_DIR": ROOT / "build/peers-kernels" / args.device}
+        self.kernels = ROOT / "build/peers-kernels" / args.device
+        self.variables = {"TORCH_EXTENSIONS_DIR": self.kernels}
 
     def left_s(self):
         return self.end - time.monotonic()
@@ -115,6 +116,7 @@ class Bench:
         log = args.output / f"{task.mode}-{task.name}-{task.batches[0]}-{number + 1}.log"
         with tempfile.TemporaryDirectory(prefix="gpu-", dir=args.directory) as directory:
             if task.system != TESSERA:
+                gpu_run.remove_stale_locks(self.kernels)
                 words = gpu_modes.peer_words(self.python, args.peers, task.name, args.preset,
                                              args.device, task.batches, steps, directory)
                 return gpu_run.run_peer(words, self.limit_s(task), log, self.variables)

@@ -158,6 +158,15 @@ def free_port():
         return server.getsockname()[1]
 
 
+def remove_stale_locks(kernels):
+    """Of a run that was killed while it built a kernel: the next would wait for it forever.
+
+    Only for a folder that no process uses.
+    """
+    for lock in pathlib.Path(kernels).glob("*/lock"):
+        lock.unlink()
+
+
 def run_peer(words, limit_s, log, variables):
     """{batch: Figures} of one run of peers.py; RunError if it gave none."""
     # As torchrun and DeepSpeed's launcher set them for a world of one.

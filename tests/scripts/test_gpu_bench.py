@@ -138,6 +138,14 @@ class Processes(unittest.TestCase):
             self.run_code(code, limit_s=1.0, PIPE=self.folder / "pipe")
         self.assertIn("subprocess.run", (self.folder / "log").read_text())
 
+    def test_the_lock_of_a_build_that_was_killed_is_removed_and_nothing_else(self):
+        gpu_run.remove_stale_locks(self.folder / "none yet")
+        (self.folder / "fused_adam").mkdir()
+        for name in ("lock", "build.ninja"):
+            (self.folder / "fused_adam" / name).touch()
+        gpu_run.remove_stale_locks(self.folder)
+        self.assertEqual(os.listdir(self.folder / "fused_adam"), ["build.ninja"])
+
     def test_a_launchers_variables_do_not_reach_a_run(self):
         with mock.patch.dict(os.environ, {"RANK": "3", "WORLD_SIZE": "8", "KEPT": "yes"}):
             out = self.run_code("import os; print(os.environ.get('RANK'), os.environ.get("
