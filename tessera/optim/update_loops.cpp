@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -29,7 +30,29 @@ TESSERA_INLINE float widened(Half value) {
 
 TESSERA_INLINE void narrow(float value, float& out) { out = value; }
 TESSERA_INLINE void narrow(float value, BFloat16& out) { out = to_bfloat16(value); }
-TESSERA_INLINE void narrow(float value, Float16& out) { out = to_float16(value); }
+// All ones where `a` is the smaller one, else zero. For magnitudes: below 2^31.
+TESSERA_INLINE std::uint32_t mask_below(std::uint32_t a, std::uint32_t b) {
+  return static_cast<std::uint32_t>(static_cast<std::int32_t>(a - b) >> 31);
+}
+TESSERA_INLINE std::uint32_t chosen(std::uint32_t mask, std::uint32_t yes, std::uint32_t no) {
+  return (yes & mask) | (no & ~mask);
+}
+// to_float16() of core/dtype.h with masks for its choices: the compiler would make jumps of them,
+// and then no vector code.
+TESSERA_INLINE void narrow(float value, Float16& out) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000U;
+  const std::uint32_t magnitude = bits & 0x7fffffffU;
+  const std::uint32_t normal = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
+  const std::uint32_t subnormal =
+      std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) & 0x7ffU;
+  const std::uint32_t quiet_nan = 0x7e00U | ((magnitude >> 13) & 0x3ffU);
+  const std::uint32_t large = chosen(mask_below(0x7f800000U, magnitude), quiet_nan, 0x7c00U);
+  const std::uint32_t at_least_normal = chosen(mask_below(magnitude, 0x477ff000U), normal, large);
+  const std::uint32_t rounded =
+      chosen(mask_below(magnitude, 0x38800000U), subnormal, at_least_normal);
+  out = {static_cast<std::uint16_t>(sign | rounded)};
+}
 TESSERA_INLINE void narrow(float /*value*/, NoParameter& /*out*/) {}
 
 // [Note: streaming stores]
@@ -124,9 +147,12 @@ TESSERA_INLINE void update_elements(const ElementScalars& given, const UpdateSpa
       goes_through_block = before == 0 && numel >= kStreamBlock;
       numel = goes_through_block ? kStreamBlock : (before > 0 ? std::min(before, numel) : numel);
     }
-    update_run<Rule>(scalars, span.master + i, static_cast<const Gradient*>(span.gradient) + i,
-                     from_element(span.states[0], i), from_element(span.states[1], i),
-                     goes_through_block ? rounded : parameter, numel);
+    Parameter* const out = goes_through_block ? rounded : parameter;
+    float* const master = span.master + i;
+    const auto* gradient = static_cast<const Gradient*>(span.gradient) + i;
+    float* const first = from_element(span.states[0], i);
+    float* const second = from_element(span.states[1], i);
+    update_run<Rule>(scalars, master, gradient, first, second, out, numel);
     if (goes_through_block) {
       store_past_caches(parameter, rounded, sizeof(rounded));
     }
