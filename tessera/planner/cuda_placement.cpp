@@ -74,6 +74,7 @@ class CudaFiller {
   DeviceRoom least_room(const std::vector<ShardPlaces>& places, const SlotNeed& slots) const;
   DeviceRoom good_room(const std::vector<ShardPlaces>& places, const SlotNeed& slots) const;
   bool fits_device(const Reach& reach, bool with_good_room) const;
+  std::size_t most_states_on_device(Reach reach) const;
   void reach_device(Reach& reach) const;
   Reach least_reach(Reach reach) const;
   void give_device_room(Placement& placement) const;
@@ -196,26 +197,36 @@ bool CudaFiller::fits_device(const Reach& reach, bool with_good_room) const {
          options_.device_bytes;
 }
 
-// As if host memory held the rest, which is when the device has most to do.
+// As many as fit, as if host memory held the rest, which is when the device has most to do.
+std::size_t CudaFiller::most_states_on_device(Reach reach) const {
+  if (options_.optimizer != Wish::kAuto) {
+    return 0;
+  }
+  const auto fits = [&](std::size_t count) {
+    reach.states_on_device = count;
+    return fits_device(reach, true);
+  };
+  std::size_t fitting = 0;
+  std::size_t too_many = large_.size() + 1;
+  while (too_many - fitting > 1) {
+    const std::size_t middle = fitting + (too_many - fitting) / 2;
+    (fits(middle) ? fitting : too_many) = middle;
+  }
+  return fitting;
+}
+
 void CudaFiller::reach_device(Reach& reach) const {
-  const std::size_t all = large_.size();
-  Reach best = reach;
-  if (options_.parameters == Wish::kAuto && !keeps_parameters_on_device()) {
-    best.parameters_on_device = all;
+  const bool may_be_there = options_.parameters == Wish::kAuto && !keeps_parameters_on_device();
+  reach.parameters_on_device = may_be_there ? large_.size() : 0;
+  for (;; --reach.parameters_on_device) {
+    reach.states_on_device = most_states_on_device(reach);
     // There they cost host memory, too, where the processor updates them.
-    while (best.parameters_on_device > 0 &&
-           !(fits_device(best, true) &&
-             (fits_host(best, least_pools_) || fits_host(least_reach(best), least_pools_)))) {
-      --best.parameters_on_device;
+    if (reach.parameters_on_device == 0 ||
+        (fits_device(reach, true) &&
+         (fits_host(reach, least_pools_) || fits_host(least_reach(reach), least_pools_)))) {
+      return;
     }
   }
-  if (options_.optimizer == Wish::kAuto) {
-    best.states_on_device = all;
-    while (best.states_on_device > 0 && !fits_device(best, true)) {
-      --best.states_on_device;
-    }
-  }
-  reach = best;
 }
 
 CudaFiller::Pools CudaFiller::least_pools() const {
