@@ -191,7 +191,8 @@ class Rates(unittest.TestCase):
         bench = self.folder / "bench/update_bench"
         bench.write_text("#!/bin/sh\ncat <<EOF\n" + json.dumps({"benchmarks": [
             {"name": "threads:1", "bytes_per_second": 5e9},
-            {"name": "threads:2", "bytes_per_second": 8e9}]}) + "\nEOF\n")
+            {"name": "threads:2", "bytes_per_second": 8e9},
+            {"name": "bound", "error_occurred": True}]}) + "\nEOF\n")
         self.program.write_text("#!/bin/sh\necho 'error: no such disk' >&2\nexit 1\n")
         for file in (bench, self.program):
             file.chmod(0o755)
