@@ -96,6 +96,9 @@ void add_model_flags(CLI::App& app, TrainFlags& flags) {
   add_value(app, "--seq", flags.sequence, "Tokens per sequence, positions too (preset's)", "N");
   add_value(app, "--vocab", flags.vocabulary, "Size of the vocabulary (preset's)", "N");
   add_value(app, "--freeze", flags.freeze, "Does not train the first N blocks (default 0)", "N");
+  add_value(app, "--loss-chunk", flags.loss_chunk,
+            "Tokens whose logits exist at a time; the same loss in less memory (default 0: all)",
+            "N");
   add_switch(app, "--recompute", flags.recompute,
              "Runs each block's forward again in backward instead of keeping activations");
   add_switch(app, "--tie-head", flags.tie_head, "The head uses the token embedding's weight");
@@ -110,6 +113,12 @@ void add_memory_flags(CLI::App& app, TrainFlags& flags) {
             "DIR[,DIR]");
   add_value(app, "--nvme-budget", flags.nvme_budget, sets("memory.nvme") + ", for each rank",
             "SIZE");
+  add_value(app, "--parameters", flags.parameters,
+            sets("place.parameters") + ": auto, device, host or nvme", "PLACE");
+  add_value(app, "--optimizer", flags.optimizer,
+            sets("place.optimizer") + ": auto, device, host or nvme", "PLACE");
+  add_value(app, "--cpu-share", flags.cpu_share,
+            sets("optim.cpu_share") + ": of the update beside a GPU, from 0 to 1", "X");
 }
 
 Action add_train(CLI::App& app) {

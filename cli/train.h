@@ -35,6 +35,7 @@ struct TrainFlags {
   std::string sequence;
   std::string vocabulary;
   std::string freeze;
+  std::string loss_chunk;
   bool recompute = false;
   bool tie_head = false;
 
@@ -56,6 +57,9 @@ struct TrainFlags {
   std::string device_budget;
   std::string nvme;
   std::string nvme_budget;
+  std::string parameters;
+  std::string optimizer;
+  std::string cpu_share;
 
   std::string metrics;
   std::string trace;

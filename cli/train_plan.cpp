@@ -49,6 +49,9 @@ void apply_memory_flags(const TrainFlags& flags, Config& config) {
   apply_flag("--device-budget", flags.device_budget, "memory.device", config);
   apply_flag("--nvme", flags.nvme, "nvme.paths", config);
   apply_flag("--nvme-budget", flags.nvme_budget, "memory.nvme", config);
+  apply_flag("--parameters", flags.parameters, "place.parameters", config);
+  apply_flag("--optimizer", flags.optimizer, "place.optimizer", config);
+  apply_flag("--cpu-share", flags.cpu_share, "optim.cpu_share", config);
 }
 
 void apply_flags(const TrainFlags& flags, Config& config) {
@@ -78,6 +81,7 @@ models::GptOptions checked_model(const TrainFlags& flags, const Config& config) 
   model.sequence = count_or("--seq", flags.sequence, model.sequence, 1, kMaxDimension);
   model.vocabulary = count_or("--vocab", flags.vocabulary, model.vocabulary, 1, kMaxDimension);
   model.freeze = count_or("--freeze", flags.freeze, 0, 0, kMaxDimension);
+  model.loss_chunk = count_or("--loss-chunk", flags.loss_chunk, 0, 0, kMaxDimension);
   model.recompute = flags.recompute;
   model.tie_head = flags.tie_head;
   model.dtype = precision_of(config);

@@ -110,12 +110,12 @@ struct ChunkedCrossEntropy : torch::autograd::Function<ChunkedCrossEntropy> {
       const at::Tensor chunk_targets = targets.narrow(0, begin, rows).unsqueeze(1);
       at::Tensor d_logits = logits_of(chunk_hidden, weight);
       // The gradient of a row is (softmax - 1 at the target) / tokens.
-      at::Tensor exact = at::softmax(d_logits, 1, sum_type(hidden)).mul_(scale);
-      exact.scatter_(1, chunk_targets, exact.gather(1, chunk_targets).sub_(scale));
+      at::Tensor exact = at::softmax(d_logits, 1, sum_type(hidden));
+      exact.scatter_(1, chunk_targets, exact.gather(1, chunk_targets).sub_(1));
       if (d_logits.scalar_type() == exact.scalar_type()) {
-        d_logits = exact;
+        d_logits = exact.mul_(scale);
       } else {
-        d_logits.copy_(exact);  // rounds it, in the place of the logits
+        at::mul_out(d_logits, exact, scale);  // rounds it, in the place of the logits
       }
       if (wants_hidden) {
         at::Tensor place = d_hidden.narrow(0, begin, rows);

@@ -3,7 +3,7 @@
 //
 // With V = vocabulary, W = width, N = tokens, C = tokens per chunk and e = bytes of an element, the
 // whole computation keeps 4NV bytes from forward to backward and holds 12NV in backward. This one
-// keeps `hidden` and the targets, which others hold anyway, and holds at most
+// keeps `hidden` and the targets, as the whole does, nothing else, and holds at most
 //   forward    (e + 4) CV, and 4CV more where logits are of low precision and the softmax does not
 //              read them as they are
 //   backward   the same, and in low precision with several chunks 4VW for the weight's gradient

@@ -73,11 +73,11 @@ TEST(TrainHelp, SaysWhatEveryFlagIs) {
   const ProcessResult result = run_tessera({"train", "--help"});
   EXPECT_EQ(result.exit_code, 0);
   for (const char* flag :
-       {"--preset",    "--ranks",   "--steps", "--batch",     "--seq",       "--accumulate",
-        "--precision", "--lr",      "--clip",  "--seed",      "--data",      "--config",
-        "--set",       "--metrics", "--trace", "--unsharded", "--verify",    "--recompute",
-        "--tie-head",  "--freeze",  "--vocab", "--layers",    "--save-init", "--save",
-        "--threads",   "--device"}) {
+       {"--preset",    "--ranks",   "--steps",     "--batch",     "--seq",       "--accumulate",
+        "--precision", "--lr",      "--clip",      "--seed",      "--data",      "--config",
+        "--set",       "--metrics", "--trace",     "--unsharded", "--verify",    "--recompute",
+        "--tie-head",  "--freeze",  "--vocab",     "--layers",    "--save-init", "--save",
+        "--threads",   "--device",  "--loss-chunk"}) {
     EXPECT_TRUE(contains(result.out, flag)) << flag;
   }
   EXPECT_TRUE(contains(result.out, "readable while it grows, emptied at the start"));
@@ -210,10 +210,37 @@ TEST_F(Train, FlagsWinOverAFile) {
   EXPECT_TRUE(contains(result.out, "of 2 sequences of 16 tokens")) << result.out;
 }
 
+TEST_F(Train, InChunksOfTheLossTrainsAsTheWhole) {
+  const std::vector<std::string> common = {"--preset",  "micro", "--steps",   "3",
+                                           "--threads", "1",     "--metrics", "run.jsonl"};
+  const auto losses = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> flags = common;
+    flags.insert(flags.end(), more.begin(), more.end());
+    const ProcessResult result = train(flags);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    std::vector<double> found;
+    for (const Json& step : lines("run.jsonl")) {
+      found.push_back(step.at("loss").get<double>());
+    }
+    return found;
+  };
+  const std::vector<double> whole = losses({});
+  const std::vector<double> chunked = losses({"--loss-chunk", "9"});
+  ASSERT_EQ(whole.size(), 3U);
+  ASSERT_EQ(chunked.size(), 3U);
+  for (std::size_t step = 0; step < whole.size(); ++step) {
+    // The promise for fp32 where only orders of summation differ.
+    EXPECT_NEAR(chunked[step], whole[step], 2e-6 * whole[step]) << step;
+  }
+  // The last step has gradients of all before it in it: the flag has arrived.
+  EXPECT_NE(chunked, whole);
+}
+
 TEST_F(Train, EverySwitchOfTheModelTrains) {
   const ProcessResult result =
-      train({"--preset", "micro", "--vocab", "257", "--steps", "2", "--batch", "2", "--recompute",
-             "--tie-head", "--freeze", "1", "--seq", "8", "--threads", "1", "--data", "random"});
+      train({"--preset",    "micro",      "--vocab",      "257", "--steps", "2", "--batch",   "2",
+             "--recompute", "--tie-head", "--freeze",     "1",   "--seq",   "8", "--threads", "1",
+             "--data",      "random",     "--loss-chunk", "5"});
   EXPECT_EQ(result.exit_code, 0) << result.err;
   EXPECT_TRUE(contains(result.out, "of 8 tokens")) << result.out;
   EXPECT_TRUE(contains(result.out, "1 thread\n")) << result.out;

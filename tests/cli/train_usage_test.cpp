@@ -42,6 +42,7 @@ TEST_F(TrainUsage, AnUnknownPresetIsRefused) {
 TEST_F(TrainUsage, AModelThatCannotBeIsRefused) {
   expect_refusal({"--layers", "0"}, "layers");
   expect_refusal({"--freeze", "3"}, "freeze");
+  expect_refusal({"--loss-chunk", "-1"}, "--loss-chunk \"-1\" is not a whole number from 0");
   expect_refusal({"--seq", "0"}, "--seq \"0\" is not a whole number from 1");
   expect_refusal({"--vocab", "x"}, "--vocab \"x\" is not a whole number from 1");
 }
@@ -133,6 +134,15 @@ TEST_F(TrainUsage, TiersThatCannotBeHadAreRefused) {
   expect_refusal({"--set", "place.optimizer=host", "--host-budget", "0"}, "memory.host = 0");
   expect_refusal({"--host-budget", "1GiB", "--unsharded"}, "--unsharded takes what memory");
   expect_refusal({"--host-budget", "much"}, "--host-budget");
+}
+
+TEST_F(TrainUsage, PlacesThatAFlagWishesAreCheckedLikeTheOptions) {
+  expect_refusal({"--parameters", "nvme"}, "nvme.paths is empty");
+  expect_refusal({"--optimizer", "host", "--host-budget", "0"}, "memory.host = 0");
+  expect_refusal({"--optimizer", "disk"}, "--optimizer");
+  expect_refusal({"--parameters", "disk"}, "auto");
+  expect_refusal({"--cpu-share", "1.5"}, "--cpu-share");
+  expect_refusal({"--optimizer", "host", "--unsharded"}, "--unsharded takes what memory");
 }
 
 TEST_F(TrainUsage, ADirectoryInMemoryIsNoDisk) {
