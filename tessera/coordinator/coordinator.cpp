@@ -66,7 +66,7 @@ void Coordinator::Impl::seal() {
   persists_.assign(bytes.size(), false);
   is_wanted_ = persists_;
   seen_versions_.assign(bytes.size(), 0);
-  const bool is_fed = has_stored();
+  const bool is_fed = has_brought();
   if (is_alone_ && !is_fed) {
     return;
   }
@@ -125,17 +125,23 @@ void Coordinator::Impl::set_tier(const TierOptions& tier) {
   TESSERA_INVARIANT(!units_.is_sealed(), "tiers are set after the first use");
   tier_ = tier;
   options_.budgets.live_limit_bytes = tier.live_limit_bytes;
+  if (tier.max_inflight > 0) {
+    options_.budgets.max_inflight = tier.max_inflight;
+  }
+  if (tier.reuse_distance_bytes > 0) {
+    options_.budgets.reuse_distance_bytes = tier.reuse_distance_bytes;
+  }
 }
 
-bool Coordinator::Impl::has_stored() const {
+bool Coordinator::Impl::has_brought() const {
+  bool has_any = false;
   for (int id = 0; id < parts_.params.num_params(); ++id) {
-    if (parts_.params[id].is_stored()) {
-      TESSERA_INVARIANT(tier_ && tier_->feed != nullptr, "parameter '", parts_.params[id].name(),
-                        "' is stored, and nothing feeds it");
-      return true;
-    }
+    const Param& param = parts_.params[id];
+    TESSERA_INVARIANT(!param.is_stored() || (tier_ && tier_->feed != nullptr), "parameter '",
+                      param.name(), "' is stored, and nothing feeds it");
+    has_any = has_any || param.home() != shard::ShardHome::kDevice;
   }
-  return false;
+  return has_any;
 }
 
 // No error, and no wrong number; but somebody who reads the misses should know their reason.

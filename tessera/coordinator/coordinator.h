@@ -19,8 +19,9 @@
 //
 // Memory: full parameters lie in one arena of min(live limit, all parameters) + largest unit bytes,
 // each parameter rounded up to the arena's alignment, made at the first use, unless set_tier() says
-// otherwise. In a group of one what is in memory is used where it lies; if all is, there is neither
-// arena nor plan.
+// otherwise. In a group of one what is in the device's memory is used where it lies; if all is,
+// there is neither arena nor plan. Shards in memory of the host (host_feed.h) are copied into their
+// own slot of the gathered parameter.
 //
 // Stored shards (shard_feed.h) are brought into their own slot of the gathered parameter first; the
 // group waits for that, not the caller. While a plan is followed, the shards of the uses that come
@@ -101,6 +102,9 @@ struct TierOptions {
   ShardFeed* feed = nullptr;  // null: no shard is stored; outlives the coordinator
   std::int64_t live_limit_bytes = 0;
   std::size_t arena_bytes = 0;
+  // 0: as the options say.
+  int max_inflight = 0;
+  std::int64_t reuse_distance_bytes = 0;
 };
 
 // Gradients of dynamic parameters, which are reduced where all ranks have met.
@@ -121,6 +125,7 @@ struct CoordinatorStats {
   double exposed_wait_s = 0;  // host time that uses waited for gathers
   // Gathered parameters at once; in a group of one: in use at once.
   std::int64_t full_bytes_peak = 0;
+  std::uint64_t brought_bytes = 0;  // of them, from memory of the host to a device with its own
   std::uint64_t arena_overflows = 0;
   std::uint64_t arena_misplaced = 0;  // gathers that did not get the place that was planned
   std::uint64_t num_meetings = 0;

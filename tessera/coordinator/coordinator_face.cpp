@@ -48,6 +48,7 @@ CoordinatorStats Coordinator::Impl::take_stats() {
   stats.gathered_bytes = all.demand_bytes + all.prefetch_bytes;
   stats.exposed_wait_s = all.demand_wait_s + all.prefetch_wait_s;
   stats.full_bytes_peak += gatherer_->take_peak();
+  stats.brought_bytes = gatherer_->take_brought_bytes();
   const std::uint64_t overflows = gatherer_->num_overflows();
   stats.arena_overflows = overflows - std::exchange(overflows_taken_, overflows);
   const std::uint64_t misplaced = gatherer_->num_misplaced();

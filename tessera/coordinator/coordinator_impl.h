@@ -81,7 +81,7 @@ class Coordinator::Impl {
   std::string text_of(const Use& use) const;
   [[noreturn]] void throw_state(const std::string& message, const UnitInfo& unit) const;
 
-  bool has_stored() const;
+  bool has_brought() const;
   void say_what_cannot_be_prefetched() const;
 
   // Uses.

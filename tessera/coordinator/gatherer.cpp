@@ -46,7 +46,13 @@ Gatherer::Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_
       arena_(parts.device, arena_bytes),
       inflight_(static_cast<std::size_t>(parts.params.num_params())),
       blocks_(static_cast<std::size_t>(parts.params.num_params())),
-      counts_((num_units + 1) * kNumPhases) {}
+      counts_((num_units + 1) * kNumPhases) {
+  for (int id = 0; id < parts.params.num_params() && !host_feed_; ++id) {
+    if (parts.params[id].is_on_host()) {
+      host_feed_ = std::make_unique<HostFeed>(parts.device);
+    }
+  }
+}
 
 GatherCounts& Gatherer::counts(UnitId unit, Phase phase) {
   const std::size_t row =
@@ -160,7 +166,7 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
         full = unneeded.back().data;
       }
       std::byte* slot = own_slot(param, full);
-      if (param.is_stored() && full == nullptr) {  // only the others get it
+      if (param.home() != shard::ShardHome::kDevice && full == nullptr) {  // only others get it
         unneeded.push_back(arena_.allocate(layout.shard_bytes(), gather_));
         slot = unneeded.back().data;
       }
@@ -197,7 +203,8 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
 void Gatherer::order_behind_update(const Param& param) {
   // Parameters of one update share its Pending.
   const device::PendingState* update = param.updated().state().get();
-  if (update == nullptr || update == last_update_ || param.is_stored()) {
+  const bool is_brought = param.home() != shard::ShardHome::kDevice;
+  if (update == nullptr || update == last_update_ || is_brought) {
     return;
   }
   if (compute_.runs_on_caller() && !param.updated().done()) {
@@ -216,6 +223,10 @@ std::byte* Gatherer::own_slot(const Param& param, void* full) const {
 }
 
 const std::byte* Gatherer::shard_of(const Param& param, std::byte* slot) {
+  if (param.is_on_host()) {
+    ready_.push_back(host_feed_->start_bring(param, slot));
+    return slot;
+  }
   if (!param.is_stored()) {
     return param.shard();
   }

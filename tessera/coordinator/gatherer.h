@@ -6,9 +6,10 @@
 //   update of the shard, last reader of the arena's bytes -> gather stream -> all-gather
 //   all-gather -> compute stream (the unit reads it) -> release
 //
-// A stored shard is brought to this rank's slot of the full parameter before the all-gather, which
-// waits for it; in a group of one that is all. Parameters that are used where they lie (a group of
-// one, in memory) are none of its business.
+// A shard that is stored, or in memory of the host on a device with its own, is brought to this
+// rank's slot of the full parameter before the all-gather, which waits for it; in a group of one
+// that is all. Parameters that are used where they lie (a group of one, in the device's memory) are
+// none of its business.
 //
 // Invariants:
 //  (1) A parameter has a block of the arena exactly while it is gathering or available.
@@ -22,12 +23,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "tessera/comm/group.h"
 #include "tessera/coordinator/gather_counts.h"
+#include "tessera/coordinator/host_feed.h"
 #include "tessera/coordinator/inflight.h"
 #include "tessera/coordinator/shard_feed.h"
 #include "tessera/core/clock.h"
@@ -88,6 +91,8 @@ class Gatherer {
   std::uint64_t num_misplaced() const { return num_misplaced_; }  // not at their planned offset
   // Since the last call; it starts again from what is held now.
   std::int64_t take_peak();
+  // From memory of the host, since the last call.
+  std::uint64_t take_brought_bytes() { return host_feed_ ? host_feed_->take_brought_bytes() : 0; }
   // By unit and phase; unit -1 stands for those who are no unit.
   GatherCounts& counts(UnitId unit, Phase phase);
   // Of all units together, since the last call.
@@ -100,6 +105,9 @@ class Gatherer {
   void wait_for_feed() noexcept {
     if (parts_.feed != nullptr) {
       parts_.feed->wait_idle();
+    }
+    if (host_feed_) {
+      host_feed_->wait_idle();
     }
   }
   void order_behind_update(const shard::Param& param);
@@ -117,6 +125,7 @@ class Gatherer {
   const std::size_t arena_bytes_;
   const std::size_t max_inflight_;
   device::Arena arena_;
+  std::unique_ptr<HostFeed> host_feed_;  // null: no shard is in memory of the host
   InflightRegistry inflight_;
   std::vector<device::ArenaBlock> blocks_;  // by parameter id
   std::vector<device::Pending> drops_;

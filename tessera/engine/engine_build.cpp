@@ -145,7 +145,7 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
   spec.trainable = tensor.requires_grad();
   spec.weight_decay_scale = weight_decay_scale;
   const shard::Layout layout(spec.numel, group().size(), spec.dtype);
-  spec.stored = tiers.stores_next(layout);
+  spec.home = tiers.home_of_next(layout);
 
   at::Tensor elements;  // the module's own values
   if (init.kind == Init::Kind::kModule) {
@@ -192,14 +192,20 @@ void Engine::Impl::copy_to_shard(const shard::Param& param, const void* elements
 
 void Engine::Impl::copy_to_shard(const shard::Param& param, std::int64_t begin, std::int64_t numel,
                                  const void* elements) {
-  if (param.is_stored()) {
-    tiers.write(param, begin, numel, elements);
-    return;
-  }
   const std::size_t element = bytes_of(param.layout().dtype());
   device::Stream& stream = runtime.device().stream(device::StreamKind::kWrite);
   // The elements may be the work of the compute stream.
   stream.wait(runtime.device().stream(device::StreamKind::kCompute).record());
+  if (param.is_stored()) {
+    std::vector<std::byte> host;
+    if (runtime.device().has_own_memory()) {  // where they are is not known
+      host.resize(static_cast<std::size_t>(numel) * element);
+      runtime.device().start_copy(host.data(), elements, host.size(), stream).wait();
+      elements = host.data();
+    }
+    tiers.write(param, begin, numel, elements);
+    return;
+  }
   runtime.device()
       .start_copy(param.shard() + static_cast<std::size_t>(begin) * element, elements,
                   static_cast<std::size_t>(numel) * element, stream)
@@ -257,11 +263,22 @@ planner::ModelShapes Engine::Impl::shapes() const {
 void Engine::Impl::make_reducer() {
   grad::ReducerParts parts{reduce_group(), runtime.device(), params, runtime.clock(),
                            runtime.spans()};
-  if (runtime.on_cuda()) {
-    parts.add = [this](float* values, const float* addend, std::int64_t numel,
-                       device::Stream& stream) {
-      return runtime.kernels().start_add(values, addend, numel, stream);
+  if (runtime.device().has_own_memory()) {
+    optim::Kernels& kernels = runtime.kernels();
+    parts.add = [&kernels](float* values, const void* addend, DType dtype, std::int64_t numel,
+                           device::Stream& stream) {
+      return kernels.start_add(values, addend, dtype, numel, stream);
     };
+    parts.convert = [&kernels](void* to, DType to_dtype, const void* from, DType from_dtype,
+                               std::int64_t numel, device::Stream& stream) {
+      return kernels.start_convert(to, to_dtype, from, from_dtype, 1.0F, numel, stream);
+    };
+    parts.sum_of_squares = [&kernels](const void* values, DType dtype, std::int64_t numel,
+                                      double* result, device::Stream& stream) {
+      const optim::NormSpan span{values, dtype, numel};
+      return kernels.start_sums_of_squares({&span, 1}, result, stream);
+    };
+    parts.leaves_to_host = tiers.leaving_gradients();
   }
   if (coordinator_->meets()) {
     // Every call of this group is at a moment on which ranks have agreed.

@@ -54,15 +54,16 @@ std::unique_ptr<device::Device> choose_shard_device(Runtime& runtime) {
     runtime.logger().warn(
         "an inner build scope names a group or tier; the outermost scope decides both");
   }
-  const bool is_asked_for =
-      BuildScope::current().tier == "host" ||
-      (!runtime.on_cuda() && runtime.config().get_string("place.parameters") == "host");
-  if (!is_asked_for) {
-    return nullptr;
+  const bool is_asked_for = BuildScope::current().tier == "host";
+  const bool has_own_memory = runtime.device().has_own_memory();
+  TESSERA_CHECK(!is_asked_for || !has_own_memory, ConfigError,
+                "build scope: tier='host' says nothing of where gradients and states of an engine "
+                "on ",
+                runtime.device().name(), " go; set place.parameters = host in its config");
+  if (has_own_memory ||
+      (!is_asked_for && runtime.config().get_string("place.parameters") != "host")) {
+    return nullptr;  // a device with memory of its own has homes for shards
   }
-  TESSERA_CHECK(!runtime.on_cuda(), ConfigError,
-                "build scope: tier='host' is not there yet for an engine on ",
-                runtime.device().name(), "; use 'device'");
   return std::make_unique<engine::HostTierDevice>(runtime.device());
 }
 
@@ -351,8 +352,9 @@ StepResult Engine::Impl::finish_step() {
         "a gradient is infinite or NaN: the step is skipped on all ranks");
   } else {
     optimizer->start_update(*reducer_, result.lr, factors.gradient_scale);
-    // On NVMe the update runs on beside the next forward, which waits for each parameter's own.
-    update_runs_ = tiers.uses_nvme();
+    // From NVMe, and on a device with memory of its own, the update runs on beside the next
+    // forward, which waits for each parameter's own.
+    update_runs_ = tiers.uses_nvme() || runtime.device().has_own_memory();
     if (!update_runs_) {
       optimizer->wait();
     }
@@ -392,6 +394,8 @@ EngineStats Engine::Impl::take_stats() {
   // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.
   stats.gathered_wire_bytes = stats.gathers.gathered_bytes / ranks * (ranks - 1);
   stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);
+  stats.link_up_bytes += stats.gathers.brought_bytes + stats.io.link_up_bytes;
+  stats.link_down_bytes += stats.reductions.host_bytes + stats.io.link_down_bytes;
   stats.exposed_wait_s = stats.gathers.exposed_wait_s + stats.reductions.exposed_wait_s +
                          std::exchange(exposed_wait_s_, 0.0);
   return stats;

@@ -18,6 +18,7 @@ namespace {
 
 // For a model that is still being built: tiles of initial values.
 constexpr std::int64_t kBuildBufferBytes = std::int64_t{2} << 20;
+constexpr int kCopiesInFlight = 256;
 
 tier::DirectIo direct_io(const Config& config) {
   const std::string& mode = config.get_string("nvme.direct_io");
@@ -89,10 +90,8 @@ EngineTiers::EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable
   if (!is_planned_) {
     return;
   }
-  TESSERA_CHECK(!runtime.on_cuda(), ConfigError,
-                "memory budgets, places and NVMe are not there yet for an engine on ",
-                runtime.device().name(), "; leave memory.*, place.* and nvme.paths out");
-  options_ = planner::PlacementOptions::from(runtime.config(), group.size(), runtime.on_cuda());
+  options_ = planner::PlacementOptions::from(runtime.config(), group.size(),
+                                             runtime.device().has_own_memory());
   for (const std::string& directory : runtime.config().get_list("nvme.paths")) {
     tier::check_scratch_directory(directory);
   }
@@ -157,7 +156,7 @@ void EngineTiers::make_io() {
 void EngineTiers::make_feed(std::int64_t buffer_bytes) {
   feed_.reset();  // before another takes memory
   feed_ = std::make_unique<coordinator::ShardFeed>(
-      params_, *shards_, runtime_.device(), device::MemoryKind::kHost,
+      params_, *shards_, runtime_.device(), io_memory(),
       std::max(static_cast<std::size_t>(buffer_bytes), coordinator::kSmallestFeedBytes));
 }
 
@@ -176,18 +175,36 @@ std::unique_ptr<tier::FileStore> EngineTiers::make_store(const std::string& name
   return std::make_unique<tier::FileStore>(std::move(options));
 }
 
-bool EngineTiers::stores_next(const shard::Layout& layout) const {
-  if (!io_) {
-    return false;
+shard::ShardHome EngineTiers::planned_home(int id) const {
+  switch (placement_->params[static_cast<std::size_t>(id)].parameter) {
+    case planner::Place::kNvme:
+      return shard::ShardHome::kStored;
+    case planner::Place::kHost:
+      // Where there is one memory, it is the device's; the ledger knows it as the host's.
+      return options_.on_cuda ? shard::ShardHome::kHost : shard::ShardHome::kDevice;
+    case planner::Place::kDevice:
+      break;
+  }
+  return shard::ShardHome::kDevice;
+}
+
+shard::ShardHome EngineTiers::home_of_next(const shard::Layout& layout) const {
+  if (!is_planned_) {
+    return shard::ShardHome::kDevice;
   }
   if (placement_) {
-    const auto id = static_cast<std::size_t>(params_.num_params());
-    return id < placement_->params.size() &&
-           placement_->params[id].parameter == planner::Place::kNvme;
+    const int id = params_.num_params();
+    return id < static_cast<int>(placement_->params.size()) ? planned_home(id)
+                                                            : shard::ShardHome::kDevice;
   }
-  return options_.parameters == planner::Wish::kNvme ||
-         shard_bytes_ + static_cast<std::int64_t>(layout.shard_bytes()) >
-             options_.memory_bytes() / 2;
+  const bool is_over =
+      shard_bytes_ + static_cast<std::int64_t>(layout.shard_bytes()) > options_.memory_bytes() / 2;
+  if (io_ && (options_.parameters == planner::Wish::kNvme || (is_over && !options_.on_cuda))) {
+    return shard::ShardHome::kStored;
+  }
+  const bool goes_to_host =
+      options_.on_cuda && (options_.parameters == planner::Wish::kHost || is_over);
+  return goes_to_host ? shard::ShardHome::kHost : shard::ShardHome::kDevice;
 }
 
 void EngineTiers::add(const shard::Param& param) {
@@ -214,6 +231,11 @@ void EngineTiers::settle(const planner::ModelShapes& model) {
     plan(model);
   }
   move_shards();
+  if (options_.on_cuda && placement_->gradients_leave_early) {
+    for (const planner::ShardPlaces& places : placement_->params) {
+      leaving_.push_back(!places.device_update);
+    }
+  }
   if (!placement_->uses_nvme) {
     feed_.reset();
     shards_.reset();
@@ -228,18 +250,28 @@ void EngineTiers::settle(const planner::ModelShapes& model) {
 
 void EngineTiers::move_shards() {
   for (int id = 0; id < params_.num_params(); ++id) {
-    shard::Param& param = params_[id];
-    const bool stores =
-        placement_->params[static_cast<std::size_t>(id)].parameter == planner::Place::kNvme;
-    if (stores && !param.is_stored()) {
-      shards_->add(param);
-      feed_->write(param, 0, param.range().numel, param.shard());
-      param.set_stored();
-    } else if (!stores && param.is_stored()) {
-      param.set_in_memory();
-      feed_->read(param, param.shard());
-      shards_->forget(id);
+    move_shard(params_[id], planned_home(id));
+  }
+}
+
+void EngineTiers::move_shard(shard::Param& param, shard::ShardHome home) {
+  if (param.home() == home) {
+    return;
+  }
+  if (home == shard::ShardHome::kStored) {
+    if (options_.on_cuda) {
+      param.move_to(shard::ShardHome::kHost);  // where the feed reads it
     }
+    shards_->add(param);
+    feed_->write(param, 0, param.range().numel, param.shard());
+    param.set_home(home);
+  } else if (param.is_stored()) {
+    param.set_home(options_.on_cuda ? shard::ShardHome::kHost : home);
+    feed_->read(param, param.shard());
+    shards_->forget(param.id());
+    move_shard(param, home);
+  } else {
+    param.move_to(home);
   }
 }
 
@@ -278,7 +310,17 @@ coordinator::TierOptions EngineTiers::coordinator_options() const {
   options.feed = feed_.get();
   options.live_limit_bytes = placement_->live_limit_bytes;
   options.arena_bytes = static_cast<std::size_t>(placement_->arena_bytes);
+  if (options_.on_cuda && group_.size() == 1) {
+    // Copies from the host need nothing but their place: whatever fits may be under way.
+    options.max_inflight = kCopiesInFlight;
+    options.reuse_distance_bytes = planner::kUnlimited;
+  }
   return options;
+}
+
+// A device with memory of its own reads and writes pinned memory only without holding up the host.
+device::MemoryKind EngineTiers::io_memory() const {
+  return options_.on_cuda ? device::MemoryKind::kPinned : device::MemoryKind::kHost;
 }
 
 void EngineTiers::reserve_staging(comm::Group& reductions) {
@@ -304,20 +346,23 @@ void EngineTiers::release_staging(comm::Group& reductions) noexcept {
 }
 
 std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleOptions& rule) {
-  device::Device* device = &runtime_.device();
-  if (is_planned_ && options_.optimizer == planner::Wish::kHost) {
+  const bool has_own_memory = runtime_.device().has_own_memory();
+  device::Device* device = has_own_memory ? &runtime_.host_device() : &runtime_.device();
+  if (is_planned_ && !has_own_memory && options_.optimizer == planner::Wish::kHost) {
     host_device_ = std::make_unique<HostTierDevice>(runtime_.device());
     device = host_device_.get();
   }
-  if (!uses_nvme()) {
-    return std::make_unique<optim::ShardedOptimizer>(params_, *device, runtime_.kernels(), rule);
+  if (!is_planned_ || (!has_own_memory && !uses_nvme())) {
+    return std::make_unique<optim::ShardedOptimizer>(
+        params_, has_own_memory ? runtime_.device() : *device, runtime_.kernels(), rule);
   }
   optim::TieredParts parts{runtime_.clock(), runtime_.spans()};
   bool stores_states = false;
   for (const planner::ShardPlaces& places : placement_->params) {
-    parts.stored.push_back({places.parameter == planner::Place::kNvme,
-                            places.gradient == planner::Place::kNvme,
-                            places.states == planner::Place::kNvme});
+    parts.stored.push_back(
+        {places.parameter == planner::Place::kNvme, places.gradient == planner::Place::kNvme,
+         places.states == planner::Place::kNvme, has_own_memory && places.device_update,
+         has_own_memory && places.states == planner::Place::kDevice});
     stores_states = stores_states || places.states == planner::Place::kNvme;
   }
   if (stores_states) {
@@ -329,18 +374,22 @@ std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleO
   parts.parameters = shards_.get();
   if (placement_->optimizer_pool_bytes > 0) {
     optimizer_pool_ = std::make_unique<tier::BufferPool>(
-        runtime_.device(), device::MemoryKind::kHost,
-        static_cast<std::size_t>(placement_->optimizer_pool_bytes), "optimizer buffers");
+        runtime_.device(), io_memory(), static_cast<std::size_t>(placement_->optimizer_pool_bytes),
+        "optimizer buffers");
     parts.buffers = optimizer_pool_.get();
   }
   parts.sub_group_numel = placement_->sub_group_numel;
+  if (has_own_memory) {
+    parts.own = {&runtime_.device(), &runtime_.kernels(), placement_->num_update_slots,
+                 static_cast<std::size_t>(placement_->update_slot_bytes)};
+  }
   parts.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
   parts.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
   parts.on_updated = [this](int id, std::int64_t begin, std::int64_t numel, const void* values) {
-    return feed_->offer(id, begin, numel, values);
+    return feed_ && feed_->offer(id, begin, numel, values);
   };
-  auto optimizer = std::make_unique<optim::TieredOptimizer>(params_, *device, runtime_.kernels(),
-                                                            rule, std::move(parts));
+  auto optimizer = std::make_unique<optim::TieredOptimizer>(
+      params_, *device, runtime_.host_kernels(), rule, std::move(parts));
   optimizer_ = optimizer.get();
   return optimizer;
 }
@@ -380,6 +429,9 @@ TierIo EngineTiers::take_io() {
     io.update_read_wait_s = stats.read_wait_s;
     io.update_lease_wait_s = stats.lease_wait_s;
     io.update_s = stats.update_s;
+    io.link_up_bytes = stats.states_up_bytes + stats.parameters_up_bytes;
+    io.link_down_bytes =
+        stats.states_down_bytes + stats.parameters_down_bytes + stats.gradients_down_bytes;
   }
   return io;
 }

@@ -6,6 +6,9 @@
 // as long as they fit into the budget, and are stored from there on; they move when the plan is
 // made.
 //
+// On a device with memory of its own shards live there, in pinned memory of the host, or on NVMe,
+// and the update is shared between processor and device as planned.
+//
 // One store per role (parameters, gradients, states), each with scratch files of its own.
 //
 // Order of collectives: with NVMe, construction broadcasts the name of the run and meets once.
@@ -18,6 +21,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/coordinator/shard_feed.h"
@@ -50,6 +54,9 @@ struct TierIo {
   double update_read_wait_s = 0;
   double update_lease_wait_s = 0;
   double update_s = 0;
+  // Of the optimizer, between the host and a device with memory of its own.
+  std::uint64_t link_up_bytes = 0;
+  std::uint64_t link_down_bytes = 0;
 };
 
 class EngineTiers {
@@ -68,8 +75,8 @@ class EngineTiers {
   const planner::Placement* placement() const { return placement_ ? &*placement_ : nullptr; }
 
   // --- building ---
-  // Whether the shard of the next parameter is to be stored from the start.
-  bool stores_next(const shard::Layout& layout) const;
+  // Where the shard of the next parameter lives from the start.
+  shard::ShardHome home_of_next(const shard::Layout& layout) const;
   // A parameter has been added; it has no values yet.
   void add(const shard::Param& param);
   // This rank's elements [begin, begin + numel) of a stored shard; begin is a multiple of
@@ -88,6 +95,10 @@ class EngineTiers {
   void release_staging(comm::Group& reductions) noexcept;
   // Null: all gradients are in memory.
   const grad::GradientTier* gradient_tier() const { return gradients_ ? &*gradients_ : nullptr; }
+  // By id: gradients that go to memory of the host as they come. Null: they stay on the device.
+  const std::vector<bool>* leaving_gradients() const {
+    return leaving_.empty() ? nullptr : &leaving_;
+  }
   std::unique_ptr<optim::Optimizer> make_optimizer(const optim::RuleOptions& rule);
 
   coordinator::ShardFeed& feed() { return *feed_; }
@@ -107,6 +118,9 @@ class EngineTiers {
   void plan(const planner::ModelShapes& model);
   void make_feed(std::int64_t buffer_bytes);
   void move_shards();
+  void move_shard(shard::Param& param, shard::ShardHome home);
+  shard::ShardHome planned_home(int id) const;
+  device::MemoryKind io_memory() const;
   void make_gradient_tier();
   std::string agree_on_run();
 
@@ -132,6 +146,7 @@ class EngineTiers {
   std::unique_ptr<tier::BufferPool> gradient_pool_;
   std::unique_ptr<tier::BufferPool> optimizer_pool_;
   std::optional<grad::GradientTier> gradients_;
+  std::vector<bool> leaving_;
   optim::TieredOptimizer* optimizer_ = nullptr;  // the one that was made last
 
   TierIo taken_;  // sums of stores at the last take_io()

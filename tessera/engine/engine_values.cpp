@@ -22,9 +22,16 @@ device::Memory Engine::Impl::gather_full(int id, const std::string& what) {
       device.allocate(device::MemoryKind::kDevice, layout.full_bytes(), Role::kFull);
   std::byte* shard = param.shard();
   device::Pending brought;
-  if (param.is_stored()) {
-    shard = full.data() + static_cast<std::size_t>(group().rank()) * layout.shard_bytes();
-    brought = tiers.feed().start_bring(param, shard, device::Pending());
+  if (param.home() != shard::ShardHome::kDevice) {
+    std::byte* const slot =
+        full.data() + static_cast<std::size_t>(group().rank()) * layout.shard_bytes();
+    if (param.is_stored()) {
+      brought = tiers.feed().start_bring(param, slot, device::Pending());
+    } else {
+      stream.wait(param.updated());
+      brought = device.start_copy(slot, shard, layout.shard_bytes(), stream);
+    }
+    shard = slot;
     if (group().size() == 1) {
       brought.wait();
       return full;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 #include <utility>
 
 #include <ATen/Parallel.h>
@@ -11,6 +12,9 @@
 #include "tessera/core/error.h"
 #include "tessera/core/option_table.h"
 #include "tessera/device/device_cuda.h"
+#include "tessera/device/nvtx.h"
+#include "tessera/engine/host_tier_device.h"
+#include "tessera/optim/core_binding.h"
 
 namespace tessera {
 namespace {
@@ -20,6 +24,15 @@ int num_update_threads(const RuntimeOptions& options) {
     return options.num_update_threads;
   }
   return std::max(1, at::get_num_threads());
+}
+
+// Two cores feed the device: the step's thread and autograd's.
+int num_host_threads(const RuntimeOptions& options) {
+  if (options.num_update_threads > 0) {
+    return options.num_update_threads;
+  }
+  const auto num_cores = static_cast<int>(std::thread::hardware_concurrency());
+  return std::max(1, num_cores - 2);
 }
 
 comm::BackendKind backend_kind(const Config& config) {
@@ -44,10 +57,12 @@ struct Runtime::Impl {
         logger(LogOptions::from(config), LogContext{rank, num_ranks, -1, {}, {}}),
         wrap_io(options.wrap_io),
         on_cuda(options.cuda_device >= 0) {
+    device::install_nvtx(spans);
     if (on_cuda) {
       device::CudaDeviceOptions cuda;
       cuda.index = options.cuda_device;
       cuda.ledger = &ledger;
+      cuda.spans = &spans;
       device = device::make_cuda_device(cuda);
       kernels = optim::make_cuda_kernels(*device);
     } else {
@@ -57,6 +72,14 @@ struct Runtime::Impl {
       device = options.make_device ? options.make_device(std::move(cpu))
                                    : device::make_cpu_device(std::move(cpu));
       kernels = optim::make_cpu_kernels(num_update_threads(options));
+    }
+    if (device->has_own_memory()) {
+      device::CpuDeviceOptions cpu;
+      cpu.ledger = &ledger;
+      processor = device::make_cpu_device(std::move(cpu));
+      host_device = std::make_unique<engine::HostTierDevice>(*processor);
+      const int num_threads = num_host_threads(options);
+      host_kernels = optim::make_cpu_kernels(num_threads, optim::cores_for_threads(num_threads));
     }
     if (rank == 0) {
       for (const std::string& notice : config.notices()) {
@@ -89,6 +112,10 @@ struct Runtime::Impl {
   bool on_cuda;
   std::unique_ptr<device::Device> device;
   std::unique_ptr<optim::Kernels> kernels;
+  // Beside a device with memory of its own.
+  std::unique_ptr<device::Device> processor;
+  std::unique_ptr<device::Device> host_device;
+  std::unique_ptr<optim::Kernels> host_kernels;
   comm::World world;  // joined; empty where the group is borrowed
   comm::Group* borrowed = nullptr;
   std::unique_ptr<comm::Group> reductions;  // null in a group of one
@@ -140,6 +167,12 @@ comm::Group& Runtime::reduce_group() const {
 device::Device& Runtime::device() const { return *impl_->device; }
 bool Runtime::on_cuda() const { return impl_->on_cuda; }
 optim::Kernels& Runtime::kernels() const { return *impl_->kernels; }
+device::Device& Runtime::host_device() const {
+  return impl_->host_device ? *impl_->host_device : *impl_->device;
+}
+optim::Kernels& Runtime::host_kernels() const {
+  return impl_->host_kernels ? *impl_->host_kernels : *impl_->kernels;
+}
 Ledger& Runtime::ledger() const { return impl_->ledger; }
 Spans& Runtime::spans() const { return impl_->spans; }
 const Clock& Runtime::clock() const { return impl_->clock; }

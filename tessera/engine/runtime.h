@@ -28,7 +28,8 @@ namespace tessera {
 struct RuntimeOptions {
   // This rank's GPU; -1: CPU.
   int cuda_device = -1;
-  // Threads of the update on the host; 0: as many as torch uses.
+  // Threads of the update on the host; 0: as many as torch uses; beside a device with memory of its
+  // own all cores but two, which feed it.
   int num_update_threads = 0;
   std::size_t num_spans = 0;  // ring for a Chrome trace; 0: off
   // For tests: what stands in for the CPU, such as the late device. Null: the CPU itself.
@@ -57,6 +58,10 @@ class Runtime {
   device::Device& device() const;
   bool on_cuda() const;
   optim::Kernels& kernels() const;
+  // The processor beside a device with memory of its own: memory of the host, and kernels for it.
+  // Elsewhere the same as device() and kernels().
+  device::Device& host_device() const;
+  optim::Kernels& host_kernels() const;
   Ledger& ledger() const;
   Spans& spans() const;
   const Clock& clock() const;

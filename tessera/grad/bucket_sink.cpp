@@ -176,8 +176,11 @@ ShardGradient BucketSink::shard_gradient(const shard::Param& param, bool is_zero
     stream_.synchronize();
     region_is_zero_ = true;
   }
-  return {region() + layout_.region_offset[static_cast<std::size_t>(param.id())],
-          param.range().numel};
+  ShardGradient gradient;
+  gradient.data = region() + layout_.region_offset[static_cast<std::size_t>(param.id())];
+  gradient.numel = param.range().numel;
+  gradient.values = gradient.data;
+  return gradient;
 }
 
 void BucketSink::clear() noexcept {

@@ -4,6 +4,7 @@
 // Threads: as Reducer.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -27,6 +28,8 @@ class GradientSink {
   virtual void wait() = 0;
   // `is_zero`: no backward has been finished since clear().
   virtual ShardGradient shard_gradient(const shard::Param& param, bool is_zero) = 0;
+  // Nothing: it was not made on the way.
+  virtual std::optional<double> sum_of_squares(const shard::Param& /*param*/) { return {}; }
   // Waits for what is in flight, whatever becomes of it.
   virtual void clear() noexcept = 0;
 };

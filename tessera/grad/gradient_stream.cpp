@@ -26,7 +26,7 @@ GradientStream::GradientStream(const ReducerParts& parts)
     : parts_(parts),
       compute_(parts.device.stream(StreamKind::kCompute)),
       reduce_(parts.device.stream(StreamKind::kReduce)),
-      has_own_memory_(parts.device.name().starts_with("cuda")),
+      has_own_memory_(parts.device.has_own_memory()),
       stored_(make_stored(parts)) {
   TESSERA_CHECK(!stored_ || !has_own_memory_, ConfigError, "gradients of ", parts.device.name(),
                 " cannot be stored yet; leave them in memory");
@@ -35,16 +35,14 @@ GradientStream::GradientStream(const ReducerParts& parts)
 void GradientStream::check_convertible(const std::string& name, DType from, DType to) const {
   TESSERA_CHECK(is_gradient_dtype(from), ConfigError, "the gradient of parameter '", name, "' is ",
                 to_string(from), "; fp32, bf16 and fp16 can be reduced");
-  TESSERA_CHECK(from == to || !has_own_memory_, ConfigError, "the gradient of parameter '", name,
-                "' is ", to_string(from), " and must become ", to_string(to), ", which ",
-                parts_.device.name(),
-                " cannot do yet; set grad.wire_dtype to auto, or train in fp32");
+  TESSERA_INVARIANT(from == to || parts_.convert || !has_own_memory_, "the gradient of parameter '",
+                    name, "' is ", to_string(from), " and must become ", to_string(to), ", and ",
+                    parts_.device.name(), " was given no kernel for it");
 }
 
 void GradientStream::check_can_add() const {
-  TESSERA_CHECK(parts_.add || !has_own_memory_, ConfigError,
-                "gradients of several micro-batches on ", parts_.device.name(),
-                " need a kernel that adds them, and none was given");
+  TESSERA_INVARIANT(parts_.add || !has_own_memory_, "gradients of several micro-batches on ",
+                    parts_.device.name(), " need a kernel that adds them, and none was given");
 }
 
 void GradientStream::order_behind_compute() { reduce_.wait(compute_.record()); }
@@ -54,6 +52,8 @@ void GradientStream::copy(void* to, DType to_dtype, const void* from, DType from
   const auto count = static_cast<std::size_t>(numel);
   if (to_dtype == from_dtype) {
     std::ignore = parts_.device.start_copy(to, from, count * bytes_of(to_dtype), reduce_);
+  } else if (parts_.convert) {
+    std::ignore = parts_.convert(to, to_dtype, from, from_dtype, numel, reduce_);
   } else {
     std::ignore = reduce_.enqueue([=] { convert_elements(to, to_dtype, from, from_dtype, count); });
   }
@@ -69,8 +69,8 @@ void GradientStream::add(float* sum, const void* value, DType value_dtype, std::
   if (numel == 0) {
     return;
   }
-  if (parts_.add && value_dtype == DType::kFloat32) {
-    std::ignore = parts_.add(sum, static_cast<const float*>(value), numel, reduce_);
+  if (parts_.add) {
+    std::ignore = parts_.add(sum, value, value_dtype, numel, reduce_);
   } else {
     std::ignore = reduce_.enqueue(
         [=] { add_elements(sum, value, value_dtype, static_cast<std::size_t>(numel)); });
@@ -96,14 +96,21 @@ void GradientStream::clear_stored() noexcept {
   }
 }
 
-void GradientStream::retire(std::shared_ptr<void> owner) {
+Pending GradientStream::start_to_host(void* to, const void* from, std::size_t bytes) {
+  device::Stream& down = parts_.device.stream(StreamKind::kWrite);
+  down.wait(compute_.record());
+  return parts_.device.start_copy(to, from, bytes, down);
+}
+
+void GradientStream::retire(std::shared_ptr<void> owner, const Pending& also) {
   free_retired();
   if (!owner) {
     return;
   }
   Pending used = reduce_.record();
-  if (!used.done()) {
-    retired_.emplace_back(std::move(used), std::move(owner));
+  if (!used.done() || !also.done()) {
+    retired_.emplace_back(also.state() ? Pending::all({std::move(used), also}) : std::move(used),
+                          std::move(owner));
   }
 }
 

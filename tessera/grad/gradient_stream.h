@@ -2,8 +2,8 @@
 // kept.
 //
 // Everything here is enqueued and ordered behind what the compute stream had been given when
-// order_behind_compute() was called. Conversions run on the host, so a device with memory of its
-// own does same-type copies only, and adds with the kernel of ReducerParts.
+// order_behind_compute() was called. Conversions and sums are kernels of ReducerParts, if given;
+// else they run on the host, whose memory the device's must be then.
 //
 // [Note: storing on the stream] What goes into a store is work of the stream as well: it waits
 // there for buffers and for earlier writes, which depends on the disk and on nobody who waits for
@@ -51,8 +51,11 @@ class GradientStream {
   void wait_stored();
   void clear_stored() noexcept;
 
-  // Keeps `owner` until the stream has done what it has been given so far.
-  void retire(std::shared_ptr<void> owner);
+  // To memory of the host, behind what the compute stream has been given; on a stream of its own.
+  device::Pending start_to_host(void* to, const void* from, std::size_t bytes);
+
+  // Keeps `owner` until the stream has done what it has been given so far, and `also` is done.
+  void retire(std::shared_ptr<void> owner, const device::Pending& also = {});
   // Orders the stream behind `pending`; the time for which the host had to wait is exposed.
   void wait_for(const device::Pending& pending);
   // Blocks until the stream has done everything; throws its failure.
@@ -60,6 +63,7 @@ class GradientStream {
   // The same before memory is given back, whatever has become of the work.
   void drain() noexcept;
 
+  bool has_own_memory() const { return has_own_memory_; }
   device::Stream& stream() { return reduce_; }
   device::Device& device() { return parts_.device; }
   const ReducerParts& parts() const { return parts_; }

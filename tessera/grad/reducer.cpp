@@ -187,7 +187,9 @@ ShardGradient Reducer::shard_gradient(int id) {
   const shard::Param& param = impl_->trainable(id);
   impl_->settle(param);
   if (is_stored(id)) {
-    return {nullptr, param.range().numel};
+    ShardGradient gradient;
+    gradient.numel = param.range().numel;
+    return gradient;
   }
   return impl_->sink->shard_gradient(param, impl_->num_backwards == 0);
 }
@@ -203,7 +205,14 @@ device::Pending Reducer::start_read(int id, std::int64_t begin, std::int64_t num
   return impl_->settled_store(id).start_read(id, begin, numel, to);
 }
 
-double Reducer::sum_of_squares(int id) { return impl_->settled_store(id).sum_of_squares(id); }
+std::optional<double> Reducer::sum_of_squares(int id) {
+  if (is_stored(id)) {
+    return impl_->settled_store(id).sum_of_squares(id);
+  }
+  const shard::Param& param = impl_->trainable(id);
+  impl_->settle(param);
+  return impl_->sink->sum_of_squares(param);
+}
 
 void Reducer::clear() {
   impl_->sink->clear();

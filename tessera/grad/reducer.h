@@ -34,8 +34,9 @@
 // is on the wire; one region of fp32 shards; and two scratch shards from the second micro-batch on.
 // The first list of dynamic parameters takes two buckets more, as large as theirs can become, with
 // scratch shards where its results are not neighbours in the region or are added to earlier ones.
-// In a group of one an fp32 gradient is adopted as it is: no copy, no region, no call. Memory that
-// is planned (gradient_bytes.h) is taken when the reducer is made.
+// In a group of one an fp32 gradient is adopted as it is, and so is one in bf16 or fp16 on a device
+// with memory of its own until another micro-batch is added to it: no copy, no region, no call.
+// Memory that is planned (gradient_bytes.h) is taken when the reducer is made.
 //
 // Stored shards have no place in memory: their sums go into the store piece by piece, in the order
 // in which they would have gone into the region, so no bit depends on where a shard lives
@@ -65,6 +66,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -98,11 +100,24 @@ struct ReducerParts {
   shard::ParamTable& params;
   const Clock& clock;
   Spans& spans;
-  // sum[i] += value[i], in the order of the stream. Null: on the host, which a device with memory
-  // of its own refuses.
-  std::function<device::Pending(float* sum, const float* value, std::int64_t numel,
+  // Kernels of the device, in the order of the stream. Null: on the host, which a device with
+  // memory of its own refuses.
+  // sum[i] += value[i]
+  std::function<device::Pending(float* sum, const void* value, DType dtype, std::int64_t numel,
                                 device::Stream& stream)>
       add = {};
+  // to[i] = from[i]
+  std::function<device::Pending(void* to, DType to_dtype, const void* from, DType from_dtype,
+                                std::int64_t numel, device::Stream& stream)>
+      convert = {};
+  // *result, in pinned memory, is optim's sum of squares. Given: that of a gradient that comes
+  // whole is made when it comes.
+  std::function<device::Pending(const void* values, DType dtype, std::int64_t numel, double* result,
+                                device::Stream& stream)>
+      sum_of_squares = {};
+  // On a device with memory of its own, in a group of one: by id, gradients that go to pinned
+  // memory of the host as they come. There is one backward per step then. Null: none do.
+  const std::vector<bool>* leaves_to_host = nullptr;
   // Of the same ranks in the same order: reduces dynamic parameters. Null: `group`, if all ranks
   // use the same static parameters between two lists.
   comm::Group* dynamic_group = nullptr;
@@ -129,16 +144,21 @@ struct ReducerStats {
   std::uint64_t reduced_bytes = 0;   // of buckets, all ranks' parts
   std::int64_t held_bytes_peak = 0;  // gradients that waited for their turn, or for a buffer
   double exposed_wait_s = 0;
+  std::uint64_t host_bytes = 0;  // of gradients that went to memory of the host
   // Whole blocks. Reads are those of later micro-batches, and of start_read().
   std::uint64_t stored_read_bytes = 0;
   std::uint64_t stored_written_bytes = 0;
 };
 
-// fp32 values of this rank's shard, `numel` of them without padding. In a group of several ranks
-// the shard's padding follows, and is zero. Null data: it is stored.
+// Values of this rank's shard, `numel` of them without padding. In a group of several ranks the
+// shard's padding follows, and is zero.
 struct ShardGradient {
-  float* data = nullptr;
+  float* data = nullptr;  // fp32 in the device's memory; null: it is stored, or see `values`
   std::int64_t numel = 0;
+  const void* values = nullptr;  // in the type that they came in; null: it is stored
+  DType dtype = DType::kFloat32;
+  bool is_on_host = false;  // `values` are in pinned memory of the host, ...
+  device::Pending came;     // ... once this is done
 };
 
 class Reducer {
@@ -181,9 +201,10 @@ class Reducer {
   // to one; behind the end of the shard are zeros. On another thread than the reducer's only after
   // wait(). REQUIRES: clear() comes when all such reads are done.
   device::Pending start_read(int param, std::int64_t begin, std::int64_t numel, float* to);
-  // Of stored ones: what optim's sum_of_squares() of this rank's shard is, to the bit. Nothing is
+  // What optim's sum_of_squares() of this rank's shard is, to the bit, where it was made on the
+  // way: of stored ones, and of those that came whole (ReducerParts::sum_of_squares). Nothing is
   // read for it.
-  double sum_of_squares(int param);
+  std::optional<double> sum_of_squares(int param);
 
   int num_backwards() const;  // finished ones, since clear()
   // After the update; also the way back after an exception: waits for what is in flight, forgets

@@ -1,7 +1,10 @@
 #include "tessera/grad/solo_sink.h"
 
+#include <cstring>
+#include <tuple>
 #include <utility>
 
+#include "tessera/core/error.h"
 #include "tessera/grad/gradient_bytes.h"
 
 namespace tessera::grad {
@@ -35,13 +38,25 @@ class Adopted {
 
 SoloSink::SoloSink(GradientStream& stream)
     : stream_(stream), sums_(static_cast<std::size_t>(stream.parts().params.num_params())) {
-  if (!stream_.parts().is_planned && stream_.parts().tier == nullptr) {
-    return;
+  const ReducerParts& parts = stream_.parts();
+  if (parts.sum_of_squares) {
+    squares_ = stream_.device().allocate(device::MemoryKind::kPinned, sums_.size() * sizeof(double),
+                                         Role::kOther);
   }
-  for (int id = 0; id < stream_.parts().params.num_params(); ++id) {
-    const shard::Param& param = stream_.parts().params[id];
-    if (param.trainable() && !is_stored(param) && param.layout().dtype() != DType::kFloat32) {
-      own_memory(sums_[static_cast<std::size_t>(id)], param);
+  for (int id = 0; id < parts.params.num_params(); ++id) {
+    const shard::Param& param = parts.params[id];
+    if (!param.trainable() || is_stored(param)) {
+      continue;
+    }
+    Sum& sum = sum_of(param);
+    if (leaves(param)) {
+      sum.host = stream_.device().allocate(
+          device::MemoryKind::kPinned,
+          static_cast<std::size_t>(param.layout().shard_numel()) * bytes_of(param.layout().dtype()),
+          Role::kGradient);
+    } else if ((parts.is_planned || parts.tier != nullptr) && parts.leaves_to_host == nullptr &&
+               param.layout().dtype() != DType::kFloat32) {
+      own_memory(sum, param);
     }
   }
 }
@@ -52,9 +67,14 @@ SoloSink::~SoloSink() {
 }
 
 void SoloSink::begin_backward(bool is_first) {
-  if (!is_first) {
-    stream_.check_can_add();
+  if (is_first) {
+    return;
   }
+  stream_.check_can_add();
+  TESSERA_CHECK(stream_.parts().leaves_to_host == nullptr, ConfigError,
+                "a second backward before step(): memory was planned for one micro-batch per step, "
+                "whose gradients have left the device; set batch.accumulate to the number of "
+                "backwards per step");
 }
 
 float* SoloSink::own_memory(Sum& sum, const shard::Param& param) {
@@ -74,56 +94,148 @@ bool SoloSink::is_stored(const shard::Param& param) const {
   return tier != nullptr && tier->stores(param.id());
 }
 
+bool SoloSink::leaves(const shard::Param& param) const {
+  const std::vector<bool>* leaving = stream_.parts().leaves_to_host;
+  return leaving != nullptr && (*leaving)[static_cast<std::size_t>(param.id())];
+}
+
 void SoloSink::take(const shard::Param& param, FullGradient gradient) {
   const std::int64_t numel = param.layout().numel();
   if (numel == 0) {
     return;
   }
-  Sum& sum = sums_[static_cast<std::size_t>(param.id())];
+  Sum& sum = sum_of(param);
   stream_.order_behind_compute();
   if (is_stored(param)) {
     stream_.store({param.id(), 0, numel}, gradient.data, gradient.dtype, sum.is_put);
     stream_.retire(std::move(gradient.owner));
     sum.is_put = true;
-  } else if (sum.data != nullptr) {
-    stream_.add(sum.data, gradient.data, gradient.dtype, numel);
-    stream_.retire(std::move(gradient.owner));
-  } else if (gradient.dtype == DType::kFloat32) {
-    sum.data = static_cast<float*>(gradient.data);
-    if (sum.own.data() != nullptr) {  // zeros of a step without it
-      stream_.retire(std::make_shared<device::Memory>(std::move(sum.own)));
-      sum.own_is_zero = false;
-    }
-    const auto bytes = static_cast<std::size_t>(numel) * sizeof(float);
-    sum.owner = std::make_shared<Adopted>(std::move(gradient.owner), stream_.parts().ledger,
-                                          taken_bytes(bytes));
+  } else if (leaves(param)) {
+    send_to_host(sum, param, std::move(gradient));
+  } else if (sum.values != nullptr) {
+    add(sum, param, std::move(gradient));
+  } else if (gradient.dtype == DType::kFloat32 ||
+             (stream_.has_own_memory() && sum.own.data() == nullptr)) {
+    adopt(sum, param, std::move(gradient));
   } else {
-    float* data = own_memory(sum, param);
-    sum.own_is_zero = false;
-    stream_.copy(data, DType::kFloat32, gradient.data, gradient.dtype, numel);
-    sum.data = data;
-    stream_.retire(std::move(gradient.owner));
+    make_own(sum, param, std::move(gradient));
   }
 }
 
+// Before the values go, or are changed.
+void SoloSink::start_square(Sum& sum, const shard::Param& param, const FullGradient& gradient) {
+  if (squares_.data() != nullptr) {
+    std::ignore = stream_.parts().sum_of_squares(
+        gradient.data, gradient.dtype, param.layout().numel(),
+        reinterpret_cast<double*>(squares_.data()) + param.id(), stream_.stream());
+    sum.has_square = true;
+  }
+}
+
+void SoloSink::send_to_host(Sum& sum, const shard::Param& param, FullGradient gradient) {
+  TESSERA_INVARIANT(gradient.dtype == param.layout().dtype(), "the gradient of parameter '",
+                    param.name(), "' is ", to_string(gradient.dtype), ", the parameter is ",
+                    to_string(param.layout().dtype()));
+  start_square(sum, param, gradient);
+  sum.values = sum.host.data();
+  sum.dtype = gradient.dtype;
+  sum.left = stream_.start_to_host(
+      sum.host.data(), gradient.data,
+      static_cast<std::size_t>(param.layout().numel()) * bytes_of(gradient.dtype));
+  stream_.stats().host_bytes += static_cast<std::uint64_t>(bytes_of_full(param, gradient));
+  stream_.retire(std::move(gradient.owner), sum.left);
+}
+
+void SoloSink::adopt(Sum& sum, const shard::Param& param, FullGradient gradient) {
+  start_square(sum, param, gradient);
+  sum.values = gradient.data;
+  sum.dtype = gradient.dtype;
+  if (sum.own.data() != nullptr) {  // zeros of a step without it
+    stream_.retire(std::make_shared<device::Memory>(std::move(sum.own)));
+    sum.own_is_zero = false;
+  }
+  const auto bytes = static_cast<std::size_t>(bytes_of_full(param, gradient));
+  sum.owner = std::make_shared<Adopted>(std::move(gradient.owner), stream_.parts().ledger,
+                                        stream_.has_own_memory() ? bytes : taken_bytes(bytes));
+}
+
+void SoloSink::make_own(Sum& sum, const shard::Param& param, FullGradient gradient) {
+  float* const data = own_memory(sum, param);
+  sum.own_is_zero = false;
+  stream_.copy(data, DType::kFloat32, gradient.data, gradient.dtype, param.layout().numel());
+  sum.values = data;
+  sum.dtype = DType::kFloat32;
+  stream_.retire(std::move(gradient.owner));
+}
+
+void SoloSink::add(Sum& sum, const shard::Param& param, FullGradient gradient) {
+  const std::int64_t numel = param.layout().numel();
+  if (sum.dtype != DType::kFloat32) {  // adopted, and not alone any more
+    float* const data = own_memory(sum, param);
+    sum.own_is_zero = false;
+    stream_.copy(data, DType::kFloat32, sum.values, sum.dtype, numel);
+    stream_.retire(std::move(sum.owner));
+    sum.values = data;
+    sum.dtype = DType::kFloat32;
+  }
+  sum.has_square = false;
+  // Adopted memory is the reducer's, and written to.
+  auto* const data = static_cast<float*>(const_cast<void*>(sum.values));
+  stream_.add(data, gradient.data, gradient.dtype, numel);
+  stream_.retire(std::move(gradient.owner));
+}
+
 ShardGradient SoloSink::shard_gradient(const shard::Param& param, bool /*is_zero*/) {
-  Sum& sum = sums_[static_cast<std::size_t>(param.id())];
-  if (sum.data != nullptr || param.layout().numel() == 0) {
-    return {sum.data, param.layout().numel()};
+  Sum& sum = sum_of(param);
+  ShardGradient gradient;
+  gradient.numel = param.layout().numel();
+  if (gradient.numel == 0) {
+    return gradient;
   }
-  float* zeros = own_memory(sum, param);
-  if (!sum.own_is_zero) {
-    stream_.zero(zeros, sum.own.bytes());
-    stream_.synchronize();
-    sum.own_is_zero = true;
+  gradient.is_on_host = leaves(param);
+  if (gradient.is_on_host) {
+    gradient.dtype = param.layout().dtype();
+    gradient.values = sum.host.data();
+    gradient.came = sum.left;
+    if (sum.values == nullptr) {
+      std::memset(sum.host.data(), 0, sum.host.bytes());
+    }
+    return gradient;
   }
-  return {zeros, param.layout().numel()};
+  if (sum.values == nullptr) {
+    float* const zeros = own_memory(sum, param);
+    if (!sum.own_is_zero) {
+      stream_.zero(zeros, sum.own.bytes());
+      stream_.synchronize();
+      sum.own_is_zero = true;
+    }
+    gradient.values = zeros;
+  } else {
+    gradient.values = sum.values;
+    gradient.dtype = sum.dtype;
+  }
+  if (gradient.dtype == DType::kFloat32) {
+    gradient.data = static_cast<float*>(const_cast<void*>(gradient.values));
+  }
+  return gradient;
+}
+
+std::optional<double> SoloSink::sum_of_squares(const shard::Param& param) {
+  const Sum& sum = sum_of(param);
+  if (sum.values == nullptr) {
+    return 0.0;  // no gradient has come
+  }
+  if (!sum.has_square) {
+    return std::nullopt;
+  }
+  return reinterpret_cast<const double*>(squares_.data())[param.id()];
 }
 
 void SoloSink::clear() noexcept {
   for (Sum& sum : sums_) {
-    sum.data = nullptr;
+    sum.values = nullptr;
     sum.is_put = false;
+    sum.has_square = false;
     if (sum.owner) {
       stream_.retire(std::move(sum.owner));  // an update on the stream may still read it
     }

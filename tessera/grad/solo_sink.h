@@ -1,13 +1,15 @@
 // Internal to grad: gradients of a group of one. The full gradient is the shard's, so an fp32 one
 // is adopted where it lies; later micro-batches are added to it. bf16 and fp16 become fp32 in
-// memory of our own, which is kept from step to step. Stored ones go into the store as they come.
+// memory of our own, which is kept from step to step; but where the device's memory is its own they
+// are adopted as they are until a second micro-batch comes. Stored ones go into the store as they
+// come, those that leave (ReducerParts::leaves_to_host) to pinned memory of the host.
 // Adopted memory is charged as our own would be, so that a parameter costs the same whether or not
-// its gradient came. Dynamic parameters are like all others: there
-// is nobody to agree with.
+// its gradient came. Dynamic parameters are like all others: there is nobody to agree with.
 //
 // Threads: as Reducer.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -30,21 +32,34 @@ class SoloSink final : public GradientSink {
   void finish_backward() override {}
   void wait() override { stream_.synchronize(); }
   ShardGradient shard_gradient(const shard::Param& param, bool is_zero) override;
+  std::optional<double> sum_of_squares(const shard::Param& param) override;
   void clear() noexcept override;
 
  private:
   struct Sum {
-    float* data = nullptr;        // null: no gradient has come since clear()
+    const void* values = nullptr;  // null: no gradient has come since clear()
+    DType dtype = DType::kFloat32;
     std::shared_ptr<void> owner;  // of an adopted gradient
-    device::Memory own;
+    device::Memory own;           // fp32
     bool own_is_zero = false;
-    bool is_put = false;  // into the store, since clear()
+    bool is_put = false;      // into the store, since clear()
+    bool has_square = false;  // of `values` as they are
+    device::Memory host;      // of one that leaves: in the parameter's type
+    device::Pending left;     // the copy to it
   };
+  Sum& sum_of(const shard::Param& param) { return sums_[static_cast<std::size_t>(param.id())]; }
   bool is_stored(const shard::Param& param) const;
+  bool leaves(const shard::Param& param) const;
   float* own_memory(Sum& sum, const shard::Param& param);
+  void adopt(Sum& sum, const shard::Param& param, FullGradient gradient);
+  void make_own(Sum& sum, const shard::Param& param, FullGradient gradient);
+  void add(Sum& sum, const shard::Param& param, FullGradient gradient);
+  void send_to_host(Sum& sum, const shard::Param& param, FullGradient gradient);
+  void start_square(Sum& sum, const shard::Param& param, const FullGradient& gradient);
 
   GradientStream& stream_;
-  std::vector<Sum> sums_;  // by id
+  std::vector<Sum> sums_;   // by id
+  device::Memory squares_;  // by id: sums of squares, pinned; none: nobody makes them on the way
 };
 
 }  // namespace tessera::grad

@@ -50,19 +50,38 @@ __device__ inline void narrow(float value, Float16& out) {
   }
 }
 
-// One aligned access.
 template <typename Value>
-struct alignas(kWidth * sizeof(Value)) Four {
+struct Four {
   Value values[kWidth];
 };
 
-template <typename Value>
-__device__ inline Four<Value> load_four(const Value* from) {
-  return *reinterpret_cast<const Four<Value>*>(from);
+// One aligned access each. Stores are spelled out, since the compiler would take some of them
+// apart.
+__device__ inline Four<float> load_four(const float* from) {
+  const float4 four = *reinterpret_cast<const float4*>(from);
+  return {{four.x, four.y, four.z, four.w}};
 }
-template <typename Value>
-__device__ inline void store_four(Value* to, const Four<Value>& four) {
-  *reinterpret_cast<Four<Value>*>(to) = four;
+template <typename Half>
+__device__ Four<Half> load_four(const Half* from) {
+  static_assert(sizeof(Half) == 2);
+  const uint2 two = *reinterpret_cast<const uint2*>(from);
+  return {{{static_cast<std::uint16_t>(two.x)},
+           {static_cast<std::uint16_t>(two.x >> 16)},
+           {static_cast<std::uint16_t>(two.y)},
+           {static_cast<std::uint16_t>(two.y >> 16)}}};
+}
+__device__ inline void store_four(float* to, const Four<float>& four) {
+  const float* v = four.values;
+  __stwb(reinterpret_cast<float4*>(to), make_float4(v[0], v[1], v[2], v[3]));
+}
+template <typename Half>
+__device__ void store_four(Half* to, const Four<Half>& four) {
+  static_assert(sizeof(Half) == 2);
+  const auto pair = [&](int k) {
+    return static_cast<unsigned>(four.values[k].bits) |
+           (static_cast<unsigned>(four.values[k + 1].bits) << 16);
+  };
+  __stwb(reinterpret_cast<uint2*>(to), make_uint2(pair(0), pair(2)));
 }
 
 // Memory that a kernel goes through, all with the same number of elements.

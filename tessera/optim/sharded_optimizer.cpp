@@ -11,13 +11,21 @@
 namespace tessera::optim {
 namespace {
 
+// Elements that are updated by one piece of work: few launches, and the first layers of the next
+// forward do not wait for the last ones.
+constexpr std::int64_t kLaunchNumel = std::int64_t{1} << 25;
+
 bool is_fp32(const shard::Param& param) { return param.layout().dtype() == DType::kFloat32; }
 
 }  // namespace
 
 ShardedOptimizer::ShardedOptimizer(shard::ParamTable& params, device::Device& device,
                                    Kernels& kernels, const RuleOptions& rule)
-    : params_(params), device_(device), kernels_(kernels), rule_(rule) {
+    : params_(params),
+      device_(device),
+      kernels_(kernels),
+      rule_(rule),
+      norms_(device, kernels, params.num_params()) {
   slots_.reserve(static_cast<std::size_t>(params.num_params()));
   for (int id = 0; id < params.num_params(); ++id) {
     slots_.push_back(make_slot(params[id]));
@@ -76,20 +84,7 @@ device::Stream& ShardedOptimizer::update_stream() {
 }
 
 double ShardedOptimizer::sum_of_squares(grad::Reducer& gradients) {
-  std::vector<double> sums(slots_.size());
-  device::Stream& stream = update_stream();
-  for (std::size_t id = 0; id < slots_.size(); ++id) {
-    if (params_[static_cast<int>(id)].trainable()) {
-      const grad::ShardGradient gradient = gradients.shard_gradient(static_cast<int>(id));
-      std::ignore = kernels_.start_sum_of_squares(gradient.data, gradient.numel, &sums[id], stream);
-    }
-  }
-  stream.synchronize();
-  double total = 0;
-  for (const double sum : sums) {
-    total += sum;
-  }
-  return total;
+  return norms_.sum(params_, gradients, update_stream());
 }
 
 void ShardedOptimizer::start_update(grad::Reducer& gradients, double lr, double gradient_scale) {
@@ -97,8 +92,23 @@ void ShardedOptimizer::start_update(grad::Reducer& gradients, double lr, double 
   stream.wait(device_.stream(device::StreamKind::kCompute).record());
   stream.wait(device_.stream(device::StreamKind::kGather).record());
   ++num_updates_;
+  std::vector<UpdateTask> tasks;
+  std::vector<int> ids;
+  std::int64_t numel = 0;
+  const auto launch = [&] {
+    if (tasks.empty()) {
+      return;
+    }
+    const device::Pending updated = kernels_.start_updates(rule_, tasks, stream);
+    for (const int id : ids) {
+      params_[id].set_updated(updated);
+    }
+    tasks.clear();
+    ids.clear();
+    numel = 0;
+  };
   for (int id = 0; id < params_.num_params(); ++id) {
-    shard::Param& param = params_[id];
+    const shard::Param& param = params_[id];
     if (!param.trainable()) {
       continue;
     }
@@ -106,22 +116,28 @@ void ShardedOptimizer::start_update(grad::Reducer& gradients, double lr, double 
     const grad::ShardGradient gradient = gradients.shard_gradient(id);
     TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
                       gradient.numel, " elements on this rank, its shard ", param.range().numel);
-    UpdateScalars scalars;
-    scalars.step = ++slot.num_updates;
-    scalars.lr = lr;
-    scalars.weight_decay_scale = param.spec().weight_decay_scale;
-    scalars.gradient_scale = gradient_scale;
-    UpdateSpan span;
-    span.master = slot.master;
-    span.gradient = gradient.data;
-    span.states = slot.states;
-    span.numel = gradient.numel;
+    UpdateTask task;
+    task.scalars.step = ++slot.num_updates;
+    task.scalars.lr = lr;
+    task.scalars.weight_decay_scale = param.spec().weight_decay_scale;
+    task.scalars.gradient_scale = gradient_scale;
+    task.span.master = slot.master;
+    task.span.gradient = gradient.values;
+    task.span.gradient_dtype = gradient.dtype;
+    task.span.states = slot.states;
+    task.span.numel = gradient.numel;
     if (!is_fp32(param)) {
-      span.parameter = param.shard();
-      span.parameter_dtype = param.layout().dtype();
+      task.span.parameter = param.shard();
+      task.span.parameter_dtype = param.layout().dtype();
     }
-    param.set_updated(kernels_.start_update(rule_, scalars, span, stream));
+    tasks.push_back(task);
+    ids.push_back(id);
+    numel += gradient.numel;
+    if (numel >= kLaunchNumel) {
+      launch();
+    }
   }
+  launch();
 }
 
 void ShardedOptimizer::wait() {

@@ -24,6 +24,7 @@
 
 #include "tessera/device/device.h"
 #include "tessera/grad/reducer.h"
+#include "tessera/optim/gradient_norms.h"
 #include "tessera/optim/kernels.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/rule.h"
@@ -67,6 +68,7 @@ class ShardedOptimizer final : public Optimizer {
   device::Device& device_;
   Kernels& kernels_;
   const RuleOptions rule_;
+  GradientNorms norms_;
   std::vector<Slot> slots_;  // by id
   std::int64_t num_updates_ = 0;
 };

@@ -36,59 +36,120 @@ TieredOptimizer::TieredOptimizer(shard::ParamTable& params, device::Device& devi
       kernels_(kernels),
       rule_(rule),
       parts_(std::move(parts)),
+      norms_(compute_device(), parts_.own.device ? *parts_.own.kernels : kernels,
+             params.num_params()),
+      copies_(static_cast<std::size_t>(params.num_params())),
       states_(params, device, kernels, rule, parts_) {
   check_parts(params, parts_);
+  if (parts_.own.device != nullptr) {
+    device_update_ = std::make_unique<DeviceUpdate>(params, rule, parts_.own, parts_.stored);
+  }
   // All room first: what is stored lies in one piece, in the order of registration.
   for (int id = 0; id < params.num_params(); ++id) {
     if (params[id].trainable()) {
-      states_.add(id);
+      add(id);
     }
   }
   pipeline_ = std::make_unique<UpdatePipeline>(
       StageWork::Parts{params, device, kernels, rule, parts_, states_});
-  pipeline_->set_plan(states_.plan());
+  set_plan();
   for (int id = 0; id < params.num_params(); ++id) {
     if (params[id].trainable()) {
-      states_.make_master(id);
+      make_master(id);
     }
   }
 }
 
 TieredOptimizer::~TieredOptimizer() = default;
 
-double TieredOptimizer::sum_of_squares(grad::Reducer& gradients) {
-  std::vector<double> sums(static_cast<std::size_t>(params_.num_params()));
-  device::Stream& stream = device_.stream(device::StreamKind::kReduce);
-  for (int id = 0; id < params_.num_params(); ++id) {
-    if (!params_[id].trainable()) {
-      continue;
-    }
-    double& sum = sums[static_cast<std::size_t>(id)];
-    if (gradients.is_stored(id)) {
-      sum = gradients.sum_of_squares(id);
-    } else {
-      const grad::ShardGradient gradient = gradients.shard_gradient(id);
-      // The stream keeps a failure until it is synchronized.
-      std::ignore = kernels_.start_sum_of_squares(gradient.data, gradient.numel, &sum, stream);
-    }
-  }
-  stream.synchronize();
-  double total = 0;
-  for (const double sum : sums) {
-    total += sum;
-  }
-  return total;
+device::Device& TieredOptimizer::compute_device() const {
+  return parts_.own.device != nullptr ? *parts_.own.device : device_;
 }
 
-UpdateJob TieredOptimizer::make_job(grad::Reducer& gradients, double lr,
-                                    double gradient_scale) const {
+bool TieredOptimizer::is_on_device(int id) const {
+  return device_update_ && device_update_->is_ours(id);
+}
+
+void TieredOptimizer::add(int id) {
+  if (is_on_device(id)) {
+    device_update_->add(id);
+    return;
+  }
+  states_.add(id);
+  const shard::Param& param = params_[id];
+  if (parts_.own.device != nullptr && param.home() == shard::ShardHome::kDevice) {
+    copies_[static_cast<std::size_t>(id)].mirror = parts_.own.device->allocate(
+        device::MemoryKind::kPinned, param.layout().shard_bytes(), Role::kStaging);
+  }
+}
+
+void TieredOptimizer::make_master(int id) {
+  if (is_on_device(id)) {
+    device_update_->make_master(id);
+    return;
+  }
+  const device::Memory& mirror = copies_[static_cast<std::size_t>(id)].mirror;
+  if (mirror.data() != nullptr) {
+    const shard::Param& param = params_[id];
+    param.updated().wait();
+    compute_device()
+        .start_copy(mirror.data(), param.shard(), param.layout().shard_bytes(),
+                    compute_device().stream(device::StreamKind::kWrite))
+        .wait();
+  }
+  states_.make_master(id, mirror.data());
+}
+
+void TieredOptimizer::set_plan() {
+  pipeline_->set_plan(states_.plan());
+  if (device_update_) {
+    device_update_->plan();
+  }
+}
+
+void TieredOptimizer::prepare() {
+  pipeline_->prepare();
+  if (device_update_) {
+    device_update_->prepare();
+  }
+}
+
+double TieredOptimizer::sum_of_squares(grad::Reducer& gradients) {
+  return norms_.sum(params_, gradients, compute_device().stream(device::StreamKind::kReduce));
+}
+
+// Where the processor can read it.
+void TieredOptimizer::bring_gradient(int id, const grad::ShardGradient& gradient,
+                                     UpdateJob::Item& item) {
+  item.gradient = gradient.values;
+  item.gradient_dtype = gradient.dtype;
+  item.gradient_came = gradient.came;
+  if (parts_.own.device == nullptr || gradient.is_on_host || gradient.numel == 0) {
+    return;
+  }
+  device::Device& device = *parts_.own.device;
+  device::Memory& copy = copies_[static_cast<std::size_t>(id)].gradient;
+  const std::size_t bytes = static_cast<std::size_t>(gradient.numel) * bytes_of(gradient.dtype);
+  const std::size_t room =
+      static_cast<std::size_t>(params_[id].layout().shard_numel()) * sizeof(float);
+  if (copy.data() == nullptr) {
+    copy = device.allocate(device::MemoryKind::kPinned, room, Role::kGradient);
+  }
+  device::Stream& down = device.stream(device::StreamKind::kWrite);
+  down.wait(device.stream(device::StreamKind::kReduce).record());
+  item.gradient = copy.data();
+  item.gradient_came = device.start_copy(copy.data(), gradient.values, bytes, down);
+  gradients_down_bytes_ += bytes;
+}
+
+UpdateJob TieredOptimizer::make_job(grad::Reducer& gradients, const UpdateScalars& scalars) {
   gradients.wait();  // stored ones are read on another thread
   UpdateJob job;
   job.gradients = &gradients;
   job.items.resize(static_cast<std::size_t>(params_.num_params()));
   for (int id = 0; id < params_.num_params(); ++id) {
     const shard::Param& param = params_[id];
-    if (!param.trainable()) {
+    if (!param.trainable() || is_on_device(id)) {
       continue;
     }
     const auto index = static_cast<std::size_t>(id);
@@ -99,13 +160,22 @@ UpdateJob TieredOptimizer::make_job(grad::Reducer& gradients, double lr,
     TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
                       gradient.numel, " elements on this rank, its shard ", param.range().numel);
     UpdateJob::Item& item = job.items[index];
+    item.scalars = scalars;
     item.scalars.step = states_.num_updates(id) + 1;
-    item.scalars.lr = lr;
     item.scalars.weight_decay_scale = param.spec().weight_decay_scale;
-    item.scalars.gradient_scale = gradient_scale;
-    item.gradient = gradient.data;
+    bring_gradient(id, gradient, item);
+    const device::Memory& mirror = copies_[index].mirror;
     item.shard = stored.parameter ? nullptr : param.shard();
-    item.done = std::make_shared<ParamUpdate>();
+    if (mirror.data() != nullptr) {
+      item.shard = mirror.data();
+      item.deliver = [this, &param, from = mirror.data()] {
+        device::Device& device = *parts_.own.device;
+        return device.start_copy(param.shard(), from, param.layout().shard_bytes(),
+                                 device.stream(device::StreamKind::kRead));
+      };
+      parameters_up_bytes_ += param.layout().shard_bytes();
+    }
+    item.done = std::make_shared<device::HandedOver>();
   }
   for (const SubGroup& group : plan().groups) {
     for (const SubGroupPiece& piece : group.pieces) {
@@ -115,7 +185,7 @@ UpdateJob TieredOptimizer::make_job(grad::Reducer& gradients, double lr,
   std::vector<device::Pending> before;
   for (const device::StreamKind kind :
        {device::StreamKind::kCompute, device::StreamKind::kGather, device::StreamKind::kReduce}) {
-    before.push_back(device_.stream(kind).record());
+    before.push_back(compute_device().stream(kind).record());
   }
   job.may_start = device::Pending::all(std::move(before));
   return job;
@@ -123,7 +193,10 @@ UpdateJob TieredOptimizer::make_job(grad::Reducer& gradients, double lr,
 
 void TieredOptimizer::start_update(grad::Reducer& gradients, double lr, double gradient_scale) {
   pipeline_->check();
-  UpdateJob job = make_job(gradients, lr, gradient_scale);
+  UpdateScalars scalars;
+  scalars.lr = lr;
+  scalars.gradient_scale = gradient_scale;
+  UpdateJob job = make_job(gradients, scalars);
   ++num_updates_;
   for (int id = 0; id < params_.num_params(); ++id) {
     const UpdateJob::Item& item = job.items[static_cast<std::size_t>(id)];
@@ -131,33 +204,65 @@ void TieredOptimizer::start_update(grad::Reducer& gradients, double lr, double g
       continue;
     }
     if (item.num_pieces_left == 0) {
-      item.done->finish({});  // a shard without elements
+      item.done->hand_over({});  // a shard without elements
     }
     params_[id].set_updated(device::Pending(item.done));
     states_.count_update(id);
   }
+  // The processor begins while the device's share is handed over.
   pipeline_->start(std::move(job));
+  if (device_update_) {
+    device_update_->start(gradients, scalars);
+  }
+}
+
+void TieredOptimizer::wait() {
+  pipeline_->wait();
+  if (device_update_) {
+    device_update_->wait();
+  }
+}
+
+TieredStats TieredOptimizer::take_stats() {
+  TieredStats stats = pipeline_->take_stats();
+  if (device_update_) {
+    const TieredStats own = device_update_->take_stats();
+    stats.states_up_bytes += own.states_up_bytes;
+    stats.states_down_bytes += own.states_down_bytes;
+    stats.parameters_up_bytes += own.parameters_up_bytes;
+    stats.parameters_down_bytes += own.parameters_down_bytes;
+  }
+  stats.gradients_down_bytes += std::exchange(gradients_down_bytes_, 0);
+  stats.parameters_up_bytes += std::exchange(parameters_up_bytes_, 0);
+  return stats;
 }
 
 void TieredOptimizer::settle() {
   pipeline_->wait();
   pipeline_->drop_leases();
+  if (device_update_) {
+    device_update_->wait_all();
+  }
 }
 
 void TieredOptimizer::follow_trainable(int param) {
   settle();
-  if (params_[param].trainable() && !states_.has(param)) {
-    states_.add(param);
-    states_.make_master(param);
+  if (params_[param].trainable() && !has(param)) {
+    add(param);
+    make_master(param);
   }
-  pipeline_->set_plan(states_.plan());
+  set_plan();
 }
 
 void TieredOptimizer::reset_master(int param) {
   settle();
-  if (states_.has(param)) {
-    states_.make_master(param);
+  if (has(param)) {
+    make_master(param);
   }
+}
+
+bool TieredOptimizer::has(int id) const {
+  return is_on_device(id) ? device_update_->has(id) : states_.has(id);
 }
 
 template <typename Read>
@@ -170,7 +275,7 @@ std::span<float> TieredOptimizer::copy_of(int param, const Read& read) {
 
 std::span<float> TieredOptimizer::state(int param, std::string_view name) {
   const shard::Param& owner = params_[param];
-  if (!states_.has(param)) {
+  if (!has(param)) {
     return {};
   }
   owner.updated().wait();
@@ -182,6 +287,15 @@ std::span<float> TieredOptimizer::state(int param, std::string_view name) {
     if (own_master && stored.parameter) {
       return copy_of(param, [&](float* to) { states_.read_parameter(param, to); });
     }
+    if (own_master && owner.home() == shard::ShardHome::kDevice && parts_.own.device != nullptr) {
+      return copy_of(param, [&](float* to) {
+        device::Device& device = *parts_.own.device;
+        device
+            .start_copy(to, owner.shard(), numel * sizeof(float),
+                        device.stream(device::StreamKind::kWrite))
+            .wait();
+      });
+    }
     if (own_master) {
       return {reinterpret_cast<float*>(owner.shard()), numel};
     }
@@ -191,6 +305,10 @@ std::span<float> TieredOptimizer::state(int param, std::string_view name) {
     TESSERA_INVARIANT(found != names.end(), owner.name(), " has no state \"", name, "\" under ",
                       to_string(rule_.kind));
     tensor = static_cast<std::size_t>(found - names.begin()) + (own_master ? 0 : 1);
+  }
+  if (is_on_device(param)) {
+    copy_ = device_update_->read(param, tensor);
+    return copy_;
   }
   if (stored.states) {
     return copy_of(param, [&](float* to) { states_.read(param, tensor, to); });

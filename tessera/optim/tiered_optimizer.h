@@ -5,6 +5,10 @@
 // own (update_pipeline.h); nothing is ever held as a whole. start_update() returns at once; each
 // parameter's Pending is done as soon as its own update is, in the order of registration.
 //
+// Beside a device with memory of its own (TieredParts::own) `device` and `kernels` are the host's:
+// there the pipeline updates what the processor is given, while the device updates the rest
+// (device_update.h), each in the order of registration. The bits do not depend on who does.
+//
 // States in memory are charged as Role::kOptimizer, as tiered_states.h lays them out. Stored
 // parameters are read and written by ShardStore; whoever reads one waits for Param::updated()
 // first.
@@ -27,6 +31,8 @@
 
 #include "tessera/device/device.h"
 #include "tessera/grad/reducer.h"
+#include "tessera/optim/device_update.h"
+#include "tessera/optim/gradient_norms.h"
 #include "tessera/optim/kernels.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/rule.h"
@@ -49,12 +55,13 @@ class TieredOptimizer final : public Optimizer {
   TieredOptimizer(const TieredOptimizer&) = delete;
   TieredOptimizer& operator=(const TieredOptimizer&) = delete;
 
-  // Reads states of the first sub-groups, as far as there are leases.
-  void prepare() override { pipeline_->prepare(); }
+  // Reads states of the first sub-groups, as far as there are leases, and sends those that the
+  // device updates up, as far as there are slots.
+  void prepare() override;
   // Stored gradients have kept theirs on their way.
   double sum_of_squares(grad::Reducer& gradients) override;
   void start_update(grad::Reducer& gradients, double lr, double gradient_scale) override;
-  void wait() override { pipeline_->wait(); }
+  void wait() override;
   std::int64_t num_updates() const override { return num_updates_; }
   void follow_trainable(int param) override;
   // Stored ones are read into a copy: for tests and checkpoints, one parameter at a time. What is
@@ -64,10 +71,22 @@ class TieredOptimizer final : public Optimizer {
 
   const SubGroupPlan& plan() const { return pipeline_->plan(); }
   // Since the last call.
-  TieredStats take_stats() { return pipeline_->take_stats(); }
+  TieredStats take_stats();
 
  private:
-  UpdateJob make_job(grad::Reducer& gradients, double lr, double gradient_scale) const;
+  // Of a parameter that the processor updates beside a device with memory of its own.
+  struct HostCopies {
+    device::Memory mirror;    // of a shard on the device: new values are made there
+    device::Memory gradient;  // fp32, of one that does not go to the host by itself
+  };
+  device::Device& compute_device() const;
+  bool is_on_device(int id) const;
+  bool has(int id) const;
+  void add(int id);
+  void make_master(int id);
+  void set_plan();
+  void bring_gradient(int id, const grad::ShardGradient& gradient, UpdateJob::Item& item);
+  UpdateJob make_job(grad::Reducer& gradients, const UpdateScalars& scalars);
   // Waits, and gives all leases back.
   void settle();
   // A tensor that is stored, in the copy.
@@ -79,8 +98,13 @@ class TieredOptimizer final : public Optimizer {
   Kernels& kernels_;
   const RuleOptions rule_;
   const TieredParts parts_;
+  GradientNorms norms_;
+  std::vector<HostCopies> copies_;  // by id
   TieredStates states_;
-  std::vector<float> copy_;  // of what state() has read
+  std::unique_ptr<DeviceUpdate> device_update_;  // null: the processor updates everything
+  std::vector<float> copy_;                      // of what state() has read
+  std::uint64_t gradients_down_bytes_ = 0;
+  std::uint64_t parameters_up_bytes_ = 0;
   std::int64_t num_updates_ = 0;
   std::unique_ptr<UpdatePipeline> pipeline_;  // last: its thread uses the above
 };

@@ -115,7 +115,7 @@ void TieredStates::allocate_extents(int id) {
   }
 }
 
-void TieredStates::make_master(int id) {
+void TieredStates::make_master(int id, const std::byte* values) {
   const shard::Param& param = params_[id];
   const DType dtype = param.layout().dtype();
   if (is_own_master(dtype)) {
@@ -141,8 +141,9 @@ void TieredStates::make_master(int id) {
       }
       lease = std::move(*free);
     }
+    const std::byte* const shard = values != nullptr ? values : param.shard();
     const std::byte* from =
-        where.parameter ? lease.data() + master_bytes : param.shard() + begin * element_bytes;
+        where.parameter ? lease.data() + master_bytes : shard + begin * element_bytes;
     if (where.parameter) {
       parts_.parameters->start_read(param, tile.begin, tile.numel, lease.data() + master_bytes)
           .wait();
@@ -169,9 +170,10 @@ SubGroupPlan TieredStates::plan() const {
     const shard::Param& param = params_[id];
     const Slot& slot = slots_[static_cast<std::size_t>(id)];
     const StoredParts where = stored(id);
-    TESSERA_INVARIANT(slot.exists || !param.trainable(), "parameter '", param.name(),
+    const bool is_updated = param.trainable() && !where.device_update;
+    TESSERA_INVARIANT(slot.exists || !is_updated, "parameter '", param.name(),
                       "' is trainable and has no states");
-    shapes.push_back({param.layout().shard_numel(), param.layout().dtype(), param.trainable(),
+    shapes.push_back({param.layout().shard_numel(), param.layout().dtype(), is_updated,
                       where.parameter, where.gradient, where.states, slot.offset});
   }
   return plan_sub_groups(shapes, parts_.sub_group_numel,

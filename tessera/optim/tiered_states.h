@@ -32,8 +32,9 @@ class TieredStates {
   bool has(int id) const { return slots_[static_cast<std::size_t>(id)].exists; }
   // Takes room: moments are zero, the master is not made yet. Once per parameter.
   void add(int id);
-  // From the shard, tile by tile through leases.
-  void make_master(int id);
+  // From the shard, tile by tile through leases; `values`: a copy of a shard that the host cannot
+  // read, else null.
+  void make_master(int id, const std::byte* values = nullptr);
 
   SubGroupPlan plan() const;  // of what is trainable now. REQUIRES: has() all of it.
   // Tensor 0 is the master, if there is one, then come the states. Null: stored.

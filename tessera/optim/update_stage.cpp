@@ -84,6 +84,7 @@ void StageWork::update(UpdateStage& stage, UpdateJob& job) {
       wait_timed(stage.gradients_read[i]);
     }
     UpdateJob::Item& item = job.items[static_cast<std::size_t>(group.pieces[i].param)];
+    wait_timed(item.gradient_came);
     update_piece(stage, i, item);
     finish_piece(stage, i, item);
   }
@@ -117,9 +118,13 @@ void StageWork::update_piece(const UpdateStage& stage, std::size_t index,
   for (std::size_t i = 0; i < num_states; ++i) {
     span.states[i] = tensor(next_tensor++);
   }
-  span.gradient = group.gradient_stored
-                      ? reinterpret_cast<const float*>(lease + piece.gradient_in_lease)
-                      : item.gradient + piece.begin;
+  if (group.gradient_stored) {
+    span.gradient = lease + piece.gradient_in_lease;
+  } else {
+    span.gradient = static_cast<const std::byte*>(item.gradient) +
+                    static_cast<std::size_t>(piece.begin) * bytes_of(item.gradient_dtype);
+    span.gradient_dtype = item.gradient_dtype;
+  }
   const SpanScope scope(parts_.tiers.spans, "update");
   const std::int64_t start = parts_.tiers.clock.now_ns();
   if (span.numel > 0) {
@@ -149,7 +154,10 @@ void StageWork::finish_piece(UpdateStage& stage, std::size_t index, UpdateJob::I
     }
   }
   if (--item.num_pieces_left == 0) {
-    item.done->finish(device::Pending::all(std::move(item.writes)));
+    if (item.deliver) {
+      item.writes.push_back(item.deliver());
+    }
+    item.done->hand_over(device::Pending::all(std::move(item.writes)));
   }
 }
 

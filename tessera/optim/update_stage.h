@@ -11,12 +11,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
+#include "tessera/device/handed_over.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/kernels.h"
-#include "tessera/optim/param_update.h"
 #include "tessera/optim/sub_group.h"
 #include "tessera/optim/tiered_parts.h"
 #include "tessera/optim/tiered_states.h"
@@ -28,9 +29,13 @@ namespace tessera::optim {
 struct UpdateJob {
   struct Item {
     UpdateScalars scalars;
-    const float* gradient = nullptr;    // null: stored
-    std::byte* shard = nullptr;         // null: stored
-    std::shared_ptr<ParamUpdate> done;  // null: not updated
+    const void* gradient = nullptr;  // null: stored
+    DType gradient_dtype = DType::kFloat32;
+    device::Pending gradient_came;
+    std::byte* shard = nullptr;  // null: stored
+    // Carries new values from `shard` to where they belong, once all are there; null: they are.
+    std::function<device::Pending()> deliver;
+    std::shared_ptr<device::HandedOver> done;  // null: not updated
     int num_pieces_left = 0;
     std::vector<device::Pending> writes;  // of pieces so far that must be read from the store
   };

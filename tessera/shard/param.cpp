@@ -27,13 +27,16 @@ Param::Param(int id, ParamSpec spec, int rank, int num_ranks, device::Device& de
       device_(device),
       tensor_(std::move(tensor)) {
   TESSERA_INVARIANT(tensor_ != nullptr, "parameter '", name(), "' has no tensor");
-  if (!is_stored()) {
-    take_shard();
-  }
+  take_shard();
 }
 
 void Param::take_shard() {
-  shard_ = device_.allocate(device::MemoryKind::kDevice, layout_.shard_bytes(), Role::kShard);
+  if (is_stored()) {
+    return;
+  }
+  shard_ =
+      device_.allocate(is_on_host() ? device::MemoryKind::kPinned : device::MemoryKind::kDevice,
+                       layout_.shard_bytes(), Role::kShard);
   // Waited for: whoever fills in the first values may do so from any stream, or from the host.
   device_
       .start_fill(shard_.data(), 0, layout_.shard_bytes(),
@@ -41,18 +44,29 @@ void Param::take_shard() {
       .wait();
 }
 
-void Param::set_stored() {
+void Param::set_home(ShardHome home) {
   check_move(state_ == ParamState::kReleased, "; its shard moves only while it is released");
+  if (spec_.home == home) {
+    return;
+  }
   shard_.reset();
-  spec_.stored = true;
+  spec_.home = home;
+  take_shard();
 }
 
-void Param::set_in_memory() {
+void Param::move_to(ShardHome home) {
   check_move(state_ == ParamState::kReleased, "; its shard moves only while it is released");
-  if (is_stored()) {
-    take_shard();
-    spec_.stored = false;
+  TESSERA_INVARIANT(!is_stored() && home != ShardHome::kStored, "parameter '", name(),
+                    "' is moved to or from a store without its bytes");
+  if (spec_.home == home) {
+    return;
   }
+  const device::Memory before = std::move(shard_);
+  spec_.home = home;
+  take_shard();
+  device::Stream& stream = device_.stream(device::StreamKind::kWrite);
+  stream.wait(updated_);
+  device_.start_copy(shard_.data(), before.data(), layout_.shard_bytes(), stream).wait();
 }
 
 void Param::start_gather(void* full) {

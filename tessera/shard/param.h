@@ -8,11 +8,13 @@
 //
 // Invariants:
 //  (1) This rank's shard exists in every state; gathering never consumes it. Its padding is zero.
-//      It is in memory, or stored (shard_store.h): then shard() is null.
+//      It is in memory of the device, in pinned memory of the host where the device has its own,
+//      or stored (shard_store.h): then shard() is null.
 //  (2) The tensor has storage exactly while the parameter has users: what is gathered ahead or kept
 //      for later cannot be read or changed by anybody else. It is one tensor for life: see
 //      [Note: identity].
-//  (3) In a group of one a shard in memory is the full parameter: gathering attaches it, and moves
+//  (3) In a group of one a shard in the device's memory is the full parameter: gathering attaches
+//  it, and moves
 //      nothing.
 //  (4) A shard carries the number of its last update and the work that completes it; whoever reads
 //      the shard orders itself behind that work.
@@ -60,6 +62,14 @@ class FullTensor {
   virtual std::uint64_t num_writes() const { return 0; }
 };
 
+// Where a rank's shard lives. On a device without memory of its own kHost is the same memory as
+// kDevice, and is not asked for.
+enum class ShardHome : std::uint8_t {
+  kDevice,
+  kHost,    // pinned; brought to the device for every gather
+  kStored,  // in a store: no memory is taken for it
+};
+
 struct ParamSpec {
   std::string name;  // unique in its table
   std::int64_t numel = 0;
@@ -68,7 +78,7 @@ struct ParamSpec {
   // Of a weight-decay group: multiplies the optimizer's; 0 for biases and norms, by custom.
   double weight_decay_scale = 1;
   bool dynamic = false;
-  bool stored = false;  // from the start: no memory is taken for its shard
+  ShardHome home = ShardHome::kDevice;
 };
 
 class Param {
@@ -89,11 +99,17 @@ class Param {
   const Layout& layout() const { return layout_; }
   ElementRange range() const { return range_; }  // of this rank
   std::byte* shard() const { return shard_.data(); }
-  bool is_stored() const { return spec_.stored; }
-  // Between steps, while released. Whoever says so has moved the bytes, or moves them now.
-  void set_stored();     // gives the shard's memory back
-  void set_in_memory();  // takes memory for the shard, zeroed
-  bool shard_is_full() const { return layout_.num_ranks() == 1 && !spec_.stored; }
+  bool is_stored() const { return spec_.home == ShardHome::kStored; }
+  bool is_on_host() const { return spec_.home == ShardHome::kHost; }
+  ShardHome home() const { return spec_.home; }
+  // Between steps, while released. Memory of the home before is given back; memory of the new one
+  // is zeroed, and what is stored is nowhere else. Whoever says so moves the bytes.
+  void set_home(ShardHome home);
+  // The same with the bytes, between homes in memory.
+  void move_to(ShardHome home);
+  bool shard_is_full() const {
+    return layout_.num_ranks() == 1 && spec_.home == ShardHome::kDevice;
+  }
 
   ParamState state() const { return state_; }
   void* full() const { return full_; }  // null unless gathering or available

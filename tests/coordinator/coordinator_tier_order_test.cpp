@@ -308,7 +308,7 @@ TEST(CoordinatorTierFailure, AStoredParameterWithoutAFeedIsRefused) {
       shard::ParamSpec spec;
       spec.name = "w";
       spec.numel = 8;
-      spec.stored = true;
+      spec.home = shard::ShardHome::kStored;
       const float* data = nullptr;
       params.add(spec, std::make_unique<PlainTensor>(&data));
       const SteadyClock clock;

@@ -72,7 +72,7 @@ RankWorld::RankWorld(comm::Group& group, const Model& model, const CoordinatorOp
     shard::ParamSpec spec;
     spec.name = detail::concat("p", i);
     spec.numel = model_.numels[i];
-    spec.stored = model_.stored.has(static_cast<int>(i));
+    spec.home = model_.stored.has(static_cast<int>(i)) ? shard::ShardHome::kStored : shard::ShardHome::kDevice;
     params_.add(spec, std::make_unique<PlainTensor>(&data_[i]));
   }
   LogOptions log;

@@ -43,7 +43,7 @@ class FeedWorld {
     spec.name = detail::concat("p", params_.num_params());
     spec.numel = numel;
     spec.dtype = dtype;
-    spec.stored = true;
+    spec.home = shard::ShardHome::kStored;
     shard::Param& param = params_.add(spec, std::make_unique<NoTensor>());
     shards_.add(param);
     versions_.push_back(0);

@@ -15,6 +15,7 @@
 #include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
+#include "tessera/device/late_device.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/rule.h"
@@ -111,7 +112,12 @@ class Results {
     const shard::ElementRange range = param.range();
     const float* from = values.empty() ? otherwise.data_ptr<float>() + range.begin : values.data();
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::copy_n(from, range.numel, to.data_ptr<float>() + offset + range.begin);
+    device::Device& device = engine.runtime().device();  // may be where the values are
+    device
+        .start_copy(to.data_ptr<float>() + offset + range.begin, from,
+                    static_cast<std::size_t>(range.numel) * sizeof(float),
+                    device.stream(device::StreamKind::kWrite))
+        .wait();
   }
 
   std::mutex mutex_;
@@ -149,6 +155,18 @@ void train_rank(const RunSettings& settings, comm::Group& group, RunOutcome& out
   RuntimeOptions runtime_options;
   runtime_options.num_update_threads = 1;
   runtime_options.wrap_io = settings.wrap_io;
+  if (settings.device == RunDevice::kLate) {
+    runtime_options.make_device = [&](device::CpuDeviceOptions host) {
+      device::LateDeviceOptions late;
+      late.mode = device::LateMode::kRandom;
+      late.seed = settings.seed + static_cast<std::uint64_t>(group.rank());
+      late.own_memory = true;
+      late.host = std::move(host);
+      return device::make_late_device(std::move(late));
+    };
+  }
+  runtime_options.cuda_device = settings.device == RunDevice::kCuda ? 0 : -1;
+  const at::Device where(runtime_options.cuda_device < 0 ? at::kCPU : at::kCUDA);
   Runtime runtime(config_of(settings), group, runtime_options);
   EngineOptions options;
   options.run_steps = settings.steps;
@@ -176,7 +194,7 @@ void train_rank(const RunSettings& settings, comm::Group& group, RunOutcome& out
     }
     for (int micro = 0; micro < settings.accumulate; ++micro) {
       const Batch batch = read_batch(*data, settings, step, group.rank(), group.size(), micro);
-      at::Tensor loss = model.loss(batch.ids, batch.targets);
+      at::Tensor loss = model.loss(batch.ids.to(where), batch.targets.to(where));
       if (settings.planted == Planted::kSumForMean) {
         loss = loss * (group.size() * settings.accumulate);
       }

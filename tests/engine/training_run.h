@@ -29,6 +29,13 @@ enum class Planted : std::uint8_t {
   kStaleGradient,    // one parameter is updated by the gradient of the step before
 };
 
+// Where a sharded run computes.
+enum class RunDevice : std::uint8_t {
+  kCpu,
+  kLate,  // the late double (device/late_device.h), with memory of its own
+  kCuda,
+};
+
 struct RunSettings {
   models::GptOptions model = models::gpt_preset("tiny");
   int ranks = 1;  // 0: unsharded
@@ -40,6 +47,7 @@ struct RunSettings {
   std::string data = "demo";
   Planted planted = Planted::kNothing;
   bool gives_shapes = false;  // to the engine, before the model is built
+  RunDevice device = RunDevice::kCpu;
   // Stands between the tiers and the disk; null: nothing.
   std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io = {};
 };

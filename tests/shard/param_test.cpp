@@ -280,7 +280,7 @@ TEST_F(ParamTest, LetsGoOfItsTensorBeforeItsMemory) {
 
 TEST_F(ParamTest, AStoredShardTakesNoMemoryAndIsNeverTheFullParameter) {
   ParamSpec stored = spec("w", 10);
-  stored.stored = true;
+  stored.home = ShardHome::kStored;
   Param param(0, stored, 0, 1, *device_, tensor());
   EXPECT_TRUE(param.is_stored());
   EXPECT_FALSE(param.shard_is_full());
@@ -288,8 +288,8 @@ TEST_F(ParamTest, AStoredShardTakesNoMemoryAndIsNeverTheFullParameter) {
   EXPECT_EQ(shard_bytes(), 0U);
   std::vector<std::byte> full(param.layout().full_bytes());
   param.start_gather(full.data());
-  EXPECT_THROW(param.set_in_memory(), StateError);
-  EXPECT_THROW(param.set_stored(), StateError);
+  EXPECT_THROW(param.set_home(ShardHome::kDevice), StateError);
+  EXPECT_THROW(param.set_home(ShardHome::kStored), StateError);
   param.finish_gather();
   param.add_user();
   EXPECT_EQ(log_.moves.back(), (std::pair<std::string, void*>("attach", full.data())));
@@ -301,15 +301,15 @@ TEST_F(ParamTest, AShardMovesBetweenMemoryAndItsStoreWhileReleased) {
   Param param(0, spec("w", 10), 0, 1, *device_, tensor());
   EXPECT_TRUE(param.shard_is_full());
   std::fill_n(param.shard(), param.layout().shard_bytes(), std::byte{1});
-  param.set_stored();
+  param.set_home(ShardHome::kStored);
   EXPECT_EQ(shard_bytes(), 0U);
-  param.set_in_memory();
+  param.set_home(ShardHome::kDevice);
   EXPECT_TRUE(param.shard_is_full());
   EXPECT_EQ(shard_bytes(), param.layout().shard_bytes());
   EXPECT_EQ(param.shard()[0], std::byte{0}) << "whoever moves it fills it in";
   std::byte* const shard = param.shard();
   shard[0] = std::byte{7};
-  param.set_in_memory();
+  param.set_home(ShardHome::kDevice);
   EXPECT_EQ(param.shard(), shard) << "it is there already";
   EXPECT_EQ(shard[0], std::byte{7});
 }

@@ -33,7 +33,7 @@ class ShardStoreTest : public ::testing::Test {
     spec.name = detail::concat("p", params_.num_params());
     spec.numel = numel;
     spec.dtype = dtype;
-    spec.stored = true;
+    spec.home = shard::ShardHome::kStored;
     const Param& param = params_.add(spec, std::make_unique<NoTensor>());
     shards_.add(param);
     return param;

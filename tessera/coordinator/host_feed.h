@@ -1,0 +1,72 @@
+// Brings shards that live in pinned memory of the host to where they are gathered, on a device with
+// memory of its own.
+//
+// A copy must not start before the shard's update is done. Where the device updates, the gather
+// stream is ordered behind that, and nobody waits. Where the processor does, a thread of this feed
+// waits for it and starts the copy then; so the caller goes on, and whoever needs the parameter
+// waits on the host for the start of the copy only (device/handed_over.h).
+//
+// What fixes the order: copies are started in the order of the calls, which is that of the gathers.
+// Nothing here is a collective.
+//
+// Threads: start_bring() and wait_idle() as Param; a thread of its own.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "tessera/device/device.h"
+#include "tessera/device/handed_over.h"
+#include "tessera/shard/param.h"
+
+namespace tessera::coordinator {
+
+class HostFeed {
+ public:
+  // `device` outlives the feed.
+  explicit HostFeed(device::Device& device);
+  // Carries out what was asked for.
+  ~HostFeed();
+  HostFeed(const HostFeed&) = delete;
+  HostFeed& operator=(const HostFeed&) = delete;
+
+  // shard_bytes() bytes at `to`, behind everything that the gather stream has been given. Failures
+  // are those of the update.
+  [[nodiscard]] device::Pending start_bring(const shard::Param& param, std::byte* to);
+  // Blocks until all that was asked for has been started.
+  void wait_idle() noexcept;
+  // Since the last call.
+  std::uint64_t take_brought_bytes() { return std::exchange(brought_bytes_, 0); }
+
+ private:
+  struct Bring {
+    device::Pending updated;
+    const std::byte* from = nullptr;
+    std::byte* to = nullptr;
+    std::size_t bytes = 0;
+    std::shared_ptr<device::HandedOver> done;
+  };
+  void carry_out();
+  device::Pending start_copy(const Bring& bring);
+
+  device::Device& device_;
+  device::Stream& gather_;
+  std::uint64_t brought_bytes_ = 0;  // of the caller's thread
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_.
+  std::deque<Bring> brings_;
+  bool is_bringing_ = false;
+  bool is_closing_ = false;
+
+  std::thread worker_;  // last: it uses everything above
+};
+
+}  // namespace tessera::coordinator

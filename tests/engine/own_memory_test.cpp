@@ -1,0 +1,166 @@
+// A device with memory of its own: where shards live and who updates them changes no bit. On the
+// late double, which is a CPU, the referee is the CPU's resident run; on CUDA it is CUDA's own.
+#include <filesystem>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "tessera/device/device_cuda.h"
+#include "tests/engine/training_run.h"
+#include "tests/support/temporary_directory.h"
+
+namespace tessera::testing {
+namespace {
+
+using Options = std::vector<std::pair<std::string, std::string>>;
+
+Options joined(Options first, const Options& second) {
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
+
+struct Placed {
+  std::string name;
+  Options options;
+};
+
+std::vector<Placed> placements(const DiskDirectory& directory) {
+  // Nothing is measured: tests run side by side.
+  const Options io{{"nvme.paths", directory.path().string()},
+                   {"nvme.block_bytes", "64KiB"},
+                   {"nvme.queue_depth", "4"},
+                   {"nvme.threads", "2"}};
+  const Options host{{"place.parameters", "host"}, {"place.optimizer", "host"}};
+  const Options streamed = joined({{"optim.cpu_share", "0"}}, host);
+  return {
+      {"device", {{"place.parameters", "device"}, {"place.optimizer", "device"}}},
+      {"all by the processor", joined({{"optim.cpu_share", "1"}}, host)},
+      {"all by the device", streamed},
+      {"all by the device, in small pieces",
+       joined({{"optim.sub_group_bytes", "64KiB"}}, streamed)},
+      {"half by each", joined({{"optim.cpu_share", "0.5"}}, host)},
+      {"optimizer, half by each",
+       {{"place.parameters", "device"}, {"place.optimizer", "host"}, {"optim.cpu_share", "0.5"}}},
+      {"parameters only", {{"place.parameters", "host"}, {"place.optimizer", "device"}}},
+      {"few live parameters", joined({{"live.limit_bytes", "0"}}, host)},
+      {"optimizer on NVMe",
+       joined({{"place.parameters", "host"}, {"place.optimizer", "nvme"}}, io)},
+      {"NVMe", joined({{"place.parameters", "nvme"}, {"place.optimizer", "nvme"}}, io)},
+  };
+}
+
+struct Case {
+  int ranks = 1;
+  int accumulate = 1;
+  std::string kind = "adamw";
+  DType dtype = DType::kFloat32;
+};
+
+std::string name_of(const ::testing::TestParamInfo<Case>& info) {
+  const Case& each = info.param;
+  return each.kind + "_" + std::string(to_string(each.dtype)) + "_ranks" +
+         std::to_string(each.ranks) + "_accumulate" + std::to_string(each.accumulate);
+}
+
+// Large enough that most parameters are not small ones, which never leave the device.
+RunSettings settings_of(const Case& each) {
+  RunSettings settings;
+  settings.model = models::gpt_preset("micro");
+  settings.model.dtype = each.dtype;
+  settings.model.width = each.dtype == DType::kFloat32 ? 160 : 208;
+  settings.model.vocabulary = 661;
+  settings.steps = each.dtype == DType::kFloat32 ? 5 : 3;
+  settings.batch = static_cast<std::int64_t>(each.ranks) * each.accumulate;
+  settings.ranks = each.ranks;
+  settings.accumulate = each.accumulate;
+  settings.data = "random";
+  settings.options = {{"optim.kind", each.kind},
+                      {"grad.clip_norm", "0.5"},
+                      {"batch.accumulate", std::to_string(each.accumulate)}};
+  return settings;
+}
+
+void expect_same_bits(RunSettings settings, const RunOutcome& resident) {
+  const DiskDirectory directory;
+  const Options common = settings.options;
+  for (const Placed& placed : placements(directory)) {
+    for (const bool gives_shapes : {true, false}) {
+      settings.options = joined(common, placed.options);
+      settings.gives_shapes = gives_shapes;
+      const RunOutcome run = train(settings);
+      EXPECT_TRUE(same_bits(run, resident))
+          << placed.name << ": " << difference(run, resident).describe();
+      ASSERT_TRUE(run.placement.has_value()) << placed.name;
+    }
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path())) << "scratch files are left";
+}
+
+class OwnMemory : public ::testing::TestWithParam<Case> {};
+
+TEST_P(OwnMemory, GivesTheSameBitsWhereverShardsLiveAndWhoeverUpdates) {
+  RunSettings settings = settings_of(GetParam());
+  const RunOutcome resident = train(settings);
+  settings.device = RunDevice::kLate;
+  EXPECT_TRUE(same_bits(train(settings), resident)) << "nothing planned";
+  expect_same_bits(settings, resident);
+}
+
+INSTANTIATE_TEST_SUITE_P(Of, OwnMemory,
+                         ::testing::Values(Case{1, 1}, Case{1, 2}, Case{2, 1}, Case{2, 2},
+                                           Case{1, 1, "sgd"}, Case{1, 1, "lion"},
+                                           Case{1, 1, "adamw", DType::kBFloat16},
+                                           Case{1, 2, "adamw", DType::kBFloat16}),
+                         name_of);
+
+class OwnMemoryOnCuda : public ::testing::TestWithParam<Case> {};
+
+TEST_P(OwnMemoryOnCuda, GivesTheSameBitsWhereverShardsLiveAndWhoeverUpdates) {
+  if (device::num_cuda_devices() == 0) {
+    GTEST_SKIP() << "no GPU: " << device::cuda_description();
+  }
+  RunSettings settings = settings_of(GetParam());
+  settings.device = RunDevice::kCuda;
+  expect_same_bits(settings, train(settings));
+}
+
+// Ranks as threads share autograd's one thread per GPU, so one rank it is.
+INSTANTIATE_TEST_SUITE_P(Of, OwnMemoryOnCuda,
+                         ::testing::Values(Case{1, 1}, Case{1, 2}, Case{1, 1, "lion"},
+                                           Case{1, 1, "adamw", DType::kBFloat16},
+                                           Case{1, 2, "adamw", DType::kBFloat16},
+                                           Case{1, 1, "adamw", DType::kFloat16}),
+                         name_of);
+
+TEST(OwnMemoryBytes, AreWhatThePlanSays) {
+  RunSettings settings = settings_of({1, 1, "adamw", DType::kBFloat16});
+  settings.device = RunDevice::kLate;
+  settings.gives_shapes = true;
+  settings.options.emplace_back("place.parameters", "host");
+  settings.options.emplace_back("place.optimizer", "host");
+  settings.options.emplace_back("optim.cpu_share", "0.5");
+  const RunOutcome run = train(settings);
+  ASSERT_TRUE(run.placement.has_value());
+  for (const auto& [cell, bytes] : run.peaks) {
+    const auto [tier, role] = cell;
+    if (role == Role::kOther) {
+      continue;  // single numbers, such as the norm
+    }
+    const std::int64_t planned = run.placement->bytes(tier, role);
+    if (tier == Tier::kDevice && role == Role::kGradient) {
+      EXPECT_LE(bytes, planned);  // autograd's memory, held while it is needed
+    } else {
+      EXPECT_EQ(bytes, planned) << to_string(tier) << " " << to_string(role);
+    }
+  }
+  // The first step sends nothing up ahead; of the others each is like the one before.
+  for (std::size_t step = 2; step < run.stats.size(); ++step) {
+    EXPECT_EQ(run.stats[step].link_up_bytes,
+              static_cast<std::uint64_t>(run.placement->link.h2d));
+    EXPECT_EQ(run.stats[step].link_down_bytes,
+              static_cast<std::uint64_t>(run.placement->link.d2h));
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing
