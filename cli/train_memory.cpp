@@ -6,6 +6,8 @@
 #include <set>
 #include <vector>
 
+#include <fmt/format.h>
+
 #include "cli/train_measure.h"
 #include "cli/train_plan.h"
 #include "tessera/core/error.h"
@@ -66,6 +68,11 @@ void measure_disks(const Config& config, planner::StepRates& rates) {
   rates.mixed_bytes_per_s *= num_disks;
 }
 
+std::string disk_bound_text(const planner::Placement& placement, const planner::StepRates& rates) {
+  return fmt::format("the disk takes at least {:.2f} s per step\n",
+                     planner::predict_step(placement, rates).io_s);
+}
+
 }  // namespace
 
 std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
@@ -110,6 +117,10 @@ std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
     rates.num_local_ranks = num_local_ranks;
     rates.num_micro_batches = static_cast<int>(plan.batch.accumulate);
     measure_disks(plan.config, rates);
+    if (placement.on_cuda) {
+      // What a GPU computes meanwhile is not measured here.
+      return text + disk_bound_text(placement, rates) + "\n";
+    }
     const ProcessorTime time = measure_processor(plan);
     rates.compute_s = time.compute_s;
     rates.update_s = time.update_s;

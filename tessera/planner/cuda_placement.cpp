@@ -89,11 +89,10 @@ class CudaFiller {
   static std::int64_t pool_bytes(const Pools& pools);
   std::int64_t host_bytes(const Lines& lines, const Pools& pools) const;
   bool fits_host(const Reach& reach, const Pools& pools) const;
-  std::optional<Placement> reach_host(Reach& reach, const Pools& pools) const;
+  std::optional<Placement> reach_host(Reach reach, const Pools& pools) const;
   std::optional<Placement> make(const Reach& reach, const Pools& pools) const;
   void give_pools(const Pools& pools, Placement& placement) const;
 
-  Placement refined(const Reach& most, const Reach& reached, Placement placement) const;
   [[noreturn]] void refuse(const Reach& reach) const;
 
   bool is_own_master() const { return optim::is_own_master(cut_.model.dtype); }
@@ -283,8 +282,7 @@ bool CudaFiller::fits_host(const Reach& reach, const Pools& pools) const {
          host_bytes(cost_.shard_lines(places_of(reach)), pools) <= options_.host_bytes;
 }
 
-// Sets what the plan reaches.
-std::optional<Placement> CudaFiller::reach_host(Reach& reach, const Pools& pools) const {
+std::optional<Placement> CudaFiller::reach_host(Reach reach, const Pools& pools) const {
   const std::size_t most_states = reach.states_in_host;
   const std::size_t least_states = options_.has_nvme ? 0 : most_states;
   const auto attempt = [&](std::size_t states_in_host) {
@@ -385,34 +383,14 @@ Placement CudaFiller::fill() {
   Reach reach;
   reach.parameters_in_host = all;
   reach.states_in_host = keeps_states ? all : 0;
-  const Pools pools = pools_within_budget();
-  const Reach most = reach;
   reach_device(reach);
-  Reach reached = reach;
-  if (std::optional<Placement> found = reach_host(reached, pools)) {
-    return refined(most, reached, std::move(*found));
+  if (std::optional<Placement> found = reach_host(reach, pools_within_budget())) {
+    return std::move(*found);
   }
-  reached = least_reach(reach);
-  if (std::optional<Placement> found = reach_host(reached, least_pools_)) {
+  if (std::optional<Placement> found = reach_host(least_reach(reach), least_pools_)) {
     return std::move(*found);
   }
   refuse(reach);
-}
-
-// What turned out to be on NVMe leaves the device less to do, and more room.
-Placement CudaFiller::refined(const Reach& most, const Reach& reached, Placement placement) const {
-  if (!placement.uses_nvme || options_.device_bytes == kUnlimited) {
-    return placement;
-  }
-  Reach again = most;
-  again.parameters_in_host = reached.parameters_in_host;
-  again.states_in_host = reached.states_in_host;
-  reach_device(again);
-  again.parameters_in_host = most.parameters_in_host;
-  again.states_in_host = most.states_in_host;
-  std::optional<Placement> better = reach_host(again, pools_within_budget());
-  const bool is_better = better && better->bytes(Tier::kNvme) <= placement.bytes(Tier::kNvme);
-  return is_better ? std::move(*better) : std::move(placement);
 }
 
 // In host memory, whatever may be elsewhere is.
