@@ -1,5 +1,6 @@
 // Host kernels over lists of spans and over all types: the bits are those of one element after the
 // other, for any number of threads and in every instruction set.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>

@@ -1,5 +1,4 @@
 // Host kernels: the bits do not depend on the number of threads, and the order is the stream's.
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>
@@ -18,6 +17,7 @@
 #include "tessera/optim/kernels.h"
 #include "tessera/optim/thread_team.h"
 #include "tessera/optim/update_loops.h"
+#include "tests/optim/kernel_cases.h"
 #include "tests/optim/update_case.h"
 
 namespace tessera::optim {
@@ -28,27 +28,8 @@ using device::StreamKind;
 // More than one chunk per thread, and a ragged end.
 constexpr std::size_t kNumel = 300007;
 
-// The definition in kernels.h, word by word.
 double defined_sum_of_squares(const std::vector<float>& values) {
-  double total = 0;
-  const auto numel = static_cast<std::int64_t>(values.size());
-  for (std::int64_t begin = 0; begin < numel; begin += kNormBlock) {
-    std::vector<double> lanes(kNormLanes, 0.0);
-    for (int lane = 0; lane < kNormLanes; ++lane) {
-      for (std::int64_t i = begin + lane; i < std::min(begin + kNormBlock, numel);
-           i += kNormLanes) {
-        const double value = values[static_cast<std::size_t>(i)];
-        lanes[static_cast<std::size_t>(lane)] += value * value;
-      }
-    }
-    for (std::size_t half = kNormLanes / 2; half >= 1; half /= 2) {
-      for (std::size_t lane = 0; lane < half; ++lane) {
-        lanes[lane] += lanes[lane + half];
-      }
-    }
-    total += lanes[0];
-  }
-  return total;
+  return defined_sum_of_squares(values.data(), DType::kFloat32, values.size());
 }
 
 TEST(ThreadTeam, RunsEveryChunkOnce) {
