@@ -28,7 +28,7 @@ using device::StreamKind;
 // More than one chunk per thread, and a ragged end.
 constexpr std::size_t kNumel = 300007;
 
-double defined_sum_of_squares(const std::vector<float>& values) {
+double defined_sum_of(const std::vector<float>& values) {
   return defined_sum_of_squares(values.data(), DType::kFloat32, values.size());
 }
 
@@ -105,7 +105,7 @@ TEST(CpuKernels, SumSquaresAsDefinedWithAnyNumberOfThreads) {
        {std::size_t{0}, std::size_t{1}, std::size_t{15}, std::size_t{16}, std::size_t{17},
         std::size_t{4095}, std::size_t{4096}, std::size_t{4097}, std::size_t{65537}, kNumel}) {
     const auto values = random_floats(numel, 3, 11);
-    const double expected = defined_sum_of_squares(values);
+    const double expected = defined_sum_of(values);
     const auto count = static_cast<std::int64_t>(numel);
     EXPECT_EQ(sum_of_squares(values.data(), count), expected) << numel;
     for (const int num_threads : {1, 2, 5}) {
@@ -121,7 +121,7 @@ TEST(CpuKernels, SumSquaresAsDefinedWithAnyNumberOfThreads) {
 TEST(CpuKernels, SumSquaresTheSameInEveryInstructionSet) {
   for (const std::size_t numel : {1U, 16U, 31U, 4000U, 4096U}) {
     const auto values = random_floats(numel, 1, 4);
-    const double expected = defined_sum_of_squares(values);
+    const double expected = defined_sum_of(values);
     for (const Loops& loops : runnable_loops()) {
       EXPECT_EQ(loops.block_sum_of_squares(values.data(), static_cast<std::int64_t>(numel)),
                 expected)
