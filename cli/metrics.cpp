@@ -58,6 +58,9 @@ std::string metrics_json(const StepMetrics& metrics) {
   object.add("exposed_wait_s", metrics.exposed_wait_s);
   object.add("nvme_read_bytes", metrics.nvme_read_bytes);
   object.add("nvme_written_bytes", metrics.nvme_written_bytes);
+  object.add("device_peak_bytes", metrics.device_peak_bytes);
+  object.add("h2d_bytes", metrics.h2d_bytes);
+  object.add("d2h_bytes", metrics.d2h_bytes);
   return object.text();
 }
 

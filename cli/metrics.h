@@ -32,6 +32,11 @@ struct StepMetrics {
   double exposed_wait_s = 0;
   std::uint64_t nvme_read_bytes = 0;
   std::uint64_t nvme_written_bytes = 0;
+  // On a device with memory of its own: the most of it that torch and the engine held together,
+  // so far, at most; and what crossed the link to the host.
+  std::int64_t device_peak_bytes = 0;
+  std::uint64_t h2d_bytes = 0;
+  std::uint64_t d2h_bytes = 0;
 };
 
 // One JSON object, without a newline.

@@ -29,6 +29,17 @@ RuntimeOptions runtime_options(const TrainPlan& plan) {
   return options;
 }
 
+// Of device memory that the engine has taken itself. Adopted gradients are torch's.
+std::int64_t ledger_peak_bytes(const Ledger& ledger) {
+  std::uint64_t bytes = 0;
+  for (std::size_t role = 0; role < kNumRoles; ++role) {
+    if (static_cast<Role>(role) != Role::kGradient) {
+      bytes += ledger.peak_bytes(Tier::kDevice, static_cast<Role>(role));
+    }
+  }
+  return static_cast<std::int64_t>(bytes);
+}
+
 class Run {
  public:
   Run(const TrainPlan& plan, models::TokenSource& data, Runtime& runtime)
@@ -56,6 +67,7 @@ class Run {
       trainer_->save(plan_.save);
     }
     if (!plan_.trace.empty()) {
+      runtime_.device().collect_spans();
       runtime_.spans().write_chrome_trace(file_of_rank(plan_.trace, runtime_.rank()),
                                           runtime_.rank());
     }
@@ -124,10 +136,20 @@ class Run {
     metrics.nvme_read_bytes = nvme_.step_read_bytes();
     metrics.nvme_written_bytes = nvme_.step_written_bytes();
     nvme_.end_step();
+    metrics.device_peak_bytes = device_peak_bytes();
+    metrics.h2d_bytes = stats.link_up_bytes;
+    metrics.d2h_bytes = stats.link_down_bytes;
     if (twin_) {
       twin_->step(batches_, step, result);
     }
     return metrics;
+  }
+
+  // Two peaks need not have been at the same time: at most this.
+  std::int64_t device_peak_bytes() const {
+    return plan_.cuda_device < 0
+               ? 0
+               : torch_peak_bytes(plan_.cuda_device) + ledger_peak_bytes(runtime_.ledger());
   }
 
   // Collective: rank 0 needs whole parameters.

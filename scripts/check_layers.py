@@ -40,7 +40,8 @@ TORCH_UNITS = (
 # Where c10d and Gloo may be named.
 C10D_UNITS = ("tessera/comm/*",)
 # Where the CUDA run-time, NCCL, or a preprocessor condition on them may be named.
-CUDA_UNITS = ("tessera/device/*", "*.cu", "*.cuh", "tessera/comm/nccl_backend.*")
+CUDA_UNITS = ("tessera/device/*", "*.cu", "*.cuh", "tessera/comm/nccl_backend.*",
+              "tessera/optim/cuda_*", "tessera/optim/kernels_cuda.cpp")
 
 MAX_LINES = 500
 LONG_FILES = ()  # exceptions to MAX_LINES, by path

@@ -177,7 +177,7 @@ constexpr std::array kOptions = {
           "Master weights (fp32 bytes of this rank) that are read, updated and written together.",
           "planner"),
     measured("optim.cpu_share", OptionType::kDouble, 0, 1,
-             "Share of the update that runs on the CPU; auto: from measured rates.", "", -1),
+             "Share of the update that runs on the CPU; auto: from measured rates.", "planner", -1),
 
     choice("schedule.kind", "constant", "constant|linear|cosine",
            "Course of the learning rate after warm-up.", "optim"),

@@ -30,6 +30,9 @@ class HostTierDevice final : public device::Device {
     return device_.start_fill(to, value, bytes, stream);
   }
   device::MemoryInfo memory_info() const override { return device_.memory_info(); }
+  bool has_own_memory() const override { return device_.has_own_memory(); }
+  device::PinStats pin_stats() const override { return device_.pin_stats(); }
+  void collect_spans() override { device_.collect_spans(); }
 
  private:
   device::Device& device_;

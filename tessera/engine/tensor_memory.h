@@ -1,4 +1,4 @@
-// Memory of torch's tensors on the host.
+// Memory of torch's tensors.
 //
 // Torch takes it from the heap and gives it back for every tensor, and glibc hands all large blocks
 // straight to the kernel: a step pays for fresh pages again and again, or, where the heap may keep
@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace tessera {
 
@@ -18,5 +19,8 @@ inline constexpr std::size_t kKeptTensorBytes = std::size_t{1} << 18;
 // For the whole process and until its end; a second call does nothing. `tessera train` calls it for
 // a model on CPU; a program of one's own may.
 void keep_tensor_memory();
+
+// The most bytes of a GPU that torch's tensors have taken at once, so far.
+std::int64_t torch_peak_bytes(int cuda_device);
 
 }  // namespace tessera
