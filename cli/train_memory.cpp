@@ -3,10 +3,10 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <array>
+#include <cstdio>
 #include <set>
 #include <vector>
-
-#include <fmt/format.h>
 
 #include "cli/train_measure.h"
 #include "cli/train_plan.h"
@@ -69,8 +69,10 @@ void measure_disks(const Config& config, planner::StepRates& rates) {
 }
 
 std::string disk_bound_text(const planner::Placement& placement, const planner::StepRates& rates) {
-  return fmt::format("the disk takes at least {:.2f} s per step\n",
-                     planner::predict_step(placement, rates).io_s);
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), "the disk takes at least %.2f s per step\n",
+                planner::predict_step(placement, rates).io_s);
+  return text.data();
 }
 
 }  // namespace

@@ -126,18 +126,15 @@ SlotNeed CudaCost::slot_need(const std::vector<ShardPlaces>& places,
                              std::int64_t sub_group_numel) const {
   SlotNeed need;
   std::int64_t largest_numel = 0;
-  bool has_master_elsewhere = false;  // an fp32 parameter in host memory comes up with its states
   for (std::size_t i = 0; i < places.size(); ++i) {
     const std::int64_t numel = cut_.layouts[i].shard_numel();
     if (cut_.is_trainable(i) && is_streamed(places[i])) {
       largest_numel = std::max(largest_numel, numel);
       need.num_sub_groups += (numel + sub_group_numel - 1) / sub_group_numel;
-      has_master_elsewhere = has_master_elsewhere || places[i].parameter != Place::kDevice;
     }
   }
-  const bool is_own_master = optim::is_own_master(cut_.model.dtype);
-  const std::int64_t parameter_bytes =
-      is_own_master && !has_master_elsewhere ? 0 : as_int(bytes_of(cut_.model.dtype));
+  // New values, or the parameter that is its own master.
+  const std::int64_t parameter_bytes = as_int(bytes_of(cut_.model.dtype));
   const std::int64_t numel =
       std::min(sub_group_numel, rounded_up(largest_numel, shard::kShardStep));
   need.slot_bytes = rounded_up(numel * (4 * num_state_tensors_ + parameter_bytes), kSlotAlignment);

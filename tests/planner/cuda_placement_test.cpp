@@ -156,13 +156,13 @@ TEST(CudaPlacement, SlotsHoldOneSubGroupEachAndAreNoMoreThanThereAreSubGroups) {
   EXPECT_EQ(make_placement(maker.make(), options, 1).num_update_slots, 4);
 }
 
-TEST(CudaPlacement, AnFp32MasterInHostMemoryHasRoomInTheSlot) {
+TEST(CudaPlacement, AnFp32MasterHasRoomInTheSlotBesideItsStates) {
   const std::int64_t numel = std::int64_t{1} << 20;
   const ModelShapes model = ModelMaker().unit("a", {numel}).make();
-  PlacementOptions options = on_cuda(Wish::kDevice, Wish::kHost);
-  EXPECT_EQ(make_placement(model, options, 1).update_slot_bytes, numel * 8);
-  options.parameters = Wish::kHost;
-  EXPECT_EQ(make_placement(model, options, 1).update_slot_bytes, numel * 12);
+  for (const Wish parameters : {Wish::kDevice, Wish::kHost}) {
+    const Placement placement = make_placement(model, on_cuda(parameters, Wish::kHost), 1);
+    EXPECT_EQ(placement.update_slot_bytes, numel * 12);
+  }
 }
 
 TEST(CudaPlacement, ArenaHoldsAllThatIsGatheredUnlessALimitIsGiven) {
