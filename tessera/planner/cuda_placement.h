@@ -16,7 +16,7 @@
 // On the device, before states and parameters are put there by themselves, there is room for a few
 // slots of streamed sub-groups and for a few units in the arena. What is left goes to more slots,
 // then to the arena until it holds all that is gathered. A larger budget stores no more, up to the
-// states of one parameter, which give way to another parameter on the device.
+// states of a few parameters, which give way to other parameters on the device.
 //
 // Threads: pure functions.
 #pragma once

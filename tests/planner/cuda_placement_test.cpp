@@ -277,8 +277,8 @@ Outcome outcome_of(const ModelShapes& model, const PlacementOptions& options) {
 }
 
 // The heart: whatever the budgets, a plan is within both or refused; a larger one stores no more,
-// up to one shard, and never refuses what a smaller one allowed.
-TEST(CudaPlacement, SumsStayWithinBothBudgetsAndLargerOnesStoreNoMoreThanAShard) {
+// up to two shards, and never refuses what a smaller one allowed.
+TEST(CudaPlacement, SumsStayWithinBothBudgetsAndLargerOnesStoreHardlyMore) {
   const std::vector<ModelShapes> models{large_gpt(), large_gpt(DType::kFloat32),
                                         small_gpt(384, 2, 20000, DType::kBFloat16)};
   for (const ModelShapes& model : models) {
@@ -287,10 +287,10 @@ TEST(CudaPlacement, SumsStayWithinBothBudgetsAndLargerOnesStoreNoMoreThanAShard)
       options.num_ranks = num_ranks;
       options.sub_group_bytes = 4 * 65536;
       const std::int64_t all = make_placement(model, options, 1).device_memory_bytes();
-      // Where one parameter more comes to the device, states of one may have to leave it.
-      std::int64_t one_shard = 0;
+      // Where parameters come to the device, states may have to leave it.
+      std::int64_t two_shards = 0;
       for (const ParamShape& param : model.params) {
-        one_shard = std::max(one_shard, 16 * param.numel / num_ranks);
+        two_shards = std::max(two_shards, 2 * 16 * param.numel / num_ranks);
       }
       std::vector<Outcome> before(76);  // with the next smaller device, by host budget
       for (const std::int64_t device_part : {5, 15, 30, 45, 60, 80, 100}) {
@@ -303,7 +303,7 @@ TEST(CudaPlacement, SumsStayWithinBothBudgetsAndLargerOnesStoreNoMoreThanAShard)
           const Outcome outcome = outcome_of(model, options);
           for (const Outcome& smaller : {last, before[i]}) {
             ASSERT_TRUE(outcome.is_possible || !smaller.is_possible);
-            ASSERT_LE(outcome.stored, smaller.stored + (smaller.is_possible ? one_shard : 0));
+            ASSERT_LE(outcome.stored, smaller.stored + (smaller.is_possible ? two_shards : 0));
           }
           last = outcome;
           before[i] = outcome;
