@@ -72,6 +72,8 @@ void add_run_flags(CLI::App& app, TrainFlags& flags) {
             "cpu (default), or cuda: each rank takes the GPU of its number on the machine", "NAME");
   add_value(app, "--threads", flags.threads,
             "Threads of each rank's operators (default: cores divided by local ranks)", "N");
+  add_switch(app, "--deterministic", flags.deterministic,
+             "Only operators that give the same bits in every run; slower on a GPU");
   add_switch(app, "--unsharded", flags.unsharded,
              "Trains the same model in plain LibTorch, in one process");
   add_value(app, "--verify", flags.verify,

@@ -36,6 +36,7 @@ struct TrainFlags {
   std::string vocabulary;
   std::string freeze;
   std::string loss_chunk;
+  bool deterministic = false;
   bool recompute = false;
   bool tie_head = false;
 

@@ -177,6 +177,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place) {
 
   plan.verify = !flags.verify.empty();
   plan.unsharded = flags.unsharded;
+  plan.deterministic = flags.deterministic;
   TESSERA_CHECK(!plan.verify || !plan.unsharded, ConfigError,
                 "--verify compares sharded with unsharded training; leave --unsharded out");
   TESSERA_CHECK(!plan.unsharded || place.world_size == 1, ConfigError,

@@ -37,6 +37,7 @@ struct TrainPlan {
   int cuda_device = -1;  // this rank's GPU; -1: CPU
   int num_threads = 1;
   bool unsharded = false;
+  bool deterministic = false;
   bool verify = false;
 
   std::optional<MemoryPlan> memory;  // where an option asks for one

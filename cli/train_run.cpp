@@ -1,8 +1,11 @@
 #include <algorithm>
+#include <array>
+#include <cstdio>
 #include <iostream>
 #include <memory>
 #include <optional>
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 
 #include "cli/metrics.h"
@@ -14,15 +17,21 @@
 #include "cli/train_verify.h"
 #include "tessera/core/error.h"
 #include "tessera/engine/tensor_memory.h"
+#include "tessera/engine/update_rates.h"
 #include "tessera/optim/rule.h"
 
 namespace tessera::cli {
 namespace {
 
+// Beside a GPU two cores feed it: the step's thread and autograd's.
+int num_update_threads(const TrainPlan& plan) {
+  return plan.cuda_device < 0 ? plan.num_threads : std::max(1, plan.num_threads - 2);
+}
+
 RuntimeOptions runtime_options(const TrainPlan& plan) {
   RuntimeOptions options;
   options.cuda_device = plan.cuda_device;
-  options.num_update_threads = plan.num_threads;
+  options.num_update_threads = num_update_threads(plan);
   if (!plan.trace.empty()) {
     options.num_spans = static_cast<std::size_t>(plan.config.get_int("trace.ring_spans"));
   }
@@ -38,6 +47,16 @@ std::int64_t ledger_peak_bytes(const Ledger& ledger) {
     }
   }
   return static_cast<std::int64_t>(bytes);
+}
+
+std::string rates_text(const planner::UpdateRates& rates) {
+  std::array<char, 160> text{};
+  std::snprintf(text.data(), text.size(),
+                "measured at once: update on the processor %.1f GB/s, host to device %.1f GB/s, "
+                "device to host %.1f GB/s\n",
+                rates.processor_bytes_per_s * 1e-9, rates.h2d_bytes_per_s * 1e-9,
+                rates.d2h_bytes_per_s * 1e-9);
+  return text.data();
 }
 
 class Run {
@@ -228,7 +247,19 @@ class Run {
 
 void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
                      comm::RankProcess& process) {
-  const TrainPlan plan = checked_plan(flags, rendezvous);
+  TrainPlan plan = checked_plan(flags, rendezvous);
+  at::globalContext().setDeterministicAlgorithms(plan.deterministic, /*warn_only=*/false);
+  if (plan.memory && planner::splits_update(plan.memory->options)) {
+    // Measured here and not by the engine, so that the plan is known before anything is allocated.
+    const planner::UpdateRates rates =
+        measure_update_rates(plan.cuda_device, num_update_threads(plan));
+    plan.config.set("optim.cpu_share",
+                    planner::choose_cpu_share(rates, plan.memory->shapes, plan.memory->options));
+    plan.memory = plan_memory(plan.config, plan.model, rendezvous.world_size, true);
+    if (rendezvous.rank == 0) {
+      std::cout << rates_text(rates);
+    }
+  }
   const std::unique_ptr<models::TokenSource> data = models::open_data(plan.data);
   at::set_num_threads(plan.num_threads);
   if (plan.cuda_device < 0) {

@@ -69,6 +69,20 @@ class Stream {
   virtual void end_span() {}
 };
 
+// A span of the device's own time, from here to the end of the scope.
+class StreamSpan {
+ public:
+  StreamSpan(Stream& stream, const char* name, const SpanArgs& args = {}) : stream_(stream) {
+    stream_.begin_span(name, args);
+  }
+  ~StreamSpan() { stream_.end_span(); }
+  StreamSpan(const StreamSpan&) = delete;
+  StreamSpan& operator=(const StreamSpan&) = delete;
+
+ private:
+  Stream& stream_;
+};
+
 enum class MemoryKind : std::uint8_t {
   kDevice,  // where kernels run at full speed; on CPU the same as kHost
   kHost,    // pageable

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include "tessera/core/error.h"
@@ -172,17 +173,32 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
   return param.id();
 }
 
-// In tiles, so that no second copy of a large shard is ever there.
+// In tiles, so that no second copy of a large shard is ever there; by all threads, since a model
+// that has to be sharded has many values.
 void Engine::Impl::fill_shard(const shard::Param& param, const Init& init) {
-  constexpr std::int64_t kTile = 512 * shard::kShardStep;
+  constexpr std::int64_t kTile = 128 * shard::kShardStep;
   const DType dtype = param.layout().dtype();
   const shard::ElementRange range = param.range();
-  std::vector<std::byte> values(static_cast<std::size_t>(std::min(kTile, range.numel)) *
-                                bytes_of(dtype));
-  for (std::int64_t begin = 0; begin < range.numel; begin += kTile) {
-    const std::int64_t numel = std::min(kTile, range.numel - begin);
-    fill_initial(init, seed_, param.name(), {range.begin + begin, numel}, dtype, values.data());
-    copy_to_shard(param, begin, numel, values.data());
+  const std::int64_t round = std::min(kTile * at::get_num_threads(), range.numel);
+  std::vector<std::byte> values;
+  if (!param.is_on_host()) {
+    values.resize(static_cast<std::size_t>(round) * bytes_of(dtype));
+  }
+  for (std::int64_t begin = 0; begin < range.numel; begin += round) {
+    const std::int64_t numel = std::min(round, range.numel - begin);
+    std::byte* const to = param.is_on_host()
+                              ? param.shard() + static_cast<std::size_t>(begin) * bytes_of(dtype)
+                              : values.data();
+    at::parallel_for(0, (numel + kTile - 1) / kTile, 1, [&](std::int64_t first, std::int64_t last) {
+      for (std::int64_t at = first * kTile; at < std::min(last * kTile, numel); at += kTile) {
+        fill_initial(init, seed_, param.name(),
+                     {range.begin + begin + at, std::min(kTile, numel - at)}, dtype,
+                     to + static_cast<std::size_t>(at) * bytes_of(dtype));
+      }
+    });
+    if (!param.is_on_host()) {
+      copy_to_shard(param, begin, numel, to);
+    }
   }
 }
 

@@ -165,7 +165,11 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
   }
   ++backward_depth_;
   try {
-    torch::autograd::backward(losses, gradients);
+    {
+      const device::StreamSpan span(runtime.device().stream(device::StreamKind::kCompute),
+                                    "backward");
+      torch::autograd::backward(losses, gradients);
+    }
     --backward_depth_;
     if (backward_depth_ == 0) {
       close_backward();

@@ -106,6 +106,12 @@ EngineTiers::EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable
 EngineTiers::~EngineTiers() = default;
 
 void EngineTiers::plan(const planner::ModelShapes& model) {
+  if (runtime_.on_cuda() && planner::splits_update(options_)) {
+    options_.cpu_share = planner::choose_cpu_share(runtime_.update_rates(), model, options_);
+    runtime_.logger().info("the processor gets ", options_.cpu_share,
+                           " of the update of states in host memory, by measured rates; "
+                           "optim.cpu_share sets it");
+  }
   placement_ =
       planner::make_placement(model, options_, runtime_.config().get_int("batch.accumulate"));
 }

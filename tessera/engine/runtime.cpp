@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -14,6 +15,7 @@
 #include "tessera/device/device_cuda.h"
 #include "tessera/device/nvtx.h"
 #include "tessera/engine/host_tier_device.h"
+#include "tessera/engine/update_rates.h"
 #include "tessera/optim/core_binding.h"
 
 namespace tessera {
@@ -56,6 +58,7 @@ struct Runtime::Impl {
         spans(clock, options.num_spans),
         logger(LogOptions::from(config), LogContext{rank, num_ranks, -1, {}, {}}),
         wrap_io(options.wrap_io),
+        options(options),
         on_cuda(options.cuda_device >= 0) {
     device::install_nvtx(spans);
     if (on_cuda) {
@@ -109,6 +112,7 @@ struct Runtime::Impl {
   Spans spans;
   Logger logger;
   std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io;
+  const RuntimeOptions options;
   bool on_cuda;
   std::unique_ptr<device::Device> device;
   std::unique_ptr<optim::Kernels> kernels;
@@ -116,6 +120,7 @@ struct Runtime::Impl {
   std::unique_ptr<device::Device> processor;
   std::unique_ptr<device::Device> host_device;
   std::unique_ptr<optim::Kernels> host_kernels;
+  std::optional<planner::UpdateRates> update_rates;
   comm::World world;  // joined; empty where the group is borrowed
   comm::Group* borrowed = nullptr;
   std::unique_ptr<comm::Group> reductions;  // null in a group of one
@@ -172,6 +177,13 @@ device::Device& Runtime::host_device() const {
 }
 optim::Kernels& Runtime::host_kernels() const {
   return impl_->host_kernels ? *impl_->host_kernels : *impl_->kernels;
+}
+const planner::UpdateRates& Runtime::update_rates() {
+  if (!impl_->update_rates) {
+    impl_->update_rates =
+        measure_update_rates(impl_->options.cuda_device, num_host_threads(impl_->options));
+  }
+  return *impl_->update_rates;
 }
 Ledger& Runtime::ledger() const { return impl_->ledger; }
 Spans& Runtime::spans() const { return impl_->spans; }

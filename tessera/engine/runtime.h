@@ -21,6 +21,7 @@
 #include "tessera/device/device.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/optim/kernels.h"
+#include "tessera/planner/update_split.h"
 #include "tessera/tier/io_engine.h"
 
 namespace tessera {
@@ -62,6 +63,8 @@ class Runtime {
   // Elsewhere the same as device() and kernels().
   device::Device& host_device() const;
   optim::Kernels& host_kernels() const;
+  // Measured when first asked for. REQUIRES: on_cuda().
+  const planner::UpdateRates& update_rates();
   Ledger& ledger() const;
   Spans& spans() const;
   const Clock& clock() const;

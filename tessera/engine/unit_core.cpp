@@ -56,6 +56,9 @@ ForwardScope::ForwardScope(UnitCore& unit, Phase phase)
     give_up();
     throw;
   }
+  SpanArgs args;
+  args.unit = engine.coordinator().unit(unit.id()).label;
+  span_.emplace(engine.runtime.device().stream(device::StreamKind::kCompute), "forward", args);
 }
 
 ForwardScope::~ForwardScope() {
@@ -68,6 +71,7 @@ ForwardScope::~ForwardScope() {
 // go on. The outermost one abandons the step.
 void ForwardScope::give_up() noexcept {
   Engine::Impl& engine = *unit_.engine();
+  span_.reset();
   finished_ = true;
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
   const int depth = --engine.forward_depth();
@@ -88,6 +92,7 @@ void ForwardScope::give_up() noexcept {
 void ForwardScope::finish(const std::vector<at::Tensor>& inputs,
                           const std::vector<at::Tensor>& outputs) {
   Engine::Impl& engine = *unit_.engine();
+  span_.reset();
   // The backward of a leaf is that of all inside it: ranks may go different ways there.
   if (!engine.coordinator().is_inside_open_leaf(unit_.id())) {
     engine.backward_watch().add(unit_, begun_, inputs, outputs);

@@ -11,12 +11,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "tessera/coordinator/access_trace.h"
+#include "tessera/device/device.h"
 #include "tessera/engine/node_mark.h"
 
 namespace tessera {
@@ -52,6 +54,7 @@ class ForwardScope {
   std::uint64_t epoch_;
   const bool autocast_cache_;
   bool finished_ = false;
+  std::optional<device::StreamSpan> span_;  // of the device's time
 };
 
 // A forward as autograd's Function needs it: tensors in, tensors out.

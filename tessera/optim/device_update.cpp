@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <tuple>
 #include <utility>
 
@@ -18,7 +17,8 @@ using device::StreamKind;
 
 namespace {
 
-// Resident parameters that are updated by one piece of work.
+// Resident elements that are updated by one piece of work: few launches, and the first layers of
+// the next forward do not wait for the last ones.
 constexpr std::int64_t kLaunchNumel = std::int64_t{1} << 25;
 
 }  // namespace
@@ -44,7 +44,7 @@ DeviceUpdate::DeviceUpdate(shard::ParamTable& params, const RuleOptions& rule,
   if (element_bytes == 0) {
     return;
   }
-  const std::size_t step = static_cast<std::size_t>(shard::kShardStep);
+  const auto step = static_cast<std::size_t>(shard::kShardStep);
   slot_numel_ = own.slot_bytes / element_bytes / step * step;
   TESSERA_CHECK(own.num_slots > 0 && slot_numel_ > 0, ConfigError,
                 "states of the optimizer come to ", device_.name(), " in ", own.num_slots,
@@ -56,12 +56,21 @@ DeviceUpdate::DeviceUpdate(shard::ParamTable& params, const RuleOptions& rule,
   for (int i = 0; i < own.num_slots; ++i) {
     rooms_.push_back({room_memory_.data() + static_cast<std::size_t>(i) * own.slot_bytes, {}, {}});
   }
+  thread_ = std::thread([this] { hand_over(); });
 }
 
 DeviceUpdate::~DeviceUpdate() {
   try {
     wait_all();
   } catch (const std::exception&) {
+  }
+  if (thread_.joinable()) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      is_stopping_ = true;
+      changed_.notify_all();
+    }
+    thread_.join();
   }
 }
 
@@ -73,9 +82,34 @@ std::size_t DeviceUpdate::tensor_bytes(const shard::Param& param) const {
   return tier::whole_blocks(static_cast<std::size_t>(param.layout().shard_numel()) * sizeof(float));
 }
 
-float* DeviceUpdate::tensor(int id, std::size_t number) const {
+float* DeviceUpdate::resident_tensor(int id, std::size_t number) const {
   return reinterpret_cast<float*>(slots_[static_cast<std::size_t>(id)].memory.data() +
                                   number * tensor_bytes(params_[id]));
+}
+
+std::vector<DeviceUpdate::Piece> DeviceUpdate::pieces_of(int id, std::int64_t numel) const {
+  std::vector<Piece> pieces;
+  const auto step = static_cast<std::int64_t>(slot_numel_);
+  for (std::int64_t begin = 0; begin < numel; begin += step) {
+    pieces.push_back({id, begin, std::min(step, numel - begin), begin + step >= numel, {}});
+  }
+  return pieces;
+}
+
+// Vector accesses of kernels want each tensor aligned. Pieces before the last one of a shard are as
+// long as a slot, which is a multiple of this.
+std::size_t DeviceUpdate::stride(const Piece& piece) {
+  constexpr std::size_t kStep = 64;
+  return (static_cast<std::size_t>(piece.numel) + kStep - 1) / kStep * kStep;
+}
+
+std::size_t DeviceUpdate::piece_bytes(const Piece& piece) const {
+  return num_tensors(params_[piece.param]) * stride(piece) * sizeof(float);
+}
+
+std::byte* DeviceUpdate::piece_home(const Piece& piece) const {
+  return slots_[static_cast<std::size_t>(piece.param)].memory.data() +
+         num_tensors(params_[piece.param]) * static_cast<std::size_t>(piece.begin) * sizeof(float);
 }
 
 void DeviceUpdate::add(int id) {
@@ -86,12 +120,14 @@ void DeviceUpdate::add(int id) {
   slot.memory = device_.allocate(is_resident(id) ? MemoryKind::kDevice : MemoryKind::kPinned, bytes,
                                  Role::kOptimizer);
   slot.exists = true;
+  if (bytes == 0) {
+    return;
+  }
   if (is_resident(id)) {
     device_.start_fill(slot.memory.data(), 0, bytes, write_).wait();
-  } else if (bytes > 0) {
+  } else {
     std::memset(slot.memory.data(), 0, bytes);
   }
-  make_master(id);
 }
 
 // Through a slot where the states live on the host: kernels work on the device.
@@ -104,36 +140,37 @@ void DeviceUpdate::make_master(int id) {
   wait_all();
   num_prepared_ = 0;  // what was sent up is of before
   param.updated().wait();
-  const auto shard_numel = static_cast<std::size_t>(param.layout().shard_numel());
-  const std::size_t element = bytes_of(dtype);
   if (is_resident(id)) {
-    const device::Memory values =
-        param.is_on_host()
-            ? device_.allocate(MemoryKind::kDevice, param.layout().shard_bytes(), Role::kStaging)
-            : device::Memory();
-    const void* from = param.shard();
-    if (param.is_on_host()) {
-      std::ignore =
-          device_.start_copy(values.data(), param.shard(), param.layout().shard_bytes(), update_);
-      from = values.data();
-    }
-    kernels_
-        .start_widen(tensor(id, 0), from, dtype, static_cast<std::int64_t>(shard_numel), update_)
-        .wait();
+    make_resident_master(param);
     return;
   }
-  Room& room = rooms_.front();
-  auto* const master = reinterpret_cast<float*>(room.data);
-  std::byte* const values = room.data + slot_numel_ * sizeof(float);
-  for (std::size_t begin = 0; begin < shard_numel; begin += slot_numel_) {
-    const std::size_t numel = std::min(slot_numel_, shard_numel - begin);
+  const std::size_t element = bytes_of(dtype);
+  std::byte* const slot = rooms_.front().data;
+  std::byte* const values = slot + slot_numel_ * sizeof(float);
+  for (const Piece& piece : pieces_of(id, param.range().numel)) {
+    const auto begin = static_cast<std::size_t>(piece.begin);
+    const auto numel = static_cast<std::size_t>(piece.numel);
     std::ignore =
         device_.start_copy(values, param.shard() + begin * element, numel * element, update_);
     std::ignore =
-        kernels_.start_widen(master, values, dtype, static_cast<std::int64_t>(numel), update_);
-    std::ignore = device_.start_copy(tensor(id, 0) + begin, master, numel * sizeof(float), update_);
+        kernels_.start_widen(reinterpret_cast<float*>(slot), values, dtype, piece.numel, update_);
+    std::ignore = device_.start_copy(piece_home(piece), slot, numel * sizeof(float), update_);
   }
   update_.synchronize();
+}
+
+void DeviceUpdate::make_resident_master(const shard::Param& param) {
+  device::Memory copy;
+  const void* from = param.shard();
+  if (param.is_on_host()) {
+    copy = device_.allocate(MemoryKind::kDevice, param.layout().shard_bytes(), Role::kStaging);
+    std::ignore = device_.start_copy(copy.data(), from, param.layout().shard_bytes(), update_);
+    from = copy.data();
+  }
+  kernels_
+      .start_widen(resident_tensor(param.id(), 0), from, param.layout().dtype(),
+                   param.layout().shard_numel(), update_)
+      .wait();
 }
 
 void DeviceUpdate::plan() {
@@ -146,11 +183,8 @@ void DeviceUpdate::plan() {
       continue;
     }
     TESSERA_INVARIANT(has(id), "parameter '", param.name(), "' is trainable and has no states");
-    const std::int64_t numel = param.range().numel;
-    const auto step = static_cast<std::int64_t>(slot_numel_);
-    for (std::int64_t begin = 0; begin < numel; begin += step) {
-      pieces_.push_back({id, begin, std::min(step, numel - begin), begin + step >= numel, {}});
-    }
+    const std::vector<Piece> pieces = pieces_of(id, param.range().numel);
+    pieces_.insert(pieces_.end(), pieces.begin(), pieces.end());
   }
 }
 
@@ -160,7 +194,7 @@ void DeviceUpdate::prepare() {
   }
 }
 
-// In a slot: state tensors of slot_numel_ elements each, then the parameter.
+// In a slot: the tensors as on the host, then the parameter.
 std::byte* DeviceUpdate::parameter_place(const Piece& piece, const Room& room) const {
   const shard::Param& param = params_[piece.param];
   return param.is_on_host() ? room.data + num_tensors(param) * slot_numel_ * sizeof(float)
@@ -172,23 +206,18 @@ void DeviceUpdate::start_up(std::size_t index) {
   const Piece& piece = pieces_[index];
   Room& room = room_of(index);
   const shard::Param& param = params_[piece.param];
-  const std::size_t bytes = static_cast<std::size_t>(piece.numel) * sizeof(float);
   read_.wait(room.free);
   read_.wait(piece.down);
-  Pending up;
-  for (std::size_t i = 0; i < num_tensors(param) && !is_resident(piece.param); ++i) {
-    up = device_.start_copy(room.data + i * slot_numel_ * sizeof(float),
-                            tensor(piece.param, i) + piece.begin, bytes, read_);
-    stats_.states_up_bytes += bytes;
+  room.up = Pending();
+  if (const std::size_t bytes = piece_bytes(piece); bytes > 0 && !is_resident(piece.param)) {
+    room.up = device_.start_copy(room.data, piece_home(piece), bytes, read_);
   }
   if (is_own_master(param.layout().dtype()) && param.is_on_host()) {
-    read_.wait(param.updated());
-    up = device_.start_copy(parameter_place(piece, room),
-                            param.shard() + static_cast<std::size_t>(piece.begin) * sizeof(float),
-                            bytes, read_);
-    stats_.parameters_up_bytes += bytes;
+    const std::size_t bytes = static_cast<std::size_t>(piece.numel) * sizeof(float);
+    room.up = device_.start_copy(
+        parameter_place(piece, room),
+        param.shard() + static_cast<std::size_t>(piece.begin) * sizeof(float), bytes, read_);
   }
-  room.up = std::move(up);
 }
 
 UpdateTask DeviceUpdate::make_task(int id, const grad::ShardGradient& gradient,
@@ -214,17 +243,24 @@ void DeviceUpdate::start(grad::Reducer& gradients, const UpdateScalars& scalars)
   }
   // First, so that no copy holds them up: they are small, or the first that are needed.
   update_resident(gradients, scalars);
-  for (std::size_t i = 0; i < pieces_.size(); ++i) {
-    if (i >= num_prepared_) {
-      start_up(i);
-    }
-    update_piece(i, gradients.shard_gradient(pieces_[i].param), scalars);
-  }
-  if (!rooms_.empty()) {
-    first_room_ = (first_room_ + pieces_.size()) % rooms_.size();
-  }
-  num_prepared_ = 0;
   last_update_ = update_.record();
+  if (pieces_.empty()) {
+    return;
+  }
+  std::vector<Item> items(slots_.size());
+  for (const Piece& piece : pieces_) {
+    Item& item = items[static_cast<std::size_t>(piece.param)];
+    if (!item.done) {
+      item.task = make_task(piece.param, gradients.shard_gradient(piece.param), scalars);
+      item.done = std::make_shared<device::HandedOver>();
+      params_[piece.param].set_updated(Pending(item.done));
+    }
+    count_bytes(piece);
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  items_ = std::move(items);
+  has_items_ = true;
+  changed_.notify_all();
 }
 
 void DeviceUpdate::update_resident(grad::Reducer& gradients, const UpdateScalars& scalars) {
@@ -253,12 +289,12 @@ void DeviceUpdate::update_resident(grad::Reducer& gradients, const UpdateScalars
     if (is_own_master(param.layout().dtype())) {
       task.span.master = reinterpret_cast<float*>(param.shard());
     } else {
-      task.span.master = tensor(id, next++);
+      task.span.master = resident_tensor(id, next++);
       task.span.parameter = param.shard();
       task.span.parameter_dtype = param.layout().dtype();
     }
     for (std::size_t i = 0; i < state_names(rule_).size(); ++i) {
-      task.span.states[i] = tensor(id, next++);
+      task.span.states[i] = resident_tensor(id, next++);
     }
     tasks.push_back(task);
     ids.push_back(id);
@@ -270,61 +306,126 @@ void DeviceUpdate::update_resident(grad::Reducer& gradients, const UpdateScalars
   launch();
 }
 
-void DeviceUpdate::update_piece(std::size_t index, const grad::ShardGradient& gradient,
-                                const UpdateScalars& scalars) {
-  Piece& piece = pieces_[index];
-  Room& room = room_of(index);
-  shard::Param& param = params_[piece.param];
-  const DType dtype = param.layout().dtype();
+UpdateSpan DeviceUpdate::span_of(const Piece& piece, const Room& room,
+                                 const UpdateSpan& whole) const {
+  const DType dtype = params_[piece.param].layout().dtype();
   const auto begin = static_cast<std::size_t>(piece.begin);
-  const auto numel = static_cast<std::size_t>(piece.numel);
-  UpdateTask task = make_task(piece.param, gradient, scalars);
-  task.span.gradient =
-      static_cast<const std::byte*>(gradient.values) + begin * bytes_of(gradient.dtype);
-  task.span.numel = piece.numel;
-  const bool stays = is_resident(piece.param);
+  UpdateSpan span = whole;
+  span.gradient =
+      static_cast<const std::byte*>(whole.gradient) + begin * bytes_of(whole.gradient_dtype);
+  span.numel = piece.numel;
   std::size_t next = 0;
   const auto next_tensor = [&] {
     const std::size_t number = next++;
-    return stays ? tensor(piece.param, number) + begin
-                 : reinterpret_cast<float*>(room.data + number * slot_numel_ * sizeof(float));
+    return is_resident(piece.param) ? resident_tensor(piece.param, number) + begin
+                                    : reinterpret_cast<float*>(room.data) + number * stride(piece);
   };
   std::byte* const values = parameter_place(piece, room);
   if (is_own_master(dtype)) {
-    task.span.master = reinterpret_cast<float*>(values);
+    span.master = reinterpret_cast<float*>(values);
   } else {
-    task.span.master = next_tensor();
-    task.span.parameter = values;
-    task.span.parameter_dtype = dtype;
+    span.master = next_tensor();
+    span.parameter = values;
+    span.parameter_dtype = dtype;
   }
   for (std::size_t i = 0; i < state_names(rule_).size(); ++i) {
-    task.span.states[i] = next_tensor();
+    span.states[i] = next_tensor();
   }
-  update_.wait(room.up);
-  Pending updated = kernels_.start_update(rule_, task.scalars, task.span, update_);
-  write_.wait(updated);
-  if (param.is_on_host()) {
-    const std::size_t bytes = numel * bytes_of(dtype);
-    updated = device_.start_copy(param.shard() + begin * bytes_of(dtype), values, bytes, write_);
-    stats_.parameters_down_bytes += bytes;
-  }
-  if (piece.is_last) {
-    param.set_updated(updated);  // those before it come before it on their stream
-  }
-  piece.down = updated;
-  for (std::size_t i = 0; i < num_tensors(param) && !stays; ++i) {
-    piece.down = device_.start_copy(tensor(piece.param, i) + begin,
-                                    room.data + i * slot_numel_ * sizeof(float),
-                                    numel * sizeof(float), write_);
-    stats_.states_down_bytes += numel * sizeof(float);
-  }
-  room.free = piece.down;
+  return span;
 }
 
-void DeviceUpdate::wait() { last_update_.wait(); }
+void DeviceUpdate::update_piece(std::size_t index, Item& item) {
+  Piece& piece = pieces_[index];
+  Room& room = room_of(index);
+  const shard::Param& param = params_[piece.param];
+  update_.wait(room.up);
+  Pending updated = kernels_.start_update(rule_, item.task.scalars,
+                                          span_of(piece, room, item.task.span), update_);
+  if (param.is_on_host()) {
+    const std::size_t element = bytes_of(param.layout().dtype());
+    const std::size_t bytes = static_cast<std::size_t>(piece.numel) * element;
+    updated = device_.start_copy(param.shard() + static_cast<std::size_t>(piece.begin) * element,
+                                 parameter_place(piece, room), bytes, update_);
+  }
+  piece.down = updated;
+  if (const std::size_t bytes = piece_bytes(piece); bytes > 0 && !is_resident(piece.param)) {
+    write_.wait(updated);
+    piece.down = device_.start_copy(piece_home(piece), room.data, bytes, write_);
+  }
+  room.free = piece.down;
+  if (piece.is_last) {
+    item.done->hand_over(updated);  // those before it come before it on their stream
+  }
+}
+
+void DeviceUpdate::hand_over_pieces(std::vector<Item>& items) {
+  for (std::size_t i = 0; i < pieces_.size(); ++i) {
+    if (i >= num_prepared_) {
+      start_up(i);
+    }
+    update_piece(i, items[static_cast<std::size_t>(pieces_[i].param)]);
+  }
+  first_room_ = (first_room_ + pieces_.size()) % rooms_.size();
+  num_prepared_ = 0;
+  last_update_ = update_.record();
+}
+
+// On the caller's thread: what it hands over is known, when it moves is not.
+void DeviceUpdate::count_bytes(const Piece& piece) {
+  const shard::Param& param = params_[piece.param];
+  const std::uint64_t states = is_resident(piece.param) ? 0 : piece_bytes(piece);
+  const std::uint64_t parameter = param.is_on_host() ? static_cast<std::uint64_t>(piece.numel) *
+                                                           bytes_of(param.layout().dtype())
+                                                     : 0;
+  stats_.states_up_bytes += states;
+  stats_.states_down_bytes += states;
+  stats_.parameters_up_bytes += is_own_master(param.layout().dtype()) ? parameter : 0;
+  stats_.parameters_down_bytes += parameter;
+}
+
+// See [Note: who hands pieces over].
+void DeviceUpdate::hand_over() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return has_items_ || is_stopping_; });
+    if (!has_items_) {
+      return;
+    }
+    std::vector<Item> items = std::move(items_);
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      hand_over_pieces(items);
+    } catch (...) {
+      error = std::current_exception();
+      for (Item& item : items) {
+        if (item.done && item.done->is_open()) {
+          item.done->fail(error);
+        }
+      }
+    }
+    lock.lock();
+    failure_ = failure_ ? failure_ : error;
+    has_items_ = false;
+    changed_.notify_all();
+  }
+}
+
+void DeviceUpdate::wait_handed_over() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return !has_items_; });
+  if (failure_) {
+    std::rethrow_exception(failure_);
+  }
+}
+
+void DeviceUpdate::wait() {
+  wait_handed_over();
+  last_update_.wait();
+}
 
 void DeviceUpdate::wait_all() {
-  last_update_.wait();
+  wait();
   for (const Piece& piece : pieces_) {
     piece.down.wait();
   }
@@ -333,9 +434,17 @@ void DeviceUpdate::wait_all() {
 
 std::vector<float> DeviceUpdate::read(int id, std::size_t number) {
   wait_all();
-  std::vector<float> copy(static_cast<std::size_t>(params_[id].layout().shard_numel()));
-  if (!copy.empty()) {
-    device_.start_copy(copy.data(), tensor(id, number), copy.size() * sizeof(float), write_).wait();
+  const auto numel = static_cast<std::size_t>(params_[id].layout().shard_numel());
+  std::vector<float> copy(numel);
+  if (is_resident(id) && numel > 0) {
+    device_.start_copy(copy.data(), resident_tensor(id, number), numel * sizeof(float), write_)
+        .wait();
+    return copy;
+  }
+  for (const Piece& piece : pieces_of(id, params_[id].range().numel)) {
+    const auto* const tensor =
+        reinterpret_cast<const float*>(piece_home(piece)) + number * stride(piece);
+    std::copy_n(tensor, piece.numel, copy.begin() + piece.begin);
   }
   return copy;
 }

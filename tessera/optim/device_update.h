@@ -1,27 +1,41 @@
 // Updates on a device with memory of its own: of states that live there, and of states in pinned
 // memory of the host, which stream up into a slot, are updated, and stream down again.
 //
-//   read stream    | states up           behind the slot's last copies down, and this piece's
-//   reduce stream  | update              behind the copies up, the gradient, and the shard's
-//   readers write stream   | new parameter down (if it lives on the host), then states down
+//   read stream    | states up            behind the slot's last copy down, and this piece's
+//   reduce stream  | update               behind the copy up, the gradient, the shard's readers
+//                  | new parameter down   if it lives on the host; ahead of states: it is needed
+//   write stream   | states down
 //
-// All of it is ordered by events; the host only hands it over. States do not depend on gradients:
-// prepare() sends the first ones up while a backward still runs, as many as there are slots.
+// All of it is ordered by events. States do not depend on gradients: prepare() sends the first ones
+// up while a backward still runs, as many as there are slots.
+//
+// [Note: who hands pieces over] A stream takes so much unfinished work and no more; then it blocks
+// whoever gives it more. So a thread hands the pieces over, and the step's thread goes on to the
+// next forward, whose gathers wait on the host for no more than the hand-over of their own update.
 //
 // Cut: a shard is updated in pieces of at most slot elements. Bits do not depend on it.
 //
-// States of a parameter are made when it is trainable for the first time, and stay. They lie in one
-// piece: master (unless the parameter is its own), state 0, state 1, each in whole blocks; charged
-// as Role::kOptimizer. Slots are one allocation, charged as Role::kStaging.
+// States of a parameter are made when it is trainable for the first time, and stay; charged as
+// Role::kOptimizer, in whole blocks per tensor. On the device each tensor lies in one piece: master
+// (unless the parameter is its own), state 0, state 1. On the host the tensors of a piece lie side
+// by side, so that one copy takes them up and one takes them down. Slots are one allocation,
+// charged as Role::kStaging.
 //
-// Threads: as Param.
+// Threads: as Param, and a thread of its own, which uses kernels and streams between start() and
+// the return of wait().
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
 #include <vector>
 
 #include "tessera/device/device.h"
+#include "tessera/device/handed_over.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/kernels.h"
 #include "tessera/optim/rule.h"
@@ -75,8 +89,13 @@ class DeviceUpdate {
   };
   struct Room {  // for one piece at a time
     std::byte* data = nullptr;
-    device::Pending free;  // its last copies down
+    device::Pending free;  // its last copy down
     device::Pending up;
+  };
+  // What is handed over for one parameter.
+  struct Item {
+    UpdateTask task;  // without tensors, which are those of a piece
+    std::shared_ptr<device::HandedOver> done;
   };
 
   bool is_resident(int id) const { return stored_[static_cast<std::size_t>(id)].states_on_device; }
@@ -84,15 +103,25 @@ class DeviceUpdate {
   bool needs_slot(int id) const { return !is_resident(id) || params_[id].is_on_host(); }
   std::size_t num_tensors(const shard::Param& param) const;
   std::size_t tensor_bytes(const shard::Param& param) const;
-  float* tensor(int id, std::size_t number) const;  // where it lives
+  float* resident_tensor(int id, std::size_t number) const;
+  std::vector<Piece> pieces_of(int id, std::int64_t numel) const;
+  // Of a piece on the host: its tensors, one after the other, each of stride() elements.
+  std::byte* piece_home(const Piece& piece) const;
+  static std::size_t stride(const Piece& piece);
+  std::size_t piece_bytes(const Piece& piece) const;  // of its tensors
   Room& room_of(std::size_t piece) { return rooms_[(first_room_ + piece) % rooms_.size()]; }
   // Where the parameter of a piece is while it is updated.
   std::byte* parameter_place(const Piece& piece, const Room& room) const;
   UpdateTask make_task(int id, const grad::ShardGradient& gradient, const UpdateScalars& scalars);
+  void make_resident_master(const shard::Param& param);
   void update_resident(grad::Reducer& gradients, const UpdateScalars& scalars);
   void start_up(std::size_t piece);
-  void update_piece(std::size_t piece, const grad::ShardGradient& gradient,
-                    const UpdateScalars& scalars);
+  UpdateSpan span_of(const Piece& piece, const Room& room, const UpdateSpan& whole) const;
+  void update_piece(std::size_t piece, Item& item);
+  void count_bytes(const Piece& piece);
+  void hand_over();  // on the thread
+  void hand_over_pieces(std::vector<Item>& items);
+  void wait_handed_over();
 
   shard::ParamTable& params_;
   const RuleOptions rule_;
@@ -106,11 +135,23 @@ class DeviceUpdate {
   device::Memory room_memory_;
   std::vector<Room> rooms_;
   std::size_t slot_numel_ = 0;
+  TieredStats stats_;
+
+  // Of the thread while it hands over, else of the caller.
   std::vector<Piece> pieces_;     // of streamed parameters, in registration order
   std::size_t first_room_ = 0;    // of the next update's first piece
   std::size_t num_prepared_ = 0;  // pieces of the next update that are up, or on their way
   device::Pending last_update_;
-  TieredStats stats_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_.
+  std::vector<Item> items_;  // by id: of an update that is still to be handed over
+  bool has_items_ = false;
+  bool is_stopping_ = false;
+  std::exception_ptr failure_;
+
+  std::thread thread_;  // last: it uses everything above
 };
 
 }  // namespace tessera::optim

@@ -123,6 +123,14 @@ double assign_updates(const CutModel& cut, std::vector<ShardPlaces>& places) {
   return num_host == 0 ? 0 : static_cast<double>(num_processor) / static_cast<double>(num_host);
 }
 
+bool splits_update(const PlacementOptions& options) {
+  const bool may_be_in_host =
+      options.optimizer == Wish::kHost ||
+      (options.optimizer == Wish::kAuto && options.device_bytes != kUnlimited) ||
+      (options.optimizer == Wish::kNvme && options.host_bytes != kUnlimited);
+  return options.on_cuda && options.cpu_share < 0 && may_be_in_host;
+}
+
 double choose_cpu_share(const UpdateRates& rates, const ModelShapes& model,
                         const PlacementOptions& options) {
   TESSERA_INVARIANT(rates.processor_bytes_per_s > 0 && rates.h2d_bytes_per_s > 0 &&

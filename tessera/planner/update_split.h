@@ -25,6 +25,9 @@ inline constexpr double kDefaultCpuShare = 0.35;
 // first, to the device.
 double assign_updates(const CutModel& cut, std::vector<ShardPlaces>& places);
 
+// Whether a share has to be chosen: none is given, and states may be in host memory.
+bool splits_update(const PlacementOptions& options);
+
 // Of this machine, as measured.
 struct UpdateRates {
   double processor_bytes_per_s = 0;  // of the fused update, which touches 28 bytes per element

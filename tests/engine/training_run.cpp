@@ -150,7 +150,8 @@ void add_io(engine::RoleIo& sum, const engine::RoleIo& io) {
   sum.written_bytes += io.written_bytes;
 }
 
-void train_rank(const RunSettings& settings, comm::Group& group, RunOutcome& outcome,
+// `world`: null on CUDA, where a group of threads cannot reach the device's memory.
+void train_rank(const RunSettings& settings, comm::Group* world, RunOutcome& outcome,
                 Results& results) {
   RuntimeOptions runtime_options;
   runtime_options.num_update_threads = 1;
@@ -159,7 +160,7 @@ void train_rank(const RunSettings& settings, comm::Group& group, RunOutcome& out
     runtime_options.make_device = [&](device::CpuDeviceOptions host) {
       device::LateDeviceOptions late;
       late.mode = device::LateMode::kRandom;
-      late.seed = settings.seed + static_cast<std::uint64_t>(group.rank());
+      late.seed = settings.seed + static_cast<std::uint64_t>(world->rank());
       late.own_memory = true;
       late.host = std::move(host);
       return device::make_late_device(std::move(late));
@@ -167,7 +168,11 @@ void train_rank(const RunSettings& settings, comm::Group& group, RunOutcome& out
   }
   runtime_options.cuda_device = settings.device == RunDevice::kCuda ? 0 : -1;
   const at::Device where(runtime_options.cuda_device < 0 ? at::kCPU : at::kCUDA);
-  Runtime runtime(config_of(settings), group, runtime_options);
+  const std::unique_ptr<Runtime> made =
+      world != nullptr ? std::make_unique<Runtime>(config_of(settings), *world, runtime_options)
+                       : std::make_unique<Runtime>(config_of(settings), runtime_options);
+  Runtime& runtime = *made;
+  comm::Group& group = runtime.group();
   EngineOptions options;
   options.run_steps = settings.steps;
   if (settings.gives_shapes) {
@@ -290,13 +295,19 @@ RunOutcome train(const RunSettings& settings) {
   RunOutcome outcome;
   outcome.model = settings.model;
   Results results(outcome);
+  if (settings.device == RunDevice::kCuda) {
+    // Attention's backward adds in the order of time otherwise.
+    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+    train_rank(settings, nullptr, outcome, results);
+    return outcome;
+  }
   Ledger comm_ledger;
   comm::ThreadWorldOptions world;
   world.num_ranks = settings.ranks;
   comm::GroupOptions groups;
   groups.ledger = &comm_ledger;
   comm::run_ranks(world, groups,
-                  [&](comm::Group& group) { train_rank(settings, group, outcome, results); });
+                  [&](comm::Group& group) { train_rank(settings, &group, outcome, results); });
   outcome.comm_peak_bytes =
       static_cast<std::int64_t>(comm_ledger.peak_bytes(Tier::kHost, Role::kStaging));
   return outcome;

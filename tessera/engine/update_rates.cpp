@@ -1,0 +1,103 @@
+#include "tessera/engine/update_rates.h"
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "tessera/core/clock.h"
+#include "tessera/device/device_cpu.h"
+#include "tessera/device/device_cuda.h"
+#include "tessera/optim/core_binding.h"
+#include "tessera/optim/kernels.h"
+
+namespace tessera {
+namespace {
+
+using device::MemoryKind;
+using device::Pending;
+using device::StreamKind;
+
+// Beyond every cache.
+constexpr std::int64_t kNumel = std::int64_t{1} << 26;
+constexpr std::size_t kCopyBytes = std::size_t{128} << 20;
+// Copies go on a little longer than one update takes on a fast processor.
+constexpr int kCopies = 16;
+constexpr int kRounds = 3;
+
+// One AdamW of kNumel elements, 28 bytes each, in memory of the host.
+class HostUpdate {
+ public:
+  HostUpdate(device::Device& host, optim::Kernels& kernels)
+      : host_(host),
+        kernels_(kernels),
+        memory_(host.allocate(MemoryKind::kHost, kNumel * 16, Role::kOther)) {
+    auto* const floats = reinterpret_cast<float*>(memory_.data());
+    span_.master = floats;
+    span_.states = {floats + kNumel, floats + 2 * kNumel};
+    std::byte* const halves = memory_.data() + kNumel * 12;
+    span_.gradient = halves;
+    span_.gradient_dtype = DType::kBFloat16;
+    span_.parameter = halves + kNumel * 2;
+    span_.parameter_dtype = DType::kBFloat16;
+    span_.numel = kNumel;
+    run();  // touches the pages
+  }
+  void run() {
+    optim::UpdateScalars scalars;
+    scalars.lr = 1e-3;
+    kernels_.start_update(optim::RuleOptions(), scalars, span_, host_.stream(StreamKind::kReduce))
+        .wait();
+  }
+
+ private:
+  device::Device& host_;
+  optim::Kernels& kernels_;
+  device::Memory memory_;
+  optim::UpdateSpan span_;
+};
+
+double seconds(std::int64_t begin_ns, std::int64_t end_ns) {
+  return static_cast<double>(end_ns - begin_ns) * 1e-9;
+}
+
+}  // namespace
+
+planner::UpdateRates measure_update_rates(int cuda_device, int num_threads) {
+  const SteadyClock clock;
+  const auto host = device::make_cpu_device();
+  const auto kernels = optim::make_cpu_kernels(num_threads, optim::cores_for_threads(num_threads));
+  device::CudaDeviceOptions options;
+  options.index = cuda_device;
+  const auto device = device::make_cuda_device(options);
+  HostUpdate update(*host, *kernels);
+  const auto on_device = device->allocate(MemoryKind::kDevice, 2 * kCopyBytes, Role::kOther);
+  const auto pinned = device->allocate(MemoryKind::kPinned, 2 * kCopyBytes, Role::kOther);
+  device::Stream& read = device->stream(StreamKind::kRead);
+  device::Stream& write = device->stream(StreamKind::kWrite);
+  planner::UpdateRates best;
+  for (int round = 0; round < kRounds; ++round) {
+    const std::int64_t begin = clock.now_ns();
+    Pending up;
+    Pending down;
+    for (int i = 0; i < kCopies; ++i) {
+      up = device->start_copy(on_device.data(), pinned.data(), kCopyBytes, read);
+      down = device->start_copy(pinned.data() + kCopyBytes, on_device.data() + kCopyBytes,
+                                kCopyBytes, write);
+    }
+    update.run();
+    const std::int64_t updated = clock.now_ns();
+    up.wait();
+    const std::int64_t is_up = clock.now_ns();
+    down.wait();
+    const std::int64_t is_down = clock.now_ns();
+    // The one that was waited for second may have been done before.
+    const double copied = static_cast<double>(kCopies) * static_cast<double>(kCopyBytes);
+    best.processor_bytes_per_s =
+        std::max(best.processor_bytes_per_s, 28.0 * kNumel / seconds(begin, updated));
+    best.h2d_bytes_per_s = std::max(best.h2d_bytes_per_s, copied / seconds(begin, is_up));
+    best.d2h_bytes_per_s = std::max(best.d2h_bytes_per_s, copied / seconds(begin, is_down));
+  }
+  return best;
+}
+
+}  // namespace tessera
