@@ -9,6 +9,7 @@ using device::Pending;
 HostFeed::HostFeed(device::Device& device)
     : device_(device),
       gather_(device.stream(device::StreamKind::kGather)),
+      read_(device.stream(device::StreamKind::kRead)),
       worker_([this] { carry_out(); }) {}
 
 HostFeed::~HostFeed() {
@@ -27,9 +28,11 @@ Pending HostFeed::start_bring(const shard::Param& param, std::byte* to) {
   bring.to = to;
   bring.bytes = param.layout().shard_bytes();
   brought_bytes_ += bring.bytes;
+  bring.free = gather_.record();
   const std::lock_guard<std::mutex> lock(mutex_);
   // The worker starts copies without the lock, but none is left when this one is not queued.
-  if (brings_.empty() && !is_bringing_ && gather_.can_order_behind(bring.updated)) {
+  if (brings_.empty() && !is_bringing_ && bring.updated.done() && bring.free.done()) {
+    bring.updated.wait();
     return start_copy(bring);
   }
   bring.done = std::make_shared<device::HandedOver>();
@@ -40,8 +43,7 @@ Pending HostFeed::start_bring(const shard::Param& param, std::byte* to) {
 }
 
 Pending HostFeed::start_copy(const Bring& bring) {
-  gather_.wait(bring.updated);
-  return device_.start_copy(bring.to, bring.from, bring.bytes, gather_);
+  return device_.start_copy(bring.to, bring.from, bring.bytes, read_);
 }
 
 void HostFeed::carry_out() {
@@ -56,12 +58,8 @@ void HostFeed::carry_out() {
     is_bringing_ = true;
     lock.unlock();
     try {
-      // A stream that was ordered behind a failure would keep it for all that come after.
-      if (!gather_.can_order_behind(bring.updated)) {
-        if (bring.updated.state()->wait_handed_over() == std::nullopt) {
-          bring.updated.wait();
-        }
-      }
+      bring.updated.wait();
+      bring.free.wait();
       bring.done->hand_over(start_copy(bring));
     } catch (...) {
       bring.done->fail(std::current_exception());

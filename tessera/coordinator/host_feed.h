@@ -1,10 +1,16 @@
 // Brings shards that live in pinned memory of the host to where they are gathered, on a device with
 // memory of its own.
 //
-// A copy must not start before the shard's update is done. Where the device updates, the gather
-// stream is ordered behind that, and nobody waits. Where the processor does, a thread of this feed
-// waits for it and starts the copy then; so the caller goes on, and whoever needs the parameter
-// waits on the host for the start of the copy only (device/handed_over.h).
+// A copy must not start before the shard's update is done, nor before the former users of its place
+// are. A thread of this feed waits for that and starts the copy then; so the caller goes on, and
+// whoever needs the parameter waits on the host for the start of the copy only
+// (device/handed_over.h).
+//
+// [Note: one queue for all that goes up] A GPU has one engine for copies to it, which goes on with
+// a stream as long as that has copies that are ready: states that stream to their update (optim's
+// device_update.h) would keep parameters waiting that the model needs now. So both are given to the
+// read stream, each when it is ready and not before: then its order is that of readiness, and no
+// copy in it waits for anything but those before it. Which comes first decides over time, not bits.
 //
 // What fixes the order: copies are started in the order of the calls, which is that of the gathers.
 // Nothing here is a collective.
@@ -36,8 +42,8 @@ class HostFeed {
   HostFeed(const HostFeed&) = delete;
   HostFeed& operator=(const HostFeed&) = delete;
 
-  // shard_bytes() bytes at `to`, behind everything that the gather stream has been given. Failures
-  // are those of the update.
+  // shard_bytes() bytes at `to`, behind everything that the gather stream has been given so far.
+  // Failures are those of the update.
   [[nodiscard]] device::Pending start_bring(const shard::Param& param, std::byte* to);
   // Blocks until all that was asked for has been started.
   void wait_idle() noexcept;
@@ -47,6 +53,7 @@ class HostFeed {
  private:
   struct Bring {
     device::Pending updated;
+    device::Pending free;  // its place is
     const std::byte* from = nullptr;
     std::byte* to = nullptr;
     std::size_t bytes = 0;
@@ -57,6 +64,7 @@ class HostFeed {
 
   device::Device& device_;
   device::Stream& gather_;
+  device::Stream& read_;
   std::uint64_t brought_bytes_ = 0;  // of the caller's thread
 
   std::mutex mutex_;

@@ -99,8 +99,8 @@ std::vector<DeviceUpdate::Piece> DeviceUpdate::pieces_of(int id, std::int64_t nu
 // Vector accesses of kernels want each tensor aligned. Pieces before the last one of a shard are as
 // long as a slot, which is a multiple of this.
 std::size_t DeviceUpdate::stride(const Piece& piece) {
-  constexpr std::size_t kStep = 64;
-  return (static_cast<std::size_t>(piece.numel) + kStep - 1) / kStep * kStep;
+  return static_cast<std::size_t>((piece.numel + kStreamedStep - 1) / kStreamedStep *
+                                  kStreamedStep);
 }
 
 std::size_t DeviceUpdate::piece_bytes(const Piece& piece) const {
@@ -189,6 +189,15 @@ void DeviceUpdate::plan() {
 }
 
 void DeviceUpdate::prepare() {
+  if (pieces_.empty()) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  must_prepare_ = true;
+  changed_.notify_all();
+}
+
+void DeviceUpdate::send_ahead() {
   while (num_prepared_ < std::min(pieces_.size(), rooms_.size())) {
     start_up(num_prepared_++);
   }
@@ -206,8 +215,8 @@ void DeviceUpdate::start_up(std::size_t index) {
   const Piece& piece = pieces_[index];
   Room& room = room_of(index);
   const shard::Param& param = params_[piece.param];
-  read_.wait(room.free);
-  read_.wait(piece.down);
+  room.free.wait();
+  piece.down.wait();
   room.up = Pending();
   if (const std::size_t bytes = piece_bytes(piece); bytes > 0 && !is_resident(piece.param)) {
     room.up = device_.start_copy(room.data, piece_home(piece), bytes, read_);
@@ -387,15 +396,23 @@ void DeviceUpdate::count_bytes(const Piece& piece) {
 void DeviceUpdate::hand_over() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return has_items_ || is_stopping_; });
-    if (!has_items_) {
+    changed_.wait(lock, [this] { return has_items_ || must_prepare_ || is_stopping_; });
+    if (!has_items_ && !must_prepare_) {
       return;
     }
+    const bool must_prepare = std::exchange(must_prepare_, false);
     std::vector<Item> items = std::move(items_);
+    const bool has_items = std::exchange(has_items_, false);
+    is_busy_ = true;
     lock.unlock();
     std::exception_ptr error;
     try {
-      hand_over_pieces(items);
+      if (must_prepare && !has_items) {
+        send_ahead();
+      }
+      if (has_items) {
+        hand_over_pieces(items);
+      }
     } catch (...) {
       error = std::current_exception();
       for (Item& item : items) {
@@ -406,14 +423,14 @@ void DeviceUpdate::hand_over() {
     }
     lock.lock();
     failure_ = failure_ ? failure_ : error;
-    has_items_ = false;
+    is_busy_ = false;
     changed_.notify_all();
   }
 }
 
 void DeviceUpdate::wait_handed_over() {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return !has_items_; });
+  changed_.wait(lock, [this] { return !has_items_ && !must_prepare_ && !is_busy_; });
   if (failure_) {
     std::rethrow_exception(failure_);
   }

@@ -1,17 +1,19 @@
 // Updates on a device with memory of its own: of states that live there, and of states in pinned
 // memory of the host, which stream up into a slot, are updated, and stream down again.
 //
-//   read stream    | states up            behind the slot's last copy down, and this piece's
+//   read stream    | states up            once the slot's last copy down is done, and this piece's
 //   reduce stream  | update               behind the copy up, the gradient, the shard's readers
 //                  | new parameter down   if it lives on the host; ahead of states: it is needed
 //   write stream   | states down
 //
-// All of it is ordered by events. States do not depend on gradients: prepare() sends the first ones
-// up while a backward still runs, as many as there are slots.
+// States do not depend on gradients: prepare() sends the first ones up while a backward still runs,
+// as many as there are slots.
 //
 // [Note: who hands pieces over] A stream takes so much unfinished work and no more; then it blocks
-// whoever gives it more. So a thread hands the pieces over, and the step's thread goes on to the
-// next forward, whose gathers wait on the host for no more than the hand-over of their own update.
+// whoever gives it more. And states that go up must not stand in the way of parameters that the
+// model needs (coordinator/host_feed.h, [Note: one queue for all that goes up]): a copy up is
+// started when its slot is free. So a thread hands the pieces over, and the step's thread goes on
+// to the next forward. Everything else is ordered by events.
 //
 // Cut: a shard is updated in pieces of at most slot elements. Bits do not depend on it.
 //
@@ -115,7 +117,8 @@ class DeviceUpdate {
   UpdateTask make_task(int id, const grad::ShardGradient& gradient, const UpdateScalars& scalars);
   void make_resident_master(const shard::Param& param);
   void update_resident(grad::Reducer& gradients, const UpdateScalars& scalars);
-  void start_up(std::size_t piece);
+  void start_up(std::size_t piece);  // blocks until its slot is free
+  void send_ahead();
   UpdateSpan span_of(const Piece& piece, const Room& room, const UpdateSpan& whole) const;
   void update_piece(std::size_t piece, Item& item);
   void count_bytes(const Piece& piece);
@@ -148,6 +151,8 @@ class DeviceUpdate {
   // Guarded by mutex_.
   std::vector<Item> items_;  // by id: of an update that is still to be handed over
   bool has_items_ = false;
+  bool must_prepare_ = false;
+  bool is_busy_ = false;
   bool is_stopping_ = false;
   std::exception_ptr failure_;
 

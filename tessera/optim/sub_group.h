@@ -81,6 +81,9 @@ struct SubGroupPlan {
   std::size_t parameters_written_bytes = 0;
 };
 
+// Elements: tensors of states that stream to a device are aligned to this (device_update.h).
+inline constexpr std::int64_t kStreamedStep = 64;
+
 inline bool is_own_master(DType dtype) { return dtype == DType::kFloat32; }
 // Masters and states, in fp32.
 inline std::size_t num_state_tensors(DType dtype, int num_states) {

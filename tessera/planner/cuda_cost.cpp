@@ -23,6 +23,12 @@ bool is_streamed(const ShardPlaces& places) {
   return places.device_update && places.states == Place::kHost;
 }
 
+// Something of it comes to the device for its update, or leaves after it.
+bool needs_slot(const ShardPlaces& places) {
+  return places.device_update &&
+         (places.states == Place::kHost || places.parameter == Place::kHost);
+}
+
 }  // namespace
 
 std::int64_t pinned_bytes(std::int64_t bytes) {
@@ -128,7 +134,7 @@ SlotNeed CudaCost::slot_need(const std::vector<ShardPlaces>& places,
   std::int64_t largest_numel = 0;
   for (std::size_t i = 0; i < places.size(); ++i) {
     const std::int64_t numel = cut_.layouts[i].shard_numel();
-    if (cut_.is_trainable(i) && is_streamed(places[i])) {
+    if (cut_.is_trainable(i) && needs_slot(places[i])) {
       largest_numel = std::max(largest_numel, numel);
       need.num_sub_groups += (numel + sub_group_numel - 1) / sub_group_numel;
     }
@@ -223,7 +229,8 @@ void CudaCost::count_step(const optim::SubGroupPlan& plan, bool holds_all,
      : each.device_update ? update.resident
                           : update.processor) += layout.shard_numel();
     if (is_streamed(each)) {
-      const std::int64_t states_bytes = 4 * num_state_tensors_ * layout.shard_numel();
+      const std::int64_t states_bytes =
+          4 * num_state_tensors_ * rounded_up(layout.shard_numel(), optim::kStreamedStep);
       const bool brings_master =
           optim::is_own_master(layout.dtype()) && each.parameter != Place::kDevice;
       link.h2d += states_bytes + (brings_master ? shard_bytes : 0);

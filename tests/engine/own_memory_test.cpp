@@ -136,9 +136,9 @@ INSTANTIATE_TEST_SUITE_P(Of, OwnMemoryOnCuda,
                                            Case{1, 1, "adamw", DType::kFloat16}),
                          name_of);
 
-TEST(OwnMemoryBytes, AreWhatThePlanSays) {
+void expect_planned_bytes(RunDevice device) {
   RunSettings settings = settings_of({1, 1, "adamw", DType::kBFloat16});
-  settings.device = RunDevice::kLate;
+  settings.device = device;
   settings.gives_shapes = true;
   settings.options.emplace_back("place.parameters", "host");
   settings.options.emplace_back("place.optimizer", "host");
@@ -147,21 +147,33 @@ TEST(OwnMemoryBytes, AreWhatThePlanSays) {
   ASSERT_TRUE(run.placement.has_value());
   for (const auto& [cell, bytes] : run.peaks) {
     const auto [tier, role] = cell;
-    if (role == Role::kOther) {
-      continue;  // single numbers, such as the norm
-    }
     const std::int64_t planned = run.placement->bytes(tier, role);
-    if (tier == Tier::kDevice && role == Role::kGradient) {
-      EXPECT_LE(bytes, planned);  // autograd's memory, held while it is needed
+    const std::string where = std::string(to_string(tier)) + " " + std::string(to_string(role));
+    if (role == Role::kOther || (tier == Tier::kDevice && role == Role::kStaging)) {
+      EXPECT_LE(bytes, planned + 65536) << where << ": single numbers, such as the norm";
+    } else if (tier == Tier::kDevice && role == Role::kGradient) {
+      EXPECT_LE(bytes, planned) << where << ": autograd's memory, held while it is needed";
+    } else if (tier == Tier::kDevice && device == RunDevice::kLate) {
+      EXPECT_GE(bytes, planned) << where;  // it is the host's memory after all, in whole pages
     } else {
-      EXPECT_EQ(bytes, planned) << to_string(tier) << " " << to_string(role);
+      EXPECT_EQ(bytes, planned) << where;
     }
   }
-  // The first step sends nothing up ahead; of the others each is like the one before.
+  // The first steps record the order of uses, and what is copied twice.
+  ASSERT_GT(run.stats.size(), 2U);
   for (std::size_t step = 2; step < run.stats.size(); ++step) {
     EXPECT_EQ(run.stats[step].link_up_bytes, static_cast<std::uint64_t>(run.placement->link.h2d));
     EXPECT_EQ(run.stats[step].link_down_bytes, static_cast<std::uint64_t>(run.placement->link.d2h));
   }
+}
+
+TEST(OwnMemoryBytes, AreWhatThePlanSays) { expect_planned_bytes(RunDevice::kLate); }
+
+TEST(OwnMemoryBytesOnCuda, AreWhatThePlanSays) {
+  if (device::num_cuda_devices() == 0) {
+    GTEST_SKIP() << "no GPU: " << device::cuda_description();
+  }
+  expect_planned_bytes(RunDevice::kCuda);
 }
 
 }  // namespace
