@@ -8,7 +8,7 @@
 
 namespace tessera {
 
-// Of this machine: AdamW in bf16 by `num_threads`, beside copies up and down. Takes about two GiB
+// Of this machine: AdamW in bf16 by `num_threads`, beside copies up and down. Takes about one GiB
 // of host memory and half a second. Throws DeviceError without such a GPU.
 planner::UpdateRates measure_update_rates(int cuda_device, int num_threads);
 

@@ -72,7 +72,8 @@ RankWorld::RankWorld(comm::Group& group, const Model& model, const CoordinatorOp
     shard::ParamSpec spec;
     spec.name = detail::concat("p", i);
     spec.numel = model_.numels[i];
-    spec.home = model_.stored.has(static_cast<int>(i)) ? shard::ShardHome::kStored : shard::ShardHome::kDevice;
+    spec.home = model_.stored.has(static_cast<int>(i)) ? shard::ShardHome::kStored
+                                                       : shard::ShardHome::kDevice;
     params_.add(spec, std::make_unique<PlainTensor>(&data_[i]));
   }
   LogOptions log;

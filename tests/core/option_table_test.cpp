@@ -55,8 +55,7 @@ TEST(OptionTable, OptionsThatExistForAReaderNameIt) {
                                              "grad.accumulate_dtype",
                                              "grad.reduction",
                                              "optim.master_dtype",
-                                             "optim.state_dtype",
-                                             "optim.cpu_share"};
+                                             "optim.state_dtype"};
   for (const Option& each : option_table()) {
     const bool read = unread.count(section_of(each.name)) + unread.count(each.name) == 0;
     EXPECT_EQ(!each.read_by.empty(), read) << each.name;

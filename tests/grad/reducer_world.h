@@ -107,7 +107,8 @@ class RankWorld {
   tier::BufferPool& pool() { return *pool_; }
   void destroy_reducer() { reducer_.reset(); }
   void make_reducer() {
-    ReducerParts parts{group_, *device_, params_, clock_, spans_, {}, dynamic_group_.get()};
+    ReducerParts parts{group_, *device_, params_, clock_, spans_};
+    parts.dynamic_group = dynamic_group_.get();
     if (store_) {
       parts.tier = &tier_;
       parts.block_sum_of_squares = optim::best_loops().block_sum_of_squares;

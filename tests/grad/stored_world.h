@@ -60,7 +60,7 @@ inline void append_sums(RankWorld& world, ShardSums& sums) {
     sums.shards.push_back(read_shard(world, id));
     const std::int64_t numel = world.params()[id].range().numel;
     sums.squares.push_back(world.reducer().is_stored(id)
-                               ? world.reducer().sum_of_squares(id)
+                               ? world.reducer().sum_of_squares(id).value()
                                : optim::sum_of_squares(sums.shards.back().data(), numel));
   }
 }

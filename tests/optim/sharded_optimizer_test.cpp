@@ -311,7 +311,7 @@ TEST(ShardedOptimizer, RefusesAStateThatTheRuleDoesNotHave) {
   });
 }
 
-// Fails the update of the n-th parameter.
+// Fails the n-th piece of work that updates.
 class FailingKernels final : public Kernels {
  public:
   FailingKernels(Kernels& real, int failing_call) : real_(real), calls_left_(failing_call) {}
@@ -329,6 +329,9 @@ class FailingKernels final : public Kernels {
   }
   device::Pending start_updates(const RuleOptions& rule, std::span<const UpdateTask> tasks,
                                 device::Stream& stream) override {
+    if (--calls_left_ == 0) {
+      return device::Pending::failed(std::make_exception_ptr(DeviceError("out of order")));
+    }
     return real_.start_updates(rule, tasks, stream);
   }
   device::Pending start_sums_of_squares(std::span<const NormSpan> spans, double* results,
@@ -352,13 +355,13 @@ class FailingKernels final : public Kernels {
 TEST(ShardedOptimizer, PassesTheFailureOfAnUpdateOnToWhoeverWaits) {
   comm::run_ranks(1, [&](comm::Group& group) {
     RankWorld world(group, {});
-    FailingKernels kernels(world.kernels(), 2);
+    FailingKernels kernels(world.kernels(), 1);
     ShardedOptimizer optimizer(world.params(), world.device(), kernels, RuleOptions{});
     world.backward(1);
     optimizer.start_update(world.reducer(), kLr, kScale);
     EXPECT_THROW(optimizer.wait(), DeviceError);
     EXPECT_THROW(world.params()[1].updated().wait(), DeviceError);
-    world.params()[4].updated().wait();
+    EXPECT_THROW(world.params()[4].updated().wait(), DeviceError) << "one piece of work";
   });
 }
 

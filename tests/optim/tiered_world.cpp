@@ -83,9 +83,10 @@ TieredWorld::TieredWorld(comm::Group& group, const TieredCase& test)
     spec.dtype = test.dtype;
     spec.trainable = test.shapes[i].trainable;
     spec.weight_decay_scale = i % 2 == 0 ? 1 : 0;
-    spec.home = test.shapes[i].stored.parameter ? shard::ShardHome::kStored : shard::ShardHome::kDevice;
+    spec.home =
+        test.shapes[i].stored.parameter ? shard::ShardHome::kStored : shard::ShardHome::kDevice;
     const shard::Param& param = params_->add(spec, std::make_unique<NoTensor>());
-    if (spec.stored) {
+    if (param.is_stored()) {
       shards_->add(param);
     }
     write_shard(param.id(), i);
