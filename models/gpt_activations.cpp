@@ -122,23 +122,19 @@ GptActivations gpt_activations(const GptOptions& options, std::int64_t batch) {
     return bytes.embedding + blocks;
   };
   // In the backward of block n, where what came after it is gone. One that is recomputed has all
-  // that it would have kept, and the gradient of its output beside the output. Of those after it a
-  // recomputed unit still has the input and the second output: it holds them as long as the loss.
+  // that it would have kept, and the gradient of its output beside the output.
   const auto in_backward_of = [&](std::int64_t block) {
     const bool trained = block >= options.freeze;
     const std::int64_t own = block_backward_bytes(sizes, trained);
-    const std::int64_t num_after = options.layers - 1 - block;
-    return options.recompute ? kept_up_to(block) + 2 * num_after * sizes.row +
-                                   block_bytes(options, sizes, trained) + sizes.row + own
-                             : kept_up_to(block + 1) + own;
+    return options.recompute
+               ? kept_up_to(block) + block_bytes(options, sizes, trained) + sizes.row + own
+               : kept_up_to(block + 1) + own;
   };
   bytes.kept = kept_up_to(options.layers) + head.kept;
   bytes.peak = kept_up_to(options.layers) + head.peak;
-  // Where the most is held: among blocks that are alike, the last one, or the first one if there
-  // are units that hold on to what they have.
-  for (const std::int64_t block :
-       {options.layers - 1, options.freeze, options.freeze - 1, std::int64_t{0}}) {
-    if (block >= 0 && block < options.layers) {
+  // Where the most is held: among blocks that are alike, the last one.
+  for (const std::int64_t block : {options.layers - 1, options.freeze - 1}) {
+    if (block >= 0) {
       bytes.peak = std::max(bytes.peak, in_backward_of(block));
     }
   }

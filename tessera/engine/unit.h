@@ -22,6 +22,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include "tessera/engine/tensor_pack.h"
 #include "tessera/engine/unit_core.h"
@@ -92,16 +93,23 @@ class Unit {
   Result run_again_in_backward(Tuple args) const {
     std::vector<at::Tensor> inputs;
     engine::pack_tensors(args, inputs);
-    auto shape = std::make_shared<std::optional<Result>>();  // where the tensors stand in a result
+    // Autograd owns the inputs: arguments that held them, too, would keep them until the loss goes.
+    std::size_t taken = 0;
+    engine::unpack_tensors(args, std::vector<at::Tensor>(inputs.size(), at::empty({0})), taken);
+    // Where the tensors stand in a result; of interest for the first run alone.
+    auto shape = std::make_shared<std::optional<Result>>();
     engine::TensorsFn run = [module = module_, args = std::move(args),
-                             shape](const std::vector<at::Tensor>& tensors) mutable {
+                             first = std::weak_ptr(shape)](
+                                const std::vector<at::Tensor>& tensors) mutable {
       std::size_t next = 0;
       Tuple replaced = args;
       engine::unpack_tensors(replaced, tensors, next);
       Result result = std::apply([&](auto&... each) { return module->forward(each...); }, replaced);
       std::vector<at::Tensor> outputs;
       engine::pack_tensors(result, outputs);
-      *shape = std::move(result);
+      if (const auto shape = first.lock()) {
+        *shape = std::move(result);
+      }
       return outputs;
     };
     const std::vector<at::Tensor> outputs = engine::run_recomputed(

@@ -255,7 +255,8 @@ TEST(ChunkedLoss, NeverHoldsLogitsOfAllTokensAndKeepsNone) {
   constexpr std::int64_t kTokens = 200;
   constexpr std::int64_t kVocabulary = 300;
   constexpr std::int64_t kChunk = 20;
-  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+  // Not bf16: some processors multiply it in packed copies of their own. CUDA's test has it.
+  for (const at::ScalarType dtype : {at::kFloat}) {
     const Inputs inputs = make_inputs(kTokens, 16, kVocabulary, dtype);
     {
       const testing::MemoryWatch watch(c10::kCPU);
