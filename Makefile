@@ -22,10 +22,10 @@ ifeq ($(origin CXX),default)
 unexport CXX
 endif
 
-.PHONY: help setup build demo test bench format fuzz tidy clean
+.PHONY: help setup build demo test bench bench-gpu format fuzz tidy clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 18
 	@sed -n 's/^#   /  /p' Makefile
 
 setup:  ## what the others do first: packages by apt, torch into .venv unless one is found
@@ -47,6 +47,9 @@ test: setup  ## all tests; the torch-free rooms also under the sanitizers; the l
 
 bench: build  ## the benchmarks, against what they are measured by
 	@scripts/bench $(if $(PEERS),--peers)
+
+bench-gpu: build  ## Tessera beside its peers on one GPU (ARGS="--help" lists what it can be told)
+	@scripts/bench-gpu $(ARGS)
 
 format:  ## formats the sources; CHECK=1 only says what it would change
 	@scripts/setup --tools
