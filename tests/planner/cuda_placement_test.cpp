@@ -151,7 +151,7 @@ TEST(CudaPlacement, SlotsHoldOneSubGroupEachAndAreNoMoreThanThereAreSubGroups) {
   placement = make_placement(maker.make(), options, 1);
   EXPECT_EQ(placement.sub_group_numel, 100000 / 2048 * 2048);
   EXPECT_EQ(placement.update_slot_bytes, placement.sub_group_numel * 14);
-  EXPECT_EQ(placement.num_update_slots, 12);
+  EXPECT_EQ(placement.num_update_slots, 8);
   options.sub_group_bytes = 4 * 600000;
   EXPECT_EQ(make_placement(maker.make(), options, 1).num_update_slots, 4);
 }
@@ -189,7 +189,7 @@ TEST(CudaPlacement, ASmallerDeviceHasFewerSlotsAndASmallerArena) {
   PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
   options.sub_group_bytes = 4 * 65536;
   const Placement whole = make_placement(model, options, 1);
-  ASSERT_EQ(whole.num_update_slots, 12);
+  ASSERT_EQ(whole.num_update_slots, 8);
   options.device_bytes = whole.device_memory_bytes();
   EXPECT_EQ(make_placement(model, options, 1).arena_bytes, whole.arena_bytes);
   options.device_bytes -= 1;

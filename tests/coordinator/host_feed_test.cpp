@@ -1,0 +1,100 @@
+// Shards in memory of the host come to the device when their update is done, in the order of calls.
+#include "tessera/coordinator/host_feed.h"
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/core/error.h"
+#include "tessera/device/late_device.h"
+
+namespace tessera::coordinator {
+namespace {
+
+class NoTensor final : public shard::FullTensor {
+ public:
+  void attach(void* /*data*/) override {}
+  void detach() override {}
+};
+
+class HostFeedTest : public ::testing::Test {
+ protected:
+  HostFeedTest() {
+    device::LateDeviceOptions options;
+    options.mode = device::LateMode::kRandom;
+    options.own_memory = true;
+    device_ = device::make_late_device(options);
+    params_ = std::make_unique<shard::ParamTable>(0, 1, *device_);
+  }
+
+  shard::Param& add(const std::string& name, std::uint8_t value) {
+    shard::ParamSpec spec;
+    spec.name = name;
+    spec.numel = 1000;
+    spec.home = shard::ShardHome::kHost;
+    shard::Param& param = params_->add(spec, std::make_unique<NoTensor>());
+    std::memset(param.shard(), value, param.layout().shard_bytes());
+    return param;
+  }
+  device::Memory place() {
+    return device_->allocate(device::MemoryKind::kDevice, 4096, Role::kFull);
+  }
+
+  std::unique_ptr<device::Device> device_;
+  std::unique_ptr<shard::ParamTable> params_;
+};
+
+TEST_F(HostFeedTest, BringsAShardWhoseUpdateIsDone) {
+  HostFeed feed(*device_);
+  const shard::Param& param = add("p", 3);
+  const device::Memory to = place();
+  feed.start_bring(param, to.data()).wait();
+  EXPECT_EQ(std::memcmp(to.data(), param.shard(), param.layout().shard_bytes()), 0);
+  EXPECT_EQ(feed.take_brought_bytes(), param.layout().shard_bytes());
+  EXPECT_EQ(feed.take_brought_bytes(), 0U);
+}
+
+TEST_F(HostFeedTest, StartsNoCopyBeforeTheUpdateAndNoneAheadOfAnEarlierCall) {
+  HostFeed feed(*device_);
+  shard::Param& first = add("first", 1);
+  const shard::Param& second = add("second", 2);
+  const device::Memory to = place();
+  const device::Memory other = place();
+  const auto update = std::make_shared<device::Completion>();
+  first.set_updated(device::Pending(update));
+  const device::Pending brought = feed.start_bring(first, to.data());
+  const device::Pending behind = feed.start_bring(second, other.data());
+  EXPECT_FALSE(brought.done());
+  EXPECT_FALSE(behind.done());
+  std::memset(first.shard(), 7, first.layout().shard_bytes());  // what the update makes
+  update->succeed();
+  brought.wait();
+  behind.wait();
+  EXPECT_EQ(std::memcmp(to.data(), first.shard(), first.layout().shard_bytes()), 0);
+  EXPECT_EQ(std::memcmp(other.data(), second.shard(), second.layout().shard_bytes()), 0);
+  feed.wait_idle();
+}
+
+TEST_F(HostFeedTest, PassesTheFailureOfAnUpdateOnAndGoesOnWithTheNext) {
+  HostFeed feed(*device_);
+  shard::Param& first = add("first", 1);
+  const shard::Param& second = add("second", 2);
+  const device::Memory to = place();
+  const device::Memory other = place();
+  const auto update = std::make_shared<device::Completion>();
+  first.set_updated(device::Pending(update));
+  const device::Pending brought = feed.start_bring(first, to.data());
+  const device::Pending behind = feed.start_bring(second, other.data());
+  update->fail(std::make_exception_ptr(IoError("the disk is gone")));
+  EXPECT_THROW(brought.wait(), IoError);
+  EXPECT_THROW(std::ignore = brought.state()->wait_handed_over(), IoError);
+  behind.wait();
+  EXPECT_EQ(std::memcmp(other.data(), second.shard(), second.layout().shard_bytes()), 0);
+}
+
+}  // namespace
+}  // namespace tessera::coordinator

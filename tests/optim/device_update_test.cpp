@@ -1,0 +1,302 @@
+// Updates shared between the processor and a device with memory of its own, on the late double,
+// where every copy and kernel ends late: the bits are those of one memory, whoever updates.
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/thread_backend.h"
+#include "tessera/core/error.h"
+#include "tessera/device/device_cpu.h"
+#include "tessera/device/late_device.h"
+#include "tessera/optim/sharded_optimizer.h"
+#include "tessera/optim/tiered_optimizer.h"
+#include "tests/support/expect_names.h"
+
+namespace tessera::optim {
+namespace {
+
+using shard::ShardHome;
+
+constexpr double kLr = 1e-2;
+constexpr double kScale = 0.5;
+constexpr int kSteps = 4;
+
+class NoTensor final : public shard::FullTensor {
+ public:
+  void attach(void* /*data*/) override {}
+  void detach() override {}
+};
+
+struct Shape {
+  std::int64_t numel = 0;
+  ShardHome home = ShardHome::kDevice;
+  StoredParts parts;
+};
+
+StoredParts by_processor() { return {}; }
+StoredParts by_device(bool resident) { return {false, false, false, true, resident}; }
+
+struct Case {
+  std::vector<Shape> shapes;
+  DType dtype = DType::kBFloat16;
+  device::LateMode mode = device::LateMode::kRandom;
+  bool leaves = true;  // gradients of the processor's share go to the host as they come
+  int num_backwards = 1;
+  int num_slots = 2;
+  std::size_t slot_numel = 4096;
+  RuleOptions rule;
+};
+
+float value_of(std::int64_t i, std::uint64_t seed) {
+  const auto hash = static_cast<std::uint64_t>(i) * 2654435761U + seed * 40503U;
+  return static_cast<float>(static_cast<int>(hash >> 7 & 1023) - 512) / 1024;
+}
+
+std::vector<std::byte> elements(std::int64_t numel, DType dtype, std::uint64_t seed) {
+  std::vector<std::byte> bytes(static_cast<std::size_t>(numel) * bytes_of(dtype));
+  for (std::int64_t i = 0; i < numel; ++i) {
+    const float value = value_of(i, seed);
+    const BFloat16 half = to_bfloat16(value);
+    const void* const from = dtype == DType::kFloat32 ? static_cast<const void*>(&value)
+                                                      : static_cast<const void*>(&half);
+    std::memcpy(bytes.data() + static_cast<std::size_t>(i) * bytes_of(dtype), from,
+                bytes_of(dtype));
+  }
+  return bytes;
+}
+
+// One rank. `own`: beside a device with memory of its own, as the case says; else in one memory.
+class World {
+ public:
+  World(comm::Group& group, const Case& test, bool own)
+      : test_(test),
+        own_(own),
+        spans_(clock_, 0),
+        device_(make_device()),
+        host_(device::make_cpu_device()),
+        params_(group.rank(), group.size(), *device_),
+        kernels_(make_cpu_kernels(1)),
+        host_kernels_(make_cpu_kernels(2)) {
+    for (std::size_t i = 0; i < test.shapes.size(); ++i) {
+      shard::ParamSpec spec;
+      spec.name = "p" + std::to_string(i);
+      spec.numel = test.shapes[i].numel;
+      spec.dtype = test.dtype;
+      spec.home = own ? test.shapes[i].home : ShardHome::kDevice;
+      const shard::Param& param = params_.add(spec, std::make_unique<NoTensor>());
+      leaving_.push_back(!test.shapes[i].parts.device_update);
+      write(param, elements(spec.numel, spec.dtype, i + 1));
+    }
+    grad::ReducerParts parts{group, *device_, params_, clock_, spans_};
+    if (own) {
+      set_kernels(parts);
+    }
+    reducer_ = std::make_unique<grad::Reducer>(
+        parts, grad::ReducerOptions{std::int64_t{1} << 20, test.dtype});
+    if (own) {
+      TieredParts tiers{clock_, spans_};
+      for (const Shape& shape : test.shapes) {
+        tiers.stored.push_back(shape.parts);
+      }
+      tiers.sub_group_numel = 2048;
+      tiers.own = {device_.get(), kernels_.get(), test.num_slots, test.slot_numel * 16};
+      optimizer_ = std::make_unique<TieredOptimizer>(params_, *host_, *host_kernels_, test.rule,
+                                                     std::move(tiers));
+    } else {
+      optimizer_ = std::make_unique<ShardedOptimizer>(params_, *device_, *kernels_, test.rule);
+    }
+  }
+
+  void step(int number) {
+    optimizer_->prepare();
+    for (int backward = 0; backward < test_.num_backwards; ++backward) {
+      for (int id = params_.num_params() - 1; id >= 0; --id) {
+        const shard::Param& param = params_[id];
+        const auto seed = static_cast<std::uint64_t>(100 * number + 10 * backward + id);
+        auto values = std::make_shared<std::vector<std::byte>>(
+            elements(param.layout().numel(), test_.dtype, seed));
+        reducer_->add(param, {values->data(), test_.dtype, values});
+      }
+      reducer_->finish_backward();
+    }
+    norms.push_back(optimizer_->sum_of_squares(*reducer_));
+    optimizer_->start_update(*reducer_, kLr, kScale);
+    optimizer_->wait();
+    reducer_->clear();
+  }
+
+  std::vector<std::vector<std::byte>> trained() {
+    std::vector<std::vector<std::byte>> all;
+    for (int id = 0; id < params_.num_params(); ++id) {
+      const shard::Param& param = params_[id];
+      param.updated().wait();
+      std::vector<std::byte> shard(param.layout().shard_bytes());
+      device_
+          ->start_copy(shard.data(), param.shard(), shard.size(),
+                       device_->stream(device::StreamKind::kWrite))
+          .wait();
+      all.push_back(std::move(shard));
+      std::vector<std::string_view> names{"master"};
+      const auto states = state_names(test_.rule);
+      names.insert(names.end(), states.begin(), states.end());
+      for (const std::string_view name : names) {
+        const std::span<float> values = optimizer_->state(id, name);
+        const auto* const begin = reinterpret_cast<const std::byte*>(values.data());
+        all.emplace_back(begin, begin + values.size_bytes());
+      }
+    }
+    return all;
+  }
+
+  Optimizer& optimizer() { return *optimizer_; }
+  std::vector<double> norms;
+
+ private:
+  std::unique_ptr<device::Device> make_device() const {
+    if (!own_) {
+      return device::make_cpu_device();
+    }
+    device::LateDeviceOptions options;
+    options.mode = test_.mode;
+    options.own_memory = true;
+    return device::make_late_device(options);
+  }
+
+  void set_kernels(grad::ReducerParts& parts) {
+    parts.add = [this](float* sum, const void* value, DType dtype, std::int64_t numel,
+                       device::Stream& stream) {
+      return kernels_->start_add(sum, value, dtype, numel, stream);
+    };
+    parts.convert = [this](void* to, DType to_dtype, const void* from, DType from_dtype,
+                           std::int64_t numel, device::Stream& stream) {
+      return kernels_->start_convert(to, to_dtype, from, from_dtype, 1.0F, numel, stream);
+    };
+    parts.sum_of_squares = [this](const void* values, DType dtype, std::int64_t numel,
+                                  double* result, device::Stream& stream) {
+      const NormSpan span{values, dtype, numel};
+      return kernels_->start_sums_of_squares({&span, 1}, result, stream);
+    };
+    parts.leaves_to_host = test_.leaves ? &leaving_ : nullptr;
+  }
+
+  void write(const shard::Param& param, const std::vector<std::byte>& values) {
+    device_
+        ->start_copy(param.shard(), values.data(), values.size(),
+                     device_->stream(device::StreamKind::kWrite))
+        .wait();
+  }
+
+  const Case test_;
+  const bool own_;
+  SteadyClock clock_;
+  Spans spans_;
+  std::unique_ptr<device::Device> device_;
+  std::unique_ptr<device::Device> host_;
+  shard::ParamTable params_;
+  std::vector<bool> leaving_;
+  std::unique_ptr<Kernels> kernels_;
+  std::unique_ptr<Kernels> host_kernels_;
+  std::unique_ptr<grad::Reducer> reducer_;
+  std::unique_ptr<Optimizer> optimizer_;
+};
+
+void expect_same_bits(const Case& test) {
+  comm::run_ranks(1, [&](comm::Group& group) {
+    World reference(group, test, /*own=*/false);
+    World world(group, test, /*own=*/true);
+    for (int step = 1; step <= kSteps; ++step) {
+      reference.step(step);
+      world.step(step);
+    }
+    EXPECT_EQ(world.norms, reference.norms);
+    const auto found = world.trained();
+    const auto expected = reference.trained();
+    ASSERT_EQ(found.size(), expected.size());
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      EXPECT_EQ(found[i], expected[i]) << "tensor " << i;
+    }
+  });
+}
+
+// Sizes that do not divide, some larger than a slot.
+std::vector<Shape> mixed_shapes() {
+  return {{5, ShardHome::kDevice, by_device(true)},   {9001, ShardHome::kHost, by_device(false)},
+          {4096, ShardHome::kHost, by_processor()},   {12289, ShardHome::kDevice, by_device(false)},
+          {5000, ShardHome::kDevice, by_processor()}, {3001, ShardHome::kHost, by_device(false)},
+          {7, ShardHome::kDevice, by_device(true)}};
+}
+
+TEST(DeviceUpdate, GivesTheBitsOfOneMemory) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const device::LateMode mode : {device::LateMode::kRandom, device::LateMode::kLazy}) {
+      Case test;
+      test.shapes = mixed_shapes();
+      test.dtype = dtype;
+      test.mode = mode;
+      expect_same_bits(test);
+    }
+  }
+}
+
+TEST(DeviceUpdate, GivesTheBitsOfOneMemoryWithSeveralMicroBatches) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    Case test;
+    test.shapes = mixed_shapes();
+    test.dtype = dtype;
+    test.leaves = false;
+    test.num_backwards = 2;
+    expect_same_bits(test);
+  }
+}
+
+TEST(DeviceUpdate, GivesTheSameBitsForEveryNumberAndSizeOfSlots) {
+  for (const int num_slots : {1, 3, 40}) {
+    for (const std::size_t numel : {2048, 16384}) {
+      Case test;
+      test.shapes = mixed_shapes();
+      test.num_slots = num_slots;
+      test.slot_numel = numel;
+      expect_same_bits(test);
+    }
+  }
+}
+
+TEST(DeviceUpdate, TakesStatesThatLiveOnTheDeviceWithAParameterOnTheHost) {
+  Case test;
+  test.shapes = {{5003, ShardHome::kHost, by_device(true)},
+                 {3000, ShardHome::kDevice, by_device(true)}};
+  expect_same_bits(test);
+}
+
+TEST(DeviceUpdate, NeedsNoStatesForPlainDescent) {
+  Case test;
+  test.shapes = mixed_shapes();
+  test.rule.kind = RuleKind::kSgd;
+  expect_same_bits(test);
+}
+
+TEST(DeviceUpdate, SaysThatThereIsNoRoomForStatesThatStream) {
+  comm::run_ranks(1, [&](comm::Group& group) {
+    Case test;
+    test.shapes = mixed_shapes();
+    test.num_slots = 0;
+    support::expect_names<ConfigError>([&] { const World world(group, test, true); },
+                                       "optim.cpu_share");
+  });
+}
+
+TEST(DeviceUpdate, RefusesASecondBackwardOfGradientsThatHaveLeft) {
+  comm::run_ranks(1, [&](comm::Group& group) {
+    Case test;
+    test.shapes = mixed_shapes();
+    test.num_backwards = 2;
+    World world(group, test, true);
+    support::expect_names<ConfigError>([&] { world.step(1); }, "batch.accumulate");
+  });
+}
+
+}  // namespace
+}  // namespace tessera::optim
