@@ -10,7 +10,9 @@
 
 #include "cli/train_measure.h"
 #include "cli/train_plan.h"
+#include "models/gpt_activations.h"
 #include "tessera/core/error.h"
+#include "tessera/core/units.h"
 #include "tessera/engine/engine_tiers.h"
 #include "tessera/optim/rule.h"
 #include "tessera/planner/prediction.h"
@@ -75,6 +77,23 @@ std::string disk_bound_text(const planner::Placement& placement, const planner::
   return text.data();
 }
 
+std::string activations_text(const TrainPlan& plan) {
+  const auto bytes = [](std::int64_t count) {
+    return approximate_bytes(static_cast<std::uint64_t>(count));
+  };
+  const models::GptActivations activations =
+      models::gpt_activations(plan.model, plan.batch.per_micro_batch());
+  std::string text =
+      detail::concat("activations of a micro-batch: ", bytes(activations.peak), " at most, ",
+                     bytes(activations.head), " of them inside the head (logits and loss)\n");
+  if (plan.cuda_device >= 0) {
+    text += detail::concat("device memory with activations: ",
+                           bytes(plan.memory->placement.device_memory_bytes() + activations.peak),
+                           " at most\n");
+  }
+  return text;
+}
+
 }  // namespace
 
 std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
@@ -113,7 +132,7 @@ void check_machine(const TrainPlan& plan, int num_local_ranks) {
 
 std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
   const planner::Placement& placement = plan.memory->placement;
-  std::string text = planner::placement_text(placement);
+  std::string text = planner::placement_text(placement) + activations_text(plan);
   if (placement.uses_nvme) {
     planner::StepRates rates;
     rates.num_local_ranks = num_local_ranks;

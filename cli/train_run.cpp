@@ -7,8 +7,10 @@
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
 
 #include "cli/metrics.h"
+#include "cli/out_of_memory.h"
 #include "cli/progress.h"
 #include "cli/train_memory.h"
 #include "cli/train_plan.h"
@@ -271,7 +273,12 @@ void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous
   }
   Runtime runtime(plan.config, runtime_options(plan));
   process.set_board(runtime.board());
-  Run(plan, *data, runtime).train();
+  try {
+    Run(plan, *data, runtime).train();
+  } catch (const c10::OutOfMemoryError& error) {
+    throw DeviceError(out_of_memory_text(error.what_without_backtrace(), runtime.ledger(),
+                                         runtime.device().memory_info()));
+  }
 }
 
 }  // namespace tessera::cli
