@@ -130,6 +130,24 @@ class Bench:
     def figures(self):
         return {key: gpu_run.middle_of(runs) for key, runs in self.runs.items()}
 
+    def bits(self):
+        """{(mode, system, batch): Figures} of short runs with deterministic operators, at the first
+        batch; what fails or has no time left is missing, and then its claim is not known."""
+        args, batch, found = self.args, self.args.batches[0], {}
+        for mode in ["resident"] + [mode for mode in args.modes if mode != "resident"]:
+            log = args.output / f"bits-{mode}.log"
+            with tempfile.TemporaryDirectory(prefix="gpu-", dir=args.directory) as directory:
+                flags = gpu_modes.mode_flags(mode, directory, args.half_budget)
+                words = gpu_modes.tessera_words(args.program, args.preset, args.device, batch,
+                                                [*flags, *args.extra, "--deterministic"])
+                try:
+                    found[mode, TESSERA, batch] = gpu_run.run_tessera(
+                        words, args.nvme_steps, min(HANG_S, self.left_s()), log,
+                        log.with_suffix(".jsonl"))
+                except gpu_run.RunError as error:
+                    say(f"bits of {mode}: {error}")
+        return found
+
     def parity(self):
         """(Parity or None, reason)."""
         if self.left_s() < LEAST_RUN_S:
@@ -165,11 +183,11 @@ def head_of(args, machine):
             f"{args.rounds}; {machine['date']}")
 
 
-def report(args, bench, tasks, python, known, parity, parity_reason):
+def report(args, bench, tasks, python, known, parity, parity_reason, bits):
     """(text, document)"""
     figures, rates, machine = bench.figures(), gpu_bounds.Rates.of(known), machine_of(known, python)
     rows = gpu_report.make_rows(args.preset, tasks, figures, bench.reasons, rates)
-    claims = gpu_claims.claims_of(figures, args.preset, args.batches, rates)
+    claims = gpu_claims.claims_of(figures, args.preset, args.batches, rates, bits)
     if parity is not None:
         claims += parity.claims()
     lines = ["# Tessera and its peers on one GPU", "", head_of(args, machine), "",
@@ -226,6 +244,8 @@ def parse_arguments(arguments):
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "build/bench-gpu")
     parser.add_argument("--half-budget", help="--host-budget of mode half")
     parser.add_argument("--extra", default="", help="more flags of `tessera train`, with spaces")
+    parser.add_argument("--bits", action="store_true",
+                        help="compares modes bit for bit, in short runs with deterministic operators")
     parser.add_argument("--parity", action="store_true",
                         help="also compares losses, norms and parameters with plain PyTorch's")
     parser.add_argument("--parity-preset", default="gpt2-124m", choices=gpt_presets.PRESETS)
@@ -262,8 +282,9 @@ def main(arguments):
         bench.variables["TORCH_CUDA_ARCH_LIST"] = known["capability"]
     tasks = gpu_modes.tasks_of(args.modes, args.systems, args.batches)
     bench.run_all(tasks)
+    bits = bench.bits() if args.bits else {}
     parity, parity_reason = bench.parity() if args.parity else (None, None)
-    text, document = report(args, bench, tasks, python, known, parity, parity_reason)
+    text, document = report(args, bench, tasks, python, known, parity, parity_reason, bits)
     print(text, end="", flush=True)
     (args.output / "gpu.md").write_text(text, encoding="utf-8")
     (args.output / "gpu.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -46,8 +46,9 @@ def at_least(figure, limit, value, form=".3f", unit=""):
 class Measured:
     """Look-ups in {(mode, system, batch): Figures}; None for what is missing."""
 
-    def __init__(self, figures, preset, rates):
+    def __init__(self, figures, preset, rates, bits):
         self.figures = figures
+        self.bits = bits  # the same, of runs with deterministic operators
         self.num_params = gpt_presets.num_params(preset)
         self.rates = rates
 
@@ -89,10 +90,11 @@ def memory_claims(measured, batch):
     ]
 
 
-def same_bits_claim(measured, mode, batch):
-    """Losses and norms of a mode against those of tessera resident, as far as both go."""
+def same_bits_claim(bits, mode, batch):
+    """Losses and norms of a mode against those of tessera resident, as far as both go; of runs with
+    deterministic operators: a GPU's others give other bits each time."""
     figure, asked = f"{mode}, batch {batch}: losses and norms of resident", "every bit"
-    ours, resident = (measured.figures.get((m, TESSERA, batch)) for m in (mode, "resident"))
+    ours, resident = (bits.get((m, TESSERA, batch)) for m in (mode, "resident"))
     if ours is None or resident is None:
         return Claim(figure, asked, "-", None)
     pairs = list(zip(zip(ours.losses, ours.grad_norms),
@@ -131,14 +133,14 @@ def batch_claims(measured, batch):
                 measured.steps_ratio(("half", batch), disk)),
         *memory_claims(measured, batch),
     ]
-    return claims + [same_bits_claim(measured, mode, batch)
+    return claims + [same_bits_claim(measured.bits, mode, batch)
                      for mode in ("host", "nvme-optimizer", "nvme", "half")]
 
 
-def claims_of(figures, preset, batches, rates):
+def claims_of(figures, preset, batches, rates, bits=None):
     """Nothing for another preset: the limits are this one's."""
     if preset != PRESET:
         return []
-    measured = Measured(figures, preset, rates)
+    measured = Measured(figures, preset, rates, bits or {})
     return [claim for batch in BATCHES if batch in batches
             for claim in batch_claims(measured, batch)]

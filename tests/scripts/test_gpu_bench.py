@@ -277,7 +277,7 @@ class WholeProgram(unittest.TestCase):
         return code, out.getvalue(), document, rows
 
     def test_all_modes_and_systems_have_a_row_and_those_that_fail_say_why(self):
-        code, out, document, rows = self.main("--rounds", "2")
+        code, out, document, rows = self.main("--rounds", "2", "--bits")
         self.assertEqual(code, 0)
         self.assertEqual(len(rows), 2 * (4 + 3 + 1 + 1 + 1))
         self.assertAlmostEqual(rows["host", "tessera", 32]["step_s"], 0.64)
@@ -292,7 +292,8 @@ class WholeProgram(unittest.TestCase):
         self.assertEqual(document["rates"]["reasons"], {"torch": "no torch"})
         self.assertRegex(out, r"\| host, batch 8: step +\| <= 0.37 s +\| 0.160 s +\| yes")
         self.assertRegex(out, r"\| host, batch 8: x best peer .*\| - +\| not known")
-        self.assertRegex(out, r"half, batch 32: losses and norms .*\| 4 steps equal +\| yes")
+        self.assertRegex(out, r"half, batch 8: losses and norms .*\| 4 steps equal +\| yes")
+        self.assertRegex(out, r"half, batch 32: losses and norms .*\| - +\| not known")
 
     def test_tessera_is_called_with_the_arithmetic_of_the_peers_and_the_flags_of_the_mode(self):
         self.main("--batches", "8", "--systems", "tessera", "--half-budget", "3GiB", "--extra",

@@ -66,9 +66,9 @@ class Bounds(unittest.TestCase):
 
 
 class Claims(unittest.TestCase):
-    def claims(self, figures, batches=(8, 32), preset="gpt-1b4", rates=H200):
+    def claims(self, figures, batches=(8, 32), preset="gpt-1b4", rates=H200, bits=None):
         return {claim.figure: claim
-                for claim in gpu_claims.claims_of(figures, preset, batches, rates)}
+                for claim in gpu_claims.claims_of(figures, preset, batches, rates, bits)}
 
     def host(self, ours_s, **peers_s):
         figures = {("host", "tessera", 8): Figures(ours_s)}
@@ -124,7 +124,7 @@ class Claims(unittest.TestCase):
 
     def test_one_bit_of_a_norm_is_a_difference(self):
         def same(norms):
-            claims = self.claims({
+            claims = self.claims({}, bits={
                 ("resident", "tessera", 8): Figures(1, losses=(3.0, 2.0), grad_norms=(0.5, 0.25)),
                 ("half", "tessera", 8): Figures(1, losses=(3.0, 2.0), grad_norms=norms)})
             return claims["half, batch 8: losses and norms of resident"]
