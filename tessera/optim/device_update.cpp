@@ -7,6 +7,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/optim/sub_group.h"
+#include "tessera/optim/update_batch.h"
 #include "tessera/tier/store.h"
 
 namespace tessera::optim {
@@ -14,14 +15,6 @@ namespace tessera::optim {
 using device::MemoryKind;
 using device::Pending;
 using device::StreamKind;
-
-namespace {
-
-// Resident elements that are updated by one piece of work: few launches, and the first layers of
-// the next forward do not wait for the last ones.
-constexpr std::int64_t kLaunchNumel = std::int64_t{1} << 25;
-
-}  // namespace
 
 DeviceUpdate::DeviceUpdate(shard::ParamTable& params, const RuleOptions& rule,
                            const OwnMemoryParts& own, const std::vector<StoredParts>& stored)
@@ -273,21 +266,7 @@ void DeviceUpdate::start(grad::Reducer& gradients, const UpdateScalars& scalars)
 }
 
 void DeviceUpdate::update_resident(grad::Reducer& gradients, const UpdateScalars& scalars) {
-  std::vector<UpdateTask> tasks;
-  std::vector<int> ids;
-  std::int64_t numel = 0;
-  const auto launch = [&] {
-    if (tasks.empty()) {
-      return;
-    }
-    const Pending updated = kernels_.start_updates(rule_, tasks, update_);
-    for (const int id : ids) {
-      params_[id].set_updated(updated);
-    }
-    tasks.clear();
-    ids.clear();
-    numel = 0;
-  };
+  UpdateBatch batch(params_, kernels_, rule_, update_);
   for (int id = 0; id < params_.num_params(); ++id) {
     const shard::Param& param = params_[id];
     if (!param.trainable() || !is_ours(id) || needs_slot(id)) {
@@ -305,14 +284,9 @@ void DeviceUpdate::update_resident(grad::Reducer& gradients, const UpdateScalars
     for (std::size_t i = 0; i < state_names(rule_).size(); ++i) {
       task.span.states[i] = resident_tensor(id, next++);
     }
-    tasks.push_back(task);
-    ids.push_back(id);
-    numel += task.span.numel;
-    if (numel >= kLaunchNumel) {
-      launch();
-    }
+    batch.add(id, task);
   }
-  launch();
+  batch.launch();
 }
 
 UpdateSpan DeviceUpdate::span_of(const Piece& piece, const Room& room,

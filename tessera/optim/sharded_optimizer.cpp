@@ -7,13 +7,10 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/optim/update_batch.h"
 
 namespace tessera::optim {
 namespace {
-
-// Elements that are updated by one piece of work: few launches, and the first layers of the next
-// forward do not wait for the last ones.
-constexpr std::int64_t kLaunchNumel = std::int64_t{1} << 25;
 
 bool is_fp32(const shard::Param& param) { return param.layout().dtype() == DType::kFloat32; }
 
@@ -92,21 +89,7 @@ void ShardedOptimizer::start_update(grad::Reducer& gradients, double lr, double 
   stream.wait(device_.stream(device::StreamKind::kCompute).record());
   stream.wait(device_.stream(device::StreamKind::kGather).record());
   ++num_updates_;
-  std::vector<UpdateTask> tasks;
-  std::vector<int> ids;
-  std::int64_t numel = 0;
-  const auto launch = [&] {
-    if (tasks.empty()) {
-      return;
-    }
-    const device::Pending updated = kernels_.start_updates(rule_, tasks, stream);
-    for (const int id : ids) {
-      params_[id].set_updated(updated);
-    }
-    tasks.clear();
-    ids.clear();
-    numel = 0;
-  };
+  UpdateBatch batch(params_, kernels_, rule_, stream);
   for (int id = 0; id < params_.num_params(); ++id) {
     const shard::Param& param = params_[id];
     if (!param.trainable()) {
@@ -130,14 +113,9 @@ void ShardedOptimizer::start_update(grad::Reducer& gradients, double lr, double 
       task.span.parameter = param.shard();
       task.span.parameter_dtype = param.layout().dtype();
     }
-    tasks.push_back(task);
-    ids.push_back(id);
-    numel += gradient.numel;
-    if (numel >= kLaunchNumel) {
-      launch();
-    }
+    batch.add(id, task);
   }
-  launch();
+  batch.launch();
 }
 
 void ShardedOptimizer::wait() {
