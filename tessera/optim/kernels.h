@@ -46,8 +46,11 @@ class Kernels {
  public:
   virtual ~Kernels() = default;
   // In the order of `stream`. The span's memory must stay valid until the Pending is done.
-  virtual device::Pending start_update(const RuleOptions& rule, const UpdateScalars& scalars,
-                                       const UpdateSpan& span, device::Stream& stream) = 0;
+  device::Pending start_update(const RuleOptions& rule, const UpdateScalars& scalars,
+                               const UpdateSpan& span, device::Stream& stream) {
+    const UpdateTask task{scalars, span};
+    return start_updates(rule, {&task, 1}, stream);
+  }
   // All of them as one piece of work: dozens of small spans cost what one costs.
   virtual device::Pending start_updates(const RuleOptions& rule, std::span<const UpdateTask> tasks,
                                         device::Stream& stream) = 0;

@@ -88,12 +88,6 @@ class CpuKernels final : public Kernels {
 
   using Kernels::start_add;
 
-  device::Pending start_update(const RuleOptions& rule, const UpdateScalars& scalars,
-                               const UpdateSpan& span, device::Stream& stream) override {
-    const UpdateTask task{scalars, span};
-    return start_updates(rule, {&task, 1}, stream);
-  }
-
   device::Pending start_updates(const RuleOptions& rule, std::span<const UpdateTask> tasks,
                                 device::Stream& stream) override {
     std::vector<RoundedTask> rounded;

@@ -316,13 +316,6 @@ class FailingKernels final : public Kernels {
  public:
   FailingKernels(Kernels& real, int failing_call) : real_(real), calls_left_(failing_call) {}
 
-  device::Pending start_update(const RuleOptions& rule, const UpdateScalars& scalars,
-                               const UpdateSpan& span, device::Stream& stream) override {
-    if (--calls_left_ == 0) {
-      return device::Pending::failed(std::make_exception_ptr(DeviceError("out of order")));
-    }
-    return real_.start_update(rule, scalars, span, stream);
-  }
   device::Pending start_sum_of_squares(const float* values, std::int64_t numel, double* result,
                                        device::Stream& stream) override {
     return real_.start_sum_of_squares(values, numel, result, stream);
