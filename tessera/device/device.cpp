@@ -14,6 +14,8 @@ std::string_view to_string(StreamKind kind) {
       return "write";
     case StreamKind::kReduce:
       return "reduce";
+    case StreamKind::kComm:
+      return "comm";
   }
   return "unknown";
 }

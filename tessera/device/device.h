@@ -32,8 +32,10 @@
 
 namespace tessera::device {
 
-enum class StreamKind : std::uint8_t { kCompute, kGather, kRead, kWrite, kReduce };
-inline constexpr std::size_t kNumStreams = 5;
+// kComm is for copies that a group makes for its calls, where the network cannot reach the device's
+// memory; it is never made to wait for anything, so that these end by themselves.
+enum class StreamKind : std::uint8_t { kCompute, kGather, kRead, kWrite, kReduce, kComm };
+inline constexpr std::size_t kNumStreams = 6;
 std::string_view to_string(StreamKind kind);
 
 class Stream {

@@ -45,8 +45,8 @@ class CpuDevice final : public Device {
   HostAllocator allocator_;
   std::array<InlineStream, kNumStreams> streams_{
       InlineStream(StreamKind::kCompute), InlineStream(StreamKind::kGather),
-      InlineStream(StreamKind::kRead), InlineStream(StreamKind::kWrite),
-      InlineStream(StreamKind::kReduce)};
+      InlineStream(StreamKind::kRead),    InlineStream(StreamKind::kWrite),
+      InlineStream(StreamKind::kReduce),  InlineStream(StreamKind::kComm)};
 };
 
 }  // namespace

@@ -77,7 +77,8 @@ class LateDevice final : public Device {
   InlineStream compute_{StreamKind::kCompute};
   std::array<LateStream, kNumStreams - 1> late_{
       LateStream(StreamKind::kGather, options_), LateStream(StreamKind::kRead, options_),
-      LateStream(StreamKind::kWrite, options_), LateStream(StreamKind::kReduce, options_)};
+      LateStream(StreamKind::kWrite, options_), LateStream(StreamKind::kReduce, options_),
+      LateStream(StreamKind::kComm, options_)};
 };
 
 }  // namespace

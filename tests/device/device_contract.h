@@ -34,8 +34,8 @@ std::vector<DeviceCase> all_devices();
 inline constexpr MemoryKind kAllKinds[] = {MemoryKind::kDevice, MemoryKind::kHost,
                                            MemoryKind::kPinned};
 inline constexpr StreamKind kAllStreams[] = {StreamKind::kCompute, StreamKind::kGather,
-                                             StreamKind::kRead, StreamKind::kWrite,
-                                             StreamKind::kReduce};
+                                             StreamKind::kRead,    StreamKind::kWrite,
+                                             StreamKind::kReduce,  StreamKind::kComm};
 
 class DeviceContract : public ::testing::TestWithParam<DeviceCase> {
  protected:

@@ -112,11 +112,11 @@ TEST_F(LazyDevice, RunsWhatAWaitDemandsAndNothingElse) {
 
 TEST_F(LazyDevice, RunsDependenciesAcrossAllStreamsWhenTheLastIsDemanded) {
   const StreamKind kinds[] = {StreamKind::kGather, StreamKind::kRead, StreamKind::kWrite,
-                              StreamKind::kReduce};
+                              StreamKind::kReduce, StreamKind::kComm};
   std::vector<int> order;
   Pending last;
   for (int i = 0; i < 40; ++i) {
-    Stream& stream = device_->stream(kinds[i % 4]);
+    Stream& stream = device_->stream(kinds[i % 5]);
     stream.wait(last);
     last = stream.enqueue([&order, i] { order.push_back(i); });
   }
