@@ -1,5 +1,7 @@
 #include "tessera/comm/group.h"
 
+#include <tuple>
+
 #include "tessera/comm/group_impl.h"
 #include "tessera/comm/solo_backend.h"
 
@@ -22,6 +24,7 @@ int Group::rank() const { return impl_->rank(); }
 int Group::size() const { return impl_->size(); }
 const std::string& Group::name() const { return impl_->name_; }
 std::string_view Group::backend_name() const { return impl_->backend_->name(); }
+CallMemory Group::call_memory() const { return impl_->call_memory(); }
 
 WireBytes Group::wire_bytes() const {
   return {impl_->payload_bytes_, impl_->control_bytes_, impl_->num_calls_};
@@ -37,10 +40,27 @@ Pending Group::start_broadcast(void* data, std::int64_t numel, DType dtype, int 
                 " is not a rank of group '", name(), "' of ", size());
   const std::uint64_t shape = hash_bytes(&numel, sizeof(numel), 0);
   QueuedCall queued = impl_->prepare(Op::kBroadcast, shape, bytes, 1, dtype, options, root);
-  if (bytes > 0) {
-    queued.phases.push_back({true, [impl = impl_.get(), data, bytes, root, call = queued.call] {
+  Impl* impl = impl_.get();
+  if (bytes > 0 && !impl->is_copied()) {
+    queued.phases.push_back({true, [impl, data, bytes, root, call = queued.call] {
                                return impl->backend_->start_broadcast(data, bytes, root, call);
                              }});
+  } else if (bytes > 0) {
+    const auto staging =
+        impl->add_staging(queued, broadcast_staging_bytes(bytes, impl->call_memory()));
+    const bool sends = root == rank();
+    queued.phases.push_back(
+        {true, [impl, data, bytes, root, staging, sends, call = queued.call] {
+           if (sends) {
+             std::ignore = impl->copy(staging->data(), data, bytes, call.stream);
+           }
+           return impl->backend_->start_broadcast(staging->data(), bytes, root, call);
+         }});
+    if (!sends) {
+      queued.phases.push_back({false, [impl, data, bytes, staging, call = queued.call] {
+                                 return impl->copy(data, staging->data(), bytes, call.stream);
+                               }});
+    }
   }
   return impl_->start(std::move(queued), impl_->backend_->broadcast_sent_bytes(bytes, root));
 }
@@ -52,11 +72,27 @@ Pending Group::start_all_to_all(const void* send, void* receive, std::int64_t pi
   check_pointer(receive, bytes, "all_to_all: receive");
   const std::uint64_t shape = hash_bytes(&piece_numel, sizeof(piece_numel), 0);
   QueuedCall queued = impl_->prepare(Op::kAllToAll, shape, bytes, 1, dtype, options);
-  if (bytes > 0) {
-    queued.phases.push_back({true, [impl = impl_.get(), send, receive, bytes, call = queued.call] {
+  Impl* impl = impl_.get();
+  if (bytes > 0 && !impl->is_copied()) {
+    queued.phases.push_back({true, [impl, send, receive, bytes, call = queued.call] {
                                return impl->backend_->start_all_to_all(
                                    {send, receive, bytes, bytes, bytes}, call);
                              }});
+  } else if (bytes > 0) {
+    // What is received lies first in the staging, the copy of what is sent behind it.
+    const auto staging =
+        impl->add_staging(queued, all_to_all_staging_bytes(bytes, size(), impl->call_memory()));
+    const std::size_t all = bytes * static_cast<std::size_t>(size());
+    queued.phases = {{true,
+                      [impl, send, bytes, all, staging, call = queued.call] {
+                        std::byte* const sent = staging->data() + staging_room(all);
+                        std::ignore = impl->copy(sent, send, all, call.stream);
+                        return impl->backend_->start_all_to_all(
+                            {sent, staging->data(), bytes, bytes, bytes}, call);
+                      }},
+                     {false, [impl, receive, all, staging, call = queued.call] {
+                        return impl->copy(receive, staging->data(), all, call.stream);
+                      }}};
   }
   return impl_->start(std::move(queued), bytes * impl_->num_peers());
 }

@@ -35,6 +35,7 @@
 
 #include "tessera/comm/backend.h"
 #include "tessera/comm/board.h"
+#include "tessera/comm/staging_bytes.h"
 #include "tessera/comm/tag.h"
 #include "tessera/comm/topology.h"
 #include "tessera/core/dtype.h"
@@ -49,10 +50,14 @@ struct GroupOptions {
   std::size_t pack_below_bytes = std::size_t{64} * 1024;
   // How often a rank says what it is doing, and looks whether another one has failed.
   std::chrono::milliseconds beat{1000};
-  Ledger* ledger = nullptr;          // staging is charged here; null: not charged
-  device::Device* device = nullptr;  // whose memory is passed in; null: host memory
-  Spans* spans = nullptr;            // every call is recorded here; null: not recorded
-  std::shared_ptr<Board> board;      // null: waits are explained without the other ranks' words
+  Ledger* ledger = nullptr;  // staging is charged here; null: not charged
+  // Whose memory is passed in; null: host memory. Outlives the group. If it has memory of its own
+  // and the network reaches the host's only (Gloo, threads), calls pass through pinned staging: the
+  // group's own threads copy what is sent down and what has come up, and nothing blocks the caller.
+  // Memory of the host may then be passed in, too.
+  device::Device* device = nullptr;
+  Spans* spans = nullptr;        // every call is recorded here; null: not recorded
+  std::shared_ptr<Board> board;  // null: waits are explained without the other ranks' words
 };
 
 struct CallOptions {
@@ -103,6 +108,8 @@ class Group {
   int size() const;
   const std::string& name() const;
   std::string_view backend_name() const;
+  // For plans of staging.
+  CallMemory call_memory() const;
 
   [[nodiscard]] Pending start_all_gather(std::span<const Gather> tensors,
                                          const CallOptions& options = {});

@@ -23,21 +23,21 @@ class Pack {
   std::size_t piece_bytes() const { return piece_bytes_; }
 
   // What travels is defined to the last byte, gaps included.
-  void write(std::byte* piece) const {
+  void write(std::byte* piece, CallCopies& copies) const {
     for (const GatherBytes& part : parts_) {
       const std::size_t room = packed_bytes(part.shard_bytes);
-      std::memcpy(piece, part.shard, part.shard_bytes);
+      copies.add(piece, part.shard, part.shard_bytes);
       std::memset(piece + part.shard_bytes, 0, room - part.shard_bytes);
       piece += room;
     }
   }
 
   // `pieces` are those of all ranks, in rank order.
-  void read(const std::byte* pieces, std::size_t num_ranks) const {
+  void read(const std::byte* pieces, std::size_t num_ranks, CallCopies& copies) const {
     for (std::size_t rank = 0; rank < num_ranks; ++rank) {
       for (const GatherBytes& part : parts_) {
-        std::memcpy(static_cast<std::byte*>(part.full) + rank * part.shard_bytes, pieces,
-                    part.shard_bytes);
+        copies.add(static_cast<std::byte*>(part.full) + rank * part.shard_bytes, pieces,
+                   part.shard_bytes);
         pieces += packed_bytes(part.shard_bytes);
       }
     }
@@ -48,34 +48,96 @@ class Pack {
   std::size_t piece_bytes_ = 0;
 };
 
-// A pack in the staging of its call, which is there when the call's phases run.
-class StagedPack {
+// What a gather moves, between its caller's memory and what the network reaches. The pack lies
+// first in the call's staging; copies of what travels by itself, if there are any, lie at the end.
+// The staging is there when the call's phases run.
+class StagedGather {
  public:
-  // `num_ranks`: whose pieces are received; 0: this rank only sends.
-  StagedPack(Pack pack, std::shared_ptr<const StagingLease> staging, std::size_t rank,
-             std::size_t num_ranks)
-      : pack_(std::move(pack)), staging_(std::move(staging)), rank_(rank), num_ranks_(num_ranks) {}
+  struct Staged {
+    std::shared_ptr<const StagingLease> staging;  // null: none is needed
+    device::Device* copied_from = nullptr;        // null: the network reaches the caller's memory
+    std::size_t rank = 0;
+    std::size_t num_ranks = 0;  // whose pieces are received; 0: this rank only sends
+  };
 
-  bool empty() const { return pack_.empty(); }
+  StagedGather(std::vector<GatherBytes> direct, Pack pack, Staged staged)
+      : direct_(std::move(direct)), pack_(std::move(pack)), staged_(std::move(staged)) {}
 
-  // `direct` and the pack, ready to travel.
-  std::vector<GatherBytes> written_behind(std::vector<GatherBytes> direct) const {
-    if (!empty()) {
-      const bool receives = num_ranks_ > 0;
-      std::byte* all = staging_->data();
-      std::byte* own = receives ? all + rank_ * pack_.piece_bytes() : all;
-      pack_.write(own);
-      direct.push_back({own, receives ? all : nullptr, pack_.piece_bytes()});
-    }
-    return direct;
+  bool empty() const { return direct_.empty() && pack_.empty(); }
+  // Something must be put in its place once it has come.
+  bool is_unpacked() const {
+    return staged_.num_ranks > 0 && !empty() && (!pack_.empty() || is_copied());
   }
-  void read() const { pack_.read(staging_->data(), num_ranks_); }
+
+  // In the order of the parts, the pack behind them; ready to travel.
+  std::vector<GatherBytes> written() const {
+    std::vector<GatherBytes> parts;
+    CallCopies copies(staged_.copied_from);
+    for (std::size_t i = 0; i < direct_.size(); ++i) {
+      const GatherBytes& part = direct_[i];
+      if (is_copied()) {
+        parts.push_back(in_staging(copy_of(i), part.shard_bytes));
+        copies.add(const_cast<void*>(parts.back().shard), part.shard, part.shard_bytes);
+      } else {
+        parts.push_back(part);
+      }
+    }
+    if (!pack_.empty()) {
+      parts.push_back(in_staging(staged_.staging->data(), pack_.piece_bytes()));
+      pack_.write(static_cast<std::byte*>(const_cast<void*>(parts.back().shard)), copies);
+    }
+    copies.finish();
+    return parts;
+  }
+
+  // Part i of those that travel by themselves.
+  void read_direct(std::size_t i) const {
+    CallCopies copies(staged_.copied_from);
+    add_direct(i, copies);
+    copies.finish();
+  }
+  void read_pack() const {
+    CallCopies copies(staged_.copied_from);
+    pack_.read(staged_.staging->data(), staged_.num_ranks, copies);
+    copies.finish();
+  }
+  void read() const {
+    CallCopies copies(staged_.copied_from);
+    for (std::size_t i = 0; is_copied() && i < direct_.size(); ++i) {
+      add_direct(i, copies);
+    }
+    if (!pack_.empty()) {
+      pack_.read(staged_.staging->data(), staged_.num_ranks, copies);
+    }
+    copies.finish();
+  }
 
  private:
+  bool is_copied() const { return staged_.copied_from != nullptr; }
+  std::size_t num_pieces() const { return std::max<std::size_t>(staged_.num_ranks, 1); }
+
+  std::byte* copy_of(std::size_t i) const {
+    std::byte* at = staged_.staging->data() + staged_.staging->bytes();
+    for (std::size_t later = i; later < direct_.size(); ++later) {
+      at -= staging_room(direct_[later].shard_bytes * num_pieces());
+    }
+    return at;
+  }
+
+  void add_direct(std::size_t i, CallCopies& copies) const {
+    copies.add(direct_[i].full, copy_of(i), direct_[i].shard_bytes * num_pieces());
+  }
+
+  // Pieces from all ranks at `pieces`, or, if this rank only sends, its own.
+  GatherBytes in_staging(std::byte* pieces, std::size_t piece_bytes) const {
+    const bool receives = staged_.num_ranks > 0;
+    return {receives ? pieces + staged_.rank * piece_bytes : pieces, receives ? pieces : nullptr,
+            piece_bytes};
+  }
+
+  std::vector<GatherBytes> direct_;
   Pack pack_;
-  std::shared_ptr<const StagingLease> staging_;
-  std::size_t rank_;
-  std::size_t num_ranks_;
+  Staged staged_;
 };
 
 // What is to be moved, and how.
@@ -156,22 +218,24 @@ Pending Group::Impl::start_gather(std::span<const Gather> tensors, const CallOpt
   QueuedCall queued = prepare(Op::kAllGather, plan.shape_hash, plan.shard_bytes, tensors.size(),
                               first_dtype(tensors), options, 0, plan.words);
   std::shared_ptr<const StagingLease> staging;
-  if (!plan.pack.empty()) {
-    staging = add_staging(queued, all_gather_staging_bytes(plan.piece_bytes, pack_below, size()));
+  if (const std::size_t bytes =
+          all_gather_staging_bytes(plan.piece_bytes, pack_below, size(), call_memory());
+      bytes > 0) {
+    staging = add_staging(queued, bytes);
   }
-  const StagedPack pack(plan.pack, staging, static_cast<std::size_t>(rank()),
-                        static_cast<std::size_t>(size()));
-  const bool moves = !plan.direct.empty() || !pack.empty();
+  const auto gather = std::make_shared<const StagedGather>(
+      plan.direct, plan.pack,
+      StagedGather::Staged{staging, copied_from_, static_cast<std::size_t>(rank()),
+                           static_cast<std::size_t>(size())});
   if (each == nullptr) {
-    if (moves) {
-      queued.phases.push_back({true, [impl = this, direct = plan.direct, pack, call = queued.call] {
-                                 return impl->backend_->start_all_gather(
-                                     pack.written_behind(direct), call);
+    if (!gather->empty()) {
+      queued.phases.push_back({true, [impl = this, gather, call = queued.call] {
+                                 return impl->backend_->start_all_gather(gather->written(), call);
                                }});
     }
-    if (!pack.empty()) {
-      queued.phases.push_back({false, [pack] {
-                                 pack.read();
+    if (gather->is_unpacked()) {
+      queued.phases.push_back({false, [gather] {
+                                 gather->read();
                                  return Pending();
                                }});
     }
@@ -188,10 +252,15 @@ Pending Group::Impl::start_gather(std::span<const Gather> tensors, const CallOpt
   };
   for (const std::size_t& tensor : plan.direct_tensors) {
     add_owners(queued.parts.emplace_back(), {&tensor, 1});
+    if (is_copied()) {
+      queued.parts.back().unpack = [gather, i = queued.parts.size() - 1] {
+        gather->read_direct(i);
+      };
+    }
   }
   if (!plan.pack.empty()) {
     add_owners(queued.parts.emplace_back(), plan.packed_tensors);
-    queued.parts.back().unpack = [pack] { pack.read(); };
+    queued.parts.back().unpack = [gather] { gather->read_pack(); };
   }
   // A tensor without elements is there when the ranks agree, and the first part tells that they do.
   if (!plan.empty_tensors.empty()) {
@@ -200,15 +269,15 @@ Pending Group::Impl::start_gather(std::span<const Gather> tensors, const CallOpt
   }
   const auto arrivals = std::make_shared<std::vector<Pending>>(queued.parts.size());
   queued.arrivals = arrivals;
-  if (moves) {
-    queued.phases.push_back(
-        {true, [impl = this, direct = plan.direct, pack, arrivals, call = queued.call] {
-           const auto parts = pack.written_behind(direct);
-           for (std::size_t i = 0; i < parts.size(); ++i) {
-             (*arrivals)[i] = impl->backend_->start_all_gather({&parts[i], 1}, call);
-           }
-           return Pending();
-         }});
+  if (!gather->empty()) {
+    queued.phases.push_back({true, [impl = this, gather, arrivals, call = queued.call] {
+                               const auto parts = gather->written();
+                               for (std::size_t i = 0; i < parts.size(); ++i) {
+                                 (*arrivals)[i] =
+                                     impl->backend_->start_all_gather({&parts[i], 1}, call);
+                               }
+                               return Pending();
+                             }});
   }
   return start(std::move(queued), plan.sent_bytes * num_peers());
 }
@@ -254,25 +323,27 @@ Pending Group::start_gather_to(std::span<const Gather> tensors, std::span<const 
 
   const auto num_ranks = static_cast<std::size_t>(receives ? size() : 0);
   const bool copies = impl->backend_->gather_to_needs_copies();
+  const GatherToStaging needs{size(), static_cast<int>(num_wanting), receives, copies,
+                              impl->call_memory()};
   std::shared_ptr<const StagingLease> staging;
-  if (copies || !plan.pack.empty()) {
-    const GatherToStaging needs{size(), static_cast<int>(num_wanting), receives, copies};
-    staging =
-        impl->add_staging(queued, gather_to_staging_bytes(plan.piece_bytes, pack_below, needs));
+  if (const std::size_t bytes = gather_to_staging_bytes(plan.piece_bytes, pack_below, needs);
+      bytes > 0) {
+    staging = impl->add_staging(queued, bytes);
   }
-  // The pack lies first in the staging, the copies behind it.
+  // The backend's copies lie behind the pack.
   const std::size_t copies_begin =
       staging_room(plan.pack.piece_bytes() * std::max<std::size_t>(num_ranks, 1));
-  const StagedPack pack(plan.pack, staging, own_rank, num_ranks);
-  queued.phases.push_back({true, [impl, direct = plan.direct, pack, wanted, staging, copies,
-                                  copies_begin, call = queued.call] {
-                             return impl->backend_->start_gather_to(
-                                 pack.written_behind(direct), wanted,
-                                 copies ? staging->data() + copies_begin : nullptr, call);
-                           }});
-  if (receives && !pack.empty()) {
-    queued.phases.push_back({false, [pack] {
-                               pack.read();
+  const auto gather = std::make_shared<const StagedGather>(
+      plan.direct, plan.pack,
+      StagedGather::Staged{staging, impl->copied_from_, own_rank, num_ranks});
+  queued.phases.push_back(
+      {true, [impl, gather, wanted, staging, copies, copies_begin, call = queued.call] {
+         return impl->backend_->start_gather_to(
+             gather->written(), wanted, copies ? staging->data() + copies_begin : nullptr, call);
+       }});
+  if (gather->is_unpacked()) {
+    queued.phases.push_back({false, [gather] {
+                               gather->read();
                                return Pending();
                              }});
   }

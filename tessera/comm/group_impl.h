@@ -17,9 +17,11 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/comm/call_copies.h"
 #include "tessera/comm/call_queue.h"
 #include "tessera/comm/group.h"
 #include "tessera/comm/staging.h"
+#include "tessera/comm/staging_bytes.h"
 #include "tessera/comm/watch.h"
 #include "tessera/core/error.h"
 
@@ -50,7 +52,8 @@ class Group::Impl {
         name_(std::move(name)),
         world_ranks_(std::move(world_ranks)),
         options_(std::move(options)),
-        staging_(*backend_, options_.ledger),
+        copied_from_(device_to_copy_from(*backend_, options_.device)),
+        staging_(*backend_, options_.ledger, copied_from_),
         watch_(WatchOptions{name_, backend_->rank(), world_ranks_, options_.timeout, options_.beat,
                             options_.board}) {
     TESSERA_CHECK(static_cast<int>(world_ranks_.size()) == backend_->size(), ConfigError, "group '",
@@ -151,16 +154,25 @@ class Group::Impl {
   // True: exchanging the tags is already a meeting of all ranks.
   bool tags_meet() const { return queue_ && !backend_->compares_tags(); }
 
-  // A copy of the call's own memory, in the call's order.
+  CallMemory call_memory() const {
+    return copied_from_ != nullptr ? CallMemory::kCopied : CallMemory::kReached;
+  }
+  bool is_copied() const { return copied_from_ != nullptr; }
+
+  // Between the call's own memory and its staging, in the call's order. In a phase of a queued call
+  // it is done when it returns.
   Pending copy(void* to, const void* from, std::size_t bytes, device::Stream* stream) {
     if (stream != nullptr && !queue_) {
       return options_.device != nullptr ? options_.device->start_copy(to, from, bytes, *stream)
                                         : stream->enqueue([=] { std::memcpy(to, from, bytes); });
     }
-    std::memcpy(to, from, bytes);
+    CallCopies copies(copied_from_);
+    copies.add(to, from, bytes);
+    copies.finish();
     return {};
   }
 
+  // Of staging.
   Pending zero(void* to, std::size_t bytes, device::Stream* stream) {
     if (stream != nullptr && !queue_) {
       return options_.device != nullptr ? options_.device->start_fill(to, 0, bytes, *stream)
@@ -181,7 +193,8 @@ class Group::Impl {
 
   // Phases of reductions (group_reduce.cpp).
   void add_sum(QueuedCall& queued, const std::function<RankParts()>& parts, void* output,
-               DType output_dtype, const std::function<Pending()>& next);
+               DType output_dtype, const std::function<std::byte*()>& copy,
+               const std::function<Pending()>& next);
   void add_reduce_scatter(QueuedCall& queued, const void* input, void* output,
                           std::size_t shard_numel, DType dtype, DType output_dtype);
 
@@ -191,6 +204,12 @@ class Group::Impl {
 
  private:
   friend class Group;
+
+  // Whose memory the backend does not reach: a queue's network is the host's.
+  static device::Device* device_to_copy_from(const Backend& backend, device::Device* device) {
+    const bool is_reached = device == nullptr || !device->has_own_memory();
+    return is_reached || backend.stream_ordered() ? nullptr : device;
+  }
 
   // Stream-ordered backends need no worker: each phase is enqueued behind the one before it.
   Pending run_on_stream(const QueuedCall& queued) {
@@ -229,6 +248,7 @@ class Group::Impl {
   const std::string name_;
   const std::vector<int> world_ranks_;
   const GroupOptions options_;
+  device::Device* const copied_from_;  // null: the backend reaches the memory of calls
   Staging staging_;
   std::uint64_t num_splits_ = 0;
   std::vector<std::pair<Pending, std::shared_ptr<const void>>> held_;

@@ -17,13 +17,20 @@ constexpr std::size_t kReduceChunkBytes = std::size_t{4} << 20;
 }  // namespace
 
 // A local phase that adds up what `parts` gives then; the call goes on when `next` is done, too.
+// `copy` says where the copy of the sum lies then, if the output's memory is not reached.
 void Group::Impl::add_sum(QueuedCall& queued, const std::function<RankParts()>& parts, void* output,
-                          DType output_dtype, const std::function<Pending()>& next) {
+                          DType output_dtype, const std::function<std::byte*()>& copy,
+                          const std::function<Pending()>& next) {
   queued.phases.push_back(
-      {false, [impl = this, parts, output, output_dtype, next, call = queued.call] {
+      {false, [impl = this, parts, output, output_dtype, copy, next, call = queued.call] {
+         const RankParts all = parts();
+         void* const sum = copy ? copy() : output;
          Pending added =
-             impl->backend_->start_reduce(parts(), output, output_dtype, Reduction::kSum,
+             impl->backend_->start_reduce(all, sum, output_dtype, Reduction::kSum,
                                           impl->backend_->stream_ordered() ? call.stream : nullptr);
+         if (copy) {
+           added = impl->copy(output, sum, all.numel * bytes_of(output_dtype), call.stream);
+         }
          return next ? next() : added;
        }});
 }
@@ -37,8 +44,12 @@ void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void
   const std::size_t num_chunks = (shard_numel + chunk_numel - 1) / chunk_numel;
   const auto num_ranks = static_cast<std::size_t>(size());
   const std::size_t shard_bytes = shard_numel * bytes_of(dtype);
-  const auto received = add_staging(
-      queued, reduce_scatter_staging_bytes(static_cast<std::int64_t>(shard_numel), dtype, size()));
+  // What is received lies first; behind it, where memory is copied, what is sent, and the sum.
+  const auto staging =
+      add_staging(queued, reduce_scatter_staging_bytes(static_cast<std::int64_t>(shard_numel),
+                                                       dtype, size(), call_memory()));
+  const std::size_t all_bytes = shard_bytes * num_ranks;
+  const bool copied = is_copied();
 
   auto arrivals = std::make_shared<std::vector<Pending>>(num_chunks);
   const auto numel_of = [=](std::size_t chunk) {
@@ -46,13 +57,18 @@ void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void
   };
   // Chunks lie behind each other in the staging, each with its parts in rank order.
   const auto parts_of = [=](std::size_t chunk) {
-    return received->data() + chunk * chunk_numel * bytes_of(dtype) * num_ranks;
+    return staging->data() + chunk * chunk_numel * bytes_of(dtype) * num_ranks;
   };
   queued.phases.push_back({true, [=, impl = this, call = queued.call] {
+                             const auto* sent = static_cast<const std::byte*>(input);
+                             if (copied) {
+                               std::byte* const copy = staging->data() + staging_room(all_bytes);
+                               std::ignore = impl->copy(copy, input, all_bytes, call.stream);
+                               sent = copy;
+                             }
                              for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) {
                                const std::size_t chunk_bytes = numel_of(chunk) * bytes_of(dtype);
-                               const auto* send = static_cast<const std::byte*>(input) +
-                                                  chunk * chunk_numel * bytes_of(dtype);
+                               const auto* send = sent + chunk * chunk_numel * bytes_of(dtype);
                                (*arrivals)[chunk] = impl->backend_->start_all_to_all(
                                    {send, parts_of(chunk), chunk_bytes, shard_bytes, chunk_bytes},
                                    call);
@@ -67,9 +83,14 @@ void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void
     const auto parts = [parts_of, chunk, dtype, ranks = size(), numel = numel_of(chunk)] {
       return RankParts{parts_of(chunk), dtype, ranks, numel};
     };
-    add_sum(queued, parts,
-            static_cast<std::byte*>(output) + chunk * chunk_numel * bytes_of(output_dtype),
-            output_dtype, next);
+    const std::size_t sum_begin = chunk * chunk_numel * bytes_of(output_dtype);
+    std::function<std::byte*()> copy;
+    if (copied) {
+      copy = [staging, begin = 2 * staging_room(all_bytes) + sum_begin] {
+        return staging->data() + begin;
+      };
+    }
+    add_sum(queued, parts, static_cast<std::byte*>(output) + sum_begin, output_dtype, copy, next);
   }
 }
 
@@ -83,7 +104,7 @@ Pending Group::start_reduce_scatter(const void* input, void* output, std::int64_
   QueuedCall queued = impl_->prepare(Op::kReduceScatter, shape, bytes, 1, dtype, options);
   if (bytes > 0 && size() == 1) {
     const RankParts own{input, dtype, 1, static_cast<std::size_t>(shard_numel)};
-    impl_->add_sum(queued, [own] { return own; }, output, output_dtype, {});
+    impl_->add_sum(queued, [own] { return own; }, output, output_dtype, {}, {});
   } else if (bytes > 0) {
     impl_->add_reduce_scatter(queued, input, output, static_cast<std::size_t>(shard_numel), dtype,
                               output_dtype);
@@ -110,16 +131,29 @@ Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Red
                                         impl->backend_->stream_ordered() ? call.stream : nullptr);
   };
 
-  const auto staging = impl->add_staging(queued, all_reduce_staging_bytes(numel, dtype, size()));
+  const auto staging = impl->add_staging(
+      queued, all_reduce_staging_bytes(numel, dtype, size(), impl->call_memory()));
+  const bool copied = impl->is_copied();
   if (bytes * num_ranks <= kSmallAllReduceBytes) {
-    queued.phases = {
-        {true,
-         [impl, data, staging, bytes, call = queued.call] {
-           const GatherBytes part{data, staging->data(), bytes};
-           return impl->backend_->start_all_gather({&part, 1}, call);
-         }},
-        {false, [reduce, staging, count = static_cast<std::size_t>(numel), data,
-                 call = queued.call] { return reduce(staging->data(), count, data, call); }}};
+    // What is gathered lies first in the staging; behind it, where memory is copied, is the sum.
+    const auto own = [staging, begin = bytes * static_cast<std::size_t>(rank())] {
+      return staging->data() + begin;
+    };
+    queued.phases = {{true,
+                      [impl, data, staging, bytes, copied, own, call = queued.call] {
+                        if (copied) {
+                          std::ignore = impl->copy(own(), data, bytes, call.stream);
+                        }
+                        const GatherBytes part{copied ? own() : data, staging->data(), bytes};
+                        return impl->backend_->start_all_gather({&part, 1}, call);
+                      }},
+                     {false, [impl, reduce, staging, bytes, num_ranks, copied,
+                              count = static_cast<std::size_t>(numel), data, call = queued.call] {
+                        void* const sum =
+                            copied ? staging->data() + staging_room(bytes * num_ranks) : data;
+                        Pending reduced = reduce(staging->data(), count, sum, call);
+                        return copied ? impl->copy(data, sum, bytes, call.stream) : reduced;
+                      }}};
     return impl->start(std::move(queued), bytes * impl->num_peers());
   }
 
@@ -128,10 +162,11 @@ Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Red
   const std::size_t piece_bytes = count * bytes_of(dtype);
   const std::size_t padded_bytes = piece_bytes * num_ranks;
   const std::size_t padding_bytes = padded_bytes - bytes;
-  // Received pieces lie first in the staging; behind them, where there is padding, is the copy.
+  // Received pieces lie first in the staging; behind them is the copy, where there is padding or
+  // memory that is not reached.
+  const bool has_copy = padding_bytes > 0 || copied;
   const auto padded = [=] {
-    return padding_bytes == 0 ? static_cast<std::byte*>(data)
-                              : staging->data() + staging_room(padded_bytes);
+    return has_copy ? staging->data() + staging_room(padded_bytes) : static_cast<std::byte*>(data);
   };
   const auto own = [padded, begin = static_cast<std::size_t>(rank()) * piece_bytes] {
     return padded() + begin;
@@ -139,7 +174,7 @@ Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Red
   queued.phases = {
       {true,
        [=, call = queued.call] {
-         if (padding_bytes > 0) {
+         if (has_copy) {
            std::ignore = impl->copy(padded(), data, bytes, call.stream);
            std::ignore = impl->zero(padded() + bytes, padding_bytes, call.stream);
          }
@@ -151,7 +186,7 @@ Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Red
          const GatherBytes part{own(), padded(), piece_bytes};
          return impl->backend_->start_all_gather({&part, 1}, call);
        }}};
-  if (padding_bytes > 0) {
+  if (has_copy) {
     queued.phases.push_back({false, [=, call = queued.call] {
                                return impl->copy(data, padded(), bytes, call.stream);
                              }});

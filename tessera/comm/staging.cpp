@@ -98,8 +98,19 @@ struct Staging::State {
   bool is_stopped = false;
 };
 
-Staging::Staging(Backend& backend, Ledger* ledger)
-    : backend_(backend), state_(std::make_shared<State>(ledger)) {}
+Staging::Staging(Backend& backend, Ledger* ledger, device::Device* copied_from)
+    : backend_(backend),
+      copied_from_(copied_from),
+      state_(std::make_shared<State>(copied_from == nullptr ? ledger : nullptr)) {}
+
+std::shared_ptr<std::byte> Staging::allocate(std::size_t bytes, device::Stream* stream) {
+  if (copied_from_ == nullptr) {
+    return backend_.make_staging(bytes, stream);
+  }
+  auto memory = std::make_shared<device::Memory>(
+      copied_from_->allocate(device::MemoryKind::kPinned, bytes, Role::kStaging));
+  return {memory, memory->data()};
+}
 
 void Staging::take(StagingLease& lease, device::Stream* stream) {
   const std::size_t bytes = lease.bytes();
@@ -129,7 +140,7 @@ void Staging::take(StagingLease& lease, device::Stream* stream) {
   }
   BufferPtr buffer = state_->find_idle(bytes);
   if (!buffer) {
-    buffer = std::make_shared<Buffer>(backend_.make_staging(bytes, stream), bytes, state_->ledger);
+    buffer = std::make_shared<Buffer>(allocate(bytes, stream), bytes, state_->ledger);
   }
   ++state_->num_taken;
   std::byte* const data = buffer->data();
@@ -148,7 +159,7 @@ void Staging::reserve(std::size_t bytes) {
   state_->region.reset();
   if (bytes > 0) {
     state_->region = std::make_shared<Region>(
-        std::make_shared<Buffer>(backend_.make_staging(bytes, nullptr), bytes, state_->ledger));
+        std::make_shared<Buffer>(allocate(bytes, nullptr), bytes, state_->ledger));
   }
   lock.unlock();
   state_->changed.notify_all();

@@ -10,7 +10,9 @@
 //            for the ones before it. One that needs more than the whole region has memory of its
 //            own, which goes with it.
 //
-// Every byte is charged to the ledger from allocation to release, idle or not.
+// Every byte is charged to the ledger from allocation to release, idle or not. Where calls pass
+// through copies (CallMemory::kCopied) it is pinned memory of the device that they are copied from,
+// and charged there.
 //
 // [Note: waiting for room] Scratch is taken when a call is launched, by the thread that launches:
 // if it were taken when a call is started, whoever starts calls would wait for the network. The
@@ -21,7 +23,8 @@
 //      launched by all ranks, so those end by the network, this group's own threads and their
 //      inputs, and give their scratch back. Then there is room for this one, since it needs no more
 //      than the region; it is launched; and so on.
-// No step of this waits for the thread that starts calls, nor for other groups. Regions of
+// No step of this waits for the thread that starts calls, nor for other groups; copies of a call's
+// memory wait for nothing (call_copies.h). Regions of
 // different sizes on different ranks are slow, not wrong. What ends otherwise, by a failure, ends
 // the wait by stop().
 //
@@ -57,7 +60,8 @@ class Staging {
   static constexpr std::size_t kMaxKept = 8;
 
   // `ledger` may be null. Stream-ordered backends allocate per call: their allocator knows streams.
-  Staging(Backend& backend, Ledger* ledger);
+  // `copied_from`: whose memory calls are copied from and to; null: they are not.
+  Staging(Backend& backend, Ledger* ledger, device::Device* copied_from = nullptr);
 
   // See [Note: waiting for room]. Throws CommError once stopped.
   void take(StagingLease& lease, device::Stream* stream);
@@ -71,7 +75,10 @@ class Staging {
 
  private:
   struct State;
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, device::Stream* stream);
+
   Backend& backend_;
+  device::Device* const copied_from_;
   std::shared_ptr<State> state_;
 };
 

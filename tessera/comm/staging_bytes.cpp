@@ -26,6 +26,20 @@ Pieces add_up(std::span<const std::size_t> shard_bytes, std::size_t pack_below_b
   return pieces;
 }
 
+// Copies of what travels by itself, `num_pieces` pieces of each.
+std::size_t copied_bytes(std::span<const std::size_t> shard_bytes, std::size_t pack_below_bytes,
+                         std::size_t num_pieces, CallMemory memory) {
+  if (memory == CallMemory::kReached) {
+    return 0;
+  }
+  const std::vector<bool> is_packed = packed_pieces(shard_bytes, pack_below_bytes);
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < shard_bytes.size(); ++i) {
+    bytes += is_packed[i] ? 0 : staging_room(shard_bytes[i] * num_pieces);
+  }
+  return bytes;
+}
+
 }  // namespace
 
 std::vector<bool> packed_pieces(std::span<const std::size_t> shard_bytes,
@@ -44,9 +58,11 @@ std::size_t packed_bytes(std::size_t shard_bytes) {
 }
 
 std::size_t all_gather_staging_bytes(std::span<const std::size_t> shard_bytes,
-                                     std::size_t pack_below_bytes, int num_ranks) {
-  return staging_room(add_up(shard_bytes, pack_below_bytes).packed *
-                      static_cast<std::size_t>(num_ranks));
+                                     std::size_t pack_below_bytes, int num_ranks,
+                                     CallMemory memory) {
+  const auto ranks = static_cast<std::size_t>(num_ranks);
+  return staging_room(add_up(shard_bytes, pack_below_bytes).packed * ranks) +
+         copied_bytes(shard_bytes, pack_below_bytes, ranks, memory);
 }
 
 std::size_t gather_to_staging_bytes(std::span<const std::size_t> shard_bytes,
@@ -55,33 +71,54 @@ std::size_t gather_to_staging_bytes(std::span<const std::size_t> shard_bytes,
     return 0;
   }
   const Pieces pieces = add_up(shard_bytes, pack_below_bytes);
-  const std::size_t pack =
-      pieces.packed * static_cast<std::size_t>(call.receives ? call.num_ranks : 1);
+  const auto num_pieces = static_cast<std::size_t>(call.receives ? call.num_ranks : 1);
+  const std::size_t pack = pieces.packed * num_pieces;
   const std::size_t copies =
       call.copies ? (pieces.packed + pieces.direct) * static_cast<std::size_t>(call.num_wanting)
                   : 0;
-  return staging_room(pack) + staging_room(copies);
+  return staging_room(pack) + staging_room(copies) +
+         copied_bytes(shard_bytes, pack_below_bytes, num_pieces, call.memory);
 }
 
-std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, int num_ranks) {
-  return num_ranks == 1 ? 0
-                        : staging_room(static_cast<std::size_t>(shard_numel) * bytes_of(dtype) *
-                                       static_cast<std::size_t>(num_ranks));
-}
-
-std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ranks) {
+std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, int num_ranks,
+                                         CallMemory memory) {
   if (num_ranks == 1) {
     return 0;
   }
+  const auto numel = static_cast<std::size_t>(shard_numel);
+  const std::size_t all =
+      staging_room(numel * bytes_of(dtype) * static_cast<std::size_t>(num_ranks));
+  // What is received; and the copies of what is sent and of the sum, in the wider type it may have.
+  return memory == CallMemory::kReached
+             ? all
+             : 2 * all + staging_room(numel * std::max(bytes_of(dtype), sizeof(float)));
+}
+
+std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ranks,
+                                     CallMemory memory) {
+  if (num_ranks == 1) {
+    return 0;
+  }
+  const bool is_copied = memory == CallMemory::kCopied;
   const auto ranks = static_cast<std::size_t>(num_ranks);
   const std::size_t bytes = static_cast<std::size_t>(numel) * bytes_of(dtype);
   if (bytes * ranks <= kSmallAllReduceBytes) {
-    return staging_room(bytes * ranks);
+    return staging_room(bytes * ranks) + (is_copied ? staging_room(bytes) : 0);
   }
   // What is received, and, where `num_ranks` does not divide, a copy with equal pieces.
   const std::size_t count = (static_cast<std::size_t>(numel) + ranks - 1) / ranks;
   const std::size_t padded = count * bytes_of(dtype) * ranks;
-  return (padded > bytes ? 2 : 1) * staging_room(padded);
+  return (is_copied || padded > bytes ? 2 : 1) * staging_room(padded);
+}
+
+std::size_t broadcast_staging_bytes(std::size_t bytes, CallMemory memory) {
+  return memory == CallMemory::kReached ? 0 : staging_room(bytes);
+}
+
+std::size_t all_to_all_staging_bytes(std::size_t piece_bytes, int num_ranks, CallMemory memory) {
+  return memory == CallMemory::kReached
+             ? 0
+             : 2 * staging_room(piece_bytes * static_cast<std::size_t>(num_ranks));
 }
 
 }  // namespace tessera::comm

@@ -2,7 +2,8 @@
 // reserved region gives it out. Group asks these same functions, so a plan that is made of them
 // holds (Group::reserve_staging).
 //
-// Calls that are not named here (broadcast, all-to-all, barrier) take none.
+// A call whose memory the network cannot reach passes through copies in host memory, which are
+// staging, too. Calls that are not named here (barrier) take none.
 //
 // Threads: pure functions.
 #pragma once
@@ -21,6 +22,12 @@ namespace tessera::comm {
 // one round trip instead of two, and the same bits.
 inline constexpr std::size_t kSmallAllReduceBytes = std::size_t{64} * 1024;
 
+// Where the memory is that calls are given.
+enum class CallMemory : std::uint8_t {
+  kReached,  // the network reads and writes it
+  kCopied,   // it is a device's, and the network reaches the host's only
+};
+
 constexpr std::size_t staging_room(std::size_t bytes) { return device::round_to_arena(bytes); }
 
 // Small pieces of a gather travel together in one message, a pack.
@@ -35,18 +42,24 @@ std::size_t packed_bytes(std::size_t shard_bytes);
 
 // REQUIRES of all below: at least one rank, no negative number of elements.
 std::size_t all_gather_staging_bytes(std::span<const std::size_t> shard_bytes,
-                                     std::size_t pack_below_bytes, int num_ranks);
+                                     std::size_t pack_below_bytes, int num_ranks,
+                                     CallMemory memory = CallMemory::kReached);
 
 struct GatherToStaging {
   int num_ranks = 1;
   int num_wanting = 1;   // ranks that get it
   bool receives = true;  // this rank does
   bool copies = true;    // Backend::gather_to_needs_copies()
+  CallMemory memory = CallMemory::kReached;
 };
 std::size_t gather_to_staging_bytes(std::span<const std::size_t> shard_bytes,
                                     std::size_t pack_below_bytes, const GatherToStaging& call);
 
-std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, int num_ranks);
-std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ranks);
+std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, int num_ranks,
+                                         CallMemory memory = CallMemory::kReached);
+std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ranks,
+                                     CallMemory memory = CallMemory::kReached);
+std::size_t broadcast_staging_bytes(std::size_t bytes, CallMemory memory);
+std::size_t all_to_all_staging_bytes(std::size_t piece_bytes, int num_ranks, CallMemory memory);
 
 }  // namespace tessera::comm
