@@ -13,8 +13,11 @@
 #include "models/gpt_activations.h"
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
+#include "tessera/device/device_cuda.h"
+#include "tessera/device/host_info.h"
 #include "tessera/engine/engine_tiers.h"
 #include "tessera/optim/rule.h"
+#include "tessera/planner/default_budgets.h"
 #include "tessera/planner/prediction.h"
 #include "tessera/tier/io_measure.h"
 #include "tessera/tier/scratch_file.h"
@@ -94,6 +97,16 @@ std::string activations_text(const TrainPlan& plan) {
   return text;
 }
 
+planner::FreeMemory free_memory(int cuda_device) {
+  device::CudaDeviceOptions options;
+  options.index = cuda_device;
+  planner::FreeMemory free;
+  free.device_bytes =
+      static_cast<std::int64_t>(device::make_cuda_device(options)->memory_info().free_bytes);
+  free.host_bytes = static_cast<std::int64_t>(device::read_host_memory().available_bytes());
+  return free;
+}
+
 }  // namespace
 
 std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
@@ -116,6 +129,29 @@ std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOpt
     plan.state_names.emplace_back(name);
   }
   return plan;
+}
+
+std::string give_default_budgets(TrainPlan& plan) {
+  // What is free differs between GPUs, and all ranks have to plan alike.
+  const bool is_alone = plan.batch.num_ranks == 1;
+  if (plan.cuda_device < 0 || plan.unsharded || !is_alone || plan.config.is_set("memory.device")) {
+    return "";
+  }
+  const std::optional<planner::DefaultBudgets> budgets = planner::default_budgets(
+      models::planner_shapes(models::gpt_shape(plan.model)),
+      planner::PlacementOptions::from(plan.config, plan.batch.num_ranks, true),
+      plan.batch.accumulate,
+      models::gpt_activations(plan.model, plan.batch.per_micro_batch()).peak,
+      free_memory(plan.cuda_device));
+  if (!budgets) {
+    return "";
+  }
+  plan.config.set("memory.device", budgets->device_bytes);
+  if (!budgets->is_host_given) {
+    plan.config.set("memory.host", budgets->host_bytes);
+  }
+  plan.memory = plan_memory(plan.config, plan.model, plan.batch.num_ranks, true);
+  return budgets->text();
 }
 
 void check_machine(const TrainPlan& plan, int num_local_ranks) {

@@ -21,6 +21,11 @@ struct TrainPlan;
 std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
                                       int num_ranks, bool on_cuda);
 
+// Where the GPU does not hold everything and nobody gave a budget for it, gives one that does (see
+// planner/default_budgets.h), plans with it, and returns a line that says so; else returns nothing,
+// and changes nothing. Asks the GPU what it has free.
+std::string give_default_budgets(TrainPlan& plan);
+
 // Throws ConfigError if this machine cannot give it to so many ranks, or a directory is no place
 // for it.
 void check_machine(const TrainPlan& plan, int num_local_ranks);

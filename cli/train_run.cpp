@@ -251,6 +251,7 @@ void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous
                      comm::RankProcess& process) {
   TrainPlan plan = checked_plan(flags, rendezvous);
   at::globalContext().setDeterministicAlgorithms(plan.deterministic, /*warn_only=*/false);
+  std::cout << give_default_budgets(plan);
   if (plan.memory && planner::splits_update(plan.memory->options)) {
     // Measured here and not by the engine, so that the plan is known before anything is allocated.
     const planner::UpdateRates rates =

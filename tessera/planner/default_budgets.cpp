@@ -1,0 +1,62 @@
+#include "tessera/planner/default_budgets.h"
+
+#include <algorithm>
+
+#include "tessera/core/error.h"
+#include "tessera/core/units.h"
+
+namespace tessera::planner {
+namespace {
+
+std::string bytes_text(std::int64_t bytes) {
+  return approximate_bytes(static_cast<std::uint64_t>(bytes));
+}
+
+std::int64_t reserve_of(std::int64_t free_bytes) {
+  return std::max(free_bytes / 100 * kReservePerCent, kLeastReserveBytes);
+}
+
+}  // namespace
+
+std::string DefaultBudgets::text() const {
+  return detail::concat(
+      "the GPU has ", bytes_text(free_bytes), " free; everything on it takes ",
+      bytes_text(planned_bytes), ", activations up to ", bytes_text(activation_bytes), ", and ",
+      bytes_text(reserve_bytes),
+      " stay in reserve: planned with memory.device = ", bytes_text(device_bytes),
+      is_host_given ? "" : detail::concat(" and memory.host = ", bytes_text(host_bytes)),
+      " (--device-budget SIZE", is_host_given ? "" : ", --host-budget SIZE",
+      " change it; --device-budget unlimited leaves everything on the GPU)\n");
+}
+
+std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
+                                              const PlacementOptions& options,
+                                              std::int64_t num_micro_batches,
+                                              std::int64_t activation_bytes,
+                                              const FreeMemory& free) {
+  TESSERA_INVARIANT(options.on_cuda && options.device_bytes == kUnlimited,
+                    "budgets are chosen for a GPU that has none");
+  const Placement all = make_placement(model, options, num_micro_batches);
+  DefaultBudgets budgets;
+  budgets.free_bytes = free.device_bytes;
+  budgets.planned_bytes = all.device_memory_bytes();
+  budgets.activation_bytes = activation_bytes + all.full_gradient_bytes;
+  budgets.reserve_bytes = reserve_of(free.device_bytes);
+  budgets.device_bytes = free.device_bytes - budgets.activation_bytes - budgets.reserve_bytes;
+  if (budgets.planned_bytes <= budgets.device_bytes) {
+    return std::nullopt;
+  }
+  TESSERA_CHECK(budgets.device_bytes > 0, ConfigError, "activations of a micro-batch take up to ",
+                bytes_text(budgets.activation_bytes), ", with ", bytes_text(budgets.reserve_bytes),
+                " in reserve more than the ", bytes_text(free.device_bytes),
+                " that the GPU has free; take smaller micro-batches (--batch, --accumulate), or "
+                "use --recompute or --loss-chunk");
+  budgets.is_host_given = options.host_bytes != kUnlimited;
+  budgets.host_bytes =
+      budgets.is_host_given
+          ? options.host_bytes
+          : std::max<std::int64_t>(0, free.host_bytes - reserve_of(free.host_bytes));
+  return budgets;
+}
+
+}  // namespace tessera::planner

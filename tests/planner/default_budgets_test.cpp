@@ -1,0 +1,117 @@
+// Budgets where nobody gave any: none where everything fits, and otherwise ones that hold.
+
+#include "tessera/planner/default_budgets.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/planner/cuda_plans.h"
+
+namespace tessera::planner {
+namespace {
+
+constexpr std::int64_t kGiB = std::int64_t{1} << 30;
+
+// Large enough that a reserve of 4 % is above the least one.
+ModelShapes billions() { return small_gpt(4096, 8, 50304, DType::kBFloat16); }
+
+std::int64_t resident_bytes() {
+  return make_placement(billions(), on_cuda(), 1).device_memory_bytes();
+}
+
+std::int64_t gradient_bytes() {
+  return make_placement(billions(), on_cuda(), 1).full_gradient_bytes;
+}
+
+// The least free memory, in steps of 100 bytes, that holds everything with such activations.
+std::int64_t enough_for(std::int64_t activation_bytes) {
+  const std::int64_t needed = resident_bytes() + gradient_bytes() + activation_bytes;
+  return (needed / (100 - kReservePerCent) + 1) * 100;
+}
+
+TEST(DefaultBudgets, WhatFitsGetsNoBudget) {
+  for (const std::int64_t activations : {std::int64_t{0}, 5 * kGiB}) {
+    const std::int64_t enough = enough_for(activations);
+    EXPECT_FALSE(default_budgets(billions(), on_cuda(), 1, activations, {enough, 0}));
+    EXPECT_TRUE(default_budgets(billions(), on_cuda(), 1, activations, {enough - 100, 0}))
+        << "one step less";
+  }
+}
+
+TEST(DefaultBudgets, ActivationsGradientAndReserveAreLeftFree) {
+  const FreeMemory free{16 * kGiB, 64 * kGiB};
+  const auto budgets = default_budgets(billions(), on_cuda(), 1, 3 * kGiB, free);
+  ASSERT_TRUE(budgets);
+  EXPECT_EQ(budgets->reserve_bytes, 16 * kGiB / 100 * kReservePerCent);
+  EXPECT_EQ(budgets->device_bytes,
+            16 * kGiB - 3 * kGiB - gradient_bytes() - budgets->reserve_bytes);
+  EXPECT_EQ(budgets->planned_bytes, resident_bytes());
+  EXPECT_EQ(budgets->host_bytes, 64 * kGiB - 64 * kGiB / 100 * kReservePerCent);
+}
+
+TEST(DefaultBudgets, ThePlanThatFollowsFitsAndUsesHostMemory) {
+  for (const std::int64_t gib : {8, 10, 16, 24}) {
+    const FreeMemory free{gib * kGiB, 64 * kGiB};
+    const auto budgets = default_budgets(billions(), on_cuda(), 1, 2 * kGiB, free);
+    ASSERT_TRUE(budgets) << gib;
+    PlacementOptions options = on_cuda();
+    options.device_bytes = budgets->device_bytes;
+    options.host_bytes = budgets->host_bytes;
+    const Placement placement = make_placement(billions(), options, 1);
+    EXPECT_LE(placement.device_memory_bytes() + 2 * kGiB + placement.full_gradient_bytes,
+              gib * kGiB - gib * kGiB / 100 * kReservePerCent);
+    EXPECT_GT(placement.host_memory_bytes(), 0) << gib;
+    EXPECT_LE(placement.host_memory_bytes(), 62 * kGiB);
+    // No more leaves the GPU than has to: what is left of its budget holds no more states.
+    EXPECT_GT(placement.device_memory_bytes(), budgets->device_bytes * 8 / 10) << gib;
+  }
+}
+
+TEST(DefaultBudgets, AGivenBudgetOfHostMemoryStays) {
+  PlacementOptions options = on_cuda();
+  options.host_bytes = 40 * kGiB;
+  const auto budgets = default_budgets(billions(), options, 1, kGiB, {16 * kGiB, 64 * kGiB});
+  ASSERT_TRUE(budgets);
+  EXPECT_EQ(budgets->host_bytes, 40 * kGiB);
+  EXPECT_EQ(budgets->text().find("--host-budget"), std::string::npos) << budgets->text();
+}
+
+TEST(DefaultBudgets, WishesCountForWhatIsNeeded) {
+  const FreeMemory free{16 * kGiB, 64 * kGiB};
+  EXPECT_TRUE(default_budgets(billions(), on_cuda(), 1, kGiB, free));
+  EXPECT_FALSE(default_budgets(billions(), on_cuda(Wish::kHost, Wish::kHost), 1, kGiB, free))
+      << "nothing but gathered parameters is on the GPU";
+  // Several micro-batches are summed on the device in fp32.
+  const std::int64_t enough = enough_for(0);
+  EXPECT_FALSE(default_budgets(billions(), on_cuda(), 1, 0, {enough, 0}));
+  EXPECT_TRUE(default_budgets(billions(), on_cuda(), 2, 0, {enough, 0}));
+}
+
+TEST(DefaultBudgets, SmallMemoryKeepsTheLeastReserve) {
+  const auto budgets = default_budgets(billions(), on_cuda(), 1, 0, {8 * kGiB, 4 * kGiB});
+  ASSERT_TRUE(budgets);
+  EXPECT_EQ(budgets->reserve_bytes, kLeastReserveBytes);
+  EXPECT_EQ(budgets->host_bytes, 4 * kGiB - kLeastReserveBytes);
+}
+
+TEST(DefaultBudgets, ActivationsThatFillTheGpuAreRefusedWithARemedy) {
+  const std::string refusal = refusal_of(
+      [] { default_budgets(billions(), on_cuda(), 1, 16 * kGiB, {16 * kGiB, 64 * kGiB}); });
+  EXPECT_NE(refusal.find("activations of a micro-batch take up to 16.4 GiB"), std::string::npos)
+      << refusal;
+  EXPECT_NE(refusal.find("--recompute"), std::string::npos) << refusal;
+}
+
+TEST(DefaultBudgets, OneLineSaysWhatWasChosenAndHowToChangeIt) {
+  const auto budgets = default_budgets(billions(), on_cuda(), 1, 2 * kGiB, {16 * kGiB, 64 * kGiB});
+  ASSERT_TRUE(budgets);
+  const std::string text = budgets->text();
+  EXPECT_EQ(text.find('\n'), text.size() - 1) << text;
+  for (const char* part : {"the GPU has 16.0 GiB free", "activations up to 2.38 GiB",
+                           "655 MiB stay in reserve", "memory.device = ", "memory.host = 61.4 GiB",
+                           "--device-budget SIZE", "--device-budget unlimited"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << part << " in: " << text;
+  }
+}
+
+}  // namespace
+}  // namespace tessera::planner
