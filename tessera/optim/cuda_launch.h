@@ -18,9 +18,10 @@ namespace tessera::optim::cuda {
 struct RoundedTask {
   ElementScalars scalars;
   UpdateSpan span;
+  const StepOnDevice* step = nullptr;  // see UpdateScalars::on_device
 };
 
-// update_cuda.cu. One launch for every few dozen tasks.
+// update_cuda.cu. One launch for every few dozen tasks whose `step` is the same.
 void launch_updates(ElementRule rule, std::span<const RoundedTask> tasks, cudaStream_t stream);
 
 // norm_cuda.cu. `block_sums`: num_norm_blocks(spans) doubles of the device. Two launches for up to
@@ -28,6 +29,9 @@ void launch_updates(ElementRule rule, std::span<const RoundedTask> tasks, cudaSt
 std::int64_t num_norm_blocks(std::span<const NormSpan> spans);
 void launch_sums_of_squares(std::span<const NormSpan> spans, double* block_sums, double* results,
                             cudaStream_t stream);
+// One launch for up to some hundreds of sums.
+void launch_step_factors(std::span<const double* const> sums, const StepInputs& inputs,
+                         StepOnDevice* step, StepOnDevice* for_host, cudaStream_t stream);
 
 // convert_cuda.cu
 void launch_add(float* values, const void* addend, DType dtype, std::int64_t numel,

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "tessera/device/device.h"
+#include "tessera/optim/clip.h"
 #include "tessera/optim/rule.h"
 
 namespace tessera::optim {
@@ -62,6 +63,13 @@ class Kernels {
   // can write: of the device or pinned on CUDA, any on CPU.
   virtual device::Pending start_sums_of_squares(std::span<const NormSpan> spans, double* results,
                                                 device::Stream& stream) = 0;
+  // From sums of squares, added in the order of the list, to the factors of the step: the bits of
+  // step_factors(). The sums are in memory that kernels of the stream can read; so is `step`, for
+  // updates behind it (UpdateScalars::on_device). `for_host` gets the same, in memory that both
+  // they and the host reach; it is valid when the Pending is done. Checks its inputs.
+  virtual device::Pending start_step_factors(std::span<const double* const> sums_of_squares,
+                                             const StepInputs& inputs, StepOnDevice* step,
+                                             StepOnDevice* for_host, device::Stream& stream) = 0;
 
   // values[i] += addend[i]
   virtual device::Pending start_add(float* values, const void* addend, DType dtype,

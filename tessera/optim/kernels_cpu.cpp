@@ -5,6 +5,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/optim/kernels.h"
+#include "tessera/optim/step_rules.cuh"
 #include "tessera/optim/thread_team.h"
 #include "tessera/optim/update_loops.h"
 
@@ -72,6 +73,7 @@ class ChunkMap {
 struct RoundedTask {
   ElementScalars scalars;
   UpdateSpan span;
+  const StepOnDevice* step = nullptr;
 };
 std::int64_t numel_of(const RoundedTask& task) { return task.span.numel; }
 
@@ -94,13 +96,19 @@ class CpuKernels final : public Kernels {
     rounded.reserve(tasks.size());
     for (const UpdateTask& task : tasks) {
       check_update(rule, task.scalars, task.span);
-      rounded.push_back({element_scalars(rule, task.scalars), task.span});
+      rounded.push_back({element_scalars(rule, task.scalars), task.span, task.scalars.on_device});
     }
-    return stream.enqueue([this, element = element_rule(rule), rounded = std::move(rounded)] {
-      for_chunks(rounded, [&](const RoundedTask& task, std::int64_t begin, std::int64_t end) {
-        best_loops().update(element, task.scalars, task.span, begin, end);
-      });
-    });
+    return stream.enqueue(
+        [this, element = element_rule(rule), rounded = std::move(rounded)]() mutable {
+          for (RoundedTask& task : rounded) {
+            if (!take_factor(task.step, task.scalars)) {
+              task.span.numel = 0;
+            }
+          }
+          for_chunks(rounded, [&](const RoundedTask& task, std::int64_t begin, std::int64_t end) {
+            best_loops().update(element, task.scalars, task.span, begin, end);
+          });
+        });
   }
 
   device::Pending start_sum_of_squares(const float* values, std::int64_t numel, double* result,
@@ -134,6 +142,21 @@ class CpuKernels final : public Kernels {
         }
         results[i] = total;
       }
+    });
+  }
+
+  device::Pending start_step_factors(std::span<const double* const> sums_of_squares,
+                                     const StepInputs& inputs, StepOnDevice* step,
+                                     StepOnDevice* for_host, device::Stream& stream) override {
+    check_step_inputs(inputs);
+    return stream.enqueue([sums = std::vector(sums_of_squares.begin(), sums_of_squares.end()),
+                           inputs, step, for_host] {
+      double total = 0;
+      for (const double* sum : sums) {
+        total += *sum;
+      }
+      *step = step_rule(total, inputs);
+      *for_host = *step;
     });
   }
 

@@ -50,10 +50,11 @@ class CudaKernels final : public Kernels {
     rounded.reserve(tasks.size());
     for (const UpdateTask& task : tasks) {
       check_update(rule, task.scalars, task.span);
-      rounded.push_back({element_scalars(rule, task.scalars), task.span});
+      rounded.push_back({element_scalars(rule, task.scalars), task.span, task.scalars.on_device});
     }
     return cuda_stream(stream).launch(
-        [&](cudaStream_t handle) { cuda::launch_updates(element_rule(rule), rounded, handle); });
+        [&](cudaStream_t handle) { cuda::launch_updates(element_rule(rule), rounded, handle); },
+        "update");
   }
 
   device::Pending start_sum_of_squares(const float* values, std::int64_t numel, double* result,
@@ -79,17 +80,30 @@ class CudaKernels final : public Kernels {
     }
     Scratch& scratch = scratch_for(stream, cuda::num_norm_blocks(spans));
     auto* block_sums = reinterpret_cast<double*>(scratch.block_sums.data());
-    scratch.last_use = cuda_stream(stream).launch([&](cudaStream_t handle) {
-      cuda::launch_sums_of_squares(spans, block_sums, results, handle);
-    });
+    scratch.last_use = cuda_stream(stream).launch(
+        [&](cudaStream_t handle) {
+          cuda::launch_sums_of_squares(spans, block_sums, results, handle);
+        },
+        "norm");
     return scratch.last_use;
+  }
+
+  device::Pending start_step_factors(std::span<const double* const> sums_of_squares,
+                                     const StepInputs& inputs, StepOnDevice* step,
+                                     StepOnDevice* for_host, device::Stream& stream) override {
+    check_step_inputs(inputs);
+    return cuda_stream(stream).launch(
+        [&](cudaStream_t handle) {
+          cuda::launch_step_factors(sums_of_squares, inputs, step, for_host, handle);
+        },
+        "step factors");
   }
 
   device::Pending start_add(float* values, const void* addend, DType dtype, std::int64_t numel,
                             device::Stream& stream) override {
     TESSERA_INVARIANT(numel >= 0, "sum of ", numel, " elements");
     check_element_type("sum with an addend", dtype);
-    return launch(numel, stream, [&](cudaStream_t handle) {
+    return launch("add", numel, stream, [&](cudaStream_t handle) {
       cuda::launch_add(values, addend, dtype, numel, handle);
     });
   }
@@ -99,7 +113,7 @@ class CudaKernels final : public Kernels {
     TESSERA_INVARIANT(numel >= 0, "conversion of ", numel, " elements");
     check_element_type("conversion to values", to_dtype);
     check_element_type("conversion from values", from_dtype);
-    return launch(numel, stream, [&](cudaStream_t handle) {
+    return launch("cast", numel, stream, [&](cudaStream_t handle) {
       cuda::launch_convert(to, to_dtype, from, from_dtype, scale, numel, handle);
     });
   }
@@ -114,11 +128,12 @@ class CudaKernels final : public Kernels {
   };
 
   template <typename Launch>
-  device::Pending launch(std::int64_t numel, device::Stream& stream, const Launch& start) {
+  device::Pending launch(const char* label, std::int64_t numel, device::Stream& stream,
+                         const Launch& start) {
     if (numel == 0) {
       return stream.record();  // CUDA refuses a grid without blocks
     }
-    return cuda_stream(stream).launch(start);
+    return cuda_stream(stream).launch(start, label);
   }
 
   Scratch& scratch_for(device::Stream& stream, std::int64_t num_blocks) {

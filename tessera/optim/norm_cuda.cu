@@ -4,6 +4,7 @@
 
 #include "tessera/optim/cuda_elements.cuh"
 #include "tessera/optim/cuda_launch.h"
+#include "tessera/optim/step_rules.cuh"
 
 namespace tessera::optim::cuda {
 namespace {
@@ -144,6 +145,42 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Addresses are kernel parameters as well.
+constexpr int kMaxSums = 480;
+struct Sums {
+  const double* sums[kMaxSums];
+  int num_sums;
+  bool is_first;
+  bool is_last;
+};
+static_assert(sizeof(Sums) + sizeof(StepInputs) + 2 * sizeof(void*) <= 4096);
+
+// One CUDA block, as above: all threads read, one adds. Between launches of one step the sum is in
+// `step`.
+__global__ void __launch_bounds__(kMaxSums)
+    find_step_factors(const __grid_constant__ Sums list, const __grid_constant__ StepInputs inputs,
+                      StepOnDevice* step, StepOnDevice* for_host) {
+  __shared__ double sums[kMaxSums];
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < list.num_sums) {
+    sums[thread] = *list.sums[thread];
+  }
+  __syncthreads();
+  if (thread != 0) {
+    return;
+  }
+  double total = list.is_first ? 0 : step->gradient_squares;
+  for (int i = 0; i < list.num_sums; ++i) {
+    total += sums[i];
+  }
+  if (list.is_last) {
+    *step = step_rule(total, inputs);
+    *for_host = *step;
+  } else {
+    step->gradient_squares = total;
+  }
+}
+
 std::int64_t num_blocks_of(const NormSpan& span) {
   return (span.numel + kNormBlock - 1) / kNormBlock;
 }
@@ -189,6 +226,24 @@ void launch_sums_of_squares(std::span<const NormSpan> spans, double* block_sums,
     spans = spans.subspan(part.size());
     results += part.size();
   }
+}
+
+void launch_step_factors(std::span<const double* const> sums, const StepInputs& inputs,
+                         StepOnDevice* step, StepOnDevice* for_host, cudaStream_t stream) {
+  Sums list{};
+  list.is_first = true;
+  do {
+    const auto part = sums.first(sums.size() < kMaxSums ? sums.size() : kMaxSums);
+    sums = sums.subspan(part.size());
+    list.num_sums = static_cast<int>(part.size());
+    for (int i = 0; i < list.num_sums; ++i) {
+      list.sums[i] = part[static_cast<std::size_t>(i)];
+    }
+    list.is_last = sums.empty();
+    find_step_factors<<<1, kMaxSums, 0, stream>>>(list, inputs, step, for_host);
+    device::check_cuda("step factors kernel", cudaGetLastError());
+    list.is_first = false;
+  } while (!sums.empty());
 }
 
 }  // namespace tessera::optim::cuda

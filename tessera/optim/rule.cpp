@@ -4,6 +4,7 @@
 
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
+#include "tessera/optim/step_rules.cuh"
 #include "tessera/optim/update_loops.h"
 
 namespace tessera::optim {
@@ -112,6 +113,14 @@ ElementScalars element_scalars(const RuleOptions& rule, const UpdateScalars& sca
   return out;
 }
 
+bool take_factor(const StepOnDevice* step, ElementScalars& scalars) {
+  if (step == nullptr) {
+    return true;
+  }
+  scalars.gradient_scale = element_factor(*step);
+  return step->skips == 0;
+}
+
 void check_element_type(const char* work, DType dtype) {
   TESSERA_INVARIANT(
       dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16, work,
@@ -140,7 +149,10 @@ void check_update(const RuleOptions& rule, const UpdateScalars& scalars, const U
 
 void update(const RuleOptions& rule, const UpdateScalars& scalars, const UpdateSpan& span) {
   check_update(rule, scalars, span);
-  best_loops().update(element_rule(rule), element_scalars(rule, scalars), span, 0, span.numel);
+  ElementScalars rounded = element_scalars(rule, scalars);
+  if (take_factor(scalars.on_device, rounded)) {
+    best_loops().update(element_rule(rule), rounded, span, 0, span.numel);
+  }
 }
 
 }  // namespace tessera::optim

@@ -38,12 +38,17 @@ inline constexpr std::size_t kMaxStates = 2;
 // fp32 tensors of the parameter's size: "exp_avg", "exp_avg_sq"; "momentum"; none.
 std::span<const std::string_view> state_names(const RuleOptions& rule);
 
+struct StepOnDevice;  // clip.h
+
 // Scalars of one update, the same for all elements of a parameter.
 struct UpdateScalars {
   std::int64_t step = 1;  // of the optimizer, from 1; skipped steps do not count
   double lr = 0;
   double weight_decay_scale = 1;  // of the parameter's weight-decay group
   double gradient_scale = 1;      // clip factor / (loss scale * weight), folded in; rounded once
+  // Given: that factor is taken from there when the update runs, and nothing is changed at all if
+  // the step skips. Memory that the kernels can read.
+  const StepOnDevice* on_device = nullptr;
 };
 
 // All in the same memory: the host's or one device's. Spans do not overlap.

@@ -8,6 +8,7 @@
 
 #include "tessera/optim/cuda_elements.cuh"
 #include "tessera/optim/cuda_launch.h"
+#include "tessera/optim/step_rules.cuh"
 
 namespace tessera::optim::cuda {
 namespace {
@@ -35,9 +36,10 @@ struct Task {
 
 // What every driver takes as parameters of a kernel.
 constexpr std::size_t kParameterBytes = 4096;
-constexpr int kMaxTasks = (kParameterBytes - 16) / sizeof(Task);
+constexpr int kMaxTasks = (kParameterBytes - 24) / sizeof(Task);
 struct Batch {
   Task tasks[kMaxTasks];
+  const StepOnDevice* step;  // of all tasks; null: each has its own factor
   int num_tasks;
 };
 static_assert(sizeof(Batch) <= kParameterBytes);
@@ -46,20 +48,23 @@ struct NoParameter {};
 
 template <typename Rule, typename Gradient, typename Parameter>
 struct Columns {
+  static constexpr bool kHasParameter = !std::is_same_v<Parameter, NoParameter>;
+
   float* __restrict__ master;
   const Gradient* __restrict__ gradient;
   float* __restrict__ first;
   float* __restrict__ second;
   Parameter* __restrict__ parameter;
 
-  __device__ explicit Columns(const Task& task)
-      : master(task.master),
-        gradient(static_cast<const Gradient*>(task.gradient)),
-        first(task.first),
-        second(task.second),
-        parameter(static_cast<Parameter*>(task.parameter)) {}
+  // From element `begin` on.
+  __device__ Columns(const Task& task, std::int64_t begin)
+      : master(task.master + begin),
+        gradient(static_cast<const Gradient*>(task.gradient) + begin),
+        first(Rule::kNumStates > 0 ? task.first + begin : nullptr),
+        second(Rule::kNumStates > 1 ? task.second + begin : nullptr),
+        parameter(kHasParameter ? static_cast<Parameter*>(task.parameter) + begin : nullptr) {}
 
-  __device__ void update_one(const ElementScalars& scalars, std::int64_t i) const {
+  __device__ void update_one(const ElementScalars& scalars, float factor, int i) const {
     float weight = master[i];
     float of_first = 0;
     float of_second = 0;
@@ -69,8 +74,7 @@ struct Columns {
     if constexpr (Rule::kNumStates > 1) {
       of_second = second[i];
     }
-    Rule::update(scalars, widened(gradient[i]) * scalars.gradient_scale, weight, of_first,
-                 of_second);
+    Rule::update(scalars, widened(gradient[i]) * factor, weight, of_first, of_second);
     master[i] = weight;
     if constexpr (Rule::kNumStates > 0) {
       first[i] = of_first;
@@ -78,13 +82,13 @@ struct Columns {
     if constexpr (Rule::kNumStates > 1) {
       second[i] = of_second;
     }
-    if constexpr (!std::is_same_v<Parameter, NoParameter>) {
+    if constexpr (kHasParameter) {
       narrow(weight, parameter[i]);
     }
   }
 
   // Elements i to i + kWidth, aligned.
-  __device__ void update_four(const ElementScalars& scalars, std::int64_t i) const {
+  __device__ void update_four(const ElementScalars& scalars, float factor, int i) const {
     const Four<Gradient> gradients = load_four(gradient + i);
     Four<float> weights = load_four(master + i);
     Four<float> firsts{};
@@ -97,8 +101,8 @@ struct Columns {
     }
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
-      Rule::update(scalars, widened(gradients.values[k]) * scalars.gradient_scale,
-                   weights.values[k], firsts.values[k], seconds.values[k]);
+      Rule::update(scalars, widened(gradients.values[k]) * factor, weights.values[k],
+                   firsts.values[k], seconds.values[k]);
     }
     store_four(master + i, weights);
     if constexpr (Rule::kNumStates > 0) {
@@ -107,7 +111,7 @@ struct Columns {
     if constexpr (Rule::kNumStates > 1) {
       store_four(second + i, seconds);
     }
-    if constexpr (!std::is_same_v<Parameter, NoParameter>) {
+    if constexpr (kHasParameter) {
       Four<Parameter> rounded;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
@@ -121,46 +125,53 @@ struct Columns {
 // Tile `tile` of a task: its part of the fours; the first tile also does what is before and behind
 // them. Without fours, all elements are the head, and each tile does its part of that.
 template <typename Rule, typename Gradient, typename Parameter>
-__device__ void update_tile(const Task& task, std::int64_t tile) {
-  const Columns<Rule, Gradient, Parameter> columns(task);
+__device__ void update_tile(const Task& task, float factor, std::int64_t tile) {
+  using TaskColumns = Columns<Rule, Gradient, Parameter>;
   const ElementScalars scalars = task.scalars;
-  const auto thread = static_cast<std::int64_t>(threadIdx.x);
+  const int thread = static_cast<int>(threadIdx.x);
+  const std::int64_t first = tile * kTileNumel;
   if (task.head == task.numel) {
-    const std::int64_t end = min((tile + 1) * kTileNumel, task.numel);
-    for (std::int64_t i = tile * kTileNumel + thread; i < end; i += kThreads) {
-      columns.update_one(scalars, i);
+    const TaskColumns columns(task, first);
+    const int end = static_cast<int>(min(kTileNumel, task.numel - first));
+    for (int i = thread; i < end; i += kThreads) {
+      columns.update_one(scalars, factor, i);
     }
     return;
   }
   const std::int64_t num_fours = (task.numel - task.head) / kWidth;
-  const std::int64_t end = min((tile + 1) * kTileFours, num_fours);
-  for (std::int64_t four = tile * kTileFours + thread; four < end; four += kThreads) {
-    columns.update_four(scalars, task.head + four * kWidth);
-  }
   if (tile == 0) {
     const std::int64_t tail = task.head + num_fours * kWidth;
     if (thread < task.head) {
-      columns.update_one(scalars, thread);
+      TaskColumns(task, 0).update_one(scalars, factor, thread);
     } else if (thread - task.head < task.numel - tail) {
-      columns.update_one(scalars, tail + thread - task.head);
+      TaskColumns(task, tail - task.head).update_one(scalars, factor, thread);
     }
+  }
+  const TaskColumns columns(task, task.head + first);
+  const int end = static_cast<int>(min(kTileFours, num_fours - tile * kTileFours));
+  for (int four = thread; four < end; four += kThreads) {
+    columns.update_four(scalars, factor, four * kWidth);
   }
 }
 
 template <typename Rule, typename Gradient>
-__device__ void update_parameter(const Task& task, std::int64_t tile) {
+__device__ void update_parameter(const Task& task, float factor, std::int64_t tile) {
   if (task.parameter == nullptr) {
-    update_tile<Rule, Gradient, NoParameter>(task, tile);
+    update_tile<Rule, Gradient, NoParameter>(task, factor, tile);
   } else if (task.parameter_dtype == DType::kBFloat16) {
-    update_tile<Rule, Gradient, BFloat16>(task, tile);
+    update_tile<Rule, Gradient, BFloat16>(task, factor, tile);
   } else {
-    update_tile<Rule, Gradient, Float16>(task, tile);
+    update_tile<Rule, Gradient, Float16>(task, factor, tile);
   }
 }
 
 template <typename Rule>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     update_tasks(const __grid_constant__ Batch batch) {
+  if (batch.step != nullptr && batch.step->skips != 0) {
+    return;
+  }
+  const float of_step = batch.step == nullptr ? 0.0F : element_factor(*batch.step);
   const std::int64_t num_tiles = batch.tasks[batch.num_tasks - 1].last_tile;
   int at = 0;  // tiles only go up, and so does the task
   for (std::int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
@@ -169,12 +180,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     const Task& task = batch.tasks[at];
     const std::int64_t of_task = tile - (at == 0 ? 0 : batch.tasks[at - 1].last_tile);
+    const float factor = batch.step == nullptr ? task.scalars.gradient_scale : of_step;
     if (task.gradient_dtype == DType::kFloat32) {
-      update_parameter<Rule, float>(task, of_task);
+      update_parameter<Rule, float>(task, factor, of_task);
     } else if (task.gradient_dtype == DType::kBFloat16) {
-      update_parameter<Rule, BFloat16>(task, of_task);
+      update_parameter<Rule, BFloat16>(task, factor, of_task);
     } else {
-      update_parameter<Rule, Float16>(task, of_task);
+      update_parameter<Rule, Float16>(task, factor, of_task);
     }
   }
 }
@@ -228,21 +240,26 @@ void launch_batch(ElementRule rule, const Batch& batch, cudaStream_t stream) {
 void launch_updates(ElementRule rule, std::span<const RoundedTask> tasks, cudaStream_t stream) {
   Batch batch{};
   std::int64_t num_tiles = 0;
+  const auto launch = [&] {
+    if (batch.num_tasks > 0) {
+      launch_batch(rule, batch, stream);
+    }
+    batch.num_tasks = 0;
+    num_tiles = 0;
+  };
   for (const RoundedTask& task : tasks) {
     if (task.span.numel == 0) {
       continue;
     }
+    if (batch.num_tasks == kMaxTasks || batch.step != task.step) {
+      launch();
+    }
+    batch.step = task.step;
     batch.tasks[batch.num_tasks] = task_of(task, num_tiles);
     num_tiles = batch.tasks[batch.num_tasks].last_tile;
-    if (++batch.num_tasks == kMaxTasks) {
-      launch_batch(rule, batch, stream);
-      batch.num_tasks = 0;
-      num_tiles = 0;
-    }
+    ++batch.num_tasks;
   }
-  if (batch.num_tasks > 0) {
-    launch_batch(rule, batch, stream);
-  }
+  launch();
 }
 
 }  // namespace tessera::optim::cuda

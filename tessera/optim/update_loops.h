@@ -21,7 +21,10 @@ namespace tessera::optim {
 // A rule with its arithmetic: sgd is two, with and without momentum.
 enum class ElementRule : std::uint8_t { kAdamW, kAdam, kSgd, kMomentum, kLion };
 ElementRule element_rule(const RuleOptions& rule);
+// `on_device` is left to take_factor().
 ElementScalars element_scalars(const RuleOptions& rule, const UpdateScalars& scalars);
+// What is in memory when the update runs; null: nothing is. False: the step changes nothing.
+bool take_factor(const StepOnDevice* step, ElementScalars& scalars);
 // InternalError for what no loop can do: types, missing pointers, a step below 1.
 void check_update(const RuleOptions& rule, const UpdateScalars& scalars, const UpdateSpan& span);
 // InternalError unless it is fp32, bf16 or fp16; `work` is what was to be done with it.

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -14,6 +15,7 @@
 #include "tessera/device/device_cuda.h"
 #include "tessera/optim/kernels.h"
 #include "tests/optim/kernel_cases.h"
+#include "tests/optim/step_cases.h"
 #include "tests/optim/update_case.h"
 
 namespace tessera::optim {
@@ -209,6 +211,101 @@ TEST_F(CudaKernels, UpdateSmallSpansBesideLargeOnes) {
 TEST_F(CudaKernels, UpdateAnEmptyList) {
   kernels_->start_updates({}, {}, stream()).wait();
   EXPECT_EQ(stream().record().wait_for(std::chrono::seconds(10)), true);
+}
+
+TEST_F(CudaKernels, FindTheFactorsOfAStepWithTheBitsOfTheHost) {
+  const device::Memory step =
+      device_->allocate(MemoryKind::kDevice, sizeof(StepOnDevice), Role::kOther);
+  const device::Memory for_host =
+      device_->allocate(MemoryKind::kPinned, sizeof(StepOnDevice), Role::kOther);
+  for (const StepCase& test : step_cases()) {
+    const device::Memory sums = upload(test.sums);
+    kernels_
+        ->start_step_factors(
+            addresses(reinterpret_cast<const double*>(sums.data()), test.sums.size()), test.inputs,
+            reinterpret_cast<StepOnDevice*>(step.data()),
+            reinterpret_cast<StepOnDevice*>(for_host.data()), stream())
+        .wait();
+    const StepOnDevice expected = defined_step(test);
+    const auto& found = *reinterpret_cast<const StepOnDevice*>(for_host.data());
+    EXPECT_TRUE(same_step(found, expected)) << text_of(found) << "; not " << text_of(expected);
+    std::vector<StepOnDevice> on_device(1);
+    download(step, on_device);
+    EXPECT_TRUE(same_step(on_device[0], expected)) << text_of(on_device[0]);
+  }
+}
+
+TEST_F(CudaKernels, TakeTheFactorOfAStepFromMemory) {
+  const UpdateList list(odd_update_shapes());
+  StepOnDevice given{};
+  given.gradient_scale = 0.37;  // that of the list
+  const device::Memory step = upload(std::vector<StepOnDevice>{given});
+  for (const auto& [name, rule] : all_rules()) {
+    const Slab found = after(list.slab, [&](std::byte* base) {
+      return kernels_->start_updates(
+          rule, with_step(list.tasks(base), reinterpret_cast<const StepOnDevice*>(step.data())),
+          stream());
+    });
+    EXPECT_TRUE(found.same_as(list.expected(rule))) << name;
+  }
+}
+
+TEST_F(CudaKernels, LeaveEveryBitOfAStepThatSkips) {
+  const UpdateList list(odd_update_shapes());
+  StepOnDevice given{};
+  given.gradient_scale = std::numeric_limits<double>::quiet_NaN();
+  given.skips = 1;
+  const device::Memory step = upload(std::vector<StepOnDevice>{given});
+  for (const auto& [name, rule] : all_rules()) {
+    const Slab found = after(list.slab, [&](std::byte* base) {
+      auto tasks = list.tasks(base);
+      for (UpdateTask& task : tasks) {
+        task.scalars.on_device = reinterpret_cast<const StepOnDevice*>(step.data());
+      }
+      return kernels_->start_updates(rule, tasks, stream());
+    });
+    EXPECT_TRUE(found.bytes() == list.slab.bytes()) << name;
+  }
+}
+
+// Sums, factors and updates are handed over together; the host waits for nothing in between.
+TEST_F(CudaKernels, UpdateByTheFactorOfSumsThatTheHostHasNotSeen) {
+  for (const bool is_finite : {true, false}) {
+    auto values = random_floats(100003, 1, 5);
+    values[77] = is_finite ? values[77] : std::numeric_limits<float>::infinity();
+    const device::Memory gradient = upload(values);
+    const device::Memory step =
+        device_->allocate(MemoryKind::kDevice, sizeof(StepOnDevice), Role::kOther);
+    const device::Memory pinned =
+        device_->allocate(MemoryKind::kPinned, sizeof(StepOnDevice) + 8, Role::kOther);
+    auto* const factors = reinterpret_cast<StepOnDevice*>(step.data());
+    auto* const for_host = reinterpret_cast<StepOnDevice*>(pinned.data());
+    auto* const squares = reinterpret_cast<double*>(for_host + 1);
+    const StepInputs inputs{3, 2, 1, true};
+    const UpdateList list(odd_update_shapes());
+    const Slab found = after(list.slab, [&](std::byte* base) {
+      const NormSpan span{gradient.data(), DType::kFloat32, 100003};
+      std::ignore = kernels_->start_sums_of_squares({&span, 1}, squares, stream());
+      std::ignore =
+          kernels_->start_step_factors(addresses(squares, 1), inputs, factors, for_host, stream());
+      auto tasks = list.tasks(base);
+      for (UpdateTask& task : tasks) {
+        task.scalars.on_device = factors;
+      }
+      return kernels_->start_updates({}, tasks, stream());
+    });
+    const StepOnDevice expected = defined_step({{sum_of_squares(values.data(), 100003)}, inputs});
+    EXPECT_TRUE(same_step(*for_host, expected)) << text_of(*for_host);
+    EXPECT_EQ(expected.skips, is_finite ? 0 : 1);
+    Slab reference = list.slab;
+    AlignedBytes memory(reference.bytes());
+    for (UpdateTask task : list.tasks(memory.data())) {
+      task.scalars.on_device = &expected;
+      update({}, task.scalars, task.span);
+    }
+    reference.bytes() = memory.bytes();
+    EXPECT_TRUE(found.same_as(reference)) << (is_finite ? "finite" : "not finite");
+  }
 }
 
 TEST_F(CudaKernels, SumSquaresOfListsIntoPinnedAndDeviceMemory) {
