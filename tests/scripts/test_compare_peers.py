@@ -2,24 +2,19 @@
 
 No peer runs here: small programs stand in for them, and for `tessera`.
 """
-import contextlib
-import io
 import json
 import os
-import pathlib
 import sys
-import tempfile
 import unittest
 from unittest import mock
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
-import compare_peers  # noqa: E402
-import peer_python  # noqa: E402
-from compare_peers import APART, DEEPSPEED, FSDP2, ONE_RANK, TESSERA, UNSHARDED  # noqa: E402
+from bench_helpers import FolderTest, metrics, quiet  # first: it finds the others
+import compare_peers
+import peer_python
+from compare_peers import APART, DEEPSPEED, FSDP2, ONE_RANK, TESSERA, UNSHARDED
 
 # Writes a metrics file as `tessera train` does: 20 ms per sequence, after two slow steps.
-TESSERA_STAND_IN = """#!{python}
+TESSERA_STAND_IN = """
 import json, pathlib, sys
 flag = lambda name: sys.argv[sys.argv.index(name) + 1]
 times = [9.0, 9.0] + [0.02 * int(flag("--batch"))] * (int(flag("--steps")) - 2)
@@ -27,10 +22,6 @@ pathlib.Path(flag("--metrics")).write_text(
     "".join(json.dumps({{"step": k, "step_s": s}}) + "\\n" for k, s in enumerate(times)))
 pathlib.Path({calls!r}).open("a").write(" ".join(sys.argv[1:]) + "\\n")
 """
-
-
-def metrics(*times):
-    return "".join(json.dumps({"step": k, "step_s": s}) + "\n" for k, s in enumerate(times))
 
 
 def figures_of(**seconds):
@@ -113,12 +104,7 @@ class Verdicts(unittest.TestCase):
         self.assertRegex(ratios[2], r"DeepSpeed.* - +0\.75  not measured$")
 
 
-class Runs(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
+class Runs(FolderTest):
     def python(self, code, **variables):
         return [sys.executable, "-c", code], variables
 
@@ -142,24 +128,17 @@ class Runs(unittest.TestCase):
             compare_peers.run_together([([self.folder / "missing"], {})], self.folder)
 
 
-class WholeProgram(unittest.TestCase):
+class WholeProgram(FolderTest):
     """main() with a stand-in for tessera, and no peers."""
 
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
+        super().setUp()
         self.calls = self.folder / "calls"
-        self.program = self.folder / "tessera"
-        self.program.write_text(TESSERA_STAND_IN.format(python=sys.executable,
-                                                        calls=str(self.calls)))
-        self.program.chmod(0o755)
+        self.program = self.write_program("tessera", TESSERA_STAND_IN.format(calls=str(self.calls)))
 
     def main(self, *arguments):
         no_peers = peer_python.PeerPython("python3", None, None, True)
-        out = io.StringIO()
-        with mock.patch.object(peer_python, "find", return_value=no_peers), \
-                contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        with mock.patch.object(peer_python, "find", return_value=no_peers), quiet() as out:
             code = compare_peers.main(["--program", str(self.program), "--rounds", "1", "--steps",
                                        "5", "--json", str(self.folder / "out/peers.json"),
                                        *arguments])
@@ -188,7 +167,7 @@ class WholeProgram(unittest.TestCase):
                              "--unsharded --batch 8", "--unsharded --batch 8")])
 
     def test_a_system_that_fails_is_left_out_and_makes_the_exit_code_one(self):
-        self.program.write_text("#!/bin/sh\necho 'unknown command train' >&2\nexit 2\n")
+        self.write_program("tessera", "#!/bin/sh\necho 'unknown command train' >&2\nexit 2\n")
         code, out, result = self.main()
         self.assertEqual(code, 1)
         self.assertIn("without tessera, 1 rank: failed at batch 2: exit code 2", out)
@@ -197,17 +176,12 @@ class WholeProgram(unittest.TestCase):
 
     def test_unknown_systems_and_too_few_steps_are_refused(self):
         for arguments in (["--only", "horovod"], ["--steps", "2"], ["--rounds", "0"]):
-            with self.assertRaises(SystemExit) as caught, \
-                    contextlib.redirect_stderr(io.StringIO()):
-                compare_peers.parse_arguments(arguments)
-            self.assertEqual(caught.exception.code, 2)
+            self.assert_refused(compare_peers.parse_arguments, arguments)
 
 
-class Python(unittest.TestCase):
+class Python(FolderTest):
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
+        super().setUp()
         self.torch = self.folder / "lib/python3.11/site-packages/torch"
         self.torch.mkdir(parents=True)
 

@@ -2,33 +2,23 @@
 
 No GPU and no peer is needed: small programs stand in for `tessera` and for bench/peers.py.
 """
-import contextlib
-import io
 import json
 import os
-import pathlib
 import sys
-import tempfile
 import unittest
 from unittest import mock
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
-import gpu  # noqa: E402
-import gpu_bounds  # noqa: E402
-import gpu_modes  # noqa: E402
-import gpu_rates  # noqa: E402
-import gpu_report  # noqa: E402
-import gpu_run  # noqa: E402
-import peer_python  # noqa: E402
-from gpu_run import Figures, RunError  # noqa: E402
-
-H200 = gpu_bounds.Rates(h2d=55.3e9, d2h=55.3e9, h2d_of_both=48.8e9, d2h_of_both=48.8e9,
-                        device=4.3e12, adamw=72.4e9, disk_read=3.0e9, disk_write=1.9e9,
-                        disk_mixed=2.7e9)
+from bench_helpers import FolderTest, H200, metrics, quiet  # first: it finds the others
+import gpu
+import gpu_modes
+import gpu_rates
+import gpu_report
+import gpu_run
+import peer_python
+from gpu_run import Figures, RunError
 
 # 20 ms per sequence after two slow steps; ten times that with NVMe; losses like peers'.
-TESSERA_STAND_IN = """#!{python}
+TESSERA_STAND_IN = """
 import json, pathlib, sys
 flag = lambda name: sys.argv[sys.argv.index(name) + 1]
 pathlib.Path({calls!r}).open("a").write(" ".join(sys.argv[1:]) + "\\n")
@@ -61,14 +51,6 @@ for batch in map(int, flag("--batch").split(",")):
 """
 
 
-def metrics(*steps):
-    return "".join(json.dumps(step) + "\n" for step in steps)
-
-
-def steps_of(*seconds, **more):
-    return metrics(*({"step_s": s, **more} for s in seconds))
-
-
 class FiguresOfARun(unittest.TestCase):
     def test_warm_up_does_not_count_and_peaks_are_of_all_steps(self):
         figures = gpu_run.metrics_figures(metrics(
@@ -81,16 +63,16 @@ class FiguresOfARun(unittest.TestCase):
                          (0.2, 71, 6))
 
     def test_what_a_metrics_file_does_not_have_is_not_known(self):
-        figures = gpu_run.metrics_figures(steps_of(9, 8, 0.1), 3)
+        figures = gpu_run.metrics_figures(metrics(9, 8, 0.1), 3)
         self.assertEqual(figures.step_s, 0.1)
         for name in ("forward_s", "update_s", "device_peak_bytes", "d2h_bytes"):
             self.assertIsNone(getattr(figures, name), name)
 
     def test_a_metrics_file_that_ends_early_has_no_figure(self):
         with self.assertRaisesRegex(RunError, "has 4 steps; expected 5"):
-            gpu_run.metrics_figures(steps_of(9, 8, 0.1, 0.3), 5)
+            gpu_run.metrics_figures(metrics(9, 8, 0.1, 0.3), 5)
         with self.assertRaises(RunError):
-            gpu_run.metrics_figures(steps_of(9, 8), 2)
+            gpu_run.metrics_figures(metrics(9, 8), 2)
 
     def test_a_peer_has_the_smaller_of_its_two_times_at_each_batch(self):
         line = {"forward_s": 1, "backward_s": 2, "optimizer_s": 3, "losses": [7.5],
@@ -110,12 +92,7 @@ class FiguresOfARun(unittest.TestCase):
                          (2.0, 7, (1,), None))
 
 
-class Processes(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
+class Processes(FolderTest):
     def run_code(self, code, limit_s=60.0, **variables):
         return gpu_run.run_process([sys.executable, "-c", code], limit_s, self.folder / "log",
                                    variables)
@@ -177,27 +154,18 @@ class Order(unittest.TestCase):
                          ["a", "b", "b", "a", "a", "b"])
 
 
-class Rates(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-        (self.folder / "bin").mkdir()
-        (self.folder / "bench").mkdir()
-        self.program = self.folder / "bin/tessera"
-
+class Rates(FolderTest):
     def measure(self, by_torch):
         """With an update_bench of 5 and 8 GB/s and a tessera that cannot measure disks."""
-        bench = self.folder / "bench/update_bench"
-        bench.write_text("#!/bin/sh\ncat <<EOF\n" + json.dumps({"benchmarks": [
-            {"name": "threads:1", "bytes_per_second": 5e9},
-            {"name": "threads:2", "bytes_per_second": 8e9},
-            {"name": "bound", "error_occurred": True}]}) + "\nEOF\n")
-        self.program.write_text("#!/bin/sh\necho 'error: no such disk' >&2\nexit 1\n")
-        for file in (bench, self.program):
-            file.chmod(0o755)
+        runs = [{"name": "threads:1", "bytes_per_second": 5e9},
+                {"name": "threads:2", "bytes_per_second": 8e9},
+                {"name": "bound", "error_occurred": True}]
+        self.write_program("bench/update_bench",
+                           f"print({json.dumps(json.dumps({'benchmarks': runs}))})\n")
+        program = self.write_program("bin/tessera",
+                                     "#!/bin/sh\necho 'error: no such disk' >&2\nexit 1\n")
         with mock.patch.object(gpu_rates, "torch_rates", return_value=by_torch):
-            return gpu_rates.measure("python3", self.program, self.folder, 0.1, self.folder)
+            return gpu_rates.measure("python3", program, self.folder, 0.1, self.folder)
 
     def test_the_faster_adamw_counts_and_what_fails_says_why(self):
         known = self.measure({"adamw": 6e9, "adamw_by": "torch", "h2d": 5e10,
@@ -243,31 +211,25 @@ class Rows(unittest.TestCase):
         self.assertIn("- / - / 0.100", "\n".join(lines))
 
 
-class WholeProgram(unittest.TestCase):
+class WholeProgram(FolderTest):
     """main() with stand-ins for tessera and for peers.py."""
 
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
+        super().setUp()
         self.calls = self.folder / "calls"
         self.peers = self.folder / "peers.py"
         self.peers.write_text(PEERS_STAND_IN)
-        self.write_program()
+        self.write_tessera()
 
-    def write_program(self, broken="--never"):
-        self.program = self.folder / "bin" / "tessera"
-        self.program.parent.mkdir(exist_ok=True)
-        self.program.write_text(TESSERA_STAND_IN.format(python=sys.executable, broken=broken,
-                                                        calls=str(self.calls)))
-        self.program.chmod(0o755)
+    def write_tessera(self, broken="--never"):
+        self.program = self.write_program(
+            "bin/tessera", TESSERA_STAND_IN.format(broken=broken, calls=str(self.calls)))
 
     def main(self, *arguments, deepspeed=None):
         python = peer_python.PeerPython(sys.executable, "2.11.0", deepspeed, True)
-        out = io.StringIO()
         with mock.patch.object(peer_python, "find", return_value=python), \
                 mock.patch.object(gpu_rates, "torch_rates", side_effect=RunError("no torch")), \
-                contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+                quiet() as out:
             code = gpu.main(["--program", str(self.program), "--peers", str(self.peers),
                              "--output", str(self.folder / "out"), "--directory",
                              str(self.folder / "nvme"), "--rate-seconds", "0.01", *arguments])
@@ -323,7 +285,7 @@ class WholeProgram(unittest.TestCase):
         self.assertNotIn("train", self.calls.read_text())
 
     def test_a_mode_in_which_tessera_fails_makes_the_exit_code_one_and_others_still_run(self):
-        self.write_program(broken="--host-budget")
+        self.write_tessera(broken="--host-budget")
         code, _, _, rows = self.main("--batches", "8", "--modes", "half,host", "--rounds", "2")
         self.assertEqual(code, 1)
         self.assertEqual(rows["half", "tessera", 8]["reason"],
@@ -343,10 +305,7 @@ class WholeProgram(unittest.TestCase):
         for arguments in (["--modes", "cloud"], ["--systems", "horovod"], ["--steps", "2"],
                           ["--nvme-steps", "2"], ["--rounds", "0"], ["--batches", "8,x"],
                           ["--batches", "0"], ["--preset", "large"]):
-            with self.assertRaises(SystemExit) as caught, \
-                    contextlib.redirect_stderr(io.StringIO()):
-                gpu.parse_arguments(arguments)
-            self.assertEqual(caught.exception.code, 2, arguments)
+            self.assert_refused(gpu.parse_arguments, arguments)
 
 
 if __name__ == "__main__":

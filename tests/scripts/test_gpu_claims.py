@@ -1,22 +1,14 @@
 """Bounds, claims and parity of the GPU benchmark, and the presets that they count with."""
-import pathlib
 import re
-import sys
 import unittest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
-import gpt_presets  # noqa: E402
-import gpu_bounds  # noqa: E402
-import gpu_claims  # noqa: E402
-import gpu_modes  # noqa: E402
-import gpu_parity  # noqa: E402
-from gpu_run import Figures, RunError  # noqa: E402
-
-PARAMS = 1416744960  # of gpt-1b4
-H200 = gpu_bounds.Rates(h2d=55.3e9, d2h=55.3e9, h2d_of_both=48.8e9, d2h_of_both=48.8e9,
-                        device=4.3e12, adamw=72.4e9, disk_read=3.0e9, disk_write=1.9e9,
-                        disk_mixed=2.7e9)
+from bench_helpers import H200, PARAMS, ROOT  # first: it finds the others
+import gpt_presets
+import gpu_bounds
+import gpu_claims
+import gpu_modes
+import gpu_parity
+from gpu_run import Figures, RunError
 
 
 class Presets(unittest.TestCase):
