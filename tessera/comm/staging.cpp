@@ -1,10 +1,12 @@
 #include "tessera/comm/staging.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "tessera/core/error.h"
 #include "tessera/device/arena_map.h"
@@ -46,6 +48,16 @@ struct Region {
   device::ArenaMap map;  // guarded by the state's mutex
 };
 
+// How long the network may hold a call that has come to its end.
+constexpr std::chrono::seconds kLetGoLimit{10};
+
+void keep_for_good(BufferPtr buffer) {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<BufferPtr>();
+  const std::lock_guard lock(mutex);
+  kept->push_back(std::move(buffer));
+}
+
 }  // namespace
 
 // Outlives the Staging in what was taken from it.
@@ -64,7 +76,9 @@ struct Staging::State {
   void put_back(BufferPtr buffer) {
     {
       const std::lock_guard lock(mutex);
-      if (region == nullptr) {
+      if (is_closed) {
+        keep_for_good(std::move(buffer));
+      } else if (region == nullptr) {
         const std::size_t bytes = buffer->bytes();
         idle.emplace(bytes, std::move(buffer));
         if (idle.size() > kMaxKept) {
@@ -81,6 +95,9 @@ struct Staging::State {
     {
       const std::lock_guard lock(mutex);
       of->map.release(extent);
+      if (is_closed) {
+        keep_for_good(of->buffer);
+      }
       of.reset();
       --num_taken;
     }
@@ -96,12 +113,25 @@ struct Staging::State {
   // And not given back: until then a region or buffer that was replaced is on the books.
   std::size_t num_taken = 0;
   bool is_stopped = false;
+  bool is_closed = false;  // see [Note: what outlives the group]
 };
 
 Staging::Staging(Backend& backend, Ledger* ledger, device::Device* copied_from)
     : backend_(backend),
       copied_from_(copied_from),
       state_(std::make_shared<State>(copied_from == nullptr ? ledger : nullptr)) {}
+
+Staging::~Staging() {
+  if (copied_from_ == nullptr) {
+    return;
+  }
+  std::unique_lock lock(state_->mutex);
+  state_->changed.wait_for(lock, kLetGoLimit,
+                           [&] { return state_->is_stopped || state_->num_taken == 0; });
+  state_->is_closed = true;
+  state_->idle.clear();
+  state_->region.reset();
+}
 
 std::shared_ptr<std::byte> Staging::allocate(std::size_t bytes, device::Stream* stream) {
   if (copied_from_ == nullptr) {

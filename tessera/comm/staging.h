@@ -28,6 +28,10 @@
 // different sizes on different ranks are slow, not wrong. What ends otherwise, by a failure, ends
 // the wait by stop().
 //
+// [Note: what outlives the group] A call that is stuck in the network holds its staging, and lets
+// go of it at some time after the group is gone. Pinned memory must not go back then, because its
+// device and ledger may be gone, too: it is kept to the end of the process, which is near.
+//
 // Threads: take() from the launching thread, reserve() from the one that starts calls, stop() from
 // any; what was taken may be dropped on any thread, also after this object is gone.
 #pragma once
@@ -62,6 +66,10 @@ class Staging {
   // `ledger` may be null. Stream-ordered backends allocate per call: their allocator knows streams.
   // `copied_from`: whose memory calls are copied from and to; null: they are not.
   Staging(Backend& backend, Ledger* ledger, device::Device* copied_from = nullptr);
+  // Waits for what was taken, if it is memory of a device and the group was not stopped.
+  ~Staging();
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
 
   // See [Note: waiting for room]. Throws CommError once stopped.
   void take(StagingLease& lease, device::Stream* stream);
