@@ -1,0 +1,171 @@
+// The cases of the contract: in which order, at whose cost, and how it fails.
+#include <atomic>
+#include <latch>
+#include <tuple>
+
+#include "tessera/core/error.h"
+#include "tessera/device/host_memory.h"
+#include "tests/comm/device_memory.h"
+#include "tests/comm/reference.h"
+#include "tests/comm/staged_contract.h"
+
+namespace tessera::comm {
+namespace {
+
+using device::Memory;
+using device::StreamKind;
+
+constexpr std::int64_t kNumel = 20011;
+
+std::size_t pages_of(std::size_t bytes) {
+  const std::size_t page = device::page_bytes();
+  return (bytes + page - 1) / page * page;
+}
+
+// The input is made behind a gate that opens only after all ranks have started the call: a call
+// that waited for its input on the caller's thread would never get there.
+TEST_P(StagedContract, StartingACallBlocksNobodyHoweverLateItsInputIs) {
+  std::latch started(3);
+  run(3, [&](StagedRank& here) {
+    const Bytes bytes = reference::array(1, here.group.rank(), 0, kNumel, DType::kFloat32);
+    device::Stream& gather = here.device.stream(StreamKind::kGather);
+    std::ignore = gather.enqueue([&] { started.wait(); });
+    const Memory data = start_upload(here.device, bytes, gather);
+    CallOptions options;
+    options.stream = &gather;
+    const Pending call =
+        here.group.start_all_reduce(data.data(), kNumel, DType::kFloat32, Reduction::kSum, options);
+    EXPECT_FALSE(call.done());
+    started.count_down();
+    call.wait();
+    EXPECT_TRUE(download(here.device, data) ==
+                reference::rank_order_sum(1, 3, 0, kNumel, DType::kFloat32, DType::kFloat32));
+  });
+}
+
+// Every stream that a caller has may stand behind the call itself: its copies go by another one.
+TEST_P(StagedContract, ACallDoesNotWaitForStreamsThatWaitForIt) {
+  run(2, [](StagedRank& here) {
+    const Bytes bytes = reference::array(2, here.group.rank(), 0, kNumel, DType::kFloat32);
+    const Memory data = upload(here.device, bytes);
+    const Memory copy = on_device(here.device, bytes.size());
+    const StreamKind kinds[] = {StreamKind::kGather, StreamKind::kRead, StreamKind::kWrite,
+                                StreamKind::kReduce};
+    CallOptions options;
+    options.stream = &here.device.stream(StreamKind::kGather);
+    const Pending call =
+        here.group.start_all_reduce(data.data(), kNumel, DType::kFloat32, Reduction::kSum, options);
+    for (const StreamKind kind : kinds) {
+      here.device.stream(kind).wait(call);
+      std::ignore =
+          here.device.start_copy(copy.data(), data.data(), bytes.size(), here.device.stream(kind));
+    }
+    for (const StreamKind kind : kinds) {
+      here.device.stream(kind).synchronize();
+    }
+    EXPECT_TRUE(download(here.device, copy) ==
+                reference::rank_order_sum(2, 2, 0, kNumel, DType::kFloat32, DType::kFloat32));
+  });
+}
+
+TEST_P(StagedContract, StagingIsPinnedAndWhatAPlanCounts) {
+  run(2, [](StagedRank& here) {
+    const auto pinned = [&] { return here.ledger.current_bytes(Tier::kPinned, Role::kStaging); };
+    const auto expect_taken = [&](std::size_t planned, const std::function<Pending()>& start) {
+      here.group.reserve_staging(256);  // too little for the call, which has its own while it lasts
+      here.ledger.reset_peaks();
+      start().wait();
+      // The region of one page, and the call's own.
+      EXPECT_EQ(here.ledger.peak_bytes(Tier::kPinned, Role::kStaging),
+                pages_of(256) + pages_of(planned));
+      here.group.reserve_staging(planned);
+      here.ledger.reset_peaks();
+      start().wait();
+      EXPECT_EQ(pinned(), pages_of(planned));
+      EXPECT_EQ(here.ledger.peak_bytes(Tier::kPinned, Role::kStaging), pages_of(planned));
+    };
+    constexpr CallMemory kCopied = CallMemory::kCopied;
+    constexpr auto kShard = static_cast<std::size_t>(kNumel) * sizeof(float);
+    const Bytes bytes = reference::array(2, here.group.rank(), 0, 2 * kNumel, DType::kFloat32);
+    const Memory all = upload(here.device, bytes);
+    const Memory other = on_device(here.device, bytes.size());
+    const Memory shard = on_device(here.device, kShard);
+    const std::size_t below = GroupOptions().pack_below_bytes;
+    const Gather gathers[] = {{shard.data(), all.data(), kNumel, DType::kFloat32},
+                              {shard.data(), other.data(), 1000, DType::kFloat32},
+                              {shard.data(), other.data() + 8000, 500, DType::kFloat32}};
+    const std::size_t shards[] = {kShard, 4000, 2000};
+    expect_taken(all_gather_staging_bytes(shards, below, 2, kCopied),
+                 [&] { return here.group.start_all_gather(gathers); });
+    const std::uint8_t wants[] = {1, 0};
+    const bool copies = here.group.backend_name() == "gloo";
+    expect_taken(
+        gather_to_staging_bytes(shards, below, {2, 1, here.group.rank() == 0, copies, kCopied}),
+        [&] { return here.group.start_gather_to(gathers, wants); });
+    expect_taken(reduce_scatter_staging_bytes(kNumel, DType::kFloat32, 2, kCopied), [&] {
+      return here.group.start_reduce_scatter(all.data(), shard.data(), kNumel, DType::kFloat32,
+                                             DType::kFloat32);
+    });
+    for (const std::int64_t numel : {std::int64_t{3000}, kNumel, 2 * kNumel}) {
+      expect_taken(all_reduce_staging_bytes(numel, DType::kFloat32, 2, kCopied),
+                   [&] { return here.group.start_all_reduce(all.data(), numel, DType::kFloat32); });
+    }
+    expect_taken(broadcast_staging_bytes(kShard, kCopied), [&] {
+      return here.group.start_broadcast(shard.data(), kNumel, DType::kFloat32, 1);
+    });
+    expect_taken(all_to_all_staging_bytes(kShard, 2, kCopied), [&] {
+      return here.group.start_all_to_all(all.data(), other.data(), kNumel, DType::kFloat32);
+    });
+    here.group.reserve_staging(0);
+    EXPECT_EQ(pinned(), 0U);
+    EXPECT_EQ(here.ledger.current_bytes(Tier::kHost, Role::kStaging), 0U);
+  });
+}
+
+TEST_P(StagedContract, AnotherCallOnOneRankIsAnErrorOnAllAndWritesNothing) {
+  const auto failures = run_collecting(3, [](StagedRank& here) {
+    const Bytes bytes = reference::array(4, here.group.rank(), 0, kNumel, DType::kFloat32);
+    const Memory data = upload(here.device, bytes);
+    const std::int64_t numel = here.group.rank() == 1 ? kNumel - 1 : kNumel;
+    try {
+      here.group.start_all_reduce(data.data(), numel, DType::kFloat32).wait();
+      ADD_FAILURE() << "ranks that do not agree went on";
+    } catch (const CommError&) {
+      EXPECT_TRUE(download(here.device, data) == bytes);
+      throw;
+    }
+  });
+  for (const auto& failure : failures) {
+    ASSERT_TRUE(failure);
+    try {
+      std::rethrow_exception(failure);
+    } catch (const CommError& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 1 called"), std::string::npos) << error.what();
+    }
+  }
+}
+
+TEST_P(StagedContract, AStreamThatFailedFailsTheCallOnEveryRank) {
+  const auto failures = run_collecting(2, [](StagedRank& here) {
+    const Memory data = upload(here.device, Bytes(1000));
+    device::Stream& read = here.device.stream(StreamKind::kRead);
+    if (here.group.rank() == 1) {
+      std::ignore = read.enqueue([] { throw DeviceError("the copy engine is gone"); });
+    }
+    CallOptions options;
+    options.stream = &read;
+    here.group.start_all_reduce(data.data(), 1000, DType::kUInt8, Reduction::kSum, options).wait();
+  });
+  for (const auto& failure : failures) {
+    ASSERT_TRUE(failure);
+    try {
+      std::rethrow_exception(failure);
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("the copy engine is gone"), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::comm
