@@ -196,6 +196,9 @@ class Coordinator {
   void end_step();
   // After shards are updated, or are not going to be.
   void start_ahead();
+  // Before the memory of copies on the device (shard::DeviceCopy) is given back, which is done
+  // behind the reduce stream. REQUIRES: the updates are done.
+  void forget_device_copies();
   // After an exception: closes all uses, waits for what is in flight, releases everything but what
   // persists, and forgets this pass. The engine is usable afterwards.
   void release_all();

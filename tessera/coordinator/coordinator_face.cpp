@@ -27,6 +27,15 @@ bool Coordinator::Impl::persists(int param) const {
   return units_.is_sealed() && persists_[static_cast<std::size_t>(param)];
 }
 
+void Coordinator::Impl::forget_device_copies() {
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    parts_.params[id].set_device_copy({});
+  }
+  if (gatherer_) {
+    gatherer_->forget_device_copies();
+  }
+}
+
 CoordinatorStats Coordinator::Impl::take_stats() {
   CoordinatorStats stats;
   stats.num_uses = std::exchange(num_uses_, 0);
@@ -99,6 +108,7 @@ bool Coordinator::begin_resident() { return impl_->begin_resident(); }
 void Coordinator::end_resident() { impl_->end_resident(); }
 bool Coordinator::is_resident() const { return impl_->is_resident(); }
 void Coordinator::end_step() { impl_->end_step(); }
+void Coordinator::forget_device_copies() { impl_->forget_device_copies(); }
 void Coordinator::start_ahead() { impl_->start_ahead(); }
 void Coordinator::release_all() { impl_->abandon(); }
 bool Coordinator::meets() { return impl_->meets(); }

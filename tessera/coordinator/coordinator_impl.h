@@ -46,6 +46,7 @@ class Coordinator::Impl {
   bool is_resident() const { return resident_; }
   void end_step();
   void start_ahead();
+  void forget_device_copies();
   void abandon() noexcept;
 
   bool meets();

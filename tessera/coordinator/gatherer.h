@@ -91,6 +91,12 @@ class Gatherer {
   std::uint64_t num_misplaced() const { return num_misplaced_; }  // not at their planned offset
   // Since the last call; it starts again from what is held now.
   std::int64_t take_peak();
+  // See host_feed.h.
+  void forget_device_copies() {
+    if (host_feed_) {
+      host_feed_->forget_device_copies();
+    }
+  }
   // From memory of the host, since the last call.
   std::uint64_t take_brought_bytes() { return host_feed_ ? host_feed_->take_brought_bytes() : 0; }
   // By unit and phase; unit -1 stands for those who are no unit.

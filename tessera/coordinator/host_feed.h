@@ -12,10 +12,13 @@
 // read stream, each when it is ready and not before: then its order is that of readiness, and no
 // copy in it waits for anything but those before it. Which comes first decides over time, not bits.
 //
+// A shard whose new values the device still has (shard::DeviceCopy) is not brought up: they are
+// copied on the device, on the gather stream, as soon as they are made.
+//
 // What fixes the order: copies are started in the order of the calls, which is that of the gathers.
 // Nothing here is a collective.
 //
-// Threads: start_bring() and wait_idle() as Param; a thread of its own.
+// Threads: all calls as Param; a thread of its own.
 #pragma once
 
 #include <condition_variable>
@@ -45,6 +48,10 @@ class HostFeed {
   // shard_bytes() bytes at `to`, behind everything that the gather stream has been given so far.
   // Failures are those of the update.
   [[nodiscard]] device::Pending start_bring(const shard::Param& param, std::byte* to);
+  // Copies on the device are about to go: what has not begun to read one brings the shard itself,
+  // and the reduce stream, behind which their memory is given back, waits for the others.
+  // REQUIRES: all of them are made.
+  void forget_device_copies();
   // Blocks until all that was asked for has been started.
   void wait_idle() noexcept;
   // Since the last call.
@@ -52,15 +59,15 @@ class HostFeed {
 
  private:
   struct Bring {
+    const shard::Param* param = nullptr;
+    shard::DeviceCopy copy;  // of the device; none: the shard is brought
     device::Pending updated;
     device::Pending free;  // its place is
-    const std::byte* from = nullptr;
     std::byte* to = nullptr;
-    std::size_t bytes = 0;
     std::shared_ptr<device::HandedOver> done;
   };
   void carry_out();
-  device::Pending start_copy(const Bring& bring);
+  device::Pending start(const Bring& bring);  // waits for what it may not start before
 
   device::Device& device_;
   device::Stream& gather_;
@@ -72,6 +79,7 @@ class HostFeed {
   // Guarded by mutex_.
   std::deque<Bring> brings_;
   bool is_bringing_ = false;
+  bool is_reading_copy_ = false;  // what it brings is on the device
   bool is_closing_ = false;
 
   std::thread worker_;  // last: it uses everything above

@@ -11,13 +11,6 @@ using device::Pending;
 using shard::Param;
 using shard::ParamState;
 
-void wait_ignoring_failure(const Pending& pending) noexcept {
-  try {
-    pending.wait();
-  } catch (...) {  // whoever waits for the parameter is told; here only the end matters
-  }
-}
-
 void InflightRegistry::add(const Param& param, Entry entry) {
   Slot& slot = slots_[static_cast<std::size_t>(param.id())];
   if (slot.is_there || param.state() != ParamState::kGathering) {

@@ -65,6 +65,4 @@ class InflightRegistry {
   std::deque<std::vector<device::Pending>> calls_;
 };
 
-void wait_ignoring_failure(const device::Pending& pending) noexcept;
-
 }  // namespace tessera::coordinator

@@ -7,17 +7,6 @@
 #include "tessera/core/error.h"
 
 namespace tessera::device {
-namespace {
-
-// For destructors: the memory must not go before the work; the failure is kept by its stream.
-void wait_ignoring_failure(const Pending& pending) noexcept {
-  try {
-    pending.wait();
-  } catch (...) {
-  }
-}
-
-}  // namespace
 
 Arena::Arena(Device& device, std::size_t capacity_bytes, Role role)
     : device_(device),
@@ -25,6 +14,7 @@ Arena::Arena(Device& device, std::size_t capacity_bytes, Role role)
       region_(device.allocate(MemoryKind::kDevice, capacity_bytes, role, kArenaAlignment)),
       map_(capacity_bytes) {}
 
+// The memory must not go before the work; failures are kept by their streams.
 Arena::~Arena() {
   for (const auto& [offset, fence] : fences_) {
     wait_ignoring_failure(fence.pending);

@@ -116,6 +116,13 @@ Pending Pending::all(std::vector<Pending> parts) {
   return Pending(std::make_shared<AllState>(std::move(parts)));
 }
 
+void wait_ignoring_failure(const Pending& pending) noexcept {
+  try {
+    pending.wait();
+  } catch (...) {
+  }
+}
+
 void Completion::succeed() { finish(nullptr); }
 
 void Completion::fail(std::exception_ptr error) {

@@ -75,6 +75,9 @@ class [[nodiscard]] Pending {
   std::shared_ptr<PendingState> state_;
 };
 
+// For those to whom only the end matters: whoever waits for the outcome is told of a failure.
+void wait_ignoring_failure(const Pending& pending) noexcept;
+
 // A Pending that a host thread fulfils: exactly one call of succeed() or fail().
 class Completion final : public PendingState {
  public:

@@ -144,6 +144,7 @@ void Param::check_move(bool is_legal, const char* rule) const {
 
 void Param::set_updated(device::Pending done) {
   updated_ = std::move(done);
+  device_copy_ = {};
   ++version_;
 }
 

@@ -38,6 +38,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "tessera/core/dtype.h"
@@ -68,6 +69,13 @@ enum class ShardHome : std::uint8_t {
   kDevice,
   kHost,    // pinned; brought to the device for every gather
   kStored,  // in a store: no memory is taken for it
+};
+
+// New values of a shard on the host that the device still has where it made them: whoever gathers
+// the parameter may copy them from there, and need not bring the shard up.
+struct DeviceCopy {
+  const std::byte* values = nullptr;  // range().numel elements; null: there is none
+  device::Pending made;               // by work of the device, which may not be handed over yet
 };
 
 struct ParamSpec {
@@ -133,7 +141,10 @@ class Param {
 
   std::uint64_t version() const { return version_; }  // updates so far
   const device::Pending& updated() const { return updated_; }
-  void set_updated(device::Pending done);  // counts one update
+  void set_updated(device::Pending done);  // counts one update; copies of before are stale
+  const DeviceCopy& device_copy() const { return device_copy_; }
+  // Whoever owns the memory takes the copy back ({}) before it goes.
+  void set_device_copy(DeviceCopy copy) { device_copy_ = std::move(copy); }
 
  private:
   void check_move(bool is_legal, const char* rule) const;
@@ -153,6 +164,7 @@ class Param {
   bool edits_allowed_ = false;
   std::uint64_t version_ = 0;
   device::Pending updated_;
+  DeviceCopy device_copy_;
 };
 
 // All parameters of an engine, in the order of registration, which is the order of everything that

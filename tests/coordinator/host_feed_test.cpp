@@ -96,5 +96,104 @@ TEST_F(HostFeedTest, PassesTheFailureOfAnUpdateOnAndGoesOnWithTheNext) {
   EXPECT_EQ(std::memcmp(other.data(), second.shard(), second.layout().shard_bytes()), 0);
 }
 
+class HostFeedCopyTest : public HostFeedTest {
+ protected:
+  // New values on the device, which its shard has not got yet.
+  shard::DeviceCopy make_copy(std::uint8_t value) {
+    copies_.push_back(place());
+    device::Stream& update = device_->stream(device::StreamKind::kReduce);
+    return {copies_.back().data(),
+            device_->start_fill(copies_.back().data(), value, copies_.back().bytes(), update)};
+  }
+  static void expect_filled(const device::Memory& memory, const shard::Param& param,
+                            std::uint8_t value) {
+    const std::vector<std::uint8_t> expected(
+        static_cast<std::size_t>(param.range().numel) * sizeof(float), value);
+    EXPECT_EQ(std::memcmp(memory.data(), expected.data(), expected.size()), 0);
+  }
+
+  std::vector<device::Memory> copies_;
+};
+
+TEST_F(HostFeedCopyTest, TakesWhatTheDeviceStillHasFromThere) {
+  HostFeed feed(*device_);
+  shard::Param& param = add("p", 3);
+  param.set_updated(device::Pending(std::make_shared<device::Completion>()));  // never comes home
+  param.set_device_copy(make_copy(9));
+  const device::Memory to = place();
+  feed.start_bring(param, to.data()).wait();
+  expect_filled(to, param, 9);
+  EXPECT_EQ(feed.take_brought_bytes(), 0U);
+}
+
+TEST_F(HostFeedCopyTest, WaitsUntilTheUpdateIsHandedOver) {
+  HostFeed feed(*device_);
+  shard::Param& param = add("p", 3);
+  const auto made = std::make_shared<device::HandedOver>();
+  shard::DeviceCopy copy = make_copy(9);
+  const device::Pending filled = copy.made;
+  copy.made = device::Pending(made);
+  param.set_device_copy(copy);
+  const device::Memory to = place();
+  const device::Pending brought = feed.start_bring(param, to.data());
+  EXPECT_FALSE(brought.done());
+  made->hand_over(filled);
+  brought.wait();
+  expect_filled(to, param, 9);
+}
+
+TEST_F(HostFeedCopyTest, PassesTheFailureOfItsMakerOn) {
+  HostFeed feed(*device_);
+  shard::Param& param = add("p", 3);
+  const shard::Param& second = add("second", 2);
+  const auto made = std::make_shared<device::HandedOver>();
+  param.set_device_copy({place().data(), device::Pending(made)});
+  const device::Memory to = place();
+  const device::Memory other = place();
+  const device::Pending brought = feed.start_bring(param, to.data());
+  const device::Pending behind = feed.start_bring(second, other.data());
+  made->fail(std::make_exception_ptr(IoError("the disk is gone")));
+  EXPECT_THROW(brought.wait(), IoError);
+  behind.wait();  // the gather stream has not failed
+  device_->stream(device::StreamKind::kGather).synchronize();
+}
+
+TEST_F(HostFeedCopyTest, BringsTheShardWhereTheCopyWasForgottenBeforeItsTurn) {
+  HostFeed feed(*device_);
+  shard::Param& first = add("first", 1);
+  shard::Param& second = add("second", 2);
+  const auto update = std::make_shared<device::Completion>();
+  first.set_updated(device::Pending(update));  // holds the queue up
+  second.set_device_copy(make_copy(9));
+  const device::Memory to = place();
+  const device::Memory other = place();
+  const device::Pending brought = feed.start_bring(first, to.data());
+  const device::Pending behind = feed.start_bring(second, other.data());
+  feed.forget_device_copies();
+  copies_.clear();
+  update->succeed();
+  brought.wait();
+  behind.wait();
+  expect_filled(other, second, 2);
+  EXPECT_EQ(feed.take_brought_bytes(), 2 * second.layout().shard_bytes());
+}
+
+TEST_F(HostFeedCopyTest, IsReadBeforeTheReduceStreamGoesOn) {
+  HostFeed feed(*device_);
+  shard::Param& param = add("p", 3);
+  for (int round = 0; round < 20; ++round) {
+    param.set_device_copy(make_copy(9));
+    const device::Memory to = place();
+    const device::Pending brought = feed.start_bring(param, to.data());
+    feed.forget_device_copies();
+    // Whoever gets the memory next writes to it behind the reduce stream.
+    const device::Memory& copy = copies_.back();
+    device_->start_fill(copy.data(), 77, copy.bytes(), device_->stream(device::StreamKind::kReduce))
+        .wait();
+    brought.wait();
+    expect_filled(to, param, 9);
+  }
+}
+
 }  // namespace
 }  // namespace tessera::coordinator
