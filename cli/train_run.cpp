@@ -51,6 +51,19 @@ std::int64_t ledger_peak_bytes(const Ledger& ledger) {
   return static_cast<std::int64_t>(bytes);
 }
 
+std::int64_t num_params(const planner::ModelShapes& shapes) {
+  std::int64_t numel = 0;
+  for (const planner::ParamShape& param : shapes.params) {
+    numel += param.numel;
+  }
+  return numel;
+}
+
+// Of one rank.
+std::int64_t tokens_per_backward(const TrainPlan& plan, int num_ranks) {
+  return plan.tokens_per_step() / num_ranks / plan.config.get_int("batch.accumulate");
+}
+
 std::string rates_text(const planner::UpdateRates& rates) {
   std::array<char, 160> text{};
   std::snprintf(text.data(), text.size(),
@@ -170,7 +183,7 @@ class Run {
   std::int64_t device_peak_bytes() const {
     return plan_.cuda_device < 0
                ? 0
-               : torch_peak_bytes(plan_.cuda_device) + ledger_peak_bytes(runtime_.ledger());
+               : torch_memory(plan_.cuda_device).peak_bytes + ledger_peak_bytes(runtime_.ledger());
   }
 
   // Collective: rank 0 needs whole parameters.
@@ -210,7 +223,8 @@ class Run {
       std::cout << "memory of rank 0 of " << runtime_.num_ranks() << "\n"
                 << memory_text(model_bytes(), runtime_.ledger());
       if (plan_.memory) {
-        std::cout << places_text(plan_.memory->placement, runtime_.ledger(), nvme_);
+        std::cout << places_text(plan_.memory->placement, runtime_.ledger(), nvme_)
+                  << pinned_text(runtime_.device().pin_stats());
       }
       std::cout << std::flush;
     }
@@ -254,8 +268,9 @@ void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous
   std::cout << give_default_budgets(plan);
   if (plan.memory && planner::splits_update(plan.memory->options)) {
     // Measured here and not by the engine, so that the plan is known before anything is allocated.
-    const planner::UpdateRates rates =
-        measure_update_rates(plan.cuda_device, num_update_threads(plan));
+    planner::UpdateRates rates = measure_update_rates(plan.cuda_device, num_update_threads(plan));
+    rates.backward_s = least_backward_s(plan.cuda_device, num_params(plan.memory->shapes),
+                                        tokens_per_backward(plan, rendezvous.world_size));
     plan.config.set("optim.cpu_share",
                     planner::choose_cpu_share(rates, plan.memory->shapes, plan.memory->options));
     plan.memory = plan_memory(plan.config, plan.model, rendezvous.world_size, true);

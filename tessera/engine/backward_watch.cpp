@@ -273,6 +273,7 @@ void BackwardWatch::end(BackwardUse& use) {
   const std::shared_ptr<BackwardUse> keep = *found;
   open_.erase(found);
   engine_->coordinator().end_use(use.unit->id(), Phase::kBackward);
+  engine_->tiers.end_backward_of(use.unit->id());
 }
 
 void BackwardWatch::close() {

@@ -86,6 +86,7 @@ Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
       loss_scale_(optim::LossScaleOptions::from(given.config())),
       clip_norm_(given.config().get_double("grad.clip_norm")),
       skip_nonfinite_(given.config().get_bool("grad.skip_nonfinite")),
+      num_micro_batches_(given.config().get_int("batch.accumulate")),
       seed_(static_cast<std::uint64_t>(given.config().get_int("seed"))) {
   if (&group_ != &runtime.group()) {
     // Reductions must not stand in one order with gathers: see Runtime::reduce_group().
@@ -156,6 +157,7 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
   if (reducer_->num_backwards() == 0) {
     optimizer->prepare();
   }
+  tiers.begin_backward(reducer_->num_backwards() + 1 == num_micro_batches_);
   agree_on_weight_scale(weight);
   const double factor = weight / weight_scale_ * loss_scale_.value();
   std::vector<at::Tensor> gradients;
@@ -383,6 +385,7 @@ void Engine::Impl::finish_update() {
   const std::int64_t begin_ns = runtime.clock().now_ns();
   optimizer->wait();
   exposed_wait_s_ += static_cast<double>(runtime.clock().now_ns() - begin_ns) * 1e-9;
+  coordinator_->forget_device_copies();
   reducer_->clear();
 }
 

@@ -185,6 +185,7 @@ class Engine::Impl {
   optim::LossScale loss_scale_;
   const double clip_norm_;
   const bool skip_nonfinite_;
+  const std::int64_t num_micro_batches_;  // of a step
   const std::uint64_t seed_;
   std::uint64_t epoch_ = 0;
   int forward_depth_ = 0;

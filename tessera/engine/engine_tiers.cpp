@@ -9,6 +9,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/option_table.h"
 #include "tessera/engine/host_tier_device.h"
+#include "tessera/engine/memory_lender.h"
 #include "tessera/optim/sharded_optimizer.h"
 #include "tessera/optim/tiered_optimizer.h"
 #include "tessera/tier/io_measure.h"
@@ -397,7 +398,29 @@ std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleO
   auto optimizer = std::make_unique<optim::TieredOptimizer>(
       params_, *device, runtime_.host_kernels(), rule, std::move(parts));
   optimizer_ = optimizer.get();
+  lender_.reset();
+  if (optimizer_->device_update() != nullptr && placement_->num_update_slots > 0) {
+    lender_ = std::make_unique<MemoryLender>(runtime_, *optimizer_->device_update());
+  }
   return optimizer;
+}
+
+void EngineTiers::begin_backward(bool is_last) {
+  if (lender_) {
+    lender_->begin_backward(is_last);
+  }
+}
+
+void EngineTiers::end_backward_of(coordinator::UnitId unit) {
+  if (lender_) {
+    lender_->end_backward_of(unit);
+  }
+}
+
+void EngineTiers::begin_forward_of(coordinator::UnitId unit) {
+  if (lender_) {
+    lender_->begin_forward_of(unit);
+  }
 }
 
 const tier::Store* EngineTiers::store(Role role) const {

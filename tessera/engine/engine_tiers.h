@@ -40,6 +40,8 @@ class TieredOptimizer;
 
 namespace tessera::engine {
 
+class MemoryLender;
+
 // Bytes of one role that were read from and written to NVMe.
 struct RoleIo {
   std::uint64_t read_bytes = 0;
@@ -101,6 +103,12 @@ class EngineTiers {
   }
   std::unique_ptr<optim::Optimizer> make_optimizer(const optim::RuleOptions& rule);
 
+  // --- one step (memory_lender.h) ---
+  // After the optimizer was told to prepare. `is_last`: the update follows it.
+  void begin_backward(bool is_last);
+  void end_backward_of(coordinator::UnitId unit);
+  void begin_forward_of(coordinator::UnitId unit);
+
   coordinator::ShardFeed& feed() { return *feed_; }
   void wait_for_feed() noexcept {
     if (feed_) {
@@ -148,6 +156,7 @@ class EngineTiers {
   std::optional<grad::GradientTier> gradients_;
   std::vector<bool> leaving_;
   optim::TieredOptimizer* optimizer_ = nullptr;  // the one that was made last
+  std::unique_ptr<MemoryLender> lender_;         // null: its device updates nothing that streams
 
   TierIo taken_;  // sums of stores at the last take_io()
 };

@@ -170,7 +170,7 @@ comm::Group& Runtime::reduce_group() const {
   return impl_->reductions ? *impl_->reductions : group();
 }
 device::Device& Runtime::device() const { return *impl_->device; }
-bool Runtime::on_cuda() const { return impl_->on_cuda; }
+int Runtime::cuda_device() const { return impl_->options.cuda_device; }
 optim::Kernels& Runtime::kernels() const { return *impl_->kernels; }
 device::Device& Runtime::host_device() const {
   return impl_->host_device ? *impl_->host_device : *impl_->device;

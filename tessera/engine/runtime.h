@@ -57,7 +57,8 @@ class Runtime {
   // different parameters, so reductions must not stand in one order with gathers.
   comm::Group& reduce_group() const;
   device::Device& device() const;
-  bool on_cuda() const;
+  bool on_cuda() const { return cuda_device() >= 0; }
+  int cuda_device() const;  // -1: CPU
   optim::Kernels& kernels() const;
   // The processor beside a device with memory of its own: memory of the host, and kernels for it.
   // Elsewhere the same as device() and kernels().

@@ -20,7 +20,12 @@ inline constexpr std::size_t kKeptTensorBytes = std::size_t{1} << 18;
 // a model on CPU; a program of one's own may.
 void keep_tensor_memory();
 
-// The most bytes of a GPU that torch's tensors have taken at once, so far.
-std::int64_t torch_peak_bytes(int cuda_device);
+// Of a GPU, by torch's allocator.
+struct TorchMemory {
+  std::int64_t taken_bytes = 0;  // by tensors, now
+  std::int64_t held_bytes = 0;   // of the device, with what is kept for the next tensors
+  std::int64_t peak_bytes = 0;   // taken at once, so far
+};
+TorchMemory torch_memory(int cuda_device);
 
 }  // namespace tessera

@@ -52,6 +52,7 @@ ForwardScope::ForwardScope(UnitCore& unit, Phase phase)
   epoch_ = engine.epoch();
   try {
     engine.coordinator().begin_use(unit.id(), phase);
+    engine.tiers.begin_forward_of(unit.id());
   } catch (...) {
     give_up();
     throw;

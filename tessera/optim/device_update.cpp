@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -26,10 +27,12 @@ DeviceUpdate::DeviceUpdate(shard::ParamTable& params, const RuleOptions& rule,
       read_(device_.stream(StreamKind::kRead)),
       write_(device_.stream(StreamKind::kWrite)),
       update_(device_.stream(StreamKind::kReduce)),
-      slots_(static_cast<std::size_t>(params.num_params())) {
+      slots_(static_cast<std::size_t>(params.num_params())),
+      order_(static_cast<std::size_t>(params.num_params())) {
+  std::iota(order_.begin(), order_.end(), 0);
   std::size_t element_bytes = 0;  // of a piece in its slot
   for (int id = 0; id < params.num_params(); ++id) {
-    if (is_ours(id) && needs_slot(id)) {
+    if (is_ours(id) && needs_room(id)) {
       element_bytes = std::max(element_bytes, num_tensors(params[id]) * sizeof(float) +
                                                   bytes_of(params[id].layout().dtype()));
     }
@@ -38,17 +41,12 @@ DeviceUpdate::DeviceUpdate(shard::ParamTable& params, const RuleOptions& rule,
     return;
   }
   const auto step = static_cast<std::size_t>(shard::kShardStep);
-  slot_numel_ = own.slot_bytes / element_bytes / step * step;
-  TESSERA_CHECK(own.num_slots > 0 && slot_numel_ > 0, ConfigError,
+  room_numel_ = own.slot_bytes / element_bytes / step * step;
+  TESSERA_CHECK(own.num_slots > 0 && room_numel_ > 0, ConfigError,
                 "states of the optimizer come to ", device_.name(), " in ", own.num_slots,
                 " slots of ", own.slot_bytes, " bytes; a slot needs at least ",
                 element_bytes * step, ". Raise memory.device, or set optim.cpu_share to 1");
-  room_memory_ =
-      device_.allocate(MemoryKind::kDevice,
-                       static_cast<std::size_t>(own.num_slots) * own.slot_bytes, Role::kStaging);
-  for (int i = 0; i < own.num_slots; ++i) {
-    rooms_.push_back({room_memory_.data() + static_cast<std::size_t>(i) * own.slot_bytes, {}, {}});
-  }
+  rooms_.take_own(device_, own.num_slots, own.slot_bytes);
   thread_ = std::thread([this] { hand_over(); });
 }
 
@@ -82,9 +80,13 @@ float* DeviceUpdate::resident_tensor(int id, std::size_t number) const {
 
 std::vector<DeviceUpdate::Piece> DeviceUpdate::pieces_of(int id, std::int64_t numel) const {
   std::vector<Piece> pieces;
-  const auto step = static_cast<std::int64_t>(slot_numel_);
+  const auto step = static_cast<std::int64_t>(room_numel_);
   for (std::int64_t begin = 0; begin < numel; begin += step) {
-    pieces.push_back({id, begin, std::min(step, numel - begin), begin + step >= numel, {}});
+    Piece piece;
+    piece.param = id;
+    piece.begin = begin;
+    piece.numel = std::min(step, numel - begin);
+    pieces.push_back(std::move(piece));
   }
   return pieces;
 }
@@ -131,15 +133,15 @@ void DeviceUpdate::make_master(int id) {
     return;
   }
   wait_all();
-  num_prepared_ = 0;  // what was sent up is of before
+  put_rooms_back();  // what was sent up is of before
   param.updated().wait();
   if (is_resident(id)) {
     make_resident_master(param);
     return;
   }
   const std::size_t element = bytes_of(dtype);
-  std::byte* const slot = rooms_.front().data;
-  std::byte* const values = slot + slot_numel_ * sizeof(float);
+  std::byte* const slot = rooms_.first_data();
+  std::byte* const values = slot + room_numel_ * sizeof(float);
   for (const Piece& piece : pieces_of(id, param.range().numel)) {
     const auto begin = static_cast<std::size_t>(piece.begin);
     const auto numel = static_cast<std::size_t>(piece.numel);
@@ -166,58 +168,56 @@ void DeviceUpdate::make_resident_master(const shard::Param& param) {
       .wait();
 }
 
+void DeviceUpdate::set_order(std::vector<int> ids) {
+  std::vector<int> sorted = ids;
+  std::sort(sorted.begin(), sorted.end());
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    TESSERA_INVARIANT(sorted.size() == slots_.size() && sorted[i] == static_cast<int>(i),
+                      "an order of updates names ", ids.size(), " parameters of ", slots_.size());
+  }
+  order_ = std::move(ids);
+  plan();
+}
+
 void DeviceUpdate::plan() {
   wait_all();
-  num_prepared_ = 0;
+  put_rooms_back();
   pieces_.clear();
-  for (int id = 0; id < params_.num_params(); ++id) {
+  for (const int id : order_) {
     const shard::Param& param = params_[id];
-    if (!param.trainable() || !is_ours(id) || !needs_slot(id)) {
+    Slot& slot = slots_[static_cast<std::size_t>(id)];
+    slot.first_piece = pieces_.size();
+    slot.num_pieces = 0;
+    if (!param.trainable() || !is_ours(id) || !needs_room(id)) {
       continue;
     }
     TESSERA_INVARIANT(has(id), "parameter '", param.name(), "' is trainable and has no states");
     const std::vector<Piece> pieces = pieces_of(id, param.range().numel);
+    slot.num_pieces = pieces.size();
     pieces_.insert(pieces_.end(), pieces.begin(), pieces.end());
   }
 }
 
-void DeviceUpdate::prepare() {
-  if (pieces_.empty()) {
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  must_prepare_ = true;
-  changed_.notify_all();
-}
-
-void DeviceUpdate::send_ahead() {
-  while (num_prepared_ < std::min(pieces_.size(), rooms_.size())) {
-    start_up(num_prepared_++);
-  }
-}
-
-// In a slot: the tensors as on the host, then the parameter.
-std::byte* DeviceUpdate::parameter_place(const Piece& piece, const Room& room) const {
+// In a room: the tensors as on the host, then the parameter.
+std::byte* DeviceUpdate::parameter_place(const Piece& piece) const {
   const shard::Param& param = params_[piece.param];
-  return param.is_on_host() ? room.data + num_tensors(param) * slot_numel_ * sizeof(float)
+  return param.is_on_host() ? piece.room->data + num_tensors(param) * room_numel_ * sizeof(float)
                             : param.shard() + static_cast<std::size_t>(piece.begin) *
                                                   bytes_of(param.layout().dtype());
 }
 
-void DeviceUpdate::start_up(std::size_t index) {
-  const Piece& piece = pieces_[index];
-  Room& room = room_of(index);
+void DeviceUpdate::start_up(const Piece& piece) {
+  Room& room = *piece.room;
   const shard::Param& param = params_[piece.param];
   room.free.wait();
   piece.down.wait();
-  room.up = Pending();
   if (const std::size_t bytes = piece_bytes(piece); bytes > 0 && !is_resident(piece.param)) {
     room.up = device_.start_copy(room.data, piece_home(piece), bytes, read_);
   }
   if (is_own_master(param.layout().dtype()) && param.is_on_host()) {
     const std::size_t bytes = static_cast<std::size_t>(piece.numel) * sizeof(float);
     room.up = device_.start_copy(
-        parameter_place(piece, room),
+        parameter_place(piece),
         param.shard() + static_cast<std::size_t>(piece.begin) * sizeof(float), bytes, read_);
   }
 }
@@ -234,42 +234,56 @@ UpdateTask DeviceUpdate::make_task(int id, const grad::ShardGradient& gradient,
   return task;
 }
 
-void DeviceUpdate::start(grad::Reducer& gradients, const UpdateScalars& scalars) {
+DeviceUpdate::Item DeviceUpdate::make_item(int id, const grad::ShardGradient& gradient,
+                                           const UpdateScalars& scalars) {
+  shard::Param& param = params_[id];
+  const DType dtype = param.layout().dtype();
+  Item item;
+  item.param = id;
+  item.task = make_task(id, gradient, scalars);
+  item.done = std::make_shared<device::HandedOver>();
+  param.set_updated(Pending(item.done));
+  item.takes_over = param.is_on_host() && !is_own_master(dtype) && gradient.dtype == dtype;
+  if (item.takes_over) {
+    item.made = std::make_shared<device::HandedOver>();
+    param.set_device_copy({static_cast<const std::byte*>(gradient.values), Pending(item.made)});
+  }
+  return item;
+}
+
+void DeviceUpdate::start(std::span<const int> ids, grad::Reducer& gradients,
+                         const UpdateScalars& scalars) {
   for (const StreamKind kind : {StreamKind::kCompute, StreamKind::kGather}) {
     update_.wait(device_.stream(kind).record());
   }
-  for (int id = 0; id < params_.num_params(); ++id) {
-    if (params_[id].trainable() && is_ours(id)) {
-      ++slots_[static_cast<std::size_t>(id)].num_updates;
-    }
+  for (const int id : ids) {
+    ++slots_[static_cast<std::size_t>(id)].num_updates;
   }
   // First, so that no copy holds them up: they are small, or the first that are needed.
-  update_resident(gradients, scalars);
-  last_update_ = update_.record();
-  if (pieces_.empty()) {
-    return;
-  }
-  std::vector<Item> items(slots_.size());
-  for (const Piece& piece : pieces_) {
-    Item& item = items[static_cast<std::size_t>(piece.param)];
-    if (!item.done) {
-      item.task = make_task(piece.param, gradients.shard_gradient(piece.param), scalars);
-      item.done = std::make_shared<device::HandedOver>();
-      params_[piece.param].set_updated(Pending(item.done));
+  update_resident(ids, gradients, scalars);
+  std::deque<Item> items;
+  for (const int id : ids) {
+    const Slot& slot = slots_[static_cast<std::size_t>(id)];
+    if (slot.num_pieces > 0) {
+      items.push_back(make_item(id, gradients.shard_gradient(id), scalars));
     }
-    count_bytes(piece);
+    for (std::size_t i = 0; i < slot.num_pieces; ++i) {
+      count_bytes(pieces_[slot.first_piece + i]);
+    }
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  items_ = std::move(items);
-  has_items_ = true;
+  last_update_ = update_.record();
+  items_.insert(items_.end(), std::make_move_iterator(items.begin()),
+                std::make_move_iterator(items.end()));
   changed_.notify_all();
 }
 
-void DeviceUpdate::update_resident(grad::Reducer& gradients, const UpdateScalars& scalars) {
+void DeviceUpdate::update_resident(std::span<const int> ids, grad::Reducer& gradients,
+                                   const UpdateScalars& scalars) {
   UpdateBatch batch(params_, kernels_, rule_, update_);
-  for (int id = 0; id < params_.num_params(); ++id) {
+  for (const int id : ids) {
     const shard::Param& param = params_[id];
-    if (!param.trainable() || !is_ours(id) || needs_slot(id)) {
+    if (needs_room(id)) {
       continue;
     }
     UpdateTask task = make_task(id, gradients.shard_gradient(id), scalars);
@@ -289,21 +303,24 @@ void DeviceUpdate::update_resident(grad::Reducer& gradients, const UpdateScalars
   batch.launch();
 }
 
-UpdateSpan DeviceUpdate::span_of(const Piece& piece, const Room& room,
-                                 const UpdateSpan& whole) const {
+UpdateSpan DeviceUpdate::span_of(const Piece& piece, const Item& item) const {
   const DType dtype = params_[piece.param].layout().dtype();
   const auto begin = static_cast<std::size_t>(piece.begin);
-  UpdateSpan span = whole;
-  span.gradient =
-      static_cast<const std::byte*>(whole.gradient) + begin * bytes_of(whole.gradient_dtype);
+  UpdateSpan span = item.task.span;
+  auto* const gradient =
+      static_cast<const std::byte*>(span.gradient) + begin * bytes_of(span.gradient_dtype);
+  span.gradient = gradient;
   span.numel = piece.numel;
   std::size_t next = 0;
   const auto next_tensor = [&] {
     const std::size_t number = next++;
-    return is_resident(piece.param) ? resident_tensor(piece.param, number) + begin
-                                    : reinterpret_cast<float*>(room.data) + number * stride(piece);
+    return is_resident(piece.param)
+               ? resident_tensor(piece.param, number) + begin
+               : reinterpret_cast<float*>(piece.room->data) + number * stride(piece);
   };
-  std::byte* const values = parameter_place(piece, room);
+  // A gradient's memory is its reducer's, and written to.
+  std::byte* const values =
+      item.takes_over ? const_cast<std::byte*>(gradient) : parameter_place(piece);
   if (is_own_master(dtype)) {
     span.master = reinterpret_cast<float*>(values);
   } else {
@@ -317,40 +334,33 @@ UpdateSpan DeviceUpdate::span_of(const Piece& piece, const Room& room,
   return span;
 }
 
-void DeviceUpdate::update_piece(std::size_t index, Item& item) {
-  Piece& piece = pieces_[index];
-  Room& room = room_of(index);
+void DeviceUpdate::update_piece(Piece& piece, const Item& item, bool is_last) {
   const shard::Param& param = params_[piece.param];
-  update_.wait(room.up);
-  Pending updated = kernels_.start_update(rule_, item.task.scalars,
-                                          span_of(piece, room, item.task.span), update_);
+  update_.wait(piece.room->up);
+  const UpdateSpan span = span_of(piece, item);
+  Pending updated = kernels_.start_update(rule_, item.task.scalars, span, update_);
+  if (is_last && item.made) {
+    item.made->hand_over(updated);  // those before it come before it on their stream
+  }
   if (param.is_on_host()) {
     const std::size_t element = bytes_of(param.layout().dtype());
     const std::size_t bytes = static_cast<std::size_t>(piece.numel) * element;
+    const void* const from = is_own_master(param.layout().dtype()) ? span.master : span.parameter;
     updated = device_.start_copy(param.shard() + static_cast<std::size_t>(piece.begin) * element,
-                                 parameter_place(piece, room), bytes, update_);
+                                 from, bytes, update_);
   }
   piece.down = updated;
   if (const std::size_t bytes = piece_bytes(piece); bytes > 0 && !is_resident(piece.param)) {
     write_.wait(updated);
-    piece.down = device_.start_copy(piece_home(piece), room.data, bytes, write_);
+    piece.down = device_.start_copy(piece_home(piece), piece.room->data, bytes, write_);
   }
-  room.free = piece.down;
-  if (piece.is_last) {
-    item.done->hand_over(updated);  // those before it come before it on their stream
+  if (is_last) {
+    item.done->hand_over(updated);
   }
-}
-
-void DeviceUpdate::hand_over_pieces(std::vector<Item>& items) {
-  for (std::size_t i = 0; i < pieces_.size(); ++i) {
-    if (i >= num_prepared_) {
-      start_up(i);
-    }
-    update_piece(i, items[static_cast<std::size_t>(pieces_[i].param)]);
-  }
-  first_room_ = (first_room_ + pieces_.size()) % rooms_.size();
-  num_prepared_ = 0;
-  last_update_ = update_.record();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  rooms_.leave(*std::exchange(piece.room, nullptr), piece.down);
+  piece.is_updated = true;
+  last_update_ = updated;
 }
 
 // On the caller's thread: what it hands over is known, when it moves is not.
@@ -364,63 +374,6 @@ void DeviceUpdate::count_bytes(const Piece& piece) {
   stats_.states_down_bytes += states;
   stats_.parameters_up_bytes += is_own_master(param.layout().dtype()) ? parameter : 0;
   stats_.parameters_down_bytes += parameter;
-}
-
-// See [Note: who hands pieces over].
-void DeviceUpdate::hand_over() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return has_items_ || must_prepare_ || is_stopping_; });
-    if (!has_items_ && !must_prepare_) {
-      return;
-    }
-    const bool must_prepare = std::exchange(must_prepare_, false);
-    std::vector<Item> items = std::move(items_);
-    const bool has_items = std::exchange(has_items_, false);
-    is_busy_ = true;
-    lock.unlock();
-    std::exception_ptr error;
-    try {
-      if (must_prepare && !has_items) {
-        send_ahead();
-      }
-      if (has_items) {
-        hand_over_pieces(items);
-      }
-    } catch (...) {
-      error = std::current_exception();
-      for (Item& item : items) {
-        if (item.done && item.done->is_open()) {
-          item.done->fail(error);
-        }
-      }
-    }
-    lock.lock();
-    failure_ = failure_ ? failure_ : error;
-    is_busy_ = false;
-    changed_.notify_all();
-  }
-}
-
-void DeviceUpdate::wait_handed_over() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return !has_items_ && !must_prepare_ && !is_busy_; });
-  if (failure_) {
-    std::rethrow_exception(failure_);
-  }
-}
-
-void DeviceUpdate::wait() {
-  wait_handed_over();
-  last_update_.wait();
-}
-
-void DeviceUpdate::wait_all() {
-  wait();
-  for (const Piece& piece : pieces_) {
-    piece.down.wait();
-  }
-  read_.synchronize();
 }
 
 std::vector<float> DeviceUpdate::read(int id, std::size_t number) {

@@ -7,32 +7,40 @@
 //   write stream   | states down
 //
 // States do not depend on gradients: prepare() sends the first ones up while a backward still runs,
-// as many as there are slots.
+// as many as there are rooms (update_rooms.h). That is the time in which memory becomes free that
+// the model's activations have taken: whoever has it may lend it (lend(), give_back()).
 //
 // [Note: who hands pieces over] A stream takes so much unfinished work and no more; then it blocks
 // whoever gives it more. And states that go up must not stand in the way of parameters that the
 // model needs (coordinator/host_feed.h, [Note: one queue for all that goes up]): a copy up is
-// started when its slot is free. So a thread hands the pieces over, and the step's thread goes on
+// started when its room is free. So a thread hands the pieces over, and the step's thread goes on
 // to the next forward. Everything else is ordered by events.
 //
-// Cut: a shard is updated in pieces of at most slot elements. Bits do not depend on it.
+// [Note: in place of the gradient] The next forward needs the new parameter on the device, where it
+// has just been made. Where the gradient is of the parameter's type, it is written over the
+// gradient, which nobody needs any more: from there it goes down to its home, and whoever gathers
+// it copies it from there (shard::DeviceCopy) until wait() says that gradients may go.
+//
+// Cut: a shard is updated in pieces of at most as many elements as a room holds. Bits do not depend
+// on it.
 //
 // States of a parameter are made when it is trainable for the first time, and stay; charged as
 // Role::kOptimizer, in whole blocks per tensor. On the device each tensor lies in one piece: master
 // (unless the parameter is its own), state 0, state 1. On the host the tensors of a piece lie side
-// by side, so that one copy takes them up and one takes them down. Slots are one allocation,
-// charged as Role::kStaging.
+// by side, so that one copy takes them up and one takes them down.
 //
-// Threads: as Param, and a thread of its own, which uses kernels and streams between start() and
-// the return of wait().
+// Threads: as Param, and a thread of its own, which uses kernels and streams between prepare() or
+// start() and the return of wait().
 #pragma once
 
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -42,6 +50,7 @@
 #include "tessera/optim/kernels.h"
 #include "tessera/optim/rule.h"
 #include "tessera/optim/tiered_parts.h"
+#include "tessera/optim/update_rooms.h"
 #include "tessera/shard/param.h"
 
 namespace tessera::optim {
@@ -64,11 +73,25 @@ class DeviceUpdate {
   void make_master(int id);
   // What is trainable has changed.
   void plan();
+  // In which order start() will be given parameters: all of them. As they are registered until
+  // then.
+  void set_order(std::vector<int> ids);
 
   void prepare();
-  // Gives each parameter its Pending. `scalars`: but for the step, which this counts.
-  void start(grad::Reducer& gradients, const UpdateScalars& scalars);
-  // Until no gradient is needed any more. Copies down may still be under way.
+  // Room for one more piece would be used before the next start().
+  bool wants_room();
+  std::size_t room_bytes() const { return rooms_.room_bytes(); }
+  // room_bytes() bytes of the device, once `ready` is done, until give_back(lender).
+  void lend(int lender, std::byte* data, device::Pending ready, std::shared_ptr<void> owner);
+  // Blocks until nothing of that lender is used, and lets go of it; -1: of all lenders. States that
+  // were sent ahead in vain stay where they were.
+  void give_back(int lender);
+
+  // Updates `ids`, each ours and trainable, and gives each parameter its Pending. `scalars`: but
+  // for the step, which this counts. More ids may follow before wait().
+  void start(std::span<const int> ids, grad::Reducer& gradients, const UpdateScalars& scalars);
+  // Until no gradient is needed any more, but by those who have a shard::DeviceCopy. Copies of
+  // states down may still be under way.
   void wait();
   // All of it.
   void wait_all();
@@ -81,28 +104,29 @@ class DeviceUpdate {
     bool exists = false;
     device::Memory memory;  // of the device or pinned
     std::int64_t num_updates = 0;
+    std::size_t first_piece = 0;
+    std::size_t num_pieces = 0;
   };
   struct Piece {
     int param = 0;
     std::int64_t begin = 0;
-    std::int64_t numel = 0;  // without padding
-    bool is_last = false;    // of its parameter
-    device::Pending down;    // of its states, the last time
-  };
-  struct Room {  // for one piece at a time
-    std::byte* data = nullptr;
-    device::Pending free;  // its last copy down
-    device::Pending up;
+    std::int64_t numel = 0;   // without padding
+    device::Pending down;     // of its states, the last time
+    Room* room = nullptr;     // it is up, or on its way
+    bool is_updated = false;  // since prepare()
   };
   // What is handed over for one parameter.
   struct Item {
-    UpdateTask task;  // without tensors, which are those of a piece
+    int param = 0;
+    UpdateTask task;                           // without tensors, which are those of a piece
+    bool takes_over = false;                   // see [Note: in place of the gradient]
+    std::shared_ptr<device::HandedOver> made;  // on the device
     std::shared_ptr<device::HandedOver> done;
   };
 
   bool is_resident(int id) const { return stored_[static_cast<std::size_t>(id)].states_on_device; }
   // Something of it comes to the device for every update.
-  bool needs_slot(int id) const { return !is_resident(id) || params_[id].is_on_host(); }
+  bool needs_room(int id) const { return !is_resident(id) || params_[id].is_on_host(); }
   std::size_t num_tensors(const shard::Param& param) const;
   std::size_t tensor_bytes(const shard::Param& param) const;
   float* resident_tensor(int id, std::size_t number) const;
@@ -111,20 +135,24 @@ class DeviceUpdate {
   std::byte* piece_home(const Piece& piece) const;
   static std::size_t stride(const Piece& piece);
   std::size_t piece_bytes(const Piece& piece) const;  // of its tensors
-  Room& room_of(std::size_t piece) { return rooms_[(first_room_ + piece) % rooms_.size()]; }
   // Where the parameter of a piece is while it is updated.
-  std::byte* parameter_place(const Piece& piece, const Room& room) const;
+  std::byte* parameter_place(const Piece& piece) const;
   UpdateTask make_task(int id, const grad::ShardGradient& gradient, const UpdateScalars& scalars);
+  Item make_item(int id, const grad::ShardGradient& gradient, const UpdateScalars& scalars);
   void make_resident_master(const shard::Param& param);
-  void update_resident(grad::Reducer& gradients, const UpdateScalars& scalars);
-  void start_up(std::size_t piece);  // blocks until its slot is free
-  void send_ahead();
-  UpdateSpan span_of(const Piece& piece, const Room& room, const UpdateSpan& whole) const;
-  void update_piece(std::size_t piece, Item& item);
+  void update_resident(std::span<const int> ids, grad::Reducer& gradients,
+                       const UpdateScalars& scalars);
+  void start_up(const Piece& piece);  // blocks until its room is free
+  UpdateSpan span_of(const Piece& piece, const Item& item) const;
+  void update_piece(Piece& piece, const Item& item, bool is_last);
   void count_bytes(const Piece& piece);
-  void hand_over();  // on the thread
-  void hand_over_pieces(std::vector<Item>& items);
+  bool can_go_ahead();
+  void go_ahead(std::unique_lock<std::mutex>& lock);
+  Room* take_room();  // on the thread
+  void hand_over();   // on the thread
+  void hand_over_item(const Item& item);
   void wait_handed_over();
+  void put_rooms_back();
 
   shard::ParamTable& params_;
   const RuleOptions rule_;
@@ -135,26 +163,24 @@ class DeviceUpdate {
   device::Stream& write_;
   device::Stream& update_;
   std::vector<Slot> slots_;  // by id
-  device::Memory room_memory_;
-  std::vector<Room> rooms_;
-  std::size_t slot_numel_ = 0;
+  std::vector<int> order_;   // ids
+  std::size_t room_numel_ = 0;
   TieredStats stats_;
 
-  // Of the thread while it hands over, else of the caller.
-  std::vector<Piece> pieces_;     // of streamed parameters, in registration order
-  std::size_t first_room_ = 0;    // of the next update's first piece
-  std::size_t num_prepared_ = 0;  // pieces of the next update that are up, or on their way
-  device::Pending last_update_;
+  // Of the thread while it is busy, else of the caller.
+  std::vector<Piece> pieces_;  // of parameters that need rooms, in the order of updates
 
   std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_.
-  std::vector<Item> items_;  // by id: of an update that is still to be handed over
-  bool has_items_ = false;
-  bool must_prepare_ = false;
+  UpdateRooms rooms_;
+  std::deque<Item> items_;      // that are still to be handed over
+  std::size_t next_ahead_ = 0;  // the next piece that prepare() has a room for
+  bool goes_ahead_ = false;
   bool is_busy_ = false;
   bool is_stopping_ = false;
   std::exception_ptr failure_;
+  device::Pending last_update_;
 
   std::thread thread_;  // last: it uses everything above
 };

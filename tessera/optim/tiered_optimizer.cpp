@@ -212,7 +212,13 @@ void TieredOptimizer::start_update(grad::Reducer& gradients, double lr, double g
   // The processor begins while the device's share is handed over.
   pipeline_->start(std::move(job));
   if (device_update_) {
-    device_update_->start(gradients, scalars);
+    std::vector<int> ids;
+    for (int id = 0; id < params_.num_params(); ++id) {
+      if (params_[id].trainable() && is_on_device(id)) {
+        ids.push_back(id);
+      }
+    }
+    device_update_->start(ids, gradients, scalars);
   }
 }
 

@@ -70,6 +70,8 @@ class TieredOptimizer final : public Optimizer {
   void reset_master(int param) override;
 
   const SubGroupPlan& plan() const { return pipeline_->plan(); }
+  // Null: the processor updates everything.
+  DeviceUpdate* device_update() { return device_update_.get(); }
   // Since the last call.
   TieredStats take_stats();
 

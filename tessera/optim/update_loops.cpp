@@ -136,24 +136,30 @@ TESSERA_INLINE void update_elements(const ElementScalars& given, const UpdateSpa
   const bool is_streamed = kHasStreamingStores && !std::is_same_v<Parameter, NoParameter> &&
                            span.numel >= kStreamNumel &&
                            reinterpret_cast<std::uintptr_t>(span.parameter) % 2 == 0;
+  // The parameter takes the gradient's place: the loop's pointers must not meet.
+  const bool is_in_place = span.parameter != nullptr && span.parameter == span.gradient;
   alignas(kLineBytes) Parameter rounded[kStreamBlock];
   for (std::int64_t i = begin; i < end;) {
     Parameter* const parameter = from_element(static_cast<Parameter*>(span.parameter), i);
     std::int64_t numel = end - i;
     bool goes_through_block = false;
-    if (is_streamed) {
+    if (is_in_place) {
+      numel = std::min(numel, kStreamBlock);
+    } else if (is_streamed) {
       // Whole blocks from the first line on; what is before it and behind them is stored as usual.
       const std::int64_t before = numel_before_line(parameter);
       goes_through_block = before == 0 && numel >= kStreamBlock;
       numel = goes_through_block ? kStreamBlock : (before > 0 ? std::min(before, numel) : numel);
     }
-    Parameter* const out = goes_through_block ? rounded : parameter;
+    Parameter* const out = goes_through_block || is_in_place ? rounded : parameter;
     float* const master = span.master + i;
     const auto* gradient = static_cast<const Gradient*>(span.gradient) + i;
     float* const first = from_element(span.states[0], i);
     float* const second = from_element(span.states[1], i);
     update_run<Rule>(scalars, master, gradient, first, second, out, numel);
-    if (goes_through_block) {
+    if (is_in_place) {
+      std::memcpy(parameter, rounded, static_cast<std::size_t>(numel) * sizeof(Parameter));
+    } else if (goes_through_block) {
       store_past_caches(parameter, rounded, sizeof(rounded));
     }
     i += numel;

@@ -74,6 +74,11 @@ std::int64_t CudaCost::gradient_bytes_per_element() const {
   return gradients_leave_early_ ? as_int(bytes_of(cut_.model.dtype)) : as_int(sizeof(float));
 }
 
+bool CudaCost::stays_on_device_once(std::size_t id, const ShardPlaces& places) const {
+  return places.parameter == Place::kHost && places.device_update && cut_.is_trainable(id) &&
+         gradients_leave_early_ && !optim::is_own_master(cut_.model.dtype);
+}
+
 Lines CudaCost::shard_lines(const std::vector<ShardPlaces>& places) const {
   const bool is_alone = cut_.options.num_ranks == 1;
   Lines lines;
@@ -219,7 +224,7 @@ void CudaCost::count_step(const optim::SubGroupPlan& plan, bool holds_all,
     const ShardPlaces& each = places[i];
     const std::int64_t shard_bytes = as_int(layout.shard_bytes());
     if (holds_all && each.parameter != Place::kDevice) {
-      link.h2d += shard_bytes;
+      link.h2d += stays_on_device_once(i, each) ? 0 : shard_bytes;
       step.parameters_read += each.parameter == Place::kNvme ? block_bytes(shard_bytes) : 0;
     }
     if (!cut_.is_trainable(i)) {
@@ -253,7 +258,9 @@ void CudaCost::count_step(const optim::SubGroupPlan& plan, bool holds_all,
     for (const int id : unit) {
       const auto i = static_cast<std::size_t>(id);
       if (places[i].parameter != Place::kDevice) {
-        link.h2d += 2 * num_micro_batches_ * as_int(cut_.layouts[i].shard_bytes());
+        const std::int64_t num_uses =
+            2 * num_micro_batches_ - (stays_on_device_once(i, places[i]) ? 1 : 0);
+        link.h2d += num_uses * as_int(cut_.layouts[i].shard_bytes());
       }
     }
   }

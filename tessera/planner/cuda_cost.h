@@ -48,6 +48,9 @@ class CudaCost {
  private:
   void count_step(const optim::SubGroupPlan& plan, bool holds_all, Placement& placement) const;
   std::int64_t gradient_bytes_per_element() const;
+  // The first forward after its update takes it from where the device has made it
+  // (optim/device_update.h, [Note: in place of the gradient]).
+  bool stays_on_device_once(std::size_t id, const ShardPlaces& places) const;
 
   const CutModel& cut_;
   const std::int64_t num_micro_batches_;

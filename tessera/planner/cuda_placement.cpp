@@ -16,10 +16,11 @@ namespace tessera::planner {
 namespace {
 
 constexpr std::int64_t kLargestSubGroupNumel = std::int64_t{16} << 20;
-// Slots: one comes up, one is updated or goes down; more hide what backward leaves of the link.
+// Slots: one comes up, one is updated or goes down. More would hide what backward leaves of the
+// link; backward's own memory does that (engine/memory_lender.h).
 constexpr std::int64_t kLeastSlots = 2;
 constexpr std::int64_t kGoodSlots = 4;
-constexpr std::int64_t kMostSlots = 8;
+constexpr std::int64_t kMostSlots = 4;
 // Units in the arena: one is used, others come.
 constexpr std::int64_t kGoodUnits = 4;
 // Of a host budget, for the buffers of states and of parameters.

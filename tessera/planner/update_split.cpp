@@ -49,6 +49,7 @@ class UpdateTimes {
     // Each is read and written but for the gradient, which is read; a parameter that is not its own
     // master is only written.
     touched_ = 2 * states_ + parameter + (is_own_master ? 2 : 1) * parameter;
+    stays_on_device_ = !is_own_master && placement.gradients_leave_early;
     double in_host = 0;
     for (std::size_t i = 0; i < placement.params.size(); ++i) {
       const ShardPlaces& each = placement.params[i];
@@ -68,16 +69,18 @@ class UpdateTimes {
   double processor_s(double share) const {
     return touched_ * share * numel_ / rates_.processor_bytes_per_s;
   }
-  // States up, new values of the processor's parameters up: all of them where they live in host
-  // memory, since the device has let go of its own.
+  // States up, and new values of the processor's parameters. Where a parameter is its own master,
+  // or gradients are not of its type, the device's come up again, too.
   double up_s(double share) const {
     const double streamed = (1 - share) * numel_;
     double ahead = states_ * std::min(slots_numel_, streamed);
     if (rates_.backward_s > 0) {
-      ahead = std::min(ahead, rates_.backward_s * rates_.h2d_bytes_per_s);
+      const double rate = std::max(rates_.h2d_alone_bytes_per_s, rates_.h2d_bytes_per_s);
+      ahead = std::min(states_ * streamed, rates_.backward_s * rate);
     }
+    const double brought = stays_on_device_ ? share * numel_ : numel_;
     const double bytes =
-        states_ * streamed + parameters_in_host_ * numel_ + parameters_on_device_ * share * numel_;
+        states_ * streamed + parameters_in_host_ * brought + parameters_on_device_ * share * numel_;
     return std::max(0.0, bytes - ahead) / rates_.h2d_bytes_per_s;
   }
   // The last slots go down while the next backward runs.
@@ -95,6 +98,7 @@ class UpdateTimes {
   double parameters_in_host_ = 0;
   double parameters_on_device_ = 0;
   double slots_numel_ = 0;
+  bool stays_on_device_ = false;
 };
 
 }  // namespace

@@ -34,8 +34,10 @@ struct UpdateRates {
   // While both run.
   double h2d_bytes_per_s = 0;
   double d2h_bytes_per_s = 0;
-  // Of a step; 0: not known. States go up meanwhile, into slots that are free.
+  // Of a step's last backward; 0: not known. States go up meanwhile: into the slots, and, if it is
+  // known how long it lasts, into memory that it frees.
   double backward_s = 0;
+  double h2d_alone_bytes_per_s = 0;  // while the processor does not update; 0: the same
 };
 
 // The share at which processor and device end together. `options`: its budgets bound the slots.

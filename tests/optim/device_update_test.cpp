@@ -2,6 +2,7 @@
 // where every copy and kernel ends late: the bits are those of one memory, whoever updates.
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -47,6 +48,9 @@ struct Case {
   int num_backwards = 1;
   int num_slots = 2;
   std::size_t slot_numel = 4096;
+  int num_lent = 0;               // rooms besides, at most
+  bool takes_back_early = false;  // before the update starts
+  bool is_reversed = false;       // the order in which updates are expected
   RuleOptions rule;
 };
 
@@ -103,8 +107,15 @@ class World {
       }
       tiers.sub_group_numel = 2048;
       tiers.own = {device_.get(), kernels_.get(), test.num_slots, test.slot_numel * 16};
-      optimizer_ = std::make_unique<TieredOptimizer>(params_, *host_, *host_kernels_, test.rule,
-                                                     std::move(tiers));
+      auto optimizer = std::make_unique<TieredOptimizer>(params_, *host_, *host_kernels_, test.rule,
+                                                         std::move(tiers));
+      update_ = optimizer->device_update();
+      if (test.is_reversed) {
+        std::vector<int> order(static_cast<std::size_t>(params_.num_params()));
+        std::iota(order.rbegin(), order.rend(), 0);
+        update_->set_order(order);
+      }
+      optimizer_ = std::move(optimizer);
     } else {
       optimizer_ = std::make_unique<ShardedOptimizer>(params_, *device_, *kernels_, test.rule);
     }
@@ -122,8 +133,14 @@ class World {
       }
       reducer_->finish_backward();
     }
+    lend();
+    if (test_.takes_back_early) {
+      take_back();
+    }
     norms.push_back(optimizer_->sum_of_squares(*reducer_));
     optimizer_->start_update(*reducer_, kLr, kScale);
+    check_copies();
+    take_back();
     optimizer_->wait();
     reducer_->clear();
   }
@@ -153,6 +170,8 @@ class World {
 
   Optimizer& optimizer() { return *optimizer_; }
   std::vector<double> norms;
+  int num_lent = 0;
+  int num_copies = 0;  // on the device, of parameters that live on the host
 
  private:
   std::unique_ptr<device::Device> make_device() const {
@@ -182,6 +201,58 @@ class World {
     parts.leaves_to_host = test_.leaves ? &leaving_ : nullptr;
   }
 
+  // As a backward frees memory: of two lenders in turn.
+  void lend() {
+    while (update_ != nullptr && lent_.size() < static_cast<std::size_t>(test_.num_lent) &&
+           update_->wants_room()) {
+      auto memory = std::make_shared<device::Memory>(
+          device_->allocate(device::MemoryKind::kDevice, update_->room_bytes(), Role::kOther));
+      lent_.push_back(memory);
+      update_->lend(static_cast<int>(lent_.size() % 2), memory->data(),
+                    device_->stream(device::StreamKind::kCompute).record(), memory);
+      ++num_lent;
+    }
+  }
+
+  // Whoever gets it back writes to it at once.
+  void take_back() {
+    if (update_ == nullptr) {
+      return;
+    }
+    update_->give_back(1);
+    for (std::size_t i = 0; i < lent_.size(); i += 2) {
+      EXPECT_EQ(lent_[i].use_count(), 1) << "lender 1 has not got everything back";
+      std::memset(lent_[i]->data(), 0xff, lent_[i]->bytes());
+    }
+    update_->give_back(-1);
+    for (const auto& memory : lent_) {
+      EXPECT_EQ(memory.use_count(), 1);
+      std::memset(memory->data(), 0xff, memory->bytes());
+    }
+    lent_.clear();
+  }
+
+  // Copies on the device are the new values, before and beside those that go home.
+  void check_copies() {
+    for (int id = 0; id < params_.num_params(); ++id) {
+      const shard::Param& param = params_[id];
+      const shard::DeviceCopy& copy = param.device_copy();
+      if (copy.values == nullptr) {
+        continue;
+      }
+      EXPECT_TRUE(param.is_on_host());
+      ++num_copies;
+      const std::size_t bytes =
+          static_cast<std::size_t>(param.range().numel) * bytes_of(test_.dtype);
+      std::vector<std::byte> copied(bytes);
+      device::Stream& stream = device_->stream(device::StreamKind::kGather);
+      stream.wait(copy.made);
+      device_->start_copy(copied.data(), copy.values, bytes, stream).wait();
+      param.updated().wait();
+      EXPECT_EQ(std::memcmp(copied.data(), param.shard(), bytes), 0) << param.name();
+    }
+  }
+
   void write(const shard::Param& param, const std::vector<std::byte>& values) {
     device_
         ->start_copy(param.shard(), values.data(), values.size(),
@@ -201,9 +272,17 @@ class World {
   std::unique_ptr<Kernels> host_kernels_;
   std::unique_ptr<grad::Reducer> reducer_;
   std::unique_ptr<Optimizer> optimizer_;
+  DeviceUpdate* update_ = nullptr;
+  std::vector<std::shared_ptr<device::Memory>> lent_;
 };
 
-void expect_same_bits(const Case& test) {
+struct Counts {
+  int num_lent = 0;
+  int num_copies = 0;
+};
+
+Counts expect_same_bits(const Case& test) {
+  Counts counts;
   comm::run_ranks(1, [&](comm::Group& group) {
     World reference(group, test, /*own=*/false);
     World world(group, test, /*own=*/true);
@@ -218,7 +297,9 @@ void expect_same_bits(const Case& test) {
     for (std::size_t i = 0; i < found.size(); ++i) {
       EXPECT_EQ(found[i], expected[i]) << "tensor " << i;
     }
+    counts = {world.num_lent, world.num_copies};
   });
+  return counts;
 }
 
 // Sizes that do not divide, some larger than a slot.
@@ -262,6 +343,54 @@ TEST(DeviceUpdate, GivesTheSameBitsForEveryNumberAndSizeOfSlots) {
       expect_same_bits(test);
     }
   }
+}
+
+TEST(DeviceUpdate, UsesMemoryThatIsLentAndGivesItBack) {
+  for (const device::LateMode mode : {device::LateMode::kRandom, device::LateMode::kLazy}) {
+    for (const bool takes_back_early : {false, true}) {
+      Case test;
+      test.shapes = mixed_shapes();
+      test.mode = mode;
+      test.num_slots = 1;
+      test.slot_numel = 2048;
+      test.num_lent = 5;
+      test.takes_back_early = takes_back_early;
+      EXPECT_EQ(expect_same_bits(test).num_lent, 5 * kSteps);
+    }
+  }
+}
+
+TEST(DeviceUpdate, WantsNoMoreRoomThanItHasPieces) {
+  Case test;
+  test.shapes = {{4000, ShardHome::kHost, by_device(false)}};
+  test.num_slots = 1;
+  test.slot_numel = 2048;
+  test.num_lent = 100;
+  EXPECT_EQ(expect_same_bits(test).num_lent, kSteps);  // two pieces, one slot
+}
+
+TEST(DeviceUpdate, UpdatesInAnotherOrderThanItWasToldTo) {
+  for (const int num_slots : {1, 3}) {
+    Case test;
+    test.shapes = mixed_shapes();
+    test.num_slots = num_slots;
+    test.slot_numel = 2048;
+    test.num_lent = 2;
+    test.is_reversed = true;
+    expect_same_bits(test);
+  }
+}
+
+TEST(DeviceUpdate, LeavesNewParametersWhereTheirGradientsWere) {
+  Case test;
+  test.shapes = mixed_shapes();  // two of them live on the host and are the device's
+  EXPECT_EQ(expect_same_bits(test).num_copies, 2 * kSteps);
+  test.dtype = DType::kFloat32;  // is its own master
+  EXPECT_EQ(expect_same_bits(test).num_copies, 0);
+  test.dtype = DType::kBFloat16;
+  test.leaves = false;
+  test.num_backwards = 2;  // the sum is in fp32
+  EXPECT_EQ(expect_same_bits(test).num_copies, 0);
 }
 
 TEST(DeviceUpdate, TakesStatesThatLiveOnTheDeviceWithAParameterOnTheHost) {

@@ -9,7 +9,7 @@ namespace tessera::planner {
 namespace {
 
 // One GPU with 14 threads beside it, copies running both ways.
-UpdateRates measured() { return {62.3e9, 48.8e9, 48.8e9, 0}; }
+UpdateRates measured() { return {62.3e9, 48.8e9, 48.8e9}; }
 
 // 1.4 billion elements.
 ModelShapes gpt_1b4() { return small_gpt(2048, 24, 50304, DType::kBFloat16); }
@@ -28,7 +28,7 @@ TEST(UpdateSplit, BothEndAtTheSameTime) {
   const UpdateRates rates = measured();
   const double share = choose_cpu_share(rates, model, options);
   const double processor = 28 * share / rates.processor_bytes_per_s;
-  const double up = (12 * (1 - share) + 2) / rates.h2d_bytes_per_s;
+  const double up = (12 * (1 - share) + 2 * share) / rates.h2d_bytes_per_s;
   EXPECT_NEAR(processor / up, 1, 0.001);
 }
 
@@ -49,16 +49,23 @@ TEST(UpdateSplit, AFasterProcessorGetsMoreAndAFasterLinkLess) {
   EXPECT_GT(choose_cpu_share(rates, model, options), share);
 }
 
-TEST(UpdateSplit, AShortBackwardLetsLessComeUpAhead) {
+TEST(UpdateSplit, ALongBackwardLetsMoreComeUpAhead) {
   const ModelShapes model = gpt_1b4();
   const PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
   UpdateRates rates = measured();
   const double any = choose_cpu_share(rates, model, options);
   rates.backward_s = 0.001;
-  const double brief = choose_cpu_share(rates, model, options);
+  EXPECT_GT(choose_cpu_share(rates, model, options), any);
+  rates.backward_s = 0.08;
+  const double good = choose_cpu_share(rates, model, options);
+  EXPECT_LT(good, any);
+  rates.h2d_alone_bytes_per_s = 1.1 * rates.h2d_bytes_per_s;
+  EXPECT_LE(choose_cpu_share(rates, model, options), good);
+  // What goes down bounds it then.
   rates.backward_s = 1;
-  EXPECT_GT(brief, any);
-  EXPECT_DOUBLE_EQ(choose_cpu_share(rates, model, options), any);
+  const double down = 14 / rates.d2h_bytes_per_s;
+  const double processor = 28 / rates.processor_bytes_per_s;
+  EXPECT_NEAR(choose_cpu_share(rates, model, options), down / (down + processor), 0.05);
 }
 
 TEST(UpdateSplit, WhereStatesAreNotInHostMemoryThereIsNothingToSplit) {

@@ -1,0 +1,61 @@
+#include "tessera/engine/memory_lender.h"
+
+#include <memory>
+#include <utility>
+
+#include <ATen/ATen.h>
+
+#include "tessera/engine/tensor_memory.h"
+
+namespace tessera::engine {
+
+MemoryLender::MemoryLender(Runtime& runtime, optim::DeviceUpdate& borrower)
+    : runtime_(runtime), borrower_(borrower) {}
+
+void MemoryLender::begin_backward(bool lends) {
+  take_all_back();
+  lends_ = lends;
+  if (lends_ && runtime_.on_cuda()) {
+    bytes_at_begin_ = torch_memory(runtime_.cuda_device()).taken_bytes;
+  }
+}
+
+// Torch's allocator must have it, too: what it would have to ask the device for is not spare.
+bool MemoryLender::has_spare_memory() const {
+  if (!runtime_.on_cuda()) {
+    return true;  // a CPU that stands in for a device
+  }
+  const TorchMemory now = torch_memory(runtime_.cuda_device());
+  const auto bytes = static_cast<std::int64_t>(borrower_.room_bytes());
+  return now.taken_bytes + bytes <= bytes_at_begin_ && now.taken_bytes + bytes <= now.held_bytes;
+}
+
+void MemoryLender::end_backward_of(int unit) {
+  if (!lends_) {
+    return;
+  }
+  while (borrower_.wants_room() && has_spare_memory()) {
+    const auto memory = std::make_shared<at::Tensor>(
+        at::empty({static_cast<std::int64_t>(borrower_.room_bytes())},
+                  at::TensorOptions(runtime_.on_cuda() ? at::kCUDA : at::kCPU).dtype(at::kByte)));
+    // Whoever had it before has been given to the compute stream.
+    borrower_.lend(unit, static_cast<std::byte*>(memory->data_ptr()),
+                   runtime_.device().stream(device::StreamKind::kCompute).record(), memory);
+    ++num_lent_;
+  }
+}
+
+void MemoryLender::begin_forward_of(int unit) {
+  if (num_lent_ > 0) {
+    borrower_.give_back(unit);
+  }
+}
+
+void MemoryLender::take_all_back() {
+  lends_ = false;
+  if (std::exchange(num_lent_, 0) > 0) {
+    borrower_.give_back(-1);
+  }
+}
+
+}  // namespace tessera::engine

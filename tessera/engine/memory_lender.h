@@ -1,0 +1,47 @@
+// Internal to engine: lends memory that a backward has freed to the update that comes after it.
+//
+// Activations of a unit are gone when its backward has ended, and nobody needs their memory before
+// its next forward. Meanwhile states of the optimizer may come up to the device in it
+// (optim/device_update.h): the link has nothing else to do then.
+//
+//   backward of unit k has ended    what torch holds now, with what is lent, is less than when
+//                                   backward began: as much is lent, in k's name
+//   forward of unit k begins        k's memory is given back; the forward waits for it
+//
+// So the peak of torch's memory stays what it was: whatever is lent while a unit runs was lent in
+// the name of units that come after it, and their activations do not exist yet.
+//
+// It is torch's memory, taken and given back as a tensor of the compute stream: no ledger knows it,
+// as none knows activations.
+//
+// Threads: as Engine.
+#pragma once
+
+#include <cstdint>
+
+#include "tessera/engine/runtime.h"
+#include "tessera/optim/device_update.h"
+
+namespace tessera::engine {
+
+class MemoryLender {
+ public:
+  // Both outlive this.
+  MemoryLender(Runtime& runtime, optim::DeviceUpdate& borrower);
+  // `lends`: an update follows this backward.
+  void begin_backward(bool lends);
+  void end_backward_of(int unit);
+  void begin_forward_of(int unit);
+  void take_all_back();
+
+ private:
+  bool has_spare_memory() const;
+
+  Runtime& runtime_;
+  optim::DeviceUpdate& borrower_;
+  bool lends_ = false;
+  int num_lent_ = 0;                 // since all was taken back
+  std::int64_t bytes_at_begin_ = 0;  // of torch, when backward began
+};
+
+}  // namespace tessera::engine
