@@ -135,6 +135,12 @@ std::uint64_t NvmeTotals::written_bytes(Role role) const {
   return roles_[static_cast<std::size_t>(role)].written / std::max<std::uint64_t>(1, num_steps_);
 }
 
+std::string pinned_text(const device::PinStats& pins) {
+  return pins.bytes == 0 ? ""
+                         : fmt::format("pinned: {} of host memory, which took {}\n",
+                                       approximate_bytes(pins.bytes), time_text(pins.seconds));
+}
+
 std::string places_text(const planner::Placement& placement, const Ledger& ledger,
                         const NvmeTotals& nvme) {
   constexpr const char* kLine = "{:<8}{:<12}{:>12}{:>14}{:>14}{:>14}\n";

@@ -11,6 +11,7 @@
 #include "cli/metrics.h"
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
+#include "tessera/device/device.h"
 #include "tessera/planner/placement.h"
 
 namespace tessera::cli {
@@ -91,6 +92,9 @@ class NvmeTotals {
   std::uint64_t step_written_ = 0;
   std::uint64_t num_steps_ = 0;
 };
+
+// What page-locking took, in bytes and in time; empty where there was none.
+std::string pinned_text(const device::PinStats& pins);
 
 // What went where: bytes as planned and as held, and those that a step moved.
 std::string places_text(const planner::Placement& placement, const Ledger& ledger,

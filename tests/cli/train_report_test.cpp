@@ -173,6 +173,13 @@ TEST(Memory, UnshardedBytesAreTheClosedForm) {
   EXPECT_EQ(half.unsharded(Role::kOptimizer), 12000);
 }
 
+TEST(PinnedText, SaysWhatPageLockingTookWhereThereWasAny) {
+  EXPECT_EQ(pinned_text({}), "");
+  EXPECT_EQ(pinned_text({5.25, std::size_t{24} << 30}),
+            "pinned: 24.0 GiB of host memory, which took 5.25 s\n");
+  EXPECT_EQ(pinned_text({0.004, 8192}), "pinned: 8.00 KiB of host memory, which took 4.00 ms\n");
+}
+
 TEST(Places, PlannedStandsBesideHeldAndNvmeBesideWhatAStepMoved) {
   planner::Placement placement;
   placement.ledger = {{Tier::kDevice, Role::kShard, 2048}, {Tier::kNvme, Role::kOptimizer, 8192}};
