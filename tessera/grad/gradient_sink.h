@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "tessera/core/error.h"
 #include "tessera/grad/reducer.h"
 
 namespace tessera::grad {
@@ -28,6 +29,11 @@ class GradientSink {
   virtual void wait() = 0;
   // `is_zero`: no backward has been finished since clear().
   virtual ShardGradient shard_gradient(const shard::Param& param, bool is_zero) = 0;
+  // See Reducer::ordered_gradient().
+  virtual ShardGradient ordered_gradient(const shard::Param& param) {
+    throw InternalError(
+        detail::concat("several ranks make the gradient of parameter '", param.name(), "'"));
+  }
   // Nothing: it was not made on the way.
   virtual std::optional<double> sum_of_squares(const shard::Param& /*param*/) { return {}; }
   // Waits for what is in flight, whatever becomes of it.

@@ -194,6 +194,19 @@ ShardGradient Reducer::shard_gradient(int id) {
   return impl_->sink->shard_gradient(param, impl_->num_backwards == 0);
 }
 
+bool Reducer::is_ordered() const {
+  const ReducerParts& parts = impl_->stream.parts();
+  return parts.group.size() == 1 && impl_->stream.has_own_memory() && parts.tier == nullptr &&
+         parts.leaves_to_host == nullptr;
+}
+
+ShardGradient Reducer::ordered_gradient(int id) {
+  const shard::Param& param = impl_->trainable(id);
+  TESSERA_INVARIANT(is_ordered() && !impl_->in_backward, "the gradient of parameter '",
+                    param.name(), "' is not ordered by the reduce stream alone");
+  return impl_->sink->ordered_gradient(param);
+}
+
 void Reducer::wait() { impl_->wait(); }
 
 bool Reducer::is_stored(int id) const {

@@ -157,6 +157,9 @@ struct ShardGradient {
   std::int64_t numel = 0;
   const void* values = nullptr;  // in the type that they came in; null: it is stored
   DType dtype = DType::kFloat32;
+  // Of ordered_gradient(): where the reduce stream puts optim's sum of squares of `values`, in
+  // pinned memory; null: it is not made on the way.
+  const double* squares = nullptr;
   bool is_on_host = false;  // `values` are in pinned memory of the host, ...
   device::Pending came;     // ... once this is done
 };
@@ -194,6 +197,11 @@ class Reducer {
   void wait();
   // Waits for all reductions. Zero where no gradient came since clear().
   ShardGradient shard_gradient(int param);
+  // Whether the reduce stream alone orders gradients: in a group of one, on a device with memory of
+  // its own, where none is stored or leaves.
+  bool is_ordered() const;
+  // The same without any wait, for work on the reduce stream. REQUIRES: is_ordered().
+  ShardGradient ordered_gradient(int param);
 
   bool is_stored(int param) const;
   // Of stored ones: elements [begin, begin + numel) of the shard, where begin is a multiple of

@@ -186,6 +186,14 @@ void SoloSink::add(Sum& sum, const shard::Param& param, FullGradient gradient) {
 }
 
 ShardGradient SoloSink::shard_gradient(const shard::Param& param, bool /*is_zero*/) {
+  const ShardGradient gradient = ordered_gradient(param);
+  if (std::exchange(zeros_are_made_, false)) {
+    stream_.synchronize();
+  }
+  return gradient;
+}
+
+ShardGradient SoloSink::ordered_gradient(const shard::Param& param) {
   Sum& sum = sum_of(param);
   ShardGradient gradient;
   gradient.numel = param.layout().numel();
@@ -206,13 +214,16 @@ ShardGradient SoloSink::shard_gradient(const shard::Param& param, bool /*is_zero
     float* const zeros = own_memory(sum, param);
     if (!sum.own_is_zero) {
       stream_.zero(zeros, sum.own.bytes());
-      stream_.synchronize();
+      zeros_are_made_ = true;
       sum.own_is_zero = true;
     }
     gradient.values = zeros;
   } else {
     gradient.values = sum.values;
     gradient.dtype = sum.dtype;
+    if (sum.has_square) {
+      gradient.squares = reinterpret_cast<const double*>(squares_.data()) + param.id();
+    }
   }
   if (gradient.dtype == DType::kFloat32) {
     gradient.data = static_cast<float*>(const_cast<void*>(gradient.values));

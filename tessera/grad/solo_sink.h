@@ -32,6 +32,7 @@ class SoloSink final : public GradientSink {
   void finish_backward() override {}
   void wait() override { stream_.synchronize(); }
   ShardGradient shard_gradient(const shard::Param& param, bool is_zero) override;
+  ShardGradient ordered_gradient(const shard::Param& param) override;
   std::optional<double> sum_of_squares(const shard::Param& param) override;
   void clear() noexcept override;
 
@@ -58,7 +59,8 @@ class SoloSink final : public GradientSink {
   void start_square(Sum& sum, const shard::Param& param, const FullGradient& gradient);
 
   GradientStream& stream_;
-  std::vector<Sum> sums_;   // by id
+  std::vector<Sum> sums_;        // by id
+  bool zeros_are_made_ = false;  // nobody has waited for them yet
   device::Memory squares_;  // by id: sums of squares, pinned; none: nobody makes them on the way
 };
 
