@@ -21,8 +21,14 @@ class GradientNorms {
 
   // Blocks until `stream` is done.
   double sum(const shard::ParamTable& params, grad::Reducer& gradients, device::Stream& stream);
+  // Where the numbers will be that sum() adds, in its order, for kernels behind them on `stream`,
+  // the reduce stream: nothing waits. REQUIRES: gradients.is_ordered().
+  std::vector<const double*> start(const shard::ParamTable& params, grad::Reducer& gradients,
+                                   device::Stream& stream);
 
  private:
+  double* results();
+
   Kernels& kernels_;
   // One of the two: kernels of a device with memory of its own write to pinned memory only.
   std::vector<double> host_results_;

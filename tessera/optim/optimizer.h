@@ -8,7 +8,9 @@
 #include <span>
 #include <string_view>
 
+#include "tessera/core/error.h"
 #include "tessera/grad/reducer.h"
+#include "tessera/optim/clip.h"
 
 namespace tessera::optim {
 
@@ -24,6 +26,17 @@ class Optimizer {
   // Pending of its own (Param::set_updated). Gradients must stay until all are done: wait() before
   // the next backward adds to them.
   virtual void start_update(grad::Reducer& gradients, double lr, double gradient_scale) = 0;
+  // Both as one piece of work of the device, with the factor between them (clip.h): the host does
+  // not wait for the norm before it starts the update. Gradients of this rank are all there are.
+  // False: that cannot be here, and nothing was started.
+  virtual bool start_step(grad::Reducer& /*gradients*/, double /*lr*/,
+                          const StepInputs& /*inputs*/) {
+    return false;
+  }
+  // What sum_of_squares() is, of the step that was started: waits for that, not for the updates.
+  // From here on the step counts, and parameters have the Pendings of their updates; unless it was
+  // skipped: then nothing has changed.
+  virtual double finish_step() { throw InternalError("a step ends that was not started"); }
   // For all updates so far; throws the failure of the first in registration order.
   virtual void wait() = 0;
   virtual std::int64_t num_updates() const = 0;

@@ -28,11 +28,19 @@ ShardedOptimizer::ShardedOptimizer(shard::ParamTable& params, device::Device& de
     slots_.push_back(make_slot(params[id]));
     start_master(params[id]);
   }
+  if (device.has_own_memory()) {
+    step_ = device.allocate(device::MemoryKind::kDevice, sizeof(StepOnDevice), Role::kOther);
+    step_for_host_ =
+        device.allocate(device::MemoryKind::kPinned, sizeof(StepOnDevice), Role::kOther);
+  }
   update_stream().synchronize();
 }
 
 ShardedOptimizer::~ShardedOptimizer() {
   try {
+    if (!held_.empty()) {
+      held_.back().updated.wait();
+    }
     wait();
   } catch (const std::exception&) {
   }
@@ -85,37 +93,96 @@ double ShardedOptimizer::sum_of_squares(grad::Reducer& gradients) {
 }
 
 void ShardedOptimizer::start_update(grad::Reducer& gradients, double lr, double gradient_scale) {
+  order_behind_readers();
+  UpdateScalars scalars;
+  scalars.lr = lr;
+  scalars.gradient_scale = gradient_scale;
+  UpdateBatch batch(params_, kernels_, rule_, update_stream());
+  for (int id = 0; id < params_.num_params(); ++id) {
+    if (params_[id].trainable()) {
+      batch.add(id, make_task(params_[id], gradients.shard_gradient(id), scalars));
+    }
+  }
+  batch.launch();
+  count_updates();
+}
+
+void ShardedOptimizer::order_behind_readers() {
   device::Stream& stream = update_stream();
   stream.wait(device_.stream(device::StreamKind::kCompute).record());
   stream.wait(device_.stream(device::StreamKind::kGather).record());
+}
+
+UpdateTask ShardedOptimizer::make_task(const shard::Param& param,
+                                       const grad::ShardGradient& gradient,
+                                       const UpdateScalars& scalars) const {
+  TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
+                    gradient.numel, " elements on this rank, its shard ", param.range().numel);
+  const Slot& slot = slots_[static_cast<std::size_t>(param.id())];
+  UpdateTask task;
+  task.scalars = scalars;
+  task.scalars.step = slot.num_updates + 1;
+  task.scalars.weight_decay_scale = param.spec().weight_decay_scale;
+  task.span.master = slot.master;
+  task.span.gradient = gradient.values;
+  task.span.gradient_dtype = gradient.dtype;
+  task.span.states = slot.states;
+  task.span.numel = gradient.numel;
+  if (!is_fp32(param)) {
+    task.span.parameter = param.shard();
+    task.span.parameter_dtype = param.layout().dtype();
+  }
+  return task;
+}
+
+void ShardedOptimizer::count_updates() {
   ++num_updates_;
-  UpdateBatch batch(params_, kernels_, rule_, stream);
   for (int id = 0; id < params_.num_params(); ++id) {
-    const shard::Param& param = params_[id];
-    if (!param.trainable()) {
-      continue;
+    if (params_[id].trainable()) {
+      ++slots_[static_cast<std::size_t>(id)].num_updates;
     }
-    Slot& slot = slots_[static_cast<std::size_t>(id)];
-    const grad::ShardGradient gradient = gradients.shard_gradient(id);
-    TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
-                      gradient.numel, " elements on this rank, its shard ", param.range().numel);
-    UpdateTask task;
-    task.scalars.step = ++slot.num_updates;
-    task.scalars.lr = lr;
-    task.scalars.weight_decay_scale = param.spec().weight_decay_scale;
-    task.scalars.gradient_scale = gradient_scale;
-    task.span.master = slot.master;
-    task.span.gradient = gradient.values;
-    task.span.gradient_dtype = gradient.dtype;
-    task.span.states = slot.states;
-    task.span.numel = gradient.numel;
-    if (!is_fp32(param)) {
-      task.span.parameter = param.shard();
-      task.span.parameter_dtype = param.layout().dtype();
+  }
+}
+
+bool ShardedOptimizer::start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs) {
+  if (step_.data() == nullptr || !gradients.is_ordered()) {
+    return false;
+  }
+  device::Stream& stream = update_stream();
+  auto* const step = reinterpret_cast<StepOnDevice*>(step_.data());
+  step_found_ =
+      kernels_.start_step_factors(norms_.start(params_, gradients, stream), inputs, step,
+                                  reinterpret_cast<StepOnDevice*>(step_for_host_.data()), stream);
+  order_behind_readers();
+  UpdateScalars scalars;
+  scalars.lr = lr;
+  scalars.on_device = step;
+  held_.clear();
+  UpdateBatch batch(params_, kernels_, rule_, stream, &held_);
+  for (int id = 0; id < params_.num_params(); ++id) {
+    if (params_[id].trainable()) {
+      batch.add(id, make_task(params_[id], gradients.ordered_gradient(id), scalars));
     }
-    batch.add(id, task);
   }
   batch.launch();
+  return true;
+}
+
+double ShardedOptimizer::finish_step() {
+  step_found_.wait();
+  const StepOnDevice& step = *reinterpret_cast<const StepOnDevice*>(step_for_host_.data());
+  std::vector<HeldUpdate> started = std::exchange(held_, {});
+  if (step.skips != 0) {
+    if (!started.empty()) {
+      started.back().updated.wait();  // it does nothing, but it was given gradients that go now
+    }
+    return step.gradient_squares;
+  }
+  for (HeldUpdate& update : started) {
+    params_[update.id].set_updated(std::move(update.updated));
+  }
+  count_updates();
+  return step.gradient_squares;
 }
 
 void ShardedOptimizer::wait() {

@@ -28,6 +28,7 @@
 #include "tessera/optim/kernels.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/rule.h"
+#include "tessera/optim/update_batch.h"
 #include "tessera/shard/param.h"
 
 namespace tessera::optim {
@@ -46,6 +47,9 @@ class ShardedOptimizer final : public Optimizer {
   // The gradients must only be alive until all are done; the next backward may come before: its
   // reductions are behind the updates on the same stream.
   void start_update(grad::Reducer& gradients, double lr, double gradient_scale) override;
+  // On a device with memory of its own, where the reduce stream alone orders gradients.
+  bool start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs) override;
+  double finish_step() override;
   void wait() override;
   std::int64_t num_updates() const override { return num_updates_; }
   void follow_trainable(int param) override;
@@ -62,6 +66,10 @@ class ShardedOptimizer final : public Optimizer {
   };
   Slot make_slot(const shard::Param& param);
   void start_master(const shard::Param& param);
+  void order_behind_readers();
+  UpdateTask make_task(const shard::Param& param, const grad::ShardGradient& gradient,
+                       const UpdateScalars& scalars) const;
+  void count_updates();
   device::Stream& update_stream();
 
   shard::ParamTable& params_;
@@ -71,6 +79,12 @@ class ShardedOptimizer final : public Optimizer {
   GradientNorms norms_;
   std::vector<Slot> slots_;  // by id
   std::int64_t num_updates_ = 0;
+
+  // Of start_step(). Both memories hold one StepOnDevice; none: the device's memory is the host's.
+  device::Memory step_;  // for kernels
+  device::Memory step_for_host_;
+  device::Pending step_found_;
+  std::vector<HeldUpdate> held_;  // started, and not known yet to count
 };
 
 }  // namespace tessera::optim

@@ -1,5 +1,6 @@
 // Internal to optim: updates of parameters on a device, gathered until they are worth a launch, and
-// each parameter's Pending.
+// each parameter's Pending, which it gets at once, or later if it is not known yet whether the
+// update will count.
 //
 // Threads: as Param.
 #pragma once
@@ -14,12 +15,17 @@
 
 namespace tessera::optim {
 
+struct HeldUpdate {
+  int id = 0;
+  device::Pending updated;
+};
+
 class UpdateBatch {
  public:
-  // All of it outlives the batch.
+  // All of it outlives the batch. `held`: gets the Pendings in place of the parameters.
   UpdateBatch(shard::ParamTable& params, Kernels& kernels, const RuleOptions& rule,
-              device::Stream& stream)
-      : params_(params), kernels_(kernels), rule_(rule), stream_(stream) {}
+              device::Stream& stream, std::vector<HeldUpdate>* held = nullptr)
+      : params_(params), kernels_(kernels), rule_(rule), stream_(stream), held_(held) {}
 
   void add(int id, const UpdateTask& task) {
     tasks_.push_back(task);
@@ -37,7 +43,11 @@ class UpdateBatch {
     }
     const device::Pending updated = kernels_.start_updates(rule_, tasks_, stream_);
     for (const int id : ids_) {
-      params_[id].set_updated(updated);
+      if (held_ != nullptr) {
+        held_->push_back({id, updated});
+      } else {
+        params_[id].set_updated(updated);
+      }
     }
     tasks_.clear();
     ids_.clear();
@@ -52,6 +62,7 @@ class UpdateBatch {
   Kernels& kernels_;
   const RuleOptions& rule_;
   device::Stream& stream_;
+  std::vector<HeldUpdate>* const held_;
   std::vector<UpdateTask> tasks_;
   std::vector<int> ids_;
   std::int64_t numel_ = 0;

@@ -1,0 +1,336 @@
+// A step whose norm, factor and update are handed over together, on the late double, where work
+// ends when somebody waits for it: the bits and the counts are those of a step whose norm the host
+// sees first.
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/thread_backend.h"
+#include "tessera/core/error.h"
+#include "tessera/core/spans.h"
+#include "tessera/device/device_cpu.h"
+#include "tessera/device/late_device.h"
+#include "tessera/optim/sharded_optimizer.h"
+#include "tests/optim/update_case.h"
+
+namespace tessera::optim {
+namespace {
+
+constexpr double kLr = 1e-2;
+constexpr int kSteps = 4;
+
+class NoTensor final : public shard::FullTensor {
+ public:
+  void attach(void* /*data*/) override {}
+  void detach() override {}
+};
+
+struct Shape {
+  std::int64_t numel = 0;
+  bool trainable = true;
+  int comes_every = 1;  // its gradient comes in every so many backwards
+};
+const std::vector<Shape> kShapes = {{9001}, {3, true, 2}, {17, false},
+                                    {0},    {4099},       {5000, true, 3}};
+
+struct Case {
+  DType dtype = DType::kBFloat16;
+  device::LateMode mode = device::LateMode::kLazy;
+  bool sums_on_the_way = true;
+  int num_backwards = 1;
+  double clip_norm = 0.3;
+  bool skips_nonfinite = true;
+  int bad_step = 0;  // whose gradients hold an infinity
+  RuleOptions rule;
+};
+
+// One rank, on a device with memory of its own or, for reference, on the host.
+class World {
+ public:
+  World(comm::Group& group, const Case& test, bool own)
+      : test_(test),
+        device_(own ? make_own_device(test.mode) : device::make_cpu_device()),
+        spans_(clock_, 0),
+        params_(group.rank(), group.size(), *device_),
+        kernels_(make_cpu_kernels(1)) {
+    for (std::size_t i = 0; i < kShapes.size(); ++i) {
+      shard::ParamSpec spec;
+      spec.name = "p" + std::to_string(i);
+      spec.numel = kShapes[i].numel;
+      spec.dtype = test.dtype;
+      spec.trainable = kShapes[i].trainable;
+      spec.weight_decay_scale = i % 2 == 0 ? 1 : 0;
+      const shard::Param& param = params_.add(spec, std::make_unique<NoTensor>());
+      const auto values = *elements(param, 0.02, i + 1);
+      if (param.range().numel > 0) {
+        device_
+            ->start_copy(param.shard(), values.data(),
+                         static_cast<std::size_t>(param.range().numel) * bytes_of(test.dtype),
+                         device_->stream(device::StreamKind::kWrite))
+            .wait();
+      }
+    }
+    grad::ReducerParts parts{group, *device_, params_, clock_, spans_};
+    if (own) {
+      set_kernels(parts);
+    }
+    reducer_ = std::make_unique<grad::Reducer>(
+        parts, grad::ReducerOptions{std::int64_t{1} << 20, test.dtype});
+    optimizer_ = std::make_unique<ShardedOptimizer>(params_, *device_, *kernels_, test.rule);
+  }
+
+  void backwards(int step) {
+    for (int backward = 0; backward < test_.num_backwards; ++backward) {
+      for (int id = params_.num_params() - 1; id >= 0; --id) {
+        const Shape& shape = kShapes[static_cast<std::size_t>(id)];
+        if (!shape.trainable || (step + backward) % shape.comes_every != 0) {
+          continue;
+        }
+        const bool is_bad = step == test_.bad_step && id == 4;
+        const auto seed = static_cast<std::uint64_t>(100 * step + 10 * backward + id);
+        auto values = elements(params_[id], is_bad ? 1e30 : 0.1, seed);
+        if (is_bad) {
+          const std::uint16_t infinity = 0x7f80;  // the upper half of fp32's
+          std::memcpy(values->data() + bytes_of(test_.dtype) * 8 - 2, &infinity, 2);
+        }
+        reducer_->add(params_[id], {values->data(), test_.dtype, values});
+      }
+      reducer_->finish_backward();
+    }
+  }
+
+  StepInputs inputs() const { return {3, 1024, test_.clip_norm, test_.skips_nonfinite}; }
+
+  // As one piece of work, or as an engine does it that looks at the norm.
+  void finish(bool as_one) {
+    if (as_one) {
+      ASSERT_TRUE(optimizer_->start_step(*reducer_, kLr, inputs()));
+      norms.push_back(optimizer_->finish_step());
+    } else {
+      norms.push_back(optimizer_->sum_of_squares(*reducer_));
+      const StepFactors factors =
+          step_factors({norms.back(), inputs().weight, 0}, inputs().loss_scale, test_.clip_norm);
+      if (factors.finite || !test_.skips_nonfinite) {
+        optimizer_->start_update(*reducer_, kLr, factors.gradient_scale);
+      }
+    }
+    optimizer_->wait();
+    reducer_->clear();
+  }
+
+  std::vector<std::vector<std::byte>> trained() {
+    std::vector<std::vector<std::byte>> all;
+    for (int id = 0; id < params_.num_params(); ++id) {
+      const shard::Param& param = params_[id];
+      param.updated().wait();
+      all.emplace_back(param.shard(), param.shard() + param.layout().shard_bytes());
+      for (const std::string_view name : {"master", "exp_avg", "exp_avg_sq"}) {
+        const std::span<float> values = optimizer_->state(id, name);
+        const auto* const begin = reinterpret_cast<const std::byte*>(values.data());
+        all.emplace_back(begin, begin + values.size_bytes());
+      }
+    }
+    return all;
+  }
+
+  std::vector<std::uint64_t> versions() const {
+    std::vector<std::uint64_t> out;
+    for (int id = 0; id < params_.num_params(); ++id) {
+      out.push_back(params_[id].version());
+    }
+    return out;
+  }
+
+  ShardedOptimizer& optimizer() { return *optimizer_; }
+  grad::Reducer& reducer() { return *reducer_; }
+  shard::ParamTable& params() { return params_; }
+  device::Device& device() { return *device_; }
+  std::vector<double> norms;
+
+ private:
+  static std::unique_ptr<device::Device> make_own_device(device::LateMode mode) {
+    device::LateDeviceOptions options;
+    options.mode = mode;
+    options.own_memory = true;
+    return device::make_late_device(options);
+  }
+
+  std::shared_ptr<std::vector<std::byte>> elements(const shard::Param& param, double scale,
+                                                   std::uint64_t seed) const {
+    const auto numel = static_cast<std::size_t>(param.layout().numel());
+    const auto floats = random_floats(numel, scale, seed);
+    const auto halves = to_bfloat16s(floats);
+    auto bytes = std::make_shared<std::vector<std::byte>>(numel * bytes_of(test_.dtype));
+    if (numel > 0) {
+      std::memcpy(bytes->data(),
+                  test_.dtype == DType::kFloat32 ? static_cast<const void*>(floats.data())
+                                                 : static_cast<const void*>(halves.data()),
+                  bytes->size());
+    }
+    return bytes;
+  }
+
+  void set_kernels(grad::ReducerParts& parts) {
+    parts.add = [this](float* sum, const void* value, DType dtype, std::int64_t numel,
+                       device::Stream& stream) {
+      return kernels_->start_add(sum, value, dtype, numel, stream);
+    };
+    parts.convert = [this](void* to, DType to_dtype, const void* from, DType from_dtype,
+                           std::int64_t numel, device::Stream& stream) {
+      return kernels_->start_convert(to, to_dtype, from, from_dtype, 1.0F, numel, stream);
+    };
+    if (test_.sums_on_the_way) {
+      parts.sum_of_squares = [this](const void* values, DType dtype, std::int64_t numel,
+                                    double* result, device::Stream& stream) {
+        const NormSpan span{values, dtype, numel};
+        return kernels_->start_sums_of_squares({&span, 1}, result, stream);
+      };
+    }
+  }
+
+  const Case test_;
+  std::unique_ptr<device::Device> device_;
+  SteadyClock clock_;
+  Spans spans_;
+  shard::ParamTable params_;
+  std::unique_ptr<Kernels> kernels_;
+  std::unique_ptr<grad::Reducer> reducer_;
+  std::unique_ptr<ShardedOptimizer> optimizer_;
+};
+
+void expect_same(const Case& test, const std::string& what) {
+  comm::run_ranks(1, [&](comm::Group& group) {
+    World reference(group, test, /*own=*/false);
+    World world(group, test, /*own=*/true);
+    for (int step = 1; step <= kSteps; ++step) {
+      reference.backwards(step);
+      reference.finish(/*as_one=*/false);
+      world.backwards(step);
+      world.finish(/*as_one=*/true);
+    }
+    EXPECT_TRUE(same_bits(world.norms, reference.norms)) << what;
+    EXPECT_EQ(world.versions(), reference.versions()) << what;
+    EXPECT_EQ(world.optimizer().num_updates(), reference.optimizer().num_updates()) << what;
+    EXPECT_EQ(world.optimizer().num_updates(),
+              test.bad_step > 0 && test.skips_nonfinite ? kSteps - 1 : kSteps);
+    EXPECT_TRUE(world.trained() == reference.trained()) << what;
+  });
+}
+
+TEST(WholeStep, HasTheBitsAndCountsOfAStepThatLooksAtTheNorm) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const device::LateMode mode : {device::LateMode::kLazy, device::LateMode::kRandom}) {
+      for (const bool sums_on_the_way : {true, false}) {
+        for (const int num_backwards : {1, 2}) {
+          for (const double clip_norm : {0.0, 1e-5, 0.3}) {
+            Case test;
+            test.dtype = dtype;
+            test.mode = mode;
+            test.sums_on_the_way = sums_on_the_way;
+            test.num_backwards = num_backwards;
+            test.clip_norm = clip_norm;
+            expect_same(test, std::string(to_string(dtype)) + ", " +
+                                  (sums_on_the_way ? "on the way" : "at the end") + ", " +
+                                  std::to_string(num_backwards) + " backwards, clip " +
+                                  std::to_string(clip_norm));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(WholeStep, ChangesAndCountsNothingIfItIsSkipped) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const int num_backwards : {1, 2}) {
+      for (const int bad_step : {1, 2, kSteps}) {
+        Case test;
+        test.dtype = dtype;
+        test.num_backwards = num_backwards;
+        test.bad_step = bad_step;
+        expect_same(test, "step " + std::to_string(bad_step));
+      }
+    }
+  }
+}
+
+TEST(WholeStep, KeepsTheWholeStateOfBeforeIfItIsSkipped) {
+  comm::run_ranks(1, [&](comm::Group& group) {
+    Case test;
+    test.bad_step = 2;
+    World world(group, test, true);
+    world.backwards(1);
+    world.finish(true);
+    const auto before = world.trained();
+    const auto versions = world.versions();
+    world.backwards(2);
+    world.finish(true);
+    EXPECT_FALSE(std::isfinite(world.norms.back()));
+    EXPECT_TRUE(world.trained() == before);
+    EXPECT_EQ(world.versions(), versions);
+    EXPECT_EQ(world.optimizer().num_updates(), 1);
+  });
+}
+
+// NaNs spread through what the infinity touches, and the host's and the device's are the same here.
+TEST(WholeStep, GoesOnWithWhatIsNotFiniteIfNobodyGuards) {
+  Case test;
+  test.bad_step = 2;
+  test.skips_nonfinite = false;
+  expect_same(test, "no guard");
+}
+
+TEST(WholeStep, IsHandedOverBeforeAnyOfItHasRun) {
+  comm::run_ranks(1, [&](comm::Group& group) {
+    World world(group, Case{}, true);
+    world.backwards(1);
+    device::Stream& reduce = world.device().stream(device::StreamKind::kReduce);
+    const device::Pending gradients = reduce.record();
+    ASSERT_TRUE(world.optimizer().start_step(world.reducer(), kLr, world.inputs()));
+    EXPECT_FALSE(gradients.done()) << "nobody waited for the gradients";
+    EXPECT_EQ(world.optimizer().num_updates(), 0);
+    EXPECT_EQ(world.params()[0].version(), 0U);
+    world.optimizer().finish_step();
+    EXPECT_TRUE(gradients.done());
+    EXPECT_EQ(world.optimizer().num_updates(), 1);
+    EXPECT_FALSE(world.params()[5].updated().done()) << "the norm is there before the update";
+    world.optimizer().wait();
+  });
+}
+
+TEST(WholeStep, NeedsADeviceOfItsOwnAndOneRank) {
+  comm::run_ranks(1, [&](comm::Group& group) {
+    World world(group, Case{}, false);
+    world.backwards(1);
+    EXPECT_FALSE(world.optimizer().start_step(world.reducer(), kLr, world.inputs()));
+    world.finish(false);
+    EXPECT_EQ(world.optimizer().num_updates(), 1);
+  });
+  comm::run_ranks(2, [&](comm::Group& group) {
+    World world(group, Case{}, true);
+    world.backwards(1);
+    EXPECT_FALSE(world.optimizer().start_step(world.reducer(), kLr, world.inputs()));
+    world.finish(false);
+    EXPECT_EQ(world.optimizer().num_updates(), 1);
+  });
+}
+
+TEST(WholeStep, RefusesAWeightOfZeroBeforeAnythingIsStarted) {
+  comm::run_ranks(1, [&](comm::Group& group) {
+    World world(group, Case{}, true);
+    world.backwards(1);
+    StepInputs inputs = world.inputs();
+    inputs.weight = 0;
+    EXPECT_THROW(world.optimizer().start_step(world.reducer(), kLr, inputs), ConfigError);
+    EXPECT_EQ(world.optimizer().num_updates(), 0);
+    world.finish(true);
+    EXPECT_EQ(world.optimizer().num_updates(), 1);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::optim
