@@ -141,6 +141,8 @@ void Config::apply_flag(std::string_view assignment) {
   const std::string_view name = assignment.substr(0, equals);
   const Option* option = find_option(name);
   if (option == nullptr) {
+    TESSERA_CHECK(why_removed(name).empty(), ConfigError, quoted(name),
+                  ": there is no such option any more: ", why_removed(name));
     std::vector<std::string_view> known;
     for (const Option& each : option_table()) {
       known.push_back(each.name);

@@ -199,6 +199,8 @@ class Reader {
   }
 
   [[noreturn]] void unknown(const std::string& path) const {
+    TESSERA_CHECK(why_removed(path).empty(), ConfigError, where(path),
+                  ": there is no such option any more: ", why_removed(path));
     std::vector<std::string_view> known;
     for (const Option& option : option_table()) {
       known.push_back(option.name);

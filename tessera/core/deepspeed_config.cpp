@@ -145,8 +145,7 @@ class Translator {
     if (block.ends_with(".offload_param") || block.ends_with(".offload_optimizer")) {
       const std::string device = view_.text(detail::concat(block, ".device"), "none");
       const bool always = key.path.ends_with(".device");
-      const bool on_host = key.path.ends_with(".pin_memory") || key.path.ends_with(".ratio");
-      return always || device == "nvme" || (device == "cpu" && on_host);
+      return always || device == "nvme" || (device == "cpu" && key.path.ends_with(".ratio"));
     }
     return true;
   }

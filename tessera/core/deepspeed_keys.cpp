@@ -45,6 +45,8 @@ constexpr std::string_view kDTypes =
 constexpr std::string_view kStage12 = "it concerns stages 1 and 2 only";
 constexpr std::string_view kDirect = "a gather writes straight into the parameter's own memory";
 constexpr std::string_view kAnyRanks = "checkpoints do not depend on the number of ranks";
+constexpr std::string_view kPinned =
+    "host memory is pinned where a GPU reads or writes it, and nowhere else";
 constexpr std::string_view kGradMean = "gradients are averaged once, exactly, by weight";
 
 constexpr std::array kKeys = {
@@ -128,14 +130,14 @@ constexpr std::array kKeys = {
     same("zero_optimization.offload_param.buffer_count", "nvme.parameter_buffers", "5"),
     elements("zero_optimization.offload_param.buffer_size", "nvme.parameter_buffer_bytes", "1e8"),
     elements("zero_optimization.offload_param.max_in_cpu", "place.parameters_host_bytes", "1e9"),
-    same("zero_optimization.offload_param.pin_memory", "place.parameters_pinned", "true"),
+    not_needed("zero_optimization.offload_param.pin_memory", Type::kBool, kPinned),
 
     // 1.3 offload_optimizer
     renamed("zero_optimization.offload_optimizer.device", "place.optimizer", "none", kDevices),
     special("zero_optimization.offload_optimizer.nvme_path", Type::kString, "nvme.paths",
             "one of the directories"),
     same("zero_optimization.offload_optimizer.buffer_count", "nvme.optimizer_buffers", "4"),
-    same("zero_optimization.offload_optimizer.pin_memory", "place.optimizer_pinned", "true"),
+    not_needed("zero_optimization.offload_optimizer.pin_memory", Type::kBool, kPinned),
     same("zero_optimization.offload_optimizer.pipeline_read", "nvme.pipeline_read", "false"),
     same("zero_optimization.offload_optimizer.pipeline_write", "nvme.pipeline_write", "false"),
     not_needed("zero_optimization.offload_optimizer.fast_init", Type::kBool,

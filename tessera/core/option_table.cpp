@@ -137,8 +137,6 @@ constexpr std::array kOptions = {
            "Tier of master weights and moments; auto: by the memory budgets.", "planner"),
     bytes("place.parameters_host_bytes", "0",
           "Parameter shards that stay in memory when their tier is nvme.", "planner"),
-    flag("place.parameters_pinned", "true", "Keep parameter shards in pinned host memory."),
-    flag("place.optimizer_pinned", "true", "Keep optimizer states in pinned host memory."),
 
     words("nvme.paths", OptionType::kList, "Directories for scratch files; several are striped.",
           "engine"),
@@ -210,9 +208,28 @@ constexpr std::array kOptions = {
             "Spans kept per rank; the oldest are overwritten and counted.", "core"),
 };
 
+struct RemovedOption {
+  std::string_view name;
+  std::string_view why;
+};
+
+constexpr std::string_view kPinnedByItself =
+    "host memory is pinned where a GPU reads or writes it, and nowhere else; leave it out";
+
+constexpr std::array kRemoved = {
+    RemovedOption{"place.parameters_pinned", kPinnedByItself},
+    RemovedOption{"place.optimizer_pinned", kPinnedByItself},
+};
+
 }  // namespace
 
 std::span<const Option> option_table() { return kOptions; }
+
+std::string_view why_removed(std::string_view name) {
+  const auto found = std::find_if(kRemoved.begin(), kRemoved.end(),
+                                  [name](const RemovedOption& each) { return each.name == name; });
+  return found == kRemoved.end() ? std::string_view() : found->why;
+}
 
 const Option* find_option(std::string_view name) {
   const auto found = std::find_if(kOptions.begin(), kOptions.end(),

@@ -49,6 +49,9 @@ std::span<const Option> option_table();
 // Null when there is none of that name.
 const Option* find_option(std::string_view name);
 
+// Of an option that there was once: what holds instead, and what to do. Empty: there was none.
+std::string_view why_removed(std::string_view name);
+
 // The part before the first dot; the whole name where there is no dot.
 std::string_view section_of(std::string_view name);
 

@@ -89,6 +89,9 @@ TEST(Config, AFlagThatIsWrongSaysHow) {
   EXPECT_EQ(message("comm.timeout=3"),
             "\"comm.timeout\": unknown option; did you mean comm.timeout_s?");
   EXPECT_EQ(message("qqqqqqqqq=3"), "\"qqqqqqqqq\": unknown option; `tessera options` lists all");
+  EXPECT_EQ(message("place.parameters_pinned=false"),
+            "\"place.parameters_pinned\": there is no such option any more: host memory is pinned "
+            "where a GPU reads or writes it, and nowhere else; leave it out");
   EXPECT_EQ(message("verbose"), "\"verbose\": expected name=value, for example comm.timeout_s=30");
   EXPECT_EQ(message("seed=-1"), "seed = -1: expected a whole number, at least 0");
 }
@@ -100,6 +103,9 @@ TEST(Config, AnUnknownKeyIsNamedInFullWithTheNearestKnownOne) {
             "run.json: com: unknown key; did you mean comm?");
   EXPECT_EQ(failure(R"({"comm": {"backend": {"deep": 1}}})"),
             "run.json: comm.backend: expected a value, got object");
+  EXPECT_EQ(failure(R"({"place": {"optimizer_pinned": true}})"),
+            "run.json: place.optimizer_pinned: there is no such option any more: host memory is "
+            "pinned where a GPU reads or writes it, and nowhere else; leave it out");
   EXPECT_EQ(failure(R"({"wholly different": 3})"),
             "run.json: wholly different: unknown key; `tessera options` lists all");
   EXPECT_EQ(failure("{\"a\\nb\": 3}"), "run.json: a\\nb: unknown key; `tessera options` lists all");

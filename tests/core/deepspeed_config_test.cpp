@@ -128,6 +128,10 @@ TEST(DeepSpeedConfig, KeysThatAreNotNeededSaySoOnce) {
   EXPECT_TRUE(says(config,
                    "zero_optimization.round_robin_gradients: accepted, not needed: it concerns "
                    "stages 1 and 2 only"));
+  EXPECT_TRUE(says(from(R"({"zero_optimization": {"stage": 3,
+                       "offload_param": {"device": "cpu", "pin_memory": false}}})"),
+                   "zero_optimization.offload_param.pin_memory: accepted, not needed: host memory "
+                   "is pinned where a GPU reads or writes it, and nowhere else"));
   EXPECT_EQ(failure(R"({"zero_optimization": {"overlap_comm": "yes"}})"),
             "ds.json: zero_optimization.overlap_comm = \"yes\": expected true or false");
 }

@@ -50,8 +50,6 @@ TEST(OptionTable, OptionsThatExistForAReaderNameIt) {
   // Sections of rooms that are still to come, and single options of rooms that exist.
   const std::set<std::string_view> unread = {"shard",
                                              "quant",
-                                             "place.parameters_pinned",
-                                             "place.optimizer_pinned",
                                              "grad.accumulate_dtype",
                                              "grad.reduction",
                                              "optim.master_dtype",
@@ -59,6 +57,16 @@ TEST(OptionTable, OptionsThatExistForAReaderNameIt) {
   for (const Option& each : option_table()) {
     const bool read = unread.count(section_of(each.name)) + unread.count(each.name) == 0;
     EXPECT_EQ(!each.read_by.empty(), read) << each.name;
+  }
+}
+
+TEST(OptionTable, AnOptionThatWasRemovedIsGoneAndSaysWhatHoldsInstead) {
+  for (const char* name : {"place.parameters_pinned", "place.optimizer_pinned"}) {
+    EXPECT_EQ(find_option(name), nullptr) << name;
+    EXPECT_NE(why_removed(name).find("leave it out"), std::string_view::npos) << name;
+  }
+  for (const Option& each : option_table()) {
+    EXPECT_EQ(why_removed(each.name), "") << each.name;
   }
 }
 
