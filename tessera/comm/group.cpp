@@ -11,6 +11,38 @@ namespace {
 using detail_group::check_pointer;
 using detail_group::checked_bytes;
 
+// Bytes of the host where a backend reaches them. Only one whose memory is a device's does not.
+class Reached {
+ public:
+  Reached(const Backend& backend, device::Device* device, void* data, std::size_t bytes)
+      : device_(device), host_(data), bytes_(bytes) {
+    if (device != nullptr && device->has_own_memory() && backend.stream_ordered()) {
+      copy_ = device->allocate(device::MemoryKind::kDevice, bytes, Role::kStaging);
+      copy(copy_.data(), host_);
+    }
+  }
+
+  std::byte* data() const {
+    return copy_.data() != nullptr ? copy_.data() : static_cast<std::byte*>(host_);
+  }
+  // Once the call is done.
+  void read_back() const {
+    if (copy_.data() != nullptr) {
+      copy(host_, copy_.data());
+    }
+  }
+
+ private:
+  void copy(void* to, const void* from) const {
+    device_->start_copy(to, from, bytes_, device_->stream(device::StreamKind::kComm)).wait();
+  }
+
+  device::Device* const device_;
+  void* const host_;
+  const std::size_t bytes_;
+  device::Memory copy_;
+};
+
 }  // namespace
 
 Group::Group(std::unique_ptr<Backend> backend, std::string name, std::vector<int> world_ranks,
@@ -101,14 +133,25 @@ Pending Group::start_barrier(const CallOptions& options) {
   return impl_->start(impl_->prepare(Op::kBarrier, 0, 0, 0, DType::kUInt8, options), 0);
 }
 
+void Group::broadcast_host(void* data, std::size_t bytes, int root, const CallOptions& options) {
+  const Reached reached(*impl_->backend_, impl_->options_.device, data, bytes);
+  start_broadcast(reached.data(), static_cast<std::int64_t>(bytes), DType::kUInt8, root, options)
+      .wait();
+  reached.read_back();
+}
+
 std::unique_ptr<Group> Group::split(int color, const std::string& name) {
   const auto num_ranks = static_cast<std::size_t>(size());
   std::vector<std::int64_t> colors(num_ranks, 0);
   colors[static_cast<std::size_t>(rank())] = color;
-  const Gather gather{&colors[static_cast<std::size_t>(rank())], colors.data(), 1, DType::kInt64};
+  const std::size_t bytes = num_ranks * sizeof(std::int64_t);
+  const Reached reached(*impl_->backend_, impl_->options_.device, colors.data(), bytes);
+  const std::size_t own = static_cast<std::size_t>(rank()) * sizeof(std::int64_t);
+  const Gather gather{reached.data() + own, reached.data(), 1, DType::kInt64};
   CallOptions options;
   options.label.unit = name;
   start_all_gather({&gather, 1}, options).wait();
+  reached.read_back();
 
   std::vector<int> members;
   std::vector<int> world_ranks;

@@ -139,6 +139,9 @@ class Group {
                                          DType dtype, const CallOptions& options = {});
   [[nodiscard]] Pending start_barrier(const CallOptions& options = {});
 
+  // start_broadcast() of a few bytes of the host, whatever memory other calls are given. Blocks.
+  void broadcast_host(void* data, std::size_t bytes, int root, const CallOptions& options = {});
+
   // A group over the ranks that passed the same color, in ascending rank order. Blocks.
   std::unique_ptr<Group> split(int color, const std::string& name);
 

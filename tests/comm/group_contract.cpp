@@ -177,6 +177,14 @@ TEST_P(GroupContract, BroadcastCopiesTheRootsBytesFromEveryRoot) {
   }
 }
 
+TEST_P(GroupContract, BytesOfTheHostAreBroadcastFromTheRoot) {
+  run(3, [](Group& group) {
+    std::int64_t number = group.rank() + 7;
+    group.broadcast_host(&number, sizeof(number), 1);
+    EXPECT_EQ(number, 8);
+  });
+}
+
 TEST_P(GroupContract, AllToAllTransposesThePieces) {
   for (int num_ranks = 1; num_ranks <= 5; ++num_ranks) {
     run(num_ranks, [](Group& group) {

@@ -167,6 +167,18 @@ TEST_F(NcclTest, BroadcastBarrierAndAllToAllComplete) {
   EXPECT_EQ(group_->wire_bytes().payload, 0U);
 }
 
+// Groups are split by numbers of the host, which NCCL does not reach.
+TEST_F(NcclTest, BytesOfTheHostTravelThroughTheDevice) {
+  std::int64_t number = 7;
+  group_->broadcast_host(&number, sizeof(number), 0);
+  EXPECT_EQ(number, 7);
+  const auto part = group_->split(0, "part");
+  const auto bytes = reference::array(8, 0, 0, kNumel, DType::kFloat32);
+  const Memory data = upload(bytes);
+  part->start_broadcast(data.data(), kNumel, DType::kFloat32, 0, call_).wait();
+  EXPECT_TRUE(download(data) == bytes);
+}
+
 TEST_F(NcclTest, CallsFollowTheirStreamWithoutBlockingTheHost) {
   device::Stream& gather = *call_.stream;
   device::Stream& compute = device_->stream(StreamKind::kCompute);
