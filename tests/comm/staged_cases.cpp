@@ -209,6 +209,7 @@ TEST_P(StagedContract, MemoryOfTheHostIsTakenToo) {
     const auto half = here.group.split(0, "half");
     half->start_broadcast(data.data(), 3000, DType::kFloat32, 1).wait();
     EXPECT_EQ(half->call_memory(), CallMemory::kCopied);
+    half->broadcast_host(data.data(), sizeof(float), 0);
   });
 }
 
