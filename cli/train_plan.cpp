@@ -1,5 +1,6 @@
 #include "cli/train_plan.h"
 
+#include <algorithm>
 #include <map>
 #include <string_view>
 #include <utility>
@@ -114,15 +115,25 @@ BatchShape checked_batch(const TrainFlags& flags, int num_ranks, Config& config)
   return batch;
 }
 
+// Its own, or, where there are more ranks than GPUs, the next one in turn.
+int gpu_of(int local_rank) { return local_rank % std::max(1, device::num_cuda_devices()); }
+
 void check_device(const TrainPlan& plan, int num_local_ranks) {
   TESSERA_CHECK(plan.config.get_string("comm.backend") != "threads", ConfigError,
                 "comm.backend = threads: train runs each rank as a process; leave it at auto");
-  const bool on_cuda = plan.cuda_device >= 0;
-  const int num_gpus = on_cuda ? device::num_cuda_devices() : 0;
-  TESSERA_CHECK(!on_cuda || num_local_ranks <= num_gpus, ConfigError,
+  if (plan.cuda_device < 0) {
+    return;
+  }
+  // NCCL refuses ranks that share a GPU. Gloo's calls pass through memory of the host.
+  const int num_gpus = device::num_cuda_devices();
+  const bool may_share = num_gpus > 0 && plan.config.get_string("comm.backend") == "gloo";
+  TESSERA_CHECK(may_share || num_local_ranks <= num_gpus, ConfigError,
                 "--device cuda needs a GPU for every rank: ", num_local_ranks,
-                num_local_ranks == 1 ? " rank" : " ranks", " on this machine, ", num_gpus,
-                " GPUs; use fewer ranks, or --device cpu");
+                num_local_ranks == 1 ? " rank" : " ranks", " on this machine, ", num_gpus, " GPU",
+                num_gpus == 1 ? "" : "s", "; use fewer ranks, ",
+                num_gpus == 0 ? "or --device cpu"
+                              : "--device cpu, or, for a test, let ranks share a GPU and talk "
+                                "through the host: --set comm.backend=gloo");
 }
 
 // Every file has its own path: the last one written would otherwise be all that is left.
@@ -191,7 +202,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place) {
 
   TESSERA_CHECK(flags.device.empty() || flags.device == "cpu" || flags.device == "cuda",
                 ConfigError, "--device ", tessera::quoted(flags.device), " is not cpu or cuda");
-  plan.cuda_device = flags.device == "cuda" ? place.local_rank : -1;
+  plan.cuda_device = flags.device == "cuda" ? gpu_of(place.local_rank) : -1;
   const int share = threads_per_rank(device::read_host_cores().usable(), place.local_world_size);
   plan.num_threads = static_cast<int>(count_or("--threads", flags.threads, share, 1, kMaxThreads));
   check_device(plan, place.local_world_size);
