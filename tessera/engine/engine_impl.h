@@ -115,6 +115,9 @@ class Engine::Impl {
                      const void* elements);
   // The shard has new values: its version counts, and the master weights follow.
   void shard_was_written(int id);
+  // A forward of the unit has been given to the compute stream: what it has copied on the device
+  // (shard::DeviceCopy) lies in memory of gradients, which activations may have now.
+  void let_go_of_copies(coordinator::UnitId unit);
   // Before a collective that is no unit's: see coordinator/meeting.h.
   void meet_outside_of_units(const std::string& what);
   // Collective: every rank's numbers, in rank order.

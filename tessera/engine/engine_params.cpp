@@ -120,6 +120,15 @@ void Engine::Impl::change_trainable(const std::vector<int>& ids) {
   }
 }
 
+void Engine::Impl::let_go_of_copies(coordinator::UnitId unit) {
+  for (shard::Param* const param : coordinator_->unit(unit).params) {
+    if (param->device_copy().values != nullptr) {
+      param->set_device_copy({});
+      reducer_->let_go(param->id());
+    }
+  }
+}
+
 void Engine::Impl::shard_was_written(int id) {
   finish_update();
   params[id].set_updated(device::Pending());

@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include "tessera/core/clock.h"
 #include "tessera/engine/update_rates.h"

@@ -104,6 +104,7 @@ void ForwardScope::finish(const std::vector<at::Tensor>& inputs,
   TESSERA_CHECK(engine.epoch() == epoch_, ConfigError, "the step was abandoned while unit '",
                 unit_.name(), "' was running; run the forward again");
   engine.coordinator().end_use(unit_.id(), phase_);
+  engine.let_go_of_copies(unit_.id());
 }
 
 }  // namespace tessera::engine

@@ -74,40 +74,45 @@ planner::UpdateRates measure_update_rates(int cuda_device, int num_threads) {
   const auto pinned = device->allocate(MemoryKind::kPinned, 2 * kCopyBytes, Role::kOther);
   device::Stream& read = device->stream(StreamKind::kRead);
   device::Stream& write = device->stream(StreamKind::kWrite);
-  Pending up;
-  Pending down;
-  const auto start_copies = [&] {
+  const double copied = static_cast<double>(kCopies) * static_cast<double>(kCopyBytes);
+  // Copies one way or both, beside updates as long as they run; bytes per second of each.
+  struct Rates {
+    double copies = 0;
+    double updates = 0;
+  };
+  const auto run = [&](bool goes_up, bool updates) {
+    Pending up;
+    Pending down;
+    const std::int64_t begin = clock.now_ns();
     for (int i = 0; i < kCopies; ++i) {
-      up = device->start_copy(on_device.data(), pinned.data(), kCopyBytes, read);
+      if (goes_up) {
+        up = device->start_copy(on_device.data(), pinned.data(), kCopyBytes, read);
+      }
       down = device->start_copy(pinned.data() + kCopyBytes, on_device.data() + kCopyBytes,
                                 kCopyBytes, write);
     }
+    int num_updates = 0;
+    while (updates && (!up.done() || !down.done())) {
+      update.run();
+      ++num_updates;
+    }
+    up.wait();
+    down.wait();
+    const double took_s = seconds(begin, clock.now_ns());
+    return Rates{copied / took_s, 28.0 * kNumel * num_updates / took_s};
   };
   planner::UpdateRates best;
   for (int round = 0; round < kRounds; ++round) {
-    const std::int64_t begin = clock.now_ns();
-    start_copies();
-    // As long as copies run: they slow each other down, and it is so in a step.
-    int num_updates = 0;
-    std::int64_t updated = begin;
-    while (!up.done() || !down.done()) {
-      update.run();
-      ++num_updates;
-      updated = clock.now_ns();
-    }
-    // Both ways run at the same rate, or the slower one counts.
-    const double copied = static_cast<double>(kCopies) * static_cast<double>(kCopyBytes);
-    const double rate = copied / seconds(begin, updated);
-    best.h2d_bytes_per_s = std::max(best.h2d_bytes_per_s, rate);
-    best.d2h_bytes_per_s = std::max(best.d2h_bytes_per_s, rate);
-    best.processor_bytes_per_s =
-        std::max(best.processor_bytes_per_s, 28.0 * kNumel * num_updates / seconds(begin, updated));
+    // What goes up does so in backward for the most part; what goes down, beside the update. They
+    // slow each other down, and it is so in a step.
+    const Rates beside = run(/*goes_up=*/false, /*updates=*/true);
+    best.d2h_bytes_per_s = std::max(best.d2h_bytes_per_s, beside.copies);
+    best.processor_bytes_per_s = std::max(best.processor_bytes_per_s, beside.updates);
+    best.h2d_bytes_per_s =
+        std::max(best.h2d_bytes_per_s, run(/*goes_up=*/true, /*updates=*/true).copies);
+    best.h2d_alone_bytes_per_s =
+        std::max(best.h2d_alone_bytes_per_s, run(/*goes_up=*/true, /*updates=*/false).copies);
   }
-  const std::int64_t begin = clock.now_ns();
-  start_copies();
-  up.wait();
-  best.h2d_alone_bytes_per_s = static_cast<double>(kCopies) * static_cast<double>(kCopyBytes) /
-                               seconds(begin, clock.now_ns());
   return best;
 }
 

@@ -218,6 +218,8 @@ device::Pending Reducer::start_read(int id, std::int64_t begin, std::int64_t num
   return impl_->settled_store(id).start_read(id, begin, numel, to);
 }
 
+void Reducer::let_go(int id) { impl_->sink->let_go(impl_->trainable(id)); }
+
 std::optional<double> Reducer::sum_of_squares(int id) {
   if (is_stored(id)) {
     return impl_->settled_store(id).sum_of_squares(id);

@@ -214,6 +214,10 @@ class Reducer {
   // read for it.
   std::optional<double> sum_of_squares(int param);
 
+  // The update of this one has been started, and nobody needs its gradient but that update. Memory
+  // of autograd's that it has goes as soon as Param::updated() is done, and not only in clear().
+  void let_go(int param);
+
   int num_backwards() const;  // finished ones, since clear()
   // After the update; also the way back after an exception: waits for what is in flight, forgets
   // what has come. Throws nothing: a reduction that failed has poisoned its group, which repeats

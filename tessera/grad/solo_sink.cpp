@@ -242,6 +242,14 @@ std::optional<double> SoloSink::sum_of_squares(const shard::Param& param) {
   return reinterpret_cast<const double*>(squares_.data())[param.id()];
 }
 
+void SoloSink::let_go(const shard::Param& param) {
+  Sum& sum = sum_of(param);
+  if (sum.owner) {
+    sum.values = nullptr;
+    stream_.retire(std::move(sum.owner), param.updated());
+  }
+}
+
 void SoloSink::clear() noexcept {
   for (Sum& sum : sums_) {
     sum.values = nullptr;

@@ -34,6 +34,7 @@ class SoloSink final : public GradientSink {
   ShardGradient shard_gradient(const shard::Param& param, bool is_zero) override;
   ShardGradient ordered_gradient(const shard::Param& param) override;
   std::optional<double> sum_of_squares(const shard::Param& param) override;
+  void let_go(const shard::Param& param) override;
   void clear() noexcept override;
 
  private:

@@ -134,20 +134,19 @@ Lines CudaCost::shard_lines(const std::vector<ShardPlaces>& places) const {
 }
 
 SlotNeed CudaCost::slot_need(const std::vector<ShardPlaces>& places,
-                             std::int64_t sub_group_numel) const {
+                             std::int64_t slot_numel) const {
   SlotNeed need;
   std::int64_t largest_numel = 0;
   for (std::size_t i = 0; i < places.size(); ++i) {
     const std::int64_t numel = cut_.layouts[i].shard_numel();
     if (cut_.is_trainable(i) && needs_slot(places[i])) {
       largest_numel = std::max(largest_numel, numel);
-      need.num_sub_groups += (numel + sub_group_numel - 1) / sub_group_numel;
+      need.num_sub_groups += (numel + slot_numel - 1) / slot_numel;
     }
   }
   // New values, or the parameter that is its own master.
   const std::int64_t parameter_bytes = as_int(bytes_of(cut_.model.dtype));
-  const std::int64_t numel =
-      std::min(sub_group_numel, rounded_up(largest_numel, shard::kShardStep));
+  const std::int64_t numel = std::min(slot_numel, rounded_up(largest_numel, shard::kShardStep));
   need.slot_bytes = rounded_up(numel * (4 * num_state_tensors_ + parameter_bytes), kSlotAlignment);
   return need;
 }

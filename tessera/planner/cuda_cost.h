@@ -32,7 +32,7 @@ class CudaCost {
 
   // Of every shard and its gradient: all but arena, slots, pools and checksums.
   Lines shard_lines(const std::vector<ShardPlaces>& places) const;
-  SlotNeed slot_need(const std::vector<ShardPlaces>& places, std::int64_t sub_group_numel) const;
+  SlotNeed slot_need(const std::vector<ShardPlaces>& places, std::int64_t slot_numel) const;
   // Of the groups, whatever the arena is.
   std::int64_t most_comm_bytes() const;
   // In the arena, if it holds all that is gathered.

@@ -16,11 +16,13 @@ namespace tessera::planner {
 namespace {
 
 constexpr std::int64_t kLargestSubGroupNumel = std::int64_t{16} << 20;
+// Copies of this size run at the link's rate, and so much memory is often free in one piece.
+constexpr std::int64_t kLargestSlotNumel = std::int64_t{8} << 20;
 // Slots: one comes up, one is updated or goes down. More would hide what backward leaves of the
 // link; backward's own memory does that (engine/memory_lender.h).
 constexpr std::int64_t kLeastSlots = 2;
 constexpr std::int64_t kGoodSlots = 4;
-constexpr std::int64_t kMostSlots = 4;
+constexpr std::int64_t kMostSlots = 6;
 // Units in the arena: one is used, others come.
 constexpr std::int64_t kGoodUnits = 4;
 // Of a host budget, for the buffers of states and of parameters.
@@ -96,6 +98,7 @@ class CudaFiller {
 
   [[noreturn]] void refuse(const Reach& reach) const;
 
+  std::int64_t slot_numel() const { return std::min(sub_group_numel_, kLargestSlotNumel); }
   bool is_own_master() const { return optim::is_own_master(cut_.model.dtype); }
   bool keeps_parameters_on_device() const {
     return options_.parameters == Wish::kDevice ||
@@ -191,7 +194,7 @@ bool CudaFiller::fits_device(const Reach& reach, bool with_good_room) const {
     return true;
   }
   const std::vector<ShardPlaces> places = places_of(reach);
-  const SlotNeed slots = cost_.slot_need(places, sub_group_numel_);
+  const SlotNeed slots = cost_.slot_need(places, slot_numel());
   const DeviceRoom room = with_good_room ? good_room(places, slots) : least_room(places, slots);
   return cost_.shard_lines(places).bytes(Tier::kDevice) + room.num_slots * slots.slot_bytes +
              room.arena_bytes <=
@@ -407,7 +410,7 @@ void CudaFiller::refuse(const Reach& reach) const {
   const std::vector<ShardPlaces> places = places_of(least_reach(reach));
   const Lines lines = cost_.shard_lines(places);
   if (!fits_device(least_reach(reach), false)) {
-    const SlotNeed slots = cost_.slot_need(places, sub_group_numel_);
+    const SlotNeed slots = cost_.slot_need(places, slot_numel());
     const DeviceRoom room = least_room(places, slots);
     refuse_device(options_, lines, {room.arena_bytes, room.num_slots * slots.slot_bytes});
   }

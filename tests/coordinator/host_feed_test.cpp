@@ -180,7 +180,7 @@ TEST_F(HostFeedCopyTest, BringsTheShardWhereTheCopyWasForgottenBeforeItsTurn) {
 
 TEST_F(HostFeedCopyTest, IsReadBeforeTheReduceStreamGoesOn) {
   HostFeed feed(*device_);
-  shard::Param& param = add("p", 3);
+  shard::Param& param = add("p", 9);  // as its home has it by then
   for (int round = 0; round < 20; ++round) {
     param.set_device_copy(make_copy(9));
     const device::Memory to = place();

@@ -92,6 +92,7 @@ class World {
       spec.home = own ? test.shapes[i].home : ShardHome::kDevice;
       const shard::Param& param = params_.add(spec, std::make_unique<NoTensor>());
       leaving_.push_back(!test.shapes[i].parts.device_update);
+      gradients_.emplace_back();
       write(param, elements(spec.numel, spec.dtype, i + 1));
     }
     grad::ReducerParts parts{group, *device_, params_, clock_, spans_};
@@ -129,7 +130,8 @@ class World {
         const auto seed = static_cast<std::uint64_t>(100 * number + 10 * backward + id);
         auto values = std::make_shared<std::vector<std::byte>>(
             elements(param.layout().numel(), test_.dtype, seed));
-        reducer_->add(param, {values->data(), test_.dtype, values});
+        gradients_[static_cast<std::size_t>(id)] = values;
+        reducer_->add(param, {values->data(), test_.dtype, std::move(values)});
       }
       reducer_->finish_backward();
     }
@@ -141,6 +143,7 @@ class World {
     optimizer_->start_update(*reducer_, kLr, kScale);
     check_copies();
     take_back();
+    let_go_of_copies();
     optimizer_->wait();
     reducer_->clear();
   }
@@ -253,6 +256,18 @@ class World {
     }
   }
 
+  // As a forward that has gathered them does.
+  void let_go_of_copies() {
+    for (int id = 0; id < params_.num_params(); ++id) {
+      if (params_[id].device_copy().values != nullptr) {
+        params_[id].set_device_copy({});
+        params_[id].updated().wait();
+        reducer_->let_go(id);
+        EXPECT_TRUE(gradients_[static_cast<std::size_t>(id)].expired()) << params_[id].name();
+      }
+    }
+  }
+
   void write(const shard::Param& param, const std::vector<std::byte>& values) {
     device_
         ->start_copy(param.shard(), values.data(), values.size(),
@@ -273,6 +288,7 @@ class World {
   std::unique_ptr<grad::Reducer> reducer_;
   std::unique_ptr<Optimizer> optimizer_;
   DeviceUpdate* update_ = nullptr;
+  std::vector<std::weak_ptr<void>> gradients_;  // by id
   std::vector<std::shared_ptr<device::Memory>> lent_;
 };
 

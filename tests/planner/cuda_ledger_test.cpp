@@ -119,13 +119,15 @@ TEST(CudaLedger, CountsWhatAStepMovesPerElement) {
   options.cpu_share = 0.25;
   const Placement in_host = make_placement(model, options, 1);
   ASSERT_DOUBLE_EQ(in_host.cpu_share, 0.25);
-  // States of six up and down; all parameters up; gradients of two and new values of six down.
-  EXPECT_EQ(in_host.link.h2d, (6 * 12 + 8 * 2) * numel);
+  // States of six up and down; parameters of two up, since the device has the others; gradients of
+  // two and new values of six down.
+  EXPECT_EQ(in_host.link.h2d, (6 * 12 + 2 * 2) * numel);
   EXPECT_EQ(in_host.link.d2h, (6 * 12 + 2 * 2 + 6 * 2) * numel);
   EXPECT_EQ(in_host.update.streamed, 6 * numel);
   EXPECT_EQ(in_host.update.processor, 2 * numel);
   // Sums of several micro-batches go down in fp32.
   EXPECT_EQ(make_placement(model, options, 2).link.d2h, (6 * 12 + 2 * 4 + 6 * 2) * numel);
+  EXPECT_EQ(make_placement(model, options, 2).link.h2d, (6 * 12 + 8 * 2) * numel);
   options.parameters = Wish::kDevice;
   const Placement on_device = make_placement(model, options, 1);
   EXPECT_EQ(on_device.link.h2d, (6 * 12 + 2 * 2) * numel);

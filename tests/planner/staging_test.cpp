@@ -71,16 +71,17 @@ class StagedCalls {
 
   std::int64_t gather_bytes(const std::vector<int>& ids) const {
     return static_cast<std::int64_t>(comm::all_gather_staging_bytes(
-        shards(ids), static_cast<std::size_t>(options_.pack_below_bytes), options_.num_ranks));
+        shards(ids), static_cast<std::size_t>(options_.pack_below_bytes), options_.num_ranks,
+        options_.call_memory));
   }
   std::int64_t gather_to_bytes(const std::vector<int>& ids) const {
     return static_cast<std::int64_t>(comm::gather_to_staging_bytes(
         shards(ids), static_cast<std::size_t>(options_.pack_below_bytes),
-        {options_.num_ranks, options_.num_ranks, true, true}));
+        {options_.num_ranks, options_.num_ranks, true, true, options_.call_memory}));
   }
   std::int64_t reduction_bytes(std::int64_t shard_numel) const {
-    return static_cast<std::int64_t>(
-        comm::reduce_scatter_staging_bytes(shard_numel, options_.wire_dtype, options_.num_ranks));
+    return static_cast<std::int64_t>(comm::reduce_scatter_staging_bytes(
+        shard_numel, options_.wire_dtype, options_.num_ranks, options_.call_memory));
   }
 
   // A forward and a backward of every unit, as the coordinator plans them in such an arena.
@@ -175,6 +176,7 @@ TEST(StagingPlan, HoldsEveryCallOfAStepOfAnyModelWithinAnyBudget) {
     options.pack_below_bytes = draw.one_of<std::int64_t>({0, 300, 4096, 64 << 10, 1 << 20});
     options.bucket_bytes = draw.one_of<std::int64_t>({1000, 100000, 64 << 20});
     options.wire_dtype = draw.one_of({DType::kFloat32, DType::kBFloat16});
+    options.call_memory = draw.one_of({comm::CallMemory::kReached, comm::CallMemory::kCopied});
     const std::int64_t all = make_placement(model, options, 1).memory_bytes();
     for (const std::int64_t percent : {30, 60, 90, 100, 1000}) {
       options.host_bytes = percent == 1000 ? kUnlimited : all * percent / 100;

@@ -28,8 +28,14 @@ TEST(UpdateSplit, BothEndAtTheSameTime) {
   const UpdateRates rates = measured();
   const double share = choose_cpu_share(rates, model, options);
   const double processor = 28 * share / rates.processor_bytes_per_s;
-  const double up = (12 * (1 - share) + 2 * share) / rates.h2d_bytes_per_s;
-  EXPECT_NEAR(processor / up, 1, 0.001);
+  // States and new values of the device's share: more than what comes up.
+  const double down = 14 * (1 - share) / rates.d2h_bytes_per_s;
+  EXPECT_NEAR(processor / down, 1, 0.001);
+  UpdateRates faster_down = rates;
+  faster_down.d2h_bytes_per_s *= 2;
+  const double other = choose_cpu_share(faster_down, model, options);
+  const double up = (12 * (1 - other) + 2 * other) / rates.h2d_bytes_per_s;
+  EXPECT_NEAR(28 * other / rates.processor_bytes_per_s / up, 1, 0.001);
 }
 
 TEST(UpdateSplit, AFasterProcessorGetsMoreAndAFasterLinkLess) {
@@ -53,6 +59,8 @@ TEST(UpdateSplit, ALongBackwardLetsMoreComeUpAhead) {
   const ModelShapes model = gpt_1b4();
   const PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
   UpdateRates rates = measured();
+  const double narrow_down = choose_cpu_share(rates, model, options);
+  rates.d2h_bytes_per_s *= 2;
   const double any = choose_cpu_share(rates, model, options);
   rates.backward_s = 0.001;
   EXPECT_GT(choose_cpu_share(rates, model, options), any);
@@ -61,11 +69,9 @@ TEST(UpdateSplit, ALongBackwardLetsMoreComeUpAhead) {
   EXPECT_LT(good, any);
   rates.h2d_alone_bytes_per_s = 1.1 * rates.h2d_bytes_per_s;
   EXPECT_LE(choose_cpu_share(rates, model, options), good);
-  // What goes down bounds it then.
-  rates.backward_s = 1;
-  const double down = 14 / rates.d2h_bytes_per_s;
-  const double processor = 28 / rates.processor_bytes_per_s;
-  EXPECT_NEAR(choose_cpu_share(rates, model, options), down / (down + processor), 0.05);
+  // What goes down is the bound, whatever comes up ahead.
+  rates.d2h_bytes_per_s /= 2;
+  EXPECT_NEAR(choose_cpu_share(rates, model, options), narrow_down, 0.01);
 }
 
 TEST(UpdateSplit, WhereStatesAreNotInHostMemoryThereIsNothingToSplit) {
@@ -79,6 +85,13 @@ TEST(UpdateSplit, ADeviceThatNeedsNoTimeAtAllDoesEverything) {
   rates = measured();
   rates.h2d_bytes_per_s = 1;
   EXPECT_EQ(choose_cpu_share(rates, gpt_1b4(), on_cuda(Wish::kHost, Wish::kHost)), 1);
+}
+
+TEST(UpdateSplit, SeveralRanksMeasureNothingSoThatTheyPlanAlike) {
+  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  EXPECT_TRUE(splits_update(options));
+  options.num_ranks = 2;
+  EXPECT_FALSE(splits_update(options));
 }
 
 }  // namespace
