@@ -37,42 +37,51 @@ GatherCost::GatherCost(const CutModel& cut, std::int64_t bucket_bytes)
   }
   const int num_ranks = cut.options.num_ranks;
   const auto pack_below = static_cast<std::size_t>(cut.options.pack_below_bytes);
+  const comm::CallMemory memory = cut.options.call_memory;
+  const bool is_copied = memory == comm::CallMemory::kCopied;
   const std::vector<bool> is_needed_by_dynamic = needed_by_dynamic(cut);
   std::int64_t largest_gather = 0;
   std::int64_t largest_gather_to = 0;
-  std::int64_t most_small = 0;  // of a unit; beside those of others one alone is packed, too
+  // Of a unit. Small ones; beside those of others one alone is packed, too. All, if all are copied.
+  std::int64_t most_staged = 0;
   for (const std::vector<int>& unit : cut.model.units) {
     std::vector<std::size_t> all;
     std::vector<std::size_t> by_dynamic;
-    std::size_t small = 0;
+    std::size_t staged = 0;
     for (const int id : unit) {
       const auto i = static_cast<std::size_t>(id);
       all.push_back(cut.layouts[i].shard_bytes());
       if (is_needed_by_dynamic[i]) {
         by_dynamic.push_back(all.back());
       }
-      small += comm::is_small_piece(all.back(), pack_below) ? cut.layouts[i].full_bytes() : 0;
+      if (is_copied) {
+        staged += comm::staging_room(cut.layouts[i].full_bytes());
+      } else if (comm::is_small_piece(all.back(), pack_below)) {
+        staged += cut.layouts[i].full_bytes();
+      }
     }
-    most_small = std::max(most_small, as_int(comm::staging_room(small)));
-    largest_gather = std::max(largest_gather,
-                              as_int(comm::all_gather_staging_bytes(all, pack_below, num_ranks)));
+    most_staged = std::max(most_staged, as_int(comm::staging_room(staged)));
+    largest_gather = std::max(
+        largest_gather, as_int(comm::all_gather_staging_bytes(all, pack_below, num_ranks, memory)));
     // All ranks want it, over a network that needs copies: no case takes more.
-    largest_gather_to = std::max(largest_gather_to,
-                                 as_int(comm::gather_to_staging_bytes(
-                                     by_dynamic, pack_below, {num_ranks, num_ranks, true, true})));
+    largest_gather_to =
+        std::max(largest_gather_to,
+                 as_int(comm::gather_to_staging_bytes(by_dynamic, pack_below,
+                                                      {num_ranks, num_ranks, true, true, memory})));
   }
   std::vector<std::size_t> shards;
   for (const shard::Layout& layout : cut.layouts) {
     shards.push_back(layout.shard_bytes());
   }
   const std::int64_t everything =
-      as_int(comm::all_gather_staging_bytes(shards, pack_below, num_ranks));
-  const std::int64_t dynamic_reduction = as_int(comm::reduce_scatter_staging_bytes(
-      most_bucket_numel(cut, bucket_bytes).dynamic_numel, cut.options.wire_dtype, num_ranks));
+      as_int(comm::all_gather_staging_bytes(shards, pack_below, num_ranks, memory));
+  const std::int64_t dynamic_reduction =
+      as_int(comm::reduce_scatter_staging_bytes(most_bucket_numel(cut, bucket_bytes).dynamic_numel,
+                                                cut.options.wire_dtype, num_ranks, memory));
   least_ = std::max({largest_gather_to, 2 * dynamic_reduction, as_int(comm::kSmallAllReduceBytes)});
   // A use joins a call of less than merge_below_bytes.
-  const std::int64_t joined = most_small + as_int(comm::staging_room(static_cast<std::size_t>(
-                                               coordinator::PlanBudgets().merge_below_bytes)));
+  const std::int64_t joined = most_staged + as_int(comm::staging_room(static_cast<std::size_t>(
+                                                coordinator::PlanBudgets().merge_below_bytes)));
   of_gathers_ = std::min(everything, std::max(2 * largest_gather, joined));
 }
 

@@ -10,6 +10,9 @@
 //   single numbers.
 // More is taken only outside of steps, where parameters are gathered for other reasons than a use.
 //
+// Where calls pass through copies of their memory (comm::CallMemory::kCopied), what was said of
+// small parameters holds for all.
+//
 // Nothing is staged in a group of one.
 //
 // Threads: plain data and pure functions.

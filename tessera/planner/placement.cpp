@@ -71,6 +71,9 @@ PlacementOptions PlacementOptions::from(const Config& config, int num_ranks, boo
   options.bucket_bytes = reductions.bucket_bytes;
   options.is_bucket_given = config.is_set("grad.bucket_bytes");
   options.pack_below_bytes = config.get_bytes("comm.pack_below_bytes");
+  options.call_memory = on_cuda && num_ranks > 1 && config.get_string("comm.backend") == "gloo"
+                            ? comm::CallMemory::kCopied
+                            : comm::CallMemory::kReached;
   options.live_limit_bytes = config.get_bytes("live.limit_bytes");
   options.is_live_limit_given = config.is_set("live.limit_bytes");
   options.sub_group_bytes = config.get_bytes("optim.sub_group_bytes");
@@ -108,13 +111,13 @@ std::vector<LedgerLine> Placement::ledger_with_groups() const {
   if (comm_bytes == 0) {
     return lines;
   }
-  const auto staging = std::find_if(lines.begin(), lines.end(), [](const LedgerLine& line) {
-    return line.tier == Tier::kHost && line.role == Role::kStaging;
+  const auto staging = std::find_if(lines.begin(), lines.end(), [this](const LedgerLine& line) {
+    return line.tier == comm_tier && line.role == Role::kStaging;
   });
   if (staging != lines.end()) {
     staging->bytes += comm_bytes;
   } else {
-    lines.push_back({Tier::kHost, Role::kStaging, comm_bytes});
+    lines.push_back({comm_tier, Role::kStaging, comm_bytes});
   }
   return lines;
 }
@@ -132,6 +135,8 @@ Placement make_placement(const ModelShapes& model, const PlacementOptions& optio
   const CutModel cut(model, options);
   Placement placement = options.on_cuda ? place_on_cuda(cut, num_micro_batches)
                                         : place_in_one_memory(cut, num_micro_batches);
+  placement.comm_tier =
+      options.call_memory == comm::CallMemory::kCopied ? Tier::kPinned : Tier::kHost;
   for (const shard::Layout& layout : cut.layouts) {
     placement.shard_numel += layout.shard_numel();
   }

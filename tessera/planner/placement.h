@@ -35,6 +35,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/staging_bytes.h"
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
 
@@ -80,6 +81,7 @@ struct PlacementOptions {
   std::int64_t bucket_bytes = std::int64_t{64} << 20;      // of reductions, at most
   bool is_bucket_given = false;                            // exactly that, not at most
   std::int64_t pack_below_bytes = std::int64_t{64} << 10;  // smaller shards are gathered together
+  comm::CallMemory call_memory = comm::CallMemory::kReached;  // of the groups (Group::call_memory)
   std::int64_t live_limit_bytes = std::int64_t{2} << 30;
   bool is_live_limit_given = false;                        // else CUDA may hold more
   std::int64_t sub_group_bytes = std::int64_t{256} << 20;  // of fp32 masters, at most
@@ -173,10 +175,12 @@ struct Placement {
   double cpu_share = 0;  // of the elements whose states are in host memory, as planned
   // What the group of gathers and the one of reductions reserve for their calls
   // (Group::reserve_staging); 0 in a group of one. Charged by the groups, to the ledger that they
-  // were made with: part of the budget, and no line of the ledger here.
+  // were made with: part of the budget, and no line of the ledger here. Pinned where calls pass
+  // through copies.
   std::int64_t gather_staging_bytes = 0;
   std::int64_t reduction_staging_bytes = 0;
   std::int64_t comm_bytes = 0;  // their sum
+  Tier comm_tier = Tier::kHost;
 
   std::vector<LedgerLine> ledger;        // by tier and role, those above zero
   std::int64_t full_gradient_bytes = 0;  // torch's, besides

@@ -46,8 +46,9 @@ std::int64_t feed_bytes(std::int64_t pool_bytes) {
 
 // Staging for as many as there are slots.
 std::int64_t two_reductions(std::int64_t shard_numel, const PlacementOptions& options) {
-  return taken_bytes(2 * as_int(comm::reduce_scatter_staging_bytes(shard_numel, options.wire_dtype,
-                                                                   options.num_ranks)));
+  return taken_bytes(2 *
+                     as_int(comm::reduce_scatter_staging_bytes(
+                         shard_numel, options.wire_dtype, options.num_ranks, options.call_memory)));
 }
 
 }  // namespace

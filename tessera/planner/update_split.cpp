@@ -132,7 +132,8 @@ bool splits_update(const PlacementOptions& options) {
       options.optimizer == Wish::kHost ||
       (options.optimizer == Wish::kAuto && options.device_bytes != kUnlimited) ||
       (options.optimizer == Wish::kNvme && options.host_bytes != kUnlimited);
-  return options.on_cuda && options.cpu_share < 0 && may_be_in_host;
+  // Ranks would measure different rates, and must plan alike.
+  return options.on_cuda && options.num_ranks == 1 && options.cpu_share < 0 && may_be_in_host;
 }
 
 double choose_cpu_share(const UpdateRates& rates, const ModelShapes& model,

@@ -25,7 +25,8 @@ inline constexpr double kDefaultCpuShare = 0.35;
 // first, to the device.
 double assign_updates(const CutModel& cut, std::vector<ShardPlaces>& places);
 
-// Whether a share has to be chosen: none is given, and states may be in host memory.
+// Whether a share has to be measured: none is given, and states may be in host memory. Several
+// ranks have a fixed one.
 bool splits_update(const PlacementOptions& options);
 
 // Of this machine, as measured.
