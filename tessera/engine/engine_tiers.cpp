@@ -93,6 +93,7 @@ EngineTiers::EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable
   }
   options_ = planner::PlacementOptions::from(runtime.config(), group.size(),
                                              runtime.device().has_own_memory());
+  options_.call_memory = group.call_memory();
   for (const std::string& directory : runtime.config().get_list("nvme.paths")) {
     tier::check_scratch_directory(directory);
   }
@@ -126,7 +127,7 @@ std::string EngineTiers::agree_on_run() {
   }
   comm::CallOptions call;
   call.label.unit = "name of the run's scratch files";
-  group_.start_broadcast(&number, sizeof(number), DType::kUInt8, 0, call).wait();
+  group_.broadcast_host(&number, sizeof(number), 0, call);
   std::ostringstream name;
   name << std::hex << number;
   return name.str();
