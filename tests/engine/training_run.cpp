@@ -306,10 +306,19 @@ RunOutcome train(const RunSettings& settings) {
   world.num_ranks = settings.ranks;
   comm::GroupOptions groups;
   groups.ledger = &comm_ledger;
+  std::unique_ptr<device::Device> copied_from;
+  if (settings.copies_calls) {
+    device::LateDeviceOptions late;
+    late.mode = device::LateMode::kRandom;
+    late.own_memory = true;
+    late.host.ledger = &comm_ledger;
+    copied_from = device::make_late_device(std::move(late));
+    groups.device = copied_from.get();
+  }
   comm::run_ranks(world, groups,
                   [&](comm::Group& group) { train_rank(settings, &group, outcome, results); });
-  outcome.comm_peak_bytes =
-      static_cast<std::int64_t>(comm_ledger.peak_bytes(Tier::kHost, Role::kStaging));
+  const Tier tier = settings.copies_calls ? Tier::kPinned : Tier::kHost;
+  outcome.comm_peak_bytes = static_cast<std::int64_t>(comm_ledger.peak_bytes(tier, Role::kStaging));
   return outcome;
 }
 

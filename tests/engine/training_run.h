@@ -48,6 +48,7 @@ struct RunSettings {
   Planted planted = Planted::kNothing;
   bool gives_shapes = false;  // to the engine, before the model is built
   RunDevice device = RunDevice::kCpu;
+  bool copies_calls = false;  // of groups, through pinned memory, as ranks do that share a GPU
   // Stands between the tiers and the disk; null: nothing.
   std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io = {};
 };
