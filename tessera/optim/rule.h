@@ -57,7 +57,9 @@ struct UpdateSpan {
   const void* gradient = nullptr;
   DType gradient_dtype = DType::kFloat32;  // fp32, bf16 or fp16
   std::array<float*, kMaxStates> states{};
-  void* parameter = nullptr;  // low-precision weights, written; null: the master is the parameter
+  // Low-precision weights, written; null: the master is the parameter. May be the gradient's own
+  // memory, if both have one type.
+  void* parameter = nullptr;
   DType parameter_dtype = DType::kBFloat16;
   std::int64_t numel = 0;
 };

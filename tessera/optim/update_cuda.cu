@@ -51,10 +51,10 @@ struct Columns {
   static constexpr bool kHasParameter = !std::is_same_v<Parameter, NoParameter>;
 
   float* __restrict__ master;
-  const Gradient* __restrict__ gradient;
+  const Gradient* gradient;  // whose place the parameter may take
   float* __restrict__ first;
   float* __restrict__ second;
-  Parameter* __restrict__ parameter;
+  Parameter* parameter;
 
   // From element `begin` on.
   __device__ Columns(const Task& task, std::int64_t begin)

@@ -2,6 +2,7 @@
 // other, for any number of threads and in every instruction set.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <tuple>
@@ -60,6 +61,25 @@ TEST_F(KernelLists, UpdateLargeSpansWithTheSameBits) {
       return kernels.start_updates({}, list.tasks(base), stream());
     });
     EXPECT_TRUE(found.same_as(list.expected({}))) << to_string(shape.parameter);
+  }
+}
+
+// The parameter takes the gradient's memory.
+TEST_F(KernelLists, UpdateInPlaceOfTheGradient) {
+  for (const std::size_t numel : {std::size_t{1}, std::size_t{1003}, (std::size_t{2} << 20) + 77}) {
+    Weights apart(numel);
+    Weights in_place(numel);
+    auto gradient = to_bfloat16s(random_floats(numel, 1e-3, 7));
+    const auto before = gradient;
+    UpdateSpan span = apart.span(before.data());
+    span.parameter = apart.parameter.data();
+    const auto kernels = make_cpu_kernels(2);
+    kernels->start_update({}, {}, span, stream()).wait();
+    span = in_place.span(gradient.data());
+    span.parameter = gradient.data();
+    kernels->start_update({}, {}, span, stream()).wait();
+    std::memcpy(in_place.parameter.data(), gradient.data(), numel * sizeof(BFloat16));
+    EXPECT_TRUE(in_place == apart) << numel;
   }
 }
 

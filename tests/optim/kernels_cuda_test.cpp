@@ -121,6 +121,31 @@ TEST_F(CudaKernels, UpdateTheBitsOfTheHost) {
   }
 }
 
+TEST_F(CudaKernels, UpdateInPlaceOfTheGradient) {
+  for (const std::size_t numel : {std::size_t{1}, std::size_t{1003}, std::size_t{3000017}}) {
+    Weights host(numel);
+    const device::Memory master = upload(host.master);
+    const device::Memory first = upload(host.first);
+    const device::Memory second = upload(host.second);
+    const auto gradient = to_bfloat16s(random_floats(numel, 1e-3, 7));
+    const device::Memory shared = upload(gradient);
+    UpdateSpan span = host.span(gradient.data());
+    span.parameter = host.parameter.data();
+    update({}, {}, span);
+    span.master = reinterpret_cast<float*>(master.data());
+    span.gradient = shared.data();
+    span.states = {reinterpret_cast<float*>(first.data()), reinterpret_cast<float*>(second.data())};
+    span.parameter = shared.data();
+    kernels_->start_update({}, {}, span, stream()).wait();
+    Weights found(numel);
+    download(master, found.master);
+    download(first, found.first);
+    download(second, found.second);
+    download(shared, found.parameter);
+    EXPECT_TRUE(found == host) << numel;
+  }
+}
+
 TEST_F(CudaKernels, SumSquaresToTheBitsOfTheHost) {
   // Growing and shrinking, so that scratch memory is outgrown and used again; all in flight.
   const std::vector<std::size_t> sizes = {0, 1, 17, 4096, 4097, 65537, 3000017, 5, 70001};
