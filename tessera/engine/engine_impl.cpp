@@ -305,9 +305,16 @@ void Engine::Impl::zero_grad() {
   weighted_loss_ = at::Tensor();
 }
 
-optim::StepSums Engine::Impl::sum_over_ranks() {
+optim::StepSums Engine::Impl::sum_over_ranks(bool is_started) {
   optim::StepSums sums;
-  sums.gradient_squares = optimizer->sum_of_squares(*reducer_);
+  if (is_started) {
+    const SpanScope span(runtime.spans(), "wait for norm");
+    const std::int64_t begin_ns = runtime.clock().now_ns();
+    sums.gradient_squares = optimizer->finish_step();
+    exposed_wait_s_ += static_cast<double>(runtime.clock().now_ns() - begin_ns) * 1e-9;
+  } else {
+    sums.gradient_squares = optimizer->sum_of_squares(*reducer_);
+  }
   sums.weight = weight_sum_;
   sums.weighted_loss = weighted_loss_.defined() ? weighted_loss_.item<double>() : 0.0;
   if (group().size() == 1) {
@@ -343,7 +350,13 @@ StepResult Engine::Impl::finish_step() {
   const SpanScope span(runtime.spans(), "step");
   // Gathered copies are stale after the update, and nobody needs them before it.
   coordinator_->end_step();
-  const optim::StepSums sums = sum_over_ranks();
+  const double lr = optim::learning_rate(schedule_, num_steps);
+  // Where the sums of this rank are all there are, the device may find the factors below by itself.
+  const bool is_started =
+      group().size() == 1 &&
+      optimizer->start_step(*reducer_, lr,
+                            {weight_sum_, loss_scale_.value(), clip_norm_, skip_nonfinite_});
+  const optim::StepSums sums = sum_over_ranks(is_started);
   const optim::StepFactors factors = optim::step_factors(sums, loss_scale_.value(), clip_norm_);
   StepResult result;
   result.step = num_steps;
@@ -351,13 +364,15 @@ StepResult Engine::Impl::finish_step() {
   result.grad_norm = factors.grad_norm;
   result.loss_scale = loss_scale_.value();
   result.weight = sums.weight * weight_scale_;
-  result.lr = optim::learning_rate(schedule_, num_steps);
+  result.lr = lr;
   result.skipped = !factors.finite && skip_nonfinite_;
   if (result.skipped) {
     runtime.logger().with_step(num_steps).warn(
         "a gradient is infinite or NaN: the step is skipped on all ranks");
   } else {
-    optimizer->start_update(*reducer_, result.lr, factors.gradient_scale);
+    if (!is_started) {
+      optimizer->start_update(*reducer_, lr, factors.gradient_scale);
+    }
     // From NVMe, and on a device with memory of its own, the update runs on beside the next
     // forward, which waits for each parameter's own.
     update_runs_ = tiers.uses_nvme() || runtime.device().has_own_memory();

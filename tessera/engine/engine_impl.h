@@ -171,7 +171,8 @@ class Engine::Impl {
   void close_backward();
   // Before gradients change: the update of the last step may still read them.
   void finish_update();
-  optim::StepSums sum_over_ranks();
+  // `is_started`: by Optimizer::start_step().
+  optim::StepSums sum_over_ranks(bool is_started);
 
   comm::Group& group_;
   std::unique_ptr<comm::Group> reductions_;  // of a given group; null: the runtime's
