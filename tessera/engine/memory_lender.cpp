@@ -26,7 +26,7 @@ bool MemoryLender::has_spare_memory() const {
     return true;  // a CPU that stands in for a device
   }
   const TorchMemory now = torch_memory(runtime_.cuda_device());
-  const auto bytes = static_cast<std::int64_t>(borrower_.room_bytes());
+  const auto bytes = static_cast<std::int64_t>(borrower_.slot_bytes());
   return now.taken_bytes + bytes <= bytes_at_begin_ && now.taken_bytes + bytes <= now.held_bytes;
 }
 
@@ -34,9 +34,9 @@ void MemoryLender::end_backward_of(int unit) {
   if (!lends_) {
     return;
   }
-  while (borrower_.wants_room() && has_spare_memory()) {
+  while (borrower_.wants_slot() && has_spare_memory()) {
     const auto memory = std::make_shared<at::Tensor>(
-        at::empty({static_cast<std::int64_t>(borrower_.room_bytes())},
+        at::empty({static_cast<std::int64_t>(borrower_.slot_bytes())},
                   at::TensorOptions(runtime_.on_cuda() ? at::kCUDA : at::kCPU).dtype(at::kByte)));
     // Whoever had it before has been given to the compute stream.
     borrower_.lend(unit, static_cast<std::byte*>(memory->data_ptr()),

@@ -27,12 +27,12 @@ DeviceUpdate::DeviceUpdate(shard::ParamTable& params, const RuleOptions& rule,
       read_(device_.stream(StreamKind::kRead)),
       write_(device_.stream(StreamKind::kWrite)),
       update_(device_.stream(StreamKind::kReduce)),
-      slots_(static_cast<std::size_t>(params.num_params())),
+      states_(static_cast<std::size_t>(params.num_params())),
       order_(static_cast<std::size_t>(params.num_params())) {
   std::iota(order_.begin(), order_.end(), 0);
   std::size_t element_bytes = 0;  // of a piece in its slot
   for (int id = 0; id < params.num_params(); ++id) {
-    if (is_ours(id) && needs_room(id)) {
+    if (is_ours(id) && needs_slot(id)) {
       element_bytes = std::max(element_bytes, num_tensors(params[id]) * sizeof(float) +
                                                   bytes_of(params[id].layout().dtype()));
     }
@@ -41,12 +41,12 @@ DeviceUpdate::DeviceUpdate(shard::ParamTable& params, const RuleOptions& rule,
     return;
   }
   const auto step = static_cast<std::size_t>(shard::kShardStep);
-  room_numel_ = own.slot_bytes / element_bytes / step * step;
-  TESSERA_CHECK(own.num_slots > 0 && room_numel_ > 0, ConfigError,
+  slot_numel_ = own.slot_bytes / element_bytes / step * step;
+  TESSERA_CHECK(own.num_slots > 0 && slot_numel_ > 0, ConfigError,
                 "states of the optimizer come to ", device_.name(), " in ", own.num_slots,
                 " slots of ", own.slot_bytes, " bytes; a slot needs at least ",
                 element_bytes * step, ". Raise memory.device, or set optim.cpu_share to 1");
-  rooms_.take_own(device_, own.num_slots, own.slot_bytes);
+  slots_.take_own(device_, own.num_slots, own.slot_bytes);
   thread_ = std::thread([this] { hand_over(); });
 }
 
@@ -74,13 +74,13 @@ std::size_t DeviceUpdate::tensor_bytes(const shard::Param& param) const {
 }
 
 float* DeviceUpdate::resident_tensor(int id, std::size_t number) const {
-  return reinterpret_cast<float*>(slots_[static_cast<std::size_t>(id)].memory.data() +
+  return reinterpret_cast<float*>(states_[static_cast<std::size_t>(id)].memory.data() +
                                   number * tensor_bytes(params_[id]));
 }
 
 std::vector<DeviceUpdate::Piece> DeviceUpdate::pieces_of(int id, std::int64_t numel) const {
   std::vector<Piece> pieces;
-  const auto step = static_cast<std::int64_t>(room_numel_);
+  const auto step = static_cast<std::int64_t>(slot_numel_);
   for (std::int64_t begin = 0; begin < numel; begin += step) {
     Piece piece;
     piece.param = id;
@@ -103,25 +103,25 @@ std::size_t DeviceUpdate::piece_bytes(const Piece& piece) const {
 }
 
 std::byte* DeviceUpdate::piece_home(const Piece& piece) const {
-  return slots_[static_cast<std::size_t>(piece.param)].memory.data() +
+  return states_[static_cast<std::size_t>(piece.param)].memory.data() +
          num_tensors(params_[piece.param]) * static_cast<std::size_t>(piece.begin) * sizeof(float);
 }
 
 void DeviceUpdate::add(int id) {
-  Slot& slot = slots_[static_cast<std::size_t>(id)];
+  States& states = states_[static_cast<std::size_t>(id)];
   const shard::Param& param = params_[id];
-  TESSERA_INVARIANT(!slot.exists, "parameter '", param.name(), "' has its states already");
+  TESSERA_INVARIANT(!states.exists, "parameter '", param.name(), "' has its states already");
   const std::size_t bytes = num_tensors(param) * tensor_bytes(param);
-  slot.memory = device_.allocate(is_resident(id) ? MemoryKind::kDevice : MemoryKind::kPinned, bytes,
-                                 Role::kOptimizer);
-  slot.exists = true;
+  states.memory = device_.allocate(is_resident(id) ? MemoryKind::kDevice : MemoryKind::kPinned,
+                                   bytes, Role::kOptimizer);
+  states.exists = true;
   if (bytes == 0) {
     return;
   }
   if (is_resident(id)) {
-    device_.start_fill(slot.memory.data(), 0, bytes, write_).wait();
+    device_.start_fill(states.memory.data(), 0, bytes, write_).wait();
   } else {
-    std::memset(slot.memory.data(), 0, bytes);
+    std::memset(states.memory.data(), 0, bytes);
   }
 }
 
@@ -133,15 +133,15 @@ void DeviceUpdate::make_master(int id) {
     return;
   }
   wait_all();
-  put_rooms_back();  // what was sent up is of before
+  put_slots_back();  // what was sent up is of before
   param.updated().wait();
   if (is_resident(id)) {
     make_resident_master(param);
     return;
   }
   const std::size_t element = bytes_of(dtype);
-  std::byte* const slot = rooms_.first_data();
-  std::byte* const values = slot + room_numel_ * sizeof(float);
+  std::byte* const slot = slots_.first_data();
+  std::byte* const values = slot + slot_numel_ * sizeof(float);
   for (const Piece& piece : pieces_of(id, param.range().numel)) {
     const auto begin = static_cast<std::size_t>(piece.begin);
     const auto numel = static_cast<std::size_t>(piece.numel);
@@ -171,9 +171,9 @@ void DeviceUpdate::make_resident_master(const shard::Param& param) {
 void DeviceUpdate::set_order(std::vector<int> ids) {
   std::vector<int> sorted = ids;
   std::sort(sorted.begin(), sorted.end());
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    TESSERA_INVARIANT(sorted.size() == slots_.size() && sorted[i] == static_cast<int>(i),
-                      "an order of updates names ", ids.size(), " parameters of ", slots_.size());
+  for (std::size_t i = 0; i < states_.size(); ++i) {
+    TESSERA_INVARIANT(sorted.size() == states_.size() && sorted[i] == static_cast<int>(i),
+                      "an order of updates names ", ids.size(), " parameters of ", states_.size());
   }
   order_ = std::move(ids);
   plan();
@@ -181,42 +181,42 @@ void DeviceUpdate::set_order(std::vector<int> ids) {
 
 void DeviceUpdate::plan() {
   wait_all();
-  put_rooms_back();
+  put_slots_back();
   pieces_.clear();
   for (const int id : order_) {
     const shard::Param& param = params_[id];
-    Slot& slot = slots_[static_cast<std::size_t>(id)];
-    slot.first_piece = pieces_.size();
-    slot.num_pieces = 0;
-    if (!param.trainable() || !is_ours(id) || !needs_room(id)) {
+    States& states = states_[static_cast<std::size_t>(id)];
+    states.first_piece = pieces_.size();
+    states.num_pieces = 0;
+    if (!param.trainable() || !is_ours(id) || !needs_slot(id)) {
       continue;
     }
     TESSERA_INVARIANT(has(id), "parameter '", param.name(), "' is trainable and has no states");
     const std::vector<Piece> pieces = pieces_of(id, param.range().numel);
-    slot.num_pieces = pieces.size();
+    states.num_pieces = pieces.size();
     pieces_.insert(pieces_.end(), pieces.begin(), pieces.end());
   }
 }
 
-// In a room: the tensors as on the host, then the parameter.
+// In a slot: the tensors as on the host, then the parameter.
 std::byte* DeviceUpdate::parameter_place(const Piece& piece) const {
   const shard::Param& param = params_[piece.param];
-  return param.is_on_host() ? piece.room->data + num_tensors(param) * room_numel_ * sizeof(float)
+  return param.is_on_host() ? piece.slot->data + num_tensors(param) * slot_numel_ * sizeof(float)
                             : param.shard() + static_cast<std::size_t>(piece.begin) *
                                                   bytes_of(param.layout().dtype());
 }
 
 void DeviceUpdate::start_up(const Piece& piece) {
-  Room& room = *piece.room;
+  UpdateSlot& slot = *piece.slot;
   const shard::Param& param = params_[piece.param];
-  room.free.wait();
+  slot.free.wait();
   piece.down.wait();
   if (const std::size_t bytes = piece_bytes(piece); bytes > 0 && !is_resident(piece.param)) {
-    room.up = device_.start_copy(room.data, piece_home(piece), bytes, read_);
+    slot.up = device_.start_copy(slot.data, piece_home(piece), bytes, read_);
   }
   if (is_own_master(param.layout().dtype()) && param.is_on_host()) {
     const std::size_t bytes = static_cast<std::size_t>(piece.numel) * sizeof(float);
-    room.up = device_.start_copy(
+    slot.up = device_.start_copy(
         parameter_place(piece),
         param.shard() + static_cast<std::size_t>(piece.begin) * sizeof(float), bytes, read_);
   }
@@ -226,7 +226,7 @@ UpdateTask DeviceUpdate::make_task(int id, const grad::ShardGradient& gradient,
                                    const UpdateScalars& scalars) {
   UpdateTask task;
   task.scalars = scalars;
-  task.scalars.step = slots_[static_cast<std::size_t>(id)].num_updates;
+  task.scalars.step = states_[static_cast<std::size_t>(id)].num_updates;
   task.scalars.weight_decay_scale = params_[id].spec().weight_decay_scale;
   task.span.gradient = gradient.values;
   task.span.gradient_dtype = gradient.dtype;
@@ -257,18 +257,18 @@ void DeviceUpdate::start(std::span<const int> ids, grad::Reducer& gradients,
     update_.wait(device_.stream(kind).record());
   }
   for (const int id : ids) {
-    ++slots_[static_cast<std::size_t>(id)].num_updates;
+    ++states_[static_cast<std::size_t>(id)].num_updates;
   }
   // First, so that no copy holds them up: they are small, or the first that are needed.
   update_resident(ids, gradients, scalars);
   std::deque<Item> items;
   for (const int id : ids) {
-    const Slot& slot = slots_[static_cast<std::size_t>(id)];
-    if (slot.num_pieces > 0) {
+    const States& states = states_[static_cast<std::size_t>(id)];
+    if (states.num_pieces > 0) {
       items.push_back(make_item(id, gradients.shard_gradient(id), scalars));
     }
-    for (std::size_t i = 0; i < slot.num_pieces; ++i) {
-      count_bytes(pieces_[slot.first_piece + i]);
+    for (std::size_t i = 0; i < states.num_pieces; ++i) {
+      count_bytes(pieces_[states.first_piece + i]);
     }
   }
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -283,7 +283,7 @@ void DeviceUpdate::update_resident(std::span<const int> ids, grad::Reducer& grad
   UpdateBatch batch(params_, kernels_, rule_, update_);
   for (const int id : ids) {
     const shard::Param& param = params_[id];
-    if (needs_room(id)) {
+    if (needs_slot(id)) {
       continue;
     }
     UpdateTask task = make_task(id, gradients.shard_gradient(id), scalars);
@@ -316,7 +316,7 @@ UpdateSpan DeviceUpdate::span_of(const Piece& piece, const Item& item) const {
     const std::size_t number = next++;
     return is_resident(piece.param)
                ? resident_tensor(piece.param, number) + begin
-               : reinterpret_cast<float*>(piece.room->data) + number * stride(piece);
+               : reinterpret_cast<float*>(piece.slot->data) + number * stride(piece);
   };
   // A gradient's memory is its reducer's, and written to.
   std::byte* const values =
@@ -336,7 +336,7 @@ UpdateSpan DeviceUpdate::span_of(const Piece& piece, const Item& item) const {
 
 void DeviceUpdate::update_piece(Piece& piece, const Item& item, bool is_last) {
   const shard::Param& param = params_[piece.param];
-  update_.wait(piece.room->up);
+  update_.wait(piece.slot->up);
   const UpdateSpan span = span_of(piece, item);
   Pending updated = kernels_.start_update(rule_, item.task.scalars, span, update_);
   if (is_last && item.made) {
@@ -352,13 +352,13 @@ void DeviceUpdate::update_piece(Piece& piece, const Item& item, bool is_last) {
   piece.down = updated;
   if (const std::size_t bytes = piece_bytes(piece); bytes > 0 && !is_resident(piece.param)) {
     write_.wait(updated);
-    piece.down = device_.start_copy(piece_home(piece), piece.room->data, bytes, write_);
+    piece.down = device_.start_copy(piece_home(piece), piece.slot->data, bytes, write_);
   }
   if (is_last) {
     item.done->hand_over(updated);
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  rooms_.leave(*std::exchange(piece.room, nullptr), piece.down);
+  slots_.leave(*std::exchange(piece.slot, nullptr), piece.down);
   piece.is_updated = true;
   last_update_ = updated;
 }

@@ -7,13 +7,13 @@
 //   write stream   | states down
 //
 // States do not depend on gradients: prepare() sends the first ones up while a backward still runs,
-// as many as there are rooms (update_rooms.h). That is the time in which memory becomes free that
+// as many as there are slots (update_slots.h). That is the time in which memory becomes free that
 // the model's activations have taken: whoever has it may lend it (lend(), give_back()).
 //
 // [Note: who hands pieces over] A stream takes so much unfinished work and no more; then it blocks
 // whoever gives it more. And states that go up must not stand in the way of parameters that the
 // model needs (coordinator/host_feed.h, [Note: one queue for all that goes up]): a copy up is
-// started when its room is free. So a thread hands the pieces over, and the step's thread goes on
+// started when its slot is free. So a thread hands the pieces over, and the step's thread goes on
 // to the next forward. Everything else is ordered by events.
 //
 // [Note: in place of the gradient] The next forward needs the new parameter on the device, where it
@@ -21,7 +21,7 @@
 // gradient, which nobody needs any more: from there it goes down to its home, and whoever gathers
 // it copies it from there (shard::DeviceCopy) until wait() says that gradients may go.
 //
-// Cut: a shard is updated in pieces of at most as many elements as a room holds. Bits do not depend
+// Cut: a shard is updated in pieces of at most as many elements as a slot holds. Bits do not depend
 // on it.
 //
 // States of a parameter are made when it is trainable for the first time, and stay; charged as
@@ -50,7 +50,7 @@
 #include "tessera/optim/kernels.h"
 #include "tessera/optim/rule.h"
 #include "tessera/optim/tiered_parts.h"
-#include "tessera/optim/update_rooms.h"
+#include "tessera/optim/update_slots.h"
 #include "tessera/shard/param.h"
 
 namespace tessera::optim {
@@ -67,7 +67,7 @@ class DeviceUpdate {
   DeviceUpdate& operator=(const DeviceUpdate&) = delete;
 
   bool is_ours(int id) const { return stored_[static_cast<std::size_t>(id)].device_update; }
-  bool has(int id) const { return slots_[static_cast<std::size_t>(id)].exists; }
+  bool has(int id) const { return states_[static_cast<std::size_t>(id)].exists; }
   // Moments are zero, the master is made from the shard. Once per parameter.
   void add(int id);
   void make_master(int id);
@@ -78,10 +78,10 @@ class DeviceUpdate {
   void set_order(std::vector<int> ids);
 
   void prepare();
-  // Room for one more piece would be used before the next start().
-  bool wants_room();
-  std::size_t room_bytes() const { return rooms_.room_bytes(); }
-  // room_bytes() bytes of the device, once `ready` is done, until give_back(lender).
+  // UpdateSlot for one more piece would be used before the next start().
+  bool wants_slot();
+  std::size_t slot_bytes() const { return slots_.slot_bytes(); }
+  // slot_bytes() bytes of the device, once `ready` is done, until give_back(lender).
   void lend(int lender, std::byte* data, device::Pending ready, std::shared_ptr<void> owner);
   // Blocks until nothing of that lender is used, and lets go of it; -1: of all lenders. States that
   // were sent ahead in vain stay where they were.
@@ -100,7 +100,7 @@ class DeviceUpdate {
   TieredStats take_stats();
 
  private:
-  struct Slot {  // of one parameter
+  struct States {  // of one parameter
     bool exists = false;
     device::Memory memory;  // of the device or pinned
     std::int64_t num_updates = 0;
@@ -110,10 +110,10 @@ class DeviceUpdate {
   struct Piece {
     int param = 0;
     std::int64_t begin = 0;
-    std::int64_t numel = 0;   // without padding
-    device::Pending down;     // of its states, the last time
-    Room* room = nullptr;     // it is up, or on its way
-    bool is_updated = false;  // since prepare()
+    std::int64_t numel = 0;      // without padding
+    device::Pending down;        // of its states, the last time
+    UpdateSlot* slot = nullptr;  // it is up, or on its way
+    bool is_updated = false;     // since prepare()
   };
   // What is handed over for one parameter.
   struct Item {
@@ -126,7 +126,7 @@ class DeviceUpdate {
 
   bool is_resident(int id) const { return stored_[static_cast<std::size_t>(id)].states_on_device; }
   // Something of it comes to the device for every update.
-  bool needs_room(int id) const { return !is_resident(id) || params_[id].is_on_host(); }
+  bool needs_slot(int id) const { return !is_resident(id) || params_[id].is_on_host(); }
   std::size_t num_tensors(const shard::Param& param) const;
   std::size_t tensor_bytes(const shard::Param& param) const;
   float* resident_tensor(int id, std::size_t number) const;
@@ -142,17 +142,17 @@ class DeviceUpdate {
   void make_resident_master(const shard::Param& param);
   void update_resident(std::span<const int> ids, grad::Reducer& gradients,
                        const UpdateScalars& scalars);
-  void start_up(const Piece& piece);  // blocks until its room is free
+  void start_up(const Piece& piece);  // blocks until its slot is free
   UpdateSpan span_of(const Piece& piece, const Item& item) const;
   void update_piece(Piece& piece, const Item& item, bool is_last);
   void count_bytes(const Piece& piece);
   bool can_go_ahead();
   void go_ahead(std::unique_lock<std::mutex>& lock);
-  Room* take_room();  // on the thread
-  void hand_over();   // on the thread
+  UpdateSlot* take_slot();  // on the thread
+  void hand_over();         // on the thread
   void hand_over_item(const Item& item);
   void wait_handed_over();
-  void put_rooms_back();
+  void put_slots_back();
 
   shard::ParamTable& params_;
   const RuleOptions rule_;
@@ -162,20 +162,20 @@ class DeviceUpdate {
   device::Stream& read_;
   device::Stream& write_;
   device::Stream& update_;
-  std::vector<Slot> slots_;  // by id
-  std::vector<int> order_;   // ids
-  std::size_t room_numel_ = 0;
+  std::vector<States> states_;  // by id
+  std::vector<int> order_;      // ids
+  std::size_t slot_numel_ = 0;
   TieredStats stats_;
 
   // Of the thread while it is busy, else of the caller.
-  std::vector<Piece> pieces_;  // of parameters that need rooms, in the order of updates
+  std::vector<Piece> pieces_;  // of parameters that need slots, in the order of updates
 
   std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_.
-  UpdateRooms rooms_;
+  UpdateSlots slots_;
   std::deque<Item> items_;      // that are still to be handed over
-  std::size_t next_ahead_ = 0;  // the next piece that prepare() has a room for
+  std::size_t next_ahead_ = 0;  // the next piece that prepare() has a slot for
   bool goes_ahead_ = false;
   bool is_busy_ = false;
   bool is_stopping_ = false;

@@ -1,4 +1,4 @@
-// Of DeviceUpdate: the thread that hands pieces over, the rooms that it has, and who waits for it.
+// Of DeviceUpdate: the thread that hands pieces over, the slots that it has, and who waits for it.
 #include <algorithm>
 #include <utility>
 
@@ -10,11 +10,11 @@ namespace tessera::optim {
 using device::Pending;
 
 // REQUIRES: the thread is idle, and does not go ahead.
-void DeviceUpdate::put_rooms_back() {
+void DeviceUpdate::put_slots_back() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (Piece& piece : pieces_) {
-    if (piece.room != nullptr) {
-      rooms_.put_back(*std::exchange(piece.room, nullptr));
+    if (piece.slot != nullptr) {
+      slots_.put_back(*std::exchange(piece.slot, nullptr));
     }
   }
 }
@@ -33,76 +33,78 @@ void DeviceUpdate::prepare() {
   changed_.notify_all();
 }
 
-bool DeviceUpdate::wants_room() {
+bool DeviceUpdate::wants_slot() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return goes_ahead_ && pieces_.size() > next_ahead_ + rooms_.num_free();
+  return goes_ahead_ && pieces_.size() > next_ahead_ + slots_.num_free();
 }
 
 void DeviceUpdate::lend(int lender, std::byte* data, Pending ready, std::shared_ptr<void> owner) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  rooms_.lend(lender, data, std::move(ready), std::move(owner));
+  slots_.lend(lender, data, std::move(ready), std::move(owner));
   changed_.notify_all();
 }
 
 void DeviceUpdate::give_back(int lender) {
   std::unique_lock<std::mutex> lock(mutex_);
-  while (Room* const room = rooms_.find_lent(lender)) {
+  while (UpdateSlot* const slot = slots_.find_lent(lender)) {
     goes_ahead_ = false;
-    if (room->state != Room::State::kTaken) {
-      // Only this thread drops rooms.
-      const Pending free = room->free;
+    if (slot->state == UpdateSlot::State::kFree) {
+      slots_.retire(*slot);  // the thread might take it
+    } else if (slot->state == UpdateSlot::State::kDraining) {
+      // Only this thread drops slots.
+      const Pending free = slot->free;
       lock.unlock();
       wait_ignoring_failure(free);
       lock.lock();
-      rooms_.drop(*room);
+      slots_.drop(*slot);
     } else if (is_busy_ || !items_.empty()) {
       changed_.wait(lock);
     } else {
       const auto piece = std::find_if(pieces_.begin(), pieces_.end(),
-                                      [room](const Piece& each) { return each.room == room; });
-      TESSERA_INVARIANT(piece != pieces_.end(), "a room for an update is taken by nobody");
-      piece->room = nullptr;
-      rooms_.put_back(*room);
+                                      [slot](const Piece& each) { return each.slot == slot; });
+      TESSERA_INVARIANT(piece != pieces_.end(), "a slot for an update is taken by nobody");
+      piece->slot = nullptr;
+      slots_.put_back(*slot);
     }
   }
 }
 
-// Own rooms are free, with a copy down under way at most, or have pieces that were sent ahead.
-Room* DeviceUpdate::take_room() {
+// Own slots are free, with a copy down under way at most, or have pieces that were sent ahead.
+UpdateSlot* DeviceUpdate::take_slot() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (Room* const room = rooms_.take()) {
-    return room;
+  if (UpdateSlot* const slot = slots_.take()) {
+    return slot;
   }
   const auto last = std::find_if(pieces_.rbegin(), pieces_.rend(),
-                                 [](const Piece& piece) { return piece.room != nullptr; });
-  TESSERA_INVARIANT(last != pieces_.rend(), "there is no room for an update");
-  rooms_.put_back(*std::exchange(last->room, nullptr));
-  return rooms_.take();
+                                 [](const Piece& piece) { return piece.slot != nullptr; });
+  TESSERA_INVARIANT(last != pieces_.rend(), "there is no slot for an update");
+  slots_.put_back(*std::exchange(last->slot, nullptr));
+  return slots_.take();
 }
 
 void DeviceUpdate::hand_over_item(const Item& item) {
-  const Slot& slot = slots_[static_cast<std::size_t>(item.param)];
-  for (std::size_t i = 0; i < slot.num_pieces; ++i) {
-    Piece& piece = pieces_[slot.first_piece + i];
-    if (piece.room == nullptr) {
-      piece.room = take_room();
+  const States& states = states_[static_cast<std::size_t>(item.param)];
+  for (std::size_t i = 0; i < states.num_pieces; ++i) {
+    Piece& piece = pieces_[states.first_piece + i];
+    if (piece.slot == nullptr) {
+      piece.slot = take_slot();
       start_up(piece);
     }
-    update_piece(piece, item, i + 1 == slot.num_pieces);
+    update_piece(piece, item, i + 1 == states.num_pieces);
   }
 }
 
 bool DeviceUpdate::can_go_ahead() {
   while (next_ahead_ < pieces_.size() &&
-         (pieces_[next_ahead_].room != nullptr || pieces_[next_ahead_].is_updated)) {
+         (pieces_[next_ahead_].slot != nullptr || pieces_[next_ahead_].is_updated)) {
     ++next_ahead_;
   }
-  return goes_ahead_ && next_ahead_ < pieces_.size() && rooms_.num_free() > 0;
+  return goes_ahead_ && next_ahead_ < pieces_.size() && slots_.num_free() > 0;
 }
 
 void DeviceUpdate::go_ahead(std::unique_lock<std::mutex>& lock) {
   Piece& piece = pieces_[next_ahead_++];
-  piece.room = rooms_.take();
+  piece.slot = slots_.take();
   lock.unlock();
   start_up(piece);
 }

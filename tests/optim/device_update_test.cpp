@@ -48,7 +48,7 @@ struct Case {
   int num_backwards = 1;
   int num_slots = 2;
   std::size_t slot_numel = 4096;
-  int num_lent = 0;               // rooms besides, at most
+  int num_lent = 0;               // slots besides, at most
   bool takes_back_early = false;  // before the update starts
   bool is_reversed = false;       // the order in which updates are expected
   RuleOptions rule;
@@ -207,9 +207,9 @@ class World {
   // As a backward frees memory: of two lenders in turn.
   void lend() {
     while (update_ != nullptr && lent_.size() < static_cast<std::size_t>(test_.num_lent) &&
-           update_->wants_room()) {
+           update_->wants_slot()) {
       auto memory = std::make_shared<device::Memory>(
-          device_->allocate(device::MemoryKind::kDevice, update_->room_bytes(), Role::kOther));
+          device_->allocate(device::MemoryKind::kDevice, update_->slot_bytes(), Role::kOther));
       lent_.push_back(memory);
       update_->lend(static_cast<int>(lent_.size() % 2), memory->data(),
                     device_->stream(device::StreamKind::kCompute).record(), memory);
