@@ -145,7 +145,7 @@ class Translator {
     if (block.ends_with(".offload_param") || block.ends_with(".offload_optimizer")) {
       const std::string device = view_.text(detail::concat(block, ".device"), "none");
       const bool always = key.path.ends_with(".device");
-      return always || device == "nvme" || (device == "cpu" && key.path.ends_with(".ratio"));
+      return always || device == "nvme";
     }
     return true;
   }

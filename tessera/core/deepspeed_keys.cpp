@@ -142,7 +142,9 @@ constexpr std::array kKeys = {
     same("zero_optimization.offload_optimizer.pipeline_write", "nvme.pipeline_write", "false"),
     not_needed("zero_optimization.offload_optimizer.fast_init", Type::kBool,
                "states are written once, from the shards"),
-    same("zero_optimization.offload_optimizer.ratio", "optim.cpu_share", "1.0"),
+    // DeepSpeed's 1.0 is not taken over: who updates changes no number, and the share that is
+    // measured is never slower.
+    same("zero_optimization.offload_optimizer.ratio", "optim.cpu_share"),
     fixed("zero_optimization.offload_optimizer.super_offload", Type::kBool, "false",
           "the update is split by optim.cpu_share instead"),
     not_needed("zero_optimization.offload_optimizer.cpuadam_cores_perc", Type::kDouble,

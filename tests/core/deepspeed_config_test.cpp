@@ -161,6 +161,7 @@ TEST(DeepSpeedConfig, OffloadAndAioMeanWhatTheySay) {
                              "offload_optimizer": {"device": "cpu"}}})");
   EXPECT_EQ(host.get_string("place.optimizer"), "host");
   EXPECT_FALSE(host.is_set("nvme.optimizer_buffers")) << "buffers are for nvme";
+  EXPECT_FALSE(host.is_set("optim.cpu_share")) << "measured, unless a ratio is given";
   EXPECT_EQ(failure(R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})"),
             "ds.json: zero_optimization.offload_param.device = \"nvme\": nvme_path is missing; "
             "give a directory on the disk");
