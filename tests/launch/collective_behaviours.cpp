@@ -10,6 +10,7 @@
 
 #include "tessera/comm/bootstrap.h"
 #include "tessera/core/error.h"
+#include "tessera/device/late_device.h"
 #include "tests/launch/rank_program.h"
 
 namespace tessera::testing {
@@ -31,9 +32,11 @@ void reduce(comm::Group& group) {
                 "a wrong sum: ", data.back());
 }
 
-// Everybody reduces twice; then the culprit does its deed while the others reduce.
-int spoil(RankContext& context, const Deed& deed) {
+// Everybody reduces twice; then the culprit does its deed while the others reduce. `device`: whose
+// memory calls are copied from; null: they are not.
+int spoil(RankContext& context, const Deed& deed, device::Device* device) {
   comm::WorldOptions options;
+  options.group.device = device;
   options.group.timeout = std::chrono::milliseconds(context.number(1));
   options.group.beat = std::chrono::milliseconds(100);
   const comm::World world = comm::join_world(context.rendezvous, options);
@@ -54,7 +57,27 @@ int spoil(RankContext& context, const Deed& deed) {
 }
 
 Behaviour spoiled_by(const char* name, const Deed& deed) {
-  return {name, [deed](RankContext& context) { return spoil(context, deed); }};
+  return {name, [deed](RankContext& context) { return spoil(context, deed, nullptr); }};
+}
+
+// The same with calls that pass through pinned memory.
+Behaviour copied_and_spoiled_by(const char* name, const Deed& deed) {
+  return {name, [deed](RankContext& context) {
+            device::LateDeviceOptions options;
+            options.own_memory = true;
+            const auto device = device::make_late_device(std::move(options));
+            return spoil(context, deed, device.get());
+          }};
+}
+
+// Nobody else will come to its call: the others reduce, this rank gathers.
+void throw_in_flight(comm::Group& group) {
+  auto data = std::make_shared<std::vector<float>>(1000, 1.0F);
+  comm::CallOptions options = labelled();
+  options.keep_alive = data;
+  std::ignore =
+      group.start_all_reduce(data->data(), 1000, DType::kFloat32, comm::Reduction::kMax, options);
+  throw IoError("disk is full");
 }
 
 }  // namespace
@@ -70,17 +93,11 @@ std::vector<Behaviour> collective_behaviours() {
                    std::vector<float> data(5000, 1.0F);
                    group.start_broadcast(data.data(), 5000, DType::kFloat32, 0, labelled()).wait();
                  }),
-      spoiled_by("reduce-throw-in-flight",
-                 [](comm::Group& group) {
-                   auto data = std::make_shared<std::vector<float>>(1000, 1.0F);
-                   comm::CallOptions options = labelled();
-                   options.keep_alive = data;
-                   // Nobody else will come to this one: the others reduce, this rank gathers.
-                   std::ignore = group.start_all_reduce(data->data(), 1000, DType::kFloat32,
-                                                        comm::Reduction::kMax, options);
-                   throw IoError("disk is full");
-                 }),
+      spoiled_by("reduce-throw-in-flight", throw_in_flight),
       spoiled_by("reduce-leave", [](comm::Group&) { _Exit(0); }),
+      copied_and_spoiled_by("copied-reduce", [](comm::Group&) {}),
+      copied_and_spoiled_by("copied-reduce-killed", [](comm::Group&) { raise(SIGKILL); }),
+      copied_and_spoiled_by("copied-reduce-throw-in-flight", throw_in_flight),
   };
 }
 

@@ -64,17 +64,21 @@ std::vector<std::string> waited_for_and(const std::string& word) {
 }
 
 TEST(CollectiveFaults, NothingHappensWhenNothingIsWrong) {
-  const Outcome outcome = run("reduce", kPatient);
-  EXPECT_EQ(outcome.result.exit_code, 0) << outcome.result.err;
-  EXPECT_EQ(outcome.result.err, "");
+  for (const char* behaviour : {"reduce", "copied-reduce"}) {
+    const Outcome outcome = run(behaviour, kPatient);
+    EXPECT_EQ(outcome.result.exit_code, 0) << outcome.result.err;
+    EXPECT_EQ(outcome.result.err, "");
+  }
 }
 
 TEST(CollectiveFaults, AKilledRankIsNamedToTheOthers) {
-  const Outcome outcome = run("reduce-killed", kPatient);
-  EXPECT_EQ(outcome.result.exit_code, 128 + SIGKILL);
-  expect_all_told(outcome, 2, waited_for_and("rank 1 failed: killed by signal 9 (SIGKILL)"));
-  EXPECT_EQ(outcome.result.err_lines().size(), 1U) << outcome.result.err;
-  EXPECT_EQ(count(outcome.result.err, "rank 1 was killed by signal 9"), 1) << outcome.result.err;
+  for (const char* behaviour : {"reduce-killed", "copied-reduce-killed"}) {
+    const Outcome outcome = run(behaviour, kPatient);
+    EXPECT_EQ(outcome.result.exit_code, 128 + SIGKILL);
+    expect_all_told(outcome, 2, waited_for_and("rank 1 failed: killed by signal 9 (SIGKILL)"));
+    EXPECT_EQ(outcome.result.err_lines().size(), 1U) << outcome.result.err;
+    EXPECT_EQ(count(outcome.result.err, "rank 1 was killed by signal 9"), 1) << outcome.result.err;
+  }
 }
 
 TEST(CollectiveFaults, ARankThatThrowsIsNamedToTheOthers) {
@@ -85,11 +89,13 @@ TEST(CollectiveFaults, ARankThatThrowsIsNamedToTheOthers) {
 }
 
 TEST(CollectiveFaults, ARankThatThrowsWithACallInFlightDoesNotWaitForIt) {
-  const Outcome outcome = run("reduce-throw-in-flight", kPatient);
-  EXPECT_EQ(outcome.result.exit_code, 1);
-  // The others met a call that did not match, or the failure, whichever came first.
-  EXPECT_EQ(outcome.told.size(), 2U) << outcome.result.out;
-  EXPECT_EQ(outcome.result.err_lines().size(), 1U) << outcome.result.err;
+  for (const char* behaviour : {"reduce-throw-in-flight", "copied-reduce-throw-in-flight"}) {
+    const Outcome outcome = run(behaviour, kPatient);
+    EXPECT_EQ(outcome.result.exit_code, 1);
+    // The others met a call that did not match, or the failure, whichever came first.
+    EXPECT_EQ(outcome.told.size(), 2U) << outcome.result.out;
+    EXPECT_EQ(outcome.result.err_lines().size(), 1U) << outcome.result.err;
+  }
 }
 
 TEST(CollectiveFaults, ARankThatNeverComesIsNamedAtTheTimeLimit) {
