@@ -123,10 +123,10 @@ void SoloSink::take(const shard::Param& param, FullGradient gradient) {
 }
 
 // Before the values go, or are changed.
-void SoloSink::start_square(Sum& sum, const shard::Param& param, const FullGradient& gradient) {
+void SoloSink::start_square(Sum& sum, const shard::Param& param, const void* values, DType dtype) {
   if (squares_.data() != nullptr) {
     std::ignore = stream_.parts().sum_of_squares(
-        gradient.data, gradient.dtype, param.layout().numel(),
+        values, dtype, param.layout().numel(),
         reinterpret_cast<double*>(squares_.data()) + param.id(), stream_.stream());
     sum.has_square = true;
   }
@@ -136,7 +136,7 @@ void SoloSink::send_to_host(Sum& sum, const shard::Param& param, FullGradient gr
   TESSERA_INVARIANT(gradient.dtype == param.layout().dtype(), "the gradient of parameter '",
                     param.name(), "' is ", to_string(gradient.dtype), ", the parameter is ",
                     to_string(param.layout().dtype()));
-  start_square(sum, param, gradient);
+  start_square(sum, param, gradient.data, gradient.dtype);
   sum.values = sum.host.data();
   sum.dtype = gradient.dtype;
   sum.left = stream_.start_to_host(
@@ -147,7 +147,9 @@ void SoloSink::send_to_host(Sum& sum, const shard::Param& param, FullGradient gr
 }
 
 void SoloSink::adopt(Sum& sum, const shard::Param& param, FullGradient gradient) {
-  start_square(sum, param, gradient);
+  if (stream_.has_own_memory()) {  // else it costs a pass whenever it is made
+    start_square(sum, param, gradient.data, gradient.dtype);
+  }
   sum.values = gradient.data;
   sum.dtype = gradient.dtype;
   if (sum.own.data() != nullptr) {  // zeros of a step without it
@@ -195,6 +197,8 @@ ShardGradient SoloSink::shard_gradient(const shard::Param& param, bool /*is_zero
 
 ShardGradient SoloSink::ordered_gradient(const shard::Param& param) {
   Sum& sum = sum_of(param);
+  TESSERA_INVARIANT(!sum.is_gone, "the gradient of parameter '", param.name(),
+                    "' is asked for after it was let go of");
   ShardGradient gradient;
   gradient.numel = param.layout().numel();
   if (gradient.numel == 0) {
@@ -231,23 +235,32 @@ ShardGradient SoloSink::ordered_gradient(const shard::Param& param) {
   return gradient;
 }
 
+ShardGradient SoloSink::complete_gradient(const shard::Param& param) {
+  Sum& sum = sum_of(param);
+  if (sum.values != nullptr && !sum.has_square) {
+    TESSERA_INVARIANT(squares_.data() != nullptr, "the gradient of parameter '", param.name(),
+                      "' is used before backward is over, and nobody makes its sum of squares");
+    start_square(sum, param, sum.values, sum.dtype);
+  }
+  return shard_gradient(param, /*is_zero=*/false);
+}
+
 std::optional<double> SoloSink::sum_of_squares(const shard::Param& param) {
   const Sum& sum = sum_of(param);
+  if (sum.has_square) {
+    return reinterpret_cast<const double*>(squares_.data())[param.id()];
+  }
   if (sum.values == nullptr) {
     return 0.0;  // no gradient has come
   }
-  if (!sum.has_square) {
-    return std::nullopt;
-  }
-  return reinterpret_cast<const double*>(squares_.data())[param.id()];
+  return std::nullopt;
 }
 
 void SoloSink::let_go(const shard::Param& param) {
   Sum& sum = sum_of(param);
-  if (sum.owner) {
-    sum.values = nullptr;
-    stream_.retire(std::move(sum.owner), param.updated());
-  }
+  sum.values = nullptr;
+  sum.is_gone = true;
+  stream_.retire(std::move(sum.owner), param.updated());
 }
 
 void SoloSink::clear() noexcept {
@@ -255,6 +268,7 @@ void SoloSink::clear() noexcept {
     sum.values = nullptr;
     sum.is_put = false;
     sum.has_square = false;
+    sum.is_gone = false;
     if (sum.owner) {
       stream_.retire(std::move(sum.owner));  // an update on the stream may still read it
     }

@@ -33,6 +33,7 @@ class SoloSink final : public GradientSink {
   void wait() override { stream_.synchronize(); }
   ShardGradient shard_gradient(const shard::Param& param, bool is_zero) override;
   ShardGradient ordered_gradient(const shard::Param& param) override;
+  ShardGradient complete_gradient(const shard::Param& param) override;
   std::optional<double> sum_of_squares(const shard::Param& param) override;
   void let_go(const shard::Param& param) override;
   void clear() noexcept override;
@@ -45,7 +46,8 @@ class SoloSink final : public GradientSink {
     device::Memory own;           // fp32
     bool own_is_zero = false;
     bool is_put = false;      // into the store, since clear()
-    bool has_square = false;  // of `values` as they are
+    bool has_square = false;  // of `values` as they are, or were
+    bool is_gone = false;     // let go of since clear()
     device::Memory host;      // of one that leaves: in the parameter's type
     device::Pending left;     // the copy to it
   };
@@ -57,7 +59,7 @@ class SoloSink final : public GradientSink {
   void make_own(Sum& sum, const shard::Param& param, FullGradient gradient);
   void add(Sum& sum, const shard::Param& param, FullGradient gradient);
   void send_to_host(Sum& sum, const shard::Param& param, FullGradient gradient);
-  void start_square(Sum& sum, const shard::Param& param, const FullGradient& gradient);
+  void start_square(Sum& sum, const shard::Param& param, const void* values, DType dtype);
 
   GradientStream& stream_;
   std::vector<Sum> sums_;        // by id

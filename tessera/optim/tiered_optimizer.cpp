@@ -101,6 +101,8 @@ void TieredOptimizer::make_master(int id) {
 }
 
 void TieredOptimizer::set_plan() {
+  device_ids_.clear();
+  device_order_.clear();
   pipeline_->set_plan(states_.plan());
   if (device_update_) {
     device_update_->plan();
@@ -110,7 +112,27 @@ void TieredOptimizer::set_plan() {
 void TieredOptimizer::prepare() {
   pipeline_->prepare();
   if (device_update_) {
+    set_device_order();
     device_update_->prepare();
+  }
+}
+
+// As update_pipeline.h says of sub-groups: as they came the last time.
+void TieredOptimizer::set_device_order() {
+  if (!expects_early_) {
+    return;
+  }
+  std::vector<int> order = device_ids_;
+  if (order.empty()) {
+    for (int id = params_.num_params() - 1; id >= 0; --id) {
+      if (params_[id].trainable() && is_on_device(id)) {
+        order.push_back(id);
+      }
+    }
+  }
+  if (order != device_order_) {
+    device_update_->set_order(order);
+    device_order_ = std::move(order);
   }
 }
 
@@ -142,83 +164,121 @@ void TieredOptimizer::bring_gradient(int id, const grad::ShardGradient& gradient
   gradients_down_bytes_ += bytes;
 }
 
-UpdateJob TieredOptimizer::make_job(grad::Reducer& gradients, const UpdateScalars& scalars) {
-  gradients.wait();  // stored ones are read on another thread
-  UpdateJob job;
-  job.gradients = &gradients;
-  job.items.resize(static_cast<std::size_t>(params_.num_params()));
-  for (int id = 0; id < params_.num_params(); ++id) {
-    const shard::Param& param = params_[id];
-    if (!param.trainable() || is_on_device(id)) {
-      continue;
-    }
-    const auto index = static_cast<std::size_t>(id);
-    const StoredParts& stored = parts_.stored[index];
-    TESSERA_INVARIANT(gradients.is_stored(id) == stored.gradient, "the gradient of parameter '",
-                      param.name(), "' is not where it was planned");
-    const grad::ShardGradient gradient = gradients.shard_gradient(id);
-    TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
-                      gradient.numel, " elements on this rank, its shard ", param.range().numel);
-    UpdateJob::Item& item = job.items[index];
-    item.scalars = scalars;
-    item.scalars.step = states_.num_updates(id) + 1;
-    item.scalars.weight_decay_scale = param.spec().weight_decay_scale;
-    bring_gradient(id, gradient, item);
-    const device::Memory& mirror = copies_[index].mirror;
-    item.shard = stored.parameter ? nullptr : param.shard();
-    if (mirror.data() != nullptr) {
-      item.shard = mirror.data();
-      item.deliver = [this, &param, from = mirror.data()] {
-        device::Device& device = *parts_.own.device;
-        return device.start_copy(param.shard(), from, param.layout().shard_bytes(),
-                                 device.stream(device::StreamKind::kRead));
-      };
-      parameters_up_bytes_ += param.layout().shard_bytes();
-    }
-    item.done = std::make_shared<device::HandedOver>();
+UpdateJob::Item TieredOptimizer::make_item(int id, const device::Pending& may_start) {
+  const shard::Param& param = params_[id];
+  const auto index = static_cast<std::size_t>(id);
+  const StoredParts& stored = parts_.stored[index];
+  TESSERA_INVARIANT(gradients_->is_stored(id) == stored.gradient, "the gradient of parameter '",
+                    param.name(), "' is not where it was planned");
+  const grad::ShardGradient gradient = gradients_->shard_gradient(id);
+  TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
+                    gradient.numel, " elements on this rank, its shard ", param.range().numel);
+  UpdateJob::Item item;
+  item.scalars = scalars_;
+  item.scalars.step = states_.num_updates(id) + 1;
+  item.scalars.weight_decay_scale = param.spec().weight_decay_scale;
+  item.may_start = may_start;
+  bring_gradient(id, gradient, item);
+  const device::Memory& mirror = copies_[index].mirror;
+  item.shard = stored.parameter ? nullptr : param.shard();
+  if (mirror.data() != nullptr) {
+    item.shard = mirror.data();
+    item.deliver = [this, &param, from = mirror.data()] {
+      device::Device& device = *parts_.own.device;
+      return device.start_copy(param.shard(), from, param.layout().shard_bytes(),
+                               device.stream(device::StreamKind::kRead));
+    };
+    parameters_up_bytes_ += param.layout().shard_bytes();
   }
-  for (const SubGroup& group : plan().groups) {
-    for (const SubGroupPiece& piece : group.pieces) {
-      ++job.items[static_cast<std::size_t>(piece.param)].num_pieces_left;
-    }
-  }
-  std::vector<device::Pending> before;
-  for (const device::StreamKind kind :
-       {device::StreamKind::kCompute, device::StreamKind::kGather, device::StreamKind::kReduce}) {
-    before.push_back(compute_device().stream(kind).record());
-  }
-  job.may_start = device::Pending::all(std::move(before));
-  return job;
+  item.done = std::make_shared<device::HandedOver>();
+  item.num_pieces_left = pipeline_->num_pieces(id);
+  return item;
 }
 
-void TieredOptimizer::start_update(grad::Reducer& gradients, double lr, double gradient_scale) {
-  pipeline_->check();
-  UpdateScalars scalars;
-  scalars.lr = lr;
-  scalars.gradient_scale = gradient_scale;
-  UpdateJob job = make_job(gradients, scalars);
+device::Pending TieredOptimizer::record_users() {
+  std::vector<device::Pending> users;
+  for (const device::StreamKind kind :
+       {device::StreamKind::kCompute, device::StreamKind::kGather, device::StreamKind::kReduce}) {
+    users.push_back(compute_device().stream(kind).record());
+  }
+  return device::Pending::all(std::move(users));
+}
+
+void TieredOptimizer::begin_update(grad::Reducer& gradients, double lr, double gradient_scale) {
+  pipeline_->open(gradients);
+  gradients_ = &gradients;
+  scalars_ = {};
+  scalars_.lr = lr;
+  scalars_.gradient_scale = gradient_scale;
+  is_started_.assign(static_cast<std::size_t>(params_.num_params()), false);
+  device_ids_.clear();
   ++num_updates_;
+}
+
+void TieredOptimizer::update(std::span<const int> ids) {
+  start(ids);
+  for (const int id : ids) {
+    if (params_[id].device_copy().values == nullptr) {  // else new values lie in its place
+      gradients_->let_go(id);
+    }
+  }
+}
+
+void TieredOptimizer::end_update() {
+  gradients_->wait();  // stored ones are read on another thread
+  std::vector<int> rest;
   for (int id = 0; id < params_.num_params(); ++id) {
-    const UpdateJob::Item& item = job.items[static_cast<std::size_t>(id)];
-    if (!item.done) {
+    if (params_[id].trainable() && !is_started_[static_cast<std::size_t>(id)]) {
+      rest.push_back(id);
+    }
+  }
+  start(rest);
+  pipeline_->close();
+  gradients_ = nullptr;
+}
+
+void TieredOptimizer::give_up_update(std::exception_ptr error) noexcept {
+  pipeline_->give_up(std::move(error));
+  gradients_ = nullptr;
+}
+
+bool TieredOptimizer::may_update_early(int param) const {
+  const StoredParts& stored = parts_.stored[static_cast<std::size_t>(param)];
+  return !stored.parameter && !stored.gradient;
+}
+
+void TieredOptimizer::expect_early_updates() {
+  settle();
+  expects_early_ = true;
+  pipeline_->expect_early_updates();
+}
+
+void TieredOptimizer::start(std::span<const int> ids) {
+  const device::Pending may_start = record_users();
+  std::vector<std::pair<int, UpdateJob::Item>> items;
+  const auto first_on_device = static_cast<std::ptrdiff_t>(device_ids_.size());
+  for (const int id : ids) {
+    const auto index = static_cast<std::size_t>(id);
+    TESSERA_INVARIANT(!is_started_[index], "parameter '", params_[id].name(), "' is updated twice");
+    is_started_[index] = true;
+    if (is_on_device(id)) {
+      device_ids_.push_back(id);
       continue;
     }
-    if (item.num_pieces_left == 0) {
-      item.done->hand_over({});  // a shard without elements
-    }
+    UpdateJob::Item item = make_item(id, may_start);
     params_[id].set_updated(device::Pending(item.done));
     states_.count_update(id);
+    if (item.num_pieces_left == 0) {
+      item.done->hand_over({});  // a shard without elements
+    } else {
+      items.emplace_back(id, std::move(item));
+    }
   }
   // The processor begins while the device's share is handed over.
-  pipeline_->start(std::move(job));
-  if (device_update_) {
-    std::vector<int> ids;
-    for (int id = 0; id < params_.num_params(); ++id) {
-      if (params_[id].trainable() && is_on_device(id)) {
-        ids.push_back(id);
-      }
-    }
-    device_update_->start(ids, gradients, scalars);
+  pipeline_->add(std::move(items));
+  const std::span<const int> on_device(device_ids_.begin() + first_on_device, device_ids_.end());
+  if (!on_device.empty()) {
+    device_update_->start(on_device, *gradients_, scalars_);
   }
 }
 

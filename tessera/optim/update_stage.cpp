@@ -84,6 +84,7 @@ void StageWork::update(UpdateStage& stage, UpdateJob& job) {
       wait_timed(stage.gradients_read[i]);
     }
     UpdateJob::Item& item = job.items[static_cast<std::size_t>(group.pieces[i].param)];
+    item.may_start.wait();
     wait_timed(item.gradient_came);
     update_piece(stage, i, item);
     finish_piece(stage, i, item);

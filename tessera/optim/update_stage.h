@@ -25,22 +25,22 @@
 
 namespace tessera::optim {
 
-// One update of all trainable parameters.
+// One update of all trainable parameters, which may come one after the other.
 struct UpdateJob {
   struct Item {
     UpdateScalars scalars;
     const void* gradient = nullptr;  // null: stored
     DType gradient_dtype = DType::kFloat32;
     device::Pending gradient_came;
+    device::Pending may_start;   // what reads the shard, and what makes the gradient
     std::byte* shard = nullptr;  // null: stored
     // Carries new values from `shard` to where they belong, once all are there; null: they are.
     std::function<device::Pending()> deliver;
-    std::shared_ptr<device::HandedOver> done;  // null: not updated
+    std::shared_ptr<device::HandedOver> done;  // null: not updated, or it has not come yet
     int num_pieces_left = 0;
     std::vector<device::Pending> writes;  // of pieces so far that must be read from the store
   };
   grad::Reducer* gradients = nullptr;  // stays until the job is done
-  device::Pending may_start;           // what reads shards, and what makes gradients
   std::vector<Item> items;             // by id
 };
 

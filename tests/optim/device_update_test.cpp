@@ -51,6 +51,7 @@ struct Case {
   int num_lent = 0;               // slots besides, at most
   bool takes_back_early = false;  // before the update starts
   bool is_reversed = false;       // the order in which updates are expected
+  bool starts_early = false;      // each update, as soon as its gradient has come
   RuleOptions rule;
 };
 
@@ -124,7 +125,12 @@ class World {
 
   void step(int number) {
     optimizer_->prepare();
+    const bool is_early = test_.starts_early && update_ != nullptr;
     for (int backward = 0; backward < test_.num_backwards; ++backward) {
+      const bool is_last = backward + 1 == test_.num_backwards;
+      if (is_early && is_last) {
+        optimizer_->begin_update(*reducer_, kLr, kScale);
+      }
       for (int id = params_.num_params() - 1; id >= 0; --id) {
         const shard::Param& param = params_[id];
         const auto seed = static_cast<std::uint64_t>(100 * number + 10 * backward + id);
@@ -132,6 +138,9 @@ class World {
             elements(param.layout().numel(), test_.dtype, seed));
         gradients_[static_cast<std::size_t>(id)] = values;
         reducer_->add(param, {values->data(), test_.dtype, std::move(values)});
+        if (is_early && is_last) {
+          optimizer_->update({&id, 1});
+        }
       }
       reducer_->finish_backward();
     }
@@ -140,7 +149,11 @@ class World {
       take_back();
     }
     norms.push_back(optimizer_->sum_of_squares(*reducer_));
-    optimizer_->start_update(*reducer_, kLr, kScale);
+    if (is_early) {
+      optimizer_->end_update();
+    } else {
+      optimizer_->start_update(*reducer_, kLr, kScale);
+    }
     check_copies();
     take_back();
     let_go_of_copies();
@@ -394,6 +407,24 @@ TEST(DeviceUpdate, UpdatesInAnotherOrderThanItWasToldTo) {
     test.num_lent = 2;
     test.is_reversed = true;
     expect_same_bits(test);
+  }
+}
+
+TEST(DeviceUpdate, GivesTheSameBitsWhereUpdatesStartWhileGradientsCome) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const int num_backwards : {1, 3}) {
+      Case test;
+      test.shapes = mixed_shapes();
+      test.dtype = dtype;
+      test.slot_numel = 2048;
+      test.starts_early = true;
+      test.num_backwards = num_backwards;
+      test.leaves = num_backwards == 1;
+      for (const bool is_reversed : {false, true}) {
+        test.is_reversed = is_reversed;
+        expect_same_bits(test);
+      }
+    }
   }
 }
 

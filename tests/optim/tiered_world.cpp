@@ -176,6 +176,10 @@ void TieredWorld::make_buffers() {
 void TieredWorld::remake_reducer() {
   reducer_.reset();
   grad::ReducerParts parts{group_, *device_, *params_, clock_, spans_};
+  parts.sum_of_squares = [](const void* values, DType dtype, std::int64_t numel, double* result,
+                            device::Stream& stream) {
+    return stream.enqueue([=] { *result = sum_of_squares(NormSpan{values, dtype, numel}); });
+  };
   if (!is_reference(test_)) {
     parts.tier = &gradient_tier_;
     parts.block_sum_of_squares = best_loops().block_sum_of_squares;
@@ -201,12 +205,32 @@ void TieredWorld::backward(int step) {
   for (int id = params_->num_params() - 1; id >= 0; --id) {
     const shard::Param& param = (*params_)[id];
     if (param.trainable()) {
-      auto values = std::make_shared<std::vector<float>>(
-          exact_values(param.layout().numel(), static_cast<std::uint64_t>(100 * step + id)));
-      reducer_->add(param, {values->data(), DType::kFloat32, values});
+      add_gradient(step, id);
     }
   }
   reducer_->finish_backward();
+}
+
+void TieredWorld::add_gradient(int step, int id) {
+  const shard::Param& param = (*params_)[id];
+  auto values = std::make_shared<std::vector<float>>(
+      exact_values(param.layout().numel(), static_cast<std::uint64_t>(100 * step + id)));
+  reducer_->add(param, {values->data(), DType::kFloat32, values});
+}
+
+void TieredWorld::early_step(int number, const std::vector<int>& order) {
+  optimizer_->prepare();
+  optimizer_->begin_update(*reducer_, kTieredLr, kTieredScale);
+  for (const int id : order) {
+    add_gradient(number, id);
+    if (optimizer_->may_update_early(id)) {
+      optimizer_->update({&id, 1});
+    }
+  }
+  reducer_->finish_backward();
+  optimizer_->end_update();
+  optimizer_->wait();
+  reducer_->clear();
 }
 
 void TieredWorld::step(int number) {
