@@ -16,6 +16,23 @@ std::int64_t reserve_of(std::int64_t free_bytes) {
   return std::max(free_bytes / 100 * kReservePerCent, kLeastReserveBytes);
 }
 
+// What the GPU updates has its gradients there, which the processor's share has not: where there is
+// no plan with the usual share, there may be one without the GPU's.
+double fitting_share(const ModelShapes& model, PlacementOptions options,
+                     std::int64_t num_micro_batches) {
+  try {
+    make_placement(model, options, num_micro_batches);
+    return options.cpu_share;
+  } catch (const ConfigError&) {
+    if (options.cpu_share >= 0) {
+      throw;
+    }
+  }
+  options.cpu_share = 1;
+  make_placement(model, options, num_micro_batches);
+  return options.cpu_share;
+}
+
 }  // namespace
 
 std::string DefaultBudgets::text() const {
@@ -25,7 +42,8 @@ std::string DefaultBudgets::text() const {
       bytes_text(reserve_bytes),
       " stay in reserve: planned with memory.device = ", bytes_text(device_bytes),
       is_host_given ? "" : detail::concat(" and memory.host = ", bytes_text(host_bytes)),
-      " (--device-budget SIZE", is_host_given ? "" : ", --host-budget SIZE",
+      cpu_share < 1 ? "" : ", the update on the processor", " (--device-budget SIZE",
+      is_host_given ? "" : ", --host-budget SIZE",
       " change it; --device-budget unlimited leaves everything on the GPU)\n");
 }
 
@@ -56,6 +74,10 @@ std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
       budgets.is_host_given
           ? options.host_bytes
           : std::max<std::int64_t>(0, free.host_bytes - reserve_of(free.host_bytes));
+  PlacementOptions limited = options;
+  limited.device_bytes = budgets.device_bytes;
+  limited.host_bytes = budgets.host_bytes;
+  budgets.cpu_share = fitting_share(model, limited, num_micro_batches);
   return budgets;
 }
 

@@ -34,6 +34,8 @@ struct DefaultBudgets {
   std::int64_t device_bytes = 0;
   std::int64_t host_bytes = 0;  // as given, where a budget of host memory was given
   bool is_host_given = false;
+  // Of the update, as in PlacementOptions: 1 where gradients of the GPU's share would not fit.
+  double cpu_share = -1;
   // Why, all of the device: `planned_bytes` of shards and what moves them.
   std::int64_t free_bytes = 0;
   std::int64_t planned_bytes = 0;
@@ -44,8 +46,9 @@ struct DefaultBudgets {
   std::string text() const;
 };
 
-// Null: it fits. Throws ConfigError if activations alone do not. REQUIRES: options.on_cuda and no
-// budget of the device.
+// Null: it fits. Throws ConfigError, with the arithmetic, if nothing would: activations alone are
+// too many, or there is no plan within what is free. REQUIRES: options.on_cuda and no budget of the
+// device.
 std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
                                               const PlacementOptions& options,
                                               std::int64_t num_micro_batches,

@@ -32,7 +32,7 @@ TEST(DefaultBudgets, WhatFitsGetsNoBudget) {
   for (const std::int64_t activations : {std::int64_t{0}, 5 * kGiB}) {
     const std::int64_t enough = enough_for(activations);
     EXPECT_FALSE(default_budgets(billions(), on_cuda(), 1, activations, {enough, 0}));
-    EXPECT_TRUE(default_budgets(billions(), on_cuda(), 1, activations, {enough - 100, 0}))
+    EXPECT_TRUE(default_budgets(billions(), on_cuda(), 1, activations, {enough - 100, 64 * kGiB}))
         << "one step less";
   }
 }
@@ -49,20 +49,24 @@ TEST(DefaultBudgets, ActivationsGradientAndReserveAreLeftFree) {
 }
 
 TEST(DefaultBudgets, ThePlanThatFollowsFitsAndUsesHostMemory) {
-  for (const std::int64_t gib : {8, 10, 16, 24}) {
+  for (const std::int64_t gib : {4, 6, 8, 10, 16, 24}) {
     const FreeMemory free{gib * kGiB, 64 * kGiB};
     const auto budgets = default_budgets(billions(), on_cuda(), 1, 2 * kGiB, free);
     ASSERT_TRUE(budgets) << gib;
     PlacementOptions options = on_cuda();
     options.device_bytes = budgets->device_bytes;
     options.host_bytes = budgets->host_bytes;
+    options.cpu_share = budgets->cpu_share;
+    EXPECT_EQ(budgets->cpu_share, gib < 8 ? 1 : -1) << "gradients of the GPU's share";
     const Placement placement = make_placement(billions(), options, 1);
     EXPECT_LE(placement.device_memory_bytes() + 2 * kGiB + placement.full_gradient_bytes,
               gib * kGiB - gib * kGiB / 100 * kReservePerCent);
     EXPECT_GT(placement.host_memory_bytes(), 0) << gib;
     EXPECT_LE(placement.host_memory_bytes(), 62 * kGiB);
     // No more leaves the GPU than has to: what is left of its budget holds no more states.
-    EXPECT_GT(placement.device_memory_bytes(), budgets->device_bytes * 8 / 10) << gib;
+    if (gib >= 8) {
+      EXPECT_GT(placement.device_memory_bytes(), budgets->device_bytes * 8 / 10) << gib;
+    }
   }
 }
 
@@ -83,14 +87,26 @@ TEST(DefaultBudgets, WishesCountForWhatIsNeeded) {
   // Several micro-batches are summed on the device in fp32.
   const std::int64_t enough = enough_for(0);
   EXPECT_FALSE(default_budgets(billions(), on_cuda(), 1, 0, {enough, 0}));
-  EXPECT_TRUE(default_budgets(billions(), on_cuda(), 2, 0, {enough, 0}));
+  EXPECT_TRUE(default_budgets(billions(), on_cuda(), 2, 0, {enough, 64 * kGiB}));
 }
 
 TEST(DefaultBudgets, SmallMemoryKeepsTheLeastReserve) {
-  const auto budgets = default_budgets(billions(), on_cuda(), 1, 0, {8 * kGiB, 4 * kGiB});
+  const ModelShapes model = small_gpt(2048, 8, 50304, DType::kBFloat16);
+  const auto budgets = default_budgets(model, on_cuda(), 1, 0, {8 * kGiB, 8 * kGiB});
   ASSERT_TRUE(budgets);
   EXPECT_EQ(budgets->reserve_bytes, kLeastReserveBytes);
-  EXPECT_EQ(budgets->host_bytes, 4 * kGiB - kLeastReserveBytes);
+  EXPECT_EQ(budgets->host_bytes, 8 * kGiB - kLeastReserveBytes);
+}
+
+TEST(DefaultBudgets, WhatFitsNowhereIsRefusedWithTheArithmetic) {
+  const auto refusal = [](PlacementOptions options, FreeMemory free) {
+    return refusal_of([&] { default_budgets(billions(), options, 1, 2 * kGiB, free); });
+  };
+  EXPECT_NE(refusal(on_cuda(), {8 * kGiB, 8 * kGiB}).find("does not fit"), std::string::npos);
+  PlacementOptions by_the_gpu = on_cuda();
+  by_the_gpu.cpu_share = 0;
+  EXPECT_NE(refusal(by_the_gpu, {6 * kGiB, 64 * kGiB}).find("does not fit"), std::string::npos)
+      << "a share that is given stays";
 }
 
 TEST(DefaultBudgets, ActivationsThatFillTheGpuAreRefusedWithARemedy) {
