@@ -37,8 +37,13 @@ Action add_inspect(CLI::App& app) {
       ->type_name("N");
   app.add_option("--precision", flags->train.precision, "Sets option precision: fp32, bf16 or fp16")
       ->type_name("NAME");
+  app.add_option("--batch", flags->train.batch,
+                 "Sequences per step of all ranks together; sets option batch.total")
+      ->type_name("N");
   app.add_option("--accumulate", flags->train.accumulate, "Sets option batch.accumulate")
       ->type_name("N");
+  app.add_option("--device", flags->train.device, "cpu (default) or cuda; a GPU need not be here")
+      ->type_name("NAME");
   add_memory_flags(app, flags->train);
   app.add_flag("--json", flags->json, "Prints JSON instead of a screen")->disable_flag_override();
   add_config_flags(app, flags->train.config);

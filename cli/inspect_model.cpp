@@ -1,16 +1,23 @@
 // Apart from inspect.cpp, since the headers of models bring torch's.
 
 #include "cli/inspect.h"
+#include "cli/train_memory.h"
 #include "cli/train_plan.h"
 #include "tessera/core/error.h"
 
 namespace tessera::cli {
+namespace {
+
+// As EngineTiers::coordinator_options(): copies from host memory need nothing but their place.
+constexpr int kCopiesInFlight = 256;
+
+}  // namespace
 
 StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
   comm::Rendezvous place;
   place.world_size = num_ranks;
   place.local_world_size = num_ranks;
-  const TrainPlan plan = checked_plan(flags, place);
+  const TrainPlan plan = checked_plan(flags, place, PlanFor::kInspection);
   TESSERA_CHECK(
       plan.config.get_list("unit.dynamic_names").empty(), ConfigError,
       "unit.dynamic_names is set: what dynamic units gather is agreed on from use to use, "
@@ -20,8 +27,16 @@ StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
   input.num_ranks = num_ranks;
   input.options = coordinator::CoordinatorOptions::from(plan.config);
   input.num_micro_batches = plan.batch.accumulate;
+  const bool on_cuda = plan.cuda_device >= 0;
   if (plan.memory) {
-    input.options.budgets.live_limit_bytes = plan.memory->placement.live_limit_bytes;
+    coordinator::PlanBudgets& budgets = input.options.budgets;
+    budgets.live_limit_bytes = plan.memory->placement.live_limit_bytes;
+    if (on_cuda && num_ranks == 1) {
+      budgets.max_inflight = kCopiesInFlight;
+      budgets.reuse_distance_bytes = planner::kUnlimited;
+    }
+  } else if (on_cuda) {
+    input.resident = make_memory_plan(plan.config, plan.model, num_ranks, on_cuda);
   }
   input.memory = plan.memory;
   return input;

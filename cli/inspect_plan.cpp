@@ -40,11 +40,15 @@ void measure_params(const StepPlanInput& input, StepPlan& plan) {
   }
 }
 
-// In a group of one a shard in memory is the full parameter: it is used where it lies.
+// In a group of one a shard in the memory that operators read is the full parameter: it is used
+// where it lies. Without a GPU the host's memory is that, too.
 bool is_gathered(const StepPlanInput& input, int id) {
-  return input.num_ranks > 1 ||
-         (input.memory &&
-          input.memory->placement.params[index_of(id)].parameter == planner::Place::kNvme);
+  if (input.num_ranks > 1 || !input.memory) {
+    return input.num_ranks > 1;
+  }
+  const planner::Placement& placement = input.memory->placement;
+  const planner::Place place = placement.params[index_of(id)].parameter;
+  return placement.on_cuda ? place != planner::Place::kDevice : place == planner::Place::kNvme;
 }
 
 void measure_units(const StepPlanInput& input, StepPlan& plan) {

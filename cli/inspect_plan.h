@@ -28,6 +28,8 @@ struct StepPlanInput {
   std::int64_t num_micro_batches = 1;  // of a rank
   // Budgets, places and NVMe, where an option asks for them; its limits count.
   std::optional<MemoryPlan> memory;
+  // On a GPU where none does: everything there. Told, and not followed.
+  std::optional<MemoryPlan> resident;
 };
 
 // Bytes are those of full parameters, padding included.
@@ -54,7 +56,7 @@ struct StepTotals {
 struct StepPlan {
   struct Unit {
     std::vector<int> params;    // own and external, ascending
-    std::vector<int> gathered;  // of them: in a group of one, those that are stored
+    std::vector<int> gathered;  // of them: in a group of one, those that live elsewhere
     std::int64_t full_bytes = 0;
     std::int64_t gathered_bytes = 0;
     std::int64_t shard_bytes = 0;  // of what it owns

@@ -188,17 +188,23 @@ class TimelineText {
 
  private:
   using Row = std::array<std::string, 7>;
+  static constexpr std::size_t kMostUnitsTold = 6;
 
   std::string held_text(const TimelineUse& use) const {
     const std::string held = bytes_text(use.held_bytes);
     return plan_.arena_bytes > 0 ? held + " of " + limit_text(limit_bytes_) : held;
   }
 
-  // "blocks.3 + blocks.4", "blocks.3 (2 of 12)": parameters by the unit that owns them.
+  // "blocks.3 + blocks.4", "blocks.3 (2 of 12)": parameters by the unit that owns them. Many units
+  // are told by the first and the last.
   std::string params_text(const std::vector<int>& params) const {
     std::map<int, std::size_t> counts;  // by unit
     for (const int id : params) {
       ++counts[plan_.owners[index_of(id)]];
+    }
+    if (counts.size() > kMostUnitsTold) {
+      return fmt::format("{} .. {} ({} units)", model_.units[index_of(counts.begin()->first)].name,
+                         model_.units[index_of(counts.rbegin()->first)].name, counts.size());
     }
     std::string text;
     for (const auto& [unit, count] : counts) {
@@ -322,6 +328,11 @@ Json timeline_json(const InspectResult& result) {
   return list;
 }
 
+const MemoryPlan* told_memory(const InspectResult& result) {
+  const StepPlanInput& input = result.input;
+  return input.memory ? &*input.memory : input.resident ? &*input.resident : nullptr;
+}
+
 }  // namespace
 
 std::string inspect_screen(const InspectResult& result) {
@@ -333,8 +344,8 @@ std::string inspect_screen(const InspectResult& result) {
                   to_string(model.dtype), result.input.num_ranks, plural(result.input.num_ranks),
                   model.units.size(), model.params.size());
   text += UnitsText(result).text() + "\n" + limits_text(result);
-  if (result.input.memory) {
-    text += "\n" + tiers_screen(*result.input.memory);
+  if (const MemoryPlan* const memory = told_memory(result)) {
+    text += "\n" + tiers_screen(*memory);
   }
   text += fmt::format("\nA step of {} micro-batch{}, from the second step on:\n", num_micro,
                       num_micro == 1 ? "" : "es");
@@ -374,8 +385,8 @@ std::string inspect_json(const InspectResult& result) {
                   {"gathered_bytes", plan.step.gathered_bytes},
                   {"num_misses", plan.step.num_misses},
                   {"peak_bytes", plan.step.peak_bytes}}}};
-  if (result.input.memory) {
-    document["tiers"] = tiers_json(*result.input.memory);
+  if (const MemoryPlan* const memory = told_memory(result)) {
+    document["tiers"] = tiers_json(*memory);
   }
   return document.dump(2) + "\n";
 }

@@ -51,7 +51,11 @@ const char* place_text(planner::Place place) {
 }  // namespace
 
 std::string tiers_screen(const MemoryPlan& memory) {
-  std::string text = planner::placement_text(memory.placement);
+  const planner::Placement& placement = memory.placement;
+  std::string text = planner::placement_text(placement) + activations_text(memory);
+  if (memory.options.cpu_share < 0 && placement.update.streamed + placement.update.processor > 0) {
+    text += "who updates is as without measured rates; training measures them, or --cpu-share\n";
+  }
   const std::vector<PlannedExtent> extents = extents_of(memory);
   if (extents.empty()) {
     return text;
@@ -109,6 +113,8 @@ Json tiers_json(const MemoryPlan& memory) {
   const planner::StepBytes& step = placement.step;
   return {{"bytes", lines},
           {"full_gradient_bytes", placement.full_gradient_bytes},
+          {"activation_bytes", memory.activations.peak},
+          {"head_activation_bytes", memory.activations.head},
           {"network_bytes", placement.comm_bytes},
           {"step",
            {{"states_read_bytes", step.states_read},
@@ -117,6 +123,11 @@ Json tiers_json(const MemoryPlan& memory) {
             {"parameters_written_bytes", step.parameters_written},
             {"gradients_read_bytes", step.gradients_read},
             {"gradients_written_bytes", step.gradients_written}}},
+          {"link", {{"up_bytes", placement.link.h2d}, {"down_bytes", placement.link.d2h}}},
+          {"update",
+           {{"resident_numel", placement.update.resident},
+            {"streamed_numel", placement.update.streamed},
+            {"processor_numel", placement.update.processor}}},
           {"sub_group_numel", placement.sub_group_numel},
           {"optimizer_buffers", placement.num_optimizer_buffers},
           {"places", places},

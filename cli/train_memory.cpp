@@ -80,23 +80,6 @@ std::string disk_bound_text(const planner::Placement& placement, const planner::
   return text.data();
 }
 
-std::string activations_text(const TrainPlan& plan) {
-  const auto bytes = [](std::int64_t count) {
-    return approximate_bytes(static_cast<std::uint64_t>(count));
-  };
-  const models::GptActivations activations =
-      models::gpt_activations(plan.model, plan.batch.per_micro_batch());
-  std::string text =
-      detail::concat("activations of a micro-batch: ", bytes(activations.peak), " at most, ",
-                     bytes(activations.head), " of them inside the head (logits and loss)\n");
-  if (plan.cuda_device >= 0) {
-    text += detail::concat("device memory with activations: ",
-                           bytes(plan.memory->placement.device_memory_bytes() + activations.peak),
-                           " at most\n");
-  }
-  return text;
-}
-
 planner::FreeMemory free_memory(int cuda_device) {
   device::CudaDeviceOptions options;
   options.index = cuda_device;
@@ -109,11 +92,8 @@ planner::FreeMemory free_memory(int cuda_device) {
 
 }  // namespace
 
-std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
-                                      int num_ranks, bool on_cuda) {
-  if (!engine::asks_for_plan(config)) {
-    return std::nullopt;
-  }
+MemoryPlan make_memory_plan(const Config& config, const models::GptOptions& model, int num_ranks,
+                            bool on_cuda) {
   MemoryPlan plan;
   // What belongs together in other units than those of the shapes is known once they are made.
   const auto is_empty = [&config](const char* option) { return config.get_list(option).empty(); };
@@ -122,13 +102,22 @@ std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOpt
                   config.get_int("unit.leaf_below_numel") == 0;
   plan.shapes = models::planner_shapes(models::gpt_shape(model));
   plan.options = planner::PlacementOptions::from(config, num_ranks, on_cuda);
-  plan.placement =
-      planner::make_placement(plan.shapes, plan.options, config.get_int("batch.accumulate"));
+  const BatchShape batch{config.get_int("batch.total"), num_ranks,
+                         config.get_int("batch.accumulate")};
+  plan.placement = planner::make_placement(plan.shapes, plan.options, batch.accumulate);
   const optim::RuleOptions rule = optim::RuleOptions::from(config);
   for (const std::string_view name : optim::state_names(rule)) {
     plan.state_names.emplace_back(name);
   }
+  plan.activations = models::gpt_activations(model, batch.per_micro_batch());
   return plan;
+}
+
+std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
+                                      int num_ranks, bool on_cuda) {
+  return engine::asks_for_plan(config)
+             ? std::optional<MemoryPlan>(make_memory_plan(config, model, num_ranks, on_cuda))
+             : std::nullopt;
 }
 
 std::string give_default_budgets(TrainPlan& plan) {
@@ -140,8 +129,7 @@ std::string give_default_budgets(TrainPlan& plan) {
   const std::optional<planner::DefaultBudgets> budgets = planner::default_budgets(
       models::planner_shapes(models::gpt_shape(plan.model)),
       planner::PlacementOptions::from(plan.config, plan.batch.num_ranks, true),
-      plan.batch.accumulate,
-      models::gpt_activations(plan.model, plan.batch.per_micro_batch()).peak,
+      plan.batch.accumulate, models::gpt_activations(plan.model, plan.batch.per_micro_batch()).peak,
       free_memory(plan.cuda_device));
   if (!budgets) {
     return "";
@@ -149,6 +137,9 @@ std::string give_default_budgets(TrainPlan& plan) {
   plan.config.set("memory.device", budgets->device_bytes);
   if (!budgets->is_host_given) {
     plan.config.set("memory.host", budgets->host_bytes);
+  }
+  if (budgets->cpu_share >= 0) {
+    plan.config.set("optim.cpu_share", budgets->cpu_share);
   }
   plan.memory = plan_memory(plan.config, plan.model, plan.batch.num_ranks, true);
   return budgets->text();
@@ -168,7 +159,7 @@ void check_machine(const TrainPlan& plan, int num_local_ranks) {
 
 std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
   const planner::Placement& placement = plan.memory->placement;
-  std::string text = planner::placement_text(placement) + activations_text(plan);
+  std::string text = planner::placement_text(placement) + activations_text(*plan.memory);
   if (placement.uses_nvme) {
     planner::StepRates rates;
     rates.num_local_ranks = num_local_ranks;

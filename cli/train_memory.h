@@ -17,7 +17,12 @@ namespace tessera::cli {
 
 struct TrainPlan;
 
-// Null: nothing asks for it. Throws ConfigError, with the arithmetic, if it does not fit.
+// Whether an option asks for it or not. Throws ConfigError, with the arithmetic, if it does not
+// fit. REQUIRES: batch.total and batch.accumulate are set.
+MemoryPlan make_memory_plan(const Config& config, const models::GptOptions& model, int num_ranks,
+                            bool on_cuda);
+
+// Null: nothing asks for it.
 std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
                                       int num_ranks, bool on_cuda);
 

@@ -1,8 +1,12 @@
-// What is planned, without torch.
+// What is planned, without torch, and in words.
 //
 // Threads: plain data.
 #pragma once
 
+#include <string>
+#include <vector>
+
+#include "models/gpt_activations.h"
 #include "models/gpt_shapes.h"
 #include "tessera/planner/placement.h"
 
@@ -14,6 +18,10 @@ struct MemoryPlan {
   planner::Placement placement;
   bool is_final = true;                  // the engine will plan the same
   std::vector<std::string> state_names;  // of the update rule
+  models::GptActivations activations;    // of a micro-batch of a rank; torch's, in no budget
 };
+
+// What activations take besides, and all of a GPU's memory with them.
+std::string activations_text(const MemoryPlan& memory);
 
 }  // namespace tessera::cli

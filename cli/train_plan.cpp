@@ -176,7 +176,7 @@ std::string preset_names_text() {
   return text;
 }
 
-TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place) {
+TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, PlanFor purpose) {
   TrainPlan plan;
   plan.config = load_config(flags.config);
   apply_memory_flags(flags, plan.config);
@@ -205,7 +205,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place) {
   plan.cuda_device = flags.device == "cuda" ? gpu_of(place.local_rank) : -1;
   const int share = threads_per_rank(device::read_host_cores().usable(), place.local_world_size);
   plan.num_threads = static_cast<int>(count_or("--threads", flags.threads, share, 1, kMaxThreads));
-  check_device(plan, place.local_world_size);
+  check_device(plan, purpose == PlanFor::kTraining ? place.local_world_size : 0);
 
   plan.batch = checked_batch(flags, place.world_size, plan.config);
   check_training_options(plan);

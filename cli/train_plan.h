@@ -51,7 +51,13 @@ struct TrainPlan {
   std::int64_t tokens_per_step() const { return batch.total * model.sequence; }
 };
 
+enum class PlanFor : std::uint8_t {
+  kTraining,    // here and now: its GPUs must be there
+  kInspection,  // of a training somewhere else
+};
+
 // `place`: this rank's, or any rank's when a plan is made for all of them.
-TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place);
+TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place,
+                       PlanFor purpose = PlanFor::kTraining);
 
 }  // namespace tessera::cli

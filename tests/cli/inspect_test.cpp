@@ -249,6 +249,71 @@ TEST(Inspect, ShowsUnitsThatAreAlikeOnce) {
   }
 }
 
+std::int64_t tier_bytes(const Json& plan, const std::string& tier) {
+  std::int64_t sum = 0;
+  for (const Json& line : plan["tiers"]["bytes"]) {
+    sum += line["tier"] == tier ? line["bytes"].get<std::int64_t>() : 0;
+  }
+  return sum;
+}
+
+TEST(Inspect, PlansForAGpuThatNeedNotBeHere) {
+  constexpr std::int64_t kGiB = std::int64_t{1} << 30;
+  const std::vector<std::string> arguments{"--preset",        "gpt-13b", "--device",      "cuda",
+                                           "--precision",     "bf16",    "--batch",       "1",
+                                           "--device-budget", "110GiB",  "--host-budget", "112GiB"};
+  const Json plan = inspected_json(arguments);
+  const std::int64_t in_host = tier_bytes(plan, "pinned") + tier_bytes(plan, "host");
+  EXPECT_LE(tier_bytes(plan, "device"), 110 * kGiB);
+  EXPECT_GT(tier_bytes(plan, "device"), 100 * kGiB);
+  EXPECT_LE(in_host, 112 * kGiB);
+  EXPECT_GT(in_host, 70 * kGiB);
+  EXPECT_EQ(tier_bytes(plan, "nvme"), 0);
+  const Json& update = plan["tiers"]["update"];
+  EXPECT_EQ(update["resident_numel"].get<std::int64_t>() +
+                update["streamed_numel"].get<std::int64_t>() +
+                update["processor_numel"].get<std::int64_t>(),
+            sum_of(plan["params"], "shard_numel"));
+
+  const std::string screen = inspected(arguments);
+  EXPECT_NE(screen.find("device memory with activations: "), std::string::npos) << screen;
+  EXPECT_NE(screen.find("or --cpu-share\n"), std::string::npos) << screen;
+  // Twice the sequences, twice the activations; positions are the same for all of them.
+  std::vector<std::string> two = arguments;
+  two[7] = "2";
+  EXPECT_EQ(inspected_json(two)["tiers"]["activation_bytes"].get<std::int64_t>() + 8 * 1024,
+            plan["tiers"]["activation_bytes"].get<std::int64_t>() * 2);
+}
+
+TEST(Inspect, OnAGpuWhateverLivesElsewhereIsGatheredOncePerStep) {
+  const auto inspected_with = [](const char* place) {
+    return inspected_json({"--preset", "gpt2-124m", "--device", "cuda", "--precision", "bf16",
+                           "--parameters", place, "--optimizer", "host"});
+  };
+  const Json plan = inspected_with("host");
+  std::int64_t elsewhere = 0;
+  for (std::size_t id = 0; id < plan["params"].size(); ++id) {
+    const bool is_there = plan["tiers"]["places"][id]["parameter"] == "device";
+    elsewhere += is_there ? 0 : plan["params"][id]["full_bytes"].get<std::int64_t>();
+  }
+  EXPECT_GT(elsewhere, 300 << 20);
+  EXPECT_EQ(plan["step"]["gathered_bytes"], elsewhere);
+  EXPECT_EQ(plan["step"]["num_misses"], 0);
+  EXPECT_EQ(inspected_with("device")["step"]["num_gathers"], 0) << "shards are used there";
+}
+
+TEST(Inspect, OnAGpuWithoutBudgetsTellsWhatEverythingThereTakes) {
+  const Json plan =
+      inspected_json({"--preset", "gpt2-124m", "--device", "cuda", "--precision", "bf16"});
+  // Parameters and gradients of two bytes, master and two moments of four.
+  const std::int64_t bytes = 16 * sum_of(plan["params"], "shard_numel");
+  EXPECT_GE(tier_bytes(plan, "device"), bytes);
+  EXPECT_LE(tier_bytes(plan, "device"), bytes + bytes / 1000) << "each block is rounded up";
+  EXPECT_EQ(tier_bytes(plan, "pinned") + tier_bytes(plan, "host"), 0);
+  EXPECT_EQ(plan["step"]["num_gathers"], 0);
+  EXPECT_EQ(plan["totals"]["arena_bytes"], 0);
+}
+
 class InspectUsage : public Refusal {
  protected:
   void expect_refusal(std::vector<std::string> arguments, const std::string& part) {
@@ -266,6 +331,7 @@ TEST_F(InspectUsage, WrongInputIsRefused) {
   expect_refusal({"--precision", "fp8"}, "fp32, bf16 or fp16");
   expect_refusal({"--set", "live.limit_byte=1"}, "live.limit_bytes");
   expect_refusal({"--config", "nowhere.json"}, "nowhere.json");
+  expect_refusal({"--device", "tpu"}, "is not cpu or cuda");
   expect_refusal({"--jsn"}, "did you mean \"--json\"?");
   expect_refusal({"now"}, "unexpected argument \"now\"");
 }

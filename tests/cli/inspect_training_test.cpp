@@ -139,6 +139,48 @@ TEST_P(Foretold, TheEngineTakesTheMemoryThatWasPlanned) {
   });
 }
 
+// On the late double, which is a CPU with memory of its own: what lives in host memory is gathered
+// in a group of one, too.
+TEST(ForetoldOnOwnMemory, AStepGathersWhatWasPlanned) {
+  using Options = std::vector<std::pair<std::string, std::string>>;
+  const Options host{{"place.parameters", "host"}, {"place.optimizer", "host"}};
+  Options tight = host;
+  tight.emplace_back("live.limit_bytes", "5MiB");  // a block has 3 MiB, the head 4
+  const Options optimizer{{"place.parameters", "device"}, {"place.optimizer", "host"}};
+  for (const Options& options : {host, tight, optimizer}) {
+    TrainFlags flags;
+    flags.preset = "small";
+    flags.layers = "2";
+    flags.sequence = "16";
+    flags.device = "cuda";
+    RunSettings settings;
+    settings.model = models::gpt_preset("small");
+    settings.model.layers = 2;
+    settings.model.sequence = 16;
+    settings.batch = 2;
+    settings.steps = 3;
+    settings.data = "random";
+    settings.device = testing::RunDevice::kLate;
+    settings.gives_shapes = true;
+    settings.options = options;
+    settings.options.emplace_back("optim.cpu_share", "0.5");
+    for (const auto& [name, value] : settings.options) {
+      flags.config.settings.push_back(name + "=" + value);
+    }
+    const RunOutcome run = testing::train(settings);
+    const StepTotals& step = plan_step(checked_step_input(flags, 1)).step;
+    EXPECT_EQ(step.num_gathers > 0, options != optimizer);
+    for (const std::size_t i : {1U, 2U}) {
+      const coordinator::CoordinatorStats& gathers = run.stats.at(i).gathers;
+      EXPECT_EQ(static_cast<std::int64_t>(gathers.num_gathers), step.num_gathers) << "step " << i;
+      EXPECT_EQ(static_cast<std::int64_t>(gathers.gathered_bytes), step.gathered_bytes)
+          << "step " << i;
+      EXPECT_EQ(static_cast<std::int64_t>(gathers.prefetch_misses), step.num_misses)
+          << "step " << i;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Inspect, Foretold, ::testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
