@@ -19,6 +19,8 @@ DISK_SHARE = 0.9
 DISK_BYTES_PER_PARAM = 24
 NVME_OF_NVME_OPTIMIZER = 1.2
 HALF_OF_NVME_OPTIMIZER = 0.6
+HALF_NVME_BYTES_PER_PARAM = 12
+HALF_TOLERANCE = 0.05
 HOST_BYTES_PER_PARAM = 16
 HOST_PEERS = (FSDP2, DEEPSPEED)
 
@@ -79,15 +81,26 @@ def memory_claims(measured, batch):
     host = measured.of("host_peak_bytes", "host", batch)
     base = measured.of("host_peak_bytes", "resident", batch)
     held = None if None in (host, base) else (host - base) / measured.num_params
-    peers = [measured.of("device_peak_bytes", "host", batch, peer) for peer in HOST_PEERS]
-    peers = [peak for peak in peers if peak is not None]
     ours = measured.of("device_peak_bytes", "host", batch)
     return [
         at_most(f"host, batch {batch}: host bytes per parameter above resident",
                 HOST_BYTES_PER_PARAM, held, ".1f"),
-        at_most(f"host, batch {batch}: GPU peak / the least of the peers", 1.0,
-                gpu_report.ratio(ours, min(peers)) if peers else None),
+        *(at_most(f"host, batch {batch}: GPU peak / {peer}'s", 1.0,
+                  gpu_report.ratio(ours, measured.of("device_peak_bytes", "host", batch, peer)))
+          for peer in HOST_PEERS),
     ]
+
+
+def half_claim(measured, batch):
+    """That half of the states were on NVMe, and not fewer: 6 bytes read and 6 written."""
+    figure = f"half, batch {batch}: NVMe bytes per parameter"
+    least, most = (HALF_NVME_BYTES_PER_PARAM * (1 + sign * HALF_TOLERANCE) for sign in (-1, 1))
+    asked = f"{least:.1f} to {most:.1f}"
+    moved = [measured.of(name, "half", batch) for name in ("nvme_read_bytes", "nvme_written_bytes")]
+    if None in moved:
+        return Claim(figure, asked, "-", None)
+    per_param = sum(moved) / measured.num_params
+    return Claim(figure, asked, f"{per_param:.2f}", least <= per_param <= most)
 
 
 def same_bits_claim(bits, mode, batch):
@@ -121,9 +134,9 @@ def batch_claims(measured, batch):
         peer_claim(measured, batch),
     ]
     if batch in HOST_RETAINED:
-        claims.append(at_least(f"host, batch {batch}: share of plain PyTorch resident's speed",
-                               HOST_RETAINED[batch],
-                               measured.steps_ratio((*resident, PLAIN), host)))
+        claims += [at_least(f"host, batch {batch}: share of {whose} resident's speed",
+                            HOST_RETAINED[batch], measured.steps_ratio((*resident, system), host))
+                   for whose, system in (("plain PyTorch", PLAIN), ("Tessera", TESSERA))]
     claims += [
         at_least(f"nvme-optimizer, batch {batch}: of the disk's mixed rate, at "
                  f"{DISK_BYTES_PER_PARAM} B/param", DISK_SHARE, share),
@@ -131,6 +144,7 @@ def batch_claims(measured, batch):
                 measured.steps_ratio(("nvme", batch), disk)),
         at_most(f"half, batch {batch}: / nvme-optimizer", HALF_OF_NVME_OPTIMIZER,
                 measured.steps_ratio(("half", batch), disk)),
+        half_claim(measured, batch),
         *memory_claims(measured, batch),
     ]
     return claims + [same_bits_claim(measured.bits, mode, batch)
