@@ -7,7 +7,8 @@ Measures what links, processor and disk can do, then every system in every mode 
 prints one table: the step, its parts, the speed kept against plain PyTorch with everything on the
 GPU, the ratio to the best peer and to the bound that follows from the measured rates, peaks of
 memory and bytes per link. The same is written to --output as gpu.json and gpu.md, with a log of
-each run. docs/benchmarks.md says how a figure comes about.
+each run, and as docs.md the tables of README.md and docs/benchmarks.md, which says how a figure
+comes about.
 
 A system that is missing or fails has a row that says why. Exit code 1: tessera failed in a mode.
 """
@@ -28,6 +29,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import gpt_presets  # noqa: E402
 import gpu_bounds  # noqa: E402
 import gpu_claims  # noqa: E402
+import gpu_half  # noqa: E402
 import gpu_modes  # noqa: E402
 import gpu_parity  # noqa: E402
 import gpu_rates  # noqa: E402
@@ -52,6 +54,7 @@ class Bench:
         self.args = args
         self.python = python
         self.skip_reasons = skip_reasons  # {system: reason}
+        self.mode_reasons = {}            # {mode: reason}, of tessera's
         self.end = time.monotonic() + args.time_limit
         self.runs = {}     # (mode, system, batch): [Figures], one of each round
         self.reasons = {}  # the same: why there is none, or why there are no more
@@ -67,6 +70,18 @@ class Bench:
         """So that a run that hangs does not take the time of all others."""
         return min(self.left_s(), max(HANG_S, HANG_FACTOR * task.guess_s(self.args.preset)))
 
+    def find_half_budget(self):
+        """Sets args.half_budget where it is needed and not given."""
+        args = self.args
+        if "half" not in args.modes or TESSERA not in args.systems or args.half_budget:
+            return
+        try:
+            found = gpu_half.budget_bytes(args.program, args.preset, args.device, args.directory,
+                                          args.output / "half-budget.log")
+            args.half_budget = f"{found}B"
+        except gpu_run.RunError as error:
+            self.mode_reasons["half"] = f"no budget: {error}"
+
     def run_all(self, tasks):
         for number, task in gpu_modes.rounds_of(tasks, self.args.rounds):
             reason = self.skip_reason(task)
@@ -80,6 +95,8 @@ class Bench:
         """Why a task is not run (again), or None."""
         if task.system in self.skip_reasons:
             return self.skip_reasons[task.system]
+        if task.system == TESSERA and task.mode in self.mode_reasons:
+            return self.mode_reasons[task.mode]
         if all((task.mode, task.system, batch) in self.reasons for batch in task.batches):
             return self.reasons[task.mode, task.system, task.batches[0]]  # it failed before
         needed_s = self.took_s.get(task) or task.guess_s(self.args.preset)
@@ -134,7 +151,8 @@ class Bench:
         """{(mode, system, batch): Figures} of short runs with deterministic operators, at the first
         batch; what fails or has no time left is missing, and then its claim is not known."""
         args, batch, found = self.args, self.args.batches[0], {}
-        for mode in ["resident"] + [mode for mode in args.modes if mode != "resident"]:
+        modes = [mode for mode in args.modes if mode != "resident"]
+        for mode in ["resident", *(mode for mode in modes if mode not in self.mode_reasons)]:
             log = args.output / f"bits-{mode}.log"
             with tempfile.TemporaryDirectory(prefix="gpu-", dir=args.directory) as directory:
                 flags = gpu_modes.mode_flags(mode, directory, args.half_budget)
@@ -201,7 +219,7 @@ def report(args, bench, tasks, python, known, parity, parity_reason, bits):
         lines += ["", f"Parity was not measured: {parity_reason}"]
     document = {
         **machine, "preset": args.preset, "device": args.device, "steps": args.steps,
-        "nvme_steps": args.nvme_steps, "rounds": args.rounds,
+        "nvme_steps": args.nvme_steps, "rounds": args.rounds, "half_budget": args.half_budget,
         "num_params": gpt_presets.num_params(args.preset), "rates": known, "rows": rows,
         "claims": [dataclasses.asdict(claim) for claim in claims],
         "parity": dataclasses.asdict(parity) if parity else parity_reason,
@@ -242,7 +260,8 @@ def parse_arguments(arguments):
     parser.add_argument("--directory", type=pathlib.Path, default=ROOT / "build/bench-gpu/nvme",
                         help="on the disk for NVMe modes")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "build/bench-gpu")
-    parser.add_argument("--half-budget", help="--host-budget of mode half")
+    parser.add_argument("--half-budget",
+                        help="--host-budget of mode half (default: one that keeps half)")
     parser.add_argument("--extra", default="", help="more flags of `tessera train`, with spaces")
     parser.add_argument("--bits", action="store_true",
                         help="compares modes bit for bit, in short runs with deterministic operators")
@@ -263,7 +282,6 @@ def parse_arguments(arguments):
         parser.error(f"--batches {args.batches}: numbers, with commas")
     if args.batches[0] < 1:
         parser.error(f"--batches {args.batches[0]}: at least 1")
-    args.half_budget = args.half_budget or f"{gpu_modes.half_budget_bytes(args.preset)}B"
     args.extra = args.extra.split()
     return args
 
@@ -280,6 +298,7 @@ def main(arguments):
                               args.output)
     if "capability" in known:
         bench.variables["TORCH_CUDA_ARCH_LIST"] = known["capability"]
+    bench.find_half_budget()
     tasks = gpu_modes.tasks_of(args.modes, args.systems, args.batches)
     bench.run_all(tasks)
     bits = bench.bits() if args.bits else {}
@@ -287,6 +306,9 @@ def main(arguments):
     text, document = report(args, bench, tasks, python, known, parity, parity_reason, bits)
     print(text, end="", flush=True)
     (args.output / "gpu.md").write_text(text, encoding="utf-8")
+    (args.output / "docs.md").write_text("\n".join([
+        *gpu_report.readme_table(document["rows"]), "", *gpu_report.doc_table(document["rows"])])
+        + "\n", encoding="utf-8")
     (args.output / "gpu.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     failed = [key for key, reason in bench.reasons.items()
               if key[1] == TESSERA and not reason.startswith("skipped")]

@@ -69,11 +69,6 @@ def rounds_of(tasks, num_rounds):
             yield number, task
 
 
-def half_budget_bytes(preset):
-    """Half of the states (6 B/param), gradients on their way (2), and an eighth for buffers."""
-    return 8 * gpt_presets.num_params(preset) * 8 // 7
-
-
 def mode_flags(mode, directory, half_budget):
     nvme = ["--nvme", directory]
     return {
@@ -81,8 +76,9 @@ def mode_flags(mode, directory, half_budget):
         "host": ["--parameters", "host", "--optimizer", "host"],
         "nvme-optimizer": ["--optimizer", "nvme", *nvme],
         "nvme": ["--parameters", "nvme", "--optimizer", "nvme", *nvme],
-        # None of the states on the GPU: what the budget does not hold goes to NVMe.
-        "half": ["--optimizer", "host", "--host-budget", half_budget, *nvme],
+        # None of the states on the GPU: what the budget does not hold goes to NVMe. The share is
+        # given, so that the plan can be known before (gpu_half.py); the disk takes far longer.
+        "half": ["--optimizer", "host", "--host-budget", half_budget, "--cpu-share", "1", *nvme],
     }[mode]
 
 

@@ -115,6 +115,66 @@ def table(rows):
                     [[of(row) for _, of in COLUMNS] for row in rows])
 
 
+# --- for docs/benchmarks.md and README.md ------------------------------------------------------
+
+NAMES = {"plain": "plain PyTorch", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed",
+         "deepspeed-nvme": "DeepSpeed", "tessera": "Tessera"}
+
+
+def pair_cell(row, first, second):
+    parts = [cell(row.get(name), ".1f", 1e9) for name in (first, second)]
+    return "" if parts in (["-", "-"], ["0.0", "0.0"]) else " GB, ".join(parts) + " GB"
+
+
+def with_unit(value, form, unit, scale=1.0):
+    return "" if value is None else format(value / scale, form) + unit
+
+
+DOC_COLUMNS = (
+    ("mode", lambda row: row["mode"]),
+    ("system", lambda row: NAMES[row["system"]]),
+    ("tokens", lambda row: f"{row['tokens']:,}"),
+    ("step", lambda row: with_unit(row["step_s"], ".3f", " s") or (row["reason"] or "-")),
+    ("retained", lambda row: with_unit(row["retained"], ".0%", "").replace("%", " %")),
+    ("of bound", lambda row: with_unit(row["of_bound"], ".2f", "")),
+    ("GPU peak", lambda row: with_unit(row.get("device_peak_bytes"), ".1f", " GiB", GIB)),
+    ("host peak", lambda row: with_unit(row.get("host_peak_bytes"), ".1f", " GiB", GIB)),
+    ("H2D, D2H per step", lambda row: pair_cell(row, "h2d_bytes", "d2h_bytes")),
+    ("NVMe read, written", lambda row: pair_cell(row, "nvme_read_bytes", "nvme_written_bytes")),
+)
+
+
+def narrow(titles, lines):
+    """A table without padding: one that is edited changes no line but its own."""
+    return ["|" + "|".join(f" {title} " for title in titles) + "|", "|" + "---|" * len(titles),
+            *("|" + "|".join(f" {word} " if word else " " for word in line) + "|"
+              for line in lines)]
+
+
+def doc_table(rows):
+    """As docs/benchmarks.md has it."""
+    return narrow([title for title, _ in DOC_COLUMNS],
+                  [[of(row) for _, of in DOC_COLUMNS] for row in rows])
+
+
+README_COLUMNS = (
+    ("plain PyTorch, all on the GPU", ("resident", PLAIN)),
+    ("Tessera, all on the GPU", ("resident", TESSERA)),
+    ("FSDP2, all in host memory", ("host", gpu_modes.FSDP2)),
+    ("DeepSpeed, all in host memory", ("host", gpu_modes.DEEPSPEED)),
+    ("Tessera, all in host memory", ("host", TESSERA)),
+)
+
+
+def readme_table(rows):
+    """As README.md has it; a system that was not measured has a dash."""
+    found = {(row["mode"], row["system"], row["tokens"]): row["step_s"] for row in rows}
+    tokens = sorted({row["tokens"] for row in rows})
+    return narrow(["step at tokens", *(title for title, _ in README_COLUMNS)],
+                  [[f"{count:,}", *(with_unit(found.get((*key, count)), ".3f", " s") or "-"
+                                    for _, key in README_COLUMNS)] for count in tokens])
+
+
 RATES = (
     ("h2d", "H2D"), ("d2h", "D2H"), ("h2d_of_both", "H2D, both at once"),
     ("d2h_of_both", "D2H, both at once"), ("device", "GPU memory, read and written"),

@@ -10,6 +10,7 @@ from unittest import mock
 
 from bench_helpers import FolderTest, H200, metrics, quiet  # first: it finds the others
 import gpu
+import gpu_half
 import gpu_modes
 import gpu_rates
 import gpu_report
@@ -27,6 +28,16 @@ if sys.argv[1] == "bench-io":
     print(json.dumps({{"rows": [{{"load": "read", "tessera": rate(3e9, 0)}},
                                 {{"load": "write", "tessera": rate(0, 2e9)}},
                                 {{"load": "mixed", "tessera": rate(1.5e9, 1e9)}}]}}))
+    raise SystemExit(0)
+if sys.argv[1] == "inspect":  # 9 GB besides states, of which there are 17 GB
+    if {broken!r} in sys.argv:
+        raise SystemExit("tessera: error: it does not fit")
+    host = min(17 * 10**9, max(0, int(flag("--host-budget").rstrip("B")) - 9 * 10**9))
+    print(json.dumps({{"tiers": {{"bytes": [
+        {{"tier": "pinned", "role": "optimizer", "bytes": host // 4}},
+        {{"tier": "host", "role": "optimizer", "bytes": host - host // 4}},
+        {{"tier": "pinned", "role": "gradient", "bytes": 9 * 10**9}},
+        {{"tier": "nvme", "role": "optimizer", "bytes": 17 * 10**9 - host}}]}}}}))
     raise SystemExit(0)
 if {broken!r} in sys.argv:
     print("tessera: error: " + {broken!r} + " is broken", file=sys.stderr)
@@ -154,6 +165,27 @@ class Order(unittest.TestCase):
                          ["a", "b", "b", "a", "a", "b"])
 
 
+class HalfBudget(unittest.TestCase):
+    def test_it_is_found_where_other_needs_grow_with_what_is_stored(self):
+        def plan(budget):  # whole tensors of 200 MB; each that is stored takes a tenth besides
+            count = min(85, max(0, int((budget - 3e9 - 85 * 0.02e9) / 0.18e9)))
+            return count * 200_000_000, (85 - count) * 200_000_000
+        host, nvme = plan(gpu_half.find_budget(plan, 14_000_000_000))
+        self.assertAlmostEqual(host / (host + nvme), 0.5, delta=0.01)
+
+    def test_a_plan_that_never_comes_near_is_an_error(self):
+        with self.assertRaisesRegex(RunError, "keeps half of the states.*100%"):
+            gpu_half.find_budget(lambda budget: (17, 0), 10)
+        with self.assertRaisesRegex(RunError, "no states leave"):
+            gpu_half.find_budget(lambda budget: (0, 0), 10)
+
+    def test_states_are_those_in_host_memory_pinned_or_not_and_on_nvme(self):
+        lines = [("pinned", "optimizer", 1), ("host", "optimizer", 2), ("nvme", "optimizer", 4),
+                 ("device", "optimizer", 8), ("pinned", "gradient", 16), ("nvme", "shard", 32)]
+        plan = {"tiers": {"bytes": [dict(zip(("tier", "role", "bytes"), line)) for line in lines]}}
+        self.assertEqual(gpu_half.states_of(plan), (3, 4))
+
+
 class Rates(FolderTest):
     def measure(self, by_torch):
         """With an update_bench of 5 and 8 GB/s and a tessera that cannot measure disks."""
@@ -209,6 +241,30 @@ class Rows(unittest.TestCase):
         lines = gpu_report.table(rows.values())
         self.assertEqual({line.count("|") for line in lines}, {len(gpu_report.COLUMNS) + 1})
         self.assertIn("- / - / 0.100", "\n".join(lines))
+
+
+class TablesOfTheDocs(unittest.TestCase):
+    ROWS = gpu_report.make_rows(
+        "gpt-1b4", gpu_modes.tasks_of(["resident", "host", "half"], ["plain", "deepspeed", "tessera"],
+                                      [8]),
+        {("resident", "plain", 8): Figures(0.15, 0.039, 0.09, device_peak_bytes=35.2 * 2**30),
+         ("resident", "tessera", 8): Figures(0.14, h2d_bytes=0, d2h_bytes=0),
+         ("host", "tessera", 8): Figures(0.35, h2d_bytes=8.34e9, d2h_bytes=8.26e9)},
+        {("host", "deepspeed", 8): "not installed"}, H200)
+
+    def test_a_row_has_what_is_known_and_else_why_not(self):
+        lines = gpu_report.doc_table(self.ROWS)
+        self.assertEqual({line.count("|") for line in lines}, {len(gpu_report.DOC_COLUMNS) + 1})
+        self.assertIn("| resident | plain PyTorch | 8,192 | 0.150 s | 100 % | 0.92 | 35.2 GiB | | | |",
+                      lines)
+        self.assertIn("| host | DeepSpeed | 8,192 | not installed | | | | | | |", lines)
+        self.assertIn("| host | Tessera | 8,192 | 0.350 s | 43 % | 0.85 | | | 8.3 GB, 8.3 GB | |", lines)
+        self.assertIn("| half | Tessera | 8,192 | - | | | | | | |", lines)
+
+    def test_the_readme_has_one_line_per_number_of_tokens(self):
+        lines = gpu_report.readme_table(self.ROWS)
+        self.assertEqual(lines[2:], ["| 8,192 | 0.150 s | 0.140 s | - | - | 0.350 s |"])
+        self.assertEqual(lines[1].count("-"), 3 * 6)
 
 
 class WholeProgram(FolderTest):
@@ -273,7 +329,13 @@ class WholeProgram(FolderTest):
         self.assertEqual(flags, [
             "", "--parameters host --optimizer host", "--optimizer nvme --nvme",
             "--parameters nvme --optimizer nvme --nvme",
-            "--optimizer host --host-budget 3GiB --nvme"])
+            "--optimizer host --host-budget 3GiB --cpu-share 1 --nvme"])
+
+    def test_half_gets_the_budget_that_keeps_half_of_the_states(self):
+        _, _, document, _ = self.main("--batches", "8", "--systems", "tessera", "--modes", "half")
+        budget = int(document["half_budget"].rstrip("B"))
+        self.assertAlmostEqual(budget, 9e9 + 8.5e9, delta=0.17e9)
+        self.assertIn(f"--host-budget {budget}B", self.calls.read_text().splitlines()[-1])
 
     def test_what_no_longer_fits_is_skipped_and_said_to_be(self):
         code, out, _, rows = self.main("--time-limit", "0", "--modes", "resident", "--parity")
@@ -286,13 +348,23 @@ class WholeProgram(FolderTest):
 
     def test_a_mode_in_which_tessera_fails_makes_the_exit_code_one_and_others_still_run(self):
         self.write_tessera(broken="--host-budget")
-        code, _, _, rows = self.main("--batches", "8", "--modes", "half,host", "--rounds", "2")
+        code, _, _, rows = self.main("--batches", "8", "--modes", "half,host", "--rounds", "2",
+                                     "--half-budget", "9GB")
         self.assertEqual(code, 1)
         self.assertEqual(rows["half", "tessera", 8]["reason"],
                          "exit code 1: tessera: error: --host-budget is broken")
         self.assertAlmostEqual(rows["host", "tessera", 8]["step_s"], 0.16)
         # Not tried again in the second round.
         self.assertEqual(self.calls.read_text().count("--host-budget"), 1)
+
+    def test_a_budget_that_cannot_be_found_is_the_reason_of_its_mode_alone(self):
+        self.write_tessera(broken="--host-budget")
+        code, _, _, rows = self.main("--batches", "8", "--modes", "half,host", "--systems",
+                                     "tessera")
+        self.assertEqual(code, 1)
+        self.assertEqual(rows["half", "tessera", 8]["reason"],
+                         "no budget: exit code 1: tessera: error: it does not fit")
+        self.assertAlmostEqual(rows["host", "tessera", 8]["step_s"], 0.16)
 
     def test_parity_that_cannot_be_measured_says_why(self):
         code, out, document, _ = self.main("--batches", "8", "--modes", "resident", "--parity",
