@@ -1,5 +1,6 @@
 #include "tessera/engine/memory_lender.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -17,6 +18,16 @@ void MemoryLender::begin_backward(bool lends) {
   lends_ = lends;
   if (lends_ && runtime_.on_cuda()) {
     bytes_at_begin_ = torch_memory(runtime_.cuda_device()).taken_bytes;
+    last_bytes_ = bytes_at_begin_;
+    reserve_bytes_ = std::exchange(freed_bytes_, 0);
+  }
+}
+
+void MemoryLender::note_freed() {
+  if (runtime_.on_cuda()) {
+    const std::int64_t now = torch_memory(runtime_.cuda_device()).taken_bytes;
+    freed_bytes_ = std::max(freed_bytes_, last_bytes_ - now);
+    last_bytes_ = now;
   }
 }
 
@@ -27,13 +38,15 @@ bool MemoryLender::has_spare_memory() const {
   }
   const TorchMemory now = torch_memory(runtime_.cuda_device());
   const auto bytes = static_cast<std::int64_t>(borrower_.slot_bytes());
-  return now.taken_bytes + bytes <= bytes_at_begin_ && now.taken_bytes + bytes <= now.held_bytes;
+  return reserve_bytes_ > 0 && now.taken_bytes + bytes + reserve_bytes_ <= bytes_at_begin_ &&
+         now.taken_bytes + bytes <= now.held_bytes;
 }
 
 void MemoryLender::end_backward_of(int unit) {
   if (!lends_) {
     return;
   }
+  note_freed();
   while (borrower_.wants_slot() && has_spare_memory()) {
     const auto memory = std::make_shared<at::Tensor>(
         at::empty({static_cast<std::int64_t>(borrower_.slot_bytes())},
@@ -41,6 +54,7 @@ void MemoryLender::end_backward_of(int unit) {
     // Whoever had it before has been given to the compute stream.
     borrower_.lend(unit, static_cast<std::byte*>(memory->data_ptr()),
                    runtime_.device().stream(device::StreamKind::kCompute).record(), memory);
+    last_bytes_ += static_cast<std::int64_t>(borrower_.slot_bytes());
     ++num_lent_;
   }
 }

@@ -9,7 +9,9 @@
 //   forward of unit k begins        k's memory is given back; the forward waits for it
 //
 // So the peak of torch's memory stays what it was: whatever is lent while a unit runs was lent in
-// the name of units that come after it, and their activations do not exist yet.
+// the name of units that come after it, and their activations do not exist yet. What the units
+// before k still need in this backward, besides their activations, is left to them: about as much
+// as the largest unit has freed in the backward before. The first one lends nothing.
 //
 // It is torch's memory, taken and given back as a tensor of the compute stream: no ledger knows it,
 // as none knows activations.
@@ -36,12 +38,17 @@ class MemoryLender {
 
  private:
   bool has_spare_memory() const;
+  void note_freed();
 
   Runtime& runtime_;
   optim::DeviceUpdate& borrower_;
   bool lends_ = false;
-  int num_lent_ = 0;                 // since all was taken back
-  std::int64_t bytes_at_begin_ = 0;  // of torch, when backward began
+  int num_lent_ = 0;  // since all was taken back
+  // Of torch, on CUDA.
+  std::int64_t bytes_at_begin_ = 0;  // when backward began
+  std::int64_t last_bytes_ = 0;      // when the last unit's backward had ended, and what was lent
+  std::int64_t freed_bytes_ = 0;     // by one unit, at most, in this backward
+  std::int64_t reserve_bytes_ = 0;   // the same of the last one; 0: there was none
 };
 
 }  // namespace tessera::engine

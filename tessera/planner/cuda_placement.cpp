@@ -350,7 +350,8 @@ void CudaFiller::give_pools(const Pools& pools, Placement& placement) const {
 
 void CudaFiller::give_device_room(Placement& placement) const {
   const std::vector<ShardPlaces>& places = placement.params;
-  const SlotNeed slots = cost_.slot_need(places, placement.sub_group_numel);
+  const SlotNeed slots =
+      cost_.slot_need(places, std::min(placement.sub_group_numel, kLargestSlotNumel));
   const std::int64_t whole = whole_arena(places);
   const DeviceRoom least = least_room(places, slots);
   const DeviceRoom good = good_room(places, slots);
