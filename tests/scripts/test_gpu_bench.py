@@ -327,7 +327,7 @@ class WholeProgram(FolderTest):
             rest = call[len(common):call.index("--threads")]
             flags.append(" ".join(w for w in rest if not w.startswith(str(self.folder))))
         self.assertEqual(flags, [
-            "", "--parameters host --optimizer host", "--optimizer nvme --nvme",
+            "", "--parameters host --optimizer host --loss-chunk 8192", "--optimizer nvme --nvme",
             "--parameters nvme --optimizer nvme --nvme",
             "--optimizer host --host-budget 3GiB --cpu-share 1 --nvme"])
 
