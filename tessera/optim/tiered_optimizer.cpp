@@ -101,7 +101,7 @@ void TieredOptimizer::make_master(int id) {
 }
 
 void TieredOptimizer::set_plan() {
-  device_ids_.clear();
+  started_.clear();
   device_order_.clear();
   pipeline_->set_plan(states_.plan());
   if (device_update_) {
@@ -122,12 +122,10 @@ void TieredOptimizer::set_device_order() {
   if (!expects_early_) {
     return;
   }
-  std::vector<int> order = device_ids_;
-  if (order.empty()) {
-    for (int id = params_.num_params() - 1; id >= 0; --id) {
-      if (params_[id].trainable() && is_on_device(id)) {
-        order.push_back(id);
-      }
+  std::vector<int> order = started_;
+  for (int id = params_.num_params() - 1; id >= 0; --id) {
+    if (std::find(started_.begin(), started_.end(), id) == started_.end()) {
+      order.push_back(id);  // frozen, or there was no update yet
     }
   }
   if (order != device_order_) {
@@ -211,12 +209,12 @@ void TieredOptimizer::begin_update(grad::Reducer& gradients, double lr, double g
   scalars_.lr = lr;
   scalars_.gradient_scale = gradient_scale;
   is_started_.assign(static_cast<std::size_t>(params_.num_params()), false);
-  device_ids_.clear();
+  started_.clear();
   ++num_updates_;
 }
 
 void TieredOptimizer::update(std::span<const int> ids) {
-  start(ids);
+  start(ids, /*is_rest=*/false);
   for (const int id : ids) {
     if (params_[id].device_copy().values == nullptr) {  // else new values lie in its place
       gradients_->let_go(id);
@@ -232,8 +230,7 @@ void TieredOptimizer::end_update() {
       rest.push_back(id);
     }
   }
-  start(rest);
-  pipeline_->close();
+  start(rest, /*is_rest=*/true);
   gradients_ = nullptr;
 }
 
@@ -253,16 +250,17 @@ void TieredOptimizer::expect_early_updates() {
   pipeline_->expect_early_updates();
 }
 
-void TieredOptimizer::start(std::span<const int> ids) {
+void TieredOptimizer::start(std::span<const int> ids, bool is_rest) {
   const device::Pending may_start = record_users();
   std::vector<std::pair<int, UpdateJob::Item>> items;
-  const auto first_on_device = static_cast<std::ptrdiff_t>(device_ids_.size());
+  std::vector<int> on_device;
   for (const int id : ids) {
     const auto index = static_cast<std::size_t>(id);
     TESSERA_INVARIANT(!is_started_[index], "parameter '", params_[id].name(), "' is updated twice");
     is_started_[index] = true;
+    started_.push_back(id);
     if (is_on_device(id)) {
-      device_ids_.push_back(id);
+      on_device.push_back(id);
       continue;
     }
     UpdateJob::Item item = make_item(id, may_start);
@@ -275,8 +273,7 @@ void TieredOptimizer::start(std::span<const int> ids) {
     }
   }
   // The processor begins while the device's share is handed over.
-  pipeline_->add(std::move(items));
-  const std::span<const int> on_device(device_ids_.begin() + first_on_device, device_ids_.end());
+  pipeline_->add(std::move(items), is_rest);
   if (!on_device.empty()) {
     device_update_->start(on_device, *gradients_, scalars_);
   }

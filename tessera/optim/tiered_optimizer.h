@@ -100,7 +100,7 @@ class TieredOptimizer final : public Optimizer {
   UpdateJob::Item make_item(int id, const device::Pending& may_start);
   // Everything that may read shards or make gradients now.
   device::Pending record_users();
-  void start(std::span<const int> ids);
+  void start(std::span<const int> ids, bool is_rest);
   // Waits, and gives all leases back.
   void settle();
   // A tensor that is stored, in the copy.
@@ -125,8 +125,8 @@ class TieredOptimizer final : public Optimizer {
   UpdateScalars scalars_;
   std::vector<bool> is_started_;  // by id
   bool expects_early_ = false;
-  std::vector<int> device_ids_;               // of the device's share, as they were started
-  std::vector<int> device_order_;             // in which it expects them; empty: registration
+  std::vector<int> started_;       // as they were, in this update or the last one
+  std::vector<int> device_order_;  // in which the device expects them; empty: registration
   std::unique_ptr<UpdatePipeline> pipeline_;  // last: its thread uses the above
 };
 

@@ -80,7 +80,7 @@ void UpdatePipeline::open(grad::Reducer& gradients) {
   changed_.notify_all();
 }
 
-void UpdatePipeline::add(std::vector<std::pair<int, UpdateJob::Item>> items) {
+void UpdatePipeline::add(std::vector<std::pair<int, UpdateJob::Item>> items, bool closes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   TESSERA_INVARIANT(current_, "parameters of an update that has not begun");
   for (auto& item : items) {
@@ -90,14 +90,10 @@ void UpdatePipeline::add(std::vector<std::pair<int, UpdateJob::Item>> items) {
       current_->arrived.push_back(std::move(item));
     }
   }
-  changed_.notify_all();
-}
-
-void UpdatePipeline::close() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TESSERA_INVARIANT(current_, "the end of an update that has not begun");
-  current_->is_open = false;
-  current_.reset();
+  if (closes) {
+    current_->is_open = false;
+    current_.reset();
+  }
   changed_.notify_all();
 }
 

@@ -10,11 +10,11 @@
 // While one sub-group is updated, those after it are read and those before it written, as far as
 // there are leases: the buffer pool is the only bound. With a single lease it all runs in turn.
 //
-// [Note: the order of updates] What is updated comes in parts: open(), add(), close(). A sub-group
-// is updated when all its parameters have come. Where they come during backward
-// (expect_early_updates()), sub-groups are read and updated in the order in which they were
-// complete the last time, at first in the reverse of registration; one that comes earlier than that
-// waits for its turn. Once all have come, those that have a lease already are followed by the
+// [Note: the order of updates] What is updated comes in parts: open(), then add(), of which the
+// last one closes. A sub-group is updated when all its parameters have come. Where they come during
+// backward (expect_early_updates()), sub-groups are read and updated in the order in which they
+// were complete the last time, at first in the reverse of registration; one that comes earlier than
+// that waits for its turn. Once all have come, those that have a lease already are followed by the
 // others in registration order: that is what the next forward waits for.
 //
 // Invariants:
@@ -22,7 +22,7 @@
 //      but writes of those before it.
 //  (2) An update ends when all its writes are done; so what is read for the next one is there.
 //  (3) After the first failure nothing runs any more: the parameter concerned and all that are not
-//      done yet fail with its error, wait() and start() repeat it. Of several failures that have
+//      done yet fail with its error, wait() and open() repeat it. Of several failures that have
 //      come, the first in the order of updates counts.
 //
 // Threads: one caller at a time, and a thread of its own. drop_leases(), set_plan() and
@@ -64,10 +64,9 @@ class UpdatePipeline {
   void prepare();
   // An update begins. `gradients` stay until it is done. Throws a failure of before.
   void open(grad::Reducer& gradients);
-  // Each parameter that has pieces once, between open() and close().
-  void add(std::vector<std::pair<int, UpdateJob::Item>> items);
-  void close();
-  // In place of close(): what is not done fails with `error`, and everything from then on.
+  // Each parameter that has pieces once, between open() and the call that closes.
+  void add(std::vector<std::pair<int, UpdateJob::Item>> items, bool closes = false);
+  // In place of the last add(): what is not done fails with `error`, and everything from then on.
   void give_up(std::exception_ptr error);
   // For all updates that are closed. Throws the first failure, every time.
   void wait();
@@ -130,7 +129,7 @@ class UpdatePipeline {
   std::condition_variable changed_;
   // Guarded by mutex_.
   std::deque<std::shared_ptr<OpenJob>> jobs_;
-  std::shared_ptr<OpenJob> current_;  // the one that add() and close() speak of; null: none
+  std::shared_ptr<OpenJob> current_;  // the one that add() speaks of; null: none
   bool must_prepare_ = false;
   bool is_busy_ = false;
   bool is_stopping_ = false;
