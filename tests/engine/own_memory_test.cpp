@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include <ATen/ATen.h>
+
 #include "tessera/device/device_cuda.h"
 #include "tests/engine/training_run.h"
 #include "tests/support/temporary_directory.h"
@@ -135,6 +137,56 @@ INSTANTIATE_TEST_SUITE_P(Of, OwnMemoryOnCuda,
                                            Case{1, 2, "adamw", DType::kBFloat16},
                                            Case{1, 1, "adamw", DType::kFloat16}),
                          name_of);
+
+// fp16 whose first loss scales are too large. What is resident lets the device find the factors of
+// a step, and learns afterwards that it was skipped; where it is placed the host finds them first.
+RunSettings overflowing() {
+  RunSettings settings = settings_of({1, 1, "adamw", DType::kFloat16});
+  settings.steps = 8;
+  settings.options.emplace_back("loss_scale.initial", "4194304");
+  settings.options.emplace_back("loss_scale.hysteresis", "1");
+  return settings;
+}
+
+void expect_same_skips(const RunOutcome& run, const RunOutcome& other) {
+  std::size_t num_skipped = 0;
+  ASSERT_EQ(run.steps.size(), other.steps.size());
+  for (std::size_t i = 0; i < run.steps.size(); ++i) {
+    EXPECT_EQ(run.steps[i].skipped, other.steps[i].skipped) << "step " << i;
+    EXPECT_EQ(run.steps[i].loss, other.steps[i].loss) << "step " << i;
+    EXPECT_EQ(run.steps[i].loss_scale, other.steps[i].loss_scale) << "step " << i;
+    num_skipped += run.steps[i].skipped ? 1 : 0;
+  }
+  EXPECT_GT(num_skipped, 0U);
+  EXPECT_LT(num_skipped, run.steps.size());
+  ASSERT_EQ(run.params.size(), other.params.size());
+  ASSERT_EQ(run.states.size(), other.states.size());
+  for (std::size_t i = 0; i < run.params.size(); ++i) {
+    EXPECT_TRUE(at::equal(run.params[i], other.params[i])) << run.names[i];
+  }
+  for (std::size_t i = 0; i < run.states.size(); ++i) {
+    EXPECT_TRUE(at::equal(run.states[i], other.states[i])) << "states " << i;
+  }
+}
+
+TEST(OwnMemorySkips, StepsThatOverflowWithTheSameBits) {
+  RunSettings settings = overflowing();
+  const RunOutcome on_cpu = train(settings);
+  settings.device = RunDevice::kLate;
+  expect_same_skips(train(settings), on_cpu);
+}
+
+TEST(OwnMemorySkipsOnCuda, StepsThatOverflowWithTheSameBits) {
+  if (device::num_cuda_devices() == 0) {
+    GTEST_SKIP() << "no GPU: " << device::cuda_description();
+  }
+  RunSettings settings = overflowing();
+  settings.device = RunDevice::kCuda;
+  const RunOutcome resident = train(settings);
+  settings.options.emplace_back("place.parameters", "host");
+  settings.options.emplace_back("place.optimizer", "host");
+  expect_same_skips(resident, train(settings));
+}
 
 void expect_planned_bytes(RunDevice device) {
   RunSettings settings = settings_of({1, 1, "adamw", DType::kBFloat16});
