@@ -157,6 +157,9 @@ void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
       watch_output(use, output);
     }
   }
+  if (use->outputs_left > 0) {
+    use->expected = engine_->early_updates().expect_backward(unit.id());
+  }
 }
 
 bool BackwardWatch::watch_input(const std::shared_ptr<BackwardUse>& use, const at::Tensor& input) {
@@ -194,6 +197,7 @@ void BackwardWatch::watch_output(const std::shared_ptr<BackwardUse>& use,
   }
   auto gate = std::make_shared<Gate>();
   gate->producer = use;
+  ++use->outputs_left;
   output.register_hook([self = shared_from_this(), gate, origin](const at::TensorBase&) {
     for (const auto& consumer : gate->consumers) {
       self->input_gradient_came(*consumer);
@@ -208,7 +212,8 @@ void BackwardWatch::begin(const std::shared_ptr<BackwardUse>& use) {
   if (engine_ == nullptr || use->unit->is_plain()) {
     return;
   }
-  engine_->enter_backward();
+  --use->outputs_left;
+  engine_->enter_backward(*use->unit);
   if (use->open && use->epoch == engine_->epoch()) {
     return;  // another output of the same forward
   }
@@ -273,7 +278,11 @@ void BackwardWatch::end(BackwardUse& use) {
   const std::shared_ptr<BackwardUse> keep = *found;
   open_.erase(found);
   engine_->coordinator().end_use(use.unit->id(), Phase::kBackward);
+  if (use.outputs_left <= 0) {
+    use.expected.reset();  // no output is left whose gradient would begin it again
+  }
   engine_->tiers.end_backward_of(use.unit->id());
+  engine_->early_updates().end_unit(use.unit->id());
 }
 
 void BackwardWatch::close() {

@@ -41,7 +41,7 @@ GatheredScope Engine::gathered(const std::vector<at::Tensor>& params, int modifi
   return gathered_ids(impl_->ids_of(params), modifier_rank);
 }
 GatheredScope Engine::gathered_ids(const std::vector<int>& ids, int modifier_rank) {
-  impl_->check_usable();
+  impl_->check_usable("gathered()");
   return GatheredScope(impl_->gathered().open(ids, modifier_rank));
 }
 void Engine::set_trainable(const at::Tensor& param, bool trainable) {

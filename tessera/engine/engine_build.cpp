@@ -253,6 +253,14 @@ void Engine::Impl::seal() {
   }
   seal_units();
   optimizer = tiers.make_optimizer(optim::RuleOptions::from(runtime.config()));
+  if (early_.is_on()) {
+    optimizer->expect_early_updates();
+    std::vector<std::vector<int>> params_of_unit(coordinator_->num_units());
+    for (std::size_t unit = 0; unit < params_of_unit.size(); ++unit) {
+      params_of_unit[unit] = coordinator_->unit(static_cast<coordinator::UnitId>(unit)).ids;
+    }
+    early_.seal(std::move(params_of_unit));
+  }
   make_reducer();
   coordinator_->set_dynamic_gradients({[this] { return reducer_->pending_dynamic(); },
                                        [this](std::span<const int> ids) {
@@ -295,6 +303,14 @@ void Engine::Impl::make_reducer() {
       return kernels.start_sums_of_squares({&span, 1}, result, stream);
     };
     parts.leaves_to_host = tiers.leaving_gradients();
+  } else if (early_.is_on()) {
+    // Gradients go before step() asks for the norm. Not by the kernels: a thread of the optimizer
+    // may use them meanwhile.
+    parts.sum_of_squares = [](const void* values, DType dtype, std::int64_t numel, double* result,
+                              device::Stream& stream) {
+      return stream.enqueue(
+          [=] { *result = optim::sum_of_squares(optim::NormSpan{values, dtype, numel}); });
+    };
   }
   if (coordinator_->meets()) {
     // Every call of this group is at a moment on which ranks have agreed.

@@ -49,6 +49,15 @@ comm::Group& choose_group(Runtime& runtime) {
   return runtime.group();
 }
 
+// See [Note: updates during backward]: no factor depends on gradients.
+bool updates_in_backward(const Config& config, const comm::Group& group) {
+  const bool scale_changes =
+      config.get_string("precision") == "fp16" && config.get_double("loss_scale.fixed") == 0;
+  return config.get_bool("optim.update_in_backward") && group.size() == 1 &&
+         config.get_double("grad.clip_norm") == 0 && !config.get_bool("grad.skip_nonfinite") &&
+         !scale_changes;
+}
+
 std::unique_ptr<device::Device> choose_shard_device(Runtime& runtime) {
   if (BuildScope::has_overruled()) {
     runtime.logger().warn(
@@ -82,6 +91,7 @@ Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
           coordinator::CoordinatorOptions::from(given.config()))),
       watch_(std::make_shared<engine::BackwardWatch>(*this)),
       gathered_(*this),
+      early_(updates_in_backward(given.config(), choose_group(given)), params),
       schedule_(optim::ScheduleOptions::from(given.config(), options.run_steps)),
       loss_scale_(optim::LossScaleOptions::from(given.config())),
       clip_norm_(given.config().get_double("grad.clip_norm")),
@@ -96,6 +106,7 @@ Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
 }
 
 Engine::Impl::~Impl() {
+  early_.give_up();
   try {
     finish_update();  // it reads gradients that go before it does
   } catch (const std::exception& error) {
@@ -159,6 +170,7 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
   }
   tiers.begin_backward(reducer_->num_backwards() + 1 == num_micro_batches_);
   agree_on_weight_scale(weight);
+  begin_early_updates(weight);
   const double factor = weight / weight_scale_ * loss_scale_.value();
   std::vector<at::Tensor> gradients;
   gradients.reserve(losses.size());
@@ -175,12 +187,14 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
     --backward_depth_;
     if (backward_depth_ == 0) {
       close_backward();
+      early_.end_backward();
       coordinator_->meet(coordinator::MeetingPoint::kBackwardEnd);
       reducer_->finish_backward();
     }
   } catch (...) {
     backward_depth_ = 0;
     abandon();
+    early_.check_not_torn(std::current_exception());
     throw;
   }
   trainable_is_known_ = false;
@@ -192,15 +206,29 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
   }
 }
 
-void Engine::Impl::check_usable() {
+void Engine::Impl::begin_early_updates(double weight) {
+  const double weights = weight_sum_ + weight / weight_scale_;
+  if (early_.is_on() && backward_depth_ == 0 && weights > 0 &&
+      reducer_->num_backwards() + 1 == num_micro_batches_) {
+    early_.begin_backward(
+        *optimizer, *reducer_, optim::learning_rate(schedule_, num_steps),
+        optim::step_factors({0, weights, 0}, loss_scale_.value(), clip_norm_).gradient_scale);
+  }
+}
+
+void Engine::Impl::check_usable(const char* what) {
   gathered_.check_failure();
+  early_.check_not_torn();
+  if (backward_depth_ == 0) {
+    early_.check_not_started(what);
+  }
   TESSERA_CHECK(!is_plain_, ConfigError,
                 "the engine has given its parameters back (to_plain()) and cannot train them; make "
                 "a new engine and its units to go on");
 }
 
 void Engine::Impl::begin_pass() {
-  check_usable();
+  check_usable("a forward or backward");
   seal();
   if (!trainable_is_known_) {
     notice_trainable();
@@ -211,8 +239,12 @@ void Engine::Impl::begin_pass() {
   }
 }
 
-void Engine::Impl::enter_backward() {
+void Engine::Impl::enter_backward(const engine::UnitCore& unit) {
   check_not_resident("a backward");
+  if (backward_depth_ == 0) {
+    early_.check_not_started("a backward");
+  }
+  early_.begin_unit(unit.id(), unit.name());
   TESSERA_CHECK(!at::GradMode::is_enabled(), ConfigError,
                 "create_graph is set: a second derivative would read weights after their release; "
                 "sharded parameters do not support it");
@@ -230,6 +262,7 @@ void Engine::Impl::enter_backward() {
 void Engine::Impl::on_gradient(int id, const at::Tensor& tensor) {
   shard::Param& param = params[id];
   if (backward_depth_ == 0) {
+    early_.check_not_started("loss.backward()");
     abandon();
   }
   TESSERA_CHECK(backward_depth_ > 0, ConfigError, "a gradient of parameter '", param.name(),
@@ -245,6 +278,7 @@ void Engine::Impl::on_gradient(int id, const at::Tensor& tensor) {
   for (engine::UnitCore* unit : units_of_param_[static_cast<std::size_t>(id)]) {
     watch_->param_gradient_came(*unit);
   }
+  early_.gradient_came(id);
 }
 
 void Engine::Impl::reduce_gradient(const shard::Param& param, at::Tensor gradient) {
@@ -275,6 +309,7 @@ void Engine::Impl::abandon() noexcept {
   }
   weight_sum_ = 0;
   weighted_loss_ = at::Tensor();
+  early_.give_up();
   try {
     coordinator_->release_all();
     finish_update();
@@ -296,6 +331,8 @@ void Engine::Impl::abandon() noexcept {
 
 void Engine::Impl::zero_grad() {
   TESSERA_CHECK(backward_depth_ == 0, ConfigError, "zero_grad() inside of a backward");
+  early_.check_not_torn();
+  early_.check_not_started("zero_grad()");
   finish_update();
   if (reducer_) {
     reducer_->clear();
@@ -336,7 +373,11 @@ optim::StepSums Engine::Impl::sum_over_ranks(bool is_started) {
 }
 
 StepResult Engine::Impl::step() {
-  check_usable();
+  if (early_.has_started()) {
+    TESSERA_CHECK(backward_depth_ == 0, ConfigError, "step() inside of a backward");
+  } else {
+    check_usable("step()");
+  }
   TESSERA_CHECK(reducer_ != nullptr && !update_runs_ && reducer_->num_backwards() > 0, ConfigError,
                 "step() without a backward since the last step; call engine.backward(loss) first");
   TESSERA_CHECK(forward_depth_ == 0 && backward_depth_ == 0, ConfigError,
@@ -353,7 +394,7 @@ StepResult Engine::Impl::finish_step() {
   const double lr = optim::learning_rate(schedule_, num_steps);
   // Where the sums of this rank are all there are, the device may find the factors below by itself.
   const bool is_started =
-      group().size() == 1 &&
+      group().size() == 1 && !early_.has_started() &&
       optimizer->start_step(*reducer_, lr,
                             {weight_sum_, loss_scale_.value(), clip_norm_, skip_nonfinite_});
   const optim::StepSums sums = sum_over_ranks(is_started);
@@ -370,7 +411,9 @@ StepResult Engine::Impl::finish_step() {
     runtime.logger().with_step(num_steps).warn(
         "a gradient is infinite or NaN: the step is skipped on all ranks");
   } else {
-    if (!is_started) {
+    if (early_.has_started()) {
+      early_.end_step(factors.gradient_scale);
+    } else if (!is_started) {
       optimizer->start_update(*reducer_, lr, factors.gradient_scale);
     }
     // From NVMe, and on a device with memory of its own, the update runs on beside the next
@@ -418,6 +461,7 @@ EngineStats Engine::Impl::take_stats() {
   stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);
   stats.link_up_bytes += stats.gathers.brought_bytes + stats.io.link_up_bytes;
   stats.link_down_bytes += stats.reductions.host_bytes + stats.io.link_down_bytes;
+  stats.early_updates = early_.take_count();
   stats.exposed_wait_s = stats.gathers.exposed_wait_s + stats.reductions.exposed_wait_s +
                          std::exchange(exposed_wait_s_, 0.0);
   return stats;

@@ -99,7 +99,7 @@ class BackwardScope {
     engine_ = unit_->engine();
     TESSERA_CHECK(engine_ != nullptr, ConfigError, "the backward of unit '", unit_->name(),
                   "' runs after its engine is gone");
-    engine_->enter_backward();
+    engine_->enter_backward(*unit_);
     engine_->backward_watch().begin_recomputed();
     epoch_ = engine_->epoch();
     engine_->coordinator().begin_use(unit_->id(), coordinator::Phase::kBackward);
