@@ -170,6 +170,7 @@ TEST_F(HostFeedCopyTest, BringsTheShardWhereTheCopyWasForgottenBeforeItsTurn) {
   const device::Pending brought = feed.start_bring(first, to.data());
   const device::Pending behind = feed.start_bring(second, other.data());
   feed.forget_device_copies();
+  device_->stream(device::StreamKind::kReduce).synchronize();
   copies_.clear();
   update->succeed();
   brought.wait();
