@@ -186,7 +186,8 @@ const BucketLayout& Reducer::layout() const { return impl_->layout; }
 
 ShardGradient Reducer::shard_gradient(int id) {
   const shard::Param& param = impl_->trainable(id);
-  if (has_come(id) && !is_stored(id) && impl_->params.num_ranks() == 1) {
+  const bool is_complete = has_come(id) && !is_stored(id) && impl_->params.num_ranks() == 1;
+  if (is_complete && impl_->stream.parts().sum_of_squares) {
     return impl_->sink->complete_gradient(param);
   }
   impl_->settle(param);

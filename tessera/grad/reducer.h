@@ -202,8 +202,8 @@ class Reducer {
   // parameter's name. What reads gradients does it by itself.
   void wait();
   // Waits for all reductions. Zero where no gradient came since clear(). Inside a backward, in a
-  // group of one, of a gradient that has come and is in memory: does not wait; what reads it is
-  // ordered by the reduce stream, or waits for `came`.
+  // group of one, of a gradient that has come and is in memory, if ReducerParts::sum_of_squares is
+  // given: does not wait; what reads it is ordered by the reduce stream, or waits for `came`.
   ShardGradient shard_gradient(int param);
   // Whether the reduce stream alone orders gradients: in a group of one, on a device with memory of
   // its own, where none is stored or leaves.

@@ -2,6 +2,7 @@
 // together, the order in which states are read, and who waits for whom.
 #include <algorithm>
 #include <exception>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -83,6 +84,23 @@ TEST(UpdatesInParts, KeepTheSumsOfSquaresOfGradientsThatAreGone) {
     }
     world.reducer().finish_backward();
     EXPECT_EQ(world.optimizer().sum_of_squares(world.reducer()), expected);
+    world.optimizer().end_update();
+    world.optimizer().wait();
+  });
+}
+
+TEST(UpdatesInParts, GiveTheMemoryOfAGradientBackBeforeTheNextComes) {
+  TieredCase test;
+  test.shapes = shapes_at(kStates);
+  run_one(in_memory(test), [&](TieredWorld& world) {
+    world.optimizer().begin_update(world.reducer(), kTieredLr, kTieredScale);
+    for (const int id : {5, 4, 2, 1, 0}) {
+      const std::weak_ptr<void> memory = world.add_gradient(1, id);
+      EXPECT_FALSE(memory.expired());
+      world.optimizer().update({&id, 1});
+      EXPECT_TRUE(memory.expired()) << "parameter " << id;
+    }
+    world.reducer().finish_backward();
     world.optimizer().end_update();
     world.optimizer().wait();
   });

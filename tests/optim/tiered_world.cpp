@@ -211,11 +211,13 @@ void TieredWorld::backward(int step) {
   reducer_->finish_backward();
 }
 
-void TieredWorld::add_gradient(int step, int id) {
+std::weak_ptr<void> TieredWorld::add_gradient(int step, int id) {
   const shard::Param& param = (*params_)[id];
   auto values = std::make_shared<std::vector<float>>(
       exact_values(param.layout().numel(), static_cast<std::uint64_t>(100 * step + id)));
-  reducer_->add(param, {values->data(), DType::kFloat32, values});
+  std::weak_ptr<void> memory = values;
+  reducer_->add(param, {values->data(), DType::kFloat32, std::move(values)});
+  return memory;
 }
 
 void TieredWorld::early_step(int number, const std::vector<int>& order) {

@@ -58,8 +58,8 @@ class TieredWorld {
   void step(int number);
   // The same, where gradients come in this order, and updates start as they come. One rank.
   void early_step(int number, const std::vector<int>& order);
-  // The gradient of one parameter comes; what follows is the caller's.
-  void add_gradient(int step, int id);
+  // The gradient of one parameter comes; what follows is the caller's. Gives its memory.
+  std::weak_ptr<void> add_gradient(int step, int id);
   Trained trained();
   // Of a stored shard: whole blocks, as they are in the store.
   std::vector<std::byte> stored_shard(int id);
