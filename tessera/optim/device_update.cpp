@@ -31,14 +31,16 @@ DeviceUpdate::DeviceUpdate(shard::ParamTable& params, const RuleOptions& rule,
       order_(static_cast<std::size_t>(params.num_params())) {
   std::iota(order_.begin(), order_.end(), 0);
   std::size_t element_bytes = 0;  // of a piece in its slot
+  bool is_needed = false;
   for (int id = 0; id < params.num_params(); ++id) {
     if (is_ours(id) && needs_slot(id)) {
+      is_needed = is_needed || params[id].trainable();
       element_bytes = std::max(element_bytes, num_tensors(params[id]) * sizeof(float) +
                                                   bytes_of(params[id].layout().dtype()));
     }
   }
-  if (element_bytes == 0) {
-    return;
+  if (element_bytes == 0 || (!is_needed && own.num_slots == 0)) {
+    return;  // nothing was planned for what is frozen
   }
   const auto step = static_cast<std::size_t>(shard::kShardStep);
   slot_numel_ = own.slot_bytes / element_bytes / step * step;
@@ -111,6 +113,11 @@ void DeviceUpdate::add(int id) {
   States& states = states_[static_cast<std::size_t>(id)];
   const shard::Param& param = params_[id];
   TESSERA_INVARIANT(!states.exists, "parameter '", param.name(), "' has its states already");
+  TESSERA_CHECK(
+      !needs_slot(id) || slot_numel_ > 0, ConfigError, "parameter '", param.name(),
+      "' is to be trained, and memory was planned while everything of its kind was frozen: "
+      "there is no slot for its update. Make the engine with it trainable, and freeze it "
+      "afterwards");
   const std::size_t bytes = num_tensors(param) * tensor_bytes(param);
   states.memory = device_.allocate(is_resident(id) ? MemoryKind::kDevice : MemoryKind::kPinned,
                                    bytes, Role::kOptimizer);

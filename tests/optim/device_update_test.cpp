@@ -35,6 +35,7 @@ struct Shape {
   std::int64_t numel = 0;
   ShardHome home = ShardHome::kDevice;
   StoredParts parts;
+  bool trainable = true;
 };
 
 StoredParts by_processor() { return {}; }
@@ -90,6 +91,7 @@ class World {
       spec.name = "p" + std::to_string(i);
       spec.numel = test.shapes[i].numel;
       spec.dtype = test.dtype;
+      spec.trainable = test.shapes[i].trainable;
       spec.home = own ? test.shapes[i].home : ShardHome::kDevice;
       const shard::Param& param = params_.add(spec, std::make_unique<NoTensor>());
       leaving_.push_back(!test.shapes[i].parts.device_update);
@@ -185,6 +187,7 @@ class World {
   }
 
   Optimizer& optimizer() { return *optimizer_; }
+  shard::Param& param(int id) { return params_[id]; }
   std::vector<double> norms;
   int num_lent = 0;
   int num_copies = 0;  // on the device, of parameters that live on the host
@@ -461,6 +464,19 @@ TEST(DeviceUpdate, SaysThatThereIsNoRoomForStatesThatStream) {
     test.num_slots = 0;
     support::expect_names<ConfigError>([&] { const World world(group, test, true); },
                                        "optim.cpu_share");
+  });
+}
+
+TEST(DeviceUpdate, NeedsNoSlotsForWhatIsFrozen) {
+  comm::run_ranks(1, [&](comm::Group& group) {
+    Case test;
+    test.shapes = {{3000, ShardHome::kHost, by_device(false), false},
+                   {2000, ShardHome::kDevice, by_device(true)}};
+    test.num_slots = 0;
+    World world(group, test, true);
+    world.param(0).set_trainable(true);
+    support::expect_names<ConfigError>([&] { world.optimizer().follow_trainable(0); },
+                                       "parameter 'p0' is to be trained");
   });
 }
 
