@@ -463,7 +463,7 @@ EngineStats Engine::Impl::take_stats() {
   stats.link_down_bytes += stats.reductions.host_bytes + stats.io.link_down_bytes;
   stats.early_updates = early_.take_count();
   stats.exposed_wait_s = stats.gathers.exposed_wait_s + stats.reductions.exposed_wait_s +
-                         std::exchange(exposed_wait_s_, 0.0);
+                         stats.io.lent_wait_s + std::exchange(exposed_wait_s_, 0.0);
   return stats;
 }
 

@@ -454,6 +454,9 @@ TierIo EngineTiers::take_io() {
   if (feed_) {
     io.feed = feed_->take_stats();
   }
+  if (lender_) {
+    io.lent_wait_s = lender_->take_wait_s();
+  }
   if (optimizer_ != nullptr) {
     const optim::TieredStats stats = optimizer_->take_stats();
     io.update_read_wait_s = stats.read_wait_s;

@@ -56,6 +56,7 @@ struct TierIo {
   double update_read_wait_s = 0;
   double update_lease_wait_s = 0;
   double update_s = 0;
+  double lent_wait_s = 0;  // of forwards, for memory that was lent to the update
   // Of the optimizer, between the host and a device with memory of its own.
   std::uint64_t link_up_bytes = 0;
   std::uint64_t link_down_bytes = 0;

@@ -16,6 +16,9 @@ MemoryLender::MemoryLender(Runtime& runtime, optim::DeviceUpdate& borrower)
 void MemoryLender::begin_backward(bool lends) {
   take_all_back();
   lends_ = lends;
+  if (lends_) {
+    num_last_ended_ = std::exchange(num_ended_, 0);
+  }
   if (lends_ && runtime_.on_cuda()) {
     bytes_at_begin_ = torch_memory(runtime_.cuda_device()).taken_bytes;
     last_bytes_ = bytes_at_begin_;
@@ -47,6 +50,9 @@ void MemoryLender::end_backward_of(int unit) {
     return;
   }
   note_freed();
+  if (2 * ++num_ended_ > num_last_ended_) {
+    return;
+  }
   while (borrower_.wants_slot() && has_spare_memory()) {
     const auto memory = std::make_shared<at::Tensor>(
         at::empty({static_cast<std::int64_t>(borrower_.slot_bytes())},
@@ -61,14 +67,21 @@ void MemoryLender::end_backward_of(int unit) {
 
 void MemoryLender::begin_forward_of(int unit) {
   if (num_lent_ > 0) {
-    borrower_.give_back(unit);
+    take_back(unit);
   }
+}
+
+void MemoryLender::take_back(int unit) {
+  const SpanScope span(runtime_.spans(), "wait for lent memory");
+  const std::int64_t begin_ns = runtime_.clock().now_ns();
+  borrower_.give_back(unit);
+  wait_s_ += static_cast<double>(runtime_.clock().now_ns() - begin_ns) * 1e-9;
 }
 
 void MemoryLender::take_all_back() {
   lends_ = false;
   if (std::exchange(num_lent_, 0) > 0) {
-    borrower_.give_back(-1);
+    take_back(-1);
   }
 }
 

@@ -13,6 +13,9 @@
 // before k still need in this backward, besides their activations, is left to them: about as much
 // as the largest unit has freed in the backward before. The first one lends nothing.
 //
+// Only units of the first half of a backward lend: the others' forwards come so soon that they
+// would wait for states to go down again.
+//
 // It is torch's memory, taken and given back as a tensor of the compute stream: no ledger knows it,
 // as none knows activations.
 //
@@ -20,6 +23,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "tessera/engine/runtime.h"
 #include "tessera/optim/device_update.h"
@@ -35,15 +39,21 @@ class MemoryLender {
   void end_backward_of(int unit);
   void begin_forward_of(int unit);
   void take_all_back();
+  // For what was lent, since the last call.
+  double take_wait_s() { return std::exchange(wait_s_, 0.0); }
 
  private:
   bool has_spare_memory() const;
+  void take_back(int unit);
   void note_freed();
 
   Runtime& runtime_;
   optim::DeviceUpdate& borrower_;
   bool lends_ = false;
-  int num_lent_ = 0;  // since all was taken back
+  double wait_s_ = 0;
+  int num_lent_ = 0;        // since all was taken back
+  int num_ended_ = 0;       // units, in this backward
+  int num_last_ended_ = 0;  // in the one before
   // Of torch, on CUDA.
   std::int64_t bytes_at_begin_ = 0;  // when backward began
   std::int64_t last_bytes_ = 0;      // when the last unit's backward had ended, and what was lent
