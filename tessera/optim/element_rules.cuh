@@ -19,11 +19,7 @@
 
 #include <cmath>
 
-#ifdef __CUDACC__
-#define TESSERA_HOST_DEVICE __host__ __device__
-#else
-#define TESSERA_HOST_DEVICE
-#endif
+#include "tessera/optim/host_device.cuh"
 
 namespace tessera::optim {
 
@@ -111,5 +107,3 @@ struct LionElement {
 };
 
 }  // namespace tessera::optim
-
-#undef TESSERA_HOST_DEVICE

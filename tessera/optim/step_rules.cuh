@@ -9,12 +9,7 @@
 
 #include "tessera/optim/clip.h"
 #include "tessera/optim/element_rules.cuh"
-
-#ifdef __CUDACC__
-#define TESSERA_HOST_DEVICE __host__ __device__
-#else
-#define TESSERA_HOST_DEVICE
-#endif
+#include "tessera/optim/host_device.cuh"
 
 namespace tessera::optim {
 
@@ -44,5 +39,3 @@ TESSERA_HOST_DEVICE inline float element_factor(const StepOnDevice& step) {
 }
 
 }  // namespace tessera::optim
-
-#undef TESSERA_HOST_DEVICE
