@@ -279,6 +279,9 @@ void DeviceUpdate::start(std::span<const int> ids, grad::Reducer& gradients,
     }
   }
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (!std::exchange(is_counted_, true)) {
+    ahead_limit_ = next_ahead_ + kMoreAhead;
+  }
   last_update_ = update_.record();
   items_.insert(items_.end(), std::make_move_iterator(items.begin()),
                 std::make_move_iterator(items.end()));

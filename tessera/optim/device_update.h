@@ -78,7 +78,8 @@ class DeviceUpdate {
   void set_order(std::vector<int> ids);
 
   void prepare();
-  // UpdateSlot for one more piece would be used before the next start().
+  // One more slot would be used before the next start(), as far as the last step tells: a few more
+  // pieces than had been sent up then.
   bool wants_slot();
   std::size_t slot_bytes() const { return slots_.slot_bytes(); }
   // slot_bytes() bytes of the device, once `ready` is done, until give_back(lender).
@@ -100,6 +101,8 @@ class DeviceUpdate {
   TieredStats take_stats();
 
  private:
+  static constexpr std::size_t kMoreAhead = 8;
+
   struct States {  // of one parameter
     bool exists = false;
     device::Memory memory;  // of the device or pinned
@@ -176,6 +179,8 @@ class DeviceUpdate {
   UpdateSlots slots_;
   std::deque<Item> items_;      // that are still to be handed over
   std::size_t next_ahead_ = 0;  // the next piece that prepare() has a slot for
+  std::size_t ahead_limit_ = kMoreAhead;
+  bool is_counted_ = false;  // what prepare() has sent up, for ahead_limit_
   bool goes_ahead_ = false;
   bool is_busy_ = false;
   bool is_stopping_ = false;

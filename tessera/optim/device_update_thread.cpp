@@ -30,12 +30,14 @@ void DeviceUpdate::prepare() {
   }
   next_ahead_ = 0;
   goes_ahead_ = true;
+  is_counted_ = false;
   changed_.notify_all();
 }
 
 bool DeviceUpdate::wants_slot() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return goes_ahead_ && pieces_.size() > next_ahead_ + slots_.num_free();
+  const std::size_t num_ahead = next_ahead_ + slots_.num_free();
+  return goes_ahead_ && num_ahead < std::min(pieces_.size(), ahead_limit_);
 }
 
 void DeviceUpdate::lend(int lender, std::byte* data, Pending ready, std::shared_ptr<void> owner) {

@@ -392,13 +392,25 @@ TEST(DeviceUpdate, UsesMemoryThatIsLentAndGivesItBack) {
   }
 }
 
-TEST(DeviceUpdate, WantsNoMoreRoomThanItHasPieces) {
+TEST(DeviceUpdate, WantsNoMoreSlotsThanItHasPieces) {
   Case test;
   test.shapes = {{4000, ShardHome::kHost, by_device(false)}};
   test.num_slots = 1;
   test.slot_numel = 2048;
   test.num_lent = 100;
   EXPECT_EQ(expect_same_bits(test).num_lent, kSteps);  // two pieces, one slot
+}
+
+// The first step does not know how far it gets; each later one tries a few pieces more.
+TEST(DeviceUpdate, WantsNoMoreSlotsThanItCanFill) {
+  Case test;
+  test.shapes = {{100000, ShardHome::kHost, by_device(false)}};  // 49 pieces
+  test.num_slots = 1;
+  test.slot_numel = 2048;
+  test.num_lent = 100;
+  const int num_lent = expect_same_bits(test).num_lent;
+  EXPECT_GE(num_lent, 7 * kSteps);
+  EXPECT_LE(num_lent, 7 + 15 + 23 + 31);
 }
 
 TEST(DeviceUpdate, UpdatesInAnotherOrderThanItWasToldTo) {
