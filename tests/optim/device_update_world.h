@@ -1,0 +1,344 @@
+// One rank beside a device with memory of its own, the late double, and the same in one memory:
+// what tests of the update on a device compare.
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/thread_backend.h"
+#include "tessera/device/device_cpu.h"
+#include "tessera/device/late_device.h"
+#include "tessera/optim/sharded_optimizer.h"
+#include "tessera/optim/tiered_optimizer.h"
+
+namespace tessera::optim {
+
+using shard::ShardHome;
+
+constexpr double kLr = 1e-2;
+constexpr double kScale = 0.5;
+constexpr int kSteps = 4;
+
+class NoTensor final : public shard::FullTensor {
+ public:
+  void attach(void* /*data*/) override {}
+  void detach() override {}
+};
+
+struct Shape {
+  std::int64_t numel = 0;
+  ShardHome home = ShardHome::kDevice;
+  StoredParts parts;
+  bool trainable = true;
+};
+
+inline StoredParts by_processor() { return {}; }
+inline StoredParts by_device(bool resident) { return {false, false, false, true, resident}; }
+
+struct Case {
+  std::vector<Shape> shapes;
+  DType dtype = DType::kBFloat16;
+  device::LateMode mode = device::LateMode::kRandom;
+  bool leaves = true;  // gradients of the processor's share go to the host as they come
+  int num_backwards = 1;
+  int num_slots = 2;
+  std::size_t slot_numel = 4096;
+  int num_lent = 0;               // slots besides, at most
+  bool takes_back_early = false;  // before the update starts
+  bool is_reversed = false;       // the order in which updates are expected
+  bool starts_early = false;      // each update, as soon as its gradient has come
+  RuleOptions rule;
+};
+
+inline float value_of(std::int64_t i, std::uint64_t seed) {
+  const auto hash = static_cast<std::uint64_t>(i) * 2654435761U + seed * 40503U;
+  return static_cast<float>(static_cast<int>(hash >> 7 & 1023) - 512) / 1024;
+}
+
+inline std::vector<std::byte> elements(std::int64_t numel, DType dtype, std::uint64_t seed) {
+  std::vector<std::byte> bytes(static_cast<std::size_t>(numel) * bytes_of(dtype));
+  for (std::int64_t i = 0; i < numel; ++i) {
+    const float value = value_of(i, seed);
+    const BFloat16 half = to_bfloat16(value);
+    const void* const from = dtype == DType::kFloat32 ? static_cast<const void*>(&value)
+                                                      : static_cast<const void*>(&half);
+    std::memcpy(bytes.data() + static_cast<std::size_t>(i) * bytes_of(dtype), from,
+                bytes_of(dtype));
+  }
+  return bytes;
+}
+
+// One rank. `own`: beside a device with memory of its own, as the case says; else in one memory.
+class World {
+ public:
+  World(comm::Group& group, const Case& test, bool own)
+      : test_(test),
+        own_(own),
+        spans_(clock_, 0),
+        device_(make_device()),
+        host_(device::make_cpu_device()),
+        params_(group.rank(), group.size(), *device_),
+        kernels_(make_cpu_kernels(1)),
+        host_kernels_(make_cpu_kernels(2)) {
+    for (std::size_t i = 0; i < test.shapes.size(); ++i) {
+      shard::ParamSpec spec;
+      spec.name = "p" + std::to_string(i);
+      spec.numel = test.shapes[i].numel;
+      spec.dtype = test.dtype;
+      spec.trainable = test.shapes[i].trainable;
+      spec.home = own ? test.shapes[i].home : ShardHome::kDevice;
+      const shard::Param& param = params_.add(spec, std::make_unique<NoTensor>());
+      leaving_.push_back(!test.shapes[i].parts.device_update);
+      gradients_.emplace_back();
+      write(param, elements(spec.numel, spec.dtype, i + 1));
+    }
+    grad::ReducerParts parts{group, *device_, params_, clock_, spans_};
+    if (own) {
+      set_kernels(parts);
+    }
+    reducer_ = std::make_unique<grad::Reducer>(
+        parts, grad::ReducerOptions{std::int64_t{1} << 20, test.dtype});
+    if (own) {
+      TieredParts tiers{clock_, spans_};
+      for (const Shape& shape : test.shapes) {
+        tiers.stored.push_back(shape.parts);
+      }
+      tiers.sub_group_numel = 2048;
+      tiers.own = {device_.get(), kernels_.get(), test.num_slots, test.slot_numel * 16};
+      auto optimizer = std::make_unique<TieredOptimizer>(params_, *host_, *host_kernels_, test.rule,
+                                                         std::move(tiers));
+      update_ = optimizer->device_update();
+      if (test.is_reversed) {
+        std::vector<int> order(static_cast<std::size_t>(params_.num_params()));
+        std::iota(order.rbegin(), order.rend(), 0);
+        update_->set_order(order);
+      }
+      optimizer_ = std::move(optimizer);
+    } else {
+      optimizer_ = std::make_unique<ShardedOptimizer>(params_, *device_, *kernels_, test.rule);
+    }
+  }
+
+  void step(int number) {
+    optimizer_->prepare();
+    const bool is_early = test_.starts_early && update_ != nullptr;
+    for (int backward = 0; backward < test_.num_backwards; ++backward) {
+      const bool is_last = backward + 1 == test_.num_backwards;
+      if (is_early && is_last) {
+        optimizer_->begin_update(*reducer_, kLr, kScale);
+      }
+      for (int id = params_.num_params() - 1; id >= 0; --id) {
+        const shard::Param& param = params_[id];
+        const auto seed = static_cast<std::uint64_t>(100 * number + 10 * backward + id);
+        auto values = std::make_shared<std::vector<std::byte>>(
+            elements(param.layout().numel(), test_.dtype, seed));
+        gradients_[static_cast<std::size_t>(id)] = values;
+        reducer_->add(param, {values->data(), test_.dtype, std::move(values)});
+        if (is_early && is_last) {
+          optimizer_->update({&id, 1});
+        }
+      }
+      reducer_->finish_backward();
+    }
+    lend();
+    if (test_.takes_back_early) {
+      take_back();
+    }
+    norms.push_back(optimizer_->sum_of_squares(*reducer_));
+    if (is_early) {
+      optimizer_->end_update();
+    } else {
+      optimizer_->start_update(*reducer_, kLr, kScale);
+    }
+    check_copies();
+    take_back();
+    let_go_of_copies();
+    optimizer_->wait();
+    reducer_->clear();
+  }
+
+  std::vector<std::vector<std::byte>> trained() {
+    std::vector<std::vector<std::byte>> all;
+    for (int id = 0; id < params_.num_params(); ++id) {
+      const shard::Param& param = params_[id];
+      param.updated().wait();
+      std::vector<std::byte> shard(param.layout().shard_bytes());
+      device_
+          ->start_copy(shard.data(), param.shard(), shard.size(),
+                       device_->stream(device::StreamKind::kWrite))
+          .wait();
+      all.push_back(std::move(shard));
+      std::vector<std::string_view> names{"master"};
+      const auto states = state_names(test_.rule);
+      names.insert(names.end(), states.begin(), states.end());
+      for (const std::string_view name : names) {
+        const std::span<float> values = optimizer_->state(id, name);
+        const auto* const begin = reinterpret_cast<const std::byte*>(values.data());
+        all.emplace_back(begin, begin + values.size_bytes());
+      }
+    }
+    return all;
+  }
+
+  Optimizer& optimizer() { return *optimizer_; }
+  shard::Param& param(int id) { return params_[id]; }
+  std::vector<double> norms;
+  int num_lent = 0;
+  int num_copies = 0;  // on the device, of parameters that live on the host
+
+ private:
+  std::unique_ptr<device::Device> make_device() const {
+    if (!own_) {
+      return device::make_cpu_device();
+    }
+    device::LateDeviceOptions options;
+    options.mode = test_.mode;
+    options.own_memory = true;
+    return device::make_late_device(options);
+  }
+
+  void set_kernels(grad::ReducerParts& parts) {
+    parts.add = [this](float* sum, const void* value, DType dtype, std::int64_t numel,
+                       device::Stream& stream) {
+      return kernels_->start_add(sum, value, dtype, numel, stream);
+    };
+    parts.convert = [this](void* to, DType to_dtype, const void* from, DType from_dtype,
+                           std::int64_t numel, device::Stream& stream) {
+      return kernels_->start_convert(to, to_dtype, from, from_dtype, 1.0F, numel, stream);
+    };
+    parts.sum_of_squares = [this](const void* values, DType dtype, std::int64_t numel,
+                                  double* result, device::Stream& stream) {
+      const NormSpan span{values, dtype, numel};
+      return kernels_->start_sums_of_squares({&span, 1}, result, stream);
+    };
+    parts.leaves_to_host = test_.leaves ? &leaving_ : nullptr;
+  }
+
+  // As a backward frees memory: of two lenders in turn.
+  void lend() {
+    while (update_ != nullptr && lent_.size() < static_cast<std::size_t>(test_.num_lent) &&
+           update_->wants_slot()) {
+      auto memory = std::make_shared<device::Memory>(
+          device_->allocate(device::MemoryKind::kDevice, update_->slot_bytes(), Role::kOther));
+      lent_.push_back(memory);
+      update_->lend(static_cast<int>(lent_.size() % 2), memory->data(),
+                    device_->stream(device::StreamKind::kCompute).record(), memory);
+      ++num_lent;
+    }
+  }
+
+  // Whoever gets it back writes to it at once.
+  void take_back() {
+    if (update_ == nullptr) {
+      return;
+    }
+    update_->give_back(1);
+    for (std::size_t i = 0; i < lent_.size(); i += 2) {
+      EXPECT_EQ(lent_[i].use_count(), 1) << "lender 1 has not got everything back";
+      std::memset(lent_[i]->data(), 0xff, lent_[i]->bytes());
+    }
+    update_->give_back(-1);
+    for (const auto& memory : lent_) {
+      EXPECT_EQ(memory.use_count(), 1);
+      std::memset(memory->data(), 0xff, memory->bytes());
+    }
+    lent_.clear();
+  }
+
+  // Copies on the device are the new values, before and beside those that go home.
+  void check_copies() {
+    for (int id = 0; id < params_.num_params(); ++id) {
+      const shard::Param& param = params_[id];
+      const shard::DeviceCopy& copy = param.device_copy();
+      if (copy.values == nullptr) {
+        continue;
+      }
+      EXPECT_TRUE(param.is_on_host());
+      ++num_copies;
+      const std::size_t bytes =
+          static_cast<std::size_t>(param.range().numel) * bytes_of(test_.dtype);
+      std::vector<std::byte> copied(bytes);
+      device::Stream& stream = device_->stream(device::StreamKind::kGather);
+      stream.wait(copy.made);
+      device_->start_copy(copied.data(), copy.values, bytes, stream).wait();
+      param.updated().wait();
+      EXPECT_EQ(std::memcmp(copied.data(), param.shard(), bytes), 0) << param.name();
+    }
+  }
+
+  // As a forward that has gathered them does.
+  void let_go_of_copies() {
+    for (int id = 0; id < params_.num_params(); ++id) {
+      if (params_[id].device_copy().values != nullptr) {
+        params_[id].set_device_copy({});
+        params_[id].updated().wait();
+        reducer_->let_go(id);
+        EXPECT_TRUE(gradients_[static_cast<std::size_t>(id)].expired()) << params_[id].name();
+      }
+    }
+  }
+
+  void write(const shard::Param& param, const std::vector<std::byte>& values) {
+    device_
+        ->start_copy(param.shard(), values.data(), values.size(),
+                     device_->stream(device::StreamKind::kWrite))
+        .wait();
+  }
+
+  const Case test_;
+  const bool own_;
+  SteadyClock clock_;
+  Spans spans_;
+  std::unique_ptr<device::Device> device_;
+  std::unique_ptr<device::Device> host_;
+  shard::ParamTable params_;
+  std::vector<bool> leaving_;
+  std::unique_ptr<Kernels> kernels_;
+  std::unique_ptr<Kernels> host_kernels_;
+  std::unique_ptr<grad::Reducer> reducer_;
+  std::unique_ptr<Optimizer> optimizer_;
+  DeviceUpdate* update_ = nullptr;
+  std::vector<std::weak_ptr<void>> gradients_;  // by id
+  std::vector<std::shared_ptr<device::Memory>> lent_;
+};
+
+struct Counts {
+  int num_lent = 0;
+  int num_copies = 0;
+};
+
+inline Counts expect_same_bits(const Case& test) {
+  Counts counts;
+  comm::run_ranks(1, [&](comm::Group& group) {
+    World reference(group, test, /*own=*/false);
+    World world(group, test, /*own=*/true);
+    for (int step = 1; step <= kSteps; ++step) {
+      reference.step(step);
+      world.step(step);
+    }
+    EXPECT_EQ(world.norms, reference.norms);
+    const auto found = world.trained();
+    const auto expected = reference.trained();
+    ASSERT_EQ(found.size(), expected.size());
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      EXPECT_EQ(found[i], expected[i]) << "tensor " << i;
+    }
+    counts = {world.num_lent, world.num_copies};
+  });
+  return counts;
+}
+
+// Sizes that do not divide, some larger than a slot.
+inline std::vector<Shape> mixed_shapes() {
+  return {{5, ShardHome::kDevice, by_device(true)},   {9001, ShardHome::kHost, by_device(false)},
+          {4096, ShardHome::kHost, by_processor()},   {12289, ShardHome::kDevice, by_device(false)},
+          {5000, ShardHome::kDevice, by_processor()}, {3001, ShardHome::kHost, by_device(false)},
+          {7, ShardHome::kDevice, by_device(true)}};
+}
+
+}  // namespace tessera::optim
