@@ -10,19 +10,13 @@
 #include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
 #include "tests/engine/messages.h"
+#include "tests/engine/run_options.h"
 #include "tests/engine/small_modules.h"
 #include "tests/engine/training_run.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
 namespace {
-
-using Options = std::vector<std::pair<std::string, std::string>>;
-
-Options joined(Options first, const Options& second) {
-  first.insert(first.end(), second.begin(), second.end());
-  return first;
-}
 
 struct Case {
   std::string name;
@@ -72,13 +66,6 @@ RunSettings settings_of(const Case& each) {
     settings.options.emplace_back("optim.momentum", "0.9");
   }
   return settings;
-}
-
-Options nvme_in(const DiskDirectory& directory) {
-  return {{"nvme.paths", directory.path().string()},
-          {"nvme.block_bytes", "64KiB"},
-          {"nvme.queue_depth", "4"},
-          {"nvme.threads", "2"}};
 }
 
 struct Placed {

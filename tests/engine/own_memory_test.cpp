@@ -8,18 +8,12 @@
 #include <ATen/ATen.h>
 
 #include "tessera/device/device_cuda.h"
+#include "tests/engine/run_options.h"
 #include "tests/engine/training_run.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
 namespace {
-
-using Options = std::vector<std::pair<std::string, std::string>>;
-
-Options joined(Options first, const Options& second) {
-  first.insert(first.end(), second.begin(), second.end());
-  return first;
-}
 
 struct Placed {
   std::string name;
@@ -27,11 +21,7 @@ struct Placed {
 };
 
 std::vector<Placed> placements(const DiskDirectory& directory) {
-  // Nothing is measured: tests run side by side.
-  const Options io{{"nvme.paths", directory.path().string()},
-                   {"nvme.block_bytes", "64KiB"},
-                   {"nvme.queue_depth", "4"},
-                   {"nvme.threads", "2"}};
+  const Options io = nvme_in(directory);
   const Options host{{"place.parameters", "host"}, {"place.optimizer", "host"}};
   const Options streamed = joined({{"optim.cpu_share", "0"}}, host);
   return {

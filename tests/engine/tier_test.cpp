@@ -6,26 +6,12 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/engine/run_options.h"
 #include "tests/engine/training_run.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
 namespace {
-
-using Options = std::vector<std::pair<std::string, std::string>>;
-
-Options joined(Options first, const Options& second) {
-  first.insert(first.end(), second.begin(), second.end());
-  return first;
-}
-
-// Nothing is measured: tests run side by side.
-Options nvme_in(const DiskDirectory& directory) {
-  return {{"nvme.paths", directory.path().string()},
-          {"nvme.block_bytes", "64KiB"},
-          {"nvme.queue_depth", "4"},
-          {"nvme.threads", "2"}};
-}
 
 struct Placed {
   std::string name;
