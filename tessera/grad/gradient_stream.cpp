@@ -99,7 +99,8 @@ void GradientStream::clear_stored() noexcept {
 Pending GradientStream::start_to_host(void* to, const void* from, std::size_t bytes) {
   device::Stream& down = parts_.device.stream(StreamKind::kWrite);
   down.wait(compute_.record());
-  return parts_.device.start_copy(to, from, bytes, down);
+  last_to_host_ = parts_.device.start_copy(to, from, bytes, down);
+  return last_to_host_;
 }
 
 void GradientStream::retire(std::shared_ptr<void> owner, const Pending& also) {
@@ -144,10 +145,15 @@ ReducerStats GradientStream::take_stats() {
 }
 
 void GradientStream::drain() noexcept {
-  try {
-    synchronize();
-  } catch (...) {  // whoever waited for the result has been told
-  }
+  const auto settle = [](auto&& wait) {
+    try {
+      wait();
+    } catch (...) {  // whoever waited for the result has been told
+    }
+  };
+  settle([this] { synchronize(); });
+  settle([this] { last_to_host_.wait(); });  // those before it are done, too
+  free_retired();
 }
 
 }  // namespace tessera::grad

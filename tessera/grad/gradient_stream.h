@@ -60,7 +60,8 @@ class GradientStream {
   void wait_for(const device::Pending& pending);
   // Blocks until the stream has done everything; throws its failure.
   void synchronize();
-  // The same before memory is given back, whatever has become of the work.
+  // The same, copies to the host included, before memory is given back, whatever has become of the
+  // work.
   void drain() noexcept;
 
   bool has_own_memory() const { return has_own_memory_; }
@@ -84,6 +85,7 @@ class GradientStream {
   const bool has_own_memory_;  // that the host cannot reach
   const std::unique_ptr<StoredGradients> stored_;
   std::deque<std::pair<device::Pending, std::shared_ptr<void>>> retired_;
+  device::Pending last_to_host_;
   ReducerStats stats_;
   std::int64_t held_bytes_ = 0;
 };

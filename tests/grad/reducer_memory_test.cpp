@@ -75,6 +75,21 @@ TEST(ReducerMemory, AWholeParameterIsReducedFromWhereItLies) {
   }
 }
 
+TEST(ReducerMemory, IsKeptUntilCopiesToTheHostAreDone) {
+  comm::run_ranks(1, [](comm::Group& group) {
+    ReduceCase test;
+    test.shapes = {{50}, {50, true, false, false, /*leaves=*/true}};
+    test.device = DeviceKind::kLazy;
+    RankWorld world(group, test);
+    add_all(world, {});
+    world.reducer().finish_backward();
+    const device::Pending came = world.reducer().shard_gradient(1).came;
+    EXPECT_FALSE(came.done()) << "nobody has waited for it";
+    world.destroy_reducer();
+    EXPECT_TRUE(came.done()) << "it was still being written to memory that is freed";
+  });
+}
+
 TEST(ReducerMemory, EqualsItsClosedForm) {
   for (const DType wire : {DType::kFloat32, DType::kBFloat16}) {
     for (const std::int64_t bucket_bytes : {400, 1 << 20}) {

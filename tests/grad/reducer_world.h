@@ -50,6 +50,7 @@ struct ParamShape {
   bool trainable = true;
   bool dynamic = false;
   bool stored = false;
+  bool leaves = false;  // to memory of the host; in a group of one
 };
 
 struct ReduceCase {
@@ -83,6 +84,8 @@ class RankWorld {
       spec.trainable = test.shapes[i].trainable;
       spec.dynamic = test.shapes[i].dynamic;
       params_.add(spec, std::make_unique<NoTensor>());
+      leaving_.push_back(test.shapes[i].leaves);
+      any_leaves_ |= test.shapes[i].leaves;
     }
     if (test.make_store) {
       make_tier();
@@ -109,6 +112,7 @@ class RankWorld {
   void make_reducer() {
     ReducerParts parts{group_, *device_, params_, clock_, spans_};
     parts.dynamic_group = dynamic_group_.get();
+    parts.leaves_to_host = any_leaves_ ? &leaving_ : nullptr;
     if (store_) {
       parts.tier = &tier_;
       parts.block_sum_of_squares = optim::best_loops().block_sum_of_squares;
@@ -146,6 +150,8 @@ class RankWorld {
   SteadyClock clock_;
   Spans spans_;
   shard::ParamTable params_;
+  std::vector<bool> leaving_;  // by id
+  bool any_leaves_ = false;
   std::unique_ptr<tier::Store> store_;
   std::unique_ptr<tier::BufferPool> pool_;
   GradientTier tier_;
