@@ -4,21 +4,18 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <system_error>
-#include <thread>
 #include <utility>
-#include <vector>
 
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
 #include "tessera/device/host_info.h"
+#include "tessera/device/host_threads.h"
 
 namespace tessera::device {
 namespace {
@@ -45,6 +42,18 @@ Memory charged(const HostMemoryRequest& request, void* data, std::size_t taken_b
                   give_back();
                   ledger->discharge(tier, role, taken_bytes);
                 });
+}
+
+// Loops over states and gradients run over much memory once: with small pages they wait for
+// addresses.
+HostPages map_for(const HostMemoryRequest& request) {
+  if (request.bytes < kHugePageBytes) {
+    return map_pages(request.bytes, request.alignment, request.kind);
+  }
+  const HostPages pages =
+      map_pages(request.bytes, std::max(request.alignment, kHugePageBytes), request.kind);
+  prefer_huge_pages(pages.data, pages.bytes);
+  return pages;
 }
 
 }  // namespace
@@ -99,32 +108,14 @@ void prefer_huge_pages(void* data, std::size_t bytes) noexcept {
 }
 
 void touch_pages(const HostPages& pages) {
-  constexpr std::size_t kPieceBytes = 32 * kHugePageBytes;  // no two threads in one huge page
-  const std::size_t num_pieces = (pages.bytes + kPieceBytes - 1) / kPieceBytes;
-  std::atomic<std::size_t> next_piece{0};
-  const auto touch = [&] {
-    const std::size_t page = page_bytes();
-    auto* const data = static_cast<volatile unsigned char*>(pages.data);
-    for (std::size_t piece = next_piece++; piece < num_pieces; piece = next_piece++) {
-      const std::size_t end = std::min(pages.bytes, (piece + 1) * kPieceBytes);
-      for (std::size_t at = piece * kPieceBytes; at < end; at += page) {
-        data[at] = 0;
-      }
-    }
-  };
-  const auto num_cores = static_cast<std::size_t>(num_pieces > 1 ? read_host_cores().usable() : 1);
-  std::vector<std::thread> helpers;
-  while (helpers.size() + 1 < std::min(num_cores, num_pieces)) {
-    try {
-      helpers.emplace_back(touch);
-    } catch (const std::system_error&) {
-      break;  // no more threads to be had: those that there are do it all
-    }
-  }
-  touch();
-  for (std::thread& helper : helpers) {
-    helper.join();
-  }
+  for_each_piece((pages.bytes + kTouchedPieceBytes - 1) / kTouchedPieceBytes,
+                 [&](std::size_t piece) {
+                   auto* const data = static_cast<volatile unsigned char*>(pages.data);
+                   const std::size_t end = std::min(pages.bytes, (piece + 1) * kTouchedPieceBytes);
+                   for (std::size_t at = piece * kTouchedPieceBytes; at < end; at += page_bytes()) {
+                     data[at] = 0;
+                   }
+                 });
 }
 
 bool lock_pages(const HostPages& pages) noexcept { return mlock(pages.data, pages.bytes) == 0; }
@@ -143,7 +134,7 @@ Memory allocate_host_memory(const HostMemoryRequest& request) {
     return charged(request, data, request.bytes, [data] { std::free(data); });
   }
 
-  const HostPages pages = map_pages(request.bytes, request.alignment, request.kind);
+  const HostPages pages = map_for(request);
   if (is_pinned && !lock_pages(pages) && request.on_not_locked) {
     const char* const why = std::strerror(errno);
     const auto limit = locked_memory_limit_bytes();

@@ -3,7 +3,8 @@
 // must not share a page with a neighbour).
 //
 // Sizes are exact: heap blocks take the bytes asked for, pages are rounded up to the next page,
-// nothing is rounded to powers of two. The ledger is charged what was taken.
+// nothing is rounded to powers of two. The ledger is charged what was taken. From kHugePageBytes on
+// pages begin where a huge one can, and huge ones are asked for.
 //
 // Threads: every function may be called from any thread.
 #pragma once
@@ -36,9 +37,11 @@ void unmap_pages(const HostPages& pages) noexcept;
 void prefer_huge_pages(void* data, std::size_t bytes) noexcept;
 inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 // Writes to every page once, so that the kernel has given and zeroed them all: with as many threads
-// as cores, since one alone zeroes a fraction of what memory can take. Before anything else uses
-// it. The threads keep to the caller's cores, so the pages are near them.
+// as cores (host_threads.h), since one alone zeroes a fraction of what memory can take. Before
+// anything else uses it.
 void touch_pages(const HostPages& pages);
+// What one thread does of it at a time: no two threads are in one huge page.
+inline constexpr std::size_t kTouchedPieceBytes = 32 * kHugePageBytes;
 // Best effort: false if the limit on locked memory (RLIMIT_MEMLOCK) does not allow it.
 bool lock_pages(const HostPages& pages) noexcept;
 

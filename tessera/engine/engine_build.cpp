@@ -5,10 +5,10 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/device/host_threads.h"
 #include "tessera/engine/build_scope.h"
 #include "tessera/engine/engine_impl.h"
 #include "tessera/optim/update_loops.h"
@@ -173,29 +173,28 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
   return param.id();
 }
 
-// In tiles, so that no second copy of a large shard is ever there; by all threads, since a model
-// that has to be sharded has many values.
+// By all threads, since a model that has to be sharded has many values. In rounds where the shard
+// is on a device, so that no second copy of a large one is ever there.
 void Engine::Impl::fill_shard(const shard::Param& param, const Init& init) {
-  constexpr std::int64_t kTile = 128 * shard::kShardStep;
+  constexpr std::int64_t kTile = std::int64_t{1} << 16;
+  constexpr std::int64_t kRound = 64 * kTile;
   const DType dtype = param.layout().dtype();
   const shard::ElementRange range = param.range();
-  const std::int64_t round = std::min(kTile * at::get_num_threads(), range.numel);
+  const std::int64_t round = param.is_on_host() ? range.numel : std::min(kRound, range.numel);
   std::vector<std::byte> values;
   if (!param.is_on_host()) {
     values.resize(static_cast<std::size_t>(round) * bytes_of(dtype));
   }
   for (std::int64_t begin = 0; begin < range.numel; begin += round) {
     const std::int64_t numel = std::min(round, range.numel - begin);
-    std::byte* const to = param.is_on_host()
-                              ? param.shard() + static_cast<std::size_t>(begin) * bytes_of(dtype)
-                              : values.data();
-    at::parallel_for(0, (numel + kTile - 1) / kTile, 1, [&](std::int64_t first, std::int64_t last) {
-      for (std::int64_t at = first * kTile; at < std::min(last * kTile, numel); at += kTile) {
-        fill_initial(init, seed_, param.name(),
-                     {range.begin + begin + at, std::min(kTile, numel - at)}, dtype,
-                     to + static_cast<std::size_t>(at) * bytes_of(dtype));
-      }
-    });
+    std::byte* const to = param.is_on_host() ? param.shard() : values.data();
+    device::for_each_piece(
+        static_cast<std::size_t>((numel + kTile - 1) / kTile), [&](std::size_t piece) {
+          const auto at = static_cast<std::int64_t>(piece) * kTile;
+          fill_initial(init, seed_, param.name(),
+                       {range.begin + begin + at, std::min(kTile, numel - at)}, dtype,
+                       to + static_cast<std::size_t>(at) * bytes_of(dtype));
+        });
     if (!param.is_on_host()) {
       copy_to_shard(param, begin, numel, to);
     }

@@ -1,12 +1,12 @@
 #include "tessera/optim/device_update.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <tuple>
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/device/host_threads.h"
 #include "tessera/optim/sub_group.h"
 #include "tessera/optim/update_batch.h"
 #include "tessera/tier/store.h"
@@ -64,6 +64,13 @@ DeviceUpdate::~DeviceUpdate() {
       changed_.notify_all();
     }
     thread_.join();
+  }
+  // After a failure of one stream the others still use this memory.
+  for (device::Stream* const stream : {&read_, &update_, &write_}) {
+    try {
+      stream->synchronize();
+    } catch (const std::exception&) {
+    }
   }
 }
 
@@ -128,7 +135,7 @@ void DeviceUpdate::add(int id) {
   if (is_resident(id)) {
     device_.start_fill(states.memory.data(), 0, bytes, write_).wait();
   } else {
-    std::memset(states.memory.data(), 0, bytes);
+    device::fill_host(states.memory.data(), 0, bytes);
   }
 }
 

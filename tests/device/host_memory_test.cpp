@@ -66,6 +66,17 @@ TEST(HostMemory, IsAlignedAsAskedBelowAndAboveAPage) {
   }
 }
 
+TEST(HostMemory, BeginsWhereAHugePageCanAndTakesNoMoreForIt) {
+  for (const MemoryKind kind : {MemoryKind::kHost, MemoryKind::kPinned}) {
+    Ledger ledger;
+    const std::size_t bytes = kHugePageBytes + page_bytes();
+    const Memory memory = allocate_host_memory(request_for(kind, bytes, &ledger));
+    EXPECT_TRUE(is_aligned(memory.data(), kHugePageBytes));
+    EXPECT_EQ(memory.bytes(), bytes);
+    EXPECT_EQ(ledger.current_bytes(tier_of(kind)), bytes);
+  }
+}
+
 TEST(HostMemory, RefusesAlignmentsThatAreNone) {
   for (const std::size_t alignment : {0U, 8U, 48U}) {
     HostMemoryRequest request = request_for(MemoryKind::kHost, 64, nullptr);
