@@ -71,22 +71,32 @@ struct HeadBytes {
 //   loss                        targets; all at once: the logarithms of probabilities, fp32
 // In forward, all at once: fp32 logits and the logarithms. In backward: the logarithms, their
 // gradient and that of the logits, all fp32; then the latter in the model's type beside the
-// gradient of the norm's output. In chunks: see gpt_chunked_loss.h, and the gradient of the norm's
-// output in backward.
+// gradient of the norm's output. In chunks: see chunked_head_bytes().
 HeadBytes head_bytes(const GptOptions& options, const Sizes& sizes) {
   const auto element_bytes = static_cast<std::int64_t>(bytes_of(options.dtype));
-  const bool low_precision = element_bytes < kFp32Bytes;
   const std::int64_t kept = 2 * sizes.statistic + sizes.row + kIdBytes * sizes.tokens;
-  if (options.loss_chunk == 0) {
-    return {
-        kept + kFp32Bytes * sizes.logits,
-        kept + std::max(3 * kFp32Bytes * sizes.logits, element_bytes * sizes.logits + sizes.row)};
-  }
+  return {kept + kFp32Bytes * sizes.logits,
+          kept + std::max(3 * kFp32Bytes * sizes.logits, element_bytes * sizes.logits + sizes.row)};
+}
+
+// See gpt_chunked_loss.h. Where gradients are made in forward, that of the norm's output is kept in
+// its place, and that of the weight, which in fp32 is a parameter's gradient as any other. Else the
+// norm's output is kept, and the gradients come in backward.
+HeadBytes chunked_head_bytes(const GptOptions& options, const Sizes& sizes) {
+  const auto element_bytes = static_cast<std::int64_t>(bytes_of(options.dtype));
+  const bool low_precision = element_bytes < kFp32Bytes;
   const std::int64_t chunk = std::min(options.loss_chunk, sizes.tokens);
   const std::int64_t per_logit = element_bytes + kFp32Bytes + (low_precision ? kFp32Bytes : 0);
-  const bool sums_apart = low_precision && chunk < sizes.tokens;
-  const std::int64_t weight_sum = sums_apart ? kFp32Bytes * options.vocabulary * options.width : 0;
-  return {kept, kept + sizes.row + per_logit * chunk * options.vocabulary + weight_sum};
+  const std::int64_t of_chunk = per_logit * chunk * options.vocabulary;
+  const std::int64_t others = 2 * sizes.statistic + kIdBytes * sizes.tokens;
+  const std::int64_t weight_sum =
+      low_precision ? kFp32Bytes * options.vocabulary * options.width : 0;
+  if (options.dtype != DType::kFloat16) {
+    const std::int64_t kept = others + kFp32Bytes * sizes.tokens * options.width + weight_sum;
+    return {kept, kept + sizes.row + of_chunk};
+  }
+  const std::int64_t kept = others + sizes.row;
+  return {kept, kept + sizes.row + of_chunk + (chunk < sizes.tokens ? weight_sum : 0)};
 }
 
 void check_sizes(const GptOptions& options, std::int64_t batch) {
@@ -106,7 +116,8 @@ void check_sizes(const GptOptions& options, std::int64_t batch) {
 GptActivations gpt_activations(const GptOptions& options, std::int64_t batch) {
   check_sizes(options, batch);
   const Sizes sizes(options, batch);
-  const HeadBytes head = head_bytes(options, sizes);
+  const HeadBytes head =
+      options.loss_chunk > 0 ? chunked_head_bytes(options, sizes) : head_bytes(options, sizes);
   GptActivations bytes;
   bytes.per_block = block_bytes(options, sizes, /*trained=*/true);
   bytes.embedding = sizes.row + kIdBytes * (sizes.tokens + options.sequence);

@@ -1,13 +1,24 @@
 // The head's product and the cross entropy, a chunk of tokens at a time: logits of all tokens never
-// exist, neither in forward nor in backward. What it costs is the product once more in backward.
+// exist, neither in forward nor in backward.
+//
+// Gradients of the mean loss are made in forward, while a chunk's logits are there, in fp32;
+// backward multiplies them by the gradient of the loss and rounds them. So no product is made
+// twice, and neither the logits nor what they are made of is kept. Not so
+//   where forward runs without gradients, as in evaluation
+//   in fp16, where gradients need the factor of the loss before they are rounded, and in low
+//   precision on a processor, which has no product with sums of another type. There backward makes
+//   a chunk's logits once more
 //
 // With V = vocabulary, W = width, N = tokens, C = tokens per chunk and e = bytes of an element, the
 // whole computation keeps 4NV bytes from forward to backward and holds 12NV in backward. This one
-// keeps `hidden` and the targets, as the whole does, nothing else, and holds at most
+// holds at most
 //   forward    (e + 4) CV, and 4CV more where logits are of low precision and the softmax does not
-//              read them as they are
-//   backward   the same, and in low precision with several chunks 4VW for the weight's gradient
-// and its results: NW e of hidden's gradient and VW e of the weight's.
+//              read them as they are, beside `hidden`
+//              and the gradients, 4NW + 4VW, which are kept
+//   backward   these, and its results: eNW + eVW
+// and where backward makes them
+//   forward    the same without gradients; `hidden` and the targets are kept
+//   backward   the same, its results, and in low precision with several chunks 4VW for the weight's
 //
 // The numbers are those of the whole: logits are rounded to the type of `hidden`, everything from
 // there to the gradient of the logits is fp32 (fp64 for fp64), and that gradient is rounded once.

@@ -169,13 +169,20 @@ TEST(GptActivations, HaveTheClosedForm) {
   options.loss_chunk = 1024;
   const GptActivations chunked = gpt_activations(options, 8);
   EXPECT_EQ(chunked.per_block, whole.per_block);
-  EXPECT_EQ(chunked.head, 2 * row + 16 * tokens + 10 * 1024 * std::int64_t{50304} +
-                              4 * std::int64_t{50304} * 2048);
-  EXPECT_EQ(chunked.kept, whole.kept - 4 * tokens * 50304);
+  const std::int64_t weight_sum = 4 * std::int64_t{50304} * 2048;
+  EXPECT_EQ(chunked.head, 3 * row + 16 * tokens + 10 * 1024 * std::int64_t{50304} + weight_sum);
+  EXPECT_EQ(chunked.kept, whole.kept - 4 * tokens * 50304 + row + weight_sum);
+
+  // Made in backward.
+  options.dtype = DType::kFloat16;
+  const GptActivations late = gpt_activations(options, 8);
+  EXPECT_EQ(late.head, chunked.head - row);
+  EXPECT_EQ(late.kept, whole.kept - 4 * tokens * 50304);
+  options.dtype = DType::kBFloat16;
 
   options.recompute = true;
   const GptActivations least = gpt_activations(options, 8);
-  EXPECT_EQ(least.kept, least.embedding + 25 * row + 16 * tokens);
+  EXPECT_EQ(least.kept, least.embedding + 24 * row + 2 * row + 16 * tokens + weight_sum);
   EXPECT_EQ(least.peak, std::max(least.embedding + 24 * row + least.head,
                                  least.embedding + (23 + 5) * row + least.per_block));
 }

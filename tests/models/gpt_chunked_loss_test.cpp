@@ -251,6 +251,26 @@ TEST(ChunkedLoss, MakesOnlyTheGradientsThatAreNeeded) {
   }
 }
 
+TEST(ChunkedLoss, MakesNoGradientsWithoutAskingForThem) {
+  const Inputs inputs = make_inputs(64, 40, 100, at::kFloat);
+  const at::Tensor expected = chunked_loss(inputs, 8).detach();
+  const at::NoGradGuard no_grad;
+  const testing::MemoryWatch watch(c10::kCPU);
+  const at::Tensor loss = chunked_loss(inputs, 8);
+  EXPECT_TRUE(at::equal(loss, expected));
+  EXPECT_FALSE(loss.requires_grad());
+  EXPECT_LT(watch.peak(), 3 * 8 * 100 * 4) << "more than two chunks of logits";
+}
+
+TEST(ChunkedLoss, CanBeDifferentiatedTwiceOver) {
+  const Inputs inputs = make_inputs(19, 8, 11, at::kFloat);
+  const at::Tensor loss = chunked_loss(inputs, 5);
+  loss.backward({}, /*retain_graph=*/true);
+  const at::Tensor once = inputs.weight.grad().clone();
+  loss.backward();
+  EXPECT_TRUE(at::equal(inputs.weight.grad(), once * 2));
+}
+
 TEST(ChunkedLoss, NeverHoldsLogitsOfAllTokensAndKeepsNone) {
   constexpr std::int64_t kTokens = 200;
   constexpr std::int64_t kVocabulary = 300;
@@ -265,15 +285,16 @@ TEST(ChunkedLoss, NeverHoldsLogitsOfAllTokensAndKeepsNone) {
     }
     const testing::MemoryWatch watch(c10::kCPU);
     const at::Tensor loss = chunked_loss(inputs, kChunk);
-    EXPECT_LT(watch.live(), 100) << "more than the loss is kept";
+    EXPECT_LT(watch.live(), 4 * (kTokens + kVocabulary) * 16 + 100)
+        << "more than the loss and two gradients is kept";
     const Outcome found = differentiated(inputs, loss);
     EXPECT_LE(watch.largest(), std::max(kChunk, std::int64_t{16}) * kVocabulary * 4);
-    // The header's sum for fp32, or for low precision, and a tenth for what is small.
+    // The header's sums for fp32, or for low precision, and a tenth for what is small.
     const std::int64_t element = dtype == at::kFloat ? 4 : 2;
     const std::int64_t of_chunk = (element + 4 + (element < 4 ? 4 : 0)) * kChunk * kVocabulary;
-    const std::int64_t of_weight = (element < 4 ? 4 + element : 4) * kVocabulary * 16;
-    const std::int64_t of_hidden = element * kTokens * 16;
-    EXPECT_LE(watch.peak(), (of_chunk + of_weight + of_hidden) * 11 / 10) << dtype;
+    const std::int64_t of_gradients = 4 * (kVocabulary + kTokens) * 16;
+    const std::int64_t of_results = element * (kVocabulary + kTokens) * 16;
+    EXPECT_LE(watch.peak(), (of_gradients + std::max(of_chunk, of_results)) * 11 / 10) << dtype;
     EXPECT_LT(watch.peak(), kTokens * kVocabulary * element) << dtype;
     EXPECT_TRUE(found.d_weight.defined());
   }
