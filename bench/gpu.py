@@ -139,7 +139,7 @@ class Bench:
                 return gpu_run.run_peer(words, self.limit_s(task), log, self.variables)
             batch, = task.batches
             flags = [*gpu_modes.mode_flags(task.mode, directory, args.half_budget),
-                     *gpu_modes.TIMED_FLAGS.get(task.mode, [])]
+                     *gpu_modes.TIMED_FLAGS]
             words = gpu_modes.tessera_words(args.program, args.preset, args.device, batch,
                                             [*flags, *args.extra])
             return {batch: gpu_run.run_tessera(words, steps, self.limit_s(task), log,
