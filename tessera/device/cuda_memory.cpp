@@ -1,6 +1,7 @@
 #include "tessera/device/cuda_memory.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <utility>
 
@@ -10,6 +11,7 @@
 #include "tessera/device/cuda_call.h"
 #include "tessera/device/host_info.h"
 #include "tessera/device/host_memory.h"
+#include "tessera/device/numa.h"
 
 namespace tessera::device {
 namespace {
@@ -22,6 +24,13 @@ MemoryInfo host_memory_info() {
   return {host.total_bytes(), host.available_bytes()};
 }
 
+std::optional<int> node_near(int device_index) {
+  std::array<char, 32> address{};
+  TESSERA_CUDA_CALL(cudaDeviceGetPCIBusId, address.data(), static_cast<int>(address.size()),
+                    device_index);
+  return numa_node_of(address.data());
+}
+
 }  // namespace
 
 CudaMemory::CudaMemory(int device_index, std::string device_name, std::size_t total_bytes,
@@ -29,6 +38,7 @@ CudaMemory::CudaMemory(int device_index, std::string device_name, std::size_t to
     : device_index_(device_index),
       device_name_(std::move(device_name)),
       total_bytes_(total_bytes),
+      numa_node_(node_near(device_index)),
       ledger_(ledger) {}
 
 Memory CudaMemory::allocate(MemoryKind kind, std::size_t bytes, Role role, std::size_t alignment) {
@@ -85,6 +95,9 @@ Memory CudaMemory::allocate_pinned(std::size_t bytes, Role role, std::size_t ali
   cudaError_t code = cudaSuccess;
   try {
     prefer_huge_pages(pages.data, pages.bytes);
+    if (numa_node_) {
+      prefer_node(pages, *numa_node_);
+    }
     touch_pages(pages);
     code = cudaHostRegister(pages.data, pages.bytes, cudaHostRegisterPortable);
   } catch (...) {

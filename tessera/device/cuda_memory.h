@@ -2,7 +2,8 @@
 //
 // Pinned memory takes the bytes asked for rounded to pages: cudaHostAlloc may round up a lot.
 // Registering pages one by one that the kernel has not even given yet is what makes it slow, so
-// they are asked for as huge pages and touched by all cores first. What that costs is counted.
+// they are asked for as huge pages and touched by all cores first. What that costs is counted. On a
+// machine with several NUMA nodes they come from the GPU's own, if it has them.
 //
 // Threads: any.
 #pragma once
@@ -10,6 +11,7 @@
 #include <cstddef>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "tessera/core/ledger.h"
@@ -38,6 +40,7 @@ class CudaMemory {
   const int device_index_;
   const std::string device_name_;
   const std::size_t total_bytes_;
+  const std::optional<int> numa_node_;  // near the GPU
   Ledger* const ledger_;
 
   mutable std::mutex mutex_;
