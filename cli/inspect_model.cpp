@@ -6,12 +6,6 @@
 #include "tessera/core/error.h"
 
 namespace tessera::cli {
-namespace {
-
-// As EngineTiers::coordinator_options(): copies from host memory need nothing but their place.
-constexpr int kCopiesInFlight = 256;
-
-}  // namespace
 
 StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
   comm::Rendezvous place;
@@ -32,7 +26,7 @@ StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
     coordinator::PlanBudgets& budgets = input.options.budgets;
     budgets.live_limit_bytes = plan.memory->placement.live_limit_bytes;
     if (on_cuda && num_ranks == 1) {
-      budgets.max_inflight = kCopiesInFlight;
+      budgets.max_inflight = coordinator::kHostCopiesInFlight;  // as EngineTiers
       budgets.reuse_distance_bytes = planner::kUnlimited;
     }
   } else if (on_cuda) {

@@ -46,6 +46,10 @@
 
 namespace tessera::coordinator {
 
+// max_inflight where gathers are copies from memory of the host: they need nothing but their place,
+// so whatever fits may be under way.
+inline constexpr int kHostCopiesInFlight = 256;
+
 struct PlanBudgets {
   std::int64_t bucket_bytes = 0;  // 0: no prefetch
   int max_inflight = 4;

@@ -19,7 +19,6 @@ namespace {
 
 // For a model that is still being built: tiles of initial values.
 constexpr std::int64_t kBuildBufferBytes = std::int64_t{2} << 20;
-constexpr int kCopiesInFlight = 256;
 
 tier::DirectIo direct_io(const Config& config) {
   const std::string& mode = config.get_string("nvme.direct_io");
@@ -319,8 +318,7 @@ coordinator::TierOptions EngineTiers::coordinator_options() const {
   options.live_limit_bytes = placement_->live_limit_bytes;
   options.arena_bytes = static_cast<std::size_t>(placement_->arena_bytes);
   if (options_.on_cuda && group_.size() == 1) {
-    // Copies from the host need nothing but their place: whatever fits may be under way.
-    options.max_inflight = kCopiesInFlight;
+    options.max_inflight = coordinator::kHostCopiesInFlight;
     options.reuse_distance_bytes = planner::kUnlimited;
   }
   return options;
