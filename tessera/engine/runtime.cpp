@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include <ATen/Parallel.h>
@@ -13,6 +12,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/option_table.h"
 #include "tessera/device/device_cuda.h"
+#include "tessera/device/host_info.h"
 #include "tessera/device/nvtx.h"
 #include "tessera/engine/host_tier_device.h"
 #include "tessera/engine/update_rates.h"
@@ -28,13 +28,19 @@ int num_update_threads(const RuntimeOptions& options) {
   return std::max(1, at::get_num_threads());
 }
 
-// Two cores feed the device: the step's thread and autograd's.
-int num_host_threads(const RuntimeOptions& options) {
-  if (options.num_update_threads > 0) {
-    return options.num_update_threads;
-  }
-  const auto num_cores = static_cast<int>(std::thread::hardware_concurrency());
-  return std::max(1, num_cores - 2);
+// Of the update on the host beside a device with memory of its own. Ranks of one machine share its
+// cores; two of each rank's feed its device: the step's thread and autograd's.
+int num_host_threads(const RuntimeOptions& options, const comm::Rendezvous& place) {
+  const int num_cores = device::read_host_cores().usable() / place.local_world_size;
+  return options.num_update_threads > 0 ? options.num_update_threads : std::max(1, num_cores - 2);
+}
+
+std::unique_ptr<optim::Kernels> make_host_kernels(const RuntimeOptions& options) {
+  const comm::Rendezvous place = comm::find_rendezvous(comm::process_environment());
+  const int num_threads = num_host_threads(options, place);
+  return optim::make_cpu_kernels(
+      num_threads,
+      optim::cores_for_threads(num_threads, {place.local_rank, place.local_world_size}));
 }
 
 comm::BackendKind backend_kind(const Config& config) {
@@ -81,8 +87,7 @@ struct Runtime::Impl {
       cpu.ledger = &ledger;
       processor = device::make_cpu_device(std::move(cpu));
       host_device = std::make_unique<engine::HostTierDevice>(*processor);
-      const int num_threads = num_host_threads(options);
-      host_kernels = optim::make_cpu_kernels(num_threads, optim::cores_for_threads(num_threads));
+      host_kernels = make_host_kernels(options);
     }
     if (rank == 0) {
       for (const std::string& notice : config.notices()) {
@@ -180,8 +185,9 @@ optim::Kernels& Runtime::host_kernels() const {
 }
 const planner::UpdateRates& Runtime::update_rates() {
   if (!impl_->update_rates) {
+    const comm::Rendezvous place = comm::find_rendezvous(comm::process_environment());
     impl_->update_rates =
-        measure_update_rates(impl_->options.cuda_device, num_host_threads(impl_->options));
+        measure_update_rates(impl_->options.cuda_device, num_host_threads(impl_->options, place));
   }
   return *impl_->update_rates;
 }

@@ -30,7 +30,7 @@ struct RuntimeOptions {
   // This rank's GPU; -1: CPU.
   int cuda_device = -1;
   // Threads of the update on the host; 0: as many as torch uses; beside a device with memory of its
-  // own all cores but two, which feed it.
+  // own all cores of this rank but two, which feed it.
   int num_update_threads = 0;
   std::size_t num_spans = 0;  // ring for a Chrome trace; 0: off
   // For tests: what stands in for the CPU, such as the late device. Null: the CPU itself.

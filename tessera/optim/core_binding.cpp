@@ -13,6 +13,8 @@
 #include <string_view>
 #include <system_error>
 
+#include "tessera/core/error.h"
+
 namespace tessera::optim {
 namespace {
 
@@ -54,22 +56,46 @@ int node_of(const std::filesystem::path& of_cpu) {
   return 0;
 }
 
+struct Core {
+  int node = 0;
+  int cpu = 0;  // one of those that it has
+};
+
+// Of the rank, node after node.
+std::vector<Core> cores_of_share(std::span<const int> usable, const std::filesystem::path& cpu_root,
+                                 CoreShare share) {
+  std::vector<int> cpus(usable.begin(), usable.end());
+  std::sort(cpus.begin(), cpus.end());
+  std::set<int> seen;
+  std::vector<Core> cores;
+  for (const int cpu : cpus) {
+    const std::filesystem::path of_cpu = cpu_root / ("cpu" + std::to_string(cpu));
+    if (seen.insert(core_of(cpu, of_cpu)).second) {
+      cores.push_back({node_of(of_cpu), cpu});
+    }
+  }
+  std::stable_sort(cores.begin(), cores.end(),
+                   [](const Core& a, const Core& b) { return a.node < b.node; });
+  const auto num_ranks = static_cast<std::size_t>(share.num_ranks);
+  const std::size_t count = cores.size() / num_ranks;
+  const auto begin =
+      cores.begin() + static_cast<std::ptrdiff_t>(count * static_cast<std::size_t>(share.rank));
+  return {begin, begin + static_cast<std::ptrdiff_t>(count)};
+}
+
 }  // namespace
 
 std::vector<int> cores_for_threads(int num_threads, std::span<const int> usable,
-                                   const std::filesystem::path& cpu_root) {
-  std::vector<int> cpus(usable.begin(), usable.end());
-  std::sort(cpus.begin(), cpus.end());
-  std::set<int> cores;
-  std::map<int, std::vector<int>> cpus_of_node;  // one CPU of each core
-  for (const int cpu : cpus) {
-    const std::filesystem::path of_cpu = cpu_root / ("cpu" + std::to_string(cpu));
-    if (cores.insert(core_of(cpu, of_cpu)).second) {
-      cpus_of_node[node_of(of_cpu)].push_back(cpu);
-    }
-  }
+                                   const std::filesystem::path& cpu_root, CoreShare share) {
+  TESSERA_INVARIANT(share.rank >= 0 && share.rank < share.num_ranks, "the cores of rank ",
+                    share.rank, " of ", share.num_ranks);
+  const std::vector<Core> cores = cores_of_share(usable, cpu_root, share);
   if (num_threads < 1 || cores.size() < static_cast<std::size_t>(num_threads)) {
     return {};
+  }
+  std::map<int, std::vector<int>> cpus_of_node;
+  for (const Core& core : cores) {
+    cpus_of_node[core.node].push_back(core.cpu);
   }
   std::vector<int> chosen;
   for (std::size_t round = 0; round < cores.size(); ++round) {
@@ -82,7 +108,7 @@ std::vector<int> cores_for_threads(int num_threads, std::span<const int> usable,
   return chosen;
 }
 
-std::vector<int> cores_for_threads(int num_threads) {
+std::vector<int> cores_for_threads(int num_threads, CoreShare share) {
   cpu_set_t set;
   CPU_ZERO(&set);
   if (sched_getaffinity(0, sizeof(set), &set) != 0) {
@@ -94,7 +120,7 @@ std::vector<int> cores_for_threads(int num_threads) {
       usable.push_back(cpu);
     }
   }
-  return cores_for_threads(num_threads, usable, "/sys/devices/system/cpu");
+  return cores_for_threads(num_threads, usable, "/sys/devices/system/cpu", share);
 }
 
 }  // namespace tessera::optim

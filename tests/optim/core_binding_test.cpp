@@ -44,8 +44,8 @@ class Machine {
     fs::create_directories(of_cpu / ("node" + std::to_string(node)));
     std::ofstream(of_cpu / "topology" / list) << siblings << "\n";
   }
-  Cpus cores(int num_threads, const Cpus& usable) const {
-    return cores_for_threads(num_threads, usable, root_);
+  Cpus cores(int num_threads, const Cpus& usable, CoreShare share = {}) const {
+    return cores_for_threads(num_threads, usable, root_, share);
   }
 
  private:
@@ -80,6 +80,30 @@ TEST(CoreBinding, SpreadsThreadsOverNodes) {
   }
   EXPECT_EQ(machine.cores(6, {0, 1, 2, 3, 4, 5}), (Cpus{0, 4, 1, 5, 2, 3}));
   EXPECT_EQ(machine.cores(3, {0, 1, 2, 3, 4, 5}), (Cpus{0, 4, 1}));
+}
+
+TEST(CoreBinding, GivesEachRankCoresOfItsOwnOnOneNodeIfItCan) {
+  Machine machine;
+  Cpus all;
+  for (int cpu = 0; cpu < 8; ++cpu) {
+    machine.add(cpu, std::to_string(cpu), cpu % 2);
+    all.push_back(cpu);
+  }
+  EXPECT_EQ(machine.cores(4, all, {0, 2}), (Cpus{0, 2, 4, 6}));
+  EXPECT_EQ(machine.cores(3, all, {1, 2}), (Cpus{1, 3, 5}));
+  EXPECT_EQ(machine.cores(5, all, {1, 2}), Cpus{}) << "more than its share";
+  EXPECT_EQ(machine.cores(2, all, {1, 3}), (Cpus{4, 6}));
+  EXPECT_EQ(machine.cores(2, all, {2, 3}), (Cpus{1, 3})) << "two of eight are left over";
+  EXPECT_EQ(machine.cores(1, all, {3, 9}), Cpus{}) << "more ranks than cores";
+  EXPECT_THROW(machine.cores(1, all, {2, 2}), InternalError);
+}
+
+TEST(CoreBinding, SpreadsTheThreadsOfARankThatHasTwoNodes) {
+  Machine machine;
+  for (int cpu = 0; cpu < 6; ++cpu) {
+    machine.add(cpu, std::to_string(cpu), cpu / 2);
+  }
+  EXPECT_EQ(machine.cores(3, {0, 1, 2, 3, 4, 5}, {0, 2}), (Cpus{0, 2, 1}));
 }
 
 TEST(CoreBinding, ReadsTheNamesOfOlderKernels) {
