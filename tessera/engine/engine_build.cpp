@@ -11,6 +11,7 @@
 #include "tessera/device/host_threads.h"
 #include "tessera/engine/build_scope.h"
 #include "tessera/engine/engine_impl.h"
+#include "tessera/optim/reducer_kernels.h"
 #include "tessera/optim/update_loops.h"
 #include "tessera/shard/tensor_storage.h"
 
@@ -287,20 +288,7 @@ void Engine::Impl::make_reducer() {
   grad::ReducerParts parts{reduce_group(), runtime.device(), params, runtime.clock(),
                            runtime.spans()};
   if (runtime.device().has_own_memory()) {
-    optim::Kernels& kernels = runtime.kernels();
-    parts.add = [&kernels](float* values, const void* addend, DType dtype, std::int64_t numel,
-                           device::Stream& stream) {
-      return kernels.start_add(values, addend, dtype, numel, stream);
-    };
-    parts.convert = [&kernels](void* to, DType to_dtype, const void* from, DType from_dtype,
-                               std::int64_t numel, device::Stream& stream) {
-      return kernels.start_convert(to, to_dtype, from, from_dtype, 1.0F, numel, stream);
-    };
-    parts.sum_of_squares = [&kernels](const void* values, DType dtype, std::int64_t numel,
-                                      double* result, device::Stream& stream) {
-      const optim::NormSpan span{values, dtype, numel};
-      return kernels.start_sums_of_squares({&span, 1}, result, stream);
-    };
+    optim::set_reducer_kernels(parts, runtime.kernels());
     parts.leaves_to_host = tiers.leaving_gradients();
   } else if (early_.is_on()) {
     // Gradients go before step() asks for the norm. Not by the kernels: a thread of the optimizer

@@ -9,6 +9,7 @@
 #include "tessera/comm/store_board.h"
 #include "tessera/core/error.h"
 #include "tests/comm/group_contract.h"
+#include "tests/comm/told.h"
 
 namespace tessera::comm {
 namespace {
@@ -37,14 +38,7 @@ std::vector<std::exception_ptr> run_gloo_ranks(int num_ranks, const GroupOptions
         std::vector<int> world_ranks(static_cast<std::size_t>(num_ranks));
         std::iota(world_ranks.begin(), world_ranks.end(), 0);
         Group group(std::move(backend), "world", world_ranks, options);
-        try {
-          body(group);
-        } catch (const PeerError&) {
-          throw;
-        } catch (const std::exception& error) {
-          options.board->post_failure(rank, error.what());
-          throw;
-        }
+        run_told(*options.board, rank, [&] { body(group); });
       } catch (const std::exception&) {
         failures[static_cast<std::size_t>(rank)] = std::current_exception();
       }

@@ -27,15 +27,6 @@ void expect_same(const Bytes& got, const Bytes& expected, const std::string& whe
   }
 }
 
-Bytes concatenated(std::uint64_t seed, int num_ranks, std::size_t numel, DType dtype) {
-  Bytes all;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    const Bytes part = reference::array(seed, rank, 0, numel, dtype);
-    all.insert(all.end(), part.begin(), part.end());
-  }
-  return all;
-}
-
 TEST_P(GroupContract, AllGatherWritesThePiecesInRankOrder) {
   for (int num_ranks = 1; num_ranks <= 5; ++num_ranks) {
     run(num_ranks, [](Group& group) {
@@ -48,7 +39,8 @@ TEST_P(GroupContract, AllGatherWritesThePiecesInRankOrder) {
           Bytes full(shard.size() * static_cast<std::size_t>(group.size()), std::byte{0xee});
           const Gather gather{shard.data(), full.data(), static_cast<std::int64_t>(numel), dtype};
           group.start_all_gather({&gather, 1}).wait();
-          expect_same(full, concatenated(numel, group.size(), numel, dtype), std::to_string(numel));
+          expect_same(full, reference::arrays(numel, group.size(), numel, dtype),
+                      std::to_string(numel));
         }
       }
     });
@@ -76,7 +68,7 @@ TEST_P(GroupContract, OneAllGatherTakesManyTensorsOfAllSizesAndTypes) {
       }
       group.start_all_gather(gathers).wait();
       for (std::size_t i = 0; i < shards.size(); ++i) {
-        expect_same(fulls[i], concatenated(i, group.size(), numels[i], dtypes[i % 4]),
+        expect_same(fulls[i], reference::arrays(i, group.size(), numels[i], dtypes[i % 4]),
                     "tensor " + std::to_string(i));
       }
     });
@@ -92,7 +84,7 @@ TEST_P(GroupContract, AllGatherWorksInPlace) {
       std::memcpy(slot, shard.data(), shard.size());
       const Gather gather{slot, full.data(), static_cast<std::int64_t>(numel), DType::kFloat32};
       group.start_all_gather({&gather, 1}).wait();
-      expect_same(full, concatenated(9, 3, numel, DType::kFloat32), std::to_string(numel));
+      expect_same(full, reference::arrays(9, 3, numel, DType::kFloat32), std::to_string(numel));
     }
   });
 }
@@ -319,7 +311,7 @@ class RandomCall {
       case 0: {
         in_ = reference::array(seed_, rank, 0, numel, dtype);
         out_.resize(in_.size() * num);
-        expected_ = concatenated(seed_, group.size(), numel, dtype);
+        expected_ = reference::arrays(seed_, group.size(), numel, dtype);
         const Gather gather{in_.data(), out_.data(), count, dtype};
         pending_ = group.start_all_gather({&gather, 1});
         break;

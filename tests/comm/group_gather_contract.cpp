@@ -11,19 +11,10 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-// Empty, small (packed) and large, in types of all widths; odd, so that nothing divides.
-struct Tensor {
-  std::size_t numel;
-  DType dtype;
-};
-const std::vector<Tensor> kMixed = {{0, DType::kFloat32},     {1, DType::kUInt8},
-                                    {20011, DType::kFloat32}, {17, DType::kBFloat16},
-                                    {70001, DType::kUInt8},   {333, DType::kInt64}};
-
 // Shards of this rank and room for what is gathered.
 class Tensors {
  public:
-  Tensors(const Group& group, const std::vector<Tensor>& tensors, bool in_place = false)
+  Tensors(const Group& group, const std::vector<reference::Tensor>& tensors, bool in_place = false)
       : group_size_(group.size()), tensors_(tensors) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       shards_.push_back(reference::array(i, group.rank(), 0, tensors[i].numel, tensors[i].dtype));
@@ -56,7 +47,7 @@ class Tensors {
 
  private:
   const int group_size_;
-  const std::vector<Tensor> tensors_;
+  const std::vector<reference::Tensor> tensors_;
   std::vector<Bytes> shards_;
   std::vector<Bytes> fulls_;
   std::vector<Gather> gathers_;
@@ -66,9 +57,9 @@ TEST_P(GroupContract, AGatherWithAPendingPerTensorBringsEachTensor) {
   for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
     run(num_ranks, [](Group& group) {
       for (const bool in_place : {false, true}) {
-        Tensors tensors(group, kMixed, in_place);
+        Tensors tensors(group, reference::kMixedTensors, in_place);
         const std::vector<Pending> pendings = group.start_all_gathers(tensors.gathers());
-        ASSERT_EQ(pendings.size(), kMixed.size());
+        ASSERT_EQ(pendings.size(), reference::kMixedTensors.size());
         for (std::size_t i = pendings.size(); i-- > 0;) {
           pendings[i].wait();
           tensors.expect_gathered(i);
@@ -87,7 +78,7 @@ TEST_P(GroupContract, GathersPerTensorMayBeInFlightTogetherWithOtherCalls) {
     std::vector<std::int64_t> sums(20, 1);
     std::vector<Pending> reduced;
     for (std::size_t i = 0; i < sums.size(); ++i) {
-      tensors.push_back(std::make_unique<Tensors>(group, kMixed));
+      tensors.push_back(std::make_unique<Tensors>(group, reference::kMixedTensors));
       pendings.push_back(group.start_all_gathers(tensors.back()->gathers()));
       reduced.push_back(group.start_all_reduce(&sums[i], 1, DType::kInt64));
     }
@@ -102,7 +93,7 @@ TEST_P(GroupContract, GathersPerTensorMayBeInFlightTogetherWithOtherCalls) {
 
 TEST_P(GroupContract, AFailureIsTheFailureOfEveryTensor) {
   const auto failures = GetParam().run(3, patient(), [](Group& group) {
-    Tensors tensors(group, kMixed);
+    Tensors tensors(group, reference::kMixedTensors);
     CallOptions options;
     options.label = {"h.0", group.rank() == 1 ? "mlp.weight" : "attn.weight"};
     const std::vector<Pending> pendings = group.start_all_gathers(tensors.gathers(), options);
@@ -141,7 +132,7 @@ TEST_P(GroupContract, AGatherToSomeReachesThoseAndOnlyThose) {
       for (const auto& wants : wants_of(group.size())) {
         for (const bool in_place : {false, true}) {
           const bool receives = wants[static_cast<std::size_t>(group.rank())] != 0;
-          Tensors tensors(group, kMixed, in_place && receives);
+          Tensors tensors(group, reference::kMixedTensors, in_place && receives);
           if (!receives) {
             for (Gather& gather : tensors.gathers()) {
               gather.full = nullptr;
@@ -160,7 +151,8 @@ TEST_P(GroupContract, AGatherToSomeReachesThoseAndOnlyThose) {
 TEST_P(GroupContract, AGatherToSomeSendsThePieceToEachOtherRankThatWantsIt) {
   for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
     run(num_ranks, [](Group& group) {
-      const std::vector<Tensor> kinds = {{20011, DType::kFloat32}, {70001, DType::kUInt8}};
+      const std::vector<reference::Tensor> kinds = {{20011, DType::kFloat32},
+                                                    {70001, DType::kUInt8}};
       Tensors tensors(group, kinds);
       for (const auto& wants : wants_of(group.size())) {
         std::uint64_t num_receivers = 0;
@@ -178,7 +170,7 @@ TEST_P(GroupContract, AGatherToSomeSendsThePieceToEachOtherRankThatWantsIt) {
 TEST_P(GroupContract, NobodyLeavesAGatherThatNobodyWantsBeforeAllHaveEntered) {
   std::atomic<int> entered{0};
   run(3, [&](Group& group) {
-    Tensors tensors(group, kMixed);
+    Tensors tensors(group, reference::kMixedTensors);
     const std::vector<std::uint8_t> nobody(3, 0);
     ++entered;
     group.start_gather_to(tensors.gathers(), nobody).wait();
@@ -188,7 +180,7 @@ TEST_P(GroupContract, NobodyLeavesAGatherThatNobodyWantsBeforeAllHaveEntered) {
 
 TEST_P(GroupContract, RanksThatDifferInWhoWantsAGatherAreToldSo) {
   const auto failures = GetParam().run(3, patient(), [](Group& group) {
-    Tensors tensors(group, kMixed);
+    Tensors tensors(group, reference::kMixedTensors);
     const std::vector<std::uint8_t> wants = {1, 0, static_cast<std::uint8_t>(group.rank() == 1)};
     CallOptions options;
     options.label = {"experts.3", "weight"};
@@ -203,7 +195,7 @@ TEST_P(GroupContract, RanksThatDifferInWhoWantsAGatherAreToldSo) {
 
 TEST_P(GroupContract, AGatherToSomeRefusesWhatCannotBe) {
   run(2, [](Group& group) {
-    Tensors tensors(group, kMixed);
+    Tensors tensors(group, reference::kMixedTensors);
     const std::vector<std::uint8_t> too_few = {1};
     EXPECT_THROW(group.start_gather_to(tensors.gathers(), too_few).wait(), ConfigError);
     const std::vector<std::uint8_t> both = {1, 1};

@@ -58,6 +58,26 @@ inline std::vector<std::byte> array(std::uint64_t seed, int rank, std::size_t be
   return bytes;
 }
 
+// The arrays of all ranks, one behind the other.
+inline std::vector<std::byte> arrays(std::uint64_t seed, int num_ranks, std::size_t numel,
+                                     DType dtype) {
+  std::vector<std::byte> all;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    const std::vector<std::byte> part = array(seed, rank, 0, numel, dtype);
+    all.insert(all.end(), part.begin(), part.end());
+  }
+  return all;
+}
+
+// Empty, small (packed) and large, in types of all widths; odd, so that nothing divides.
+struct Tensor {
+  std::size_t numel;
+  DType dtype;
+};
+inline const std::vector<Tensor> kMixedTensors = {{0, DType::kFloat32},     {1, DType::kUInt8},
+                                                  {20011, DType::kFloat32}, {17, DType::kBFloat16},
+                                                  {70001, DType::kUInt8},   {333, DType::kInt64}};
+
 template <typename T>
 T load(const std::vector<std::byte>& bytes, std::size_t index) {
   T result;

@@ -15,28 +15,10 @@ using device::StreamKind;
 
 constexpr std::size_t kSizes[] = {0, 1, 17, 1023, 20011};
 
-Bytes concatenated(std::uint64_t seed, int num_ranks, std::size_t numel, DType dtype) {
-  Bytes all;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    const Bytes part = reference::array(seed, rank, 0, numel, dtype);
-    all.insert(all.end(), part.begin(), part.end());
-  }
-  return all;
-}
-
-// Empty, small (packed) and large, in types of all widths.
-struct Tensor {
-  std::size_t numel;
-  DType dtype;
-};
-const std::vector<Tensor> kMixed = {{0, DType::kFloat32},     {1, DType::kUInt8},
-                                    {20011, DType::kFloat32}, {17, DType::kBFloat16},
-                                    {70001, DType::kUInt8},   {333, DType::kInt64}};
-
 // Shards of this rank and room for what is gathered, on the device.
 class Tensors {
  public:
-  Tensors(StagedRank& here, const std::vector<Tensor>& tensors, bool in_place)
+  Tensors(StagedRank& here, const std::vector<reference::Tensor>& tensors, bool in_place)
       : here_(here), tensors_(tensors) {
     const auto rank = static_cast<std::size_t>(here.group.rank());
     const auto num_ranks = static_cast<std::size_t>(here.group.size());
@@ -58,7 +40,7 @@ class Tensors {
   std::vector<Gather>& gathers() { return gathers_; }
   void expect_gathered(std::size_t i) const {
     EXPECT_TRUE(download(here_.device, fulls_[i]) ==
-                concatenated(i, here_.group.size(), tensors_[i].numel, tensors_[i].dtype))
+                reference::arrays(i, here_.group.size(), tensors_[i].numel, tensors_[i].dtype))
         << "tensor " << i;
   }
   void expect_gathered() const {
@@ -69,7 +51,7 @@ class Tensors {
 
  private:
   StagedRank& here_;
-  const std::vector<Tensor> tensors_;
+  const std::vector<reference::Tensor> tensors_;
   std::vector<Memory> shards_;
   std::vector<Memory> fulls_;
   std::vector<Gather> gathers_;
@@ -83,10 +65,10 @@ TEST_P(StagedContract, GathersBringEveryTensorInOneCallOrOneByOne) {
   for (int num_ranks = 2; num_ranks <= 4; ++num_ranks) {
     run(num_ranks, [](StagedRank& here) {
       for (const bool in_place : {false, true}) {
-        Tensors together(here, kMixed, in_place);
+        Tensors together(here, reference::kMixedTensors, in_place);
         here.group.start_all_gather(together.gathers()).wait();
         together.expect_gathered();
-        Tensors apart(here, kMixed, in_place);
+        Tensors apart(here, reference::kMixedTensors, in_place);
         const std::vector<Pending> each = here.group.start_all_gathers(apart.gathers());
         for (std::size_t i = each.size(); i-- > 0;) {
           each[i].wait();
@@ -103,7 +85,7 @@ TEST_P(StagedContract, AGatherToSomeReachesThose) {
          {std::vector<std::uint8_t>{0, 0, 0}, {1, 0, 0}, {0, 1, 1}, {1, 1, 1}}) {
       for (const bool in_place : {false, true}) {
         const bool receives = wants[static_cast<std::size_t>(here.group.rank())] != 0;
-        Tensors tensors(here, kMixed, in_place && receives);
+        Tensors tensors(here, reference::kMixedTensors, in_place && receives);
         if (!receives) {
           for (Gather& gather : tensors.gathers()) {
             gather.full = nullptr;
@@ -230,7 +212,7 @@ class LateCall {
       case 0: {
         give(reference::array(seed_, rank, 0, numel, dtype), stream);
         result_ = on_device(here.device, source_.size() * num);
-        expected_ = concatenated(seed_, here.group.size(), numel, dtype);
+        expected_ = reference::arrays(seed_, here.group.size(), numel, dtype);
         const Gather gather{given_.data(), result_->data(), count, dtype};
         pending_ = here.group.start_all_gather({&gather, 1}, options);
         break;

@@ -7,6 +7,7 @@
 #include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
 #include "tests/comm/time_limits.h"
+#include "tests/comm/told.h"
 
 namespace tessera::comm {
 namespace {
@@ -70,14 +71,7 @@ std::vector<std::exception_ptr> StagedContract::run_collecting(int num_ranks, co
           group.reserve_staging(world.staging_bytes);
         }
         StagedRank here{group, *device, ledger};
-        try {
-          body(here);
-        } catch (const PeerError&) {
-          throw;
-        } catch (const std::exception& error) {
-          options.board->post_failure(rank, error.what());
-          throw;
-        }
+        run_told(*options.board, rank, [&] { body(here); });
       } catch (const std::exception&) {
         failures[static_cast<std::size_t>(rank)] = std::current_exception();
       }

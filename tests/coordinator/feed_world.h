@@ -17,14 +17,11 @@
 #include "tessera/coordinator/shard_feed.h"
 #include "tessera/device/device_cpu.h"
 #include "tests/support/held_store.h"
+#include "tests/support/no_tensor.h"
 
 namespace tessera::coordinator {
 
-class NoTensor final : public shard::FullTensor {
- public:
-  void attach(void*) override {}
-  void detach() override {}
-};
+using support::NoTensor;
 
 // A chance for what must not happen, before a test looks whether it has. No right program depends
 // on how long it takes.

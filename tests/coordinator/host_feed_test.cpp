@@ -11,15 +11,12 @@
 
 #include "tessera/core/error.h"
 #include "tessera/device/late_device.h"
+#include "tests/support/no_tensor.h"
 
 namespace tessera::coordinator {
 namespace {
 
-class NoTensor final : public shard::FullTensor {
- public:
-  void attach(void* /*data*/) override {}
-  void detach() override {}
-};
+using support::NoTensor;
 
 class HostFeedTest : public ::testing::Test {
  protected:

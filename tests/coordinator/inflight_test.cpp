@@ -6,15 +6,12 @@
 
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
+#include "tests/support/no_tensor.h"
 
 namespace tessera::coordinator {
 namespace {
 
-class NoTensor final : public shard::FullTensor {
- public:
-  void attach(void*) override {}
-  void detach() override {}
-};
+using support::NoTensor;
 
 class Inflight : public testing::Test {
  protected:

@@ -23,14 +23,11 @@
 #include "tessera/grad/element_loops.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/update_loops.h"
+#include "tests/support/no_tensor.h"
 
 namespace tessera::grad {
 
-class NoTensor final : public shard::FullTensor {
- public:
-  void attach(void* /*data*/) override {}
-  void detach() override {}
-};
+using support::NoTensor;
 
 enum class DeviceKind { kCpu, kLazy, kRandom };
 

@@ -13,8 +13,10 @@
 #include "tessera/comm/thread_backend.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/late_device.h"
+#include "tessera/optim/reducer_kernels.h"
 #include "tessera/optim/sharded_optimizer.h"
 #include "tessera/optim/tiered_optimizer.h"
+#include "tests/support/no_tensor.h"
 
 namespace tessera::optim {
 
@@ -24,11 +26,7 @@ constexpr double kLr = 1e-2;
 constexpr double kScale = 0.5;
 constexpr int kSteps = 4;
 
-class NoTensor final : public shard::FullTensor {
- public:
-  void attach(void* /*data*/) override {}
-  void detach() override {}
-};
+using support::NoTensor;
 
 struct Shape {
   std::int64_t numel = 0;
@@ -99,7 +97,8 @@ class World {
     }
     grad::ReducerParts parts{group, *device_, params_, clock_, spans_};
     if (own) {
-      set_kernels(parts);
+      set_reducer_kernels(parts, *kernels_);
+      parts.leaves_to_host = test.leaves ? &leaving_ : nullptr;
     }
     reducer_ = std::make_unique<grad::Reducer>(
         parts, grad::ReducerOptions{std::int64_t{1} << 20, test.dtype});
@@ -200,23 +199,6 @@ class World {
     options.mode = test_.mode;
     options.own_memory = true;
     return device::make_late_device(options);
-  }
-
-  void set_kernels(grad::ReducerParts& parts) {
-    parts.add = [this](float* sum, const void* value, DType dtype, std::int64_t numel,
-                       device::Stream& stream) {
-      return kernels_->start_add(sum, value, dtype, numel, stream);
-    };
-    parts.convert = [this](void* to, DType to_dtype, const void* from, DType from_dtype,
-                           std::int64_t numel, device::Stream& stream) {
-      return kernels_->start_convert(to, to_dtype, from, from_dtype, 1.0F, numel, stream);
-    };
-    parts.sum_of_squares = [this](const void* values, DType dtype, std::int64_t numel,
-                                  double* result, device::Stream& stream) {
-      const NormSpan span{values, dtype, numel};
-      return kernels_->start_sums_of_squares({&span, 1}, result, stream);
-    };
-    parts.leaves_to_host = test_.leaves ? &leaving_ : nullptr;
   }
 
   // As a backward frees memory: of two lenders in turn.

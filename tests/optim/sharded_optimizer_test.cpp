@@ -16,15 +16,12 @@
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/late_device.h"
 #include "tests/optim/update_case.h"
+#include "tests/support/no_tensor.h"
 
 namespace tessera::optim {
 namespace {
 
-class NoTensor final : public shard::FullTensor {
- public:
-  void attach(void* /*data*/) override {}
-  void detach() override {}
-};
+using support::NoTensor;
 
 struct Shape {
   std::int64_t numel;

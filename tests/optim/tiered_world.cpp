@@ -13,15 +13,12 @@
 #include "tessera/optim/update_loops.h"
 #include "tessera/tier/file_store.h"
 #include "tessera/tier/memory_store.h"
+#include "tests/support/no_tensor.h"
 
 namespace tessera::optim {
 namespace {
 
-class NoTensor final : public shard::FullTensor {
- public:
-  void attach(void* /*data*/) override {}
-  void detach() override {}
-};
+using support::NoTensor;
 
 std::unique_ptr<device::Device> make_device(bool is_late, Ledger* ledger) {
   if (!is_late) {

@@ -14,8 +14,10 @@
 #include "tessera/core/spans.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/late_device.h"
+#include "tessera/optim/reducer_kernels.h"
 #include "tessera/optim/sharded_optimizer.h"
 #include "tests/optim/update_case.h"
+#include "tests/support/no_tensor.h"
 
 namespace tessera::optim {
 namespace {
@@ -23,11 +25,7 @@ namespace {
 constexpr double kLr = 1e-2;
 constexpr int kSteps = 4;
 
-class NoTensor final : public shard::FullTensor {
- public:
-  void attach(void* /*data*/) override {}
-  void detach() override {}
-};
+using support::NoTensor;
 
 struct Shape {
   std::int64_t numel = 0;
@@ -76,7 +74,10 @@ class World {
     }
     grad::ReducerParts parts{group, *device_, params_, clock_, spans_};
     if (own) {
-      set_kernels(parts);
+      set_reducer_kernels(parts, *kernels_);
+      if (!test.sums_on_the_way) {
+        parts.sum_of_squares = nullptr;
+      }
     }
     reducer_ = std::make_unique<grad::Reducer>(
         parts, grad::ReducerOptions{std::int64_t{1} << 20, test.dtype});
@@ -172,24 +173,6 @@ class World {
                   bytes->size());
     }
     return bytes;
-  }
-
-  void set_kernels(grad::ReducerParts& parts) {
-    parts.add = [this](float* sum, const void* value, DType dtype, std::int64_t numel,
-                       device::Stream& stream) {
-      return kernels_->start_add(sum, value, dtype, numel, stream);
-    };
-    parts.convert = [this](void* to, DType to_dtype, const void* from, DType from_dtype,
-                           std::int64_t numel, device::Stream& stream) {
-      return kernels_->start_convert(to, to_dtype, from, from_dtype, 1.0F, numel, stream);
-    };
-    if (test_.sums_on_the_way) {
-      parts.sum_of_squares = [this](const void* values, DType dtype, std::int64_t numel,
-                                    double* result, device::Stream& stream) {
-        const NormSpan span{values, dtype, numel};
-        return kernels_->start_sums_of_squares({&span, 1}, result, stream);
-      };
-    }
   }
 
   const Case test_;

@@ -12,6 +12,7 @@
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
 #include "tests/support/held_store.h"
+#include "tests/support/no_tensor.h"
 
 namespace tessera::shard {
 namespace {
@@ -20,11 +21,7 @@ using device::Pending;
 using tessera::support::HeldStore;
 using tessera::support::StoreCall;
 
-class NoTensor final : public FullTensor {
- public:
-  void attach(void*) override {}
-  void detach() override {}
-};
+using support::NoTensor;
 
 class ShardStoreTest : public ::testing::Test {
  protected:
