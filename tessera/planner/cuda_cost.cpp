@@ -210,6 +210,8 @@ void CudaCost::count_step(const optim::SubGroupPlan& plan, bool holds_all,
   const std::vector<ShardPlaces>& places = placement.params;
   StepBytes& step = placement.step;
   step = {};
+  step.parameters_from_update =
+      parameters_from_update(cut_, places, placement.parameter_pool_bytes);
   step.states_read = as_int(plan.states_read_bytes + plan.parameters_read_bytes);
   step.states_written = as_int(plan.states_written_bytes);
   (cut_.model.dtype == DType::kFloat32 ? step.states_written : step.parameters_written) +=

@@ -126,7 +126,9 @@ struct StepBytes {
   // Of the update: states, and the stored parameters of which they are the master's (fp32).
   std::int64_t states_read = 0;
   std::int64_t states_written = 0;
-  std::int64_t parameters_read = 0;     // at most, by forward and backward
+  std::int64_t parameters_read = 0;  // at most, by forward and backward
+  // Of them, what the first forward is handed by the update as a rule, and does not read.
+  std::int64_t parameters_from_update = 0;
   std::int64_t parameters_written = 0;  // by the update, where the master is another tensor
   std::int64_t gradients_read = 0;
   std::int64_t gradients_written = 0;

@@ -99,6 +99,20 @@ std::int64_t stored_parameter_uses(const CutModel& cut, const std::vector<ShardP
   return bytes;
 }
 
+std::int64_t parameters_from_update(const CutModel& cut, const std::vector<ShardPlaces>& places,
+                                    std::int64_t pool_bytes) {
+  const auto window =
+      as_int(coordinator::feed_sizes(static_cast<std::size_t>(pool_bytes)).window_bytes);
+  std::int64_t sum = 0;
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const std::int64_t bytes = block_bytes(as_int(cut.layouts[i].shard_bytes()));
+    const bool is_offered =
+        places[i].parameter == Place::kNvme && cut.is_trainable(i) && bytes <= window;
+    sum += is_offered ? bytes : 0;
+  }
+  return sum;
+}
+
 bool is_gathered(const CutModel& cut, const ShardPlaces& places) {
   const bool lies_elsewhere =
       cut.options.on_cuda ? places.parameter != Place::kDevice : places.parameter == Place::kNvme;
@@ -295,6 +309,7 @@ void complete(const CutModel& cut, std::int64_t num_micro_batches, Placement& pl
   (cut.model.dtype == DType::kFloat32 ? step.states_written : step.parameters_written) +=
       as_int(plan.parameters_written_bytes);
   step.parameters_read = num_micro_batches * stored_parameter_uses(cut, places);
+  step.parameters_from_update = parameters_from_update(cut, places, placement.parameter_pool_bytes);
 }
 
 }  // namespace tessera::planner

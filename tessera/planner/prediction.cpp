@@ -56,13 +56,16 @@ Prediction predict_step(const Placement& placement, const StepRates& rates) {
   const double ranks = rates.num_local_ranks;
   const double micro_batches = rates.num_micro_batches;
   const StepBytes& step = placement.step;
-  // One forward of its micro-batches reads half of what one micro-batch does; the update reads each
-  // gradient as often as one micro-batch writes it.
-  const Traffic update{ranks * (static_cast<double>(step.states_read) +
-                                static_cast<double>(step.gradients_read) / micro_batches +
-                                static_cast<double>(step.parameters_read) / (2 * micro_batches)),
-                       ranks * static_cast<double>(step.states_written + step.parameters_written)};
-  const Traffic rest{ranks * static_cast<double>(step.read()) - update.read,
+  // One forward of its micro-batches reads at most half of what one micro-batch does, less what the
+  // update hands over; the update reads each gradient as often as one micro-batch writes it.
+  const auto handed_over = static_cast<double>(step.parameters_from_update);
+  const double forward_read =
+      std::max(0.0, static_cast<double>(step.parameters_read) / (2 * micro_batches) - handed_over);
+  const Traffic update{
+      ranks * (static_cast<double>(step.states_read) +
+               static_cast<double>(step.gradients_read) / micro_batches + forward_read),
+      ranks * static_cast<double>(step.states_written + step.parameters_written)};
+  const Traffic rest{ranks * (static_cast<double>(step.read()) - handed_over) - update.read,
                      ranks * static_cast<double>(step.written()) - update.written};
   const double update_io_s = disk_s(update, rates);
   const double rest_io_s = disk_s(rest, rates);

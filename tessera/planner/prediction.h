@@ -2,9 +2,9 @@
 //
 // Two phases follow each other. Behind a step its update overlaps with the next forward, and ends
 // before the next backward makes gradients anew: states, the gradients that the update reads, and
-// the parameters of that forward pass the disk meanwhile. Then the rest: backward and further
-// micro-batches, with their parameters and gradients. Each takes as long as the slower of
-// processor and disk; the ranks of a machine share the disk.
+// parameters of that forward which the update does not hand over pass the disk meanwhile. Then the
+// rest: backward and further micro-batches, with their parameters and gradients. Each takes as long
+// as the slower of processor and disk; the ranks of a machine share the disk.
 //
 // Threads: pure functions.
 #pragma once

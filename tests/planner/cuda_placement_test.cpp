@@ -339,5 +339,26 @@ TEST(CudaPlacement, TheTextTellsWhoUpdatesAndWhatTheHostHolds) {
   }
 }
 
+TEST(CudaPlacement, CountsWhatForwardIsHandedByTheUpdate) {
+  ModelShapes model = large_gpt();
+  const PlacementOptions options = on_cuda(Wish::kNvme, Wish::kNvme, true);
+  const Placement placement = make_placement(model, options, 1);
+  const std::int64_t stored = placement.bytes(Tier::kNvme, Role::kShard);
+  EXPECT_GT(stored, 0);
+  EXPECT_EQ(placement.step.parameters_read, stored) << "they stay until backward";
+  EXPECT_EQ(placement.step.parameters_from_update, stored);
+  const auto largest =
+      std::max_element(model.params.begin(), model.params.end(),
+                       [](const auto& a, const auto& b) { return a.numel < b.numel; });
+  largest->trainable = false;
+  EXPECT_LT(make_placement(model, options, 1).step.parameters_from_update, stored)
+      << "nobody hands over what is frozen";
+  PlacementOptions narrow = options;
+  narrow.parameter_buffers = 1;
+  narrow.parameter_buffer_bytes = 64 << 10;
+  EXPECT_EQ(make_placement(model, narrow, 1).step.parameters_from_update, 0)
+      << "they do not fit into the window";
+}
+
 }  // namespace
 }  // namespace tessera::planner

@@ -66,5 +66,17 @@ TEST(Prediction, GradientsAndParametersOfBackwardBelongToItsPhase) {
   EXPECT_DOUBLE_EQ(predict_step(placement, rates).step_s, 30 + 240);
 }
 
+TEST(Prediction, ForwardDoesNotReadWhatTheUpdateHandsOver) {
+  Placement placement = moving(1000, 1000);
+  placement.step.parameters_read = 4000;  // two micro-batches, forward and backward
+  placement.step.parameters_from_update = 700;
+  StepRates rates = disk_of(100, 100, 100);
+  rates.num_micro_batches = 2;
+  EXPECT_DOUBLE_EQ(predict_step(placement, rates).io_s, (1000 + 1000 + 300 + 3000) / 100.0);
+  // Where parameters stay until backward, there is no other read.
+  placement.step.parameters_read = 700;
+  EXPECT_DOUBLE_EQ(predict_step(placement, rates).io_s, (1000 + 1000) / 100.0);
+}
+
 }  // namespace
 }  // namespace tessera::planner
