@@ -91,6 +91,9 @@ class DeviceUpdate {
   // Updates `ids`, each ours and trainable, and gives each parameter its Pending. `scalars`: but
   // for the step, which this counts. More ids may follow before wait().
   void start(std::span<const int> ids, grad::Reducer& gradients, const UpdateScalars& scalars);
+  // All that was to be started is: what has no slot yet follows in the order of registration, which
+  // is that of the next forward.
+  void order_rest();
   // Until no gradient is needed any more, but by those who have a shard::DeviceCopy. Copies of
   // states down may still be under way.
   void wait();

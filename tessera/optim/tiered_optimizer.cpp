@@ -231,6 +231,9 @@ void TieredOptimizer::end_update() {
     }
   }
   start(rest, /*is_rest=*/true);
+  if (device_update_ && expects_early_) {
+    device_update_->order_rest();
+  }
   gradients_ = nullptr;
 }
 
