@@ -266,9 +266,13 @@ class World {
         ids.push_back(id);
       }
     }
+    // Memory goes in the order in which it was let go of, which need not be that of updates.
+    for (int id = 0; id < params_.num_params(); ++id) {
+      params_[id].updated().wait();
+    }
     device_->stream(device::StreamKind::kReduce).synchronize();
     for (const int id : ids) {
-      reducer_->let_go(id);  // of what the stream is done with by now
+      reducer_->let_go(id);  // of what is done by now
       EXPECT_TRUE(gradients_[static_cast<std::size_t>(id)].expired()) << params_[id].name();
     }
   }
