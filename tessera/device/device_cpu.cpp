@@ -6,7 +6,6 @@
 #include "tessera/core/error.h"
 #include "tessera/device/host_allocator.h"
 #include "tessera/device/host_copy.h"
-#include "tessera/device/host_threads.h"
 #include "tessera/device/inline_stream.h"
 
 namespace tessera::device {
@@ -30,7 +29,7 @@ class CpuDevice final : public Device {
 
   Pending start_fill(void* to, std::uint8_t value, std::size_t bytes, Stream& stream) override {
     check_fill(to, bytes);
-    return own(stream).run([&] { fill_host(to, value, bytes); });
+    return own(stream).run([&] { fill_bytes(to, value, bytes); });
   }
 
   MemoryInfo memory_info() const override { return allocator_.memory_info(); }

@@ -179,6 +179,7 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
 void Engine::Impl::fill_shard(const shard::Param& param, const Init& init) {
   constexpr std::int64_t kTile = std::int64_t{1} << 16;
   constexpr std::int64_t kRound = 64 * kTile;
+  static_assert(kRound % shard::kShardStep == 0, "stores are written in whole steps");
   const DType dtype = param.layout().dtype();
   const shard::ElementRange range = param.range();
   const std::int64_t round = param.is_on_host() ? range.numel : std::min(kRound, range.numel);

@@ -145,14 +145,11 @@ ReducerStats GradientStream::take_stats() {
 }
 
 void GradientStream::drain() noexcept {
-  const auto settle = [](auto&& wait) {
-    try {
-      wait();
-    } catch (...) {  // whoever waited for the result has been told
-    }
-  };
-  settle([this] { synchronize(); });
-  settle([this] { last_to_host_.wait(); });  // those before it are done, too
+  try {
+    synchronize();
+  } catch (...) {  // whoever waited for the result has been told
+  }
+  wait_ignoring_failure(last_to_host_);  // those before it are done, too
   free_retired();
 }
 

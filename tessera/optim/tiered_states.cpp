@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/device/host_threads.h"
 
 namespace tessera::optim {
 namespace {
@@ -82,10 +83,7 @@ void TieredStates::add(int id) {
       bytes += num_tensors(id) * tile.tensor_bytes;
     }
     slot.memory = device_.allocate(device::MemoryKind::kDevice, bytes, Role::kOptimizer);
-    if (bytes > 0) {
-      device_.start_fill(slot.memory.data(), 0, bytes, device_.stream(device::StreamKind::kWrite))
-          .wait();
-    }
+    device::fill_host(slot.memory.data(), 0, bytes);  // the processor updates them in place
   }
   slot.exists = true;
 }

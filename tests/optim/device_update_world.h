@@ -16,6 +16,7 @@
 #include "tessera/optim/reducer_kernels.h"
 #include "tessera/optim/sharded_optimizer.h"
 #include "tessera/optim/tiered_optimizer.h"
+#include "tests/optim/state_bytes.h"
 #include "tests/support/no_tensor.h"
 
 namespace tessera::optim {
@@ -174,14 +175,7 @@ class World {
                        device_->stream(device::StreamKind::kWrite))
           .wait();
       all.push_back(std::move(shard));
-      std::vector<std::string_view> names{"master"};
-      const auto states = state_names(test_.rule);
-      names.insert(names.end(), states.begin(), states.end());
-      for (const std::string_view name : names) {
-        const std::span<float> values = optimizer_->state(id, name);
-        const auto* const begin = reinterpret_cast<const std::byte*>(values.data());
-        all.emplace_back(begin, begin + values.size_bytes());
-      }
+      append_states(*optimizer_, test_.rule, id, all);
     }
     return all;
   }

@@ -16,6 +16,7 @@
 #include "tessera/device/late_device.h"
 #include "tessera/optim/reducer_kernels.h"
 #include "tessera/optim/sharded_optimizer.h"
+#include "tests/optim/state_bytes.h"
 #include "tests/optim/update_case.h"
 #include "tests/support/no_tensor.h"
 
@@ -129,11 +130,7 @@ class World {
       const shard::Param& param = params_[id];
       param.updated().wait();
       all.emplace_back(param.shard(), param.shard() + param.layout().shard_bytes());
-      for (const std::string_view name : {"master", "exp_avg", "exp_avg_sq"}) {
-        const std::span<float> values = optimizer_->state(id, name);
-        const auto* const begin = reinterpret_cast<const std::byte*>(values.data());
-        all.emplace_back(begin, begin + values.size_bytes());
-      }
+      append_states(*optimizer_, test_.rule, id, all);
     }
     return all;
   }
