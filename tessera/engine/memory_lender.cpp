@@ -6,6 +6,7 @@
 
 #include <ATen/ATen.h>
 
+#include "tessera/engine/spare_memory.h"
 #include "tessera/engine/tensor_memory.h"
 
 namespace tessera::engine {
@@ -16,12 +17,10 @@ MemoryLender::MemoryLender(Runtime& runtime, optim::DeviceUpdate& borrower)
 void MemoryLender::begin_backward(bool lends) {
   take_all_back();
   lends_ = lends;
-  if (lends_) {
-    num_last_ended_ = std::exchange(num_ended_, 0);
-  }
   if (lends_ && runtime_.on_cuda()) {
-    bytes_at_begin_ = torch_memory(runtime_.cuda_device()).taken_bytes;
-    last_bytes_ = bytes_at_begin_;
+    taken_at_begin_ = torch_memory(runtime_.cuda_device()).taken_bytes;
+    free_at_begin_ = static_cast<std::int64_t>(runtime_.device().memory_info().free_bytes);
+    last_bytes_ = taken_at_begin_;
     reserve_bytes_ = std::exchange(freed_bytes_, 0);
   }
 }
@@ -34,15 +33,19 @@ void MemoryLender::note_freed() {
   }
 }
 
-// Torch's allocator must have it, too: what it would have to ask the device for is not spare.
 bool MemoryLender::has_spare_memory() const {
   if (!runtime_.on_cuda()) {
     return true;  // a CPU that stands in for a device
   }
   const TorchMemory now = torch_memory(runtime_.cuda_device());
   const auto bytes = static_cast<std::int64_t>(borrower_.slot_bytes());
-  return reserve_bytes_ > 0 && now.taken_bytes + bytes + reserve_bytes_ <= bytes_at_begin_ &&
-         now.taken_bytes + bytes <= now.held_bytes;
+  const SpareMemory memory{.taken = now.taken_bytes,
+                           .held = now.held_bytes,
+                           .taken_at_begin = taken_at_begin_,
+                           .free_at_begin = free_at_begin_,
+                           .reserve = reserve_bytes_,
+                           .lent = static_cast<std::int64_t>(num_lent_) * bytes};
+  return is_spare(memory, bytes);
 }
 
 void MemoryLender::end_backward_of(int unit) {
@@ -50,15 +53,13 @@ void MemoryLender::end_backward_of(int unit) {
     return;
   }
   note_freed();
-  if (2 * ++num_ended_ > num_last_ended_) {
-    return;
-  }
+  lent_before_.emplace(unit, num_lent_);
   while (borrower_.wants_slot() && has_spare_memory()) {
     const auto memory = std::make_shared<at::Tensor>(
         at::empty({static_cast<std::int64_t>(borrower_.slot_bytes())},
                   at::TensorOptions(runtime_.on_cuda() ? at::kCUDA : at::kCPU).dtype(at::kByte)));
     // Whoever had it before has been given to the compute stream.
-    borrower_.lend(unit, static_cast<std::byte*>(memory->data_ptr()),
+    borrower_.lend(static_cast<std::byte*>(memory->data_ptr()),
                    runtime_.device().stream(device::StreamKind::kCompute).record(), memory);
     last_bytes_ += static_cast<std::int64_t>(borrower_.slot_bytes());
     ++num_lent_;
@@ -66,23 +67,26 @@ void MemoryLender::end_backward_of(int unit) {
 }
 
 void MemoryLender::begin_forward_of(int unit) {
-  if (num_lent_ > 0) {
-    take_back(unit);
+  if (const auto found = lent_before_.find(unit); found != lent_before_.end()) {
+    keep_lent(found->second);
   }
 }
 
-void MemoryLender::take_back(int unit) {
+void MemoryLender::keep_lent(std::size_t num_slots) {
+  if (num_lent_ <= num_slots) {
+    return;
+  }
   const SpanScope span(runtime_.spans(), "wait for lent memory");
   const std::int64_t begin_ns = runtime_.clock().now_ns();
-  borrower_.give_back(unit);
+  borrower_.keep_lent(num_slots);
+  num_lent_ = num_slots;
   wait_s_ += static_cast<double>(runtime_.clock().now_ns() - begin_ns) * 1e-9;
 }
 
 void MemoryLender::take_all_back() {
   lends_ = false;
-  if (std::exchange(num_lent_, 0) > 0) {
-    take_back(-1);
-  }
+  keep_lent(0);
+  lent_before_.clear();
 }
 
 }  // namespace tessera::engine

@@ -5,16 +5,17 @@
 // (optim/device_update.h): the link has nothing else to do then.
 //
 //   backward of unit k has ended    what torch holds now, with what is lent, is less than when
-//                                   backward began: as much is lent, in k's name
-//   forward of unit k begins        k's memory is given back; the forward waits for it
+//                                   backward began: as much is lent
+//   forward of unit k begins        no more may be lent than when its backward ended; the forward
+//                                   waits until the rest is given back
 //
-// So the peak of torch's memory stays what it was: whatever is lent while a unit runs was lent in
-// the name of units that come after it, and their activations do not exist yet. What the units
-// before k still need in this backward, besides their activations, is left to them: about as much
-// as the largest unit has freed in the backward before. The first one lends nothing.
-//
-// Only units of the first half of a backward lend: the others' forwards come so soon that they
-// would wait for states to go down again.
+// So the peak of torch's memory stays what it was: whatever is lent while a unit runs was freed by
+// units that come after it, and their activations do not exist yet. Which slots come back does not
+// matter, as all are alike: those of pieces that have gone down first. What the units before k
+// still need in this backward, besides their activations, is left to them: about as much as the
+// largest unit has freed in the backward before. The first one lends nothing. A unit that had no
+// backward has freed nothing, and has nothing back: its forward runs within what the unit before it
+// was left.
 //
 // It is torch's memory, taken and given back as a tensor of the compute stream: no ledger knows it,
 // as none knows activations.
@@ -22,7 +23,9 @@
 // Threads: as Engine.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <unordered_map>
 #include <utility>
 
 #include "tessera/engine/runtime.h"
@@ -44,21 +47,23 @@ class MemoryLender {
 
  private:
   bool has_spare_memory() const;
-  void take_back(int unit);
+  void keep_lent(std::size_t num_slots);
   void note_freed();
 
   Runtime& runtime_;
   optim::DeviceUpdate& borrower_;
   bool lends_ = false;
   double wait_s_ = 0;
-  int num_lent_ = 0;        // since all was taken back
-  int num_ended_ = 0;       // units, in this backward
-  int num_last_ended_ = 0;  // in the one before
-  // Of torch, on CUDA.
-  std::int64_t bytes_at_begin_ = 0;  // when backward began
-  std::int64_t last_bytes_ = 0;      // when the last unit's backward had ended, and what was lent
-  std::int64_t freed_bytes_ = 0;     // by one unit, at most, in this backward
-  std::int64_t reserve_bytes_ = 0;   // the same of the last one; 0: there was none
+  std::size_t num_lent_ = 0;
+  // By unit: what was lent when its backward ended, in the last one; of several uses the last
+  // one's.
+  std::unordered_map<int, std::size_t> lent_before_;
+  // On CUDA (spare_memory.h).
+  std::int64_t taken_at_begin_ = 0;
+  std::int64_t free_at_begin_ = 0;
+  std::int64_t last_bytes_ = 0;     // when the last unit's backward had ended, and what was lent
+  std::int64_t freed_bytes_ = 0;    // by one unit, at most, in this backward
+  std::int64_t reserve_bytes_ = 0;  // the same of the last one; 0: there was none
 };
 
 }  // namespace tessera::engine

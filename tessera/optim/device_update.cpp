@@ -225,6 +225,9 @@ void DeviceUpdate::start_up(const Piece& piece) {
   const shard::Param& param = params_[piece.param];
   slot.free.wait();
   piece.down.wait();
+  for (; copies_up_.size() >= kMostCopiesUp; copies_up_.pop_front()) {
+    copies_up_.front().wait();
+  }
   if (const std::size_t bytes = piece_bytes(piece); bytes > 0 && !is_resident(piece.param)) {
     slot.up = device_.start_copy(slot.data, piece_home(piece), bytes, read_);
   }
@@ -234,6 +237,7 @@ void DeviceUpdate::start_up(const Piece& piece) {
         parameter_place(piece),
         param.shard() + static_cast<std::size_t>(piece.begin) * sizeof(float), bytes, read_);
   }
+  copies_up_.push_back(slot.up);
 }
 
 UpdateTask DeviceUpdate::make_task(int id, const grad::ShardGradient& gradient,
@@ -286,9 +290,6 @@ void DeviceUpdate::start(std::span<const int> ids, grad::Reducer& gradients,
     }
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!std::exchange(is_counted_, true)) {
-    ahead_limit_ = next_ahead_ + kMoreAhead;
-  }
   last_update_ = update_.record();
   items_.insert(items_.end(), std::make_move_iterator(items.begin()),
                 std::make_move_iterator(items.end()));
@@ -363,8 +364,9 @@ void DeviceUpdate::update_piece(Piece& piece, const Item& item, bool is_last) {
     const std::size_t element = bytes_of(param.layout().dtype());
     const std::size_t bytes = static_cast<std::size_t>(piece.numel) * element;
     const void* const from = is_own_master(param.layout().dtype()) ? span.master : span.parameter;
+    write_.wait(updated);
     updated = device_.start_copy(param.shard() + static_cast<std::size_t>(piece.begin) * element,
-                                 from, bytes, update_);
+                                 from, bytes, write_);
   }
   piece.down = updated;
   if (const std::size_t bytes = piece_bytes(piece); bytes > 0 && !is_resident(piece.param)) {
@@ -377,7 +379,7 @@ void DeviceUpdate::update_piece(Piece& piece, const Item& item, bool is_last) {
   const std::lock_guard<std::mutex> lock(mutex_);
   slots_.leave(*std::exchange(piece.slot, nullptr), piece.down);
   piece.is_updated = true;
-  last_update_ = updated;
+  (param.is_on_host() ? last_parameter_ : last_update_) = updated;
 }
 
 // On the caller's thread: what it hands over is known, when it moves is not.

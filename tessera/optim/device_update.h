@@ -3,8 +3,10 @@
 //
 //   read stream    | states up            once the slot's last copy down is done, and this piece's
 //   reduce stream  | update               behind the copy up, the gradient, the shard's readers
-//                  | new parameter down   if it lives on the host; ahead of states: it is needed
-//   write stream   | states down
+//   write stream   | new parameter down   if it lives on the host; ahead of states: it is needed
+//                  | states down
+//
+// No copy stands between two updates: new parameters are on the device as soon as states are up.
 //
 // States do not depend on gradients: prepare() sends the first ones up while a backward still runs,
 // as many as there are slots (update_slots.h). That is the time in which memory becomes free that
@@ -78,15 +80,14 @@ class DeviceUpdate {
   void set_order(std::vector<int> ids);
 
   void prepare();
-  // One more slot would be used before the next start(), as far as the last step tells: a few more
-  // pieces than had been sent up then.
+  // One more slot would be used before the next start(): there are more pieces than slots.
   bool wants_slot();
   std::size_t slot_bytes() const { return slots_.slot_bytes(); }
-  // slot_bytes() bytes of the device, once `ready` is done, until give_back(lender).
-  void lend(int lender, std::byte* data, device::Pending ready, std::shared_ptr<void> owner);
-  // Blocks until nothing of that lender is used, and lets go of it; -1: of all lenders. States that
-  // were sent ahead in vain stay where they were.
-  void give_back(int lender);
+  // slot_bytes() bytes of the device, once `ready` is done, until keep_lent() lets go of them.
+  void lend(std::byte* data, device::Pending ready, std::shared_ptr<void> owner);
+  // Blocks until at most this many lent slots are used, and lets go of the others: whichever are
+  // free first. States that were sent ahead in vain stay where they were.
+  void keep_lent(std::size_t num_slots);
 
   // Updates `ids`, each ours and trainable, and gives each parameter its Pending. `scalars`: but
   // for the step, which this counts. More ids may follow before wait().
@@ -104,7 +105,9 @@ class DeviceUpdate {
   TieredStats take_stats();
 
  private:
-  static constexpr std::size_t kMoreAhead = 8;
+  // See [Note: one queue for all that goes up] in coordinator/host_feed.h: a parameter that the
+  // model waits for comes behind no more copies of states than keep the link busy.
+  static constexpr std::size_t kMostCopiesUp = 2;
 
   struct States {  // of one parameter
     bool exists = false;
@@ -148,7 +151,7 @@ class DeviceUpdate {
   void make_resident_master(const shard::Param& param);
   void update_resident(std::span<const int> ids, grad::Reducer& gradients,
                        const UpdateScalars& scalars);
-  void start_up(const Piece& piece);  // blocks until its slot is free
+  void start_up(const Piece& piece);  // blocks until its slot and the link are free
   UpdateSpan span_of(const Piece& piece, const Item& item) const;
   void update_piece(Piece& piece, const Item& item, bool is_last);
   void count_bytes(const Piece& piece);
@@ -174,7 +177,8 @@ class DeviceUpdate {
   TieredStats stats_;
 
   // Of the thread while it is busy, else of the caller.
-  std::vector<Piece> pieces_;  // of parameters that need slots, in the order of updates
+  std::vector<Piece> pieces_;              // of parameters that need slots, in the order of updates
+  std::deque<device::Pending> copies_up_;  // the last ones, of states
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -182,13 +186,12 @@ class DeviceUpdate {
   UpdateSlots slots_;
   std::deque<Item> items_;      // that are still to be handed over
   std::size_t next_ahead_ = 0;  // the next piece that prepare() has a slot for
-  std::size_t ahead_limit_ = kMoreAhead;
-  bool is_counted_ = false;  // what prepare() has sent up, for ahead_limit_
   bool goes_ahead_ = false;
   bool is_busy_ = false;
   bool is_stopping_ = false;
   std::exception_ptr failure_;
-  device::Pending last_update_;
+  device::Pending last_update_;     // on the device
+  device::Pending last_parameter_;  // that has gone down
 
   std::thread thread_;  // last: it uses everything above
 };

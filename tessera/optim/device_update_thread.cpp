@@ -30,55 +30,54 @@ void DeviceUpdate::prepare() {
   }
   next_ahead_ = 0;
   goes_ahead_ = true;
-  is_counted_ = false;
   changed_.notify_all();
 }
 
 bool DeviceUpdate::wants_slot() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const std::size_t num_ahead = next_ahead_ + slots_.num_free();
-  return goes_ahead_ && num_ahead < std::min(pieces_.size(), ahead_limit_);
+  return goes_ahead_ && next_ahead_ + slots_.num_free() < pieces_.size();
 }
 
-void DeviceUpdate::lend(int lender, std::byte* data, Pending ready, std::shared_ptr<void> owner) {
+void DeviceUpdate::lend(std::byte* data, Pending ready, std::shared_ptr<void> owner) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  slots_.lend(lender, data, std::move(ready), std::move(owner));
+  slots_.lend(data, std::move(ready), std::move(owner));
   changed_.notify_all();
 }
 
-void DeviceUpdate::give_back(int lender) {
+void DeviceUpdate::keep_lent(std::size_t num_slots) {
   std::unique_lock<std::mutex> lock(mutex_);
-  while (UpdateSlot* const slot = slots_.find_lent(lender)) {
+  slots_.limit_lent(num_slots);
+  while (slots_.num_lent() > num_slots) {
     goes_ahead_ = false;
-    if (slot->state == UpdateSlot::State::kFree) {
-      slots_.retire(*slot);  // the thread might take it
-    } else if (slot->state == UpdateSlot::State::kDraining) {
-      // Only this thread drops slots.
+    if (UpdateSlot* const slot = slots_.first_draining()) {
       const Pending free = slot->free;
       lock.unlock();
       wait_ignoring_failure(free);
       lock.lock();
-      slots_.drop(*slot);
+      slots_.drop(*slot);  // only this thread does
     } else if (is_busy_ || !items_.empty()) {
       changed_.wait(lock);
     } else {
-      const auto piece = std::find_if(pieces_.begin(), pieces_.end(),
-                                      [slot](const Piece& each) { return each.slot == slot; });
-      TESSERA_INVARIANT(piece != pieces_.end(), "a slot for an update is taken by nobody");
-      piece->slot = nullptr;
-      slots_.put_back(*slot);
+      // Sent ahead in vain; the last one is needed last.
+      const auto piece = std::find_if(pieces_.rbegin(), pieces_.rend(), [](const Piece& each) {
+        return each.slot != nullptr && each.slot->is_lent;
+      });
+      TESSERA_INVARIANT(piece != pieces_.rend(), "a slot for an update is taken by nobody");
+      slots_.put_back(*std::exchange(piece->slot, nullptr));
     }
   }
 }
 
-// Own slots are free, with a copy down under way at most, or have pieces that were sent ahead.
+// Own slots are free, with a copy down under way at most, or have pieces that were sent ahead. Lent
+// ones may be wanted back.
 UpdateSlot* DeviceUpdate::take_slot() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (UpdateSlot* const slot = slots_.take()) {
     return slot;
   }
-  const auto last = std::find_if(pieces_.rbegin(), pieces_.rend(),
-                                 [](const Piece& piece) { return piece.slot != nullptr; });
+  const auto last = std::find_if(pieces_.rbegin(), pieces_.rend(), [](const Piece& piece) {
+    return piece.slot != nullptr && !piece.slot->is_lent;
+  });
   TESSERA_INVARIANT(last != pieces_.rend(), "there is no slot for an update");
   slots_.put_back(*std::exchange(last->slot, nullptr));
   return slots_.take();
@@ -171,12 +170,12 @@ void DeviceUpdate::wait_handed_over() {
 
 void DeviceUpdate::wait() {
   wait_handed_over();
-  Pending last;
+  std::vector<Pending> last;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    last = last_update_;
+    last = {last_update_, last_parameter_};
   }
-  last.wait();
+  Pending::all(std::move(last)).wait();
 }
 
 void DeviceUpdate::wait_all() {

@@ -1,6 +1,7 @@
 #include "tessera/optim/update_slots.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "tessera/core/error.h"
@@ -19,16 +20,16 @@ void UpdateSlots::take_own(device::Device& device, int num_slots, std::size_t sl
   }
 }
 
-void UpdateSlots::lend(int lender, std::byte* data, device::Pending ready,
-                       std::shared_ptr<void> owner) {
-  TESSERA_INVARIANT(lender >= 0, "lender ", lender, " of a slot for an update");
+void UpdateSlots::lend(std::byte* data, device::Pending ready, std::shared_ptr<void> owner) {
   auto slot = std::make_unique<UpdateSlot>();
   slot->data = data;
   slot->free = std::move(ready);
-  slot->lender = lender;
+  slot->is_lent = true;
   slot->owner = std::move(owner);
   free_.push_back(slot.get());
   slots_.push_back(std::move(slot));
+  ++num_lent_;
+  most_lent_ = std::numeric_limits<std::size_t>::max();
 }
 
 UpdateSlot* UpdateSlots::take() {
@@ -42,10 +43,26 @@ UpdateSlot* UpdateSlots::take() {
   return slot;
 }
 
+void UpdateSlots::let_drain(UpdateSlot& slot) {
+  slot.state = UpdateSlot::State::kDraining;
+  draining_.push_back(&slot);
+}
+
+void UpdateSlots::limit_lent(std::size_t num_slots) {
+  most_lent_ = num_slots;
+  std::erase_if(free_, [this](UpdateSlot* slot) {
+    const bool drains = slot->is_lent && has_too_many_lent();
+    if (drains) {
+      let_drain(*slot);
+    }
+    return drains;
+  });
+}
+
 void UpdateSlots::leave(UpdateSlot& slot, device::Pending down) {
   slot.free = std::move(down);
-  if (slot.lender >= 0) {
-    slot.state = UpdateSlot::State::kDraining;
+  if (slot.is_lent && has_too_many_lent()) {
+    let_drain(slot);
     return;
   }
   slot.state = UpdateSlot::State::kFree;
@@ -54,26 +71,20 @@ void UpdateSlots::leave(UpdateSlot& slot, device::Pending down) {
 
 void UpdateSlots::put_back(UpdateSlot& slot) {
   slot.free = std::exchange(slot.up, device::Pending());
+  if (slot.is_lent && has_too_many_lent()) {
+    let_drain(slot);
+    return;
+  }
   slot.state = UpdateSlot::State::kFree;
   free_.push_front(&slot);
 }
 
-UpdateSlot* UpdateSlots::find_lent(int lender) const {
-  const auto found = std::find_if(slots_.begin(), slots_.end(), [lender](const auto& slot) {
-    return slot->lender >= 0 && (lender < 0 || slot->lender == lender);
-  });
-  return found == slots_.end() ? nullptr : found->get();
-}
-
-void UpdateSlots::retire(UpdateSlot& slot) {
-  std::erase(free_, &slot);
-  slot.state = UpdateSlot::State::kDraining;
-}
-
 void UpdateSlots::drop(UpdateSlot& slot) {
-  TESSERA_INVARIANT(slot.lender >= 0 && slot.state == UpdateSlot::State::kDraining,
+  TESSERA_INVARIANT(slot.state == UpdateSlot::State::kDraining,
                     "a slot for an update is given back while it is used");
+  std::erase(draining_, &slot);
   std::erase_if(slots_, [&slot](const auto& each) { return each.get() == &slot; });
+  --num_lent_;
 }
 
 }  // namespace tessera::optim

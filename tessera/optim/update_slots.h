@@ -1,12 +1,12 @@
 // Internal to optim: memory of the device in which states that stream to it are updated, one piece
-// at a time. Own slots are there for good, and are used in turn. Lent ones belong to somebody who
-// can spare them for a while: each is used once, and is given back when its piece has gone down.
+// at a time, in turn. Own slots are there for good. Lent ones belong to somebody who can spare them
+// for a while, and wants a number of them back, no matter which.
 //
-//           take             leave (own)
-//   kFree --------> kTaken ---------------> kFree, with a copy down under way at most
-//     |                |     leave (lent)
-//     +----------------+------------------> kDraining ----> drop
-//          retire
+//           take            leave, put_back
+//   kFree --------> kTaken ----------------> kFree, with a copy under way at most
+//     |               |
+//     +---------------+--------------------> kDraining ----> drop
+//        of lent ones that are too many
 //
 // Threads: guarded by whoever has it.
 #pragma once
@@ -24,9 +24,9 @@ namespace tessera::optim {
 struct UpdateSlot {
   enum class State : std::uint8_t { kFree, kTaken, kDraining };
   std::byte* data = nullptr;
-  device::Pending free;         // of what was in it before
-  device::Pending up;           // the states that come into it
-  int lender = -1;              // -1: own
+  device::Pending free;  // of what was in it before
+  device::Pending up;    // the states that come into it
+  bool is_lent = false;
   std::shared_ptr<void> owner;  // of lent memory
   State state = State::kFree;
 };
@@ -40,7 +40,11 @@ class UpdateSlots {
   std::byte* first_data() const { return slots_.front()->data; }
 
   // `ready`: nobody uses it any more.
-  void lend(int lender, std::byte* data, device::Pending ready, std::shared_ptr<void> owner);
+  void lend(std::byte* data, device::Pending ready, std::shared_ptr<void> owner);
+  std::size_t num_lent() const { return num_lent_; }
+  // Lent ones beyond this many drain: those that are free, which are not given out any more, then
+  // those that are left next. From lend() on there is no limit.
+  void limit_lent(std::size_t num_slots);
   std::size_t num_free() const { return free_.size(); }
   // The one that was free first; null: none is.
   UpdateSlot* take();
@@ -48,18 +52,22 @@ class UpdateSlots {
   void leave(UpdateSlot& slot, device::Pending down);
   // What was to be updated in it will not be.
   void put_back(UpdateSlot& slot);
-  // Any lent one of that lender, of every lender for -1; null: none is left.
-  UpdateSlot* find_lent(int lender) const;
-  // A free, lent one is not given out any more.
-  void retire(UpdateSlot& slot);
-  // Of a lent one that is draining, once `free` is done.
+  // The one whose `free` is done first; null: none drains yet.
+  UpdateSlot* first_draining() const { return draining_.empty() ? nullptr : draining_.front(); }
+  // Of one that is draining, once `free` is done.
   void drop(UpdateSlot& slot);
 
  private:
+  bool has_too_many_lent() const { return num_lent_ - draining_.size() > most_lent_; }
+  void let_drain(UpdateSlot& slot);
+
   device::Memory own_;
   std::size_t slot_bytes_ = 0;
   std::vector<std::unique_ptr<UpdateSlot>> slots_;  // own ones first
-  std::deque<UpdateSlot*> free_;
+  std::deque<UpdateSlot*> free_;                    // that which was left first comes first
+  std::deque<UpdateSlot*> draining_;                // the same
+  std::size_t num_lent_ = 0;
+  std::size_t most_lent_ = 0;
 };
 
 }  // namespace tessera::optim

@@ -68,16 +68,17 @@ TEST(DeviceUpdate, WantsNoMoreSlotsThanItHasPieces) {
   EXPECT_EQ(expect_same_bits(test).num_lent, kSteps);  // two pieces, one slot
 }
 
-// The first step does not know how far it gets; each later one tries a few pieces more.
-TEST(DeviceUpdate, WantsNoMoreSlotsThanItCanFill) {
-  Case test;
-  test.shapes = {{100000, ShardHome::kHost, by_device(false)}};  // 49 pieces
-  test.num_slots = 1;
-  test.slot_numel = 2048;
-  test.num_lent = 100;
-  const int num_lent = expect_same_bits(test).num_lent;
-  EXPECT_GE(num_lent, 7 * kSteps);
-  EXPECT_LE(num_lent, 7 + 15 + 23 + 31);
+// More pieces than slots, own and lent: each slot is used again.
+TEST(DeviceUpdate, UsesLentMemoryAgainUntilItIsWantedBack) {
+  for (const device::LateMode mode : {device::LateMode::kRandom, device::LateMode::kLazy}) {
+    Case test;
+    test.shapes = {{100000, ShardHome::kHost, by_device(false)}};  // 49 pieces
+    test.mode = mode;
+    test.num_slots = 1;
+    test.slot_numel = 2048;
+    test.num_lent = 7;
+    EXPECT_EQ(expect_same_bits(test).num_lent, 7 * kSteps);
+  }
 }
 
 TEST(DeviceUpdate, UpdatesInAnotherOrderThanItWasToldTo) {

@@ -159,8 +159,16 @@ class World {
     }
     check_copies();
     take_back();
-    let_go_of_copies();
+    if (number % 2 == 0) {
+      let_go_of_copies();
+    }
     optimizer_->wait();
+    for (int id = 0; id < params_.num_params(); ++id) {
+      EXPECT_TRUE(!test_.shapes[static_cast<std::size_t>(id)].parts.device_update ||
+                  params_[id].updated().done())
+          << "gradients go now, and " << params_[id].name() << " may be read where its was";
+    }
+    let_go_of_copies();
     reducer_->clear();
   }
 
@@ -197,35 +205,35 @@ class World {
     return device::make_late_device(options);
   }
 
-  // As a backward frees memory: of two lenders in turn.
+  // As a backward frees memory.
   void lend() {
     while (update_ != nullptr && lent_.size() < static_cast<std::size_t>(test_.num_lent) &&
            update_->wants_slot()) {
       auto memory = std::make_shared<device::Memory>(
           device_->allocate(device::MemoryKind::kDevice, update_->slot_bytes(), Role::kOther));
       lent_.push_back(memory);
-      update_->lend(static_cast<int>(lent_.size() % 2), memory->data(),
-                    device_->stream(device::StreamKind::kCompute).record(), memory);
+      update_->lend(memory->data(), device_->stream(device::StreamKind::kCompute).record(), memory);
       ++num_lent;
     }
   }
 
-  // Whoever gets it back writes to it at once.
+  // Half of it, then the rest. Whoever gets it back writes to it at once.
   void take_back() {
     if (update_ == nullptr) {
       return;
     }
-    update_->give_back(1);
-    for (std::size_t i = 0; i < lent_.size(); i += 2) {
-      EXPECT_EQ(lent_[i].use_count(), 1) << "lender 1 has not got everything back";
-      std::memset(lent_[i]->data(), 0xff, lent_[i]->bytes());
+    for (const std::size_t num_kept : {lent_.size() / 2, std::size_t{0}}) {
+      update_->keep_lent(num_kept);
+      EXPECT_EQ(std::erase_if(lent_,
+                              [](const std::shared_ptr<device::Memory>& memory) {
+                                const bool is_back = memory.use_count() == 1;
+                                if (is_back) {
+                                  std::memset(memory->data(), 0xff, memory->bytes());
+                                }
+                                return is_back;
+                              }),
+                lent_.size() - num_kept);
     }
-    update_->give_back(-1);
-    for (const auto& memory : lent_) {
-      EXPECT_EQ(memory.use_count(), 1);
-      std::memset(memory->data(), 0xff, memory->bytes());
-    }
-    lent_.clear();
   }
 
   // Copies on the device are the new values, before and beside those that go home.
