@@ -65,12 +65,12 @@ std::int64_t tokens_per_backward(const TrainPlan& plan, int num_ranks) {
 }
 
 std::string rates_text(const planner::UpdateRates& rates) {
-  std::array<char, 160> text{};
+  std::array<char, 200> text{};
   std::snprintf(text.data(), text.size(),
                 "measured at once: update on the processor %.1f GB/s, host to device %.1f GB/s, "
-                "device to host %.1f GB/s\n",
+                "device to host %.1f GB/s; memory of the host %.1f GB/s\n",
                 rates.processor_bytes_per_s * 1e-9, rates.h2d_bytes_per_s * 1e-9,
-                rates.d2h_bytes_per_s * 1e-9);
+                rates.d2h_bytes_per_s * 1e-9, rates.host_bytes_per_s * 1e-9);
   return text.data();
 }
 
@@ -269,8 +269,8 @@ void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous
   if (plan.memory && planner::splits_update(plan.memory->options)) {
     // Measured here and not by the engine, so that the plan is known before anything is allocated.
     planner::UpdateRates rates = measure_update_rates(plan.cuda_device, num_update_threads(plan));
-    rates.backward_s = least_backward_s(plan.cuda_device, num_params(plan.memory->shapes),
-                                        tokens_per_backward(plan, rendezvous.world_size));
+    rates.backward_s = expected_backward_s(plan.cuda_device, num_params(plan.memory->shapes),
+                                           tokens_per_backward(plan, rendezvous.world_size));
     plan.config.set("optim.cpu_share",
                     planner::choose_cpu_share(rates, plan.memory->shapes, plan.memory->options));
     plan.memory = plan_memory(plan.config, plan.model, rendezvous.world_size, true);

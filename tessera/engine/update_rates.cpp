@@ -17,35 +17,41 @@ using device::MemoryKind;
 using device::Pending;
 using device::StreamKind;
 
-// Beyond every cache.
-constexpr std::int64_t kNumel = std::int64_t{1} << 25;
+// Beyond every cache, which is hundreds of MiB in servers.
+constexpr std::int64_t kNumel = std::int64_t{1} << 26;
+constexpr std::int64_t kSpanNumel = std::int64_t{1} << 23;  // two milliseconds or so
 constexpr std::size_t kCopyBytes = std::size_t{128} << 20;
-// A tenth of a second: several updates.
+constexpr int kPlaces = 4;  // on the host, each way, in turn
+// A tenth of a second: many updates.
 constexpr int kCopies = 32;
 constexpr int kRounds = 2;
 
-// One AdamW of kNumel elements, 28 bytes each, in memory of the host.
+// AdamW in memory of the host, 28 bytes per element; each run of the next kSpanNumel of kNumel.
 class HostUpdate {
  public:
   HostUpdate(device::Device& host, optim::Kernels& kernels)
       : host_(host),
         kernels_(kernels),
         memory_(host.allocate(MemoryKind::kHost, kNumel * 16, Role::kOther)) {
-    auto* const floats = reinterpret_cast<float*>(memory_.data());
-    span_.master = floats;
-    span_.states = {floats + kNumel, floats + 2 * kNumel};
-    std::byte* const halves = memory_.data() + kNumel * 12;
-    span_.gradient = halves;
-    span_.gradient_dtype = DType::kBFloat16;
-    span_.parameter = halves + kNumel * 2;
-    span_.parameter_dtype = DType::kBFloat16;
-    span_.numel = kNumel;
-    run();  // touches the pages
+    for (std::int64_t begin = 0; begin < kNumel; begin += kSpanNumel) {
+      run();  // touches the pages
+    }
   }
   void run() {
+    auto* const floats = reinterpret_cast<float*>(memory_.data()) + begin_;
+    std::byte* const halves = memory_.data() + kNumel * 12 + begin_ * 2;
+    optim::UpdateSpan span;
+    span.master = floats;
+    span.states = {floats + kNumel, floats + 2 * kNumel};
+    span.gradient = halves;
+    span.gradient_dtype = DType::kBFloat16;
+    span.parameter = halves + kNumel * 2;
+    span.parameter_dtype = DType::kBFloat16;
+    span.numel = kSpanNumel;
+    begin_ = (begin_ + kSpanNumel) % kNumel;
     optim::UpdateScalars scalars;
     scalars.lr = 1e-3;
-    kernels_.start_update(optim::RuleOptions(), scalars, span_, host_.stream(StreamKind::kReduce))
+    kernels_.start_update(optim::RuleOptions(), scalars, span, host_.stream(StreamKind::kReduce))
         .wait();
   }
 
@@ -53,7 +59,7 @@ class HostUpdate {
   device::Device& host_;
   optim::Kernels& kernels_;
   device::Memory memory_;
-  optim::UpdateSpan span_;
+  std::int64_t begin_ = 0;
 };
 
 double seconds(std::int64_t begin_ns, std::int64_t end_ns) {
@@ -71,7 +77,7 @@ planner::UpdateRates measure_update_rates(int cuda_device, int num_threads) {
   const auto device = device::make_cuda_device(options);
   HostUpdate update(*host, *kernels);
   const auto on_device = device->allocate(MemoryKind::kDevice, 2 * kCopyBytes, Role::kOther);
-  const auto pinned = device->allocate(MemoryKind::kPinned, 2 * kCopyBytes, Role::kOther);
+  const auto pinned = device->allocate(MemoryKind::kPinned, 2 * kPlaces * kCopyBytes, Role::kOther);
   device::Stream& read = device->stream(StreamKind::kRead);
   device::Stream& write = device->stream(StreamKind::kWrite);
   const double copied = static_cast<double>(kCopies) * static_cast<double>(kCopyBytes);
@@ -85,11 +91,13 @@ planner::UpdateRates measure_update_rates(int cuda_device, int num_threads) {
     Pending down;
     const std::int64_t begin = clock.now_ns();
     for (int i = 0; i < kCopies; ++i) {
+      std::byte* const place =
+          pinned.data() + static_cast<std::size_t>(2 * (i % kPlaces)) * kCopyBytes;
       if (goes_up) {
-        up = device->start_copy(on_device.data(), pinned.data(), kCopyBytes, read);
+        up = device->start_copy(on_device.data(), place, kCopyBytes, read);
       }
-      down = device->start_copy(pinned.data() + kCopyBytes, on_device.data() + kCopyBytes,
-                                kCopyBytes, write);
+      down =
+          device->start_copy(place + kCopyBytes, on_device.data() + kCopyBytes, kCopyBytes, write);
     }
     int num_updates = 0;
     while (updates && (!up.done() || !down.done())) {
@@ -99,7 +107,7 @@ planner::UpdateRates measure_update_rates(int cuda_device, int num_threads) {
     up.wait();
     down.wait();
     const double took_s = seconds(begin, clock.now_ns());
-    return Rates{copied / took_s, 28.0 * kNumel * num_updates / took_s};
+    return Rates{copied / took_s, 28.0 * kSpanNumel * num_updates / took_s};
   };
   planner::UpdateRates best;
   for (int round = 0; round < kRounds; ++round) {
@@ -108,8 +116,9 @@ planner::UpdateRates measure_update_rates(int cuda_device, int num_threads) {
     const Rates beside = run(/*goes_up=*/false, /*updates=*/true);
     best.d2h_bytes_per_s = std::max(best.d2h_bytes_per_s, beside.copies);
     best.processor_bytes_per_s = std::max(best.processor_bytes_per_s, beside.updates);
-    best.h2d_bytes_per_s =
-        std::max(best.h2d_bytes_per_s, run(/*goes_up=*/true, /*updates=*/true).copies);
+    const Rates all = run(/*goes_up=*/true, /*updates=*/true);
+    best.h2d_bytes_per_s = std::max(best.h2d_bytes_per_s, all.copies);
+    best.host_bytes_per_s = std::max(best.host_bytes_per_s, all.updates + 2 * all.copies);
     best.h2d_alone_bytes_per_s =
         std::max(best.h2d_alone_bytes_per_s, run(/*goes_up=*/true, /*updates=*/false).copies);
   }

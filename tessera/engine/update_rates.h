@@ -10,12 +10,12 @@
 
 namespace tessera {
 
-// Of this machine: AdamW in bf16 by `num_threads`, beside copies up and down. Takes about one GiB
-// of host memory and half a second. Throws DeviceError without such a GPU.
+// Of this machine: AdamW in bf16 by `num_threads`, beside copies up and down. Takes two GiB of
+// host memory and a second. Throws DeviceError without such a GPU.
 planner::UpdateRates measure_update_rates(int cuda_device, int num_threads);
 
-// A backward that multiplies each parameter with `num_tokens` vectors takes at least this long, by
-// the rate of a product in bf16 that is measured. (matmul_rate.cpp)
-double least_backward_s(int cuda_device, std::int64_t num_params, std::int64_t num_tokens);
+// How long a backward takes that multiplies each parameter with `num_tokens` vectors, by the rate
+// of a product in bf16 that is measured. (matmul_rate.cpp)
+double expected_backward_s(int cuda_device, std::int64_t num_params, std::int64_t num_tokens);
 
 }  // namespace tessera

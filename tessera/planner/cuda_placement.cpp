@@ -18,11 +18,14 @@ namespace {
 constexpr std::int64_t kLargestSubGroupNumel = std::int64_t{16} << 20;
 // Copies of this size run at the link's rate, and so much memory is often free in one piece.
 constexpr std::int64_t kLargestSlotNumel = std::int64_t{8} << 20;
-// Slots: one comes up, one is updated or goes down. More would hide what backward leaves of the
-// link; backward's own memory does that (engine/memory_lender.h).
+// Slots: one comes up, one is updated or goes down. Memory that backward frees does more
+// (engine/memory_lender.h), but only what is in slots of our own may go down while the next
+// backward runs, when the link has nothing else to do that way. They come after gathered
+// parameters, which would go up twice without room.
 constexpr std::int64_t kLeastSlots = 2;
 constexpr std::int64_t kGoodSlots = 4;
-constexpr std::int64_t kMostSlots = 6;
+constexpr std::int64_t kManySlots = 6;
+constexpr std::int64_t kMostSlots = 12;
 // Units in the arena: one is used, others come.
 constexpr std::int64_t kGoodUnits = 4;
 // Of a host budget, for the buffers of states and of parameters.
@@ -368,13 +371,17 @@ void CudaFiller::give_device_room(Placement& placement) const {
   grow_arena(good.arena_bytes);
   placement.num_update_slots = static_cast<int>(least.num_slots);
   placement.update_slot_bytes = slots.num_sub_groups > 0 ? slots.slot_bytes : 0;
-  if (slots.num_sub_groups > 0) {
-    const std::int64_t most = std::min(kMostSlots, slots.num_sub_groups) - least.num_slots;
-    const std::int64_t more = std::clamp<std::int64_t>(rest / slots.slot_bytes, 0, most);
-    placement.num_update_slots += static_cast<int>(more);
-    rest -= more * slots.slot_bytes;
-  }
+  const auto add_slots = [&](std::int64_t wanted) {
+    if (slots.num_sub_groups > 0) {
+      const std::int64_t most = std::min(wanted, slots.num_sub_groups) - placement.num_update_slots;
+      const std::int64_t more = std::clamp<std::int64_t>(rest / slots.slot_bytes, 0, most);
+      placement.num_update_slots += static_cast<int>(more);
+      rest -= more * slots.slot_bytes;
+    }
+  };
+  add_slots(kManySlots);
   grow_arena(whole);
+  add_slots(kMostSlots);
   placement.arena_bytes = arena;
   const bool is_limited = options_.is_live_limit_given || options_.num_ranks > 1 || whole == 0;
   placement.live_limit_bytes = arena < whole ? arena

@@ -26,6 +26,15 @@ class Split {
     num_all_ += numel;
     num_processor_ += to_processor ? numel : 0;
   }
+  // Its side has too much, by all of it at least.
+  bool changes_sides(std::int64_t numel, bool from_processor) const {
+    const double excess =
+        static_cast<double>(num_processor_) - share_ * static_cast<double>(num_all_);
+    return numel > 0 && static_cast<double>(numel) <= (from_processor ? excess : -excess);
+  }
+  void move(std::int64_t numel, bool to_processor) {
+    num_processor_ += to_processor ? numel : -numel;
+  }
 
  private:
   double distance(std::int64_t num_processor, std::int64_t num_all) const {
@@ -66,12 +75,24 @@ class UpdateTimes {
   }
 
   double numel() const { return numel_; }
+  // What has to wait for the processor, or for memory that all of it passes.
   double processor_s(double share) const {
-    return touched_ * share * numel_ / rates_.processor_bytes_per_s;
+    const double bytes = touched_ * share * numel_;
+    const double own_s = bytes / rates_.processor_bytes_per_s;
+    return rates_.host_bytes_per_s == 0
+               ? own_s
+               : std::max(own_s,
+                          (bytes + up_bytes(share) + down_bytes(share)) / rates_.host_bytes_per_s);
   }
-  // States up, and new values of the processor's parameters. Where a parameter is its own master,
-  // or gradients are not of its type, the device's come up again, too.
-  double up_s(double share) const {
+  double link_s(double share) const {
+    return std::max(up_bytes(share) / rates_.h2d_bytes_per_s,
+                    down_bytes(share) / rates_.d2h_bytes_per_s);
+  }
+
+ private:
+  // From the end of backward on: states, and new values of the processor's parameters. Where a
+  // parameter is its own master, or gradients are not of its type, the device's come up again, too.
+  double up_bytes(double share) const {
     const double streamed = (1 - share) * numel_;
     double ahead = states_ * std::min(slots_numel_, streamed);
     if (rates_.backward_s > 0) {
@@ -81,16 +102,14 @@ class UpdateTimes {
     const double brought = stays_on_device_ ? share * numel_ : numel_;
     const double bytes =
         states_ * streamed + parameters_in_host_ * brought + parameters_on_device_ * share * numel_;
-    return std::max(0.0, bytes - ahead) / rates_.h2d_bytes_per_s;
+    return std::max(0.0, bytes - ahead);
   }
   // The last slots go down while the next backward runs.
-  double down_s(double share) const {
+  double down_bytes(double share) const {
     const double streamed = (1 - share) * numel_;
-    return (states_ + parameters_in_host_) * std::max(0.0, streamed - slots_numel_) /
-           rates_.d2h_bytes_per_s;
+    return (states_ + parameters_in_host_) * std::max(0.0, streamed - slots_numel_);
   }
 
- private:
   const UpdateRates& rates_;
   double numel_ = 0;
   double states_ = 0;
@@ -109,6 +128,7 @@ double assign_updates(const CutModel& cut, std::vector<ShardPlaces>& places) {
   // Besides: the processor's for another reason.
   std::int64_t num_host = 0;
   std::int64_t num_processor = 0;
+  std::vector<std::size_t> given;  // whom either could have
   for (std::size_t i = 0; i < places.size(); ++i) {
     ShardPlaces& each = places[i];
     const std::int64_t numel = cut.layouts[i].shard_numel();
@@ -118,10 +138,23 @@ double assign_updates(const CutModel& cut, std::vector<ShardPlaces>& places) {
       if (!leaves_from_host) {
         each.device_update = !split.goes_to_processor(numel);
         split.give(numel, !each.device_update);
+        given.push_back(i);
       }
       num_host += numel;
       num_processor += each.device_update ? 0 : numel;
     }
+  }
+  // A large shard at the end, as a head is, leaves the share far off: smaller ones before it change
+  // sides.
+  for (auto i = given.rbegin(); i != given.rend(); ++i) {
+    const std::int64_t numel = cut.layouts[*i].shard_numel();
+    if (split.changes_sides(numel, !places[*i].device_update)) {
+      places[*i].device_update = !places[*i].device_update;
+      split.move(numel, !places[*i].device_update);
+      num_processor += places[*i].device_update ? -numel : numel;
+    }
+  }
+  for (ShardPlaces& each : places) {
     each.gradient = each.device_update ? Place::kDevice : Place::kHost;
   }
   return num_host == 0 ? 0 : static_cast<double>(num_processor) / static_cast<double>(num_host);
@@ -151,7 +184,7 @@ double choose_cpu_share(const UpdateRates& rates, const ModelShapes& model,
     return 0;
   }
   const auto device_ends_later = [&times](double share) {
-    return std::max(times.up_s(share), times.down_s(share)) > times.processor_s(share);
+    return times.link_s(share) > times.processor_s(share);
   };
   if (device_ends_later(1)) {
     return 1;

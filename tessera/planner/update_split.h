@@ -22,7 +22,8 @@ inline constexpr double kDefaultCpuShare = 0.35;
 // Sets device_update and gradient from the other places; returns the share of the processor that
 // came about, of the elements whose states are in host memory. In the order of use each shard goes
 // to where the share so far comes nearest to options.cpu_share; the first one, which is needed
-// first, to the device.
+// first, to the device. Then, from the end on, shards of the side that has too much go to the other
+// as long as that has not.
 double assign_updates(const CutModel& cut, std::vector<ShardPlaces>& places);
 
 // Whether a share has to be measured: none is given, and states may be in host memory. Several
@@ -39,6 +40,10 @@ struct UpdateRates {
   // known how long it lasts, into memory that it frees.
   double backward_s = 0;
   double h2d_alone_bytes_per_s = 0;  // while the processor does not update; 0: the same
+  // What memory of the host gives to the update and to copies both ways, all at once; 0: not known,
+  // and more than the others need. The device's share needs less of it: the processor reads and
+  // writes what it updates, and then its new parameters go up besides.
+  double host_bytes_per_s = 0;
 };
 
 // The share at which processor and device end together. `options`: its budgets bound the slots.

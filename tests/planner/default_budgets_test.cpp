@@ -57,7 +57,7 @@ TEST(DefaultBudgets, ThePlanThatFollowsFitsAndUsesHostMemory) {
     options.device_bytes = budgets->device_bytes;
     options.host_bytes = budgets->host_bytes;
     options.cpu_share = budgets->cpu_share;
-    EXPECT_EQ(budgets->cpu_share, gib < 8 ? 1 : -1) << "gradients of the GPU's share";
+    EXPECT_EQ(budgets->cpu_share, gib < 6 ? 1 : -1) << "gradients of the GPU's share";
     const Placement placement = make_placement(billions(), options, 1);
     EXPECT_LE(placement.device_memory_bytes() + 2 * kGiB + placement.full_gradient_bytes,
               gib * kGiB - gib * kGiB / 100 * kReservePerCent);

@@ -1,6 +1,8 @@
 // The share of the processor at which it and the device end together.
 #include "tessera/planner/update_split.h"
 
+#include <cmath>
+
 #include <gtest/gtest.h>
 
 #include "tests/planner/cuda_plans.h"
@@ -72,6 +74,56 @@ TEST(UpdateSplit, ALongBackwardLetsMoreComeUpAhead) {
   // What goes down is the bound, whatever comes up ahead.
   rates.d2h_bytes_per_s /= 2;
   EXPECT_NEAR(choose_cpu_share(rates, model, options), narrow_down, 0.01);
+}
+
+// The device's share takes 26 bytes of the host's memory per element, the processor's 30.
+TEST(UpdateSplit, NarrowMemoryOfTheHostGivesMoreToTheDevice) {
+  const ModelShapes model = gpt_1b4();
+  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  options.sub_group_bytes = 8192;
+  UpdateRates rates = measured();
+  const double any = choose_cpu_share(rates, model, options);
+  rates.host_bytes_per_s = 1e12;
+  EXPECT_EQ(choose_cpu_share(rates, model, options), any);
+  rates.host_bytes_per_s = 100e9;
+  const double share = choose_cpu_share(rates, model, options);
+  EXPECT_LT(share, any);
+  const double all = (30 * share + 26 * (1 - share)) / rates.host_bytes_per_s;
+  EXPECT_NEAR(all / (14 * (1 - share) / rates.d2h_bytes_per_s), 1, 0.001);
+  // All of it is the device's if even so the link has time left.
+  rates.host_bytes_per_s = 10e9;
+  EXPECT_NEAR(choose_cpu_share(rates, model, options), 0, 1e-6);
+}
+
+// The head is the last shard, and 7 % of all. What is too much on one side is less than any shard
+// that could go to the other.
+TEST(UpdateSplit, ALargeShardAtTheEndDoesNotSpoilTheShare) {
+  const ModelShapes model = gpt_1b4();
+  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  for (int percent = 2; percent < 90; percent += 3) {
+    options.cpu_share = percent / 100.0;
+    const Placement placement = make_placement(model, options, 1);
+    std::int64_t num_processor = 0;
+    std::int64_t num_all = 0;
+    for (std::size_t i = 0; i < placement.params.size(); ++i) {
+      const ShardPlaces& each = placement.params[i];
+      EXPECT_EQ(each.gradient, each.device_update ? Place::kDevice : Place::kHost);
+      if (each.states == Place::kHost) {
+        num_all += model.params[i].numel;
+        num_processor += each.device_update ? 0 : model.params[i].numel;
+      }
+    }
+    EXPECT_DOUBLE_EQ(placement.cpu_share,
+                     static_cast<double>(num_processor) / static_cast<double>(num_all));
+    const double excess =
+        static_cast<double>(num_processor) - options.cpu_share * static_cast<double>(num_all);
+    for (std::size_t i = 0; i < placement.params.size(); ++i) {
+      const ShardPlaces& each = placement.params[i];
+      if (each.states == Place::kHost && each.device_update == (excess < 0)) {
+        EXPECT_GT(static_cast<double>(model.params[i].numel), std::abs(excess)) << percent;
+      }
+    }
+  }
 }
 
 TEST(UpdateSplit, WhereStatesAreNotInHostMemoryThereIsNothingToSplit) {
