@@ -26,7 +26,8 @@ SYSTEMS = (PLAIN, FSDP2, DEEPSPEED, DEEPSPEED_NVME, TESSERA)
 DEFAULT_SYSTEMS = (PLAIN, FSDP2, DEEPSPEED, TESSERA)
 # Seconds that a run takes at one batch until one like it has been timed: a model of a billion
 # parameters is made, pinned, written.
-GUESS_S = {"resident": 40, "host": 60, "nvme-optimizer": 110, "nvme": 130, "half": 90}
+GUESS_S = {"resident": 15, "host": 25, "nvme-optimizer": 65, "nvme": 70, "half": 45}
+PEER_GUESS_S = {"resident": 40, "host": 60, "nvme-optimizer": 110}
 LEARNING_RATE = "1e-4"  # peers.py's
 CLIP_NORM = "1.0"
 
@@ -45,7 +46,8 @@ class Task:
 
     def guess_s(self, preset):
         scale = gpt_presets.num_params(preset) / gpt_presets.num_params("gpt-1b4")
-        return max(5.0, GUESS_S[self.mode] * scale * (1 + 0.5 * (len(self.batches) - 1)))
+        guesses = GUESS_S if self.system == TESSERA else PEER_GUESS_S
+        return max(5.0, guesses[self.mode] * scale * (1 + 0.5 * (len(self.batches) - 1)))
 
 
 def tasks_of(modes, systems, batches):
@@ -84,7 +86,7 @@ def mode_flags(mode, directory, half_budget):
 
 # Logits of all tokens are the largest activation of all. In every mode, so that modes compare. A
 # loss in chunks is exact, but not to the bit: where runs are compared bit for bit it is left out.
-TIMED_FLAGS = ["--loss-chunk", "4096"]
+TIMED_FLAGS = ["--loss-chunk", "2048"]
 
 
 def precision_of(device):

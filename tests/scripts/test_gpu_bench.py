@@ -326,7 +326,7 @@ class WholeProgram(FolderTest):
             self.assertIn("--threads 4 --steps", " ".join(call))
             rest = call[len(common):call.index("--threads")]
             flags.append(" ".join(w for w in rest if not w.startswith(str(self.folder))))
-        self.assertEqual(flags, [" ".join([*mode.split(), "--loss-chunk 4096"]) for mode in [
+        self.assertEqual(flags, [" ".join([*mode.split(), "--loss-chunk 2048"]) for mode in [
             "", "--parameters host --optimizer host", "--optimizer nvme --nvme",
             "--parameters nvme --optimizer nvme --nvme",
             "--optimizer host --host-budget 3GiB --cpu-share 1 --nvme"]])
