@@ -23,7 +23,10 @@ if(TESSERA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
 endif()
 
 if(TESSERA_SANITIZE STREQUAL "address")
-  add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  # Not null and alignment, which are checked at every access and made a unit take twice as long to
+  # compile: an access through null ends in the address sanitizer's report all the same.
+  add_compile_options(-fsanitize=address,undefined -fno-sanitize=null,alignment
+                      -fno-sanitize-recover=all -fno-omit-frame-pointer)
   add_link_options(-fsanitize=address,undefined)
 elseif(TESSERA_SANITIZE STREQUAL "thread")
   add_compile_options(-fsanitize=thread -fno-omit-frame-pointer)
