@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string_view>
 #include <thread>
 
 #include "tessera/core/error.h"
@@ -28,6 +29,20 @@ std::string list_ranks(const std::vector<int>& ranks) {
     text += detail::concat(i == 0 ? "" : ", ", ranks[i]);
   }
   return text;
+}
+
+struct Cause {
+  std::vector<int> ranks;
+  std::string text;  // of the first of them
+};
+
+// A failure without the call that its rank was in, which await_any() puts before it.
+std::string_view reason_of(std::string_view failure) {
+  constexpr std::string_view kGroup = " in group '";
+  constexpr std::string_view kEnd = "': ";
+  const std::size_t group = failure.find(kGroup);
+  const std::size_t end = group == failure.npos ? group : failure.find(kEnd, group);
+  return end == failure.npos ? failure : failure.substr(end + kEnd.size());
 }
 
 std::string seconds(milliseconds time) {
@@ -92,13 +107,30 @@ void Watch::post_failure(const std::string& text) {
   }
 }
 
-// Empty if no rank has failed.
+// Empty if no rank has failed. What several ranks say is said once: a mismatch is found by all of
+// them, and who gives up because of another's failure repeats it.
 std::string Watch::failures_text() {
-  std::string text;
-  if (options_.board) {
-    for (const auto& [rank, failure] : options_.board->failures()) {
-      text += detail::concat(text.empty() ? "rank " : "; rank ", rank, " failed: ", failure);
+  if (!options_.board) {
+    return {};
+  }
+  std::vector<Cause> causes;
+  for (const auto& [rank, failure] : options_.board->failures()) {
+    const std::string_view reason = reason_of(failure);
+    const auto same = std::find_if(causes.begin(), causes.end(), [&](const Cause& cause) {
+      const std::string_view other = reason_of(cause.text);
+      return (!other.empty() && failure.find(other) != failure.npos) ||
+             (!reason.empty() && cause.text.find(reason) != cause.text.npos);
+    });
+    if (same == causes.end()) {
+      causes.push_back({{rank}, failure});
+    } else {
+      same->ranks.push_back(rank);
     }
+  }
+  std::string text;
+  for (const Cause& cause : causes) {
+    text +=
+        detail::concat(text.empty() ? "" : "; ", list_ranks(cause.ranks), " failed: ", cause.text);
   }
   return text;
 }
