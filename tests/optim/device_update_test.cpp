@@ -59,6 +59,18 @@ TEST(DeviceUpdate, UsesMemoryThatIsLentAndGivesItBack) {
   }
 }
 
+// Parameters that the model waits for go up in the same queue. Here copies end only when somebody
+// waits for them.
+TEST(DeviceUpdate, SendsStatesUpTwoAtATimeHoweverManySlotsThereAre) {
+  Case test;
+  test.shapes = {{100000, ShardHome::kHost, by_device(false)}};  // 49 pieces
+  test.mode = device::LateMode::kLazy;
+  test.num_slots = 8;
+  test.slot_numel = 2048;
+  test.num_lent = 7;
+  EXPECT_EQ(expect_same_bits(test).most_copies_up, 2U);
+}
+
 TEST(DeviceUpdate, WantsNoMoreSlotsThanItHasPieces) {
   Case test;
   test.shapes = {{4000, ShardHome::kHost, by_device(false)}};

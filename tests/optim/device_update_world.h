@@ -16,6 +16,7 @@
 #include "tessera/optim/reducer_kernels.h"
 #include "tessera/optim/sharded_optimizer.h"
 #include "tessera/optim/tiered_optimizer.h"
+#include "tests/optim/copy_counter.h"
 #include "tests/optim/state_bytes.h"
 #include "tests/support/no_tensor.h"
 
@@ -189,6 +190,10 @@ class World {
   }
 
   Optimizer& optimizer() { return *optimizer_; }
+  // REQUIRES: own.
+  std::size_t most_copies_up() const {
+    return static_cast<const CopyCounter&>(*device_).most_copies_up();
+  }
   shard::Param& param(int id) { return params_[id]; }
   std::vector<double> norms;
   int num_lent = 0;
@@ -202,7 +207,7 @@ class World {
     device::LateDeviceOptions options;
     options.mode = test_.mode;
     options.own_memory = true;
-    return device::make_late_device(options);
+    return std::make_unique<CopyCounter>(device::make_late_device(options));
   }
 
   // As a backward frees memory.
@@ -306,6 +311,7 @@ class World {
 struct Counts {
   int num_lent = 0;
   int num_copies = 0;
+  std::size_t most_copies_up = 0;
 };
 
 inline Counts expect_same_bits(const Case& test) {
@@ -324,7 +330,7 @@ inline Counts expect_same_bits(const Case& test) {
     for (std::size_t i = 0; i < found.size(); ++i) {
       EXPECT_EQ(found[i], expected[i]) << "tensor " << i;
     }
-    counts = {world.num_lent, world.num_copies};
+    counts = {world.num_lent, world.num_copies, world.most_copies_up()};
   });
   return counts;
 }
