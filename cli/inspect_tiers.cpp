@@ -115,6 +115,7 @@ Json tiers_json(const MemoryPlan& memory) {
           {"full_gradient_bytes", placement.full_gradient_bytes},
           {"activation_bytes", memory.activations.peak},
           {"head_activation_bytes", memory.activations.head},
+          {"device_peak_bytes", memory.device_peak_bytes},
           {"network_bytes", placement.comm_bytes},
           {"step",
            {{"states_read_bytes", step.states_read},

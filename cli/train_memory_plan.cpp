@@ -5,6 +5,33 @@
 
 namespace tessera::cli {
 
+std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
+                               const planner::Placement& placement, const models::GptOptions& model,
+                               std::int64_t num_micro_batches, std::int64_t batch) {
+  if (!placement.gradients_leave_early || num_micro_batches > 1) {
+    return placement.device_memory_bytes() + placement.full_gradient_bytes +
+           models::gpt_activations(model, batch).peak;
+  }
+  models::GptGradients gradients;
+  gradients.passing = placement.full_gradient_bytes;
+  // A parameter of two units gets its gradient with the later one's.
+  std::vector<std::size_t> unit_of(shapes.params.size());
+  for (std::size_t unit = 0; unit < shapes.units.size(); ++unit) {
+    for (const int id : shapes.units[unit]) {
+      unit_of[static_cast<std::size_t>(id)] = unit;
+    }
+  }
+  gradients.kept_of_unit.resize(shapes.units.size());
+  const auto element_bytes = static_cast<std::int64_t>(bytes_of(shapes.dtype));
+  for (std::size_t id = 0; id < shapes.params.size(); ++id) {
+    if (shapes.params[id].trainable && placement.params[id].device_update) {
+      gradients.kept_of_unit[unit_of[id]] += element_bytes * shapes.params[id].numel;
+    }
+  }
+  return placement.device_memory_bytes() - placement.bytes(Tier::kDevice, Role::kGradient) +
+         models::gpt_peak_with(gradients, model, batch);
+}
+
 std::string activations_text(const MemoryPlan& memory) {
   const auto bytes = [](std::int64_t count) {
     return approximate_bytes(static_cast<std::uint64_t>(count));
@@ -14,8 +41,7 @@ std::string activations_text(const MemoryPlan& memory) {
       detail::concat("activations of a micro-batch: ", bytes(activations.peak), " at most, ",
                      bytes(activations.head), " of them inside the head (logits and loss)\n");
   if (memory.placement.on_cuda) {
-    text += detail::concat("device memory with activations: ",
-                           bytes(memory.placement.device_memory_bytes() + activations.peak),
+    text += detail::concat("device memory with activations: ", bytes(memory.device_peak_bytes),
                            " at most\n");
   }
   return text;

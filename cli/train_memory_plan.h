@@ -3,6 +3,7 @@
 // Threads: plain data.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -19,7 +20,13 @@ struct MemoryPlan {
   bool is_final = true;                  // the engine will plan the same
   std::vector<std::string> state_names;  // of the update rule
   models::GptActivations activations;    // of a micro-batch of a rank; torch's, in no budget
+  std::int64_t device_peak_bytes = 0;    // of a GPU: everything, activations and gradients too
 };
+
+// Of a GPU, at most. `num_micro_batches`: of a step, of `batch` sequences each.
+std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
+                               const planner::Placement& placement, const models::GptOptions& model,
+                               std::int64_t num_micro_batches, std::int64_t batch);
 
 // What activations take besides, and all of a GPU's memory with them.
 std::string activations_text(const MemoryPlan& memory);

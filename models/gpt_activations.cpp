@@ -111,45 +111,86 @@ void check_sizes(const GptOptions& options, std::int64_t batch) {
                 options.layers, " blocks are beyond any memory; give a smaller --batch or --seq");
 }
 
+// What a training holds when.
+class Training {
+ public:
+  Training(const GptOptions& options, std::int64_t batch)
+      : options_(options),
+        sizes_(options, batch),
+        head_(options.loss_chunk > 0 ? chunked_head_bytes(options, sizes_)
+                                     : head_bytes(options, sizes_)),
+        embedding_(sizes_.row + kIdBytes * (sizes_.tokens + options.sequence)) {}
+
+  const HeadBytes& head() const { return head_; }
+  std::int64_t embedding() const { return embedding_; }
+  std::int64_t per_block() const { return block_bytes(options_, sizes_, /*trained=*/true); }
+
+  // What is kept by the embedding and the first n blocks.
+  std::int64_t kept_up_to(std::int64_t num_blocks) const {
+    const std::int64_t frozen = std::min(num_blocks, options_.freeze);
+    const std::int64_t blocks = options_.recompute
+                                    ? num_blocks * sizes_.row
+                                    : frozen * block_bytes(options_, sizes_, /*trained=*/false) +
+                                          (num_blocks - frozen) * per_block();
+    return embedding_ + blocks;
+  }
+
+  std::int64_t in_head() const { return kept_up_to(options_.layers) + head_.peak; }
+
+  // In the backward of block n, where what came after it is gone. One that is recomputed has all
+  // that it would have kept, and the gradient of its output beside the output.
+  std::int64_t in_backward_of(std::int64_t block) const {
+    const bool trained = block >= options_.freeze;
+    const std::int64_t own = block_backward_bytes(sizes_, trained);
+    return options_.recompute
+               ? kept_up_to(block) + block_bytes(options_, sizes_, trained) + sizes_.row + own
+               : kept_up_to(block + 1) + own;
+  }
+
+ private:
+  const GptOptions& options_;
+  const Sizes sizes_;
+  const HeadBytes head_;
+  const std::int64_t embedding_;
+};
+
 }  // namespace
 
 GptActivations gpt_activations(const GptOptions& options, std::int64_t batch) {
   check_sizes(options, batch);
-  const Sizes sizes(options, batch);
-  const HeadBytes head =
-      options.loss_chunk > 0 ? chunked_head_bytes(options, sizes) : head_bytes(options, sizes);
+  const Training training(options, batch);
   GptActivations bytes;
-  bytes.per_block = block_bytes(options, sizes, /*trained=*/true);
-  bytes.embedding = sizes.row + kIdBytes * (sizes.tokens + options.sequence);
-  bytes.head = head.peak;
-
-  // What is kept by the embedding and the first n blocks.
-  const auto kept_up_to = [&](std::int64_t num_blocks) {
-    const std::int64_t frozen = std::min(num_blocks, options.freeze);
-    const std::int64_t blocks = options.recompute
-                                    ? num_blocks * sizes.row
-                                    : frozen * block_bytes(options, sizes, /*trained=*/false) +
-                                          (num_blocks - frozen) * bytes.per_block;
-    return bytes.embedding + blocks;
-  };
-  // In the backward of block n, where what came after it is gone. One that is recomputed has all
-  // that it would have kept, and the gradient of its output beside the output.
-  const auto in_backward_of = [&](std::int64_t block) {
-    const bool trained = block >= options.freeze;
-    const std::int64_t own = block_backward_bytes(sizes, trained);
-    return options.recompute
-               ? kept_up_to(block) + block_bytes(options, sizes, trained) + sizes.row + own
-               : kept_up_to(block + 1) + own;
-  };
-  bytes.kept = kept_up_to(options.layers) + head.kept;
-  bytes.peak = kept_up_to(options.layers) + head.peak;
+  bytes.per_block = training.per_block();
+  bytes.embedding = training.embedding();
+  bytes.head = training.head().peak;
+  bytes.kept = training.kept_up_to(options.layers) + training.head().kept;
+  bytes.peak = training.in_head();
   // Where the most is held: among blocks that are alike, the last one.
   for (const std::int64_t block : {options.layers - 1, options.freeze - 1}) {
     if (block >= 0) {
-      bytes.peak = std::max(bytes.peak, in_backward_of(block));
+      bytes.peak = std::max(bytes.peak, training.in_backward_of(block));
     }
   }
   return bytes;
+}
+
+std::int64_t gpt_peak_with(const GptGradients& gradients, const GptOptions& options,
+                           std::int64_t batch) {
+  check_sizes(options, batch);
+  const std::vector<std::int64_t>& of_unit = gradients.kept_of_unit;
+  TESSERA_INVARIANT(static_cast<std::int64_t>(of_unit.size()) == options.layers + 2,
+                    "gradients of ", of_unit.size(), " units were given for ", options.layers,
+                    " blocks, embedding and head");
+  const Training training(options, batch);
+  // Logits are gone when the head's gradients are made, but for those of a loss in chunks, which
+  // counts its own.
+  std::int64_t peak = training.in_head();
+  std::int64_t kept = of_unit.back();
+  for (std::int64_t block = options.layers - 1; block >= 0; --block) {
+    kept += of_unit[static_cast<std::size_t>(block) + 1];
+    peak = std::max(peak, training.in_backward_of(block) + kept + gradients.passing);
+  }
+  return std::max(peak, training.embedding() + kept + of_unit.front() + gradients.passing);
 }
 
 }  // namespace tessera::models

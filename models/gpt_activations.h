@@ -18,6 +18,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace tessera::models {
 
@@ -36,5 +37,17 @@ struct GptActivations {
 // For micro-batches of `batch` full sequences. Throws ConfigError as options.check() does, for a
 // batch below one, and for sizes beyond all memory.
 GptActivations gpt_activations(const GptOptions& options, std::int64_t batch);
+
+// Of parameters' gradients, on the device.
+struct GptGradients {
+  // Kept from a unit's backward on until its next forward; by unit: embedding, blocks, head.
+  std::vector<std::int64_t> kept_of_unit;
+  std::int64_t passing = 0;  // that a backward holds besides
+};
+
+// The most that activations and gradients hold together, in one micro-batch: a unit's gradients
+// come when activations of those after it are gone, and go before those of their next forward come.
+std::int64_t gpt_peak_with(const GptGradients& gradients, const GptOptions& options,
+                           std::int64_t batch);
 
 }  // namespace tessera::models

@@ -39,7 +39,7 @@ struct DefaultBudgets {
   // Why, all of the device: `planned_bytes` of shards and what moves them.
   std::int64_t free_bytes = 0;
   std::int64_t planned_bytes = 0;
-  std::int64_t activation_bytes = 0;  // with the one full gradient that autograd holds
+  std::int64_t activation_bytes = 0;  // with full gradients that autograd holds, or that leave
   std::int64_t reserve_bytes = 0;
 
   // One line for people: what does not fit, what was chosen, and which flags change it.

@@ -275,6 +275,22 @@ TEST(Inspect, PlansForAGpuThatNeedNotBeHere) {
                 update["processor_numel"].get<std::int64_t>(),
             sum_of(plan["params"], "shard_numel"));
 
+  // Gradients of the GPU's share come as activations go: of both together, the larger counts.
+  std::int64_t gradients = 0;
+  for (const Json& line : plan["tiers"]["bytes"]) {
+    if (line["tier"] == "device" && line["role"] == "gradient") {
+      gradients = line["bytes"];
+    }
+  }
+  const std::int64_t activations = plan["tiers"]["activation_bytes"];
+  const std::int64_t passing = plan["tiers"]["full_gradient_bytes"];
+  const std::int64_t both =
+      plan["tiers"]["device_peak_bytes"].get<std::int64_t>() - tier_bytes(plan, "device") +
+      gradients;
+  ASSERT_GT(gradients, activations) << "or this tests the other case";
+  EXPECT_GT(both, gradients + passing);
+  EXPECT_LT(both, gradients + passing + activations / 10);
+
   const std::string screen = inspected(arguments);
   EXPECT_NE(screen.find("device memory with activations: "), std::string::npos) << screen;
   EXPECT_NE(screen.find("or --cpu-share\n"), std::string::npos) << screen;

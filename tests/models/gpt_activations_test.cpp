@@ -187,6 +187,30 @@ TEST(GptActivations, HaveTheClosedForm) {
                                  least.embedding + (23 + 5) * row + least.per_block));
 }
 
+TEST(GptActivations, HaveRoomForGradientsThatComeAsTheyGo) {
+  const GptOptions options = gpt_preset("gpt-1b4");
+  const GptActivations alone = gpt_activations(options, 8);
+  const std::int64_t row = std::int64_t{8} * 1024 * 2048 * 4;
+  const auto peak_with = [&](std::int64_t of_block, std::int64_t of_others, std::int64_t passing) {
+    GptGradients gradients;
+    gradients.kept_of_unit.assign(26, of_block);
+    gradients.kept_of_unit.front() = gradients.kept_of_unit.back() = of_others;
+    gradients.passing = passing;
+    return gpt_peak_with(gradients, options, 8);
+  };
+  EXPECT_EQ(peak_with(0, 0, 0), alone.peak);
+  // Less than what a block's backward frees, and than the logits: there is room for them.
+  EXPECT_EQ(peak_with(alone.per_block / 2, 0, row), alone.peak);
+  // More: in the first block's backward, four rows of its own, those of all but the embedding.
+  EXPECT_EQ(peak_with(2 * alone.per_block, row, 5 * row),
+            alone.embedding + alone.per_block + 4 * row + 48 * alone.per_block + row + 5 * row);
+  // The head's are there from the last block's on; the embedding's come last.
+  EXPECT_EQ(peak_with(0, row, 0), std::max(alone.peak, alone.embedding + 24 * alone.per_block +
+                                                           4 * row + row));
+  const std::int64_t much = 100 * alone.per_block;
+  EXPECT_EQ(peak_with(0, much, 0), alone.embedding + 2 * much);
+}
+
 TEST(GptActivations, RefuseWhatHasNoSize) {
   const auto message = [](std::int64_t batch, std::int64_t sequence) {
     GptOptions options = gpt_preset("micro");

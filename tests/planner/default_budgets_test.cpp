@@ -43,7 +43,8 @@ TEST(DefaultBudgets, ActivationsGradientAndReserveAreLeftFree) {
   ASSERT_TRUE(budgets);
   EXPECT_EQ(budgets->reserve_bytes, 16 * kGiB / 100 * kReservePerCent);
   EXPECT_EQ(budgets->device_bytes,
-            16 * kGiB - 3 * kGiB - gradient_bytes() - budgets->reserve_bytes);
+            16 * kGiB - 3 * kGiB - gradient_bytes() - kGiB - budgets->reserve_bytes)
+      << "a 16th for gradients on their way";
   EXPECT_EQ(budgets->planned_bytes, resident_bytes());
   EXPECT_EQ(budgets->host_bytes, 64 * kGiB - 64 * kGiB / 100 * kReservePerCent);
 }
@@ -57,7 +58,7 @@ TEST(DefaultBudgets, ThePlanThatFollowsFitsAndUsesHostMemory) {
     options.device_bytes = budgets->device_bytes;
     options.host_bytes = budgets->host_bytes;
     options.cpu_share = budgets->cpu_share;
-    EXPECT_EQ(budgets->cpu_share, gib < 6 ? 1 : -1) << "gradients of the GPU's share";
+    EXPECT_EQ(budgets->cpu_share, gib < 8 ? 1 : -1) << "gradients of the GPU's share";
     const Placement placement = make_placement(billions(), options, 1);
     EXPECT_LE(placement.device_memory_bytes() + 2 * kGiB + placement.full_gradient_bytes,
               gib * kGiB - gib * kGiB / 100 * kReservePerCent);
@@ -112,7 +113,7 @@ TEST(DefaultBudgets, WhatFitsNowhereIsRefusedWithTheArithmetic) {
 TEST(DefaultBudgets, ActivationsThatFillTheGpuAreRefusedWithARemedy) {
   const std::string refusal = refusal_of(
       [] { default_budgets(billions(), on_cuda(), 1, 16 * kGiB, {16 * kGiB, 64 * kGiB}); });
-  EXPECT_NE(refusal.find("activations of a micro-batch take up to 16.4 GiB"), std::string::npos)
+  EXPECT_NE(refusal.find("activations of a micro-batch take up to 17.4 GiB"), std::string::npos)
       << refusal;
   EXPECT_NE(refusal.find("--recompute"), std::string::npos) << refusal;
 }
@@ -122,7 +123,7 @@ TEST(DefaultBudgets, OneLineSaysWhatWasChosenAndHowToChangeIt) {
   ASSERT_TRUE(budgets);
   const std::string text = budgets->text();
   EXPECT_EQ(text.find('\n'), text.size() - 1) << text;
-  for (const char* part : {"the GPU has 16.0 GiB free", "activations up to 2.38 GiB",
+  for (const char* part : {"the GPU has 16.0 GiB free", "activations up to 3.38 GiB",
                            "983 MiB stay in reserve", "memory.device = ", "memory.host = 60.2 GiB",
                            "--device-budget SIZE", "--device-budget unlimited"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << " in: " << text;
