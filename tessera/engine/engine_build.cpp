@@ -312,6 +312,9 @@ void Engine::Impl::make_reducer() {
   }
   if (const planner::Placement* placement = tiers.placement()) {
     reductions.bucket_bytes = placement->bucket_bytes;
+    if (placement->kept_gradient_bytes > 0) {
+      parts.most_kept_bytes = placement->kept_gradient_bytes;
+    }
   }
   parts.is_planned = tiers.is_planned();
   parts.tier = tiers.gradient_tier();

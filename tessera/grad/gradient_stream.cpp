@@ -103,22 +103,51 @@ Pending GradientStream::start_to_host(void* to, const void* from, std::size_t by
   return last_to_host_;
 }
 
+Pending GradientStream::last_use(const Pending& also) {
+  Pending used = reduce_.record();
+  return also.state() ? Pending::all({std::move(used), also}) : std::move(used);
+}
+
 void GradientStream::retire(std::shared_ptr<void> owner, const Pending& also) {
   free_retired();
   if (!owner) {
     return;
   }
-  Pending used = reduce_.record();
-  if (!used.done() || !also.done()) {
-    retired_.emplace_back(also.state() ? Pending::all({std::move(used), also}) : std::move(used),
-                          std::move(owner));
+  if (Pending used = last_use(also); !used.done()) {
+    retired_.push_back({std::move(used), std::move(owner)});
   }
+}
+
+void GradientStream::retire_full(std::shared_ptr<void> owner, std::int64_t bytes,
+                                 const Pending& also) {
+  free_retired();
+  Pending used = last_use(also);
+  if (used.done()) {
+    return;
+  }
+  kept_full_.push_back({std::move(used), std::move(owner), bytes});
+  kept_full_bytes_ += bytes;
+  if (kept_full_bytes_ > parts_.most_kept_bytes) {
+    const SpanScope span(parts_.spans, "wait for gradients to leave");
+    while (kept_full_bytes_ > parts_.most_kept_bytes) {
+      kept_full_.front().used.wait();
+      free_oldest_full();
+    }
+  }
+}
+
+void GradientStream::free_oldest_full() {
+  kept_full_bytes_ -= kept_full_.front().bytes;
+  kept_full_.pop_front();
 }
 
 // Only when memory is freed depends on what is done by now, never what is started.
 void GradientStream::free_retired() {
-  while (!retired_.empty() && retired_.front().first.done()) {
+  while (!retired_.empty() && retired_.front().used.done()) {
     retired_.pop_front();
+  }
+  while (!kept_full_.empty() && kept_full_.front().used.done()) {
+    free_oldest_full();
   }
 }
 

@@ -56,6 +56,12 @@ class GradientStream {
 
   // Keeps `owner` until the stream has done what it has been given so far, and `also` is done.
   void retire(std::shared_ptr<void> owner, const device::Pending& also = {});
+  // The same of a full gradient of so many bytes that copies or kernels still read. Blocks until
+  // those kept, with this one, are within ReducerParts::most_kept_bytes: a host that is ahead of
+  // its device would keep them all. What it waits for is on streams already, and needs nothing
+  // more from this thread.
+  void retire_full(std::shared_ptr<void> owner, std::int64_t bytes,
+                   const device::Pending& also = {});
   // Orders the stream behind `pending`; the time for which the host had to wait is exposed.
   void wait_for(const device::Pending& pending);
   // Blocks until the stream has done everything; throws its failure.
@@ -77,14 +83,23 @@ class GradientStream {
   void note_held() { stats_.held_bytes_peak = std::max(stats_.held_bytes_peak, held_bytes_); }
 
  private:
+  struct Kept {
+    device::Pending used;
+    std::shared_ptr<void> owner;
+    std::int64_t bytes = 0;
+  };
+  device::Pending last_use(const device::Pending& also);
   void free_retired();
+  void free_oldest_full();
 
   const ReducerParts parts_;
   device::Stream& compute_;
   device::Stream& reduce_;
   const bool has_own_memory_;  // that the host cannot reach
   const std::unique_ptr<StoredGradients> stored_;
-  std::deque<std::pair<device::Pending, std::shared_ptr<void>>> retired_;
+  std::deque<Kept> retired_;
+  std::deque<Kept> kept_full_;  // by retire_full()
+  std::int64_t kept_full_bytes_ = 0;
   device::Pending last_to_host_;
   ReducerStats stats_;
   std::int64_t held_bytes_ = 0;

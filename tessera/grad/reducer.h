@@ -89,6 +89,9 @@ class Config;
 
 namespace tessera::grad {
 
+// 20 ms of a link of 50 GB/s: a device whose copies are behind still has work.
+inline constexpr std::int64_t kMostKeptBytes = std::int64_t{1} << 30;
+
 struct ReducerOptions {
   std::int64_t bucket_bytes = std::int64_t{64} << 20;
   // Type on the network: fp32, bf16 or fp16. A gradient of another type is converted.
@@ -122,6 +125,9 @@ struct ReducerParts {
   // On a device with memory of its own, in a group of one: by id, gradients that go to pinned
   // memory of the host as they come. There is one backward per step then. Null: none do.
   const std::vector<bool>* leaves_to_host = nullptr;
+  // In a group of one: full gradients that are still read, by copies to the host or by kernels, are
+  // kept up to so many bytes; then add() waits for the oldest.
+  std::int64_t most_kept_bytes = kMostKeptBytes;
   // Of the same ranks in the same order: reduces dynamic parameters. Null: `group`, if all ranks
   // use the same static parameters between two lists.
   comm::Group* dynamic_group = nullptr;

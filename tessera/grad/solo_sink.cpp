@@ -142,8 +142,9 @@ void SoloSink::send_to_host(Sum& sum, const shard::Param& param, FullGradient gr
   sum.left = stream_.start_to_host(
       sum.host.data(), gradient.data,
       static_cast<std::size_t>(param.layout().numel()) * bytes_of(gradient.dtype));
-  stream_.stats().host_bytes += static_cast<std::uint64_t>(bytes_of_full(param, gradient));
-  stream_.retire(std::move(gradient.owner), sum.left);
+  const std::int64_t bytes = bytes_of_full(param, gradient);
+  stream_.stats().host_bytes += static_cast<std::uint64_t>(bytes);
+  stream_.retire_full(std::move(gradient.owner), bytes, sum.left);
 }
 
 void SoloSink::adopt(Sum& sum, const shard::Param& param, FullGradient gradient) {
@@ -167,7 +168,8 @@ void SoloSink::make_own(Sum& sum, const shard::Param& param, FullGradient gradie
   stream_.copy(data, DType::kFloat32, gradient.data, gradient.dtype, param.layout().numel());
   sum.values = data;
   sum.dtype = DType::kFloat32;
-  stream_.retire(std::move(gradient.owner));
+  const std::int64_t bytes = bytes_of_full(param, gradient);
+  stream_.retire_full(std::move(gradient.owner), bytes);
 }
 
 void SoloSink::add(Sum& sum, const shard::Param& param, FullGradient gradient) {
@@ -184,7 +186,8 @@ void SoloSink::add(Sum& sum, const shard::Param& param, FullGradient gradient) {
   // Adopted memory is the reducer's, and written to.
   auto* const data = static_cast<float*>(const_cast<void*>(sum.values));
   stream_.add(data, gradient.data, gradient.dtype, numel);
-  stream_.retire(std::move(gradient.owner));
+  const std::int64_t bytes = bytes_of_full(param, gradient);
+  stream_.retire_full(std::move(gradient.owner), bytes);
 }
 
 ShardGradient SoloSink::shard_gradient(const shard::Param& param, bool /*is_zero*/) {

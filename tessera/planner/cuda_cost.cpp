@@ -5,6 +5,7 @@
 #include "tessera/coordinator/shard_feed.h"
 #include "tessera/device/arena_map.h"
 #include "tessera/device/host_memory.h"
+#include "tessera/grad/reducer.h"
 #include "tessera/planner/gather_cost.h"
 #include "tessera/shard/shard_store.h"
 
@@ -12,6 +13,7 @@ namespace tessera::planner {
 namespace {
 
 constexpr std::int64_t kSlotAlignment = 256;
+constexpr std::int64_t kKeptGradientsPerBudget = 16;
 
 std::int64_t as_int(std::size_t bytes) { return static_cast<std::int64_t>(bytes); }
 
@@ -53,6 +55,21 @@ ModelShapes processor_model(const ModelShapes& model, const std::vector<ShardPla
   return processor;
 }
 
+std::int64_t most_kept_gradients(const CutModel& cut) {
+  std::int64_t largest = 0;
+  std::int64_t all = 0;
+  for (std::size_t i = 0; i < cut.num_params(); ++i) {
+    if (cut.is_trainable(i)) {
+      const std::int64_t bytes = cut.layouts[i].numel() * as_int(bytes_of(cut.model.dtype));
+      largest = std::max(largest, bytes);
+      all += bytes;
+    }
+  }
+  const std::int64_t wanted =
+      std::min(grad::kMostKeptBytes, cut.options.device_bytes / kKeptGradientsPerBudget);
+  return std::min(all, std::max(wanted, largest));
+}
+
 CudaCost::CudaCost(const CutModel& cut, std::int64_t num_micro_batches)
     : cut_(cut),
       num_micro_batches_(num_micro_batches),
@@ -72,6 +89,22 @@ bool CudaCost::is_small(std::size_t id) const {
 
 std::int64_t CudaCost::gradient_bytes_per_element() const {
   return gradients_leave_early_ ? as_int(bytes_of(cut_.model.dtype)) : as_int(sizeof(float));
+}
+
+std::int64_t CudaCost::full_gradient_bytes(std::size_t id) const {
+  return cut_.is_trainable(id) ? cut_.layouts[id].numel() * as_int(bytes_of(cut_.model.dtype)) : 0;
+}
+
+std::int64_t CudaCost::kept_gradients(const std::vector<ShardPlaces>& places) const {
+  if (cut_.options.num_ranks > 1) {
+    return 0;  // buckets have their own bounds
+  }
+  std::int64_t read = 0;
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const bool is_adopted = gradients_leave_early_ && places[i].device_update;
+    read += is_adopted ? 0 : full_gradient_bytes(i);
+  }
+  return std::min(read, most_kept_gradients(cut_));
 }
 
 bool CudaCost::stays_on_device_once(std::size_t id, const ShardPlaces& places) const {
@@ -193,14 +226,12 @@ void CudaCost::complete(Placement& placement) const {
       GatherCost(cut_, bucket_bytes_).staging_bytes(placement.arena_bytes);
   placement.reduction_staging_bytes = reductions_.staging;
   placement.comm_bytes = placement.gather_staging_bytes + placement.reduction_staging_bytes;
+  placement.kept_gradient_bytes = kept_gradients(places);
   placement.full_gradient_bytes = 0;
   for (std::size_t i = 0; i < places.size(); ++i) {
-    if (cut_.is_trainable(i)) {
-      placement.full_gradient_bytes =
-          std::max(placement.full_gradient_bytes,
-                   cut_.layouts[i].numel() * as_int(bytes_of(cut_.model.dtype)));
-    }
+    placement.full_gradient_bytes = std::max(placement.full_gradient_bytes, full_gradient_bytes(i));
   }
+  placement.full_gradient_bytes += placement.kept_gradient_bytes;
   count_step(processor_groups(places, placement.sub_group_numel),
              placement.live_limit_bytes >= gathered_bytes(places), placement);
 }

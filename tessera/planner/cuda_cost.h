@@ -48,6 +48,8 @@ class CudaCost {
  private:
   void count_step(const optim::SubGroupPlan& plan, bool holds_all, Placement& placement) const;
   std::int64_t gradient_bytes_per_element() const;
+  std::int64_t full_gradient_bytes(std::size_t id) const;
+  std::int64_t kept_gradients(const std::vector<ShardPlaces>& places) const;
   // The first forward after its update takes it from where the device has made it
   // (optim/device_update.h, [Note: in place of the gradient]).
   bool stays_on_device_once(std::size_t id, const ShardPlaces& places) const;
@@ -59,6 +61,10 @@ class CudaCost {
   const std::int64_t num_state_tensors_;
   GradientCost reductions_;  // of several ranks
 };
+
+// Of full gradients that copies or kernels still read, in a group of one: what may be kept, whatever
+// is where. Enough for the device to have work while the link is behind.
+std::int64_t most_kept_gradients(const CutModel& cut);
 
 // Of one block, which has pages of its own whatever its size.
 std::int64_t pinned_bytes(std::int64_t bytes);

@@ -4,6 +4,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
+#include "tessera/planner/cuda_cost.h"
 
 namespace tessera::planner {
 namespace {
@@ -64,6 +65,12 @@ std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
   if (budgets.planned_bytes <= budgets.device_bytes) {
     return std::nullopt;
   }
+  PlacementOptions limited = options;
+  limited.device_bytes = free.device_bytes;
+  // Gradients leave it then.
+  const std::int64_t kept = most_kept_gradients(CutModel(model, limited)) - all.kept_gradient_bytes;
+  budgets.activation_bytes += kept;
+  budgets.device_bytes -= kept;
   TESSERA_CHECK(budgets.device_bytes > 0, ConfigError, "activations of a micro-batch take up to ",
                 bytes_text(budgets.activation_bytes), ", with ", bytes_text(budgets.reserve_bytes),
                 " in reserve more than the ", bytes_text(free.device_bytes),
@@ -74,7 +81,6 @@ std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
       budgets.is_host_given
           ? options.host_bytes
           : std::max<std::int64_t>(0, free.host_bytes - reserve_of(free.host_bytes));
-  PlacementOptions limited = options;
   limited.device_bytes = budgets.device_bytes;
   limited.host_bytes = budgets.host_bytes;
   budgets.cpu_share = fitting_share(model, limited, num_micro_batches);

@@ -23,8 +23,9 @@
 // On a device with memory of its own (CUDA), `device` and `host` are two budgets; cuda_placement.h
 // says by which rules.
 //
-// What autograd holds besides (activations, and the full gradient of one parameter at a time) is
-// torch's: the largest full gradient is stated, and not part of the budgets.
+// What autograd holds besides (activations, and the full gradient of one parameter at a time; on
+// CUDA those that are still on their way, too) is torch's: it is stated, and not part of the
+// budgets.
 //
 // Threads: plain data and pure functions.
 #pragma once
@@ -174,6 +175,9 @@ struct Placement {
   // CUDA: gradients that the processor needs go to host memory as they come, in the parameter's
   // type; else, with several ranks or micro-batches, sums go there in fp32 when the step is made.
   bool gradients_leave_early = false;
+  // CUDA, one rank: of full gradients that copies to the host or kernels still read, what is kept
+  // at most (grad::ReducerParts::most_kept_bytes); 0: there are none.
+  std::int64_t kept_gradient_bytes = 0;
   double cpu_share = 0;  // of the elements whose states are in host memory, as planned
   // What the group of gathers and the one of reductions reserve for their calls
   // (Group::reserve_staging); 0 in a group of one. Charged by the groups, to the ledger that they
@@ -185,7 +189,8 @@ struct Placement {
   Tier comm_tier = Tier::kHost;
 
   std::vector<LedgerLine> ledger;        // by tier and role, those above zero
-  std::int64_t full_gradient_bytes = 0;  // torch's, besides
+  // Torch's, besides: of one parameter at a time, and with kept_gradient_bytes.
+  std::int64_t full_gradient_bytes = 0;
   StepBytes step;
   LinkBytes link;                // CUDA
   UpdateNumel update;            // CUDA

@@ -108,10 +108,9 @@ std::string placement_text(const Placement& placement) {
     text += row("budget", has_device ? budget_text(placement.memory_budget_bytes) : "",
                 budget_text(host_budget), "");
   }
-  text += detail::concat(
-      "besides, torch's: activations, and the full gradient of one parameter at "
-      "a time, up to ",
-      bytes_text(placement.full_gradient_bytes), "\n");
+  text += detail::concat("besides, torch's: activations, and full gradients (one parameter's",
+                         placement.kept_gradient_bytes > 0 ? ", and those still on their way" : "",
+                         "), up to ", bytes_text(placement.full_gradient_bytes), "\n");
   text += has_device ? device_text(placement) : "";
   if (!placement.uses_nvme) {
     return text;

@@ -90,6 +90,60 @@ TEST(ReducerMemory, IsKeptUntilCopiesToTheHostAreDone) {
   });
 }
 
+// A device that does nothing until somebody waits is one of which the host is ahead by everything.
+TEST(ReducerMemory, AHostThatIsAheadKeepsNoMoreThanItMay) {
+  comm::run_ranks(1, [](comm::Group& group) {
+    ReduceCase test;
+    test.shapes.assign(6, {50, true, false, false, /*leaves=*/true});
+    test.shapes[2].numel = 500;  // alone more than may be kept
+    test.device = DeviceKind::kLazy;
+    test.most_kept_bytes = 2 * 50 * 4;
+    RankWorld world(group, test);
+    std::vector<std::weak_ptr<void>> gradients(6);
+    const auto kept = [&] {
+      std::vector<int> ids;
+      for (int id = 0; id < 6; ++id) {
+        if (!gradients[static_cast<std::size_t>(id)].expired()) {
+          ids.push_back(id);
+        }
+      }
+      return ids;
+    };
+    const std::vector<std::vector<int>> expected = {{5}, {4, 5}, {3, 4}, {}, {1}, {0, 1}};
+    for (int id = 5; id >= 0; --id) {
+      gradients[static_cast<std::size_t>(id)] = add(world, {}, id);
+      EXPECT_EQ(kept(), expected[static_cast<std::size_t>(5 - id)]) << "after p" << id;
+    }
+    world.reducer().finish_backward();
+    for (int id = 0; id < 6; ++id) {
+      const ShardGradient gradient = world.reducer().shard_gradient(id);
+      gradient.came.wait();
+      EXPECT_EQ(static_cast<const float*>(gradient.values)[49], gradient_value({}, id, 49));
+    }
+  });
+}
+
+TEST(ReducerMemory, LaterMicroBatchesAreKeptNoLongerThanTheyMay) {
+  comm::run_ranks(1, [](comm::Group& group) {
+    ReduceCase test;
+    test.shapes.assign(4, {50});
+    test.device = DeviceKind::kLazy;
+    test.most_kept_bytes = 50 * 4;
+    RankWorld world(group, test);
+    add_all(world, {0, 0, 0});
+    world.reducer().finish_backward();
+    const std::weak_ptr<void> first = add(world, {0, 0, 1}, 3);
+    EXPECT_FALSE(first.expired());
+    const std::weak_ptr<void> second = add(world, {0, 0, 1}, 2);
+    EXPECT_TRUE(first.expired()) << "two would be more than may be kept";
+    EXPECT_FALSE(second.expired());
+    world.reducer().finish_backward();
+    expect_sums(world, 0, 2, [](const Source& source, int id) {
+      return source.backward == 0 || id >= 2;
+    });
+  });
+}
+
 TEST(ReducerMemory, EqualsItsClosedForm) {
   for (const DType wire : {DType::kFloat32, DType::kBFloat16}) {
     for (const std::int64_t bucket_bytes : {400, 1 << 20}) {

@@ -55,6 +55,7 @@ struct ReduceCase {
   DType param_dtype = DType::kFloat32;  // of gradients, too
   ReducerOptions options;
   DeviceKind device = DeviceKind::kCpu;
+  std::int64_t most_kept_bytes = kMostKeptBytes;
   bool has_dynamic_group = false;  // else dynamic parameters share the group of the others
   // Puts a double in front of the device; empty: none.
   std::function<std::unique_ptr<device::Device>(std::unique_ptr<device::Device>)> wrap_device = {};
@@ -108,6 +109,7 @@ class RankWorld {
   void destroy_reducer() { reducer_.reset(); }
   void make_reducer() {
     ReducerParts parts{group_, *device_, params_, clock_, spans_};
+    parts.most_kept_bytes = test_.most_kept_bytes;
     parts.dynamic_group = dynamic_group_.get();
     parts.leaves_to_host = any_leaves_ ? &leaving_ : nullptr;
     if (store_) {

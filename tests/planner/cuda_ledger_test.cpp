@@ -1,5 +1,6 @@
 // What a plan for CUDA says will be charged is, line by line, the sum over parameters; and what
 // cannot be had is refused with the arithmetic and a remedy that works.
+#include <algorithm>
 #include <map>
 #include <string>
 #include <utility>
@@ -106,6 +107,30 @@ TEST(CudaLedger, EveryLineIsTheSumOverParameters) {
       }
     }
   }
+}
+
+TEST(CudaLedger, CountsFullGradientsThatAreOnTheirWay) {
+  constexpr std::int64_t kGiB = std::int64_t{1} << 30;
+  const ModelShapes model = small_gpt(4096, 8, 50304, DType::kBFloat16);
+  std::int64_t largest = 0;
+  for (const ParamShape& param : model.params) {
+    largest = std::max(largest, 2 * param.numel);
+  }
+  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  options.cpu_share = 0;
+  EXPECT_EQ(make_placement(model, options, 1).full_gradient_bytes, largest) << "none leaves";
+  options.cpu_share = 1;
+  const Placement leaving = make_placement(model, options, 1);
+  EXPECT_EQ(leaving.kept_gradient_bytes, kGiB);
+  EXPECT_EQ(leaving.full_gradient_bytes, largest + leaving.kept_gradient_bytes);
+  EXPECT_EQ(make_placement(model, options, 3).kept_gradient_bytes, leaving.kept_gradient_bytes)
+      << "converted on the device";
+  options.device_bytes = 4 * kGiB;
+  EXPECT_EQ(make_placement(model, options, 1).kept_gradient_bytes, std::max(largest, kGiB / 4));
+  const Placement small = make_placement(large_gpt(), on_cuda(Wish::kHost, Wish::kHost), 3);
+  EXPECT_EQ(small.kept_gradient_bytes, 2 * small.shard_numel) << "never more than there are";
+  const Placement resident = make_placement(model, on_cuda(Wish::kDevice, Wish::kDevice), 1);
+  EXPECT_EQ(resident.kept_gradient_bytes, 0);
 }
 
 TEST(CudaLedger, CountsWhatAStepMovesPerElement) {
