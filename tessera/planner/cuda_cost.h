@@ -62,8 +62,8 @@ class CudaCost {
   GradientCost reductions_;  // of several ranks
 };
 
-// Of full gradients that copies or kernels still read, in a group of one: what may be kept, whatever
-// is where. Enough for the device to have work while the link is behind.
+// Of full gradients that copies or kernels still read, in a group of one: what may be kept,
+// whatever is where. Enough for the device to have work while the link is behind.
 std::int64_t most_kept_gradients(const CutModel& cut);
 
 // Of one block, which has pages of its own whatever its size.

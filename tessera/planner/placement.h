@@ -188,7 +188,7 @@ struct Placement {
   std::int64_t comm_bytes = 0;  // their sum
   Tier comm_tier = Tier::kHost;
 
-  std::vector<LedgerLine> ledger;        // by tier and role, those above zero
+  std::vector<LedgerLine> ledger;  // by tier and role, those above zero
   // Torch's, besides: of one parameter at a time, and with kept_gradient_bytes.
   std::int64_t full_gradient_bytes = 0;
   StepBytes step;

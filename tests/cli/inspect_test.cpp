@@ -284,9 +284,8 @@ TEST(Inspect, PlansForAGpuThatNeedNotBeHere) {
   }
   const std::int64_t activations = plan["tiers"]["activation_bytes"];
   const std::int64_t passing = plan["tiers"]["full_gradient_bytes"];
-  const std::int64_t both =
-      plan["tiers"]["device_peak_bytes"].get<std::int64_t>() - tier_bytes(plan, "device") +
-      gradients;
+  const std::int64_t both = plan["tiers"]["device_peak_bytes"].get<std::int64_t>() -
+                            tier_bytes(plan, "device") + gradients;
   ASSERT_GT(gradients, activations) << "or this tests the other case";
   EXPECT_GT(both, gradients + passing);
   EXPECT_LT(both, gradients + passing + activations / 10);

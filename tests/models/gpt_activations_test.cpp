@@ -205,8 +205,8 @@ TEST(GptActivations, HaveRoomForGradientsThatComeAsTheyGo) {
   EXPECT_EQ(peak_with(2 * alone.per_block, row, 5 * row),
             alone.embedding + alone.per_block + 4 * row + 48 * alone.per_block + row + 5 * row);
   // The head's are there from the last block's on; the embedding's come last.
-  EXPECT_EQ(peak_with(0, row, 0), std::max(alone.peak, alone.embedding + 24 * alone.per_block +
-                                                           4 * row + row));
+  EXPECT_EQ(peak_with(0, row, 0),
+            std::max(alone.peak, alone.embedding + 24 * alone.per_block + 4 * row + row));
   const std::int64_t much = 100 * alone.per_block;
   EXPECT_EQ(peak_with(0, much, 0), alone.embedding + 2 * much);
 }
