@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import platform
+import statistics
 import sys
 import tempfile
 import time
@@ -138,12 +139,29 @@ class Bench:
                                              args.device, task.batches, steps, directory)
                 return gpu_run.run_peer(words, self.limit_s(task), log, self.variables)
             batch, = task.batches
+            disk = []
+            self.measure_disk(task, disk)
             flags = [*gpu_modes.mode_flags(task.mode, directory, args.half_budget),
                      *gpu_modes.TIMED_FLAGS]
             words = gpu_modes.tessera_words(args.program, args.preset, args.device, batch,
                                             [*flags, *args.extra])
-            return {batch: gpu_run.run_tessera(words, steps, self.limit_s(task), log,
-                                               log.with_suffix(".jsonl"))}
+            figures = gpu_run.run_tessera(words, steps, self.limit_s(task), log,
+                                          log.with_suffix(".jsonl"))
+        self.measure_disk(task, disk)
+        figures.disk_mixed = statistics.mean(disk) if disk else None
+        return {batch: figures}
+
+    def measure_disk(self, task, mixed):
+        """Adds its rate as it is now, if this run is about it: a disk that has been idle is faster
+        than one that has not, by up to 40 % within minutes."""
+        if task.mode not in gpu_modes.NVME_MODES:
+            return
+        try:
+            rates = gpu_rates.disk_rates(self.args.program, self.args.directory,
+                                         self.args.rate_seconds, self.args.output / "disk-now.log")
+            mixed.append(rates["disk_mixed"])
+        except gpu_run.RunError as error:
+            say(f"the disk cannot be measured: {error}")
 
     def figures(self):
         return {key: gpu_run.middle_of(runs) for key, runs in self.runs.items()}

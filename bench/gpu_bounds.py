@@ -43,6 +43,10 @@ class Rates:
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: known[name] for name in names if known.get(name)})
 
+    def with_disk(self, mixed):
+        """At a rate of its own that a run has; None: it has none."""
+        return dataclasses.replace(self, disk_mixed=mixed or self.disk_mixed)
+
 
 def resident_s(num_params, forward_s, backward_s, rates):
     return forward_s + backward_s + UPDATE_BYTES * num_params / rates.device

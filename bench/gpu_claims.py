@@ -122,7 +122,8 @@ def same_bits_claim(bits, mode, batch):
 
 def batch_claims(measured, batch):
     resident, host, disk = ("resident", batch), ("host", batch), ("nvme-optimizer", batch)
-    disk_step_s, mixed = measured.of("step_s", *disk), measured.rates.disk_mixed
+    disk_step_s = measured.of("step_s", *disk)
+    mixed = measured.rates.with_disk(measured.of("disk_mixed", *disk)).disk_mixed
     share = None
     if disk_step_s and mixed:
         share = DISK_BYTES_PER_PARAM * measured.num_params / disk_step_s / mixed

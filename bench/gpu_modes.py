@@ -86,7 +86,7 @@ def mode_flags(mode, directory, half_budget):
 
 # Logits of all tokens are the largest activation of all. In every mode, so that modes compare. A
 # loss in chunks is exact, but not to the bit: where runs are compared bit for bit it is left out.
-TIMED_FLAGS = ["--loss-chunk", "2048"]
+TIMED_FLAGS = ["--loss-chunk", "512"]
 
 
 def precision_of(device):

@@ -42,9 +42,10 @@ def make_row(preset, task, batch, figures, reasons, rates):
     tokens = batch * gpt_presets.sequence_tokens(preset)
     row = {"mode": task.mode, "system": task.system, "name": task.name, "batch": batch,
            "tokens": tokens}
-    bound = gpu_bounds.bound_s(task.mode, gpt_presets.num_params(preset),
-                               *computed_s(figures, batch), rates)
     found = figures.get(key)
+    bound = gpu_bounds.bound_s(task.mode, gpt_presets.num_params(preset),
+                               *computed_s(figures, batch),
+                               rates.with_disk(found.disk_mixed if found else None))
     plain = figures.get(("resident", PLAIN, batch))
     step_s = found.step_s if found else None
     known = dataclasses.asdict(found) if found else {}
@@ -96,6 +97,7 @@ COLUMNS = (
     ("D2H GB", lambda row: cell(row.get("d2h_bytes"), ".2f", 1e9)),
     ("NVMe read GB", lambda row: cell(row.get("nvme_read_bytes"), ".2f", 1e9)),
     ("NVMe written GB", lambda row: cell(row.get("nvme_written_bytes"), ".2f", 1e9)),
+    ("disk GB/s", lambda row: cell(row.get("disk_mixed"), ".2f", 1e9)),
     ("", lambda row: (row["reason"] or "").replace("|", "/")),
 )
 

@@ -42,6 +42,7 @@ class Figures:
     d2h_bytes: float | None = None
     nvme_read_bytes: float | None = None
     nvme_written_bytes: float | None = None
+    disk_mixed: float | None = None  # bytes per second, of the disk just before and after the run
     losses: tuple = ()
     grad_norms: tuple = ()
 

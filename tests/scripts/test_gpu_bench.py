@@ -326,7 +326,7 @@ class WholeProgram(FolderTest):
             self.assertIn("--threads 4 --steps", " ".join(call))
             rest = call[len(common):call.index("--threads")]
             flags.append(" ".join(w for w in rest if not w.startswith(str(self.folder))))
-        self.assertEqual(flags, [" ".join([*mode.split(), "--loss-chunk 2048"]) for mode in [
+        self.assertEqual(flags, [" ".join([*mode.split(), "--loss-chunk 512"]) for mode in [
             "", "--parameters host --optimizer host", "--optimizer nvme --nvme",
             "--parameters nvme --optimizer nvme --nvme",
             "--optimizer host --host-budget 3GiB --cpu-share 1 --nvme"]])
@@ -335,7 +335,12 @@ class WholeProgram(FolderTest):
         _, _, document, _ = self.main("--batches", "8", "--systems", "tessera", "--modes", "half")
         budget = int(document["half_budget"].rstrip("B"))
         self.assertAlmostEqual(budget, 9e9 + 8.5e9, delta=0.17e9)
-        self.assertIn(f"--host-budget {budget}B", self.calls.read_text().splitlines()[-1])
+        before, call, after = self.calls.read_text().splitlines()[-3:]
+        self.assertIn(f"--host-budget {budget}B", call)
+        for measured in (before, after):
+            self.assertTrue(measured.startswith("bench-io"), measured)
+        row, = document["rows"]
+        self.assertAlmostEqual(row["disk_mixed"], 2.5e9)
 
     def test_what_no_longer_fits_is_skipped_and_said_to_be(self):
         code, out, _, rows = self.main("--time-limit", "0", "--modes", "resident", "--parity")

@@ -106,6 +106,12 @@ class Claims(unittest.TestCase):
         self.assertIs(claims["nvme, batch 8: / nvme-optimizer"].is_reached, False)
         self.assertIs(claims["half, batch 8: / nvme-optimizer"].is_reached, True)
 
+    def test_a_disk_that_slows_down_is_held_against_what_it_did_then(self):
+        step_s = 24 * PARAMS / 2.0e9 / 0.95  # 0.95 of a rate of its own, 0.7 of the one at the start
+        claims = self.claims({("nvme-optimizer", "tessera", 8): Figures(step_s, disk_mixed=2.0e9)})
+        self.assertIs(claims["nvme-optimizer, batch 8: of the disk's mixed rate, at 24 B/param"]
+                      .is_reached, True)
+
     def test_half_is_half_only_if_half_of_the_states_pass_the_disk(self):
         def moved(per_param):
             claims = self.claims({("half", "tessera", 8): Figures(
