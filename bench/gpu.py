@@ -142,7 +142,7 @@ class Bench:
             disk = []
             self.measure_disk(task, disk)
             flags = [*gpu_modes.mode_flags(task.mode, directory, args.half_budget),
-                     *gpu_modes.TIMED_FLAGS]
+                     *gpu_modes.timed_flags(batch * gpt_presets.sequence_tokens(args.preset))]
             words = gpu_modes.tessera_words(args.program, args.preset, args.device, batch,
                                             [*flags, *args.extra])
             figures = gpu_run.run_tessera(words, steps, self.limit_s(task), log,

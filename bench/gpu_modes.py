@@ -84,9 +84,15 @@ def mode_flags(mode, directory, half_budget):
     }[mode]
 
 
-# Logits of all tokens are the largest activation of all. In every mode, so that modes compare. A
-# loss in chunks is exact, but not to the bit: where runs are compared bit for bit it is left out.
-TIMED_FLAGS = ["--loss-chunk", "512"]
+# Of a step's tokens, what the loss of a timed run is made of at a time.
+LOSS_CHUNKS = 16
+
+
+def timed_flags(num_tokens):
+    """In every mode, so that modes compare: logits of all tokens are the largest activation of all.
+    A loss in chunks is exact, but not to the bit: where runs are compared bit for bit it is left
+    out."""
+    return ["--loss-chunk", max(1, num_tokens // LOSS_CHUNKS)]
 
 
 def precision_of(device):

@@ -14,6 +14,9 @@ std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
   }
   models::GptGradients gradients;
   gradients.passing = placement.full_gradient_bytes;
+  // Of those that live on the device they stay until the next backward begins; of others the next
+  // forward takes what was made in their place.
+  std::int64_t staying = 0;
   // A parameter of two units gets its gradient with the later one's.
   std::vector<std::size_t> unit_of(shapes.params.size());
   for (std::size_t unit = 0; unit < shapes.units.size(); ++unit) {
@@ -24,12 +27,16 @@ std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
   gradients.kept_of_unit.resize(shapes.units.size());
   const auto element_bytes = static_cast<std::int64_t>(bytes_of(shapes.dtype));
   for (std::size_t id = 0; id < shapes.params.size(); ++id) {
-    if (shapes.params[id].trainable && placement.params[id].device_update) {
-      gradients.kept_of_unit[unit_of[id]] += element_bytes * shapes.params[id].numel;
+    const planner::ShardPlaces& places = placement.params[id];
+    if (shapes.params[id].trainable && places.device_update) {
+      const bool goes =
+          places.parameter == planner::Place::kHost && shapes.dtype != DType::kFloat32;
+      (goes ? gradients.kept_of_unit[unit_of[id]] : staying) +=
+          element_bytes * shapes.params[id].numel;
     }
   }
   return placement.device_memory_bytes() - placement.bytes(Tier::kDevice, Role::kGradient) +
-         models::gpt_peak_with(gradients, model, batch);
+         staying + models::gpt_peak_with(gradients, model, batch);
 }
 
 std::string activations_text(const MemoryPlan& memory) {

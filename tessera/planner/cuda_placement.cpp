@@ -25,7 +25,7 @@ constexpr std::int64_t kLargestSlotNumel = std::int64_t{8} << 20;
 constexpr std::int64_t kLeastSlots = 2;
 constexpr std::int64_t kGoodSlots = 4;
 constexpr std::int64_t kManySlots = 6;
-constexpr std::int64_t kMostSlots = 12;
+constexpr std::int64_t kMostSlots = 10;
 // Units in the arena: one is used, others come.
 constexpr std::int64_t kGoodUnits = 4;
 // Of a host budget, for the buffers of states and of parameters.

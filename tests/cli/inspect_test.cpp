@@ -275,20 +275,12 @@ TEST(Inspect, PlansForAGpuThatNeedNotBeHere) {
                 update["processor_numel"].get<std::int64_t>(),
             sum_of(plan["params"], "shard_numel"));
 
-  // Gradients of the GPU's share come as activations go: of both together, the larger counts.
-  std::int64_t gradients = 0;
-  for (const Json& line : plan["tiers"]["bytes"]) {
-    if (line["tier"] == "device" && line["role"] == "gradient") {
-      gradients = line["bytes"];
-    }
-  }
+  // Parameters live on the GPU: their gradients are there beside all activations.
   const std::int64_t activations = plan["tiers"]["activation_bytes"];
-  const std::int64_t passing = plan["tiers"]["full_gradient_bytes"];
-  const std::int64_t both = plan["tiers"]["device_peak_bytes"].get<std::int64_t>() -
-                            tier_bytes(plan, "device") + gradients;
-  ASSERT_GT(gradients, activations) << "or this tests the other case";
-  EXPECT_GT(both, gradients + passing);
-  EXPECT_LT(both, gradients + passing + activations / 10);
+  const std::int64_t besides =
+      plan["tiers"]["device_peak_bytes"].get<std::int64_t>() - tier_bytes(plan, "device");
+  EXPECT_GE(besides, activations);
+  EXPECT_LE(besides, activations + plan["tiers"]["full_gradient_bytes"].get<std::int64_t>());
 
   const std::string screen = inspected(arguments);
   EXPECT_NE(screen.find("device memory with activations: "), std::string::npos) << screen;
@@ -298,6 +290,37 @@ TEST(Inspect, PlansForAGpuThatNeedNotBeHere) {
   two[7] = "2";
   EXPECT_EQ(inspected_json(two)["tiers"]["activation_bytes"].get<std::int64_t>() + 8 * 1024,
             plan["tiers"]["activation_bytes"].get<std::int64_t>() * 2);
+}
+
+TEST(Inspect, GradientsOfParametersInHostMemoryComeAsActivationsGo) {
+  const auto plan_of = [](const char* batch) {
+    return inspected_json({"--preset", "gpt-7b", "--device", "cuda", "--precision", "bf16",
+                           "--batch", batch, "--parameters", "host", "--optimizer", "host",
+                           "--cpu-share", "0.5"});
+  };
+  const auto gradients_of = [](const Json& plan) {
+    std::int64_t bytes = 0;
+    for (const Json& line : plan["tiers"]["bytes"]) {
+      bytes += line["tier"] == "device" && line["role"] == "gradient"
+                   ? line["bytes"].get<std::int64_t>()
+                   : 0;
+    }
+    return bytes;
+  };
+  const auto both_of = [&](const Json& plan) {
+    return plan["tiers"]["device_peak_bytes"].get<std::int64_t>() - tier_bytes(plan, "device") +
+           gradients_of(plan);
+  };
+  const Json large = plan_of("4");
+  const std::int64_t activations = large["tiers"]["activation_bytes"];
+  EXPECT_GT(gradients_of(large), std::int64_t{6} << 30);
+  EXPECT_GE(both_of(large), activations);
+  EXPECT_LT(both_of(large), activations + (std::int64_t{8} << 20)) << "but for small parameters'";
+  const Json small = plan_of("1");
+  const std::int64_t passing = small["tiers"]["full_gradient_bytes"];
+  ASSERT_GT(gradients_of(small), small["tiers"]["activation_bytes"].get<std::int64_t>());
+  EXPECT_GT(both_of(small), gradients_of(small) + passing);
+  EXPECT_LT(both_of(small), gradients_of(small) + passing + (std::int64_t{1} << 30));
 }
 
 TEST(Inspect, OnAGpuWhateverLivesElsewhereIsGatheredOncePerStep) {

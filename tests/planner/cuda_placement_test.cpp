@@ -151,7 +151,7 @@ TEST(CudaPlacement, SlotsHoldOneSubGroupEachAndAreNoMoreThanThereAreSubGroups) {
   placement = make_placement(maker.make(), options, 1);
   EXPECT_EQ(placement.sub_group_numel, 100000 / 2048 * 2048);
   EXPECT_EQ(placement.update_slot_bytes, placement.sub_group_numel * 14);
-  EXPECT_EQ(placement.num_update_slots, 12);
+  EXPECT_EQ(placement.num_update_slots, 10);
   options.sub_group_bytes = 4 * 600000;
   EXPECT_EQ(make_placement(maker.make(), options, 1).num_update_slots, 4);
 }
@@ -189,13 +189,13 @@ TEST(CudaPlacement, ASmallerDeviceHasFewerSlotsAndASmallerArena) {
   PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
   options.sub_group_bytes = 4 * 65536;
   const Placement whole = make_placement(model, options, 1);
-  ASSERT_EQ(whole.num_update_slots, 12);
+  ASSERT_EQ(whole.num_update_slots, 10);
   options.device_bytes = whole.device_memory_bytes();
   EXPECT_EQ(make_placement(model, options, 1).arena_bytes, whole.arena_bytes);
-  // What is gathered comes before half of the slots.
-  for (int num_slots = 11; num_slots >= 6; --num_slots) {
+  // What is gathered comes before the last of the slots.
+  for (int num_slots = 9; num_slots >= 6; --num_slots) {
     options.device_bytes = whole.device_memory_bytes() -
-                           (12 - num_slots) * static_cast<std::int64_t>(whole.update_slot_bytes);
+                           (10 - num_slots) * static_cast<std::int64_t>(whole.update_slot_bytes);
     const Placement fewer = make_placement(model, options, 1);
     EXPECT_EQ(fewer.num_update_slots, num_slots);
     EXPECT_EQ(fewer.arena_bytes, whole.arena_bytes);
@@ -206,7 +206,7 @@ TEST(CudaPlacement, ASmallerDeviceHasFewerSlotsAndASmallerArena) {
   EXPECT_LT(tight.arena_bytes, whole.arena_bytes);
   EXPECT_EQ(tight.live_limit_bytes, tight.arena_bytes);
   options.device_bytes =
-      whole.device_memory_bytes() - whole.arena_bytes - 12 * whole.update_slot_bytes + 9 * kMiB;
+      whole.device_memory_bytes() - whole.arena_bytes - 10 * whole.update_slot_bytes + 9 * kMiB;
   const Placement tighter = make_placement(model, options, 1);
   EXPECT_LE(tighter.num_update_slots, 6);
   EXPECT_GE(tighter.num_update_slots, 2);
