@@ -111,8 +111,8 @@ MemoryPlan make_memory_plan(const Config& config, const models::GptOptions& mode
   }
   plan.activations = models::gpt_activations(model, batch.per_micro_batch());
   if (on_cuda) {
-    plan.device_peak_bytes = device_peak_bytes(plan.shapes, plan.placement, model, batch.accumulate,
-                                               batch.per_micro_batch());
+    plan.device_peak_bytes =
+        device_peak_bytes(plan.shapes, plan.placement, model, batch.per_micro_batch());
   }
   return plan;
 }

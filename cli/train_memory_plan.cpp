@@ -7,8 +7,8 @@ namespace tessera::cli {
 
 std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
                                const planner::Placement& placement, const models::GptOptions& model,
-                               std::int64_t num_micro_batches, std::int64_t batch) {
-  if (!placement.gradients_leave_early || num_micro_batches > 1) {
+                               std::int64_t batch) {
+  if (!placement.gradients_leave_early) {  // they are summed, or in buckets
     return placement.device_memory_bytes() + placement.full_gradient_bytes +
            models::gpt_activations(model, batch).peak;
   }

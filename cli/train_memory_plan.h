@@ -23,10 +23,10 @@ struct MemoryPlan {
   std::int64_t device_peak_bytes = 0;    // of a GPU: everything, activations and gradients too
 };
 
-// Of a GPU, at most. `num_micro_batches`: of a step, of `batch` sequences each.
+// Of a GPU, at most, with micro-batches of `batch` sequences.
 std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
                                const planner::Placement& placement, const models::GptOptions& model,
-                               std::int64_t num_micro_batches, std::int64_t batch);
+                               std::int64_t batch);
 
 // What activations take besides, and all of a GPU's memory with them.
 std::string activations_text(const MemoryPlan& memory);
