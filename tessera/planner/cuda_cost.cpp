@@ -25,6 +25,10 @@ bool is_streamed(const ShardPlaces& places) {
   return places.device_update && places.states == Place::kHost;
 }
 
+std::int64_t full_gradient_bytes(const CutModel& cut, std::size_t id) {
+  return cut.is_trainable(id) ? cut.layouts[id].numel() * as_int(bytes_of(cut.model.dtype)) : 0;
+}
+
 // Something of it comes to the device for its update, or leaves after it.
 bool needs_slot(const ShardPlaces& places) {
   return places.device_update &&
@@ -59,11 +63,9 @@ std::int64_t most_kept_gradients(const CutModel& cut) {
   std::int64_t largest = 0;
   std::int64_t all = 0;
   for (std::size_t i = 0; i < cut.num_params(); ++i) {
-    if (cut.is_trainable(i)) {
-      const std::int64_t bytes = cut.layouts[i].numel() * as_int(bytes_of(cut.model.dtype));
-      largest = std::max(largest, bytes);
-      all += bytes;
-    }
+    const std::int64_t bytes = full_gradient_bytes(cut, i);
+    largest = std::max(largest, bytes);
+    all += bytes;
   }
   const std::int64_t wanted =
       std::min(grad::kMostKeptBytes, cut.options.device_bytes / kKeptGradientsPerBudget);
@@ -91,10 +93,6 @@ std::int64_t CudaCost::gradient_bytes_per_element() const {
   return gradients_leave_early_ ? as_int(bytes_of(cut_.model.dtype)) : as_int(sizeof(float));
 }
 
-std::int64_t CudaCost::full_gradient_bytes(std::size_t id) const {
-  return cut_.is_trainable(id) ? cut_.layouts[id].numel() * as_int(bytes_of(cut_.model.dtype)) : 0;
-}
-
 std::int64_t CudaCost::kept_gradients(const std::vector<ShardPlaces>& places) const {
   if (cut_.options.num_ranks > 1) {
     return 0;  // buckets have their own bounds
@@ -102,7 +100,7 @@ std::int64_t CudaCost::kept_gradients(const std::vector<ShardPlaces>& places) co
   std::int64_t read = 0;
   for (std::size_t i = 0; i < places.size(); ++i) {
     const bool is_adopted = gradients_leave_early_ && places[i].device_update;
-    read += is_adopted ? 0 : full_gradient_bytes(i);
+    read += is_adopted ? 0 : full_gradient_bytes(cut_, i);
   }
   return std::min(read, most_kept_gradients(cut_));
 }
@@ -229,7 +227,8 @@ void CudaCost::complete(Placement& placement) const {
   placement.kept_gradient_bytes = kept_gradients(places);
   placement.full_gradient_bytes = 0;
   for (std::size_t i = 0; i < places.size(); ++i) {
-    placement.full_gradient_bytes = std::max(placement.full_gradient_bytes, full_gradient_bytes(i));
+    placement.full_gradient_bytes =
+        std::max(placement.full_gradient_bytes, full_gradient_bytes(cut_, i));
   }
   placement.full_gradient_bytes += placement.kept_gradient_bytes;
   count_step(processor_groups(places, placement.sub_group_numel),

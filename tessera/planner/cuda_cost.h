@@ -48,7 +48,6 @@ class CudaCost {
  private:
   void count_step(const optim::SubGroupPlan& plan, bool holds_all, Placement& placement) const;
   std::int64_t gradient_bytes_per_element() const;
-  std::int64_t full_gradient_bytes(std::size_t id) const;
   std::int64_t kept_gradients(const std::vector<ShardPlaces>& places) const;
   // The first forward after its update takes it from where the device has made it
   // (optim/device_update.h, [Note: in place of the gradient]).
