@@ -31,7 +31,7 @@ tier::IoKind parse_engine(const std::string& name) {
   if (name == "uring") {
     return tier::IoKind::kUring;
   }
-  TESSERA_CHECK(name == "threads", ConfigError, "--engine ", tessera::quoted(name),
+  TESSERA_CHECK(name == "threads", ConfigError, "--engine ", tessera::in_quotes(name),
                 " is none of auto, uring, threads");
   return tier::IoKind::kThreads;
 }
@@ -42,11 +42,11 @@ IoBenchOptions checked_options(const BenchIoFlags& flags) {
   options.kind = parse_engine(flags.engine);
   const auto seconds = parse_seconds(flags.seconds);
   TESSERA_CHECK(seconds && *seconds > 0 && *seconds <= kMaxSeconds, ConfigError, "--seconds ",
-                tessera::quoted(flags.seconds), " is not a time up to ", kMaxSeconds, " s");
+                tessera::in_quotes(flags.seconds), " is not a time up to ", kMaxSeconds, " s");
   options.seconds = *seconds;
   const auto bytes = parse_bytes(flags.bytes);
   TESSERA_CHECK(bytes && *bytes >= kMinFileBytes, ConfigError, "--bytes ",
-                tessera::quoted(flags.bytes), " is not a size of at least ",
+                tessera::in_quotes(flags.bytes), " is not a size of at least ",
                 exact_bytes(kMinFileBytes));
   options.file_bytes = static_cast<std::uint64_t>(*bytes);
   return options;

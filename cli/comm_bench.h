@@ -33,7 +33,9 @@ struct CommBenchRow {
   std::uint64_t wire_bytes = 0;  // payload sent for one call by the rank that sends most
 
   // Data per second at the median time, in 1e9 bytes.
-  double gigabytes_per_s() const { return median_us > 0 ? bytes / median_us * 1e-3 : 0; }
+  double gigabytes_per_s() const {
+    return median_us > 0 ? static_cast<double>(bytes) / median_us * 1e-3 : 0;
+  }
 };
 
 // `device` gives the memory that the group's backend works on; `on_row` is called on every rank

@@ -8,28 +8,28 @@
 namespace tessera::cli {
 namespace {
 
-std::string time_text(double us) {
+std::string duration_text(double us) {
   if (us < 1e3) {
     return fmt::format("{:.1f} us", us);
   }
   return us < 1e6 ? fmt::format("{:.2f} ms", us * 1e-3) : fmt::format("{:.2f} s", us * 1e-6);
 }
 
-constexpr const char* kLine = "{:<15}{:>12}{:>13}{:>13}{:>14}{:>9}\n";
+constexpr const char* kCommRow = "{:<15}{:>12}{:>13}{:>13}{:>14}{:>9}\n";
 
 }  // namespace
 
 std::string comm_bench_head(const CommBenchRun& run) {
   return fmt::format("{} rank{} over {}, {} rounds; times are the slowest rank's\n", run.num_ranks,
                      run.num_ranks == 1 ? "" : "s", run.backend, run.num_rounds) +
-         fmt::format(kLine, "collective", "size", "median", "min", "sent/rank", "GB/s");
+         fmt::format(kCommRow, "collective", "size", "median", "min", "sent/rank", "GB/s");
 }
 
 std::string comm_bench_line(const CommBenchRow& row) {
   const std::string none = "-";
   const bool carries_data = row.bytes > 0;
-  return fmt::format(kLine, row.collective, carries_data ? approximate_bytes(row.bytes) : none,
-                     time_text(row.median_us), time_text(row.min_us),
+  return fmt::format(kCommRow, row.collective, carries_data ? approximate_bytes(row.bytes) : none,
+                     duration_text(row.median_us), duration_text(row.min_us),
                      carries_data ? approximate_bytes(row.wire_bytes) : none,
                      carries_data ? fmt::format("{:.3f}", row.gigabytes_per_s()) : none);
 }

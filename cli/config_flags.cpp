@@ -28,7 +28,7 @@ Config load_config(const ConfigFlags& flags) {
   for (const std::string& setting : flags.settings) {
     const std::size_t equals = setting.find('=');
     TESSERA_CHECK(equals != std::string::npos && equals > 0, ConfigError, "--set ",
-                  tessera::quoted(setting), " is not NAME=VALUE");
+                  tessera::in_quotes(setting), " is not NAME=VALUE");
     config.apply_flag(setting);
   }
   return config;

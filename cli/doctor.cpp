@@ -34,7 +34,7 @@ struct DoctorFlags {
 int run_doctor(const DoctorFlags& flags) {
   std::error_code error;
   TESSERA_CHECK(std::filesystem::is_directory(flags.directory, error), ConfigError, "--dir ",
-                tessera::quoted(flags.directory), " is not a directory; give one that exists");
+                tessera::in_quotes(flags.directory), " is not a directory; give one that exists");
   const std::vector<ProbeResult> results = run_probes(flags.directory);
   std::cout << (flags.json ? doctor_json(results) : doctor_screen(results));
   return can_train(results) ? kExitOk : kExitFailure;

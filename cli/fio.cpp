@@ -158,7 +158,7 @@ tier::IoRates parse_fio(std::string_view output) {
                                     nullptr, /*allow_exceptions=*/false);
   const json jobs = document.is_object() ? document.value("jobs", json()) : json();
   TESSERA_CHECK(jobs.is_array() && !jobs.empty(), IoError,
-                "fio printed no list of jobs, but: ", quoted(output));
+                "fio printed no list of jobs, but: ", in_quotes(output));
   tier::IoRates rates;
   for (const json& job : jobs) {
     rates.read_bytes_per_s += rate_of(job, "read");
@@ -180,7 +180,7 @@ tier::IoRates Fio::run(const FioJob& job) const {
       program_, fio_arguments(job, "/proc/self/fd/" + std::to_string(kFileDescriptor)),
       job.file->fd());
   TESSERA_CHECK(succeeded(finished), IoError, version_,
-                " failed: ", quoted(finished.err.empty() ? finished.out : finished.err));
+                " failed: ", in_quotes(finished.err.empty() ? finished.out : finished.err));
   return parse_fio(finished.out);
 }
 

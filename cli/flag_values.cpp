@@ -21,7 +21,8 @@ std::int64_t parse_count(std::string_view flag, std::string_view text, std::int6
   const char* const end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, value);
   TESSERA_CHECK(error == std::errc() && stop == end && value >= min && value <= max, ConfigError,
-                flag, " ", tessera::quoted(text), " is not a whole number from ", min, " to ", max);
+                flag, " ", tessera::in_quotes(text), " is not a whole number from ", min, " to ",
+                max);
   return value;
 }
 
@@ -33,8 +34,8 @@ std::vector<std::size_t> parse_sizes(std::string_view flag, std::string_view tex
     const std::string_view item = text.substr(begin, comma - begin);
     const auto bytes = parse_bytes(item);
     TESSERA_CHECK(bytes && *bytes >= 1 && *bytes <= kMaxSizeBytes, ConfigError, flag, ": ",
-                  tessera::quoted(item), " is not a size from 1B to ", exact_bytes(kMaxSizeBytes),
-                  "; write for example 4KiB,1MiB");
+                  tessera::in_quotes(item), " is not a size from 1B to ",
+                  exact_bytes(kMaxSizeBytes), "; write for example 4KiB,1MiB");
     sizes.push_back(static_cast<std::size_t>(*bytes));
     begin = comma + 1;
   }

@@ -20,8 +20,6 @@ using coordinator::Use;
 // More is no training anybody does, and would not fit into memory.
 constexpr std::int64_t kMaxUses = std::int64_t{1} << 20;
 
-std::size_t index_of(int number) { return static_cast<std::size_t>(number); }
-
 std::int64_t full_bytes_of(const shard::Layout& layout) {
   return static_cast<std::int64_t>(layout.full_bytes());
 }

@@ -21,6 +21,8 @@
 
 namespace tessera::cli {
 
+inline std::size_t index_of(int number) { return static_cast<std::size_t>(number); }
+
 struct StepPlanInput {
   models::ModelShape model;
   int num_ranks = 1;

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/inspect_tiers.h"
+#include "tessera/core/printable.h"
 #include "tessera/core/units.h"
 
 namespace tessera::cli {
@@ -18,15 +19,9 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::size_t index_of(int number) { return static_cast<std::size_t>(number); }
-
-std::string bytes_text(std::int64_t bytes) {
-  return approximate_bytes(static_cast<std::uint64_t>(bytes));
-}
-
 std::string limit_text(std::int64_t bytes) {
   // The option's largest value is a little below that of its type.
-  return bytes >= INT64_MAX / 2 ? "unlimited" : bytes_text(bytes);
+  return bytes >= INT64_MAX / 2 ? "unlimited" : approximate_bytes(bytes);
 }
 
 // 1234567 as 1,234,567.
@@ -37,8 +32,6 @@ std::string grouped(std::int64_t number) {
   }
   return text;
 }
-
-const char* plural(std::int64_t count) { return count == 1 ? "" : "s"; }
 
 std::string sizes_text(const std::vector<std::int64_t>& sizes) {
   return fmt::format("{}", fmt::join(sizes, " x "));
@@ -63,8 +56,8 @@ class UnitsText {
       text += unit_text(first, end);
       first = end;
     }
-    return text + row("all", "", grouped(plan_.numel), bytes_text(plan_.full_bytes),
-                      bytes_text(plan_.shard_bytes), "");
+    return text + row("all", "", grouped(plan_.numel), approximate_bytes(plan_.full_bytes),
+                      approximate_bytes(plan_.shard_bytes), "");
   }
 
  private:
@@ -101,7 +94,7 @@ class UnitsText {
     const bool is_alone = end == first + 1;
     std::string text =
         row(is_alone ? shape.name : shape.name + " to " + model_.units[end - 1].name, "",
-            grouped(numel), bytes_text(unit.full_bytes), bytes_text(unit.shard_bytes),
+            grouped(numel), approximate_bytes(unit.full_bytes), approximate_bytes(unit.shard_bytes),
             is_alone ? "" : fmt::format("each of {}", end - first));
     const std::size_t prefix = num_common(shape);
     for (const int id : shape.own) {
@@ -191,7 +184,7 @@ class TimelineText {
   static constexpr std::size_t kMostUnitsTold = 6;
 
   std::string held_text(const TimelineUse& use) const {
-    const std::string held = bytes_text(use.held_bytes);
+    const std::string held = approximate_bytes(use.held_bytes);
     return plan_.arena_bytes > 0 ? held + " of " + limit_text(limit_bytes_) : held;
   }
 
@@ -220,7 +213,7 @@ class TimelineText {
     return text.empty() ? "-" : text;
   }
   std::string call_text(const GatherCall& call) const {
-    return fmt::format("{} [{}]", params_text(call.params), bytes_text(call.bytes));
+    return fmt::format("{} [{}]", params_text(call.params), approximate_bytes(call.bytes));
   }
   std::string calls_text(const std::vector<GatherCall>& calls) const {
     if (calls.empty()) {
@@ -247,8 +240,8 @@ std::string limits_text(const InspectResult& result) {
   }
   return fmt::format(
              "Each rank: {} of shards, {} of memory for full parameters; {} of them persist\n",
-             bytes_text(plan.shard_bytes), bytes_text(plan.arena_bytes),
-             bytes_text(plan.persistent_bytes)) +
+             approximate_bytes(plan.shard_bytes), approximate_bytes(plan.arena_bytes),
+             approximate_bytes(plan.persistent_bytes)) +
          fmt::format("Limits: live {}, reuse distance {}, {} per prefetch, {} gathers in flight\n",
                      limit_text(options.budgets.live_limit_bytes),
                      limit_text(options.budgets.reuse_distance_bytes),
@@ -352,8 +345,9 @@ std::string inspect_screen(const InspectResult& result) {
   text += TimelineText(result).text();
   return text + fmt::format("\nPer step: {} gather{}, {}; at most {} held; {} miss{}\n",
                             step.num_gathers, plural(step.num_gathers),
-                            bytes_text(step.gathered_bytes), bytes_text(step.peak_bytes),
-                            step.num_misses, step.num_misses == 1 ? "" : "es");
+                            approximate_bytes(step.gathered_bytes),
+                            approximate_bytes(step.peak_bytes), step.num_misses,
+                            step.num_misses == 1 ? "" : "es");
 }
 
 std::string inspect_json(const InspectResult& result) {

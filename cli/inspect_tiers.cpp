@@ -15,10 +15,6 @@ using planner::PlannedExtent;
 
 constexpr std::int64_t kShownPerRole = 6;
 
-std::string bytes_text(std::int64_t bytes) {
-  return approximate_bytes(static_cast<std::uint64_t>(bytes));
-}
-
 std::vector<PlannedExtent> extents_of(const MemoryPlan& memory) {
   return planner::planned_extents(memory.shapes, memory.options, memory.placement,
                                   memory.state_names);
@@ -69,8 +65,8 @@ std::string tiers_screen(const MemoryPlan& memory) {
       text +=
           fmt::format(kRow, "", "", "", fmt::format("and {} more", counts[role] - kShownPerRole));
     }
-    text += fmt::format(kRow, to_string(static_cast<Role>(role)), "all", bytes_text(sums[role]),
-                        fmt::format("{} extents", counts[role]));
+    text += fmt::format(kRow, to_string(static_cast<Role>(role)), "all",
+                        approximate_bytes(sums[role]), fmt::format("{} extents", counts[role]));
   };
   for (std::size_t i = 0; i < extents.size(); ++i) {
     const PlannedExtent& extent = extents[i];

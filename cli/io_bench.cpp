@@ -23,12 +23,12 @@ void check_room(const IoBenchOptions& options) {
   std::error_code ignored;
   TESSERA_CHECK(std::filesystem::is_directory(options.directory, ignored) &&
                     ::statvfs(options.directory.c_str(), &info) == 0,
-                ConfigError, quoted(options.directory),
+                ConfigError, in_quotes(options.directory),
                 " is not a directory; name one on the disk to measure");
   const std::uint64_t free_bytes = static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize;
   TESSERA_CHECK(options.file_bytes <= free_bytes / 2, ConfigError, "a file of ",
                 approximate_bytes(options.file_bytes), " is more than half of the ",
-                approximate_bytes(free_bytes), " that are free in ", quoted(options.directory),
+                approximate_bytes(free_bytes), " that are free in ", in_quotes(options.directory),
                 "; give a smaller one with --bytes");
 }
 

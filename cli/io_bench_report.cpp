@@ -8,7 +8,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr const char* kLine = "{:<8}{:>14}{:>14}{:>10}\n";
+constexpr const char* kIoRow = "{:<8}{:>14}{:>14}{:>10}\n";
 
 std::string rate_text(const tier::IoRates& rates) {
   return fmt::format("{:.3f} GB/s", (rates.read_bytes_per_s + rates.write_bytes_per_s) * 1e-9);
@@ -32,13 +32,13 @@ std::string io_bench_head(const IoBenchRun& run) {
   if (run.fio_version.empty()) {
     text += "fio is not installed, so there is nothing to compare with (apt-get install fio)\n";
   }
-  return text + fmt::format(kLine, "load", "tessera",
+  return text + fmt::format(kIoRow, "load", "tessera",
                             run.fio_version.empty() ? "fio" : run.fio_version, "ratio");
 }
 
 std::string io_bench_line(const IoBenchRow& row) {
   const std::optional<double> ratio = row.ratio();
-  return fmt::format(kLine, to_string(row.mix), rate_text(row.ours),
+  return fmt::format(kIoRow, to_string(row.mix), rate_text(row.ours),
                      row.fio ? rate_text(*row.fio) : "-",
                      ratio ? fmt::format("{:.2f}", *ratio) : "-");
 }

@@ -20,9 +20,6 @@
 namespace tessera::cli {
 namespace {
 
-// On loopback, to a server in this very process.
-constexpr std::chrono::milliseconds kStoreTimeout{30000};
-
 struct LaunchFlags {
   std::string ranks = "1";
   Arguments command;  // the program and its own arguments
@@ -44,7 +41,7 @@ std::string find_program(const std::string& name) {
       return candidate;
     }
   }
-  throw ConfigError("launch: there is no program " + tessera::quoted(name) +
+  throw ConfigError("launch: there is no program " + tessera::in_quotes(name) +
                     " that can be run; give its path");
 }
 

@@ -1,7 +1,5 @@
 #include "cli/local_ranks.h"
 
-#include <chrono>
-
 #include <CLI/CLI.hpp>
 
 #include "cli/flag_values.h"
@@ -13,8 +11,6 @@ namespace {
 
 // Processes on one machine: more is a slip of the finger.
 constexpr int kMaxLocalRanks = 1024;
-// On loopback, to a server in this very process.
-constexpr std::chrono::milliseconds kStoreTimeout{30000};
 constexpr const char* kFlag = "--ranks";
 
 }  // namespace

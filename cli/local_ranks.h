@@ -6,11 +6,15 @@
 // Threads: main thread only.
 #pragma once
 
+#include <chrono>
 #include <string>
 
 #include "cli/command.h"
 
 namespace tessera::cli {
+
+// On loopback, to a server in the launcher itself.
+constexpr std::chrono::milliseconds kStoreTimeout{30000};
 
 // Adds the flag; its text goes to `ranks`.
 void add_ranks_flag(CLI::App& app, std::string& ranks);

@@ -66,7 +66,7 @@ std::string metrics_json(const StepMetrics& metrics) {
 
 MetricsFile::MetricsFile(std::string path)
     : path_(std::move(path)), file_(std::fopen(path_.c_str(), "we")) {
-  TESSERA_CHECK(file_ != nullptr, IoError, "--metrics ", tessera::quoted(path_),
+  TESSERA_CHECK(file_ != nullptr, IoError, "--metrics ", tessera::in_quotes(path_),
                 " cannot be opened: ", std::strerror(errno));
 }
 
@@ -75,8 +75,8 @@ MetricsFile::~MetricsFile() { std::fclose(file_); }
 void MetricsFile::append(const StepMetrics& metrics) {
   const std::string line = metrics_json(metrics) + "\n";
   const bool written = std::fwrite(line.data(), 1, line.size(), file_) == line.size();
-  TESSERA_CHECK(written && std::fflush(file_) == 0, IoError, "--metrics ", tessera::quoted(path_),
-                " cannot be written: ", std::strerror(errno));
+  TESSERA_CHECK(written && std::fflush(file_) == 0, IoError, "--metrics ",
+                tessera::in_quotes(path_), " cannot be written: ", std::strerror(errno));
 }
 
 std::int64_t rss_peak_bytes() {

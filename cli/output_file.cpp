@@ -14,20 +14,20 @@ namespace tessera::cli {
 void check_output_file(const std::string& flag, const std::filesystem::path& path) {
   std::error_code ignored;
   TESSERA_CHECK(path.has_filename() && !std::filesystem::is_directory(path, ignored), ConfigError,
-                flag, " ", tessera::quoted(path.string()), " is not a file name");
+                flag, " ", tessera::in_quotes(path.string()), " is not a file name");
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
   TESSERA_CHECK(std::filesystem::is_directory(folder, ignored), ConfigError, flag, " ",
-                tessera::quoted(path.string()), ": there is no directory ",
-                tessera::quoted(folder.string()), "; create it first");
+                tessera::in_quotes(path.string()), ": there is no directory ",
+                tessera::in_quotes(folder.string()), "; create it first");
   TESSERA_CHECK(::access(folder.c_str(), W_OK | X_OK) == 0, ConfigError, flag, " ",
-                tessera::quoted(path.string()), ": directory ", tessera::quoted(folder.string()),
-                " is not writable");
+                tessera::in_quotes(path.string()), ": directory ",
+                tessera::in_quotes(folder.string()), " is not writable");
 }
 
 void write_output_file(const std::filesystem::path& path, std::string_view text) {
   const std::string beside = path.string() + ".partial-" + std::to_string(::getpid());
   std::FILE* const file = std::fopen(beside.c_str(), "wxe");
-  TESSERA_CHECK(file != nullptr, IoError, "cannot create ", tessera::quoted(beside), ": ",
+  TESSERA_CHECK(file != nullptr, IoError, "cannot create ", tessera::in_quotes(beside), ": ",
                 std::strerror(errno));
   bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
   written = std::fflush(file) == 0 && written && ::fsync(::fileno(file)) == 0;
@@ -35,7 +35,7 @@ void write_output_file(const std::filesystem::path& path, std::string_view text)
   if (!written || std::rename(beside.c_str(), path.c_str()) != 0) {
     const int error = errno;
     std::remove(beside.c_str());
-    throw IoError(detail::concat("cannot write ", tessera::quoted(path.string()), ": ",
+    throw IoError(detail::concat("cannot write ", tessera::in_quotes(path.string()), ": ",
                                  std::strerror(error)));
   }
 }

@@ -73,7 +73,7 @@ int report(const std::string& message, int exit_code) {
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates) {
   const std::vector<std::string_view> known(candidates.begin(), candidates.end());
   const std::string_view found = nearest(word, known);
-  return found.empty() ? std::string() : "; did you mean " + tessera::quoted(found) + "?";
+  return found.empty() ? std::string() : "; did you mean " + tessera::in_quotes(found) + "?";
 }
 
 std::vector<std::string> command_names() {
@@ -90,14 +90,15 @@ std::string describe_unexpected(const CLI::App& app) {
   const std::string word = remaining.empty() ? std::string("?") : remaining.front();
   const auto parsed = app.get_subcommands();
   if (parsed.empty() && word.rfind('-', 0) != 0) {
-    return "unknown command " + tessera::quoted(word) + did_you_mean(word, command_names()) +
+    return "unknown command " + tessera::in_quotes(word) + did_you_mean(word, command_names()) +
            " (tessera --help lists them)";
   }
   const CLI::App& active = parsed.empty() ? app : *parsed.front();
   const std::string where = parsed.empty() ? std::string() : " of " + active.get_name();
   const std::string help = parsed.empty() ? std::string() : active.get_name() + " ";
   if (word.rfind('-', 0) != 0) {
-    return "unexpected argument " + tessera::quoted(word) + where + " (tessera " + help + "--help)";
+    return "unexpected argument " + tessera::in_quotes(word) + where + " (tessera " + help +
+           "--help)";
   }
   std::vector<std::string> flags;
   for (const CLI::Option* option : active.get_options()) {
@@ -106,7 +107,7 @@ std::string describe_unexpected(const CLI::App& app) {
     }
   }
   const std::string flag = word.substr(0, word.find('='));
-  return "unknown flag " + tessera::quoted(flag) + where + did_you_mean(flag, flags) +
+  return "unknown flag " + tessera::in_quotes(flag) + where + did_you_mean(flag, flags) +
          " (tessera " + help + "--help lists them)";
 }
 

@@ -52,8 +52,7 @@ std::string progress_line(const StepMetrics& metrics, std::int64_t num_steps, do
   std::string line = fmt::format(
       "step {:>{}}/{}  loss {:.4f}  norm {:.4g}  lr {:.3g}  {:>5} tokens/s  {}  {} left",
       metrics.step + 1, total.size(), total, metrics.loss, metrics.grad_norm, metrics.lr,
-      count_text(metrics.tokens_per_s),
-      approximate_bytes(static_cast<std::uint64_t>(metrics.rss_peak_bytes)),
+      count_text(metrics.tokens_per_s), approximate_bytes(metrics.rss_peak_bytes),
       duration_text(remaining_s));
   if (metrics.skipped) {
     line += fmt::format("  skipped: gradient not finite, loss scale {:g}", metrics.loss_scale);

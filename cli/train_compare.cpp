@@ -14,7 +14,7 @@ constexpr double kRoundingsPerBlock = 20;
 constexpr double kFloat32Bound = 2e-6;
 constexpr double kMaxMovement = 0.75;
 
-constexpr const char* kLine = "{:<24}{:>12}{:>12}  {}\n";
+constexpr const char* kCompareRow = "{:<24}{:>12}{:>12}  {}\n";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 double relative_difference(double sharded, double unsharded) {
@@ -100,10 +100,10 @@ bool Comparison::equal() const {
 }
 
 std::string Comparison::table() const {
-  std::string text = fmt::format(kLine, "sharded - unsharded", "worst", "bound", "where");
+  std::string text = fmt::format(kCompareRow, "sharded - unsharded", "worst", "bound", "where");
   const auto add = [&text](const char* what, const Worst& worst) {
     if (worst.excess >= 0) {
-      text += fmt::format(kLine, what, fmt::format("{:.3g}", worst.difference),
+      text += fmt::format(kCompareRow, what, fmt::format("{:.3g}", worst.difference),
                           fmt::format("{:.3g}", worst.bound),
                           worst.difference == 0 ? "equal everywhere" : worst.place);
     }

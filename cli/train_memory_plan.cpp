@@ -40,16 +40,13 @@ std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
 }
 
 std::string activations_text(const MemoryPlan& memory) {
-  const auto bytes = [](std::int64_t count) {
-    return approximate_bytes(static_cast<std::uint64_t>(count));
-  };
   const models::GptActivations& activations = memory.activations;
-  std::string text =
-      detail::concat("activations of a micro-batch: ", bytes(activations.peak), " at most, ",
-                     bytes(activations.head), " of them inside the head (logits and loss)\n");
+  std::string text = detail::concat(
+      "activations of a micro-batch: ", approximate_bytes(activations.peak), " at most, ",
+      approximate_bytes(activations.head), " of them inside the head (logits and loss)\n");
   if (memory.placement.on_cuda) {
-    text += detail::concat("device memory with activations: ", bytes(memory.device_peak_bytes),
-                           " at most\n");
+    text += detail::concat("device memory with activations: ",
+                           approximate_bytes(memory.device_peak_bytes), " at most\n");
   }
   return text;
 }

@@ -67,7 +67,7 @@ void apply_flags(const TrainFlags& flags, Config& config) {
   apply("--seed", flags.seed, "seed");
   apply("--trace", flags.trace, "trace.path");
   TESSERA_CHECK(flags.batch.empty() || config.get_int("batch.total") > 0, ConfigError, "--batch ",
-                tessera::quoted(flags.batch), " holds no sequence; give at least one per rank");
+                tessera::in_quotes(flags.batch), " holds no sequence; give at least one per rank");
   const bool replaced = !flags.batch.empty() || !flags.accumulate.empty();
   if (replaced && config.get_int("batch.micro_per_rank") > 0) {
     // What a file says of the third number belongs to the two that a flag has replaced.
@@ -151,7 +151,7 @@ void check_outputs(const TrainPlan& plan) {
     check_output_file(flag, *path);
     const auto [other, is_new] = taken.emplace(*path, flag);
     TESSERA_CHECK(is_new, ConfigError, flag, " and ", other->second, " both name ",
-                  tessera::quoted(*path), "; give each its own file");
+                  tessera::in_quotes(*path), "; give each its own file");
   }
 }
 
@@ -201,7 +201,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   plan.num_steps = plan.verify ? num_verified : plan.schedule_steps;
 
   TESSERA_CHECK(flags.device.empty() || flags.device == "cpu" || flags.device == "cuda",
-                ConfigError, "--device ", tessera::quoted(flags.device), " is not cpu or cuda");
+                ConfigError, "--device ", tessera::in_quotes(flags.device), " is not cpu or cuda");
   plan.cuda_device = flags.device == "cuda" ? gpu_of(place.local_rank) : -1;
   const int share = threads_per_rank(device::read_host_cores().usable(), place.local_world_size);
   plan.num_threads = static_cast<int>(count_or("--threads", flags.threads, share, 1, kMaxThreads));

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "cli/progress.h"
+#include "tessera/core/printable.h"
 #include "tessera/core/units.h"
 
 namespace tessera::cli {
@@ -13,12 +14,6 @@ namespace {
 std::string time_text(double seconds) {
   return seconds < 1 ? fmt::format("{:.2f} ms", seconds * 1e3) : fmt::format("{:.2f} s", seconds);
 }
-
-std::string bytes_text(std::int64_t bytes) {
-  return approximate_bytes(static_cast<std::uint64_t>(bytes));
-}
-
-const char* plural(std::int64_t count) { return count == 1 ? "" : "s"; }
 
 }  // namespace
 
@@ -109,7 +104,7 @@ std::string RunTotals::text() const {
                         100 * exposed_wait_s_ / total_s_);
   }
   text += fmt::format("{:<16}{} of full parameters at once\n", "gathered",
-                      bytes_text(full_bytes_peak_));
+                      approximate_bytes(full_bytes_peak_));
   return text;
 }
 
@@ -148,11 +143,11 @@ std::string places_text(const planner::Placement& placement, const Ledger& ledge
                                                        "held at most", "read/step", "written/step");
   for (const planner::LedgerLine& line : placement.ledger_with_groups()) {
     const bool moves = line.tier == Tier::kNvme;
-    text +=
-        fmt::format(kLine, to_string(line.tier), to_string(line.role), bytes_text(line.bytes),
-                    bytes_text(static_cast<std::int64_t>(ledger.peak_bytes(line.tier, line.role))),
-                    moves ? approximate_bytes(nvme.read_bytes(line.role)) : "-",
-                    moves ? approximate_bytes(nvme.written_bytes(line.role)) : "-");
+    text += fmt::format(
+        kLine, to_string(line.tier), to_string(line.role), approximate_bytes(line.bytes),
+        approximate_bytes(static_cast<std::int64_t>(ledger.peak_bytes(line.tier, line.role))),
+        moves ? approximate_bytes(nvme.read_bytes(line.role)) : "-",
+        moves ? approximate_bytes(nvme.written_bytes(line.role)) : "-");
   }
   return text;
 }
@@ -174,16 +169,18 @@ std::string memory_text(const ModelBytes& model, const Ledger& ledger) {
       }
       const auto current = static_cast<std::int64_t>(ledger.current_bytes(tier, role));
       now += current;
-      text += fmt::format(kLine, to_string(tier), to_string(role), bytes_text(current),
-                          bytes_text(static_cast<std::int64_t>(ledger.peak_bytes(tier, role))),
-                          beside > 0 ? bytes_text(beside) : "-");
+      text +=
+          fmt::format(kLine, to_string(tier), to_string(role), approximate_bytes(current),
+                      approximate_bytes(static_cast<std::int64_t>(ledger.peak_bytes(tier, role))),
+                      beside > 0 ? approximate_bytes(beside) : "-");
       beside = 0;
     }
     if (beside > 0) {
-      text += fmt::format(kLine, "-", to_string(role), "-", "-", bytes_text(beside));
+      text += fmt::format(kLine, "-", to_string(role), "-", "-", approximate_bytes(beside));
     }
   }
-  return text + fmt::format(kLine, "all", "", bytes_text(now), "", bytes_text(unsharded));
+  return text +
+         fmt::format(kLine, "all", "", approximate_bytes(now), "", approximate_bytes(unsharded));
 }
 
 }  // namespace tessera::cli

@@ -82,7 +82,7 @@ class UnshardedTrainer final : public Trainer {
     for (const models::NamedParam& param : model_.params()) {
       entries.push_back({param.name, model_.options().dtype, param.tensor.sizes().vec()});
     }
-    checkpoint::SafetensorsWriter writer(path, std::move(entries));
+    checkpoint::SafetensorsWriter writer(path, entries);
     for (int id = 0; id < static_cast<int>(model_.params().size()); ++id) {
       const at::Tensor host = value(id).contiguous();
       writer.append(host.const_data_ptr(), host.nbytes());

@@ -46,7 +46,7 @@ std::unique_ptr<TokenSource> open_data(const DataOptions& options) {
   if (takes_prefix(source, "tokens:") || source.ends_with(".bin")) {
     return open_file_tokens(options, std::string(source), FileTokenKind::kWords);
   }
-  throw ConfigError(detail::concat("data: ", tessera::quoted(options.source),
+  throw ConfigError(detail::concat("data: ", tessera::in_quotes(options.source),
                                    " is unknown; use demo, random, text:FILE (bytes), tokens:FILE "
                                    "(16-bit tokens), or a path that "
                                    "ends in .txt or .bin"));

@@ -82,12 +82,12 @@ class FileTokens : public TokenSource {
  public:
   FileTokens(const DataOptions& options, const std::string& path)
       : options_(options), file_(path), random_(options.seed, "data.position") {
-    constexpr std::size_t token_bytes = sizeof(Token);
-    TESSERA_CHECK(file_.bytes() % token_bytes == 0, ConfigError, "data: ", file_.name(), ": ",
+    constexpr std::size_t kTokenBytes = sizeof(Token);
+    TESSERA_CHECK(file_.bytes() % kTokenBytes == 0, ConfigError, "data: ", file_.name(), ": ",
                   file_.bytes(),
                   " bytes are not a whole number of 16-bit tokens; was it cut short, "
                   "or is it text (text:FILE)?");
-    tokens_ = {static_cast<const Token*>(file_.data()), file_.bytes() / token_bytes};
+    tokens_ = {static_cast<const Token*>(file_.data()), file_.bytes() / kTokenBytes};
     const auto needed = static_cast<std::uint64_t>(options.sequence) + 1;
     TESSERA_CHECK(tokens_.size() >= needed, ConfigError, "data: ", file_.name(), ": ",
                   tokens_.size(), " tokens are fewer than one sequence of ", options.sequence,
@@ -117,9 +117,9 @@ class FileTokens : public TokenSource {
  private:
   // By blocks: the largest token of one is vector code, and only a bad block is looked at closely.
   void check_vocabulary(std::size_t begin, std::span<const Token> tokens) const {
-    constexpr std::size_t block = std::size_t{1} << 16;
-    for (; !tokens.empty(); begin += block) {
-      const auto now = tokens.first(std::min(block, tokens.size()));
+    constexpr std::size_t kBlock = std::size_t{1} << 16;
+    for (; !tokens.empty(); begin += kBlock) {
+      const auto now = tokens.first(std::min(kBlock, tokens.size()));
       tokens = tokens.subspan(now.size());
       Token largest = 0;
       for (const Token token : now) {

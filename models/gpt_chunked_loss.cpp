@@ -71,8 +71,8 @@ class Gradients {
   }
 
   // `probs` of `logits`, in the type of sums. What was in either is lost.
-  void add(at::Tensor logits, at::Tensor probs, std::int64_t begin, const at::Tensor& targets,
-           const at::Tensor& scale) {
+  void add(at::Tensor logits, const at::Tensor& probs, std::int64_t begin,
+           const at::Tensor& targets, const at::Tensor& scale) {
     // The gradient of a row is (softmax - 1 at the target) / tokens.
     const at::Tensor columns = targets.unsqueeze(1);
     probs.scatter_(1, columns, probs.gather(1, columns).sub_(1));
@@ -181,9 +181,8 @@ struct ChunkedCrossEntropy : torch::autograd::Function<ChunkedCrossEntropy> {
                         hidden.scalar_type(), num_tokens <= chunk);
     for_each_chunk(num_tokens, chunk, [&](std::int64_t begin, std::int64_t rows) {
       at::Tensor logits = logits_of(hidden.narrow(0, begin, rows), weight);
-      at::Tensor probs = at::softmax(logits, 1, sum_type(hidden));
-      gradients.add(std::move(logits), std::move(probs), begin, targets.narrow(0, begin, rows),
-                    scale);
+      const at::Tensor probs = at::softmax(logits, 1, sum_type(hidden));
+      gradients.add(std::move(logits), probs, begin, targets.narrow(0, begin, rows), scale);
     });
     variable_list result(kNumArguments);
     result[kHidden] = gradients.hidden();

@@ -35,7 +35,7 @@ std::optional<Variable> find(const Environment& env, std::initializer_list<const
   return std::nullopt;
 }
 
-std::int64_t to_number(const Variable& variable, std::int64_t low, std::int64_t high) {
+std::int64_t checked_number(const Variable& variable, std::int64_t low, std::int64_t high) {
   std::int64_t value = 0;
   const char* end = variable.value.data() + variable.value.size();
   const auto [stop, error] = std::from_chars(variable.value.data(), end, value);
@@ -49,7 +49,7 @@ std::int64_t to_number(const Variable& variable, std::int64_t low, std::int64_t 
 }
 
 int to_int(const Variable& variable, int low) {
-  return static_cast<int>(to_number(variable, low, std::numeric_limits<int>::max()));
+  return static_cast<int>(checked_number(variable, low, std::numeric_limits<int>::max()));
 }
 
 Variable require(const Environment& env, const char* name, const Variable& because,
@@ -106,7 +106,7 @@ void set_local_place(Rendezvous& result, std::optional<Place> place) {
 std::optional<std::uint16_t> find_port(const Environment& env, const char* name) {
   const std::optional<Variable> port = find(env, {name});
   if (!port) return std::nullopt;
-  return static_cast<std::uint16_t>(to_number(*port, 1, 65535));
+  return static_cast<std::uint16_t>(checked_number(*port, 1, 65535));
 }
 
 std::uint16_t derived_port(std::uint64_t seed) {
@@ -223,7 +223,7 @@ bool is_srun_task(const Environment& env) {
   }
   // Slurm's own steps (batch, extern, interactive shell) have numbers at the top of 32 bits.
   constexpr std::int64_t kFirstReservedStep = 0xfffffff0;
-  return to_number(*step, 0, 0xffffffff) < kFirstReservedStep;
+  return checked_number(*step, 0, 0xffffffff) < kFirstReservedStep;
 }
 
 std::optional<Place> find_slurm_local_place(const Environment& env, int world_size) {

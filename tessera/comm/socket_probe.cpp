@@ -21,7 +21,7 @@ using std::chrono::milliseconds;
 using SteadyTime = std::chrono::steady_clock::time_point;
 
 constexpr milliseconds kFirstPause{10};
-constexpr milliseconds kLongestPause{500};
+constexpr milliseconds kLongestProbePause{500};
 
 struct AddressList {
   addrinfo* first = nullptr;
@@ -126,7 +126,7 @@ ConnectResult connect_within(const std::string& host, std::uint16_t port, millis
     const milliseconds left = left_until(deadline);
     if (result.fd >= 0 || left.count() == 0) return result;
     std::this_thread::sleep_for(std::min(pause, left));
-    pause = std::min(pause * 2, kLongestPause);
+    pause = std::min(pause * 2, kLongestProbePause);
   }
 }
 

@@ -14,17 +14,6 @@ constexpr std::string_view kLeftOut = "...";
 // More ranks than these are counted, not listed.
 constexpr std::size_t kMaxRanksListed = 8;
 
-std::string list_ranks(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < std::min(ranks.size(), kMaxRanksListed); ++i) {
-    text += detail::concat(i == 0 ? "" : ", ", ranks[i]);
-  }
-  if (ranks.size() > kMaxRanksListed) {
-    text += detail::concat(" and ", ranks.size() - kMaxRanksListed, " more");
-  }
-  return text;
-}
-
 // The rank whose call most ranks made, the lowest of them.
 std::size_t most_frequent(std::span<const CallTag> tags) {
   std::size_t best = 0;
@@ -192,9 +181,9 @@ std::optional<std::string> find_mismatch(std::span<const CallTag> tags,
     (same ? meant : odd).push_back(world_ranks[rank]);
     first_odd = same ? first_odd : std::min(first_odd, rank);
   }
-  static const CallWords kNoWords;
+  static const CallWords no_words;
   const auto side = [&](std::size_t rank) {
-    return Side{tags[rank], words.empty() ? kNoWords : words[rank], world_ranks[rank]};
+    return Side{tags[rank], words.empty() ? no_words : words[rank], world_ranks[rank]};
   };
   const Side one = side(first_odd);
   const Side other = side(reference);
@@ -208,6 +197,17 @@ std::optional<std::string> find_mismatch(std::span<const CallTag> tags,
         detail::concat("; ", list_ranks(odd), odd.size() == 1 ? " differs" : " differ", ", too");
   }
   return text + "; all ranks must call the same collectives in the same order";
+}
+
+std::string list_ranks(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < std::min(ranks.size(), kMaxRanksListed); ++i) {
+    text += detail::concat(i == 0 ? "" : ", ", ranks[i]);
+  }
+  if (ranks.size() > kMaxRanksListed) {
+    text += detail::concat(" and ", ranks.size() - kMaxRanksListed, " more");
+  }
+  return text;
 }
 
 std::uint64_t hash_bytes(const void* data, std::size_t bytes, std::uint64_t seed) {

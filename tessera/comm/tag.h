@@ -102,6 +102,9 @@ std::optional<std::string> find_mismatch(std::span<const CallTag> tags,
                                          std::span<const int> world_ranks);
 bool tags_agree(std::span<const CallTag> tags);
 
+// "rank 3", "ranks 0, 2", and of many the first eight: " and 4 more".
+std::string list_ranks(const std::vector<int>& ranks);
+
 // FNV-1a over bytes; the same on every machine.
 std::uint64_t hash_bytes(const void* data, std::size_t bytes, std::uint64_t seed);
 

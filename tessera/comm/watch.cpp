@@ -23,14 +23,6 @@ constexpr milliseconds kMaxSlice{100};
 // So often at least, while it waits for one part of several, it looks whether another one has come.
 constexpr milliseconds kMaxSliceOfSeveral{16};
 
-std::string list_ranks(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    text += detail::concat(i == 0 ? "" : ", ", ranks[i]);
-  }
-  return text;
-}
-
 struct Cause {
   std::vector<int> ranks;
   std::string text;  // of the first of them

@@ -31,7 +31,7 @@ const OptionValue& parsed_default(const Option& option) {
 
 const Option& known_option(std::string_view name) {
   const Option* option = find_option(name);
-  TESSERA_INVARIANT(option != nullptr, "no option is called ", quoted(name));
+  TESSERA_INVARIANT(option != nullptr, "no option is called ", in_quotes(name));
   return *option;
 }
 
@@ -56,16 +56,16 @@ Config Config::from_file(const std::string& path) {
   constexpr std::size_t kMaxBytes = 16 << 20;
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"),
                                                              &std::fclose);
-  TESSERA_CHECK(file != nullptr, ConfigError, "config file ", quoted(path),
+  TESSERA_CHECK(file != nullptr, ConfigError, "config file ", in_quotes(path),
                 ": cannot be opened: ", std::strerror(errno));
   std::string text;
   std::array<char, 16384> chunk{};
   while (const std::size_t count = std::fread(chunk.data(), 1, chunk.size(), file.get())) {
     text.append(chunk.data(), count);
-    TESSERA_CHECK(text.size() <= kMaxBytes, ConfigError, "config file ", quoted(path),
+    TESSERA_CHECK(text.size() <= kMaxBytes, ConfigError, "config file ", in_quotes(path),
                   ": larger than ", exact_bytes(kMaxBytes), "; is it the right file?");
   }
-  TESSERA_CHECK(std::ferror(file.get()) == 0, ConfigError, "config file ", quoted(path),
+  TESSERA_CHECK(std::ferror(file.get()) == 0, ConfigError, "config file ", in_quotes(path),
                 ": cannot be read: ", std::strerror(errno));
   return from_json(text, path);
 }
@@ -136,12 +136,12 @@ void Config::set(std::string_view name, const OptionValue& value) {
 
 void Config::apply_flag(std::string_view assignment) {
   const auto equals = assignment.find('=');
-  TESSERA_CHECK(equals != std::string_view::npos, ConfigError, quoted(assignment),
+  TESSERA_CHECK(equals != std::string_view::npos, ConfigError, in_quotes(assignment),
                 ": expected name=value, for example comm.timeout_s=30");
   const std::string_view name = assignment.substr(0, equals);
   const Option* option = find_option(name);
   if (option == nullptr) {
-    TESSERA_CHECK(why_removed(name).empty(), ConfigError, quoted(name),
+    TESSERA_CHECK(why_removed(name).empty(), ConfigError, in_quotes(name),
                   ": there is no such option any more: ", why_removed(name));
     std::vector<std::string_view> known;
     for (const Option& each : option_table()) {
@@ -149,8 +149,9 @@ void Config::apply_flag(std::string_view assignment) {
     }
     const std::string_view near = nearest(name, known);
     throw ConfigError(
-        near.empty() ? detail::concat(quoted(name), ": unknown option; `tessera options` lists all")
-                     : detail::concat(quoted(name), ": unknown option; did you mean ", near, "?"));
+        near.empty()
+            ? detail::concat(in_quotes(name), ": unknown option; `tessera options` lists all")
+            : detail::concat(in_quotes(name), ": unknown option; did you mean ", near, "?"));
   }
   assign(*option, parse_value(*option, assignment.substr(equals + 1), name), "command line");
 }

@@ -53,7 +53,7 @@ json parse(std::string_view text, std::string_view source) {
       seen.pop_back();
     } else if (event == json::parse_event_t::key) {
       const auto& key = parsed.get_ref<const std::string&>();
-      TESSERA_CHECK(seen.back().insert(key).second, ConfigError, source, ": key ", quoted(key),
+      TESSERA_CHECK(seen.back().insert(key).second, ConfigError, source, ": key ", in_quotes(key),
                     " is given twice in one object; remove one of them");
     }
     return true;

@@ -52,10 +52,10 @@ double log_of(double value) {
   // left is below 1e-18.
   const double s = (mantissa - 1.0) / (mantissa + 1.0);
   const double square = s * s;
-  constexpr std::array<double, 10> rest = {1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11,
-                                           1.0 / 9,  1.0 / 7,  1.0 / 5,  1.0 / 3,  1.0};
+  constexpr std::array<double, 10> kRest = {1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11,
+                                            1.0 / 9,  1.0 / 7,  1.0 / 5,  1.0 / 3,  1.0};
   double sum = 1.0 / 21;
-  for (const double coefficient : rest) {
+  for (const double coefficient : kRest) {
     sum = sum * square + coefficient;
   }
   return exponent * 0.6931471805599453 + 2.0 * s * sum;
@@ -66,38 +66,38 @@ double log_of(double value) {
 constexpr double kCentralHalfWidth = 0.425;
 
 double central_quantile(double from_middle) {
-  constexpr std::array<double, 8> numerator = {3.3871328727963666080e+0, 1.3314166789178437745e+2,
-                                               1.9715909503065514427e+3, 1.3731693765509461125e+4,
-                                               4.5921953931549871457e+4, 6.7265770927008700853e+4,
-                                               3.3430575583588128105e+4, 2.5090809287301226727e+3};
-  constexpr std::array<double, 8> denominator = {1.0,
-                                                 4.2313330701600911252e+1,
-                                                 6.8718700749205790830e+2,
-                                                 5.3941960214247511077e+3,
-                                                 2.1213794301586595867e+4,
-                                                 3.9307895800092710610e+4,
-                                                 2.8729085735721942674e+4,
-                                                 5.2264952788528545610e+3};
+  constexpr std::array<double, 8> kNumerator = {3.3871328727963666080e+0, 1.3314166789178437745e+2,
+                                                1.9715909503065514427e+3, 1.3731693765509461125e+4,
+                                                4.5921953931549871457e+4, 6.7265770927008700853e+4,
+                                                3.3430575583588128105e+4, 2.5090809287301226727e+3};
+  constexpr std::array<double, 8> kDenominator = {1.0,
+                                                  4.2313330701600911252e+1,
+                                                  6.8718700749205790830e+2,
+                                                  5.3941960214247511077e+3,
+                                                  2.1213794301586595867e+4,
+                                                  3.9307895800092710610e+4,
+                                                  2.8729085735721942674e+4,
+                                                  5.2264952788528545610e+3};
   const double r = kCentralHalfWidth * kCentralHalfWidth - from_middle * from_middle;
-  return from_middle * polynomial(numerator, r) / polynomial(denominator, r);
+  return from_middle * polynomial(kNumerator, r) / polynomial(kDenominator, r);
 }
 
 double tail_quantile(double from_middle) {
-  constexpr std::array<double, 8> numerator = {
+  constexpr std::array<double, 8> kNumerator = {
       1.42343711074968357734e+0, 4.63033784615654529590e+0, 5.76949722146069140550e+0,
       3.64784832476320460504e+0, 1.27045825245236838258e+0, 2.41780725177450611770e-1,
       2.27238449892691845833e-2, 7.74545014278341407640e-4};
-  constexpr std::array<double, 8> denominator = {1.0,
-                                                 2.05319162663775882187e+0,
-                                                 1.67638483018380384940e+0,
-                                                 6.89767334985100004550e-1,
-                                                 1.48103976427480074590e-1,
-                                                 1.51986665636164571966e-2,
-                                                 5.47593808499534494600e-4,
-                                                 1.05075007164441684324e-9};
+  constexpr std::array<double, 8> kDenominator = {1.0,
+                                                  2.05319162663775882187e+0,
+                                                  1.67638483018380384940e+0,
+                                                  6.89767334985100004550e-1,
+                                                  1.48103976427480074590e-1,
+                                                  1.51986665636164571966e-2,
+                                                  5.47593808499534494600e-4,
+                                                  1.05075007164441684324e-9};
   const double tail = 0.5 - std::fabs(from_middle);
   const double r = std::sqrt(-log_of(tail)) - 1.6;
-  return std::copysign(polynomial(numerator, r) / polynomial(denominator, r), from_middle);
+  return std::copysign(polynomial(kNumerator, r) / polynomial(kDenominator, r), from_middle);
 }
 
 bool is_central(double from_middle) { return std::fabs(from_middle) <= kCentralHalfWidth; }
@@ -144,9 +144,9 @@ void philox_blocks(std::uint64_t first, std::uint64_t stream, std::array<std::ui
 using Chunk = std::array<std::uint32_t, kChunk>;
 void make_chunk(std::uint64_t begin, std::uint64_t stream, std::array<std::uint32_t, 2> key,
                 Chunk& chunk) {
-  constexpr std::size_t num_blocks = 8;
-  for (std::size_t at = 0; at < kChunk; at += num_blocks * kLanes) {
-    philox_blocks<num_blocks>((begin + at) / kLanes, stream, key, chunk.data() + at);
+  constexpr std::size_t kNumBlocks = 8;
+  for (std::size_t at = 0; at < kChunk; at += kNumBlocks * kLanes) {
+    philox_blocks<kNumBlocks>((begin + at) / kLanes, stream, key, chunk.data() + at);
   }
 }
 
@@ -234,7 +234,7 @@ void CounterRandom::fill(std::uint64_t begin, std::span<float> out, MakeValues m
     const std::size_t count = std::min(kChunk - skipped, out.size() - done);
     make_chunk(begin + done - skipped, stream_, key_, chunk);
     const auto values = make_values(chunk);
-    std::copy_n(values.begin() + skipped, count, out.begin() + done);
+    std::copy_n(values.begin() + skipped, count, out.data() + done);
     done += count;
     skipped = 0;
   }

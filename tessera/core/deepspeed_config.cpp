@@ -43,7 +43,7 @@ std::string rename(const DeepSpeedKey& key, const std::string& theirs, const std
     known += (known.empty() ? "" : ", ") + std::string(entry.substr(0, equals));
     rest.remove_prefix(std::min(rest.size(), entry.size() + 1));
   }
-  throw ConfigError(detail::concat(where, " = ", quoted(theirs), ": expected one of ", known));
+  throw ConfigError(detail::concat(where, " = ", in_quotes(theirs), ": expected one of ", known));
 }
 
 bool is_fixed_value(const DeepSpeedKey& key, const OptionValue& value) {

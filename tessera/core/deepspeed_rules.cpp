@@ -15,12 +15,6 @@ constexpr std::string_view kZero = "zero_optimization";
 
 std::string zero(std::string_view key) { return detail::concat(kZero, ".", key); }
 
-std::string lower(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  return text;
-}
-
 void add(DeepSpeedTranslation& out, const DeepSpeedView& view, std::string_view key,
          std::string_view option, const OptionValue& value) {
   DeepSpeedSetting setting;
@@ -155,7 +149,7 @@ void apply_paths(const DeepSpeedView& view, DeepSpeedTranslation& out) {
 
 void apply_optimizer(const DeepSpeedView& view, DeepSpeedTranslation& out) {
   constexpr std::string_view kType = "optimizer.type";
-  const std::string type = lower(view.text(kType));
+  const std::string type = lower_case(view.text(kType));
   const bool decoupled = view.flag("optimizer.params.adam_w_mode", true);
   if (type == "adam" || type == "adamw") {
     add(out, view, kType, "optim.kind", type == "adamw" || decoupled ? "adamw" : "adam");
@@ -164,7 +158,7 @@ void apply_optimizer(const DeepSpeedView& view, DeepSpeedTranslation& out) {
   } else if (!type.empty()) {
     const bool compressed = type.starts_with("onebit") || type.starts_with("zeroone");
     throw ConfigError(detail::concat(
-        view.where(kType), " = ", quoted(view.text(kType)),
+        view.where(kType), " = ", in_quotes(view.text(kType)),
         compressed ? ": compressed optimizers do not go with sharded parameters; use "
                    : ": not supported; use ",
         "Adam, AdamW, SGD or Lion"));
@@ -173,12 +167,12 @@ void apply_optimizer(const DeepSpeedView& view, DeepSpeedTranslation& out) {
 
 void apply_schedule(const DeepSpeedView& view, DeepSpeedTranslation& out) {
   constexpr std::string_view kType = "scheduler.type";
-  const std::string type = lower(view.text(kType));
+  const std::string type = lower_case(view.text(kType));
   if (type.empty()) {
     return;
   }
   TESSERA_CHECK(type == "warmuplr" || type == "warmupdecaylr" || type == "warmupcosinelr",
-                ConfigError, view.where(kType), " = ", quoted(view.text(kType)),
+                ConfigError, view.where(kType), " = ", in_quotes(view.text(kType)),
                 ": not supported; use WarmupLR, WarmupDecayLR or WarmupCosineLR");
   add(out, view, kType, "schedule.kind",
       type == "warmuplr" ? "constant" : (type == "warmupdecaylr" ? "linear" : "cosine"));
@@ -279,7 +273,7 @@ void check_combinations(const DeepSpeedView& view) {
       ConfigError, view.where("bf16.bf16_master_weights_and_grads"),
       " = true needs offload_optimizer with device cpu or nvme, or bf16_optimizer_states");
 
-  const std::string type = lower(view.text("optimizer.type", "adam"));
+  const std::string type = lower_case(view.text("optimizer.type", "adam"));
   TESSERA_CHECK(
       view.real(zero("offload_optimizer.ratio"), 1.0) >= 1.0 || type == "adam" || type == "adamw",
       ConfigError, view.where(zero("offload_optimizer.ratio")),

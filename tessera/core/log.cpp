@@ -111,8 +111,8 @@ LogLevel log_level(std::string_view name) {
       return level;
     }
   }
-  throw ConfigError(
-      detail::concat("log level ", quoted(name), ": expected trace, debug, info, warn or error"));
+  throw ConfigError(detail::concat("log level ", in_quotes(name),
+                                   ": expected trace, debug, info, warn or error"));
 }
 
 std::string LogContext::prefix() const {

@@ -205,7 +205,7 @@ std::string to_text(const Option& option, const OptionValue& value) {
     return exact_bytes(std::get<std::int64_t>(value));
   }
   if (const auto* text = std::get_if<std::string>(&value)) {
-    return option.type == OptionType::kChoice ? *text : quoted(*text);
+    return option.type == OptionType::kChoice ? *text : in_quotes(*text);
   }
   return to_text(value);
 }
@@ -215,12 +215,12 @@ std::string to_text(const OptionValue& value) {
     std::string operator()(bool flag) const { return flag ? "true" : "false"; }
     std::string operator()(std::int64_t integer) const { return std::to_string(integer); }
     std::string operator()(double real) const { return exact_number(real); }
-    std::string operator()(const std::string& text) const { return quoted(text); }
+    std::string operator()(const std::string& text) const { return in_quotes(text); }
     std::string operator()(const std::vector<std::string>& list) const {
       constexpr std::size_t kShown = 8;
       std::string result = "[";
       for (std::size_t i = 0; i < std::min(list.size(), kShown); ++i) {
-        result += (i == 0 ? "" : ", ") + quoted(list[i]);
+        result += (i == 0 ? "" : ", ") + in_quotes(list[i]);
       }
       return result + (list.size() > kShown ? ", ...]" : "]");
     }

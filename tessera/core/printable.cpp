@@ -25,8 +25,16 @@ std::string printable(std::string_view text, std::size_t max_length) {
   return result;
 }
 
-std::string quoted(std::string_view text, std::size_t max_length) {
+std::string in_quotes(std::string_view text, std::size_t max_length) {
   return '"' + printable(text, max_length) + '"';
+}
+
+std::string lower_case(std::string_view text) {
+  std::string result(text);
+  for (char& c : result) {
+    c = (c >= 'A' && c <= 'Z') ? static_cast<char>(c - 'A' + 'a') : c;
+  }
+  return result;
 }
 
 }  // namespace tessera

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -15,6 +16,12 @@ namespace tessera {
 std::string printable(std::string_view text, std::size_t max_length = 120);
 
 // printable() in double quotes.
-std::string quoted(std::string_view text, std::size_t max_length = 120);
+std::string in_quotes(std::string_view text, std::size_t max_length = 120);
+
+// ASCII letters only, whatever the locale.
+std::string lower_case(std::string_view text);
+
+// The ending of a noun that is counted: "", or "s".
+inline const char* plural(std::int64_t count) { return count == 1 ? "" : "s"; }
 
 }  // namespace tessera

@@ -211,7 +211,7 @@ void Spans::write_chrome_trace(const std::string& path, int rank) const {
   const auto fail = [&](const char* what) {
     const int error = errno;
     std::remove(beside.c_str());
-    throw IoError(detail::concat("trace ", quoted(path), ": ", what, ": ",
+    throw IoError(detail::concat("trace ", in_quotes(path), ": ", what, ": ",
                                  std::strerror(error != 0 ? error : EIO)));
   };
   errno = 0;

@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <limits>
 
+#include "tessera/core/printable.h"
+
 namespace tessera {
 namespace {
 
@@ -44,14 +46,6 @@ std::string_view trim(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(' ') - begin + 1);
 }
 
-std::string lower(std::string_view text) {
-  std::string result(text);
-  for (char& c : result) {
-    c = (c >= 'A' && c <= 'Z') ? static_cast<char>(c - 'A' + 'a') : c;
-  }
-  return result;
-}
-
 // The number and its factor are kept apart so that a caller can apply the factor exactly.
 template <typename Suffixes>
 std::optional<std::pair<double, double>> parse_scaled(std::string_view text,
@@ -62,7 +56,7 @@ std::optional<std::pair<double, double>> parse_scaled(std::string_view text,
   if (error != std::errc() || !std::isfinite(value)) {
     return std::nullopt;
   }
-  const auto rest = lower(trim(text.substr(static_cast<std::size_t>(end - text.data()))));
+  const auto rest = lower_case(trim(text.substr(static_cast<std::size_t>(end - text.data()))));
   for (const Suffix& suffix : suffixes) {
     if (suffix.text == rest) {
       return std::pair{value, suffix.factor};
@@ -78,7 +72,7 @@ std::optional<std::int64_t> parse_bytes(std::string_view text) {
   const std::string_view digits = trim(text);
   std::int64_t whole = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), whole);
-  const auto rest = lower(trim(digits.substr(static_cast<std::size_t>(end - digits.data()))));
+  const auto rest = lower_case(trim(digits.substr(static_cast<std::size_t>(end - digits.data()))));
   for (const Suffix& suffix : kByteSuffixes) {
     const auto factor = static_cast<std::int64_t>(suffix.factor);
     if (error == std::errc() && suffix.text == rest) {
@@ -129,7 +123,7 @@ std::string exact_bytes(std::int64_t bytes) {
   return decimal.size() < binary.size() ? decimal : binary;
 }
 
-std::string approximate_bytes(std::uint64_t bytes) {
+std::string detail::approximate_bytes(std::uint64_t bytes) {
   constexpr std::array<const char*, 6> kUnits = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   if (bytes < 1024) {
     return std::to_string(bytes) + " B";

@@ -6,6 +6,7 @@
 // Threads: stateless.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -26,8 +27,14 @@ std::optional<double> parse_number(std::string_view text);
 // Exact and readable by parse_bytes: "64KiB", "100MB", "4097B".
 std::string exact_bytes(std::int64_t bytes);
 
-// For people: three or four digits, "1.46 GiB".
+// For people: three or four digits, "1.46 GiB". REQUIRES: bytes >= 0.
+namespace detail {
 std::string approximate_bytes(std::uint64_t bytes);
+}  // namespace detail
+template <std::integral Bytes>
+std::string approximate_bytes(Bytes bytes) {
+  return detail::approximate_bytes(static_cast<std::uint64_t>(bytes));
+}
 
 // The shortest text that parse_number turns into the same value: "0.1", "5e-05", "1e+30".
 std::string exact_number(double value);

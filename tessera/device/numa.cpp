@@ -6,9 +6,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <fstream>
 #include <string>
+
+#include "tessera/core/printable.h"
 
 namespace tessera::device {
 namespace {
@@ -20,10 +21,7 @@ constexpr int kWordBits = 8 * sizeof(unsigned long);
 }  // namespace
 
 std::optional<int> numa_node_of(std::string_view pci_address, const std::filesystem::path& root) {
-  std::string address(pci_address);
-  std::transform(address.begin(), address.end(), address.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  std::ifstream file(root / "sys/bus/pci/devices" / address / "numa_node");
+  std::ifstream file(root / "sys/bus/pci/devices" / lower_case(pci_address) / "numa_node");
   int node = -1;
   std::error_code error;
   const bool has_several = std::filesystem::exists(root / "sys/devices/system/node/node1", error);

@@ -16,10 +16,6 @@ const ParamReport& param_of(const Inspection& inspection, int id) {
   return inspection.params[static_cast<std::size_t>(id)];
 }
 
-std::string bytes_text(std::int64_t bytes) {
-  return approximate_bytes(static_cast<std::uint64_t>(bytes));
-}
-
 // "[128, 64]"
 std::string sizes_text(const std::vector<std::int64_t>& sizes) {
   std::string text;
@@ -38,8 +34,8 @@ void write_param(std::ostream& out, const ParamReport& param, bool is_external) 
   }
   out << (param.persists ? ", persists" : "") << "; rank " << param.rank << " of "
       << param.num_ranks << " in '" << param.group << "' has " << param.shard_numel << " of "
-      << param.padded_numel << " padded elements (" << bytes_text(param.shard_bytes) << " of "
-      << bytes_text(param.full_bytes) << ") on " << to_string(param.tier) << "; "
+      << param.padded_numel << " padded elements (" << approximate_bytes(param.shard_bytes)
+      << " of " << approximate_bytes(param.full_bytes) << ") on " << to_string(param.tier) << "; "
       << to_string(param.state) << ", " << param.num_users << " users, version " << param.version
       << "\n";
 }

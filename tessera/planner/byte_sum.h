@@ -15,8 +15,7 @@ class ByteSum {
  public:
   void add(const std::string& what, std::int64_t bytes) {
     if (bytes > 0) {
-      text_ << (total_ > 0 ? " + " : "") << approximate_bytes(static_cast<std::uint64_t>(bytes))
-            << " " << what;
+      text_ << (total_ > 0 ? " + " : "") << approximate_bytes(bytes) << " " << what;
       total_ += bytes;
     }
   }

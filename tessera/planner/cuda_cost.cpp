@@ -15,8 +15,6 @@ namespace {
 constexpr std::int64_t kSlotAlignment = 256;
 constexpr std::int64_t kKeptGradientsPerBudget = 16;
 
-std::int64_t as_int(std::size_t bytes) { return static_cast<std::int64_t>(bytes); }
-
 std::int64_t rounded_up(std::int64_t value, std::int64_t step) {
   return (value + step - 1) / step * step;
 }

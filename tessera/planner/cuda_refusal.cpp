@@ -10,17 +10,14 @@
 namespace tessera::planner {
 namespace {
 
-std::string bytes_text(std::int64_t bytes) {
-  return approximate_bytes(static_cast<std::uint64_t>(bytes));
-}
-
 [[noreturn]] void refuse(const PlacementOptions& options, const ByteSum& need, const char* memory,
                          const char* budget, std::int64_t budget_bytes, const char* otherwise) {
-  throw ConfigError(detail::concat(
-      "the model does not fit: one of ", options.num_ranks,
-      options.num_ranks == 1 ? " rank" : " ranks", " needs ", bytes_text(need.total()), " of ",
-      memory, " memory: ", need.text(), "; ", budget, " allows ", bytes_text(budget_bytes),
-      ". Raise ", budget, " to at least ", exact_bytes(need.total()), otherwise));
+  throw ConfigError(detail::concat("the model does not fit: one of ", options.num_ranks,
+                                   options.num_ranks == 1 ? " rank" : " ranks", " needs ",
+                                   approximate_bytes(need.total()), " of ", memory,
+                                   " memory: ", need.text(), "; ", budget, " allows ",
+                                   approximate_bytes(budget_bytes), ". Raise ", budget,
+                                   " to at least ", exact_bytes(need.total()), otherwise));
 }
 
 }  // namespace

@@ -9,10 +9,6 @@
 namespace tessera::planner {
 namespace {
 
-std::string bytes_text(std::int64_t bytes) {
-  return approximate_bytes(static_cast<std::uint64_t>(bytes));
-}
-
 std::int64_t reserve_of(std::int64_t free_bytes) {
   return std::max(free_bytes / 100 * kReservePerCent, kLeastReserveBytes);
 }
@@ -38,11 +34,11 @@ double fitting_share(const ModelShapes& model, PlacementOptions options,
 
 std::string DefaultBudgets::text() const {
   return detail::concat(
-      "the GPU has ", bytes_text(free_bytes), " free; everything on it takes ",
-      bytes_text(planned_bytes), ", activations up to ", bytes_text(activation_bytes), ", and ",
-      bytes_text(reserve_bytes),
-      " stay in reserve: planned with memory.device = ", bytes_text(device_bytes),
-      is_host_given ? "" : detail::concat(" and memory.host = ", bytes_text(host_bytes)),
+      "the GPU has ", approximate_bytes(free_bytes), " free; everything on it takes ",
+      approximate_bytes(planned_bytes), ", activations up to ", approximate_bytes(activation_bytes),
+      ", and ", approximate_bytes(reserve_bytes),
+      " stay in reserve: planned with memory.device = ", approximate_bytes(device_bytes),
+      is_host_given ? "" : detail::concat(" and memory.host = ", approximate_bytes(host_bytes)),
       cpu_share < 1 ? "" : ", the update on the processor", " (--device-budget SIZE",
       is_host_given ? "" : ", --host-budget SIZE",
       " change it; --device-budget unlimited leaves everything on the GPU)\n");
@@ -72,8 +68,9 @@ std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
   budgets.activation_bytes += kept;
   budgets.device_bytes -= kept;
   TESSERA_CHECK(budgets.device_bytes > 0, ConfigError, "activations of a micro-batch take up to ",
-                bytes_text(budgets.activation_bytes), ", with ", bytes_text(budgets.reserve_bytes),
-                " in reserve more than the ", bytes_text(free.device_bytes),
+                approximate_bytes(budgets.activation_bytes), ", with ",
+                approximate_bytes(budgets.reserve_bytes), " in reserve more than the ",
+                approximate_bytes(free.device_bytes),
                 " that the GPU has free; take smaller micro-batches (--batch, --accumulate), or "
                 "use --recompute or --loss-chunk");
   budgets.is_host_given = options.host_bytes != kUnlimited;

@@ -10,8 +10,6 @@
 namespace tessera::planner {
 namespace {
 
-std::int64_t as_int(std::size_t bytes) { return static_cast<std::int64_t>(bytes); }
-
 // By id: needed by a unit that some ranks may skip. Such a unit is known by a parameter that only
 // it needs.
 std::vector<bool> needed_by_dynamic(const CutModel& cut) {

@@ -142,10 +142,9 @@ Placement make_placement(const ModelShapes& model, const PlacementOptions& optio
   }
   const std::int64_t nvme_bytes = placement.bytes(Tier::kNvme);
   TESSERA_CHECK(nvme_bytes <= options.nvme_bytes, ConfigError, "NVMe: a rank needs ",
-                approximate_bytes(static_cast<std::uint64_t>(nvme_bytes)), ", memory.nvme allows ",
-                approximate_bytes(static_cast<std::uint64_t>(options.nvme_bytes)),
-                ". Raise memory.nvme to ", exact_bytes(nvme_bytes),
-                " (--nvme-budget), or keep more in memory (memory.host)");
+                approximate_bytes(nvme_bytes), ", memory.nvme allows ",
+                approximate_bytes(options.nvme_bytes), ". Raise memory.nvme to ",
+                exact_bytes(nvme_bytes), " (--nvme-budget), or keep more in memory (memory.host)");
   return placement;
 }
 

@@ -10,10 +10,6 @@
 namespace tessera::planner {
 namespace {
 
-std::string bytes_text(std::int64_t bytes) {
-  return approximate_bytes(static_cast<std::uint64_t>(bytes));
-}
-
 std::string ranks_text(int num_ranks) {
   return detail::concat(num_ranks, num_ranks == 1 ? " rank" : " ranks");
 }
@@ -44,16 +40,17 @@ MachineLimits MachineLimits::of_this_machine(const std::vector<std::string>& dir
 void check_fits(const Placement& placement, const MachineLimits& limits, int num_local_ranks) {
   const std::int64_t memory = placement.host_memory_bytes();
   TESSERA_CHECK(memory <= limits.memory_available_bytes / num_local_ranks, ConfigError,
-                ranks_text(num_local_ranks), " of ", bytes_text(memory),
-                " each need more memory than the ", bytes_text(limits.memory_available_bytes),
+                ranks_text(num_local_ranks), " of ", approximate_bytes(memory),
+                " each need more memory than the ",
+                approximate_bytes(limits.memory_available_bytes),
                 " that this machine and its control group have left; lower memory.host to at most ",
                 exact_bytes(limits.memory_available_bytes / num_local_ranks),
                 ", or use fewer ranks per machine");
   const std::int64_t pinned = placement.bytes(Tier::kPinned);
   // CUDA's driver pins memory by itself, and asks for no such limit.
   TESSERA_CHECK(placement.on_cuda || pinned <= limits.locked_bytes, ConfigError,
-                "pinned memory: a rank needs ", bytes_text(pinned),
-                ", the limit on locked memory is ", bytes_text(limits.locked_bytes),
+                "pinned memory: a rank needs ", approximate_bytes(pinned),
+                ", the limit on locked memory is ", approximate_bytes(limits.locked_bytes),
                 "; raise it with `ulimit -l`, or lower memory.host");
   if (limits.directories.empty()) {
     return;
@@ -63,8 +60,9 @@ void check_fits(const Placement& placement, const MachineLimits& limits, int num
   const std::int64_t share = (nvme + num_directories - 1) / num_directories;
   for (const MachineLimits::Directory& directory : limits.directories) {
     TESSERA_CHECK(share <= directory.free_bytes / num_local_ranks, ConfigError,
-                  ranks_text(num_local_ranks), " of ", bytes_text(share), " each do not fit into ",
-                  directory.path, ", which has ", bytes_text(directory.free_bytes),
+                  ranks_text(num_local_ranks), " of ", approximate_bytes(share),
+                  " each do not fit into ", directory.path, ", which has ",
+                  approximate_bytes(directory.free_bytes),
                   " free; free some, name another directory or several (nvme.paths), or raise "
                   "memory.host");
   }

@@ -21,8 +21,6 @@ constexpr std::int64_t kSmallestBucketBytes = std::int64_t{4} << 20;
 constexpr std::int64_t kBucketsPerBudget = 16;
 constexpr std::int64_t kTiniestBucketBytes = std::int64_t{64} << 10;
 
-std::int64_t as_int(std::size_t bytes) { return static_cast<std::int64_t>(bytes); }
-
 std::int64_t arena_bytes_of(const shard::Layout& layout) {
   return as_int(device::round_to_arena(layout.full_bytes()));
 }

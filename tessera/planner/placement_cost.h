@@ -14,6 +14,9 @@
 
 namespace tessera::planner {
 
+// Plans count in signed numbers, allocators in std::size_t.
+inline std::int64_t as_int(std::size_t bytes) { return static_cast<std::int64_t>(bytes); }
+
 // A model cut for the ranks, with what is asked of it again and again.
 struct CutModel {
   CutModel(const ModelShapes& shapes, const PlacementOptions& options);

@@ -25,10 +25,6 @@ enum class Level : std::uint8_t { kNothing, kStates, kGradients, kParameters };
 constexpr Level kLevels[] = {Level::kNothing, Level::kStates, Level::kGradients,
                              Level::kParameters};
 
-std::string bytes_text(std::int64_t bytes) {
-  return approximate_bytes(static_cast<std::uint64_t>(bytes));
-}
-
 class Filler {
  public:
   explicit Filler(const CutModel& cut)
@@ -345,9 +341,9 @@ void Filler::refuse(const ByteSum& need) const {
       options_.device_bytes < options_.host_bytes ? "memory.device" : "memory.host";
   throw ConfigError(detail::concat(
       "the model does not fit: one of ", options_.num_ranks,
-      options_.num_ranks == 1 ? " rank" : " ranks", " needs ", bytes_text(need.total()), ": ",
-      need.text(), "; ", name, " allows ", bytes_text(budget_), ". Raise ", name, " to at least ",
-      exact_bytes(need.total()),
+      options_.num_ranks == 1 ? " rank" : " ranks", " needs ", approximate_bytes(need.total()),
+      ": ", need.text(), "; ", name, " allows ", approximate_bytes(budget_), ". Raise ", name,
+      " to at least ", exact_bytes(need.total()),
       options_.has_nvme ? ", or use more ranks"
                         : ", use more ranks, or give a directory for what does "
                           "not fit (nvme.paths, --nvme DIR)"));

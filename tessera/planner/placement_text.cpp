@@ -9,8 +9,8 @@
 namespace tessera::planner {
 namespace {
 
-std::string bytes_text(std::int64_t bytes) {
-  return bytes == 0 ? "-" : approximate_bytes(static_cast<std::uint64_t>(bytes));
+std::string bytes_or_dash(std::int64_t bytes) {
+  return bytes == 0 ? "-" : approximate_bytes(bytes);
 }
 
 std::string row(const std::string& name, const std::string& a, const std::string& b,
@@ -40,7 +40,7 @@ const char* words_of(Role role) {
 }
 
 std::string budget_text(std::int64_t bytes) {
-  return bytes == kUnlimited ? "-" : approximate_bytes(static_cast<std::uint64_t>(bytes));
+  return bytes == kUnlimited ? "-" : approximate_bytes(bytes);
 }
 
 std::string number_text(const char* format, double number) {
@@ -62,7 +62,7 @@ std::string device_text(const Placement& placement) {
     text += detail::concat(
         "; ", part(update.streamed), " on the device, with states that come to it (",
         placement.num_update_slots, placement.num_update_slots == 1 ? " slot of " : " slots of ",
-        bytes_text(placement.update_slot_bytes), ")");
+        bytes_or_dash(placement.update_slot_bytes), ")");
   }
   text += update.processor > 0 ? "; " + part(update.processor) + " on the processor\n" : "\n";
   if (placement.host_memory_bytes() > 0 && placement.shard_numel > 0) {
@@ -71,8 +71,8 @@ std::string device_text(const Placement& placement) {
                                         static_cast<double>(placement.shard_numel));
   }
   if (placement.link.h2d + placement.link.d2h > 0) {
-    text += detail::concat("host link per step: ", bytes_text(placement.link.h2d), " up, ",
-                           bytes_text(placement.link.d2h), " down\n");
+    text += detail::concat("host link per step: ", bytes_or_dash(placement.link.h2d), " up, ",
+                           bytes_or_dash(placement.link.d2h), " down\n");
   }
   return text;
 }
@@ -96,12 +96,13 @@ std::string placement_text(const Placement& placement) {
         in_memory(role) + (role == Role::kStaging ? placement.comm_bytes : 0);
     const std::int64_t nvme = placement.bytes(Tier::kNvme, role);
     if (memory + nvme + on_device(role) > 0) {
-      text += row(words_of(role), has_device ? bytes_text(on_device(role)) : "", bytes_text(memory),
-                  bytes_text(nvme));
+      text += row(words_of(role), has_device ? bytes_or_dash(on_device(role)) : "",
+                  bytes_or_dash(memory), bytes_or_dash(nvme));
     }
   }
-  text += row("all", has_device ? bytes_text(placement.device_memory_bytes()) : "",
-              bytes_text(placement.host_memory_bytes()), bytes_text(placement.bytes(Tier::kNvme)));
+  text += row("all", has_device ? bytes_or_dash(placement.device_memory_bytes()) : "",
+              bytes_or_dash(placement.host_memory_bytes()),
+              bytes_or_dash(placement.bytes(Tier::kNvme)));
   const std::int64_t host_budget =
       has_device ? placement.host_budget_bytes : placement.memory_budget_bytes;
   if (placement.memory_budget_bytes != kUnlimited || host_budget != kUnlimited) {
@@ -110,24 +111,25 @@ std::string placement_text(const Placement& placement) {
   }
   text += detail::concat("besides, torch's: activations, and full gradients (one parameter's",
                          placement.kept_gradient_bytes > 0 ? ", and those still on their way" : "",
-                         "), up to ", bytes_text(placement.full_gradient_bytes), "\n");
+                         "), up to ", bytes_or_dash(placement.full_gradient_bytes), "\n");
   text += has_device ? device_text(placement) : "";
   if (!placement.uses_nvme) {
     return text;
   }
   const StepBytes& step = placement.step;
   text += "\n" + row("NVMe per step and rank", "read", "written", "");
-  text +=
-      row("parameters", bytes_text(step.parameters_read), bytes_text(step.parameters_written), "");
-  text += row("gradients", bytes_text(step.gradients_read), bytes_text(step.gradients_written), "");
-  text += row("update", bytes_text(step.states_read), bytes_text(step.states_written), "");
-  text += row("all", bytes_text(step.read()), bytes_text(step.written()), "");
+  text += row("parameters", bytes_or_dash(step.parameters_read),
+              bytes_or_dash(step.parameters_written), "");
+  text += row("gradients", bytes_or_dash(step.gradients_read),
+              bytes_or_dash(step.gradients_written), "");
+  text += row("update", bytes_or_dash(step.states_read), bytes_or_dash(step.states_written), "");
+  text += row("all", bytes_or_dash(step.read()), bytes_or_dash(step.written()), "");
   if (placement.num_optimizer_buffers > 0) {
     text += detail::concat(
-        "sub-groups of ", bytes_text(4 * placement.sub_group_numel), " of masters in ",
+        "sub-groups of ", bytes_or_dash(4 * placement.sub_group_numel), " of masters in ",
         placement.num_optimizer_buffers,
         placement.num_optimizer_buffers == 1 ? " buffer of " : " buffers of ",
-        bytes_text(placement.optimizer_pool_bytes / placement.num_optimizer_buffers), "\n");
+        bytes_or_dash(placement.optimizer_pool_bytes / placement.num_optimizer_buffers), "\n");
   }
   return text;
 }

@@ -30,7 +30,7 @@ constexpr std::string_view kPrefix = "tessera-";
 constexpr std::string_view kRank = "-rank";
 constexpr std::string_view kSuffix = ".scratch";
 constexpr std::size_t kMaxName = 200;  // file systems take 255
-constexpr mode_t kOwnerOnly = 0600;
+constexpr mode_t kScratchMode = 0600;
 
 // The head of the file, in the machine's own byte order: no other machine reads it.
 struct Header {
@@ -88,12 +88,12 @@ bool is_word(std::string_view text, const Predicate& predicate) {
 }
 
 std::string file_name(const ScratchName& name) {
-  TESSERA_CHECK(is_word(name.run, is_run_char), ConfigError, "run id ", quoted(name.run),
+  TESSERA_CHECK(is_word(name.run, is_run_char), ConfigError, "run id ", in_quotes(name.run),
                 " cannot be part of a file's name; use letters, digits, '_', '.' and '-'");
   TESSERA_INVARIANT(is_word(name.role, is_lower) && name.rank >= 0, "scratch file of rank ",
-                    name.rank, " for ", quoted(name.role));
+                    name.rank, " for ", in_quotes(name.role));
   std::string text = detail::concat(kPrefix, name.run, kRank, name.rank, '-', name.role, kSuffix);
-  TESSERA_CHECK(text.size() <= kMaxName, ConfigError, "run id ", quoted(name.run), " has ",
+  TESSERA_CHECK(text.size() <= kMaxName, ConfigError, "run id ", in_quotes(name.run), " has ",
                 name.run.size(), " characters; scratch files named by it would have more than ",
                 kMaxName, "; use a shorter one");
   return text;
@@ -242,7 +242,7 @@ class ScratchFile::Owned {
                   reason(errno), "; create it, or name another");
     const int fd = retried([&] {
       return ::openat(directory_.get(), name_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
-                      kOwnerOnly);
+                      kScratchMode);
     });
     TESSERA_CHECK(fd >= 0, IoError, "cannot create ", name_, " in ", shown(directory), ": ",
                   reason(errno),
