@@ -16,7 +16,6 @@
 #include <string_view>
 #include <system_error>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include <benchmark/benchmark.h>
@@ -76,12 +75,13 @@ void fused(benchmark::State& state, const Shape& shape) {
   span.numel = g_numel;
   const auto device = device::make_cpu_device();
   const int num_threads = static_cast<int>(state.range(0));
-  std::vector<int> cores = shape.is_bound ? cores_for_threads(num_threads) : std::vector<int>{};
+  const std::vector<int> cores =
+      shape.is_bound ? cores_for_threads(num_threads) : std::vector<int>{};
   if (shape.is_bound && cores.empty()) {
     state.SkipWithError("fewer cores than threads");
     return;
   }
-  const auto kernels = make_cpu_kernels(num_threads, std::move(cores));
+  const auto kernels = make_cpu_kernels(num_threads, cores);
   UpdateScalars scalars;
   scalars.lr = 1e-3;
   scalars.step = 2;
@@ -133,7 +133,7 @@ void squares(benchmark::State& state) {
 
 void register_all(const std::vector<int>& threads) {
   benchmark::RegisterBenchmark("plain_copy", plain_copy)->UseRealTime();
-  const struct {
+  constexpr struct {
     const char* name;
     Shape shape;
   } kFused[] = {{"adamw_fp32", {RuleKind::kAdamW, 0, kFp32, kFp32}},

@@ -56,7 +56,7 @@ void throw_io_error(const std::string& path, std::string_view doing, int error) 
 PosixFile::PosixFile(std::string path, std::string shown_path, int descriptor)
     : path_(std::move(path)), shown_path_(std::move(shown_path)), descriptor_(descriptor) {}
 
-PosixFile::PosixFile(std::string path, int flags, std::string_view doing)
+PosixFile::PosixFile(const std::string& path, int flags, std::string_view doing)
     : PosixFile(path, path, open_file(path, flags)) {
   if (descriptor_ < 0) {
     throw_io_error(shown_path_, doing, errno);

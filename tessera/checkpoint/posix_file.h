@@ -20,7 +20,7 @@ namespace tessera::checkpoint {
 class PosixFile {
  public:
   // `flags` as for open(2); the file is closed in programs that this one starts.
-  PosixFile(std::string path, int flags, std::string_view doing);
+  PosixFile(const std::string& path, int flags, std::string_view doing);
   // A new file, to write; none if something has its name. Errors call it `shown_path`.
   static std::optional<PosixFile> make(std::string path, std::string shown_path);
   ~PosixFile();

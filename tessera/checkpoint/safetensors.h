@@ -33,8 +33,8 @@ struct TensorEntry {
 class SafetensorsWriter {
  public:
   // Throws ConfigError for names that repeat, IoError if the file cannot be made.
-  SafetensorsWriter(std::string path, std::vector<TensorEntry> entries,
-                    std::map<std::string, std::string> metadata = {});
+  SafetensorsWriter(std::string path, const std::vector<TensorEntry>& entries,
+                    const std::map<std::string, std::string>& metadata = {});
   ~SafetensorsWriter();
   SafetensorsWriter(const SafetensorsWriter&) = delete;
   SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;

@@ -66,7 +66,7 @@ std::string json_string(std::string_view text, std::string_view what) {
     return json(text).dump();
   } catch (const json::exception&) {
     throw ConfigError(
-        detail::concat(what, " ", tessera::quoted(text), " is not UTF-8, as safetensors needs"));
+        detail::concat(what, " ", tessera::in_quotes(text), " is not UTF-8, as safetensors needs"));
   }
 }
 
@@ -110,17 +110,17 @@ class HeaderParser : public nlohmann::json_sax<json> {
   bool string(std::string& value) override {
     if (place_ == Place::kMetadata) {
       TESSERA_CHECK(header_.metadata.emplace(field_, value).second, CorruptError, where(), "key ",
-                    tessera::quoted(field_), " comes twice; ", kDamaged);
+                    tessera::in_quotes(field_), " comes twice; ", kDamaged);
       return true;
     }
     if (place_ != Place::kTensor || field_ != "dtype") {
-      return refuse("the text " + tessera::quoted(value, 40));
+      return refuse("the text " + tessera::in_quotes(value, 40));
     }
     const auto* const found =
         std::find_if(kTypeNames.begin(), kTypeNames.end(),
                      [&value](const auto& pair) { return pair.first == value; });
     TESSERA_CHECK(found != kTypeNames.end(), CorruptError, where(), "dtype ",
-                  tessera::quoted(value, 40),
+                  tessera::in_quotes(value, 40),
                   " is not known; F32, BF16, F16, F64, I64, I32 and U8 can be read");
     tensor_.entry.dtype = found->second;
     return true;
@@ -150,7 +150,7 @@ class HeaderParser : public nlohmann::json_sax<json> {
     field_ = value;
     if (place_ == Place::kTensor) {
       TESSERA_CHECK(value == "dtype" || value == "shape" || value == "data_offsets", CorruptError,
-                    where(), "unknown field ", tessera::quoted(value, 40),
+                    where(), "unknown field ", tessera::in_quotes(value, 40),
                     "; only dtype, shape and data_offsets are known");
       TESSERA_CHECK(fields_.insert(value).second, CorruptError, where(), value, " comes twice; ",
                     kDamaged);
@@ -189,8 +189,8 @@ class HeaderParser : public nlohmann::json_sax<json> {
   enum class Place : std::uint8_t { kStart, kNames, kMetadata, kTensor, kShape, kOffsets, kEnd };
 
   std::string where() const {
-    return path_ + (name_ == kMetadataName ? ": " + name_ : ": tensor " + tessera::quoted(name_)) +
-           ": ";
+    return path_ +
+           (name_ == kMetadataName ? ": " + name_ : ": tensor " + tessera::in_quotes(name_)) + ": ";
   }
 
   // Refuses what has no place here; this also bounds the depth.
@@ -257,12 +257,12 @@ void check_coverage(const std::vector<PlacedTensor>& tensors, std::uint64_t data
   std::uint64_t covered = 0;
   for (const PlacedTensor& tensor : tensors) {
     TESSERA_CHECK(tensor.begin >= covered, CorruptError, path, ": tensor ",
-                  tessera::quoted(tensor.entry.name), " begins at ", tensor.begin,
+                  tessera::in_quotes(tensor.entry.name), " begins at ", tensor.begin,
                   " of the data, inside the one before it, which ends at ", covered, "; ",
                   kDamaged);
     TESSERA_CHECK(tensor.begin == covered, CorruptError, path, ": bytes [", covered, ", ",
-                  tensor.begin, ") of the data, before tensor ", tessera::quoted(tensor.entry.name),
-                  ", belong to no tensor; ", kDamaged);
+                  tensor.begin, ") of the data, before tensor ",
+                  tessera::in_quotes(tensor.entry.name), ", belong to no tensor; ", kDamaged);
     covered += tensor.entry.bytes();
   }
   TESSERA_CHECK(covered == data_bytes, CorruptError, path, ": bytes [", covered, ", ", data_bytes,
@@ -273,7 +273,7 @@ void check_coverage(const std::vector<PlacedTensor>& tensors, std::uint64_t data
 
 std::size_t TensorEntry::bytes() const {
   const auto bytes = byte_count(*this);
-  TESSERA_CHECK(bytes.has_value(), ConfigError, "tensor ", tessera::quoted(name), ": shape ",
+  TESSERA_CHECK(bytes.has_value(), ConfigError, "tensor ", tessera::in_quotes(name), ": shape ",
                 shape_text(shape), " has a negative dim, or more bytes than a number holds");
   return static_cast<std::size_t>(*bytes);
 }
@@ -293,11 +293,12 @@ std::string format_header(const std::vector<TensorEntry>& entries,
   std::uint64_t begin = 0;
   for (const TensorEntry& entry : entries) {
     TESSERA_CHECK(names.insert(entry.name).second, ConfigError, "tensor ",
-                  tessera::quoted(entry.name), ": a safetensors file can hold the name only once",
+                  tessera::in_quotes(entry.name),
+                  ": a safetensors file can hold the name only once",
                   entry.name == kMetadataName ? ", for the metadata" : "");
     const std::uint64_t bytes = entry.bytes();
-    TESSERA_CHECK(bytes <= kMaxNumber - begin, ConfigError, "tensor ", tessera::quoted(entry.name),
-                  ": ", begin, " bytes before it and ", bytes,
+    TESSERA_CHECK(bytes <= kMaxNumber - begin, ConfigError, "tensor ",
+                  tessera::in_quotes(entry.name), ": ", begin, " bytes before it and ", bytes,
                   " of its own are too many for one file");
     text += (text.back() == '{' ? "" : ",") + json_string(entry.name, "tensor name");
     text += detail::concat(":{\"dtype\":\"", type_name(entry.dtype),

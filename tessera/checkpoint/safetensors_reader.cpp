@@ -86,11 +86,12 @@ void SafetensorsReader::read(const std::string& name, std::size_t begin,
                              std::span<std::byte> out) const {
   const auto found = impl_->index.find(name);
   TESSERA_CHECK(found != impl_->index.end(), ConfigError, printable(impl_->file.path(), 400),
-                ": holds no tensor ", tessera::quoted(name), " among its ", impl_->entries.size(),
-                "; was it written for another model?");
+                ": holds no tensor ", tessera::in_quotes(name), " among its ",
+                impl_->entries.size(), "; was it written for another model?");
   const std::size_t bytes = impl_->entries[found->second].bytes();
-  TESSERA_INVARIANT(begin <= bytes && out.size() <= bytes - begin, "tensor ", tessera::quoted(name),
-                    ": bytes [", begin, ", +", out.size(), ") of ", bytes);
+  TESSERA_INVARIANT(begin <= bytes && out.size() <= bytes - begin, "tensor ",
+                    tessera::in_quotes(name), ": bytes [", begin, ", +", out.size(), ") of ",
+                    bytes);
   read_exactly(impl_->file, impl_->data_begin + impl_->begins[found->second] + begin, out.data(),
                out.size());
 }

@@ -113,8 +113,8 @@ struct SafetensorsWriter::Impl {
   std::vector<std::byte> buffer;
 };
 
-SafetensorsWriter::SafetensorsWriter(std::string path, std::vector<TensorEntry> entries,
-                                     std::map<std::string, std::string> metadata)
+SafetensorsWriter::SafetensorsWriter(std::string path, const std::vector<TensorEntry>& entries,
+                                     const std::map<std::string, std::string>& metadata)
     : impl_(std::make_unique<Impl>(std::move(path), entries, metadata)) {}
 
 SafetensorsWriter::~SafetensorsWriter() = default;

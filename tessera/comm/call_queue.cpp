@@ -173,6 +173,8 @@ void CallQueue::finish_calls() {
     watch_.completed(call->call.tag.sequence);
     if (remove_finished(call)) {
       if (spans_ != nullptr) {
+        // The names are literals, so they end in zero.
+        // NOLINTNEXTLINE(bugprone-suspicious-stringview-data-usage)
         spans_->record(to_string(call->call.tag.op).data(), call->start_ns, spans_->now_ns(),
                        call->span);
       }

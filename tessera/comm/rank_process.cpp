@@ -36,7 +36,7 @@ std::optional<int> find_rank(const Environment& env) noexcept {
   try {
     const Rendezvous found = find_rendezvous(env);
     if (found.world_size > 1) return found.rank;
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // then there is no rank to name
   }
   return std::nullopt;
 }

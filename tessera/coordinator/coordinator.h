@@ -152,7 +152,7 @@ class Coordinator {
   Coordinator& operator=(const Coordinator&) = delete;
 
   // Before the first use. `params`: ids, in any order; several units may name the same parameter.
-  UnitId add_unit(std::string name, std::vector<int> params, UnitTraits traits = {});
+  UnitId add_unit(std::string name, const std::vector<int>& params, UnitTraits traits = {});
   // One more parameter for a unit, before the first use: tied weights, weights used outside.
   void add_external(UnitId unit, int param);
   // Before the first use. Throws ConfigError for a rule that matches no unit.

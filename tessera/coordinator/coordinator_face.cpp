@@ -69,7 +69,7 @@ Coordinator::Coordinator(const CoordinatorParts& parts, const CoordinatorOptions
     : impl_(std::make_unique<Impl>(parts, options)) {}
 Coordinator::~Coordinator() = default;
 
-UnitId Coordinator::add_unit(std::string name, std::vector<int> params, UnitTraits traits) {
+UnitId Coordinator::add_unit(std::string name, const std::vector<int>& params, UnitTraits traits) {
   return impl_->units().add(std::move(name), params, std::move(traits));
 }
 void Coordinator::add_external(UnitId unit, int param) { impl_->units().add_param(unit, param); }

@@ -184,7 +184,7 @@ void ShardFeed::stream_from_store(const Param& param, std::byte* to) {
     for (const Tile& tile : tiles) {  // their memory is being written until they are done
       try {
         tile.read.wait();
-      } catch (...) {
+      } catch (...) {  // the first failure is on its way already
       }
     }
     throw;
@@ -302,6 +302,7 @@ void ShardFeed::forget(int id) {
   try {
     gone.read.wait();  // its memory is being written
   } catch (...) {
+    // Nobody wants what was read.
   }
 }
 
@@ -329,7 +330,7 @@ void ShardFeed::forget_if(Condition condition) {
   for (const auto& [id, ahead] : gone) {
     try {
       ahead.read.wait();
-    } catch (...) {
+    } catch (...) {  // as in forget()
     }
   }
 }

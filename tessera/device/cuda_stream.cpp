@@ -132,7 +132,7 @@ CudaStream::~CudaStream() {
     if (options_.is_owned) {
       cudaStreamDestroy(options_.handle);
     }
-  } catch (const DeviceError&) {
+  } catch (const DeviceError&) {  // as said above
   }
 }
 
@@ -332,7 +332,7 @@ Pending CudaStream::enqueue(std::function<void()> work, const char* label, const
   return launch_locked(
       [&host](cudaStream_t handle) {
         TESSERA_CUDA_CALL(cudaLaunchHostFunc, handle, &CudaStream::run_host_work, host.get());
-        host.release();
+        (void)host.release();  // run_host_work() owns it now
       },
       label, args);
 }

@@ -103,7 +103,7 @@ void prefer_huge_pages(void* data, std::size_t bytes) noexcept {
   const std::uintptr_t end = begin + bytes;
   if (end - begin >= kHugePageBytes) {
     // Refused where the kernel has none: small pages serve as well.
-    madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+    madvise(static_cast<std::byte*>(data) + (first - begin), end - first, MADV_HUGEPAGE);
   }
 }
 
@@ -138,10 +138,11 @@ Memory allocate_host_memory(const HostMemoryRequest& request) {
   if (is_pinned && !lock_pages(pages) && request.on_not_locked) {
     const char* const why = std::strerror(errno);
     const auto limit = locked_memory_limit_bytes();
-    request.on_not_locked(detail::concat(
-        "pinned memory: ", pages.bytes, " bytes could not be page-locked (", why,
-        "; the limit on locked memory is ", limit ? exact_bytes(*limit) : "unlimited",
-        "); they may be paged out, which costs speed; raise it with `ulimit -l`"));
+    request.on_not_locked(
+        detail::concat("pinned memory: ", pages.bytes, " bytes could not be page-locked (", why,
+                       "; the limit on locked memory is ",
+                       limit ? exact_bytes(static_cast<std::int64_t>(*limit)) : "unlimited",
+                       "); they may be paged out, which costs speed; raise it with `ulimit -l`"));
   }
   return charged(request, pages.data, pages.bytes, [pages] { unmap_pages(pages); });
 }

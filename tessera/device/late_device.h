@@ -31,7 +31,7 @@ enum class LateMode : std::uint8_t { kRandom, kLazy };
 struct LateDeviceOptions {
   LateMode mode = LateMode::kLazy;
   std::uint64_t seed = 1;              // kRandom only
-  std::uint32_t max_delay_yields = 8;  // kRandom only; before each piece of work
+  std::uint32_t max_delay_yields = 4;  // kRandom only; before each piece of work
   // Says of itself that it has memory of its own, as a GPU does, so that programs take the ways
   // they take there: tiers and copies are tested without one. The memory is the host's all the
   // same.

@@ -119,7 +119,7 @@ Pending Pending::all(std::vector<Pending> parts) {
 void wait_ignoring_failure(const Pending& pending) noexcept {
   try {
     pending.wait();
-  } catch (...) {
+  } catch (...) {  // here only the end matters
   }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <unordered_set>
+#include <utility>
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
@@ -73,7 +74,7 @@ BackwardWatch::GateKey BackwardWatch::key_of(const at::Tensor& tensor) {
 }
 
 BackwardWatch::Origin BackwardWatch::origin_of(const at::Tensor& tensor) const {
-  const auto node = tensor.grad_fn();
+  const auto& node = tensor.grad_fn();
   return {{node->sequence_nr(), node->thread_id()},
           node->device().is_cuda() == engine_->runtime.on_cuda()};
 }
@@ -275,7 +276,7 @@ void BackwardWatch::end(BackwardUse& use) {
   use.open = false;
   const auto found = std::find_if(open_.begin(), open_.end(),
                                   [&](const auto& each) { return each.get() == &use; });
-  const std::shared_ptr<BackwardUse> keep = *found;
+  const std::shared_ptr<BackwardUse> keep = std::move(*found);
   open_.erase(found);
   engine_->coordinator().end_use(use.unit->id(), Phase::kBackward);
   if (use.outputs_left <= 0) {

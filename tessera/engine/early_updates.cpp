@@ -169,7 +169,7 @@ void EarlyUpdates::check_not_torn(const std::exception_ptr& cause) {
       std::rethrow_exception(cause);
     } catch (const std::exception& error) {
       torn_ = detail::concat(torn_, ". The cause: ", error.what());
-    } catch (...) {
+    } catch (...) {  // it has no words to add
     }
   }
   throw Error(torn_);

@@ -84,7 +84,7 @@ void Engine::Impl::save_parameters(const std::string& path) {
   }
   std::unique_ptr<checkpoint::SafetensorsWriter> writer;
   if (writes) {
-    writer = std::make_unique<checkpoint::SafetensorsWriter>(path, std::move(entries));
+    writer = std::make_unique<checkpoint::SafetensorsWriter>(path, entries);
   }
   for (int id = 0; id < params.num_params(); ++id) {
     const at::Tensor value = full_value(id).contiguous();

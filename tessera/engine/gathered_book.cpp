@@ -237,7 +237,7 @@ void GatheredBook::set_hash(int id, std::uint64_t hash) {
 void GatheredBook::close(GatheredState& state) {
   const auto found = std::find_if(open_.begin(), open_.end(),
                                   [&](const auto& each) { return each.get() == &state; });
-  const std::shared_ptr<GatheredState> keep = *found;
+  const std::shared_ptr<GatheredState> keep = std::move(*found);
   open_.erase(found);
   state.book = nullptr;
   std::vector<int> written;

@@ -18,17 +18,17 @@ namespace {
 constexpr std::size_t kChunk = 4096;
 
 void check_rule(const Init& init, const std::string& name, DType dtype) {
-  TESSERA_INVARIANT(init.kind != Init::Kind::kModule, "parameter ", tessera::quoted(name),
+  TESSERA_INVARIANT(init.kind != Init::Kind::kModule, "parameter ", tessera::in_quotes(name),
                     ": what a module's constructor made cannot be made by rule");
-  TESSERA_CHECK(std::isfinite(init.value), ConfigError, "parameter ", tessera::quoted(name),
+  TESSERA_CHECK(std::isfinite(init.value), ConfigError, "parameter ", tessera::in_quotes(name),
                 ": initial value ", init.value, " is not a finite number");
   TESSERA_CHECK(init.kind == Init::Kind::kConstant || init.value >= 0, ConfigError, "parameter ",
-                tessera::quoted(name), ": the ",
+                tessera::in_quotes(name), ": the ",
                 init.kind == Init::Kind::kNormal ? "standard deviation " : "bound ", init.value,
                 " of its initial values is negative");
   const bool is_floating = dtype == DType::kFloat32 || dtype == DType::kBFloat16 ||
                            dtype == DType::kFloat16 || dtype == DType::kFloat64;
-  TESSERA_CHECK(is_floating, ConfigError, "parameter ", tessera::quoted(name),
+  TESSERA_CHECK(is_floating, ConfigError, "parameter ", tessera::in_quotes(name),
                 ": no rule makes values of type ", to_string(dtype),
                 "; let its module make them (Init::module())");
 }
@@ -92,7 +92,7 @@ void store_as(DType dtype, std::span<const double> values, std::byte* out) {
 void fill_initial(const Init& init, std::uint64_t seed, const std::string& name,
                   shard::ElementRange range, DType dtype, void* out) {
   check_rule(init, name, dtype);
-  TESSERA_INVARIANT(range.begin >= 0 && range.numel >= 0, "parameter ", tessera::quoted(name),
+  TESSERA_INVARIANT(range.begin >= 0 && range.numel >= 0, "parameter ", tessera::in_quotes(name),
                     ": elements [", range.begin, ", +", range.numel, ")");
   const CounterRandom random(seed, name);
   std::array<float, kChunk> drawn;

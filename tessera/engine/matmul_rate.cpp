@@ -20,8 +20,10 @@ double product_flops_per_s(int cuda_device) {
   const SteadyClock clock;
   // Not ones: a GPU that flips fewer bits takes less power, and is faster than with any model.
   const at::Tensor factor =
-      at::sin(at::arange(kSide * kSide,
-                         at::TensorOptions(at::kFloat).device(at::Device(at::kCUDA, cuda_device))))
+      at::sin(
+          at::arange(kSide * kSide,
+                     at::TensorOptions(at::kFloat)
+                         .device(at::Device(at::kCUDA, static_cast<at::DeviceIndex>(cuda_device)))))
           .reshape({kSide, kSide})
           .to(at::kBFloat16);
   at::Tensor product = at::mm(factor, factor);  // makes the library ready

@@ -192,7 +192,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
 }  // namespace
 
 std::vector<at::Tensor> run_recomputed(UnitCore* unit, const std::vector<at::Tensor>& params,
-                                       std::vector<at::Tensor> inputs, TensorsFn forward) {
+                                       const std::vector<at::Tensor>& inputs, TensorsFn forward) {
   if (!at::GradMode::is_enabled()) {
     if (unit == nullptr) {
       return forward(inputs);

@@ -112,8 +112,8 @@ class Unit {
       }
       return outputs;
     };
-    const std::vector<at::Tensor> outputs = engine::run_recomputed(
-        is_plain() ? nullptr : core_.get(), params_, std::move(inputs), std::move(run));
+    const std::vector<at::Tensor> outputs =
+        engine::run_recomputed(is_plain() ? nullptr : core_.get(), params_, inputs, std::move(run));
     Result result = std::move(**shape);
     shape->reset();
     std::size_t next = 0;

@@ -63,7 +63,7 @@ using TensorsFn = std::function<std::vector<at::Tensor>(const std::vector<at::Te
 // Runs `forward` without keeping activations; backward gathers, restores the random generator, runs
 // it again and differentiates. `unit` null: for a plain model. `params`: all that forward uses.
 std::vector<at::Tensor> run_recomputed(UnitCore* unit, const std::vector<at::Tensor>& params,
-                                       std::vector<at::Tensor> inputs, TensorsFn forward);
+                                       const std::vector<at::Tensor>& inputs, TensorsFn forward);
 
 }  // namespace engine
 }  // namespace tessera

@@ -55,7 +55,7 @@ DeviceUpdate::DeviceUpdate(shard::ParamTable& params, const RuleOptions& rule,
 DeviceUpdate::~DeviceUpdate() {
   try {
     wait_all();
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // whoever waited has been told
   }
   if (thread_.joinable()) {
     {
@@ -69,7 +69,7 @@ DeviceUpdate::~DeviceUpdate() {
   for (device::Stream* const stream : {&read_, &update_, &write_}) {
     try {
       stream->synchronize();
-    } catch (const std::exception&) {
+    } catch (const std::exception&) {  // here only the end of its work matters
     }
   }
 }

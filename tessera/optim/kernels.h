@@ -93,7 +93,7 @@ class Kernels {
 
 // `num_threads`: at least 1, the calling one included. `cores`: where they run (core_binding.h),
 // cores[0] being left to the caller; empty: anywhere.
-std::unique_ptr<Kernels> make_cpu_kernels(int num_threads, std::vector<int> cores = {});
+std::unique_ptr<Kernels> make_cpu_kernels(int num_threads, const std::vector<int>& cores = {});
 // `device` must be a CUDA device and outlive the kernels. Throws DeviceError in a build without
 // CUDA.
 std::unique_ptr<Kernels> make_cuda_kernels(device::Device& device);

@@ -85,8 +85,8 @@ std::int64_t numel_of(const Range& range) { return range.numel; }
 
 class CpuKernels final : public Kernels {
  public:
-  CpuKernels(int num_threads, std::vector<int> cores)
-      : num_threads_(num_threads), team_(num_threads, std::move(cores)) {}
+  CpuKernels(int num_threads, const std::vector<int>& cores)
+      : num_threads_(num_threads), team_(num_threads, cores) {}
 
   using Kernels::start_add;
 
@@ -218,8 +218,8 @@ double sum_of_squares(const NormSpan& span) {
   return total;
 }
 
-std::unique_ptr<Kernels> make_cpu_kernels(int num_threads, std::vector<int> cores) {
-  return std::make_unique<CpuKernels>(num_threads, std::move(cores));
+std::unique_ptr<Kernels> make_cpu_kernels(int num_threads, const std::vector<int>& cores) {
+  return std::make_unique<CpuKernels>(num_threads, cores);
 }
 
 }  // namespace tessera::optim

@@ -42,7 +42,7 @@ ShardedOptimizer::~ShardedOptimizer() {
       held_.back().updated.wait();
     }
     wait();
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // here only the end of what uses our memory matters
   }
 }
 

@@ -33,7 +33,6 @@ TieredOptimizer::TieredOptimizer(shard::ParamTable& params, device::Device& devi
                                  Kernels& kernels, const RuleOptions& rule, TieredParts parts)
     : params_(params),
       device_(device),
-      kernels_(kernels),
       rule_(rule),
       parts_(std::move(parts)),
       norms_(compute_device(), parts_.own.device ? *parts_.own.kernels : kernels,

@@ -109,7 +109,6 @@ class TieredOptimizer final : public Optimizer {
 
   shard::ParamTable& params_;
   device::Device& device_;
-  Kernels& kernels_;
   const RuleOptions rule_;
   const TieredParts parts_;
   GradientNorms norms_;

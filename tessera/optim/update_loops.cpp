@@ -53,7 +53,6 @@ TESSERA_INLINE void narrow(float value, Float16& out) {
       chosen(mask_below(magnitude, 0x38800000U), subnormal, at_least_normal);
   out = {static_cast<std::uint16_t>(sign | rounded)};
 }
-TESSERA_INLINE void narrow(float /*value*/, NoParameter& /*out*/) {}
 
 // [Note: streaming stores]
 // The low-precision parameter is written and never read by an update. An ordinary store reads its
@@ -301,7 +300,9 @@ TESSERA_INLINE void convert_any(void* to, DType to_dtype, const void* from, DTyp
   }
 }
 
-// The loops for one instruction set. A macro, since an attribute cannot be a template argument.
+// The loops for one instruction set. A macro, since an attribute cannot be a template argument;
+// and an attribute cannot stand in parentheses.
+// NOLINTBEGIN(bugprone-macro-parentheses)
 #define TESSERA_LOOPS(suffix, attribute)                                                         \
   attribute void update_##suffix(ElementRule rule, const ElementScalars& scalars,                \
                                  const UpdateSpan& span, std::int64_t begin, std::int64_t end) { \
@@ -325,6 +326,7 @@ TESSERA_INLINE void convert_any(void* to, DType to_dtype, const void* from, DTyp
     return {name,         update_##suffix, block_sum_##suffix, any_block_sum_##suffix,           \
             add_##suffix, convert_##suffix};                                                     \
   }
+// NOLINTEND(bugprone-macro-parentheses)
 
 TESSERA_LOOPS(baseline, )
 #if defined(__x86_64__)

@@ -342,7 +342,7 @@ void UpdatePipeline::retire_oldest() {
 }
 
 void UpdatePipeline::fail(OpenJob* open, std::exception_ptr error) {
-  error = drain(std::move(error));
+  error = drain(error);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_) {
@@ -364,7 +364,7 @@ void UpdatePipeline::fail(OpenJob* open, std::exception_ptr error) {
   }
 }
 
-std::exception_ptr UpdatePipeline::drain(std::exception_ptr error) {
+std::exception_ptr UpdatePipeline::drain(const std::exception_ptr& error) {
   const auto wait_for = [](const UpdateStage& stage) -> std::exception_ptr {
     try {
       device::Pending::all(stage.transfers()).wait();

@@ -104,7 +104,7 @@ class UpdatePipeline {
   void retire_oldest();
   void fail(OpenJob* open, std::exception_ptr error);
   // Waits for all that is in flight. The failure of the first sub-group in order, if not `error`.
-  std::exception_ptr drain(std::exception_ptr error);
+  std::exception_ptr drain(const std::exception_ptr& error);
   void merge_stats(double lease_wait_s = 0);
 
   const TieredParts& tiers_;

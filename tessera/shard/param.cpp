@@ -129,7 +129,11 @@ void Param::remove_user(std::string_view unit) {
 }
 
 void Param::forget_user() noexcept {
-  if (num_users_ > 0 && --num_users_ == 0) {
+  if (num_users_ == 0) {
+    return;
+  }
+  --num_users_;
+  if (num_users_ == 0) {
     tensor_->detach();
     edits_allowed_ = false;
   }

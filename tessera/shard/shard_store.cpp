@@ -75,7 +75,7 @@ void ShardStore::forget_done(std::vector<device::Pending>& writes) {
         write.wait();
         return true;
       }
-    } catch (const std::exception&) {
+    } catch (const std::exception&) {  // it stays
     }
     return false;
   });
