@@ -14,6 +14,14 @@ set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O2 -g1 -DNDEBUG")
 # Multiplies and adds are never fused behind our back: results must not depend on the compiler.
 add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
 
+# Most of what a source costs is its headers. make tidy compiles each alone, so that includes stay complete.
+set(CMAKE_UNITY_BUILD ${TESSERA_UNITY})
+set(CMAKE_UNITY_BUILD_BATCH_SIZE 8)
+if(TESSERA_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # An anonymous namespace of an included source is taken for one in a header.
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-Wno-subobject-linkage>)
+endif()
+
 # ccache needs to be told that a precompiled header is an input like any other.
 find_program(TESSERA_CCACHE ccache)
 if(TESSERA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
@@ -36,12 +44,19 @@ elseif(TESSERA_SANITIZE)
 endif()
 if(TESSERA_SANITIZE)
   set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O1 -g1")
-  # g++ 12 reports the unused alternatives of a std::variant as uninitialised once a sanitizer has
-  # changed its control flow; its manual calls that warning unreliable there.
-  add_compile_options(-Wno-maybe-uninitialized)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # g++ 12 reports the unused alternatives of a std::variant as uninitialised once a sanitizer has
+    # changed its control flow; its manual calls that warning unreliable there.
+    add_compile_options(-Wno-maybe-uninitialized)
+  endif()
 endif()
 if(TESSERA_SANITIZE AND TESSERA_TORCH)
   message(FATAL_ERROR "TESSERA_SANITIZE needs TESSERA_TORCH=OFF: LibTorch is not built with sanitizers, so they would report its internals")
+endif()
+
+if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  # libstdc++'s own std::stable_sort calls what it has marked as deprecated.
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-Wno-deprecated-declarations>)
 endif()
 
 add_library(tessera_warnings INTERFACE)

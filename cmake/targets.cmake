@@ -57,17 +57,67 @@ function(tessera_reuse_headers target name)
   target_compile_options(${target} PRIVATE -fPIC)
 endfunction()
 
-# tessera_test(NAME SOURCES... DEPENDS... LABELS...): a gtest program, one ctest entry for the whole
-# program (a process start costs more than most of our tests), or one per word of PARTS, with the tests
-# whose names end in it. SERIAL for tests that read machine-wide counters; SINGLE for those in which
-# only one thread ever runs: the thread sanitizer has nothing to find there, so its build leaves them out.
-function(tessera_test name)
-  cmake_parse_arguments(ARG "TORCH;SERIAL;SINGLE" "TIMEOUT" "SOURCES;DEPENDS;LABELS;PARTS" ${ARGN})
-  add_executable(${name} ${ARG_SOURCES})
-  if(ARG_SINGLE AND TESSERA_SANITIZE STREQUAL "thread")
-    set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL ON)
+# tessera_tests(NAME SOURCES... DEPENDS...): the tests of a folder as one gtest program, NAME_tests, with one
+# ctest entry, since a process start costs more than most tests. What else can be said of them:
+#   TORCH              sources include torch's headers
+#   LABELS words       unit, dist, gpu (ctest -L)
+#   SINGLE sources...  tests in which only one thread ever runs, as a program NAME_single_tests: the
+#                      thread sanitizer has nothing to find in them, so its build leaves them out
+#   PARTS n            ctest entries that share the tests, so that a long program uses several cores
+#   SERIAL suites...   suites that read machine-wide counters: an entry of their own, alone
+#   GPU                some run on a GPU: suites with Cuda in their name, the entry NAME.gpu of a build with CUDA
+#   ENVIRONMENT ...    NAME=value, for all entries
+function(tessera_tests name)
+  cmake_parse_arguments(ARG "TORCH;GPU" "PARTS" "SOURCES;SINGLE;DEPENDS;LABELS;SERIAL;ENVIRONMENT" ${ARGN})
+  if(ARG_TORCH)
+    set(_torch TORCH)
+    # Ranks are threads, and entries run side by side: operators with threads of their own would spin
+    # against each other for the cores.
+    list(APPEND ARG_ENVIRONMENT OMP_NUM_THREADS=1)
+  endif()
+  if(ARG_SINGLE AND NOT TESSERA_SANITIZE STREQUAL "thread")
+    tessera_test_program(${name}_single_tests ${_torch} SOURCES ${ARG_SINGLE} DEPENDS ${ARG_DEPENDS})
+    if(NOT TESSERA_SANITIZE)
+      target_sources(${name}_single_tests PRIVATE ${PROJECT_SOURCE_DIR}/tests/support/one_thread.cpp)
+    endif()
+    tessera_test_entry(${name}.single ${name}_single_tests "*" LABELS ${ARG_LABELS}
+      ENVIRONMENT ${ARG_ENVIRONMENT} ASAN_OPTIONS=detect_stack_use_after_return=0)
+  endif()
+  # Work that outlives the function whose variables it uses is the mistake of asynchronous code. Looking
+  # for it costs every function call, up to eight times the whole, so where nothing is asynchronous it is off.
+  list(APPEND ARG_ENVIRONMENT ASAN_OPTIONS=detect_stack_use_after_return=1)
+  if(NOT ARG_SOURCES)
     return()
   endif()
+  tessera_test_program(${name}_tests ${_torch} SOURCES ${ARG_SOURCES} DEPENDS ${ARG_DEPENDS})
+
+  set(_apart "")
+  if(ARG_SERIAL)
+    list(TRANSFORM ARG_SERIAL APPEND ".*")
+    list(JOIN ARG_SERIAL ":" _serial)
+    tessera_test_entry(${name}.serial ${name}_tests "${_serial}" LABELS ${ARG_LABELS} ENVIRONMENT ${ARG_ENVIRONMENT})
+    set_tests_properties(${name}.serial PROPERTIES RUN_SERIAL ON)
+    list(APPEND _apart ${_serial})
+  endif()
+  if(ARG_GPU AND TESSERA_HAS_CUDA)
+    tessera_test_entry(${name}.gpu ${name}_tests "*Cuda*" LABELS gpu ENVIRONMENT ${ARG_ENVIRONMENT})
+    list(APPEND _apart "*Cuda*")
+  endif()
+  list(JOIN _apart ":" _apart)
+  if(NOT ARG_PARTS)
+    tessera_test_entry(${name} ${name}_tests "*-${_apart}" LABELS ${ARG_LABELS} ENVIRONMENT ${ARG_ENVIRONMENT})
+    return()
+  endif()
+  foreach(_part RANGE 1 ${ARG_PARTS})
+    math(EXPR _index "${_part} - 1")
+    tessera_test_entry(${name}.${_part} ${name}_tests "*-${_apart}" LABELS ${ARG_LABELS}
+      ENVIRONMENT ${ARG_ENVIRONMENT} GTEST_TOTAL_SHARDS=${ARG_PARTS} GTEST_SHARD_INDEX=${_index})
+  endforeach()
+endfunction()
+
+function(tessera_test_program name)
+  cmake_parse_arguments(ARG "TORCH" "" "SOURCES;DEPENDS" ${ARGN})
+  add_executable(${name} ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
   target_link_libraries(${name} PRIVATE ${ARG_DEPENDS} GTest::gtest_main tessera_warnings)
   if(ARG_TORCH)
@@ -75,28 +125,13 @@ function(tessera_test name)
   else()
     tessera_test_headers(${name})
   endif()
-  if(ARG_SINGLE AND NOT TESSERA_SANITIZE)
-    target_sources(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests/support/one_thread.cpp)
-  endif()
-  set(_tests ${name})
-  if(ARG_PARTS)
-    list(TRANSFORM ARG_PARTS PREPEND ${name}. OUTPUT_VARIABLE _tests)
-    foreach(_part ${ARG_PARTS})
-      add_test(NAME ${name}.${_part} COMMAND ${name} --gtest_filter=*/${_part})
-    endforeach()
-  else()
-    add_test(NAME ${name} COMMAND ${name})
-  endif()
-  if(NOT ARG_TIMEOUT)
-    set(ARG_TIMEOUT 900)
-  endif()
-  set_tests_properties(${_tests} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
-  if(ARG_TORCH)
-    # Ranks are threads, and tests run side by side: operators with threads of their own would spin
-    # against each other for the cores.
-    set_tests_properties(${_tests} PROPERTIES ENVIRONMENT OMP_NUM_THREADS=1)
-  endif()
-  if(ARG_SERIAL)
-    set_tests_properties(${_tests} PROPERTIES RUN_SERIAL ON)
-  endif()
+endfunction()
+
+# What each test took is in build/PRESET/test-times/ENTRY.xml; scripts/test_report.py reads it. The limit ends
+# what hangs; nothing is decided by it.
+function(tessera_test_entry name program filter)
+  cmake_parse_arguments(ARG "" "" "LABELS;ENVIRONMENT" ${ARGN})
+  add_test(NAME ${name} COMMAND ${program} "--gtest_filter=${filter}"
+           "--gtest_output=xml:${PROJECT_BINARY_DIR}/test-times/${name}.xml")
+  set_tests_properties(${name} PROPERTIES TIMEOUT 900 LABELS "${ARG_LABELS}" ENVIRONMENT "${ARG_ENVIRONMENT}")
 endfunction()
