@@ -49,7 +49,7 @@ class HostileFile : public ::testing::Test {
   const TemporaryDirectory folder_;
 };
 
-#define EXPECT_SAYS(refused, words) EXPECT_NE(refused.find(words), std::string::npos) << refused
+#define EXPECT_SAYS(refused, words) EXPECT_NE((refused).find(words), std::string::npos) << (refused)
 
 TEST_F(HostileFile, ThatIsGoodIsRead) {  // what the cases below are a step away from
   EXPECT_EQ(tensor_refusal(R"("dtype":"F32","shape":[2],"data_offsets":[0,8])"), "it was read");

@@ -205,9 +205,9 @@ TEST(SafetensorsWriter, RefusesWhatTheFormatCannotSay) {
             "metadata");
   EXPECT_EQ(refused({{"w", DType::kFloat32, {4, -1}}}),
             "tensor \"w\": shape [4, -1] has a negative dim, or more bytes than a number holds");
-  constexpr std::int64_t huge = std::int64_t{1} << 61;
-  EXPECT_NE(refused({{"w", DType::kFloat32, {huge}}}).find("more bytes"), std::string::npos);
-  EXPECT_NE(refused({{"v", DType::kUInt8, {huge, 2}}, {"w", DType::kUInt8, {huge, 2}}})
+  constexpr std::int64_t kHuge = std::int64_t{1} << 61;
+  EXPECT_NE(refused({{"w", DType::kFloat32, {kHuge}}}).find("more bytes"), std::string::npos);
+  EXPECT_NE(refused({{"v", DType::kUInt8, {kHuge, 2}}, {"w", DType::kUInt8, {kHuge, 2}}})
                 .find("too many for one file"),
             std::string::npos);
   EXPECT_EQ(refused({{"w\xff", DType::kUInt8, {1}}}),
@@ -266,12 +266,12 @@ TEST(SafetensorsWriter, AFullDiskLeavesTheOldFileAndNothingElse) {
   const TemporaryDirectory folder;
   const std::string path = folder.path() / "a.safetensors";
   write_text(path, "old");
-  constexpr std::size_t total = 3 << 20;
+  constexpr std::size_t kTotal = 3 << 20;
   const auto bytes = some_bytes(1 << 20);
   std::string large, late;
   {
     const FileSizeLimit limit(2'500'000);
-    SafetensorsWriter writer(path, {{"w", DType::kUInt8, {total}}});
+    SafetensorsWriter writer(path, {{"w", DType::kUInt8, {kTotal}}});
     writer.append(bytes.data(), bytes.size());
     writer.append(bytes.data(), bytes.size());
     large = message_of<IoError>([&] { writer.append(bytes.data(), bytes.size()); });

@@ -75,7 +75,7 @@ class DamagingBackend final : public Backend {
   const Damage damage_;
 };
 
-std::vector<CommBenchRow> measure(Group& group, const CommBenchOptions& options) {
+std::vector<CommBenchRow> measure_comm(Group& group, const CommBenchOptions& options) {
   const auto device = device::make_cpu_device();
   return measure_collectives(group, *device, SteadyClock(), options);
 }
@@ -93,7 +93,7 @@ std::vector<std::string> refusals(DamagingBackend::Damage damage) {
         Group group(std::make_unique<DamagingBackend>(world.make_backend(rank), damage), "world",
                     {0, 1}, {});
         try {
-          measure(group, {{4096}, 1});
+          measure_comm(group, {{4096}, 1});
         } catch (const CommError& error) {
           messages[rank] = error.what();
         }
@@ -125,7 +125,7 @@ TEST(CommBench, RefusesToTimeADamagedBroadcast) {
 TEST(CommBench, MeasuresEveryCollectiveForEverySize) {
   for (const int num_ranks : {1, 2, 3}) {
     comm::run_ranks(num_ranks, [num_ranks](Group& group) {
-      const auto rows = measure(group, {{1, 4096}, 3});
+      const auto rows = measure_comm(group, {{1, 4096}, 3});
       ASSERT_EQ(rows.size(), 1U + 2 * 5);
       EXPECT_EQ(rows[0].collective, "barrier");
       const std::size_t ranks = static_cast<std::size_t>(num_ranks);
@@ -142,7 +142,7 @@ TEST(CommBench, MeasuresEveryCollectiveForEverySize) {
 
 TEST(CommBench, CountsTheBytesOfOneCall) {
   comm::run_ranks(2, [](Group& group) {
-    const auto rows = measure(group, {{4096}, 5});
+    const auto rows = measure_comm(group, {{4096}, 5});
     for (const CommBenchRow& row : rows) {
       if (row.collective == "all_gather" || row.collective == "reduce_scatter" ||
           row.collective == "all_to_all") {
@@ -156,7 +156,8 @@ TEST(CommBench, CountsTheBytesOfOneCall) {
 }
 
 TEST(CommBench, RefusesZeroRounds) {
-  comm::run_ranks(1, [](Group& group) { EXPECT_THROW(measure(group, {{4096}, 0}), ConfigError); });
+  comm::run_ranks(
+      1, [](Group& group) { EXPECT_THROW(measure_comm(group, {{4096}, 0}), ConfigError); });
 }
 
 TEST(CommBench, TakesTheLowerMedian) {

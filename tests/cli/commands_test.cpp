@@ -11,14 +11,11 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/cli/program.h"
+#include "tests/support/contains.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
 namespace {
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 std::string read_file(const std::filesystem::path& file) {
   std::ifstream in(file);

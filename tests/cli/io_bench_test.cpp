@@ -12,6 +12,7 @@
 #include "cli/fio.h"
 #include "cli/io_bench_report.h"
 #include "tessera/core/error.h"
+#include "tests/support/contains.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::cli {
@@ -19,10 +20,7 @@ namespace {
 
 using tier::IoMix;
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-bool contains(const std::vector<std::string>& list, const std::string& item) {
+bool has_item(const std::vector<std::string>& list, const std::string& item) {
   return std::find(list.begin(), list.end(), item) != list.end();
 }
 
@@ -46,8 +44,8 @@ IoBenchOptions quick(const testing::TemporaryDirectory& directory) {
   return options;
 }
 
-std::vector<IoBenchRow> measure(const IoBenchOptions& options, const std::optional<Fio>& fio,
-                                IoBenchRun* run = nullptr) {
+std::vector<IoBenchRow> measure_disk(const IoBenchOptions& options, const std::optional<Fio>& fio,
+                                     IoBenchRun* run = nullptr) {
   return measure_io(
       options, fio, [](const std::string&) {},
       [run](const IoBenchRun& begun) {
@@ -90,14 +88,14 @@ TEST(FioArguments, AreThoseOfTheEngine) {
        {"--filename=some/file", "--size=67108864", "--numjobs=1", "--ioengine=io_uring",
         "--iodepth=16", "--bs=1048576", "--direct=0", "--rw=rw", "--rwmixread=50",
         "--runtime=500ms"}) {
-    EXPECT_TRUE(contains(ring, argument)) << argument;
+    EXPECT_TRUE(has_item(ring, argument)) << argument;
   }
   job.options = {tier::IoKind::kThreads, 1 << 20, 1, 8};
   job.mix = IoMix::kWrite;
   const auto threads = fio_arguments(job, "some/file");
   for (const char* const argument : {"--size=8388608", "--offset_increment=8388608", "--numjobs=8",
                                      "--ioengine=psync", "--iodepth=1", "--rw=write"}) {
-    EXPECT_TRUE(contains(threads, argument)) << argument;
+    EXPECT_TRUE(has_item(threads, argument)) << argument;
   }
 }
 
@@ -126,7 +124,7 @@ TEST(Fio, GetsTheFileOpenAndItsFailureIsTold) {
 TEST(IoBench, MeasuresEveryLoadAndLeavesOnlyWhatWasMeasured) {
   const testing::TemporaryDirectory directory;
   IoBenchRun run;
-  const auto rows = measure(quick(directory), std::nullopt, &run);
+  const auto rows = measure_disk(quick(directory), std::nullopt, &run);
   ASSERT_EQ(rows.size(), 3U);
   EXPECT_GT(rows[0].ours.read_bytes_per_s, 0);
   EXPECT_EQ(rows[0].ours.write_bytes_per_s, 0);
@@ -154,7 +152,7 @@ TEST(IoBench, ComparesWithTheMedianOfFiosRounds) {
                              " 2>/dev/null || echo 0); n=$(( n % 3 + 1 )); echo $n >" + count +
                              "; echo '{\"jobs\": [{\"read\": {\"bw_bytes\": '${n}000'}, \"write\": "
                              "{\"bw_bytes\": 0}}]}'"));
-  const auto rows = measure(quick(directory), fio);
+  const auto rows = measure_disk(quick(directory), fio);
   for (const IoBenchRow& row : rows) {
     EXPECT_EQ(row.fio->read_bytes_per_s, 2000);
     ASSERT_TRUE(row.ratio().has_value());
@@ -183,10 +181,10 @@ TEST(IoBench, RefusesAFileThatFillsTheDiskAndADirectoryThatIsNone) {
   const testing::TemporaryDirectory directory;
   IoBenchOptions options = quick(directory);
   options.file_bytes = std::uint64_t{1} << 60;
-  EXPECT_THROW(measure(options, std::nullopt), ConfigError);
+  EXPECT_THROW(measure_disk(options, std::nullopt), ConfigError);
   EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
   options.directory += "/none";
-  EXPECT_THROW(measure(options, std::nullopt), ConfigError);
+  EXPECT_THROW(measure_disk(options, std::nullopt), ConfigError);
 }
 
 TEST(IoBenchReport, SaysWhatWasMeasuredAndTheRatio) {

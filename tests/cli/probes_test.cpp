@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include "cli/probe.h"
+#include "tests/support/contains.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::cli {
@@ -27,10 +28,6 @@ void write(const std::filesystem::path& file, const std::string& text) {
 std::size_t num_entries(const std::filesystem::path& directory) {
   return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(directory),
                                                 std::filesystem::directory_iterator()));
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 int a_descriptor() { return ::open("/dev/null", O_RDONLY | O_CLOEXEC); }

@@ -15,7 +15,7 @@
 namespace tessera::testing {
 namespace {
 
-class TrainOnSharedGpu : public ::testing::Test {
+class TrainOnSharedCudaDevice : public ::testing::Test {
  protected:
   void SetUp() override {
     if (device::num_cuda_devices() == 0) {
@@ -40,7 +40,7 @@ class TrainOnSharedGpu : public ::testing::Test {
   std::string num_ranks_;
 };
 
-TEST_F(TrainOnSharedGpu, IsRefusedWithTheRemedyWhereTheNetworkDoesNotAllowIt) {
+TEST_F(TrainOnSharedCudaDevice, IsRefusedWithTheRemedyWhereTheNetworkDoesNotAllowIt) {
   for (const char* backend : {"comm.backend=auto", "comm.backend=nccl"}) {
     const ProcessResult run = train({"--steps", "1", "--set", backend});
     EXPECT_EQ(run.exit_code, 2) << run.out;
@@ -50,7 +50,7 @@ TEST_F(TrainOnSharedGpu, IsRefusedWithTheRemedyWhereTheNetworkDoesNotAllowIt) {
   }
 }
 
-TEST_F(TrainOnSharedGpu, EqualsUnshardedTraining) {
+TEST_F(TrainOnSharedCudaDevice, EqualsUnshardedTraining) {
   for (const char* precision : {"fp32", "bf16"}) {
     const ProcessResult run = train_over_gloo({"--verify", "3", "--precision", precision});
     EXPECT_EQ(run.exit_code, 0) << run.err;
@@ -59,7 +59,7 @@ TEST_F(TrainOnSharedGpu, EqualsUnshardedTraining) {
   }
 }
 
-TEST_F(TrainOnSharedGpu, GivesTheSameFileWhereverShardsLive) {
+TEST_F(TrainOnSharedCudaDevice, GivesTheSameFileWhereverShardsLive) {
   const DiskDirectory directory;
   const auto saved = [&](const std::vector<std::string>& places) {
     const std::string path = (directory.path() / "trained.safetensors").string();
@@ -80,7 +80,7 @@ TEST_F(TrainOnSharedGpu, GivesTheSameFileWhereverShardsLive) {
 }
 
 // The summary's table has a line per tier and role, with what was planned and what was held.
-TEST_F(TrainOnSharedGpu, HoldsThePinnedStagingThatWasPlanned) {
+TEST_F(TrainOnSharedCudaDevice, HoldsThePinnedStagingThatWasPlanned) {
   const ProcessResult run =
       train_over_gloo({"--steps", "4", "--parameters", "host", "--optimizer", "host"});
   EXPECT_EQ(run.exit_code, 0) << run.err;

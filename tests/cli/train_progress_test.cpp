@@ -141,7 +141,7 @@ TEST_F(ProgressTest, AnExceptionLeavesTheNextLineFree) {
     Progress progress(options(20, true), clock_);
     progress.show(some_step(0));
     throw 1;
-  } catch (int) {
+  } catch (int) {  // its way through Progress is the test
   }
   EXPECT_EQ(printed_.back(), "\n");
 }

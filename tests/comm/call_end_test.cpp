@@ -16,16 +16,16 @@ namespace {
 
 // The first all-gather arrives when the test says so; the second is still being started, with the
 // caller's memory in hand, until the test lets it go.
-struct Network {
+struct EndlessNetwork {
   const std::shared_ptr<device::Completion> first = std::make_shared<device::Completion>();
   std::promise<void> second_entered;
   std::promise<void> second_released;
   std::promise<void> aborted;
 };
 
-class HeldBackend final : public LoneBackend {
+class EndlessBackend final : public LoneBackend {
  public:
-  explicit HeldBackend(Network& network) : network_(network) {}
+  explicit EndlessBackend(EndlessNetwork& network) : network_(network) {}
 
   Pending start_all_gather(std::span<const GatherBytes>, const Call&) override {
     if (num_gathers_++ == 0) {
@@ -38,13 +38,13 @@ class HeldBackend final : public LoneBackend {
   void abort(const std::string&) override { network_.aborted.set_value(); }
 
  private:
-  Network& network_;
+  EndlessNetwork& network_;
   int num_gathers_ = 0;  // the launcher's own
 };
 
 TEST(CallEndTest, AFailureIsToldOnlyWhenNoThreadOfTheQueueHoldsTheMemory) {
-  Network network;
-  Group group(std::make_unique<HeldBackend>(network), "world", {0, 1}, patient());
+  EndlessNetwork network;
+  Group group(std::make_unique<EndlessBackend>(network), "world", {0, 1}, patient());
   const std::vector<float> shard(16, 1.0F);
   std::vector<float> full(32);
   const std::vector<Gather> gathers = {{shard.data(), full.data(), 16, DType::kFloat32}};

@@ -14,14 +14,16 @@ namespace {
 
 constexpr int kNumRanks = 4;
 constexpr int kOddRank = 2;
-constexpr std::size_t kNumel = 257;
+constexpr std::size_t kAgreedNumel = 257;
 
 // One rank's calls: a gather of three tensors each, of one size, so that only names tell them
 // apart.
 class Caller {
  public:
   explicit Caller(Group& group)
-      : group_(group), shard_(kNumel, 1.0F), fulls_(4, std::vector<float>(kNumel * kNumRanks)) {}
+      : group_(group),
+        shard_(kAgreedNumel, 1.0F),
+        fulls_(4, std::vector<float>(kAgreedNumel * kNumRanks)) {}
 
   struct Step {
     std::string unit = "h.3";
@@ -32,7 +34,7 @@ class Caller {
   void gather(const Step& step) {
     std::vector<Gather> gathers;
     for (std::size_t i = 0; i < step.names.size(); ++i) {
-      gathers.push_back({shard_.data(), fulls_[i].data(), static_cast<std::int64_t>(kNumel),
+      gathers.push_back({shard_.data(), fulls_[i].data(), static_cast<std::int64_t>(kAgreedNumel),
                          DType::kFloat32, step.names[i]});
     }
     CallOptions options;

@@ -7,6 +7,7 @@
 
 #include "tessera/core/error.h"
 #include "tests/comm/reference.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::comm {
 namespace {
@@ -22,6 +23,9 @@ constexpr std::size_t kLargeNumel = 100000;
 // Compares without printing megabytes.
 void expect_same(const Bytes& got, const Bytes& expected, const std::string& where) {
   ASSERT_EQ(got.size(), expected.size()) << where;
+  if (got == expected) {
+    return;
+  }
   for (std::size_t i = 0; i < got.size(); ++i) {
     ASSERT_EQ(got[i], expected[i]) << where << ", byte " << i << " of " << got.size();
   }
@@ -367,7 +371,7 @@ TEST_P(GroupContract, ThousandsOfRandomCallsInFlightEqualTheReference) {
     run(num_ranks, [](Group& group) {
       std::mt19937_64 random(static_cast<std::uint64_t>(group.size()) * 977);
       std::vector<std::unique_ptr<RandomCall>> in_flight;
-      for (int i = 0; i < 400; ++i) {
+      for (int i = 0; i < support::rounds(400, 150); ++i) {
         in_flight.push_back(std::make_unique<RandomCall>(group, random));
         if (in_flight.size() >= 8) {  // a random one is waited for first
           const std::size_t pick = random() % in_flight.size();

@@ -19,8 +19,8 @@ using device::Memory;
 using device::MemoryKind;
 using device::StreamKind;
 
-constexpr std::int64_t kNumel = 5003;
-constexpr std::size_t kBytes = kNumel * sizeof(float);
+constexpr std::int64_t kStreamNumel = 5003;
+constexpr std::size_t kBytes = kStreamNumel * sizeof(float);
 
 std::unique_ptr<device::Device> late(LateMode mode, int rank) {
   device::LateDeviceOptions options;
@@ -37,8 +37,8 @@ float last_value_after_a_step(Group& group, LateMode mode, bool ordered) {
   const auto take = [&](std::size_t bytes) {
     return device->allocate(MemoryKind::kDevice, bytes, Role::kOther);
   };
-  std::vector<float> stored(kNumel, static_cast<float>(group.rank() + 1));
-  std::vector<float> result(kNumel, -1.0F);
+  std::vector<float> stored(kStreamNumel, static_cast<float>(group.rank() + 1));
+  std::vector<float> result(kStreamNumel, -1.0F);
   const Memory shard = take(kBytes);
   const Memory full = take(kBytes * num_ranks);
   const Memory sum = take(kBytes);
@@ -48,10 +48,10 @@ float last_value_after_a_step(Group& group, LateMode mode, bool ordered) {
   std::ignore = device->start_copy(shard.data(), stored.data(), kBytes, read);
   CallOptions options;
   options.stream = ordered ? &read : nullptr;
-  const Gather gather{shard.data(), full.data(), kNumel, DType::kFloat32};
+  const Gather gather{shard.data(), full.data(), kStreamNumel, DType::kFloat32};
   const Pending gathered = group.start_all_gather({&gather, 1}, options);
   gathered.wait();
-  const Pending reduced = group.start_reduce_scatter(full.data(), sum.data(), kNumel,
+  const Pending reduced = group.start_reduce_scatter(full.data(), sum.data(), kStreamNumel,
                                                      DType::kFloat32, DType::kFloat32, options);
   write.wait(reduced);
   std::ignore = device->start_copy(result.data(), sum.data(), kBytes, write);
@@ -109,13 +109,13 @@ TEST(GroupStream, KeepAliveIsHeldUntilTheStreamHasDoneTheWork) {
   GroupOptions group_options;
   group_options.device = device.get();
   Group group(make_solo_backend(device.get()), "alone", {0}, group_options);
-  auto source = std::make_shared<std::vector<float>>(kNumel, 7.0F);
-  std::vector<float> full(kNumel, 0.0F);
+  auto source = std::make_shared<std::vector<float>>(kStreamNumel, 7.0F);
+  std::vector<float> full(kStreamNumel, 0.0F);
   const std::weak_ptr<std::vector<float>> watched = source;
   CallOptions options;
   options.stream = &device->stream(StreamKind::kGather);
   options.keep_alive = source;
-  const Gather gather{source->data(), full.data(), kNumel, DType::kFloat32};
+  const Gather gather{source->data(), full.data(), kStreamNumel, DType::kFloat32};
   const Pending gathered = group.start_all_gather({&gather, 1}, options);
   source.reset();
   options.keep_alive.reset();

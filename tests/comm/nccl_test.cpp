@@ -18,7 +18,7 @@ using device::Memory;
 using device::MemoryKind;
 using device::StreamKind;
 
-class NcclTest : public ::testing::Test {
+class NcclOnCuda : public ::testing::Test {
  protected:
   void SetUp() override {
     if (!nccl_built()) {
@@ -60,14 +60,14 @@ class NcclTest : public ::testing::Test {
   CallOptions call_;
 };
 
-constexpr std::size_t kNumel = 100003;
+constexpr std::size_t kNcclNumel = 100003;
 
 // First in this file, because c10d warns only once of a process group that was dropped.
-TEST_F(NcclTest, AGroupThatEndsFinishesItsCallsAndSaysNothing) {
-  const auto bytes = reference::array(5, 0, 0, kNumel, DType::kFloat32);
+TEST_F(NcclOnCuda, AGroupThatEndsFinishesItsCallsAndSaysNothing) {
+  const auto bytes = reference::array(5, 0, 0, kNcclNumel, DType::kFloat32);
   const Memory shard = upload(bytes);
   const Memory full = on_device(bytes.size());
-  const Gather gather{shard.data(), full.data(), static_cast<std::int64_t>(kNumel),
+  const Gather gather{shard.data(), full.data(), static_cast<std::int64_t>(kNcclNumel),
                       DType::kFloat32};
   ::testing::internal::CaptureStderr();
   const Pending call = group_->start_all_gather({&gather, 1}, call_);
@@ -77,7 +77,7 @@ TEST_F(NcclTest, AGroupThatEndsFinishesItsCallsAndSaysNothing) {
   EXPECT_TRUE(download(full) == bytes);
 }
 
-TEST_F(NcclTest, GathersManyTensorsInOneCall) {
+TEST_F(NcclOnCuda, GathersManyTensorsInOneCall) {
   std::vector<std::vector<std::byte>> sources;
   std::vector<Memory> shards;
   std::vector<Memory> fulls;
@@ -95,11 +95,11 @@ TEST_F(NcclTest, GathersManyTensorsInOneCall) {
   }
 }
 
-TEST_F(NcclTest, GathersToThoseThatWantIt) {
-  const auto bytes = reference::array(6, 0, 0, kNumel, DType::kFloat32);
+TEST_F(NcclOnCuda, GathersToThoseThatWantIt) {
+  const auto bytes = reference::array(6, 0, 0, kNcclNumel, DType::kFloat32);
   const Memory shard = upload(bytes);
   const Memory full = upload(std::vector<std::byte>(bytes.size()));
-  const Gather gather{shard.data(), full.data(), static_cast<std::int64_t>(kNumel),
+  const Gather gather{shard.data(), full.data(), static_cast<std::int64_t>(kNcclNumel),
                       DType::kFloat32};
   const std::uint8_t nobody = 0;
   group_->start_gather_to({&gather, 1}, {&nobody, 1}, call_).wait();
@@ -108,28 +108,29 @@ TEST_F(NcclTest, GathersToThoseThatWantIt) {
   group_->start_gather_to({&gather, 1}, {&me, 1}, call_).wait();
   EXPECT_TRUE(download(full) == bytes);
   // In place nothing is left to send.
-  const Gather in_place{full.data(), full.data(), static_cast<std::int64_t>(kNumel),
+  const Gather in_place{full.data(), full.data(), static_cast<std::int64_t>(kNcclNumel),
                         DType::kFloat32};
   group_->start_gather_to({&in_place, 1}, {&me, 1}, call_).wait();
   EXPECT_TRUE(download(full) == bytes);
 }
 
-TEST_F(NcclTest, ReducesInRankOrderOnTheDevice) {
+TEST_F(NcclOnCuda, ReducesInRankOrderOnTheDevice) {
   const std::pair<DType, DType> dtypes[] = {{DType::kFloat32, DType::kFloat32},
                                             {DType::kBFloat16, DType::kFloat32},
                                             {DType::kFloat16, DType::kFloat16},
                                             {DType::kFloat64, DType::kFloat64}};
   for (const auto& [dtype, out_dtype] : dtypes) {
-    const Memory input = upload(reference::array(3, 0, 0, kNumel, dtype));
-    const Memory output = on_device(kNumel * bytes_of(out_dtype));
-    group_->start_reduce_scatter(input.data(), output.data(), kNumel, dtype, out_dtype, call_)
+    const Memory input = upload(reference::array(3, 0, 0, kNcclNumel, dtype));
+    const Memory output = on_device(kNcclNumel * bytes_of(out_dtype));
+    group_->start_reduce_scatter(input.data(), output.data(), kNcclNumel, dtype, out_dtype, call_)
         .wait();
-    EXPECT_TRUE(download(output) == reference::rank_order_sum(3, 1, 0, kNumel, dtype, out_dtype));
+    EXPECT_TRUE(download(output) ==
+                reference::rank_order_sum(3, 1, 0, kNcclNumel, dtype, out_dtype));
   }
 }
 
 // The arithmetic of several ranks without the ranks: their parts lie side by side.
-TEST_F(NcclTest, TheDeviceAddsTheSameBitsAsTheHost) {
+TEST_F(NcclOnCuda, TheDeviceAddsTheSameBitsAsTheHost) {
   const auto backend = make_nccl_backend(store_, 0, 1, 0, "sums", std::chrono::seconds(60));
   for (const int num_parts : {1, 2, 3, 5}) {
     for (const auto& [dtype, out_dtype] : {std::pair{DType::kFloat32, DType::kFloat32},
@@ -139,50 +140,51 @@ TEST_F(NcclTest, TheDeviceAddsTheSameBitsAsTheHost) {
                                            {DType::kInt64, DType::kInt64}}) {
       std::vector<std::byte> parts;
       for (int rank = 0; rank < num_parts; ++rank) {
-        const auto part = reference::array(7, rank, 0, kNumel, dtype);
+        const auto part = reference::array(7, rank, 0, kNcclNumel, dtype);
         parts.insert(parts.end(), part.begin(), part.end());
       }
       const Memory input = upload(parts);
-      const Memory output = on_device(kNumel * bytes_of(out_dtype));
+      const Memory output = on_device(kNcclNumel * bytes_of(out_dtype));
       backend
-          ->start_reduce({input.data(), dtype, num_parts, kNumel}, output.data(), out_dtype,
+          ->start_reduce({input.data(), dtype, num_parts, kNcclNumel}, output.data(), out_dtype,
                          Reduction::kSum, call_.stream)
           .wait();
       EXPECT_TRUE(download(output) ==
-                  reference::rank_order_sum(7, num_parts, 0, kNumel, dtype, out_dtype))
+                  reference::rank_order_sum(7, num_parts, 0, kNcclNumel, dtype, out_dtype))
           << num_parts << " " << to_string(dtype);
     }
   }
 }
 
-TEST_F(NcclTest, BroadcastBarrierAndAllToAllComplete) {
-  const auto bytes = reference::array(4, 0, 0, kNumel, DType::kFloat32);
+TEST_F(NcclOnCuda, BroadcastBarrierAndAllToAllComplete) {
+  const auto bytes = reference::array(4, 0, 0, kNcclNumel, DType::kFloat32);
   const Memory data = upload(bytes);
   const Memory other = on_device(bytes.size());
-  group_->start_broadcast(data.data(), kNumel, DType::kFloat32, 0, call_).wait();
-  group_->start_all_to_all(data.data(), other.data(), kNumel, DType::kFloat32, call_).wait();
-  group_->start_all_reduce(other.data(), kNumel, DType::kFloat32, Reduction::kSum, call_).wait();
+  group_->start_broadcast(data.data(), kNcclNumel, DType::kFloat32, 0, call_).wait();
+  group_->start_all_to_all(data.data(), other.data(), kNcclNumel, DType::kFloat32, call_).wait();
+  group_->start_all_reduce(other.data(), kNcclNumel, DType::kFloat32, Reduction::kSum, call_)
+      .wait();
   group_->start_barrier(call_).wait();
   EXPECT_TRUE(download(other) == bytes);
   EXPECT_EQ(group_->wire_bytes().payload, 0U);
 }
 
 // Groups are split by numbers of the host, which NCCL does not reach.
-TEST_F(NcclTest, BytesOfTheHostTravelThroughTheDevice) {
+TEST_F(NcclOnCuda, BytesOfTheHostTravelThroughTheDevice) {
   std::int64_t number = 7;
   group_->broadcast_host(&number, sizeof(number), 0);
   EXPECT_EQ(number, 7);
   const auto part = group_->split(0, "part");
-  const auto bytes = reference::array(8, 0, 0, kNumel, DType::kFloat32);
+  const auto bytes = reference::array(8, 0, 0, kNcclNumel, DType::kFloat32);
   const Memory data = upload(bytes);
-  part->start_broadcast(data.data(), kNumel, DType::kFloat32, 0, call_).wait();
+  part->start_broadcast(data.data(), kNcclNumel, DType::kFloat32, 0, call_).wait();
   EXPECT_TRUE(download(data) == bytes);
 }
 
-TEST_F(NcclTest, CallsFollowTheirStreamWithoutBlockingTheHost) {
+TEST_F(NcclOnCuda, CallsFollowTheirStreamWithoutBlockingTheHost) {
   device::Stream& gather = *call_.stream;
   device::Stream& compute = device_->stream(StreamKind::kCompute);
-  const auto bytes = reference::array(9, 0, 0, kNumel, DType::kFloat32);
+  const auto bytes = reference::array(9, 0, 0, kNcclNumel, DType::kFloat32);
   const Memory pinned = device_->allocate(MemoryKind::kPinned, bytes.size(), Role::kOther);
   std::copy(bytes.begin(), bytes.end(), pinned.data());
   const Memory shard = on_device(bytes.size());
@@ -191,7 +193,7 @@ TEST_F(NcclTest, CallsFollowTheirStreamWithoutBlockingTheHost) {
   for (int round = 0; round < 50; ++round) {
     std::ignore = device_->start_fill(shard.data(), 0, bytes.size(), gather);
     std::ignore = device_->start_copy(shard.data(), pinned.data(), bytes.size(), gather);
-    const Gather item{shard.data(), full.data(), static_cast<std::int64_t>(kNumel),
+    const Gather item{shard.data(), full.data(), static_cast<std::int64_t>(kNcclNumel),
                       DType::kFloat32};
     compute.wait(group_->start_all_gather({&item, 1}, call_));
     std::ignore = device_->start_copy(result.data(), full.data(), bytes.size(), compute);

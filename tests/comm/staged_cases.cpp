@@ -13,12 +13,12 @@ namespace {
 using device::Memory;
 using device::StreamKind;
 
-constexpr std::size_t kSizes[] = {0, 1, 17, 1023, 20011};
+constexpr std::size_t kStagedSizes[] = {0, 1, 17, 1023, 20011};
 
 // Shards of this rank and room for what is gathered, on the device.
-class Tensors {
+class DeviceTensors {
  public:
-  Tensors(StagedRank& here, const std::vector<reference::Tensor>& tensors, bool in_place)
+  DeviceTensors(StagedRank& here, const std::vector<reference::Tensor>& tensors, bool in_place)
       : here_(here), tensors_(tensors) {
     const auto rank = static_cast<std::size_t>(here.group.rank());
     const auto num_ranks = static_cast<std::size_t>(here.group.size());
@@ -65,10 +65,10 @@ TEST_P(StagedContract, GathersBringEveryTensorInOneCallOrOneByOne) {
   for (int num_ranks = 2; num_ranks <= 4; ++num_ranks) {
     run(num_ranks, [](StagedRank& here) {
       for (const bool in_place : {false, true}) {
-        Tensors together(here, reference::kMixedTensors, in_place);
+        DeviceTensors together(here, reference::kMixedTensors, in_place);
         here.group.start_all_gather(together.gathers()).wait();
         together.expect_gathered();
-        Tensors apart(here, reference::kMixedTensors, in_place);
+        DeviceTensors apart(here, reference::kMixedTensors, in_place);
         const std::vector<Pending> each = here.group.start_all_gathers(apart.gathers());
         for (std::size_t i = each.size(); i-- > 0;) {
           each[i].wait();
@@ -85,7 +85,7 @@ TEST_P(StagedContract, AGatherToSomeReachesThose) {
          {std::vector<std::uint8_t>{0, 0, 0}, {1, 0, 0}, {0, 1, 1}, {1, 1, 1}}) {
       for (const bool in_place : {false, true}) {
         const bool receives = wants[static_cast<std::size_t>(here.group.rank())] != 0;
-        Tensors tensors(here, reference::kMixedTensors, in_place && receives);
+        DeviceTensors tensors(here, reference::kMixedTensors, in_place && receives);
         if (!receives) {
           for (Gather& gather : tensors.gathers()) {
             gather.full = nullptr;
@@ -123,7 +123,7 @@ TEST_P(StagedContract, ReduceScatterIsTheSumInRankOrderToTheBit) {
                                               out_dtype))
             << numel;
       };
-      for (const std::size_t numel : kSizes) {
+      for (const std::size_t numel : kStagedSizes) {
         for (const auto& [dtype, out_dtype] : dtypes) {
           expect_sum(numel, dtype, out_dtype);
         }
@@ -138,7 +138,7 @@ TEST_P(StagedContract, ReduceScatterIsTheSumInRankOrderToTheBit) {
 TEST_P(StagedContract, AllReduceGivesEveryRankTheSameBits) {
   for (int num_ranks = 2; num_ranks <= 4; ++num_ranks) {
     run(num_ranks, [](StagedRank& here) {
-      for (const std::size_t numel : kSizes) {
+      for (const std::size_t numel : kStagedSizes) {
         for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kInt64}) {
           const Memory data =
               upload(here.device, reference::array(numel, here.group.rank(), 0, numel, dtype));
@@ -157,7 +157,7 @@ TEST_P(StagedContract, BroadcastAndAllToAllBringTheirBytes) {
     run(num_ranks, [](StagedRank& here) {
       const int rank = here.group.rank();
       const auto num = static_cast<std::size_t>(here.group.size());
-      for (const std::size_t numel : kSizes) {
+      for (const std::size_t numel : kStagedSizes) {
         const auto count = static_cast<std::int64_t>(numel);
         for (int root = 0; root < here.group.size(); ++root) {
           const Memory data =

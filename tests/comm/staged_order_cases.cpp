@@ -15,7 +15,7 @@ namespace {
 using device::Memory;
 using device::StreamKind;
 
-constexpr std::int64_t kNumel = 20011;
+constexpr std::int64_t kOrderNumel = 20011;
 
 std::size_t pages_of(std::size_t bytes) {
   const std::size_t page = device::page_bytes();
@@ -28,7 +28,7 @@ std::size_t pages_of(std::size_t bytes) {
 TEST_P(StagedContract, StartingACallBlocksNobodyHoweverLateItsInputIs) {
   std::latch started(3);
   run(3, [&](StagedRank& here) {
-    const Bytes bytes = reference::array(1, here.group.rank(), 0, kNumel, DType::kFloat32);
+    const Bytes bytes = reference::array(1, here.group.rank(), 0, kOrderNumel, DType::kFloat32);
     const Memory source =
         here.device.allocate(device::MemoryKind::kPinned, bytes.size(), Role::kOther);
     std::copy(bytes.begin(), bytes.end(), source.data());
@@ -39,27 +39,27 @@ TEST_P(StagedContract, StartingACallBlocksNobodyHoweverLateItsInputIs) {
     std::ignore = here.device.start_copy(data.data(), source.data(), bytes.size(), gather);
     CallOptions options;
     options.stream = &gather;
-    const Pending call =
-        here.group.start_all_reduce(data.data(), kNumel, DType::kFloat32, Reduction::kSum, options);
+    const Pending call = here.group.start_all_reduce(data.data(), kOrderNumel, DType::kFloat32,
+                                                     Reduction::kSum, options);
     EXPECT_FALSE(call.done());
     started.count_down();
     call.wait();
     EXPECT_TRUE(download(here.device, data) ==
-                reference::rank_order_sum(1, 3, 0, kNumel, DType::kFloat32, DType::kFloat32));
+                reference::rank_order_sum(1, 3, 0, kOrderNumel, DType::kFloat32, DType::kFloat32));
   });
 }
 
 // Every stream that a caller has may stand behind the call itself: its copies go by another one.
 TEST_P(StagedContract, ACallDoesNotWaitForStreamsThatWaitForIt) {
   run(2, [](StagedRank& here) {
-    const Bytes bytes = reference::array(2, here.group.rank(), 0, kNumel, DType::kFloat32);
+    const Bytes bytes = reference::array(2, here.group.rank(), 0, kOrderNumel, DType::kFloat32);
     const Memory data = upload(here.device, bytes);
     const StreamKind kinds[] = {StreamKind::kGather, StreamKind::kRead, StreamKind::kWrite,
                                 StreamKind::kReduce};
     CallOptions options;
     options.stream = &here.device.stream(StreamKind::kGather);
-    const Pending call =
-        here.group.start_all_reduce(data.data(), kNumel, DType::kFloat32, Reduction::kSum, options);
+    const Pending call = here.group.start_all_reduce(data.data(), kOrderNumel, DType::kFloat32,
+                                                     Reduction::kSum, options);
     std::vector<Memory> copies;
     for (const StreamKind kind : kinds) {
       copies.push_back(on_device(here.device, bytes.size()));
@@ -67,7 +67,8 @@ TEST_P(StagedContract, ACallDoesNotWaitForStreamsThatWaitForIt) {
       std::ignore = here.device.start_copy(copies.back().data(), data.data(), bytes.size(),
                                            here.device.stream(kind));
     }
-    const Bytes sum = reference::rank_order_sum(2, 2, 0, kNumel, DType::kFloat32, DType::kFloat32);
+    const Bytes sum =
+        reference::rank_order_sum(2, 2, 0, kOrderNumel, DType::kFloat32, DType::kFloat32);
     for (std::size_t i = 0; i < copies.size(); ++i) {
       here.device.stream(kinds[i]).synchronize();
       EXPECT_TRUE(download(here.device, copies[i]) == sum) << to_string(kinds[i]);
@@ -92,13 +93,13 @@ TEST_P(StagedContract, StagingIsPinnedAndWhatAPlanCounts) {
       EXPECT_EQ(here.ledger.peak_bytes(Tier::kPinned, Role::kStaging), pages_of(planned));
     };
     constexpr CallMemory kCopied = CallMemory::kCopied;
-    constexpr auto kShard = static_cast<std::size_t>(kNumel) * sizeof(float);
-    const Bytes bytes = reference::array(2, here.group.rank(), 0, 2 * kNumel, DType::kFloat32);
+    constexpr auto kShard = static_cast<std::size_t>(kOrderNumel) * sizeof(float);
+    const Bytes bytes = reference::array(2, here.group.rank(), 0, 2 * kOrderNumel, DType::kFloat32);
     const Memory all = upload(here.device, bytes);
     const Memory other = on_device(here.device, bytes.size());
     const Memory shard = on_device(here.device, kShard);
     const std::size_t below = GroupOptions().pack_below_bytes;
-    const Gather gathers[] = {{shard.data(), all.data(), kNumel, DType::kFloat32},
+    const Gather gathers[] = {{shard.data(), all.data(), kOrderNumel, DType::kFloat32},
                               {shard.data(), other.data(), 1000, DType::kFloat32},
                               {shard.data(), other.data() + 8000, 500, DType::kFloat32}};
     const std::size_t shards[] = {kShard, 4000, 2000};
@@ -109,19 +110,19 @@ TEST_P(StagedContract, StagingIsPinnedAndWhatAPlanCounts) {
     expect_taken(
         gather_to_staging_bytes(shards, below, {2, 1, here.group.rank() == 0, copies, kCopied}),
         [&] { return here.group.start_gather_to(gathers, wants); });
-    expect_taken(reduce_scatter_staging_bytes(kNumel, DType::kFloat32, 2, kCopied), [&] {
-      return here.group.start_reduce_scatter(all.data(), shard.data(), kNumel, DType::kFloat32,
+    expect_taken(reduce_scatter_staging_bytes(kOrderNumel, DType::kFloat32, 2, kCopied), [&] {
+      return here.group.start_reduce_scatter(all.data(), shard.data(), kOrderNumel, DType::kFloat32,
                                              DType::kFloat32);
     });
-    for (const std::int64_t numel : {std::int64_t{3000}, kNumel, 2 * kNumel}) {
+    for (const std::int64_t numel : {std::int64_t{3000}, kOrderNumel, 2 * kOrderNumel}) {
       expect_taken(all_reduce_staging_bytes(numel, DType::kFloat32, 2, kCopied),
                    [&] { return here.group.start_all_reduce(all.data(), numel, DType::kFloat32); });
     }
     expect_taken(broadcast_staging_bytes(kShard, kCopied), [&] {
-      return here.group.start_broadcast(shard.data(), kNumel, DType::kFloat32, 1);
+      return here.group.start_broadcast(shard.data(), kOrderNumel, DType::kFloat32, 1);
     });
     expect_taken(all_to_all_staging_bytes(kShard, 2, kCopied), [&] {
-      return here.group.start_all_to_all(all.data(), other.data(), kNumel, DType::kFloat32);
+      return here.group.start_all_to_all(all.data(), other.data(), kOrderNumel, DType::kFloat32);
     });
     here.group.reserve_staging(0);
     EXPECT_EQ(pinned(), 0U);
@@ -131,9 +132,9 @@ TEST_P(StagedContract, StagingIsPinnedAndWhatAPlanCounts) {
 
 TEST_P(StagedContract, AnotherCallOnOneRankIsAnErrorOnAllAndWritesNothing) {
   const auto failures = run_collecting(3, [](StagedRank& here) {
-    const Bytes bytes = reference::array(4, here.group.rank(), 0, kNumel, DType::kFloat32);
+    const Bytes bytes = reference::array(4, here.group.rank(), 0, kOrderNumel, DType::kFloat32);
     const Memory data = upload(here.device, bytes);
-    const std::int64_t numel = here.group.rank() == 1 ? kNumel - 1 : kNumel;
+    const std::int64_t numel = here.group.rank() == 1 ? kOrderNumel - 1 : kOrderNumel;
     try {
       here.group.start_all_reduce(data.data(), numel, DType::kFloat32).wait();
       ADD_FAILURE() << "ranks that do not agree went on";

@@ -6,8 +6,8 @@
 namespace tessera::comm {
 namespace {
 
-StagedWorld threads(const std::string& name, device::LateMode mode, std::uint32_t max_delay_us,
-                    std::size_t staging_bytes) {
+StagedWorld staged_threads(const std::string& name, device::LateMode mode,
+                           std::uint32_t max_delay_us, std::size_t staging_bytes) {
   StagedWorld world;
   world.name = name;
   world.make_network = [=](int num_ranks) { return make_thread_network(num_ranks, max_delay_us); };
@@ -23,9 +23,9 @@ StagedWorld threads(const std::string& name, device::LateMode mode, std::uint32_
 }
 
 INSTANTIATE_TEST_SUITE_P(Threads, StagedContract,
-                         ::testing::Values(threads("Lazy", device::LateMode::kLazy, 0, 0),
-                                           threads("LateAndReserved", device::LateMode::kRandom, 30,
-                                                   200000)),
+                         ::testing::Values(staged_threads("Lazy", device::LateMode::kLazy, 0, 0),
+                                           staged_threads("LateAndReserved",
+                                                          device::LateMode::kRandom, 30, 200000)),
                          staged_world_name);
 
 }  // namespace

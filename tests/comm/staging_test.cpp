@@ -128,7 +128,7 @@ class ReduceScatter final : public CallInFlight {
 
 // The small one is gathered; the large one, of which no number of ranks is a divisor, is padded.
 constexpr std::size_t kSmallNumel = 7;
-constexpr std::size_t kLargeNumel = 8209;
+constexpr std::size_t kHugeNumel = 8209;
 
 class AllReduce final : public CallInFlight {
  public:
@@ -155,7 +155,7 @@ std::unique_ptr<CallInFlight> make_call(std::uint64_t seed) {
     case 1:
       return std::make_unique<AllReduce>(seed, kSmallNumel);
     case 2:
-      return std::make_unique<AllReduce>(seed, kLargeNumel);
+      return std::make_unique<AllReduce>(seed, kHugeNumel);
     default:
       return std::make_unique<PackedGather>(seed / 4);
   }
@@ -168,7 +168,7 @@ std::size_t largest_call_bytes(int num_ranks) {
   return std::max({all_gather_staging_bytes(shards, GroupOptions().pack_below_bytes, num_ranks),
                    reduce_scatter_staging_bytes(kReducedNumel, DType::kFloat32, num_ranks),
                    all_reduce_staging_bytes(kSmallNumel, DType::kFloat32, num_ranks),
-                   all_reduce_staging_bytes(kLargeNumel, DType::kFloat32, num_ranks)});
+                   all_reduce_staging_bytes(kHugeNumel, DType::kFloat32, num_ranks)});
 }
 
 void start_all_then_wait(Group& group, std::uint64_t num_calls) {

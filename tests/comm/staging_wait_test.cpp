@@ -22,20 +22,20 @@ namespace {
 constexpr std::size_t kMaxCalls = 4;
 
 // The n-th all-gather says that it was launched, and arrives when the test says so.
-struct Network {
+struct LaunchNetwork {
   std::array<std::promise<void>, kMaxCalls> launched;
   std::vector<std::shared_ptr<device::Completion>> arrived;
 
-  Network() {
+  LaunchNetwork() {
     for (std::size_t i = 0; i < kMaxCalls; ++i) {
       arrived.push_back(std::make_shared<device::Completion>());
     }
   }
 };
 
-class HeldBackend final : public LoneBackend {
+class LaunchBackend final : public LoneBackend {
  public:
-  explicit HeldBackend(Network& network) : network_(network) {}
+  explicit LaunchBackend(LaunchNetwork& network) : network_(network) {}
 
   Pending start_all_gather(std::span<const GatherBytes>, const Call&) override {
     const std::size_t index = num_gathers_++;
@@ -44,7 +44,7 @@ class HeldBackend final : public LoneBackend {
   }
 
  private:
-  Network& network_;
+  LaunchNetwork& network_;
   std::size_t num_gathers_ = 0;  // the launcher's own
 };
 
@@ -101,14 +101,14 @@ class StagingWait : public ::testing::Test {
   Ledger ledger_;
   std::vector<float> shard_;
   std::vector<float> full_;
-  Network network_;
+  LaunchNetwork network_;
   std::array<std::future<void>, kMaxCalls> launched_ = {
       network_.launched[0].get_future(), network_.launched[1].get_future(),
       network_.launched[2].get_future(), network_.launched[3].get_future()};
 };
 
 TEST_F(StagingWait, CallsAreLaunchedAsLongAsThereIsRoomAndStartedWithoutIt) {
-  Group group(std::make_unique<HeldBackend>(network_), "world", {0, 1}, options());
+  Group group(std::make_unique<LaunchBackend>(network_), "world", {0, 1}, options());
   group.reserve_staging(2 * call_bytes(2));
   const Pending first = start(group, 2);
   const Pending second = start(group, 2);
@@ -127,7 +127,7 @@ TEST_F(StagingWait, CallsAreLaunchedAsLongAsThereIsRoomAndStartedWithoutIt) {
 }
 
 TEST_F(StagingWait, ACallThatNeedsMoreThanTheRegionDoesNotWaitForIt) {
-  Group group(std::make_unique<HeldBackend>(network_), "world", {0, 1}, options());
+  Group group(std::make_unique<LaunchBackend>(network_), "world", {0, 1}, options());
   group.reserve_staging(call_bytes(2));
   const Pending small = start(group, 2);
   const Pending large = start(group, 3);
@@ -139,7 +139,7 @@ TEST_F(StagingWait, ACallThatNeedsMoreThanTheRegionDoesNotWaitForIt) {
 }
 
 TEST_F(StagingWait, AFailureEndsTheWaitAndIsTheErrorOfAllCalls) {
-  Group group(std::make_unique<HeldBackend>(network_), "world", {0, 1}, options());
+  Group group(std::make_unique<LaunchBackend>(network_), "world", {0, 1}, options());
   group.reserve_staging(call_bytes(2));
   const Pending first = start(group, 2);
   const auto ready = std::make_shared<SeenReady>();
@@ -164,7 +164,7 @@ TEST_F(StagingWait, ARankOnItsWayOutDoesNotWait) {
   const auto ready = std::make_shared<SeenReady>();
   EXPECT_THROW(
       {
-        Group group(std::make_unique<HeldBackend>(network_), "world", {0, 1}, options());
+        Group group(std::make_unique<LaunchBackend>(network_), "world", {0, 1}, options());
         group.reserve_staging(call_bytes(2));
         const Pending first = start(group, 2);
         const Pending second = start(group, 2, Pending(ready));

@@ -11,7 +11,7 @@
 namespace tessera::comm {
 namespace {
 
-std::string text_of(const std::exception_ptr& failure) {
+std::string message_of(const std::exception_ptr& failure) {
   if (!failure) {
     return "";
   }
@@ -43,9 +43,9 @@ TEST(ThreadBackend, AnInjectedFaultFailsTheNthCallOfItsRankAndEndsTheOthers) {
       }
     });
     EXPECT_EQ(completed.load(), static_cast<int>(call) - 1);
-    EXPECT_NE(text_of(failures[1]).find("injected fault in call"), std::string::npos);
+    EXPECT_NE(message_of(failures[1]).find("injected fault in call"), std::string::npos);
     for (const int other : {0, 2}) {
-      const std::string text = text_of(failures[static_cast<std::size_t>(other)]);
+      const std::string text = message_of(failures[static_cast<std::size_t>(other)]);
       EXPECT_NE(text.find("rank 1"), std::string::npos) << text;
       EXPECT_NE(text.find("injected fault"), std::string::npos) << text;
       EXPECT_NE(text.find("unit 'h.1', parameter 'mlp.weight'"), std::string::npos) << text;
@@ -64,8 +64,8 @@ TEST(ThreadBackend, ARankWhoseNetworkIsDeadIsReportedByTheOthers) {
   });
   // Rank 2 did call, so it has come as far as the board knows; what all can say is where they wait.
   for (const auto& failure : failures) {
-    EXPECT_NE(text_of(failure).find("all_reduce #3"), std::string::npos) << text_of(failure);
-    EXPECT_NE(text_of(failure).find("'mlp.weight'"), std::string::npos) << text_of(failure);
+    EXPECT_NE(message_of(failure).find("all_reduce #3"), std::string::npos) << message_of(failure);
+    EXPECT_NE(message_of(failure).find("'mlp.weight'"), std::string::npos) << message_of(failure);
   }
 }
 

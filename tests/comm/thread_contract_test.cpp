@@ -7,7 +7,8 @@ namespace tessera::comm {
 namespace {
 
 ContractWorld threads(const std::string& name, std::uint32_t max_delay_us, std::uint64_t seed) {
-  return {name, [=](int num_ranks, GroupOptions options, const std::function<void(Group&)>& body) {
+  return {name,
+          [=](int num_ranks, const GroupOptions& options, const std::function<void(Group&)>& body) {
             ThreadWorldOptions world;
             world.num_ranks = num_ranks;
             world.max_delay_us = max_delay_us;
@@ -19,7 +20,8 @@ ContractWorld threads(const std::string& name, std::uint32_t max_delay_us, std::
 // Some calls of the contract share the region, many wait for it, and the largest have none of it.
 ContractWorld reserved(const std::string& name, std::size_t staging_bytes) {
   const ContractWorld late = threads(name, 30, 4);
-  return {name, [=](int num_ranks, GroupOptions options, const std::function<void(Group&)>& body) {
+  return {name,
+          [=](int num_ranks, const GroupOptions& options, const std::function<void(Group&)>& body) {
             return late.run(num_ranks, options, [&](Group& group) {
               group.reserve_staging(staging_bytes);
               body(group);

@@ -125,59 +125,59 @@ class WireBytesTest : public ::testing::Test {
   }
 };
 
-constexpr std::int64_t kNumel = 3 << 20;
+constexpr std::int64_t kWireNumel = 3 << 20;
 
 TEST_F(WireBytesTest, AgreeWithTheLoopbackInterfaceForEveryCollective) {
   for (const int num_ranks : {2, 3}) {
     const auto num = static_cast<std::size_t>(num_ranks);
     expect_agreement("all_gather", num_ranks, [num](Group& group) {
-      std::vector<float> shard(kNumel);
-      std::vector<float> full(kNumel * num);
-      const Gather gather{shard.data(), full.data(), kNumel, DType::kFloat32};
+      std::vector<float> shard(kWireNumel);
+      std::vector<float> full(kWireNumel * num);
+      const Gather gather{shard.data(), full.data(), kWireNumel, DType::kFloat32};
       group.start_all_gather({&gather, 1}).wait();
     });
     expect_agreement("reduce_scatter", num_ranks, [num](Group& group) {
-      std::vector<float> input(kNumel * num);
-      std::vector<float> output(kNumel);
+      std::vector<float> input(kWireNumel * num);
+      std::vector<float> output(kWireNumel);
       group
-          .start_reduce_scatter(input.data(), output.data(), kNumel, DType::kFloat32,
+          .start_reduce_scatter(input.data(), output.data(), kWireNumel, DType::kFloat32,
                                 DType::kFloat32)
           .wait();
     });
     expect_agreement("reduce_scatter in bf16", num_ranks, [num](Group& group) {
-      std::vector<BFloat16> input(kNumel * num);
-      std::vector<float> output(kNumel);
+      std::vector<BFloat16> input(kWireNumel * num);
+      std::vector<float> output(kWireNumel);
       group
-          .start_reduce_scatter(input.data(), output.data(), kNumel, DType::kBFloat16,
+          .start_reduce_scatter(input.data(), output.data(), kWireNumel, DType::kBFloat16,
                                 DType::kFloat32)
           .wait();
     });
     expect_agreement("all_reduce", num_ranks, [](Group& group) {
-      std::vector<float> data(kNumel + 1);
-      group.start_all_reduce(data.data(), kNumel + 1, DType::kFloat32).wait();
+      std::vector<float> data(kWireNumel + 1);
+      group.start_all_reduce(data.data(), kWireNumel + 1, DType::kFloat32).wait();
     });
     expect_agreement("broadcast", num_ranks, [](Group& group) {
-      std::vector<float> data(kNumel);
-      group.start_broadcast(data.data(), kNumel, DType::kFloat32, 1).wait();
+      std::vector<float> data(kWireNumel);
+      group.start_broadcast(data.data(), kWireNumel, DType::kFloat32, 1).wait();
     });
     expect_agreement("all_to_all", num_ranks, [num](Group& group) {
-      std::vector<float> send(kNumel * num);
-      std::vector<float> receive(kNumel * num);
-      group.start_all_to_all(send.data(), receive.data(), kNumel, DType::kFloat32).wait();
+      std::vector<float> send(kWireNumel * num);
+      std::vector<float> receive(kWireNumel * num);
+      group.start_all_to_all(send.data(), receive.data(), kWireNumel, DType::kFloat32).wait();
     });
     expect_agreement("gather_to one rank", num_ranks, [num](Group& group) {
-      std::vector<float> shard(kNumel);
-      std::vector<float> full(group.rank() == 1 ? kNumel * num : 0);
-      const Gather gather{shard.data(), full.empty() ? nullptr : full.data(), kNumel,
+      std::vector<float> shard(kWireNumel);
+      std::vector<float> full(group.rank() == 1 ? kWireNumel * num : 0);
+      const Gather gather{shard.data(), full.empty() ? nullptr : full.data(), kWireNumel,
                           DType::kFloat32};
       std::vector<std::uint8_t> wants(num, 0);
       wants[1] = 1;
       group.start_gather_to({&gather, 1}, wants).wait();
     });
     expect_agreement("all_gathers of three tensors", num_ranks, [num](Group& group) {
-      std::vector<float> shard(kNumel);
-      std::vector<float> full(kNumel * num);
-      const std::int64_t third = kNumel / 3;
+      std::vector<float> shard(kWireNumel);
+      std::vector<float> full(kWireNumel * num);
+      const std::int64_t third = kWireNumel / 3;
       std::vector<Gather> gathers;
       for (std::int64_t i = 0; i < 3; ++i) {
         gathers.push_back({shard.data() + i * third,

@@ -65,7 +65,7 @@ TEST(ArenaPlan, NeverPutsTwoLivesOverEachOther) {
     std::vector<Lifetime> lives;
     std::int64_t time = 0;
     for (unsigned i = 0; i < 1 + random() % 40; ++i) {
-      time += random() % 2;
+      time += static_cast<std::int64_t>(random() % 2);
       lives.push_back({static_cast<std::int64_t>(random() % 5) * 300, time,
                        time + 1 + static_cast<std::int64_t>(random() % 6)});
     }

@@ -20,10 +20,6 @@ using comm::Group;
 using comm::run_ranks;
 using shard::ParamState;
 
-constexpr int kLayers = 6;
-constexpr std::int64_t kLayerNumel = 480;
-constexpr std::int64_t kLayerBytes = kLayerNumel * 4;
-
 CoordinatorOptions two_ahead() {
   CoordinatorOptions options;
   options.budgets.bucket_bytes = kLayerBytes;
@@ -34,18 +30,9 @@ CoordinatorOptions two_ahead() {
   return options;
 }
 
-void run_forward(RankWorld& world, const std::vector<UnitId>& units) {
-  for (const UnitId unit : units) {
-    world.begin(unit, Phase::kForward);
-    world.end(unit, Phase::kForward);
-  }
-}
+class DepartureOn : public testing::TestWithParam<DeviceChoice> {};
 
-const std::vector<UnitId> kInOrder = {0, 1, 2, 3, 4, 5};
-
-class EveryDevice : public testing::TestWithParam<DeviceChoice> {};
-
-TEST_P(EveryDevice, AnotherOrderDropsWhatWasPrefetchedAndGoesOn) {
+TEST_P(DepartureOn, AnotherOrderDropsWhatWasPrefetchedAndGoesOn) {
   for (int num_ranks = 2; num_ranks <= 4; ++num_ranks) {
     run_ranks(num_ranks, [](Group& group) {
       RankWorld world(group, equal_layers(kLayers, kLayerNumel), two_ahead(), GetParam());
@@ -89,7 +76,7 @@ TEST_P(EveryDevice, AnotherOrderDropsWhatWasPrefetchedAndGoesOn) {
   }
 }
 
-TEST_P(EveryDevice, AStepThatEndsEarlyOrLateKeepsItsValues) {
+TEST_P(DepartureOn, AStepThatEndsEarlyOrLateKeepsItsValues) {
   run_ranks(3, [](Group& group) {
     RankWorld world(group, equal_layers(kLayers, kLayerNumel), two_ahead(), GetParam());
     run_forward(world, kInOrder);
@@ -113,7 +100,7 @@ TEST_P(EveryDevice, AStepThatEndsEarlyOrLateKeepsItsValues) {
   });
 }
 
-TEST_P(EveryDevice, AfterAnExceptionTheNextStepRecordsAnew) {
+TEST_P(DepartureOn, AfterAnExceptionTheNextStepRecordsAnew) {
   for (int num_ranks = 1; num_ranks <= 3; ++num_ranks) {
     run_ranks(num_ranks, [](Group& group) {
       Model model = equal_layers(kLayers, kLayerNumel);
@@ -150,7 +137,7 @@ TEST_P(EveryDevice, AfterAnExceptionTheNextStepRecordsAnew) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, EveryDevice,
+INSTANTIATE_TEST_SUITE_P(Devices, DepartureOn,
                          testing::Values(DeviceChoice::kCpu, DeviceChoice::kLazy,
                                          DeviceChoice::kRandom),
                          [](const auto& info) { return name_of(info.param); });

@@ -11,15 +11,13 @@
 #include "tessera/core/error.h"
 #include "tessera/core/option_table.h"
 #include "tests/coordinator/coordinator_world.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::coordinator {
 namespace {
 
 using comm::Group;
 using comm::run_ranks;
-
-constexpr std::int64_t kLayerNumel = 480;
-constexpr std::int64_t kLayerBytes = kLayerNumel * 4;
 
 CoordinatorOptions limited(std::int64_t layers, std::int64_t reuse = 0) {
   CoordinatorOptions options;
@@ -205,7 +203,7 @@ void run_random_pass(RankWorld& world, std::mt19937& random,
 }
 
 TEST(CoordinatorLimits, EveryLimitHoldsAtEveryEventOfRandomPasses) {
-  for (unsigned seed = 0; seed < 60; ++seed) {
+  for (unsigned seed = 0; seed < support::rounds(45U, 12U); ++seed) {
     run_ranks(1 + static_cast<int>(seed % 3), [&](Group& group) {
       std::mt19937 random(seed);
       const auto pick = [&](std::initializer_list<std::int64_t> values) {

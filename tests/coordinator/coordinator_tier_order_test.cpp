@@ -23,10 +23,6 @@ using support::expect_names;
 using tessera::support::HeldStore;
 using tessera::support::StoreCall;
 
-constexpr int kLayers = 6;
-constexpr std::int64_t kLayerNumel = 480;
-constexpr std::int64_t kLayerBytes = kLayerNumel * 4;
-
 CoordinatorOptions prefetch(std::int64_t bucket_bytes) {
   CoordinatorOptions options;
   options.budgets.bucket_bytes = bucket_bytes;
@@ -45,14 +41,6 @@ Model stored_layers(std::size_t num_blocks, bool offers) {
                   StoredChoice::Kind::kHeld};
   return model;
 }
-
-void run_forward(RankWorld& world, const std::vector<UnitId>& units) {
-  for (const UnitId unit : units) {
-    world.begin(unit, Phase::kForward);
-    world.end(unit, Phase::kForward);
-  }
-}
-const std::vector<UnitId> kInOrder = {0, 1, 2, 3, 4, 5};
 
 std::vector<std::string> names(const std::vector<int>& ids) {
   std::vector<std::string> all;

@@ -10,6 +10,7 @@
 #include "tessera/comm/thread_backend.h"
 #include "tessera/core/option_table.h"
 #include "tests/coordinator/coordinator_world.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::coordinator {
 namespace {
@@ -17,7 +18,7 @@ namespace {
 using comm::Group;
 using comm::run_ranks;
 
-std::vector<CoordinatorOptions> option_combinations() {
+std::vector<CoordinatorOptions> some_option_combinations() {
   return {make_options(0, 0, 0, -1), make_options(1300, 2000, 0, 200),
           make_options(1300, kUnlimitedBytes, kUnlimitedBytes, -1),
           make_options(kUnlimitedBytes, kUnlimitedBytes, 0, 200)};
@@ -63,8 +64,8 @@ std::uint64_t brought_bytes_of(RankWorld& world, const PrefetchPlan& plan) {
 }
 
 // Four steps with updates between them; the last two follow the plan exactly.
-void train(Group& group, const Model& model, const CoordinatorOptions& options,
-           DeviceChoice choice) {
+void train_stored(Group& group, const Model& model, const CoordinatorOptions& options,
+                  DeviceChoice choice) {
   RankWorld world(group, model, options, choice);
   const std::vector<Use> uses = RankWorld::uses_of_step(world.model().units.size());
   for (int step = 0; step < 2; ++step) {
@@ -99,31 +100,32 @@ void train(Group& group, const Model& model, const CoordinatorOptions& options,
   }
 }
 
-class EveryDevice : public ::testing::TestWithParam<DeviceChoice> {};
+class TiersOn : public ::testing::TestWithParam<DeviceChoice> {};
 
-TEST_P(EveryDevice, UsesSeeTheUpdatedValuesAtThePlannedCostWhereverShardsAre) {
+TEST_P(TiersOn, UsesSeeTheUpdatedValuesAtThePlannedCostWhereverShardsAre) {
   const bool is_cpu = GetParam() == DeviceChoice::kCpu;
   const std::vector<StoredChoice> stored = choices();
-  const std::vector<CoordinatorOptions> options = option_combinations();
+  const std::vector<CoordinatorOptions> options = some_option_combinations();
   for (const int num_ranks : {1, 2, 3}) {
     run_ranks(num_ranks, [&](Group& group) {
-      for (std::size_t i = 0; i < stored.size() * options.size(); i += is_cpu ? 1 : 7) {
+      for (std::size_t i = 0; i < stored.size() * options.size();
+           i += is_cpu && !support::kIsSanitized ? 1 : 7) {
         Model model = mixed_model();
         model.stored = stored[i % stored.size()];
-        train(group, model, options[i / stored.size()], GetParam());
+        train_stored(group, model, options[i / stored.size()], GetParam());
       }
     });
   }
 }
 
-TEST_P(EveryDevice, AShardMayBeLargerThanTheWindowAndAllBuffersTogether) {
+TEST_P(TiersOn, AShardMayBeLargerThanTheWindowAndAllBuffersTogether) {
   for (const int num_ranks : {1, 2, 3}) {
     run_ranks(num_ranks, [&](Group& group) {
       for (const std::size_t blocks : {0, 20}) {
         Model model = equal_layers(4, 10 * shard::kShardStep + 17);
         model.numels[2] = 90;  // one that fits
         model.stored = {{0, 1, 2, 3}, kSmallestFeedBytes + blocks * tier::kBlockBytes, true};
-        train(group, model, make_options(100'000, 250'000, 0, 0), GetParam());
+        train_stored(group, model, make_options(100'000, 250'000, 0, 0), GetParam());
       }
     });
   }
@@ -206,7 +208,7 @@ class Walk {
   std::mt19937 random_;
 };
 
-TEST_P(EveryDevice, ValuesAreRightOnAnyWay) {
+TEST_P(TiersOn, ValuesAreRightOnAnyWay) {
   for (const int num_ranks : {1, 2, 3}) {
     for (unsigned seed = 1; seed <= (GetParam() == DeviceChoice::kCpu ? 10U : 3U); ++seed) {
       SCOPED_TRACE(::testing::Message() << "seed " << seed << ", " << num_ranks << " ranks");
@@ -214,7 +216,7 @@ TEST_P(EveryDevice, ValuesAreRightOnAnyWay) {
         Model model = mixed_model();
         const std::vector<StoredChoice> all = choices();
         model.stored = all[seed % all.size()];
-        const std::vector<CoordinatorOptions> options = option_combinations();
+        const std::vector<CoordinatorOptions> options = some_option_combinations();
         RankWorld world(group, model, options[seed % options.size()], GetParam());
         Walk(world, seed).run(15);
       });
@@ -222,7 +224,7 @@ TEST_P(EveryDevice, ValuesAreRightOnAnyWay) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, EveryDevice,
+INSTANTIATE_TEST_SUITE_P(Devices, TiersOn,
                          ::testing::Values(DeviceChoice::kCpu, DeviceChoice::kLazy,
                                            DeviceChoice::kRandom),
                          [](const auto& info) { return name_of(info.param); });
@@ -290,7 +292,7 @@ TEST(CoordinatorTier, OnlyUpdatesWrite) {
   run_ranks(2, [](Group& group) {
     Model model = mixed_model();
     model.stored = choices().front();
-    RankWorld world(group, model, option_combinations().front());
+    RankWorld world(group, model, some_option_combinations().front());
     std::uint64_t all = 0;
     for (const int id : model.stored.ids) {
       all += tier::whole_blocks(world.params()[id].layout().shard_bytes());

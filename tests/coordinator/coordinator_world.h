@@ -108,4 +108,17 @@ struct PlanSums {
 };
 PlanSums sums_of(const PrefetchPlan& plan, const shard::ParamTable& params);
 
+// A model of equal layers that divide by 2, 3 and 4 ranks without padding.
+constexpr std::int64_t kLayerNumel = 480;
+constexpr std::int64_t kLayerBytes = kLayerNumel * 4;
+constexpr int kLayers = 6;
+inline const std::vector<UnitId> kInOrder = {0, 1, 2, 3, 4, 5};
+
+inline void run_forward(RankWorld& world, const std::vector<UnitId>& units) {
+  for (const UnitId unit : units) {
+    world.begin(unit, Phase::kForward);
+    world.end(unit, Phase::kForward);
+  }
+}
+
 }  // namespace tessera::coordinator

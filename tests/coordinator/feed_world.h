@@ -25,6 +25,8 @@ using support::NoTensor;
 
 // A chance for what must not happen, before a test looks whether it has. No right program depends
 // on how long it takes.
+constexpr std::int64_t kBlockNumel = 1024;  // fp32 elements of one block
+
 inline void let_others_run() {
   for (int i = 0; i < 2000; ++i) {
     std::this_thread::yield();

@@ -15,7 +15,7 @@
 namespace tessera::coordinator {
 namespace {
 
-constexpr std::int64_t kLayerBytes = 1000;
+constexpr std::int64_t kPlannedLayerBytes = 1000;
 constexpr std::int64_t kUnlimited = kUnlimitedBytes;
 
 // What a PlanInput points to.
@@ -55,14 +55,14 @@ Case layers(int num_layers, std::int64_t limit_layers) {
   Case c;
   for (int i = 0; i < num_layers; ++i) {
     c.units.push_back({i});
-    c.params.push_back({kLayerBytes, false});
+    c.params.push_back({kPlannedLayerBytes, false});
     c.uses.push_back({i, Phase::kForward});
   }
   for (int i = num_layers; i-- > 0;) {
     c.uses.push_back({i, Phase::kBackward});
   }
   c.budgets.merge_below_bytes = 0;
-  c.budgets.live_limit_bytes = limit_layers * kLayerBytes;
+  c.budgets.live_limit_bytes = limit_layers * kPlannedLayerBytes;
   c.budgets.reuse_distance_bytes = kUnlimited;
   return c;
 }
@@ -128,27 +128,28 @@ TEST(PrefetchPlan, GathersAsFewLayersAsTheLimitAllows) {
   for (const auto& [limit, num_gathered] :
        {Expectation{0, 63}, Expectation{1, 63}, Expectation{2, 62}, Expectation{6, 58},
         Expectation{31, 33}, Expectation{32, 32}}) {
-    for (const std::int64_t bucket : {std::int64_t{0}, kLayerBytes, kUnlimited}) {
+    for (const std::int64_t bucket : {std::int64_t{0}, kPlannedLayerBytes, kUnlimited}) {
       Case c = layers(32, limit);
       c.budgets.bucket_bytes = bucket;
       const Outcome outcome = checked_plan(c);
       EXPECT_EQ(outcome.num_gathered, num_gathered) << describe(c);
       EXPECT_EQ(outcome.num_calls, num_gathered) << describe(c);
-      EXPECT_LE(outcome.plan.peak_bytes, std::max<std::int64_t>(limit, 1) * kLayerBytes);
+      EXPECT_LE(outcome.plan.peak_bytes, std::max<std::int64_t>(limit, 1) * kPlannedLayerBytes);
     }
   }
 }
 
 TEST(PrefetchPlan, NeedsNoReuseDistanceToUseALimitThatIsTooSmallForAll) {
   for (const int max_inflight : {1, 4, 100}) {
-    for (const std::int64_t bucket : {std::int64_t{0}, kLayerBytes, 2 * kLayerBytes, kUnlimited}) {
+    for (const std::int64_t bucket :
+         {std::int64_t{0}, kPlannedLayerBytes, 2 * kPlannedLayerBytes, kUnlimited}) {
       Case c = layers(32, 6);
       c.budgets.reuse_distance_bytes = 0;
       c.budgets.bucket_bytes = bucket;
       c.budgets.max_inflight = max_inflight;
       const Outcome outcome = checked_plan(c);
       EXPECT_EQ(outcome.num_gathered, 58) << describe(c);
-      EXPECT_EQ(outcome.plan.peak_bytes, 6 * kLayerBytes);
+      EXPECT_EQ(outcome.plan.peak_bytes, 6 * kPlannedLayerBytes);
       EXPECT_EQ(outcome.num_demanded, bucket == 0 ? 58 : 0) << describe(c);
     }
   }
@@ -158,7 +159,7 @@ TEST(PrefetchPlan, HoldsOneUnitAtALimitOfZero) {
   Case c = layers(32, 0);
   c.budgets.bucket_bytes = kUnlimited;
   const Outcome outcome = checked_plan(c);
-  EXPECT_EQ(outcome.plan.peak_bytes, kLayerBytes);
+  EXPECT_EQ(outcome.plan.peak_bytes, kPlannedLayerBytes);
   // Only what is used twice in a row stays.
   EXPECT_TRUE(outcome.plan.uses[31].release.empty());
   EXPECT_EQ(outcome.plan.uses[30].release, std::vector<int>{30});
@@ -172,13 +173,13 @@ TEST(PrefetchPlan, GathersEverythingOnceIfEverythingFits) {
   const Outcome outcome = checked_plan(c);
   EXPECT_EQ(outcome.num_gathered, 8);
   EXPECT_EQ(outcome.num_demanded, 0);
-  EXPECT_EQ(outcome.plan.peak_bytes, 8 * kLayerBytes);
+  EXPECT_EQ(outcome.plan.peak_bytes, 8 * kPlannedLayerBytes);
 }
 
 TEST(PrefetchPlan, KeepsPrefetchesInFlightAheadOfEveryUse) {
   Case c = layers(8, 0);
   c.budgets.live_limit_bytes = kUnlimited;
-  c.budgets.bucket_bytes = kLayerBytes;
+  c.budgets.bucket_bytes = kPlannedLayerBytes;
   c.budgets.max_inflight = 3;
   const Outcome outcome = checked_plan(c);
   const std::vector<PlannedUse>& uses = outcome.plan.uses;
@@ -194,7 +195,7 @@ TEST(PrefetchPlan, PrefetchesAlsoWhereTheTurnFillsTheLimit) {
   // Around the turn the limit is full of layers that stay. Before and after it every use is
   // prefetched all the same, since what does not stay leaves its room at once.
   Case c = layers(32, 6);
-  c.budgets.bucket_bytes = kLayerBytes;
+  c.budgets.bucket_bytes = kPlannedLayerBytes;
   const Outcome outcome = checked_plan(c);
   EXPECT_EQ(outcome.num_demanded, 0);
   EXPECT_EQ(outcome.num_gathered, 58);
@@ -210,7 +211,7 @@ TEST(PrefetchPlan, ReleasesWhatIsUsedAgainTooFarAhead) {
     const Outcome outcome = checked_plan(c);
     for (int i = 0; i < 4; ++i) {
       EXPECT_EQ(outcome.plan.uses[static_cast<std::size_t>(i)].release.empty(),
-                2 * (3 - i) * kLayerBytes <= distance)
+                2 * (3 - i) * kPlannedLayerBytes <= distance)
           << "layer " << i << ", distance " << distance;
     }
   }
@@ -220,11 +221,11 @@ TEST(PrefetchPlan, DoesNotReleaseWhatThePrefetchWouldGatherAtOnce) {
   // a b a with a reuse distance of 0: when a runs, its second use is next but one.
   Case c;
   c.units = {{0}, {1}};
-  c.params = {{kLayerBytes, false}, {kLayerBytes, false}};
+  c.params = {{kPlannedLayerBytes, false}, {kPlannedLayerBytes, false}};
   c.uses = {{0, Phase::kForward}, {1, Phase::kForward}, {0, Phase::kForward}};
   c.budgets.live_limit_bytes = kUnlimited;
   EXPECT_EQ(checked_plan(c).num_gathered, 3);
-  c.budgets.bucket_bytes = kLayerBytes;
+  c.budgets.bucket_bytes = kPlannedLayerBytes;
   EXPECT_EQ(checked_plan(c).num_gathered, 2);
 }
 
@@ -232,24 +233,24 @@ TEST(PrefetchPlan, GathersSmallUsesTogether) {
   Case c = layers(9, 0);
   c.uses.resize(9);
   c.budgets.live_limit_bytes = kUnlimited;
-  c.budgets.bucket_bytes = 4 * kLayerBytes;
+  c.budgets.bucket_bytes = 4 * kPlannedLayerBytes;
   c.budgets.max_inflight = 2;
-  c.budgets.merge_below_bytes = 3 * kLayerBytes;
+  c.budgets.merge_below_bytes = 3 * kPlannedLayerBytes;
   const Outcome outcome = checked_plan(c);
   EXPECT_EQ(outcome.plan.ahead.prefetch, (std::vector<GatherList>{{0, 1, 2}, {3, 4, 5}}));
   EXPECT_EQ(outcome.plan.uses[0].prefetch, (std::vector<GatherList>{{6, 7, 8}}));
   // The bucket is the stronger rule.
-  c.budgets.bucket_bytes = 2 * kLayerBytes;
+  c.budgets.bucket_bytes = 2 * kPlannedLayerBytes;
   EXPECT_EQ(checked_plan(c).plan.ahead.prefetch, (std::vector<GatherList>{{0, 1}, {2, 3}}));
 }
 
 TEST(PrefetchPlan, CutsAUseThatIsLargerThanTheBucket) {
   Case c = layers(2, 0);
   c.units[1] = {1, 2, 3, 4};
-  c.params.resize(5, {kLayerBytes, false});
-  c.params[3].full_bytes = 5 * kLayerBytes;  // larger than the bucket by itself
+  c.params.resize(5, {kPlannedLayerBytes, false});
+  c.params[3].full_bytes = 5 * kPlannedLayerBytes;  // larger than the bucket by itself
   c.budgets.live_limit_bytes = kUnlimited;
-  c.budgets.bucket_bytes = 2 * kLayerBytes;
+  c.budgets.bucket_bytes = 2 * kPlannedLayerBytes;
   EXPECT_EQ(checked_plan(c).plan.ahead.prefetch, (std::vector<GatherList>{{0}, {1, 2}, {3}, {4}}));
   // All of a use, or nothing, unless all of it can never be in flight.
   c.budgets.max_inflight = 3;
@@ -267,7 +268,7 @@ TEST(PrefetchPlan, KnowsThatUnitsRunInsideUnits) {
   // Unit 0 runs around 1, 2 and 3, and shares its parameter with 2.
   Case c;
   c.units = {{0}, {1}, {0, 2}, {3}, {4}};
-  c.params.resize(5, {kLayerBytes, false});
+  c.params.resize(5, {kPlannedLayerBytes, false});
   c.uses = {{0, Phase::kForward},
             {1, Phase::kForward},
             {2, Phase::kForward},
@@ -275,17 +276,17 @@ TEST(PrefetchPlan, KnowsThatUnitsRunInsideUnits) {
             {4, Phase::kForward}};
   c.open_until = {4, 2, 3, 4, 5};
   c.budgets.bucket_bytes = kUnlimited;
-  c.budgets.live_limit_bytes = 2 * kLayerBytes;
+  c.budgets.live_limit_bytes = 2 * kPlannedLayerBytes;
   const Outcome outcome = checked_plan(c);
-  EXPECT_EQ(outcome.plan.peak_bytes, 2 * kLayerBytes) << "no room to prefetch beside unit 0";
+  EXPECT_EQ(outcome.plan.peak_bytes, 2 * kPlannedLayerBytes) << "no room to prefetch beside unit 0";
   EXPECT_EQ(outcome.num_gathered, 5);
-  c.budgets.live_limit_bytes = 3 * kLayerBytes;
+  c.budgets.live_limit_bytes = 3 * kPlannedLayerBytes;
   EXPECT_EQ(checked_plan(c).num_demanded, 0);
 }
 
 TEST(PrefetchPlan, StatesWhatIsHeldInItsMiddle) {
   Case c = layers(6, 3);
-  c.budgets.bucket_bytes = kLayerBytes;
+  c.budgets.bucket_bytes = kPlannedLayerBytes;
   const Outcome outcome = checked_plan(c);
   const PlanState before = state_after(c.input(), outcome.plan, 0);
   EXPECT_EQ(before.held, (std::vector<bool>{true, true, true, false, false, false}));
@@ -321,8 +322,8 @@ TEST(PrefetchPlan, TakesUnitsWithoutParametersAndParametersWithoutBytes) {
   c.units = {{}, {0}, {1}};
   c.params = {{0, false}, {1000, false}};
   c.uses = {{0, Phase::kForward}, {1, Phase::kForward}, {2, Phase::kForward}, {0, Phase::kForward}};
-  c.budgets.bucket_bytes = kLayerBytes;
-  c.budgets.live_limit_bytes = kLayerBytes;
+  c.budgets.bucket_bytes = kPlannedLayerBytes;
+  c.budgets.live_limit_bytes = kPlannedLayerBytes;
   const Outcome outcome = checked_plan(c);
   EXPECT_EQ(outcome.plan.ahead.prefetch, (std::vector<GatherList>{{0, 1}}));
   Case empty;
@@ -426,7 +427,7 @@ TEST(PrefetchPlan, IsOptimalForEqualParametersOnRandomTraces) {
           {static_cast<int>(random() % static_cast<unsigned>(num_params)), Phase::kForward});
     }
     const int fewest = fewest_gathers(c);
-    for (const std::int64_t bucket : {std::int64_t{0}, kLayerBytes, kUnlimited}) {
+    for (const std::int64_t bucket : {std::int64_t{0}, kPlannedLayerBytes, kUnlimited}) {
       c.budgets.bucket_bytes = bucket;
       EXPECT_EQ(checked_plan(c).num_gathered, fewest) << describe(c);
     }

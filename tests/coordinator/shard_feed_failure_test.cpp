@@ -22,8 +22,6 @@ using shard::kShardStep;
 using tessera::support::expect_names;
 using tessera::support::StoreCall;
 
-constexpr std::int64_t kBlockNumel = 1024;  // fp32 elements of one block
-
 TEST(ShardFeedForgets, AShardThatIsReadAgain) {
   FeedWorld world;
   world.add(kBlockNumel);

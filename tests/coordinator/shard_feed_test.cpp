@@ -21,7 +21,6 @@ using device::Pending;
 using shard::kShardStep;
 using tessera::support::StoreCall;
 
-constexpr std::int64_t kBlockNumel = 1024;  // fp32 elements of one block
 using Places = std::vector<std::unique_ptr<FeedWorld::Place>>;
 
 TEST(FeedSizes, AddUpToWhatWasGivenAndNoMore) {
@@ -166,7 +165,7 @@ TEST(ShardFeed, ReadsAheadInTheOrderOfUseAsFarAsTheWindowGoes) {
     world.add(kBlockNumel);
   }
   ShardFeed& feed = world.make_feed(FeedWorld::buffer_for_blocks(3));
-  const auto names = [&](std::vector<int> ids) {
+  const auto names = [&](const std::vector<int>& ids) {
     std::vector<std::string> all;
     for (const int id : ids) {
       all.push_back(world.extent_name(id));

@@ -23,8 +23,8 @@ constexpr std::size_t kSample = 1 << 18;
 TEST(Philox, GivesThePublishedAnswers) {  // Random123, kat_vectors, philox4x32 10
   EXPECT_EQ(philox4x32({0, 0, 0, 0}, {0, 0}),
             (Words{0x6627e8d5U, 0xe169c58dU, 0xbc57ac4cU, 0x9b00dbd8U}));
-  constexpr std::uint32_t ones = 0xffffffffU;
-  EXPECT_EQ(philox4x32({ones, ones, ones, ones}, {ones, ones}),
+  constexpr std::uint32_t kOnes = 0xffffffffU;
+  EXPECT_EQ(philox4x32({kOnes, kOnes, kOnes, kOnes}, {kOnes, kOnes}),
             (Words{0x408f276dU, 0x41c83b0eU, 0xa20bc7c6U, 0x6d5451fdU}));
   EXPECT_EQ(
       philox4x32({0x243f6a88U, 0x85a308d3U, 0x13198a2eU, 0x03707344U}, {0xa4093822U, 0x299f31d0U}),
@@ -51,10 +51,10 @@ TEST(CounterRandom, ASeedAndANameMeanTheSameNumbersForEver) {
 
 TEST(CounterRandom, AnyRangeIsMadeOfTheSameElements) {
   const CounterRandom random(3, "norm.weight");
-  constexpr std::size_t numel = 1500;
+  constexpr std::size_t kNumel = 1500;
   for (const std::uint64_t origin : {std::uint64_t{0}, std::uint64_t{0x3fffffff0}}) {
     for (std::size_t begin = 0; begin < 9; ++begin) {
-      for (const std::size_t count : {0UL, 1UL, 2UL, 3UL, 4UL, 5UL, 255UL, 256UL, 257UL, numel}) {
+      for (const std::size_t count : {0UL, 1UL, 2UL, 3UL, 4UL, 5UL, 255UL, 256UL, 257UL, kNumel}) {
         std::vector<float> uniform(count), normal(count);
         random.fill_uniform(origin + begin, uniform);
         random.fill_normal(origin + begin, normal);
@@ -128,20 +128,20 @@ TEST(CounterRandom, NormalHasTheMomentsOfANormal) {
 TEST(CounterRandom, UniformFillsEqualBinsEqually) {
   std::vector<float> values(kSample);
   CounterRandom(5, "bins").fill_uniform(1, values);
-  constexpr std::size_t num_bins = 256;
-  std::array<double, num_bins> counts{};
+  constexpr std::size_t kNumBins = 256;
+  std::array<double, kNumBins> counts{};
   for (const float value : values) {
     ASSERT_GE(value, 0.0F);
     ASSERT_LT(value, 1.0F);
-    counts[static_cast<std::size_t>(value * num_bins)] += 1;
+    counts[static_cast<std::size_t>(value * kNumBins)] += 1;
   }
   // Chi-square with 255 degrees of freedom: mean 255, variance 510.
   double chi_square = 0;
-  constexpr double expected = static_cast<double>(kSample) / num_bins;
+  constexpr double kExpected = static_cast<double>(kSample) / kNumBins;
   for (const double count : counts) {
-    chi_square += (count - expected) * (count - expected) / expected;
+    chi_square += (count - kExpected) * (count - kExpected) / kExpected;
   }
-  EXPECT_NEAR(chi_square, num_bins - 1, 6 * std::sqrt(2.0 * (num_bins - 1)));
+  EXPECT_NEAR(chi_square, kNumBins - 1, 6 * std::sqrt(2.0 * (kNumBins - 1)));
 }
 
 // A correlation of n independent pairs has standard deviation 1 / sqrt(n).
@@ -168,16 +168,16 @@ TEST(CounterRandom, NeighboursInIndexNameAndSeedAreIndependent) {
 
 TEST(CounterRandom, BelowIsEvenAndNeverReachesItsLimit) {
   const CounterRandom random(9, "positions");
-  constexpr std::uint64_t limit = 10;
-  constexpr int num_draws = 100'000;
-  std::array<int, limit> counts{};
-  for (int i = 0; i < num_draws; ++i) {
-    const std::uint64_t drawn = random.below(i, limit);
-    ASSERT_LT(drawn, limit);
+  constexpr std::uint64_t kLimit = 10;
+  constexpr int kNumDraws = 100'000;
+  std::array<int, kLimit> counts{};
+  for (int i = 0; i < kNumDraws; ++i) {
+    const std::uint64_t drawn = random.below(i, kLimit);
+    ASSERT_LT(drawn, kLimit);
     ++counts[drawn];
   }
   for (const int count : counts) {  // binomial
-    EXPECT_NEAR(count, num_draws * 0.1, 6 * std::sqrt(num_draws * 0.1 * 0.9));
+    EXPECT_NEAR(count, kNumDraws * 0.1, 6 * std::sqrt(kNumDraws * 0.1 * 0.9));
   }
   EXPECT_EQ(random.below(0, 1), 0U);
   const std::uint64_t large = ~std::uint64_t{0};

@@ -14,7 +14,7 @@ namespace {
 
 Config from(std::string_view json) { return Config::from_json(json, "ds.json"); }
 
-std::string failure(std::string_view json) {
+std::string translation_failure(std::string_view json) {
   try {
     from(json);
   } catch (const ConfigError& e) {
@@ -93,7 +93,7 @@ TEST(DeepSpeedConfig, BothNamesOfAKeyAreAcceptedButNotTogether) {
   EXPECT_EQ(from(R"({"zero_optimization": {"stage": 3, "prefetch_bucket_size": 10}})")
                 .get_bytes("prefetch.bucket_bytes"),
             40);
-  EXPECT_EQ(failure(R"({"zero_optimization": {"prefetch_bucket_size": 1,
+  EXPECT_EQ(translation_failure(R"({"zero_optimization": {"prefetch_bucket_size": 1,
                                               "stage3_prefetch_bucket_size": 1}})"),
             "ds.json: zero_optimization.stage3_prefetch_bucket_size: given twice, also under its "
             "other name; keep one of zero_optimization.stage3_prefetch_bucket_size and "
@@ -101,16 +101,16 @@ TEST(DeepSpeedConfig, BothNamesOfAKeyAreAcceptedButNotTogether) {
 }
 
 TEST(DeepSpeedConfig, OtherStagesAreRefusedWithAWayOut) {
-  EXPECT_EQ(failure(R"({"zero_optimization": {"stage": 2}})"),
+  EXPECT_EQ(translation_failure(R"({"zero_optimization": {"stage": 2}})"),
             "ds.json: zero_optimization.stage = 2: Tessera always shards everything; set it to 3 "
             "or remove it");
-  EXPECT_EQ(failure(R"({"zero_optimization": {"stage": 0}})"),
+  EXPECT_EQ(translation_failure(R"({"zero_optimization": {"stage": 0}})"),
             "ds.json: zero_optimization.stage = 0: Tessera always shards everything; set it to 3, "
             "and shard.group_size to 1 for a whole copy per rank");
-  EXPECT_EQ(failure(R"({"zero_optimization": {"stage": 4}})"),
+  EXPECT_EQ(translation_failure(R"({"zero_optimization": {"stage": 4}})"),
             "ds.json: zero_optimization.stage = 4: expected a whole number, 0 to 3; Tessera works "
             "like stage 3");
-  EXPECT_EQ(failure(R"({"zero_optimization": true})"),
+  EXPECT_EQ(translation_failure(R"({"zero_optimization": true})"),
             "ds.json: zero_optimization = true: the legacy switch means stage 1, but Tessera "
             "always shards everything; write {\"stage\": 3}");
   EXPECT_TRUE(says(from(R"({"zero_optimization": {}})"),
@@ -132,7 +132,7 @@ TEST(DeepSpeedConfig, KeysThatAreNotNeededSaySoOnce) {
                        "offload_param": {"device": "cpu", "pin_memory": false}}})"),
                    "zero_optimization.offload_param.pin_memory: accepted, not needed: host memory "
                    "is pinned where a GPU reads or writes it, and nowhere else"));
-  EXPECT_EQ(failure(R"({"zero_optimization": {"overlap_comm": "yes"}})"),
+  EXPECT_EQ(translation_failure(R"({"zero_optimization": {"overlap_comm": "yes"}})"),
             "ds.json: zero_optimization.overlap_comm = \"yes\": expected true or false");
 }
 
@@ -162,7 +162,8 @@ TEST(DeepSpeedConfig, OffloadAndAioMeanWhatTheySay) {
   EXPECT_EQ(host.get_string("place.optimizer"), "host");
   EXPECT_FALSE(host.is_set("nvme.optimizer_buffers")) << "buffers are for nvme";
   EXPECT_FALSE(host.is_set("optim.cpu_share")) << "measured, unless a ratio is given";
-  EXPECT_EQ(failure(R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})"),
+  EXPECT_EQ(translation_failure(
+                R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})"),
             "ds.json: zero_optimization.offload_param.device = \"nvme\": nvme_path is missing; "
             "give a directory on the disk");
 }
@@ -176,12 +177,12 @@ TEST(DeepSpeedConfig, DeprecatedKeysAreMappedUnlessTheirReplacementIsGivenToo) {
   EXPECT_TRUE(says(config,
                    "zero_optimization.cpu_offload: deprecated; write "
                    "zero_optimization.offload_optimizer"));
-  EXPECT_EQ(failure(R"({"zero_optimization": {"stage": 3, "cpu_offload": false,
+  EXPECT_EQ(translation_failure(R"({"zero_optimization": {"stage": 3, "cpu_offload": false,
                                               "offload_optimizer": {}}})"),
             "ds.json: zero_optimization.cpu_offload is deprecated and stands beside "
             "zero_optimization.offload_optimizer, which replaces it; remove "
             "zero_optimization.cpu_offload");
-  EXPECT_NE(failure(R"({"zero_optimization": {"stage": 3,
+  EXPECT_NE(translation_failure(R"({"zero_optimization": {"stage": 3,
                         "stage3_gather_fp16_weights_on_model_save": true,
                         "gather_16bit_weights_on_model_save": true}})")
                 .find("which replaces it"),
@@ -196,11 +197,11 @@ TEST(DeepSpeedConfig, PrecisionBlocksSetPrecisionAndLossScale) {
   EXPECT_EQ(config.get_int("loss_scale.window"), 100);
   EXPECT_EQ(config.get_string("grad.wire_dtype"), "fp32");
   EXPECT_EQ(config.get_string("grad.accumulate_dtype"), "auto") << "the model's type";
-  EXPECT_EQ(failure(R"({"fp16": {"enabled": true}, "bf16": {"enabled": true}})"),
+  EXPECT_EQ(translation_failure(R"({"fp16": {"enabled": true}, "bf16": {"enabled": true}})"),
             "ds.json: fp16.enabled and bf16.enabled are both true; choose one");
-  EXPECT_EQ(failure(R"({"fp16": {"enabled": true, "loss_scale": true}})"),
+  EXPECT_EQ(translation_failure(R"({"fp16": {"enabled": true, "loss_scale": true}})"),
             "ds.json: fp16.loss_scale = true: expected a number, at least 0");
-  EXPECT_EQ(failure(R"({"fp16": {"enabled": true, "loss_scale": -1}})"),
+  EXPECT_EQ(translation_failure(R"({"fp16": {"enabled": true, "loss_scale": -1}})"),
             "ds.json: fp16.loss_scale = -1: expected a number, at least 0");
 }
 
@@ -216,16 +217,16 @@ TEST(DeepSpeedConfig, OptimizerAndSchedulerAreTranslated) {
   EXPECT_EQ(config.get_string("schedule.kind"), "cosine");
   EXPECT_EQ(config.get_int("schedule.total_steps"), 1000);
   EXPECT_EQ(config.get_double("schedule.final_lr"), 3e-4 * 0.1);
-  EXPECT_EQ(failure(R"({"optimizer": {"type": "OneBitAdam"}})"),
+  EXPECT_EQ(translation_failure(R"({"optimizer": {"type": "OneBitAdam"}})"),
             "ds.json: optimizer.type = \"OneBitAdam\": compressed optimizers do not go with "
             "sharded parameters; use Adam, AdamW, SGD or Lion");
-  EXPECT_EQ(failure(R"({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}})"),
+  EXPECT_EQ(translation_failure(R"({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}})"),
             "ds.json: optimizer.params.betas: expected a list of two numbers");
 }
 
 TEST(DeepSpeedConfig, CombinationsThatCannotWorkAreRefused) {
   const auto zero = [](const std::string& keys) {
-    return failure(R"({"zero_optimization": {"stage": 3, )" + keys + "}}");
+    return translation_failure(R"({"zero_optimization": {"stage": 3, )" + keys + "}}");
   };
   EXPECT_EQ(zero(R"("zero_quantized_gradients": true, "reduce_scatter": false)"),
             "ds.json: zero_optimization.zero_quantized_gradients = true needs reduce_scatter: "
@@ -241,25 +242,28 @@ TEST(DeepSpeedConfig, CombinationsThatCannotWorkAreRefused) {
             std::string::npos);
   EXPECT_NE(zero(R"("zeropp_loco_param": {"err_beta": 0.8, "reset_T": 4})").find("needs zero_quan"),
             std::string::npos);
-  EXPECT_NE(failure(R"({"fp16": {"enabled": true, "fp16_master_weights_and_grads": true}})")
-                .find("needs offload_optimizer"),
-            std::string::npos);
-  EXPECT_NE(failure(R"({"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3,
+  EXPECT_NE(
+      translation_failure(R"({"fp16": {"enabled": true, "fp16_master_weights_and_grads": true}})")
+          .find("needs offload_optimizer"),
+      std::string::npos);
+  EXPECT_NE(translation_failure(R"({"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3,
                         "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})")
                 .find("needs optimizer type Adam"),
             std::string::npos);
-  EXPECT_EQ(failure(R"({"amp": {"enabled": true}})"),
+  EXPECT_EQ(translation_failure(R"({"amp": {"enabled": true}})"),
             "ds.json: amp: not supported: Apex AMP does not go with sharded parameters; use fp16 "
             "or bf16; remove it or set enabled to false");
-  EXPECT_EQ(failure(R"({"gradient_allreduce_op": "sum"})"),
+  EXPECT_EQ(translation_failure(R"({"gradient_allreduce_op": "sum"})"),
             "ds.json: gradient_allreduce_op = \"sum\": only mean is supported: gradients are "
             "averaged once, exactly, by weight");
-  EXPECT_EQ(failure(R"({"prescale_gradients": true})").rfind("ds.json: prescale_gradients", 0), 0U);
-  EXPECT_EQ(failure(R"({"wandb": {"enabled": false, "team": "x"}})"), "accepted");
+  EXPECT_EQ(translation_failure(R"({"prescale_gradients": true})")
+                .rfind("ds.json: prescale_gradients", 0),
+            0U);
+  EXPECT_EQ(translation_failure(R"({"wandb": {"enabled": false, "team": "x"}})"), "accepted");
 }
 
 TEST(DeepSpeedConfig, MayStandBesideOurOwnSectionsIfTheyAgree) {
-  EXPECT_EQ(failure(R"({"precision": "bf16", "prefetch": {"bucket_bytes": "1MiB"},
+  EXPECT_EQ(translation_failure(R"({"precision": "bf16", "prefetch": {"bucket_bytes": "1MiB"},
                         "zero_optimization": {"stage3_prefetch_bucket_size": 1e6}})"),
             "ds.json: prefetch.bucket_bytes = 1MiB, but "
             "zero_optimization.stage3_prefetch_bucket_size = 1000000 elements says "
@@ -269,21 +273,21 @@ TEST(DeepSpeedConfig, MayStandBesideOurOwnSectionsIfTheyAgree) {
                                "zero_optimization": {"stage3_prefetch_bucket_size": 1e6}})");
   EXPECT_EQ(config.get_bytes("prefetch.bucket_bytes"), 2000000);
   EXPECT_EQ(config.get_bytes("live.limit_bytes"), 1 << 30) << "ours goes before their default";
-  EXPECT_EQ(failure(R"({"precision": "fp32", "bf16": {"enabled": true}})"),
+  EXPECT_EQ(translation_failure(R"({"precision": "fp32", "bf16": {"enabled": true}})"),
             "ds.json: precision = fp32, but bf16.enabled = true says precision = bf16; remove one "
             "of them");
 }
 
 TEST(DeepSpeedConfig, UnknownKeysSuggestTheNearestInTheSameBlock) {
-  EXPECT_EQ(failure(R"({"zero_optimization": {"stage3_prefetch_bucket_sise": 3}})"),
+  EXPECT_EQ(translation_failure(R"({"zero_optimization": {"stage3_prefetch_bucket_sise": 3}})"),
             "ds.json: zero_optimization.stage3_prefetch_bucket_sise: unknown key; did you mean "
             "zero_optimization.stage3_prefetch_bucket_size?");
-  EXPECT_EQ(failure(R"({"zero_optimisation": {}})"),
+  EXPECT_EQ(translation_failure(R"({"zero_optimisation": {}})"),
             "ds.json: zero_optimisation: unknown key; did you mean zero_optimization?");
-  EXPECT_EQ(failure(R"({"stage3_max_live_parameters": 3})"),
+  EXPECT_EQ(translation_failure(R"({"stage3_max_live_parameters": 3})"),
             "ds.json: stage3_max_live_parameters: unknown key; did you mean "
             "zero_optimization.stage3_max_live_parameters?");
-  EXPECT_EQ(failure(R"({"zero_optimization": {"leaf_module": "x"}})"),
+  EXPECT_EQ(translation_failure(R"({"zero_optimization": {"leaf_module": "x"}})"),
             "ds.json: zero_optimization.leaf_module: expected an object, it is of type string");
 }
 
@@ -307,7 +311,7 @@ TEST(DeepSpeedConfig, EveryKeyOfTheTableIsAccepted) {
         const std::string name = parent.empty() ? rest : rest.substr(parent.size() + 1);
         json = "{\"" + name + "\": " + json + "}";
       }
-      last = failure(json);
+      last = translation_failure(json);
       accepted = accepted || last == "accepted";
     }
     EXPECT_TRUE(accepted) << key.path << ": " << last;

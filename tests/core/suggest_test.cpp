@@ -42,7 +42,7 @@ TEST(Printable, KeepsForeignTextOnOneBoundedLine) {
   EXPECT_EQ(printable("plain"), "plain");
   EXPECT_EQ(printable("a\nb\tc\x01\xff"), "a\\nb\\tc\\x01\\xff");
   EXPECT_EQ(printable(std::string(500, 'a'), 10), "aaaaaaaaaa...");
-  EXPECT_EQ(quoted("x"), "\"x\"");
+  EXPECT_EQ(in_quotes("x"), "\"x\"");
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/late_device.h"
+#include "tests/device/device_support.h"
 
 namespace tessera::device {
 namespace {
@@ -31,10 +32,6 @@ class ArenaOnALazyDevice : public ::testing::Test {
   Stream& read_ = device_->stream(StreamKind::kRead);
   Stream& write_ = device_->stream(StreamKind::kWrite);
 };
-
-bool holds(const std::byte* data, std::size_t bytes, std::uint8_t value) {
-  return std::all_of(data, data + bytes, [value](std::byte b) { return b == std::byte{value}; });
-}
 
 TEST_F(ArenaOnALazyDevice, TakesOneRegionAndChargesIt) {
   {
@@ -209,7 +206,8 @@ TEST_F(ArenaOnALazyDevice, WaitsForReleasedWorkBeforeItsMemoryGoes) {
     (void)device_->start_fill(inside.data, 6, kUnit, gather_);
     (void)device_->start_fill(outside.data, 7, kUnit, gather_);
     arena.release(std::move(outside), gather_.record());
-    arena.release(std::move(inside), device_->start_copy(seen.data(), inside.data, kUnit, gather_));
+    Pending copied = device_->start_copy(seen.data(), inside.data, kUnit, gather_);
+    arena.release(std::move(inside), std::move(copied));
   }
   EXPECT_TRUE(holds(seen.data(), kUnit, 6));
 }

@@ -41,7 +41,7 @@ std::vector<DeviceCase> all_devices() {
                      return make_late_device(options);
                    },
                    "", true});
-  cases.push_back({"cuda",
+  cases.push_back({"Cuda",
                    [](Ledger* ledger) {
                      CudaDeviceOptions options;
                      options.ledger = ledger;
@@ -49,7 +49,7 @@ std::vector<DeviceCase> all_devices() {
                    },
                    num_cuda_devices() > 0 ? "" : "no GPU: " + cuda_description(), true});
   // With its work timed, which must change nothing.
-  cases.push_back({"cuda_timed",
+  cases.push_back({"Cuda_timed",
                    [](Ledger* ledger) {
                      static const SteadyClock clock;
                      static Spans spans(clock, 256);  // outlives the devices

@@ -13,15 +13,12 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tests/device/device_support.h"
 
 namespace tessera::device {
 namespace {
 
 constexpr std::size_t kMib = std::size_t{1} << 20;
-
-std::exception_ptr io_error(const std::string& text) {
-  return std::make_exception_ptr(IoError(text));
-}
 
 void expect_io_error(const Pending& pending, const std::string& text) {
   try {

@@ -19,6 +19,7 @@
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/host_info.h"
+#include "tests/device/device_support.h"
 
 namespace tessera::device {
 namespace {
@@ -138,7 +139,7 @@ TEST(HostPages, AreAllThereOnceTheyAreTouched) {
     touch_pages(pages);
     EXPECT_EQ(num_resident(pages), pages.bytes / page_bytes()) << bytes;
     const auto* const data = static_cast<const unsigned char*>(pages.data);
-    EXPECT_TRUE(std::all_of(data, data + pages.bytes, [](unsigned char b) { return b == 0; }));
+    EXPECT_TRUE(is_all(data, pages.bytes, 0));
     unmap_pages(pages);
   }
 }

@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/device/host_memory.h"
+#include "tests/device/device_support.h"
 
 namespace tessera::device {
 namespace {
@@ -43,8 +44,7 @@ TEST(HostThreads, FillWholePiecesAndTheRest) {
   for (const std::size_t bytes : {std::size_t{0}, std::size_t{5}, 2 * kTouchedPieceBytes + 3}) {
     std::vector<unsigned char> memory(bytes + 1, 7);
     fill_host(memory.data(), 3, bytes);
-    EXPECT_TRUE(
-        std::all_of(memory.begin(), memory.end() - 1, [](unsigned char b) { return b == 3; }));
+    EXPECT_TRUE(is_all(memory.data(), bytes, 3));
     EXPECT_EQ(memory.back(), 7) << "and nothing behind them";
   }
 }

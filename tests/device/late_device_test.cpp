@@ -11,15 +11,12 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tests/device/device_support.h"
 
 namespace tessera::device {
 namespace {
 
 constexpr std::size_t kBytes = 1000;
-
-bool holds(const std::byte* data, std::size_t bytes, std::uint8_t value) {
-  return std::all_of(data, data + bytes, [value](std::byte b) { return b == std::byte{value}; });
-}
 
 class LazyDevice : public ::testing::Test {
  protected:
@@ -168,7 +165,7 @@ TEST_F(LazyDevice, KeepsPendingsGoodAfterItIsGone) {
 }
 
 // The life of a gathered layer: read, use, release, again and again in the same place.
-int count_wrong_layers(Device& device, bool forgets_to_wait) {
+int count_wrong_gathers(Device& device, bool forgets_to_wait) {
   Stream& gather = device.stream(StreamKind::kGather);
   Stream& compute = device.stream(StreamKind::kCompute);
   const Memory shard = device.allocate(MemoryKind::kHost, kBytes, Role::kShard);
@@ -192,16 +189,16 @@ int count_wrong_layers(Device& device, bool forgets_to_wait) {
 
 TEST(LateDevice, InLazyModeFindsTheMissingWaitEveryTime) {
   const auto device = make_late_device();
-  EXPECT_EQ(count_wrong_layers(*device, true), 50);
+  EXPECT_EQ(count_wrong_gathers(*device, true), 50);
 }
 
 TEST(LateDevice, NeverBlamesTheRightProgram) {
-  EXPECT_EQ(count_wrong_layers(*make_late_device(), false), 0);
+  EXPECT_EQ(count_wrong_gathers(*make_late_device(), false), 0);
   for (std::uint64_t seed = 1; seed <= 8; ++seed) {
     LateDeviceOptions options;
     options.mode = LateMode::kRandom;
     options.seed = seed;
-    EXPECT_EQ(count_wrong_layers(*make_late_device(options), false), 0) << "seed " << seed;
+    EXPECT_EQ(count_wrong_gathers(*make_late_device(options), false), 0) << "seed " << seed;
   }
 }
 

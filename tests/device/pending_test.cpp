@@ -9,15 +9,12 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tests/device/device_support.h"
 
 namespace tessera::device {
 namespace {
 
 using std::chrono::nanoseconds;
-
-std::exception_ptr io_error(const std::string& text) {
-  return std::make_exception_ptr(IoError(text));
-}
 
 std::string message_of(const Pending& pending) {
   try {

@@ -165,7 +165,7 @@ struct InPlaceImpl : torch::nn::Module {
     weight = register_parameter("weight", input(6, 6, 2));
     unused = register_parameter("unused", input(3, 3, 3));
   }
-  at::Tensor forward(at::Tensor x) {
+  at::Tensor forward(const at::Tensor& x) {
     x.mul_(scale);
     return at::linear(x, weight);
   }

@@ -246,6 +246,34 @@ std::uint64_t num_missed(Engine& engine) {
   return stats.forward.missed_uses + stats.backward.missed_uses + stats.inference.missed_uses;
 }
 
+struct DroppingImpl : AffineImpl {
+  DroppingImpl() : AffineImpl(5, 6, 1) {}
+  at::Tensor forward(const at::Tensor& x) { return at::dropout(AffineImpl::forward(x), 0.5, true); }
+};
+
+// With other numbers in its second forward, a unit's weights would get gradients of another mask.
+TEST(Recomputation, DrawsTheRandomNumbersOfTheFirstForwardAgain) {
+  std::vector<at::Tensor> trained;
+  at::Tensor next_draw;
+  for (const bool recompute : {false, true}) {
+    with_engines(1, [&](Engine& engine, comm::Group&) {
+      UnitOptions options;
+      options.recompute = recompute;
+      auto unit = engine.unit("unit", std::make_shared<DroppingImpl>(), options);
+      at::manual_seed(7);
+      const at::Tensor loss = unit(input(4, 5, 0)).pow(2).mean();
+      const at::Tensor drawn = at::rand({3});  // between forward and backward, by somebody else
+      engine.backward(loss);
+      engine.step();
+      trained.push_back(engine.full_value(0));
+      const at::Tensor after = at::cat({drawn, at::rand({3})});
+      EXPECT_TRUE(!recompute || at::equal(after, next_draw)) << "recomputing moved the generator";
+      next_draw = after;
+    });
+  }
+  EXPECT_TRUE(at::equal(trained[0], trained[1]));
+}
+
 TEST(Prefetch, HitsThroughoutInStepsEvaluationsAndSeveralForwards) {
   Config config = quiet_config();
   config.apply_flag("persist.param_bytes=0");

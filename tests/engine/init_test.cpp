@@ -47,15 +47,16 @@ std::string message_of(const Init& init, DType dtype) {
 }
 
 TEST(FillInitial, AnyCutIntoRangesGivesTheSameBytes) {
-  constexpr std::int64_t numel = 9001;  // more than two chunks, and odd
+  constexpr std::int64_t kNumel = 9001;  // more than two chunks, and odd
   for (const auto kind : kRules) {
     for (const DType dtype : kTypes) {
       const Init init{kind, 0.02};
-      const auto whole = made(init, "head.weight", 0, numel, dtype);
-      for (const std::int64_t piece : {61L, 128L, 2251L, 4096L, 4097L, numel}) {
+      const auto whole = made(init, "head.weight", 0, kNumel, dtype);
+      for (const std::int64_t piece : {61L, 128L, 2251L, 4096L, 4097L, kNumel}) {
         std::vector<std::byte> joined;
-        for (std::int64_t begin = 0; begin < numel; begin += piece) {
-          const auto part = made(init, "head.weight", begin, std::min(piece, numel - begin), dtype);
+        for (std::int64_t begin = 0; begin < kNumel; begin += piece) {
+          const auto part =
+              made(init, "head.weight", begin, std::min(piece, kNumel - begin), dtype);
           joined.insert(joined.end(), part.begin(), part.end());
         }
         ASSERT_TRUE(joined == whole) << to_string(dtype) << ", pieces of " << piece;
@@ -65,16 +66,16 @@ TEST(FillInitial, AnyCutIntoRangesGivesTheSameBytes) {
 }
 
 TEST(FillInitial, EveryRankOfEveryWorldMakesItsPieceOfOneModel) {
-  constexpr std::int64_t numel = 1003;
+  constexpr std::int64_t kNumel = 1003;
   const Init init = Init::normal(0.02);
-  const auto whole = made(init, "tokens.weight", 0, numel, DType::kBFloat16);
+  const auto whole = made(init, "tokens.weight", 0, kNumel, DType::kBFloat16);
   for (const int num_ranks : {1, 2, 3, 4, 8, 1500}) {
     // The rule of Layout, said again: equal pieces of whole 16 bytes; the last may be cut or empty.
-    const std::int64_t shard_numel = ((numel + num_ranks - 1) / num_ranks + 7) / 8 * 8;
+    const std::int64_t shard_numel = ((kNumel + num_ranks - 1) / num_ranks + 7) / 8 * 8;
     std::vector<std::byte> joined;
     for (int rank = 0; rank < num_ranks; ++rank) {
-      const std::int64_t begin = std::min(rank * shard_numel, numel);
-      const auto part = made(init, "tokens.weight", begin, std::min(shard_numel, numel - begin),
+      const std::int64_t begin = std::min(rank * shard_numel, kNumel);
+      const auto part = made(init, "tokens.weight", begin, std::min(shard_numel, kNumel - begin),
                              DType::kBFloat16);
       joined.insert(joined.end(), part.begin(), part.end());
     }
@@ -122,15 +123,15 @@ TEST(FillInitial, LowPrecisionIsTheRoundedSinglePrecision) {
 }
 
 TEST(FillInitial, ANormalHasItsDeviationAndAUniformItsBound) {
-  constexpr std::int64_t numel = 1 << 18;
+  constexpr std::int64_t kNumel = 1 << 18;
   double square_sum = 0;
-  for (const float x : elements<float>(made(Init::normal(0.02), "w", 0, numel, DType::kFloat32))) {
+  for (const float x : elements<float>(made(Init::normal(0.02), "w", 0, kNumel, DType::kFloat32))) {
     square_sum += static_cast<double>(x) * x;
   }
   // The estimate's relative deviation is sqrt(2 / n); six of them.
-  EXPECT_NEAR(square_sum / numel / (0.02 * 0.02), 1, 6 * std::sqrt(2.0 / numel));
+  EXPECT_NEAR(square_sum / kNumel / (0.02 * 0.02), 1, 6 * std::sqrt(2.0 / kNumel));
   float smallest = 1, largest = -1;
-  for (const float x : elements<float>(made(Init::uniform(0.5), "w", 0, numel, DType::kFloat32))) {
+  for (const float x : elements<float>(made(Init::uniform(0.5), "w", 0, kNumel, DType::kFloat32))) {
     smallest = std::min(smallest, x);
     largest = std::max(largest, x);
   }

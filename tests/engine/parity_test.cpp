@@ -11,20 +11,22 @@ namespace {
 
 constexpr double kBound = 2e-6;
 
-struct Case {
+struct ParityCase {
   const char* name;
+  std::vector<int> ranks;
   void (*change)(RunSettings&);
 };
 
-class Parity : public ::testing::TestWithParam<Case> {};
+class Parity : public ::testing::TestWithParam<ParityCase> {};
 
 TEST_P(Parity, HoldsForEveryNumberOfRanks) {
   RunSettings settings;
   settings.ranks = 0;
+  settings.steps = 12;
   GetParam().change(settings);
   const RunOutcome referee = train(settings);
   EXPECT_LT(referee.steps.back().loss, referee.steps.front().loss * 0.8) << "nothing was learned";
-  for (int ranks = 1; ranks <= 4; ++ranks) {
+  for (const int ranks : GetParam().ranks) {
     settings.ranks = ranks;
     const RunOutcome sharded = train(settings);
     const Difference off = difference(sharded, referee);
@@ -42,30 +44,37 @@ TEST_P(Parity, HoldsForEveryNumberOfRanks) {
 INSTANTIATE_TEST_SUITE_P(
     Gpt, Parity,
     ::testing::Values(
-        Case{"Ranks", [](RunSettings&) {}},
-        Case{"Accumulated",
-             [](RunSettings& settings) {
-               settings.batch = 24;
-               settings.accumulate = 2;
-             }},
-        Case{"Recomputed", [](RunSettings& settings) { settings.model.recompute = true; }},
-        Case{"Tied", [](RunSettings& settings) { settings.model.tie_head = true; }},
-        Case{"Frozen", [](RunSettings& settings) { settings.model.freeze = 1; }},
-        Case{"OddVocabulary", [](RunSettings& settings) { settings.model.vocabulary = 257; }},
-        Case{"Small",
-             [](RunSettings& settings) {
-               settings.model = models::gpt_preset("small");
-               settings.model.sequence = 16;  // 20 steps in seconds, with the preset's parameters
-             }},
-        Case{"Everything",
-             [](RunSettings& settings) {
-               settings.batch = 24;
-               settings.accumulate = 2;
-               settings.model.recompute = true;
-               settings.model.tie_head = true;
-               settings.model.freeze = 1;
-               settings.model.vocabulary = 257;
-             }}),
+        ParityCase{"Ranks", {1, 2, 3, 4}, [](RunSettings&) {}},
+        ParityCase{"Accumulated",
+                   {1, 3},
+                   [](RunSettings& settings) {
+                     settings.batch = 24;
+                     settings.accumulate = 2;
+                   }},
+        ParityCase{
+            "Recomputed", {1, 2}, [](RunSettings& settings) { settings.model.recompute = true; }},
+        ParityCase{"Tied", {1, 2}, [](RunSettings& settings) { settings.model.tie_head = true; }},
+        ParityCase{"Frozen", {1, 3}, [](RunSettings& settings) { settings.model.freeze = 1; }},
+        ParityCase{"OddVocabulary",
+                   {1, 4},
+                   [](RunSettings& settings) { settings.model.vocabulary = 257; }},
+        ParityCase{"Small",
+                   {1, 3},
+                   [](RunSettings& settings) {
+                     settings.model = models::gpt_preset("small");
+                     settings.model.sequence =
+                         16;  // 20 steps in seconds, with the preset's parameters
+                   }},
+        ParityCase{"Everything",
+                   {1, 2, 3, 4},
+                   [](RunSettings& settings) {
+                     settings.batch = 24;
+                     settings.accumulate = 2;
+                     settings.model.recompute = true;
+                     settings.model.tie_head = true;
+                     settings.model.freeze = 1;
+                     settings.model.vocabulary = 257;
+                   }}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

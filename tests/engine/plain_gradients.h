@@ -37,7 +37,7 @@ using Built = std::function<at::Tensor()>;
 using Build = std::function<Built(Engine*, std::vector<at::Tensor>*)>;
 
 template <typename Module>
-Unit<Module> unit_of(Engine* engine, const std::string& name, std::shared_ptr<Module> module,
+Unit<Module> unit_of(Engine* engine, const std::string& name, const std::shared_ptr<Module>& module,
                      std::vector<at::Tensor>* params, bool recompute = false) {
   if (params != nullptr) {
     for (const at::Tensor& param : module->parameters()) {

@@ -86,30 +86,30 @@ class Mutator {
   std::size_t below(std::size_t limit) { return limit == 0 ? 0 : random_() % limit; }
 
   void mutate(std::string& text) {
-    static const std::vector<std::string> kTokens = {"{",
-                                                     "}",
-                                                     "[",
-                                                     "]",
-                                                     ":",
-                                                     ",",
-                                                     "\"",
-                                                     "null",
-                                                     "true",
-                                                     "false",
-                                                     "-1",
-                                                     "1e308",
-                                                     "1e400",
-                                                     "0.5",
-                                                     "\"auto\"",
-                                                     "\\u0000",
-                                                     "\\ud800",
-                                                     "\xff",
-                                                     "\n",
-                                                     "9223372036854775808",
-                                                     "1e19",
-                                                     "\"300MiB\"",
-                                                     "\"enabled\": true",
-                                                     "\"stage\": 3"};
+    static const std::vector<std::string> tokens = {"{",
+                                                    "}",
+                                                    "[",
+                                                    "]",
+                                                    ":",
+                                                    ",",
+                                                    "\"",
+                                                    "null",
+                                                    "true",
+                                                    "false",
+                                                    "-1",
+                                                    "1e308",
+                                                    "1e400",
+                                                    "0.5",
+                                                    "\"auto\"",
+                                                    "\\u0000",
+                                                    "\\ud800",
+                                                    "\xff",
+                                                    "\n",
+                                                    "9223372036854775808",
+                                                    "1e19",
+                                                    "\"300MiB\"",
+                                                    "\"enabled\": true",
+                                                    "\"stage\": 3"};
     const std::size_t at = below(text.size() + 1);
     const std::size_t length = below(text.size() - at + 1);
     switch (random_() % 6) {
@@ -122,7 +122,7 @@ class Mutator {
         text.erase(at, std::min<std::size_t>(length, 1 + below(16)));
         break;
       case 2:
-        text.insert(at, pick(kTokens));
+        text.insert(at, pick(tokens));
         break;
       case 3: {
         const std::string& other = pick(seeds_);
@@ -137,7 +137,7 @@ class Mutator {
         const std::size_t colon = text.find(':', at);
         if (colon != std::string::npos) {
           const std::size_t end = text.find_first_of(",}", colon);
-          text.replace(colon + 1, end == std::string::npos ? end : end - colon - 1, pick(kTokens));
+          text.replace(colon + 1, end == std::string::npos ? end : end - colon - 1, pick(tokens));
         }
       }
     }

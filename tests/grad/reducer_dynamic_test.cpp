@@ -12,21 +12,21 @@ namespace tessera::grad {
 namespace {
 
 // Neighbours and strays, without elements, with and without padding, one frozen.
-const std::vector<ParamShape> kShapes = {{5},
-                                         {0, true, true},
-                                         {1, true, true},
-                                         {96, true, true},
-                                         {3},
-                                         {257},
-                                         {1024, true, true},
-                                         {17, true, true},
-                                         {48, true, true},
-                                         {12, false, true},
-                                         {640},
-                                         {33, true, true},
-                                         {2, true, true},
-                                         {0},
-                                         {8, true, true}};
+const std::vector<ParamShape> kDynamicShapes = {{5},
+                                                {0, true, true},
+                                                {1, true, true},
+                                                {96, true, true},
+                                                {3},
+                                                {257},
+                                                {1024, true, true},
+                                                {17, true, true},
+                                                {48, true, true},
+                                                {12, false, true},
+                                                {640},
+                                                {33, true, true},
+                                                {2, true, true},
+                                                {0},
+                                                {8, true, true}};
 constexpr int kNumMeetings = 3;
 constexpr int kNever = -1;
 
@@ -58,7 +58,7 @@ std::vector<int> agreed_list(const RankWorld& world, const Source& at, int meeti
   return ids;
 }
 
-void run_backward(RankWorld& world, const Source& source, std::mt19937& random) {
+void run_meetings(RankWorld& world, const Source& source, std::mt19937& random) {
   std::vector<int> order(static_cast<std::size_t>(world.params().num_params()));
   std::iota(order.begin(), order.end(), 0);
   for (int meeting = 0; meeting < kNumMeetings; ++meeting) {
@@ -107,13 +107,13 @@ float expected_sum(const RankWorld& world, int step, int num_backwards, int id,
   return total;
 }
 
-void train(comm::Group& group, const ReduceCase& test) {
+void train_dynamic(comm::Group& group, const ReduceCase& test) {
   RankWorld world(group, test);
   std::mt19937 random(static_cast<unsigned>(group.rank()) * 101 + 1);
   for (int step = 0; step < 3; ++step) {
     const int num_backwards = 1 + step % 3;
     for (int backward = 0; backward < num_backwards; ++backward) {
-      run_backward(world, {group.rank(), step, backward}, random);
+      run_meetings(world, {group.rank(), step, backward}, random);
     }
     for (int id = 0; id < world.params().num_params(); ++id) {
       const shard::Param& param = world.params()[id];
@@ -144,14 +144,14 @@ TEST_P(ReducerDynamic, SumsAreThoseOfTheMeetingsForEveryBucketSize) {
     for (const int num_ranks : {1, 2, 4}) {
       SCOPED_TRACE(testing::Message() << bucket_bytes << " bytes, " << num_ranks << " ranks");
       ReduceCase test;
-      test.shapes = kShapes;
+      test.shapes = kDynamicShapes;
       if (bucket_bytes == 1) {  // one element per call
         test.shapes.resize(3);
       }
       test.options.bucket_bytes = bucket_bytes;
       test.device = GetParam();
       test.has_dynamic_group = true;
-      comm::run_ranks(num_ranks, [&](comm::Group& group) { train(group, test); });
+      comm::run_ranks(num_ranks, [&](comm::Group& group) { train_dynamic(group, test); });
     }
   }
 }
@@ -163,12 +163,12 @@ TEST_P(ReducerDynamic, SumsAreThoseOfTheMeetingsForEveryPairOfTypes) {
         SCOPED_TRACE(testing::Message() << to_string(param_dtype) << " as " << to_string(wire_dtype)
                                         << ", " << num_ranks << " ranks");
         ReduceCase test;
-        test.shapes = kShapes;
+        test.shapes = kDynamicShapes;
         test.param_dtype = param_dtype;
         test.options = {1500, wire_dtype};
         test.device = GetParam();
         test.has_dynamic_group = true;
-        comm::run_ranks(num_ranks, [&](comm::Group& group) { train(group, test); });
+        comm::run_ranks(num_ranks, [&](comm::Group& group) { train_dynamic(group, test); });
       }
     }
   }
@@ -177,7 +177,7 @@ TEST_P(ReducerDynamic, SumsAreThoseOfTheMeetingsForEveryPairOfTypes) {
 TEST_P(ReducerDynamic, SumsStayRightWhenRanksAreLateAndOutOfStep) {
   for (std::uint64_t seed = 1; seed <= 2; ++seed) {
     ReduceCase test;
-    test.shapes = kShapes;
+    test.shapes = kDynamicShapes;
     test.options.bucket_bytes = 1200;
     test.device = GetParam();
     test.has_dynamic_group = true;
@@ -185,7 +185,7 @@ TEST_P(ReducerDynamic, SumsStayRightWhenRanksAreLateAndOutOfStep) {
     world.num_ranks = 4;
     world.max_delay_us = 30;
     world.seed = seed;
-    comm::run_ranks(world, {}, [&](comm::Group& group) { train(group, test); });
+    comm::run_ranks(world, {}, [&](comm::Group& group) { train_dynamic(group, test); });
   }
 }
 
@@ -233,7 +233,7 @@ TEST_P(ReducerDynamic, AParameterThatIsListedOnceInEveryBackwardHasTheBitsOfASta
   for (const DType wire : {DType::kFloat32, DType::kBFloat16}) {
     for (const std::int64_t bucket_bytes : {400, 1 << 20}) {
       ReduceCase test;
-      test.shapes = kShapes;
+      test.shapes = kDynamicShapes;
       test.options = {bucket_bytes, wire};
       test.device = GetParam();
       comm::run_ranks(3, [&](comm::Group& group) {

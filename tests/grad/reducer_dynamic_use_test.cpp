@@ -14,7 +14,7 @@ namespace tessera::grad {
 namespace {
 
 // Static: 0, 4. Dynamic: 1, 2, 5. Frozen: 3.
-ReduceCase small_case() {
+ReduceCase dynamic_case() {
   ReduceCase test;
   test.shapes = {{40},  {7, true, true}, {64, true, true}, {9, false, true},
                  {130}, {30, true, true}};
@@ -23,7 +23,7 @@ ReduceCase small_case() {
 }
 const std::vector<int> kDynamic = {1, 2, 5};
 
-void run_backward(RankWorld& world, const Source& source) {
+void run_one_backward(RankWorld& world, const Source& source) {
   add_all(world, source);
   std::vector<int> ids;
   for (int id = 0; id < world.params().num_params(); ++id) {
@@ -43,7 +43,7 @@ std::size_t region_bytes(const BucketLayout& layout) {
 
 TEST(ReducerDynamicUse, WhatNobodyUsesCostsNoCall) {
   comm::run_ranks(3, [](comm::Group& group) {
-    RankWorld world(group, small_case());
+    RankWorld world(group, dynamic_case());
     const BucketLayout& layout = world.reducer().layout();
     for (int step = 0; step < 2; ++step) {
       const comm::WireBytes before = group.wire_bytes();
@@ -57,7 +57,7 @@ TEST(ReducerDynamicUse, WhatNobodyUsesCostsNoCall) {
       EXPECT_EQ(group.wire_bytes().payload - before.payload,
                 static_cast<std::uint64_t>(layout.bucketed_numel) * sizeof(float) * 2);
       world.reducer().clear();
-      run_backward(world, {group.rank(), step, 0});
+      run_one_backward(world, {group.rank(), step, 0});
       expect_sums(world, step, 1, always);
       world.reducer().clear();
     }
@@ -66,7 +66,7 @@ TEST(ReducerDynamicUse, WhatNobodyUsesCostsNoCall) {
 
 TEST(ReducerDynamicUse, CallsAndBytesAreCountedAndSmallParametersTravelTogether) {
   comm::run_ranks(2, [](comm::Group& group) {
-    ReduceCase test = small_case();
+    ReduceCase test = dynamic_case();
     test.options.bucket_bytes = 1 << 20;
     RankWorld world(group, test);
     world.reducer().reduce_dynamic(kDynamic);
@@ -82,7 +82,7 @@ TEST(ReducerDynamicUse, CallsAndBytesAreCountedAndSmallParametersTravelTogether)
 
 TEST(ReducerDynamicUse, AGradientIsHeldUntilItIsListed) {
   comm::run_ranks(2, [](comm::Group& group) {
-    RankWorld world(group, small_case());
+    RankWorld world(group, dynamic_case());
     EXPECT_EQ(world.gradient_bytes(), 0U) << "nothing before the first gradient";
     const Source source{group.rank(), 0, 0};
     const std::weak_ptr<void> small = add(world, source, 1);
@@ -100,7 +100,7 @@ TEST(ReducerDynamicUse, AGradientIsHeldUntilItIsListed) {
     EXPECT_TRUE(world.reducer().pending_dynamic().empty());
     world.reducer().take_stats();
     EXPECT_EQ(world.reducer().take_stats().held_bytes_peak, 0);
-    run_backward(world, source);
+    run_one_backward(world, source);
     expect_sums(world, 0, 1, always);
   });
 }
@@ -109,7 +109,7 @@ TEST(ReducerDynamicUse, MemoryEqualsItsClosedForm) {
   for (const DType wire : {DType::kFloat32, DType::kBFloat16}) {
     for (const std::int64_t bucket_bytes : {400, 1 << 20}) {
       comm::run_ranks(3, [&](comm::Group& group) {
-        ReduceCase test = small_case();
+        ReduceCase test = dynamic_case();
         test.options = {bucket_bytes, wire};
         RankWorld world(group, test);
         const BucketLayout& layout = world.reducer().layout();
@@ -151,7 +151,7 @@ TEST(ReducerDynamicUse, AWholeParameterIsReducedFromWhereItLies) {
     test.shapes = {{64, true, true}, {128, true, true}};
     test.options.bucket_bytes = 128 * 4;
     RankWorld world(group, test);
-    run_backward(world, {group.rank(), 0, 0});
+    run_one_backward(world, {group.rank(), 0, 0});
     expect_sums(world, 0, 1, always);
     EXPECT_EQ(world.gradient_bytes(), region_bytes(world.reducer().layout()));
   });
@@ -159,13 +159,13 @@ TEST(ReducerDynamicUse, AWholeParameterIsReducedFromWhereItLies) {
 
 TEST(ReducerDynamicUse, AGroupOfOneHasNothingToAgreeOn) {
   comm::run_ranks(1, [](comm::Group& group) {
-    RankWorld world(group, small_case());
+    RankWorld world(group, dynamic_case());
     const std::weak_ptr<void> gradient = add(world, {0, 0, 0}, 2);
     EXPECT_TRUE(world.reducer().pending_dynamic().empty());
     world.reducer().finish_backward();
     EXPECT_EQ(world.gradient_bytes(), 0U) << "adopted";
     expect_sums(world, 0, 1, [](const Source&, int id) { return id == 2; });
-    run_backward(world, {0, 0, 1});
+    run_one_backward(world, {0, 0, 1});
     expect_sums(world, 0, 2, [](const Source& s, int id) { return id == 2 || s.backward == 1; });
     EXPECT_FALSE(gradient.expired());
     EXPECT_EQ(group.wire_bytes().num_calls, 0U);
@@ -174,9 +174,9 @@ TEST(ReducerDynamicUse, AGroupOfOneHasNothingToAgreeOn) {
 
 TEST(ReducerDynamicUse, RefusesWrongUseByName) {
   comm::run_ranks(2, [](comm::Group& group) {
-    RankWorld world(group, small_case());
+    RankWorld world(group, dynamic_case());
     Reducer& reducer = world.reducer();
-    const auto reduce = [&](std::vector<int> ids) {
+    const auto reduce = [&](const std::vector<int>& ids) {
       return [&, ids] { reducer.reduce_dynamic(ids); };
     };
     expect_error<InternalError>(reduce({0}), "'p0' is reduced in its bucket");
@@ -201,7 +201,7 @@ TEST(ReducerDynamicUse, ListsThatDifferAreAnErrorOnEveryRankThatNamesParameters)
   comm::ThreadWorldOptions options;
   options.num_ranks = 2;
   const auto errors = comm::run_ranks_collecting(options, {}, [](comm::Group& group) {
-    ReduceCase test = small_case();
+    ReduceCase test = dynamic_case();
     test.options.bucket_bytes = 1 << 20;
     RankWorld world(group, test);
     world.reducer().reduce_dynamic(group.rank() == 0 ? std::vector<int>{1, 2}
@@ -223,7 +223,7 @@ TEST(ReducerDynamicUse, AFailedReductionIsThrownByWhoeverAsksForGradients) {
     options.num_ranks = 2;
     options.fault = comm::ThreadFault{1, 1, comm::ThreadFault::Kind::kThrow};
     comm::run_ranks(options, {}, [&](comm::Group& group) {
-      ReduceCase test = small_case();
+      ReduceCase test = dynamic_case();
       test.device = device;
       RankWorld world(group, test);
       world.reducer().reduce_dynamic(kDynamic);
@@ -238,7 +238,7 @@ TEST(ReducerDynamicUse, AFailedReductionIsThrownByWhoeverAsksForGradients) {
 TEST(ReducerDynamicUse, RanksThatStoppedAtDifferentGradientsMeetAgain) {
   for (const DeviceKind device : {DeviceKind::kCpu, DeviceKind::kLazy}) {
     comm::run_ranks(3, [&](comm::Group& group) {
-      ReduceCase test = small_case();
+      ReduceCase test = dynamic_case();
       test.device = device;
       test.has_dynamic_group = true;
       RankWorld world(group, test);
@@ -251,7 +251,7 @@ TEST(ReducerDynamicUse, RanksThatStoppedAtDifferentGradientsMeetAgain) {
         EXPECT_TRUE(world.reducer().pending_dynamic().empty());
         world.reducer().finish_backward();
         world.reducer().clear();
-        run_backward(world, {group.rank(), step, 0});
+        run_one_backward(world, {group.rank(), step, 0});
         expect_sums(world, step, 1, always);
         world.reducer().clear();
         expect_sums(world, step, 0, never);
@@ -300,7 +300,7 @@ TEST(ReducerRemade, FollowsParametersThatAreFrozenAndUnfrozen) {
   for (const DeviceKind device : {DeviceKind::kCpu, DeviceKind::kLazy}) {
     for (const int num_ranks : {1, 2, 3}) {
       comm::run_ranks(num_ranks, [&](comm::Group& group) {
-        ReduceCase test = small_case();
+        ReduceCase test = dynamic_case();
         test.device = device;
         RankWorld world(group, test);
         const std::vector<std::vector<int>> frozen = {{3}, {}, {0, 2}, {0, 1, 2, 3, 4, 5}, {4}};
@@ -312,7 +312,7 @@ TEST(ReducerRemade, FollowsParametersThatAreFrozenAndUnfrozen) {
           world.make_reducer();
           EXPECT_EQ(world.gradient_bytes(), 0U) << "the one before has given everything back";
           for (int backward = 0; backward < 2; ++backward) {
-            run_backward(world, {group.rank(), step, backward});
+            run_one_backward(world, {group.rank(), step, backward});
           }
           expect_sums(world, step, 2, always);
           const BucketLayout& layout = world.reducer().layout();
@@ -336,7 +336,7 @@ TEST(ReducerRemade, AReducerThatWasNotMadeAnewRefusesWhatItDoesNotKnow) {
   for (const int num_ranks : {1, 2}) {
     for (const int frozen : {3, 5}) {  // 5: the last of the table
       comm::run_ranks(num_ranks, [&](comm::Group& group) {
-        ReduceCase test = small_case();
+        ReduceCase test = dynamic_case();
         test.shapes[5].trainable = frozen != 5;
         RankWorld world(group, test);
         world.params()[frozen].set_trainable(true);

@@ -138,9 +138,8 @@ TEST(ReducerMemory, LaterMicroBatchesAreKeptNoLongerThanTheyMay) {
     EXPECT_TRUE(first.expired()) << "two would be more than may be kept";
     EXPECT_FALSE(second.expired());
     world.reducer().finish_backward();
-    expect_sums(world, 0, 2, [](const Source& source, int id) {
-      return source.backward == 0 || id >= 2;
-    });
+    expect_sums(world, 0, 2,
+                [](const Source& source, int id) { return source.backward == 0 || id >= 2; });
   });
 }
 

@@ -122,7 +122,7 @@ class GatedRank {
   std::unique_ptr<RankWorld> world_;
 };
 
-bool is_static(const Source& /*source*/, int id) { return id < kNumParams; }
+bool is_in_a_bucket(const Source& /*source*/, int id) { return id < kNumParams; }
 
 class ReducerProgressOfTwo : public ::testing::TestWithParam<bool> {
  protected:
@@ -153,7 +153,7 @@ TEST_P(ReducerProgressOfTwo, RanksInStepHoldNoMoreThanTwoBuckets) {
     }
     world.reducer().finish_backward();
     EXPECT_EQ(rank.num_waits(), kNumParams - 2);
-    expect_sums(world, 0, 1, is_static);
+    expect_sums(world, 0, 1, is_in_a_bucket);
   });
 }
 
@@ -188,7 +188,7 @@ TEST_P(ReducerProgressOfTwo, AGradientIsKeptWhileABucketHasNotBeenSentByAll) {
     world.reducer().finish_backward();
     EXPECT_EQ(rank.num_waits(), kNumParams - 2);
     EXPECT_EQ(held_bytes(world), 0);
-    expect_sums(world, 0, 1, is_static);
+    expect_sums(world, 0, 1, is_in_a_bucket);
   });
 }
 
@@ -218,7 +218,7 @@ TEST_P(ReducerProgressOfTwo, RanksThatStopAtTheSameGradientHaveStartedTheSameRed
       add(world, {control.rank(), 1, 0}, id);
     }
     world.reducer().finish_backward();
-    expect_sums(world, 1, 1, is_static);
+    expect_sums(world, 1, 1, is_in_a_bucket);
   });
 }
 

@@ -19,7 +19,7 @@ using testing::IoCall;
 using testing::IoFault;
 
 // Five tiles through two leases, beside small ones and one in memory.
-ReduceCase small_case() {
+ReduceCase stored_case() {
   ReduceCase test;
   test.shapes = {
       {100, true, false, true}, {300}, {20000, true, false, true}, {5000, true, true, true}};
@@ -51,7 +51,7 @@ void fail_each(int num_ranks, DeviceKind device, IoCall call) {
   int num_failures = 0;
   for (std::size_t number = 0; has_failed; ++number) {
     comm::run_ranks(num_ranks, [&](comm::Group& group) {
-      ReduceCase test = small_case();
+      ReduceCase test = stored_case();
       test.device = device;
       test.make_store = [&](int rank) {
         auto store = std::make_unique<LazyStore>();
@@ -111,7 +111,7 @@ TEST(ReducerStoredFaults, AReadThatFailsNamesTheParameterAndEndsNothingElse) {
 
 TEST(ReducerStoredFaults, AReducerThatGoesWaitsForItsWrites) {
   comm::run_ranks(2, [](comm::Group& group) {
-    ReduceCase test = small_case();
+    ReduceCase test = stored_case();
     test.make_store = [](int) { return std::make_unique<LazyStore>(); };
     RankWorld world(group, test);
     run_step(world, 0);
@@ -122,7 +122,7 @@ TEST(ReducerStoredFaults, AReducerThatGoesWaitsForItsWrites) {
 
 TEST(ReducerStoredFaults, BuffersThatAreClosedEndTheWait) {
   comm::run_ranks(2, [](comm::Group& group) {
-    ReduceCase test = small_case();
+    ReduceCase test = stored_case();
     test.make_store = [](int) { return std::make_unique<LazyStore>(); };
     RankWorld world(group, test);
     world.pool().close(std::make_exception_ptr(IoError("the disk is gone")));
@@ -155,7 +155,7 @@ TEST(ReducerStoredFiles, HaveTheBitsOfMemory) {
   for (const int num_ranks : {1, 2}) {
     comm::run_ranks(num_ranks, [](comm::Group& group) {
       GradientFiles files;
-      ReduceCase test = small_case();
+      ReduceCase test = stored_case();
       test.has_dynamic_group = true;
       test.make_store = [&](int rank) { return files.make_store(rank); };
       RankWorld plain(group, in_memory(test));
@@ -170,7 +170,7 @@ TEST(ReducerStoredFiles, ABackwardDoesNotWaitForItsWritesWhileBuffersAreFree) {
   comm::run_ranks(1, [](comm::Group& group) {
     GradientFiles files;
     files.engine().set_where_named(IoCall::kWrite, "parameter", IoFault::kHold);
-    ReduceCase test = small_case();
+    ReduceCase test = stored_case();
     test.pool_bytes = 16 * kSmallestPoolBytes;
     test.make_store = [&](int rank) { return files.make_store(rank); };
     RankWorld world(group, test);
@@ -189,7 +189,7 @@ TEST(ReducerStoredFiles, ABackwardDoesNotWaitForItsWritesWhileBuffersAreFree) {
 TEST(ReducerStoredFiles, AFailureSaysWhatWhereAndWhose) {
   comm::run_ranks(1, [](comm::Group& group) {
     GradientFiles files;
-    ReduceCase test = small_case();
+    ReduceCase test = stored_case();
     test.make_store = [&](int rank) { return files.make_store(rank); };
     RankWorld world(group, test);
     files.engine().set_where_named(IoCall::kWrite, "'p2'", IoFault::kShort);

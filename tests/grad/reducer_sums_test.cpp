@@ -16,7 +16,7 @@ const std::vector<ParamShape> kShapes = {{5},   {0},  {1},         {96},  {3},  
                                          {257}, {48}, {12, false}, {640}, {33, false}, {2},    {8}};
 
 // The same answer on every rank.
-bool is_used(const Source& source, int param) {
+bool comes_now(const Source& source, int param) {
   const unsigned mix =
       static_cast<unsigned>(source.rank * 31 + source.step * 17 + source.backward * 7 + param * 13);
   return kShapes[static_cast<std::size_t>(param)].trainable && mix % 5 != 0;
@@ -25,7 +25,7 @@ bool is_used(const Source& source, int param) {
 void run_backward(RankWorld& world, const Source& source, std::mt19937& random) {
   std::vector<int> order;
   for (int id = 0; id < world.params().num_params(); ++id) {
-    if (is_used(source, id)) {
+    if (comes_now(source, id)) {
       order.push_back(id);
     }
   }
@@ -50,7 +50,7 @@ void train(comm::Group& group, const ReduceCase& test, int num_steps) {
       ++num_backwards_in_all;
     }
     EXPECT_EQ(world.reducer().num_backwards(), num_backwards);
-    expect_sums(world, step, num_backwards, is_used);
+    expect_sums(world, step, num_backwards, comes_now);
     world.reducer().clear();
   }
   // Exactly the region times the peers, in one call per bucket and backward, whatever came.

@@ -11,7 +11,6 @@
 namespace tessera::testing {
 namespace {
 
-constexpr const char* kProgram = "rank_program";
 constexpr int kNumRanks = 3;
 // Long for what should end at once, short for what must run into it.
 constexpr const char* kPatient = "120000";
@@ -25,8 +24,8 @@ struct Outcome {
 // The culprit is rank 1.
 Outcome run(const std::string& behaviour, const char* timeout_ms) {
   // A culprit that never ends is ended by the launcher, after the grace.
-  MarkedRun launch(kProgram, {"--ranks", std::to_string(kNumRanks), "--grace", "4000", behaviour,
-                              "1", timeout_ms});
+  MarkedRun launch(kStoreProgram, {"--ranks", std::to_string(kNumRanks), "--grace", "4000",
+                                   behaviour, "1", timeout_ms});
   Outcome outcome{launch.finish(), {}};
   EXPECT_TRUE(launch.survivors().empty()) << behaviour;
   EXPECT_FALSE(outcome.result.timed_out);

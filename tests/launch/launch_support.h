@@ -17,6 +17,9 @@ std::vector<int> pids_with_mark(const std::string& mark);
 
 // One run of a rank program. Every process of the run carries a mark in its environment, so that
 // survivors can be found wherever they hang in the process tree.
+// With a store; rank_program_plain has none.
+constexpr const char* kStoreProgram = "rank_program";
+
 class MarkedRun {
  public:
   // `program` is the name of a program beside this one; environment is added to the run's.

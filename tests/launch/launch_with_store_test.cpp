@@ -15,8 +15,6 @@
 namespace tessera::testing {
 namespace {
 
-constexpr const char* kProgram = "rank_program";
-
 std::set<int> ports_in(const std::string& text) {
   std::set<int> ports;
   const std::regex port("at port ([0-9]+)");
@@ -33,7 +31,7 @@ void expect_free(int port) {
 }
 
 TEST(LaunchWithStore, LetsAllRanksMeetAndFreesThePort) {
-  MarkedRun launch(kProgram, {"--ranks", "3", "meet"});
+  MarkedRun launch(kStoreProgram, {"--ranks", "3", "meet"});
   const ProcessResult result = launch.finish();
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_EQ(result.err, "");
@@ -44,7 +42,7 @@ TEST(LaunchWithStore, LetsAllRanksMeetAndFreesThePort) {
 }
 
 TEST(LaunchWithStore, TellsTheOtherRanksWhoWasKilled) {
-  MarkedRun launch(kProgram, {"--ranks", "4", "killed-beside-readers", "2"});
+  MarkedRun launch(kStoreProgram, {"--ranks", "4", "killed-beside-readers", "2"});
   const ProcessResult result = launch.finish();
   EXPECT_EQ(result.exit_code, 137);
   EXPECT_EQ(count(result.out, "read rank 2: killed by signal 9 (SIGKILL)"), 3) << result.out;
@@ -53,7 +51,7 @@ TEST(LaunchWithStore, TellsTheOtherRanksWhoWasKilled) {
 }
 
 TEST(LaunchWithStore, TellsTheOtherRanksWhyOneFailed) {
-  MarkedRun launch(kProgram, {"--ranks", "3", "throw-beside-readers", "0"});
+  MarkedRun launch(kStoreProgram, {"--ranks", "3", "throw-beside-readers", "0"});
   const ProcessResult result = launch.finish();
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_EQ(count(result.out, "read rank 0: disk is full\n"), 2) << result.out;
@@ -61,7 +59,7 @@ TEST(LaunchWithStore, TellsTheOtherRanksWhyOneFailed) {
 }
 
 TEST(LaunchWithStore, StopsOnCtrlC) {
-  MarkedRun launch(kProgram, {"--ranks", "2", "wait"});
+  MarkedRun launch(kStoreProgram, {"--ranks", "2", "wait"});
   launch.wait_until_ready(2);
   kill(launch.process().pid(), SIGINT);
   const ProcessResult result = launch.finish();
@@ -78,8 +76,8 @@ TEST(OtherLaunchers, LetRankZeroHoldTheStore) {
         {"RANK", rank}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}};
   };
   // The one that connects starts first: it must wait for the one that serves.
-  MarkedRun second(kProgram, {"meet"}, environment("1"));
-  MarkedRun first(kProgram, {"meet"}, environment("0"));
+  MarkedRun second(kStoreProgram, {"meet"}, environment("1"));
+  MarkedRun first(kStoreProgram, {"meet"}, environment("0"));
   for (MarkedRun* rank : {&first, &second}) {
     const ProcessResult result = rank->finish();
     EXPECT_EQ(result.exit_code, 0) << result.err;

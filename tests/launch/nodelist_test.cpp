@@ -81,7 +81,7 @@ TEST(Nodelist, ReturnsHostsOrThrowsForAnyText) {
         ASSERT_EQ(host.find_first_of("[], ("), std::string::npos) << text;
         ASSERT_FALSE(host.empty()) << text;
       }
-    } catch (const ConfigError&) {
+    } catch (const ConfigError&) {  // as good as hosts
     }
   }
   EXPECT_GT(num_taken, 100);

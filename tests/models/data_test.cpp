@@ -115,35 +115,36 @@ TEST(DemoData, IsMadeOfAFewHundredSentences) {
 }
 
 TEST(DemoData, DoesNotRepeatInTwentyStepsAndFollowsTheSeed) {
-  constexpr std::int64_t sequence = 128, batch = 16;
-  const auto source = open_data(options_of("demo", 256, sequence, batch));
-  const auto again = open_data(options_of("demo", 256, sequence, batch));
-  const auto other = open_data(options_of("demo", 256, sequence, batch, 1));
+  constexpr std::int64_t kSequence = 128, kBatch = 16;
+  const auto source = open_data(options_of("demo", 256, kSequence, kBatch));
+  const auto again = open_data(options_of("demo", 256, kSequence, kBatch));
+  const auto other = open_data(options_of("demo", 256, kSequence, kBatch, 1));
   std::set<Tokens> seen;
   for (std::int64_t step = 0; step < 20; ++step) {
-    for (std::int64_t index = 0; index < batch; ++index) {
-      const Tokens tokens = read(*source, sequence, step, index);
+    for (std::int64_t index = 0; index < kBatch; ++index) {
+      const Tokens tokens = read(*source, kSequence, step, index);
       EXPECT_TRUE(seen.insert(tokens).second) << step << " " << index;
-      EXPECT_EQ(tokens, read(*again, sequence, step, index));
-      EXPECT_NE(tokens, read(*other, sequence, step, index));
+      EXPECT_EQ(tokens, read(*again, kSequence, step, index));
+      EXPECT_NE(tokens, read(*other, kSequence, step, index));
     }
   }
-  const auto narrow = open_data(options_of("demo", 256, sequence, 8));
-  EXPECT_EQ(read(*narrow, sequence, 5, 3), read(*source, sequence, 2, 11)) << "both are number 43";
+  const auto narrow = open_data(options_of("demo", 256, kSequence, 8));
+  EXPECT_EQ(read(*narrow, kSequence, 5, 3), read(*source, kSequence, 2, 11))
+      << "both are number 43";
 }
 
 // What a model can learn, by counting: entropies in nats of a symbol given those before it.
 TEST(DemoData, CanBeLearnedFromTheSymbolsBefore) {
-  constexpr std::int64_t sequence = 128, batch = 16;
-  const auto source = open_data(options_of("demo", 64, sequence, batch));
+  constexpr std::int64_t kSequence = 128, kBatch = 16;
+  const auto source = open_data(options_of("demo", 64, kSequence, kBatch));
   const auto entropy = [&source](std::size_t num_before) {
     std::map<Tokens, std::map<std::int64_t, double>> counts;
     double total = 0;
     for (std::int64_t step = 0; step < 20; ++step) {
-      for (std::int64_t index = 0; index < batch; ++index) {
-        const Tokens tokens = read(*source, sequence, step, index);
+      for (std::int64_t index = 0; index < kBatch; ++index) {
+        const Tokens tokens = read(*source, kSequence, step, index);
         for (std::size_t i = num_before; i < tokens.size(); ++i) {
-          counts[{tokens.begin() + i - num_before, tokens.begin() + i}][tokens[i]] += 1;
+          counts[{tokens.data() + i - num_before, tokens.data() + i}][tokens[i]] += 1;
           total += 1;
         }
       }

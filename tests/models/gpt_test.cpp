@@ -16,16 +16,12 @@
 
 #include "tessera/core/error.h"
 #include "tessera/engine/engine.h"
+#include "tests/models/models_support.h"
 
 namespace tessera::models {
 namespace {
 
 constexpr std::uint64_t kSeed = 7;
-
-struct Batch {
-  at::Tensor ids;
-  at::Tensor targets;
-};
 
 Batch make_batch(const GptOptions& options, std::int64_t rows, std::int64_t length) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(11);
@@ -49,15 +45,6 @@ Tensors backward(Gpt& gpt, const Batch& batch) {
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   return a.defined() == b.defined() && (!a.defined() || at::equal(a, b));
-}
-
-std::string message_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no ConfigError";
 }
 
 TEST(Gpt, HasTheNamesAndShapesOfThePyTorchModelInItsOrder) {
@@ -101,7 +88,7 @@ TEST(Gpt, HasTheNamesAndShapesOfThePyTorchModelInItsOrder) {
 // The formula, from sums, products and elementary functions, in fp64.
 class Formula {
  public:
-  Formula(const Gpt& gpt) : options_(gpt.options()) {
+  explicit Formula(const Gpt& gpt) : options_(gpt.options()) {
     for (const NamedParam& param : gpt.params()) {
       params_[param.name] = param.tensor.detach().to(at::kDouble).requires_grad_();
     }

@@ -15,6 +15,7 @@
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/optim/schedule.h"
+#include "tests/models/models_support.h"
 
 namespace tessera::models {
 namespace {
@@ -22,7 +23,7 @@ namespace {
 // A trainer with all it stands on.
 class Training {
  public:
-  Training(std::vector<NamedParam> params, const Config& config)
+  Training(const std::vector<NamedParam>& params, const Config& config)
       : trainer_(params, config, *kernels_, *device_, EngineOptions{}) {}
   PlainTrainer* operator->() { return &trainer_; }
 
@@ -57,20 +58,6 @@ at::Tensor trained(const std::vector<float>& values, at::ScalarType dtype = at::
 bool all_equal(const at::Tensor& tensor, const std::vector<float>& values) {
   return at::equal(tensor.detach().to(at::kFloat), at::tensor(values));
 }
-
-std::string message_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no ConfigError";
-}
-
-struct Batch {
-  at::Tensor ids;
-  at::Tensor targets;
-};
 
 Batch make_batch(const GptOptions& options, std::uint64_t seed) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);

@@ -229,15 +229,16 @@ class World {
     }
     for (const std::size_t num_kept : {lent_.size() / 2, std::size_t{0}}) {
       update_->keep_lent(num_kept);
-      EXPECT_EQ(std::erase_if(lent_,
-                              [](const std::shared_ptr<device::Memory>& memory) {
-                                const bool is_back = memory.use_count() == 1;
-                                if (is_back) {
-                                  std::memset(memory->data(), 0xff, memory->bytes());
-                                }
-                                return is_back;
-                              }),
-                lent_.size() - num_kept);
+      const std::size_t num_due = lent_.size() - num_kept;
+      const std::size_t num_back =
+          std::erase_if(lent_, [](const std::shared_ptr<device::Memory>& memory) {
+            const bool is_back = memory.use_count() == 1;
+            if (is_back) {
+              std::memset(memory->data(), 0xff, memory->bytes());
+            }
+            return is_back;
+          });
+      EXPECT_EQ(num_back, num_due);
     }
   }
 

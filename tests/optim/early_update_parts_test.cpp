@@ -18,17 +18,8 @@ namespace {
 
 using testing::IoCall;
 
-constexpr StoredParts kStates{false, false, true};
-
-std::vector<TieredShape> shapes_at(const StoredParts& stored) {
+std::vector<TieredShape> mixed_shapes_at(const StoredParts& stored) {
   return {{100, stored}, {5000, {}}, {2048, stored}, {0, {}}, {3, stored}, {4097, stored}};
-}
-
-void run_one(const TieredCase& test, const std::function<void(TieredWorld&)>& body) {
-  comm::run_ranks(1, [&](comm::Group& group) {
-    TieredWorld world(group, test);
-    body(world);
-  });
 }
 
 // Another order every step: what was expected then is wrong.
@@ -51,7 +42,7 @@ TEST(UpdatesInParts, GiveTheBitsOfUpdatesThatStartTogether) {
       for (const bool is_late : {false, true}) {
         TieredCase test;
         test.dtype = dtype;
-        test.shapes = shapes_at(stored);
+        test.shapes = mixed_shapes_at(stored);
         test.num_buffers = 2;
         test.is_late = is_late;
         const std::vector<Trained> expected = train(1, in_memory(test), kSteps);
@@ -71,7 +62,7 @@ TEST(UpdatesInParts, GiveTheBitsOfUpdatesThatStartTogether) {
 
 TEST(UpdatesInParts, KeepTheSumsOfSquaresOfGradientsThatAreGone) {
   TieredCase test;
-  test.shapes = shapes_at(kStates);
+  test.shapes = mixed_shapes_at(kStates);
   run_one(test, [&](TieredWorld& world) {
     world.backward(1);
     const double expected = world.optimizer().sum_of_squares(world.reducer());
@@ -91,7 +82,7 @@ TEST(UpdatesInParts, KeepTheSumsOfSquaresOfGradientsThatAreGone) {
 
 TEST(UpdatesInParts, GiveTheMemoryOfAGradientBackBeforeTheNextComes) {
   TieredCase test;
-  test.shapes = shapes_at(kStates);
+  test.shapes = mixed_shapes_at(kStates);
   run_one(in_memory(test), [&](TieredWorld& world) {
     world.optimizer().begin_update(world.reducer(), kTieredLr, kTieredScale);
     for (const int id : {5, 4, 2, 1, 0}) {
@@ -118,7 +109,7 @@ std::vector<std::string> reads_since(const testing::FaultEngine& engine, std::si
   return names;
 }
 
-TieredCase on_disk(int num_params) {
+TieredCase states_on_disk(int num_params) {
   TieredCase test;
   test.shapes.assign(static_cast<std::size_t>(num_params), {2048, kStates});
   test.store = StoreKind::kFile;
@@ -156,7 +147,7 @@ std::vector<std::string> reads_of_step(TieredWorld& world, int number,
 }
 
 TEST(UpdatesInParts, ReadStatesInTheOrderInWhichGradientsCameTheLastTime) {
-  run_one(on_disk(4), [](TieredWorld& world) {
+  run_one(states_on_disk(4), [](TieredWorld& world) {
     world.optimizer().expect_early_updates();
     expect_reads_of(reads_of_step(world, 1, {{3}, {2}, {1}, {0}}), {3, 2, 1, 0});
     // 2 was expected before 1; the next time that is known.
@@ -166,7 +157,7 @@ TEST(UpdatesInParts, ReadStatesInTheOrderInWhichGradientsCameTheLastTime) {
 }
 
 TEST(UpdatesInParts, TakeTheOrderOfTheNextForwardOnceAllGradientsHaveCome) {
-  run_one(on_disk(5), [](TieredWorld& world) {
+  run_one(states_on_disk(5), [](TieredWorld& world) {
     world.optimizer().expect_early_updates();
     const std::size_t begin = world.engine().seen().size();
     world.step(1);  // all come together
@@ -176,7 +167,7 @@ TEST(UpdatesInParts, TakeTheOrderOfTheNextForwardOnceAllGradientsHaveCome) {
 }
 
 TEST(UpdatesInParts, AreDoneWhileOtherGradientsAreStillToCome) {
-  run_one(on_disk(3), [](TieredWorld& world) {
+  run_one(states_on_disk(3), [](TieredWorld& world) {
     world.optimizer().expect_early_updates();
     world.optimizer().begin_update(world.reducer(), kTieredLr, kTieredScale);
     for (const int id : {2, 1}) {
@@ -195,7 +186,7 @@ TEST(UpdatesInParts, AreDoneWhileOtherGradientsAreStillToCome) {
 }
 
 TEST(UpdatesInParts, FailWithTheCauseIfTheRestNeverComes) {
-  run_one(on_disk(3), [](TieredWorld& world) {
+  run_one(states_on_disk(3), [](TieredWorld& world) {
     world.optimizer().expect_early_updates();
     world.optimizer().begin_update(world.reducer(), kTieredLr, kTieredScale);
     const int last = 2;
@@ -218,7 +209,7 @@ TEST(UpdatesInParts, FailWithTheCauseIfTheRestNeverComes) {
 }
 
 TEST(UpdatesInParts, EndWithTheirOptimizer) {
-  run_one(on_disk(3), [](TieredWorld& world) {
+  run_one(states_on_disk(3), [](TieredWorld& world) {
     world.optimizer().begin_update(world.reducer(), kTieredLr, kTieredScale);
     const int last = 2;
     world.add_gradient(1, last);

@@ -15,6 +15,7 @@
 #include "tessera/device/late_device.h"
 #include "tests/optim/kernel_cases.h"
 #include "tests/optim/update_case.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::optim {
 namespace {
@@ -51,9 +52,10 @@ TEST_F(KernelLists, UpdateAsElementByElement) {
   }
 }
 
-// Large enough for stores past the caches.
+// Large enough for stores past the caches; under a sanitizer, for pieces of several threads.
+constexpr std::size_t kLarge = support::rounds(std::size_t{2} << 20, std::size_t{1} << 16) + 77;
+
 TEST_F(KernelLists, UpdateLargeSpansWithTheSameBits) {
-  constexpr std::size_t kLarge = (std::size_t{2} << 20) + 77;
   for (const UpdateShape& shape : {UpdateShape{kLarge, 0, 0, DType::kBFloat16, DType::kBFloat16},
                                    UpdateShape{kLarge, 0, 5, DType::kFloat32, DType::kFloat16}}) {
     const UpdateList list({shape});
@@ -66,7 +68,7 @@ TEST_F(KernelLists, UpdateLargeSpansWithTheSameBits) {
 
 // The parameter takes the gradient's memory.
 TEST_F(KernelLists, UpdateInPlaceOfTheGradient) {
-  for (const std::size_t numel : {std::size_t{1}, std::size_t{1003}, (std::size_t{2} << 20) + 77}) {
+  for (const std::size_t numel : {std::size_t{1}, std::size_t{1003}, kLarge}) {
     Weights apart(numel);
     Weights in_place(numel);
     auto gradient = to_bfloat16s(random_floats(numel, 1e-3, 7));

@@ -23,17 +23,17 @@ namespace {
 
 using support::NoTensor;
 
-struct Shape {
+struct ShardedShape {
   std::int64_t numel;
   bool trainable = true;
   double weight_decay_scale = 1;
 };
 // Ragged ends, more ranks than elements, none at all, frozen ones.
-const std::vector<Shape> kShapes = {{1000}, {3, true, 0}, {17, false}, {0}, {4099}};
-constexpr double kLr = 1e-3;
-constexpr double kScale = 0.25;
+const std::vector<ShardedShape> kShardedShapes = {{1000}, {3, true, 0}, {17, false}, {0}, {4099}};
+constexpr double kShardedLr = 1e-3;
+constexpr double kShardedScale = 0.25;
 
-struct World {
+struct ShardedSetting {
   DType dtype = DType::kFloat32;
   bool is_late = false;
 };
@@ -41,18 +41,18 @@ struct World {
 // One rank: a table whose shards hold their part of tensors made from a seed.
 class RankWorld {
  public:
-  RankWorld(comm::Group& group, const World& world, const RuleOptions& rule = {})
+  RankWorld(comm::Group& group, const ShardedSetting& world, const RuleOptions& rule = {})
       : device_(make_device(world)),
         spans_(clock_, 0),
         params_(group.rank(), group.size(), *device_),
         kernels_(make_cpu_kernels(2)) {
-    for (std::size_t i = 0; i < kShapes.size(); ++i) {
+    for (std::size_t i = 0; i < kShardedShapes.size(); ++i) {
       shard::ParamSpec spec;
       spec.name = "p" + std::to_string(i);
-      spec.numel = kShapes[i].numel;
+      spec.numel = kShardedShapes[i].numel;
       spec.dtype = world.dtype;
-      spec.trainable = kShapes[i].trainable;
-      spec.weight_decay_scale = kShapes[i].weight_decay_scale;
+      spec.trainable = kShardedShapes[i].trainable;
+      spec.weight_decay_scale = kShardedShapes[i].weight_decay_scale;
       write_shard(params_.add(spec, std::make_unique<NoTensor>()));
     }
     reducer_ = std::make_unique<grad::Reducer>(
@@ -63,8 +63,8 @@ class RankWorld {
   // The whole tensor, with what its type keeps of it.
   static std::vector<float> initial(int id, DType dtype) {
     auto values =
-        random_floats(static_cast<std::size_t>(kShapes[static_cast<std::size_t>(id)].numel), 0.02,
-                      static_cast<std::uint64_t>(id) + 10);
+        random_floats(static_cast<std::size_t>(kShardedShapes[static_cast<std::size_t>(id)].numel),
+                      0.02, static_cast<std::uint64_t>(id) + 10);
     for (float& value : values) {
       value = dtype == DType::kBFloat16  ? to_float(to_bfloat16(value))
               : dtype == DType::kFloat16 ? to_float(to_float16(value))
@@ -76,8 +76,8 @@ class RankWorld {
   // Multiples of 2^-10 below 1: their sum over ranks is exact.
   static std::vector<float> gradient(int id, int step) {
     auto values =
-        random_floats(static_cast<std::size_t>(kShapes[static_cast<std::size_t>(id)].numel), 0.2,
-                      static_cast<std::uint64_t>(100 * step + id));
+        random_floats(static_cast<std::size_t>(kShardedShapes[static_cast<std::size_t>(id)].numel),
+                      0.2, static_cast<std::uint64_t>(100 * step + id));
     for (float& value : values) {
       value = std::nearbyint(std::clamp(value, -1.0F, 1.0F) * 1024) / 1024;
     }
@@ -119,7 +119,7 @@ class RankWorld {
   }
 
  private:
-  std::unique_ptr<device::Device> make_device(const World& world) {
+  std::unique_ptr<device::Device> make_device(const ShardedSetting& world) {
     if (!world.is_late) {
       return device::make_cpu_device({&ledger_, {}});
     }
@@ -140,7 +140,7 @@ class RankWorld {
 
 // What `steps` updates make of the whole tensor.
 Weights whole_after(const RuleOptions& rule, int id, int num_ranks, DType dtype, int steps) {
-  Weights whole(static_cast<std::size_t>(kShapes[static_cast<std::size_t>(id)].numel));
+  Weights whole(static_cast<std::size_t>(kShardedShapes[static_cast<std::size_t>(id)].numel));
   whole.master = RankWorld::initial(id, dtype);
   for (int step = 1; step <= steps; ++step) {
     auto gradient = RankWorld::gradient(id, step);
@@ -154,9 +154,9 @@ Weights whole_after(const RuleOptions& rule, int id, int num_ranks, DType dtype,
     }
     UpdateScalars scalars;
     scalars.step = step;
-    scalars.lr = kLr;
-    scalars.gradient_scale = kScale;
-    scalars.weight_decay_scale = kShapes[static_cast<std::size_t>(id)].weight_decay_scale;
+    scalars.lr = kShardedLr;
+    scalars.gradient_scale = kShardedScale;
+    scalars.weight_decay_scale = kShardedShapes[static_cast<std::size_t>(id)].weight_decay_scale;
     update(rule, scalars, span);
   }
   return whole;
@@ -184,7 +184,7 @@ TEST(ShardedOptimizer, UpdatesShardsAsIfTheyWereWhole) {
             RankWorld world(group, {dtype, is_late}, rule);
             for (int step = 1; step <= kSteps; ++step) {
               world.backward(step);
-              world.optimizer().start_update(world.reducer(), kLr, kScale);
+              world.optimizer().start_update(world.reducer(), kShardedLr, kShardedScale);
               world.reducer().clear();
             }
             world.optimizer().wait();
@@ -270,7 +270,7 @@ TEST(ShardedOptimizer, ReturnsBeforeTheUpdateIsDone) {
   comm::run_ranks(1, [&](comm::Group& group) {
     RankWorld world(group, {DType::kFloat32, /*is_late=*/true});
     world.backward(1);
-    world.optimizer().start_update(world.reducer(), kLr, kScale);
+    world.optimizer().start_update(world.reducer(), kShardedLr, kShardedScale);
     const shard::Param& last = world.params()[4];
     EXPECT_FALSE(last.updated().done());
     const Weights whole = whole_after({}, 4, 1, DType::kFloat32, 1);
@@ -283,7 +283,7 @@ TEST(ShardedOptimizer, FollowsAShardThatWasWrittenFromOutside) {
   comm::run_ranks(2, [&](comm::Group& group) {
     RankWorld world(group, {DType::kBFloat16, false});
     world.backward(1);
-    world.optimizer().start_update(world.reducer(), kLr, kScale);
+    world.optimizer().start_update(world.reducer(), kShardedLr, kShardedScale);
     world.optimizer().wait();
     const shard::Param& param = world.params()[0];
     const auto initial = RankWorld::initial(0, DType::kBFloat16);
@@ -353,7 +353,7 @@ TEST(ShardedOptimizer, PassesTheFailureOfAnUpdateOnToWhoeverWaits) {
     FailingKernels kernels(world.kernels(), 1);
     ShardedOptimizer optimizer(world.params(), world.device(), kernels, RuleOptions{});
     world.backward(1);
-    optimizer.start_update(world.reducer(), kLr, kScale);
+    optimizer.start_update(world.reducer(), kShardedLr, kShardedScale);
     EXPECT_THROW(optimizer.wait(), DeviceError);
     EXPECT_THROW(world.params()[1].updated().wait(), DeviceError);
     EXPECT_THROW(world.params()[4].updated().wait(), DeviceError) << "one piece of work";

@@ -60,9 +60,9 @@ TEST_F(StepOnDeviceTest, HasTheBitsOfTheHostsFactors) {
 
 TEST_F(StepOnDeviceTest, NeedsAPositiveWeight) {
   StepOnDevice step{};
-  EXPECT_THROW(kernels_->start_step_factors({}, {0, 1, 1, true}, &step, &step, stream()),
+  EXPECT_THROW((void)kernels_->start_step_factors({}, {0, 1, 1, true}, &step, &step, stream()),
                ConfigError);
-  EXPECT_THROW(kernels_->start_step_factors({}, {1, 0, 1, true}, &step, &step, stream()),
+  EXPECT_THROW((void)kernels_->start_step_factors({}, {1, 0, 1, true}, &step, &step, stream()),
                InternalError);
 }
 

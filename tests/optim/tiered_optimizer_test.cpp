@@ -12,11 +12,12 @@
 #include "tessera/comm/thread_backend.h"
 #include "tests/optim/tiered_world.h"
 #include "tests/optim/update_case.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::optim {
 namespace {
 
-constexpr int kSteps = 3;
+constexpr int kTieredSteps = 3;
 constexpr int kNumPlaces = 8;  // of parameter, gradient and states
 
 StoredParts places(int bits) { return {(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0}; }
@@ -51,23 +52,26 @@ void expect_equal(const std::vector<Trained>& found, const std::vector<Trained>&
 }
 
 void expect_bits_of_memory(int num_ranks, const TieredCase& test) {
-  expect_equal(train(num_ranks, test, kSteps), train(num_ranks, in_memory(test), kSteps),
-               2 + state_names(test.rule).size());
+  expect_equal(train(num_ranks, test, kTieredSteps),
+               train(num_ranks, in_memory(test), kTieredSteps), 2 + state_names(test.rule).size());
 }
 
 TEST(TieredOptimizer, GivesTheBitsOfMemoryForEveryRuleTypeAndPlace) {
   for (const auto& [name, rule] : all_rules()) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      if (support::kIsSanitized && dtype == DType::kFloat16) {
+        continue;  // to memory the same as bf16
+      }
       TieredCase test;
       test.rule = rule;
       test.dtype = dtype;
       test.shapes = shapes_at(0);
-      const std::vector<Trained> expected = train(1, in_memory(test), kSteps);
+      const std::vector<Trained> expected = train(1, in_memory(test), kTieredSteps);
       for (int bits = 0; bits < kNumPlaces; ++bits) {
         SCOPED_TRACE(name + ", " + std::string(to_string(dtype)) + ", " + text_of(bits));
         test.shapes = shapes_at(bits);
         test.num_buffers = 1 + bits % 3;
-        expect_equal(train(1, test, kSteps), expected, 2 + state_names(rule).size());
+        expect_equal(train(1, test, kTieredSteps), expected, 2 + state_names(rule).size());
       }
     }
   }
@@ -78,14 +82,14 @@ TEST(TieredOptimizer, GivesTheSameBitsThroughAnyBuffers) {
     TieredCase test;
     test.dtype = dtype;
     test.shapes = shapes_at(7);
-    const std::vector<Trained> expected = train(1, in_memory(test), kSteps);
+    const std::vector<Trained> expected = train(1, in_memory(test), kTieredSteps);
     for (const std::int64_t sub_group_numel : {2048, 4096, 6144, 1 << 20}) {
       for (const double num_buffers : {1.0, 1.5, 2.0, 3.0, 5.0, 100.0}) {
         SCOPED_TRACE(std::to_string(sub_group_numel) + " elements, " + std::to_string(num_buffers) +
                      " buffers");
         test.sub_group_numel = sub_group_numel;
         test.num_buffers = num_buffers;
-        expect_equal(train(1, test, kSteps), expected, 4);
+        expect_equal(train(1, test, kTieredSteps), expected, 4);
       }
     }
   }

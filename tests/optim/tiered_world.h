@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "tessera/comm/group.h"
+#include "tessera/comm/thread_backend.h"
 #include "tessera/core/spans.h"
 #include "tessera/optim/sharded_optimizer.h"
 #include "tessera/optim/tiered_optimizer.h"
@@ -116,5 +117,15 @@ std::vector<Trained> train(int num_ranks, const TieredCase& test, int num_steps)
 
 // The same sizes and rule with everything in memory.
 TieredCase in_memory(TieredCase test);
+
+constexpr StoredParts kAllStored{true, true, true};
+constexpr StoredParts kStates{false, false, true};
+
+inline void run_one(const TieredCase& test, const std::function<void(TieredWorld&)>& body) {
+  comm::run_ranks(1, [&](comm::Group& group) {
+    TieredWorld world(group, test);
+    body(world);
+  });
+}
 
 }  // namespace tessera::optim

@@ -16,8 +16,6 @@ namespace {
 using testing::IoCall;
 using testing::IoFault;
 
-constexpr StoredParts kAllStored{true, true, true};
-
 TieredCase on_disk(DType dtype) {
   TieredCase test;
   test.shapes = {{2048, kAllStored}, {5000, kAllStored}, {17, kAllStored}, {9, kAllStored}};

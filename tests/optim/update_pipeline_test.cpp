@@ -17,21 +17,11 @@ namespace {
 using testing::IoCall;
 using testing::IoFault;
 
-constexpr StoredParts kAllStored{true, true, true};
-constexpr StoredParts kStates{false, false, true};
-
 TieredCase on_disk(int num_params, std::int64_t numel, const StoredParts& stored) {
   TieredCase test;
   test.shapes.assign(static_cast<std::size_t>(num_params), {numel, stored});
   test.store = StoreKind::kFile;
   return test;
-}
-
-void run_one(const TieredCase& test, const std::function<void(TieredWorld&)>& body) {
-  comm::run_ranks(1, [&](comm::Group& group) {
-    TieredWorld world(group, test);
-    body(world);
-  });
 }
 
 // What has been read so far, in the order of the calls.

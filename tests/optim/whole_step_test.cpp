@@ -23,20 +23,20 @@
 namespace tessera::optim {
 namespace {
 
-constexpr double kLr = 1e-2;
-constexpr int kSteps = 4;
+constexpr double kStepLr = 1e-2;
+constexpr int kNumSteps = 4;
 
 using support::NoTensor;
 
-struct Shape {
+struct StepShape {
   std::int64_t numel = 0;
   bool trainable = true;
   int comes_every = 1;  // its gradient comes in every so many backwards
 };
-const std::vector<Shape> kShapes = {{9001}, {3, true, 2}, {17, false},
-                                    {0},    {4099},       {5000, true, 3}};
+const std::vector<StepShape> kStepShapes = {{9001}, {3, true, 2}, {17, false},
+                                            {0},    {4099},       {5000, true, 3}};
 
-struct Case {
+struct StepSetting {
   DType dtype = DType::kBFloat16;
   device::LateMode mode = device::LateMode::kLazy;
   bool sums_on_the_way = true;
@@ -48,20 +48,20 @@ struct Case {
 };
 
 // One rank, on a device with memory of its own or, for reference, on the host.
-class World {
+class StepWorld {
  public:
-  World(comm::Group& group, const Case& test, bool own)
+  StepWorld(comm::Group& group, const StepSetting& test, bool own)
       : test_(test),
         device_(own ? make_own_device(test.mode) : device::make_cpu_device()),
         spans_(clock_, 0),
         params_(group.rank(), group.size(), *device_),
         kernels_(make_cpu_kernels(1)) {
-    for (std::size_t i = 0; i < kShapes.size(); ++i) {
+    for (std::size_t i = 0; i < kStepShapes.size(); ++i) {
       shard::ParamSpec spec;
       spec.name = "p" + std::to_string(i);
-      spec.numel = kShapes[i].numel;
+      spec.numel = kStepShapes[i].numel;
       spec.dtype = test.dtype;
-      spec.trainable = kShapes[i].trainable;
+      spec.trainable = kStepShapes[i].trainable;
       spec.weight_decay_scale = i % 2 == 0 ? 1 : 0;
       const shard::Param& param = params_.add(spec, std::make_unique<NoTensor>());
       const auto values = *elements(param, 0.02, i + 1);
@@ -88,7 +88,7 @@ class World {
   void backwards(int step) {
     for (int backward = 0; backward < test_.num_backwards; ++backward) {
       for (int id = params_.num_params() - 1; id >= 0; --id) {
-        const Shape& shape = kShapes[static_cast<std::size_t>(id)];
+        const StepShape& shape = kStepShapes[static_cast<std::size_t>(id)];
         if (!shape.trainable || (step + backward) % shape.comes_every != 0) {
           continue;
         }
@@ -110,14 +110,14 @@ class World {
   // As one piece of work, or as an engine does it that looks at the norm.
   void finish(bool as_one) {
     if (as_one) {
-      ASSERT_TRUE(optimizer_->start_step(*reducer_, kLr, inputs()));
+      ASSERT_TRUE(optimizer_->start_step(*reducer_, kStepLr, inputs()));
       norms.push_back(optimizer_->finish_step());
     } else {
       norms.push_back(optimizer_->sum_of_squares(*reducer_));
       const StepFactors factors =
           step_factors({norms.back(), inputs().weight, 0}, inputs().loss_scale, test_.clip_norm);
       if (factors.finite || !test_.skips_nonfinite) {
-        optimizer_->start_update(*reducer_, kLr, factors.gradient_scale);
+        optimizer_->start_update(*reducer_, kStepLr, factors.gradient_scale);
       }
     }
     optimizer_->wait();
@@ -172,7 +172,7 @@ class World {
     return bytes;
   }
 
-  const Case test_;
+  const StepSetting test_;
   std::unique_ptr<device::Device> device_;
   SteadyClock clock_;
   Spans spans_;
@@ -182,11 +182,11 @@ class World {
   std::unique_ptr<ShardedOptimizer> optimizer_;
 };
 
-void expect_same(const Case& test, const std::string& what) {
+void expect_same(const StepSetting& test, const std::string& what) {
   comm::run_ranks(1, [&](comm::Group& group) {
-    World reference(group, test, /*own=*/false);
-    World world(group, test, /*own=*/true);
-    for (int step = 1; step <= kSteps; ++step) {
+    StepWorld reference(group, test, /*own=*/false);
+    StepWorld world(group, test, /*own=*/true);
+    for (int step = 1; step <= kNumSteps; ++step) {
       reference.backwards(step);
       reference.finish(/*as_one=*/false);
       world.backwards(step);
@@ -196,7 +196,7 @@ void expect_same(const Case& test, const std::string& what) {
     EXPECT_EQ(world.versions(), reference.versions()) << what;
     EXPECT_EQ(world.optimizer().num_updates(), reference.optimizer().num_updates()) << what;
     EXPECT_EQ(world.optimizer().num_updates(),
-              test.bad_step > 0 && test.skips_nonfinite ? kSteps - 1 : kSteps);
+              test.bad_step > 0 && test.skips_nonfinite ? kNumSteps - 1 : kNumSteps);
     EXPECT_TRUE(world.trained() == reference.trained()) << what;
   });
 }
@@ -207,7 +207,7 @@ TEST(WholeStep, HasTheBitsAndCountsOfAStepThatLooksAtTheNorm) {
       for (const bool sums_on_the_way : {true, false}) {
         for (const int num_backwards : {1, 2}) {
           for (const double clip_norm : {0.0, 1e-5, 0.3}) {
-            Case test;
+            StepSetting test;
             test.dtype = dtype;
             test.mode = mode;
             test.sums_on_the_way = sums_on_the_way;
@@ -227,8 +227,8 @@ TEST(WholeStep, HasTheBitsAndCountsOfAStepThatLooksAtTheNorm) {
 TEST(WholeStep, ChangesAndCountsNothingIfItIsSkipped) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
     for (const int num_backwards : {1, 2}) {
-      for (const int bad_step : {1, 2, kSteps}) {
-        Case test;
+      for (const int bad_step : {1, 2, kNumSteps}) {
+        StepSetting test;
         test.dtype = dtype;
         test.num_backwards = num_backwards;
         test.bad_step = bad_step;
@@ -240,9 +240,9 @@ TEST(WholeStep, ChangesAndCountsNothingIfItIsSkipped) {
 
 TEST(WholeStep, KeepsTheWholeStateOfBeforeIfItIsSkipped) {
   comm::run_ranks(1, [&](comm::Group& group) {
-    Case test;
+    StepSetting test;
     test.bad_step = 2;
-    World world(group, test, true);
+    StepWorld world(group, test, true);
     world.backwards(1);
     world.finish(true);
     const auto before = world.trained();
@@ -258,7 +258,7 @@ TEST(WholeStep, KeepsTheWholeStateOfBeforeIfItIsSkipped) {
 
 // NaNs spread through what the infinity touches, and the host's and the device's are the same here.
 TEST(WholeStep, GoesOnWithWhatIsNotFiniteIfNobodyGuards) {
-  Case test;
+  StepSetting test;
   test.bad_step = 2;
   test.skips_nonfinite = false;
   expect_same(test, "no guard");
@@ -266,11 +266,11 @@ TEST(WholeStep, GoesOnWithWhatIsNotFiniteIfNobodyGuards) {
 
 TEST(WholeStep, IsHandedOverBeforeAnyOfItHasRun) {
   comm::run_ranks(1, [&](comm::Group& group) {
-    World world(group, Case{}, true);
+    StepWorld world(group, StepSetting{}, true);
     world.backwards(1);
     device::Stream& reduce = world.device().stream(device::StreamKind::kReduce);
     const device::Pending gradients = reduce.record();
-    ASSERT_TRUE(world.optimizer().start_step(world.reducer(), kLr, world.inputs()));
+    ASSERT_TRUE(world.optimizer().start_step(world.reducer(), kStepLr, world.inputs()));
     EXPECT_FALSE(gradients.done()) << "nobody waited for the gradients";
     EXPECT_EQ(world.optimizer().num_updates(), 0);
     EXPECT_EQ(world.params()[0].version(), 0U);
@@ -284,16 +284,16 @@ TEST(WholeStep, IsHandedOverBeforeAnyOfItHasRun) {
 
 TEST(WholeStep, NeedsADeviceOfItsOwnAndOneRank) {
   comm::run_ranks(1, [&](comm::Group& group) {
-    World world(group, Case{}, false);
+    StepWorld world(group, StepSetting{}, false);
     world.backwards(1);
-    EXPECT_FALSE(world.optimizer().start_step(world.reducer(), kLr, world.inputs()));
+    EXPECT_FALSE(world.optimizer().start_step(world.reducer(), kStepLr, world.inputs()));
     world.finish(false);
     EXPECT_EQ(world.optimizer().num_updates(), 1);
   });
   comm::run_ranks(2, [&](comm::Group& group) {
-    World world(group, Case{}, true);
+    StepWorld world(group, StepSetting{}, true);
     world.backwards(1);
-    EXPECT_FALSE(world.optimizer().start_step(world.reducer(), kLr, world.inputs()));
+    EXPECT_FALSE(world.optimizer().start_step(world.reducer(), kStepLr, world.inputs()));
     world.finish(false);
     EXPECT_EQ(world.optimizer().num_updates(), 1);
   });
@@ -301,11 +301,11 @@ TEST(WholeStep, NeedsADeviceOfItsOwnAndOneRank) {
 
 TEST(WholeStep, RefusesAWeightOfZeroBeforeAnythingIsStarted) {
   comm::run_ranks(1, [&](comm::Group& group) {
-    World world(group, Case{}, true);
+    StepWorld world(group, StepSetting{}, true);
     world.backwards(1);
     StepInputs inputs = world.inputs();
     inputs.weight = 0;
-    EXPECT_THROW(world.optimizer().start_step(world.reducer(), kLr, inputs), ConfigError);
+    EXPECT_THROW(world.optimizer().start_step(world.reducer(), kStepLr, inputs), ConfigError);
     EXPECT_EQ(world.optimizer().num_updates(), 0);
     world.finish(true);
     EXPECT_EQ(world.optimizer().num_updates(), 1);

@@ -187,12 +187,6 @@ TEST(CudaLedger, ExtentsAreWhatTheLedgerSays) {
   EXPECT_EQ(plan.step.parameters_written, sums[Role::kShard]);
 }
 
-std::int64_t advised_bytes(const std::string& refusal) {
-  const std::string before = "to at least ";
-  const std::size_t begin = refusal.find(before) + before.size();
-  return parse_bytes(refusal.substr(begin, refusal.find_first_of(", ", begin) - begin)).value();
-}
-
 // The remedy works, and nothing below it does.
 void expect_remedy(const ModelShapes& model, PlacementOptions options,
                    std::int64_t PlacementOptions::*budget, const std::string& name) {

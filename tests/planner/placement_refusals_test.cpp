@@ -26,12 +26,6 @@ bool contains(const std::string& text, const std::string& part) {
 }
 
 // The number behind "to at least ".
-std::int64_t advised_bytes(const std::string& refusal) {
-  const std::string before = "to at least ";
-  const std::size_t begin = refusal.find(before) + before.size();
-  return parse_bytes(refusal.substr(begin, refusal.find_first_of(", ", begin) - begin)).value();
-}
-
 TEST(PlacementRefusal, WithoutNvmeShowsTheSumAndNamesBothRemedies) {
   const ModelShapes model = small_gpt(64, 4, 3000);
   PlacementOptions options = with_budget(std::int64_t{1} << 20);

@@ -8,6 +8,7 @@
 
 #include "tessera/coordinator/shard_feed.h"
 #include "tessera/core/error.h"
+#include "tessera/grad/gradient_bytes.h"
 #include "tessera/optim/sub_group.h"
 #include "tessera/shard/layout.h"
 #include "tessera/tier/io_engine.h"
@@ -16,7 +17,7 @@
 namespace tessera::planner {
 namespace {
 
-std::int64_t blocks(std::int64_t bytes) {
+std::int64_t whole_blocks_of(std::int64_t bytes) {
   return static_cast<std::int64_t>(tier::whole_blocks(static_cast<std::size_t>(bytes)));
 }
 
@@ -215,6 +216,11 @@ TEST(Placement, CountsWhatAStepMovesPerElement) {
   EXPECT_EQ(placement.step.gradients_written, 3 * 4 * all);
   EXPECT_EQ(placement.step.gradients_read, (2 + 1) * 4 * all);
   EXPECT_EQ(placement.full_gradient_bytes, 4 * numel);
+  // For the norm of stored gradients, one number per block of a shard stays in memory.
+  ASSERT_EQ(placement.bytes(Tier::kNvme, Role::kGradient), 4 * all);
+  EXPECT_EQ(placement.bytes(Tier::kHost, Role::kGradient),
+            static_cast<std::int64_t>(grad::taken_bytes(
+                8 * static_cast<std::size_t>(grad::num_norm_blocks(numel)) * sizeof(double))));
 }
 
 TEST(Placement, CountsAMasterAmongTheStatesOfLowPrecision) {
@@ -244,7 +250,7 @@ TEST(Placement, ExtentsFollowEachOtherAndAreWhatTheLedgerSays) {
          planned_extents(model, options, placement, {"exp_avg", "exp_avg_sq"})) {
       std::int64_t& end = ends[static_cast<std::size_t>(extent.role)];
       EXPECT_EQ(extent.offset, end);
-      EXPECT_EQ(extent.bytes, blocks(extent.bytes));
+      EXPECT_EQ(extent.bytes, whole_blocks_of(extent.bytes));
       EXPECT_GT(extent.bytes, 0);
       end += extent.bytes;
     }

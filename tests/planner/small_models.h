@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/core/units.h"
 #include "tessera/planner/placement.h"
 
 namespace tessera::planner {
@@ -65,6 +66,13 @@ inline PlacementOptions with_budget(std::int64_t bytes, int num_ranks = 1) {
   options.has_nvme = true;
   options.host_bytes = bytes;
   return options;
+}
+
+// What a refusal says a budget must at least be.
+inline std::int64_t advised_bytes(const std::string& refusal) {
+  const std::string before = "to at least ";
+  const std::size_t begin = refusal.find(before) + before.size();
+  return parse_bytes(refusal.substr(begin, refusal.find_first_of(", ", begin) - begin)).value();
 }
 
 }  // namespace tessera::planner

@@ -14,6 +14,7 @@
 #include "tessera/planner/placement.h"
 #include "tessera/shard/layout.h"
 #include "tests/planner/small_models.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::planner {
 namespace {
@@ -168,8 +169,9 @@ void expect_room_for_every_call(const ModelShapes& model, const PlacementOptions
 }
 
 TEST(StagingPlan, HoldsEveryCallOfAStepOfAnyModelWithinAnyBudget) {
-  int num_planned = 0;
-  for (std::uint64_t seed = 0; seed < 150; ++seed) {
+  constexpr std::uint64_t kSeeds = support::rounds(150U, 30U);
+  std::uint64_t num_planned = 0;
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     Draw draw(seed);
     const ModelShapes model = random_model(draw);
     PlacementOptions options = with_budget(kUnlimited, static_cast<int>(2 + draw.below(3)));
@@ -191,7 +193,7 @@ TEST(StagingPlan, HoldsEveryCallOfAStepOfAnyModelWithinAnyBudget) {
       }
     }
   }
-  EXPECT_GT(num_planned, 400);
+  EXPECT_GT(num_planned, kSeeds * 8 / 3);
 }
 
 // Alone a unit of one parameter packs nothing; a call that joins some of them packs them all.

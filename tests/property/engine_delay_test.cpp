@@ -13,7 +13,7 @@ namespace tessera::testing {
 namespace {
 
 constexpr std::uint64_t kFirstSeed = 100000;
-constexpr std::uint64_t kRunsPerPart = 50;
+constexpr std::uint64_t kRunsPerPart = 20;
 constexpr std::uint32_t kMaxDelayUs = 30;
 
 RuntimeOptions late_runtime(std::uint64_t seed, int rank) {

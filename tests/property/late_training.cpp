@@ -80,9 +80,13 @@ TrainingPlan draw_training(std::uint64_t seed) {
   plan.ranks = draw.between(2, 4);
   plan.steps = draw.between(3, 4);
   plan.micro_batches = draw.between(1, 2);
+  // One byte: a collective for every element, of few elements.
+  plan.bucket_bytes = draw.one_of<std::int64_t>({1, 64, 1000, kUnlimited});
   const int num_params = draw.between(1, 8);
   for (int i = 0; i < num_params; ++i) {
-    plan.numels.push_back(draw.one_of<std::int64_t>({0, 1, 3, 7, 33, 90, 150, 260, 301}));
+    plan.numels.push_back(plan.bucket_bytes == 1
+                              ? draw.one_of<std::int64_t>({0, 1, 3, 7, 15})
+                              : draw.one_of<std::int64_t>({0, 1, 3, 7, 33, 90, 150, 260, 301}));
   }
   const int num_units = draw.between(1, 6);
   for (int i = 0; i < num_units; ++i) {
@@ -111,7 +115,6 @@ TrainingPlan draw_training(std::uint64_t seed) {
   budgets.reuse_distance_bytes = draw.one_of<std::int64_t>({0, 2000, kUnlimited});
   plan.coordinator.persist_param_bytes = draw.one_of<std::int64_t>({0, 64, kUnlimited});
   plan.coordinator.persist_model_bytes = draw.one_of<std::int64_t>({0, 500, kUnlimited});
-  plan.bucket_bytes = draw.one_of<std::int64_t>({1, 64, 1000, kUnlimited});
   plan.pack_below_bytes = draw.one_of<std::size_t>({0, 100, 1 << 16});
   plan.device = draw.one_of({DeviceChoice::kCpu, DeviceChoice::kLazy, DeviceChoice::kRandom});
   return plan;

@@ -8,11 +8,12 @@
 #include <gtest/gtest.h>
 
 #include "tessera/comm/thread_backend.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::testing {
 namespace {
 
-constexpr std::uint64_t kRunsPerPart = 50;
+constexpr std::uint64_t kRunsPerPart = support::rounds(40U, 15U);
 constexpr std::uint32_t kMaxDelayUs = 30;
 
 std::string findings_of(const TrainingPlan& plan, const Versions& expected) {

@@ -40,7 +40,10 @@ class Block : public torch::nn::Module {
     for (std::size_t i = 1; i < arguments.size(); ++i) {
       h = h + arguments[i] * 0.5;
     }
-    const bool interrupts = interrupter_->runs_left > 0 && --interrupter_->runs_left == 0;
+    const bool interrupts = interrupter_->runs_left == 1;
+    if (interrupter_->runs_left > 0) {
+      --interrupter_->runs_left;
+    }
     if (interrupts && !interrupter_->in_backward) {
       throw Interruption();
     }

@@ -2,20 +2,28 @@
 """Runs the tests of the scripts: run_all.py [JUNIT_FILE]. Exits with 1 if one fails or none is found."""
 import pathlib
 import sys
+import time
 import unittest
 import xml.etree.ElementTree as ElementTree
 
 
 class RecordingResult(unittest.TextTestResult):
-    """Keeps the names of all tests, as a JUnit file wants them."""
+    """Keeps name and time of all tests, as a JUnit file wants them."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.names = []
+        self.seconds = {}
+        self.started = 0.0
 
     def startTest(self, test):
         super().startTest(test)
         self.names.append(test.id())
+        self.started = time.monotonic()
+
+    def stopTest(self, test):
+        super().stopTest(test)
+        self.seconds[test.id()] = time.monotonic() - self.started
 
 
 def write_junit(result, path):
@@ -24,7 +32,8 @@ def write_junit(result, path):
     suite = ElementTree.Element("testsuite", name="scripts")
     # An error outside of a test (an import, say) has a name that never started.
     for name in result.names + sorted(failed - set(result.names)):
-        case = ElementTree.SubElement(suite, "testcase", name=name)
+        case = ElementTree.SubElement(suite, "testcase", name=name,
+                                      time=f"{result.seconds.get(name, 0):.3f}")
         if name in failed:
             ElementTree.SubElement(case, "failure")
         elif name in skipped:

@@ -216,7 +216,9 @@ TEST_F(TensorStorage, ShapesOfAReleasedParameterAreItsOwn) {
 TEST_F(TensorStorage, TheTensorIsTheSameOneForLife) {
   at::Tensor tensor = at::randn({4, 5});
   const at::Tensor values = tensor.clone();
-  const at::Tensor alias = tensor;  // what a module holds
+  // What a module holds: a handle of its own.
+  // NOLINTNEXTLINE(performance-unnecessary-copy-initialization)
+  const at::Tensor alias = tensor;
   const at::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   const Layout layout(20, 2, DType::kFloat32);
   const auto full = bind_tensor(tensor, "w", layout);

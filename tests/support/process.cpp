@@ -139,7 +139,8 @@ bool Process::read_some() {
   std::array<pollfd, 2> fds{{{out_fd_, POLLIN, 0}, {err_fd_, POLLIN, 0}}};
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
       deadline_ - std::chrono::steady_clock::now());
-  const int ready = left.count() > 0 ? ::poll(fds.data(), fds.size(), left.count()) : 0;
+  const int ready =
+      left.count() > 0 ? ::poll(fds.data(), fds.size(), static_cast<int>(left.count())) : 0;
   if (ready < 0 && errno == EINTR) {
     return true;
   }

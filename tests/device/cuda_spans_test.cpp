@@ -20,7 +20,7 @@ constexpr std::size_t kBytes = std::size_t{1} << 20;
 // Far above the error of an anchor, far below what a wrong unit or a wrong clock would give.
 constexpr std::int64_t kClockErrorNs = 1'000'000;
 
-class GpuSpans : public ::testing::Test {
+class CudaSpans : public ::testing::Test {
  protected:
   void SetUp() override {
     if (num_cuda_devices() == 0) {
@@ -60,7 +60,7 @@ class GpuSpans : public ::testing::Test {
   std::unique_ptr<Device> device_;
 };
 
-TEST_F(GpuSpans, NamesWhatRanOnEachStreamWithItsBytes) {
+TEST_F(CudaSpans, NamesWhatRanOnEachStreamWithItsBytes) {
   const Memory host = device_->allocate(MemoryKind::kPinned, kBytes, Role::kOther);
   const Memory up = device_->allocate(MemoryKind::kDevice, kBytes, Role::kOther);
   const Memory beside = device_->allocate(MemoryKind::kDevice, kBytes, Role::kOther);
@@ -86,7 +86,7 @@ TEST_F(GpuSpans, NamesWhatRanOnEachStreamWithItsBytes) {
 
 // Work that knows when it began and ended by the host's clock, and takes long enough for a wrong
 // unit or a wrong origin to show.
-TEST_F(GpuSpans, AreOnTheClockOfTheHost) {
+TEST_F(CudaSpans, AreOnTheClockOfTheHost) {
   struct Times {
     std::int64_t begin_ns = 0;
     std::int64_t end_ns = 0;
@@ -116,7 +116,7 @@ TEST_F(GpuSpans, AreOnTheClockOfTheHost) {
 }
 
 // The host's clock goes ahead of the GPU's by hours: as drift would, only more.
-TEST_F(GpuSpans, FollowAClockThatDrifts) {
+TEST_F(CudaSpans, FollowAClockThatDrifts) {
   constexpr std::int64_t kHour = 3'600'000'000'000;
   ManualClock clock;
   Spans spans(clock, 16);
@@ -136,7 +136,7 @@ TEST_F(GpuSpans, FollowAClockThatDrifts) {
   }
 }
 
-TEST_F(GpuSpans, ShowThatAWaitWasKept) {
+TEST_F(CudaSpans, ShowThatAWaitWasKept) {
   const Memory host = device_->allocate(MemoryKind::kPinned, 64 * kBytes, Role::kOther);
   const Memory full = device_->allocate(MemoryKind::kDevice, 64 * kBytes, Role::kOther);
   Stream& gather = stream(StreamKind::kGather);
@@ -158,7 +158,7 @@ TEST_F(GpuSpans, ShowThatAWaitWasKept) {
   EXPECT_GE(computed[1].end_ns, computed[0].end_ns);
 }
 
-TEST_F(GpuSpans, AreCollectedWithoutWaitingForWhatStillRuns) {
+TEST_F(CudaSpans, AreCollectedWithoutWaitingForWhatStillRuns) {
   const auto gate = std::make_shared<Completion>();
   const Pending done = stream(StreamKind::kRead).enqueue([] {});
   const Pending held = stream(StreamKind::kRead).enqueue([gate] { Pending(gate).wait(); });
@@ -172,7 +172,7 @@ TEST_F(GpuSpans, AreCollectedWithoutWaitingForWhatStillRuns) {
   EXPECT_EQ(on(StreamKind::kRead).size(), 2U);
 }
 
-TEST_F(GpuSpans, AreAllThereWhenTheDeviceIsGone) {
+TEST_F(CudaSpans, AreAllThereWhenTheDeviceIsGone) {
   {
     const Memory memory = device_->allocate(MemoryKind::kDevice, kBytes, Role::kOther);
     for (int i = 0; i < 500; ++i) {
@@ -188,7 +188,7 @@ TEST_F(GpuSpans, AreAllThereWhenTheDeviceIsGone) {
   }
 }
 
-TEST_F(GpuSpans, SurviveWorkThatFails) {
+TEST_F(CudaSpans, SurviveWorkThatFails) {
   Stream& read = stream(StreamKind::kRead);
   (void)read.enqueue([] { throw IoError("disk"); });
   (void)read.enqueue([] {});
@@ -197,11 +197,11 @@ TEST_F(GpuSpans, SurviveWorkThatFails) {
   EXPECT_EQ(names(on(StreamKind::kRead)), (Names{"host function", "host function"}));
 }
 
-TEST_F(GpuSpans, RefuseAnEndWithoutABegin) {
+TEST_F(CudaSpans, RefuseAnEndWithoutABegin) {
   EXPECT_THROW(stream(StreamKind::kCompute).end_span(), InternalError);
 }
 
-TEST_F(GpuSpans, AreNotTakenWhereTracingIsOff) {
+TEST_F(CudaSpans, AreNotTakenWhereTracingIsOff) {
   Spans off(clock_, 0);
   const auto device = make(off);
   device->stream(StreamKind::kCompute).begin_span("forward");
