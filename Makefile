@@ -32,7 +32,7 @@ setup:  ## what the others do first: packages by apt, torch into .venv unless on
 	@scripts/setup
 
 build: setup  ## the program, at build/tessera
-	@scripts/build dev
+	@scripts/build dev tessera
 	@ln -sfn dev/bin/tessera build/tessera
 	@test -f build/tessera -a -x build/tessera || { echo "build/tessera leads to no program: build/dev/bin has none" >&2; exit 1; }
 	@echo "built build/tessera"
@@ -42,10 +42,12 @@ demo: build  ## proves that sharded training equals unsharded; trains a GPT whos
 	@mkdir -p build/demo
 	build/tessera train --ranks 2 --steps 60 --host-budget 3MiB --nvme build/demo
 
-test: setup  ## all tests; the torch-free rooms also under the sanitizers; the layer check
+test:  ## all tests, the torch-free rooms also under the sanitizers; layers, format, tidy of what changed
+	@scripts/setup --tools
 	@scripts/test
 
 bench: build  ## the benchmarks, against what they are measured by
+	@scripts/build dev benchmarks
 	@scripts/bench $(if $(PEERS),--peers)
 
 bench-gpu: build  ## Tessera beside its peers on one GPU (ARGS="--help" lists what it can be told)
@@ -59,7 +61,7 @@ fuzz: setup  ## random input: FUZZ_SECONDS=60 for each parser, then 10,000 model
 	@scripts/fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
 	@scripts/fuzz_engine $(SEEDS)
 
-tidy:  ## clang-tidy over the torch-free units
+tidy:  ## clang-tidy over all units: half an hour on two cores
 	@scripts/setup --tools
 	@scripts/tidy
 
