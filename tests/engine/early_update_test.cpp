@@ -172,10 +172,8 @@ TEST_P(EarlyBitsOnCuda, AreThoseOfLateUpdatesWhereverShardsLive) {
   const DiskDirectory directory;
   RunSettings settings = early_settings(each);
   settings.device = RunDevice::kCuda;
-  expect_bits_of_late_updates(
-      settings,
-      places_of_case(early_own_memory_placements(directory), GetParam(), {"half by each"}),
-      train_late(settings));
+  expect_bits_of_late_updates(settings, early_own_memory_placements(directory),
+                              train_late(settings));
 }
 
 INSTANTIATE_TEST_SUITE_P(Of, EarlyBitsOnCuda,

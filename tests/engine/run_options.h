@@ -46,12 +46,13 @@ inline std::string name_of(const TrainedCase& each) {
          std::to_string(each.ranks) + "_accumulate" + std::to_string(each.accumulate);
 }
 
-// All places are tried with the first case. Every other case is tried with the `core` places, which
-// have most in them, and with one more, in turn: so each meets several ranks, micro-batches, rules
-// and types, but not every one of them.
+// All places are tried with the first case (on a GPU, with all: there it takes seconds). Every
+// other case is tried with the `core` places, which have most in them, and with one more, in turn:
+// so each meets several ranks, micro-batches, rules and types, but not every one of them.
+constexpr std::size_t kAllPlaces = 0;
 inline std::vector<Placed> places_of_case(const std::vector<Placed>& all, std::size_t case_index,
                                           const std::vector<std::string>& core) {
-  if (case_index == 0) {
+  if (case_index == kAllPlaces) {
     return all;
   }
   std::vector<Placed> chosen;
