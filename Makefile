@@ -61,7 +61,7 @@ fuzz: setup  ## random input: FUZZ_SECONDS=60 for each parser, then 10,000 model
 	@scripts/fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
 	@scripts/fuzz_engine $(SEEDS)
 
-tidy:  ## clang-tidy over all units: half an hour on two cores
+tidy:  ## clang-tidy over all units: a quarter of an hour on two cores
 	@scripts/setup --tools
 	@scripts/tidy
 
