@@ -42,8 +42,12 @@ elseif(TESSERA_SANITIZE STREQUAL "thread")
 elseif(TESSERA_SANITIZE)
   message(FATAL_ERROR "TESSERA_SANITIZE=${TESSERA_SANITIZE}: use address or thread; one build holds one of them")
 endif()
-if(TESSERA_SANITIZE)
+if(TESSERA_SANITIZE STREQUAL "address")
+  set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O0 -g1")  # optimising its checks takes as long as all the rest
+elseif(TESSERA_SANITIZE)
   set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O1 -g1")
+endif()
+if(TESSERA_SANITIZE)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # g++ 12 reports the unused alternatives of a std::variant as uninitialised once a sanitizer has
     # changed its control flow; its manual calls that warning unreliable there.

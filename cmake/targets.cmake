@@ -1,3 +1,8 @@
+# What most sources include; scripts/tidy compiles without it, and finds an include that is missing.
+set(TESSERA_STANDARD_HEADERS <algorithm> <array> <atomic> <chrono> <cmath> <condition_variable> <filesystem>
+    <fstream> <functional> <map> <memory> <mutex> <numeric> <optional> <random> <set> <span> <sstream> <string>
+    <thread> <tuple> <utility> <vector>)
+
 # tessera_room(NAME SOURCES... DEPENDS...): one library per room, torch-free unless TORCH is given;
 # installed as tessera::NAME.
 function(tessera_room name)
@@ -10,6 +15,8 @@ function(tessera_room name)
                         PRIVATE ${ARG_PRIVATE_DEPENDS} $<BUILD_INTERFACE:tessera_warnings>)
   if(ARG_TORCH)
     tessera_use_torch(tessera_${name})
+  else()
+    tessera_reuse_headers(tessera_${name} plain_pch HEADERS ${TESSERA_STANDARD_HEADERS})
   endif()
   set_target_properties(tessera_${name} PROPERTIES EXPORT_NAME ${name})
   install(TARGETS tessera_${name} EXPORT tessera_targets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
@@ -26,9 +33,7 @@ endfunction()
 # tessera_test_headers(TARGET [TORCH]): the precompiled header of tests, which is most of what the
 # compiler reads of them. Names no header of ours: a change there would compile all tests anew.
 function(tessera_test_headers target)
-  set(_headers <gtest/gtest.h> <algorithm> <array> <atomic> <chrono> <cmath> <condition_variable>
-      <filesystem> <fstream> <functional> <map> <memory> <mutex> <numeric> <optional> <random> <set>
-      <span> <sstream> <string> <thread> <tuple> <utility> <vector>)
+  set(_headers <gtest/gtest.h> ${TESSERA_STANDARD_HEADERS})
   target_link_libraries(${target} PRIVATE GTest::gtest)  # for its definitions
   if("TORCH" IN_LIST ARGN)
     target_link_libraries(${target} PRIVATE tessera_torch)
