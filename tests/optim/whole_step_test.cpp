@@ -3,6 +3,7 @@
 // sees first.
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -182,6 +183,14 @@ class StepWorld {
   std::unique_ptr<ShardedOptimizer> optimizer_;
 };
 
+// Which of two NaNs a sum keeps, and with which sign, is the compiler's choice.
+std::vector<double> with_one_nan(std::vector<double> values) {
+  for (double& value : values) {
+    value = std::isnan(value) ? std::numeric_limits<double>::quiet_NaN() : value;
+  }
+  return values;
+}
+
 void expect_same(const StepSetting& test, const std::string& what) {
   comm::run_ranks(1, [&](comm::Group& group) {
     StepWorld reference(group, test, /*own=*/false);
@@ -192,7 +201,7 @@ void expect_same(const StepSetting& test, const std::string& what) {
       world.backwards(step);
       world.finish(/*as_one=*/true);
     }
-    EXPECT_TRUE(same_bits(world.norms, reference.norms)) << what;
+    EXPECT_TRUE(same_bits(with_one_nan(world.norms), with_one_nan(reference.norms))) << what;
     EXPECT_EQ(world.versions(), reference.versions()) << what;
     EXPECT_EQ(world.optimizer().num_updates(), reference.optimizer().num_updates()) << what;
     EXPECT_EQ(world.optimizer().num_updates(),
