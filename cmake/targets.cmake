@@ -65,6 +65,9 @@ endfunction()
 # tessera_tests(NAME SOURCES... DEPENDS...): the tests of a folder as one gtest program, NAME_tests, with one
 # ctest entry, since a process start costs more than most tests. What else can be said of them:
 #   TORCH              sources include torch's headers
+#   SHIPPED            without TORCH, but wanted in builds with torch, too: for what the optimiser makes of the code,
+#                      or for a program that needs torch. Others are built and run without torch, under the
+#                      sanitizers; what they test is run as it is shipped by the tests that train
 #   LABELS words       unit, dist, gpu (ctest -L)
 #   SINGLE sources...  tests in which only one thread ever runs, as a program NAME_single_tests: the
 #                      thread sanitizer has nothing to find in them, so its build leaves them out
@@ -73,7 +76,10 @@ endfunction()
 #   GPU                some run on a GPU: suites with Cuda in their name, the entry NAME.gpu of a build with CUDA
 #   ENVIRONMENT ...    NAME=value, for all entries
 function(tessera_tests name)
-  cmake_parse_arguments(ARG "TORCH;GPU" "PARTS" "SOURCES;SINGLE;DEPENDS;LABELS;SERIAL;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(ARG "TORCH;SHIPPED;GPU" "PARTS" "SOURCES;SINGLE;DEPENDS;LABELS;SERIAL;ENVIRONMENT" ${ARGN})
+  if(NOT ARG_TORCH AND NOT ARG_SHIPPED AND NOT TESSERA_BUILDS_PLAIN_TESTS AND NOT (ARG_GPU AND TESSERA_HAS_CUDA))
+    return()
+  endif()
   if(ARG_TORCH)
     set(_torch TORCH)
     # Ranks are threads, and entries run side by side: operators with threads of their own would spin

@@ -9,6 +9,7 @@
 
 #include "tessera/grad/gradient_bytes.h"
 #include "tests/grad/stored_world.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::grad {
 namespace {
@@ -210,7 +211,7 @@ TEST(ReducerStoredMemory, TheLedgerIsWhatWasPlanned) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     for (const std::int64_t bucket_bytes : {20000, 1 << 20}) {
       for (const bool stores : {true, false}) {
-        for (int num_ranks = 1; num_ranks <= 3; ++num_ranks) {
+        for (int num_ranks = 1; num_ranks <= support::rounds(3, 2); ++num_ranks) {
           SCOPED_TRACE(::testing::Message() << num_ranks << " ranks, " << bucket_bytes << " bytes");
           comm::run_ranks(num_ranks, [&](comm::Group& group) {
             ReduceCase test = mixed_case();

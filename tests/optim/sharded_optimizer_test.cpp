@@ -17,6 +17,7 @@
 #include "tessera/device/late_device.h"
 #include "tests/optim/update_case.h"
 #include "tests/support/no_tensor.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::optim {
 namespace {
@@ -177,6 +178,9 @@ TEST(ShardedOptimizer, UpdatesShardsAsIfTheyWereWhole) {
   constexpr int kSteps = 3;
   for (const int num_ranks : {1, 2, 3}) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      if (support::kIsSanitized && dtype == DType::kFloat16) {
+        continue;  // to memory the same as bf16
+      }
       for (const bool is_late : {false, true}) {
         for (const auto& [name, rule_case] : all_rules()) {
           const RuleOptions rule = rule_case;

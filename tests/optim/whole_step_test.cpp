@@ -20,6 +20,7 @@
 #include "tests/optim/state_bytes.h"
 #include "tests/optim/update_case.h"
 #include "tests/support/no_tensor.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::optim {
 namespace {
@@ -215,7 +216,10 @@ TEST(WholeStep, HasTheBitsAndCountsOfAStepThatLooksAtTheNorm) {
     for (const device::LateMode mode : {device::LateMode::kLazy, device::LateMode::kRandom}) {
       for (const bool sums_on_the_way : {true, false}) {
         for (const int num_backwards : {1, 2}) {
-          for (const double clip_norm : {0.0, 1e-5, 0.3}) {
+          for (const double clip_norm : {0.3, 0.0, 1e-5}) {
+            if (support::kIsSanitized && clip_norm != 0.3) {
+              continue;  // another factor, and the same memory
+            }
             StepSetting test;
             test.dtype = dtype;
             test.mode = mode;

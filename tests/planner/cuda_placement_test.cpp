@@ -9,6 +9,7 @@
 #include "tessera/core/units.h"
 #include "tessera/shard/layout.h"
 #include "tests/planner/cuda_plans.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::planner {
 namespace {
@@ -288,6 +289,7 @@ Outcome outcome_of(const ModelShapes& model, const PlacementOptions& options) {
 // The heart: whatever the budgets, a plan is within both or refused; a larger one stores no more,
 // up to two shards, and never refuses what a smaller one allowed.
 TEST(CudaPlacement, SumsStayWithinBothBudgetsAndLargerOnesStoreHardlyMore) {
+  constexpr std::size_t kNumBudgets = support::rounds(76U, 19U);
   const std::vector<ModelShapes> models{large_gpt(), large_gpt(DType::kFloat32),
                                         small_gpt(384, 2, 20000, DType::kBFloat16)};
   for (const ModelShapes& model : models) {
@@ -301,12 +303,12 @@ TEST(CudaPlacement, SumsStayWithinBothBudgetsAndLargerOnesStoreHardlyMore) {
       for (const ParamShape& param : model.params) {
         two_shards = std::max(two_shards, 2 * 16 * param.numel / num_ranks);
       }
-      std::vector<Outcome> before(76);  // with the next smaller device, by host budget
+      std::vector<Outcome> before(kNumBudgets);  // with the next smaller device, by host budget
       for (const std::int64_t device_part : {5, 15, 30, 45, 60, 80, 100}) {
         options.device_bytes = all * device_part / 100;
         Outcome last;
         for (std::size_t i = 0; i < before.size(); ++i) {
-          options.host_bytes = all * static_cast<std::int64_t>(1 + 2 * i) / 100;
+          options.host_bytes = all * static_cast<std::int64_t>(1 + 152 / kNumBudgets * i) / 100;
           SCOPED_TRACE(testing::Message() << num_ranks << " ranks, " << options.device_bytes
                                           << " and " << options.host_bytes);
           const Outcome outcome = outcome_of(model, options);
