@@ -71,12 +71,13 @@ endfunction()
 #   LABELS words       unit, dist, gpu (ctest -L)
 #   SINGLE sources...  tests in which only one thread ever runs, as a program NAME_single_tests: the
 #                      thread sanitizer has nothing to find in them, so its build leaves them out
+#   COST n             seconds that they take, about: the longest start first
 #   PARTS n            ctest entries that share the tests, so that a long program uses several cores
 #   SERIAL suites...   suites that read machine-wide counters: an entry of their own, alone
 #   GPU                some run on a GPU: suites with Cuda in their name, the entry NAME.gpu of a build with CUDA
 #   ENVIRONMENT ...    NAME=value, for all entries
 function(tessera_tests name)
-  cmake_parse_arguments(ARG "TORCH;SHIPPED;GPU" "PARTS" "SOURCES;SINGLE;DEPENDS;LABELS;SERIAL;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(ARG "TORCH;SHIPPED;GPU" "PARTS;COST" "SOURCES;SINGLE;DEPENDS;LABELS;SERIAL;ENVIRONMENT" ${ARGN})
   if(NOT ARG_TORCH AND NOT ARG_SHIPPED AND NOT TESSERA_BUILDS_PLAIN_TESTS AND NOT (ARG_GPU AND TESSERA_HAS_CUDA))
     return()
   endif()
@@ -91,7 +92,7 @@ function(tessera_tests name)
     if(NOT TESSERA_SANITIZE)
       target_sources(${name}_single_tests PRIVATE ${PROJECT_SOURCE_DIR}/tests/support/one_thread.cpp)
     endif()
-    tessera_test_entry(${name}.single ${name}_single_tests "*" LABELS ${ARG_LABELS}
+    tessera_test_entry(${name}.single ${name}_single_tests "*" COST "${ARG_COST}" LABELS ${ARG_LABELS}
       ENVIRONMENT ${ARG_ENVIRONMENT} ASAN_OPTIONS=detect_stack_use_after_return=0)
   endif()
   # Work that outlives the function whose variables it uses is the mistake of asynchronous code. Looking
@@ -106,22 +107,22 @@ function(tessera_tests name)
   if(ARG_SERIAL)
     list(TRANSFORM ARG_SERIAL APPEND ".*")
     list(JOIN ARG_SERIAL ":" _serial)
-    tessera_test_entry(${name}.serial ${name}_tests "${_serial}" LABELS ${ARG_LABELS} ENVIRONMENT ${ARG_ENVIRONMENT})
+    tessera_test_entry(${name}.serial ${name}_tests "${_serial}" COST "${ARG_COST}" LABELS ${ARG_LABELS} ENVIRONMENT ${ARG_ENVIRONMENT})
     set_tests_properties(${name}.serial PROPERTIES RUN_SERIAL ON)
     list(APPEND _apart ${_serial})
   endif()
   if(ARG_GPU AND TESSERA_HAS_CUDA)
-    tessera_test_entry(${name}.gpu ${name}_tests "*Cuda*" LABELS gpu ENVIRONMENT ${ARG_ENVIRONMENT})
+    tessera_test_entry(${name}.gpu ${name}_tests "*Cuda*" COST "${ARG_COST}" LABELS gpu ENVIRONMENT ${ARG_ENVIRONMENT})
     list(APPEND _apart "*Cuda*")
   endif()
   list(JOIN _apart ":" _apart)
   if(NOT ARG_PARTS)
-    tessera_test_entry(${name} ${name}_tests "*-${_apart}" LABELS ${ARG_LABELS} ENVIRONMENT ${ARG_ENVIRONMENT})
+    tessera_test_entry(${name} ${name}_tests "*-${_apart}" COST "${ARG_COST}" LABELS ${ARG_LABELS} ENVIRONMENT ${ARG_ENVIRONMENT})
     return()
   endif()
   foreach(_part RANGE 1 ${ARG_PARTS})
     math(EXPR _index "${_part} - 1")
-    tessera_test_entry(${name}.${_part} ${name}_tests "*-${_apart}" LABELS ${ARG_LABELS}
+    tessera_test_entry(${name}.${_part} ${name}_tests "*-${_apart}" COST "${ARG_COST}" LABELS ${ARG_LABELS}
       ENVIRONMENT ${ARG_ENVIRONMENT} GTEST_TOTAL_SHARDS=${ARG_PARTS} GTEST_SHARD_INDEX=${_index})
   endforeach()
 endfunction()
@@ -141,8 +142,11 @@ endfunction()
 # What each test took is in build/PRESET/test-times/ENTRY.xml; scripts/test_report.py reads it. The limit ends
 # what hangs; nothing is decided by it.
 function(tessera_test_entry name program filter)
-  cmake_parse_arguments(ARG "" "" "LABELS;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(ARG "" "COST" "LABELS;ENVIRONMENT" ${ARGN})
   add_test(NAME ${name} COMMAND ${program} "--gtest_filter=${filter}"
            "--gtest_output=xml:${PROJECT_BINARY_DIR}/test-times/${name}.xml")
   set_tests_properties(${name} PROPERTIES TIMEOUT 900 LABELS "${ARG_LABELS}" ENVIRONMENT "${ARG_ENVIRONMENT}")
+  if(ARG_COST)
+    set_tests_properties(${name} PROPERTIES COST ${ARG_COST})
+  endif()
 endfunction()
