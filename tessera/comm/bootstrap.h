@@ -1,9 +1,10 @@
 // From "where am I?" to a world group: store, board, backend.
 //
 // join_world() is collective over all processes of the run. A world of one needs no store and no
-// network. Gloo listens on the interface that GLOO_SOCKET_IFNAME names, else on loopback if all
-// ranks are on one host, else where the host name points. The order of what it does is fixed: the
-// store, the backend, the board.
+// network. A process may join again, while it is in a world and after: its n-th world is that of
+// the n-th call on every rank. Gloo listens on the interface that GLOO_SOCKET_IFNAME names, else on
+// loopback if all ranks are on one host, else where the host name points. The order of what it does
+// is fixed: the store, the backend, the board.
 //
 // Threads: call it once, from the main thread.
 #pragma once

@@ -140,7 +140,51 @@ void Group::broadcast_host(void* data, std::size_t bytes, int root, const CallOp
   reached.read_back();
 }
 
+HostGather Group::start_gather_host(std::span<const std::byte> mine, const CallOptions& options) {
+  device::Device* const device = impl_->options_.device;
+  const std::size_t all_bytes = mine.size() * static_cast<std::size_t>(size());
+  const std::size_t own = mine.size() * static_cast<std::size_t>(rank());
+  const auto numel = static_cast<std::int64_t>(mine.size());
+  CallOptions call = options;
+  if (impl_->queue_ || device == nullptr || !device->has_own_memory()) {
+    const auto all = std::make_shared<std::vector<std::byte>>(all_bytes);
+    std::copy(mine.begin(), mine.end(), all->begin() + static_cast<std::ptrdiff_t>(own));
+    call.keep_alive = all;
+    const Gather gather{all->data() + own, all->data(), numel, DType::kUInt8};
+    Pending done = start_all_gather({&gather, 1}, call);
+    return {std::move(done), {all, all->data()}};
+  }
+  struct Copies {
+    device::Memory host;
+    device::Memory device;
+  };
+  const auto copies = std::make_shared<Copies>();
+  copies->host = device->allocate(device::MemoryKind::kPinned, all_bytes, Role::kStaging);
+  copies->device = device->allocate(device::MemoryKind::kDevice, all_bytes, Role::kStaging);
+  std::byte* const all = copies->device.data();
+  device::Stream& stream = device->stream(device::StreamKind::kComm);
+  std::copy(mine.begin(), mine.end(), copies->host.data() + own);
+  std::ignore = device->start_copy(all + own, copies->host.data() + own, mine.size(), stream);
+  call.stream = &stream;
+  call.keep_alive = copies;
+  const Gather gather{all + own, all, numel, DType::kUInt8};
+  std::ignore = start_all_gather({&gather, 1}, call);
+  Pending done = device->start_copy(copies->host.data(), all, all_bytes, stream);
+  impl_->hold_until_done(done, copies);
+  return {std::move(done), {copies, copies->host.data()}};
+}
+
+GroupOwner Group::owner() const {
+  return {impl_->options_.device, impl_->options_.ledger, impl_->options_.spans};
+}
+
+bool Group::is_stream_ordered() const { return impl_->backend_->stream_ordered(); }
+
 std::unique_ptr<Group> Group::split(int color, const std::string& name) {
+  return split(color, name, owner());
+}
+
+std::unique_ptr<Group> Group::split(int color, const std::string& name, const GroupOwner& owner) {
   const auto num_ranks = static_cast<std::size_t>(size());
   std::vector<std::int64_t> colors(num_ranks, 0);
   colors[static_cast<std::size_t>(rank())] = color;
@@ -166,10 +210,14 @@ std::unique_ptr<Group> Group::split(int color, const std::string& name) {
   const std::string full_name =
       detail::concat(impl_->name_, "/", name, ".", ++impl_->num_splits_, ".", color);
   std::unique_ptr<Backend> backend = members.size() == 1
-                                         ? make_solo_backend(impl_->options_.device)
+                                         ? make_solo_backend(owner.device)
                                          : impl_->backend_->split(members, full_name);
+  GroupOptions made = impl_->options_;
+  made.device = owner.device;
+  made.ledger = owner.ledger;
+  made.spans = owner.spans;
   return std::make_unique<Group>(std::move(backend), full_name, std::move(world_ranks),
-                                 impl_->options_);
+                                 std::move(made));
 }
 
 Groups make_groups(std::unique_ptr<Group> world, int shard_size) {

@@ -60,6 +60,13 @@ struct GroupOptions {
   std::shared_ptr<Board> board;  // null: waits are explained without the other ranks' words
 };
 
+// As in GroupOptions.
+struct GroupOwner {
+  device::Device* device = nullptr;
+  Ledger* ledger = nullptr;
+  Spans* spans = nullptr;
+};
+
 struct CallOptions {
   Label label;
   // What the call is about, beyond names and shapes: the ids of the gathered parameters, say.
@@ -84,6 +91,11 @@ struct Gather {
   std::int64_t shard_numel = 0;
   DType dtype = DType::kFloat32;
   std::string_view name = {};  // compared, and used in messages, like a label
+};
+
+struct HostGather {
+  Pending done;
+  std::shared_ptr<const std::byte> bytes;  // of all ranks, in rank order, once it is done
 };
 
 // Bytes that this rank has put on the wire for a group. `payload` equals the closed forms in
@@ -142,8 +154,19 @@ class Group {
   // start_broadcast() of a few bytes of the host, whatever memory other calls are given. Blocks.
   void broadcast_host(void* data, std::size_t bytes, int root, const CallOptions& options = {});
 
+  // All-gather of a few bytes of the host, whatever memory other calls are given; `mine` is copied,
+  // and as long on every rank. Does not wait for the device where the network is the host's.
+  [[nodiscard]] HostGather start_gather_host(std::span<const std::byte> mine,
+                                             const CallOptions& options = {});
+
   // A group over the ranks that passed the same color, in ascending rank order. Blocks.
   std::unique_ptr<Group> split(int color, const std::string& name);
+  // The same, for another owner's memory and books.
+  std::unique_ptr<Group> split(int color, const std::string& name, const GroupOwner& owner);
+  // Whose memory is passed in; all null where nobody said.
+  GroupOwner owner() const;
+  // Calls are work of the streams of the owner's device, and of no other (backend.h).
+  bool is_stream_ordered() const;
 
   // Bounds what this rank's calls hold as scratch: from the next launch on they take it from one
   // region of `bytes`, which is allocated here and charged as exactly that. Calls that find no room

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <exception>
 #include <future>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -234,9 +235,27 @@ std::unique_ptr<Store> connect_store(const std::string& host, std::uint16_t port
   }
 }
 
+namespace {
+
+// A port belongs to a process, and ranks that join a second world may still be on their way to the
+// store of the first: so a server, once it is there, stays until the process ends.
+void serve_for_process(const Rendezvous& rendezvous, milliseconds timeout) {
+  static std::mutex mutex;
+  static std::map<std::pair<std::string, std::uint16_t>, std::unique_ptr<Store>> servers;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<Store>& server = servers[{rendezvous.host, rendezvous.port}];
+  if (server == nullptr) {
+    server = serve_store(rendezvous.host, rendezvous.port, timeout);
+  }
+}
+
+}  // namespace
+
 std::unique_ptr<Store> join_store(const Rendezvous& rendezvous, milliseconds timeout) {
-  const auto open = rendezvous.serves_store ? serve_store : connect_store;
-  return open(rendezvous.host, rendezvous.port, timeout, rendezvous.key_prefix);
+  if (rendezvous.serves_store) {
+    serve_for_process(rendezvous, timeout);
+  }
+  return connect_store(rendezvous.host, rendezvous.port, timeout, rendezvous.key_prefix);
 }
 
 c10::intrusive_ptr<c10d::Store> c10d_store(Store& store) {

@@ -41,7 +41,8 @@ std::unique_ptr<Store> connect_store(const std::string& host, std::uint16_t port
                                      std::chrono::milliseconds timeout,
                                      const std::string& key_prefix = "");
 
-// As the rendezvous says: serves on the rank that must, connects on the others.
+// As the rendezvous says: the rank that must serves, from the first call to the end of the process;
+// all connect.
 std::unique_ptr<Store> join_store(const Rendezvous& rendezvous, std::chrono::milliseconds timeout);
 
 }  // namespace tessera::comm

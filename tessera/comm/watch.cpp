@@ -17,6 +17,9 @@ using std::chrono::steady_clock;
 // one beat old, and the launcher needs a moment to see that a process has died.
 constexpr int kBeatsBeforeVerdict = 3;
 
+// The last words of a rank that needs its group no more.
+constexpr std::string_view kEnded = "ended";
+
 // So often a wait looks whether the group is still in use.
 constexpr milliseconds kMaxSlice{100};
 
@@ -88,6 +91,14 @@ void Watch::idle() {
     if (steady_clock::now() < next_post_) {
       return;
     }
+  }
+  post();
+}
+
+void Watch::end() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    entry_.text = kEnded;
   }
   post();
 }
@@ -199,6 +210,15 @@ std::string Watch::explain_loss(const std::string& text, const std::string& reas
   }
   std::string silent;
   for (std::size_t rank = 0; rank < alive.size(); ++rank) {
+    const auto entry = options_.board->read(options_.group, static_cast<int>(rank));
+    if (entry && entry->text == kEnded) {
+      return detail::concat(
+          what, "rank ", options_.world_ranks[rank],
+          " has ended its run, and nothing went wrong there: ranks must take the same number of "
+          "steps. If they have different amounts of data, set unit.uneven_data=true, and let a "
+          "rank "
+          "that has no more call engine.follow() until it returns nothing");
+    }
     if (!alive[rank]) {
       silent +=
           detail::concat("; rank ", options_.world_ranks[rank], " gives no sign of life, ",

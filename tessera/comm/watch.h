@@ -53,6 +53,8 @@ class Watch {
 
   // A sign of life, if one is due.
   void idle();
+  // The last sign of life: this rank needs the group no more.
+  void end();
 
   // Ends every await() soon: the group is out of use.
   void stop() { stopped_ = true; }

@@ -80,10 +80,47 @@ void throw_in_flight(comm::Group& group) {
   throw IoError("disk is full");
 }
 
+// A process in several worlds: two at once, and one when those are gone.
+int join_again(RankContext& context) {
+  comm::WorldOptions options;
+  options.group.timeout = std::chrono::milliseconds(context.number(1));
+  {
+    const comm::World first = comm::join_world(context.rendezvous, options);
+    const comm::World second = comm::join_world(context.rendezvous, options);
+    reduce(*second.group);
+    reduce(*first.group);
+    reduce(*second.group);
+  }
+  const comm::World third = comm::join_world(context.rendezvous, options);
+  reduce(*third.group);
+  return 0;
+}
+
+// The culprit has taken fewer steps than the others, and ends as if all were well.
+int end_early(RankContext& context) {
+  comm::WorldOptions options;
+  options.group.timeout = std::chrono::milliseconds(context.number(1));
+  options.group.beat = std::chrono::milliseconds(100);
+  const comm::World world = comm::join_world(context.rendezvous, options);
+  context.process.set_board(world.board);
+  reduce(*world.group);
+  if (!context.is_culprit()) {
+    try {
+      reduce(*world.group);
+    } catch (const CommError& error) {
+      say("rank " + std::to_string(context.rank()) + " was told: " + error.what());
+      throw;
+    }
+  }
+  return 0;
+}
+
 }  // namespace
 
 std::vector<Behaviour> collective_behaviours() {
   return {
+      {"join-again", join_again},
+      {"reduce-end-early", end_early},
       spoiled_by("reduce", [](comm::Group&) {}),
       spoiled_by("reduce-killed", [](comm::Group&) { raise(SIGKILL); }),
       spoiled_by("reduce-throw", [](comm::Group&) { throw IoError("disk is full"); }),

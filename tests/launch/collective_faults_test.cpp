@@ -70,6 +70,18 @@ TEST(CollectiveFaults, NothingHappensWhenNothingIsWrong) {
   }
 }
 
+TEST(Worlds, OfOneProcessMayBeSeveralAtOnceAndOneAfterTheOther) {
+  const Outcome outcome = run("join-again", kPatient);
+  EXPECT_EQ(outcome.result.exit_code, 0) << outcome.result.err;
+  EXPECT_EQ(outcome.result.err, "");
+}
+
+TEST(CollectiveFaults, ARankThatEndsBeforeTheOthersIsToldApartFromOneThatDied) {
+  const Outcome outcome = run("reduce-end-early", kPatient);
+  EXPECT_NE(outcome.result.exit_code, 0);
+  expect_all_told(outcome, 2, {"rank 1 has ended its run", "unit.uneven_data=true", "follow()"});
+}
+
 TEST(CollectiveFaults, AKilledRankIsNamedToTheOthers) {
   for (const char* behaviour : {"reduce-killed", "copied-reduce-killed"}) {
     const Outcome outcome = run(behaviour, kPatient);
