@@ -30,9 +30,20 @@ const OptionValue& parsed_default(const Option& option) {
 }
 
 const Option& known_option(std::string_view name) {
-  const Option* option = find_option(name);
-  TESSERA_INVARIANT(option != nullptr, "no option is called ", in_quotes(name));
-  return *option;
+  if (const Option* option = find_option(name)) {
+    return *option;
+  }
+  TESSERA_CHECK(why_removed(name).empty(), ConfigError, in_quotes(name),
+                ": there is no such option any more: ", why_removed(name));
+  std::vector<std::string_view> known;
+  for (const Option& each : option_table()) {
+    known.push_back(each.name);
+  }
+  const std::string_view near = nearest(name, known);
+  throw ConfigError(
+      near.empty()
+          ? detail::concat(in_quotes(name), ": unknown option; `tessera options` lists all")
+          : detail::concat(in_quotes(name), ": unknown option; did you mean ", near, "?"));
 }
 
 }  // namespace
@@ -139,21 +150,8 @@ void Config::apply_flag(std::string_view assignment) {
   TESSERA_CHECK(equals != std::string_view::npos, ConfigError, in_quotes(assignment),
                 ": expected name=value, for example comm.timeout_s=30");
   const std::string_view name = assignment.substr(0, equals);
-  const Option* option = find_option(name);
-  if (option == nullptr) {
-    TESSERA_CHECK(why_removed(name).empty(), ConfigError, in_quotes(name),
-                  ": there is no such option any more: ", why_removed(name));
-    std::vector<std::string_view> known;
-    for (const Option& each : option_table()) {
-      known.push_back(each.name);
-    }
-    const std::string_view near = nearest(name, known);
-    throw ConfigError(
-        near.empty()
-            ? detail::concat(in_quotes(name), ": unknown option; `tessera options` lists all")
-            : detail::concat(in_quotes(name), ": unknown option; did you mean ", near, "?"));
-  }
-  assign(*option, parse_value(*option, assignment.substr(equals + 1), name), "command line");
+  const Option& option = known_option(name);
+  assign(option, parse_value(option, assignment.substr(equals + 1), name), "command line");
 }
 
 void Config::check() const {

@@ -66,10 +66,15 @@ TEST(Config, LaterSettingsWin) {
   EXPECT_EQ(config.get_seconds("comm.timeout_s"), 0.5);
 }
 
-TEST(Config, AWrongNameInCodeIsOurErrorAndAWrongValueTheUsers) {
+TEST(Config, AWrongNameOrValueIsTheUsersErrorAndAWrongTypeOurs) {
   Config config;
-  EXPECT_THROW(config.get_int("no.such_option"), InternalError);
-  EXPECT_THROW(config.set("no.such_option", 1), InternalError);
+  EXPECT_THROW(config.get_int("no.such_option"), ConfigError);
+  try {
+    config.set("optim.lrr", 1.0);
+    FAIL() << "expected ConfigError";
+  } catch (const ConfigError& error) {
+    EXPECT_EQ(std::string(error.what()), "\"optim.lrr\": unknown option; did you mean optim.lr?");
+  }
   EXPECT_THROW(config.get_int("comm.backend"), InternalError) << "read as another type";
   EXPECT_THROW(config.get_string("seed"), InternalError);
   EXPECT_THROW(config.set("comm.timeout_s", -1), ConfigError);
