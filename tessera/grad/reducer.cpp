@@ -9,6 +9,7 @@
 #include "tessera/grad/element_loops.h"
 #include "tessera/grad/gradient_stream.h"
 #include "tessera/grad/solo_sink.h"
+#include "tessera/grad/used_params.h"
 
 namespace tessera::grad {
 namespace {
@@ -52,7 +53,8 @@ class Reducer::Impl {
         spans(parts.spans),
         layout(plan(parts, options)),
         stream(parts),
-        has_come(static_cast<std::size_t>(parts.params.num_params()), false) {
+        has_come(static_cast<std::size_t>(parts.params.num_params()), false),
+        used(parts.group, parts.params.num_params()) {
     TESSERA_INVARIANT(parts.group.size() == params.num_ranks(), "a group of ", parts.group.size(),
                       " ranks reduces gradients for ", params.num_ranks());
     TESSERA_INVARIANT(
@@ -124,6 +126,7 @@ class Reducer::Impl {
   const BucketLayout layout;
   GradientStream stream;
   std::vector<bool> has_come;  // by id, in this backward
+  UsedParams used;             // since clear()
   bool in_backward = false;
   int num_backwards = 0;
   bool is_settled = true;  // nothing has been started since the last wait
@@ -155,6 +158,7 @@ void Reducer::add(const shard::Param& param, FullGradient gradient) {
   begin_backward();
   impl_->sink->take(param, std::move(gradient));
   impl_->has_come[id] = true;
+  impl_->used.mark(param.id());
 }
 
 std::vector<int> Reducer::pending_dynamic() const { return impl_->sink->pending_dynamic(); }
@@ -163,6 +167,9 @@ void Reducer::reduce_dynamic(std::span<const int> ids) {
   impl_->check_list(ids);
   begin_backward();
   impl_->sink->reduce_dynamic(ids);
+  for (const int id : ids) {
+    impl_->used.mark(id);  // some rank has listed it, and all know
+  }
 }
 
 void Reducer::drop_dynamic() { impl_->sink->drop_dynamic(); }
@@ -174,10 +181,13 @@ void Reducer::finish_backward() {
                     impl_->params[pending.front()].name(), "'; reduce_dynamic() comes first");
   begin_backward();
   impl_->sink->finish_backward();
+  impl_->used.finish_backward();
   impl_->has_come.assign(impl_->has_come.size(), false);
   impl_->in_backward = false;
   ++impl_->num_backwards;
 }
+
+bool Reducer::has_gradient(int id) { return impl_->used.is_used(impl_->trainable(id).id()); }
 
 bool Reducer::in_backward() const { return impl_->in_backward; }
 bool Reducer::has_come(int id) const { return impl_->has_come[static_cast<std::size_t>(id)]; }
@@ -237,6 +247,7 @@ std::optional<double> Reducer::sum_of_squares(int id) {
 void Reducer::clear() {
   impl_->sink->clear();
   impl_->stream.clear_stored();
+  impl_->used.clear();
   impl_->has_come.assign(impl_->has_come.size(), false);
   impl_->in_backward = false;
   impl_->num_backwards = 0;

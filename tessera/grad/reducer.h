@@ -20,6 +20,8 @@
 // depends on what this rank has used, and on time: give the reducer a group of its own, in which
 // nothing else is called while a backward runs.
 //
+// Behind the last bucket of a backward, ranks tell each other what they have used (used_params.h).
+//
 // Dynamic parameters, which only some ranks use in a step, are in no bucket, so that those that
 // nobody uses cost nothing. Their gradients are kept until all ranks have agreed, in an exchange
 // that is not ours, on a list of those to reduce: the list fixes what is reduced together and in
@@ -204,6 +206,9 @@ class Reducer {
   bool in_backward() const;
   // In this backward.
   bool has_come(int param) const;
+  // Some rank got a gradient of it since clear(): torch would update it. Outside of a backward, or
+  // of one that has come in it. Waits for the other ranks' word, not for the device.
+  bool has_gradient(int param);
   // Blocks until all sums are where they stay; throws what went wrong, for stored ones with the
   // parameter's name. What reads gradients does it by itself.
   void wait();

@@ -159,6 +159,10 @@ void DeviceUpdate::make_master(int id) {
   for (const Piece& piece : pieces_of(id, param.range().numel)) {
     const auto begin = static_cast<std::size_t>(piece.begin);
     const auto numel = static_cast<std::size_t>(piece.numel);
+    if (param.first_master() != nullptr) {
+      std::copy_n(param.first_master() + begin, numel, reinterpret_cast<float*>(piece_home(piece)));
+      continue;
+    }
     std::ignore =
         device_.start_copy(values, param.shard() + begin * element, numel * element, update_);
     std::ignore =
@@ -169,6 +173,14 @@ void DeviceUpdate::make_master(int id) {
 }
 
 void DeviceUpdate::make_resident_master(const shard::Param& param) {
+  if (param.first_master() != nullptr) {
+    const auto numel = static_cast<std::size_t>(param.layout().shard_numel());
+    device_
+        .start_copy(resident_tensor(param.id(), 0), param.first_master(), numel * sizeof(float),
+                    update_)
+        .wait();
+    return;
+  }
   device::Memory copy;
   const void* from = param.shard();
   if (param.is_on_host()) {
@@ -252,15 +264,20 @@ UpdateTask DeviceUpdate::make_task(int id, const grad::ShardGradient& gradient,
   return task;
 }
 
-DeviceUpdate::Item DeviceUpdate::make_item(int id, const grad::ShardGradient& gradient,
+DeviceUpdate::Item DeviceUpdate::make_item(int id, grad::Reducer& gradients,
                                            const UpdateScalars& scalars) {
   shard::Param& param = params_[id];
   const DType dtype = param.layout().dtype();
   Item item;
   item.param = id;
-  item.task = make_task(id, gradient, scalars);
   item.done = std::make_shared<device::HandedOver>();
   param.set_updated(Pending(item.done));
+  item.keeps = !gradients.has_gradient(id);
+  if (item.keeps) {
+    return item;
+  }
+  const grad::ShardGradient gradient = gradients.shard_gradient(id);
+  item.task = make_task(id, gradient, scalars);
   item.takes_over = param.is_on_host() && !is_own_master(dtype) && gradient.dtype == dtype;
   if (item.takes_over) {
     item.made = std::make_shared<device::HandedOver>();
@@ -275,7 +292,7 @@ void DeviceUpdate::start(std::span<const int> ids, grad::Reducer& gradients,
     update_.wait(device_.stream(kind).record());
   }
   for (const int id : ids) {
-    ++states_[static_cast<std::size_t>(id)].num_updates;
+    states_[static_cast<std::size_t>(id)].num_updates += gradients.has_gradient(id) ? 1 : 0;
   }
   // First, so that no copy holds them up: they are small, or the first that are needed.
   update_resident(ids, gradients, scalars);
@@ -283,7 +300,7 @@ void DeviceUpdate::start(std::span<const int> ids, grad::Reducer& gradients,
   for (const int id : ids) {
     const States& states = states_[static_cast<std::size_t>(id)];
     if (states.num_pieces > 0) {
-      items.push_back(make_item(id, gradients.shard_gradient(id), scalars));
+      items.push_back(make_item(id, gradients, scalars));
     }
     for (std::size_t i = 0; i < states.num_pieces; ++i) {
       count_bytes(pieces_[states.first_piece + i]);
@@ -301,7 +318,7 @@ void DeviceUpdate::update_resident(std::span<const int> ids, grad::Reducer& grad
   UpdateBatch batch(params_, kernels_, rule_, update_);
   for (const int id : ids) {
     const shard::Param& param = params_[id];
-    if (needs_slot(id)) {
+    if (needs_slot(id) || !gradients.has_gradient(id)) {
       continue;
     }
     UpdateTask task = make_task(id, gradients.shard_gradient(id), scalars);
@@ -325,9 +342,11 @@ UpdateSpan DeviceUpdate::span_of(const Piece& piece, const Item& item) const {
   const DType dtype = params_[piece.param].layout().dtype();
   const auto begin = static_cast<std::size_t>(piece.begin);
   UpdateSpan span = item.task.span;
-  auto* const gradient =
-      static_cast<const std::byte*>(span.gradient) + begin * bytes_of(span.gradient_dtype);
-  span.gradient = gradient;
+  const std::byte* gradient = nullptr;
+  if (!item.keeps) {
+    gradient = static_cast<const std::byte*>(span.gradient) + begin * bytes_of(span.gradient_dtype);
+    span.gradient = gradient;
+  }
   span.numel = piece.numel;
   std::size_t next = 0;
   const auto next_tensor = [&] {
@@ -356,7 +375,8 @@ void DeviceUpdate::update_piece(Piece& piece, const Item& item, bool is_last) {
   const shard::Param& param = params_[piece.param];
   update_.wait(piece.slot->up);
   const UpdateSpan span = span_of(piece, item);
-  Pending updated = kernels_.start_update(rule_, item.task.scalars, span, update_);
+  Pending updated = item.keeps ? start_parameter(kernels_, span, update_)
+                               : kernels_.start_update(rule_, item.task.scalars, span, update_);
   if (is_last && item.made) {
     item.made->hand_over(updated);  // those before it come before it on their stream
   }

@@ -127,6 +127,7 @@ class DeviceUpdate {
   // What is handed over for one parameter.
   struct Item {
     int param = 0;
+    bool keeps = false;                        // as UpdateJob::Item's
     UpdateTask task;                           // without tensors, which are those of a piece
     bool takes_over = false;                   // see [Note: in place of the gradient]
     std::shared_ptr<device::HandedOver> made;  // on the device
@@ -147,7 +148,7 @@ class DeviceUpdate {
   // Where the parameter of a piece is while it is updated.
   std::byte* parameter_place(const Piece& piece) const;
   UpdateTask make_task(int id, const grad::ShardGradient& gradient, const UpdateScalars& scalars);
-  Item make_item(int id, const grad::ShardGradient& gradient, const UpdateScalars& scalars);
+  Item make_item(int id, grad::Reducer& gradients, const UpdateScalars& scalars);
   void make_resident_master(const shard::Param& param);
   void update_resident(std::span<const int> ids, grad::Reducer& gradients,
                        const UpdateScalars& scalars);

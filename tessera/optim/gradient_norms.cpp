@@ -26,7 +26,7 @@ double GradientNorms::sum(const shard::ParamTable& params, grad::Reducer& gradie
   std::vector<int> ids;  // of spans
   std::vector<NormSpan> spans;
   for (int id = 0; id < params.num_params(); ++id) {
-    if (!params[id].trainable()) {
+    if (!params[id].trainable() || !gradients.has_gradient(id)) {
       continue;
     }
     if (const std::optional<double> known = gradients.sum_of_squares(id)) {
@@ -57,7 +57,7 @@ std::vector<const double*> GradientNorms::start(const shard::ParamTable& params,
   std::vector<const double*> sums;
   std::vector<NormSpan> spans;
   for (int id = 0; id < params.num_params(); ++id) {
-    if (!params[id].trainable()) {
+    if (!params[id].trainable() || !gradients.has_gradient(id)) {
       continue;
     }
     const grad::ShardGradient gradient = gradients.ordered_gradient(id);

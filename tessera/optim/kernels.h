@@ -91,6 +91,16 @@ class Kernels {
   }
 };
 
+// Makes the parameter of a span from its master, which an update does at its end: for one that
+// moves with its states and is not updated.
+inline device::Pending start_parameter(Kernels& kernels, const UpdateSpan& span,
+                                       device::Stream& stream) {
+  return span.parameter == nullptr
+             ? stream.record()
+             : kernels.start_convert(span.parameter, span.parameter_dtype, span.master,
+                                     DType::kFloat32, 1.0F, span.numel, stream);
+}
+
 // `num_threads`: at least 1, the calling one included. `cores`: where they run (core_binding.h),
 // cores[0] being left to the caller; empty: anywhere.
 std::unique_ptr<Kernels> make_cpu_kernels(int num_threads, const std::vector<int>& cores = {});

@@ -23,7 +23,9 @@ class Optimizer {
   virtual void prepare() {}
   // This rank's part, over trainable parameters in registration order.
   virtual double sum_of_squares(grad::Reducer& gradients) = 0;
-  // Starts the update of every trainable parameter, in registration order, and gives each the
+  // Starts the update of every trainable parameter that has a gradient (Reducer::has_gradient()),
+  // in registration order, as torch's optimizers do: others stay as they are, with their states and
+  // the step that bias corrections count. Gives each the
   // Pending of its own (Param::set_updated). Gradients must stay until all are done: wait() before
   // the next backward adds to them.
   void start_update(grad::Reducer& gradients, double lr, double gradient_scale) {
@@ -69,7 +71,7 @@ class Optimizer {
   virtual void follow_trainable(int param) = 0;
   // fp32, shard_numel() elements; "master" or one of state_names(). Empty for parameters that were
   // never trainable. Waits for the parameter's update. Valid until the next call of any method.
-  // InternalError for a name that the rule does not have.
+  // ConfigError for a name that the rule does not have.
   virtual std::span<float> state(int param, std::string_view name) = 0;
   // After the shard was written from outside: the master follows it.
   virtual void reset_master(int param) = 0;

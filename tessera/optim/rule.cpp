@@ -84,6 +84,14 @@ std::span<const std::string_view> state_names(const RuleOptions& rule) {
   return {};
 }
 
+std::string list_states(const RuleOptions& rule) {
+  std::string list = "master";
+  for (const std::string_view name : state_names(rule)) {
+    list += detail::concat(", ", name);
+  }
+  return list;
+}
+
 ElementScalars element_scalars(const RuleOptions& rule, const UpdateScalars& scalars) {
   const double weight_decay = rule.weight_decay * scalars.weight_decay_scale;
   const auto step = static_cast<double>(scalars.step);

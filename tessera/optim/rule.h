@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "tessera/core/dtype.h"
@@ -37,6 +38,8 @@ struct RuleOptions {
 inline constexpr std::size_t kMaxStates = 2;
 // fp32 tensors of the parameter's size: "exp_avg", "exp_avg_sq"; "momentum"; none.
 std::span<const std::string_view> state_names(const RuleOptions& rule);
+// "master, momentum": what Optimizer::state() may be asked for.
+std::string list_states(const RuleOptions& rule);
 
 struct StepOnDevice;  // clip.h
 

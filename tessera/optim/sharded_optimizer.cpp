@@ -80,6 +80,12 @@ void ShardedOptimizer::start_master(const shard::Param& param) {
   }
   device::Stream& stream = update_stream();
   stream.wait(param.updated());
+  if (param.first_master() != nullptr) {
+    std::ignore = device_.start_copy(
+        slot.master, param.first_master(),
+        static_cast<std::size_t>(param.layout().shard_numel()) * sizeof(float), stream);
+    return;
+  }
   std::ignore = kernels_.start_widen(slot.master, param.shard(), param.layout().dtype(),
                                      param.layout().shard_numel(), stream);
 }
@@ -111,7 +117,8 @@ void ShardedOptimizer::update(std::span<const int> ids) {
 void ShardedOptimizer::end_update() {
   std::vector<int> rest;
   for (int id = 0; id < params_.num_params(); ++id) {
-    if (params_[id].trainable() && !is_started_[static_cast<std::size_t>(id)]) {
+    if (params_[id].trainable() && !is_started_[static_cast<std::size_t>(id)] &&
+        gradients_->has_gradient(id)) {
       rest.push_back(id);
     }
   }
@@ -165,15 +172,6 @@ UpdateTask ShardedOptimizer::make_task(const shard::Param& param,
   return task;
 }
 
-void ShardedOptimizer::count_updates() {
-  ++num_updates_;
-  for (int id = 0; id < params_.num_params(); ++id) {
-    if (params_[id].trainable()) {
-      ++slots_[static_cast<std::size_t>(id)].num_updates;
-    }
-  }
-}
-
 bool ShardedOptimizer::start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs) {
   if (step_.data() == nullptr || !gradients.is_ordered()) {
     return false;
@@ -190,7 +188,7 @@ bool ShardedOptimizer::start_step(grad::Reducer& gradients, double lr, const Ste
   held_.clear();
   UpdateBatch batch(params_, kernels_, rule_, stream, &held_);
   for (int id = 0; id < params_.num_params(); ++id) {
-    if (params_[id].trainable()) {
+    if (params_[id].trainable() && gradients.has_gradient(id)) {
       batch.add(id, make_task(params_[id], gradients.ordered_gradient(id), scalars));
     }
   }
@@ -208,10 +206,11 @@ double ShardedOptimizer::finish_step() {
     }
     return step.gradient_squares;
   }
+  ++num_updates_;
   for (HeldUpdate& update : started) {
     params_[update.id].set_updated(std::move(update.updated));
+    ++slots_[static_cast<std::size_t>(update.id)].num_updates;
   }
-  count_updates();
   return step.gradient_squares;
 }
 
@@ -237,8 +236,8 @@ std::span<float> ShardedOptimizer::state(int param, std::string_view name) {
   }
   const auto names = state_names(rule_);
   const auto found = std::find(names.begin(), names.end(), name);
-  TESSERA_INVARIANT(found != names.end(), owner.name(), " has no state \"", name, "\" under ",
-                    to_string(rule_.kind));
+  TESSERA_CHECK(found != names.end(), ConfigError, owner.name(), " has no state \"", name,
+                "\" under ", to_string(rule_.kind), "; it has ", list_states(rule_));
   return {slot.states[static_cast<std::size_t>(found - names.begin())], numel};
 }
 

@@ -73,7 +73,6 @@ class ShardedOptimizer final : public Optimizer {
   void order_behind_readers();
   UpdateTask make_task(const shard::Param& param, const grad::ShardGradient& gradient,
                        const UpdateScalars& scalars) const;
-  void count_updates();
   device::Stream& update_stream();
 
   shard::ParamTable& params_;

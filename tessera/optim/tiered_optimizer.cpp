@@ -167,15 +167,18 @@ UpdateJob::Item TieredOptimizer::make_item(int id, const device::Pending& may_st
   const StoredParts& stored = parts_.stored[index];
   TESSERA_INVARIANT(gradients_->is_stored(id) == stored.gradient, "the gradient of parameter '",
                     param.name(), "' is not where it was planned");
-  const grad::ShardGradient gradient = gradients_->shard_gradient(id);
-  TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
-                    gradient.numel, " elements on this rank, its shard ", param.range().numel);
   UpdateJob::Item item;
+  item.keeps = !gradients_->has_gradient(id);
   item.scalars = scalars_;
   item.scalars.step = states_.num_updates(id) + 1;
   item.scalars.weight_decay_scale = param.spec().weight_decay_scale;
   item.may_start = may_start;
-  bring_gradient(id, gradient, item);
+  if (!item.keeps) {
+    const grad::ShardGradient gradient = gradients_->shard_gradient(id);
+    TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
+                      gradient.numel, " elements on this rank, its shard ", param.range().numel);
+    bring_gradient(id, gradient, item);
+  }
   const device::Memory& mirror = copies_[index].mirror;
   item.shard = stored.parameter ? nullptr : param.shard();
   if (mirror.data() != nullptr) {
@@ -267,7 +270,9 @@ void TieredOptimizer::start(std::span<const int> ids, bool is_rest) {
     }
     UpdateJob::Item item = make_item(id, may_start);
     params_[id].set_updated(device::Pending(item.done));
-    states_.count_update(id);
+    if (!item.keeps) {
+      states_.count_update(id);
+    }
     if (item.num_pieces_left == 0) {
       item.done->hand_over({});  // a shard without elements
     } else {
@@ -367,8 +372,8 @@ std::span<float> TieredOptimizer::state(int param, std::string_view name) {
   } else {
     const auto names = state_names(rule_);
     const auto found = std::find(names.begin(), names.end(), name);
-    TESSERA_INVARIANT(found != names.end(), owner.name(), " has no state \"", name, "\" under ",
-                      to_string(rule_.kind));
+    TESSERA_CHECK(found != names.end(), ConfigError, owner.name(), " has no state \"", name,
+                  "\" under ", to_string(rule_.kind), "; it has ", list_states(rule_));
     tensor = static_cast<std::size_t>(found - names.begin()) + (own_master ? 0 : 1);
   }
   if (is_on_device(param)) {

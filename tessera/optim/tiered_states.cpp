@@ -148,7 +148,11 @@ void TieredStates::make_master(int id, const std::byte* values) {
     }
     float* const master =
         where.states ? reinterpret_cast<float*>(lease.data()) : in_memory(id, 0) + begin;
-    kernels_.start_widen(master, from, dtype, tile.numel, stream).wait();
+    if (param.first_master() != nullptr) {
+      std::copy_n(param.first_master() + begin, tile.numel, master);
+    } else {
+      kernels_.start_widen(master, from, dtype, tile.numel, stream).wait();
+    }
     if (where.states) {
       const std::size_t used = static_cast<std::size_t>(tile.numel) * sizeof(float);
       std::memset(lease.data() + used, 0, master_bytes - used);

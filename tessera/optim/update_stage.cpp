@@ -128,7 +128,9 @@ void StageWork::update_piece(const UpdateStage& stage, std::size_t index,
   }
   const SpanScope scope(parts_.tiers.spans, "update");
   const std::int64_t start = parts_.tiers.clock.now_ns();
-  if (span.numel > 0) {
+  if (span.numel > 0 && item.keeps) {
+    start_parameter(parts_.kernels, span, stream_).wait();
+  } else if (span.numel > 0) {
     parts_.kernels.start_update(parts_.rule, item.scalars, span, stream_).wait();
   }
   if (group.parameter_stored) {

@@ -28,6 +28,7 @@ namespace tessera::optim {
 // One update of all trainable parameters, which may come one after the other.
 struct UpdateJob {
   struct Item {
+    bool keeps = false;  // no gradient came: nothing changes, and the parameter is made again
     UpdateScalars scalars;
     const void* gradient = nullptr;  // null: stored
     DType gradient_dtype = DType::kFloat32;

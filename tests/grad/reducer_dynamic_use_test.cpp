@@ -53,9 +53,12 @@ TEST(ReducerDynamicUse, WhatNobodyUsesCostsNoCall) {
       world.reducer().reduce_dynamic({});
       world.reducer().finish_backward();
       expect_sums(world, step, 1, is_static);
-      EXPECT_EQ(group.wire_bytes().num_calls - before.num_calls, layout.buckets.size());
-      EXPECT_EQ(group.wire_bytes().payload - before.payload,
-                static_cast<std::uint64_t>(layout.bucketed_numel) * sizeof(float) * 2);
+      // And one call that says so, with a bit per parameter.
+      const auto word_bytes = (static_cast<std::uint64_t>(world.params().num_params()) + 7) / 8;
+      EXPECT_EQ(group.wire_bytes().num_calls - before.num_calls, layout.buckets.size() + 1);
+      EXPECT_EQ(
+          group.wire_bytes().payload - before.payload,
+          (static_cast<std::uint64_t>(layout.bucketed_numel) * sizeof(float) + word_bytes) * 2);
       world.reducer().clear();
       run_one_backward(world, {group.rank(), step, 0});
       expect_sums(world, step, 1, always);

@@ -53,16 +53,20 @@ void train(comm::Group& group, const ReduceCase& test, int num_steps) {
     expect_sums(world, step, num_backwards, comes_now);
     world.reducer().clear();
   }
-  // Exactly the region times the peers, in one call per bucket and backward, whatever came.
+  // Exactly the region times the peers, in one call per bucket and backward, whatever came; and one
+  // more, with a bit per parameter.
   const BucketLayout& layout = world.reducer().layout();
   const comm::WireBytes after = group.wire_bytes();
   const auto peers = static_cast<std::uint64_t>(group.size() - 1);
   const std::uint64_t bytes = static_cast<std::uint64_t>(layout.region_numel) *
                               bytes_of(test.options.wire_dtype) * num_backwards_in_all;
-  EXPECT_EQ(after.payload - before.payload, bytes * peers);
+  const std::uint64_t word_bytes =
+      (static_cast<std::uint64_t>(world.params().num_params()) + 7) / 8;
+  EXPECT_EQ(after.payload - before.payload, (bytes + word_bytes * num_backwards_in_all) * peers);
   const std::uint64_t num_calls =
       group.size() == 1 ? 0 : layout.buckets.size() * num_backwards_in_all;
-  EXPECT_EQ(after.num_calls - before.num_calls, num_calls);
+  EXPECT_EQ(after.num_calls - before.num_calls,
+            num_calls + (group.size() == 1 ? 0 : num_backwards_in_all));
   const ReducerStats stats = world.reducer().take_stats();
   EXPECT_EQ(stats.num_reductions, num_calls);
   EXPECT_EQ(stats.reduced_bytes,

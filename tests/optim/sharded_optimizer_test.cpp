@@ -304,8 +304,8 @@ TEST(ShardedOptimizer, RefusesAStateThatTheRuleDoesNotHave) {
     RankWorld world(group, {});
     try {
       world.optimizer().state(0, "momentum");
-      FAIL() << "expected InternalError";
-    } catch (const InternalError& error) {
+      FAIL() << "expected ConfigError";
+    } catch (const ConfigError& error) {
       EXPECT_NE(std::string(error.what()).find("p0 has no state \"momentum\""), std::string::npos)
           << error.what();
     }

@@ -273,8 +273,8 @@ TEST(TieredOptimizer, RefusesAStateThatTheRuleDoesNotHave) {
     TieredWorld world(group, test);
     try {
       world.optimizer().state(0, "momentum");
-      FAIL() << "expected InternalError";
-    } catch (const InternalError& error) {
+      FAIL() << "expected ConfigError";
+    } catch (const ConfigError& error) {
       EXPECT_NE(std::string(error.what()).find("p0 has no state \"momentum\""), std::string::npos)
           << error.what();
     }
