@@ -159,7 +159,7 @@ void check_outputs(const TrainPlan& plan) {
 void check_training_options(const TrainPlan& plan) {
   plan.config.check();
   static_cast<void>(optim::RuleOptions::from(plan.config));
-  static_cast<void>(optim::LossScaleOptions::from(plan.config));
+  static_cast<void>(optim::LossScaleOptions::from(plan.config, DType::kFloat16));
   static_cast<void>(optim::ScheduleOptions::from(plan.config, plan.schedule_steps));
   static_cast<void>(coordinator::CoordinatorOptions::from(plan.config));
 }

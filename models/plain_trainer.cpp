@@ -26,26 +26,33 @@ struct Slot {
   at::Tensor master;    // the parameter itself where that is fp32
   at::Tensor gradient;  // of all micro-batches, fp32; undefined: none came
   std::array<at::Tensor, optim::kMaxStates> states;
+  std::int64_t num_updates = 0;
 };
 
-// Weights are used in units of it. A power of two changes no bit of a gradient, and brings token
-// counts, which fp16 and fp32 gradients would have to carry, near one.
+// In fp16 weights are used in units of it. A power of two changes no bit of a gradient, and brings
+// token counts, which gradients would have to carry, near one.
 double power_of_two_from(double weight) {
   int exponent = 0;
   const double fraction = std::frexp(weight, &exponent);  // in [0.5, 1)
   return std::ldexp(1.0, fraction == 0.5 ? exponent - 1 : exponent);
 }
 
+// Of the parameters, which have one type.
+DType dtype_of(const std::vector<NamedParam>& params) {
+  return params.empty() ? DType::kFloat32
+                        : shard::dtype_of(params.front().tensor, params.front().name);
+}
+
 }  // namespace
 
 struct PlainTrainer::Impl {
   Impl(const Config& config, optim::Kernels& update_kernels, device::Device& on_device,
-       const EngineOptions& options)
+       const EngineOptions& options, DType dtype)
       : kernels(update_kernels),
         compute(on_device.stream(device::StreamKind::kCompute)),
         rule(optim::RuleOptions::from(config)),
         schedule(optim::ScheduleOptions::from(config, options.run_steps)),
-        loss_scale(optim::LossScaleOptions::from(config)),
+        loss_scale(optim::LossScaleOptions::from(config, dtype)),
         clip_norm(config.get_double("grad.clip_norm")),
         skip_nonfinite(config.get_bool("grad.skip_nonfinite")) {}
 
@@ -67,7 +74,6 @@ struct PlainTrainer::Impl {
   std::vector<Slot> slots;         // of those that are trained, in the same order
   double weight_scale = 0;         // 0: before the first backward
   std::int64_t num_steps = 0;
-  std::int64_t num_updates = 0;
 
   // Of this step, in units of weight_scale.
   double weight_sum = 0;
@@ -130,7 +136,7 @@ double PlainTrainer::Impl::sum_of_squares() {
       slot.gradient = slot.param.mutable_grad();
     }
     if (!slot.gradient.defined()) {
-      slot.gradient = at::zeros_like(slot.master);
+      continue;  // not used in this step
     }
     TESSERA_INVARIANT(slot.gradient.is_contiguous(), slot.name, " has a gradient with strides ",
                       slot.gradient.strides());
@@ -146,14 +152,16 @@ double PlainTrainer::Impl::sum_of_squares() {
 }
 
 void PlainTrainer::Impl::update(double lr, double gradient_scale) {
-  ++num_updates;
   optim::UpdateScalars scalars;
-  scalars.step = num_updates;
   scalars.lr = lr;
   scalars.gradient_scale = gradient_scale;
   std::vector<device::Pending> pending;
   pending.reserve(slots.size());
   for (Slot& slot : slots) {
+    if (!slot.gradient.defined()) {
+      continue;  // as torch's optimizers do: no decay, no momentum, no step
+    }
+    scalars.step = ++slot.num_updates;
     optim::UpdateSpan span;
     span.master = static_cast<float*>(slot.master.mutable_data_ptr());
     span.gradient = slot.gradient.const_data_ptr();
@@ -174,7 +182,7 @@ void PlainTrainer::Impl::update(double lr, double gradient_scale) {
 PlainTrainer::PlainTrainer(const std::vector<NamedParam>& params, const Config& config,
                            optim::Kernels& kernels, device::Device& device,
                            const EngineOptions& options)
-    : impl_(std::make_unique<Impl>(config, kernels, device, options)) {
+    : impl_(std::make_unique<Impl>(config, kernels, device, options, dtype_of(params))) {
   for (const NamedParam& param : params) {
     impl_->add(param);
   }
@@ -201,7 +209,8 @@ void PlainTrainer::backward(const at::Tensor& loss, double weight) {
   if (impl.weight_scale == 0) {
     TESSERA_CHECK(weight > 0, ConfigError, "backward(): the first weight is zero; give the first ",
                   "micro-batch a weight");
-    impl.weight_scale = power_of_two_from(weight);
+    const bool is_fp16 = !impl.slots.empty() && impl.slots.front().dtype == DType::kFloat16;
+    impl.weight_scale = is_fp16 ? power_of_two_from(weight) : 1;
   }
   const double scaled_weight = weight / impl.weight_scale;
   try {

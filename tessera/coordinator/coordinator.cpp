@@ -396,6 +396,13 @@ void Coordinator::Impl::forget_stored_copies() {
 }
 
 void Coordinator::Impl::abandon() noexcept {
+  if (!open_.empty()) {
+    ++num_given_up_;
+    given_up_ =
+        detail::concat(" (", num_given_up_, num_given_up_ == 1 ? " pass was" : " passes were",
+                       " given up on this rank because of an exception, the last in ",
+                       text_of(open_.back().use), ")");
+  }
   for (const OpenUse& open : open_) {
     if (open.kind != OpenKind::kInsideLeaf) {
       for (Param* param : units_[open.use.unit].params) {

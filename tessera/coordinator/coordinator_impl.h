@@ -133,6 +133,8 @@ class Coordinator::Impl {
   TraceBook book_;
   std::vector<OpenUse> open_;  // in the order of their begins
   std::size_t num_static_open_ = 0;
+  int num_given_up_ = 0;        // passes, because of an exception
+  std::string given_up_;        // the same in words, for comparisons; empty: none
   std::uint64_t num_uses_ = 0;  // since take_stats()
 
   // Where something is gathered: several ranks, or stored shards.

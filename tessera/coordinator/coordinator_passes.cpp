@@ -162,7 +162,9 @@ void Coordinator::Impl::start_next_pass_if_foreseen() {
 
 // A rank that used other units than the rest is found at its first gather that differs. Where all
 // is held there may be none: so ranks compare what they used before anything is made of it. Nothing
-// moves but a tag; where uses differ, their names follow.
+// moves but a tag; where uses differ, their names follow. A rank that gave up a pass on its own,
+// and went on with the next, may use the same units from there on as the others do: so that is
+// compared, too.
 device::Pending Coordinator::Impl::start_comparing_uses() {
   const Trace trace = book_.seen();
   std::vector<comm::Gather> named(trace.uses.size());
@@ -174,7 +176,8 @@ device::Pending Coordinator::Impl::start_comparing_uses() {
     named[i].name = unit_texts_[static_cast<std::size_t>(trace.uses[i].unit)];
   }
   comm::CallOptions options;
-  options.label.unit = "the uses of this step";
+  const std::string label = "the uses of this step" + given_up_;
+  options.label.unit = label;
   options.content_hash = hash;
   return parts_.group.start_all_gather(named, options);
 }

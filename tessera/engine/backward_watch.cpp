@@ -1,14 +1,14 @@
 #include "tessera/engine/backward_watch.h"
 
 #include <algorithm>
-#include <limits>
-#include <unordered_set>
+#include <functional>
 #include <utility>
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -58,10 +58,19 @@ namespace {
 using coordinator::Phase;
 using torch::autograd::Node;
 
-// Autograd serves nodes of leaves first: they carry the largest number.
-bool is_leaf_node(const Node& node) {
-  return node.sequence_nr() == std::numeric_limits<std::uint64_t>::max();
-}
+// Begins a unit's use before a node of its forward runs.
+class KeptNodeHook final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit KeptNodeHook(std::function<void()> begin) : begin_(std::move(begin)) {}
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
+    begin_();
+    return gradients;
+  }
+
+ private:
+  const std::function<void()> begin_;
+};
 
 }  // namespace
 
@@ -82,35 +91,15 @@ BackwardWatch::Origin BackwardWatch::origin_of(const at::Tensor& tensor) const {
 // Looks at the nodes that the forward has made, and at where they lead.
 void BackwardWatch::explore(BackwardUse& use, const std::vector<at::Tensor>& inputs,
                             const std::vector<at::Tensor>& outputs) const {
-  const NodeMark& begun = use.first_node;
-  std::vector<Node*> next;
-  for (const at::Tensor& output : outputs) {
-    if (output.requires_grad() && !output.is_leaf()) {
-      next.push_back(output.grad_fn().get());
-    }
-  }
-  std::unordered_set<const Node*> seen;
-  while (!next.empty()) {
-    Node* node = next.back();
-    next.pop_back();
-    if (!seen.insert(node).second) {
-      continue;
-    }
-    const bool is_inside = node->thread_id() == begun.thread &&
-                           node->sequence_nr() >= begun.sequence && !is_leaf_node(*node);
-    if (!is_inside) {
-      use.leads_home = use.leads_home && leads_home(*use.unit, node, inputs);
-      continue;
-    }
-    if (node->device().is_cuda() != engine_->runtime.on_cuda()) {
-      use.one_queue = false;
-    }
-    for (const auto& edge : node->next_edges()) {
-      if (edge.function) {
-        next.push_back(edge.function.get());
-      }
-    }
-  }
+  walk_graph(
+      outputs, use.first_node,
+      [&](const torch::autograd::Edge& edge) {
+        use.one_queue =
+            use.one_queue && edge.function->device().is_cuda() == engine_->runtime.on_cuda();
+      },
+      [&](const torch::autograd::Edge& edge) {
+        use.leads_home = use.leads_home && leads_home(*use.unit, edge.function.get(), inputs);
+      });
 }
 
 // To a trainable parameter of the unit, or to an input.
@@ -163,10 +152,56 @@ void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
   }
 }
 
+std::shared_ptr<BackwardWatch::Gate> BackwardWatch::gate_of(const at::Tensor& tensor,
+                                                            const Origin& origin) {
+  std::weak_ptr<Gate>& known = gates_[key_of(tensor)];
+  std::shared_ptr<Gate> gate = known.lock();
+  if (gate == nullptr) {
+    gate = std::make_shared<Gate>();
+    known = gate;
+    tensor.register_hook([self = shared_from_this(), gate, origin](const at::TensorBase&) {
+      self->pass(*gate);
+      self->end_uses_after(origin);
+      for (const auto& producer : gate->producers) {
+        self->begin(producer);
+      }
+    });
+  }
+  return gate;
+}
+
+std::shared_ptr<BackwardWatch::Gate> BackwardWatch::leaf_gate_of(const at::Tensor& leaf) {
+  std::weak_ptr<Gate>& known = leaf_gates_[{leaf.unsafeGetTensorImpl(), 0}];
+  std::shared_ptr<Gate> gate = known.lock();
+  if (gate == nullptr) {
+    gate = std::make_shared<Gate>();
+    known = gate;
+    leaf.register_hook(
+        [self = shared_from_this(), gate](const at::TensorBase&) { self->pass(*gate); });
+    std::erase_if(leaf_gates_, [](const auto& each) { return each.second.expired(); });
+  }
+  return gate;
+}
+
+void BackwardWatch::add_consumer(Gate& gate, const std::shared_ptr<BackwardUse>& use) {
+  if (gate.consumers.size() >= gate.num_to_look) {
+    std::erase_if(gate.consumers, [](const auto& each) { return each.expired(); });
+    gate.num_to_look = 2 * gate.consumers.size() + 16;
+  }
+  gate.consumers.push_back(use);
+}
+
+void BackwardWatch::pass(const Gate& gate) {
+  for (const auto& consumer : gate.consumers) {
+    if (const auto use = consumer.lock()) {
+      input_gradient_came(*use);
+    }
+  }
+}
+
 bool BackwardWatch::watch_input(const std::shared_ptr<BackwardUse>& use, const at::Tensor& input) {
-  const auto self = shared_from_this();
   if (input.is_leaf()) {
-    input.register_hook([self, use](const at::TensorBase&) { self->input_gradient_came(*use); });
+    add_consumer(*leaf_gate_of(input), use);
     return false;
   }
   const Origin origin = origin_of(input);
@@ -174,15 +209,7 @@ bool BackwardWatch::watch_input(const std::shared_ptr<BackwardUse>& use, const a
   if (is_comparable && origin.mark.sequence >= use->first_node.sequence) {
     return false;  // changed in place: see [Note: release in backward]
   }
-  const auto known = gates_.find(key_of(input));
-  if (const auto gate = known == gates_.end() ? nullptr : known->second.lock()) {
-    gate->consumers.push_back(use);
-    return is_comparable;
-  }
-  input.register_hook([self, use, origin](const at::TensorBase&) {
-    self->input_gradient_came(*use);
-    self->end_uses_after(origin);
-  });
+  add_consumer(*gate_of(input, origin), use);
   return is_comparable;
 }
 
@@ -196,17 +223,26 @@ void BackwardWatch::watch_output(const std::shared_ptr<BackwardUse>& use,
       origin.mark.sequence < use->first_node.sequence) {
     return;  // it came in as it is: no node of this forward stands behind it
   }
-  auto gate = std::make_shared<Gate>();
-  gate->producer = use;
   ++use->outputs_left;
-  output.register_hook([self = shared_from_this(), gate, origin](const at::TensorBase&) {
-    for (const auto& consumer : gate->consumers) {
-      self->input_gradient_came(*consumer);
-    }
-    self->end_uses_after(origin);
-    self->begin(gate->producer);
-  });
-  gates_[key_of(output)] = gate;
+  gate_of(output, origin)->producers.push_back(use);
+}
+
+void BackwardWatch::add_kept(UnitCore& unit, const NodeMark& begun,
+                             const std::vector<NodePtr>& ends) {
+  if (ends.empty()) {
+    return;
+  }
+  const auto use = std::make_shared<BackwardUse>();
+  use->unit = &unit;
+  use->epoch = engine_->epoch();
+  use->first_node = begun;
+  use->one_queue = !engine_->runtime.on_cuda();  // else nobody has looked
+  use->expected = engine_->early_updates().expect_backward(unit.id());
+  use->outputs_left = static_cast<int>(ends.size());
+  for (const NodePtr& node : ends) {
+    node->add_pre_hook(
+        std::make_unique<KeptNodeHook>([self = shared_from_this(), use] { self->begin(use); }));
+  }
 }
 
 void BackwardWatch::begin(const std::shared_ptr<BackwardUse>& use) {
@@ -230,6 +266,16 @@ void BackwardWatch::begin_recomputed() {
   if (const auto node = torch::autograd::get_current_node()) {
     end_uses_after({{node->sequence_nr(), node->thread_id()},
                     node->device().is_cuda() == engine_->runtime.on_cuda()});
+  }
+}
+
+void BackwardWatch::end_recomputed() {
+  // Tasks are numbered as they begin, and those inside of this one have ended.
+  const int task = torch::autograd::get_current_graph_task_id();
+  for (std::size_t i = open_.size(); i-- > 0;) {
+    if (open_[i]->graph_task > task) {
+      end(*open_[i]);
+    }
   }
 }
 

@@ -19,17 +19,15 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/engine/engine.h"
+#include "tessera/engine/graph_walk.h"
 #include "tessera/engine/node_mark.h"
-
-namespace torch::autograd {
-struct Node;
-}
 
 namespace tessera::engine {
 
 class UnitCore;
 
-// One forward whose backward may come. Held by the hooks on the outputs and inputs of that forward.
+// One forward whose backward may come. Held by the hooks on what it has made: when its graph is
+// gone, so is this.
 struct BackwardUse {
   UnitCore* unit = nullptr;
   std::uint64_t epoch = 0;
@@ -56,6 +54,11 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
            const std::vector<at::Tensor>& outputs);
   // The node that autograd runs now is the backward of a recomputed unit.
   void begin_recomputed();
+  // Its graph is gone: so are the uses that were begun in it.
+  void end_recomputed();
+  // The graph of a recomputed forward was dropped but for these nodes, and what they lead to:
+  // somebody keeps tensors that they made.
+  void add_kept(UnitCore& unit, const NodeMark& begun, const std::vector<NodePtr>& ends);
   void param_gradient_came(UnitCore& unit);
   // In the epilogue: ends what is still open.
   void close();
@@ -67,11 +70,12 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   // took the tensor as input have done their part, and the unit that made it is about to do its
   // own.
   struct Gate {
-    std::vector<std::shared_ptr<BackwardUse>> consumers;
-    std::shared_ptr<BackwardUse> producer;
+    std::vector<std::weak_ptr<BackwardUse>> consumers;
+    std::vector<std::shared_ptr<BackwardUse>> producers;  // of units inside each other: inner first
+    std::size_t num_to_look = 16;  // consumers, before those that are gone are dropped
   };
   struct GateKey {
-    const void* node = nullptr;
+    const void* node = nullptr;  // of a leaf: the tensor
     std::size_t output = 0;
     bool operator==(const GateKey&) const = default;
   };
@@ -85,6 +89,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
     NodeMark mark;
     bool on_device = false;  // autograd runs it on the engine's device
   };
+  using Gates = std::unordered_map<GateKey, std::weak_ptr<Gate>, GateKeyHash>;
 
   static GateKey key_of(const at::Tensor& tensor);
   Origin origin_of(const at::Tensor& tensor) const;
@@ -92,6 +97,11 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
                const std::vector<at::Tensor>& outputs) const;
   bool leads_home(const UnitCore& unit, torch::autograd::Node* node,
                   const std::vector<at::Tensor>& inputs) const;
+  // Each tensor has one hook, whoever uses it and however often.
+  std::shared_ptr<Gate> gate_of(const at::Tensor& tensor, const Origin& origin);
+  std::shared_ptr<Gate> leaf_gate_of(const at::Tensor& leaf);
+  static void add_consumer(Gate& gate, const std::shared_ptr<BackwardUse>& use);
+  void pass(const Gate& gate);
   // True if the gradient's coming will prove that the forward's nodes have run.
   bool watch_input(const std::shared_ptr<BackwardUse>& use, const at::Tensor& input);
   void watch_output(const std::shared_ptr<BackwardUse>& use, const at::Tensor& output);
@@ -107,7 +117,8 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   std::vector<std::shared_ptr<BackwardUse>> open_;  // in the order of their begins
   // The hook on the tensor owns its gate, so a gate whose node is gone is gone, too, and a new node
   // at the same address finds nothing.
-  std::unordered_map<GateKey, std::weak_ptr<Gate>, GateKeyHash> gates_;
+  Gates gates_;
+  Gates leaf_gates_;  // they outlive a backward, as leaves do
 };
 
 }  // namespace tessera::engine

@@ -48,6 +48,8 @@ class EarlyUpdates {
   EarlyUpdates& operator=(const EarlyUpdates&) = delete;
 
   bool is_on() const { return is_on_; }
+  // The loss scale changes with gradients. Before seal().
+  void switch_off() { is_on_ = false; }
   // The model is complete. By unit: all parameters that it reads.
   void seal(std::vector<std::vector<int>> params_of_unit);
 
@@ -87,7 +89,7 @@ class EarlyUpdates {
   void start_noted();
   void forget();
 
-  const bool is_on_;
+  bool is_on_;
   shard::ParamTable& params_;
   std::vector<std::vector<int>> params_of_unit_;
   std::vector<std::vector<coordinator::UnitId>> units_of_param_;

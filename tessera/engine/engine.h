@@ -15,13 +15,26 @@
 //
 // Means: backward(loss, weight) adds weight * gradient(loss); step() divides by the weights of all
 // micro-batches and ranks. With tokens as weights that is the mean over tokens, however they fall
-// on ranks and micro-batches. On one rank training equals unsharded training bit for bit.
+// on ranks and micro-batches. On one rank training equals unsharded training bit for bit. Leaves of
+// the user's own (a prompt, a temperature) get what (weight * loss).backward() gives them; in fp16
+// times StepResult::loss_scale, and over a power of two that keeps gradients in its range: the one
+// at or above the largest weight of the first backward.
+//
+// As torch does it: a parameter that no rank has used in a step is not updated, with its states and
+// its own count of steps; used by any rank, it is updated on all. Backward through a graph from
+// before an update is an error where torch has one, and for every recomputed unit.
+//
+// The type: with the option precision, floating parameters and buffers of modules become that type
+// as units are made, as by module->to(), and master weights keep the values of before; a BuildScope
+// with a type wins. Without it modules stay what they are. Losses are scaled where parameters are
+// fp16.
 //
 // What fixes the order of collectives: uses and plan (coordinator.h) for gathers, registration
 // (reducer.h) for reductions, the caller for step(): a comparison of uses and one all-reduce;
-// building a unit from module values: one broadcast per parameter in registration order; the first
-// backward of an engine: one all-reduce that agrees on the scale of weights. Where Engine says
-// "collective", every rank calls it at the same place of the program.
+// building a unit: one small exchange, in which a rank that cannot make it says so, and one
+// broadcast per parameter with module values, in registration order; the first backward in fp16:
+// one all-reduce that agrees on the scale of weights. Where Engine says "collective", every rank
+// calls it at the same place of the program.
 //
 // Updates during backward: where grad.clip_norm is 0, grad.skip_nonfinite is false, the loss scale
 // is constant and the group has one rank, the factor of an update is known before gradients are.
@@ -36,8 +49,12 @@
 // requires_grad_(), which the engine notices at the next forward; all ranks do the same. Optimizer
 // states of a parameter that is frozen stay, and go on where they were if it is unfrozen.
 //
-// Errors: an exception thrown in a unit's forward or in a hook reaches the caller; the step is
-// abandoned, and the engine can go on with the next. A failed collective poisons its group.
+// Errors: an exception thrown in a unit's forward reaches the caller, and what earlier
+// micro-batches of the step gave is kept; so it is for an evaluation between them. After one in a
+// backward the gradients of the step are incomplete: step() refuses until zero_grad() was called.
+// All ranks do the same: one that gave up a pass on its own is named at the next step(). What one
+// rank refuses (a path, a parameter) is agreed on first, and refused by all. A failed collective
+// poisons its group.
 //
 // Threads: one thread at a time; during backward() autograd's threads act for it.
 #pragma once
@@ -168,7 +185,6 @@ class Engine {
   template <typename Module>
   void add_external(Unit<Module>& unit, const at::Tensor& param) {
     add_external_param(*unit.core(), param);
-    unit.add_recomputed_param(param);
   }
   // What unit() does, for those who watch modules in another way.
   engine::UnitCore* add_unit(const std::string& name, const std::vector<NamedTensor>& params,
@@ -222,7 +238,8 @@ class Engine {
   const at::Tensor& tensor(int id) const;
   // Collective: a copy of the whole parameter on the host, on every rank.
   at::Tensor full_value(int id);
-  // Collective: rank 0 writes all parameters, in registration order, as safetensors.
+  // Collective: rank 0 writes all parameters, in registration order, as safetensors. If it cannot,
+  // every rank throws, and nothing is lost.
   void save_parameters(const std::string& path);
 
   EngineStats take_stats();

@@ -40,6 +40,19 @@ class FullBytes {
 // many small calls would cost more than they hide. Bits do not depend on it.
 constexpr std::int64_t kSmallestBucketBytes = std::int64_t{4} << 20;
 
+// What module->to(type) does to one of its tensors. Returns the values of before, or nothing if
+// they stay.
+at::Tensor convert(const at::Tensor& tensor, const std::optional<DType>& dtype) {
+  if (!dtype || !tensor.defined() || !tensor.is_leaf() || !tensor.is_floating_point() ||
+      tensor.scalar_type() == shard::scalar_type_of(*dtype)) {
+    return {};
+  }
+  const at::NoGradGuard no_grad;
+  at::Tensor before = tensor.detach();
+  at::Tensor(tensor).set_data(before.to(shard::scalar_type_of(*dtype)));
+  return before;
+}
+
 Tier device_tier() { return device::tier_of(device::MemoryKind::kDevice); }
 
 }  // namespace
@@ -48,26 +61,29 @@ engine::UnitCore* Engine::Impl::add_unit(const std::string& name,
                                          const std::vector<NamedTensor>& unit_params,
                                          const UnitOptions& options,
                                          const std::string& module_type) {
-  check_usable();
-  TESSERA_CHECK(!is_sealed(), ConfigError, "unit '", name,
-                "' is added after the first forward; make all units of a model before it runs");
-  TESSERA_CHECK(std::none_of(units_.begin(), units_.end(),
-                             [&](const auto& unit) { return unit->name() == name; }),
-                ConfigError, "there are two units '", name,
-                "'; names of units must differ, they are how errors speak of them");
   const std::string prefix = options.param_prefix.value_or(name + ".");
   FullBytes full(runtime.ledger(), device_tier());
-  for (const NamedTensor& each : unit_params) {
-    if (id_of_tensor_.count(each.tensor.unsafeGetTensorImpl()) == 0) {
-      if (const auto dtype = BuildScope::current().dtype) {
-        convert_param({prefix + each.name, each.tensor}, *dtype);
+  std::vector<at::Tensor> before(unit_params.size());
+  agree("unit '" + name + "'", [&] {
+    check_usable();
+    TESSERA_CHECK(!is_sealed(), ConfigError, "unit '", name,
+                  "' is added after the first forward; make all units of a model before it runs");
+    TESSERA_CHECK(std::none_of(units_.begin(), units_.end(),
+                               [&](const auto& unit) { return unit->name() == name; }),
+                  ConfigError, "there are two units '", name,
+                  "'; names of units must differ, they are how errors speak of them");
+    for (std::size_t i = 0; i < unit_params.size(); ++i) {
+      const NamedTensor& each = unit_params[i];
+      if (id_of_tensor_.count(each.tensor.unsafeGetTensorImpl()) == 0) {
+        before[i] = convert(each.tensor, wanted_dtype());
+        check_param(prefix + each.name, each.tensor);
+        full.add(each.tensor.nbytes());
       }
-      check_param(prefix + each.name, each.tensor);
-      full.add(each.tensor.nbytes());
     }
-  }
+  });
   std::vector<int> ids;
-  for (const NamedTensor& each : unit_params) {
+  for (std::size_t i = 0; i < unit_params.size(); ++i) {
+    const NamedTensor& each = unit_params[i];
     const auto known = id_of_tensor_.find(each.tensor.unsafeGetTensorImpl());
     if (known != id_of_tensor_.end()) {
       ids.push_back(known->second);  // tied
@@ -76,10 +92,11 @@ engine::UnitCore* Engine::Impl::add_unit(const std::string& name,
     const Init init = options.init ? options.init(each.name) : Init::module();
     const double scale =
         options.weight_decay_scale ? options.weight_decay_scale(each.name, each.tensor) : 1.0;
-    ids.push_back(add_param(prefix + each.name, each.tensor, init, scale));
+    ids.push_back(add_param({prefix + each.name, each.tensor}, before[i], init, scale));
   }
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  warn_of_units_inside(name, ids);
   const coordinator::UnitId id =
       coordinator_->add_unit(name, ids, traits_of(name, module_type, options.dynamic));
   units_.push_back(std::make_shared<engine::UnitCore>(*this, id, name));
@@ -90,6 +107,25 @@ engine::UnitCore* Engine::Impl::add_unit(const std::string& name,
     }
   }
   return units_.back().get();
+}
+
+void Engine::Impl::warn_of_units_inside(const std::string& name,
+                                        const std::vector<int>& ids) const {
+  std::string inside;
+  int num_inside = 0;
+  for (const auto& unit : units_) {
+    const std::vector<int>& theirs = coordinator_->unit(unit->id()).ids;
+    if (!theirs.empty() && std::includes(ids.begin(), ids.end(), theirs.begin(), theirs.end())) {
+      inside += detail::concat(num_inside == 0 ? "" : ", ", "'", unit->name(), "'");
+      ++num_inside;
+    }
+  }
+  if (num_inside > 1) {  // one may be a tied weight
+    runtime.logger().warn("unit '", name, "' has all parameters of units ", inside,
+                          " as its own, since its module registers theirs: it gathers all of them "
+                          "at once. If it only calls them, make it by engine.function(name, {}, "
+                          "callable), or call its module without a unit");
+  }
 }
 
 void Engine::Impl::add_external(engine::UnitCore& unit, const at::Tensor& tensor) {
@@ -110,18 +146,23 @@ void Engine::Impl::add_external(engine::UnitCore& unit, const at::Tensor& tensor
   }
 }
 
-void Engine::Impl::convert_param(const NamedTensor& param, DType dtype) const {
-  const at::ScalarType wanted = shard::scalar_type_of(dtype);
-  if (param.tensor.defined() && param.tensor.is_leaf() && param.tensor.is_floating_point() &&
-      param.tensor.scalar_type() != wanted) {
-    const at::NoGradGuard no_grad;
-    at::Tensor(param.tensor).set_data(param.tensor.detach().to(wanted));
+std::optional<DType> Engine::Impl::wanted_dtype() const {
+  if (const auto given = BuildScope::current().dtype) {
+    return given;
   }
+  if (!runtime.config().is_set("precision")) {
+    return std::nullopt;
+  }
+  const std::string& name = runtime.config().get_string("precision");
+  return name == "bf16" ? DType::kBFloat16 : name == "fp16" ? DType::kFloat16 : DType::kFloat32;
 }
 
 void Engine::Impl::check_param(const std::string& name, const at::Tensor& tensor) const {
   TESSERA_CHECK(tensor.defined(), ConfigError, "parameter '", name,
                 "' is not defined; give it a value before its unit is made");
+  TESSERA_CHECK(!shard::is_bound(tensor), ConfigError, "parameter '", name,
+                "' belongs to another engine, or to one that is gone, and its values are not here; "
+                "call to_plain() on that engine first, or make the module anew");
   TESSERA_CHECK(tensor.is_leaf(), ConfigError, "parameter '", name,
                 "' is the result of an operation, not a leaf; a parameter must be one");
   TESSERA_CHECK(tensor.is_cuda() == runtime.on_cuda(), ConfigError, "parameter '", name, "' is on ",
@@ -138,8 +179,10 @@ void Engine::Impl::check_param(const std::string& name, const at::Tensor& tensor
   }
 }
 
-int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, const Init& init,
+int Engine::Impl::add_param(const NamedTensor& given, const at::Tensor& before, const Init& init,
                             double weight_decay_scale) {
+  const std::string& name = given.name;
+  const at::Tensor& tensor = given.tensor;
   shard::ParamSpec spec;
   spec.name = name;
   spec.numel = tensor.numel();
@@ -161,7 +204,18 @@ int Engine::Impl::add_param(const std::string& name, const at::Tensor& tensor, c
     comm::CallOptions call;
     call.label.parameter = name;
     // Every rank built the module; rank 0's values count, so that no rank can differ.
-    group().start_broadcast(elements.data_ptr(), spec.numel, spec.dtype, 0, call).wait();
+    const bool has_precise = before.defined() && before.scalar_type() == at::kFloat;
+    if (has_precise) {
+      const at::Tensor precise = shard::storage_elements(before);
+      group().start_broadcast(precise.data_ptr(), spec.numel, DType::kFloat32, 0, call).wait();
+      elements = precise.to(tensor.scalar_type());
+      const at::Tensor own = precise.narrow(0, range.begin, range.numel).to(at::kCPU).contiguous();
+      std::vector<float> master(static_cast<std::size_t>(layout.shard_numel()));
+      std::copy_n(own.const_data_ptr<float>(), range.numel, master.begin());
+      param.set_first_master(std::move(master));
+    } else {
+      group().start_broadcast(elements.data_ptr(), spec.numel, spec.dtype, 0, call).wait();
+    }
     copy_to_shard(param, static_cast<const std::byte*>(elements.data_ptr()) +
                              static_cast<std::size_t>(range.begin) * element_bytes);
   } else {
@@ -246,6 +300,13 @@ void Engine::Impl::seal() {
   TESSERA_CHECK(params.num_params() > 0, ConfigError,
                 "the engine has no parameters; make units of modules with parameters first");
   gathered_.check_no_early_scope();
+  const DType dtype = params[0].layout().dtype();
+  const auto scale_options = optim::LossScaleOptions::from(runtime.config(), dtype);
+  loss_scale_.emplace(scale_options);
+  weight_scale_ = dtype == DType::kFloat16 ? 0 : 1;
+  if (scale_options.enabled && scale_options.fixed == 0) {
+    early_.switch_off();
+  }
   settle_units();
   if (tiers.is_planned()) {
     tiers.settle(shapes());
@@ -254,6 +315,9 @@ void Engine::Impl::seal() {
   }
   seal_units();
   optimizer = tiers.make_optimizer(optim::RuleOptions::from(runtime.config()));
+  for (int id = 0; id < params.num_params(); ++id) {
+    params[id].set_first_master({});
+  }
   if (early_.is_on()) {
     optimizer->expect_early_updates();
     std::vector<std::vector<int>> params_of_unit(coordinator_->num_units());

@@ -2,6 +2,8 @@
 
 #include <cmath>
 #include <exception>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -51,11 +53,8 @@ comm::Group& choose_group(Runtime& runtime) {
 
 // See [Note: updates during backward]: no factor depends on gradients.
 bool updates_in_backward(const Config& config, const comm::Group& group) {
-  const bool scale_changes =
-      config.get_string("precision") == "fp16" && config.get_double("loss_scale.fixed") == 0;
   return config.get_bool("optim.update_in_backward") && group.size() == 1 &&
-         config.get_double("grad.clip_norm") == 0 && !config.get_bool("grad.skip_nonfinite") &&
-         !scale_changes;
+         config.get_double("grad.clip_norm") == 0 && !config.get_bool("grad.skip_nonfinite");
 }
 
 std::unique_ptr<device::Device> choose_shard_device(Runtime& runtime) {
@@ -93,7 +92,6 @@ Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
       gathered_(*this),
       early_(updates_in_backward(given.config(), choose_group(given)), params),
       schedule_(optim::ScheduleOptions::from(given.config(), options.run_steps)),
-      loss_scale_(optim::LossScaleOptions::from(given.config())),
       clip_norm_(given.config().get_double("grad.clip_norm")),
       skip_nonfinite_(given.config().get_bool("grad.skip_nonfinite")),
       num_micro_batches_(given.config().get_int("batch.accumulate")),
@@ -171,31 +169,34 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
   tiers.begin_backward(reducer_->num_backwards() + 1 == num_micro_batches_);
   agree_on_weight_scale(weight);
   begin_early_updates(weight);
-  const double factor = weight / weight_scale_ * loss_scale_.value();
+  const double factor = weight / weight_scale_ * loss_scale_->value();
   std::vector<at::Tensor> gradients;
   gradients.reserve(losses.size());
   for (const at::Tensor& loss : losses) {
     gradients.push_back(at::full_like(loss, factor));
   }
   ++backward_depth_;
+  ++runtime.num_backwards();
+  const std::shared_ptr<void> counted(nullptr, [this](void*) { --runtime.num_backwards(); });
   try {
     {
       const device::StreamSpan span(runtime.device().stream(device::StreamKind::kCompute),
                                     "backward");
       torch::autograd::backward(losses, gradients);
     }
-    --backward_depth_;
-    if (backward_depth_ == 0) {
+    if (backward_depth_ == 1) {
       close_backward();
       early_.end_backward();
       coordinator_->meet(coordinator::MeetingPoint::kBackwardEnd);
       reducer_->finish_backward();
     }
-  } catch (...) {
-    backward_depth_ = 0;
+    --backward_depth_;
+  } catch (const std::exception& error) {
+    failed_backward_ = error.what();
+    failed_backward_ = failed_backward_.substr(0, failed_backward_.find('\n'));
     abandon();
     early_.check_not_torn(std::current_exception());
-    throw;
+    rethrow_backward_error();
   }
   trainable_is_known_ = false;
   const at::NoGradGuard no_grad;
@@ -212,7 +213,7 @@ void Engine::Impl::begin_early_updates(double weight) {
       reducer_->num_backwards() + 1 == num_micro_batches_) {
     early_.begin_backward(
         *optimizer, *reducer_, optim::learning_rate(schedule_, num_steps),
-        optim::step_factors({0, weights, 0}, loss_scale_.value(), clip_norm_).gradient_scale);
+        optim::step_factors({0, weights, 0}, loss_scale_->value(), clip_norm_).gradient_scale);
   }
 }
 
@@ -265,6 +266,11 @@ void Engine::Impl::on_gradient(int id, const at::Tensor& tensor) {
     early_.check_not_started("loss.backward()");
     abandon();
   }
+  TESSERA_CHECK(backward_depth_ > 0 || runtime.num_backwards() == 0, ConfigError,
+                "a gradient of parameter '", param.name(),
+                "' came in the backward() of another engine: the loss depends on both. Freeze what "
+                "the other engine shall not train (set_trainable(param, false)), detach the tensor "
+                "between them, or make one engine of both");
   TESSERA_CHECK(backward_depth_ > 0, ConfigError, "a gradient of parameter '", param.name(),
                 "' came outside of Engine::backward(); call engine.backward(loss) in place of "
                 "loss.backward(), so that ranks and micro-batches are averaged");
@@ -298,48 +304,6 @@ void Engine::Impl::close_backward() {
   for (const auto& unit : units_) {
     unit->forget_gradients();
   }
-}
-
-void Engine::Impl::abandon() noexcept {
-  ++epoch_;
-  closing_is_queued_ = false;
-  watch_->forget();
-  for (const auto& unit : units_) {
-    unit->forget_gradients();
-  }
-  weight_sum_ = 0;
-  weighted_loss_ = at::Tensor();
-  early_.give_up();
-  try {
-    coordinator_->release_all();
-    finish_update();
-    if (reducer_ && reducer_->in_backward() && coordinator_->meets()) {
-      // Ranks may have stopped at different gradients: now all have started all.
-      reducer_->drop_dynamic();
-      reducer_->finish_backward();
-    }
-    if (reducer_) {
-      reducer_->clear();
-    }
-    for (const at::Tensor& tensor : tensors) {
-      tensor.mutable_grad() = at::Tensor();
-    }
-  } catch (const std::exception& error) {
-    runtime.logger().warn("while a step was abandoned: ", error.what());
-  }
-}
-
-void Engine::Impl::zero_grad() {
-  TESSERA_CHECK(backward_depth_ == 0, ConfigError, "zero_grad() inside of a backward");
-  early_.check_not_torn();
-  early_.check_not_started("zero_grad()");
-  finish_update();
-  if (reducer_) {
-    reducer_->clear();
-  }
-  trainable_is_known_ = false;
-  weight_sum_ = 0;
-  weighted_loss_ = at::Tensor();
 }
 
 optim::StepSums Engine::Impl::sum_over_ranks(bool is_started) {
@@ -378,6 +342,10 @@ StepResult Engine::Impl::step() {
   } else {
     check_usable("step()");
   }
+  TESSERA_CHECK(failed_backward_.empty(), ConfigError,
+                "step() after a backward that failed: gradients of this step are incomplete. Call "
+                "zero_grad(), and run the micro-batches of the step again. The failure was: ",
+                failed_backward_);
   TESSERA_CHECK(reducer_ != nullptr && !update_runs_ && reducer_->num_backwards() > 0, ConfigError,
                 "step() without a backward since the last step; call engine.backward(loss) first");
   TESSERA_CHECK(forward_depth_ == 0 && backward_depth_ == 0, ConfigError,
@@ -396,14 +364,14 @@ StepResult Engine::Impl::finish_step() {
   const bool is_started =
       group().size() == 1 && !early_.has_started() &&
       optimizer->start_step(*reducer_, lr,
-                            {weight_sum_, loss_scale_.value(), clip_norm_, skip_nonfinite_});
+                            {weight_sum_, loss_scale_->value(), clip_norm_, skip_nonfinite_});
   const optim::StepSums sums = sum_over_ranks(is_started);
-  const optim::StepFactors factors = optim::step_factors(sums, loss_scale_.value(), clip_norm_);
+  const optim::StepFactors factors = optim::step_factors(sums, loss_scale_->value(), clip_norm_);
   StepResult result;
   result.step = num_steps;
   result.loss = factors.loss;
   result.grad_norm = factors.grad_norm;
-  result.loss_scale = loss_scale_.value();
+  result.loss_scale = loss_scale_->value();
   result.weight = sums.weight * weight_scale_;
   result.lr = lr;
   result.skipped = !factors.finite && skip_nonfinite_;
@@ -416,6 +384,13 @@ StepResult Engine::Impl::finish_step() {
     } else if (!is_started) {
       optimizer->start_update(*reducer_, lr, factors.gradient_scale);
     }
+    ++num_updated_steps_;
+    // A graph from before knows by this that it is one.
+    for (int id = 0; id < params.num_params(); ++id) {
+      if (params[id].trainable() && reducer_->has_gradient(id)) {
+        torch::autograd::impl::bump_version(tensors[static_cast<std::size_t>(id)]);
+      }
+    }
     // From NVMe, and on a device with memory of its own, the update runs on beside the next
     // forward, which waits for each parameter's own.
     update_runs_ = tiers.uses_nvme() || runtime.device().has_own_memory();
@@ -423,7 +398,7 @@ StepResult Engine::Impl::finish_step() {
       optimizer->wait();
     }
   }
-  loss_scale_.update(factors.finite);
+  loss_scale_->update(factors.finite);
   if (!update_runs_) {
     reducer_->clear();
   }

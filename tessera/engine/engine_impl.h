@@ -3,15 +3,19 @@
 // Life: units are added; the first use seals the engine (buckets, optimizer states and the arena
 // depend on all parameters); then forward, backward and step in turn.
 //
-// [Note: abandoning a step] An exception in the middle of a step leaves gathers, buckets and open
-// uses behind. abandon() puts all of them back and counts an epoch; whatever the old graph still
-// holds (scopes, hooks) sees that its epoch is over and does nothing more than it must.
+// [Note: abandoning a pass] An exception in a forward leaves gathers and open uses behind.
+// abandon() puts all of them back and counts an epoch; whatever the old graph still holds (scopes,
+// hooks) sees that its epoch is over and does nothing more than it must. Gradients of micro-batches
+// that are complete stay. An exception in a backward leaves some gradients of its micro-batch and
+// not others: then those of the step are forgotten, and step() refuses until zero_grad() has been
+// called.
 //
 // Threads: as Engine.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -79,13 +83,14 @@ class Engine::Impl {
   // --- one step ---
   void backward(const std::vector<at::Tensor>& losses, double weight);
   StepResult step();
+  // (engine_failures.cpp)
   void zero_grad();
   // (engine_inference.cpp)
   std::optional<StepResult> follow();
   std::shared_ptr<engine::ResidentState> begin_resident();
   void end_resident(engine::ResidentState& state);
   void check_not_resident(const char* what) const;
-  // See [Note: abandoning a step]. Never throws.
+  // See [Note: abandoning a pass]. Never throws.
   void abandon() noexcept;
   std::uint64_t epoch() const { return epoch_; }
 
@@ -94,8 +99,10 @@ class Engine::Impl {
   void begin_pass();
   coordinator::Coordinator& coordinator() { return *coordinator_; }
   int& forward_depth() { return forward_depth_; }
-  // First passes of recomputed units that run now.
-  int& recompute_depth() { return recompute_depth_; }
+  // Registered ones of all modules.
+  const std::vector<at::Tensor>& buffers() const { return buffers_; }
+  // Steps that were not skipped.
+  std::int64_t num_updated_steps() const { return num_updated_steps_; }
   // A unit's backward begins. Outside of Engine::backward() (torch::autograd::grad) this also sees
   // to it that uses are closed when autograd is done.
   void enter_backward(const engine::UnitCore& unit);
@@ -105,6 +112,8 @@ class Engine::Impl {
 
   // --- parameters between steps (engine_params.cpp) ---
   int id_of(const at::Tensor& tensor) const;
+  // Null: it is no parameter of this engine.
+  const std::string* name_of(const at::Tensor& tensor) const;
   bool is_used_by(const at::Tensor& param, const engine::UnitCore& unit) const;
   std::vector<int> ids_of(const std::vector<at::Tensor>& wanted) const;
   void set_trainable(const at::Tensor& tensor, bool trainable);
@@ -125,6 +134,11 @@ class Engine::Impl {
   // Collective: every rank's numbers, in rank order.
   std::vector<std::int64_t> gather_numbers(const std::vector<std::int64_t>& mine,
                                            const std::string& what);
+
+  // Collective: `check` throws on a rank that cannot take part in what comes next, and then no rank
+  // does: that rank throws its own error, the others a ConfigError with its words. Before the first
+  // collective of whatever one rank can refuse.
+  void agree(const std::string& what, const std::function<void()>& check);
 
   // --- values (engine_values.cpp) ---
   // Collective: the whole parameter in memory of its own, waited for.
@@ -149,10 +163,13 @@ class Engine::Impl {
 
  private:
   comm::Group& reduce_group() const { return reductions_ ? *reductions_ : runtime.reduce_group(); }
-  int add_param(const std::string& name, const at::Tensor& tensor, const Init& init,
+  // `before`: its values before it was converted to another type; undefined: it was not.
+  int add_param(const NamedTensor& param, const at::Tensor& before, const Init& init,
                 double weight_decay_scale);
   void check_param(const std::string& name, const at::Tensor& tensor) const;
-  void convert_param(const NamedTensor& param, DType dtype) const;
+  void warn_of_units_inside(const std::string& name, const std::vector<int>& ids) const;
+  // What parameters and floating buffers become as a unit is made; null: what they are.
+  std::optional<DType> wanted_dtype() const;
   coordinator::UnitTraits traits_of(const std::string& name, const std::string& type,
                                     bool dynamic) const;
   void apply_leaf_options();
@@ -172,6 +189,9 @@ class Engine::Impl {
   void find_weight_scale(double weight);  // where all ranks are
   StepResult finish_step();
   void close_backward();
+  // Rethrows, in the user's words where torch's are about something that ours does not have.
+  [[noreturn]] void rethrow_backward_error();
+  void forget_gradients() noexcept;
   // The next backward is the last of its step, and updates may start in it.
   void begin_early_updates(double weight);
   // Before gradients change: the update of the last step may still read them.
@@ -186,29 +206,33 @@ class Engine::Impl {
   std::vector<std::shared_ptr<engine::UnitCore>> units_;
   std::vector<std::vector<engine::UnitCore*>> units_of_param_;  // by id
   std::unordered_map<const c10::TensorImpl*, int> id_of_tensor_;
+  std::vector<at::Tensor> buffers_;
   const std::shared_ptr<engine::BackwardWatch> watch_;
   engine::GatheredBook gathered_;
   engine::EarlyUpdates early_;
   std::shared_ptr<engine::ResidentState> resident_;  // null: no scope is open
 
   const optim::ScheduleOptions schedule_;
-  optim::LossScale loss_scale_;
+  std::optional<optim::LossScale> loss_scale_;  // once sealed
   const double clip_norm_;
   const bool skip_nonfinite_;
   const std::int64_t num_micro_batches_;  // of a step
   const std::uint64_t seed_;
   std::uint64_t epoch_ = 0;
+  std::int64_t num_updated_steps_ = 0;
   int forward_depth_ = 0;
-  int recompute_depth_ = 0;
   int backward_depth_ = 0;           // of Engine::backward()
   bool trainable_is_known_ = false;  // nobody can have changed requires_grad since we looked
   bool leaf_options_applied_ = false;
   bool is_plain_ = false;           // after to_plain()
   bool update_runs_ = false;        // since the last step; its gradients are still there
   bool closing_is_queued_ = false;  // for a backward that is not ours
-  double weight_scale_ = 0;         // a power of two, agreed at the first backward; 0: not yet
-  double weight_sum_ = 0;           // of this rank and step, in units of weight_scale_
-  at::Tensor weighted_loss_;        // fp64 on the device, of this rank and step
+  std::string failed_backward_;  // why gradients of this step are incomplete; empty: they are not
+  // Divides weights: a power of two that keeps gradients in the range of fp16, agreed at the first
+  // backward; 0: not yet. 1 for all other types, which have fp32's range.
+  double weight_scale_ = 0;
+  double weight_sum_ = 0;     // of this rank and step, in units of weight_scale_
+  at::Tensor weighted_loss_;  // fp64 on the device, of this rank and step
   double exposed_wait_s_ = 0;
   grad::ReducerStats replaced_reductions_;  // of a reducer that is no more, since take_stats()
 };

@@ -1,6 +1,9 @@
 // Parameters between steps: frozen and unfrozen, written from outside, given back as plain tensors.
 
 #include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <exception>
 #include <utility>
 #include <vector>
 
@@ -35,6 +38,11 @@ int Engine::Impl::id_of(const at::Tensor& tensor) const {
                 " with sizes ", tensor.sizes(),
                 " is no parameter of this engine; give one that a unit of it owns");
   return known->second;
+}
+
+const std::string* Engine::Impl::name_of(const at::Tensor& tensor) const {
+  const auto known = id_of_tensor_.find(tensor.unsafeGetTensorImpl());
+  return known == id_of_tensor_.end() ? nullptr : &params[known->second].name();
 }
 
 bool Engine::Impl::is_used_by(const at::Tensor& param, const engine::UnitCore& unit) const {
@@ -168,9 +176,51 @@ std::vector<std::int64_t> Engine::Impl::gather_numbers(const std::vector<std::in
   return result;
 }
 
+void Engine::Impl::agree(const std::string& what, const std::function<void()>& check) {
+  constexpr std::size_t kMostWords = 400;
+  std::exception_ptr refusal;
+  std::string words;
+  try {
+    check();
+  } catch (const std::exception& error) {
+    refusal = std::current_exception();
+    words = error.what();
+    words = words.substr(0, std::min(kMostWords, words.find('\n')));
+  }
+  if (group().size() > 1) {
+    meet_outside_of_units(what);
+    std::vector<std::byte> mine(1 + kMostWords);
+    mine.front() = std::byte{refusal ? std::uint8_t{1} : std::uint8_t{0}};
+    std::memcpy(mine.data() + 1, words.data(), words.size());
+    comm::CallOptions call;
+    call.label.unit = what;
+    const comm::HostGather said = group().start_gather_host(mine, call);
+    said.done.wait();
+    for (int rank = 0; rank < group().size() && !refusal; ++rank) {
+      const std::byte* const from = said.bytes.get() + static_cast<std::size_t>(rank) * mine.size();
+      TESSERA_CHECK(from[0] == std::byte{0}, ConfigError, what, ": rank ", rank,
+                    " cannot, so no rank does. It says: ",
+                    std::string(reinterpret_cast<const char*>(from + 1),
+                                strnlen(reinterpret_cast<const char*>(from + 1), kMostWords)));
+    }
+  }
+  if (refusal) {
+    std::rethrow_exception(refusal);
+  }
+}
+
 void Engine::Impl::send_buffers(const std::string& unit, const std::vector<NamedTensor>& buffers) {
   check_usable();
+  const std::optional<DType> dtype = wanted_dtype();
   for (const NamedTensor& buffer : buffers) {
+    if (dtype && buffer.tensor.defined() && buffer.tensor.is_floating_point()) {
+      at::Tensor(buffer.tensor).set_data(buffer.tensor.to(shard::scalar_type_of(*dtype)));
+    }
+    if (buffer.tensor.defined() &&
+        std::none_of(buffers_.begin(), buffers_.end(),
+                     [&](const at::Tensor& known) { return known.is_same(buffer.tensor); })) {
+      buffers_.push_back(buffer.tensor);
+    }
     if (!buffer.tensor.defined() || buffer.tensor.numel() == 0 || group().size() == 1) {
       continue;
     }

@@ -1,5 +1,6 @@
 // Whole parameters for those who look at or save a model.
 
+#include <exception>
 #include <utility>
 #include <vector>
 
@@ -83,18 +84,32 @@ void Engine::Impl::save_parameters(const std::string& path) {
     entries.push_back(std::move(entry));
   }
   std::unique_ptr<checkpoint::SafetensorsWriter> writer;
-  if (writes) {
-    writer = std::make_unique<checkpoint::SafetensorsWriter>(path, entries);
-  }
+  agree("save_parameters", [&] {
+    check_usable("save_parameters()");
+    if (writes) {
+      writer = std::make_unique<checkpoint::SafetensorsWriter>(path, entries);
+    }
+  });
+  std::exception_ptr failure;
   for (int id = 0; id < params.num_params(); ++id) {
     const at::Tensor value = full_value(id).contiguous();
-    if (writer && value.numel() > 0) {
-      writer->append(value.data_ptr(), value.nbytes());
+    try {
+      if (writer && value.numel() > 0) {
+        writer->append(value.data_ptr(), value.nbytes());
+      }
+    } catch (const Error&) {
+      failure = std::current_exception();  // the others' gathers need this rank
+      writer.reset();
     }
   }
-  if (writer) {
-    writer->finish();
-  }
+  agree("save_parameters", [&] {
+    if (failure) {
+      std::rethrow_exception(failure);
+    }
+    if (writer) {
+      writer->finish();
+    }
+  });
 }
 
 }  // namespace tessera

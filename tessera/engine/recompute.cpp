@@ -1,93 +1,121 @@
-// Recomputation: a block's forward runs without keeping activations, and again in its backward.
-//
-// The parameters are inputs of the autograd node, as at::TensorList: a std::vector<Tensor> would
-// silently not be differentiated. Backward differentiates with autograd::grad(), so that gradients
-// of parameters leave through the node and fire their hooks once, also for tied weights; an inner
-// backward() would fire them twice, and would not train a block whose input needs no gradient.
+#include "tessera/engine/recompute.h"
 
+#include <memory>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
-#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Type.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/custom_class.h>
 
 #include "tessera/core/error.h"
 #include "tessera/engine/backward_watch.h"
 #include "tessera/engine/engine_impl.h"
+#include "tessera/engine/forward_state.h"
+#include "tessera/engine/graph_walk.h"
 #include "tessera/engine/unit_core.h"
 #include "tessera/engine/unit_state.h"
 
 namespace tessera::engine {
 namespace {
 
+using torch::autograd::AccumulateGrad;
 using torch::autograd::AutogradContext;
+using torch::autograd::Edge;
 using torch::autograd::variable_list;
 
-// The state of the generators that forward may draw from (dropout).
-class RandomState {
- public:
-  static RandomState now(const std::vector<at::Tensor>& inputs) {
-    RandomState state;
-    for (const at::Tensor& input : inputs) {
-      if (input.defined() && input.is_cuda()) {
-        state.add(at::globalContext().defaultGenerator(input.device()));
-        break;
-      }
-    }
-    state.add(at::detail::getDefaultCPUGenerator());
-    return state;
-  }
-
-  void restore() const {
-    for (const auto& [generator, saved] : saved_) {
-      at::Generator target = generator;
-      const std::lock_guard<std::mutex> lock(target.mutex());
-      target.set_state(saved);
-    }
-  }
-
- private:
-  void add(at::Generator generator) {
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    const at::Tensor state = generator.get_state();
-    saved_.emplace_back(generator, state);
-  }
-  std::vector<std::pair<at::Generator, at::Tensor>> saved_;
-};
-
-// Puts the generators back to where they were when the guard was made.
-class RandomStateGuard {
- public:
-  explicit RandomStateGuard(const std::vector<at::Tensor>& inputs)
-      : state_(RandomState::now(inputs)) {}
-  ~RandomStateGuard() { state_.restore(); }
-  RandomStateGuard(const RandomStateGuard&) = delete;
-  RandomStateGuard& operator=(const RandomStateGuard&) = delete;
-
- private:
-  const RandomState state_;
-};
-
 struct Call : torch::CustomClassHolder {
+  std::string name;  // of the unit, for messages
   std::shared_ptr<UnitCore> unit;
-  TensorsFn forward;
-  std::size_t num_inputs = 0;
-  RandomState random;
+  RecomputedForward forward;
+  ForwardState state;                  // before the first forward
+  std::vector<Edge> outer;             // that lead out of it
+  std::vector<bool> has_gradient;      // by output: it is the node's
+  std::int64_t num_updated_steps = 0;  // of the engine, when it ran
 };
 
-// Around the first forward: units inside it are trained, too, though grad mode is off.
-class FirstPass {
+bool is_on_cuda(const UnitCore* unit, const std::vector<at::Tensor>& inputs) {
+  return (unit != nullptr && unit->engine()->runtime.on_cuda()) ||
+         std::any_of(inputs.begin(), inputs.end(),
+                     [](const at::Tensor& input) { return input.is_cuda(); });
+}
+
+// No casts are kept: one that is would be a node of a graph that only one of two forwards has.
+class NoAutocastCache {
  public:
-  explicit FirstPass(Engine::Impl& engine) : engine_(engine) { ++engine_.recompute_depth(); }
-  ~FirstPass() { --engine_.recompute_depth(); }
-  FirstPass(const FirstPass&) = delete;
-  FirstPass& operator=(const FirstPass&) = delete;
+  NoAutocastCache() { at::autocast::set_autocast_cache_enabled(false); }
+  ~NoAutocastCache() { at::autocast::set_autocast_cache_enabled(before_); }
+  NoAutocastCache(const NoAutocastCache&) = delete;
+  NoAutocastCache& operator=(const NoAutocastCache&) = delete;
 
  private:
-  Engine::Impl& engine_;
+  const bool before_ = at::autocast::is_autocast_cache_enabled();
 };
+
+// Around the second forward: what is around it is that of the first one, and afterwards what it
+// was.
+class StateOfFirst {
+ public:
+  StateOfFirst(const ForwardState& first, const std::vector<at::Tensor>& buffers, bool with_cuda)
+      : now_(ForwardState::now(buffers, with_cuda)) {
+    first.apply();
+  }
+  ~StateOfFirst() { now_.apply(); }
+  StateOfFirst(const StateOfFirst&) = delete;
+  StateOfFirst& operator=(const StateOfFirst&) = delete;
+
+ private:
+  const ForwardState now_;
+};
+
+const std::vector<at::Tensor>& buffers_of(const Call& call) {
+  return call.unit == nullptr ? call.forward.buffers : call.unit->engine()->buffers();
+}
+
+// "parameter 'blocks.0.weight'", or what else can be said of where an edge leads.
+std::string describe(const Edge& edge, const Call& call) {
+  const auto* leaf = dynamic_cast<const AccumulateGrad*>(edge.function.get());
+  if (leaf == nullptr) {
+    return detail::concat("a tensor made by ", edge.function->name());
+  }
+  if (call.unit != nullptr) {
+    if (const std::string* name = call.unit->engine()->name_of(leaf->variable)) {
+      return detail::concat("parameter '", *name, "'");
+    }
+  }
+  return detail::concat("a leaf of sizes ", leaf->variable.sizes());
+}
+
+// Made inside of the forward, and gone with it: nobody could look at its gradient.
+bool is_left_behind(const Edge& edge) {
+  const auto* leaf = dynamic_cast<const AccumulateGrad*>(edge.function.get());
+  return leaf != nullptr && leaf->variable.use_count() == 1;
+}
+
+// A tensor that stands for what an edge leads to: as an input of a node it gives that edge.
+at::Tensor input_for(const Edge& edge) {
+  if (const auto* leaf = dynamic_cast<const AccumulateGrad*>(edge.function.get())) {
+    return leaf->variable;
+  }
+  at::Tensor input = at::empty({0});
+  torch::autograd::impl::set_gradient_edge(input, edge);
+  return input;
+}
+
+// A leaf of the shape of the gradients that pass an edge, without memory for its elements.
+at::Tensor leaf_for(const Edge& edge) {
+  const torch::autograd::InputMetadata& passes = edge.function->input_metadata(edge.input_nr);
+  const at::NoGradGuard no_grad;
+  return at::empty({}, passes.options())
+      .expand_symint(passes.shape_as_dim_vector())
+      .set_requires_grad(true);
+}
 
 // Around the second forward and its differentiation.
 class BackwardScope {
@@ -97,8 +125,6 @@ class BackwardScope {
       return;
     }
     engine_ = unit_->engine();
-    TESSERA_CHECK(engine_ != nullptr, ConfigError, "the backward of unit '", unit_->name(),
-                  "' runs after its engine is gone");
     engine_->enter_backward(*unit_);
     engine_->backward_watch().begin_recomputed();
     epoch_ = engine_->epoch();
@@ -106,6 +132,7 @@ class BackwardScope {
   }
   void finish() {
     if (engine_ != nullptr && engine_->epoch() == epoch_) {
+      engine_->backward_watch().end_recomputed();
       engine_->coordinator().end_use(unit_->id(), coordinator::Phase::kBackward);
     }
   }
@@ -116,97 +143,259 @@ class BackwardScope {
   std::uint64_t epoch_ = 0;
 };
 
-struct Recompute : torch::autograd::Function<Recompute> {
-  static variable_list forward(AutogradContext* context, const c10::intrusive_ptr<Call>& call,
-                               at::TensorList inputs, at::TensorList params) {
-    context->saved_data["call"] = c10::IValue::make_capsule(call);
-    call->num_inputs = inputs.size();
-    variable_list saved(inputs.begin(), inputs.end());
-    saved.insert(saved.end(), params.begin(), params.end());
-    context->save_for_backward(saved);
-    const at::NoGradGuard no_grad;
-    const std::vector<at::Tensor> arguments = inputs.vec();
-    if (call->unit == nullptr) {
-      return call->forward(arguments);
+// The graph of the second forward ends where that of the first did: edges that lead out of it lead
+// to leaves of ours, which are returned in the order of call.outer.
+variable_list cut_graph(const Call& call, const variable_list& outputs, const NodeMark& begun) {
+  std::unordered_map<Edge, std::size_t> places;
+  for (std::size_t i = 0; i < call.outer.size(); ++i) {
+    places.emplace(call.outer[i], i);
+  }
+  variable_list leaves(call.outer.size());
+  std::vector<Edge> others;
+  walk_graph(
+      outputs, begun, [](const Edge&) {},
+      [&](Edge& edge) {
+        const auto place = places.find(edge);
+        if (place == places.end()) {
+          others.push_back(edge);
+          return;
+        }
+        at::Tensor& leaf = leaves[place->second];
+        if (!leaf.defined()) {
+          leaf = leaf_for(edge);
+        }
+        edge = torch::autograd::impl::gradient_edge(leaf);
+      });
+  // A leaf that each forward makes for itself is another one each time.
+  std::size_t num_left_behind = 0;
+  for (std::size_t i = 0; i < leaves.size(); ++i) {
+    if (leaves[i].defined()) {
+      continue;
     }
-    ForwardScope scope(*call->unit, coordinator::Phase::kForward);
-    const FirstPass first(*call->unit->engine());
-    variable_list outputs = call->forward(arguments);
-    scope.finish({}, {});
+    TESSERA_CHECK(is_left_behind(call.outer[i]), ConfigError, "recomputed unit '", call.name,
+                  "': its forward used ", describe(call.outer[i], call),
+                  " the first time and not the second, so the gradient is unknown. What it reads "
+                  "(members, captured variables, random numbers of a generator of its own) must be "
+                  "the same in backward; pass what changes as an argument");
+    ++num_left_behind;
+  }
+  TESSERA_CHECK(others.size() <= num_left_behind, ConfigError, "recomputed unit '", call.name,
+                "': its forward used ", describe(others.front(), call),
+                " the second time and not the first, so the gradient is unknown. What it reads "
+                "(members, captured variables) must be the same in backward; pass what changes as "
+                "an argument");
+  return leaves;
+}
+
+variable_list saved_inputs(AutogradContext& context, const Call& call) {
+  try {
+    return context.get_saved_variables();
+  } catch (const c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    TESSERA_CHECK(
+        text.find("a second time") == std::string::npos, ConfigError, "unit '", call.name,
+        "': a second backward through the graph of one forward; what it needs is freed by "
+        "the first. Add the losses and call backward() once, or run the forward again");
+    TESSERA_CHECK(text.find("inplace") == std::string::npos, ConfigError, "recomputed unit '",
+                  call.name,
+                  "': its input was changed in place after the forward, which backward has to run "
+                  "again with the same input; use an operation that makes a new tensor");
+    throw;
+  }
+}
+
+struct Recompute : torch::autograd::Function<Recompute> {
+  // `ends` have the edges of the node. The outputs are there already.
+  static variable_list forward(AutogradContext* context, const c10::intrusive_ptr<Call>& call,
+                               at::TensorList /*ends*/, const variable_list& inputs,
+                               const variable_list& outputs) {
+    context->saved_data["call"] = c10::IValue::make_capsule(call);
+    context->save_for_backward(inputs);
     return outputs;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const auto call =
         c10::static_intrusive_pointer_cast<Call>(context->saved_data["call"].toCapsule());
-    const variable_list saved = context->get_saved_variables();
-    std::vector<at::Tensor> inputs;
-    for (std::size_t i = 0; i < call->num_inputs; ++i) {
-      inputs.push_back(saved[i].detach().set_requires_grad(saved[i].requires_grad()));
+    UnitCore* const unit = call->unit.get();
+    TESSERA_CHECK(unit == nullptr || unit->is_plain() || unit->engine() != nullptr, ConfigError,
+                  "the backward of unit '", call->name, "' runs after its engine is gone");
+    if (unit != nullptr && !unit->is_plain()) {
+      TESSERA_CHECK(unit->engine()->num_updated_steps() == call->num_updated_steps, ConfigError,
+                    "recomputed unit '", call->name,
+                    "': its parameters were updated by step() after this forward, which backward "
+                    "would run again with the new ones; call backward() before step(), or run the "
+                    "forward again");
     }
-    variable_list sources;  // what gradients are asked for
-    for (const at::Tensor& input : inputs) {
-      if (input.requires_grad()) {
-        sources.push_back(input);
-      }
-    }
-    for (std::size_t i = call->num_inputs; i < saved.size(); ++i) {
-      if (saved[i].requires_grad()) {
-        sources.push_back(saved[i]);
-      }
-    }
-
-    BackwardScope scope(call->unit.get());
-    variable_list outputs;
+    const variable_list inputs = saved_inputs(*context, *call);
+    BackwardScope scope(unit);
+    variable_list found(call->outer.size());
     {
-      const RandomStateGuard guard(inputs);
-      call->random.restore();
-      const at::AutoGradMode with_grad(true);
-      outputs = call->forward(inputs);
-    }
-    variable_list roots;
-    variable_list root_gradients;
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      if (outputs[i].requires_grad() && gradients[i].defined()) {
-        roots.push_back(outputs[i]);
-        root_gradients.push_back(gradients[i]);
+      variable_list outputs;
+      const NodeMark begun = NodeMark::next();
+      {
+        const StateOfFirst state(call->state, buffers_of(*call), is_on_cuda(unit, inputs));
+        const NoAutocastCache no_cache;
+        const at::AutoGradMode with_grad(true);
+        outputs = call->forward.run(inputs);
       }
-    }
-    variable_list found;
-    if (!roots.empty() && !sources.empty()) {
-      found = torch::autograd::grad(roots, sources, root_gradients, /*retain_graph=*/false,
-                                    /*create_graph=*/false, /*allow_unused=*/true);
+      const variable_list leaves = cut_graph(*call, outputs, begun);
+      variable_list roots;
+      variable_list root_gradients;
+      std::size_t next = 0;
+      for (std::size_t i = 0; i < outputs.size(); ++i) {
+        if (!call->has_gradient[i]) {
+          continue;
+        }
+        const at::Tensor& gradient = gradients[next++];
+        if (gradient.defined()) {
+          roots.push_back(outputs[i]);
+          root_gradients.push_back(gradient);
+        }
+      }
+      variable_list asked;
+      for (const at::Tensor& leaf : leaves) {
+        if (leaf.defined()) {
+          asked.push_back(leaf);
+        }
+      }
+      if (!roots.empty() && !asked.empty()) {
+        variable_list answers =
+            torch::autograd::grad(roots, asked, root_gradients, /*retain_graph=*/false,
+                                  /*create_graph=*/false, /*allow_unused=*/true);
+        std::size_t answer = 0;
+        for (std::size_t i = 0; i < leaves.size(); ++i) {
+          if (leaves[i].defined()) {
+            found[i] = std::move(answers[answer++]);
+          }
+        }
+      }
     }
     scope.finish();
-
     variable_list result{at::Tensor()};  // of `call`
-    std::size_t next = 0;
-    for (std::size_t i = 0; i < saved.size(); ++i) {
-      const bool asked = saved[i].requires_grad() && next < found.size();
-      result.push_back(asked ? found[next++] : at::Tensor());
-    }
+    result.insert(result.end(), found.begin(), found.end());
+    result.resize(result.size() + 2);  // of inputs and outputs
     return result;
   }
 };
 
+// The tensor without its history; changes in place count for both.
+at::Tensor without_graph(const at::Tensor& tensor) {
+  at::Tensor shown = tensor.variable_data();
+  torch::autograd::impl::set_version_counter(shown, torch::autograd::impl::version_counter(tensor));
+  return shown;
+}
+
+// Nodes of the graph, watched without keeping them.
+class GraphNodes {
+ public:
+  void add(const Edge& edge) { nodes_.emplace_back(edge.function); }
+  // Of those that somebody keeps, the ones that no other of them leads to.
+  std::vector<NodePtr> kept_ends() const {
+    std::vector<NodePtr> kept;
+    std::unordered_set<const torch::autograd::Node*> below;
+    for (const WeakNode& node : nodes_) {
+      if (NodePtr alive = node.lock()) {
+        for (const Edge& edge : alive->next_edges()) {
+          below.insert(edge.function.get());
+        }
+        kept.push_back(std::move(alive));
+      }
+    }
+    std::erase_if(kept, [&](const NodePtr& node) { return below.count(node.get()) > 0; });
+    return kept;
+  }
+
+ private:
+  std::vector<WeakNode> nodes_;
+};
+
+std::vector<std::uint32_t> versions_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::uint32_t> versions;
+  for (const at::Tensor& tensor : tensors) {
+    versions.push_back(tensor.is_inference() ? 0 : tensor._version());
+  }
+  return versions;
+}
+
 }  // namespace
 
-std::vector<at::Tensor> run_recomputed(UnitCore* unit, const std::vector<at::Tensor>& params,
-                                       const std::vector<at::Tensor>& inputs, TensorsFn forward) {
+std::vector<at::Tensor> run_recomputed(UnitCore* unit, const std::vector<at::Tensor>& inputs,
+                                       RecomputedForward forward) {
   if (!at::GradMode::is_enabled()) {
     if (unit == nullptr) {
-      return forward(inputs);
+      return forward.run(inputs);
     }
     ForwardScope scope(*unit);
-    std::vector<at::Tensor> outputs = forward(inputs);
+    std::vector<at::Tensor> outputs = forward.run(inputs);
     scope.finish({}, {});
     return outputs;
   }
   auto call = c10::make_intrusive<Call>();
+  call->name = unit == nullptr ? "(plain)" : unit->name();
   call->unit = share(unit);
-  call->random = RandomState::now(inputs);
   call->forward = std::move(forward);
-  return Recompute::apply(call, at::TensorList(inputs), at::TensorList(params));
+  std::optional<ForwardScope> scope;
+  if (unit != nullptr) {
+    scope.emplace(*unit);
+    call->num_updated_steps = unit->engine()->num_updated_steps();
+  }
+  call->state = ForwardState::now(buffers_of(*call), is_on_cuda(unit, inputs));
+  const std::vector<std::uint32_t> versions = versions_of(inputs);
+  const NodeMark begun = NodeMark::next();
+  variable_list outputs;
+  {
+    const NoAutocastCache no_cache;
+    const auto run = [&] { return call->forward.run(inputs); };
+    outputs = scope ? scope->run(run) : run();
+  }
+  TESSERA_CHECK(versions == versions_of(inputs), ConfigError, "recomputed unit '", call->name,
+                "' changes its input in place, so backward could not run it again with the same "
+                "input; use an operation that makes a new tensor, or do not recompute it");
+  if (scope && call->forward.opaque_result != nullptr) {
+    scope->check_seen(outputs, *call->forward.opaque_result);
+  }
+  GraphNodes nodes;
+  std::unordered_set<Edge> known;
+  walk_graph(
+      outputs, begun, [&](const Edge& edge) { nodes.add(edge); },
+      [&](const Edge& edge) {
+        if (known.insert(edge).second) {
+          call->outer.push_back(edge);
+        }
+      });
+  variable_list shown;  // what the node makes
+  for (at::Tensor& output : outputs) {
+    // What was there before the forward is returned as it is.
+    const bool is_made =
+        output.requires_grad() && !output.is_leaf() && is_made_since(*output.grad_fn(), begun);
+    call->has_gradient.push_back(is_made);
+    if (is_made) {
+      output = without_graph(output);
+      shown.push_back(output);
+    }
+  }
+  if (scope) {
+    // The graph is gone now but for what somebody keeps.
+    unit->engine()->backward_watch().add_kept(*unit, begun, nodes.kept_ends());
+    scope->finish({}, {});
+  }
+  if (shown.empty()) {
+    return outputs;
+  }
+  variable_list ends;
+  for (const Edge& edge : call->outer) {
+    ends.push_back(input_for(edge));
+  }
+  const std::vector<bool> is_made = call->has_gradient;
+  shown = Recompute::apply(call, at::TensorList(ends), inputs, shown);
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (is_made[i]) {
+      outputs[i] = shown[next++];
+    }
+  }
+  return outputs;
 }
 
 }  // namespace tessera::engine

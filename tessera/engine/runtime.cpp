@@ -129,6 +129,7 @@ struct Runtime::Impl {
   comm::World world;  // joined; empty where the group is borrowed
   comm::Group* borrowed = nullptr;
   std::unique_ptr<comm::Group> reductions;  // null in a group of one
+  std::atomic<int> num_backwards{0};
 };
 
 Runtime::Runtime(Config config, const RuntimeOptions& options) {
@@ -154,6 +155,12 @@ Runtime::Runtime(Config config, comm::Group& world, const RuntimeOptions& option
   config.check();
   impl_ = std::make_unique<Impl>(std::move(config), options, world.rank(), world.size());
   impl_->borrowed = &world;
+  if (world.is_stream_ordered() && world.owner().device != nullptr) {
+    // It is another runtime's, and works on the streams of that one's device.
+    impl_->world.group =
+        world.split(0, "runtime", {impl_->device.get(), &impl_->ledger, &impl_->spans});
+    impl_->borrowed = impl_->world.group.get();
+  }
   split_group();
 }
 
@@ -202,6 +209,7 @@ std::unique_ptr<tier::IoEngine> Runtime::make_io_engine(const tier::IoOptions& o
       });
   return impl_->wrap_io ? impl_->wrap_io(std::move(io)) : std::move(io);
 }
+std::atomic<int>& Runtime::num_backwards() const { return impl_->num_backwards; }
 const std::shared_ptr<comm::Board>& Runtime::board() const { return impl_->world.board; }
 
 }  // namespace tessera

@@ -9,6 +9,7 @@
 // Threads: construct and destroy on one thread; the parts say what they allow.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 
@@ -43,7 +44,8 @@ class Runtime {
  public:
   // Collective: joins the ranks of this run. Checks the config first.
   explicit Runtime(Config config, const RuntimeOptions& options = {});
-  // For ranks that exist already (threads, tests): borrows the group, which outlives the runtime.
+  // For ranks that exist already (threads, another runtime's): borrows the group, which outlives
+  // the runtime. Collective.
   Runtime(Config config, comm::Group& world, const RuntimeOptions& options = {});
   ~Runtime();
   Runtime(const Runtime&) = delete;
@@ -70,6 +72,8 @@ class Runtime {
   Spans& spans() const;
   const Clock& clock() const;
   const Logger& logger() const;
+  // Backwards of engines on this runtime that run now.
+  std::atomic<int>& num_backwards() const;
   // Where a failure of this rank is posted; null in a world of one.
   const std::shared_ptr<comm::Board>& board() const;
   // A reason why the faster engine cannot be had is logged once.

@@ -4,9 +4,9 @@
 //   x = block(x);
 //
 // The call gathers, runs the module's forward and releases; backward does the same by itself.
-// Arguments and results may be tensors, vectors, tuples and optionals of tensors; other arguments
-// are passed on. With `recompute` the forward runs again in backward in place of keeping
-// activations.
+// Tensors are looked for in arguments and results as tensor_pack.h says; a result in which none
+// could be seen although one needs a gradient is a ConfigError. With `recompute` the forward runs
+// again in backward in place of keeping activations: see recompute.h for what that means.
 //
 // A unit made from a module alone is plain: it calls the module and nothing else. The same model
 // code then trains unsharded. Engine::to_plain() makes every unit of its engine plain.
@@ -18,12 +18,14 @@
 #include <optional>
 #include <tuple>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include "tessera/engine/recompute.h"
 #include "tessera/engine/tensor_pack.h"
 #include "tessera/engine/unit_core.h"
 
@@ -35,13 +37,7 @@ class Unit {
   Unit() = default;
   // Plain.
   explicit Unit(std::shared_ptr<Module> module, bool recompute = false)
-      : module_(std::move(module)), recompute_(recompute) {
-    if (recompute_) {
-      for (const at::Tensor& param : module_->parameters()) {
-        add_recomputed_param(param);
-      }
-    }
-  }
+      : module_(std::move(module)), recompute_(recompute) {}
   // Made by Engine::unit().
   Unit(std::shared_ptr<Module> module, engine::UnitCore* core, bool recompute)
       : Unit(std::move(module), recompute) {
@@ -65,9 +61,13 @@ class Unit {
     std::vector<at::Tensor> inputs;
     (engine::pack_tensors(args, inputs), ...);
     engine::ForwardScope scope(*core_);
-    Result result = module_->forward(std::forward<Args>(args)...);
+    Result result =
+        scope.run([&] { return Result(module_->forward(std::forward<Args>(args)...)); });
     std::vector<at::Tensor> outputs;
     engine::pack_tensors(result, outputs);
+    if constexpr (engine::is_opaque<Result>()) {
+      scope.check_seen(outputs, typeid(Result));
+    }
     scope.finish(inputs, outputs);
     return result;
   }
@@ -75,16 +75,6 @@ class Unit {
   Module* operator->() const { return module_.get(); }
   const std::shared_ptr<Module>& module() const { return module_; }
   engine::UnitCore* core() const { return core_.get(); }
-  // For weights that the module uses and another unit owns; see Engine::add_external().
-  // Once each: autograd would hand a gradient over as often as a tensor is named.
-  void add_recomputed_param(const at::Tensor& param) {
-    for (const at::Tensor& known : params_) {
-      if (known.is_same(param)) {
-        return;
-      }
-    }
-    params_.push_back(param);
-  }
 
  private:
   bool is_plain() const { return core_ == nullptr || engine::is_plain(*core_); }
@@ -98,9 +88,9 @@ class Unit {
     engine::unpack_tensors(args, std::vector<at::Tensor>(inputs.size(), at::empty({0})), taken);
     // Where the tensors stand in a result; of interest for the first run alone.
     auto shape = std::make_shared<std::optional<Result>>();
-    engine::TensorsFn run = [module = module_, args = std::move(args),
-                             first = std::weak_ptr(shape)](
-                                const std::vector<at::Tensor>& tensors) mutable {
+    engine::RecomputedForward forward;
+    forward.run = [module = module_, args = std::move(args),
+                   first = std::weak_ptr(shape)](const std::vector<at::Tensor>& tensors) mutable {
       std::size_t next = 0;
       Tuple replaced = args;
       engine::unpack_tensors(replaced, tensors, next);
@@ -108,12 +98,23 @@ class Unit {
       std::vector<at::Tensor> outputs;
       engine::pack_tensors(result, outputs);
       if (const auto shape = first.lock()) {
+        next = 0;
+        engine::unpack_tensors(result, std::vector<at::Tensor>(outputs.size(), at::empty({0})),
+                               next);
         *shape = std::move(result);
       }
       return outputs;
     };
+    if constexpr (engine::is_opaque<Result>()) {
+      forward.opaque_result = &typeid(Result);
+    }
+    if constexpr (requires { module_->buffers(); }) {
+      if (is_plain()) {
+        forward.buffers = module_->buffers();
+      }
+    }
     const std::vector<at::Tensor> outputs =
-        engine::run_recomputed(is_plain() ? nullptr : core_.get(), params_, inputs, std::move(run));
+        engine::run_recomputed(is_plain() ? nullptr : core_.get(), inputs, std::move(forward));
     Result result = std::move(**shape);
     shape->reset();
     std::size_t next = 0;
@@ -124,7 +125,6 @@ class Unit {
   std::shared_ptr<Module> module_;
   std::shared_ptr<engine::UnitCore> core_;
   bool recompute_ = false;
-  std::vector<at::Tensor> params_;
 };
 
 }  // namespace tessera

@@ -1,14 +1,17 @@
 #include "tessera/engine/unit_core.h"
 
+#include <algorithm>
 #include <exception>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Type.h>
 
 #include "tessera/core/error.h"
 #include "tessera/engine/backward_watch.h"
 #include "tessera/engine/engine_impl.h"
 #include "tessera/engine/unit_state.h"
+#include "tessera/shard/tensor_storage.h"
 
 namespace tessera::engine {
 namespace {
@@ -22,12 +25,6 @@ Engine::Impl& engine_of(const UnitCore& unit) {
   return *unit.engine();
 }
 
-// The first pass of a recomputed unit runs without gradients, but is part of training.
-Phase phase_of(const UnitCore& unit) {
-  return at::GradMode::is_enabled() || engine_of(unit).recompute_depth() > 0 ? Phase::kForward
-                                                                             : Phase::kInference;
-}
-
 }  // namespace
 
 std::shared_ptr<UnitCore> share(UnitCore* unit) {
@@ -36,11 +33,9 @@ std::shared_ptr<UnitCore> share(UnitCore* unit) {
 
 bool is_plain(const UnitCore& unit) { return unit.is_plain(); }
 
-ForwardScope::ForwardScope(UnitCore& unit) : ForwardScope(unit, phase_of(unit)) {}
-
-ForwardScope::ForwardScope(UnitCore& unit, Phase phase)
+ForwardScope::ForwardScope(UnitCore& unit)
     : unit_(unit),
-      phase_(phase),
+      phase_(at::GradMode::is_enabled() ? Phase::kForward : Phase::kInference),
       begun_(NodeMark::next()),
       epoch_(0),
       autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
@@ -51,7 +46,7 @@ ForwardScope::ForwardScope(UnitCore& unit, Phase phase)
   ++engine.forward_depth();
   epoch_ = engine.epoch();
   try {
-    engine.coordinator().begin_use(unit.id(), phase);
+    engine.coordinator().begin_use(unit.id(), phase_);
     engine.tiers.begin_forward_of(unit.id());
   } catch (...) {
     give_up();
@@ -88,6 +83,27 @@ void ForwardScope::give_up() noexcept {
     }
   }
   engine.abandon();
+}
+
+void ForwardScope::rethrow(const c10::Error& error) const {
+  const std::string text = error.what_without_backtrace();
+  if (text.find(shard::kReleasedText) != std::string::npos) {
+    throw StateError(text, {}, unit_.name());
+  }
+  throw error;
+}
+
+void ForwardScope::check_seen(const std::vector<at::Tensor>& outputs,
+                              const std::type_info& result) const {
+  const bool has_made_nodes =
+      at::GradMode::is_enabled() && NodeMark::next().sequence > begun_.sequence;
+  const bool is_seen = std::any_of(outputs.begin(), outputs.end(),
+                                   [](const at::Tensor& output) { return output.requires_grad(); });
+  TESSERA_CHECK(is_seen || !has_made_nodes, ConfigError, "unit '", unit_.name(), "' returns ",
+                c10::demangle(result.name()),
+                ", a type in which tensors cannot be seen, so its backward would go unnoticed; "
+                "return tensors, or vectors, maps, tuples and optionals of them, or write "
+                "for_each_tensor() for the type (tessera/engine/tensor_pack.h)");
 }
 
 void ForwardScope::finish(const std::vector<at::Tensor>& inputs,

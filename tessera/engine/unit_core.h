@@ -9,13 +9,14 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <typeinfo>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include "tessera/coordinator/access_trace.h"
 #include "tessera/device/device.h"
@@ -39,14 +40,27 @@ class ForwardScope {
  public:
   // For training or inference, as grad mode says.
   explicit ForwardScope(UnitCore& unit);
-  ForwardScope(UnitCore& unit, coordinator::Phase phase);
   ~ForwardScope();
   ForwardScope(const ForwardScope&) = delete;
   ForwardScope& operator=(const ForwardScope&) = delete;
+  // Calls it. An error of torch's that says what is wrong in our words comes without torch's stack
+  // trace.
+  template <typename Forward>
+  auto run(const Forward& forward) {
+    try {
+      return forward();
+    } catch (const c10::Error& error) {
+      rethrow(error);
+    }
+  }
+  // ConfigError if gradients could leave the forward only by a result of a type in which tensors
+  // cannot be seen.
+  void check_seen(const std::vector<at::Tensor>& outputs, const std::type_info& result) const;
   void finish(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs);
 
  private:
   void give_up() noexcept;
+  [[noreturn]] void rethrow(const c10::Error& error) const;
 
   UnitCore& unit_;
   const coordinator::Phase phase_;
@@ -56,14 +70,6 @@ class ForwardScope {
   bool finished_ = false;
   std::optional<device::StreamSpan> span_;  // of the device's time
 };
-
-// A forward as autograd's Function needs it: tensors in, tensors out.
-using TensorsFn = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
-
-// Runs `forward` without keeping activations; backward gathers, restores the random generator, runs
-// it again and differentiates. `unit` null: for a plain model. `params`: all that forward uses.
-std::vector<at::Tensor> run_recomputed(UnitCore* unit, const std::vector<at::Tensor>& params,
-                                       const std::vector<at::Tensor>& inputs, TensorsFn forward);
 
 }  // namespace engine
 }  // namespace tessera

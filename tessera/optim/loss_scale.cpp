@@ -7,9 +7,9 @@
 
 namespace tessera::optim {
 
-LossScaleOptions LossScaleOptions::from(const Config& config) {
+LossScaleOptions LossScaleOptions::from(const Config& config, DType param_dtype) {
   LossScaleOptions options;
-  options.enabled = config.get_string("precision") == "fp16";
+  options.enabled = param_dtype == DType::kFloat16;
   options.fixed = config.get_double("loss_scale.fixed");
   options.initial = config.get_double("loss_scale.initial");
   options.min = config.get_double("loss_scale.min");

@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "tessera/core/dtype.h"
+
 namespace tessera {
 class Config;
 }
@@ -24,7 +26,8 @@ struct LossScaleOptions {
   std::int64_t window = 1000;
   std::int64_t hysteresis = 2;
   bool consecutive_hysteresis = false;
-  static LossScaleOptions from(const Config& config);
+  // `param_dtype`: what is trained, whatever the option says.
+  static LossScaleOptions from(const Config& config, DType param_dtype);
 };
 
 class LossScale {

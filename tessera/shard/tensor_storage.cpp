@@ -51,16 +51,23 @@ class TensorStorage final : public FullTensor {
       : tensor_(tensor.getIntrusivePtr()),
         storage_(std::move(storage)),
         full_bytes_(full_bytes),
+        gone_(detail::concat("parameter '", name, kReleasedText,
+                             ": its engine is gone. Keep the engine as long as the model, or call "
+                             "engine.to_plain() before it goes.")),
         error_(detail::concat(
-            "parameter '", name,
-            "' is released: only this rank's shard of it is in memory. It is gathered while a unit "
+            "parameter '", name, kReleasedText,
+            ": only this rank's shard of it is in memory. It is gathered while a unit "
             "that owns it runs. If another unit uses it, register it there with "
             "engine.add_external(unit, tensor); to read it elsewhere, use "
             "engine.full_value(id).")) {
     detach();
   }
   // The tensor may outlive us in a user's hands.
-  ~TensorStorage() override { detach(); }
+  ~TensorStorage() override {
+    if (full_bytes_ > 0) {
+      take_memory_away(*storage_.unsafeGetStorageImpl(), gone_);
+    }
+  }
 
   void attach(void* data) override { set_memory(*storage_.unsafeGetStorageImpl(), data); }
 
@@ -81,6 +88,7 @@ class TensorStorage final : public FullTensor {
   const c10::weak_intrusive_ptr<c10::TensorImpl> tensor_;  // a module owns it
   const c10::Storage storage_;
   const std::size_t full_bytes_;
+  const std::string gone_;
   const std::string error_;
 };
 
@@ -131,6 +139,13 @@ at::ScalarType scalar_type_of(DType dtype) {
       return at::kByte;
   }
   return at::ScalarType::Undefined;
+}
+
+bool is_bound(const at::Tensor& tensor) {
+  c10::StorageImpl* const storage =
+      tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+  return storage != nullptr && storage->nbytes() > 0 && !storage->resizable() &&
+         storage->_mutable_data_ptr_no_checks().get() == nullptr;
 }
 
 at::Tensor storage_elements(const at::Tensor& tensor) {

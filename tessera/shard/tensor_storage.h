@@ -15,6 +15,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include <ATen/core/Tensor.h>
 
@@ -24,9 +25,15 @@
 
 namespace tessera::shard {
 
+// Stands in the message of torch's error when a released parameter is read.
+inline constexpr std::string_view kReleasedText = "' is released";
+
 // Throws ConfigError with the name for a type that is not fp32, bf16 or fp16.
 DType dtype_of(const at::Tensor& tensor, const std::string& name);
 at::ScalarType scalar_type_of(DType dtype);
+
+// An engine has taken its memory, and has not given it back.
+bool is_bound(const at::Tensor& tensor);
 
 // The tensor's elements in the memory order that it will have once bound: one dimension, without
 // gradient. A view where strides stay, else a copy.

@@ -351,6 +351,7 @@ TEST(EarlyUpdates, OfABackwardThatFailsLeaveParametersOfTwoAges) {
     chain.at_last = [] { throw std::runtime_error("the user's hook failed"); };
     EXPECT_SAYS("the user's hook failed", engine.backward(chain.loss()));
     chain.at_last = nullptr;
+    engine.zero_grad();
     engine.backward(chain.loss());  // nothing had been updated: the engine goes on
     engine.step();
     chain.at_first = [] { throw std::runtime_error("the user's hook failed"); };

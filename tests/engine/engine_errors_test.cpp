@@ -52,6 +52,8 @@ TEST(Exceptions, InForwardAndHooksReachTheCallerAndTheEngineGoesOn) {
             middle->throws_in_hook = true;
             EXPECT_SAYS("the user's hook failed", engine.backward(loss()));
             middle->throws_in_hook = false;
+            EXPECT_SAYS("The failure was: the user's hook failed", engine.step());
+            engine.zero_grad();
           }
           engine.backward(loss());
           const StepResult result = engine.step();

@@ -129,11 +129,9 @@ TEST(LossScale, IsConstantWhereFixedAndOneWhereNotNeeded) {
 
 TEST(LossScaleOptions, ComeFromTheOptionsOfTheRun) {
   Config config;
-  EXPECT_FALSE(LossScaleOptions::from(config).enabled);
-  config.set("precision", std::string("bf16"));
-  EXPECT_FALSE(LossScaleOptions::from(config).enabled);
-  config.set("precision", std::string("fp16"));
-  const LossScaleOptions defaults = LossScaleOptions::from(config);
+  EXPECT_FALSE(LossScaleOptions::from(config, DType::kFloat32).enabled);
+  EXPECT_FALSE(LossScaleOptions::from(config, DType::kBFloat16).enabled);
+  const LossScaleOptions defaults = LossScaleOptions::from(config, DType::kFloat16);
   EXPECT_TRUE(defaults.enabled);
   EXPECT_EQ(defaults.fixed, 0);
   EXPECT_EQ(defaults.initial, 65536);
@@ -147,7 +145,7 @@ TEST(LossScaleOptions, ComeFromTheOptionsOfTheRun) {
   config.set("loss_scale.hysteresis", std::int64_t{3});
   config.set("loss_scale.min", 0.5);
   config.set("loss_scale.consecutive_hysteresis", true);
-  const LossScaleOptions given = LossScaleOptions::from(config);
+  const LossScaleOptions given = LossScaleOptions::from(config, DType::kFloat16);
   EXPECT_EQ(given.fixed, 8);
   EXPECT_EQ(given.initial, 16);
   EXPECT_EQ(given.window, 7);

@@ -1,5 +1,6 @@
 // The referee: plain LibTorch, one batch after the other.
 
+#include <array>
 #include <cmath>
 #include <optional>
 #include <utility>
@@ -9,6 +10,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "tessera/core/error.h"
+#include "tessera/optim/rule.h"
 #include "tessera/shard/tensor_storage.h"
 #include "tests/property/random_case.h"
 
@@ -55,11 +57,16 @@ void add(at::Tensor& sum, const at::Tensor& term) {
 class Referee {
  public:
   Referee(const CasePlan& plan, Planted planted)
-      : plan_(plan), planted_(planted), program_(plan.model, {}) {}
+      : plan_(plan),
+        planted_(planted),
+        program_(plan.model, plain_options()),
+        rule_(optim::RuleOptions::from(plan.config())),
+        states_(plan.model.params.size()) {}
 
   StepOutcome run_step(int step) {
     StepOutcome outcome;
     outcome.evaluations.resize(static_cast<std::size_t>(plan_.ranks));
+    outcome.leaf_gradients.resize(static_cast<std::size_t>(plan_.ranks));
     for (const FreezePlan& freeze : plan_.freezes) {
       if (freeze.step == step) {
         const at::Tensor& param = program_.params()[static_cast<std::size_t>(freeze.param)];
@@ -119,6 +126,7 @@ class Referee {
 
   Gradients run_micro_batch(int step, int micro, int rank, StepOutcome& outcome) {
     const double weight = plan_.weight(step, micro, rank);
+    program_.take_input_gradients();  // of evaluations
     const std::vector<at::Tensor> losses = losses_of(plan_, program_, step, micro, rank);
     outcome.weight += weight;
     for (const at::Tensor& loss : losses) {
@@ -126,6 +134,9 @@ class Referee {
       outcome.loss_terms += std::abs(loss.item<double>() * weight);
     }
     Gradients gradients = gradients_of(losses, weight, program_);
+    for (at::Tensor& gradient : program_.take_input_gradients()) {
+      outcome.leaf_gradients[static_cast<std::size_t>(rank)].push_back(std::move(gradient));
+    }
     if (planted_ == Planted::kMicroBatchLeftOut && rank == plan_.ranks - 1 &&
         micro == plan_.micro_batches - 1) {
       return Gradients(gradients.size());
@@ -154,8 +165,7 @@ class Referee {
       const at::Tensor& param = program_.params()[i];
       if (sums[i].defined()) {
         squares += sums[i].to(at::kDouble).pow(2).sum().item<double>();
-        const at::Tensor mean = sums[i] * static_cast<float>(1 / outcome.weight);
-        param.sub_(mean * kLearningRate);
+        update_param(i, sums[i], 1 / outcome.weight);
       }
       outcome.params.push_back(shard::storage_elements(param.detach()).clone());
     }
@@ -168,9 +178,52 @@ class Referee {
                   " gives a model whose gradients are not finite");
   }
 
+  // As torch's optimizers do: nobody calls this for what has no gradient.
+  void update_param(std::size_t i, const at::Tensor& gradient, double scale) {
+    const at::Tensor& param = program_.params()[i];
+    if (param.numel() == 0) {
+      return;
+    }
+    State& state = states_[i];
+    // Elements as they lie in the parameter's memory.
+    const at::Tensor ordered = shard::storage_elements(
+        at::empty_strided(param.sizes(), param.strides(), param.options()).copy_(gradient));
+    const at::Tensor values = shard::storage_elements(param.detach());
+    optim::UpdateScalars scalars;
+    scalars.step = ++state.num_updates;
+    scalars.lr = kLearningRate;
+    scalars.gradient_scale = scale;
+    optim::UpdateSpan span;
+    span.master = values.data_ptr<float>();
+    span.gradient = ordered.const_data_ptr<float>();
+    span.numel = param.numel();
+    for (std::size_t each = 0; each < optim::state_names(rule_).size(); ++each) {
+      at::Tensor& tensor = state.tensors[each];
+      if (!tensor.defined()) {
+        tensor = at::zeros_like(values);
+      }
+      span.states[each] = tensor.data_ptr<float>();
+    }
+    optim::update(rule_, scalars, span);
+  }
+
+  static BuildOptions plain_options() {
+    BuildOptions options;
+    options.recompute = false;
+    options.groups_gradients = true;
+    return options;
+  }
+
+  struct State {
+    std::array<at::Tensor, optim::kMaxStates> tensors;
+    std::int64_t num_updates = 0;
+  };
+
   const CasePlan& plan_;
   const Planted planted_;
   ModelProgram program_;
+  const optim::RuleOptions rule_;
+  std::vector<State> states_;  // by parameter
 };
 
 }  // namespace

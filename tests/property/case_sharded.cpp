@@ -63,10 +63,7 @@ class RankRun {
     if (plan_.asks_for_input_gradients) {
       ask_for_input_gradient(step, expected);
     }
-    if (step == plan_.interrupted_step) {
-      interrupt(step);
-    }
-    run_micro_batches(step);
+    run_micro_batches(step, step == plan_.interrupted_step ? interrupt(step) : 0);
     if (plan_.evaluates_before_update) {
       evaluate(step, evaluations);
     }
@@ -74,6 +71,7 @@ class RankRun {
     if (evaluations != expected.evaluations[static_cast<std::size_t>(rank_)]) {
       find(step, "losses of the evaluation differ");
     }
+    compare_leaves(step, expected.leaf_gradients[static_cast<std::size_t>(rank_)]);
     compare_result(step, result, expected);
     compare_params(step, expected);
     check_unused(step);
@@ -103,8 +101,10 @@ class RankRun {
     }
   }
 
-  void run_micro_batches(int step) {
-    for (int micro = 0; micro < plan_.micro_batches; ++micro) {
+  void run_micro_batches(int step, int first) {
+    for (int micro = first; micro < plan_.micro_batches; ++micro) {
+      num_complete_ = micro;
+      program_.take_input_gradients();  // of what was interrupted, or is no training
       std::vector<at::Tensor> losses;
       for (int forward = 0; forward < plan_.forwards; ++forward) {
         const Moment moment{step, micro, forward, rank_};
@@ -112,20 +112,45 @@ class RankRun {
           losses.push_back(std::move(loss));
         }
       }
+      is_in_backward_ = true;
       engine_.backward(losses, plan_.weight(step, micro, rank_));
+      is_in_backward_ = false;
+      num_complete_ = micro + 1;
+      for (at::Tensor& gradient : program_.take_input_gradients()) {
+        leaf_gradients_.push_back(std::move(gradient));
+      }
+      if (plan_.evaluates_between) {
+        std::vector<float> ignored;
+        evaluate(step, ignored);
+        program_.take_input_gradients();
+      }
     }
   }
 
-  // Leaves the engine as it was before the step, or says what it left.
-  void interrupt(int step) {
+  // Returns the micro-batch to go on with. What was complete before a forward threw counts; after
+  // an exception in a backward the step begins anew.
+  int interrupt(int step) {
     program_.interrupter() = plan_.interrupter;
+    program_.interrupter().is_armed = true;
+    bool is_interrupted = false;
     try {
-      run_micro_batches(step);
-      engine_.zero_grad();  // fewer runs than that
+      run_micro_batches(step, 0);
     } catch (const Interruption&) {
+      is_interrupted = true;
       check_unused(step);
     }
     program_.interrupter() = {};
+    // Where ranks run different units they are interrupted in different micro-batches.
+    const bool is_in_backward = std::exchange(is_in_backward_, false);
+    const auto num_kept = is_interrupted && !is_in_backward && !plan_.model.has_dynamic()
+                              ? static_cast<std::size_t>(num_complete_ * plan_.forwards)
+                              : 0;
+    leaf_gradients_.resize(std::min(leaf_gradients_.size(), num_kept));
+    if (is_interrupted && !is_in_backward && !plan_.model.has_dynamic()) {
+      return num_complete_;
+    }
+    engine_.zero_grad();
+    return 0;
   }
 
   void ask_for_input_gradient(int step, const StepOutcome& expected) {
@@ -145,6 +170,18 @@ class RankRun {
     }
   }
 
+  void compare_leaves(int step, const std::vector<at::Tensor>& expected) {
+    const std::vector<at::Tensor> found = std::exchange(leaf_gradients_, {});
+    bool same = found.size() == expected.size();
+    for (std::size_t i = 0; same && i < found.size(); ++i) {
+      same = found[i].defined() == expected[i].defined() &&
+             (!found[i].defined() || at::equal(found[i], expected[i]));
+    }
+    if (!same) {
+      find(step, "gradients of leaves of the user's own differ");
+    }
+  }
+
   // See [Note: no tolerance for gradients].
   void compare_result(int step, const StepResult& result, const StepOutcome& expected) {
     if (result.skipped) {
@@ -156,7 +193,8 @@ class RankRun {
     const double unit = std::ldexp(1.0, -52);
     const double num_losses =
         plan_.ranks * plan_.micro_batches * plan_.forwards *
-        static_cast<double>(1 + plan_.model.losses.size() + plan_.model.weight_losses.size());
+        static_cast<double>(1 + plan_.model.losses.size() + plan_.model.weight_losses.size() +
+                            2 * plan_.model.calls.size());
     if (!(std::abs(result.loss - expected.loss) <= (num_losses + 2) * unit * expected.loss_terms)) {
       find(step, "loss ", result.loss, ", expected ", expected.loss);
     }
@@ -248,6 +286,9 @@ class RankRun {
   const int rank_;
   const ModelProgram program_;
   std::size_t full_bytes_ = 0;
+  int num_complete_ = 0;  // micro-batches of this step
+  bool is_in_backward_ = false;
+  std::vector<at::Tensor> leaf_gradients_;  // of this step
 };
 
 }  // namespace
@@ -266,6 +307,12 @@ std::vector<std::string> run_sharded(const CasePlan& plan, const std::vector<Ste
                       options.runtime ? options.runtime(group.rank()) : RuntimeOptions{-1, 1, 0});
       Engine engine(runtime);
       RankRun(plan, expected, engine, findings).run();
+      if (plan.runs_twice) {
+        Runtime second(plan.config(), runtime.group(),
+                       options.runtime ? options.runtime(group.rank()) : RuntimeOptions{-1, 1, 0});
+        Engine again(second);
+        RankRun(plan, expected, again, findings).run();
+      }
     });
   } catch (const std::exception& error) {
     const std::string text = error.what();  // torch's have a stack behind the first line

@@ -1,11 +1,14 @@
 #include "tests/property/model_program.h"
 
+#include <algorithm>
+#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/module.h>
@@ -22,11 +25,14 @@ class Block : public torch::nn::Module {
  public:
   // `tensors`: by slot. `inner`: by unit of the model.
   Block(const UnitPlan& plan, std::vector<at::Tensor> tensors,
-        const std::vector<ModelProgram::Call>& inner, std::shared_ptr<Interrupter> interrupter)
+        const std::vector<ModelProgram::Call>& inner, std::shared_ptr<Interrupter> interrupter,
+        std::shared_ptr<Leavings> leavings, bool groups_gradients)
       : plan_(plan),
         tensors_(std::move(tensors)),
         inner_(inner),
-        interrupter_(std::move(interrupter)) {
+        interrupter_(std::move(interrupter)),
+        leavings_(std::move(leavings)),
+        groups_gradients_(groups_gradients && plan.recompute) {
     for (std::size_t i = 0; i < plan_.slots.size(); ++i) {
       if (plan_.slots[i].link != Link::kExternal) {
         register_parameter("p" + std::to_string(i), tensors_[i], tensors_[i].requires_grad());
@@ -36,10 +42,46 @@ class Block : public torch::nn::Module {
 
  protected:
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& arguments, const at::Tensor& ids) {
+    const bool is_segment = groups_gradients_ && at::GradMode::is_enabled();
+    if (!is_segment) {
+      return run_inside(arguments, ids, plan_.keeps);
+    }
+    // What a recomputed forward keeps has a graph of its own, beside that of the second forward.
+    if (plan_.keeps && !plan_.ops.empty()) {
+      keep(apply(plan_.ops[0], sum_of(arguments), ids));
+    }
+    SegmentAliases& aliases = leavings_->aliases;
+    aliases.begin();
+    std::vector<at::Tensor> inside;
+    for (const at::Tensor& argument : arguments) {
+      inside.push_back(aliases.of_argument(argument));
+    }
+    std::vector<at::Tensor> results = run_inside(inside, ids, /*keeps=*/false);
+    for (at::Tensor& result : results) {
+      for (std::size_t i = 0; i < arguments.size(); ++i) {
+        if (result.is_same(inside[i])) {
+          result = arguments[i];  // what came in is handed back as it is
+        }
+      }
+    }
+    aliases.end();
+    return results;
+  }
+
+ private:
+  static at::Tensor sum_of(const std::vector<at::Tensor>& arguments) {
     at::Tensor h = arguments[0];
     for (std::size_t i = 1; i < arguments.size(); ++i) {
       h = h + arguments[i] * 0.5;
     }
+    return h;
+  }
+
+  void keep(const at::Tensor& h) { leavings_->kept.push_back(at::tanh(h).mean()); }
+
+  std::vector<at::Tensor> run_inside(const std::vector<at::Tensor>& arguments,
+                                     const at::Tensor& ids, bool keeps) {
+    at::Tensor h = sum_of(arguments);
     const bool interrupts = interrupter_->runs_left == 1;
     if (interrupter_->runs_left > 0) {
       --interrupter_->runs_left;
@@ -47,14 +89,17 @@ class Block : public torch::nn::Module {
     if (interrupts && !interrupter_->in_backward) {
       throw Interruption();
     }
-    for (const OpPlan& op : plan_.ops) {
-      h = apply(op, h, ids);
-    }
-    if (interrupts) {
-      h = h * 1;  // not somebody else's tensor
-      if (h.requires_grad()) {
-        h.register_hook([](const at::Tensor&) -> void { throw Interruption(); });
+    for (std::size_t i = 0; i < plan_.ops.size(); ++i) {
+      h = apply(plan_.ops[i], h, ids);
+      if (i == 0 && keeps) {
+        keep(h);
       }
+    }
+    if (interrupter_->is_armed && interrupter_->in_backward) {
+      h = h * 1;  // not somebody else's tensor; in every run, since two of them must be alike
+    }
+    if (interrupts && h.requires_grad()) {
+      h.register_hook([](const at::Tensor&) -> void { throw Interruption(); });
     }
     std::vector<at::Tensor> results{h};
     if (plan_.num_results() > 1) {
@@ -66,9 +111,8 @@ class Block : public torch::nn::Module {
     return results;
   }
 
- private:
-  const at::Tensor& tensor(const OpPlan& op, std::size_t i) const {
-    return tensors_[static_cast<std::size_t>(op.slots[i])];
+  at::Tensor tensor(const OpPlan& op, std::size_t i) const {
+    return leavings_->aliases.of(tensors_[static_cast<std::size_t>(op.slots[i])]);
   }
 
   at::Tensor apply(const OpPlan& op, const at::Tensor& h, const at::Tensor& ids) const {
@@ -102,6 +146,8 @@ class Block : public torch::nn::Module {
   const std::vector<at::Tensor> tensors_;
   const std::vector<ModelProgram::Call> inner_;
   const std::shared_ptr<Interrupter> interrupter_;
+  const std::shared_ptr<Leavings> leavings_;
+  const bool groups_gradients_;
 };
 
 struct TensorBlock : Block {
@@ -126,6 +172,49 @@ struct VectorBlock : Block {
   }
 };
 
+struct MapBlock : Block {
+  using Block::Block;
+  std::map<std::string, at::Tensor> forward(const std::map<std::string, at::Tensor>& named,
+                                            const at::Tensor& ids) {
+    std::vector<at::Tensor> arguments;
+    for (const auto& [name, tensor] : named) {
+      arguments.push_back(tensor);
+    }
+    const auto results = run(arguments, ids);
+    return {{"first", results[0]}, {"second", results[1]}};
+  }
+};
+
+// Nobody can look into it.
+struct Parcel {
+  at::Tensor first;
+  std::vector<at::Tensor> rest;
+};
+struct StructBlock : Block {
+  using Block::Block;
+  at::Tensor forward(const Parcel& parcel, const at::Tensor& ids) {
+    std::vector<at::Tensor> arguments{parcel.first};
+    arguments.insert(arguments.end(), parcel.rest.begin(), parcel.rest.end());
+    return run(arguments, ids)[0];
+  }
+};
+
+ModelProgram::Call call_of(const Unit<MapBlock>& unit) {
+  return [unit](const std::vector<at::Tensor>& arguments, const at::Tensor& ids) {
+    std::map<std::string, at::Tensor> named;
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      named.emplace(std::string(1, static_cast<char>('a' + i)), arguments[i]);
+    }
+    const auto results = unit(named, ids);
+    return std::vector<at::Tensor>{results.at("first"), results.at("second")};
+  };
+}
+ModelProgram::Call call_of(const Unit<StructBlock>& unit) {
+  return [unit](const std::vector<at::Tensor>& arguments, const at::Tensor& ids) {
+    return std::vector<at::Tensor>{
+        unit(Parcel{arguments[0], {arguments.begin() + 1, arguments.end()}}, ids)};
+  };
+}
 ModelProgram::Call call_of(const Unit<TensorBlock>& unit) {
   return [unit](const std::vector<at::Tensor>& arguments, const at::Tensor& ids) {
     return std::vector<at::Tensor>{unit(arguments[0], ids)};
@@ -147,6 +236,31 @@ ModelProgram::Call call_of(const Unit<VectorBlock>& unit) {
   };
 }
 
+// Autocast for the calling thread. Without its cache, which would have one cast for all uses of a
+// weight where the engine has one for each.
+class AutocastGuard {
+ public:
+  explicit AutocastGuard(bool enabled) : enabled_(enabled) {
+    if (enabled_) {
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+      at::autocast::set_autocast_cache_enabled(false);
+    }
+  }
+  ~AutocastGuard() {
+    if (enabled_) {
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+      at::autocast::set_autocast_cache_enabled(cache_);
+    }
+  }
+  AutocastGuard(const AutocastGuard&) = delete;
+  AutocastGuard& operator=(const AutocastGuard&) = delete;
+
+ private:
+  const bool enabled_;
+  const bool cache_ = at::autocast::is_autocast_cache_enabled();
+};
+
 at::Tensor loss_of(const at::Tensor& value, int form) {
   switch (form) {
     case 0:
@@ -160,6 +274,24 @@ at::Tensor loss_of(const at::Tensor& value, int form) {
 }
 
 }  // namespace
+
+at::Tensor SegmentAliases::alias(Segment& segment, const at::Tensor& tensor) {
+  if (!tensor.requires_grad()) {
+    return tensor;
+  }
+  at::Tensor& alias = segment[tensor.unsafeGetTensorImpl()];
+  if (!alias.defined()) {
+    alias = at::alias(tensor);  // with its strides: kernels look at them
+  }
+  return alias;
+}
+
+at::Tensor SegmentAliases::of(at::Tensor param) {
+  for (Segment& segment : segments_) {
+    param = alias(segment, param);
+  }
+  return param;
+}
 
 ModelProgram::ModelProgram(const ModelPlan& plan, const BuildOptions& options)
     : plan_(plan), options_(options), params_(plan.params.size()) {
@@ -196,24 +328,16 @@ ModelProgram::Call ModelProgram::wrap(const UnitPlan& plan) {
   for (const SlotPlan& slot : plan.slots) {
     tensors.push_back(params_[static_cast<std::size_t>(slot.param)]);
   }
-  auto module = std::make_shared<Module>(plan, std::move(tensors), units_, interrupter_);
+  auto module = std::make_shared<Module>(plan, std::move(tensors), units_, interrupter_, leavings_,
+                                         options_.groups_gradients);
   std::vector<at::Tensor> elsewhere;  // used, and not registered
   for (const SlotPlan& slot : plan.slots) {
     if (slot.link == Link::kExternal) {
       elsewhere.push_back(params_[static_cast<std::size_t>(slot.param)]);
     }
   }
-  if (plan.recompute) {
-    for (const at::Tensor& param : inner_params(plan)) {
-      elsewhere.push_back(param);
-    }
-  }
   if (options_.engine == nullptr) {
-    Unit<Module> unit(module, plan.recompute && options_.recompute);
-    for (const at::Tensor& param : elsewhere) {
-      unit.add_recomputed_param(param);
-    }
-    return call_of(unit);
+    return call_of(Unit<Module>(module, plan.recompute && options_.recompute));
   }
   UnitOptions unit_options;
   unit_options.recompute = plan.recompute;
@@ -245,6 +369,12 @@ void ModelProgram::add_unit(const UnitPlan& unit) {
     case Signature::kVector:
       units_.push_back(wrap<VectorBlock>(unit));
       return;
+    case Signature::kMap:
+      units_.push_back(wrap<MapBlock>(unit));
+      return;
+    case Signature::kStruct:
+      units_.push_back(wrap<StructBlock>(unit));
+      return;
   }
 }
 
@@ -263,38 +393,28 @@ void ModelProgram::add_weight_loss(const WeightLossPlan& loss) {
   weight_losses_.push_back([unit] { return unit(); });
 }
 
-std::vector<at::Tensor> ModelProgram::inner_params(const UnitPlan& unit) const {
-  std::vector<at::Tensor> result;
-  for (const OpPlan& op : unit.ops) {
-    if (op.kind != OpKind::kInner) {
-      continue;
-    }
-    const UnitPlan& inner = plan_.units[static_cast<std::size_t>(op.unit)];
-    for (const SlotPlan& slot : inner.slots) {
-      result.push_back(params_[static_cast<std::size_t>(slot.param)]);
-    }
-    for (const at::Tensor& param : inner_params(inner)) {
-      result.push_back(param);
-    }
-  }
-  return result;
-}
-
 std::vector<at::Tensor> ModelProgram::call(int unit, std::vector<at::Tensor> arguments,
                                            const at::Tensor& ids) const {
   const UnitPlan& plan = plan_.units[static_cast<std::size_t>(unit)];
-  const std::size_t most = plan.signature == Signature::kTensor  ? 1
-                           : plan.signature == Signature::kTuple ? 2
-                                                                 : arguments.size();
-  if (arguments.size() > most) {
-    arguments.resize(most);
-  }
+  arguments.resize(std::min(arguments.size(), plan.most_arguments()));
   return units_[static_cast<std::size_t>(unit)](arguments, ids);
 }
 
 at::Tensor ModelProgram::input_of(const Batch& batch) const {
   at::Tensor input = options_.in_double ? batch.values.to(at::kDouble) : batch.values.clone();
-  return input.set_requires_grad(plan_.input_needs_gradient);
+  input.set_requires_grad(plan_.input_needs_gradient);
+  if (plan_.input_needs_gradient) {
+    inputs_.push_back(input);
+  }
+  return input;
+}
+
+std::vector<at::Tensor> ModelProgram::take_input_gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& input : std::exchange(inputs_, {})) {
+    gradients.push_back(input.grad());
+  }
+  return gradients;
 }
 
 at::Tensor ModelProgram::input_gradient(const Batch& batch, const Moment& moment) const {
@@ -309,6 +429,9 @@ at::Tensor ModelProgram::input_gradient(const Batch& batch, const Moment& moment
 
 std::vector<at::Tensor> ModelProgram::losses(const at::Tensor& input, const at::Tensor& ids,
                                              const Moment& moment) const {
+  const AutocastGuard autocast(plan_.autocast);
+  leavings_->kept.clear();
+  std::vector<at::Tensor> more;  // losses beside those of the plan
   std::vector<at::Tensor> values{input};
   for (std::size_t i = 0; i < plan_.calls.size(); ++i) {
     const CallPlan& plan = plan_.calls[i];
@@ -322,6 +445,11 @@ std::vector<at::Tensor> ModelProgram::losses(const at::Tensor& input, const at::
     } else if (plan.otherwise >= 0) {
       results = call(plan.otherwise, std::move(arguments), ids);
     }
+    // What a unit keeps can be differentiated while the unit is there for its results' sake.
+    if (plan_.units[static_cast<std::size_t>(plan.unit)].keeps ||
+        (plan.otherwise >= 0 && plan_.units[static_cast<std::size_t>(plan.otherwise)].keeps)) {
+      more.push_back(loss_of(results[0], 2));
+    }
     const auto wanted =
         static_cast<std::size_t>(plan_.units[static_cast<std::size_t>(plan.unit)].num_results());
     for (std::size_t r = 0; r < wanted; ++r) {
@@ -333,6 +461,12 @@ std::vector<at::Tensor> ModelProgram::losses(const at::Tensor& input, const at::
       loss_of(call(head, {values[static_cast<std::size_t>(plan_.head_argument)]}, ids)[0], 0)};
   for (const LossPlan& loss : plan_.losses) {
     const at::Tensor value = loss_of(values[static_cast<std::size_t>(loss.value)], loss.form);
+    if (value.requires_grad() || !at::GradMode::is_enabled()) {
+      found.push_back(value);
+    }
+  }
+  more.insert(more.end(), leavings_->kept.begin(), leavings_->kept.end());
+  for (const at::Tensor& value : more) {
     if (value.requires_grad() || !at::GradMode::is_enabled()) {
       found.push_back(value);
     }

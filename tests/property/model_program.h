@@ -5,6 +5,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -28,6 +29,7 @@ struct Interruption : std::runtime_error {
 struct Interrupter {
   int runs_left = 0;         // until the module that throws; 0: none does
   bool in_backward = false;  // not in its forward, but when the gradient of its result comes
+  bool is_armed = false;     // until the run that may be interrupted is over
 };
 
 struct BuildOptions {
@@ -38,6 +40,33 @@ struct BuildOptions {
   // Of a plain model.
   bool recompute = true;
   bool in_double = false;
+  // Of a plain model that does not recompute: gradients of what a recomputed unit uses are added
+  // inside of it first, as recomputation does, so that no bit depends on it. See SegmentAliases.
+  bool groups_gradients = false;
+};
+
+// Inside of a unit that would be recomputed, every tensor of outside is an alias of itself: uses
+// inside meet at the alias, and outside sees one use.
+class SegmentAliases {
+ public:
+  void begin() { segments_.emplace_back(); }
+  void end() { segments_.pop_back(); }
+  // Of a parameter: in every open one.
+  at::Tensor of(at::Tensor param);
+  // Of what is handed to the innermost.
+  at::Tensor of_argument(const at::Tensor& argument) { return alias(segments_.back(), argument); }
+
+ private:
+  using Segment = std::map<const void*, at::Tensor>;
+  static at::Tensor alias(Segment& segment, const at::Tensor& tensor);
+
+  std::vector<Segment> segments_;  // open ones, from outside in
+};
+
+// What a run of the model leaves behind beside its results.
+struct Leavings {
+  std::vector<at::Tensor> kept;
+  SegmentAliases aliases;
 };
 
 class ModelProgram {
@@ -56,6 +85,8 @@ class ModelProgram {
   // In the order of the plan.
   const std::vector<at::Tensor>& params() const { return params_; }
   Interrupter& interrupter() const { return *interrupter_; }
+  // Gradients of inputs that need one, in the order of the forwards since the last call.
+  std::vector<at::Tensor> take_input_gradients() const;
 
   using Call =
       std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&, const at::Tensor&)>;
@@ -69,8 +100,6 @@ class ModelProgram {
   Call wrap(const UnitPlan& unit);
   std::vector<at::Tensor> call(int unit, std::vector<at::Tensor> arguments,
                                const at::Tensor& ids) const;
-  // What a unit reaches through the units inside of it.
-  std::vector<at::Tensor> inner_params(const UnitPlan& unit) const;
 
   const ModelPlan& plan_;
   const BuildOptions options_;
@@ -78,6 +107,8 @@ class ModelProgram {
   std::vector<Call> units_;
   std::vector<std::function<at::Tensor()>> weight_losses_;
   const std::shared_ptr<Interrupter> interrupter_ = std::make_shared<Interrupter>();
+  const std::shared_ptr<Leavings> leavings_ = std::make_shared<Leavings>();
+  mutable std::vector<at::Tensor> inputs_;  // leaves of the user's own
 };
 
 }  // namespace tessera::testing

@@ -53,6 +53,9 @@ CasePlan draw_case(std::uint64_t seed) {
     plan.interrupter.runs_left = draw.between(1, 12);
     plan.interrupter.in_backward = draw.chance(50);
   }
+  plan.rule = draw.one_of<const char*>({"sgd", "momentum", "adamw"});
+  plan.evaluates_between = plan.micro_batches > 1 && draw.chance(30);
+  plan.runs_twice = draw.chance(10);
   const std::pair<const char*, std::vector<const char*>> choices[] = {
       {"prefetch.bucket_bytes", {"0", "1", "100", "400", "4KiB", "128MiB"}},
       {"prefetch.max_inflight", {"1", "2", "4"}},
@@ -80,6 +83,8 @@ std::string CasePlan::describe() const {
       out << ", evaluation before step " << step;
     }
   }
+  out << ", " << rule << (evaluates_between ? ", evaluation between micro-batches" : "")
+      << (runs_twice ? ", run twice" : "");
   out << (evaluates_before_update ? ", evaluation before every update" : "")
       << (asks_for_input_gradients ? ", gradients of inputs before every step" : "");
   for (const EditPlan& edit : edits) {
@@ -136,8 +141,9 @@ Config CasePlan::config() const {
   config.set("log.level", std::string("error"));
   config.set("seed", static_cast<std::int64_t>(seed));
   config.set("grad.clip_norm", 0.0);
-  config.set("optim.kind", std::string("sgd"));
-  config.set("optim.weight_decay", 0.0);
+  config.set("optim.kind", std::string(rule == "adamw" ? "adamw" : "sgd"));
+  config.set("optim.weight_decay", rule == "sgd" ? 0.0 : 0.25);
+  config.set("optim.momentum", rule == "momentum" ? 0.5 : 0.0);
   config.set("optim.lr", kLearningRate);
   for (const auto& [name, value] : options) {
     config.apply_flag(name + "=" + value);
@@ -157,7 +163,7 @@ Config CasePlan::config() const {
 std::string judge(const CasePlan& plan, Planted planted, const ShardedOptions& options) {
   std::string found;
   try {
-    if (plan.model.has_recompute()) {
+    if (plan.model.has_recompute() && !plan.model.autocast) {
       found = check_recomputation(plan);
     }
     for (const std::string& line : run_sharded(plan, run_referee(plan, planted), options)) {

@@ -62,7 +62,12 @@ struct CasePlan {
   bool asks_for_input_gradients = false;    // outside of training, before every step
   std::vector<EditPlan> edits;
   std::vector<FreezePlan> freezes;
-  int interrupted_step = -1;  // abandoned by an exception, and begun again
+  // sgd, momentum (sgd with it) or adamw; the last two with weight decay: what is not used must not
+  // move.
+  std::string rule = "sgd";
+  bool evaluates_between = false;  // between micro-batches
+  bool runs_twice = false;         // on a second runtime over the first one's group
+  int interrupted_step = -1;       // abandoned by an exception, and begun again
   Interrupter interrupter;
   std::vector<std::pair<std::string, std::string>> options;
   std::size_t pack_below_bytes = 0;
@@ -83,6 +88,8 @@ struct StepOutcome {
   std::vector<at::Tensor> params;               // by plan, as they lie in memory
   std::vector<std::vector<float>> evaluations;  // by rank: losses
   std::vector<at::Tensor> input_gradients;      // by rank, where asked for
+  // By rank: of inputs in training, which are leaves of the user's own, one per forward.
+  std::vector<std::vector<at::Tensor>> leaf_gradients;
 };
 
 // Mistakes that the comparison must find; made on purpose, in the referee.

@@ -39,6 +39,10 @@ class ModelDraw {
     } else {
       add_calls();
     }
+    model_.autocast = draw_.chance(15);
+    if (shares_) {
+      draw_keepers();
+    }
     return std::move(model_);
   }
 
@@ -142,7 +146,8 @@ class ModelDraw {
     model_.units.emplace_back();
     unit().name = "u" + std::to_string(model_.units.size() - 1);
     if (shares_) {
-      unit().signature = draw_.one_of({Signature::kTensor, Signature::kTuple, Signature::kVector});
+      unit().signature = draw_.one_of({Signature::kTensor, Signature::kTuple, Signature::kVector,
+                                       Signature::kMap, Signature::kStruct});
     }
     unit().recompute = draw_.chance(25);
     unit().init_by_rule = draw_.chance(25);
@@ -188,6 +193,19 @@ class ModelDraw {
     unit().ops.push_back({OpKind::kLinear, {0}, -1});
   }
 
+  // A unit that others run inside of their own forward keeps nothing: recomputed, they would drop
+  // the graph that it needs, which is an error.
+  void draw_keepers() {
+    for (std::size_t i = 0; i < model_.units.size(); ++i) {
+      const bool is_inner =
+          std::any_of(model_.units.begin(), model_.units.end(), [&](const UnitPlan& each) {
+            return std::any_of(each.ops.begin(), each.ops.end(),
+                               [&](const OpPlan& op) { return op.unit == static_cast<int>(i); });
+          });
+      model_.units[i].keeps = !is_inner && draw_.chance(20);
+    }
+  }
+
   void add_condition(CallPlan& call) {
     if (draw_.chance(model_.is_chain ? 20 : 40)) {
       call.when = draw_.one_of({When::kEvenSteps, When::kRandomly});
@@ -218,9 +236,7 @@ class ModelDraw {
       CallPlan call;
       call.unit = draw_.between(0, num_static_ - 1);
       const UnitPlan& called = model_.units[static_cast<std::size_t>(call.unit)];
-      const int most = called.signature == Signature::kTensor  ? 1
-                       : called.signature == Signature::kTuple ? 2
-                                                               : 3;
+      const int most = std::min(3, static_cast<int>(called.most_arguments()));
       const int num_arguments = draw_.between(1, most);
       for (int a = 0; a < num_arguments; ++a) {
         call.arguments.push_back(recent());
@@ -262,7 +278,7 @@ const char* name_of(OpKind kind) {
 }
 
 const char* name_of(Signature signature) {
-  constexpr const char* kNames[] = {"tensor", "tuple", "vector"};
+  constexpr const char* kNames[] = {"tensor", "tuple", "vector", "map", "struct"};
   return kNames[static_cast<std::size_t>(signature)];
 }
 
@@ -282,7 +298,8 @@ void describe_unit(std::ostream& out, const ModelPlan& model, const UnitPlan& un
   out << "  unit " << unit.name << " (" << name_of(unit.signature)
       << (unit.dynamic ? ", dynamic" : "") << (unit.recompute ? ", recomputed" : "")
       << (unit.init_by_rule ? ", init by rule" : "")
-      << (unit.hands_input_back ? ", hands its input back" : "") << "):";
+      << (unit.hands_input_back ? ", hands its input back" : "")
+      << (unit.keeps ? ", keeps a tensor" : "") << "):";
   for (const OpPlan& op : unit.ops) {
     out << ' ' << name_of(op.kind);
     for (const int slot : op.slots) {
@@ -306,13 +323,19 @@ void describe_unit(std::ostream& out, const ModelPlan& model, const UnitPlan& un
 int UnitPlan::num_results() const {
   switch (signature) {
     case Signature::kTensor:
+    case Signature::kStruct:
       return 1;
     case Signature::kTuple:
+    case Signature::kMap:
       return 2;
     case Signature::kVector:
       return hands_input_back ? 3 : 2;
   }
   return 1;
+}
+
+std::size_t UnitPlan::most_arguments() const {
+  return signature == Signature::kTensor ? 1 : signature == Signature::kTuple ? 2 : 1000;
 }
 
 bool ModelPlan::has_recompute() const {
@@ -347,7 +370,7 @@ std::string ModelPlan::describe() const {
   std::ostringstream out;
   out << "model of " << columns << " columns"
       << (input_needs_gradient ? ", input needs gradient" : "") << (is_chain ? ", a chain" : "")
-      << '\n';
+      << (autocast ? ", autocast" : "") << '\n';
   for (const UnitPlan& unit : units) {
     describe_unit(out, *this, unit);
   }

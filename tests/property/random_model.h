@@ -8,11 +8,12 @@
 //               frozen, never used, used twice in a unit, tied by registration in two units or
 //               twice in one, external, made by the module or by rule
 //   units       used by some ranks only (dynamic), without parameters, frozen, recomputed, inside
-//   one another, one tensor or a tuple
-//               or a vector as arguments and results, an argument handed back as a result
+//   one another, one tensor or a tuple, a vector, a map
+//               or a struct as arguments and results, an argument handed back as a result, a tensor
+//               kept and not returned
 //   program     a unit called several times or never, results nobody uses, calls that are left out
 //               or go to another unit in some steps (the same on all ranks), several losses, a
-//               weight in the loss
+//               weight in the loss, autocast
 //
 // Dynamic units are called at one place each, with one argument that takes their place where they
 // are left out, in models whose input needs a gradient: so every static unit has a backward on
@@ -70,7 +71,7 @@ struct OpPlan {
   int unit = -1;  // of kInner
 };
 
-enum class Signature : std::uint8_t { kTensor, kTuple, kVector };
+enum class Signature : std::uint8_t { kTensor, kTuple, kVector, kMap, kStruct };
 
 struct UnitPlan {
   std::string name;
@@ -79,9 +80,11 @@ struct UnitPlan {
   bool init_by_rule = false;      // its own parameters are not the module's, but Init::normal()
   bool hands_input_back = false;  // as its last result; kVector
   bool dynamic = false;
+  bool keeps = false;  // something that its forward made and does not return
   std::vector<SlotPlan> slots;
   std::vector<OpPlan> ops;
   int num_results() const;
+  std::size_t most_arguments() const;
 };
 
 // When a call happens; else its first argument, or another unit's result, takes its place.
@@ -117,6 +120,7 @@ struct ModelPlan {
   std::vector<WeightLossPlan> weight_losses;
   bool input_needs_gradient = false;
   bool is_chain = false;
+  bool autocast = false;  // to bf16
 
   bool has_recompute() const;
   bool has_dynamic() const;
