@@ -45,7 +45,12 @@ CallQueue::CallQueue(Backend& backend, Staging& staging, Watch& watch, std::vect
   finisher_ = std::thread([this] { finish_calls(); });
 }
 
-CallQueue::~CallQueue() {
+CallQueue::~CallQueue() { close(); }
+
+void CallQueue::close() {
+  if (!finisher_.joinable()) {
+    return;
+  }
   {
     const std::lock_guard lock(mutex_);
     closing_ = true;

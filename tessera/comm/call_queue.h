@@ -81,8 +81,9 @@ class CallQueue {
   // `spans` may be null.
   CallQueue(Backend& backend, Staging& staging, Watch& watch, std::vector<int> world_ranks,
             Spans* spans);
-  // Waits until every call has come to an end.
   ~CallQueue();
+  // Waits until every call has come to an end; none may be started afterwards.
+  void close();
 
   Pending start(QueuedCall call);
 

@@ -69,7 +69,7 @@ class Group::Impl {
     if (queue_ && std::uncaught_exceptions() > num_exceptions_) {
       queue_->abandon(detail::concat("group '", name_, "' was given up: this rank is failing"));
     } else if (queue_) {
-      queue_.reset();  // waits for what is in flight
+      queue_->close();
       watch_.end();
     }
     for (const auto& held : held_) {
