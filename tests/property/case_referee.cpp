@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "tessera/core/error.h"
 #include "tessera/optim/rule.h"
@@ -38,7 +39,9 @@ Gradients gradients_of(const std::vector<at::Tensor>& losses, double weight,
   for (const at::Tensor& loss : losses) {
     weights.push_back(at::full_like(loss, weight));
   }
-  torch::autograd::backward(losses, weights);
+  if (!losses.empty()) {
+    torch::autograd::backward(losses, weights);
+  }
   Gradients gradients;
   for (const at::Tensor& param : program.params()) {
     gradients.push_back(std::exchange(param.mutable_grad(), at::Tensor()));
@@ -109,7 +112,17 @@ class Referee {
     if (planted_ == Planted::kGradientOff) {
       plant_factor(sums);
     }
+    const std::vector<at::Tensor> old =
+        plan_.tries_old_graphs ? losses_of(plan_, program_, step, 0, 0) : std::vector<at::Tensor>();
     update(sums, outcome);
+    if (!old.empty()) {
+      try {
+        gradients_of(old, 1, program_);
+      } catch (const c10::Error&) {
+        outcome.refuses_old_graph = true;
+      }
+      gradients_of({}, 1, program_);  // forgets them
+    }
     return outcome;
   }
 
@@ -174,8 +187,9 @@ class Referee {
       value = std::nextafter(value, 2 * value);
     }
     outcome.grad_norm = std::sqrt(squares) / outcome.weight;
-    TESSERA_CHECK(std::isfinite(outcome.grad_norm), ConfigError, "seed ", plan_.seed,
-                  " gives a model whose gradients are not finite");
+    if (!std::isfinite(outcome.grad_norm)) {
+      throw NotFinite("gradients are not finite");
+    }
   }
 
   // As torch's optimizers do: nobody calls this for what has no gradient.
@@ -205,6 +219,7 @@ class Referee {
       span.states[each] = tensor.data_ptr<float>();
     }
     optim::update(rule_, scalars, span);
+    torch::autograd::impl::bump_version(param);
   }
 
   static BuildOptions plain_options() {

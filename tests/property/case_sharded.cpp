@@ -67,7 +67,12 @@ class RankRun {
     if (plan_.evaluates_before_update) {
       evaluate(step, evaluations);
     }
+    const std::vector<at::Tensor> old =
+        plan_.tries_old_graphs ? losses_of(step, 0) : std::vector<at::Tensor>();
     const StepResult result = engine_.step();
+    if (!old.empty()) {
+      try_old_graph(step, old, expected.refuses_old_graph);
+    }
     if (evaluations != expected.evaluations[static_cast<std::size_t>(rank_)]) {
       find(step, "losses of the evaluation differ");
     }
@@ -105,13 +110,7 @@ class RankRun {
     for (int micro = first; micro < plan_.micro_batches; ++micro) {
       num_complete_ = micro;
       program_.take_input_gradients();  // of what was interrupted, or is no training
-      std::vector<at::Tensor> losses;
-      for (int forward = 0; forward < plan_.forwards; ++forward) {
-        const Moment moment{step, micro, forward, rank_};
-        for (at::Tensor& loss : program_.losses(plan_.batch(moment, rank_), moment)) {
-          losses.push_back(std::move(loss));
-        }
-      }
+      const std::vector<at::Tensor> losses = losses_of(step, micro);
       is_in_backward_ = true;
       engine_.backward(losses, plan_.weight(step, micro, rank_));
       is_in_backward_ = false;
@@ -124,6 +123,31 @@ class RankRun {
         evaluate(step, ignored);
         program_.take_input_gradients();
       }
+    }
+  }
+
+  std::vector<at::Tensor> losses_of(int step, int micro) const {
+    std::vector<at::Tensor> losses;
+    for (int forward = 0; forward < plan_.forwards; ++forward) {
+      const Moment moment{step, micro, forward, rank_};
+      for (at::Tensor& loss : program_.losses(plan_.batch(moment, rank_), moment)) {
+        losses.push_back(std::move(loss));
+      }
+    }
+    return losses;
+  }
+
+  // Refused where plain LibTorch refuses it; and wherever something would be recomputed.
+  void try_old_graph(int step, const std::vector<at::Tensor>& old, bool is_refused) {
+    bool throws = false;
+    try {
+      engine_.backward(old);
+    } catch (const ConfigError&) {
+      throws = true;
+    }
+    engine_.zero_grad();
+    if (throws != is_refused && !(throws && plan_.model.has_recompute())) {
+      find(step, "a graph from before the step is ", throws ? "refused" : "accepted");
     }
   }
 

@@ -56,6 +56,7 @@ CasePlan draw_case(std::uint64_t seed) {
   plan.rule = draw.one_of<const char*>({"sgd", "momentum", "adamw"});
   plan.evaluates_between = plan.micro_batches > 1 && draw.chance(30);
   plan.runs_twice = draw.chance(10);
+  plan.tries_old_graphs = !plan.model.has_dynamic() && draw.chance(20);
   const std::pair<const char*, std::vector<const char*>> choices[] = {
       {"prefetch.bucket_bytes", {"0", "1", "100", "400", "4KiB", "128MiB"}},
       {"prefetch.max_inflight", {"1", "2", "4"}},
@@ -84,7 +85,8 @@ std::string CasePlan::describe() const {
     }
   }
   out << ", " << rule << (evaluates_between ? ", evaluation between micro-batches" : "")
-      << (runs_twice ? ", run twice" : "");
+      << (runs_twice ? ", run twice" : "")
+      << (tries_old_graphs ? ", tries graphs from before each step" : "");
   out << (evaluates_before_update ? ", evaluation before every update" : "")
       << (asks_for_input_gradients ? ", gradients of inputs before every step" : "");
   for (const EditPlan& edit : edits) {
@@ -169,6 +171,8 @@ std::string judge(const CasePlan& plan, Planted planted, const ShardedOptions& o
     for (const std::string& line : run_sharded(plan, run_referee(plan, planted), options)) {
       found += "  " + line + "\n";
     }
+  } catch (const NotFinite&) {
+    return {};
   } catch (const std::exception& error) {
     found += std::string("  the referee fails: ") + error.what() + "\n";
   }

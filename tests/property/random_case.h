@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -67,6 +68,7 @@ struct CasePlan {
   std::string rule = "sgd";
   bool evaluates_between = false;  // between micro-batches
   bool runs_twice = false;         // on a second runtime over the first one's group
+  bool tries_old_graphs = false;   // after every step: backward of a forward from before it
   int interrupted_step = -1;       // abandoned by an exception, and begun again
   Interrupter interrupter;
   std::vector<std::pair<std::string, std::string>> options;
@@ -88,6 +90,7 @@ struct StepOutcome {
   std::vector<at::Tensor> params;               // by plan, as they lie in memory
   std::vector<std::vector<float>> evaluations;  // by rank: losses
   std::vector<at::Tensor> input_gradients;      // by rank, where asked for
+  bool refuses_old_graph = false;               // plain LibTorch does, where that is tried
   // By rank: of inputs in training, which are leaves of the user's own, one per forward.
   std::vector<std::vector<at::Tensor>> leaf_gradients;
 };
@@ -98,6 +101,10 @@ enum class Planted : std::uint8_t {
   kGradientOff,        // of one parameter, by a factor of 1 + 2^-10
   kMicroBatchLeftOut,  // of one rank
   kParamOff,           // one element of one parameter, by one unit in the last place
+};
+// What plain LibTorch cannot train either; nothing can be said of such a case.
+struct NotFinite : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 std::vector<StepOutcome> run_referee(const CasePlan& plan, Planted planted = Planted::kNothing);
 
