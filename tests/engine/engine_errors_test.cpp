@@ -1,6 +1,8 @@
 // What goes wrong says so by name, and the engine goes on.
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include <gtest/gtest.h>
 
@@ -128,6 +130,76 @@ TEST(Mistakes, SayWhatToDo) {
     engine.backward(unit(input(4, 5, 0)).sum());
     engine.step();
     EXPECT_SAYS("without a backward", engine.step());
+  });
+}
+
+TEST(Mistakes, WithTwoEnginesNameTheOtherOne) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    Engine second(engine.runtime());
+    auto a = engine.unit("a", affine(5, 6, 1));
+    auto b = second.unit("b", affine(6, 2, 2));
+    EXPECT_SAYS("parameter 'again.weight' belongs to another engine",
+                second.unit("again", a.module()));
+    EXPECT_SAYS("came in the backward() of another engine",
+                engine.backward(b(a(input(4, 5, 0))).sum()));
+    engine.zero_grad();
+    second.zero_grad();
+  });
+}
+
+TEST(Mistakes, WithAModuleWhoseEngineIsGoneSaySo) {
+  auto module = affine(5, 6, 1);
+  with_engines(1, [&](Engine& engine, comm::Group&) { engine.unit("unit", module); });
+  EXPECT_SAYS("its engine is gone", module->weight.sum());
+}
+
+TEST(Mistakes, WithASecondBackwardSayWhatToDoHere) {
+  for (const bool recompute : {false, true}) {
+    with_engines(2, [&](Engine& engine, comm::Group&) {
+      UnitOptions options;
+      options.recompute = recompute;
+      auto unit = engine.unit("unit", affine(5, 6, 1), options);
+      const at::Tensor loss = unit(input(4, 5, 0)).pow(2).sum();
+      engine.backward(loss);
+      EXPECT_SAYS("a second backward through the graph of one forward", engine.backward(loss));
+      engine.zero_grad();
+    });
+  }
+}
+
+TEST(Mistakes, WithAUnitOverUnitsThatWouldGatherThemAllAreWarnedOf) {
+  struct RootImpl : torch::nn::Module {
+    RootImpl(std::shared_ptr<AffineImpl> left, std::shared_ptr<AffineImpl> right) {
+      register_module("left", std::move(left));
+      register_module("right", std::move(right));
+    }
+    at::Tensor forward(const at::Tensor& x) { return x; }
+  };
+  Config config = quiet_config();
+  config.set("log.level", std::string("warn"));
+  ::testing::internal::CaptureStderr();
+  with_engines(1, config, [](Engine& engine, comm::Group&) {
+    auto left = affine(5, 6, 1);
+    auto right = affine(6, 2, 2);
+    engine.unit("left", left);
+    engine.unit("right", right);
+    engine.unit("root", std::make_shared<RootImpl>(left, right));
+  });
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(said.find("unit 'root' has all parameters of units 'left', 'right' as its own"),
+            std::string::npos)
+      << said;
+}
+
+TEST(ReleasedParameters, AreToldWithoutAStackTraceWhereAUnitReadsThem) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    auto first = engine.unit("first", affine(5, 6, 1));
+    auto weight = first->weight;
+    auto reads = engine.function("reads", {},
+                                 [weight](const at::Tensor& x) { return at::linear(x, weight); });
+    const std::string said = message_of([&] { reads(input(4, 5, 0)); });
+    EXPECT_NE(said.find("parameter 'first.weight' is released"), std::string::npos) << said;
+    EXPECT_EQ(said.find("Exception raised from"), std::string::npos) << said;
   });
 }
 
