@@ -72,8 +72,8 @@ constexpr bool is_opaque() {
   } else if constexpr (IsOptional<Plain>) {
     return is_opaque<typename Plain::value_type>();
   } else if constexpr (IsTuple<Plain>) {
-    return []<std::size_t... i>(std::index_sequence<i...>) {
-      return (is_opaque<std::tuple_element_t<i, Plain>>() || ...);
+    return []<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
+      return (is_opaque<std::tuple_element_t<kIndex, Plain>>() || ...);
     }(std::make_index_sequence<std::tuple_size_v<Plain>>());
   } else if constexpr (IsRange<Plain>) {
     return is_opaque<std::remove_reference_t<decltype(*std::declval<Plain&>().begin())>>();
