@@ -90,7 +90,7 @@ void ForwardScope::rethrow(const c10::Error& error) const {
   if (text.find(shard::kReleasedText) != std::string::npos) {
     throw StateError(text, {}, unit_.name());
   }
-  throw error;
+  throw;  // as it is: run() has caught it
 }
 
 void ForwardScope::check_seen(const std::vector<at::Tensor>& outputs,

@@ -23,7 +23,7 @@ Unit<Module> recomputed(Engine* engine, const std::string& name,
 }
 
 template <typename Callable>
-auto recomputed_function(Engine* engine, const std::string& name, Callable callable) {
+auto recomputed_function(Engine* engine, const std::string& name, const Callable& callable) {
   using Function = FunctionModule<Callable>;
   if (engine == nullptr) {
     return Unit<Function>(std::make_shared<Function>(callable, std::vector<at::Tensor>{}));

@@ -34,7 +34,7 @@ Config semantics_config(const std::string& kind) {
 }
 
 std::unique_ptr<torch::optim::Optimizer> torch_optimizer(const std::string& kind,
-                                                         std::vector<at::Tensor> params) {
+                                                         const std::vector<at::Tensor>& params) {
   if (kind == "sgd") {
     return std::make_unique<torch::optim::SGD>(
         params, torch::optim::SGDOptions(kSemanticsLr).momentum(0.5).weight_decay(0.25));
