@@ -50,10 +50,12 @@ void Engine::Impl::forget_gradients() noexcept {
 }
 
 void Engine::Impl::rethrow_backward_error() {
+  failed_backward_ = "an exception that has no words";
   try {
     throw;
   } catch (const c10::Error& error) {
     const std::string text = error.what_without_backtrace();
+    failed_backward_ = text;
     const auto says = [&](std::string_view part) { return text.find(part) != std::string::npos; };
     TESSERA_CHECK(
         !says("modified by an inplace operation") || num_updated_steps_ == 0, ConfigError,
@@ -67,6 +69,9 @@ void Engine::Impl::rethrow_backward_error() {
     if (says(shard::kReleasedText)) {
       throw StateError(text, {}, {});
     }
+    throw;
+  } catch (const std::exception& error) {
+    failed_backward_ = error.what();
     throw;
   }
 }

@@ -191,9 +191,7 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
       reducer_->finish_backward();
     }
     --backward_depth_;
-  } catch (const std::exception& error) {
-    failed_backward_ = error.what();
-    failed_backward_ = failed_backward_.substr(0, failed_backward_.find('\n'));
+  } catch (...) {
     abandon();
     early_.check_not_torn(std::current_exception());
     rethrow_backward_error();

@@ -189,7 +189,8 @@ class Engine::Impl {
   void find_weight_scale(double weight);  // where all ranks are
   StepResult finish_step();
   void close_backward();
-  // Rethrows, in the user's words where torch's are about something that ours does not have.
+  // In a handler: keeps what was said for step(), and rethrows, in the user's words where torch's
+  // are about something that ours does not have.
   [[noreturn]] void rethrow_backward_error();
   void forget_gradients() noexcept;
   // The next backward is the last of its step, and updates may start in it.
