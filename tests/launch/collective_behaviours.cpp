@@ -32,27 +32,37 @@ void reduce(comm::Group& group) {
                 "a wrong sum: ", data.back());
 }
 
-// Everybody reduces twice; then the culprit does its deed while the others reduce. `device`: whose
-// memory calls are copied from; null: they are not.
-int spoil(RankContext& context, const Deed& deed, device::Device* device) {
+// `device`: whose memory calls are copied from; null: they are not.
+comm::World join(RankContext& context, device::Device* device) {
   comm::WorldOptions options;
   options.group.device = device;
   options.group.timeout = std::chrono::milliseconds(context.number(1));
   options.group.beat = std::chrono::milliseconds(100);
-  const comm::World world = comm::join_world(context.rendezvous, options);
+  comm::World world = comm::join_world(context.rendezvous, options);
   context.process.set_board(world.board);
+  return world;
+}
+
+void reduce_and_tell(const RankContext& context, comm::Group& group) {
+  try {
+    reduce(group);
+  } catch (const CommError& error) {
+    say("rank " + std::to_string(context.rank()) + " was told: " + error.what());
+    throw;
+  }
+}
+
+// Everybody reduces twice; then the culprit does its deed while the others reduce. `device`: whose
+// memory calls are copied from; null: they are not.
+int spoil(RankContext& context, const Deed& deed, device::Device* device) {
+  const comm::World world = join(context, device);
   reduce(*world.group);
   reduce(*world.group);
   if (context.is_culprit()) {
     say_ready(context.rank());
     deed(*world.group);
   }
-  try {
-    reduce(*world.group);
-  } catch (const CommError& error) {
-    say("rank " + std::to_string(context.rank()) + " was told: " + error.what());
-    throw;
-  }
+  reduce_and_tell(context, *world.group);
   return 0;
 }
 
@@ -98,19 +108,10 @@ int join_again(RankContext& context) {
 
 // The culprit has taken fewer steps than the others, and ends as if all were well.
 int end_early(RankContext& context) {
-  comm::WorldOptions options;
-  options.group.timeout = std::chrono::milliseconds(context.number(1));
-  options.group.beat = std::chrono::milliseconds(100);
-  const comm::World world = comm::join_world(context.rendezvous, options);
-  context.process.set_board(world.board);
+  const comm::World world = join(context, nullptr);
   reduce(*world.group);
   if (!context.is_culprit()) {
-    try {
-      reduce(*world.group);
-    } catch (const CommError& error) {
-      say("rank " + std::to_string(context.rank()) + " was told: " + error.what());
-      throw;
-    }
+    reduce_and_tell(context, *world.group);
   }
   return 0;
 }
