@@ -261,8 +261,7 @@ void CallQueue::compare_tags(const QueuedCall& call) {
   if (!call.tags || tags_agree(*call.tags)) {
     return;
   }
-  throw CommError(detail::concat(call.text, ": ",
-                                 *find_mismatch(*call.tags, exchange_words(call), world_ranks_)));
+  throw MismatchError(*find_mismatch(*call.tags, exchange_words(call), world_ranks_));
 }
 
 // All ranks have seen the same tags, so all come here; and the network is free for it: each rank

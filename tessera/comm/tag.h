@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tessera/core/dtype.h"
+#include "tessera/core/error.h"
 
 namespace tessera::comm {
 
@@ -100,6 +101,11 @@ std::string describe(const CallTag& tag, std::string_view unit, std::string_view
 std::optional<std::string> find_mismatch(std::span<const CallTag> tags,
                                          std::span<const CallWords> words,
                                          std::span<const int> world_ranks);
+// With that sentence, which says all: whoever passes it on puts nothing in front.
+class MismatchError : public CommError {
+ public:
+  using CommError::CommError;
+};
 bool tags_agree(std::span<const CallTag> tags);
 
 // "rank 3", "ranks 0, 2", and of many the first eight: " and 4 more".

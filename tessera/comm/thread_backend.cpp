@@ -303,7 +303,7 @@ class ThreadBackend final : public Backend {
     for (const Posting& posting : exchange.postings) {
       words.push_back(posting.words ? *posting.words : CallWords());
     }
-    throw CommError(*find_mismatch(tags, words, meeting_->world_ranks));
+    throw MismatchError(*find_mismatch(tags, words, meeting_->world_ranks));
   }
 
   void delay() {

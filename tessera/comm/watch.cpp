@@ -159,6 +159,8 @@ std::size_t Watch::await_any(std::span<const device::Pending> parts, const CallT
       slice = std::min(2 * slice, max_slice);
     } catch (const PeerError& error) {
       throw PeerError(explain_loss(text, error.what()));
+    } catch (const MismatchError&) {
+      throw;
     } catch (const CommError& error) {
       throw CommError(detail::concat(text, " in group '", options_.group, "': ", error.what()));
     }

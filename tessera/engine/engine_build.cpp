@@ -210,8 +210,12 @@ int Engine::Impl::add_param(const NamedTensor& given, const at::Tensor& before, 
       group().start_broadcast(precise.data_ptr(), spec.numel, DType::kFloat32, 0, call).wait();
       elements = precise.to(tensor.scalar_type());
       const at::Tensor own = precise.narrow(0, range.begin, range.numel).to(at::kCPU).contiguous();
-      std::vector<float> master(static_cast<std::size_t>(layout.shard_numel()));
-      std::copy_n(own.const_data_ptr<float>(), range.numel, master.begin());
+      const std::size_t bytes = static_cast<std::size_t>(layout.shard_numel()) * sizeof(float);
+      device::Memory master =
+          runtime.device().allocate(device::MemoryKind::kHost, bytes, Role::kOptimizer);
+      device::fill_host(master.data(), 0, bytes);
+      std::copy_n(own.const_data_ptr<float>(), range.numel,
+                  reinterpret_cast<float*>(master.data()));
       param.set_first_master(std::move(master));
     } else {
       group().start_broadcast(elements.data_ptr(), spec.numel, spec.dtype, 0, call).wait();
@@ -299,6 +303,7 @@ void Engine::Impl::seal() {
   }
   TESSERA_CHECK(params.num_params() > 0, ConfigError,
                 "the engine has no parameters; make units of modules with parameters first");
+  notice_trainable();  // plan and optimizer are made for what is trained
   gathered_.check_no_early_scope();
   const DType dtype = params[0].layout().dtype();
   const auto scale_options = optim::LossScaleOptions::from(runtime.config(), dtype);

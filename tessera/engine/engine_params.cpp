@@ -140,6 +140,7 @@ void Engine::Impl::let_go_of_copies(coordinator::UnitId unit) {
 void Engine::Impl::shard_was_written(int id) {
   finish_update();
   params[id].set_updated(device::Pending());
+  params[id].set_first_master({});
   if (optimizer) {
     optimizer->reset_master(id);
   }

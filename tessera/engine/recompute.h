@@ -8,9 +8,9 @@
 // Gradients leave through the node, so that hooks of tensors outside fire once.
 //
 // The second forward sees what the first saw: the random generators, autocast (without its cache of
-// casts) and the values of registered buffers of every module that the engine knows; afterwards
-// buffers have the values that they had before it. A unit must not change its input in place. A
-// segment from before an update of the parameters is refused.
+// casts) and the values of registered buffers of every module that the engine knows (a plain unit:
+// of its own module); afterwards buffers have the values that they had before it. A unit must not
+// change its input in place. A segment from before an update of the parameters is refused.
 //
 // A tensor that the forward leaves somewhere in place of returning it (a member, a result in which
 // it cannot be seen) keeps the part of the graph that it needs, with its activations; its gradient

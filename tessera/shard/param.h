@@ -141,10 +141,8 @@ class Param {
 
   // What master weights begin with where the shard has less precision than the values it was made
   // from: fp32 on the host, shard_numel() elements; null: the shard. Until the optimizer is made.
-  const float* first_master() const {
-    return first_master_.empty() ? nullptr : first_master_.data();
-  }
-  void set_first_master(std::vector<float> values) { first_master_ = std::move(values); }
+  const float* first_master() const { return reinterpret_cast<const float*>(first_master_.data()); }
+  void set_first_master(device::Memory values) { first_master_ = std::move(values); }
 
   std::uint64_t version() const { return version_; }  // updates so far
   const device::Pending& updated() const { return updated_; }
@@ -169,7 +167,7 @@ class Param {
   int num_users_ = 0;
   std::uint64_t writes_before_ = 0;  // of the tensor, when it was attached
   bool edits_allowed_ = false;
-  std::vector<float> first_master_;
+  device::Memory first_master_;
   std::uint64_t version_ = 0;
   device::Pending updated_;
   DeviceCopy device_copy_;

@@ -3,13 +3,19 @@
 #include <gtest/gtest.h>
 
 #include "tessera/device/device_cuda.h"
+#include "tests/engine/run_options.h"
 #include "tests/engine/small_modules.h"
+#include "tests/engine/torch_optimizers.h"
 
 namespace tessera::testing {
 namespace {
 
-std::vector<at::Tensor> train(int cuda_device) {
-  Runtime runtime(quiet_config(), {cuda_device, 1, 0});
+std::vector<at::Tensor> train(int cuda_device, Config config = quiet_config(),
+                              const Options& options = {}) {
+  for (const auto& [name, value] : options) {
+    config.apply_flag(name + "=" + value);
+  }
+  Runtime runtime(config, {cuda_device, 1, 0});
   const at::Device device = cuda_device < 0
                                 ? at::Device(at::kCPU)
                                 : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(cuda_device));
@@ -52,15 +58,41 @@ std::vector<at::Tensor> train(int cuda_device) {
   return values;
 }
 
+void expect_close(const std::vector<at::Tensor>& cuda, const std::vector<at::Tensor>& cpu) {
+  ASSERT_EQ(cpu.size(), cuda.size());
+  for (std::size_t i = 0; i < cpu.size(); ++i) {
+    EXPECT_TRUE(at::allclose(cuda[i].cpu(), cpu[i], 1e-4, 1e-6)) << "parameter " << i;
+  }
+}
+
 TEST(EngineOnCuda, TwoBranchesInTurnGiveTheNumbersOfTheCpu) {
   if (device::num_cuda_devices() == 0) {
     GTEST_SKIP() << "no GPU: " << device::cuda_description();
   }
-  const std::vector<at::Tensor> cpu = train(-1);
-  const std::vector<at::Tensor> cuda = train(0);
-  ASSERT_EQ(cpu.size(), cuda.size());
-  for (std::size_t i = 0; i < cpu.size(); ++i) {
-    EXPECT_TRUE(at::allclose(cuda[i].cpu(), cpu[i], 1e-4, 1e-6)) << "parameter " << i;
+  expect_close(train(0), train(-1));
+}
+
+// In every step one of the branches has no gradient, and stays with its states and its count of
+// steps, wherever those live.
+TEST(EngineOnCuda, ABranchThatAStepDoesNotUseIsNotUpdatedWhereverItLives) {
+  if (device::num_cuda_devices() == 0) {
+    GTEST_SKIP() << "no GPU: " << device::cuda_description();
+  }
+  const DiskDirectory directory;
+  const std::vector<Placed> places = {
+      {"resident", {}},
+      {"host", {{"place.parameters", "host"}, {"place.optimizer", "host"}}},
+      {"on the GPU", {{"place.optimizer", "host"}, {"optim.cpu_share", "0"}}},
+      {"on the processor", {{"place.optimizer", "host"}, {"optim.cpu_share", "1"}}},
+      {"nvme",
+       joined({{"place.parameters", "nvme"}, {"place.optimizer", "nvme"}}, nvme_in(directory))}};
+  for (const std::string kind : {"adamw", "sgd"}) {
+    const Config config = semantics_config(kind, 0.01);
+    const std::vector<at::Tensor> cpu = train(-1, config);
+    for (const Placed& placed : places) {
+      SCOPED_TRACE(kind + ", " + placed.name);
+      expect_close(train(0, config, placed.options), cpu);
+    }
   }
 }
 

@@ -203,6 +203,19 @@ TEST(ReleasedParameters, AreToldWithoutAStackTraceWhereAUnitReadsThem) {
   });
 }
 
+TEST(ReleasedParameters, AreToldWithoutAStackTraceWhereABackwardReadsThem) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    auto first = engine.unit("first", affine(5, 6, 1));
+    auto second = engine.unit("second", affine(6, 6, 2));
+    const at::Tensor middle = first(input(4, 5, 0));
+    middle.register_hook(
+        [weight = second->weight](const at::Tensor& gradient) { return gradient + weight.sum(); });
+    const std::string said = message_of([&] { engine.backward(second(middle).sum()); });
+    EXPECT_NE(said.find("parameter 'second.weight' is released"), std::string::npos) << said;
+    EXPECT_EQ(said.find("Exception raised from"), std::string::npos) << said;
+  });
+}
+
 TEST(NonFiniteGradients, SkipTheStepOnAllRanks) {
   for (const bool skips : {true, false}) {
     Config config = quiet_config();

@@ -10,38 +10,15 @@
 #include <gtest/gtest.h>
 
 #include <torch/csrc/autograd/variable.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/sgd.h>
 
 #include "tests/engine/messages.h"
+#include "tests/engine/run_options.h"
 #include "tests/engine/small_modules.h"
+#include "tests/engine/torch_optimizers.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
 namespace {
-
-constexpr double kSemanticsLr = 0.125;
-
-Config semantics_config(const std::string& kind) {
-  Config config = quiet_config();
-  config.set("optim.kind", kind);
-  config.set("optim.lr", kSemanticsLr);
-  config.set("optim.weight_decay", 0.25);
-  if (kind == "sgd") {
-    config.set("optim.momentum", 0.5);
-  }
-  return config;
-}
-
-std::unique_ptr<torch::optim::Optimizer> torch_optimizer(const std::string& kind,
-                                                         const std::vector<at::Tensor>& params) {
-  if (kind == "sgd") {
-    return std::make_unique<torch::optim::SGD>(
-        params, torch::optim::SGDOptions(kSemanticsLr).momentum(0.5).weight_decay(0.25));
-  }
-  return std::make_unique<torch::optim::AdamW>(
-      params, torch::optim::AdamWOptions(kSemanticsLr).weight_decay(0.25));
-}
 
 // In step s ranks use the branch where (s + rank) % 3 == 0: with one rank it is left out in two
 // steps of three, with two it is used by one rank alone or by none.
@@ -100,6 +77,12 @@ struct Branching {
 
 TEST(UnusedParameters, StayAsTheyAreWithTheirStatesUntilSomeRankUsesThem) {
   constexpr int kSteps = 6;
+  const DiskDirectory directory;
+  const std::vector<Placed> places = {
+      {"resident", {}},
+      {"host", {{"place.parameters", "host"}, {"place.optimizer", "host"}}},
+      {"nvme",
+       joined({{"place.parameters", "nvme"}, {"place.optimizer", "nvme"}}, nvme_in(directory))}};
   for (const std::string kind : {"adamw", "sgd"}) {
     for (const int ranks : {1, 2}) {
       for (const bool is_dynamic : {false, true}) {
@@ -118,19 +101,26 @@ TEST(UnusedParameters, StayAsTheyAreWithTheirStatesUntilSomeRankUsesThem) {
             expected[static_cast<std::size_t>(step)].push_back(param.detach().clone());
           }
         }
-        with_engines(ranks, semantics_config(kind), [&](Engine& engine, comm::Group& group) {
-          const Branching sharded(&engine, is_dynamic);
-          for (int step = 0; step < kSteps; ++step) {
-            engine.backward(sharded.loss(step, group.rank()));
-            engine.step();
-            for (int id = 0; id < engine.num_params(); ++id) {
-              const at::Tensor& right =
-                  expected[static_cast<std::size_t>(step)][static_cast<std::size_t>(id)];
-              EXPECT_TRUE(at::allclose(engine.full_value(id), right, 1e-5, 1e-6))
-                  << "step " << step << ", parameter " << engine.param(id).name();
-            }
+        for (const Placed& placed : places) {
+          SCOPED_TRACE(placed.name);
+          Config config = semantics_config(kind);
+          for (const auto& [name, value] : placed.options) {
+            config.apply_flag(name + "=" + value);
           }
-        });
+          with_engines(ranks, config, [&](Engine& engine, comm::Group& group) {
+            const Branching sharded(&engine, is_dynamic);
+            for (int step = 0; step < kSteps; ++step) {
+              engine.backward(sharded.loss(step, group.rank()));
+              engine.step();
+              for (int id = 0; id < engine.num_params(); ++id) {
+                const at::Tensor& right =
+                    expected[static_cast<std::size_t>(step)][static_cast<std::size_t>(id)];
+                EXPECT_TRUE(at::allclose(engine.full_value(id), right, 1e-5, 1e-6))
+                    << "step " << step << ", parameter " << engine.param(id).name();
+              }
+            }
+          });
+        }
       }
     }
   }
@@ -264,6 +254,51 @@ TEST(Precision, ConvertsModulesAsToDoesAndMastersKeepTheValuesOfBefore) {
   });
 }
 
+// Values from before the conversion count until somebody writes others.
+TEST(Precision, AnEditBeforeTheFirstStepReachesTheMaster) {
+  for (const int ranks : {1, 2}) {
+    Config config = quiet_config();
+    config.set("precision", std::string("bf16"));
+    with_engines(ranks, config, [&](Engine& engine, comm::Group& group) {
+      auto module = affine(5, 6, 1);
+      auto unit = engine.unit("unit", module);
+      GatheredScope scope = engine.gathered({module->weight}, 0);
+      if (group.rank() == 0) {
+        const at::NoGradGuard no_grad;
+        module->weight.fill_(3);
+      }
+      scope.close();
+      engine.backward(unit(input(4, 5, 0).to(at::kBFloat16)).to(at::kFloat).sum());
+      const int id = id_of(engine, "unit.weight");
+      const std::span<float> master = engine.optimizer().state(id, "master");
+      for (std::int64_t i = 0; i < engine.param(id).range().numel; ++i) {
+        EXPECT_EQ(master[static_cast<std::size_t>(i)], 3.0F);
+      }
+      engine.step();
+    });
+  }
+}
+
+TEST(Precision, WhatIsUnfrozenBeforeTheFirstForwardKeepsTheValuesOfBefore) {
+  Config config = quiet_config();
+  config.set("precision", std::string("bf16"));
+  with_engines(1, config, [&](Engine& engine, comm::Group&) {
+    auto module = affine(5, 6, 1);
+    const at::Tensor before = module->weight.detach().clone();
+    module->weight.set_requires_grad(false);
+    auto unit = engine.unit("unit", module);
+    std::size_t bytes = 0;
+    for (int id = 0; id < engine.num_params(); ++id) {
+      bytes += static_cast<std::size_t>(engine.param(id).layout().shard_numel()) * sizeof(float);
+    }
+    EXPECT_EQ(engine.runtime().ledger().current_bytes(Tier::kHost, Role::kOptimizer), bytes);
+    module->weight.set_requires_grad(true);
+    engine.backward(unit(input(4, 5, 0).to(at::kBFloat16)).to(at::kFloat).sum());
+    const int id = id_of(engine, "unit.weight");
+    EXPECT_EQ(engine.optimizer().state(id, "master")[7], before.view({-1})[7].item<float>());
+  });
+}
+
 TEST(Hooks, OnALeafThatIsUsedAgainAndAgainDoNotAccumulate) {
   with_engines(1, [](Engine& engine, comm::Group&) {
     auto unit = engine.unit("unit", affine(5, 6, 1));
@@ -290,6 +325,15 @@ TEST(Groups, OfAnotherRuntimeServeASecondOne) {
       }
     });
   }
+}
+
+TEST(Groups, OfARuntimeThatIsAloneServeASecondOne) {
+  Runtime first(quiet_config(), {-1, 1, 0});
+  Runtime second(quiet_config(), first.group(), {-1, 1, 0});
+  Engine engine(second);
+  auto unit = engine.unit("unit", affine(5, 6, 1));
+  engine.backward(unit(input(4, 5, 0)).sum());
+  engine.step();
 }
 
 TEST(SaveParameters, ToAPathThatCannotBeWrittenIsRefusedByAllRanksAndNothingIsLost) {

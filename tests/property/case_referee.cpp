@@ -64,7 +64,24 @@ class Referee {
         planted_(planted),
         program_(plan.model, plain_options()),
         rule_(optim::RuleOptions::from(plan.config())),
-        states_(plan.model.params.size()) {}
+        states_(plan.model.params.size()) {
+    for (std::size_t i = 0; i < states_.size(); ++i) {
+      states_[i].master = shard::storage_elements(program_.params()[i].detach()).clone();
+    }
+    if (plan.precision == "bf16") {
+      program_.to(at::kBFloat16);
+      for (const UnitPlan& unit : plan.model.units) {
+        for (const SlotPlan& slot : unit.slots) {
+          if (unit.init_by_rule && slot.link == Link::kOwn) {
+            reset_master(static_cast<std::size_t>(slot.param));  // a rule fills what it is given
+          }
+        }
+      }
+    }
+    for (int rank = 0; rank < plan.ranks; ++rank) {
+      buffers_.push_back(values_of(program_.buffers()));
+    }
+  }
 
   StepOutcome run_step(int step) {
     StepOutcome outcome;
@@ -72,13 +89,22 @@ class Referee {
     outcome.leaf_gradients.resize(static_cast<std::size_t>(plan_.ranks));
     for (const FreezePlan& freeze : plan_.freezes) {
       if (freeze.step == step) {
-        const at::Tensor& param = program_.params()[static_cast<std::size_t>(freeze.param)];
+        const auto index = static_cast<std::size_t>(freeze.param);
+        const at::Tensor& param = program_.params()[index];
         param.set_requires_grad(!param.requires_grad());
+        // Nobody keeps values from before the conversion for what is frozen when training begins.
+        if (step > 0 && param.requires_grad() && !states_[index].has_trained) {
+          reset_master(index);
+        }
       }
+    }
+    for (std::size_t i = 0; i < states_.size(); ++i) {
+      states_[i].has_trained |= program_.params()[i].requires_grad();
     }
     for (const EditPlan& each : plan_.edits) {
       if (each.step == step) {
         edit(program_.params()[static_cast<std::size_t>(each.param)]);
+        reset_master(static_cast<std::size_t>(each.param));
       }
     }
     if (plan_.evaluates_before_step[static_cast<std::size_t>(step)]) {
@@ -86,6 +112,7 @@ class Referee {
     }
     if (plan_.asks_for_input_gradients) {
       for (int rank = 0; rank < plan_.ranks; ++rank) {
+        const AsRank buffers(*this, rank);
         const Moment moment{step, -1, 1, rank};
         outcome.input_gradients.push_back(
             program_.input_gradient(plan_.batch(moment, rank), moment));
@@ -112,8 +139,11 @@ class Referee {
     if (planted_ == Planted::kGradientOff) {
       plant_factor(sums);
     }
-    const std::vector<at::Tensor> old =
-        plan_.tries_old_graphs ? losses_of(plan_, program_, step, 0, 0) : std::vector<at::Tensor>();
+    std::vector<at::Tensor> old;  // of rank 0: the others' are alike
+    for (int rank = plan_.tries_old_graphs ? plan_.ranks - 1 : -1; rank >= 0; --rank) {
+      const AsRank buffers(*this, rank);
+      old = losses_of(plan_, program_, step, 0, rank);
+    }
     update(sums, outcome);
     if (!old.empty()) {
       try {
@@ -123,13 +153,38 @@ class Referee {
       }
       gradients_of({}, 1, program_);  // forgets them
     }
+    for (const std::vector<at::Tensor>& each : buffers_) {
+      outcome.buffers.push_back(values_of(each));
+    }
     return outcome;
   }
 
  private:
+  // The buffers of a rank, while its batches run.
+  class AsRank {
+   public:
+    AsRank(Referee& referee, int rank)
+        : current_(referee.program_.buffers()),
+          own_(referee.buffers_[static_cast<std::size_t>(rank)]) {
+      assign(current_, own_);
+    }
+    ~AsRank() { assign(own_, current_); }
+    AsRank(const AsRank&) = delete;
+    AsRank& operator=(const AsRank&) = delete;
+
+   private:
+    const std::vector<at::Tensor>& current_;
+    const std::vector<at::Tensor>& own_;
+  };
+
+  void reset_master(std::size_t param) {
+    states_[param].master.copy_(shard::storage_elements(program_.params()[param].detach()));
+  }
+
   void evaluate(int step, StepOutcome& outcome) {
     const at::NoGradGuard no_grad;
     for (int rank = 0; rank < plan_.ranks; ++rank) {
+      const AsRank buffers(*this, rank);
       const Moment moment{step, -1, 0, rank};
       for (const at::Tensor& loss : program_.losses(plan_.batch(moment, rank), moment)) {
         outcome.evaluations[static_cast<std::size_t>(rank)].push_back(loss.item<float>());
@@ -138,6 +193,7 @@ class Referee {
   }
 
   Gradients run_micro_batch(int step, int micro, int rank, StepOutcome& outcome) {
+    const AsRank buffers(*this, rank);
     const double weight = plan_.weight(step, micro, rank);
     program_.take_input_gradients();  // of evaluations
     const std::vector<at::Tensor> losses = losses_of(plan_, program_, step, micro, rank);
@@ -153,6 +209,9 @@ class Referee {
     if (planted_ == Planted::kMicroBatchLeftOut && rank == plan_.ranks - 1 &&
         micro == plan_.micro_batches - 1) {
       return Gradients(gradients.size());
+    }
+    for (at::Tensor& gradient : gradients) {
+      gradient = gradient.defined() ? gradient.to(at::kFloat) : gradient;
     }
     return gradients;
   }
@@ -183,8 +242,8 @@ class Referee {
       outcome.params.push_back(shard::storage_elements(param.detach()).clone());
     }
     if (planted_ == Planted::kParamOff) {
-      float& value = *outcome.params.back().data_ptr<float>();
-      value = std::nextafter(value, 2 * value);
+      at::Tensor first = outcome.params.back().narrow(0, 0, 1);
+      first.copy_(at::nextafter(first, first * 2));
     }
     outcome.grad_norm = std::sqrt(squares) / outcome.weight;
     if (!std::isfinite(outcome.grad_norm)) {
@@ -201,24 +260,24 @@ class Referee {
     State& state = states_[i];
     // Elements as they lie in the parameter's memory.
     const at::Tensor ordered = shard::storage_elements(
-        at::empty_strided(param.sizes(), param.strides(), param.options()).copy_(gradient));
-    const at::Tensor values = shard::storage_elements(param.detach());
+        at::empty_strided(param.sizes(), param.strides(), gradient.options()).copy_(gradient));
     optim::UpdateScalars scalars;
     scalars.step = ++state.num_updates;
     scalars.lr = kLearningRate;
     scalars.gradient_scale = scale;
     optim::UpdateSpan span;
-    span.master = values.data_ptr<float>();
+    span.master = state.master.data_ptr<float>();
     span.gradient = ordered.const_data_ptr<float>();
     span.numel = param.numel();
     for (std::size_t each = 0; each < optim::state_names(rule_).size(); ++each) {
       at::Tensor& tensor = state.tensors[each];
       if (!tensor.defined()) {
-        tensor = at::zeros_like(values);
+        tensor = at::zeros_like(state.master);
       }
       span.states[each] = tensor.data_ptr<float>();
     }
     optim::update(rule_, scalars, span);
+    shard::storage_elements(param.detach()).copy_(state.master);
     torch::autograd::impl::bump_version(param);
   }
 
@@ -230,15 +289,18 @@ class Referee {
   }
 
   struct State {
+    at::Tensor master;  // as elements lie in the parameter's memory
     std::array<at::Tensor, optim::kMaxStates> tensors;
     std::int64_t num_updates = 0;
+    bool has_trained = false;
   };
 
   const CasePlan& plan_;
   const Planted planted_;
   ModelProgram program_;
   const optim::RuleOptions rule_;
-  std::vector<State> states_;  // by parameter
+  std::vector<State> states_;                     // by parameter
+  std::vector<std::vector<at::Tensor>> buffers_;  // by rank
 };
 
 }  // namespace

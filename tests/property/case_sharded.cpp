@@ -79,6 +79,7 @@ class RankRun {
     compare_leaves(step, expected.leaf_gradients[static_cast<std::size_t>(rank_)]);
     compare_result(step, result, expected);
     compare_params(step, expected);
+    compare_buffers(step, expected.buffers[static_cast<std::size_t>(rank_)]);
     check_unused(step);
     check_limits(step);
   }
@@ -108,13 +109,13 @@ class RankRun {
 
   void run_micro_batches(int step, int first) {
     for (int micro = first; micro < plan_.micro_batches; ++micro) {
-      num_complete_ = micro;
+      set_complete(micro);
       program_.take_input_gradients();  // of what was interrupted, or is no training
       const std::vector<at::Tensor> losses = losses_of(step, micro);
       is_in_backward_ = true;
       engine_.backward(losses, plan_.weight(step, micro, rank_));
       is_in_backward_ = false;
-      num_complete_ = micro + 1;
+      set_complete(micro + 1);
       for (at::Tensor& gradient : program_.take_input_gradients()) {
         leaf_gradients_.push_back(std::move(gradient));
       }
@@ -124,6 +125,12 @@ class RankRun {
         program_.take_input_gradients();
       }
     }
+  }
+
+  void set_complete(int num_micro_batches) {
+    num_complete_ = num_micro_batches;
+    buffers_.resize(static_cast<std::size_t>(num_micro_batches));
+    buffers_.push_back(values_of(program_.buffers()));
   }
 
   std::vector<at::Tensor> losses_of(int step, int micro) const {
@@ -170,11 +177,14 @@ class RankRun {
                               ? static_cast<std::size_t>(num_complete_ * plan_.forwards)
                               : 0;
     leaf_gradients_.resize(std::min(leaf_gradients_.size(), num_kept));
-    if (is_interrupted && !is_in_backward && !plan_.model.has_dynamic()) {
-      return num_complete_;
+    const int next =
+        is_interrupted && !is_in_backward && !plan_.model.has_dynamic() ? num_complete_ : 0;
+    if (next == 0) {
+      engine_.zero_grad();
     }
-    engine_.zero_grad();
-    return 0;
+    // Forwards that begin again find what they found before.
+    assign(program_.buffers(), buffers_[static_cast<std::size_t>(next)]);
+    return next;
   }
 
   void ask_for_input_gradient(int step, const StepOutcome& expected) {
@@ -241,14 +251,28 @@ class RankRun {
         continue;
       }
       const shard::ElementRange range = param->range();
-      const float* values = expected.params[i].data_ptr<float>() + range.begin;
-      const auto* shard = reinterpret_cast<const float*>(param->shard());
+      const at::Tensor whole = expected.params[i].to(at::kFloat);
+      const float* values = whole.const_data_ptr<float>() + range.begin;
+      const at::Tensor own = at::from_blob(const_cast<std::byte*>(param->shard()), {range.numel},
+                                           expected.params[i].scalar_type())
+                                 .to(at::kFloat);
+      const auto* shard = own.const_data_ptr<float>();
       for (std::int64_t e = 0; e < range.numel; ++e) {
         if (shard[e] != values[e]) {
           find(step, "parameter '", param->name(), "' element ", range.begin + e, " is ", shard[e],
                ", expected ", values[e], ", apart by ", shard[e] - values[e]);
           break;
         }
+      }
+    }
+  }
+
+  void compare_buffers(int step, const std::vector<at::Tensor>& expected) {
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      const at::Tensor& found = program_.buffers()[i];
+      if (found.scalar_type() != expected[i].scalar_type() || !at::equal(found, expected[i])) {
+        find(step, "buffer ", i, " is ", found.item<double>(), ", expected ",
+             expected[i].item<double>());
       }
     }
   }
@@ -312,7 +336,8 @@ class RankRun {
   std::size_t full_bytes_ = 0;
   int num_complete_ = 0;  // micro-batches of this step
   bool is_in_backward_ = false;
-  std::vector<at::Tensor> leaf_gradients_;  // of this step
+  std::vector<std::vector<at::Tensor>> buffers_;  // before each of them, and after the last
+  std::vector<at::Tensor> leaf_gradients_;        // of this step
 };
 
 }  // namespace

@@ -26,13 +26,17 @@ class Block : public torch::nn::Module {
   // `tensors`: by slot. `inner`: by unit of the model.
   Block(const UnitPlan& plan, std::vector<at::Tensor> tensors,
         const std::vector<ModelProgram::Call>& inner, std::shared_ptr<Interrupter> interrupter,
-        std::shared_ptr<Leavings> leavings, bool groups_gradients)
+        std::shared_ptr<Leavings> leavings, bool groups_gradients, const at::Tensor& start)
       : plan_(plan),
         tensors_(std::move(tensors)),
         inner_(inner),
         interrupter_(std::move(interrupter)),
         leavings_(std::move(leavings)),
         groups_gradients_(groups_gradients && plan.recompute) {
+    if (has_running()) {
+      running_ = register_buffer("running", start);
+      leavings_->buffers.push_back(running_);
+    }
     for (std::size_t i = 0; i < plan_.slots.size(); ++i) {
       if (plan_.slots[i].link != Link::kExternal) {
         register_parameter("p" + std::to_string(i), tensors_[i], tensors_[i].requires_grad());
@@ -48,7 +52,9 @@ class Block : public torch::nn::Module {
     }
     // What a recomputed forward keeps has a graph of its own, beside that of the second forward.
     if (plan_.keeps && !plan_.ops.empty()) {
+      const std::vector<at::Tensor> before = values_of(leavings_->buffers);
       keep(apply(plan_.ops[0], sum_of(arguments), ids));
+      assign(leavings_->buffers, before);
     }
     SegmentAliases& aliases = leavings_->aliases;
     aliases.begin();
@@ -69,6 +75,11 @@ class Block : public torch::nn::Module {
   }
 
  private:
+  bool has_running() const {
+    return std::any_of(plan_.ops.begin(), plan_.ops.end(),
+                       [](const OpPlan& op) { return op.kind == OpKind::kRunning; });
+  }
+
   static at::Tensor sum_of(const std::vector<at::Tensor>& arguments) {
     at::Tensor h = arguments[0];
     for (std::size_t i = 1; i < arguments.size(); ++i) {
@@ -138,12 +149,19 @@ class Block : public torch::nn::Module {
         return at::gelu(h);
       case OpKind::kInner:
         return inner_[static_cast<std::size_t>(op.unit)]({h}, ids)[0];
+      case OpKind::kRunning:
+        if (at::GradMode::is_enabled()) {
+          const at::NoGradGuard no_grad;
+          running_.mul_(0.5).add_(h.detach().mean(), 0.5);
+        }
+        return h + running_;
     }
     return h;
   }
 
   const UnitPlan plan_;
   const std::vector<at::Tensor> tensors_;
+  at::Tensor running_;
   const std::vector<ModelProgram::Call> inner_;
   const std::shared_ptr<Interrupter> interrupter_;
   const std::shared_ptr<Leavings> leavings_;
@@ -293,6 +311,21 @@ at::Tensor SegmentAliases::of(at::Tensor param) {
   return param;
 }
 
+std::vector<at::Tensor> values_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> values;
+  for (const at::Tensor& tensor : tensors) {
+    values.push_back(tensor.detach().clone());
+  }
+  return values;
+}
+
+void assign(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& values) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    tensors[i].copy_(values[i]);
+  }
+}
+
 ModelProgram::ModelProgram(const ModelPlan& plan, const BuildOptions& options)
     : plan_(plan), options_(options), params_(plan.params.size()) {
   for (const UnitPlan& unit : plan_.units) {
@@ -300,6 +333,15 @@ ModelProgram::ModelProgram(const ModelPlan& plan, const BuildOptions& options)
   }
   for (const WeightLossPlan& loss : plan_.weight_losses) {
     add_weight_loss(loss);
+  }
+}
+
+void ModelProgram::to(at::ScalarType type) const {
+  const at::NoGradGuard no_grad;
+  for (const std::vector<at::Tensor>* tensors : {&params(), &buffers()}) {
+    for (at::Tensor tensor : *tensors) {
+      tensor.set_data(tensor.detach().to(type));
+    }
   }
 }
 
@@ -319,7 +361,7 @@ at::Tensor ModelProgram::make_value(std::size_t index, const UnitPlan& unit) con
   // Elements are numbered as they lie in memory.
   at::Tensor value = param.transposed ? elements.reshape({param.shape[1], param.shape[0]}).t()
                                       : elements.reshape(param.shape);
-  return options_.in_double ? value.to(at::kDouble) : value;
+  return value.to(value_type());
 }
 
 template <typename Module>
@@ -329,7 +371,8 @@ ModelProgram::Call ModelProgram::wrap(const UnitPlan& plan) {
     tensors.push_back(params_[static_cast<std::size_t>(slot.param)]);
   }
   auto module = std::make_shared<Module>(plan, std::move(tensors), units_, interrupter_, leavings_,
-                                         options_.groups_gradients);
+                                         options_.groups_gradients,
+                                         at::full({1}, 0.25 + options_.shift, value_type()));
   std::vector<at::Tensor> elsewhere;  // used, and not registered
   for (const SlotPlan& slot : plan.slots) {
     if (slot.link == Link::kExternal) {
@@ -401,7 +444,7 @@ std::vector<at::Tensor> ModelProgram::call(int unit, std::vector<at::Tensor> arg
 }
 
 at::Tensor ModelProgram::input_of(const Batch& batch) const {
-  at::Tensor input = options_.in_double ? batch.values.to(at::kDouble) : batch.values.clone();
+  at::Tensor input = batch.values.clone().to(params_[0].scalar_type());
   input.set_requires_grad(plan_.input_needs_gradient);
   if (plan_.input_needs_gradient) {
     inputs_.push_back(input);
@@ -418,7 +461,8 @@ std::vector<at::Tensor> ModelProgram::take_input_gradients() const {
 }
 
 at::Tensor ModelProgram::input_gradient(const Batch& batch, const Moment& moment) const {
-  const at::Tensor input = batch.values.clone().set_requires_grad(true);
+  const at::Tensor input =
+      batch.values.clone().to(params_[0].scalar_type()).set_requires_grad(true);
   at::Tensor sum;
   for (const at::Tensor& loss : losses(input, batch.ids, moment)) {
     sum = sum.defined() ? sum + loss : loss;

@@ -66,8 +66,13 @@ class SegmentAliases {
 // What a run of the model leaves behind beside its results.
 struct Leavings {
   std::vector<at::Tensor> kept;
+  std::vector<at::Tensor> buffers;  // of all modules
   SegmentAliases aliases;
 };
+
+// A copy of them, and back.
+std::vector<at::Tensor> values_of(const std::vector<at::Tensor>& tensors);
+void assign(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& values);
 
 class ModelProgram {
  public:
@@ -84,6 +89,10 @@ class ModelProgram {
   at::Tensor input_gradient(const Batch& batch, const Moment& moment) const;
   // In the order of the plan.
   const std::vector<at::Tensor>& params() const { return params_; }
+  // Each rank has its own.
+  const std::vector<at::Tensor>& buffers() const { return leavings_->buffers; }
+  // Of a plain model: what module->to(type) does.
+  void to(at::ScalarType type) const;
   Interrupter& interrupter() const { return *interrupter_; }
   // Gradients of inputs that need one, in the order of the forwards since the last call.
   std::vector<at::Tensor> take_input_gradients() const;
@@ -92,6 +101,7 @@ class ModelProgram {
       std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&, const at::Tensor&)>;
 
  private:
+  at::ScalarType value_type() const { return options_.in_double ? at::kDouble : at::kFloat; }
   at::Tensor input_of(const Batch& batch) const;
   at::Tensor make_value(std::size_t param, const UnitPlan& unit) const;
   void add_unit(const UnitPlan& unit);

@@ -54,6 +54,7 @@ CasePlan draw_case(std::uint64_t seed) {
     plan.interrupter.in_backward = draw.chance(50);
   }
   plan.rule = draw.one_of<const char*>({"sgd", "momentum", "adamw"});
+  plan.precision = !plan.model.autocast && draw.chance(20) ? "bf16" : "";
   plan.evaluates_between = plan.micro_batches > 1 && draw.chance(30);
   plan.runs_twice = draw.chance(10);
   plan.tries_old_graphs = !plan.model.has_dynamic() && draw.chance(20);
@@ -84,7 +85,8 @@ std::string CasePlan::describe() const {
       out << ", evaluation before step " << step;
     }
   }
-  out << ", " << rule << (evaluates_between ? ", evaluation between micro-batches" : "")
+  out << ", " << rule << (precision.empty() ? "" : " in " + precision)
+      << (evaluates_between ? ", evaluation between micro-batches" : "")
       << (runs_twice ? ", run twice" : "")
       << (tries_old_graphs ? ", tries graphs from before each step" : "");
   out << (evaluates_before_update ? ", evaluation before every update" : "")
@@ -147,6 +149,9 @@ Config CasePlan::config() const {
   config.set("optim.weight_decay", rule == "sgd" ? 0.0 : 0.25);
   config.set("optim.momentum", rule == "momentum" ? 0.5 : 0.0);
   config.set("optim.lr", kLearningRate);
+  if (!precision.empty()) {
+    config.set("precision", precision);
+  }
   for (const auto& [name, value] : options) {
     config.apply_flag(name + "=" + value);
   }
@@ -165,7 +170,8 @@ Config CasePlan::config() const {
 std::string judge(const CasePlan& plan, Planted planted, const ShardedOptions& options) {
   std::string found;
   try {
-    if (plan.model.has_recompute() && !plan.model.autocast) {
+    // A plain unit knows the buffers of its own module, and not of units that run inside.
+    if (plan.model.has_recompute() && !plan.model.autocast && !plan.model.has_buffers()) {
       found = check_recomputation(plan);
     }
     for (const std::string& line : run_sharded(plan, run_referee(plan, planted), options)) {

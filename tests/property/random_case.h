@@ -66,6 +66,9 @@ struct CasePlan {
   // sgd, momentum (sgd with it) or adamw; the last two with weight decay: what is not used must not
   // move.
   std::string rule = "sgd";
+  // Empty, or bf16: modules are made in fp32, and the engine converts them. Gradients are bf16, and
+  // sums of them fp32; masters begin with the values from before.
+  std::string precision;
   bool evaluates_between = false;  // between micro-batches
   bool runs_twice = false;         // on a second runtime over the first one's group
   bool tries_old_graphs = false;   // after every step: backward of a forward from before it
@@ -87,10 +90,11 @@ struct StepOutcome {
   double loss_terms = 0;  // sum of their absolute values, over the weights
   double grad_norm = 0;
   double weight = 0;
-  std::vector<at::Tensor> params;               // by plan, as they lie in memory
-  std::vector<std::vector<float>> evaluations;  // by rank: losses
-  std::vector<at::Tensor> input_gradients;      // by rank, where asked for
-  bool refuses_old_graph = false;               // plain LibTorch does, where that is tried
+  std::vector<at::Tensor> params;                // by plan, as they lie in memory
+  std::vector<std::vector<float>> evaluations;   // by rank: losses
+  std::vector<at::Tensor> input_gradients;       // by rank, where asked for
+  bool refuses_old_graph = false;                // plain LibTorch does, where that is tried
+  std::vector<std::vector<at::Tensor>> buffers;  // by rank, after the step
   // By rank: of inputs in training, which are leaves of the user's own, one per forward.
   std::vector<std::vector<at::Tensor>> leaf_gradients;
 };

@@ -43,6 +43,7 @@ class ModelDraw {
     if (shares_) {
       draw_keepers();
     }
+    draw_buffers();
     return std::move(model_);
   }
 
@@ -129,6 +130,7 @@ class ModelDraw {
         break;
       }
       case OpKind::kActivation:
+      case OpKind::kRunning:  // drawn last
         break;
       case OpKind::kInner: {
         const auto num_before = static_cast<int>(model_.units.size()) - 1;
@@ -206,6 +208,15 @@ class ModelDraw {
     }
   }
 
+  void draw_buffers() {
+    for (UnitPlan& each : model_.units) {
+      if (draw_.chance(20)) {
+        const auto place = static_cast<std::ptrdiff_t>(draw_.below(each.ops.size() + 1));
+        each.ops.insert(each.ops.begin() + place, {OpKind::kRunning, {}, -1});
+      }
+    }
+  }
+
   void add_condition(CallPlan& call) {
     if (draw_.chance(model_.is_chain ? 20 : 40)) {
       call.when = draw_.one_of({When::kEvenSteps, When::kRandomly});
@@ -272,8 +283,8 @@ class ModelDraw {
 };
 
 const char* name_of(OpKind kind) {
-  constexpr const char* kNames[] = {"linear", "scale", "shift",  "lookup",     "norm",
-                                    "empty",  "twice", "narrow", "activation", "inner"};
+  constexpr const char* kNames[] = {"linear", "scale",  "shift",      "lookup", "norm",   "empty",
+                                    "twice",  "narrow", "activation", "inner",  "running"};
   return kNames[static_cast<std::size_t>(kind)];
 }
 
@@ -347,6 +358,13 @@ bool ModelPlan::has_recompute() const {
 
 bool ModelPlan::has_dynamic() const {
   return std::any_of(units.begin(), units.end(), [](const UnitPlan& unit) { return unit.dynamic; });
+}
+
+bool ModelPlan::has_buffers() const {
+  return std::any_of(units.begin(), units.end(), [](const UnitPlan& unit) {
+    return std::any_of(unit.ops.begin(), unit.ops.end(),
+                       [](const OpPlan& op) { return op.kind == OpKind::kRunning; });
+  });
 }
 
 bool happens(const ModelPlan& model, std::size_t call, const Moment& moment) {

@@ -8,9 +8,9 @@
 //               frozen, never used, used twice in a unit, tied by registration in two units or
 //               twice in one, external, made by the module or by rule
 //   units       used by some ranks only (dynamic), without parameters, frozen, recomputed, inside
-//   one another, one tensor or a tuple, a vector, a map
-//               or a struct as arguments and results, an argument handed back as a result, a tensor
-//               kept and not returned
+//               one another, one tensor or a tuple, a vector, a map or a struct as arguments and
+//               results, an argument handed back as a result, a tensor kept and not returned, a
+//               buffer that every forward of training reads and moves
 //   program     a unit called several times or never, results nobody uses, calls that are left out
 //               or go to another unit in some steps (the same on all ranks), several losses, a
 //               weight in the loss, autocast
@@ -63,6 +63,7 @@ enum class OpKind : std::uint8_t {
   kNarrow,      // a linear whose weight is a view of some rows
   kActivation,  // no parameter
   kInner,       // another unit
+  kRunning,     // plus a buffer, the running mean of what came through
 };
 
 struct OpPlan {
@@ -124,6 +125,7 @@ struct ModelPlan {
 
   bool has_recompute() const;
   bool has_dynamic() const;
+  bool has_buffers() const;
   std::string describe() const;
 };
 
