@@ -1,7 +1,9 @@
 #include "tessera/core/option_value.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
+#include <limits>
 #include <optional>
 
 #include "tessera/core/error.h"
@@ -58,9 +60,18 @@ std::optional<double> number_in(const OptionValue& value) {
   return std::nullopt;
 }
 
+// Limits of whole numbers, exact: above 2^53 a comparison of doubles lets neighbours pass.
+std::int64_t whole_limit(double limit) {
+  using Limits = std::numeric_limits<std::int64_t>;
+  if (limit >= kMaxInt64AsDouble) {
+    return Limits::max();
+  }
+  return limit <= -kMaxInt64AsDouble ? Limits::min() : static_cast<std::int64_t>(limit);
+}
+
 OptionValue check_whole(const Option& option, const OptionValue& value, std::string_view where) {
   if (const auto* integer = std::get_if<std::int64_t>(&value)) {
-    if (!in_range(option, static_cast<double>(*integer))) {
+    if (*integer < whole_limit(option.min) || *integer > whole_limit(option.max)) {
       reject(option, value, where);
     }
     return *integer;
@@ -122,18 +133,25 @@ OptionValue check_choice(const Option& option, const OptionValue& value, std::st
                                    near, near.empty() ? "" : "?"));
 }
 
+// "from 0 to 1": both ends wherever there are two, however far away.
 std::string range_text(const Option& option) {
-  const auto limit = [&option](double value) {
-    return option.type == OptionType::kBytes ? exact_bytes(static_cast<std::int64_t>(value))
-                                             : exact_number(value);
-  };
-  if (!std::isfinite(option.min)) {
-    return "any";
+  const bool has_min = std::isfinite(option.min);
+  if (option.type == OptionType::kInt || option.type == OptionType::kBytes) {
+    const auto limit = [&option](double value) {
+      const std::int64_t whole = whole_limit(value);
+      return option.type == OptionType::kBytes ? exact_bytes(whole) : std::to_string(whole);
+    };
+    if (has_min && option.keyword_value >= kMaxInt64AsDouble) {
+      return detail::concat(" from ", limit(option.min), " to \"", option.keyword, "\"");
+    }
+    return has_min ? detail::concat(" from ", limit(option.min), " to ", limit(option.max)) : "";
   }
-  const bool bounded = std::isfinite(option.max) && option.max < kMaxInt64AsDouble &&
-                       !(option.type == OptionType::kInt && option.max >= 0x1p53);
-  return bounded ? detail::concat(limit(option.min), " to ", limit(option.max))
-                 : detail::concat("at least ", limit(option.min));
+  if (!has_min) {
+    return "";
+  }
+  return std::isfinite(option.max)
+             ? detail::concat(" from ", exact_number(option.min), " to ", exact_number(option.max))
+             : detail::concat(" of at least ", exact_number(option.min));
 }
 
 }  // namespace
@@ -174,6 +192,13 @@ OptionValue parse_value(const Option& option, std::string_view text, std::string
     }
     if (text == "false" || text == "off" || text == "0") {
       return false;
+    }
+  }
+  if (option.type == OptionType::kInt) {
+    std::int64_t whole = 0;  // exact, where a double would round
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), whole);
+    if (error == std::errc() && end == text.data() + text.size()) {
+      return check_value(option, whole, where);
     }
   }
   if (option.type == OptionType::kInt || option.type == OptionType::kDouble) {
@@ -229,19 +254,21 @@ std::string to_text(const OptionValue& value) {
 }
 
 std::string allowed_text(const Option& option) {
+  const bool is_end = option.keyword_value >= kMaxInt64AsDouble;  // then the range names it
   const std::string keyword =
-      option.keyword.empty() ? "" : detail::concat(", or \"", option.keyword, "\"");
+      option.keyword.empty() || is_end ? "" : detail::concat(", or \"", option.keyword, "\"");
   switch (option.type) {
     case OptionType::kBool:
       return "true or false";
     case OptionType::kInt:
-      return detail::concat("a whole number, ", range_text(option), keyword);
+      return detail::concat("a whole number", range_text(option), keyword);
     case OptionType::kDouble:
-      return detail::concat("a number, ", range_text(option), keyword);
+      return detail::concat(std::isfinite(option.max) ? "a number" : "a finite number",
+                            range_text(option), keyword);
     case OptionType::kBytes:
-      return detail::concat("a byte size like \"300MiB\", ", range_text(option), keyword);
+      return detail::concat("a byte size like \"300MiB\",", range_text(option), keyword);
     case OptionType::kSeconds:
-      return detail::concat("seconds or a duration like \"10min\", ", range_text(option), keyword);
+      return detail::concat("seconds or a duration like \"10min\",", range_text(option), keyword);
     case OptionType::kString:
       return "a string";
     case OptionType::kList:

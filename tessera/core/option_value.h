@@ -33,7 +33,7 @@ std::string to_text(const Option& option, const OptionValue& value);
 // A raw value, before it was checked.
 std::string to_text(const OptionValue& value);
 
-// "0 to 1", "fp32, bf16 or fp16", "a byte size of at least 4KiB": what check_value lets pass.
+// "a number from 0 to 1", "fp32, bf16 or fp16": what check_value lets pass.
 std::string allowed_text(const Option& option);
 
 }  // namespace tessera

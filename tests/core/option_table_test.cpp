@@ -91,22 +91,43 @@ TEST(DeepSpeedKeys, EveryTargetExistsAndEveryDefaultIsAllowedThere) {
 
 TEST(OptionValue, ValuesOfTheWrongTypeOrOutOfRangeNameWhatIsAllowed) {
   EXPECT_EQ(failure(option("batch.accumulate"), std::int64_t{0}),
-            "here = 0: expected a whole number, at least 1");
+            "here = 0: expected a whole number from 1 to 9007199254740992");
   EXPECT_EQ(failure(option("batch.accumulate"), 1.5),
-            "here = 1.5: expected a whole number, at least 1");
+            "here = 1.5: expected a whole number from 1 to 9007199254740992");
   EXPECT_EQ(failure(option("batch.accumulate"), true),
-            "here = true: expected a whole number, at least 1");
+            "here = true: expected a whole number from 1 to 9007199254740992");
   EXPECT_EQ(failure(option("batch.accumulate"), "4"),
-            "here = \"4\": expected a whole number, at least 1");
-  EXPECT_EQ(failure(option("optim.beta1"), 1.5), "here = 1.5: expected a number, 0 to 1");
-  EXPECT_EQ(failure(option("optim.lr"), 1.0 / 0.0), "here = inf: expected a number, at least 0");
+            "here = \"4\": expected a whole number from 1 to 9007199254740992");
+  EXPECT_EQ(failure(option("optim.beta1"), 1.5), "here = 1.5: expected a number from 0 to 1");
+  EXPECT_EQ(failure(option("optim.lr"), 1.0 / 0.0),
+            "here = inf: expected a finite number of at least 0");
   EXPECT_EQ(failure(option("log.all_ranks"), std::int64_t{1}), "here = 1: expected true or false");
   EXPECT_EQ(failure(option("precision"), "bf61"),
             "here = \"bf61\": expected fp32, bf16 or fp16; did you mean bf16?");
   EXPECT_EQ(failure(option("nvme.block_bytes"), "1KiB"),
-            "here = 1024: expected a byte size like \"300MiB\", 4KiB to 1GiB, or \"auto\"");
+            "here = 1024: expected a byte size like \"300MiB\", from 4KiB to 1GiB, or \"auto\"");
   EXPECT_EQ(failure(option("trace.path"), std::int64_t{3}), "here = 3: expected a string");
   EXPECT_EQ(failure(option("nvme.paths"), false), "here = false: expected a list of strings");
+}
+
+// A maximum that a message hides makes a refused value look like an allowed one.
+TEST(OptionValue, AMessageNamesBothEndsOfARange) {
+  EXPECT_EQ(failure(option("seed"), std::int64_t{9223372036854775807}),
+            "here = 9223372036854775807: expected a whole number from 0 to 9007199254740992");
+  EXPECT_EQ(failure(option("seed"), std::int64_t{9007199254740993}),
+            "here = 9007199254740993: expected a whole number from 0 to 9007199254740992")
+      << "the number above the largest, which no double holds";
+  EXPECT_EQ(failure(option("seed"), std::int64_t{9007199254740992}), "accepted");
+  EXPECT_THROW(parse_value(option("seed"), "9007199254740993", "here"), ConfigError);
+  EXPECT_EQ(failure(option("memory.host"), std::int64_t{-1}),
+            "here = -1: expected a byte size like \"300MiB\", from 0B to \"unlimited\"");
+  for (const Option& each : option_table()) {
+    const bool is_whole = each.type == OptionType::kInt || each.type == OptionType::kBytes;
+    const bool is_real = each.type == OptionType::kDouble || each.type == OptionType::kSeconds;
+    const bool has_two_ends = is_whole || (is_real && each.max != kNoLimit);
+    EXPECT_EQ(allowed_text(each).find(" from ") != std::string::npos, has_two_ends)
+        << each.name << ": " << allowed_text(each);
+  }
 }
 
 TEST(OptionValue, WholeNumbersMayBeWrittenWithAnExponent) {
