@@ -1,11 +1,11 @@
 #include "tessera/core/config.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <memory>
-#include <set>
 #include <utility>
 
 #include "tessera/core/deepspeed_config.h"
@@ -54,12 +54,19 @@ Config Config::from_json(std::string_view text, std::string_view source_name) {
   Config config;
   for (const auto& [name, raw] : input.own) {
     const Option& option = known_option(name);
-    config.assign(option, check_value(option, raw, detail::concat(source, ": ", name)),
-                  detail::concat(source, ": ", name));
+    Setting setting;
+    setting.origin = detail::concat(source, ": ", name);
+    setting.value = check_value(option, raw, setting.origin);
+    setting.kind = Origin::kOwnKey;
+    config.assign(option, std::move(setting));
   }
-  DeepSpeedTranslation translation = translate_deepspeed(input.deepspeed, source);
-  config.notices_ = std::move(translation.notices);
-  config.adopt(translation.settings, source);
+  const DeepSpeedInput& theirs = input.deepspeed;
+  if (!theirs.values.empty() || !theirs.autos.empty() || !theirs.blocks.empty()) {
+    const DeepSpeedTranslation translation = translate_deepspeed(theirs, source);
+    config.deepspeed_source_ = source;
+    config.notices_ = translation.notices();
+    config.adopt(translation.settings, source);
+  }
   return config;
 }
 
@@ -81,13 +88,14 @@ Config Config::from_file(const std::string& path) {
   return from_json(text, path);
 }
 
-// What was said goes before what DeepSpeed assumes, and the precision before everything that is
-// measured in elements.
+// What was said goes before what DeepSpeed assumes, and precision and learning rate before
+// everything that follows them.
 void Config::adopt(const std::vector<DeepSpeedSetting>& settings, const std::string& source) {
   for (const bool by_default : {false, true}) {
-    for (const bool counted : {false, true}) {
+    for (const bool follows : {false, true}) {
       for (const DeepSpeedSetting& setting : settings) {
-        if (setting.by_default == by_default && setting.numel.has_value() == counted) {
+        const bool is_following = setting.numel.has_value() || setting.lr_ratio.has_value();
+        if (setting.by_default == by_default && is_following == follows) {
           adopt_one(setting, source);
         }
       }
@@ -95,54 +103,69 @@ void Config::adopt(const std::vector<DeepSpeedSetting>& settings, const std::str
   }
 }
 
-void Config::adopt_one(const DeepSpeedSetting& setting, const std::string& source) {
-  const Option& option = *setting.option;
-  OptionValue value = setting.value;
-  if (setting.numel) {
-    value = check_value(option,
-                        bytes_of_elements(*setting.numel, element_bytes(get_string("precision"))),
-                        detail::concat(source, ": ", setting.from, " -> ", option.name));
-  }
+void Config::adopt_one(const DeepSpeedSetting& given, const std::string& source) {
+  const Option& option = *given.option;
+  Setting setting;
+  setting.value = given.value;
+  setting.origin = detail::concat(source, ": ", given.key);
+  setting.kind = given.by_default ? Origin::kDeepSpeedDefault : Origin::kDeepSpeed;
+  setting.from = given.from;
+  setting.numel = given.numel;
+  setting.least_bytes = given.least_bytes;
+  setting.lr_ratio = given.lr_ratio;
+  setting.value = following_value(option, setting,
+                                  detail::concat(source, ": ", given.from, " -> ", option.name));
   const auto present = settings_.find(option.name);
   if (present != settings_.end()) {
-    TESSERA_CHECK(setting.by_default || present->second.value == value, ConfigError,
+    TESSERA_CHECK(given.by_default || present->second.value == setting.value, ConfigError,
                   present->second.origin, " = ", to_text(option, present->second.value), ", but ",
-                  setting.from, " says ", option.name, " = ", to_text(option, value),
+                  given.from, " says ", option.name, " = ", to_text(option, setting.value),
                   "; remove one of them");
     return;
   }
-  const std::string origin = detail::concat(source, ": ", setting.key);
+  settings_[std::string(option.name)] = std::move(setting);
+}
+
+OptionValue Config::following_value(const Option& option, const Setting& setting,
+                                    std::string_view where) const {
   if (setting.numel) {
-    elements_.push_back({&option, *setting.numel, setting.from, origin});
-  } else if (!setting.by_default || value != parsed_default(option) ||
-             setting.from.find("\"auto\"") != std::string::npos) {
-    notices_.push_back(
-        detail::concat(setting.from, " -> ", option.name, " = ", to_text(option, value)));
+    const std::int64_t bytes =
+        bytes_of_elements(*setting.numel, element_bytes(get_string("precision")));
+    return check_value(option, std::max(setting.least_bytes, bytes), where);
   }
-  settings_[std::string(option.name)] = {std::move(value), origin};
+  if (setting.lr_ratio) {
+    return check_value(option, *setting.lr_ratio * get_double("optim.lr"), where);
+  }
+  return setting.value;
 }
 
-void Config::convert_elements() {
-  const std::int64_t bytes_each = element_bytes(get_string("precision"));
-  for (const Elements& each : elements_) {
-    Setting& setting = settings_.find(each.option->name)->second;
-    if (setting.origin == each.origin) {
-      setting.value = check_value(*each.option, bytes_of_elements(each.numel, bytes_each),
-                                  detail::concat(each.origin, " -> ", each.option->name));
-    }
+void Config::follow() {
+  for (auto& [name, setting] : settings_) {
+    const Option& option = known_option(name);
+    setting.value =
+        following_value(option, setting, detail::concat(setting.origin, " -> ", option.name));
   }
 }
 
-void Config::assign(const Option& option, OptionValue value, std::string origin) {
-  settings_[std::string(option.name)] = {std::move(value), std::move(origin)};
-  if (option.name == "precision") {
-    convert_elements();
+void Config::assign(const Option& option, Setting setting) {
+  Setting& kept = settings_[std::string(option.name)];
+  if (kept.kind == Origin::kDeepSpeed && kept.value != setting.value) {
+    setting.replaced = kept.from;
+  } else if (!kept.replaced.empty()) {
+    setting.replaced = kept.replaced;
+  }
+  kept = std::move(setting);
+  if (option.name == "precision" || option.name == "optim.lr") {
+    follow();
   }
 }
 
-void Config::set(std::string_view name, const OptionValue& value) {
+void Config::set(std::string_view name, const OptionValue& value, std::string_view origin) {
   const Option& option = known_option(name);
-  assign(option, check_value(option, value, name), "code");
+  Setting setting;
+  setting.value = check_value(option, value, name);
+  setting.origin = origin;
+  assign(option, std::move(setting));
 }
 
 void Config::apply_flag(std::string_view assignment) {
@@ -151,7 +174,10 @@ void Config::apply_flag(std::string_view assignment) {
                 ": expected name=value, for example comm.timeout_s=30");
   const std::string_view name = assignment.substr(0, equals);
   const Option& option = known_option(name);
-  assign(option, parse_value(option, assignment.substr(equals + 1), name), "command line");
+  Setting setting;
+  setting.value = parse_value(option, assignment.substr(equals + 1), name);
+  setting.origin = "command line";
+  assign(option, std::move(setting));
 }
 
 void Config::check() const {
@@ -170,11 +196,11 @@ void Config::check() const {
   const std::int64_t total = get_int("batch.total");
   const std::int64_t micro = get_int("batch.micro_per_rank");
   const std::int64_t accumulate = get_int("batch.accumulate");
-  TESSERA_CHECK(total % accumulate == 0, ConfigError, "batch.total = ", total,
-                " is not a multiple of batch.accumulate = ", accumulate);
-  TESSERA_CHECK(micro == 0 || (total / accumulate) % micro == 0, ConfigError,
-                "batch.total = ", total, " is not a multiple of batch.micro_per_rank = ", micro,
-                " times batch.accumulate = ", accumulate);
+  TESSERA_CHECK(total % accumulate == 0, ConfigError, shown("batch.total"),
+                " is not a multiple of ", shown("batch.accumulate"));
+  TESSERA_CHECK(micro == 0 || (total / accumulate) % micro == 0, ConfigError, shown("batch.total"),
+                " is not a multiple of ", shown("batch.micro_per_rank"), " times ",
+                shown("batch.accumulate"));
 
   TESSERA_CHECK(get_int("shard.group_size") == 0 || get_int("shard.secondary_group_size") <= 1,
                 ConfigError, "shard.group_size = ", get_int("shard.group_size"),
@@ -221,27 +247,15 @@ bool Config::is_set(std::string_view name) const {
   return settings_.count(known_option(name).name) != 0;
 }
 
-std::vector<std::string> Config::notices() const {
-  std::vector<std::string> lines;
-  std::set<std::string> said;
-  for (const std::string& line : notices_) {
-    if (said.insert(line).second) {
-      lines.push_back(line);
-    }
-  }
-  const std::string& precision = get_string("precision");
-  for (const Elements& each : elements_) {
-    const Setting& setting = settings_.find(each.option->name)->second;
-    if (setting.origin == each.origin) {
-      const auto bytes = std::get<std::int64_t>(setting.value);
-      lines.push_back(bytes == kUnlimitedBytes
-                          ? detail::concat(each.from, " -> ", each.option->name, " = unlimited")
-                          : detail::concat(each.from, " -> ", each.option->name, " = ", bytes,
-                                           " B (", precision, ", ", element_bytes(precision),
-                                           " B each)"));
-    }
-  }
-  return lines;
+bool Config::is_given(std::string_view name) const {
+  const auto found = settings_.find(known_option(name).name);
+  return found != settings_.end() && found->second.kind != Origin::kDeepSpeedDefault;
+}
+
+bool Config::is_from_file(std::string_view name) const {
+  const auto found = settings_.find(known_option(name).name);
+  return found != settings_.end() &&
+         (found->second.kind == Origin::kOwnKey || found->second.kind == Origin::kDeepSpeed);
 }
 
 std::string Config::describe() const {
@@ -249,8 +263,12 @@ std::string Config::describe() const {
   for (const Option& option : option_table()) {
     const auto found = settings_.find(option.name);
     if (found != settings_.end() && found->second.value != parsed_default(option)) {
-      lines += detail::concat(option.name, " = ", to_text(option, found->second.value), "  (",
-                              found->second.origin, ")\n");
+      const bool is_default = found->second.kind == Origin::kDeepSpeedDefault;
+      lines += detail::concat(
+          option.name, " = ", to_text(option, found->second.value), "  (", found->second.origin,
+          is_default ? " not given" : "",
+          found->second.numel ? detail::concat(", ", *found->second.numel, " elements") : "",
+          ")\n");
     }
   }
   return lines;

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -30,8 +31,9 @@ class Config {
   static Config from_json(std::string_view text, std::string_view source_name);
   static Config from_file(const std::string& path);
 
-  // set("comm.timeout_s", 30), set("memory.host", "300MiB").
-  void set(std::string_view name, const OptionValue& value);
+  // set("comm.timeout_s", 30), set("memory.host", "300MiB"). `origin` is what messages say of where
+  // the value came from: a flag, "derived".
+  void set(std::string_view name, const OptionValue& value, std::string_view origin = "code");
   // "comm.timeout_s=30", as it comes from a command line; the name is user input here.
   void apply_flag(std::string_view assignment);
 
@@ -45,36 +47,48 @@ class Config {
   double get_seconds(std::string_view name) const;
   const std::string& get_string(std::string_view name) const;  // also of a choice
   const std::vector<std::string>& get_list(std::string_view name) const;
-  // Whether anything but the table's default was given, even if it is the same value.
+  // Whether anything but the table's default holds, even if it is the same value.
   bool is_set(std::string_view name) const;
+  // Whether somebody wrote it: neither the table's default nor one of DeepSpeed's.
+  bool is_given(std::string_view name) const;
+  // Whether a file gave it, and nothing has replaced it since.
+  bool is_from_file(std::string_view name) const;
 
-  // Lines for the log: conversions of DeepSpeed's keys, keys that were accepted but not needed.
-  // Each line once.
+  // "batch.total = 16 (ds.json: train_batch_size)"; in the brackets "a default" where it is one.
+  std::string shown(std::string_view name) const;
+  // Lines for the log: what DeepSpeed's keys have become, under all settings so far. At most eight.
   std::vector<std::string> notices() const;
   // One line per option that differs from its default: "name = value  (origin)".
   std::string describe() const;
+  // Options that somebody gave another value than the default, and that nothing reads yet:
+  // "quant.weights (ds.json: zero_optimization.zero_quantized_weights)".
+  std::vector<std::string> unread() const;
 
  private:
+  enum class Origin : std::uint8_t { kOwnKey, kDeepSpeed, kDeepSpeedDefault, kLater };
   struct Setting {
     OptionValue value;
-    std::string origin;
-  };
-  // A byte option that was given in elements: its value follows the precision.
-  struct Elements {
-    const Option* option;
-    std::int64_t numel;
-    std::string from;
-    std::string origin;
+    std::string origin;  // "ds.json: train_batch_size", "--batch", "code"
+    Origin kind = Origin::kLater;
+    std::string from;      // of DeepSpeed's keys: "train_batch_size = 16"
+    std::string replaced;  // the same of one that this has replaced
+    // Values that follow another option: elements the precision, ratios the learning rate.
+    std::optional<std::int64_t> numel;
+    std::int64_t least_bytes = 0;
+    std::optional<double> lr_ratio;
   };
   const OptionValue& value(std::string_view name, OptionType type) const;
-  void assign(const Option& option, OptionValue value, std::string origin);
+  void assign(const Option& option, Setting setting);
   void adopt(const std::vector<DeepSpeedSetting>& settings, const std::string& source);
   void adopt_one(const DeepSpeedSetting& setting, const std::string& source);
-  void convert_elements();
+  OptionValue following_value(const Option& option, const Setting& setting,
+                              std::string_view where) const;
+  void follow();
+  std::string notice_of(const Option& option, const Setting& setting) const;
 
   std::map<std::string, Setting, std::less<>> settings_;  // only what was given
-  std::vector<Elements> elements_;
-  std::vector<std::string> notices_;
+  std::string deepspeed_source_;                          // empty: no key of DeepSpeed's
+  std::vector<std::string> notices_;                      // of keys that set nothing
 };
 
 }  // namespace tessera

@@ -110,7 +110,7 @@ class Reader {
       if (is_own_section(section_of(key))) {
         read_own(key, value);
       } else {
-        read_deepspeed(key, value);
+        read_deepspeed(key == "bfloat16" && !root.contains("bf16") ? "bf16" : key, value);
       }
     }
     return std::move(input_);
@@ -175,8 +175,9 @@ class Reader {
           detail::concat(where(path), ": expected an object, it is of type ", value.type_name()));
     } else {
       add(*key, path,
-          key->meaning == DeepSpeedMeaning::kForeign ? is_enabled(value, path)
-                                                     : scalar(value, where(path)));
+          key->meaning == DeepSpeedMeaning::kForeign     ? is_enabled(value, path, false)
+          : key->meaning == DeepSpeedMeaning::kElsewhere ? is_enabled(value, path, true)
+                                                         : scalar(value, where(path)));
     }
   }
 
@@ -186,16 +187,18 @@ class Reader {
                   "keep one of ", key.path, " and ", key.alias);
   }
 
-  // A block of another subject counts as switched on unless it says the contrary; blocks without
-  // any switch are settings of something that nobody switched on.
-  OptionValue is_enabled(const json& value, const std::string& path) const {
+  // Blocks of another subject are switched on by "enabled". Where there is none, they are settings
+  // of something that nobody switched on, unless any switch inside counts.
+  OptionValue is_enabled(const json& value, const std::string& path, bool by_any) const {
     if (!value.is_object()) {
       TESSERA_CHECK(value.is_boolean(), ConfigError, where(path),
                     ": expected an object, it is of type ", value.type_name());
       return value.get<bool>();
     }
+    const auto is_on = [](const json& item) { return item.is_boolean() && item.get<bool>(); };
     const auto enabled = value.find("enabled");
-    return enabled != value.end() && enabled->is_boolean() && enabled->get<bool>();
+    return enabled != value.end() ? is_on(*enabled)
+                                  : by_any && std::any_of(value.begin(), value.end(), is_on);
   }
 
   [[noreturn]] void unknown(const std::string& path) const {

@@ -1,5 +1,7 @@
 #include "tessera/core/deepspeed_config.h"
 
+#include <algorithm>
+
 #include "tessera/core/deepspeed_keys.h"
 #include "tessera/core/deepspeed_rules.h"
 #include "tessera/core/error.h"
@@ -51,6 +53,22 @@ bool is_fixed_value(const DeepSpeedKey& key, const OptionValue& value) {
   return value == parse_value(option, key.default_text, key.path);
 }
 
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) {
+    text += (text.empty() ? "" : ", ") + word;
+  }
+  return text;
+}
+
+using Places = std::vector<std::pair<std::string_view, std::string>>;
+
+Places by_place(Places places) {
+  std::stable_sort(places.begin(), places.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  return places;
+}
+
 class Translator {
  public:
   Translator(const DeepSpeedInput& input, std::string_view source)
@@ -66,6 +84,10 @@ class Translator {
         assume(key);
       }
     }
+    // The two numbers of a list have one "auto" together.
+    if (input_.autos.count("optimizer.params.betas") != 0) {
+      out_.autos.push_back(short_key("optimizer.params.betas"));
+    }
     apply_special_keys(view_, out_);
     return std::move(out_);
   }
@@ -77,19 +99,22 @@ class Translator {
     switch (key.meaning) {
       case Meaning::kNotNeeded:
         check_value(value_option(key), raw, where);
-        notice(key, "accepted, not needed", key.note);
+        out_.not_needed.push_back(short_key(key.path));
         break;
       case Meaning::kFixed: {
         const OptionValue value = check_value(value_option(key), raw, where);
         TESSERA_CHECK(is_fixed_value(key, value), ConfigError, where, " = ", to_text(raw),
                       ": only ", key.default_text, " is supported: ", key.note);
-        notice(key, "accepted, not needed", "it is the only supported value");
         break;
       }
       case Meaning::kForeign:
         TESSERA_CHECK(!std::get<bool>(raw), ConfigError, where, ": not supported: ", key.note,
                       "; remove it or set enabled to false");
-        notice(key, "accepted, not used", key.note);
+        break;
+      case Meaning::kElsewhere:
+        if (std::get<bool>(raw)) {
+          out_.elsewhere.emplace_back(key.note, short_key(key.path));
+        }
         break;
       case Meaning::kSpecial:
         check_value(value_option(key), raw, where);  // the rest in deepspeed_rules.cpp
@@ -107,19 +132,18 @@ class Translator {
     }
   }
 
-  // A key that is not given, or given as "auto": DeepSpeed's default inside a block, else ours.
+  // A key that is not given: DeepSpeed's default inside a block, else ours. "auto" is always ours.
   void assume(const DeepSpeedKey& key) {
-    const bool is_auto = input_.autos.count(key.path) != 0;
-    const bool defaults =
-        !key.default_text.empty() && key.meaning != Meaning::kFixed && defaults_hold(key);
-    if (!defaults) {
-      if (is_auto) {
-        out_.notices.push_back(detail::concat(key.path, " = \"auto\": taken as not given"));
+    if (input_.autos.count(key.path) != 0) {
+      if (!key.option.empty()) {
+        out_.autos.push_back(short_key(key.path));
       }
       return;
     }
-    const std::string from = detail::concat(key.path, is_auto ? " = \"auto\"" : " not given",
-                                            ", DeepSpeed's default ", key.default_text);
+    if (key.default_text.empty() || key.meaning == Meaning::kFixed || !defaults_hold(key)) {
+      return;
+    }
+    const std::string from = detail::concat(key.path, " not given: ", key.default_text);
     if (key.meaning == Meaning::kRenamed) {
       const bool is_theirs =
           key.note.find(detail::concat(key.default_text, "=")) != std::string_view::npos;
@@ -158,20 +182,16 @@ class Translator {
     setting.key = key.path;
     setting.by_default = by_default;
     setting.from = from;
+    setting.least_bytes = key.least_bytes;
     if (key.meaning == Meaning::kElements) {
       setting.numel = std::get<std::int64_t>(value);
-      setting.from += " elements";
     } else if (key.meaning == Meaning::kMasterElements) {
-      setting.value = bytes_of_elements(std::get<std::int64_t>(value), 4);
-      setting.from += " elements (fp32 master weights, 4 B each)";
+      setting.value =
+          std::max(key.least_bytes, bytes_of_elements(std::get<std::int64_t>(value), 4));
     } else {
       setting.value = value;
     }
     out_.settings.push_back(std::move(setting));
-  }
-
-  void notice(const DeepSpeedKey& key, std::string_view verdict, std::string_view why) {
-    out_.notices.push_back(detail::concat(key.path, ": ", verdict, ": ", why));
   }
 
   const DeepSpeedView view_;
@@ -180,6 +200,44 @@ class Translator {
 };
 
 }  // namespace
+
+std::string short_key(std::string_view path) {
+  constexpr std::string_view kZero = "zero_optimization.";
+  std::string text(path.starts_with(kZero) ? path.substr(kZero.size()) : path);
+  if (const auto params = text.find(".params."); params != std::string::npos) {
+    text.erase(params, std::string_view(".params").size());
+  }
+  return text;
+}
+
+std::vector<std::string> DeepSpeedTranslation::notices() const {
+  std::vector<std::string> lines;
+  if (!autos.empty()) {
+    lines.push_back(
+        detail::concat("\"auto\" is Tessera's default, or what a flag says: ", joined(autos)));
+  }
+  if (!not_needed.empty() || !old_names.empty()) {
+    const std::string unneeded =
+        not_needed.empty() ? "" : detail::concat("not needed here: ", joined(not_needed));
+    const std::string old =
+        old_names.empty() ? "" : detail::concat("old names: ", joined(old_names));
+    lines.push_back(detail::concat(unneeded, unneeded.empty() || old.empty() ? "" : "; ", old));
+  }
+  std::string places;
+  std::string_view last;
+  for (const auto& [what, key] : by_place(elsewhere)) {
+    if (what != last) {
+      places += detail::concat(places.empty() ? "" : "; ", what, " for ", key);
+    } else {
+      places += detail::concat(", ", key);
+    }
+    last = what;
+  }
+  if (!places.empty()) {
+    lines.push_back(detail::concat("not started from here, use ", places));
+  }
+  return lines;
+}
 
 DeepSpeedTranslation translate_deepspeed(const DeepSpeedInput& input, std::string_view source) {
   return Translator(input, source).run();

@@ -15,8 +15,9 @@ constexpr DeepSpeedKey same(std::string_view path, std::string_view option,
 }
 constexpr DeepSpeedKey elements(std::string_view path, std::string_view option,
                                 std::string_view default_text, std::string_view alias = "",
-                                Meaning meaning = Meaning::kElements) {
-  return {path, alias, meaning, Type::kInt, option, default_text, ""};
+                                Meaning meaning = Meaning::kElements,
+                                std::int64_t least_bytes = 0) {
+  return {path, alias, meaning, Type::kInt, option, default_text, "", least_bytes};
 }
 constexpr DeepSpeedKey renamed(std::string_view path, std::string_view option,
                                std::string_view default_text, std::string_view names) {
@@ -34,9 +35,15 @@ constexpr DeepSpeedKey special(std::string_view path, Type type, std::string_vie
                                std::string_view what) {
   return {path, "", Meaning::kSpecial, type, option, "", what};
 }
+constexpr DeepSpeedKey elsewhere(std::string_view path, std::string_view what) {
+  return {path, "", Meaning::kElsewhere, Type::kBool, "", "", what};
+}
 constexpr DeepSpeedKey foreign(std::string_view path, std::string_view why) {
   return {path, "", Meaning::kForeign, Type::kBool, "", "", why};
 }
+
+// Below this, calls and requests cost more than the bytes they move.
+constexpr std::int64_t kLeastBytes = std::int64_t{1} << 20;
 
 constexpr std::string_view kDevices = "none=device,cpu=host,nvme=nvme";
 constexpr std::string_view kDTypes =
@@ -47,6 +54,9 @@ constexpr std::string_view kDirect = "a gather writes straight into the paramete
 constexpr std::string_view kAnyRanks = "checkpoints do not depend on the number of ranks";
 constexpr std::string_view kPinned =
     "host memory is pinned where a GPU reads or writes it, and nowhere else";
+constexpr std::string_view kNoScale = "bf16 has the range of fp32 and needs no loss scale";
+constexpr std::string_view kMetrics = "`tessera train --metrics FILE`";
+constexpr std::string_view kTrace = "`tessera train --trace FILE`";
 constexpr std::string_view kGradMean = "gradients are averaged once, exactly, by weight";
 
 constexpr std::array kKeys = {
@@ -57,7 +67,8 @@ constexpr std::array kKeys = {
                "gradients always go through one bucket buffer"),
     not_needed("zero_optimization.reduce_scatter", Type::kBool,
                "gradients are always reduce-scattered; the sum is the same"),
-    elements("zero_optimization.reduce_bucket_size", "grad.bucket_bytes", "5e8"),
+    elements("zero_optimization.reduce_bucket_size", "grad.bucket_bytes", "5e8", "",
+             Meaning::kElements, kLeastBytes),
     not_needed("zero_optimization.allgather_partitions", Type::kBool, kStage12),
     not_needed("zero_optimization.allgather_bucket_size", Type::kInt, kStage12),
     not_needed("zero_optimization.use_multi_rank_bucket_allreduce", Type::kBool, kStage12),
@@ -71,7 +82,7 @@ constexpr std::array kKeys = {
     not_needed("zero_optimization.elastic_checkpoint", Type::kBool, kAnyRanks),
     foreign("zero_optimization.zenflow", "ZenFlow is not supported"),
     elements("zero_optimization.sub_group_size", "optim.sub_group_bytes", "1e9", "",
-             Meaning::kMasterElements),
+             Meaning::kMasterElements, kLeastBytes),
     elements("zero_optimization.stage3_prefetch_bucket_size", "prefetch.bucket_bytes", "5e7",
              "prefetch_bucket_size"),
     elements("zero_optimization.stage3_param_persistence_threshold", "persist.param_bytes", "1e5",
@@ -140,6 +151,10 @@ constexpr std::array kKeys = {
     not_needed("zero_optimization.offload_optimizer.pin_memory", Type::kBool, kPinned),
     same("zero_optimization.offload_optimizer.pipeline_read", "nvme.pipeline_read", "false"),
     same("zero_optimization.offload_optimizer.pipeline_write", "nvme.pipeline_write", "false"),
+    not_needed("zero_optimization.offload_optimizer.pipeline", Type::kBool,
+               "reads and writes overlap with the update"),
+    not_needed("zero_optimization.offload_optimizer.buffer_size", Type::kInt,
+               "buffers have the size of a sub-group"),
     not_needed("zero_optimization.offload_optimizer.fast_init", Type::kBool,
                "states are written once, from the shards"),
     // DeepSpeed's 1.0 is not taken over: who updates changes no number, and the share that is
@@ -179,7 +194,7 @@ constexpr std::array kKeys = {
     same("fp16.min_loss_scale", "loss_scale.min", "1"),
     special("fp16.fp16_master_weights_and_grads", Type::kBool, "optim.master_dtype",
             "optim.master_dtype = fp16"),
-    fixed("fp16.auto_cast", Type::kBool, "false", "inputs are given in the model's own type"),
+    not_needed("fp16.auto_cast", Type::kBool, "inputs are tokens, or given in the model's type"),
     special("bf16.enabled", Type::kBool, "precision", "precision = bf16"),
     same("bf16.check_grad_overflow", "grad.skip_nonfinite", "true"),
     special("bf16.bf16_master_weights_and_grads", Type::kBool, "optim.master_dtype",
@@ -188,6 +203,12 @@ constexpr std::array kKeys = {
             "optim.state_dtype = bf16"),
     not_needed("bf16.immediate_grad_update", Type::kBool,
                "a gradient is reduced as soon as its bucket is full"),
+    not_needed("bf16.loss_scale", Type::kDouble, kNoScale),
+    not_needed("bf16.initial_scale_power", Type::kDouble, kNoScale),
+    not_needed("bf16.loss_scale_window", Type::kDouble, kNoScale),
+    not_needed("bf16.hysteresis", Type::kDouble, kNoScale),
+    not_needed("bf16.min_loss_scale", Type::kDouble, kNoScale),
+    not_needed("bf16.auto_cast", Type::kBool, "inputs are tokens, or given in the model's type"),
     not_needed("zero_allow_untested_optimizer", Type::kBool, "every optimizer here is tested"),
     not_needed("zero_force_ds_cpu_optimizer", Type::kBool, "there is one update kernel"),
     not_needed("checkpoint.load_universal", Type::kBool, kAnyRanks),
@@ -198,7 +219,8 @@ constexpr std::array kKeys = {
 
     // Optimizer and schedule
     special("optimizer.type", Type::kString, "optim.kind", "Adam, AdamW, SGD or Lion"),
-    same("optimizer.params.lr", "optim.lr"),
+    special("optimizer.params.lr", Type::kDouble, "optim.lr",
+            "the learning rate, unless the scheduler has a largest one of its own"),
     same("optimizer.params.betas[0]", "optim.beta1"),
     same("optimizer.params.betas[1]", "optim.beta2"),
     same("optimizer.params.eps", "optim.eps"),
@@ -206,39 +228,85 @@ constexpr std::array kKeys = {
     same("optimizer.params.momentum", "optim.momentum"),
     special("optimizer.params.adam_w_mode", Type::kBool, "optim.kind",
             "false with type Adam: optim.kind = adam"),
+    not_needed("optimizer.legacy_fusion", Type::kBool, "there is one update kernel"),
     not_needed("optimizer.params.torch_adam", Type::kBool, "there is one update kernel"),
     not_needed("optimizer.params.fused", Type::kBool, "there is one update kernel"),
     fixed("optimizer.params.bias_correction", Type::kBool, "true", "moments are always corrected"),
     fixed("optimizer.params.amsgrad", Type::kBool, "false", "AMSGrad is not supported"),
     special("scheduler.type", Type::kString, "schedule.kind",
-            "WarmupLR, WarmupDecayLR or WarmupCosineLR"),
-    same("scheduler.params.warmup_min_lr", "schedule.warmup_start_lr", "0"),
-    same("scheduler.params.warmup_max_lr", "optim.lr"),
-    same("scheduler.params.warmup_num_steps", "schedule.warmup_steps", "1000"),
-    same("scheduler.params.warmup_type", "schedule.warmup_shape", "log"),
-    same("scheduler.params.total_num_steps", "schedule.total_steps"),
+            "WarmupLR: constant, WarmupDecayLR: linear, WarmupCosineLR: cosine, OneCycle: "
+            "one_cycle, LRRangeTest: range_test; Warmup* also set schedule.deepspeed_timing"),
+    special("scheduler.params.last_batch_iteration", Type::kInt, "schedule.first_step",
+            "one more than this"),
+    special("scheduler.params.warmup_min_lr", Type::kDouble, "schedule.warmup_start_lr",
+            "of WarmupDecayLR also schedule.final_lr"),
+    special("scheduler.params.warmup_max_lr", Type::kDouble, "optim.lr", "the learning rate"),
+    special("scheduler.params.warmup_num_steps", Type::kInt, "schedule.warmup_steps",
+            "1 becomes 2; not given: 1000, or a tenth of a shorter run"),
+    special("scheduler.params.warmup_type", Type::kString, "schedule.warmup_shape",
+            "log or linear; not given: log"),
+    special("scheduler.params.total_num_steps", Type::kInt, "schedule.total_steps",
+            "not given: the steps of the run"),
     special("scheduler.params.warmup_min_ratio", Type::kDouble, "schedule.warmup_start_lr",
             "times the learning rate"),
     special("scheduler.params.cos_min_ratio", Type::kDouble, "schedule.final_lr",
-            "times the learning rate"),
+            "times the learning rate; not given: 0.0001"),
+    special("scheduler.params.cycle_min_lr", Type::kDouble, "schedule.warmup_start_lr",
+            "the lowest learning rate"),
+    special("scheduler.params.cycle_max_lr", Type::kDouble, "optim.lr", "the learning rate"),
+    special("scheduler.params.cycle_first_step_size", Type::kInt, "schedule.cycle_up_steps",
+            "steps up"),
+    special("scheduler.params.cycle_second_step_size", Type::kInt, "schedule.cycle_down_steps",
+            "steps down"),
+    special("scheduler.params.cycle_first_stair_count", Type::kInt, "schedule.cycle_up_stairs",
+            "stairs up"),
+    special("scheduler.params.cycle_second_stair_count", Type::kInt, "schedule.cycle_down_stairs",
+            "stairs down; not given: as many as up"),
+    special("scheduler.params.decay_step_size", Type::kInt, "schedule.decay_steps",
+            "after the cycle"),
+    special("scheduler.params.decay_lr_rate", Type::kDouble, "schedule.decay_rate",
+            "after the cycle"),
+    special("scheduler.params.cycle_momentum", Type::kBool, "",
+            "only false, or with SGD: momentum is not cycled"),
+    special("scheduler.params.cycle_min_mom", Type::kDouble, "", "belongs to cycle_momentum"),
+    special("scheduler.params.cycle_max_mom", Type::kDouble, "", "belongs to cycle_momentum"),
+    special("scheduler.params.decay_mom_rate", Type::kDouble, "", "belongs to cycle_momentum"),
+    special("scheduler.params.lr_range_test_min_lr", Type::kDouble, "schedule.warmup_start_lr",
+            "the first learning rate; not given: 0.001"),
+    special("scheduler.params.lr_range_test_step_size", Type::kInt, "schedule.range_steps",
+            "steps per growth"),
+    special("scheduler.params.lr_range_test_step_rate", Type::kDouble, "schedule.range_rate",
+            "growth"),
+    special("scheduler.params.lr_range_test_staircase", Type::kBool, "schedule.range_staircase",
+            "in stairs"),
+
+    // Watching a run
+    not_needed("steps_per_print", Type::kDouble, "the trainer prints one line per step"),
+    not_needed("dump_state", Type::kBool, "effective options are printed at start"),
+    elsewhere("wall_clock_breakdown", kTrace),
+    elsewhere("memory_breakdown", kMetrics),
+    elsewhere("timers", kMetrics),
+    elsewhere("flops_profiler", kTrace),
+    elsewhere("comms_logger", kMetrics),
+    elsewhere("tensorboard", "`tessera train --tensorboard DIR`"),
+    elsewhere("wandb", kMetrics),
+    elsewhere("comet", kMetrics),
+    elsewhere("csv_monitor", kMetrics),
+    elsewhere("activation_checkpointing", "`tessera train --recompute`, or per unit in code"),
+    elsewhere("autotuning", "memory budgets (memory.device, memory.host, memory.nvme)"),
 
     // Other subjects that real files mention
-    not_needed("steps_per_print", Type::kDouble, "the trainer prints one line per step"),
-    not_needed("wall_clock_breakdown", Type::kBool, "set trace.path for a trace of every phase"),
-    not_needed("memory_breakdown", Type::kBool, "the byte ledger is always kept"),
-    not_needed("dump_state", Type::kBool, "effective options are printed at start"),
     not_needed("disable_allgather", Type::kBool, kStage12),
+    not_needed("dataloader_drop_last", Type::kBool, "every step has a whole batch"),
+    not_needed("seq_parallel_communication_data_type", Type::kString,
+               "there is no sequence parallelism"),
+    fixed("graph_harvesting", Type::kBool, "false", "CUDA graphs are not supported"),
     fixed("sparse_gradients", Type::kBool, "false", "sparse gradients are not supported"),
     fixed("sequence_parallel_size", Type::kInt, "1", "sequence parallelism is not supported"),
     foreign("amp", "Apex AMP does not go with sharded parameters; use fp16 or bf16"),
-    foreign("activation_checkpointing", "recomputation is chosen per unit, in code"),
-    foreign("flops_profiler", "use trace.path"),
-    foreign("comms_logger", "wire bytes are always counted"),
-    foreign("tensorboard", "use the trainer's metrics file"),
-    foreign("wandb", "use the trainer's metrics file"),
-    foreign("comet", "use the trainer's metrics file"),
-    foreign("csv_monitor", "use the trainer's metrics file"),
-    foreign("autotuning", "give memory budgets instead: memory.device, memory.host, memory.nvme"),
+    foreign("torch_autocast", "choose the precision by fp16 or bf16"),
+    foreign("compile", "torch.compile is Python's"),
+    foreign("nebula", "it is not supported"),
     foreign("elasticity", "it is not supported"),
     foreign("compression_training", "it is not supported"),
     foreign("data_efficiency", "it is not supported"),

@@ -17,10 +17,11 @@ enum class DeepSpeedMeaning : std::uint8_t {
   kElements,        // elements of parameters or gradients; bytes depend on the precision
   kMasterElements,  // elements of fp32 master weights: 4 B each
   kRenamed,         // a choice under other names; `note` holds "theirs=ours,..."
-  kNotNeeded,       // checked, then one notice; `note` says why
+  kNotNeeded,       // checked, then named in a notice; `note` says why
   kFixed,           // only DeepSpeed's default is supported; `note` says why
   kSpecial,         // rules of its own, in deepspeed_rules.cpp; `note` says what it becomes
-  kForeign,         // a block of another subject: a notice, or an error where it is enabled
+  kElsewhere,       // a block or switch for watching a run: `note` says what does that here
+  kForeign,         // a block of another subject: an error where it is enabled
 };
 
 struct DeepSpeedKey {
@@ -32,6 +33,9 @@ struct DeepSpeedKey {
   // Holds when the block around the key is given and the key is not; empty: Tessera's default.
   std::string_view default_text;
   std::string_view note;
+  // Of elements: fewer bytes are never taken. A size of one element means "one parameter at a time"
+  // to DeepSpeed, and would mean a call per element here.
+  std::int64_t least_bytes = 0;
 };
 
 std::span<const DeepSpeedKey> deepspeed_keys();

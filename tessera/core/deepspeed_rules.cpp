@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "tessera/core/deepspeed_keys.h"
+#include "tessera/core/deepspeed_schedule.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 #include "tessera/core/units.h"
@@ -15,40 +16,24 @@ constexpr std::string_view kZero = "zero_optimization";
 
 std::string zero(std::string_view key) { return detail::concat(kZero, ".", key); }
 
-void add(DeepSpeedTranslation& out, const DeepSpeedView& view, std::string_view key,
-         std::string_view option, const OptionValue& value) {
-  DeepSpeedSetting setting;
-  setting.option = find_option(option);
-  setting.value = check_value(*setting.option, value, view.where(key));
-  setting.key = key;
-  setting.from = view.shown(key);
-  out.settings.push_back(std::move(setting));
-}
-
-void apply_stage(const DeepSpeedView& view, DeepSpeedTranslation& out) {
+void check_stage(const DeepSpeedView& view) {
   if (view.has(kZero)) {
     const bool legacy = view.flag(kZero);
     throw ConfigError(detail::concat(
         view.where(kZero), " = ", legacy ? "true" : "false", ": the legacy switch means stage ",
         legacy ? 1 : 0, ", but Tessera always shards everything; write {\"stage\": 3}"));
   }
-  if (!view.has_block(kZero)) {
-    return;
-  }
   const std::string key = zero("stage");
   if (!view.has(key)) {
-    out.notices.push_back(detail::concat(
-        key, " not given, DeepSpeed's default 0: everything is sharded all the same (stage 3)"));
-    return;
+    return;  // everything is sharded all the same
   }
   const std::int64_t stage = view.integer(key, 0);
   TESSERA_CHECK(stage >= 0 && stage <= 3, ConfigError, view.where(key), " = ", stage,
-                ": expected a whole number, 0 to 3; Tessera works like stage 3");
+                ": expected a whole number from 0 to 3; Tessera works like stage 3");
   TESSERA_CHECK(stage != 0, ConfigError, view.where(key), " = 0: Tessera always shards ",
                 "everything; set it to 3, and shard.group_size to 1 for a whole copy per rank");
   TESSERA_CHECK(stage == 3, ConfigError, view.where(key), " = ", stage,
                 ": Tessera always shards everything; set it to 3 or remove it");
-  out.notices.push_back(detail::concat(key, " = 3: parameters, gradients and states are sharded"));
 }
 
 void apply_precision(const DeepSpeedView& view, DeepSpeedTranslation& out) {
@@ -57,26 +42,26 @@ void apply_precision(const DeepSpeedView& view, DeepSpeedTranslation& out) {
   TESSERA_CHECK(!fp16 || !bf16, ConfigError, view.where("fp16.enabled"),
                 " and bf16.enabled are both true; choose one");
   if (fp16) {
-    add(out, view, "fp16.enabled", "precision", "fp16");
+    add_setting(out, view, "fp16.enabled", "precision", "fp16");
   }
   if (bf16) {
-    add(out, view, "bf16.enabled", "precision", "bf16");
+    add_setting(out, view, "bf16.enabled", "precision", "bf16");
   }
   constexpr std::string_view kPower = "fp16.initial_scale_power";
   if (view.has(kPower)) {
     const std::int64_t power = view.integer(kPower, 0);
     TESSERA_CHECK(power >= 0 && power <= 126, ConfigError, view.where(kPower), " = ", power,
-                  ": expected a whole number, 0 to 126");
-    add(out, view, kPower, "loss_scale.initial", std::ldexp(1.0, static_cast<int>(power)));
+                  ": expected a whole number from 0 to 126");
+    add_setting(out, view, kPower, "loss_scale.initial", std::ldexp(1.0, static_cast<int>(power)));
   }
   if (view.flag("fp16.fp16_master_weights_and_grads")) {
-    add(out, view, "fp16.fp16_master_weights_and_grads", "optim.master_dtype", "fp16");
+    add_setting(out, view, "fp16.fp16_master_weights_and_grads", "optim.master_dtype", "fp16");
   }
   if (view.flag("bf16.bf16_master_weights_and_grads")) {
-    add(out, view, "bf16.bf16_master_weights_and_grads", "optim.master_dtype", "bf16");
+    add_setting(out, view, "bf16.bf16_master_weights_and_grads", "optim.master_dtype", "bf16");
   }
   if (view.flag("bf16.bf16_optimizer_states")) {
-    add(out, view, "bf16.bf16_optimizer_states", "optim.state_dtype", "bf16");
+    add_setting(out, view, "bf16.bf16_optimizer_states", "optim.state_dtype", "bf16");
   }
 }
 
@@ -93,16 +78,15 @@ void apply_deprecated(const DeepSpeedView& view, DeepSpeedTranslation& out) {
     const std::string key = zero(old);
     if (view.has(key)) {
       replaced(key, zero(block));
-      add(out, view, key, option, view.flag(key) ? "host" : "device");
-      out.notices.push_back(detail::concat(key, ": deprecated; write ", zero(block)));
+      add_setting(out, view, key, option, view.flag(key) ? "host" : "device");
+      out.old_names.push_back(detail::concat(old, " (now ", block, ")"));
     }
   }
   const std::string gather = zero("stage3_gather_fp16_weights_on_model_save");
   if (view.has(gather)) {
     const std::string replacement = zero("stage3_gather_16bit_weights_on_model_save");
     replaced(gather, replacement);
-    out.notices.push_back(
-        detail::concat(gather, ": accepted, not needed: ", find_deepspeed_key(replacement)->note));
+    out.not_needed.push_back(short_key(gather));
   }
 }
 
@@ -110,7 +94,7 @@ void apply_sharding(const DeepSpeedView& view, DeepSpeedTranslation& out) {
   const std::string mics = zero("mics_shard_size");
   if (view.has(mics)) {
     const std::int64_t ranks = view.integer(mics, -1);
-    add(out, view, mics, "shard.group_size", ranks == -1 ? std::int64_t{0} : ranks);
+    add_setting(out, view, mics, "shard.group_size", ranks == -1 ? std::int64_t{0} : ranks);
   }
   const std::string loco = zero("zeropp_loco_param");
   if (view.has_block(loco)) {
@@ -143,7 +127,7 @@ void apply_paths(const DeepSpeedView& view, DeepSpeedTranslation& out) {
     }
   }
   if (!paths.empty()) {
-    add(out, view, last_key, "nvme.paths", paths);
+    add_setting(out, view, last_key, "nvme.paths", paths);
   }
 }
 
@@ -152,9 +136,9 @@ void apply_optimizer(const DeepSpeedView& view, DeepSpeedTranslation& out) {
   const std::string type = lower_case(view.text(kType));
   const bool decoupled = view.flag("optimizer.params.adam_w_mode", true);
   if (type == "adam" || type == "adamw") {
-    add(out, view, kType, "optim.kind", type == "adamw" || decoupled ? "adamw" : "adam");
+    add_setting(out, view, kType, "optim.kind", type == "adamw" || decoupled ? "adamw" : "adam");
   } else if (type == "sgd" || type == "lion") {
-    add(out, view, kType, "optim.kind", type);
+    add_setting(out, view, kType, "optim.kind", type);
   } else if (!type.empty()) {
     const bool compressed = type.starts_with("onebit") || type.starts_with("zeroone");
     throw ConfigError(detail::concat(
@@ -162,28 +146,6 @@ void apply_optimizer(const DeepSpeedView& view, DeepSpeedTranslation& out) {
         compressed ? ": compressed optimizers do not go with sharded parameters; use "
                    : ": not supported; use ",
         "Adam, AdamW, SGD or Lion"));
-  }
-}
-
-void apply_schedule(const DeepSpeedView& view, DeepSpeedTranslation& out) {
-  constexpr std::string_view kType = "scheduler.type";
-  const std::string type = lower_case(view.text(kType));
-  if (type.empty()) {
-    return;
-  }
-  TESSERA_CHECK(type == "warmuplr" || type == "warmupdecaylr" || type == "warmupcosinelr",
-                ConfigError, view.where(kType), " = ", in_quotes(view.text(kType)),
-                ": not supported; use WarmupLR, WarmupDecayLR or WarmupCosineLR");
-  add(out, view, kType, "schedule.kind",
-      type == "warmuplr" ? "constant" : (type == "warmupdecaylr" ? "linear" : "cosine"));
-  const double lr =
-      view.real("optimizer.params.lr", std::get<double>(default_value(*find_option("optim.lr"))));
-  for (const auto& [key, option] :
-       {std::pair{"scheduler.params.warmup_min_ratio", "schedule.warmup_start_lr"},
-        std::pair{"scheduler.params.cos_min_ratio", "schedule.final_lr"}}) {
-    if (view.has(key)) {
-      add(out, view, key, option, view.real(key, 0) * lr);
-    }
   }
 }
 
@@ -231,13 +193,24 @@ std::string DeepSpeedView::where(std::string_view path) const {
   return detail::concat(source_, ": ", path);
 }
 
+void add_setting(DeepSpeedTranslation& out, const DeepSpeedView& view, std::string_view key,
+                 std::string_view option, const OptionValue& value) {
+  DeepSpeedSetting setting;
+  setting.option = find_option(option);
+  setting.value = check_value(*setting.option, value, view.where(key));
+  setting.key = key;
+  setting.from = view.shown(key);
+  out.settings.push_back(std::move(setting));
+}
+
 void apply_special_keys(const DeepSpeedView& view, DeepSpeedTranslation& out) {
-  apply_stage(view, out);
+  check_stage(view);
   apply_precision(view, out);
   apply_deprecated(view, out);
   apply_sharding(view, out);
   apply_paths(view, out);
   apply_optimizer(view, out);
+  apply_learning_rate(view, out);
   apply_schedule(view, out);
 }
 

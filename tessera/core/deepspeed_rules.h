@@ -1,5 +1,5 @@
 // DeepSpeed's keys that follow rules of their own, and combinations that are refused; internal to
-// core, used by deepspeed_config.cpp alone.
+// core, used by the other deepspeed_*.cpp alone.
 //
 // Threads: stateless.
 #pragma once
@@ -18,6 +18,7 @@ class DeepSpeedView {
       : input_(input), source_(source) {}
 
   bool has(std::string_view path) const { return input_.values.count(path) != 0; }
+  bool is_auto(std::string_view path) const { return input_.autos.count(path) != 0; }
   bool has_block(std::string_view path) const { return input_.blocks.count(path) != 0; }
   bool flag(std::string_view path, bool otherwise = false) const;
   std::int64_t integer(std::string_view path, std::int64_t otherwise) const;
@@ -35,6 +36,10 @@ class DeepSpeedView {
   const DeepSpeedInput& input_;
   const std::string source_;
 };
+
+// Sets `option` because of `key`, which the file gives.
+void add_setting(DeepSpeedTranslation& out, const DeepSpeedView& view, std::string_view key,
+                 std::string_view option, const OptionValue& value);
 
 // Adds what the keys of kind kSpecial set.
 void apply_special_keys(const DeepSpeedView& view, DeepSpeedTranslation& out);

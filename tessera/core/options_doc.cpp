@@ -5,6 +5,7 @@
 #include "tessera/core/deepspeed_keys.h"
 #include "tessera/core/error.h"
 #include "tessera/core/option_value.h"
+#include "tessera/core/units.h"
 
 namespace tessera {
 namespace {
@@ -62,20 +63,28 @@ std::string option_rows() {
   return rows;
 }
 
+std::string least_text(const DeepSpeedKey& key) {
+  return key.least_bytes == 0 ? std::string()
+                              : detail::concat(", at least ", exact_bytes(key.least_bytes));
+}
+
 std::string becomes(const DeepSpeedKey& key) {
   switch (key.meaning) {
     case DeepSpeedMeaning::kSame:
       return detail::concat("`", key.option, "`");
     case DeepSpeedMeaning::kElements:
-      return detail::concat("`", key.option, "`; elements, times 2 B (bf16, fp16) or 4 B (fp32)");
+      return detail::concat("`", key.option, "`; elements, times 2 B (bf16, fp16) or 4 B (fp32)",
+                            least_text(key));
     case DeepSpeedMeaning::kMasterElements:
-      return detail::concat("`", key.option, "`; elements, times 4 B");
+      return detail::concat("`", key.option, "`; elements, times 4 B", least_text(key));
     case DeepSpeedMeaning::kRenamed:
       return detail::concat("`", key.option, "`; ", key.note);
     case DeepSpeedMeaning::kNotNeeded:
       return detail::concat("accepted, not needed: ", key.note);
     case DeepSpeedMeaning::kFixed:
       return detail::concat("only ", key.default_text, ": ", key.note);
+    case DeepSpeedMeaning::kElsewhere:
+      return detail::concat("accepted; use ", key.note);
     case DeepSpeedMeaning::kForeign:
       return detail::concat("accepted where it is not enabled: ", key.note);
     case DeepSpeedMeaning::kSpecial:
@@ -128,11 +137,14 @@ std::string options_markdown() {
       "one\n"
       "file; the same option under two names must have one value. Counts of elements are converted "
       "to\n"
-      "bytes with the precision of the run, and every conversion is printed. DeepSpeed's defaults "
-      "hold\n"
-      "inside each block that is given (`-`: Tessera's default holds); `\"auto\"` and `null` count "
-      "as\n"
-      "not given. An unknown key is an error that suggests the nearest one.\n\n"
+      "bytes with the precision of the run. A run says in at most ten lines what the file has "
+      "become, and\n"
+      "`tessera config FILE` lists every option with the key that gave it.\n\n"
+      "DeepSpeed's defaults hold inside each block that is given (`-`: Tessera's default holds), "
+      "and\n"
+      "`null` counts as not given. `\"auto\"` is Tessera's default, or what a flag says. Flags win "
+      "over\n"
+      "the file. An unknown key is an error that suggests the nearest one.\n\n"
       "| key | default | becomes |\n|---|---|---|\n",
       deepspeed_rows());
 }

@@ -101,6 +101,9 @@ Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
     reductions_ = group_.split(0, group_.name() + ".reduce");
   }
   tiers.reserve_staging(reduce_group());  // if the plan is made already
+  if (!schedule_.notice.empty()) {
+    runtime.logger().info(schedule_.notice);
+  }
 }
 
 Engine::Impl::~Impl() {

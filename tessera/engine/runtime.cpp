@@ -10,7 +10,6 @@
 #include "tessera/comm/bootstrap.h"
 #include "tessera/comm/rendezvous.h"
 #include "tessera/core/error.h"
-#include "tessera/core/option_table.h"
 #include "tessera/device/device_cuda.h"
 #include "tessera/device/host_info.h"
 #include "tessera/device/nvtx.h"
@@ -100,13 +99,11 @@ struct Runtime::Impl {
   // Somebody asked for something that will not happen; a run must not look as if it did.
   void warn_of_unread_options() const {
     std::string names;
-    for (const Option& option : option_table()) {
-      if (option.read_by.empty() && config.is_set(option.name)) {
-        names += (names.empty() ? "" : ", ") + std::string(option.name);
-      }
+    for (const std::string& name : config.unread()) {
+      names += (names.empty() ? "" : ", ") + name;
     }
     if (!names.empty()) {
-      logger.warn("set, but not used yet: ", names);
+      logger.warn("set, but not built yet, and without effect: ", names);
     }
   }
 

@@ -58,6 +58,32 @@ TEST(Config, DescribesWhatDiffersFromTheDefaultsAndWhereItCameFrom) {
             "log.level = warn  (command line)\n");
 }
 
+TEST(Config, AValueIsShownWithWhereItCameFrom) {
+  auto config = Config::from_json(
+      R"({"seed": 7, "scheduler": {"type": "WarmupLR"}, "train_batch_size": 4})", "run.json");
+  config.set("optim.lr", 0.5, "--lr");
+  EXPECT_EQ(config.shown("seed"), "seed = 7 (run.json)");
+  EXPECT_EQ(config.shown("batch.total"), "batch.total = 4 (run.json: train_batch_size)");
+  EXPECT_EQ(config.shown("optim.lr"), "optim.lr = 0.5 (--lr)");
+  EXPECT_EQ(config.shown("batch.accumulate"), "batch.accumulate = 1 (a default)");
+  EXPECT_EQ(config.shown("schedule.warmup_steps"),
+            "schedule.warmup_steps = 1000 (a default, DeepSpeed's)");
+  EXPECT_TRUE(config.is_given("seed"));
+  EXPECT_TRUE(config.is_from_file("batch.total"));
+  EXPECT_TRUE(config.is_given("optim.lr"));
+  EXPECT_FALSE(config.is_from_file("optim.lr"));
+  EXPECT_TRUE(config.is_set("schedule.warmup_steps"));
+  EXPECT_FALSE(config.is_given("schedule.warmup_steps"));
+  EXPECT_FALSE(config.is_given("batch.accumulate"));
+}
+
+TEST(Config, OnlyWhatSomebodyGaveAndNothingReadsIsUnread) {
+  auto config = Config::from_json(R"({"quant": {"weights": true, "gradients": false}, "seed": 7})",
+                                  "run.json");
+  EXPECT_EQ(config.unread(), std::vector<std::string>{"quant.weights (run.json: quant.weights)"});
+  EXPECT_TRUE(Config::from_json(R"({"zero_optimization": {"stage": 3}})", "d").unread().empty());
+}
+
 TEST(Config, LaterSettingsWin) {
   auto config = Config::from_json(R"({"comm": {"timeout_s": 30}})", "run.json");
   config.set("comm.timeout_s", 40);
@@ -98,7 +124,7 @@ TEST(Config, AFlagThatIsWrongSaysHow) {
             "\"place.parameters_pinned\": there is no such option any more: host memory is pinned "
             "where a GPU reads or writes it, and nowhere else; leave it out");
   EXPECT_EQ(message("verbose"), "\"verbose\": expected name=value, for example comm.timeout_s=30");
-  EXPECT_EQ(message("seed=-1"), "seed = -1: expected a whole number, at least 0");
+  EXPECT_EQ(message("seed=-1"), "seed = -1: expected a whole number from 0 to 9007199254740992");
 }
 
 TEST(Config, AnUnknownKeyIsNamedInFullWithTheNearestKnownOne) {
@@ -119,7 +145,7 @@ TEST(Config, AnUnknownKeyIsNamedInFullWithTheNearestKnownOne) {
 TEST(Config, AValueIsRejectedWithItsKeyAndWhatIsAllowed) {
   EXPECT_EQ(failure(R"({"comm": {"timeout_s": 0}})"),
             "run.json: comm.timeout_s = 0: expected seconds or a duration like \"10min\", "
-            "0.001 to 1e+09");
+            "from 0.001 to 1e+09");
   EXPECT_EQ(failure(R"({"comm": {"timeout_s": null}})"),
             "run.json: comm.timeout_s: expected a value, got null");
   EXPECT_EQ(failure(R"({"comm": [1]})"),
@@ -163,10 +189,10 @@ TEST(Config, OptionsThatContradictEachOtherAreRejectedByCheck) {
   EXPECT_EQ(failure(R"({"memory": {"nvme": "1GiB"}})"),
             "memory.nvme = 1GiB: nvme.paths is empty; give a directory on the disk");
   EXPECT_EQ(failure(R"({"batch": {"total": 10, "accumulate": 3}})"),
-            "batch.total = 10 is not a multiple of batch.accumulate = 3");
+            "batch.total = 10 (run.json) is not a multiple of batch.accumulate = 3 (run.json)");
   EXPECT_EQ(failure(R"({"batch": {"total": 12, "accumulate": 3, "micro_per_rank": 3}})"),
-            "batch.total = 12 is not a multiple of batch.micro_per_rank = 3 times "
-            "batch.accumulate = 3");
+            "batch.total = 12 (run.json) is not a multiple of batch.micro_per_rank = 3 (run.json) "
+            "times batch.accumulate = 3 (run.json)");
   EXPECT_EQ(failure(R"({"shard": {"group_size": 2, "secondary_group_size": 2}})"),
             "shard.group_size = 2 and shard.secondary_group_size = 2 exclude each other; set one "
             "of them");
