@@ -5,6 +5,8 @@
 #include <CLI/CLI.hpp>
 
 #include "tessera/core/error.h"
+#include "tessera/core/option_table.h"
+#include "tessera/core/option_value.h"
 #include "tessera/core/printable.h"
 
 namespace tessera::cli {
@@ -32,6 +34,12 @@ Config load_config(const ConfigFlags& flags) {
     config.apply_flag(setting);
   }
   return config;
+}
+
+void set_from_flag(const char* flag, const std::string& text, const char* option, Config& config) {
+  if (!text.empty()) {
+    config.set(option, parse_value(*find_option(option), text, flag), flag);
+  }
 }
 
 comm::GroupOptions group_options(const Config& config) {

@@ -28,6 +28,9 @@ void add_set_flag(CLI::App& app, ConfigFlags& flags);
 // flags may be what is missing.
 Config load_config(const ConfigFlags& flags);
 
+// Sets an option to what a flag says, under the flag's name; an empty text is a flag not given.
+void set_from_flag(const char* flag, const std::string& text, const char* option, Config& config);
+
 // The options of room comm in the words of that room.
 comm::GroupOptions group_options(const Config& config);
 

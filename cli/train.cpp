@@ -130,6 +130,7 @@ Action add_train(CLI::App& app) {
   add_model_flags(app, *flags);
   add_ranks_flag(app, flags->ranks);
   add_training_flags(app, *flags);
+  add_schedule_flags(app, flags->schedule);
   add_memory_flags(app, *flags);
   add_run_flags(app, *flags);
   add_config_flags(app, flags->config);

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "cli/config_flags.h"
+#include "cli/schedule_flags.h"
 #include "tessera/comm/rank_process.h"
 #include "tessera/comm/rendezvous.h"
 
@@ -45,6 +46,7 @@ struct TrainFlags {
   std::string accumulate;
   std::string precision;
   std::string lr;
+  ScheduleFlags schedule;
   std::string clip;
   std::string seed;
   std::string data;

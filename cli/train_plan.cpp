@@ -8,11 +8,10 @@
 
 #include "cli/flag_values.h"
 #include "cli/output_file.h"
+#include "cli/train_batch.h"
 #include "cli/train_memory.h"
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/core/error.h"
-#include "tessera/core/option_table.h"
-#include "tessera/core/option_value.h"
 #include "tessera/core/printable.h"
 #include "tessera/device/device_cuda.h"
 #include "tessera/device/host_info.h"
@@ -38,41 +37,27 @@ DType precision_of(const Config& config) {
   return name == "bf16" ? DType::kBFloat16 : name == "fp16" ? DType::kFloat16 : DType::kFloat32;
 }
 
-void apply_flag(const char* flag, const std::string& text, const char* option, Config& config) {
-  if (!text.empty()) {
-    config.set(option, parse_value(*find_option(option), text, flag));
-  }
-}
-
-// Before the file is checked: it may want a place that a flag provides.
 void apply_memory_flags(const TrainFlags& flags, Config& config) {
-  apply_flag("--host-budget", flags.host_budget, "memory.host", config);
-  apply_flag("--device-budget", flags.device_budget, "memory.device", config);
-  apply_flag("--nvme", flags.nvme, "nvme.paths", config);
-  apply_flag("--nvme-budget", flags.nvme_budget, "memory.nvme", config);
-  apply_flag("--parameters", flags.parameters, "place.parameters", config);
-  apply_flag("--optimizer", flags.optimizer, "place.optimizer", config);
-  apply_flag("--cpu-share", flags.cpu_share, "optim.cpu_share", config);
+  set_from_flag("--host-budget", flags.host_budget, "memory.host", config);
+  set_from_flag("--device-budget", flags.device_budget, "memory.device", config);
+  set_from_flag("--nvme", flags.nvme, "nvme.paths", config);
+  set_from_flag("--nvme-budget", flags.nvme_budget, "memory.nvme", config);
+  set_from_flag("--parameters", flags.parameters, "place.parameters", config);
+  set_from_flag("--optimizer", flags.optimizer, "place.optimizer", config);
+  set_from_flag("--cpu-share", flags.cpu_share, "optim.cpu_share", config);
 }
 
 void apply_flags(const TrainFlags& flags, Config& config) {
-  const auto apply = [&config](const char* flag, const std::string& text, const char* option) {
-    apply_flag(flag, text, option, config);
-  };
-  apply("--batch", flags.batch, "batch.total");
-  apply("--accumulate", flags.accumulate, "batch.accumulate");
-  apply("--precision", flags.precision, "precision");
-  apply("--lr", flags.lr, "optim.lr");
-  apply("--clip", flags.clip, "grad.clip_norm");
-  apply("--seed", flags.seed, "seed");
-  apply("--trace", flags.trace, "trace.path");
+  set_from_flag("--batch", flags.batch, "batch.total", config);
+  set_from_flag("--accumulate", flags.accumulate, "batch.accumulate", config);
+  set_from_flag("--precision", flags.precision, "precision", config);
+  set_from_flag("--lr", flags.lr, "optim.lr", config);
+  set_from_flag("--clip", flags.clip, "grad.clip_norm", config);
+  set_from_flag("--seed", flags.seed, "seed", config);
+  set_from_flag("--trace", flags.trace, "trace.path", config);
   TESSERA_CHECK(flags.batch.empty() || config.get_int("batch.total") > 0, ConfigError, "--batch ",
                 tessera::in_quotes(flags.batch), " holds no sequence; give at least one per rank");
-  const bool replaced = !flags.batch.empty() || !flags.accumulate.empty();
-  if (replaced && config.get_int("batch.micro_per_rank") > 0) {
-    // What a file says of the third number belongs to the two that a flag has replaced.
-    config.set("batch.micro_per_rank", std::int64_t{0});
-  }
+  apply_schedule_flags(flags.schedule, config);
 }
 
 models::GptOptions checked_model(const TrainFlags& flags, const Config& config) {
@@ -88,31 +73,6 @@ models::GptOptions checked_model(const TrainFlags& flags, const Config& config) 
   model.dtype = precision_of(config);
   model.check();
   return model;
-}
-
-// Two of the three numbers give the third; with none given, what every number of ranks can share.
-BatchShape checked_batch(const TrainFlags& flags, int num_ranks, Config& config) {
-  BatchShape batch{config.get_int("batch.total"), num_ranks, config.get_int("batch.accumulate")};
-  const std::int64_t micro = config.get_int("batch.micro_per_rank");
-  TESSERA_CHECK(
-      batch.accumulate <= kMaxDimension && micro <= kMaxDimension && batch.total <= kMaxDimension,
-      ConfigError, "batch.total = ", batch.total, ", batch.micro_per_rank = ", micro,
-      " and batch.accumulate = ", batch.accumulate, ": at most ", kMaxDimension, " each");
-  if (batch.total == 0) {
-    batch.total = micro > 0 ? micro * num_ranks * batch.accumulate
-                            : shareable_total(kDefaultBatch, num_ranks, batch.accumulate);
-  } else if (micro > 0 && !config.is_set("batch.accumulate") &&
-             batch.total % (micro * num_ranks) == 0) {
-    batch.accumulate = batch.total / (micro * num_ranks);
-  }
-  batch.check(flags.batch.empty() ? "batch.total" : "--batch");
-  TESSERA_CHECK(micro == 0 || micro == batch.per_micro_batch(), ConfigError,
-                "batch.micro_per_rank = ", micro, " times batch.accumulate = ", batch.accumulate,
-                " times ", num_ranks, " ranks is not batch.total = ", batch.total,
-                "; leave one of them out");
-  config.set("batch.total", batch.total);
-  config.set("batch.accumulate", batch.accumulate);
-  return batch;
 }
 
 // Its own, or, where there are more ranks than GPUs, the next one in turn.
@@ -180,7 +140,6 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   TrainPlan plan;
   plan.config = load_config(flags.config);
   apply_memory_flags(flags, plan.config);
-  plan.config.check();
   apply_flags(flags, plan.config);
   plan.preset = flags.preset.empty() ? kDefaultPreset : flags.preset;
   plan.model = checked_model(flags, plan.config);
@@ -207,7 +166,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   plan.num_threads = static_cast<int>(count_or("--threads", flags.threads, share, 1, kMaxThreads));
   check_device(plan, purpose == PlanFor::kTraining ? place.local_world_size : 0);
 
-  plan.batch = checked_batch(flags, place.world_size, plan.config);
+  plan.batch = resolve_batch(plan.config, place.world_size, kDefaultBatch);
   check_training_options(plan);
   plan.memory = plan_memory(plan.config, plan.model, place.world_size, plan.cuda_device >= 0);
   TESSERA_CHECK(

@@ -7,12 +7,11 @@
 
 namespace tessera::cli {
 
-void BatchShape::check(const std::string& source) const {
+void BatchShape::check(const std::string& subject) const {
   const std::int64_t unit = num_ranks * accumulate;
   const std::int64_t below = total / unit * unit;
-  TESSERA_CHECK(total > 0, ConfigError, source, " ", total, " holds no sequence; give at least ",
-                unit);
-  TESSERA_CHECK(total == below, ConfigError, source, " ", total, " cannot be shared by ", num_ranks,
+  TESSERA_CHECK(total > 0, ConfigError, subject, " holds no sequence; give at least ", unit);
+  TESSERA_CHECK(total == below, ConfigError, subject, " cannot be shared by ", num_ranks,
                 num_ranks == 1 ? " rank" : " ranks", " with ", accumulate,
                 accumulate == 1 ? " micro-batch" : " micro-batches",
                 " each: it must be a multiple of ", unit, "; the nearest is ",

@@ -17,8 +17,9 @@ struct BatchShape {
   std::int64_t accumulate = 1;  // micro-batches per step and rank
 
   std::int64_t per_micro_batch() const { return total / (num_ranks * accumulate); }
-  // Throws ConfigError with the nearest totals that can be shared; `source` is how it calls this.
-  void check(const std::string& source) const;
+  // Throws ConfigError with the nearest total that can be shared; `subject` is how it calls the
+  // total: "--batch 7".
+  void check(const std::string& subject) const;
 };
 
 struct SequenceRange {

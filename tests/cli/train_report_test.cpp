@@ -23,7 +23,7 @@ namespace {
 
 std::string refusal(const BatchShape& shape) {
   try {
-    shape.check("--batch");
+    shape.check("--batch " + std::to_string(shape.total));
   } catch (const ConfigError& error) {
     return error.what();
   }
@@ -50,7 +50,7 @@ TEST(BatchShape, EverySequenceBelongsToOneMicroBatchOfOneRank) {
   for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
     for (std::int64_t accumulate = 1; accumulate <= 3; ++accumulate) {
       const BatchShape shape{24 * accumulate, num_ranks, accumulate};
-      shape.check("--batch");
+      shape.check("this");
       std::multiset<std::int64_t> seen;
       for (int rank = 0; rank < num_ranks; ++rank) {
         for (std::int64_t micro = 0; micro < accumulate; ++micro) {
