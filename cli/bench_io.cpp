@@ -1,4 +1,5 @@
 #include <iostream>
+#include <limits>
 #include <memory>
 
 #include <CLI/CLI.hpp>
@@ -42,12 +43,13 @@ IoBenchOptions checked_options(const BenchIoFlags& flags) {
   options.kind = parse_engine(flags.engine);
   const auto seconds = parse_seconds(flags.seconds);
   TESSERA_CHECK(seconds && *seconds > 0 && *seconds <= kMaxSeconds, ConfigError, "--seconds ",
-                tessera::in_quotes(flags.seconds), " is not a time up to ", kMaxSeconds, " s");
+                tessera::in_quotes(flags.seconds), " is not a time above 0 s, up to ", kMaxSeconds,
+                " s");
   options.seconds = *seconds;
   const auto bytes = parse_bytes(flags.bytes);
   TESSERA_CHECK(bytes && *bytes >= kMinFileBytes, ConfigError, "--bytes ",
-                tessera::in_quotes(flags.bytes), " is not a size of at least ",
-                exact_bytes(kMinFileBytes));
+                tessera::in_quotes(flags.bytes), " is not a size from ", exact_bytes(kMinFileBytes),
+                " to ", exact_bytes(std::numeric_limits<std::int64_t>::max()));
   options.file_bytes = static_cast<std::uint64_t>(*bytes);
   return options;
 }

@@ -6,6 +6,7 @@
 
 #include "models/plain_trainer.h"
 #include "tessera/checkpoint/safetensors.h"
+#include "tessera/optim/schedule.h"
 
 namespace tessera::cli {
 namespace {
@@ -57,7 +58,13 @@ class UnshardedTrainer final : public Trainer {
   UnshardedTrainer(const TrainPlan& plan, Runtime& runtime)
       : model_(plan.model, torch_device(plan), plan.seed),
         trainer_(model_.params(), plan.config, runtime.kernels(), runtime.device(),
-                 engine_options(plan)) {}
+                 engine_options(plan)) {
+    const std::string notice =
+        optim::ScheduleOptions::from(plan.config, plan.schedule_steps).notice;
+    if (!notice.empty()) {
+      runtime.logger().info(notice);
+    }
+  }
 
   void run(const MicroBatch& micro_batch) override {
     const at::Tensor loss = model_.loss(micro_batch.ids, micro_batch.targets);

@@ -39,6 +39,8 @@ class FullBytes {
 // A model smaller than the buckets of a large one would be reduced in one piece, after backward;
 // many small calls would cost more than they hide. Bits do not depend on it.
 constexpr std::int64_t kSmallestBucketBytes = std::int64_t{4} << 20;
+// More in one backward takes longer in calls than in bytes.
+constexpr std::size_t kManyBuckets = 4096;
 
 // What module->to(type) does to one of its tensors. Returns the values of before, or nothing if
 // they stay.
@@ -393,6 +395,12 @@ void Engine::Impl::make_reducer() {
   };
   reducer_.reset();  // before another works with the same group and memory
   reducer_ = std::make_unique<grad::Reducer>(parts, reductions);
+  const std::size_t num_buckets = reducer_->layout().buckets.size();
+  if (group().size() > 1 && num_buckets > kManyBuckets) {
+    runtime.logger().once("many buckets", LogLevel::kInfo,
+                          runtime.config().shown("grad.bucket_bytes"), " cuts the gradients into ",
+                          num_buckets, " reductions per backward; a larger one is faster");
+  }
 }
 
 }  // namespace tessera

@@ -82,6 +82,23 @@ TEST_F(TrainDeepSpeed, SizesOfOneElementTrainOnSeveralRanks) {
       << result.err;
 }
 
+// Our own option is taken at its word, but nobody should have to guess why a step takes so long.
+TEST_F(TrainDeepSpeed, BucketsThatMakeThousandsOfCallsAreMentioned) {
+  const ProcessResult result = train({"--ranks", "2", "--set", "grad.bucket_bytes=24"}, "1");
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_TRUE(
+      contains(result.err, "grad.bucket_bytes = 24B (command line) cuts the gradients into"))
+      << result.err;
+}
+
+TEST_F(TrainDeepSpeed, ARunWithoutShardsSaysTheSameOfItsSchedule) {
+  const ProcessResult result =
+      train({"--unsharded", "--config", shape("warmup_decay"), "--set", "schedule.total_steps=9"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_TRUE(contains(result.err, "end within the warm-up, schedule.warmup_steps = 500"))
+      << result.err;
+}
+
 TEST_F(TrainDeepSpeed, BatchesThatContradictNameTheThreeValuesAndWhereTheyCameFrom) {
   write("ds.json", R"({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4,
                        "gradient_accumulation_steps": 1})");
