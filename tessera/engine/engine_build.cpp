@@ -39,8 +39,9 @@ class FullBytes {
 // A model smaller than the buckets of a large one would be reduced in one piece, after backward;
 // many small calls would cost more than they hide. Bits do not depend on it.
 constexpr std::int64_t kSmallestBucketBytes = std::int64_t{4} << 20;
-// More in one backward takes longer in calls than in bytes.
-constexpr std::size_t kManyBuckets = 4096;
+// More buckets than this in one backward, each below this size, take longer in calls than in bytes.
+constexpr std::size_t kManyBuckets = 512;
+constexpr std::int64_t kSlowBucketBytes = std::int64_t{1} << 20;
 
 // What module->to(type) does to one of its tensors. Returns the values of before, or nothing if
 // they stay.
@@ -396,7 +397,8 @@ void Engine::Impl::make_reducer() {
   reducer_.reset();  // before another works with the same group and memory
   reducer_ = std::make_unique<grad::Reducer>(parts, reductions);
   const std::size_t num_buckets = reducer_->layout().buckets.size();
-  if (group().size() > 1 && num_buckets > kManyBuckets) {
+  if (group().size() > 1 && num_buckets > kManyBuckets &&
+      reductions.bucket_bytes < kSlowBucketBytes) {
     runtime.logger().once("many buckets", LogLevel::kInfo,
                           runtime.config().shown("grad.bucket_bytes"), " cuts the gradients into ",
                           num_buckets, " reductions per backward; a larger one is faster");
