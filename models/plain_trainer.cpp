@@ -238,11 +238,12 @@ StepResult PlainTrainer::step() {
       optim::step_factors(sums, impl.loss_scale.value(), impl.clip_norm);
 
   StepResult result;
-  result.step = impl.num_steps++;
+  const std::int64_t num_before = impl.num_steps++;
+  result.step = num_before + 1;
   result.skipped = !factors.finite && impl.skip_nonfinite;
   result.loss = factors.loss;
   result.grad_norm = factors.grad_norm;
-  result.lr = optim::learning_rate(impl.schedule, result.step);
+  result.lr = optim::learning_rate(impl.schedule, num_before);
   result.loss_scale = impl.loss_scale.value();
   result.weight = sums.weight * impl.weight_scale;
   if (!result.skipped) {

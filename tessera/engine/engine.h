@@ -118,7 +118,7 @@ struct EngineOptions {
 };
 
 struct StepResult {
-  std::int64_t step = 0;  // from 0; skipped ones count
+  std::int64_t step = 0;  // from 1; skipped ones count
   bool skipped = false;   // a gradient was not finite: nothing was updated
   double loss = 0;        // weighted mean over ranks and micro-batches
   double grad_norm = 0;   // of the mean gradient, before clipping

@@ -369,7 +369,7 @@ StepResult Engine::Impl::finish_step() {
   const optim::StepSums sums = sum_over_ranks(is_started);
   const optim::StepFactors factors = optim::step_factors(sums, loss_scale_->value(), clip_norm_);
   StepResult result;
-  result.step = num_steps;
+  result.step = num_steps + 1;
   result.loss = factors.loss;
   result.grad_norm = factors.grad_norm;
   result.loss_scale = loss_scale_->value();
@@ -377,8 +377,9 @@ StepResult Engine::Impl::finish_step() {
   result.lr = lr;
   result.skipped = !factors.finite && skip_nonfinite_;
   if (result.skipped) {
-    runtime.logger().with_step(num_steps).warn(
-        "a gradient is infinite or NaN: the step is skipped on all ranks");
+    runtime.logger()
+        .with_step(result.step)
+        .warn("a gradient is infinite or NaN: the step is skipped on all ranks");
   } else {
     if (early_.has_started()) {
       early_.end_step(factors.gradient_scale);
