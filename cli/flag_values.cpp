@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
@@ -23,6 +24,15 @@ std::int64_t parse_count(std::string_view flag, std::string_view text, std::int6
   TESSERA_CHECK(error == std::errc() && stop == end && value >= min && value <= max, ConfigError,
                 flag, " ", tessera::in_quotes(text), " is not a whole number from ", min, " to ",
                 max);
+  return value;
+}
+
+double parse_positive(std::string_view flag, std::string_view text) {
+  double value = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  TESSERA_CHECK(error == std::errc() && stop == end && std::isfinite(value) && value > 0,
+                ConfigError, flag, " ", tessera::in_quotes(text), " is not a number above 0");
   return value;
 }
 

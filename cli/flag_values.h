@@ -1,4 +1,4 @@
-// Values of flags that are not options: counts and lists of sizes.
+// Values of flags that are not options: counts, numbers and lists of sizes.
 //
 // Every failure is a one-line ConfigError: the flag, the value, what is allowed.
 //
@@ -15,6 +15,9 @@ namespace tessera::cli {
 
 std::int64_t parse_count(std::string_view flag, std::string_view text, std::int64_t min,
                          std::int64_t max);
+
+// Finite and above zero.
+double parse_positive(std::string_view flag, std::string_view text);
 
 // "4KiB,1MiB": at least one, each at least one byte.
 std::vector<std::size_t> parse_sizes(std::string_view flag, std::string_view text);

@@ -2,15 +2,10 @@
 
 #include <sys/resource.h>
 
-#include <array>
-#include <cerrno>
 #include <cmath>
-#include <cstring>
+#include <cstdio>
 #include <string_view>
 #include <utility>
-
-#include "tessera/core/error.h"
-#include "tessera/core/printable.h"
 
 namespace tessera::cli {
 namespace {
@@ -39,6 +34,15 @@ class JsonObject {
 
 }  // namespace
 
+std::array<TierBytes, kNumTiers> held_bytes(const Ledger& ledger) {
+  std::array<TierBytes, kNumTiers> held{};
+  for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
+    held[tier].now = static_cast<std::int64_t>(ledger.current_bytes(static_cast<Tier>(tier)));
+    held[tier].peak = static_cast<std::int64_t>(ledger.peak_bytes(static_cast<Tier>(tier)));
+  }
+  return held;
+}
+
 std::string metrics_json(const StepMetrics& metrics) {
   JsonObject object;
   object.add("step", metrics.step);
@@ -47,8 +51,13 @@ std::string metrics_json(const StepMetrics& metrics) {
   object.add("lr", metrics.lr);
   object.add("skipped", metrics.skipped);
   object.add("loss_scale", metrics.loss_scale);
+  object.add("tokens", metrics.tokens);
   object.add("step_s", metrics.step_s);
+  object.add("forward_s", metrics.forward_s);
+  object.add("backward_s", metrics.backward_s);
+  object.add("update_s", metrics.update_s);
   object.add("tokens_per_s", metrics.tokens_per_s);
+  object.add("mfu", metrics.mfu);
   object.add("rss_peak_bytes", metrics.rss_peak_bytes);
   object.add("full_bytes_peak", metrics.full_bytes_peak);
   object.add("gathered_bytes", metrics.gathered_bytes);
@@ -61,23 +70,16 @@ std::string metrics_json(const StepMetrics& metrics) {
   object.add("device_peak_bytes", metrics.device_peak_bytes);
   object.add("h2d_bytes", metrics.h2d_bytes);
   object.add("d2h_bytes", metrics.d2h_bytes);
+  for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
+    const std::string name = "held_" + std::string(to_string(static_cast<Tier>(tier)));
+    object.add(name + "_bytes", metrics.held[tier].now);
+    object.add(name + "_peak_bytes", metrics.held[tier].peak);
+  }
   return object.text();
 }
 
-MetricsFile::MetricsFile(std::string path)
-    : path_(std::move(path)), file_(std::fopen(path_.c_str(), "we")) {
-  TESSERA_CHECK(file_ != nullptr, IoError, "--metrics ", tessera::in_quotes(path_),
-                " cannot be opened: ", std::strerror(errno));
-}
-
-MetricsFile::~MetricsFile() { std::fclose(file_); }
-
-void MetricsFile::append(const StepMetrics& metrics) {
-  const std::string line = metrics_json(metrics) + "\n";
-  const bool written = std::fwrite(line.data(), 1, line.size(), file_) == line.size();
-  TESSERA_CHECK(written && std::fflush(file_) == 0, IoError, "--metrics ",
-                tessera::in_quotes(path_), " cannot be written: ", std::strerror(errno));
-}
+MetricsFile::MetricsFile(std::string path, std::function<void(const std::string& text)> warn)
+    : file_({"--metrics", std::move(path), std::move(warn)}) {}
 
 std::int64_t rss_peak_bytes() {
   struct rusage usage {};

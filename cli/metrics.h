@@ -1,28 +1,48 @@
-// The numbers of every step, as JSON lines that programs read.
+// The numbers of every step, as JSON lines that programs read; docs/metrics.md has the table.
 //
 // A metrics file can be read while training runs: an old one is emptied at the start, then each
-// step adds one whole line, which is flushed. Numbers have all digits of their type, so that runs
-// can be compared to the bit; a number that JSON has no word for (a norm of an overflow) is null.
+// step adds one whole line at once. Numbers have all digits of their type, so that runs can be
+// compared to the bit; a number that JSON has no word for (a norm of an overflow), or that is not
+// known, is null.
 //
 // Threads: one caller at a time.
 #pragma once
 
+#include <array>
 #include <cstdint>
-#include <cstdio>
+#include <functional>
+#include <limits>
 #include <string>
+
+#include "cli/record_file.h"
+#include "tessera/core/ledger.h"
 
 namespace tessera::cli {
 
+inline constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+
+// What the library holds in one tier, by the ledger.
+struct TierBytes {
+  std::int64_t now = 0;
+  std::int64_t peak = 0;  // since the start
+};
+
 // One step of this rank; bytes of collectives are those that it sent.
 struct StepMetrics {
-  std::int64_t step = 0;  // from 0
+  std::int64_t step = 1;  // from 1
   double loss = 0;
   double grad_norm = 0;  // before clipping
   double lr = 0;
   bool skipped = false;
   double loss_scale = 1;
-  double step_s = 0;  // the whole step, data included
+  std::int64_t tokens = 0;  // of all ranks, since the start
+  double step_s = 0;        // the whole step, data included
+  // Parts of step_s, see StepPhases; what is missing to it is the data.
+  double forward_s = 0;
+  double backward_s = 0;
+  double update_s = 0;
   double tokens_per_s = 0;
+  double mfu = kUnknown;             // share of the devices' peak, see cli/device_peak.h
   std::int64_t rss_peak_bytes = 0;   // of the process, so far
   std::int64_t full_bytes_peak = 0;  // gathered parameters at once
   std::uint64_t gathered_bytes = 0;
@@ -37,25 +57,24 @@ struct StepMetrics {
   std::int64_t device_peak_bytes = 0;
   std::uint64_t h2d_bytes = 0;
   std::uint64_t d2h_bytes = 0;
+  std::array<TierBytes, kNumTiers> held{};
 };
+
+std::array<TierBytes, kNumTiers> held_bytes(const Ledger& ledger);
 
 // One JSON object, without a newline.
 std::string metrics_json(const StepMetrics& metrics);
 
 class MetricsFile {
  public:
-  // Empties what is there. IoError if the file cannot be opened.
-  explicit MetricsFile(std::string path);
-  ~MetricsFile();
-  MetricsFile(const MetricsFile&) = delete;
-  MetricsFile& operator=(const MetricsFile&) = delete;
+  // Empties what is there. IoError if the file cannot be opened; later a failure is one `warn`.
+  MetricsFile(std::string path, std::function<void(const std::string& text)> warn);
 
-  // IoError with the path if it cannot be written.
-  void append(const StepMetrics& metrics);
+  // False: the line is not in the file.
+  bool append(const StepMetrics& metrics) { return file_.append(metrics_json(metrics) + "\n"); }
 
  private:
-  const std::string path_;
-  std::FILE* const file_;
+  RecordFile file_;
 };
 
 // The largest resident set of this process so far.

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <iostream>
 #include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -19,7 +20,24 @@ namespace {
 constexpr std::int64_t kEveryStepUpTo = 50;
 constexpr std::int64_t kLineEveryNs = 1'000'000'000;
 constexpr std::int64_t kRedrawEveryNs = 100'000'000;
+constexpr std::int64_t kHistoryLines = 10;
 constexpr const char* kEraseToEnd = "\x1b[K";
+constexpr std::string_view kBetween = "  ";
+
+// A field of the line. Those of the highest number go first when the line is too long.
+struct Field {
+  int dispensable;
+  std::string text;
+};
+
+std::string joined(const std::vector<Field>& fields) {
+  std::string line;
+  for (const Field& field : fields) {
+    line += line.empty() ? "" : kBetween;
+    line += field.text;
+  }
+  return line;
+}
 
 }  // namespace
 
@@ -46,23 +64,40 @@ std::string duration_text(double seconds) {
                    : fmt::format("{}:{:02}", minutes, whole % 60);
 }
 
-std::string progress_line(const StepMetrics& metrics, std::int64_t num_steps, double remaining_s) {
+std::string progress_line(const StepMetrics& metrics, std::int64_t num_steps, double remaining_s,
+                          std::size_t width) {
   // The width of the last number for all, so that columns stand still.
   const std::string total = std::to_string(num_steps);
-  std::string line = fmt::format(
-      "step {:>{}}/{}  loss {:.4f}  norm {:.4g}  lr {:.3g}  {:>5} tokens/s  {}  {} left",
-      metrics.step + 1, total.size(), total, metrics.loss, metrics.grad_norm, metrics.lr,
-      count_text(metrics.tokens_per_s), approximate_bytes(metrics.rss_peak_bytes),
-      duration_text(remaining_s));
+  std::vector<Field> fields{{0, fmt::format("step {:>{}}/{}", metrics.step, total.size(), total)},
+                            {2, fmt::format("loss {:.4f}", metrics.loss)},
+                            {4, fmt::format("norm {:.4g}", metrics.grad_norm)},
+                            {5, fmt::format("lr {:.3g}", metrics.lr)},
+                            {3, fmt::format("{:>5} tokens/s", count_text(metrics.tokens_per_s))},
+                            {6, approximate_bytes(metrics.rss_peak_bytes)},
+                            {0, duration_text(remaining_s) + " left"}};
   if (metrics.skipped) {
-    line += fmt::format("  skipped: gradient not finite, loss scale {:g}", metrics.loss_scale);
+    fields.push_back(
+        {1, fmt::format("skipped: gradient not finite, loss scale {:g}", metrics.loss_scale)});
+  }
+  std::string line = joined(fields);
+  while (line.size() > width) {
+    const auto least = std::max_element(
+        fields.begin(), fields.end(),
+        [](const Field& a, const Field& b) { return a.dispensable < b.dispensable; });
+    if (least->dispensable == 0) {
+      line.resize(width);
+      break;
+    }
+    fields.erase(least);
+    line = joined(fields);
   }
   return line;
 }
 
-ProgressOptions stdout_progress(std::int64_t num_steps) {
+ProgressOptions stdout_progress(std::int64_t num_steps, std::int64_t log_every) {
   ProgressOptions options;
   options.num_steps = num_steps;
+  options.log_every = log_every;
   struct winsize window {};
   options.terminal = ::isatty(STDOUT_FILENO) == 1;
   if (options.terminal && ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col > 0) {
@@ -77,27 +112,44 @@ Progress::Progress(ProgressOptions options, const Clock& clock)
 
 Progress::~Progress() { finish(); }
 
+bool Progress::stays(std::int64_t num_done) const {
+  if (num_done >= options_.num_steps) {
+    return true;
+  }
+  if (options_.log_every > 0) {
+    return num_done % options_.log_every == 0;
+  }
+  const std::int64_t history = (options_.num_steps + kHistoryLines - 1) / kHistoryLines;
+  return options_.terminal && num_done % std::max<std::int64_t>(history, 1) == 0;
+}
+
 void Progress::show(const StepMetrics& metrics) {
   const std::int64_t now_ns = clock_.now_ns();
-  const std::int64_t num_done = metrics.step + 1;
+  const std::int64_t num_done = metrics.step;
   if (num_done == 1) {
     first_step_end_ns_ = now_ns;
   }
-  const bool first_or_last = num_done == 1 || num_done >= options_.num_steps;
-  const bool each = !options_.terminal && options_.num_steps <= kEveryStepUpTo;
-  const std::int64_t every_ns = options_.terminal ? kRedrawEveryNs : kLineEveryNs;
-  if (!first_or_last && !each && !metrics.skipped && now_ns - shown_ns_ < every_ns) {
+  const bool stays_there = stays(num_done);
+  bool due = stays_there || metrics.skipped;
+  if (options_.terminal) {
+    due = due || num_done == 1 || now_ns - shown_ns_ >= kRedrawEveryNs;
+  } else if (options_.log_every == 0) {
+    due = due || num_done == 1 || options_.num_steps <= kEveryStepUpTo ||
+          now_ns - shown_ns_ >= kLineEveryNs;
+  }
+  if (!due) {
     return;
   }
   shown_ns_ = now_ns;
-  std::string line = progress_line(metrics, options_.num_steps, remaining_s(num_done));
+  const double left_s = remaining_s(num_done);
   if (options_.terminal) {
     // The last column stays free: some terminals wrap as soon as it is written.
-    line.resize(std::min(line.size(), std::max<std::size_t>(options_.width, 2) - 1));
-    options_.print("\r" + line + kEraseToEnd);
-    line_open_ = true;
+    const std::size_t width = std::max<std::size_t>(options_.width, 2) - 1;
+    options_.print("\r" + progress_line(metrics, options_.num_steps, left_s, width) + kEraseToEnd +
+                   (stays_there ? "\n" : ""));
+    line_open_ = !stays_there;
   } else {
-    options_.print(line + "\n");
+    options_.print(progress_line(metrics, options_.num_steps, left_s) + "\n");
   }
 }
 

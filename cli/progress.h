@@ -1,7 +1,9 @@
 // What a person sees while training runs.
 //
-// On a terminal one line is rewritten, at most ten times a second; elsewhere lines are printed: all
-// of a short run, of a long one the first, the last and at most one per second between them.
+// On a terminal one line is rewritten, at most ten times a second, and about ten lines stay as the
+// history of the run; elsewhere lines are printed: all of a short run, of a long one the first, the
+// last and at most one per second between them. With `log_every` the lines that stay are those of
+// every so many steps and of the last. Skipped steps are always shown.
 //
 // Threads: one caller at a time.
 #pragma once
@@ -19,6 +21,7 @@ namespace tessera::cli {
 
 struct ProgressOptions {
   std::int64_t num_steps = 0;
+  std::int64_t log_every = 0;  // steps; 0: not asked for
   bool terminal = false;
   std::size_t width = 80;  // of the terminal: a longer line would wrap and could not be rewritten
   // Receives text as it is to be written, and shows it at once.
@@ -26,7 +29,7 @@ struct ProgressOptions {
 };
 
 // For standard output: is it a terminal, and how wide.
-ProgressOptions stdout_progress(std::int64_t num_steps);
+ProgressOptions stdout_progress(std::int64_t num_steps, std::int64_t log_every);
 
 class Progress {
  public:
@@ -38,10 +41,12 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
 
   void show(const StepMetrics& metrics);
-  // Ends an open line; before a summary.
+  // Ends an open line; before a summary, or before somebody else writes.
   void finish();
 
  private:
+  // The line of this step is there when the run is over.
+  bool stays(std::int64_t num_done) const;
   double remaining_s(std::int64_t num_done) const;
 
   const ProgressOptions options_;
@@ -53,7 +58,10 @@ class Progress {
 };
 
 // "step 3/20  loss 5.4123  norm 1.23  lr 0.001  12.3k tokens/s  310.5 MiB  1:05 left"
-std::string progress_line(const StepMetrics& metrics, std::int64_t num_steps, double remaining_s);
+// What does not fit into `width` columns is left out, the least important first; step and remaining
+// time stay longest.
+std::string progress_line(const StepMetrics& metrics, std::int64_t num_steps, double remaining_s,
+                          std::size_t width = std::string::npos);
 
 // "950", "12.3k", "4.56M": three digits.
 std::string count_text(double count);

@@ -82,9 +82,20 @@ void add_run_flags(CLI::App& app, TrainFlags& flags) {
             "Trains N steps beside unsharded training, compares loss, norm and parameters, "
             "and fails where they differ",
             "N");
+  add_value(app, "--log-every", flags.log_every,
+            "A line on screen every N steps that stays there (default: on a terminal about ten in "
+            "the run, elsewhere about one per second)",
+            "N");
   add_value(app, "--metrics", flags.metrics,
-            "One JSON object per step, from rank 0; readable while it grows, emptied at the start",
+            "One JSON object per step, from rank 0; readable while it grows, emptied at the start; "
+            "`tessera plot` shows it",
             "FILE");
+  add_value(app, "--tensorboard", flags.tensorboard,
+            "Scalars of every step for TensorBoard, in a new file of this directory", "DIR");
+  add_value(app, "--peak-tflops", flags.peak_tflops,
+            "Peak of one rank's device in this precision, for MFU in the metrics (default: known "
+            "for common NVIDIA GPUs)",
+            "X");
   add_value(app, "--trace", flags.trace,
             sets("trace.path") + "; other ranks put .rankN before the ending", "FILE");
   add_value(app, "--save-init", flags.save_init, "Initial parameters, as safetensors", "FILE");

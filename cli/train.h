@@ -65,6 +65,9 @@ struct TrainFlags {
   std::string cpu_share;
 
   std::string metrics;
+  std::string tensorboard;
+  std::string log_every;
+  std::string peak_tflops;
   std::string trace;
   std::string save_init;
   std::string save;

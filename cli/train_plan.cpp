@@ -8,6 +8,7 @@
 
 #include "cli/flag_values.h"
 #include "cli/output_file.h"
+#include "cli/tensorboard.h"
 #include "cli/train_batch.h"
 #include "cli/train_memory.h"
 #include "tessera/coordinator/coordinator.h"
@@ -165,6 +166,8 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   const int share = threads_per_rank(device::read_host_cores().usable(), place.local_world_size);
   plan.num_threads = static_cast<int>(count_or("--threads", flags.threads, share, 1, kMaxThreads));
   check_device(plan, purpose == PlanFor::kTraining ? place.local_world_size : 0);
+  const int num_gpus = std::max(1, device::num_cuda_devices());
+  plan.ranks_per_gpu = (place.local_world_size + num_gpus - 1) / num_gpus;
 
   plan.batch = resolve_batch(plan.config, place.world_size, kDefaultBatch);
   check_training_options(plan);
@@ -179,11 +182,19 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   plan.data.batch = plan.batch.total;
   plan.data.seed = plan.seed;
 
+  plan.log_every = count_or("--log-every", flags.log_every, 0, 1, kMaxSteps);
+  if (!flags.peak_tflops.empty()) {
+    plan.peak_flops = parse_positive("--peak-tflops", flags.peak_tflops) * 1e12;
+  }
   plan.metrics = flags.metrics;
+  plan.tensorboard = flags.tensorboard;
   plan.trace = plan.config.get_string("trace.path");
   plan.save_init = flags.save_init;
   plan.save = flags.save;
   check_outputs(plan);
+  if (!plan.tensorboard.empty()) {
+    check_tensorboard_directory(plan.tensorboard);
+  }
   return plan;
 }
 

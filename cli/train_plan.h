@@ -40,10 +40,15 @@ struct TrainPlan {
   bool deterministic = false;
   bool verify = false;
 
+  std::int64_t log_every = 0;        // steps; 0: not asked for
+  std::optional<double> peak_flops;  // of one rank's device, as a flag gave it
+  int ranks_per_gpu = 1;             // above 1 where ranks share GPUs
+
   std::optional<MemoryPlan> memory;  // where an option asks for one
 
   // Empty: not wanted.
   std::string metrics;
+  std::string tensorboard;
   std::string trace;
   std::string save_init;
   std::string save;

@@ -9,10 +9,11 @@
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
-#include "cli/metrics.h"
+#include "cli/device_peak.h"
+#include "cli/observers.h"
 #include "cli/out_of_memory.h"
-#include "cli/progress.h"
 #include "cli/train_memory.h"
+#include "cli/train_phases.h"
 #include "cli/train_plan.h"
 #include "cli/train_summary.h"
 #include "cli/train_trainer.h"
@@ -74,6 +75,20 @@ std::string rates_text(const planner::UpdateRates& rates) {
   return text.data();
 }
 
+FlopRate flop_rate(const TrainPlan& plan, Runtime& runtime) {
+  FlopRate rate;
+  rate.flops_per_token = models::gpt_flops_per_token(plan.model);
+  if (plan.peak_flops) {
+    rate.peak_flops = *plan.peak_flops * runtime.num_ranks();
+  } else if (plan.cuda_device >= 0) {
+    rate.peak_flops = gpu_peak_flops(runtime.device().name(), plan.model.dtype);
+    if (rate.peak_flops) {
+      *rate.peak_flops *= static_cast<double>(runtime.num_ranks()) / plan.ranks_per_gpu;
+    }
+  }
+  return rate;
+}
+
 class Run {
  public:
   Run(const TrainPlan& plan, models::TokenSource& data, Runtime& runtime)
@@ -81,6 +96,8 @@ class Run {
         data_(data),
         runtime_(runtime),
         speaks_(runtime.rank() == 0),
+        flops_(flop_rate(plan, runtime)),
+        phases_(plan.cuda_device, runtime.clock()),
         batches_(data, plan),
         trainer_(plan.unsharded ? make_plain_trainer(plan, runtime)
                                 : make_sharded_trainer(plan, runtime)) {
@@ -116,41 +133,51 @@ class Run {
 
  private:
   void run_steps() {
-    std::optional<Progress> progress;
-    std::optional<MetricsFile> file;
+    std::optional<Observers> observers;
     if (speaks_) {
-      progress.emplace(stdout_progress(plan_.num_steps), runtime_.clock());
-    }
-    if (speaks_ && !plan_.metrics.empty()) {
-      file.emplace(plan_.metrics);
+      observers.emplace(observer_options(), runtime_.clock());
     }
     for (std::int64_t step = 0; step < plan_.num_steps; ++step) {
       const StepMetrics metrics = run_step(step);
       totals_.add(metrics);
-      if (file) {
-        file->append(metrics);
-      }
-      if (progress) {
-        progress->show(metrics);
+      if (observers) {
+        observers->show(metrics);
       }
     }
+  }
+
+  ObserverOptions observer_options() const {
+    ObserverOptions options;
+    options.progress = stdout_progress(plan_.num_steps, plan_.log_every);
+    options.metrics = plan_.metrics;
+    options.tensorboard = plan_.tensorboard;
+    options.warn = [this](const std::string& text) { runtime_.logger().warn(text); };
+    return options;
   }
 
   StepMetrics run_step(std::int64_t step) {
     const std::int64_t start_ns = runtime_.clock().now_ns();
     StepResult result;
-    {
-      const SpanScope span(runtime_.spans(), "step", {.sequence = step});
-      for (std::int64_t i = 0; i < plan_.batch.accumulate; ++i) {
-        trainer_->run(batches_.read(step, micro_batch_of(plan_.batch, runtime_.rank(), i)));
-      }
-      result = trainer_->step();
-    }
     StepMetrics metrics;
+    {
+      const SpanScope span(runtime_.spans(), "step", {.sequence = step + 1});
+      phases_.begin_step();
+      for (std::int64_t i = 0; i < plan_.batch.accumulate; ++i) {
+        run_micro_batch(batches_.read(step, micro_batch_of(plan_.batch, runtime_.rank(), i)));
+      }
+      phases_.begin_update();
+      result = trainer_->step();
+      const StepPhases::Times times = phases_.end_step();
+      metrics.forward_s = times.forward_s;
+      metrics.backward_s = times.backward_s;
+      metrics.update_s = times.update_s;
+    }
     metrics.step_s = static_cast<double>(runtime_.clock().now_ns() - start_ns) * 1e-9;
     metrics.tokens_per_s =
         static_cast<double>(plan_.tokens_per_step()) / std::max(metrics.step_s, 1e-9);
-    metrics.step = step;
+    metrics.mfu = flops_.mfu(metrics.tokens_per_s);
+    metrics.step = step + 1;
+    metrics.tokens = metrics.step * plan_.tokens_per_step();
     metrics.loss = result.loss;
     metrics.grad_norm = result.grad_norm;
     metrics.lr = result.lr;
@@ -173,10 +200,19 @@ class Run {
     metrics.device_peak_bytes = device_peak_bytes();
     metrics.h2d_bytes = stats.link_up_bytes;
     metrics.d2h_bytes = stats.link_down_bytes;
+    metrics.held = held_bytes(runtime_.ledger());
     if (twin_) {
       twin_->step(batches_, step, result);
     }
     return metrics;
+  }
+
+  void run_micro_batch(const MicroBatch& micro_batch) {
+    phases_.begin_forward();
+    const at::Tensor loss = trainer_->forward(micro_batch);
+    phases_.begin_backward();
+    trainer_->backward(loss, micro_batch);
+    phases_.end_backward();
   }
 
   // Two peaks need not have been at the same time: at most this.
@@ -252,6 +288,8 @@ class Run {
   models::TokenSource& data_;
   Runtime& runtime_;
   const bool speaks_;
+  const FlopRate flops_;
+  StepPhases phases_;
   Batches batches_;
   std::unique_ptr<Trainer> trainer_;
   std::optional<Twin> twin_;  // rank 0, with --verify

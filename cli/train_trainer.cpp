@@ -31,8 +31,10 @@ class ShardedTrainer final : public Trainer {
   ShardedTrainer(const TrainPlan& plan, Runtime& runtime)
       : engine_(runtime, engine_options(plan)), model_(plan.model, engine_, plan.seed) {}
 
-  void run(const MicroBatch& micro_batch) override {
-    const at::Tensor loss = model_.loss(micro_batch.ids, micro_batch.targets);
+  at::Tensor forward(const MicroBatch& micro_batch) override {
+    return model_.loss(micro_batch.ids, micro_batch.targets);
+  }
+  void backward(const at::Tensor& loss, const MicroBatch& micro_batch) override {
     engine_.backward(loss, static_cast<double>(micro_batch.ids.numel()));
   }
   StepResult step() override { return engine_.step(); }
@@ -66,8 +68,10 @@ class UnshardedTrainer final : public Trainer {
     }
   }
 
-  void run(const MicroBatch& micro_batch) override {
-    const at::Tensor loss = model_.loss(micro_batch.ids, micro_batch.targets);
+  at::Tensor forward(const MicroBatch& micro_batch) override {
+    return model_.loss(micro_batch.ids, micro_batch.targets);
+  }
+  void backward(const at::Tensor& loss, const MicroBatch& micro_batch) override {
     trainer_.backward(loss, static_cast<double>(micro_batch.ids.numel()));
   }
   StepResult step() override { return trainer_.step(); }

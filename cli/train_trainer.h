@@ -47,8 +47,9 @@ class Trainer {
   };
 
   virtual ~Trainer() = default;
-  // Forward and backward; weighs as much as it has tokens.
-  virtual void run(const MicroBatch& micro_batch) = 0;
+  virtual at::Tensor forward(const MicroBatch& micro_batch) = 0;
+  // The micro-batch weighs as much as it has tokens.
+  virtual void backward(const at::Tensor& loss, const MicroBatch& micro_batch) = 0;
   virtual StepResult step() = 0;
   // Zeros where there is nothing to gather or reduce.
   virtual EngineStats take_stats() = 0;

@@ -33,13 +33,14 @@ Twin::Twin(const TrainPlan& plan, Runtime& runtime)
 void Twin::step(Batches& batches, std::int64_t step, const StepResult& sharded) {
   for (std::int64_t i = 0; i < batch_.accumulate; ++i) {
     for (int rank = 0; rank < batch_.num_ranks; ++rank) {
-      trainer_->run(batches.read(step, micro_batch_of(batch_, rank, i)));
+      const MicroBatch micro_batch = batches.read(step, micro_batch_of(batch_, rank, i));
+      trainer_->backward(trainer_->forward(micro_batch), micro_batch);
     }
   }
   const StepResult unsharded = trainer_->step();
   sum_lr_ += unsharded.skipped ? 0 : unsharded.lr;
-  comparison_.add_loss(step, sharded.loss, unsharded.loss);
-  comparison_.add_grad_norm(step, sharded.grad_norm, unsharded.grad_norm);
+  comparison_.add_loss(step + 1, sharded.loss, unsharded.loss);
+  comparison_.add_grad_norm(step + 1, sharded.grad_norm, unsharded.grad_norm);
 }
 
 void Twin::compare_param(int id, const Trainer::ParamInfo& info, const at::Tensor& sharded) {

@@ -57,6 +57,12 @@ struct GptSize {
 };
 GptSize gpt_size(const GptOptions& options);
 
+// Operations of a training step per token, those that the model needs: 6 per weight of a product
+// (2 forward, 2 for the gradient of its input, 2 for its own; 4 where the weight is frozen), and
+// attention's 12 * layers * width * sequence, as if there were no causal mask. Embedding tables are
+// looked up, not multiplied; recomputation is work of the engine's, and does not count.
+double gpt_flops_per_token(const GptOptions& options);
+
 struct NamedParam {
   std::string name;
   at::Tensor tensor;

@@ -95,4 +95,13 @@ GptSize gpt_size(const GptOptions& options) {
   return size;
 }
 
+double gpt_flops_per_token(const GptOptions& options) {
+  const auto width = static_cast<double>(options.width);
+  const auto layers = static_cast<double>(options.layers);
+  const double block = 12 * width * width;
+  const double head = static_cast<double>(options.vocabulary) * width;
+  const double attention = 12 * layers * width * static_cast<double>(options.sequence);
+  return 6 * (layers * block + head) - 2 * static_cast<double>(options.freeze) * block + attention;
+}
+
 }  // namespace tessera::models

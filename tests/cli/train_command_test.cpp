@@ -70,11 +70,12 @@ TEST(TrainHelp, SaysWhatEveryFlagIs) {
   const ProcessResult result = run_tessera({"train", "--help"});
   EXPECT_EQ(result.exit_code, 0);
   for (const char* flag :
-       {"--preset",    "--ranks",   "--steps",     "--batch",     "--seq",       "--accumulate",
-        "--precision", "--lr",      "--clip",      "--seed",      "--data",      "--config",
-        "--set",       "--metrics", "--trace",     "--unsharded", "--verify",    "--recompute",
-        "--tie-head",  "--freeze",  "--vocab",     "--layers",    "--save-init", "--save",
-        "--threads",   "--device",  "--loss-chunk"}) {
+       {"--preset",     "--ranks",      "--steps",       "--batch",     "--seq",
+        "--accumulate", "--precision",  "--lr",          "--clip",      "--seed",
+        "--data",       "--config",     "--set",         "--metrics",   "--trace",
+        "--unsharded",  "--verify",     "--recompute",   "--tie-head",  "--freeze",
+        "--vocab",      "--layers",     "--save-init",   "--save",      "--threads",
+        "--device",     "--loss-chunk", "--tensorboard", "--log-every", "--peak-tflops"}) {
     EXPECT_TRUE(contains(result.out, flag)) << flag;
   }
   EXPECT_TRUE(contains(result.out, "readable while it grows, emptied at the start"));
@@ -105,14 +106,27 @@ TEST_F(Train, MetricsHaveAllFieldsAndOneLinePerStep) {
   ASSERT_EQ(steps.size(), 3U);
   for (std::size_t i = 0; i < steps.size(); ++i) {
     const Json& step = steps[i];
-    EXPECT_EQ(step.at("step"), i);
+    EXPECT_EQ(step.at("step"), i + 1);
+    EXPECT_EQ(step.at("tokens"), 64 * (i + 1));
     EXPECT_EQ(step.at("skipped"), false);
     EXPECT_EQ(step.at("loss_scale"), 1.0);
     EXPECT_EQ(step.at("lr"), 0.001);
-    for (const char* name : {"loss", "grad_norm", "step_s", "tokens_per_s", "rss_peak_bytes",
-                             "full_bytes_peak", "gathered_bytes", "reduced_bytes"}) {
+    for (const char* name :
+         {"loss", "grad_norm", "step_s", "forward_s", "backward_s", "update_s", "tokens_per_s",
+          "rss_peak_bytes", "full_bytes_peak", "gathered_bytes", "reduced_bytes"}) {
       EXPECT_GT(step.at(name).get<double>(), 0) << name;
     }
+    EXPECT_LE(step.at("forward_s").get<double>() + step.at("backward_s").get<double>() +
+                  step.at("update_s").get<double>(),
+              step.at("step_s").get<double>());
+    EXPECT_TRUE(step.at("mfu").is_null());  // no peak of this processor is known
+    double held = 0;
+    for (const char* tier : {"device", "pinned", "host", "nvme"}) {
+      const std::string name = std::string("held_") + tier;
+      held += step.at(name + "_bytes").get<double>();
+      EXPECT_GE(step.at(name + "_peak_bytes"), step.at(name + "_bytes")) << tier;
+    }
+    EXPECT_GT(held, 0);
     EXPECT_GE(step.at("exposed_wait_s").get<double>(), 0);
     EXPECT_GT(step.at("prefetch_hits").get<std::int64_t>() +
                   step.at("prefetch_misses").get<std::int64_t>(),

@@ -36,7 +36,7 @@ class ProgressTest : public ::testing::Test {
   // Steps that take this long each; what was printed.
   const std::vector<std::string>& run(Progress& progress, std::int64_t num_steps,
                                       std::int64_t step_ms) {
-    for (std::int64_t step = 0; step < num_steps; ++step) {
+    for (std::int64_t step = 1; step <= num_steps; ++step) {
       clock_.advance_ns(step_ms * kMillisecond);
       progress.show(some_step(step));
     }
@@ -67,12 +67,12 @@ TEST(ProgressText, DurationsAreThoseOfAClock) {
 }
 
 TEST(ProgressText, ALineSaysEverythingOnce) {
-  EXPECT_EQ(progress_line(some_step(2), 200, 65),
+  EXPECT_EQ(progress_line(some_step(3), 200, 65),
             "step   3/200  loss 5.4123  norm 1.5  lr 0.001  12.3k tokens/s  3.00 MiB  1:05 left");
 }
 
 TEST(ProgressText, ASkippedStepSaysWhy) {
-  StepMetrics metrics = some_step(0);
+  StepMetrics metrics = some_step(1);
   metrics.skipped = true;
   metrics.loss_scale = 32768;
   EXPECT_NE(progress_line(metrics, 5, 0).find("skipped: gradient not finite, loss scale 32768"),
@@ -101,45 +101,108 @@ TEST_F(ProgressTest, ALongRunPrintsFirstLastAndOnePerSecondWhenPiped) {
 
 TEST_F(ProgressTest, ASkippedStepIsAlwaysShown) {
   Progress progress(options(1000, false), clock_);
-  progress.show(some_step(0));
-  StepMetrics skipped = some_step(1);
+  progress.show(some_step(1));
+  StepMetrics skipped = some_step(2);
   skipped.skipped = true;
   progress.show(skipped);
   EXPECT_EQ(printed_.size(), 2U);
 }
 
-TEST_F(ProgressTest, ATerminalHasOneLineThatIsRewrittenAndEndedOnce) {
+// Of what was printed, the lines that a terminal still shows at the end.
+std::vector<std::string> lines_that_stay(const std::vector<std::string>& printed) {
+  std::vector<std::string> lines(1);
+  for (const std::string& text : printed) {
+    for (const char c : text) {
+      if (c == '\r') {
+        lines.back().clear();
+      } else if (c == '\n') {
+        lines.emplace_back();
+      } else {
+        lines.back() += c;
+      }
+    }
+  }
+  EXPECT_EQ(lines.back(), "") << "the last line is not ended";
+  lines.pop_back();
+  return lines;
+}
+
+TEST_F(ProgressTest, ATerminalRewritesALineAndKeepsTenAsTheHistory) {
   {
-    Progress progress(options(20, true), clock_);
-    run(progress, 20, 200);
-    progress.finish();
+    Progress progress(options(200, true), clock_);
+    run(progress, 200, 200);
   }
-  ASSERT_EQ(printed_.size(), 21U);
-  for (std::size_t i = 0; i < 20; ++i) {
-    EXPECT_EQ(printed_[i].rfind("\rstep ", 0), 0U) << printed_[i];
-    EXPECT_EQ(printed_[i].find('\n'), std::string::npos);
+  EXPECT_EQ(printed_.size(), 200U);
+  for (const std::string& text : printed_) {
+    EXPECT_EQ(text.rfind("\rstep ", 0), 0U) << text;
   }
-  EXPECT_EQ(printed_[20], "\n");
+  const std::vector<std::string> lines = lines_that_stay(printed_);
+  ASSERT_EQ(lines.size(), 10U);
+  EXPECT_EQ(lines.front().rfind("step  20/200", 0), 0U) << lines.front();
+  EXPECT_EQ(lines.back().rfind("step 200/200", 0), 0U) << lines.back();
+}
+
+TEST_F(ProgressTest, ARunOfAFewStepsKeepsAllOfThem) {
+  Progress progress(options(3, true), clock_);
+  run(progress, 3, 1);
+  EXPECT_EQ(lines_that_stay(printed_).size(), 3U);
+}
+
+TEST_F(ProgressTest, ALineEverySoManyStepsStaysOnATerminalAndInAPipe) {
+  for (const bool terminal : {true, false}) {
+    printed_.clear();
+    {
+      ProgressOptions given = options(100, terminal);
+      given.log_every = 30;
+      Progress progress(given, clock_);
+      run(progress, 100, 2000);
+    }
+    const std::vector<std::string> lines = lines_that_stay(printed_);
+    ASSERT_EQ(lines.size(), 4U) << terminal;
+    const char* const begins[] = {"step  30/100", "step  60/100", "step  90/100", "step 100/100"};
+    for (std::size_t i = 0; i < lines.size(); ++i) {
+      EXPECT_EQ(lines[i].rfind(begins[i], 0), 0U) << lines[i];
+    }
+  }
 }
 
 TEST_F(ProgressTest, ATerminalIsNotRedrawnMoreThanTenTimesASecond) {
   Progress progress(options(1000, true), clock_);
-  EXPECT_EQ(run(progress, 1000, 1).size(), 11U);
+  std::size_t num_rewritten = 0;
+  for (const std::string& text : run(progress, 1000, 1)) {
+    num_rewritten += text.back() == '\n' ? 0 : 1;
+  }
+  // The first, and one each 100 ms that has not just been drawn for the history.
+  EXPECT_LE(num_rewritten, 11U);
 }
 
-TEST_F(ProgressTest, ALineIsCutToTheTerminal) {
+TEST(ProgressText, TheRemainingTimeIsTheLastThatANarrowLineLoses) {
+  StepMetrics metrics = some_step(123456);
+  metrics.grad_norm = 1234.5;
+  metrics.rss_peak_bytes = std::int64_t{123} << 30;
+  const auto at = [&metrics](std::size_t width) {
+    return progress_line(metrics, 1000000, 86399, width);
+  };
+  EXPECT_EQ(at(79), "step  123456/1000000  loss 5.4123  norm 1234  12.3k tokens/s  23:59:59 left");
+  EXPECT_EQ(at(60), "step  123456/1000000  loss 5.4123  23:59:59 left");
+  EXPECT_EQ(at(40), "step  123456/1000000  23:59:59 left");
+  EXPECT_EQ(at(30), "step  123456/1000000  23:59:59");
+  EXPECT_EQ(at(200), progress_line(metrics, 1000000, 86399));
+}
+
+TEST_F(ProgressTest, ALineNeverFillsTheLastColumn) {
   ProgressOptions narrow = options(20, true);
   narrow.width = 30;
   Progress progress(narrow, clock_);
-  progress.show(some_step(0));
-  // Carriage return, 29 columns, erase to the end of the line.
-  EXPECT_EQ(printed_.at(0).size(), 1U + 29U + 3U);
+  progress.show(some_step(1));
+  // Carriage return, "step  1/20" and the time, erase to the end of the line.
+  EXPECT_EQ(printed_.at(0), "\rstep  1/20  0:00 left\x1b[K");
 }
 
 TEST_F(ProgressTest, AnExceptionLeavesTheNextLineFree) {
   try {
     Progress progress(options(20, true), clock_);
-    progress.show(some_step(0));
+    progress.show(some_step(1));
     throw 1;
   } catch (int) {  // its way through Progress is the test
   }
@@ -149,10 +212,10 @@ TEST_F(ProgressTest, AnExceptionLeavesTheNextLineFree) {
 TEST_F(ProgressTest, RemainingTimeLeavesTheSlowFirstStepOut) {
   Progress progress(options(4, false), clock_);
   clock_.advance_ns(60'000 * kMillisecond);
-  progress.show(some_step(0));
+  progress.show(some_step(1));
   EXPECT_NE(printed_.back().find("3:00 left"), std::string::npos) << printed_.back();
   clock_.advance_ns(5'000 * kMillisecond);
-  progress.show(some_step(1));
+  progress.show(some_step(2));
   EXPECT_NE(printed_.back().find("0:10 left"), std::string::npos) << printed_.back();
 }
 

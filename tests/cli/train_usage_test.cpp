@@ -104,6 +104,15 @@ TEST_F(TrainUsage, OutputsThatCannotBeWrittenAreRefused) {
   expect_refusal({"--save", "a.safetensors", "--save-init", "a.safetensors"}, "both name");
 }
 
+TEST_F(TrainUsage, WhatIsShownOfARunIsCheckedBeforeIt) {
+  expect_refusal({"--log-every", "0"}, "--log-every \"0\" is not a whole number from 1");
+  expect_refusal({"--peak-tflops", "0"}, "--peak-tflops \"0\" is not a number above 0");
+  expect_refusal({"--peak-tflops", "inf"}, "--peak-tflops");
+  write("file", "");
+  expect_refusal({"--tensorboard", "file", "--ranks", "2"}, "is not a directory");
+  expect_refusal({"--tensorboard", "file/runs"}, "is not a directory");
+}
+
 TEST_F(TrainUsage, WaysOfTrainingThatExcludeEachOtherAreRefused) {
   expect_refusal({"--unsharded", "--ranks", "2"}, "--unsharded trains in one process");
   expect_refusal({"--unsharded", "--verify", "2"}, "--verify");
