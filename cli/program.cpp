@@ -15,7 +15,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::array<Command, 9> kCommands{{
+constexpr std::array<Command, 10> kCommands{{
     {"train", "Trains a GPT, sharded over ranks",
      "  tessera train --ranks 2\n"
      "  tessera train --ranks 4 --preset small --data text:book.txt --steps 200 --metrics "
@@ -43,6 +43,10 @@ constexpr std::array<Command, 9> kCommands{{
      "  tessera bench-io . --engine threads --seconds 10 --bytes 4GiB\n"
      "  tessera bench-io . --json > rates.json\n",
      add_bench_io},
+    {"plot", "Makes a page with the curves of runs: loss, speed, times, memory",
+     "  tessera plot run.jsonl\n"
+     "  tessera plot one.jsonl two.jsonl --out compare.html\n",
+     add_plot},
     {"launch", "Starts a program of your own once per rank on this machine",
      "  tessera launch --ranks 2 ./train_mlp\n", add_launch},
     {"options", "Lists every option with its default, unit and range",

@@ -37,6 +37,7 @@ TEST(Help, IsThereOnEveryLevelWithExamples) {
                                              {"doctor"},
                                              {"bench-comm"},
                                              {"bench-io"},
+                                             {"plot"},
                                              {"options"},
                                              {"config"},
                                              {"version"}}) {

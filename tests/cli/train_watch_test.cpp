@@ -12,6 +12,7 @@
 
 #include "cli/metrics.h"
 #include "tests/cli/program.h"
+#include "tests/cli/refusal.h"
 #include "tests/support/contains.h"
 #include "tests/support/temporary_directory.h"
 
@@ -98,6 +99,34 @@ TEST_F(TrainWatched, EveryFieldOfTheMetricsIsInTheDocument) {
   for (const auto& [name, value] : fields.items()) {
     EXPECT_TRUE(contains(text, "\n| `" + name + "` | ")) << name;
   }
+}
+
+class PlotUsage : public Refusal {};
+
+TEST_F(PlotUsage, FilesThatAreNoMetricsAreRefused) {
+  write("run.jsonl", "{\"step\": 1}\n");
+  write("prose.txt", "no metrics\n");
+  expect_refusal({"plot", "run.jsonl", "nowhere.jsonl"}, "cannot open \"nowhere.jsonl\"");
+  expect_refusal({"plot", "."}, "is a directory");
+  expect_refusal({"plot", "prose.txt"}, "has no line that describes a step");
+  expect_refusal({"plot", "run.jsonl", "run.jsonl"}, "named twice");
+  expect_refusal({"plot", "run.jsonl", "--out", "run.jsonl"}, "is one of the files to read");
+  expect_refusal({"plot", "run.jsonl", "--out", "nowhere/page.html"}, "there is no directory");
+  expect_refusal({"plot"}, "FILES");
+}
+
+TEST_F(TrainWatched, PlotMakesAPageOfSeveralRuns) {
+  std::ofstream(directory_.path() / "one.jsonl") << "{\"step\": 1, \"loss\": 2.5}\n";
+  std::ofstream(directory_.path() / "two.jsonl") << "{\"step\": 1, \"loss\": 2.25}\n{\"ste";
+  const ProcessResult result = run({"plot", "one.jsonl", "two.jsonl"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.out,
+            "one.jsonl: 1 step\ntwo.jsonl: 1 step, last line not complete\n"
+            "wrote one.html; open it in a browser\n");
+  const std::string page = read_whole(directory_.path() / "one.html");
+  EXPECT_EQ(page.rfind("<!DOCTYPE html>", 0), 0U);
+  EXPECT_TRUE(contains(page, "\"mean\":[2.25]"));
+  EXPECT_TRUE(contains(page, "</html>"));
 }
 
 }  // namespace
