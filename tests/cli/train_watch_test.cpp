@@ -92,6 +92,16 @@ TEST_F(TrainWatched, AGivenPeakAndALineEverySoManySteps) {
   EXPECT_EQ(num_lines, 5U);
 }
 
+TEST_F(TrainWatched, AWarningTheScreenAndTheMetricsCountStepsFromOne) {
+  const ProcessResult result =
+      run({"train", "--preset", "micro", "--steps", "1", "--batch", "1", "--precision", "fp16",
+           "--set", "loss_scale.initial=1e30", "--metrics", "run.jsonl"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_TRUE(contains(result.err, "[step 1] a gradient is infinite")) << result.err;
+  EXPECT_TRUE(contains(result.out, "\nstep 1/1 ")) << result.out;
+  EXPECT_EQ(nlohmann::json::parse(read_whole(directory_.path() / "run.jsonl")).at("step"), 1);
+}
+
 TEST_F(TrainWatched, EveryFieldOfTheMetricsIsInTheDocument) {
   const auto fields = nlohmann::json::parse(cli::metrics_json({}));
   const std::string text =
