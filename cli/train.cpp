@@ -82,6 +82,11 @@ void add_run_flags(CLI::App& app, TrainFlags& flags) {
             "Trains N steps beside unsharded training, compares loss, norm and parameters, "
             "and fails where they differ",
             "N");
+  add_value(app, "--verify-against", flags.verify_against,
+            "turns (default): unsharded training that takes the ranks' micro-batches in turn, so "
+            "that what differs is sharding; plain: the one-process run of --unsharded, whose larger "
+            "batches round differently",
+            "WHAT");
   add_value(app, "--log-every", flags.log_every,
             "A line on screen every N steps that stays there (default: on a terminal about ten in "
             "the run, elsewhere about one per second)",

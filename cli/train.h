@@ -55,6 +55,7 @@ struct TrainFlags {
   std::string threads;
   bool unsharded = false;
   std::string verify;
+  std::string verify_against;
 
   std::string host_budget;
   std::string device_budget;

@@ -6,6 +6,9 @@
 
 #include <fmt/format.h>
 
+#include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+
 namespace tessera::cli {
 namespace {
 
@@ -34,6 +37,12 @@ double excess_of(double difference, double bound) {
 }
 
 }  // namespace
+
+Against parse_against(const std::string& word) {
+  TESSERA_CHECK(word.empty() || word == "turns" || word == "plain", ConfigError,
+                "--verify-against ", tessera::in_quotes(word), ": expected turns or plain");
+  return word == "plain" ? Against::kPlain : Against::kTurns;
+}
 
 CompareBounds rounding_bounds(DType dtype, std::int64_t layers) {
   if (dtype == DType::kFloat32) {
@@ -97,6 +106,19 @@ void Comparison::add_tensor(const ParamDifference& param, double allowed) {
 
 bool Comparison::equal() const {
   return loss_.difference == 0 && grad_norm_.difference == 0 && param_.difference == 0;
+}
+
+std::string Comparison::explanation(Against against, int num_ranks, std::string_view precision) {
+  const std::string with =
+      num_ranks == 1 ? "unsharded training of the same micro-batches"
+      : against == Against::kTurns
+          ? "unsharded training that takes the ranks' micro-batches in turn (the plain run: "
+            "--verify-against plain)"
+          : "the plain run in one process, whose micro-batches are those of all ranks together";
+  return fmt::format(
+      "compared with {}, in {}: loss and gradient norm of every step, relative; every parameter "
+      "after the last step, by the norm of its difference over its norm\n",
+      with, precision);
 }
 
 std::string Comparison::table() const {

@@ -5,9 +5,11 @@
 // a number is beyond every bound; two losses or norms that are both infinite or NaN agree.
 //
 // [Note: what is compared]
-// The unsharded twin takes the ranks' micro-batches one after the other, in the order in which the
-// exact reduction adds them. So what is left is what sharding does, and not the noise of another
-// order of sums: on like machines most runs are equal to the bit.
+// In turns, the unsharded twin takes the ranks' micro-batches one after the other, in the order in
+// which the exact reduction adds them. So what is left is what sharding does, and not the noise of
+// another order of sums: on like machines most runs are equal to the bit.
+// The plain run is that of --unsharded: a micro-batch is that of all ranks together. Products over
+// more rows are added in another order, so that every result of a step has other roundings.
 //
 // [Note: bounds of a comparison]
 // One rank on the CPU: none. The same operations run in the same order.
@@ -40,6 +42,10 @@
 #include "tessera/core/dtype.h"
 
 namespace tessera::cli {
+
+enum class Against : std::uint8_t { kTurns, kPlain };
+// Of --verify-against; empty: turns. ConfigError for another word.
+Against parse_against(const std::string& word);
 
 struct CompareBounds {
   double step = 0;      // of losses and gradient norms
@@ -76,6 +82,8 @@ class Comparison {
   bool equal() const;
   // The worst difference of each kind with its bound and place.
   std::string table() const;
+  // What was compared with what, by which measure: above the table.
+  static std::string explanation(Against against, int num_ranks, std::string_view precision);
 
  private:
   struct Worst {

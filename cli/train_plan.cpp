@@ -151,6 +151,9 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   plan.deterministic = flags.deterministic;
   TESSERA_CHECK(!plan.verify || !plan.unsharded, ConfigError,
                 "--verify compares sharded with unsharded training; leave --unsharded out");
+  plan.verify_against = parse_against(flags.verify_against);
+  TESSERA_CHECK(plan.verify || flags.verify_against.empty(), ConfigError,
+                "--verify-against says what --verify N compares with; give --verify, too");
   TESSERA_CHECK(!plan.unsharded || place.world_size == 1, ConfigError,
                 "--unsharded trains in one process, not in ", place.world_size,
                 " ranks; leave --unsharded out, or use --ranks 1");

@@ -15,6 +15,7 @@
 #include <string>
 
 #include "cli/train.h"
+#include "cli/train_compare.h"
 #include "cli/train_memory_plan.h"
 #include "cli/train_ranks.h"
 #include "models/data.h"
@@ -39,6 +40,7 @@ struct TrainPlan {
   bool unsharded = false;
   bool deterministic = false;
   bool verify = false;
+  Against verify_against = Against::kTurns;
 
   std::int64_t log_every = 0;        // steps; 0: not asked for
   std::optional<double> peak_flops;  // of one rank's device, as a flag gave it

@@ -235,10 +235,12 @@ class Run {
 
   void pronounce() const {
     const Comparison& comparison = twin_->comparison();
-    std::cout << comparison.table() << std::flush;
+    std::cout << Comparison::explanation(plan_.verify_against, runtime_.num_ranks(),
+                                         plan_.config.get_string("precision"))
+              << comparison.table() << std::flush;
     TESSERA_CHECK(comparison.failure().empty(), Error,
                   "verification failed: ", comparison.failure());
-    std::cout << verified_text(head(), comparison.equal()) << std::flush;
+    std::cout << verified_text(head(), plan_.verify_against, comparison.equal()) << std::flush;
   }
 
   ModelBytes model_bytes() const {

@@ -32,10 +32,14 @@ std::string head_text(const RunHead& head) {
                      micro_batches, head.data);
 }
 
-std::string verified_text(const RunHead& head, bool equal) {
-  return fmt::format("verified: {} step{} of {} rank{} in {} equal unsharded training{}\n",
-                     head.num_steps, plural(head.num_steps), head.num_ranks, plural(head.num_ranks),
-                     head.precision, equal ? ", bit for bit" : " within the bounds");
+std::string verified_text(const RunHead& head, Against against, bool equal) {
+  const char* const with = head.num_ranks == 1          ? "unsharded training"
+                           : against == Against::kTurns ? "unsharded training of the ranks' "
+                                                          "micro-batches in turn"
+                                                        : "the plain run in one process";
+  return fmt::format("verified: {} step{} of {} rank{} in {} equal {}{}\n", head.num_steps,
+                     plural(head.num_steps), head.num_ranks, plural(head.num_ranks), head.precision,
+                     with, equal ? ", bit for bit" : " within the bounds");
 }
 
 std::int64_t ModelBytes::unsharded(Role role) const {

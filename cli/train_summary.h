@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cli/metrics.h"
+#include "cli/train_compare.h"
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
 #include "tessera/device/device.h"
@@ -45,7 +46,7 @@ struct RunHead {
 
 std::string head_text(const RunHead& head);
 // After --verify; `equal`: to the bit.
-std::string verified_text(const RunHead& head, bool equal);
+std::string verified_text(const RunHead& head, Against against, bool equal);
 
 // Sums over the steps of this rank.
 class RunTotals {

@@ -17,10 +17,18 @@ CompareBounds bounds_of(const TrainPlan& plan) {
              : rounding_bounds(plan.model.dtype, plan.model.layers);
 }
 
+BatchShape twin_batch(const TrainPlan& plan) {
+  BatchShape batch = plan.batch;
+  if (plan.verify_against == Against::kPlain) {
+    batch.num_ranks = 1;
+  }
+  return batch;
+}
+
 }  // namespace
 
 Twin::Twin(const TrainPlan& plan, Runtime& runtime)
-    : batch_(plan.batch),
+    : batch_(twin_batch(plan)),
       model_(plan.model),
       trainer_(make_plain_trainer(plan, runtime)),
       infos_(trainer_->params()),

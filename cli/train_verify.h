@@ -20,7 +20,7 @@ class Twin {
   // Builds the model in full, with the initial values of `plan`, and keeps a copy of them.
   Twin(const TrainPlan& plan, Runtime& runtime);
 
-  // The same step on the micro-batches of all ranks; see [Note: what is compared].
+  // The same step on the sequences of all ranks; see [Note: what is compared].
   void step(Batches& batches, std::int64_t step, const StepResult& sharded);
   // `sharded`: parameter `id` after the last step.
   void compare_param(int id, const Trainer::ParamInfo& info, const at::Tensor& sharded);

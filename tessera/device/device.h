@@ -64,8 +64,8 @@ class Stream {
 
   // What is enqueued between the two is one span in the trace, by the device's own times; for work
   // that does not come through this class, such as the model's operators. They nest, and cost
-  // nothing unless the device was made with spans that are on. `name` is a literal. On a device
-  // whose work runs on threads of the host the spans of these tell more, and nothing is marked.
+  // nothing unless the device was made with spans that are on. `name` is a literal. Where work runs
+  // on the calling thread, so does its span; both ends are then on one thread.
   virtual void begin_span(const char* /*name*/, const SpanArgs& /*args*/ = {}) {}
   // REQUIRES: a span was begun and not ended.
   virtual void end_span() {}

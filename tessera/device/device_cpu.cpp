@@ -13,7 +13,11 @@ namespace {
 
 class CpuDevice final : public Device {
  public:
-  explicit CpuDevice(CpuDeviceOptions options) : allocator_(std::move(options), true) {}
+  explicit CpuDevice(CpuDeviceOptions options) : allocator_(options, true) {
+    for (InlineStream& stream : streams_) {
+      stream.set_spans(options.spans);
+    }
+  }
 
   std::string name() const override { return "cpu"; }
   Stream& stream(StreamKind kind) override { return streams_.at(static_cast<std::size_t>(kind)); }

@@ -9,12 +9,14 @@
 #include <string>
 
 #include "tessera/core/ledger.h"
+#include "tessera/core/spans.h"
 #include "tessera/device/device.h"
 
 namespace tessera::device {
 
 struct CpuDeviceOptions {
   Ledger* ledger = nullptr;  // may be null; must outlive the device and its memory
+  Spans* spans = nullptr;    // may be null; must outlive the device
   // Called once, with a sentence for people, when pinned memory could not be page-locked.
   std::function<void(const std::string&)> notice;
 };

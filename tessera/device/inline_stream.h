@@ -11,7 +11,9 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <vector>
 
+#include "tessera/core/spans.h"
 #include "tessera/device/device.h"
 
 namespace tessera::device {
@@ -26,6 +28,10 @@ class InlineStream final : public Stream {
   Pending enqueue(std::function<void()> work) override { return run(work); }
   void synchronize() override { record().wait(); }
   bool runs_on_caller() const override { return true; }
+  // Null: nothing is marked. `spans` outlives the stream.
+  void set_spans(Spans* spans) { spans_ = spans != nullptr && spans->enabled() ? spans : nullptr; }
+  void begin_span(const char* name, const SpanArgs& args) override;
+  void end_span() override;
 
   // enqueue() without the cost of a std::function.
   template <typename Work>
@@ -54,12 +60,21 @@ class InlineStream final : public Stream {
    private:
     InlineStream& stream_;
   };
+  struct Begun {
+    const char* name = nullptr;
+    SpanArgs args;
+    std::int64_t start_ns = 0;
+    std::thread::id thread;
+  };
   Pending outcome() const { return error_ ? Pending::failed(error_) : Pending(); }
 
   const StreamKind kind_;
   std::atomic<std::thread::id> runner_{};
   std::mutex mutex_;
   std::exception_ptr error_;  // guarded by mutex_
+  Spans* spans_ = nullptr;
+  std::mutex begun_mutex_;
+  std::vector<Begun> begun_;  // guarded by begun_mutex_; each thread ends its own, the last first
 };
 
 }  // namespace tessera::device

@@ -115,6 +115,12 @@ bool BackwardWatch::leads_home(const UnitCore& unit, Node* node,
   });
 }
 
+BackwardWatch::BackwardWatch(Engine::Impl& engine)
+    : engine_(&engine),
+      track_(engine.runtime.spans().enabled()
+                 ? engine.runtime.spans().add_track("backward of units")
+                 : 0) {}
+
 void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
                         const std::vector<at::Tensor>& inputs,
                         const std::vector<at::Tensor>& outputs) {
@@ -258,6 +264,7 @@ void BackwardWatch::begin(const std::shared_ptr<BackwardUse>& use) {
   use->inputs_left = use->num_inputs;
   use->graph_task = torch::autograd::get_current_graph_task_id();
   use->open = true;
+  use->begun_ns = engine_->runtime.spans().now_ns();
   open_.push_back(use);
   engine_->coordinator().begin_use(use->unit->id(), Phase::kBackward);
 }
@@ -324,12 +331,29 @@ void BackwardWatch::end(BackwardUse& use) {
                                   [&](const auto& each) { return each.get() == &use; });
   const std::shared_ptr<BackwardUse> keep = std::move(*found);
   open_.erase(found);
+  record_span(use);
   engine_->coordinator().end_use(use.unit->id(), Phase::kBackward);
   if (use.outputs_left <= 0) {
     use.expected.reset();  // no output is left whose gradient would begin it again
   }
   engine_->tiers.end_backward_of(use.unit->id());
   engine_->early_updates().end_unit(use.unit->id());
+}
+
+// Units of branches may be open at the same time, which one track cannot show: the later one is
+// drawn from the end of the other.
+void BackwardWatch::record_span(const BackwardUse& use) {
+  Spans& spans = engine_->runtime.spans();
+  if (!spans.enabled()) {
+    return;
+  }
+  const std::int64_t end_ns = spans.now_ns();
+  const std::int64_t start_ns =
+      use.begun_ns > last_span_.first ? std::max(use.begun_ns, last_span_.second) : use.begun_ns;
+  last_span_ = {start_ns, end_ns};
+  SpanArgs args;
+  args.unit = engine_->coordinator().unit(use.unit->id()).label;
+  spans.record_on(track_, "backward", start_ns, end_ns, args);
 }
 
 void BackwardWatch::close() {

@@ -41,11 +41,12 @@ struct BackwardUse {
   bool one_queue = false;   // autograd runs all of them on the engine's device
   bool leads_home = false;  // they lead to the unit's inputs and parameters alone
   int graph_task = -1;      // in which it was opened
+  std::int64_t begun_ns = 0;  // for the trace
 };
 
 class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
  public:
-  explicit BackwardWatch(Engine::Impl& engine) : engine_(&engine) {}
+  explicit BackwardWatch(Engine::Impl& engine);
   // The engine goes; its hooks may stay.
   void detach() { engine_ = nullptr; }
 
@@ -113,7 +114,11 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   void end_if_complete(BackwardUse& use);
   void end(BackwardUse& use);
 
+  void record_span(const BackwardUse& use);
+
   Engine::Impl* engine_;
+  const TrackId track_;
+  std::pair<std::int64_t, std::int64_t> last_span_;  // on the track: begin and end
   std::vector<std::shared_ptr<BackwardUse>> open_;  // in the order of their begins
   // The hook on the tensor owns its gate, so a gate whose node is gone is gone, too, and a new node
   // at the same address finds nothing.

@@ -357,7 +357,7 @@ StepResult Engine::Impl::step() {
 }
 
 StepResult Engine::Impl::finish_step() {
-  const SpanScope span(runtime.spans(), "step");
+  const SpanScope span(runtime.spans(), "optimizer step");
   // Gathered copies are stale after the update, and nobody needs them before it.
   coordinator_->end_step();
   const double lr = optim::learning_rate(schedule_, num_steps);

@@ -76,10 +76,14 @@ struct Runtime::Impl {
     } else {
       device::CpuDeviceOptions cpu;
       cpu.ledger = &ledger;
+      cpu.spans = &spans;
       cpu.notice = [this](const std::string& notice) { logger.warn(notice); };
       device = options.make_device ? options.make_device(std::move(cpu))
                                    : device::make_cpu_device(std::move(cpu));
       kernels = optim::make_cpu_kernels(num_update_threads(options));
+    }
+    if (spans.enabled()) {
+      spans.name_this_thread("main");
     }
     if (device->has_own_memory()) {
       device::CpuDeviceOptions cpu;
@@ -199,7 +203,8 @@ Ledger& Runtime::ledger() const { return impl_->ledger; }
 Spans& Runtime::spans() const { return impl_->spans; }
 const Clock& Runtime::clock() const { return impl_->clock; }
 const Logger& Runtime::logger() const { return impl_->logger; }
-std::unique_ptr<tier::IoEngine> Runtime::make_io_engine(const tier::IoOptions& options) const {
+std::unique_ptr<tier::IoEngine> Runtime::make_io_engine(tier::IoOptions options) const {
+  options.spans = &impl_->spans;
   std::unique_ptr<tier::IoEngine> io =
       tier::make_io_engine(options, [this](const std::string& reason) {
         impl_->logger.once("io engine", LogLevel::kInfo, reason);

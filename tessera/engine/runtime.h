@@ -77,7 +77,7 @@ class Runtime {
   // Where a failure of this rank is posted; null in a world of one.
   const std::shared_ptr<comm::Board>& board() const;
   // A reason why the faster engine cannot be had is logged once.
-  std::unique_ptr<tier::IoEngine> make_io_engine(const tier::IoOptions& options) const;
+  std::unique_ptr<tier::IoEngine> make_io_engine(tier::IoOptions options) const;
 
  private:
   void split_group();

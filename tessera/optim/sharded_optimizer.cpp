@@ -141,6 +141,7 @@ void ShardedOptimizer::start(std::span<const int> ids) {
     batch.add(id, make_task(params_[id], gradients_->shard_gradient(id), scalars_));
     ++slots_[index].num_updates;
   }
+  const device::StreamSpan span(update_stream(), "update");
   batch.launch();
 }
 
@@ -192,6 +193,7 @@ bool ShardedOptimizer::start_step(grad::Reducer& gradients, double lr, const Ste
       batch.add(id, make_task(params_[id], gradients.ordered_gradient(id), scalars));
     }
   }
+  const device::StreamSpan span(stream, "update");
   batch.launch();
   return true;
 }

@@ -126,7 +126,11 @@ void StageWork::update_piece(const UpdateStage& stage, std::size_t index,
                     static_cast<std::size_t>(piece.begin) * bytes_of(item.gradient_dtype);
     span.gradient_dtype = item.gradient_dtype;
   }
-  const SpanScope scope(parts_.tiers.spans, "update");
+  SpanArgs args;
+  if (parts_.tiers.spans.enabled()) {
+    args.parameter = parts_.tiers.spans.intern(parts_.params[piece.param].name());
+  }
+  const SpanScope scope(parts_.tiers.spans, "update", args);
   const std::int64_t start = parts_.tiers.clock.now_ns();
   if (span.numel > 0 && item.keeps) {
     start_parameter(parts_.kernels, span, stream_).wait();

@@ -23,7 +23,8 @@
 
 namespace tessera {
 class Config;
-}
+class Spans;
+}  // namespace tessera
 
 namespace tessera::tier {
 
@@ -91,6 +92,7 @@ struct IoOptions {
   std::size_t block_bytes = std::size_t{1} << 20;
   int queue_depth = 8;  // per thread
   int num_threads = 4;
+  Spans* spans = nullptr;  // reads and writes in the trace; null: none. Outlives the engine.
 };
 
 // kAuto takes io_uring where it was built in and the kernel allows it, else threads; `notice` gets

@@ -27,6 +27,8 @@ struct IoRange {
   bool failed = false;
   std::uint64_t failure_offset = 0;  // of several failures the first in the file is told
   std::string failure;
+  std::int64_t begun_ns = 0;
+  std::size_t lane = 0;
 
   bool is_over() const { return num_in_flight == 0 && begun_bytes == bytes; }
 };
@@ -89,8 +91,10 @@ std::string system_reason(int error) {
   return detail::concat(std::generic_category().message(error), " (", error, ")");
 }
 
-RangeQueue::RangeQueue(std::size_t block_bytes, std::function<void()> wake)
-    : block_bytes_(block_bytes), wake_(std::move(wake)) {
+RangeQueue::RangeQueue(std::size_t block_bytes, std::function<void()> wake, Spans* spans)
+    : block_bytes_(block_bytes),
+      wake_(std::move(wake)),
+      spans_(spans != nullptr && spans->enabled() ? spans : nullptr) {
   TESSERA_INVARIANT(block_bytes % kBlockBytes == 0 && block_bytes > 0, "requests of ", block_bytes,
                     " bytes");
 }
@@ -169,12 +173,41 @@ std::optional<IoRequest> RangeQueue::cut() {
   request.offset = range->offset + range->begun_bytes;
   request.memory = range->memory + range->begun_bytes;
   request.bytes = std::min(block_bytes_, range->bytes - range->begun_bytes);
+  if (range->begun_bytes == 0) {
+    begin_span(*range);
+  }
   range->begun_bytes += request.bytes;
   ++range->num_in_flight;
   if (range->begun_bytes == range->bytes) {
     ranges_.pop_front();
   }
   return request;
+}
+
+// Both REQUIRE: mutex_ is held.
+void RangeQueue::begin_span(IoRange& range) {
+  if (spans_ == nullptr) {
+    return;
+  }
+  std::vector<bool>& lanes = lanes_[static_cast<std::size_t>(range.direction)];
+  range.lane = static_cast<std::size_t>(std::find(lanes.begin(), lanes.end(), false) - lanes.begin());
+  lanes.resize(std::max(lanes.size(), range.lane + 1));
+  lanes[range.lane] = true;
+  range.begun_ns = spans_->now_ns();
+}
+
+void RangeQueue::end_span(const IoRange& range) {
+  if (spans_ == nullptr) {
+    return;
+  }
+  const bool is_read = range.direction == IoDirection::kRead;
+  lanes_[static_cast<std::size_t>(range.direction)][range.lane] = false;
+  SpanArgs args;
+  args.bytes = static_cast<std::int64_t>(range.bytes);
+  args.parameter = spans_->intern(range.what);
+  const TrackId track =
+      spans_->add_track(detail::concat(is_read ? "disk reads " : "disk writes ", range.lane + 1));
+  spans_->record_on(track, is_read ? "read" : "write", range.begun_ns, spans_->now_ns(), args);
 }
 
 std::optional<IoRequest> RangeQueue::take() {
@@ -268,6 +301,7 @@ void RangeQueue::finish(const IoRequest& request, const std::string& failure) {
     if (!range.is_over()) {
       return;
     }
+    end_span(range);
     failed = range.failed;
     if (failed) {
       first_failure = range.failure;

@@ -12,6 +12,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +22,9 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "tessera/core/spans.h"
 #include "tessera/tier/io_engine.h"
 
 namespace tessera::tier {
@@ -51,7 +54,7 @@ class RangeQueue {
  public:
   // `wake` is called after a push if sleep_if_empty() has been true since the last try_take();
   // empty where nobody sleeps that way.
-  RangeQueue(std::size_t block_bytes, std::function<void()> wake);
+  RangeQueue(std::size_t block_bytes, std::function<void()> wake, Spans* spans = nullptr);
 
   Pending push_read(const IoFile& file, std::uint64_t offset, std::byte* to, std::size_t bytes,
                     std::string what);
@@ -76,6 +79,8 @@ class RangeQueue {
   Pending push(std::shared_ptr<IoRange> range);
   std::optional<IoRequest> cut();
   void finish(const IoRequest& request, const std::string& failure);
+  void begin_span(IoRange& range);
+  void end_span(const IoRange& range);
 
   const std::size_t block_bytes_;
   const std::function<void()> wake_;
@@ -87,6 +92,9 @@ class RangeQueue {
   bool sleeps_ = false;
   bool closed_ = false;
   IoCounts counts_;
+  // What is in flight at the same time lies on tracks of its own; by direction, false: free.
+  Spans* const spans_;  // null: no trace
+  std::array<std::vector<bool>, 2> lanes_;
 };
 
 // For errors: "No space left on device (28)".

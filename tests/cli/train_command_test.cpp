@@ -3,6 +3,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <set>
 #include <sstream>
 #include <string>
@@ -55,6 +56,30 @@ class Train : public ::testing::Test {
     return text.str();
   }
 
+  // Names of spans, alone and with their unit, by the name of their thread or track.
+  std::map<std::string, std::set<std::string>> spans_by_track(const std::string& name) const {
+    const Json events = Json::parse(read_file(name)).at("traceEvents");
+    std::map<std::int64_t, std::string> tracks;
+    for (const Json& event : events) {
+      if (event.at("name") == "thread_name") {
+        tracks[event.at("tid").get<std::int64_t>()] =
+            event.at("args").at("name").get<std::string>();
+      }
+    }
+    std::map<std::string, std::set<std::string>> spans;
+    for (const Json& event : events) {
+      if (event.at("ph") == "X") {
+        std::set<std::string>& names = spans[tracks[event.at("tid").get<std::int64_t>()]];
+        const auto text = event.at("name").get<std::string>();
+        names.insert(text);
+        if (event.contains("args") && event.at("args").contains("unit")) {
+          names.insert(text + " " + event.at("args").at("unit").get<std::string>());
+        }
+      }
+    }
+    return spans;
+  }
+
   std::set<std::string> files() const {
     std::set<std::string> names;
     for (const auto& entry : std::filesystem::directory_iterator(directory_.path())) {
@@ -73,7 +98,7 @@ TEST(TrainHelp, SaysWhatEveryFlagIs) {
        {"--preset",     "--ranks",      "--steps",       "--batch",     "--seq",
         "--accumulate", "--precision",  "--lr",          "--clip",      "--seed",
         "--data",       "--config",     "--set",         "--metrics",   "--trace",
-        "--unsharded",  "--verify",     "--recompute",   "--tie-head",  "--freeze",
+        "--unsharded",  "--verify",  "--verify-against",     "--recompute",   "--tie-head",  "--freeze",
         "--vocab",      "--layers",     "--save-init",   "--save",      "--threads",
         "--device",     "--loss-chunk", "--tensorboard", "--log-every", "--peak-tflops"}) {
     EXPECT_TRUE(contains(result.out, flag)) << flag;
@@ -136,6 +161,13 @@ TEST_F(Train, MetricsHaveAllFieldsAndOneLinePerStep) {
   }
   EXPECT_EQ(files(), (std::set<std::string>{"run.jsonl", "trace.json", "trace.rank1.json"}));
   EXPECT_FALSE(Json::parse(read_file("trace.rank1.json")).at("traceEvents").empty());
+  const std::map<std::string, std::set<std::string>> spans = spans_by_track("trace.json");
+  EXPECT_EQ(spans.count("main"), 1U);
+  for (const char* name : {"step", "forward", "backward", "optimizer step", "update"}) {
+    EXPECT_EQ(spans.at("main").count(name), 1U) << name;
+  }
+  EXPECT_EQ(spans.at("backward of units").count("backward h.0"), 1U);
+  EXPECT_EQ(spans.at("main").count("forward h.0"), 1U);
   // Rank 0 speaks for all.
   EXPECT_EQ(count_of(result.out, "median step"), 1U) << result.out;
 }
@@ -183,6 +215,12 @@ TEST_F(Train, VerifyComparesWithUnshardedTraining) {
   for (const char* row : {"\nloss ", "\ngrad_norm ", "\nparameters "}) {
     EXPECT_TRUE(contains(two.out, row)) << two.out;
   }
+  EXPECT_TRUE(contains(two.out, "takes the ranks' micro-batches in turn")) << two.out;
+  EXPECT_TRUE(contains(two.out, "by the norm of its difference over its norm")) << two.out;
+  const ProcessResult plain =
+      train({"--ranks", "2", "--verify", "2", "--verify-against", "plain", "--batch", "4"});
+  EXPECT_EQ(plain.exit_code, 0) << plain.err << plain.out;
+  EXPECT_TRUE(contains(plain.out, "equal the plain run in one process")) << plain.out;
   const ProcessResult one = train({"--verify", "2", "--batch", "4", "--accumulate", "2"});
   EXPECT_EQ(one.exit_code, 0) << one.err << one.out;
   EXPECT_TRUE(contains(one.out, "bit for bit")) << one.out;
