@@ -20,6 +20,7 @@ namespace tessera::cli {
 inline constexpr int kExitOk = 0;
 inline constexpr int kExitFailure = 1;
 inline constexpr int kExitUsage = 2;
+inline constexpr int kExitDiverged = 3;  // a training run
 
 // `arguments` is the whole command line, the program first: for commands that start ranks.
 using Arguments = std::vector<std::string>;

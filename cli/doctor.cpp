@@ -57,6 +57,7 @@ std::vector<ProbeResult> run_probes(const std::filesystem::path& directory) {
               [] { return probe_locked_memory(device::locked_memory_limit_bytes()); }),
       guarded("host memory", [&] { return probe_memory(root); }),
       guarded("cores", [&] { return probe_cores(root); }),
+      guarded("CPU bf16", [&] { return probe_low_precision(root); }),
       guarded("huge pages", [&] { return probe_huge_pages(root); }),
       guarded("NUMA", [&] { return probe_numa(root); }),
       guarded("open files", [] { return probe_open_files(read_open_file_limit()); }),

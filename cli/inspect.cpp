@@ -21,7 +21,7 @@ int run_inspect(const InspectFlags& flags) {
   const std::int64_t num_ranks =
       ranks.empty() ? 1 : parse_count("--ranks", ranks, 1, kMaxPlannedRanks);
   InspectResult result;
-  result.preset = flags.train.preset.empty() ? kDefaultPreset : flags.train.preset;
+  result.preset = model_name(flags.train);
   result.input = checked_step_input(flags.train, static_cast<int>(num_ranks));
   result.plan = plan_step(result.input);
   std::cout << (flags.json ? inspect_json(result) : inspect_screen(result));

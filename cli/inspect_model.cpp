@@ -1,4 +1,5 @@
 // Apart from inspect.cpp, since the headers of models bring torch's.
+#include <iostream>
 
 #include "cli/inspect.h"
 #include "cli/train_memory.h"
@@ -12,6 +13,9 @@ StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
   place.world_size = num_ranks;
   place.local_world_size = num_ranks;
   const TrainPlan plan = checked_plan(flags, place, PlanFor::kInspection);
+  for (const std::string& note : plan.notes) {
+    std::cerr << "tessera: warning: " + note + "\n";
+  }
   TESSERA_CHECK(
       plan.config.get_list("unit.dynamic_names").empty(), ConfigError,
       "unit.dynamic_names is set: what dynamic units gather is agreed on from use to use, "

@@ -47,6 +47,9 @@ std::string metrics_json(const StepMetrics& metrics) {
   JsonObject object;
   object.add("step", metrics.step);
   object.add("loss", metrics.loss);
+  if (metrics.eval_loss) {
+    object.add("eval_loss", *metrics.eval_loss);
+  }
   object.add("grad_norm", metrics.grad_norm);
   object.add("lr", metrics.lr);
   object.add("skipped", metrics.skipped);

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <string>
 
 #include "cli/record_file.h"
@@ -31,7 +32,8 @@ struct TierBytes {
 struct StepMetrics {
   std::int64_t step = 1;  // from 1
   double loss = 0;
-  double grad_norm = 0;  // before clipping
+  std::optional<double> eval_loss;  // of --eval-data after this step, where it was evaluated
+  double grad_norm = 0;             // before clipping
   double lr = 0;
   bool skipped = false;
   double loss_scale = 1;

@@ -30,7 +30,7 @@ constexpr std::size_t kSpeed = index_of("tokens_per_s");
 
 // A null elsewhere says that the number is not known.
 constexpr bool means_not_finite(std::size_t field) {
-  return field == kLoss || field == index_of("validation_loss") || field == index_of("grad_norm");
+  return field == kLoss || field == index_of("eval_loss") || field == index_of("grad_norm");
 }
 
 // False: not the object of a step.

@@ -19,7 +19,7 @@ namespace tessera::cli {
 
 // What the page draws; others of a file are not read.
 inline constexpr std::array<std::string_view, 18> kPlotFields{"loss",
-                                                              "validation_loss",
+                                                              "eval_loss",
                                                               "grad_norm",
                                                               "lr",
                                                               "loss_scale",

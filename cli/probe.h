@@ -64,6 +64,8 @@ ProbeResult probe_open_files(const OpenFileLimit& limit);
 // `root` is where the machine's proc/ and sys/ are.
 ProbeResult probe_memory(const std::filesystem::path& root);
 ProbeResult probe_cores(const std::filesystem::path& root);
+// low_precision.cpp
+ProbeResult probe_low_precision(const std::filesystem::path& root);
 ProbeResult probe_huge_pages(const std::filesystem::path& root);
 ProbeResult probe_numa(const std::filesystem::path& root);
 

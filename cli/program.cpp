@@ -8,6 +8,7 @@
 #include <CLI/CLI.hpp>
 
 #include "cli/command.h"
+#include "tessera/comm/rank_process.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 #include "tessera/core/suggest.h"
@@ -165,6 +166,8 @@ int run_program(int argc, char** argv) {
     return std::cout ? exit_code : report("standard output cannot be written", kExitFailure);
   } catch (const ConfigError& error) {
     return report(error.what(), kExitUsage);
+  } catch (const comm::ExitCodeError& error) {
+    return report(error.what(), error.exit_code());
   } catch (const std::exception& error) {
     return report(error.what(), kExitFailure);
   }

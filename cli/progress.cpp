@@ -75,6 +75,9 @@ std::string progress_line(const StepMetrics& metrics, std::int64_t num_steps, do
                             {3, fmt::format("{:>5} tokens/s", count_text(metrics.tokens_per_s))},
                             {6, approximate_bytes(metrics.rss_peak_bytes)},
                             {0, duration_text(remaining_s) + " left"}};
+  if (metrics.eval_loss) {
+    fields.insert(fields.begin() + 2, {1, fmt::format("eval loss {:.4f}", *metrics.eval_loss)});
+  }
   if (metrics.skipped) {
     fields.push_back(
         {1, fmt::format("skipped: gradient not finite, loss scale {:g}", metrics.loss_scale)});
@@ -129,7 +132,7 @@ void Progress::show(const StepMetrics& metrics) {
   if (num_done == 1) {
     first_step_end_ns_ = now_ns;
   }
-  const bool stays_there = stays(num_done);
+  const bool stays_there = stays(num_done) || metrics.eval_loss.has_value();
   bool due = stays_there || metrics.skipped;
   if (options_.terminal) {
     due = due || num_done == 1 || now_ns - shown_ns_ >= kRedrawEveryNs;

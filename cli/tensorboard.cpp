@@ -163,6 +163,9 @@ std::vector<Scalar> tensorboard_scalars(const StepMetrics& metrics) {
       {"speed/step_s", metrics.step_s},
       {"speed/exposed_wait_s", metrics.exposed_wait_s},
   };
+  if (metrics.eval_loss) {
+    scalars.push_back({"eval/loss", *metrics.eval_loss});
+  }
   for (const Scalar& scalar :
        {Scalar{"speed/forward_s", metrics.forward_s},
         Scalar{"speed/backward_s", metrics.backward_s}, Scalar{"speed/update_s", metrics.update_s},

@@ -40,6 +40,16 @@ void add_value(CLI::App& app, const char* name, std::string& value, const std::s
   app.add_option(name, value, text)->type_name(type);
 }
 
+// May be given several times.
+void add_values(CLI::App& app, const char* name, std::vector<std::string>& values,
+                const std::string& text, const char* type) {
+  // One value each time: CLI11 would otherwise take everything that follows.
+  app.add_option(name, values, text)
+      ->type_name(type)
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+}
+
 void add_switch(CLI::App& app, const char* name, bool& value, const char* text) {
   app.add_flag(name, value, text)->disable_flag_override();
 }
@@ -51,6 +61,8 @@ std::string sets(const char* option) { return std::string("Sets option ") + opti
 void add_training_flags(CLI::App& app, TrainFlags& flags) {
   add_value(app, "--steps", flags.steps, "Steps (default " + std::to_string(kDefaultSteps) + ")",
             "N");
+  add_value(app, "--epochs", flags.epochs,
+            "In place of --steps: passes over the data's files, each in an order of its own", "N");
   add_value(app, "--batch", flags.batch,
             "Sequences per step of all ranks together; sets batch.total (default " +
                 std::to_string(kDefaultBatch) + ", or the next number that ranks can share)",
@@ -61,10 +73,22 @@ void add_training_flags(CLI::App& app, TrainFlags& flags) {
   add_value(app, "--lr", flags.lr, sets("optim.lr"), "X");
   add_value(app, "--clip", flags.clip, sets("grad.clip_norm"), "X");
   add_value(app, "--seed", flags.seed, sets("seed"), "N");
-  add_value(app, "--data", flags.data,
-            "demo, random, text:FILE (bytes) or tokens:FILE (16-bit tokens) (default " +
-                std::string(kDefaultData) + ")",
-            "SOURCE");
+  add_values(
+      app, "--data", flags.data,
+      "demo, random, text:PATH (bytes), tokens:PATH (16-bit tokens) or tokens32:PATH; PATH is "
+      "a file or a directory; may be given several times (default " +
+          std::string(kDefaultData) + ")",
+      "SOURCE");
+  add_values(app, "--eval-data", flags.eval_data,
+             "Data that is not trained on; its mean loss is shown after the last step", "SOURCE");
+  add_value(app, "--eval-every", flags.eval_every,
+            "Shows the loss of --eval-data after every N steps, too", "N");
+  add_value(app, "--eval-batches", flags.eval_batches,
+            "Batches of --eval-data, the same each time (default " +
+                std::to_string(kDefaultEvalBatches) + ", or all that there are)",
+            "N");
+  add_switch(app, "--stop-on-divergence", flags.stop_on_divergence,
+             "Ends the run after 10 steps in a row without a finite loss and gradient");
 }
 
 void add_run_flags(CLI::App& app, TrainFlags& flags) {
@@ -82,11 +106,12 @@ void add_run_flags(CLI::App& app, TrainFlags& flags) {
             "Trains N steps beside unsharded training, compares loss, norm and parameters, "
             "and fails where they differ",
             "N");
-  add_value(app, "--verify-against", flags.verify_against,
-            "turns (default): unsharded training that takes the ranks' micro-batches in turn, so "
-            "that what differs is sharding; plain: the one-process run of --unsharded, whose larger "
-            "batches round differently",
-            "WHAT");
+  add_value(
+      app, "--verify-against", flags.verify_against,
+      "turns (default): unsharded training that takes the ranks' micro-batches in turn, so "
+      "that what differs is sharding; plain: the one-process run of --unsharded, whose larger "
+      "batches round differently",
+      "WHAT");
   add_value(app, "--log-every", flags.log_every,
             "A line on screen every N steps that stays there (default: on a terminal about ten in "
             "the run, elsewhere about one per second)",
@@ -112,6 +137,12 @@ void add_run_flags(CLI::App& app, TrainFlags& flags) {
 void add_model_flags(CLI::App& app, TrainFlags& flags) {
   add_value(app, "--preset", flags.preset,
             preset_names_text() + " (default " + kDefaultPreset + ")", "NAME");
+  add_value(app, "--model", flags.model,
+            "In place of a preset: the shape in a config.json in the style of Hugging Face",
+            "FILE");
+  add_value(app, "--width", flags.width, "Elements per token, a multiple of --heads (preset's)",
+            "N");
+  add_value(app, "--heads", flags.heads, "Heads of attention (preset's)", "N");
   add_value(app, "--layers", flags.layers, "Blocks (default: the preset's)", "N");
   add_value(app, "--seq", flags.sequence, "Tokens per sequence, positions too (preset's)", "N");
   add_value(app, "--vocab", flags.vocabulary, "Size of the vocabulary (preset's)", "N");

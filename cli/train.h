@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cli/config_flags.h"
 #include "cli/schedule_flags.h"
@@ -25,6 +26,7 @@ inline constexpr const char* kDefaultPreset = "tiny";
 inline constexpr const char* kDefaultData = "demo";
 inline constexpr std::int64_t kDefaultSteps = 20;
 inline constexpr std::int64_t kDefaultBatch = 8;
+inline constexpr std::int64_t kDefaultEvalBatches = 10;
 
 // As they were typed; empty: not given.
 struct TrainFlags {
@@ -32,6 +34,9 @@ struct TrainFlags {
   std::string ranks;
 
   std::string preset;
+  std::string model;
+  std::string width;
+  std::string heads;
   std::string layers;
   std::string sequence;
   std::string vocabulary;
@@ -42,6 +47,7 @@ struct TrainFlags {
   bool tie_head = false;
 
   std::string steps;
+  std::string epochs;
   std::string batch;
   std::string accumulate;
   std::string precision;
@@ -49,7 +55,11 @@ struct TrainFlags {
   ScheduleFlags schedule;
   std::string clip;
   std::string seed;
-  std::string data;
+  std::vector<std::string> data;
+  std::vector<std::string> eval_data;
+  std::string eval_every;
+  std::string eval_batches;
+  bool stop_on_divergence = false;
 
   std::string device;
   std::string threads;
@@ -76,6 +86,9 @@ struct TrainFlags {
 
 // For people: "micro, tiny or small".
 std::string preset_names_text();
+
+// What a model is called on screen: its preset or file, and the shape that flags changed.
+std::string model_name(const TrainFlags& flags);
 
 // Those that say which model, for every command that has one.
 void add_model_flags(CLI::App& app, TrainFlags& flags);

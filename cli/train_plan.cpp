@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cli/flag_values.h"
+#include "cli/model_file.h"
 #include "cli/output_file.h"
 #include "cli/tensorboard.h"
 #include "cli/train_batch.h"
@@ -23,7 +24,6 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::int64_t kMaxSteps = std::int64_t{1} << 40;
 // More is a slip of the finger, and would overflow products of sizes.
 constexpr std::int64_t kMaxDimension = std::int64_t{1} << 24;
 constexpr std::int64_t kMaxThreads = 1024;
@@ -61,16 +61,41 @@ void apply_flags(const TrainFlags& flags, Config& config) {
   apply_schedule_flags(flags.schedule, config);
 }
 
-models::GptOptions checked_model(const TrainFlags& flags, const Config& config) {
+// Without what flags add to it.
+models::GptOptions model_of_file(const TrainFlags& flags, std::vector<std::string>& notes) {
+  TESSERA_CHECK(flags.preset.empty(), ConfigError, "--preset ", tessera::in_quotes(flags.preset),
+                " and --model ", tessera::in_quotes(flags.model),
+                " are two models; leave one of them out");
+  const ModelFile file = read_model_file(flags.model);
+  TESSERA_CHECK(file.positions || !flags.sequence.empty(), ConfigError, "--model ",
+                tessera::in_quotes(flags.model),
+                " does not say the number of positions (n_positions or max_position_embeddings); "
+                "give --seq N");
+  notes = file.notes;
+  models::GptOptions model;
+  model.width = file.width;
+  model.layers = file.layers;
+  model.heads = file.heads;
+  model.vocabulary = file.vocabulary;
+  model.sequence = file.positions.value_or(0);
+  model.tie_head = file.tie_head;
+  return model;
+}
+
+models::GptOptions checked_model(const TrainFlags& flags, const Config& config,
+                                 std::vector<std::string>& notes) {
   models::GptOptions model =
-      models::gpt_preset(flags.preset.empty() ? kDefaultPreset : flags.preset);
-  model.layers = count_or("--layers", flags.layers, model.layers, 0, kMaxDimension);
+      flags.model.empty() ? models::gpt_preset(flags.preset.empty() ? kDefaultPreset : flags.preset)
+                          : model_of_file(flags, notes);
+  model.width = count_or("--width", flags.width, model.width, 1, models::kMaxGptWidth);
+  model.heads = count_or("--heads", flags.heads, model.heads, 1, models::kMaxGptWidth);
+  model.layers = count_or("--layers", flags.layers, model.layers, 1, models::kMaxGptLayers);
   model.sequence = count_or("--seq", flags.sequence, model.sequence, 1, kMaxDimension);
   model.vocabulary = count_or("--vocab", flags.vocabulary, model.vocabulary, 1, kMaxDimension);
   model.freeze = count_or("--freeze", flags.freeze, 0, 0, kMaxDimension);
   model.loss_chunk = count_or("--loss-chunk", flags.loss_chunk, 0, 0, kMaxDimension);
   model.recompute = flags.recompute;
-  model.tie_head = flags.tie_head;
+  model.tie_head = model.tie_head || flags.tie_head;
   model.dtype = precision_of(config);
   model.check();
   return model;
@@ -137,13 +162,27 @@ std::string preset_names_text() {
   return text;
 }
 
+std::string model_name(const TrainFlags& flags) {
+  std::string name = !flags.model.empty()   ? printable(flags.model, 60)
+                     : flags.preset.empty() ? kDefaultPreset
+                                            : flags.preset;
+  const std::vector<std::pair<const char*, const std::string*>> changes{{"width ", &flags.width},
+                                                                        {"heads ", &flags.heads}};
+  for (const auto& [what, value] : changes) {
+    if (!value->empty()) {
+      name.append(", ").append(what).append(*value);
+    }
+  }
+  return name;
+}
+
 TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, PlanFor purpose) {
   TrainPlan plan;
   plan.config = load_config(flags.config);
   apply_memory_flags(flags, plan.config);
   apply_flags(flags, plan.config);
-  plan.preset = flags.preset.empty() ? kDefaultPreset : flags.preset;
-  plan.model = checked_model(flags, plan.config);
+  plan.preset = model_name(flags);
+  plan.model = checked_model(flags, plan.config, plan.notes);
   plan.seed = static_cast<std::uint64_t>(plan.config.get_int("seed"));
 
   plan.verify = !flags.verify.empty();
@@ -157,11 +196,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   TESSERA_CHECK(!plan.unsharded || place.world_size == 1, ConfigError,
                 "--unsharded trains in one process, not in ", place.world_size,
                 " ranks; leave --unsharded out, or use --ranks 1");
-  // A run that is verified first keeps its flags, and with them its learning rates.
-  const std::int64_t num_verified = count_or("--verify", flags.verify, 0, 1, kMaxSteps);
-  plan.schedule_steps =
-      count_or("--steps", flags.steps, plan.verify ? num_verified : kDefaultSteps, 1, kMaxSteps);
-  plan.num_steps = plan.verify ? num_verified : plan.schedule_steps;
+  plan.stop_on_divergence = flags.stop_on_divergence;
 
   TESSERA_CHECK(flags.device.empty() || flags.device == "cpu" || flags.device == "cuda",
                 ConfigError, "--device ", tessera::in_quotes(flags.device), " is not cpu or cuda");
@@ -173,18 +208,20 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   plan.ranks_per_gpu = (place.local_world_size + num_gpus - 1) / num_gpus;
 
   plan.batch = resolve_batch(plan.config, place.world_size, kDefaultBatch);
+  plan_data(flags, plan);
+  // A run that is verified first keeps its flags, and with them its learning rates.
+  const std::int64_t num_verified = count_or("--verify", flags.verify, 0, 1, kMaxSteps);
+  plan.schedule_steps = plan.num_epochs > 0
+                            ? plan.num_epochs * (plan.sequences_per_epoch / plan.batch.total)
+                            : count_or("--steps", flags.steps,
+                                       plan.verify ? num_verified : kDefaultSteps, 1, kMaxSteps);
+  plan.num_steps = plan.verify ? num_verified : plan.schedule_steps;
   check_training_options(plan);
   plan.memory = plan_memory(plan.config, plan.model, place.world_size, plan.cuda_device >= 0);
   TESSERA_CHECK(
       !plan.memory || !plan.unsharded, ConfigError,
       "--unsharded takes what memory it needs, and no budget, place or NVMe; leave one of "
       "them out");
-  plan.data.source = flags.data.empty() ? kDefaultData : flags.data;
-  plan.data.vocabulary = plan.model.vocabulary;
-  plan.data.sequence = plan.model.sequence;
-  plan.data.batch = plan.batch.total;
-  plan.data.seed = plan.seed;
-
   plan.log_every = count_or("--log-every", flags.log_every, 0, 1, kMaxSteps);
   if (!flags.peak_tflops.empty()) {
     plan.peak_flops = parse_positive("--peak-tflops", flags.peak_tflops) * 1e12;
@@ -208,6 +245,9 @@ void check_training(const TrainFlags& flags, int num_local_ranks) {
   const TrainPlan plan = checked_plan(flags, place);
   check_machine(plan, num_local_ranks);
   static_cast<void>(models::open_data(plan.data));
+  if (plan.evaluation) {
+    static_cast<void>(models::open_data(plan.evaluation->data));
+  }
 }
 
 }  // namespace tessera::cli

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "cli/train.h"
 #include "cli/train_compare.h"
@@ -24,13 +25,30 @@
 
 namespace tessera::cli {
 
+inline constexpr std::int64_t kMaxSteps = std::int64_t{1} << 40;
+
+// The loss of data that is not trained on.
+struct EvalPlan {
+  models::DataOptions data;  // its batch: all sequences of one evaluation
+  std::int64_t every = 0;    // steps; 0: after the last one only
+
+  bool is_due_after(std::int64_t step, std::int64_t num_steps) const {
+    return step + 1 == num_steps || (every > 0 && (step + 1) % every == 0);
+  }
+};
+
 struct TrainPlan {
   Config config;
-  std::string preset;
+  std::string preset;              // or what else the model is called
+  std::vector<std::string> notes;  // what the user should know of the model's file, one line each
   models::GptOptions model;
   models::DataOptions data;
   BatchShape batch;
   std::uint64_t seed = 0;
+
+  std::int64_t num_epochs = 0;           // 0: steps are counted, not epochs
+  std::int64_t sequences_per_epoch = 0;  // those included that fill no batch
+  std::optional<EvalPlan> evaluation;
 
   std::int64_t num_steps = 0;       // that are run
   std::int64_t schedule_steps = 0;  // that the learning rate is laid out for
@@ -40,6 +58,7 @@ struct TrainPlan {
   bool unsharded = false;
   bool deterministic = false;
   bool verify = false;
+  bool stop_on_divergence = false;
   Against verify_against = Against::kTurns;
 
   std::int64_t log_every = 0;        // steps; 0: not asked for
@@ -57,6 +76,10 @@ struct TrainPlan {
 
   std::int64_t tokens_per_step() const { return batch.total * model.sequence; }
 };
+
+// Which data is trained on, how often, and which is evaluated. Looks at the sizes of files where
+// epochs or an evaluation need them. REQUIRES: model, batch and seed are set.
+void plan_data(const TrainFlags& flags, TrainPlan& plan);
 
 enum class PlanFor : std::uint8_t {
   kTraining,    // here and now: its GPUs must be there

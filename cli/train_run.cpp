@@ -4,20 +4,27 @@
 #include <iostream>
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
+#include "cli/command.h"
 #include "cli/device_peak.h"
+#include "cli/divergence.h"
+#include "cli/low_precision.h"
 #include "cli/observers.h"
 #include "cli/out_of_memory.h"
+#include "cli/train_evaluate.h"
 #include "cli/train_memory.h"
 #include "cli/train_phases.h"
 #include "cli/train_plan.h"
 #include "cli/train_summary.h"
 #include "cli/train_trainer.h"
 #include "cli/train_verify.h"
+#include "cli/train_warnings.h"
 #include "tessera/core/error.h"
 #include "tessera/engine/tensor_memory.h"
 #include "tessera/engine/update_rates.h"
@@ -104,6 +111,9 @@ class Run {
     if (speaks_ && plan.verify) {
       twin_.emplace(plan, runtime);
     }
+    if (plan.evaluation) {
+      evaluation_.emplace(plan, runtime);
+    }
   }
 
   void train() {
@@ -114,7 +124,7 @@ class Run {
       std::cout << head_text(head()) << std::flush;
     }
     run_steps();
-    if (!plan_.save.empty()) {
+    if (!plan_.save.empty() && !divergence_.has_spoilt_parameters()) {
       trainer_->save(plan_.save);
     }
     if (!plan_.trace.empty()) {
@@ -128,6 +138,7 @@ class Run {
     if (speaks_) {
       std::cout << totals_.text() << std::flush;
       plan_.verify ? pronounce() : print_memory();
+      check_converged();
     }
   }
 
@@ -138,10 +149,18 @@ class Run {
       observers.emplace(observer_options(), runtime_.clock());
     }
     for (std::int64_t step = 0; step < plan_.num_steps; ++step) {
-      const StepMetrics metrics = run_step(step);
+      StepMetrics metrics = run_step(step);
+      if (evaluation_ && plan_.evaluation->is_due_after(step, plan_.num_steps)) {
+        metrics.eval_loss = evaluation_->run(*trainer_);
+      }
       totals_.add(metrics);
+      divergence_.add(metrics);
       if (observers) {
         observers->show(metrics);
+      }
+      // All ranks come to the same answer: it depends on what they know alike.
+      if (plan_.stop_on_divergence && divergence_.is_going_on()) {
+        break;
       }
     }
   }
@@ -243,6 +262,15 @@ class Run {
     std::cout << verified_text(head(), plan_.verify_against, comparison.equal()) << std::flush;
   }
 
+  void check_converged() const {
+    if (divergence_.has_diverged()) {
+      const char* const kept = plan_.save.empty()                    ? ""
+                               : divergence_.has_spoilt_parameters() ? "; --save was not written"
+                                                                     : "; --save was written";
+      throw comm::ExitCodeError(divergence_.text(plan_.model.dtype) + kept, kExitDiverged);
+    }
+  }
+
   ModelBytes model_bytes() const {
     ModelBytes bytes;
     for (const Trainer::ParamInfo& info : trainer_->params()) {
@@ -279,6 +307,12 @@ class Run {
     head.device = runtime_.device().name();
     head.num_threads = plan_.num_threads;
     head.num_steps = plan_.num_steps;
+    head.num_epochs = plan_.verify ? 0 : plan_.num_epochs;
+    head.sequences_per_epoch = plan_.sequences_per_epoch;
+    if (evaluation_) {
+      head.num_evaluated = plan_.evaluation->data.batch;
+      head.eval_data = evaluation_->data_name();
+    }
     head.batch = plan_.batch.total;
     head.accumulate = plan_.batch.accumulate;
     head.sequence = plan_.model.sequence;
@@ -295,15 +329,36 @@ class Run {
   Batches batches_;
   std::unique_ptr<Trainer> trainer_;
   std::optional<Twin> twin_;  // rank 0, with --verify
+  std::optional<Evaluation> evaluation_;
+  Divergence divergence_;
   RunTotals totals_;
   NvmeTotals nvme_;
 };
+
+// Before a run that may be long.
+void print_warnings(const TrainPlan& plan) {
+  std::vector<std::string> warnings = plan.notes;
+  const std::string slow =
+      plan.cuda_device < 0 ? slow_precision_text(read_low_precision_units(), plan.model.dtype) : "";
+  if (!slow.empty()) {
+    warnings.push_back(slow);
+  }
+  for (const std::string& warning : warnings) {
+    std::cerr << "tessera: warning: " + warning + "\n" << std::flush;
+  }
+}
 
 }  // namespace
 
 void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
                      comm::RankProcess& process) {
   TrainPlan plan = checked_plan(flags, rendezvous);
+  const TorchWarnings torch_warnings(
+      rendezvous.world_size == 1 ? "tessera: "
+                                 : "tessera: rank " + std::to_string(rendezvous.rank) + ": ");
+  if (rendezvous.rank == 0) {
+    print_warnings(plan);
+  }
   at::globalContext().setDeterministicAlgorithms(plan.deterministic, /*warn_only=*/false);
   std::cout << give_default_budgets(plan);
   if (plan.memory && planner::splits_update(plan.memory->options)) {

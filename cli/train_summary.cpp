@@ -24,12 +24,24 @@ std::string head_text(const RunHead& head) {
                                               plural(head.num_ranks), head.backend);
   const std::string micro_batches =
       head.accumulate == 1 ? "" : fmt::format(" in {} micro-batches", head.accumulate);
-  return fmt::format("{}: {} parameters in {}, {} on {}, {} thread{}\n", head.preset,
-                     count_text(static_cast<double>(head.num_params)), head.precision, ranks,
-                     head.device, head.num_threads, plural(head.num_threads)) +
-         fmt::format("{} step{} of {} sequence{} of {} tokens{}, data: {}\n", head.num_steps,
-                     plural(head.num_steps), head.batch, plural(head.batch), head.sequence,
-                     micro_batches, head.data);
+  std::string text = fmt::format("{}: {} parameters in {}, {} on {}, {} thread{}\n", head.preset,
+                                 count_text(static_cast<double>(head.num_params)), head.precision,
+                                 ranks, head.device, head.num_threads, plural(head.num_threads)) +
+                     fmt::format("{} step{} of {} sequence{} of {} tokens{}, data: {}\n",
+                                 head.num_steps, plural(head.num_steps), head.batch,
+                                 plural(head.batch), head.sequence, micro_batches, head.data);
+  if (head.num_epochs > 0) {
+    const std::int64_t left_out = head.sequences_per_epoch % head.batch;
+    text +=
+        fmt::format("{} epoch{} of {} steps over {} sequences, without {} that fill{} no batch\n",
+                    head.num_epochs, plural(head.num_epochs), head.sequences_per_epoch / head.batch,
+                    head.sequences_per_epoch, left_out, left_out == 1 ? "s" : "");
+  }
+  if (head.num_evaluated > 0) {
+    text += fmt::format("evaluated on {} sequence{}, data: {}\n", head.num_evaluated,
+                        plural(head.num_evaluated), head.eval_data);
+  }
+  return text;
 }
 
 std::string verified_text(const RunHead& head, Against against, bool equal) {

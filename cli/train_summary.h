@@ -38,10 +38,14 @@ struct RunHead {
   std::string device;
   int num_threads = 1;
   std::int64_t num_steps = 0;
-  std::int64_t batch = 0;  // sequences of all ranks
+  std::int64_t num_epochs = 0;  // 0: steps were asked for
+  std::int64_t sequences_per_epoch = 0;
+  std::int64_t num_evaluated = 0;  // sequences of one evaluation
+  std::int64_t batch = 0;          // sequences of all ranks
   std::int64_t accumulate = 1;
   std::int64_t sequence = 0;
   std::string data;
+  std::string eval_data;
 };
 
 std::string head_text(const RunHead& head);

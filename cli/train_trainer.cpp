@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include "models/plain_trainer.h"
 #include "tessera/checkpoint/safetensors.h"
@@ -38,6 +39,10 @@ class ShardedTrainer final : public Trainer {
     engine_.backward(loss, static_cast<double>(micro_batch.ids.numel()));
   }
   StepResult step() override { return engine_.step(); }
+  double evaluate(const MicroBatch& micro_batch) override {
+    const at::NoGradGuard no_grad;
+    return model_.loss(micro_batch.ids, micro_batch.targets).item<double>();
+  }
   EngineStats take_stats() override { return engine_.take_stats(); }
   std::vector<ParamInfo> params() const override {
     std::vector<ParamInfo> infos;
@@ -75,6 +80,10 @@ class UnshardedTrainer final : public Trainer {
     trainer_.backward(loss, static_cast<double>(micro_batch.ids.numel()));
   }
   StepResult step() override { return trainer_.step(); }
+  double evaluate(const MicroBatch& micro_batch) override {
+    const at::NoGradGuard no_grad;
+    return model_.loss(micro_batch.ids, micro_batch.targets).item<double>();
+  }
   EngineStats take_stats() override { return {}; }
   std::vector<ParamInfo> params() const override {
     std::vector<ParamInfo> infos;

@@ -51,6 +51,8 @@ class Trainer {
   // The micro-batch weighs as much as it has tokens.
   virtual void backward(const at::Tensor& loss, const MicroBatch& micro_batch) = 0;
   virtual StepResult step() = 0;
+  // Collective: the mean loss of a forward without gradients. Not between run() and step().
+  virtual double evaluate(const MicroBatch& micro_batch) = 0;
   // Zeros where there is nothing to gather or reduce.
   virtual EngineStats take_stats() = 0;
   // In registration order.

@@ -26,6 +26,10 @@ class Engine;
 
 namespace tessera::models {
 
+// Beyond these the number of parameters would leave 64 bits; every real model is far below.
+inline constexpr std::int64_t kMaxGptWidth = 1 << 17;
+inline constexpr std::int64_t kMaxGptLayers = 1 << 16;
+
 struct GptOptions {
   std::int64_t width = 0;
   std::int64_t layers = 0;

@@ -28,9 +28,6 @@ constexpr std::array kPresets = {
     Preset{"gpt-13b", 5120, 40, 40, 50304, 1024},
 };
 
-// Beyond these the number of parameters would leave 64 bits; every real model is far below.
-constexpr std::int64_t kMaxWidth = 1 << 17;
-constexpr std::int64_t kMaxLayers = 1 << 16;
 constexpr std::int64_t kMaxRows = std::int64_t{1} << 31;
 
 void check_range(std::string_view what, std::int64_t value, std::int64_t max) {
@@ -38,16 +35,26 @@ void check_range(std::string_view what, std::int64_t value, std::int64_t max) {
                 max);
 }
 
+std::int64_t nearest_divisor(std::int64_t number, std::int64_t wanted) {
+  for (std::int64_t apart = 1;; ++apart) {
+    for (const std::int64_t divisor : {wanted - apart, wanted + apart}) {
+      if (divisor >= 1 && divisor <= number && number % divisor == 0) {
+        return divisor;
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void GptOptions::check() const {
-  check_range("model option width:", width, kMaxWidth);
-  check_range("--layers", layers, kMaxLayers);
-  check_range("model option heads:", heads, kMaxWidth);
+  check_range("--width", width, kMaxGptWidth);
+  check_range("--layers", layers, kMaxGptLayers);
+  check_range("--heads", heads, kMaxGptWidth);
   check_range("--vocab", vocabulary, kMaxRows);
   check_range("--seq", sequence, kMaxRows);
-  TESSERA_CHECK(width % heads == 0, ConfigError, "model option heads: ", heads,
-                " heads do not divide a width of ", width);
+  TESSERA_CHECK(width % heads == 0, ConfigError, "--heads ", heads, " does not divide --width ",
+                width, "; the nearest that does is ", nearest_divisor(width, heads));
   TESSERA_CHECK(freeze >= 0 && freeze <= layers, ConfigError, "--freeze ", freeze,
                 " is not from 0 to ", layers, ", the number of blocks");
   TESSERA_CHECK(loss_chunk >= 0 && loss_chunk <= kMaxRows, ConfigError, "--loss-chunk ", loss_chunk,

@@ -33,7 +33,8 @@ TORCH_UNITS = (
     # Where tensors are: their storage, what watches their use, and models made of them.
     "tessera/shard/tensor_storage.*", "tessera/engine/*", "tessera/tessera.h",
     "models/gpt*", "models/plain_trainer.*", "models/random_tokens.cpp",
-    "examples/*", "tests/engine/*", "tests/models/*", "tests/shard/tensor_storage_test.cpp",
+    "examples/*", "tests/engine/*", "tests/models/*", "tests/cli/train_warnings_test.cpp",
+    "tests/shard/tensor_storage_test.cpp",
     "tests/optim/torch_adamw_test.cpp", "bench/*_torch_bench.cpp",
     "tests/property/*case*", "tests/property/model_program.*", "tests/property/engine_*",
 )

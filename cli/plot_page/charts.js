@@ -53,7 +53,7 @@ const AXES = {
 
 const CHARTS = [
   {title: 'Loss', format: 'plain', smooth: true, scales: true, marks: true,
-   parts: [['loss', 'training'], ['validation_loss', 'validation']]},
+   parts: [['loss', 'training'], ['eval_loss', 'validation']]},
   {title: 'Gradient norm', format: 'plain', smooth: true, scales: true, marks: true,
    parts: [['grad_norm', 'norm before clipping']]},
   {title: 'Learning rate', format: 'plain', zero: true, parts: [['lr', 'learning rate']]},

@@ -90,6 +90,7 @@ void RankProcess::fail(const std::exception* error) {
   const std::string text = error != nullptr ? error->what() : "an exception of unknown type";
   const bool peer_loss = dynamic_cast<const PeerError*>(error) != nullptr;
   const bool config = dynamic_cast<const ConfigError*>(error) != nullptr;
+  const auto* const own_code = dynamic_cast<const ExitCodeError*>(error);
 
   RankReport report{peer_loss ? FailureKind::kPeerLoss : FailureKind::kCause,
                     SteadyClock().now_ns(), text};
@@ -105,7 +106,7 @@ void RankProcess::fail(const std::exception* error) {
   }
   // A consequence is not posted: the others shall read the cause.
   if (board && rank && !peer_loss) board->post_failure(*rank, text);
-  leave(config ? kExitConfig : kExitFailure);
+  leave(config ? kExitConfig : own_code != nullptr ? own_code->exit_code() : kExitFailure);
 }
 
 }  // namespace tessera::comm

@@ -19,14 +19,27 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "tessera/comm/board.h"
 #include "tessera/comm/rendezvous.h"
+#include "tessera/core/error.h"
 
 namespace tessera::comm {
 
 inline constexpr int kExitFailure = 1;
 inline constexpr int kExitConfig = 2;
+
+// An end for which the program has an exit code of its own.
+class ExitCodeError : public Error {
+ public:
+  ExitCodeError(const std::string& message, int exit_code)
+      : Error(message), exit_code_(exit_code) {}
+  int exit_code() const { return exit_code_; }
+
+ private:
+  int exit_code_;
+};
 
 class RankProcess {
  public:
@@ -42,7 +55,7 @@ class RankProcess {
   void set_board(std::shared_ptr<Board> board);
 
   // Returns what `body` returns. If it throws, reports and leaves: ConfigError with code 2,
-  // everything else with code 1.
+  // ExitCodeError with its own, everything else with code 1.
   int run(const std::function<int()>& body);
 
  private:

@@ -38,9 +38,9 @@ struct BackwardUse {
   std::shared_ptr<void> expected;  // while it may begin (again): see early_updates.h
   NodeMark first_node;             // of the forward
   // Of the nodes that the forward has made: see [Note: release in backward].
-  bool one_queue = false;   // autograd runs all of them on the engine's device
-  bool leads_home = false;  // they lead to the unit's inputs and parameters alone
-  int graph_task = -1;      // in which it was opened
+  bool one_queue = false;     // autograd runs all of them on the engine's device
+  bool leads_home = false;    // they lead to the unit's inputs and parameters alone
+  int graph_task = -1;        // in which it was opened
   std::int64_t begun_ns = 0;  // for the trace
 };
 
@@ -119,7 +119,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   Engine::Impl* engine_;
   const TrackId track_;
   std::pair<std::int64_t, std::int64_t> last_span_;  // on the track: begin and end
-  std::vector<std::shared_ptr<BackwardUse>> open_;  // in the order of their begins
+  std::vector<std::shared_ptr<BackwardUse>> open_;   // in the order of their begins
   // The hook on the tensor owns its gate, so a gate whose node is gone is gone, too, and a new node
   // at the same address finds nothing.
   Gates gates_;

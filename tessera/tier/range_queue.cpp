@@ -190,7 +190,8 @@ void RangeQueue::begin_span(IoRange& range) {
     return;
   }
   std::vector<bool>& lanes = lanes_[static_cast<std::size_t>(range.direction)];
-  range.lane = static_cast<std::size_t>(std::find(lanes.begin(), lanes.end(), false) - lanes.begin());
+  range.lane =
+      static_cast<std::size_t>(std::find(lanes.begin(), lanes.end(), false) - lanes.begin());
   lanes.resize(std::max(lanes.size(), range.lane + 1));
   lanes[range.lane] = true;
   range.begun_ns = spans_->now_ns();

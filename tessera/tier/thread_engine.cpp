@@ -24,7 +24,8 @@ ssize_t transfer(const IoRequest& request) {
 
 class ThreadEngine final : public IoEngine {
  public:
-  explicit ThreadEngine(const IoOptions& options) : queue_(options.block_bytes, nullptr, options.spans) {
+  explicit ThreadEngine(const IoOptions& options)
+      : queue_(options.block_bytes, nullptr, options.spans) {
     try {
       for (int i = 0; i < options.num_threads; ++i) {
         threads_.push_back(start_io_thread([this] { work(); }));

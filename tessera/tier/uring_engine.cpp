@@ -87,7 +87,8 @@ class UringEngine final : public IoEngine {
  public:
   UringEngine(const IoOptions& options, std::unique_ptr<Ring> ring, std::size_t num_slots)
       : ring_(std::move(ring)),
-        queue_(options.block_bytes, [this] { wake_up(); }, options.spans),
+        queue_(
+            options.block_bytes, [this] { wake_up(); }, options.spans),
         slots_(num_slots) {
     for (std::size_t i = num_slots; i > 0; --i) {
       free_slots_.push_back(i - 1);

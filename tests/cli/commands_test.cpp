@@ -110,8 +110,9 @@ TEST(ConfigCommand, PrintsConversionsOfDeepSpeedsKeys) {
 
 const std::vector<std::string>& doctor_rows() {
   static const std::vector<std::string> rows{
-      "torch",    "compiler",      "CUDA",        "NCCL",  "Gloo",       "io_uring", "directory",
-      "O_DIRECT", "locked memory", "host memory", "cores", "huge pages", "NUMA",     "open files"};
+      "torch",    "compiler",  "CUDA",       "NCCL",          "Gloo",
+      "io_uring", "directory", "O_DIRECT",   "locked memory", "host memory",
+      "cores",    "CPU bf16",  "huge pages", "NUMA",          "open files"};
   return rows;
 }
 

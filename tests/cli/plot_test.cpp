@@ -47,7 +47,7 @@ TEST(PlotRuns, ReadWhatTrainingWrites) {
   // Every field that the page draws and that every step has is one of the metrics.
   const Json metrics = Json::parse(line_of(1, 1));
   for (const std::string_view field : kPlotFields) {
-    EXPECT_TRUE(field == "validation_loss" || metrics.contains(field)) << field;
+    EXPECT_TRUE(field == "eval_loss" || metrics.contains(field)) << field;
   }
 }
 

@@ -95,12 +95,14 @@ TEST(TrainHelp, SaysWhatEveryFlagIs) {
   const ProcessResult result = run_tessera({"train", "--help"});
   EXPECT_EQ(result.exit_code, 0);
   for (const char* flag :
-       {"--preset",     "--ranks",      "--steps",       "--batch",     "--seq",
-        "--accumulate", "--precision",  "--lr",          "--clip",      "--seed",
-        "--data",       "--config",     "--set",         "--metrics",   "--trace",
-        "--unsharded",  "--verify",  "--verify-against",     "--recompute",   "--tie-head",  "--freeze",
-        "--vocab",      "--layers",     "--save-init",   "--save",      "--threads",
-        "--device",     "--loss-chunk", "--tensorboard", "--log-every", "--peak-tflops"}) {
+       {"--preset",      "--ranks",      "--steps",       "--batch",         "--seq",
+        "--accumulate",  "--precision",  "--lr",          "--clip",          "--seed",
+        "--data",        "--config",     "--set",         "--metrics",       "--trace",
+        "--unsharded",   "--verify",     "--recompute",   "--tie-head",      "--freeze",
+        "--vocab",       "--layers",     "--save-init",   "--save",          "--threads",
+        "--device",      "--loss-chunk", "--epochs",      "--width",         "--heads",
+        "--model",       "--eval-data",  "--eval-every",  "--eval-batches",  "--stop-on-divergence",
+        "--tensorboard", "--log-every",  "--peak-tflops", "--verify-against"}) {
     EXPECT_TRUE(contains(result.out, flag)) << flag;
   }
   EXPECT_TRUE(contains(result.out, "readable while it grows, emptied at the start"));

@@ -41,6 +41,14 @@ TEST_F(TrainUsage, AnUnknownPresetIsRefused) {
 
 TEST_F(TrainUsage, AModelThatCannotBeIsRefused) {
   expect_refusal({"--layers", "0"}, "layers");
+  expect_refusal({"--layers", "x"}, "--layers \"x\" is not a whole number from 1 to 65536");
+  expect_refusal({"--width", "0"}, "--width \"0\" is not a whole number from 1 to 131072");
+  expect_refusal({"--heads", "3"},
+                 "--heads 3 does not divide --width 128; the nearest that does is 2");
+  expect_refusal({"--model", "nowhere.json"}, "--model \"nowhere.json\" cannot be opened");
+  write("config.json", R"({"n_embd": 48, "n_layer": 1, "n_head": 3, "vocab_size": 40})");
+  expect_refusal({"--model", "config.json"}, "does not say the number of positions");
+  expect_refusal({"--model", "config.json", "--preset", "tiny"}, "are two models");
   expect_refusal({"--freeze", "3"}, "freeze");
   expect_refusal({"--loss-chunk", "-1"}, "--loss-chunk \"-1\" is not a whole number from 0");
   expect_refusal({"--seq", "0"}, "--seq \"0\" is not a whole number from 1");
@@ -85,6 +93,8 @@ TEST_F(TrainUsage, DataThatCannotBeTrainedOnIsRefused) {
   write("odd.bin", "abc");
   expect_refusal({"--data", "tokens:odd.bin"}, "odd.bin");
   expect_refusal({"--data", "nonsense"}, "nonsense");
+  expect_refusal({"--data", "text:"}, "data: text: names no file; write text:PATH");
+  expect_refusal({"--data", "demo", "--data", "random"}, "cannot be mixed");
 }
 
 TEST_F(TrainUsage, ATokenBeyondTheVocabularyIsRefusedWithItsValue) {
@@ -94,6 +104,28 @@ TEST_F(TrainUsage, ATokenBeyondTheVocabularyIsRefusedWithItsValue) {
   expect_refusal({"--data", "tokens:big.bin", "--metrics", "run.jsonl"}, "300");
   write("bytes.txt", std::string(1000, 'z'));
   expect_refusal({"--data", "text:bytes.txt", "--vocab", "64"}, "122");
+}
+
+TEST_F(TrainUsage, EpochsThatCannotBeAreRefused) {
+  write("a.txt", std::string(300, 'z'));
+  expect_refusal({"--epochs", "2"}, "--epochs 2: demo data has no end; use --steps N, or files");
+  expect_refusal({"--epochs", "2", "--steps", "3", "--data", "a.txt"}, "leave one of them out");
+  expect_refusal({"--epochs", "0", "--data", "a.txt"},
+                 "--epochs \"0\" is not a whole number from 1 to 1048576");
+  expect_refusal({"--epochs", "1", "--data", "a.txt", "--ranks", "2"},
+                 "the data has 4 sequences of 64 tokens, fewer than one batch of 8");
+}
+
+TEST_F(TrainUsage, EvaluationsThatCannotBeAreRefused) {
+  expect_refusal({"--eval-every", "2"}, "--eval-every needs data to evaluate");
+  expect_refusal({"--eval-batches", "2"}, "--eval-batches needs data to evaluate");
+  expect_refusal({"--eval-data", "text:nowhere.txt", "--ranks", "2"}, "nowhere.txt");
+  expect_refusal({"--eval-data", "demo", "--eval-every", "0"},
+                 "--eval-every \"0\" is not a whole number from 1 to 1099511627776");
+  expect_refusal({"--eval-data", "demo", "--eval-batches", "x"},
+                 "--eval-batches \"x\" is not a whole number from 1 to 16777216");
+  write("bytes.txt", std::string(1000, 'z'));
+  expect_refusal({"--eval-data", "bytes.txt", "--vocab", "64", "--ranks", "2"}, "token 122");
 }
 
 TEST_F(TrainUsage, OutputsThatCannotBeWrittenAreRefused) {

@@ -49,7 +49,7 @@ Batch read_batch(models::TokenSource& data, const RunSettings& settings, std::in
 
 std::unique_ptr<models::TokenSource> data_of(const RunSettings& settings) {
   models::DataOptions options;
-  options.source = settings.data;
+  options.sources = {settings.data};
   options.vocabulary = settings.model.vocabulary;
   options.sequence = settings.model.sequence;
   options.batch = settings.batch;

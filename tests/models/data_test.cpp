@@ -26,7 +26,7 @@ using Tokens = std::vector<std::int64_t>;
 
 DataOptions options_of(std::string source, std::int64_t vocabulary, std::int64_t sequence,
                        std::int64_t batch, std::uint64_t seed = 0) {
-  return {std::move(source), vocabulary, sequence, batch, seed};
+  return {{std::move(source)}, vocabulary, sequence, batch, seed};
 }
 
 Tokens read(TokenSource& source, std::int64_t sequence, std::int64_t step, std::int64_t index) {
@@ -250,12 +250,13 @@ TEST_F(DataFile, ThatCannotBeUsedIsRefusedInOneLine) {
   EXPECT_EQ(refusal(options_of(missing, 256, 4, 1)),
             "data: " + missing +
                 ": cannot open: No such file or directory; check the name and its permissions");
-  EXPECT_NE(refusal(options_of("text:", 256, 4, 1)).find("cannot open"), std::string::npos);
+  EXPECT_EQ(refusal(options_of("text:", 256, 4, 1)), "data: text: names no file; write text:PATH");
+  EXPECT_EQ(refusal(options_of("tokens32:", 256, 4, 1)),
+            "data: tokens32: names no file; write tokens32:PATH");
   const std::string empty = text_file("empty.txt", "");
   EXPECT_EQ(refusal(options_of(empty, 256, 4, 1)), "data: " + empty + ": the file is empty");
-  EXPECT_NE(
-      refusal(options_of("text:" + folder_.path().string(), 256, 4, 1)).find("not a regular file"),
-      std::string::npos);
+  EXPECT_NE(refusal(options_of("text:/dev/null", 256, 4, 1)).find("not a regular file"),
+            std::string::npos);
   const std::string odd = text_file("odd.bin", std::string(11, '\0'));
   EXPECT_NE(refusal(options_of(odd, 256, 4, 1))
                 .find(": 11 bytes are not a whole number of 16-bit tokens"),
@@ -278,7 +279,7 @@ TEST_F(DataFile, ATokenBeyondTheVocabularyIsNamedWithItsPosition) {
   EXPECT_EQ(refusal(options_of(path, 300, 4, 1)),
             "data: " + path +
                 ": token 301 at position 150000 is beyond the vocabulary of 300; was the file made "
-                "for another vocabulary?");
+                "for another vocabulary (--vocab)?");
   EXPECT_NE(refusal(options_of(path, 302, 4, 1)).find("token 302 at position 150001"),
             std::string::npos);
   EXPECT_EQ(refusal(options_of(path, 303, 4, 1)), "it was opened");
@@ -314,8 +315,8 @@ TEST(Data, RefusesWhatMakesNoSequences) {
   EXPECT_NE(refusal(options_of("demo", 64, 0, 1)).find("sequences of 0"), std::string::npos);
   EXPECT_NE(refusal(options_of("demo", 64, 4, 0)).find("a batch of 0"), std::string::npos);
   EXPECT_EQ(refusal(options_of("demos\n", 64, 4, 1)),
-            "data: \"demos\\n\" is unknown; use demo, random, text:FILE (bytes), tokens:FILE "
-            "(16-bit tokens), or a path that ends in .txt or .bin");
+            "data: \"demos\\n\" is unknown; use demo, random, text:PATH (bytes), tokens:PATH "
+            "(16-bit tokens), tokens32:PATH (32-bit tokens), or a path that ends in .txt or .bin");
   EXPECT_NE(refusal(options_of("", 64, 4, 1)).find("\"\" is unknown"), std::string::npos);
 }
 

@@ -439,7 +439,7 @@ TEST(GptOptions, ErrorsNameOptionAndValueInOneLine) {
   };
   EXPECT_EQ(message([](GptOptions& o) { o.layers = 0; }), "--layers 0 is not from 1 to 65536");
   EXPECT_EQ(message([](GptOptions& o) { o.heads = 3; }),
-            "model option heads: 3 heads do not divide a width of 32");
+            "--heads 3 does not divide --width 32; the nearest that does is 2");
   EXPECT_EQ(message([](GptOptions& o) { o.vocabulary = -1; }),
             "--vocab -1 is not from 1 to 2147483648");
   EXPECT_EQ(message([](GptOptions& o) { o.sequence = std::int64_t{1} << 40; }),
