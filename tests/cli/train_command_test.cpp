@@ -168,8 +168,8 @@ TEST_F(Train, MetricsHaveAllFieldsAndOneLinePerStep) {
   for (const char* name : {"step", "forward", "backward", "optimizer step", "update"}) {
     EXPECT_EQ(spans.at("main").count(name), 1U) << name;
   }
-  EXPECT_EQ(spans.at("backward of units").count("backward h.0"), 1U);
-  EXPECT_EQ(spans.at("main").count("forward h.0"), 1U);
+  EXPECT_EQ(spans.at("backward of units").count("backward blocks.0"), 1U);
+  EXPECT_EQ(spans.at("main").count("forward blocks.0"), 1U);
   // Rank 0 speaks for all.
   EXPECT_EQ(count_of(result.out, "median step"), 1U) << result.out;
 }

@@ -1,4 +1,5 @@
 // DeepSpeed's files in real runs: what the program says, that flags win, and the learning rates.
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -54,7 +55,12 @@ TEST_F(TrainDeepSpeed, EverySubjectAtOnceTakesTenLinesAtMost) {
   const ProcessResult result =
       train({"--config", shape("every_subject"), "--optimizer", "host", "--set", "nvme.paths="});
   ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_LE(result.err_lines().size(), 10U) << result.err;
+  const std::vector<std::string> lines = result.err_lines();
+  // What the processor lacks is not about the file.
+  const auto num_lines = std::count_if(lines.begin(), lines.end(), [](const std::string& line) {
+    return !contains(line, "this processor has no");
+  });
+  EXPECT_LE(num_lines, 10) << result.err;
   EXPECT_TRUE(contains(result.err, "not built yet, and without effect: quant.weights ("))
       << result.err;
   EXPECT_TRUE(contains(result.err, "--tensorboard DIR` for tensorboard")) << result.err;
