@@ -73,6 +73,7 @@ std::vector<IoBenchRow> measure_io(const IoBenchOptions& options, const std::opt
   tier::MeasureOptions measure;
   measure.kind = options.kind;
   measure.notice = notice;
+  measure.needs_rates = true;
   measure.budget_s = options.measure_seconds;
   const tier::DiskRates measured = tier::measure_directory(options.directory, measure);
   const std::unique_ptr<tier::IoFile> file = tier::open_nameless(

@@ -55,7 +55,7 @@ int run_launch(const LaunchFlags& flags) {
   options.program = find_program(flags.command.front());
   const int num_ranks = options.num_ranks;
   options.serve_store = [num_ranks] { return comm::serve_launch_store(num_ranks, kStoreTimeout); };
-  return comm::launch_local_ranks(options);
+  return end_as(comm::launch_local_ranks(options));
 }
 
 }  // namespace

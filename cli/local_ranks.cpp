@@ -1,9 +1,13 @@
 #include "cli/local_ranks.h"
 
+#include <csignal>
+#include <iostream>
+
 #include <CLI/CLI.hpp>
 
 #include "cli/flag_values.h"
 #include "tessera/comm/launcher.h"
+#include "tessera/comm/stop_signals.h"
 #include "tessera/comm/store_board.h"
 
 namespace tessera::cli {
@@ -43,7 +47,16 @@ int start_local_ranks(int num_ranks, const Arguments& arguments) {
   options.num_ranks = num_ranks;
   options.argv = without_ranks_flag(arguments);
   options.serve_store = [num_ranks] { return comm::serve_launch_store(num_ranks, kStoreTimeout); };
-  return comm::launch_local_ranks(options);
+  return end_as(comm::launch_local_ranks(options));
+}
+
+int end_as(int exit_code) {
+  const int signal = exit_code - 128;
+  if (signal == SIGINT || signal == SIGTERM || signal == SIGHUP) {
+    std::cout.flush();
+    comm::end_by_signal(signal);
+  }
+  return exit_code;
 }
 
 }  // namespace tessera::cli

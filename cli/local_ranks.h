@@ -24,6 +24,10 @@ int parse_ranks(const std::string& text);
 // Executes the same command line once per rank, without --ranks; gives the exit code of all.
 int start_local_ranks(int num_ranks, const Arguments& arguments);
 
+// Gives the code back, or does not return where it says that a signal has stopped the run: then
+// this process ends by that signal, so that a shell script around it stops, too.
+int end_as(int exit_code);
+
 // What start_local_ranks() gives to its ranks.
 Arguments without_ranks_flag(const Arguments& arguments);
 

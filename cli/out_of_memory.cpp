@@ -31,6 +31,22 @@ std::size_t asked_bytes(std::string_view torch_message) {
   return 0;
 }
 
+bool is_host_allocation_failure(std::string_view torch_message) {
+  return torch_message.find("can't allocate memory") != std::string_view::npos ||
+         torch_message.find("not enough memory") != std::string_view::npos;
+}
+
+std::size_t host_asked_bytes(std::string_view torch_message) {
+  constexpr std::string_view kBefore = "tried to allocate ";
+  const std::size_t at = torch_message.find(kBefore);
+  std::size_t bytes = 0;
+  if (at != std::string_view::npos) {
+    const std::string_view rest = torch_message.substr(at + kBefore.size());
+    std::from_chars(rest.data(), rest.data() + rest.size(), bytes);
+  }
+  return bytes;
+}
+
 std::string out_of_memory_text(std::string_view torch_message, const Ledger& ledger,
                                const device::MemoryInfo& memory) {
   return std::string(torch_message.substr(0, torch_message.find('\n'))) + "\n" +

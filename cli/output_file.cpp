@@ -7,11 +7,13 @@
 #include <cstring>
 
 #include "tessera/core/error.h"
+#include "tessera/core/link_target.h"
 #include "tessera/core/printable.h"
 
 namespace tessera::cli {
 
-void check_output_file(const std::string& flag, const std::filesystem::path& path) {
+void check_output_file(const std::string& flag, const std::filesystem::path& named) {
+  const std::filesystem::path path = link_target(named.string());
   std::error_code ignored;
   TESSERA_CHECK(path.has_filename() && !std::filesystem::is_directory(path, ignored), ConfigError,
                 flag, " ", tessera::in_quotes(path.string()), " is not a file name");
@@ -24,7 +26,8 @@ void check_output_file(const std::string& flag, const std::filesystem::path& pat
                 tessera::in_quotes(folder.string()), " is not writable");
 }
 
-void write_output_file(const std::filesystem::path& path, std::string_view text) {
+void write_output_file(const std::filesystem::path& named, std::string_view text) {
+  const std::filesystem::path path = link_target(named.string());
   const std::string beside = path.string() + ".partial-" + std::to_string(::getpid());
   std::FILE* const file = std::fopen(beside.c_str(), "wxe");
   TESSERA_CHECK(file != nullptr, IoError, "cannot create ", tessera::in_quotes(beside), ": ",

@@ -1,4 +1,5 @@
-// A result file that is there whole or not at all: written beside its place, then renamed.
+// A result file that is there whole or not at all: written beside its place, then renamed. A
+// symbolic link stays one, and what it points to is replaced.
 //
 // Threads: stateless.
 #pragma once

@@ -1,5 +1,9 @@
 #include "cli/train.h"
 
+#include <malloc.h>
+#include <unistd.h>
+
+#include <iostream>
 #include <memory>
 #include <string>
 
@@ -7,12 +11,43 @@
 
 #include "cli/command.h"
 #include "cli/flag_values.h"
+#include "cli/guarded_output.h"
 #include "cli/local_ranks.h"
+#include "tessera/core/resource_limits.h"
+#include "tessera/tier/scratch_file.h"
 
 namespace tessera::cli {
 namespace {
 
+// Every thread takes 64 MiB of address space for what it allocates. Where that is limited they
+// share one such region, and it is spent on what is used.
+void spare_address_space() {
+#ifdef M_ARENA_MAX
+  if (address_space_limit()) {
+    mallopt(M_ARENA_MAX, 1);
+  }
+#endif
+}
+
+// Nothing that only watches a run may end it: output that cannot be written is dropped.
+int run_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
+             comm::RankProcess& process) {
+  int signal = 0;
+  spare_address_space();
+  {
+    const GuardedOutput output(std::cout, STDOUT_FILENO);
+    comm::StopSignals signals(
+        {process.launcher_pid(), tier::unlink_scratch_files, !process.launched_by_us()});
+    signal = train_this_rank(flags, rendezvous, process, signals);
+  }
+  if (signal != 0) {
+    process.end_stopped(signal);
+  }
+  return kExitOk;
+}
+
 int run_train(const TrainFlags& flags, const Arguments& arguments) {
+  let_writes_fail();
   const comm::Environment env = comm::process_environment();
   const int num_ranks = flags.ranks.empty() ? 0 : parse_ranks(flags.ranks);
   if (num_ranks > 0) {
@@ -26,13 +61,10 @@ int run_train(const TrainFlags& flags, const Arguments& arguments) {
       num_ranks == 1 ? comm::Rendezvous() : comm::find_rendezvous(env);
   comm::RankProcess process(env);
   if (rendezvous.world_size == 1) {
-    train_this_rank(flags, rendezvous, process);
-    return kExitOk;
+    return run_rank(flags, rendezvous, process);
   }
-  return process.run([&] {
-    train_this_rank(flags, rendezvous, process);
-    return kExitOk;
-  });
+  process.set_clean_up(tier::unlink_scratch_files);
+  return process.run([&] { return run_rank(flags, rendezvous, process); });
 }
 
 void add_value(CLI::App& app, const char* name, std::string& value, const std::string& text,
@@ -129,7 +161,11 @@ void add_run_flags(CLI::App& app, TrainFlags& flags) {
   add_value(app, "--trace", flags.trace,
             sets("trace.path") + "; other ranks put .rankN before the ending", "FILE");
   add_value(app, "--save-init", flags.save_init, "Initial parameters, as safetensors", "FILE");
-  add_value(app, "--save", flags.save, "Parameters after the last step, as safetensors", "FILE");
+  add_value(
+      app, "--save", flags.save,
+      "Parameters after the last step, or after the one that SIGINT, SIGTERM or SIGHUP stops, "
+      "as safetensors",
+      "FILE");
 }
 
 }  // namespace

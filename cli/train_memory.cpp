@@ -52,12 +52,14 @@ tier::MeasureOptions measure_options(const Config& config) {
   return options;
 }
 
-// Striped, so the slowest disk sets the pace of all.
-void measure_disks(const Config& config, planner::StepRates& rates) {
+// Striped, so the slowest disk sets the pace of all. `notes`: a line for each that was not
+// measured.
+void measure_disks(const Config& config, planner::StepRates& rates, std::string& notes) {
   const std::vector<std::string> disks = disks_of(config.get_list("nvme.paths"));
   bool is_first = true;
   for (const std::string& disk : disks) {
     const tier::DiskRates measured = tier::measure_directory(disk, measure_options(config));
+    notes += measured.assumed.empty() ? "" : measured.assumed + "\n";
     const double mixed = measured.mixed_read_bytes_per_s + measured.mixed_write_bytes_per_s;
     const auto keep_slowest = [is_first](double& rate, double other) {
       rate = is_first ? other : std::min(rate, other);
@@ -168,7 +170,9 @@ std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
     planner::StepRates rates;
     rates.num_local_ranks = num_local_ranks;
     rates.num_micro_batches = static_cast<int>(plan.batch.accumulate);
-    measure_disks(plan.config, rates);
+    std::string notes;
+    measure_disks(plan.config, rates, notes);
+    text += notes;
     if (placement.on_cuda) {
       // What a GPU computes meanwhile is not measured here.
       return text + disk_bound_text(placement, rates) + "\n";

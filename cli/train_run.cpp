@@ -1,10 +1,15 @@
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <iostream>
 #include <memory>
+#include <new>
 #include <optional>
+#include <span>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include <ATen/Context.h>
@@ -14,6 +19,7 @@
 #include "cli/command.h"
 #include "cli/device_peak.h"
 #include "cli/divergence.h"
+#include "cli/final_save.h"
 #include "cli/low_precision.h"
 #include "cli/observers.h"
 #include "cli/out_of_memory.h"
@@ -25,7 +31,9 @@
 #include "cli/train_trainer.h"
 #include "cli/train_verify.h"
 #include "cli/train_warnings.h"
+#include "tessera/comm/rank_end.h"
 #include "tessera/core/error.h"
+#include "tessera/core/resource_limits.h"
 #include "tessera/engine/tensor_memory.h"
 #include "tessera/engine/update_rates.h"
 #include "tessera/optim/rule.h"
@@ -72,6 +80,12 @@ std::int64_t tokens_per_backward(const TrainPlan& plan, int num_ranks) {
   return plan.tokens_per_step() / num_ranks / plan.config.get_int("batch.accumulate");
 }
 
+std::string stopped_text(int signal, std::int64_t num_steps, const TrainPlan& plan) {
+  return "stopped by " + comm::signal_name(signal) + " after " + std::to_string(num_steps) +
+         " of " + std::to_string(plan.num_steps) + " steps" +
+         (plan.verify ? ", not verified\n" : "\n");
+}
+
 std::string rates_text(const planner::UpdateRates& rates) {
   std::array<char, 200> text{};
   std::snprintf(text.data(), text.size(),
@@ -98,10 +112,12 @@ FlopRate flop_rate(const TrainPlan& plan, Runtime& runtime) {
 
 class Run {
  public:
-  Run(const TrainPlan& plan, models::TokenSource& data, Runtime& runtime)
+  Run(const TrainPlan& plan, models::TokenSource& data, Runtime& runtime,
+      comm::StopSignals& signals)
       : plan_(plan),
         data_(data),
         runtime_(runtime),
+        signals_(signals),
         speaks_(runtime.rank() == 0),
         flops_(flop_rate(plan, runtime)),
         phases_(plan.cuda_device, runtime.clock()),
@@ -116,7 +132,9 @@ class Run {
     }
   }
 
-  void train() {
+  // 0, or the signal that stopped it.
+  int train() {
+    signals_.defer();
     if (!plan_.save_init.empty()) {
       trainer_->save(plan_.save_init);
     }
@@ -124,22 +142,38 @@ class Run {
       std::cout << head_text(head()) << std::flush;
     }
     run_steps();
+    const int signal = stop_ ? agreed_signal() : 0;
+    // The model first: nothing that only watched the run may cost it.
+    SaveOutcome saved;
     if (!plan_.save.empty() && !divergence_.has_spoilt_parameters()) {
-      trainer_->save(plan_.save);
+      saved = save_or_rescue(plan_.save, [this](const std::string& to) { trainer_->save(to); });
     }
-    if (!plan_.trace.empty()) {
-      runtime_.device().collect_spans();
-      runtime_.spans().write_chrome_trace(file_of_rank(plan_.trace, runtime_.rank()),
-                                          runtime_.rank());
-    }
-    if (plan_.verify) {
+    write_trace();
+    if (plan_.verify && !stop_) {
       compare_params();
     }
     if (speaks_) {
-      std::cout << totals_.text() << std::flush;
-      plan_.verify ? pronounce() : print_memory();
+      if (stop_) {
+        std::cout << stopped_text(signal, totals_.num_steps(), plan_);
+      }
+      if (totals_.num_steps() > 0) {
+        std::cout << totals_.text() << std::flush;
+      }
+      if (!plan_.verify || stop_) {
+        print_memory();
+      }
+    }
+    if (stop_) {
+      end_together();
+    }
+    TESSERA_CHECK(!speaks_ || saved.failure.empty(), IoError, saved.failure);
+    if (speaks_ && plan_.verify && !stop_) {
+      pronounce();
+    }
+    if (speaks_ && !stop_) {
       check_converged();
     }
+    return stop_ ? signal : signals_.pending();
   }
 
  private:
@@ -148,7 +182,11 @@ class Run {
     if (speaks_) {
       observers.emplace(observer_options(), runtime_.clock());
     }
-    for (std::int64_t step = 0; step < plan_.num_steps; ++step) {
+    // Alone there is nobody to agree with: then it stops here already.
+    const auto is_stopped = [this] {
+      return stop_ || (runtime_.num_ranks() == 1 && signals_.pending() != 0);
+    };
+    for (std::int64_t step = 0; step < plan_.num_steps && !(stop_ = is_stopped()); ++step) {
       StepMetrics metrics = run_step(step);
       if (evaluation_ && plan_.evaluation->is_due_after(step, plan_.num_steps)) {
         metrics.eval_loss = evaluation_->run(*trainer_);
@@ -185,7 +223,11 @@ class Run {
         run_micro_batch(batches_.read(step, micro_batch_of(plan_.batch, runtime_.rank(), i)));
       }
       phases_.begin_update();
+      if (signals_.pending() != 0) {
+        trainer_->request_stop();
+      }
       result = trainer_->step();
+      stop_ = result.stop;
       const StepPhases::Times times = phases_.end_step();
       metrics.forward_s = times.forward_s;
       metrics.backward_s = times.backward_s;
@@ -232,6 +274,48 @@ class Run {
     phases_.begin_backward();
     trainer_->backward(loss, micro_batch);
     phases_.end_backward();
+  }
+
+  // Collective: the signal that a rank got, the same on all.
+  int agreed_signal() {
+    const std::int32_t mine = signals_.pending();
+    const auto bytes = std::as_bytes(std::span(&mine, 1));
+    comm::CallOptions call;
+    call.label.unit = "stop signal";
+    const comm::HostGather all = runtime_.group().start_gather_host(bytes, call);
+    all.done.wait();
+    std::int32_t signal = mine;
+    for (int rank = 0; rank < runtime_.num_ranks(); ++rank) {
+      std::int32_t other = 0;
+      std::memcpy(&other, all.bytes.get() + static_cast<std::size_t>(rank) * sizeof(other),
+                  sizeof(other));
+      signal = std::max(signal, other);
+    }
+    return signal;
+  }
+
+  // Collective: who watches the ranks (torchrun, a launcher of the user's) ends all of them when
+  // the first has ended; by then each has written what is its own.
+  void end_together() {
+    comm::CallOptions call;
+    call.label.unit = "end of a stopped run";
+    runtime_.group().start_barrier(call).wait();
+    if (runtime_.num_ranks() > 1) {
+      signals_.close();
+    }
+  }
+
+  void write_trace() {
+    if (plan_.trace.empty()) {
+      return;
+    }
+    try {
+      runtime_.device().collect_spans();
+      runtime_.spans().write_chrome_trace(file_of_rank(plan_.trace, runtime_.rank()),
+                                          runtime_.rank());
+    } catch (const IoError& error) {
+      runtime_.logger().warn("the trace is lost: ", error.what());
+    }
   }
 
   // Two peaks need not have been at the same time: at most this.
@@ -323,6 +407,7 @@ class Run {
   const TrainPlan& plan_;
   models::TokenSource& data_;
   Runtime& runtime_;
+  comm::StopSignals& signals_;
   const bool speaks_;
   const FlopRate flops_;
   StepPhases phases_;
@@ -333,6 +418,7 @@ class Run {
   Divergence divergence_;
   RunTotals totals_;
   NvmeTotals nvme_;
+  bool stop_ = false;  // the same on all ranks
 };
 
 // Before a run that may be long.
@@ -348,10 +434,8 @@ void print_warnings(const TrainPlan& plan) {
   }
 }
 
-}  // namespace
-
-void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
-                     comm::RankProcess& process) {
+int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
+               comm::RankProcess& process, comm::StopSignals& signals) {
   TrainPlan plan = checked_plan(flags, rendezvous);
   const TorchWarnings torch_warnings(
       rendezvous.world_size == 1 ? "tessera: "
@@ -385,10 +469,31 @@ void train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous
   Runtime runtime(plan.config, runtime_options(plan));
   process.set_board(runtime.board());
   try {
-    Run(plan, *data, runtime).train();
+    return Run(plan, *data, runtime, signals).train();
   } catch (const c10::OutOfMemoryError& error) {
     throw DeviceError(out_of_memory_text(error.what_without_backtrace(), runtime.ledger(),
                                          runtime.device().memory_info()));
+  }
+}
+
+}  // namespace
+
+int train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
+                    comm::RankProcess& process, comm::StopSignals& signals) {
+  try {
+    return train_rank(flags, rendezvous, process, signals);
+  } catch (const std::bad_alloc&) {
+    throw Error(no_memory_text(0));
+  } catch (const std::system_error& error) {
+    // A thread that finds no memory for its stack.
+    TESSERA_CHECK(error.code().value() != EAGAIN && error.code().value() != ENOMEM, Error,
+                  no_memory_text(0), "; the system says: ", error.what());
+    throw;
+  } catch (const c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    TESSERA_CHECK(!is_host_allocation_failure(text), Error, no_memory_text(host_asked_bytes(text)));
+    // Torch's words, without the stack trace behind them.
+    throw Error(text);
   }
 }
 

@@ -43,6 +43,7 @@ class ShardedTrainer final : public Trainer {
     const at::NoGradGuard no_grad;
     return model_.loss(micro_batch.ids, micro_batch.targets).item<double>();
   }
+  void request_stop() override { engine_.request_stop(); }
   EngineStats take_stats() override { return engine_.take_stats(); }
   std::vector<ParamInfo> params() const override {
     std::vector<ParamInfo> infos;
@@ -79,7 +80,12 @@ class UnshardedTrainer final : public Trainer {
   void backward(const at::Tensor& loss, const MicroBatch& micro_batch) override {
     trainer_.backward(loss, static_cast<double>(micro_batch.ids.numel()));
   }
-  StepResult step() override { return trainer_.step(); }
+  StepResult step() override {
+    StepResult result = trainer_.step();
+    result.stop = stop_;
+    return result;
+  }
+  void request_stop() override { stop_ = true; }
   double evaluate(const MicroBatch& micro_batch) override {
     const at::NoGradGuard no_grad;
     return model_.loss(micro_batch.ids, micro_batch.targets).item<double>();
@@ -113,6 +119,7 @@ class UnshardedTrainer final : public Trainer {
  private:
   models::Gpt model_;
   models::PlainTrainer trainer_;
+  bool stop_ = false;
 };
 
 }  // namespace

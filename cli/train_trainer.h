@@ -53,6 +53,8 @@ class Trainer {
   virtual StepResult step() = 0;
   // Collective: the mean loss of a forward without gradients. Not between run() and step().
   virtual double evaluate(const MicroBatch& micro_batch) = 0;
+  // See Engine::request_stop().
+  virtual void request_stop() = 0;
   // Zeros where there is nothing to gather or reduce.
   virtual EngineStats take_stats() = 0;
   // In registration order.

@@ -13,6 +13,7 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/core/error.h"
+#include "tessera/core/link_target.h"
 #include "tessera/core/printable.h"
 
 namespace tessera::checkpoint {
@@ -54,9 +55,9 @@ void sync_folder_of(const std::string& path) {
 }  // namespace
 
 struct SafetensorsWriter::Impl {
-  Impl(std::string target, const std::vector<TensorEntry>& entries,
+  Impl(const std::string& target, const std::vector<TensorEntry>& entries,
        const std::map<std::string, std::string>& metadata)
-      : path(std::move(target)) {
+      : path(link_target(target)) {
     const std::string header = format_header(entries, metadata);
     for (const TensorEntry& entry : entries) {
       announced_bytes += entry.bytes();
@@ -115,7 +116,7 @@ struct SafetensorsWriter::Impl {
 
 SafetensorsWriter::SafetensorsWriter(std::string path, const std::vector<TensorEntry>& entries,
                                      const std::map<std::string, std::string>& metadata)
-    : impl_(std::make_unique<Impl>(std::move(path), entries, metadata)) {}
+    : impl_(std::make_unique<Impl>(path, entries, metadata)) {}
 
 SafetensorsWriter::~SafetensorsWriter() = default;
 

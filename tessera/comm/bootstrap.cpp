@@ -1,6 +1,11 @@
 #include "tessera/comm/bootstrap.h"
 
+#include <unistd.h>
+
+#include <array>
+#include <future>
 #include <numeric>
+#include <thread>
 
 #include "tessera/comm/gloo_backend.h"
 #include "tessera/comm/nccl_backend.h"
@@ -8,12 +13,14 @@
 #include "tessera/comm/store.h"
 #include "tessera/comm/store_board.h"
 #include "tessera/core/error.h"
+#include "tessera/core/resource_limits.h"
 
 namespace tessera::comm {
 namespace {
 
 std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldOptions& options,
-                                      std::shared_ptr<Store> store, const std::string& name) {
+                                      std::shared_ptr<Store> store, const std::string& name,
+                                      std::shared_ptr<Board> board) {
   const bool on_gpu = options.cuda_device >= 0;
   const BackendKind kind = options.backend != BackendKind::kAuto ? options.backend
                            : on_gpu                              ? BackendKind::kNccl
@@ -26,12 +33,98 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
   }
   GlooOptions gloo;
   gloo.timeout = options.group.timeout;
+  gloo.board = std::move(board);
   // The variable that c10d's own users know.
   gloo.interface = process_environment()["GLOO_SOCKET_IFNAME"];
   if (rendezvous.local_world_size == rendezvous.world_size) {
     gloo.bind_host = "127.0.0.1";
   }
   return make_gloo_backend(std::move(store), rendezvous.rank, rendezvous.world_size, name, gloo);
+}
+
+// Whoever waits for this rank hears at once why it does not come.
+template <typename Body>
+std::unique_ptr<Backend> tell_failure(const Rendezvous& rendezvous, Board& board,
+                                      const Body& body) {
+  try {
+    return body();
+  } catch (const PeerError&) {
+    throw;
+  } catch (const std::exception& error) {
+    board.post_failure(rendezvous.rank, error.what());
+    throw;
+  }
+}
+
+std::string this_process() {
+  std::array<char, 256> host{};
+  gethostname(host.data(), host.size() - 1);
+  return detail::concat("process ", getpid(), " on ", host.data());
+}
+
+std::shared_ptr<Board> connect_board(const Rendezvous& rendezvous, const std::string& prefix,
+                                     std::chrono::milliseconds timeout) {
+  return make_store_board(
+      connect_store(rendezvous.host, rendezvous.port, timeout, rendezvous.key_prefix + prefix),
+      rendezvous.world_size);
+}
+
+// Two processes with one number would wait for the one whose number nobody has.
+void claim_rank(Store& store, const Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
+  const std::string key = detail::concat("process of rank ", rendezvous.rank);
+  const std::string mine = this_process();
+  if (store.add(key + ", claims", 1) == 1) {
+    store.set(key, mine);
+  }
+  const std::string first = store.get(key, timeout);
+  if (first == mine) {
+    return;
+  }
+  const std::string text = detail::concat("two processes came as rank ", rendezvous.rank, " of ",
+                                          rendezvous.world_size, ": ", first, ", and ", mine,
+                                          "; give every process a number of its own (RANK), or "
+                                          "start all of them with torchrun, mpirun, "
+                                          "srun or tessera --ranks");
+  connect_board(rendezvous, "", timeout)->post_failure(rendezvous.rank, text);
+  throw ConfigError(text);
+}
+
+// Gloo waits for a peer that it has no descriptor for, and does not say so.
+void check_open_files(const Rendezvous& rendezvous) {
+  constexpr std::uint64_t kOther = 12;   // listeners, threads' events, files of the run
+  constexpr std::uint64_t kPerPeer = 6;  // connections of all groups
+  const std::uint64_t needed =
+      num_open_files() + kOther + kPerPeer * static_cast<std::uint64_t>(rendezvous.world_size - 1);
+  raise_open_file_limit(needed);
+  TESSERA_CHECK(needed <= open_file_limit(), ConfigError, "a rank of ", rendezvous.world_size,
+                " takes ", needed, " open files and connections", open_files_remedy());
+}
+
+// Under a limit of address space a thread may find no room for its stack, and c10d hangs or aborts
+// where one of its own cannot start: so as many as a rank needs are started once, for nothing.
+void check_threads() {
+  constexpr int kThreads = 24;
+  if (!address_space_limit()) {
+    return;
+  }
+  std::promise<void> enough;
+  const std::shared_future<void> over = enough.get_future().share();
+  std::vector<std::thread> threads;
+  std::string failure;
+  try {
+    threads.reserve(kThreads);
+    while (threads.size() < kThreads) {
+      threads.emplace_back([over] { over.wait(); });
+    }
+  } catch (const std::exception&) {
+    failure = detail::concat(no_memory_text(0), "; a rank has about ", kThreads,
+                             " threads, each with a stack (ulimit -s)");
+  }
+  enough.set_value();
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  TESSERA_CHECK(failure.empty(), CommError, failure);
 }
 
 }  // namespace
@@ -45,19 +138,21 @@ World join_world(const Rendezvous& rendezvous, const WorldOptions& options) {
   if (rendezvous.world_size == 1) {
     backend = make_solo_backend(options.group.device);
   } else {
-    std::shared_ptr<Store> store = join_store(rendezvous, options.group.timeout);
+    const std::shared_ptr<Store> store = join_store(rendezvous, options.group.timeout);
+    claim_rank(*store, rendezvous, options.group.timeout);
     // A process may join more than once: what each world keeps in the store has its number.
     const std::int64_t number = store->add(detail::concat("worlds of rank ", rendezvous.rank), 1);
     const std::string prefix = number == 1 ? "" : detail::concat("world", number, "/");
     if (number > 1) {
       name = detail::concat("world.", number);
     }
-    backend = make_backend(rendezvous, options, std::move(store), name);
-    world.board =
-        make_store_board(connect_store(rendezvous.host, rendezvous.port, options.group.timeout,
-                                       rendezvous.key_prefix + prefix),
-                         rendezvous.world_size);
+    world.board = connect_board(rendezvous, prefix, options.group.timeout);
     group.board = world.board;
+    backend = tell_failure(rendezvous, *world.board, [&] {
+      check_open_files(rendezvous);
+      check_threads();
+      return make_backend(rendezvous, options, store, name, world.board);
+    });
   }
   std::vector<int> ranks(static_cast<std::size_t>(rendezvous.world_size));
   std::iota(ranks.begin(), ranks.end(), 0);

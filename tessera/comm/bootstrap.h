@@ -4,7 +4,8 @@
 // network. A process may join again, while it is in a world and after: its n-th world is that of
 // the n-th call on every rank. Gloo listens on the interface that GLOO_SOCKET_IFNAME names, else on
 // loopback if all ranks are on one host, else where the host name points. The order of what it does
-// is fixed: the store, the backend, the board.
+// is fixed: the store, the rank's claim of its number, the board, the backend. A rank that cannot
+// go on says so on the board, so that those who wait for it end, too.
 //
 // Threads: call it once, from the main thread.
 #pragma once

@@ -70,8 +70,14 @@ ChildProcess ChildProcess::spawn(const SpawnOptions& options) {
     posix_spawn_file_actions_adddup2(actions.get(), options.inherited_fd, options.inherited_fd);
   }
   Attributes attributes;
-  posix_spawnattr_setflags(attributes.get(), POSIX_SPAWN_SETPGROUP);
+  posix_spawnattr_setflags(attributes.get(), POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGDEF);
   posix_spawnattr_setpgroup(attributes.get(), 0);
+  // What the launcher ignores for itself.
+  sigset_t usual;
+  sigemptyset(&usual);
+  sigaddset(&usual, SIGPIPE);
+  sigaddset(&usual, SIGXFSZ);
+  posix_spawnattr_setsigdefault(attributes.get(), &usual);
 
   const std::string program = options.program.empty() ? current_program() : options.program;
   pid_t pid = 0;

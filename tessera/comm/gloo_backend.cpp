@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <mutex>
+#include <new>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -18,6 +21,7 @@
 #include "tessera/comm/c10d_store.h"
 #include "tessera/comm/solo_backend.h"
 #include "tessera/core/error.h"
+#include "tessera/core/resource_limits.h"
 
 namespace tessera::comm {
 namespace {
@@ -30,6 +34,10 @@ constexpr std::size_t kDirectBytes = 32 * 1024;
 
 // Gloo's own limit lies behind ours, so that the message with the names comes first.
 constexpr milliseconds kGlooSlack = std::chrono::seconds(30);
+
+// While ranks are waited for: the longest pause, and how often failures are looked for.
+constexpr milliseconds kLongestJoinPause{50};
+constexpr milliseconds kLookInterval{250};
 
 // Gloo writes to sockets without MSG_NOSIGNAL: a peer that has gone would end this process by
 // SIGPIPE instead of failing the call. Threads inherit what is blocked where they are started, so
@@ -68,6 +76,8 @@ class GlooPending final : public device::PendingState {
   void wait() override {
     try {
       work_->wait();
+    } catch (const std::bad_alloc&) {  // ours, and no peer's fault
+      throw CommError(no_memory_text(0));
     } catch (const std::exception& error) {
       throw PeerError(c10d_text(error));
     }
@@ -264,9 +274,9 @@ class GlooBackend final : public Backend {
       return c10::make_intrusive<c10d::ProcessGroupGloo>(
           c10::make_intrusive<c10d::PrefixStore>(name, c10d_store(*store_)), rank_, size_, gloo);
     } catch (const std::exception& error) {
-      throw CommError(detail::concat("group '", name, "': rank ", rank_,
-                                     " cannot connect to the other ", size_ - 1,
-                                     " ranks over Gloo: ", c10d_text(error)));
+      throw CommError(detail::concat(
+          "group '", name, "': rank ", rank_, " cannot connect to the other ", size_ - 1,
+          " ranks over Gloo: ", c10d_text(error), remedy_of(c10d_text(error))));
     }
   }
 
@@ -275,25 +285,41 @@ class GlooBackend final : public Backend {
     const auto key = [&name](int rank) { return detail::concat(name, "/joined/", rank); };
     store_->set(key(rank_), "1");
     const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
+    auto next_look = std::chrono::steady_clock::now();
+    milliseconds pause{1};
     for (int rank = 0; rank < size_; ++rank) {
-      const auto left =
-          std::chrono::duration_cast<milliseconds>(deadline - std::chrono::steady_clock::now());
-      try {
-        store_->get(key(rank), std::max(left, milliseconds(1)));
-      } catch (const CommError& error) {
-        std::string missing;
-        for (int other = 0; other < size_; ++other) {
-          if (!store_->try_get(key(other))) {
-            missing += detail::concat(missing.empty() ? "rank " : ", rank ", other);
-          }
+      while (!store_->try_get(key(rank))) {
+        const auto now = std::chrono::steady_clock::now();
+        if (options_.board && now >= next_look) {
+          next_look = now + kLookInterval;
+          check_no_failure(name);
         }
-        TESSERA_CHECK(!missing.empty(), CommError, "group '", name, "': ", error.what());
-        throw CommError(detail::concat(
-            "group '", name, "' of ", size_, " ranks: ", missing, " did not join within ",
-            static_cast<double>(options_.timeout.count()) / 1000.0,
-            " s (comm.timeout_s); see whether those processes were started, and their own errors"));
+        TESSERA_CHECK(now < deadline, CommError, "group '", name, "' of ", size_,
+                      " ranks: ", missing_text(key), " did not join within ",
+                      static_cast<double>(options_.timeout.count()) / 1000.0,
+                      " s (comm.timeout_s); see whether those processes were started, and their "
+                      "own errors");
+        std::this_thread::sleep_for(pause);
+        pause = std::min(2 * pause, kLongestJoinPause);
       }
     }
+  }
+
+  template <typename Key>
+  std::string missing_text(const Key& key) {
+    std::string missing;
+    for (int rank = 0; rank < size_; ++rank) {
+      if (!store_->try_get(key(rank))) {
+        missing += detail::concat(missing.empty() ? "rank " : ", rank ", rank);
+      }
+    }
+    return missing.empty() ? "the last rank" : missing;
+  }
+
+  void check_no_failure(const std::string& name) {
+    const std::map<int, std::string> failures = options_.board->failures();
+    TESSERA_CHECK(failures.empty(), PeerError, "group '", name, "' is given up: rank ",
+                  failures.begin()->first, " failed: ", failures.begin()->second);
   }
 
   // Bytes as a tensor that keeps what the call must keep. Gloo never writes to an input.
@@ -348,7 +374,9 @@ std::unique_ptr<Backend> make_gloo_backend(std::shared_ptr<Store> store, int ran
                                    : !options.bind_host.empty() ? options.bind_host
                                                                 : "the address of this host",
                                    ": ", c10d_text(error),
-                                   "; set GLOO_SOCKET_IFNAME to the interface to use"));
+                                   remedy_of(c10d_text(error)).empty()
+                                       ? "; set GLOO_SOCKET_IFNAME to the interface to use"
+                                       : remedy_of(c10d_text(error))));
   }
   return std::make_unique<GlooBackend>(std::move(store), std::move(devices), rank, size, name,
                                        options);

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "tessera/comm/backend.h"
+#include "tessera/comm/board.h"
 #include "tessera/comm/store.h"
 
 namespace tessera::comm {
@@ -27,6 +28,8 @@ struct GlooOptions {
   // all ranks.
   int num_threads = 4;
   int num_devices = 2;
+  // Looked at while ranks are waited for: who waits for one that has failed gives up. May be null.
+  std::shared_ptr<Board> board;
 };
 
 // Blocks until all `size` ranks have come to `store` under the prefix `name`.

@@ -18,6 +18,7 @@
 #include "tessera/comm/signal_pipe.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/error.h"
+#include "tessera/core/resource_limits.h"
 
 namespace tessera::comm {
 namespace {
@@ -52,17 +53,36 @@ class OwnedFd {
   int fd_;
 };
 
+// Ignores a signal while it lives.
+class IgnoredSignal {
+ public:
+  explicit IgnoredSignal(int signal) : signal_(signal) {
+    struct sigaction action {};
+    action.sa_handler = SIG_IGN;
+    sigemptyset(&action.sa_mask);
+    sigaction(signal_, &action, &previous_);
+  }
+  ~IgnoredSignal() { sigaction(signal_, &previous_, nullptr); }
+  IgnoredSignal(const IgnoredSignal&) = delete;
+  IgnoredSignal& operator=(const IgnoredSignal&) = delete;
+
+ private:
+  const int signal_;
+  struct sigaction previous_ {};
+};
+
 struct Rank {
   ChildProcess process;
   OwnedFd report;
 };
 
-enum class Phase : std::uint8_t { kRunning, kSettling, kGrace, kTerminating, kKilled };
+enum class Phase : std::uint8_t { kRunning, kStopping, kSettling, kGrace, kTerminating, kKilled };
 
 class Launch {
  public:
   explicit Launch(const LaunchOptions& options)
       : options_(options), signals_({SIGINT, SIGTERM, SIGHUP, SIGCHLD}) {
+    check_open_files();
     store_ = options_.serve_store();
   }
 
@@ -89,10 +109,23 @@ class Launch {
     if (!announced_) announce_root();
     if (stop_signal_ != 0) return 128 + stop_signal_;
     const std::optional<std::size_t> root = find_root_cause(failures_);
-    return root ? failures_[*root].shell_code() : 0;
+    return root ? failures_[*root].shell_code() : stop_code_;
   }
 
  private:
+  // Said here and not by the call that fails: the store's server has nobody to tell, and its
+  // clients would wait.
+  void check_open_files() const {
+    constexpr std::uint64_t kPerRank = 5;  // a report, and the connections of a rank to the store
+    constexpr std::uint64_t kOther = 14;   // the server, signals, starting a process
+    const std::uint64_t needed =
+        num_open_files() + kOther + kPerRank * static_cast<std::uint64_t>(options_.num_ranks);
+    raise_open_file_limit(needed);
+    TESSERA_CHECK(needed <= open_file_limit(), ConfigError, "launcher: watching ",
+                  options_.num_ranks, " ranks takes ", needed, " open files and connections",
+                  open_files_remedy());
+  }
+
   void print(const std::string& line) const {
     if (options_.print) {
       options_.print(line);
@@ -114,6 +147,7 @@ class Launch {
     env["TESSERA_WORLD_SIZE"] = std::to_string(options_.num_ranks);
     env["TESSERA_STORE_HOST"] = store_.host;
     env["TESSERA_STORE_PORT"] = std::to_string(store_.port);
+    env[kSecretVariable] = store_.secret;
     env[kLauncherPidVariable] = std::to_string(getpid());
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
       OwnedFd report(make_report_file());
@@ -155,11 +189,21 @@ class Launch {
   void on_end(RankEnd end) {
     // Whoever ends after our own signal says nothing about the cause.
     if (!end.failed() || phase_ >= Phase::kTerminating) return;
+    if (end.is_stop()) {
+      stop_code_ = end.shell_code();
+      return;
+    }
+    if (stop_signal_ != 0 && end.shell_code() == 128 + stop_signal_) {
+      // As told, but it may have left others behind in a call: it need not be a rank of ours.
+      if (store_.board) store_.board->post_failure(end.rank, describe_cause(end));
+      return;
+    }
+    if (stop_signal_ != 0 && end.is_consequence()) return;
     if (store_.board && !end.is_consequence()) {
       store_.board->post_failure(end.rank, describe_cause(end));
     }
     if (!announced_) failures_.push_back(std::move(end));
-    if (phase_ == Phase::kRunning) enter(Phase::kSettling, options_.settle);
+    if (phase_ < Phase::kSettling) enter(Phase::kSettling, options_.settle);
   }
 
   void enter(Phase phase, std::chrono::milliseconds limit) {
@@ -180,6 +224,7 @@ class Launch {
         signal_all(SIGTERM);
         enter(Phase::kTerminating, options_.terminate);
         break;
+      case Phase::kStopping:
       case Phase::kTerminating:
         signal_all(SIGKILL);
         enter(Phase::kKilled, options_.reap);
@@ -210,9 +255,14 @@ class Launch {
     }
     stop_signal_ = signal;
     print(detail::concat("launcher: ", signal_name(signal), ": stopping ", num_running_,
-                         num_running_ == 1 ? " rank" : " ranks"));
+                         num_running_ == 1 ? " rank" : " ranks", "; a second signal kills them"));
     signal_all(signal);
-    enter(Phase::kTerminating, options_.terminate);
+    if (phase_ != Phase::kRunning) {  // a rank has failed, and what would be saved is lost
+      enter(Phase::kTerminating, options_.terminate);
+      return;
+    }
+    phase_ = Phase::kStopping;
+    if (options_.stop) enter(Phase::kStopping, *options_.stop);
   }
 
   void signal_all(int signal) {
@@ -235,6 +285,7 @@ class Launch {
   const LaunchOptions& options_;
   const SteadyClock clock_;
   const Adoption adoption_;
+  const IgnoredSignal no_sigpipe_{SIGPIPE};  // a closed standard error must not end the ranks
   SignalPipe signals_;
   LaunchStore store_;
   std::vector<Rank> ranks_;
@@ -243,7 +294,8 @@ class Launch {
   std::optional<std::int64_t> deadline_ns_;
   std::vector<RankEnd> failures_;  // until the root cause was announced or a signal sent
   bool announced_ = false;
-  int stop_signal_ = 0;
+  int stop_signal_ = 0;  // that this process got
+  int stop_code_ = 0;    // of ranks that were stopped
 };
 
 }  // namespace

@@ -6,8 +6,9 @@
 //
 //   running --rank fails--> settling --> grace ----> terminating ---> killed
 //                           who began?   the others   SIGTERM          SIGKILL
-//                                        may explain
-//   running --Ctrl-C------------------------------> terminating (that signal); again: killed
+//                                        may end
+//   running --signal------> stopping: that signal to all ranks, which finish their step and save;
+//                           a rank that fails meanwhile: settling; a second signal: killed
 //
 // The root cause is shown once, after settling; what the other ranks report is its consequence and
 // is not shown. Each failure is posted on the board at once, so that waiting ranks can name it.
@@ -21,6 +22,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +35,7 @@ struct LaunchStore {
   std::string host;
   std::uint16_t port = 0;
   std::shared_ptr<Board> board;
+  std::string secret;  // for kSecretVariable of all ranks; empty: none
 };
 
 struct LaunchOptions {
@@ -43,18 +46,21 @@ struct LaunchOptions {
   // Called once signals are caught.
   std::function<LaunchStore()> serve_store;
 
-  std::chrono::milliseconds settle{300};      // for other reports, before the root cause is chosen
-  std::chrono::milliseconds grace{15000};     // for the other ranks to end by themselves
-  std::chrono::milliseconds terminate{5000};  // between SIGTERM, or Ctrl-C, and SIGKILL
+  // After a failure: nobody waits longer for the end of a run that is lost.
+  std::chrono::milliseconds settle{200};      // for other reports, before the root cause is chosen
+  std::chrono::milliseconds grace{300};       // for the other ranks to end by themselves
+  std::chrono::milliseconds terminate{1000};  // between SIGTERM and SIGKILL
   std::chrono::milliseconds reap{10000};      // for the kernel, after SIGKILL
+  // Between a signal that stops the run and SIGKILL. Null: a step, and saving, take what they take.
+  std::optional<std::chrono::milliseconds> stop;
 
   // Takes one line. Empty: standard error.
   std::function<void(const std::string&)> print;
 };
 
 // The exit code for the program: 0, that of the rank which failed first (128 + signal if it was
-// killed), or 128 + signal if the launcher was told to stop. ConfigError if another launcher has
-// already started this process as one of several ranks.
+// killed), or 128 + signal if the launcher, or a rank, was told to stop. ConfigError if another
+// launcher has already started this process as one of several ranks.
 int launch_local_ranks(const LaunchOptions& options);
 
 }  // namespace tessera::comm

@@ -26,6 +26,8 @@ struct RankEnd {
   bool failed() const { return exit_code != 0 || signal != 0; }
   // Failed only because another rank did.
   bool is_consequence() const;
+  // Ended by a signal, behind a step and with everything written: it says so itself.
+  bool is_stop() const { return report && report->kind == FailureKind::kStopped; }
   // As a shell would give it: 128 + signal.
   int shell_code() const { return signal != 0 ? 128 + signal : exit_code; }
   // The rank's own time where it told one: the launcher may see two ends at once.

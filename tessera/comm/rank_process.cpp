@@ -13,7 +13,9 @@
 #include <optional>
 #include <utility>
 
+#include "tessera/comm/rank_end.h"
 #include "tessera/comm/rank_report.h"
+#include "tessera/comm/stop_signals.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/error.h"
 
@@ -41,10 +43,14 @@ std::optional<int> find_rank(const Environment& env) noexcept {
   return std::nullopt;
 }
 
-[[noreturn]] void leave(int exit_code) {
+void flush_output() {
   std::cout.flush();
   std::cerr.flush();
   std::fflush(nullptr);
+}
+
+[[noreturn]] void leave(int exit_code) {
+  flush_output();
   std::_Exit(exit_code);
 }
 
@@ -65,6 +71,7 @@ RankProcess::RankProcess(Environment env) : env_(std::move(env)) {
   }
   // Programs that this rank starts must not inherit the report.
   if (fcntl(*report_fd, F_SETFD, FD_CLOEXEC) == 0) report_fd_ = *report_fd;
+  launcher_pid_ = *launcher_pid;
 }
 
 RankProcess::~RankProcess() {
@@ -106,7 +113,16 @@ void RankProcess::fail(const std::exception* error) {
   }
   // A consequence is not posted: the others shall read the cause.
   if (board && rank && !peer_loss) board->post_failure(*rank, text);
+  if (clean_up_ != nullptr) clean_up_();
   leave(config ? kExitConfig : own_code != nullptr ? own_code->exit_code() : kExitFailure);
+}
+
+void RankProcess::end_stopped(int signal) {
+  if (report_fd_ >= 0) {
+    write_report(report_fd_, {FailureKind::kStopped, SteadyClock().now_ns(), signal_name(signal)});
+  }
+  flush_output();
+  end_by_signal(signal);
 }
 
 }  // namespace tessera::comm

@@ -10,7 +10,8 @@
 // or alone: the error is printed here, as "rank 2: ..." or "tessera: ...".
 //
 // A failed rank leaves with _Exit: threads that are stuck inside the network, and destructors that
-// would join them, must not hold up the end of a process whose peers wait for it.
+// would join them, must not hold up the end of a process whose peers wait for it. What destructors
+// would have removed is removed by `clean_up`.
 //
 // Threads: construct before other threads exist; set_board() from any thread, run() once.
 #pragma once
@@ -50,6 +51,11 @@ class RankProcess {
   RankProcess& operator=(const RankProcess&) = delete;
 
   bool launched_by_us() const { return report_fd_ >= 0; }
+  // 0: not launched by us.
+  int launcher_pid() const { return launched_by_us() ? launcher_pid_ : 0; }
+
+  // Called before a failed rank leaves; must not throw.
+  void set_clean_up(void (*clean_up)()) { clean_up_ = clean_up; }
 
   // Where a failure of this rank's own is posted, so that the others can name it.
   void set_board(std::shared_ptr<Board> board);
@@ -58,11 +64,17 @@ class RankProcess {
   // ExitCodeError with its own, everything else with code 1.
   int run(const std::function<int()>& body);
 
+  // For a rank that a signal has stopped, when all is written: ends by that signal, and tells the
+  // launcher that nothing went wrong.
+  [[noreturn]] void end_stopped(int signal);
+
  private:
   [[noreturn]] void fail(const std::exception* error);
 
   const Environment env_;
   int report_fd_ = -1;
+  int launcher_pid_ = 0;
+  void (*clean_up_)() = nullptr;
 
   // Guarded by mutex_.
   std::mutex mutex_;

@@ -73,9 +73,10 @@ std::optional<RankReport> read_report(int fd) {
     return std::nullopt;
   }
   RankReport report;
-  report.kind = header.kind == static_cast<std::uint32_t>(FailureKind::kPeerLoss)
-                    ? FailureKind::kPeerLoss
-                    : FailureKind::kCause;
+  report.kind = FailureKind::kCause;
+  for (const FailureKind kind : {FailureKind::kPeerLoss, FailureKind::kStopped}) {
+    if (header.kind == static_cast<std::uint32_t>(kind)) report.kind = kind;
+  }
   report.at_ns = header.at_ns;
   report.text.resize(header.text_bytes);
   if (!read_at(fd, report.text.data(), report.text.size(), sizeof(Header))) return std::nullopt;

@@ -1,4 +1,4 @@
-// A rank's last words to its launcher: why it failed.
+// A rank's last words to its launcher: why it failed, or that it was stopped.
 //
 // They travel in a memory file that the launcher makes for each rank and the rank inherits
 // (TESSERA_REPORT_FD). Unlike a pipe it cannot fill up, so a dying rank never blocks on it, and the
@@ -16,6 +16,7 @@ namespace tessera::comm {
 enum class FailureKind : std::uint8_t {
   kCause,     // this rank itself failed
   kPeerLoss,  // PeerError: this rank failed because another one did
+  kStopped,   // told to stop, and has done all that it does then
 };
 
 struct RankReport {

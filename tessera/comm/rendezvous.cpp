@@ -328,7 +328,9 @@ std::string_view to_string(RendezvousSource source) {
   return "unknown";
 }
 
-Rendezvous find_rendezvous(const Environment& env) {
+namespace {
+
+Rendezvous find_without_secret(const Environment& env) {
   if (auto found = from_tessera(env)) return *found;
   if (auto found = from_torchrun(env)) return *found;
   if (!slurm_and_pmi_agree(env)) {
@@ -341,6 +343,31 @@ Rendezvous find_rendezvous(const Environment& env) {
                 " is set, but no variable says how many ranks there are; export RANK, WORLD_SIZE, "
                 "MASTER_ADDR and MASTER_PORT to every rank, or unset PMIX_RANK to run alone");
   return Rendezvous{};
+}
+
+}  // namespace
+
+Rendezvous find_rendezvous(const Environment& env) {
+  Rendezvous result = find_without_secret(env);
+  if (const auto secret = find(env, {kSecretVariable})) {
+    result.key_prefix = key_prefix_with(result.key_prefix, secret->value);
+    result.has_secret = true;
+  }
+  return result;
+}
+
+std::string key_prefix_with(const std::string& prefix, const std::string& secret) {
+  return secret.empty() ? prefix : prefix + secret + "/";
+}
+
+std::string trust_warning(const Rendezvous& rendezvous) {
+  if (rendezvous.world_size == 1 || rendezvous.has_secret || is_loopback(rendezvous.host)) {
+    return "";
+  }
+  return detail::concat("whoever reaches ", rendezvous.host, ":", rendezvous.port,
+                        " can join or disturb this run: use a network that you trust, and give all "
+                        "ranks the same ",
+                        kSecretVariable, "=$(openssl rand -hex 16); see docs/security.md");
 }
 
 void check_no_rendezvous(const Environment& env) {

@@ -43,7 +43,18 @@ struct Rendezvous {
   bool serves_store = false;
   // Put before every key: torchrun's store outlives a restart and holds keys of its own.
   std::string key_prefix = "tessera/";
+  // The prefix holds a secret of this run (kSecretVariable).
+  bool has_secret = false;
 };
+
+// Our launcher draws one for its ranks; with other launchers the user may give one to all ranks.
+// It stands in every key, so that a stranger who reaches the port does not meet our keys by chance
+// or by guessing. It is no encryption: docs/security.md.
+inline constexpr const char* kSecretVariable = "TESSERA_RUN_SECRET";
+// What stands before every key of a run with this secret; empty: none.
+std::string key_prefix_with(const std::string& prefix, const std::string& secret);
+// What to tell the user about a store that others than this machine can reach; mostly nothing.
+std::string trust_warning(const Rendezvous& rendezvous);
 
 Rendezvous find_rendezvous(const Environment& env);
 

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "tessera/core/error.h"
+#include "tessera/core/resource_limits.h"
 
 namespace tessera::comm {
 namespace {
@@ -100,6 +101,27 @@ BindAddress ipv6_address(const in6_addr& host, std::uint16_t port) {
   return address;
 }
 
+BindAddress copy_address(const addrinfo& from) {
+  BindAddress address;
+  std::memcpy(&address.storage, from.ai_addr, from.ai_addrlen);
+  address.length = from.ai_addrlen;
+  return address;
+}
+
+bool is_loopback(const sockaddr& address) {
+  if (address.sa_family == AF_INET) {
+    const auto& in = reinterpret_cast<const sockaddr_in&>(address);
+    return (ntohl(in.sin_addr.s_addr) >> 24) == 127;
+  }
+  return address.sa_family == AF_INET6 &&
+         IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr);
+}
+
+// What is the loopback address on every machine.
+bool is_loopback_name(const std::string& host) {
+  return host == "localhost" || host == "::1" || host.compare(0, 4, "127.") == 0;
+}
+
 // A socket, or minus an errno.
 int try_bind(const BindAddress& address) {
   const int family = address.storage.ss_family;
@@ -125,6 +147,7 @@ ConnectResult connect_within(const std::string& host, std::uint16_t port, millis
     ConnectResult result = try_once(host, port, deadline);
     const milliseconds left = left_until(deadline);
     if (result.fd >= 0 || left.count() == 0) return result;
+    if (!remedy_of(result.error).empty()) return result;  // waiting gives no descriptor
     std::this_thread::sleep_for(std::min(pause, left));
     pause = std::min(pause * 2, kLongestProbePause);
   }
@@ -135,19 +158,40 @@ bool peer_has_closed(int fd) {
   return poll(&end, 1, 0) > 0;
 }
 
+ListenScope listen_scope(const std::string& host) {
+  AddressList list;
+  resolve(host, 0, list);
+  if (!list.error.empty()) return ListenScope::kNotHere;
+  for (const addrinfo* address = list.first; address != nullptr; address = address->ai_next) {
+    if (is_loopback(*address->ai_addr) && !is_loopback_name(host))
+      return ListenScope::kLoopbackName;
+    const int fd = try_bind(copy_address(*address));
+    if (fd >= 0) {
+      close(fd);
+      return ListenScope::kNamed;
+    }
+  }
+  return ListenScope::kNotHere;
+}
+
 int bind_listener(const std::string& host, std::uint16_t port) {
-  int fd = 0;
-  if (host.compare(0, 4, "127.") == 0) {
-    fd = try_bind(ipv4_address(INADDR_LOOPBACK, port));
-  } else if (host == "::1") {
-    fd = try_bind(ipv6_address(in6addr_loopback, port));
+  int fd = -EADDRNOTAVAIL;
+  if (listen_scope(host) == ListenScope::kNamed) {
+    AddressList list;
+    resolve(host, port, list);
+    for (const addrinfo* address = list.first; address != nullptr && fd < 0;
+         address = address->ai_next) {
+      fd = try_bind(copy_address(*address));
+    }
   } else {
     fd = try_bind(ipv6_address(in6addr_any, port));
     if (fd == -EAFNOSUPPORT) fd = try_bind(ipv4_address(INADDR_ANY, port));
   }
   TESSERA_CHECK(fd >= 0, CommError, "store: cannot listen on ", host, ":", port, ": ",
-                std::strerror(-fd),
-                fd == -EADDRINUSE ? "; another run uses the port: set MASTER_PORT to a free one"
+                fd == -EADDRINUSE ? "the port is in use" : std::strerror(-fd),
+                fd == -EADDRINUSE ? "; another run or program has it, or a second process was "
+                                    "started as rank 0: set MASTER_PORT to a free one"
+                : fd == -EMFILE   ? open_files_remedy()
                                   : "; set MASTER_PORT to another port");
   return fd;
 }

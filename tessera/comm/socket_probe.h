@@ -22,8 +22,17 @@ ConnectResult connect_within(const std::string& host, std::uint16_t port,
 // True if the other end of a connection on which nothing was sent has closed it, or died.
 bool peer_has_closed(int fd);
 
-// A bound socket that does not listen yet; the caller owns it. port 0: a free one. It is bound to
-// all interfaces unless `host` is a numeric loopback address. Throws CommError with the remedy.
+// Which addresses a listener at `host` has.
+enum class ListenScope : std::uint8_t {
+  kNamed,         // that of `host` alone
+  kNotHere,       // all: `host` is no address of this machine (a service's name, a translated one)
+  kLoopbackName,  // all: this machine's own name stands for loopback here (/etc/hosts), where the
+                  // other hosts could not reach it
+};
+ListenScope listen_scope(const std::string& host);
+
+// A bound socket that does not listen yet; the caller owns it. port 0: a free one. listen_scope()
+// says where it can be reached. Throws CommError with the remedy.
 int bind_listener(const std::string& host, std::uint16_t port);
 std::uint16_t bound_port(int fd);
 

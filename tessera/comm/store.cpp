@@ -22,6 +22,7 @@
 #include "tessera/comm/c10d_store.h"
 #include "tessera/comm/socket_probe.h"
 #include "tessera/core/error.h"
+#include "tessera/core/resource_limits.h"
 
 namespace tessera::comm {
 namespace {
@@ -209,8 +210,8 @@ std::unique_ptr<Store> serve_store(const std::string& host, std::uint16_t port,
     return std::make_unique<TcpStore>(connect_tcp(host, options), key_prefix,
                                       std::make_unique<Sentinel>(-1));
   } catch (const std::exception& error) {
-    throw CommError(detail::concat("store at ", host, ":", options.port,
-                                   ": cannot be served: ", c10d_text(error)));
+    throw CommError(detail::concat("store at ", host, ":", options.port, ": cannot be served: ",
+                                   c10d_text(error), remedy_of(c10d_text(error))));
   }
 }
 
@@ -220,16 +221,19 @@ std::unique_ptr<Store> connect_store(const std::string& host, std::uint16_t port
   // when somebody listens. See [Note: the second connection].
   const ConnectResult probe = connect_within(host, port, timeout);
   auto sentinel = std::make_unique<Sentinel>(probe.fd);
-  TESSERA_CHECK(probe.fd >= 0, CommError, "store at ", host, ":", port, " does not answer after ",
-                std::chrono::duration<double>(timeout).count(), " s (", probe.error,
-                "); is rank 0 running there, and may this host reach that port? MASTER_ADDR and "
-                "MASTER_PORT say where it is looked for");
+  TESSERA_CHECK(
+      probe.fd >= 0, CommError, "store at ", host, ":", port, " does not answer after ",
+      std::chrono::duration<double>(timeout).count(), " s (", probe.error, ")",
+      remedy_of(probe.error).empty()
+          ? "; is rank 0 running there, and may this host reach that port? MASTER_ADDR and "
+            "MASTER_PORT say where it is looked for"
+          : remedy_of(probe.error));
   try {
     return std::make_unique<TcpStore>(connect_tcp(host, make_options(port, timeout)), key_prefix,
                                       std::move(sentinel));
   } catch (const std::exception& error) {
-    throw CommError(detail::concat("store at ", host, ":", port,
-                                   " answers, but not as a store: ", c10d_text(error),
+    throw CommError(detail::concat("store at ", host, ":", port, " answers, but not as a store: ",
+                                   c10d_text(error), remedy_of(c10d_text(error)),
                                    "; rank 0 hangs, or another program listens there: then set "
                                    "MASTER_PORT to a free port"));
   }

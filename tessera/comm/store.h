@@ -31,8 +31,8 @@ class Store {
 };
 
 // Holds the server in this process, until the Store is destroyed. port 0: one that is free. It
-// listens on all interfaces, unless `host` is a loopback address. `key_prefix` is put before every
-// key of this object.
+// listens on the address of `host` (listen_scope() in socket_probe.h has the exceptions).
+// `key_prefix` is put before every key of this object.
 std::unique_ptr<Store> serve_store(const std::string& host, std::uint16_t port,
                                    std::chrono::milliseconds timeout,
                                    const std::string& key_prefix = "");

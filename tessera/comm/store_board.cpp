@@ -1,7 +1,10 @@
 #include "tessera/comm/store_board.h"
 
+#include <array>
 #include <atomic>
+#include <cstdio>
 #include <exception>
+#include <random>
 #include <string>
 #include <utility>
 
@@ -78,6 +81,21 @@ class StoreBoard final : public Board {
 
 }  // namespace
 
+namespace {
+
+std::string draw_secret() {
+  std::random_device source;
+  std::string text;
+  for (int word = 0; word < 4; ++word) {
+    std::array<char, 9> digits{};
+    std::snprintf(digits.data(), digits.size(), "%08x", static_cast<unsigned>(source()));
+    text += digits.data();
+  }
+  return text;
+}
+
+}  // namespace
+
 std::shared_ptr<Board> make_store_board(std::unique_ptr<Store> store, int world_size) {
   return std::make_shared<StoreBoard>(std::move(store), world_size);
 }
@@ -85,7 +103,9 @@ std::shared_ptr<Board> make_store_board(std::unique_ptr<Store> store, int world_
 LaunchStore serve_launch_store(int world_size, std::chrono::milliseconds timeout) {
   LaunchStore result;
   result.host = "127.0.0.1";
-  auto store = serve_store(result.host, 0, timeout, Rendezvous{}.key_prefix);
+  result.secret = draw_secret();
+  auto store =
+      serve_store(result.host, 0, timeout, key_prefix_with(Rendezvous{}.key_prefix, result.secret));
   result.port = store->port();
   result.board = make_store_board(std::move(store), world_size);
   return result;

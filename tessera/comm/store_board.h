@@ -24,8 +24,8 @@ namespace tessera::comm {
 
 std::shared_ptr<Board> make_store_board(std::unique_ptr<Store> store, int world_size);
 
-// For LaunchOptions::serve_store: a server on loopback and the launcher's board in it. Uses the
-// key prefix of find_rendezvous().
+// For LaunchOptions::serve_store: a server on loopback and the launcher's board in it. Draws the
+// run's secret, and uses the key prefix that find_rendezvous() finds with it.
 LaunchStore serve_launch_store(int world_size, std::chrono::milliseconds timeout);
 
 }  // namespace tessera::comm

@@ -142,6 +142,7 @@ std::size_t Watch::await_any(std::span<const device::Pending> parts, const CallT
                              const std::string& text) {
   const auto deadline = steady_clock::now() + options_.timeout;
   auto next_look = steady_clock::now() + options_.beat;
+  std::vector<std::uint64_t> beats;  // of all ranks, two beats before the limit
   const milliseconds max_slice = parts.size() == 1 ? kMaxSlice : kMaxSliceOfSeveral;
   milliseconds slice = parts.size() == 1 ? kMaxSlice : milliseconds(1);
   while (true) {
@@ -162,7 +163,11 @@ std::size_t Watch::await_any(std::span<const device::Pending> parts, const CallT
     } catch (const MismatchError&) {
       throw;
     } catch (const CommError& error) {
-      throw CommError(detail::concat(text, " in group '", options_.group, "': ", error.what()));
+      // A call that waits for another one fails with the other's words; what it says itself is
+      // said.
+      const std::string what = detail::concat(text, " in group '", options_.group, "'");
+      const std::string_view said = error.what();
+      throw CommError(said.starts_with(what) ? std::string(said) : what + ": " + std::string(said));
     }
     if (stopped_) {
       throw PeerError(detail::concat(text, ": group '", options_.group, "' is out of use"));
@@ -176,8 +181,11 @@ std::size_t Watch::await_any(std::span<const device::Pending> parts, const CallT
             detail::concat(text, " in group '", options_.group, "' was given up: ", failures));
       }
     }
+    if (beats.empty() && now + 2 * options_.beat >= deadline) {
+      beats = read_beats();
+    }
     if (now >= deadline) {
-      throw CommError(explain_timeout(tag, text));
+      throw CommError(explain_timeout(tag, text, beats));
     }
   }
 }
@@ -230,26 +238,54 @@ std::string Watch::explain_loss(const std::string& text, const std::string& reas
   return detail::concat(what, reason, silent);
 }
 
-std::string Watch::explain_timeout(const CallTag& tag, const std::string& text) {
+std::vector<std::uint64_t> Watch::read_beats() {
+  std::vector<std::uint64_t> beats(options_.world_ranks.size(), 0);
+  for (std::size_t rank = 0; options_.board && rank < beats.size(); ++rank) {
+    const auto entry = options_.board->read(options_.group, static_cast<int>(rank));
+    beats[rank] = entry ? entry->beat : 0;
+  }
+  return beats;
+}
+
+// The lines of all ranks. One that does not say that its rank has come may be a beat old: if the
+// rank still posts, its next one is waited for, so that who came at the last moment is not accused.
+// A rank that has posted nothing since `beats` is dead or stopped, and is not waited for.
+std::vector<std::optional<BoardEntry>> Watch::read_fresh(const CallTag& tag,
+                                                         const std::vector<std::uint64_t>& beats) {
+  constexpr milliseconds kPause{20};
+  const std::vector<std::uint64_t> now = read_beats();
+  std::vector<std::optional<BoardEntry>> entries(now.size());
+  const auto limit = steady_clock::now() + options_.beat + kPause;
+  for (std::size_t rank = 0; rank < entries.size(); ++rank) {
+    do {
+      entries[rank] = options_.board->read(options_.group, static_cast<int>(rank));
+      const bool may_change = entries[rank] && entries[rank]->launched < tag.sequence &&
+                              now[rank] != beats[rank] && entries[rank]->beat == now[rank];
+      if (!may_change) {
+        break;
+      }
+      std::this_thread::sleep_for(std::min(kPause, options_.beat));
+    } while (steady_clock::now() < limit);
+  }
+  return entries;
+}
+
+std::string Watch::explain_timeout(const CallTag& tag, const std::string& text,
+                                   const std::vector<std::uint64_t>& beats) {
   std::string verdict = detail::concat(text, " in group '", options_.group, "' waited ",
                                        seconds(options_.timeout), ", the limit comm.timeout_s: ");
   if (!options_.board) {
     return verdict + "some ranks have not come, or the network is stuck";
   }
-  // One line may be a beat old: a rank that came at the last moment must not be accused.
+  post();
   std::vector<int> missing;
   std::string words;
-  for (int beat = 0; beat < 2; ++beat) {
-    missing.clear();
-    words.clear();
-    post();
-    std::this_thread::sleep_for(options_.beat);
-    for (std::size_t rank = 0; rank < options_.world_ranks.size(); ++rank) {
-      const auto entry = options_.board->read(options_.group, static_cast<int>(rank));
-      if (!entry || entry->launched < tag.sequence) {
-        missing.push_back(options_.world_ranks[rank]);
-        words += detail::concat("; rank ", options_.world_ranks[rank], " ", last_words(entry));
-      }
+  const std::vector<std::optional<BoardEntry>> entries = read_fresh(tag, beats);
+  for (std::size_t rank = 0; rank < entries.size(); ++rank) {
+    const std::optional<BoardEntry>& entry = entries[rank];
+    if (!entry || entry->launched < tag.sequence) {
+      missing.push_back(options_.world_ranks[rank]);
+      words += detail::concat("; rank ", options_.world_ranks[rank], " ", last_words(entry));
     }
   }
   if (missing.empty()) {

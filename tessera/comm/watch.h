@@ -71,7 +71,12 @@ class Watch {
   void post();
   std::string failures_text();
   std::string explain_loss(const std::string& text, const std::string& reason);
-  std::string explain_timeout(const CallTag& tag, const std::string& text);
+  std::vector<std::uint64_t> read_beats();
+  std::vector<std::optional<BoardEntry>> read_fresh(const CallTag& tag,
+                                                    const std::vector<std::uint64_t>& beats);
+  // `beats`: read_beats() of two beats ago.
+  std::string explain_timeout(const CallTag& tag, const std::string& text,
+                              const std::vector<std::uint64_t>& beats);
 
   const WatchOptions options_;
   std::atomic<bool> stopped_{false};

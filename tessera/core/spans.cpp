@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/error.h"
+#include "tessera/core/link_target.h"
 #include "tessera/core/printable.h"
 
 namespace tessera {
@@ -205,7 +206,8 @@ std::string Spans::chrome_trace(int rank) const {
   return text + "\n]}\n";
 }
 
-void Spans::write_chrome_trace(const std::string& path, int rank) const {
+void Spans::write_chrome_trace(const std::string& named, int rank) const {
+  const std::string path = link_target(named);
   const std::string text = chrome_trace(rank);
   const std::string beside = detail::concat(path, ".", ::getpid(), ".tmp");
   const auto fail = [&](const char* what) {

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/core/resource_limits.h"
 #include "tessera/core/units.h"
 #include "tessera/device/host_info.h"
 #include "tessera/device/host_threads.h"
@@ -21,6 +22,9 @@ namespace tessera::device {
 namespace {
 
 [[noreturn]] void throw_no_memory(MemoryKind what, std::size_t bytes) {
+  // Whatever the machine has: this process may not have it.
+  TESSERA_CHECK(!address_space_limit(), DeviceError, to_string(what),
+                " memory: ", no_memory_text(bytes));
   const HostMemoryInfo host = read_host_memory();
   throw DeviceError(detail::concat(
       to_string(what), " memory: asked for ", bytes, " bytes (", approximate_bytes(bytes), "), ",

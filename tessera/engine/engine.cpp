@@ -27,6 +27,7 @@ void Engine::backward(const std::vector<at::Tensor>& losses, double weight) {
   impl_->backward(losses, weight);
 }
 StepResult Engine::step() { return impl_->step(); }
+void Engine::request_stop() { impl_->request_stop(); }
 std::optional<StepResult> Engine::follow() { return impl_->follow(); }
 ResidentScope Engine::resident() { return ResidentScope(impl_->begin_resident()); }
 void Engine::zero_grad() { impl_->zero_grad(); }

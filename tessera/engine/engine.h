@@ -125,6 +125,7 @@ struct StepResult {
   double lr = 0;
   double loss_scale = 1;
   double weight = 0;  // sum over ranks and micro-batches
+  bool stop = false;  // a rank has called request_stop(): the same on all ranks
 };
 
 // One step's work of this rank, since the last take_stats().
@@ -208,6 +209,9 @@ class Engine {
   // Several roots of one graph; their sum is the loss.
   void backward(const std::vector<at::Tensor>& losses, double weight = 1);
   StepResult step();
+  // This rank wants the run to end (a signal, say): the next step() says so to all ranks, in the
+  // all-reduce that it makes anyway, so that all of them stop behind the same step and can save.
+  void request_stop();
   // For a rank that has run out of data before the others: takes part in their next step, with
   // weight zero. Null: no rank has data any more. Wants unit.uneven_data=true on all ranks.
   std::optional<StepResult> follow();

@@ -322,7 +322,7 @@ optim::StepSums Engine::Impl::sum_over_ranks(bool is_started) {
   if (group().size() == 1) {
     return sums;
   }
-  double values[3] = {sums.gradient_squares, sums.weight, sums.weighted_loss};
+  double values[4] = {sums.gradient_squares, sums.weight, sums.weighted_loss, stop_ ? 1.0 : 0.0};
   device::Device& device = runtime.device();
   device::Stream& stream = device.stream(device::StreamKind::kReduce);
   const auto memory = device.allocate(device::MemoryKind::kDevice, sizeof(values), Role::kStaging);
@@ -331,9 +331,10 @@ optim::StepSums Engine::Impl::sum_over_ranks(bool is_started) {
   call.label.unit = "norm";
   call.stream = &stream;
   const std::int64_t begin_ns = runtime.clock().now_ns();
-  group().start_all_reduce(memory.data(), 3, DType::kFloat64, comm::Reduction::kSum, call).wait();
+  group().start_all_reduce(memory.data(), 4, DType::kFloat64, comm::Reduction::kSum, call).wait();
   exposed_wait_s_ += static_cast<double>(runtime.clock().now_ns() - begin_ns) * 1e-9;
   device.start_copy(values, memory.data(), sizeof(values), stream).wait();
+  stop_ = values[3] > 0;
   return {values[0], values[1], values[2]};
 }
 
@@ -375,6 +376,7 @@ StepResult Engine::Impl::finish_step() {
   result.loss_scale = loss_scale_->value();
   result.weight = sums.weight * weight_scale_;
   result.lr = lr;
+  result.stop = stop_;
   result.skipped = !factors.finite && skip_nonfinite_;
   if (result.skipped) {
     runtime.logger()

@@ -83,6 +83,7 @@ class Engine::Impl {
   // --- one step ---
   void backward(const std::vector<at::Tensor>& losses, double weight);
   StepResult step();
+  void request_stop() { stop_ = true; }
   // (engine_failures.cpp)
   void zero_grad();
   // (engine_inference.cpp)
@@ -197,7 +198,7 @@ class Engine::Impl {
   void begin_early_updates(double weight);
   // Before gradients change: the update of the last step may still read them.
   void finish_update();
-  // `is_started`: by Optimizer::start_step().
+  // `is_started`: by Optimizer::start_step(). Makes stop_ the same on all ranks.
   optim::StepSums sum_over_ranks(bool is_started);
 
   comm::Group& group_;
@@ -226,6 +227,7 @@ class Engine::Impl {
   bool trainable_is_known_ = false;  // nobody can have changed requires_grad since we looked
   bool leaf_options_applied_ = false;
   bool is_plain_ = false;           // after to_plain()
+  bool stop_ = false;               // this rank was asked to stop; behind a step: any rank was
   bool update_runs_ = false;        // since the last step; its gradients are still there
   bool closing_is_queued_ = false;  // for a backward that is not ours
   std::string failed_backward_;  // why gradients of this step are incomplete; empty: they are not

@@ -148,6 +148,12 @@ Runtime::Runtime(Config config, const RuntimeOptions& options) {
   world.group.ledger = &impl_->ledger;
   world.group.device = impl_->device.get();
   world.group.spans = &impl_->spans;
+  if (rendezvous.rank == 0) {
+    const std::string warning = comm::trust_warning(rendezvous);
+    if (!warning.empty()) {
+      impl_->logger.warn(warning);
+    }
+  }
   impl_->world = comm::join_world(rendezvous, world);
   split_group();
 }

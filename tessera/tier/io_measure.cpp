@@ -76,19 +76,25 @@ std::uint64_t device_id(const std::string& directory) {
   return info.st_dev;
 }
 
-std::uint64_t allowed_file_bytes(const std::string& directory, std::size_t max_file_bytes) {
+struct AllowedBytes {
+  std::uint64_t bytes = 0;  // of the file that is measured with
+  std::string too_few;      // why that does not do; empty: it does
+};
+
+AllowedBytes allowed_file_bytes(const std::string& directory, std::size_t max_file_bytes) {
   struct statvfs info {};
   TESSERA_CHECK(::statvfs(directory.c_str(), &info) == 0, IoError, "the free space of ",
                 printable(directory, 400), " is not known: ", system_reason(errno),
                 "; name a directory on another disk");
   const std::uint64_t free_bytes = static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize;
-  const std::uint64_t allowed =
-      std::min<std::uint64_t>(max_file_bytes, free_bytes / kShareOfFreeSpace);
-  TESSERA_CHECK(allowed >= 2 * kRangeBytes, IoError, "the disk of ", printable(directory, 400),
-                " has ", approximate_bytes(free_bytes), " free, and measuring it takes ",
-                approximate_bytes(2 * kRangeBytes),
-                " in at most 5 % of that; make room, or name "
-                "a directory on another disk");
+  AllowedBytes allowed;
+  allowed.bytes = std::min<std::uint64_t>(max_file_bytes, free_bytes / kShareOfFreeSpace);
+  if (allowed.bytes < 2 * kRangeBytes) {
+    allowed.too_few =
+        detail::concat("the disk of ", printable(directory, 400), " has ",
+                       approximate_bytes(free_bytes), " free, and measuring it takes ",
+                       approximate_bytes(2 * kRangeBytes), " in at most 5 % of that");
+  }
   return allowed;
 }
 
@@ -138,6 +144,21 @@ DiskRates measure(IoKind kind, const IoFile& file, std::uint64_t max_bytes, doub
   return result;
 }
 
+// Those of a plain SATA SSD.
+DiskRates assumed_rates(IoKind kind, bool is_direct, const std::string& why) {
+  constexpr double kBytesPerS = 500e6;
+  DiskRates rates;
+  rates.assumed = why + "; 500 MB/s are assumed";
+  rates.best = engine_options(kind, {std::size_t{1} << 20, 8});
+  rates.engine = kind == IoKind::kUring ? "uring" : "threads";
+  rates.is_direct = is_direct;
+  rates.read_bytes_per_s = kBytesPerS;
+  rates.write_bytes_per_s = kBytesPerS;
+  rates.mixed_read_bytes_per_s = kBytesPerS / 2;
+  rates.mixed_write_bytes_per_s = kBytesPerS / 2;
+  return rates;
+}
+
 RatesKey make_key(IoKind kind, bool is_direct, std::uint64_t device) {
   return {kind == IoKind::kUring ? "uring" : "threads", is_direct, device};
 }
@@ -176,8 +197,13 @@ DiskRates measure_directory(const std::string& directory, const MeasureOptions& 
     }
   }
   const std::unique_ptr<IoFile> file = open_nameless(directory, options.direct);
-  const std::uint64_t max_bytes = allowed_file_bytes(directory, options.max_file_bytes);
-  const DiskRates rates = measure(kind, *file, max_bytes, options.budget_s);
+  const AllowedBytes allowed = allowed_file_bytes(directory, options.max_file_bytes);
+  if (!allowed.too_few.empty()) {
+    TESSERA_CHECK(!options.needs_rates, IoError, allowed.too_few,
+                  "; make room, or name a directory on another disk");
+    return assumed_rates(kind, file->is_direct(), allowed.too_few);
+  }
+  const DiskRates rates = measure(kind, *file, allowed.bytes, options.budget_s);
   const std::string failure =
       write_rates(directory, make_key(kind, rates.is_direct, device), rates);
   if (!failure.empty() && options.notice) {

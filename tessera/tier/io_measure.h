@@ -30,6 +30,7 @@ struct DiskRates {
   IoOptions best;      // `kind` is what was measured, never kAuto
   std::string engine;  // its name
   bool is_direct = false;
+  std::string assumed;  // why the rates are not measured; empty: they are
 };
 
 struct MeasureOptions {
@@ -38,11 +39,14 @@ struct MeasureOptions {
   double budget_s = 2.0;
   std::size_t max_file_bytes = std::size_t{256} << 20;  // and no more than 5 % of the free space
   bool force = false;                                   // measure, whatever was kept
+  bool needs_rates = false;                             // assumed ones will not do
   std::function<void(const std::string&)> notice = {};  // as for make_io_engine()
 };
 
-// What was kept if it is believable, else a measurement. Throws IoError if the directory cannot be
-// written to or has too little room, ConfigError if `kind` or `direct` cannot be had there.
+// What was kept if it is believable, else a measurement; where there is too little room for one,
+// assumed rates. Throws IoError if the directory
+// cannot be written to, or has too little room and `needs_rates`; ConfigError if `kind` or `direct`
+// cannot be had there.
 DiskRates measure_directory(const std::string& directory, const MeasureOptions& options);
 
 // Only what was kept.

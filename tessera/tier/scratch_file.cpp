@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -128,11 +129,11 @@ bool has_our_header(int fd, std::string_view name) {
          std::string_view(header.name.data(), name.size()) == name;
 }
 
-// Whether `name` in the directory is still the file that was opened.
-bool is_same_file(int directory, const std::string& name, int fd) {
+// Whether `name` in the directory is still the file that was opened. Async-signal-safe.
+bool is_same_file(int directory, const char* name, int fd) {
   struct stat by_name {};
   struct stat by_fd {};
-  return ::fstatat(directory, name.c_str(), &by_name, AT_SYMLINK_NOFOLLOW) == 0 &&
+  return ::fstatat(directory, name, &by_name, AT_SYMLINK_NOFOLLOW) == 0 &&
          ::fstat(fd, &by_fd) == 0 && S_ISREG(by_fd.st_mode) && by_name.st_dev == by_fd.st_dev &&
          by_name.st_ino == by_fd.st_ino;
 }
@@ -147,7 +148,8 @@ bool remove_if_stale(int directory, const std::string& name) {
   // find it locked by us.
   return file.is_open() && has_our_header(file.get(), name) &&
          retried([&] { return ::flock(file.get(), LOCK_EX | LOCK_NB); }) == 0 &&
-         is_same_file(directory, name, file.get()) && ::unlinkat(directory, name.c_str(), 0) == 0;
+         is_same_file(directory, name.c_str(), file.get()) &&
+         ::unlinkat(directory, name.c_str(), 0) == 0;
 }
 
 std::uint64_t free_bytes(int fd) {
@@ -201,24 +203,71 @@ std::vector<std::string> remove_stale(const std::string& directory) {
   return removed;
 }
 
+namespace {
+
+// The files that this process has open, for unlink_scratch_files(): a signal handler can reach
+// nothing else. A file that finds no slot is left to remove_stale() if the process is killed.
+struct OpenSlot {
+  enum State : int { kFree, kChanging, kOpen };
+
+  std::atomic<int> state{kFree};
+  int directory = -1;
+  int file = -1;
+  std::array<char, kMaxName + 1> name{};
+};
+static_assert(std::atomic<int>::is_always_lock_free);
+std::array<OpenSlot, 256> open_slots;
+
+OpenSlot* take_slot(int directory, int file, const std::string& name) {
+  for (OpenSlot& slot : open_slots) {
+    int free = OpenSlot::kFree;
+    if (slot.state.compare_exchange_strong(free, OpenSlot::kChanging)) {
+      slot.directory = directory;
+      slot.file = file;
+      slot.name[name.copy(slot.name.data(), kMaxName)] = '\0';
+      slot.state = OpenSlot::kOpen;
+      return &slot;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void unlink_scratch_files() noexcept {
+  for (OpenSlot& slot : open_slots) {
+    int open = OpenSlot::kOpen;
+    // Stays kChanging: the process ends, and nobody else shall touch it.
+    if (slot.state.compare_exchange_strong(open, OpenSlot::kChanging) &&
+        is_same_file(slot.directory, slot.name.data(), slot.file)) {
+      ::unlinkat(slot.directory, slot.name.data(), 0);
+    }
+  }
+}
+
 class ScratchFile::Owned {
  public:
   Owned(const std::string& directory, std::string name)
       : directory_(
             retried([&] { return ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); })),
         name_(std::move(name)),
-        file_(create(directory)) {}
+        file_(create(directory)),
+        slot_(take_slot(directory_.get(), file_.get(), name_)) {}
 
   // Lets go of the name, then of the lock: there is no moment at which it looks stale.
   ~Owned() {
     if (is(file_.get())) {
       ::unlinkat(directory_.get(), name_.c_str(), 0);
     }
+    if (slot_ != nullptr) {
+      int open = OpenSlot::kOpen;
+      slot_->state.compare_exchange_strong(open, OpenSlot::kFree);
+    }
   }
 
   int fd() const { return file_.get(); }
   // Whether `fd` is what the name stands for now.
-  bool is(int fd) const { return is_same_file(directory_.get(), name_, fd); }
+  bool is(int fd) const { return is_same_file(directory_.get(), name_.c_str(), fd); }
 
   void lock_and_write_header(const std::string& path) const {
     TESSERA_CHECK(retried([&] { return ::flock(fd(), LOCK_EX | LOCK_NB); }) == 0, IoError,
@@ -255,6 +304,7 @@ class ScratchFile::Owned {
   const Descriptor directory_;
   const std::string name_;
   const Descriptor file_;
+  OpenSlot* const slot_;  // null: all were taken
 };
 
 ScratchFile::ScratchFile(const std::string& directory, const ScratchName& name, DirectIo mode)

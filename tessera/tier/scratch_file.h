@@ -4,8 +4,9 @@
 //   <directory>/tessera-<run>-rank<rank>-<role>.scratch      mode 0600
 //
 // The first block is a header with a magic number and the file's own name; data begin behind it.
-// The file is locked as long as it is open, and removed when it is closed. After a crash or kill -9
-// it stays behind, without the lock: that is what remove_stale() looks for.
+// The file is locked as long as it is open, and removed when it is closed. A process that ends
+// without closing it calls unlink_scratch_files(). After a crash or kill -9 it stays behind,
+// without the lock: that is what remove_stale() looks for.
 //
 // Invariants:
 //  (1) A file with a header is, or was, locked: the lock comes first.
@@ -31,6 +32,10 @@ void check_scratch_directory(const std::string& path);
 // Removes the files that earlier runs left in `directory`; their names. What cannot be opened or
 // removed stays.
 std::vector<std::string> remove_stale(const std::string& directory);
+
+// Removes the names of all scratch files that this process has open: for one that is about to end
+// without its destructors. Async-signal-safe; the files stay usable until the process ends.
+void unlink_scratch_files() noexcept;
 
 struct ScratchName {
   std::string run;  // letters, digits, '_', '.', '-'; unique per run, and the same on all ranks

@@ -64,7 +64,7 @@ TEST(LaunchWithStore, StopsOnCtrlC) {
   kill(launch.process().pid(), SIGINT);
   const ProcessResult result = launch.finish();
   EXPECT_EQ(result.exit_code, 130);
-  EXPECT_EQ(result.err, "launcher: SIGINT: stopping 2 ranks\n");
+  EXPECT_EQ(result.err, "launcher: SIGINT: stopping 2 ranks; a second signal kills them\n");
 }
 
 TEST(OtherLaunchers, LetRankZeroHoldTheStore) {

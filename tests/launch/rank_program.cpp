@@ -32,6 +32,8 @@ comm::LaunchOptions read_flags(const std::vector<std::string>& args, std::size_t
       options.grace = std::chrono::milliseconds(to_number(value));
     } else if (flag == "--terminate") {
       options.terminate = std::chrono::milliseconds(to_number(value));
+    } else if (flag == "--stop") {
+      options.stop = std::chrono::milliseconds(to_number(value));
     } else if (flag == "--program") {
       options.program = value;
     } else {

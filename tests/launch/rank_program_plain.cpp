@@ -6,7 +6,7 @@
 int main(int argc, char** argv) {
   using namespace tessera;
   const auto serve_store = [](int) {
-    return comm::LaunchStore{"127.0.0.1", 1, std::make_shared<comm::MemoryBoard>()};
+    return comm::LaunchStore{"127.0.0.1", 1, std::make_shared<comm::MemoryBoard>(), ""};
   };
   return testing::rank_program_main(argc, argv, testing::plain_behaviours(), serve_store);
 }

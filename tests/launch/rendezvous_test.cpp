@@ -255,6 +255,22 @@ TEST(Rendezvous, OfAWorldOfOneAllowsRanksOfOurOwn) {
   EXPECT_NO_THROW(check_no_rendezvous({{"SLURM_NTASKS", "9"}}));
 }
 
+TEST(Rendezvous, PutsTheSecretOfARunBeforeItsKeys) {
+  Environment env = {
+      {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29500"}};
+  const Rendezvous without = find_rendezvous(env);
+  EXPECT_FALSE(without.has_secret);
+  EXPECT_NE(trust_warning(without).find("10.0.0.1:29500"), std::string::npos);
+  env["TESSERA_RUN_SECRET"] = "abc";
+  const Rendezvous with = find_rendezvous(env);
+  EXPECT_EQ(with.key_prefix, key_prefix_with(without.key_prefix, "abc"));
+  EXPECT_NE(with.key_prefix, without.key_prefix);
+  EXPECT_EQ(trust_warning(with), "");
+  env.erase("TESSERA_RUN_SECRET");
+  env["MASTER_ADDR"] = "127.0.0.1";
+  EXPECT_EQ(trust_warning(find_rendezvous(env)), "") << "nobody else reaches it";
+}
+
 TEST(Rendezvous, ReadsTheEnvironmentOfTheProcess) {
   setenv("TESSERA_TEST_VARIABLE", "a=b", 1);
   EXPECT_EQ(process_environment().at("TESSERA_TEST_VARIABLE"), "a=b");

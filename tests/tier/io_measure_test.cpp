@@ -197,9 +197,20 @@ TEST_F(MeasureDirectory, SaysWhyADirectoryCannotBeUsed) {
             std::string::npos);
 }
 
-TEST_F(MeasureDirectory, TooSmallAFileIsRefused) {
+TEST_F(MeasureDirectory, AssumesTheRatesOfADiskWithoutRoomForAMeasurementAndSaysSo) {
   MeasureOptions options = quick();
   options.max_file_bytes = 4096;
+  const DiskRates rates = measure_directory(directory(), options);
+  EXPECT_GT(rates.read_bytes_per_s, 0);
+  EXPECT_GT(rates.mixed_write_bytes_per_s, 0);
+  EXPECT_NE(rates.assumed.find("500 MB/s are assumed"), std::string::npos) << rates.assumed;
+  EXPECT_TRUE(names().empty()) << "what was not measured must not be kept";
+}
+
+TEST_F(MeasureDirectory, RefusesTooSmallAFileWhereRatesAreTheResult) {
+  MeasureOptions options = quick();
+  options.max_file_bytes = 4096;
+  options.needs_rates = true;
   EXPECT_THROW(measure_directory(directory(), options), IoError);
   EXPECT_TRUE(names().empty());
 }

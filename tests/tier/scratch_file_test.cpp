@@ -230,6 +230,14 @@ TEST(CheckScratchDirectory, RefusesWhatThisUserCannotWriteTo) {
   expect_words(result.out, {"cannot be written to", "Permission denied"});
 }
 
+TEST_F(ScratchFileTest, LeavesNoNameWhenItsProcessSaysThatItEnds) {
+  const auto file = make();
+  ASSERT_TRUE(fs::exists(file->path()));
+  unlink_scratch_files();
+  EXPECT_FALSE(fs::exists(file->path()));
+  file->extend(8192);  // the file itself is there until it is closed
+}
+
 class RemoveStale : public ScratchFileTest {
  protected:
   // A file as kill -9 leaves it: the child is gone, and with it the lock.
