@@ -37,6 +37,7 @@ StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
     input.resident = make_memory_plan(plan.config, plan.model, num_ranks, on_cuda);
   }
   input.memory = plan.memory;
+  input.disk_s = kept_disk_s(plan, num_ranks);
   return input;
 }
 

@@ -89,7 +89,8 @@ void choose_persistent(const StepPlanInput& input, StepPlan& plan) {
   plan.persists = coordinator::choose_persistent(bytes, options.persist_param_bytes,
                                                  options.persist_model_bytes, room);
   for (std::size_t id = 0; id < bytes.size(); ++id) {
-    plan.persistent_bytes += plan.persists[id] ? bytes[id] : 0;
+    plan.persists[id] = plan.persists[id] && bytes[id] > 0;  // else it is not gathered at all
+    plan.persistent_bytes += bytes[id] * (plan.persists[id] ? 1 : 0);
   }
 }
 

@@ -32,6 +32,8 @@ struct StepPlanInput {
   std::optional<MemoryPlan> memory;
   // On a GPU where none does: everything there. Told, and not followed.
   std::optional<MemoryPlan> resident;
+  // Of a step, at least, by what was measured of the disks before; none: they were not.
+  std::optional<double> disk_s;
 };
 
 // Bytes are those of full parameters, padding included.

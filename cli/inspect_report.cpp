@@ -339,6 +339,12 @@ std::string inspect_screen(const InspectResult& result) {
   text += UnitsText(result).text() + "\n" + limits_text(result);
   if (const MemoryPlan* const memory = told_memory(result)) {
     text += "\n" + tiers_screen(*memory);
+    if (memory->placement.uses_nvme) {
+      text += result.input.disk_s
+                  ? fmt::format("the disk takes at least {:.2f} s per step, as it was measured\n",
+                                *result.input.disk_s)
+                  : "no time is predicted: the disk has not been measured; a run measures it\n";
+    }
   }
   text += fmt::format("\nA step of {} micro-batch{}, from the second step on:\n", num_micro,
                       num_micro == 1 ? "" : "es");
@@ -381,6 +387,9 @@ std::string inspect_json(const InspectResult& result) {
                   {"peak_bytes", plan.step.peak_bytes}}}};
   if (const MemoryPlan* const memory = told_memory(result)) {
     document["tiers"] = tiers_json(*memory);
+    if (result.input.disk_s) {
+      document["tiers"]["disk_s"] = *result.input.disk_s;
+    }
   }
   return document.dump(2) + "\n";
 }

@@ -52,14 +52,10 @@ tier::MeasureOptions measure_options(const Config& config) {
   return options;
 }
 
-// Striped, so the slowest disk sets the pace of all. `notes`: a line for each that was not
-// measured.
-void measure_disks(const Config& config, planner::StepRates& rates, std::string& notes) {
-  const std::vector<std::string> disks = disks_of(config.get_list("nvme.paths"));
+// Striped, so the slowest disk sets the pace of all.
+void add_disks(const std::vector<tier::DiskRates>& disks, planner::StepRates& rates) {
   bool is_first = true;
-  for (const std::string& disk : disks) {
-    const tier::DiskRates measured = tier::measure_directory(disk, measure_options(config));
-    notes += measured.assumed.empty() ? "" : measured.assumed + "\n";
+  for (const tier::DiskRates& measured : disks) {
     const double mixed = measured.mixed_read_bytes_per_s + measured.mixed_write_bytes_per_s;
     const auto keep_slowest = [is_first](double& rate, double other) {
       rate = is_first ? other : std::min(rate, other);
@@ -73,6 +69,16 @@ void measure_disks(const Config& config, planner::StepRates& rates, std::string&
   rates.read_bytes_per_s *= num_disks;
   rates.write_bytes_per_s *= num_disks;
   rates.mixed_bytes_per_s *= num_disks;
+}
+
+// `notes`: a line for each that was not measured.
+void measure_disks(const Config& config, planner::StepRates& rates, std::string& notes) {
+  std::vector<tier::DiskRates> disks;
+  for (const std::string& disk : disks_of(config.get_list("nvme.paths"))) {
+    disks.push_back(tier::measure_directory(disk, measure_options(config)));
+    notes += disks.back().assumed.empty() ? "" : disks.back().assumed + "\n";
+  }
+  add_disks(disks, rates);
 }
 
 std::string disk_bound_text(const planner::Placement& placement, const planner::StepRates& rates) {
@@ -161,6 +167,29 @@ void check_machine(const TrainPlan& plan, int num_local_ranks) {
   }
   planner::check_fits(plan.memory->placement, planner::MachineLimits::of_this_machine(directories),
                       num_local_ranks);
+}
+
+std::optional<double> kept_disk_s(const TrainPlan& plan, int num_local_ranks) {
+  if (!plan.memory || !plan.memory->placement.uses_nvme) {
+    return std::nullopt;
+  }
+  std::vector<tier::DiskRates> disks;
+  for (const std::string& disk : disks_of(plan.config.get_list("nvme.paths"))) {
+    const std::optional<tier::DiskRates> kept =
+        tier::read_measured(disk, measure_options(plan.config));
+    if (!kept) {
+      return std::nullopt;
+    }
+    disks.push_back(*kept);
+  }
+  if (disks.empty()) {
+    return std::nullopt;
+  }
+  planner::StepRates rates;
+  rates.num_local_ranks = num_local_ranks;
+  rates.num_micro_batches = static_cast<int>(plan.batch.accumulate);
+  add_disks(disks, rates);
+  return planner::predict_step(plan.memory->placement, rates).io_s;
 }
 
 std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {

@@ -119,7 +119,8 @@ std::string RunTotals::text() const {
                         time_text(exposed_wait_s_ / static_cast<double>(num_steps())),
                         100 * exposed_wait_s_ / total_s_);
   }
-  text += fmt::format("{:<16}{} of full parameters at once\n", "gathered",
+  // More than the plan has for gathered ones where shards are full parameters and used in place.
+  text += fmt::format("{:<16}{} of full parameters at once, gathered or in place\n", "in use",
                       approximate_bytes(full_bytes_peak_));
   return text;
 }
@@ -195,8 +196,13 @@ std::string memory_text(const ModelBytes& model, const Ledger& ledger) {
       text += fmt::format(kLine, "-", to_string(role), "-", "-", approximate_bytes(beside));
     }
   }
-  return text +
-         fmt::format(kLine, "all", "", approximate_bytes(now), "", approximate_bytes(unsharded));
+  text += fmt::format(kLine, "all", "", approximate_bytes(now), "", approximate_bytes(unsharded));
+  if (now > unsharded) {
+    text +=
+        "more than unsharded: beside so small a model, gathered parameters, buckets and buffers "
+        "weigh more than sharding saves\n";
+  }
+  return text;
 }
 
 }  // namespace tessera::cli

@@ -9,6 +9,7 @@
 
 #include "tessera/comm/gloo_backend.h"
 #include "tessera/comm/nccl_backend.h"
+#include "tessera/comm/socket_probe.h"
 #include "tessera/comm/solo_backend.h"
 #include "tessera/comm/store.h"
 #include "tessera/comm/store_board.h"
@@ -38,6 +39,9 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
   gloo.interface = process_environment()["GLOO_SOCKET_IFNAME"];
   if (rendezvous.local_world_size == rendezvous.world_size) {
     gloo.bind_host = "127.0.0.1";
+  } else {
+    // Not what this host's name stands for: on many systems that is loopback.
+    gloo.bind_host = address_towards(rendezvous.host, rendezvous.port);
   }
   return make_gloo_backend(std::move(store), rendezvous.rank, rendezvous.world_size, name, gloo);
 }

@@ -276,7 +276,13 @@ class GlooBackend final : public Backend {
     } catch (const std::exception& error) {
       throw CommError(detail::concat(
           "group '", name, "': rank ", rank_, " cannot connect to the other ", size_ - 1,
-          " ranks over Gloo: ", c10d_text(error), remedy_of(c10d_text(error))));
+          " ranks over Gloo: ", c10d_text(error),
+          remedy_of(c10d_text(error)).empty() && options_.bind_host != "127.0.0.1"
+              ? detail::concat("; it listens on ",
+                               options_.interface.empty() ? options_.bind_host : options_.interface,
+                               ": if other hosts cannot reach that, set GLOO_SOCKET_IFNAME to the "
+                               "interface between them, on all ranks")
+              : remedy_of(c10d_text(error))));
     }
   }
 

@@ -1,6 +1,8 @@
 #include "tessera/comm/socket_probe.h"
 
 #include <fcntl.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -8,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <thread>
@@ -122,6 +125,13 @@ bool is_loopback_name(const std::string& host) {
   return host == "localhost" || host == "::1" || host.compare(0, 4, "127.") == 0;
 }
 
+std::string numeric_text(const sockaddr& address, socklen_t length) {
+  std::array<char, NI_MAXHOST> text{};
+  return getnameinfo(&address, length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST) == 0
+             ? std::string(text.data())
+             : std::string();
+}
+
 // A socket, or minus an errno.
 int try_bind(const BindAddress& address) {
   const int family = address.storage.ss_family;
@@ -172,6 +182,35 @@ ListenScope listen_scope(const std::string& host) {
     }
   }
   return ListenScope::kNotHere;
+}
+
+std::string address_towards(const std::string& host, std::uint16_t port) {
+  AddressList list;
+  resolve(host, port, list);
+  for (const addrinfo* address = list.first; address != nullptr; address = address->ai_next) {
+    const int fd = socket(address->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) continue;
+    BindAddress own;
+    own.length = sizeof(own.storage);
+    auto* const storage = reinterpret_cast<sockaddr*>(&own.storage);
+    // Of a datagram socket this only asks the routes.
+    const bool found = connect(fd, address->ai_addr, address->ai_addrlen) == 0 &&
+                       getsockname(fd, storage, &own.length) == 0;
+    close(fd);
+    if (found && !is_loopback(*storage)) return numeric_text(*storage, own.length);
+  }
+  ifaddrs* interfaces = nullptr;
+  if (getifaddrs(&interfaces) != 0) return {};
+  std::string text;
+  for (const ifaddrs* each = interfaces; each != nullptr && text.empty(); each = each->ifa_next) {
+    const bool is_up = (each->ifa_flags & (IFF_UP | IFF_RUNNING)) == (IFF_UP | IFF_RUNNING);
+    if (is_up && each->ifa_addr != nullptr && each->ifa_addr->sa_family == AF_INET &&
+        !is_loopback(*each->ifa_addr)) {
+      text = numeric_text(*each->ifa_addr, sizeof(sockaddr_in));
+    }
+  }
+  freeifaddrs(interfaces);
+  return text;
 }
 
 int bind_listener(const std::string& host, std::uint16_t port) {

@@ -31,6 +31,11 @@ enum class ListenScope : std::uint8_t {
 };
 ListenScope listen_scope(const std::string& host);
 
+// The address of this machine that other hosts see: the one from which it reaches `host`. Where
+// that is loopback (the name of this machine often stands for it), the first of an interface that
+// is not. Empty: none was found. Sends nothing.
+std::string address_towards(const std::string& host, std::uint16_t port);
+
 // A bound socket that does not listen yet; the caller owns it. port 0: a free one. listen_scope()
 // says where it can be reached. Throws CommError with the remedy.
 int bind_listener(const std::string& host, std::uint16_t port);

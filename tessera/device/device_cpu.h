@@ -16,9 +16,9 @@ namespace tessera::device {
 
 struct CpuDeviceOptions {
   Ledger* ledger = nullptr;  // may be null; must outlive the device and its memory
-  Spans* spans = nullptr;    // may be null; must outlive the device
   // Called once, with a sentence for people, when pinned memory could not be page-locked.
   std::function<void(const std::string&)> notice;
+  Spans* spans = nullptr;  // may be null; must outlive the device
 };
 
 std::unique_ptr<Device> make_cpu_device(CpuDeviceOptions options = {});

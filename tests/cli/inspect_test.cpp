@@ -379,5 +379,15 @@ TEST_F(InspectUsage, WhatNobodyCanPlanForIsRefused) {
   expect_refusal({"--set", "unit.dynamic_names=blocks.*"}, "unit.dynamic_names is set");
 }
 
+// On a GPU small parameters of an offloaded model stay there: nobody gathers them.
+TEST(Inspect, MarksOnlyWhatIsGatheredAsPersistent) {
+  const Json plan = inspected_json(
+      {"--preset", "small", "--device", "cuda", "--parameters", "host", "--optimizer", "host"});
+  EXPECT_EQ(plan["totals"]["persistent_bytes"], 0) << plan.dump(1);
+  for (const Json& param : plan["params"]) {
+    EXPECT_FALSE(param["persists"].get<bool>()) << param["name"];
+  }
+}
+
 }  // namespace
 }  // namespace tessera::testing

@@ -61,6 +61,39 @@ TEST(TrainOnNvme, AKilledRunLeavesFilesThatTheNextOneRemoves) {
   EXPECT_EQ(text, "not ours");
 }
 
+TEST(TrainOnNvme, InspectPredictsTimeWhereTheDiskHasBeenMeasured) {
+  const DiskDirectory directory;
+  const std::vector<std::string> model{"--preset",    "tiny",   "--host-budget",
+                                       "2MiB",        "--nvme", directory.path().string(),
+                                       "--optimizer", "nvme"};
+  const auto run = [&](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), TESSERA_BINARY);
+    arguments.insert(arguments.end(), model.begin(), model.end());
+    ProcessResult result = run_process(arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    return result.out;
+  };
+  const std::string before = run({"inspect"});
+  EXPECT_TRUE(contains(before, "the disk has not been measured")) << before;
+  run({"train", "--steps", "1"});
+  const std::string after = run({"inspect"});
+  EXPECT_TRUE(contains(after, "the disk takes at least ")) << after;
+}
+
+TEST(TrainOnNvme, ATraceHasWhatTheDiskDoes) {
+  const DiskDirectory directory;
+  const fs::path trace = directory.path() / "trace.json";
+  const ProcessResult run =
+      run_process(train_on(directory.path(), {"--steps", "2", "--trace", trace.string()}));
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  std::ostringstream text;
+  text << std::ifstream(trace).rdbuf();
+  for (const char* part : {"\"disk reads 1\"", "\"disk writes 1\"", "\"read\"", "\"write\"",
+                           "parameter 'blocks.0.up.weight'", "\"update\""}) {
+    EXPECT_TRUE(contains(text.str(), part)) << part;
+  }
+}
+
 // Over Gloo, whose calls need scratch. The summary's table has a line per tier and role, with what
 // was planned and what was held at most; gives back which lines there were.
 std::set<std::string> expect_held_as_planned(const std::string& budget) {

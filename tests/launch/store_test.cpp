@@ -113,6 +113,17 @@ TEST(Store, SaysThatThePortIsTaken) {
   EXPECT_NE(error.find("MASTER_PORT"), std::string::npos) << error;
 }
 
+// What other hosts see of this one is never loopback, whatever its name stands for.
+TEST(AddressTowards, IsOneOfThisMachineThatIsNotLoopback) {
+  for (const char* host : {"127.0.0.1", "192.0.2.1"}) {
+    const std::string address = address_towards(host, 29500);
+    EXPECT_NE(address.substr(0, 4), "127.") << host;
+    if (!address.empty()) {
+      EXPECT_EQ(listen_scope(address), ListenScope::kNamed) << address;
+    }
+  }
+}
+
 TEST(Store, ListensOnTheNamedAddressOnly) {
   const auto server = serve_store("127.0.0.2", 0, kLimit);
   EXPECT_EQ(listen_scope("127.0.0.2"), ListenScope::kNamed);

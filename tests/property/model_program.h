@@ -5,7 +5,6 @@
 #pragma once
 
 #include <functional>
-#include <map>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -13,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/engine/engine.h"
+#include "tests/property/leavings.h"
 #include "tests/property/random_model.h"
 
 namespace tessera::testing {
@@ -44,35 +44,6 @@ struct BuildOptions {
   // inside of it first, as recomputation does, so that no bit depends on it. See SegmentAliases.
   bool groups_gradients = false;
 };
-
-// Inside of a unit that would be recomputed, every tensor of outside is an alias of itself: uses
-// inside meet at the alias, and outside sees one use.
-class SegmentAliases {
- public:
-  void begin() { segments_.emplace_back(); }
-  void end() { segments_.pop_back(); }
-  // Of a parameter: in every open one.
-  at::Tensor of(at::Tensor param);
-  // Of what is handed to the innermost.
-  at::Tensor of_argument(const at::Tensor& argument) { return alias(segments_.back(), argument); }
-
- private:
-  using Segment = std::map<const void*, at::Tensor>;
-  static at::Tensor alias(Segment& segment, const at::Tensor& tensor);
-
-  std::vector<Segment> segments_;  // open ones, from outside in
-};
-
-// What a run of the model leaves behind beside its results.
-struct Leavings {
-  std::vector<at::Tensor> kept;
-  std::vector<at::Tensor> buffers;  // of all modules
-  SegmentAliases aliases;
-};
-
-// A copy of them, and back.
-std::vector<at::Tensor> values_of(const std::vector<at::Tensor>& tensors);
-void assign(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& values);
 
 class ModelProgram {
  public:
