@@ -376,7 +376,7 @@ StepResult Engine::Impl::finish_step() {
   result.loss_scale = loss_scale_->value();
   result.weight = sums.weight * weight_scale_;
   result.lr = lr;
-  result.stop = stop_;
+  result.stop = std::exchange(stop_, false);
   result.skipped = !factors.finite && skip_nonfinite_;
   if (result.skipped) {
     runtime.logger()
