@@ -33,7 +33,7 @@ struct TensorEntry {
 class SafetensorsWriter {
  public:
   // Throws ConfigError for names that repeat, IoError if the file cannot be made.
-  SafetensorsWriter(std::string path, const std::vector<TensorEntry>& entries,
+  SafetensorsWriter(const std::string& path, const std::vector<TensorEntry>& entries,
                     const std::map<std::string, std::string>& metadata = {});
   ~SafetensorsWriter();
   SafetensorsWriter(const SafetensorsWriter&) = delete;

@@ -114,7 +114,8 @@ struct SafetensorsWriter::Impl {
   std::vector<std::byte> buffer;
 };
 
-SafetensorsWriter::SafetensorsWriter(std::string path, const std::vector<TensorEntry>& entries,
+SafetensorsWriter::SafetensorsWriter(const std::string& path,
+                                     const std::vector<TensorEntry>& entries,
                                      const std::map<std::string, std::string>& metadata)
     : impl_(std::make_unique<Impl>(path, entries, metadata)) {}
 

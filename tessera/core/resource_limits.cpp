@@ -6,8 +6,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
+#include <fstream>
 
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
@@ -26,14 +26,10 @@ rlimit limit_of(decltype(RLIMIT_NOFILE) resource) {
 
 // 0: unknown.
 std::uint64_t address_space_bytes() {
-  std::FILE* const file = std::fopen("/proc/self/statm", "re");
-  if (file == nullptr) {
-    return 0;
-  }
-  unsigned long pages = 0;
-  const bool is_read = std::fscanf(file, "%lu", &pages) == 1;
-  std::fclose(file);
-  return is_read ? std::uint64_t{pages} * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE)) : 0;
+  std::uint64_t pages = 0;
+  return std::ifstream("/proc/self/statm") >> pages
+             ? pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE))
+             : 0;
 }
 
 }  // namespace

@@ -13,9 +13,10 @@ namespace {
 
 class CpuDevice final : public Device {
  public:
-  explicit CpuDevice(CpuDeviceOptions options) : allocator_(options, true) {
+  explicit CpuDevice(CpuDeviceOptions options)
+      : spans_(options.spans), allocator_(std::move(options), true) {
     for (InlineStream& stream : streams_) {
-      stream.set_spans(options.spans);
+      stream.set_spans(spans_);
     }
   }
 
@@ -46,6 +47,7 @@ class CpuDevice final : public Device {
     return mine;
   }
 
+  Spans* const spans_;
   HostAllocator allocator_;
   std::array<InlineStream, kNumStreams> streams_{
       InlineStream(StreamKind::kCompute), InlineStream(StreamKind::kGather),

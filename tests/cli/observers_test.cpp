@@ -194,7 +194,8 @@ class EventReader {
   Value fixed() {
     Value value{};
     EXPECT_LE(sizeof(value), bytes_.size());
-    std::memcpy(&value, bytes_.data(), std::min(sizeof(value), bytes_.size()));
+    std::copy_n(bytes_.begin(), std::min(sizeof(value), bytes_.size()),
+                reinterpret_cast<char*>(&value));
     bytes_.remove_prefix(std::min(sizeof(value), bytes_.size()));
     return value;
   }

@@ -57,7 +57,7 @@ TEST(ResourceLimits, OfAddressSpaceAreNamedWhenMemoryRunsOut) {
 
 TEST(LinkTarget, FollowsLinksToAPlaceThatNeedNotExist) {
   const testing::TemporaryDirectory directory;
-  const std::filesystem::path root = directory.path();
+  const std::filesystem::path& root = directory.path();
   std::filesystem::create_symlink("second", root / "first");
   std::filesystem::create_symlink(root / "folder" / "file", root / "second");
   EXPECT_EQ(link_target((root / "first").string()), (root / "folder" / "file").string());

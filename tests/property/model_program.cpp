@@ -306,8 +306,8 @@ ModelProgram::ModelProgram(const ModelPlan& plan, const BuildOptions& options)
 void ModelProgram::to(at::ScalarType type) const {
   const at::NoGradGuard no_grad;
   for (const std::vector<at::Tensor>* tensors : {&params(), &buffers()}) {
-    for (at::Tensor tensor : *tensors) {
-      tensor.set_data(tensor.detach().to(type));
+    for (const at::Tensor& tensor : *tensors) {
+      at::Tensor(tensor).set_data(tensor.detach().to(type));
     }
   }
 }
