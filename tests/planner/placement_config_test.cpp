@@ -79,9 +79,9 @@ TEST(DeepSpeedKeys, OffloadToCpuIsChargedToTheHost) {
 }
 
 TEST(DeepSpeedKeys, OffloadedOptimizerOfNvmeIsThereWithAsManyBuffers) {
-  const ModelShapes model = small_gpt(64, 2, 1000);
+  const ModelShapes model = small_gpt(256, 2, 4000);
   const Placement placement = plan(zero3(R"(, "offload_optimizer": {"device": "nvme",
-      "nvme_path": "/some/disk", "buffer_count": 3}, "sub_group_size": 4096)"),
+      "nvme_path": "/some/disk", "buffer_count": 3}, "sub_group_size": 327680)"),
                                    model);
   for (const ShardPlaces& each : placement.params) {
     EXPECT_EQ(each.states, Place::kNvme);
@@ -89,7 +89,7 @@ TEST(DeepSpeedKeys, OffloadedOptimizerOfNvmeIsThereWithAsManyBuffers) {
     EXPECT_EQ(each.gradient, Place::kDevice);
   }
   EXPECT_EQ(placement.num_optimizer_buffers, 3);
-  EXPECT_EQ(placement.sub_group_numel, 4096);
+  EXPECT_EQ(placement.sub_group_numel, 327680);
 }
 
 TEST(DeepSpeedKeys, MaxInCpuStaysInMemoryInTheOrderOfRegistration) {
