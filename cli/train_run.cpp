@@ -31,6 +31,7 @@
 #include "cli/train_trainer.h"
 #include "cli/train_verify.h"
 #include "cli/train_warnings.h"
+#include "tessera/comm/bootstrap.h"
 #include "tessera/comm/rank_end.h"
 #include "tessera/core/error.h"
 #include "tessera/core/resource_limits.h"
@@ -476,10 +477,9 @@ int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
   }
 }
 
-}  // namespace
-
-int train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
-                    comm::RankProcess& process, comm::StopSignals& signals) {
+// As train_rank(), with failures of memory in words.
+int train_in_words(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
+                   comm::RankProcess& process, comm::StopSignals& signals) {
   try {
     return train_rank(flags, rendezvous, process, signals);
   } catch (const std::bad_alloc&) {
@@ -494,6 +494,22 @@ int train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
     TESSERA_CHECK(!is_host_allocation_failure(text), Error, no_memory_text(host_asked_bytes(text)));
     // Torch's words, without the stack trace behind them.
     throw Error(text);
+  }
+}
+
+}  // namespace
+
+int train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
+                    comm::RankProcess& process, comm::StopSignals& signals) {
+  try {
+    return train_in_words(flags, rendezvous, process, signals);
+  } catch (const PeerError&) {
+    throw;
+  } catch (const std::exception& error) {
+    if (!process.has_board() && !process.launched_by_us()) {
+      comm::tell_before_joining(rendezvous, error.what());
+    }
+    throw;
   }
 }
 

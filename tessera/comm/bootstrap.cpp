@@ -165,4 +165,16 @@ World join_world(const Rendezvous& rendezvous, const WorldOptions& options) {
   return world;
 }
 
+void tell_before_joining(const Rendezvous& rendezvous, const std::string& failure) noexcept {
+  constexpr std::chrono::seconds kLimit{1};
+  if (rendezvous.world_size == 1 || rendezvous.serves_store) {
+    return;
+  }
+  try {
+    connect_board(rendezvous, "", kLimit)->post_failure(rendezvous.rank, failure);
+  } catch (const std::exception&) {
+    return;  // they will find out at their time limit
+  }
+}
+
 }  // namespace tessera::comm

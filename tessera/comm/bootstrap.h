@@ -36,4 +36,9 @@ struct World {
 
 World join_world(const Rendezvous& rendezvous, const WorldOptions& options);
 
+// For a rank that fails before it joins, in a world that no launcher of ours watches: tells those
+// that wait for it, if it reaches the store within a second. Not collective; whatever goes wrong
+// here is dropped. A rank that would hold the store itself can tell nobody.
+void tell_before_joining(const Rendezvous& rendezvous, const std::string& failure) noexcept;
+
 }  // namespace tessera::comm

@@ -83,6 +83,11 @@ void RankProcess::set_board(std::shared_ptr<Board> board) {
   board_ = std::move(board);
 }
 
+bool RankProcess::has_board() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return board_ != nullptr;
+}
+
 int RankProcess::run(const std::function<int()>& body) {
   try {
     return body();

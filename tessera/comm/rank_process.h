@@ -59,6 +59,7 @@ class RankProcess {
 
   // Where a failure of this rank's own is posted, so that the others can name it.
   void set_board(std::shared_ptr<Board> board);
+  bool has_board() const;
 
   // Returns what `body` returns. If it throws, reports and leaves: ConfigError with code 2,
   // ExitCodeError with its own, everything else with code 1.
@@ -77,7 +78,7 @@ class RankProcess {
   void (*clean_up_)() = nullptr;
 
   // Guarded by mutex_.
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::shared_ptr<Board> board_;
 };
 

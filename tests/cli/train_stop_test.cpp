@@ -220,5 +220,17 @@ TEST_F(StoppedTraining, NamesTheLimitOfOpenFiles) {
   EXPECT_TRUE(contains(result.err, "ulimit -n 1024")) << result.err;
 }
 
+// Nobody watches ranks that were started by hand: the one that fails tells the other.
+TEST_F(StoppedTraining, ByAFailureInSetUpEndsARankThatWaits) {
+  const std::string address =
+      "MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 ";
+  const ProcessResult result = shell(
+      address + "RANK=0 LOCAL_RANK=0 " + TESSERA_BINARY + " train --preset micro & " + address +
+      "RANK=1 LOCAL_RANK=1 " + TESSERA_BINARY + " train --preset micro --data text:none.txt; wait");
+  EXPECT_FALSE(result.timed_out);
+  EXPECT_TRUE(contains(result.err, "rank 1: data: none.txt: cannot open")) << result.err;
+  EXPECT_TRUE(contains(result.err, "rank 1 failed: data: none.txt: cannot open")) << result.err;
+}
+
 }  // namespace
 }  // namespace tessera::testing
