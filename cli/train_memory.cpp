@@ -214,4 +214,14 @@ std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
   return text + "\n";
 }
 
+std::string rates_text(const planner::UpdateRates& rates) {
+  std::array<char, 200> text{};
+  std::snprintf(text.data(), text.size(),
+                "measured at once: update on the processor %.1f GB/s, host to device %.1f GB/s, "
+                "device to host %.1f GB/s; memory of the host %.1f GB/s\n",
+                rates.processor_bytes_per_s * 1e-9, rates.h2d_bytes_per_s * 1e-9,
+                rates.d2h_bytes_per_s * 1e-9, rates.host_bytes_per_s * 1e-9);
+  return text.data();
+}
+
 }  // namespace tessera::cli

@@ -12,6 +12,7 @@
 #include "cli/train_memory_plan.h"
 #include "models/gpt.h"
 #include "tessera/core/config.h"
+#include "tessera/planner/update_split.h"
 
 namespace tessera::cli {
 
@@ -42,5 +43,8 @@ std::optional<double> kept_disk_s(const TrainPlan& plan, int num_local_ranks);
 // The table, and the predicted time of a step: measures the disk, unless that was done before, and
 // what a unit takes on this processor, for about two seconds. For one rank of a machine.
 std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks);
+
+// One line.
+std::string rates_text(const planner::UpdateRates& rates);
 
 }  // namespace tessera::cli

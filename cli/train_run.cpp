@@ -20,7 +20,6 @@
 #include "cli/device_peak.h"
 #include "cli/divergence.h"
 #include "cli/final_save.h"
-#include "cli/low_precision.h"
 #include "cli/observers.h"
 #include "cli/out_of_memory.h"
 #include "cli/train_evaluate.h"
@@ -85,16 +84,6 @@ std::string stopped_text(int signal, std::int64_t num_steps, const TrainPlan& pl
   return "stopped by " + comm::signal_name(signal) + " after " + std::to_string(num_steps) +
          " of " + std::to_string(plan.num_steps) + " steps" +
          (plan.verify ? ", not verified\n" : "\n");
-}
-
-std::string rates_text(const planner::UpdateRates& rates) {
-  std::array<char, 200> text{};
-  std::snprintf(text.data(), text.size(),
-                "measured at once: update on the processor %.1f GB/s, host to device %.1f GB/s, "
-                "device to host %.1f GB/s; memory of the host %.1f GB/s\n",
-                rates.processor_bytes_per_s * 1e-9, rates.h2d_bytes_per_s * 1e-9,
-                rates.d2h_bytes_per_s * 1e-9, rates.host_bytes_per_s * 1e-9);
-  return text.data();
 }
 
 FlopRate flop_rate(const TrainPlan& plan, Runtime& runtime) {
@@ -421,19 +410,6 @@ class Run {
   NvmeTotals nvme_;
   bool stop_ = false;  // the same on all ranks
 };
-
-// Before a run that may be long.
-void print_warnings(const TrainPlan& plan) {
-  std::vector<std::string> warnings = plan.notes;
-  const std::string slow =
-      plan.cuda_device < 0 ? slow_precision_text(read_low_precision_units(), plan.model.dtype) : "";
-  if (!slow.empty()) {
-    warnings.push_back(slow);
-  }
-  for (const std::string& warning : warnings) {
-    std::cerr << "tessera: warning: " + warning + "\n" << std::flush;
-  }
-}
 
 int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
                comm::RankProcess& process, comm::StopSignals& signals) {

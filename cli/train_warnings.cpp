@@ -5,8 +5,12 @@
 #include <mutex>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include <c10/util/Exception.h>
+
+#include "cli/low_precision.h"
+#include "cli/train_plan.h"
 
 namespace tessera::cli {
 namespace {
@@ -46,5 +50,17 @@ TorchWarnings::TorchWarnings(const std::string& prefix)
 }
 
 TorchWarnings::~TorchWarnings() { c10::WarningUtils::set_warning_handler(before_); }
+
+void print_warnings(const TrainPlan& plan) {
+  std::vector<std::string> warnings = plan.notes;
+  const std::string slow =
+      plan.cuda_device < 0 ? slow_precision_text(read_low_precision_units(), plan.model.dtype) : "";
+  if (!slow.empty()) {
+    warnings.push_back(slow);
+  }
+  for (const std::string& warning : warnings) {
+    std::cerr << "tessera: warning: " + warning + "\n" << std::flush;
+  }
+}
 
 }  // namespace tessera::cli

@@ -17,6 +17,8 @@ class WarningHandler;
 
 namespace tessera::cli {
 
+struct TrainPlan;
+
 // What torch's text says, in one line and without its trace.
 std::string first_sentence(const std::string& text);
 
@@ -32,5 +34,8 @@ class TorchWarnings {
   const std::unique_ptr<c10::WarningHandler> handler_;
   c10::WarningHandler* const before_;
 };
+
+// On stderr, before a run that may be long: what the plan notes, and a precision that is slow here.
+void print_warnings(const TrainPlan& plan);
 
 }  // namespace tessera::cli
