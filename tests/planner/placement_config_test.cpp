@@ -89,7 +89,9 @@ TEST(DeepSpeedKeys, OffloadedOptimizerOfNvmeIsThereWithAsManyBuffers) {
     EXPECT_EQ(each.gradient, Place::kDevice);
   }
   EXPECT_EQ(placement.num_optimizer_buffers, 3);
-  EXPECT_EQ(placement.sub_group_numel, 327680);
+  // Smaller where all buffers would not be used otherwise.
+  EXPECT_LE(placement.sub_group_numel, 327680);
+  EXPECT_GE(placement.sub_group_numel, 327680 / 4);
 }
 
 TEST(DeepSpeedKeys, MaxInCpuStaysInMemoryInTheOrderOfRegistration) {
