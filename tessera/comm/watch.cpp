@@ -160,8 +160,8 @@ std::size_t Watch::await_any(std::span<const device::Pending> parts, const CallT
       slice = std::min(2 * slice, max_slice);
     } catch (const PeerError& error) {
       throw PeerError(explain_loss(text, error.what()));
-    } catch (const MismatchError&) {
-      throw;
+    } catch (const MismatchError& error) {
+      throw MismatchError(error.what());  // one of this thread's own: the other is shared
     } catch (const CommError& error) {
       // A call that waits for another one fails with the other's words; what it says itself is
       // said.
