@@ -62,9 +62,8 @@ std::string slow_precision_text(const LowPrecisionUnits& units, DType dtype) {
     return "";
   }
   const char* const name = is_bf16 ? "bf16" : "fp16";
-  return detail::concat("precision ", name, ": this processor has no ", name,
-                        " units, so products are ", kSlowdown,
-                        "; use --precision fp32, or a GPU (--device cuda)");
+  return detail::concat("precision ", name, ": this CPU has no ", name, " units, so products are ",
+                        kSlowdown, "; use --precision fp32, or a GPU (--device cuda)");
 }
 
 ProbeResult probe_low_precision(const std::filesystem::path& root) {

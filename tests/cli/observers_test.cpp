@@ -25,17 +25,11 @@
 
 #include "cli/device_peak.h"
 #include "tessera/core/error.h"
+#include "tests/support/read_whole.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::cli {
 namespace {
-
-std::string read_whole(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
 
 std::string some_bytes(std::size_t count, char first, int rise) {
   std::string bytes;

@@ -58,7 +58,7 @@ TEST_F(TrainDeepSpeed, EverySubjectAtOnceTakesTenLinesAtMost) {
   const std::vector<std::string> lines = result.err_lines();
   // What the processor lacks is not about the file.
   const auto num_lines = std::count_if(lines.begin(), lines.end(), [](const std::string& line) {
-    return !contains(line, "this processor has no");
+    return !contains(line, "this CPU has no");
   });
   EXPECT_LE(num_lines, 10) << result.err;
   EXPECT_TRUE(contains(result.err, "not built yet, and without effect: quant.weights ("))

@@ -14,17 +14,11 @@
 #include "tests/cli/program.h"
 #include "tests/cli/refusal.h"
 #include "tests/support/contains.h"
+#include "tests/support/read_whole.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
 namespace {
-
-std::string read_whole(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
 
 class TrainWatched : public ::testing::Test {
  protected:
