@@ -14,7 +14,6 @@
 #include "tessera/comm/bootstrap.h"
 #include "tessera/comm/rank_process.h"
 #include "tessera/comm/rendezvous.h"
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
@@ -114,22 +113,6 @@ void measure_and_print(const BenchCommPlan& plan, comm::Group& group, device::De
   }
 }
 
-int run_as_threads(const BenchCommPlan& plan) {
-  log_notices(plan, 0, 1);
-  comm::ThreadWorldOptions world;
-  world.num_ranks = std::max(1, plan.num_ranks);
-  const SteadyClock clock;
-  Spans spans(clock, plan.num_spans);
-  comm::GroupOptions group_options = plan.group;
-  group_options.spans = &spans;  // of all threads: they are one process
-  comm::run_ranks(world, group_options, [&plan](comm::Group& group) {
-    const std::unique_ptr<device::Device> device = device::make_cpu_device();
-    measure_and_print(plan, group, *device);
-  });
-  write_trace(plan, spans);
-  return kExitOk;
-}
-
 // Two NCCL ranks cannot share one GPU, so "auto" takes NCCL only where each rank has its own.
 bool takes_nccl(const BenchCommPlan& plan, int num_local_ranks) {
   const int num_gpus = device::num_cuda_devices();
@@ -168,11 +151,8 @@ void run_this_rank(const BenchCommPlan& plan, const comm::Rendezvous& rendezvous
 int run_bench_comm(const BenchCommFlags& flags, const Arguments& arguments) {
   const BenchCommPlan plan = checked_plan(flags);
   const comm::Environment env = comm::process_environment();
-  if (plan.num_ranks > 0 || plan.backend == "threads") {
+  if (plan.num_ranks > 0) {
     comm::check_no_rendezvous(env);
-  }
-  if (plan.backend == "threads") {
-    return run_as_threads(plan);
   }
   if (plan.num_ranks > 1) {
     takes_nccl(plan, plan.num_ranks);  // once, here, instead of by every rank

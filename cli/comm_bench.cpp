@@ -9,7 +9,6 @@ namespace {
 
 using comm::Group;
 using device::Memory;
-using device::MemoryKind;
 using device::Pending;
 using device::StreamKind;
 
@@ -77,7 +76,7 @@ class CollectiveTimer {
 
  private:
   Memory allocate(std::size_t numel) {
-    return device_.allocate(MemoryKind::kDevice, numel * sizeof(float), Role::kOther);
+    return device_.allocate(Tier::kDevice, numel * sizeof(float), Role::kOther);
   }
 
   void copy(void* to, const void* from, std::size_t bytes) {
@@ -111,7 +110,7 @@ class CollectiveTimer {
   // Every rank ends up with the largest of each number.
   void max_over_ranks(std::vector<double>& numbers) {
     const std::size_t bytes = numbers.size() * sizeof(double);
-    Memory memory = device_.allocate(MemoryKind::kDevice, bytes, Role::kOther);
+    Memory memory = device_.allocate(Tier::kDevice, bytes, Role::kOther);
     copy(memory.data(), numbers.data(), bytes);
     group_
         .start_all_reduce(memory.data(), static_cast<std::int64_t>(numbers.size()), DType::kFloat64,

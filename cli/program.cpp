@@ -36,7 +36,7 @@ constexpr std::array<Command, 10> kCommands{{
      add_doctor},
     {"bench-comm", "Measures the collectives per size and backend",
      "  tessera bench-comm --ranks 2\n"
-     "  tessera bench-comm --ranks 4 --backend threads --sizes 4KiB,1MiB --rounds 50\n"
+     "  tessera bench-comm --ranks 4 --sizes 4KiB,1MiB --rounds 50\n"
      "  torchrun --nproc-per-node 2 --no-python tessera bench-comm --json rates.json\n",
      add_bench_comm},
     {"bench-io", "Measures a directory's disk, beside fio where that is installed",

@@ -105,8 +105,6 @@ models::GptOptions checked_model(const TrainFlags& flags, const Config& config,
 int gpu_of(int local_rank) { return local_rank % std::max(1, device::num_cuda_devices()); }
 
 void check_device(const TrainPlan& plan, int num_local_ranks) {
-  TESSERA_CHECK(plan.config.get_string("comm.backend") != "threads", ConfigError,
-                "comm.backend = threads: train runs each rank as a process; leave it at auto");
   if (plan.cuda_device < 0) {
     return;
   }

@@ -21,8 +21,8 @@ ROOMS = ("core", "device", "comm", "tier", "quant", "shard", "coordinator", "gra
 
 # Outside the library. These include headers of the library and their own, nothing of each other's,
 # except for the pairs in FOLDERS_SHARED.
-OUTSIDE = ("models", "cli", "bench", "examples", "tests")
-FOLDERS_SHARED = {("tests", "cli"), ("tests", "models"), ("bench", "models"),
+OUTSIDE = ("models", "cli", "bench", "examples", "tests", "testing")
+FOLDERS_SHARED = {("tests", "testing"), ("tests", "cli"), ("tests", "models"), ("bench", "models"),
                   ("examples", "models"), ("cli", "models")}
 
 # Units that may include torch. Everything else builds in two seconds and runs under sanitizers.

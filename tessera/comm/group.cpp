@@ -16,8 +16,8 @@ class Reached {
  public:
   Reached(const Backend& backend, device::Device* device, void* data, std::size_t bytes)
       : device_(device), host_(data), bytes_(bytes) {
-    if (device != nullptr && device->has_own_memory() && backend.stream_ordered()) {
-      copy_ = device->allocate(device::MemoryKind::kDevice, bytes, Role::kStaging);
+    if (device != nullptr && device->is_discrete() && backend.stream_ordered()) {
+      copy_ = device->allocate(Tier::kDevice, bytes, Role::kStaging);
       copy(copy_.data(), host_);
     }
   }
@@ -146,7 +146,7 @@ HostGather Group::start_gather_host(std::span<const std::byte> mine, const CallO
   const std::size_t own = mine.size() * static_cast<std::size_t>(rank());
   const auto numel = static_cast<std::int64_t>(mine.size());
   CallOptions call = options;
-  if (impl_->queue_ || device == nullptr || !device->has_own_memory()) {
+  if (impl_->queue_ || device == nullptr || !device->is_discrete()) {
     const auto all = std::make_shared<std::vector<std::byte>>(all_bytes);
     std::copy(mine.begin(), mine.end(), all->begin() + static_cast<std::ptrdiff_t>(own));
     call.keep_alive = all;
@@ -159,8 +159,8 @@ HostGather Group::start_gather_host(std::span<const std::byte> mine, const CallO
     device::Memory device;
   };
   const auto copies = std::make_shared<Copies>();
-  copies->host = device->allocate(device::MemoryKind::kPinned, all_bytes, Role::kStaging);
-  copies->device = device->allocate(device::MemoryKind::kDevice, all_bytes, Role::kStaging);
+  copies->host = device->allocate(Tier::kPinned, all_bytes, Role::kStaging);
+  copies->device = device->allocate(Tier::kDevice, all_bytes, Role::kStaging);
   std::byte* const all = copies->device.data();
   device::Stream& stream = device->stream(device::StreamKind::kComm);
   std::copy(mine.begin(), mine.end(), copies->host.data() + own);

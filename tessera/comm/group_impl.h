@@ -210,7 +210,7 @@ class Group::Impl {
 
   // Whose memory the backend does not reach: a queue's network is the host's.
   static device::Device* device_to_copy_from(const Backend& backend, device::Device* device) {
-    const bool is_reached = device == nullptr || !device->has_own_memory();
+    const bool is_reached = device == nullptr || !device->is_discrete();
     return is_reached || backend.stream_ordered() ? nullptr : device;
   }
 

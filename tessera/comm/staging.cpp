@@ -138,7 +138,7 @@ std::shared_ptr<std::byte> Staging::allocate(std::size_t bytes, device::Stream* 
     return backend_.make_staging(bytes, stream);
   }
   auto memory = std::make_shared<device::Memory>(
-      copied_from_->allocate(device::MemoryKind::kPinned, bytes, Role::kStaging));
+      copied_from_->allocate(Tier::kPinned, bytes, Role::kStaging));
   return {memory, memory->data()};
 }
 

@@ -137,9 +137,9 @@ bool Coordinator::Impl::has_brought() const {
   bool has_any = false;
   for (int id = 0; id < parts_.params.num_params(); ++id) {
     const Param& param = parts_.params[id];
-    TESSERA_INVARIANT(!param.is_stored() || (tier_ && tier_->feed != nullptr), "parameter '",
+    TESSERA_INVARIANT(!param.is_on_nvme() || (tier_ && tier_->feed != nullptr), "parameter '",
                       param.name(), "' is stored, and nothing feeds it");
-    has_any = has_any || param.home() != shard::ShardHome::kDevice;
+    has_any = has_any || param.tier() != Tier::kDevice;
   }
   return has_any;
 }
@@ -388,7 +388,7 @@ void Coordinator::Impl::forget_stored_copies() {
     return;
   }
   for (int id = 0; id < parts_.params.num_params(); ++id) {
-    if (parts_.params[id].is_stored()) {
+    if (parts_.params[id].is_on_nvme()) {
       wait_ignoring_failure(parts_.params[id].updated());
     }
   }

@@ -166,7 +166,7 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
         full = unneeded.back().data;
       }
       std::byte* slot = own_slot(param, full);
-      if (param.home() != shard::ShardHome::kDevice && full == nullptr) {  // only others get it
+      if (param.tier() != Tier::kDevice && full == nullptr) {  // only others get it
         unneeded.push_back(arena_.allocate(layout.shard_bytes(), gather_));
         slot = unneeded.back().data;
       }
@@ -203,7 +203,7 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
 void Gatherer::order_behind_update(const Param& param) {
   // Parameters of one update share its Pending.
   const device::PendingState* update = param.updated().state().get();
-  const bool is_brought = param.home() != shard::ShardHome::kDevice;
+  const bool is_brought = param.tier() != Tier::kDevice;
   if (update == nullptr || update == last_update_ || is_brought) {
     return;
   }
@@ -227,7 +227,7 @@ const std::byte* Gatherer::shard_of(const Param& param, std::byte* slot) {
     ready_.push_back(host_feed_->start_bring(param, slot));
     return slot;
   }
-  if (!param.is_stored()) {
+  if (!param.is_on_nvme()) {
     return param.shard();
   }
   // Behind the former users of the slot's memory, which the gather stream waits for.

@@ -56,8 +56,7 @@ Meeting::Meeting(comm::Group& group, device::Device& device, std::size_t num_fla
       num_flags_(num_flags),
       num_words_(1 + (num_flags + kBits - 1) / kBits),
       host_(num_words_ * static_cast<std::size_t>(group.size())),
-      words_(device.allocate(device::MemoryKind::kDevice, host_.size() * sizeof(std::int64_t),
-                             Role::kStaging)) {}
+      words_(device.allocate(Tier::kDevice, host_.size() * sizeof(std::int64_t), Role::kStaging)) {}
 
 Meeting::Round Meeting::exchange(const Intent& own, std::span<const int> own_flags) {
   std::fill(host_.begin(), host_.end(), 0);

@@ -29,14 +29,14 @@ FeedSizes feed_sizes(std::size_t buffer_bytes) {
 }
 
 ShardFeed::ShardFeed(shard::ParamTable& params, shard::ShardStore& store, device::Device& device,
-                     device::MemoryKind kind, std::size_t buffer_bytes)
+                     Tier tier, std::size_t buffer_bytes)
     : params_(params),
       store_(store),
       device_(device),
       copies_(device.stream(device::StreamKind::kRead)),
       sizes_(feed_sizes(buffer_bytes)),
-      tiles_(device, kind, 2 * sizes_.tile_bytes, "parameter tiles"),
-      window_(device, kind, sizes_.window_bytes, "parameter window") {
+      tiles_(device, tier, 2 * sizes_.tile_bytes, "parameter tiles"),
+      window_(device, tier, sizes_.window_bytes, "parameter window") {
   TESSERA_INVARIANT(buffer_bytes >= kSmallestFeedBytes, "a feed with ", buffer_bytes,
                     " bytes of buffers; it needs ", kSmallestFeedBytes);
   worker_ = std::thread([this] { carry_out(); });
@@ -196,7 +196,7 @@ void ShardFeed::read_ahead(std::span<const int> ids) {
   wanted_.clear();
   listed_ = std::set<int>(ids.begin(), ids.end());
   for (const int id : ids) {
-    if (params_[id].is_stored() && params_[id].layout().shard_bytes() > 0) {
+    if (params_[id].is_on_nvme() && params_[id].layout().shard_bytes() > 0) {
       wanted_.push_back({&params_[id], params_[id].updated()});
     }
   }

@@ -64,9 +64,9 @@ inline constexpr std::size_t kSmallestFeedBytes =
 
 class ShardFeed {
  public:
-  // All of it outlives the feed. `buffer_bytes`: of memory of `kind`, all that it takes.
-  ShardFeed(shard::ParamTable& params, shard::ShardStore& store, device::Device& device,
-            device::MemoryKind kind, std::size_t buffer_bytes);
+  // All of it outlives the feed. `buffer_bytes`: of memory of `tier`, all that it takes.
+  ShardFeed(shard::ParamTable& params, shard::ShardStore& store, device::Device& device, Tier tier,
+            std::size_t buffer_bytes);
   // Carries out what was asked for.
   ~ShardFeed();
   ShardFeed(const ShardFeed&) = delete;

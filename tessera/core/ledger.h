@@ -14,9 +14,10 @@
 #include <string>
 #include <string_view>
 
+#include "tessera/core/placement.h"
+
 namespace tessera {
 
-enum class Tier : std::uint8_t { kDevice, kPinned, kHost, kNvme };
 enum class Role : std::uint8_t {
   kShard,      // this rank's pieces of the parameters
   kFull,       // gathered parameters (the arena)
@@ -25,10 +26,8 @@ enum class Role : std::uint8_t {
   kStaging,    // buffers of copies, collectives and I/O
   kOther,
 };
-inline constexpr std::size_t kNumTiers = 4;
 inline constexpr std::size_t kNumRoles = 6;
 
-std::string_view to_string(Tier tier);
 std::string_view to_string(Role role);
 
 class Ledger {

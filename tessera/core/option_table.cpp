@@ -55,9 +55,9 @@ constexpr std::array kOptions = {
     integer("batch.accumulate", "1", 1, kMaxInt, "Micro-batches per step.", "the trainer"),
 
     choice(
-        "comm.backend", "auto", "auto|gloo|nccl|threads",
+        "comm.backend", "auto", "auto|gloo|nccl",
         "Network: auto takes nccl for CUDA and gloo for CPU; gloo on CUDA copies through the host "
-        "and lets ranks share a GPU; threads runs ranks in one process.",
+        "and lets ranks share a GPU.",
         "comm"),
     Option{"comm.timeout_s", OptionType::kSeconds, "600", 0.001, 1e9, "", "", 0, "comm",
            "How long a collective may take before it fails with a report of who has not come."},

@@ -11,7 +11,7 @@ namespace tessera::device {
 Arena::Arena(Device& device, std::size_t capacity_bytes, Role role)
     : device_(device),
       role_(role),
-      region_(device.allocate(MemoryKind::kDevice, capacity_bytes, role, kArenaAlignment)),
+      region_(device.allocate(Tier::kDevice, capacity_bytes, role, kArenaAlignment)),
       map_(capacity_bytes) {}
 
 // The memory must not go before the work; failures are kept by their streams.
@@ -78,7 +78,7 @@ bool Arena::wait_for_fences(const Extent& extent, Stream& stream) {
 }
 
 ArenaBlock Arena::overflow(std::size_t bytes) {
-  Memory memory = device_.allocate(MemoryKind::kDevice, bytes, role_, kArenaAlignment);
+  Memory memory = device_.allocate(Tier::kDevice, bytes, role_, kArenaAlignment);
   ArenaBlock block;
   block.data = memory.data();
   block.bytes = bytes;

@@ -9,8 +9,7 @@ namespace {
 
 HostPages map_large(std::size_t bytes) {
   const bool is_huge = bytes >= kHugePageBytes;
-  const HostPages pages =
-      map_pages(bytes, is_huge ? kHugePageBytes : page_bytes(), MemoryKind::kHost);
+  const HostPages pages = map_pages(bytes, is_huge ? kHugePageBytes : page_bytes(), Tier::kHost);
   prefer_huge_pages(pages.data, pages.bytes);
   return pages;
 }

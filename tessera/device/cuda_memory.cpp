@@ -41,12 +41,12 @@ CudaMemory::CudaMemory(int device_index, std::string device_name, std::size_t to
       numa_node_(node_near(device_index)),
       ledger_(ledger) {}
 
-Memory CudaMemory::allocate(MemoryKind kind, std::size_t bytes, Role role, std::size_t alignment) {
+Memory CudaMemory::allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) {
   check_alignment(alignment);
   if (bytes == 0) {
     return Memory();
   }
-  if (kind == MemoryKind::kHost) {
+  if (tier == Tier::kHost) {
     HostMemoryRequest request;
     request.bytes = bytes;
     request.alignment = alignment;
@@ -54,8 +54,8 @@ Memory CudaMemory::allocate(MemoryKind kind, std::size_t bytes, Role role, std::
     request.ledger = ledger_;
     return allocate_host_memory(request);
   }
-  return kind == MemoryKind::kPinned ? allocate_pinned(bytes, role, alignment)
-                                     : allocate_device(bytes, role, alignment);
+  return tier == Tier::kPinned ? allocate_pinned(bytes, role, alignment)
+                               : allocate_device(bytes, role, alignment);
 }
 
 MemoryInfo CudaMemory::info() const {
@@ -90,8 +90,8 @@ Memory CudaMemory::allocate_pinned(std::size_t bytes, Role role, std::size_t ali
   const SteadyClock clock;
   const std::int64_t start_ns = clock.now_ns();
   const bool is_huge = bytes >= kHugePageBytes;
-  const HostPages pages = map_pages(
-      bytes, is_huge ? std::max(alignment, kHugePageBytes) : alignment, MemoryKind::kPinned);
+  const HostPages pages =
+      map_pages(bytes, is_huge ? std::max(alignment, kHugePageBytes) : alignment, Tier::kPinned);
   cudaError_t code = cudaSuccess;
   try {
     prefer_huge_pages(pages.data, pages.bytes);

@@ -25,7 +25,7 @@ class CudaMemory {
   CudaMemory(int device_index, std::string device_name, std::size_t total_bytes, Ledger* ledger);
 
   // As Device's.
-  Memory allocate(MemoryKind kind, std::size_t bytes, Role role, std::size_t alignment);
+  Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment);
   MemoryInfo info() const;
   PinStats pin_stats() const;
 

@@ -20,30 +20,6 @@ std::string_view to_string(StreamKind kind) {
   return "unknown";
 }
 
-std::string_view to_string(MemoryKind kind) {
-  switch (kind) {
-    case MemoryKind::kDevice:
-      return "device";
-    case MemoryKind::kHost:
-      return "host";
-    case MemoryKind::kPinned:
-      return "pinned";
-  }
-  return "unknown";
-}
-
-Tier tier_of(MemoryKind kind) {
-  switch (kind) {
-    case MemoryKind::kDevice:
-      return Tier::kDevice;
-    case MemoryKind::kPinned:
-      return Tier::kPinned;
-    case MemoryKind::kHost:
-      break;
-  }
-  return Tier::kHost;
-}
-
 Memory& Memory::operator=(Memory&& other) noexcept {
   if (this != &other) {
     reset();

@@ -85,15 +85,6 @@ class StreamSpan {
   Stream& stream_;
 };
 
-enum class MemoryKind : std::uint8_t {
-  kDevice,  // where kernels run at full speed; on CPU the same as kHost
-  kHost,    // pageable
-  kPinned,  // page-locked and known to the device; on CPU page-locked where the limit allows
-};
-std::string_view to_string(MemoryKind kind);
-// Where the ledger charges it.
-Tier tier_of(MemoryKind kind);
-
 // Bytes that are given back on destruction. Moves, never copies; not zeroed.
 class Memory {
  public:
@@ -133,22 +124,21 @@ class Device {
   virtual ~Device() = default;
   virtual std::string name() const = 0;  // for people: "cpu", "cuda:0 (NVIDIA H200)"
   virtual Stream& stream(StreamKind kind) = 0;
-  // Is MemoryKind::kDevice other memory than the host's? Then the host must not touch it: bytes go
+  // Is Tier::kDevice other memory than the host's? Then the host must not touch it: bytes go
   // there and come back only by copies, and what stays in host memory costs the device nothing.
-  virtual bool has_own_memory() const { return false; }
+  virtual bool is_discrete() const { return false; }
 
   // Aligned to `alignment` (a power of two, at least 16); zero bytes give a null pointer. Charged
   // to the ledger, as long as it lives, under `role`. Throws DeviceError with the number asked
   // for, the number free and the remedy; where there is a ledger, with memory_report() of it.
-  virtual Memory allocate(MemoryKind kind, std::size_t bytes, Role role,
-                          std::size_t alignment = 256) = 0;
+  virtual Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment = 256) = 0;
 
   // Between any two places that the device or the host can address. Ranges must not overlap, and
   // must stay valid until the Pending is done. REQUIRES: `stream` belongs to this device.
   virtual Pending start_copy(void* to, const void* from, std::size_t bytes, Stream& stream) = 0;
   virtual Pending start_fill(void* to, std::uint8_t value, std::size_t bytes, Stream& stream) = 0;
 
-  // Of MemoryKind::kDevice.
+  // Of Tier::kDevice.
   virtual MemoryInfo memory_info() const = 0;
   // Zeros where nothing has to be made known to a device.
   virtual PinStats pin_stats() const { return {}; }

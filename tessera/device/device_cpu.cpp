@@ -23,8 +23,8 @@ class CpuDevice final : public Device {
   std::string name() const override { return "cpu"; }
   Stream& stream(StreamKind kind) override { return streams_.at(static_cast<std::size_t>(kind)); }
 
-  Memory allocate(MemoryKind kind, std::size_t bytes, Role role, std::size_t alignment) override {
-    return allocator_.allocate(kind, bytes, role, alignment);
+  Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) override {
+    return allocator_.allocate(tier, bytes, role, alignment);
   }
 
   Pending start_copy(void* to, const void* from, std::size_t bytes, Stream& stream) override {

@@ -1,7 +1,7 @@
 // The device of a machine without an accelerator: all memory is the host's, and every stream runs
 // its work on the calling thread, so everything is done when it has been started.
 //
-// For finding mistakes in the order of work this device is too kind; see late_device.h.
+// For finding mistakes in the order of work this device is too kind; see mock_device.h.
 #pragma once
 
 #include <functional>

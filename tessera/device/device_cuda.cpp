@@ -68,11 +68,11 @@ class CudaDevice final : public Device {
   }
 
   std::string name() const override { return name_; }
-  bool has_own_memory() const override { return true; }
+  bool is_discrete() const override { return true; }
   Stream& stream(StreamKind kind) override { return *streams_.at(static_cast<std::size_t>(kind)); }
 
-  Memory allocate(MemoryKind kind, std::size_t bytes, Role role, std::size_t alignment) override {
-    return memory_->allocate(kind, bytes, role, alignment);
+  Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) override {
+    return memory_->allocate(tier, bytes, role, alignment);
   }
 
   // See [Note: pageable memory on CUDA].

@@ -15,24 +15,23 @@ HostAllocator::HostAllocator(CpuDeviceOptions options, bool device_is_host)
       device_is_host_(device_is_host),
       total_bytes_(read_host_memory().total_bytes()) {}
 
-std::string HostAllocator::shortage(MemoryKind kind, std::size_t bytes) const {
+std::string HostAllocator::shortage(Tier tier, std::size_t bytes) const {
   const MemoryInfo memory = memory_info();
   if (options_.ledger != nullptr) {
-    return memory_report(*options_.ledger, tier_of(kind), bytes, memory.free_bytes,
-                         memory.total_bytes, device_is_host_);
+    return memory_report(*options_.ledger, tier, bytes, memory.free_bytes, memory.total_bytes,
+                         device_is_host_);
   }
-  return detail::concat(to_string(kind), " memory: asked for ", bytes, " bytes (",
+  return detail::concat(to_string(tier), " memory: asked for ", bytes, " bytes (",
                         approximate_bytes(bytes), "), ", memory.free_bytes,
                         " are free and this process may use ", memory.total_bytes,
                         "; lower the byte budget, or place more on another tier");
 }
 
-Memory HostAllocator::allocate(MemoryKind kind, std::size_t bytes, Role role,
-                               std::size_t alignment) {
+Memory HostAllocator::allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) {
   // A machine whose size could not be read has no limit that we know of.
-  TESSERA_CHECK(total_bytes_ == 0 || bytes <= total_bytes_, DeviceError, shortage(kind, bytes));
+  TESSERA_CHECK(total_bytes_ == 0 || bytes <= total_bytes_, DeviceError, shortage(tier, bytes));
   HostMemoryRequest request;
-  request.kind = kind;
+  request.tier = tier;
   request.bytes = bytes;
   request.alignment = alignment;
   request.role = role;

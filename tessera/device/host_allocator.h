@@ -1,4 +1,4 @@
-// MemoryKind on a machine without an accelerator: host memory, charged as what it stands for.
+// Tier on a machine without an accelerator: host memory, charged as what it stands for.
 //
 // Threads: any.
 #pragma once
@@ -16,11 +16,11 @@ class HostAllocator {
   // `device_is_host`: what is kDevice and what is kHost are one memory. Only for messages.
   HostAllocator(CpuDeviceOptions options, bool device_is_host);
 
-  Memory allocate(MemoryKind kind, std::size_t bytes, Role role, std::size_t alignment);
+  Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment);
   MemoryInfo memory_info() const;
 
  private:
-  std::string shortage(MemoryKind kind, std::size_t bytes) const;
+  std::string shortage(Tier tier, std::size_t bytes) const;
 
   const CpuDeviceOptions options_;
   const bool device_is_host_;

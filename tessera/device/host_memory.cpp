@@ -21,7 +21,7 @@
 namespace tessera::device {
 namespace {
 
-[[noreturn]] void throw_no_memory(MemoryKind what, std::size_t bytes) {
+[[noreturn]] void throw_no_memory(Tier what, std::size_t bytes) {
   // Whatever the machine has: this process may not have it.
   TESSERA_CHECK(!address_space_limit(), DeviceError, to_string(what),
                 " memory: ", no_memory_text(bytes));
@@ -38,7 +38,7 @@ Memory charged(const HostMemoryRequest& request, void* data, std::size_t taken_b
   if (request.ledger == nullptr) {
     return Memory(data, request.bytes, std::move(give_back));
   }
-  const Tier tier = tier_of(request.kind);
+  const Tier tier = request.tier;
   request.ledger->charge(tier, request.role, taken_bytes);
   return Memory(data, request.bytes,
                 [ledger = request.ledger, tier, role = request.role, taken_bytes,
@@ -52,10 +52,10 @@ Memory charged(const HostMemoryRequest& request, void* data, std::size_t taken_b
 // addresses.
 HostPages map_for(const HostMemoryRequest& request) {
   if (request.bytes < kHugePageBytes) {
-    return map_pages(request.bytes, request.alignment, request.kind);
+    return map_pages(request.bytes, request.alignment, request.tier);
   }
   const HostPages pages =
-      map_pages(request.bytes, std::max(request.alignment, kHugePageBytes), request.kind);
+      map_pages(request.bytes, std::max(request.alignment, kHugePageBytes), request.tier);
   prefer_huge_pages(pages.data, pages.bytes);
   return pages;
 }
@@ -72,7 +72,7 @@ std::size_t page_bytes() {
   return bytes;
 }
 
-HostPages map_pages(std::size_t bytes, std::size_t alignment, MemoryKind what) {
+HostPages map_pages(std::size_t bytes, std::size_t alignment, Tier what) {
   check_alignment(alignment);
   const std::size_t page = page_bytes();
   // mmap aligns to pages; for more, map so much that an aligned range is inside, and cut.
@@ -129,11 +129,11 @@ Memory allocate_host_memory(const HostMemoryRequest& request) {
   if (request.bytes == 0) {
     return Memory();
   }
-  const bool is_pinned = request.kind == MemoryKind::kPinned;
+  const bool is_pinned = request.tier == Tier::kPinned;
   if (!is_pinned && request.bytes < kPagesFromBytes) {
     void* data = nullptr;
     if (posix_memalign(&data, request.alignment, request.bytes) != 0) {
-      throw_no_memory(request.kind, request.bytes);
+      throw_no_memory(request.tier, request.bytes);
     }
     return charged(request, data, request.bytes, [data] { std::free(data); });
   }

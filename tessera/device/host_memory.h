@@ -30,7 +30,7 @@ struct HostPages {
   std::size_t bytes = 0;  // whole pages
 };
 // Throws DeviceError if the kernel refuses. `what` is the kind of memory, for the message.
-HostPages map_pages(std::size_t bytes, std::size_t alignment, MemoryKind what);
+HostPages map_pages(std::size_t bytes, std::size_t alignment, Tier what);
 void unmap_pages(const HostPages& pages) noexcept;
 // Asks for huge pages wherever whole ones lie in it. A wish: without them everything works. It must
 // come before the first use of the memory.
@@ -46,12 +46,12 @@ inline constexpr std::size_t kTouchedPieceBytes = 32 * kHugePageBytes;
 bool lock_pages(const HostPages& pages) noexcept;
 
 struct HostMemoryRequest {
-  MemoryKind kind = MemoryKind::kHost;
+  Tier tier = Tier::kHost;
   std::size_t bytes = 0;
   std::size_t alignment = 256;
   Role role = Role::kOther;
   Ledger* ledger = nullptr;  // may be null; must outlive the memory
-  // Called with a sentence for people if `kind` is kPinned and the pages could not be locked.
+  // Called with a sentence for people if `tier` is kPinned and the pages could not be locked.
   // The memory is good all the same, and charged as pinned.
   std::function<void(const std::string&)> on_not_locked;
 };

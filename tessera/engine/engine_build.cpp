@@ -56,7 +56,7 @@ at::Tensor convert(const at::Tensor& tensor, const std::optional<DType>& dtype) 
   return before;
 }
 
-Tier device_tier() { return device::tier_of(device::MemoryKind::kDevice); }
+Tier device_tier() { return Tier::kDevice; }
 
 }  // namespace
 
@@ -193,7 +193,7 @@ int Engine::Impl::add_param(const NamedTensor& given, const at::Tensor& before, 
   spec.trainable = tensor.requires_grad();
   spec.weight_decay_scale = weight_decay_scale;
   const shard::Layout layout(spec.numel, group().size(), spec.dtype);
-  spec.home = tiers.home_of_next(layout);
+  spec.placement.parameter = tiers.tier_of_next(layout);
 
   at::Tensor elements;  // the module's own values
   if (init.kind == Init::Kind::kModule) {
@@ -214,8 +214,7 @@ int Engine::Impl::add_param(const NamedTensor& given, const at::Tensor& before, 
       elements = precise.to(tensor.scalar_type());
       const at::Tensor own = precise.narrow(0, range.begin, range.numel).to(at::kCPU).contiguous();
       const std::size_t bytes = static_cast<std::size_t>(layout.shard_numel()) * sizeof(float);
-      device::Memory master =
-          runtime.device().allocate(device::MemoryKind::kHost, bytes, Role::kOptimizer);
+      device::Memory master = runtime.device().allocate(Tier::kHost, bytes, Role::kOptimizer);
       device::fill_host(master.data(), 0, bytes);
       std::copy_n(own.const_data_ptr<float>(), range.numel,
                   reinterpret_cast<float*>(master.data()));
@@ -274,9 +273,9 @@ void Engine::Impl::copy_to_shard(const shard::Param& param, std::int64_t begin, 
   device::Stream& stream = runtime.device().stream(device::StreamKind::kWrite);
   // The elements may be the work of the compute stream.
   stream.wait(runtime.device().stream(device::StreamKind::kCompute).record());
-  if (param.is_stored()) {
+  if (param.is_on_nvme()) {
     std::vector<std::byte> host;
-    if (runtime.device().has_own_memory()) {  // where they are is not known
+    if (runtime.device().is_discrete()) {  // where they are is not known
       host.resize(static_cast<std::size_t>(numel) * element);
       runtime.device().start_copy(host.data(), elements, host.size(), stream).wait();
       elements = host.data();
@@ -360,7 +359,7 @@ planner::ModelShapes Engine::Impl::shapes() const {
 void Engine::Impl::make_reducer() {
   grad::ReducerParts parts{reduce_group(), runtime.device(), params, runtime.clock(),
                            runtime.spans()};
-  if (runtime.device().has_own_memory()) {
+  if (runtime.device().is_discrete()) {
     optim::set_reducer_kernels(parts, runtime.kernels());
     parts.leaves_to_host = tiers.leaving_gradients();
   } else if (early_.is_on()) {

@@ -63,13 +63,12 @@ std::unique_ptr<device::Device> choose_shard_device(Runtime& runtime) {
         "an inner build scope names a group or tier; the outermost scope decides both");
   }
   const bool is_asked_for = BuildScope::current().tier == "host";
-  const bool has_own_memory = runtime.device().has_own_memory();
-  TESSERA_CHECK(!is_asked_for || !has_own_memory, ConfigError,
+  const bool is_discrete = runtime.device().is_discrete();
+  TESSERA_CHECK(!is_asked_for || !is_discrete, ConfigError,
                 "build scope: tier='host' says nothing of where gradients and states of an engine "
                 "on ",
                 runtime.device().name(), " go; set place.parameters = host in its config");
-  if (has_own_memory ||
-      (!is_asked_for && runtime.config().get_string("place.parameters") != "host")) {
+  if (is_discrete || (!is_asked_for && runtime.config().get_string("place.parameters") != "host")) {
     return nullptr;  // a device with memory of its own has homes for shards
   }
   return std::make_unique<engine::HostTierDevice>(runtime.device());
@@ -136,8 +135,7 @@ void Engine::Impl::agree_on_weight_scale(double weight) {
 void Engine::Impl::find_weight_scale(double weight) {
   // Gradients keep their usual size, which matters in fp16, and since it is a power of two no bit
   // of the result depends on it.
-  const auto host =
-      runtime.device().allocate(device::MemoryKind::kDevice, sizeof(double), Role::kStaging);
+  const auto host = runtime.device().allocate(Tier::kDevice, sizeof(double), Role::kStaging);
   device::Stream& stream = runtime.device().stream(device::StreamKind::kReduce);
   double largest = weight;
   runtime.device().start_copy(host.data(), &largest, sizeof(double), stream).wait();
@@ -325,7 +323,7 @@ optim::StepSums Engine::Impl::sum_over_ranks(bool is_started) {
   double values[4] = {sums.gradient_squares, sums.weight, sums.weighted_loss, stop_ ? 1.0 : 0.0};
   device::Device& device = runtime.device();
   device::Stream& stream = device.stream(device::StreamKind::kReduce);
-  const auto memory = device.allocate(device::MemoryKind::kDevice, sizeof(values), Role::kStaging);
+  const auto memory = device.allocate(Tier::kDevice, sizeof(values), Role::kStaging);
   device.start_copy(memory.data(), values, sizeof(values), stream).wait();
   comm::CallOptions call;
   call.label.unit = "norm";
@@ -397,7 +395,7 @@ StepResult Engine::Impl::finish_step() {
     }
     // From NVMe, and on a device with memory of its own, the update runs on beside the next
     // forward, which waits for each parameter's own.
-    update_runs_ = tiers.uses_nvme() || runtime.device().has_own_memory();
+    update_runs_ = tiers.uses_nvme() || runtime.device().is_discrete();
     if (!update_runs_) {
       optimizer->wait();
     }

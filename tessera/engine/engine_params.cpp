@@ -162,9 +162,8 @@ std::vector<std::int64_t> Engine::Impl::gather_numbers(const std::vector<std::in
   device::Stream& stream = device.stream(device::StreamKind::kGather);
   const std::size_t bytes = mine.size() * sizeof(std::int64_t);
   const auto ranks = static_cast<std::size_t>(group().size());
-  const device::Memory own = device.allocate(device::MemoryKind::kDevice, bytes, Role::kStaging);
-  const device::Memory all =
-      device.allocate(device::MemoryKind::kDevice, bytes * ranks, Role::kStaging);
+  const device::Memory own = device.allocate(Tier::kDevice, bytes, Role::kStaging);
+  const device::Memory all = device.allocate(Tier::kDevice, bytes * ranks, Role::kStaging);
   device.start_copy(own.data(), mine.data(), bytes, stream).wait();
   comm::CallOptions call;
   call.label.unit = what;

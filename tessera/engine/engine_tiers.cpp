@@ -91,7 +91,7 @@ EngineTiers::EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable
     return;
   }
   options_ = planner::PlacementOptions::from(runtime.config(), group.size(),
-                                             runtime.device().has_own_memory());
+                                             runtime.device().is_discrete());
   options_.call_memory = group.call_memory();
   for (const std::string& directory : runtime.config().get_list("nvme.paths")) {
     tier::check_scratch_directory(directory);
@@ -182,40 +182,39 @@ std::unique_ptr<tier::FileStore> EngineTiers::make_store(const std::string& name
   return std::make_unique<tier::FileStore>(std::move(options));
 }
 
-shard::ShardHome EngineTiers::planned_home(int id) const {
+Tier EngineTiers::planned_tier(int id) const {
   switch (placement_->params[static_cast<std::size_t>(id)].parameter) {
     case planner::Place::kNvme:
-      return shard::ShardHome::kStored;
+      return Tier::kNvme;
     case planner::Place::kHost:
       // Where there is one memory, it is the device's; the ledger knows it as the host's.
-      return options_.on_cuda ? shard::ShardHome::kHost : shard::ShardHome::kDevice;
+      return options_.on_cuda ? Tier::kHost : Tier::kDevice;
     case planner::Place::kDevice:
       break;
   }
-  return shard::ShardHome::kDevice;
+  return Tier::kDevice;
 }
 
-shard::ShardHome EngineTiers::home_of_next(const shard::Layout& layout) const {
+Tier EngineTiers::tier_of_next(const shard::Layout& layout) const {
   if (!is_planned_) {
-    return shard::ShardHome::kDevice;
+    return Tier::kDevice;
   }
   if (placement_) {
     const int id = params_.num_params();
-    return id < static_cast<int>(placement_->params.size()) ? planned_home(id)
-                                                            : shard::ShardHome::kDevice;
+    return id < static_cast<int>(placement_->params.size()) ? planned_tier(id) : Tier::kDevice;
   }
   const bool is_over =
       shard_bytes_ + static_cast<std::int64_t>(layout.shard_bytes()) > options_.memory_bytes() / 2;
   if (io_ && (options_.parameters == planner::Wish::kNvme || (is_over && !options_.on_cuda))) {
-    return shard::ShardHome::kStored;
+    return Tier::kNvme;
   }
   const bool goes_to_host =
       options_.on_cuda && (options_.parameters == planner::Wish::kHost || is_over);
-  return goes_to_host ? shard::ShardHome::kHost : shard::ShardHome::kDevice;
+  return goes_to_host ? Tier::kHost : Tier::kDevice;
 }
 
 void EngineTiers::add(const shard::Param& param) {
-  if (param.is_stored()) {
+  if (param.is_on_nvme()) {
     shards_->add(param);
   } else {
     shard_bytes_ += static_cast<std::int64_t>(param.layout().shard_bytes());
@@ -257,28 +256,28 @@ void EngineTiers::settle(const planner::ModelShapes& model) {
 
 void EngineTiers::move_shards() {
   for (int id = 0; id < params_.num_params(); ++id) {
-    move_shard(params_[id], planned_home(id));
+    move_shard(params_[id], planned_tier(id));
   }
 }
 
-void EngineTiers::move_shard(shard::Param& param, shard::ShardHome home) {
-  if (param.home() == home) {
+void EngineTiers::move_shard(shard::Param& param, Tier tier) {
+  if (param.tier() == tier) {
     return;
   }
-  if (home == shard::ShardHome::kStored) {
+  if (tier == Tier::kNvme) {
     if (options_.on_cuda) {
-      param.move_to(shard::ShardHome::kHost);  // where the feed reads it
+      param.move_to(Tier::kHost);  // where the feed reads it
     }
     shards_->add(param);
     feed_->write(param, 0, param.range().numel, param.shard());
-    param.set_home(home);
-  } else if (param.is_stored()) {
-    param.set_home(options_.on_cuda ? shard::ShardHome::kHost : home);
+    param.set_tier(tier);
+  } else if (param.is_on_nvme()) {
+    param.set_tier(options_.on_cuda ? Tier::kHost : tier);
     feed_->read(param, param.shard());
     shards_->forget(param.id());
-    move_shard(param, home);
+    move_shard(param, tier);
   } else {
-    param.move_to(home);
+    param.move_to(tier);
   }
 }
 
@@ -305,8 +304,8 @@ void EngineTiers::make_gradient_tier() {
     }
   }
   gradient_pool_ = std::make_unique<tier::BufferPool>(
-      runtime_.device(), device::MemoryKind::kHost,
-      static_cast<std::size_t>(placement_->gradient_pool_bytes), "gradient buffers");
+      runtime_.device(), Tier::kHost, static_cast<std::size_t>(placement_->gradient_pool_bytes),
+      "gradient buffers");
   gradients.store = gradient_store_.get();
   gradients.buffers = gradient_pool_.get();
   gradients_ = std::move(gradients);
@@ -325,9 +324,7 @@ coordinator::TierOptions EngineTiers::coordinator_options() const {
 }
 
 // A device with memory of its own reads and writes pinned memory only without holding up the host.
-device::MemoryKind EngineTiers::io_memory() const {
-  return options_.on_cuda ? device::MemoryKind::kPinned : device::MemoryKind::kHost;
-}
+Tier EngineTiers::io_memory() const { return options_.on_cuda ? Tier::kPinned : Tier::kHost; }
 
 void EngineTiers::reserve_staging(comm::Group& reductions) {
   if (placement_ && !reserves_staging_ && placement_->comm_bytes > 0) {
@@ -352,23 +349,23 @@ void EngineTiers::release_staging(comm::Group& reductions) noexcept {
 }
 
 std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleOptions& rule) {
-  const bool has_own_memory = runtime_.device().has_own_memory();
-  device::Device* device = has_own_memory ? &runtime_.host_device() : &runtime_.device();
-  if (is_planned_ && !has_own_memory && options_.optimizer == planner::Wish::kHost) {
+  const bool is_discrete = runtime_.device().is_discrete();
+  device::Device* device = is_discrete ? &runtime_.host_device() : &runtime_.device();
+  if (is_planned_ && !is_discrete && options_.optimizer == planner::Wish::kHost) {
     host_device_ = std::make_unique<HostTierDevice>(runtime_.device());
     device = host_device_.get();
   }
-  if (!is_planned_ || (!has_own_memory && !uses_nvme())) {
+  if (!is_planned_ || (!is_discrete && !uses_nvme())) {
     return std::make_unique<optim::ShardedOptimizer>(
-        params_, has_own_memory ? runtime_.device() : *device, runtime_.kernels(), rule);
+        params_, is_discrete ? runtime_.device() : *device, runtime_.kernels(), rule);
   }
   optim::TieredParts parts{runtime_.clock(), runtime_.spans()};
   bool stores_states = false;
   for (const planner::ShardPlaces& places : placement_->params) {
     parts.stored.push_back(
         {places.parameter == planner::Place::kNvme, places.gradient == planner::Place::kNvme,
-         places.states == planner::Place::kNvme, has_own_memory && places.device_update,
-         has_own_memory && places.states == planner::Place::kDevice});
+         places.states == planner::Place::kNvme, is_discrete && places.device_update,
+         is_discrete && places.states == planner::Place::kDevice});
     stores_states = stores_states || places.states == planner::Place::kNvme;
   }
   if (stores_states) {
@@ -385,7 +382,7 @@ std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleO
     parts.buffers = optimizer_pool_.get();
   }
   parts.sub_group_numel = placement_->sub_group_numel;
-  if (has_own_memory) {
+  if (is_discrete) {
     parts.own = {&runtime_.device(), &runtime_.kernels(), placement_->num_update_slots,
                  static_cast<std::size_t>(placement_->update_slot_bytes)};
   }

@@ -79,7 +79,7 @@ class EngineTiers {
 
   // --- building ---
   // Where the shard of the next parameter lives from the start.
-  shard::ShardHome home_of_next(const shard::Layout& layout) const;
+  Tier tier_of_next(const shard::Layout& layout) const;
   // A parameter has been added; it has no values yet.
   void add(const shard::Param& param);
   // This rank's elements [begin, begin + numel) of a stored shard; begin is a multiple of
@@ -127,9 +127,9 @@ class EngineTiers {
   void plan(const planner::ModelShapes& model);
   void make_feed(std::int64_t buffer_bytes);
   void move_shards();
-  void move_shard(shard::Param& param, shard::ShardHome home);
-  shard::ShardHome planned_home(int id) const;
-  device::MemoryKind io_memory() const;
+  void move_shard(shard::Param& param, Tier home);
+  Tier planned_tier(int id) const;
+  Tier io_memory() const;
   void make_gradient_tier();
   std::string agree_on_run();
 

@@ -19,14 +19,13 @@ device::Memory Engine::Impl::gather_full(int id, const std::string& what) {
   meet_outside_of_units(what);
   device::Device& device = runtime.device();
   device::Stream& stream = device.stream(device::StreamKind::kGather);
-  device::Memory full =
-      device.allocate(device::MemoryKind::kDevice, layout.full_bytes(), Role::kFull);
+  device::Memory full = device.allocate(Tier::kDevice, layout.full_bytes(), Role::kFull);
   std::byte* shard = param.shard();
   device::Pending brought;
-  if (param.home() != shard::ShardHome::kDevice) {
+  if (param.tier() != Tier::kDevice) {
     std::byte* const slot =
         full.data() + static_cast<std::size_t>(group().rank()) * layout.shard_bytes();
-    if (param.is_stored()) {
+    if (param.is_on_nvme()) {
       brought = tiers.feed().start_bring(param, slot, device::Pending());
     } else {
       stream.wait(param.updated());

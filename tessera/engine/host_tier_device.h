@@ -16,10 +16,8 @@ class HostTierDevice final : public device::Device {
 
   std::string name() const override { return device_.name(); }
   device::Stream& stream(device::StreamKind kind) override { return device_.stream(kind); }
-  device::Memory allocate(device::MemoryKind kind, std::size_t bytes, Role role,
-                          std::size_t alignment) override {
-    return device_.allocate(kind == device::MemoryKind::kDevice ? device::MemoryKind::kHost : kind,
-                            bytes, role, alignment);
+  device::Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) override {
+    return device_.allocate(tier == Tier::kDevice ? Tier::kHost : tier, bytes, role, alignment);
   }
   device::Pending start_copy(void* to, const void* from, std::size_t bytes,
                              device::Stream& stream) override {
@@ -30,7 +28,7 @@ class HostTierDevice final : public device::Device {
     return device_.start_fill(to, value, bytes, stream);
   }
   device::MemoryInfo memory_info() const override { return device_.memory_info(); }
-  bool has_own_memory() const override { return device_.has_own_memory(); }
+  bool is_discrete() const override { return device_.is_discrete(); }
   device::PinStats pin_stats() const override { return device_.pin_stats(); }
   void collect_spans() override { device_.collect_spans(); }
 

@@ -85,7 +85,7 @@ struct Runtime::Impl {
     if (spans.enabled()) {
       spans.name_this_thread("main");
     }
-    if (device->has_own_memory()) {
+    if (device->is_discrete()) {
       device::CpuDeviceOptions cpu;
       cpu.ledger = &ledger;
       processor = device::make_cpu_device(std::move(cpu));

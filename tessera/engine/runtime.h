@@ -34,7 +34,7 @@ struct RuntimeOptions {
   // own all cores of this rank but two, which feed it.
   int num_update_threads = 0;
   std::size_t num_spans = 0;  // ring for a Chrome trace; 0: off
-  // For tests: what stands in for the CPU, such as the late device. Null: the CPU itself.
+  // For tests: what stands in for the CPU, such as the mock device. Null: the CPU itself.
   std::function<std::unique_ptr<device::Device>(device::CpuDeviceOptions)> make_device = {};
   // For tests: what stands between the tiers and the disk. Null: nothing.
   std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io = {};

@@ -13,7 +13,6 @@
 namespace tessera {
 namespace {
 
-using device::MemoryKind;
 using device::Pending;
 using device::StreamKind;
 
@@ -32,7 +31,7 @@ class HostUpdate {
   HostUpdate(device::Device& host, optim::Kernels& kernels)
       : host_(host),
         kernels_(kernels),
-        memory_(host.allocate(MemoryKind::kHost, kNumel * 16, Role::kOther)) {
+        memory_(host.allocate(Tier::kHost, kNumel * 16, Role::kOther)) {
     for (std::int64_t begin = 0; begin < kNumel; begin += kSpanNumel) {
       run();  // touches the pages
     }
@@ -76,8 +75,8 @@ planner::UpdateRates measure_update_rates(int cuda_device, int num_threads) {
   options.index = cuda_device;
   const auto device = device::make_cuda_device(options);
   HostUpdate update(*host, *kernels);
-  const auto on_device = device->allocate(MemoryKind::kDevice, 2 * kCopyBytes, Role::kOther);
-  const auto pinned = device->allocate(MemoryKind::kPinned, 2 * kPlaces * kCopyBytes, Role::kOther);
+  const auto on_device = device->allocate(Tier::kDevice, 2 * kCopyBytes, Role::kOther);
+  const auto pinned = device->allocate(Tier::kPinned, 2 * kPlaces * kCopyBytes, Role::kOther);
   device::Stream& read = device->stream(StreamKind::kRead);
   device::Stream& write = device->stream(StreamKind::kWrite);
   const double copied = static_cast<double>(kCopies) * static_cast<double>(kCopyBytes);

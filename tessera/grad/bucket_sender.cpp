@@ -7,7 +7,6 @@
 
 namespace tessera::grad {
 
-using device::MemoryKind;
 using device::Pending;
 
 void append_part(std::vector<ResultPart>& parts, const BucketLayout& layout, const Piece& piece,
@@ -152,14 +151,14 @@ void BucketSender::take_buffer(Slot& slot) {
   if (slot.buffer.data() == nullptr) {
     const std::size_t bytes =
         static_cast<std::size_t>(largest_shard_numel_) * num_ranks() * bytes_of(wire_dtype_);
-    slot.buffer = stream_.device().allocate(MemoryKind::kDevice, bytes, Role::kGradient);
+    slot.buffer = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
   }
 }
 
 void BucketSender::take_scratch(Slot& slot) {
   if (slot.scratch.data() == nullptr) {
     const std::size_t bytes = static_cast<std::size_t>(largest_shard_numel_) * sizeof(float);
-    slot.scratch = stream_.device().allocate(MemoryKind::kDevice, bytes, Role::kGradient);
+    slot.scratch = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
   }
 }
 

@@ -150,7 +150,7 @@ void BucketSink::send() {
 float* BucketSink::region() {
   const std::size_t bytes = static_cast<std::size_t>(layout_.region_numel) * sizeof(float);
   if (region_.bytes() != bytes) {
-    region_ = stream_.device().allocate(device::MemoryKind::kDevice, bytes, Role::kGradient);
+    region_ = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
   }
   return reinterpret_cast<float*>(region_.data());
 }

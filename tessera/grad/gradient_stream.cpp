@@ -26,22 +26,22 @@ GradientStream::GradientStream(const ReducerParts& parts)
     : parts_(parts),
       compute_(parts.device.stream(StreamKind::kCompute)),
       reduce_(parts.device.stream(StreamKind::kReduce)),
-      has_own_memory_(parts.device.has_own_memory()),
+      is_discrete_(parts.device.is_discrete()),
       stored_(make_stored(parts)) {
-  TESSERA_CHECK(!stored_ || !has_own_memory_, ConfigError, "gradients of ", parts.device.name(),
+  TESSERA_CHECK(!stored_ || !is_discrete_, ConfigError, "gradients of ", parts.device.name(),
                 " cannot be stored yet; leave them in memory");
 }
 
 void GradientStream::check_convertible(const std::string& name, DType from, DType to) const {
   TESSERA_CHECK(is_gradient_dtype(from), ConfigError, "the gradient of parameter '", name, "' is ",
                 to_string(from), "; fp32, bf16 and fp16 can be reduced");
-  TESSERA_INVARIANT(from == to || parts_.convert || !has_own_memory_, "the gradient of parameter '",
+  TESSERA_INVARIANT(from == to || parts_.convert || !is_discrete_, "the gradient of parameter '",
                     name, "' is ", to_string(from), " and must become ", to_string(to), ", and ",
                     parts_.device.name(), " was given no kernel for it");
 }
 
 void GradientStream::check_can_add() const {
-  TESSERA_INVARIANT(parts_.add || !has_own_memory_, "gradients of several micro-batches on ",
+  TESSERA_INVARIANT(parts_.add || !is_discrete_, "gradients of several micro-batches on ",
                     parts_.device.name(), " need a kernel that adds them, and none was given");
 }
 

@@ -70,7 +70,7 @@ class GradientStream {
   // work.
   void drain() noexcept;
 
-  bool has_own_memory() const { return has_own_memory_; }
+  bool is_discrete() const { return is_discrete_; }
   device::Stream& stream() { return reduce_; }
   device::Device& device() { return parts_.device; }
   const ReducerParts& parts() const { return parts_; }
@@ -95,7 +95,7 @@ class GradientStream {
   const ReducerParts parts_;
   device::Stream& compute_;
   device::Stream& reduce_;
-  const bool has_own_memory_;  // that the host cannot reach
+  const bool is_discrete_;  // that the host cannot reach
   const std::unique_ptr<StoredGradients> stored_;
   std::deque<Kept> retired_;
   std::deque<Kept> kept_full_;  // by retire_full()

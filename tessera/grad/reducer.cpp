@@ -211,7 +211,7 @@ ShardGradient Reducer::shard_gradient(int id) {
 
 bool Reducer::is_ordered() const {
   const ReducerParts& parts = impl_->stream.parts();
-  return parts.group.size() == 1 && impl_->stream.has_own_memory() && parts.tier == nullptr &&
+  return parts.group.size() == 1 && impl_->stream.is_discrete() && parts.tier == nullptr &&
          parts.leaves_to_host == nullptr;
 }
 

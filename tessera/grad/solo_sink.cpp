@@ -40,8 +40,8 @@ SoloSink::SoloSink(GradientStream& stream)
     : stream_(stream), sums_(static_cast<std::size_t>(stream.parts().params.num_params())) {
   const ReducerParts& parts = stream_.parts();
   if (parts.sum_of_squares) {
-    squares_ = stream_.device().allocate(device::MemoryKind::kPinned, sums_.size() * sizeof(double),
-                                         Role::kOther);
+    squares_ =
+        stream_.device().allocate(Tier::kPinned, sums_.size() * sizeof(double), Role::kOther);
   }
   for (int id = 0; id < parts.params.num_params(); ++id) {
     const shard::Param& param = parts.params[id];
@@ -51,7 +51,7 @@ SoloSink::SoloSink(GradientStream& stream)
     Sum& sum = sum_of(param);
     if (leaves(param)) {
       sum.host = stream_.device().allocate(
-          device::MemoryKind::kPinned,
+          Tier::kPinned,
           static_cast<std::size_t>(param.layout().shard_numel()) * bytes_of(param.layout().dtype()),
           Role::kGradient);
     } else if ((parts.is_planned || parts.tier != nullptr) && parts.leaves_to_host == nullptr &&
@@ -80,7 +80,7 @@ void SoloSink::begin_backward(bool is_first) {
 float* SoloSink::own_memory(Sum& sum, const shard::Param& param) {
   const auto bytes = static_cast<std::size_t>(param.layout().numel()) * sizeof(float);
   if (sum.own.bytes() != bytes) {
-    sum.own = stream_.device().allocate(device::MemoryKind::kDevice, bytes, Role::kGradient);
+    sum.own = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
   }
   return reinterpret_cast<float*>(sum.own.data());
 }
@@ -115,7 +115,7 @@ void SoloSink::take(const shard::Param& param, FullGradient gradient) {
   } else if (sum.values != nullptr) {
     add(sum, param, std::move(gradient));
   } else if (gradient.dtype == DType::kFloat32 ||
-             (stream_.has_own_memory() && sum.own.data() == nullptr)) {
+             (stream_.is_discrete() && sum.own.data() == nullptr)) {
     adopt(sum, param, std::move(gradient));
   } else {
     make_own(sum, param, std::move(gradient));
@@ -148,7 +148,7 @@ void SoloSink::send_to_host(Sum& sum, const shard::Param& param, FullGradient gr
 }
 
 void SoloSink::adopt(Sum& sum, const shard::Param& param, FullGradient gradient) {
-  if (stream_.has_own_memory()) {  // else it costs a pass whenever it is made
+  if (stream_.is_discrete()) {  // else it costs a pass whenever it is made
     start_square(sum, param, gradient.data, gradient.dtype);
   }
   sum.values = gradient.data;
@@ -159,7 +159,7 @@ void SoloSink::adopt(Sum& sum, const shard::Param& param, FullGradient gradient)
   }
   const auto bytes = static_cast<std::size_t>(bytes_of_full(param, gradient));
   sum.owner = std::make_shared<Adopted>(std::move(gradient.owner), stream_.parts().ledger,
-                                        stream_.has_own_memory() ? bytes : taken_bytes(bytes));
+                                        stream_.is_discrete() ? bytes : taken_bytes(bytes));
 }
 
 void SoloSink::make_own(Sum& sum, const shard::Param& param, FullGradient gradient) {

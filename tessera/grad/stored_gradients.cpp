@@ -59,8 +59,7 @@ StoredGradients::StoredGradients(const ReducerParts& parts)
                   "; raise the budget of host memory");
   }
   block_memory_ = parts_.device.allocate(
-      device::MemoryKind::kHost, static_cast<std::size_t>(first_block_.back()) * sizeof(double),
-      Role::kGradient);
+      Tier::kHost, static_cast<std::size_t>(first_block_.back()) * sizeof(double), Role::kGradient);
   clear();
 }
 

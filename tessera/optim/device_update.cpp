@@ -13,7 +13,6 @@
 
 namespace tessera::optim {
 
-using device::MemoryKind;
 using device::Pending;
 using device::StreamKind;
 
@@ -126,8 +125,8 @@ void DeviceUpdate::add(int id) {
       "there is no slot for its update. Make the engine with it trainable, and freeze it "
       "afterwards");
   const std::size_t bytes = num_tensors(param) * tensor_bytes(param);
-  states.memory = device_.allocate(is_resident(id) ? MemoryKind::kDevice : MemoryKind::kPinned,
-                                   bytes, Role::kOptimizer);
+  states.memory =
+      device_.allocate(is_resident(id) ? Tier::kDevice : Tier::kPinned, bytes, Role::kOptimizer);
   states.exists = true;
   if (bytes == 0) {
     return;
@@ -184,7 +183,7 @@ void DeviceUpdate::make_resident_master(const shard::Param& param) {
   device::Memory copy;
   const void* from = param.shard();
   if (param.is_on_host()) {
-    copy = device_.allocate(MemoryKind::kDevice, param.layout().shard_bytes(), Role::kStaging);
+    copy = device_.allocate(Tier::kDevice, param.layout().shard_bytes(), Role::kStaging);
     std::ignore = device_.start_copy(copy.data(), from, param.layout().shard_bytes(), update_);
     from = copy.data();
   }

@@ -9,9 +9,9 @@ namespace tessera::optim {
 
 GradientNorms::GradientNorms(device::Device& device, Kernels& kernels, int num_params)
     : kernels_(kernels), host_results_(static_cast<std::size_t>(num_params)) {
-  if (device.has_own_memory()) {
-    pinned_results_ = device.allocate(device::MemoryKind::kPinned,
-                                      host_results_.size() * sizeof(double), Role::kOther);
+  if (device.is_discrete()) {
+    pinned_results_ =
+        device.allocate(Tier::kPinned, host_results_.size() * sizeof(double), Role::kOther);
   }
 }
 

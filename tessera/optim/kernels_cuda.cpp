@@ -63,7 +63,7 @@ class CudaKernels final : public Kernels {
     // are on this stream, so they do not meet.
     Scratch& scratch = scratch_.at(static_cast<std::size_t>(stream.kind()));
     if (scratch.host.data() == nullptr) {
-      scratch.host = device_.allocate(device::MemoryKind::kPinned, sizeof(double), Role::kStaging);
+      scratch.host = device_.allocate(Tier::kPinned, sizeof(double), Role::kStaging);
     }
     auto* on_host = reinterpret_cast<double*>(scratch.host.data());
     const NormSpan span{values, DType::kFloat32, numel};
@@ -143,8 +143,8 @@ class CudaKernels final : public Kernels {
       // Twice as much each time: all that was outgrown is together no more than this.
       const std::size_t doubled = 2 * scratch.block_sums.bytes();
       scratch.outgrown.push_back(std::move(scratch.block_sums));
-      scratch.block_sums = device_.allocate(device::MemoryKind::kDevice,
-                                            bytes > doubled ? bytes : doubled, Role::kStaging);
+      scratch.block_sums =
+          device_.allocate(Tier::kDevice, bytes > doubled ? bytes : doubled, Role::kStaging);
     }
     return scratch;
   }

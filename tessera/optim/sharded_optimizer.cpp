@@ -28,10 +28,9 @@ ShardedOptimizer::ShardedOptimizer(shard::ParamTable& params, device::Device& de
     slots_.push_back(make_slot(params[id]));
     start_master(params[id]);
   }
-  if (device.has_own_memory()) {
-    step_ = device.allocate(device::MemoryKind::kDevice, sizeof(StepOnDevice), Role::kOther);
-    step_for_host_ =
-        device.allocate(device::MemoryKind::kPinned, sizeof(StepOnDevice), Role::kOther);
+  if (device.is_discrete()) {
+    step_ = device.allocate(Tier::kDevice, sizeof(StepOnDevice), Role::kOther);
+    step_for_host_ = device.allocate(Tier::kPinned, sizeof(StepOnDevice), Role::kOther);
   }
   update_stream().synchronize();
 }
@@ -55,7 +54,7 @@ ShardedOptimizer::Slot ShardedOptimizer::make_slot(const shard::Param& param) {
   const auto numel = static_cast<std::size_t>(param.layout().shard_numel());
   const std::size_t num_tensors = num_states + (is_fp32(param) ? 0 : 1);
   const std::size_t bytes = num_tensors * numel * sizeof(float);
-  slot.memory = device_.allocate(device::MemoryKind::kDevice, bytes, Role::kOptimizer);
+  slot.memory = device_.allocate(Tier::kDevice, bytes, Role::kOptimizer);
   auto* next = reinterpret_cast<float*>(slot.memory.data());
   if (is_fp32(param)) {
     slot.master = reinterpret_cast<float*>(param.shard());

@@ -76,9 +76,9 @@ void TieredOptimizer::add(int id) {
   }
   states_.add(id);
   const shard::Param& param = params_[id];
-  if (parts_.own.device != nullptr && param.home() == shard::ShardHome::kDevice) {
-    copies_[static_cast<std::size_t>(id)].mirror = parts_.own.device->allocate(
-        device::MemoryKind::kPinned, param.layout().shard_bytes(), Role::kStaging);
+  if (parts_.own.device != nullptr && param.tier() == Tier::kDevice) {
+    copies_[static_cast<std::size_t>(id)].mirror =
+        parts_.own.device->allocate(Tier::kPinned, param.layout().shard_bytes(), Role::kStaging);
   }
 }
 
@@ -152,7 +152,7 @@ void TieredOptimizer::bring_gradient(int id, const grad::ShardGradient& gradient
   const std::size_t room =
       static_cast<std::size_t>(params_[id].layout().shard_numel()) * sizeof(float);
   if (copy.data() == nullptr) {
-    copy = device.allocate(device::MemoryKind::kPinned, room, Role::kGradient);
+    copy = device.allocate(Tier::kPinned, room, Role::kGradient);
   }
   device::Stream& down = device.stream(device::StreamKind::kWrite);
   down.wait(device.stream(device::StreamKind::kReduce).record());
@@ -357,7 +357,7 @@ std::span<float> TieredOptimizer::state(int param, std::string_view name) {
     if (own_master && stored.parameter) {
       return copy_of(param, [&](float* to) { states_.read_parameter(param, to); });
     }
-    if (own_master && owner.home() == shard::ShardHome::kDevice && parts_.own.device != nullptr) {
+    if (own_master && owner.tier() == Tier::kDevice && parts_.own.device != nullptr) {
       return copy_of(param, [&](float* to) {
         device::Device& device = *parts_.own.device;
         device

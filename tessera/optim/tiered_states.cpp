@@ -82,7 +82,7 @@ void TieredStates::add(int id) {
     for (const Tile& tile : tiles(id)) {
       bytes += num_tensors(id) * tile.tensor_bytes;
     }
-    slot.memory = device_.allocate(device::MemoryKind::kDevice, bytes, Role::kOptimizer);
+    slot.memory = device_.allocate(Tier::kDevice, bytes, Role::kOptimizer);
     device::fill_host(slot.memory.data(), 0, bytes);  // the processor updates them in place
   }
   slot.exists = true;

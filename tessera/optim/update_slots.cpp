@@ -10,8 +10,8 @@ namespace tessera::optim {
 
 void UpdateSlots::take_own(device::Device& device, int num_slots, std::size_t slot_bytes) {
   slot_bytes_ = slot_bytes;
-  own_ = device.allocate(device::MemoryKind::kDevice,
-                         static_cast<std::size_t>(num_slots) * slot_bytes, Role::kStaging);
+  own_ = device.allocate(Tier::kDevice, static_cast<std::size_t>(num_slots) * slot_bytes,
+                         Role::kStaging);
   for (int i = 0; i < num_slots; ++i) {
     auto slot = std::make_unique<UpdateSlot>();
     slot->data = own_.data() + static_cast<std::size_t>(i) * slot_bytes;

@@ -31,12 +31,11 @@ Param::Param(int id, ParamSpec spec, int rank, int num_ranks, device::Device& de
 }
 
 void Param::take_shard() {
-  if (is_stored()) {
+  if (is_on_nvme()) {
     return;
   }
-  shard_ =
-      device_.allocate(is_on_host() ? device::MemoryKind::kPinned : device::MemoryKind::kDevice,
-                       layout_.shard_bytes(), Role::kShard);
+  shard_ = device_.allocate(is_on_host() ? Tier::kPinned : Tier::kDevice, layout_.shard_bytes(),
+                            Role::kShard);
   // Waited for: whoever fills in the first values may do so from any stream, or from the host.
   device_
       .start_fill(shard_.data(), 0, layout_.shard_bytes(),
@@ -44,25 +43,32 @@ void Param::take_shard() {
       .wait();
 }
 
-void Param::set_home(ShardHome home) {
+void Param::set_placement(const Placement& placement) {
+  TESSERA_INVARIANT(placement.parameter == tier(), "parameter '", name(), "' is in ",
+                    to_string(tier()), " memory, and is placed in ", to_string(placement.parameter),
+                    " memory without having moved there");
+  spec_.placement = placement;
+}
+
+void Param::set_tier(Tier tier) {
   check_move(state_ == ParamState::kReleased, "; its shard moves only while it is released");
-  if (spec_.home == home) {
+  if (spec_.placement.parameter == tier) {
     return;
   }
   shard_.reset();
-  spec_.home = home;
+  spec_.placement.parameter = tier;
   take_shard();
 }
 
-void Param::move_to(ShardHome home) {
+void Param::move_to(Tier tier) {
   check_move(state_ == ParamState::kReleased, "; its shard moves only while it is released");
-  TESSERA_INVARIANT(!is_stored() && home != ShardHome::kStored, "parameter '", name(),
+  TESSERA_INVARIANT(!is_on_nvme() && tier != Tier::kNvme, "parameter '", name(),
                     "' is moved to or from a store without its bytes");
-  if (spec_.home == home) {
+  if (spec_.placement.parameter == tier) {
     return;
   }
   const device::Memory before = std::move(shard_);
-  spec_.home = home;
+  spec_.placement.parameter = tier;
   take_shard();
   device::Stream& stream = device_.stream(device::StreamKind::kWrite);
   stream.wait(updated_);

@@ -42,6 +42,7 @@
 #include <vector>
 
 #include "tessera/core/dtype.h"
+#include "tessera/core/placement.h"
 #include "tessera/device/device.h"
 #include "tessera/shard/layout.h"
 
@@ -63,14 +64,6 @@ class FullTensor {
   virtual std::uint64_t num_writes() const { return 0; }
 };
 
-// Where a rank's shard lives. On a device without memory of its own kHost is the same memory as
-// kDevice, and is not asked for.
-enum class ShardHome : std::uint8_t {
-  kDevice,
-  kHost,    // pinned; brought to the device for every gather
-  kStored,  // in a store: no memory is taken for it
-};
-
 // New values of a shard on the host that the device still has where it made them: whoever gathers
 // the parameter may copy them from there, and need not bring the shard up.
 struct DeviceCopy {
@@ -86,7 +79,7 @@ struct ParamSpec {
   // Of a weight-decay group: multiplies the optimizer's; 0 for biases and norms, by custom.
   double weight_decay_scale = 1;
   bool dynamic = false;
-  ShardHome home = ShardHome::kDevice;
+  Placement placement;
 };
 
 class Param {
@@ -107,17 +100,19 @@ class Param {
   const Layout& layout() const { return layout_; }
   ElementRange range() const { return range_; }  // of this rank
   std::byte* shard() const { return shard_.data(); }
-  bool is_stored() const { return spec_.home == ShardHome::kStored; }
-  bool is_on_host() const { return spec_.home == ShardHome::kHost; }
-  ShardHome home() const { return spec_.home; }
-  // Between steps, while released. Memory of the home before is given back; memory of the new one
+  bool is_on_nvme() const { return tier() == Tier::kNvme; }
+  bool is_on_host() const { return tier() == Tier::kHost; }
+  // Of the shard. kHost is pinned memory, from which every gather brings it to a discrete device.
+  Tier tier() const { return spec_.placement.parameter; }
+  const Placement& placement() const { return spec_.placement; }
+  // Before the reducer and the optimizer are made. REQUIRES: the shard is where it says.
+  void set_placement(const Placement& placement);
+  // Between steps, while released. Memory of the tier before is given back; memory of the new one
   // is zeroed, and what is stored is nowhere else. Whoever says so moves the bytes.
-  void set_home(ShardHome home);
-  // The same with the bytes, between homes in memory.
-  void move_to(ShardHome home);
-  bool shard_is_full() const {
-    return layout_.num_ranks() == 1 && spec_.home == ShardHome::kDevice;
-  }
+  void set_tier(Tier tier);
+  // The same with the bytes, between tiers in memory.
+  void move_to(Tier tier);
+  bool shard_is_full() const { return layout_.num_ranks() == 1 && tier() == Tier::kDevice; }
 
   ParamState state() const { return state_; }
   void* full() const { return full_; }  // null unless gathering or available

@@ -29,11 +29,10 @@ void Lease::reset() noexcept {
   bytes_ = 0;
 }
 
-BufferPool::BufferPool(device::Device& device, device::MemoryKind kind, std::size_t bytes,
-                       std::string name)
+BufferPool::BufferPool(device::Device& device, Tier tier, std::size_t bytes, std::string name)
     : name_(std::move(name)),
       capacity_(whole_blocks(bytes)),
-      region_(device.allocate(kind, capacity_, Role::kStaging, kBlockBytes)) {
+      region_(device.allocate(tier, capacity_, Role::kStaging, kBlockBytes)) {
   if (capacity_ > 0) {
     device::prefer_huge_pages(region_.data(), capacity_);
     pieces_.emplace(0, Piece{capacity_, true});

@@ -59,9 +59,9 @@ class Lease {
 
 class BufferPool {
  public:
-  // `name` is for errors: "optimizer buffers". Takes whole_blocks(bytes) of `kind`, charged as
+  // `name` is for errors: "optimizer buffers". Takes whole_blocks(bytes) of `tier`, charged as
   // Role::kStaging.
-  BufferPool(device::Device& device, device::MemoryKind kind, std::size_t bytes, std::string name);
+  BufferPool(device::Device& device, Tier tier, std::size_t bytes, std::string name);
   ~BufferPool() = default;
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;

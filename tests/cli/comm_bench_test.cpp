@@ -9,9 +9,9 @@
 #include <gtest/gtest.h>
 
 #include "cli/comm_bench_report.h"
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
+#include "testing/thread_backend.h"
 
 namespace tessera::cli {
 namespace {

@@ -8,9 +8,9 @@
 
 #include "cli/inspect.h"
 #include "models/gpt.h"
-#include "tessera/comm/thread_backend.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/runtime.h"
+#include "testing/thread_backend.h"
 #include "tests/engine/training_run.h"
 
 namespace tessera::cli {

@@ -68,7 +68,6 @@ TEST_F(Usage, RanksInsideAnotherLaunchersRanksAreRefused) {
                                                     {"MASTER_ADDR", "127.0.0.1"},
                                                     {"MASTER_PORT", "29500"}};
   expect_refusal({"bench-comm", "--ranks", "2", "--sizes", "4KiB"}, "--ranks", torchrun);
-  expect_refusal({"bench-comm", "--backend", "threads", "--sizes", "4KiB"}, "", torchrun);
 }
 
 TEST_F(Usage, HalfARendezvousIsRefused) {

@@ -13,7 +13,7 @@ using Bytes = std::vector<std::byte>;
 // must be ordered behind this one.
 inline device::Memory start_upload(device::Device& device, const Bytes& source,
                                    device::Stream& stream) {
-  device::Memory memory = device.allocate(device::MemoryKind::kDevice, source.size(), Role::kOther);
+  device::Memory memory = device.allocate(Tier::kDevice, source.size(), Role::kOther);
   static_cast<void>(device.start_copy(memory.data(), source.data(), source.size(), stream));
   return memory;
 }
@@ -26,7 +26,7 @@ inline device::Memory upload(device::Device& device, const Bytes& source) {
 }
 
 inline device::Memory on_device(device::Device& device, std::size_t bytes) {
-  return device.allocate(device::MemoryKind::kDevice, bytes, Role::kOther);
+  return device.allocate(Tier::kDevice, bytes, Role::kOther);
 }
 
 inline Bytes download(device::Device& device, const device::Memory& memory) {

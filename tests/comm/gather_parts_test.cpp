@@ -4,8 +4,8 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
+#include "testing/thread_backend.h"
 #include "tests/comm/time_limits.h"
 
 namespace tessera::comm {

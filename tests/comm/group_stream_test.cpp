@@ -7,26 +7,25 @@
 #include <gtest/gtest.h>
 
 #include "tessera/comm/solo_backend.h"
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
+#include "testing/thread_backend.h"
 
 namespace tessera::comm {
 namespace {
 
 using device::LateMode;
 using device::Memory;
-using device::MemoryKind;
 using device::StreamKind;
 
 constexpr std::int64_t kStreamNumel = 5003;
 constexpr std::size_t kBytes = kStreamNumel * sizeof(float);
 
 std::unique_ptr<device::Device> late(LateMode mode, int rank) {
-  device::LateDeviceOptions options;
+  device::MockDeviceOptions options;
   options.mode = mode;
   options.seed = static_cast<std::uint64_t>(rank) + 11;
-  return device::make_late_device(options);
+  return device::make_mock_device(options);
 }
 
 // Reads a shard through a late stream, gathers it, reduces what was gathered, writes it back.
@@ -35,7 +34,7 @@ float last_value_after_a_step(Group& group, LateMode mode, bool ordered) {
   const auto device = late(mode, group.rank());
   const auto num_ranks = static_cast<std::size_t>(group.size());
   const auto take = [&](std::size_t bytes) {
-    return device->allocate(MemoryKind::kDevice, bytes, Role::kOther);
+    return device->allocate(Tier::kDevice, bytes, Role::kOther);
   };
   std::vector<float> stored(kStreamNumel, static_cast<float>(group.rank() + 1));
   std::vector<float> result(kStreamNumel, -1.0F);

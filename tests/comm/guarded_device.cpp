@@ -71,17 +71,16 @@ class Table {
 
 class GuardedDevice final : public device::Device {
  public:
-  explicit GuardedDevice(device::LateDeviceOptions options)
-      : late_(device::make_late_device(std::move(options))) {}
+  explicit GuardedDevice(device::MockDeviceOptions options)
+      : late_(device::make_mock_device(std::move(options))) {}
 
   std::string name() const override { return late_->name() + ", guarded"; }
   device::Stream& stream(device::StreamKind kind) override { return late_->stream(kind); }
-  bool has_own_memory() const override { return true; }
+  bool is_discrete() const override { return true; }
 
-  device::Memory allocate(device::MemoryKind kind, std::size_t bytes, Role role,
-                          std::size_t alignment) override {
-    if (kind != device::MemoryKind::kDevice || bytes == 0) {
-      return late_->allocate(kind, bytes, role, alignment);
+  device::Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) override {
+    if (tier != Tier::kDevice || bytes == 0) {
+      return late_->allocate(tier, bytes, role, alignment);
     }
     const Pages pages = make_pages(bytes);
     std::fill_n(pages.real, bytes, std::byte{device::kPoisonByte});
@@ -106,7 +105,7 @@ class GuardedDevice final : public device::Device {
 
 }  // namespace
 
-std::unique_ptr<device::Device> make_guarded_device(device::LateDeviceOptions options) {
+std::unique_ptr<device::Device> make_guarded_device(device::MockDeviceOptions options) {
   options.own_memory = true;
   return std::make_unique<GuardedDevice>(std::move(options));
 }

@@ -5,11 +5,11 @@
 
 #include <memory>
 
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 
 namespace tessera::comm {
 
 // `options.own_memory` is set here.
-std::unique_ptr<device::Device> make_guarded_device(device::LateDeviceOptions options);
+std::unique_ptr<device::Device> make_guarded_device(device::MockDeviceOptions options);
 
 }  // namespace tessera::comm

@@ -15,7 +15,6 @@ namespace tessera::comm {
 namespace {
 
 using device::Memory;
-using device::MemoryKind;
 using device::StreamKind;
 
 class NcclOnCuda : public ::testing::Test {
@@ -40,7 +39,7 @@ class NcclOnCuda : public ::testing::Test {
   }
 
   Memory on_device(std::size_t bytes) {
-    return device_->allocate(MemoryKind::kDevice, bytes, Role::kOther);
+    return device_->allocate(Tier::kDevice, bytes, Role::kOther);
   }
   Memory upload(const std::vector<std::byte>& bytes) {
     Memory memory = on_device(bytes.size());
@@ -185,7 +184,7 @@ TEST_F(NcclOnCuda, CallsFollowTheirStreamWithoutBlockingTheHost) {
   device::Stream& gather = *call_.stream;
   device::Stream& compute = device_->stream(StreamKind::kCompute);
   const auto bytes = reference::array(9, 0, 0, kNcclNumel, DType::kFloat32);
-  const Memory pinned = device_->allocate(MemoryKind::kPinned, bytes.size(), Role::kOther);
+  const Memory pinned = device_->allocate(Tier::kPinned, bytes.size(), Role::kOther);
   std::copy(bytes.begin(), bytes.end(), pinned.data());
   const Memory shard = on_device(bytes.size());
   const Memory full = on_device(bytes.size());

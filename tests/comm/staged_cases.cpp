@@ -254,7 +254,7 @@ class LateCall {
   Pending pending_;
 };
 
-TEST_P(StagedContract, ManyCallsInFlightBehindLateStreamsEqualTheReference) {
+TEST_P(StagedContract, ManyCallsInFlightBehindMockStreamsEqualTheReference) {
   for (const int num_ranks : {2, 3}) {
     run(num_ranks, [](StagedRank& here) {
       std::mt19937_64 random(static_cast<std::uint64_t>(here.group.size()) * 977);

@@ -3,9 +3,9 @@
 #include <numeric>
 #include <thread>
 
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
+#include "testing/thread_backend.h"
 #include "tests/comm/time_limits.h"
 #include "tests/comm/told.h"
 

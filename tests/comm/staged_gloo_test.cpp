@@ -12,7 +12,7 @@ StagedWorld gloo() {
   world.name = "Gloo";
   world.make_network = [](int num_ranks) { return std::make_unique<GlooNetwork>(num_ranks); };
   world.make_device = [](int rank, Ledger& ledger) {
-    device::LateDeviceOptions options;
+    device::MockDeviceOptions options;
     options.mode = device::LateMode::kRandom;
     options.seed = static_cast<std::uint64_t>(rank) + 1;
     options.host.ledger = &ledger;

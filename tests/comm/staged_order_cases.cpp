@@ -29,8 +29,7 @@ TEST_P(StagedContract, StartingACallBlocksNobodyHoweverLateItsInputIs) {
   std::latch started(3);
   run(3, [&](StagedRank& here) {
     const Bytes bytes = reference::array(1, here.group.rank(), 0, kOrderNumel, DType::kFloat32);
-    const Memory source =
-        here.device.allocate(device::MemoryKind::kPinned, bytes.size(), Role::kOther);
+    const Memory source = here.device.allocate(Tier::kPinned, bytes.size(), Role::kOther);
     std::copy(bytes.begin(), bytes.end(), source.data());
     const Memory data = on_device(here.device, bytes.size());
     here.group.start_barrier().wait();

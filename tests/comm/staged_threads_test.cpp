@@ -12,7 +12,7 @@ StagedWorld staged_threads(const std::string& name, device::LateMode mode,
   world.name = name;
   world.make_network = [=](int num_ranks) { return make_thread_network(num_ranks, max_delay_us); };
   world.make_device = [=](int rank, Ledger& ledger) {
-    device::LateDeviceOptions options;
+    device::MockDeviceOptions options;
     options.mode = mode;
     options.seed = static_cast<std::uint64_t>(rank) + 1;
     options.host.ledger = &ledger;

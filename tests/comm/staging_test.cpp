@@ -10,8 +10,8 @@
 #include <gtest/gtest.h>
 
 #include "tessera/comm/staging_bytes.h"
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
+#include "testing/thread_backend.h"
 #include "tests/comm/reference.h"
 #include "tests/comm/time_limits.h"
 

@@ -1,6 +1,6 @@
 // What only ranks as threads can do: faults on demand, and memory that must not be touched too
 // late.
-#include "tessera/comm/thread_backend.h"
+#include "testing/thread_backend.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // The contract of Group over ranks as threads: in step, late, and very late; and late with little
 // staging, for which calls wait.
-#include "tessera/comm/thread_backend.h"
+#include "testing/thread_backend.h"
 #include "tests/comm/group_contract.h"
 
 namespace tessera::comm {

@@ -7,9 +7,9 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/core/option_table.h"
+#include "testing/thread_backend.h"
 #include "tests/coordinator/coordinator_world.h"
 #include "tests/support/sizes.h"
 

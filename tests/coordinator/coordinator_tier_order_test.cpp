@@ -7,9 +7,9 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/core/option_table.h"
+#include "testing/thread_backend.h"
 #include "tests/coordinator/coordinator_world.h"
 #include "tests/support/expect_names.h"
 
@@ -296,7 +296,7 @@ TEST(CoordinatorTierFailure, AStoredParameterWithoutAFeedIsRefused) {
       shard::ParamSpec spec;
       spec.name = "w";
       spec.numel = 8;
-      spec.home = shard::ShardHome::kStored;
+      spec.placement.parameter = Tier::kNvme;
       const float* data = nullptr;
       params.add(spec, std::make_unique<PlainTensor>(&data));
       const SteadyClock clock;

@@ -23,11 +23,11 @@ std::unique_ptr<device::Device> make_device(DeviceChoice choice, int rank) {
   if (choice == DeviceChoice::kCpu) {
     return device::make_cpu_device({});
   }
-  device::LateDeviceOptions options;
+  device::MockDeviceOptions options;
   options.mode =
       choice == DeviceChoice::kLazy ? device::LateMode::kLazy : device::LateMode::kRandom;
   options.seed = static_cast<std::uint64_t>(rank) + 5;
-  return device::make_late_device(options);
+  return device::make_mock_device(options);
 }
 
 CoordinatorOptions make_options(std::int64_t bucket, std::int64_t limit, std::int64_t reuse,
@@ -72,8 +72,7 @@ RankWorld::RankWorld(comm::Group& group, const Model& model, const CoordinatorOp
     shard::ParamSpec spec;
     spec.name = detail::concat("p", i);
     spec.numel = model_.numels[i];
-    spec.home = model_.stored.has(static_cast<int>(i)) ? shard::ShardHome::kStored
-                                                       : shard::ShardHome::kDevice;
+    spec.placement.parameter = model_.stored.has(static_cast<int>(i)) ? Tier::kNvme : Tier::kDevice;
     params_.add(spec, std::make_unique<PlainTensor>(&data_[i]));
   }
   LogOptions log;
@@ -133,7 +132,7 @@ void RankWorld::update() {
     for (std::int64_t i = 0; i < range.numel; ++i) {
       source[static_cast<std::size_t>(i)] = value(id, range.begin + i, version_);
     }
-    if (param.is_stored()) {
+    if (param.is_on_nvme()) {
       stored_->start_update(param, source);
       continue;
     }

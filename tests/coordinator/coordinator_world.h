@@ -12,7 +12,7 @@
 #include "tessera/comm/group.h"
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 #include "tests/coordinator/stored_side.h"
 
 namespace tessera::coordinator {

@@ -16,7 +16,7 @@
 
 #include "tessera/coordinator/shard_feed.h"
 #include "tessera/device/device_cpu.h"
-#include "tests/support/held_store.h"
+#include "testing/held_store.h"
 #include "tests/support/no_tensor.h"
 
 namespace tessera::coordinator {
@@ -42,7 +42,7 @@ class FeedWorld {
     spec.name = detail::concat("p", params_.num_params());
     spec.numel = numel;
     spec.dtype = dtype;
-    spec.home = shard::ShardHome::kStored;
+    spec.placement.parameter = Tier::kNvme;
     shard::Param& param = params_.add(spec, std::make_unique<NoTensor>());
     shards_.add(param);
     versions_.push_back(0);
@@ -53,8 +53,7 @@ class FeedWorld {
     for (int id = 0; id < params_.num_params(); ++id) {
       set_version(id, 1);
     }
-    feed_ = std::make_unique<ShardFeed>(params_, shards_, *device_, device::MemoryKind::kHost,
-                                        buffer_bytes);
+    feed_ = std::make_unique<ShardFeed>(params_, shards_, *device_, Tier::kHost, buffer_bytes);
     return *feed_;
   }
   // For shards of one block: two tiles, and a window of so many.
@@ -93,9 +92,8 @@ class FeedWorld {
   void write_version(int id, int version) {
     const shard::Param& param = params_[id];
     const std::vector<std::byte> bytes = shard_of(id, version);
-    device::Memory& source = sources_.emplace_back(
-        device_->allocate(device::MemoryKind::kHost, tier::whole_blocks(bytes.size()),
-                          Role::kStaging, tier::kBlockBytes));
+    device::Memory& source = sources_.emplace_back(device_->allocate(
+        Tier::kHost, tier::whole_blocks(bytes.size()), Role::kStaging, tier::kBlockBytes));
     if (!bytes.empty()) {
       std::memset(source.data(), 0, source.bytes());
       std::memcpy(source.data(), bytes.data(), bytes.size());

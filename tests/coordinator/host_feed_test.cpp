@@ -10,7 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 #include "tests/support/no_tensor.h"
 
 namespace tessera::coordinator {
@@ -21,10 +21,10 @@ using support::NoTensor;
 class HostFeedTest : public ::testing::Test {
  protected:
   HostFeedTest() {
-    device::LateDeviceOptions options;
+    device::MockDeviceOptions options;
     options.mode = device::LateMode::kRandom;
     options.own_memory = true;
-    device_ = device::make_late_device(options);
+    device_ = device::make_mock_device(options);
     params_ = std::make_unique<shard::ParamTable>(0, 1, *device_);
   }
 
@@ -32,14 +32,12 @@ class HostFeedTest : public ::testing::Test {
     shard::ParamSpec spec;
     spec.name = name;
     spec.numel = 1000;
-    spec.home = shard::ShardHome::kHost;
+    spec.placement.parameter = Tier::kHost;
     shard::Param& param = params_->add(spec, std::make_unique<NoTensor>());
     std::memset(param.shard(), value, param.layout().shard_bytes());
     return param;
   }
-  device::Memory place() {
-    return device_->allocate(device::MemoryKind::kDevice, 4096, Role::kFull);
-  }
+  device::Memory place() { return device_->allocate(Tier::kDevice, 4096, Role::kFull); }
 
   std::unique_ptr<device::Device> device_;
   std::unique_ptr<shard::ParamTable> params_;

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "tessera/core/error.h"
-#include "tessera/tier/memory_store.h"
+#include "testing/memory_store.h"
 
 namespace tessera::coordinator {
 
@@ -27,15 +27,13 @@ StoredSide::StoredSide(const StoredChoice& choice, shard::ParamTable& params,
     held_store_ = store.get();
     store_ = std::move(store);
   } else {
-    store_ =
-        std::make_unique<tier::MemoryStore>(device, device::MemoryKind::kHost, Role::kShard, bytes);
+    store_ = std::make_unique<tier::MemoryStore>(device, Tier::kHost, Role::kShard, bytes);
   }
   shards_ = std::make_unique<shard::ShardStore>(*store_);
   for (const int id : choice_.ids) {
     shards_->add(params[id]);
   }
-  feed_ = std::make_unique<ShardFeed>(params, *shards_, device, device::MemoryKind::kHost,
-                                      choice_.buffer_bytes);
+  feed_ = std::make_unique<ShardFeed>(params, *shards_, device, Tier::kHost, choice_.buffer_bytes);
   worker_ = std::thread([this] { carry_out(); });
 }
 
@@ -52,8 +50,8 @@ StoredSide::~StoredSide() {
 
 void StoredSide::start_update(Param& param, const std::vector<float>& values) {
   const std::size_t bytes = param.layout().shard_bytes();
-  device::Memory& source = sources_.emplace_back(device_.allocate(
-      device::MemoryKind::kHost, tier::whole_blocks(bytes), Role::kStaging, tier::kBlockBytes));
+  device::Memory& source = sources_.emplace_back(
+      device_.allocate(Tier::kHost, tier::whole_blocks(bytes), Role::kStaging, tier::kBlockBytes));
   if (bytes > 0) {
     std::memset(source.data(), 0, source.bytes());
     std::memcpy(source.data(), values.data(), bytes);

@@ -15,7 +15,7 @@
 
 #include "tessera/coordinator/shard_feed.h"
 #include "tessera/tier/store.h"
-#include "tests/support/held_store.h"
+#include "testing/held_store.h"
 
 namespace tessera::coordinator {
 

@@ -12,7 +12,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 #include "tests/device/device_support.h"
 
 namespace tessera::device {
@@ -24,9 +24,9 @@ class ArenaOnALazyDevice : public ::testing::Test {
  protected:
   Ledger ledger_;
   std::unique_ptr<Device> device_ = [this] {
-    LateDeviceOptions options;
+    MockDeviceOptions options;
     options.host.ledger = &ledger_;
-    return make_late_device(options);
+    return make_mock_device(options);
   }();
   Stream& gather_ = device_->stream(StreamKind::kGather);
   Stream& read_ = device_->stream(StreamKind::kRead);
@@ -267,11 +267,11 @@ int count_wrong_layers(Device& device, std::uint32_t seed) {
 TEST(Arena, NeverMixesLayersUpOnAnyDevice) {
   for (std::uint32_t seed = 1; seed <= 5; ++seed) {
     EXPECT_EQ(count_wrong_layers(*make_cpu_device(), seed), 0) << "cpu, seed " << seed;
-    EXPECT_EQ(count_wrong_layers(*make_late_device(), seed), 0) << "lazy, seed " << seed;
-    LateDeviceOptions options;
+    EXPECT_EQ(count_wrong_layers(*make_mock_device(), seed), 0) << "lazy, seed " << seed;
+    MockDeviceOptions options;
     options.mode = LateMode::kRandom;
     options.seed = seed;
-    EXPECT_EQ(count_wrong_layers(*make_late_device(options), seed), 0) << "random, seed " << seed;
+    EXPECT_EQ(count_wrong_layers(*make_mock_device(options), seed), 0) << "random, seed " << seed;
   }
 }
 

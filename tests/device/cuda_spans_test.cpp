@@ -61,9 +61,9 @@ class CudaSpans : public ::testing::Test {
 };
 
 TEST_F(CudaSpans, NamesWhatRanOnEachStreamWithItsBytes) {
-  const Memory host = device_->allocate(MemoryKind::kPinned, kBytes, Role::kOther);
-  const Memory up = device_->allocate(MemoryKind::kDevice, kBytes, Role::kOther);
-  const Memory beside = device_->allocate(MemoryKind::kDevice, kBytes, Role::kOther);
+  const Memory host = device_->allocate(Tier::kPinned, kBytes, Role::kOther);
+  const Memory up = device_->allocate(Tier::kDevice, kBytes, Role::kOther);
+  const Memory beside = device_->allocate(Tier::kDevice, kBytes, Role::kOther);
   (void)device_->start_fill(host.data(), 1, kBytes, stream(StreamKind::kRead));
   (void)device_->start_copy(up.data(), host.data(), kBytes, stream(StreamKind::kRead));
   (void)device_->start_copy(beside.data(), up.data(), kBytes, stream(StreamKind::kRead));
@@ -137,8 +137,8 @@ TEST_F(CudaSpans, FollowAClockThatDrifts) {
 }
 
 TEST_F(CudaSpans, ShowThatAWaitWasKept) {
-  const Memory host = device_->allocate(MemoryKind::kPinned, 64 * kBytes, Role::kOther);
-  const Memory full = device_->allocate(MemoryKind::kDevice, 64 * kBytes, Role::kOther);
+  const Memory host = device_->allocate(Tier::kPinned, 64 * kBytes, Role::kOther);
+  const Memory full = device_->allocate(Tier::kDevice, 64 * kBytes, Role::kOther);
   Stream& gather = stream(StreamKind::kGather);
   Stream& compute = stream(StreamKind::kCompute);
   compute.wait(device_->start_copy(full.data(), host.data(), 64 * kBytes, gather));
@@ -174,7 +174,7 @@ TEST_F(CudaSpans, AreCollectedWithoutWaitingForWhatStillRuns) {
 
 TEST_F(CudaSpans, AreAllThereWhenTheDeviceIsGone) {
   {
-    const Memory memory = device_->allocate(MemoryKind::kDevice, kBytes, Role::kOther);
+    const Memory memory = device_->allocate(Tier::kDevice, kBytes, Role::kOther);
     for (int i = 0; i < 500; ++i) {
       (void)device_->start_fill(memory.data(), 0, kBytes, stream(StreamKind::kGather));
     }

@@ -7,7 +7,7 @@
 #include "tessera/core/spans.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/device_cuda.h"
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 #include "tests/device/device_contract.h"
 
 namespace tessera::device {
@@ -18,27 +18,27 @@ std::vector<DeviceCase> all_devices() {
   for (const std::uint64_t seed : {1U, 2U, 3U}) {
     cases.push_back({"late_seed_" + std::to_string(seed),
                      [seed](Ledger* ledger) {
-                       LateDeviceOptions options;
+                       MockDeviceOptions options;
                        options.mode = LateMode::kRandom;
                        options.seed = seed;
                        options.host.ledger = ledger;
-                       return make_late_device(options);
+                       return make_mock_device(options);
                      },
                      ""});
   }
   cases.push_back({"late_lazy",
                    [](Ledger* ledger) {
-                     LateDeviceOptions options;
+                     MockDeviceOptions options;
                      options.host.ledger = ledger;
-                     return make_late_device(options);
+                     return make_mock_device(options);
                    },
                    ""});
   cases.push_back({"late_with_own_memory",
                    [](Ledger* ledger) {
-                     LateDeviceOptions options;
+                     MockDeviceOptions options;
                      options.own_memory = true;
                      options.host.ledger = ledger;
-                     return make_late_device(options);
+                     return make_mock_device(options);
                    },
                    "", true});
   cases.push_back({"Cuda",

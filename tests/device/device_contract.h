@@ -22,7 +22,7 @@ struct DeviceCase {
   std::string name;
   std::function<std::unique_ptr<Device>(Ledger*)> make;
   std::string why_not;  // empty if it can run here
-  bool has_own_memory = false;
+  bool is_discrete = false;
 
   friend void PrintTo(const DeviceCase& device, std::ostream* out) { *out << device.name; }
 };
@@ -31,8 +31,7 @@ struct DeviceCase {
 // work timed.
 std::vector<DeviceCase> all_devices();
 
-inline constexpr MemoryKind kAllKinds[] = {MemoryKind::kDevice, MemoryKind::kHost,
-                                           MemoryKind::kPinned};
+inline constexpr Tier kAllKinds[] = {Tier::kDevice, Tier::kHost, Tier::kPinned};
 inline constexpr StreamKind kAllStreams[] = {StreamKind::kCompute, StreamKind::kGather,
                                              StreamKind::kRead,    StreamKind::kWrite,
                                              StreamKind::kReduce,  StreamKind::kComm};
@@ -48,8 +47,8 @@ class DeviceContract : public ::testing::TestWithParam<DeviceCase> {
 
   Stream& stream(StreamKind kind) { return device_->stream(kind); }
 
-  Memory upload(MemoryKind kind, const Bytes& bytes) {
-    Memory memory = device_->allocate(kind, bytes.size(), Role::kOther);
+  Memory upload(Tier tier, const Bytes& bytes) {
+    Memory memory = device_->allocate(tier, bytes.size(), Role::kOther);
     device_->start_copy(memory.data(), bytes.data(), bytes.size(), stream(StreamKind::kCompute))
         .wait();
     return memory;

@@ -119,9 +119,9 @@ TEST_P(DeviceContract, CopiesAnySizeBetweenAllKindsOfMemory) {
   for (const std::size_t bytes :
        {std::size_t{0}, std::size_t{1}, std::size_t{15}, std::size_t{4097}, 3 * kMib + 5}) {
     const Bytes expected = pattern(bytes, static_cast<std::uint32_t>(bytes));
-    for (const MemoryKind from_kind : kAllKinds) {
+    for (const Tier from_kind : kAllKinds) {
       const Memory from = upload(from_kind, expected);
-      for (const MemoryKind to_kind : kAllKinds) {
+      for (const Tier to_kind : kAllKinds) {
         const Memory to = device_->allocate(to_kind, bytes, Role::kOther);
         device_->start_copy(to.data(), from.data(), bytes, stream(StreamKind::kRead)).wait();
         EXPECT_EQ(download(to.data(), bytes), expected)
@@ -133,9 +133,9 @@ TEST_P(DeviceContract, CopiesAnySizeBetweenAllKindsOfMemory) {
 
 TEST_P(DeviceContract, CopiesMisalignedRangesAndNothingBesideThem) {
   constexpr std::size_t kWhole = 1000;
-  const Memory from = upload(MemoryKind::kPinned, pattern(kWhole, 1));
+  const Memory from = upload(Tier::kPinned, pattern(kWhole, 1));
   for (const std::size_t shift : {1U, 2U, 3U, 7U, 13U}) {
-    const Memory to = upload(MemoryKind::kDevice, pattern(kWhole, 2));
+    const Memory to = upload(Tier::kDevice, pattern(kWhole, 2));
     const std::size_t bytes = 500 + shift;
     device_
         ->start_copy(to.data() + shift, from.data() + 2 * shift + 1, bytes,
@@ -152,11 +152,11 @@ TEST_P(DeviceContract, CopiesMisalignedRangesAndNothingBesideThem) {
 TEST_P(DeviceContract, CarriesBytesThroughAllStreamsAndTiers) {
   const Bytes expected = pattern(2 * kMib + 3, 9);
   const std::size_t bytes = expected.size();
-  const Memory host = upload(MemoryKind::kHost, expected);
-  const Memory pinned = device_->allocate(MemoryKind::kPinned, bytes, Role::kStaging);
-  const Memory full = device_->allocate(MemoryKind::kDevice, bytes, Role::kFull);
-  const Memory down = device_->allocate(MemoryKind::kPinned, bytes, Role::kStaging);
-  const Memory back = device_->allocate(MemoryKind::kHost, bytes, Role::kShard);
+  const Memory host = upload(Tier::kHost, expected);
+  const Memory pinned = device_->allocate(Tier::kPinned, bytes, Role::kStaging);
+  const Memory full = device_->allocate(Tier::kDevice, bytes, Role::kFull);
+  const Memory down = device_->allocate(Tier::kPinned, bytes, Role::kStaging);
+  const Memory back = device_->allocate(Tier::kHost, bytes, Role::kShard);
   Stream& read = stream(StreamKind::kRead);
   Stream& gather = stream(StreamKind::kGather);
   Stream& write = stream(StreamKind::kWrite);
@@ -171,9 +171,9 @@ TEST_P(DeviceContract, CarriesBytesThroughAllStreamsAndTiers) {
 TEST_P(DeviceContract, KeepsTheOrderOfCopiesThatReuseBytesOnOneStream) {
   constexpr std::size_t kBytes = 5001;
   for (const StreamKind kind : kAllStreams) {
-    const Memory a = upload(MemoryKind::kDevice, pattern(kBytes, 1));
-    const Memory b = upload(MemoryKind::kDevice, pattern(kBytes, 2));
-    const Memory c = upload(MemoryKind::kPinned, pattern(kBytes, 3));
+    const Memory a = upload(Tier::kDevice, pattern(kBytes, 1));
+    const Memory b = upload(Tier::kDevice, pattern(kBytes, 2));
+    const Memory c = upload(Tier::kPinned, pattern(kBytes, 3));
     (void)device_->start_copy(b.data(), a.data(), kBytes, stream(kind));
     (void)device_->start_copy(a.data(), c.data(), kBytes, stream(kind));
     (void)device_->start_copy(c.data(), b.data(), kBytes, stream(kind));
@@ -188,10 +188,10 @@ TEST_P(DeviceContract, KeepsTheOrderOfCopiesThatReuseBytesOnOneStream) {
 // The source is written by work in the stream that takes its time: a copy that read it when it was
 // enqueued would find zeros.
 TEST_P(DeviceContract, ReadsSourcesWhenTheStreamComesThere) {
-  for (const MemoryKind kind : {MemoryKind::kHost, MemoryKind::kPinned}) {
-    const Memory source = upload(kind, Bytes(kMib, 0));
-    const Memory full = upload(MemoryKind::kDevice, Bytes(kMib, 0));
-    const Memory back = upload(kind, Bytes(kMib, 0));
+  for (const Tier tier : {Tier::kHost, Tier::kPinned}) {
+    const Memory source = upload(tier, Bytes(kMib, 0));
+    const Memory full = upload(Tier::kDevice, Bytes(kMib, 0));
+    const Memory back = upload(tier, Bytes(kMib, 0));
     Bytes seen;
     Stream& read = stream(StreamKind::kRead);
     Stream& gather = stream(StreamKind::kGather);
@@ -207,18 +207,18 @@ TEST_P(DeviceContract, ReadsSourcesWhenTheStreamComesThere) {
           seen.assign(data, data + kMib);
         })
         .wait();
-    EXPECT_EQ(seen, pattern(kMib, 6)) << to_string(kind);
+    EXPECT_EQ(seen, pattern(kMib, 6)) << to_string(tier);
   }
 }
 
 TEST_P(DeviceContract, FillsAllKindsOfMemoryAndNothingBeside) {
-  for (const MemoryKind kind : kAllKinds) {
+  for (const Tier tier : kAllKinds) {
     for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{777}}) {
-      const Memory memory = upload(kind, pattern(1000, 3));
+      const Memory memory = upload(tier, pattern(1000, 3));
       device_->start_fill(memory.data() + 5, 0xab, bytes, stream(StreamKind::kReduce)).wait();
       Bytes expected = pattern(1000, 3);
       std::fill_n(expected.begin() + 5, bytes, std::uint8_t{0xab});
-      EXPECT_EQ(download(memory.data(), 1000), expected) << to_string(kind) << " " << bytes;
+      EXPECT_EQ(download(memory.data(), 1000), expected) << to_string(tier) << " " << bytes;
     }
   }
   device_->start_fill(nullptr, 1, 0, stream(StreamKind::kRead)).wait();

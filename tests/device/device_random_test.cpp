@@ -15,9 +15,8 @@ namespace tessera::device {
 namespace {
 
 constexpr std::size_t kBufferBytes = 1001;
-constexpr MemoryKind kBufferKinds[] = {MemoryKind::kDevice, MemoryKind::kHost, MemoryKind::kPinned,
-                                       MemoryKind::kDevice, MemoryKind::kHost, MemoryKind::kPinned,
-                                       MemoryKind::kDevice};
+constexpr Tier kBufferKinds[] = {Tier::kDevice, Tier::kHost,   Tier::kPinned, Tier::kDevice,
+                                 Tier::kHost,   Tier::kPinned, Tier::kDevice};
 constexpr std::size_t kNumBuffers = std::size(kBufferKinds);
 
 struct Buffer {

@@ -28,9 +28,9 @@ bool is_aligned(const void* data, std::size_t alignment) {
   return reinterpret_cast<std::uintptr_t>(data) % alignment == 0;
 }
 
-HostMemoryRequest request_for(MemoryKind kind, std::size_t bytes, Ledger* ledger) {
+HostMemoryRequest request_for(Tier tier, std::size_t bytes, Ledger* ledger) {
   HostMemoryRequest request;
-  request.kind = kind;
+  request.tier = tier;
   request.bytes = bytes;
   request.ledger = ledger;
   return request;
@@ -39,7 +39,7 @@ HostMemoryRequest request_for(MemoryKind kind, std::size_t bytes, Ledger* ledger
 TEST(HostMemory, TakesSmallSizesExactlyAndLargeOnesInPages) {
   Ledger ledger;
   const auto charged = [&ledger](std::size_t bytes) {
-    const Memory memory = allocate_host_memory(request_for(MemoryKind::kHost, bytes, &ledger));
+    const Memory memory = allocate_host_memory(request_for(Tier::kHost, bytes, &ledger));
     std::memset(memory.data(), 1, memory.bytes());
     EXPECT_EQ(memory.bytes(), bytes);
     return ledger.current_bytes(Tier::kHost, Role::kOther);
@@ -56,8 +56,8 @@ TEST(HostMemory, TakesSmallSizesExactlyAndLargeOnesInPages) {
 TEST(HostMemory, IsAlignedAsAskedBelowAndAboveAPage) {
   for (const std::size_t alignment : {std::size_t{16}, std::size_t{4096}, std::size_t{2} << 20}) {
     for (const std::size_t bytes : {std::size_t{100}, std::size_t{300'000}}) {
-      for (const MemoryKind kind : {MemoryKind::kHost, MemoryKind::kPinned}) {
-        HostMemoryRequest request = request_for(kind, bytes, nullptr);
+      for (const Tier tier : {Tier::kHost, Tier::kPinned}) {
+        HostMemoryRequest request = request_for(tier, bytes, nullptr);
         request.alignment = alignment;
         const Memory memory = allocate_host_memory(request);
         EXPECT_TRUE(is_aligned(memory.data(), alignment)) << alignment << " " << bytes;
@@ -68,19 +68,19 @@ TEST(HostMemory, IsAlignedAsAskedBelowAndAboveAPage) {
 }
 
 TEST(HostMemory, BeginsWhereAHugePageCanAndTakesNoMoreForIt) {
-  for (const MemoryKind kind : {MemoryKind::kHost, MemoryKind::kPinned}) {
+  for (const Tier tier : {Tier::kHost, Tier::kPinned}) {
     Ledger ledger;
     const std::size_t bytes = kHugePageBytes + page_bytes();
-    const Memory memory = allocate_host_memory(request_for(kind, bytes, &ledger));
+    const Memory memory = allocate_host_memory(request_for(tier, bytes, &ledger));
     EXPECT_TRUE(is_aligned(memory.data(), kHugePageBytes));
     EXPECT_EQ(memory.bytes(), bytes);
-    EXPECT_EQ(ledger.current_bytes(tier_of(kind)), bytes);
+    EXPECT_EQ(ledger.current_bytes(tier), bytes);
   }
 }
 
 TEST(HostMemory, RefusesAlignmentsThatAreNone) {
   for (const std::size_t alignment : {0U, 8U, 48U}) {
-    HostMemoryRequest request = request_for(MemoryKind::kHost, 64, nullptr);
+    HostMemoryRequest request = request_for(Tier::kHost, 64, nullptr);
     request.alignment = alignment;
     EXPECT_THROW((void)allocate_host_memory(request), InternalError) << alignment;
   }
@@ -88,7 +88,7 @@ TEST(HostMemory, RefusesAlignmentsThatAreNone) {
 
 TEST(HostMemory, OfZeroBytesIsNullAndCostsNothing) {
   Ledger ledger;
-  const Memory memory = allocate_host_memory(request_for(MemoryKind::kPinned, 0, &ledger));
+  const Memory memory = allocate_host_memory(request_for(Tier::kPinned, 0, &ledger));
   EXPECT_EQ(memory.data(), nullptr);
   EXPECT_EQ(memory.bytes(), 0U);
   EXPECT_EQ(ledger.peak_bytes(Tier::kPinned), 0U);
@@ -97,25 +97,25 @@ TEST(HostMemory, OfZeroBytesIsNullAndCostsNothing) {
 TEST(HostMemory, SaysHowMuchWasAskedForWhenThereIsNotEnough) {
   const std::size_t bytes = SIZE_MAX / 2;
   try {
-    (void)allocate_host_memory(request_for(MemoryKind::kHost, bytes, nullptr));
+    (void)allocate_host_memory(request_for(Tier::kHost, bytes, nullptr));
     FAIL() << "expected DeviceError";
   } catch (const DeviceError& error) {
     const std::string message = error.what();
     EXPECT_NE(message.find(std::to_string(bytes)), std::string::npos) << message;
     EXPECT_NE(message.find("available"), std::string::npos) << message;
   }
-  EXPECT_THROW((void)allocate_host_memory(request_for(MemoryKind::kHost, SIZE_MAX, nullptr)),
+  EXPECT_THROW((void)allocate_host_memory(request_for(Tier::kHost, SIZE_MAX, nullptr)),
                DeviceError);
 }
 
 TEST(HostMemory, MovesWithoutBeingGivenBackTwice) {
   Ledger ledger;
-  Memory first = allocate_host_memory(request_for(MemoryKind::kHost, 100, &ledger));
+  Memory first = allocate_host_memory(request_for(Tier::kHost, 100, &ledger));
   std::byte* const data = first.data();
   Memory second = std::move(first);
   EXPECT_EQ(first.data(), nullptr);  // NOLINT(bugprone-use-after-move): moved-from is empty
   EXPECT_EQ(second.data(), data);
-  second = allocate_host_memory(request_for(MemoryKind::kHost, 50, &ledger));
+  second = allocate_host_memory(request_for(Tier::kHost, 50, &ledger));
   EXPECT_EQ(ledger.current_bytes(Tier::kHost), 50U);
   second.reset();
   second.reset();
@@ -134,7 +134,7 @@ TEST(HostPages, AreAllThereOnceTheyAreTouched) {
   // Within one piece of the work, and over several with a rest.
   for (const std::size_t bytes :
        {std::size_t{1}, std::size_t{5} << 20, (std::size_t{130} << 20) + 1}) {
-    const HostPages pages = map_pages(bytes, kHugePageBytes, MemoryKind::kPinned);
+    const HostPages pages = map_pages(bytes, kHugePageBytes, Tier::kPinned);
     EXPECT_EQ(num_resident(pages), 0U);
     touch_pages(pages);
     EXPECT_EQ(num_resident(pages), pages.bytes / page_bytes()) << bytes;
@@ -177,7 +177,7 @@ TEST(PinnedMemory, IsGoodAndSaysSoOnceWhereItCannotBeLocked) {
   std::string notice;
   std::thread([&] {
     ASSERT_NO_FATAL_FAILURE(drop_right_to_lock());
-    const HostPages probe = map_pages(16 * page_bytes(), 16, MemoryKind::kPinned);
+    const HostPages probe = map_pages(16 * page_bytes(), 16, Tier::kPinned);
     is_unlimited = lock_pages(probe);
     unmap_pages(probe);
     CpuDeviceOptions options;
@@ -187,7 +187,7 @@ TEST(PinnedMemory, IsGoodAndSaysSoOnceWhereItCannotBeLocked) {
     };
     const auto device = make_cpu_device(options);
     for (int i = 0; i < 3; ++i) {
-      const Memory memory = device->allocate(MemoryKind::kPinned, 1 << 20, Role::kStaging);
+      const Memory memory = device->allocate(Tier::kPinned, 1 << 20, Role::kStaging);
       std::memset(memory.data(), 7, memory.bytes());
     }
   }).join();
@@ -201,7 +201,7 @@ TEST(PinnedMemory, IsGoodAndSaysSoOnceWhereItCannotBeLocked) {
 
 TEST(PinnedMemory, IsChargedInWholePagesSinceLocksAre) {
   Ledger ledger;
-  const Memory memory = allocate_host_memory(request_for(MemoryKind::kPinned, 1, &ledger));
+  const Memory memory = allocate_host_memory(request_for(Tier::kPinned, 1, &ledger));
   EXPECT_EQ(ledger.current_bytes(Tier::kPinned), page_bytes());
 }
 

@@ -53,7 +53,7 @@ TEST_F(NumaNode, IsNothingWhereTheMachineDoesNotSay) {
 }
 
 TEST(PreferNode, IsThePolicyOfThePages) {
-  const HostPages pages = map_pages(1 << 20, kHugePageBytes, MemoryKind::kPinned);
+  const HostPages pages = map_pages(1 << 20, kHugePageBytes, Tier::kPinned);
   const bool is_granted = prefer_node(pages, 0);
   int policy = -1;
   const bool is_known = syscall(SYS_get_mempolicy, &policy, nullptr, 0, pages.data,

@@ -4,10 +4,10 @@
 #include <gtest/gtest.h>
 
 #include "models/gpt.h"
-#include "tessera/comm/thread_backend.h"
 #include "tessera/device/host_memory.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/runtime.h"
+#include "testing/thread_backend.h"
 #include "tests/engine/small_modules.h"
 #include "tests/engine/training_run.h"
 
@@ -114,7 +114,7 @@ TEST(RankBytes, EqualTheClosedForm) {
         // Two moments; the fp32 shard is its own master.
         moment_bytes += taken_bytes(static_cast<std::size_t>(piece) * 8);
       }
-      const Tier tier = device::tier_of(device::MemoryKind::kDevice);
+      const Tier tier = Tier::kDevice;
       EXPECT_EQ(runtime.ledger().current_bytes(tier, Role::kShard), shard_bytes);
       EXPECT_EQ(runtime.ledger().current_bytes(tier, Role::kOptimizer), moment_bytes);
     });
@@ -129,7 +129,7 @@ TEST(Building, NeverHoldsMoreThanOneUnitInFull) {
     Runtime runtime(config_of(settings), group, {-1, 1, 0});
     Engine engine(runtime);
     models::Gpt model(big, engine, settings.seed);
-    const Tier tier = device::tier_of(device::MemoryKind::kDevice);
+    const Tier tier = Tier::kDevice;
     EXPECT_LE(runtime.ledger().peak_bytes(tier, Role::kFull),
               static_cast<std::size_t>(models::gpt_size(big).largest_unit) * 4);
     EXPECT_GT(runtime.ledger().peak_bytes(tier, Role::kFull), 0U);

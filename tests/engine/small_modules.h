@@ -11,10 +11,10 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/config.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/runtime.h"
+#include "testing/thread_backend.h"
 
 namespace tessera::testing {
 

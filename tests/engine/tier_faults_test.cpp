@@ -7,8 +7,8 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "testing/fault_engine.h"
 #include "tests/engine/training_run.h"
-#include "tests/support/fault_engine.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {

@@ -12,13 +12,13 @@
 #include "models/data.h"
 #include "models/gpt_shapes.h"
 #include "models/plain_trainer.h"
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/rule.h"
+#include "testing/mock_device.h"
+#include "testing/thread_backend.h"
 
 namespace tessera::testing {
 namespace {
@@ -158,12 +158,12 @@ void train_rank(const RunSettings& settings, comm::Group* world, RunOutcome& out
   runtime_options.wrap_io = settings.wrap_io;
   if (settings.device == RunDevice::kLate) {
     runtime_options.make_device = [&](device::CpuDeviceOptions host) {
-      device::LateDeviceOptions late;
+      device::MockDeviceOptions late;
       late.mode = device::LateMode::kRandom;
       late.seed = settings.seed + static_cast<std::uint64_t>(world->rank());
       late.own_memory = true;
       late.host = std::move(host);
-      return device::make_late_device(std::move(late));
+      return device::make_mock_device(std::move(late));
     };
   }
   runtime_options.cuda_device = settings.device == RunDevice::kCuda ? 0 : -1;
@@ -308,11 +308,11 @@ RunOutcome train(const RunSettings& settings) {
   groups.ledger = &comm_ledger;
   std::unique_ptr<device::Device> copied_from;
   if (settings.copies_calls) {
-    device::LateDeviceOptions late;
+    device::MockDeviceOptions late;
     late.mode = device::LateMode::kRandom;
     late.own_memory = true;
     late.host.ledger = &comm_ledger;
-    copied_from = device::make_late_device(std::move(late));
+    copied_from = device::make_mock_device(std::move(late));
     groups.device = copied_from.get();
   }
   comm::run_ranks(world, groups,

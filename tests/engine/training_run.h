@@ -32,7 +32,7 @@ enum class Planted : std::uint8_t {
 // Where a sharded run computes.
 enum class RunDevice : std::uint8_t {
   kCpu,
-  kLate,  // the late double (device/late_device.h), with memory of its own
+  kLate,  // the late double (device/mock_device.h), with memory of its own
   kCuda,
 };
 

@@ -137,9 +137,8 @@ class WaitCounter final : public device::Device {
   device::Stream& stream(device::StreamKind kind) override {
     return kind == device::StreamKind::kReduce ? reduce_ : inner_->stream(kind);
   }
-  device::Memory allocate(device::MemoryKind kind, std::size_t bytes, Role role,
-                          std::size_t alignment) override {
-    return inner_->allocate(kind, bytes, role, alignment);
+  device::Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) override {
+    return inner_->allocate(tier, bytes, role, alignment);
   }
   device::Pending start_copy(void* to, const void* from, std::size_t bytes,
                              device::Stream& stream) override {

@@ -223,11 +223,10 @@ TEST(ReducerMemory, AnAdoptedGradientOutlivesTheWorkThatReadsIt) {
 class SaysItIsCuda final : public device::Device {
  public:
   std::string name() const override { return "cuda:0 (a double)"; }
-  bool has_own_memory() const override { return true; }
+  bool is_discrete() const override { return true; }
   device::Stream& stream(device::StreamKind kind) override { return cpu_->stream(kind); }
-  device::Memory allocate(device::MemoryKind kind, std::size_t bytes, Role role,
-                          std::size_t alignment) override {
-    return cpu_->allocate(kind, bytes, role, alignment);
+  device::Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) override {
+    return cpu_->allocate(tier, bytes, role, alignment);
   }
   device::Pending start_copy(void* to, const void* from, std::size_t bytes,
                              device::Stream& stream) override {

@@ -7,8 +7,8 @@
 #include <gtest/gtest.h>
 
 #include "tessera/tier/file_store.h"
+#include "testing/fault_engine.h"
 #include "tests/grad/stored_world.h"
-#include "tests/support/fault_engine.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::grad {

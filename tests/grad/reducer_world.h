@@ -15,14 +15,14 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/core/spans.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
 #include "tessera/grad/element_loops.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/update_loops.h"
+#include "testing/mock_device.h"
+#include "testing/thread_backend.h"
 #include "tests/support/no_tensor.h"
 
 namespace tessera::grad {
@@ -35,11 +35,11 @@ inline std::unique_ptr<device::Device> make_device(DeviceKind kind, Ledger* ledg
   if (kind == DeviceKind::kCpu) {
     return device::make_cpu_device({ledger, {}});
   }
-  device::LateDeviceOptions options;
+  device::MockDeviceOptions options;
   options.mode = kind == DeviceKind::kLazy ? device::LateMode::kLazy : device::LateMode::kRandom;
   options.seed = static_cast<std::uint64_t>(rank) + 3;
   options.host.ledger = ledger;
-  return device::make_late_device(options);
+  return device::make_mock_device(options);
 }
 
 struct ParamShape {
@@ -123,8 +123,8 @@ class RankWorld {
  private:
   void make_tier() {
     store_ = test_.make_store(rank());
-    pool_ = std::make_unique<tier::BufferPool>(*device_, device::MemoryKind::kHost,
-                                               test_.pool_bytes, "gradient buffers");
+    pool_ = std::make_unique<tier::BufferPool>(*device_, Tier::kHost, test_.pool_bytes,
+                                               "gradient buffers");
     tier_ = {store_.get(), pool_.get(), {}};
     for (int id = 0; id < params_.num_params(); ++id) {
       const shard::Param& param = params_[id];

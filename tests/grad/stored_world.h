@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "tessera/optim/kernels.h"
-#include "tests/grad/lazy_store.h"
+#include "testing/lazy_store.h"
 #include "tests/grad/reducer_world.h"
 #include "tests/support/aligned_bytes.h"
 

@@ -10,7 +10,7 @@
 
 #include "tessera/comm/bootstrap.h"
 #include "tessera/core/error.h"
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 #include "tests/launch/rank_program.h"
 
 namespace tessera::testing {
@@ -73,9 +73,9 @@ Behaviour spoiled_by(const char* name, const Deed& deed) {
 // The same with calls that pass through pinned memory.
 Behaviour copied_and_spoiled_by(const char* name, const Deed& deed) {
   return {name, [deed](RankContext& context) {
-            device::LateDeviceOptions options;
+            device::MockDeviceOptions options;
             options.own_memory = true;
-            const auto device = device::make_late_device(std::move(options));
+            const auto device = device::make_mock_device(std::move(options));
             return spoil(context, deed, device.get());
           }};
 }

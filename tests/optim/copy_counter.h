@@ -24,10 +24,9 @@ class CopyCounter final : public device::Device {
 
   std::string name() const override { return inner_->name(); }
   device::Stream& stream(device::StreamKind kind) override { return inner_->stream(kind); }
-  bool has_own_memory() const override { return inner_->has_own_memory(); }
-  device::Memory allocate(device::MemoryKind kind, std::size_t bytes, Role role,
-                          std::size_t alignment) override {
-    return inner_->allocate(kind, bytes, role, alignment);
+  bool is_discrete() const override { return inner_->is_discrete(); }
+  device::Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) override {
+    return inner_->allocate(tier, bytes, role, alignment);
   }
   device::Pending start_copy(void* to, const void* from, std::size_t bytes,
                              device::Stream& stream) override {

@@ -63,7 +63,7 @@ TEST(DeviceUpdate, UsesMemoryThatIsLentAndGivesItBack) {
 // waits for them.
 TEST(DeviceUpdate, SendsStatesUpTwoAtATimeHoweverManySlotsThereAre) {
   Case test;
-  test.shapes = {{100000, ShardHome::kHost, by_device(false)}};  // 49 pieces
+  test.shapes = {{100000, Tier::kHost, by_device(false)}};  // 49 pieces
   test.mode = device::LateMode::kLazy;
   test.num_slots = 8;
   test.slot_numel = 2048;
@@ -73,7 +73,7 @@ TEST(DeviceUpdate, SendsStatesUpTwoAtATimeHoweverManySlotsThereAre) {
 
 TEST(DeviceUpdate, WantsNoMoreSlotsThanItHasPieces) {
   Case test;
-  test.shapes = {{4000, ShardHome::kHost, by_device(false)}};
+  test.shapes = {{4000, Tier::kHost, by_device(false)}};
   test.num_slots = 1;
   test.slot_numel = 2048;
   test.num_lent = 100;
@@ -84,7 +84,7 @@ TEST(DeviceUpdate, WantsNoMoreSlotsThanItHasPieces) {
 TEST(DeviceUpdate, UsesLentMemoryAgainUntilItIsWantedBack) {
   for (const device::LateMode mode : {device::LateMode::kRandom, device::LateMode::kLazy}) {
     Case test;
-    test.shapes = {{100000, ShardHome::kHost, by_device(false)}};  // 49 pieces
+    test.shapes = {{100000, Tier::kHost, by_device(false)}};  // 49 pieces
     test.mode = mode;
     test.num_slots = 1;
     test.slot_numel = 2048;
@@ -137,8 +137,7 @@ TEST(DeviceUpdate, LeavesNewParametersWhereTheirGradientsWere) {
 
 TEST(DeviceUpdate, TakesStatesThatLiveOnTheDeviceWithAParameterOnTheHost) {
   Case test;
-  test.shapes = {{5003, ShardHome::kHost, by_device(true)},
-                 {3000, ShardHome::kDevice, by_device(true)}};
+  test.shapes = {{5003, Tier::kHost, by_device(true)}, {3000, Tier::kDevice, by_device(true)}};
   expect_same_bits(test);
 }
 
@@ -162,8 +161,8 @@ TEST(DeviceUpdate, SaysThatThereIsNoRoomForStatesThatStream) {
 TEST(DeviceUpdate, NeedsNoSlotsForWhatIsFrozen) {
   comm::run_ranks(1, [&](comm::Group& group) {
     Case test;
-    test.shapes = {{3000, ShardHome::kHost, by_device(false), false},
-                   {2000, ShardHome::kDevice, by_device(true)}};
+    test.shapes = {{3000, Tier::kHost, by_device(false), false},
+                   {2000, Tier::kDevice, by_device(true)}};
     test.num_slots = 0;
     World world(group, test, true);
     world.param(0).set_trainable(true);

@@ -10,19 +10,17 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/thread_backend.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
 #include "tessera/optim/reducer_kernels.h"
 #include "tessera/optim/sharded_optimizer.h"
 #include "tessera/optim/tiered_optimizer.h"
+#include "testing/mock_device.h"
+#include "testing/thread_backend.h"
 #include "tests/optim/copy_counter.h"
 #include "tests/optim/state_bytes.h"
 #include "tests/support/no_tensor.h"
 
 namespace tessera::optim {
-
-using shard::ShardHome;
 
 constexpr double kLr = 1e-2;
 constexpr double kScale = 0.5;
@@ -32,7 +30,7 @@ using support::NoTensor;
 
 struct Shape {
   std::int64_t numel = 0;
-  ShardHome home = ShardHome::kDevice;
+  Tier tier = Tier::kDevice;
   StoredParts parts;
   bool trainable = true;
 };
@@ -91,7 +89,7 @@ class World {
       spec.numel = test.shapes[i].numel;
       spec.dtype = test.dtype;
       spec.trainable = test.shapes[i].trainable;
-      spec.home = own ? test.shapes[i].home : ShardHome::kDevice;
+      spec.placement.parameter = own ? test.shapes[i].tier : Tier::kDevice;
       const shard::Param& param = params_.add(spec, std::make_unique<NoTensor>());
       leaving_.push_back(!test.shapes[i].parts.device_update);
       gradients_.emplace_back();
@@ -204,10 +202,10 @@ class World {
     if (!own_) {
       return device::make_cpu_device();
     }
-    device::LateDeviceOptions options;
+    device::MockDeviceOptions options;
     options.mode = test_.mode;
     options.own_memory = true;
-    return std::make_unique<CopyCounter>(device::make_late_device(options));
+    return std::make_unique<CopyCounter>(device::make_mock_device(options));
   }
 
   // As a backward frees memory.
@@ -215,7 +213,7 @@ class World {
     while (update_ != nullptr && lent_.size() < static_cast<std::size_t>(test_.num_lent) &&
            update_->wants_slot()) {
       auto memory = std::make_shared<device::Memory>(
-          device_->allocate(device::MemoryKind::kDevice, update_->slot_bytes(), Role::kOther));
+          device_->allocate(Tier::kDevice, update_->slot_bytes(), Role::kOther));
       lent_.push_back(memory);
       update_->lend(memory->data(), device_->stream(device::StreamKind::kCompute).record(), memory);
       ++num_lent;
@@ -242,7 +240,7 @@ class World {
     }
   }
 
-  // Copies on the device are the new values, before and beside those that go home.
+  // Copies on the device are the new values, before and beside those that go to the host.
   void check_copies() {
     for (int id = 0; id < params_.num_params(); ++id) {
       const shard::Param& param = params_[id];
@@ -338,10 +336,10 @@ inline Counts expect_same_bits(const Case& test) {
 
 // Sizes that do not divide, some larger than a slot.
 inline std::vector<Shape> mixed_shapes() {
-  return {{5, ShardHome::kDevice, by_device(true)},   {9001, ShardHome::kHost, by_device(false)},
-          {4096, ShardHome::kHost, by_processor()},   {12289, ShardHome::kDevice, by_device(false)},
-          {5000, ShardHome::kDevice, by_processor()}, {3001, ShardHome::kHost, by_device(false)},
-          {7, ShardHome::kDevice, by_device(true)}};
+  return {{5, Tier::kDevice, by_device(true)},   {9001, Tier::kHost, by_device(false)},
+          {4096, Tier::kHost, by_processor()},   {12289, Tier::kDevice, by_device(false)},
+          {5000, Tier::kDevice, by_processor()}, {3001, Tier::kHost, by_device(false)},
+          {7, Tier::kDevice, by_device(true)}};
 }
 
 }  // namespace tessera::optim

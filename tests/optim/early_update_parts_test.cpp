@@ -10,7 +10,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/thread_backend.h"
+#include "testing/thread_backend.h"
 #include "tests/optim/tiered_world.h"
 
 namespace tessera::optim {

@@ -12,7 +12,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 #include "tests/optim/kernel_cases.h"
 #include "tests/optim/update_case.h"
 #include "tests/support/sizes.h"
@@ -212,7 +212,7 @@ TEST_F(KernelLists, RefuseOtherTypes) {
 
 // The lazy device runs nothing before somebody waits: by then the lists are gone.
 TEST_F(KernelLists, NeedTheirListsForTheCallOnly) {
-  const auto device = device::make_late_device();
+  const auto device = device::make_mock_device();
   device::Stream& stream = device->stream(StreamKind::kReduce);
   const auto kernels = make_cpu_kernels(2);
   const UpdateList updates({{100, 0, 0, DType::kBFloat16, DType::kBFloat16}});

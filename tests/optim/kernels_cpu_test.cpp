@@ -13,10 +13,10 @@
 
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
 #include "tessera/optim/kernels.h"
 #include "tessera/optim/thread_team.h"
 #include "tessera/optim/update_loops.h"
+#include "testing/mock_device.h"
 #include "tests/optim/kernel_cases.h"
 #include "tests/optim/update_case.h"
 
@@ -176,7 +176,7 @@ TEST(CpuKernels, AddAndWiden) {
 
 // The lazy device runs nothing before somebody waits, so work outside the stream's order shows.
 TEST(CpuKernels, RunInTheOrderOfTheStream) {
-  const auto device = device::make_late_device();
+  const auto device = device::make_mock_device();
   device::Stream& reduce = device->stream(StreamKind::kReduce);
   device::Stream& read = device->stream(StreamKind::kRead);
   const auto kernels = make_cpu_kernels(2);

@@ -21,7 +21,6 @@
 namespace tessera::optim {
 namespace {
 
-using device::MemoryKind;
 using device::StreamKind;
 
 TEST(CudaKernelsWithoutCuda, SayWhatIsMissing) {
@@ -47,7 +46,7 @@ class CudaKernels : public ::testing::Test {
   template <typename Value>
   device::Memory upload(const std::vector<Value>& values) {
     const std::size_t bytes = values.size() * sizeof(Value);
-    device::Memory memory = device_->allocate(MemoryKind::kDevice, bytes, Role::kOther);
+    device::Memory memory = device_->allocate(Tier::kDevice, bytes, Role::kOther);
     if (bytes > 0) {
       device_->start_copy(memory.data(), values.data(), bytes, stream()).wait();
     }
@@ -239,10 +238,9 @@ TEST_F(CudaKernels, UpdateAnEmptyList) {
 }
 
 TEST_F(CudaKernels, FindTheFactorsOfAStepWithTheBitsOfTheHost) {
-  const device::Memory step =
-      device_->allocate(MemoryKind::kDevice, sizeof(StepOnDevice), Role::kOther);
+  const device::Memory step = device_->allocate(Tier::kDevice, sizeof(StepOnDevice), Role::kOther);
   const device::Memory for_host =
-      device_->allocate(MemoryKind::kPinned, sizeof(StepOnDevice), Role::kOther);
+      device_->allocate(Tier::kPinned, sizeof(StepOnDevice), Role::kOther);
   for (const StepCase& test : step_cases()) {
     const device::Memory sums = upload(test.sums);
     kernels_
@@ -300,9 +298,9 @@ TEST_F(CudaKernels, UpdateByTheFactorOfSumsThatTheHostHasNotSeen) {
     values[77] = is_finite ? values[77] : std::numeric_limits<float>::infinity();
     const device::Memory gradient = upload(values);
     const device::Memory step =
-        device_->allocate(MemoryKind::kDevice, sizeof(StepOnDevice), Role::kOther);
+        device_->allocate(Tier::kDevice, sizeof(StepOnDevice), Role::kOther);
     const device::Memory pinned =
-        device_->allocate(MemoryKind::kPinned, sizeof(StepOnDevice) + 8, Role::kOther);
+        device_->allocate(Tier::kPinned, sizeof(StepOnDevice) + 8, Role::kOther);
     auto* const factors = reinterpret_cast<StepOnDevice*>(step.data());
     auto* const for_host = reinterpret_cast<StepOnDevice*>(pinned.data());
     auto* const squares = reinterpret_cast<double*>(for_host + 1);
@@ -339,9 +337,9 @@ TEST_F(CudaKernels, SumSquaresOfListsIntoPinnedAndDeviceMemory) {
     const NormList list(num_spans);
     const std::vector<double> expected = list.expected();
     const device::Memory values = upload(list.slab.bytes());
-    for (const MemoryKind kind : {MemoryKind::kPinned, MemoryKind::kDevice}) {
+    for (const Tier tier : {Tier::kPinned, Tier::kDevice}) {
       const device::Memory results =
-          device_->allocate(kind, num_spans * sizeof(double) + 8, Role::kOther);
+          device_->allocate(tier, num_spans * sizeof(double) + 8, Role::kOther);
       kernels_
           ->start_sums_of_squares(list.at(values.data()), reinterpret_cast<double*>(results.data()),
                                   stream())
@@ -359,8 +357,8 @@ TEST_F(CudaKernels, SumSquaresOfListsInFlightTogether) {
   const NormList list(90);
   const std::vector<double> expected = list.expected();
   const device::Memory values = upload(list.slab.bytes());
-  const device::Memory results = device_->allocate(
-      MemoryKind::kPinned, kRounds * expected.size() * sizeof(double), Role::kOther);
+  const device::Memory results =
+      device_->allocate(Tier::kPinned, kRounds * expected.size() * sizeof(double), Role::kOther);
   std::vector<device::Pending> summed;
   for (std::size_t round = 0; round < kRounds; ++round) {
     device::Stream& on =

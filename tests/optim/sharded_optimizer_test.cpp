@@ -10,11 +10,11 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/core/spans.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
+#include "testing/thread_backend.h"
 #include "tests/optim/update_case.h"
 #include "tests/support/no_tensor.h"
 #include "tests/support/sizes.h"
@@ -124,9 +124,9 @@ class RankWorld {
     if (!world.is_late) {
       return device::make_cpu_device({&ledger_, {}});
     }
-    device::LateDeviceOptions options;
+    device::MockDeviceOptions options;
     options.host.ledger = &ledger_;
-    return device::make_late_device(options);
+    return device::make_mock_device(options);
   }
 
   Ledger ledger_;

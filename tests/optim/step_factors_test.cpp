@@ -7,8 +7,8 @@
 
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
 #include "tessera/optim/kernels.h"
+#include "testing/mock_device.h"
 #include "tests/optim/step_cases.h"
 #include "tests/optim/update_case.h"
 
@@ -108,7 +108,7 @@ TEST_F(StepOnDeviceTest, SkipsOnlyUpdatesThatTakeIt) {
 // The whole chain is enqueued before anything of it has run.
 TEST_F(StepOnDeviceTest, IsReadWhenTheUpdateRuns) {
   for (const bool is_finite : {true, false}) {
-    const auto late = device::make_late_device();
+    const auto late = device::make_mock_device();
     device::Stream& reduce = late->stream(StreamKind::kReduce);
     const UpdateList list({{4099, 1, 0, DType::kBFloat16, DType::kBFloat16}});
     AlignedBytes memory(list.slab.bytes());

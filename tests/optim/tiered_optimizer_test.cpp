@@ -9,7 +9,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/thread_backend.h"
+#include "testing/thread_backend.h"
 #include "tests/optim/tiered_world.h"
 #include "tests/optim/update_case.h"
 #include "tests/support/sizes.h"
@@ -136,7 +136,7 @@ TEST(TieredOptimizer, StreamsATensorThatIsLargerThanAllBuffersTogether) {
   expect_bits_of_memory(1, test);
 }
 
-TEST(TieredOptimizer, WaitsForEverythingThatALateDeviceHasNotDoneYet) {
+TEST(TieredOptimizer, WaitsForEverythingThatAMockDeviceHasNotDoneYet) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     for (int bits = 0; bits < kNumPlaces; ++bits) {
       SCOPED_TRACE(text_of(bits));

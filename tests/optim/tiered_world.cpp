@@ -7,12 +7,12 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/thread_backend.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
 #include "tessera/optim/update_loops.h"
 #include "tessera/tier/file_store.h"
-#include "tessera/tier/memory_store.h"
+#include "testing/memory_store.h"
+#include "testing/mock_device.h"
+#include "testing/thread_backend.h"
 #include "tests/support/no_tensor.h"
 
 namespace tessera::optim {
@@ -24,9 +24,9 @@ std::unique_ptr<device::Device> make_device(bool is_late, Ledger* ledger) {
   if (!is_late) {
     return device::make_cpu_device({ledger, {}});
   }
-  device::LateDeviceOptions options;
+  device::MockDeviceOptions options;
   options.host.ledger = ledger;
-  return device::make_late_device(options);
+  return device::make_mock_device(options);
 }
 
 std::vector<std::byte> bytes_at(const void* data, std::size_t bytes) {
@@ -80,10 +80,9 @@ TieredWorld::TieredWorld(comm::Group& group, const TieredCase& test)
     spec.dtype = test.dtype;
     spec.trainable = test.shapes[i].trainable;
     spec.weight_decay_scale = i % 2 == 0 ? 1 : 0;
-    spec.home =
-        test.shapes[i].stored.parameter ? shard::ShardHome::kStored : shard::ShardHome::kDevice;
+    spec.placement.parameter = test.shapes[i].stored.parameter ? Tier::kNvme : Tier::kDevice;
     const shard::Param& param = params_->add(spec, std::make_unique<NoTensor>());
-    if (param.is_stored()) {
+    if (param.is_on_nvme()) {
       shards_->add(param);
     }
     write_shard(param.id(), i);
@@ -111,7 +110,7 @@ TieredWorld::~TieredWorld() = default;
 
 std::unique_ptr<tier::Store> TieredWorld::make_store(const std::string& role, Role charged) {
   if (test_.store == StoreKind::kMemory) {
-    return std::make_unique<tier::MemoryStore>(*device_, device::MemoryKind::kHost, charged);
+    return std::make_unique<tier::MemoryStore>(*device_, Tier::kHost, charged);
   }
   tier::FileStoreOptions options;
   options.directories = {directory_.path().string()};
@@ -153,7 +152,7 @@ std::size_t TieredWorld::largest_lease() const {
 void TieredWorld::make_buffers() {
   const auto bytes =
       static_cast<std::size_t>(std::ceil(static_cast<double>(largest_lease()) * test_.num_buffers));
-  const auto kind = device::MemoryKind::kHost;
+  const auto kind = Tier::kHost;
   buffers_ = std::make_unique<tier::BufferPool>(*device_, kind, bytes, "optimizer buffers");
   gradient_buffers_ = std::make_unique<tier::BufferPool>(
       *device_, kind, 2 * grad::kSmallestPoolBytes, "gradient buffers");
@@ -190,8 +189,8 @@ void TieredWorld::write_shard(int id, std::uint64_t seed) {
   if (param.shard() != nullptr) {
     std::memcpy(param.shard(), blocks.data(), param.layout().shard_bytes());
   } else if (!blocks.empty()) {
-    const device::Memory memory = device_->allocate(device::MemoryKind::kHost, blocks.size(),
-                                                    Role::kOther, tier::kBlockBytes);
+    const device::Memory memory =
+        device_->allocate(Tier::kHost, blocks.size(), Role::kOther, tier::kBlockBytes);
     std::memcpy(memory.data(), blocks.data(), blocks.size());
     shards_->start_write(param, 0, param.layout().shard_numel(), memory.data()).wait();
     shards_->wait_written(id);
@@ -245,7 +244,7 @@ std::vector<std::byte> TieredWorld::stored_shard(int id) {
   param.updated().wait();
   const std::size_t bytes = tier::whole_blocks(param.layout().shard_bytes());
   const device::Memory memory =
-      device_->allocate(device::MemoryKind::kHost, bytes, Role::kOther, tier::kBlockBytes);
+      device_->allocate(Tier::kHost, bytes, Role::kOther, tier::kBlockBytes);
   shards_->start_read(param, 0, param.layout().shard_numel(), memory.data()).wait();
   return bytes_at(memory.data(), bytes);
 }
@@ -260,7 +259,7 @@ Trained TieredWorld::trained() {
     const std::size_t shard_bytes = param.layout().shard_bytes();
     param.updated().wait();
     std::vector<std::byte> shard;
-    if (param.is_stored() && shard_bytes > 0) {
+    if (param.is_on_nvme() && shard_bytes > 0) {
       shard = stored_shard(id);
       EXPECT_TRUE(std::all_of(shard.begin() + static_cast<std::ptrdiff_t>(shard_bytes), shard.end(),
                               [](std::byte byte) { return byte == std::byte{0}; }))

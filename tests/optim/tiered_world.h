@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "tessera/comm/group.h"
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/spans.h"
 #include "tessera/optim/sharded_optimizer.h"
 #include "tessera/optim/tiered_optimizer.h"
-#include "tests/support/fault_engine.h"
+#include "testing/fault_engine.h"
+#include "testing/thread_backend.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::optim {

@@ -10,13 +10,13 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/thread_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/core/spans.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
 #include "tessera/optim/reducer_kernels.h"
 #include "tessera/optim/sharded_optimizer.h"
+#include "testing/mock_device.h"
+#include "testing/thread_backend.h"
 #include "tests/optim/state_bytes.h"
 #include "tests/optim/update_case.h"
 #include "tests/support/no_tensor.h"
@@ -153,10 +153,10 @@ class StepWorld {
 
  private:
   static std::unique_ptr<device::Device> make_own_device(device::LateMode mode) {
-    device::LateDeviceOptions options;
+    device::MockDeviceOptions options;
     options.mode = mode;
     options.own_memory = true;
-    return device::make_late_device(options);
+    return device::make_mock_device(options);
   }
 
   std::shared_ptr<std::vector<std::byte>> elements(const shard::Param& param, double scale,

@@ -286,7 +286,7 @@ class RankRun {
              param.num_users(), " users after the step");
       }
     }
-    const Tier tier = device::tier_of(device::MemoryKind::kDevice);
+    const Tier tier = Tier::kDevice;
     const std::size_t full_bytes = engine_.runtime().ledger().current_bytes(tier, Role::kFull);
     if (step > 0 && full_bytes != full_bytes_) {
       find(step, full_bytes, " full bytes in the ledger, ", full_bytes_, " after the step before");

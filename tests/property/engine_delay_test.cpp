@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 #include "tests/property/random_case.h"
 
 namespace tessera::testing {
@@ -19,11 +19,11 @@ constexpr std::uint32_t kMaxDelayUs = 30;
 RuntimeOptions late_runtime(std::uint64_t seed, int rank) {
   RuntimeOptions options{-1, 1, 0};
   options.make_device = [seed, rank](device::CpuDeviceOptions host) {
-    device::LateDeviceOptions late;
+    device::MockDeviceOptions late;
     late.mode = seed % 2 == 0 ? device::LateMode::kLazy : device::LateMode::kRandom;
     late.seed = seed * 8 + static_cast<std::uint64_t>(rank);
     late.host = std::move(host);
-    return device::make_late_device(std::move(late));
+    return device::make_mock_device(std::move(late));
   };
   return options;
 }

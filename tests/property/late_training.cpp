@@ -53,11 +53,11 @@ std::unique_ptr<device::Device> make_device(const TrainingPlan& plan, int rank) 
   if (plan.device == DeviceChoice::kCpu) {
     return device::make_cpu_device({});
   }
-  device::LateDeviceOptions options;
+  device::MockDeviceOptions options;
   options.mode =
       plan.device == DeviceChoice::kLazy ? device::LateMode::kLazy : device::LateMode::kRandom;
   options.seed = plan.seed * 8 + static_cast<std::uint64_t>(rank);
-  return device::make_late_device(options);
+  return device::make_mock_device(options);
 }
 
 // The parameters that a step uses.

@@ -1,5 +1,5 @@
 // Training without torch, where every gather, reduction, copy and update may come late: what
-// coordinator, reducer and optimizer do together, on the late device and over late ranks, against
+// coordinator, reducer and optimizer do together, on the mock device and over late ranks, against
 // the same arithmetic done at once by one thread.
 //
 // A step runs units forward and backward in an order of its own. Every use reads all it has been
@@ -18,10 +18,10 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/coordinator/coordinator.h"
-#include "tessera/device/late_device.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/kernels.h"
 #include "tessera/optim/sharded_optimizer.h"
+#include "testing/mock_device.h"
 #include "tests/property/draw.h"
 
 namespace tessera::testing {

@@ -7,7 +7,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/thread_backend.h"
+#include "testing/thread_backend.h"
 #include "tests/support/sizes.h"
 
 namespace tessera::testing {

@@ -27,8 +27,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/comm/thread_backend.h"
 #include "tessera/engine/engine.h"
+#include "testing/thread_backend.h"
 #include "tests/property/model_program.h"
 #include "tests/property/random_model.h"
 

@@ -12,7 +12,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 
 namespace tessera::shard {
 namespace {
@@ -198,9 +198,9 @@ TEST_F(ParamTest, CannotBeReleasedUnderItsUsers) {
 
 TEST_F(ParamTest, ShardsAreZeroAndChargedToTheByte) {
   // New memory of this device is poison, so zeros are there because somebody wrote them.
-  device::LateDeviceOptions options;
+  device::MockDeviceOptions options;
   options.host.ledger = &ledger_;
-  const auto late = device::make_late_device(options);
+  const auto late = device::make_mock_device(options);
   {
     std::size_t expected_bytes = 0;
     std::vector<std::unique_ptr<Param>> params;
@@ -280,16 +280,16 @@ TEST_F(ParamTest, LetsGoOfItsTensorBeforeItsMemory) {
 
 TEST_F(ParamTest, AStoredShardTakesNoMemoryAndIsNeverTheFullParameter) {
   ParamSpec stored = spec("w", 10);
-  stored.home = ShardHome::kStored;
+  stored.placement.parameter = Tier::kNvme;
   Param param(0, stored, 0, 1, *device_, tensor());
-  EXPECT_TRUE(param.is_stored());
+  EXPECT_TRUE(param.is_on_nvme());
   EXPECT_FALSE(param.shard_is_full());
   EXPECT_EQ(param.shard(), nullptr);
   EXPECT_EQ(shard_bytes(), 0U);
   std::vector<std::byte> full(param.layout().full_bytes());
   param.start_gather(full.data());
-  EXPECT_THROW(param.set_home(ShardHome::kDevice), StateError);
-  EXPECT_THROW(param.set_home(ShardHome::kStored), StateError);
+  EXPECT_THROW(param.set_tier(Tier::kDevice), StateError);
+  EXPECT_THROW(param.set_tier(Tier::kNvme), StateError);
   param.finish_gather();
   param.add_user();
   EXPECT_EQ(log_.moves.back(), (std::pair<std::string, void*>("attach", full.data())));
@@ -301,15 +301,15 @@ TEST_F(ParamTest, AShardMovesBetweenMemoryAndItsStoreWhileReleased) {
   Param param(0, spec("w", 10), 0, 1, *device_, tensor());
   EXPECT_TRUE(param.shard_is_full());
   std::fill_n(param.shard(), param.layout().shard_bytes(), std::byte{1});
-  param.set_home(ShardHome::kStored);
+  param.set_tier(Tier::kNvme);
   EXPECT_EQ(shard_bytes(), 0U);
-  param.set_home(ShardHome::kDevice);
+  param.set_tier(Tier::kDevice);
   EXPECT_TRUE(param.shard_is_full());
   EXPECT_EQ(shard_bytes(), param.layout().shard_bytes());
   EXPECT_EQ(param.shard()[0], std::byte{0}) << "whoever moves it fills it in";
   std::byte* const shard = param.shard();
   shard[0] = std::byte{7};
-  param.set_home(ShardHome::kDevice);
+  param.set_tier(Tier::kDevice);
   EXPECT_EQ(param.shard(), shard) << "it is there already";
   EXPECT_EQ(shard[0], std::byte{7});
 }

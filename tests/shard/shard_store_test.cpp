@@ -11,7 +11,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
-#include "tests/support/held_store.h"
+#include "testing/held_store.h"
 #include "tests/support/no_tensor.h"
 
 namespace tessera::shard {
@@ -30,14 +30,14 @@ class ShardStoreTest : public ::testing::Test {
     spec.name = detail::concat("p", params_.num_params());
     spec.numel = numel;
     spec.dtype = dtype;
-    spec.home = shard::ShardHome::kStored;
+    spec.placement.parameter = Tier::kNvme;
     const Param& param = params_.add(spec, std::make_unique<NoTensor>());
     shards_.add(param);
     return param;
   }
   // Whole blocks, all bytes alike.
   device::Memory blocks(std::size_t bytes, int value) {
-    device::Memory memory = device_->allocate(device::MemoryKind::kHost, tier::whole_blocks(bytes),
+    device::Memory memory = device_->allocate(Tier::kHost, tier::whole_blocks(bytes),
                                               Role::kStaging, tier::kBlockBytes);
     std::memset(memory.data(), value, memory.bytes());
     return memory;

@@ -22,12 +22,10 @@
 namespace tessera::tier {
 namespace {
 
-using device::MemoryKind;
-
 class BufferPoolTest : public ::testing::Test {
  protected:
   std::unique_ptr<BufferPool> make_pool(std::size_t num_blocks) {
-    return std::make_unique<BufferPool>(*device_, MemoryKind::kHost, num_blocks * kBlockBytes,
+    return std::make_unique<BufferPool>(*device_, Tier::kHost, num_blocks * kBlockBytes,
                                         "test buffers");
   }
   // What has begun to wait is in the queue: num_waits() counts it there.
@@ -44,7 +42,7 @@ class BufferPoolTest : public ::testing::Test {
 
 TEST_F(BufferPoolTest, TakesItsWholeBlocksOnceAndChargesThem) {
   {
-    BufferPool pool(*device_, MemoryKind::kHost, 5000, "test buffers");
+    BufferPool pool(*device_, Tier::kHost, 5000, "test buffers");
     EXPECT_EQ(pool.capacity_bytes(), 8192U);
     EXPECT_EQ(ledger_.current_bytes(Tier::kHost, Role::kStaging), 8192U);
     const Lease lease = pool.acquire(1);

@@ -1,5 +1,5 @@
 // The engine that other tests trust to fail: each of its faults does what it says, and no more.
-#include "tests/support/fault_engine.h"
+#include "testing/fault_engine.h"
 
 #include <fcntl.h>
 

@@ -19,7 +19,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
-#include "tests/support/fault_engine.h"
+#include "testing/fault_engine.h"
 #include "tests/support/process.h"
 #include "tests/support/temporary_directory.h"
 #include "tests/tier/blocks.h"

@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "tessera/device/device_cpu.h"
-#include "tessera/device/late_device.h"
-#include "tessera/tier/memory_store.h"
+#include "testing/memory_store.h"
+#include "testing/mock_device.h"
 
 namespace tessera::testing {
 
@@ -29,9 +29,9 @@ std::vector<StoreCase> all_store_cases() {
 
 StoreMaker::StoreMaker(StoreCase store_case) : case_(std::move(store_case)) {
   if (case_.kind == StoreKind::kLateMemory) {
-    device::LateDeviceOptions options;
+    device::MockDeviceOptions options;
     options.host.ledger = &ledger_;
-    device_ = device::make_late_device(options);
+    device_ = device::make_mock_device(options);
   } else {
     device_ = device::make_cpu_device({.ledger = &ledger_, .notice = {}});
   }
@@ -51,8 +51,7 @@ StoreMaker::~StoreMaker() = default;
 
 std::unique_ptr<tier::Store> StoreMaker::make(std::size_t reserved_bytes) {
   if (case_.kind != StoreKind::kFiles) {
-    const auto kind = case_.kind == StoreKind::kHostMemory ? device::MemoryKind::kHost
-                                                           : device::MemoryKind::kDevice;
+    const auto kind = case_.kind == StoreKind::kHostMemory ? Tier::kHost : Tier::kDevice;
     return std::make_unique<tier::MemoryStore>(*device_, kind, kStoreRole, reserved_bytes);
   }
   tier::FileStoreOptions options;

@@ -21,8 +21,8 @@
 #include <vector>
 
 #include "tessera/core/error.h"
-#include "tessera/device/late_device.h"
 #include "tessera/tier/store.h"
+#include "testing/mock_device.h"
 
 namespace tessera::grad {
 

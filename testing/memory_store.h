@@ -19,11 +19,10 @@ namespace tessera::tier {
 
 class MemoryStore final : public Store {
  public:
-  // Charged under `role` of the tier of `kind`. `device` outlives it.
-  MemoryStore(device::Device& device, device::MemoryKind kind, Role role,
-              std::size_t reserved_bytes = 0);
+  // Charged under `role` of the tier of `tier`. `device` outlives it.
+  MemoryStore(device::Device& device, Tier tier, Role role, std::size_t reserved_bytes = 0);
 
-  Tier tier() const override { return device::tier_of(kind_); }
+  Tier tier() const override { return tier_; }
   std::uint64_t allocate(std::size_t bytes, std::string name) override;
   std::uint64_t bytes() const override { return bytes_; }
   const std::vector<StoreExtent>& extents() const override { return extents_; }
@@ -36,7 +35,7 @@ class MemoryStore final : public Store {
   void grow(std::size_t bytes);
 
   device::Device& device_;
-  const device::MemoryKind kind_;
+  const Tier tier_;
   const Role role_;
   device::Memory memory_;
   std::size_t bytes_ = 0;  // of extents

@@ -1,6 +1,6 @@
-// The late device as a judge: wrong programs are found, every time where the mode is lazy; right
+// The mock device as a judge: wrong programs are found, every time where the mode is lazy; right
 // ones never are.
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 
 #include <algorithm>
 #include <atomic>
@@ -21,12 +21,12 @@ constexpr std::size_t kBytes = 1000;
 class LazyDevice : public ::testing::Test {
  protected:
   Memory make(std::uint8_t value) {
-    Memory memory = device_->allocate(MemoryKind::kDevice, kBytes, Role::kOther);
+    Memory memory = device_->allocate(Tier::kDevice, kBytes, Role::kOther);
     std::fill_n(memory.data(), kBytes, std::byte{value});
     return memory;
   }
 
-  std::unique_ptr<Device> device_ = make_late_device();
+  std::unique_ptr<Device> device_ = make_mock_device();
   Stream& compute_ = device_->stream(StreamKind::kCompute);
   Stream& gather_ = device_->stream(StreamKind::kGather);
   Stream& read_ = device_->stream(StreamKind::kRead);
@@ -89,7 +89,7 @@ TEST_F(LazyDevice, DoesNotPoisonWhatWorkAheadStillReadsOrWrites) {
 }
 
 TEST_F(LazyDevice, GivesOutPoisonedMemory) {
-  const Memory memory = device_->allocate(MemoryKind::kHost, kBytes, Role::kOther);
+  const Memory memory = device_->allocate(Tier::kHost, kBytes, Role::kOther);
   EXPECT_TRUE(holds(memory.data(), kBytes, kPoisonByte));
 }
 
@@ -168,8 +168,8 @@ TEST_F(LazyDevice, KeepsPendingsGoodAfterItIsGone) {
 int count_wrong_gathers(Device& device, bool forgets_to_wait) {
   Stream& gather = device.stream(StreamKind::kGather);
   Stream& compute = device.stream(StreamKind::kCompute);
-  const Memory shard = device.allocate(MemoryKind::kHost, kBytes, Role::kShard);
-  const Memory full = device.allocate(MemoryKind::kDevice, kBytes, Role::kFull);
+  const Memory shard = device.allocate(Tier::kHost, kBytes, Role::kShard);
+  const Memory full = device.allocate(Tier::kDevice, kBytes, Role::kFull);
   std::fill_n(shard.data(), kBytes, std::byte{42});
   int num_wrong = 0;
   for (int layer = 0; layer < 50; ++layer) {
@@ -187,18 +187,18 @@ int count_wrong_gathers(Device& device, bool forgets_to_wait) {
   return num_wrong;
 }
 
-TEST(LateDevice, InLazyModeFindsTheMissingWaitEveryTime) {
-  const auto device = make_late_device();
+TEST(MockDevice, InLazyModeFindsTheMissingWaitEveryTime) {
+  const auto device = make_mock_device();
   EXPECT_EQ(count_wrong_gathers(*device, true), 50);
 }
 
-TEST(LateDevice, NeverBlamesTheRightProgram) {
-  EXPECT_EQ(count_wrong_gathers(*make_late_device(), false), 0);
+TEST(MockDevice, NeverBlamesTheRightProgram) {
+  EXPECT_EQ(count_wrong_gathers(*make_mock_device(), false), 0);
   for (std::uint64_t seed = 1; seed <= 8; ++seed) {
-    LateDeviceOptions options;
+    MockDeviceOptions options;
     options.mode = LateMode::kRandom;
     options.seed = seed;
-    EXPECT_EQ(count_wrong_gathers(*make_late_device(options), false), 0) << "seed " << seed;
+    EXPECT_EQ(count_wrong_gathers(*make_mock_device(options), false), 0) << "seed " << seed;
   }
 }
 

@@ -28,7 +28,7 @@ inline constexpr std::uint8_t kPoisonByte = 0xff;
 
 enum class LateMode : std::uint8_t { kRandom, kLazy };
 
-struct LateDeviceOptions {
+struct MockDeviceOptions {
   LateMode mode = LateMode::kLazy;
   std::uint64_t seed = 1;              // kRandom only
   std::uint32_t max_delay_yields = 4;  // kRandom only; before each piece of work
@@ -39,6 +39,6 @@ struct LateDeviceOptions {
   CpuDeviceOptions host;
 };
 
-std::unique_ptr<Device> make_late_device(LateDeviceOptions options = {});
+std::unique_ptr<Device> make_mock_device(MockDeviceOptions options = {});
 
 }  // namespace tessera::device

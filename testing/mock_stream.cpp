@@ -1,4 +1,4 @@
-#include "tessera/device/late_stream.h"
+#include "testing/mock_stream.h"
 
 #include <algorithm>
 #include <atomic>
@@ -186,24 +186,24 @@ void LateQueue::stop() {
   changed_.notify_all();
 }
 
-LateStream::LateStream(StreamKind kind, const LateDeviceOptions& options)
+MockStream::MockStream(StreamKind kind, const MockDeviceOptions& options)
     : kind_(kind),
       queue_(std::make_shared<LateQueue>(options.mode,
                                          options.seed * kNumStreams + static_cast<unsigned>(kind),
                                          options.max_delay_yields)),
       worker_([queue = queue_] { queue->work_off(); }) {}
 
-LateStream::~LateStream() {
+MockStream::~MockStream() {
   queue_->stop();
   worker_.join();
 }
 
-Pending LateStream::record() {
+Pending MockStream::record() {
   const std::uint64_t number = queue_->num_enqueued();
   return number == 0 ? Pending() : Pending(std::make_shared<LatePending>(queue_, number));
 }
 
-void LateStream::wait(const Pending& pending) {
+void MockStream::wait(const Pending& pending) {
   if (pending.done()) {
     try {
       pending.wait();
@@ -214,12 +214,12 @@ void LateStream::wait(const Pending& pending) {
   queue_->enqueue(LateOp::of([pending] { pending.wait(); }));
 }
 
-Pending LateStream::enqueue(std::function<void()> work) {
+Pending MockStream::enqueue(std::function<void()> work) {
   TESSERA_INVARIANT(work != nullptr, "enqueue of no work on the ", to_string(kind_), " stream");
   return enqueue(LateOp::of(std::move(work)));
 }
 
-Pending LateStream::enqueue(LateOp op) {
+Pending MockStream::enqueue(LateOp op) {
   return Pending(std::make_shared<LatePending>(queue_, queue_->enqueue(std::move(op))));
 }
 

@@ -1,4 +1,4 @@
-#include "tessera/tier/memory_store.h"
+#include "testing/memory_store.h"
 
 #include <utility>
 
@@ -8,9 +8,8 @@ namespace tessera::tier {
 
 using device::StreamKind;
 
-MemoryStore::MemoryStore(device::Device& device, device::MemoryKind kind, Role role,
-                         std::size_t reserved_bytes)
-    : device_(device), kind_(kind), role_(role) {
+MemoryStore::MemoryStore(device::Device& device, Tier tier, Role role, std::size_t reserved_bytes)
+    : device_(device), tier_(tier), role_(role) {
   grow(whole_blocks(reserved_bytes));
 }
 
@@ -26,7 +25,7 @@ std::uint64_t MemoryStore::allocate(std::size_t bytes, std::string name) {
 }
 
 void MemoryStore::grow(std::size_t bytes) {
-  device::Memory larger = device_.allocate(kind_, bytes, role_, kBlockBytes);
+  device::Memory larger = device_.allocate(tier_, bytes, role_, kBlockBytes);
   device::Stream& stream = device_.stream(StreamKind::kWrite);
   std::vector<Pending> parts;
   if (bytes_ > 0) {

@@ -1,4 +1,4 @@
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 
 #include <array>
 #include <string>
@@ -8,14 +8,14 @@
 #include "tessera/device/host_allocator.h"
 #include "tessera/device/host_copy.h"
 #include "tessera/device/inline_stream.h"
-#include "tessera/device/late_stream.h"
+#include "testing/mock_stream.h"
 
 namespace tessera::device {
 namespace {
 
-class LateDevice final : public Device {
+class MockDevice final : public Device {
  public:
-  explicit LateDevice(LateDeviceOptions options)
+  explicit MockDevice(MockDeviceOptions options)
       : options_(std::move(options)), allocator_(options_.host, !options_.own_memory) {}
 
   std::string name() const override {
@@ -24,14 +24,14 @@ class LateDevice final : public Device {
     return options_.mode == LateMode::kLazy ? detail::concat(what, " (lazy)")
                                             : detail::concat(what, " (seed ", options_.seed, ")");
   }
-  bool has_own_memory() const override { return options_.own_memory; }
+  bool is_discrete() const override { return options_.own_memory; }
 
   Stream& stream(StreamKind kind) override {
     return kind == StreamKind::kCompute ? static_cast<Stream&>(compute_) : late(kind);
   }
 
-  Memory allocate(MemoryKind kind, std::size_t bytes, Role role, std::size_t alignment) override {
-    Memory memory = allocator_.allocate(kind, bytes, role, alignment);
+  Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) override {
+    Memory memory = allocator_.allocate(tier, bytes, role, alignment);
     fill_bytes(memory.data(), kPoisonByte, bytes);
     return memory;
   }
@@ -64,7 +64,7 @@ class LateDevice final : public Device {
   MemoryInfo memory_info() const override { return allocator_.memory_info(); }
 
  private:
-  LateStream& late(StreamKind kind) { return late_.at(static_cast<std::size_t>(kind) - 1); }
+  MockStream& late(StreamKind kind) { return late_.at(static_cast<std::size_t>(kind) - 1); }
 
   bool is_own_compute(Stream& given) {
     TESSERA_INVARIANT(&stream(given.kind()) == &given, "the ", to_string(given.kind()),
@@ -72,19 +72,19 @@ class LateDevice final : public Device {
     return given.kind() == StreamKind::kCompute;
   }
 
-  const LateDeviceOptions options_;
+  const MockDeviceOptions options_;
   HostAllocator allocator_;
   InlineStream compute_{StreamKind::kCompute};
-  std::array<LateStream, kNumStreams - 1> late_{
-      LateStream(StreamKind::kGather, options_), LateStream(StreamKind::kRead, options_),
-      LateStream(StreamKind::kWrite, options_), LateStream(StreamKind::kReduce, options_),
-      LateStream(StreamKind::kComm, options_)};
+  std::array<MockStream, kNumStreams - 1> late_{
+      MockStream(StreamKind::kGather, options_), MockStream(StreamKind::kRead, options_),
+      MockStream(StreamKind::kWrite, options_), MockStream(StreamKind::kReduce, options_),
+      MockStream(StreamKind::kComm, options_)};
 };
 
 }  // namespace
 
-std::unique_ptr<Device> make_late_device(LateDeviceOptions options) {
-  return std::make_unique<LateDevice>(std::move(options));
+std::unique_ptr<Device> make_mock_device(MockDeviceOptions options) {
+  return std::make_unique<MockDevice>(std::move(options));
 }
 
 }  // namespace tessera::device

@@ -1,4 +1,4 @@
-// One stream of the late device: a queue and the thread that works it off, late.
+// One stream of the mock device: a queue and the thread that works it off, late.
 //
 // [Note: how early a copy may begin]
 // Once a copy has begun, its destination may hold anything, so poison is legal there from the
@@ -23,7 +23,7 @@
 #include <thread>
 
 #include "tessera/device/device.h"
-#include "tessera/device/late_device.h"
+#include "testing/mock_device.h"
 
 namespace tessera::device {
 
@@ -81,10 +81,10 @@ class LateQueue {
   bool is_stopping_ = false;
 };
 
-class LateStream final : public Stream {
+class MockStream final : public Stream {
  public:
-  LateStream(StreamKind kind, const LateDeviceOptions& options);
-  ~LateStream() override;
+  MockStream(StreamKind kind, const MockDeviceOptions& options);
+  ~MockStream() override;
 
   StreamKind kind() const override { return kind_; }
   Pending record() override;

@@ -1,4 +1,4 @@
-#include "tessera/comm/thread_backend.h"
+#include "testing/thread_backend.h"
 
 #include <algorithm>
 #include <atomic>
