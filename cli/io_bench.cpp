@@ -10,7 +10,6 @@
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 #include "tessera/core/units.h"
-#include "tessera/tier/io_memory.h"
 
 namespace tessera::cli {
 namespace {

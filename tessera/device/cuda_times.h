@@ -6,7 +6,7 @@
 // apart, and the number is a float, which is coarse when it is large: the anchor is taken anew
 // every second.
 //
-// A new anchor must not hold up the step. If the GPU does not come to it at once (streams share its
+// A new anchor must not hold up the step. If the GPU does not reach it at once (streams share its
 // queues), the old one serves on and a new one is tried later.
 //
 // Threads: any.
@@ -43,7 +43,7 @@ class CudaTimes final : public MarkTimes {
     std::int64_t at_ns = 0;
     std::int64_t error_ns = 0;  // at most so far before or after
   };
-  // Nothing if the GPU did not come to it within `limit_ns`.
+  // Nothing if the GPU did not reach it within `limit_ns`.
   std::optional<Anchor> try_anchor(std::int64_t limit_ns);
   void renew_anchor_if_due();
 

@@ -1,5 +1,5 @@
-// The seam to the accelerator: streams, asynchronous copies and memory. CPU and CUDA are behind it,
-// and no other room knows which.
+// The interface to the accelerator: streams, asynchronous copies and memory. CPU and CUDA are
+// behind it, and no other module knows which.
 //
 // Streams are in-order queues. Work on different streams is ordered only by record() and wait():
 //
@@ -63,7 +63,7 @@ class Stream {
   virtual void* native_handle() const { return nullptr; }
 
   // What is enqueued between the two is one span in the trace, by the device's own times; for work
-  // that does not come through this class, such as the model's operators. They nest, and cost
+  // that is not enqueued through this class, such as the model's operators. They nest, and cost
   // nothing unless the device was made with spans that are on. `name` is a literal. Where work runs
   // on the calling thread, so does its span; both ends are then on one thread.
   virtual void begin_span(const char* /*name*/, const SpanArgs& /*args*/ = {}) {}

@@ -83,18 +83,18 @@ class CudaDevice final : public Device {
     if (bytes == 0) {
       return mine.record();
     }
-    const Place from_place = place_of(from);
-    if (from_place != Place::kDevice && place_of(to) != Place::kDevice) {
+    const Tier from_tier = tier_of(from);
+    if (from_tier != Tier::kDevice && tier_of(to) != Tier::kDevice) {
       return mine.enqueue([=] { std::memcpy(to, from, bytes); }, "copy", span_of(bytes));
     }
     return mine.launch(
         [=](cudaStream_t handle) {
-          if (from_place == Place::kPageable) {
+          if (from_tier == Tier::kHost) {
             TESSERA_CUDA_CALL(cudaStreamSynchronize, handle);
           }
           TESSERA_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, handle);
         },
-        copy_label(from_place, to), span_of(bytes));
+        copy_label(from_tier, to), span_of(bytes));
   }
 
   Pending start_fill(void* to, std::uint8_t value, std::size_t bytes, Stream& stream) override {
@@ -103,7 +103,7 @@ class CudaDevice final : public Device {
     if (bytes == 0) {
       return mine.record();
     }
-    if (place_of(to) != Place::kDevice) {
+    if (tier_of(to) != Tier::kDevice) {
       return mine.enqueue([=] { std::memset(to, value, bytes); }, "fill", span_of(bytes));
     }
     return mine.launch(
@@ -153,30 +153,28 @@ class CudaDevice final : public Device {
     return mine;
   }
 
-  enum class Place { kDevice, kPinned, kPageable };
-
   // The device if CUDA cannot say: the work itself then meets the same error, inside the stream.
-  static Place place_of(const void* data) {
+  static Tier tier_of(const void* data) {
     cudaPointerAttributes attributes{};
     if (cudaPointerGetAttributes(&attributes, data) != cudaSuccess) {
-      return Place::kDevice;
+      return Tier::kDevice;
     }
     switch (attributes.type) {
       case cudaMemoryTypeUnregistered:
-        return Place::kPageable;
+        return Tier::kHost;
       case cudaMemoryTypeHost:
-        return Place::kPinned;
+        return Tier::kPinned;
       default:
-        return Place::kDevice;
+        return Tier::kDevice;
     }
   }
 
   // Asking where `to` lies costs a call that only the trace needs.
-  const char* copy_label(Place from_place, const void* to) const {
-    if (from_place != Place::kDevice) {
-      return "copy up";
+  const char* copy_label(Tier from_tier, const void* to) const {
+    if (from_tier != Tier::kDevice) {
+      return "copy H2D";
     }
-    return times_ != nullptr && place_of(to) != Place::kDevice ? "copy down" : "copy";
+    return times_ != nullptr && tier_of(to) != Tier::kDevice ? "copy D2H" : "copy";
   }
 
   static SpanArgs span_of(std::size_t bytes) {

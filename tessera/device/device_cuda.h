@@ -14,7 +14,7 @@
 // being waited for.
 //
 // [Note: pageable memory on CUDA]
-// CUDA reads a pageable source when it is asked to, not when the stream comes there. So a copy
+// CUDA reads a pageable source when it is asked to, not when the stream reaches it. So a copy
 // from pageable memory to the GPU first waits, on the host, for the stream; one from the GPU to
 // pageable memory returns when it is done. Copies and fills inside host memory are host functions.
 // Whatever should overlap goes through pinned memory.

@@ -1,5 +1,5 @@
 // A Pending of work that another thread hands to a device later on: a copy that must not be started
-// before the processor has made what it copies.
+// before the CPU has made what it copies.
 //
 // Threads: as PendingState. One thread fulfils it, once.
 #pragma once
@@ -15,7 +15,8 @@ namespace tessera::device {
 
 class HandedOver final : public PendingState {
  public:
-  // What had to come first has. `rest`: what has to be waited for besides; it has been started.
+  // What had to be done first is done. `rest`: what has to be waited for besides; it has been
+  // started.
   void hand_over(Pending rest) {
     rest_ = std::move(rest);
     first_.succeed();

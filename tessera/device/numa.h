@@ -1,5 +1,5 @@
 // Which of the host's memory is near a device: on a machine with several NUMA nodes, copies between
-// a GPU and memory of another node pass the link between the processors.
+// a GPU and memory of another node pass the link between the sockets.
 //
 // Reads /sys below `root`, so that tests can lay out a machine of their own.
 //

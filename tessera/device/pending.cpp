@@ -133,7 +133,7 @@ void Completion::fail(std::exception_ptr error) {
 void Completion::finish(std::exception_ptr error) {
   std::vector<std::function<void()>> callbacks;
   {
-    // Notified under the lock: a waiter may destroy this object as soon as it is let go.
+    // Notified under the lock: a waiter may destroy this object as soon as it wakes.
     const std::lock_guard lock(mutex_);
     TESSERA_INVARIANT(!done_, "a Completion was fulfilled twice");
     done_ = true;

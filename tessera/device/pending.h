@@ -5,7 +5,7 @@
 //
 //   wait()            blocks the calling thread until the work is done; throws what went wrong,
 //                     on this thread, every time it is called.
-//   wait_for(ns)      the same with a limit; false if the limit came first.
+//   wait_for(ns)      the same with a limit; false if it was reached first.
 //   Stream::wait(p)   orders a stream behind the work without blocking the host where the device
 //                     can do that (see device.h).
 //   done()            true once wait() would not block, also after a failure.

@@ -1,6 +1,6 @@
 // Marks in a stream, whose times become known later, as spans on a track.
 //
-// A mark is an event that was recorded in the stream. The stream comes to its marks in the order in
+// A mark is an event that was recorded in the stream. The stream reaches its marks in the order in
 // which they were set, so they are resolved in that order, and spans nest as their marks do. Two
 // clocks never agree to the last digit: a time before that of the mark ahead is held there, since a
 // trace with spans that overlap by a microsecond is drawn wrongly.
@@ -24,7 +24,7 @@ namespace tessera::device {
 class MarkTimes {
  public:
   virtual ~MarkTimes() = default;
-  // In nanoseconds of the spans' clock; nothing while the stream has not come there. May throw
+  // In nanoseconds of the spans' clock; nothing while the stream has not reached it. May throw
   // DeviceError.
   virtual std::optional<std::int64_t> time_ns(void* event) = 0;
   virtual void give_back(void* event) noexcept = 0;

@@ -1,7 +1,7 @@
 // Leases of memory for I/O out of one region: page-aligned, exact in size, bounded for good.
 //
-// Whoever asks for more than is free waits until leases come back: that is the back-pressure which
-// keeps readers from running ahead of memory. Waiters are served in the order in which they came,
+// Whoever asks for more than is free waits until leases are given back: that is the back-pressure
+// which keeps readers from running ahead of memory. Waiters are served in the order of their calls,
 // so none starves; try_acquire() never overtakes a waiter.
 //
 // Invariants:
@@ -9,8 +9,8 @@
 //  (2) The region is taken once, at construction; its size is the pool's whole cost.
 //
 // Pieces of different sizes may leave gaps that add up to what is asked for and are not one piece;
-// the wait then ends when the leases between them come back. So nobody may wait here while what
-// others need in order to give theirs back is his to do.
+// the wait then ends when the leases between them are given back. So nobody may wait here while
+// what others need in order to give theirs back is his to do.
 //
 // Threads: every method may be called from any thread. Leases must be given back before the pool
 // goes.
@@ -71,7 +71,7 @@ class BufferPool {
   [[nodiscard]] Lease acquire(std::size_t bytes);
   // Nothing if they are not free now, or if somebody waits.
   [[nodiscard]] std::optional<Lease> try_acquire(std::size_t bytes);
-  // Wakes everybody who waits, and refuses all that come later, with this error; the first counts.
+  // Wakes everybody who waits, and refuses all later calls, with this error; the first counts.
   void close(std::exception_ptr reason);
 
   std::size_t capacity_bytes() const { return capacity_; }

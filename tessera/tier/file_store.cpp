@@ -24,8 +24,8 @@ FileStoreOptions checked(FileStoreOptions options) {
 
 }  // namespace
 
-// A read that is done when its bytes have come and have been compared, by whoever asks first: the
-// threads that wait for data share the work, and none is needed for it alone.
+// A read that is done when its bytes have arrived and have been compared, by whoever asks first:
+// the threads that wait for data share the work, and none is needed for it alone.
 class FileStore::VerifiedRead final : public device::PendingState {
  public:
   VerifiedRead(FileStore& store, Pending read, std::uint64_t offset, const std::byte* memory,
@@ -33,12 +33,12 @@ class FileStore::VerifiedRead final : public device::PendingState {
       : store_(store), read_(std::move(read)), offset_(offset), memory_(memory), bytes_(bytes) {}
 
   // REQUIRES: the read is done. From now on the store is not needed.
-  void settle() {
+  void finalize() {
     const std::lock_guard lock(mutex_);
-    if (is_settled_) {
+    if (is_final_) {
       return;
     }
-    is_settled_ = true;
+    is_final_ = true;
     try {
       read_.wait();
       store_.verify(offset_, memory_, bytes_);
@@ -51,13 +51,13 @@ class FileStore::VerifiedRead final : public device::PendingState {
     if (!read_.done()) {
       return false;
     }
-    settle();
+    finalize();
     return true;
   }
 
   void wait() override {
     read_.wait();
-    settle();
+    finalize();
     if (error_) {
       std::rethrow_exception(error_);
     }
@@ -79,7 +79,7 @@ class FileStore::VerifiedRead final : public device::PendingState {
   const std::size_t bytes_;
   std::mutex mutex_;
   // Written once, under mutex_.
-  bool is_settled_ = false;
+  bool is_final_ = false;
   std::exception_ptr error_;
 };
 
@@ -96,14 +96,14 @@ FileStore::FileStore(FileStoreOptions options)
 }
 
 FileStore::~FileStore() {
-  // Descriptors are given to others once they are closed: a request that came late would be theirs.
+  // Descriptors are given to others once they are closed: a late request would be theirs.
   for (const InFlight& request : in_flight_) {
     try {
       request.io.wait();
     } catch (...) {  // whoever holds the Pending is told
     }
     if (const auto read = request.verified.lock()) {
-      read->settle();
+      read->finalize();
     }
   }
   if (options_.ledger != nullptr) {

@@ -1,5 +1,5 @@
-// The seam to the disk: read and write at an offset. Threads and io_uring are behind it, and no
-// other room knows which.
+// The interface to the disk: read and write at an offset. Threads and io_uring are behind it, and
+// no other module knows which.
 //
 // A range of any size is cut into requests of `block_bytes`, of which at most queue_depth * threads
 // are in flight; ranges are begun in the order in which they were given.

@@ -6,12 +6,16 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
+#include <cstring>
 #include <deque>
+#include <new>
 #include <utility>
 
 #include "tessera/core/clock.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/device/host_memory.h"
 #include "tessera/tier/range_queue.h"
 
 namespace tessera::tier {
@@ -19,49 +23,55 @@ namespace {
 
 constexpr double kNsPerS = 1e9;
 
-// Waits for everything that was started, also on the way out of a failure: the memory is the
-// caller's, and it may be gone right after.
-class InFlight {
+// As many ranges in flight as memory holds. Whatever happens, all are done when it goes: the memory
+// is the caller's.
+class Window {
  public:
-  ~InFlight() {
+  explicit Window(const IoLoad& load)
+      : load_(load), slots_(load.range_bytes > 0 ? load.memory.size() / load.range_bytes : 0) {
+    TESSERA_INVARIANT(slots_ >= 2, "a load with memory for ", slots_, " ranges");
+  }
+  ~Window() {
     for (const Pending& pending : pending_) {
-      try {
-        pending.wait();
-      } catch (...) {  // the first failure is on its way already
-      }
+      device::wait_ignoring_failure(pending);  // the first failure is on its way already
+    }
+  }
+  Window(const Window&) = delete;
+  Window& operator=(const Window&) = delete;
+
+  // Waits for a slot, and starts `start(memory)` in it.
+  template <typename Start>
+  void add(const Start& start) {
+    if (pending_.size() == slots_) {
+      wait_for_oldest();
+    }
+    pending_.push_back(start(load_.memory.data() + number_++ % slots_ * load_.range_bytes));
+  }
+  void drain() {
+    while (!pending_.empty()) {
+      wait_for_oldest();
     }
   }
 
-  std::size_t size() const { return pending_.size(); }
-  void add(Pending pending) { pending_.push_back(std::move(pending)); }
+ private:
   void wait_for_oldest() {
     const Pending oldest = std::move(pending_.front());
     pending_.pop_front();
     oldest.wait();
   }
 
- private:
+  const IoLoad& load_;
+  const std::size_t slots_;
+  std::size_t number_ = 0;
   std::deque<Pending> pending_;
 };
 
-std::size_t num_slots(const IoLoad& load) {
-  const std::size_t slots = load.range_bytes > 0 ? load.memory.size() / load.range_bytes : 0;
-  TESSERA_INVARIANT(slots >= 2, "a load with memory for ", slots, " ranges");
-  return slots;
-}
-
-std::size_t num_places(const IoLoad& load) {
-  const std::size_t places = load.file_bytes / load.range_bytes;
-  TESSERA_INVARIANT(places >= 2, "a load on a file of ", places, " ranges");
-  return places;
-}
-
-std::byte* slot_memory(const IoLoad& load, std::size_t number, std::size_t slots) {
-  return load.memory.data() + number % slots * load.range_bytes;
-}
-
 bool is_write(IoMix mix, std::size_t number) {
   return mix == IoMix::kWrite || (mix == IoMix::kMixed && number % 2 == 1);
+}
+
+std::int64_t now_plus(const Clock& clock, double seconds) {
+  return clock.now_ns() + static_cast<std::int64_t>(seconds * kNsPerS);
 }
 
 }  // namespace
@@ -81,56 +91,62 @@ std::unique_ptr<IoFile> open_nameless(const std::string& directory, DirectIo mod
   return open_io_file(path, O_RDWR, mode);
 }
 
+IoMemory::IoMemory(std::size_t bytes) : bytes_(bytes) {
+  const std::size_t taken =
+      (bytes + device::kHugePageBytes - 1) / device::kHugePageBytes * device::kHugePageBytes;
+  data_.reset(static_cast<std::byte*>(std::aligned_alloc(device::kHugePageBytes, taken)));
+  if (data_ == nullptr) {
+    throw std::bad_alloc();
+  }
+  device::prefer_huge_pages(data_.get(), taken);
+  std::uint64_t state = 0x9E3779B97F4A7C15ULL;
+  for (std::size_t i = 0; i + sizeof state <= bytes; i += sizeof state) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    std::memcpy(data_.get() + i, &state, sizeof state);
+  }
+}
+
 IoRates run_load(IoEngine& engine, const IoLoad& load, IoMix mix, double seconds) {
-  const std::size_t slots = num_slots(load);
-  const std::size_t places = num_places(load);
+  const std::size_t num_ranges = load.file_bytes / load.range_bytes;
+  TESSERA_INVARIANT(num_ranges >= 2, "a load on a file of ", num_ranges, " ranges");
   const SteadyClock clock;
   const std::int64_t begin_ns = clock.now_ns();
-  const std::int64_t end_ns = begin_ns + static_cast<std::int64_t>(seconds * kNsPerS);
+  const std::int64_t end_ns = now_plus(clock, seconds);
   IoRates bytes;  // per second at the end
-  InFlight in_flight;
+  Window window(load);
   for (std::size_t number = 0; number < 2 || clock.now_ns() < end_ns; ++number) {
-    if (in_flight.size() == slots) {
-      in_flight.wait_for_oldest();
-    }
-    std::byte* const memory = slot_memory(load, number, slots);
-    const std::uint64_t offset = number % places * load.range_bytes;
-    if (is_write(mix, number)) {
-      in_flight.add(
-          engine.start_write(*load.file, offset, memory, load.range_bytes, "a load of writes"));
-      bytes.write_bytes_per_s += static_cast<double>(load.range_bytes);
-    } else {
-      in_flight.add(
-          engine.start_read(*load.file, offset, memory, load.range_bytes, "a load of reads"));
-      bytes.read_bytes_per_s += static_cast<double>(load.range_bytes);
-    }
+    const std::uint64_t offset = number % num_ranges * load.range_bytes;
+    const bool writes = is_write(mix, number);
+    window.add([&](std::byte* memory) {
+      return writes ? engine.start_write(*load.file, offset, memory, load.range_bytes,
+                                         "a load of writes")
+                    : engine.start_read(*load.file, offset, memory, load.range_bytes,
+                                        "a load of reads");
+    });
+    (writes ? bytes.write_bytes_per_s : bytes.read_bytes_per_s) +=
+        static_cast<double>(load.range_bytes);
   }
-  while (in_flight.size() > 0) {
-    in_flight.wait_for_oldest();
-  }
+  window.drain();
   const double elapsed_s =
       static_cast<double>(std::max<std::int64_t>(1, clock.now_ns() - begin_ns)) / kNsPerS;
   return {bytes.read_bytes_per_s / elapsed_s, bytes.write_bytes_per_s / elapsed_s};
 }
 
 std::uint64_t fill_file(IoEngine& engine, const IoLoad& load, std::uint64_t bytes, double seconds) {
-  const std::size_t slots = num_slots(load);
   const SteadyClock clock;
-  const std::int64_t end_ns = clock.now_ns() + static_cast<std::int64_t>(seconds * kNsPerS);
-  const std::uint64_t places = std::max<std::uint64_t>(2, bytes / load.range_bytes);
-  InFlight in_flight;
+  const std::int64_t end_ns = now_plus(clock, seconds);
+  const std::uint64_t num_ranges = std::max<std::uint64_t>(2, bytes / load.range_bytes);
+  Window window(load);
   std::uint64_t number = 0;
-  for (; number < places && (number < 2 || clock.now_ns() < end_ns); ++number) {
-    if (in_flight.size() == slots) {
-      in_flight.wait_for_oldest();
-    }
-    in_flight.add(engine.start_write(*load.file, number * load.range_bytes,
-                                     slot_memory(load, number, slots), load.range_bytes,
-                                     "a file to measure with"));
+  for (; number < num_ranges && (number < 2 || clock.now_ns() < end_ns); ++number) {
+    window.add([&](std::byte* memory) {
+      return engine.start_write(*load.file, number * load.range_bytes, memory, load.range_bytes,
+                                "a file to measure with");
+    });
   }
-  while (in_flight.size() > 0) {
-    in_flight.wait_for_oldest();
-  }
+  window.drain();
   return number * load.range_bytes;
 }
 

@@ -14,7 +14,6 @@
 #include "tessera/core/printable.h"
 #include "tessera/core/units.h"
 #include "tessera/tier/io_load.h"
-#include "tessera/tier/io_memory.h"
 #include "tessera/tier/range_queue.h"
 #include "tessera/tier/rates_file.h"
 

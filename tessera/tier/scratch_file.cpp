@@ -337,7 +337,7 @@ void ScratchFile::extend(std::uint64_t bytes) {
     const std::uint64_t now = free_bytes(owned_->fd());
     return detail::concat(now, " bytes (", approximate_bytes(now),
                           ") are free there; make room, name a directory on another disk, or raise "
-                          "the memory budget so that less is stored");
+                          "the memory budget so that less goes to NVMe");
   };
   if (more > free_bytes(owned_->fd())) {
     refuse(free());

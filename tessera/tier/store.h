@@ -4,8 +4,7 @@
 // themselves, so that nothing is copied where they can be worked on in place; others are read and
 // written in whole blocks. Whoever can work on either asks data() first.
 //
-// Order: a read that is started before a write of the same bytes has been done, or two such
-// writes, give what nobody can say. Whoever starts them waits.
+// Order: overlapping transfers, of which one is a write, are undefined; the caller orders them.
 //
 // Threads: start_read() and start_write() from any thread; allocate() from one, not at the same
 // time as anything else.

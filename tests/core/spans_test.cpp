@@ -147,7 +147,7 @@ TEST(Spans, ATrackIsNoThreadsAndIsMadeOnce) {
   const TrackId read = spans.add_track("gpu read");
   EXPECT_NE(compute, read);
   EXPECT_EQ(spans.add_track("gpu compute"), compute);
-  spans.record_on(read, "copy up", 5, 9, {.bytes = 64});
+  spans.record_on(read, "copy H2D", 5, 9, {.bytes = 64});
   spans.record("on the thread", 6, 7);
   const auto all = spans.snapshot();
   ASSERT_EQ(all.size(), 2U);
@@ -249,7 +249,7 @@ TEST(ChromeTrace, NamesTracksBesideThreads) {
   const TrackId compute = spans.add_track("gpu compute");
   const TrackId read = spans.add_track("gpu read");
   spans.record("launch", 0, 1000);
-  spans.record_on(read, "copy up", 500, 1500);
+  spans.record_on(read, "copy H2D", 500, 1500);
   spans.record_on(compute, "forward", 700, 2700);
   const std::string path = testing::TempDir() + "spans_test_tracks.json";
   spans.write_chrome_trace(path, 0);
@@ -267,7 +267,7 @@ TEST(ChromeTrace, NamesTracksBesideThreads) {
   }
   ASSERT_EQ(named.size(), 3U);
   EXPECT_EQ(lying_on["launch"], named["main"]);
-  EXPECT_EQ(lying_on["copy up"], named["gpu read"]);
+  EXPECT_EQ(lying_on["copy H2D"], named["gpu read"]);
   EXPECT_EQ(lying_on["forward"], named["gpu compute"]);
   EXPECT_NE(named["gpu read"], named["gpu compute"]);
   EXPECT_NE(named["gpu read"], named["main"]);

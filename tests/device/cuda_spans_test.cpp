@@ -76,8 +76,8 @@ TEST_F(CudaSpans, NamesWhatRanOnEachStreamWithItsBytes) {
   device_->collect_spans();
 
   const std::vector<Span> read = on(StreamKind::kRead);
-  EXPECT_EQ(names(read), (Names{"fill", "copy up", "copy", "fill"}));
-  EXPECT_EQ(names(on(StreamKind::kWrite)), (Names{"copy down", "host function"}));
+  EXPECT_EQ(names(read), (Names{"fill", "copy H2D", "copy", "fill"}));
+  EXPECT_EQ(names(on(StreamKind::kWrite)), (Names{"copy D2H", "host function"}));
   EXPECT_TRUE(on(StreamKind::kGather).empty());
   ASSERT_EQ(read.size(), 4U);
   EXPECT_EQ(read[1].args.bytes, static_cast<std::int64_t>(kBytes));
@@ -149,7 +149,7 @@ TEST_F(CudaSpans, ShowThatAWaitWasKept) {
   device_->collect_spans();
   const std::vector<Span> copies = on(StreamKind::kGather);
   const std::vector<Span> computed = on(StreamKind::kCompute);
-  ASSERT_EQ(names(copies), (Names{"copy up"}));
+  ASSERT_EQ(names(copies), (Names{"copy H2D"}));
   ASSERT_EQ(names(computed), (Names{"fill", "forward"}));
   EXPECT_GT(copies[0].end_ns, copies[0].start_ns);
   EXPECT_GE(computed[1].start_ns + kClockErrorNs / 10, copies[0].end_ns)

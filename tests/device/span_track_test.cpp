@@ -69,13 +69,13 @@ class SpanTrackTest : public ::testing::Test {
 
 TEST_F(SpanTrackTest, RecordsASpanOnceBothEndsAreReached) {
   void* const last = at(-1);
-  track_.begin(at(10), "copy up", {.bytes = 64});
+  track_.begin(at(10), "copy H2D", {.bytes = 64});
   track_.end(last);
   track_.resolve();
   EXPECT_TRUE(recorded().empty());
   times_.reach(last, 30);
   track_.resolve();
-  EXPECT_EQ(recorded(), (Texts{"copy up 10..30"}));
+  EXPECT_EQ(recorded(), (Texts{"copy H2D 10..30"}));
   EXPECT_EQ(spans_.snapshot()[0].args.bytes, 64);
   EXPECT_EQ(times_.num_out(), 0U);
 }
@@ -145,7 +145,7 @@ TEST_F(SpanTrackTest, RefusesAnEndWithoutABegin) {
 TEST_F(SpanTrackTest, GivesEveryEventBackAfterAFailureAndAtItsEnd) {
   {
     SpanTrack track(spans_, "gpu read", times_);
-    track.begin(at(1), "copy up", {});
+    track.begin(at(1), "copy H2D", {});
     track.end(at(-1));
     times_.fail();
     EXPECT_THROW(track.resolve(), DeviceError);
