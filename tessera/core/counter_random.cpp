@@ -27,6 +27,9 @@ std::uint64_t hash_of(std::string_view text) {
 
 std::uint32_t low(std::uint64_t value) { return static_cast<std::uint32_t>(value); }
 std::uint32_t high(std::uint64_t value) { return static_cast<std::uint32_t>(value >> 32); }
+std::uint64_t joined(std::uint32_t low, std::uint32_t high) {
+  return std::uint64_t{high} << 32 | low;
+}
 
 // The middle of one of 2^32 equal pieces of (-0.5, 0.5): exact, never an end, and symmetric.
 double from_middle_of(std::uint32_t bits) {
@@ -181,15 +184,10 @@ std::array<float, kChunk> normal_chunk(const Chunk& bits) {
 
 std::array<std::uint32_t, 4> philox4x32(std::array<std::uint32_t, 4> counter,
                                         std::array<std::uint32_t, 2> key) {
-  for (int round = 0; round < kNumRounds; ++round) {
-    const std::uint64_t product0 = std::uint64_t{kMultipliers[0]} * counter[0];
-    const std::uint64_t product1 = std::uint64_t{kMultipliers[1]} * counter[2];
-    counter = {high(product1) ^ counter[1] ^ key[0], low(product1),
-               high(product0) ^ counter[3] ^ key[1], low(product0)};
-    key[0] += kKeySteps[0];
-    key[1] += kKeySteps[1];
-  }
-  return counter;
+  std::array<std::uint32_t, 4> block{};
+  philox_blocks<1>(joined(counter[0], counter[1]), joined(counter[2], counter[3]), key,
+                   block.data());
+  return block;
 }
 
 CounterRandom::CounterRandom(std::uint64_t seed, std::string_view stream)
@@ -214,7 +212,7 @@ float CounterRandom::normal(std::uint64_t index) const {
 std::uint64_t CounterRandom::below(std::uint64_t counter, std::uint64_t limit) const {
   TESSERA_INVARIANT(limit > 0, "there is no number below zero");
   const auto words = block(counter);
-  const std::uint64_t fraction = std::uint64_t{words[1]} << 32 | words[0];
+  const std::uint64_t fraction = joined(words[0], words[1]);
   return static_cast<std::uint64_t>((static_cast<unsigned __int128>(fraction) * limit) >> 64);
 }
 

@@ -63,4 +63,13 @@ class Ledger {
   std::array<Cell, kNumTiers> tiers_;
 };
 
+// Why memory ran out, for people: what was asked for, who holds what, and the smallest change of
+// options that would fit. `tier`: where `asked_bytes` were refused while `free_bytes` of
+// `total_bytes` were free; a total of 0 is unknown. What is in use beyond the ledger (activations,
+// caches of an allocator, other processes) is the rest of `total_bytes`. `device_is_host`: the
+// device is a CPU, so only NVMe takes anything off it. Lines, without a line break at the end.
+std::string memory_report(const Ledger& ledger, Tier tier, std::size_t asked_bytes,
+                          std::size_t free_bytes, std::size_t total_bytes,
+                          bool device_is_host = false);
+
 }  // namespace tessera

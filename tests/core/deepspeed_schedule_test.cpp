@@ -34,9 +34,11 @@ TEST(DeepSpeedScheduler, EveryParameterOfTheTableBelongsToAType) {
       continue;
     }
     const std::string name(key.path.substr(kParams.size()));
-    const std::string value = key.type == OptionType::kBool     ? "false"
-                              : key.type == OptionType::kString ? "\"log\""
-                                                                : "1";
+    const Option* const target = find_option(key.option);
+    const OptionType type = target != nullptr ? target->type : key.type;
+    const std::string value = type == OptionType::kBool     ? "false"
+                              : type == OptionType::kChoice ? "\"log\""
+                                                            : "1";
     bool accepted = false;
     for (const char* type :
          {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"}) {

@@ -1,4 +1,4 @@
-#include "tessera/core/ledger_report.h"
+#include "tessera/core/ledger.h"
 
 #include <string>
 
