@@ -105,8 +105,6 @@ double tail_quantile(double from_middle) {
 
 bool is_central(double from_middle) { return std::fabs(from_middle) <= kCentralHalfWidth; }
 
-float uniform_of(std::uint32_t bits) { return static_cast<float>(bits >> 8) * 0x1p-24F; }
-
 constexpr std::array<std::uint32_t, 2> kMultipliers = {0xd2511f53U, 0xcd9e8d57U};
 constexpr std::array<std::uint32_t, 2> kKeySteps = {0x9e3779b9U, 0xbb67ae85U};
 constexpr int kNumRounds = 10;
@@ -156,7 +154,7 @@ void make_chunk(std::uint64_t begin, std::uint64_t stream, std::array<std::uint3
 std::array<float, kChunk> uniform_chunk(const Chunk& bits) {
   std::array<float, kChunk> values;
   for (std::size_t i = 0; i < kChunk; ++i) {
-    values[i] = uniform_of(bits[i]);
+    values[i] = static_cast<float>(bits[i] >> 8) * 0x1p-24F;
   }
   return values;
 }
@@ -195,18 +193,6 @@ CounterRandom::CounterRandom(std::uint64_t seed, std::string_view stream)
 
 std::array<std::uint32_t, 4> CounterRandom::block(std::uint64_t counter) const {
   return philox4x32({low(counter), high(counter), low(stream_), high(stream_)}, key_);
-}
-
-std::uint32_t CounterRandom::bits(std::uint64_t index) const {
-  return block(index / kLanes)[index % kLanes];
-}
-
-float CounterRandom::uniform(std::uint64_t index) const { return uniform_of(bits(index)); }
-
-float CounterRandom::normal(std::uint64_t index) const {
-  const double from_middle = from_middle_of(bits(index));
-  return static_cast<float>(is_central(from_middle) ? central_quantile(from_middle)
-                                                    : tail_quantile(from_middle));
 }
 
 std::uint64_t CounterRandom::below(std::uint64_t counter, std::uint64_t limit) const {

@@ -131,7 +131,6 @@ std::string_view to_string(Role role) {
 }
 
 void Ledger::add(Cell& cell, std::size_t bytes) {
-  cell.used.store(true, std::memory_order_relaxed);
   // Every value that `current` ever takes passes through here, so the peak is exact.
   raise_to(cell.peak, cell.current.fetch_add(bytes, std::memory_order_relaxed) + bytes);
 }
@@ -144,12 +143,6 @@ bool Ledger::subtract(Cell& cell, std::size_t bytes) {
     }
   }
   return false;
-}
-
-void Ledger::reset_peak(Cell& cell) {
-  cell.peak.store(cell.current.load(std::memory_order_relaxed), std::memory_order_relaxed);
-  // A charge between the load and the store has been overwritten; what it still holds counts.
-  raise_to(cell.peak, cell.current.load(std::memory_order_relaxed));
 }
 
 void Ledger::charge(Tier tier, Role role, std::size_t bytes) {
@@ -186,13 +179,6 @@ std::size_t Ledger::peak_bytes(Tier tier) const {
   return tiers_[static_cast<std::size_t>(tier)].peak.load(std::memory_order_relaxed);
 }
 
-void Ledger::reset_peaks() {
-  for (auto& roles : cells_) {
-    std::for_each(roles.begin(), roles.end(), reset_peak);
-  }
-  std::for_each(tiers_.begin(), tiers_.end(), reset_peak);
-}
-
 std::string Ledger::table() const {
   std::ostringstream out;
   const auto line = [&out](std::string_view tier, std::string_view role, std::string_view current,
@@ -202,13 +188,13 @@ std::string Ledger::table() const {
   };
   line("tier", "role", "now", "peak");
   for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
-    if (!tiers_[tier].used.load(std::memory_order_relaxed)) {
+    if (peak_bytes(static_cast<Tier>(tier)) == 0) {
       continue;
     }
     const auto as_tier = static_cast<Tier>(tier);
     for (std::size_t role = 0; role < kNumRoles; ++role) {
       const auto as_role = static_cast<Role>(role);
-      if (cells_[tier][role].used.load(std::memory_order_relaxed)) {
+      if (peak_bytes(as_tier, as_role) != 0) {
         line(to_string(as_tier), to_string(as_role),
              approximate_bytes(current_bytes(as_tier, as_role)),
              approximate_bytes(peak_bytes(as_tier, as_role)));

@@ -42,9 +42,6 @@ class Ledger {
   // The peak of the tier's sum, not the sum of the peaks.
   std::size_t peak_bytes(Tier tier) const;
 
-  // Forgets the peaks: they start again from what is held now.
-  void reset_peaks();
-
   // A table of current and peak bytes, one line per cell that was ever used.
   std::string table() const;
 
@@ -52,12 +49,10 @@ class Ledger {
   struct Cell {
     std::atomic<std::size_t> current{0};
     std::atomic<std::size_t> peak{0};
-    std::atomic<bool> used{false};  // outlives reset_peaks()
   };
   static void add(Cell& cell, std::size_t bytes);
   // False, and nothing changed, when fewer bytes are charged.
   static bool subtract(Cell& cell, std::size_t bytes);
-  static void reset_peak(Cell& cell);
 
   std::array<std::array<Cell, kNumRoles>, kNumTiers> cells_;
   std::array<Cell, kNumTiers> tiers_;

@@ -84,23 +84,11 @@ LogLevel log_level(std::string_view name) {
 }
 
 std::string LogContext::prefix() const {
-  std::string text;
-  const auto add = [&text](std::string_view name, const std::string& value) {
-    text.append(text.empty() ? "[" : " ").append(name).append(" ").append(value);
-  };
-  if (world > 1) {
-    add("rank", std::to_string(rank));
-  }
+  std::string text = world > 1 ? detail::concat("rank ", rank) : "";
   if (step >= 0) {
-    add("step", std::to_string(step));
+    text += detail::concat(text.empty() ? "" : " ", "step ", step);
   }
-  if (!unit.empty()) {
-    add("unit", unit);
-  }
-  if (!parameter.empty()) {
-    add("param", parameter);
-  }
-  return text.empty() ? text : text + "] ";
+  return text.empty() ? text : "[" + text + "] ";
 }
 
 LogOptions LogOptions::from(const Config& config) {
@@ -114,26 +102,11 @@ Logger::Logger(LogOptions options, LogContext context)
     : output_(std::make_shared<Output>(std::move(options.sink))),
       context_(std::move(context)),
       level_(options.level),
-      all_ranks_(options.all_ranks),
       speaks_(options.all_ranks || context_.rank == 0) {}
-
-Logger Logger::with(LogContext context) const {
-  Logger copy = *this;
-  copy.context_ = std::move(context);
-  copy.speaks_ = all_ranks_ || copy.context_.rank == 0;
-  return copy;
-}
 
 Logger Logger::with_step(std::int64_t step) const {
   Logger copy = *this;
   copy.context_.step = step;
-  return copy;
-}
-
-Logger Logger::with_unit(std::string unit, std::string parameter) const {
-  Logger copy = *this;
-  copy.context_.unit = std::move(unit);
-  copy.context_.parameter = std::move(parameter);
   return copy;
 }
 

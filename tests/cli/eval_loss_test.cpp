@@ -8,6 +8,7 @@
 
 #include "cli/metrics.h"
 #include "cli/progress.h"
+#include "testing/manual_clock.h"
 #include "tests/support/contains.h"
 
 namespace tessera::cli {

@@ -25,6 +25,7 @@
 
 #include "cli/device_peak.h"
 #include "tessera/core/error.h"
+#include "testing/manual_clock.h"
 #include "tests/support/read_whole.h"
 #include "tests/support/temporary_directory.h"
 

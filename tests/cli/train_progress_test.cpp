@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "cli/progress.h"
+#include "testing/manual_clock.h"
 
 namespace tessera::cli {
 namespace {
