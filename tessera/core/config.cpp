@@ -390,11 +390,11 @@ void Config::adopt(ConfigSetting setting) {
   setting.value = following_value(setting);
   const ConfigSetting* const present = find(option.name);
   if (present != nullptr) {
-    TESSERA_CHECK(setting.kind == SettingOrigin::kDeepSpeedDefault ||
-                      present->value == setting.value,
-                  ConfigError, present->origin, " = ", to_text(option, present->value), ", but ",
-                  setting.from, " says ", option.name, " = ", to_text(option, setting.value),
-                  "; remove one of them");
+    TESSERA_CHECK(
+        setting.kind == SettingOrigin::kDeepSpeedDefault || present->value == setting.value,
+        ConfigError, present->origin, " = ", to_text(option, present->value), ", but ",
+        setting.from, " says ", option.name, " = ", to_text(option, setting.value),
+        "; remove one of them");
     return;
   }
   settings_.emplace(option.name, std::move(setting));

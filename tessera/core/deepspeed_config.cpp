@@ -218,7 +218,8 @@ class Translator {
     if (block == "fp16" || block == "bf16") {
       return flag(detail::concat(block, ".enabled"));
     }
-    const bool offloads = block.ends_with(".offload_param") || block.ends_with(".offload_optimizer");
+    const bool offloads =
+        block.ends_with(".offload_param") || block.ends_with(".offload_optimizer");
     return !offloads || key.path.ends_with(".device") ||
            text(detail::concat(block, ".device"), "none") == "nvme";
   }
@@ -280,10 +281,9 @@ class Translator {
   void check_accumulation() const {
     constexpr std::string_view kKey = "data_types.grad_accum_dtype";
     const std::string type = text(kKey, "fp32");
-    TESSERA_CHECK(
-        type == "fp32" || type == "float32" || type == "torch.float32" || type == "float",
-        ConfigError, where(kKey), " = ", in_quotes(type),
-        ": only fp32 is supported: gradients of micro-batches are always summed in fp32");
+    TESSERA_CHECK(type == "fp32" || type == "float32" || type == "torch.float32" || type == "float",
+                  ConfigError, where(kKey), " = ", in_quotes(type),
+                  ": only fp32 is supported: gradients of micro-batches are always summed in fp32");
   }
 
   void apply_precision() {
@@ -546,7 +546,7 @@ class Translator {
   // Lists of keys for the notices.
   std::string autos_;
   std::string not_needed_;
-  std::string old_names_;                           // "cpu_offload (now offload_optimizer)"
+  std::string old_names_;                              // "cpu_offload (now offload_optimizer)"
   std::map<std::string_view, std::string> elsewhere_;  // by what does it here
 };
 

@@ -125,8 +125,8 @@ std::string_view to_string(Tier tier) {
 }
 
 std::string_view to_string(Role role) {
-  constexpr std::array<std::string_view, kNumRoles> kNames = {
-      "shard", "full", "gradient", "optimizer", "staging", "other"};
+  constexpr std::array<std::string_view, kNumRoles> kNames = {"shard",     "full",    "gradient",
+                                                              "optimizer", "staging", "other"};
   return kNames[static_cast<std::size_t>(role)];
 }
 

@@ -42,7 +42,8 @@ constexpr Option measured(std::string_view name, OptionType type, double min, do
 }
 
 constexpr std::array kOptions = {
-    integer("seed", "0", 0, kMaxInt, "Seed of every random number of a run.", "engine, the trainer"),
+    integer("seed", "0", 0, kMaxInt, "Seed of every random number of a run.",
+            "engine, the trainer"),
     choice("precision", "fp32", "fp32|bf16|fp16",
            "Type of parameters and gradients; master weights and moments stay fp32.", "engine"),
 

@@ -51,8 +51,7 @@ TEST(CounterRandom, AnElementIsOneLaneOfItsBlock) {
   const CounterRandom random(7, "blocks.0.up.weight");
   const std::uint64_t far = (std::uint64_t{1} << 40) + 3;
   for (const std::uint64_t index : {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{63}, far}) {
-    EXPECT_EQ(uniform_of(random, index),
-              static_cast<float>(bits_of(random, index) >> 8) * 0x1p-24F)
+    EXPECT_EQ(uniform_of(random, index), static_cast<float>(bits_of(random, index) >> 8) * 0x1p-24F)
         << index;
   }
 }
@@ -106,9 +105,9 @@ TEST(CounterRandom, SeedsAndNamesHaveNumbersOfTheirOwn) {
   EXPECT_EQ(blocks.size(), num_made);
 }
 
-// The reference for normals: their probability, by the library's erfc, must be the one they were made
-// for. The result is rounded to float, a relative error of 2^-24, which moves the probability p(x)
-// by |x| * density(x) * 2^-24; erfc and the quantile together get 1e-14 of p.
+// The reference for normals: their probability, by the library's erfc, must be the one they were
+// made for. The result is rounded to float, a relative error of 2^-24, which moves the probability
+// p(x) by |x| * density(x) * 2^-24; erfc and the quantile together get 1e-14 of p.
 TEST(CounterRandom, NormalIsTheQuantileOfItsBits) {
   const CounterRandom random(11, "normal");
   std::vector<float> values(200'000);

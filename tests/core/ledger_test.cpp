@@ -41,9 +41,7 @@ TEST(Ledger, GivingBackMoreThanIsHeldIsOurErrorAndChangesNothing) {
     ledger.discharge(Tier::kPinned, Role::kStaging, 11);
     FAIL() << "expected InternalError";
   } catch (const InternalError& e) {
-    EXPECT_NE(std::string(e.what()).find("11 B given back to pinned/staging, which holds 10 B"),
-              std::string::npos)
-        << e.what();
+    EXPECT_HAS(std::string(e.what()), "11 B given back to pinned/staging, which holds 10 B");
   }
   EXPECT_EQ(ledger.current_bytes(Tier::kPinned, Role::kStaging), 10U);
   EXPECT_EQ(ledger.current_bytes(Tier::kPinned), 20U);
@@ -89,7 +87,7 @@ TEST(Ledger, StaysExactWhenManyThreadsChargeAtOnce) {
 constexpr std::size_t kMib = std::size_t{1} << 20;
 
 std::size_t position_of(const std::string& text, const std::string& part) {
-  EXPECT_TRUE(contains(text, part)) << "no \"" << part << "\" in:\n" << text;
+  EXPECT_HAS(text, part) << "no \"" << part << "\" in:\n" << text;
   return text.find(part);
 }
 
@@ -112,16 +110,16 @@ class MemoryReport : public ::testing::Test {
 
 TEST_F(MemoryReport, SaysWhatWasAskedForWhatIsFreeAndWhatIsMissing) {
   const std::string text = report(12);
-  EXPECT_TRUE(contains(text, "asked for 12582912 B (12.0 MiB) of device memory")) << text;
-  EXPECT_TRUE(contains(text, "5242880 B (5.00 MiB) of 104857600 B (100 MiB) are free")) << text;
-  EXPECT_TRUE(contains(text, "7340032 B (7.00 MiB) are missing")) << text;
+  EXPECT_HAS(text, "asked for 12582912 B (12.0 MiB) of device memory");
+  EXPECT_HAS(text, "5242880 B (5.00 MiB) of 104857600 B (100 MiB) are free");
+  EXPECT_HAS(text, "7340032 B (7.00 MiB) are missing");
   EXPECT_NE(text.back(), '\n');
 }
 
 TEST_F(MemoryReport, CarriesTheWholeLedgerAndWhatIsBeyondIt) {
   const std::string text = report(12);
-  EXPECT_TRUE(contains(text, ledger_.table())) << text;
-  EXPECT_TRUE(contains(text, "beyond this: 15728640 B (15.0 MiB)")) << text;
+  EXPECT_HAS(text, ledger_.table());
+  EXPECT_HAS(text, "beyond this: 15728640 B (15.0 MiB)");
 }
 
 TEST_F(MemoryReport, NamesTheChangesThatFitTheSmallestFirst) {
@@ -133,54 +131,54 @@ TEST_F(MemoryReport, NamesTheChangesThatFitTheSmallestFirst) {
   EXPECT_LT(live, batch);
   EXPECT_LT(batch, parameters);
   EXPECT_LT(parameters, optimizer);
-  EXPECT_TRUE(contains(text, "needs to give 7340032 B (7.00 MiB) of 10485760 B")) << text;
+  EXPECT_HAS(text, "needs to give 7340032 B (7.00 MiB) of 10485760 B");
 }
 
 TEST_F(MemoryReport, LeavesOutWhatIsNotEnoughAlone) {
   const std::string text = report(5 + 30);  // 30 MiB: only the optimizer's 50 are enough
-  EXPECT_TRUE(contains(text, "place.optimizer=host")) << text;
-  EXPECT_FALSE(contains(text, "place.parameters=host")) << text;
-  EXPECT_FALSE(contains(text, "live.limit_bytes")) << text;
-  EXPECT_FALSE(contains(text, "a smaller batch")) << text;
+  EXPECT_HAS(text, "place.optimizer=host");
+  EXPECT_LACKS(text, "place.parameters=host");
+  EXPECT_LACKS(text, "live.limit_bytes");
+  EXPECT_LACKS(text, "a smaller batch");
 }
 
 TEST_F(MemoryReport, PutsChangesTogetherWhereNoneIsEnough) {
   const std::string text = report(5 + 65);  // 50 + 15 of others or 20
-  EXPECT_TRUE(contains(text, "together they fit")) << text;
+  EXPECT_HAS(text, "together they fit");
   const std::size_t optimizer = position_of(text, "place.optimizer=host");
   EXPECT_LT(optimizer, position_of(text, "place.parameters=host"));
-  EXPECT_FALSE(contains(text, "live.limit_bytes")) << "two are enough:\n" << text;
+  EXPECT_LACKS(text, "live.limit_bytes") << "two are enough:\n" << text;
 }
 
 TEST_F(MemoryReport, SaysSoWhereNothingFits) {
   const std::string text = report(5 + 96);  // 95 could come free
-  EXPECT_TRUE(contains(text, "1048576 B (1.00 MiB) would still be missing")) << text;
-  EXPECT_TRUE(contains(text, "live.limit_bytes lower")) << text;
+  EXPECT_HAS(text, "1048576 B (1.00 MiB) would still be missing");
+  EXPECT_HAS(text, "live.limit_bytes lower");
   const Ledger empty;
-  EXPECT_TRUE(contains(memory_report(empty, Tier::kHost, 2, 1, 1), "nothing in the ledger"));
+  EXPECT_HAS(memory_report(empty, Tier::kHost, 2, 1, 1), "nothing in the ledger");
 }
 
 TEST_F(MemoryReport, KnowsThatFreeMemoryMayBeInPieces) {
   const std::string text = report(4);
-  EXPECT_TRUE(contains(text, "not in one piece")) << text;
-  EXPECT_TRUE(contains(text, "needs to give 4194304 B")) << text;
+  EXPECT_HAS(text, "not in one piece");
+  EXPECT_HAS(text, "needs to give 4194304 B");
 }
 
 TEST_F(MemoryReport, SendsHostMemoryToNvmeAndCountsPinnedAndPageableTogether) {
   ledger_.charge(Tier::kHost, Role::kOptimizer, 4 * kMib);
   ledger_.charge(Tier::kPinned, Role::kOptimizer, 2 * kMib);
   const std::string text = memory_report(ledger_, Tier::kPinned, 6 * kMib, 0, 0);
-  EXPECT_TRUE(contains(text, "place.optimizer=nvme: gives 6291456 B (6.00 MiB)")) << text;
-  EXPECT_FALSE(contains(text, "=host")) << text;
-  EXPECT_FALSE(contains(text, "beyond")) << "nothing is known of a total of 0:\n" << text;
+  EXPECT_HAS(text, "place.optimizer=nvme: gives 6291456 B (6.00 MiB)");
+  EXPECT_LACKS(text, "=host");
+  EXPECT_LACKS(text, "beyond") << "nothing is known of a total of 0:\n" << text;
 }
 
 TEST_F(MemoryReport, DoesNotSendACpusMemoryToTheHost) {
   ledger_.charge(Tier::kHost, Role::kShard, 4 * kMib);
   const std::string text =
       memory_report(ledger_, Tier::kDevice, 24 * kMib, 0, 100 * kMib, /*device_is_host=*/true);
-  EXPECT_TRUE(contains(text, "place.parameters=nvme: gives 25165824 B")) << text;
-  EXPECT_FALSE(contains(text, "=host")) << text;
+  EXPECT_HAS(text, "place.parameters=nvme: gives 25165824 B");
+  EXPECT_LACKS(text, "=host");
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/config.h"
+#include "tests/support/contains.h"
 
 namespace tessera {
 namespace {
@@ -117,7 +118,7 @@ TEST(Logger, WritesToStderrByDefault) {
   testing::internal::CaptureStderr();
   Logger(LogOptions{}).error("to stderr");
   const std::string text = testing::internal::GetCapturedStderr();
-  EXPECT_NE(text.find("error to stderr\n"), std::string::npos) << text;
+  EXPECT_HAS(text, "error to stderr\n");
 }
 
 }  // namespace
