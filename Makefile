@@ -42,7 +42,7 @@ demo: build  ## proves that sharded training equals unsharded; trains a GPT whos
 	@mkdir -p build/demo
 	build/tessera train --ranks 2 --steps 60 --host-budget 3MiB --nvme build/demo
 
-test:  ## all tests, those of torch-free rooms under the sanitizers; layers, format, tidy of what changed
+test:  ## all tests, those of torch-free modules under the sanitizers; layers, format, tidy of what changed
 	@scripts/setup --tools
 	@scripts/test
 

@@ -54,7 +54,7 @@ void log_line_not_shown(benchmark::State& state) {
 BENCHMARK(log_line_not_shown);
 
 void log_line_shown(benchmark::State& state) {
-  const Logger logger = Logger(silent_sink()).with_step(17).with_unit("h.3", "attn.weight");
+  const Logger logger = Logger(silent_sink()).with_step(17);
   for ([[maybe_unused]] auto _ : state) {
     logger.info("gathered ", 4096, " bytes");
   }

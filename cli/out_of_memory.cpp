@@ -4,7 +4,7 @@
 #include <charconv>
 #include <utility>
 
-#include "tessera/core/ledger_report.h"
+#include "tessera/core/ledger.h"
 
 namespace tessera::cli {
 

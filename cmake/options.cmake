@@ -1,9 +1,9 @@
 # Every switch of the build, in one place.
-option(TESSERA_TORCH "Build the parts that need LibTorch; OFF builds the torch-free rooms only" ON)
+option(TESSERA_TORCH "Build the parts that need LibTorch; OFF builds the torch-free modules only" ON)
 set(TESSERA_CUDA AUTO CACHE STRING "Build for CUDA: AUTO (if compiler and torch have it), ON, OFF")
 set_property(CACHE TESSERA_CUDA PROPERTY STRINGS AUTO ON OFF)
 option(TESSERA_TESTS "Build the tests" ON)
-option(TESSERA_ALL_TESTS "Also the tests of torch-free rooms that the presets asan, tsan and torchfree run" OFF)
+option(TESSERA_ALL_TESTS "Also the tests of torch-free modules that the presets asan, tsan and torchfree run" OFF)
 option(TESSERA_BENCH "Build the benchmarks" ON)
 option(TESSERA_UNITY "Compile up to eight sources as one: half the time of a fresh build" ON)
 option(TESSERA_WERROR "Warnings are errors" ON)

@@ -3,9 +3,9 @@ set(TESSERA_STANDARD_HEADERS <algorithm> <array> <atomic> <chrono> <cmath> <cond
     <fstream> <functional> <map> <memory> <mutex> <numeric> <optional> <random> <set> <span> <sstream> <string>
     <thread> <tuple> <utility> <vector>)
 
-# tessera_room(NAME SOURCES... DEPENDS...): one library per room, torch-free unless TORCH is given;
+# tessera_module(NAME SOURCES... DEPENDS...): one library per module, torch-free unless TORCH is given;
 # installed as tessera::NAME.
-function(tessera_room name)
+function(tessera_module name)
   cmake_parse_arguments(ARG "TORCH" "" "SOURCES;DEPENDS;PRIVATE_DEPENDS" ${ARGN})
   add_library(tessera_${name} STATIC ${ARG_SOURCES})
   add_library(tessera::${name} ALIAS tessera_${name})

@@ -4,7 +4,6 @@
 // Threads: now_ns() may be called from any thread.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 
@@ -24,16 +23,6 @@ class SteadyClock final : public Clock {
                std::chrono::steady_clock::now().time_since_epoch())
         .count();
   }
-};
-
-// A clock that stands still until it is told to move.
-class ManualClock final : public Clock {
- public:
-  std::int64_t now_ns() const override { return now_ns_.load(std::memory_order_acquire); }
-  void advance_ns(std::int64_t delta_ns) { now_ns_.fetch_add(delta_ns, std::memory_order_acq_rel); }
-
- private:
-  std::atomic<std::int64_t> now_ns_{0};
 };
 
 }  // namespace tessera

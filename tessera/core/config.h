@@ -2,11 +2,10 @@
 //
 // Later settings win: a file, then set() and apply_flag() in the order of the calls. Inside one
 // file the same option under two names must have one value. Whatever is wrong with input is a
-// one-line ConfigError that names source, key, value and what is allowed; a name in code that is
-// not in the table (option_table.h) is an InternalError.
+// one-line ConfigError that names source, key, value and what is allowed.
 //
-// A value is always one that the table allows. Rules between options are checked by check(), which
-// a program calls once, after its last setting.
+// A value is always one that the table (option_table.h) allows. Rules between options are checked
+// by check(), which a program calls once, after its last setting.
 //
 // Threads: const methods from any thread while nobody changes it.
 #pragma once
@@ -22,7 +21,21 @@
 
 namespace tessera {
 
-struct DeepSpeedSetting;
+enum class SettingOrigin : std::uint8_t { kOwnKey, kDeepSpeed, kDeepSpeedDefault, kLater };
+
+// The value of one option, and where it came from.
+struct ConfigSetting {
+  const Option* option = nullptr;
+  OptionValue value;
+  std::string origin;  // "ds.json: train_batch_size", "--batch", "code"
+  SettingOrigin kind = SettingOrigin::kLater;
+  std::string from = {};      // of DeepSpeed's keys: "train_batch_size = 16"
+  std::string replaced = {};  // the same of one that this has replaced
+  // Values that follow another option: elements the precision, ratios the learning rate.
+  std::optional<std::int64_t> numel = {};
+  std::int64_t least_bytes = 0;
+  std::optional<double> lr_ratio = {};
+};
 
 class Config {
  public:
@@ -34,7 +47,7 @@ class Config {
   // set("comm.timeout_s", 30), set("memory.host", "300MiB"). `origin` is what messages say of where
   // the value came from: a flag, "derived".
   void set(std::string_view name, const OptionValue& value, std::string_view origin = "code");
-  // "comm.timeout_s=30", as it comes from a command line; the name is user input here.
+  // "comm.timeout_s=30", as it comes from a command line.
   void apply_flag(std::string_view assignment);
 
   // Throws ConfigError where options contradict each other.
@@ -65,30 +78,15 @@ class Config {
   std::vector<std::string> unread() const;
 
  private:
-  enum class Origin : std::uint8_t { kOwnKey, kDeepSpeed, kDeepSpeedDefault, kLater };
-  struct Setting {
-    OptionValue value;
-    std::string origin;  // "ds.json: train_batch_size", "--batch", "code"
-    Origin kind = Origin::kLater;
-    std::string from;      // of DeepSpeed's keys: "train_batch_size = 16"
-    std::string replaced;  // the same of one that this has replaced
-    // Values that follow another option: elements the precision, ratios the learning rate.
-    std::optional<std::int64_t> numel;
-    std::int64_t least_bytes = 0;
-    std::optional<double> lr_ratio;
-  };
   const OptionValue& value(std::string_view name, OptionType type) const;
-  void assign(const Option& option, Setting setting);
-  void adopt(const std::vector<DeepSpeedSetting>& settings, const std::string& source);
-  void adopt_one(const DeepSpeedSetting& setting, const std::string& source);
-  OptionValue following_value(const Option& option, const Setting& setting,
-                              std::string_view where) const;
-  void follow();
-  std::string notice_of(const Option& option, const Setting& setting) const;
+  const ConfigSetting* find(std::string_view name) const;  // null: the default holds
+  void assign(ConfigSetting setting);
+  void adopt(ConfigSetting setting);
+  OptionValue following_value(const ConfigSetting& setting) const;
 
-  std::map<std::string, Setting, std::less<>> settings_;  // only what was given
-  std::string deepspeed_source_;                          // empty: no key of DeepSpeed's
-  std::vector<std::string> notices_;                      // of keys that set nothing
+  std::map<std::string_view, ConfigSetting> settings_;  // by the table's names; only what was given
+  std::string deepspeed_source_;                        // empty: no key of DeepSpeed's
+  std::vector<std::string> deepspeed_notices_;          // of keys that set nothing
 };
 
 }  // namespace tessera

@@ -27,6 +27,9 @@ std::uint64_t hash_of(std::string_view text) {
 
 std::uint32_t low(std::uint64_t value) { return static_cast<std::uint32_t>(value); }
 std::uint32_t high(std::uint64_t value) { return static_cast<std::uint32_t>(value >> 32); }
+std::uint64_t joined(std::uint32_t low, std::uint32_t high) {
+  return std::uint64_t{high} << 32 | low;
+}
 
 // The middle of one of 2^32 equal pieces of (-0.5, 0.5): exact, never an end, and symmetric.
 double from_middle_of(std::uint32_t bits) {
@@ -102,8 +105,6 @@ double tail_quantile(double from_middle) {
 
 bool is_central(double from_middle) { return std::fabs(from_middle) <= kCentralHalfWidth; }
 
-float uniform_of(std::uint32_t bits) { return static_cast<float>(bits >> 8) * 0x1p-24F; }
-
 constexpr std::array<std::uint32_t, 2> kMultipliers = {0xd2511f53U, 0xcd9e8d57U};
 constexpr std::array<std::uint32_t, 2> kKeySteps = {0x9e3779b9U, 0xbb67ae85U};
 constexpr int kNumRounds = 10;
@@ -153,7 +154,7 @@ void make_chunk(std::uint64_t begin, std::uint64_t stream, std::array<std::uint3
 std::array<float, kChunk> uniform_chunk(const Chunk& bits) {
   std::array<float, kChunk> values;
   for (std::size_t i = 0; i < kChunk; ++i) {
-    values[i] = uniform_of(bits[i]);
+    values[i] = static_cast<float>(bits[i] >> 8) * 0x1p-24F;
   }
   return values;
 }
@@ -181,15 +182,10 @@ std::array<float, kChunk> normal_chunk(const Chunk& bits) {
 
 std::array<std::uint32_t, 4> philox4x32(std::array<std::uint32_t, 4> counter,
                                         std::array<std::uint32_t, 2> key) {
-  for (int round = 0; round < kNumRounds; ++round) {
-    const std::uint64_t product0 = std::uint64_t{kMultipliers[0]} * counter[0];
-    const std::uint64_t product1 = std::uint64_t{kMultipliers[1]} * counter[2];
-    counter = {high(product1) ^ counter[1] ^ key[0], low(product1),
-               high(product0) ^ counter[3] ^ key[1], low(product0)};
-    key[0] += kKeySteps[0];
-    key[1] += kKeySteps[1];
-  }
-  return counter;
+  std::array<std::uint32_t, 4> block{};
+  philox_blocks<1>(joined(counter[0], counter[1]), joined(counter[2], counter[3]), key,
+                   block.data());
+  return block;
 }
 
 CounterRandom::CounterRandom(std::uint64_t seed, std::string_view stream)
@@ -199,22 +195,10 @@ std::array<std::uint32_t, 4> CounterRandom::block(std::uint64_t counter) const {
   return philox4x32({low(counter), high(counter), low(stream_), high(stream_)}, key_);
 }
 
-std::uint32_t CounterRandom::bits(std::uint64_t index) const {
-  return block(index / kLanes)[index % kLanes];
-}
-
-float CounterRandom::uniform(std::uint64_t index) const { return uniform_of(bits(index)); }
-
-float CounterRandom::normal(std::uint64_t index) const {
-  const double from_middle = from_middle_of(bits(index));
-  return static_cast<float>(is_central(from_middle) ? central_quantile(from_middle)
-                                                    : tail_quantile(from_middle));
-}
-
 std::uint64_t CounterRandom::below(std::uint64_t counter, std::uint64_t limit) const {
   TESSERA_INVARIANT(limit > 0, "there is no number below zero");
   const auto words = block(counter);
-  const std::uint64_t fraction = std::uint64_t{words[1]} << 32 | words[0];
+  const std::uint64_t fraction = joined(words[0], words[1]);
   return static_cast<std::uint64_t>((static_cast<unsigned __int128>(fraction) * limit) >> 64);
 }
 

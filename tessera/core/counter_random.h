@@ -28,15 +28,11 @@ class CounterRandom {
   CounterRandom(std::uint64_t seed, std::string_view stream);
 
   std::array<std::uint32_t, 4> block(std::uint64_t counter) const;
-  std::uint32_t bits(std::uint64_t index) const;
-  // In [0, 1), 24 bits.
-  float uniform(std::uint64_t index) const;
-  // Standard normal, within 6.4 of zero; computed in double, rounded once.
-  float normal(std::uint64_t index) const;
   // In [0, limit), from one whole block; uneven by at most limit / 2^64. REQUIRES: limit > 0.
   std::uint64_t below(std::uint64_t counter, std::uint64_t limit) const;
 
-  // Elements [begin, begin + out.size()), several times faster than one by one.
+  // Elements [begin, begin + out.size()): in [0, 1) with 24 bits, or standard normal, within 6.4 of
+  // zero, computed in double and rounded once.
   void fill_uniform(std::uint64_t begin, std::span<float> out) const;
   void fill_normal(std::uint64_t begin, std::span<float> out) const;
 

@@ -10,8 +10,9 @@ using Meaning = DeepSpeedMeaning;
 using Type = OptionType;
 
 constexpr DeepSpeedKey same(std::string_view path, std::string_view option,
-                            std::string_view default_text = "", std::string_view alias = "") {
-  return {path, alias, Meaning::kSame, Type::kString, option, default_text, ""};
+                            std::string_view default_text = "", std::string_view alias = "",
+                            std::string_view note = "") {
+  return {path, alias, Meaning::kSame, Type::kString, option, default_text, note};
 }
 constexpr DeepSpeedKey elements(std::string_view path, std::string_view option,
                                 std::string_view default_text, std::string_view alias = "",
@@ -57,7 +58,9 @@ constexpr std::string_view kPinned =
 constexpr std::string_view kNoScale = "bf16 has the range of fp32 and needs no loss scale";
 constexpr std::string_view kMetrics = "`tessera train --metrics FILE`";
 constexpr std::string_view kTrace = "`tessera train --trace FILE`";
-constexpr std::string_view kGradMean = "gradients are averaged once, exactly, by weight";
+constexpr std::string_view kFp32States =
+    "master weights, summed gradients and moments are always fp32";
+constexpr std::string_view kGradMean = "gradients are averaged once, exactly, by token count";
 
 constexpr std::array kKeys = {
     // 1.1 zero_optimization
@@ -184,7 +187,8 @@ constexpr std::array kKeys = {
     fixed("gradient_predivide_factor", Type::kDouble, "1.0", kGradMean),
     fixed("gradient_allreduce_op", Type::kString, "mean", kGradMean),
     renamed("communication_data_type", "grad.wire_dtype", "", kDTypes),
-    renamed("data_types.grad_accum_dtype", "grad.accumulate_dtype", "auto", kDTypes),
+    special("data_types.grad_accum_dtype", Type::kString, "",
+            "only fp32 or null: gradients of micro-batches are summed in fp32"),
     special("fp16.enabled", Type::kBool, "precision", "precision = fp16"),
     same("fp16.loss_scale", "loss_scale.fixed", "0"),
     special("fp16.initial_scale_power", Type::kInt, "loss_scale.initial", "2 to this power"),
@@ -192,15 +196,12 @@ constexpr std::array kKeys = {
     same("fp16.hysteresis", "loss_scale.hysteresis", "2"),
     same("fp16.consecutive_hysteresis", "loss_scale.consecutive_hysteresis", "false"),
     same("fp16.min_loss_scale", "loss_scale.min", "1"),
-    special("fp16.fp16_master_weights_and_grads", Type::kBool, "optim.master_dtype",
-            "optim.master_dtype = fp16"),
+    fixed("fp16.fp16_master_weights_and_grads", Type::kBool, "false", kFp32States),
     not_needed("fp16.auto_cast", Type::kBool, "inputs are tokens, or given in the model's type"),
     special("bf16.enabled", Type::kBool, "precision", "precision = bf16"),
     same("bf16.check_grad_overflow", "grad.skip_nonfinite", "true"),
-    special("bf16.bf16_master_weights_and_grads", Type::kBool, "optim.master_dtype",
-            "optim.master_dtype = bf16"),
-    special("bf16.bf16_optimizer_states", Type::kBool, "optim.state_dtype",
-            "optim.state_dtype = bf16"),
+    fixed("bf16.bf16_master_weights_and_grads", Type::kBool, "false", kFp32States),
+    fixed("bf16.bf16_optimizer_states", Type::kBool, "false", kFp32States),
     not_needed("bf16.immediate_grad_update", Type::kBool,
                "a gradient is reduced as soon as its bucket is full"),
     not_needed("bf16.loss_scale", Type::kDouble, kNoScale),
@@ -238,47 +239,37 @@ constexpr std::array kKeys = {
             "one_cycle, LRRangeTest: range_test; Warmup* also set schedule.deepspeed_timing"),
     special("scheduler.params.last_batch_iteration", Type::kInt, "schedule.first_step",
             "one more than this"),
-    special("scheduler.params.warmup_min_lr", Type::kDouble, "schedule.warmup_start_lr",
-            "of WarmupDecayLR also schedule.final_lr"),
+    same("scheduler.params.warmup_min_lr", "schedule.warmup_start_lr", "", "",
+         "of WarmupDecayLR also schedule.final_lr"),
     special("scheduler.params.warmup_max_lr", Type::kDouble, "optim.lr", "the learning rate"),
     special("scheduler.params.warmup_num_steps", Type::kInt, "schedule.warmup_steps",
             "1 becomes 2; not given: 1000, or a tenth of a shorter run"),
-    special("scheduler.params.warmup_type", Type::kString, "schedule.warmup_shape",
-            "log or linear; not given: log"),
-    special("scheduler.params.total_num_steps", Type::kInt, "schedule.total_steps",
-            "not given: the steps of the run"),
+    same("scheduler.params.warmup_type", "schedule.warmup_shape", "", "", "not given: log"),
+    same("scheduler.params.total_num_steps", "schedule.total_steps", "", "",
+         "not given: the steps of the run"),
     special("scheduler.params.warmup_min_ratio", Type::kDouble, "schedule.warmup_start_lr",
             "times the learning rate"),
     special("scheduler.params.cos_min_ratio", Type::kDouble, "schedule.final_lr",
             "times the learning rate; not given: 0.0001"),
-    special("scheduler.params.cycle_min_lr", Type::kDouble, "schedule.warmup_start_lr",
-            "the lowest learning rate"),
+    same("scheduler.params.cycle_min_lr", "schedule.warmup_start_lr"),
     special("scheduler.params.cycle_max_lr", Type::kDouble, "optim.lr", "the learning rate"),
-    special("scheduler.params.cycle_first_step_size", Type::kInt, "schedule.cycle_up_steps",
-            "steps up"),
-    special("scheduler.params.cycle_second_step_size", Type::kInt, "schedule.cycle_down_steps",
-            "steps down"),
-    special("scheduler.params.cycle_first_stair_count", Type::kInt, "schedule.cycle_up_stairs",
-            "stairs up"),
-    special("scheduler.params.cycle_second_stair_count", Type::kInt, "schedule.cycle_down_stairs",
-            "stairs down; not given: as many as up"),
-    special("scheduler.params.decay_step_size", Type::kInt, "schedule.decay_steps",
-            "after the cycle"),
-    special("scheduler.params.decay_lr_rate", Type::kDouble, "schedule.decay_rate",
-            "after the cycle"),
-    special("scheduler.params.cycle_momentum", Type::kBool, "",
-            "only false, or with SGD: momentum is not cycled"),
-    special("scheduler.params.cycle_min_mom", Type::kDouble, "", "belongs to cycle_momentum"),
-    special("scheduler.params.cycle_max_mom", Type::kDouble, "", "belongs to cycle_momentum"),
-    special("scheduler.params.decay_mom_rate", Type::kDouble, "", "belongs to cycle_momentum"),
-    special("scheduler.params.lr_range_test_min_lr", Type::kDouble, "schedule.warmup_start_lr",
-            "the first learning rate; not given: 0.001"),
-    special("scheduler.params.lr_range_test_step_size", Type::kInt, "schedule.range_steps",
-            "steps per growth"),
-    special("scheduler.params.lr_range_test_step_rate", Type::kDouble, "schedule.range_rate",
-            "growth"),
-    special("scheduler.params.lr_range_test_staircase", Type::kBool, "schedule.range_staircase",
-            "in stairs"),
+    same("scheduler.params.cycle_first_step_size", "schedule.cycle_up_steps"),
+    same("scheduler.params.cycle_second_step_size", "schedule.cycle_down_steps"),
+    same("scheduler.params.cycle_first_stair_count", "schedule.cycle_up_stairs"),
+    same("scheduler.params.cycle_second_stair_count", "schedule.cycle_down_stairs", "", "",
+         "not given: as many as up"),
+    same("scheduler.params.decay_step_size", "schedule.decay_steps"),
+    same("scheduler.params.decay_lr_rate", "schedule.decay_rate"),
+    not_needed("scheduler.params.cycle_momentum", Type::kBool,
+               "momentum is not cycled; only false, unless the optimizer is SGD"),
+    not_needed("scheduler.params.cycle_min_mom", Type::kDouble, "it belongs to cycle_momentum"),
+    not_needed("scheduler.params.cycle_max_mom", Type::kDouble, "it belongs to cycle_momentum"),
+    not_needed("scheduler.params.decay_mom_rate", Type::kDouble, "it belongs to cycle_momentum"),
+    same("scheduler.params.lr_range_test_min_lr", "schedule.warmup_start_lr", "", "",
+         "not given: 0.001"),
+    same("scheduler.params.lr_range_test_step_size", "schedule.range_steps"),
+    same("scheduler.params.lr_range_test_step_rate", "schedule.range_rate"),
+    same("scheduler.params.lr_range_test_staircase", "schedule.range_staircase"),
 
     // Watching a run
     not_needed("steps_per_print", Type::kDouble, "the trainer prints one line per step"),

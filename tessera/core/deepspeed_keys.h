@@ -19,7 +19,7 @@ enum class DeepSpeedMeaning : std::uint8_t {
   kRenamed,         // a choice under other names; `note` holds "theirs=ours,..."
   kNotNeeded,       // checked, then named in a notice; `note` says why
   kFixed,           // only DeepSpeed's default is supported; `note` says why
-  kSpecial,         // rules of its own, in deepspeed_rules.cpp; `note` says what it becomes
+  kSpecial,         // rules of its own, in deepspeed_config.cpp; `note` says what it becomes
   kElsewhere,       // a block or switch for watching a run: `note` says what does that here
   kForeign,         // a block of another subject: an error where it is enabled
 };

@@ -1,25 +1,13 @@
 #include "tessera/core/dtype.h"
 
+#include <array>
+
 namespace tessera {
 
 std::string_view to_string(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return "fp32";
-    case DType::kBFloat16:
-      return "bf16";
-    case DType::kFloat16:
-      return "fp16";
-    case DType::kFloat64:
-      return "fp64";
-    case DType::kInt64:
-      return "int64";
-    case DType::kInt32:
-      return "int32";
-    case DType::kUInt8:
-      return "uint8";
-  }
-  return "unknown";
+  constexpr std::array<std::string_view, 7> kNames = {"fp32",  "bf16",  "fp16", "fp64",
+                                                      "int64", "int32", "uint8"};
+  return kNames[static_cast<std::size_t>(dtype)];
 }
 
 }  // namespace tessera

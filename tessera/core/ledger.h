@@ -42,9 +42,6 @@ class Ledger {
   // The peak of the tier's sum, not the sum of the peaks.
   std::size_t peak_bytes(Tier tier) const;
 
-  // Forgets the peaks: they start again from what is held now.
-  void reset_peaks();
-
   // A table of current and peak bytes, one line per cell that was ever used.
   std::string table() const;
 
@@ -52,15 +49,22 @@ class Ledger {
   struct Cell {
     std::atomic<std::size_t> current{0};
     std::atomic<std::size_t> peak{0};
-    std::atomic<bool> used{false};  // outlives reset_peaks()
   };
   static void add(Cell& cell, std::size_t bytes);
   // False, and nothing changed, when fewer bytes are charged.
   static bool subtract(Cell& cell, std::size_t bytes);
-  static void reset_peak(Cell& cell);
 
   std::array<std::array<Cell, kNumRoles>, kNumTiers> cells_;
   std::array<Cell, kNumTiers> tiers_;
 };
+
+// Why memory ran out, for people: what was asked for, who holds what, and the smallest change of
+// options that would fit. `tier`: where `asked_bytes` were refused while `free_bytes` of
+// `total_bytes` were free; a total of 0 is unknown. What is in use beyond the ledger (activations,
+// caches of an allocator, other processes) is the rest of `total_bytes`. `device_is_host`: the
+// device is a CPU, so only NVMe takes anything off it. Lines, without a line break at the end.
+std::string memory_report(const Ledger& ledger, Tier tier, std::size_t asked_bytes,
+                          std::size_t free_bytes, std::size_t total_bytes,
+                          bool device_is_host = false);
 
 }  // namespace tessera

@@ -2,14 +2,15 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <ctime>
 #include <mutex>
 #include <set>
 #include <utility>
-
-#include <spdlog/logger.h>
-#include <spdlog/pattern_formatter.h>
-#include <spdlog/sinks/base_sink.h>
 
 #include "tessera/core/config.h"
 #include "tessera/core/printable.h"
@@ -17,7 +18,7 @@
 namespace tessera {
 namespace {
 
-constexpr const char* kPattern = "%H:%M:%S.%e %-5l %v";
+constexpr std::array<std::string_view, 5> kNames = {"trace", "debug", "info", "warn", "error"};
 
 // One write per line. A log that cannot be written must not end a run: errors are dropped.
 void write_stderr(std::string_view line) {
@@ -33,36 +34,19 @@ void write_stderr(std::string_view line) {
   }
 }
 
-class LineSink final : public spdlog::sinks::base_sink<std::mutex> {
- public:
-  explicit LineSink(std::function<void(std::string_view)> write) : write_(std::move(write)) {}
-
- protected:
-  void sink_it_(const spdlog::details::log_msg& message) override {
-    spdlog::memory_buf_t line;
-    formatter_->format(message, line);
-    write_(std::string_view(line.data(), line.size()));
-  }
-  void flush_() override {}
-
- private:
-  const std::function<void(std::string_view)> write_;
-};
-
-spdlog::level::level_enum to_spdlog(LogLevel level) {
-  switch (level) {
-    case LogLevel::kTrace:
-      return spdlog::level::trace;
-    case LogLevel::kDebug:
-      return spdlog::level::debug;
-    case LogLevel::kInfo:
-      return spdlog::level::info;
-    case LogLevel::kWarn:
-      return spdlog::level::warn;
-    case LogLevel::kError:
-      return spdlog::level::err;
-  }
-  return spdlog::level::info;
+// "12:34:56.789 info  "
+std::string line_start(LogLevel level) {
+  const auto now = std::chrono::system_clock::now();
+  const std::time_t seconds = std::chrono::system_clock::to_time_t(now);
+  const auto since = std::chrono::floor<std::chrono::milliseconds>(now.time_since_epoch());
+  std::tm local{};
+  ::localtime_r(&seconds, &local);
+  // A warning is spelt out: it is what people search a log for.
+  const std::string name(level == LogLevel::kWarn ? "warning" : to_string(level));
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), "%02d:%02d:%02d.%03d %-5s ", local.tm_hour, local.tm_min,
+                local.tm_sec, static_cast<int>(since.count() % 1000), name.c_str());
+  return text.data();
 }
 
 }  // namespace
@@ -70,12 +54,12 @@ spdlog::level::level_enum to_spdlog(LogLevel level) {
 class Logger::Output {
  public:
   explicit Output(std::function<void(std::string_view)> sink)
-      : logger_("tessera", std::make_shared<LineSink>(sink ? std::move(sink) : write_stderr)) {
-    logger_.set_level(spdlog::level::trace);  // Logger::enabled() has decided already
-    logger_.set_formatter(std::make_unique<spdlog::pattern_formatter>(kPattern));
-  }
+      : sink_(sink ? std::move(sink) : write_stderr) {}
 
-  void write(LogLevel level, const std::string& line) { logger_.log(to_spdlog(level), line); }
+  void write(const std::string& line) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    sink_(line);
+  }
 
   bool first_time(std::string_view key) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -83,56 +67,28 @@ class Logger::Output {
   }
 
  private:
-  spdlog::logger logger_;
-  std::mutex mutex_;
+  const std::function<void(std::string_view)> sink_;
+  std::mutex mutex_;            // one line at a time
   std::set<std::string> said_;  // guarded by mutex_
 };
 
-std::string_view to_string(LogLevel level) {
-  switch (level) {
-    case LogLevel::kTrace:
-      return "trace";
-    case LogLevel::kDebug:
-      return "debug";
-    case LogLevel::kInfo:
-      return "info";
-    case LogLevel::kWarn:
-      return "warn";
-    case LogLevel::kError:
-      return "error";
-  }
-  return "unknown";
-}
+std::string_view to_string(LogLevel level) { return kNames[static_cast<std::size_t>(level)]; }
 
 LogLevel log_level(std::string_view name) {
-  for (const LogLevel level :
-       {LogLevel::kTrace, LogLevel::kDebug, LogLevel::kInfo, LogLevel::kWarn, LogLevel::kError}) {
-    if (to_string(level) == name) {
-      return level;
-    }
+  const auto found = std::find(kNames.begin(), kNames.end(), name);
+  if (found != kNames.end()) {
+    return static_cast<LogLevel>(found - kNames.begin());
   }
   throw ConfigError(detail::concat("log level ", in_quotes(name),
                                    ": expected trace, debug, info, warn or error"));
 }
 
 std::string LogContext::prefix() const {
-  std::string text;
-  const auto add = [&text](std::string_view name, const std::string& value) {
-    text.append(text.empty() ? "[" : " ").append(name).append(" ").append(value);
-  };
-  if (world > 1) {
-    add("rank", std::to_string(rank));
-  }
+  std::string text = world > 1 ? detail::concat("rank ", rank) : "";
   if (step >= 0) {
-    add("step", std::to_string(step));
+    text += detail::concat(text.empty() ? "" : " ", "step ", step);
   }
-  if (!unit.empty()) {
-    add("unit", unit);
-  }
-  if (!parameter.empty()) {
-    add("param", parameter);
-  }
-  return text.empty() ? text : text + "] ";
+  return text.empty() ? text : "[" + text + "] ";
 }
 
 LogOptions LogOptions::from(const Config& config) {
@@ -146,15 +102,7 @@ Logger::Logger(LogOptions options, LogContext context)
     : output_(std::make_shared<Output>(std::move(options.sink))),
       context_(std::move(context)),
       level_(options.level),
-      all_ranks_(options.all_ranks),
       speaks_(options.all_ranks || context_.rank == 0) {}
-
-Logger Logger::with(LogContext context) const {
-  Logger copy = *this;
-  copy.context_ = std::move(context);
-  copy.speaks_ = all_ranks_ || copy.context_.rank == 0;
-  return copy;
-}
 
 Logger Logger::with_step(std::int64_t step) const {
   Logger copy = *this;
@@ -162,15 +110,8 @@ Logger Logger::with_step(std::int64_t step) const {
   return copy;
 }
 
-Logger Logger::with_unit(std::string unit, std::string parameter) const {
-  Logger copy = *this;
-  copy.context_.unit = std::move(unit);
-  copy.context_.parameter = std::move(parameter);
-  return copy;
-}
-
 void Logger::write(LogLevel level, const std::string& message) const {
-  output_->write(level, context_.prefix() + message);
+  output_->write(line_start(level) + context_.prefix() + message + "\n");
 }
 
 bool Logger::first_time(std::string_view key) const { return output_->first_time(key); }

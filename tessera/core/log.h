@@ -1,4 +1,4 @@
-// Lines for people: who says it (rank), when (step) and about what (unit, parameter), by name.
+// Lines for people, with the rank and the step that they are about.
 //
 // A Logger is a handle on one output plus the context that stands before its lines; copies share
 // the output. There is no global logger: whoever speaks was given one. Rank 0 speaks for all ranks
@@ -33,11 +33,9 @@ struct LogContext {
   int rank = 0;
   int world = 1;
   std::int64_t step = -1;  // below zero: not shown
-  std::string unit;
-  std::string parameter;
 
-  // "[rank 2 step 17 unit h.3 param attn.weight] "; empty where there is nothing to say. The rank
-  // is shown only where there are several.
+  // "[rank 2 step 17] "; empty where there is nothing to say. The rank is shown only where there
+  // are several.
   std::string prefix() const;
 };
 
@@ -55,10 +53,7 @@ class Logger {
   explicit Logger(LogOptions options, LogContext context = {});
 
   // The same output under another context.
-  Logger with(LogContext context) const;
   Logger with_step(std::int64_t step) const;
-  Logger with_unit(std::string unit, std::string parameter = {}) const;
-  const LogContext& context() const { return context_; }
 
   bool enabled(LogLevel level) const {
     return level >= level_ && (speaks_ || level >= LogLevel::kWarn);
@@ -108,7 +103,6 @@ class Logger {
   std::shared_ptr<Output> output_;
   LogContext context_;
   LogLevel level_;
-  bool all_ranks_;
   bool speaks_;  // rank 0, or all ranks speak
 };
 

@@ -42,7 +42,8 @@ constexpr Option measured(std::string_view name, OptionType type, double min, do
 }
 
 constexpr std::array kOptions = {
-    integer("seed", "0", 0, kMaxInt, "Seed of every random number of a run.", "engine"),
+    integer("seed", "0", 0, kMaxInt, "Seed of every random number of a run.",
+            "engine, the trainer"),
     choice("precision", "fp32", "fp32|bf16|fp16",
            "Type of parameters and gradients; master weights and moments stay fp32.", "engine"),
 
@@ -52,7 +53,7 @@ constexpr std::array kOptions = {
     integer("batch.micro_per_rank", "0", 0, kMaxInt,
             "Sequences per forward and rank; 0: from the other two and the rank count.",
             "the trainer"),
-    integer("batch.accumulate", "1", 1, kMaxInt, "Micro-batches per step.", "the trainer"),
+    integer("batch.accumulate", "1", 1, kMaxInt, "Micro-batches per step.", "engine, the trainer"),
 
     choice(
         "comm.backend", "auto", "auto|gloo|nccl",
@@ -60,10 +61,10 @@ constexpr std::array kOptions = {
         "and lets ranks share a GPU.",
         "comm"),
     Option{"comm.timeout_s", OptionType::kSeconds, "600", 0.001, 1e9, "", "", 0, "comm",
-           "How long a collective may take before it fails with a report of who has not come."},
+           "How long a collective may take before it fails and names the ranks that are missing."},
     bytes("comm.pack_below_bytes", "64KiB",
           "Tensors whose piece per rank is smaller than this travel together in one message.",
-          "comm, the planner"),
+          "comm, planner"),
 
     integer(
         "shard.group_size", "0", 0, 1048576,
@@ -112,7 +113,7 @@ constexpr std::array kOptions = {
           "end stands for any rest.",
           "engine"),
     flag("unit.uneven_data", "false",
-         "Ranks may run out of data at different steps: they meet at every unit.", "coordinator"),
+         "Ranks may run out of data at different steps: they agree at every unit.", "coordinator"),
 
     bytes(
         "grad.bucket_bytes", "64MiB",
@@ -120,10 +121,6 @@ constexpr std::array kOptions = {
         "grad"),
     choice("grad.wire_dtype", "auto", "auto|fp32|bf16|fp16",
            "Type of gradients on the network; auto: that of the parameters.", "grad"),
-    choice("grad.accumulate_dtype", "fp32", "auto|fp32|bf16|fp16",
-           "Type in which micro-batches are summed; auto: that of the parameters."),
-    choice("grad.reduction", "exact", "exact|backend",
-           "exact adds in rank order in fp32; backend takes the network library's own order."),
     real("grad.clip_norm", "1.0", 0, kNoLimit, "Largest global norm of the gradients; 0: off.",
          "engine"),
     flag("grad.skip_nonfinite", "true",
@@ -171,8 +168,6 @@ constexpr std::array kOptions = {
     real("optim.eps", "1e-08", 0, kNoLimit, "Added to the root of the second moment.", "optim"),
     real("optim.weight_decay", "0.01", 0, kNoLimit, "Weight decay.", "optim"),
     real("optim.momentum", "0", 0, 1, "Momentum of sgd.", "optim"),
-    choice("optim.master_dtype", "fp32", "fp32|bf16|fp16", "Type of the master weights."),
-    choice("optim.state_dtype", "fp32", "fp32|bf16", "Type of the moments."),
     bytes("optim.sub_group_bytes", "256MiB",
           "Master weights (fp32 bytes of this rank) that are read, updated and written together.",
           "planner"),
@@ -237,9 +232,9 @@ constexpr std::array kOptions = {
     flag("log.all_ranks", "false", "Let every rank speak; otherwise rank 0, and warnings of all.",
          "core"),
     words("trace.path", OptionType::kString,
-          "File for a Chrome/Perfetto trace of the run's spans; empty: no tracing.", "core"),
+          "File for a Chrome/Perfetto trace of the run's spans; empty: no tracing.", "engine"),
     integer("trace.ring_spans", "65536", 1, 1073741824,
-            "Spans kept per rank; the oldest are overwritten and counted.", "core"),
+            "Spans kept per rank; the oldest are overwritten and counted.", "engine"),
 };
 
 struct RemovedOption {
@@ -250,7 +245,15 @@ struct RemovedOption {
 constexpr std::string_view kPinnedByItself =
     "host memory is pinned where a GPU reads or writes it, and nowhere else; leave it out";
 
+constexpr std::string_view kFp32States = "master weights and moments are always fp32; leave it out";
+
 constexpr std::array kRemoved = {
+    RemovedOption{"grad.accumulate_dtype",
+                  "gradients of micro-batches are always summed in fp32; leave it out"},
+    RemovedOption{"grad.reduction",
+                  "gradients are always added in rank order in fp32; leave it out"},
+    RemovedOption{"optim.master_dtype", kFp32States},
+    RemovedOption{"optim.state_dtype", kFp32States},
     RemovedOption{"place.parameters_pinned", kPinnedByItself},
     RemovedOption{"place.optimizer_pinned", kPinnedByItself},
 };

@@ -1,8 +1,8 @@
 // The one table of options. --help, docs/options.md, Config's checks and Config's defaults are all
 // made from it; no default or range is written anywhere else.
 //
-// An option is honest about its effect: `read_by` names the room that reads it. Where it is empty
-// the value is checked and kept, nothing reads it yet, and help and docs say so.
+// `read_by` names the modules that read an option. Where it is empty the value is checked and kept,
+// nothing reads it yet, and help and docs say so.
 //
 // Threads: immutable.
 #pragma once
@@ -40,7 +40,7 @@ struct Option {
   std::string_view choices;       // "a|b|c" for kChoice
   std::string_view keyword;       // a word that numbers accept besides digits, or empty
   double keyword_value;           // what that word stands for; it need not be within the range
-  std::string_view read_by;       // room; empty: checked, not used yet
+  std::string_view read_by;       // modules; empty: checked, not used yet
   std::string_view text;          // one sentence
 };
 

@@ -1,9 +1,11 @@
 #include "tessera/core/suggest.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <vector>
 
 namespace tessera {
+namespace {
 
 std::size_t edit_distance(std::string_view a, std::string_view b) {
   // Rows of the classic table: the one before the last is needed for exchanged neighbours.
@@ -27,6 +29,8 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   }
   return row[b.size()];
 }
+
+}  // namespace
 
 std::string_view nearest(std::string_view name, std::span<const std::string_view> known) {
   constexpr std::size_t kLongestName = 200;  // nobody mistypes more; bounds the work

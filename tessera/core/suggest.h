@@ -6,13 +6,10 @@
 // Threads: stateless.
 #pragma once
 
-#include <cstddef>
 #include <span>
 #include <string_view>
 
 namespace tessera {
-
-std::size_t edit_distance(std::string_view a, std::string_view b);
 
 // Empty when nothing is near. Of equally near names the first wins.
 std::string_view nearest(std::string_view name, std::span<const std::string_view> known);

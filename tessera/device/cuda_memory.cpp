@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "tessera/core/clock.h"
-#include "tessera/core/ledger_report.h"
+#include "tessera/core/ledger.h"
 #include "tessera/core/units.h"
 #include "tessera/device/cuda_call.h"
 #include "tessera/device/host_info.h"

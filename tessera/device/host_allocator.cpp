@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "tessera/core/error.h"
-#include "tessera/core/ledger_report.h"
+#include "tessera/core/ledger.h"
 #include "tessera/core/units.h"
 #include "tessera/device/host_info.h"
 #include "tessera/device/host_memory.h"

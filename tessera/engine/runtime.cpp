@@ -61,7 +61,7 @@ struct Runtime::Impl {
   Impl(Config given, const RuntimeOptions& options, int rank, int num_ranks)
       : config(std::move(given)),
         spans(clock, options.num_spans),
-        logger(LogOptions::from(config), LogContext{rank, num_ranks, -1, {}, {}}),
+        logger(LogOptions::from(config), LogContext{rank, num_ranks}),
         wrap_io(options.wrap_io),
         options(options),
         on_cuda(options.cuda_device >= 0) {

@@ -37,12 +37,6 @@ ReducerOptions ReducerOptions::from(const Config& config, DType param_dtype) {
                        : wire == "bf16" ? DType::kBFloat16
                        : wire == "fp16" ? DType::kFloat16
                                         : param_dtype;
-  const std::string& sum = config.get_string("grad.accumulate_dtype");
-  TESSERA_CHECK(sum == "fp32" || (sum == "auto" && param_dtype == DType::kFloat32), ConfigError,
-                "grad.accumulate_dtype=", sum, ": gradients are summed in fp32 only; leave it out");
-  const std::string& reduction = config.get_string("grad.reduction");
-  TESSERA_CHECK(reduction == "exact", ConfigError, "grad.reduction=", reduction,
-                ": only exact is there; leave it out");
   return options;
 }
 

@@ -12,6 +12,7 @@
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
 #include "testing/thread_backend.h"
+#include "tests/support/contains.h"
 
 namespace tessera::cli {
 namespace {
@@ -105,20 +106,20 @@ std::vector<std::string> refusals(DamagingBackend::Damage damage) {
 
 TEST(CommBench, RefusesToTimeADamagedAllGather) {
   for (const std::string& message : refusals(DamagingBackend::Damage::kAllGather)) {
-    EXPECT_NE(message.find("all_gather of 4096 bytes"), std::string::npos) << message;
-    EXPECT_NE(message.find("at element 1023"), std::string::npos) << message;
+    EXPECT_HAS(message, "all_gather of 4096 bytes");
+    EXPECT_HAS(message, "at element 1023");
   }
 }
 
 TEST(CommBench, RefusesToTimeADamagedReduction) {
   for (const std::string& message : refusals(DamagingBackend::Damage::kAllToAll)) {
-    EXPECT_NE(message.find("reduce_scatter of 4096 bytes"), std::string::npos) << message;
+    EXPECT_HAS(message, "reduce_scatter of 4096 bytes");
   }
 }
 
 TEST(CommBench, RefusesToTimeADamagedBroadcast) {
   for (const std::string& message : refusals(DamagingBackend::Damage::kBroadcast)) {
-    EXPECT_NE(message.find("broadcast of 4096 bytes"), std::string::npos) << message;
+    EXPECT_HAS(message, "broadcast of 4096 bytes");
   }
 }
 
@@ -168,11 +169,11 @@ TEST(CommBench, TakesTheLowerMedian) {
 
 TEST(CommBenchReport, ShowsRatesOfDataPerSecond) {
   const std::string head = comm_bench_head({"gloo", 2, 10});
-  EXPECT_NE(head.find("2 ranks over gloo, 10 rounds"), std::string::npos) << head;
+  EXPECT_HAS(head, "2 ranks over gloo, 10 rounds");
   const std::string line = comm_bench_line({"all_gather", 2000000, 1000, 900, 1000000});
-  EXPECT_NE(line.find("2.000\n"), std::string::npos) << line;
-  EXPECT_NE(line.find("1.00 ms"), std::string::npos) << line;
-  EXPECT_EQ(comm_bench_line({"barrier", 0, 10, 9, 0}).find("0.000"), std::string::npos);
+  EXPECT_HAS(line, "2.000\n");
+  EXPECT_HAS(line, "1.00 ms");
+  EXPECT_LACKS(comm_bench_line({"barrier", 0, 10, 9, 0}), "0.000");
 }
 
 }  // namespace

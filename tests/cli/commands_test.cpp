@@ -47,9 +47,9 @@ TEST(Help, IsThereOnEveryLevelWithExamples) {
     const ProcessResult result = run_tessera(arguments);
     EXPECT_EQ(result.exit_code, 0);
     EXPECT_EQ(result.err, "");
-    EXPECT_TRUE(contains(result.out, "Examples:\n  tessera ")) << result.out;
+    EXPECT_HAS(result.out, "Examples:\n  tessera ");
     if (!command.empty()) {
-      EXPECT_TRUE(contains(result.out, "Usage: tessera " + command.front())) << result.out;
+      EXPECT_HAS(result.out, "Usage: tessera " + command.front());
     }
   }
 }
@@ -81,8 +81,8 @@ TEST(Options, MarkdownIsTheCommittedFile) {
 TEST(Options, AreListedWithDefaults) {
   const ProcessResult result = run_tessera({"options"});
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_TRUE(contains(result.out, "comm.timeout_s"));
-  EXPECT_TRUE(contains(result.out, "600"));
+  EXPECT_HAS(result.out, "comm.timeout_s");
+  EXPECT_HAS(result.out, "600");
 }
 
 TEST(ConfigCommand, PrintsWhatAFileGives) {
@@ -92,9 +92,9 @@ TEST(ConfigCommand, PrintsWhatAFileGives) {
       run_tessera({"config", "run.json", "--set", "seed=8", "--set", "precision=bf16"},
                   in_directory(directory));
   EXPECT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_TRUE(contains(result.out, "comm.timeout_s = 30")) << result.out;
-  EXPECT_TRUE(contains(result.out, "seed = 8")) << result.out;
-  EXPECT_TRUE(contains(result.out, "precision = bf16")) << result.out;
+  EXPECT_HAS(result.out, "comm.timeout_s = 30");
+  EXPECT_HAS(result.out, "seed = 8");
+  EXPECT_HAS(result.out, "precision = bf16");
 }
 
 TEST(ConfigCommand, PrintsConversionsOfDeepSpeedsKeys) {
@@ -103,9 +103,9 @@ TEST(ConfigCommand, PrintsConversionsOfDeepSpeedsKeys) {
       << R"({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}})";
   const ProcessResult result = run_tessera({"config", "ds.json"}, in_directory(directory));
   EXPECT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_TRUE(contains(result.out, "note: ")) << result.out;
-  EXPECT_TRUE(contains(result.out, "reduce_bucket_size")) << result.out;
-  EXPECT_TRUE(contains(result.out, "grad.bucket_bytes = ")) << result.out;
+  EXPECT_HAS(result.out, "note: ");
+  EXPECT_HAS(result.out, "reduce_bucket_size");
+  EXPECT_HAS(result.out, "grad.bucket_bytes = ");
 }
 
 const std::vector<std::string>& doctor_rows() {
@@ -128,15 +128,15 @@ TEST(Doctor, ShowsEveryRowOnOneScreenAndLeavesNothing) {
   }
   EXPECT_LE(num_lines, 40U) << result.out;
   for (const std::string& row : doctor_rows()) {
-    EXPECT_TRUE(contains(result.out, " " + row + " ")) << row << "\n" << result.out;
+    EXPECT_HAS(result.out, " " + row + " ");
   }
-  EXPECT_TRUE(contains(result.out, "Training can run")) << result.out;
+  EXPECT_HAS(result.out, "Training can run");
   EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
 }
 
 TEST(Doctor, TriesGlooForReal) {
   const ProcessResult result = run_tessera({"doctor"});
-  EXPECT_TRUE(contains(result.out, "2 ranks exchanged data over loopback")) << result.out;
+  EXPECT_HAS(result.out, "2 ranks exchanged data over loopback");
 }
 
 TEST(Doctor, JsonHasTheSameRows) {
@@ -174,12 +174,12 @@ TEST_P(BenchComm, PrintsATableAndWritesTheSameNumbers) {
                    bench.backend, "--sizes", "64,4KiB", "--rounds", "2", "--json", "rates.json"},
                   in_directory(directory));
   ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_FALSE(contains(result.err, "error")) << result.err;
+  EXPECT_LACKS(result.err, "error");
   // Rank 0 speaks for all.
   EXPECT_EQ(result.out.find("collective"), result.out.rfind("collective")) << result.out;
   for (const char* collective :
        {"barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"}) {
-    EXPECT_TRUE(contains(result.out, collective)) << result.out;
+    EXPECT_HAS(result.out, collective);
   }
   const auto document = nlohmann::json::parse(read_file(directory.path() / "rates.json"));
   EXPECT_EQ(document.at("num_ranks"), bench.num_ranks);
@@ -221,8 +221,8 @@ TEST(Launch, GivesEachRankItsVariablesAndTheProgramItsOwnArguments) {
       run_tessera({"launch", "--ranks", "2", "sh", "-c",
                    "echo rank $TESSERA_RANK of $TESSERA_WORLD_SIZE: $0 $1", "--ranks", "7"});
   EXPECT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_NE(result.out.find("rank 0 of 2: --ranks 7"), std::string::npos) << result.out;
-  EXPECT_NE(result.out.find("rank 1 of 2: --ranks 7"), std::string::npos) << result.out;
+  EXPECT_HAS(result.out, "rank 0 of 2: --ranks 7");
+  EXPECT_HAS(result.out, "rank 1 of 2: --ranks 7");
 }
 
 }  // namespace

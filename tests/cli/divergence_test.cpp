@@ -64,8 +64,7 @@ TEST(Divergence, TenLostInARowAreGoingOn) {
   steps.push_back(kSkipped);
   EXPECT_TRUE(after(steps).is_going_on());
   EXPECT_TRUE(after(steps).has_diverged());
-  EXPECT_TRUE(contains(after(steps).text(DType::kFloat32), "10 of 110 steps"))
-      << after(steps).text(DType::kFloat32);
+  EXPECT_HAS(after(steps).text(DType::kFloat32), "10 of 110 steps");
   steps.push_back(kGood);
   EXPECT_FALSE(after(steps).is_going_on());
 }
@@ -86,16 +85,15 @@ TEST(Divergence, ALossScaleMayLookForItsValue) {
 
 TEST(Divergence, SaysWhatToTry) {
   const Divergence lost = after({{.loss = kNan}});
-  EXPECT_FALSE(contains(lost.text(DType::kFloat32), "--precision"));
-  EXPECT_TRUE(contains(lost.text(DType::kFloat16), "--precision fp32"));
+  EXPECT_LACKS(lost.text(DType::kFloat32), "--precision");
+  EXPECT_HAS(lost.text(DType::kFloat16), "--precision fp32");
 }
 
 TEST(Divergence, AnUpdateWithWhatIsNotFiniteSpoilsParameters) {
   EXPECT_FALSE(after({kGood, kSkipped}).has_spoilt_parameters());
   const Divergence spoilt = after({kGood, {.grad_norm = kNan}, {.loss = kNan, .grad_norm = kNan}});
   EXPECT_TRUE(spoilt.has_spoilt_parameters());
-  EXPECT_TRUE(contains(spoilt.text(DType::kFloat32), "not finite since step 2"))
-      << spoilt.text(DType::kFloat32);
+  EXPECT_HAS(spoilt.text(DType::kFloat32), "not finite since step 2");
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/support/contains.h"
+
 namespace tessera::cli {
 namespace {
 
@@ -22,8 +24,8 @@ TEST(DoctorReport, TrainingNeedsWhatIsRequiredAndNothingElse) {
 
 TEST(DoctorReport, NamesWhatTrainingNeeds) {
   const std::string screen = doctor_screen(std::vector<ProbeResult>{gloo(ProbeState::kMissing)});
-  EXPECT_NE(screen.find("Training cannot run: it needs Gloo."), std::string::npos) << screen;
-  EXPECT_NE(screen.find("-> no ranks"), std::string::npos) << screen;
+  EXPECT_HAS(screen, "Training cannot run: it needs Gloo.");
+  EXPECT_HAS(screen, "-> no ranks");
 }
 
 TEST(DoctorReport, FitsEightyColumnsWhateverWasFound) {
@@ -39,13 +41,13 @@ TEST(DoctorReport, FitsEightyColumnsWhateverWasFound) {
 
 TEST(DoctorReport, SaysWhenNothingIsMissing) {
   const std::string screen = doctor_screen(std::vector<ProbeResult>{gloo(ProbeState::kOk)});
-  EXPECT_NE(screen.find("nothing is missing"), std::string::npos) << screen;
+  EXPECT_HAS(screen, "nothing is missing");
 }
 
 TEST(DoctorReport, JsonSurvivesPathsThatAreNotUtf8) {
   const std::string json = doctor_json(
       std::vector<ProbeResult>{{"directory", ProbeState::kOk, "/tmp/\xff\xfe", "", false}});
-  EXPECT_NE(json.find("\"can_train\": true"), std::string::npos) << json;
+  EXPECT_HAS(json, "\"can_train\": true");
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "cli/metrics.h"
 #include "cli/progress.h"
+#include "testing/manual_clock.h"
 #include "tests/support/contains.h"
 
 namespace tessera::cli {
@@ -39,7 +40,7 @@ TEST(EvalLoss, IsAlwaysShownAndStaysOnATerminal) {
   metrics.eval_loss = 3.25;
   progress.show(metrics);
   ASSERT_EQ(printed.size(), 2U);
-  EXPECT_TRUE(contains(printed[1], "eval loss 3.2500")) << printed[1];
+  EXPECT_HAS(printed[1], "eval loss 3.2500");
   EXPECT_EQ(printed[1].back(), '\n');
 }
 

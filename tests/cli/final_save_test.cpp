@@ -30,9 +30,9 @@ TEST(FinalSave, TakesTheFirstPlaceThatWorksAndSaysWhere) {
   });
   ASSERT_EQ(tried.size(), 3U);
   EXPECT_EQ(outcome.path, tried[2]);
-  EXPECT_TRUE(contains(tried[2], "/model.rescued-")) << tried[2];
-  EXPECT_TRUE(contains(outcome.failure, "disk 1 is full")) << outcome.failure;
-  EXPECT_TRUE(contains(outcome.failure, tried[2])) << outcome.failure;
+  EXPECT_HAS(tried[2], "/model.rescued-");
+  EXPECT_HAS(outcome.failure, "disk 1 is full");
+  EXPECT_HAS(outcome.failure, tried[2]);
 }
 
 // As on a rank that does not write: it is refused by the one that does.
@@ -44,7 +44,7 @@ TEST(FinalSave, TriesAsManyPlacesWhereAnotherRankRefuses) {
   });
   EXPECT_EQ(num_tried, 3);
   EXPECT_EQ(outcome.path, "");
-  EXPECT_TRUE(contains(outcome.failure, "could not be saved anywhere else")) << outcome.failure;
+  EXPECT_HAS(outcome.failure, "could not be saved anywhere else");
 }
 
 TEST(FinalSave, DoesNotTryAgainWhenTheRanksAreLost) {

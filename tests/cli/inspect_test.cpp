@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/cli/refusal.h"
+#include "tests/support/contains.h"
 
 namespace tessera::testing {
 namespace {
@@ -64,9 +65,9 @@ TEST(Inspect, MapsEveryExtentToItsParameter) {
 TEST(Inspect, ShowsTheFirstExtentsAndTheirSums) {
   const std::string screen =
       inspected({"--preset", "tiny", "--nvme", ".", "--host-budget", "2MiB"});
-  EXPECT_NE(screen.find("exp_avg_sq of "), std::string::npos) << screen;
-  EXPECT_NE(screen.find(" more\n"), std::string::npos) << screen;
-  EXPECT_NE(screen.find("NVMe per step and rank"), std::string::npos) << screen;
+  EXPECT_HAS(screen, "exp_avg_sq of ");
+  EXPECT_HAS(screen, " more\n");
+  EXPECT_HAS(screen, "NVMe per step and rank");
 }
 
 // Far more than this machine could hold, on more ranks than it could start.
@@ -214,7 +215,7 @@ TEST(Inspect, AGroupOfOneGathersNothing) {
   const Json plan = inspected_json({"--ranks", "1"});
   EXPECT_EQ(plan["step"]["num_gathers"], 0);
   EXPECT_EQ(plan["totals"]["arena_bytes"], 0);
-  EXPECT_NE(inspected({}).find("nothing is gathered"), std::string::npos);
+  EXPECT_HAS(inspected({}), "nothing is gathered");
 }
 
 TEST(Inspect, MicroBatchesOfAStepShareWhatFits) {
@@ -235,14 +236,14 @@ TEST(Inspect, MicroBatchesOfAStepShareWhatFits) {
 TEST(Inspect, ShowsUnitsThatAreAlikeOnce) {
   const std::string screen =
       inspected({"--layers", "5", "--freeze", "2", "--ranks", "2", "--tie-head"});
-  EXPECT_NE(screen.find("blocks.0 to blocks.1 "), std::string::npos) << screen;
-  EXPECT_NE(screen.find("each of 2\n"), std::string::npos) << screen;
-  EXPECT_NE(screen.find("blocks.2 to blocks.4 "), std::string::npos) << screen;
-  EXPECT_NE(screen.find("frozen"), std::string::npos) << screen;
-  EXPECT_NE(screen.find("tied: 2 units"), std::string::npos) << screen;
-  EXPECT_NE(screen.find("external: of embedding"), std::string::npos) << screen;
-  EXPECT_NE(screen.find("   13  backward  embedding"), std::string::npos) << screen;
-  EXPECT_NE(screen.find("Per step: "), std::string::npos) << screen;
+  EXPECT_HAS(screen, "blocks.0 to blocks.1 ");
+  EXPECT_HAS(screen, "each of 2\n");
+  EXPECT_HAS(screen, "blocks.2 to blocks.4 ");
+  EXPECT_HAS(screen, "frozen");
+  EXPECT_HAS(screen, "tied: 2 units");
+  EXPECT_HAS(screen, "external: of embedding");
+  EXPECT_HAS(screen, "   13  backward  embedding");
+  EXPECT_HAS(screen, "Per step: ");
   std::istringstream lines(screen);
   for (std::string line; std::getline(lines, line);) {
     EXPECT_FALSE(line.ends_with(' ')) << line;
@@ -283,8 +284,8 @@ TEST(Inspect, PlansForAGpuThatNeedNotBeHere) {
   EXPECT_LE(besides, activations + plan["tiers"]["full_gradient_bytes"].get<std::int64_t>());
 
   const std::string screen = inspected(arguments);
-  EXPECT_NE(screen.find("device memory with activations: "), std::string::npos) << screen;
-  EXPECT_NE(screen.find("or --cpu-share\n"), std::string::npos) << screen;
+  EXPECT_HAS(screen, "device memory with activations: ");
+  EXPECT_HAS(screen, "or --cpu-share\n");
   // Twice the sequences, twice the activations; positions are the same for all of them.
   std::vector<std::string> two = arguments;
   two[7] = "2";

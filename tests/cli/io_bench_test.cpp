@@ -174,7 +174,7 @@ TEST(IoBench, AFioThatFailsTakesOurRatesNotWithIt) {
     EXPECT_FALSE(row.fio.has_value());
   }
   ASSERT_EQ(notices.size(), 1U);
-  EXPECT_TRUE(contains(notices[0], "our rates stand alone: fio-9.9 failed: \"engine io_uring"));
+  EXPECT_HAS(notices[0], "our rates stand alone: fio-9.9 failed: \"engine io_uring");
 }
 
 TEST(IoBench, RefusesAFileThatFillsTheDiskAndADirectoryThatIsNone) {
@@ -191,16 +191,16 @@ TEST(IoBenchReport, SaysWhatWasMeasuredAndTheRatio) {
   IoBenchRun run{"some/dir", "uring",   {tier::IoKind::kUring, 1 << 20, 16, 1}, true, 1 << 30,
                  5,          "fio-3.33"};
   const IoBenchRow row{IoMix::kMixed, {1.5e9, 1.5e9}, tier::IoRates{2e9, 2e9}};
-  EXPECT_TRUE(contains(io_bench_head(run),
-                       "uring on some/dir: requests of 1.00 MiB, 16 in flight, "
-                       "direct, a file of 1.00 GiB; medians of 5 rounds\n"));
-  EXPECT_FALSE(contains(io_bench_head(run), "not installed"));
+  EXPECT_HAS(io_bench_head(run),
+             "uring on some/dir: requests of 1.00 MiB, 16 in flight, "
+             "direct, a file of 1.00 GiB; medians of 5 rounds\n");
+  EXPECT_LACKS(io_bench_head(run), "not installed");
   EXPECT_EQ(io_bench_line(row), "mixed       3.000 GB/s    4.000 GB/s      0.75\n");
   const std::string json = io_bench_json(run, std::vector<IoBenchRow>{row});
-  EXPECT_TRUE(contains(json, "\"ratio\": 0.75"));
+  EXPECT_HAS(json, "\"ratio\": 0.75");
   run.fio_version.clear();
-  EXPECT_TRUE(contains(io_bench_head(run), "fio is not installed"));
-  EXPECT_TRUE(contains(io_bench_json(run, {}), "\"fio_version\": null"));
+  EXPECT_HAS(io_bench_head(run), "fio is not installed");
+  EXPECT_HAS(io_bench_json(run, {}), "\"fio_version\": null");
   EXPECT_EQ(io_bench_line({IoMix::kRead, {1e9, 0}, std::nullopt}),
             "read        1.000 GB/s             -         -\n");
 }

@@ -40,11 +40,11 @@ TEST_F(Processor, WithoutThemIs) {
   const auto& root = with("flags : fpu avx512f avx512bw bf16_not\n");
   const LowPrecisionUnits units = read_low_precision_units(root);
   EXPECT_TRUE(units.is_known);
-  EXPECT_TRUE(contains(slow_precision_text(units, DType::kBFloat16), "no bf16 units"));
+  EXPECT_HAS(slow_precision_text(units, DType::kBFloat16), "no bf16 units");
   EXPECT_EQ(slow_precision_text(units, DType::kFloat32), "");
   const ProbeResult probe = probe_low_precision(root);
   EXPECT_EQ(probe.state, ProbeState::kLimited);
-  EXPECT_TRUE(contains(probe.cost, "--precision fp32")) << probe.cost;
+  EXPECT_HAS(probe.cost, "--precision fp32");
   EXPECT_FALSE(probe.required);
 }
 
@@ -52,7 +52,7 @@ TEST_F(Processor, ThatTellsNothingIsNotWarnedAbout) {
   const LowPrecisionUnits units = read_low_precision_units(root_.path());
   EXPECT_FALSE(units.is_known);
   EXPECT_EQ(slow_precision_text(units, DType::kBFloat16), "");
-  EXPECT_TRUE(contains(probe_low_precision(root_.path()).found, "unknown"));
+  EXPECT_HAS(probe_low_precision(root_.path()).found, "unknown");
 }
 
 TEST(TorchWarning, IsCutWhereItsStackTraceBegins) {

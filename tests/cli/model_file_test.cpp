@@ -27,7 +27,7 @@ std::string refusal_of(const std::string& text) {
   try {
     parse_model_file(text, "config.json");
   } catch (const ConfigError& error) {
-    EXPECT_FALSE(contains(error.what(), "\n")) << error.what();
+    EXPECT_LACKS(error.what(), "\n");
     return error.what();
   }
   return "it was read";
@@ -44,7 +44,7 @@ TEST(ModelFile, Gpt2IsReadWithWhatDiffers) {
   ASSERT_EQ(model.notes.size(), 2U);
   EXPECT_EQ(model.notes[0],
             "--model \"config.json\": activation gelu_new becomes gelu, the exact one");
-  EXPECT_TRUE(contains(model.notes[1], "dropout of up to 0.1 is left out")) << model.notes[1];
+  EXPECT_HAS(model.notes[1], "dropout of up to 0.1 is left out");
 }
 
 TEST(ModelFile, NamesOfOtherFamiliesAreRead) {
@@ -60,30 +60,30 @@ TEST(ModelFile, NamesOfOtherFamiliesAreRead) {
   EXPECT_EQ(model.positions, 2048);
   EXPECT_TRUE(model.tie_head);
   ASSERT_EQ(model.notes.size(), 2U);
-  EXPECT_TRUE(contains(model.notes[0], "rotary positions become learned ones")) << model.notes[0];
-  EXPECT_TRUE(contains(model.notes[1], "epsilon 1e-06 becomes 1e-05")) << model.notes[1];
+  EXPECT_HAS(model.notes[0], "rotary positions become learned ones");
+  EXPECT_HAS(model.notes[1], "epsilon 1e-06 becomes 1e-05");
 }
 
 TEST(ModelFile, OtherShapesAreRefusedWithAllReasonsAndTheNearestModel) {
   const std::string message = refusal_of(kLlama);
-  EXPECT_TRUE(contains(message, "num_key_value_heads is 8 for 32 heads")) << message;
-  EXPECT_TRUE(contains(message, "gated (SwiGLU or the like, intermediate_size 14336)")) << message;
-  EXPECT_TRUE(contains(message, "--width 4096 --heads 32 --layers 32 --vocab 128256")) << message;
+  EXPECT_HAS(message, "num_key_value_heads is 8 for 32 heads");
+  EXPECT_HAS(message, "gated (SwiGLU or the like, intermediate_size 14336)");
+  EXPECT_HAS(message, "--width 4096 --heads 32 --layers 32 --vocab 128256");
   const std::string shape = R"("n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100)";
   EXPECT_EQ(refusal_of("{" + shape + "}"), "it was read");
   EXPECT_EQ(refusal_of("{" + shape + R"(, "n_inner": 256})"), "it was read");
-  EXPECT_TRUE(contains(refusal_of("{" + shape + R"(, "n_inner": 128})"), "is 128 wide"));
-  EXPECT_TRUE(contains(refusal_of("{" + shape + R"(, "head_dim": 32})"), "head_dim is 32"));
-  EXPECT_TRUE(contains(refusal_of("{" + shape + R"(, "num_local_experts": 8})"), "8 experts"));
+  EXPECT_HAS(refusal_of("{" + shape + R"(, "n_inner": 128})"), "is 128 wide");
+  EXPECT_HAS(refusal_of("{" + shape + R"(, "head_dim": 32})"), "head_dim is 32");
+  EXPECT_HAS(refusal_of("{" + shape + R"(, "num_local_experts": 8})"), "8 experts");
 }
 
 TEST(ModelFile, WhatIsNoConfigIsRefused) {
-  EXPECT_TRUE(contains(refusal_of("[1]"), "is not a JSON object"));
-  EXPECT_TRUE(contains(refusal_of("{\"n_embd\": "), "is not a JSON object"));
-  EXPECT_TRUE(contains(refusal_of("{}"), "does not say the width (n_embd or hidden_size"));
+  EXPECT_HAS(refusal_of("[1]"), "is not a JSON object");
+  EXPECT_HAS(refusal_of("{\"n_embd\": "), "is not a JSON object");
+  EXPECT_HAS(refusal_of("{}"), "does not say the width (n_embd or hidden_size");
   for (const char* bad : {"0", "-1", "1.5", "\"768\"", "1e300", "99999999999"}) {
-    EXPECT_TRUE(contains(refusal_of(std::string("{\"n_embd\": ") + bad + "}"),
-                         "not a whole number from 1 to 2147483647"))
+    EXPECT_HAS(refusal_of(std::string("{\"n_embd\": ") + bad + "}"),
+               "not a whole number from 1 to 2147483647")
         << bad << ": " << refusal_of(std::string("{\"n_embd\": ") + bad + "}");
   }
   const testing::TemporaryDirectory folder;

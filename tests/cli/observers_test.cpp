@@ -25,6 +25,8 @@
 
 #include "cli/device_peak.h"
 #include "tessera/core/error.h"
+#include "testing/manual_clock.h"
+#include "tests/support/contains.h"
 #include "tests/support/read_whole.h"
 #include "tests/support/temporary_directory.h"
 
@@ -83,7 +85,7 @@ TEST(RecordFile, AFullDiskIsOneWarningWithThePathAndTheReason) {
   EXPECT_FALSE(file.append({}));
   ASSERT_EQ(warnings.texts.size(), 1U);
   for (const char* part : {"--metrics", "/dev/full", "No space left", "training goes on"}) {
-    EXPECT_NE(warnings.texts[0].find(part), std::string::npos) << warnings.texts[0];
+    EXPECT_HAS(warnings.texts[0], part);
   }
 }
 
@@ -265,8 +267,7 @@ TEST(TensorBoard, AFileHasTheVersionAndThenEveryStepWithItsScalars) {
   metrics.step = 301;
   metrics.mfu = 0.5;
   ASSERT_TRUE(file.append(metrics));
-  EXPECT_NE(std::filesystem::path(file.path()).filename().string().find("tfevents"),
-            std::string::npos);
+  EXPECT_HAS(std::filesystem::path(file.path()).filename().string(), "tfevents");
   const std::vector<EventReader::Event> events = EventReader::read(read_whole(file.path()));
   ASSERT_EQ(events.size(), 3U);
   EXPECT_EQ(events[0].version, "brain.Event:2");
@@ -317,7 +318,7 @@ TEST(Observers, AWarningHasALineOfItsOwn) {
   for (metrics.step = 2; metrics.step < 4; ++metrics.step) {
     observers.show(metrics);
   }
-  EXPECT_NE(screen.find("\nWARNING\n"), std::string::npos) << screen;
+  EXPECT_HAS(screen, "\nWARNING\n");
   EXPECT_EQ(screen.find("WARNING"), screen.rfind("WARNING")) << screen;
 }
 

@@ -10,6 +10,7 @@
 #include "cli/metrics.h"
 #include "cli/plot_page.h"
 #include "cli/plot_runs.h"
+#include "tests/support/contains.h"
 
 namespace tessera::cli {
 namespace {
@@ -72,8 +73,7 @@ TEST(PlotRuns, LinesThatAreNoStepAreCounted) {
   const PlotRun run = read_text("{\"step\": \"one\"}\n[1]\n{\"st" + line_of(1, 3) + line_of(2, 3));
   EXPECT_EQ(run.steps.size(), 1U);
   EXPECT_EQ(run.num_unreadable, 3U);
-  EXPECT_NE(json_of(run).at("facts").get<std::string>().find("3 unreadable lines"),
-            std::string::npos);
+  EXPECT_HAS(json_of(run).at("facts").get<std::string>(), "3 unreadable lines");
 }
 
 TEST(PlotRuns, WhatIsNotFiniteIsAGapWithAMark) {
@@ -126,10 +126,10 @@ TEST(PlotPage, LoadsNothingAndHoldsNoNameThatIsMarkup) {
   PlotRun run = read_text(line_of(1, 2));
   run.name = "</script><img src=x onerror=\"alert('1')\">&\xff{{script}}";
   const std::string page = plot_page(run.name, plot_json({run}));
-  EXPECT_EQ(page.find("<img"), std::string::npos);
-  EXPECT_NE(page.find("<title>&lt;/script&gt;&lt;img src=x onerror=&quot;alert(&#39;1&#39;)&quot;"
-                      "&gt;&amp;"),
-            std::string::npos);
+  EXPECT_LACKS(page, "<img");
+  EXPECT_HAS(page,
+             "<title>&lt;/script&gt;&lt;img src=x onerror=&quot;alert(&#39;1&#39;)&quot;"
+             "&gt;&amp;");
   // The data is one script element, and is what was put in.
   const std::string begin = "<script type=\"application/json\" id=\"data\">";
   const std::size_t from = page.find(begin) + begin.size();
@@ -137,14 +137,14 @@ TEST(PlotPage, LoadsNothingAndHoldsNoNameThatIsMarkup) {
   EXPECT_EQ(data.at("runs").at(0).at("name").get<std::string>().find("</script><img"), 0U);
   // The only address is the name of SVG, which nobody asks for.
   for (const char* word : {"src=\"", "href=", "@import", "url(http", "fetch(", "XMLHttpRequest"}) {
-    EXPECT_EQ(page.find(word), std::string::npos) << word;
+    EXPECT_LACKS(page, word);
   }
   std::size_t num_addresses = 0;
   for (std::size_t at = page.find("://"); at != std::string::npos; at = page.find("://", at + 1)) {
     ++num_addresses;
   }
   EXPECT_EQ(num_addresses, 1U);
-  EXPECT_NE(page.find("prefers-color-scheme: dark"), std::string::npos);
+  EXPECT_HAS(page, "prefers-color-scheme: dark");
 }
 
 }  // namespace

@@ -48,18 +48,18 @@ TEST(UringProbe, TellsAnOldKernelFromARefusal) {
   const TemporaryDirectory root;
   const ProbeResult old_kernel = probe_io_uring([] { return -ENOSYS; }, root.path());
   EXPECT_EQ(old_kernel.state, ProbeState::kMissing);
-  EXPECT_TRUE(contains(old_kernel.found, "ENOSYS"));
+  EXPECT_HAS(old_kernel.found, "ENOSYS");
   const ProbeResult refused = probe_io_uring([] { return -EPERM; }, root.path());
   EXPECT_EQ(refused.state, ProbeState::kMissing);
-  EXPECT_TRUE(contains(refused.found, "seccomp"));
+  EXPECT_HAS(refused.found, "seccomp");
 }
 
 TEST(UringProbe, NamesTheSysctlThatForbidsIt) {
   const TemporaryDirectory root;
   write(root.path() / "proc/sys/kernel/io_uring_disabled", "2\n");
   const ProbeResult result = probe_io_uring([] { return -EPERM; }, root.path());
-  EXPECT_TRUE(contains(result.found, "kernel.io_uring_disabled=2"));
-  EXPECT_TRUE(contains(result.cost, "sysctl"));
+  EXPECT_HAS(result.found, "kernel.io_uring_disabled=2");
+  EXPECT_HAS(result.cost, "sysctl");
 }
 
 TEST(DirectIoProbe, LeavesNothingBehind) {
@@ -76,8 +76,8 @@ TEST(DirectIoProbe, IsMissingWhereTheFlagIsRefused) {
         return -EINVAL;
       });
   EXPECT_EQ(result.state, ProbeState::kMissing);
-  EXPECT_TRUE(contains(result.found, "Invalid argument"));
-  EXPECT_TRUE(contains(result.cost, "page cache"));
+  EXPECT_HAS(result.found, "Invalid argument");
+  EXPECT_HAS(result.cost, "page cache");
   EXPECT_EQ(num_entries(directory.path()), 0U);
 }
 
@@ -86,7 +86,7 @@ TEST(DirectIoProbe, IsMissingWhereThePageCannotBeWritten) {
   const ProbeResult result = probe_direct_io(
       directory.path(), [](const std::filesystem::path&) { return a_descriptor(); });
   EXPECT_EQ(result.state, ProbeState::kMissing);
-  EXPECT_TRUE(contains(result.found, "write: "));
+  EXPECT_HAS(result.found, "write: ");
 }
 
 TEST(DirectIoProbe, SaysThatTmpfsIsMemory) {
@@ -95,21 +95,21 @@ TEST(DirectIoProbe, SaysThatTmpfsIsMemory) {
   }
   const ProbeResult result = probe_direct_io("/dev/shm", open_direct);
   EXPECT_NE(result.state, ProbeState::kOk);
-  EXPECT_TRUE(contains(result.found, "tmpfs"));
+  EXPECT_HAS(result.found, "tmpfs");
 }
 
 TEST(DirectoryProbe, NamesFileSystemAndFreeSpace) {
   const TemporaryDirectory directory;
   const ProbeResult result = probe_directory(directory.path());
-  EXPECT_TRUE(contains(result.found, directory.path().filename().string()));
-  EXPECT_TRUE(contains(result.found, "free"));
+  EXPECT_HAS(result.found, directory.path().filename().string());
+  EXPECT_HAS(result.found, "free");
 }
 
 TEST(DirectoryProbe, IsMissingWhereThereIsNone) {
   const TemporaryDirectory directory;
   const ProbeResult result = probe_directory(directory.path() / "nowhere");
   EXPECT_EQ(result.state, ProbeState::kMissing);
-  EXPECT_TRUE(contains(result.found, "No such file"));
+  EXPECT_HAS(result.found, "No such file");
 }
 
 TEST(LockedMemoryProbe, IsLimitedBelowOneGiB) {
@@ -117,15 +117,15 @@ TEST(LockedMemoryProbe, IsLimitedBelowOneGiB) {
   EXPECT_EQ(probe_locked_memory(std::size_t{4} << 30).state, ProbeState::kOk);
   const ProbeResult limited = probe_locked_memory(std::size_t{8} << 20);
   EXPECT_EQ(limited.state, ProbeState::kLimited);
-  EXPECT_TRUE(contains(limited.found, "8"));
-  EXPECT_TRUE(contains(limited.cost, "ulimit -l"));
+  EXPECT_HAS(limited.found, "8");
+  EXPECT_HAS(limited.cost, "ulimit -l");
 }
 
 TEST(OpenFilesProbe, ProposesNoMoreThanTheHardLimit) {
   EXPECT_EQ(probe_open_files({1024, 4096}).state, ProbeState::kOk);
   const ProbeResult limited = probe_open_files({256, 512});
   EXPECT_EQ(limited.state, ProbeState::kLimited);
-  EXPECT_TRUE(contains(limited.cost, "ulimit -n 512"));
+  EXPECT_HAS(limited.cost, "ulimit -n 512");
 }
 
 TEST(MemoryProbe, IsLimitedByACgroup) {
@@ -138,15 +138,15 @@ TEST(MemoryProbe, IsLimitedByACgroup) {
   write(root.path() / "sys/fs/cgroup/box/memory.current", "0\n");
   const ProbeResult limited = probe_memory(root.path());
   EXPECT_EQ(limited.state, ProbeState::kLimited);
-  EXPECT_TRUE(contains(limited.found, "cgroup limit"));
-  EXPECT_TRUE(contains(limited.cost, "memory.max"));
+  EXPECT_HAS(limited.found, "cgroup limit");
+  EXPECT_HAS(limited.cost, "memory.max");
 }
 
 TEST(MemoryProbe, SaysWhenItKnowsNothing) {
   const TemporaryDirectory root;
   const ProbeResult result = probe_memory(root.path());
   EXPECT_EQ(result.state, ProbeState::kLimited);
-  EXPECT_TRUE(contains(result.found, "unknown"));
+  EXPECT_HAS(result.found, "unknown");
 }
 
 TEST(CoresProbe, ComparesWithTheMachine) {
@@ -159,10 +159,10 @@ TEST(CoresProbe, ComparesWithTheMachine) {
   std::filesystem::create_directories(root.path() / "sys/devices/system/cpu/cpufreq");
   std::filesystem::create_directories(root.path() / "sys/devices/system/cpu/cpuidle");
   const ProbeResult result = probe_cores(root.path());
-  EXPECT_TRUE(contains(result.found, " usable of ")) << result.found;
+  EXPECT_HAS(result.found, " usable of ");
   if (std::stoi(result.found) < 64) {
     EXPECT_EQ(result.state, ProbeState::kLimited);
-    EXPECT_TRUE(contains(result.found, " of 64")) << result.found;
+    EXPECT_HAS(result.found, " of 64");
   }
 }
 
@@ -175,8 +175,8 @@ TEST(CoresProbe, IsLimitedByAQuota) {
   write(root.path() / "sys/fs/cgroup/box/cpu.max", "50000 100000\n");
   const ProbeResult result = probe_cores(root.path());
   EXPECT_EQ(result.state, ProbeState::kLimited);
-  EXPECT_TRUE(contains(result.found, "1 usable of 2")) << result.found;
-  EXPECT_TRUE(contains(result.found, "quota 0.5")) << result.found;
+  EXPECT_HAS(result.found, "1 usable of 2");
+  EXPECT_HAS(result.found, "quota 0.5");
 }
 
 TEST(HugePagesProbe, ReadsTheModeInBrackets) {
@@ -185,7 +185,7 @@ TEST(HugePagesProbe, ReadsTheModeInBrackets) {
   EXPECT_EQ(probe_huge_pages(root.path()).state, ProbeState::kMissing);
   write(file, "always [madvise] never\n");
   EXPECT_EQ(probe_huge_pages(root.path()).state, ProbeState::kOk);
-  EXPECT_TRUE(contains(probe_huge_pages(root.path()).found, "madvise"));
+  EXPECT_HAS(probe_huge_pages(root.path()).found, "madvise");
   write(file, "always madvise [never]\n");
   EXPECT_EQ(probe_huge_pages(root.path()).state, ProbeState::kLimited);
 }
@@ -197,7 +197,7 @@ TEST(NumaProbe, CountsNodes) {
   std::filesystem::create_directories(root.path() / "sys/devices/system/node/node1");
   const ProbeResult result = probe_numa(root.path());
   EXPECT_EQ(result.state, ProbeState::kLimited);
-  EXPECT_TRUE(contains(result.found, "2 nodes"));
+  EXPECT_HAS(result.found, "2 nodes");
 }
 
 }  // namespace

@@ -103,11 +103,11 @@ TEST(TrainHelp, SaysWhatEveryFlagIs) {
         "--device",      "--loss-chunk", "--epochs",      "--width",         "--heads",
         "--model",       "--eval-data",  "--eval-every",  "--eval-batches",  "--stop-on-divergence",
         "--tensorboard", "--log-every",  "--peak-tflops", "--verify-against"}) {
-    EXPECT_TRUE(contains(result.out, flag)) << flag;
+    EXPECT_HAS(result.out, flag);
   }
-  EXPECT_TRUE(contains(result.out, "readable while it grows, emptied at the start"));
-  EXPECT_TRUE(contains(result.out, "gpt2-124m"));
-  EXPECT_TRUE(contains(result.out, "Examples:\n  tessera train"));
+  EXPECT_HAS(result.out, "readable while it grows, emptied at the start");
+  EXPECT_HAS(result.out, "gpt2-124m");
+  EXPECT_HAS(result.out, "Examples:\n  tessera train");
 }
 
 TEST_F(Train, WithoutFlagsIsADemoThatLearns) {
@@ -116,7 +116,7 @@ TEST_F(Train, WithoutFlagsIsADemoThatLearns) {
   EXPECT_EQ(result.err, "");
   EXPECT_EQ(count_of(result.out, "\nstep "), 20U) << result.out;
   for (const char* part : {"tokens/s", "median step", "optimizer", "unsharded", "left"}) {
-    EXPECT_TRUE(contains(result.out, part)) << part << "\n" << result.out;
+    EXPECT_HAS(result.out, part);
   }
   const std::vector<Json> steps = lines("run.jsonl");
   ASSERT_EQ(steps.size(), 20U);
@@ -213,19 +213,19 @@ TEST_F(Train, OneTwoAndNoRanksTrainTheSameNumbers) {
 TEST_F(Train, VerifyComparesWithUnshardedTraining) {
   const ProcessResult two = train({"--ranks", "2", "--verify", "2", "--batch", "4"});
   EXPECT_EQ(two.exit_code, 0) << two.err << two.out;
-  EXPECT_TRUE(contains(two.out, "verified: 2 steps of 2 ranks in fp32")) << two.out;
+  EXPECT_HAS(two.out, "verified: 2 steps of 2 ranks in fp32");
   for (const char* row : {"\nloss ", "\ngrad_norm ", "\nparameters "}) {
-    EXPECT_TRUE(contains(two.out, row)) << two.out;
+    EXPECT_HAS(two.out, row);
   }
-  EXPECT_TRUE(contains(two.out, "takes the ranks' micro-batches in turn")) << two.out;
-  EXPECT_TRUE(contains(two.out, "by the norm of its difference over its norm")) << two.out;
+  EXPECT_HAS(two.out, "takes the ranks' micro-batches in turn");
+  EXPECT_HAS(two.out, "by the norm of its difference over its norm");
   const ProcessResult plain =
       train({"--ranks", "2", "--verify", "2", "--verify-against", "plain", "--batch", "4"});
   EXPECT_EQ(plain.exit_code, 0) << plain.err << plain.out;
-  EXPECT_TRUE(contains(plain.out, "equal the plain run in one process")) << plain.out;
+  EXPECT_HAS(plain.out, "equal the plain run in one process");
   const ProcessResult one = train({"--verify", "2", "--batch", "4", "--accumulate", "2"});
   EXPECT_EQ(one.exit_code, 0) << one.err << one.out;
-  EXPECT_TRUE(contains(one.out, "bit for bit")) << one.out;
+  EXPECT_HAS(one.out, "bit for bit");
 }
 
 TEST_F(Train, VerifyHoldsInLowPrecision) {
@@ -233,7 +233,7 @@ TEST_F(Train, VerifyHoldsInLowPrecision) {
     const ProcessResult result = train({"--ranks", "2", "--preset", "micro", "--verify", "3",
                                         "--batch", "4", "--precision", precision});
     EXPECT_EQ(result.exit_code, 0) << result.err << result.out;
-    EXPECT_TRUE(contains(result.out, std::string("in ") + precision)) << result.out;
+    EXPECT_HAS(result.out, std::string("in ") + precision);
   }
 }
 
@@ -242,8 +242,8 @@ TEST_F(Train, VerifyFailsWhereNumbersDiffer) {
   const ProcessResult result =
       train({"--ranks", "2", "--verify", "2", "--batch", "4", "--set", "grad.wire_dtype=bf16"});
   EXPECT_EQ(result.exit_code, 1) << result.out;
-  EXPECT_TRUE(contains(result.err, "verification failed: ")) << result.err;
-  EXPECT_FALSE(contains(result.out, "verified: ")) << result.out;
+  EXPECT_HAS(result.err, "verification failed: ");
+  EXPECT_LACKS(result.out, "verified: ");
 }
 
 TEST_F(Train, FlagsWinOverAFile) {
@@ -258,7 +258,7 @@ TEST_F(Train, FlagsWinOverAFile) {
   const ProcessResult result = train(with_flags);
   ASSERT_EQ(result.exit_code, 0) << result.err;
   EXPECT_EQ(lines("run.jsonl").at(0).at("lr"), 0.25);
-  EXPECT_TRUE(contains(result.out, "of 2 sequences of 16 tokens")) << result.out;
+  EXPECT_HAS(result.out, "of 2 sequences of 16 tokens");
 }
 
 TEST_F(Train, InChunksOfTheLossTrainsAsTheWhole) {
@@ -293,8 +293,8 @@ TEST_F(Train, EverySwitchOfTheModelTrains) {
              "--recompute", "--tie-head", "--freeze",     "1",   "--seq",   "8", "--threads", "1",
              "--data",      "random",     "--loss-chunk", "5"});
   EXPECT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_TRUE(contains(result.out, "of 8 tokens")) << result.out;
-  EXPECT_TRUE(contains(result.out, "1 thread\n")) << result.out;
+  EXPECT_HAS(result.out, "of 8 tokens");
+  EXPECT_HAS(result.out, "1 thread\n");
 }
 
 }  // namespace

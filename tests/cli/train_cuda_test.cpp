@@ -10,6 +10,7 @@
 
 #include "tessera/device/device_cuda.h"
 #include "tests/cli/program.h"
+#include "tests/support/contains.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
@@ -44,9 +45,8 @@ TEST_F(TrainOnSharedCudaDevice, IsRefusedWithTheRemedyWhereTheNetworkDoesNotAllo
   for (const char* backend : {"comm.backend=auto", "comm.backend=nccl"}) {
     const ProcessResult run = train({"--steps", "1", "--set", backend});
     EXPECT_EQ(run.exit_code, 2) << run.out;
-    EXPECT_NE(run.err.find("--device cuda needs a GPU for every rank"), std::string::npos)
-        << run.err;
-    EXPECT_NE(run.err.find("--set comm.backend=gloo"), std::string::npos) << run.err;
+    EXPECT_HAS(run.err, "--device cuda needs a GPU for every rank");
+    EXPECT_HAS(run.err, "--set comm.backend=gloo");
   }
 }
 
@@ -54,8 +54,7 @@ TEST_F(TrainOnSharedCudaDevice, EqualsUnshardedTraining) {
   for (const char* precision : {"fp32", "bf16"}) {
     const ProcessResult run = train_over_gloo({"--verify", "3", "--precision", precision});
     EXPECT_EQ(run.exit_code, 0) << run.err;
-    EXPECT_NE(run.out.find("verified: 3 steps of " + num_ranks_ + " ranks"), std::string::npos)
-        << run.out;
+    EXPECT_HAS(run.out, "verified: 3 steps of " + num_ranks_ + " ranks");
   }
 }
 

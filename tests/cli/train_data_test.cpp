@@ -118,11 +118,10 @@ TEST_F(TrainData, EpochsAreStepsOverAllFiles) {
       run({"train", "--preset", "micro", "--vocab", "128", "--batch", "2", "--epochs", "3",
            "--data", "a.txt", "--data", "text:more", "--metrics", "run.jsonl"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_TRUE(contains(result.out,
-                       "12 steps of 2 sequences of 16 tokens, data: text:a.txt, "
-                       "text:more/b.txt\n3 epochs of 4 steps over 9 sequences, "
-                       "without 1 that fills no batch\n"))
-      << result.out;
+  EXPECT_HAS(result.out,
+             "12 steps of 2 sequences of 16 tokens, data: text:a.txt, "
+             "text:more/b.txt\n3 epochs of 4 steps over 9 sequences, "
+             "without 1 that fills no batch\n");
   EXPECT_EQ(metrics("run.jsonl").size(), 12U);
 }
 
@@ -132,9 +131,9 @@ TEST_F(TrainData, ADivergedRunSaysSoAndHasAnExitCodeOfItsOwn) {
   for (const char* ranks : {"1", "2"}) {
     const ProcessResult result = run(common, {"--ranks", ranks, "--steps", "6"});
     EXPECT_EQ(result.exit_code, 3) << result.err;
-    EXPECT_TRUE(contains(result.err, "training diverged: ")) << result.err;
-    EXPECT_TRUE(contains(result.err, "try a lower learning rate")) << result.err;
-    EXPECT_TRUE(contains(result.err, "; --save was written")) << result.err;
+    EXPECT_HAS(result.err, "training diverged: ");
+    EXPECT_HAS(result.err, "try a lower learning rate");
+    EXPECT_HAS(result.err, "; --save was written");
     EXPECT_EQ(metrics("run.jsonl").size(), 6U);
     EXPECT_TRUE(std::filesystem::remove(folder_.path() / "last.st"));
   }
@@ -156,7 +155,7 @@ TEST_F(TrainData, ParametersThatAreNoNumbersAreNotSaved) {
   const ProcessResult result = run({"train", "--preset", "micro", "--lr", "1e30", "--steps", "4",
                                     "--set", "grad.skip_nonfinite=false", "--save", "last.st"});
   EXPECT_EQ(result.exit_code, 3) << result.err;
-  EXPECT_TRUE(contains(result.err, "; --save was not written")) << result.err;
+  EXPECT_HAS(result.err, "; --save was not written");
   EXPECT_EQ(read_file("last.st"), "what was there before");
 }
 
@@ -173,23 +172,22 @@ TEST_F(TrainData, AModelHasTheShapeOfFlagsOrOfAFile) {
     return all;
   }());
   ASSERT_EQ(by_file.exit_code, 0) << by_file.err;
-  EXPECT_TRUE(contains(by_file.out, "config.json, heads 4: ")) << by_file.out;
-  EXPECT_TRUE(contains(by_file.err,
-                       "tessera: warning: --model \"config.json\": activation "
-                       "gelu_new becomes gelu"))
-      << by_file.err;
+  EXPECT_HAS(by_file.out, "config.json, heads 4: ");
+  EXPECT_HAS(by_file.err,
+             "tessera: warning: --model \"config.json\": activation "
+             "gelu_new becomes gelu");
   const ProcessResult by_flags = run(common, [&] {
     std::vector<std::string> all{"flags.st"};
     all.insert(all.end(), flags.begin(), flags.end());
     return all;
   }());
   ASSERT_EQ(by_flags.exit_code, 0) << by_flags.err;
-  EXPECT_TRUE(contains(by_flags.out, "tiny, width 48, heads 4: ")) << by_flags.out;
+  EXPECT_HAS(by_flags.out, "tiny, width 48, heads 4: ");
   EXPECT_EQ(read_file("file.st"), read_file("flags.st"));
 
   const ProcessResult inspected = run({"inspect"}, file);
   EXPECT_EQ(inspected.exit_code, 0) << inspected.err;
-  EXPECT_TRUE(contains(inspected.out, "config.json, heads 4")) << inspected.out;
+  EXPECT_HAS(inspected.out, "config.json, heads 4");
 }
 
 // Whether there is a warning depends on this machine's processor.
@@ -202,10 +200,10 @@ TEST_F(TrainData, LowPrecisionOnAProcessorWithoutUnitsIsWarnedAboutOnce) {
   const std::string line = "tessera: warning: " + expected + "\n";
   EXPECT_EQ(contains(result.err, "tessera: warning: "), !expected.empty()) << result.err;
   if (!expected.empty()) {
-    EXPECT_TRUE(contains(result.err, line)) << result.err;
+    EXPECT_HAS(result.err, line);
     EXPECT_EQ(result.err.find(line), result.err.rfind(line)) << result.err;
   }
-  EXPECT_FALSE(contains(result.err, "frame #")) << result.err;
+  EXPECT_LACKS(result.err, "frame #");
 }
 
 }  // namespace

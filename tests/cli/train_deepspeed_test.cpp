@@ -47,7 +47,7 @@ TEST_F(TrainDeepSpeed, AFileOfAutosTrainsAShortRunWithoutAWarning) {
   const ProcessResult result = train({"--config", shape("zero3_all_auto"), "--lr", "0.5"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
   EXPECT_LE(result.err_lines().size(), 10U) << result.err;
-  EXPECT_FALSE(contains(result.err, "warn")) << result.err;
+  EXPECT_LACKS(result.err, "warn");
   EXPECT_EQ(learning_rates(), (std::vector<double>{0.5, 0.5, 0.5})) << "no warm-up was asked for";
 }
 
@@ -61,31 +61,27 @@ TEST_F(TrainDeepSpeed, EverySubjectAtOnceTakesTenLinesAtMost) {
     return !contains(line, "this CPU has no");
   });
   EXPECT_LE(num_lines, 10) << result.err;
-  EXPECT_TRUE(contains(result.err, "not built yet, and without effect: quant.weights ("))
-      << result.err;
-  EXPECT_TRUE(contains(result.err, "--tensorboard DIR` for tensorboard")) << result.err;
-  EXPECT_TRUE(contains(result.err,
-                       "schedule.warmup_steps = 1000 (a default, DeepSpeed's) is more than the 3 "
-                       "steps of the run"))
-      << result.err;
+  EXPECT_HAS(result.err, "not built yet, and without effect: quant.weights (");
+  EXPECT_HAS(result.err, "--tensorboard DIR` for tensorboard");
+  EXPECT_HAS(result.err,
+             "schedule.warmup_steps = 1000 (a default, DeepSpeed's) is more than the 3 "
+             "steps of the run");
 }
 
 TEST_F(TrainDeepSpeed, FlagsWinOverTheFileAndTheLogShowsWhatHolds) {
   const ProcessResult result = train({"--config", shape("monitors"), "--batch", "6"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_TRUE(contains(result.out, "of 6 sequences")) << result.out;
-  EXPECT_TRUE(contains(result.err,
-                       "training: batch.total = 6 (--batch, not train_batch_size = 16), "
-                       "batch.micro_per_rank = 3 (derived, not train_micro_batch_size_per_gpu = "
-                       "4), batch.accumulate = 2"))
-      << result.err;
+  EXPECT_HAS(result.out, "of 6 sequences");
+  EXPECT_HAS(result.err,
+             "training: batch.total = 6 (--batch, not train_batch_size = 16), "
+             "batch.micro_per_rank = 3 (derived, not train_micro_batch_size_per_gpu = "
+             "4), batch.accumulate = 2");
 }
 
 TEST_F(TrainDeepSpeed, SizesOfOneElementTrainOnSeveralRanks) {
   const ProcessResult result = train({"--config", shape("tiny_sizes"), "--ranks", "2"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_TRUE(contains(result.err, "grad.bucket_bytes = 1MiB (the least, for reduce_bucket_size"))
-      << result.err;
+  EXPECT_HAS(result.err, "grad.bucket_bytes = 1MiB (the least, for reduce_bucket_size");
 }
 
 // Our own option is taken at its word, but nobody should have to guess why a step takes so long.
@@ -101,8 +97,7 @@ TEST_F(TrainDeepSpeed, ARunWithoutShardsSaysTheSameOfItsSchedule) {
   const ProcessResult result =
       train({"--unsharded", "--config", shape("warmup_decay"), "--set", "schedule.total_steps=9"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_TRUE(contains(result.err, "end within the warm-up, schedule.warmup_steps = 500"))
-      << result.err;
+  EXPECT_HAS(result.err, "end within the warm-up, schedule.warmup_steps = 500");
 }
 
 TEST_F(TrainDeepSpeed, BatchesThatContradictNameTheThreeValuesAndWhereTheyCameFrom) {

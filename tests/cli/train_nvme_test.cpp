@@ -75,10 +75,10 @@ TEST(TrainOnNvme, InspectPredictsTimeWhereTheDiskHasBeenMeasured) {
     return result.out;
   };
   const std::string before = run({"inspect"});
-  EXPECT_TRUE(contains(before, "the disk has not been measured")) << before;
+  EXPECT_HAS(before, "the disk has not been measured");
   run({"train", "--steps", "1"});
   const std::string after = run({"inspect"});
-  EXPECT_TRUE(contains(after, "the disk takes at least ")) << after;
+  EXPECT_HAS(after, "the disk takes at least ");
 }
 
 TEST(TrainOnNvme, ATraceHasWhatTheDiskDoes) {
@@ -91,7 +91,7 @@ TEST(TrainOnNvme, ATraceHasWhatTheDiskDoes) {
   text << std::ifstream(trace).rdbuf();
   for (const char* part : {"\"disk reads 1\"", "\"disk writes 1\"", "\"read\"", "\"write\"",
                            "parameter 'blocks.0.up.weight'", "\"update\""}) {
-    EXPECT_TRUE(contains(text.str(), part)) << part;
+    EXPECT_HAS(text.str(), part);
   }
 }
 
@@ -149,7 +149,7 @@ TEST(TrainOnNvme, ADirectoryThatIsDeletedUnderARunHurtsNobodyElse) {
   EXPECT_FALSE(fs::exists(directory));
   const ProcessResult next = run_process(train_on(directory, {"--steps", "1"}));
   EXPECT_EQ(next.exit_code, 2) << next.out;
-  EXPECT_NE(next.err.find(directory.string()), std::string::npos) << next.err;
+  EXPECT_HAS(next.err, directory.string());
 }
 
 TEST(TrainOnNvme, ADirectoryThatMayNotBeWrittenIsRefusedAtOnce) {
@@ -161,7 +161,7 @@ TEST(TrainOnNvme, ADirectoryThatMayNotBeWrittenIsRefusedAtOnce) {
   const ProcessResult result = run_process(train_on(directory.path(), {"--steps", "1"}));
   fs::permissions(directory.path(), fs::perms::owner_all);
   EXPECT_EQ(result.exit_code, 2) << result.out;
-  EXPECT_NE(result.err.find(directory.path().string()), std::string::npos) << result.err;
+  EXPECT_HAS(result.err, directory.path().string());
 }
 
 }  // namespace

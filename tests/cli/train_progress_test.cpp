@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "cli/progress.h"
+#include "testing/manual_clock.h"
+#include "tests/support/contains.h"
 
 namespace tessera::cli {
 namespace {
@@ -75,8 +77,7 @@ TEST(ProgressText, ASkippedStepSaysWhy) {
   StepMetrics metrics = some_step(1);
   metrics.skipped = true;
   metrics.loss_scale = 32768;
-  EXPECT_NE(progress_line(metrics, 5, 0).find("skipped: gradient not finite, loss scale 32768"),
-            std::string::npos);
+  EXPECT_HAS(progress_line(metrics, 5, 0), "skipped: gradient not finite, loss scale 32768");
 }
 
 TEST_F(ProgressTest, AShortRunPrintsEveryStepWhenPiped) {
@@ -84,7 +85,7 @@ TEST_F(ProgressTest, AShortRunPrintsEveryStepWhenPiped) {
   const auto& lines = run(progress, 20, 1);
   ASSERT_EQ(lines.size(), 20U);
   for (const std::string& line : lines) {
-    EXPECT_EQ(line.find('\r'), std::string::npos);
+    EXPECT_LACKS(line, '\r');
     EXPECT_EQ(line.find('\n'), line.size() - 1);
   }
 }
@@ -213,10 +214,10 @@ TEST_F(ProgressTest, RemainingTimeLeavesTheSlowFirstStepOut) {
   Progress progress(options(4, false), clock_);
   clock_.advance_ns(60'000 * kMillisecond);
   progress.show(some_step(1));
-  EXPECT_NE(printed_.back().find("3:00 left"), std::string::npos) << printed_.back();
+  EXPECT_HAS(printed_.back(), "3:00 left");
   clock_.advance_ns(5'000 * kMillisecond);
   progress.show(some_step(2));
-  EXPECT_NE(printed_.back().find("0:10 left"), std::string::npos) << printed_.back();
+  EXPECT_HAS(printed_.back(), "0:10 left");
 }
 
 }  // namespace

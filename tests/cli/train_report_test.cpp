@@ -16,6 +16,7 @@
 #include "cli/train_ranks.h"
 #include "cli/train_summary.h"
 #include "tessera/core/error.h"
+#include "tests/support/contains.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::cli {
@@ -71,10 +72,10 @@ TEST(BatchShape, EverySequenceBelongsToOneMicroBatchOfOneRank) {
 
 TEST(BatchShape, ARefusalNamesTheNearestTotal) {
   EXPECT_EQ(refusal({8, 2, 2}), "");
-  EXPECT_NE(refusal({9, 2, 2}).find("multiple of 4; the nearest is 8"), std::string::npos);
-  EXPECT_NE(refusal({11, 2, 2}).find("the nearest is 12"), std::string::npos);
-  EXPECT_NE(refusal({1, 4, 1}).find("the nearest is 4"), std::string::npos) << refusal({1, 4, 1});
-  EXPECT_NE(refusal({0, 4, 1}).find("holds no sequence"), std::string::npos);
+  EXPECT_HAS(refusal({9, 2, 2}), "multiple of 4; the nearest is 8");
+  EXPECT_HAS(refusal({11, 2, 2}), "the nearest is 12");
+  EXPECT_HAS(refusal({1, 4, 1}), "the nearest is 4");
+  EXPECT_HAS(refusal({0, 4, 1}), "holds no sequence");
 }
 
 TEST(BatchShape, TheDefaultIsRoundedUpForTheRanks) {
@@ -193,11 +194,11 @@ TEST(Memory, TheTableHasEveryRoleThatIsHeldOrWouldBe) {
   ledger.charge(Tier::kDevice, Role::kShard, 2048);
   ledger.charge(Tier::kHost, Role::kStaging, 512);
   const std::string table = memory_text({1024, 1024, DType::kFloat32, 2}, ledger);
-  EXPECT_NE(table.find("2.00 KiB"), std::string::npos) << table;
-  EXPECT_NE(table.find("4.00 KiB"), std::string::npos) << table;
-  EXPECT_NE(table.find("optimizer"), std::string::npos) << table;
-  EXPECT_NE(table.find("staging"), std::string::npos) << table;
-  EXPECT_EQ(table.find("full"), std::string::npos) << table;
+  EXPECT_HAS(table, "2.00 KiB");
+  EXPECT_HAS(table, "4.00 KiB");
+  EXPECT_HAS(table, "optimizer");
+  EXPECT_HAS(table, "staging");
+  EXPECT_LACKS(table, "full");
 }
 
 class Verdict : public ::testing::Test {
@@ -218,26 +219,22 @@ TEST_F(Verdict, OneRankMustAgreeToTheBit) {
   one_rank_.add_param({"head.weight", 0, 1.0, 0.1});
   EXPECT_EQ(one_rank_.failure(), "");
   EXPECT_TRUE(one_rank_.equal());
-  EXPECT_NE(one_rank_.table().find("equal everywhere"), std::string::npos);
+  EXPECT_HAS(one_rank_.table(), "equal everywhere");
   one_rank_.add_param({"norm.bias", 1e-30, 1.0, 0.1});
   EXPECT_FALSE(one_rank_.equal());
-  EXPECT_NE(one_rank_.failure().find("norm.bias"), std::string::npos);
+  EXPECT_HAS(one_rank_.failure(), "norm.bias");
 }
 
 TEST_F(Verdict, AFailureNamesStepAndValues) {
   two_ranks_.add_grad_norm(7, 2.5, 1.25);
-  EXPECT_NE(two_ranks_.failure().find("grad_norm of step 7 is 2.5 sharded and 1.25 unsharded"),
-            std::string::npos)
-      << two_ranks_.failure();
+  EXPECT_HAS(two_ranks_.failure(), "grad_norm of step 7 is 2.5 sharded and 1.25 unsharded");
 }
 
 TEST_F(Verdict, AFailureNamesTheWorstParameter) {
   two_ranks_.add_param({"head.weight", 3e-4, 1.0, 0.1});
   two_ranks_.add_param({"blocks.0.norm1.weight", 1e-3, 2.0, 0.1});
   two_ranks_.add_param({"norm.weight", 2e-4, 1.0, 0.1});
-  EXPECT_NE(two_ranks_.failure().find("parameter blocks.0.norm1.weight differs by 0.001"),
-            std::string::npos)
-      << two_ranks_.failure();
+  EXPECT_HAS(two_ranks_.failure(), "parameter blocks.0.norm1.weight differs by 0.001");
 }
 
 TEST_F(Verdict, NoiseHasABoundOfItsOwn) {
@@ -245,14 +242,14 @@ TEST_F(Verdict, NoiseHasABoundOfItsOwn) {
   EXPECT_EQ(two_ranks_.failure(), "");
   EXPECT_FALSE(two_ranks_.equal());
   two_ranks_.add_noise({"qkv.bias", 1.1e-2, 1.0, 1e-2}, 1e-2);
-  EXPECT_NE(two_ranks_.failure().find("qkv.bias"), std::string::npos);
+  EXPECT_HAS(two_ranks_.failure(), "qkv.bias");
 }
 
 TEST_F(Verdict, TheFirstStepThatDiffersIsTheCauseOfWhatFollows) {
   two_ranks_.add_loss(1, 5.0, 5.1);
   two_ranks_.add_loss(2, 5.0, 6.1);
   two_ranks_.add_param({"norm.weight", 1, 1, 1});
-  EXPECT_NE(two_ranks_.failure().find("loss of step 1"), std::string::npos);
+  EXPECT_HAS(two_ranks_.failure(), "loss of step 1");
 }
 
 TEST_F(Verdict, NaNIsADifferenceUnlessBothHaveIt) {

@@ -94,8 +94,8 @@ TEST_F(StoppedTraining, AloneKeepsSaveTraceAndSummaryOfTheStepsThatItHasDone) {
   kill(process->pid(), SIGINT);
   const ProcessResult result = process->wait();
   EXPECT_EQ(result.exit_code, 128 + SIGINT);
-  EXPECT_TRUE(contains(result.err, "told to stop")) << result.err;
-  EXPECT_TRUE(contains(result.out, "tokens/s, median step")) << result.out;
+  EXPECT_HAS(result.err, "told to stop");
+  EXPECT_HAS(result.out, "tokens/s, median step");
   EXPECT_TRUE(fs::exists(path() / "trace.json"));
   EXPECT_EQ(read("model.safetensors"), parameters_after(num_steps(result, "SIGINT"), "1"));
 }
@@ -106,8 +106,8 @@ TEST_F(StoppedTraining, OfTheLauncherStopsAllRanksBehindTheSameStep) {
   kill(process->pid(), SIGTERM);
   const ProcessResult result = process->wait();
   EXPECT_EQ(result.exit_code, 128 + SIGTERM) << result.err;
-  EXPECT_TRUE(contains(result.err, "launcher: SIGTERM: stopping 2 ranks")) << result.err;
-  EXPECT_FALSE(contains(result.err, "failed")) << result.err;
+  EXPECT_HAS(result.err, "launcher: SIGTERM: stopping 2 ranks");
+  EXPECT_LACKS(result.err, "failed");
   EXPECT_TRUE(fs::exists(path() / "trace.json") && fs::exists(path() / "trace.rank1.json"));
   EXPECT_EQ(read("model.safetensors"), parameters_after(num_steps(result, "SIGTERM"), "2"));
 }
@@ -119,7 +119,7 @@ TEST_F(StoppedTraining, OfOneRankStopsTheOthersToo) {
   kill(ranks[2], SIGHUP);
   const ProcessResult result = process->wait();
   EXPECT_EQ(result.exit_code, 128 + SIGHUP) << result.err;
-  EXPECT_TRUE(contains(result.out, "stopped by SIGHUP after ")) << result.out;
+  EXPECT_HAS(result.out, "stopped by SIGHUP after ");
   EXPECT_FALSE(contains(result.err, "failed") || contains(result.err, "killed")) << result.err;
   EXPECT_TRUE(fs::exists(path() / "model.safetensors"));
 }
@@ -134,7 +134,7 @@ TEST_F(StoppedTraining, CountsASignalToAllProcessesOnce) {
   }
   const ProcessResult result = process->wait();
   EXPECT_EQ(result.exit_code, 128 + SIGTERM) << result.err;
-  EXPECT_TRUE(contains(result.out, "stopped by SIGTERM after ")) << result.out << result.err;
+  EXPECT_HAS(result.out, "stopped by SIGTERM after ");
   EXPECT_TRUE(fs::exists(path() / "model.safetensors"));
 }
 
@@ -166,12 +166,12 @@ TEST_F(StoppedTraining, SavesSomewhereElseIfItsDirectoryIsGone) {
   kill(process->pid(), SIGTERM);
   const ProcessResult result = process->wait();
   EXPECT_NE(result.exit_code, 0);
-  EXPECT_TRUE(contains(result.err, "--save: gone/model.safetensors: cannot write")) << result.err;
-  EXPECT_TRUE(contains(result.err, "the trace is lost: ")) << result.err;
+  EXPECT_HAS(result.err, "--save: gone/model.safetensors: cannot write");
+  EXPECT_HAS(result.err, "the trace is lost: ");
   std::smatch found;
   ASSERT_TRUE(std::regex_search(result.err, found, std::regex("saved in \"([^\"]+)\" instead")))
       << result.err;
-  EXPECT_TRUE(contains(found[1].str(), "/model.safetensors.rescued-"));
+  EXPECT_HAS(found[1].str(), "/model.safetensors.rescued-");
   EXPECT_GT(fs::file_size(found[1].str()), 1000U);
 }
 
@@ -179,7 +179,7 @@ TEST_F(StoppedTraining, IsNotWhatOutputThatCannotBeWrittenDoes) {
   const std::string train = std::string(TESSERA_BINARY) + " train --preset micro --steps 3 ";
   const ProcessResult full = shell(train + "--save full.safetensors > /dev/full");
   EXPECT_EQ(full.exit_code, 0);
-  EXPECT_TRUE(contains(full.err, "warning: standard output cannot be written")) << full.err;
+  EXPECT_HAS(full.err, "warning: standard output cannot be written");
   EXPECT_TRUE(fs::exists(path() / "full.safetensors"));
   // A reader that never reads, so that the first line meets a closed pipe.
   const ProcessResult piped =
@@ -206,18 +206,16 @@ TEST_F(StoppedTraining, SaysWhichTwoProcessesCameAsOneRank) {
                             " train --preset micro --steps 1 --batch 3 --set comm.timeout_s=60 ";
   const ProcessResult result = shell("port=$((20000 + $$ % 10000)); (RANK=0 " + train +
                                      "& RANK=1 " + train + "& RANK=1 " + train + "& wait)");
-  EXPECT_TRUE(contains(result.err, "two processes came as rank 1 of 3: process ")) << result.err;
-  EXPECT_TRUE(contains(result.err, "rank 0: group 'world' is given up: rank 1 failed: two "))
-      << result.err;
+  EXPECT_HAS(result.err, "two processes came as rank 1 of 3: process ");
+  EXPECT_HAS(result.err, "rank 0: group 'world' is given up: rank 1 failed: two ");
 }
 
 TEST_F(StoppedTraining, NamesTheLimitOfOpenFiles) {
   const ProcessResult result = shell("ulimit -n 30; " + std::string(TESSERA_BINARY) +
                                      " train --preset micro --steps 1 --ranks 4 --batch 4");
   EXPECT_EQ(result.exit_code, 2) << result.err;
-  EXPECT_TRUE(contains(result.err, "may have 30 files and connections open at a time"))
-      << result.err;
-  EXPECT_TRUE(contains(result.err, "ulimit -n 1024")) << result.err;
+  EXPECT_HAS(result.err, "may have 30 files and connections open at a time");
+  EXPECT_HAS(result.err, "ulimit -n 1024");
 }
 
 // Nobody watches ranks that were started by hand: the one that fails tells the other.
@@ -228,8 +226,8 @@ TEST_F(StoppedTraining, ByAFailureInSetUpEndsARankThatWaits) {
       address + "RANK=0 LOCAL_RANK=0 " + TESSERA_BINARY + " train --preset micro & " + address +
       "RANK=1 LOCAL_RANK=1 " + TESSERA_BINARY + " train --preset micro --data text:none.txt; wait");
   EXPECT_FALSE(result.timed_out);
-  EXPECT_TRUE(contains(result.err, "rank 1: data: none.txt: cannot open")) << result.err;
-  EXPECT_TRUE(contains(result.err, "rank 1 failed: data: none.txt: cannot open")) << result.err;
+  EXPECT_HAS(result.err, "rank 1: data: none.txt: cannot open");
+  EXPECT_HAS(result.err, "rank 1 failed: data: none.txt: cannot open");
 }
 
 }  // namespace

@@ -53,8 +53,8 @@ TEST_F(TrainWatched, AFullDiskUnderTheMetricsCostsNeitherTheRunNorTheModel) {
   EXPECT_EQ(result.exit_code, 0) << result.err;
   const std::vector<std::string> warnings = lines_with(result.err, "cannot be written");
   ASSERT_EQ(warnings.size(), 1U) << result.err;
-  EXPECT_TRUE(contains(warnings[0], "--metrics \"run.jsonl\"")) << warnings[0];
-  EXPECT_TRUE(contains(result.out, "\n4 steps in ")) << result.out;
+  EXPECT_HAS(warnings[0], "--metrics \"run.jsonl\"");
+  EXPECT_HAS(result.out, "\n4 steps in ");
   EXPECT_TRUE(std::filesystem::exists(directory_.path() / "model.safetensors"));
   std::size_t num_boards = 0;
   for (const auto& entry : std::filesystem::directory_iterator(directory_.path() / "board")) {
@@ -91,8 +91,8 @@ TEST_F(TrainWatched, AWarningTheScreenAndTheMetricsCountStepsFromOne) {
       run({"train", "--preset", "micro", "--steps", "1", "--batch", "1", "--precision", "fp16",
            "--set", "loss_scale.initial=1e30", "--metrics", "run.jsonl"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_TRUE(contains(result.err, "[step 1] a gradient is infinite")) << result.err;
-  EXPECT_TRUE(contains(result.out, "\nstep 1/1 ")) << result.out;
+  EXPECT_HAS(result.err, "[step 1] a gradient is infinite");
+  EXPECT_HAS(result.out, "\nstep 1/1 ");
   EXPECT_EQ(nlohmann::json::parse(read_whole(directory_.path() / "run.jsonl")).at("step"), 1);
 }
 
@@ -101,7 +101,7 @@ TEST_F(TrainWatched, EveryFieldOfTheMetricsIsInTheDocument) {
   const std::string text =
       read_whole(std::filesystem::path(TESSERA_SOURCE_DIR) / "docs/metrics.md");
   for (const auto& [name, value] : fields.items()) {
-    EXPECT_TRUE(contains(text, "\n| `" + name + "` | ")) << name;
+    EXPECT_HAS(text, "\n| `" + name + "` | ");
   }
 }
 
@@ -129,8 +129,8 @@ TEST_F(TrainWatched, PlotMakesAPageOfSeveralRuns) {
             "wrote one.html; open it in a browser\n");
   const std::string page = read_whole(directory_.path() / "one.html");
   EXPECT_EQ(page.rfind("<!DOCTYPE html>", 0), 0U);
-  EXPECT_TRUE(contains(page, "\"mean\":[2.25]"));
-  EXPECT_TRUE(contains(page, "</html>"));
+  EXPECT_HAS(page, "\"mean\":[2.25]");
+  EXPECT_HAS(page, "</html>");
 }
 
 }  // namespace

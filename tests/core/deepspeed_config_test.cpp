@@ -8,6 +8,7 @@
 #include "tessera/core/config.h"
 #include "tessera/core/deepspeed_keys.h"
 #include "tessera/core/error.h"
+#include "tests/support/contains.h"
 
 namespace tessera {
 namespace {
@@ -41,11 +42,10 @@ TEST(DeepSpeedConfig, ElementsBecomeBytesOfThePrecision) {
     "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e7}})");
   EXPECT_EQ(config.get_string("precision"), "bf16");
   EXPECT_EQ(config.get_bytes("prefetch.bucket_bytes"), 100000000);
-  EXPECT_NE(config.describe().find("prefetch.bucket_bytes = 100MB  (ds.json: "
-                                   "zero_optimization.stage3_prefetch_bucket_size, "
-                                   "50000000 elements)\n"),
-            std::string::npos)
-      << config.describe();
+  EXPECT_HAS(config.describe(),
+             "prefetch.bucket_bytes = 100MB  (ds.json: "
+             "zero_optimization.stage3_prefetch_bucket_size, "
+             "50000000 elements)\n");
 }
 
 TEST(DeepSpeedConfig, ElementsFollowAPrecisionThatIsSetLater) {
@@ -56,11 +56,10 @@ TEST(DeepSpeedConfig, ElementsFollowAPrecisionThatIsSetLater) {
   config.apply_flag("precision=fp16");
   EXPECT_EQ(config.get_bytes("grad.bucket_bytes"), 2000000);
   EXPECT_EQ(config.get_bytes("live.limit_bytes"), 1 << 20) << "given in bytes meanwhile";
-  EXPECT_NE(all(config).find("grad.bucket_bytes = 2MB"), std::string::npos) << all(config);
-  EXPECT_NE(all(config).find("live.limit_bytes = 1MiB (--live, not "
-                             "stage3_max_live_parameters = 10)"),
-            std::string::npos)
-      << all(config);
+  EXPECT_HAS(all(config), "grad.bucket_bytes = 2MB");
+  EXPECT_HAS(all(config),
+             "live.limit_bytes = 1MiB (--live, not "
+             "stage3_max_live_parameters = 10)");
 }
 
 // One element is "one parameter at a time" to DeepSpeed, and would be a call per element.
@@ -71,13 +70,9 @@ TEST(DeepSpeedConfig, SizesThatWouldMakeACallPerElementAreRaisedAndSaySo) {
              std::string(size) + "}}");
     EXPECT_EQ(config.get_bytes("grad.bucket_bytes"), 1 << 20);
     EXPECT_EQ(config.get_bytes("optim.sub_group_bytes"), 1 << 20);
-    EXPECT_NE(all(config).find("grad.bucket_bytes = 1MiB (the least, for reduce_bucket_size = " +
-                               std::string(size) + ")"),
-              std::string::npos)
-        << all(config);
-    EXPECT_NE(all(config).find("optim.sub_group_bytes = 1MiB (the least, for sub_group_size = 1)"),
-              std::string::npos)
-        << all(config);
+    EXPECT_HAS(all(config), "grad.bucket_bytes = 1MiB (the least, for reduce_bucket_size = " +
+                                std::string(size) + ")");
+    EXPECT_HAS(all(config), "optim.sub_group_bytes = 1MiB (the least, for sub_group_size = 1)");
   }
   EXPECT_EQ(from(R"({"zero_optimization": {"prefetch_bucket_size": 1}})")
                 .get_bytes("prefetch.bucket_bytes"),
@@ -158,7 +153,7 @@ TEST(DeepSpeedConfig, OtherStagesAreRefusedWithAWayOut) {
   EXPECT_EQ(translation_failure(R"({"zero_optimization": true})"),
             "ds.json: zero_optimization = true: the legacy switch means stage 1, but Tessera "
             "always shards everything; write {\"stage\": 3}");
-  EXPECT_NE(all(from(R"({"zero_optimization": {}})")).find("ZeRO stage 3"), std::string::npos);
+  EXPECT_HAS(all(from(R"({"zero_optimization": {}})")), "ZeRO stage 3");
 }
 
 TEST(DeepSpeedConfig, KeysThatAreNotNeededAreNamedInOneLine) {
@@ -221,36 +216,55 @@ TEST(DeepSpeedConfig, DeprecatedKeysAreMappedUnlessTheirReplacementIsGivenToo) {
       "stage3_gather_fp16_weights_on_model_save": true}})");
   EXPECT_EQ(config.get_string("place.optimizer"), "host");
   EXPECT_EQ(config.get_string("place.parameters"), "host");
-  EXPECT_NE(all(config).find("old names: cpu_offload (now offload_optimizer), "
-                             "cpu_offload_param (now offload_param)"),
-            std::string::npos)
-      << all(config);
+  EXPECT_HAS(all(config),
+             "old names: cpu_offload (now offload_optimizer), "
+             "cpu_offload_param (now offload_param)");
   EXPECT_EQ(translation_failure(R"({"zero_optimization": {"stage": 3, "cpu_offload": false,
                                               "offload_optimizer": {}}})"),
             "ds.json: zero_optimization.cpu_offload is deprecated and stands beside "
             "zero_optimization.offload_optimizer, which replaces it; remove "
             "zero_optimization.cpu_offload");
-  EXPECT_NE(translation_failure(R"({"zero_optimization": {"stage": 3,
+  EXPECT_HAS(translation_failure(R"({"zero_optimization": {"stage": 3,
                         "stage3_gather_fp16_weights_on_model_save": true,
-                        "gather_16bit_weights_on_model_save": true}})")
-                .find("which replaces it"),
-            std::string::npos);
+                        "gather_16bit_weights_on_model_save": true}})"),
+             "which replaces it");
 }
 
 TEST(DeepSpeedConfig, PrecisionBlocksSetPrecisionAndLossScale) {
   const auto config = from(R"({"fp16": {"enabled": true, "initial_scale_power": 8,
-      "loss_scale_window": 100}, "communication_data_type": "fp32", "data_types": {}})");
+      "loss_scale_window": 100}, "communication_data_type": "fp32"})");
   EXPECT_EQ(config.get_string("precision"), "fp16");
   EXPECT_EQ(config.get_double("loss_scale.initial"), 256.0);
   EXPECT_EQ(config.get_int("loss_scale.window"), 100);
   EXPECT_EQ(config.get_string("grad.wire_dtype"), "fp32");
-  EXPECT_EQ(config.get_string("grad.accumulate_dtype"), "auto") << "the model's type";
   EXPECT_EQ(translation_failure(R"({"fp16": {"enabled": true}, "bf16": {"enabled": true}})"),
             "ds.json: fp16.enabled and bf16.enabled are both true; choose one");
   EXPECT_EQ(translation_failure(R"({"fp16": {"enabled": true, "loss_scale": true}})"),
             "ds.json: fp16.loss_scale = true: expected a finite number of at least 0");
   EXPECT_EQ(translation_failure(R"({"fp16": {"enabled": true, "loss_scale": -1}})"),
             "ds.json: fp16.loss_scale = -1: expected a finite number of at least 0");
+}
+
+TEST(DeepSpeedConfig, TypesThatAreAlwaysFp32AreAcceptedAsThatAndRefusedByNameOtherwise) {
+  for (const char* types :
+       {"{}", R"({"grad_accum_dtype": null})", R"({"grad_accum_dtype": "fp32"})",
+        R"({"grad_accum_dtype": "auto"})", R"({"grad_accum_dtype": "torch.float32"})"}) {
+    EXPECT_EQ(translation_failure(R"({"data_types": )" + std::string(types) + "}"), "accepted");
+  }
+  EXPECT_EQ(translation_failure(R"({"data_types": {"grad_accum_dtype": "bf16"}})"),
+            "ds.json: data_types.grad_accum_dtype = \"bf16\": only fp32 is supported: gradients of "
+            "micro-batches are always summed in fp32");
+  for (const char* key : {"fp16.fp16_master_weights_and_grads",
+                          "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"}) {
+    const std::string block(key, 4);
+    const std::string json =
+        "{\"" + block + R"(": {"enabled": true, ")" + std::string(key).substr(5) + "\": ";
+    EXPECT_EQ(translation_failure(json + "false}}"), "accepted");
+    EXPECT_EQ(translation_failure(json + "true}}"),
+              "ds.json: " + std::string(key) +
+                  " = true: only false is supported: master weights, summed gradients and moments "
+                  "are always fp32");
+  }
 }
 
 TEST(DeepSpeedConfig, OptimizerAndSchedulerAreTranslated) {
@@ -279,31 +293,21 @@ TEST(DeepSpeedConfig, CombinationsThatCannotWorkAreRefused) {
   EXPECT_EQ(zero(R"("zero_quantized_gradients": true, "reduce_scatter": false)"),
             "ds.json: zero_optimization.zero_quantized_gradients = true needs reduce_scatter: "
             "true; remove one of them");
-  EXPECT_NE(zero(R"("mics_shard_size": 2, "zero_hpz_partition_size": 2)").find("does not go with"),
-            std::string::npos);
-  EXPECT_NE(zero(R"("mics_shard_size": 2, "zero_quantized_weights": true)").find("does not go"),
-            std::string::npos);
-  EXPECT_NE(zero(R"("mics_hierarchical_params_gather": true)").find("needs mics_shard_size"),
-            std::string::npos);
-  EXPECT_NE(zero(R"("zero_quantized_gradients": true, "zeropp_loco_param": {"err_beta": 0.8})")
-                .find("reset_T is missing"),
-            std::string::npos);
-  EXPECT_NE(zero(R"("zeropp_loco_param": {"err_beta": 0.8, "reset_T": 4})").find("needs zero_quan"),
-            std::string::npos);
-  EXPECT_NE(
-      translation_failure(R"({"fp16": {"enabled": true, "fp16_master_weights_and_grads": true}})")
-          .find("needs offload_optimizer"),
-      std::string::npos);
-  EXPECT_NE(translation_failure(R"({"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3,
-                        "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})")
-                .find("needs optimizer type Adam"),
-            std::string::npos);
+  EXPECT_HAS(zero(R"("mics_shard_size": 2, "zero_hpz_partition_size": 2)"), "does not go with");
+  EXPECT_HAS(zero(R"("mics_shard_size": 2, "zero_quantized_weights": true)"), "does not go");
+  EXPECT_HAS(zero(R"("mics_hierarchical_params_gather": true)"), "needs mics_shard_size");
+  EXPECT_HAS(zero(R"("zero_quantized_gradients": true, "zeropp_loco_param": {"err_beta": 0.8})"),
+             "reset_T is missing");
+  EXPECT_HAS(zero(R"("zeropp_loco_param": {"err_beta": 0.8, "reset_T": 4})"), "needs zero_quan");
+  EXPECT_HAS(translation_failure(R"({"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3,
+                        "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})"),
+             "needs optimizer type Adam");
   EXPECT_EQ(translation_failure(R"({"amp": {"enabled": true}})"),
             "ds.json: amp: not supported: Apex AMP does not go with sharded parameters; use fp16 "
             "or bf16; remove it or set enabled to false");
   EXPECT_EQ(translation_failure(R"({"gradient_allreduce_op": "sum"})"),
             "ds.json: gradient_allreduce_op = \"sum\": only mean is supported: gradients are "
-            "averaged once, exactly, by weight");
+            "averaged once, exactly, by token count");
   EXPECT_EQ(translation_failure(R"({"prescale_gradients": true})")
                 .rfind("ds.json: prescale_gradients", 0),
             0U);
@@ -348,8 +352,7 @@ TEST(DeepSpeedConfig, EveryKeyOfTheTableIsAccepted) {
     if (key.path.starts_with("scheduler.params.")) {
       continue;  // legal beside a type that has it: deepspeed_schedule_test.cpp
     }
-    if (key.path == "zero_optimization" || key.path.ends_with("_master_weights_and_grads") ||
-        key.path.find("loco") != std::string_view::npos) {
+    if (key.path == "zero_optimization" || key.path.find("loco") != std::string_view::npos) {
       continue;  // legal only beside others; tested above
     }
     std::string path(key.path.substr(0, key.path.find('[')));

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/support/contains.h"
+
 namespace tessera {
 namespace {
 
@@ -55,9 +57,9 @@ TEST(Invariant, NamesPlaceConditionAndMessage) {
     FAIL() << "expected InternalError";
   } catch (const InternalError& e) {
     const std::string what = e.what();
-    EXPECT_NE(what.find("error_test.cpp:"), std::string::npos) << what;
-    EXPECT_NE(what.find("2 < 1: values 2 and 1"), std::string::npos) << what;
-    EXPECT_NE(what.find("please report it"), std::string::npos) << what;
+    EXPECT_HAS(what, "error_test.cpp:");
+    EXPECT_HAS(what, "2 < 1: values 2 and 1");
+    EXPECT_HAS(what, "please report it");
   }
 }
 

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/config.h"
+#include "tests/support/contains.h"
 
 namespace tessera {
 namespace {
@@ -27,28 +28,20 @@ class LogTest : public testing::Test {
   std::vector<std::string> lines_;
 };
 
-TEST_F(LogTest, PrefixesRankStepUnitAndParameterByName) {
-  LogContext context;
-  context.rank = 2;
-  context.world = 4;
-  context.step = 17;
-  context.unit = "h.3";
-  context.parameter = "attn.weight";
-  logger(LogLevel::kInfo, true, context).info("gathered ", 42, " B");
-  ASSERT_EQ(lines_.size(), 1U);
-  EXPECT_EQ(line(0), "info  [rank 2 step 17 unit h.3 param attn.weight] gathered 42 B\n");
-}
-
-TEST_F(LogTest, SaysNothingAboutWhatThereIsNot) {
+TEST_F(LogTest, PrefixesRankAndStepWhereThereAreAny) {
+  logger(LogLevel::kInfo, true, {2, 4, 17}).info("gathered ", 42, " B");
+  logger(LogLevel::kInfo, true, {1, 2}).info("shown");
+  logger().with_step(3).info("a");
   logger().warn("alone");
-  EXPECT_EQ(line(0), "warning alone\n");
+  EXPECT_EQ(line(0), "info  [rank 2 step 17] gathered 42 B\n");
+  EXPECT_EQ(line(1), "info  [rank 1] shown\n");
+  EXPECT_EQ(line(2), "info  [step 3] a\n");
+  EXPECT_EQ(line(3), "warning alone\n");
+  EXPECT_EQ(lines_[3].find_first_not_of("0123456789:."), 12U) << "12:34:56.789, then a space";
 }
 
 TEST_F(LogTest, RankZeroSpeaksForAllButWarningsOfOthersGetThrough) {
-  LogContext other;
-  other.rank = 1;
-  other.world = 2;
-  const Logger quiet = logger(LogLevel::kTrace, false, other);
+  const Logger quiet = logger(LogLevel::kTrace, false, {1, 2});
   quiet.info("not shown");
   quiet.debug("not shown");
   EXPECT_TRUE(lines_.empty());
@@ -56,18 +49,8 @@ TEST_F(LogTest, RankZeroSpeaksForAllButWarningsOfOthersGetThrough) {
   quiet.error("an error");
   ASSERT_EQ(lines_.size(), 2U);
   EXPECT_EQ(line(1), "error [rank 1] an error\n");
-
-  other.rank = 0;
-  quiet.with(other).info("rank 0");
+  logger(LogLevel::kInfo, false, {0, 2}).info("rank 0");
   EXPECT_EQ(lines_.size(), 3U);
-}
-
-TEST_F(LogTest, EveryRankSpeaksWhenToldTo) {
-  LogContext other;
-  other.rank = 1;
-  other.world = 2;
-  logger(LogLevel::kInfo, true, other).info("shown");
-  EXPECT_EQ(line(0), "info  [rank 1] shown\n");
 }
 
 // Counts how often it is turned into text.
@@ -93,23 +76,12 @@ TEST_F(LogTest, LinesBelowTheLevelCostNoFormatting) {
 
 TEST_F(LogTest, SaysAThingOnceOverAllCopies) {
   const Logger first = logger();
-  const Logger second = first.with_unit("h.0");
+  const Logger second = first.with_step(3);
   first.once("io_uring", LogLevel::kWarn, "io_uring is missing");
   second.once("io_uring", LogLevel::kWarn, "io_uring is missing");
   second.once("other", LogLevel::kWarn, "other");
   EXPECT_EQ(lines_.size(), 2U);
-  EXPECT_EQ(line(1), "warning [unit h.0] other\n");
-}
-
-TEST_F(LogTest, CopiesHaveTheirOwnContext) {
-  const Logger base = logger();
-  const Logger step = base.with_step(3);
-  step.with_unit("h.1", "bias").info("a");
-  step.info("b");
-  base.info("c");
-  EXPECT_EQ(line(0), "info  [step 3 unit h.1 param bias] a\n");
-  EXPECT_EQ(line(1), "info  [step 3] b\n");
-  EXPECT_EQ(line(2), "info  c\n");
+  EXPECT_EQ(line(1), "warning [step 3] other\n");
 }
 
 TEST_F(LogTest, LinesOfManyThreadsStayWhole) {
@@ -146,7 +118,7 @@ TEST(Logger, WritesToStderrByDefault) {
   testing::internal::CaptureStderr();
   Logger(LogOptions{}).error("to stderr");
   const std::string text = testing::internal::GetCapturedStderr();
-  EXPECT_NE(text.find("error to stderr\n"), std::string::npos) << text;
+  EXPECT_HAS(text, "error to stderr\n");
 }
 
 }  // namespace

@@ -33,26 +33,26 @@ TEST(ResourceLimits, AreNamedWithValueAndRemedyWhereTheyAreTheReason) {
   raise_open_file_limit(50);
   const std::uint64_t raised = open_file_limit();
   setrlimit(RLIMIT_NOFILE, &before);
-  EXPECT_TRUE(contains(remedy, "may have 40 files")) << remedy;
-  EXPECT_TRUE(contains(remedy, "ulimit -n 1024")) << remedy;
+  EXPECT_HAS(remedy, "may have 40 files");
+  EXPECT_HAS(remedy, "ulimit -n 1024");
   EXPECT_EQ(raised, 50U);
   EXPECT_EQ(remedy_of("Connection refused"), "");
 }
 
 TEST(ResourceLimits, OfAddressSpaceAreNamedWhenMemoryRunsOut) {
-  EXPECT_TRUE(contains(no_memory_text(1 << 20), "1048576 bytes (1.00 MiB) were asked for"))
+  EXPECT_HAS(no_memory_text(1 << 20), "1048576 bytes (1.00 MiB) were asked for")
       << no_memory_text(1 << 20);
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_AS, &before), 0);
   if (before.rlim_cur != RLIM_INFINITY) {
     GTEST_SKIP() << "there is a limit already";
   }
-  EXPECT_FALSE(contains(no_memory_text(0), "ulimit -v"));
+  EXPECT_LACKS(no_memory_text(0), "ulimit -v");
   const rlimit much{std::uint64_t{1} << 46, before.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_AS, &much), 0);
   const std::string text = no_memory_text(0);
   setrlimit(RLIMIT_AS, &before);
-  EXPECT_TRUE(contains(text, "limited to 68719476736 KiB (ulimit -v)")) << text;
+  EXPECT_HAS(text, "limited to 68719476736 KiB (ulimit -v)");
 }
 
 TEST(LinkTarget, FollowsLinksToAPlaceThatNeedNotExist) {

@@ -15,6 +15,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/error.h"
+#include "testing/manual_clock.h"
 
 namespace tessera {
 namespace {

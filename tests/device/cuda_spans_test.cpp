@@ -12,6 +12,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/spans.h"
 #include "tessera/device/device_cuda.h"
+#include "testing/manual_clock.h"
 
 namespace tessera::device {
 namespace {

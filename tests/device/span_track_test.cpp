@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "testing/manual_clock.h"
 
 namespace tessera::device {
 namespace {

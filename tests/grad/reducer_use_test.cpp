@@ -204,13 +204,6 @@ TEST(ReducerUse, TakesItsOptionsFromTheConfig) {
     config.set("grad.wire_dtype", text);
     EXPECT_EQ(ReducerOptions::from(config, DType::kFloat32).wire_dtype, dtype);
   }
-  config.set("grad.accumulate_dtype", "bf16");
-  expect_error<ConfigError>([&] { ReducerOptions::from(config, DType::kFloat32); },
-                            "grad.accumulate_dtype=bf16");
-  config.set("grad.accumulate_dtype", "fp32");
-  config.set("grad.reduction", "backend");
-  expect_error<ConfigError>([&] { ReducerOptions::from(config, DType::kFloat32); },
-                            "grad.reduction=backend");
 }
 
 TEST(ReducerUse, RefusesAWireThatGradientsCannotTravelOn) {

@@ -21,8 +21,7 @@ case "$1" in
   -E) sed -n 's/^MISSING //p' | grep -vxF -f "$HERE/headers" | sed 's/^/MISSING /' ;;
 esac
 """
-PACKAGES = ("nlohmann-json3-dev", "libcli11-dev", "libfmt-dev", "libspdlog-dev", "libgtest-dev",
-            "libbenchmark-dev")
+PACKAGES = ("nlohmann-json3-dev", "libcli11-dev", "libfmt-dev", "libgtest-dev", "libbenchmark-dev")
 WANTED = "liburing-dev"
 
 
@@ -197,6 +196,13 @@ class Setup(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         self.assertEqual(self.machine.apt_calls(), "")
         self.assertNotIn("io_uring", result.stdout)
+
+    def test_the_newest_torch_that_is_known_is_used(self):
+        self.machine.add_tools()
+        self.machine.add_headers()
+        self.machine.add_torch("2.15.0")
+        result = self.machine.setup()
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
 
     def test_a_torch_of_another_version_is_not_used(self):
         self.machine.add_tools()
