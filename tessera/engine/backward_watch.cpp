@@ -153,9 +153,6 @@ void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
       watch_output(use, output);
     }
   }
-  if (use->outputs_left > 0) {
-    use->expected = engine_->early_updates().expect_backward(unit.id());
-  }
 }
 
 std::shared_ptr<BackwardWatch::Gate> BackwardWatch::gate_of(const at::Tensor& tensor,
@@ -229,7 +226,6 @@ void BackwardWatch::watch_output(const std::shared_ptr<BackwardUse>& use,
       origin.mark.sequence < use->first_node.sequence) {
     return;  // it came in as it is: no node of this forward stands behind it
   }
-  ++use->outputs_left;
   gate_of(output, origin)->producers.push_back(use);
 }
 
@@ -243,8 +239,6 @@ void BackwardWatch::add_kept(UnitCore& unit, const NodeMark& begun,
   use->epoch = engine_->epoch();
   use->first_node = begun;
   use->one_queue = !engine_->runtime.on_cuda();  // else nobody has looked
-  use->expected = engine_->early_updates().expect_backward(unit.id());
-  use->outputs_left = static_cast<int>(ends.size());
   for (const NodePtr& node : ends) {
     node->add_pre_hook(
         std::make_unique<KeptNodeHook>([self = shared_from_this(), use] { self->begin(use); }));
@@ -255,8 +249,7 @@ void BackwardWatch::begin(const std::shared_ptr<BackwardUse>& use) {
   if (engine_ == nullptr || use->unit->is_plain()) {
     return;
   }
-  --use->outputs_left;
-  engine_->enter_backward(*use->unit);
+  engine_->enter_backward();
   if (use->open && use->epoch == engine_->epoch()) {
     return;  // another output of the same forward
   }
@@ -333,11 +326,7 @@ void BackwardWatch::end(BackwardUse& use) {
   open_.erase(found);
   record_span(use);
   engine_->coordinator().end_use(use.unit->id(), Phase::kBackward);
-  if (use.outputs_left <= 0) {
-    use.expected.reset();  // no output is left whose gradient would begin it again
-  }
   engine_->tiers.end_backward_of(use.unit->id());
-  engine_->early_updates().end_unit(use.unit->id());
 }
 
 // Units of branches may be open at the same time, which one track cannot show: the later one is

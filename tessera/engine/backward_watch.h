@@ -31,12 +31,10 @@ class UnitCore;
 struct BackwardUse {
   UnitCore* unit = nullptr;
   std::uint64_t epoch = 0;
-  int num_inputs = 0;              // tensors that get a gradient in backward
-  int inputs_left = 0;             // of them, in this backward
-  bool open = false;               // begun and not ended
-  int outputs_left = 0;            // whose gradient may come
-  std::shared_ptr<void> expected;  // while it may begin (again): see early_updates.h
-  NodeMark first_node;             // of the forward
+  int num_inputs = 0;   // tensors that get a gradient in backward
+  int inputs_left = 0;  // of them, in this backward
+  bool open = false;    // begun and not ended
+  NodeMark first_node;  // of the forward
   // Of the nodes that the forward has made: see [Note: release in backward].
   bool one_queue = false;     // autograd runs all of them on the engine's device
   bool leads_home = false;    // they lead to the unit's inputs and parameters alone

@@ -42,7 +42,7 @@ GatheredScope Engine::gathered(const std::vector<at::Tensor>& params, int modifi
   return gathered_ids(impl_->ids_of(params), modifier_rank);
 }
 GatheredScope Engine::gathered_ids(const std::vector<int>& ids, int modifier_rank) {
-  impl_->check_usable("gathered()");
+  impl_->check_usable();
   return GatheredScope(impl_->gathered().open(ids, modifier_rank));
 }
 void Engine::set_trainable(const at::Tensor& param, bool trainable) {

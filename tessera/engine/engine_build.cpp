@@ -308,12 +308,8 @@ void Engine::Impl::seal() {
   notice_trainable();  // plan and optimizer are made for what is trained
   gathered_.check_no_early_scope();
   const DType dtype = params[0].layout().dtype();
-  const auto scale_options = optim::LossScaleOptions::from(runtime.config(), dtype);
-  loss_scale_.emplace(scale_options);
+  loss_scale_.emplace(optim::LossScaleOptions::from(runtime.config(), dtype));
   weight_scale_ = dtype == DType::kFloat16 ? 0 : 1;
-  if (scale_options.enabled && scale_options.fixed == 0) {
-    early_.switch_off();
-  }
   settle_units();
   if (tiers.is_planned()) {
     tiers.settle(shapes());
@@ -324,14 +320,6 @@ void Engine::Impl::seal() {
   optimizer = tiers.make_optimizer(optim::RuleOptions::from(runtime.config()));
   for (int id = 0; id < params.num_params(); ++id) {
     params[id].set_first_master({});
-  }
-  if (early_.is_on()) {
-    optimizer->expect_early_updates();
-    std::vector<std::vector<int>> params_of_unit(coordinator_->num_units());
-    for (std::size_t unit = 0; unit < params_of_unit.size(); ++unit) {
-      params_of_unit[unit] = coordinator_->unit(static_cast<coordinator::UnitId>(unit)).ids;
-    }
-    early_.seal(std::move(params_of_unit));
   }
   make_reducer();
   coordinator_->set_dynamic_gradients({[this] { return reducer_->pending_dynamic(); },
@@ -362,14 +350,6 @@ void Engine::Impl::make_reducer() {
   if (runtime.device().is_discrete()) {
     optim::set_reducer_kernels(parts, runtime.kernels());
     parts.leaves_to_host = tiers.leaving_gradients();
-  } else if (early_.is_on()) {
-    // Gradients go before step() asks for the norm. Not by the kernels: a thread of the optimizer
-    // may use them meanwhile.
-    parts.sum_of_squares = [](const void* values, DType dtype, std::int64_t numel, double* result,
-                              device::Stream& stream) {
-      return stream.enqueue(
-          [=] { *result = optim::sum_of_squares(optim::NormSpan{values, dtype, numel}); });
-    };
   }
   if (coordinator_->meets()) {
     // Every call of this group is at a moment on which ranks have agreed.

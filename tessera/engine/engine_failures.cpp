@@ -27,7 +27,6 @@ void Engine::Impl::abandon() noexcept {
       tensor.mutable_grad() = at::Tensor();
     }
     if (is_in_backward) {
-      early_.give_up();
       finish_update();
       if (reducer_->in_backward() && coordinator_->meets()) {
         // Ranks may have stopped at different gradients: now all have started all.
@@ -78,8 +77,6 @@ void Engine::Impl::rethrow_backward_error() {
 
 void Engine::Impl::zero_grad() {
   TESSERA_CHECK(backward_depth_ == 0, ConfigError, "zero_grad() inside of a backward");
-  early_.check_not_torn();
-  early_.check_not_started("zero_grad()");
   finish_update();
   forget_gradients();
   failed_backward_.clear();

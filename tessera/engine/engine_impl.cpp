@@ -51,12 +51,6 @@ comm::Group& choose_group(Runtime& runtime) {
   return runtime.group();
 }
 
-// See [Note: updates during backward]: no factor depends on gradients.
-bool updates_in_backward(const Config& config, const comm::Group& group) {
-  return config.get_bool("optim.update_in_backward") && group.size() == 1 &&
-         config.get_double("grad.clip_norm") == 0 && !config.get_bool("grad.skip_nonfinite");
-}
-
 std::unique_ptr<device::Device> choose_shard_device(Runtime& runtime) {
   if (BuildScope::has_overruled()) {
     runtime.logger().warn(
@@ -89,7 +83,6 @@ Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
           coordinator::CoordinatorOptions::from(given.config()))),
       watch_(std::make_shared<engine::BackwardWatch>(*this)),
       gathered_(*this),
-      early_(updates_in_backward(given.config(), choose_group(given)), params),
       schedule_(optim::ScheduleOptions::from(given.config(), options.run_steps)),
       clip_norm_(given.config().get_double("grad.clip_norm")),
       skip_nonfinite_(given.config().get_bool("grad.skip_nonfinite")),
@@ -106,7 +99,6 @@ Engine::Impl::Impl(Runtime& given, const EngineOptions& options)
 }
 
 Engine::Impl::~Impl() {
-  early_.give_up();
   try {
     finish_update();  // it reads gradients that go before it does
   } catch (const std::exception& error) {
@@ -169,7 +161,6 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
   }
   tiers.begin_backward(reducer_->num_backwards() + 1 == num_micro_batches_);
   agree_on_weight_scale(weight);
-  begin_early_updates(weight);
   const double factor = weight / weight_scale_ * loss_scale_->value();
   std::vector<at::Tensor> gradients;
   gradients.reserve(losses.size());
@@ -187,14 +178,12 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
     }
     if (backward_depth_ == 1) {
       close_backward();
-      early_.end_backward();
       coordinator_->meet(coordinator::MeetingPoint::kBackwardEnd);
       reducer_->finish_backward();
     }
     --backward_depth_;
   } catch (...) {
     abandon();
-    early_.check_not_torn(std::current_exception());
     rethrow_backward_error();
   }
   trainable_is_known_ = false;
@@ -206,29 +195,15 @@ void Engine::Impl::backward(const std::vector<at::Tensor>& losses, double weight
   }
 }
 
-void Engine::Impl::begin_early_updates(double weight) {
-  const double weights = weight_sum_ + weight / weight_scale_;
-  if (early_.is_on() && backward_depth_ == 0 && weights > 0 &&
-      reducer_->num_backwards() + 1 == num_micro_batches_) {
-    early_.begin_backward(
-        *optimizer, *reducer_, optim::learning_rate(schedule_, num_steps),
-        optim::step_factors({0, weights, 0}, loss_scale_->value(), clip_norm_).gradient_scale);
-  }
-}
-
-void Engine::Impl::check_usable(const char* what) {
+void Engine::Impl::check_usable() {
   gathered_.check_failure();
-  early_.check_not_torn();
-  if (backward_depth_ == 0) {
-    early_.check_not_started(what);
-  }
   TESSERA_CHECK(!is_plain_, ConfigError,
                 "the engine has given its parameters back (to_plain()) and cannot train them; make "
                 "a new engine and its units to go on");
 }
 
 void Engine::Impl::begin_pass() {
-  check_usable("a forward or backward");
+  check_usable();
   seal();
   if (!trainable_is_known_) {
     notice_trainable();
@@ -239,12 +214,8 @@ void Engine::Impl::begin_pass() {
   }
 }
 
-void Engine::Impl::enter_backward(const engine::UnitCore& unit) {
+void Engine::Impl::enter_backward() {
   check_not_resident("a backward");
-  if (backward_depth_ == 0) {
-    early_.check_not_started("a backward");
-  }
-  early_.begin_unit(unit.id(), unit.name());
   TESSERA_CHECK(!at::GradMode::is_enabled(), ConfigError,
                 "create_graph is set: a second derivative would read weights after their release; "
                 "sharded parameters do not support it");
@@ -262,7 +233,6 @@ void Engine::Impl::enter_backward(const engine::UnitCore& unit) {
 void Engine::Impl::on_gradient(int id, const at::Tensor& tensor) {
   shard::Param& param = params[id];
   if (backward_depth_ == 0) {
-    early_.check_not_started("loss.backward()");
     abandon();
   }
   TESSERA_CHECK(backward_depth_ > 0 || runtime.num_backwards() == 0, ConfigError,
@@ -283,7 +253,6 @@ void Engine::Impl::on_gradient(int id, const at::Tensor& tensor) {
   for (engine::UnitCore* unit : units_of_param_[static_cast<std::size_t>(id)]) {
     watch_->param_gradient_came(*unit);
   }
-  early_.gradient_came(id);
 }
 
 void Engine::Impl::reduce_gradient(const shard::Param& param, at::Tensor gradient) {
@@ -337,11 +306,7 @@ optim::StepSums Engine::Impl::sum_over_ranks(bool is_started) {
 }
 
 StepResult Engine::Impl::step() {
-  if (early_.has_started()) {
-    TESSERA_CHECK(backward_depth_ == 0, ConfigError, "step() inside of a backward");
-  } else {
-    check_usable("step()");
-  }
+  check_usable();
   TESSERA_CHECK(failed_backward_.empty(), ConfigError,
                 "step() after a backward that failed: gradients of this step are incomplete. Call "
                 "zero_grad(), and run the micro-batches of the step again. The failure was: ",
@@ -362,7 +327,7 @@ StepResult Engine::Impl::finish_step() {
   const double lr = optim::learning_rate(schedule_, num_steps);
   // Where the sums of this rank are all there are, the device may find the factors below by itself.
   const bool is_started =
-      group().size() == 1 && !early_.has_started() &&
+      group().size() == 1 &&
       optimizer->start_step(*reducer_, lr,
                             {weight_sum_, loss_scale_->value(), clip_norm_, skip_nonfinite_});
   const optim::StepSums sums = sum_over_ranks(is_started);
@@ -381,9 +346,7 @@ StepResult Engine::Impl::finish_step() {
         .with_step(result.step)
         .warn("a gradient is infinite or NaN: the step is skipped on all ranks");
   } else {
-    if (early_.has_started()) {
-      early_.end_step(factors.gradient_scale);
-    } else if (!is_started) {
+    if (!is_started) {
       optimizer->start_update(*reducer_, lr, factors.gradient_scale);
     }
     ++num_updated_steps_;
@@ -438,7 +401,6 @@ EngineStats Engine::Impl::take_stats() {
   stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);
   stats.link_up_bytes += stats.gathers.brought_bytes + stats.io.link_up_bytes;
   stats.link_down_bytes += stats.reductions.host_bytes + stats.io.link_down_bytes;
-  stats.early_updates = early_.take_count();
   stats.exposed_wait_s = stats.gathers.exposed_wait_s + stats.reductions.exposed_wait_s +
                          stats.io.lent_wait_s + std::exchange(exposed_wait_s_, 0.0);
   return stats;

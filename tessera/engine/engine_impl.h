@@ -28,7 +28,6 @@
 
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/engine/backward_watch.h"
-#include "tessera/engine/early_updates.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/gathered_book.h"
 #include "tessera/engine/unit_state.h"
@@ -106,10 +105,9 @@ class Engine::Impl {
   std::int64_t num_updated_steps() const { return num_updated_steps_; }
   // A unit's backward begins. Outside of Engine::backward() (torch::autograd::grad) this also sees
   // to it that uses are closed when autograd is done.
-  void enter_backward(const engine::UnitCore& unit);
+  void enter_backward();
   void on_gradient(int id, const at::Tensor& tensor);
   engine::BackwardWatch& backward_watch() { return *watch_; }
-  engine::EarlyUpdates& early_updates() { return early_; }
 
   // --- parameters between steps (engine_params.cpp) ---
   int id_of(const at::Tensor& tensor) const;
@@ -149,9 +147,8 @@ class Engine::Impl {
 
   EngineStats take_stats();
 
-  // Throws what a scope's destructor could not, and refuses after to_plain(), after a step that was
-  // torn apart, and between updates during backward and their step().
-  void check_usable(const char* what = "this call");
+  // Throws what a scope's destructor could not, and refuses after to_plain().
+  void check_usable();
   comm::Group& group() const { return group_; }
 
   Runtime& runtime;
@@ -194,8 +191,6 @@ class Engine::Impl {
   // are about something that ours does not have.
   [[noreturn]] void rethrow_backward_error();
   void forget_gradients() noexcept;
-  // The next backward is the last of its step, and updates may start in it.
-  void begin_early_updates(double weight);
   // Before gradients change: the update of the last step may still read them.
   void finish_update();
   // `is_started`: by Optimizer::start_step(). Makes stop_ the same on all ranks.
@@ -211,7 +206,6 @@ class Engine::Impl {
   std::vector<at::Tensor> buffers_;
   const std::shared_ptr<engine::BackwardWatch> watch_;
   engine::GatheredBook gathered_;
-  engine::EarlyUpdates early_;
   std::shared_ptr<engine::ResidentState> resident_;  // null: no scope is open
 
   const optim::ScheduleOptions schedule_;

@@ -84,7 +84,7 @@ void Engine::Impl::save_parameters(const std::string& path) {
   }
   std::unique_ptr<checkpoint::SafetensorsWriter> writer;
   agree("save_parameters", [&] {
-    check_usable("save_parameters()");
+    check_usable();
     if (writes) {
       writer = std::make_unique<checkpoint::SafetensorsWriter>(path, entries);
     }

@@ -125,7 +125,7 @@ class BackwardScope {
       return;
     }
     engine_ = unit_->engine();
-    engine_->enter_backward(*unit_);
+    engine_->enter_backward();
     engine_->backward_watch().begin_recomputed();
     epoch_ = engine_->epoch();
     engine_->coordinator().begin_use(unit_->id(), coordinator::Phase::kBackward);
