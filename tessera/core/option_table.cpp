@@ -233,9 +233,9 @@ constexpr std::array kOptions = {
     flag("log.all_ranks", "false", "Let every rank speak; otherwise rank 0, and warnings of all.",
          "core"),
     words("trace.path", OptionType::kString,
-          "File for a Chrome/Perfetto trace of the run's spans; empty: no tracing.", "core"),
+          "File for a Chrome/Perfetto trace of the run's spans; empty: no tracing.", "engine"),
     integer("trace.ring_spans", "65536", 1, 1073741824,
-            "Spans kept per rank; the oldest are overwritten and counted.", "core"),
+            "Spans kept per rank; the oldest are overwritten and counted.", "engine"),
 };
 
 struct RemovedOption {
