@@ -66,10 +66,8 @@
 
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/engine/engine_tiers.h"
-#include "tessera/engine/function_unit.h"
-#include "tessera/engine/gathered.h"
 #include "tessera/engine/init.h"
-#include "tessera/engine/resident.h"
+#include "tessera/engine/param_scopes.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/engine/unit.h"
 #include "tessera/grad/reducer.h"
@@ -213,7 +211,7 @@ class Engine {
   // says so. backward() and step() inside are errors.
   [[nodiscard]] ResidentScope resident();
 
-  // Collective: whole parameters for reading, or for changing on one rank. See gathered.h.
+  // Collective: whole parameters for reading, or for changing on one rank. See param_scopes.h.
   [[nodiscard]] GatheredScope gathered(const std::vector<at::Tensor>& params,
                                        int modifier_rank = -1);
   [[nodiscard]] GatheredScope gathered_ids(const std::vector<int>& ids, int modifier_rank = -1);
@@ -247,7 +245,7 @@ class Engine {
   // Of parameters, gradients or states; null: nothing of it is on NVMe.
   const tier::Store* store(Role role) const;
 
-  class Impl;  // opaque: hooks and scopes speak to it
+  struct Impl;  // opaque: hooks and scopes speak to it
 
  private:
   std::unique_ptr<Impl> impl_;
