@@ -1,7 +1,6 @@
 #include "cli/train_ranks.h"
 
 #include <algorithm>
-#include <filesystem>
 
 #include "tessera/core/error.h"
 
@@ -26,16 +25,6 @@ SequenceRange micro_batch_of(const BatchShape& shape, int rank, std::int64_t mic
 std::int64_t shareable_total(std::int64_t wanted, int num_ranks, std::int64_t accumulate) {
   const std::int64_t unit = num_ranks * accumulate;
   return (wanted + unit - 1) / unit * unit;
-}
-
-std::string file_of_rank(const std::string& path, int rank) {
-  if (rank == 0) {
-    return path;
-  }
-  const std::filesystem::path whole(path);
-  const std::string name =
-      whole.stem().string() + ".rank" + std::to_string(rank) + whole.extension().string();
-  return (whole.parent_path() / name).string();
 }
 
 int threads_per_rank(int num_cores, int num_local_ranks) {

@@ -33,9 +33,6 @@ SequenceRange micro_batch_of(const BatchShape& shape, int rank, std::int64_t mic
 // The smallest total of at least `wanted` that can be shared.
 std::int64_t shareable_total(std::int64_t wanted, int num_ranks, std::int64_t accumulate);
 
-// "run.json" of rank 2 is "run.rank2.json"; rank 0 has the name itself.
-std::string file_of_rank(const std::string& path, int rank);
-
 // Threads per rank: the cores divided evenly, at least one.
 int threads_per_rank(int num_cores, int num_local_ranks);
 

@@ -50,9 +50,6 @@ RuntimeOptions runtime_options(const TrainPlan& plan) {
   RuntimeOptions options;
   options.cuda_device = plan.cuda_device;
   options.num_update_threads = num_update_threads(plan);
-  if (!plan.trace.empty()) {
-    options.num_spans = static_cast<std::size_t>(plan.config.get_int("trace.ring_spans"));
-  }
   return options;
 }
 
@@ -138,7 +135,7 @@ class Run {
     if (!plan_.save.empty() && !divergence_.has_spoilt_parameters()) {
       saved = save_or_rescue(plan_.save, [this](const std::string& to) { trainer_->save(to); });
     }
-    write_trace();
+    runtime_.write_trace();
     if (plan_.verify && !stop_) {
       compare_params();
     }
@@ -292,19 +289,6 @@ class Run {
     runtime_.group().start_barrier(call).wait();
     if (runtime_.num_ranks() > 1) {
       signals_.close();
-    }
-  }
-
-  void write_trace() {
-    if (plan_.trace.empty()) {
-      return;
-    }
-    try {
-      runtime_.device().collect_spans();
-      runtime_.spans().write_chrome_trace(file_of_rank(plan_.trace, runtime_.rank()),
-                                          runtime_.rank());
-    } catch (const IoError& error) {
-      runtime_.logger().warn("the trace is lost: ", error.what());
     }
   }
 

@@ -173,10 +173,6 @@ constexpr std::array kOptions = {
           "planner"),
     measured("optim.cpu_share", OptionType::kDouble, 0, 1,
              "Share of the update that runs on the CPU; auto: from measured rates.", "planner", -1),
-    flag("optim.update_in_backward", "true",
-         "Update parameters during the last backward of a step where that changes no bit: "
-         "grad.clip_norm = 0, grad.skip_nonfinite = false, one rank. step() must follow then.",
-         "engine"),
 
     choice("schedule.kind", "constant", "constant|linear|cosine|one_cycle|range_test",
            "Course of the learning rate: after warm-up constant, or down linearly or by a cosine; "

@@ -4,17 +4,14 @@
 #include <functional>
 #include <utility>
 
-#include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "tessera/engine/engine_impl.h"
-#include "tessera/engine/unit_state.h"
+#include "tessera/engine/step_driver.h"
 
 // [Note: release in backward]
 // In backward a unit is needed from the moment that the gradient of one of its outputs is complete
@@ -74,18 +71,13 @@ class KeptNodeHook final : public torch::autograd::FunctionPreHook {
 
 }  // namespace
 
-NodeMark NodeMark::next() {
-  return {at::sequence_number::peek(), at::RecordFunction::currentThreadId()};
-}
-
 BackwardWatch::GateKey BackwardWatch::key_of(const at::Tensor& tensor) {
   return {tensor.grad_fn().get(), static_cast<std::size_t>(tensor.output_nr())};
 }
 
 BackwardWatch::Origin BackwardWatch::origin_of(const at::Tensor& tensor) const {
   const auto& node = tensor.grad_fn();
-  return {{node->sequence_nr(), node->thread_id()},
-          node->device().is_cuda() == engine_->runtime.on_cuda()};
+  return {{node->sequence_nr(), node->thread_id()}, node->device().is_cuda() == runtime_.on_cuda()};
 }
 
 // Looks at the nodes that the forward has made, and at where they lead.
@@ -94,8 +86,7 @@ void BackwardWatch::explore(BackwardUse& use, const std::vector<at::Tensor>& inp
   walk_graph(
       outputs, use.first_node,
       [&](const torch::autograd::Edge& edge) {
-        use.one_queue =
-            use.one_queue && edge.function->device().is_cuda() == engine_->runtime.on_cuda();
+        use.one_queue = use.one_queue && edge.function->device().is_cuda() == runtime_.on_cuda();
       },
       [&](const torch::autograd::Edge& edge) {
         use.leads_home = use.leads_home && leads_home(*use.unit, edge.function.get(), inputs);
@@ -106,7 +97,7 @@ void BackwardWatch::explore(BackwardUse& use, const std::vector<at::Tensor>& inp
 bool BackwardWatch::leads_home(const UnitCore& unit, Node* node,
                                const std::vector<at::Tensor>& inputs) const {
   const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
-  if (leaf != nullptr && engine_->is_used_by(leaf->variable, unit)) {
+  if (leaf != nullptr && model_.is_used_by(leaf->variable, unit)) {
     return true;
   }
   return std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
@@ -115,11 +106,14 @@ bool BackwardWatch::leads_home(const UnitCore& unit, Node* node,
   });
 }
 
-BackwardWatch::BackwardWatch(Engine::Impl& engine)
-    : engine_(&engine),
-      track_(engine.runtime.spans().enabled()
-                 ? engine.runtime.spans().add_track("backward of units")
-                 : 0) {}
+BackwardWatch::BackwardWatch(const EngineParts& parts, const Model& model, StepDriver& driver)
+    : runtime_(parts.runtime),
+      tiers_(parts.tiers),
+      coordinator_(parts.coordinator),
+      lifecycle_(parts.lifecycle),
+      model_(model),
+      driver_(&driver),
+      track_(runtime_.spans().enabled() ? runtime_.spans().add_track("backward of units") : 0) {}
 
 void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
                         const std::vector<at::Tensor>& inputs,
@@ -131,7 +125,7 @@ void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
   }
   auto use = std::make_shared<BackwardUse>();
   use->unit = &unit;
-  use->epoch = engine_->epoch();
+  use->epoch = lifecycle_.epoch();
   use->first_node = begun;
   bool proves_end = false;  // an input does, by (1)
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -144,7 +138,7 @@ void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
     }
   }
   use->one_queue = true;
-  if (!proves_end || engine_->runtime.on_cuda()) {
+  if (!proves_end || runtime_.on_cuda()) {
     use->leads_home = true;
     explore(*use, inputs, outputs);
   }
@@ -152,9 +146,6 @@ void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
     if (output.requires_grad()) {
       watch_output(use, output);
     }
-  }
-  if (use->outputs_left > 0) {
-    use->expected = engine_->early_updates().expect_backward(unit.id());
   }
 }
 
@@ -200,7 +191,7 @@ void BackwardWatch::add_consumer(Gate& gate, const std::shared_ptr<BackwardUse>&
 void BackwardWatch::pass(const Gate& gate) {
   for (const auto& consumer : gate.consumers) {
     if (const auto use = consumer.lock()) {
-      input_gradient_came(*use);
+      on_input_gradient(*use);
     }
   }
 }
@@ -229,7 +220,6 @@ void BackwardWatch::watch_output(const std::shared_ptr<BackwardUse>& use,
       origin.mark.sequence < use->first_node.sequence) {
     return;  // it came in as it is: no node of this forward stands behind it
   }
-  ++use->outputs_left;
   gate_of(output, origin)->producers.push_back(use);
 }
 
@@ -240,11 +230,9 @@ void BackwardWatch::add_kept(UnitCore& unit, const NodeMark& begun,
   }
   const auto use = std::make_shared<BackwardUse>();
   use->unit = &unit;
-  use->epoch = engine_->epoch();
+  use->epoch = lifecycle_.epoch();
   use->first_node = begun;
-  use->one_queue = !engine_->runtime.on_cuda();  // else nobody has looked
-  use->expected = engine_->early_updates().expect_backward(unit.id());
-  use->outputs_left = static_cast<int>(ends.size());
+  use->one_queue = !runtime_.on_cuda();  // else nobody has looked
   for (const NodePtr& node : ends) {
     node->add_pre_hook(
         std::make_unique<KeptNodeHook>([self = shared_from_this(), use] { self->begin(use); }));
@@ -252,27 +240,26 @@ void BackwardWatch::add_kept(UnitCore& unit, const NodeMark& begun,
 }
 
 void BackwardWatch::begin(const std::shared_ptr<BackwardUse>& use) {
-  if (engine_ == nullptr || use->unit->is_plain()) {
+  if (driver_ == nullptr || use->unit->is_plain()) {
     return;
   }
-  --use->outputs_left;
-  engine_->enter_backward(*use->unit);
-  if (use->open && use->epoch == engine_->epoch()) {
+  driver_->enter_backward();
+  if (use->open && use->epoch == lifecycle_.epoch()) {
     return;  // another output of the same forward
   }
-  use->epoch = engine_->epoch();
+  use->epoch = lifecycle_.epoch();
   use->inputs_left = use->num_inputs;
   use->graph_task = torch::autograd::get_current_graph_task_id();
   use->open = true;
-  use->begun_ns = engine_->runtime.spans().now_ns();
+  use->begun_ns = runtime_.spans().now_ns();
   open_.push_back(use);
-  engine_->coordinator().begin_use(use->unit->id(), Phase::kBackward);
+  coordinator_.begin_use(use->unit->id(), Phase::kBackward);
 }
 
 void BackwardWatch::begin_recomputed() {
   if (const auto node = torch::autograd::get_current_node()) {
-    end_uses_after({{node->sequence_nr(), node->thread_id()},
-                    node->device().is_cuda() == engine_->runtime.on_cuda()});
+    end_uses_after(
+        {{node->sequence_nr(), node->thread_id()}, node->device().is_cuda() == runtime_.on_cuda()});
   }
 }
 
@@ -286,8 +273,8 @@ void BackwardWatch::end_recomputed() {
   }
 }
 
-void BackwardWatch::input_gradient_came(BackwardUse& use) {
-  if (engine_ == nullptr || !use.open || use.epoch != engine_->epoch()) {
+void BackwardWatch::on_input_gradient(BackwardUse& use) {
+  if (driver_ == nullptr || !use.open || use.epoch != lifecycle_.epoch()) {
     return;  // the output of that forward had no part in this backward
   }
   --use.inputs_left;
@@ -295,7 +282,7 @@ void BackwardWatch::input_gradient_came(BackwardUse& use) {
 }
 
 void BackwardWatch::end_uses_after(const Origin& node) {
-  if (engine_ == nullptr || !node.on_device || open_.empty()) {
+  if (driver_ == nullptr || !node.on_device || open_.empty()) {
     return;
   }
   const int task = torch::autograd::get_current_graph_task_id();
@@ -308,7 +295,7 @@ void BackwardWatch::end_uses_after(const Origin& node) {
   }
 }
 
-void BackwardWatch::param_gradient_came(UnitCore& unit) {
+void BackwardWatch::on_param_gradient(UnitCore& unit) {
   unit.count_gradient();
   // Ending removes from open_.
   for (std::size_t i = open_.size(); i-- > 0;) {
@@ -319,7 +306,7 @@ void BackwardWatch::param_gradient_came(UnitCore& unit) {
 }
 
 void BackwardWatch::end_if_complete(BackwardUse& use) {
-  if (use.leads_home && use.inputs_left <= 0 && use.unit->all_gradients_came() &&
+  if (use.leads_home && use.inputs_left <= 0 && use.unit->has_all_gradients() &&
       use.num_inputs + use.unit->num_trainable() > 0) {
     end(use);
   }
@@ -332,18 +319,14 @@ void BackwardWatch::end(BackwardUse& use) {
   const std::shared_ptr<BackwardUse> keep = std::move(*found);
   open_.erase(found);
   record_span(use);
-  engine_->coordinator().end_use(use.unit->id(), Phase::kBackward);
-  if (use.outputs_left <= 0) {
-    use.expected.reset();  // no output is left whose gradient would begin it again
-  }
-  engine_->tiers.end_backward_of(use.unit->id());
-  engine_->early_updates().end_unit(use.unit->id());
+  coordinator_.end_use(use.unit->id(), Phase::kBackward);
+  tiers_.end_backward_of(use.unit->id());
 }
 
 // Units of branches may be open at the same time, which one track cannot show: the later one is
 // drawn from the end of the other.
 void BackwardWatch::record_span(const BackwardUse& use) {
-  Spans& spans = engine_->runtime.spans();
+  Spans& spans = runtime_.spans();
   if (!spans.enabled()) {
     return;
   }
@@ -352,7 +335,7 @@ void BackwardWatch::record_span(const BackwardUse& use) {
       use.begun_ns > last_span_.first ? std::max(use.begun_ns, last_span_.second) : use.begun_ns;
   last_span_ = {start_ns, end_ns};
   SpanArgs args;
-  args.unit = engine_->coordinator().unit(use.unit->id()).label;
+  args.unit = coordinator_.unit(use.unit->id()).label;
   spans.record_on(track_, "backward", start_ns, end_ns, args);
 }
 

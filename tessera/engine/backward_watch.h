@@ -18,12 +18,13 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/engine/engine.h"
+#include "tessera/engine/engine_parts.h"
 #include "tessera/engine/graph_walk.h"
-#include "tessera/engine/node_mark.h"
 
 namespace tessera::engine {
 
+class Model;
+class StepDriver;
 class UnitCore;
 
 // One forward whose backward may come. Held by the hooks on what it has made: when its graph is
@@ -31,12 +32,10 @@ class UnitCore;
 struct BackwardUse {
   UnitCore* unit = nullptr;
   std::uint64_t epoch = 0;
-  int num_inputs = 0;              // tensors that get a gradient in backward
-  int inputs_left = 0;             // of them, in this backward
-  bool open = false;               // begun and not ended
-  int outputs_left = 0;            // whose gradient may come
-  std::shared_ptr<void> expected;  // while it may begin (again): see early_updates.h
-  NodeMark first_node;             // of the forward
+  int num_inputs = 0;   // tensors that get a gradient in backward
+  int inputs_left = 0;  // of them, in this backward
+  bool open = false;    // begun and not ended
+  NodeMark first_node;  // of the forward
   // Of the nodes that the forward has made: see [Note: release in backward].
   bool one_queue = false;     // autograd runs all of them on the engine's device
   bool leads_home = false;    // they lead to the unit's inputs and parameters alone
@@ -46,9 +45,9 @@ struct BackwardUse {
 
 class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
  public:
-  explicit BackwardWatch(Engine::Impl& engine);
+  BackwardWatch(const EngineParts& parts, const Model& model, StepDriver& driver);
   // The engine goes; its hooks may stay.
-  void detach() { engine_ = nullptr; }
+  void detach() { driver_ = nullptr; }
 
   // The forward of `unit` that began at `begun` has run with these tensors.
   void add(UnitCore& unit, const NodeMark& begun, const std::vector<at::Tensor>& inputs,
@@ -60,7 +59,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   // The graph of a recomputed forward was dropped but for these nodes, and what they lead to:
   // somebody keeps tensors that they made.
   void add_kept(UnitCore& unit, const NodeMark& begun, const std::vector<NodePtr>& ends);
-  void param_gradient_came(UnitCore& unit);
+  void on_param_gradient(UnitCore& unit);
   // In the epilogue: ends what is still open.
   void close();
   // Nothing is open any more, whatever was.
@@ -108,7 +107,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   void watch_output(const std::shared_ptr<BackwardUse>& use, const at::Tensor& output);
 
   void begin(const std::shared_ptr<BackwardUse>& use);
-  void input_gradient_came(BackwardUse& use);
+  void on_input_gradient(BackwardUse& use);
   // A node of this origin is about to run.
   void end_uses_after(const Origin& node);
   void end_if_complete(BackwardUse& use);
@@ -116,7 +115,12 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
 
   void record_span(const BackwardUse& use);
 
-  Engine::Impl* engine_;
+  Runtime& runtime_;
+  EngineTiers& tiers_;
+  coordinator::Coordinator& coordinator_;
+  const Lifecycle& lifecycle_;
+  const Model& model_;
+  StepDriver* driver_;  // null: the engine is gone
   const TrackId track_;
   std::pair<std::int64_t, std::int64_t> last_span_;  // on the track: begin and end
   std::vector<std::shared_ptr<BackwardUse>> open_;   // in the order of their begins

@@ -36,15 +36,6 @@
 // one all-reduce that agrees on the scale of weights. Where Engine says "collective", every rank
 // calls it at the same place of the program.
 //
-// Updates during backward: where grad.clip_norm is 0, grad.skip_nonfinite is false, the loss scale
-// is constant and the group has one rank, the factor of an update is known before gradients are.
-// Then the last backward of a step, number batch.accumulate, updates each parameter as soon as its
-// gradient is complete and nothing reads it any more ([Note: updates during backward] in
-// early_updates.h); not a bit changes. From then on step() must follow: zero_grad(), another
-// backward or a forward before it is a ConfigError; and an exception in that backward leaves
-// parameters of two ages, which every later call says. optim.update_in_backward=false keeps updates
-// behind backward.
-//
 // Parameters may be frozen and unfrozen between steps, by set_trainable() or by the user's own
 // requires_grad_(), which the engine notices at the next forward; all ranks do the same. Optimizer
 // states of a parameter that is frozen stay, and go on where they were if it is unfrozen.
@@ -75,10 +66,8 @@
 
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/engine/engine_tiers.h"
-#include "tessera/engine/function_unit.h"
-#include "tessera/engine/gathered.h"
 #include "tessera/engine/init.h"
-#include "tessera/engine/resident.h"
+#include "tessera/engine/param_scopes.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/engine/unit.h"
 #include "tessera/grad/reducer.h"
@@ -138,8 +127,7 @@ struct EngineStats {
   // Between the host and a device with memory of its own.
   std::uint64_t link_up_bytes = 0;
   std::uint64_t link_down_bytes = 0;
-  double exposed_wait_s = 0;        // gathers, reductions and the norm
-  std::uint64_t early_updates = 0;  // parameters whose update was started during backward
+  double exposed_wait_s = 0;  // gathers, reductions and the norm
 };
 
 class Engine {
@@ -203,8 +191,8 @@ class Engine {
   void clear_leaf(const coordinator::LeafRule& rule);
   std::vector<std::string> leaf_units();
 
-  // Throws ConfigError for a loss that is not one number, a negative or non-finite weight; what
-  // autograd throws; and Error if parameters were updated before that (see above).
+  // Throws ConfigError for a loss that is not one number, a negative or non-finite weight; and what
+  // autograd throws.
   void backward(const at::Tensor& loss, double weight = 1);
   // Several roots of one graph; their sum is the loss.
   void backward(const std::vector<at::Tensor>& losses, double weight = 1);
@@ -215,7 +203,7 @@ class Engine {
   // For a rank that has run out of data before the others: takes part in their next step, with
   // weight zero. Null: no rank has data any more. Wants unit.uneven_data=true on all ranks.
   std::optional<StepResult> follow();
-  // Gradients of this step are forgotten. ConfigError once they were used: see above.
+  // Gradients of this step are dropped.
   void zero_grad();
 
   // Collective: for generation and evaluation. All parameters are gathered once and stay until the
@@ -223,7 +211,7 @@ class Engine {
   // says so. backward() and step() inside are errors.
   [[nodiscard]] ResidentScope resident();
 
-  // Collective: whole parameters for reading, or for changing on one rank. See gathered.h.
+  // Collective: whole parameters for reading, or for changing on one rank. See param_scopes.h.
   [[nodiscard]] GatheredScope gathered(const std::vector<at::Tensor>& params,
                                        int modifier_rank = -1);
   [[nodiscard]] GatheredScope gathered_ids(const std::vector<int>& ids, int modifier_rank = -1);
@@ -257,7 +245,7 @@ class Engine {
   // Of parameters, gradients or states; null: nothing of it is on NVMe.
   const tier::Store* store(Role role) const;
 
-  class Impl;  // opaque: hooks and scopes speak to it
+  struct Impl;  // opaque: hooks and scopes speak to it
 
  private:
   std::unique_ptr<Impl> impl_;

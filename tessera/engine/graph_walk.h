@@ -16,7 +16,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "tessera/engine/node_mark.h"
+#include "tessera/engine/forward_scope.h"
 
 namespace tessera::engine {
 

@@ -6,7 +6,6 @@
 
 #include <ATen/ATen.h>
 
-#include "tessera/engine/spare_memory.h"
 #include "tessera/engine/tensor_memory.h"
 
 namespace tessera::engine {

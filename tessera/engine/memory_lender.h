@@ -1,8 +1,8 @@
 // Internal to engine: lends memory that a backward has freed to the update that comes after it.
 //
 // Activations of a unit are gone when its backward has ended, and nobody needs their memory before
-// its next forward. Meanwhile states of the optimizer may come up to the device in it
-// (optim/device_update.h): the link has nothing else to do then.
+// its next forward. Meanwhile optimizer states may be copied to the device into it
+// (optim/device_update.h): the link is idle then.
 //
 //   backward of unit k has ended    what torch holds now, with what is lent, is less than when
 //                                   backward began: as much is lent
@@ -10,12 +10,11 @@
 //                                   waits until the rest is given back
 //
 // So the peak of torch's memory stays what it was: whatever is lent while a unit runs was freed by
-// units that come after it, and their activations do not exist yet. Which slots come back does not
-// matter, as all are alike: those of pieces that have gone down first. What the units before k
-// still need in this backward, besides their activations, is left to them: about as much as the
-// largest unit has freed in the backward before. The first one lends nothing. A unit that had no
-// backward has freed nothing, and has nothing back: its forward runs within what the unit before it
-// was left.
+// units that come after it, and their activations do not exist yet. Slots are alike; those whose
+// pieces were written back first return first. What the units before k still need in this backward,
+// besides their activations, is left to them: about as much as the largest unit has freed in the
+// backward before. The first backward lends nothing. A unit without a backward neither lends nor
+// reclaims memory.
 //
 // It is torch's memory, taken and given back as a tensor of the compute stream: no ledger knows it,
 // as none knows activations.
@@ -32,6 +31,28 @@
 #include "tessera/optim/device_update.h"
 
 namespace tessera::engine {
+
+// How much of a GPU's memory may be lent while a backward runs.
+struct SpareMemory {  // in bytes
+  // Of torch's allocator, now.
+  std::int64_t taken = 0;  // by tensors, with what is lent
+  std::int64_t held = 0;   // of the device
+  // When backward began.
+  std::int64_t taken_at_begin = 0;
+  std::int64_t free_at_begin = 0;  // of the device: nobody's
+  // What the rest of the backward needs besides; 0: not known yet.
+  std::int64_t reserve = 0;
+  std::int64_t lent = 0;
+};
+
+// Torch's allocator must have it: what it would have to ask the device for is not spare. And what
+// is lent lies somewhere in blocks that torch cuts up as it likes; at worst none of the rest is of
+// use to the next forward, which then asks the device for as much as is lent. So lending is never
+// what makes memory run out.
+inline bool is_spare(const SpareMemory& memory, std::int64_t bytes) {
+  return memory.reserve > 0 && memory.taken + bytes + memory.reserve <= memory.taken_at_begin &&
+         memory.taken + bytes <= memory.held && memory.lent + bytes <= memory.free_at_begin;
+}
 
 class MemoryLender {
  public:
@@ -58,7 +79,7 @@ class MemoryLender {
   // By unit: what was lent when its backward ended, in the last one; of several uses the last
   // one's.
   std::unordered_map<int, std::size_t> lent_before_;
-  // On CUDA (spare_memory.h).
+  // On CUDA.
   std::int64_t taken_at_begin_ = 0;
   std::int64_t free_at_begin_ = 0;
   std::int64_t last_bytes_ = 0;     // when the last unit's backward had ended, and what was lent

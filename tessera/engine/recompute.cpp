@@ -1,12 +1,19 @@
 #include "tessera/engine/recompute.h"
 
+#include <algorithm>
+#include <array>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/Generator.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_lazy_clone.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Type.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -15,12 +22,9 @@
 #include <torch/custom_class.h>
 
 #include "tessera/core/error.h"
-#include "tessera/engine/backward_watch.h"
 #include "tessera/engine/engine_impl.h"
-#include "tessera/engine/forward_state.h"
 #include "tessera/engine/graph_walk.h"
 #include "tessera/engine/unit_core.h"
-#include "tessera/engine/unit_state.h"
 
 namespace tessera::engine {
 namespace {
@@ -29,6 +33,78 @@ using torch::autograd::AccumulateGrad;
 using torch::autograd::AutogradContext;
 using torch::autograd::Edge;
 using torch::autograd::variable_list;
+
+// Shares the memory until one of the two is written to, where the memory is torch's own.
+at::Tensor copy_on_write(const at::Tensor& tensor) {
+  try {
+    return at::_lazy_clone(tensor);
+  } catch (const c10::Error&) {
+    return tensor.detach().clone();
+  }
+}
+
+// What a forward finds around it and may depend on. Autocast is the calling thread's; generators
+// and buffers are shared, and whoever runs a forward has them for itself.
+class ForwardState {
+ public:
+  ForwardState() = default;
+  // What is there now. A buffer that nobody writes to afterwards costs no copy.
+  ForwardState(const std::vector<at::Tensor>& buffers, bool with_cuda)
+      : autocast_{{of_device(at::kCPU), of_device(at::kCUDA)}},
+        autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
+    if (with_cuda) {  // the current GPU's
+      add_generator(at::globalContext().defaultGenerator(at::Device(at::kCUDA, -1)));
+    }
+    add_generator(at::detail::getDefaultCPUGenerator());
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& buffer : buffers) {
+      if (buffer.defined() && buffer.has_storage()) {
+        buffers_.emplace_back(buffer, copy_on_write(buffer));
+      }
+    }
+  }
+
+  void apply() const {
+    for (const Autocast& each : autocast_) {
+      at::autocast::set_autocast_dtype(each.device, each.dtype);
+      at::autocast::set_autocast_enabled(each.device, each.enabled);
+    }
+    at::autocast::set_autocast_cache_enabled(autocast_cache_);
+    for (const auto& [generator, state] : generators_) {
+      at::Generator target = generator;
+      const std::lock_guard<std::mutex> lock(target.mutex());
+      target.set_state(state);
+    }
+    // Without a trace in the version counters: torch's own running statistics leave none either.
+    const at::NoGradGuard no_grad;
+    for (const auto& [buffer, value] : buffers_) {
+      if (buffer.const_data_ptr() != value.const_data_ptr()) {
+        buffer.variable_data().copy_(value);
+      }
+    }
+  }
+
+ private:
+  struct Autocast {
+    at::DeviceType device = at::kCPU;
+    bool enabled = false;
+    at::ScalarType dtype = at::kFloat;
+  };
+  static Autocast of_device(at::DeviceType device) {
+    return {device, at::autocast::is_autocast_enabled(device),
+            at::autocast::get_autocast_dtype(device)};
+  }
+  void add_generator(at::Generator generator) {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    const at::Tensor state = generator.get_state();
+    generators_.emplace_back(std::move(generator), state);
+  }
+
+  std::array<Autocast, 2> autocast_ = {};
+  bool autocast_cache_ = false;
+  std::vector<std::pair<at::Generator, at::Tensor>> generators_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;  // with the value of then
+};
 
 struct Call : torch::CustomClassHolder {
   std::string name;  // of the unit, for messages
@@ -63,7 +139,7 @@ class NoAutocastCache {
 class StateOfFirst {
  public:
   StateOfFirst(const ForwardState& first, const std::vector<at::Tensor>& buffers, bool with_cuda)
-      : now_(ForwardState::now(buffers, with_cuda)) {
+      : now_(buffers, with_cuda) {
     first.apply();
   }
   ~StateOfFirst() { now_.apply(); }
@@ -75,7 +151,7 @@ class StateOfFirst {
 };
 
 const std::vector<at::Tensor>& buffers_of(const Call& call) {
-  return call.unit == nullptr ? call.forward.buffers : call.unit->engine()->buffers();
+  return call.unit == nullptr ? call.forward.buffers : call.unit->engine()->model.buffers();
 }
 
 // "parameter 'blocks.0.weight'", or what else can be said of where an edge leads.
@@ -85,7 +161,7 @@ std::string describe(const Edge& edge, const Call& call) {
     return detail::concat("a tensor made by ", edge.function->name());
   }
   if (call.unit != nullptr) {
-    if (const std::string* name = call.unit->engine()->name_of(leaf->variable)) {
+    if (const std::string* name = call.unit->engine()->model.name_of(leaf->variable)) {
       return detail::concat("parameter '", *name, "'");
     }
   }
@@ -125,15 +201,15 @@ class BackwardScope {
       return;
     }
     engine_ = unit_->engine();
-    engine_->enter_backward(*unit_);
-    engine_->backward_watch().begin_recomputed();
-    epoch_ = engine_->epoch();
-    engine_->coordinator().begin_use(unit_->id(), coordinator::Phase::kBackward);
+    engine_->driver.enter_backward();
+    engine_->driver.backward_watch().begin_recomputed();
+    epoch_ = engine_->lifecycle.epoch();
+    engine_->coordinator.begin_use(unit_->id(), coordinator::Phase::kBackward);
   }
   void finish() {
-    if (engine_ != nullptr && engine_->epoch() == epoch_) {
-      engine_->backward_watch().end_recomputed();
-      engine_->coordinator().end_use(unit_->id(), coordinator::Phase::kBackward);
+    if (engine_ != nullptr && engine_->lifecycle.epoch() == epoch_) {
+      engine_->driver.backward_watch().end_recomputed();
+      engine_->coordinator.end_use(unit_->id(), coordinator::Phase::kBackward);
     }
   }
 
@@ -221,8 +297,8 @@ struct Recompute : torch::autograd::Function<Recompute> {
     TESSERA_CHECK(unit == nullptr || unit->is_plain() || unit->engine() != nullptr, ConfigError,
                   "the backward of unit '", call->name, "' runs after its engine is gone");
     if (unit != nullptr && !unit->is_plain()) {
-      TESSERA_CHECK(unit->engine()->num_updated_steps() == call->num_updated_steps, ConfigError,
-                    "recomputed unit '", call->name,
+      TESSERA_CHECK(unit->engine()->driver.num_updated_steps() == call->num_updated_steps,
+                    ConfigError, "recomputed unit '", call->name,
                     "': its parameters were updated by step() after this forward, which backward "
                     "would run again with the new ones; call backward() before step(), or run the "
                     "forward again");
@@ -338,9 +414,9 @@ std::vector<at::Tensor> run_recomputed(UnitCore* unit, const std::vector<at::Ten
   std::optional<ForwardScope> scope;
   if (unit != nullptr) {
     scope.emplace(*unit);
-    call->num_updated_steps = unit->engine()->num_updated_steps();
+    call->num_updated_steps = unit->engine()->driver.num_updated_steps();
   }
-  call->state = ForwardState::now(buffers_of(*call), is_on_cuda(unit, inputs));
+  call->state = ForwardState(buffers_of(*call), is_on_cuda(unit, inputs));
   const std::vector<std::uint32_t> versions = versions_of(inputs);
   const NodeMark begun = NodeMark::next();
   variable_list outputs;
@@ -377,7 +453,7 @@ std::vector<at::Tensor> run_recomputed(UnitCore* unit, const std::vector<at::Ten
   }
   if (scope) {
     // The graph is gone now but for what somebody keeps.
-    unit->engine()->backward_watch().add_kept(*unit, begun, nodes.kept_ends());
+    unit->engine()->driver.backward_watch().add_kept(*unit, begun, nodes.kept_ends());
     scope->finish({}, {});
   }
   if (shown.empty()) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
+#include <filesystem>
 #include <optional>
 #include <utility>
 
@@ -57,10 +59,22 @@ comm::BackendKind backend_kind(const Config& config) {
 
 }  // namespace
 
+std::string file_of_rank(const std::string& path, int rank) {
+  if (rank == 0) {
+    return path;
+  }
+  const std::filesystem::path whole(path);
+  const std::string name =
+      whole.stem().string() + ".rank" + std::to_string(rank) + whole.extension().string();
+  return (whole.parent_path() / name).string();
+}
+
 struct Runtime::Impl {
   Impl(Config given, const RuntimeOptions& options, int rank, int num_ranks)
       : config(std::move(given)),
-        spans(clock, options.num_spans),
+        spans(clock, config.get_string("trace.path").empty()
+                         ? 0
+                         : static_cast<std::size_t>(config.get_int("trace.ring_spans"))),
         logger(LogOptions::from(config), LogContext{rank, num_ranks}),
         wrap_io(options.wrap_io),
         options(options),
@@ -116,6 +130,7 @@ struct Runtime::Impl {
   SteadyClock clock;
   Ledger ledger;
   Spans spans;
+  bool trace_is_written = false;
   Logger logger;
   std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io;
   const RuntimeOptions options;
@@ -177,7 +192,20 @@ void Runtime::split_group() {
   }
 }
 
-Runtime::~Runtime() = default;
+Runtime::~Runtime() { write_trace(); }
+
+void Runtime::write_trace() noexcept {
+  if (!impl_->spans.enabled() || std::exchange(impl_->trace_is_written, true)) {
+    return;
+  }
+  try {
+    impl_->device->collect_spans();
+    impl_->spans.write_chrome_trace(file_of_rank(impl_->config.get_string("trace.path"), rank()),
+                                    rank());
+  } catch (const std::exception& error) {
+    impl_->logger.warn("the trace is lost: ", error.what());
+  }
+}
 
 int Runtime::rank() const { return group().rank(); }
 int Runtime::num_ranks() const { return group().size(); }

@@ -3,6 +3,9 @@
 //   tessera::Runtime runtime(config);            // joins torchrun's, mpirun's, srun's or our own
 //   tessera::Engine engine(runtime);             // launcher's ranks, or is a world of one
 //
+// With trace.path the runtime records spans (trace.ring_spans) and writes them when it ends, also
+// while an exception unwinds.
+//
 // Several engines may share one runtime; ranks then use them in the same order. No globals: ranks
 // may be threads of one process.
 //
@@ -12,6 +15,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "tessera/comm/group.h"
 #include "tessera/core/clock.h"
@@ -33,12 +37,14 @@ struct RuntimeOptions {
   // Threads of the update on the host; 0: as many as torch uses; beside a device with memory of its
   // own all cores of this rank but two, which feed it.
   int num_update_threads = 0;
-  std::size_t num_spans = 0;  // ring for a Chrome trace; 0: off
   // For tests: what stands in for the CPU, such as the mock device. Null: the CPU itself.
   std::function<std::unique_ptr<device::Device>(device::CpuDeviceOptions)> make_device = {};
   // For tests: what stands between the tiers and the disk. Null: nothing.
   std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io = {};
 };
+
+// "run.json" of rank 2 is "run.rank2.json"; rank 0 has the name itself.
+std::string file_of_rank(const std::string& path, int rank);
 
 class Runtime {
  public:
@@ -70,6 +76,8 @@ class Runtime {
   const planner::UpdateRates& update_rates();
   Ledger& ledger() const;
   Spans& spans() const;
+  // Writes what trace.path asks for, once; what it meets is logged. The destructor calls it.
+  void write_trace() noexcept;
   const Clock& clock() const;
   const Logger& logger() const;
   // Backwards of engines on this runtime that run now.

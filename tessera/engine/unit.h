@@ -25,9 +25,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include "tessera/engine/forward_scope.h"
 #include "tessera/engine/recompute.h"
 #include "tessera/engine/tensor_pack.h"
-#include "tessera/engine/unit_core.h"
 
 namespace tessera {
 
@@ -125,6 +125,23 @@ class Unit {
   std::shared_ptr<Module> module_;
   std::shared_ptr<engine::UnitCore> core_;
   bool recompute_ = false;
+};
+
+template <typename Callable>
+class FunctionModule {
+ public:
+  FunctionModule(Callable callable, std::vector<at::Tensor> params)
+      : callable_(std::move(callable)), params_(std::move(params)) {}
+
+  template <typename... Args>
+  auto forward(Args&&... args) {
+    return callable_(std::forward<Args>(args)...);
+  }
+  const std::vector<at::Tensor>& parameters() const { return params_; }
+
+ private:
+  Callable callable_;
+  std::vector<at::Tensor> params_;
 };
 
 }  // namespace tessera

@@ -15,7 +15,7 @@ namespace tessera {
 planner::UpdateRates measure_update_rates(int cuda_device, int num_threads);
 
 // How long a backward takes that multiplies each parameter with `num_tokens` vectors, by the rate
-// of a product in bf16 that is measured. (matmul_rate.cpp)
+// of a product in bf16 that is measured.
 double expected_backward_s(int cuda_device, std::int64_t num_params, std::int64_t num_tokens);
 
 }  // namespace tessera

@@ -124,7 +124,7 @@ TEST_P(Foretold, TheEngineTakesTheMemoryThatWasPlanned) {
   settings.model = model_of(each);
   settings.options = each.options;
   comm::run_ranks(each.ranks, [&](comm::Group& group) {
-    Runtime runtime(testing::config_of(settings), group, {-1, 1, 0});
+    Runtime runtime(testing::config_of(settings), group, {-1, 1});
     Engine engine(runtime);
     models::Gpt model(settings.model, engine, settings.seed);
     engine.optimizer();  // the model is complete

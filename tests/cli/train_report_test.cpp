@@ -85,12 +85,6 @@ TEST(BatchShape, TheDefaultIsRoundedUpForTheRanks) {
   EXPECT_EQ(shareable_total(8, 2, 3), 12);
 }
 
-TEST(FileOfRank, PutsTheRankBeforeTheEnding) {
-  EXPECT_EQ(file_of_rank("a/run.json", 0), "a/run.json");
-  EXPECT_EQ(file_of_rank("a/run.json", 2), "a/run.rank2.json");
-  EXPECT_EQ(file_of_rank("run", 1), "run.rank1");
-}
-
 TEST(ThreadsPerRank, ShareTheCoresAndAreNeverNone) {
   EXPECT_EQ(threads_per_rank(16, 1), 16);
   EXPECT_EQ(threads_per_rank(16, 3), 5);

@@ -49,7 +49,7 @@ TEST(BuildScope, RefusesWhatIsNotThere) {
 
 TEST(BuildScope, TheOutermostTierCounts) {
   comm::run_ranks(2, [](comm::Group& group) {
-    Runtime runtime(quiet_config(), group, {-1, 1, 0});
+    Runtime runtime(quiet_config(), group, {-1, 1});
     const BuildScope outer({.tier = "host"});
     const BuildScope inner({.tier = "device"});
     Engine engine(runtime);
@@ -67,7 +67,7 @@ TEST(BuildScope, AnEngineTrainsOverTheGivenGroup) {
   plain->forward(input(4, 5, 0)).pow(2).mean().backward();
   const at::Tensor expected = plain->weight.detach() - plain->weight.grad();
   comm::run_ranks(4, [&](comm::Group& world) {
-    Runtime runtime(quiet_config(), world, {-1, 1, 0});
+    Runtime runtime(quiet_config(), world, {-1, 1});
     const auto half = world.split(world.rank() / 2, "half");
     const BuildScope scope({.group = half.get()});
     Engine engine(runtime);
@@ -86,7 +86,7 @@ TEST(BuildScope, AGroupOfOneInAWorldOfSeveralMustBeGiven) {
   ASSERT_EQ(setenv("TESSERA_STORE_HOST", "127.0.0.1", 1), 0);
   ASSERT_EQ(setenv("TESSERA_STORE_PORT", "29999", 1), 0);
   comm::run_ranks(1, [](comm::Group& group) {
-    Runtime runtime(quiet_config(), group, {-1, 1, 0});
+    Runtime runtime(quiet_config(), group, {-1, 1});
     EXPECT_SAYS("a group of one rank in a world of 2", Engine engine(runtime));
     const BuildScope scope({.group = &group});
     EXPECT_NO_THROW(Engine engine(runtime));
@@ -118,7 +118,7 @@ TEST(ToPlain, GivesTheModelBackWithItsValuesAndStrides) {
         Unit<SmallModelImpl> unit;
         at::Tensor trained;
         {
-          Runtime runtime(quiet_config(), group, {-1, 1, 0});
+          Runtime runtime(quiet_config(), group, {-1, 1});
           Engine engine(runtime);
           UnitOptions options;
           options.recompute = recompute;
@@ -149,7 +149,7 @@ TEST(ToPlain, GivesTheModelBackWithItsValuesAndStrides) {
 
 TEST(Units, SayThatTheirEngineIsGone) {
   comm::run_ranks(1, [](comm::Group& group) {
-    Runtime runtime(quiet_config(), group, {-1, 1, 0});
+    Runtime runtime(quiet_config(), group, {-1, 1});
     Unit<AffineImpl> unit;
     {
       Engine engine(runtime);

@@ -15,7 +15,7 @@ std::vector<at::Tensor> train(int cuda_device, Config config = quiet_config(),
   for (const auto& [name, value] : options) {
     config.apply_flag(name + "=" + value);
   }
-  Runtime runtime(config, {cuda_device, 1, 0});
+  Runtime runtime(config, {cuda_device, 1});
   const at::Device device = cuda_device < 0
                                 ? at::Device(at::kCPU)
                                 : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(cuda_device));

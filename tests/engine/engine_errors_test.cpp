@@ -79,7 +79,7 @@ TEST(Exceptions, OfOneRankAreNamedOnTheOthers) {
   comm::GroupOptions group_options;
   group_options.beat = std::chrono::milliseconds(20);
   const auto failures = comm::run_ranks_collecting(world, group_options, [](comm::Group& group) {
-    Runtime runtime(quiet_config(), group, {-1, 1, 0});
+    Runtime runtime(quiet_config(), group, {-1, 1});
     Engine engine(runtime);
     auto first = engine.unit("first", affine(5, 6, 1));
     auto second = engine.unit("second", affine(6, 2, 2));

@@ -100,7 +100,7 @@ TEST(RankBytes, EqualTheClosedForm) {
   for (const int ranks : {1, 2, 3}) {
     comm::run_ranks(ranks, [&](comm::Group& group) {
       RunSettings settings;
-      Runtime runtime(config_of(settings), group, {-1, 1, 0});
+      Runtime runtime(config_of(settings), group, {-1, 1});
       Engine engine(runtime);
       models::Gpt model(settings.model, engine, settings.seed);
       engine.optimizer();
@@ -126,7 +126,7 @@ TEST(Building, NeverHoldsMoreThanOneUnitInFull) {
   comm::run_ranks(kRanks, [&](comm::Group& group) {
     RunSettings settings;
     const models::GptOptions big = models::gpt_preset("gpt2-124m");
-    Runtime runtime(config_of(settings), group, {-1, 1, 0});
+    Runtime runtime(config_of(settings), group, {-1, 1});
     Engine engine(runtime);
     models::Gpt model(big, engine, settings.seed);
     const Tier tier = Tier::kDevice;

@@ -217,7 +217,7 @@ TEST(OriginalDefect, RanksThatDivergeInTheFirstStepGoOnWithWrongWeights) {
     group_options.beat = std::chrono::milliseconds(20);
     std::vector<int> finished(3, 0);
     const auto failures = comm::run_ranks_collecting(world, group_options, [&](comm::Group& group) {
-      Runtime runtime(config, group, {-1, 1, 0});
+      Runtime runtime(config, group, {-1, 1});
       Engine engine(runtime);
       auto left = engine.unit("left", affine(5, 6, 1));
       auto right = engine.unit("right", affine(5, 6, 2));

@@ -62,7 +62,7 @@ inline Config adam_config(double lr) {
 inline void with_engines(int ranks, const Config& config,
                          const std::function<void(Engine&, comm::Group&)>& body) {
   comm::run_ranks(ranks, [&](comm::Group& group) {
-    Runtime runtime(config, group, {-1, 1, 0});
+    Runtime runtime(config, group, {-1, 1});
     Engine engine(runtime);
     body(engine, group);
   });

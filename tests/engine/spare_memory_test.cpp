@@ -1,7 +1,7 @@
 // What a backward may lend of a GPU's memory: each of the bounds, alone.
-#include "tessera/engine/spare_memory.h"
-
 #include <gtest/gtest.h>
+
+#include "tessera/engine/memory_lender.h"
 
 namespace tessera::engine {
 namespace {

@@ -315,8 +315,8 @@ TEST(Hooks, OnALeafThatIsUsedAgainAndAgainDoNotAccumulate) {
 TEST(Groups, OfAnotherRuntimeServeASecondOne) {
   for (const int ranks : {1, 2}) {
     comm::run_ranks(ranks, [](comm::Group& group) {
-      Runtime first(quiet_config(), group, {-1, 1, 0});
-      Runtime second(quiet_config(), first.group(), {-1, 1, 0});
+      Runtime first(quiet_config(), group, {-1, 1});
+      Runtime second(quiet_config(), first.group(), {-1, 1});
       for (Runtime* runtime : {&first, &second}) {
         Engine engine(*runtime);
         auto unit = engine.unit("unit", affine(5, 6, 1));
@@ -328,8 +328,8 @@ TEST(Groups, OfAnotherRuntimeServeASecondOne) {
 }
 
 TEST(Groups, OfARuntimeThatIsAloneServeASecondOne) {
-  Runtime first(quiet_config(), {-1, 1, 0});
-  Runtime second(quiet_config(), first.group(), {-1, 1, 0});
+  Runtime first(quiet_config(), {-1, 1});
+  Runtime second(quiet_config(), first.group(), {-1, 1});
   Engine engine(second);
   auto unit = engine.unit("unit", affine(5, 6, 1));
   engine.backward(unit(input(4, 5, 0)).sum());
@@ -374,7 +374,7 @@ TEST(Exceptions, ThatOneRankCatchesAreNamedAtTheNextStep) {
   comm::GroupOptions group_options;
   group_options.beat = std::chrono::milliseconds(20);
   const auto failures = comm::run_ranks_collecting(world, group_options, [&](comm::Group& group) {
-    Runtime runtime(config, group, {-1, 1, 0});
+    Runtime runtime(config, group, {-1, 1});
     Engine engine(runtime);
     auto unit = engine.unit("unit", affine(5, 6, 1));
     for (int step = 0; step < 4; ++step) {

@@ -9,13 +9,6 @@
 namespace tessera::testing {
 namespace {
 
-Config adam_config() {
-  Config config = quiet_config();
-  config.set("optim.kind", std::string("adamw"));
-  config.set("optim.lr", 0.05);
-  return config;
-}
-
 // Whether the first layer is trained in step `step`.
 bool is_trained(int step) { return step != 0 && step != 3 && step != 4; }
 
@@ -39,7 +32,7 @@ TEST(Freezing, AndUnfreezingTrainsAsPlainTorchDoes) {
   const std::vector<at::Tensor> expected = train_plain();
   for (const int ranks : {1, 2, 3}) {
     for (const bool by_torch : {false, true}) {
-      with_engines(ranks, adam_config(), [&](Engine& engine, comm::Group&) {
+      with_engines(ranks, adam_config(0.05), [&](Engine& engine, comm::Group&) {
         auto first = engine.unit("first", affine(5, 6, 1, false));
         auto second = engine.unit("second", affine(6, 2, 2));
         for (int step = 0; step < 7; ++step) {

@@ -353,12 +353,12 @@ std::vector<std::string> run_sharded(const CasePlan& plan, const std::vector<Ste
   try {
     comm::run_ranks(world, group_options, [&](comm::Group& group) {
       Runtime runtime(plan.config(), group,
-                      options.runtime ? options.runtime(group.rank()) : RuntimeOptions{-1, 1, 0});
+                      options.runtime ? options.runtime(group.rank()) : RuntimeOptions{-1, 1});
       Engine engine(runtime);
       RankRun(plan, expected, engine, findings).run();
       if (plan.runs_twice) {
         Runtime second(plan.config(), runtime.group(),
-                       options.runtime ? options.runtime(group.rank()) : RuntimeOptions{-1, 1, 0});
+                       options.runtime ? options.runtime(group.rank()) : RuntimeOptions{-1, 1});
         Engine again(second);
         RankRun(plan, expected, again, findings).run();
       }

@@ -17,7 +17,7 @@ constexpr std::uint64_t kRunsPerPart = 20;
 constexpr std::uint32_t kMaxDelayUs = 30;
 
 RuntimeOptions late_runtime(std::uint64_t seed, int rank) {
-  RuntimeOptions options{-1, 1, 0};
+  RuntimeOptions options{-1, 1};
   options.make_device = [seed, rank](device::CpuDeviceOptions host) {
     device::MockDeviceOptions late;
     late.mode = seed % 2 == 0 ? device::LateMode::kLazy : device::LateMode::kRandom;

@@ -1,16 +1,17 @@
-#include "tessera/engine/unit_core.h"
+#include "tessera/engine/forward_scope.h"
 
 #include <algorithm>
 #include <exception>
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <c10/util/Type.h>
 
 #include "tessera/core/error.h"
-#include "tessera/engine/backward_watch.h"
 #include "tessera/engine/engine_impl.h"
-#include "tessera/engine/unit_state.h"
+#include "tessera/engine/unit_core.h"
 #include "tessera/shard/tensor_storage.h"
 
 namespace tessera::engine {
@@ -33,6 +34,10 @@ std::shared_ptr<UnitCore> share(UnitCore* unit) {
 
 bool is_plain(const UnitCore& unit) { return unit.is_plain(); }
 
+NodeMark NodeMark::next() {
+  return {at::sequence_number::peek(), at::RecordFunction::currentThreadId()};
+}
+
 ForwardScope::ForwardScope(UnitCore& unit)
     : unit_(unit),
       phase_(at::GradMode::is_enabled() ? Phase::kForward : Phase::kInference),
@@ -43,17 +48,17 @@ ForwardScope::ForwardScope(UnitCore& unit)
   engine.begin_pass();
   // A cached cast of a weight would outlive the weight's memory.
   at::autocast::set_autocast_cache_enabled(false);
-  ++engine.forward_depth();
-  epoch_ = engine.epoch();
+  engine.lifecycle.enter_forward();
+  epoch_ = engine.lifecycle.epoch();
   try {
-    engine.coordinator().begin_use(unit.id(), phase_);
+    engine.coordinator.begin_use(unit.id(), phase_);
     engine.tiers.begin_forward_of(unit.id());
   } catch (...) {
     give_up();
     throw;
   }
   SpanArgs args;
-  args.unit = engine.coordinator().unit(unit.id()).label;
+  args.unit = engine.coordinator.unit(unit.id()).label;
   span_.emplace(engine.runtime.device().stream(device::StreamKind::kCompute), "forward", args);
 }
 
@@ -70,19 +75,19 @@ void ForwardScope::give_up() noexcept {
   span_.reset();
   finished_ = true;
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
-  const int depth = --engine.forward_depth();
-  if (engine.epoch() != epoch_) {
+  engine.lifecycle.leave_forward();
+  if (engine.lifecycle.epoch() != epoch_) {
     return;
   }
-  if (depth > 0) {
+  if (engine.lifecycle.forward_depth() > 0) {
     try {
-      engine.coordinator().end_use(unit_.id(), phase_);
+      engine.coordinator.end_use(unit_.id(), phase_);
       return;
     } catch (const std::exception&) {
       // The use never began, or releasing failed: then nothing but a fresh start is safe.
     }
   }
-  engine.abandon();
+  engine.driver.abandon();
 }
 
 void ForwardScope::rethrow(const c10::Error& error) const {
@@ -111,16 +116,17 @@ void ForwardScope::finish(const std::vector<at::Tensor>& inputs,
   Engine::Impl& engine = *unit_.engine();
   span_.reset();
   // The backward of a leaf is that of all inside it: ranks may go different ways there.
-  if (!engine.coordinator().is_inside_open_leaf(unit_.id())) {
-    engine.backward_watch().add(unit_, begun_, inputs, outputs);
+  if (!engine.coordinator.is_inside_open_leaf(unit_.id())) {
+    engine.driver.backward_watch().add(unit_, begun_, inputs, outputs);
   }
   finished_ = true;
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
-  --engine.forward_depth();
-  TESSERA_CHECK(engine.epoch() == epoch_, ConfigError, "the step was abandoned while unit '",
-                unit_.name(), "' was running; run the forward again");
-  engine.coordinator().end_use(unit_.id(), phase_);
-  engine.let_go_of_copies(unit_.id());
+  engine.lifecycle.leave_forward();
+  TESSERA_CHECK(engine.lifecycle.epoch() == epoch_, ConfigError,
+                "the step was abandoned while unit '", unit_.name(),
+                "' was running; run the forward again");
+  engine.coordinator.end_use(unit_.id(), phase_);
+  engine.driver.free_device_copies(unit_.id());
 }
 
 }  // namespace tessera::engine

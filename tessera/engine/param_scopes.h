@@ -1,4 +1,4 @@
-// Whole parameters in a user's hands, for reading and for changing them.
+// Whole parameters in a user's hands: for reading and changing them, and for evaluation.
 //
 //   {
 //     auto scope = engine.gathered({block->weight}, /*modifier_rank=*/0);   // whole on every rank
@@ -14,10 +14,10 @@
 // group of one the tensor is the shard itself: a change without modifier rank is reported, and has
 // happened.)
 //
-// Scopes may overlap, and units may run inside. Two scopes may change one parameter only in the
-// name of the same rank; a scope without modifier rank does not look at what another may change.
-// Before the first forward a scope does not stop further units from being made; it must be closed
-// before the first unit runs.
+// Gathered scopes may overlap, and units may run inside. Two scopes may change one parameter only
+// in the name of the same rank; a scope without modifier rank does not look at what another may
+// change. Before the first forward a scope does not stop further units from being made; it must be
+// closed before the first unit runs.
 //
 // Threads: as Engine.
 #pragma once
@@ -26,11 +26,10 @@
 
 namespace tessera {
 
-class Engine;
-
 namespace engine {
 struct GatheredState;
-}
+struct ResidentState;
+}  // namespace engine
 
 class GatheredScope {
  public:
@@ -45,6 +44,22 @@ class GatheredScope {
 
  private:
   std::shared_ptr<engine::GatheredState> state_;
+};
+
+// While it is open, all parameters are whole if they fit: see Engine::resident().
+class ResidentScope {
+ public:
+  explicit ResidentScope(std::shared_ptr<engine::ResidentState> state);  // made by Engine
+  ResidentScope(ResidentScope&& other) noexcept = default;
+  ResidentScope& operator=(ResidentScope&& other) = delete;
+  ~ResidentScope();
+
+  // False: the parameters do not fit, or the scope is closed.
+  bool is_resident() const;
+  void close();
+
+ private:
+  std::shared_ptr<engine::ResidentState> state_;
 };
 
 }  // namespace tessera

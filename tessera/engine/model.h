@@ -1,0 +1,109 @@
+// Internal to engine: the model as the engine knows it: parameters by id, the units that use them,
+// and buffers. Parameters are sharded as units are made, so that the peak is one unit.
+//
+// A parameter is known by its tensor: one that is registered already is tied, and stays one shard.
+//
+// What fixes the order of collectives: registration. A unit takes one exchange, in which a rank
+// that cannot make it says so, and one broadcast per parameter with module values.
+//
+// Threads: as Engine.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/coordinator/leaf_rule.h"
+#include "tessera/engine/engine_parts.h"
+#include "tessera/engine/rank_agreement.h"
+#include "tessera/engine/unit_core.h"
+
+namespace tessera::engine {
+
+class Model {
+ public:
+  Model(const EngineParts& parts, RankAgreement& ranks);
+  // The engine goes: hooks and units may stay, and do nothing.
+  ~Model();
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+
+  // --- building ---
+  UnitCore* add_unit(const std::string& name, const std::vector<NamedTensor>& params,
+                     const UnitOptions& options, const std::string& module_type);
+  void add_external(UnitCore& unit, const at::Tensor& tensor);
+  // Collective: rank 0's values count, so that no rank can differ.
+  void send_buffers(const std::string& unit, const std::vector<NamedTensor>& buffers);
+  void set_leaf(const coordinator::LeafRule& rule, bool is_leaf);
+  void set_leaf(const std::string& name, bool is_leaf);
+  std::vector<std::string> leaf_units();
+  // What is inside leaves, and which parameters are dynamic, is known afterwards.
+  void finalize_leaves();
+  // The coordinator is complete. Afterwards a leaf uses what is inside it.
+  void finalize_units();
+
+  // --- lookup ---
+  planner::ModelShapes shapes() const;
+  const std::vector<at::Tensor>& tensors() const { return tensors_; }  // by id
+  const at::Tensor& tensor(int id) const { return tensors_[static_cast<std::size_t>(id)]; }
+  // Registered ones of all modules.
+  const std::vector<at::Tensor>& buffers() const { return buffers_; }
+  const std::vector<std::shared_ptr<UnitCore>>& units() const { return units_; }
+  const std::vector<UnitCore*>& users_of(int id) const {
+    return units_of_param_[static_cast<std::size_t>(id)];
+  }
+  // ConfigError if it is no parameter of this engine.
+  int id_of(const at::Tensor& tensor) const;
+  std::vector<int> ids_of(const std::vector<at::Tensor>& wanted) const;
+  // Null: it is no parameter of this engine.
+  const std::string* name_of(const at::Tensor& tensor) const;
+  bool is_used_by(const at::Tensor& param, const UnitCore& unit) const;
+  std::int64_t trainable_bytes() const;
+
+  // --- changes between steps ---
+  // Turns the parameter's trainability around, for its hook and its units.
+  void flip_trainable(int id);
+  // This rank's elements of the parameter, which begin at `elements`, on the host or the device.
+  void copy_to_shard(const shard::Param& param, const void* elements);
+  // Every parameter's hook goes, and units become plain calls.
+  void make_plain();
+
+ private:
+  // `before`: its values before it was converted to another type; undefined: it was not.
+  int add_param(const NamedTensor& param, const at::Tensor& before, const Init& init,
+                double weight_decay_scale);
+  void check_param(const std::string& name, const at::Tensor& tensor) const;
+  void warn_of_units_inside(const std::string& name, const std::vector<int>& ids) const;
+  // What parameters and floating buffers become as a unit is made; null: what they are.
+  std::optional<DType> wanted_dtype() const;
+  coordinator::UnitTraits traits_of(const std::string& name, const std::string& type,
+                                    bool dynamic) const;
+  void apply_leaf_options();
+  void fill_shard(const shard::Param& param, const Init& init);
+  // Elements [begin, begin + numel) of the shard; begin is a multiple of shard::kShardStep.
+  void copy_to_shard(const shard::Param& param, std::int64_t begin, std::int64_t numel,
+                     const void* elements);
+  void watch_gradient(int id);
+
+  Engine::Impl& engine_;  // for units
+  Runtime& runtime_;
+  comm::Group& group_;
+  shard::ParamTable& params_;
+  EngineTiers& tiers_;
+  coordinator::Coordinator& coordinator_;
+  Lifecycle& lifecycle_;
+  RankAgreement& ranks_;
+  std::vector<at::Tensor> tensors_;
+  std::unordered_map<const c10::TensorImpl*, int> id_of_tensor_;
+  std::vector<std::vector<UnitCore*>> units_of_param_;  // by id
+  std::vector<std::shared_ptr<UnitCore>> units_;
+  std::vector<at::Tensor> buffers_;
+  bool leaf_options_applied_ = false;
+};
+
+}  // namespace tessera::engine

@@ -1,0 +1,466 @@
+#include "tessera/engine/param_access.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include <ATen/ATen.h>
+
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/core/error.h"
+#include "tessera/engine/param_scopes.h"
+#include "tessera/shard/tensor_storage.h"
+
+namespace tessera {
+namespace engine {
+namespace {
+
+constexpr const char* kWhat = "gathered scope";
+
+// Each step is one-to-one in `hash` and in the word, so a single changed word is always seen.
+std::uint64_t add_to_hash(std::uint64_t hash, const std::byte* data, std::size_t bytes) {
+  constexpr std::uint64_t kFactor = 0x9e3779b97f4a7c15U;
+  while (bytes > 0) {
+    std::uint64_t word = 0;
+    const std::size_t taken = std::min(bytes, sizeof(word));
+    std::memcpy(&word, data, taken);
+    hash = (hash ^ word) * kFactor;
+    hash ^= hash >> 32;
+    data += taken;
+    bytes -= taken;
+  }
+  return hash;
+}
+
+}  // namespace
+
+ParamAccess::ParamAccess(const EngineParts& parts, Model& model, StepDriver& driver,
+                         RankAgreement& ranks)
+    : runtime_(parts.runtime),
+      group_(parts.group),
+      params_(parts.params),
+      tiers_(parts.tiers),
+      coordinator_(parts.coordinator),
+      lifecycle_(parts.lifecycle),
+      model_(model),
+      driver_(driver),
+      ranks_(ranks) {}
+
+ParamAccess::~ParamAccess() {
+  for (const auto& state : open_) {
+    state->access = nullptr;
+  }
+  if (resident_) {
+    resident_->access = nullptr;
+  }
+  // Their memory goes; the tensors must not point at it.
+  for (const auto& [id, memory] : early_) {
+    shard::Param& param = params_[id];
+    param.allow_edits();
+    while (param.num_users() > 0) {
+      param.remove_user(kWhat);
+    }
+  }
+}
+
+void ParamAccess::check_no_early_scope() const {
+  for (const auto& state : open_) {
+    TESSERA_CHECK(!state->is_early || state->ids.empty(), ConfigError,
+                  "the first unit runs while parameter '", params_[state->ids.front()].name(),
+                  "' is in a gathered scope that was opened before; close that scope first");
+  }
+}
+
+std::shared_ptr<GatheredState> ParamAccess::open(std::vector<int> ids, int modifier_rank) {
+  TESSERA_CHECK(modifier_rank >= -1 && modifier_rank < group_.size(), ConfigError,
+                "gathered(): modifier_rank=", modifier_rank, " of ", group_.size(),
+                " ranks; -1 is for reading");
+  if (modifier_rank >= 0) {
+    lifecycle_.check_not_resident("gathered() with a modifier rank");
+    TESSERA_CHECK(lifecycle_.forward_depth() == 0, ConfigError,
+                  "gathered() with a modifier rank inside of a unit's forward; change parameters "
+                  "between units");
+  }
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  auto state = std::make_shared<GatheredState>();
+  state->ids = std::move(ids);
+  state->modifier_rank = modifier_rank;
+  state->is_early = !lifecycle_.is_finalized();
+  for (const auto& other : open_) {
+    for (const int id : state->ids) {
+      TESSERA_CHECK(modifier_rank < 0 || other->modifier_rank < 0 ||
+                        other->modifier_rank == modifier_rank ||
+                        !std::binary_search(other->ids.begin(), other->ids.end(), id),
+                    ConfigError, "parameter '", params_[id].name(), "' is to be changed by rank ",
+                    modifier_rank, " inside a gathered scope in which rank ", other->modifier_rank,
+                    " may change it; close that one first");
+    }
+  }
+  if (state->is_early) {
+    hold_early(state->ids);
+  } else {
+    coordinator_.begin_hold(state->ids, kWhat);
+  }
+  for (const int id : state->ids) {
+    state->hashes.push_back(hash_of(id));
+    if (modifier_rank >= 0) {
+      params_[id].allow_edits();
+    }
+  }
+  state->access = this;
+  open_.push_back(state);
+  return state;
+}
+
+// The coordinator takes its arena when the model is complete; until then each parameter gets memory
+// of its own.
+void ParamAccess::hold_early(const std::vector<int>& ids) {
+  for (const int id : ids) {
+    shard::Param& param = params_[id];
+    if (param.num_users() == 0) {
+      if (param.shard_is_full()) {
+        param.start_gather(param.shard());
+      } else {
+        early_[id] = gather_full(id, kWhat);
+        param.start_gather(early_[id].data());
+      }
+      param.finish_gather();
+    }
+    param.add_user();
+  }
+}
+
+void ParamAccess::free_early(int id) {
+  shard::Param& param = params_[id];
+  param.remove_user(kWhat);
+  if (param.num_users() == 0) {
+    param.release();
+    early_.erase(id);
+  }
+}
+
+void ParamAccess::free(const GatheredState& state, const std::vector<int>& written) {
+  std::vector<int> kept;
+  std::vector<int> stale;
+  for (const int id : state.ids) {
+    shard::Param& param = params_[id];
+    param.allow_edits();  // they have been looked at
+    if (state.is_early) {
+      free_early(id);
+    } else if (std::binary_search(written.begin(), written.end(), id)) {
+      stale.push_back(id);
+    } else {
+      kept.push_back(id);
+    }
+  }
+  if (!stale.empty()) {
+    coordinator_.end_hold(stale, kWhat, /*changed=*/true);
+  }
+  if (!kept.empty()) {
+    coordinator_.end_hold(kept, kWhat, /*changed=*/false);
+  }
+}
+
+std::uint64_t ParamAccess::hash_of(int id) const {
+  const shard::Param& param = params_[id];
+  const std::size_t bytes =
+      static_cast<std::size_t>(param.layout().numel()) * bytes_of(param.layout().dtype());
+  const auto* data = static_cast<const std::byte*>(param.full());
+  if (!runtime_.on_cuda()) {
+    return add_to_hash(0, data, bytes);
+  }
+  constexpr std::size_t kChunkBytes = std::size_t{8} << 20;
+  std::vector<std::byte> chunk(std::min(bytes, kChunkBytes));
+  device::Device& device = runtime_.device();
+  std::uint64_t hash = 0;
+  for (std::size_t done = 0; done < bytes; done += kChunkBytes) {
+    const std::size_t part = std::min(kChunkBytes, bytes - done);
+    // In the order of the user's own work.
+    device.start_copy(chunk.data(), data + done, part, device.stream(device::StreamKind::kCompute))
+        .wait();
+    hash = add_to_hash(hash, chunk.data(), part);
+  }
+  return hash;
+}
+
+bool ParamAccess::is_changed_elsewhere(const GatheredState& state, int id) const {
+  return state.modifier_rank < 0 && std::any_of(open_.begin(), open_.end(), [&](const auto& each) {
+           return each->modifier_rank >= 0 &&
+                  std::binary_search(each->ids.begin(), each->ids.end(), id);
+         });
+}
+
+std::string ParamAccess::first_wrong(const GatheredState& state,
+                                     const std::vector<std::int64_t>& changed) const {
+  const std::size_t num_ids = state.ids.size();
+  for (std::size_t rank = 0; rank < changed.size() / std::max<std::size_t>(num_ids, 1); ++rank) {
+    for (std::size_t i = 0; i < num_ids; ++i) {
+      if (changed[rank * num_ids + i] == 0 || static_cast<int>(rank) == state.modifier_rank) {
+        continue;
+      }
+      const std::string name = params_[state.ids[i]].name();
+      if (state.modifier_rank >= 0) {
+        return detail::concat("parameter '", name, "' was changed on rank ", rank,
+                              " inside a gathered scope in which only rank ", state.modifier_rank,
+                              " may change it; nothing of this scope was written back");
+      }
+      return detail::concat("parameter '", name, "' was changed on rank ", rank,
+                            " inside a gathered scope for reading; pass the rank whose changes "
+                            "shall count: engine.gathered(params, modifier_rank)");
+    }
+  }
+  return {};
+}
+
+void ParamAccess::write_back(int id, int modifier_rank) {
+  shard::Param& param = params_[id];
+  const shard::Layout& layout = param.layout();
+  if (!param.shard_is_full()) {
+    comm::CallOptions call;
+    call.label.unit = kWhat;
+    call.label.parameter = param.name();
+    call.stream = &runtime_.device().stream(device::StreamKind::kCompute);
+    group_.start_broadcast(param.full(), layout.numel(), layout.dtype(), modifier_rank, call)
+        .wait();
+    model_.copy_to_shard(
+        param, static_cast<const std::byte*>(param.full()) +
+                   static_cast<std::size_t>(param.range().begin) * bytes_of(layout.dtype()));
+  }
+  driver_.shard_was_written(id);
+}
+
+void ParamAccess::set_hash(int id, std::uint64_t hash) {
+  for (const auto& other : open_) {
+    const auto found = std::lower_bound(other->ids.begin(), other->ids.end(), id);
+    if (found != other->ids.end() && *found == id) {
+      other->hashes[static_cast<std::size_t>(found - other->ids.begin())] = hash;
+    }
+  }
+}
+
+void ParamAccess::close(GatheredState& state) {
+  const auto found = std::find_if(open_.begin(), open_.end(),
+                                  [&](const auto& each) { return each.get() == &state; });
+  const std::shared_ptr<GatheredState> keep = std::move(*found);
+  open_.erase(found);
+  state.access = nullptr;
+  std::vector<int> written;
+  std::string wrong;
+  try {
+    std::vector<std::int64_t> changed;
+    for (std::size_t i = 0; i < state.ids.size(); ++i) {
+      const int id = state.ids[i];
+      changed.push_back(!is_changed_elsewhere(state, id) && hash_of(id) != state.hashes[i] ? 1 : 0);
+    }
+    changed = ranks_.gather_numbers(changed, kWhat);
+    wrong = first_wrong(state, changed);
+    for (std::size_t i = 0; i < changed.size(); ++i) {
+      if (changed[i] != 0) {
+        written.push_back(state.ids[i % state.ids.size()]);
+      }
+    }
+    std::sort(written.begin(), written.end());
+    written.erase(std::unique(written.begin(), written.end()), written.end());
+    for (const int id : written) {
+      if (wrong.empty()) {
+        write_back(id, state.modifier_rank);
+        set_hash(id, hash_of(id));
+      } else if (params_[id].shard_is_full()) {
+        driver_.shard_was_written(id);  // it has happened: no later step shall revert half of it
+      }
+    }
+  } catch (...) {
+    free(state, state.ids);
+    throw;
+  }
+  free(state, written);
+  TESSERA_CHECK(wrong.empty(), ConfigError, wrong);
+}
+
+void ParamAccess::close_quietly(GatheredState& state) noexcept {
+  try {
+    close(state);
+  } catch (const std::exception& error) {
+    runtime_.logger().warn("while a gathered scope was left: ", error.what());
+    lifecycle_.throw_later(std::current_exception());
+  }
+}
+
+std::shared_ptr<ResidentState> ParamAccess::open_resident() {
+  lifecycle_.check_idle("resident()");
+  TESSERA_CHECK(resident_ == nullptr, ConfigError, "resident() inside another resident scope");
+  auto state = std::make_shared<ResidentState>();
+  state->is_resident = coordinator_.begin_resident();
+  state->access = this;
+  if (!state->is_resident) {
+    runtime_.logger().info(
+        "the parameters do not fit into live.limit_bytes: units gather as usual in the resident "
+        "scope");
+  }
+  resident_ = state;
+  lifecycle_.set_resident(true);
+  return state;
+}
+
+void ParamAccess::close(ResidentState& state) {
+  state.access = nullptr;
+  resident_ = nullptr;
+  lifecycle_.set_resident(false);
+  if (std::exchange(state.is_resident, false)) {
+    coordinator_.end_resident();
+  }
+}
+
+void ParamAccess::close_quietly(ResidentState& state) noexcept {
+  try {
+    close(state);
+  } catch (const std::exception& error) {
+    runtime_.logger().warn("while a resident scope was left: ", error.what());
+    driver_.abandon();  // a fresh start releases everything
+  }
+}
+
+device::Memory ParamAccess::gather_full(int id, const std::string& what) {
+  const shard::Param& param = params_[id];
+  const shard::Layout& layout = param.layout();
+  ranks_.join_outside_of_units(what);
+  device::Device& device = runtime_.device();
+  device::Stream& stream = device.stream(device::StreamKind::kGather);
+  device::Memory full = device.allocate(Tier::kDevice, layout.full_bytes(), Role::kFull);
+  std::byte* shard = param.shard();
+  device::Pending brought;
+  if (param.tier() != Tier::kDevice) {
+    std::byte* const slot =
+        full.data() + static_cast<std::size_t>(group_.rank()) * layout.shard_bytes();
+    if (param.is_on_nvme()) {
+      brought = tiers_.feed().start_bring(param, slot, device::Pending());
+    } else {
+      stream.wait(param.updated());
+      brought = device.start_copy(slot, shard, layout.shard_bytes(), stream);
+    }
+    shard = slot;
+    if (group_.size() == 1) {
+      brought.wait();
+      return full;
+    }
+  } else {
+    stream.wait(param.updated());
+  }
+  comm::CallOptions call;
+  call.label.unit = what;
+  call.label.parameter = param.name();
+  call.stream = &stream;
+  call.ready = brought;
+  const comm::Gather gather{shard, full.data(), layout.shard_numel(), layout.dtype()};
+  try {
+    const device::Pending gathered = group_.start_all_gather({&gather, 1}, call);
+    stream.wait(gathered);
+    gathered.wait();
+  } catch (...) {
+    tiers_.wait_for_feed();  // it may still write to memory that goes now
+    throw;
+  }
+  return full;
+}
+
+at::Tensor ParamAccess::full_value(int id) {
+  lifecycle_.check_usable();
+  const device::Memory full = gather_full(id, "full value");
+  device::Device& device = runtime_.device();
+  const at::Tensor& tensor = model_.tensor(id);
+  at::Tensor value =
+      at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
+  if (value.numel() > 0) {
+    device
+        .start_copy(value.data_ptr(), full.data(), value.nbytes(),
+                    device.stream(device::StreamKind::kGather))
+        .wait();
+  }
+  return value;
+}
+
+void ParamAccess::save_parameters(const std::string& path) {
+  const bool writes = group_.rank() == 0;
+  std::vector<checkpoint::TensorEntry> entries;
+  for (int id = 0; id < params_.num_params(); ++id) {
+    checkpoint::TensorEntry entry;
+    entry.name = params_[id].name();
+    entry.dtype = params_[id].layout().dtype();
+    entry.shape = model_.tensor(id).sizes().vec();
+    entries.push_back(std::move(entry));
+  }
+  std::unique_ptr<checkpoint::SafetensorsWriter> writer;
+  ranks_.agree("save_parameters", [&] {
+    lifecycle_.check_usable();
+    if (writes) {
+      writer = std::make_unique<checkpoint::SafetensorsWriter>(path, entries);
+    }
+  });
+  std::exception_ptr failure;
+  for (int id = 0; id < params_.num_params(); ++id) {
+    const at::Tensor value = full_value(id).contiguous();
+    try {
+      if (writer && value.numel() > 0) {
+        writer->append(value.data_ptr(), value.nbytes());
+      }
+    } catch (const Error&) {
+      failure = std::current_exception();  // the others' gathers need this rank
+      writer.reset();
+    }
+  }
+  ranks_.agree("save_parameters", [&] {
+    if (failure) {
+      std::rethrow_exception(failure);
+    }
+    if (writer) {
+      writer->finish();
+    }
+  });
+}
+
+void ParamAccess::to_plain() {
+  lifecycle_.check_usable();
+  lifecycle_.check_idle("to_plain()");
+  TESSERA_CHECK(open_.empty(), ConfigError, "to_plain() inside a gathered scope; close it first");
+  driver_.abandon();  // what an old graph still holds does nothing from here on
+  for (int id = 0; id < params_.num_params(); ++id) {
+    const at::Tensor& tensor = model_.tensor(id);
+    const at::Tensor value = full_value(id).to(tensor.device());
+    shard::unbind_tensor(tensor, value);
+  }
+  model_.make_plain();
+  lifecycle_.set_plain();
+}
+
+}  // namespace engine
+
+GatheredScope::GatheredScope(std::shared_ptr<engine::GatheredState> state)
+    : state_(std::move(state)) {}
+GatheredScope::~GatheredScope() {
+  if (state_ && state_->access != nullptr) {
+    state_->access->close_quietly(*state_);
+  }
+}
+void GatheredScope::close() {
+  if (state_ && state_->access != nullptr) {
+    state_->access->close(*state_);
+  }
+}
+
+ResidentScope::ResidentScope(std::shared_ptr<engine::ResidentState> state)
+    : state_(std::move(state)) {}
+ResidentScope::~ResidentScope() {
+  if (state_ && state_->access != nullptr) {
+    state_->access->close_quietly(*state_);
+  }
+}
+bool ResidentScope::is_resident() const { return state_ && state_->is_resident; }
+void ResidentScope::close() {
+  if (state_ && state_->access != nullptr) {
+    state_->access->close(*state_);
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,587 @@
+#include "tessera/engine/step_driver.h"
+
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "tessera/core/error.h"
+#include "tessera/optim/reducer_kernels.h"
+#include "tessera/optim/update_loops.h"
+#include "tessera/shard/tensor_storage.h"
+
+namespace tessera::engine {
+namespace {
+
+// A model smaller than the buckets of a large one would be reduced in one piece, after backward;
+// many small calls would cost more than they hide. Bits do not depend on it.
+constexpr std::int64_t kSmallestBucketBytes = std::int64_t{4} << 20;
+// More buckets than this in one backward, each below this size, take longer in calls than in bytes.
+constexpr std::size_t kManyBuckets = 512;
+constexpr std::int64_t kSlowBucketBytes = std::int64_t{1} << 20;
+
+// At or above `value`, which is positive.
+double power_of_two_above(double value) {
+  int exponent = 0;
+  const double fraction = std::frexp(value, &exponent);  // in [0.5, 1)
+  return std::ldexp(1.0, fraction == 0.5 ? exponent - 1 : exponent);
+}
+
+// The memory order of its parameter, without holes: what a bucket copies.
+at::Tensor in_memory_order_of(const at::Tensor& tensor, at::Tensor gradient) {
+  if (gradient.strides() == tensor.strides() || gradient.numel() <= 1) {
+    return gradient;
+  }
+  return at::empty_strided(tensor.sizes(), tensor.strides(), gradient.options()).copy_(gradient);
+}
+
+// Of two reducers, one after the other.
+void add_stats(grad::ReducerStats& to, const grad::ReducerStats& stats) {
+  to.num_reductions += stats.num_reductions;
+  to.reduced_bytes += stats.reduced_bytes;
+  to.held_bytes_peak = std::max(to.held_bytes_peak, stats.held_bytes_peak);
+  to.exposed_wait_s += stats.exposed_wait_s;
+  to.host_bytes += stats.host_bytes;
+  to.stored_read_bytes += stats.stored_read_bytes;
+  to.stored_written_bytes += stats.stored_written_bytes;
+}
+
+}  // namespace
+
+StepDriver::StepDriver(const EngineParts& parts, Model& model, std::int64_t run_steps)
+    : runtime_(parts.runtime),
+      group_(parts.group),
+      reduce_group_(parts.reduce_group),
+      params_(parts.params),
+      tiers_(parts.tiers),
+      coordinator_(parts.coordinator),
+      lifecycle_(parts.lifecycle),
+      model_(model),
+      schedule_(optim::ScheduleOptions::from(runtime_.config(), run_steps)),
+      clip_norm_(runtime_.config().get_double("grad.clip_norm")),
+      skip_nonfinite_(runtime_.config().get_bool("grad.skip_nonfinite")),
+      num_micro_batches_(runtime_.config().get_int("batch.accumulate")),
+      watch_(std::make_shared<BackwardWatch>(parts, model, *this)) {
+  if (!schedule_.notice.empty()) {
+    runtime_.logger().info(schedule_.notice);
+  }
+}
+
+StepDriver::~StepDriver() { watch_->detach(); }
+
+void StepDriver::end() noexcept {
+  try {
+    finish_update();
+  } catch (const std::exception& error) {
+    runtime_.logger().warn("the last update failed: ", error.what());
+  }
+}
+
+void StepDriver::finalize() {
+  const DType dtype = params_[0].layout().dtype();
+  loss_scale_.emplace(optim::LossScaleOptions::from(runtime_.config(), dtype));
+  weight_scale_ = dtype == DType::kFloat16 ? 0 : 1;
+  optimizer_ = tiers_.make_optimizer(optim::RuleOptions::from(runtime_.config()));
+  for (int id = 0; id < params_.num_params(); ++id) {
+    params_[id].set_first_master({});
+  }
+  make_reducer();
+  coordinator_.set_dynamic_gradients({[this] { return reducer_->pending_dynamic(); },
+                                      [this](std::span<const int> ids) {
+                                        finish_update();
+                                        reducer_->reduce_dynamic(ids);
+                                      }});
+}
+
+void StepDriver::end_failed_backward() {
+  if (closing_is_queued_ && torch::autograd::get_current_graph_task_id() < 0) {
+    abandon();
+  }
+}
+
+void StepDriver::make_reducer() {
+  grad::ReducerParts parts{reduce_group_, runtime_.device(), params_, runtime_.clock(),
+                           runtime_.spans()};
+  if (runtime_.device().is_discrete()) {
+    optim::set_reducer_kernels(parts, runtime_.kernels());
+    parts.leaves_to_host = tiers_.leaving_gradients();
+  }
+  if (coordinator_.meets()) {
+    // Every call of this group is at a moment on which ranks have agreed.
+    parts.dynamic_group = &group_;
+  }
+  grad::ReducerOptions reductions =
+      grad::ReducerOptions::from(runtime_.config(), params_[0].layout().dtype());
+  if (!runtime_.config().is_set("grad.bucket_bytes")) {
+    reductions.bucket_bytes =
+        std::clamp(model_.trainable_bytes() / 4, kSmallestBucketBytes, reductions.bucket_bytes);
+  }
+  if (const planner::Placement* placement = tiers_.placement()) {
+    reductions.bucket_bytes = placement->bucket_bytes;
+    if (placement->kept_gradient_bytes > 0) {
+      parts.most_kept_bytes = placement->kept_gradient_bytes;
+    }
+  }
+  parts.is_planned = tiers_.is_planned();
+  parts.tier = tiers_.gradient_tier();
+  parts.ledger = tiers_.is_planned() ? &runtime_.ledger() : nullptr;
+  parts.block_sum_of_squares = [](const float* values, std::int64_t numel) {
+    return optim::best_loops().block_sum_of_squares(values, numel);
+  };
+  reducer_.reset();  // before another works with the same group and memory
+  reducer_ = std::make_unique<grad::Reducer>(parts, reductions);
+  const std::size_t num_buckets = reducer_->layout().buckets.size();
+  if (group_.size() > 1 && num_buckets > kManyBuckets &&
+      reductions.bucket_bytes < kSlowBucketBytes) {
+    runtime_.logger().once("many buckets", LogLevel::kInfo,
+                           runtime_.config().shown("grad.bucket_bytes"),
+                           " cuts the gradients into ", num_buckets,
+                           " reductions per backward; a larger one is faster");
+  }
+}
+
+void StepDriver::agree_on_weight_scale(double weight) {
+  if (weight_scale_ == 0) {
+    coordinator_.meet(coordinator::MeetingPoint::kWeights);
+    find_weight_scale(weight);
+  }
+}
+
+void StepDriver::find_weight_scale(double weight) {
+  // Gradients keep their usual size, which matters in fp16, and since it is a power of two no bit
+  // of the result depends on it.
+  const auto host = runtime_.device().allocate(Tier::kDevice, sizeof(double), Role::kStaging);
+  device::Stream& stream = runtime_.device().stream(device::StreamKind::kReduce);
+  double largest = weight;
+  runtime_.device().start_copy(host.data(), &largest, sizeof(double), stream).wait();
+  comm::CallOptions call;
+  call.label.unit = "loss weight of the first backward";
+  call.stream = &stream;
+  group_.start_all_reduce(host.data(), 1, DType::kFloat64, comm::Reduction::kMax, call).wait();
+  runtime_.device().start_copy(&largest, host.data(), sizeof(double), stream).wait();
+  TESSERA_CHECK(largest > 0, ConfigError,
+                "the loss weights of all ranks are zero in the first backward; give at least one "
+                "rank's micro-batch a weight");
+  weight_scale_ = power_of_two_above(largest);
+}
+
+void StepDriver::check_losses(const std::vector<at::Tensor>& losses, double weight) {
+  TESSERA_CHECK(!losses.empty(), ConfigError, "backward: no loss was given");
+  TESSERA_CHECK(std::isfinite(weight) && weight >= 0, ConfigError, "backward: weight=", weight,
+                "; a weight is a number of tokens or samples: finite, and not negative");
+  for (const at::Tensor& loss : losses) {
+    TESSERA_CHECK(loss.defined() && loss.numel() == 1, ConfigError,
+                  "backward: the loss must be one number, it has ",
+                  loss.defined() ? loss.numel() : 0, " elements; take its mean or sum");
+    TESSERA_CHECK(loss.requires_grad(), ConfigError,
+                  "backward: the loss does not depend on any trainable parameter");
+  }
+}
+
+void StepDriver::backward(const std::vector<at::Tensor>& losses, double weight) {
+  lifecycle_.check_not_resident("backward()");
+  finish_update();
+  if (reducer_->num_backwards() == 0) {
+    optimizer_->prepare();
+  }
+  tiers_.begin_backward(reducer_->num_backwards() + 1 == num_micro_batches_);
+  agree_on_weight_scale(weight);
+  const double factor = weight / weight_scale_ * loss_scale_->value();
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(losses.size());
+  for (const at::Tensor& loss : losses) {
+    gradients.push_back(at::full_like(loss, factor));
+  }
+  lifecycle_.enter_backward();
+  ++runtime_.num_backwards();
+  const std::shared_ptr<void> counted(nullptr, [this](void*) { --runtime_.num_backwards(); });
+  try {
+    {
+      const device::StreamSpan span(runtime_.device().stream(device::StreamKind::kCompute),
+                                    "backward");
+      torch::autograd::backward(losses, gradients);
+    }
+    if (lifecycle_.backward_depth() == 1) {
+      close_backward();
+      coordinator_.meet(coordinator::MeetingPoint::kBackwardEnd);
+      reducer_->finish_backward();
+    }
+    lifecycle_.leave_backward();
+  } catch (...) {
+    abandon();
+    rethrow_backward_error();
+  }
+  trainable_is_known_ = false;
+  const at::NoGradGuard no_grad;
+  weight_sum_ += weight / weight_scale_;
+  for (const at::Tensor& loss : losses) {
+    const at::Tensor term = loss.detach().to(at::kDouble).reshape({}) * (weight / weight_scale_);
+    weighted_loss_ = weighted_loss_.defined() ? weighted_loss_ + term : term;
+  }
+}
+
+void StepDriver::enter_backward() {
+  lifecycle_.check_not_resident("a backward");
+  TESSERA_CHECK(!at::GradMode::is_enabled(), ConfigError,
+                "create_graph is set: a second derivative would read weights after their release; "
+                "sharded parameters do not support it");
+  if (lifecycle_.backward_depth() == 0 && !closing_is_queued_) {
+    closing_is_queued_ = true;
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [this, epoch = lifecycle_.epoch()] {
+          if (epoch == lifecycle_.epoch()) {
+            close_backward();
+          }
+          closing_is_queued_ = false;
+        });
+  }
+}
+
+void StepDriver::on_gradient(int id, const at::Tensor& tensor) {
+  shard::Param& param = params_[id];
+  const bool is_ours = lifecycle_.backward_depth() > 0;
+  if (!is_ours) {
+    abandon();
+  }
+  TESSERA_CHECK(is_ours || runtime_.num_backwards() == 0, ConfigError, "a gradient of parameter '",
+                param.name(),
+                "' came in the backward() of another engine: the loss depends on both. Freeze what "
+                "the other engine shall not train (set_trainable(param, false)), detach the tensor "
+                "between them, or make one engine of both");
+  TESSERA_CHECK(is_ours, ConfigError, "a gradient of parameter '", param.name(),
+                "' came outside of Engine::backward(); call engine.backward(loss) in place of "
+                "loss.backward(), so that ranks and micro-batches are averaged");
+  TESSERA_CHECK(!at::GradMode::is_enabled(), ConfigError, "parameter '", param.name(),
+                "': create_graph is set, which sharded parameters do not support");
+  at::Tensor gradient = std::exchange(tensor.mutable_grad(), at::Tensor());
+  // A recomputed unit hands over nothing for what it did not use.
+  if (gradient.defined()) {
+    reduce_gradient(param, std::move(gradient));
+  }
+  for (UnitCore* unit : model_.users_of(id)) {
+    watch_->on_param_gradient(*unit);
+  }
+}
+
+void StepDriver::reduce_gradient(const shard::Param& param, at::Tensor gradient) {
+  const at::Tensor& tensor = model_.tensor(param.id());
+  TESSERA_CHECK(gradient.layout() == at::kStrided, ConfigError, "parameter '", param.name(),
+                "' got a sparse gradient; make the embedding with sparse=false");
+  gradient = in_memory_order_of(tensor, std::move(gradient));
+  grad::FullGradient full;
+  full.dtype = param.layout().dtype();
+  full.data = gradient.numel() > 0 ? gradient.data_ptr() : nullptr;
+  full.owner = std::make_shared<at::Tensor>(std::move(gradient));
+  reducer_->add(param, std::move(full));
+}
+
+void StepDriver::close_backward() {
+  watch_->close();
+  for (const auto& unit : model_.units()) {
+    unit->reset_gradients();
+  }
+}
+
+StepResult StepDriver::step() {
+  lifecycle_.check_usable();
+  lifecycle_.check_gradients_complete();
+  TESSERA_CHECK(reducer_ != nullptr && !update_runs_ && reducer_->num_backwards() > 0, ConfigError,
+                "step() without a backward since the last step; call engine.backward(loss) first");
+  lifecycle_.check_idle("step()");
+  lifecycle_.check_not_resident("step()");
+  coordinator_.meet(coordinator::MeetingPoint::kStep);
+  return finish_step();
+}
+
+StepResult StepDriver::finish_step() {
+  const SpanScope span(runtime_.spans(), "optimizer step");
+  // Gathered copies are stale after the update, and nobody needs them before it.
+  coordinator_.end_step();
+  const double lr = optim::learning_rate(schedule_, num_steps_);
+  // Where the sums of this rank are all there are, the device may find the factors below by itself.
+  const bool is_started =
+      group_.size() == 1 &&
+      optimizer_->start_step(*reducer_, lr,
+                             {weight_sum_, loss_scale_->value(), clip_norm_, skip_nonfinite_});
+  const optim::StepSums sums = sum_over_ranks(is_started);
+  const optim::StepFactors factors = optim::step_factors(sums, loss_scale_->value(), clip_norm_);
+  StepResult result;
+  result.step = num_steps_ + 1;
+  result.loss = factors.loss;
+  result.grad_norm = factors.grad_norm;
+  result.loss_scale = loss_scale_->value();
+  result.weight = sums.weight * weight_scale_;
+  result.lr = lr;
+  result.stop = std::exchange(stop_, false);
+  result.skipped = !factors.finite && skip_nonfinite_;
+  if (result.skipped) {
+    runtime_.logger()
+        .with_step(result.step)
+        .warn("a gradient is infinite or NaN: the step is skipped on all ranks");
+  } else {
+    if (!is_started) {
+      optimizer_->start_update(*reducer_, lr, factors.gradient_scale);
+    }
+    ++num_updated_steps_;
+    // A graph from before knows by this that it is one.
+    for (int id = 0; id < params_.num_params(); ++id) {
+      if (params_[id].trainable() && reducer_->has_gradient(id)) {
+        torch::autograd::impl::bump_version(model_.tensor(id));
+      }
+    }
+    // From NVMe, and on a device with memory of its own, the update runs on beside the next
+    // forward, which waits for each parameter's own.
+    update_runs_ = tiers_.uses_nvme() || runtime_.device().is_discrete();
+    if (!update_runs_) {
+      optimizer_->wait();
+    }
+  }
+  loss_scale_->update(factors.finite);
+  if (!update_runs_) {
+    reducer_->clear();
+  }
+  trainable_is_known_ = false;
+  weight_sum_ = 0;
+  weighted_loss_ = at::Tensor();
+  ++num_steps_;
+  coordinator_.start_ahead();
+  return result;
+}
+
+optim::StepSums StepDriver::sum_over_ranks(bool is_started) {
+  optim::StepSums sums;
+  if (is_started) {
+    const SpanScope span(runtime_.spans(), "wait for norm");
+    const std::int64_t begin_ns = runtime_.clock().now_ns();
+    sums.gradient_squares = optimizer_->finish_step();
+    exposed_wait_s_ += static_cast<double>(runtime_.clock().now_ns() - begin_ns) * 1e-9;
+  } else {
+    sums.gradient_squares = optimizer_->sum_of_squares(*reducer_);
+  }
+  sums.weight = weight_sum_;
+  sums.weighted_loss = weighted_loss_.defined() ? weighted_loss_.item<double>() : 0.0;
+  if (group_.size() == 1) {
+    return sums;
+  }
+  double values[4] = {sums.gradient_squares, sums.weight, sums.weighted_loss, stop_ ? 1.0 : 0.0};
+  device::Device& device = runtime_.device();
+  device::Stream& stream = device.stream(device::StreamKind::kReduce);
+  const auto memory = device.allocate(Tier::kDevice, sizeof(values), Role::kStaging);
+  device.start_copy(memory.data(), values, sizeof(values), stream).wait();
+  comm::CallOptions call;
+  call.label.unit = "norm";
+  call.stream = &stream;
+  const std::int64_t begin_ns = runtime_.clock().now_ns();
+  group_.start_all_reduce(memory.data(), 4, DType::kFloat64, comm::Reduction::kSum, call).wait();
+  exposed_wait_s_ += static_cast<double>(runtime_.clock().now_ns() - begin_ns) * 1e-9;
+  device.start_copy(values, memory.data(), sizeof(values), stream).wait();
+  stop_ = values[3] > 0;
+  return {values[0], values[1], values[2]};
+}
+
+void StepDriver::finish_update() {
+  if (!std::exchange(update_runs_, false)) {
+    return;
+  }
+  const SpanScope span(runtime_.spans(), "wait for update");
+  const std::int64_t begin_ns = runtime_.clock().now_ns();
+  optimizer_->wait();
+  exposed_wait_s_ += static_cast<double>(runtime_.clock().now_ns() - begin_ns) * 1e-9;
+  coordinator_.forget_device_copies();
+  reducer_->clear();
+}
+
+std::optional<StepResult> StepDriver::follow() {
+  lifecycle_.check_not_resident("follow()");
+  for (;;) {
+    switch (coordinator_.follow()) {
+      case coordinator::MeetingPoint::kWeights:
+        find_weight_scale(0);
+        break;
+      case coordinator::MeetingPoint::kBackwardEnd:
+        finish_update();
+        reducer_->finish_backward();
+        break;
+      case coordinator::MeetingPoint::kStep:
+        return finish_step();
+      case coordinator::MeetingPoint::kHold:
+        throw ConfigError(
+            "the other ranks open a gathered scope, and this one only follows their steps; "
+            "do it before or after the steps, on all ranks");
+      case coordinator::MeetingPoint::kAllDone:
+      case coordinator::MeetingPoint::kNone:
+        return std::nullopt;
+    }
+  }
+}
+
+void StepDriver::abandon() noexcept {
+  const bool was_in_backward = lifecycle_.abandon();
+  closing_is_queued_ = false;
+  watch_->forget();
+  for (const auto& unit : model_.units()) {
+    unit->reset_gradients();
+  }
+  try {
+    coordinator_.release_all();
+    for (const at::Tensor& tensor : model_.tensors()) {
+      tensor.mutable_grad() = at::Tensor();
+    }
+    if (was_in_backward) {
+      finish_update();
+      if (reducer_->in_backward() && coordinator_.meets()) {
+        // Ranks may have stopped at different gradients: now all have started all.
+        reducer_->drop_dynamic();
+        reducer_->finish_backward();
+      }
+      drop_gradients();
+    }
+  } catch (const std::exception& error) {
+    runtime_.logger().warn("while a pass was abandoned: ", error.what());
+  }
+}
+
+void StepDriver::drop_gradients() noexcept {
+  if (reducer_) {
+    reducer_->clear();
+  }
+  weight_sum_ = 0;
+  weighted_loss_ = at::Tensor();
+}
+
+void StepDriver::rethrow_backward_error() {
+  lifecycle_.fail_backward("an exception without a text");
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    lifecycle_.fail_backward(text);
+    const auto says = [&](std::string_view part) { return text.find(part) != std::string::npos; };
+    TESSERA_CHECK(
+        !says("modified by an inplace operation") || num_updated_steps_ == 0, ConfigError,
+        "backward through a graph from before an update: step() has changed parameters "
+        "that it needs, or something else did so in place; call backward() before step(), "
+        "or run the forward again. Torch says: ",
+        text);
+    TESSERA_CHECK(!says("backward through the graph a second time"), ConfigError,
+                  "a second backward through the graph of one forward; the first frees what it "
+                  "needs. Add the losses and call backward() once, or run the forward again");
+    if (says(shard::kReleasedText)) {
+      throw StateError(text, {}, {});
+    }
+    throw;
+  } catch (const std::exception& error) {
+    lifecycle_.fail_backward(error.what());
+    throw;
+  }
+}
+
+void StepDriver::zero_grad() {
+  TESSERA_CHECK(lifecycle_.backward_depth() == 0, ConfigError, "zero_grad() inside of a backward");
+  finish_update();
+  drop_gradients();
+  lifecycle_.forget_failed_backward();
+  trainable_is_known_ = false;
+}
+
+void StepDriver::set_trainable(const at::Tensor& tensor, bool trainable) {
+  lifecycle_.check_usable();
+  const int id = model_.id_of(tensor);
+  if (params_[id].trainable() == trainable && tensor.requires_grad() == trainable) {
+    return;
+  }
+  check_no_gradients_pending(id);
+  tensor.set_requires_grad(trainable);
+  if (params_[id].trainable() != trainable) {
+    change_trainable({id});
+  }
+}
+
+void StepDriver::check_no_gradients_pending(int id) const {
+  TESSERA_CHECK(lifecycle_.is_idle() &&
+                    (reducer_ == nullptr || update_runs_ || reducer_->num_backwards() == 0),
+                ConfigError, "parameter '", params_[id].name(), "' is ",
+                params_[id].trainable() ? "frozen" : "unfrozen",
+                " in the middle of a step: gradients of it are pending; call step() or zero_grad() "
+                "first");
+}
+
+void StepDriver::notice_trainable() {
+  if (trainable_is_known_) {
+    return;
+  }
+  std::vector<int> changed;
+  for (int id = 0; id < params_.num_params(); ++id) {
+    if (model_.tensor(id).requires_grad() != params_[id].trainable()) {
+      check_no_gradients_pending(id);
+      changed.push_back(id);
+    }
+  }
+  trainable_is_known_ = true;
+  if (!changed.empty()) {
+    change_trainable(changed);
+  }
+}
+
+void StepDriver::change_trainable(const std::vector<int>& ids) {
+  finish_update();
+  for (const int id : ids) {
+    model_.flip_trainable(id);
+    if (optimizer_) {
+      optimizer_->follow_trainable(id);
+    }
+  }
+  if (reducer_) {
+    reducer_->clear();
+    add_stats(replaced_reductions_, reducer_->take_stats());
+    make_reducer();
+  }
+}
+
+void StepDriver::free_device_copies(coordinator::UnitId unit) {
+  for (shard::Param* const param : coordinator_.unit(unit).params) {
+    if (param->device_copy().values != nullptr) {
+      param->set_device_copy({});
+      reducer_->let_go(param->id());
+    }
+  }
+}
+
+void StepDriver::shard_was_written(int id) {
+  finish_update();
+  params_[id].set_updated(device::Pending());
+  params_[id].set_first_master({});
+  if (optimizer_) {
+    optimizer_->reset_master(id);
+  }
+}
+
+EngineStats StepDriver::take_stats() {
+  EngineStats stats;
+  stats.io = tiers_.take_io();
+  stats.gathers = coordinator_.take_stats();
+  if (reducer_) {
+    stats.reductions = reducer_->take_stats();
+    add_stats(stats.reductions, std::exchange(replaced_reductions_, {}));
+  }
+  const auto ranks = static_cast<std::uint64_t>(group_.size());
+  // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.
+  stats.gathered_wire_bytes = stats.gathers.gathered_bytes / ranks * (ranks - 1);
+  stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);
+  stats.link_up_bytes += stats.gathers.brought_bytes + stats.io.link_up_bytes;
+  stats.link_down_bytes += stats.reductions.host_bytes + stats.io.link_down_bytes;
+  stats.exposed_wait_s = stats.gathers.exposed_wait_s + stats.reductions.exposed_wait_s +
+                         stats.io.lent_wait_s + std::exchange(exposed_wait_s_, 0.0);
+  return stats;
+}
+
+}  // namespace tessera::engine

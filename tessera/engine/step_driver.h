@@ -1,0 +1,129 @@
+// Internal to engine: one step after the other: what happens when a unit's backward begins, a
+// gradient is complete, a backward or a step ends.
+//
+//   backward()   autograd runs; each complete gradient goes to the reducer
+//   step()       norm, clip factor, update of every shard
+//
+// On NVMe, and on a device with memory of its own, the update runs on beside the next forward, and
+// reads gradients until finish_update().
+//
+// What fixes the order of collectives: see engine.h.
+//
+// Threads: as Engine; hooks run on autograd's threads while backward() waits.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/engine/backward_watch.h"
+#include "tessera/engine/engine_parts.h"
+#include "tessera/engine/model.h"
+#include "tessera/grad/reducer.h"
+#include "tessera/optim/clip.h"
+#include "tessera/optim/loss_scale.h"
+#include "tessera/optim/optimizer.h"
+#include "tessera/optim/schedule.h"
+
+namespace tessera::engine {
+
+class StepDriver {
+ public:
+  StepDriver(const EngineParts& parts, Model& model, std::int64_t run_steps);
+  ~StepDriver();
+  StepDriver(const StepDriver&) = delete;
+  StepDriver& operator=(const StepDriver&) = delete;
+
+  // The model is complete, and the shards are where they stay: makes optimizer and reducer.
+  void finalize();
+
+  // --- Engine's calls; a pass has begun (Engine::Impl::begin_pass()) ---
+  static void check_losses(const std::vector<at::Tensor>& losses, double weight);
+  void backward(const std::vector<at::Tensor>& losses, double weight);
+  StepResult step();
+  std::optional<StepResult> follow();
+  void zero_grad();
+  void request_stop() { stop_ = true; }
+  void set_trainable(const at::Tensor& tensor, bool trainable);
+
+  // --- events of units and autograd ---
+  // A backward that was not ours and failed has not run its callbacks: abandons it.
+  void end_failed_backward();
+  // Adapts to what the user did to requires_grad since the last step.
+  void notice_trainable();
+  // A unit's backward begins. Outside of Engine::backward() (torch::autograd::grad) this also sees
+  // to it that uses are closed when autograd is done.
+  void enter_backward();
+  void on_gradient(int id, const at::Tensor& tensor);
+  // A forward of the unit has been given to the compute stream: what it has copied on the device
+  // (shard::DeviceCopy) lies in memory of gradients, which activations may have now.
+  void free_device_copies(coordinator::UnitId unit);
+  // See [Note: abandoning a pass] in lifecycle.h.
+  void abandon() noexcept;
+  // The shard has new values: its version counts, and the master weights follow.
+  void shard_was_written(int id);
+  // The engine goes: no update reads gradients any more. A failure is logged.
+  void end() noexcept;
+  // Before gradients change: the update of the last step may still read them.
+  void finish_update();
+
+  BackwardWatch& backward_watch() { return *watch_; }
+  optim::Optimizer& optimizer() { return *optimizer_; }  // once finalized
+  std::int64_t num_steps() const { return num_steps_; }
+  std::int64_t num_updated_steps() const { return num_updated_steps_; }  // that were not skipped
+  EngineStats take_stats();
+
+ private:
+  void make_reducer();
+  void check_no_gradients_pending(int id) const;
+  void change_trainable(const std::vector<int>& ids);
+  void reduce_gradient(const shard::Param& param, at::Tensor gradient);
+  void agree_on_weight_scale(double weight);
+  void find_weight_scale(double weight);  // where all ranks are
+  void close_backward();
+  // In a handler: keeps what was said for step(), and rethrows, in the user's words where torch's
+  // are about something that ours does not have.
+  [[noreturn]] void rethrow_backward_error();
+  void drop_gradients() noexcept;
+  // `is_started`: by Optimizer::start_step(). Makes stop_ the same on all ranks.
+  optim::StepSums sum_over_ranks(bool is_started);
+  StepResult finish_step();
+
+  Runtime& runtime_;
+  comm::Group& group_;
+  comm::Group& reduce_group_;
+  shard::ParamTable& params_;
+  EngineTiers& tiers_;
+  coordinator::Coordinator& coordinator_;
+  Lifecycle& lifecycle_;
+  Model& model_;
+  const optim::ScheduleOptions schedule_;
+  const double clip_norm_;
+  const bool skip_nonfinite_;
+  const std::int64_t num_micro_batches_;  // of a step
+  const std::shared_ptr<BackwardWatch> watch_;
+
+  // Once finalized.
+  std::optional<optim::LossScale> loss_scale_;
+  std::unique_ptr<optim::Optimizer> optimizer_;
+  std::unique_ptr<grad::Reducer> reducer_;
+
+  std::int64_t num_steps_ = 0;
+  std::int64_t num_updated_steps_ = 0;
+  bool trainable_is_known_ = false;  // nobody can have changed requires_grad since we looked
+  bool stop_ = false;                // this rank was asked to stop; behind a step: any rank was
+  bool update_runs_ = false;         // since the last step; its gradients are still there
+  bool closing_is_queued_ = false;   // for a backward that is not ours
+  // Divides loss weights: a power of two that keeps gradients in the range of fp16, agreed at the
+  // first backward; 0: not yet. 1 for all other types, which have fp32's range.
+  double weight_scale_ = 0;
+  double weight_sum_ = 0;     // of this rank and step, in units of weight_scale_
+  at::Tensor weighted_loss_;  // fp64 on the device, of this rank and step
+  double exposed_wait_s_ = 0;
+  grad::ReducerStats replaced_reductions_;  // of a reducer that is no more, since take_stats()
+};
+
+}  // namespace tessera::engine
