@@ -29,12 +29,6 @@ class GradientSink {
   virtual void wait() = 0;
   // `is_zero`: no backward has been finished since clear().
   virtual ShardGradient shard_gradient(const shard::Param& param, bool is_zero) = 0;
-  // The same inside the last backward of a step, of one that has come: nothing is waited for.
-  // REQUIRES: a group of one.
-  virtual ShardGradient complete_gradient(const shard::Param& param) {
-    TESSERA_INVARIANT(false, "the gradient of parameter '", param.name(),
-                      "' is not complete before all ranks have finished their backward");
-  }
   // See Reducer::ordered_gradient().
   virtual ShardGradient ordered_gradient(const shard::Param& param) {
     throw InternalError(

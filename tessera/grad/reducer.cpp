@@ -184,16 +184,11 @@ void Reducer::finish_backward() {
 bool Reducer::has_gradient(int id) { return impl_->used.is_used(impl_->trainable(id).id()); }
 
 bool Reducer::in_backward() const { return impl_->in_backward; }
-bool Reducer::has_come(int id) const { return impl_->has_come[static_cast<std::size_t>(id)]; }
 int Reducer::num_backwards() const { return impl_->num_backwards; }
 const BucketLayout& Reducer::layout() const { return impl_->layout; }
 
 ShardGradient Reducer::shard_gradient(int id) {
   const shard::Param& param = impl_->trainable(id);
-  const bool is_complete = has_come(id) && !is_stored(id) && impl_->params.num_ranks() == 1;
-  if (is_complete && impl_->stream.parts().sum_of_squares) {
-    return impl_->sink->complete_gradient(param);
-  }
   impl_->settle(param);
   if (is_stored(id)) {
     ShardGradient gradient;

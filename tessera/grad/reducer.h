@@ -9,10 +9,6 @@
 //   shard_gradient()   after it: sums over ranks and micro-batches since clear()
 //   start_read()       the same of a shard that is stored
 //
-// In a group of one a gradient is complete as soon as it has come in the last backward of a step:
-// shard_gradient() gives it at once then, and let_go() forgets it when it has been used, while the
-// backward goes on. Its sum of squares is made first.
-//
 // What fixes the order of reductions: bucket layout, hence registration. A bucket whose turn has
 // come waits until it is full or backward has ended; every backward reduces every bucket once, on
 // every rank, whether or not this rank has touched it. So a gradient that did not come is zero,
@@ -120,7 +116,7 @@ struct ReducerParts {
                                 std::int64_t numel, device::Stream& stream)>
       convert = {};
   // *result, in pinned memory, is optim's sum of squares. Given: that of a gradient that comes
-  // whole is made when it comes, or when it is asked for inside a backward.
+  // whole is made when it comes.
   std::function<device::Pending(const void* values, DType dtype, std::int64_t numel, double* result,
                                 device::Stream& stream)>
       sum_of_squares = {};
@@ -204,17 +200,13 @@ class Reducer {
   // another list in this backward: this one waits for buckets that the others may send only here.
   void finish_backward();
   bool in_backward() const;
-  // In this backward.
-  bool has_come(int param) const;
-  // Some rank got a gradient of it since clear(): torch would update it. Outside of a backward, or
-  // of one that has come in it. Waits for the other ranks' word, not for the device.
+  // Some rank got a gradient of it since clear(): torch would update it. Outside of a backward. Waits for the other ranks' word, not for the device.
   bool has_gradient(int param);
   // Blocks until all sums are where they stay; throws what went wrong, for stored ones with the
   // parameter's name. What reads gradients does it by itself.
   void wait();
-  // Waits for all reductions. Zero where no gradient came since clear(). Inside a backward, in a
-  // group of one, of a gradient that has come and is in memory, if ReducerParts::sum_of_squares is
-  // given: does not wait; what reads it is ordered by the reduce stream, or waits for `came`.
+  // Waits for all reductions. Zero where no gradient came since clear(). What reads one on
+  // the host waits for `came`.
   ShardGradient shard_gradient(int param);
   // Whether the reduce stream alone orders gradients: in a group of one, on a device with memory of
   // its own, where none is stored or leaves.

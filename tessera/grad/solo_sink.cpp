@@ -238,14 +238,6 @@ ShardGradient SoloSink::ordered_gradient(const shard::Param& param) {
   return gradient;
 }
 
-ShardGradient SoloSink::complete_gradient(const shard::Param& param) {
-  Sum& sum = sum_of(param);
-  if (sum.values != nullptr && !sum.has_square) {
-    start_square(sum, param, sum.values, sum.dtype);
-  }
-  return shard_gradient(param, /*is_zero=*/false);
-}
-
 std::optional<double> SoloSink::sum_of_squares(const shard::Param& param) {
   const Sum& sum = sum_of(param);
   if (sum.has_square) {

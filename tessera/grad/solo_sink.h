@@ -33,7 +33,6 @@ class SoloSink final : public GradientSink {
   void wait() override { stream_.synchronize(); }
   ShardGradient shard_gradient(const shard::Param& param, bool is_zero) override;
   ShardGradient ordered_gradient(const shard::Param& param) override;
-  ShardGradient complete_gradient(const shard::Param& param) override;
   std::optional<double> sum_of_squares(const shard::Param& param) override;
   void let_go(const shard::Param& param) override;
   void clear() noexcept override;

@@ -1,7 +1,6 @@
 #include "tessera/optim/device_update.h"
 
 #include <algorithm>
-#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -26,9 +25,7 @@ DeviceUpdate::DeviceUpdate(shard::ParamTable& params, const RuleOptions& rule,
       read_(device_.stream(StreamKind::kRead)),
       write_(device_.stream(StreamKind::kWrite)),
       update_(device_.stream(StreamKind::kReduce)),
-      states_(static_cast<std::size_t>(params.num_params())),
-      order_(static_cast<std::size_t>(params.num_params())) {
-  std::iota(order_.begin(), order_.end(), 0);
+      states_(static_cast<std::size_t>(params.num_params())) {
   std::size_t element_bytes = 0;  // of a piece in its slot
   bool is_needed = false;
   for (int id = 0; id < params.num_params(); ++id) {
@@ -193,22 +190,11 @@ void DeviceUpdate::make_resident_master(const shard::Param& param) {
       .wait();
 }
 
-void DeviceUpdate::set_order(std::vector<int> ids) {
-  std::vector<int> sorted = ids;
-  std::sort(sorted.begin(), sorted.end());
-  for (std::size_t i = 0; i < states_.size(); ++i) {
-    TESSERA_INVARIANT(sorted.size() == states_.size() && sorted[i] == static_cast<int>(i),
-                      "an order of updates names ", ids.size(), " parameters of ", states_.size());
-  }
-  order_ = std::move(ids);
-  plan();
-}
-
 void DeviceUpdate::plan() {
   wait_all();
   put_slots_back();
   pieces_.clear();
-  for (const int id : order_) {
+  for (int id = 0; id < params_.num_params(); ++id) {
     const shard::Param& param = params_[id];
     States& states = states_[static_cast<std::size_t>(id)];
     states.first_piece = pieces_.size();

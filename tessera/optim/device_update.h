@@ -75,9 +75,6 @@ class DeviceUpdate {
   void make_master(int id);
   // What is trainable has changed.
   void plan();
-  // In which order start() will be given parameters: all of them. As they are registered until
-  // then.
-  void set_order(std::vector<int> ids);
 
   void prepare();
   // One more slot would be used before the next start(): there are more pieces than slots.
@@ -90,11 +87,8 @@ class DeviceUpdate {
   void keep_lent(std::size_t num_slots);
 
   // Updates `ids`, each ours and trainable, and gives each parameter its Pending. `scalars`: but
-  // for the step, which this counts. More ids may follow before wait().
+  // for the step, which this counts.
   void start(std::span<const int> ids, grad::Reducer& gradients, const UpdateScalars& scalars);
-  // All that was to be started is: what has no slot yet follows in the order of registration, which
-  // is that of the next forward.
-  void order_rest();
   // Until no gradient is needed any more, but by those who have a shard::DeviceCopy. Copies of
   // states down may still be under way.
   void wait();
@@ -173,7 +167,6 @@ class DeviceUpdate {
   device::Stream& write_;
   device::Stream& update_;
   std::vector<States> states_;  // by id
-  std::vector<int> order_;      // ids
   std::size_t slot_numel_ = 0;
   TieredStats stats_;
 

@@ -95,14 +95,6 @@ void DeviceUpdate::hand_over_item(const Item& item) {
   }
 }
 
-void DeviceUpdate::order_rest() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto rest = std::stable_partition(items_.begin(), items_.end(), [this](const Item& item) {
-    return pieces_[states_[static_cast<std::size_t>(item.param)].first_piece].slot != nullptr;
-  });
-  std::sort(rest, items_.end(), [](const Item& a, const Item& b) { return a.param < b.param; });
-}
-
 bool DeviceUpdate::can_go_ahead() {
   while (next_ahead_ < pieces_.size() &&
          (pieces_[next_ahead_].slot != nullptr || pieces_[next_ahead_].is_updated)) {

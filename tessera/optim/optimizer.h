@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <exception>
 #include <span>
 #include <string_view>
 
@@ -28,10 +27,7 @@ class Optimizer {
   // the step that bias corrections count. Gives each the
   // Pending of its own (Param::set_updated). Gradients must stay until all are done: wait() before
   // the next backward adds to them.
-  void start_update(grad::Reducer& gradients, double lr, double gradient_scale) {
-    begin_update(gradients, lr, gradient_scale);
-    end_update();
-  }
+  virtual void start_update(grad::Reducer& gradients, double lr, double gradient_scale) = 0;
 
   // Both as one piece of work of the device, with the factor between them (clip.h): the host does
   // not wait for the norm before it starts the update. Gradients of this rank are all there are.
@@ -45,26 +41,7 @@ class Optimizer {
   // skipped: then nothing has changed.
   virtual double finish_step() { throw InternalError("a step ends that was not started"); }
 
-  // The same in parts, where some gradients are complete before the others have come: between the
-  // two, update() starts what it is given, each at most once; end_update() starts the rest. Bits do
-  // not depend on what is started when.
-  virtual void begin_update(grad::Reducer& gradients, double lr, double gradient_scale) = 0;
-  // Of trainable parameters that may_update_early(), in a group of one, inside the last backward of
-  // a step. Nobody reads their shards any more but what the compute and gather streams have been
-  // given; their gradients are the optimizer's now, and go (Reducer::let_go()) when it is done.
-  virtual void update(std::span<const int> ids) = 0;
-  virtual void end_update() = 0;
-  // After begin_update(), in place of end_update(): nothing more comes, since `error` was thrown.
-  // What was started ends, or fails with it. Throws nothing.
-  virtual void give_up_update(std::exception_ptr error) noexcept = 0;
-  // False: only end_update() can start it.
-  virtual bool may_update_early(int /*param*/) const { return true; }
-  // Tells that updates will be started by update(), in the order of gradients: what prepare() does
-  // follows that. Between updates.
-  virtual void expect_early_updates() {}
-
-  // For all updates so far; throws the failure of the first in registration order. REQUIRES: not
-  // between begin_update() and its end.
+  // For all updates so far; throws the failure of the first in registration order.
   virtual void wait() = 0;
   virtual std::int64_t num_updates() const = 0;
   // The parameter has been frozen or unfrozen: takes what it needs now. Between updates.

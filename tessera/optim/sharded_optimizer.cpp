@@ -97,48 +97,18 @@ double ShardedOptimizer::sum_of_squares(grad::Reducer& gradients) {
   return norms_.sum(params_, gradients, update_stream());
 }
 
-void ShardedOptimizer::begin_update(grad::Reducer& gradients, double lr, double gradient_scale) {
-  gradients_ = &gradients;
-  scalars_ = {};
-  scalars_.lr = lr;
-  scalars_.gradient_scale = gradient_scale;
-  is_started_.assign(slots_.size(), false);
+void ShardedOptimizer::start_update(grad::Reducer& gradients, double lr, double gradient_scale) {
+  UpdateScalars scalars;
+  scalars.lr = lr;
+  scalars.gradient_scale = gradient_scale;
   ++num_updates_;
-}
-
-void ShardedOptimizer::update(std::span<const int> ids) {
-  start(ids);
-  for (const int id : ids) {
-    gradients_->let_go(id);  // behind its update on the same stream
-  }
-}
-
-void ShardedOptimizer::end_update() {
-  std::vector<int> rest;
-  for (int id = 0; id < params_.num_params(); ++id) {
-    if (params_[id].trainable() && !is_started_[static_cast<std::size_t>(id)] &&
-        gradients_->has_gradient(id)) {
-      rest.push_back(id);
-    }
-  }
-  start(rest);
-  gradients_ = nullptr;
-}
-
-void ShardedOptimizer::give_up_update(std::exception_ptr /*error*/) noexcept {
-  gradients_ = nullptr;
-}
-
-void ShardedOptimizer::start(std::span<const int> ids) {
-  TESSERA_INVARIANT(gradients_ != nullptr, "an update that has not begun");
   order_behind_readers();
   UpdateBatch batch(params_, kernels_, rule_, update_stream());
-  for (const int id : ids) {
-    const auto index = static_cast<std::size_t>(id);
-    TESSERA_INVARIANT(!is_started_[index], "parameter '", params_[id].name(), "' is updated twice");
-    is_started_[index] = true;
-    batch.add(id, make_task(params_[id], gradients_->shard_gradient(id), scalars_));
-    ++slots_[index].num_updates;
+  for (int id = 0; id < params_.num_params(); ++id) {
+    if (params_[id].trainable() && gradients.has_gradient(id)) {
+      batch.add(id, make_task(params_[id], gradients.shard_gradient(id), scalars));
+      ++slots_[static_cast<std::size_t>(id)].num_updates;
+    }
   }
   const device::StreamSpan span(update_stream(), "update");
   batch.launch();

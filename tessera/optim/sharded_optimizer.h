@@ -46,10 +46,7 @@ class ShardedOptimizer final : public Optimizer {
   double sum_of_squares(grad::Reducer& gradients) override;
   // The gradients must only be alive until all are done; the next backward may come before: its
   // reductions are behind the updates on the same stream.
-  void begin_update(grad::Reducer& gradients, double lr, double gradient_scale) override;
-  void update(std::span<const int> ids) override;
-  void end_update() override;
-  void give_up_update(std::exception_ptr error) noexcept override;
+  void start_update(grad::Reducer& gradients, double lr, double gradient_scale) override;
   // On a device with memory of its own, where the reduce stream alone orders gradients.
   bool start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs) override;
   double finish_step() override;
@@ -69,7 +66,6 @@ class ShardedOptimizer final : public Optimizer {
   };
   Slot make_slot(const shard::Param& param);
   void start_master(const shard::Param& param);
-  void start(std::span<const int> ids);
   void order_behind_readers();
   UpdateTask make_task(const shard::Param& param, const grad::ShardGradient& gradient,
                        const UpdateScalars& scalars) const;
@@ -82,10 +78,6 @@ class ShardedOptimizer final : public Optimizer {
   GradientNorms norms_;
   std::vector<Slot> slots_;  // by id
   std::int64_t num_updates_ = 0;
-  // Of an update that has begun.
-  grad::Reducer* gradients_ = nullptr;
-  UpdateScalars scalars_;
-  std::vector<bool> is_started_;  // by id
 
   // Of start_step(). Both memories hold one StepOnDevice; none: the device's memory is the host's.
   device::Memory step_;  // for kernels

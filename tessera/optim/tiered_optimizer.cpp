@@ -100,8 +100,6 @@ void TieredOptimizer::make_master(int id) {
 }
 
 void TieredOptimizer::set_plan() {
-  started_.clear();
-  device_order_.clear();
   pipeline_->set_plan(states_.plan());
   if (device_update_) {
     device_update_->plan();
@@ -111,25 +109,7 @@ void TieredOptimizer::set_plan() {
 void TieredOptimizer::prepare() {
   pipeline_->prepare();
   if (device_update_) {
-    set_device_order();
     device_update_->prepare();
-  }
-}
-
-// As update_pipeline.h says of sub-groups: as they came the last time.
-void TieredOptimizer::set_device_order() {
-  if (!expects_early_) {
-    return;
-  }
-  std::vector<int> order = started_;
-  for (int id = params_.num_params() - 1; id >= 0; --id) {
-    if (std::find(started_.begin(), started_.end(), id) == started_.end()) {
-      order.push_back(id);  // frozen, or there was no update yet
-    }
-  }
-  if (order != device_order_) {
-    device_update_->set_order(order);
-    device_order_ = std::move(order);
   }
 }
 
@@ -161,20 +141,22 @@ void TieredOptimizer::bring_gradient(int id, const grad::ShardGradient& gradient
   gradients_down_bytes_ += bytes;
 }
 
-UpdateJob::Item TieredOptimizer::make_item(int id, const device::Pending& may_start) {
+UpdateJob::Item TieredOptimizer::make_item(int id, grad::Reducer& gradients,
+                                             const UpdateScalars& scalars,
+                                             const device::Pending& may_start) {
   const shard::Param& param = params_[id];
   const auto index = static_cast<std::size_t>(id);
   const StoredParts& stored = parts_.stored[index];
-  TESSERA_INVARIANT(gradients_->is_stored(id) == stored.gradient, "the gradient of parameter '",
+  TESSERA_INVARIANT(gradients.is_stored(id) == stored.gradient, "the gradient of parameter '",
                     param.name(), "' is not where it was planned");
   UpdateJob::Item item;
-  item.keeps = !gradients_->has_gradient(id);
-  item.scalars = scalars_;
+  item.keeps = !gradients.has_gradient(id);
+  item.scalars = scalars;
   item.scalars.step = states_.num_updates(id) + 1;
   item.scalars.weight_decay_scale = param.spec().weight_decay_scale;
   item.may_start = may_start;
   if (!item.keeps) {
-    const grad::ShardGradient gradient = gradients_->shard_gradient(id);
+    const grad::ShardGradient gradient = gradients.shard_gradient(id);
     TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
                       gradient.numel, " elements on this rank, its shard ", param.range().numel);
     bring_gradient(id, gradient, item);
@@ -204,71 +186,27 @@ device::Pending TieredOptimizer::record_users() {
   return device::Pending::all(std::move(users));
 }
 
-void TieredOptimizer::begin_update(grad::Reducer& gradients, double lr, double gradient_scale) {
-  pipeline_->open(gradients);
-  gradients_ = &gradients;
-  scalars_ = {};
-  scalars_.lr = lr;
-  scalars_.gradient_scale = gradient_scale;
-  is_started_.assign(static_cast<std::size_t>(params_.num_params()), false);
-  started_.clear();
+void TieredOptimizer::start_update(grad::Reducer& gradients, double lr, double gradient_scale) {
+  pipeline_->check();
+  UpdateScalars scalars;
+  scalars.lr = lr;
+  scalars.gradient_scale = gradient_scale;
   ++num_updates_;
-}
-
-void TieredOptimizer::update(std::span<const int> ids) {
-  start(ids, /*is_rest=*/false);
-  for (const int id : ids) {
-    if (params_[id].device_copy().values == nullptr) {  // else new values lie in its place
-      gradients_->let_go(id);
-    }
-  }
-}
-
-void TieredOptimizer::end_update() {
-  gradients_->wait();  // stored ones are read on another thread
-  std::vector<int> rest;
-  for (int id = 0; id < params_.num_params(); ++id) {
-    if (params_[id].trainable() && !is_started_[static_cast<std::size_t>(id)]) {
-      rest.push_back(id);
-    }
-  }
-  start(rest, /*is_rest=*/true);
-  if (device_update_ && expects_early_) {
-    device_update_->order_rest();
-  }
-  gradients_ = nullptr;
-}
-
-void TieredOptimizer::give_up_update(std::exception_ptr error) noexcept {
-  pipeline_->give_up(std::move(error));
-  gradients_ = nullptr;
-}
-
-bool TieredOptimizer::may_update_early(int param) const {
-  const StoredParts& stored = parts_.stored[static_cast<std::size_t>(param)];
-  return !stored.parameter && !stored.gradient;
-}
-
-void TieredOptimizer::expect_early_updates() {
-  settle();
-  expects_early_ = true;
-  pipeline_->expect_early_updates();
-}
-
-void TieredOptimizer::start(std::span<const int> ids, bool is_rest) {
+  gradients.wait();  // stored ones are read on another thread
   const device::Pending may_start = record_users();
-  std::vector<std::pair<int, UpdateJob::Item>> items;
+  UpdateJob job;
+  job.gradients = &gradients;
+  job.items.resize(static_cast<std::size_t>(params_.num_params()));
   std::vector<int> on_device;
-  for (const int id : ids) {
-    const auto index = static_cast<std::size_t>(id);
-    TESSERA_INVARIANT(!is_started_[index], "parameter '", params_[id].name(), "' is updated twice");
-    is_started_[index] = true;
-    started_.push_back(id);
+  for (int id = 0; id < params_.num_params(); ++id) {
+    if (!params_[id].trainable()) {
+      continue;
+    }
     if (is_on_device(id)) {
       on_device.push_back(id);
       continue;
     }
-    UpdateJob::Item item = make_item(id, may_start);
+    UpdateJob::Item item = make_item(id, gradients, scalars, may_start);
     params_[id].set_updated(device::Pending(item.done));
     if (!item.keeps) {
       states_.count_update(id);
@@ -276,13 +214,13 @@ void TieredOptimizer::start(std::span<const int> ids, bool is_rest) {
     if (item.num_pieces_left == 0) {
       item.done->hand_over({});  // a shard without elements
     } else {
-      items.emplace_back(id, std::move(item));
+      job.items[static_cast<std::size_t>(id)] = std::move(item);
     }
   }
-  // The processor begins while the device's share is handed over.
-  pipeline_->add(std::move(items), is_rest);
+  // The CPU begins while the device's share is handed over.
+  pipeline_->start(std::move(job));
   if (!on_device.empty()) {
-    device_update_->start(on_device, *gradients_, scalars_);
+    device_update_->start(on_device, gradients, scalars);
   }
 }
 

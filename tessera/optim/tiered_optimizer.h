@@ -3,8 +3,7 @@
 //
 // What is stored streams through leases, sub-group by sub-group (sub_group.h), on a thread of its
 // own (update_pipeline.h); nothing is ever held as a whole. start_update() returns at once; each
-// parameter's Pending is done as soon as its own update is, in the order of registration, or where
-// update() starts them during backward, in that of gradients.
+// parameter's Pending is done as soon as its own update is, in the order of registration.
 //
 // Beside a device with memory of its own (TieredParts::own) `device` and `kernels` are the host's:
 // there the pipeline updates what the processor is given, while the device updates the rest
@@ -61,14 +60,7 @@ class TieredOptimizer final : public Optimizer {
   void prepare() override;
   // Stored gradients have kept theirs on their way.
   double sum_of_squares(grad::Reducer& gradients) override;
-  void begin_update(grad::Reducer& gradients, double lr, double gradient_scale) override;
-  void update(std::span<const int> ids) override;
-  void end_update() override;
-  void give_up_update(std::exception_ptr error) noexcept override;
-  // What is stored, but for states, is read and written when backward is over: a gradient is there
-  // when all of it is, and a parameter's buffers serve the backward.
-  bool may_update_early(int param) const override;
-  void expect_early_updates() override;
+  void start_update(grad::Reducer& gradients, double lr, double gradient_scale) override;
   void wait() override;
   std::int64_t num_updates() const override { return num_updates_; }
   void follow_trainable(int param) override;
@@ -95,12 +87,11 @@ class TieredOptimizer final : public Optimizer {
   void add(int id);
   void make_master(int id);
   void set_plan();
-  void set_device_order();
   void bring_gradient(int id, const grad::ShardGradient& gradient, UpdateJob::Item& item);
-  UpdateJob::Item make_item(int id, const device::Pending& may_start);
+  UpdateJob::Item make_item(int id, grad::Reducer& gradients, const UpdateScalars& scalars,
+                            const device::Pending& may_start);
   // Everything that may read shards or make gradients now.
   device::Pending record_users();
-  void start(std::span<const int> ids, bool is_rest);
   // Waits, and gives all leases back.
   void settle();
   // A tensor that is stored, in the copy.
@@ -119,13 +110,6 @@ class TieredOptimizer final : public Optimizer {
   std::uint64_t gradients_down_bytes_ = 0;
   std::uint64_t parameters_up_bytes_ = 0;
   std::int64_t num_updates_ = 0;
-  // Of an update that has begun.
-  grad::Reducer* gradients_ = nullptr;
-  UpdateScalars scalars_;
-  std::vector<bool> is_started_;  // by id
-  bool expects_early_ = false;
-  std::vector<int> started_;       // as they were, in this update or the last one
-  std::vector<int> device_order_;  // in which the device expects them; empty: registration
   std::unique_ptr<UpdatePipeline> pipeline_;  // last: its thread uses the above
 };
 

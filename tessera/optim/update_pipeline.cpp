@@ -1,7 +1,6 @@
 #include "tessera/optim/update_pipeline.h"
 
 #include <algorithm>
-#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -31,32 +30,17 @@ void UpdatePipeline::set_plan(SubGroupPlan plan) {
                 "; make sub-groups smaller, or raise the memory budget");
   plan_ = std::move(plan);
   num_kept_ = num_kept_groups(plan_, buffer_bytes);
-  groups_of_param_.assign(static_cast<std::size_t>(params_.num_params()), {});
-  for (std::size_t i = 0; i < plan_.groups.size(); ++i) {
-    for (const SubGroupPiece& piece : plan_.groups[i].pieces) {
-      groups_of_param_[static_cast<std::size_t>(piece.param)].push_back(i);
+  num_pieces_.assign(static_cast<std::size_t>(params_.num_params()), 0);
+  for (const SubGroup& group : plan_.groups) {
+    for (const SubGroupPiece& piece : group.pieces) {
+      ++num_pieces_[static_cast<std::size_t>(piece.param)];
     }
   }
-  reset_order();
-}
-
-void UpdatePipeline::expect_early_updates() {
-  expects_early_ = true;
-  reset_order();
-}
-
-// REQUIRES: nothing is in leases ahead of the next update.
-void UpdatePipeline::reset_order() {
-  order_.resize(plan_.groups.size());
-  std::iota(order_.begin(), order_.end(), std::size_t{0});
-  if (expects_early_) {
-    std::reverse(order_.begin(), order_.end());
-  }
-  to_open_.assign(order_.begin(), order_.end());
+  next_ = 0;
 }
 
 int UpdatePipeline::num_pieces(int param) const {
-  return static_cast<int>(groups_of_param_[static_cast<std::size_t>(param)].size());
+  return num_pieces_[static_cast<std::size_t>(param)];
 }
 
 void UpdatePipeline::prepare() {
@@ -68,49 +52,16 @@ void UpdatePipeline::prepare() {
   changed_.notify_all();
 }
 
-void UpdatePipeline::open(grad::Reducer& gradients) {
-  check();
+void UpdatePipeline::start(UpdateJob job) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  TESSERA_INVARIANT(!current_, "an update begins before the one before it has been closed");
   must_prepare_ = false;  // the update itself reads ahead
-  current_ = std::make_shared<OpenJob>();
-  current_->job.gradients = &gradients;
-  current_->job.items.resize(static_cast<std::size_t>(params_.num_params()));
-  jobs_.push_back(current_);
+  jobs_.push_back(std::move(job));
   changed_.notify_all();
-}
-
-void UpdatePipeline::add(std::vector<std::pair<int, UpdateJob::Item>> items, bool closes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TESSERA_INVARIANT(current_, "parameters of an update that has not begun");
-  for (auto& item : items) {
-    if (failure_) {
-      item.second.done->fail(failure_);
-    } else {
-      current_->arrived.push_back(std::move(item));
-    }
-  }
-  if (closes) {
-    current_->is_open = false;
-    current_.reset();
-  }
-  changed_.notify_all();
-}
-
-void UpdatePipeline::give_up(std::exception_ptr error) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (current_) {
-    current_->is_open = false;
-    current_->given_up = std::move(error);
-    current_.reset();
-    changed_.notify_all();
-  }
 }
 
 void UpdatePipeline::wait() {
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    TESSERA_INVARIANT(!current_, "the end of an update is waited for that still grows");
     changed_.wait(lock, [this] { return jobs_.empty() && !must_prepare_ && !is_busy_; });
   }
   check();
@@ -144,10 +95,10 @@ void UpdatePipeline::run() {
     const bool has_failed = failure_ != nullptr;
     is_busy_ = true;
     if (!jobs_.empty()) {
-      const std::shared_ptr<OpenJob> open = std::move(jobs_.front());
+      UpdateJob job = std::move(jobs_.front());
       jobs_.pop_front();
       lock.unlock();
-      update(*open);
+      update(job);
       lock.lock();
     } else if (std::exchange(must_prepare_, false)) {
       if (!has_failed && !is_stopping_) {
@@ -172,32 +123,27 @@ void UpdatePipeline::prepare_now() {
   merge_stats();
 }
 
-void UpdatePipeline::update(OpenJob& open) {
+void UpdatePipeline::update(UpdateJob& job) {
   try {
     check();  // a job that was queued behind one that failed
-    update_groups(open);
+    update_groups(job);
   } catch (...) {
-    fail(&open, std::current_exception());
+    fail(&job, std::current_exception());
   }
   merge_stats();
 }
 
-void UpdatePipeline::update_groups(OpenJob& open) {
-  UpdateJob& job = open.job;
-  num_missing_.clear();
-  for (const SubGroup& group : plan_.groups) {
-    num_missing_.push_back(group.pieces.size());
-  }
-  complete_.clear();
-  rest_is_ordered_ = false;
+void UpdatePipeline::update_groups(UpdateJob& job) {
   for (std::size_t i = 0; i < plan_.groups.size(); ++i) {
     retire_written();
-    UpdateStage& stage = next_stage(open);
-    for (UpdateStage& each : ahead_) {
-      if (num_missing_[each.number] == 0) {
-        work_.start_gradient_reads(each, job);
-      }
+    if (ahead_.empty()) {
+      open_stage(/*may_wait=*/true);
     }
+    read_ahead();
+    for (UpdateStage& each : ahead_) {
+      work_.start_gradient_reads(each, job);
+    }
+    UpdateStage& stage = ahead_.front();
     work_.update(stage, job);
     work_.start_state_writes(stage);
     writing_.push_back(std::move(stage));
@@ -209,10 +155,7 @@ void UpdatePipeline::update_groups(OpenJob& open) {
   while (!writing_.empty()) {
     retire_oldest();
   }
-  if (expects_early_) {
-    order_ = complete_;
-  }
-  to_open_.assign(order_.begin(), order_.end());
+  next_ = 0;
   if (tiers_.parameters != nullptr) {
     for (int id = 0; id < params_.num_params(); ++id) {
       tiers_.parameters->wait_written(id);  // all are: lets it forget them
@@ -220,71 +163,14 @@ void UpdatePipeline::update_groups(OpenJob& open) {
   }
 }
 
-UpdateStage& UpdatePipeline::next_stage(OpenJob& open) {
-  do {
-    if (ahead_.empty()) {
-      open_stage(/*may_wait=*/true);
-    }
-    read_ahead();
-  } while (!await(open, ahead_.front().number));
-  return ahead_.front();
-}
-
-bool UpdatePipeline::await(OpenJob& open, std::size_t group) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (true) {
-    take_arrived(open);
-    if (open.given_up) {
-      std::rethrow_exception(open.given_up);
-    }
-    if (!open.is_open && !std::exchange(rest_is_ordered_, true) && expects_early_) {
-      lock.unlock();
-      order_rest();
-      return false;
-    }
-    if (num_missing_[group] == 0) {
-      return true;
-    }
-    TESSERA_INVARIANT(open.is_open && !is_stopping_, "an update ends, and sub-group ", group,
-                      " has not come");
-    changed_.wait(lock);
-  }
-}
-
-void UpdatePipeline::take_arrived(OpenJob& open) {
-  for (auto& [id, item] : open.arrived) {
-    const auto index = static_cast<std::size_t>(id);
-    open.job.items[index] = std::move(item);
-    for (const std::size_t group : groups_of_param_[index]) {
-      if (--num_missing_[group] == 0) {
-        complete_.push_back(group);
-      }
-    }
-  }
-  open.arrived.clear();
-}
-
-// See [Note: the order of updates]. What has no lease was only noted down.
-void UpdatePipeline::order_rest() {
-  for (auto stage = ahead_.begin(); stage != ahead_.end();) {
-    if (stage->group->lease_bytes == 0) {
-      to_open_.push_back(stage->number);
-      stage = ahead_.erase(stage);
-    } else {
-      ++stage;
-    }
-  }
-  std::sort(to_open_.begin(), to_open_.end());
-}
-
 void UpdatePipeline::read_ahead() {
-  while (tiers_.reads_ahead && !to_open_.empty() && open_stage(/*may_wait=*/false)) {
+  while (tiers_.reads_ahead && next_ < plan_.groups.size() && open_stage(/*may_wait=*/false)) {
   }
 }
 
 bool UpdatePipeline::open_stage(bool may_wait) {
   UpdateStage stage;
-  stage.number = to_open_.front();
+  stage.number = next_;
   stage.group = &plan_.groups[stage.number];
   const auto kept = kept_.find(stage.number);
   const bool must_read = kept == kept_.end();
@@ -298,7 +184,7 @@ bool UpdatePipeline::open_stage(bool may_wait) {
     }
     stage.lease = std::move(*lease);
   }
-  to_open_.pop_front();
+  ++next_;
   // In place before anything is started: a lease outlives what is in flight.
   ahead_.push_back(std::move(stage));
   if (must_read) {
@@ -341,22 +227,16 @@ void UpdatePipeline::retire_oldest() {
   writing_.pop_front();
 }
 
-void UpdatePipeline::fail(OpenJob* open, std::exception_ptr error) {
+void UpdatePipeline::fail(UpdateJob* job, std::exception_ptr error) {
   error = drain(error);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_) {
       failure_ = error;
     }
-    if (open != nullptr) {  // whatever comes later fails in add()
-      for (auto& [id, item] : open->arrived) {
-        open->job.items[static_cast<std::size_t>(id)] = std::move(item);
-      }
-      open->arrived.clear();
-    }
   }
-  if (open != nullptr) {
-    for (UpdateJob::Item& item : open->job.items) {
+  if (job != nullptr) {
+    for (UpdateJob::Item& item : job->items) {
       if (item.done && item.done->is_open()) {
         item.done->fail(error);
       }
@@ -387,7 +267,7 @@ std::exception_ptr UpdatePipeline::drain(const std::exception_ptr& error) {
   writing_.clear();
   ahead_.clear();
   kept_.clear();
-  to_open_.assign(order_.begin(), order_.end());
+  next_ = 0;
   return of_writes ? of_writes : error ? error : of_reads;
 }
 

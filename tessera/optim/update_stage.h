@@ -25,7 +25,7 @@
 
 namespace tessera::optim {
 
-// One update of all trainable parameters, which may come one after the other.
+// One update of all trainable parameters.
 struct UpdateJob {
   struct Item {
     bool keeps = false;  // no gradient came: nothing changes, and the parameter is made again
@@ -37,7 +37,7 @@ struct UpdateJob {
     std::byte* shard = nullptr;  // null: stored
     // Carries new values from `shard` to where they belong, once all are there; null: they are.
     std::function<device::Pending()> deliver;
-    std::shared_ptr<device::HandedOver> done;  // null: not updated, or it has not come yet
+    std::shared_ptr<device::HandedOver> done;  // null: not updated
     int num_pieces_left = 0;
     std::vector<device::Pending> writes;  // of pieces so far that must be read from the store
   };

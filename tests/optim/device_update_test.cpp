@@ -93,36 +93,6 @@ TEST(DeviceUpdate, UsesLentMemoryAgainUntilItIsWantedBack) {
   }
 }
 
-TEST(DeviceUpdate, UpdatesInAnotherOrderThanItWasToldTo) {
-  for (const int num_slots : {1, 3}) {
-    Case test;
-    test.shapes = mixed_shapes();
-    test.num_slots = num_slots;
-    test.slot_numel = 2048;
-    test.num_lent = 2;
-    test.is_reversed = true;
-    expect_same_bits(test);
-  }
-}
-
-TEST(DeviceUpdate, GivesTheSameBitsWhereUpdatesStartWhileGradientsCome) {
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
-    for (const int num_backwards : {1, 3}) {
-      Case test;
-      test.shapes = mixed_shapes();
-      test.dtype = dtype;
-      test.slot_numel = 2048;
-      test.starts_early = true;
-      test.num_backwards = num_backwards;
-      test.leaves = num_backwards == 1;
-      for (const bool is_reversed : {false, true}) {
-        test.is_reversed = is_reversed;
-        expect_same_bits(test);
-      }
-    }
-  }
-}
-
 TEST(DeviceUpdate, LeavesNewParametersWhereTheirGradientsWere) {
   Case test;
   test.shapes = mixed_shapes();  // two of them live on the host and are the device's

@@ -4,7 +4,6 @@
 
 #include <cstring>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <vector>
 
@@ -48,8 +47,6 @@ struct Case {
   std::size_t slot_numel = 4096;
   int num_lent = 0;               // slots besides, at most
   bool takes_back_early = false;  // before the update starts
-  bool is_reversed = false;       // the order in which updates are expected
-  bool starts_early = false;      // each update, as soon as its gradient has come
   RuleOptions rule;
 };
 
@@ -112,13 +109,6 @@ class World {
       auto optimizer = std::make_unique<TieredOptimizer>(params_, *host_, *host_kernels_, test.rule,
                                                          std::move(tiers));
       update_ = optimizer->device_update();
-      if (test.is_reversed && test.starts_early) {
-        optimizer->expect_early_updates();
-      } else if (test.is_reversed) {
-        std::vector<int> order(static_cast<std::size_t>(params_.num_params()));
-        std::iota(order.rbegin(), order.rend(), 0);
-        update_->set_order(order);
-      }
       optimizer_ = std::move(optimizer);
     } else {
       optimizer_ = std::make_unique<ShardedOptimizer>(params_, *device_, *kernels_, test.rule);
@@ -127,12 +117,7 @@ class World {
 
   void step(int number) {
     optimizer_->prepare();
-    const bool is_early = test_.starts_early && update_ != nullptr;
     for (int backward = 0; backward < test_.num_backwards; ++backward) {
-      const bool is_last = backward + 1 == test_.num_backwards;
-      if (is_early && is_last) {
-        optimizer_->begin_update(*reducer_, kLr, kScale);
-      }
       for (int id = params_.num_params() - 1; id >= 0; --id) {
         const shard::Param& param = params_[id];
         const auto seed = static_cast<std::uint64_t>(100 * number + 10 * backward + id);
@@ -140,9 +125,6 @@ class World {
             elements(param.layout().numel(), test_.dtype, seed));
         gradients_[static_cast<std::size_t>(id)] = values;
         reducer_->add(param, {values->data(), test_.dtype, std::move(values)});
-        if (is_early && is_last) {
-          optimizer_->update({&id, 1});
-        }
       }
       reducer_->finish_backward();
     }
@@ -151,11 +133,7 @@ class World {
       take_back();
     }
     norms.push_back(optimizer_->sum_of_squares(*reducer_));
-    if (is_early) {
-      optimizer_->end_update();
-    } else {
-      optimizer_->start_update(*reducer_, kLr, kScale);
-    }
+    optimizer_->start_update(*reducer_, kLr, kScale);
     check_copies();
     take_back();
     if (number % 2 == 0) {

@@ -172,10 +172,6 @@ void TieredWorld::make_buffers() {
 void TieredWorld::remake_reducer() {
   reducer_.reset();
   grad::ReducerParts parts{group_, *device_, *params_, clock_, spans_};
-  parts.sum_of_squares = [](const void* values, DType dtype, std::int64_t numel, double* result,
-                            device::Stream& stream) {
-    return stream.enqueue([=] { *result = sum_of_squares(NormSpan{values, dtype, numel}); });
-  };
   if (!is_reference(test_)) {
     parts.tier = &gradient_tier_;
     parts.block_sum_of_squares = best_loops().block_sum_of_squares;
@@ -214,21 +210,6 @@ std::weak_ptr<void> TieredWorld::add_gradient(int step, int id) {
   std::weak_ptr<void> memory = values;
   reducer_->add(param, {values->data(), DType::kFloat32, std::move(values)});
   return memory;
-}
-
-void TieredWorld::early_step(int number, const std::vector<int>& order) {
-  optimizer_->prepare();
-  optimizer_->begin_update(*reducer_, kTieredLr, kTieredScale);
-  for (const int id : order) {
-    add_gradient(number, id);
-    if (optimizer_->may_update_early(id)) {
-      optimizer_->update({&id, 1});
-    }
-  }
-  reducer_->finish_backward();
-  optimizer_->end_update();
-  optimizer_->wait();
-  reducer_->clear();
 }
 
 void TieredWorld::step(int number) {

@@ -57,8 +57,6 @@ class TieredWorld {
   void backward(int step);
   // A whole step, waited for.
   void step(int number);
-  // The same, where gradients come in this order, and updates start as they come. One rank.
-  void early_step(int number, const std::vector<int>& order);
   // The gradient of one parameter comes; what follows is the caller's. Gives its memory.
   std::weak_ptr<void> add_gradient(int step, int id);
   Trained trained();
