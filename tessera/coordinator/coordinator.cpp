@@ -66,9 +66,14 @@ void Coordinator::Impl::seal() {
   persists_.assign(bytes.size(), false);
   is_wanted_ = persists_;
   seen_versions_.assign(bytes.size(), 0);
-  const bool is_fed = has_brought();
-  if (is_alone_ && !is_fed) {
+  const bool has_loads = this->has_loads();
+  if (is_alone_ && !has_loads) {
     return;
+  }
+  loader_ = tier_ ? tier_->loader : nullptr;
+  if (loader_ == nullptr && has_loads) {
+    own_loader_ = std::make_unique<ShardLoader>(parts_.params, parts_.device);
+    loader_ = own_loader_.get();
   }
   for (int id = 0; id < parts_.params.num_params(); ++id) {
     if (parts_.params[id].dynamic()) {
@@ -116,7 +121,7 @@ void Coordinator::Impl::seal() {
       tier_ ? tier_->arena_bytes : units_.arena_bytes(options_.budgets.live_limit_bytes);
   gatherer_ = std::make_unique<Gatherer>(
       Gatherer::Parts{parts_.group, parts_.device, parts_.params, parts_.clock, parts_.spans,
-                      parts_.logger, tier_ ? tier_->feed : nullptr},
+                      parts_.logger, loader_},
       units_.num_units(), arena_bytes, options_.budgets.max_inflight);
   is_wanted_ = persists_;
 }
@@ -133,12 +138,12 @@ void Coordinator::Impl::set_tier(const TierOptions& tier) {
   }
 }
 
-bool Coordinator::Impl::has_brought() const {
+bool Coordinator::Impl::has_loads() const {
   bool has_any = false;
   for (int id = 0; id < parts_.params.num_params(); ++id) {
     const Param& param = parts_.params[id];
-    TESSERA_INVARIANT(!param.is_on_nvme() || (tier_ && tier_->feed != nullptr), "parameter '",
-                      param.name(), "' is stored, and nothing feeds it");
+    TESSERA_INVARIANT(!param.is_on_nvme() || (tier_ && tier_->loader != nullptr), "parameter '",
+                      param.name(), "' is on NVMe, and nothing loads it");
     has_any = has_any || param.tier() != Tier::kDevice;
   }
   return has_any;
@@ -384,7 +389,7 @@ void Coordinator::Impl::end_step() {
 // The update that comes makes them stale. The one before may still hand over values of parameters
 // that this step has not used.
 void Coordinator::Impl::forget_stored_copies() {
-  if (!tier_ || tier_->feed == nullptr) {
+  if (loader_ == nullptr) {
     return;
   }
   for (int id = 0; id < parts_.params.num_params(); ++id) {
@@ -392,7 +397,7 @@ void Coordinator::Impl::forget_stored_copies() {
       wait_ignoring_failure(parts_.params[id].updated());
     }
   }
-  tier_->feed->forget_all();
+  loader_->forget_all();
 }
 
 void Coordinator::Impl::abandon() noexcept {

@@ -20,10 +20,10 @@
 // Memory: full parameters lie in one arena of min(live limit, all parameters) + largest unit bytes,
 // each parameter rounded up to the arena's alignment, made at the first use, unless set_tier() says
 // otherwise. In a group of one what is in the device's memory is used where it lies; if all is,
-// there is neither arena nor plan. Shards in memory of the host (host_feed.h) are copied into their
+// there is neither arena nor plan. Shards in memory of the host (shard_loader.h) are copied into their
 // own slot of the gathered parameter.
 //
-// Stored shards (shard_feed.h) are brought into their own slot of the gathered parameter first; the
+// Shards on NVMe are brought into their own slot of the gathered parameter first; the
 // group waits for that, not the caller. While a plan is followed, the shards of the uses that come
 // after those that are gathered ahead are read, in the order of use.
 //
@@ -62,7 +62,7 @@
 #include "tessera/coordinator/leaf_rule.h"
 #include "tessera/coordinator/meeting.h"
 #include "tessera/coordinator/prefetch_plan.h"
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/coordinator/unit_table.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/ledger.h"
@@ -99,7 +99,9 @@ struct CoordinatorParts {
 
 // Where shards are stored and memory is planned.
 struct TierOptions {
-  ShardFeed* feed = nullptr;  // null: no shard is stored; outlives the coordinator
+  // Outlives the coordinator; null: no shard is on NVMe, and what is in host memory is loaded by a
+  // loader of the coordinator's own.
+  ShardLoader* loader = nullptr;
   std::int64_t live_limit_bytes = 0;
   std::size_t arena_bytes = 0;
   // 0: as the options say.

@@ -29,10 +29,10 @@ bool Coordinator::Impl::persists(int param) const {
 
 void Coordinator::Impl::forget_device_copies() {
   for (int id = 0; id < parts_.params.num_params(); ++id) {
-    parts_.params[id].set_device_copy({});
+    parts_.params[id].forget_device_copy();
   }
-  if (gatherer_) {
-    gatherer_->forget_device_copies();
+  if (loader_ != nullptr) {
+    loader_->forget_device_copies();
   }
 }
 
@@ -57,7 +57,7 @@ CoordinatorStats Coordinator::Impl::take_stats() {
   stats.gathered_bytes = all.demand_bytes + all.prefetch_bytes;
   stats.exposed_wait_s = all.demand_wait_s + all.prefetch_wait_s;
   stats.full_bytes_peak += gatherer_->take_peak();
-  stats.brought_bytes = gatherer_->take_brought_bytes();
+  stats.brought_bytes = loader_ != nullptr ? loader_->take_stats(Tier::kHost).loaded_bytes : 0;
   const std::uint64_t overflows = gatherer_->num_overflows();
   stats.arena_overflows = overflows - std::exchange(overflows_taken_, overflows);
   const std::uint64_t misplaced = gatherer_->num_misplaced();

@@ -82,7 +82,7 @@ class Coordinator::Impl {
   std::string text_of(const Use& use) const;
   [[noreturn]] void throw_state(const std::string& message, const UnitInfo& unit) const;
 
-  bool has_brought() const;
+  bool has_loads() const;
   void say_what_cannot_be_prefetched() const;
 
   // Uses.
@@ -152,6 +152,8 @@ class Coordinator::Impl {
   std::vector<PlannedCall> queue_;      // from next_call_ on: held back, see the note
   std::size_t next_call_ = 0;
   Use running_;  // the use that queue_ belongs to
+  std::unique_ptr<ShardLoader> own_loader_;
+  ShardLoader* loader_ = nullptr;  // null: all shards are in the device's memory
   std::unique_ptr<Gatherer> gatherer_;
   bool resident_ = false;
   std::uint64_t overflows_taken_ = 0;

@@ -50,8 +50,8 @@ void Coordinator::Impl::depart(const Use& use) {
       text_of(use), " came; it goes on without prefetch, and will be known the next time");
   ahead_of_ = kNoTrace;
   plan_ = nullptr;
-  if (tier_ && tier_->feed != nullptr) {
-    tier_->feed->forget_read_ahead();
+  if (loader_ != nullptr) {
+    loader_->forget_read_ahead();
   }
   is_wanted_ = persists_;
   for (const int id : units_[use.unit].planned) {
@@ -224,14 +224,13 @@ void Coordinator::Impl::start_prefetches(RoomCheck check) {
 
 // What the uses behind those that are gathered ahead need next, in their order.
 void Coordinator::Impl::read_ahead() {
-  if (!tier_ || tier_->feed == nullptr || plan_ == nullptr ||
-      book_.mode() != TraceMode::kComplete) {
+  if (loader_ == nullptr || plan_ == nullptr || book_.mode() != TraceMode::kComplete) {
     return;
   }
   ahead_ids_.clear();
   const std::vector<Use>& uses = book_.trace(book_.following()).uses;
   std::size_t bytes = 0;
-  for (std::size_t i = book_.position(); i < uses.size() && bytes < tier_->feed->window_bytes();
+  for (std::size_t i = book_.position(); i < uses.size() && bytes < loader_->window_bytes();
        ++i) {
     for (const int id : unit_params_[static_cast<std::size_t>(uses[i].unit)]) {
       const shard::Param& param = parts_.params[id];
@@ -242,7 +241,7 @@ void Coordinator::Impl::read_ahead() {
       }
     }
   }
-  tier_->feed->read_ahead(ahead_ids_);
+  loader_->read_ahead(ahead_ids_);
 }
 
 bool Coordinator::Impl::has_room_for(const GatherList& list) const {

@@ -46,13 +46,7 @@ Gatherer::Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_
       arena_(parts.device, arena_bytes),
       inflight_(static_cast<std::size_t>(parts.params.num_params())),
       blocks_(static_cast<std::size_t>(parts.params.num_params())),
-      counts_((num_units + 1) * kNumPhases) {
-  for (int id = 0; id < parts.params.num_params() && !host_feed_; ++id) {
-    if (parts.params[id].is_on_host()) {
-      host_feed_ = std::make_unique<HostFeed>(parts.device);
-    }
-  }
-}
+      counts_((num_units + 1) * kNumPhases) {}
 
 GatherCounts& Gatherer::counts(UnitId unit, Phase phase) {
   const std::size_t row =
@@ -223,15 +217,11 @@ std::byte* Gatherer::own_slot(const Param& param, void* full) const {
 }
 
 const std::byte* Gatherer::shard_of(const Param& param, std::byte* slot) {
-  if (param.is_on_host()) {
-    ready_.push_back(host_feed_->start_bring(param, slot));
-    return slot;
-  }
-  if (!param.is_on_nvme()) {
+  if (param.tier() == Tier::kDevice) {
     return param.shard();
   }
   // Behind the former users of the slot's memory, which the gather stream waits for.
-  ready_.push_back(parts_.feed->start_bring(param, slot, gather_.record()));
+  ready_.push_back(parts_.loader->start_load(param, slot, gather_.record()));
   return slot;
 }
 
@@ -367,7 +357,7 @@ void Gatherer::finish_and_drop(Param& param) {
 }
 
 void Gatherer::finish_drops() noexcept {
-  wait_for_feed();
+  wait_for_loads();
   for (const Pending& gathered : drops_) {
     wait_ignoring_failure(gathered);
   }

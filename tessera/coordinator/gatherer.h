@@ -30,9 +30,8 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/coordinator/gather_counts.h"
-#include "tessera/coordinator/host_feed.h"
 #include "tessera/coordinator/inflight.h"
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/log.h"
 #include "tessera/core/spans.h"
@@ -52,11 +51,11 @@ class Gatherer {
     const Clock& clock;
     Spans& spans;
     const Logger& logger;
-    ShardFeed* feed;  // null: no shard is stored
+    ShardLoader* loader;  // null: all shards are in the device's memory
   };
   Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_bytes, int max_inflight);
   // A gather that has failed may have shards on their way into the arena.
-  ~Gatherer() { wait_for_feed(); }
+  ~Gatherer() { wait_for_loads(); }
   Gatherer(const Gatherer&) = delete;
   Gatherer& operator=(const Gatherer&) = delete;
 
@@ -91,14 +90,6 @@ class Gatherer {
   std::uint64_t num_misplaced() const { return num_misplaced_; }  // not at their planned offset
   // Since the last call; it starts again from what is held now.
   std::int64_t take_peak();
-  // See host_feed.h.
-  void forget_device_copies() {
-    if (host_feed_) {
-      host_feed_->forget_device_copies();
-    }
-  }
-  // From memory of the host, since the last call.
-  std::uint64_t take_brought_bytes() { return host_feed_ ? host_feed_->take_brought_bytes() : 0; }
   // By unit and phase; unit -1 stands for those who are no unit.
   GatherCounts& counts(UnitId unit, Phase phase);
   // Of all units together, since the last call.
@@ -108,12 +99,9 @@ class Gatherer {
   double wait(const device::Pending& gathered, LabelId unit);
   // An exception came while a call was put together: nothing of it stays.
   void undo_call();
-  void wait_for_feed() noexcept {
-    if (parts_.feed != nullptr) {
-      parts_.feed->wait_idle();
-    }
-    if (host_feed_) {
-      host_feed_->wait_idle();
+  void wait_for_loads() noexcept {
+    if (parts_.loader != nullptr) {
+      parts_.loader->wait_idle();
     }
   }
   void order_behind_update(const shard::Param& param);
@@ -131,7 +119,6 @@ class Gatherer {
   const std::size_t arena_bytes_;
   const std::size_t max_inflight_;
   device::Arena arena_;
-  std::unique_ptr<HostFeed> host_feed_;  // null: no shard is in memory of the host
   InflightRegistry inflight_;
   std::vector<device::ArenaBlock> blocks_;  // by parameter id
   std::vector<device::Pending> drops_;
