@@ -130,7 +130,7 @@ class Engine::Impl {
   // A forward of the unit has been given to the compute stream: what it has copied on the device
   // (shard::DeviceCopy) lies in memory of gradients, which activations may have now.
   void let_go_of_copies(coordinator::UnitId unit);
-  // Before a collective that is no unit's: see coordinator/meeting.h.
+  // Before a collective that is no unit's: see coordinator/consensus.h.
   void meet_outside_of_units(const std::string& what);
   // Collective: every rank's numbers, in rank order.
   std::vector<std::int64_t> gather_numbers(const std::vector<std::int64_t>& mine,
