@@ -30,7 +30,8 @@ bool is_inside(const std::string& name, const std::string& outer) {
   return name.size() > outer.size() && name.starts_with(outer) && name[outer.size()] == '.';
 }
 
-// "type 'BlockImpl'"
+}  // namespace
+
 std::string describe(const LeafRule& rule) {
   switch (rule.kind) {
     case LeafRule::Kind::kName:
@@ -44,8 +45,6 @@ std::string describe(const LeafRule& rule) {
   }
   return "?";
 }
-
-}  // namespace
 
 UnitId UnitTable::add(std::string name, const std::vector<int>& params, UnitTraits traits) {
   TESSERA_INVARIANT(!is_finalized_, "unit '", name, "' is added after the first use");

@@ -39,6 +39,7 @@ struct LeafRule {
   static LeafRule type(std::string text) { return {Kind::kType, std::move(text), 0}; }
   static LeafRule numel_below(std::int64_t numel) { return {Kind::kNumelBelow, {}, numel}; }
 };
+std::string describe(const LeafRule& rule);  // "type 'BlockImpl'"
 
 // What is said about a unit when it is made.
 struct UnitTraits {
