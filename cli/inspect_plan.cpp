@@ -4,6 +4,7 @@
 #include <span>
 #include <utility>
 
+#include "tessera/coordinator/plan_walk.h"
 #include "tessera/coordinator/prefetch_plan.h"
 #include "tessera/core/error.h"
 #include "tessera/device/arena_map.h"
@@ -13,7 +14,6 @@ namespace {
 
 using coordinator::GatherList;
 using coordinator::Phase;
-using coordinator::PlannedUse;
 using coordinator::PrefetchPlan;
 using coordinator::Use;
 
@@ -126,8 +126,43 @@ std::vector<Use> trace_of_chain(std::size_t num_units, std::int64_t num_micro_ba
   return uses;
 }
 
-PrefetchPlan make_prefetch_plan(const StepPlanInput& input, const StepPlan& plan,
-                                std::span<const Use> uses) {
+// Carries the plan of a step out, and writes down what happens.
+void walk_plan(const coordinator::PlanInput& input, const PrefetchPlan& prefetch, StepPlan& plan) {
+  coordinator::PlanWalk walk(input, prefetch);
+  std::int64_t held_bytes = 0;
+  const auto start = [&](GatherList params) {
+    GatherCall call{std::move(params), 0};
+    for (const int id : call.params) {
+      call.bytes += full_bytes_of(plan.layouts[index_of(id)]);
+    }
+    held_bytes += call.bytes;
+    plan.step.num_gathers += call.params.empty() ? 0 : 1;
+    plan.step.gathered_bytes += call.bytes;
+    plan.step.peak_bytes = std::max(plan.step.peak_bytes, held_bytes);
+    return call;
+  };
+  for (const GatherList& list : prefetch.ahead.prefetch) {
+    plan.before.push_back(start(list));
+  }
+  for (std::size_t i = 0; i < input.uses.size(); ++i) {
+    TimelineUse use;
+    use.use = input.uses[i];
+    use.demand = start(walk.begin_use());
+    walk.start_prefetches();
+    for (const GatherList& list : prefetch.uses[i].prefetch) {
+      use.ahead.push_back(start(list));
+    }
+    use.held_bytes = held_bytes;
+    use.release = walk.end_uses();
+    for (const int id : use.release) {
+      held_bytes -= full_bytes_of(plan.layouts[index_of(id)]);
+    }
+    plan.step.num_misses += static_cast<std::int64_t>(use.demand.params.size());
+    plan.uses.push_back(std::move(use));
+  }
+}
+
+void plan_gathers(const StepPlanInput& input, std::span<const Use> uses, StepPlan& plan) {
   std::vector<std::vector<int>> unit_params;
   for (const StepPlan::Unit& unit : plan.units) {
     unit_params.push_back(unit.gathered);
@@ -143,69 +178,11 @@ PrefetchPlan make_prefetch_plan(const StepPlanInput& input, const StepPlan& plan
   plan_input.unit_params = unit_params;
   plan_input.params = params;
   plan_input.budgets = input.options.budgets;
-  return input.memory ? coordinator::make_placed_plan(plan_input)
-                      : coordinator::make_plan(plan_input);
+  walk_plan(plan_input,
+            input.memory ? coordinator::make_placed_plan(plan_input)
+                         : coordinator::make_plan(plan_input),
+            plan);
 }
-
-// Carries a plan out as the coordinator does, and writes down what happens.
-class Walk {
- public:
-  explicit Walk(StepPlan& plan) : plan_(plan), held_(plan.layouts.size()) {}
-
-  void run(const PrefetchPlan& prefetch, std::span<const Use> uses) {
-    plan_.before = start_all(prefetch.ahead.prefetch);
-    for (std::size_t i = 0; i < uses.size(); ++i) {
-      const PlannedUse& planned = prefetch.uses[i];
-      TimelineUse use;
-      use.use = uses[i];
-      use.demand = start(plan_.units[index_of(use.use.unit)].gathered);
-      use.ahead = start_all(planned.prefetch);
-      use.held_bytes = held_bytes_;
-      use.release = planned.release;
-      for (const int id : use.release) {
-        let_go(id);
-      }
-      plan_.step.num_misses += static_cast<std::int64_t>(use.demand.params.size());
-      plan_.uses.push_back(std::move(use));
-    }
-  }
-
- private:
-  GatherCall start(const GatherList& params) {
-    GatherCall call;
-    for (const int id : params) {
-      if (!held_[index_of(id)]) {
-        held_[index_of(id)] = true;
-        call.params.push_back(id);
-        call.bytes += full_bytes_of(plan_.layouts[index_of(id)]);
-      }
-    }
-    held_bytes_ += call.bytes;
-    plan_.step.num_gathers += call.params.empty() ? 0 : 1;
-    plan_.step.gathered_bytes += call.bytes;
-    plan_.step.peak_bytes = std::max(plan_.step.peak_bytes, held_bytes_);
-    return call;
-  }
-
-  std::vector<GatherCall> start_all(const std::vector<GatherList>& lists) {
-    std::vector<GatherCall> calls;
-    for (const GatherList& list : lists) {
-      calls.push_back(start(list));
-    }
-    return calls;
-  }
-
-  void let_go(int id) {
-    TESSERA_INVARIANT(held_[index_of(id)], "the plan releases parameter ", id,
-                      ", which is not held");
-    held_[index_of(id)] = false;
-    held_bytes_ -= full_bytes_of(plan_.layouts[index_of(id)]);
-  }
-
-  StepPlan& plan_;
-  std::vector<bool> held_;  // by parameter
-  std::int64_t held_bytes_ = 0;
-};
 
 // Nothing is gathered: shards are used where they lie.
 void walk_alone(std::span<const Use> uses, StepPlan& plan) {
@@ -241,7 +218,7 @@ StepPlan plan_step(const StepPlanInput& input) {
   choose_persistent(input, plan);
   plan.arena_bytes = input.memory ? input.memory->placement.arena_bytes
                                   : arena_bytes(plan, input.options.budgets.live_limit_bytes);
-  Walk(plan).run(make_prefetch_plan(input, plan, uses), uses);
+  plan_gathers(input, uses, plan);
   return plan;
 }
 

@@ -36,8 +36,8 @@ struct Trace {
 };
 
 // kRecord: no known trace fits; uses are written down. kComplete: a known trace is followed, and
-// its plan runs. kInvalid: this pass has departed from what it followed, and no other known trace
-// fits; it goes on without a plan, and is written down for the next time.
+// its plan runs. kInvalid: a trace miss, and no other known trace fits; the pass goes on without a
+// plan, and is written down for the next time.
 enum class TraceMode : std::uint8_t { kRecord, kComplete, kInvalid };
 std::string_view to_string(TraceMode mode);
 

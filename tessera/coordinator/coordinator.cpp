@@ -2,9 +2,13 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <utility>
 
-#include "tessera/coordinator/coordinator_impl.h"
+#include "tessera/comm/tag.h"
+#include "tessera/coordinator/gatherer.h"
+#include "tessera/coordinator/prefetcher.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
 
@@ -26,103 +30,40 @@ CoordinatorOptions CoordinatorOptions::from(const Config& config) {
   return options;
 }
 
-Coordinator::Impl::Impl(const CoordinatorParts& parts, const CoordinatorOptions& options)
+Coordinator::Coordinator(const CoordinatorParts& parts, const CoordinatorOptions& options)
     : parts_(parts),
       options_(options),
       is_alone_(parts.group.size() == 1),
-      units_(parts.params),
       compute_(parts.device.stream(device::StreamKind::kCompute)),
-      book_(options.max_traces) {
+      units_(parts.params) {
   TESSERA_INVARIANT(parts.params.num_ranks() == parts.group.size(), "parameters are cut for ",
                     parts.params.num_ranks(), " ranks, group '", parts.group.name(), "' has ",
                     parts.group.size());
 }
 
-Coordinator::Impl::~Impl() {
-  resident_ = false;
-  abandon();
-  persists_.assign(persists_.size(), false);
-  abandon();
+Coordinator::~Coordinator() {
+  is_resident_ = false;
+  release_all();
+  if (prefetcher_) {
+    prefetcher_->forget_persistent();
+    release_all();
+  }
 }
 
-std::string Coordinator::Impl::text_of(const Use& use) const {
-  return detail::concat("the ", to_string(use.phase), " of unit '", units_[use.unit].name, "'");
+UnitId Coordinator::add_unit(std::string name, const std::vector<int>& params, UnitTraits traits) {
+  return units_.add(std::move(name), params, std::move(traits));
 }
 
-void Coordinator::Impl::throw_state(const std::string& message, const UnitInfo& unit) const {
+void Coordinator::throw_state(const std::string& message, UnitId id) const {
+  const UnitInfo& unit = units_[id];
   const std::string first = unit.ids.empty() ? std::string() : parts_.params[unit.ids[0]].name();
   throw StateError(
       first.empty() ? message : detail::concat(message, "; its first parameter is '", first, "'"),
       first, unit.name);
 }
 
-// With the first use the model is complete: everything that a use needs is prepared.
-void Coordinator::Impl::seal() {
-  if (units_.is_sealed()) {
-    return;
-  }
-  units_.seal(parts_.spans);
-  const std::vector<std::int64_t> bytes = units_.param_bytes();
-  persists_.assign(bytes.size(), false);
-  is_wanted_ = persists_;
-  seen_versions_.assign(bytes.size(), 0);
-  const bool is_fed = has_brought();
-  if (is_alone_ && !is_fed) {
-    return;
-  }
-  for (int id = 0; id < parts_.params.num_params(); ++id) {
-    if (parts_.params[id].dynamic()) {
-      dynamic_params_.push_back(id);
-    }
-  }
-  meets_ = !is_alone_ && (units_.has_dynamic() || options_.uneven_data);
-  if (meets_) {
-    meeting_ = std::make_unique<Meeting>(parts_.group, parts_.device, dynamic_params_.size());
-  }
-  // What nobody plans for must find room beside what is planned.
-  plan_budgets_ = options_.budgets;
-  plan_budgets_.live_limit_bytes = std::max<std::int64_t>(
-      0, plan_budgets_.live_limit_bytes - units_.largest_bytes(/*dynamic=*/true));
-  const std::int64_t room =
-      room_to_persist(plan_budgets_.live_limit_bytes, units_.largest_bytes(/*dynamic=*/false));
-  persists_ =
-      choose_persistent(bytes, options_.persist_param_bytes, options_.persist_model_bytes, room);
-  for (std::size_t i = 0; i < units_.num_units() && !is_alone_; ++i) {
-    const UnitInfo& unit = units_[static_cast<UnitId>(i)];
-    for (const int id : unit.traits.dynamic ? unit.ids : unit.mixed) {
-      persists_[static_cast<std::size_t>(id)] = false;
-    }
-  }
-  for (int id = 0; id < parts_.params.num_params(); ++id) {
-    if (parts_.params[id].shard_is_full()) {
-      persists_[static_cast<std::size_t>(id)] = false;
-    }
-  }
-  unit_params_ = units_.planned_ids();
-  for (std::size_t i = 0; i < units_.num_units(); ++i) {
-    const UnitInfo& unit = units_[static_cast<UnitId>(i)];
-    unit_texts_.push_back(
-        unit.ids.empty() ? unit.name
-                         : detail::concat(unit.name, " (", parts_.params[unit.ids[0]].name(), ")"));
-  }
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    // Where the arena is all there is, what rounding takes of it counts.
-    const auto rounded =
-        static_cast<std::int64_t>(device::round_to_arena(static_cast<std::size_t>(bytes[i])));
-    plan_params_.push_back({tier_ ? rounded : bytes[i], persists_[i]});
-  }
-  say_what_cannot_be_prefetched();
-  const std::size_t arena_bytes =
-      tier_ ? tier_->arena_bytes : units_.arena_bytes(options_.budgets.live_limit_bytes);
-  gatherer_ = std::make_unique<Gatherer>(
-      Gatherer::Parts{parts_.group, parts_.device, parts_.params, parts_.clock, parts_.spans,
-                      parts_.logger, tier_ ? tier_->feed : nullptr},
-      units_.num_units(), arena_bytes, options_.budgets.max_inflight);
-  is_wanted_ = persists_;
-}
-
-void Coordinator::Impl::set_tier(const TierOptions& tier) {
-  TESSERA_INVARIANT(!units_.is_sealed(), "tiers are set after the first use");
+void Coordinator::set_tier(const TierOptions& tier) {
+  TESSERA_INVARIANT(!units_.is_finalized(), "tiers are set after the first use");
   tier_ = tier;
   options_.budgets.live_limit_bytes = tier.live_limit_bytes;
   if (tier.max_inflight > 0) {
@@ -133,77 +74,99 @@ void Coordinator::Impl::set_tier(const TierOptions& tier) {
   }
 }
 
-bool Coordinator::Impl::has_brought() const {
+bool Coordinator::has_loads() const {
   bool has_any = false;
   for (int id = 0; id < parts_.params.num_params(); ++id) {
     const Param& param = parts_.params[id];
-    TESSERA_INVARIANT(!param.is_on_nvme() || (tier_ && tier_->feed != nullptr), "parameter '",
-                      param.name(), "' is stored, and nothing feeds it");
+    TESSERA_INVARIANT(!param.is_on_nvme() || (tier_ && tier_->loader != nullptr), "parameter '",
+                      param.name(), "' is on NVMe, and nothing loads it");
     has_any = has_any || param.tier() != Tier::kDevice;
   }
   return has_any;
 }
 
-// No error, and no wrong number; but somebody who reads the misses should know their reason.
-void Coordinator::Impl::say_what_cannot_be_prefetched() const {
-  const PlanBudgets& budgets = options_.budgets;
-  for (std::size_t i = 0; i < unit_params_.size() && budgets.bucket_bytes > 0; ++i) {
-    int num_calls = 0;
-    std::int64_t call_bytes = budgets.bucket_bytes;
-    for (const int id : unit_params_[i]) {
-      const std::int64_t bytes = plan_params_[static_cast<std::size_t>(id)].full_bytes;
-      const bool joins = num_calls > 0 && bytes <= budgets.bucket_bytes - call_bytes;
-      num_calls += joins ? 0 : 1;
-      call_bytes = joins ? call_bytes + bytes : bytes;
-    }
-    if (num_calls > budgets.max_inflight) {
-      parts_.logger.once("prefetch in part", LogLevel::kInfo, "unit '",
-                         units_[static_cast<UnitId>(i)].name, "' needs ", num_calls,
-                         " gathers of at most prefetch.bucket_bytes=", budgets.bucket_bytes,
-                         ", and prefetch.max_inflight=", budgets.max_inflight,
-                         ": what is left of it is gathered on demand; raise either to prefetch all "
-                         "of it");
-      return;
-    }
+// With the first use the model is complete: everything that a use needs is prepared.
+void Coordinator::seal() {
+  if (units_.is_finalized()) {
+    return;
+  }
+  units_.finalize(parts_.spans);
+  seen_versions_.assign(static_cast<std::size_t>(parts_.params.num_params()), 0);
+  const bool has_loads = this->has_loads();
+  if (is_alone_ && !has_loads) {
+    return;
+  }
+  loader_ = tier_ ? tier_->loader : nullptr;
+  if (loader_ == nullptr && has_loads) {
+    own_loader_ = std::make_unique<ShardLoader>(parts_.params, parts_.device);
+    loader_ = own_loader_.get();
+  }
+  const bool needs_consensus = !is_alone_ && (units_.has_dynamic() || options_.uneven_data);
+  gatherer_ = std::make_unique<Gatherer>(
+      Gatherer::Parts{parts_.group, parts_.device, parts_.params, parts_.clock, parts_.spans,
+                      parts_.logger, loader_},
+      units_.num_units(),
+      tier_ ? tier_->arena_bytes : units_.arena_bytes(options_.budgets.live_limit_bytes),
+      options_.budgets.max_inflight);
+  prefetcher_ = std::make_unique<Prefetcher>(
+      Prefetcher::Parts{parts_.params, units_, *gatherer_, loader_, parts_.logger},
+      PrefetcherOptions{options_.budgets, options_.persist_param_bytes,
+                        options_.persist_model_bytes, options_.max_traces, tier_.has_value(),
+                        !needs_consensus});
+  if (needs_consensus) {
+    consensus_ = std::make_unique<Consensus>(
+        Consensus::Parts{parts_.group, parts_.device, parts_.params, units_, *gatherer_,
+                         *prefetcher_, gradients_});
   }
 }
 
-bool Coordinator::Impl::is_inside_open_leaf(const UnitInfo& unit) const {
-  return unit.leaf >= 0 && std::any_of(open_.begin(), open_.end(), [&](const OpenUse& open) {
-           return open.use.unit == unit.leaf;
+UnitReport Coordinator::report(UnitId id) const {
+  UnitReport report;
+  report.info = &units_[id];
+  report.is_open = std::any_of(open_.begin(), open_.end(),
+                               [id](const OpenUse& open) { return open.use.unit == id; });
+  if (gatherer_) {
+    report.forward = gatherer_->counts(id, Phase::kForward);
+    report.backward = gatherer_->counts(id, Phase::kBackward);
+    report.inference = gatherer_->counts(id, Phase::kInference);
+  }
+  return report;
+}
+
+bool Coordinator::persists(int param) const { return prefetcher_ && prefetcher_->persists(param); }
+
+bool Coordinator::is_inside_open_leaf(UnitId id) const {
+  const UnitId leaf = units_[id].leaf;
+  return leaf >= 0 && std::any_of(open_.begin(), open_.end(), [leaf](const OpenUse& open) {
+           return open.use.unit == leaf;
          });
 }
 
-void Coordinator::Impl::begin_use(UnitId id, Phase phase) {
+void Coordinator::begin_use(UnitId id, Phase phase) {
   const UnitInfo& unit = units_[id];
-  if (!units_.is_sealed()) [[unlikely]] {
+  if (!units_.is_finalized()) [[unlikely]] {
     seal();
   }
   const Use use{id, phase};
   ++num_uses_;
-  if (is_inside_open_leaf(unit)) [[unlikely]] {
+  if (is_inside_open_leaf(id)) [[unlikely]] {
     open_.push_back({use, OpenKind::kInsideLeaf, 0});
     return;
   }
   attach(unit.direct);
-  if (!gatherer_ || resident_) {
+  if (!gatherer_ || is_resident_) {
     open(unit, {use, OpenKind::kResident, 0});
   } else if (unit.traits.dynamic && !is_alone_) {
     begin_dynamic(unit, use);
-    open(unit, {use, OpenKind::kDynamic, 0});
   } else {
-    if (meets_) {
-      Intent intent;
-      intent.kind = Intent::Kind::kStatic;
-      intent.use = use;
-      agree(intent);
+    if (consensus_) {
+      consensus_->agree({.kind = Intent::Kind::kStatic, .use = use});
     }
     begin_static(unit, use);
-    open(unit, {use, OpenKind::kStatic, book_.position() - 1});
   }
 }
 
-void Coordinator::Impl::open(const UnitInfo& unit, const OpenUse& use) {
+void Coordinator::open(const UnitInfo& unit, const OpenUse& use) {
   for (Param* param : unit.params) {
     param->add_user();
   }
@@ -211,17 +174,9 @@ void Coordinator::Impl::open(const UnitInfo& unit, const OpenUse& use) {
   open_.push_back(use);
 }
 
-void Coordinator::Impl::begin_static(const UnitInfo& unit, const Use& use) {
-  // Whatever the last use left is started now, also if this use departs: other ranks may have had
-  // the room to start it then.
-  start_prefetches(RoomCheck::kSkipped);
-  follow_trace(use);
-  gather(unit, use);
-}
-
-void Coordinator::Impl::gather(const UnitInfo& unit, const Use& use) {
-  const PlannedUse* planned =
-      book_.mode() == TraceMode::kComplete ? &plan_->uses[book_.position() - 1] : nullptr;
+void Coordinator::begin_static(const UnitInfo& unit, const Use& use) {
+  const std::size_t number = prefetcher_->follow_trace(use, num_static_open_ == 0);
+  const PlannedUse* planned = prefetcher_->planned();
   const Cause cause{use.unit, use.phase, Reason::kDemand};
   GatherCounts& counts = gatherer_->counts(use.unit, use.phase);
   const std::uint64_t misses_before = counts.misses;
@@ -229,55 +184,58 @@ void Coordinator::Impl::gather(const UnitInfo& unit, const Use& use) {
     gatherer_->start(planned->demand, planned->demand_offsets, unit.name, cause);
   }
   gatherer_->start(unit.planned, {}, unit.name, cause);
-  if (!unit.mixed.empty() && meets_) {
+  if (!unit.mixed.empty() && consensus_) {
     // Some ranks may hold these for a dynamic unit and others not: all gather.
     const std::vector<std::uint8_t> all(static_cast<std::size_t>(parts_.group.size()), 1);
     gatherer_->start_to(unit.mixed, all, unit.name, cause);
   }
   counts.missed_uses += counts.misses > misses_before ? 1 : 0;
   gatherer_->finish(unit.params, unit.label, cause);
-  for (const int id : unit.planned) {
-    const auto i = static_cast<std::size_t>(id);
-    is_wanted_[i] = planned != nullptr || persists_[i];
-  }
-  running_ = use;
-  queue_prefetches(planned);
-  start_prefetches(RoomCheck::kHeeded);
-  read_ahead();
+  prefetcher_->use_begun(use);
+  open(unit, {use, OpenKind::kStatic, number});
 }
 
-void Coordinator::Impl::end_use(UnitId id, Phase phase) {
+void Coordinator::begin_dynamic(const UnitInfo& unit, const Use& use) {
+  const bool is_there = std::all_of(unit.params.begin(), unit.params.end(), [](const Param* param) {
+    return param->state() == ParamState::kAvailable;
+  });
+  if (!is_there) {
+    consensus_->agree({.kind = Intent::Kind::kDynamic, .use = use});
+    ++gatherer_->counts(use.unit, use.phase).missed_uses;
+    gatherer_->finish(unit.params, unit.label, {use.unit, use.phase, Reason::kDemand});
+  }
+  open(unit, {use, OpenKind::kDynamic, 0});
+}
+
+void Coordinator::end_use(UnitId id, Phase phase) {
   const UnitInfo& unit = units_[id];
   const Use use{id, phase};
-  auto open = open_.end();
-  while (open != open_.begin() && std::prev(open)->use != use) {
-    --open;
+  const auto last = std::find_if(open_.rbegin(), open_.rend(),
+                                 [&](const OpenUse& open) { return open.use == use; });
+  if (last == open_.rend()) {
+    throw_state(detail::concat(units_.text_of(use), " ends, but did not begin; ", open_.size(),
+                               " uses are open"),
+                id);
   }
-  if (open == open_.begin()) {
-    throw_state(
-        detail::concat(text_of(use), " ends, but did not begin; ", open_.size(), " uses are open"),
-        unit);
-  }
-  const OpenUse ended = *std::prev(open);
-  open_.erase(std::prev(open));
+  const OpenUse ended = *last;
+  open_.erase(std::next(last).base());
   if (ended.kind == OpenKind::kInsideLeaf) {
     return;
   }
   if (ended.kind == OpenKind::kStatic) {
     --num_static_open_;
-    if (phase != Phase::kBackward && !meets_) {
-      book_.note_end(ended.index);
+    if (phase != Phase::kBackward && !consensus_) {
+      prefetcher_->note_end(ended.number);
     }
   }
   remove_users(unit.params, unit.name, /*changed=*/false);
-  if (gatherer_ && !resident_) {
-    start_prefetches(RoomCheck::kHeeded);
-    start_next_pass_if_foreseen();
+  if (prefetcher_ && !is_resident_) {
+    prefetcher_->use_ended(num_static_open_ == 0);
   }
 }
 
-void Coordinator::Impl::remove_users(std::span<Param* const> params, const std::string& what,
-                                     bool changed) {
+void Coordinator::remove_users(std::span<Param* const> params, const std::string& what,
+                               bool changed) {
   std::exception_ptr written;
   std::optional<Pending> computed;
   for (Param* param : params) {
@@ -292,7 +250,7 @@ void Coordinator::Impl::remove_users(std::span<Param* const> params, const std::
     if (param->shard_is_full()) {
       param->release();
       own_bytes_ -= full_bytes_of(*param);
-    } else if (changed || !is_wanted_[index_of(*param)]) {
+    } else if (changed || (!is_resident_ && !prefetcher_->stays(param->id()))) {
       if (!computed) {
         computed = gatherer_->computed();
       }
@@ -304,7 +262,7 @@ void Coordinator::Impl::remove_users(std::span<Param* const> params, const std::
   }
 }
 
-void Coordinator::Impl::attach(std::span<Param* const> params) {
+void Coordinator::attach(std::span<Param* const> params) {
   for (Param* param : params) {
     if (param->num_users() > 0) {
       continue;
@@ -317,7 +275,7 @@ void Coordinator::Impl::attach(std::span<Param* const> params) {
   own_bytes_peak_ = std::max(own_bytes_peak_, own_bytes_);
 }
 
-void Coordinator::Impl::wait_for_update(const Param& param) {
+void Coordinator::wait_for_update(const Param& param) {
   std::uint64_t& seen = seen_versions_[index_of(param)];
   if (seen == param.version()) {
     return;
@@ -330,61 +288,139 @@ void Coordinator::Impl::wait_for_update(const Param& param) {
   seen = param.version();
 }
 
-void Coordinator::Impl::release_unwanted() {
-  const Pending computed = gatherer_->computed();
-  for (int id = 0; id < parts_.params.num_params(); ++id) {
-    Param& param = parts_.params[id];
-    // What is direct goes with its use; one that is about to begin has no user yet.
-    if (is_wanted_[static_cast<std::size_t>(id)] || param.num_users() > 0 ||
-        param.shard_is_full()) {
-      continue;
+std::vector<Param*> Coordinator::params_of(const std::vector<int>& ids) const {
+  std::vector<Param*> params;
+  for (const int id : ids) {
+    params.push_back(&parts_.params[id]);
+  }
+  return params;
+}
+
+void Coordinator::begin_hold(const std::vector<int>& params, const std::string& what) {
+  seal();
+  const std::vector<Param*> held = params_of(params);
+  std::vector<Param*> direct;
+  std::copy_if(held.begin(), held.end(), std::back_inserter(direct),
+               [](const Param* param) { return param->shard_is_full(); });
+  attach(direct);
+  if (gatherer_) {
+    meet(ConsensusPoint::kHold, what);
+    prefetcher_->start_held_back();
+    if (!is_resident_) {
+      prefetcher_->make_room_for(params);
     }
-    if (param.state() == ParamState::kGathering) {
-      gatherer_->drop(param);
-    } else if (param.state() == ParamState::kAvailable) {
-      gatherer_->release(param, computed);
-    }
+    const Cause cause;
+    gatherer_->start(params, {}, what, cause);
+    gatherer_->finish(held, parts_.spans.intern(what), cause);
+  }
+  for (Param* param : held) {
+    param->add_user();
   }
 }
 
-void Coordinator::Impl::end_step() {
-  if (!open_.empty()) {
-    throw_state(detail::concat("the step ends inside ", text_of(open_.back().use), "; ",
-                               open_.size(), " uses are open"),
-                units_[open_.back().use.unit]);
+void Coordinator::end_hold(const std::vector<int>& params, const std::string& what, bool changed) {
+  remove_users(params_of(params), what, changed);
+}
+
+bool Coordinator::begin_resident() {
+  seal();
+  if (!open_.empty() || is_resident_) {
+    throw_state(is_resident_ ? std::string("parameters are made resident twice")
+                             : detail::concat("parameters are made resident inside ",
+                                              units_.text_of(open_.back().use)),
+                open_.empty() ? 0 : open_.back().use.unit);
   }
-  if (resident_) {
+  if (gatherer_) {
+    if (prefetcher_->planned_bytes() > options_.budgets.live_limit_bytes) {
+      return false;
+    }
+    meet(ConsensusPoint::kHold, "resident parameters");
+    prefetcher_->start_held_back();
+    prefetcher_->forget_pass();
+    const Cause cause;
+    for (std::size_t i = 0; i < units_.num_units(); ++i) {
+      const UnitInfo& unit = units_[static_cast<UnitId>(i)];
+      gatherer_->start(unit.ids, {}, unit.name, cause);
+    }
+    for (std::size_t i = 0; i < units_.num_units(); ++i) {
+      const UnitInfo& unit = units_[static_cast<UnitId>(i)];
+      gatherer_->finish(unit.params, unit.label, cause);
+    }
+  }
+  is_resident_ = true;
+  return true;
+}
+
+void Coordinator::end_resident() {
+  if (!is_resident_ || !open_.empty()) {
+    throw StateError(is_resident_ ? detail::concat("parameters cease to be resident inside ",
+                                                   units_.text_of(open_.back().use))
+                                  : std::string("parameters are not resident"),
+                     {}, {});
+  }
+  is_resident_ = false;
+  if (gatherer_) {
+    gatherer_->release_idle(prefetcher_->what_stays());
+  }
+}
+
+void Coordinator::end_step() {
+  if (!open_.empty()) {
+    throw_state(detail::concat("the step ends inside ", units_.text_of(open_.back().use), "; ",
+                               open_.size(), " uses are open"),
+                open_.back().use.unit);
+  }
+  if (is_resident_) {
     throw StateError("the step ends while parameters are resident: their copies would be stale", {},
                      {});
   }
-  if (gatherer_) {
-    start_prefetches(RoomCheck::kSkipped);
-    const Pending compared = meets_ || is_alone_ ? Pending() : start_comparing_uses();
-    is_wanted_.assign(is_wanted_.size(), false);
-    release_unwanted();
-    compared.wait();
-    gatherer_->wait_for_drops();
-    forget_stored_copies();
-    for (int id = 0; id < parts_.params.num_params(); ++id) {
-      const Param& param = parts_.params[id];
-      if (param.state() != ParamState::kReleased) {
-        throw StateError(
-            detail::concat("the step ends while parameter '", param.name(), "' is ",
-                           to_string(param.state()), " with ", param.num_users(), " users"),
-            param.name(), {});
-      }
-    }
-    is_wanted_ = persists_;
-    ahead_of_ = kNoTrace;
-    plan_ = nullptr;
+  if (!gatherer_) {
+    return;
   }
-  book_.end_pass(/*by_step=*/true);
+  prefetcher_->start_held_back();
+  const Pending compared = consensus_ || is_alone_ ? Pending() : start_comparing_uses();
+  gatherer_->release_idle(std::vector<bool>(seen_versions_.size()));
+  compared.wait();
+  gatherer_->wait_for_drops();
+  forget_loaded_copies();
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    const Param& param = parts_.params[id];
+    if (param.state() != ParamState::kReleased) {
+      throw StateError(detail::concat("the step ends while parameter '", param.name(), "' is ",
+                                      to_string(param.state()), " with ", param.num_users(),
+                                      " users"),
+                       param.name(), {});
+    }
+  }
+  prefetcher_->end_step();
 }
 
-// The update that comes makes them stale. The one before may still hand over values of parameters
-// that this step has not used.
-void Coordinator::Impl::forget_stored_copies() {
-  if (!tier_ || tier_->feed == nullptr) {
+// A rank that used other units than the rest is found at its first gather that differs. Where all
+// is held there may be none: so ranks compare what they used before anything is made of it. Nothing
+// moves but a tag; where uses differ, their names follow. A rank that gave up a pass on its own,
+// and went on with the next, may use the same units from there on as the others do: so that is
+// compared, too.
+Pending Coordinator::start_comparing_uses() {
+  const Trace trace = prefetcher_->seen();
+  std::vector<comm::Gather> named(trace.uses.size());
+  std::uint64_t hash = 0;
+  for (std::size_t i = 0; i < trace.uses.size(); ++i) {
+    const std::int32_t use[2] = {trace.uses[i].unit,
+                                 static_cast<std::int32_t>(trace.uses[i].phase)};
+    hash = comm::hash_bytes(use, sizeof(use), hash);
+    named[i].name = units_[trace.uses[i].unit].text;
+  }
+  comm::CallOptions options;
+  const std::string label = "the uses of this step" + given_up_;
+  options.label.unit = label;
+  options.content_hash = hash;
+  return parts_.group.start_all_gather(named, options);
+}
+
+// The next update makes them stale. The one before may still hand over values of parameters that
+// this step has not used.
+void Coordinator::forget_loaded_copies() {
+  if (loader_ == nullptr) {
     return;
   }
   for (int id = 0; id < parts_.params.num_params(); ++id) {
@@ -392,16 +428,31 @@ void Coordinator::Impl::forget_stored_copies() {
       wait_ignoring_failure(parts_.params[id].updated());
     }
   }
-  tier_->feed->forget_all();
+  loader_->forget_all();
 }
 
-void Coordinator::Impl::abandon() noexcept {
+void Coordinator::start_ahead() {
+  if (prefetcher_ && !is_resident_) {
+    prefetcher_->start_ahead();
+  }
+}
+
+void Coordinator::forget_device_copies() {
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    parts_.params[id].forget_device_copy();
+  }
+  if (loader_ != nullptr) {
+    loader_->forget_device_copies();
+  }
+}
+
+void Coordinator::release_all() noexcept {
   if (!open_.empty()) {
     ++num_given_up_;
     given_up_ =
         detail::concat(" (", num_given_up_, num_given_up_ == 1 ? " pass was" : " passes were",
                        " given up on this rank because of an exception, the last in ",
-                       text_of(open_.back().use), ")");
+                       units_.text_of(open_.back().use), ")");
   }
   for (const OpenUse& open : open_) {
     if (open.kind != OpenKind::kInsideLeaf) {
@@ -412,28 +463,16 @@ void Coordinator::Impl::abandon() noexcept {
   }
   open_.clear();
   num_static_open_ = 0;
-  queue_.clear();
-  followed_.reset();
-  plan_ = nullptr;
-  ahead_of_ = kNoTrace;
-  book_.forget_pass();
-  if (!units_.is_sealed()) {
+  joined_.reset();
+  if (!units_.is_finalized()) {
     return;
-  }
-  is_wanted_ = persists_;
-  if (resident_) {
-    is_wanted_.assign(is_wanted_.size(), true);
   }
   for (int id = 0; id < parts_.params.num_params(); ++id) {
     Param& param = parts_.params[id];
-    if (param.num_users() > 0) {
+    if (param.num_users() > 0 || !param.shard_is_full()) {
       continue;
     }
-    if (!param.shard_is_full()) {
-      if (param.state() == ParamState::kGathering) {
-        gatherer_->finish_and_drop(param);
-      }
-    } else if (param.state() == ParamState::kGathering) {  // the exception came between two moves
+    if (param.state() == ParamState::kGathering) {  // the exception came between two moves
       param.drop();
     } else if (param.state() == ParamState::kAvailable) {
       param.release();
@@ -441,12 +480,74 @@ void Coordinator::Impl::abandon() noexcept {
     }
   }
   if (gatherer_) {
-    release_unwanted();
-    gatherer_->finish_drops();
+    prefetcher_->forget_pass();
+    gatherer_->abandon(is_resident_ ? std::vector<bool>(seen_versions_.size(), true)
+                                    : prefetcher_->what_stays());
   }
 }
 
-std::int64_t Coordinator::Impl::unused_bytes() const {
+bool Coordinator::meets() {
+  seal();
+  return consensus_ != nullptr;
+}
+
+void Coordinator::meet(ConsensusPoint point, std::string_view what) {
+  if (!meets() || is_resident_) {
+    return;
+  }
+  Intent intent;
+  intent.kind = Intent::Kind::kPoint;
+  intent.point = point;
+  intent.detail = static_cast<std::uint32_t>(comm::hash_bytes(what.data(), what.size(), 0));
+  consensus_->agree(intent);
+}
+
+ConsensusPoint Coordinator::follow() {
+  seal();
+  if (is_alone_) {
+    return ConsensusPoint::kAllDone;
+  }
+  TESSERA_CHECK(consensus_ != nullptr, ConfigError,
+                "this rank has no data, and the others do not ask for it: set "
+                "unit.uneven_data=true on all ranks, so that they agree on every unit");
+  for (;;) {
+    if (const std::optional<Use> use = std::exchange(joined_, std::nullopt)) {
+      end_use(use->unit, use->phase);
+    }
+    const Intent agreed = consensus_->agree({});
+    if (agreed.kind == Intent::Kind::kJoin) {
+      return ConsensusPoint::kAllDone;
+    }
+    if (agreed.kind == Intent::Kind::kPoint) {
+      return agreed.point;
+    }
+    begin_static(units_[agreed.use.unit], agreed.use);
+    joined_ = agreed.use;
+  }
+}
+
+TraceMode Coordinator::trace_mode() const {
+  return prefetcher_ ? prefetcher_->mode() : TraceMode::kRecord;
+}
+
+CoordinatorStats Coordinator::take_stats() {
+  CoordinatorStats stats;
+  stats.num_uses = std::exchange(num_uses_, 0);
+  stats.full_bytes_peak = std::exchange(own_bytes_peak_, own_bytes_);
+  if (gatherer_) {
+    gatherer_->take_stats(stats);
+  }
+  if (consensus_) {
+    stats.num_consensus_rounds = consensus_->take_num_rounds();
+  }
+  return stats;
+}
+
+std::int64_t Coordinator::full_bytes() const {
+  return own_bytes_ + (gatherer_ ? gatherer_->full_bytes() : 0);
+}
+
+std::int64_t Coordinator::unused_bytes() const {
   std::int64_t bytes = 0;
   for (int id = 0; id < parts_.params.num_params(); ++id) {
     const Param& param = parts_.params[id];
@@ -456,5 +557,11 @@ std::int64_t Coordinator::Impl::unused_bytes() const {
   }
   return bytes;
 }
+
+std::size_t Coordinator::num_calls_in_flight() const {
+  return gatherer_ ? gatherer_->num_calls() : 0;
+}
+
+std::size_t Coordinator::arena_bytes() const { return gatherer_ ? gatherer_->arena_bytes() : 0; }
 
 }  // namespace tessera::coordinator

@@ -7,39 +7,32 @@
 //   end_step()        everything is released (the update makes gathered copies stale)
 //   start_ahead()     after the update: the gathers with which the next pass will begin
 //
-// What fixes the order of gathers: the order of uses while a trace is recorded or has been departed
-// from; the plan (a pure function of trace and options) while one is followed. Which trace is
-// followed depends on the uses before it (trace_book.h). All of it is the same on every rank that
-// runs the same program; Group's tags name the first difference otherwise. Nothing depends on time.
-// Inside a call parameters are ordered by id. Where units are dynamic, see meeting.h.
+// It owns the units and the uses that are open, and wires Gatherer (calls and arena), Prefetcher
+// (traces, plans and what is started ahead) and Consensus (ranks that use different units).
 //
-// Prefetch is a hint: a use that the trace does not expect drops what was gathered in vain at once,
-// gathers what it needs, and goes on with another trace that fits, or without a plan; results never
-// change.
+// What fixes the order of gathers: the order of uses while a trace is recorded or was missed; the
+// plan (a pure function of trace and options) while one is followed. Which trace is followed depends
+// on the uses before it. All of it is the same on every rank that runs the same program; Group's
+// tags name the first difference otherwise. Nothing depends on time. Inside a call parameters are
+// ordered by id. Where units are dynamic, see consensus.h. Prefetch is a hint: it never changes
+// results.
 //
 // Memory: full parameters lie in one arena of min(live limit, all parameters) + largest unit bytes,
 // each parameter rounded up to the arena's alignment, made at the first use, unless set_tier() says
-// otherwise. In a group of one what is in the device's memory is used where it lies; if all is,
-// there is neither arena nor plan. Shards in memory of the host (host_feed.h) are copied into their
-// own slot of the gathered parameter.
-//
-// Stored shards (shard_feed.h) are brought into their own slot of the gathered parameter first; the
-// group waits for that, not the caller. While a plan is followed, the shards of the uses that come
-// after those that are gathered ahead are read, in the order of use.
+// otherwise. In a group of one what is in the device's memory is used in place; if all is, there is
+// neither arena nor plan. Shards in host memory and on NVMe are loaded into their own slot of the
+// gathered parameter first; the group waits for that, not the caller.
 //
 // Limits, at every moment: full parameters that nobody uses are at most live_limit_bytes, or one
 // unit if that is more; where each use ends before the next begins, so are all full parameters
-// together. At most max_inflight calls are in flight, and a prefetch has at most
-// bucket_bytes, unless one parameter alone is larger.
+// together. At most max_inflight calls are in flight, and a prefetch has at most bucket_bytes,
+// unless one parameter alone is larger.
 //
 // [Note: overlapping uses] Uses may overlap in any way: units inside units, or in backward a use
 // that ends after the next has begun. Parameters are counted by their users, and none is released
 // while it has one. What the plan releases or keeps is decided when a use begins and done when the
-// last user has gone. A prefetch that finds its room still taken by an earlier use is held back
-// until that use ends; at the latest it starts when the next use begins, so that the order of
-// gathers depends on the begins of uses alone.
-//
-// Leaves are gathered whole: while one is open, uses of units inside it are nothing of their own.
+// last user has gone. Leaves are gathered whole: while one is open, uses of units inside it are
+// nothing of their own.
 //
 // Errors: illegal moves (end of a use that did not begin, a step inside a use, gathers that are
 // left over) are StateErrors with unit and parameter. After a failure release_all() still works.
@@ -49,8 +42,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -58,14 +51,11 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/coordinator/access_trace.h"
-#include "tessera/coordinator/gather_counts.h"
-#include "tessera/coordinator/leaf_rule.h"
-#include "tessera/coordinator/meeting.h"
+#include "tessera/coordinator/consensus.h"
+#include "tessera/coordinator/gather_stats.h"
 #include "tessera/coordinator/prefetch_plan.h"
-#include "tessera/coordinator/shard_feed.h"
 #include "tessera/coordinator/unit_table.h"
 #include "tessera/core/clock.h"
-#include "tessera/core/ledger.h"
 #include "tessera/core/log.h"
 #include "tessera/core/spans.h"
 #include "tessera/device/device.h"
@@ -77,12 +67,14 @@ class Config;
 
 namespace tessera::coordinator {
 
+class ShardLoader;
+
 struct CoordinatorOptions {
   PlanBudgets budgets;
   std::int64_t persist_param_bytes = 0;
   std::int64_t persist_model_bytes = 0;
   std::size_t max_traces = 32;
-  // Ranks meet at every use also if no unit is dynamic: some may run out of data before others.
+  // Ranks agree on every use also if no unit is dynamic: some may run out of data before others.
   bool uneven_data = false;
   static CoordinatorOptions from(const Config& config);
 };
@@ -97,41 +89,16 @@ struct CoordinatorParts {
   Logger logger;
 };
 
-// Where shards are stored and memory is planned.
+// Where shards are offloaded and memory is planned.
 struct TierOptions {
-  ShardFeed* feed = nullptr;  // null: no shard is stored; outlives the coordinator
+  // Outlives the coordinator; null: no shard is on NVMe, and what is in host memory is loaded by a
+  // loader of the coordinator's own.
+  ShardLoader* loader = nullptr;
   std::int64_t live_limit_bytes = 0;
   std::size_t arena_bytes = 0;
   // 0: as the options say.
   int max_inflight = 0;
   std::int64_t reuse_distance_bytes = 0;
-};
-
-// Gradients of dynamic parameters, which are reduced where all ranks have met.
-struct DynamicGradients {
-  std::function<std::vector<int>()> pending;  // ids that this rank has one of
-  std::function<void(std::span<const int> ids)> reduce;
-};
-
-// Since the last take_stats(). In a group of one only what is stored is gathered: if nothing is,
-// all but num_uses and full_bytes_peak stay 0.
-struct CoordinatorStats {
-  std::uint64_t num_uses = 0;
-  std::uint64_t prefetch_hits = 0;
-  std::uint64_t prefetch_misses = 0;
-  std::uint64_t prefetch_drops = 0;
-  std::uint64_t num_gathers = 0;  // calls
-  std::uint64_t gathered_bytes = 0;
-  double exposed_wait_s = 0;  // host time that uses waited for gathers
-  // Gathered parameters at once; in a group of one: in use at once.
-  std::int64_t full_bytes_peak = 0;
-  std::uint64_t brought_bytes = 0;  // of them, from memory of the host to a device with its own
-  std::uint64_t arena_overflows = 0;
-  std::uint64_t arena_misplaced = 0;  // gathers that did not get the place that was planned
-  std::uint64_t num_meetings = 0;
-  GatherCounts forward;
-  GatherCounts backward;
-  GatherCounts inference;
 };
 
 // One unit, for those who look.
@@ -154,23 +121,23 @@ class Coordinator {
   // Before the first use. `params`: ids, in any order; several units may name the same parameter.
   UnitId add_unit(std::string name, const std::vector<int>& params, UnitTraits traits = {});
   // One more parameter for a unit, before the first use: tied weights, weights used outside.
-  void add_external(UnitId unit, int param);
+  void add_external(UnitId unit, int param) { units_.add_param(unit, param); }
   // Before the first use. Throws ConfigError for a rule that matches no unit.
-  void set_leaves(const LeafRule& rule);
-  void clear_leaves(const LeafRule& rule);
-  std::vector<std::string> leaves() const;
-  void set_dynamic_gradients(DynamicGradients gradients);
+  void set_leaves(const LeafRule& rule) { units_.mark_leaves(rule, true); }
+  void clear_leaves(const LeafRule& rule) { units_.mark_leaves(rule, false); }
+  std::vector<std::string> leaves() const { return units_.leaves(); }
+  void set_dynamic_gradients(DynamicGradients gradients) { gradients_ = std::move(gradients); }
   // What is inside leaves is known afterwards: no leaf is chosen any more.
-  void settle_units();
-  // Before seal(), which finds out from the parameters which shards are stored.
+  void settle_units() { units_.expand_leaves(); }
+  // Before seal(), which finds out from the parameters which shards are on NVMe.
   void set_tier(const TierOptions& tier);
   // The model is complete; the first use says it by itself. Afterwards the units' parameters are
   // final, those of leaves included.
   void seal();
 
-  std::size_t num_units() const;
-  const UnitInfo& unit(UnitId unit) const;
-  const std::string& unit_name(UnitId unit) const { return this->unit(unit).name; }
+  std::size_t num_units() const { return units_.num_units(); }
+  const UnitInfo& unit(UnitId unit) const { return units_[unit]; }
+  const std::string& unit_name(UnitId unit) const { return units_[unit].name; }
   UnitReport report(UnitId unit) const;
   bool persists(int param) const;  // false before seal()
   // A use of it would be nothing of its own now: a leaf around it is open.
@@ -182,45 +149,93 @@ class Coordinator {
   // Parameters for somebody who is no unit: gathered, waited for and readable until end_hold().
   // Collective, in the caller's order; not part of any trace. `what` is named in errors.
   void begin_hold(const std::vector<int>& params, const std::string& what);
-  // `changed`: the shards are no longer those that were gathered; other copies are let go.
+  // `changed`: the shards are no longer those that were gathered; other copies are freed.
   void end_hold(const std::vector<int>& params, const std::string& what, bool changed);
   // Everything is gathered, if that fits into the live limit, and stays until end_resident(): for
   // many inferences between two steps. False: it does not fit, and nothing has changed. Collective.
   bool begin_resident();
   void end_resident();
-  bool is_resident() const;
 
   // Before shards are updated: it also waits until no dropped gather reads them any more.
-  // Collective: where ranks do not meet, the uses of the step are compared; the step fixes the
-  // order. REQUIRES: no use is open.
+  // Collective: where ranks need no consensus, the uses of the step are compared; the step fixes
+  // the order. REQUIRES: no use is open.
   void end_step();
   // After shards are updated, or are not going to be.
   void start_ahead();
-  // Before the memory of copies on the device (shard::DeviceCopy) is given back, which is done
-  // behind the reduce stream. REQUIRES: the updates are done.
+  // Before the memory of copies on the device (shard::DeviceCopy) is freed, which is done behind
+  // the reduce stream. REQUIRES: the updates are done.
   void forget_device_copies();
   // After an exception: closes all uses, waits for what is in flight, releases everything but what
   // persists, and forgets this pass. The engine is usable afterwards.
-  void release_all();
+  void release_all() noexcept;
 
-  // Where ranks meet (meeting.h); nothing to do where they do not.
+  // Where ranks agree on each use (consensus.h); nothing to do where they do not.
   bool meets();
-  void meet(MeetingPoint point, std::string_view what = {});
-  // For a rank without data: takes part in what the others use, up to their next point. kAllDone:
+  void meet(ConsensusPoint point, std::string_view what = {});
+  // For a rank without data: joins the others in what they use, up to their next point. kAllDone:
   // no rank has data any more.
-  MeetingPoint follow();
+  ConsensusPoint follow();
 
   TraceMode trace_mode() const;
   CoordinatorStats take_stats();
   std::int64_t full_bytes() const;    // held now
   std::int64_t unused_bytes() const;  // of them, without a user
   std::size_t num_calls_in_flight() const;
-  // Bytes of the arena; 0 before the first use and in a group of one.
+  // Bytes of the arena; 0 before the first use and where nothing is gathered.
   std::size_t arena_bytes() const;
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  enum class OpenKind : std::uint8_t { kStatic, kDynamic, kInsideLeaf, kResident };
+  struct OpenUse {
+    Use use;
+    OpenKind kind = OpenKind::kStatic;
+    std::size_t number = 0;  // in the pass
+  };
+
+  static std::size_t index_of(const shard::Param& param) {
+    return static_cast<std::size_t>(param.id());
+  }
+  [[noreturn]] void throw_state(const std::string& message, UnitId unit) const;
+  bool has_loads() const;
+  std::vector<shard::Param*> params_of(const std::vector<int>& ids) const;
+
+  void begin_static(const UnitInfo& unit, const Use& use);
+  void begin_dynamic(const UnitInfo& unit, const Use& use);
+  void open(const UnitInfo& unit, const OpenUse& use);
+  void remove_users(std::span<shard::Param* const> params, const std::string& what, bool changed);
+  // What is used in place: no list, no plan, no event.
+  void attach(std::span<shard::Param* const> params);
+  void wait_for_update(const shard::Param& param);
+  device::Pending start_comparing_uses();
+  void forget_loaded_copies();
+
+  const CoordinatorParts parts_;
+  CoordinatorOptions options_;
+  std::optional<TierOptions> tier_;
+  const bool is_alone_;
+  device::Stream& compute_;
+  UnitTable units_;
+  DynamicGradients gradients_;
+
+  std::vector<OpenUse> open_;  // in the order of their begins
+  std::size_t num_static_open_ = 0;
+  bool is_resident_ = false;
+  std::optional<Use> joined_;   // a use of the others that this rank takes part in
+  int num_given_up_ = 0;        // passes, because of an exception
+  std::string given_up_;        // the same in words, for comparisons; empty: none
+  std::uint64_t num_uses_ = 0;  // since take_stats()
+
+  // What is used in place.
+  std::vector<std::uint64_t> seen_versions_;  // by parameter id: updates that were waited for
+  std::int64_t own_bytes_ = 0;
+  std::int64_t own_bytes_peak_ = 0;
+
+  // From seal() on, where something is gathered: several ranks, or shards elsewhere.
+  std::unique_ptr<ShardLoader> own_loader_;
+  ShardLoader* loader_ = nullptr;  // null: all shards are in the device's memory
+  std::unique_ptr<Gatherer> gatherer_;
+  std::unique_ptr<Prefetcher> prefetcher_;
+  std::unique_ptr<Consensus> consensus_;  // null: all ranks use the same units
 };
 
 }  // namespace tessera::coordinator

@@ -44,15 +44,8 @@ Gatherer::Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_
       arena_bytes_(arena_bytes),
       max_inflight_(static_cast<std::size_t>(max_inflight)),
       arena_(parts.device, arena_bytes),
-      inflight_(static_cast<std::size_t>(parts.params.num_params())),
-      blocks_(static_cast<std::size_t>(parts.params.num_params())),
-      counts_((num_units + 1) * kNumPhases) {
-  for (int id = 0; id < parts.params.num_params() && !host_feed_; ++id) {
-    if (parts.params[id].is_on_host()) {
-      host_feed_ = std::make_unique<HostFeed>(parts.device);
-    }
-  }
-}
+      slots_(static_cast<std::size_t>(parts.params.num_params())),
+      counts_((num_units + 1) * kNumPhases) {}
 
 GatherCounts& Gatherer::counts(UnitId unit, Phase phase) {
   const std::size_t row =
@@ -60,96 +53,56 @@ GatherCounts& Gatherer::counts(UnitId unit, Phase phase) {
   return counts_[row * kNumPhases + static_cast<std::size_t>(phase)];
 }
 
-GatherCounts Gatherer::take_counts(Phase phase) {
-  GatherCounts all;
-  for (std::size_t i = static_cast<std::size_t>(phase); i < counts_.size(); i += kNumPhases) {
-    all += counts_[i];
-  }
-  GatherCounts& taken = taken_[static_cast<std::size_t>(phase)];
-  return all - std::exchange(taken, all);
+void Gatherer::begin_call() {
+  call_.members.clear();
+  call_.ids.clear();
+  call_.tensors.clear();
+  call_.ready.clear();
+  call_.last_update = nullptr;
+  call_.bytes = 0;
 }
 
 void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> offsets,
                      const std::string& unit, const Cause& cause) {
-  members_.clear();
-  member_ids_.clear();
-  tensors_.clear();
-  ready_.clear();
-  last_update_ = nullptr;
-  std::uint64_t bytes = 0;
+  begin_call();
   std::vector<Pending> gathered;
-  double submit_s = 0;
+  std::int64_t begin_ns = 0;
   try {
     for (std::size_t i = 0; i < ids.size(); ++i) {
       Param& param = parts_.params[ids[i]];
       if (param.state() != ParamState::kReleased || param.shard_is_full()) {
         continue;
       }
-      if (members_.empty()) {
-        inflight_.wait_for_calls_below(max_inflight_);
+      if (call_.members.empty()) {
+        wait_for_calls_below(max_inflight_);
       }
       order_behind_update(param);
       take(param, i < offsets.size() ? offsets[i] : -1);
-      members_.push_back(&param);
-      member_ids_.push_back(ids[i]);
-      bytes += param.layout().full_bytes();
-      tensors_.push_back({shard_of(param, own_slot(param, param.full())), param.full(),
-                          param.layout().shard_numel(), param.layout().dtype(), param.name()});
+      add(param, param.full(), own_slot(param, param.full()));
     }
-    if (members_.empty()) {
+    if (call_.members.empty()) {
       return;
     }
-    full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
     log_call(unit, cause.reason == Reason::kDemand ? "on demand" : "ahead");
-    const std::int64_t begin_ns = parts_.clock.now_ns();
+    begin_ns = parts_.clock.now_ns();
     gathered = parts_.group.size() == 1
-                   ? ready_
-                   : parts_.group.start_all_gathers(tensors_, call_options(unit, member_ids_));
-    submit_s = static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
+                   ? call_.ready
+                   : parts_.group.start_all_gathers(call_.tensors, call_options(unit, call_.ids));
   } catch (...) {
     undo_call();
     throw;
   }
-  for (std::size_t i = 0; i < members_.size(); ++i) {
-    inflight_.add(*members_[i], {gathered[i], cause});
-  }
-  inflight_.add_call(std::move(gathered));
-
-  GatherCounts& counts = this->counts(cause.unit, cause.phase);
-  if (cause.reason == Reason::kDemand) {
-    counts.misses += members_.size();
-    ++counts.demand_calls;
-    counts.demand_bytes += bytes;
-    counts.demand_submit_s += submit_s;
-  } else {
-    ++counts.prefetch_calls;
-    counts.prefetch_bytes += bytes;
-    counts.prefetch_submit_s += submit_s;
-  }
-}
-
-void Gatherer::undo_call() {
-  for (const Pending& brought : ready_) {
-    wait_ignoring_failure(brought);
-  }
-  for (Param* param : members_) {  // without a call they would look as if they were there
-    param->drop();
-    give_back(*param, Pending());
-  }
+  note_call(std::move(gathered), begin_ns, cause);
 }
 
 void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> wants,
                         const std::string& unit, const Cause& cause) {
   const bool is_wanted = wants[static_cast<std::size_t>(parts_.group.rank())] != 0;
-  inflight_.wait_for_calls_below(max_inflight_);
-  members_.clear();
-  tensors_.clear();
-  ready_.clear();
-  last_update_ = nullptr;
+  wait_for_calls_below(max_inflight_);
+  begin_call();
   std::vector<device::ArenaBlock> unneeded;
-  std::uint64_t bytes = 0;
   Pending gathered;
-  GatherCounts& counts = this->counts(cause.unit, cause.phase);
+  std::int64_t begin_ns = 0;
   try {
     for (const int id : ids) {
       Param& param = parts_.params[id];
@@ -159,8 +112,6 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
       if (is_wanted && param.state() == ParamState::kReleased) {
         take(param, -1);
         full = param.full();
-        members_.push_back(&param);
-        bytes += layout.full_bytes();
       } else if (is_wanted) {  // the others send it all the same
         unneeded.push_back(arena_.allocate(layout.full_bytes(), gather_));
         full = unneeded.back().data;
@@ -170,14 +121,11 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
         unneeded.push_back(arena_.allocate(layout.shard_bytes(), gather_));
         slot = unneeded.back().data;
       }
-      tensors_.push_back(
-          {shard_of(param, slot), full, layout.shard_numel(), layout.dtype(), param.name()});
+      add(param, full, slot);
     }
-    full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
     log_call(unit, is_wanted ? "on demand, to some ranks" : "for other ranks");
-    const std::int64_t begin_ns = parts_.clock.now_ns();
-    gathered = parts_.group.start_gather_to(tensors_, wants, call_options(unit, ids));
-    counts.demand_submit_s += static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
+    begin_ns = parts_.clock.now_ns();
+    gathered = parts_.group.start_gather_to(call_.tensors, wants, call_options(unit, ids));
   } catch (...) {
     undo_call();
     for (device::ArenaBlock& block : unneeded) {
@@ -185,34 +133,88 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
     }
     throw;
   }
-  ++counts.demand_calls;
-  counts.demand_bytes += bytes;
-  for (Param* param : members_) {
-    inflight_.add(*param, {gathered, cause});
-  }
-  inflight_.add_call({gathered});
+  note_call({gathered}, begin_ns, cause);
   for (device::ArenaBlock& block : unneeded) {
     arena_.release(std::move(block), gathered);
   }
-  counts.misses += members_.size();
-  if (members_.empty()) {
+  if (call_.members.empty()) {
     drops_.push_back(gathered);  // our shards are read until then
+  }
+}
+
+void Gatherer::take(Param& param, std::int64_t offset) {
+  const std::size_t bytes = param.layout().full_bytes();
+  device::ArenaBlock& block = slot_of(param).block;
+  if (offset >= 0 && arena_.can_allocate_at(static_cast<std::size_t>(offset), bytes)) {
+    block = arena_.allocate_at(static_cast<std::size_t>(offset), bytes, gather_);
+  } else {
+    num_misplaced_ += offset >= 0 ? 1 : 0;
+    block = arena_.allocate(bytes, gather_);
+  }
+  param.start_gather(block.data);
+  full_bytes_ += full_bytes_of(param);
+  full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
+  call_.members.push_back(&param);
+  call_.ids.push_back(param.id());
+  call_.bytes += bytes;
+}
+
+// `slot`: where this rank's shard is loaded to, if it is not in the device's memory.
+void Gatherer::add(Param& param, void* full, std::byte* slot) {
+  const std::byte* shard = slot;
+  if (param.tier() == Tier::kDevice) {
+    shard = param.shard();
+  } else {
+    // Behind the former users of the slot's memory, which the gather stream waits for.
+    call_.ready.push_back(parts_.loader->start_load(param, slot, gather_.record()));
+  }
+  call_.tensors.push_back(
+      {shard, full, param.layout().shard_numel(), param.layout().dtype(), param.name()});
+}
+
+void Gatherer::undo_call() {
+  for (const Pending& loaded : call_.ready) {
+    wait_ignoring_failure(loaded);
+  }
+  for (Param* param : call_.members) {  // without a call they would look as if they were there
+    param->drop();
+    free_block(*param, Pending());
+  }
+}
+
+void Gatherer::note_call(std::vector<Pending> gathered, std::int64_t begin_ns, const Cause& cause) {
+  const double submit_s = static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
+  for (std::size_t i = 0; i < call_.members.size(); ++i) {
+    Slot& slot = slot_of(*call_.members[i]);
+    slot.gathered = gathered[gathered.size() == 1 ? 0 : i];
+    slot.cause = cause;
+  }
+  calls_.push_back(std::move(gathered));
+  GatherCounts& counts = this->counts(cause.unit, cause.phase);
+  if (cause.reason == Reason::kDemand) {
+    counts.misses += call_.members.size();
+    ++counts.demand_calls;
+    counts.demand_bytes += call_.bytes;
+    counts.demand_submit_s += submit_s;
+  } else {
+    ++counts.prefetch_calls;
+    counts.prefetch_bytes += call_.bytes;
+    counts.prefetch_submit_s += submit_s;
   }
 }
 
 void Gatherer::order_behind_update(const Param& param) {
   // Parameters of one update share its Pending.
   const device::PendingState* update = param.updated().state().get();
-  const bool is_brought = param.tier() != Tier::kDevice;
-  if (update == nullptr || update == last_update_ || is_brought) {
+  if (update == nullptr || update == call_.last_update || param.tier() != Tier::kDevice) {
     return;
   }
   if (compute_.runs_on_caller() && !param.updated().done()) {
-    ready_.push_back(param.updated());  // the host goes on
+    call_.ready.push_back(param.updated());  // the host goes on
   } else {
     gather_.wait(param.updated());
   }
-  last_update_ = update;
+  call_.last_update = update;
 }
 
 std::byte* Gatherer::own_slot(const Param& param, void* full) const {
@@ -222,26 +224,13 @@ std::byte* Gatherer::own_slot(const Param& param, void* full) const {
                    static_cast<std::size_t>(parts_.group.rank()) * param.layout().shard_bytes();
 }
 
-const std::byte* Gatherer::shard_of(const Param& param, std::byte* slot) {
-  if (param.is_on_host()) {
-    ready_.push_back(host_feed_->start_bring(param, slot));
-    return slot;
-  }
-  if (!param.is_on_nvme()) {
-    return param.shard();
-  }
-  // Behind the former users of the slot's memory, which the gather stream waits for.
-  ready_.push_back(parts_.feed->start_bring(param, slot, gather_.record()));
-  return slot;
-}
-
 comm::CallOptions Gatherer::call_options(const std::string& unit, std::span<const int> ids) const {
   comm::CallOptions options;
   options.label = {
       unit, ids.empty() ? std::string_view() : std::string_view(parts_.params[ids.front()].name())};
   options.content_hash = comm::hash_bytes(ids.data(), ids.size_bytes(), 0);
   options.stream = &gather_;
-  options.ready = Pending::all(ready_);
+  options.ready = Pending::all(call_.ready);
   return options;
 }
 
@@ -250,23 +239,32 @@ void Gatherer::log_call(const std::string& unit, const char* how) const {
     return;
   }
   std::string names;
-  for (const Param* param : members_) {
+  for (const Param* param : call_.members) {
     names += (names.empty() ? "" : ", ") + param->name();
   }
   parts_.logger.trace("gather ", how, " for unit '", unit, "': ", names);
 }
 
-void Gatherer::take(Param& param, std::int64_t offset) {
-  const std::size_t bytes = param.layout().full_bytes();
-  device::ArenaBlock& block = blocks_[static_cast<std::size_t>(param.id())];
-  if (offset >= 0 && arena_.can_allocate_at(static_cast<std::size_t>(offset), bytes)) {
-    block = arena_.allocate_at(static_cast<std::size_t>(offset), bytes, gather_);
-  } else {
-    num_misplaced_ += offset >= 0 ? 1 : 0;
-    block = arena_.allocate(bytes, gather_);
+void Gatherer::forget_done_calls() {
+  std::erase_if(calls_, [](const std::vector<Pending>& parts) {
+    return std::all_of(parts.begin(), parts.end(), [](const Pending& part) { return part.done(); });
+  });
+}
+
+std::size_t Gatherer::num_calls() {
+  forget_done_calls();
+  return calls_.size();
+}
+
+// What a call failed with is told to those who wait for its parameters.
+void Gatherer::wait_for_calls_below(std::size_t limit) {
+  forget_done_calls();
+  while (calls_.size() >= limit && !calls_.empty()) {
+    for (const Pending& part : calls_.front()) {
+      wait_ignoring_failure(part);
+    }
+    calls_.pop_front();
   }
-  param.start_gather(block.data);
-  full_bytes_ += full_bytes_of(param);
 }
 
 void Gatherer::finish(std::span<Param* const> params, LabelId label, const Cause& user) {
@@ -275,20 +273,20 @@ void Gatherer::finish(std::span<Param* const> params, LabelId label, const Cause
     if (param->state() != ParamState::kGathering) {
       continue;
     }
-    const InflightRegistry::Entry& entry = inflight_[*param];
-    const bool was_prefetched = entry.cause.reason == Reason::kPrefetch;
+    Slot& slot = slot_of(*param);
+    const bool was_prefetched = slot.cause.reason == Reason::kPrefetch;
     GatherCounts& counts = this->counts(user.unit, user.phase);
-    if (entry.gathered.state().get() != waited_for || waited_for == nullptr) {
-      waited_for = entry.gathered.state().get();
+    if (slot.gathered.state().get() != waited_for || waited_for == nullptr) {
+      waited_for = slot.gathered.state().get();
       (was_prefetched ? counts.prefetch_wait_s : counts.demand_wait_s) +=
-          wait(entry.gathered, label);
+          wait(slot.gathered, label);
       if (parts_.logger.enabled(LogLevel::kTrace)) {
         parts_.logger.trace("waited for '", param->name(), "', gathered ",
                             was_prefetched ? "ahead" : "on demand");
       }
     }
     counts.hits += was_prefetched ? 1 : 0;
-    inflight_.take(*param);
+    slot.gathered = {};
     param->finish_gather();
   }
 }
@@ -323,32 +321,47 @@ void Gatherer::release(Param& param, const Pending& last_use) {
   if (parts_.logger.enabled(LogLevel::kTrace)) {
     parts_.logger.trace("release '", param.name(), "'");
   }
-  give_back(param, last_use);
+  free_block(param, last_use);
+}
+
+void Gatherer::release_idle(const std::vector<bool>& stays) {
+  const Pending computed = this->computed();
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    Param& param = parts_.params[id];
+    // What is used in place goes with its use; one that is about to begin has no user yet.
+    if (stays[static_cast<std::size_t>(id)] || param.num_users() > 0 || param.shard_is_full()) {
+      continue;
+    }
+    if (param.state() == ParamState::kGathering) {
+      drop(param);
+    } else if (param.state() == ParamState::kAvailable) {
+      release(param, computed);
+    }
+  }
 }
 
 void Gatherer::drop(Param& param) {
-  const InflightRegistry::Entry entry = inflight_.take(param);
+  Slot& slot = slot_of(param);
+  const Pending gathered = std::exchange(slot.gathered, {});
   param.drop();
-  if (entry.cause.reason == Reason::kPrefetch) {
-    ++counts(entry.cause.unit, entry.cause.phase).drops;
+  if (slot.cause.reason == Reason::kPrefetch) {
+    ++counts(slot.cause.unit, slot.cause.phase).drops;
   }
   if (parts_.logger.enabled(LogLevel::kTrace)) {
     parts_.logger.trace("drop '", param.name(), "', gathered in vain");
   }
-  if (!entry.gathered.done()) {
-    drops_.push_back(entry.gathered);
+  if (!gathered.done()) {
+    drops_.push_back(gathered);
   }
   // Ranks that share a failed gather are done for; one alone goes on.
-  give_back(param, parts_.group.size() > 1 ? entry.gathered
-                                           : Pending(std::make_shared<EndOf>(entry.gathered)));
+  free_block(param,
+             parts_.group.size() > 1 ? gathered : Pending(std::make_shared<EndOf>(gathered)));
 }
 
-void Gatherer::give_back(const Param& param, const Pending& last_use) {
+void Gatherer::free_block(const Param& param, const Pending& last_use) {
   full_bytes_ -= full_bytes_of(param);
-  arena_.release(std::exchange(blocks_[static_cast<std::size_t>(param.id())], {}), last_use);
+  arena_.release(std::exchange(slot_of(param).block, {}), last_use);
 }
-
-Pending Gatherer::computed() { return compute_.record(); }
 
 void Gatherer::wait_for_drops() {
   for (const Pending& gathered : drops_) {
@@ -361,19 +374,45 @@ void Gatherer::wait_for_drops() {
   drops_.clear();
 }
 
-void Gatherer::finish_and_drop(Param& param) {
-  wait_ignoring_failure(inflight_[param].gathered);
-  drop(param);
-}
-
-void Gatherer::finish_drops() noexcept {
-  wait_for_feed();
+void Gatherer::abandon(const std::vector<bool>& stays) noexcept {
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    Param& param = parts_.params[id];
+    if (param.state() == ParamState::kGathering && !param.shard_is_full()) {
+      wait_ignoring_failure(slot_of(param).gathered);
+      drop(param);
+    }
+  }
+  release_idle(stays);
+  wait_for_loads();
   for (const Pending& gathered : drops_) {
     wait_ignoring_failure(gathered);
   }
   drops_.clear();
 }
 
-std::int64_t Gatherer::take_peak() { return std::exchange(full_bytes_peak_, full_bytes_); }
+void Gatherer::take_stats(CoordinatorStats& stats) {
+  GatherCounts* const phases[kNumPhases] = {&stats.forward, &stats.backward, &stats.inference};
+  GatherCounts all;
+  for (std::size_t phase = 0; phase < kNumPhases; ++phase) {
+    for (std::size_t i = phase; i < counts_.size(); i += kNumPhases) {
+      *phases[phase] += counts_[i];
+    }
+    const GatherCounts total = *phases[phase];
+    all += *phases[phase] -= std::exchange(taken_[phase], total);
+  }
+  stats.prefetch_hits = all.hits;
+  stats.prefetch_misses = all.misses;
+  stats.prefetch_drops = all.drops;
+  stats.num_gathers = all.demand_calls + all.prefetch_calls;
+  stats.gathered_bytes = all.demand_bytes + all.prefetch_bytes;
+  stats.exposed_wait_s = all.demand_wait_s + all.prefetch_wait_s;
+  stats.full_bytes_peak += std::exchange(full_bytes_peak_, full_bytes_);
+  const std::uint64_t overflows = arena_.stats().num_overflows;
+  stats.arena_overflows = overflows - std::exchange(overflows_taken_, overflows);
+  stats.arena_misplaced = std::exchange(num_misplaced_, 0);
+  if (parts_.loader != nullptr) {
+    stats.brought_bytes = parts_.loader->take_stats(Tier::kHost).loaded_bytes;
+  }
+}
 
 }  // namespace tessera::coordinator

@@ -1,20 +1,18 @@
-// Internal to coordinator: moves parameters between released and available where several ranks
-// share them, and keeps the books of bytes, hits and waiting. It decides nothing about when.
+// Starts and finishes gathers: moves parameters between released and available, in an arena of its
+// own, and counts bytes, hits and waiting. When and what is decided elsewhere.
 //
 // Order of work, for one parameter:
 //
 //   update of the shard, last reader of the arena's bytes -> gather stream -> all-gather
 //   all-gather -> compute stream (the unit reads it) -> release
 //
-// A shard that is stored, or in memory of the host on a device with its own, is brought to this
-// rank's slot of the full parameter before the all-gather, which waits for it; in a group of one
-// that is all. Parameters that are used where they lie (a group of one, in the device's memory) are
-// none of its business.
+// A shard that is not in the device's memory is loaded (shard_loader.h) into this rank's slot of the
+// full parameter before the all-gather, which waits for it; in a group of one that is all.
+// Parameters that are used in place (a group of one, in the device's memory) are not gathered.
 //
 // Invariants:
 //  (1) A parameter has a block of the arena exactly while it is gathering or available.
-//  (2) A parameter that was prefetched and not used yet is gathering, even if its gather is done;
-//      it is in the registry then, and only then.
+//  (2) A parameter that was prefetched and not used yet is gathering, even if its gather is done.
 //  (3) At most max_inflight calls are in flight; a further one waits for the oldest. Plans stay
 //      below that by themselves; what comes beside them may not.
 //
@@ -23,16 +21,15 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <deque>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "tessera/comm/group.h"
-#include "tessera/coordinator/gather_counts.h"
-#include "tessera/coordinator/host_feed.h"
-#include "tessera/coordinator/inflight.h"
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/access_trace.h"
+#include "tessera/coordinator/gather_stats.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/log.h"
 #include "tessera/core/spans.h"
@@ -41,6 +38,14 @@
 #include "tessera/shard/param.h"
 
 namespace tessera::coordinator {
+
+// Why a gather was started, and for whom.
+enum class Reason : std::uint8_t { kDemand, kPrefetch };
+struct Cause {
+  UnitId unit = -1;  // -1: for somebody who is no unit
+  Phase phase = Phase::kForward;
+  Reason reason = Reason::kDemand;
+};
 
 class Gatherer {
  public:
@@ -52,16 +57,16 @@ class Gatherer {
     const Clock& clock;
     Spans& spans;
     const Logger& logger;
-    ShardFeed* feed;  // null: no shard is stored
+    ShardLoader* loader;  // null: all shards are in the device's memory
   };
   Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_bytes, int max_inflight);
   // A gather that has failed may have shards on their way into the arena.
-  ~Gatherer() { wait_for_feed(); }
+  ~Gatherer() { wait_for_loads(); }
   Gatherer(const Gatherer&) = delete;
   Gatherer& operator=(const Gatherer&) = delete;
 
   // One call, for the parameters of `ids` that are released; none if there are none. `offsets`: one
-  // per id, or none; -1, or a place that is taken, means best fit. `unit` is named in errors.
+  // per id, or none; -1, or an offset that is taken, means best fit. `unit` is named in errors.
   void start(std::span<const int> ids, std::span<const std::int64_t> offsets,
              const std::string& unit, const Cause& cause);
   // The same where only some ranks want the parameters; wants[r] says which, the same on all ranks.
@@ -73,57 +78,61 @@ class Gatherer {
 
   // An available parameter; `last_use` is the work that read it last.
   void release(shard::Param& param, const device::Pending& last_use);
-  // A parameter that was gathered in vain. Its block stays taken until the gather is done.
-  void drop(shard::Param& param);
+  // Everything that has no user, but what `stays` (by parameter id). What was gathered in vain is
+  // dropped: its block stays taken until the gather is done.
+  void release_idle(const std::vector<bool>& stays);
   // What has been enqueued for computing so far.
-  device::Pending computed();
+  device::Pending computed() { return compute_.record(); }
   // The shard of a dropped parameter is still read: orders whatever writes shards behind that.
   void wait_for_drops();
-  // For after an exception: drops a parameter that is gathering, once its gather is done, whatever
-  // its outcome; and the same for those that were dropped before.
-  void finish_and_drop(shard::Param& param);
-  void finish_drops() noexcept;
+  // After an exception: as release_idle(), once every gather is done, whatever its outcome.
+  void abandon(const std::vector<bool>& stays) noexcept;
 
-  InflightRegistry& inflight() { return inflight_; }
   std::int64_t full_bytes() const { return full_bytes_; }
   std::size_t arena_bytes() const { return arena_bytes_; }
-  std::uint64_t num_overflows() const { return arena_.stats().num_overflows; }
-  std::uint64_t num_misplaced() const { return num_misplaced_; }  // not at their planned offset
-  // Since the last call; it starts again from what is held now.
-  std::int64_t take_peak();
-  // See host_feed.h.
-  void forget_device_copies() {
-    if (host_feed_) {
-      host_feed_->forget_device_copies();
-    }
-  }
-  // From memory of the host, since the last call.
-  std::uint64_t take_brought_bytes() { return host_feed_ ? host_feed_->take_brought_bytes() : 0; }
+  std::size_t num_calls();  // that are not done, also if their parameters were all dropped
   // By unit and phase; unit -1 stands for those who are no unit.
   GatherCounts& counts(UnitId unit, Phase phase);
-  // Of all units together, since the last call.
-  GatherCounts take_counts(Phase phase);
+  // Adds what was counted since the last call.
+  void take_stats(CoordinatorStats& stats);
 
  private:
-  double wait(const device::Pending& gathered, LabelId unit);
+  struct Slot {  // of a parameter
+    device::ArenaBlock block;
+    device::Pending gathered;  // while it is gathering
+    Cause cause;
+  };
+  struct Call {  // that is put together
+    std::vector<shard::Param*> members;
+    std::vector<int> ids;  // of the members
+    std::vector<comm::Gather> tensors;
+    std::vector<device::Pending> ready;                 // what its input waits for
+    const device::PendingState* last_update = nullptr;  // that it is ordered behind
+    std::uint64_t bytes = 0;
+  };
+
+  Slot& slot_of(const shard::Param& param) { return slots_[static_cast<std::size_t>(param.id())]; }
+  void begin_call();
+  void add(shard::Param& param, void* full, std::byte* slot);
+  void take(shard::Param& param, std::int64_t offset);
   // An exception came while a call was put together: nothing of it stays.
   void undo_call();
-  void wait_for_feed() noexcept {
-    if (parts_.feed != nullptr) {
-      parts_.feed->wait_idle();
-    }
-    if (host_feed_) {
-      host_feed_->wait_idle();
-    }
-  }
+  // The call is on its way. `gathered`: of each member, or of all together.
+  void note_call(std::vector<device::Pending> gathered, std::int64_t begin_ns, const Cause& cause);
   void order_behind_update(const shard::Param& param);
   std::byte* own_slot(const shard::Param& param, void* full) const;
-  // Where the shard is, or will be once ready_ is done.
-  const std::byte* shard_of(const shard::Param& param, std::byte* slot);
-  void take(shard::Param& param, std::int64_t offset);
-  void give_back(const shard::Param& param, const device::Pending& last_use);
   comm::CallOptions call_options(const std::string& unit, std::span<const int> ids) const;
   void log_call(const std::string& unit, const char* how) const;
+  void forget_done_calls();
+  void wait_for_calls_below(std::size_t limit);
+  double wait(const device::Pending& gathered, LabelId unit);
+  void drop(shard::Param& param);
+  void free_block(const shard::Param& param, const device::Pending& last_use);
+  void wait_for_loads() noexcept {
+    if (parts_.loader != nullptr) {
+      parts_.loader->wait_idle();
+    }
+  }
 
   const Parts parts_;
   device::Stream& compute_;
@@ -131,19 +140,15 @@ class Gatherer {
   const std::size_t arena_bytes_;
   const std::size_t max_inflight_;
   device::Arena arena_;
-  std::unique_ptr<HostFeed> host_feed_;  // null: no shard is in memory of the host
-  InflightRegistry inflight_;
-  std::vector<device::ArenaBlock> blocks_;  // by parameter id
+  std::vector<Slot> slots_;  // by parameter id
+  std::deque<std::vector<device::Pending>> calls_;
   std::vector<device::Pending> drops_;
-  std::vector<comm::Gather> tensors_;  // of the call that is put together
-  std::vector<shard::Param*> members_;
-  std::vector<int> member_ids_;
-  const device::PendingState* last_update_ = nullptr;  // that the call is ordered behind
-  std::vector<device::Pending> ready_;                 // what the call's input waits for
+  Call call_;
   std::int64_t full_bytes_ = 0;
   std::int64_t full_bytes_peak_ = 0;
-  std::uint64_t num_misplaced_ = 0;
-  std::vector<GatherCounts> counts_;
+  std::uint64_t num_misplaced_ = 0;    // since take_stats()
+  std::uint64_t overflows_taken_ = 0;  // by take_stats()
+  std::vector<GatherCounts> counts_;   // by unit and phase
   std::vector<GatherCounts> taken_ = std::vector<GatherCounts>(kNumPhases);
 };
 

@@ -450,4 +450,45 @@ class Planner {
 
 PrefetchPlan make_plan(const PlanInput& input) { return Planner(input).make(); }
 
+PrefetchPlan make_placed_plan(const PlanInput& input) {
+  PrefetchPlan plan = make_plan(input);
+  std::int64_t largest_unit = 0;
+  for (const std::vector<int>& ids : input.unit_params) {
+    std::int64_t bytes = 0;
+    for (const int id : ids) {
+      bytes += input.params[static_cast<std::size_t>(id)].full_bytes;
+    }
+    largest_unit = std::max(largest_unit, bytes);
+  }
+  const std::int64_t limit = std::min(input.budgets.live_limit_bytes, input.arena_bytes);
+  constexpr int kTries = 8;
+  for (int left = kTries - 1; left >= 0 && plan.num_unplaced > 0 && limit > largest_unit; --left) {
+    PlanInput less = input;
+    less.budgets.live_limit_bytes = largest_unit + (limit - largest_unit) / kTries * left;
+    PrefetchPlan candidate = make_plan(less);
+    if (candidate.num_unplaced < plan.num_unplaced) {
+      plan = std::move(candidate);
+    }
+  }
+  return plan;
+}
+
+std::int64_t room_to_persist(std::int64_t live_limit_bytes, std::int64_t largest_unit_bytes) {
+  return std::max<std::int64_t>(0, live_limit_bytes - 2 * largest_unit_bytes);
+}
+
+std::vector<bool> choose_persistent(std::span<const std::int64_t> full_bytes,
+                                    std::int64_t param_bytes, std::int64_t model_bytes,
+                                    std::int64_t room_bytes) {
+  std::vector<bool> persists(full_bytes.size());
+  room_bytes = std::min(model_bytes, room_bytes);
+  for (std::size_t i = 0; i < full_bytes.size(); ++i) {
+    if (full_bytes[i] <= param_bytes && full_bytes[i] <= room_bytes) {
+      persists[i] = true;
+      room_bytes -= full_bytes[i];
+    }
+  }
+  return persists;
+}
+
 }  // namespace tessera::coordinator

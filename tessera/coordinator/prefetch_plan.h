@@ -103,14 +103,6 @@ PrefetchPlan make_plan(const PlanInput& input);
 // largest unit, the plan that comes closest.
 PrefetchPlan make_placed_plan(const PlanInput& input);
 
-// What is held after the first `num_begun` uses have begun and ended, and which prefetches have not
-// been used by then: where a plan is taken up in its middle.
-struct PlanState {
-  std::vector<bool> held;               // by parameter id
-  std::vector<GatherList> outstanding;  // calls, in order
-};
-PlanState state_after(const PlanInput& input, const PrefetchPlan& plan, std::size_t num_begun);
-
 // What may persist of the limit: the largest unit must find room beside it, and another one, which
 // is prefetched meanwhile.
 std::int64_t room_to_persist(std::int64_t live_limit_bytes, std::int64_t largest_unit_bytes);

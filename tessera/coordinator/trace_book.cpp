@@ -55,8 +55,10 @@ TraceBook::Move TraceBook::advance(const Use& use) {
         follow(other);
         move = Move::kSwitched;
       } else {
-        invalidate();
-        move = Move::kDeparted;
+        recorded_ = seen();
+        follow(nullptr);
+        mode_ = TraceMode::kInvalid;
+        move = Move::kMissed;
       }
     }
   } else if (position_ == 0) {
@@ -66,7 +68,8 @@ TraceBook::Move TraceBook::advance(const Use& use) {
     }
   }
   if (mode_ != TraceMode::kComplete) {
-    record(use);
+    recorded_.uses.push_back(use);
+    recorded_.open_until.push_back(static_cast<std::uint32_t>(recorded_.uses.size()));
   }
   if (position_ == 0) {
     first_ = use;
@@ -80,25 +83,6 @@ void TraceBook::follow(const Kept* kept) {
   mode_ = kept == nullptr ? TraceMode::kRecord : TraceMode::kComplete;
   following_ = kept == nullptr ? kNoTrace : kept->id;
   followed_ = kept;
-}
-
-void TraceBook::record(const Use& use) {
-  if (mode_ == TraceMode::kComplete) {
-    throw StateError(detail::concat("the ", to_string(use.phase), " of unit ", use.unit,
-                                    " is recorded while a complete trace is followed"),
-                     {}, {});
-  }
-  recorded_.uses.push_back(use);
-  recorded_.open_until.push_back(static_cast<std::uint32_t>(recorded_.uses.size()));
-}
-
-void TraceBook::invalidate() {
-  if (mode_ == TraceMode::kInvalid) {
-    throw StateError("a trace that is invalid already is invalidated again", {}, {});
-  }
-  recorded_ = seen();
-  follow(nullptr);
-  mode_ = TraceMode::kInvalid;
 }
 
 void TraceBook::note_end(std::size_t index) {

@@ -8,7 +8,7 @@
 // forwards may come before one backward, and what the next micro-batch needs may stay.
 //
 // Finished passes are kept, up to a number; the least recently seen goes first. A pass follows one
-// of them as long as it repeats it; where it departs, another one with the same beginning takes
+// of them as long as it repeats it; at a trace miss, another one with the same beginning takes
 // over. What follows a pass is remembered by its trace and its number within the step: so training
 // and evaluation in turn and branches in turn are foreseen.
 //
@@ -50,15 +50,11 @@ class TraceBook {
     kRecorded,  // written down; nothing is known
     kFollowed,  // as expected
     kSwitched,  // another trace is followed from here on
-    kDeparted,  // nothing known fits any more
+    kMissed,    // nothing known fits any more
   };
   Move advance(const Use& use);
   // The use at `index` of this pass has ended, a forward or an inference.
   void note_end(std::size_t index);
-  // Throws StateError in kComplete: a pass that follows a trace is not recorded.
-  void record(const Use& use);
-  // As if the pass had departed. Throws StateError in kInvalid.
-  void invalidate();
 
   // The whole of what is followed has been seen, and what came after it the last time is known:
   // the trace of the next pass, or a step.
@@ -77,7 +73,7 @@ class TraceBook {
   // The pass is forgotten: an exception ended it.
   void forget_pass();
 
-  // What was expected at the moment of the last departure or switch; nothing: the pass was over, or
+  // What was expected at the moment of the last trace miss or switch; nothing: the pass was over, or
   // had not been foreseen at all.
   const std::optional<Use>& expected_use() const { return expected_use_; }
 

@@ -32,8 +32,22 @@ bool is_inside(const std::string& name, const std::string& outer) {
 
 }  // namespace
 
+std::string describe(const LeafRule& rule) {
+  switch (rule.kind) {
+    case LeafRule::Kind::kName:
+      return detail::concat("name '", rule.text, "'");
+    case LeafRule::Kind::kNameSuffix:
+      return detail::concat("a name that ends in '", rule.text, "'");
+    case LeafRule::Kind::kType:
+      return detail::concat("type '", rule.text, "'");
+    case LeafRule::Kind::kNumelBelow:
+      return detail::concat("at most ", rule.numel, " elements per unit inside");
+  }
+  return "?";
+}
+
 UnitId UnitTable::add(std::string name, const std::vector<int>& params, UnitTraits traits) {
-  TESSERA_INVARIANT(!is_sealed_, "unit '", name, "' is added after the first use");
+  TESSERA_INVARIANT(!is_finalized_, "unit '", name, "' is added after the first use");
   UnitInfo unit;
   unit.name = std::move(name);
   unit.traits = std::move(traits);
@@ -59,7 +73,7 @@ void UnitTable::check_param(UnitId id, int param) const {
   const std::string& name = (*this)[id].name;
   TESSERA_INVARIANT(param >= 0 && param < params_.num_params(), "unit '", name,
                     "' names parameter ", param, "; there are ", params_.num_params());
-  TESSERA_INVARIANT(!is_sealed_, "parameter '", params_[param].name(), "' is added to unit '", name,
+  TESSERA_INVARIANT(!is_finalized_, "parameter '", params_[param].name(), "' is added to unit '", name,
                     "' after the first use");
 }
 
@@ -92,7 +106,7 @@ bool UnitTable::matches(const UnitInfo& unit, const LeafRule& rule) const {
 }
 
 void UnitTable::mark_leaves(const LeafRule& rule, bool is_leaf) {
-  TESSERA_CHECK(!is_sealed_, ConfigError, "leaf units are chosen after the first forward (",
+  TESSERA_CHECK(!is_finalized_, ConfigError, "leaf units are chosen after the first forward (",
                 describe(rule), "); choose them before it");
   bool is_found = false;
   for (UnitInfo& unit : units_) {
@@ -105,8 +119,22 @@ void UnitTable::mark_leaves(const LeafRule& rule, bool is_leaf) {
                 "; check its spelling");
 }
 
-void UnitTable::settle() {
-  if (std::exchange(is_settled_, true)) {
+std::vector<std::string> UnitTable::leaves() const {
+  std::vector<std::string> names;
+  for (const UnitInfo& unit : units_) {
+    if (unit.is_leaf) {
+      names.push_back(unit.name);
+    }
+  }
+  return names;
+}
+
+std::string UnitTable::text_of(const Use& use) const {
+  return detail::concat("the ", to_string(use.phase), " of unit '", (*this)[use.unit].name, "'");
+}
+
+void UnitTable::expand_leaves() {
+  if (std::exchange(has_expanded_, true)) {
     return;
   }
   for (std::size_t i = 0; i < units_.size(); ++i) {
@@ -127,13 +155,16 @@ void UnitTable::settle() {
   }
 }
 
-void UnitTable::seal(Spans& spans) {
-  settle();
+void UnitTable::finalize(Spans& spans) {
+  expand_leaves();
   set_mixed_apart();
   owners_.assign(static_cast<std::size_t>(params_.num_params()), -1);
   for (std::size_t i = units_.size(); i-- > 0;) {
     UnitInfo& unit = units_[i];
     unit.label = spans.intern(unit.name);
+    unit.text = unit.ids.empty()
+                    ? unit.name
+                    : detail::concat(unit.name, " (", params_[unit.ids.front()].name(), ")");
     for (const int id : unit.ids) {
       unit.params.push_back(&params_[id]);
       unit.bytes += full_bytes_of(params_[id]);
@@ -145,7 +176,7 @@ void UnitTable::seal(Spans& spans) {
       owners_[static_cast<std::size_t>(id)] = static_cast<UnitId>(i);
     }
   }
-  is_sealed_ = true;
+  is_finalized_ = true;
 }
 
 std::vector<std::int64_t> UnitTable::param_bytes() const {

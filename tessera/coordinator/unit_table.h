@@ -1,4 +1,4 @@
-// Internal to coordinator: the units of an engine and what each needs, prepared once so that a use
+// The units of an engine and what each needs, prepared once so that a use
 // looks nothing up.
 //
 // Threads: as Param.
@@ -7,10 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/coordinator/access_trace.h"
-#include "tessera/coordinator/leaf_rule.h"
 #include "tessera/core/error.h"
 #include "tessera/core/spans.h"
 #include "tessera/shard/param.h"
@@ -20,6 +20,26 @@ namespace tessera::coordinator {
 inline std::int64_t full_bytes_of(const shard::Param& param) {
   return static_cast<std::int64_t>(param.layout().full_bytes());
 }
+
+// Which units are leaves: gathered whole, with everything inside them, when they begin.
+//
+// A leaf is for a unit whose inner units are small or are used in an order that changes: one gather
+// in place of many. Inside a unit are those whose name goes on after its own with a dot. Rules are
+// by name, by the end of the name, by the type of the module, or by size: units whose elements,
+// divided by one more than the number of units inside, are at most a threshold; a unit without
+// others inside gains nothing and is left out of that rule.
+struct LeafRule {
+  enum class Kind : std::uint8_t { kName, kNameSuffix, kType, kNumelBelow };
+  Kind kind = Kind::kName;
+  std::string text;
+  std::int64_t numel = 0;
+
+  static LeafRule name(std::string text) { return {Kind::kName, std::move(text), 0}; }
+  static LeafRule suffix(std::string text) { return {Kind::kNameSuffix, std::move(text), 0}; }
+  static LeafRule type(std::string text) { return {Kind::kType, std::move(text), 0}; }
+  static LeafRule numel_below(std::int64_t numel) { return {Kind::kNumelBelow, {}, numel}; }
+};
+std::string describe(const LeafRule& rule);  // "type 'BlockImpl'"
 
 // What is said about a unit when it is made.
 struct UnitTraits {
@@ -35,14 +55,15 @@ struct UnitInfo {
   std::vector<int> external;  // added later
   bool is_leaf = false;
   UnitId leaf = -1;  // the outermost leaf that it is inside of
-  // From seal() on.
+  // From finalize() on.
   std::vector<int> mixed;             // of a static unit: ids that a dynamic one needs, too
   std::vector<int> planned;           // ids without those, and without direct ones
-  std::vector<shard::Param*> direct;  // a group of one: in memory, where they are used
+  std::vector<shard::Param*> direct;  // a group of one, in the device's memory: used in place
   std::vector<shard::Param*> params;
   std::int64_t bytes = 0;           // of its full parameters
   std::int64_t gathered_bytes = 0;  // of those that are not direct
   LabelId label = 0;
+  std::string text;  // "h.3 (h.3.attn.weight)", with its first parameter
 };
 
 class UnitTable {
@@ -50,18 +71,19 @@ class UnitTable {
   // `params` outlives the table.
   explicit UnitTable(shard::ParamTable& params) : params_(params) {}
 
-  // Both throw InternalError for a parameter that there is not, and after seal().
+  // Both throw InternalError for a parameter that there is not, and after finalize().
   UnitId add(std::string name, const std::vector<int>& params, UnitTraits traits = {});
   void add_param(UnitId id, int param);  // an external one
 
-  // Leaves: see leaf_rule.h. Throws ConfigError for a rule that matches no unit, and after seal().
+  // Throws ConfigError for a rule that matches no unit, and after finalize().
   void mark_leaves(const LeafRule& rule, bool is_leaf);
+  std::vector<std::string> leaves() const;
 
-  // Gives leaves what is inside them: whose `ids` are final afterwards. By itself in seal().
-  void settle();
-  // The model is complete: no unit or parameter comes any more.
-  void seal(Spans& spans);
-  bool is_sealed() const { return is_sealed_; }
+  // Gives leaves what is inside them: whose `ids` are final afterwards. By itself in finalize().
+  void expand_leaves();
+  // The model is complete: no unit or parameter is added any more.
+  void finalize(Spans& spans);
+  bool is_finalized() const { return is_finalized_; }
 
   std::size_t num_units() const { return units_.size(); }
   // Throws InternalError for a unit that there is not.
@@ -70,6 +92,7 @@ class UnitTable {
                       " is not known; there are ", units_.size());
     return units_[static_cast<std::size_t>(id)];
   }
+  std::string text_of(const Use& use) const;  // "the forward of unit 'h.3'"
   // The first unit that needs a parameter. REQUIRES: there is one.
   UnitId owner_id(int param) const { return owners_[static_cast<std::size_t>(param)]; }
 
@@ -93,8 +116,8 @@ class UnitTable {
   shard::ParamTable& params_;
   std::vector<UnitInfo> units_;
   std::vector<UnitId> owners_;  // by parameter id
-  bool is_settled_ = false;
-  bool is_sealed_ = false;
+  bool has_expanded_ = false;
+  bool is_finalized_ = false;
 };
 
 }  // namespace tessera::coordinator

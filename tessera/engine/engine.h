@@ -86,7 +86,7 @@ struct NamedTensor {
 
 struct UnitOptions {
   bool recompute = false;
-  // Some ranks may skip it in a step (mixture of experts): see coordinator/meeting.h. The option
+  // Some ranks may skip it in a step (mixture of experts): see coordinator/consensus.h. The option
   // unit.dynamic_names says the same by name.
   bool dynamic = false;
   // Stands before the names of the parameters; null: the unit's name and a dot.

@@ -162,9 +162,9 @@ void EngineTiers::make_io() {
 
 void EngineTiers::make_feed(std::int64_t buffer_bytes) {
   feed_.reset();  // before another takes memory
-  feed_ = std::make_unique<coordinator::ShardFeed>(
+  feed_ = std::make_unique<coordinator::ShardLoader>(
       params_, *shards_, runtime_.device(), io_memory(),
-      std::max(static_cast<std::size_t>(buffer_bytes), coordinator::kSmallestFeedBytes));
+      std::max(static_cast<std::size_t>(buffer_bytes), coordinator::kSmallestLoaderBytes));
 }
 
 std::unique_ptr<tier::FileStore> EngineTiers::make_store(const std::string& name, Role role,
@@ -313,7 +313,7 @@ void EngineTiers::make_gradient_tier() {
 
 coordinator::TierOptions EngineTiers::coordinator_options() const {
   coordinator::TierOptions options;
-  options.feed = feed_.get();
+  options.loader = feed_.get();
   options.live_limit_bytes = placement_->live_limit_bytes;
   options.arena_bytes = static_cast<std::size_t>(placement_->arena_bytes);
   if (options_.on_cuda && group_.size() == 1) {
@@ -389,7 +389,7 @@ std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleO
   parts.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
   parts.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
   parts.on_updated = [this](int id, std::int64_t begin, std::int64_t numel, const void* values) {
-    return feed_ && feed_->offer(id, begin, numel, values);
+    return params_.pass_on(id, begin, numel, values);
   };
   auto optimizer = std::make_unique<optim::TieredOptimizer>(
       params_, *device, runtime_.host_kernels(), rule, std::move(parts));
@@ -447,7 +447,7 @@ TierIo EngineTiers::take_io() {
   io.gradients = since(gradient_store_.get(), taken_.gradients);
   io.states = since(state_store_.get(), taken_.states);
   if (feed_) {
-    io.feed = feed_->take_stats();
+    io.feed = feed_->take_stats(Tier::kNvme);
   }
   if (lender_) {
     io.lent_wait_s = lender_->take_wait_s();

@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "tessera/coordinator/coordinator.h"
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/grad/gradient_tier.h"
 #include "tessera/optim/optimizer.h"
@@ -51,7 +51,7 @@ struct TierIo {
   RoleIo parameters;
   RoleIo gradients;
   RoleIo states;
-  coordinator::FeedStats feed;
+  coordinator::LoaderStats feed;
   // Of the thread that updates: data had not come; buffers had not come back; it computed.
   double update_read_wait_s = 0;
   double update_lease_wait_s = 0;
@@ -110,7 +110,7 @@ class EngineTiers {
   void end_backward_of(coordinator::UnitId unit);
   void begin_forward_of(coordinator::UnitId unit);
 
-  coordinator::ShardFeed& feed() { return *feed_; }
+  coordinator::ShardLoader& feed() { return *feed_; }
   void wait_for_feed() noexcept {
     if (feed_) {
       feed_->wait_idle();
@@ -151,7 +151,7 @@ class EngineTiers {
   std::unique_ptr<tier::FileStore> gradient_store_;
   std::unique_ptr<tier::FileStore> state_store_;
   std::unique_ptr<shard::ShardStore> shards_;
-  std::unique_ptr<coordinator::ShardFeed> feed_;
+  std::unique_ptr<coordinator::ShardLoader> feed_;
   std::unique_ptr<tier::BufferPool> gradient_pool_;
   std::unique_ptr<tier::BufferPool> optimizer_pool_;
   std::optional<grad::GradientTier> gradients_;

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/coordinator/gather_counts.h"
+#include "tessera/coordinator/gather_stats.h"
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
 #include "tessera/shard/param.h"

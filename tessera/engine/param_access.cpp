@@ -335,7 +335,7 @@ device::Memory ParamAccess::gather_full(int id, const std::string& what) {
     std::byte* const slot =
         full.data() + static_cast<std::size_t>(group_.rank()) * layout.shard_bytes();
     if (param.is_on_nvme()) {
-      brought = tiers_.feed().start_bring(param, slot, device::Pending());
+      brought = tiers_.feed().start_load(param, slot, device::Pending());
     } else {
       stream.wait(param.updated());
       brought = device.start_copy(slot, shard, layout.shard_bytes(), stream);

@@ -14,7 +14,7 @@
 //
 // [Note: who hands pieces over] A stream takes so much unfinished work and no more; then it blocks
 // whoever gives it more. And states that go up must not stand in the way of parameters that the
-// model needs (coordinator/host_feed.h, [Note: one queue for all that goes up]): a copy up is
+// model needs (coordinator/shard_loader.h, [Note: one queue for H2D copies]): a copy up is
 // started when its slot is free. So a thread hands the pieces over, and the step's thread goes on
 // to the next forward. Everything else is ordered by events.
 //
@@ -99,7 +99,7 @@ class DeviceUpdate {
   TieredStats take_stats();
 
  private:
-  // See [Note: one queue for all that goes up] in coordinator/host_feed.h: a parameter that the
+  // See [Note: one queue for H2D copies] in coordinator/shard_loader.h: a parameter that the
   // model waits for comes behind no more copies of states than keep the link busy.
   static constexpr std::size_t kMostCopiesUp = 2;
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/device/arena_map.h"
 #include "tessera/device/host_memory.h"
 #include "tessera/grad/reducer.h"
@@ -43,8 +43,8 @@ std::int64_t pinned_feed_bytes(std::int64_t pool_bytes) {
   if (pool_bytes == 0) {
     return 0;
   }
-  const coordinator::FeedSizes sizes =
-      coordinator::feed_sizes(static_cast<std::size_t>(pool_bytes));
+  const coordinator::LoaderSizes sizes =
+      coordinator::loader_sizes(static_cast<std::size_t>(pool_bytes));
   return pinned_bytes(block_bytes(as_int(2 * sizes.tile_bytes))) +
          pinned_bytes(block_bytes(as_int(sizes.window_bytes)));
 }

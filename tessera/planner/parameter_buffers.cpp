@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/device/host_memory.h"
 #include "tessera/tier/io_engine.h"
 
@@ -36,7 +36,7 @@ std::int64_t ParameterBuffers::smallest() const {
     }
   }
   if (all == 0) {
-    return static_cast<std::int64_t>(coordinator::kSmallestFeedBytes);
+    return static_cast<std::int64_t>(coordinator::kSmallestLoaderBytes);
   }
   if (!is_given()) {
     return kSmallestPoolBytes;

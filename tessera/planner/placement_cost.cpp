@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "tessera/comm/staging_bytes.h"
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/error.h"
 #include "tessera/device/arena_map.h"
 #include "tessera/grad/bucket.h"
@@ -36,8 +36,8 @@ std::int64_t feed_bytes(std::int64_t pool_bytes) {
   if (pool_bytes == 0) {
     return 0;
   }
-  const coordinator::FeedSizes sizes =
-      coordinator::feed_sizes(static_cast<std::size_t>(pool_bytes));
+  const coordinator::LoaderSizes sizes =
+      coordinator::loader_sizes(static_cast<std::size_t>(pool_bytes));
   return taken_bytes(block_bytes(as_int(2 * sizes.tile_bytes))) +
          taken_bytes(block_bytes(as_int(sizes.window_bytes)));
 }
@@ -100,7 +100,7 @@ std::int64_t stored_parameter_uses(const CutModel& cut, const std::vector<ShardP
 std::int64_t parameters_from_update(const CutModel& cut, const std::vector<ShardPlaces>& places,
                                     std::int64_t pool_bytes) {
   const auto window =
-      as_int(coordinator::feed_sizes(static_cast<std::size_t>(pool_bytes)).window_bytes);
+      as_int(coordinator::loader_sizes(static_cast<std::size_t>(pool_bytes)).window_bytes);
   std::int64_t sum = 0;
   for (std::size_t i = 0; i < places.size(); ++i) {
     const std::int64_t bytes = block_bytes(as_int(cut.layouts[i].shard_bytes()));

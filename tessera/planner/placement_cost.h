@@ -40,7 +40,7 @@ std::int64_t checksum_bytes(std::int64_t nvme_bytes);
 // Every unit that needs a stored parameter reads it in forward and in backward, unless it is still
 // there: bytes of one micro-batch, at most.
 std::int64_t stored_parameter_uses(const CutModel& cut, const std::vector<ShardPlaces>& places);
-// Of stored shards that fit into the window of their feed (coordinator/shard_feed.h), which takes
+// Of stored shards that fit into the window of their feed (coordinator/shard_loader.h), which takes
 // new values from the update: in time, where the disk is what the update waits for.
 std::int64_t parameters_from_update(const CutModel& cut, const std::vector<ShardPlaces>& places,
                                     std::int64_t pool_bytes);

@@ -4,7 +4,7 @@
 #include <optional>
 #include <utility>
 
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
 #include "tessera/device/host_memory.h"
@@ -318,7 +318,7 @@ void Filler::finish(Placement& placement) const {
   }
   if (!stores_parameters) {
     // The feed of parameters is there, and has nothing to do.
-    placement.parameter_pool_bytes = static_cast<std::int64_t>(coordinator::kSmallestFeedBytes);
+    placement.parameter_pool_bytes = static_cast<std::int64_t>(coordinator::kSmallestLoaderBytes);
   }
   if (!stores_gradients) {
     placement.gradient_pool_bytes = 0;

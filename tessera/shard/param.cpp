@@ -152,9 +152,9 @@ void Param::check_move(bool is_legal, const char* rule) const {
   }
 }
 
-void Param::set_updated(device::Pending done) {
+void Param::set_updated(device::Pending done, DeviceCopy copy) {
   updated_ = std::move(done);
-  device_copy_ = {};
+  device_copy_ = std::move(copy);
   ++version_;
 }
 

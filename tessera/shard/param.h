@@ -34,6 +34,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -141,9 +142,13 @@ class Param {
 
   std::uint64_t version() const { return version_; }  // updates so far
   const device::Pending& updated() const { return updated_; }
-  void set_updated(device::Pending done);  // counts one update; copies of before are stale
+  // Counts one update, which is complete when `done` is; copies of before are stale. `copy`: where
+  // the device keeps the new values of a shard in host memory; whoever owns that memory takes the
+  // copy back before it goes.
+  void set_updated(device::Pending done, DeviceCopy copy = {});
   const DeviceCopy& device_copy() const { return device_copy_; }
-  // Whoever owns the memory takes the copy back ({}) before it goes.
+  void forget_device_copy() { device_copy_ = {}; }
+  // As a part of set_updated().
   void set_device_copy(DeviceCopy copy) { device_copy_ = std::move(copy); }
 
  private:
@@ -183,10 +188,20 @@ class ParamTable {
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
 
+  // New elements [begin, begin + numel) of a shard on NVMe, from its update, which is about to write
+  // them, to whoever loads shards. True: kept, and not read again. From any thread.
+  bool pass_on(int id, std::int64_t begin, std::int64_t numel, const void* values) const {
+    return receiver_ && receiver_(id, begin, numel, values);
+  }
+  // Who loads shards; {}: nobody. While no update runs.
+  using Receiver = std::function<bool(int, std::int64_t, std::int64_t, const void*)>;
+  void set_receiver(Receiver receiver) { receiver_ = std::move(receiver); }
+
  private:
   const int rank_;
   const int num_ranks_;
   device::Device& device_;
+  Receiver receiver_;
   std::vector<std::unique_ptr<Param>> params_;
   std::map<std::string_view, Param*> by_name_;  // the names are those inside params_
 };

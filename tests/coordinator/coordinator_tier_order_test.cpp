@@ -36,7 +36,7 @@ CoordinatorOptions prefetch(std::int64_t bucket_bytes) {
 Model stored_layers(std::size_t num_blocks, bool offers) {
   Model model = equal_layers(kLayers, kLayerNumel);
   model.stored = {{0, 1, 2, 3, 4, 5},
-                  kSmallestFeedBytes + num_blocks * tier::kBlockBytes,
+                  kSmallestLoaderBytes + num_blocks * tier::kBlockBytes,
                   offers,
                   StoredChoice::Kind::kHeld};
   return model;
@@ -79,8 +79,8 @@ TEST(CoordinatorTierOrder, ReadsRunAheadOfGathersInTheOrderOfUse) {
       store.release();
       run_forward(world, {2, 3, 4, 5});
       EXPECT_EQ(store.names_read(), names({0, 1, 2, 3, 4, 5})) << "each once";
-      world.stored().feed().wait_idle();
-      EXPECT_GE(world.stored().feed().take_stats().read_ahead_bytes,
+      world.stored().loader().wait_idle();
+      EXPECT_GE(world.stored().loader().take_stats(Tier::kNvme).read_ahead_bytes,
                 5 * world.params()[0].layout().shard_bytes());
       world.end_step_and_update();
     });
@@ -115,7 +115,7 @@ TEST(CoordinatorTierOrder, WhatTheUpdateHandsOverIsNotRead) {
       run_forward(world, kInOrder);
       EXPECT_TRUE(world.stored().held_store().names_read().empty());
       const std::uint64_t shard_bytes = world.params()[0].layout().shard_bytes();
-      EXPECT_EQ(world.stored().feed().take_stats().from_update_bytes, 4 * kLayers * shard_bytes);
+      EXPECT_EQ(world.stored().loader().take_stats(Tier::kNvme).from_update_bytes, 4 * kLayers * shard_bytes);
     });
   }
 }
@@ -174,14 +174,14 @@ TEST(CoordinatorTierOrder, APersistentParameterGivesItsPlaceInTheWindowBackWhenI
       RankWorld world(group, model, options);
       wait_for_updates(world);
       const std::vector<float> values(kLayerNumel);
-      ShardFeed& feed = world.stored().feed();
-      EXPECT_FALSE(feed.offer(3, 0, kLayerNumel, values.data())) << "p0 has the window";
+      ShardLoader& loader = world.stored().loader();
+      EXPECT_FALSE(loader.receive(3, 0, kLayerNumel, values.data())) << "p0 has the window";
       run_forward(world, {0});
       ASSERT_TRUE(world.coordinator().persists(0));
       EXPECT_EQ(world.params()[0].state(), ParamState::kAvailable);
-      feed.wait_idle();
-      EXPECT_TRUE(feed.offer(3, 0, kLayerNumel, values.data()));
-      feed.forget(3);
+      loader.wait_idle();
+      EXPECT_TRUE(loader.receive(3, 0, kLayerNumel, values.data()));
+      loader.forget(3);
       run_forward(world, kInOrder);
       world.end_step_and_update();
     });
@@ -198,9 +198,9 @@ TEST(CoordinatorTierOrder, ADepartureForgetsWhatWasReadAheadInVain) {
     world.begin(5, Phase::kForward);
     EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kInvalid);
     const std::vector<float> values(kLayerNumel);
-    EXPECT_TRUE(world.stored().feed().offer(3, 0, kLayerNumel, values.data()));
-    EXPECT_TRUE(world.stored().feed().offer(4, 0, kLayerNumel, values.data()));
-    world.stored().feed().forget_all();
+    EXPECT_TRUE(world.stored().loader().receive(3, 0, kLayerNumel, values.data()));
+    EXPECT_TRUE(world.stored().loader().receive(4, 0, kLayerNumel, values.data()));
+    world.stored().loader().forget_all();
     world.end(5, Phase::kForward);
     run_forward(world, {1, 2});
   });

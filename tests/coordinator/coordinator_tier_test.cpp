@@ -33,11 +33,11 @@ std::vector<StoredChoice> choices() {
   std::vector<StoredChoice> all;
   for (const std::vector<int>& ids : placements()) {
     for (const bool offers : {false, true}) {
-      all.push_back({ids, kSmallestFeedBytes + (offers ? 3 : 0) * tier::kBlockBytes, offers});
+      all.push_back({ids, kSmallestLoaderBytes + (offers ? 3 : 0) * tier::kBlockBytes, offers});
     }
   }
-  all.push_back({placements()[0], kSmallestFeedBytes + 40 * tier::kBlockBytes, true});
-  all.push_back({placements()[0], kSmallestFeedBytes + 4 * tier::kBlockBytes, false});
+  all.push_back({placements()[0], kSmallestLoaderBytes + 40 * tier::kBlockBytes, true});
+  all.push_back({placements()[0], kSmallestLoaderBytes + 4 * tier::kBlockBytes, false});
   return all;
 }
 
@@ -50,7 +50,7 @@ std::uint64_t shard_bytes_of(RankWorld& world, const GatherList& list) {
 }
 
 // What one step of the plan brings.
-std::uint64_t brought_bytes_of(RankWorld& world, const PrefetchPlan& plan) {
+std::uint64_t loaded_bytes_of(RankWorld& world, const PrefetchPlan& plan) {
   std::uint64_t bytes = 0;
   std::vector<PlannedUse> all = plan.uses;
   all.push_back(plan.ahead);
@@ -75,13 +75,13 @@ void train_stored(Group& group, const Model& model, const CoordinatorOptions& op
   }
   // What was started ahead is counted where it was started.
   std::ignore = world.coordinator().take_stats();
-  world.stored().feed().wait_idle();
-  std::ignore = world.stored().feed().take_stats();
+  world.stored().loader().wait_idle();
+  std::ignore = world.stored().loader().take_stats(Tier::kNvme);
   for (int step = 0; step < 2; ++step) {
     world.run_step();
     world.end_step_and_update();
   }
-  world.stored().feed().wait_idle();
+  world.stored().loader().wait_idle();
   const CoordinatorStats stats = world.coordinator().take_stats();
   const PrefetchPlan plan = world.expected_plan(uses);
   const PlanSums sums = sums_of(plan, world.params());
@@ -92,9 +92,9 @@ void train_stored(Group& group, const Model& model, const CoordinatorOptions& op
   EXPECT_EQ(stats.prefetch_misses, 2 * sums.num_demanded);
   EXPECT_EQ(stats.prefetch_hits, 2 * sums.num_prefetched);
   EXPECT_EQ(stats.arena_overflows, 0U);
-  const FeedStats fed = world.stored().feed().take_stats();
-  EXPECT_EQ(fed.brought_bytes, 2 * brought_bytes_of(world, plan));
-  EXPECT_LE(fed.from_update_bytes + fed.read_ahead_bytes, fed.brought_bytes);
+  const LoaderStats fed = world.stored().loader().take_stats(Tier::kNvme);
+  EXPECT_EQ(fed.loaded_bytes, 2 * loaded_bytes_of(world, plan));
+  EXPECT_LE(fed.from_update_bytes + fed.read_ahead_bytes, fed.loaded_bytes);
   if (!model.stored.offers) {
     EXPECT_EQ(fed.from_update_bytes, 0U);
   }
@@ -124,7 +124,7 @@ TEST_P(TiersOn, AShardMayBeLargerThanTheWindowAndAllBuffersTogether) {
       for (const std::size_t blocks : {0, 20}) {
         Model model = equal_layers(4, 10 * shard::kShardStep + 17);
         model.numels[2] = 90;  // one that fits
-        model.stored = {{0, 1, 2, 3}, kSmallestFeedBytes + blocks * tier::kBlockBytes, true};
+        model.stored = {{0, 1, 2, 3}, kSmallestLoaderBytes + blocks * tier::kBlockBytes, true};
         train_stored(group, model, make_options(100'000, 250'000, 0, 0), GetParam());
       }
     });
@@ -265,7 +265,7 @@ TEST(CoordinatorTier, RanksMayUseDifferentStoredUnits) {
         Model model = equal_layers(6, 60);
         model.units[1].push_back(5);  // an expert's parameter that another unit needs as well
         model.is_dynamic = {false, false, true, true, true, true};
-        model.stored = {{0, 2, 3, 5}, kSmallestFeedBytes + 2 * tier::kBlockBytes, true};
+        model.stored = {{0, 2, 3, 5}, kSmallestLoaderBytes + 2 * tier::kBlockBytes, true};
         RankWorld world(group, model,
                         make_options(kUnlimitedBytes, kUnlimitedBytes, kUnlimitedBytes, 0), choice);
         for (int step = 0; step < 12; ++step) {

@@ -110,7 +110,7 @@ RankWorld::~RankWorld() {
 // Room for everything, so that only the limit counts.
 TierOptions RankWorld::tier_options() const {
   TierOptions tier;
-  tier.feed = &stored_->feed();
+  tier.loader = &stored_->loader();
   tier.live_limit_bytes = options_.budgets.live_limit_bytes;
   for (int id = 0; id < params_.num_params(); ++id) {
     tier.arena_bytes += 2 * device::round_to_arena(params_[id].layout().full_bytes());

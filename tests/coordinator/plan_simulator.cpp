@@ -1,6 +1,7 @@
 #include "tests/coordinator/plan_simulator.h"
 
 #include <algorithm>
+#include <set>
 
 #include "tessera/core/error.h"
 
@@ -19,14 +20,6 @@ std::size_t PlanSimulator::next_use(int param, std::size_t after) const {
   return use;
 }
 
-std::int64_t PlanSimulator::held_bytes() const {
-  std::int64_t bytes = 0;
-  for (const int param : held_) {
-    bytes += bytes_of(param);
-  }
-  return bytes;
-}
-
 // What the running uses need alone may be over the limit.
 bool PlanSimulator::is_within_limit(std::size_t use) const {
   std::set<int> running;
@@ -39,7 +32,7 @@ bool PlanSimulator::is_within_limit(std::size_t use) const {
   for (const int param : running) {
     running_bytes += bytes_of(param);
   }
-  return held_bytes() <= std::max(input_.budgets.live_limit_bytes, running_bytes);
+  return walk_.held_bytes() <= std::max(input_.budgets.live_limit_bytes, running_bytes);
 }
 
 std::size_t PlanSimulator::ends_after(std::size_t use) const {
@@ -52,22 +45,23 @@ void PlanSimulator::expect(bool condition, std::size_t use, const std::string& w
   }
 }
 
-void PlanSimulator::gather(std::size_t use, const GatherList& list) {
+void PlanSimulator::count(const GatherList& list) {
   for (const int param : list) {
-    expect(held_.insert(param).second, use, detail::concat("gathers ", param, ", which is held"));
     gathered_bytes_ += bytes_of(param);
     ++num_gathered_params_;
   }
   num_calls_ += list.empty() ? 0 : 1;
 }
 
-void PlanSimulator::begin(std::size_t use, const PlannedUse& planned) {
-  gather(use, planned.demand);
-  for (const int param : planned.demand) {
-    expect(is_used_at(param, use), use, detail::concat("demands ", param, ", which is not its"));
+void PlanSimulator::begin(std::size_t use) {
+  const PlannedUse& planned = plan_.uses[use];
+  for (const int param : planned.release) {
+    expect(is_used_at(param, use), use, detail::concat("releases ", param, ", which is not its"));
   }
+  expect(walk_.begin_use() == planned.demand, use, "does not demand exactly what is missing");
+  count(planned.demand);
+  place(use, planned.demand, planned.demand_offsets);
   for (const int param : params_of(use)) {
-    expect(held_.contains(param), use, detail::concat("parameter ", param, " is missing"));
     if (promised_.contains(param)) {
       expect(promised_[param] == use, use,
              detail::concat(param, " was prefetched for another use"));
@@ -76,16 +70,21 @@ void PlanSimulator::begin(std::size_t use, const PlannedUse& planned) {
   }
   std::erase_if(inflight_, [&](std::size_t first_use) { return first_use <= use; });
   expect(is_within_limit(use), use, "over the limit at begin");
+  peak_bytes_ = std::max(peak_bytes_, walk_.held_bytes());
 }
 
-void PlanSimulator::prefetch(std::size_t use, const GatherList& list) {
+void PlanSimulator::check_prefetch(std::size_t use, const GatherList& list,
+                                   std::vector<bool>& held) {
   expect(input_.budgets.bucket_bytes > 0, use, "prefetches although that is off");
   expect(!list.empty(), use, "an empty prefetch");
-  gather(use, list);
+  count(list);
   std::int64_t bytes = 0;
   std::set<std::size_t> uses;
   for (const int param : list) {
     const std::size_t target = next_use(param, use);
+    expect(!held[static_cast<std::size_t>(param)], use,
+           detail::concat("gathers ", param, ", which is held"));
+    held[static_cast<std::size_t>(param)] = true;
     expect(target < input_.uses.size(), use, detail::concat("prefetches ", param, " for nothing"));
     expect(target >= reached_, use, "prefetches out of the order of uses");
     reached_ = target;
@@ -101,39 +100,40 @@ void PlanSimulator::prefetch(std::size_t use, const GatherList& list) {
   // None passed over: all that is needed before the last of them is held now.
   for (std::size_t later = use + 1; !uses.empty() && later < *uses.rbegin(); ++later) {
     for (const int param : params_of(later)) {
-      expect(held_.contains(param), use,
+      expect(held[static_cast<std::size_t>(param)], use,
              detail::concat("prefetches for use ", *uses.rbegin(), ", but ", param, " of use ",
                             later, " is not held"));
     }
   }
 }
 
-// Released when the last use that is running has ended.
+void PlanSimulator::check_prefetches(std::size_t use, const PlannedUse& planned) {
+  std::vector<bool> held(input_.params.size());
+  for (std::size_t id = 0; id < held.size() && use < input_.uses.size(); ++id) {
+    held[id] = walk_.is_held(static_cast<int>(id));
+  }
+  for (std::size_t i = 0; i < planned.prefetch.size(); ++i) {
+    check_prefetch(use, planned.prefetch[i], held);
+    place(use, planned.prefetch[i],
+          input_.arena_bytes > 0 ? planned.prefetch_offsets[i] : OffsetList());
+  }
+  if (use < input_.uses.size()) {
+    walk_.start_prefetches();
+  }
+  expect(is_within_limit(use), use, "over the limit after its prefetches");
+  peak_bytes_ = std::max(peak_bytes_, walk_.held_bytes());
+}
+
 void PlanSimulator::end(std::size_t use) {
-  for (std::size_t i = 0; i <= use; ++i) {
-    if (ends_after(i) != use + 1) {
-      continue;
-    }
-    for (const int param : params_of(i)) {
-      bool is_running = false;
-      std::size_t latest = i;
-      for (std::size_t other = 0; other <= use; ++other) {
-        if (is_used_at(param, other)) {
-          is_running = is_running || ends_after(other) > use + 1;
-          latest = other;
-        }
-      }
-      if (!is_running && is_released_by_.contains({latest, param}) && held_.contains(param)) {
-        expect(!persists(param), use, detail::concat("releases ", param, ", which persists"));
-        expect(!promised_.contains(param), use,
-               detail::concat("releases ", param, " before its use"));
-        held_.erase(param);
-        places_.erase(param);
-      } else if (!is_running && held_.contains(param) && !persists(param)) {
-        expect(next_use(param, use) < input_.uses.size(), use,
-               detail::concat("keeps ", param, " for nothing"));
-      }
-    }
+  for (const int param : walk_.end_uses()) {
+    expect(!persists(param), use, detail::concat("releases ", param, ", which persists"));
+    expect(!promised_.contains(param), use, detail::concat("releases ", param, " before its use"));
+    places_.erase(param);
+  }
+  for (std::size_t id = 0; id < input_.params.size(); ++id) {
+    const int param = static_cast<int>(id);
+    expect(!walk_.is_wanted(param) || persists(param) || next_use(param, use) < input_.uses.size(),
+           use, detail::concat("keeps ", param, " for nothing"));
   }
   expect(use + 1 == input_.uses.size() || is_within_limit(use + 1) || is_within_limit(use), use,
          "over the limit at end");
@@ -159,39 +159,20 @@ void PlanSimulator::place(std::size_t use, const GatherList& list, const OffsetL
   }
 }
 
-std::string PlanSimulator::run(const PrefetchPlan& plan) {
-  if (plan.uses.size() != input_.uses.size()) {
+std::string PlanSimulator::run() {
+  if (plan_.uses.size() != input_.uses.size()) {
     return "not one entry per use";
   }
-  for (std::size_t use = 0; use < plan.uses.size(); ++use) {
-    for (const int param : plan.uses[use].release) {
-      expect(is_used_at(param, use), use, detail::concat("releases ", param, ", which is not its"));
-      is_released_by_.insert({use, param});
-    }
-  }
   constexpr auto kBefore = static_cast<std::size_t>(-1);
-  prefetch_all(kBefore, plan.ahead);
-  for (std::size_t use = 0; use < plan.uses.size(); ++use) {
-    begin(use, plan.uses[use]);
-    place(use, plan.uses[use].demand, plan.uses[use].demand_offsets);
-    peak_bytes_ = std::max(peak_bytes_, held_bytes());
-    prefetch_all(use, plan.uses[use]);
+  check_prefetches(kBefore, plan_.ahead);
+  for (std::size_t use = 0; use < plan_.uses.size(); ++use) {
+    begin(use);
+    check_prefetches(use, plan_.uses[use]);
     end(use);
   }
-  expect(peak_bytes_ == plan.peak_bytes, plan.uses.size(),
-         detail::concat("peak ", plan.peak_bytes, " is said, ", peak_bytes_, " was seen"));
+  expect(peak_bytes_ == plan_.peak_bytes, plan_.uses.size(),
+         detail::concat("peak ", plan_.peak_bytes, " is said, ", peak_bytes_, " was seen"));
   return problem_;
-}
-
-void PlanSimulator::prefetch_all(std::size_t use, const PlannedUse& planned) {
-  for (std::size_t i = 0; i < planned.prefetch.size(); ++i) {
-    prefetch(use, planned.prefetch[i]);
-    if (input_.arena_bytes > 0) {
-      place(use, planned.prefetch[i], planned.prefetch_offsets[i]);
-    }
-    peak_bytes_ = std::max(peak_bytes_, held_bytes());
-    expect(is_within_limit(use), use, "over the limit after a prefetch");
-  }
 }
 
 }  // namespace tessera::coordinator

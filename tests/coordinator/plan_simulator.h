@@ -1,24 +1,26 @@
-// A stupid machine that carries a plan out, use by use, and checks every promise of
-// prefetch_plan.h on the way. It knows nothing of how plans are made.
+// Walks along a plan, use by use, and checks every promise of prefetch_plan.h on the way. It knows
+// nothing of how plans are made.
 #pragma once
 
 #include <cstdint>
 #include <map>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "tessera/coordinator/plan_walk.h"
 #include "tessera/coordinator/prefetch_plan.h"
 
 namespace tessera::coordinator {
 
 class PlanSimulator {
  public:
-  explicit PlanSimulator(const PlanInput& input) : input_(input) {}
+  // Both outlive it.
+  PlanSimulator(const PlanInput& input, const PrefetchPlan& plan)
+      : input_(input), plan_(plan), walk_(input, plan) {}
 
   // What is wrong with the plan, in words; empty if nothing is. Once.
-  std::string run(const PrefetchPlan& plan);
+  std::string run();
 
   // After run().
   std::int64_t num_gathered_params() const { return num_gathered_params_; }
@@ -35,22 +37,21 @@ class PlanSimulator {
   bool persists(int param) const { return input_.params[static_cast<std::size_t>(param)].persists; }
   bool is_used_at(int param, std::size_t use) const;
   std::size_t next_use(int param, std::size_t after) const;  // the number of uses if there is none
-  std::int64_t held_bytes() const;
   bool is_within_limit(std::size_t use) const;
   std::size_t ends_after(std::size_t use) const;  // how many have begun by then
 
-  void begin(std::size_t use, const PlannedUse& planned);
-  void prefetch(std::size_t use, const GatherList& list);
-  void prefetch_all(std::size_t use, const PlannedUse& planned);
+  void begin(std::size_t use);
+  void check_prefetches(std::size_t use, const PlannedUse& planned);
+  void check_prefetch(std::size_t use, const GatherList& list, std::vector<bool>& held);
   void end(std::size_t use);
   void place(std::size_t use, const GatherList& list, const OffsetList& offsets);
-  void gather(std::size_t use, const GatherList& list);
+  void count(const GatherList& list);
   void expect(bool condition, std::size_t use, const std::string& what);
 
   const PlanInput& input_;
-  std::set<int> held_;
+  const PrefetchPlan& plan_;
+  PlanWalk walk_;
   std::map<int, std::size_t> promised_;  // prefetched parameter -> the use it is for
-  std::set<std::pair<std::size_t, int>> is_released_by_;
   std::map<int, std::pair<std::int64_t, std::int64_t>> places_;  // begin and end in the arena
   std::vector<std::size_t> inflight_;  // first use of each prefetch that is not used yet
   std::size_t reached_ = 0;            // prefetches are for this use or later ones

@@ -79,8 +79,8 @@ Outcome checked_plan(const Case& c) {
   const PlanInput input = c.input();
   Outcome outcome;
   outcome.plan = make_plan(input);
-  PlanSimulator simulator(input);
-  EXPECT_EQ(simulator.run(outcome.plan), "") << describe(c);
+  PlanSimulator simulator(input, outcome.plan);
+  EXPECT_EQ(simulator.run(), "") << describe(c);
   outcome.num_gathered = simulator.num_gathered_params();
   outcome.num_calls = simulator.num_calls();
   outcome.gathered_bytes = simulator.gathered_bytes();
@@ -284,19 +284,21 @@ TEST(PrefetchPlan, KnowsThatUnitsRunInsideUnits) {
   EXPECT_EQ(checked_plan(c).num_demanded, 0);
 }
 
-TEST(PrefetchPlan, StatesWhatIsHeldInItsMiddle) {
+TEST(PlanWalk, KnowsWhatIsHeldAndOnItsWayInTheMiddle) {
   Case c = layers(6, 3);
   c.budgets.bucket_bytes = kPlannedLayerBytes;
   const Outcome outcome = checked_plan(c);
-  const PlanState before = state_after(c.input(), outcome.plan, 0);
-  EXPECT_EQ(before.held, (std::vector<bool>{true, true, true, false, false, false}));
-  EXPECT_EQ(before.outstanding, (std::vector<GatherList>{{0}, {1}, {2}}));
-  const PlanState middle = state_after(c.input(), outcome.plan, 2);
-  EXPECT_EQ(middle.held, (std::vector<bool>{false, false, true, true, false, false}));
-  EXPECT_EQ(middle.outstanding, (std::vector<GatherList>{{2}, {3}}));
-  const PlanState end = state_after(c.input(), outcome.plan, 12);
-  EXPECT_EQ(end.held, std::vector<bool>(6, false));
-  EXPECT_TRUE(end.outstanding.empty());
+  PlanWalk walk(c.input(), outcome.plan);
+  EXPECT_EQ(walk.wanted(), (std::vector<bool>{true, true, true, false, false, false}));
+  EXPECT_EQ(walk.outstanding(), (std::vector<GatherList>{{0}, {1}, {2}}));
+  walk.advance_to(2);
+  EXPECT_EQ(walk.wanted(), (std::vector<bool>{false, false, true, true, false, false}));
+  EXPECT_EQ(walk.outstanding(), (std::vector<GatherList>{{2}, {3}}));
+  EXPECT_EQ(walk.held_bytes(), 2 * kPlannedLayerBytes);
+  walk.advance_to(12);
+  EXPECT_EQ(walk.wanted(), std::vector<bool>(6, false));
+  EXPECT_TRUE(walk.outstanding().empty());
+  EXPECT_EQ(walk.held_bytes(), 0);
 }
 
 TEST(PrefetchPlan, GathersSharedAndPersistentParametersOnce) {

@@ -33,7 +33,7 @@ StoredSide::StoredSide(const StoredChoice& choice, shard::ParamTable& params,
   for (const int id : choice_.ids) {
     shards_->add(params[id]);
   }
-  feed_ = std::make_unique<ShardFeed>(params, *shards_, device, Tier::kHost, choice_.buffer_bytes);
+  loader_ = std::make_unique<ShardLoader>(params, *shards_, device, Tier::kHost, choice_.buffer_bytes);
   worker_ = std::thread([this] { carry_out(); });
 }
 
@@ -126,7 +126,7 @@ void StoredSide::update(const Update& update) {
     const std::int64_t numel = std::min(shard::kShardStep, layout.shard_numel() - begin);
     const std::byte* values =
         update.values + static_cast<std::size_t>(begin) * bytes_of(layout.dtype());
-    if (!feed_->offer(param.id(), begin, numel, values)) {
+    if (!loader_->receive(param.id(), begin, numel, values)) {
       break;
     }
   }

@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/tier/store.h"
 #include "testing/held_store.h"
 
@@ -26,7 +26,7 @@ struct StoredChoice {
     kHeld,  // see held_store.h
   };
   std::vector<int> ids = {};  // none: nothing is stored, and there is no feed
-  std::size_t buffer_bytes = kSmallestFeedBytes;
+  std::size_t buffer_bytes = kSmallestLoaderBytes;
   bool offers = true;  // whether the update hands over what it has written
   Kind kind = Kind::kLate;
 
@@ -41,7 +41,7 @@ class StoredSide {
   StoredSide(const StoredSide&) = delete;
   StoredSide& operator=(const StoredSide&) = delete;
 
-  ShardFeed& feed() { return *feed_; }
+  ShardLoader& loader() { return *loader_; }
   shard::ShardStore& shards() { return *shards_; }
   // REQUIRES: Kind::kHeld.
   support::HeldStore& held_store() { return *held_store_; }
@@ -72,7 +72,7 @@ class StoredSide {
   std::unique_ptr<tier::Store> store_;
   support::HeldStore* held_store_ = nullptr;
   std::unique_ptr<shard::ShardStore> shards_;
-  std::unique_ptr<ShardFeed> feed_;
+  std::unique_ptr<ShardLoader> loader_;
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -7,7 +7,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/units.h"
 #include "tessera/device/host_memory.h"
 #include "tessera/shard/layout.h"
@@ -72,8 +72,8 @@ LineSums expected_lines(const ModelShapes& model, const Placement& plan, int num
   sums[{Tier::kDevice, Role::kFull}] += plan.arena_bytes;
   sums[{Tier::kDevice, Role::kStaging}] += plan.num_update_slots * plan.update_slot_bytes;
   if (plan.uses_nvme) {
-    const coordinator::FeedSizes feed =
-        coordinator::feed_sizes(static_cast<std::size_t>(plan.parameter_pool_bytes));
+    const coordinator::LoaderSizes feed =
+        coordinator::loader_sizes(static_cast<std::size_t>(plan.parameter_pool_bytes));
     sums[{Tier::kPinned, Role::kStaging}] +=
         pages(plan.optimizer_pool_bytes) +
         pages(blocks(static_cast<std::int64_t>(2 * feed.tile_bytes))) +

@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/error.h"
 #include "tessera/grad/gradient_bytes.h"
 #include "tessera/optim/sub_group.h"

@@ -255,6 +255,27 @@ TEST_F(ParamTest, CountsItsUpdates) {
   EXPECT_FALSE(param.updated().done());
   update->succeed();
   EXPECT_TRUE(param.updated().done());
+
+  const std::byte values[16] = {};
+  param.set_updated({}, {values, {}});
+  EXPECT_EQ(param.version(), 2U);
+  EXPECT_EQ(param.device_copy().values, values);
+  param.set_updated({});
+  EXPECT_EQ(param.device_copy().values, nullptr) << "a copy of the version before";
+}
+
+TEST_F(ParamTest, ATablePassesUpdatesOnToWhoeverIsRegistered) {
+  ParamTable table(0, 1, *device_);
+  const float value = 3;
+  EXPECT_FALSE(table.pass_on(0, 0, 1, &value)) << "nobody is";
+  table.set_receiver([&](int id, std::int64_t begin, std::int64_t numel, const void* values) {
+    EXPECT_EQ(values, &value);
+    return id == 7 && begin == 2048 && numel == 1;
+  });
+  EXPECT_TRUE(table.pass_on(7, 2048, 1, &value));
+  EXPECT_FALSE(table.pass_on(6, 2048, 1, &value));
+  table.set_receiver({});
+  EXPECT_FALSE(table.pass_on(7, 2048, 1, &value));
 }
 
 TEST_F(ParamTest, LetsGoOfItsTensorBeforeItsMemory) {

@@ -14,7 +14,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/coordinator/shard_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 #include "tessera/device/device_cpu.h"
 #include "testing/held_store.h"
 #include "tests/support/no_tensor.h"
@@ -33,9 +33,9 @@ inline void let_others_run() {
   }
 }
 
-class FeedWorld {
+class LoaderWorld {
  public:
-  explicit FeedWorld(int rank = 0, int num_ranks = 1) : params_(rank, num_ranks, *device_) {}
+  explicit LoaderWorld(int rank = 0, int num_ranks = 1) : params_(rank, num_ranks, *device_) {}
 
   shard::Param& add(std::int64_t numel, DType dtype = DType::kFloat32) {
     shard::ParamSpec spec;
@@ -49,23 +49,23 @@ class FeedWorld {
     return param;
   }
   // After the parameters; each gets its first values, straight in the store.
-  ShardFeed& make_feed(std::size_t buffer_bytes) {
+  ShardLoader& make_loader(std::size_t buffer_bytes) {
     for (int id = 0; id < params_.num_params(); ++id) {
       set_version(id, 1);
     }
-    feed_ = std::make_unique<ShardFeed>(params_, shards_, *device_, Tier::kHost, buffer_bytes);
-    return *feed_;
+    loader_ = std::make_unique<ShardLoader>(params_, shards_, *device_, Tier::kHost, buffer_bytes);
+    return *loader_;
   }
   // For shards of one block: two tiles, and a window of so many.
   static std::size_t buffer_for_blocks(std::size_t num_blocks) {
-    return kSmallestFeedBytes + num_blocks * tier::kBlockBytes;
+    return kSmallestLoaderBytes + num_blocks * tier::kBlockBytes;
   }
 
   shard::ParamTable& params() { return params_; }
   shard::ShardStore& shards() { return shards_; }
   support::HeldStore& store() { return store_; }
-  ShardFeed& feed() { return *feed_; }
-  void destroy_feed() { feed_.reset(); }
+  ShardLoader& loader() { return *loader_; }
+  void destroy_loader() { loader_.reset(); }
 
   // The shard of `version`: elements are different, padding is zero.
   std::vector<std::byte> shard_of(int id, int version) const {
@@ -110,7 +110,7 @@ class FeedWorld {
     for (std::int64_t begin = 0; begin < param.range().numel; begin += step) {
       const std::int64_t numel = std::min(step, param.range().numel - begin);
       num_taken +=
-          feed_->offer(id, begin, numel, bytes.data() + static_cast<std::size_t>(begin) * element)
+          loader_->receive(id, begin, numel, bytes.data() + static_cast<std::size_t>(begin) * element)
               ? 1
               : 0;
     }
@@ -121,12 +121,12 @@ class FeedWorld {
   struct Place {
     static constexpr std::size_t kBehind = 64;
     std::vector<std::byte> bytes;
-    device::Pending brought;
+    device::Pending loaded;
   };
-  std::unique_ptr<Place> start_bring(int id, device::Pending ready = {}) {
+  std::unique_ptr<Place> start_load(int id, device::Pending ready = {}) {
     auto place = std::make_unique<Place>();
     place->bytes.assign(params_[id].layout().shard_bytes() + Place::kBehind, std::byte{0x5a});
-    place->brought = feed_->start_bring(params_[id], place->bytes.data(), std::move(ready));
+    place->loaded = loader_->start_load(params_[id], place->bytes.data(), std::move(ready));
     return place;
   }
   void expect_version(int id, const Place& place, int version) const {
@@ -142,9 +142,9 @@ class FeedWorld {
         << std::to_integer<int>(*right);
   }
   // Brings the shard, which must be of its last version.
-  void expect_bring(int id) {
-    const std::unique_ptr<Place> place = start_bring(id);
-    place->brought.wait();
+  void expect_load(int id) {
+    const std::unique_ptr<Place> place = start_load(id);
+    place->loaded.wait();
     expect_version(id, *place, versions_[static_cast<std::size_t>(id)]);
   }
   std::string extent_name(int id) const {
@@ -158,7 +158,7 @@ class FeedWorld {
   support::HeldStore store_{std::size_t{256} << 10};
   shard::ShardStore shards_{store_};
   std::vector<int> versions_;
-  std::unique_ptr<ShardFeed> feed_;
+  std::unique_ptr<ShardLoader> loader_;
 };
 
 }  // namespace tessera::coordinator

@@ -1,5 +1,5 @@
 // Shards in memory of the host come to the device when their update is done, in the order of calls.
-#include "tessera/coordinator/host_feed.h"
+#include "tessera/coordinator/shard_loader.h"
 
 #include <cstring>
 #include <memory>
@@ -18,9 +18,9 @@ namespace {
 
 using support::NoTensor;
 
-class HostFeedTest : public ::testing::Test {
+class HostLoaderTest : public ::testing::Test {
  protected:
-  HostFeedTest() {
+  HostLoaderTest() {
     device::MockDeviceOptions options;
     options.mode = device::LateMode::kRandom;
     options.own_memory = true;
@@ -37,32 +37,33 @@ class HostFeedTest : public ::testing::Test {
     std::memset(param.shard(), value, param.layout().shard_bytes());
     return param;
   }
+  device::Pending ready() { return device_->stream(device::StreamKind::kGather).record(); }
   device::Memory place() { return device_->allocate(Tier::kDevice, 4096, Role::kFull); }
 
   std::unique_ptr<device::Device> device_;
   std::unique_ptr<shard::ParamTable> params_;
 };
 
-TEST_F(HostFeedTest, BringsAShardWhoseUpdateIsDone) {
-  HostFeed feed(*device_);
+TEST_F(HostLoaderTest, BringsAShardWhoseUpdateIsDone) {
+  ShardLoader loader(*params_, *device_);
   const shard::Param& param = add("p", 3);
   const device::Memory to = place();
-  feed.start_bring(param, to.data()).wait();
+  loader.start_load(param, to.data(), ready()).wait();
   EXPECT_EQ(std::memcmp(to.data(), param.shard(), param.layout().shard_bytes()), 0);
-  EXPECT_EQ(feed.take_brought_bytes(), param.layout().shard_bytes());
-  EXPECT_EQ(feed.take_brought_bytes(), 0U);
+  EXPECT_EQ(loader.take_stats(Tier::kHost).loaded_bytes, param.layout().shard_bytes());
+  EXPECT_EQ(loader.take_stats(Tier::kHost).loaded_bytes, 0U);
 }
 
-TEST_F(HostFeedTest, StartsNoCopyBeforeTheUpdateAndNoneAheadOfAnEarlierCall) {
-  HostFeed feed(*device_);
+TEST_F(HostLoaderTest, StartsNoCopyBeforeTheUpdateAndNoneAheadOfAnEarlierCall) {
+  ShardLoader loader(*params_, *device_);
   shard::Param& first = add("first", 1);
   const shard::Param& second = add("second", 2);
   const device::Memory to = place();
   const device::Memory other = place();
   const auto update = std::make_shared<device::Completion>();
   first.set_updated(device::Pending(update));
-  const device::Pending brought = feed.start_bring(first, to.data());
-  const device::Pending behind = feed.start_bring(second, other.data());
+  const device::Pending brought = loader.start_load(first, to.data(), ready());
+  const device::Pending behind = loader.start_load(second, other.data(), ready());
   EXPECT_FALSE(brought.done());
   EXPECT_FALSE(behind.done());
   std::memset(first.shard(), 7, first.layout().shard_bytes());  // what the update makes
@@ -71,19 +72,19 @@ TEST_F(HostFeedTest, StartsNoCopyBeforeTheUpdateAndNoneAheadOfAnEarlierCall) {
   behind.wait();
   EXPECT_EQ(std::memcmp(to.data(), first.shard(), first.layout().shard_bytes()), 0);
   EXPECT_EQ(std::memcmp(other.data(), second.shard(), second.layout().shard_bytes()), 0);
-  feed.wait_idle();
+  loader.wait_idle();
 }
 
-TEST_F(HostFeedTest, PassesTheFailureOfAnUpdateOnAndGoesOnWithTheNext) {
-  HostFeed feed(*device_);
+TEST_F(HostLoaderTest, PassesTheFailureOfAnUpdateOnAndGoesOnWithTheNext) {
+  ShardLoader loader(*params_, *device_);
   shard::Param& first = add("first", 1);
   const shard::Param& second = add("second", 2);
   const device::Memory to = place();
   const device::Memory other = place();
   const auto update = std::make_shared<device::Completion>();
   first.set_updated(device::Pending(update));
-  const device::Pending brought = feed.start_bring(first, to.data());
-  const device::Pending behind = feed.start_bring(second, other.data());
+  const device::Pending brought = loader.start_load(first, to.data(), ready());
+  const device::Pending behind = loader.start_load(second, other.data(), ready());
   update->fail(std::make_exception_ptr(IoError("the disk is gone")));
   EXPECT_THROW(brought.wait(), IoError);
   EXPECT_THROW(std::ignore = brought.state()->wait_handed_over(), IoError);
@@ -91,7 +92,7 @@ TEST_F(HostFeedTest, PassesTheFailureOfAnUpdateOnAndGoesOnWithTheNext) {
   EXPECT_EQ(std::memcmp(other.data(), second.shard(), second.layout().shard_bytes()), 0);
 }
 
-class HostFeedCopyTest : public HostFeedTest {
+class HostLoaderCopyTest : public HostLoaderTest {
  protected:
   // New values on the device, which its shard has not got yet.
   shard::DeviceCopy make_copy(std::uint8_t value) {
@@ -110,19 +111,19 @@ class HostFeedCopyTest : public HostFeedTest {
   std::vector<device::Memory> copies_;
 };
 
-TEST_F(HostFeedCopyTest, TakesWhatTheDeviceStillHasFromThere) {
-  HostFeed feed(*device_);
+TEST_F(HostLoaderCopyTest, TakesWhatTheDeviceStillHasFromThere) {
+  ShardLoader loader(*params_, *device_);
   shard::Param& param = add("p", 3);
   param.set_updated(device::Pending(std::make_shared<device::Completion>()));  // never comes home
   param.set_device_copy(make_copy(9));
   const device::Memory to = place();
-  feed.start_bring(param, to.data()).wait();
+  loader.start_load(param, to.data(), ready()).wait();
   expect_filled(to, param, 9);
-  EXPECT_EQ(feed.take_brought_bytes(), 0U);
+  EXPECT_EQ(loader.take_stats(Tier::kHost).loaded_bytes, 0U);
 }
 
-TEST_F(HostFeedCopyTest, WaitsUntilTheUpdateIsHandedOver) {
-  HostFeed feed(*device_);
+TEST_F(HostLoaderCopyTest, WaitsUntilTheUpdateIsHandedOver) {
+  ShardLoader loader(*params_, *device_);
   shard::Param& param = add("p", 3);
   const auto made = std::make_shared<device::HandedOver>();
   shard::DeviceCopy copy = make_copy(9);
@@ -130,31 +131,31 @@ TEST_F(HostFeedCopyTest, WaitsUntilTheUpdateIsHandedOver) {
   copy.made = device::Pending(made);
   param.set_device_copy(copy);
   const device::Memory to = place();
-  const device::Pending brought = feed.start_bring(param, to.data());
+  const device::Pending brought = loader.start_load(param, to.data(), ready());
   EXPECT_FALSE(brought.done());
   made->hand_over(filled);
   brought.wait();
   expect_filled(to, param, 9);
 }
 
-TEST_F(HostFeedCopyTest, PassesTheFailureOfItsMakerOn) {
-  HostFeed feed(*device_);
+TEST_F(HostLoaderCopyTest, PassesTheFailureOfItsMakerOn) {
+  ShardLoader loader(*params_, *device_);
   shard::Param& param = add("p", 3);
   const shard::Param& second = add("second", 2);
   const auto made = std::make_shared<device::HandedOver>();
   param.set_device_copy({place().data(), device::Pending(made)});
   const device::Memory to = place();
   const device::Memory other = place();
-  const device::Pending brought = feed.start_bring(param, to.data());
-  const device::Pending behind = feed.start_bring(second, other.data());
+  const device::Pending brought = loader.start_load(param, to.data(), ready());
+  const device::Pending behind = loader.start_load(second, other.data(), ready());
   made->fail(std::make_exception_ptr(IoError("the disk is gone")));
   EXPECT_THROW(brought.wait(), IoError);
   behind.wait();  // the gather stream has not failed
   device_->stream(device::StreamKind::kGather).synchronize();
 }
 
-TEST_F(HostFeedCopyTest, BringsTheShardWhereTheCopyWasForgottenBeforeItsTurn) {
-  HostFeed feed(*device_);
+TEST_F(HostLoaderCopyTest, BringsTheShardWhereTheCopyWasForgottenBeforeItsTurn) {
+  ShardLoader loader(*params_, *device_);
   shard::Param& first = add("first", 1);
   shard::Param& second = add("second", 2);
   const auto update = std::make_shared<device::Completion>();
@@ -162,26 +163,26 @@ TEST_F(HostFeedCopyTest, BringsTheShardWhereTheCopyWasForgottenBeforeItsTurn) {
   second.set_device_copy(make_copy(9));
   const device::Memory to = place();
   const device::Memory other = place();
-  const device::Pending brought = feed.start_bring(first, to.data());
-  const device::Pending behind = feed.start_bring(second, other.data());
-  feed.forget_device_copies();
+  const device::Pending brought = loader.start_load(first, to.data(), ready());
+  const device::Pending behind = loader.start_load(second, other.data(), ready());
+  loader.forget_device_copies();
   device_->stream(device::StreamKind::kReduce).synchronize();
   copies_.clear();
   update->succeed();
   brought.wait();
   behind.wait();
   expect_filled(other, second, 2);
-  EXPECT_EQ(feed.take_brought_bytes(), 2 * second.layout().shard_bytes());
+  EXPECT_EQ(loader.take_stats(Tier::kHost).loaded_bytes, 2 * second.layout().shard_bytes());
 }
 
-TEST_F(HostFeedCopyTest, IsReadBeforeTheReduceStreamGoesOn) {
-  HostFeed feed(*device_);
+TEST_F(HostLoaderCopyTest, IsReadBeforeTheReduceStreamGoesOn) {
+  ShardLoader loader(*params_, *device_);
   shard::Param& param = add("p", 9);  // as its home has it by then
   for (int round = 0; round < 20; ++round) {
     param.set_device_copy(make_copy(9));
     const device::Memory to = place();
-    const device::Pending brought = feed.start_bring(param, to.data());
-    feed.forget_device_copies();
+    const device::Pending brought = loader.start_load(param, to.data(), ready());
+    loader.forget_device_copies();
     // Whoever gets the memory next writes to it behind the reduce stream.
     const device::Memory& copy = copies_.back();
     device_->start_fill(copy.data(), 77, copy.bytes(), device_->stream(device::StreamKind::kReduce))

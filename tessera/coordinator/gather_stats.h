@@ -45,8 +45,25 @@ struct GatherCounts {
   GatherCounts& operator-=(const GatherCounts& other) { return apply(other, std::minus<>()); }
 };
 
-inline GatherCounts operator-(GatherCounts left, const GatherCounts& right) {
-  return left -= right;
-}
+// Since the last take_stats(). In a group of one only what is not in the device's memory is
+// gathered: if all is, all but num_uses and full_bytes_peak stay 0.
+struct CoordinatorStats {
+  std::uint64_t num_uses = 0;
+  std::uint64_t prefetch_hits = 0;
+  std::uint64_t prefetch_misses = 0;
+  std::uint64_t prefetch_drops = 0;
+  std::uint64_t num_gathers = 0;  // calls
+  std::uint64_t gathered_bytes = 0;
+  double exposed_wait_s = 0;  // host time that uses waited for gathers
+  // Gathered parameters at once; in a group of one: in use at once.
+  std::int64_t full_bytes_peak = 0;
+  std::uint64_t brought_bytes = 0;  // H2D, from shards in host memory
+  std::uint64_t arena_overflows = 0;
+  std::uint64_t arena_misplaced = 0;  // gathers that did not get their planned offset
+  std::uint64_t num_consensus_rounds = 0;
+  GatherCounts forward;
+  GatherCounts backward;
+  GatherCounts inference;
+};
 
 }  // namespace tessera::coordinator
