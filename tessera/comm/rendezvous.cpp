@@ -370,12 +370,4 @@ std::string trust_warning(const Rendezvous& rendezvous) {
                         kSecretVariable, "=$(openssl rand -hex 16); see docs/security.md");
 }
 
-void check_no_rendezvous(const Environment& env) {
-  const Rendezvous found = find_rendezvous(env);
-  TESSERA_CHECK(found.source == RendezvousSource::kNone || found.world_size == 1, ConfigError,
-                "--ranks starts ranks of its own, but this process is already rank ", found.rank,
-                " of ", found.world_size, ", started by ", to_string(found.source),
-                "; leave --ranks out, or start the program without ", to_string(found.source));
-}
-
 }  // namespace tessera::comm

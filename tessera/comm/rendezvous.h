@@ -58,7 +58,4 @@ std::string trust_warning(const Rendezvous& rendezvous);
 
 Rendezvous find_rendezvous(const Environment& env);
 
-// For `--ranks N`: a ConfigError if another launcher has already started several ranks.
-void check_no_rendezvous(const Environment& env);
-
 }  // namespace tessera::comm
