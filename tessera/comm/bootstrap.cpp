@@ -44,20 +44,6 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
   return make_gloo_backend(std::move(store), rendezvous.rank, rendezvous.world_size, name, gloo);
 }
 
-// Whoever waits for this rank hears at once why it does not join.
-template <typename Body>
-std::unique_ptr<Backend> post_on_failure(const Rendezvous& rendezvous, StatusStore& status,
-                                         const Body& body) {
-  try {
-    return body();
-  } catch (const PeerError&) {
-    throw;
-  } catch (const std::exception& error) {
-    status.post_failure(rendezvous.rank, error);
-    throw;
-  }
-}
-
 std::string this_process() {
   std::array<char, 256> host{};
   gethostname(host.data(), host.size() - 1);
@@ -151,11 +137,17 @@ World join_world(const Rendezvous& rendezvous, const WorldOptions& options) {
     }
     world.status = connect_status(rendezvous, prefix, options.group.timeout);
     group.status = world.status;
-    backend = post_on_failure(rendezvous, *world.status, [&] {
+    try {
       check_open_files(rendezvous);
       check_threads();
-      return make_backend(rendezvous, options, store, name, world.status);
-    });
+      backend = make_backend(rendezvous, options, store, name, world.status);
+    } catch (const PeerError&) {
+      throw;
+    } catch (const std::exception& error) {
+      // Whoever waits for this rank hears at once why it does not join.
+      world.status->post_failure(rendezvous.rank, error);
+      throw;
+    }
   }
   std::vector<int> ranks(static_cast<std::size_t>(rendezvous.world_size));
   std::iota(ranks.begin(), ranks.end(), 0);

@@ -162,21 +162,25 @@ void CallQueue::finish_calls() {
       finishing_ = true;
     }
     watchdog_.idle();
+    std::exception_ptr failure;
+    std::string reason;
     try {
       finish(*call);
-      leave_finish();
-    } catch (const PeerError& error) {
-      leave_finish();
-      poison(std::current_exception(), error.what());
-      continue;
     } catch (const std::exception& error) {
-      leave_finish();
-      watchdog_.post_failure(error);
-      poison(std::current_exception(), error.what());
+      failure = std::current_exception();
+      reason = error.what();
+      // A lost peer is a consequence: the others shall read the cause.
+      if (dynamic_cast<const PeerError*>(&error) == nullptr) {
+        watchdog_.post_failure(error);
+      }
+    }
+    const bool is_current = leave_finish(call, failure == nullptr);
+    if (failure) {
+      poison(failure, reason);
       continue;
     }
     watchdog_.completed(call->call.tag.sequence);
-    if (remove_finished(call)) {
+    if (is_current) {
       if (spans_ != nullptr) {
         // The names are literals, so they end in zero.
         // NOLINTNEXTLINE(bugprone-suspicious-stringview-data-usage)
@@ -192,22 +196,20 @@ void CallQueue::finish_calls() {
   }
 }
 
-void CallQueue::leave_finish() {
+// The finisher holds the call's memory no more. False if the call was abandoned meanwhile: it has
+// failed already.
+bool CallQueue::leave_finish(const CallPtr& call, bool succeeded) {
+  bool is_current = false;
   {
     const std::lock_guard lock(mutex_);
     finishing_ = false;
+    is_current = !to_finish_.empty() && to_finish_.front() == call;
+    if (is_current && succeeded) {
+      to_finish_.pop_front();
+    }
   }
   changed_.notify_all();
-}
-
-// False if the call was abandoned meanwhile: it has failed already.
-bool CallQueue::remove_finished(const CallPtr& call) {
-  const std::lock_guard lock(mutex_);
-  if (to_finish_.empty() || to_finish_.front() != call) {
-    return false;
-  }
-  to_finish_.pop_front();
-  return true;
+  return is_current;
 }
 
 void CallQueue::abandon(const std::string& reason) {

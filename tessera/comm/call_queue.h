@@ -99,11 +99,10 @@ class CallQueue {
   void finish_calls();
   void finish(QueuedCall& call);
   void finish_parts(QueuedCall& call);
-  void leave_finish();
+  bool leave_finish(const CallPtr& call, bool succeeded);
   void start_tags(QueuedCall& call);
   void compare_tags(const QueuedCall& call);
   std::vector<CallWords> exchange_words(const QueuedCall& call);
-  bool remove_finished(const CallPtr& call);
   void poison(const std::exception_ptr& error, const std::string& reason);
 
   Backend& backend_;

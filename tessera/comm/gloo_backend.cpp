@@ -329,10 +329,7 @@ class GlooBackend final : public Backend {
   template <typename Operation>
   static Pending start(const Operation& operation) {
     const std::lock_guard lock(recorder_mutex());
-    return wrap(operation());
-  }
-  static Pending wrap(c10::intrusive_ptr<c10d::Work> work) {
-    return Pending(std::make_shared<GlooPending>(std::move(work)));
+    return Pending(std::make_shared<GlooPending>(operation()));
   }
 
   const std::shared_ptr<Store> store_;

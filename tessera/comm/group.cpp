@@ -323,11 +323,4 @@ std::unique_ptr<Group> Group::split(int color, const std::string& name, const Gr
                                  std::move(made));
 }
 
-Groups make_groups(std::unique_ptr<Group> world, int shard_size) {
-  Topology topology(world->size(), world->rank(), shard_size);
-  std::unique_ptr<Group> shard = world->split(topology.replica_rank(), "shard");
-  std::unique_ptr<Group> replica = world->split(topology.shard_rank(), "replica");
-  return {topology, std::move(world), std::move(shard), std::move(replica)};
-}
-
 }  // namespace tessera::comm

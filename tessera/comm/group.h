@@ -42,7 +42,6 @@
 #include "tessera/comm/staging.h"
 #include "tessera/comm/status_store.h"
 #include "tessera/comm/tag.h"
-#include "tessera/comm/topology.h"
 #include "tessera/comm/watchdog.h"
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
@@ -249,15 +248,6 @@ class Group {
   Watchdog watchdog_;
   std::unique_ptr<CallQueue> queue_;  // null: stream-ordered. Last: its threads use all above
 };
-
-// The three groups of a run, made from the world in a fixed order.
-struct Groups {
-  Topology topology;
-  std::unique_ptr<Group> world;
-  std::unique_ptr<Group> shard;
-  std::unique_ptr<Group> replica;
-};
-Groups make_groups(std::unique_ptr<Group> world, int shard_size = 0);
 
 namespace detail_group {
 

@@ -72,16 +72,6 @@ RankProcess::~RankProcess() {
   if (report_fd_ >= 0) close(report_fd_);
 }
 
-void RankProcess::set_status(std::shared_ptr<StatusStore> status) {
-  const std::lock_guard lock(mutex_);
-  status_ = std::move(status);
-}
-
-bool RankProcess::has_status() const {
-  const std::lock_guard lock(mutex_);
-  return status_ != nullptr;
-}
-
 int RankProcess::run(const std::function<int()>& body) {
   try {
     return body();
@@ -105,13 +95,8 @@ void RankProcess::fail(const std::exception* error) {
     const std::string who = rank ? "rank " + std::to_string(*rank) : "tessera";
     std::fprintf(stderr, "%s: %s\n", who.c_str(), text.c_str());
   }
-  std::shared_ptr<StatusStore> status;
-  {
-    const std::lock_guard lock(mutex_);
-    status = status_;
-  }
   // A consequence is not posted: the others shall read the cause.
-  if (status && rank && !peer_loss) status->post_failure(*rank, RankFailure{text});
+  if (status_ && rank && !peer_loss) status_->post_failure(*rank, RankFailure{text});
   if (clean_up_ != nullptr) clean_up_();
   leave(config ? kExitConfig : own_code != nullptr ? own_code->exit_code() : kExitFailure);
 }

@@ -13,14 +13,14 @@
 // would join them, must not hold up the end of a process whose peers wait for it. What destructors
 // would have removed is removed by `clean_up`.
 //
-// Threads: construct before other threads exist; set_status() from any thread, run() once.
+// Threads: construct before other threads exist, and use on one thread; run() once.
 #pragma once
 
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
+#include <utility>
 
 #include "tessera/comm/rendezvous.h"
 #include "tessera/comm/status_store.h"
@@ -58,8 +58,8 @@ class RankProcess {
   void set_clean_up(void (*clean_up)()) { clean_up_ = clean_up; }
 
   // Where a failure of this rank's own is posted, so that the others can name it.
-  void set_status(std::shared_ptr<StatusStore> status);
-  bool has_status() const;
+  void set_status(std::shared_ptr<StatusStore> status) { status_ = std::move(status); }
+  bool has_status() const { return status_ != nullptr; }
 
   // Returns what `body` returns. If it throws, reports and leaves: ConfigError with code 2,
   // ExitCodeError with its own, everything else with code 1.
@@ -76,10 +76,7 @@ class RankProcess {
   int report_fd_ = -1;
   int launcher_pid_ = 0;
   void (*clean_up_)() = nullptr;
-
-  // Guarded by mutex_.
-  mutable std::mutex mutex_;
-  std::shared_ptr<StatusStore> status_;
+  std::shared_ptr<StatusStore> status_;  // may be null
 };
 
 }  // namespace tessera::comm

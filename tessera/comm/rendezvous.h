@@ -58,4 +58,7 @@ std::string trust_warning(const Rendezvous& rendezvous);
 
 Rendezvous find_rendezvous(const Environment& env);
 
+// A name of the loopback address on every machine.
+bool is_loopback_name(const std::string& host);
+
 }  // namespace tessera::comm

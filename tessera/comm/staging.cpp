@@ -69,12 +69,6 @@ class Buffer {
 };
 using BufferPtr = std::shared_ptr<Buffer>;
 
-struct Region {
-  explicit Region(BufferPtr memory) : buffer(std::move(memory)), map(buffer->bytes()) {}
-  const BufferPtr buffer;
-  device::ArenaMap map;  // guarded by the state's mutex
-};
-
 // How long the network may hold a call that has ended.
 constexpr std::chrono::seconds kFreeLimit{10};
 
@@ -178,12 +172,15 @@ struct Staging::State {
     return std::move(idle.extract(found).mapped());
   }
 
-  void put_back(BufferPtr buffer) {
+  // `extent`: which part of the region; null: the whole buffer, which was not the region.
+  void put_back(BufferPtr buffer, const std::optional<device::Extent>& extent) {
     {
       const std::lock_guard lock(mutex);
       if (is_closed) {
         keep_for_good(std::move(buffer));
-      } else if (region == nullptr) {
+      } else if (extent && buffer == region) {
+        region_map->release(*extent);
+      } else if (!extent && region == nullptr) {
         const std::size_t bytes = buffer->bytes();
         idle.emplace(bytes, std::move(buffer));
         if (idle.size() > kMaxKept) {
@@ -196,25 +193,13 @@ struct Staging::State {
     changed.notify_all();
   }
 
-  void put_back(std::shared_ptr<Region> of, const device::Extent& extent) {
-    {
-      const std::lock_guard lock(mutex);
-      of->map.release(extent);
-      if (is_closed) {
-        keep_for_good(of->buffer);
-      }
-      of.reset();
-      --num_taken;
-    }
-    changed.notify_all();
-  }
-
   Ledger* const ledger;
   std::mutex mutex;
   std::condition_variable changed;
   // Guarded by mutex.
   std::multimap<std::size_t, BufferPtr> idle;  // by bytes; empty beside a region
-  std::shared_ptr<Region> region;              // null: the shelf
+  BufferPtr region;                            // null: the shelf
+  std::optional<device::ArenaMap> region_map;
   // And not given back: until then a region or buffer that was replaced is on the books.
   std::size_t num_taken = 0;
   bool is_stopped = false;
@@ -260,27 +245,20 @@ void Staging::take(StagingLease& lease, device::Stream* stream) {
     if (state_->is_stopped || state_->region == nullptr) {
       return true;
     }
-    extent = state_->region->map.place(bytes);
-    return extent || device::round_to_arena(bytes) > state_->region->buffer->bytes();
+    extent = state_->region_map->place(bytes);
+    return extent || device::round_to_arena(bytes) > state_->region->bytes();
   };
   state_->changed.wait(lock, may_go_on);
   TESSERA_CHECK(!state_->is_stopped, CommError, "the group is out of use: a call that waited for ",
                 bytes, " bytes of staging is aborted");
-  if (extent) {
-    ++state_->num_taken;
-    lease.memory_ = {state_->region->buffer->data() + extent->offset,
-                     [state = state_, region = state_->region, taken = *extent](
-                         std::byte*) mutable { state->put_back(std::move(region), taken); }};
-    return;
-  }
-  BufferPtr buffer = state_->find_idle(bytes);
+  BufferPtr buffer = extent ? state_->region : state_->find_idle(bytes);
   if (!buffer) {
     buffer = std::make_shared<Buffer>(allocate(bytes, stream), bytes, state_->ledger);
   }
   ++state_->num_taken;
-  std::byte* const data = buffer->data();
-  lease.memory_ = {data, [state = state_, buffer = std::move(buffer)](std::byte*) mutable {
-                     state->put_back(std::move(buffer));
+  std::byte* const data = buffer->data() + (extent ? extent->offset : 0);
+  lease.memory_ = {data, [state = state_, buffer = std::move(buffer), extent](std::byte*) mutable {
+                     state->put_back(std::move(buffer), extent);
                    }};
 }
 
@@ -293,8 +271,8 @@ void Staging::reserve(std::size_t bytes) {
   state_->idle.clear();
   state_->region.reset();
   if (bytes > 0) {
-    state_->region = std::make_shared<Region>(
-        std::make_shared<Buffer>(allocate(bytes, nullptr), bytes, state_->ledger));
+    state_->region = std::make_shared<Buffer>(allocate(bytes, nullptr), bytes, state_->ledger);
+    state_->region_map.emplace(bytes);
   }
   lock.unlock();
   state_->changed.notify_all();

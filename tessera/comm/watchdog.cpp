@@ -95,7 +95,8 @@ void Watchdog::check_no_failure(const std::string& what) {
 }
 
 std::size_t Watchdog::await_any(std::span<const device::Pending> parts, const CallTag& tag,
-                                const std::string& text, milliseconds limit) {
+                                const std::string& text, std::optional<milliseconds> own_limit) {
+  const milliseconds limit = own_limit.value_or(options_.timeout);
   const auto deadline = steady_clock::now() + limit;
   auto next_look = steady_clock::now() + options_.heartbeat;
   std::vector<std::uint64_t> heartbeats;  // of all ranks, two heartbeats before the limit

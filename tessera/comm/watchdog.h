@@ -45,20 +45,16 @@ class Watchdog {
   void started(const CallTag& tag, const std::string& text);
   void completed(std::uint64_t sequence);
 
-  // Blocks until `pending` is done. `tag` and `text` say for which call. Throws CommError.
-  void await(const device::Pending& pending, const CallTag& tag, const std::string& text) {
-    await_any({&pending, 1}, tag, text, options_.timeout);
-  }
-  // The same with a limit of its own.
+  // Blocks until `pending` is done; for as long as the options say, unless there is a limit of its
+  // own. `tag` and `text` say for which call. Throws CommError.
   void await(const device::Pending& pending, const CallTag& tag, const std::string& text,
-             std::chrono::milliseconds limit) {
+             std::optional<std::chrono::milliseconds> limit = {}) {
     await_any({&pending, 1}, tag, text, limit);
   }
   // The same for the first of several that is done; gives back which one.
   std::size_t await_any(std::span<const device::Pending> parts, const CallTag& tag,
-                        const std::string& text) {
-    return await_any(parts, tag, text, options_.timeout);
-  }
+                        const std::string& text,
+                        std::optional<std::chrono::milliseconds> limit = {});
 
   // A heartbeat, if one is due.
   void idle();
@@ -77,8 +73,6 @@ class Watchdog {
  private:
   using TimePoint = std::chrono::steady_clock::time_point;
 
-  std::size_t await_any(std::span<const device::Pending> parts, const CallTag& tag,
-                        const std::string& text, std::chrono::milliseconds limit);
   void post();
   void check_no_failure(const std::string& what);
   std::optional<RankStatus> read(std::size_t rank);
