@@ -9,13 +9,13 @@
 #include <string>
 #include <vector>
 
+#include "bench/c10d_yardstick.h"
+#include "cli/launch/launch_store.h"
+#include "cli/launch/launcher.h"
 #include "tessera/comm/bootstrap.h"
-#include "tessera/comm/c10d_yardstick.h"
-#include "tessera/comm/launcher.h"
 #include "tessera/comm/rank_process.h"
 #include "tessera/comm/rendezvous.h"
 #include "tessera/comm/store.h"
-#include "tessera/comm/store_board.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/error.h"
 
@@ -65,9 +65,9 @@ int run_rank(const comm::Rendezvous& rendezvous, comm::RankProcess& process) {
   comm::WorldOptions options;
   options.backend = comm::BackendKind::kGloo;
   const comm::World world = comm::join_world(rendezvous, options);
-  process.set_board(world.board);
+  process.set_status(world.status);
   comm::Group& group = *world.group;
-  const auto yardstick = comm::make_c10d_reduce_scatter(
+  const auto yardstick = bench::make_c10d_reduce_scatter(
       comm::connect_store(rendezvous.host, rendezvous.port, kTimeout), group.rank(), group.size(),
       rendezvous.host);
 
@@ -125,10 +125,10 @@ int main(int, char** argv) {
     if (rendezvous.source == comm::RendezvousSource::kTessera) {
       return run_rank(rendezvous, process);
     }
-    comm::LaunchOptions options;
+    cli::LaunchOptions options;
     options.num_ranks = kNumRanks;
     options.argv = {argv[0]};
-    options.serve_store = [] { return comm::serve_launch_store(kNumRanks, kTimeout); };
-    return comm::launch_local_ranks(options);
+    options.serve_store = [] { return cli::serve_launch_store(kNumRanks, kTimeout); };
+    return cli::launch_local_ranks(options);
   });
 }

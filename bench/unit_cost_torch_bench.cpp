@@ -8,8 +8,8 @@
 
 #include <ATen/ATen.h>
 
+#include "tessera/comm/backend.h"
 #include "tessera/comm/group.h"
-#include "tessera/comm/solo_backend.h"
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/log.h"

@@ -9,6 +9,7 @@
 #include "cli/command.h"
 #include "cli/config_flags.h"
 #include "cli/flag_values.h"
+#include "cli/launch/launcher.h"
 #include "cli/local_ranks.h"
 #include "cli/output_file.h"
 #include "tessera/comm/bootstrap.h"
@@ -143,7 +144,7 @@ void run_this_rank(const BenchCommPlan& plan, const comm::Rendezvous& rendezvous
   Spans spans(clock, rendezvous.rank == 0 ? plan.num_spans : 0);
   options.group.spans = &spans;
   const comm::World world = comm::join_world(rendezvous, options);
-  process.set_board(world.board);
+  process.set_status(world.status);
   measure_and_print(plan, *world.group, *device);
   write_trace(plan, spans);
 }
@@ -152,7 +153,7 @@ int run_bench_comm(const BenchCommFlags& flags, const Arguments& arguments) {
   const BenchCommPlan plan = checked_plan(flags);
   const comm::Environment env = comm::process_environment();
   if (plan.num_ranks > 0) {
-    comm::check_no_rendezvous(env);
+    check_no_rendezvous(env);
   }
   if (plan.num_ranks > 1) {
     takes_nccl(plan, plan.num_ranks);  // once, here, instead of by every rank

@@ -10,10 +10,10 @@
 #include <CLI/CLI.hpp>
 
 #include "cli/command.h"
+#include "cli/launch/launch_store.h"
+#include "cli/launch/launcher.h"
 #include "cli/local_ranks.h"
-#include "tessera/comm/launcher.h"
 #include "tessera/comm/rendezvous.h"
-#include "tessera/comm/store_board.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 
@@ -48,14 +48,14 @@ std::string find_program(const std::string& name) {
 int run_launch(const LaunchFlags& flags) {
   TESSERA_CHECK(!flags.command.empty(), ConfigError,
                 "launch: no program was given; tessera launch --ranks 2 ./train");
-  comm::check_no_rendezvous(comm::process_environment());
-  comm::LaunchOptions options;
+  check_no_rendezvous(comm::process_environment());
+  LaunchOptions options;
   options.num_ranks = parse_ranks(flags.ranks);
   options.argv = flags.command;
   options.program = find_program(flags.command.front());
   const int num_ranks = options.num_ranks;
-  options.serve_store = [num_ranks] { return comm::serve_launch_store(num_ranks, kStoreTimeout); };
-  return end_as(comm::launch_local_ranks(options));
+  options.serve_store = [num_ranks] { return serve_launch_store(num_ranks, kStoreTimeout); };
+  return end_as(launch_local_ranks(options));
 }
 
 }  // namespace

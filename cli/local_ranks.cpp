@@ -1,14 +1,15 @@
 #include "cli/local_ranks.h"
 
 #include <csignal>
+#include <cstdio>
 #include <iostream>
 
 #include <CLI/CLI.hpp>
 
 #include "cli/flag_values.h"
-#include "tessera/comm/launcher.h"
-#include "tessera/comm/stop_signals.h"
-#include "tessera/comm/store_board.h"
+#include "cli/launch/launch_store.h"
+#include "cli/launch/launcher.h"
+#include "cli/launch/stop_signals.h"
 
 namespace tessera::cli {
 namespace {
@@ -43,18 +44,19 @@ Arguments without_ranks_flag(const Arguments& arguments) {
 }
 
 int start_local_ranks(int num_ranks, const Arguments& arguments) {
-  comm::LaunchOptions options;
+  LaunchOptions options;
   options.num_ranks = num_ranks;
   options.argv = without_ranks_flag(arguments);
-  options.serve_store = [num_ranks] { return comm::serve_launch_store(num_ranks, kStoreTimeout); };
-  return end_as(comm::launch_local_ranks(options));
+  options.serve_store = [num_ranks] { return serve_launch_store(num_ranks, kStoreTimeout); };
+  return end_as(launch_local_ranks(options));
 }
 
 int end_as(int exit_code) {
   const int signal = exit_code - 128;
   if (signal == SIGINT || signal == SIGTERM || signal == SIGHUP) {
     std::cout.flush();
-    comm::end_by_signal(signal);
+    std::fflush(nullptr);
+    end_by_signal(signal);
   }
   return exit_code;
 }

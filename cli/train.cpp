@@ -12,6 +12,7 @@
 #include "cli/command.h"
 #include "cli/flag_values.h"
 #include "cli/guarded_output.h"
+#include "cli/launch/launcher.h"
 #include "cli/local_ranks.h"
 #include "tessera/core/resource_limits.h"
 #include "tessera/tier/scratch_file.h"
@@ -36,12 +37,13 @@ int run_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
   spare_address_space();
   {
     const GuardedOutput output(std::cout, STDOUT_FILENO);
-    comm::StopSignals signals(
+    StopSignals signals(
         {process.launcher_pid(), tier::unlink_scratch_files, !process.launched_by_us()});
     signal = train_this_rank(flags, rendezvous, process, signals);
   }
   if (signal != 0) {
-    process.end_stopped(signal);
+    process.report_stopped();
+    return end_as(128 + signal);
   }
   return kExitOk;
 }
@@ -51,7 +53,7 @@ int run_train(const TrainFlags& flags, const Arguments& arguments) {
   const comm::Environment env = comm::process_environment();
   const int num_ranks = flags.ranks.empty() ? 0 : parse_ranks(flags.ranks);
   if (num_ranks > 0) {
-    comm::check_no_rendezvous(env);
+    check_no_rendezvous(env);
   }
   if (num_ranks > 1) {
     check_training(flags, num_ranks);

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "cli/config_flags.h"
+#include "cli/launch/stop_signals.h"
 #include "cli/schedule_flags.h"
 #include "tessera/comm/rank_process.h"
 #include "tessera/comm/rendezvous.h"
-#include "tessera/comm/stop_signals.h"
 
 namespace CLI {
 class App;
@@ -104,6 +104,6 @@ void check_training(const TrainFlags& flags, int num_local_ranks);
 // Trains as the rank that `rendezvous` says; collective over all of them. Rank 0 speaks. Returns 0,
 // or the signal that has stopped it behind a step, with everything written.
 int train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
-                    comm::RankProcess& process, comm::StopSignals& signals);
+                    comm::RankProcess& process, StopSignals& signals);
 
 }  // namespace tessera::cli

@@ -20,6 +20,7 @@
 #include "cli/device_peak.h"
 #include "cli/divergence.h"
 #include "cli/final_save.h"
+#include "cli/launch/rank_end.h"
 #include "cli/observers.h"
 #include "cli/out_of_memory.h"
 #include "cli/train_evaluate.h"
@@ -31,7 +32,6 @@
 #include "cli/train_verify.h"
 #include "cli/train_warnings.h"
 #include "tessera/comm/bootstrap.h"
-#include "tessera/comm/rank_end.h"
 #include "tessera/core/error.h"
 #include "tessera/core/resource_limits.h"
 #include "tessera/engine/tensor_memory.h"
@@ -78,9 +78,8 @@ std::int64_t tokens_per_backward(const TrainPlan& plan, int num_ranks) {
 }
 
 std::string stopped_text(int signal, std::int64_t num_steps, const TrainPlan& plan) {
-  return "stopped by " + comm::signal_name(signal) + " after " + std::to_string(num_steps) +
-         " of " + std::to_string(plan.num_steps) + " steps" +
-         (plan.verify ? ", not verified\n" : "\n");
+  return "stopped by " + signal_name(signal) + " after " + std::to_string(num_steps) + " of " +
+         std::to_string(plan.num_steps) + " steps" + (plan.verify ? ", not verified\n" : "\n");
 }
 
 FlopRate flop_rate(const TrainPlan& plan, Runtime& runtime) {
@@ -99,8 +98,7 @@ FlopRate flop_rate(const TrainPlan& plan, Runtime& runtime) {
 
 class Run {
  public:
-  Run(const TrainPlan& plan, models::TokenSource& data, Runtime& runtime,
-      comm::StopSignals& signals)
+  Run(const TrainPlan& plan, models::TokenSource& data, Runtime& runtime, StopSignals& signals)
       : plan_(plan),
         data_(data),
         runtime_(runtime),
@@ -381,7 +379,7 @@ class Run {
   const TrainPlan& plan_;
   models::TokenSource& data_;
   Runtime& runtime_;
-  comm::StopSignals& signals_;
+  StopSignals& signals_;
   const bool speaks_;
   const FlopRate flops_;
   StepPhases phases_;
@@ -396,7 +394,7 @@ class Run {
 };
 
 int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
-               comm::RankProcess& process, comm::StopSignals& signals) {
+               comm::RankProcess& process, StopSignals& signals) {
   TrainPlan plan = checked_plan(flags, rendezvous);
   const TorchWarnings torch_warnings(
       rendezvous.world_size == 1 ? "tessera: "
@@ -428,7 +426,7 @@ int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
     std::cout << memory_plan_text(plan, rendezvous.local_world_size) << std::flush;
   }
   Runtime runtime(plan.config, runtime_options(plan));
-  process.set_board(runtime.board());
+  process.set_status(runtime.status());
   try {
     return Run(plan, *data, runtime, signals).train();
   } catch (const c10::OutOfMemoryError& error) {
@@ -439,7 +437,7 @@ int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
 
 // As train_rank(), with failures of memory in words.
 int train_in_words(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
-                   comm::RankProcess& process, comm::StopSignals& signals) {
+                   comm::RankProcess& process, StopSignals& signals) {
   try {
     return train_rank(flags, rendezvous, process, signals);
   } catch (const std::bad_alloc&) {
@@ -460,13 +458,13 @@ int train_in_words(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
 }  // namespace
 
 int train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
-                    comm::RankProcess& process, comm::StopSignals& signals) {
+                    comm::RankProcess& process, StopSignals& signals) {
   try {
     return train_in_words(flags, rendezvous, process, signals);
   } catch (const PeerError&) {
     throw;
   } catch (const std::exception& error) {
-    if (!process.has_board() && !process.launched_by_us()) {
+    if (!process.has_status() && !process.launched_by_us()) {
       comm::tell_before_joining(rendezvous, error.what());
     }
     throw;

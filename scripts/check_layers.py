@@ -23,11 +23,11 @@ MODULES = ("core", "device", "comm", "tier", "quant", "shard", "coordinator", "g
 # headers of the library and their own, nothing of each other's, except for the pairs in FOLDERS_SHARED.
 OUTSIDE = ("models", "cli", "bench", "examples", "tests", "testing")
 FOLDERS_SHARED = {("tests", "testing"), ("bench", "testing"), ("tests", "cli"), ("tests", "models"),
-                  ("bench", "models"), ("examples", "models"), ("cli", "models")}
+                  ("bench", "models"), ("bench", "cli"), ("examples", "models"), ("cli", "models")}
 
 # Units that may include torch. Everything else builds in two seconds and runs under sanitizers.
 TORCH_UNITS = (
-    "tessera/comm/store.cpp", "tessera/comm/store_board.cpp", "tessera/comm/c10d_*",
+    "tessera/comm/store.cpp", "tessera/comm/c10d_*", "bench/c10d_yardstick.cpp",
     "tessera/comm/gloo_backend.cpp", "tessera/comm/nccl_backend.cpp", "tessera/comm/bootstrap.cpp",
     "cli/torch_probe.cpp", "cli/train_*.cpp",
     # Where tensors are: their storage, what watches their use, and models made of them.
@@ -40,7 +40,7 @@ TORCH_UNITS = (
     "tests/property/engine_*",
 )
 # Where c10d and Gloo may be named.
-C10D_UNITS = ("tessera/comm/*",)
+C10D_UNITS = ("tessera/comm/*", "bench/c10d_yardstick.*")
 # Where the CUDA run-time, NCCL, or a preprocessor condition on them may be named.
 CUDA_UNITS = ("tessera/device/*", "*.cu", "*.cuh", "tessera/comm/nccl_backend.*",
               "tessera/optim/cuda_*", "tessera/optim/kernels_cuda.cpp")

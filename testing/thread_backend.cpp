@@ -12,8 +12,8 @@
 #include <random>
 #include <thread>
 
-#include "tessera/comm/solo_backend.h"
 #include "tessera/core/error.h"
+#include "testing/hash_store.h"
 
 namespace tessera::comm {
 namespace {
@@ -26,7 +26,7 @@ struct Posting {
   std::shared_ptr<const void> keep_alive;
 };
 
-// One call as its ranks meet in it. Postings are immutable once all have arrived.
+// One call of all ranks. Postings are immutable once all have arrived.
 struct Exchange {
   explicit Exchange(int size) : postings(static_cast<std::size_t>(size)) {}
   std::vector<Posting> postings;
@@ -36,9 +36,9 @@ struct Exchange {
   std::string failure;  // why it will never complete; empty: it may
 };
 
-// Where the ranks of one group meet. The n-th call of each rank belongs to the n-th exchange.
-struct Meeting {
-  explicit Meeting(std::vector<int> ranks) : world_ranks(std::move(ranks)) {}
+// What the ranks of one group share. The n-th call of each rank belongs to the n-th exchange.
+struct Hub {
+  explicit Hub(std::vector<int> ranks) : world_ranks(std::move(ranks)) {}
   int size() const { return static_cast<int>(world_ranks.size()); }
 
   const std::vector<int> world_ranks;
@@ -63,48 +63,49 @@ struct Job {
 struct ThreadWorld::Shared {
   explicit Shared(const ThreadWorldOptions& world) : options(world) {}
 
-  std::shared_ptr<Meeting> meeting(const std::string& name, std::vector<int> world_ranks) {
+  std::shared_ptr<Hub> hub(const std::string& name, std::vector<int> world_ranks) {
     const std::lock_guard lock(mutex);
-    std::shared_ptr<Meeting>& found = meetings[name];
+    std::shared_ptr<Hub>& found = hubs[name];
     if (!found) {
-      found = std::make_shared<Meeting>(std::move(world_ranks));
+      found = std::make_shared<Hub>(std::move(world_ranks));
     }
     return found;
   }
 
   const ThreadWorldOptions options;
-  const std::shared_ptr<Board> board = std::make_shared<MemoryBoard>();
+  const std::shared_ptr<StatusStore> status =
+      std::make_shared<StatusStore>(std::make_unique<HashStore>(), options.num_ranks);
   // Guarded by mutex.
   std::mutex mutex;
-  std::map<std::string, std::shared_ptr<Meeting>> meetings;
+  std::map<std::string, std::shared_ptr<Hub>> hubs;
 };
 
 namespace {
 
 class ThreadBackend final : public Backend {
  public:
-  ThreadBackend(std::shared_ptr<ThreadWorld::Shared> world, std::shared_ptr<Meeting> meeting,
-                int rank, std::optional<ThreadFault> fault)
+  ThreadBackend(std::shared_ptr<ThreadWorld::Shared> world, std::shared_ptr<Hub> hub, int rank,
+                std::optional<ThreadFault> fault)
       : world_(std::move(world)),
-        meeting_(std::move(meeting)),
+        hub_(std::move(hub)),
         rank_(rank),
         fault_(fault),
         random_(world_->options.seed * 7919 +
-                static_cast<std::uint64_t>(meeting_->world_ranks[static_cast<std::size_t>(rank)])),
+                static_cast<std::uint64_t>(hub_->world_ranks[static_cast<std::size_t>(rank)])),
         worker_([this] { work(); }) {}
 
   ~ThreadBackend() override {
     {
-      const std::lock_guard lock(meeting_->mutex);
+      const std::lock_guard lock(hub_->mutex);
       closing_ = true;
     }
-    meeting_->changed.notify_all();
+    hub_->changed.notify_all();
     worker_.join();
   }
 
   std::string_view name() const override { return "threads"; }
   int rank() const override { return rank_; }
-  int size() const override { return meeting_->size(); }
+  int size() const override { return hub_->size(); }
   bool compares_tags() const override { return true; }
 
   std::size_t broadcast_sent_bytes(std::size_t bytes, int root) const override {
@@ -148,34 +149,34 @@ class ThreadBackend final : public Backend {
     }
     std::vector<int> world_ranks;
     for (const int member : ranks) {
-      world_ranks.push_back(meeting_->world_ranks[static_cast<std::size_t>(member)]);
+      world_ranks.push_back(hub_->world_ranks[static_cast<std::size_t>(member)]);
     }
     const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
     TESSERA_INVARIANT(mine != ranks.end(), "split '", name, "' without its own rank ", rank_);
-    return std::make_unique<ThreadBackend>(world_, world_->meeting(name, std::move(world_ranks)),
+    return std::make_unique<ThreadBackend>(world_, world_->hub(name, std::move(world_ranks)),
                                            static_cast<int>(mine - ranks.begin()), std::nullopt);
   }
 
   void abort(const std::string& reason) override {
-    std::unique_lock lock(meeting_->mutex);
+    std::unique_lock lock(hub_->mutex);
     if (aborted_.empty()) {
       aborted_ = reason;
     }
     // No peer may go on reading this rank's memory once its owner has been told of the failure.
-    for (const auto& [index, exchange] : meeting_->exchanges) {
+    for (const auto& [index, exchange] : hub_->exchanges) {
       if (exchange->failure.empty()) {
-        exchange->failure = detail::concat("rank ", world_rank(), " gave up: ", reason);
+        exchange->failure = detail::concat("rank ", world_rank(), " aborted: ", reason);
       }
     }
-    meeting_->changed.notify_all();
-    meeting_->changed.wait(lock, [&] {
-      return std::all_of(meeting_->exchanges.begin(), meeting_->exchanges.end(),
+    hub_->changed.notify_all();
+    hub_->changed.wait(lock, [&] {
+      return std::all_of(hub_->exchanges.begin(), hub_->exchanges.end(),
                          [](const auto& entry) { return entry.second->num_copying == 0; });
     });
   }
 
  private:
-  int world_rank() const { return meeting_->world_ranks[static_cast<std::size_t>(rank_)]; }
+  int world_rank() const { return hub_->world_ranks[static_cast<std::size_t>(rank_)]; }
 
   Pending gather(std::span<const GatherBytes> parts, bool receives, const Call& call) {
     std::vector<GatherBytes> mine(parts.begin(), parts.end());
@@ -199,12 +200,12 @@ class ThreadBackend final : public Backend {
   Pending start(const Call& call, std::vector<const std::byte*> sources, CopyFunction copy) {
     auto completion = std::make_shared<device::Completion>();
     {
-      const std::lock_guard lock(meeting_->mutex);
+      const std::lock_guard lock(hub_->mutex);
       jobs_.push_back(Job{++num_started_,
                           Posting{call.tag, call.words, std::move(sources), call.keep_alive},
                           std::move(copy), completion, call.met});
     }
-    meeting_->changed.notify_all();
+    hub_->changed.notify_all();
     return Pending(completion);
   }
 
@@ -212,8 +213,8 @@ class ThreadBackend final : public Backend {
     while (true) {
       Job job;
       {
-        std::unique_lock lock(meeting_->mutex);
-        meeting_->changed.wait(lock, [this] { return closing_ || !jobs_.empty(); });
+        std::unique_lock lock(hub_->mutex);
+        hub_->changed.wait(lock, [this] { return closing_ || !jobs_.empty(); });
         if (jobs_.empty()) {
           return;
         }
@@ -235,24 +236,24 @@ class ThreadBackend final : public Backend {
         throw CommError(
             detail::concat("injected fault in call ", job.index, " of rank ", world_rank()));
       }
-      std::unique_lock lock(meeting_->mutex);
-      meeting_->changed.wait(lock, [this] { return closing_ || !aborted_.empty(); });
+      std::unique_lock lock(hub_->mutex);
+      hub_->changed.wait(lock, [this] { return closing_ || !aborted_.empty(); });
       throw PeerError(aborted_.empty() ? "the group was closed" : aborted_);
     }
     delay();
-    std::unique_lock lock(meeting_->mutex);
+    std::unique_lock lock(hub_->mutex);
     throw_if_aborted();
-    std::shared_ptr<Exchange>& entry = meeting_->exchanges[job.index];
+    std::shared_ptr<Exchange>& entry = hub_->exchanges[job.index];
     if (!entry) {
       entry = std::make_shared<Exchange>(size());
     }
     const std::shared_ptr<Exchange> exchange = entry;
     exchange->postings[static_cast<std::size_t>(rank_)] = std::move(job.posting);
     ++exchange->num_arrived;
-    meeting_->changed.notify_all();
+    hub_->changed.notify_all();
     await(lock, *exchange, exchange->num_arrived);
     compare_tags(*exchange);
-    // All have come, but one has given up since: its memory may be gone (see abort()).
+    // All have arrived, but one has aborted since: its memory may be gone (see abort()).
     if (!exchange->failure.empty()) {
       throw PeerError(exchange->failure);
     }
@@ -268,14 +269,14 @@ class ThreadBackend final : public Backend {
     lock.lock();
     --exchange->num_copying;
     ++exchange->num_copied;
-    meeting_->changed.notify_all();
+    hub_->changed.notify_all();
     // Only now is this rank's own memory free: everybody has read it.
     await(lock, *exchange, exchange->num_copied);
-    meeting_->exchanges.erase(job.index);
+    hub_->exchanges.erase(job.index);
   }
 
   void await(std::unique_lock<std::mutex>& lock, const Exchange& exchange, const int& count) {
-    meeting_->changed.wait(lock, [&] {
+    hub_->changed.wait(lock, [&] {
       return count == size() || !exchange.failure.empty() || !aborted_.empty() || closing_;
     });
     if (count == size()) {
@@ -303,7 +304,7 @@ class ThreadBackend final : public Backend {
     for (const Posting& posting : exchange.postings) {
       words.push_back(posting.words ? *posting.words : CallWords());
     }
-    throw MismatchError(*find_mismatch(tags, words, meeting_->world_ranks));
+    throw MismatchError(*find_mismatch(tags, words, hub_->world_ranks));
   }
 
   void delay() {
@@ -314,13 +315,13 @@ class ThreadBackend final : public Backend {
   }
 
   const std::shared_ptr<ThreadWorld::Shared> world_;
-  const std::shared_ptr<Meeting> meeting_;
+  const std::shared_ptr<Hub> hub_;
   const int rank_;
   const std::optional<ThreadFault> fault_;
 
   std::mt19937_64 random_;  // the worker's own
 
-  // Guarded by meeting_->mutex.
+  // Guarded by hub_->mutex.
   std::deque<Job> jobs_;
   std::uint64_t num_started_ = 0;
   bool closing_ = false;
@@ -341,7 +342,7 @@ ThreadWorld::~ThreadWorld() = default;
 
 int ThreadWorld::num_ranks() const { return shared_->options.num_ranks; }
 
-const std::shared_ptr<Board>& ThreadWorld::board() const { return shared_->board; }
+const std::shared_ptr<StatusStore>& ThreadWorld::status() const { return shared_->status; }
 
 std::unique_ptr<Backend> ThreadWorld::make_backend(int rank) {
   const auto& fault = shared_->options.fault;
@@ -351,7 +352,7 @@ std::unique_ptr<Backend> ThreadWorld::make_backend(int rank) {
   }
   std::vector<int> ranks(static_cast<std::size_t>(num_ranks()));
   std::iota(ranks.begin(), ranks.end(), 0);
-  return std::make_unique<ThreadBackend>(shared_, shared_->meeting("world", std::move(ranks)), rank,
+  return std::make_unique<ThreadBackend>(shared_, shared_->hub("world", std::move(ranks)), rank,
                                          faulty ? fault : std::nullopt);
 }
 
@@ -367,7 +368,7 @@ std::vector<std::exception_ptr> run_ranks_collecting(const ThreadWorldOptions& w
   for (std::size_t rank = 0; rank < num_ranks; ++rank) {
     ranks.emplace_back([&, rank] {
       GroupOptions options = group;
-      options.board = threads.board();
+      options.status = threads.status();
       Group world_group(threads.make_backend(static_cast<int>(rank)), "world", world_ranks,
                         std::move(options));
       // Posted while the group still lives: its destructor waits for calls in flight, and the
@@ -378,7 +379,7 @@ std::vector<std::exception_ptr> run_ranks_collecting(const ThreadWorldOptions& w
         failures[rank] = std::current_exception();  // a consequence: nothing to tell the others
       } catch (const std::exception& error) {
         failures[rank] = std::current_exception();
-        threads.board()->post_failure(static_cast<int>(rank), error.what());
+        threads.status()->post_failure(static_cast<int>(rank), error);
       }
     });
   }

@@ -1,4 +1,4 @@
-// Ranks as threads of one process: the backend of tests and of `bench-comm --backend threads`.
+// Ranks as threads of one process: the backend of tests.
 //
 // A ThreadWorld is what a cluster is for processes; each rank's thread takes its own Backend from
 // it. Collectives are really asynchronous: a worker per rank and group meets its peers and copies
@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "tessera/comm/backend.h"
-#include "tessera/comm/board.h"
 #include "tessera/comm/group.h"
+#include "tessera/comm/status_store.h"
 
 namespace tessera::comm {
 
@@ -49,8 +49,8 @@ class ThreadWorld {
 
   int num_ranks() const;
   std::unique_ptr<Backend> make_backend(int rank);
-  // Shared by all ranks, as the launcher's store is for processes.
-  const std::shared_ptr<Board>& board() const;
+  // Shared by all ranks, as the launcher's is by processes.
+  const std::shared_ptr<StatusStore>& status() const;
 
   struct Shared;  // opaque: what the ranks' backends have in common
 
@@ -59,8 +59,8 @@ class ThreadWorld {
 };
 
 // Runs `body` as `num_ranks` threads, each with the world group of its rank. A rank that throws
-// is posted on the board, so that the others can name it. Rethrows the failure of the lowest rank
-// whose failure is a cause of its own (not PeerError), else the lowest rank's.
+// is posted in the status store, so that the others can name it. Rethrows the failure of the lowest
+// rank whose failure is a cause of its own (not PeerError), else the lowest rank's.
 void run_ranks(const ThreadWorldOptions& world, const GroupOptions& group,
                const std::function<void(Group&)>& body);
 inline void run_ranks(int num_ranks, const std::function<void(Group&)>& body) {

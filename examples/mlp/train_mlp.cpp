@@ -17,7 +17,7 @@ int train(tessera::RankProcess& process) {
   tessera::Config config;
   config.set("optim.lr", 0.01);
   tessera::Runtime runtime(config);
-  process.set_board(runtime.board());  // so that other ranks can name this one's failure
+  process.set_status(runtime.status());  // so that other ranks can name this one's failure
   tessera::Engine engine(runtime);
   auto first = engine.unit("first", std::make_shared<torch::nn::LinearImpl>(8, 64));
   auto second = engine.unit("second", std::make_shared<torch::nn::LinearImpl>(64, 1));

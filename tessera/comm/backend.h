@@ -7,8 +7,8 @@
 // Group calls from one thread at a time and in the same order everywhere; a backend must start
 // calls in that order and may finish them in any.
 //
-// Memory: pointers stay valid until the returned Pending is done, or, if a call was given up
-// (abort), as long as `keep_alive` is held by the backend.
+// Memory: pointers stay valid until the returned Pending is done, or, if a call was aborted, as
+// long as `keep_alive` is held by the backend.
 #pragma once
 
 #include <atomic>
@@ -59,7 +59,7 @@ struct Call {
 class Backend {
  public:
   virtual ~Backend() = default;
-  virtual std::string_view name() const = 0;  // "gloo", "nccl", "threads", "solo"
+  virtual std::string_view name() const = 0;  // "gloo", "nccl", "solo"
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
@@ -107,9 +107,14 @@ class Backend {
   // Scratch that the backend's memory accesses can reach, for work of `stream`; not zeroed.
   virtual std::shared_ptr<std::byte> make_staging(std::size_t bytes, device::Stream* stream);
 
-  // Gives up what is in flight, where the network allows it: waiting calls fail with `reason`.
-  // Later calls need not work.
+  // Ends what is in flight, where the network allows it: waiting calls fail with `reason`. Later
+  // calls need not work.
   virtual void abort(const std::string& reason) = 0;
 };
+
+// A world of one, stream-ordered: no network, no threads. Every collective is a copy, or nothing.
+// With a device, copies go through it in the order of the call's stream; without one the memory is
+// the host's.
+std::unique_ptr<Backend> make_solo_backend(device::Device* device = nullptr);
 
 }  // namespace tessera::comm

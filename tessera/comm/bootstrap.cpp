@@ -10,9 +10,7 @@
 #include "tessera/comm/gloo_backend.h"
 #include "tessera/comm/nccl_backend.h"
 #include "tessera/comm/socket_probe.h"
-#include "tessera/comm/solo_backend.h"
 #include "tessera/comm/store.h"
-#include "tessera/comm/store_board.h"
 #include "tessera/core/error.h"
 #include "tessera/core/resource_limits.h"
 
@@ -21,7 +19,7 @@ namespace {
 
 std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldOptions& options,
                                       std::shared_ptr<Store> store, const std::string& name,
-                                      std::shared_ptr<Board> board) {
+                                      std::shared_ptr<StatusStore> status) {
   const bool on_gpu = options.cuda_device >= 0;
   const BackendKind kind = options.backend != BackendKind::kAuto ? options.backend
                            : on_gpu                              ? BackendKind::kNccl
@@ -34,7 +32,7 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
   }
   GlooOptions gloo;
   gloo.timeout = options.group.timeout;
-  gloo.board = std::move(board);
+  gloo.status = std::move(status);
   // The variable that c10d's own users know.
   gloo.interface = process_environment()["GLOO_SOCKET_IFNAME"];
   if (rendezvous.local_world_size == rendezvous.world_size) {
@@ -46,29 +44,15 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
   return make_gloo_backend(std::move(store), rendezvous.rank, rendezvous.world_size, name, gloo);
 }
 
-// Whoever waits for this rank hears at once why it does not come.
-template <typename Body>
-std::unique_ptr<Backend> tell_failure(const Rendezvous& rendezvous, Board& board,
-                                      const Body& body) {
-  try {
-    return body();
-  } catch (const PeerError&) {
-    throw;
-  } catch (const std::exception& error) {
-    board.post_failure(rendezvous.rank, error.what());
-    throw;
-  }
-}
-
 std::string this_process() {
   std::array<char, 256> host{};
   gethostname(host.data(), host.size() - 1);
   return detail::concat("process ", getpid(), " on ", host.data());
 }
 
-std::shared_ptr<Board> connect_board(const Rendezvous& rendezvous, const std::string& prefix,
-                                     std::chrono::milliseconds timeout) {
-  return make_store_board(
+std::shared_ptr<StatusStore> connect_status(const Rendezvous& rendezvous, const std::string& prefix,
+                                            std::chrono::milliseconds timeout) {
+  return std::make_shared<StatusStore>(
       connect_store(rendezvous.host, rendezvous.port, timeout, rendezvous.key_prefix + prefix),
       rendezvous.world_size);
 }
@@ -84,13 +68,14 @@ void claim_rank(Store& store, const Rendezvous& rendezvous, std::chrono::millise
   if (first == mine) {
     return;
   }
-  const std::string text = detail::concat("two processes came as rank ", rendezvous.rank, " of ",
+  const std::string text = detail::concat("two processes joined as rank ", rendezvous.rank, " of ",
                                           rendezvous.world_size, ": ", first, ", and ", mine,
                                           "; give every process a number of its own (RANK), or "
                                           "start all of them with torchrun, mpirun, "
                                           "srun or tessera --ranks");
-  connect_board(rendezvous, "", timeout)->post_failure(rendezvous.rank, text);
-  throw ConfigError(text);
+  const ConfigError error(text);
+  connect_status(rendezvous, "", timeout)->post_failure(rendezvous.rank, error);
+  throw error;
 }
 
 // Gloo waits for a peer that it has no descriptor for, and does not say so.
@@ -150,13 +135,19 @@ World join_world(const Rendezvous& rendezvous, const WorldOptions& options) {
     if (number > 1) {
       name = detail::concat("world.", number);
     }
-    world.board = connect_board(rendezvous, prefix, options.group.timeout);
-    group.board = world.board;
-    backend = tell_failure(rendezvous, *world.board, [&] {
+    world.status = connect_status(rendezvous, prefix, options.group.timeout);
+    group.status = world.status;
+    try {
       check_open_files(rendezvous);
       check_threads();
-      return make_backend(rendezvous, options, store, name, world.board);
-    });
+      backend = make_backend(rendezvous, options, store, name, world.status);
+    } catch (const PeerError&) {
+      throw;
+    } catch (const std::exception& error) {
+      // Whoever waits for this rank hears at once why it does not join.
+      world.status->post_failure(rendezvous.rank, error);
+      throw;
+    }
   }
   std::vector<int> ranks(static_cast<std::size_t>(rendezvous.world_size));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -171,7 +162,7 @@ void tell_before_joining(const Rendezvous& rendezvous, const std::string& failur
     return;
   }
   try {
-    connect_board(rendezvous, "", kLimit)->post_failure(rendezvous.rank, failure);
+    connect_status(rendezvous, "", kLimit)->post_failure(rendezvous.rank, RankFailure{failure});
   } catch (const std::exception&) {
     return;  // they will find out at their time limit
   }

@@ -1,11 +1,11 @@
-// From "where am I?" to a world group: store, board, backend.
+// From "where am I?" to a world group: store, status store, backend.
 //
 // join_world() is collective over all processes of the run. A world of one needs no store and no
 // network. A process may join again, while it is in a world and after: its n-th world is that of
 // the n-th call on every rank. Gloo listens on the interface that GLOO_SOCKET_IFNAME names, else on
 // loopback if all ranks are on one host, else where the host name points. The order of what it does
-// is fixed: the store, the rank's claim of its number, the board, the backend. A rank that cannot
-// go on says so on the board, so that those who wait for it end, too.
+// is fixed: the store, the rank's claim of its number, the status store, the backend. A rank that
+// cannot go on posts its failure, so that those who wait for it end, too.
 //
 // Threads: call it once, from the main thread.
 #pragma once
@@ -14,9 +14,9 @@
 #include <memory>
 #include <string>
 
-#include "tessera/comm/board.h"
 #include "tessera/comm/group.h"
 #include "tessera/comm/rendezvous.h"
+#include "tessera/comm/status_store.h"
 
 namespace tessera::comm {
 
@@ -25,12 +25,12 @@ enum class BackendKind : std::uint8_t { kAuto, kGloo, kNccl };
 struct WorldOptions {
   BackendKind backend = BackendKind::kAuto;  // kAuto: NCCL for a CUDA device, else Gloo
   int cuda_device = -1;                      // this rank's GPU; -1: CPU
-  GroupOptions group;                        // `board` is filled in
+  GroupOptions group;                        // `status` is filled in
 };
 
 struct World {
   Rendezvous rendezvous;
-  std::shared_ptr<Board> board;  // null in a world of one
+  std::shared_ptr<StatusStore> status;  // null in a world of one
   std::unique_ptr<Group> group;
 };
 

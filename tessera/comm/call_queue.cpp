@@ -10,9 +10,9 @@
 namespace tessera::comm {
 namespace {
 
-// How long a rank waits for the others' words after a mismatch. They are on their way; without them
-// the report has the calls, but not their names.
-constexpr std::chrono::seconds kWordsLimit{10};
+// How long a rank waits for the others' words after a mismatch. They are on their way, unless a
+// rank is stuck before this call; without them the report has the calls, but not their names.
+constexpr std::chrono::seconds kWordsLimit{60};
 
 // Words in a message of one size.
 struct WordsSlot {
@@ -34,11 +34,11 @@ void fail(const QueuedCall& call, const std::exception_ptr& error) {
 
 }  // namespace
 
-CallQueue::CallQueue(Backend& backend, Staging& staging, Watch& watch, std::vector<int> world_ranks,
-                     Spans* spans)
+CallQueue::CallQueue(Backend& backend, Staging& staging, Watchdog& watchdog,
+                     std::vector<int> world_ranks, Spans* spans)
     : backend_(backend),
       staging_(staging),
-      watch_(watch),
+      watchdog_(watchdog),
       world_ranks_(std::move(world_ranks)),
       spans_(spans) {
   launcher_ = std::thread([this] { launch_calls(); });
@@ -70,7 +70,7 @@ Pending CallQueue::start(QueuedCall prepared) {
       fail(*call, poison_);
       return Pending(call->completion);
     }
-    watch_.started(call->call.tag, call->text);
+    watchdog_.started(call->call.tag, call->text);
     start_tags(*call);
     to_launch_.push_back(call);
     to_finish_.push_back(call);
@@ -110,16 +110,16 @@ void CallQueue::launch_calls() {
     launching_ = false;
     call->launched = true;
     changed_.notify_all();
-    // The next call's turn comes when this one has nothing left to start.
+    // The next call is launched when this one has nothing left to start.
     changed_.wait(lock, [&] { return poison_ || call->num_network_left == 0; });
   }
 }
 
-// A failure becomes the call's own: the finisher meets it there, after the calls before it.
+// A failure becomes the call's own: the finisher finds it there, after the calls before it.
 void CallQueue::launch(QueuedCall& call) {
   try {
-    watch_.await(call.ready, call.call.tag, call.text);
-    watch_.await(call.tags_exchanged, call.call.tag, call.text);
+    watchdog_.await(call.ready, call.call.tag, call.text);
+    watchdog_.await(call.tags_exchanged, call.call.tag, call.text);
     compare_tags(call);
     if (call.tags && call.call.met) {
       *call.call.met = true;
@@ -148,11 +148,11 @@ void CallQueue::finish_calls() {
       const auto may_go_on = [this] {
         return to_finish_.empty() ? closing_ : to_finish_.front()->launched;
       };
-      if (!watch_.has_board()) {
+      if (!watchdog_.has_status_store()) {
         changed_.wait(lock, may_go_on);
-      } else if (!changed_.wait_for(lock, watch_.beat_interval(), may_go_on)) {
+      } else if (!changed_.wait_for(lock, watchdog_.heartbeat(), may_go_on)) {
         lock.unlock();
-        watch_.idle();
+        watchdog_.idle();
         continue;
       }
       if (to_finish_.empty()) {
@@ -161,29 +161,33 @@ void CallQueue::finish_calls() {
       call = to_finish_.front();
       finishing_ = true;
     }
-    watch_.idle();
+    watchdog_.idle();
+    std::exception_ptr failure;
+    std::string reason;
     try {
       finish(*call);
-      leave_finish();
-    } catch (const PeerError& error) {
-      leave_finish();
-      poison(std::current_exception(), error.what());
-      continue;
     } catch (const std::exception& error) {
-      leave_finish();
-      watch_.post_failure(error.what());
-      poison(std::current_exception(), error.what());
+      failure = std::current_exception();
+      reason = error.what();
+      // A lost peer is a consequence: the others shall read the cause.
+      if (dynamic_cast<const PeerError*>(&error) == nullptr) {
+        watchdog_.post_failure(error);
+      }
+    }
+    const bool is_current = leave_finish(call, failure == nullptr);
+    if (failure) {
+      poison(failure, reason);
       continue;
     }
-    watch_.completed(call->call.tag.sequence);
-    if (remove_finished(call)) {
+    watchdog_.completed(call->call.tag.sequence);
+    if (is_current) {
       if (spans_ != nullptr) {
         // The names are literals, so they end in zero.
         // NOLINTNEXTLINE(bugprone-suspicious-stringview-data-usage)
         spans_->record(to_string(call->call.tag.op).data(), call->start_ns, spans_->now_ns(),
                        call->span);
       }
-      call->phases.clear();  // lets go of memory before the owner is told
+      call->phases.clear();  // frees memory before the owner is told
       call->parts.clear();
       call->staging.reset();
       call->call.keep_alive.reset();
@@ -192,22 +196,20 @@ void CallQueue::finish_calls() {
   }
 }
 
-void CallQueue::leave_finish() {
+// The finisher holds the call's memory no more. False if the call was abandoned meanwhile: it has
+// failed already.
+bool CallQueue::leave_finish(const CallPtr& call, bool succeeded) {
+  bool is_current = false;
   {
     const std::lock_guard lock(mutex_);
     finishing_ = false;
+    is_current = !to_finish_.empty() && to_finish_.front() == call;
+    if (is_current && succeeded) {
+      to_finish_.pop_front();
+    }
   }
   changed_.notify_all();
-}
-
-// False if the call was abandoned meanwhile: it has failed already.
-bool CallQueue::remove_finished(const CallPtr& call) {
-  const std::lock_guard lock(mutex_);
-  if (to_finish_.empty() || to_finish_.front() != call) {
-    return false;
-  }
-  to_finish_.pop_front();
-  return true;
+  return is_current;
 }
 
 void CallQueue::abandon(const std::string& reason) {
@@ -215,7 +217,7 @@ void CallQueue::abandon(const std::string& reason) {
 }
 
 void CallQueue::finish(QueuedCall& call) {
-  watch_.await(call.current, call.call.tag, call.text);
+  watchdog_.await(call.current, call.call.tag, call.text);
   while (call.next_phase < call.phases.size()) {
     const Phase& phase = call.phases[call.next_phase++];
     call.current = phase.launch();
@@ -226,7 +228,7 @@ void CallQueue::finish(QueuedCall& call) {
       }
       changed_.notify_all();
     }
-    watch_.await(call.current, call.call.tag, call.text);
+    watchdog_.await(call.current, call.call.tag, call.text);
   }
   finish_parts(call);
 }
@@ -237,7 +239,7 @@ void CallQueue::finish_parts(QueuedCall& call) {
   std::vector<Pending> arrivals = call.arrivals ? *call.arrivals : std::vector<Pending>();
   while (!left.empty()) {
     const auto which =
-        static_cast<std::ptrdiff_t>(watch_.await_any(arrivals, call.call.tag, call.text));
+        static_cast<std::ptrdiff_t>(watchdog_.await_any(arrivals, call.call.tag, call.text));
     CallPart& part = call.parts[left[static_cast<std::size_t>(which)]];
     left.erase(left.begin() + which);
     arrivals.erase(arrivals.begin() + which);
@@ -264,8 +266,8 @@ void CallQueue::compare_tags(const QueuedCall& call) {
   throw MismatchError(*find_mismatch(*call.tags, exchange_words(call), world_ranks_));
 }
 
-// All ranks have seen the same tags, so all come here; and the network is free for it: each rank
-// has launched all that comes before this call, and will launch nothing behind it.
+// All ranks see the same tags, so all take part; and the network is free for it: each rank has
+// launched all calls before this one, and launches none behind it.
 std::vector<CallWords> CallQueue::exchange_words(const QueuedCall& call) {
   const auto slots =
       std::make_shared<std::vector<WordsSlot>>(static_cast<std::size_t>(backend_.size()));
@@ -278,11 +280,12 @@ std::vector<CallWords> CallQueue::exchange_words(const QueuedCall& call) {
     Call exchange;
     exchange.keep_alive = slots;
     const GatherBytes part{&own, slots->data(), sizeof(WordsSlot)};
-    if (!backend_.start_all_gather({&part, 1}, exchange).wait_for(kWordsLimit)) {
-      return {};
-    }
+    watchdog_.await(backend_.start_all_gather({&part, 1}, exchange), call.call.tag, call.text,
+                    kWordsLimit);
+  } catch (const MismatchError&) {
+    throw;  // another rank has the words of all, and has told
   } catch (const CommError&) {
-    return {};  // a peer that was told first may be gone; the mismatch stays the cause
+    return {};  // a peer may be gone; the mismatch stays the cause
   }
   for (const WordsSlot& slot : *slots) {
     const std::size_t num_bytes = std::min<std::size_t>(slot.num_bytes, slot.bytes.size());
@@ -302,7 +305,7 @@ void CallQueue::poison(const std::exception_ptr& error, const std::string& reaso
     lost.swap(to_finish_);
     to_launch_.clear();
   }
-  watch_.stop();
+  watchdog_.stop();
   staging_.stop();
   changed_.notify_all();
   // First the network and this queue's own threads, which pack and unpack, then the owners of the

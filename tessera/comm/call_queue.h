@@ -1,22 +1,22 @@
 // The life of a call inside a group: queued, agreed, launched, finished.
 //
-//   start()   caller     gives the call its place and sends its tag ahead, at once
+//   start()   caller     queues the call and sends its tag ahead, at once
 //   launch    launcher   waits for the input and for the others' tags, compares them, and only if
 //                        all ranks mean the same call takes its staging, which may wait for room
 //                        (staging.h), and starts its first network phase
 //   finish    finisher   waits for what was launched, runs local phases (the sum of a
 //                        reduce-scatter, unpacking), starts later network phases, fulfils the
 //                        Pending; parts of a call that have owners of their own are fulfilled as
-//                        they come, in any order
+//                        they arrive, in any order
 //
-// Tags come first because a network cannot be trusted with calls that do not match: Gloo ends the
+// Tags travel first because a network cannot be trusted with calls that do not match: Gloo ends the
 // process when it receives more than it expects. Tags of later calls travel while the data of
 // earlier ones does, so a caller that runs ahead does not wait for them.
 //
 // Order: the backend sees tags in the order of start(), and network phases in call order: the first
 // of a call only after the last of the call before it. Neither depends on time, so all ranks agree.
 //
-// The first failure poisons the queue: calls before it finish, the backend is told to give up, and
+// The first failure poisons the queue: calls before it finish, the backend is aborted, and
 // everything behind it fails with that error.
 //
 // Threads: start() from one thread at a time; launcher and finisher are its own.
@@ -35,7 +35,7 @@
 
 #include "tessera/comm/backend.h"
 #include "tessera/comm/staging.h"
-#include "tessera/comm/watch.h"
+#include "tessera/comm/watchdog.h"
 #include "tessera/core/spans.h"
 
 namespace tessera::comm {
@@ -79,17 +79,16 @@ struct QueuedCall {
 class CallQueue {
  public:
   // `spans` may be null.
-  CallQueue(Backend& backend, Staging& staging, Watch& watch, std::vector<int> world_ranks,
+  CallQueue(Backend& backend, Staging& staging, Watchdog& watchdog, std::vector<int> world_ranks,
             Spans* spans);
   ~CallQueue();
-  // Waits until every call has come to an end; none may be started afterwards.
+  // Waits until every call has ended; none may be started afterwards.
   void close();
 
   Pending start(QueuedCall call);
 
-  // Fails every call that has not come to its end, and all later ones. For a rank that is on its
-  // way out: its peers will not help these calls to an end, so waiting for them would hide the
-  // cause.
+  // Fails every call that has not ended, and all later ones. For a rank that is failing: its peers
+  // will not join these calls, so waiting for them would hide the cause.
   void abandon(const std::string& reason);
 
  private:
@@ -100,16 +99,15 @@ class CallQueue {
   void finish_calls();
   void finish(QueuedCall& call);
   void finish_parts(QueuedCall& call);
-  void leave_finish();
+  bool leave_finish(const CallPtr& call, bool succeeded);
   void start_tags(QueuedCall& call);
   void compare_tags(const QueuedCall& call);
   std::vector<CallWords> exchange_words(const QueuedCall& call);
-  bool remove_finished(const CallPtr& call);
   void poison(const std::exception_ptr& error, const std::string& reason);
 
   Backend& backend_;
   Staging& staging_;
-  Watch& watch_;
+  Watchdog& watchdog_;
   const std::vector<int> world_ranks_;
   Spans* const spans_;
 
@@ -117,7 +115,7 @@ class CallQueue {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<CallPtr> to_launch_;
-  std::deque<CallPtr> to_finish_;  // all that have not come to their end, launched or not
+  std::deque<CallPtr> to_finish_;  // all that have not ended, launched or not
   bool launching_ = false;         // a call's memory is in the launcher's hands
   bool finishing_ = false;         // and in the finisher's
   bool closing_ = false;

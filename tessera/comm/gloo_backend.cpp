@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -17,9 +16,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include "tessera/comm/c10d_error.h"
 #include "tessera/comm/c10d_store.h"
-#include "tessera/comm/solo_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/core/resource_limits.h"
 
@@ -32,7 +29,7 @@ using std::chrono::milliseconds;
 // number of operations decides.
 constexpr std::size_t kDirectBytes = 32 * 1024;
 
-// Gloo's own limit lies behind ours, so that the message with the names comes first.
+// Gloo's own limit lies behind ours, so that the message with the names is the first.
 constexpr milliseconds kGlooSlack = std::chrono::seconds(30);
 
 // While ranks are waited for: the longest pause, and how often failures are looked for.
@@ -124,7 +121,7 @@ class GlooBackend final : public Backend {
   }
 
   ~GlooBackend() override {
-    if (given_up_) {
+    if (is_aborted_) {
       // Their destructors would wait for calls that may never end. The process is about to.
       std::ignore = data_.release();
       std::ignore = tags_.release();
@@ -245,7 +242,7 @@ class GlooBackend final : public Backend {
     return num_sends * bytes;
   }
 
-  void abort(const std::string&) override { given_up_ = true; }
+  void abort(const std::string&) override { is_aborted_ = true; }
 
  private:
   using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
@@ -286,7 +283,7 @@ class GlooBackend final : public Backend {
     }
   }
 
-  // The store is where a rank that does not come can still be named; Gloo's own connect cannot.
+  // The store can name a rank that does not join; Gloo's own connect cannot.
   void await_ranks(const std::string& name) {
     const auto key = [&name](int rank) { return detail::concat(name, "/joined/", rank); };
     store_->set(key(rank_), "1");
@@ -296,9 +293,9 @@ class GlooBackend final : public Backend {
     for (int rank = 0; rank < size_; ++rank) {
       while (!store_->try_get(key(rank))) {
         const auto now = std::chrono::steady_clock::now();
-        if (options_.board && now >= next_look) {
+        if (options_.status && now >= next_look) {
           next_look = now + kLookInterval;
-          check_no_failure(name);
+          options_.status->check_no_failure(detail::concat("group '", name, "' was aborted: "));
         }
         TESSERA_CHECK(now < deadline, CommError, "group '", name, "' of ", size_,
                       " ranks: ", missing_text(key), " did not join within ",
@@ -322,12 +319,6 @@ class GlooBackend final : public Backend {
     return missing.empty() ? "the last rank" : missing;
   }
 
-  void check_no_failure(const std::string& name) {
-    const std::map<int, std::string> failures = options_.board->failures();
-    TESSERA_CHECK(failures.empty(), PeerError, "group '", name, "' is given up: rank ",
-                  failures.begin()->first, " failed: ", failures.begin()->second);
-  }
-
   // Bytes as a tensor that keeps what the call must keep. Gloo never writes to an input.
   static at::Tensor view(const void* data, std::size_t bytes, const Call& call) {
     return at::from_blob(
@@ -338,10 +329,7 @@ class GlooBackend final : public Backend {
   template <typename Operation>
   static Pending start(const Operation& operation) {
     const std::lock_guard lock(recorder_mutex());
-    return wrap(operation());
-  }
-  static Pending wrap(c10::intrusive_ptr<c10d::Work> work) {
-    return Pending(std::make_shared<GlooPending>(std::move(work)));
+    return Pending(std::make_shared<GlooPending>(operation()));
   }
 
   const std::shared_ptr<Store> store_;
@@ -351,7 +339,7 @@ class GlooBackend final : public Backend {
   const GlooOptions options_;
   ProcessGroup data_;
   ProcessGroup tags_;
-  std::atomic<bool> given_up_{false};
+  std::atomic<bool> is_aborted_{false};
 };
 
 GlooBackend::GlooDevice make_device(const GlooOptions& options) {

@@ -4,7 +4,7 @@
 // twice: all-gather into given memory, all-to-all and broadcast. Its reduce-scatter is an
 // all-reduce of a copy and adds in an order that depends on the position; we never call it.
 //
-// A call that was given up stays inside Gloo until Gloo's own time limit; its memory is held by
+// A call that was aborted stays inside Gloo until Gloo's own time limit; its memory is held by
 // `keep_alive`, and the process group is left to the end of the process.
 #pragma once
 
@@ -13,7 +13,7 @@
 #include <string>
 
 #include "tessera/comm/backend.h"
-#include "tessera/comm/board.h"
+#include "tessera/comm/status_store.h"
 #include "tessera/comm/store.h"
 
 namespace tessera::comm {
@@ -28,11 +28,11 @@ struct GlooOptions {
   // all ranks.
   int num_threads = 4;
   int num_devices = 2;
-  // Looked at while ranks are waited for: who waits for one that has failed gives up. May be null.
-  std::shared_ptr<Board> board;
+  // Looked at while ranks are waited for, so that the failure of one ends the wait. May be null.
+  std::shared_ptr<StatusStore> status;
 };
 
-// Blocks until all `size` ranks have come to `store` under the prefix `name`.
+// Blocks until all `size` ranks have joined at `store` under the prefix `name`.
 std::unique_ptr<Backend> make_gloo_backend(std::shared_ptr<Store> store, int rank, int size,
                                            const std::string& name, const GlooOptions& options);
 

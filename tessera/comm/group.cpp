@@ -1,9 +1,11 @@
 #include "tessera/comm/group.h"
 
+#include <algorithm>
+#include <cstring>
+#include <limits>
 #include <tuple>
 
-#include "tessera/comm/group_impl.h"
-#include "tessera/comm/solo_backend.h"
+#include "tessera/core/error.h"
 
 namespace tessera::comm {
 namespace {
@@ -11,58 +13,172 @@ namespace {
 using detail_group::check_pointer;
 using detail_group::checked_bytes;
 
-// Bytes of the host where a backend reaches them. Only one whose memory is a device's does not.
-class Reached {
- public:
-  Reached(const Backend& backend, device::Device* device, void* data, std::size_t bytes)
-      : device_(device), host_(data), bytes_(bytes) {
-    if (device != nullptr && device->is_discrete() && backend.stream_ordered()) {
-      copy_ = device->allocate(Tier::kDevice, bytes, Role::kStaging);
-      copy(copy_.data(), host_);
-    }
-  }
-
-  std::byte* data() const {
-    return copy_.data() != nullptr ? copy_.data() : static_cast<std::byte*>(host_);
-  }
-  // Once the call is done.
-  void read_back() const {
-    if (copy_.data() != nullptr) {
-      copy(host_, copy_.data());
-    }
-  }
-
- private:
-  void copy(void* to, const void* from) const {
-    device_->start_copy(to, from, bytes_, device_->stream(device::StreamKind::kComm)).wait();
-  }
-
-  device::Device* const device_;
-  void* const host_;
-  const std::size_t bytes_;
-  device::Memory copy_;
-};
+// Whose memory the backend does not reach: a queue's network is the host's.
+device::Device* device_to_copy_from(const Backend& backend, device::Device* device) {
+  const bool is_reached = device == nullptr || !device->is_discrete();
+  return is_reached || backend.stream_ordered() ? nullptr : device;
+}
 
 }  // namespace
 
-Group::Group(std::unique_ptr<Backend> backend, std::string name, std::vector<int> world_ranks,
-             GroupOptions options)
-    : impl_(std::make_unique<Impl>(std::move(backend), std::move(name), std::move(world_ranks),
-                                   std::move(options))) {}
-
-Group::~Group() = default;
-
-int Group::rank() const { return impl_->rank(); }
-int Group::size() const { return impl_->size(); }
-const std::string& Group::name() const { return impl_->name_; }
-std::string_view Group::backend_name() const { return impl_->backend_->name(); }
-CallMemory Group::call_memory() const { return impl_->call_memory(); }
-
-WireBytes Group::wire_bytes() const {
-  return {impl_->payload_bytes_, impl_->control_bytes_, impl_->num_calls_};
+std::size_t detail_group::checked_bytes(std::int64_t numel, DType dtype, int times,
+                                        const char* what) {
+  TESSERA_CHECK(numel >= 0, ConfigError, what, ": ", numel, " elements; must not be negative");
+  const auto limit = std::numeric_limits<std::int64_t>::max() /
+                     (static_cast<std::int64_t>(bytes_of(dtype)) * times);
+  TESSERA_CHECK(numel <= limit, ConfigError, what, ": ", numel, " elements of ", to_string(dtype),
+                " times ", times, " ranks do not fit the address space");
+  return static_cast<std::size_t>(numel) * bytes_of(dtype);
 }
 
-void Group::reserve_staging(std::size_t bytes) { impl_->staging_.reserve(bytes); }
+void detail_group::check_pointer(const void* data, std::size_t bytes, const char* what) {
+  TESSERA_CHECK(bytes == 0 || data != nullptr, ConfigError, what, ": null memory for ", bytes,
+                " bytes");
+}
+
+Group::Group(std::unique_ptr<Backend> backend, std::string name, std::vector<int> world_ranks,
+             GroupOptions options)
+    : backend_(std::move(backend)),
+      name_(std::move(name)),
+      world_ranks_(std::move(world_ranks)),
+      options_(std::move(options)),
+      copied_from_(device_to_copy_from(*backend_, options_.device)),
+      staging_(*backend_, options_.ledger, copied_from_),
+      watchdog_(WatchdogOptions{name_, backend_->rank(), world_ranks_, options_.timeout,
+                                options_.heartbeat, options_.status}) {
+  TESSERA_CHECK(static_cast<int>(world_ranks_.size()) == size(), ConfigError, "group '", name_,
+                "': ", world_ranks_.size(), " names for ", size(), " ranks");
+  if (!backend_->stream_ordered()) {
+    queue_ = std::make_unique<CallQueue>(*backend_, staging_, watchdog_, world_ranks_, spans());
+  }
+}
+
+// An exception on its way through the owner of the group must not wait for calls in flight: the
+// other ranks will not join them, and until it is caught nobody knows of it.
+Group::~Group() {
+  if (queue_ && std::uncaught_exceptions() > num_exceptions_) {
+    queue_->abandon(detail::concat("group '", name_, "' was aborted: this rank is failing"));
+  } else if (queue_) {
+    queue_->close();
+    watchdog_.end();
+  }
+  for (const auto& held : held_) {
+    try {
+      held.first.wait();
+    } catch (...) {  // whoever waits for the call itself is told; here only the end matters
+    }
+  }
+}
+
+QueuedCall Group::prepare(CallTag tag, const CallOptions& options,
+                          std::shared_ptr<const CallWords> words) {
+  if (!words) {
+    words = std::make_shared<CallWords>(options.label);
+  }
+  tag.sequence = ++sequence_;
+  tag.label_hash = words->hash();
+  tag.content_hash = options.content_hash;
+  QueuedCall queued;
+  queued.call = {tag, std::move(words), options.keep_alive, options.stream, options.met};
+  queued.text = describe(tag, options.label.unit, options.label.parameter);
+  if (Spans* traced = spans()) {
+    queued.span = {static_cast<std::int64_t>(tag.total_bytes),
+                   static_cast<std::int64_t>(tag.sequence), traced->intern(options.label.unit),
+                   traced->intern(options.label.parameter)};
+    queued.start_ns = traced->now_ns();
+  }
+  if (!queue_) {
+    options.ready.wait();
+  } else if (options.stream != nullptr) {
+    queued.ready = options.stream->record();
+    if (options.ready.state() != nullptr) {
+      queued.ready = Pending::all({queued.ready, options.ready});
+    }
+  } else {
+    queued.ready = options.ready;
+  }
+  return queued;
+}
+
+Pending Group::start(QueuedCall queued, std::size_t payload_bytes) {
+  payload_bytes_ += payload_bytes;
+  ++num_calls_;
+  if (exchanges_tags()) {
+    control_bytes_ += sizeof(CallTag) * num_peers();
+  }
+  if (queued.phases.empty()) {
+    // Nothing to move: the call is still a barrier, so that a mismatch does not go unseen.
+    queued.phases.push_back({true, [this, call = queued.call] {
+                               return exchanges_tags() ? Pending()
+                                                       : backend_->start_all_gather({}, call);
+                             }});
+  }
+  return queue_ ? queue_->start(std::move(queued)) : run_on_stream(queued);
+}
+
+// Stream-ordered backends need no worker: each phase is enqueued behind the one before it.
+Pending Group::run_on_stream(const QueuedCall& queued) {
+  device::Stream* stream = queued.call.stream;
+  if (queued.call.met) {
+    *queued.call.met = true;
+  }
+  if (queued.staging) {
+    staging_.take(*queued.staging, stream);
+  }
+  Pending last;
+  for (const Phase& phase : queued.phases) {
+    last = phase.launch();
+    if (stream == nullptr) {
+      last.wait();
+    }
+  }
+  hold_until_done(last, queued.call.keep_alive);
+  if (Spans* traced = spans()) {  // the time to enqueue it; the stream's own time is the device's
+    // The names are literals, so they end in zero.
+    // NOLINTNEXTLINE(bugprone-suspicious-stringview-data-usage)
+    traced->record(to_string(queued.call.tag.op).data(), queued.start_ns, traced->now_ns(),
+                   queued.span);
+  }
+  return last;
+}
+
+// A stream's work does not know what its caller wants kept, and a CUDA stream must not be given a
+// function that frees memory: so it is kept here, and freed at the first call after its end.
+void Group::hold_until_done(const Pending& pending, const std::shared_ptr<const void>& keep_alive) {
+  std::erase_if(held_, [](const auto& held) { return held.first.done(); });
+  if (keep_alive && !pending.done()) {
+    held_.emplace_back(pending, keep_alive);
+  }
+}
+
+std::shared_ptr<const StagingLease> Group::add_staging(QueuedCall& queued, std::size_t bytes) {
+  TESSERA_INVARIANT(queued.staging == nullptr, queued.text, ": takes its staging in two parts");
+  queued.staging = std::make_shared<StagingLease>(bytes);
+  queued.call.keep_alive =
+      std::make_shared<std::pair<std::shared_ptr<const void>, std::shared_ptr<const void>>>(
+          queued.call.keep_alive, queued.staging);
+  return queued.staging;
+}
+
+Pending Group::copy(void* to, const void* from, std::size_t bytes, device::Stream* stream) {
+  if (stream != nullptr && !queue_) {
+    return options_.device != nullptr ? options_.device->start_copy(to, from, bytes, *stream)
+                                      : stream->enqueue([=] { std::memcpy(to, from, bytes); });
+  }
+  CallCopies copies(copied_from_);
+  copies.add(to, from, bytes);
+  copies.finish();
+  return {};
+}
+
+Pending Group::zero(void* to, std::size_t bytes, device::Stream* stream) {
+  if (stream != nullptr && !queue_) {
+    return options_.device != nullptr ? options_.device->start_fill(to, 0, bytes, *stream)
+                                      : stream->enqueue([=] { std::memset(to, 0, bytes); });
+  }
+  std::memset(to, 0, bytes);
+  return {};
+}
 
 Pending Group::start_broadcast(void* data, std::int64_t numel, DType dtype, int root,
                                const CallOptions& options) {
@@ -70,31 +186,32 @@ Pending Group::start_broadcast(void* data, std::int64_t numel, DType dtype, int 
   check_pointer(data, bytes, "broadcast");
   TESSERA_CHECK(root >= 0 && root < size(), ConfigError, "broadcast: root=", root,
                 " is not a rank of group '", name(), "' of ", size());
-  const std::uint64_t shape = hash_bytes(&numel, sizeof(numel), 0);
-  QueuedCall queued = impl_->prepare(Op::kBroadcast, shape, bytes, 1, dtype, options, root);
-  Impl* impl = impl_.get();
-  if (bytes > 0 && !impl->is_copied()) {
-    queued.phases.push_back({true, [impl, data, bytes, root, call = queued.call] {
-                               return impl->backend_->start_broadcast(data, bytes, root, call);
+  QueuedCall queued = prepare({.shape_hash = hash_bytes(&numel, sizeof(numel), 0),
+                               .total_bytes = bytes,
+                               .num_tensors = 1,
+                               .op = Op::kBroadcast,
+                               .dtype = dtype,
+                               .root = static_cast<std::uint16_t>(root)},
+                              options);
+  if (bytes > 0) {
+    std::shared_ptr<const StagingLease> staging;
+    if (is_copied()) {
+      staging = add_staging(queued, broadcast_staging_bytes(bytes, call_memory()));
+    }
+    queued.phases.push_back({true, [=, this, call = queued.call] {
+                               if (staging && root == rank()) {
+                                 std::ignore = copy(staging->data(), data, bytes, call.stream);
+                               }
+                               return backend_->start_broadcast(staging ? staging->data() : data,
+                                                                bytes, root, call);
                              }});
-  } else if (bytes > 0) {
-    const auto staging =
-        impl->add_staging(queued, broadcast_staging_bytes(bytes, impl->call_memory()));
-    const bool sends = root == rank();
-    queued.phases.push_back(
-        {true, [impl, data, bytes, root, staging, sends, call = queued.call] {
-           if (sends) {
-             std::ignore = impl->copy(staging->data(), data, bytes, call.stream);
-           }
-           return impl->backend_->start_broadcast(staging->data(), bytes, root, call);
-         }});
-    if (!sends) {
-      queued.phases.push_back({false, [impl, data, bytes, staging, call = queued.call] {
-                                 return impl->copy(data, staging->data(), bytes, call.stream);
+    if (staging && root != rank()) {
+      queued.phases.push_back({false, [=, this, call = queued.call] {
+                                 return copy(data, staging->data(), bytes, call.stream);
                                }});
     }
   }
-  return impl_->start(std::move(queued), impl_->backend_->broadcast_sent_bytes(bytes, root));
+  return start(std::move(queued), backend_->broadcast_sent_bytes(bytes, root));
 }
 
 Pending Group::start_all_to_all(const void* send, void* receive, std::int64_t piece_numel,
@@ -102,51 +219,47 @@ Pending Group::start_all_to_all(const void* send, void* receive, std::int64_t pi
   const std::size_t bytes = checked_bytes(piece_numel, dtype, size(), "all_to_all");
   check_pointer(send, bytes, "all_to_all: send");
   check_pointer(receive, bytes, "all_to_all: receive");
-  const std::uint64_t shape = hash_bytes(&piece_numel, sizeof(piece_numel), 0);
-  QueuedCall queued = impl_->prepare(Op::kAllToAll, shape, bytes, 1, dtype, options);
-  Impl* impl = impl_.get();
-  if (bytes > 0 && !impl->is_copied()) {
-    queued.phases.push_back({true, [impl, send, receive, bytes, call = queued.call] {
-                               return impl->backend_->start_all_to_all(
+  QueuedCall queued = prepare({.shape_hash = hash_bytes(&piece_numel, sizeof(piece_numel), 0),
+                               .total_bytes = bytes,
+                               .num_tensors = 1,
+                               .op = Op::kAllToAll,
+                               .dtype = dtype},
+                              options);
+  if (bytes > 0 && !is_copied()) {
+    queued.phases.push_back({true, [=, this, call = queued.call] {
+                               return backend_->start_all_to_all(
                                    {send, receive, bytes, bytes, bytes}, call);
                              }});
   } else if (bytes > 0) {
     // What is received lies first in the staging, the copy of what is sent behind it.
     const auto staging =
-        impl->add_staging(queued, all_to_all_staging_bytes(bytes, size(), impl->call_memory()));
+        add_staging(queued, all_to_all_staging_bytes(bytes, size(), call_memory()));
     const std::size_t all = bytes * static_cast<std::size_t>(size());
     queued.phases = {{true,
-                      [impl, send, bytes, all, staging, call = queued.call] {
+                      [=, this, call = queued.call] {
                         std::byte* const sent = staging->data() + staging_room(all);
-                        std::ignore = impl->copy(sent, send, all, call.stream);
-                        return impl->backend_->start_all_to_all(
+                        std::ignore = copy(sent, send, all, call.stream);
+                        return backend_->start_all_to_all(
                             {sent, staging->data(), bytes, bytes, bytes}, call);
                       }},
-                     {false, [impl, receive, all, staging, call = queued.call] {
-                        return impl->copy(receive, staging->data(), all, call.stream);
+                     {false, [=, this, call = queued.call] {
+                        return copy(receive, staging->data(), all, call.stream);
                       }}};
   }
-  return impl_->start(std::move(queued), bytes * impl_->num_peers());
+  return start(std::move(queued), bytes * num_peers());
 }
 
 Pending Group::start_barrier(const CallOptions& options) {
-  return impl_->start(impl_->prepare(Op::kBarrier, 0, 0, 0, DType::kUInt8, options), 0);
-}
-
-void Group::broadcast_host(void* data, std::size_t bytes, int root, const CallOptions& options) {
-  const Reached reached(*impl_->backend_, impl_->options_.device, data, bytes);
-  start_broadcast(reached.data(), static_cast<std::int64_t>(bytes), DType::kUInt8, root, options)
-      .wait();
-  reached.read_back();
+  return start(prepare({.op = Op::kBarrier}, options), 0);
 }
 
 HostGather Group::start_gather_host(std::span<const std::byte> mine, const CallOptions& options) {
-  device::Device* const device = impl_->options_.device;
+  device::Device* const device = options_.device;
   const std::size_t all_bytes = mine.size() * static_cast<std::size_t>(size());
   const std::size_t own = mine.size() * static_cast<std::size_t>(rank());
   const auto numel = static_cast<std::int64_t>(mine.size());
   CallOptions call = options;
-  if (impl_->queue_ || device == nullptr || !device->is_discrete()) {
+  if (queue_ || device == nullptr || !device->is_discrete()) {
     const auto all = std::make_shared<std::vector<std::byte>>(all_bytes);
     std::copy(mine.begin(), mine.end(), all->begin() + static_cast<std::ptrdiff_t>(own));
     call.keep_alive = all;
@@ -170,61 +283,44 @@ HostGather Group::start_gather_host(std::span<const std::byte> mine, const CallO
   const Gather gather{all + own, all, numel, DType::kUInt8};
   std::ignore = start_all_gather({&gather, 1}, call);
   Pending done = device->start_copy(copies->host.data(), all, all_bytes, stream);
-  impl_->hold_until_done(done, copies);
+  hold_until_done(done, copies);
   return {std::move(done), {copies, copies->host.data()}};
 }
 
-GroupOwner Group::owner() const {
-  return {impl_->options_.device, impl_->options_.ledger, impl_->options_.spans};
-}
-
-bool Group::is_stream_ordered() const { return impl_->backend_->stream_ordered(); }
-
-std::unique_ptr<Group> Group::split(int color, const std::string& name) {
-  return split(color, name, owner());
+void Group::broadcast_host(void* data, std::size_t bytes, int root, const CallOptions& options) {
+  const HostGather all = start_gather_host({static_cast<const std::byte*>(data), bytes}, options);
+  all.done.wait();
+  std::memcpy(data, all.bytes.get() + bytes * static_cast<std::size_t>(root), bytes);
 }
 
 std::unique_ptr<Group> Group::split(int color, const std::string& name, const GroupOwner& owner) {
-  const auto num_ranks = static_cast<std::size_t>(size());
-  std::vector<std::int64_t> colors(num_ranks, 0);
-  colors[static_cast<std::size_t>(rank())] = color;
-  const std::size_t bytes = num_ranks * sizeof(std::int64_t);
-  const Reached reached(*impl_->backend_, impl_->options_.device, colors.data(), bytes);
-  const std::size_t own = static_cast<std::size_t>(rank()) * sizeof(std::int64_t);
-  const Gather gather{reached.data() + own, reached.data(), 1, DType::kInt64};
   CallOptions options;
   options.label.unit = name;
-  start_all_gather({&gather, 1}, options).wait();
-  reached.read_back();
-
+  const std::int64_t own = color;
+  const HostGather colors = start_gather_host(std::as_bytes(std::span(&own, 1)), options);
+  colors.done.wait();
   std::vector<int> members;
   std::vector<int> world_ranks;
-  for (std::size_t r = 0; r < num_ranks; ++r) {
-    if (colors[r] == color) {
-      members.push_back(static_cast<int>(r));
-      world_ranks.push_back(impl_->world_ranks_[r]);
+  for (int r = 0; r < size(); ++r) {
+    std::int64_t other = 0;
+    std::memcpy(&other, colors.bytes.get() + sizeof(other) * static_cast<std::size_t>(r),
+                sizeof(other));
+    if (other == own) {
+      members.push_back(r);
+      world_ranks.push_back(world_ranks_[static_cast<std::size_t>(r)]);
     }
   }
   // The count makes the name new even if the caller's is not; it is the same on all ranks because
   // splits are collective.
-  const std::string full_name =
-      detail::concat(impl_->name_, "/", name, ".", ++impl_->num_splits_, ".", color);
-  std::unique_ptr<Backend> backend = members.size() == 1
-                                         ? make_solo_backend(owner.device)
-                                         : impl_->backend_->split(members, full_name);
-  GroupOptions made = impl_->options_;
+  const std::string full_name = detail::concat(name_, "/", name, ".", ++num_splits_, ".", color);
+  std::unique_ptr<Backend> backend =
+      members.size() == 1 ? make_solo_backend(owner.device) : backend_->split(members, full_name);
+  GroupOptions made = options_;
   made.device = owner.device;
   made.ledger = owner.ledger;
   made.spans = owner.spans;
   return std::make_unique<Group>(std::move(backend), full_name, std::move(world_ranks),
                                  std::move(made));
-}
-
-Groups make_groups(std::unique_ptr<Group> world, int shard_size) {
-  Topology topology(world->size(), world->rank(), shard_size);
-  std::unique_ptr<Group> shard = world->split(topology.replica_rank(), "shard");
-  std::unique_ptr<Group> replica = world->split(topology.shard_rank(), "replica");
-  return {topology, std::move(world), std::move(shard), std::move(replica)};
 }
 
 }  // namespace tessera::comm

@@ -1,4 +1,5 @@
-// Ranks that communicate with each other: the seam to the network. c10d is named nowhere above it.
+// Ranks that communicate with each other: the interface to the network. c10d is named nowhere above
+// it.
 //
 // Every method that communicates is a collective: all ranks of the group call the same methods in
 // the same order. What fixes that order is the caller (registration, trace, agreement), never time.
@@ -6,38 +7,42 @@
 // a mismatch is an error on every rank that names the rank that differs and both calls with their
 // units and parameters.
 //
-// Numbers: reductions are exact in the sense of the design: all-to-all, then a sum in rank order in
-// fp32, rounded once. The same input gives the same bits on every backend, for every bucket size
-// and timing. all_reduce is reduce-scatter and all-gather of the same sum.
+// Numbers: reductions are exact: all-to-all, then a sum in rank order in fp32, rounded once. The
+// same input gives the same bits on every backend, for every bucket size and timing. all_reduce is
+// reduce-scatter and all-gather of the same sum.
 //
 // Asynchrony: a call returns at once. Its memory must stay valid until the Pending is done (or give
 // `keep_alive`, which is held also when a failed call is still stuck inside the network). If
 // `stream` is given, the call reads its input after what that stream has been given so far.
 //
-// Failures: a call that takes longer than the timeout, loses a peer or meets another call fails
-// with a CommError that says what was waited for, for which unit and parameter, and which ranks
-// have not come. The first failure poisons the group: every later call repeats it.
+// Failures: a call that takes longer than the timeout, loses a peer or is matched with another call
+// fails with a CommError that says what was waited for, for which unit and parameter, and which
+// ranks have not arrived. The first failure poisons the group: every later call repeats it.
 //
-// Threads: start_* from one thread at a time. A worker of the group finishes calls (adds, unpacks,
-// watches the time) in the order in which they were started. Destroying a Group waits for what is
-// in flight, unless an exception is the reason for it: then calls in flight are given up.
+// Threads: start_* from one thread at a time. Threads of the group finish calls (add, unpack, watch
+// the time) in the order in which they were started. Destroying a Group waits for what is in
+// flight, unless an exception is the reason for it: then calls in flight are aborted.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/backend.h"
-#include "tessera/comm/board.h"
-#include "tessera/comm/staging_bytes.h"
+#include "tessera/comm/call_queue.h"
+#include "tessera/comm/staging.h"
+#include "tessera/comm/status_store.h"
 #include "tessera/comm/tag.h"
-#include "tessera/comm/topology.h"
+#include "tessera/comm/watchdog.h"
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
 #include "tessera/core/spans.h"
@@ -48,16 +53,16 @@ struct GroupOptions {
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
   // Pieces smaller than this travel together in one message.
   std::size_t pack_below_bytes = std::size_t{64} * 1024;
-  // How often a rank says what it is doing, and looks whether another one has failed.
-  std::chrono::milliseconds beat{1000};
+  // How often a rank posts its status, and looks whether another one has failed.
+  std::chrono::milliseconds heartbeat{1000};
   Ledger* ledger = nullptr;  // staging is charged here; null: not charged
-  // Whose memory is passed in; null: host memory. Outlives the group. If it has memory of its own
-  // and the network reaches the host's only (Gloo, threads), calls pass through pinned staging: the
-  // group's own threads copy what is sent down and what has come up, and nothing blocks the caller.
-  // Memory of the host may then be passed in, too.
+  // Whose memory is passed in; null: host memory. Outlives the group. If it is discrete and the
+  // network reaches the host's memory only (Gloo), calls pass through pinned staging: the group's
+  // own threads make the copies (D2H and H2D), and nothing blocks the caller. Host memory may then
+  // be passed in, too.
   device::Device* device = nullptr;
-  Spans* spans = nullptr;        // every call is recorded here; null: not recorded
-  std::shared_ptr<Board> board;  // null: waits are explained without the other ranks' words
+  Spans* spans = nullptr;               // every call is recorded here; null: not recorded
+  std::shared_ptr<StatusStore> status;  // null: waits are explained without the other ranks' words
 };
 
 // As in GroupOptions.
@@ -108,7 +113,7 @@ struct WireBytes {
 
 class Group {
  public:
-  // `name` is the same on all ranks, and unique among the groups that share a board.
+  // `name` is the same on all ranks, and unique among the groups that share a status store.
   // `world_ranks[r]` is the world rank of rank r.
   Group(std::unique_ptr<Backend> backend, std::string name, std::vector<int> world_ranks,
         GroupOptions options);
@@ -116,23 +121,25 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  int rank() const;
-  int size() const;
-  const std::string& name() const;
-  std::string_view backend_name() const;
+  int rank() const { return backend_->rank(); }
+  int size() const { return backend_->size(); }
+  const std::string& name() const { return name_; }
+  std::string_view backend_name() const { return backend_->name(); }
   // For plans of staging.
-  CallMemory call_memory() const;
+  CallMemory call_memory() const {
+    return copied_from_ != nullptr ? CallMemory::kCopied : CallMemory::kReached;
+  }
 
   [[nodiscard]] Pending start_all_gather(std::span<const Gather> tensors,
                                          const CallOptions& options = {});
   // The same call with one Pending per tensor, in order: waiting for one does not wait for the
   // others where the backend allows it (small tensors travel together; on a stream all share one).
-  // A failure is the failure of every tensor that has not come.
+  // A failure is the failure of every tensor that has not arrived.
   [[nodiscard]] std::vector<Pending> start_all_gathers(std::span<const Gather> tensors,
                                                        const CallOptions& options = {});
   // An all-gather whose result only the ranks with wants[r] != 0 get; on the others `full` may be
-  // null. `wants` has an entry per rank and is the same on all. If nobody wants it, ranks only
-  // meet.
+  // null. `wants` has an entry per rank and is the same on all. If nobody wants it, it is a
+  // barrier.
   [[nodiscard]] Pending start_gather_to(std::span<const Gather> tensors,
                                         std::span<const std::uint8_t> wants,
                                         const CallOptions& options = {});
@@ -151,46 +158,102 @@ class Group {
                                          DType dtype, const CallOptions& options = {});
   [[nodiscard]] Pending start_barrier(const CallOptions& options = {});
 
-  // start_broadcast() of a few bytes of the host, whatever memory other calls are given. Blocks.
-  void broadcast_host(void* data, std::size_t bytes, int root, const CallOptions& options = {});
-
   // All-gather of a few bytes of the host, whatever memory other calls are given; `mine` is copied,
   // and as long on every rank. Does not wait for the device where the network is the host's.
   [[nodiscard]] HostGather start_gather_host(std::span<const std::byte> mine,
                                              const CallOptions& options = {});
+  // The same, of which every rank keeps what `root` gave. Blocks.
+  void broadcast_host(void* data, std::size_t bytes, int root, const CallOptions& options = {});
 
   // A group over the ranks that passed the same color, in ascending rank order. Blocks.
-  std::unique_ptr<Group> split(int color, const std::string& name);
+  std::unique_ptr<Group> split(int color, const std::string& name) {
+    return split(color, name, owner());
+  }
   // The same, for another owner's memory and books.
   std::unique_ptr<Group> split(int color, const std::string& name, const GroupOwner& owner);
   // Whose memory is passed in; all null where nobody said.
-  GroupOwner owner() const;
+  GroupOwner owner() const { return {options_.device, options_.ledger, options_.spans}; }
   // Calls are work of the streams of the owner's device, and of no other (backend.h).
-  bool is_stream_ordered() const;
+  bool is_stream_ordered() const { return backend_->stream_ordered(); }
 
-  // Bounds what this rank's calls hold as scratch: from the next launch on they take it from one
+  // Bounds what this rank's calls hold as staging: from the next launch on they take it from one
   // region of `bytes`, which is allocated here and charged as exactly that. Calls that find no room
   // wait for the ones before them (staging.h says why that ends); a call that needs more than the
-  // whole region has memory of its own while it lasts. staging_bytes.h says what calls need. 0:
-  // buffers are kept as calls need them, as before the first time. Not a collective. Waits for the
-  // calls that hold scratch now. Without effect where a call's memory belongs to a stream (NCCL, a
-  // world of one). Groups that are split off do not inherit it.
-  void reserve_staging(std::size_t bytes);
+  // whole region has memory of its own while it lasts. 0: buffers are kept as calls need them, as
+  // before the first time. Not a collective. Waits for the calls that hold staging now. Without
+  // effect where a call's memory belongs to a stream (NCCL, a world of one). Groups that are split
+  // off do not inherit it.
+  void reserve_staging(std::size_t bytes) { staging_.reserve(bytes); }
 
-  WireBytes wire_bytes() const;
+  WireBytes wire_bytes() const { return {payload_bytes_, control_bytes_, num_calls_}; }
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  // What every call starts with. `tag` has what the call knows: operation, shape, bytes. `words`
+  // null: those of the label.
+  QueuedCall prepare(CallTag tag, const CallOptions& options,
+                     std::shared_ptr<const CallWords> words = nullptr);
+  // Counts the call and hands it to the queue, or enqueues its phases on its stream.
+  // `payload_bytes` is what this rank sends; the closed forms of docs/communication.md.
+  Pending start(QueuedCall queued, std::size_t payload_bytes);
+  Pending run_on_stream(const QueuedCall& queued);
+  void hold_until_done(const Pending& pending, const std::shared_ptr<const void>& keep_alive);
+  // All the scratch of a call, for its phases: it is there when they run. Kept alive as long as the
+  // call, also when that is stuck in the network.
+  std::shared_ptr<const StagingLease> add_staging(QueuedCall& queued, std::size_t bytes);
+
+  // All-gathers (group_gather.cpp); `each` is null, or gets a Pending per tensor.
+  Pending start_gather(std::span<const Gather> tensors, const CallOptions& options,
+                       std::vector<Pending>* each);
+  // Phases of reductions (group_reduce.cpp).
+  Pending start_sum(const RankParts& parts, void* output, DType output_dtype, Reduction reduction,
+                    const Call& call);
+  void add_sum(QueuedCall& queued, const std::function<RankParts()>& parts, void* output,
+               DType output_dtype, const std::function<std::byte*()>& copy,
+               const std::function<Pending()>& next);
+  void add_reduce_scatter(QueuedCall& queued, const void* input, void* output,
+                          std::size_t shard_numel, DType dtype, DType output_dtype);
+
+  // Between the call's own memory and its staging, in the call's order. In a phase of a queued call
+  // they are done when these return.
+  Pending copy(void* to, const void* from, std::size_t bytes, device::Stream* stream);
+  Pending zero(void* to, std::size_t bytes, device::Stream* stream);
+
+  // True: exchanging the tags is already a barrier.
+  bool exchanges_tags() const { return queue_ && !backend_->compares_tags(); }
+  bool is_copied() const { return copied_from_ != nullptr; }
+  std::size_t pack_below_bytes() const {
+    return backend_->stream_ordered() ? 0 : options_.pack_below_bytes;
+  }
+  std::size_t num_peers() const { return static_cast<std::size_t>(size() - 1); }
+  // Null when nothing is to be recorded.
+  Spans* spans() const {
+    return options_.spans != nullptr && options_.spans->enabled() ? options_.spans : nullptr;
+  }
+
+  const std::unique_ptr<Backend> backend_;
+  const std::string name_;
+  const std::vector<int> world_ranks_;
+  const GroupOptions options_;
+  device::Device* const copied_from_;  // null: the backend reaches the memory of calls
+  Staging staging_;
+  std::uint64_t sequence_ = 0;
+  std::uint64_t num_splits_ = 0;
+  std::vector<std::pair<Pending, std::shared_ptr<const void>>> held_;  // see hold_until_done()
+
+  std::atomic<std::uint64_t> payload_bytes_{0};
+  std::atomic<std::uint64_t> control_bytes_{0};
+  std::atomic<std::uint64_t> num_calls_{0};
+
+  const int num_exceptions_ = std::uncaught_exceptions();
+  Watchdog watchdog_;
+  std::unique_ptr<CallQueue> queue_;  // null: stream-ordered. Last: its threads use all above
 };
 
-// The three groups of a run, made from the world in a fixed order.
-struct Groups {
-  Topology topology;
-  std::unique_ptr<Group> world;
-  std::unique_ptr<Group> shard;
-  std::unique_ptr<Group> replica;
-};
-Groups make_groups(std::unique_ptr<Group> world, int shard_size = 0);
+namespace detail_group {
 
+// Bytes of `numel` elements; ConfigError if that, times `times`, is no size of memory.
+std::size_t checked_bytes(std::int64_t numel, DType dtype, int times, const char* what);
+void check_pointer(const void* data, std::size_t bytes, const char* what);
+
+}  // namespace detail_group
 }  // namespace tessera::comm

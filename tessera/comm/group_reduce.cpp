@@ -2,8 +2,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "tessera/comm/group_impl.h"
-#include "tessera/comm/staging_bytes.h"
+#include "tessera/comm/group.h"
 
 namespace tessera::comm {
 namespace {
@@ -16,28 +15,32 @@ constexpr std::size_t kReduceChunkBytes = std::size_t{4} << 20;
 
 }  // namespace
 
+Pending Group::start_sum(const RankParts& parts, void* output, DType output_dtype,
+                         Reduction reduction, const Call& call) {
+  return backend_->start_reduce(parts, output, output_dtype, reduction,
+                                backend_->stream_ordered() ? call.stream : nullptr);
+}
+
 // A local phase that adds up what `parts` gives then; the call goes on when `next` is done, too.
-// `copy` says where the copy of the sum lies then, if the output's memory is not reached.
-void Group::Impl::add_sum(QueuedCall& queued, const std::function<RankParts()>& parts, void* output,
-                          DType output_dtype, const std::function<std::byte*()>& copy,
-                          const std::function<Pending()>& next) {
+// `copy_at` says where the copy of the sum lies then, if the output's memory is not reached.
+void Group::add_sum(QueuedCall& queued, const std::function<RankParts()>& parts, void* output,
+                    DType output_dtype, const std::function<std::byte*()>& copy_at,
+                    const std::function<Pending()>& next) {
   queued.phases.push_back(
-      {false, [impl = this, parts, output, output_dtype, copy, next, call = queued.call] {
+      {false, [=, this, call = queued.call] {
          const RankParts all = parts();
-         void* const sum = copy ? copy() : output;
-         Pending added =
-             impl->backend_->start_reduce(all, sum, output_dtype, Reduction::kSum,
-                                          impl->backend_->stream_ordered() ? call.stream : nullptr);
-         if (copy) {
-           added = impl->copy(output, sum, all.numel * bytes_of(output_dtype), call.stream);
+         void* const sum = copy_at ? copy_at() : output;
+         Pending added = start_sum(all, sum, output_dtype, Reduction::kSum, call);
+         if (copy_at) {
+           added = copy(output, sum, all.numel * bytes_of(output_dtype), call.stream);
          }
          return next ? next() : added;
        }});
 }
 
 // All-to-all in chunks, all launched at once: while one travels, the one before it is added up.
-void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void* output,
-                                     std::size_t shard_numel, DType dtype, DType output_dtype) {
+void Group::add_reduce_scatter(QueuedCall& queued, const void* input, void* output,
+                               std::size_t shard_numel, DType dtype, DType output_dtype) {
   const bool chunked = !backend_->stream_ordered();
   const std::size_t chunk_numel =
       chunked ? std::min(shard_numel, kReduceChunkBytes / bytes_of(dtype)) : shard_numel;
@@ -49,7 +52,6 @@ void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void
       add_staging(queued, reduce_scatter_staging_bytes(static_cast<std::int64_t>(shard_numel),
                                                        dtype, size(), call_memory()));
   const std::size_t all_bytes = shard_bytes * num_ranks;
-  const bool copied = is_copied();
 
   auto arrivals = std::make_shared<std::vector<Pending>>(num_chunks);
   const auto numel_of = [=](std::size_t chunk) {
@@ -59,17 +61,17 @@ void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void
   const auto parts_of = [=](std::size_t chunk) {
     return staging->data() + chunk * chunk_numel * bytes_of(dtype) * num_ranks;
   };
-  queued.phases.push_back({true, [=, impl = this, call = queued.call] {
+  queued.phases.push_back({true, [=, this, call = queued.call] {
                              const auto* sent = static_cast<const std::byte*>(input);
-                             if (copied) {
-                               std::byte* const copy = staging->data() + staging_room(all_bytes);
-                               std::ignore = impl->copy(copy, input, all_bytes, call.stream);
-                               sent = copy;
+                             if (is_copied()) {
+                               std::byte* const copied = staging->data() + staging_room(all_bytes);
+                               std::ignore = copy(copied, input, all_bytes, call.stream);
+                               sent = copied;
                              }
                              for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) {
                                const std::size_t chunk_bytes = numel_of(chunk) * bytes_of(dtype);
                                const auto* send = sent + chunk * chunk_numel * bytes_of(dtype);
-                               (*arrivals)[chunk] = impl->backend_->start_all_to_all(
+                               (*arrivals)[chunk] = backend_->start_all_to_all(
                                    {send, parts_of(chunk), chunk_bytes, shard_bytes, chunk_bytes},
                                    call);
                              }
@@ -84,13 +86,14 @@ void Group::Impl::add_reduce_scatter(QueuedCall& queued, const void* input, void
       return RankParts{parts_of(chunk), dtype, ranks, numel};
     };
     const std::size_t sum_begin = chunk * chunk_numel * bytes_of(output_dtype);
-    std::function<std::byte*()> copy;
-    if (copied) {
-      copy = [staging, begin = 2 * staging_room(all_bytes) + sum_begin] {
+    std::function<std::byte*()> copy_at;
+    if (is_copied()) {
+      copy_at = [staging, begin = 2 * staging_room(all_bytes) + sum_begin] {
         return staging->data() + begin;
       };
     }
-    add_sum(queued, parts, static_cast<std::byte*>(output) + sum_begin, output_dtype, copy, next);
+    add_sum(queued, parts, static_cast<std::byte*>(output) + sum_begin, output_dtype, copy_at,
+            next);
   }
 }
 
@@ -100,61 +103,58 @@ Pending Group::start_reduce_scatter(const void* input, void* output, std::int64_
   check_pointer(input, bytes, "reduce_scatter: input");
   check_pointer(output, bytes, "reduce_scatter: output");
   check_reduction(dtype, output_dtype);
-  const std::uint64_t shape = hash_bytes(&shard_numel, sizeof(shard_numel), 0);
-  QueuedCall queued = impl_->prepare(Op::kReduceScatter, shape, bytes, 1, dtype, options);
+  QueuedCall queued = prepare({.shape_hash = hash_bytes(&shard_numel, sizeof(shard_numel), 0),
+                               .total_bytes = bytes,
+                               .num_tensors = 1,
+                               .op = Op::kReduceScatter,
+                               .dtype = dtype},
+                              options);
   if (bytes > 0 && size() == 1) {
     const RankParts own{input, dtype, 1, static_cast<std::size_t>(shard_numel)};
-    impl_->add_sum(queued, [own] { return own; }, output, output_dtype, {}, {});
+    add_sum(queued, [own] { return own; }, output, output_dtype, {}, {});
   } else if (bytes > 0) {
-    impl_->add_reduce_scatter(queued, input, output, static_cast<std::size_t>(shard_numel), dtype,
-                              output_dtype);
+    add_reduce_scatter(queued, input, output, static_cast<std::size_t>(shard_numel), dtype,
+                       output_dtype);
   }
-  return impl_->start(std::move(queued), bytes * impl_->num_peers());
+  return start(std::move(queued), bytes * num_peers());
 }
 
 Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Reduction reduction,
                                 const CallOptions& options) {
   const std::size_t bytes = checked_bytes(numel, dtype, size(), "all_reduce");
   check_pointer(data, bytes, "all_reduce");
-  std::uint64_t shape = hash_bytes(&numel, sizeof(numel), 0);
-  shape = hash_bytes(&reduction, sizeof(reduction), shape);
-  QueuedCall queued = impl_->prepare(Op::kAllReduce, shape, bytes, 1, dtype, options);
+  const std::uint64_t shape = hash_bytes(&numel, sizeof(numel), 0);
+  QueuedCall queued = prepare({.shape_hash = hash_bytes(&reduction, sizeof(reduction), shape),
+                               .total_bytes = bytes,
+                               .num_tensors = 1,
+                               .op = Op::kAllReduce,
+                               .dtype = dtype},
+                              options);
   if (bytes == 0 || size() == 1) {
-    return impl_->start(std::move(queued), 0);
+    return start(std::move(queued), 0);
   }
-  Impl* impl = impl_.get();
   const auto num_ranks = static_cast<std::size_t>(size());
-  const auto reduce = [impl, dtype, reduction, num_ranks](const std::byte* parts, std::size_t count,
-                                                          void* out, const Call& call) {
-    const RankParts ranks{parts, dtype, static_cast<int>(num_ranks), count};
-    return impl->backend_->start_reduce(ranks, out, dtype, reduction,
-                                        impl->backend_->stream_ordered() ? call.stream : nullptr);
-  };
-
-  const auto staging = impl->add_staging(
-      queued, all_reduce_staging_bytes(numel, dtype, size(), impl->call_memory()));
-  const bool copied = impl->is_copied();
+  const auto staging =
+      add_staging(queued, all_reduce_staging_bytes(numel, dtype, size(), call_memory()));
   if (bytes * num_ranks <= kSmallAllReduceBytes) {
     // What is gathered lies first in the staging; behind it, where memory is copied, is the sum.
-    const auto own = [staging, begin = bytes * static_cast<std::size_t>(rank())] {
-      return staging->data() + begin;
-    };
-    queued.phases = {{true,
-                      [impl, data, staging, bytes, copied, own, call = queued.call] {
-                        if (copied) {
-                          std::ignore = impl->copy(own(), data, bytes, call.stream);
-                        }
-                        const GatherBytes part{copied ? own() : data, staging->data(), bytes};
-                        return impl->backend_->start_all_gather({&part, 1}, call);
-                      }},
-                     {false, [impl, reduce, staging, bytes, num_ranks, copied,
-                              count = static_cast<std::size_t>(numel), data, call = queued.call] {
-                        void* const sum =
-                            copied ? staging->data() + staging_room(bytes * num_ranks) : data;
-                        Pending reduced = reduce(staging->data(), count, sum, call);
-                        return copied ? impl->copy(data, sum, bytes, call.stream) : reduced;
-                      }}};
-    return impl->start(std::move(queued), bytes * impl->num_peers());
+    queued.phases = {
+        {true,
+         [=, this, call = queued.call] {
+           std::byte* const own = staging->data() + bytes * static_cast<std::size_t>(rank());
+           if (is_copied()) {
+             std::ignore = copy(own, data, bytes, call.stream);
+           }
+           const GatherBytes part{is_copied() ? own : data, staging->data(), bytes};
+           return backend_->start_all_gather({&part, 1}, call);
+         }},
+        {false, [=, this, call = queued.call] {
+           const RankParts parts{staging->data(), dtype, size(), static_cast<std::size_t>(numel)};
+           void* const sum = is_copied() ? staging->data() + staging_room(bytes * num_ranks) : data;
+           Pending reduced = start_sum(parts, sum, dtype, reduction, call);
+           return is_copied() ? copy(data, sum, bytes, call.stream) : reduced;
+         }}};
+    return start(std::move(queued), bytes * num_peers());
   }
 
   // Reduce-scatter and all-gather of `num_ranks` equal pieces; the last ones are padded with zeros.
@@ -164,34 +164,37 @@ Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Red
   const std::size_t padding_bytes = padded_bytes - bytes;
   // Received pieces lie first in the staging; behind them is the copy, where there is padding or
   // memory that is not reached.
-  const bool has_copy = padding_bytes > 0 || copied;
+  const bool has_copy = padding_bytes > 0 || is_copied();
   const auto padded = [=] {
     return has_copy ? staging->data() + staging_room(padded_bytes) : static_cast<std::byte*>(data);
   };
   const auto own = [padded, begin = static_cast<std::size_t>(rank()) * piece_bytes] {
     return padded() + begin;
   };
-  queued.phases = {
-      {true,
-       [=, call = queued.call] {
-         if (has_copy) {
-           std::ignore = impl->copy(padded(), data, bytes, call.stream);
-           std::ignore = impl->zero(padded() + bytes, padding_bytes, call.stream);
-         }
-         return impl->backend_->start_all_to_all(
-             {padded(), staging->data(), piece_bytes, piece_bytes, piece_bytes}, call);
-       }},
-      {false, [=, call = queued.call] { return reduce(staging->data(), count, own(), call); }},
-      {true, [=, call = queued.call] {
-         const GatherBytes part{own(), padded(), piece_bytes};
-         return impl->backend_->start_all_gather({&part, 1}, call);
-       }}};
+  queued.phases = {{true,
+                    [=, this, call = queued.call] {
+                      if (has_copy) {
+                        std::ignore = copy(padded(), data, bytes, call.stream);
+                        std::ignore = zero(padded() + bytes, padding_bytes, call.stream);
+                      }
+                      return backend_->start_all_to_all(
+                          {padded(), staging->data(), piece_bytes, piece_bytes, piece_bytes}, call);
+                    }},
+                   {false,
+                    [=, this, call = queued.call] {
+                      const RankParts parts{staging->data(), dtype, size(), count};
+                      return start_sum(parts, own(), dtype, reduction, call);
+                    }},
+                   {true, [=, this, call = queued.call] {
+                      const GatherBytes part{own(), padded(), piece_bytes};
+                      return backend_->start_all_gather({&part, 1}, call);
+                    }}};
   if (has_copy) {
-    queued.phases.push_back({false, [=, call = queued.call] {
-                               return impl->copy(data, padded(), bytes, call.stream);
+    queued.phases.push_back({false, [=, this, call = queued.call] {
+                               return copy(data, padded(), bytes, call.stream);
                              }});
   }
-  return impl->start(std::move(queued), 2 * piece_bytes * impl->num_peers());
+  return start(std::move(queued), 2 * piece_bytes * num_peers());
 }
 
 }  // namespace tessera::comm

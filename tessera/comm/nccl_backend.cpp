@@ -13,7 +13,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include "tessera/comm/c10d_error.h"
 #include "tessera/comm/c10d_store.h"
 #include "tessera/core/error.h"
 

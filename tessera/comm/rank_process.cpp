@@ -13,9 +13,7 @@
 #include <optional>
 #include <utility>
 
-#include "tessera/comm/rank_end.h"
 #include "tessera/comm/rank_report.h"
-#include "tessera/comm/stop_signals.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/error.h"
 
@@ -43,14 +41,10 @@ std::optional<int> find_rank(const Environment& env) noexcept {
   return std::nullopt;
 }
 
-void flush_output() {
+[[noreturn]] void leave(int exit_code) {
   std::cout.flush();
   std::cerr.flush();
   std::fflush(nullptr);
-}
-
-[[noreturn]] void leave(int exit_code) {
-  flush_output();
   std::_Exit(exit_code);
 }
 
@@ -78,16 +72,6 @@ RankProcess::~RankProcess() {
   if (report_fd_ >= 0) close(report_fd_);
 }
 
-void RankProcess::set_board(std::shared_ptr<Board> board) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  board_ = std::move(board);
-}
-
-bool RankProcess::has_board() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return board_ != nullptr;
-}
-
 int RankProcess::run(const std::function<int()>& body) {
   try {
     return body();
@@ -111,23 +95,16 @@ void RankProcess::fail(const std::exception* error) {
     const std::string who = rank ? "rank " + std::to_string(*rank) : "tessera";
     std::fprintf(stderr, "%s: %s\n", who.c_str(), text.c_str());
   }
-  std::shared_ptr<Board> board;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    board = board_;
-  }
   // A consequence is not posted: the others shall read the cause.
-  if (board && rank && !peer_loss) board->post_failure(*rank, text);
+  if (status_ && rank && !peer_loss) status_->post_failure(*rank, RankFailure{text});
   if (clean_up_ != nullptr) clean_up_();
   leave(config ? kExitConfig : own_code != nullptr ? own_code->exit_code() : kExitFailure);
 }
 
-void RankProcess::end_stopped(int signal) {
+void RankProcess::report_stopped() {
   if (report_fd_ >= 0) {
-    write_report(report_fd_, {FailureKind::kStopped, SteadyClock().now_ns(), signal_name(signal)});
+    write_report(report_fd_, {FailureKind::kStopped, SteadyClock().now_ns(), "stopped"});
   }
-  flush_output();
-  end_by_signal(signal);
 }
 
 }  // namespace tessera::comm

@@ -1,4 +1,4 @@
-// One rank's process, from its first line to its last: the other end of launcher.h.
+// One rank's process, from its first line to its last: the other end of a launcher.
 //
 //   int main(int argc, char** argv) {
 //     comm::RankProcess process(comm::process_environment());
@@ -13,17 +13,17 @@
 // would join them, must not hold up the end of a process whose peers wait for it. What destructors
 // would have removed is removed by `clean_up`.
 //
-// Threads: construct before other threads exist; set_board() from any thread, run() once.
+// Threads: construct before other threads exist, and use on one thread; run() once.
 #pragma once
 
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
+#include <utility>
 
-#include "tessera/comm/board.h"
 #include "tessera/comm/rendezvous.h"
+#include "tessera/comm/status_store.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -58,16 +58,16 @@ class RankProcess {
   void set_clean_up(void (*clean_up)()) { clean_up_ = clean_up; }
 
   // Where a failure of this rank's own is posted, so that the others can name it.
-  void set_board(std::shared_ptr<Board> board);
-  bool has_board() const;
+  void set_status(std::shared_ptr<StatusStore> status) { status_ = std::move(status); }
+  bool has_status() const { return status_ != nullptr; }
 
   // Returns what `body` returns. If it throws, reports and leaves: ConfigError with code 2,
   // ExitCodeError with its own, everything else with code 1.
   int run(const std::function<int()>& body);
 
-  // For a rank that a signal has stopped, when all is written: ends by that signal, and tells the
-  // launcher that nothing went wrong.
-  [[noreturn]] void end_stopped(int signal);
+  // For a rank that a signal has stopped, before it ends by that signal: tells the launcher that
+  // all is written and nothing went wrong.
+  void report_stopped();
 
  private:
   [[noreturn]] void fail(const std::exception* error);
@@ -76,10 +76,7 @@ class RankProcess {
   int report_fd_ = -1;
   int launcher_pid_ = 0;
   void (*clean_up_)() = nullptr;
-
-  // Guarded by mutex_.
-  mutable std::mutex mutex_;
-  std::shared_ptr<Board> board_;
+  std::shared_ptr<StatusStore> status_;  // may be null
 };
 
 }  // namespace tessera::comm

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tessera/comm/nodelist.h"
+#include "tessera/comm/tag.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -66,41 +67,37 @@ void check_rank(const char* kind, const Variable& rank, int rank_value,
                 size_name, "=", size_value, "; ", kind, " go from 0 to ", size_value - 1);
 }
 
-// Both, or neither, of an index and its count.
-struct Place {
-  int index = 0;
-  int count = 1;
+struct RankAndSize {
+  int rank = 0;
+  int size = 1;
 };
 
-std::optional<Place> find_place(const Environment& env, const char* kind, const char* index_name,
-                                const char* count_name, const char* remedy) {
-  const std::optional<Variable> index = find(env, {index_name});
-  const std::optional<Variable> count = find(env, {count_name});
-  if (!index && !count) return std::nullopt;
-  TESSERA_CHECK(index, ConfigError, count->name, "=", count->value, " is set, but ", index_name,
-                " is not; ", remedy);
-  TESSERA_CHECK(count, ConfigError, index->name, "=", index->value, " is set, but ", count_name,
-                " is not; ", remedy);
-  Place place{to_int(*index, 0), to_int(*count, 1)};
-  check_rank(kind, *index, place.index, count_name, place.count);
-  return place;
+// Both, or neither.
+std::optional<RankAndSize> find_rank(const Environment& env, const char* kind,
+                                     const char* rank_name, const char* size_name,
+                                     const char* remedy) {
+  const std::optional<Variable> rank = find(env, {rank_name});
+  const std::optional<Variable> size = find(env, {size_name});
+  if (!rank && !size) return std::nullopt;
+  const Variable& set = rank ? *rank : *size;
+  TESSERA_CHECK(rank && size, ConfigError, set.name, "=", set.value, " is set, but ",
+                rank ? size_name : rank_name, " is not; ", remedy);
+  const RankAndSize found{to_int(*rank, 0), to_int(*size, 1)};
+  check_rank(kind, *rank, found.rank, size_name, found.size);
+  return found;
 }
 
-bool is_loopback(const std::string& host) {
-  return host == "localhost" || host == "::1" || host.compare(0, 4, "127.") == 0;
-}
-
-void set_local_place(Rendezvous& result, std::optional<Place> place) {
-  if (!place) {
-    const bool one_host = is_loopback(result.host);
-    place = one_host ? Place{result.rank, result.world_size} : Place{0, 1};
+void set_local_rank(Rendezvous& result, std::optional<RankAndSize> found) {
+  if (!found) {
+    const bool one_host = is_loopback_name(result.host);
+    found = one_host ? RankAndSize{result.rank, result.world_size} : RankAndSize{0, 1};
   }
-  TESSERA_CHECK(place->count <= result.world_size, ConfigError, place->count,
+  TESSERA_CHECK(found->size <= result.world_size, ConfigError, found->size,
                 " ranks on this host, but only ", result.world_size,
                 " in the world; the launcher's variables contradict each other: unset those that "
                 "are left over from an outer launcher");
-  result.local_rank = place->index;
-  result.local_world_size = place->count;
+  result.local_rank = found->rank;
+  result.local_world_size = found->size;
 }
 
 std::optional<std::uint16_t> find_port(const Environment& env, const char* name) {
@@ -109,44 +106,38 @@ std::optional<std::uint16_t> find_port(const Environment& env, const char* name)
   return static_cast<std::uint16_t>(checked_number(*port, 1, 65535));
 }
 
-std::uint16_t derived_port(std::uint64_t seed) {
+std::uint16_t derived_port(const std::string& job) {
+  const std::uint64_t seed = hash_bytes(job.data(), job.size(), 0);  // the same on every host
   return static_cast<std::uint16_t>(kFirstDerivedPort + seed % kNumDerivedPorts);
-}
-
-// FNV-1a: the same on every host, unlike std::hash.
-std::uint64_t text_seed(const std::string& text) {
-  std::uint64_t seed = 14695981039346656037ULL;
-  for (const char c : text) seed = (seed ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
-  return seed;
 }
 
 std::optional<Rendezvous> from_tessera(const Environment& env) {
   constexpr const char* kRemedy =
       "these variables are set by --ranks for the ranks that it starts; unset all TESSERA_*";
-  const auto place = find_place(env, "ranks", "TESSERA_RANK", "TESSERA_WORLD_SIZE", kRemedy);
-  if (!place) return std::nullopt;
-  const Variable because{"TESSERA_RANK", std::to_string(place->index)};
+  const auto found = find_rank(env, "ranks", "TESSERA_RANK", "TESSERA_WORLD_SIZE", kRemedy);
+  if (!found) return std::nullopt;
+  const Variable because{"TESSERA_RANK", std::to_string(found->rank)};
   Rendezvous result;
   result.source = RendezvousSource::kTessera;
-  result.rank = place->index;
-  result.world_size = place->count;
+  result.rank = found->rank;
+  result.world_size = found->size;
   result.host = require(env, "TESSERA_STORE_HOST", because, kRemedy).value;
   require(env, "TESSERA_STORE_PORT", because, kRemedy);
   result.port = *find_port(env, "TESSERA_STORE_PORT");
-  set_local_place(result, Place{result.rank, result.world_size});
+  set_local_rank(result, RankAndSize{result.rank, result.world_size});
   return result;
 }
 
 std::optional<Rendezvous> from_torchrun(const Environment& env) {
-  const auto place = find_place(env, "ranks", "RANK", "WORLD_SIZE",
+  const auto found = find_rank(env, "ranks", "RANK", "WORLD_SIZE",
                                 "start the program with torchrun, or set both, or unset both");
-  if (!place) return std::nullopt;
+  if (!found) return std::nullopt;
   Rendezvous result;
   result.source = RendezvousSource::kTorchrun;
-  result.rank = place->index;
-  result.world_size = place->count;
+  result.rank = found->rank;
+  result.world_size = found->size;
   if (result.world_size > 1) {
-    const Variable because{"WORLD_SIZE", std::to_string(place->count)};
+    const Variable because{"WORLD_SIZE", std::to_string(found->size)};
     constexpr const char* kRemedy =
         "set it to where rank 0 can be reached, or start the program with torchrun";
     result.host = require(env, "MASTER_ADDR", because, kRemedy).value;
@@ -160,7 +151,7 @@ std::optional<Rendezvous> from_torchrun(const Environment& env) {
       result.key_prefix += std::to_string(to_int(*restart, 0)) + "/";
     }
   }
-  set_local_place(result, find_place(env, "local ranks", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+  set_local_rank(result, find_rank(env, "local ranks", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
                                      "set both, or unset both"));
   return result;
 }
@@ -183,7 +174,7 @@ void find_mpi_store(const Environment& env, Rendezvous& result) {
     result.port = *port;
   } else if (const auto job = find(
                  env, {"OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID"})) {
-    result.port = derived_port(text_seed(job->value));
+    result.port = derived_port(job->value);
   } else {
     result.port = kTorchDefaultPort;
   }
@@ -193,22 +184,22 @@ std::optional<Rendezvous> from_mpi(const Environment& env) {
   constexpr const char* kRemedy = "start the program with mpirun, or unset the variable";
   Rendezvous result;
   result.source = RendezvousSource::kMpi;
-  std::optional<Place> local;
-  auto place = find_place(env, "ranks", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", kRemedy);
-  if (place) {
-    local = find_place(env, "local ranks", "OMPI_COMM_WORLD_LOCAL_RANK",
+  std::optional<RankAndSize> local;
+  auto found = find_rank(env, "ranks", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", kRemedy);
+  if (found) {
+    local = find_rank(env, "local ranks", "OMPI_COMM_WORLD_LOCAL_RANK",
                        "OMPI_COMM_WORLD_LOCAL_SIZE", kRemedy);
   } else {
-    place = find_place(env, "ranks", "PMI_RANK", "PMI_SIZE", kRemedy);
-    if (!place) return std::nullopt;
-    local = find_place(env, "local ranks", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", kRemedy);
+    found = find_rank(env, "ranks", "PMI_RANK", "PMI_SIZE", kRemedy);
+    if (!found) return std::nullopt;
+    local = find_rank(env, "local ranks", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", kRemedy);
   }
-  result.rank = place->index;
-  result.world_size = place->count;
-  set_local_place(result, local);
+  result.rank = found->rank;
+  result.world_size = found->size;
+  set_local_rank(result, local);
   find_mpi_store(env, result);
   // Only now is the host known that decides where nothing else does.
-  if (!local) set_local_place(result, std::nullopt);
+  if (!local) set_local_rank(result, std::nullopt);
   return result;
 }
 
@@ -226,17 +217,17 @@ bool is_srun_task(const Environment& env) {
   return checked_number(*step, 0, 0xffffffff) < kFirstReservedStep;
 }
 
-std::optional<Place> find_slurm_local_place(const Environment& env, int world_size) {
+std::optional<RankAndSize> find_slurm_local_rank(const Environment& env, int world_size) {
   const auto local_id = find(env, {"SLURM_LOCALID"});
   if (!local_id) return std::nullopt;
-  Place place{to_int(*local_id, 0), 0};
+  RankAndSize found{to_int(*local_id, 0), 0};
   const auto tasks = find(env, {"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
   if (!tasks) {
     const auto nodes = find(env, {"SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"});
     if (!nodes || to_int(*nodes, 1) != 1) return std::nullopt;
-    place.count = world_size;
-    check_rank("local ranks", *local_id, place.index, "SLURM_NTASKS", place.count);
-    return place;
+    found.size = world_size;
+    check_rank("local ranks", *local_id, found.rank, "SLURM_NTASKS", found.size);
+    return found;
   }
   const std::vector<int> counts = parse_tasks_per_node(tasks->value);
   const auto node = find(env, {"SLURM_NODEID"});
@@ -244,9 +235,9 @@ std::optional<Place> find_slurm_local_place(const Environment& env, int world_si
   TESSERA_CHECK(static_cast<std::size_t>(node_index) < counts.size(), ConfigError,
                 "SLURM_NODEID=", node_index, ", but ", tasks->name, "=", tasks->value,
                 " lists only ", counts.size(), " nodes; start the ranks with one srun");
-  place.count = counts[static_cast<std::size_t>(node_index)];
-  check_rank("local ranks", *local_id, place.index, tasks->name + " of this node", place.count);
-  return place;
+  found.size = counts[static_cast<std::size_t>(node_index)];
+  check_rank("local ranks", *local_id, found.rank, tasks->name + " of this node", found.size);
+  return found;
 }
 
 std::optional<Rendezvous> from_slurm(const Environment& env) {
@@ -280,10 +271,10 @@ std::optional<Rendezvous> from_slurm(const Environment& env) {
                     " is set, but neither SLURM_JOB_ID nor MASTER_PORT is; export MASTER_PORT=<a "
                     "free port on the host of rank 0>");
       // The step too, so that two steps of one job do not meet on one port.
-      result.port = derived_port(text_seed(job->value + "." + (step ? step->value : "0")));
+      result.port = derived_port(job->value + "." + (step ? step->value : "0"));
     }
   }
-  set_local_place(result, find_slurm_local_place(env, result.world_size));
+  set_local_rank(result, find_slurm_local_rank(env, result.world_size));
   return result;
 }
 
@@ -300,6 +291,10 @@ bool slurm_and_pmi_agree(const Environment& env) {
 }
 
 }  // namespace
+
+bool is_loopback_name(const std::string& host) {
+  return host == "localhost" || host == "::1" || host.starts_with("127.");
+}
 
 Environment process_environment() {
   Environment env;
@@ -361,21 +356,13 @@ std::string key_prefix_with(const std::string& prefix, const std::string& secret
 }
 
 std::string trust_warning(const Rendezvous& rendezvous) {
-  if (rendezvous.world_size == 1 || rendezvous.has_secret || is_loopback(rendezvous.host)) {
+  if (rendezvous.world_size == 1 || rendezvous.has_secret || is_loopback_name(rendezvous.host)) {
     return "";
   }
   return detail::concat("whoever reaches ", rendezvous.host, ":", rendezvous.port,
                         " can join or disturb this run: use a network that you trust, and give all "
                         "ranks the same ",
                         kSecretVariable, "=$(openssl rand -hex 16); see docs/security.md");
-}
-
-void check_no_rendezvous(const Environment& env) {
-  const Rendezvous found = find_rendezvous(env);
-  TESSERA_CHECK(found.source == RendezvousSource::kNone || found.world_size == 1, ConfigError,
-                "--ranks starts ranks of its own, but this process is already rank ", found.rank,
-                " of ", found.world_size, ", started by ", to_string(found.source),
-                "; leave --ranks out, or start the program without ", to_string(found.source));
 }
 
 }  // namespace tessera::comm

@@ -58,7 +58,7 @@ std::string trust_warning(const Rendezvous& rendezvous);
 
 Rendezvous find_rendezvous(const Environment& env);
 
-// For `--ranks N`: a ConfigError if another launcher has already started several ranks.
-void check_no_rendezvous(const Environment& env);
+// A name of the loopback address on every machine.
+bool is_loopback_name(const std::string& host);
 
 }  // namespace tessera::comm

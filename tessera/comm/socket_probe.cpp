@@ -15,6 +15,7 @@
 #include <cstring>
 #include <thread>
 
+#include "tessera/comm/rendezvous.h"
 #include "tessera/core/error.h"
 #include "tessera/core/resource_limits.h"
 
@@ -27,21 +28,36 @@ using SteadyTime = std::chrono::steady_clock::time_point;
 constexpr milliseconds kFirstPause{10};
 constexpr milliseconds kLongestProbePause{500};
 
-struct AddressList {
-  addrinfo* first = nullptr;
-  std::string error;
-  ~AddressList() {
-    if (first != nullptr) freeaddrinfo(first);
+// What a name stands for.
+class AddressList {
+ public:
+  AddressList(const std::string& host, std::uint16_t port) {
+    resolve(host.c_str(), port, AF_UNSPEC, 0);
   }
-};
+  // All addresses of this machine.
+  AddressList(int family, std::uint16_t port) { resolve(nullptr, port, family, AI_PASSIVE); }
+  ~AddressList() {
+    if (first_ != nullptr) freeaddrinfo(first_);
+  }
+  AddressList(const AddressList&) = delete;
+  AddressList& operator=(const AddressList&) = delete;
 
-void resolve(const std::string& host, std::uint16_t port, AddressList& list) {
-  addrinfo hints{};
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = SOCK_STREAM;
-  const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list.first);
-  if (error != 0) list.error = gai_strerror(error);
-}
+  const addrinfo* first() const { return first_; }
+  const std::string& error() const { return error_; }  // empty: none
+
+ private:
+  void resolve(const char* host, std::uint16_t port, int family, int flags) {
+    addrinfo hints{};
+    hints.ai_family = family;
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = flags;
+    const int error = getaddrinfo(host, std::to_string(port).c_str(), &hints, &first_);
+    if (error != 0) error_ = gai_strerror(error);
+  }
+
+  addrinfo* first_ = nullptr;
+  std::string error_;
+};
 
 milliseconds left_until(SteadyTime deadline) {
   const auto left = deadline - std::chrono::steady_clock::now();
@@ -67,48 +83,15 @@ int try_connect(const addrinfo& address, milliseconds limit) {
 
 // Resolves each time: on a cluster a name may appear after the first attempt.
 ConnectResult try_once(const std::string& host, std::uint16_t port, SteadyTime deadline) {
-  AddressList list;
-  resolve(host, port, list);
-  if (!list.error.empty()) return {-1, list.error};
+  const AddressList list(host, port);
+  if (!list.error().empty()) return {-1, list.error()};
   ConnectResult result{-1, "no address"};
-  for (const addrinfo* address = list.first; address != nullptr; address = address->ai_next) {
+  for (const addrinfo* address = list.first(); address != nullptr; address = address->ai_next) {
     const int fd = try_connect(*address, left_until(deadline));
     if (fd >= 0) return {fd, ""};
     result.error = std::strerror(-fd);
   }
   return result;
-}
-
-struct BindAddress {
-  sockaddr_storage storage{};
-  socklen_t length = 0;
-};
-
-BindAddress ipv4_address(std::uint32_t host, std::uint16_t port) {
-  BindAddress address;
-  auto* in = reinterpret_cast<sockaddr_in*>(&address.storage);
-  in->sin_family = AF_INET;
-  in->sin_port = htons(port);
-  in->sin_addr.s_addr = htonl(host);
-  address.length = sizeof(sockaddr_in);
-  return address;
-}
-
-BindAddress ipv6_address(const in6_addr& host, std::uint16_t port) {
-  BindAddress address;
-  auto* in = reinterpret_cast<sockaddr_in6*>(&address.storage);
-  in->sin6_family = AF_INET6;
-  in->sin6_port = htons(port);
-  in->sin6_addr = host;
-  address.length = sizeof(sockaddr_in6);
-  return address;
-}
-
-BindAddress copy_address(const addrinfo& from) {
-  BindAddress address;
-  std::memcpy(&address.storage, from.ai_addr, from.ai_addrlen);
-  address.length = from.ai_addrlen;
-  return address;
 }
 
 bool is_loopback(const sockaddr& address) {
@@ -120,11 +103,6 @@ bool is_loopback(const sockaddr& address) {
          IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr);
 }
 
-// What is the loopback address on every machine.
-bool is_loopback_name(const std::string& host) {
-  return host == "localhost" || host == "::1" || host.compare(0, 4, "127.") == 0;
-}
-
 std::string numeric_text(const sockaddr& address, socklen_t length) {
   std::array<char, NI_MAXHOST> text{};
   return getnameinfo(&address, length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST) == 0
@@ -132,20 +110,29 @@ std::string numeric_text(const sockaddr& address, socklen_t length) {
              : std::string();
 }
 
-// A socket, or minus an errno.
-int try_bind(const BindAddress& address) {
-  const int family = address.storage.ss_family;
-  const int fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+// A bound socket, or minus an errno.
+int try_bind(const addrinfo& address) {
+  const int fd = socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (fd < 0) return -errno;
   const int on = 1;
   const int off = 0;
   // Connections of the last run that the kernel still remembers do not occupy the port.
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  if (family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
-  if (bind(fd, reinterpret_cast<const sockaddr*>(&address.storage), address.length) == 0) return fd;
+  if (address.ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
+  if (bind(fd, address.ai_addr, address.ai_addrlen) == 0) return fd;
   const int error = errno;
   close(fd);
   return -error;
+}
+
+// The same, of the first address that can be bound.
+int try_bind(const AddressList& list) {
+  int fd = -EADDRNOTAVAIL;
+  for (const addrinfo* address = list.first(); address != nullptr && fd < 0;
+       address = address->ai_next) {
+    fd = try_bind(*address);
+  }
+  return fd;
 }
 
 }  // namespace
@@ -169,13 +156,12 @@ bool peer_has_closed(int fd) {
 }
 
 ListenScope listen_scope(const std::string& host) {
-  AddressList list;
-  resolve(host, 0, list);
-  if (!list.error.empty()) return ListenScope::kNotHere;
-  for (const addrinfo* address = list.first; address != nullptr; address = address->ai_next) {
-    if (is_loopback(*address->ai_addr) && !is_loopback_name(host))
+  const AddressList list(host, 0);
+  for (const addrinfo* address = list.first(); address != nullptr; address = address->ai_next) {
+    if (is_loopback(*address->ai_addr) && !is_loopback_name(host)) {
       return ListenScope::kLoopbackName;
-    const int fd = try_bind(copy_address(*address));
+    }
+    const int fd = try_bind(*address);
     if (fd >= 0) {
       close(fd);
       return ListenScope::kNamed;
@@ -185,19 +171,18 @@ ListenScope listen_scope(const std::string& host) {
 }
 
 std::string address_towards(const std::string& host, std::uint16_t port) {
-  AddressList list;
-  resolve(host, port, list);
-  for (const addrinfo* address = list.first; address != nullptr; address = address->ai_next) {
+  const AddressList list(host, port);
+  for (const addrinfo* address = list.first(); address != nullptr; address = address->ai_next) {
     const int fd = socket(address->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd < 0) continue;
-    BindAddress own;
-    own.length = sizeof(own.storage);
-    auto* const storage = reinterpret_cast<sockaddr*>(&own.storage);
+    sockaddr_storage storage{};
+    socklen_t length = sizeof(storage);
+    auto* const own = reinterpret_cast<sockaddr*>(&storage);
     // Of a datagram socket this only asks the routes.
     const bool found = connect(fd, address->ai_addr, address->ai_addrlen) == 0 &&
-                       getsockname(fd, storage, &own.length) == 0;
+                       getsockname(fd, own, &length) == 0;
     close(fd);
-    if (found && !is_loopback(*storage)) return numeric_text(*storage, own.length);
+    if (found && !is_loopback(*own)) return numeric_text(*own, length);
   }
   ifaddrs* interfaces = nullptr;
   if (getifaddrs(&interfaces) != 0) return {};
@@ -214,17 +199,12 @@ std::string address_towards(const std::string& host, std::uint16_t port) {
 }
 
 int bind_listener(const std::string& host, std::uint16_t port) {
-  int fd = -EADDRNOTAVAIL;
+  int fd = -1;
   if (listen_scope(host) == ListenScope::kNamed) {
-    AddressList list;
-    resolve(host, port, list);
-    for (const addrinfo* address = list.first; address != nullptr && fd < 0;
-         address = address->ai_next) {
-      fd = try_bind(copy_address(*address));
-    }
+    fd = try_bind(AddressList(host, port));
   } else {
-    fd = try_bind(ipv6_address(in6addr_any, port));
-    if (fd == -EAFNOSUPPORT) fd = try_bind(ipv4_address(INADDR_ANY, port));
+    fd = try_bind(AddressList(AF_INET6, port));
+    if (fd == -EAFNOSUPPORT || fd == -EADDRNOTAVAIL) fd = try_bind(AddressList(AF_INET, port));
   }
   TESSERA_CHECK(fd >= 0, CommError, "store: cannot listen on ", host, ":", port, ": ",
                 fd == -EADDRINUSE ? "the port is in use" : std::strerror(-fd),

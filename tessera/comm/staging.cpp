@@ -1,5 +1,6 @@
 #include "tessera/comm/staging.h"
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <map>
@@ -13,6 +14,32 @@
 
 namespace tessera::comm {
 namespace {
+
+constexpr std::size_t kPackAlignment = 16;
+
+// Of one rank's pieces: in the pack, and by themselves; and what `num_pieces` copies of each of the
+// latter take.
+struct Pieces {
+  std::size_t packed = 0;
+  std::size_t direct = 0;
+  std::size_t copied = 0;
+};
+
+Pieces add_up(std::span<const std::size_t> shard_bytes, std::size_t pack_below_bytes,
+              std::size_t num_pieces, CallMemory memory) {
+  const std::vector<bool> is_packed = packed_pieces(shard_bytes, pack_below_bytes);
+  Pieces pieces;
+  for (std::size_t i = 0; i < shard_bytes.size(); ++i) {
+    if (is_packed[i]) {
+      pieces.packed += packed_bytes(shard_bytes[i]);
+    } else {
+      pieces.direct += shard_bytes[i];
+      pieces.copied +=
+          memory == CallMemory::kCopied ? staging_room(shard_bytes[i] * num_pieces) : 0;
+    }
+  }
+  return pieces;
+}
 
 // Memory of the backend, on the books while it lives.
 class Buffer {
@@ -42,14 +69,8 @@ class Buffer {
 };
 using BufferPtr = std::shared_ptr<Buffer>;
 
-struct Region {
-  explicit Region(BufferPtr memory) : buffer(std::move(memory)), map(buffer->bytes()) {}
-  const BufferPtr buffer;
-  device::ArenaMap map;  // guarded by the state's mutex
-};
-
-// How long the network may hold a call that has come to its end.
-constexpr std::chrono::seconds kLetGoLimit{10};
+// How long the network may hold a call that has ended.
+constexpr std::chrono::seconds kFreeLimit{10};
 
 void keep_for_good(BufferPtr buffer) {
   static std::mutex mutex;
@@ -59,6 +80,84 @@ void keep_for_good(BufferPtr buffer) {
 }
 
 }  // namespace
+
+std::vector<bool> packed_pieces(std::span<const std::size_t> shard_bytes,
+                                std::size_t pack_below_bytes) {
+  std::vector<bool> is_packed(shard_bytes.size());
+  std::transform(shard_bytes.begin(), shard_bytes.end(), is_packed.begin(),
+                 [&](std::size_t bytes) { return is_small_piece(bytes, pack_below_bytes); });
+  if (std::count(is_packed.begin(), is_packed.end(), true) == 1) {
+    is_packed.assign(is_packed.size(), false);
+  }
+  return is_packed;
+}
+
+std::size_t packed_bytes(std::size_t shard_bytes) {
+  return (shard_bytes + kPackAlignment - 1) / kPackAlignment * kPackAlignment;
+}
+
+std::size_t all_gather_staging_bytes(std::span<const std::size_t> shard_bytes,
+                                     std::size_t pack_below_bytes, int num_ranks,
+                                     CallMemory memory) {
+  const auto ranks = static_cast<std::size_t>(num_ranks);
+  const Pieces pieces = add_up(shard_bytes, pack_below_bytes, ranks, memory);
+  return staging_room(pieces.packed * ranks) + pieces.copied;
+}
+
+std::size_t gather_to_staging_bytes(std::span<const std::size_t> shard_bytes,
+                                    std::size_t pack_below_bytes, const GatherToStaging& call) {
+  if (call.num_wanting == 0) {
+    return 0;
+  }
+  const auto num_pieces = static_cast<std::size_t>(call.receives ? call.num_ranks : 1);
+  const Pieces pieces = add_up(shard_bytes, pack_below_bytes, num_pieces, call.memory);
+  const std::size_t pack = pieces.packed * num_pieces;
+  const std::size_t copies =
+      call.copies ? (pieces.packed + pieces.direct) * static_cast<std::size_t>(call.num_wanting)
+                  : 0;
+  return staging_room(pack) + staging_room(copies) + pieces.copied;
+}
+
+std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, int num_ranks,
+                                         CallMemory memory) {
+  if (num_ranks == 1) {
+    return 0;
+  }
+  const auto numel = static_cast<std::size_t>(shard_numel);
+  const std::size_t all =
+      staging_room(numel * bytes_of(dtype) * static_cast<std::size_t>(num_ranks));
+  // What is received; and the copies of what is sent and of the sum, in the wider type it may have.
+  return memory == CallMemory::kReached
+             ? all
+             : 2 * all + staging_room(numel * std::max(bytes_of(dtype), sizeof(float)));
+}
+
+std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ranks,
+                                     CallMemory memory) {
+  if (num_ranks == 1) {
+    return 0;
+  }
+  const bool is_copied = memory == CallMemory::kCopied;
+  const auto ranks = static_cast<std::size_t>(num_ranks);
+  const std::size_t bytes = static_cast<std::size_t>(numel) * bytes_of(dtype);
+  if (bytes * ranks <= kSmallAllReduceBytes) {
+    return staging_room(bytes * ranks) + (is_copied ? staging_room(bytes) : 0);
+  }
+  // What is received, and, where `num_ranks` does not divide, a copy with equal pieces.
+  const std::size_t count = (static_cast<std::size_t>(numel) + ranks - 1) / ranks;
+  const std::size_t padded = count * bytes_of(dtype) * ranks;
+  return (is_copied || padded > bytes ? 2 : 1) * staging_room(padded);
+}
+
+std::size_t broadcast_staging_bytes(std::size_t bytes, CallMemory memory) {
+  return memory == CallMemory::kReached ? 0 : staging_room(bytes);
+}
+
+std::size_t all_to_all_staging_bytes(std::size_t piece_bytes, int num_ranks, CallMemory memory) {
+  return memory == CallMemory::kReached
+             ? 0
+             : 2 * staging_room(piece_bytes * static_cast<std::size_t>(num_ranks));
+}
 
 // Outlives the Staging in what was taken from it.
 struct Staging::State {
@@ -73,12 +172,15 @@ struct Staging::State {
     return std::move(idle.extract(found).mapped());
   }
 
-  void put_back(BufferPtr buffer) {
+  // `extent`: which part of the region; null: the whole buffer, which was not the region.
+  void put_back(BufferPtr buffer, const std::optional<device::Extent>& extent) {
     {
       const std::lock_guard lock(mutex);
       if (is_closed) {
         keep_for_good(std::move(buffer));
-      } else if (region == nullptr) {
+      } else if (extent && buffer == region) {
+        region_map->release(*extent);
+      } else if (!extent && region == nullptr) {
         const std::size_t bytes = buffer->bytes();
         idle.emplace(bytes, std::move(buffer));
         if (idle.size() > kMaxKept) {
@@ -91,25 +193,13 @@ struct Staging::State {
     changed.notify_all();
   }
 
-  void put_back(std::shared_ptr<Region> of, const device::Extent& extent) {
-    {
-      const std::lock_guard lock(mutex);
-      of->map.release(extent);
-      if (is_closed) {
-        keep_for_good(of->buffer);
-      }
-      of.reset();
-      --num_taken;
-    }
-    changed.notify_all();
-  }
-
   Ledger* const ledger;
   std::mutex mutex;
   std::condition_variable changed;
   // Guarded by mutex.
   std::multimap<std::size_t, BufferPtr> idle;  // by bytes; empty beside a region
-  std::shared_ptr<Region> region;              // null: the shelf
+  BufferPtr region;                            // null: the shelf
+  std::optional<device::ArenaMap> region_map;
   // And not given back: until then a region or buffer that was replaced is on the books.
   std::size_t num_taken = 0;
   bool is_stopped = false;
@@ -126,7 +216,7 @@ Staging::~Staging() {
     return;
   }
   std::unique_lock lock(state_->mutex);
-  state_->changed.wait_for(lock, kLetGoLimit,
+  state_->changed.wait_for(lock, kFreeLimit,
                            [&] { return state_->is_stopped || state_->num_taken == 0; });
   state_->is_closed = true;
   state_->idle.clear();
@@ -155,27 +245,20 @@ void Staging::take(StagingLease& lease, device::Stream* stream) {
     if (state_->is_stopped || state_->region == nullptr) {
       return true;
     }
-    extent = state_->region->map.place(bytes);
-    return extent || device::round_to_arena(bytes) > state_->region->buffer->bytes();
+    extent = state_->region_map->place(bytes);
+    return extent || device::round_to_arena(bytes) > state_->region->bytes();
   };
   state_->changed.wait(lock, may_go_on);
   TESSERA_CHECK(!state_->is_stopped, CommError, "the group is out of use: a call that waited for ",
-                bytes, " bytes of staging is given up");
-  if (extent) {
-    ++state_->num_taken;
-    lease.memory_ = {state_->region->buffer->data() + extent->offset,
-                     [state = state_, region = state_->region, taken = *extent](
-                         std::byte*) mutable { state->put_back(std::move(region), taken); }};
-    return;
-  }
-  BufferPtr buffer = state_->find_idle(bytes);
+                bytes, " bytes of staging is aborted");
+  BufferPtr buffer = extent ? state_->region : state_->find_idle(bytes);
   if (!buffer) {
     buffer = std::make_shared<Buffer>(allocate(bytes, stream), bytes, state_->ledger);
   }
   ++state_->num_taken;
-  std::byte* const data = buffer->data();
-  lease.memory_ = {data, [state = state_, buffer = std::move(buffer)](std::byte*) mutable {
-                     state->put_back(std::move(buffer));
+  std::byte* const data = buffer->data() + (extent ? extent->offset : 0);
+  lease.memory_ = {data, [state = state_, buffer = std::move(buffer), extent](std::byte*) mutable {
+                     state->put_back(std::move(buffer), extent);
                    }};
 }
 
@@ -188,8 +271,8 @@ void Staging::reserve(std::size_t bytes) {
   state_->idle.clear();
   state_->region.reset();
   if (bytes > 0) {
-    state_->region = std::make_shared<Region>(
-        std::make_shared<Buffer>(allocate(bytes, nullptr), bytes, state_->ledger));
+    state_->region = std::make_shared<Buffer>(allocate(bytes, nullptr), bytes, state_->ledger);
+    state_->region_map.emplace(bytes);
   }
   lock.unlock();
   state_->changed.notify_all();

@@ -1,4 +1,5 @@
-// Scratch of a group's calls: packed small pieces, what an all-to-all receives before it is added.
+// Staging of a group's calls: packed small pieces, what an all-to-all receives before it is added,
+// and, where the network does not reach the caller's memory, copies of it.
 //
 // A call says how much it needs when it is prepared, and gets it whole, from one of two places:
 //
@@ -8,41 +9,99 @@
 //            many calls were under way at once.
 //   region   after reserve(bytes): exactly that, held all the time. A call that finds no room waits
 //            for the ones before it. One that needs more than the whole region has memory of its
-//            own, which goes with it.
+//            own, which is freed with it.
 //
 // Every byte is charged to the ledger from allocation to release, idle or not. Where calls pass
 // through copies (CallMemory::kCopied) it is pinned memory of the device that they are copied from,
 // and charged there.
 //
-// [Note: waiting for room] Scratch is taken when a call is launched, by the thread that launches:
+// [Note: waiting for room] Staging is taken when a call is launched, by the thread that launches:
 // if it were taken when a call is started, whoever starts calls would wait for the network. The
-// wait comes to an end on every rank, because
-//  (1) a group launches calls in order, so only calls before this one hold scratch, and all of them
+// wait ends on every rank, because
+//  (1) a group launches calls in order, so only calls before this one hold staging, and all of them
 //      have been launched here;
 //  (2) take the first call that some rank has not launched yet: every call before it has been
 //      launched by all ranks, so those end by the network, this group's own threads and their
-//      inputs, and give their scratch back. Then there is room for this one, since it needs no more
+//      inputs, and give their staging back. Then there is room for this one, since it needs no more
 //      than the region; it is launched; and so on.
 // No step of this waits for the thread that starts calls, nor for other groups; copies of a call's
-// memory wait for nothing (call_copies.h). Regions of
-// different sizes on different ranks are slow, not wrong. What ends otherwise, by a failure, ends
-// the wait by stop().
+// memory wait for nothing (CallCopies). Regions of different sizes on different ranks are slow, not
+// wrong. What ends otherwise, by a failure, ends the wait by stop().
 //
-// [Note: what outlives the group] A call that is stuck in the network holds its staging, and lets
-// go of it at some time after the group is gone. Pinned memory must not go back then, because its
-// device and ledger may be gone, too: it is kept to the end of the process, which is near.
+// [Note: what outlives the group] A call that is stuck in the network holds its staging, and frees
+// it at some time after the group is gone. Pinned memory must not go back then, because its device
+// and ledger may be gone, too: it is kept to the end of the process, which is near.
 //
 // Threads: take() from the launching thread, reserve() from the one that starts calls, stop() from
-// any; what was taken may be dropped on any thread, also after this object is gone.
+// any; what was taken may be dropped on any thread, also after this object is gone. CallCopies: one
+// thread at a time, and not the one that starts calls: finish() blocks. The functions are pure.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <memory>
+#include <span>
+#include <utility>
+#include <vector>
 
 #include "tessera/comm/backend.h"
+#include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
+#include "tessera/device/arena_map.h"
+#include "tessera/device/device.h"
 
 namespace tessera::comm {
+
+// --- How much staging a call takes, before it is made: to the byte, and rounded as a reserved
+// region gives it out. Group asks these same functions, so a plan made of them holds. Calls that
+// are not named here (barrier) take none.
+
+// Up to this many bytes from all ranks together, an all-reduce gathers everything and adds at home:
+// one round trip instead of two, and the same bits.
+inline constexpr std::size_t kSmallAllReduceBytes = std::size_t{64} * 1024;
+
+// Where the memory is that calls are given.
+enum class CallMemory : std::uint8_t {
+  kReached,  // the network reads and writes it
+  kCopied,   // it is a device's, and the network reaches the host's only
+};
+
+constexpr std::size_t staging_room(std::size_t bytes) { return device::round_to_arena(bytes); }
+
+// Small pieces of a gather travel together in one message, a pack.
+constexpr bool is_small_piece(std::size_t shard_bytes, std::size_t pack_below_bytes) {
+  return shard_bytes > 0 && shard_bytes < pack_below_bytes;
+}
+// By piece. One small piece alone saves nothing by a copy, so it is not packed.
+std::vector<bool> packed_pieces(std::span<const std::size_t> shard_bytes,
+                                std::size_t pack_below_bytes);
+// What a piece takes in a pack.
+std::size_t packed_bytes(std::size_t shard_bytes);
+
+// REQUIRES of all below: at least one rank, no negative number of elements.
+std::size_t all_gather_staging_bytes(std::span<const std::size_t> shard_bytes,
+                                     std::size_t pack_below_bytes, int num_ranks,
+                                     CallMemory memory = CallMemory::kReached);
+
+struct GatherToStaging {
+  int num_ranks = 1;
+  int num_wanting = 1;   // ranks that get it
+  bool receives = true;  // this rank does
+  bool copies = true;    // Backend::gather_to_needs_copies()
+  CallMemory memory = CallMemory::kReached;
+};
+std::size_t gather_to_staging_bytes(std::span<const std::size_t> shard_bytes,
+                                    std::size_t pack_below_bytes, const GatherToStaging& call);
+
+std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, int num_ranks,
+                                         CallMemory memory = CallMemory::kReached);
+std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ranks,
+                                     CallMemory memory = CallMemory::kReached);
+std::size_t broadcast_staging_bytes(std::size_t bytes, CallMemory memory);
+std::size_t all_to_all_staging_bytes(std::size_t piece_bytes, int num_ranks, CallMemory memory);
+
+// --- Who holds it.
 
 // What one call needs. There from Staging::take() on, and given back with the lease.
 class StagingLease {
@@ -88,6 +147,48 @@ class Staging {
   Backend& backend_;
   device::Device* const copied_from_;
   std::shared_ptr<State> state_;
+};
+
+// Copies between the memory of a call, which its caller gave, and the memory that the network
+// reaches. For most groups that is one memory, and copies are made at once. Where the caller's
+// memory is that of a device, which the host must not touch, they are work of the device's comm
+// stream.
+//
+// Why a stream of their own: a caller may order any other stream behind the very call that the
+// copies belong to, and they would wait for themselves. Nothing is ever ordered behind a call on
+// this one, so what was started ends by itself, and a group that has failed can still wait for it
+// before it tells the owners of the memory.
+class CallCopies {
+ public:
+  // `device`: whose memory calls are given; null: memory of the host.
+  explicit CallCopies(device::Device* device) : device_(device) {}
+  CallCopies(const CallCopies&) = delete;
+  CallCopies& operator=(const CallCopies&) = delete;
+  ~CallCopies() {
+    try {
+      finish();
+    } catch (...) {  // another failure is on its way; here only the end of the copies matters
+    }
+  }
+
+  // Either side may be the device's or the host's. Both stay valid until finish().
+  void add(void* to, const void* from, std::size_t bytes) {
+    if (to == from || bytes == 0) {
+      return;
+    }
+    if (device_ == nullptr) {
+      std::memcpy(to, from, bytes);
+    } else {
+      last_ = device_->start_copy(to, from, bytes, device_->stream(device::StreamKind::kComm));
+    }
+  }
+
+  // Blocks until all are made; throws what went wrong.
+  void finish() { std::exchange(last_, {}).wait(); }
+
+ private:
+  device::Device* const device_;
+  device::Pending last_;  // of a stream: when it is done, so is all before it
 };
 
 }  // namespace tessera::comm

@@ -18,7 +18,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "tessera/comm/c10d_error.h"
 #include "tessera/comm/c10d_store.h"
 #include "tessera/comm/socket_probe.h"
 #include "tessera/core/error.h"
@@ -71,7 +70,7 @@ class TcpStore final : public Store {
     for (;;) {
       if (auto value = try_get(key)) return std::move(*value);
       TESSERA_CHECK(std::chrono::steady_clock::now() < deadline, CommError, "store at ", address(),
-                    ": key '", key, "' did not come within ", timeout.count(),
+                    ": key '", key, "' was not set within ", timeout.count(),
                     " ms; the rank that sets it has failed, or has never started");
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, kLongestPause);

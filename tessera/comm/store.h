@@ -1,8 +1,8 @@
 // A small key-value store that all processes of a run can reach: the rendezvous.
 //
-// Behind it is c10d's TCPStore; this header names no torch type, so that launcher and board stay
-// torch-free. One connection per Store object: a blocking get() holds up only its own object, so
-// the board has a connection of its own.
+// Behind it is c10d's TCPStore; this header names no torch type, so that the launcher and the
+// status store stay torch-free. One connection per Store object: a blocking get() holds up only its
+// own.
 //
 // Threads: every method may be called from any thread; calls on one object follow one another.
 #pragma once
@@ -21,9 +21,9 @@ class Store {
  public:
   virtual ~Store() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
-  // Blocks until the key is there; CommError after the timeout, with key and address.
+  // Blocks until the key is set; CommError after the timeout, with key and address.
   virtual std::string get(const std::string& key, std::chrono::milliseconds timeout) = 0;
-  // Never blocks for a key that is not there.
+  // Never blocks for a key that is not set.
   virtual std::optional<std::string> try_get(const std::string& key) = 0;
   virtual std::int64_t add(const std::string& key, std::int64_t delta) = 0;
   virtual std::string address() const = 0;  // "127.0.0.1:43121"

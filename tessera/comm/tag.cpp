@@ -80,14 +80,12 @@ std::string_view to_string(Op op) {
       return "all_to_all";
     case Op::kBarrier:
       return "barrier";
-    case Op::kSplit:
-      return "split";
   }
   return "unknown";
 }
 
 std::string describe(const CallTag& tag) {
-  if (tag.op == Op::kBarrier || tag.op == Op::kSplit) {
+  if (tag.op == Op::kBarrier) {
     return detail::concat(to_string(tag.op), " #", tag.sequence);
   }
   return detail::concat(to_string(tag.op), " #", tag.sequence, " (", tag.num_tensors,

@@ -30,7 +30,6 @@ enum class Op : std::uint8_t {
   kBroadcast,
   kAllToAll,
   kBarrier,
-  kSplit,
 };
 std::string_view to_string(Op op);  // a literal: its data() ends with a zero
 

@@ -246,6 +246,6 @@ std::unique_ptr<tier::IoEngine> Runtime::make_io_engine(tier::IoOptions options)
   return impl_->wrap_io ? impl_->wrap_io(std::move(io)) : std::move(io);
 }
 std::atomic<int>& Runtime::num_backwards() const { return impl_->num_backwards; }
-const std::shared_ptr<comm::Board>& Runtime::board() const { return impl_->world.board; }
+const std::shared_ptr<comm::StatusStore>& Runtime::status() const { return impl_->world.status; }
 
 }  // namespace tessera

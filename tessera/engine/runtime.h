@@ -83,7 +83,7 @@ class Runtime {
   // Backwards of engines on this runtime that run now.
   std::atomic<int>& num_backwards() const;
   // Where a failure of this rank is posted; null in a world of one.
-  const std::shared_ptr<comm::Board>& board() const;
+  const std::shared_ptr<comm::StatusStore>& status() const;
   // A reason why the faster engine cannot be had is logged once.
   std::unique_ptr<tier::IoEngine> make_io_engine(tier::IoOptions options) const;
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "tessera/comm/staging_bytes.h"
+#include "tessera/comm/staging.h"
 #include "tessera/coordinator/prefetch_plan.h"
 #include "tessera/device/host_memory.h"
 

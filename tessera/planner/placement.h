@@ -36,7 +36,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/staging_bytes.h"
+#include "tessera/comm/staging.h"
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
 

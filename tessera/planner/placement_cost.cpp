@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "tessera/comm/staging_bytes.h"
+#include "tessera/comm/staging.h"
 #include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/error.h"
 #include "tessera/device/arena_map.h"

@@ -206,8 +206,8 @@ TEST_F(StoppedTraining, SaysWhichTwoProcessesCameAsOneRank) {
                             " train --preset micro --steps 1 --batch 3 --set comm.timeout_s=60 ";
   const ProcessResult result = shell("port=$((20000 + $$ % 10000)); (RANK=0 " + train +
                                      "& RANK=1 " + train + "& RANK=1 " + train + "& wait)");
-  EXPECT_HAS(result.err, "two processes came as rank 1 of 3: process ");
-  EXPECT_HAS(result.err, "rank 0: group 'world' is given up: rank 1 failed: two ");
+  EXPECT_HAS(result.err, "two processes joined as rank 1 of 3: process ");
+  EXPECT_HAS(result.err, "rank 0: group 'world' was aborted: rank 1 failed: two ");
 }
 
 TEST_F(StoppedTraining, NamesTheLimitOfOpenFiles) {

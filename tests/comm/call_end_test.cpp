@@ -33,7 +33,7 @@ class EndlessBackend final : public LoneBackend {
     }
     network_.second_entered.set_value();
     network_.second_released.get_future().wait();
-    return Pending::failed(std::make_exception_ptr(PeerError("given up")));
+    return Pending::failed(std::make_exception_ptr(PeerError("aborted")));
   }
   void abort(const std::string&) override { network_.aborted.set_value(); }
 

@@ -1,12 +1,12 @@
 // The contract of Group over Gloo: ranks are threads of this process, each with its own sockets,
-// store connection and board; what processes add is tested in tests/launch.
+// store connection and status store; what processes add is tested in tests/launch.
 #include <numeric>
 #include <thread>
 
+#include "tessera/comm/backend.h"
 #include "tessera/comm/gloo_backend.h"
-#include "tessera/comm/solo_backend.h"
+#include "tessera/comm/status_store.h"
 #include "tessera/comm/store.h"
-#include "tessera/comm/store_board.h"
 #include "tessera/core/error.h"
 #include "tests/comm/group_contract.h"
 #include "tests/comm/told.h"
@@ -24,8 +24,8 @@ std::vector<std::exception_ptr> run_gloo_ranks(int num_ranks, const GroupOptions
   for (int rank = 0; rank < num_ranks; ++rank) {
     ranks.emplace_back([&, rank] {
       GroupOptions options = group_options;
-      options.board =
-          make_store_board(connect_store("127.0.0.1", server->port(), kStoreTimeout), num_ranks);
+      options.status = std::make_shared<StatusStore>(
+          connect_store("127.0.0.1", server->port(), kStoreTimeout), num_ranks);
       try {
         GlooOptions gloo;
         gloo.timeout = options.timeout;
@@ -38,7 +38,7 @@ std::vector<std::exception_ptr> run_gloo_ranks(int num_ranks, const GroupOptions
         std::vector<int> world_ranks(static_cast<std::size_t>(num_ranks));
         std::iota(world_ranks.begin(), world_ranks.end(), 0);
         Group group(std::move(backend), "world", world_ranks, options);
-        run_told(*options.board, rank, [&] { body(group); });
+        run_told(*options.status, rank, [&] { body(group); });
       } catch (const std::exception&) {
         failures[static_cast<std::size_t>(rank)] = std::current_exception();
       }

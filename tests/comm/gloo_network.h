@@ -5,8 +5,8 @@
 #include <memory>
 
 #include "tessera/comm/gloo_backend.h"
+#include "tessera/comm/status_store.h"
 #include "tessera/comm/store.h"
-#include "tessera/comm/store_board.h"
 #include "tests/comm/staged_contract.h"
 
 namespace tessera::comm {
@@ -20,7 +20,9 @@ class GlooNetwork final : public Network {
     options.bind_host = "127.0.0.1";
     return make_gloo_backend(connect(), rank, num_ranks_, "world", options);
   }
-  std::shared_ptr<Board> make_board() override { return make_store_board(connect(), num_ranks_); }
+  std::shared_ptr<StatusStore> make_status() override {
+    return std::make_shared<StatusStore>(connect(), num_ranks_);
+  }
 
  private:
   static constexpr std::chrono::seconds kTimeout{60};

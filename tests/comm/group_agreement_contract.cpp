@@ -159,6 +159,28 @@ TEST_P(GroupContract, OtherContentUnderTheSameNamesIsAnErrorOnEveryRank) {
       "or parameters");
 }
 
+// Rank 3 waits in a call that the others never join: it can hear of the mismatch in their group
+// only from the status store, as a rank does whose own comparison is late.
+TEST_P(GroupContract, ARankThatOnlyHearsOfAMismatchIsToldTheSameSentence) {
+  const auto failures = GetParam().run(4, patient(), [](Group& world) {
+    const auto part = world.split(world.rank() == 3 ? 1 : 0, "part");
+    if (world.rank() == 3) {
+      world.start_barrier().wait();
+    }
+    CallOptions options;
+    options.label.unit = world.rank() == 1 ? "h.1" : "h.0";
+    float value = 1;
+    part->start_all_reduce(&value, 1, DType::kFloat32, Reduction::kSum, options).wait();
+  });
+  for (const auto& failure : failures) {
+    ASSERT_TRUE(failure);
+    EXPECT_EQ(what(failure),
+              "rank 1 called all_reduce #1 (1 tensor, 4 bytes, fp32) for unit 'h.1' where ranks 0, "
+              "2 called all_reduce #1 (1 tensor, 4 bytes, fp32) for unit 'h.0'; all ranks must "
+              "call the same collectives in the same order");
+  }
+}
+
 TEST_P(GroupContract, TagsAreTheOnlyControlBytes) {
   run(3, [](Group& group) {
     for (int i = 0; i < 10; ++i) {

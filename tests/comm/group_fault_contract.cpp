@@ -63,7 +63,7 @@ TEST_P(GroupContract, ARankThatNeverComesIsNamedWithUnitAndParameter) {
     group.start_barrier().wait();
     if (group.rank() == 1) {
       all_told.wait();
-      throw CommError("all_reduce of rank 1 was never called: 'h.3', 'attn.weight', not come");
+      throw CommError("all_reduce of rank 1 was never called: 'h.3', 'attn.weight', not arrived");
     }
     const Pending pending =
         group.start_all_reduce(data.data(), 64, DType::kFloat32, Reduction::kSum, options);
@@ -75,7 +75,7 @@ TEST_P(GroupContract, ARankThatNeverComesIsNamedWithUnitAndParameter) {
     }
     all_told.count_down();
   });
-  expect_failures(failures, {"rank 1", "'h.3'", "'attn.weight'", "not come"});
+  expect_failures(failures, {"rank 1", "'h.3'", "'attn.weight'", "not arrived"});
 }
 
 TEST_P(GroupContract, TheFirstFailureIsRepeatedByEveryLaterCall) {

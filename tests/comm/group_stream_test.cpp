@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/solo_backend.h"
+#include "tessera/comm/backend.h"
 #include "tessera/core/error.h"
 #include "testing/mock_device.h"
 #include "testing/thread_backend.h"
@@ -138,7 +138,7 @@ TEST(GroupStream, AFailedStreamFailsTheCall) {
     EXPECT_THROW(group.start_all_gather({&gather, 1}, behind).wait(), CommError);
   });
   GroupOptions options;
-  options.beat = std::chrono::milliseconds(20);
+  options.heartbeat = std::chrono::milliseconds(20);
   ThreadWorldOptions world;
   world.num_ranks = 2;
   const auto failures = run_ranks_collecting(world, options, [&](Group& group) {

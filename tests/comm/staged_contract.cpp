@@ -16,7 +16,7 @@ class ThreadNetwork final : public Network {
  public:
   explicit ThreadNetwork(const ThreadWorldOptions& options) : world_(options) {}
   std::unique_ptr<Backend> make_backend(int rank) override { return world_.make_backend(rank); }
-  std::shared_ptr<Board> make_board() override { return world_.board(); }
+  std::shared_ptr<StatusStore> make_status() override { return world_.status(); }
 
  private:
   ThreadWorld world_;
@@ -61,7 +61,7 @@ std::vector<std::exception_ptr> StagedContract::run_collecting(int num_ranks, co
   for (int rank = 0; rank < num_ranks; ++rank) {
     ranks.emplace_back([&, rank] {
       GroupOptions options = patient();
-      options.board = network->make_board();
+      options.status = network->make_status();
       Ledger ledger;
       try {
         const auto device = world.make_device(rank, ledger);
@@ -71,7 +71,7 @@ std::vector<std::exception_ptr> StagedContract::run_collecting(int num_ranks, co
           group.reserve_staging(world.staging_bytes);
         }
         StagedRank here{group, *device, ledger};
-        run_told(*options.board, rank, [&] { body(here); });
+        run_told(*options.status, rank, [&] { body(here); });
       } catch (const std::exception&) {
         failures[static_cast<std::size_t>(rank)] = std::current_exception();
       }

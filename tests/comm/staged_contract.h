@@ -28,7 +28,7 @@ class Network {
  public:
   virtual ~Network() = default;
   virtual std::unique_ptr<Backend> make_backend(int rank) = 0;
-  virtual std::shared_ptr<Board> make_board() = 0;
+  virtual std::shared_ptr<StatusStore> make_status() = 0;
 };
 
 struct StagedWorld {

@@ -1,4 +1,6 @@
 // What calls hold as scratch: how much, from where, and who waits for room.
+#include "tessera/comm/staging.h"
+
 #include <algorithm>
 #include <array>
 #include <exception>
@@ -9,7 +11,6 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/staging_bytes.h"
 #include "tessera/core/error.h"
 #include "testing/thread_backend.h"
 #include "tests/comm/reference.h"

@@ -10,7 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/comm/group.h"
-#include "tessera/comm/staging_bytes.h"
+#include "tessera/comm/staging.h"
 #include "tessera/core/error.h"
 #include "tessera/core/ledger.h"
 #include "tests/comm/lone_backend.h"

@@ -4,7 +4,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/staging_bytes.h"
+#include "tessera/comm/staging.h"
 #include "tessera/core/error.h"
 #include "tests/comm/time_limits.h"
 
@@ -62,7 +62,8 @@ TEST(ThreadBackend, ARankWhoseNetworkIsDeadIsReportedByTheOthers) {
       reduce_once(group);
     }
   });
-  // Rank 2 did call, so it has come as far as the board knows; what all can say is where they wait.
+  // Rank 2 did call, so it has arrived as far as the status store knows; what all can say is where
+  // they wait.
   for (const auto& failure : failures) {
     EXPECT_NE(message_of(failure).find("all_reduce #3"), std::string::npos) << message_of(failure);
     EXPECT_NE(message_of(failure).find("'mlp.weight'"), std::string::npos) << message_of(failure);

@@ -11,7 +11,7 @@ namespace tessera::comm {
 inline GroupOptions patient() {
   GroupOptions options;
   options.timeout = std::chrono::minutes(5);
-  options.beat = std::chrono::milliseconds(30);
+  options.heartbeat = std::chrono::milliseconds(30);
   return options;
 }
 

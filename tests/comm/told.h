@@ -3,20 +3,21 @@
 
 #include <exception>
 
-#include "tessera/comm/board.h"
+#include "tessera/comm/status_store.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
 
-// Runs `body`; what it throws is put on the board, unless it came from another rank, and thrown.
+// Runs `body`; what it throws is posted in the status store, unless it came from another rank, and
+// thrown.
 template <typename Body>
-void run_told(Board& board, int rank, const Body& body) {
+void run_told(StatusStore& status, int rank, const Body& body) {
   try {
     body();
   } catch (const PeerError&) {
     throw;
   } catch (const std::exception& error) {
-    board.post_failure(rank, error.what());
+    status.post_failure(rank, error);
     throw;
   }
 }

@@ -77,7 +77,7 @@ TEST(Exceptions, OfOneRankAreNamedOnTheOthers) {
   comm::ThreadWorldOptions world;
   world.num_ranks = 2;
   comm::GroupOptions group_options;
-  group_options.beat = std::chrono::milliseconds(20);
+  group_options.heartbeat = std::chrono::milliseconds(20);
   const auto failures = comm::run_ranks_collecting(world, group_options, [](comm::Group& group) {
     Runtime runtime(quiet_config(), group, {-1, 1});
     Engine engine(runtime);

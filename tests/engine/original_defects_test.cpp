@@ -214,7 +214,7 @@ TEST(OriginalDefect, RanksThatDivergeInTheFirstStepGoOnWithWrongWeights) {
     comm::ThreadWorldOptions world;
     world.num_ranks = 3;
     comm::GroupOptions group_options;
-    group_options.beat = std::chrono::milliseconds(20);
+    group_options.heartbeat = std::chrono::milliseconds(20);
     std::vector<int> finished(3, 0);
     const auto failures = comm::run_ranks_collecting(world, group_options, [&](comm::Group& group) {
       Runtime runtime(config, group, {-1, 1});

@@ -372,7 +372,7 @@ TEST(Exceptions, ThatOneRankCatchesAreNamedAtTheNextStep) {
   comm::ThreadWorldOptions world;
   world.num_ranks = 2;
   comm::GroupOptions group_options;
-  group_options.beat = std::chrono::milliseconds(20);
+  group_options.heartbeat = std::chrono::milliseconds(20);
   const auto failures = comm::run_ranks_collecting(world, group_options, [&](comm::Group& group) {
     Runtime runtime(config, group, {-1, 1});
     Engine engine(runtime);

@@ -37,9 +37,9 @@ comm::World join(RankContext& context, device::Device* device) {
   comm::WorldOptions options;
   options.group.device = device;
   options.group.timeout = std::chrono::milliseconds(context.number(1));
-  options.group.beat = std::chrono::milliseconds(100);
+  options.group.heartbeat = std::chrono::milliseconds(100);
   comm::World world = comm::join_world(context.rendezvous, options);
-  context.process.set_board(world.board);
+  context.process.set_status(world.status);
   return world;
 }
 

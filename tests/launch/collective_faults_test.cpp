@@ -103,7 +103,7 @@ TEST(CollectiveFaults, ARankThatThrowsWithACallInFlightDoesNotWaitForIt) {
   for (const char* behaviour : {"reduce-throw-in-flight", "copied-reduce-throw-in-flight"}) {
     const Outcome outcome = run(behaviour, kPatient);
     EXPECT_EQ(outcome.result.exit_code, 1);
-    // The others met a call that did not match, or the failure, whichever came first.
+    // The others found a call that did not match, or the failure, whichever was first.
     EXPECT_EQ(outcome.told.size(), 2U) << outcome.result.out;
     EXPECT_EQ(outcome.result.err_lines().size(), 1U) << outcome.result.err;
   }
@@ -112,7 +112,7 @@ TEST(CollectiveFaults, ARankThatThrowsWithACallInFlightDoesNotWaitForIt) {
 TEST(CollectiveFaults, ARankThatNeverComesIsNamedAtTheTimeLimit) {
   const Outcome outcome = run("reduce-never", kHasty);
   EXPECT_EQ(outcome.result.exit_code, 1);
-  expect_all_told(outcome, 2, waited_for_and("rank 1 has not come"));
+  expect_all_told(outcome, 2, waited_for_and("rank 1 has not arrived"));
   EXPECT_EQ(outcome.result.err_lines().size(), 1U) << outcome.result.err;
   EXPECT_EQ(count(outcome.result.err, "waited 8 s"), 1) << outcome.result.err;
   EXPECT_EQ(count(outcome.result.err, "last completed all_reduce #2"), 1) << outcome.result.err;

@@ -1,5 +1,5 @@
 // Real processes: what a user sees, and what is left behind, when ranks end in all their ways.
-#include "tessera/comm/launcher.h"
+#include "cli/launch/launcher.h"
 
 #include <sys/resource.h>
 #include <unistd.h>
@@ -141,7 +141,7 @@ TEST(Launcher, EndsAFailedRankThoughOneOfItsThreadsIsStuck) {
 }
 
 TEST(Launcher, EndsARunThatIsLostWithinTwoSeconds) {
-  const comm::LaunchOptions options;
+  const cli::LaunchOptions options;
   EXPECT_LT(options.settle + options.grace + options.terminate, std::chrono::seconds(2));
   EXPECT_FALSE(options.stop) << "a run that was told to stop takes the time of a step";
 }
@@ -194,7 +194,7 @@ TEST(Launcher, LeavesNoRankWhenTheLastCannotBeStarted) {
   GTEST_SKIP() << "the sanitizer opens files of its own, and this test leaves it none";
 #endif
   // In this process: ranks end with their launcher anyway, and here it lives on.
-  comm::LaunchOptions options;
+  cli::LaunchOptions options;
   options.num_ranks = 16;
   options.program = beside_this_program(kProgram);
   options.argv = {kProgram, "wait"};
@@ -206,7 +206,7 @@ TEST(Launcher, LeavesNoRankWhenTheLastCannotBeStarted) {
       close(taken.back());
       taken.pop_back();
     }
-    return comm::LaunchStore{"127.0.0.1", 1, nullptr, ""};
+    return cli::LaunchStore{"127.0.0.1", 1, nullptr, ""};
   };
   options.print = [](const std::string&) {};
   setenv("LAUNCH_TEST_MARK", "in this process", 1);
@@ -219,7 +219,7 @@ TEST(Launcher, LeavesNoRankWhenTheLastCannotBeStarted) {
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
   std::string error;
   try {
-    comm::launch_local_ranks(options);
+    cli::launch_local_ranks(options);
   } catch (const CommError& thrown) {
     error = thrown.what();
   }

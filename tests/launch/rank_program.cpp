@@ -18,8 +18,8 @@ int to_number(const std::string& text) {
 }
 
 // Flags come first; `next` ends at the behaviour's name.
-comm::LaunchOptions read_flags(const std::vector<std::string>& args, std::size_t& next) {
-  comm::LaunchOptions options;
+cli::LaunchOptions read_flags(const std::vector<std::string>& args, std::size_t& next) {
+  cli::LaunchOptions options;
   options.num_ranks = 0;
   for (; next + 1 < args.size() && args[next].compare(0, 2, "--") == 0; next += 2) {
     const std::string& flag = args[next];
@@ -76,12 +76,12 @@ int rank_program_main(int argc, char** argv, const std::vector<Behaviour>& behav
   return process.run([&] {
     const std::vector<std::string> args(argv, argv + argc);
     std::size_t next = 1;
-    comm::LaunchOptions options = read_flags(args, next);
+    cli::LaunchOptions options = read_flags(args, next);
     if (options.num_ranks > 0) {
       options.argv.assign(args.begin() + static_cast<std::ptrdiff_t>(next), args.end());
       options.argv.insert(options.argv.begin(), args[0]);
       options.serve_store = [&] { return serve_store(options.num_ranks); };
-      return comm::launch_local_ranks(options);
+      return cli::launch_local_ranks(options);
     }
     TESSERA_CHECK(next < args.size(), ConfigError, "no behaviour was given");
     RankContext context{process, comm::find_rendezvous(env), {}};

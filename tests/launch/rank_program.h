@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/launcher.h"
+#include "cli/launch/launcher.h"
 #include "tessera/comm/rank_process.h"
 #include "tessera/comm/rendezvous.h"
 
@@ -44,7 +44,7 @@ void say_ready(int rank);
 // Until a signal ends the process.
 [[noreturn]] void wait_for_the_end();
 
-using ServeStore = std::function<comm::LaunchStore(int num_ranks)>;
+using ServeStore = std::function<cli::LaunchStore(int num_ranks)>;
 int rank_program_main(int argc, char** argv, const std::vector<Behaviour>& behaviours,
                       const ServeStore& serve_store);
 

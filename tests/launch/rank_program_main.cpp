@@ -1,7 +1,7 @@
 // The program with torch: a real store, and all tables of behaviours.
 #include <chrono>
 
-#include "tessera/comm/store_board.h"
+#include "cli/launch/launch_store.h"
 #include "tests/launch/rank_program.h"
 
 int main(int argc, char** argv) {
@@ -11,7 +11,7 @@ int main(int argc, char** argv) {
     behaviours.insert(behaviours.end(), table.begin(), table.end());
   }
   const auto serve_store = [](int num_ranks) {
-    return comm::serve_launch_store(num_ranks, std::chrono::seconds(60));
+    return cli::serve_launch_store(num_ranks, std::chrono::seconds(60));
   };
   return testing::rank_program_main(argc, argv, behaviours, serve_store);
 }

@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include "cli/launch/launcher.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -237,10 +238,10 @@ TEST(Rendezvous, RefusesHalfASetAndNamesVariableValueAndRemedy) {
 
 TEST(Rendezvous, OfAnotherLauncherForbidsRanksOfOurOwn) {
   for (const Environment& env : {kTorchrun, kOpenMpi, kSrun, kTessera}) {
-    EXPECT_THROW(check_no_rendezvous(env), ConfigError);
+    EXPECT_THROW(cli::check_no_rendezvous(env), ConfigError);
   }
   try {
-    check_no_rendezvous(kTorchrun);
+    cli::check_no_rendezvous(kTorchrun);
     FAIL() << "expected ConfigError";
   } catch (const ConfigError& error) {
     EXPECT_STREQ(error.what(),
@@ -250,9 +251,9 @@ TEST(Rendezvous, OfAnotherLauncherForbidsRanksOfOurOwn) {
 }
 
 TEST(Rendezvous, OfAWorldOfOneAllowsRanksOfOurOwn) {
-  EXPECT_NO_THROW(check_no_rendezvous({}));
-  EXPECT_NO_THROW(check_no_rendezvous({{"RANK", "0"}, {"WORLD_SIZE", "1"}}));
-  EXPECT_NO_THROW(check_no_rendezvous({{"SLURM_NTASKS", "9"}}));
+  EXPECT_NO_THROW(cli::check_no_rendezvous({}));
+  EXPECT_NO_THROW(cli::check_no_rendezvous({{"RANK", "0"}, {"WORLD_SIZE", "1"}}));
+  EXPECT_NO_THROW(cli::check_no_rendezvous({{"SLURM_NTASKS", "9"}}));
 }
 
 TEST(Rendezvous, PutsTheSecretOfARunBeforeItsKeys) {

@@ -1,4 +1,4 @@
-#include "tessera/comm/stop_signals.h"
+#include "cli/launch/stop_signals.h"
 
 #include <unistd.h>
 
@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera::comm {
+namespace tessera::cli {
 namespace {
 
 void say_cleaned() { [[maybe_unused]] const ssize_t done = write(STDERR_FILENO, "cleaned\n", 8); }
@@ -81,4 +81,4 @@ TEST(StopSignals, GiveBackWhatWasThere) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::cli

@@ -3,8 +3,8 @@
 #include <csignal>
 #include <memory>
 
+#include "tessera/comm/status_store.h"
 #include "tessera/comm/store.h"
-#include "tessera/comm/store_board.h"
 #include "tessera/core/error.h"
 #include "tests/launch/rank_program.h"
 
@@ -24,7 +24,7 @@ std::unique_ptr<comm::Store> join(const RankContext& context) {
   return store;
 }
 
-// All meet; rank 0, which may hold the store, leaves last.
+// All join; rank 0, which may hold the store, leaves last.
 int meet(RankContext& context) {
   const auto store = join(context);
   say("rank " + std::to_string(context.rank()) + " met " + store->get("arrived", kLimit) +
@@ -41,19 +41,19 @@ int meet(RankContext& context) {
   return 0;
 }
 
-// Argument 0 names the culprit. The others wait until its failure is on the board.
+// Argument 0 names the culprit. The others wait until its failure is in the status store.
 int name_the_culprit(RankContext& context, const std::function<void()>& deed) {
   const auto store = join(context);
-  auto board =
-      comm::make_store_board(comm::connect_store(context.rendezvous.host, context.rendezvous.port,
-                                                 kLimit, context.rendezvous.key_prefix),
-                             context.rendezvous.world_size);
-  context.process.set_board(board);
+  const auto status = std::make_shared<comm::StatusStore>(
+      comm::connect_store(context.rendezvous.host, context.rendezvous.port, kLimit,
+                          context.rendezvous.key_prefix),
+      context.rendezvous.world_size);
+  context.process.set_status(status);
   if (context.is_culprit()) deed();
-  store->get("board/num_failures", kLimit);
+  store->get("status/num_failures", kLimit);
   std::string named;
-  for (const auto& [rank, text] : board->failures()) {
-    named += " rank " + std::to_string(rank) + ": " + text;
+  for (const auto& [rank, failure] : status->failures()) {
+    named += " rank " + std::to_string(rank) + ": " + failure.text;
   }
   say("rank " + std::to_string(context.rank()) + " read" + named);
   throw PeerError("lost" + named);

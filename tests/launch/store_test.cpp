@@ -10,8 +10,10 @@
 
 #include <gtest/gtest.h>
 
+#include "cli/launch/launch_store.h"
 #include "tessera/comm/socket_probe.h"
-#include "tessera/comm/store_board.h"
+#include "tessera/comm/status_store.h"
+#include "tessera/comm/tag.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -176,94 +178,78 @@ TEST(Store, ListensOnLoopbackOnlyForALocalRun) {
   close(local.fd);
 }
 
-// As ranks find it in their environment.
-std::string prefix_of(const LaunchStore& launch) {
-  return find_rendezvous({{kSecretVariable, launch.secret}}).key_prefix;
+// As the launcher and its ranks see it.
+class StatusStoreTest : public ::testing::Test {
+ protected:
+  static constexpr int kNumRanks = 8;
+
+  std::unique_ptr<StatusStore> connect(const std::string& secret) const {
+    const std::string prefix = find_rendezvous({{kSecretVariable, secret}}).key_prefix;
+    return std::make_unique<StatusStore>(connect_store(launch_.host, launch_.port, kLimit, prefix),
+                                         kNumRanks);
+  }
+
+  cli::LaunchStore launch_ = cli::serve_launch_store(kNumRanks, kLimit);
+  std::unique_ptr<StatusStore> rank_ = connect(launch_.secret);
+};
+
+TEST_F(StatusStoreTest, IsNotFoundWithoutTheSecretOfItsRun) {
+  const cli::LaunchStore other = cli::serve_launch_store(kNumRanks, kLimit);
+  EXPECT_GE(launch_.secret.size(), 32U);
+  EXPECT_NE(launch_.secret, other.secret);
+  launch_.status->post_failure(1, RankFailure{"disk is full"});
+  EXPECT_EQ(rank_->failures().size(), 1U);
+  EXPECT_EQ(connect("")->failures().size(), 0U);
+  EXPECT_EQ(connect(other.secret)->failures().size(), 0U);
 }
 
-TEST(StoreBoard, IsNotFoundWithoutTheSecretOfItsRun) {
-  LaunchStore launch = serve_launch_store(2, kLimit);
-  LaunchStore other = serve_launch_store(2, kLimit);
-  EXPECT_GE(launch.secret.size(), 32U);
-  EXPECT_NE(launch.secret, other.secret);
-  launch.board->post_failure(1, "disk is full");
-  EXPECT_TRUE(launch.board->reachable());
-  const auto board_with = [&](const std::string& prefix) {
-    return make_store_board(connect_store(launch.host, launch.port, kLimit, prefix), 2);
-  };
-  EXPECT_EQ(board_with(prefix_of(launch))->failures().size(), 1U);
-  EXPECT_EQ(board_with(Rendezvous{}.key_prefix)->failures().size(), 0U);
-  EXPECT_EQ(board_with(prefix_of(other))->failures().size(), 0U);
-}
-
-TEST(StoreBoard, ShowsEntriesOfOtherRanks) {
-  LaunchStore launch = serve_launch_store(2, kLimit);
-  const auto board =
-      make_store_board(connect_store(launch.host, launch.port, kLimit, prefix_of(launch)), 2);
-  EXPECT_EQ(board->read("world", 1), std::nullopt);
-  BoardEntry entry;
-  entry.launched = 7;
-  entry.completed = 6;
-  entry.beat = 3;
-  entry.text = "all_gather #7";
-  launch.board->post("world", 1, entry);
+TEST_F(StatusStoreTest, ShowsTheStatusOfOtherRanks) {
+  EXPECT_EQ(rank_->read("world", 1), std::nullopt);
+  const RankStatus posted{7, 6, 3, "all_gather #7"};
+  launch_.status->post("world", 1, posted);
   // A post is not answered: only an answer on the same connection says that the store has it.
-  EXPECT_TRUE(launch.board->reachable());
-  const auto read = board->read("world", 1);
-  ASSERT_TRUE(read);
-  EXPECT_EQ(read->launched, 7U);
-  EXPECT_EQ(read->completed, 6U);
-  EXPECT_EQ(read->beat, 3U);
-  EXPECT_EQ(read->text, "all_gather #7");
-  EXPECT_EQ(board->read("other", 1), std::nullopt);
+  EXPECT_TRUE(launch_.status->is_reachable());
+  EXPECT_EQ(rank_->read("world", 1), posted);
+  EXPECT_EQ(rank_->read("other", 1), std::nullopt);
 }
 
-TEST(StoreBoard, KeepsTheFirstFailureOfEachRank) {
-  LaunchStore launch = serve_launch_store(4, kLimit);
-  const auto board =
-      make_store_board(connect_store(launch.host, launch.port, kLimit, prefix_of(launch)), 4);
-  EXPECT_TRUE(board->failures().empty());
-  board->post_failure(3, "disk is full");
-  launch.board->post_failure(3, "exited with code 1");
-  launch.board->post_failure(0, "killed");
-  const std::map<int, std::string> expected{{0, "killed"}, {3, "disk is full"}};
-  EXPECT_EQ(board->failures(), expected);
-  EXPECT_EQ(launch.board->failures(), expected);
+TEST_F(StatusStoreTest, KeepsTheFirstFailureOfEachRank) {
+  EXPECT_TRUE(rank_->failures().empty());
+  rank_->post_failure(3, MismatchError("ranks differ"));
+  launch_.status->post_failure(3, RankFailure{"exited with code 1"});
+  launch_.status->post_failure(0, RankFailure{"killed"});
+  const std::map<int, RankFailure> expected{{0, {"killed", false}}, {3, {"ranks differ", true}}};
+  EXPECT_EQ(rank_->failures(), expected);
+  EXPECT_EQ(launch_.status->failures(), expected);
 }
 
-TEST(StoreBoard, WithoutItsStoreIsEmptyAndSaysSo) {
-  LaunchStore launch = serve_launch_store(2, kLimit);
-  const auto board =
-      make_store_board(connect_store(launch.host, launch.port, kLimit, prefix_of(launch)), 2);
-  board->post_failure(1, "disk is full");
-  EXPECT_TRUE(board->reachable());
-  launch.board.reset();
+TEST_F(StatusStoreTest, WithoutItsStoreIsEmptyAndSaysSo) {
+  rank_->post_failure(1, RankFailure{"disk is full"});
+  EXPECT_TRUE(rank_->is_reachable());
+  launch_.status.reset();
   ::testing::internal::CaptureStderr();
-  EXPECT_FALSE(board->reachable());
-  EXPECT_TRUE(board->failures().empty());
-  EXPECT_EQ(board->read("world", 0), std::nullopt);
-  board->post("world", 0, BoardEntry{});
-  board->post_failure(0, "late");
+  EXPECT_FALSE(rank_->is_reachable());
+  EXPECT_TRUE(rank_->failures().empty());
+  EXPECT_EQ(rank_->read("world", 0), std::nullopt);
+  rank_->post("world", 0, RankStatus{});
+  rank_->post_failure(0, RankFailure{"late"});
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "") << "c10d speaks";
 }
 
-TEST(StoreBoard, IsSafeFromSeveralThreads) {
-  LaunchStore launch = serve_launch_store(8, kLimit);
+TEST_F(StatusStoreTest, IsSafeFromSeveralThreads) {
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < 8; ++rank) {
+  for (int rank = 0; rank < kNumRanks; ++rank) {
     threads.emplace_back([&, rank] {
-      for (std::uint64_t beat = 1; beat <= 50; ++beat) {
-        BoardEntry entry;
-        entry.beat = beat;
-        launch.board->post("world", rank, entry);
-        launch.board->failures();
+      for (std::uint64_t heartbeat = 1; heartbeat <= 50; ++heartbeat) {
+        launch_.status->post("world", rank, {0, 0, heartbeat, ""});
+        launch_.status->failures();
       }
-      launch.board->post_failure(rank, std::to_string(rank));
+      launch_.status->post_failure(rank, RankFailure{std::to_string(rank)});
     });
   }
   for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(launch.board->failures().size(), 8U);
-  EXPECT_EQ(launch.board->read("world", 5)->beat, 50U);
+  EXPECT_EQ(launch_.status->failures().size(), static_cast<std::size_t>(kNumRanks));
+  EXPECT_EQ(launch_.status->read("world", 5)->heartbeat, 50U);
 }
 
 }  // namespace

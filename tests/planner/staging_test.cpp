@@ -1,10 +1,11 @@
 // What groups are planned to reserve holds every call of a step, as those who make calls plan them.
+#include "tessera/comm/staging.h"
+
 #include <algorithm>
 #include <random>
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/staging_bytes.h"
 #include "tessera/coordinator/prefetch_plan.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"

@@ -1,4 +1,4 @@
-#include "tessera/comm/launcher.h"
+#include "cli/launch/launcher.h"
 
 #include <poll.h>
 #include <sched.h>
@@ -11,16 +11,16 @@
 #include <optional>
 #include <utility>
 
-#include "tessera/comm/child_process.h"
-#include "tessera/comm/rank_end.h"
+#include "cli/launch/child_process.h"
+#include "cli/launch/rank_end.h"
+#include "cli/launch/signal_pipe.h"
 #include "tessera/comm/rank_report.h"
 #include "tessera/comm/rendezvous.h"
-#include "tessera/comm/signal_pipe.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/error.h"
 #include "tessera/core/resource_limits.h"
 
-namespace tessera::comm {
+namespace tessera::cli {
 namespace {
 
 constexpr const char* kThreadsVariable = "OMP_NUM_THREADS";
@@ -32,7 +32,7 @@ int num_usable_cores() {
   return std::max(1, CPU_COUNT(&cores));
 }
 
-std::vector<std::string> to_texts(const Environment& env) {
+std::vector<std::string> to_texts(const comm::Environment& env) {
   std::vector<std::string> texts;
   for (const auto& [name, value] : env) texts.push_back(name + "=" + value);
   return texts;
@@ -135,7 +135,7 @@ class Launch {
   }
 
   void start_ranks() {
-    Environment env = process_environment();
+    comm::Environment env = comm::process_environment();
     if (env[kThreadsVariable].empty()) {
       const int cores = num_usable_cores();
       const int threads = std::max(1, cores / options_.num_ranks);
@@ -147,12 +147,12 @@ class Launch {
     env["TESSERA_WORLD_SIZE"] = std::to_string(options_.num_ranks);
     env["TESSERA_STORE_HOST"] = store_.host;
     env["TESSERA_STORE_PORT"] = std::to_string(store_.port);
-    env[kSecretVariable] = store_.secret;
-    env[kLauncherPidVariable] = std::to_string(getpid());
+    env[comm::kSecretVariable] = store_.secret;
+    env[comm::kLauncherPidVariable] = std::to_string(getpid());
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
-      OwnedFd report(make_report_file());
+      OwnedFd report(comm::make_report_file());
       env["TESSERA_RANK"] = std::to_string(rank);
-      env[kReportFdVariable] = std::to_string(report.get());
+      env[comm::kReportFdVariable] = std::to_string(report.get());
       ChildProcess process =
           ChildProcess::spawn({options_.program, options_.argv, to_texts(env), report.get()});
       ranks_.push_back(Rank{std::move(process), std::move(report)});
@@ -179,7 +179,7 @@ class Launch {
       if (const auto end = ranks_[i].process.take_end()) {
         --num_running_;
         on_end(RankEnd{static_cast<int>(i), end->exit_code, end->signal, clock_.now_ns(),
-                       read_report(ranks_[i].report.get())});
+                       comm::read_report(ranks_[i].report.get())});
       }
       all_gone = ranks_[i].process.gone() && all_gone;
     }
@@ -195,12 +195,13 @@ class Launch {
     }
     if (stop_signal_ != 0 && end.shell_code() == 128 + stop_signal_) {
       // As told, but it may have left others behind in a call: it need not be a rank of ours.
-      if (store_.board) store_.board->post_failure(end.rank, describe_cause(end));
+      if (store_.status)
+        store_.status->post_failure(end.rank, comm::RankFailure{describe_cause(end)});
       return;
     }
     if (stop_signal_ != 0 && end.is_consequence()) return;
-    if (store_.board && !end.is_consequence()) {
-      store_.board->post_failure(end.rank, describe_cause(end));
+    if (store_.status && !end.is_consequence()) {
+      store_.status->post_failure(end.rank, comm::RankFailure{describe_cause(end)});
     }
     if (!announced_) failures_.push_back(std::move(end));
     if (phase_ < Phase::kSettling) enter(Phase::kSettling, options_.settle);
@@ -241,8 +242,9 @@ class Launch {
     if (!root) return;
     print(describe_end(failures_[*root]));
     // Also a consequence is posted, if nobody has anything better to say.
-    if (store_.board) {
-      store_.board->post_failure(failures_[*root].rank, describe_cause(failures_[*root]));
+    if (store_.status) {
+      store_.status->post_failure(failures_[*root].rank,
+                                  comm::RankFailure{describe_cause(failures_[*root])});
     }
     if (phase_ == Phase::kSettling) enter(Phase::kGrace, options_.grace);
   }
@@ -305,8 +307,16 @@ int launch_local_ranks(const LaunchOptions& options) {
                 ": at least one rank is needed");
   TESSERA_INVARIANT(!options.argv.empty() && options.serve_store,
                     "launcher: argv and serve_store must be given");
-  check_no_rendezvous(process_environment());
+  check_no_rendezvous(comm::process_environment());
   return Launch(options).run();
 }
 
-}  // namespace tessera::comm
+void check_no_rendezvous(const comm::Environment& env) {
+  const comm::Rendezvous found = comm::find_rendezvous(env);
+  TESSERA_CHECK(found.source == comm::RendezvousSource::kNone || found.world_size == 1, ConfigError,
+                "--ranks starts ranks of its own, but this process is already rank ", found.rank,
+                " of ", found.world_size, ", started by ", to_string(found.source),
+                "; leave --ranks out, or start the program without ", to_string(found.source));
+}
+
+}  // namespace tessera::cli

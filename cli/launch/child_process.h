@@ -5,8 +5,8 @@
 // while the dead program still holds the group's number, so the signal cannot hit a stranger.
 // Then the group's orphans, which this process adopts (Adoption), are reaped.
 //
-// Threads: one thread, the one that started it: the kernel ties the death signal (rank_process.h)
-// to that thread.
+// Threads: one thread, the one that started it: the kernel ties the death signal
+// (comm/rank_process.h) to that thread.
 #pragma once
 
 #include <sys/types.h>
@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-namespace tessera::comm {
+namespace tessera::cli {
 
 struct ProcessEnd {
   int exit_code = 0;
@@ -68,4 +68,4 @@ class Adoption {
   int previous_ = 0;
 };
 
-}  // namespace tessera::comm
+}  // namespace tessera::cli

@@ -24,7 +24,7 @@
 #include <utility>
 #include <vector>
 
-namespace tessera::comm {
+namespace tessera::cli {
 
 struct StopOptions {
   pid_t launcher_pid = 0;  // 0: no launcher of ours
@@ -55,4 +55,4 @@ class StopSignals {
 // Ends this process by `signal`, or with 128 + signal where that does not end it. Flushes nothing.
 [[noreturn]] void end_by_signal(int signal);
 
-}  // namespace tessera::comm
+}  // namespace tessera::cli

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-namespace tessera::comm {
+namespace tessera::cli {
 
 class SignalPipe {
  public:
@@ -32,4 +32,4 @@ class SignalPipe {
   std::vector<std::pair<int, struct sigaction>> previous_;
 };
 
-}  // namespace tessera::comm
+}  // namespace tessera::cli

@@ -1,4 +1,4 @@
-#include "tessera/comm/c10d_yardstick.h"
+#include "bench/c10d_yardstick.h"
 
 #include <utility>
 
@@ -8,17 +8,17 @@
 
 #include "tessera/comm/c10d_store.h"
 
-namespace tessera::comm {
+namespace tessera::bench {
 namespace {
 
 class C10dReduceScatter final : public ReduceScatterYardstick {
  public:
-  C10dReduceScatter(std::shared_ptr<Store> store, int rank, int size, const std::string& host)
+  C10dReduceScatter(std::shared_ptr<comm::Store> store, int rank, int size, const std::string& host)
       : size_(size), store_(std::move(store)) {
     auto options = c10d::ProcessGroupGloo::Options::create();
     options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(host));
     gloo_ = c10::make_intrusive<c10d::ProcessGroupGloo>(
-        c10::make_intrusive<c10d::PrefixStore>("yardstick", c10d_store(*store_)), rank, size,
+        c10::make_intrusive<c10d::PrefixStore>("yardstick", comm::c10d_store(*store_)), rank, size,
         options);
   }
 
@@ -31,16 +31,16 @@ class C10dReduceScatter final : public ReduceScatterYardstick {
 
  private:
   const int size_;
-  const std::shared_ptr<Store> store_;
+  const std::shared_ptr<comm::Store> store_;
   c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo_;
 };
 
 }  // namespace
 
-std::unique_ptr<ReduceScatterYardstick> make_c10d_reduce_scatter(std::shared_ptr<Store> store,
+std::unique_ptr<ReduceScatterYardstick> make_c10d_reduce_scatter(std::shared_ptr<comm::Store> store,
                                                                  int rank, int size,
                                                                  const std::string& host) {
   return std::make_unique<C10dReduceScatter>(std::move(store), rank, size, host);
 }
 
-}  // namespace tessera::comm
+}  // namespace tessera::bench

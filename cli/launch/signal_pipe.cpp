@@ -1,4 +1,4 @@
-#include "tessera/comm/signal_pipe.h"
+#include "cli/launch/signal_pipe.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -9,7 +9,7 @@
 
 #include "tessera/core/error.h"
 
-namespace tessera::comm {
+namespace tessera::cli {
 namespace {
 
 // A handler has no argument of ours; this is the only way to reach the pipe from it.
@@ -69,4 +69,4 @@ std::vector<int> SignalPipe::take() {
   }
 }
 
-}  // namespace tessera::comm
+}  // namespace tessera::cli

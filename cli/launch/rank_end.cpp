@@ -1,11 +1,11 @@
-#include "tessera/comm/rank_end.h"
+#include "cli/launch/rank_end.h"
 
 #include <csignal>
 #include <tuple>
 
 #include "tessera/core/error.h"
 
-namespace tessera::comm {
+namespace tessera::cli {
 namespace {
 
 const char* remedy(int signal) {
@@ -70,7 +70,7 @@ std::string signal_name(int signal) {
 }
 
 bool RankEnd::is_consequence() const {
-  return signal == 0 && report && report->kind == FailureKind::kPeerLoss;
+  return signal == 0 && report && report->kind == comm::FailureKind::kPeerLoss;
 }
 
 std::string describe_cause(const RankEnd& end) {
@@ -101,4 +101,4 @@ std::optional<std::size_t> find_root_cause(std::span<const RankEnd> ends) {
   return root;
 }
 
-}  // namespace tessera::comm
+}  // namespace tessera::cli

@@ -1,7 +1,6 @@
 // c10d's own reduce-scatter over Gloo, for bench/reduce_scatter_bench.cpp to measure ours against.
 //
-// Built only with TESSERA_BENCH; nothing of the library uses it. It lives in this room because c10d
-// is named nowhere else. It has connections of its own, on the same interface as gloo_backend's.
+// It has connections of its own, on the same interface as gloo_backend's.
 //
 // Threads: one thread per object.
 #pragma once
@@ -12,7 +11,7 @@
 
 #include "tessera/comm/store.h"
 
-namespace tessera::comm {
+namespace tessera::bench {
 
 class ReduceScatterYardstick {
  public:
@@ -21,9 +20,9 @@ class ReduceScatterYardstick {
   virtual void reduce_scatter(float* input, float* output, std::int64_t shard_numel) = 0;
 };
 
-// Collective: blocks until all `size` ranks have come to `store`. `host` is the address to bind.
-std::unique_ptr<ReduceScatterYardstick> make_c10d_reduce_scatter(std::shared_ptr<Store> store,
+// Collective: blocks until all `size` ranks have joined at `store`. `host` is the address to bind.
+std::unique_ptr<ReduceScatterYardstick> make_c10d_reduce_scatter(std::shared_ptr<comm::Store> store,
                                                                  int rank, int size,
                                                                  const std::string& host);
 
-}  // namespace tessera::comm
+}  // namespace tessera::bench

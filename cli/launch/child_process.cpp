@@ -1,4 +1,4 @@
-#include "tessera/comm/child_process.h"
+#include "cli/launch/child_process.h"
 
 #include <fcntl.h>
 #include <spawn.h>
@@ -15,7 +15,7 @@
 
 #include "tessera/core/error.h"
 
-namespace tessera::comm {
+namespace tessera::cli {
 namespace {
 
 // The link is resolved so that the process is called by its name; if the file was replaced while
@@ -143,4 +143,4 @@ Adoption::Adoption() {
 
 Adoption::~Adoption() { prctl(PR_SET_CHILD_SUBREAPER, previous_); }
 
-}  // namespace tessera::comm
+}  // namespace tessera::cli

@@ -11,32 +11,24 @@
 //                           a rank that fails meanwhile: settling; a second signal: killed
 //
 // The root cause is shown once, after settling; what the other ranks report is its consequence and
-// is not shown. Each failure is posted on the board at once, so that waiting ranks can name it.
+// is not shown. Each failure is posted in the status store at once, so that waiting ranks can name
+// it.
 //
-// If the launcher itself is killed, its ranks die with it (rank_process.h).
+// If the launcher itself is killed, its ranks die with it (comm/rank_process.h).
 //
 // Threads: call it from a thread that lives as long as the call, one call at a time per process.
 #pragma once
 
 #include <chrono>
-#include <cstdint>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "tessera/comm/board.h"
+#include "cli/launch/launch_store.h"
+#include "tessera/comm/rendezvous.h"
 
-namespace tessera::comm {
-
-// What the ranks meet at. The board keeps the server alive (store_board.h: serve_launch_store).
-struct LaunchStore {
-  std::string host;
-  std::uint16_t port = 0;
-  std::shared_ptr<Board> board;
-  std::string secret;  // for kSecretVariable of all ranks; empty: none
-};
+namespace tessera::cli {
 
 struct LaunchOptions {
   int num_ranks = 1;
@@ -63,4 +55,7 @@ struct LaunchOptions {
 // launcher has already started this process as one of several ranks.
 int launch_local_ranks(const LaunchOptions& options);
 
-}  // namespace tessera::comm
+// For `--ranks N`: a ConfigError if another launcher has already started several ranks.
+void check_no_rendezvous(const comm::Environment& env);
+
+}  // namespace tessera::cli

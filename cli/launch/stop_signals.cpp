@@ -1,4 +1,4 @@
-#include "tessera/comm/stop_signals.h"
+#include "cli/launch/stop_signals.h"
 
 #include <unistd.h>
 
@@ -9,7 +9,7 @@
 
 #include "tessera/core/error.h"
 
-namespace tessera::comm {
+namespace tessera::cli {
 namespace {
 
 enum class Mode : int { kNone, kSetUp, kDeferred, kClosing };
@@ -105,4 +105,4 @@ void end_by_signal(int signal) {
   _exit(128 + signal);
 }
 
-}  // namespace tessera::comm
+}  // namespace tessera::cli
