@@ -193,7 +193,7 @@ int Engine::Impl::add_param(const NamedTensor& given, const at::Tensor& before, 
   spec.trainable = tensor.requires_grad();
   spec.weight_decay_scale = weight_decay_scale;
   const shard::Layout layout(spec.numel, group().size(), spec.dtype);
-  spec.placement.parameter = tiers.tier_of_next(layout);
+  spec.placement = tiers.placement_of_next(layout);
 
   at::Tensor elements;  // the module's own values
   if (init.kind == Init::Kind::kModule) {
@@ -316,7 +316,7 @@ void Engine::Impl::seal() {
   }
   settle_units();
   if (tiers.is_planned()) {
-    tiers.settle(shapes());
+    tiers.finalize(shapes());
     tiers.reserve_staging(reduce_group());
     coordinator_->set_tier(tiers.coordinator_options());
   }
@@ -381,10 +381,10 @@ void Engine::Impl::make_reducer() {
     reductions.bucket_bytes =
         std::clamp(trainable_bytes() / 4, kSmallestBucketBytes, reductions.bucket_bytes);
   }
-  if (const planner::Placement* placement = tiers.placement()) {
-    reductions.bucket_bytes = placement->bucket_bytes;
-    if (placement->kept_gradient_bytes > 0) {
-      parts.most_kept_bytes = placement->kept_gradient_bytes;
+  if (const planner::MemoryPlan* plan = tiers.plan()) {
+    reductions.bucket_bytes = plan->bucket_bytes;
+    if (plan->kept_gradient_bytes > 0) {
+      parts.most_kept_bytes = plan->kept_gradient_bytes;
     }
   }
   parts.is_planned = tiers.is_planned();
