@@ -21,10 +21,6 @@ constexpr std::int64_t kBucketsPerBudget = 16;
 constexpr std::int64_t kTiniestBucketBytes = std::int64_t{64} << 10;
 constexpr std::int64_t kKeptGradientsPerBudget = 16;
 
-std::int64_t rounded_up(std::int64_t value, std::int64_t step) {
-  return (value + step - 1) / step * step;
-}
-
 // Staging for as many as there are slots.
 std::int64_t two_reductions(std::int64_t shard_numel, const MemoryPlanOptions& options) {
   return taken_bytes(2 *

@@ -24,6 +24,9 @@ namespace tessera::planner {
 
 // Plans count in signed numbers, allocators in std::size_t.
 inline std::int64_t as_int(std::size_t bytes) { return static_cast<std::int64_t>(bytes); }
+inline std::int64_t rounded_up(std::int64_t value, std::int64_t step) {
+  return (value + step - 1) / step * step;
+}
 
 // A model cut for the ranks, with what is asked of it again and again.
 struct CutModel {

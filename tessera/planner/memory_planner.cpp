@@ -36,10 +36,6 @@ constexpr std::int64_t kGoodUnits = 4;
 constexpr std::int64_t kOptimizerPoolsPerBudget = 8;
 constexpr std::int64_t kParameterPoolsPerBudget = 16;
 
-std::int64_t rounded_up(std::int64_t value, std::int64_t step) {
-  return (value + step - 1) / step * step;
-}
-
 // A sum of bytes, and its arithmetic in words.
 class ByteSum {
  public:
