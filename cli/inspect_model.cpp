@@ -28,10 +28,13 @@ StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
   const bool on_cuda = plan.cuda_device >= 0;
   if (plan.memory) {
     coordinator::PlanBudgets& budgets = input.options.budgets;
-    budgets.live_limit_bytes = plan.memory->placement.live_limit_bytes;
-    if (on_cuda && num_ranks == 1) {
-      budgets.max_inflight = coordinator::kHostCopiesInFlight;  // as EngineTiers
-      budgets.reuse_distance_bytes = planner::kUnlimited;
+    const planner::MemoryPlan& memory = plan.memory->placement;
+    budgets.live_limit_bytes = memory.live_limit_bytes;
+    if (memory.max_inflight > 0) {
+      budgets.max_inflight = memory.max_inflight;
+    }
+    if (memory.reuse_distance_bytes > 0) {
+      budgets.reuse_distance_bytes = memory.reuse_distance_bytes;
     }
   } else if (on_cuda) {
     input.resident = make_memory_plan(plan.config, plan.model, num_ranks, on_cuda);

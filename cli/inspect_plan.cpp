@@ -39,14 +39,12 @@ void measure_params(const StepPlanInput& input, StepPlan& plan) {
 }
 
 // In a group of one a shard in the memory that operators read is the full parameter: it is used
-// where it lies. Without a GPU the host's memory is that, too.
+// where it lies.
 bool is_gathered(const StepPlanInput& input, int id) {
   if (input.num_ranks > 1 || !input.memory) {
     return input.num_ranks > 1;
   }
-  const planner::Placement& placement = input.memory->placement;
-  const planner::Place place = placement.params[index_of(id)].parameter;
-  return placement.on_cuda ? place != planner::Place::kDevice : place == planner::Place::kNvme;
+  return input.memory->placement.params[index_of(id)].parameter != Tier::kDevice;
 }
 
 void measure_units(const StepPlanInput& input, StepPlan& plan) {

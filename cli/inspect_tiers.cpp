@@ -32,24 +32,12 @@ std::string what_text(const MemoryPlan& memory, const PlannedExtent& extent) {
   return extent.begin == 0 ? text : fmt::format("{}, from element {}", text, extent.begin);
 }
 
-const char* place_text(planner::Place place) {
-  switch (place) {
-    case planner::Place::kDevice:
-      return "device";
-    case planner::Place::kHost:
-      return "host";
-    case planner::Place::kNvme:
-      break;
-  }
-  return "nvme";
-}
-
 }  // namespace
 
 std::string tiers_screen(const MemoryPlan& memory) {
-  const planner::Placement& placement = memory.placement;
-  std::string text = planner::placement_text(placement) + activations_text(memory);
-  if (memory.options.cpu_share < 0 && placement.update.streamed + placement.update.processor > 0) {
+  const planner::MemoryPlan& placement = memory.placement;
+  std::string text = placement.text() + activations_text(memory);
+  if (memory.options.cpu_share < 0 && placement.update.streamed + placement.update.cpu > 0) {
     text += "who updates is as without measured rates; training measures them, or --cpu-share\n";
   }
   const std::vector<PlannedExtent> extents = extents_of(memory);
@@ -84,7 +72,7 @@ std::string tiers_screen(const MemoryPlan& memory) {
 }
 
 Json tiers_json(const MemoryPlan& memory) {
-  const planner::Placement& placement = memory.placement;
+  const planner::MemoryPlan& placement = memory.placement;
   Json lines = Json::array();
   for (const planner::LedgerLine& line : placement.ledger_with_groups()) {
     lines.push_back(
@@ -93,9 +81,9 @@ Json tiers_json(const MemoryPlan& memory) {
   Json places = Json::array();
   for (std::size_t i = 0; i < placement.params.size(); ++i) {
     places.push_back({{"name", memory.shapes.params[i].name},
-                      {"parameter", place_text(placement.params[i].parameter)},
-                      {"gradient", place_text(placement.params[i].gradient)},
-                      {"states", place_text(placement.params[i].states)}});
+                      {"parameter", to_string(placement.params[i].parameter)},
+                      {"gradient", to_string(placement.params[i].gradient)},
+                      {"states", to_string(placement.params[i].states)}});
   }
   Json extents = Json::array();
   for (const PlannedExtent& extent : extents_of(memory)) {
@@ -124,7 +112,7 @@ Json tiers_json(const MemoryPlan& memory) {
           {"update",
            {{"resident_numel", placement.update.resident},
             {"streamed_numel", placement.update.streamed},
-            {"processor_numel", placement.update.processor}}},
+            {"processor_numel", placement.update.cpu}}},
           {"sub_group_numel", placement.sub_group_numel},
           {"optimizer_buffers", placement.num_optimizer_buffers},
           {"places", places},

@@ -18,6 +18,8 @@
 #include "tessera/engine/engine_tiers.h"
 #include "tessera/optim/rule.h"
 #include "tessera/planner/default_budgets.h"
+#include "tessera/planner/machine_limits.h"
+#include "tessera/planner/memory_planner.h"
 #include "tessera/planner/prediction.h"
 #include "tessera/tier/io_measure.h"
 #include "tessera/tier/scratch_file.h"
@@ -81,7 +83,7 @@ void measure_disks(const Config& config, planner::StepRates& rates, std::string&
   add_disks(disks, rates);
 }
 
-std::string disk_bound_text(const planner::Placement& placement, const planner::StepRates& rates) {
+std::string disk_bound_text(const planner::MemoryPlan& placement, const planner::StepRates& rates) {
   std::array<char, 64> text{};
   std::snprintf(text.data(), text.size(), "the disk takes at least %.2f s per step\n",
                 planner::predict_step(placement, rates).io_s);
@@ -109,10 +111,10 @@ MemoryPlan make_memory_plan(const Config& config, const models::GptOptions& mode
                   is_empty("unit.leaf_name_suffixes") && is_empty("unit.dynamic_names") &&
                   config.get_int("unit.leaf_below_numel") == 0;
   plan.shapes = models::planner_shapes(models::gpt_shape(model));
-  plan.options = planner::PlacementOptions::from(config, num_ranks, on_cuda);
+  plan.options = planner::MemoryPlanOptions::from(config, num_ranks, on_cuda);
   const BatchShape batch{config.get_int("batch.total"), num_ranks,
                          config.get_int("batch.accumulate")};
-  plan.placement = planner::make_placement(plan.shapes, plan.options, batch.accumulate);
+  plan.placement = planner::plan_memory(plan.shapes, plan.options, batch.accumulate);
   const optim::RuleOptions rule = optim::RuleOptions::from(config);
   for (const std::string_view name : optim::state_names(rule)) {
     plan.state_names.emplace_back(name);
@@ -140,7 +142,7 @@ std::string give_default_budgets(TrainPlan& plan) {
   }
   const std::optional<planner::DefaultBudgets> budgets = planner::default_budgets(
       models::planner_shapes(models::gpt_shape(plan.model)),
-      planner::PlacementOptions::from(plan.config, plan.batch.num_ranks, true),
+      planner::MemoryPlanOptions::from(plan.config, plan.batch.num_ranks, true),
       plan.batch.accumulate, models::gpt_activations(plan.model, plan.batch.per_micro_batch()).peak,
       free_memory(plan.cuda_device));
   if (!budgets) {
@@ -193,8 +195,8 @@ std::optional<double> kept_disk_s(const TrainPlan& plan, int num_local_ranks) {
 }
 
 std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
-  const planner::Placement& placement = plan.memory->placement;
-  std::string text = planner::placement_text(placement) + activations_text(*plan.memory);
+  const planner::MemoryPlan& placement = plan.memory->placement;
+  std::string text = placement.text() + activations_text(*plan.memory);
   if (placement.uses_nvme) {
     planner::StepRates rates;
     rates.num_local_ranks = num_local_ranks;
@@ -202,7 +204,7 @@ std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
     std::string notes;
     measure_disks(plan.config, rates, notes);
     text += notes;
-    if (placement.on_cuda) {
+    if (placement.is_discrete) {
       // What a GPU computes meanwhile is not measured here.
       return text + disk_bound_text(placement, rates) + "\n";
     }
@@ -219,7 +221,7 @@ std::string rates_text(const planner::UpdateRates& rates) {
   std::snprintf(text.data(), text.size(),
                 "measured at once: update on the processor %.1f GB/s, host to device %.1f GB/s, "
                 "device to host %.1f GB/s; memory of the host %.1f GB/s\n",
-                rates.processor_bytes_per_s * 1e-9, rates.h2d_bytes_per_s * 1e-9,
+                rates.cpu_bytes_per_s * 1e-9, rates.h2d_bytes_per_s * 1e-9,
                 rates.d2h_bytes_per_s * 1e-9, rates.host_bytes_per_s * 1e-9);
   return text.data();
 }

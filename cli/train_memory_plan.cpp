@@ -6,8 +6,8 @@
 namespace tessera::cli {
 
 std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
-                               const planner::Placement& placement, const models::GptOptions& model,
-                               std::int64_t batch) {
+                               const planner::MemoryPlan& placement,
+                               const models::GptOptions& model, std::int64_t batch) {
   if (!placement.gradients_leave_early) {  // they are summed, or in buckets
     return placement.device_memory_bytes() + placement.full_gradient_bytes +
            models::gpt_activations(model, batch).peak;
@@ -27,10 +27,9 @@ std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
   gradients.kept_of_unit.resize(shapes.units.size());
   const auto element_bytes = static_cast<std::int64_t>(bytes_of(shapes.dtype));
   for (std::size_t id = 0; id < shapes.params.size(); ++id) {
-    const planner::ShardPlaces& places = placement.params[id];
-    if (shapes.params[id].trainable && places.device_update) {
-      const bool goes =
-          places.parameter == planner::Place::kHost && shapes.dtype != DType::kFloat32;
+    const Placement& each = placement.params[id];
+    if (shapes.params[id].trainable && each.updater == Updater::kDevice) {
+      const bool goes = each.parameter == Tier::kHost && shapes.dtype != DType::kFloat32;
       (goes ? gradients.kept_of_unit[unit_of[id]] : staying) +=
           element_bytes * shapes.params[id].numel;
     }
@@ -44,7 +43,7 @@ std::string activations_text(const MemoryPlan& memory) {
   std::string text = detail::concat(
       "activations of a micro-batch: ", approximate_bytes(activations.peak), " at most, ",
       approximate_bytes(activations.head), " of them inside the head (logits and loss)\n");
-  if (memory.placement.on_cuda) {
+  if (memory.placement.is_discrete) {
     text += detail::concat("device memory with activations: ",
                            approximate_bytes(memory.device_peak_bytes), " at most\n");
   }

@@ -9,14 +9,14 @@
 
 #include "models/gpt_activations.h"
 #include "models/gpt_shapes.h"
-#include "tessera/planner/placement.h"
+#include "tessera/planner/memory_plan.h"
 
 namespace tessera::cli {
 
 struct MemoryPlan {
   planner::ModelShapes shapes;
-  planner::PlacementOptions options;
-  planner::Placement placement;
+  planner::MemoryPlanOptions options;
+  planner::MemoryPlan placement;
   bool is_final = true;                  // the engine will plan the same
   std::vector<std::string> state_names;  // of the update rule
   models::GptActivations activations;    // of a micro-batch of a rank; torch's, in no budget
@@ -25,8 +25,8 @@ struct MemoryPlan {
 
 // Of a GPU, at most, with micro-batches of `batch` sequences.
 std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
-                               const planner::Placement& placement, const models::GptOptions& model,
-                               std::int64_t batch);
+                               const planner::MemoryPlan& placement,
+                               const models::GptOptions& model, std::int64_t batch);
 
 // What activations take besides, and all of a GPU's memory with them.
 std::string activations_text(const MemoryPlan& memory);

@@ -153,7 +153,7 @@ std::string pinned_text(const device::PinStats& pins) {
                                        approximate_bytes(pins.bytes), time_text(pins.seconds));
 }
 
-std::string places_text(const planner::Placement& placement, const Ledger& ledger,
+std::string places_text(const planner::MemoryPlan& placement, const Ledger& ledger,
                         const NvmeTotals& nvme) {
   constexpr const char* kLine = "{:<8}{:<12}{:>12}{:>14}{:>14}{:>14}\n";
   std::string text = "what went where\n" + fmt::format(kLine, "tier", "role", "planned",

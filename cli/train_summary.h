@@ -13,7 +13,7 @@
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
 #include "tessera/device/device.h"
-#include "tessera/planner/placement.h"
+#include "tessera/planner/memory_plan.h"
 
 namespace tessera::cli {
 
@@ -102,7 +102,7 @@ class NvmeTotals {
 std::string pinned_text(const device::PinStats& pins);
 
 // What went where: bytes as planned and as held, and those that a step moved.
-std::string places_text(const planner::Placement& placement, const Ledger& ledger,
+std::string places_text(const planner::MemoryPlan& placement, const Ledger& ledger,
                         const NvmeTotals& nvme);
 
 // Bytes per tier and role of this rank beside those of unsharded training.

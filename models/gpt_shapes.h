@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "tessera/core/dtype.h"
-#include "tessera/planner/placement.h"
+#include "tessera/planner/memory_plan.h"
 
 namespace tessera::models {
 

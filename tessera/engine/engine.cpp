@@ -91,7 +91,7 @@ void Engine::Impl::finalize() {
   access.check_no_early_scope();
   model.finalize_leaves();
   if (tiers.is_planned()) {
-    tiers.settle(model.shapes());
+    tiers.finalize(model.shapes());
     tiers.reserve_staging(parts.reduce_group);
     coordinator.set_tier(tiers.coordinator_options());
   }
@@ -168,7 +168,7 @@ EngineStats Engine::take_stats() { return impl_->driver.take_stats(); }
 Runtime& Engine::runtime() const { return impl_->runtime; }
 const coordinator::Coordinator& Engine::coordinator() const { return impl_->coordinator; }
 const comm::Group& Engine::group() const { return impl_->group; }
-const planner::Placement* Engine::placement() const { return impl_->tiers.placement(); }
+const planner::MemoryPlan* Engine::placement() const { return impl_->tiers.plan(); }
 const tier::Store* Engine::store(Role role) const { return impl_->tiers.store(role); }
 Tier Engine::shard_tier() const { return impl_->shard_device ? Tier::kHost : Tier::kDevice; }
 

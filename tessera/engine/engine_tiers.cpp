@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <random>
-#include <sstream>
 #include <utility>
 
 #include "tessera/core/error.h"
@@ -12,47 +10,14 @@
 #include "tessera/engine/memory_lender.h"
 #include "tessera/optim/sharded_optimizer.h"
 #include "tessera/optim/tiered_optimizer.h"
-#include "tessera/tier/io_measure.h"
+#include "tessera/planner/memory_planner.h"
+#include "tessera/planner/update_split.h"
 
 namespace tessera::engine {
 namespace {
 
 // For a model that is still being built: tiles of initial values.
 constexpr std::int64_t kBuildBufferBytes = std::int64_t{2} << 20;
-
-tier::DirectIo direct_io(const Config& config) {
-  const std::string& mode = config.get_string("nvme.direct_io");
-  return mode == "on"    ? tier::DirectIo::kOn
-         : mode == "off" ? tier::DirectIo::kOff
-                         : tier::DirectIo::kAuto;
-}
-
-tier::IoKind io_kind(const Config& config) {
-  const std::string& kind = config.get_string("nvme.engine");
-  return kind == "uring"     ? tier::IoKind::kUring
-         : kind == "threads" ? tier::IoKind::kThreads
-                             : tier::IoKind::kAuto;
-}
-
-// What is not given was measured once per directory; the first one speaks for all.
-tier::IoOptions io_options(const Config& config) {
-  const auto block_bytes = static_cast<std::size_t>(config.get_bytes("nvme.block_bytes"));
-  const auto queue_depth = static_cast<int>(config.get_int("nvme.queue_depth"));
-  const auto num_threads = static_cast<int>(config.get_int("nvme.threads"));
-  tier::IoOptions options;
-  options.kind = io_kind(config);
-  if (block_bytes == 0 || queue_depth == 0 || num_threads == 0) {
-    tier::MeasureOptions measure;
-    measure.kind = options.kind;
-    measure.direct = direct_io(config);
-    options = tier::measure_directory(config.get_list("nvme.paths").front(), measure).best;
-    options.kind = io_kind(config);
-  }
-  options.block_bytes = block_bytes > 0 ? block_bytes : options.block_bytes;
-  options.queue_depth = queue_depth > 0 ? queue_depth : options.queue_depth;
-  options.num_threads = num_threads > 0 ? num_threads : options.num_threads;
-  return options;
-}
 
 void check_same(const planner::ModelShapes& planned, const planner::ModelShapes& built) {
   for (std::size_t i = 0; i < std::max(planned.params.size(), built.params.size()); ++i) {
@@ -90,127 +55,61 @@ EngineTiers::EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable
   if (!is_planned_) {
     return;
   }
-  options_ = planner::PlacementOptions::from(runtime.config(), group.size(),
-                                             runtime.device().is_discrete());
+  options_ = planner::MemoryPlanOptions::from(runtime.config(), group.size(),
+                                              runtime.device().is_discrete());
   options_.call_memory = group.call_memory();
   for (const std::string& directory : runtime.config().get_list("nvme.paths")) {
     tier::check_scratch_directory(directory);
   }
   if (shapes_) {
-    plan(*shapes_);
+    make_plan(*shapes_);
   }
-  if (options_.has_nvme && (!placement_ || placement_->uses_nvme)) {
-    make_io();
+  if (options_.has_nvme && (!plan_ || plan_->uses_nvme)) {
+    nvme_ = std::make_unique<NvmeStores>(runtime, group);
+    shards_ = std::make_unique<shard::ShardStore>(
+        nvme_->make_store(Role::kShard, plan_ ? plan_->bytes(Tier::kNvme, Role::kShard) : 0));
+    make_feed(plan_ ? plan_->parameter_pool_bytes
+                    : std::min(kBuildBufferBytes, options_.memory_bytes() / 8));
   }
 }
 
 EngineTiers::~EngineTiers() = default;
 
-void EngineTiers::plan(const planner::ModelShapes& model) {
+void EngineTiers::make_plan(const planner::ModelShapes& model) {
   if (runtime_.on_cuda() && planner::splits_update(options_)) {
     options_.cpu_share = planner::choose_cpu_share(runtime_.update_rates(), model, options_);
-    runtime_.logger().info("the processor gets ", options_.cpu_share,
+    runtime_.logger().info("the CPU gets ", options_.cpu_share,
                            " of the update of states in host memory, by measured rates; "
                            "optim.cpu_share sets it");
   }
-  placement_ =
-      planner::make_placement(model, options_, runtime_.config().get_int("batch.accumulate"));
-}
-
-// Rank 0 chooses: a run has one name on all ranks. What it measures first, others find.
-std::string EngineTiers::agree_on_run() {
-  std::uint64_t number = 0;
-  if (group_.rank() == 0) {
-    std::random_device device;
-    number = (static_cast<std::uint64_t>(device()) << 32) | device();
-  }
-  comm::CallOptions call;
-  call.label.unit = "name of the run's scratch files";
-  group_.broadcast_host(&number, sizeof(number), 0, call);
-  std::ostringstream name;
-  name << std::hex << number;
-  return name.str();
-}
-
-void EngineTiers::make_io() {
-  const Config& config = runtime_.config();
-  tier::IoOptions options;
-  if (group_.rank() == 0) {
-    options = io_options(config);
-  }
-  run_ = agree_on_run();
-  if (group_.rank() != 0) {
-    options = io_options(config);
-  }
-  io_ = runtime_.make_io_engine(options);
-  for (const std::string& directory : config.get_list("nvme.paths")) {
-    for (const std::string& name : tier::remove_stale(directory)) {
-      runtime_.logger().info("removed '", name, "', which a run that is no more has left");
-    }
-  }
-  // Another rank may wait for the room that was freed.
-  comm::CallOptions call;
-  call.label.unit = "scratch files of earlier runs are removed";
-  group_.start_barrier(call).wait();
-  parameter_store_ = make_store(
-      "parameters", Role::kShard,
-      placement_ ? static_cast<std::uint64_t>(placement_->bytes(Tier::kNvme, Role::kShard)) : 0);
-  shards_ = std::make_unique<shard::ShardStore>(*parameter_store_);
-  make_feed(placement_ ? placement_->parameter_pool_bytes
-                       : std::min(kBuildBufferBytes, options_.memory_bytes() / 8));
+  plan_ = planner::plan_memory(model, options_, runtime_.config().get_int("batch.accumulate"));
 }
 
 void EngineTiers::make_feed(std::int64_t buffer_bytes) {
   feed_.reset();  // before another takes memory
   feed_ = std::make_unique<coordinator::ShardLoader>(
-      params_, *shards_, runtime_.device(), io_memory(),
+      params_, *shards_, runtime_.device(), io_tier(),
       std::max(static_cast<std::size_t>(buffer_bytes), coordinator::kSmallestLoaderBytes));
 }
 
-std::unique_ptr<tier::FileStore> EngineTiers::make_store(const std::string& name, Role role,
-                                                         std::uint64_t bytes) {
-  const Config& config = runtime_.config();
-  tier::FileStoreOptions options;
-  options.directories = config.get_list("nvme.paths");
-  options.name = {run_, runtime_.rank(), name};
-  options.role = role;
-  options.verify = config.get_bool("nvme.verify");
-  options.direct_io = direct_io(config);
-  options.reserved_bytes = bytes;
-  options.engine = io_.get();
-  options.ledger = &runtime_.ledger();
-  return std::make_unique<tier::FileStore>(std::move(options));
-}
-
-Tier EngineTiers::planned_tier(int id) const {
-  switch (placement_->params[static_cast<std::size_t>(id)].parameter) {
-    case planner::Place::kNvme:
-      return Tier::kNvme;
-    case planner::Place::kHost:
-      // Where there is one memory, it is the device's; the ledger knows it as the host's.
-      return options_.on_cuda ? Tier::kHost : Tier::kDevice;
-    case planner::Place::kDevice:
-      break;
-  }
-  return Tier::kDevice;
-}
-
-Tier EngineTiers::tier_of_next(const shard::Layout& layout) const {
+Placement EngineTiers::placement_of_next(const shard::Layout& layout) const {
+  Placement placement;
+  placement.updater = runtime_.device().is_discrete() ? Updater::kDevice : Updater::kCpu;
   if (!is_planned_) {
-    return Tier::kDevice;
+    return placement;
   }
-  if (placement_) {
-    const int id = params_.num_params();
-    return id < static_cast<int>(placement_->params.size()) ? planned_tier(id) : Tier::kDevice;
+  if (plan_) {
+    const auto id = static_cast<std::size_t>(params_.num_params());
+    return id < plan_->params.size() ? plan_->params[id] : placement;
   }
   const bool is_over =
       shard_bytes_ + static_cast<std::int64_t>(layout.shard_bytes()) > options_.memory_bytes() / 2;
-  if (io_ && (options_.parameters == planner::Wish::kNvme || (is_over && !options_.on_cuda))) {
-    return Tier::kNvme;
+  if (nvme_ && (options_.parameters == Tier::kNvme || (is_over && !options_.is_discrete))) {
+    placement.parameter = Tier::kNvme;
+  } else if (options_.is_discrete && (options_.parameters == Tier::kHost || is_over)) {
+    placement.parameter = Tier::kHost;
   }
-  const bool goes_to_host =
-      options_.on_cuda && (options_.parameters == planner::Wish::kHost || is_over);
-  return goes_to_host ? Tier::kHost : Tier::kDevice;
+  return placement;
 }
 
 void EngineTiers::add(const shard::Param& param) {
@@ -226,38 +125,34 @@ void EngineTiers::write(const shard::Param& param, std::int64_t begin, std::int6
   feed_->write(param, begin, numel, elements);
 }
 
-void EngineTiers::settle(const planner::ModelShapes& model) {
+void EngineTiers::finalize(const planner::ModelShapes& model) {
   if (!is_planned_) {
     return;
   }
-  const bool was_planned = placement_.has_value();
+  const bool was_planned = plan_.has_value();
   if (was_planned) {
     check_same(*shapes_, model);
   } else {
-    plan(model);
+    make_plan(model);
   }
-  move_shards();
-  if (options_.on_cuda && placement_->gradients_leave_early) {
-    for (const planner::ShardPlaces& places : placement_->params) {
-      leaving_.push_back(!places.device_update);
+  for (int id = 0; id < params_.num_params(); ++id) {
+    const Placement& placement = plan_->params[static_cast<std::size_t>(id)];
+    move_shard(params_[id], placement.parameter);
+    params_[id].set_placement(placement);
+    if (plan_->gradients_leave_early) {
+      leaving_.push_back(placement.updater == Updater::kCpu);
     }
   }
-  if (!placement_->uses_nvme) {
+  if (!plan_->uses_nvme) {
     feed_.reset();
     shards_.reset();
-    parameter_store_.reset();
+    nvme_.reset();
     return;
   }
   if (!was_planned) {
-    make_feed(placement_->parameter_pool_bytes);
+    make_feed(plan_->parameter_pool_bytes);
   }
   make_gradient_tier();
-}
-
-void EngineTiers::move_shards() {
-  for (int id = 0; id < params_.num_params(); ++id) {
-    move_shard(params_[id], planned_tier(id));
-  }
 }
 
 void EngineTiers::move_shard(shard::Param& param, Tier tier) {
@@ -265,14 +160,14 @@ void EngineTiers::move_shard(shard::Param& param, Tier tier) {
     return;
   }
   if (tier == Tier::kNvme) {
-    if (options_.on_cuda) {
+    if (options_.is_discrete) {
       param.move_to(Tier::kHost);  // where the feed reads it
     }
     shards_->add(param);
     feed_->write(param, 0, param.range().numel, param.shard());
     param.set_tier(tier);
   } else if (param.is_on_nvme()) {
-    param.set_tier(options_.on_cuda ? Tier::kHost : tier);
+    param.set_tier(options_.is_discrete ? Tier::kHost : tier);
     feed_->read(param, param.shard());
     shards_->forget(param.id());
     move_shard(param, tier);
@@ -282,60 +177,48 @@ void EngineTiers::move_shard(shard::Param& param, Tier tier) {
 }
 
 void EngineTiers::make_gradient_tier() {
-  grad::GradientTier gradients;
-  std::uint64_t bytes = 0;
-  for (int id = 0; id < params_.num_params(); ++id) {
-    const bool stores =
-        placement_->params[static_cast<std::size_t>(id)].gradient == planner::Place::kNvme;
-    const std::size_t each = tier::whole_blocks(
-        static_cast<std::size_t>(params_[id].layout().shard_numel()) * sizeof(float));
-    gradients.offset.push_back(stores ? static_cast<std::int64_t>(bytes) : -1);
-    bytes += stores ? each : 0;
-  }
+  const std::int64_t bytes = plan_->bytes(Tier::kNvme, Role::kGradient);
   if (bytes == 0) {
     return;
   }
-  gradient_store_ = make_store("gradients", Role::kGradient, bytes);
+  tier::FileStore& store = nvme_->make_store(Role::kGradient, bytes);
+  grad::GradientTier gradients;
+  gradients.store = &store;
+  gradients.buffers =
+      &nvme_->make_buffers(Role::kGradient, Tier::kHost, plan_->gradient_pool_bytes);
   for (int id = 0; id < params_.num_params(); ++id) {
-    if (gradients.offset[static_cast<std::size_t>(id)] >= 0) {
-      gradient_store_->allocate(
-          static_cast<std::size_t>(params_[id].layout().shard_numel()) * sizeof(float),
-          detail::concat("gradient of parameter '", params_[id].name(), "'"));
+    std::int64_t offset = -1;
+    if (params_[id].placement().gradient == Tier::kNvme) {
+      const auto numel = static_cast<std::size_t>(params_[id].layout().shard_numel());
+      offset = static_cast<std::int64_t>(
+          store.allocate(numel * sizeof(float),
+                         detail::concat("gradient of parameter '", params_[id].name(), "'")));
     }
+    gradients.offset.push_back(offset);
   }
-  gradient_pool_ = std::make_unique<tier::BufferPool>(
-      runtime_.device(), Tier::kHost, static_cast<std::size_t>(placement_->gradient_pool_bytes),
-      "gradient buffers");
-  gradients.store = gradient_store_.get();
-  gradients.buffers = gradient_pool_.get();
   gradients_ = std::move(gradients);
 }
 
 coordinator::TierOptions EngineTiers::coordinator_options() const {
   coordinator::TierOptions options;
   options.loader = feed_.get();
-  options.live_limit_bytes = placement_->live_limit_bytes;
-  options.arena_bytes = static_cast<std::size_t>(placement_->arena_bytes);
-  if (options_.on_cuda && group_.size() == 1) {
-    options.max_inflight = coordinator::kHostCopiesInFlight;
-    options.reuse_distance_bytes = planner::kUnlimited;
-  }
+  options.live_limit_bytes = plan_->live_limit_bytes;
+  options.arena_bytes = static_cast<std::size_t>(plan_->arena_bytes);
+  options.max_inflight = plan_->max_inflight;
+  options.reuse_distance_bytes = plan_->reuse_distance_bytes;
   return options;
 }
 
-// A device with memory of its own reads and writes pinned memory only without holding up the host.
-Tier EngineTiers::io_memory() const { return options_.on_cuda ? Tier::kPinned : Tier::kHost; }
-
 void EngineTiers::reserve_staging(comm::Group& reductions) {
-  if (placement_ && !reserves_staging_ && placement_->comm_bytes > 0) {
-    group_.reserve_staging(static_cast<std::size_t>(placement_->gather_staging_bytes));
-    reductions.reserve_staging(static_cast<std::size_t>(placement_->reduction_staging_bytes));
+  if (plan_ && !reserves_staging_ && plan_->comm_bytes > 0) {
+    group_.reserve_staging(static_cast<std::size_t>(plan_->gather_staging_bytes));
+    reductions.reserve_staging(static_cast<std::size_t>(plan_->reduction_staging_bytes));
     reserves_staging_ = true;
   }
 }
 
 void EngineTiers::release_staging(comm::Group& reductions) noexcept {
-  // While an exception is on its way, calls may never come to their end: groups see to that.
+  // While an exception is thrown, calls may never end: groups see to that.
   if (!reserves_staging_ || std::uncaught_exceptions() > 0) {
     return;
   }
@@ -348,10 +231,37 @@ void EngineTiers::release_staging(comm::Group& reductions) noexcept {
   }
 }
 
+optim::TieredParts EngineTiers::tiered_parts() {
+  optim::TieredParts parts{runtime_.clock(), runtime_.spans()};
+  for (const Placement& each : plan_->params) {
+    parts.stored.push_back({each.parameter == Tier::kNvme, each.gradient == Tier::kNvme,
+                            each.states == Tier::kNvme, each.updater == Updater::kDevice,
+                            options_.is_discrete && each.states == Tier::kDevice});
+  }
+  if (const std::int64_t bytes = plan_->bytes(Tier::kNvme, Role::kOptimizer); bytes > 0) {
+    parts.states = &nvme_->make_store(Role::kOptimizer, bytes);
+  }
+  parts.parameters = shards_.get();
+  if (plan_->optimizer_pool_bytes > 0) {
+    parts.buffers = &nvme_->make_buffers(Role::kOptimizer, io_tier(), plan_->optimizer_pool_bytes);
+  }
+  parts.sub_group_numel = plan_->sub_group_numel;
+  if (options_.is_discrete) {
+    parts.own = {&runtime_.device(), &runtime_.kernels(), plan_->num_update_slots,
+                 static_cast<std::size_t>(plan_->update_slot_bytes)};
+  }
+  parts.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
+  parts.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
+  parts.on_updated = [this](int id, std::int64_t begin, std::int64_t numel, const void* values) {
+    return params_.pass_on(id, begin, numel, values);
+  };
+  return parts;
+}
+
 std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleOptions& rule) {
   const bool is_discrete = runtime_.device().is_discrete();
   device::Device* device = is_discrete ? &runtime_.host_device() : &runtime_.device();
-  if (is_planned_ && !is_discrete && options_.optimizer == planner::Wish::kHost) {
+  if (is_planned_ && !is_discrete && options_.optimizer == Tier::kHost) {
     host_device_ = std::make_unique<HostTierDevice>(runtime_.device());
     device = host_device_.get();
   }
@@ -359,43 +269,11 @@ std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleO
     return std::make_unique<optim::ShardedOptimizer>(
         params_, is_discrete ? runtime_.device() : *device, runtime_.kernels(), rule);
   }
-  optim::TieredParts parts{runtime_.clock(), runtime_.spans()};
-  bool stores_states = false;
-  for (const planner::ShardPlaces& places : placement_->params) {
-    parts.stored.push_back(
-        {places.parameter == planner::Place::kNvme, places.gradient == planner::Place::kNvme,
-         places.states == planner::Place::kNvme, is_discrete && places.device_update,
-         is_discrete && places.states == planner::Place::kDevice});
-    stores_states = stores_states || places.states == planner::Place::kNvme;
-  }
-  if (stores_states) {
-    state_store_ =
-        make_store("states", Role::kOptimizer,
-                   static_cast<std::uint64_t>(placement_->bytes(Tier::kNvme, Role::kOptimizer)));
-    parts.states = state_store_.get();
-  }
-  parts.parameters = shards_.get();
-  if (placement_->optimizer_pool_bytes > 0) {
-    optimizer_pool_ = std::make_unique<tier::BufferPool>(
-        runtime_.device(), io_memory(), static_cast<std::size_t>(placement_->optimizer_pool_bytes),
-        "optimizer buffers");
-    parts.buffers = optimizer_pool_.get();
-  }
-  parts.sub_group_numel = placement_->sub_group_numel;
-  if (is_discrete) {
-    parts.own = {&runtime_.device(), &runtime_.kernels(), placement_->num_update_slots,
-                 static_cast<std::size_t>(placement_->update_slot_bytes)};
-  }
-  parts.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
-  parts.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
-  parts.on_updated = [this](int id, std::int64_t begin, std::int64_t numel, const void* values) {
-    return params_.pass_on(id, begin, numel, values);
-  };
   auto optimizer = std::make_unique<optim::TieredOptimizer>(
-      params_, *device, runtime_.host_kernels(), rule, std::move(parts));
+      params_, *device, runtime_.host_kernels(), rule, tiered_parts());
   optimizer_ = optimizer.get();
   lender_.reset();
-  if (optimizer_->device_update() != nullptr && placement_->num_update_slots > 0) {
+  if (optimizer_->device_update() != nullptr && plan_->num_update_slots > 0) {
     lender_ = std::make_unique<MemoryLender>(runtime_, *optimizer_->device_update());
   }
   return optimizer;
@@ -419,33 +297,13 @@ void EngineTiers::begin_forward_of(coordinator::UnitId unit) {
   }
 }
 
-const tier::Store* EngineTiers::store(Role role) const {
-  switch (role) {
-    case Role::kShard:
-      return parameter_store_.get();
-    case Role::kGradient:
-      return gradient_store_.get();
-    case Role::kOptimizer:
-      return state_store_.get();
-    default:
-      return nullptr;
-  }
-}
-
 TierIo EngineTiers::take_io() {
-  const auto since = [](const tier::FileStore* store, RoleIo& taken) {
-    if (store == nullptr) {
-      return RoleIo();
-    }
-    const tier::StoreStats stats = store->stats();
-    const RoleIo now{stats.read_bytes, stats.written_bytes};
-    const RoleIo before = std::exchange(taken, now);
-    return RoleIo{now.read_bytes - before.read_bytes, now.written_bytes - before.written_bytes};
-  };
   TierIo io;
-  io.parameters = since(parameter_store_.get(), taken_.parameters);
-  io.gradients = since(gradient_store_.get(), taken_.gradients);
-  io.states = since(state_store_.get(), taken_.states);
+  if (nvme_) {
+    io.parameters = nvme_->take_io(Role::kShard);
+    io.gradients = nvme_->take_io(Role::kGradient);
+    io.states = nvme_->take_io(Role::kOptimizer);
+  }
   if (feed_) {
     io.feed = feed_->take_stats(Tier::kNvme);
   }

@@ -1,17 +1,13 @@
-// Internal to engine: what an engine keeps outside of its device's memory, and the plan behind it.
+// Internal to engine: the plan of memory of an engine, and the shards that are moved to where it
+// wants them.
 //
-// Nothing is here unless the config asks for it: a budget, a place or a directory for NVMe. Then
-// every shard gets its places from the planner, once the shapes of the model are known: at
+// Nothing is here unless the config asks for it: a budget, a tier or a directory for NVMe. Then
+// every shard gets its placement from the planner, once the shapes of the model are known: at
 // construction if they are given, else when the model is complete. Until then shards stay in memory
-// as long as they fit into the budget, and are stored from there on; they move when the plan is
+// as long as they fit into the budget, and are on NVMe from there on; they move when the plan is
 // made.
 //
-// On a device with memory of its own shards live there, in pinned memory of the host, or on NVMe,
-// and the update is shared between processor and device as planned.
-//
-// One store per role (parameters, gradients, states), each with scratch files of its own.
-//
-// Order of collectives: with NVMe, construction broadcasts the name of the run and meets once.
+// Order of collectives: with NVMe, construction is that of NvmeStores.
 //
 // Threads: as Engine. It outlives the coordinator, the reducer and the optimizer of its engine.
 #pragma once
@@ -20,19 +16,18 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/coordinator/shard_loader.h"
+#include "tessera/engine/nvme_stores.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/grad/gradient_tier.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/tiered_parts.h"
-#include "tessera/planner/placement.h"
+#include "tessera/planner/memory_plan.h"
 #include "tessera/shard/param.h"
 #include "tessera/shard/shard_store.h"
-#include "tessera/tier/file_store.h"
 
 namespace tessera::optim {
 class TieredOptimizer;
@@ -42,22 +37,17 @@ namespace tessera::engine {
 
 class MemoryLender;
 
-// Bytes of one role that were read from and written to NVMe.
-struct RoleIo {
-  std::uint64_t read_bytes = 0;
-  std::uint64_t written_bytes = 0;
-};
 struct TierIo {
   RoleIo parameters;
   RoleIo gradients;
   RoleIo states;
   coordinator::LoaderStats feed;
-  // Of the thread that updates: data had not come; buffers had not come back; it computed.
+  // Of the thread that updates: it waited for reads; for buffers of writes; it computed.
   double update_read_wait_s = 0;
   double update_lease_wait_s = 0;
   double update_s = 0;
   double lent_wait_s = 0;  // of forwards, for memory that was lent to the update
-  // Of the optimizer, between the host and a device with memory of its own.
+  // Of the optimizer, between the host and a discrete device.
   std::uint64_t link_up_bytes = 0;
   std::uint64_t link_down_bytes = 0;
 };
@@ -73,24 +63,24 @@ class EngineTiers {
 
   // The config asks for a plan.
   bool is_planned() const { return is_planned_; }
-  bool uses_nvme() const { return placement_ && placement_->uses_nvme; }
+  bool uses_nvme() const { return plan_ && plan_->uses_nvme; }
   // Null: nobody asked for a plan, or it is not made yet.
-  const planner::Placement* placement() const { return placement_ ? &*placement_ : nullptr; }
+  const planner::MemoryPlan* plan() const { return plan_ ? &*plan_ : nullptr; }
 
   // --- building ---
-  // Where the shard of the next parameter lives from the start.
-  Tier tier_of_next(const shard::Layout& layout) const;
+  // Of the next parameter, from the start.
+  Placement placement_of_next(const shard::Layout& layout) const;
   // A parameter has been added; it has no values yet.
   void add(const shard::Param& param);
-  // This rank's elements [begin, begin + numel) of a stored shard; begin is a multiple of
+  // This rank's elements [begin, begin + numel) of a shard on NVMe; begin is a multiple of
   // shard::kShardStep.
   void write(const shard::Param& param, std::int64_t begin, std::int64_t numel,
              const void* elements);
 
   // --- the model is complete ---
-  // Makes the plan, unless it is made, and moves shards to where it wants them. Throws ConfigError
-  // if the model is not the one whose shapes were given.
-  void settle(const planner::ModelShapes& model);
+  // Makes the plan, unless it is made, moves shards to where it wants them, and tells parameters
+  // their placement. Throws ConfigError if the model is not the one whose shapes were given.
+  void finalize(const planner::ModelShapes& model);
   coordinator::TierOptions coordinator_options() const;
   // Bounds the scratch of both groups' calls as planned; nothing where nothing is planned.
   void reserve_staging(comm::Group& reductions);
@@ -98,7 +88,7 @@ class EngineTiers {
   void release_staging(comm::Group& reductions) noexcept;
   // Null: all gradients are in memory.
   const grad::GradientTier* gradient_tier() const { return gradients_ ? &*gradients_ : nullptr; }
-  // By id: gradients that go to memory of the host as they come. Null: they stay on the device.
+  // By id: gradients that go to host memory during backward. Null: they stay on the device.
   const std::vector<bool>* leaving_gradients() const {
     return leaving_.empty() ? nullptr : &leaving_;
   }
@@ -116,50 +106,38 @@ class EngineTiers {
       feed_->wait_idle();
     }
   }
-  const tier::Store* store(Role role) const;
+  const tier::Store* store(Role role) const { return nvme_ ? nvme_->store(role) : nullptr; }
   // Since the last call.
   TierIo take_io();
 
  private:
-  void make_io();
-  std::unique_ptr<tier::FileStore> make_store(const std::string& name, Role role,
-                                              std::uint64_t bytes);
-  void plan(const planner::ModelShapes& model);
+  void make_plan(const planner::ModelShapes& model);
   void make_feed(std::int64_t buffer_bytes);
-  void move_shards();
-  void move_shard(shard::Param& param, Tier home);
-  Tier planned_tier(int id) const;
-  Tier io_memory() const;
+  void move_shard(shard::Param& param, Tier tier);
   void make_gradient_tier();
-  std::string agree_on_run();
+  optim::TieredParts tiered_parts();
+  // What a discrete device reads and writes without holding up the host is pinned.
+  Tier io_tier() const { return options_.is_discrete ? Tier::kPinned : Tier::kHost; }
 
   Runtime& runtime_;
   comm::Group& group_;
   shard::ParamTable& params_;
   const bool is_planned_;
-  planner::PlacementOptions options_;
+  planner::MemoryPlanOptions options_;
   std::optional<planner::ModelShapes> shapes_;
-  std::optional<planner::Placement> placement_;
+  std::optional<planner::MemoryPlan> plan_;
   std::int64_t shard_bytes_ = 0;  // in memory, while building
   bool reserves_staging_ = false;
   std::unique_ptr<device::Device> host_device_;
 
   // Where there is NVMe. In the order of dependence.
-  std::string run_;
-  std::unique_ptr<tier::IoEngine> io_;
-  std::unique_ptr<tier::FileStore> parameter_store_;
-  std::unique_ptr<tier::FileStore> gradient_store_;
-  std::unique_ptr<tier::FileStore> state_store_;
+  std::unique_ptr<NvmeStores> nvme_;
   std::unique_ptr<shard::ShardStore> shards_;
   std::unique_ptr<coordinator::ShardLoader> feed_;
-  std::unique_ptr<tier::BufferPool> gradient_pool_;
-  std::unique_ptr<tier::BufferPool> optimizer_pool_;
   std::optional<grad::GradientTier> gradients_;
   std::vector<bool> leaving_;
   optim::TieredOptimizer* optimizer_ = nullptr;  // the one that was made last
   std::unique_ptr<MemoryLender> lender_;         // null: its device updates nothing that streams
-
-  TierIo taken_;  // sums of stores at the last take_io()
 };
 
 // Whether anything of a config asks for a plan.

@@ -226,7 +226,7 @@ int Model::add_param(const NamedTensor& given, const at::Tensor& before, const I
   spec.trainable = tensor.requires_grad();
   spec.weight_decay_scale = weight_decay_scale;
   const shard::Layout layout(spec.numel, group_.size(), spec.dtype);
-  spec.placement.parameter = tiers_.tier_of_next(layout);
+  spec.placement = tiers_.placement_of_next(layout);
 
   at::Tensor elements;  // the module's own values
   if (init.kind == Init::Kind::kModule) {

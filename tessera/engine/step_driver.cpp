@@ -125,10 +125,10 @@ void StepDriver::make_reducer() {
     reductions.bucket_bytes =
         std::clamp(model_.trainable_bytes() / 4, kSmallestBucketBytes, reductions.bucket_bytes);
   }
-  if (const planner::Placement* placement = tiers_.placement()) {
-    reductions.bucket_bytes = placement->bucket_bytes;
-    if (placement->kept_gradient_bytes > 0) {
-      parts.most_kept_bytes = placement->kept_gradient_bytes;
+  if (const planner::MemoryPlan* plan = tiers_.plan()) {
+    reductions.bucket_bytes = plan->bucket_bytes;
+    if (plan->kept_gradient_bytes > 0) {
+      parts.most_kept_bytes = plan->kept_gradient_bytes;
     }
   }
   parts.is_planned = tiers_.is_planned();

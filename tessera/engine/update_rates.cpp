@@ -150,7 +150,7 @@ planner::UpdateRates measure_update_rates(int cuda_device, int num_threads) {
     // slow each other down, and it is so in a step.
     const Rates beside = run(/*goes_up=*/false, /*updates=*/true);
     best.d2h_bytes_per_s = std::max(best.d2h_bytes_per_s, beside.copies);
-    best.processor_bytes_per_s = std::max(best.processor_bytes_per_s, beside.updates);
+    best.cpu_bytes_per_s = std::max(best.cpu_bytes_per_s, beside.updates);
     const Rates all = run(/*goes_up=*/true, /*updates=*/true);
     best.h2d_bytes_per_s = std::max(best.h2d_bytes_per_s, all.copies);
     best.host_bytes_per_s = std::max(best.host_bytes_per_s, all.updates + 2 * all.copies);

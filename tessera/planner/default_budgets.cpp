@@ -4,7 +4,8 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
-#include "tessera/planner/cuda_cost.h"
+#include "tessera/planner/memory_cost.h"
+#include "tessera/planner/memory_planner.h"
 
 namespace tessera::planner {
 namespace {
@@ -13,12 +14,12 @@ std::int64_t reserve_of(std::int64_t free_bytes) {
   return std::max(free_bytes / 100 * kReservePerCent, kLeastReserveBytes);
 }
 
-// What the GPU updates has its gradients there, which the processor's share has not: where there is
-// no plan with the usual share, there may be one without the GPU's.
-double fitting_share(const ModelShapes& model, PlacementOptions options,
+// What the GPU updates has its gradients there, unlike the CPU's share: where there is no plan with
+// the usual share, there may be one without the GPU's.
+double fitting_share(const ModelShapes& model, MemoryPlanOptions options,
                      std::int64_t num_micro_batches) {
   try {
-    make_placement(model, options, num_micro_batches);
+    plan_memory(model, options, num_micro_batches);
     return options.cpu_share;
   } catch (const ConfigError&) {
     if (options.cpu_share >= 0) {
@@ -26,7 +27,7 @@ double fitting_share(const ModelShapes& model, PlacementOptions options,
     }
   }
   options.cpu_share = 1;
-  make_placement(model, options, num_micro_batches);
+  plan_memory(model, options, num_micro_batches);
   return options.cpu_share;
 }
 
@@ -39,19 +40,19 @@ std::string DefaultBudgets::text() const {
       ", and ", approximate_bytes(reserve_bytes),
       " stay in reserve: planned with memory.device = ", approximate_bytes(device_bytes),
       is_host_given ? "" : detail::concat(" and memory.host = ", approximate_bytes(host_bytes)),
-      cpu_share < 1 ? "" : ", the update on the processor", " (--device-budget SIZE",
+      cpu_share < 1 ? "" : ", the update on the CPU", " (--device-budget SIZE",
       is_host_given ? "" : ", --host-budget SIZE",
       " change it; --device-budget unlimited leaves everything on the GPU)\n");
 }
 
 std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
-                                              const PlacementOptions& options,
+                                              const MemoryPlanOptions& options,
                                               std::int64_t num_micro_batches,
                                               std::int64_t activation_bytes,
                                               const FreeMemory& free) {
-  TESSERA_INVARIANT(options.on_cuda && options.device_bytes == kUnlimited,
+  TESSERA_INVARIANT(options.is_discrete && options.device_bytes == kUnlimited,
                     "budgets are chosen for a GPU that has none");
-  const Placement all = make_placement(model, options, num_micro_batches);
+  const MemoryPlan all = plan_memory(model, options, num_micro_batches);
   DefaultBudgets budgets;
   budgets.free_bytes = free.device_bytes;
   budgets.planned_bytes = all.device_memory_bytes();
@@ -61,7 +62,7 @@ std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
   if (budgets.planned_bytes <= budgets.device_bytes) {
     return std::nullopt;
   }
-  PlacementOptions limited = options;
+  MemoryPlanOptions limited = options;
   limited.device_bytes = free.device_bytes;
   // Gradients leave it then.
   const std::int64_t kept = most_kept_gradients(CutModel(model, limited)) - all.kept_gradient_bytes;

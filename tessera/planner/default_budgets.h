@@ -16,7 +16,7 @@
 #include <optional>
 #include <string>
 
-#include "tessera/planner/placement.h"
+#include "tessera/planner/memory_plan.h"
 
 namespace tessera::planner {
 
@@ -34,7 +34,7 @@ struct DefaultBudgets {
   std::int64_t device_bytes = 0;
   std::int64_t host_bytes = 0;  // as given, where a budget of host memory was given
   bool is_host_given = false;
-  // Of the update, as in PlacementOptions: 1 where gradients of the GPU's share would not fit.
+  // Of the update, as in MemoryPlanOptions: 1 where gradients of the GPU's share would not fit.
   double cpu_share = -1;
   // Why, all of the device: `planned_bytes` of shards and what moves them.
   std::int64_t free_bytes = 0;
@@ -47,10 +47,10 @@ struct DefaultBudgets {
 };
 
 // Null: it fits. Throws ConfigError, with the arithmetic, if nothing would: activations alone are
-// too many, or there is no plan within what is free. REQUIRES: options.on_cuda and no budget of the
-// device.
+// too many, or there is no plan within what is free. REQUIRES: options.is_discrete and no budget of
+// the device.
 std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
-                                              const PlacementOptions& options,
+                                              const MemoryPlanOptions& options,
                                               std::int64_t num_micro_batches,
                                               std::int64_t activation_bytes,
                                               const FreeMemory& free);

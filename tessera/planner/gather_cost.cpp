@@ -5,10 +5,15 @@
 
 #include "tessera/comm/staging.h"
 #include "tessera/coordinator/prefetch_plan.h"
+#include "tessera/device/arena_map.h"
 #include "tessera/device/host_memory.h"
 
 namespace tessera::planner {
 namespace {
+
+std::int64_t arena_bytes_of(const shard::Layout& layout) {
+  return as_int(device::round_to_arena(layout.full_bytes()));
+}
 
 // By id: needed by a unit that some ranks may skip. Such a unit is known by a parameter that only
 // it needs.
@@ -27,6 +32,50 @@ std::vector<bool> needed_by_dynamic(const CutModel& cut) {
 }
 
 }  // namespace
+
+bool is_gathered(const CutModel& cut, const Placement& placement) {
+  return cut.options.num_ranks > 1 || placement.parameter != Tier::kDevice;
+}
+
+std::int64_t gathered_bytes(const CutModel& cut, const Placements& placements) {
+  std::int64_t bytes = 0;
+  for (std::size_t i = 0; i < placements.size(); ++i) {
+    bytes += is_gathered(cut, placements[i]) ? arena_bytes_of(cut.layouts[i]) : 0;
+  }
+  return bytes;
+}
+
+UnitBytes largest_unit(const CutModel& cut, const Placements& placements) {
+  UnitBytes largest;
+  for (std::size_t unit = 0; unit < cut.model.units.size(); ++unit) {
+    std::int64_t bytes = 0;
+    for (const int id : cut.model.units[unit]) {
+      const auto i = static_cast<std::size_t>(id);
+      bytes += is_gathered(cut, placements[i]) ? arena_bytes_of(cut.layouts[i]) : 0;
+    }
+    if (bytes > largest.bytes) {
+      largest = {unit, bytes};
+    }
+  }
+  return largest;
+}
+
+std::int64_t whole_arena_bytes(const CutModel& cut, const Placements& placements,
+                               std::int64_t live_limit_bytes) {
+  const std::int64_t all = gathered_bytes(cut, placements);
+  std::int64_t held = all;
+  if (live_limit_bytes < all) {
+    std::int64_t rounding = 0;
+    for (std::size_t i = 0; i < placements.size(); ++i) {
+      const shard::Layout& layout = cut.layouts[i];
+      rounding += is_gathered(cut, placements[i])
+                      ? arena_bytes_of(layout) - as_int(layout.full_bytes())
+                      : 0;
+    }
+    held = std::min(live_limit_bytes + rounding, all);
+  }
+  return held + largest_unit(cut, placements).bytes;
+}
 
 GatherCost::GatherCost(const CutModel& cut, std::int64_t bucket_bytes)
     : is_staged_(cut.options.num_ranks > 1) {

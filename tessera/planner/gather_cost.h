@@ -6,23 +6,38 @@
 //   small uses before a unit. What is gathered at once is in the arena at once, and a pack is no
 //   larger than its parameters there, so staging need not be larger than the arena for these;
 //   a gather to some ranks, of a unit that is dynamic;
-//   reductions of dynamic parameters, which travel in this group: two;
+//   reductions of dynamic parameters, which use this group: two;
 //   single numbers.
 // More is taken only outside of steps, where parameters are gathered for other reasons than a use.
 //
 // Where calls pass through copies of their memory (comm::CallMemory::kCopied), what was said of
-// small parameters holds for all.
-//
-// Nothing is staged in a group of one.
+// small parameters holds for all. Nothing is staged in a group of one.
 //
 // Threads: plain data and pure functions.
 #pragma once
 
 #include <cstdint>
 
-#include "tessera/planner/placement_cost.h"
+#include "tessera/planner/memory_cost.h"
 
 namespace tessera::planner {
+
+// Whether a parameter with this placement is gathered into the arena: in a group of one, only from
+// memory that operators do not read.
+bool is_gathered(const CutModel& cut, const Placement& placement);
+// In the arena, if it holds all that is gathered.
+std::int64_t gathered_bytes(const CutModel& cut, const Placements& placements);
+
+// Gathered bytes of one unit, as the arena takes them.
+struct UnitBytes {
+  std::size_t unit = 0;
+  std::int64_t bytes = 0;
+};
+UnitBytes largest_unit(const CutModel& cut, const Placements& placements);
+// As the coordinator makes it: room for `live_limit_bytes`, but for no more than all, and for the
+// largest unit.
+std::int64_t whole_arena_bytes(const CutModel& cut, const Placements& placements,
+                               std::int64_t live_limit_bytes);
 
 class GatherCost {
  public:

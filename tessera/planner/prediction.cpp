@@ -47,7 +47,7 @@ constexpr double kForwardShare = 1.0 / 3;
 
 }  // namespace
 
-Prediction predict_step(const Placement& placement, const StepRates& rates) {
+Prediction predict_step(const MemoryPlan& plan, const StepRates& rates) {
   TESSERA_INVARIANT(rates.read_bytes_per_s > 0 && rates.write_bytes_per_s > 0 &&
                         rates.mixed_bytes_per_s > 0 && rates.num_local_ranks > 0,
                     "rates of ", rates.read_bytes_per_s, ", ", rates.write_bytes_per_s, " and ",
@@ -55,7 +55,7 @@ Prediction predict_step(const Placement& placement, const StepRates& rates) {
                     " ranks");
   const double ranks = rates.num_local_ranks;
   const double micro_batches = rates.num_micro_batches;
-  const StepBytes& step = placement.step;
+  const StepBytes& step = plan.step;
   // One forward of its micro-batches reads at most half of what one micro-batch does, less what the
   // update hands over; the update reads each gradient as often as one micro-batch writes it.
   const auto handed_over = static_cast<double>(step.parameters_from_update);
@@ -72,21 +72,21 @@ Prediction predict_step(const Placement& placement, const StepRates& rates) {
   const double forward_s = rates.compute_s * kForwardShare / micro_batches;
   Prediction prediction;
   prediction.io_s = update_io_s + rest_io_s;
-  prediction.processor_s = rates.compute_s + rates.update_s;
+  prediction.cpu_s = rates.compute_s + rates.update_s;
   prediction.step_s = std::max(update_io_s, forward_s + rates.update_s) +
                       std::max(rest_io_s, rates.compute_s - forward_s);
-  prediction.is_io_bound = prediction.io_s > prediction.processor_s;
+  prediction.is_io_bound = prediction.io_s > prediction.cpu_s;
   const std::string of_ranks =
       rates.num_local_ranks == 1
           ? ""
           : detail::concat(" (of ", rates.num_local_ranks, " ranks on one machine)");
   prediction.text = detail::concat(
       "predicted step    ", seconds_text(prediction.step_s), ", bound by ",
-      prediction.is_io_bound ? "the disk" : "the processor", "\n  disk", of_ranks,
+      prediction.is_io_bound ? "the disk" : "the CPU", "\n  disk", of_ranks,
       ": update and forward ", disk_text(update, update_io_s), "; rest ",
       disk_text(rest, rest_io_s), "; at ", rate_text(rates.read_bytes_per_s), " read, ",
       rate_text(rates.write_bytes_per_s), " written, ", rate_text(rates.mixed_bytes_per_s),
-      " of both\n  processor: ", seconds_text(rates.compute_s), " forward and backward + ",
+      " of both\n  CPU: ", seconds_text(rates.compute_s), " forward and backward + ",
       seconds_text(rates.update_s), " update\n");
   return prediction;
 }

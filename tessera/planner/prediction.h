@@ -4,14 +4,14 @@
 // before the next backward makes gradients anew: states, the gradients that the update reads, and
 // parameters of that forward which the update does not hand over pass the disk meanwhile. Then the
 // rest: backward and further micro-batches, with their parameters and gradients. Each takes as long
-// as the slower of processor and disk; the ranks of a machine share the disk.
+// as the slower of CPU and disk; the ranks of a machine share the disk.
 //
 // Threads: pure functions.
 #pragma once
 
 #include <string>
 
-#include "tessera/planner/placement.h"
+#include "tessera/planner/memory_plan.h"
 
 namespace tessera::planner {
 
@@ -24,18 +24,18 @@ struct StepRates {
   int num_micro_batches = 1;
   // Of one rank, all micro-batches of a step.
   double compute_s = 0;  // forward and backward
-  double update_s = 0;   // of its shards, on the processor
+  double update_s = 0;   // of its shards, on the CPU
 };
 
 struct Prediction {
   double io_s = 0;
-  double processor_s = 0;
+  double cpu_s = 0;
   double step_s = 0;  // at least either of them, at most their sum
   bool is_io_bound = false;
   std::string text;  // the arithmetic, in lines
 };
 
 // REQUIRES: rates above zero.
-Prediction predict_step(const Placement& placement, const StepRates& rates);
+Prediction predict_step(const MemoryPlan& plan, const StepRates& rates);
 
 }  // namespace tessera::planner

@@ -5,7 +5,8 @@
 
 #include "tessera/core/error.h"
 #include "tessera/optim/sub_group.h"
-#include "tessera/planner/placement_cost.h"
+#include "tessera/planner/memory_cost.h"
+#include "tessera/planner/memory_planner.h"
 
 namespace tessera::planner {
 namespace {
@@ -15,41 +16,38 @@ class Split {
  public:
   explicit Split(double share) : share_(share) {}
 
-  bool goes_to_processor(std::int64_t numel) const {
+  bool goes_to_cpu(std::int64_t numel) const {
     if (share_ >= 1 || share_ <= 0) {
       return share_ >= 1;
     }
     const std::int64_t all = num_all_ + numel;
-    return num_all_ > 0 && distance(num_processor_ + numel, all) < distance(num_processor_, all);
+    return num_all_ > 0 && distance(num_cpu_ + numel, all) < distance(num_cpu_, all);
   }
-  void give(std::int64_t numel, bool to_processor) {
+  void give(std::int64_t numel, bool to_cpu) {
     num_all_ += numel;
-    num_processor_ += to_processor ? numel : 0;
+    num_cpu_ += to_cpu ? numel : 0;
   }
   // Its side has too much, by all of it at least.
-  bool changes_sides(std::int64_t numel, bool from_processor) const {
-    const double excess =
-        static_cast<double>(num_processor_) - share_ * static_cast<double>(num_all_);
-    return numel > 0 && static_cast<double>(numel) <= (from_processor ? excess : -excess);
+  bool changes_sides(std::int64_t numel, bool from_cpu) const {
+    const double excess = static_cast<double>(num_cpu_) - share_ * static_cast<double>(num_all_);
+    return numel > 0 && static_cast<double>(numel) <= (from_cpu ? excess : -excess);
   }
-  void move(std::int64_t numel, bool to_processor) {
-    num_processor_ += to_processor ? numel : -numel;
-  }
+  void move(std::int64_t numel, bool to_cpu) { num_cpu_ += to_cpu ? numel : -numel; }
 
  private:
-  double distance(std::int64_t num_processor, std::int64_t num_all) const {
-    return std::abs(static_cast<double>(num_processor) - share_ * static_cast<double>(num_all));
+  double distance(std::int64_t num_cpu, std::int64_t num_all) const {
+    return std::abs(static_cast<double>(num_cpu) - share_ * static_cast<double>(num_all));
   }
 
   const double share_;
   std::int64_t num_all_ = 0;
-  std::int64_t num_processor_ = 0;
+  std::int64_t num_cpu_ = 0;
 };
 
 // What a step's update has to move, in bytes per element of the states in host memory.
 class UpdateTimes {
  public:
-  UpdateTimes(const UpdateRates& rates, const ModelShapes& model, const Placement& placement,
+  UpdateTimes(const UpdateRates& rates, const ModelShapes& model, const MemoryPlan& plan,
               int num_states)
       : rates_(rates) {
     const bool is_own_master = optim::is_own_master(model.dtype);
@@ -58,41 +56,41 @@ class UpdateTimes {
     // Each is read and written but for the gradient, which is read; a parameter that is not its own
     // master is only written.
     touched_ = 2 * states_ + parameter + (is_own_master ? 2 : 1) * parameter;
-    stays_on_device_ = !is_own_master && placement.gradients_leave_early;
+    stays_on_device_ = !is_own_master && plan.gradients_leave_early;
     double in_host = 0;
-    for (std::size_t i = 0; i < placement.params.size(); ++i) {
-      const ShardPlaces& each = placement.params[i];
-      if (model.params[i].trainable && each.states == Place::kHost) {
+    for (std::size_t i = 0; i < plan.params.size(); ++i) {
+      const Placement& each = plan.params[i];
+      if (model.params[i].trainable && each.states == Tier::kHost) {
         const auto numel = static_cast<double>(model.params[i].numel);
         numel_ += numel;
-        in_host += each.parameter == Place::kDevice ? 0 : numel;
+        in_host += each.parameter == Tier::kDevice ? 0 : numel;
       }
     }
     parameters_in_host_ = numel_ > 0 ? parameter * in_host / numel_ : 0;
     parameters_on_device_ = parameter - parameters_in_host_;
-    slots_numel_ = static_cast<double>(placement.num_update_slots) *
-                   static_cast<double>(placement.update_slot_bytes) / (states_ + parameter);
+    slots_numel_ = static_cast<double>(plan.num_update_slots) *
+                   static_cast<double>(plan.update_slot_bytes) / (states_ + parameter);
   }
 
   double numel() const { return numel_; }
-  // What has to wait for the processor, or for memory that all of it passes.
-  double processor_s(double share) const {
+  // What has to wait for the CPU, or for memory that all of it passes.
+  double cpu_s(double share) const {
     const double bytes = touched_ * share * numel_;
-    const double own_s = bytes / rates_.processor_bytes_per_s;
+    const double own_s = bytes / rates_.cpu_bytes_per_s;
     return rates_.host_bytes_per_s == 0
                ? own_s
                : std::max(own_s,
-                          (bytes + up_bytes(share) + down_bytes(share)) / rates_.host_bytes_per_s);
+                          (bytes + h2d_bytes(share) + d2h_bytes(share)) / rates_.host_bytes_per_s);
   }
   double link_s(double share) const {
-    return std::max(up_bytes(share) / rates_.h2d_bytes_per_s,
-                    down_bytes(share) / rates_.d2h_bytes_per_s);
+    return std::max(h2d_bytes(share) / rates_.h2d_bytes_per_s,
+                    d2h_bytes(share) / rates_.d2h_bytes_per_s);
   }
 
  private:
-  // From the end of backward on: states, and new values of the processor's parameters. Where a
-  // parameter is its own master, or gradients are not of its type, the device's come up again, too.
-  double up_bytes(double share) const {
+  // From the end of backward on: states, and new values of the CPU's parameters. Where a parameter
+  // is its own master, or gradients are not of its type, the device's are copied again, too.
+  double h2d_bytes(double share) const {
     const double streamed = (1 - share) * numel_;
     double ahead = states_ * std::min(slots_numel_, streamed);
     if (rates_.backward_s > 0) {
@@ -104,8 +102,8 @@ class UpdateTimes {
         states_ * streamed + parameters_in_host_ * brought + parameters_on_device_ * share * numel_;
     return std::max(0.0, bytes - ahead);
   }
-  // The last slots go down while the next backward runs.
-  double down_bytes(double share) const {
+  // The last slots are copied while the next backward runs.
+  double d2h_bytes(double share) const {
     const double streamed = (1 - share) * numel_;
     return (states_ + parameters_in_host_) * std::max(0.0, streamed - slots_numel_);
   }
@@ -122,74 +120,76 @@ class UpdateTimes {
 
 }  // namespace
 
-double assign_updates(const CutModel& cut, std::vector<ShardPlaces>& places) {
+double assign_updates(const CutModel& cut, Placements& placements) {
   const double wanted = cut.options.cpu_share;
   Split split(wanted < 0 ? kDefaultCpuShare : wanted);
-  // Besides: the processor's for another reason.
+  // Includes shards that the CPU updates because their parameter is on NVMe.
   std::int64_t num_host = 0;
-  std::int64_t num_processor = 0;
-  std::vector<std::size_t> given;  // whom either could have
-  for (std::size_t i = 0; i < places.size(); ++i) {
-    ShardPlaces& each = places[i];
+  std::int64_t num_cpu = 0;
+  std::vector<std::size_t> split_ids;  // whom either could update
+  for (std::size_t i = 0; i < placements.size(); ++i) {
+    Placement& each = placements[i];
     const std::int64_t numel = cut.layouts[i].shard_numel();
-    each.device_update = !cut.is_trainable(i) || each.states == Place::kDevice;
-    if (!each.device_update && each.states == Place::kHost) {
-      const bool leaves_from_host = each.parameter == Place::kNvme;
-      if (!leaves_from_host) {
-        each.device_update = !split.goes_to_processor(numel);
-        split.give(numel, !each.device_update);
-        given.push_back(i);
+    bool to_cpu = cut.is_trainable(i) && each.states != Tier::kDevice;
+    if (to_cpu && each.states == Tier::kHost) {
+      if (each.parameter != Tier::kNvme) {
+        to_cpu = split.goes_to_cpu(numel);
+        split.give(numel, to_cpu);
+        split_ids.push_back(i);
       }
       num_host += numel;
-      num_processor += each.device_update ? 0 : numel;
+      num_cpu += to_cpu ? numel : 0;
     }
+    each.updater = to_cpu ? Updater::kCpu : Updater::kDevice;
   }
   // A large shard at the end, as a head is, leaves the share far off: smaller ones before it change
   // sides.
-  for (auto i = given.rbegin(); i != given.rend(); ++i) {
-    const std::int64_t numel = cut.layouts[*i].shard_numel();
-    if (split.changes_sides(numel, !places[*i].device_update)) {
-      places[*i].device_update = !places[*i].device_update;
-      split.move(numel, !places[*i].device_update);
-      num_processor += places[*i].device_update ? -numel : numel;
+  for (auto id = split_ids.rbegin(); id != split_ids.rend(); ++id) {
+    Updater& updater = placements[*id].updater;
+    const std::int64_t numel = cut.layouts[*id].shard_numel();
+    const bool from_cpu = updater == Updater::kCpu;
+    if (split.changes_sides(numel, from_cpu)) {
+      updater = from_cpu ? Updater::kDevice : Updater::kCpu;
+      split.move(numel, !from_cpu);
+      num_cpu += from_cpu ? -numel : numel;
     }
   }
-  for (ShardPlaces& each : places) {
-    each.gradient = each.device_update ? Place::kDevice : Place::kHost;
+  for (Placement& each : placements) {
+    each.gradient = each.updater == Updater::kDevice ? Tier::kDevice : Tier::kHost;
   }
-  return num_host == 0 ? 0 : static_cast<double>(num_processor) / static_cast<double>(num_host);
+  return num_host == 0 ? 0 : static_cast<double>(num_cpu) / static_cast<double>(num_host);
 }
 
-bool splits_update(const PlacementOptions& options) {
+bool splits_update(const MemoryPlanOptions& options) {
   const bool may_be_in_host =
-      options.optimizer == Wish::kHost ||
-      (options.optimizer == Wish::kAuto && options.device_bytes != kUnlimited) ||
-      (options.optimizer == Wish::kNvme && options.host_bytes != kUnlimited);
+      options.optimizer == Tier::kHost ||
+      (!options.optimizer && options.device_bytes != kUnlimited) ||
+      (options.optimizer == Tier::kNvme && options.host_bytes != kUnlimited);
   // Ranks would measure different rates, and must plan alike.
-  return options.on_cuda && options.num_ranks == 1 && options.cpu_share < 0 && may_be_in_host;
+  return options.is_discrete && options.num_ranks == 1 && options.cpu_share < 0 && may_be_in_host;
 }
 
 double choose_cpu_share(const UpdateRates& rates, const ModelShapes& model,
-                        const PlacementOptions& options) {
-  TESSERA_INVARIANT(rates.processor_bytes_per_s > 0 && rates.h2d_bytes_per_s > 0 &&
+                        const MemoryPlanOptions& options) {
+  TESSERA_INVARIANT(rates.cpu_bytes_per_s > 0 && rates.h2d_bytes_per_s > 0 &&
                         rates.d2h_bytes_per_s > 0 && rates.backward_s >= 0,
-                    "rates of ", rates.processor_bytes_per_s, ", ", rates.h2d_bytes_per_s, " and ",
+                    "rates of ", rates.cpu_bytes_per_s, ", ", rates.h2d_bytes_per_s, " and ",
                     rates.d2h_bytes_per_s, " bytes per second, backward of ", rates.backward_s,
                     " s");
-  PlacementOptions split_options = options;
+  MemoryPlanOptions split_options = options;
   split_options.cpu_share = -1;
-  const Placement placement = make_placement(model, split_options, 1);
-  const UpdateTimes times(rates, model, placement, options.num_states);
+  const MemoryPlan plan = plan_memory(model, split_options, 1);
+  const UpdateTimes times(rates, model, plan, options.num_states);
   if (times.numel() == 0) {
     return 0;
   }
   const auto device_ends_later = [&times](double share) {
-    return times.link_s(share) > times.processor_s(share);
+    return times.link_s(share) > times.cpu_s(share);
   };
   if (device_ends_later(1)) {
     return 1;
   }
-  // The processor takes longer with a larger share, the device shorter.
+  // The CPU takes longer with a larger share, the device shorter.
   double low = 0;
   double high = 1;
   for (int i = 0; i < 40; ++i) {

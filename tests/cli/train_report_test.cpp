@@ -163,7 +163,7 @@ TEST(PinnedText, SaysWhatPageLockingTookWhereThereWasAny) {
 }
 
 TEST(Places, PlannedStandsBesideHeldAndNvmeBesideWhatAStepMoved) {
-  planner::Placement placement;
+  planner::MemoryPlan placement;
   placement.ledger = {{Tier::kDevice, Role::kShard, 2048}, {Tier::kNvme, Role::kOptimizer, 8192}};
   Ledger ledger;
   ledger.charge(Tier::kDevice, Role::kShard, 4096);

@@ -62,7 +62,7 @@ struct RunOutcome {
   std::vector<EngineStats> stats;  // of rank 0, per step
   engine::TierIo io;               // of rank 0, of all steps and their updates
   // Of rank 0: what was planned, if anything was, and what its books say after the last step.
-  std::optional<planner::Placement> placement;
+  std::optional<planner::MemoryPlan> placement;
   std::map<std::pair<Tier, Role>, std::int64_t> peaks;
   std::int64_t comm_peak_bytes = 0;  // scratch of all ranks' groups together
 };

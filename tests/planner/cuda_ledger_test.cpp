@@ -10,9 +10,10 @@
 #include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/units.h"
 #include "tessera/device/host_memory.h"
+#include "tessera/planner/machine_limits.h"
 #include "tessera/shard/layout.h"
 #include "tessera/tier/io_engine.h"
-#include "tests/planner/cuda_plans.h"
+#include "tests/planner/plan_cases.h"
 
 namespace tessera::planner {
 namespace {
@@ -28,18 +29,18 @@ std::int64_t pages(std::int64_t bytes) {
 std::int64_t blocks(std::int64_t bytes) { return up_to(bytes, 4096); }
 
 // As the rules say, of one rank; but for buffers of NVMe.
-LineSums expected_lines(const ModelShapes& model, const Placement& plan, int num_tensors) {
+LineSums expected_lines(const ModelShapes& model, const MemoryPlan& plan, int num_tensors) {
   LineSums sums;
   const auto element = static_cast<std::int64_t>(bytes_of(model.dtype));
   const std::int64_t gradient = plan.gradients_leave_early ? element : 4;
   for (std::size_t i = 0; i < model.params.size(); ++i) {
-    const ShardPlaces& each = plan.params[i];
+    const Placement& each = plan.params[i];
     const shard::Layout layout(model.params[i].numel, 1, model.dtype);
     const std::int64_t shard = layout.shard_numel() * element;
     const std::int64_t states = num_tensors * blocks(4 * layout.shard_numel());
-    if (each.parameter == Place::kDevice) {
+    if (each.parameter == Tier::kDevice) {
       sums[{Tier::kDevice, Role::kShard}] += shard;
-    } else if (each.parameter == Place::kHost) {
+    } else if (each.parameter == Tier::kHost) {
       sums[{Tier::kPinned, Role::kShard}] += pages(shard);
     } else {
       sums[{Tier::kNvme, Role::kShard}] += blocks(shard);
@@ -47,22 +48,22 @@ LineSums expected_lines(const ModelShapes& model, const Placement& plan, int num
     if (!model.params[i].trainable) {
       continue;
     }
-    if (each.device_update) {
+    if (device_updates(each)) {
       sums[{Tier::kDevice, Role::kGradient}] += layout.numel() * gradient;
     } else {
       sums[{Tier::kPinned, Role::kGradient}] += pages(layout.shard_numel() * gradient);
       if (!plan.gradients_leave_early) {
         sums[{Tier::kDevice, Role::kGradient}] += 4 * layout.numel();
       }
-      if (each.parameter == Place::kDevice) {
+      if (each.parameter == Tier::kDevice) {
         sums[{Tier::kPinned, Role::kStaging}] += pages(shard);
       }
     }
-    if (each.states == Place::kDevice) {
+    if (each.states == Tier::kDevice) {
       sums[{Tier::kDevice, Role::kOptimizer}] += states;
-    } else if (each.states == Place::kNvme) {
+    } else if (each.states == Tier::kNvme) {
       sums[{Tier::kNvme, Role::kOptimizer}] += states;
-    } else if (each.device_update) {
+    } else if (device_updates(each)) {
       sums[{Tier::kPinned, Role::kOptimizer}] += pages(states);
     } else {
       const bool has_pages = states >= static_cast<std::int64_t>(device::kPagesFromBytes);
@@ -87,11 +88,13 @@ TEST(CudaLedger, EveryLineIsTheSumOverParameters) {
   models.push_back(large_gpt());
   models.push_back(large_gpt(DType::kFloat32));
   for (const ModelShapes& model : models) {
-    for (const Wish parameters : {Wish::kAuto, Wish::kDevice, Wish::kHost, Wish::kNvme}) {
-      for (const Wish optimizer : {Wish::kAuto, Wish::kHost, Wish::kNvme}) {
+    for (const std::optional<Tier> parameters :
+         std::initializer_list<std::optional<Tier>>{{}, Tier::kDevice, Tier::kHost, Tier::kNvme}) {
+      for (const std::optional<Tier> optimizer :
+           std::initializer_list<std::optional<Tier>>{{}, Tier::kHost, Tier::kNvme}) {
         for (const std::int64_t num_micro_batches : {1, 3}) {
-          PlacementOptions options = on_cuda(parameters, optimizer, true);
-          const Placement plan = make_placement(model, options, num_micro_batches);
+          MemoryPlanOptions options = on_gpu(parameters, optimizer, true);
+          const MemoryPlan plan = plan_memory(model, options, num_micro_batches);
           LineSums sums = expected_lines(model, plan, model.dtype == DType::kFloat32 ? 2 : 3);
           std::int64_t all = 0;
           for (const LedgerLine& line : plan.ledger) {
@@ -116,20 +119,20 @@ TEST(CudaLedger, CountsFullGradientsThatAreOnTheirWay) {
   for (const ParamShape& param : model.params) {
     largest = std::max(largest, 2 * param.numel);
   }
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   options.cpu_share = 0;
-  EXPECT_EQ(make_placement(model, options, 1).full_gradient_bytes, largest) << "none leaves";
+  EXPECT_EQ(plan_memory(model, options, 1).full_gradient_bytes, largest) << "none leaves";
   options.cpu_share = 1;
-  const Placement leaving = make_placement(model, options, 1);
+  const MemoryPlan leaving = plan_memory(model, options, 1);
   EXPECT_EQ(leaving.kept_gradient_bytes, kGiB);
   EXPECT_EQ(leaving.full_gradient_bytes, largest + leaving.kept_gradient_bytes);
-  EXPECT_EQ(make_placement(model, options, 3).kept_gradient_bytes, leaving.kept_gradient_bytes)
+  EXPECT_EQ(plan_memory(model, options, 3).kept_gradient_bytes, leaving.kept_gradient_bytes)
       << "converted on the device";
   options.device_bytes = 4 * kGiB;
-  EXPECT_EQ(make_placement(model, options, 1).kept_gradient_bytes, std::max(largest, kGiB / 4));
-  const Placement small = make_placement(large_gpt(), on_cuda(Wish::kHost, Wish::kHost), 3);
+  EXPECT_EQ(plan_memory(model, options, 1).kept_gradient_bytes, std::max(largest, kGiB / 4));
+  const MemoryPlan small = plan_memory(large_gpt(), on_gpu(Tier::kHost, Tier::kHost), 3);
   EXPECT_EQ(small.kept_gradient_bytes, 2 * small.shard_numel) << "never more than there are";
-  const Placement resident = make_placement(model, on_cuda(Wish::kDevice, Wish::kDevice), 1);
+  const MemoryPlan resident = plan_memory(model, on_gpu(Tier::kDevice, Tier::kDevice), 1);
   EXPECT_EQ(resident.kept_gradient_bytes, 0);
 }
 
@@ -140,21 +143,21 @@ TEST(CudaLedger, CountsWhatAStepMovesPerElement) {
     maker.unit("u" + std::to_string(i), {numel});
   }
   const ModelShapes model = maker.make();
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   options.cpu_share = 0.25;
-  const Placement in_host = make_placement(model, options, 1);
+  const MemoryPlan in_host = plan_memory(model, options, 1);
   ASSERT_DOUBLE_EQ(in_host.cpu_share, 0.25);
   // States of six up and down; parameters of two up, since the device has the others; gradients of
   // two and new values of six down.
   EXPECT_EQ(in_host.link.h2d, (6 * 12 + 2 * 2) * numel);
   EXPECT_EQ(in_host.link.d2h, (6 * 12 + 2 * 2 + 6 * 2) * numel);
   EXPECT_EQ(in_host.update.streamed, 6 * numel);
-  EXPECT_EQ(in_host.update.processor, 2 * numel);
+  EXPECT_EQ(in_host.update.cpu, 2 * numel);
   // Sums of several micro-batches go down in fp32.
-  EXPECT_EQ(make_placement(model, options, 2).link.d2h, (6 * 12 + 2 * 4 + 6 * 2) * numel);
-  EXPECT_EQ(make_placement(model, options, 2).link.h2d, (6 * 12 + 8 * 2) * numel);
-  options.parameters = Wish::kDevice;
-  const Placement on_device = make_placement(model, options, 1);
+  EXPECT_EQ(plan_memory(model, options, 2).link.d2h, (6 * 12 + 2 * 4 + 6 * 2) * numel);
+  EXPECT_EQ(plan_memory(model, options, 2).link.h2d, (6 * 12 + 8 * 2) * numel);
+  options.parameters = Tier::kDevice;
+  const MemoryPlan on_device = plan_memory(model, options, 1);
   EXPECT_EQ(on_device.link.h2d, (6 * 12 + 2 * 2) * numel);
   EXPECT_EQ(on_device.link.d2h, (6 * 12 + 2 * 2) * numel);
 }
@@ -163,9 +166,9 @@ TEST(CudaLedger, CountsWhatAStepMovesPerElement) {
 TEST(CudaLedger, HostMemoryHoldsAtMostSixteenBytesPerParameter) {
   const ModelShapes model = small_gpt(1024, 4, 8000, DType::kBFloat16);
   for (const double share : {0.0, 0.35, 1.0}) {
-    PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+    MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
     options.cpu_share = share;
-    const Placement plan = make_placement(model, options, 1);
+    const MemoryPlan plan = plan_memory(model, options, 1);
     EXPECT_LE(static_cast<double>(plan.host_memory_bytes()),
               (14 + 2 * plan.cpu_share + 0.01) * static_cast<double>(plan.shard_numel));
   }
@@ -173,8 +176,8 @@ TEST(CudaLedger, HostMemoryHoldsAtMostSixteenBytesPerParameter) {
 
 TEST(CudaLedger, ExtentsAreWhatTheLedgerSays) {
   const ModelShapes model = large_gpt();
-  const PlacementOptions options = on_cuda(Wish::kNvme, Wish::kNvme, true);
-  const Placement plan = make_placement(model, options, 1);
+  const MemoryPlanOptions options = on_gpu(Tier::kNvme, Tier::kNvme, true);
+  const MemoryPlan plan = plan_memory(model, options, 1);
   std::map<Role, std::int64_t> sums;
   for (const PlannedExtent& extent :
        planned_extents(model, options, plan, {"exp_avg", "exp_avg_sq"})) {
@@ -188,41 +191,41 @@ TEST(CudaLedger, ExtentsAreWhatTheLedgerSays) {
 }
 
 // The remedy works, and nothing below it does.
-void expect_remedy(const ModelShapes& model, PlacementOptions options,
-                   std::int64_t PlacementOptions::*budget, const std::string& name) {
+void expect_remedy(const ModelShapes& model, MemoryPlanOptions options,
+                   std::int64_t MemoryPlanOptions::*budget, const std::string& name) {
   options.*budget = std::int64_t{1} << 20;
-  const std::string text = refusal_of([&] { make_placement(model, options, 1); });
+  const std::string text = refusal_of([&] { plan_memory(model, options, 1); });
   EXPECT_NE(text.find(name + " allows 1.00 MiB"), std::string::npos) << text;
   EXPECT_NE(text.find(" + "), std::string::npos) << text;
   const std::int64_t advised = advised_bytes(text);
   options.*budget = advised;
-  EXPECT_EQ(refusal_of([&] { make_placement(model, options, 1); }), "");
+  EXPECT_EQ(refusal_of([&] { plan_memory(model, options, 1); }), "");
   options.*budget = advised - 1;
-  EXPECT_NE(refusal_of([&] { make_placement(model, options, 1); }), "");
+  EXPECT_NE(refusal_of([&] { plan_memory(model, options, 1); }), "");
 }
 
 TEST(CudaRefusal, ShowsTheSumAndARemedyThatWorks) {
   const ModelShapes model = large_gpt();
   for (const bool has_nvme : {false, true}) {
-    expect_remedy(model, on_cuda(Wish::kDevice, Wish::kDevice, has_nvme),
-                  &PlacementOptions::device_bytes, "memory.device");
-    expect_remedy(model, on_cuda(Wish::kAuto, Wish::kAuto, has_nvme),
-                  &PlacementOptions::device_bytes, "memory.device");
-    expect_remedy(model, on_cuda(Wish::kHost, Wish::kHost, has_nvme), &PlacementOptions::host_bytes,
+    expect_remedy(model, on_gpu(Tier::kDevice, Tier::kDevice, has_nvme),
+                  &MemoryPlanOptions::device_bytes, "memory.device");
+    expect_remedy(model, on_gpu(std::nullopt, std::nullopt, has_nvme),
+                  &MemoryPlanOptions::device_bytes, "memory.device");
+    expect_remedy(model, on_gpu(Tier::kHost, Tier::kHost, has_nvme), &MemoryPlanOptions::host_bytes,
                   "memory.host");
   }
 }
 
 TEST(CudaRefusal, AskForADirectoryOnlyWhereThereIsNone) {
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   options.host_bytes = 1 << 20;
-  EXPECT_NE(refusal_of([&] { make_placement(large_gpt(), options, 1); }).find("--nvme DIR"),
+  EXPECT_NE(refusal_of([&] { plan_memory(large_gpt(), options, 1); }).find("--nvme DIR"),
             std::string::npos);
   options.has_nvme = true;
-  EXPECT_EQ(refusal_of([&] { make_placement(large_gpt(), options, 1); }).find("--nvme DIR"),
+  EXPECT_EQ(refusal_of([&] { plan_memory(large_gpt(), options, 1); }).find("--nvme DIR"),
             std::string::npos);
   EXPECT_NE(refusal_of([&] {
-              make_placement(large_gpt(), on_cuda(Wish::kAuto, Wish::kNvme), 1);
+              plan_memory(large_gpt(), on_gpu(std::nullopt, Tier::kNvme), 1);
             }).find("nvme needs a directory"),
             std::string::npos);
 }
@@ -230,17 +233,17 @@ TEST(CudaRefusal, AskForADirectoryOnlyWhereThereIsNone) {
 TEST(CudaRefusal, Fp32StatesStayWithTheirMasters) {
   const ModelShapes model = large_gpt(DType::kFloat32);
   EXPECT_NE(refusal_of([&] {
-              make_placement(model, on_cuda(Wish::kHost, Wish::kDevice), 1);
+              plan_memory(model, on_gpu(Tier::kHost, Tier::kDevice), 1);
             }).find("their own masters"),
             std::string::npos);
-  const Placement plan = make_placement(model, on_cuda(Wish::kHost, Wish::kAuto), 1);
-  for (const ShardPlaces& each : plan.params) {
-    EXPECT_TRUE(each.states != Place::kDevice || each.parameter == Place::kDevice);
+  const MemoryPlan plan = plan_memory(model, on_gpu(Tier::kHost, std::nullopt), 1);
+  for (const Placement& each : plan.params) {
+    EXPECT_TRUE(each.states != Tier::kDevice || each.parameter == Tier::kDevice);
   }
 }
 
 TEST(CudaRefusal, TheMachineIsAskedForHostMemoryOnlyAndForNoLimitOnLocks) {
-  const Placement plan = make_placement(large_gpt(), on_cuda(Wish::kHost, Wish::kHost), 1);
+  const MemoryPlan plan = plan_memory(large_gpt(), on_gpu(Tier::kHost, Tier::kHost), 1);
   MachineLimits limits;
   limits.memory_available_bytes = plan.host_memory_bytes();
   limits.locked_bytes = 0;

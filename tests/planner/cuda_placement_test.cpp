@@ -8,7 +8,7 @@
 #include "tessera/core/config.h"
 #include "tessera/core/units.h"
 #include "tessera/shard/layout.h"
-#include "tests/planner/cuda_plans.h"
+#include "tests/planner/plan_cases.h"
 #include "tests/support/sizes.h"
 
 namespace tessera::planner {
@@ -27,8 +27,8 @@ std::vector<std::size_t> large_ids(const ModelShapes& model) {
 }
 
 // How many large ones, from the first used on, are there; fails if one is that is used later.
-std::size_t num_leading(const ModelShapes& model, const Placement& placement,
-                        Place ShardPlaces::*role, Place place) {
+std::size_t num_leading(const ModelShapes& model, const MemoryPlan& placement,
+                        Tier Placement::*role, Tier place) {
   std::size_t count = 0;
   bool has_ended = false;
   for (const std::size_t id : large_ids(model)) {
@@ -42,9 +42,9 @@ std::size_t num_leading(const ModelShapes& model, const Placement& placement,
 
 TEST(CudaPlacement, KeepsEverythingOnTheDeviceWithoutABudget) {
   for (const ModelShapes& model : small_models()) {
-    const Placement placement = make_placement(model, on_cuda(), 1);
-    for (const ShardPlaces& each : placement.params) {
-      EXPECT_EQ(each, (ShardPlaces{Place::kDevice, Place::kDevice, Place::kDevice, true}));
+    const MemoryPlan placement = plan_memory(model, on_gpu(), 1);
+    for (const Placement& each : placement.params) {
+      EXPECT_EQ(each, (Placement{Tier::kDevice, Tier::kDevice, Tier::kDevice, Updater::kDevice}));
     }
     EXPECT_EQ(placement.host_memory_bytes(), 0);
     EXPECT_EQ(placement.link.h2d + placement.link.d2h, 0);
@@ -56,27 +56,27 @@ TEST(CudaPlacement, KeepsEverythingOnTheDeviceWithoutABudget) {
 
 TEST(CudaPlacement, SmallParametersAreOnTheDeviceWhateverIsWished) {
   const ModelShapes model = large_gpt();
-  for (const Wish wish : {Wish::kHost, Wish::kNvme}) {
-    const Placement placement = make_placement(model, on_cuda(wish, wish, true), 1);
-    const Place place = wish == Wish::kHost ? Place::kHost : Place::kNvme;
+  for (const Tier wish : {Tier::kHost, Tier::kNvme}) {
+    const MemoryPlan placement = plan_memory(model, on_gpu(wish, wish, true), 1);
+    const Tier place = wish == Tier::kHost ? Tier::kHost : Tier::kNvme;
     for (std::size_t i = 0; i < model.params.size(); ++i) {
-      const ShardPlaces& each = placement.params[i];
-      EXPECT_EQ(each.parameter, is_small(model, i) ? Place::kDevice : place);
-      EXPECT_EQ(each.states, is_small(model, i) ? Place::kDevice : place);
-      EXPECT_TRUE(each.device_update || !is_small(model, i));
+      const Placement& each = placement.params[i];
+      EXPECT_EQ(each.parameter, is_small(model, i) ? Tier::kDevice : place);
+      EXPECT_EQ(each.states, is_small(model, i) ? Tier::kDevice : place);
+      EXPECT_TRUE(device_updates(each) || !is_small(model, i));
     }
   }
 }
 
 TEST(CudaPlacement, GradientsAreWhereTheUpdateIsAndNeverOnNvme) {
   const ModelShapes model = large_gpt();
-  for (const Wish parameters : {Wish::kDevice, Wish::kHost, Wish::kNvme}) {
-    for (const Wish optimizer : {Wish::kDevice, Wish::kHost, Wish::kNvme}) {
-      const Placement placement = make_placement(model, on_cuda(parameters, optimizer, true), 1);
-      for (const ShardPlaces& each : placement.params) {
-        EXPECT_EQ(each.gradient, each.device_update ? Place::kDevice : Place::kHost);
-        EXPECT_TRUE(each.states != Place::kDevice || each.device_update);
-        EXPECT_TRUE(each.states != Place::kNvme || !each.device_update);
+  for (const Tier parameters : {Tier::kDevice, Tier::kHost, Tier::kNvme}) {
+    for (const Tier optimizer : {Tier::kDevice, Tier::kHost, Tier::kNvme}) {
+      const MemoryPlan placement = plan_memory(model, on_gpu(parameters, optimizer, true), 1);
+      for (const Placement& each : placement.params) {
+        EXPECT_EQ(each.gradient, device_updates(each) ? Tier::kDevice : Tier::kHost);
+        EXPECT_TRUE(each.states != Tier::kDevice || device_updates(each));
+        EXPECT_TRUE(each.states != Tier::kNvme || !device_updates(each));
       }
     }
   }
@@ -85,10 +85,10 @@ TEST(CudaPlacement, GradientsAreWhereTheUpdateIsAndNeverOnNvme) {
 // What the disk gets leaves from host memory.
 TEST(CudaPlacement, TheProcessorUpdatesWhatIsOnNvme) {
   const ModelShapes model = large_gpt();
-  const Placement placement = make_placement(model, on_cuda(Wish::kNvme, Wish::kHost, true), 1);
+  const MemoryPlan placement = plan_memory(model, on_gpu(Tier::kNvme, Tier::kHost, true), 1);
   for (const std::size_t id : large_ids(model)) {
-    EXPECT_EQ(placement.params[id].states, Place::kHost);
-    EXPECT_FALSE(placement.params[id].device_update);
+    EXPECT_EQ(placement.params[id].states, Tier::kHost);
+    EXPECT_FALSE(device_updates(placement.params[id]));
   }
   EXPECT_EQ(placement.cpu_share, 1);
   EXPECT_EQ(placement.num_update_slots, 0);
@@ -96,12 +96,12 @@ TEST(CudaPlacement, TheProcessorUpdatesWhatIsOnNvme) {
 
 TEST(CudaPlacement, TheProcessorGetsTheShareThatIsAskedFor) {
   const ModelShapes model = small_gpt(512, 24, 4000, DType::kBFloat16);
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   for (const double share : {0.0, 0.1, 0.25, 0.5, 0.9, 1.0}) {
     options.cpu_share = share;
-    const Placement placement = make_placement(model, options, 1);
+    const MemoryPlan placement = plan_memory(model, options, 1);
     EXPECT_NEAR(placement.cpu_share, share, share == 0 || share == 1 ? 0 : 0.02);
-    EXPECT_EQ(placement.params[large_ids(model).front()].device_update, share < 1);
+    EXPECT_EQ(device_updates(placement.params[large_ids(model).front()]), share < 1);
     // Nowhere more than one parameter away from it, so that neither side waits for the other.
     double processor = 0;
     double all = 0;
@@ -109,68 +109,68 @@ TEST(CudaPlacement, TheProcessorGetsTheShareThatIsAskedFor) {
     for (const std::size_t id : large_ids(model)) {
       const auto numel = static_cast<double>(model.params[id].numel);
       all += numel;
-      processor += placement.params[id].device_update ? 0 : numel;
+      processor += device_updates(placement.params[id]) ? 0 : numel;
       largest = std::max(largest, numel);
       EXPECT_LE(std::abs(processor - share * all), largest);
     }
     EXPECT_DOUBLE_EQ(placement.cpu_share, processor / all);
   }
   options.cpu_share = -1;
-  EXPECT_NEAR(make_placement(model, options, 1).cpu_share, 0.35, 0.02);
+  EXPECT_NEAR(plan_memory(model, options, 1).cpu_share, 0.35, 0.02);
 }
 
 TEST(CudaPlacement, ThePlanIsTheSameEveryTime) {
   const ModelShapes model = large_gpt();
-  PlacementOptions options = on_cuda(Wish::kAuto, Wish::kAuto, true);
+  MemoryPlanOptions options = on_gpu(std::nullopt, std::nullopt, true);
   options.device_bytes = 60 * kMiB;
   options.host_bytes = 60 * kMiB;
-  const Placement first = make_placement(model, options, 1);
-  const Placement second = make_placement(model, options, 1);
+  const MemoryPlan first = plan_memory(model, options, 1);
+  const MemoryPlan second = plan_memory(model, options, 1);
   EXPECT_EQ(first.params, second.params);
-  EXPECT_EQ(placement_text(first), placement_text(second));
+  EXPECT_EQ(first.text(), second.text());
 }
 
 TEST(CudaPlacement, GradientsLeaveEarlyOnlyAloneAndWithOneMicroBatch) {
   const ModelShapes model = large_gpt();
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
-  EXPECT_TRUE(make_placement(model, options, 1).gradients_leave_early);
-  EXPECT_FALSE(make_placement(model, options, 2).gradients_leave_early);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
+  EXPECT_TRUE(plan_memory(model, options, 1).gradients_leave_early);
+  EXPECT_FALSE(plan_memory(model, options, 2).gradients_leave_early);
   options.num_ranks = 2;
-  EXPECT_FALSE(make_placement(model, options, 1).gradients_leave_early);
+  EXPECT_FALSE(plan_memory(model, options, 1).gradients_leave_early);
 }
 
 TEST(CudaPlacement, SlotsHoldOneSubGroupEachAndAreNoMoreThanThereAreSubGroups) {
   const std::int64_t numel = std::int64_t{1} << 20;
   ModelMaker maker(DType::kBFloat16);
   maker.unit("a", {numel + 1}).unit("b", {numel});
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   options.cpu_share = 0;
-  Placement placement = make_placement(maker.make(), options, 1);
+  MemoryPlan placement = plan_memory(maker.make(), options, 1);
   EXPECT_EQ(placement.num_update_slots, 2);
   EXPECT_EQ(placement.update_slot_bytes, (numel + 2048) * 14);
   options.sub_group_bytes = 4 * 100000;
-  placement = make_placement(maker.make(), options, 1);
+  placement = plan_memory(maker.make(), options, 1);
   EXPECT_EQ(placement.sub_group_numel, 100000 / 2048 * 2048);
   EXPECT_EQ(placement.update_slot_bytes, placement.sub_group_numel * 14);
   EXPECT_EQ(placement.num_update_slots, 10);
   options.sub_group_bytes = 4 * 600000;
-  EXPECT_EQ(make_placement(maker.make(), options, 1).num_update_slots, 4);
+  EXPECT_EQ(plan_memory(maker.make(), options, 1).num_update_slots, 4);
 }
 
 TEST(CudaPlacement, AnFp32MasterHasRoomInTheSlotBesideItsStates) {
   const std::int64_t numel = std::int64_t{1} << 20;
   const ModelShapes model = ModelMaker().unit("a", {numel}).make();
-  for (const Wish parameters : {Wish::kDevice, Wish::kHost}) {
-    const Placement placement = make_placement(model, on_cuda(parameters, Wish::kHost), 1);
+  for (const Tier parameters : {Tier::kDevice, Tier::kHost}) {
+    const MemoryPlan placement = plan_memory(model, on_gpu(parameters, Tier::kHost), 1);
     EXPECT_EQ(placement.update_slot_bytes, numel * 12);
   }
 }
 
 TEST(CudaPlacement, ArenaHoldsAllThatIsGatheredUnlessALimitIsGiven) {
   const ModelShapes model = large_gpt();
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   options.live_limit_bytes = kMiB;
-  const Placement whole = make_placement(model, options, 1);
+  const MemoryPlan whole = plan_memory(model, options, 1);
   std::int64_t gathered = 0;
   for (const std::size_t id : large_ids(model)) {
     gathered += 2 * model.params[id].numel;
@@ -178,7 +178,7 @@ TEST(CudaPlacement, ArenaHoldsAllThatIsGatheredUnlessALimitIsGiven) {
   EXPECT_GE(whole.live_limit_bytes, gathered);
   EXPECT_GE(whole.arena_bytes, gathered);
   options.is_live_limit_given = true;
-  const Placement limited = make_placement(model, options, 1);
+  const MemoryPlan limited = plan_memory(model, options, 1);
   EXPECT_EQ(limited.live_limit_bytes, kMiB);
   EXPECT_LT(limited.arena_bytes, whole.arena_bytes);
   // What is let go of after forward comes up again for backward.
@@ -187,28 +187,28 @@ TEST(CudaPlacement, ArenaHoldsAllThatIsGatheredUnlessALimitIsGiven) {
 
 TEST(CudaPlacement, ASmallerDeviceHasFewerSlotsAndASmallerArena) {
   const ModelShapes model = large_gpt();
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   options.sub_group_bytes = 4 * 65536;
-  const Placement whole = make_placement(model, options, 1);
+  const MemoryPlan whole = plan_memory(model, options, 1);
   ASSERT_EQ(whole.num_update_slots, 10);
   options.device_bytes = whole.device_memory_bytes();
-  EXPECT_EQ(make_placement(model, options, 1).arena_bytes, whole.arena_bytes);
+  EXPECT_EQ(plan_memory(model, options, 1).arena_bytes, whole.arena_bytes);
   // What is gathered comes before the last of the slots.
   for (int num_slots = 9; num_slots >= 6; --num_slots) {
     options.device_bytes = whole.device_memory_bytes() -
                            (10 - num_slots) * static_cast<std::int64_t>(whole.update_slot_bytes);
-    const Placement fewer = make_placement(model, options, 1);
+    const MemoryPlan fewer = plan_memory(model, options, 1);
     EXPECT_EQ(fewer.num_update_slots, num_slots);
     EXPECT_EQ(fewer.arena_bytes, whole.arena_bytes);
   }
   options.device_bytes -= 1;
-  const Placement tight = make_placement(model, options, 1);
+  const MemoryPlan tight = plan_memory(model, options, 1);
   EXPECT_EQ(tight.num_update_slots, 6);
   EXPECT_LT(tight.arena_bytes, whole.arena_bytes);
   EXPECT_EQ(tight.live_limit_bytes, tight.arena_bytes);
   options.device_bytes =
       whole.device_memory_bytes() - whole.arena_bytes - 10 * whole.update_slot_bytes + 9 * kMiB;
-  const Placement tighter = make_placement(model, options, 1);
+  const MemoryPlan tighter = plan_memory(model, options, 1);
   EXPECT_LE(tighter.num_update_slots, 6);
   EXPECT_GE(tighter.num_update_slots, 2);
   EXPECT_LE(tighter.device_memory_bytes(), options.device_bytes);
@@ -218,23 +218,23 @@ TEST(CudaPlacement, ASmallerDeviceHasFewerSlotsAndASmallerArena) {
 TEST(CudaPlacement, TheDeviceIsFilledInTheOrderOfUse) {
   const ModelShapes model = small_gpt(512, 12, 4000, DType::kBFloat16);
   const std::size_t num_large = large_ids(model).size();
-  PlacementOptions options = on_cuda();
+  MemoryPlanOptions options = on_gpu();
   options.sub_group_bytes = 4 * 65536;
-  const std::int64_t all = make_placement(model, options, 1).device_memory_bytes();
+  const std::int64_t all = plan_memory(model, options, 1).device_memory_bytes();
   bool saw_some_states = false;
   bool saw_some_parameters = false;
   for (std::int64_t part = 10; part <= 100; ++part) {
     options.device_bytes = all * part / 100;
-    Placement placement;
+    MemoryPlan placement;
     try {
-      placement = make_placement(model, options, 1);
+      placement = plan_memory(model, options, 1);
     } catch (const ConfigError&) {
       ASSERT_FALSE(saw_some_parameters || saw_some_states);
       continue;
     }
     const std::size_t parameters =
-        num_leading(model, placement, &ShardPlaces::parameter, Place::kDevice);
-    const std::size_t states = num_leading(model, placement, &ShardPlaces::states, Place::kDevice);
+        num_leading(model, placement, &Placement::parameter, Tier::kDevice);
+    const std::size_t states = num_leading(model, placement, &Placement::states, Tier::kDevice);
     EXPECT_TRUE(states == 0 || parameters == num_large);
     saw_some_parameters = saw_some_parameters || (parameters > 0 && parameters < num_large);
     saw_some_states = saw_some_states || (states > 0 && states < num_large);
@@ -244,13 +244,12 @@ TEST(CudaPlacement, TheDeviceIsFilledInTheOrderOfUse) {
 
 TEST(CudaPlacement, StatesOnNvmeStayInHostMemoryAsFarAsABudgetGoes) {
   const ModelShapes model = large_gpt();
-  PlacementOptions options = on_cuda(Wish::kDevice, Wish::kNvme, true);
-  const Placement without = make_placement(model, options, 1);
-  EXPECT_EQ(num_leading(model, without, &ShardPlaces::states, Place::kNvme),
-            large_ids(model).size());
+  MemoryPlanOptions options = on_gpu(Tier::kDevice, Tier::kNvme, true);
+  const MemoryPlan without = plan_memory(model, options, 1);
+  EXPECT_EQ(num_leading(model, without, &Placement::states, Tier::kNvme), large_ids(model).size());
   options.host_bytes = 120 * kMiB;
-  const Placement with = make_placement(model, options, 1);
-  const std::size_t kept = num_leading(model, with, &ShardPlaces::states, Place::kHost);
+  const MemoryPlan with = plan_memory(model, options, 1);
+  const std::size_t kept = num_leading(model, with, &Placement::states, Tier::kHost);
   EXPECT_GT(kept, 2U);
   EXPECT_LT(kept, large_ids(model).size());
   EXPECT_LE(with.host_memory_bytes(), options.host_bytes);
@@ -259,13 +258,13 @@ TEST(CudaPlacement, StatesOnNvmeStayInHostMemoryAsFarAsABudgetGoes) {
 
 TEST(CudaPlacement, WhatHostMemoryIsWishedToHoldButCannotIsOnNvme) {
   const ModelShapes model = large_gpt();
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost, true);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost, true);
   options.host_bytes = 100 * kMiB;
-  const Placement placement = make_placement(model, options, 1);
+  const MemoryPlan placement = plan_memory(model, options, 1);
   EXPECT_GT(placement.bytes(Tier::kNvme, Role::kOptimizer), 0);
   EXPECT_EQ(placement.bytes(Tier::kNvme, Role::kShard), 0);
   options.host_bytes = 40 * kMiB;
-  EXPECT_GT(make_placement(model, options, 1).bytes(Tier::kNvme, Role::kShard), 0);
+  EXPECT_GT(plan_memory(model, options, 1).bytes(Tier::kNvme, Role::kShard), 0);
 }
 
 struct Outcome {
@@ -273,10 +272,10 @@ struct Outcome {
   std::int64_t stored = kUnlimited;
 };
 
-Outcome outcome_of(const ModelShapes& model, const PlacementOptions& options) {
-  Placement placement;
+Outcome outcome_of(const ModelShapes& model, const MemoryPlanOptions& options) {
+  MemoryPlan placement;
   try {
-    placement = make_placement(model, options, 1);
+    placement = plan_memory(model, options, 1);
   } catch (const ConfigError&) {
     return {};
   }
@@ -294,10 +293,10 @@ TEST(CudaPlacement, SumsStayWithinBothBudgetsAndLargerOnesStoreHardlyMore) {
                                         small_gpt(384, 2, 20000, DType::kBFloat16)};
   for (const ModelShapes& model : models) {
     for (const int num_ranks : {1, 2}) {
-      PlacementOptions options = on_cuda(Wish::kAuto, Wish::kAuto, true);
+      MemoryPlanOptions options = on_gpu(std::nullopt, std::nullopt, true);
       options.num_ranks = num_ranks;
       options.sub_group_bytes = 4 * 65536;
-      const std::int64_t all = make_placement(model, options, 1).device_memory_bytes();
+      const std::int64_t all = plan_memory(model, options, 1).device_memory_bytes();
       // Where parameters come to the device, states may have to leave it.
       std::int64_t two_shards = 0;
       for (const ParamShape& param : model.params) {
@@ -331,20 +330,20 @@ TEST(CudaPlacement, SumsStayWithinBothBudgetsAndLargerOnesStoreHardlyMore) {
 
 TEST(CudaPlacement, OptionsOfARunReachThePlan) {
   Config config;
-  EXPECT_LT(PlacementOptions::from(config, 1, true).cpu_share, 0);
-  EXPECT_FALSE(PlacementOptions::from(config, 1, true).is_live_limit_given);
+  EXPECT_LT(MemoryPlanOptions::from(config, 1, true).cpu_share, 0);
+  EXPECT_FALSE(MemoryPlanOptions::from(config, 1, true).is_live_limit_given);
   config.set("optim.cpu_share", 0.25);
   config.set("live.limit_bytes", "1GiB");
-  const PlacementOptions options = PlacementOptions::from(config, 1, true);
+  const MemoryPlanOptions options = MemoryPlanOptions::from(config, 1, true);
   EXPECT_EQ(options.cpu_share, 0.25);
   EXPECT_TRUE(options.is_live_limit_given);
 }
 
 TEST(CudaPlacement, TheTextTellsWhoUpdatesAndWhatTheHostHolds) {
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   options.host_bytes = std::int64_t{1} << 30;
-  const std::string text = placement_text(make_placement(large_gpt(), options, 1));
-  for (const char* part : {"device", "budget", "1.00 GiB", "slots of", "on the processor",
+  const std::string text = plan_memory(large_gpt(), options, 1).text();
+  for (const char* part : {"device", "budget", "1.00 GiB", "slots of", "on the CPU",
                            "host memory per parameter: 1", "host link per step"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
   }
@@ -352,8 +351,8 @@ TEST(CudaPlacement, TheTextTellsWhoUpdatesAndWhatTheHostHolds) {
 
 TEST(CudaPlacement, CountsWhatForwardIsHandedByTheUpdate) {
   ModelShapes model = large_gpt();
-  const PlacementOptions options = on_cuda(Wish::kNvme, Wish::kNvme, true);
-  const Placement placement = make_placement(model, options, 1);
+  const MemoryPlanOptions options = on_gpu(Tier::kNvme, Tier::kNvme, true);
+  const MemoryPlan placement = plan_memory(model, options, 1);
   const std::int64_t stored = placement.bytes(Tier::kNvme, Role::kShard);
   EXPECT_GT(stored, 0);
   EXPECT_EQ(placement.step.parameters_read, stored) << "they stay until backward";
@@ -362,12 +361,12 @@ TEST(CudaPlacement, CountsWhatForwardIsHandedByTheUpdate) {
       std::max_element(model.params.begin(), model.params.end(),
                        [](const auto& a, const auto& b) { return a.numel < b.numel; });
   largest->trainable = false;
-  EXPECT_LT(make_placement(model, options, 1).step.parameters_from_update, stored)
+  EXPECT_LT(plan_memory(model, options, 1).step.parameters_from_update, stored)
       << "nobody hands over what is frozen";
-  PlacementOptions narrow = options;
+  MemoryPlanOptions narrow = options;
   narrow.parameter_buffers = 1;
   narrow.parameter_buffer_bytes = 64 << 10;
-  EXPECT_EQ(make_placement(model, narrow, 1).step.parameters_from_update, 0)
+  EXPECT_EQ(plan_memory(model, narrow, 1).step.parameters_from_update, 0)
       << "they do not fit into the window";
 }
 

@@ -5,8 +5,8 @@
 
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
-#include "tessera/planner/placement.h"
-#include "tests/planner/small_models.h"
+#include "tessera/planner/memory_planner.h"
+#include "tests/planner/plan_cases.h"
 
 namespace tessera::planner {
 namespace {
@@ -18,12 +18,12 @@ Config zero3(const std::string& zero, const std::string& rest = "") {
       "test");
 }
 
-Placement plan(const Config& config, const ModelShapes& model, int num_ranks = 1) {
-  return make_placement(model, PlacementOptions::from(config, num_ranks, false), 1);
+MemoryPlan plan(const Config& config, const ModelShapes& model, int num_ranks = 1) {
+  return plan_memory(model, MemoryPlanOptions::from(config, num_ranks, false), 1);
 }
 
 TEST(PlacementConfig, NothingGivenMeansEverythingInMemoryAndNoLimit) {
-  const PlacementOptions options = PlacementOptions::from(Config(), 2, false);
+  const MemoryPlanOptions options = MemoryPlanOptions::from(Config(), 2, false);
   EXPECT_EQ(options.memory_bytes(), kUnlimited);
   EXPECT_FALSE(options.has_nvme);
   EXPECT_EQ(options.num_states, 2);
@@ -34,41 +34,41 @@ TEST(PlacementConfig, TheSmallerOfBothBudgetsBoundsOneMemory) {
   Config config;
   config.set("memory.host", "300MiB");
   config.set("memory.device", "200MiB");
-  EXPECT_EQ(PlacementOptions::from(config, 1, false).memory_bytes(), std::int64_t{200} << 20);
+  EXPECT_EQ(MemoryPlanOptions::from(config, 1, false).memory_bytes(), std::int64_t{200} << 20);
 }
 
 TEST(PlacementConfig, NvmeOfZeroBytesIsNoNvme) {
   Config config;
   config.set("nvme.paths", std::vector<std::string>{"/some/disk"});
-  EXPECT_TRUE(PlacementOptions::from(config, 1, false).has_nvme);
+  EXPECT_TRUE(MemoryPlanOptions::from(config, 1, false).has_nvme);
   config.set("memory.nvme", std::int64_t{0});
-  EXPECT_FALSE(PlacementOptions::from(config, 1, false).has_nvme);
+  EXPECT_FALSE(MemoryPlanOptions::from(config, 1, false).has_nvme);
 }
 
 TEST(PlacementConfig, AWishThatItsBudgetForbidsIsAnError) {
   Config config;
   config.set("place.optimizer", "host");
   config.set("memory.host", std::int64_t{0});
-  EXPECT_THROW(PlacementOptions::from(config, 1, false), ConfigError);
+  EXPECT_THROW(MemoryPlanOptions::from(config, 1, false), ConfigError);
 }
 
 TEST(PlacementConfig, NvmeWithoutAPathIsAnError) {
   Config config;
   config.set("place.parameters", "nvme");
-  EXPECT_THROW(PlacementOptions::from(config, 1, false), ConfigError);
+  EXPECT_THROW(MemoryPlanOptions::from(config, 1, false), ConfigError);
 }
 
 TEST(PlacementConfig, StatesFollowTheUpdateRule) {
   Config config;
   config.set("optim.kind", "sgd");
-  EXPECT_EQ(PlacementOptions::from(config, 1, false).num_states, 0);
+  EXPECT_EQ(MemoryPlanOptions::from(config, 1, false).num_states, 0);
   config.set("optim.momentum", 0.9);
-  EXPECT_EQ(PlacementOptions::from(config, 1, false).num_states, 1);
+  EXPECT_EQ(MemoryPlanOptions::from(config, 1, false).num_states, 1);
 }
 
 TEST(DeepSpeedKeys, OffloadToCpuIsChargedToTheHost) {
   const ModelShapes model = small_gpt(64, 2, 1000);
-  const Placement placement =
+  const MemoryPlan placement =
       plan(zero3(R"(, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"})"),
            model);
   EXPECT_FALSE(placement.uses_nvme);
@@ -80,13 +80,13 @@ TEST(DeepSpeedKeys, OffloadToCpuIsChargedToTheHost) {
 
 TEST(DeepSpeedKeys, OffloadedOptimizerOfNvmeIsThereWithAsManyBuffers) {
   const ModelShapes model = small_gpt(256, 2, 4000);
-  const Placement placement = plan(zero3(R"(, "offload_optimizer": {"device": "nvme",
+  const MemoryPlan placement = plan(zero3(R"(, "offload_optimizer": {"device": "nvme",
       "nvme_path": "/some/disk", "buffer_count": 3}, "sub_group_size": 327680)"),
-                                   model);
-  for (const ShardPlaces& each : placement.params) {
-    EXPECT_EQ(each.states, Place::kNvme);
-    EXPECT_EQ(each.parameter, Place::kDevice);
-    EXPECT_EQ(each.gradient, Place::kDevice);
+                                    model);
+  for (const Placement& each : placement.params) {
+    EXPECT_EQ(each.states, Tier::kNvme);
+    EXPECT_EQ(each.parameter, Tier::kDevice);
+    EXPECT_EQ(each.gradient, Tier::kDevice);
   }
   EXPECT_EQ(placement.num_optimizer_buffers, 3);
   // Smaller where all buffers would not be used otherwise.
@@ -97,14 +97,14 @@ TEST(DeepSpeedKeys, OffloadedOptimizerOfNvmeIsThereWithAsManyBuffers) {
 TEST(DeepSpeedKeys, MaxInCpuStaysInMemoryInTheOrderOfRegistration) {
   ModelMaker maker;
   maker.unit("a", {1000, 1000, 1000, 1000});
-  const Placement placement = plan(zero3(R"(, "offload_param": {"device": "nvme",
+  const MemoryPlan placement = plan(zero3(R"(, "offload_param": {"device": "nvme",
       "nvme_path": "/some/disk", "max_in_cpu": 2500, "buffer_count": 2, "buffer_size": 100000})"),
-                                   maker.make());
-  EXPECT_EQ(placement.params[0].parameter, Place::kHost);
-  EXPECT_EQ(placement.params[1].parameter, Place::kHost);
-  EXPECT_EQ(placement.params[2].parameter, Place::kNvme);
-  EXPECT_EQ(placement.params[3].parameter, Place::kNvme);
-  EXPECT_EQ(placement.params[0].states, Place::kDevice);
+                                    maker.make());
+  EXPECT_EQ(placement.params[0].parameter, Tier::kDevice);
+  EXPECT_EQ(placement.params[1].parameter, Tier::kDevice);
+  EXPECT_EQ(placement.params[2].parameter, Tier::kNvme);
+  EXPECT_EQ(placement.params[3].parameter, Tier::kNvme);
+  EXPECT_EQ(placement.params[0].states, Tier::kDevice);
 }
 
 TEST(DeepSpeedKeys, BuffersOfParametersAreAsLargeAsTheySayButNoLargerThanAllOfThem) {

@@ -1,6 +1,4 @@
 // Plans over small models and many budgets: sums, order, and what a step moves.
-#include "tessera/planner/placement.h"
-
 #include <algorithm>
 #include <set>
 
@@ -10,9 +8,10 @@
 #include "tessera/core/error.h"
 #include "tessera/grad/gradient_bytes.h"
 #include "tessera/optim/sub_group.h"
+#include "tessera/planner/memory_planner.h"
 #include "tessera/shard/layout.h"
 #include "tessera/tier/io_engine.h"
-#include "tests/planner/small_models.h"
+#include "tests/planner/plan_cases.h"
 
 namespace tessera::planner {
 namespace {
@@ -21,9 +20,9 @@ std::int64_t whole_blocks_of(std::int64_t bytes) {
   return static_cast<std::int64_t>(tier::whole_blocks(static_cast<std::size_t>(bytes)));
 }
 
-bool has(const Placement& placement, Place ShardPlaces::*role, Place place) {
+bool has(const MemoryPlan& placement, Tier Placement::*role, Tier place) {
   return std::any_of(placement.params.begin(), placement.params.end(),
-                     [&](const ShardPlaces& each) { return each.*role == place; });
+                     [&](const Placement& each) { return each.*role == place; });
 }
 
 // Budgets from nothing to more than all, dense where decisions fall.
@@ -38,14 +37,15 @@ std::vector<std::int64_t> budgets_for(std::int64_t all_bytes) {
   return {budgets.begin(), budgets.end()};
 }
 
-TEST(Placement, KeepsEverythingInMemoryWithoutABudget) {
+TEST(MemoryPlanner, KeepsEverythingInMemoryWithoutABudget) {
   for (const ModelShapes& model : small_models()) {
     for (const int num_ranks : {1, 3}) {
-      PlacementOptions options;
+      MemoryPlanOptions options;
       options.num_ranks = num_ranks;
-      const Placement placement = make_placement(model, options, 1);
+      const MemoryPlan placement = plan_memory(model, options, 1);
       EXPECT_FALSE(placement.uses_nvme);
-      EXPECT_EQ(placement.params, std::vector<ShardPlaces>(model.params.size()));
+      const Placement in_memory{Tier::kDevice, Tier::kDevice, Tier::kDevice, Updater::kCpu};
+      EXPECT_EQ(placement.params, std::vector<Placement>(model.params.size(), in_memory));
       EXPECT_EQ(placement.live_limit_bytes, options.live_limit_bytes);
       EXPECT_EQ(placement.bytes(Tier::kDevice) + placement.comm_bytes, placement.memory_bytes());
       EXPECT_EQ(placement.step.read() + placement.step.written(), 0);
@@ -53,15 +53,15 @@ TEST(Placement, KeepsEverythingInMemoryWithoutABudget) {
   }
 }
 
-TEST(Placement, KeepsEverythingInMemoryWhereItFitsToTheByte) {
+TEST(MemoryPlanner, KeepsEverythingInMemoryWhereItFitsToTheByte) {
   for (const ModelShapes& model : small_models()) {
     for (const int num_ranks : {1, 2}) {
-      PlacementOptions options = with_budget(kUnlimited, num_ranks);
+      MemoryPlanOptions options = with_budget(kUnlimited, num_ranks);
       options.bucket_bytes = std::int64_t{1} << 20;
       options.is_bucket_given = true;
-      const std::int64_t all = make_placement(model, options, 1).memory_bytes();
+      const std::int64_t all = plan_memory(model, options, 1).memory_bytes();
       options.host_bytes = all;
-      const Placement placement = make_placement(model, options, 1);
+      const MemoryPlan placement = plan_memory(model, options, 1);
       EXPECT_FALSE(placement.uses_nvme);
       EXPECT_EQ(placement.memory_bytes(), all);
       EXPECT_EQ(placement.optimizer_pool_bytes + placement.gradient_pool_bytes +
@@ -71,14 +71,14 @@ TEST(Placement, KeepsEverythingInMemoryWhereItFitsToTheByte) {
   }
 }
 
-TEST(Placement, ArenaGivesWayBeforeAnyShardDoes) {
+TEST(MemoryPlanner, ArenaGivesWayBeforeAnyShardDoes) {
   const ModelShapes model = small_gpt(64, 4, 2000);
-  PlacementOptions options = with_budget(kUnlimited, 2);
+  MemoryPlanOptions options = with_budget(kUnlimited, 2);
   options.bucket_bytes = std::int64_t{1} << 20;
   options.is_bucket_given = true;
-  const Placement whole = make_placement(model, options, 1);
+  const MemoryPlan whole = plan_memory(model, options, 1);
   options.host_bytes = whole.memory_bytes() - (std::int64_t{300} << 10);
-  const Placement tight = make_placement(model, options, 1);
+  const MemoryPlan tight = plan_memory(model, options, 1);
   EXPECT_FALSE(tight.uses_nvme);
   EXPECT_LT(tight.arena_bytes, whole.arena_bytes);
   EXPECT_EQ(tight.live_limit_bytes, tight.arena_bytes);
@@ -86,19 +86,19 @@ TEST(Placement, ArenaGivesWayBeforeAnyShardDoes) {
 
 // The heart: any budget gives a plan within it, or a refusal; a larger one never stores more, and
 // never refuses what a smaller one allowed.
-TEST(Placement, SumsStayWithinEveryBudgetAndALargerOneNeverStoresMore) {
+TEST(MemoryPlanner, SumsStayWithinEveryBudgetAndALargerOneNeverStoresMore) {
   for (const ModelShapes& model : small_models()) {
     for (const int num_ranks : {1, 2, 3}) {
       const std::int64_t all =
-          make_placement(model, with_budget(kUnlimited, num_ranks), 1).memory_bytes();
+          plan_memory(model, with_budget(kUnlimited, num_ranks), 1).memory_bytes();
       std::int64_t stored_before = kUnlimited;
       bool was_possible = false;
       for (const std::int64_t budget : budgets_for(all + (std::int64_t{2} << 20))) {
         SCOPED_TRACE(testing::Message() << model.params.front().name << " on " << num_ranks
                                         << " ranks within " << budget);
-        Placement placement;
+        MemoryPlan placement;
         try {
-          placement = make_placement(model, with_budget(budget, num_ranks), 1);
+          placement = plan_memory(model, with_budget(budget, num_ranks), 1);
         } catch (const ConfigError&) {
           ASSERT_FALSE(was_possible);
           continue;
@@ -115,22 +115,22 @@ TEST(Placement, SumsStayWithinEveryBudgetAndALargerOneNeverStoresMore) {
   }
 }
 
-TEST(Placement, StatesLeaveMemoryFirstThenGradientsThenParameters) {
+TEST(MemoryPlanner, StatesLeaveMemoryFirstThenGradientsThenParameters) {
   const ModelShapes model = small_gpt(64, 6, 3000);
-  const std::int64_t all = make_placement(model, with_budget(kUnlimited), 1).memory_bytes();
+  const std::int64_t all = plan_memory(model, with_budget(kUnlimited), 1).memory_bytes();
   bool saw_states = false;
   bool saw_gradients = false;
   bool saw_parameters = false;
   for (std::int64_t part = 99; part >= 20; --part) {
-    Placement placement;
+    MemoryPlan placement;
     try {
-      placement = make_placement(model, with_budget(all * part / 100), 1);
+      placement = plan_memory(model, with_budget(all * part / 100), 1);
     } catch (const ConfigError&) {
       break;
     }
-    const bool states = has(placement, &ShardPlaces::states, Place::kNvme);
-    const bool gradients = has(placement, &ShardPlaces::gradient, Place::kNvme);
-    const bool parameters = has(placement, &ShardPlaces::parameter, Place::kNvme);
+    const bool states = has(placement, &Placement::states, Tier::kNvme);
+    const bool gradients = has(placement, &Placement::gradient, Tier::kNvme);
+    const bool parameters = has(placement, &Placement::parameter, Tier::kNvme);
     EXPECT_TRUE(!gradients || states);
     EXPECT_TRUE(!parameters || gradients);
     saw_states = saw_states || states;
@@ -140,27 +140,26 @@ TEST(Placement, StatesLeaveMemoryFirstThenGradientsThenParameters) {
   EXPECT_TRUE(saw_states && saw_gradients && saw_parameters);
 }
 
-TEST(Placement, SmallParametersStayWhereLargeOnesThatAreUsedEarlierDoNot) {
+TEST(MemoryPlanner, SmallParametersStayWhereLargeOnesThatAreUsedEarlierDoNot) {
   const ModelShapes model = small_gpt(32, 2, 20000);
-  const Placement placement = make_placement(model, with_budget(std::int64_t{5} << 20), 1);
+  const MemoryPlan placement = plan_memory(model, with_budget(std::int64_t{5} << 20), 1);
   for (std::size_t i = 0; i < model.params.size(); ++i) {
     const bool is_small = model.params[i].numel * 4 <= kSmallParamBytes;
-    EXPECT_EQ(placement.params[i].parameter, is_small ? Place::kDevice : Place::kNvme)
+    EXPECT_EQ(placement.params[i].parameter, is_small ? Tier::kDevice : Tier::kNvme)
         << model.params[i].name;
   }
 }
 
-TEST(Placement, ArenaHoldsTheLargestUnitThatIsGathered) {
+TEST(MemoryPlanner, ArenaHoldsTheLargestUnitThatIsGathered) {
   const ModelShapes model = small_gpt(64, 6, 3000);
-  const std::int64_t all = make_placement(model, with_budget(kUnlimited), 1).memory_bytes();
+  const std::int64_t all = plan_memory(model, with_budget(kUnlimited), 1).memory_bytes();
   for (const int num_ranks : {1, 2}) {
-    const Placement placement =
-        make_placement(model, with_budget(all / 6 * num_ranks, num_ranks), 1);
+    const MemoryPlan placement = plan_memory(model, with_budget(all / 6 * num_ranks, num_ranks), 1);
     for (const std::vector<int>& unit : model.units) {
       std::int64_t gathered = 0;
       for (const int id : unit) {
         const auto i = static_cast<std::size_t>(id);
-        const bool is_stored = placement.params[i].parameter == Place::kNvme;
+        const bool is_stored = placement.params[i].parameter == Tier::kNvme;
         gathered += num_ranks > 1 || is_stored ? 4 * model.params[i].numel : 0;
       }
       EXPECT_GE(placement.arena_bytes, gathered);
@@ -168,22 +167,22 @@ TEST(Placement, ArenaHoldsTheLargestUnitThatIsGathered) {
     EXPECT_EQ(placement.live_limit_bytes, placement.arena_bytes);
   }
   // Alone and with all parameters in memory, nothing is gathered.
-  EXPECT_EQ(make_placement(model, with_budget(all * 3 / 4), 1).arena_bytes, 0);
+  EXPECT_EQ(plan_memory(model, with_budget(all * 3 / 4), 1).arena_bytes, 0);
 }
 
-TEST(Placement, BuffersHoldTheLargestSubGroupAsOftenAsThereAreBuffers) {
+TEST(MemoryPlanner, BuffersHoldTheLargestSubGroupAsOftenAsThereAreBuffers) {
   for (const ModelShapes& model : small_models()) {
-    const std::int64_t all = make_placement(model, with_budget(kUnlimited), 1).memory_bytes();
+    const std::int64_t all = plan_memory(model, with_budget(kUnlimited), 1).memory_bytes();
     for (const std::int64_t part : {30, 50, 80}) {
       const std::int64_t budget = all * part / 100 + (std::int64_t{1} << 20);
-      const Placement placement = make_placement(model, with_budget(budget), 1);
+      const MemoryPlan placement = plan_memory(model, with_budget(budget), 1);
       if (!placement.uses_nvme) {
         continue;
       }
       std::vector<optim::SubGroupParam> params;
       for (std::size_t i = 0; i < model.params.size(); ++i) {
         const shard::Layout layout(model.params[i].numel, 1, model.dtype);
-        const auto is_stored = [&](Place place) { return place == Place::kNvme; };
+        const auto is_stored = [&](Tier place) { return place == Tier::kNvme; };
         params.push_back({layout.shard_numel(), model.dtype, model.params[i].trainable,
                           is_stored(placement.params[i].parameter),
                           is_stored(placement.params[i].gradient),
@@ -199,14 +198,14 @@ TEST(Placement, BuffersHoldTheLargestSubGroupAsOftenAsThereAreBuffers) {
 }
 
 // 8 bytes of states, the parameter itself as their master, and gradients.
-TEST(Placement, CountsWhatAStepMovesPerElement) {
+TEST(MemoryPlanner, CountsWhatAStepMovesPerElement) {
   const std::int64_t numel = std::int64_t{1} << 20;
   ModelMaker maker;
   for (int i = 0; i < 8; ++i) {
     maker.unit("u" + std::to_string(i), {numel});
   }
-  PlacementOptions options = with_budget(std::int64_t{9} << 20);
-  const Placement placement = make_placement(maker.make(), options, 3);
+  MemoryPlanOptions options = with_budget(std::int64_t{9} << 20);
+  const MemoryPlan placement = plan_memory(maker.make(), options, 3);
   const std::int64_t all = 8 * numel;
   ASSERT_EQ(placement.bytes(Tier::kNvme, Role::kShard), 4 * all);
   EXPECT_EQ(placement.step.states_read, 12 * all);
@@ -223,13 +222,13 @@ TEST(Placement, CountsWhatAStepMovesPerElement) {
                 8 * static_cast<std::size_t>(grad::num_norm_blocks(numel)) * sizeof(double))));
 }
 
-TEST(Placement, CountsAMasterAmongTheStatesOfLowPrecision) {
+TEST(MemoryPlanner, CountsAMasterAmongTheStatesOfLowPrecision) {
   const std::int64_t numel = std::int64_t{1} << 20;
   ModelMaker maker(DType::kBFloat16);
   for (int i = 0; i < 8; ++i) {
     maker.unit("u" + std::to_string(i), {numel});
   }
-  const Placement placement = make_placement(maker.make(), with_budget(std::int64_t{5} << 20), 1);
+  const MemoryPlan placement = plan_memory(maker.make(), with_budget(std::int64_t{5} << 20), 1);
   const std::int64_t all = 8 * numel;
   ASSERT_EQ(placement.bytes(Tier::kNvme, Role::kShard), 2 * all);
   EXPECT_EQ(placement.bytes(Tier::kNvme, Role::kOptimizer), 12 * all);
@@ -238,13 +237,13 @@ TEST(Placement, CountsAMasterAmongTheStatesOfLowPrecision) {
   EXPECT_EQ(placement.step.parameters_written, 2 * all);
 }
 
-TEST(Placement, ExtentsFollowEachOtherAndAreWhatTheLedgerSays) {
+TEST(MemoryPlanner, ExtentsFollowEachOtherAndAreWhatTheLedgerSays) {
   for (const ModelShapes& model : small_models()) {
-    PlacementOptions options = with_budget(kUnlimited, 2);
-    options.parameters = Wish::kNvme;
-    options.optimizer = Wish::kNvme;
+    MemoryPlanOptions options = with_budget(kUnlimited, 2);
+    options.parameters = Tier::kNvme;
+    options.optimizer = Tier::kNvme;
     options.parameters_host_bytes = 0;
-    const Placement placement = make_placement(model, options, 1);
+    const MemoryPlan placement = plan_memory(model, options, 1);
     std::int64_t ends[kNumRoles] = {};
     for (const PlannedExtent& extent :
          planned_extents(model, options, placement, {"exp_avg", "exp_avg_sq"})) {
@@ -260,11 +259,11 @@ TEST(Placement, ExtentsFollowEachOtherAndAreWhatTheLedgerSays) {
   }
 }
 
-TEST(Placement, ChecksumsAreCountedWhereTheyAreKept) {
+TEST(MemoryPlanner, ChecksumsAreCountedWhereTheyAreKept) {
   const ModelShapes model = small_gpt(64, 4, 3000);
-  PlacementOptions options = with_budget(std::int64_t{4} << 20);
+  MemoryPlanOptions options = with_budget(std::int64_t{4} << 20);
   options.verify = true;
-  const Placement placement = make_placement(model, options, 1);
+  const MemoryPlan placement = plan_memory(model, options, 1);
   ASSERT_TRUE(placement.uses_nvme);
   EXPECT_EQ(placement.bytes(Tier::kHost, Role::kOther), placement.bytes(Tier::kNvme) / 4096 * 8);
   EXPECT_LE(placement.memory_bytes(), options.host_bytes);

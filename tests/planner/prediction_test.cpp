@@ -7,8 +7,8 @@
 namespace tessera::planner {
 namespace {
 
-Placement moving(std::int64_t read, std::int64_t written) {
-  Placement placement;
+MemoryPlan moving(std::int64_t read, std::int64_t written) {
+  MemoryPlan placement;
   placement.uses_nvme = true;
   placement.step.states_read = read;
   placement.step.states_written = written;
@@ -44,14 +44,13 @@ TEST(Prediction, InEachPhaseTheSlowerOfDiskAndProcessorBinds) {
   const Prediction prediction = predict_step(moving(1000, 1000), rates);
   EXPECT_DOUBLE_EQ(prediction.step_s, 20 + 20);
   EXPECT_DOUBLE_EQ(prediction.io_s, 20);
-  EXPECT_DOUBLE_EQ(prediction.processor_s, 34);
+  EXPECT_DOUBLE_EQ(prediction.cpu_s, 34);
   EXPECT_FALSE(prediction.is_io_bound);
-  EXPECT_NE(prediction.text.find("40 s, bound by the processor"), std::string::npos)
-      << prediction.text;
+  EXPECT_NE(prediction.text.find("40 s, bound by the CPU"), std::string::npos) << prediction.text;
 }
 
 TEST(Prediction, GradientsAndParametersOfBackwardBelongToItsPhase) {
-  Placement placement;
+  MemoryPlan placement;
   placement.step.gradients_written = 3000;  // three micro-batches
   placement.step.gradients_read = 3000;     // two additions, and the update
   placement.step.parameters_read = 6000;    // six passes
@@ -67,7 +66,7 @@ TEST(Prediction, GradientsAndParametersOfBackwardBelongToItsPhase) {
 }
 
 TEST(Prediction, ForwardDoesNotReadWhatTheUpdateHandsOver) {
-  Placement placement = moving(1000, 1000);
+  MemoryPlan placement = moving(1000, 1000);
   placement.step.parameters_read = 4000;  // two micro-batches, forward and backward
   placement.step.parameters_from_update = 700;
   StepRates rates = disk_of(100, 100, 100);

@@ -12,9 +12,9 @@
 #include "tessera/device/arena_map.h"
 #include "tessera/grad/bucket.h"
 #include "tessera/grad/gradient_bytes.h"
-#include "tessera/planner/placement.h"
+#include "tessera/planner/memory_planner.h"
 #include "tessera/shard/layout.h"
-#include "tests/planner/small_models.h"
+#include "tests/planner/plan_cases.h"
 #include "tests/support/sizes.h"
 
 namespace tessera::planner {
@@ -62,14 +62,14 @@ ModelShapes random_model(Draw& draw) {
 
 class StagedCalls {
  public:
-  StagedCalls(const ModelShapes& model, const PlacementOptions& options)
-      : model_(model), options_(options), placement_(make_placement(model, options, 1)) {
+  StagedCalls(const ModelShapes& model, const MemoryPlanOptions& options)
+      : model_(model), options_(options), placement_(plan_memory(model, options, 1)) {
     for (const ParamShape& param : model.params) {
       layouts_.emplace_back(param.numel, options.num_ranks, model.dtype);
     }
   }
 
-  const Placement& placement() const { return placement_; }
+  const MemoryPlan& placement() const { return placement_; }
 
   std::int64_t gather_bytes(const std::vector<int>& ids) const {
     return static_cast<std::int64_t>(comm::all_gather_staging_bytes(
@@ -116,7 +116,7 @@ class StagedCalls {
     for (std::size_t i = 0; i < model_.params.size(); ++i) {
       if (model_.params[i].trainable) {
         params.push_back({static_cast<int>(i), layouts_[i].shard_numel(), model_.params[i].dynamic,
-                          placement_.params[i].gradient == Place::kNvme});
+                          placement_.params[i].gradient == Tier::kNvme});
       }
     }
     return grad::plan_buckets(params, options_.num_ranks, placement_.bucket_bytes,
@@ -133,14 +133,14 @@ class StagedCalls {
   }
 
   const ModelShapes& model_;
-  const PlacementOptions options_;
-  const Placement placement_;
+  const MemoryPlanOptions options_;
+  const MemoryPlan placement_;
   std::vector<shard::Layout> layouts_;
 };
 
-void expect_room_for_every_call(const ModelShapes& model, const PlacementOptions& options) {
+void expect_room_for_every_call(const ModelShapes& model, const MemoryPlanOptions& options) {
   const StagedCalls calls(model, options);
-  const Placement& placement = calls.placement();
+  const MemoryPlan& placement = calls.placement();
   const std::int64_t room = placement.gather_staging_bytes;
   EXPECT_EQ(placement.comm_bytes, room + placement.reduction_staging_bytes);
   EXPECT_GE(room, static_cast<std::int64_t>(comm::kSmallAllReduceBytes));
@@ -175,12 +175,12 @@ TEST(StagingPlan, HoldsEveryCallOfAStepOfAnyModelWithinAnyBudget) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     Draw draw(seed);
     const ModelShapes model = random_model(draw);
-    PlacementOptions options = with_budget(kUnlimited, static_cast<int>(2 + draw.below(3)));
+    MemoryPlanOptions options = with_budget(kUnlimited, static_cast<int>(2 + draw.below(3)));
     options.pack_below_bytes = draw.one_of<std::int64_t>({0, 300, 4096, 64 << 10, 1 << 20});
     options.bucket_bytes = draw.one_of<std::int64_t>({1000, 100000, 64 << 20});
     options.wire_dtype = draw.one_of({DType::kFloat32, DType::kBFloat16});
     options.call_memory = draw.one_of({comm::CallMemory::kReached, comm::CallMemory::kCopied});
-    const std::int64_t all = make_placement(model, options, 1).memory_bytes();
+    const std::int64_t all = plan_memory(model, options, 1).memory_bytes();
     for (const std::int64_t percent : {30, 60, 90, 100, 1000}) {
       options.host_bytes = percent == 1000 ? kUnlimited : all * percent / 100;
       SCOPED_TRACE(testing::Message()
@@ -205,7 +205,7 @@ TEST(StagingPlan, HoldsAPrefetchThatJoinsUses) {
     for (int i = 0; i < 40; ++i) {
       maker.unit("u" + std::to_string(i), unit);
     }
-    PlacementOptions options;
+    MemoryPlanOptions options;
     options.num_ranks = 2;
     options.pack_below_bytes = std::int64_t{1} << 20;
     expect_room_for_every_call(maker.make(), options);
@@ -214,7 +214,7 @@ TEST(StagingPlan, HoldsAPrefetchThatJoinsUses) {
 
 TEST(StagingPlan, IsNothingForOneRank) {
   for (const ModelShapes& model : small_models()) {
-    const Placement placement = make_placement(model, with_budget(kUnlimited, 1), 1);
+    const MemoryPlan placement = plan_memory(model, with_budget(kUnlimited, 1), 1);
     EXPECT_EQ(placement.gather_staging_bytes, 0);
     EXPECT_EQ(placement.reduction_staging_bytes, 0);
     EXPECT_EQ(placement.comm_bytes, 0);
@@ -229,7 +229,7 @@ TEST(StagingPlan, OfGathersFollowsWhatIsPacked) {
   Config config;
   const auto planned = [&](const char* pack_below) {
     config.set("comm.pack_below_bytes", pack_below);
-    return make_placement(maker.make(), PlacementOptions::from(config, 2, false), 1)
+    return plan_memory(maker.make(), MemoryPlanOptions::from(config, 2, false), 1)
         .gather_staging_bytes;
   };
   // Six shards of 80000 bytes: none is small, or all of them are, and joined by a prefetch.

@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tests/planner/cuda_plans.h"
+#include "tests/planner/plan_cases.h"
 
 namespace tessera::planner {
 namespace {
@@ -17,7 +17,7 @@ UpdateRates measured() { return {62.3e9, 48.8e9, 48.8e9}; }
 ModelShapes gpt_1b4() { return small_gpt(2048, 24, 50304, DType::kBFloat16); }
 
 TEST(UpdateSplit, MeasuredRatesGiveTheShareOfTheBounds) {
-  const double share = choose_cpu_share(measured(), gpt_1b4(), on_cuda(Wish::kHost, Wish::kHost));
+  const double share = choose_cpu_share(measured(), gpt_1b4(), on_gpu(Tier::kHost, Tier::kHost));
   EXPECT_GT(share, 0.3);
   EXPECT_LT(share, 0.42);
 }
@@ -25,11 +25,11 @@ TEST(UpdateSplit, MeasuredRatesGiveTheShareOfTheBounds) {
 // A model that slots hold almost nothing of: the closed form.
 TEST(UpdateSplit, BothEndAtTheSameTime) {
   const ModelShapes model = gpt_1b4();
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   options.sub_group_bytes = 8192;
   const UpdateRates rates = measured();
   const double share = choose_cpu_share(rates, model, options);
-  const double processor = 28 * share / rates.processor_bytes_per_s;
+  const double processor = 28 * share / rates.cpu_bytes_per_s;
   // States and new values of the device's share: more than what comes up.
   const double down = 14 * (1 - share) / rates.d2h_bytes_per_s;
   EXPECT_NEAR(processor / down, 1, 0.001);
@@ -37,15 +37,15 @@ TEST(UpdateSplit, BothEndAtTheSameTime) {
   faster_down.d2h_bytes_per_s *= 2;
   const double other = choose_cpu_share(faster_down, model, options);
   const double up = (12 * (1 - other) + 2 * other) / rates.h2d_bytes_per_s;
-  EXPECT_NEAR(28 * other / rates.processor_bytes_per_s / up, 1, 0.001);
+  EXPECT_NEAR(28 * other / rates.cpu_bytes_per_s / up, 1, 0.001);
 }
 
 TEST(UpdateSplit, AFasterProcessorGetsMoreAndAFasterLinkLess) {
   const ModelShapes model = gpt_1b4();
-  const PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  const MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   const double share = choose_cpu_share(measured(), model, options);
   UpdateRates rates = measured();
-  rates.processor_bytes_per_s *= 1.5;
+  rates.cpu_bytes_per_s *= 1.5;
   EXPECT_GT(choose_cpu_share(rates, model, options), share);
   rates = measured();
   rates.h2d_bytes_per_s *= 1.5;
@@ -59,7 +59,7 @@ TEST(UpdateSplit, AFasterProcessorGetsMoreAndAFasterLinkLess) {
 
 TEST(UpdateSplit, ALongBackwardLetsMoreComeUpAhead) {
   const ModelShapes model = gpt_1b4();
-  const PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  const MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   UpdateRates rates = measured();
   const double narrow_down = choose_cpu_share(rates, model, options);
   rates.d2h_bytes_per_s *= 2;
@@ -79,7 +79,7 @@ TEST(UpdateSplit, ALongBackwardLetsMoreComeUpAhead) {
 // The device's share takes 26 bytes of the host's memory per element, the processor's 30.
 TEST(UpdateSplit, NarrowMemoryOfTheHostGivesMoreToTheDevice) {
   const ModelShapes model = gpt_1b4();
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   options.sub_group_bytes = 8192;
   UpdateRates rates = measured();
   const double any = choose_cpu_share(rates, model, options);
@@ -99,18 +99,18 @@ TEST(UpdateSplit, NarrowMemoryOfTheHostGivesMoreToTheDevice) {
 // that could go to the other.
 TEST(UpdateSplit, ALargeShardAtTheEndDoesNotSpoilTheShare) {
   const ModelShapes model = gpt_1b4();
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   for (int percent = 2; percent < 90; percent += 3) {
     options.cpu_share = percent / 100.0;
-    const Placement placement = make_placement(model, options, 1);
+    const MemoryPlan placement = plan_memory(model, options, 1);
     std::int64_t num_processor = 0;
     std::int64_t num_all = 0;
     for (std::size_t i = 0; i < placement.params.size(); ++i) {
-      const ShardPlaces& each = placement.params[i];
-      EXPECT_EQ(each.gradient, each.device_update ? Place::kDevice : Place::kHost);
-      if (each.states == Place::kHost) {
+      const Placement& each = placement.params[i];
+      EXPECT_EQ(each.gradient, device_updates(each) ? Tier::kDevice : Tier::kHost);
+      if (each.states == Tier::kHost) {
         num_all += model.params[i].numel;
-        num_processor += each.device_update ? 0 : model.params[i].numel;
+        num_processor += device_updates(each) ? 0 : model.params[i].numel;
       }
     }
     EXPECT_DOUBLE_EQ(placement.cpu_share,
@@ -118,8 +118,8 @@ TEST(UpdateSplit, ALargeShardAtTheEndDoesNotSpoilTheShare) {
     const double excess =
         static_cast<double>(num_processor) - options.cpu_share * static_cast<double>(num_all);
     for (std::size_t i = 0; i < placement.params.size(); ++i) {
-      const ShardPlaces& each = placement.params[i];
-      if (each.states == Place::kHost && each.device_update == (excess < 0)) {
+      const Placement& each = placement.params[i];
+      if (each.states == Tier::kHost && device_updates(each) == (excess < 0)) {
         EXPECT_GT(static_cast<double>(model.params[i].numel), std::abs(excess)) << percent;
       }
     }
@@ -127,20 +127,20 @@ TEST(UpdateSplit, ALargeShardAtTheEndDoesNotSpoilTheShare) {
 }
 
 TEST(UpdateSplit, WhereStatesAreNotInHostMemoryThereIsNothingToSplit) {
-  EXPECT_EQ(choose_cpu_share(measured(), large_gpt(), on_cuda()), 0);
+  EXPECT_EQ(choose_cpu_share(measured(), large_gpt(), on_gpu()), 0);
 }
 
 TEST(UpdateSplit, ADeviceThatNeedsNoTimeAtAllDoesEverything) {
   UpdateRates rates = measured();
-  rates.processor_bytes_per_s = 1;
-  EXPECT_NEAR(choose_cpu_share(rates, gpt_1b4(), on_cuda(Wish::kHost, Wish::kHost)), 0, 1e-6);
+  rates.cpu_bytes_per_s = 1;
+  EXPECT_NEAR(choose_cpu_share(rates, gpt_1b4(), on_gpu(Tier::kHost, Tier::kHost)), 0, 1e-6);
   rates = measured();
   rates.h2d_bytes_per_s = 1;
-  EXPECT_EQ(choose_cpu_share(rates, gpt_1b4(), on_cuda(Wish::kHost, Wish::kHost)), 1);
+  EXPECT_EQ(choose_cpu_share(rates, gpt_1b4(), on_gpu(Tier::kHost, Tier::kHost)), 1);
 }
 
 TEST(UpdateSplit, SeveralRanksMeasureNothingSoThatTheyPlanAlike) {
-  PlacementOptions options = on_cuda(Wish::kHost, Wish::kHost);
+  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
   EXPECT_TRUE(splits_update(options));
   options.num_ranks = 2;
   EXPECT_FALSE(splits_update(options));

@@ -1,3 +1,5 @@
+#include "tessera/planner/machine_limits.h"
+
 #include <sys/statvfs.h>
 
 #include <algorithm>
@@ -5,7 +7,6 @@
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
 #include "tessera/device/host_info.h"
-#include "tessera/planner/placement.h"
 
 namespace tessera::planner {
 namespace {
@@ -37,8 +38,8 @@ MachineLimits MachineLimits::of_this_machine(const std::vector<std::string>& dir
   return limits;
 }
 
-void check_fits(const Placement& placement, const MachineLimits& limits, int num_local_ranks) {
-  const std::int64_t memory = placement.host_memory_bytes();
+void check_fits(const MemoryPlan& plan, const MachineLimits& limits, int num_local_ranks) {
+  const std::int64_t memory = plan.host_memory_bytes();
   TESSERA_CHECK(memory <= limits.memory_available_bytes / num_local_ranks, ConfigError,
                 ranks_text(num_local_ranks), " of ", approximate_bytes(memory),
                 " each need more memory than the ",
@@ -46,9 +47,9 @@ void check_fits(const Placement& placement, const MachineLimits& limits, int num
                 " that this machine and its control group have left; lower memory.host to at most ",
                 exact_bytes(limits.memory_available_bytes / num_local_ranks),
                 ", or use fewer ranks per machine");
-  const std::int64_t pinned = placement.bytes(Tier::kPinned);
+  const std::int64_t pinned = plan.bytes(Tier::kPinned);
   // CUDA's driver pins memory by itself, and asks for no such limit.
-  TESSERA_CHECK(placement.on_cuda || pinned <= limits.locked_bytes, ConfigError,
+  TESSERA_CHECK(plan.is_discrete || pinned <= limits.locked_bytes, ConfigError,
                 "pinned memory: a rank needs ", approximate_bytes(pinned),
                 ", the limit on locked memory is ", approximate_bytes(limits.locked_bytes),
                 "; raise it with `ulimit -l`, or lower memory.host");
@@ -56,7 +57,7 @@ void check_fits(const Placement& placement, const MachineLimits& limits, int num
     return;
   }
   const auto num_directories = static_cast<std::int64_t>(limits.directories.size());
-  const std::int64_t nvme = placement.bytes(Tier::kNvme);
+  const std::int64_t nvme = plan.bytes(Tier::kNvme);
   const std::int64_t share = (nvme + num_directories - 1) / num_directories;
   for (const MachineLimits::Directory& directory : limits.directories) {
     TESSERA_CHECK(share <= directory.free_bytes / num_local_ranks, ConfigError,

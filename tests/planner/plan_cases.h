@@ -1,12 +1,15 @@
-// Models in numbers, for tests of the planner.
+// Models in numbers, and options and questions that tests of the planner share.
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "tessera/core/error.h"
 #include "tessera/core/units.h"
-#include "tessera/planner/placement.h"
+#include "tessera/planner/memory_planner.h"
 
 namespace tessera::planner {
 
@@ -60,8 +63,8 @@ inline std::vector<ModelShapes> small_models() {
 }
 
 // NVMe is there, and `bytes` of memory.
-inline PlacementOptions with_budget(std::int64_t bytes, int num_ranks = 1) {
-  PlacementOptions options;
+inline MemoryPlanOptions with_budget(std::int64_t bytes, int num_ranks = 1) {
+  MemoryPlanOptions options;
   options.num_ranks = num_ranks;
   options.has_nvme = true;
   options.host_bytes = bytes;
@@ -73,6 +76,40 @@ inline std::int64_t advised_bytes(const std::string& refusal) {
   const std::string before = "to at least ";
   const std::size_t begin = refusal.find(before) + before.size();
   return parse_bytes(refusal.substr(begin, refusal.find_first_of(", ", begin) - begin)).value();
+}
+
+inline MemoryPlanOptions on_gpu(std::optional<Tier> parameters = {},
+                                std::optional<Tier> optimizer = {}, bool has_nvme = false) {
+  MemoryPlanOptions options;
+  options.is_discrete = true;
+  options.parameters = parameters;
+  options.optimizer = optimizer;
+  options.has_nvme = has_nvme;
+  options.parameters_host_bytes = 0;
+  return options;
+}
+
+// Matrices are large, everything else is small.
+inline ModelShapes large_gpt(DType dtype = DType::kBFloat16) {
+  return small_gpt(512, 3, 4000, dtype);
+}
+
+inline bool is_small(const ModelShapes& model, std::size_t id) {
+  return model.params[id].numel * static_cast<std::int64_t>(bytes_of(model.dtype)) <=
+         kSmallParamBytes;
+}
+
+inline bool device_updates(const Placement& placement) {
+  return placement.updater == Updater::kDevice;
+}
+
+inline std::string refusal_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
 }
 
 }  // namespace tessera::planner

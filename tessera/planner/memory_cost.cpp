@@ -1,0 +1,444 @@
+#include "tessera/planner/memory_cost.h"
+
+#include <algorithm>
+
+#include "tessera/comm/staging.h"
+#include "tessera/coordinator/shard_loader.h"
+#include "tessera/core/error.h"
+#include "tessera/device/host_memory.h"
+#include "tessera/grad/bucket.h"
+#include "tessera/grad/reducer.h"
+#include "tessera/planner/gather_cost.h"
+#include "tessera/tier/io_engine.h"
+
+namespace tessera::planner {
+namespace {
+
+// Without a budget: many small calls would cost more than they hide.
+constexpr std::int64_t kSmallestBucketBytes = std::int64_t{4} << 20;
+// With one: buckets and what belongs to them take less than half of it, whatever the types are.
+constexpr std::int64_t kBucketsPerBudget = 16;
+constexpr std::int64_t kTiniestBucketBytes = std::int64_t{64} << 10;
+constexpr std::int64_t kKeptGradientsPerBudget = 16;
+
+// Staging for as many as there are slots.
+std::int64_t two_reductions(std::int64_t shard_numel, const MemoryPlanOptions& options) {
+  return taken_bytes(2 *
+                     as_int(comm::reduce_scatter_staging_bytes(
+                         shard_numel, options.wire_dtype, options.num_ranks, options.call_memory)));
+}
+
+// The ledger's name for memory that holds parameters or states. On a CPU it is what was asked for:
+// "host" is charged to the host.
+Tier charged_tier(const MemoryPlanOptions& options, Tier tier, std::optional<Tier> wish,
+                  bool is_pinned) {
+  if (tier == Tier::kHost) {
+    return is_pinned ? Tier::kPinned : Tier::kHost;
+  }
+  const bool is_host =
+      !options.is_discrete && tier == Tier::kDevice && wish.has_value() && *wish != Tier::kDevice;
+  return is_host ? Tier::kHost : tier;
+}
+
+bool is_streamed(const Placement& placement) {
+  return placement.updater == Updater::kDevice && placement.states == Tier::kHost;
+}
+
+}  // namespace
+
+CutModel::CutModel(const ModelShapes& shapes, const MemoryPlanOptions& given)
+    : model(shapes), options(given) {
+  layouts.reserve(shapes.params.size());
+  for (const ParamShape& param : shapes.params) {
+    layouts.emplace_back(param.numel, given.num_ranks, shapes.dtype);
+  }
+  for (const std::vector<int>& unit : shapes.units) {
+    for (const int id : unit) {
+      TESSERA_INVARIANT(id >= 0 && static_cast<std::size_t>(id) < layouts.size(),
+                        "a unit names parameter ", id, "; there are ", layouts.size());
+    }
+  }
+}
+
+std::int64_t CutModel::states_bytes(std::size_t id) const {
+  return num_state_tensors() * block_bytes(4 * layouts[id].shard_numel());
+}
+
+std::int64_t CutModel::full_gradient_bytes(std::size_t id) const {
+  return is_trainable(id) ? layouts[id].numel() * as_int(bytes_of(model.dtype)) : 0;
+}
+
+std::int64_t taken_bytes(std::int64_t bytes) {
+  return as_int(grad::taken_bytes(static_cast<std::size_t>(bytes)));
+}
+
+std::int64_t block_bytes(std::int64_t bytes) {
+  return as_int(tier::whole_blocks(static_cast<std::size_t>(bytes)));
+}
+
+std::int64_t whole_pages_below(std::int64_t bytes) {
+  const auto step = as_int(std::max(device::page_bytes(), tier::kBlockBytes));
+  return bytes / step * step;
+}
+
+std::int64_t checksum_bytes(const MemoryPlanOptions& options, std::int64_t nvme_bytes) {
+  return options.verify ? nvme_bytes / as_int(tier::kBlockBytes) * as_int(sizeof(std::uint64_t))
+                        : 0;
+}
+
+std::int64_t charged_bytes(const MemoryPlanOptions& options, Tier tier, std::int64_t bytes) {
+  switch (tier) {
+    case Tier::kNvme:
+      return block_bytes(bytes);
+    case Tier::kPinned:
+      return rounded_up(bytes, as_int(device::page_bytes()));
+    case Tier::kHost:
+      return taken_bytes(bytes);
+    case Tier::kDevice:
+      break;
+  }
+  return options.is_discrete ? bytes : taken_bytes(bytes);
+}
+
+Tier io_tier(const MemoryPlanOptions& options) {
+  return options.is_discrete ? Tier::kPinned : Tier::kHost;
+}
+
+std::int64_t pool_bytes(const MemoryPlanOptions& options, std::int64_t bytes) {
+  return charged_bytes(options, io_tier(options), block_bytes(bytes));
+}
+
+std::int64_t feed_pool_bytes(const MemoryPlanOptions& options, std::int64_t bytes) {
+  if (bytes == 0) {
+    return 0;
+  }
+  const coordinator::LoaderSizes sizes = coordinator::loader_sizes(static_cast<std::size_t>(bytes));
+  return pool_bytes(options, as_int(2 * sizes.tile_bytes)) +
+         pool_bytes(options, as_int(sizes.window_bytes));
+}
+
+bool uses_nvme(const Placements& placements) {
+  return std::any_of(placements.begin(), placements.end(),
+                     [](const Placement& each) { return each.uses_nvme(); });
+}
+
+optim::SubGroupPlan sub_groups(const CutModel& cut, const Placements& placements,
+                               std::int64_t sub_group_numel) {
+  std::vector<optim::SubGroupParam> params;
+  params.reserve(cut.num_params());
+  for (std::size_t i = 0; i < cut.num_params(); ++i) {
+    optim::SubGroupParam param;
+    param.shard_numel = cut.layouts[i].shard_numel();
+    param.dtype = cut.model.dtype;
+    param.trainable = cut.is_trainable(i) && placements[i].updater == Updater::kCpu;
+    param.parameter_stored = placements[i].parameter == Tier::kNvme;
+    param.gradient_stored = placements[i].gradient == Tier::kNvme;
+    param.states_stored = placements[i].states == Tier::kNvme;
+    params.push_back(param);
+  }
+  return optim::plan_sub_groups(params, sub_group_numel, cut.options.num_states);
+}
+
+std::int64_t choose_bucket_bytes(const CutModel& cut) {
+  const MemoryPlanOptions& options = cut.options;
+  if (options.is_bucket_given) {
+    return options.bucket_bytes;
+  }
+  const std::int64_t budget = options.memory_bytes();
+  if (budget != kUnlimited) {
+    return std::min(options.bucket_bytes, std::clamp(budget / kBucketsPerBudget,
+                                                     kTiniestBucketBytes, kSmallestBucketBytes));
+  }
+  std::int64_t trainable_bytes = 0;
+  for (std::size_t i = 0; i < cut.num_params(); ++i) {
+    trainable_bytes += cut.is_trainable(i) ? as_int(cut.layouts[i].full_bytes()) : 0;
+  }
+  return std::min(options.bucket_bytes, std::max(trainable_bytes / 4, kSmallestBucketBytes));
+}
+
+std::vector<std::int64_t> possible_bucket_bytes(const CutModel& cut) {
+  const MemoryPlanOptions& options = cut.options;
+  if (options.is_bucket_given || options.memory_bytes() == kUnlimited) {
+    return {choose_bucket_bytes(cut)};
+  }
+  std::vector<std::int64_t> possible;
+  for (std::int64_t bytes = kSmallestBucketBytes; bytes >= kTiniestBucketBytes; bytes /= 2) {
+    possible.push_back(std::min(bytes, options.bucket_bytes));
+  }
+  return possible;
+}
+
+BucketNumel most_bucket_numel(const CutModel& cut, std::int64_t bucket_bytes) {
+  BucketNumel all;
+  for (std::size_t i = 0; i < cut.num_params(); ++i) {
+    if (cut.is_trainable(i)) {
+      (cut.model.params[i].dynamic ? all.dynamic_numel : all.static_numel) +=
+          cut.layouts[i].shard_numel();
+    }
+  }
+  const std::int64_t wire = as_int(bytes_of(cut.options.wire_dtype));
+  // A gradient on NVMe is cut at steps, however small buckets are.
+  const std::int64_t capacity =
+      std::max(grad::kPieceStep, bucket_bytes / (wire * cut.options.num_ranks));
+  return {std::min(capacity, all.static_numel), std::min(capacity, all.dynamic_numel)};
+}
+
+std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes) {
+  const int num_ranks = cut.options.num_ranks;
+  if (num_ranks == 1) {
+    return 0;
+  }
+  const BucketNumel most = most_bucket_numel(cut, bucket_bytes);
+  const std::int64_t wire = as_int(bytes_of(cut.options.wire_dtype));
+  std::int64_t bytes = two_reductions(most.static_numel, cut.options);
+  for (const std::int64_t numel : {most.static_numel, most.dynamic_numel}) {
+    bytes += 2 * (taken_bytes(numel * num_ranks * wire) + taken_bytes(4 * numel));
+  }
+  return bytes;
+}
+
+GradientCost gradient_cost(const CutModel& cut, const Placements& placements,
+                           std::int64_t bucket_bytes) {
+  const int num_ranks = cut.options.num_ranks;
+  if (cut.options.is_discrete && num_ranks == 1) {
+    return {};
+  }
+  std::vector<grad::GradientShape> shapes;
+  std::vector<grad::BucketParam> params;
+  for (std::size_t i = 0; i < cut.num_params(); ++i) {
+    const ParamShape& param = cut.model.params[i];
+    const bool is_on_nvme = placements[i].gradient == Tier::kNvme;
+    shapes.push_back({param.numel, param.trainable, param.dynamic, is_on_nvme});
+    if (param.trainable) {
+      params.push_back(
+          {static_cast<int>(i), cut.layouts[i].shard_numel(), param.dynamic, is_on_nvme});
+    }
+  }
+  grad::ReducerOptions reductions;
+  reductions.bucket_bytes = bucket_bytes;
+  reductions.wire_dtype = cut.options.wire_dtype;
+  GradientCost cost;
+  cost.bytes = grad::gradient_bytes(shapes, num_ranks, reductions, cut.model.dtype);
+  if (num_ranks > 1) {
+    const std::size_t wire = bytes_of(cut.options.wire_dtype);
+    const grad::BucketLayout layout = grad::plan_buckets(params, num_ranks, bucket_bytes, wire);
+    cost.staging = two_reductions(layout.largest_shard_numel, cut.options);
+  }
+  return cost;
+}
+
+std::int64_t most_kept_gradients(const CutModel& cut) {
+  std::int64_t largest = 0;
+  std::int64_t all = 0;
+  for (std::size_t i = 0; i < cut.num_params(); ++i) {
+    const std::int64_t bytes = cut.full_gradient_bytes(i);
+    largest = std::max(largest, bytes);
+    all += bytes;
+  }
+  const std::int64_t wanted =
+      std::min(grad::kMostKeptBytes, cut.options.device_bytes / kKeptGradientsPerBudget);
+  return std::min(all, std::max(wanted, largest));
+}
+
+std::vector<LedgerLine> Lines::take() const {
+  std::vector<LedgerLine> lines;
+  for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
+    for (std::size_t role = 0; role < kNumRoles; ++role) {
+      if (bytes_[tier][role] > 0) {
+        lines.push_back({static_cast<Tier>(tier), static_cast<Role>(role), bytes_[tier][role]});
+      }
+    }
+  }
+  return lines;
+}
+
+MemoryCost::MemoryCost(const CutModel& cut, std::int64_t num_micro_batches)
+    : cut_(cut),
+      options_(cut.options),
+      num_micro_batches_(num_micro_batches),
+      gradients_leave_early_(options_.is_discrete && options_.num_ranks == 1 &&
+                             num_micro_batches == 1) {}
+
+std::int64_t MemoryCost::gradient_bytes_per_element() const {
+  return gradients_leave_early_ ? as_int(bytes_of(cut_.model.dtype)) : as_int(sizeof(float));
+}
+
+std::int64_t MemoryCost::kept_gradients(const Placements& placements) const {
+  if (!options_.is_discrete || options_.num_ranks > 1) {
+    return 0;  // buckets have their own bounds
+  }
+  std::int64_t read = 0;
+  for (std::size_t i = 0; i < placements.size(); ++i) {
+    const bool is_adopted = gradients_leave_early_ && placements[i].updater == Updater::kDevice;
+    read += is_adopted ? 0 : cut_.full_gradient_bytes(i);
+  }
+  return std::min(read, most_kept_gradients(cut_));
+}
+
+bool MemoryCost::stays_on_device_once(std::size_t id, const Placement& placement) const {
+  return placement.parameter == Tier::kHost && placement.updater == Updater::kDevice &&
+         cut_.is_trainable(id) && gradients_leave_early_ && !optim::is_own_master(cut_.model.dtype);
+}
+
+Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& gradients) const {
+  // Beside NVMe, and beside a device that streams them, states in memory have the layout of NVMe.
+  const bool has_blocks = options_.is_discrete || uses_nvme(placements);
+  Lines lines;
+  const auto charge = [&](Tier tier, Role role, std::int64_t bytes) {
+    lines.add(tier, role, charged_bytes(options_, tier, bytes));
+  };
+  for (std::size_t i = 0; i < placements.size(); ++i) {
+    const shard::Layout& layout = cut_.layouts[i];
+    const Placement& each = placements[i];
+    const std::int64_t shard_bytes = as_int(layout.shard_bytes());
+    charge(charged_tier(options_, each.parameter, options_.parameters, true), Role::kShard,
+           shard_bytes);
+    if (!cut_.is_trainable(i)) {
+      continue;
+    }
+    const bool on_device = each.updater == Updater::kDevice;
+    if (each.gradient == Tier::kNvme) {
+      charge(Tier::kNvme, Role::kGradient, 4 * layout.shard_numel());
+    }
+    if (options_.is_discrete && options_.num_ranks == 1 && (on_device || !gradients_leave_early_)) {
+      charge(Tier::kDevice, Role::kGradient, layout.numel() * gradient_bytes_per_element());
+    }
+    if (options_.is_discrete && !on_device) {
+      charge(Tier::kPinned, Role::kGradient, layout.shard_numel() * gradient_bytes_per_element());
+      if (each.parameter == Tier::kDevice) {
+        charge(Tier::kPinned, Role::kStaging, shard_bytes);  // new values, before their copy H2D
+      }
+    }
+    // A wish for NVMe leaves no states in memory.
+    const std::optional<Tier> wish =
+        options_.optimizer == Tier::kHost ? options_.optimizer : std::nullopt;
+    charge(charged_tier(options_, each.states, wish, on_device), Role::kOptimizer,
+           has_blocks ? cut_.states_bytes(i) : cut_.num_state_tensors() * 4 * layout.shard_numel());
+  }
+  lines.add(Tier::kDevice, Role::kGradient, gradients.bytes.shards + gradients.bytes.slots);
+  lines.add(Tier::kHost, Role::kGradient, gradients.bytes.block_sums);
+  return lines;
+}
+
+void MemoryCost::complete(MemoryPlan& plan) const {
+  const GradientCost gradients = gradient_cost(cut_, plan.params, plan.bucket_bytes);
+  plan.uses_nvme = uses_nvme(plan.params);
+  plan.gradients_leave_early = gradients_leave_early_;
+  Lines lines = shard_lines(plan.params, gradients);
+  lines.add(Tier::kDevice, Role::kFull, charged_bytes(options_, Tier::kDevice, plan.arena_bytes));
+  lines.add(Tier::kDevice, Role::kStaging, plan.num_update_slots * plan.update_slot_bytes);
+  lines.add(io_tier(options_), Role::kStaging,
+            pool_bytes(options_, plan.gradient_pool_bytes) +
+                pool_bytes(options_, plan.optimizer_pool_bytes) +
+                feed_pool_bytes(options_, plan.parameter_pool_bytes));
+  lines.add(Tier::kHost, Role::kOther, checksum_bytes(options_, lines.bytes(Tier::kNvme)));
+  plan.ledger = lines.take();
+  plan.gather_staging_bytes = GatherCost(cut_, plan.bucket_bytes).staging_bytes(plan.arena_bytes);
+  plan.reduction_staging_bytes = gradients.staging;
+  plan.comm_bytes = plan.gather_staging_bytes + plan.reduction_staging_bytes;
+  plan.kept_gradient_bytes = kept_gradients(plan.params);
+  plan.full_gradient_bytes = 0;
+  for (std::size_t i = 0; i < cut_.num_params(); ++i) {
+    plan.full_gradient_bytes = std::max(plan.full_gradient_bytes, cut_.full_gradient_bytes(i));
+  }
+  plan.full_gradient_bytes += plan.kept_gradient_bytes;
+  const bool holds_all =
+      options_.is_discrete && plan.live_limit_bytes >= gathered_bytes(cut_, plan.params);
+  count_nvme(holds_all, plan);
+  if (options_.is_discrete) {
+    count_link(holds_all, plan);
+  }
+}
+
+void MemoryCost::count_nvme(bool holds_all, MemoryPlan& plan) const {
+  const optim::SubGroupPlan groups = sub_groups(cut_, plan.params, plan.sub_group_numel);
+  StepBytes& step = plan.step;
+  step = {};
+  step.states_read = as_int(groups.states_read_bytes + groups.parameters_read_bytes);
+  step.states_written = as_int(groups.states_written_bytes);
+  (cut_.model.dtype == DType::kFloat32 ? step.states_written : step.parameters_written) +=
+      as_int(groups.parameters_written_bytes);
+  // Shards that fit into the window of the loader (coordinator/shard_loader.h) go there from the
+  // update: in time, where the disk is what the update waits for.
+  const auto window = as_int(
+      coordinator::loader_sizes(static_cast<std::size_t>(plan.parameter_pool_bytes)).window_bytes);
+  for (std::size_t i = 0; i < cut_.num_params(); ++i) {
+    const Placement& each = plan.params[i];
+    const std::int64_t bytes = block_bytes(as_int(cut_.layouts[i].shard_bytes()));
+    if (each.parameter == Tier::kNvme) {
+      step.parameters_read += holds_all ? bytes : 0;
+      step.parameters_from_update += cut_.is_trainable(i) && bytes <= window ? bytes : 0;
+      const bool from_device = cut_.is_trainable(i) && each.updater == Updater::kDevice;
+      step.parameters_written += from_device ? bytes : 0;
+    }
+    if (each.gradient == Tier::kNvme) {
+      const std::int64_t gradient_bytes = block_bytes(4 * cut_.layouts[i].shard_numel());
+      step.gradients_written += gradient_bytes * num_micro_batches_;
+      step.gradients_read += gradient_bytes * num_micro_batches_;  // by additions and the update
+    }
+  }
+  if (holds_all) {
+    return;
+  }
+  // Every unit that needs a parameter reads it in forward and in backward, unless it is still
+  // there.
+  for (const std::vector<int>& unit : cut_.model.units) {
+    for (const int id : unit) {
+      const auto i = static_cast<std::size_t>(id);
+      if (plan.params[i].parameter == Tier::kNvme) {
+        step.parameters_read +=
+            2 * num_micro_batches_ * block_bytes(as_int(cut_.layouts[i].shard_bytes()));
+      }
+    }
+  }
+}
+
+void MemoryCost::count_link(bool holds_all, MemoryPlan& plan) const {
+  LinkBytes& link = plan.link;
+  link = {};
+  UpdateNumel& update = plan.update;
+  update = {};
+  for (std::size_t i = 0; i < cut_.num_params(); ++i) {
+    const shard::Layout& layout = cut_.layouts[i];
+    const Placement& each = plan.params[i];
+    const std::int64_t shard_bytes = as_int(layout.shard_bytes());
+    const bool is_elsewhere = each.parameter != Tier::kDevice;
+    if (holds_all && is_elsewhere) {
+      link.h2d += stays_on_device_once(i, each) ? 0 : shard_bytes;
+    }
+    if (!cut_.is_trainable(i)) {
+      continue;
+    }
+    if (each.updater == Updater::kCpu) {
+      update.cpu += layout.shard_numel();
+      link.d2h += layout.shard_numel() * gradient_bytes_per_element();
+      link.h2d += is_elsewhere ? 0 : shard_bytes;
+      continue;
+    }
+    (is_streamed(each) ? update.streamed : update.resident) += layout.shard_numel();
+    link.d2h += is_elsewhere ? shard_bytes : 0;
+    if (is_streamed(each)) {
+      const std::int64_t states_bytes =
+          4 * cut_.num_state_tensors() * rounded_up(layout.shard_numel(), optim::kStreamedStep);
+      const bool brings_master = optim::is_own_master(layout.dtype()) && is_elsewhere;
+      link.h2d += states_bytes + (brings_master ? shard_bytes : 0);
+      link.d2h += states_bytes;
+    }
+  }
+  if (holds_all) {
+    return;
+  }
+  // As often as units need them, in forward and in backward.
+  for (const std::vector<int>& unit : cut_.model.units) {
+    for (const int id : unit) {
+      const auto i = static_cast<std::size_t>(id);
+      if (plan.params[i].parameter != Tier::kDevice) {
+        const std::int64_t num_uses =
+            2 * num_micro_batches_ - (stays_on_device_once(i, plan.params[i]) ? 1 : 0);
+        link.h2d += num_uses * as_int(cut_.layouts[i].shard_bytes());
+      }
+    }
+  }
+}
+
+}  // namespace tessera::planner
