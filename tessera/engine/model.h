@@ -18,7 +18,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/coordinator/leaf_rule.h"
+#include "tessera/coordinator/unit_table.h"
 #include "tessera/engine/engine_parts.h"
 #include "tessera/engine/rank_agreement.h"
 #include "tessera/engine/unit_core.h"
