@@ -41,7 +41,7 @@ struct GptOptions {
   std::int64_t freeze = 0;  // the first N blocks are not trained; gradients pass through them
   DType dtype = DType::kFloat32;
   // Tokens whose logits exist at a time, in forward and in backward; 0: those of all. In fp16,
-  // and in bf16 on a processor, it costs the head's product once more. See gpt_chunked_loss.h.
+  // and in bf16 on a CPU, it costs the head's product once more. See gpt_chunked_loss.h.
   std::int64_t loss_chunk = 0;
 
   // Throws ConfigError with name and value: zero layers, heads that do not divide the width, more

@@ -3,7 +3,7 @@
 // tried.
 //
 // Counted are inputs, activations, gradients of activations, and what the loss needs besides. Not
-// counted are parameters and their gradients, which have owners and books of their own, and what
+// counted are parameters and their gradients, which have owners and accounts of their own, and what
 // belongs to an operator alone: the workspace of a matrix product or of attention, an allocator's
 // rounding, and with recomputation the saved state of the random generators (5 KiB of host memory
 // per block).

@@ -6,7 +6,7 @@
 // twice, and neither the logits nor what they are made of is kept. Not so
 //   where forward runs without gradients, as in evaluation
 //   in fp16, where gradients need the factor of the loss before they are rounded, and in low
-//   precision on a processor, which has no product with sums of another type. There backward makes
+//   precision on a CPU, which has no product with sums of another type. There backward makes
 //   a chunk's logits once more
 //
 // With V = vocabulary, W = width, N = tokens, C = tokens per chunk and e = bytes of an element, the

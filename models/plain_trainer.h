@@ -1,4 +1,4 @@
-// The referee: the same model trained unsharded, by plain LibTorch autograd, with our norm and
+// The reference: the same model trained unsharded, by plain LibTorch autograd, with our norm and
 // update kernels. What a sharded run is compared with, by users (--unsharded, --verify) and by
 // tests.
 //

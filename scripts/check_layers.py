@@ -36,7 +36,7 @@ TORCH_UNITS = (
     "examples/*", "tests/engine/*", "tests/models/*", "tests/cli/train_warnings_test.cpp",
     "tests/shard/tensor_storage_test.cpp",
     "tests/optim/torch_adamw_test.cpp", "bench/*_torch_bench.cpp",
-    "tests/property/*case*", "tests/property/model_program.*", "tests/property/leavings.*",
+    "tests/property/*case*", "tests/property/model_program.*",
     "tests/property/engine_*",
 )
 # Where c10d and Gloo may be named.

@@ -77,7 +77,8 @@ BackwardWatch::GateKey BackwardWatch::key_of(const at::Tensor& tensor) {
 
 BackwardWatch::Origin BackwardWatch::origin_of(const at::Tensor& tensor) const {
   const auto& node = tensor.grad_fn();
-  return {{node->sequence_nr(), node->thread_id()}, node->device().is_cuda() == runtime_.on_cuda()};
+  return {{node->sequence_nr(), node->thread_id()},
+          node->device().is_cuda() == ctx_.runtime.on_cuda()};
 }
 
 // Looks at the nodes that the forward has made, and at where they lead.
@@ -86,7 +87,8 @@ void BackwardWatch::explore(BackwardUse& use, const std::vector<at::Tensor>& inp
   walk_graph(
       outputs, use.first_node,
       [&](const torch::autograd::Edge& edge) {
-        use.one_queue = use.one_queue && edge.function->device().is_cuda() == runtime_.on_cuda();
+        use.one_queue =
+            use.one_queue && edge.function->device().is_cuda() == ctx_.runtime.on_cuda();
       },
       [&](const torch::autograd::Edge& edge) {
         use.leads_home = use.leads_home && leads_home(*use.unit, edge.function.get(), inputs);
@@ -106,14 +108,12 @@ bool BackwardWatch::leads_home(const UnitCore& unit, Node* node,
   });
 }
 
-BackwardWatch::BackwardWatch(const EngineParts& parts, const Model& model, StepDriver& driver)
-    : runtime_(parts.runtime),
-      tiers_(parts.tiers),
-      coordinator_(parts.coordinator),
-      lifecycle_(parts.lifecycle),
+BackwardWatch::BackwardWatch(EngineContext& context, const Model& model, StepDriver& driver)
+    : ctx_(context),
       model_(model),
       driver_(&driver),
-      track_(runtime_.spans().enabled() ? runtime_.spans().add_track("backward of units") : 0) {}
+      track_(ctx_.runtime.spans().enabled() ? ctx_.runtime.spans().add_track("backward of units")
+                                            : 0) {}
 
 void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
                         const std::vector<at::Tensor>& inputs,
@@ -125,7 +125,7 @@ void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
   }
   auto use = std::make_shared<BackwardUse>();
   use->unit = &unit;
-  use->epoch = lifecycle_.epoch();
+  use->epoch = ctx_.lifecycle.epoch();
   use->first_node = begun;
   bool proves_end = false;  // an input does, by (1)
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -138,7 +138,7 @@ void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
     }
   }
   use->one_queue = true;
-  if (!proves_end || runtime_.on_cuda()) {
+  if (!proves_end || ctx_.runtime.on_cuda()) {
     use->leads_home = true;
     explore(*use, inputs, outputs);
   }
@@ -230,9 +230,9 @@ void BackwardWatch::add_kept(UnitCore& unit, const NodeMark& begun,
   }
   const auto use = std::make_shared<BackwardUse>();
   use->unit = &unit;
-  use->epoch = lifecycle_.epoch();
+  use->epoch = ctx_.lifecycle.epoch();
   use->first_node = begun;
-  use->one_queue = !runtime_.on_cuda();  // else nobody has looked
+  use->one_queue = !ctx_.runtime.on_cuda();  // else nobody has looked
   for (const NodePtr& node : ends) {
     node->add_pre_hook(
         std::make_unique<KeptNodeHook>([self = shared_from_this(), use] { self->begin(use); }));
@@ -244,22 +244,22 @@ void BackwardWatch::begin(const std::shared_ptr<BackwardUse>& use) {
     return;
   }
   driver_->enter_backward();
-  if (use->open && use->epoch == lifecycle_.epoch()) {
+  if (use->open && use->epoch == ctx_.lifecycle.epoch()) {
     return;  // another output of the same forward
   }
-  use->epoch = lifecycle_.epoch();
+  use->epoch = ctx_.lifecycle.epoch();
   use->inputs_left = use->num_inputs;
   use->graph_task = torch::autograd::get_current_graph_task_id();
   use->open = true;
-  use->begun_ns = runtime_.spans().now_ns();
+  use->begun_ns = ctx_.runtime.spans().now_ns();
   open_.push_back(use);
-  coordinator_.begin_use(use->unit->id(), Phase::kBackward);
+  ctx_.coordinator.begin_use(use->unit->id(), Phase::kBackward);
 }
 
 void BackwardWatch::begin_recomputed() {
   if (const auto node = torch::autograd::get_current_node()) {
-    end_uses_after(
-        {{node->sequence_nr(), node->thread_id()}, node->device().is_cuda() == runtime_.on_cuda()});
+    end_uses_after({{node->sequence_nr(), node->thread_id()},
+                    node->device().is_cuda() == ctx_.runtime.on_cuda()});
   }
 }
 
@@ -274,7 +274,7 @@ void BackwardWatch::end_recomputed() {
 }
 
 void BackwardWatch::on_input_gradient(BackwardUse& use) {
-  if (driver_ == nullptr || !use.open || use.epoch != lifecycle_.epoch()) {
+  if (driver_ == nullptr || !use.open || use.epoch != ctx_.lifecycle.epoch()) {
     return;  // the output of that forward had no part in this backward
   }
   --use.inputs_left;
@@ -319,14 +319,14 @@ void BackwardWatch::end(BackwardUse& use) {
   const std::shared_ptr<BackwardUse> keep = std::move(*found);
   open_.erase(found);
   record_span(use);
-  coordinator_.end_use(use.unit->id(), Phase::kBackward);
-  tiers_.end_backward_of(use.unit->id());
+  ctx_.coordinator.end_use(use.unit->id(), Phase::kBackward);
+  ctx_.tiers.end_backward_of(use.unit->id());
 }
 
 // Units of branches may be open at the same time, which one track cannot show: the later one is
 // drawn from the end of the other.
 void BackwardWatch::record_span(const BackwardUse& use) {
-  Spans& spans = runtime_.spans();
+  Spans& spans = ctx_.runtime.spans();
   if (!spans.enabled()) {
     return;
   }
@@ -335,7 +335,7 @@ void BackwardWatch::record_span(const BackwardUse& use) {
       use.begun_ns > last_span_.first ? std::max(use.begun_ns, last_span_.second) : use.begun_ns;
   last_span_ = {start_ns, end_ns};
   SpanArgs args;
-  args.unit = coordinator_.unit(use.unit->id()).label;
+  args.unit = ctx_.coordinator.unit(use.unit->id()).label;
   spans.record_on(track_, "backward", start_ns, end_ns, args);
 }
 

@@ -18,7 +18,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/engine/engine_parts.h"
+#include "tessera/engine/engine_context.h"
 #include "tessera/engine/graph_walk.h"
 
 namespace tessera::engine {
@@ -45,7 +45,7 @@ struct BackwardUse {
 
 class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
  public:
-  BackwardWatch(const EngineParts& parts, const Model& model, StepDriver& driver);
+  BackwardWatch(EngineContext& context, const Model& model, StepDriver& driver);
   // The engine goes; its hooks may stay.
   void detach() { driver_ = nullptr; }
 
@@ -115,10 +115,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
 
   void record_span(const BackwardUse& use);
 
-  Runtime& runtime_;
-  EngineTiers& tiers_;
-  coordinator::Coordinator& coordinator_;
-  const Lifecycle& lifecycle_;
+  EngineContext& ctx_;
   const Model& model_;
   StepDriver* driver_;  // null: the engine is gone
   const TrackId track_;

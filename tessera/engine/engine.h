@@ -13,39 +13,32 @@
 // Units are made in the same order on every rank, all before the first forward. A model built unit
 // by unit never holds more than one unit in full.
 //
-// Means: backward(loss, weight) adds weight * gradient(loss); step() divides by the weights of all
-// micro-batches and ranks. With tokens as weights that is the mean over tokens, however they fall
-// on ranks and micro-batches. On one rank training equals unsharded training bit for bit. Leaves of
-// the user's own (a prompt, a temperature) get what (weight * loss).backward() gives them; in fp16
-// times StepResult::loss_scale, and over a power of two that keeps gradients in its range: the one
-// at or above the largest weight of the first backward.
+// Means: backward(loss, weight) adds weight * gradient(loss); step() divides by the loss weights of
+// all micro-batches and ranks. With token counts as weights that is the mean over tokens. On one
+// rank training equals unsharded training bit for bit. Leaves of the user's own (a prompt, a
+// temperature) get what (weight * loss).backward() gives them; in fp16 times StepResult::loss_scale
+// and divided by a power of two: the one at or above the largest weight of the first backward.
 //
-// As torch does it: a parameter that no rank has used in a step is not updated, with its states and
-// its own count of steps; used by any rank, it is updated on all. Backward through a graph from
-// before an update is an error where torch has one, and for every recomputed unit.
+// As in torch, a parameter that no rank has used in a step is not updated, with its states and its
+// own count of steps; used by any rank, it is updated on all. Backward through a graph from before
+// an update is an error where torch has one, and for every recomputed unit. Parameters may be
+// frozen and unfrozen between steps, by set_trainable() or requires_grad_(), on all ranks alike;
+// their optimizer states stay.
 //
-// The type: with the option precision, floating parameters and buffers of modules become that type
-// as units are made, as by module->to(), and master weights keep the values of before; a BuildScope
-// with a type wins. Without it modules stay what they are. Losses are scaled where parameters are
-// fp16.
+// Types: with the option precision, floating parameters and buffers become that type as units are
+// made, as by module->to(), and master weights keep the values of before; a BuildScope with a type
+// wins. Losses are scaled where parameters are fp16.
 //
-// What fixes the order of collectives: uses and plan (coordinator.h) for gathers, registration
-// (reducer.h) for reductions, the caller for step(): a comparison of uses and one all-reduce;
-// building a unit: one small exchange, in which a rank that cannot make it says so, and one
-// broadcast per parameter with module values, in registration order; the first backward in fp16:
-// one all-reduce that agrees on the scale of weights. Where Engine says "collective", every rank
-// calls it at the same place of the program.
+// Order of collectives: uses and plan (coordinator.h) for gathers, registration (reducer.h) for
+// reductions, the caller for the rest. step(): a comparison of uses and one all-reduce; a unit: one
+// small exchange and one broadcast per parameter with module values; the first backward in fp16:
+// one all-reduce. Where Engine says "collective", every rank calls it at the same point.
 //
-// Parameters may be frozen and unfrozen between steps, by set_trainable() or by the user's own
-// requires_grad_(), which the engine notices at the next forward; all ranks do the same. Optimizer
-// states of a parameter that is frozen stay, and go on where they were if it is unfrozen.
-//
-// Errors: an exception thrown in a unit's forward reaches the caller, and what earlier
-// micro-batches of the step gave is kept; so it is for an evaluation between them. After one in a
-// backward the gradients of the step are incomplete: step() refuses until zero_grad() was called.
-// All ranks do the same: one that gave up a pass on its own is named at the next step(). What one
-// rank refuses (a path, a parameter) is agreed on first, and refused by all. A failed collective
-// poisons its group.
+// Errors: an exception in a unit's forward reaches the caller, and earlier micro-batches of the
+// step are kept. After one in a backward step() refuses until zero_grad() was called. All ranks do
+// the same: one that gave up a pass on its own is named at the next step(). What one rank refuses
+// (a path, a parameter) is agreed on first, and refused by all. A failed collective poisons its
+// group.
 //
 // Threads: one thread at a time; during backward() autograd's threads act for it.
 #pragma once
@@ -75,6 +68,9 @@
 
 namespace tessera {
 
+namespace engine {
+struct EngineObjects;
+}
 namespace optim {
 class Optimizer;
 }
@@ -86,15 +82,14 @@ struct NamedTensor {
 
 struct UnitOptions {
   bool recompute = false;
-  // Some ranks may skip it in a step (mixture of experts): see coordinator/consensus.h. The option
-  // unit.dynamic_names says the same by name.
+  // Some ranks may skip it in a step (mixture of experts); also unit.dynamic_names.
   bool dynamic = false;
   // Stands before the names of the parameters; null: the unit's name and a dot.
-  std::optional<std::string> param_prefix;
+  std::optional<std::string> param_prefix = {};
   // By the parameter's name inside the unit; null: Init::module().
-  std::function<Init(const std::string& name)> init;
+  std::function<Init(const std::string& name)> init = {};
   // Multiplies the optimizer's weight decay; null: 1.
-  std::function<double(const std::string& name, const at::Tensor& param)> weight_decay_scale;
+  std::function<double(const std::string& name, const at::Tensor& param)> weight_decay_scale = {};
 };
 
 struct EngineOptions {
@@ -113,7 +108,7 @@ struct StepResult {
   double grad_norm = 0;   // of the mean gradient, before clipping
   double lr = 0;
   double loss_scale = 1;
-  double weight = 0;  // sum over ranks and micro-batches
+  double weight = 0;  // sum of loss weights over ranks and micro-batches
   bool stop = false;  // a rank has called request_stop(): the same on all ranks
 };
 
@@ -137,10 +132,8 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Shards the module's parameters (tensors that are registered already stay what they are: tied
-  // weights are one shard) and releases them.
-  // Values of buffers become those of rank 0, as parameters' do; what the module writes to them
-  // later (running statistics) stays each rank's own.
+  // Shards the module's parameters and releases them; tied weights are one shard. Buffers, too, get
+  // rank 0's values; what the module writes to them later (running statistics) is each rank's own.
   template <typename Module>
   Unit<Module> unit(const std::string& name, std::shared_ptr<Module> module,
                     const UnitOptions& options = {}) {
@@ -191,17 +184,17 @@ class Engine {
   void clear_leaf(const coordinator::LeafRule& rule);
   std::vector<std::string> leaf_units();
 
-  // Throws ConfigError for a loss that is not one number, a negative or non-finite weight; and what
-  // autograd throws.
+  // Throws ConfigError for a loss that is not one number, or a negative or non-finite loss weight;
+  // and what autograd throws.
   void backward(const at::Tensor& loss, double weight = 1);
   // Several roots of one graph; their sum is the loss.
   void backward(const std::vector<at::Tensor>& losses, double weight = 1);
   StepResult step();
-  // This rank wants the run to end (a signal, say): the next step() says so to all ranks, in the
-  // all-reduce that it makes anyway, so that all of them stop behind the same step and can save.
+  // This rank wants the run to end (a signal, say): the next step() tells all ranks, in its own
+  // all-reduce, so that all stop behind the same step and can save.
   void request_stop();
-  // For a rank that has run out of data before the others: takes part in their next step, with
-  // weight zero. Null: no rank has data any more. Wants unit.uneven_data=true on all ranks.
+  // For a rank that is out of data before the others: joins their next step with loss weight zero.
+  // Null: no rank has data any more. Wants unit.uneven_data=true on all ranks.
   std::optional<StepResult> follow();
   // Gradients of this step are dropped.
   void zero_grad();
@@ -245,10 +238,8 @@ class Engine {
   // Of parameters, gradients or states; null: nothing of it is on NVMe.
   const tier::Store* store(Role role) const;
 
-  struct Impl;  // opaque: hooks and scopes speak to it
-
  private:
-  std::unique_ptr<Impl> impl_;
+  std::unique_ptr<engine::EngineObjects> objects_;
 };
 
 }  // namespace tessera

@@ -10,7 +10,7 @@
 #include <c10/util/Type.h>
 
 #include "tessera/core/error.h"
-#include "tessera/engine/engine_impl.h"
+#include "tessera/engine/engine_objects.h"
 #include "tessera/engine/unit_core.h"
 #include "tessera/shard/tensor_storage.h"
 
@@ -19,7 +19,7 @@ namespace {
 
 using coordinator::Phase;
 
-Engine::Impl& engine_of(const UnitCore& unit) {
+EngineObjects& engine_of(const UnitCore& unit) {
   TESSERA_CHECK(unit.engine() != nullptr, ConfigError, "unit '", unit.name(),
                 "' runs after its engine is gone; keep the engine as long as the model, or call "
                 "engine.to_plain() first");
@@ -27,12 +27,6 @@ Engine::Impl& engine_of(const UnitCore& unit) {
 }
 
 }  // namespace
-
-std::shared_ptr<UnitCore> share(UnitCore* unit) {
-  return unit == nullptr ? nullptr : unit->shared_from_this();
-}
-
-bool is_plain(const UnitCore& unit) { return unit.is_plain(); }
 
 NodeMark NodeMark::next() {
   return {at::sequence_number::peek(), at::RecordFunction::currentThreadId()};
@@ -44,22 +38,23 @@ ForwardScope::ForwardScope(UnitCore& unit)
       begun_(NodeMark::next()),
       epoch_(0),
       autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
-  Engine::Impl& engine = engine_of(unit);
+  EngineObjects& engine = engine_of(unit);
   engine.begin_pass();
   // A cached cast of a weight would outlive the weight's memory.
   at::autocast::set_autocast_cache_enabled(false);
-  engine.lifecycle.enter_forward();
-  epoch_ = engine.lifecycle.epoch();
+  engine.context.lifecycle.enter_forward();
+  epoch_ = engine.context.lifecycle.epoch();
   try {
-    engine.coordinator.begin_use(unit.id(), phase_);
-    engine.tiers.begin_forward_of(unit.id());
+    engine.context.coordinator.begin_use(unit.id(), phase_);
+    engine.context.tiers.begin_forward_of(unit.id());
   } catch (...) {
     give_up();
     throw;
   }
   SpanArgs args;
-  args.unit = engine.coordinator.unit(unit.id()).label;
-  span_.emplace(engine.runtime.device().stream(device::StreamKind::kCompute), "forward", args);
+  args.unit = engine.context.coordinator.unit(unit.id()).label;
+  span_.emplace(engine.context.runtime.device().stream(device::StreamKind::kCompute), "forward",
+                args);
 }
 
 ForwardScope::~ForwardScope() {
@@ -71,17 +66,17 @@ ForwardScope::~ForwardScope() {
 // The innermost scope of an exception only ends its own use: a caller further out may catch it and
 // go on. The outermost one abandons the step.
 void ForwardScope::give_up() noexcept {
-  Engine::Impl& engine = *unit_.engine();
+  EngineObjects& engine = *unit_.engine();
   span_.reset();
   finished_ = true;
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
-  engine.lifecycle.leave_forward();
-  if (engine.lifecycle.epoch() != epoch_) {
+  engine.context.lifecycle.leave_forward();
+  if (engine.context.lifecycle.epoch() != epoch_) {
     return;
   }
-  if (engine.lifecycle.forward_depth() > 0) {
+  if (engine.context.lifecycle.forward_depth() > 0) {
     try {
-      engine.coordinator.end_use(unit_.id(), phase_);
+      engine.context.coordinator.end_use(unit_.id(), phase_);
       return;
     } catch (const std::exception&) {
       // The use never began, or releasing failed: then nothing but a fresh start is safe.
@@ -113,19 +108,19 @@ void ForwardScope::check_seen(const std::vector<at::Tensor>& outputs,
 
 void ForwardScope::finish(const std::vector<at::Tensor>& inputs,
                           const std::vector<at::Tensor>& outputs) {
-  Engine::Impl& engine = *unit_.engine();
+  EngineObjects& engine = *unit_.engine();
   span_.reset();
   // The backward of a leaf is that of all inside it: ranks may go different ways there.
-  if (!engine.coordinator.is_inside_open_leaf(unit_.id())) {
+  if (!engine.context.coordinator.is_inside_open_leaf(unit_.id())) {
     engine.driver.backward_watch().add(unit_, begun_, inputs, outputs);
   }
   finished_ = true;
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
-  engine.lifecycle.leave_forward();
-  TESSERA_CHECK(engine.lifecycle.epoch() == epoch_, ConfigError,
+  engine.context.lifecycle.leave_forward();
+  TESSERA_CHECK(engine.context.lifecycle.epoch() == epoch_, ConfigError,
                 "the step was abandoned while unit '", unit_.name(),
                 "' was running; run the forward again");
-  engine.coordinator.end_use(unit_.id(), phase_);
+  engine.context.coordinator.end_use(unit_.id(), phase_);
   engine.driver.free_device_copies(unit_.id());
 }
 

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <typeinfo>
 #include <vector>
@@ -21,10 +20,6 @@
 namespace tessera::engine {
 
 class UnitCore;
-
-std::shared_ptr<UnitCore> share(UnitCore* unit);  // null stays null
-// The unit's parameters are ordinary tensors again: nothing is to be done around its forward.
-bool is_plain(const UnitCore& unit);
 
 // A position in the order in which a thread makes nodes of autograd's graphs.
 struct NodeMark {

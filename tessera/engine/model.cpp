@@ -10,7 +10,7 @@
 #include "tessera/core/error.h"
 #include "tessera/device/host_threads.h"
 #include "tessera/engine/build_scope.h"
-#include "tessera/engine/engine_impl.h"
+#include "tessera/engine/engine_objects.h"
 #include "tessera/shard/tensor_storage.h"
 
 namespace tessera::engine {
@@ -77,16 +77,6 @@ bool matches(const std::string& pattern, const std::string& name) {
 
 }  // namespace
 
-Model::Model(const EngineParts& parts, RankAgreement& ranks)
-    : engine_(parts.engine),
-      runtime_(parts.runtime),
-      group_(parts.group),
-      params_(parts.params),
-      tiers_(parts.tiers),
-      coordinator_(parts.coordinator),
-      lifecycle_(parts.lifecycle),
-      ranks_(ranks) {}
-
 Model::~Model() {
   for (const auto& unit : units_) {
     unit->detach();
@@ -99,11 +89,11 @@ Model::~Model() {
 UnitCore* Model::add_unit(const std::string& name, const std::vector<NamedTensor>& unit_params,
                           const UnitOptions& options, const std::string& module_type) {
   const std::string prefix = options.param_prefix.value_or(name + ".");
-  FullBytes full(runtime_.ledger());
+  FullBytes full(ctx_.runtime.ledger());
   std::vector<at::Tensor> before(unit_params.size());
   ranks_.agree("unit '" + name + "'", [&] {
-    lifecycle_.check_usable();
-    TESSERA_CHECK(!lifecycle_.is_finalized(), ConfigError, "unit '", name,
+    ctx_.lifecycle.check_usable();
+    TESSERA_CHECK(!ctx_.lifecycle.is_finalized(), ConfigError, "unit '", name,
                   "' is added after the first forward; make all units of a model before it runs");
     TESSERA_CHECK(std::none_of(units_.begin(), units_.end(),
                                [&](const auto& unit) { return unit->name() == name; }),
@@ -135,11 +125,11 @@ UnitCore* Model::add_unit(const std::string& name, const std::vector<NamedTensor
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   warn_of_units_inside(name, ids);
   const coordinator::UnitId id =
-      coordinator_.add_unit(name, ids, traits_of(name, module_type, options.dynamic));
+      ctx_.coordinator.add_unit(name, ids, traits_of(name, module_type, options.dynamic));
   units_.push_back(std::make_shared<UnitCore>(engine_, id, name));
   for (const int param : ids) {
     units_of_param_[static_cast<std::size_t>(param)].push_back(units_.back().get());
-    if (params_[param].trainable()) {
+    if (ctx_.params[param].trainable()) {
       units_.back()->add_trainable(1);
     }
   }
@@ -150,22 +140,23 @@ void Model::warn_of_units_inside(const std::string& name, const std::vector<int>
   std::string inside;
   int num_inside = 0;
   for (const auto& unit : units_) {
-    const std::vector<int>& theirs = coordinator_.unit(unit->id()).ids;
+    const std::vector<int>& theirs = ctx_.coordinator.unit(unit->id()).ids;
     if (!theirs.empty() && std::includes(ids.begin(), ids.end(), theirs.begin(), theirs.end())) {
       inside += detail::concat(num_inside == 0 ? "" : ", ", "'", unit->name(), "'");
       ++num_inside;
     }
   }
   if (num_inside > 1) {  // one may be a tied weight
-    runtime_.logger().warn("unit '", name, "' has all parameters of units ", inside,
-                           " as its own, since its module registers theirs: it gathers all of them "
-                           "at once. If it only calls them, make it by engine.function(name, {}, "
-                           "callable), or call its module without a unit");
+    ctx_.runtime.logger().warn(
+        "unit '", name, "' has all parameters of units ", inside,
+        " as its own, since its module registers theirs: it gathers all of them "
+        "at once. If it only calls them, make it by engine.function(name, {}, "
+        "callable), or call its module without a unit");
   }
 }
 
 void Model::add_external(UnitCore& unit, const at::Tensor& tensor) {
-  TESSERA_CHECK(!lifecycle_.is_finalized(), ConfigError, "unit '", unit.name(),
+  TESSERA_CHECK(!ctx_.lifecycle.is_finalized(), ConfigError, "unit '", unit.name(),
                 "' gets an external parameter after the first forward; add it before");
   const auto known = id_of_tensor_.find(tensor.unsafeGetTensorImpl());
   TESSERA_CHECK(known != id_of_tensor_.end(), ConfigError, "unit '", unit.name(),
@@ -176,8 +167,8 @@ void Model::add_external(UnitCore& unit, const at::Tensor& tensor) {
     return;
   }
   users.push_back(&unit);
-  coordinator_.add_external(unit.id(), known->second);
-  if (params_[known->second].trainable()) {
+  ctx_.coordinator.add_external(unit.id(), known->second);
+  if (ctx_.params[known->second].trainable()) {
     unit.add_trainable(1);
   }
 }
@@ -186,10 +177,10 @@ std::optional<DType> Model::wanted_dtype() const {
   if (const auto given = BuildScope::current().dtype) {
     return given;
   }
-  if (!runtime_.config().is_set("precision")) {
+  if (!ctx_.runtime.config().is_set("precision")) {
     return std::nullopt;
   }
-  const std::string& name = runtime_.config().get_string("precision");
+  const std::string& name = ctx_.runtime.config().get_string("precision");
   return name == "bf16" ? DType::kBFloat16 : name == "fp16" ? DType::kFloat16 : DType::kFloat32;
 }
 
@@ -201,16 +192,16 @@ void Model::check_param(const std::string& name, const at::Tensor& tensor) const
                 "call to_plain() on that engine first, or make the module anew");
   TESSERA_CHECK(tensor.is_leaf(), ConfigError, "parameter '", name,
                 "' is the result of an operation, not a leaf; a parameter must be one");
-  TESSERA_CHECK(tensor.is_cuda() == runtime_.on_cuda(), ConfigError, "parameter '", name,
-                "' is on ", tensor.device().str(), ", the engine is on ", runtime_.device().name(),
-                "; make the module there");
+  TESSERA_CHECK(tensor.is_cuda() == ctx_.runtime.on_cuda(), ConfigError, "parameter '", name,
+                "' is on ", tensor.device().str(), ", the engine is on ",
+                ctx_.runtime.device().name(), "; make the module there");
   TESSERA_CHECK(!tensor.grad().defined(), ConfigError, "parameter '", name,
                 "' has a gradient already; shard a model before it is trained");
   const DType dtype = shard::dtype_of(tensor, name);
-  if (params_.num_params() > 0) {
-    const DType first = params_[0].layout().dtype();
+  if (ctx_.params.num_params() > 0) {
+    const DType first = ctx_.params[0].layout().dtype();
     TESSERA_CHECK(dtype == first, ConfigError, "parameter '", name, "' is ", to_string(dtype),
-                  ", parameter '", params_[0].name(), "' is ", to_string(first),
+                  ", parameter '", ctx_.params[0].name(), "' is ", to_string(first),
                   "; the parameters of an engine have one type");
   }
 }
@@ -225,15 +216,15 @@ int Model::add_param(const NamedTensor& given, const at::Tensor& before, const I
   spec.dtype = shard::dtype_of(tensor, name);
   spec.trainable = tensor.requires_grad();
   spec.weight_decay_scale = weight_decay_scale;
-  const shard::Layout layout(spec.numel, group_.size(), spec.dtype);
-  spec.placement = tiers_.placement_of_next(layout);
+  const shard::Layout layout(spec.numel, ctx_.group.size(), spec.dtype);
+  spec.placement = ctx_.tiers.placement_of_next(layout);
 
   at::Tensor elements;  // the module's own values
   if (init.kind == Init::Kind::kModule) {
     elements = shard::storage_elements(tensor.detach());
   }
-  shard::Param& param = params_.add(spec, shard::bind_tensor(tensor, name, layout));
-  tiers_.add(param);
+  shard::Param& param = ctx_.params.add(spec, shard::bind_tensor(tensor, name, layout));
+  ctx_.tiers.add(param);
   const shard::ElementRange range = param.range();
   const std::size_t element_bytes = bytes_of(spec.dtype);
   if (init.kind == Init::Kind::kModule) {
@@ -243,17 +234,17 @@ int Model::add_param(const NamedTensor& given, const at::Tensor& before, const I
     const bool has_precise = before.defined() && before.scalar_type() == at::kFloat;
     if (has_precise) {
       const at::Tensor precise = shard::storage_elements(before);
-      group_.start_broadcast(precise.data_ptr(), spec.numel, DType::kFloat32, 0, call).wait();
+      ctx_.group.start_broadcast(precise.data_ptr(), spec.numel, DType::kFloat32, 0, call).wait();
       elements = precise.to(tensor.scalar_type());
       const at::Tensor own = precise.narrow(0, range.begin, range.numel).to(at::kCPU).contiguous();
       const std::size_t bytes = static_cast<std::size_t>(layout.shard_numel()) * sizeof(float);
-      device::Memory master = runtime_.device().allocate(Tier::kHost, bytes, Role::kOptimizer);
+      device::Memory master = ctx_.runtime.device().allocate(Tier::kHost, bytes, Role::kOptimizer);
       device::fill_host(master.data(), 0, bytes);
       std::copy_n(own.const_data_ptr<float>(), range.numel,
                   reinterpret_cast<float*>(master.data()));
       param.set_first_master(std::move(master));
     } else {
-      group_.start_broadcast(elements.data_ptr(), spec.numel, spec.dtype, 0, call).wait();
+      ctx_.group.start_broadcast(elements.data_ptr(), spec.numel, spec.dtype, 0, call).wait();
     }
     copy_to_shard(param, static_cast<const std::byte*>(elements.data_ptr()) +
                              static_cast<std::size_t>(range.begin) * element_bytes);
@@ -275,7 +266,7 @@ void Model::fill_shard(const shard::Param& param, const Init& init) {
   static_assert(kRound % shard::kShardStep == 0, "stores are written in whole steps");
   const DType dtype = param.layout().dtype();
   const shard::ElementRange range = param.range();
-  const auto seed = static_cast<std::uint64_t>(runtime_.config().get_int("seed"));
+  const auto seed = static_cast<std::uint64_t>(ctx_.runtime.config().get_int("seed"));
   const std::int64_t round = param.is_on_host() ? range.numel : std::min(kRound, range.numel);
   std::vector<std::byte> values;
   if (!param.is_on_host()) {
@@ -304,27 +295,27 @@ void Model::copy_to_shard(const shard::Param& param, const void* elements) {
 void Model::copy_to_shard(const shard::Param& param, std::int64_t begin, std::int64_t numel,
                           const void* elements) {
   const std::size_t element = bytes_of(param.layout().dtype());
-  device::Stream& stream = runtime_.device().stream(device::StreamKind::kWrite);
+  device::Stream& stream = ctx_.runtime.device().stream(device::StreamKind::kWrite);
   // The elements may be the work of the compute stream.
-  stream.wait(runtime_.device().stream(device::StreamKind::kCompute).record());
+  stream.wait(ctx_.runtime.device().stream(device::StreamKind::kCompute).record());
   if (param.is_on_nvme()) {
     std::vector<std::byte> host;
-    if (runtime_.device().is_discrete()) {  // where they are is not known
+    if (ctx_.runtime.device().is_discrete()) {  // where they are is not known
       host.resize(static_cast<std::size_t>(numel) * element);
-      runtime_.device().start_copy(host.data(), elements, host.size(), stream).wait();
+      ctx_.runtime.device().start_copy(host.data(), elements, host.size(), stream).wait();
       elements = host.data();
     }
-    tiers_.write(param, begin, numel, elements);
+    ctx_.tiers.write(param, begin, numel, elements);
     return;
   }
-  runtime_.device()
+  ctx_.runtime.device()
       .start_copy(param.shard() + static_cast<std::size_t>(begin) * element, elements,
                   static_cast<std::size_t>(numel) * element, stream)
       .wait();
 }
 
 void Model::send_buffers(const std::string& unit, const std::vector<NamedTensor>& buffers) {
-  lifecycle_.check_usable();
+  ctx_.lifecycle.check_usable();
   const std::optional<DType> dtype = wanted_dtype();
   for (const NamedTensor& buffer : buffers) {
     if (dtype && buffer.tensor.defined() && buffer.tensor.is_floating_point()) {
@@ -335,7 +326,7 @@ void Model::send_buffers(const std::string& unit, const std::vector<NamedTensor>
                      [&](const at::Tensor& known) { return known.is_same(buffer.tensor); })) {
       buffers_.push_back(buffer.tensor);
     }
-    if (!buffer.tensor.defined() || buffer.tensor.numel() == 0 || group_.size() == 1) {
+    if (!buffer.tensor.defined() || buffer.tensor.numel() == 0 || ctx_.group.size() == 1) {
       continue;
     }
     const std::string name = unit + "." + buffer.name;
@@ -343,14 +334,14 @@ void Model::send_buffers(const std::string& unit, const std::vector<NamedTensor>
                   buffer.tensor.toString(), "; buffers of a unit must be dense");
     // Bytes, whatever the type is, in the logical order.
     const at::NoGradGuard no_grad;
-    const at::Device where(runtime_.on_cuda() ? at::kCUDA : at::kCPU);
+    const at::Device where(ctx_.runtime.on_cuda() ? at::kCUDA : at::kCPU);
     at::Tensor values = buffer.tensor.detach();
     values = (values.device().type() == where.type() ? values : values.to(where)).contiguous();
     comm::CallOptions call;
     call.label.unit = unit;
     call.label.parameter = name;
-    call.stream = &runtime_.device().stream(device::StreamKind::kCompute);
-    group_
+    call.stream = &ctx_.runtime.device().stream(device::StreamKind::kCompute);
+    ctx_.group
         .start_broadcast(values.data_ptr(), static_cast<std::int64_t>(values.nbytes()),
                          DType::kUInt8, 0, call)
         .wait();
@@ -362,7 +353,7 @@ void Model::send_buffers(const std::string& unit, const std::vector<NamedTensor>
 
 coordinator::UnitTraits Model::traits_of(const std::string& name, const std::string& type,
                                          bool dynamic) const {
-  const std::vector<std::string>& patterns = runtime_.config().get_list("unit.dynamic_names");
+  const std::vector<std::string>& patterns = ctx_.runtime.config().get_list("unit.dynamic_names");
   const bool is_named =
       std::any_of(patterns.begin(), patterns.end(),
                   [&](const std::string& pattern) { return matches(pattern, name); });
@@ -370,14 +361,14 @@ coordinator::UnitTraits Model::traits_of(const std::string& name, const std::str
 }
 
 void Model::set_leaf(const LeafRule& rule, bool is_leaf) {
-  lifecycle_.check_usable();
-  TESSERA_CHECK(!lifecycle_.is_finalized(), ConfigError, describe(rule),
+  ctx_.lifecycle.check_usable();
+  TESSERA_CHECK(!ctx_.lifecycle.is_finalized(), ConfigError, describe(rule),
                 " is made a leaf, or is one no longer, after the first forward; do it before");
   apply_leaf_options();
   if (is_leaf) {
-    coordinator_.set_leaves(rule);
+    ctx_.coordinator.set_leaves(rule);
   } else {
-    coordinator_.clear_leaves(rule);
+    ctx_.coordinator.clear_leaves(rule);
   }
 }
 
@@ -385,7 +376,7 @@ void Model::set_leaf(const std::string& name, bool is_leaf) { set_leaf(rule_of(n
 
 std::vector<std::string> Model::leaf_units() {
   apply_leaf_options();
-  return coordinator_.leaves();
+  return ctx_.coordinator.leaves();
 }
 
 void Model::apply_leaf_options() {
@@ -393,48 +384,48 @@ void Model::apply_leaf_options() {
     return;
   }
   leaf_options_applied_ = true;
-  const Config& config = runtime_.config();
+  const Config& config = ctx_.runtime.config();
   for (const std::string& name : config.get_list("unit.leaf_names")) {
-    coordinator_.set_leaves(LeafRule::name(name));
+    ctx_.coordinator.set_leaves(LeafRule::name(name));
   }
   for (const std::string& suffix : config.get_list("unit.leaf_name_suffixes")) {
-    coordinator_.set_leaves(LeafRule::suffix(suffix));
+    ctx_.coordinator.set_leaves(LeafRule::suffix(suffix));
   }
   for (const std::string& type : config.get_list("unit.leaf_types")) {
-    coordinator_.set_leaves(LeafRule::type(type));
+    ctx_.coordinator.set_leaves(LeafRule::type(type));
   }
   if (const std::int64_t numel = config.get_int("unit.leaf_below_numel"); numel > 0) {
-    coordinator_.set_leaves(LeafRule::numel_below(numel));
+    ctx_.coordinator.set_leaves(LeafRule::numel_below(numel));
   }
 }
 
 void Model::finalize_leaves() {
   apply_leaf_options();
-  for (const std::string& pattern : runtime_.config().get_list("unit.dynamic_names")) {
+  for (const std::string& pattern : ctx_.runtime.config().get_list("unit.dynamic_names")) {
     TESSERA_CHECK(std::any_of(units_.begin(), units_.end(),
                               [&](const auto& unit) { return matches(pattern, unit->name()); }),
                   ConfigError, "unit.dynamic_names has '", pattern, "', which matches none of ",
                   units_.size(), " units; check its spelling");
   }
   // A parameter that a static unit uses, too, is gathered and reduced by all ranks in any case.
-  for (int id = 0; id < params_.num_params(); ++id) {
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
     const auto& users = units_of_param_[static_cast<std::size_t>(id)];
-    params_[id].set_dynamic(std::all_of(users.begin(), users.end(), [&](const auto* unit) {
-      return coordinator_.unit(unit->id()).traits.dynamic;
+    ctx_.params[id].set_dynamic(std::all_of(users.begin(), users.end(), [&](const auto* unit) {
+      return ctx_.coordinator.unit(unit->id()).traits.dynamic;
     }));
   }
-  coordinator_.settle_units();
+  ctx_.coordinator.settle_units();
 }
 
 void Model::finalize_units() {
-  coordinator_.seal();
+  ctx_.coordinator.seal();
   // From here on a leaf uses what is inside it.
   for (const auto& unit : units_) {
-    for (const int id : coordinator_.unit(unit->id()).ids) {
+    for (const int id : ctx_.coordinator.unit(unit->id()).ids) {
       auto& users = units_of_param_[static_cast<std::size_t>(id)];
       if (std::find(users.begin(), users.end(), unit.get()) == users.end()) {
         users.push_back(unit.get());
-        unit->add_trainable(params_[id].trainable() ? 1 : 0);
+        unit->add_trainable(ctx_.params[id].trainable() ? 1 : 0);
       }
     }
   }
@@ -442,14 +433,14 @@ void Model::finalize_units() {
 
 planner::ModelShapes Model::shapes() const {
   planner::ModelShapes model;
-  model.dtype = params_[0].layout().dtype();
-  for (int id = 0; id < params_.num_params(); ++id) {
-    const shard::Param& param = params_[id];
+  model.dtype = ctx_.params[0].layout().dtype();
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
+    const shard::Param& param = ctx_.params[id];
     model.params.push_back(
         {param.name(), param.layout().numel(), param.trainable(), param.dynamic()});
   }
   for (const auto& unit : units_) {
-    model.units.push_back(coordinator_.unit(unit->id()).ids);
+    model.units.push_back(ctx_.coordinator.unit(unit->id()).ids);
     model.unit_names.push_back(unit->name());
   }
   return model;
@@ -457,9 +448,9 @@ planner::ModelShapes Model::shapes() const {
 
 std::int64_t Model::trainable_bytes() const {
   std::int64_t bytes = 0;
-  for (int id = 0; id < params_.num_params(); ++id) {
-    if (params_[id].trainable()) {
-      bytes += static_cast<std::int64_t>(params_[id].layout().full_bytes());
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
+    if (ctx_.params[id].trainable()) {
+      bytes += static_cast<std::int64_t>(ctx_.params[id].layout().full_bytes());
     }
   }
   return bytes;
@@ -484,7 +475,7 @@ std::vector<int> Model::ids_of(const std::vector<at::Tensor>& wanted) const {
 
 const std::string* Model::name_of(const at::Tensor& tensor) const {
   const auto known = id_of_tensor_.find(tensor.unsafeGetTensorImpl());
-  return known == id_of_tensor_.end() ? nullptr : &params_[known->second].name();
+  return known == id_of_tensor_.end() ? nullptr : &ctx_.params[known->second].name();
 }
 
 bool Model::is_used_by(const at::Tensor& param, const UnitCore& unit) const {
@@ -500,12 +491,12 @@ void Model::watch_gradient(int id) {
   const at::Tensor& tensor = tensors_[static_cast<std::size_t>(id)];
   torch::autograd::impl::set_post_acc_grad_hooks(
       tensor,
-      params_[id].trainable() ? std::make_unique<GradientHook>(engine_.driver, id) : nullptr);
+      ctx_.params[id].trainable() ? std::make_unique<GradientHook>(engine_.driver, id) : nullptr);
 }
 
 void Model::flip_trainable(int id) {
-  const bool trainable = !params_[id].trainable();
-  params_[id].set_trainable(trainable);
+  const bool trainable = !ctx_.params[id].trainable();
+  ctx_.params[id].set_trainable(trainable);
   watch_gradient(id);
   for (UnitCore* unit : users_of(id)) {
     unit->add_trainable(trainable ? 1 : -1);

@@ -19,7 +19,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/coordinator/unit_table.h"
-#include "tessera/engine/engine_parts.h"
+#include "tessera/engine/engine_context.h"
 #include "tessera/engine/rank_agreement.h"
 #include "tessera/engine/unit_core.h"
 
@@ -27,7 +27,8 @@ namespace tessera::engine {
 
 class Model {
  public:
-  Model(const EngineParts& parts, RankAgreement& ranks);
+  Model(EngineObjects& engine, EngineContext& context, RankAgreement& ranks)
+      : engine_(engine), ctx_(context), ranks_(ranks) {}
   // The engine goes: hooks and units may stay, and do nothing.
   ~Model();
   Model(const Model&) = delete;
@@ -90,13 +91,8 @@ class Model {
                      const void* elements);
   void watch_gradient(int id);
 
-  Engine::Impl& engine_;  // for units
-  Runtime& runtime_;
-  comm::Group& group_;
-  shard::ParamTable& params_;
-  EngineTiers& tiers_;
-  coordinator::Coordinator& coordinator_;
-  Lifecycle& lifecycle_;
+  EngineObjects& engine_;  // for units and hooks
+  EngineContext& ctx_;
   RankAgreement& ranks_;
   std::vector<at::Tensor> tensors_;
   std::unordered_map<const c10::TensorImpl*, int> id_of_tensor_;

@@ -35,18 +35,6 @@ std::uint64_t add_to_hash(std::uint64_t hash, const std::byte* data, std::size_t
 
 }  // namespace
 
-ParamAccess::ParamAccess(const EngineParts& parts, Model& model, StepDriver& driver,
-                         RankAgreement& ranks)
-    : runtime_(parts.runtime),
-      group_(parts.group),
-      params_(parts.params),
-      tiers_(parts.tiers),
-      coordinator_(parts.coordinator),
-      lifecycle_(parts.lifecycle),
-      model_(model),
-      driver_(driver),
-      ranks_(ranks) {}
-
 ParamAccess::~ParamAccess() {
   for (const auto& state : open_) {
     state->access = nullptr;
@@ -56,7 +44,7 @@ ParamAccess::~ParamAccess() {
   }
   // Their memory goes; the tensors must not point at it.
   for (const auto& [id, memory] : early_) {
-    shard::Param& param = params_[id];
+    shard::Param& param = ctx_.params[id];
     param.allow_edits();
     while (param.num_users() > 0) {
       param.remove_user(kWhat);
@@ -67,18 +55,18 @@ ParamAccess::~ParamAccess() {
 void ParamAccess::check_no_early_scope() const {
   for (const auto& state : open_) {
     TESSERA_CHECK(!state->is_early || state->ids.empty(), ConfigError,
-                  "the first unit runs while parameter '", params_[state->ids.front()].name(),
+                  "the first unit runs while parameter '", ctx_.params[state->ids.front()].name(),
                   "' is in a gathered scope that was opened before; close that scope first");
   }
 }
 
 std::shared_ptr<GatheredState> ParamAccess::open(std::vector<int> ids, int modifier_rank) {
-  TESSERA_CHECK(modifier_rank >= -1 && modifier_rank < group_.size(), ConfigError,
-                "gathered(): modifier_rank=", modifier_rank, " of ", group_.size(),
+  TESSERA_CHECK(modifier_rank >= -1 && modifier_rank < ctx_.group.size(), ConfigError,
+                "gathered(): modifier_rank=", modifier_rank, " of ", ctx_.group.size(),
                 " ranks; -1 is for reading");
   if (modifier_rank >= 0) {
-    lifecycle_.check_not_resident("gathered() with a modifier rank");
-    TESSERA_CHECK(lifecycle_.forward_depth() == 0, ConfigError,
+    ctx_.lifecycle.check_not_resident("gathered() with a modifier rank");
+    TESSERA_CHECK(ctx_.lifecycle.forward_depth() == 0, ConfigError,
                   "gathered() with a modifier rank inside of a unit's forward; change parameters "
                   "between units");
   }
@@ -87,26 +75,26 @@ std::shared_ptr<GatheredState> ParamAccess::open(std::vector<int> ids, int modif
   auto state = std::make_shared<GatheredState>();
   state->ids = std::move(ids);
   state->modifier_rank = modifier_rank;
-  state->is_early = !lifecycle_.is_finalized();
+  state->is_early = !ctx_.lifecycle.is_finalized();
   for (const auto& other : open_) {
     for (const int id : state->ids) {
-      TESSERA_CHECK(modifier_rank < 0 || other->modifier_rank < 0 ||
-                        other->modifier_rank == modifier_rank ||
-                        !std::binary_search(other->ids.begin(), other->ids.end(), id),
-                    ConfigError, "parameter '", params_[id].name(), "' is to be changed by rank ",
-                    modifier_rank, " inside a gathered scope in which rank ", other->modifier_rank,
-                    " may change it; close that one first");
+      TESSERA_CHECK(
+          modifier_rank < 0 || other->modifier_rank < 0 || other->modifier_rank == modifier_rank ||
+              !std::binary_search(other->ids.begin(), other->ids.end(), id),
+          ConfigError, "parameter '", ctx_.params[id].name(), "' is to be changed by rank ",
+          modifier_rank, " inside a gathered scope in which rank ", other->modifier_rank,
+          " may change it; close that one first");
     }
   }
   if (state->is_early) {
     hold_early(state->ids);
   } else {
-    coordinator_.begin_hold(state->ids, kWhat);
+    ctx_.coordinator.begin_hold(state->ids, kWhat);
   }
   for (const int id : state->ids) {
     state->hashes.push_back(hash_of(id));
     if (modifier_rank >= 0) {
-      params_[id].allow_edits();
+      ctx_.params[id].allow_edits();
     }
   }
   state->access = this;
@@ -118,7 +106,7 @@ std::shared_ptr<GatheredState> ParamAccess::open(std::vector<int> ids, int modif
 // of its own.
 void ParamAccess::hold_early(const std::vector<int>& ids) {
   for (const int id : ids) {
-    shard::Param& param = params_[id];
+    shard::Param& param = ctx_.params[id];
     if (param.num_users() == 0) {
       if (param.shard_is_full()) {
         param.start_gather(param.shard());
@@ -133,7 +121,7 @@ void ParamAccess::hold_early(const std::vector<int>& ids) {
 }
 
 void ParamAccess::free_early(int id) {
-  shard::Param& param = params_[id];
+  shard::Param& param = ctx_.params[id];
   param.remove_user(kWhat);
   if (param.num_users() == 0) {
     param.release();
@@ -145,7 +133,7 @@ void ParamAccess::free(const GatheredState& state, const std::vector<int>& writt
   std::vector<int> kept;
   std::vector<int> stale;
   for (const int id : state.ids) {
-    shard::Param& param = params_[id];
+    shard::Param& param = ctx_.params[id];
     param.allow_edits();  // they have been looked at
     if (state.is_early) {
       free_early(id);
@@ -156,24 +144,24 @@ void ParamAccess::free(const GatheredState& state, const std::vector<int>& writt
     }
   }
   if (!stale.empty()) {
-    coordinator_.end_hold(stale, kWhat, /*changed=*/true);
+    ctx_.coordinator.end_hold(stale, kWhat, /*changed=*/true);
   }
   if (!kept.empty()) {
-    coordinator_.end_hold(kept, kWhat, /*changed=*/false);
+    ctx_.coordinator.end_hold(kept, kWhat, /*changed=*/false);
   }
 }
 
 std::uint64_t ParamAccess::hash_of(int id) const {
-  const shard::Param& param = params_[id];
+  const shard::Param& param = ctx_.params[id];
   const std::size_t bytes =
       static_cast<std::size_t>(param.layout().numel()) * bytes_of(param.layout().dtype());
   const auto* data = static_cast<const std::byte*>(param.full());
-  if (!runtime_.on_cuda()) {
+  if (!ctx_.runtime.on_cuda()) {
     return add_to_hash(0, data, bytes);
   }
   constexpr std::size_t kChunkBytes = std::size_t{8} << 20;
   std::vector<std::byte> chunk(std::min(bytes, kChunkBytes));
-  device::Device& device = runtime_.device();
+  device::Device& device = ctx_.runtime.device();
   std::uint64_t hash = 0;
   for (std::size_t done = 0; done < bytes; done += kChunkBytes) {
     const std::size_t part = std::min(kChunkBytes, bytes - done);
@@ -200,7 +188,7 @@ std::string ParamAccess::first_wrong(const GatheredState& state,
       if (changed[rank * num_ids + i] == 0 || static_cast<int>(rank) == state.modifier_rank) {
         continue;
       }
-      const std::string name = params_[state.ids[i]].name();
+      const std::string name = ctx_.params[state.ids[i]].name();
       if (state.modifier_rank >= 0) {
         return detail::concat("parameter '", name, "' was changed on rank ", rank,
                               " inside a gathered scope in which only rank ", state.modifier_rank,
@@ -215,14 +203,14 @@ std::string ParamAccess::first_wrong(const GatheredState& state,
 }
 
 void ParamAccess::write_back(int id, int modifier_rank) {
-  shard::Param& param = params_[id];
+  shard::Param& param = ctx_.params[id];
   const shard::Layout& layout = param.layout();
   if (!param.shard_is_full()) {
     comm::CallOptions call;
     call.label.unit = kWhat;
     call.label.parameter = param.name();
-    call.stream = &runtime_.device().stream(device::StreamKind::kCompute);
-    group_.start_broadcast(param.full(), layout.numel(), layout.dtype(), modifier_rank, call)
+    call.stream = &ctx_.runtime.device().stream(device::StreamKind::kCompute);
+    ctx_.group.start_broadcast(param.full(), layout.numel(), layout.dtype(), modifier_rank, call)
         .wait();
     model_.copy_to_shard(
         param, static_cast<const std::byte*>(param.full()) +
@@ -267,7 +255,7 @@ void ParamAccess::close(GatheredState& state) {
       if (wrong.empty()) {
         write_back(id, state.modifier_rank);
         set_hash(id, hash_of(id));
-      } else if (params_[id].shard_is_full()) {
+      } else if (ctx_.params[id].shard_is_full()) {
         driver_.shard_was_written(id);  // it has happened: no later step shall revert half of it
       }
     }
@@ -283,33 +271,33 @@ void ParamAccess::close_quietly(GatheredState& state) noexcept {
   try {
     close(state);
   } catch (const std::exception& error) {
-    runtime_.logger().warn("while a gathered scope was left: ", error.what());
-    lifecycle_.throw_later(std::current_exception());
+    ctx_.runtime.logger().warn("while a gathered scope was left: ", error.what());
+    ctx_.lifecycle.throw_later(std::current_exception());
   }
 }
 
 std::shared_ptr<ResidentState> ParamAccess::open_resident() {
-  lifecycle_.check_idle("resident()");
+  ctx_.lifecycle.check_idle("resident()");
   TESSERA_CHECK(resident_ == nullptr, ConfigError, "resident() inside another resident scope");
   auto state = std::make_shared<ResidentState>();
-  state->is_resident = coordinator_.begin_resident();
+  state->is_resident = ctx_.coordinator.begin_resident();
   state->access = this;
   if (!state->is_resident) {
-    runtime_.logger().info(
+    ctx_.runtime.logger().info(
         "the parameters do not fit into live.limit_bytes: units gather as usual in the resident "
         "scope");
   }
   resident_ = state;
-  lifecycle_.set_resident(true);
+  ctx_.lifecycle.set_resident(true);
   return state;
 }
 
 void ParamAccess::close(ResidentState& state) {
   state.access = nullptr;
   resident_ = nullptr;
-  lifecycle_.set_resident(false);
+  ctx_.lifecycle.set_resident(false);
   if (std::exchange(state.is_resident, false)) {
-    coordinator_.end_resident();
+    ctx_.coordinator.end_resident();
   }
 }
 
@@ -317,31 +305,31 @@ void ParamAccess::close_quietly(ResidentState& state) noexcept {
   try {
     close(state);
   } catch (const std::exception& error) {
-    runtime_.logger().warn("while a resident scope was left: ", error.what());
+    ctx_.runtime.logger().warn("while a resident scope was left: ", error.what());
     driver_.abandon();  // a fresh start releases everything
   }
 }
 
 device::Memory ParamAccess::gather_full(int id, const std::string& what) {
-  const shard::Param& param = params_[id];
+  const shard::Param& param = ctx_.params[id];
   const shard::Layout& layout = param.layout();
   ranks_.join_outside_of_units(what);
-  device::Device& device = runtime_.device();
+  device::Device& device = ctx_.runtime.device();
   device::Stream& stream = device.stream(device::StreamKind::kGather);
   device::Memory full = device.allocate(Tier::kDevice, layout.full_bytes(), Role::kFull);
   std::byte* shard = param.shard();
   device::Pending brought;
   if (param.tier() != Tier::kDevice) {
     std::byte* const slot =
-        full.data() + static_cast<std::size_t>(group_.rank()) * layout.shard_bytes();
+        full.data() + static_cast<std::size_t>(ctx_.group.rank()) * layout.shard_bytes();
     if (param.is_on_nvme()) {
-      brought = tiers_.feed().start_load(param, slot, device::Pending());
+      brought = ctx_.tiers.feed().start_load(param, slot, device::Pending());
     } else {
       stream.wait(param.updated());
       brought = device.start_copy(slot, shard, layout.shard_bytes(), stream);
     }
     shard = slot;
-    if (group_.size() == 1) {
+    if (ctx_.group.size() == 1) {
       brought.wait();
       return full;
     }
@@ -355,20 +343,20 @@ device::Memory ParamAccess::gather_full(int id, const std::string& what) {
   call.ready = brought;
   const comm::Gather gather{shard, full.data(), layout.shard_numel(), layout.dtype()};
   try {
-    const device::Pending gathered = group_.start_all_gather({&gather, 1}, call);
+    const device::Pending gathered = ctx_.group.start_all_gather({&gather, 1}, call);
     stream.wait(gathered);
     gathered.wait();
   } catch (...) {
-    tiers_.wait_for_feed();  // it may still write to memory that goes now
+    ctx_.tiers.wait_for_feed();  // it may still write to memory that goes now
     throw;
   }
   return full;
 }
 
 at::Tensor ParamAccess::full_value(int id) {
-  lifecycle_.check_usable();
+  ctx_.lifecycle.check_usable();
   const device::Memory full = gather_full(id, "full value");
-  device::Device& device = runtime_.device();
+  device::Device& device = ctx_.runtime.device();
   const at::Tensor& tensor = model_.tensor(id);
   at::Tensor value =
       at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
@@ -382,24 +370,24 @@ at::Tensor ParamAccess::full_value(int id) {
 }
 
 void ParamAccess::save_parameters(const std::string& path) {
-  const bool writes = group_.rank() == 0;
+  const bool writes = ctx_.group.rank() == 0;
   std::vector<checkpoint::TensorEntry> entries;
-  for (int id = 0; id < params_.num_params(); ++id) {
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
     checkpoint::TensorEntry entry;
-    entry.name = params_[id].name();
-    entry.dtype = params_[id].layout().dtype();
+    entry.name = ctx_.params[id].name();
+    entry.dtype = ctx_.params[id].layout().dtype();
     entry.shape = model_.tensor(id).sizes().vec();
     entries.push_back(std::move(entry));
   }
   std::unique_ptr<checkpoint::SafetensorsWriter> writer;
   ranks_.agree("save_parameters", [&] {
-    lifecycle_.check_usable();
+    ctx_.lifecycle.check_usable();
     if (writes) {
       writer = std::make_unique<checkpoint::SafetensorsWriter>(path, entries);
     }
   });
   std::exception_ptr failure;
-  for (int id = 0; id < params_.num_params(); ++id) {
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
     const at::Tensor value = full_value(id).contiguous();
     try {
       if (writer && value.numel() > 0) {
@@ -421,17 +409,17 @@ void ParamAccess::save_parameters(const std::string& path) {
 }
 
 void ParamAccess::to_plain() {
-  lifecycle_.check_usable();
-  lifecycle_.check_idle("to_plain()");
+  ctx_.lifecycle.check_usable();
+  ctx_.lifecycle.check_idle("to_plain()");
   TESSERA_CHECK(open_.empty(), ConfigError, "to_plain() inside a gathered scope; close it first");
   driver_.abandon();  // what an old graph still holds does nothing from here on
-  for (int id = 0; id < params_.num_params(); ++id) {
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
     const at::Tensor& tensor = model_.tensor(id);
     const at::Tensor value = full_value(id).to(tensor.device());
     shard::unbind_tensor(tensor, value);
   }
   model_.make_plain();
-  lifecycle_.set_plain();
+  ctx_.lifecycle.set_plain();
 }
 
 }  // namespace engine

@@ -17,7 +17,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/device/device.h"
-#include "tessera/engine/engine_parts.h"
+#include "tessera/engine/engine_context.h"
 #include "tessera/engine/model.h"
 #include "tessera/engine/rank_agreement.h"
 #include "tessera/engine/step_driver.h"
@@ -41,7 +41,8 @@ struct ResidentState {
 
 class ParamAccess {
  public:
-  ParamAccess(const EngineParts& parts, Model& model, StepDriver& driver, RankAgreement& ranks);
+  ParamAccess(EngineContext& context, RankAgreement& ranks, Model& model, StepDriver& driver)
+      : ctx_(context), ranks_(ranks), model_(model), driver_(driver) {}
   ~ParamAccess();
   ParamAccess(const ParamAccess&) = delete;
   ParamAccess& operator=(const ParamAccess&) = delete;
@@ -80,15 +81,10 @@ class ParamAccess {
   // The values of all ranks are these from now on, also for the other scopes.
   void set_hash(int id, std::uint64_t hash);
 
-  Runtime& runtime_;
-  comm::Group& group_;
-  shard::ParamTable& params_;
-  EngineTiers& tiers_;
-  coordinator::Coordinator& coordinator_;
-  Lifecycle& lifecycle_;
+  EngineContext& ctx_;
+  RankAgreement& ranks_;
   Model& model_;
   StepDriver& driver_;
-  RankAgreement& ranks_;
   std::vector<std::shared_ptr<GatheredState>> open_;
   std::map<int, device::Memory> early_;      // gathered before the first forward, by id
   std::shared_ptr<ResidentState> resident_;  // null: no scope is open

@@ -9,33 +9,41 @@
 namespace tessera::engine {
 
 void RankAgreement::join_outside_of_units(const std::string& what) {
-  if (lifecycle_.is_finalized()) {
-    coordinator_.meet(coordinator::MeetingPoint::kHold, what);
+  if (ctx_.lifecycle.is_finalized()) {
+    ctx_.coordinator.meet(coordinator::MeetingPoint::kHold, what);
   }
 }
 
 std::vector<std::int64_t> RankAgreement::gather_numbers(const std::vector<std::int64_t>& mine,
                                                         const std::string& what) {
-  if (group_.size() == 1 || mine.empty()) {
+  if (ctx_.group.size() == 1 || mine.empty()) {
     return mine;
   }
   join_outside_of_units(what);
-  device::Device& device = runtime_.device();
-  device::Stream& stream = device.stream(device::StreamKind::kGather);
-  const std::size_t bytes = mine.size() * sizeof(std::int64_t);
-  const auto ranks = static_cast<std::size_t>(group_.size());
-  const device::Memory own = device.allocate(Tier::kDevice, bytes, Role::kStaging);
-  const device::Memory all = device.allocate(Tier::kDevice, bytes * ranks, Role::kStaging);
-  device.start_copy(own.data(), mine.data(), bytes, stream).wait();
+  comm::CallOptions call;
+  call.label.unit = what;
+  const comm::HostGather all = ctx_.group.start_gather_host(std::as_bytes(std::span(mine)), call);
+  all.done.wait();
+  std::vector<std::int64_t> result(mine.size() * static_cast<std::size_t>(ctx_.group.size()));
+  std::memcpy(result.data(), all.bytes.get(), result.size() * sizeof(std::int64_t));
+  return result;
+}
+
+void RankAgreement::reduce_numbers(std::span<double> numbers, comm::Reduction reduction,
+                                   const char* what) {
+  device::Device& device = ctx_.runtime.device();
+  device::Stream& stream = device.stream(device::StreamKind::kReduce);
+  const device::Memory memory =
+      device.allocate(Tier::kDevice, numbers.size_bytes(), Role::kStaging);
+  device.start_copy(memory.data(), numbers.data(), numbers.size_bytes(), stream).wait();
   comm::CallOptions call;
   call.label.unit = what;
   call.stream = &stream;
-  const comm::Gather gather{own.data(), all.data(), static_cast<std::int64_t>(mine.size()),
-                            DType::kInt64};
-  group_.start_all_gather({&gather, 1}, call).wait();
-  std::vector<std::int64_t> result(mine.size() * ranks);
-  device.start_copy(result.data(), all.data(), bytes * ranks, stream).wait();
-  return result;
+  ctx_.group
+      .start_all_reduce(memory.data(), static_cast<std::int64_t>(numbers.size()), DType::kFloat64,
+                        reduction, call)
+      .wait();
+  device.start_copy(numbers.data(), memory.data(), numbers.size_bytes(), stream).wait();
 }
 
 void RankAgreement::agree(const std::string& what, const std::function<void()>& check) {
@@ -49,16 +57,16 @@ void RankAgreement::agree(const std::string& what, const std::function<void()>& 
     text = error.what();
     text = text.substr(0, std::min(kMaxText, text.find('\n')));
   }
-  if (group_.size() > 1) {
+  if (ctx_.group.size() > 1) {
     join_outside_of_units(what);
     std::vector<std::byte> mine(1 + kMaxText);
     mine.front() = std::byte{refusal ? std::uint8_t{1} : std::uint8_t{0}};
     std::memcpy(mine.data() + 1, text.data(), text.size());
     comm::CallOptions call;
     call.label.unit = what;
-    const comm::HostGather all = group_.start_gather_host(mine, call);
+    const comm::HostGather all = ctx_.group.start_gather_host(mine, call);
     all.done.wait();
-    for (int rank = 0; rank < group_.size() && !refusal; ++rank) {
+    for (int rank = 0; rank < ctx_.group.size() && !refusal; ++rank) {
       const std::byte* const from = all.bytes.get() + static_cast<std::size_t>(rank) * mine.size();
       const auto* const said = reinterpret_cast<const char*>(from + 1);
       TESSERA_CHECK(

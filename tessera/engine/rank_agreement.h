@@ -7,36 +7,32 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
-#include "tessera/engine/engine_parts.h"
+#include "tessera/engine/engine_context.h"
 
 namespace tessera::engine {
 
 class RankAgreement {
  public:
-  explicit RankAgreement(const EngineParts& parts)
-      : runtime_(parts.runtime),
-        group_(parts.group),
-        coordinator_(parts.coordinator),
-        lifecycle_(parts.lifecycle) {}
+  explicit RankAgreement(EngineContext& context) : ctx_(context) {}
 
   // Before a collective that is no unit's: see coordinator/meeting.h.
   void join_outside_of_units(const std::string& what);
   // Collective: every rank's numbers, in rank order.
   std::vector<std::int64_t> gather_numbers(const std::vector<std::int64_t>& mine,
                                            const std::string& what);
+  // Collective: each number becomes the sum, or the maximum, over all ranks.
+  void reduce_numbers(std::span<double> numbers, comm::Reduction reduction, const char* what);
   // Collective: `check` throws on a rank that cannot take part in what comes next, and then no rank
   // does: that rank throws its own error, the others a ConfigError with its words. Before the first
   // collective of whatever one rank can refuse.
   void agree(const std::string& what, const std::function<void()>& check);
 
  private:
-  Runtime& runtime_;
-  comm::Group& group_;
-  coordinator::Coordinator& coordinator_;
-  Lifecycle& lifecycle_;
+  EngineContext& ctx_;
 };
 
 }  // namespace tessera::engine

@@ -22,7 +22,7 @@
 #include <torch/custom_class.h>
 
 #include "tessera/core/error.h"
-#include "tessera/engine/engine_impl.h"
+#include "tessera/engine/engine_objects.h"
 #include "tessera/engine/graph_walk.h"
 #include "tessera/engine/unit_core.h"
 
@@ -117,7 +117,7 @@ struct Call : torch::CustomClassHolder {
 };
 
 bool is_on_cuda(const UnitCore* unit, const std::vector<at::Tensor>& inputs) {
-  return (unit != nullptr && unit->engine()->runtime.on_cuda()) ||
+  return (unit != nullptr && unit->engine()->context.runtime.on_cuda()) ||
          std::any_of(inputs.begin(), inputs.end(),
                      [](const at::Tensor& input) { return input.is_cuda(); });
 }
@@ -203,19 +203,19 @@ class BackwardScope {
     engine_ = unit_->engine();
     engine_->driver.enter_backward();
     engine_->driver.backward_watch().begin_recomputed();
-    epoch_ = engine_->lifecycle.epoch();
-    engine_->coordinator.begin_use(unit_->id(), coordinator::Phase::kBackward);
+    epoch_ = engine_->context.lifecycle.epoch();
+    engine_->context.coordinator.begin_use(unit_->id(), coordinator::Phase::kBackward);
   }
   void finish() {
-    if (engine_ != nullptr && engine_->lifecycle.epoch() == epoch_) {
+    if (engine_ != nullptr && engine_->context.lifecycle.epoch() == epoch_) {
       engine_->driver.backward_watch().end_recomputed();
-      engine_->coordinator.end_use(unit_->id(), coordinator::Phase::kBackward);
+      engine_->context.coordinator.end_use(unit_->id(), coordinator::Phase::kBackward);
     }
   }
 
  private:
   UnitCore* unit_;
-  Engine::Impl* engine_ = nullptr;
+  EngineObjects* engine_ = nullptr;
   std::uint64_t epoch_ = 0;
 };
 
@@ -409,7 +409,7 @@ std::vector<at::Tensor> run_recomputed(UnitCore* unit, const std::vector<at::Ten
   }
   auto call = c10::make_intrusive<Call>();
   call->name = unit == nullptr ? "(plain)" : unit->name();
-  call->unit = share(unit);
+  call->unit = unit == nullptr ? nullptr : unit->shared_from_this();
   call->forward = std::move(forward);
   std::optional<ForwardScope> scope;
   if (unit != nullptr) {

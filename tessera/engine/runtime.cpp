@@ -102,8 +102,8 @@ struct Runtime::Impl {
     if (device->is_discrete()) {
       device::CpuDeviceOptions cpu;
       cpu.ledger = &ledger;
-      processor = device::make_cpu_device(std::move(cpu));
-      host_device = std::make_unique<engine::HostTierDevice>(*processor);
+      cpu_device = device::make_cpu_device(std::move(cpu));
+      host_device = std::make_unique<engine::HostTierDevice>(*cpu_device);
       host_kernels = make_host_kernels(options);
     }
     if (rank == 0) {
@@ -138,7 +138,7 @@ struct Runtime::Impl {
   std::unique_ptr<device::Device> device;
   std::unique_ptr<optim::Kernels> kernels;
   // Beside a device with memory of its own.
-  std::unique_ptr<device::Device> processor;
+  std::unique_ptr<device::Device> cpu_device;
   std::unique_ptr<device::Device> host_device;
   std::unique_ptr<optim::Kernels> host_kernels;
   std::optional<planner::UpdateRates> update_rates;

@@ -1,4 +1,4 @@
-// What an engine stands on, once per rank: the ranks it belongs to, its device, and the books.
+// What an engine stands on, once per rank: the ranks it belongs to, its device and its ledger.
 //
 //   tessera::Runtime runtime(config);            // joins torchrun's, mpirun's, srun's or our own
 //   tessera::Engine engine(runtime);             // launcher's ranks, or is a world of one
@@ -68,7 +68,7 @@ class Runtime {
   bool on_cuda() const { return cuda_device() >= 0; }
   int cuda_device() const;  // -1: CPU
   optim::Kernels& kernels() const;
-  // The processor beside a device with memory of its own: memory of the host, and kernels for it.
+  // The CPU beside a discrete device: memory of the host, and kernels for it.
   // Elsewhere the same as device() and kernels().
   device::Device& host_device() const;
   optim::Kernels& host_kernels() const;

@@ -57,49 +57,44 @@ void add_stats(grad::ReducerStats& to, const grad::ReducerStats& stats) {
 
 }  // namespace
 
-StepDriver::StepDriver(const EngineParts& parts, Model& model, std::int64_t run_steps)
-    : runtime_(parts.runtime),
-      group_(parts.group),
-      reduce_group_(parts.reduce_group),
-      params_(parts.params),
-      tiers_(parts.tiers),
-      coordinator_(parts.coordinator),
-      lifecycle_(parts.lifecycle),
+StepDriver::StepDriver(EngineContext& context, RankAgreement& ranks, Model& model,
+                       std::int64_t run_steps)
+    : ctx_(context),
+      ranks_(ranks),
       model_(model),
-      schedule_(optim::ScheduleOptions::from(runtime_.config(), run_steps)),
-      clip_norm_(runtime_.config().get_double("grad.clip_norm")),
-      skip_nonfinite_(runtime_.config().get_bool("grad.skip_nonfinite")),
-      num_micro_batches_(runtime_.config().get_int("batch.accumulate")),
-      watch_(std::make_shared<BackwardWatch>(parts, model, *this)) {
+      schedule_(optim::ScheduleOptions::from(ctx_.runtime.config(), run_steps)),
+      clip_norm_(ctx_.runtime.config().get_double("grad.clip_norm")),
+      skip_nonfinite_(ctx_.runtime.config().get_bool("grad.skip_nonfinite")),
+      num_micro_batches_(ctx_.runtime.config().get_int("batch.accumulate")),
+      watch_(std::make_shared<BackwardWatch>(context, model, *this)) {
   if (!schedule_.notice.empty()) {
-    runtime_.logger().info(schedule_.notice);
+    ctx_.runtime.logger().info(schedule_.notice);
   }
 }
 
-StepDriver::~StepDriver() { watch_->detach(); }
-
-void StepDriver::end() noexcept {
+StepDriver::~StepDriver() {
   try {
-    finish_update();
+    finish_update();  // it reads gradients that go before it does
   } catch (const std::exception& error) {
-    runtime_.logger().warn("the last update failed: ", error.what());
+    ctx_.runtime.logger().warn("the last update failed: ", error.what());
   }
+  watch_->detach();
 }
 
 void StepDriver::finalize() {
-  const DType dtype = params_[0].layout().dtype();
-  loss_scale_.emplace(optim::LossScaleOptions::from(runtime_.config(), dtype));
+  const DType dtype = ctx_.params[0].layout().dtype();
+  loss_scale_.emplace(optim::LossScaleOptions::from(ctx_.runtime.config(), dtype));
   weight_scale_ = dtype == DType::kFloat16 ? 0 : 1;
-  optimizer_ = tiers_.make_optimizer(optim::RuleOptions::from(runtime_.config()));
-  for (int id = 0; id < params_.num_params(); ++id) {
-    params_[id].set_first_master({});
+  optimizer_ = ctx_.tiers.make_optimizer(optim::RuleOptions::from(ctx_.runtime.config()));
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
+    ctx_.params[id].set_first_master({});
   }
   make_reducer();
-  coordinator_.set_dynamic_gradients({[this] { return reducer_->pending_dynamic(); },
-                                      [this](std::span<const int> ids) {
-                                        finish_update();
-                                        reducer_->reduce_dynamic(ids);
-                                      }});
+  ctx_.coordinator.set_dynamic_gradients({[this] { return reducer_->pending_dynamic(); },
+                                          [this](std::span<const int> ids) {
+                                            finish_update();
+                                            reducer_->reduce_dynamic(ids);
+                                          }});
 }
 
 void StepDriver::end_failed_backward() {
@@ -109,49 +104,49 @@ void StepDriver::end_failed_backward() {
 }
 
 void StepDriver::make_reducer() {
-  grad::ReducerParts parts{reduce_group_, runtime_.device(), params_, runtime_.clock(),
-                           runtime_.spans()};
-  if (runtime_.device().is_discrete()) {
-    optim::set_reducer_kernels(parts, runtime_.kernels());
-    parts.leaves_to_host = tiers_.leaving_gradients();
+  grad::ReducerParts parts{ctx_.reduce_group, ctx_.runtime.device(), ctx_.params,
+                           ctx_.runtime.clock(), ctx_.runtime.spans()};
+  if (ctx_.runtime.device().is_discrete()) {
+    optim::set_reducer_kernels(parts, ctx_.runtime.kernels());
+    parts.leaves_to_host = ctx_.tiers.leaving_gradients();
   }
-  if (coordinator_.meets()) {
+  if (ctx_.coordinator.meets()) {
     // Every call of this group is at a moment on which ranks have agreed.
-    parts.dynamic_group = &group_;
+    parts.dynamic_group = &ctx_.group;
   }
   grad::ReducerOptions reductions =
-      grad::ReducerOptions::from(runtime_.config(), params_[0].layout().dtype());
-  if (!runtime_.config().is_set("grad.bucket_bytes")) {
+      grad::ReducerOptions::from(ctx_.runtime.config(), ctx_.params[0].layout().dtype());
+  if (!ctx_.runtime.config().is_set("grad.bucket_bytes")) {
     reductions.bucket_bytes =
         std::clamp(model_.trainable_bytes() / 4, kSmallestBucketBytes, reductions.bucket_bytes);
   }
-  if (const planner::MemoryPlan* plan = tiers_.plan()) {
+  if (const planner::MemoryPlan* plan = ctx_.tiers.plan()) {
     reductions.bucket_bytes = plan->bucket_bytes;
     if (plan->kept_gradient_bytes > 0) {
       parts.most_kept_bytes = plan->kept_gradient_bytes;
     }
   }
-  parts.is_planned = tiers_.is_planned();
-  parts.tier = tiers_.gradient_tier();
-  parts.ledger = tiers_.is_planned() ? &runtime_.ledger() : nullptr;
+  parts.is_planned = ctx_.tiers.is_planned();
+  parts.tier = ctx_.tiers.gradient_tier();
+  parts.ledger = ctx_.tiers.is_planned() ? &ctx_.runtime.ledger() : nullptr;
   parts.block_sum_of_squares = [](const float* values, std::int64_t numel) {
     return optim::best_loops().block_sum_of_squares(values, numel);
   };
   reducer_.reset();  // before another works with the same group and memory
   reducer_ = std::make_unique<grad::Reducer>(parts, reductions);
   const std::size_t num_buckets = reducer_->layout().buckets.size();
-  if (group_.size() > 1 && num_buckets > kManyBuckets &&
+  if (ctx_.group.size() > 1 && num_buckets > kManyBuckets &&
       reductions.bucket_bytes < kSlowBucketBytes) {
-    runtime_.logger().once("many buckets", LogLevel::kInfo,
-                           runtime_.config().shown("grad.bucket_bytes"),
-                           " cuts the gradients into ", num_buckets,
-                           " reductions per backward; a larger one is faster");
+    ctx_.runtime.logger().once("many buckets", LogLevel::kInfo,
+                               ctx_.runtime.config().shown("grad.bucket_bytes"),
+                               " cuts the gradients into ", num_buckets,
+                               " reductions per backward; a larger one is faster");
   }
 }
 
 void StepDriver::agree_on_weight_scale(double weight) {
   if (weight_scale_ == 0) {
-    coordinator_.meet(coordinator::MeetingPoint::kWeights);
+    ctx_.coordinator.meet(coordinator::MeetingPoint::kWeights);
     find_weight_scale(weight);
   }
 }
@@ -159,15 +154,8 @@ void StepDriver::agree_on_weight_scale(double weight) {
 void StepDriver::find_weight_scale(double weight) {
   // Gradients keep their usual size, which matters in fp16, and since it is a power of two no bit
   // of the result depends on it.
-  const auto host = runtime_.device().allocate(Tier::kDevice, sizeof(double), Role::kStaging);
-  device::Stream& stream = runtime_.device().stream(device::StreamKind::kReduce);
   double largest = weight;
-  runtime_.device().start_copy(host.data(), &largest, sizeof(double), stream).wait();
-  comm::CallOptions call;
-  call.label.unit = "loss weight of the first backward";
-  call.stream = &stream;
-  group_.start_all_reduce(host.data(), 1, DType::kFloat64, comm::Reduction::kMax, call).wait();
-  runtime_.device().start_copy(&largest, host.data(), sizeof(double), stream).wait();
+  ranks_.reduce_numbers({&largest, 1}, comm::Reduction::kMax, "loss weight of the first backward");
   TESSERA_CHECK(largest > 0, ConfigError,
                 "the loss weights of all ranks are zero in the first backward; give at least one "
                 "rank's micro-batch a weight");
@@ -188,12 +176,12 @@ void StepDriver::check_losses(const std::vector<at::Tensor>& losses, double weig
 }
 
 void StepDriver::backward(const std::vector<at::Tensor>& losses, double weight) {
-  lifecycle_.check_not_resident("backward()");
+  ctx_.lifecycle.check_not_resident("backward()");
   finish_update();
   if (reducer_->num_backwards() == 0) {
     optimizer_->prepare();
   }
-  tiers_.begin_backward(reducer_->num_backwards() + 1 == num_micro_batches_);
+  ctx_.tiers.begin_backward(reducer_->num_backwards() + 1 == num_micro_batches_);
   agree_on_weight_scale(weight);
   const double factor = weight / weight_scale_ * loss_scale_->value();
   std::vector<at::Tensor> gradients;
@@ -201,21 +189,21 @@ void StepDriver::backward(const std::vector<at::Tensor>& losses, double weight) 
   for (const at::Tensor& loss : losses) {
     gradients.push_back(at::full_like(loss, factor));
   }
-  lifecycle_.enter_backward();
-  ++runtime_.num_backwards();
-  const std::shared_ptr<void> counted(nullptr, [this](void*) { --runtime_.num_backwards(); });
+  ctx_.lifecycle.enter_backward();
+  ++ctx_.runtime.num_backwards();
+  const std::shared_ptr<void> counted(nullptr, [this](void*) { --ctx_.runtime.num_backwards(); });
   try {
     {
-      const device::StreamSpan span(runtime_.device().stream(device::StreamKind::kCompute),
+      const device::StreamSpan span(ctx_.runtime.device().stream(device::StreamKind::kCompute),
                                     "backward");
       torch::autograd::backward(losses, gradients);
     }
-    if (lifecycle_.backward_depth() == 1) {
+    if (ctx_.lifecycle.backward_depth() == 1) {
       close_backward();
-      coordinator_.meet(coordinator::MeetingPoint::kBackwardEnd);
+      ctx_.coordinator.meet(coordinator::MeetingPoint::kBackwardEnd);
       reducer_->finish_backward();
     }
-    lifecycle_.leave_backward();
+    ctx_.lifecycle.leave_backward();
   } catch (...) {
     abandon();
     rethrow_backward_error();
@@ -230,15 +218,15 @@ void StepDriver::backward(const std::vector<at::Tensor>& losses, double weight) 
 }
 
 void StepDriver::enter_backward() {
-  lifecycle_.check_not_resident("a backward");
+  ctx_.lifecycle.check_not_resident("a backward");
   TESSERA_CHECK(!at::GradMode::is_enabled(), ConfigError,
                 "create_graph is set: a second derivative would read weights after their release; "
                 "sharded parameters do not support it");
-  if (lifecycle_.backward_depth() == 0 && !closing_is_queued_) {
+  if (ctx_.lifecycle.backward_depth() == 0 && !closing_is_queued_) {
     closing_is_queued_ = true;
     torch::autograd::Engine::get_default_engine().queue_callback(
-        [this, epoch = lifecycle_.epoch()] {
-          if (epoch == lifecycle_.epoch()) {
+        [this, epoch = ctx_.lifecycle.epoch()] {
+          if (epoch == ctx_.lifecycle.epoch()) {
             close_backward();
           }
           closing_is_queued_ = false;
@@ -247,18 +235,19 @@ void StepDriver::enter_backward() {
 }
 
 void StepDriver::on_gradient(int id, const at::Tensor& tensor) {
-  shard::Param& param = params_[id];
-  const bool is_ours = lifecycle_.backward_depth() > 0;
+  shard::Param& param = ctx_.params[id];
+  const bool is_ours = ctx_.lifecycle.backward_depth() > 0;
   if (!is_ours) {
     abandon();
   }
-  TESSERA_CHECK(is_ours || runtime_.num_backwards() == 0, ConfigError, "a gradient of parameter '",
-                param.name(),
-                "' came in the backward() of another engine: the loss depends on both. Freeze what "
-                "the other engine shall not train (set_trainable(param, false)), detach the tensor "
-                "between them, or make one engine of both");
+  TESSERA_CHECK(
+      is_ours || ctx_.runtime.num_backwards() == 0, ConfigError, "a gradient of parameter '",
+      param.name(),
+      "' arrived in the backward() of another engine: the loss depends on both. Freeze what "
+      "the other engine shall not train (set_trainable(param, false)), detach the tensor "
+      "between them, or make one engine of both");
   TESSERA_CHECK(is_ours, ConfigError, "a gradient of parameter '", param.name(),
-                "' came outside of Engine::backward(); call engine.backward(loss) in place of "
+                "' arrived outside of Engine::backward(); call engine.backward(loss) in place of "
                 "loss.backward(), so that ranks and micro-batches are averaged");
   TESSERA_CHECK(!at::GradMode::is_enabled(), ConfigError, "parameter '", param.name(),
                 "': create_graph is set, which sharded parameters do not support");
@@ -292,24 +281,24 @@ void StepDriver::close_backward() {
 }
 
 StepResult StepDriver::step() {
-  lifecycle_.check_usable();
-  lifecycle_.check_gradients_complete();
+  ctx_.lifecycle.check_usable();
+  ctx_.lifecycle.check_gradients_complete();
   TESSERA_CHECK(reducer_ != nullptr && !update_runs_ && reducer_->num_backwards() > 0, ConfigError,
                 "step() without a backward since the last step; call engine.backward(loss) first");
-  lifecycle_.check_idle("step()");
-  lifecycle_.check_not_resident("step()");
-  coordinator_.meet(coordinator::MeetingPoint::kStep);
+  ctx_.lifecycle.check_idle("step()");
+  ctx_.lifecycle.check_not_resident("step()");
+  ctx_.coordinator.meet(coordinator::MeetingPoint::kStep);
   return finish_step();
 }
 
 StepResult StepDriver::finish_step() {
-  const SpanScope span(runtime_.spans(), "optimizer step");
+  const SpanScope span(ctx_.runtime.spans(), "optimizer step");
   // Gathered copies are stale after the update, and nobody needs them before it.
-  coordinator_.end_step();
+  ctx_.coordinator.end_step();
   const double lr = optim::learning_rate(schedule_, num_steps_);
   // Where the sums of this rank are all there are, the device may find the factors below by itself.
   const bool is_started =
-      group_.size() == 1 &&
+      ctx_.group.size() == 1 &&
       optimizer_->start_step(*reducer_, lr,
                              {weight_sum_, loss_scale_->value(), clip_norm_, skip_nonfinite_});
   const optim::StepSums sums = sum_over_ranks(is_started);
@@ -324,7 +313,7 @@ StepResult StepDriver::finish_step() {
   result.stop = std::exchange(stop_, false);
   result.skipped = !factors.finite && skip_nonfinite_;
   if (result.skipped) {
-    runtime_.logger()
+    ctx_.runtime.logger()
         .with_step(result.step)
         .warn("a gradient is infinite or NaN: the step is skipped on all ranks");
   } else {
@@ -333,14 +322,14 @@ StepResult StepDriver::finish_step() {
     }
     ++num_updated_steps_;
     // A graph from before knows by this that it is one.
-    for (int id = 0; id < params_.num_params(); ++id) {
-      if (params_[id].trainable() && reducer_->has_gradient(id)) {
+    for (int id = 0; id < ctx_.params.num_params(); ++id) {
+      if (ctx_.params[id].trainable() && reducer_->has_gradient(id)) {
         torch::autograd::impl::bump_version(model_.tensor(id));
       }
     }
     // From NVMe, and on a device with memory of its own, the update runs on beside the next
     // forward, which waits for each parameter's own.
-    update_runs_ = tiers_.uses_nvme() || runtime_.device().is_discrete();
+    update_runs_ = ctx_.tiers.uses_nvme() || ctx_.runtime.device().is_discrete();
     if (!update_runs_) {
       optimizer_->wait();
     }
@@ -353,37 +342,29 @@ StepResult StepDriver::finish_step() {
   weight_sum_ = 0;
   weighted_loss_ = at::Tensor();
   ++num_steps_;
-  coordinator_.start_ahead();
+  ctx_.coordinator.start_ahead();
   return result;
 }
 
 optim::StepSums StepDriver::sum_over_ranks(bool is_started) {
   optim::StepSums sums;
   if (is_started) {
-    const SpanScope span(runtime_.spans(), "wait for norm");
-    const std::int64_t begin_ns = runtime_.clock().now_ns();
+    const SpanScope span(ctx_.runtime.spans(), "wait for norm");
+    const std::int64_t begin_ns = ctx_.runtime.clock().now_ns();
     sums.gradient_squares = optimizer_->finish_step();
-    exposed_wait_s_ += static_cast<double>(runtime_.clock().now_ns() - begin_ns) * 1e-9;
+    exposed_wait_s_ += static_cast<double>(ctx_.runtime.clock().now_ns() - begin_ns) * 1e-9;
   } else {
     sums.gradient_squares = optimizer_->sum_of_squares(*reducer_);
   }
   sums.weight = weight_sum_;
   sums.weighted_loss = weighted_loss_.defined() ? weighted_loss_.item<double>() : 0.0;
-  if (group_.size() == 1) {
+  if (ctx_.group.size() == 1) {
     return sums;
   }
   double values[4] = {sums.gradient_squares, sums.weight, sums.weighted_loss, stop_ ? 1.0 : 0.0};
-  device::Device& device = runtime_.device();
-  device::Stream& stream = device.stream(device::StreamKind::kReduce);
-  const auto memory = device.allocate(Tier::kDevice, sizeof(values), Role::kStaging);
-  device.start_copy(memory.data(), values, sizeof(values), stream).wait();
-  comm::CallOptions call;
-  call.label.unit = "norm";
-  call.stream = &stream;
-  const std::int64_t begin_ns = runtime_.clock().now_ns();
-  group_.start_all_reduce(memory.data(), 4, DType::kFloat64, comm::Reduction::kSum, call).wait();
-  exposed_wait_s_ += static_cast<double>(runtime_.clock().now_ns() - begin_ns) * 1e-9;
-  device.start_copy(values, memory.data(), sizeof(values), stream).wait();
+  const std::int64_t begin_ns = ctx_.runtime.clock().now_ns();
+  ranks_.reduce_numbers(values, comm::Reduction::kSum, "norm");
+  exposed_wait_s_ += static_cast<double>(ctx_.runtime.clock().now_ns() - begin_ns) * 1e-9;
   stop_ = values[3] > 0;
   return {values[0], values[1], values[2]};
 }
@@ -392,18 +373,18 @@ void StepDriver::finish_update() {
   if (!std::exchange(update_runs_, false)) {
     return;
   }
-  const SpanScope span(runtime_.spans(), "wait for update");
-  const std::int64_t begin_ns = runtime_.clock().now_ns();
+  const SpanScope span(ctx_.runtime.spans(), "wait for update");
+  const std::int64_t begin_ns = ctx_.runtime.clock().now_ns();
   optimizer_->wait();
-  exposed_wait_s_ += static_cast<double>(runtime_.clock().now_ns() - begin_ns) * 1e-9;
-  coordinator_.forget_device_copies();
+  exposed_wait_s_ += static_cast<double>(ctx_.runtime.clock().now_ns() - begin_ns) * 1e-9;
+  ctx_.coordinator.forget_device_copies();
   reducer_->clear();
 }
 
 std::optional<StepResult> StepDriver::follow() {
-  lifecycle_.check_not_resident("follow()");
+  ctx_.lifecycle.check_not_resident("follow()");
   for (;;) {
-    switch (coordinator_.follow()) {
+    switch (ctx_.coordinator.follow()) {
       case coordinator::MeetingPoint::kWeights:
         find_weight_scale(0);
         break;
@@ -425,20 +406,20 @@ std::optional<StepResult> StepDriver::follow() {
 }
 
 void StepDriver::abandon() noexcept {
-  const bool was_in_backward = lifecycle_.abandon();
+  const bool was_in_backward = ctx_.lifecycle.abandon();
   closing_is_queued_ = false;
   watch_->forget();
   for (const auto& unit : model_.units()) {
     unit->reset_gradients();
   }
   try {
-    coordinator_.release_all();
+    ctx_.coordinator.release_all();
     for (const at::Tensor& tensor : model_.tensors()) {
       tensor.mutable_grad() = at::Tensor();
     }
     if (was_in_backward) {
       finish_update();
-      if (reducer_->in_backward() && coordinator_.meets()) {
+      if (reducer_->in_backward() && ctx_.coordinator.meets()) {
         // Ranks may have stopped at different gradients: now all have started all.
         reducer_->drop_dynamic();
         reducer_->finish_backward();
@@ -446,7 +427,7 @@ void StepDriver::abandon() noexcept {
       drop_gradients();
     }
   } catch (const std::exception& error) {
-    runtime_.logger().warn("while a pass was abandoned: ", error.what());
+    ctx_.runtime.logger().warn("while a pass was abandoned: ", error.what());
   }
 }
 
@@ -459,12 +440,12 @@ void StepDriver::drop_gradients() noexcept {
 }
 
 void StepDriver::rethrow_backward_error() {
-  lifecycle_.fail_backward("an exception without a text");
+  ctx_.lifecycle.fail_backward("an exception without a text");
   try {
     throw;
   } catch (const c10::Error& error) {
     const std::string text = error.what_without_backtrace();
-    lifecycle_.fail_backward(text);
+    ctx_.lifecycle.fail_backward(text);
     const auto says = [&](std::string_view part) { return text.find(part) != std::string::npos; };
     TESSERA_CHECK(
         !says("modified by an inplace operation") || num_updated_steps_ == 0, ConfigError,
@@ -480,37 +461,38 @@ void StepDriver::rethrow_backward_error() {
     }
     throw;
   } catch (const std::exception& error) {
-    lifecycle_.fail_backward(error.what());
+    ctx_.lifecycle.fail_backward(error.what());
     throw;
   }
 }
 
 void StepDriver::zero_grad() {
-  TESSERA_CHECK(lifecycle_.backward_depth() == 0, ConfigError, "zero_grad() inside of a backward");
+  TESSERA_CHECK(ctx_.lifecycle.backward_depth() == 0, ConfigError,
+                "zero_grad() inside of a backward");
   finish_update();
   drop_gradients();
-  lifecycle_.forget_failed_backward();
+  ctx_.lifecycle.forget_failed_backward();
   trainable_is_known_ = false;
 }
 
 void StepDriver::set_trainable(const at::Tensor& tensor, bool trainable) {
-  lifecycle_.check_usable();
+  ctx_.lifecycle.check_usable();
   const int id = model_.id_of(tensor);
-  if (params_[id].trainable() == trainable && tensor.requires_grad() == trainable) {
+  if (ctx_.params[id].trainable() == trainable && tensor.requires_grad() == trainable) {
     return;
   }
   check_no_gradients_pending(id);
   tensor.set_requires_grad(trainable);
-  if (params_[id].trainable() != trainable) {
+  if (ctx_.params[id].trainable() != trainable) {
     change_trainable({id});
   }
 }
 
 void StepDriver::check_no_gradients_pending(int id) const {
-  TESSERA_CHECK(lifecycle_.is_idle() &&
+  TESSERA_CHECK(ctx_.lifecycle.is_idle() &&
                     (reducer_ == nullptr || update_runs_ || reducer_->num_backwards() == 0),
-                ConfigError, "parameter '", params_[id].name(), "' is ",
-                params_[id].trainable() ? "frozen" : "unfrozen",
+                ConfigError, "parameter '", ctx_.params[id].name(), "' is ",
+                ctx_.params[id].trainable() ? "frozen" : "unfrozen",
                 " in the middle of a step: gradients of it are pending; call step() or zero_grad() "
                 "first");
 }
@@ -520,8 +502,8 @@ void StepDriver::notice_trainable() {
     return;
   }
   std::vector<int> changed;
-  for (int id = 0; id < params_.num_params(); ++id) {
-    if (model_.tensor(id).requires_grad() != params_[id].trainable()) {
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
+    if (model_.tensor(id).requires_grad() != ctx_.params[id].trainable()) {
       check_no_gradients_pending(id);
       changed.push_back(id);
     }
@@ -548,7 +530,7 @@ void StepDriver::change_trainable(const std::vector<int>& ids) {
 }
 
 void StepDriver::free_device_copies(coordinator::UnitId unit) {
-  for (shard::Param* const param : coordinator_.unit(unit).params) {
+  for (shard::Param* const param : ctx_.coordinator.unit(unit).params) {
     if (param->device_copy().values != nullptr) {
       param->set_device_copy({});
       reducer_->let_go(param->id());
@@ -558,8 +540,8 @@ void StepDriver::free_device_copies(coordinator::UnitId unit) {
 
 void StepDriver::shard_was_written(int id) {
   finish_update();
-  params_[id].set_updated(device::Pending());
-  params_[id].set_first_master({});
+  ctx_.params[id].set_updated(device::Pending());
+  ctx_.params[id].set_first_master({});
   if (optimizer_) {
     optimizer_->reset_master(id);
   }
@@ -567,13 +549,13 @@ void StepDriver::shard_was_written(int id) {
 
 EngineStats StepDriver::take_stats() {
   EngineStats stats;
-  stats.io = tiers_.take_io();
-  stats.gathers = coordinator_.take_stats();
+  stats.io = ctx_.tiers.take_io();
+  stats.gathers = ctx_.coordinator.take_stats();
   if (reducer_) {
     stats.reductions = reducer_->take_stats();
     add_stats(stats.reductions, std::exchange(replaced_reductions_, {}));
   }
-  const auto ranks = static_cast<std::uint64_t>(group_.size());
+  const auto ranks = static_cast<std::uint64_t>(ctx_.group.size());
   // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.
   stats.gathered_wire_bytes = stats.gathers.gathered_bytes / ranks * (ranks - 1);
   stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);

@@ -20,7 +20,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/engine/backward_watch.h"
-#include "tessera/engine/engine_parts.h"
+#include "tessera/engine/engine_context.h"
 #include "tessera/engine/model.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/clip.h"
@@ -32,7 +32,7 @@ namespace tessera::engine {
 
 class StepDriver {
  public:
-  StepDriver(const EngineParts& parts, Model& model, std::int64_t run_steps);
+  StepDriver(EngineContext& context, RankAgreement& ranks, Model& model, std::int64_t run_steps);
   ~StepDriver();
   StepDriver(const StepDriver&) = delete;
   StepDriver& operator=(const StepDriver&) = delete;
@@ -58,15 +58,13 @@ class StepDriver {
   // to it that uses are closed when autograd is done.
   void enter_backward();
   void on_gradient(int id, const at::Tensor& tensor);
-  // A forward of the unit has been given to the compute stream: what it has copied on the device
-  // (shard::DeviceCopy) lies in memory of gradients, which activations may have now.
+  // A forward of the unit is enqueued: its copies on the device (shard::DeviceCopy) lie in memory
+  // of gradients, which activations may have now.
   void free_device_copies(coordinator::UnitId unit);
   // See [Note: abandoning a pass] in lifecycle.h.
   void abandon() noexcept;
   // The shard has new values: its version counts, and the master weights follow.
   void shard_was_written(int id);
-  // The engine goes: no update reads gradients any more. A failure is logged.
-  void end() noexcept;
   // Before gradients change: the update of the last step may still read them.
   void finish_update();
 
@@ -92,13 +90,8 @@ class StepDriver {
   optim::StepSums sum_over_ranks(bool is_started);
   StepResult finish_step();
 
-  Runtime& runtime_;
-  comm::Group& group_;
-  comm::Group& reduce_group_;
-  shard::ParamTable& params_;
-  EngineTiers& tiers_;
-  coordinator::Coordinator& coordinator_;
-  Lifecycle& lifecycle_;
+  EngineContext& ctx_;
+  RankAgreement& ranks_;
   Model& model_;
   const optim::ScheduleOptions schedule_;
   const double clip_norm_;

@@ -28,6 +28,7 @@
 #include "tessera/engine/forward_scope.h"
 #include "tessera/engine/recompute.h"
 #include "tessera/engine/tensor_pack.h"
+#include "tessera/engine/unit_core.h"
 
 namespace tessera {
 
@@ -41,7 +42,7 @@ class Unit {
   // Made by Engine::unit().
   Unit(std::shared_ptr<Module> module, engine::UnitCore* core, bool recompute)
       : Unit(std::move(module), recompute) {
-    core_ = engine::share(core);
+    core_ = core == nullptr ? nullptr : core->shared_from_this();
   }
 
   template <typename... Args>
@@ -77,7 +78,7 @@ class Unit {
   engine::UnitCore* core() const { return core_.get(); }
 
  private:
-  bool is_plain() const { return core_ == nullptr || engine::is_plain(*core_); }
+  bool is_plain() const { return core_ == nullptr || core_->is_plain(); }
 
   template <typename Result, typename Tuple>
   Result run_again_in_backward(Tuple args) const {

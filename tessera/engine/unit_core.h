@@ -11,13 +11,14 @@
 #include <utility>
 
 #include "tessera/coordinator/access_trace.h"
-#include "tessera/engine/engine.h"
 
 namespace tessera::engine {
 
+struct EngineObjects;
+
 class UnitCore : public std::enable_shared_from_this<UnitCore> {
  public:
-  UnitCore(Engine::Impl& engine, coordinator::UnitId id, std::string name)
+  UnitCore(EngineObjects& engine, coordinator::UnitId id, std::string name)
       : engine_(&engine), id_(id), name_(std::move(name)) {}
   UnitCore(const UnitCore&) = delete;
   UnitCore& operator=(const UnitCore&) = delete;
@@ -25,7 +26,7 @@ class UnitCore : public std::enable_shared_from_this<UnitCore> {
   coordinator::UnitId id() const { return id_; }
   const std::string& name() const { return name_; }
   // Null once the engine is gone.
-  Engine::Impl* engine() const { return engine_; }
+  EngineObjects* engine() const { return engine_; }
   void detach() { engine_ = nullptr; }
   // Its parameters are ordinary tensors again.
   bool is_plain() const { return is_plain_; }
@@ -39,7 +40,7 @@ class UnitCore : public std::enable_shared_from_this<UnitCore> {
   void reset_gradients() { num_gradients_ = 0; }
 
  private:
-  Engine::Impl* engine_;
+  EngineObjects* engine_;
   const coordinator::UnitId id_;
   const std::string name_;
   bool is_plain_ = false;

@@ -1,4 +1,4 @@
-// What the processor and the link to a device with memory of its own can do at the same time: from
+// What the CPU and the link to a discrete device can do at the same time: from
 // it follows which share of the update each gets (planner/update_split.h).
 //
 // Threads: any; it keeps all cores and the link busy for a moment.

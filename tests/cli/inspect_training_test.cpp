@@ -160,7 +160,7 @@ TEST(ForetoldOnOwnMemory, AStepGathersWhatWasPlanned) {
     settings.batch = 2;
     settings.steps = 3;
     settings.data = "random";
-    settings.device = testing::RunDevice::kLate;
+    settings.device = testing::RunDevice::kMock;
     settings.gives_shapes = true;
     settings.options = options;
     settings.options.emplace_back("optim.cpu_share", "0.5");

@@ -9,8 +9,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 
-#include "tests/engine/messages.h"
-#include "tests/engine/small_modules.h"
+#include "tests/engine/engine_fixture.h"
 
 namespace tessera::testing {
 namespace {
@@ -56,8 +55,7 @@ TEST(BuildScope, TheOutermostTierCounts) {
     auto unit = engine.unit("unit", affine(5, 6, 1));
     EXPECT_GT(runtime.ledger().current_bytes(Tier::kHost, Role::kShard), 0U);
     EXPECT_EQ(runtime.ledger().current_bytes(Tier::kDevice, Role::kShard), 0U);
-    engine.backward(unit(input(4, 5, 0)).sum());
-    engine.step();
+    train_step(engine, unit(input(4, 5, 0)).sum());
   });
 }
 
@@ -120,11 +118,8 @@ TEST(ToPlain, GivesTheModelBackWithItsValuesAndStrides) {
         {
           Runtime runtime(quiet_config(), group, {-1, 1});
           Engine engine(runtime);
-          UnitOptions options;
-          options.recompute = recompute;
-          unit = engine.unit("unit", module, options);
-          engine.backward(unit(input(4, 5, 0)).pow(2).mean());
-          engine.step();
+          unit = engine.unit("unit", module, {.recompute = recompute});
+          train_step(engine, unit(input(4, 5, 0)).pow(2).mean());
           trained = engine.full_value(0);
           engine.to_plain();
           EXPECT_TRUE(at::equal(module->weight, trained));
@@ -159,28 +154,6 @@ TEST(Units, SayThatTheirEngineIsGone) {
   });
 }
 
-TEST(Conversion, OfATrainedModelKeepsItsValues) {
-  const auto trained = affine(5, 6, 1);
-  for (int step = 0; step < 3; ++step) {
-    trained->zero_grad();
-    trained->forward(input(4, 5, step)).pow(2).mean().backward();
-    const at::NoGradGuard no_grad;
-    trained->weight.sub_(trained->weight.grad());
-  }
-  const at::Tensor weight = trained->weight.detach().clone();
-  with_engines(2, [&](Engine& engine, comm::Group&) {
-    const auto copy = affine(5, 6, 1);
-    {
-      const at::NoGradGuard no_grad;
-      copy->weight.copy_(weight);
-    }
-    auto unit = engine.unit("unit", copy);
-    EXPECT_TRUE(at::equal(engine.full_value(0), weight));
-    const at::NoGradGuard no_grad;
-    EXPECT_TRUE(at::equal(unit(input(4, 5, 9)), trained->forward(input(4, 5, 9))));
-  });
-}
-
 // Buffers of every kind, different on each rank before the unit is made.
 struct BufferedImpl : torch::nn::Module {
   explicit BufferedImpl(int rank) {
@@ -210,8 +183,7 @@ TEST(Buffers, AreThoseOfRankZeroOnEveryRank) {
 TEST(Buffers, OfRunningStatisticsStayEachRanksOwnAfterwards) {
   with_engines(2, [](Engine& engine, comm::Group& group) {
     auto unit = engine.unit("norm", torch::nn::BatchNorm1d(3).ptr());
-    engine.backward(unit(input(8, 3, group.rank()) + group.rank()).pow(2).mean());
-    engine.step();
+    train_step(engine, unit(input(8, 3, group.rank()) + group.rank()).pow(2).mean());
     torch::nn::BatchNorm1d plain(3);
     plain(input(8, 3, group.rank()) + group.rank());
     EXPECT_TRUE(at::equal(unit->running_mean, plain->running_mean));

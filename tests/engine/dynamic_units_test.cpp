@@ -3,9 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include "tests/engine/messages.h"
-#include "tests/engine/small_modules.h"
-#include "tests/engine/torch_optimizers.h"
+#include "tests/engine/engine_fixture.h"
 
 namespace tessera::testing {
 namespace {
@@ -81,15 +79,13 @@ void expect_experts_trained(const std::string& kind, int ranks, int steps, bool 
   config.apply_flag("unit.dynamic_names=experts.*");
   config.apply_flag("persist.param_bytes=0");
   with_engines(ranks, config, [&](Engine& engine, comm::Group& group) {
-    UnitOptions options;
-    options.recompute = recompute;
     auto layers = make_layers([&](const std::string& name, int seed) {
-      return engine.unit(name, affine(6, 6, seed), options);
+      return engine.unit(name, affine(6, 6, seed), {.recompute = recompute});
     });
     std::vector<Unit<AffineImpl>> experts(layers.begin(), layers.begin() + kExperts);
     for (int step = 0; step < steps; ++step) {
-      engine.backward(loss_of(layers[kExperts], experts, layers[kExperts + 1], step, group.rank()));
-      engine.step();
+      train_step(engine,
+                 loss_of(layers[kExperts], experts, layers[kExperts + 1], step, group.rank()));
       const EngineStats stats = engine.take_stats();
       if (step % 5 == 4 && ranks > 1) {
         // Front and back, in forward and in backward, and nothing of the experts.
@@ -132,13 +128,7 @@ TEST(DynamicUnits, InFrontOfEverythingAreReducedAtTheEndOfBackward) {
           plain_back->forward(goes_through(step, rank) ? plain_front->forward(x) : x).pow(2).mean();
     }
     (loss / kRanks).backward();
-    const at::NoGradGuard no_grad;
-    for (const auto& module : {plain_front, plain_back}) {
-      for (at::Tensor& param : module->parameters()) {
-        param.sub_(param.grad(), 0.1);
-        param.mutable_grad().reset();
-      }
-    }
+    descend({plain_front, plain_back}, 0.1);
   }
   with_engines(kRanks, slow_config(), [&](Engine& engine, comm::Group& group) {
     UnitOptions dynamic;
@@ -147,8 +137,7 @@ TEST(DynamicUnits, InFrontOfEverythingAreReducedAtTheEndOfBackward) {
     auto back = engine.unit("back", affine(6, 3, 2));
     for (int step = 0; step < 4; ++step) {
       const at::Tensor x = input(4, 6, step + group.rank());
-      engine.backward(back(goes_through(step, group.rank()) ? front(x) : x).pow(2).mean());
-      engine.step();
+      train_step(engine, back(goes_through(step, group.rank()) ? front(x) : x).pow(2).mean());
     }
     EXPECT_TRUE(at::allclose(engine.full_value(0), plain_front->weight, 1e-4, 1e-5));
     EXPECT_TRUE(at::allclose(engine.full_value(2), plain_back->weight, 1e-4, 1e-5));
@@ -223,18 +212,11 @@ TEST(Leaves, AreGatheredWholeSoThatRanksMayGoDifferentWaysInside) {
     const auto plain_right = affine(6, 6, 2);
     const auto plain_front = affine(6, 6, 0);
     for (int step = 0; step < 3; ++step) {
-      engine.backward(choice(front(input(4, 6, step)), group.rank() == 0).pow(2).mean());
-      engine.step();
+      train_step(engine, choice(front(input(4, 6, step)), group.rank() == 0).pow(2).mean());
       const at::Tensor x = plain_front->forward(input(4, 6, step));
       ((plain_left->forward(x).pow(2).mean() + plain_right->forward(x).pow(2).mean()) / 2)
           .backward();
-      const at::NoGradGuard no_grad;
-      for (const auto& module : {plain_left, plain_right, plain_front}) {
-        for (at::Tensor& param : module->parameters()) {
-          param.sub_(param.grad(), 0.1);
-          param.mutable_grad().reset();
-        }
-      }
+      descend({plain_left, plain_right, plain_front}, 0.1);
     }
     EXPECT_SAYS("after the first forward", engine.set_leaf("choice"));
     EXPECT_TRUE(at::allclose(engine.full_value(id_of(engine, "choice.left.weight")),

@@ -3,9 +3,8 @@
 #include <gtest/gtest.h>
 
 #include "tessera/device/device_cuda.h"
+#include "tests/engine/engine_fixture.h"
 #include "tests/engine/run_options.h"
-#include "tests/engine/small_modules.h"
-#include "tests/engine/torch_optimizers.h"
 
 namespace tessera::testing {
 namespace {
@@ -38,8 +37,7 @@ std::vector<at::Tensor> train(int cuda_device, Config config = quiet_config(),
   for (int step = 0; step < 6; ++step) {
     const at::Tensor x = input(4, 5, step).to(device);
     const at::Tensor middle = step % 2 == 0 ? left(first(x).tanh()) : right(first(x).tanh());
-    engine.backward(penalty(head(middle.tanh()).pow(2).mean()) * 0.01, 4);
-    engine.step();
+    train_step(engine, penalty(head(middle.tanh()).pow(2).mean()) * 0.01, 4);
     if (step == 2) {
       auto scope = engine.gathered({left->weight}, 0);
       const at::NoGradGuard no_grad;

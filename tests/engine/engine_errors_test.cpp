@@ -7,8 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
-#include "tests/engine/messages.h"
-#include "tests/engine/small_modules.h"
+#include "tests/engine/engine_fixture.h"
 
 namespace tessera::testing {
 namespace {
@@ -57,8 +56,7 @@ TEST(Exceptions, InForwardAndHooksReachTheCallerAndTheEngineGoesOn) {
             EXPECT_SAYS("The failure was: the user's hook failed", engine.step());
             engine.zero_grad();
           }
-          engine.backward(loss());
-          const StepResult result = engine.step();
+          const StepResult result = train_step(engine, loss());
           if (group.rank() == 0) {
             losses.push_back(result.loss);
           }
@@ -74,21 +72,14 @@ TEST(Exceptions, InForwardAndHooksReachTheCallerAndTheEngineGoesOn) {
 }
 
 TEST(Exceptions, OfOneRankAreNamedOnTheOthers) {
-  comm::ThreadWorldOptions world;
-  world.num_ranks = 2;
-  comm::GroupOptions group_options;
-  group_options.heartbeat = std::chrono::milliseconds(20);
-  const auto failures = comm::run_ranks_collecting(world, group_options, [](comm::Group& group) {
-    Runtime runtime(quiet_config(), group, {-1, 1});
-    Engine engine(runtime);
+  const auto failures = failures_of(2, quiet_config(), [](Engine& engine, comm::Group& group) {
     auto first = engine.unit("first", affine(5, 6, 1));
     auto second = engine.unit("second", affine(6, 2, 2));
     const at::Tensor x = first(input(4, 5, 0));
     if (group.rank() == 1) {
       throw std::runtime_error("out of cheese");
     }
-    engine.backward(second(x).sum());
-    engine.step();
+    train_step(engine, second(x).sum());
   });
   ASSERT_TRUE(failures[0] && failures[1]);
   EXPECT_SAYS("out of cheese", std::rethrow_exception(failures[0]));
@@ -101,8 +92,7 @@ TEST(ReleasedParameters, AreNotReadable) {
     EXPECT_EQ(unit->weight.sizes(), (std::vector<std::int64_t>{6, 5}));
     EXPECT_ANY_THROW(unit->weight.sum());
     EXPECT_ANY_THROW(unit->forward(input(4, 5, 0)));
-    engine.backward(unit(input(4, 5, 0)).sum());
-    engine.step();
+    train_step(engine, unit(input(4, 5, 0)).sum());
     EXPECT_ANY_THROW(unit->weight.sum());
   });
 }
@@ -127,8 +117,7 @@ TEST(Mistakes, SayWhatToDo) {
       auto mine = other.unit("mine", affine(5, 6, 3));
       other.add_external(mine, at::ones({3}));
     });
-    engine.backward(unit(input(4, 5, 0)).sum());
-    engine.step();
+    train_step(engine, unit(input(4, 5, 0)).sum());
     EXPECT_SAYS("without a backward", engine.step());
   });
 }
@@ -140,7 +129,7 @@ TEST(Mistakes, WithTwoEnginesNameTheOtherOne) {
     auto b = second.unit("b", affine(6, 2, 2));
     EXPECT_SAYS("parameter 'again.weight' belongs to another engine",
                 second.unit("again", a.module()));
-    EXPECT_SAYS("came in the backward() of another engine",
+    EXPECT_SAYS("arrived in the backward() of another engine",
                 engine.backward(b(a(input(4, 5, 0))).sum()));
     engine.zero_grad();
     second.zero_grad();
@@ -156,9 +145,7 @@ TEST(Mistakes, WithAModuleWhoseEngineIsGoneSaySo) {
 TEST(Mistakes, WithASecondBackwardSayWhatToDoHere) {
   for (const bool recompute : {false, true}) {
     with_engines(2, [&](Engine& engine, comm::Group&) {
-      UnitOptions options;
-      options.recompute = recompute;
-      auto unit = engine.unit("unit", affine(5, 6, 1), options);
+      auto unit = engine.unit("unit", affine(5, 6, 1), {.recompute = recompute});
       const at::Tensor loss = unit(input(4, 5, 0)).pow(2).sum();
       engine.backward(loss);
       EXPECT_SAYS("a second backward through the graph of one forward", engine.backward(loss));
@@ -227,8 +214,7 @@ TEST(NonFiniteGradients, SkipTheStepOnAllRanks) {
       if (group.rank() == 1) {
         x[0][0] = std::numeric_limits<float>::infinity();
       }
-      engine.backward(unit(x).pow(2).sum());
-      const StepResult result = engine.step();
+      const StepResult result = train_step(engine, unit(x).pow(2).sum());
       EXPECT_EQ(result.skipped, skips);
       EXPECT_FALSE(std::isfinite(result.grad_norm));
       EXPECT_EQ(at::equal(engine.full_value(0), before), skips);
@@ -249,8 +235,7 @@ TEST(Engines, MayShareARuntime) {
     }();
     second.backward(b(frozen_input).pow(2).mean());
     second.step();
-    engine.backward(a(input(4, 5, 0)).pow(2).mean());
-    engine.step();
+    train_step(engine, a(input(4, 5, 0)).pow(2).mean());
   });
 }
 

@@ -8,7 +8,7 @@
 #include "tessera/engine/engine.h"
 #include "tessera/engine/runtime.h"
 #include "testing/thread_backend.h"
-#include "tests/engine/small_modules.h"
+#include "tests/engine/engine_fixture.h"
 #include "tests/engine/training_run.h"
 
 namespace tessera::testing {
@@ -65,18 +65,15 @@ TEST(FullBytes, StayWithinTheLimitThoughSomeGradientsNeverCome) {
     with_engines(2, config, [&](Engine& engine, comm::Group&) {
       std::vector<Unit<HalfUsedImpl>> units;
       for (int i = 0; i < kUnits; ++i) {
-        UnitOptions options;
-        options.recompute = recompute && i % 2 == 1;
-        units.push_back(
-            engine.unit("unit" + std::to_string(i), std::make_shared<HalfUsedImpl>(i), options));
+        units.push_back(engine.unit("unit" + std::to_string(i), std::make_shared<HalfUsedImpl>(i),
+                                    {.recompute = recompute && i % 2 == 1}));
       }
       for (int step = 0; step < 3; ++step) {
         at::Tensor x = input(4, 16, 0);
         for (const auto& unit : units) {
           x = x + unit(x);
         }
-        engine.backward(x.pow(2).mean());
-        engine.step();
+        train_step(engine, x.pow(2).mean());
         EXPECT_LE(engine.take_stats().gathers.full_bytes_peak, kUnitBytes) << "step " << step;
       }
     });

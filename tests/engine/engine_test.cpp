@@ -3,23 +3,22 @@
 
 #include <torch/csrc/autograd/autograd.h>
 
-#include "tests/engine/plain_gradients.h"
-#include "tests/engine/small_modules.h"
+#include "tests/engine/engine_fixture.h"
 
 namespace tessera::testing {
 namespace {
 
 TEST(Units, InARowGivePlainGradients) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = unit_of(engine, "first", affine(5, 7, 1), params);
-    auto second = unit_of(engine, "second", affine(7, 3, 2), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(5, 7, 1));
+    auto second = build.unit("second", affine(7, 3, 2));
     return [=] { return second(at::gelu(first(input(4, 5, 0)))).pow(2).mean(); };
   });
 }
 
 TEST(Units, UsedTwiceGivePlainGradients) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto unit = unit_of(engine, "unit", affine(6, 6, 1), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto unit = build.unit("unit", affine(6, 6, 1));
     return [=] {
       const at::Tensor x = unit(input(4, 6, 0));
       return (unit(at::tanh(x)) + unit(x * 2)).pow(2).mean();
@@ -28,19 +27,19 @@ TEST(Units, UsedTwiceGivePlainGradients) {
 }
 
 TEST(Units, ThatAreFrozenInTheMiddlePassGradientsOn) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = unit_of(engine, "first", affine(5, 6, 1), params);
-    auto frozen = unit_of(engine, "frozen", affine(6, 6, 2, false), params);
-    auto last = unit_of(engine, "last", affine(6, 2, 3), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(5, 6, 1));
+    auto frozen = build.unit("frozen", affine(6, 6, 2, false));
+    auto last = build.unit("last", affine(6, 2, 3));
     return [=] { return last(at::gelu(frozen(first(input(4, 5, 0))))).pow(2).mean(); };
   });
 }
 
 TEST(Units, InParallelBranchesGivePlainGradients) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto left = unit_of(engine, "left", affine(5, 6, 1), params);
-    auto right = unit_of(engine, "right", affine(5, 6, 2), params);
-    auto join = unit_of(engine, "join", affine(6, 2, 3), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto left = build.unit("left", affine(5, 6, 1));
+    auto right = build.unit("right", affine(5, 6, 2));
+    auto join = build.unit("join", affine(6, 2, 3));
     return [=] {
       const at::Tensor x = input(4, 5, 0);
       return join(left(x) * right(x)).pow(2).mean();
@@ -49,9 +48,9 @@ TEST(Units, InParallelBranchesGivePlainGradients) {
 }
 
 TEST(Units, WhoseOutputIsChangedInPlaceGivePlainGradients) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = unit_of(engine, "first", affine(5, 6, 1), params);
-    auto second = unit_of(engine, "second", affine(6, 2, 2), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(5, 6, 1));
+    auto second = build.unit("second", affine(6, 2, 2));
     return [=] {
       at::Tensor x = first(input(4, 5, 0));
       x.add_(1).mul_(0.5);
@@ -61,9 +60,9 @@ TEST(Units, WhoseOutputIsChangedInPlaceGivePlainGradients) {
 }
 
 TEST(Units, WithResidualsAroundThemGivePlainGradients) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = unit_of(engine, "first", affine(6, 6, 1), params);
-    auto second = unit_of(engine, "second", affine(6, 6, 2), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(6, 6, 1));
+    auto second = build.unit("second", affine(6, 6, 2));
     return [=] {
       at::Tensor x = input(4, 6, 0);
       x = x + at::gelu(first(x));
@@ -75,10 +74,10 @@ TEST(Units, WithResidualsAroundThemGivePlainGradients) {
 
 TEST(Units, RecomputedGivePlainGradients) {
   for (const bool in_front : {false, true}) {
-    expect_plain_gradients([in_front](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-      auto first = unit_of(engine, "first", affine(6, 6, 1), params, in_front);
-      auto second = unit_of(engine, "second", affine(6, 6, 2), params, true);
-      auto third = unit_of(engine, "third", affine(6, 3, 3), params, !in_front);
+    expect_plain_gradients([in_front](Builder& build) -> Built {
+      auto first = build.unit("first", affine(6, 6, 1), in_front);
+      auto second = build.unit("second", affine(6, 6, 2), true);
+      auto third = build.unit("third", affine(6, 3, 3), !in_front);
       return [=] { return third(at::gelu(second(at::gelu(first(input(4, 6, 0)))))).pow(2).mean(); };
     });
   }
@@ -99,9 +98,9 @@ struct SplitImpl : torch::nn::Module {
 };
 
 TEST(Units, WithSeveralOutputsAndAnUnusedParameterGivePlainGradients) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = unit_of(engine, "first", affine(5, 5, 1), params);
-    auto split = unit_of(engine, "split", std::make_shared<SplitImpl>(), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(5, 5, 1));
+    auto split = build.unit("split", std::make_shared<SplitImpl>());
     return [=] {
       const auto [used, ignored] = split(first(input(4, 5, 0)), at::ones({4, 6}));
       return used.pow(2).mean();
@@ -109,7 +108,7 @@ TEST(Units, WithSeveralOutputsAndAnUnusedParameterGivePlainGradients) {
   });
 }
 
-// A unit inside a unit.
+// A unit inside a unit: a member that is no registered child.
 struct OuterImpl : torch::nn::Module {
   explicit OuterImpl(Unit<AffineImpl> unit) : inner(std::move(unit)) {
     scale = register_parameter("scale", at::full({6}, 0.7));
@@ -121,9 +120,10 @@ struct OuterImpl : torch::nn::Module {
 
 TEST(Units, InsideUnitsGivePlainGradients) {
   for (const bool recompute : {false, true}) {
-    expect_plain_gradients([recompute](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-      auto inner = unit_of(engine, "inner", affine(6, 6, 1), params);
-      auto outer = unit_of(engine, "outer", std::make_shared<OuterImpl>(inner), params, recompute);
+    expect_plain_gradients([recompute](Builder& build) -> Built {
+      auto inner = build.unit("inner", affine(6, 6, 1));
+      auto outer =
+          build.unit("outer", std::make_shared<OuterImpl>(inner), recompute && build.recomputes());
       return [=] { return outer(input(4, 6, 0)).pow(2).mean(); };
     });
   }
@@ -145,8 +145,8 @@ struct LateProductImpl : torch::nn::Module {
 };
 
 TEST(Units, WhoseInputIsALeafThatIsReadyFirstGivePlainGradients) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto unit = unit_of(engine, "unit", std::make_shared<LateProductImpl>(), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto unit = build.unit("unit", std::make_shared<LateProductImpl>());
     return [=] { return unit(input(4, 6, 7).set_requires_grad(true)).pow(2).mean(); };
   });
 }
@@ -168,19 +168,19 @@ struct InPlaceImpl : torch::nn::Module {
 };
 
 TEST(Units, ThatChangeTheirInputInPlaceGivePlainGradients) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = unit_of(engine, "first", affine(5, 6, 1), params);
-    auto second = unit_of(engine, "second", std::make_shared<InPlaceImpl>(), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(5, 6, 1));
+    auto second = build.unit("second", std::make_shared<InPlaceImpl>());
     return [=] { return second(first(input(4, 5, 0)) * 2).pow(2).mean(); };
   });
 }
 
 // The second output's gradient comes after the unit's input has had its own.
 TEST(Units, WhoseSecondOutputIsDifferentiatedLaterGivePlainGradients) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = unit_of(engine, "first", affine(5, 5, 1), params);
-    auto split = unit_of(engine, "split", std::make_shared<SplitImpl>(), params);
-    auto last = unit_of(engine, "last", affine(6, 6, 3), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(5, 5, 1));
+    auto split = build.unit("split", std::make_shared<SplitImpl>());
+    auto last = build.unit("last", affine(6, 6, 3));
     return [=] {
       const at::Tensor x = first(input(4, 5, 0));
       const auto [near, far] = split(x, at::ones({4, 6}));
@@ -197,8 +197,8 @@ struct TransposedImpl : torch::nn::Module {
 };
 
 TEST(Units, KeepTheStridesOfTheirParameters) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto unit = unit_of(engine, "unit", std::make_shared<TransposedImpl>(), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto unit = build.unit("unit", std::make_shared<TransposedImpl>());
     EXPECT_EQ(unit->weight.stride(0), 1);
     return [=] { return unit(input(4, 5, 0)).pow(2).mean(); };
   });
@@ -244,33 +244,6 @@ TEST(Backward, WeighsMicroBatchesAndRanks) {
   });
 }
 
-TEST(Backward, OfAGraphThatIsKeptWorksTwice) {
-  with_engines(2, [](Engine& engine, comm::Group&) {
-    auto first = engine.unit("first", affine(5, 6, 1));
-    auto second = engine.unit("second", affine(6, 2, 2));
-    const at::Tensor y = second(at::gelu(first(input(4, 5, 0))));
-    const at::Tensor one = y.sum();
-    engine.backward(one + y.pow(2).sum() * 0);
-    EXPECT_NO_THROW(engine.step());
-  });
-}
-
-TEST(Gradients, ThatDoNotComeAreZeroAndNeverThoseOfTheStepBefore) {
-  with_engines(2, [](Engine& engine, comm::Group&) {
-    auto used = engine.unit("used", affine(5, 6, 1));
-    auto sometimes = engine.unit("sometimes", affine(5, 6, 2));
-    engine.backward(used(input(4, 5, 0)).sum() + sometimes(input(4, 5, 0)).sum());
-    engine.step();
-    const Taken taken = values_of(engine);
-    engine.backward(used(input(4, 5, 0)).sum());
-    engine.step();
-    const auto gradients = taken.gradient(engine);
-    const auto id = static_cast<std::size_t>(id_of(engine, "sometimes.weight"));
-    EXPECT_TRUE(at::equal(gradients[id], at::zeros_like(gradients[id])));
-    EXPECT_FALSE(at::equal(gradients[0], at::zeros_like(gradients[0])));
-  });
-}
-
 TEST(Autograd, MayBeAskedForGradientsOfInputsOutsideOfTraining) {
   with_engines(2, [](Engine& engine, comm::Group&) {
     auto first = engine.unit("first", affine(5, 6, 1));
@@ -284,8 +257,7 @@ TEST(Autograd, MayBeAskedForGradientsOfInputsOutsideOfTraining) {
     plain_second->forward(at::gelu(plain_first->forward(x2))).pow(2).mean().backward();
     EXPECT_TRUE(at::equal(found, x2.grad()));
     // And training goes on.
-    engine.backward(second(at::gelu(first(input(4, 5, 0)))).pow(2).mean());
-    engine.step();
+    train_step(engine, second(at::gelu(first(input(4, 5, 0)))).pow(2).mean());
   });
 }
 
@@ -301,8 +273,7 @@ TEST(Evaluation, WithoutGradientsBetweenStepsChangesNothing) {
           const at::NoGradGuard no_grad;
           loss();
         }
-        engine.backward(loss());
-        const StepResult result = engine.step();
+        const StepResult result = train_step(engine, loss());
         if (group.rank() == 0) {
           losses[evaluates ? 1 : 0].push_back(result.loss);
         }

@@ -3,34 +3,18 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include "tests/engine/messages.h"
-#include "tests/engine/plain_gradients.h"
-#include "tests/engine/small_modules.h"
+#include "tests/engine/engine_fixture.h"
 
 namespace tessera::testing {
 namespace {
 
-// A unit for `engine`, or the same call without one.
-template <typename Callable>
-Unit<FunctionModule<Callable>> function_of(Engine* engine, const std::string& name,
-                                           const std::vector<at::Tensor>& params, Callable callable,
-                                           bool recompute = false) {
-  if (engine == nullptr) {
-    return Unit<FunctionModule<Callable>>(
-        std::make_shared<FunctionModule<Callable>>(std::move(callable), params), recompute);
-  }
-  UnitOptions options;
-  options.recompute = recompute;
-  return engine->function(name, params, std::move(callable), options);
-}
-
 TEST(Functions, MayUseAWeightInTheLoss) {
   for (const bool recompute : {false, true}) {
-    expect_plain_gradients([recompute](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-      auto unit = unit_of(engine, "unit", affine(5, 6, 1), params);
+    expect_plain_gradients([recompute](Builder& build) -> Built {
+      auto unit = build.unit("unit", affine(5, 6, 1));
       const at::Tensor weight = unit->weight;
-      auto loss = function_of(
-          engine, "loss", {weight},
+      auto loss = build.function(
+          "loss", {weight},
           [weight](const at::Tensor& y) { return y.pow(2).mean() + weight.pow(2).sum() * 0.1; },
           recompute);
       return [=] { return loss(unit(input(4, 5, 0))); };
@@ -39,11 +23,11 @@ TEST(Functions, MayUseAWeightInTheLoss) {
 }
 
 TEST(Functions, MayDeriveAWeightThatAnotherUnitUses) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto owner = unit_of(engine, "owner", affine(6, 6, 1), params);
-    auto user = unit_of(engine, "user", affine(6, 6, 2), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto owner = build.unit("owner", affine(6, 6, 1));
+    auto user = build.unit("user", affine(6, 6, 2));
     const at::Tensor weight = owner->weight;
-    auto derive = function_of(engine, "derive", {weight}, [weight] { return weight.tanh() * 2; });
+    auto derive = build.function("derive", {weight}, [weight] { return weight.tanh() * 2; });
     return [=] { return user(at::linear(owner(input(4, 6, 0)), derive())).pow(2).mean(); };
   });
 }
@@ -57,13 +41,13 @@ TEST(Functions, WithWeightsOfNoUnitAreRefused) {
 
 // The activation comes by capture, so the unit has no input that could tell of its end.
 TEST(Functions, ThatCaptureAnActivationKeepTheirWeightsUntilItHasItsGradient) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = unit_of(engine, "first", affine(5, 6, 1), params);
-    auto frozen = unit_of(engine, "frozen", affine(6, 6, 2, false), params);
-    auto last = unit_of(engine, "last", affine(6, 6, 3), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(5, 6, 1));
+    auto frozen = build.unit("frozen", affine(6, 6, 2, false));
+    auto last = build.unit("last", affine(6, 6, 3));
     auto captured = std::make_shared<at::Tensor>();
     const std::vector<at::Tensor> weights{frozen->weight, last->weight};
-    auto head = function_of(engine, "head", weights, [captured, weights] {
+    auto head = build.function("head", weights, [captured, weights] {
       return at::linear(at::linear(*captured, weights[0]), weights[1]);
     });
     return [=] {
@@ -88,9 +72,9 @@ struct FrozenBetweenImpl : torch::nn::Module {
 };
 
 TEST(Units, AroundUnitsStayUntilTheInnerOnesHaveTheirGradients) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto inner = unit_of(engine, "inner", affine(5, 6, 1), params);
-    auto outer = unit_of(engine, "outer", std::make_shared<FrozenBetweenImpl>(inner), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto inner = build.unit("inner", affine(5, 6, 1));
+    auto outer = build.unit("outer", std::make_shared<FrozenBetweenImpl>(inner));
     return [=] { return outer(input(4, 5, 0)).pow(2).mean(); };
   });
 }
@@ -106,9 +90,9 @@ struct PassingImpl : torch::nn::Module {
 
 TEST(Units, ThatHandTheirArgumentOnGivePlainGradients) {
   for (const bool uses_second : {false, true}) {
-    expect_plain_gradients([=](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-      auto first = unit_of(engine, "first", affine(5, 6, 1), params);
-      auto passing = unit_of(engine, "passing", std::make_shared<PassingImpl>(), params);
+    expect_plain_gradients([=](Builder& build) -> Built {
+      auto first = build.unit("first", affine(5, 6, 1));
+      auto passing = build.unit("passing", std::make_shared<PassingImpl>());
       return [=] {
         const auto [same, made] = passing(first(input(4, 5, 0)));
         return (uses_second ? same * made : same).pow(2).mean();
@@ -143,14 +127,10 @@ struct TwiceImpl : torch::nn::Module {
 
 TEST(Weights, UsedTwiceInAUnitAndKnownTwiceGetOneGradient) {
   for (const bool recompute : {false, true}) {
-    expect_plain_gradients([recompute](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-      const auto module = std::make_shared<TwiceImpl>();
-      if (params != nullptr) {
-        *params = {module->weight, module->unused};
-      }
-      auto unit = unit_of(engine, "unit", module, nullptr, recompute);
-      if (engine != nullptr) {
-        engine->add_external(unit, unit->weight);
+    expect_plain_gradients([recompute](Builder& build) -> Built {
+      auto unit = build.unit("unit", std::make_shared<TwiceImpl>(), recompute);
+      if (build.engine != nullptr) {
+        build.engine->add_external(unit, unit->weight);
       }
       return [=] { return unit(input(4, 6, 0)).pow(2).mean(); };
     });
@@ -169,31 +149,17 @@ TEST(Weights, WithoutElementsTrainNothingAndHinderNothing) {
     at::Tensor empty;
     at::Tensor weight;
   };
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto unit = unit_of(engine, "unit", std::make_shared<EmptyImpl>(), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto unit = build.unit("unit", std::make_shared<EmptyImpl>());
     return [=] { return unit(input(4, 5, 0)).pow(2).mean(); };
-  });
-}
-
-TEST(Weights, ThatAreNeverUsedStayWhatTheyAre) {
-  with_engines(2, [](Engine& engine, comm::Group&) {
-    auto used = engine.unit("used", affine(5, 6, 1));
-    auto never = engine.unit("never", affine(5, 6, 2));
-    for (int step = 0; step < 3; ++step) {
-      engine.backward(used(input(4, 5, step)).pow(2).mean());
-      engine.step();
-    }
-    EXPECT_EQ(never->weight.numel(), 30);
-    EXPECT_TRUE(
-        at::equal(engine.full_value(id_of(engine, "never.weight")), affine(5, 6, 2)->weight));
   });
 }
 
 TEST(Forwards, SeveralBeforeOneBackwardGivePlainGradients) {
   for (const bool recompute : {false, true}) {
-    expect_plain_gradients([recompute](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-      auto first = unit_of(engine, "first", affine(5, 6, 1), params);
-      auto second = unit_of(engine, "second", affine(6, 3, 2), params, recompute);
+    expect_plain_gradients([recompute](Builder& build) -> Built {
+      auto first = build.unit("first", affine(5, 6, 1));
+      auto second = build.unit("second", affine(6, 3, 2), recompute);
       return [=] {
         const at::Tensor a = second(at::gelu(first(input(4, 5, 0))));
         const at::Tensor b = second(at::gelu(first(input(4, 5, 1))));
@@ -217,10 +183,8 @@ TEST(Phases, FollowGradModeAndRecomputedUnitsTrain) {
   config.apply_flag("live.limit_bytes=0");
   config.apply_flag("persist.param_bytes=0");
   with_engines(2, config, [](Engine& engine, comm::Group&) {
-    UnitOptions options;
-    options.recompute = true;
     auto first = engine.unit("first", affine(5, 6, 1));
-    auto second = engine.unit("second", affine(6, 3, 2), options);
+    auto second = engine.unit("second", affine(6, 3, 2), {.recompute = true});
     for (int step = 0; step < 2; ++step) {
       {
         const at::NoGradGuard no_grad;
@@ -257,14 +221,11 @@ TEST(Recomputation, DrawsTheRandomNumbersOfTheFirstForwardAgain) {
   at::Tensor next_draw;
   for (const bool recompute : {false, true}) {
     with_engines(1, [&](Engine& engine, comm::Group&) {
-      UnitOptions options;
-      options.recompute = recompute;
-      auto unit = engine.unit("unit", std::make_shared<DroppingImpl>(), options);
+      auto unit = engine.unit("unit", std::make_shared<DroppingImpl>(), {.recompute = recompute});
       at::manual_seed(7);
       const at::Tensor loss = unit(input(4, 5, 0)).pow(2).mean();
       const at::Tensor drawn = at::rand({3});  // between forward and backward, by somebody else
-      engine.backward(loss);
-      engine.step();
+      train_step(engine, loss);
       trained.push_back(engine.full_value(0));
       const at::Tensor after = at::cat({drawn, at::rand({3})});
       EXPECT_TRUE(!recompute || at::equal(after, next_draw)) << "recomputing moved the generator";
@@ -282,8 +243,7 @@ TEST(Prefetch, HitsThroughoutInStepsEvaluationsAndSeveralForwards) {
     auto first = engine.unit("first", affine(5, 6, 1));
     auto second = engine.unit("second", affine(6, 3, 2));
     for (int step = 0; step < 8; ++step) {
-      engine.backward((two_layers(first, second, 0) * two_layers(first, second, 1)).mean());
-      engine.step();
+      train_step(engine, (two_layers(first, second, 0) * two_layers(first, second, 1)).mean());
       {
         const at::NoGradGuard no_grad;
         two_layers(first, second, 2);
@@ -307,8 +267,7 @@ TEST(Prefetch, OfTwoAlternatingBranchesMissesOnceAtMost) {
     auto last = engine.unit("last", affine(6, 3, 4));
     for (int step = 0; step < 10; ++step) {
       const at::Tensor x = first(input(4, 5, step));
-      engine.backward(last(at::gelu(step % 2 == 0 ? left(x) : right(x))).pow(2).mean());
-      engine.step();
+      train_step(engine, last(at::gelu(step % 2 == 0 ? left(x) : right(x))).pow(2).mean());
       const std::uint64_t missed = num_missed(engine);
       if (step >= 4) {
         EXPECT_LE(missed, 1U) << "step " << step;
@@ -323,8 +282,7 @@ TEST(ResidentScope, GathersOnceAndGivesTheSameValues) {
       auto first = engine.unit("first", affine(5, 6, 1));
       auto second = engine.unit("second", affine(6, 3, 2));
       for (int step = 0; step < 3; ++step) {
-        engine.backward(two_layers(first, second, step).pow(2).mean());
-        engine.step();
+        train_step(engine, two_layers(first, second, step).pow(2).mean());
         const at::NoGradGuard no_grad;
         const at::Tensor expected = two_layers(first, second, 9);
         engine.take_stats();

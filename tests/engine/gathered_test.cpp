@@ -4,8 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "tessera/optim/sharded_optimizer.h"
-#include "tests/engine/messages.h"
-#include "tests/engine/small_modules.h"
+#include "tests/engine/engine_fixture.h"
 
 namespace tessera::testing {
 namespace {
@@ -61,25 +60,19 @@ bool master_follows(Engine& engine, int id) {
 TEST(GatheredScope, ChangesReachEveryShardAndNoStepRevertsThem) {
   for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
     for (int ranks = 1; ranks <= 4; ++ranks) {
-      with_engines(ranks, adam_config(0), [&](Engine& engine, comm::Group& group) {
+      with_engines(ranks, adam_config(0), [&](Engine& engine, comm::Group&) {
         const int modifier = ranks - 1;
         auto unit = engine.unit("unit", std::make_shared<KindsImpl>(type));
-        engine.backward(unit(input(2, 3, 0)));
-        engine.step();
+        train_step(engine, unit(input(2, 3, 0)));
         std::vector<std::uint64_t> versions;
         for (int id = 0; id < engine.num_params(); ++id) {
           versions.push_back(engine.param(id).version());
         }
-        {
-          auto scope = engine.gathered(unit.module()->parameters(), modifier);
-          if (group.rank() == modifier) {
-            const at::NoGradGuard no_grad;
-            unit->odd.fill_(0.5);
-            unit->transposed.copy_(at::arange(21, at::kFloat).reshape({7, 3}).to(type));
-            unit->frozen.mul_(2);
-          }
-          scope.close();
-        }
+        change(engine, unit.module()->parameters(), modifier, [&] {
+          unit->odd.fill_(0.5);
+          unit->transposed.copy_(at::arange(21, at::kFloat).reshape({7, 3}).to(type));
+          unit->frozen.mul_(2);
+        });
         const auto expect_changed = [&](const char* when) {
           EXPECT_TRUE(at::equal(engine.full_value(0), at::full({7, 3}, 0.5, type))) << when;
           EXPECT_TRUE(
@@ -94,8 +87,7 @@ TEST(GatheredScope, ChangesReachEveryShardAndNoStepRevertsThem) {
           EXPECT_TRUE(master_follows(engine, id)) << engine.param(id).name();
         }
         EXPECT_EQ(engine.param(3).version(), versions[3]) << "nothing of it was changed";
-        engine.backward(unit(input(2, 3, 0)));
-        engine.step();
+        train_step(engine, unit(input(2, 3, 0)));
         expect_changed("after a step of lr 0");
       });
     }
@@ -105,8 +97,7 @@ TEST(GatheredScope, ChangesReachEveryShardAndNoStepRevertsThem) {
 TEST(GatheredScope, IsReadableOnEveryRankAndReleasesAfterwards) {
   with_engines(3, [](Engine& engine, comm::Group&) {
     auto unit = engine.unit("unit", affine(5, 7, 1));
-    engine.backward(unit(input(4, 5, 0)).sum());
-    engine.step();
+    train_step(engine, unit(input(4, 5, 0)).sum());
     const at::Tensor value = engine.full_value(0);
     const std::uint64_t version = engine.param(0).version();
     {
@@ -124,8 +115,7 @@ TEST(GatheredScope, NamesRankAndParameterOfAChangeThatDoesNotCount) {
   for (const int modifier : {-1, 0}) {
     with_engines(3, [&](Engine& engine, comm::Group& group) {
       auto unit = engine.unit("unit", affine(5, 7, 1));
-      engine.backward(unit(input(4, 5, 0)).sum());
-      engine.step();
+      train_step(engine, unit(input(4, 5, 0)).sum());
       const at::Tensor value = engine.full_value(1);
       auto scope = engine.gathered(unit.module()->parameters(), modifier);
       if (group.rank() == 2) {
@@ -135,8 +125,7 @@ TEST(GatheredScope, NamesRankAndParameterOfAChangeThatDoesNotCount) {
       EXPECT_NE(said.find("'unit.bias' was changed on rank 2"), std::string::npos) << said;
       EXPECT_TRUE(at::equal(engine.full_value(1), value));
       // And training goes on with what counts.
-      engine.backward(unit(input(4, 5, 0)).sum());
-      engine.step();
+      train_step(engine, unit(input(4, 5, 0)).sum());
     });
   }
 }
@@ -145,16 +134,14 @@ TEST(GatheredScope, LeftWithAForbiddenChangeFailsAtTheNextCall) {
   for (const int ranks : {1, 2}) {
     with_engines(ranks, [](Engine& engine, comm::Group&) {
       auto unit = engine.unit("unit", affine(5, 7, 1));
-      engine.backward(unit(input(4, 5, 0)).sum());
-      engine.step();
+      train_step(engine, unit(input(4, 5, 0)).sum());
       {
         const auto scope = engine.gathered({unit->weight});
         const at::NoGradGuard no_grad;
         unit->weight.add_(1);
       }
       EXPECT_SAYS("'unit.weight' was changed", unit(input(4, 5, 0)));
-      engine.backward(unit(input(4, 5, 0)).sum());
-      engine.step();
+      train_step(engine, unit(input(4, 5, 0)).sum());
     });
   }
 }
@@ -164,8 +151,7 @@ TEST(GatheredScope, MayHoldScopesAndRunUnits) {
     auto unit = engine.unit("unit", affine(5, 7, 1));
     auto other = engine.unit("other", affine(5, 7, 2));
     const auto loss = [&] { return (unit(input(4, 5, 0)) * other(input(4, 5, 0))).mean(); };
-    engine.backward(loss());
-    engine.step();
+    train_step(engine, loss());
     auto outer = engine.gathered({unit->weight, other->bias});
     auto editing = engine.gathered({unit->weight}, 1);
     auto inner = engine.gathered({unit->weight}, 1);
@@ -186,8 +172,7 @@ TEST(GatheredScope, MayHoldScopesAndRunUnits) {
     editing.close();
     outer.close();
     EXPECT_TRUE(at::equal(engine.full_value(0), at::full({7, 5}, 0.25)));
-    engine.backward(loss());
-    engine.step();
+    train_step(engine, loss());
     EXPECT_ANY_THROW(unit->weight.sum());
   });
 }
@@ -215,27 +200,20 @@ TEST(GatheredScope, MayChangeInitialValuesWhileTheModelIsBuilt) {
       const at::Tensor x =
           at::linear(input(4, 5, 0), at::full({6, 5}, 0.125), affine(5, 6, 1)->bias);
       EXPECT_TRUE(at::allclose(y, plain->forward(x)));
-      engine.backward(y.sum());
-      engine.step();
+      train_step(engine, y.sum());
     });
   }
 }
 
 TEST(GatheredScope, OfATiedWeightChangesItForAllItsUnits) {
-  with_engines(2, [](Engine& engine, comm::Group& group) {
+  with_engines(2, [](Engine& engine, comm::Group&) {
     auto first = affine(6, 6, 1);
     auto second = affine(6, 6, 2);
     second->weight = second->register_parameter("tied", first->weight);
     auto a = engine.unit("a", first);
     auto b = engine.unit("b", second);
-    engine.backward(b(a(input(4, 6, 0))).mean());
-    engine.step();
-    auto scope = engine.gathered({first->weight, second->weight}, 0);
-    if (group.rank() == 0) {
-      const at::NoGradGuard no_grad;
-      second->weight.zero_();
-    }
-    scope.close();
+    train_step(engine, b(a(input(4, 6, 0))).mean());
+    change(engine, {first->weight, second->weight}, 0, [&] { second->weight.zero_(); });
     const at::NoGradGuard no_grad;
     EXPECT_TRUE(at::equal(a(input(4, 6, 0))[0], engine.full_value(id_of(engine, "a.bias"))));
     EXPECT_TRUE(at::equal(b(input(4, 6, 0))[0], engine.full_value(id_of(engine, "b.bias"))));
@@ -245,8 +223,7 @@ TEST(GatheredScope, OfATiedWeightChangesItForAllItsUnits) {
 TEST(GatheredScope, SendsOnlyWhatWasChanged) {
   with_engines(2, [](Engine& engine, comm::Group& group) {
     auto unit = engine.unit("unit", affine(64, 64, 1));
-    engine.backward(unit(input(4, 64, 0)).sum());
-    engine.step();
+    train_step(engine, unit(input(4, 64, 0)).sum());
     auto scope = engine.gathered(unit.module()->parameters(), 0);
     const std::uint64_t before = group.wire_bytes().payload;
     if (group.rank() == 0) {
@@ -273,8 +250,7 @@ TEST(GatheredScope, SurvivesAnExceptionInAUnit) {
       bool throws = false;
     };
     auto unit = engine.unit("unit", std::make_shared<ThrowingImpl>());
-    engine.backward(unit(input(4, 5, 0)).sum());
-    engine.step();
+    train_step(engine, unit(input(4, 5, 0)).sum());
     auto scope = engine.gathered({unit->weight}, 0);
     if (group.rank() == 0) {
       const at::NoGradGuard no_grad;
@@ -285,8 +261,7 @@ TEST(GatheredScope, SurvivesAnExceptionInAUnit) {
     unit->throws = false;
     scope.close();
     EXPECT_TRUE(at::equal(engine.full_value(0), at::full({6, 5}, 2.0F)));
-    engine.backward(unit(input(4, 5, 0)).sum());
-    engine.step();
+    train_step(engine, unit(input(4, 5, 0)).sum());
   });
 }
 

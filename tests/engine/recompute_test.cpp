@@ -7,71 +7,35 @@
 #include <ATen/autocast_mode.h>
 #include <torch/nn/modules/batchnorm.h>
 
-#include "tests/engine/messages.h"
-#include "tests/engine/plain_gradients.h"
-#include "tests/engine/small_modules.h"
+#include "tests/engine/engine_fixture.h"
 
 namespace tessera::testing {
 namespace {
 
-// The unit, or a plain call of the same module: recomputation is what is judged, so the plain model
-// has none.
-template <typename Module>
-Unit<Module> recomputed(Engine* engine, const std::string& name,
-                        const std::shared_ptr<Module>& module, std::vector<at::Tensor>* params) {
-  return unit_of(engine, name, module, params, /*recompute=*/engine != nullptr);
-}
-
-template <typename Callable>
-auto recomputed_function(Engine* engine, const std::string& name, const Callable& callable) {
-  using Function = FunctionModule<Callable>;
-  if (engine == nullptr) {
-    return Unit<Function>(std::make_shared<Function>(callable, std::vector<at::Tensor>{}));
-  }
-  UnitOptions options;
-  options.recompute = true;
-  return engine->function(name, {}, callable, options);
-}
-
 TEST(Recomputed, SegmentsTrainTheUnitsThatRunInside) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = unit_of(engine, "first", affine(6, 6, 1), params);
-    auto second = unit_of(engine, "second", affine(6, 6, 2), params);
-    auto third = unit_of(engine, "third", affine(6, 3, 3), params);
-    auto segment = recomputed_function(engine, "segment", [=](const at::Tensor& h) {
-      return second(at::gelu(first(h))) + first(at::tanh(h));
-    });
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(6, 6, 1));
+    auto second = build.unit("second", affine(6, 6, 2));
+    auto third = build.unit("third", affine(6, 3, 3));
+    auto segment = build.function(
+        "segment", {},
+        [=](const at::Tensor& h) { return second(at::gelu(first(h))) + first(at::tanh(h)); },
+        build.recomputes());
     return [=] { return third(segment(segment(input(4, 6, 0)))).pow(2).mean(); };
   });
 }
 
 TEST(Recomputed, SegmentsMayBeInsideSegments) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = unit_of(engine, "first", affine(6, 6, 1), params);
-    auto second = recomputed(engine, "second", affine(6, 6, 2), params);
-    auto inner = recomputed_function(
-        engine, "inner", [=](const at::Tensor& h) { return second(at::gelu(first(h))); });
-    auto outer = recomputed_function(
-        engine, "outer", [=](const at::Tensor& h) { return inner(h * 2) + second(inner(h)); });
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(6, 6, 1));
+    auto second = build.unit("second", affine(6, 6, 2), build.recomputes());
+    auto inner = build.function(
+        "inner", {}, [=](const at::Tensor& h) { return second(at::gelu(first(h))); },
+        build.recomputes());
+    auto outer = build.function(
+        "outer", {}, [=](const at::Tensor& h) { return inner(h * 2) + second(inner(h)); },
+        build.recomputes());
     return [=] { return outer(first(input(4, 6, 0))).pow(2).mean(); };
-  });
-}
-
-// Uses another unit that is no registered child.
-struct HolderImpl : torch::nn::Module {
-  explicit HolderImpl(Unit<AffineImpl> unit) : inner(std::move(unit)) {
-    scale = register_parameter("scale", at::full({6}, 0.7));
-  }
-  at::Tensor forward(const at::Tensor& x) { return at::gelu(inner(x * scale)) * scale; }
-  Unit<AffineImpl> inner;
-  at::Tensor scale;
-};
-
-TEST(Recomputed, ModulesTrainUnitsThatAreMembersAndNotRegistered) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto inner = unit_of(engine, "inner", affine(6, 6, 1), params);
-    auto holder = recomputed(engine, "holder", std::make_shared<HolderImpl>(inner), params);
-    return [=] { return holder(input(4, 6, 0)).pow(2).mean(); };
   });
 }
 
@@ -94,9 +58,9 @@ struct ManyWaysImpl : torch::nn::Module {
 };
 
 TEST(Recomputed, TensorsGetTheirGradientHoweverTheyCome) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = unit_of(engine, "first", affine(5, 6, 1), params);
-    auto ways = recomputed(engine, "ways", std::make_shared<ManyWaysImpl>(), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(5, 6, 1));
+    auto ways = build.unit("ways", std::make_shared<ManyWaysImpl>(), build.recomputes());
     return [=] {
       const at::Tensor x = first(input(4, 5, 0));
       ways->member = at::sin(x);
@@ -108,9 +72,9 @@ TEST(Recomputed, TensorsGetTheirGradientHoweverTheyCome) {
 }
 
 TEST(Recomputed, ForwardsHaveTheAutocastOfTheFirst) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto first = recomputed(engine, "first", affine(5, 6, 1), params);
-    auto second = recomputed(engine, "second", affine(6, 3, 2), params);
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto first = build.unit("first", affine(5, 6, 1), build.recomputes());
+    auto second = build.unit("second", affine(6, 3, 2), build.recomputes());
     return [=] {
       at::autocast::set_autocast_enabled(at::kCPU, true);
       const at::ScalarType before = at::autocast::get_autocast_dtype(at::kCPU);
@@ -139,11 +103,9 @@ TEST(Recomputed, BuffersAdvanceOnce) {
     auto plain = std::make_shared<NormedImpl>();
     auto sharded = std::make_shared<NormedImpl>();
     with_engines(1, [&](Engine& engine, comm::Group&) {
-      UnitOptions options;
-      options.recompute = !in_segment;
-      auto unit = engine.unit("unit", sharded, options);
-      auto segment =
-          recomputed_function(&engine, "segment", [=](const at::Tensor& x) { return unit(x); });
+      auto unit = engine.unit("unit", sharded, {.recompute = !in_segment});
+      auto segment = engine.function("segment", {}, [=](const at::Tensor& x) { return unit(x); },
+                                     {.recompute = true});
       for (int step = 0; step < 3; ++step) {
         const at::Tensor x = input(4, 6, step);
         plain->forward(x).pow(2).mean().backward();
@@ -164,9 +126,9 @@ TEST(Recomputed, ForwardsThatReachOtherTensorsAreRefusedByName) {
     auto first = engine.unit("first", affine(6, 6, 1));
     auto second = engine.unit("second", affine(6, 6, 2));
     bool takes_first = true;
-    auto segment = recomputed_function(&engine, "segment", [&](const at::Tensor& h) {
-      return takes_first ? first(h) : second(h);
-    });
+    auto segment = engine.function(
+        "segment", {}, [&](const at::Tensor& h) { return takes_first ? first(h) : second(h); },
+        {.recompute = true});
     const at::Tensor y = segment(input(4, 6, 0));
     takes_first = false;
     EXPECT_SAYS("recomputed unit 'segment': its forward used parameter 'first.",
@@ -177,11 +139,14 @@ TEST(Recomputed, ForwardsThatReachOtherTensorsAreRefusedByName) {
 TEST(Recomputed, UnitsThatChangeTheirInputAreRefusedByName) {
   with_engines(1, [](Engine& engine, comm::Group&) {
     auto unit = engine.unit("unit", affine(6, 6, 1));
-    auto changes = recomputed_function(&engine, "changes", [=](at::Tensor x) {
-      x.mul_(2);
-      return unit(x);
-    });
-    auto fine = recomputed_function(&engine, "fine", [=](const at::Tensor& x) { return unit(x); });
+    auto changes = engine.function("changes", {},
+                                   [=](at::Tensor x) {
+                                     x.mul_(2);
+                                     return unit(x);
+                                   },
+                                   {.recompute = true});
+    auto fine = engine.function("fine", {}, [=](const at::Tensor& x) { return unit(x); },
+                                {.recompute = true});
     EXPECT_SAYS("recomputed unit 'changes' changes its input in place", changes(input(4, 6, 0)));
     const at::Tensor x = input(4, 6, 0);
     const at::Tensor y = fine(x);
@@ -192,25 +157,25 @@ TEST(Recomputed, UnitsThatChangeTheirInputAreRefusedByName) {
 
 TEST(Recomputed, GraphsFromBeforeAnUpdateAreRefusedByName) {
   with_engines(2, [](Engine& engine, comm::Group&) {
-    UnitOptions options;
-    options.recompute = true;
-    auto unit = engine.unit("unit", affine(6, 6, 1), options);
+    auto unit = engine.unit("unit", affine(6, 6, 1), {.recompute = true});
     const at::Tensor first = unit(input(4, 6, 0)).pow(2).mean();
     const at::Tensor second = unit(input(4, 6, 1)).pow(2).mean();
-    engine.backward(first);
-    engine.step();
+    train_step(engine, first);
     EXPECT_SAYS("recomputed unit 'unit': its parameters were updated by step() after this forward",
                 engine.backward(second));
   });
 }
 
 TEST(Recomputed, ALeafOfTheForwardsOwnIsNobodyElses) {
-  expect_plain_gradients([](Engine* engine, std::vector<at::Tensor>* params) -> Built {
-    auto unit = unit_of(engine, "unit", affine(6, 6, 1), params);
-    auto segment = recomputed_function(engine, "segment", [=](const at::Tensor& h) {
-      const at::Tensor own = at::ones({6}).set_requires_grad(true);
-      return unit(h * own);
-    });
+  expect_plain_gradients([](Builder& build) -> Built {
+    auto unit = build.unit("unit", affine(6, 6, 1));
+    auto segment = build.function(
+        "segment", {},
+        [=](const at::Tensor& h) {
+          const at::Tensor own = at::ones({6}).set_requires_grad(true);
+          return unit(h * own);
+        },
+        build.recomputes());
     return [=] { return segment(input(4, 6, 0)).pow(2).mean(); };
   });
 }
@@ -223,9 +188,7 @@ TEST(Results, OfATypeInWhichTensorsCannotBeSeenAreRefusedByName) {
   };
   for (const bool recompute : {false, true}) {
     with_engines(1, [&](Engine& engine, comm::Group&) {
-      UnitOptions options;
-      options.recompute = recompute;
-      auto unit = engine.unit("unit", std::make_shared<OpaqueImpl>(), options);
+      auto unit = engine.unit("unit", std::make_shared<OpaqueImpl>(), {.recompute = recompute});
       EXPECT_SAYS("unit 'unit' returns", unit(input(4, 6, 0)));
       const at::NoGradGuard no_grad;
       EXPECT_EQ(unit(input(4, 6, 0)).left.size(0), 4);

@@ -11,10 +11,8 @@
 
 #include <torch/csrc/autograd/variable.h>
 
-#include "tests/engine/messages.h"
+#include "tests/engine/engine_fixture.h"
 #include "tests/engine/run_options.h"
-#include "tests/engine/small_modules.h"
-#include "tests/engine/torch_optimizers.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
@@ -56,9 +54,7 @@ struct Branching {
     }
     unit = engine->unit("unit", unit_module);
     if (is_dynamic) {
-      UnitOptions options;
-      options.dynamic = true;
-      expert = engine->unit("expert", dynamic_module, options);
+      expert = engine->unit("expert", dynamic_module, {.dynamic = true});
     }
   }
   at::Tensor loss(int step, int rank) const {
@@ -110,8 +106,7 @@ TEST(UnusedParameters, StayAsTheyAreWithTheirStatesUntilSomeRankUsesThem) {
           with_engines(ranks, config, [&](Engine& engine, comm::Group& group) {
             const Branching sharded(&engine, is_dynamic);
             for (int step = 0; step < kSteps; ++step) {
-              engine.backward(sharded.loss(step, group.rank()));
-              engine.step();
+              train_step(engine, sharded.loss(step, group.rank()));
               for (int id = 0; id < engine.num_params(); ++id) {
                 const at::Tensor& right =
                     expected[static_cast<std::size_t>(step)][static_cast<std::size_t>(id)];
@@ -146,16 +141,13 @@ TEST(OldGraphs, AreRefusedWhereTorchRefusesThem) {
       const auto loss = [&](int seed) { return second(at::gelu(first(input(4, 5, seed)))).sum(); };
       const at::Tensor now = loss(0);
       const at::Tensor later = loss(1);
-      engine.backward(now);
-      engine.step();
+      train_step(engine, now);
       EXPECT_SAYS("a graph from before an update", engine.backward(later));
       engine.zero_grad();
       // The gradient of a first layer needs no weight, and torch does not mind.
       const at::Tensor old = first(input(4, 5, 0)).sum();
-      engine.backward(loss(2));
-      engine.step();
-      engine.backward(old);
-      engine.step();
+      train_step(engine, loss(2));
+      train_step(engine, old);
     });
   }
 }
@@ -259,15 +251,9 @@ TEST(Precision, AnEditBeforeTheFirstStepReachesTheMaster) {
   for (const int ranks : {1, 2}) {
     Config config = quiet_config();
     config.set("precision", std::string("bf16"));
-    with_engines(ranks, config, [&](Engine& engine, comm::Group& group) {
-      auto module = affine(5, 6, 1);
-      auto unit = engine.unit("unit", module);
-      GatheredScope scope = engine.gathered({module->weight}, 0);
-      if (group.rank() == 0) {
-        const at::NoGradGuard no_grad;
-        module->weight.fill_(3);
-      }
-      scope.close();
+    with_engines(ranks, config, [&](Engine& engine, comm::Group&) {
+      auto unit = engine.unit("unit", affine(5, 6, 1));
+      change(engine, {unit->weight}, 0, [&] { unit->weight.fill_(3); });
       engine.backward(unit(input(4, 5, 0).to(at::kBFloat16)).to(at::kFloat).sum());
       const int id = id_of(engine, "unit.weight");
       const std::span<float> master = engine.optimizer().state(id, "master");
@@ -304,8 +290,7 @@ TEST(Hooks, OnALeafThatIsUsedAgainAndAgainDoNotAccumulate) {
     auto unit = engine.unit("unit", affine(5, 6, 1));
     const at::Tensor prompt = input(4, 5, 3).set_requires_grad(true);
     for (int i = 0; i < 50; ++i) {
-      engine.backward(unit(prompt).sum());
-      engine.step();
+      train_step(engine, unit(prompt).sum());
     }
     const auto& meta = *torch::autograd::impl::get_autograd_meta(prompt);
     EXPECT_LE(meta.cpp_hooks_list_ ? meta.cpp_hooks_list_->size() : 0U, 1U);
@@ -320,8 +305,7 @@ TEST(Groups, OfAnotherRuntimeServeASecondOne) {
       for (Runtime* runtime : {&first, &second}) {
         Engine engine(*runtime);
         auto unit = engine.unit("unit", affine(5, 6, 1));
-        engine.backward(unit(input(4, 5, 0)).sum());
-        engine.step();
+        train_step(engine, unit(input(4, 5, 0)).sum());
       }
     });
   }
@@ -332,8 +316,7 @@ TEST(Groups, OfARuntimeThatIsAloneServeASecondOne) {
   Runtime second(quiet_config(), first.group(), {-1, 1});
   Engine engine(second);
   auto unit = engine.unit("unit", affine(5, 6, 1));
-  engine.backward(unit(input(4, 5, 0)).sum());
-  engine.step();
+  train_step(engine, unit(input(4, 5, 0)).sum());
 }
 
 TEST(SaveParameters, ToAPathThatCannotBeWrittenIsRefusedByAllRanksAndNothingIsLost) {
@@ -343,8 +326,7 @@ TEST(SaveParameters, ToAPathThatCannotBeWrittenIsRefusedByAllRanksAndNothingIsLo
     const std::string bad = (folder.path() / "no/such/folder/model.safetensors").string();
     EXPECT_SAYS(group.rank() == 0 ? "no/such/folder" : "rank 0 cannot",
                 engine.save_parameters(bad));
-    engine.backward(unit(input(4, 5, 0)).sum());
-    engine.step();
+    train_step(engine, unit(input(4, 5, 0)).sum());
     const std::string good = (folder.path() / "model.safetensors").string();
     engine.save_parameters(good);
     EXPECT_TRUE(std::filesystem::exists(good));
@@ -360,8 +342,7 @@ TEST(Units, ThatOneRankCannotMakeAreRefusedByAll) {
     EXPECT_SAYS(group.rank() == 1 ? "has a gradient already" : "rank 1 cannot",
                 engine.unit("unit", module));
     auto unit = engine.unit("unit", affine(5, 6, 1));
-    engine.backward(unit(input(4, 5, 0)).sum());
-    engine.step();
+    train_step(engine, unit(input(4, 5, 0)).sum());
   });
 }
 
@@ -369,21 +350,14 @@ TEST(Units, ThatOneRankCannotMakeAreRefusedByAll) {
 TEST(Exceptions, ThatOneRankCatchesAreNamedAtTheNextStep) {
   Config config = quiet_config();
   config.set("persist.param_bytes", "1MiB");
-  comm::ThreadWorldOptions world;
-  world.num_ranks = 2;
-  comm::GroupOptions group_options;
-  group_options.heartbeat = std::chrono::milliseconds(20);
-  const auto failures = comm::run_ranks_collecting(world, group_options, [&](comm::Group& group) {
-    Runtime runtime(config, group, {-1, 1});
-    Engine engine(runtime);
+  const auto failures = failures_of(2, config, [](Engine& engine, comm::Group& group) {
     auto unit = engine.unit("unit", affine(5, 6, 1));
     for (int step = 0; step < 4; ++step) {
       if (group.rank() == 1 && step == 1) {
         EXPECT_ANY_THROW(unit(input(4, 4, 0)));
         continue;
       }
-      engine.backward(unit(input(4, 5, step)).sum());
-      engine.step();
+      train_step(engine, unit(input(4, 5, step)).sum());
     }
   });
   ASSERT_TRUE(failures[0] && failures[1]);

@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tests/engine/small_modules.h"
+#include "tests/engine/engine_fixture.h"
 #include "tests/support/read_whole.h"
 #include "tests/support/temporary_directory.h"
 
@@ -20,8 +20,7 @@ Config traced_config(const std::filesystem::path& path) {
 
 void train_one_step(Engine& engine) {
   auto unit = engine.unit("unit", affine(5, 6, 1));
-  engine.backward(unit(input(4, 5, 0)).sum());
-  engine.step();
+  train_step(engine, unit(input(4, 5, 0)).sum());
 }
 
 TEST(FileOfRank, PutsTheRankBeforeTheEnding) {

@@ -3,8 +3,7 @@
 
 #include <torch/optim/adamw.h>
 
-#include "tests/engine/messages.h"
-#include "tests/engine/small_modules.h"
+#include "tests/engine/engine_fixture.h"
 
 namespace tessera::testing {
 namespace {
@@ -41,8 +40,7 @@ TEST(Freezing, AndUnfreezingTrainsAsPlainTorchDoes) {
           } else {
             engine.set_trainable(first->weight, is_trained(step));
           }
-          engine.backward(second(at::gelu(first(sample(step)))).pow(2).mean());
-          engine.step();
+          train_step(engine, second(at::gelu(first(sample(step)))).pow(2).mean());
         }
         for (int id = 0; id < engine.num_params(); ++id) {
           EXPECT_TRUE(at::allclose(engine.full_value(id), expected[static_cast<std::size_t>(id)],
@@ -65,8 +63,7 @@ TEST(Freezing, InTheMiddleOfAStepIsRefusedByName) {
     unit->weight.set_requires_grad(false);
     EXPECT_SAYS("parameter 'unit.weight' is frozen in the middle of a step", unit(input(4, 5, 0)));
     engine.zero_grad();
-    engine.backward(unit(input(4, 5, 0)).sum());
-    engine.step();
+    train_step(engine, unit(input(4, 5, 0)).sum());
     EXPECT_TRUE(at::equal(engine.full_value(0), affine(5, 6, 1)->weight));
   });
 }

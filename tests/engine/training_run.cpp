@@ -156,7 +156,7 @@ void train_rank(const RunSettings& settings, comm::Group* world, RunOutcome& out
   RuntimeOptions runtime_options;
   runtime_options.num_update_threads = 1;
   runtime_options.wrap_io = settings.wrap_io;
-  if (settings.device == RunDevice::kLate) {
+  if (settings.device == RunDevice::kMock) {
     runtime_options.make_device = [&](device::CpuDeviceOptions host) {
       device::MockDeviceOptions late;
       late.mode = device::LateMode::kRandom;

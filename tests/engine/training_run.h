@@ -1,5 +1,5 @@
 // A training run for comparison: the same model, data and seed, sharded over ranks as threads, or
-// unsharded by the referee.
+// unsharded by the reference.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ enum class Planted : std::uint8_t {
 // Where a sharded run computes.
 enum class RunDevice : std::uint8_t {
   kCpu,
-  kLate,  // the late double (device/mock_device.h), with memory of its own
+  kMock,  // testing/mock_device.h, discrete
   kCuda,
 };
 

@@ -1,4 +1,4 @@
-// The referee against torch's own training, and its rules: what is averaged, skipped and scaled.
+// The reference against torch's own training, and its rules: what is averaged, skipped and scaled.
 #include "models/plain_trainer.h"
 
 #include <cmath>

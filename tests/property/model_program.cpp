@@ -26,16 +26,16 @@ class Block : public torch::nn::Module {
   // `tensors`: by slot. `inner`: by unit of the model.
   Block(const UnitPlan& plan, std::vector<at::Tensor> tensors,
         const std::vector<ModelProgram::Call>& inner, std::shared_ptr<Interrupter> interrupter,
-        std::shared_ptr<Leavings> leavings, bool groups_gradients, const at::Tensor& start)
+        std::shared_ptr<SideEffects> side_effects, bool groups_gradients, const at::Tensor& start)
       : plan_(plan),
         tensors_(std::move(tensors)),
         inner_(inner),
         interrupter_(std::move(interrupter)),
-        leavings_(std::move(leavings)),
+        side_effects_(std::move(side_effects)),
         groups_gradients_(groups_gradients && plan.recompute) {
     if (has_running()) {
       running_ = register_buffer("running", start);
-      leavings_->buffers.push_back(running_);
+      side_effects_->buffers.push_back(running_);
     }
     for (std::size_t i = 0; i < plan_.slots.size(); ++i) {
       if (plan_.slots[i].link != Link::kExternal) {
@@ -52,11 +52,11 @@ class Block : public torch::nn::Module {
     }
     // What a recomputed forward keeps has a graph of its own, beside that of the second forward.
     if (plan_.keeps && !plan_.ops.empty()) {
-      const std::vector<at::Tensor> before = values_of(leavings_->buffers);
+      const std::vector<at::Tensor> before = values_of(side_effects_->buffers);
       keep(apply(plan_.ops[0], sum_of(arguments), ids));
-      assign(leavings_->buffers, before);
+      assign(side_effects_->buffers, before);
     }
-    SegmentAliases& aliases = leavings_->aliases;
+    SegmentAliases& aliases = side_effects_->aliases;
     aliases.begin();
     std::vector<at::Tensor> inside;
     for (const at::Tensor& argument : arguments) {
@@ -88,7 +88,7 @@ class Block : public torch::nn::Module {
     return h;
   }
 
-  void keep(const at::Tensor& h) { leavings_->kept.push_back(at::tanh(h).mean()); }
+  void keep(const at::Tensor& h) { side_effects_->kept.push_back(at::tanh(h).mean()); }
 
   std::vector<at::Tensor> run_inside(const std::vector<at::Tensor>& arguments,
                                      const at::Tensor& ids, bool keeps) {
@@ -123,7 +123,7 @@ class Block : public torch::nn::Module {
   }
 
   at::Tensor tensor(const OpPlan& op, std::size_t i) const {
-    return leavings_->aliases.of(tensors_[static_cast<std::size_t>(op.slots[i])]);
+    return side_effects_->aliases.of(tensors_[static_cast<std::size_t>(op.slots[i])]);
   }
 
   at::Tensor apply(const OpPlan& op, const at::Tensor& h, const at::Tensor& ids) const {
@@ -164,7 +164,7 @@ class Block : public torch::nn::Module {
   at::Tensor running_;
   const std::vector<ModelProgram::Call> inner_;
   const std::shared_ptr<Interrupter> interrupter_;
-  const std::shared_ptr<Leavings> leavings_;
+  const std::shared_ptr<SideEffects> side_effects_;
   const bool groups_gradients_;
 };
 
@@ -337,8 +337,8 @@ ModelProgram::Call ModelProgram::wrap(const UnitPlan& plan) {
   for (const SlotPlan& slot : plan.slots) {
     tensors.push_back(params_[static_cast<std::size_t>(slot.param)]);
   }
-  auto module = std::make_shared<Module>(plan, std::move(tensors), units_, interrupter_, leavings_,
-                                         options_.groups_gradients,
+  auto module = std::make_shared<Module>(plan, std::move(tensors), units_, interrupter_,
+                                         side_effects_, options_.groups_gradients,
                                          at::full({1}, 0.25 + options_.shift, value_type()));
   std::vector<at::Tensor> elsewhere;  // used, and not registered
   for (const SlotPlan& slot : plan.slots) {
@@ -441,7 +441,7 @@ at::Tensor ModelProgram::input_gradient(const Batch& batch, const Moment& moment
 std::vector<at::Tensor> ModelProgram::losses(const at::Tensor& input, const at::Tensor& ids,
                                              const Moment& moment) const {
   const AutocastGuard autocast(plan_.autocast);
-  leavings_->kept.clear();
+  side_effects_->kept.clear();
   std::vector<at::Tensor> more;  // losses beside those of the plan
   std::vector<at::Tensor> values{input};
   for (std::size_t i = 0; i < plan_.calls.size(); ++i) {
@@ -476,7 +476,7 @@ std::vector<at::Tensor> ModelProgram::losses(const at::Tensor& input, const at::
       found.push_back(value);
     }
   }
-  more.insert(more.end(), leavings_->kept.begin(), leavings_->kept.end());
+  more.insert(more.end(), side_effects_->kept.begin(), side_effects_->kept.end());
   for (const at::Tensor& value : more) {
     if (value.requires_grad() || !at::GradMode::is_enabled()) {
       found.push_back(value);
@@ -489,6 +489,39 @@ std::vector<at::Tensor> ModelProgram::losses(const at::Tensor& input, const at::
     }
   }
   return found;
+}
+
+at::Tensor SegmentAliases::alias(Segment& segment, const at::Tensor& tensor) {
+  if (!tensor.requires_grad()) {
+    return tensor;
+  }
+  at::Tensor& alias = segment[tensor.unsafeGetTensorImpl()];
+  if (!alias.defined()) {
+    alias = at::alias(tensor);  // with its strides: kernels look at them
+  }
+  return alias;
+}
+
+at::Tensor SegmentAliases::of(at::Tensor param) {
+  for (Segment& segment : segments_) {
+    param = alias(segment, param);
+  }
+  return param;
+}
+
+std::vector<at::Tensor> values_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> values;
+  for (const at::Tensor& tensor : tensors) {
+    values.push_back(tensor.detach().clone());
+  }
+  return values;
+}
+
+void assign(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& values) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    tensors[i].copy_(values[i]);
+  }
 }
 
 }  // namespace tessera::testing

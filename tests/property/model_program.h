@@ -5,6 +5,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -12,7 +13,6 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/engine/engine.h"
-#include "tests/property/leavings.h"
 #include "tests/property/random_model.h"
 
 namespace tessera::testing {
@@ -31,6 +31,35 @@ struct Interrupter {
   bool in_backward = false;  // not in its forward, but when the gradient of its result comes
   bool is_armed = false;     // until the run that may be interrupted is over
 };
+
+// Inside of a unit that would be recomputed, every tensor of outside is an alias of itself: uses
+// inside meet at the alias, and outside sees one use.
+class SegmentAliases {
+ public:
+  void begin() { segments_.emplace_back(); }
+  void end() { segments_.pop_back(); }
+  // Of a parameter: in every open one.
+  at::Tensor of(at::Tensor param);
+  // Of what is handed to the innermost.
+  at::Tensor of_argument(const at::Tensor& argument) { return alias(segments_.back(), argument); }
+
+ private:
+  using Segment = std::map<const void*, at::Tensor>;
+  static at::Tensor alias(Segment& segment, const at::Tensor& tensor);
+
+  std::vector<Segment> segments_;  // open ones, from outside in
+};
+
+// What a run of the model leaves behind beside its results.
+struct SideEffects {
+  std::vector<at::Tensor> kept;
+  std::vector<at::Tensor> buffers;  // of all modules
+  SegmentAliases aliases;
+};
+
+// A copy of them, and back.
+std::vector<at::Tensor> values_of(const std::vector<at::Tensor>& tensors);
+void assign(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& values);
 
 struct BuildOptions {
   // Null: plain.
@@ -61,7 +90,7 @@ class ModelProgram {
   // In the order of the plan.
   const std::vector<at::Tensor>& params() const { return params_; }
   // Each rank has its own.
-  const std::vector<at::Tensor>& buffers() const { return leavings_->buffers; }
+  const std::vector<at::Tensor>& buffers() const { return side_effects_->buffers; }
   // Of a plain model: what module->to(type) does.
   void to(at::ScalarType type) const;
   Interrupter& interrupter() const { return *interrupter_; }
@@ -88,7 +117,7 @@ class ModelProgram {
   std::vector<Call> units_;
   std::vector<std::function<at::Tensor()>> weight_losses_;
   const std::shared_ptr<Interrupter> interrupter_ = std::make_shared<Interrupter>();
-  const std::shared_ptr<Leavings> leavings_ = std::make_shared<Leavings>();
+  const std::shared_ptr<SideEffects> side_effects_ = std::make_shared<SideEffects>();
   mutable std::vector<at::Tensor> inputs_;  // leaves of the user's own
 };
 

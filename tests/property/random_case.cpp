@@ -174,13 +174,13 @@ std::string judge(const CasePlan& plan, Planted planted, const ShardedOptions& o
     if (plan.model.has_recompute() && !plan.model.autocast && !plan.model.has_buffers()) {
       found = check_recomputation(plan);
     }
-    for (const std::string& line : run_sharded(plan, run_referee(plan, planted), options)) {
+    for (const std::string& line : run_sharded(plan, run_reference(plan, planted), options)) {
       found += "  " + line + "\n";
     }
   } catch (const NotFinite&) {
     return {};
   } catch (const std::exception& error) {
-    found += std::string("  the referee fails: ") + error.what() + "\n";
+    found += std::string("  the reference fails: ") + error.what() + "\n";
   }
   if (found.empty()) {
     return {};

@@ -1,16 +1,16 @@
 // A training run drawn from a seed: a model, ranks, options, batches and weights; run unsharded as
-// the referee, and sharded over ranks as threads.
+// the reference, and sharded over ranks as threads.
 //
 // [Note: no tolerance for gradients]
-// The referee runs every rank's micro-batches through plain LibTorch, one after the other, and adds
-// their gradients in the order that the engine promises: over ranks in rank order in fp32, then
-// over micro-batches. Every operator sees the same numbers in both runs, so parameters must be
+// The reference runs every rank's micro-batches through plain LibTorch, one after the other, and
+// adds their gradients in the order that the engine promises: over ranks in rank order in fp32,
+// then over micro-batches. Every operator sees the same numbers in both runs, so parameters must be
 // equal to the bit after every step, for every number of ranks and all options. Weights are
 // multiples of 1/4, so their sums are exact; the learning rate is a power of two, so that an update
 // rounds once, with and without fma.
 //
 // What is summed in fp64 in another order has a bound: the sum of n products, each rounded once,
-// is off by at most n * 2^-53 * sum |term| (to first order), and so is the referee's; their
+// is off by at most n * 2^-53 * sum |term| (to first order), and so is the reference's; their
 // difference is below n * 2^-52 * sum |term|. For a norm all terms are positive: its square has
 // relative error n * 2^-52, its root half of that, and the division adds 2^-53.
 //
@@ -99,7 +99,7 @@ struct StepOutcome {
   std::vector<std::vector<at::Tensor>> leaf_gradients;
 };
 
-// Mistakes that the comparison must find; made on purpose, in the referee.
+// Mistakes that the comparison must find; made on purpose, in the reference.
 enum class Planted : std::uint8_t {
   kNothing,
   kGradientOff,        // of one parameter, by a factor of 1 + 2^-10
@@ -110,7 +110,7 @@ enum class Planted : std::uint8_t {
 struct NotFinite : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-std::vector<StepOutcome> run_referee(const CasePlan& plan, Planted planted = Planted::kNothing);
+std::vector<StepOutcome> run_reference(const CasePlan& plan, Planted planted = Planted::kNothing);
 
 // What else a test wants done to the runs of a case.
 struct ShardedOptions {

@@ -1,4 +1,4 @@
-// The referee: plain LibTorch, one batch after the other.
+// The reference: plain LibTorch, one batch after the other.
 
 #include <array>
 #include <cmath>
@@ -57,9 +57,9 @@ void add(at::Tensor& sum, const at::Tensor& term) {
   }
 }
 
-class Referee {
+class Reference {
  public:
-  Referee(const CasePlan& plan, Planted planted)
+  Reference(const CasePlan& plan, Planted planted)
       : plan_(plan),
         planted_(planted),
         program_(plan.model, plain_options()),
@@ -163,9 +163,9 @@ class Referee {
   // The buffers of a rank, while its batches run.
   class AsRank {
    public:
-    AsRank(Referee& referee, int rank)
-        : current_(referee.program_.buffers()),
-          own_(referee.buffers_[static_cast<std::size_t>(rank)]) {
+    AsRank(Reference& reference, int rank)
+        : current_(reference.program_.buffers()),
+          own_(reference.buffers_[static_cast<std::size_t>(rank)]) {
       assign(current_, own_);
     }
     ~AsRank() { assign(own_, current_); }
@@ -305,11 +305,11 @@ class Referee {
 
 }  // namespace
 
-std::vector<StepOutcome> run_referee(const CasePlan& plan, Planted planted) {
-  Referee referee(plan, planted);
+std::vector<StepOutcome> run_reference(const CasePlan& plan, Planted planted) {
+  Reference reference(plan, planted);
   std::vector<StepOutcome> outcomes;
   for (int step = 0; step < plan.steps; ++step) {
-    outcomes.push_back(referee.run_step(step));
+    outcomes.push_back(reference.run_step(step));
   }
   return outcomes;
 }

@@ -1,6 +1,6 @@
-// Training without torch, where every gather, reduction, copy and update may come late: what
-// coordinator, reducer and optimizer do together, on the mock device and over late ranks, against
-// the same arithmetic done at once by one thread.
+// Training without torch, where every gather, reduction, copy and update may be delayed: what
+// coordinator, reducer and optimizer do together, on the mock device and over delayed ranks,
+// against the same arithmetic done at once by one thread.
 //
 // A step runs units forward and backward in an order of its own. Every use reads all it has been
 // given and compares it, so a use that came too early meets poison or old values; the gradient of a

@@ -1,5 +1,5 @@
 // Delays in gathers, reductions, copies and updates change no bit.
-#include "tests/property/late_training.h"
+#include "tests/property/delayed_training.h"
 
 #include <cstdint>
 #include <mutex>
@@ -34,9 +34,9 @@ std::string findings_of(const TrainingPlan& plan, const Versions& expected) {
   return found;
 }
 
-class LateTraining : public ::testing::TestWithParam<int> {};
+class DelayedTraining : public ::testing::TestWithParam<int> {};
 
-TEST_P(LateTraining, EqualsTrainingAtOnceToTheBit) {
+TEST_P(DelayedTraining, EqualsTrainingAtOnceToTheBit) {
   const auto first = static_cast<std::uint64_t>(GetParam()) * kRunsPerPart;
   for (std::uint64_t seed = first; seed < first + kRunsPerPart; ++seed) {
     const TrainingPlan plan = draw_training(seed);
@@ -45,13 +45,13 @@ TEST_P(LateTraining, EqualsTrainingAtOnceToTheBit) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, LateTraining, ::testing::Range(0, 4),
+INSTANTIATE_TEST_SUITE_P(Seeds, DelayedTraining, ::testing::Range(0, 4),
                          [](const auto& part) { return "Part" + std::to_string(part.param); });
 
 // A comparison that cannot fail proves nothing.
-class LateTrainingMistake : public ::testing::TestWithParam<int> {};
+class DelayedTrainingMistake : public ::testing::TestWithParam<int> {};
 
-TEST_P(LateTrainingMistake, InOneElementIsFound) {
+TEST_P(DelayedTrainingMistake, InOneElementIsFound) {
   for (std::uint64_t seed = 0; seed < 5; ++seed) {
     const TrainingPlan plan = draw_training(seed);
     Versions expected = train_at_once(plan);
@@ -64,7 +64,7 @@ TEST_P(LateTrainingMistake, InOneElementIsFound) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, LateTrainingMistake, ::testing::Values(0),
+INSTANTIATE_TEST_SUITE_P(Seeds, DelayedTrainingMistake, ::testing::Values(0),
                          [](const auto&) { return "Planted"; });
 
 }  // namespace

@@ -1,5 +1,6 @@
-// A device with memory of its own: where shards live and who updates them changes no bit. On the
-// late double, which is a CPU, the referee is the CPU's resident run; on CUDA it is CUDA's own.
+// A discrete device: where shards live and who updates them changes no bit, also where ranks share
+// it, so that their calls pass through memory of the host. On the mock device, which is a CPU, the
+// reference is the CPU's resident run; on CUDA it is CUDA's own.
 #include <filesystem>
 #include <string>
 
@@ -15,13 +16,13 @@
 namespace tessera::testing {
 namespace {
 
-std::vector<Placed> own_memory_placements(const DiskDirectory& directory) {
+std::vector<Placed> discrete_placements(const DiskDirectory& directory) {
   const Options io = nvme_in(directory);
   const Options host{{"place.parameters", "host"}, {"place.optimizer", "host"}};
   const Options streamed = joined({{"optim.cpu_share", "0"}}, host);
   return {
       {"device", {{"place.parameters", "device"}, {"place.optimizer", "device"}}},
-      {"all by the processor", joined({{"optim.cpu_share", "1"}}, host)},
+      {"all by the CPU", joined({{"optim.cpu_share", "1"}}, host)},
       {"all by the device", streamed},
       {"all by the device, in small pieces",
        joined({{"optim.sub_group_bytes", "64KiB"}}, streamed)},
@@ -35,7 +36,7 @@ std::vector<Placed> own_memory_placements(const DiskDirectory& directory) {
   };
 }
 
-const std::vector<TrainedCase>& own_memory_cases() {
+const std::vector<TrainedCase>& discrete_cases() {
   static const std::vector<TrainedCase> cases = {{1, 1},
                                                  {1, 2},
                                                  {2, 1},
@@ -49,7 +50,7 @@ const std::vector<TrainedCase>& own_memory_cases() {
 }
 
 // Large enough that most parameters are not small ones, which never leave the device.
-RunSettings own_memory_settings(const TrainedCase& each) {
+RunSettings discrete_settings(const TrainedCase& each) {
   RunSettings settings;
   settings.model = models::gpt_preset("micro");
   settings.model.dtype = each.dtype;
@@ -72,7 +73,7 @@ void expect_bits_at_all_places(RunSettings settings, std::size_t case_index,
                                const RunOutcome& resident) {
   const DiskDirectory directory;
   const Options common = settings.options;
-  std::vector<Placed> all = own_memory_placements(directory);
+  std::vector<Placed> all = discrete_placements(directory);
   if (settings.model.dtype != DType::kFloat32) {  // which are their own masters
     all.push_back(
         {"parameters only", {{"place.parameters", "host"}, {"place.optimizer", "device"}}});
@@ -92,44 +93,44 @@ void expect_bits_at_all_places(RunSettings settings, std::size_t case_index,
 }
 
 std::string case_name(const ::testing::TestParamInfo<std::size_t>& info) {
-  return name_of(own_memory_cases()[info.param]);
+  return name_of(discrete_cases()[info.param]);
 }
 
-class OwnMemory : public ::testing::TestWithParam<std::size_t> {};
+class DiscreteDevice : public ::testing::TestWithParam<std::size_t> {};
 
-TEST_P(OwnMemory, GivesTheSameBitsWhereverShardsLiveAndWhoeverUpdates) {
-  RunSettings settings = own_memory_settings(own_memory_cases()[GetParam()]);
+TEST_P(DiscreteDevice, GivesTheSameBitsWhereverShardsLiveAndWhoeverUpdates) {
+  RunSettings settings = discrete_settings(discrete_cases()[GetParam()]);
   const RunOutcome resident = train(settings);
-  settings.device = RunDevice::kLate;
+  settings.device = RunDevice::kMock;
   EXPECT_TRUE(same_bits(train(settings), resident)) << "nothing planned";
   expect_bits_at_all_places(settings, GetParam(), resident);
 }
 
-INSTANTIATE_TEST_SUITE_P(Of, OwnMemory, ::testing::Range(std::size_t{0}, own_memory_cases().size()),
-                         case_name);
+INSTANTIATE_TEST_SUITE_P(Of, DiscreteDevice,
+                         ::testing::Range(std::size_t{0}, discrete_cases().size()), case_name);
 
-class OwnMemoryOnCuda : public ::testing::TestWithParam<std::size_t> {};
+class DiscreteDeviceOnCuda : public ::testing::TestWithParam<std::size_t> {};
 
-TEST_P(OwnMemoryOnCuda, GivesTheSameBitsWhereverShardsLiveAndWhoeverUpdates) {
+TEST_P(DiscreteDeviceOnCuda, GivesTheSameBitsWhereverShardsLiveAndWhoeverUpdates) {
   if (device::num_cuda_devices() == 0) {
     GTEST_SKIP() << "no GPU: " << device::cuda_description();
   }
-  const TrainedCase& each = own_memory_cases()[GetParam()];
+  const TrainedCase& each = discrete_cases()[GetParam()];
   if (each.ranks > 1) {
     GTEST_SKIP() << "ranks as threads share autograd's one thread per GPU";
   }
-  RunSettings settings = own_memory_settings(each);
+  RunSettings settings = discrete_settings(each);
   settings.device = RunDevice::kCuda;
   expect_bits_at_all_places(settings, kAllPlaces, train(settings));
 }
 
-INSTANTIATE_TEST_SUITE_P(Of, OwnMemoryOnCuda,
-                         ::testing::Range(std::size_t{0}, own_memory_cases().size()), case_name);
+INSTANTIATE_TEST_SUITE_P(Of, DiscreteDeviceOnCuda,
+                         ::testing::Range(std::size_t{0}, discrete_cases().size()), case_name);
 
 // fp16 whose first loss scales are too large. What is resident lets the device find the factors of
 // a step, and learns afterwards that it was skipped; where it is placed the host finds them first.
 RunSettings overflowing() {
-  RunSettings settings = own_memory_settings({1, 1, "adamw", DType::kFloat16});
+  RunSettings settings = discrete_settings({1, 1, "adamw", DType::kFloat16});
   settings.steps = 8;
   settings.options.emplace_back("loss_scale.initial", "4194304");
   settings.options.emplace_back("loss_scale.hysteresis", "1");
@@ -157,14 +158,14 @@ void expect_same_skips(const RunOutcome& run, const RunOutcome& other) {
   }
 }
 
-TEST(OwnMemorySkips, StepsThatOverflowWithTheSameBits) {
+TEST(DiscreteDeviceSkips, StepsThatOverflowWithTheSameBits) {
   RunSettings settings = overflowing();
   const RunOutcome on_cpu = train(settings);
-  settings.device = RunDevice::kLate;
+  settings.device = RunDevice::kMock;
   expect_same_skips(train(settings), on_cpu);
 }
 
-TEST(OwnMemorySkipsOnCuda, StepsThatOverflowWithTheSameBits) {
+TEST(DiscreteDeviceSkipsOnCuda, StepsThatOverflowWithTheSameBits) {
   if (device::num_cuda_devices() == 0) {
     GTEST_SKIP() << "no GPU: " << device::cuda_description();
   }
@@ -177,7 +178,7 @@ TEST(OwnMemorySkipsOnCuda, StepsThatOverflowWithTheSameBits) {
 }
 
 void expect_planned_bytes(RunDevice device) {
-  RunSettings settings = own_memory_settings({1, 1, "adamw", DType::kBFloat16});
+  RunSettings settings = discrete_settings({1, 1, "adamw", DType::kBFloat16});
   settings.device = device;
   settings.gives_shapes = true;
   settings.options.emplace_back("place.parameters", "host");
@@ -193,7 +194,7 @@ void expect_planned_bytes(RunDevice device) {
       EXPECT_LE(bytes, planned + 65536) << where << ": single numbers, such as the norm";
     } else if (tier == Tier::kDevice && role == Role::kGradient) {
       EXPECT_LE(bytes, planned) << where << ": autograd's memory, held while it is needed";
-    } else if (tier == Tier::kDevice && device == RunDevice::kLate) {
+    } else if (tier == Tier::kDevice && device == RunDevice::kMock) {
       EXPECT_GE(bytes, planned) << where;  // it is the host's memory after all, in whole pages
     } else {
       EXPECT_EQ(bytes, planned) << where;
@@ -207,13 +208,48 @@ void expect_planned_bytes(RunDevice device) {
   }
 }
 
-TEST(OwnMemoryBytes, AreWhatThePlanSays) { expect_planned_bytes(RunDevice::kLate); }
+TEST(DiscreteDeviceBytes, AreWhatThePlanSays) { expect_planned_bytes(RunDevice::kMock); }
 
-TEST(OwnMemoryBytesOnCuda, AreWhatThePlanSays) {
+TEST(DiscreteDeviceBytesOnCuda, AreWhatThePlanSays) {
   if (device::num_cuda_devices() == 0) {
     GTEST_SKIP() << "no GPU: " << device::cuda_description();
   }
   expect_planned_bytes(RunDevice::kCuda);
+}
+
+void expect_bits_on_a_shared_device(DType dtype) {
+  const DiskDirectory directory;
+  const Placed placements[] = {
+      {"nothing planned", {}},
+      {"on the device", {{"place.parameters", "device"}, {"place.optimizer", "device"}}},
+      {"in host memory",
+       {{"place.parameters", "host"}, {"place.optimizer", "host"}, {"optim.cpu_share", "0.5"}}},
+      {"on NVMe",
+       joined({{"place.parameters", "nvme"}, {"place.optimizer", "nvme"}}, nvme_in(directory))}};
+  RunSettings settings = discrete_settings({2, 2, "adamw", dtype});
+  const RunOutcome on_cpus = train(settings);
+  settings.device = RunDevice::kMock;
+  settings.copies_calls = true;
+  settings.gives_shapes = true;
+  const Options common = settings.options;
+  for (const auto& [name, options] : placements) {
+    settings.options = joined(common, options);
+    const RunOutcome shared = train(settings);
+    EXPECT_TRUE(same_bits(shared, on_cpus))
+        << name << ": " << difference(shared, on_cpus).describe();
+    if (!options.empty()) {
+      ASSERT_TRUE(shared.placement.has_value()) << name;
+      EXPECT_EQ(shared.placement->comm_tier, Tier::kPinned) << name;
+      EXPECT_EQ(shared.comm_peak_bytes, settings.ranks * shared.placement->comm_bytes) << name;
+    }
+  }
+}
+
+TEST(SharedDevice, GivesTheBitsOfCpusWithinThePlannedStaging) {
+  expect_bits_on_a_shared_device(DType::kFloat32);
+}
+TEST(SharedDevice, GivesTheBitsOfCpusWithinThePlannedStagingInBf16) {
+  expect_bits_on_a_shared_device(DType::kBFloat16);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "tests/property/late_training.h"
+#include "tests/property/delayed_training.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,0 +1,38 @@
+// Internal to engine: what the objects of one engine share: its ranks, parameters, tiers and
+// coordinator, and which calls are legal now. It outlives the objects.
+//
+// Threads: as Engine.
+#pragma once
+
+#include <memory>
+
+#include "tessera/comm/group.h"
+#include "tessera/coordinator/coordinator.h"
+#include "tessera/engine/engine.h"
+#include "tessera/engine/engine_tiers.h"
+#include "tessera/engine/lifecycle.h"
+#include "tessera/engine/runtime.h"
+#include "tessera/shard/param.h"
+
+namespace tessera::engine {
+
+struct EngineContext {
+  // Collective, with NVMe or a group that is not the runtime's.
+  EngineContext(Runtime& runtime, const EngineOptions& options);
+  ~EngineContext();
+  EngineContext(const EngineContext&) = delete;
+  EngineContext& operator=(const EngineContext&) = delete;
+
+  // In the order of dependence.
+  Runtime& runtime;
+  const std::unique_ptr<device::Device> shard_device;  // where shards live; null: the runtime's
+  comm::Group& group;                                  // the ranks that parameters are cut over
+  shard::ParamTable params;
+  EngineTiers tiers;
+  const std::unique_ptr<comm::Group> own_reduce_group;  // of a given group; null: the runtime's
+  comm::Group& reduce_group;                            // see Runtime::reduce_group()
+  coordinator::Coordinator coordinator;
+  Lifecycle lifecycle;
+};
+
+}  // namespace tessera::engine

@@ -1,0 +1,33 @@
+#include "tessera/engine/engine_objects.h"
+
+#include "tessera/core/error.h"
+
+namespace tessera::engine {
+
+void EngineObjects::begin_pass() {
+  context.lifecycle.check_usable();
+  finalize();
+  driver.notice_trainable();
+  driver.end_failed_backward();
+}
+
+void EngineObjects::finalize() {
+  if (context.lifecycle.is_finalized()) {
+    return;
+  }
+  TESSERA_CHECK(context.params.num_params() > 0, ConfigError,
+                "the engine has no parameters; make units of modules with parameters first");
+  driver.notice_trainable();  // plan and optimizer are made for what is trained
+  access.check_no_early_scope();
+  model.finalize_leaves();
+  if (context.tiers.is_planned()) {
+    context.tiers.settle(model.shapes());
+    context.tiers.reserve_staging(context.reduce_group);
+    context.coordinator.set_tier(context.tiers.coordinator_options());
+  }
+  model.finalize_units();
+  driver.finalize();
+  context.lifecycle.set_finalized();
+}
+
+}  // namespace tessera::engine
