@@ -21,7 +21,7 @@ void EngineObjects::finalize() {
   access.check_no_early_scope();
   model.finalize_leaves();
   if (context.tiers.is_planned()) {
-    context.tiers.settle(model.shapes());
+    context.tiers.finalize(model.shapes());
     context.tiers.reserve_staging(context.reduce_group);
     context.coordinator.set_tier(context.tiers.coordinator_options());
   }

@@ -98,7 +98,7 @@ inline std::vector<std::exception_ptr> failures_of(
   comm::ThreadWorldOptions world;
   world.num_ranks = ranks;
   comm::GroupOptions options;
-  options.beat = std::chrono::milliseconds(20);
+  options.heartbeat = std::chrono::milliseconds(20);
   return comm::run_ranks_collecting(world, options, [&](comm::Group& group) {
     Runtime runtime(config, group, {-1, 1});
     Engine engine(runtime);
