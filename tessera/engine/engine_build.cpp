@@ -361,7 +361,6 @@ void Engine::Impl::make_reducer() {
                            runtime.spans()};
   if (runtime.device().is_discrete()) {
     optim::set_reducer_kernels(parts, runtime.kernels());
-    parts.leaves_to_host = tiers.leaving_gradients();
   } else if (early_.is_on()) {
     // Gradients go before step() asks for the norm. Not by the kernels: a thread of the optimizer
     // may use them meanwhile.
@@ -383,12 +382,13 @@ void Engine::Impl::make_reducer() {
   }
   if (const planner::Placement* placement = tiers.placement()) {
     reductions.bucket_bytes = placement->bucket_bytes;
+    parts.one_backward = runtime.device().is_discrete() && placement->gradients_leave_early;
     if (placement->kept_gradient_bytes > 0) {
       parts.most_kept_bytes = placement->kept_gradient_bytes;
     }
   }
   parts.is_planned = tiers.is_planned();
-  parts.tier = tiers.gradient_tier();
+  parts.nvme = tiers.gradient_tier();
   parts.ledger = tiers.is_planned() ? &runtime.ledger() : nullptr;
   parts.block_sum_of_squares = [](const float* values, std::int64_t numel) {
     return optim::best_loops().block_sum_of_squares(values, numel);

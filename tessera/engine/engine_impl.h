@@ -55,8 +55,8 @@ inline void add_stats(grad::ReducerStats& to, const grad::ReducerStats& stats) {
   to.held_bytes_peak = std::max(to.held_bytes_peak, stats.held_bytes_peak);
   to.exposed_wait_s += stats.exposed_wait_s;
   to.host_bytes += stats.host_bytes;
-  to.stored_read_bytes += stats.stored_read_bytes;
-  to.stored_written_bytes += stats.stored_written_bytes;
+  to.nvme_read_bytes += stats.nvme_read_bytes;
+  to.nvme_written_bytes += stats.nvme_written_bytes;
 }
 
 class Engine::Impl {

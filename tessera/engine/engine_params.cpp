@@ -132,7 +132,7 @@ void Engine::Impl::let_go_of_copies(coordinator::UnitId unit) {
   for (shard::Param* const param : coordinator_->unit(unit).params) {
     if (param->device_copy().values != nullptr) {
       param->set_device_copy({});
-      reducer_->let_go(param->id());
+      reducer_->free_gradient(param->id());
     }
   }
 }

@@ -10,8 +10,6 @@
 #include "tessera/core/option_table.h"
 #include "tessera/engine/host_tier_device.h"
 #include "tessera/engine/memory_lender.h"
-#include "tessera/optim/sharded_optimizer.h"
-#include "tessera/optim/tiered_optimizer.h"
 #include "tessera/tier/io_measure.h"
 
 namespace tessera::engine {
@@ -237,11 +235,7 @@ void EngineTiers::settle(const planner::ModelShapes& model) {
     plan(model);
   }
   move_shards();
-  if (options_.on_cuda && placement_->gradients_leave_early) {
-    for (const planner::ShardPlaces& places : placement_->params) {
-      leaving_.push_back(!places.device_update);
-    }
-  }
+  set_placements();
   if (!placement_->uses_nvme) {
     feed_.reset();
     shards_.reset();
@@ -281,34 +275,40 @@ void EngineTiers::move_shard(shard::Param& param, Tier tier) {
   }
 }
 
+void EngineTiers::set_placements() {
+  const auto tier_of = [this](planner::Place place) {
+    return place == planner::Place::kNvme                       ? Tier::kNvme
+           : place == planner::Place::kHost && options_.on_cuda ? Tier::kHost
+                                                                : Tier::kDevice;
+  };
+  for (int id = 0; id < params_.num_params(); ++id) {
+    const planner::ShardPlaces& places = placement_->params[static_cast<std::size_t>(id)];
+    Placement placement{tier_of(places.parameter), Tier::kDevice, tier_of(places.states),
+                        places.device_update ? Updater::kDevice : Updater::kCpu};
+    if (places.gradient == planner::Place::kNvme) {
+      placement.gradient = Tier::kNvme;
+    } else if (options_.on_cuda && placement_->gradients_leave_early && !places.device_update) {
+      placement.gradient = Tier::kHost;
+    }
+    params_[id].set_placement(placement);
+  }
+}
+
 void EngineTiers::make_gradient_tier() {
-  grad::GradientTier gradients;
   std::uint64_t bytes = 0;
   for (int id = 0; id < params_.num_params(); ++id) {
-    const bool stores =
-        placement_->params[static_cast<std::size_t>(id)].gradient == planner::Place::kNvme;
-    const std::size_t each = tier::whole_blocks(
-        static_cast<std::size_t>(params_[id].layout().shard_numel()) * sizeof(float));
-    gradients.offset.push_back(stores ? static_cast<std::int64_t>(bytes) : -1);
-    bytes += stores ? each : 0;
+    if (params_[id].placement().gradient == Tier::kNvme) {
+      bytes += tier::whole_blocks(static_cast<std::size_t>(params_[id].layout().shard_numel()) *
+                                  sizeof(float));
+    }
   }
   if (bytes == 0) {
     return;
   }
   gradient_store_ = make_store("gradients", Role::kGradient, bytes);
-  for (int id = 0; id < params_.num_params(); ++id) {
-    if (gradients.offset[static_cast<std::size_t>(id)] >= 0) {
-      gradient_store_->allocate(
-          static_cast<std::size_t>(params_[id].layout().shard_numel()) * sizeof(float),
-          detail::concat("gradient of parameter '", params_[id].name(), "'"));
-    }
-  }
   gradient_pool_ = std::make_unique<tier::BufferPool>(
       runtime_.device(), Tier::kHost, static_cast<std::size_t>(placement_->gradient_pool_bytes),
       "gradient buffers");
-  gradients.store = gradient_store_.get();
-  gradients.buffers = gradient_pool_.get();
-  gradients_ = std::move(gradients);
 }
 
 coordinator::TierOptions EngineTiers::coordinator_options() const {
@@ -349,54 +349,49 @@ void EngineTiers::release_staging(comm::Group& reductions) noexcept {
 }
 
 std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleOptions& rule) {
-  const bool is_discrete = runtime_.device().is_discrete();
-  device::Device* device = is_discrete ? &runtime_.host_device() : &runtime_.device();
-  if (is_planned_ && !is_discrete && options_.optimizer == planner::Wish::kHost) {
-    host_device_ = std::make_unique<HostTierDevice>(runtime_.device());
+  device::Device* device = &runtime_.device();
+  if (is_planned_ && !device->is_discrete() && options_.optimizer == planner::Wish::kHost) {
+    host_device_ = std::make_unique<HostTierDevice>(*device);
     device = host_device_.get();
   }
-  if (!is_planned_ || (!is_discrete && !uses_nvme())) {
-    return std::make_unique<optim::ShardedOptimizer>(
-        params_, is_discrete ? runtime_.device() : *device, runtime_.kernels(), rule);
+  optim::OptimizerOptions options{*device, runtime_.kernels(), runtime_.clock(), runtime_.spans()};
+  if (device->is_discrete()) {
+    options.host = &runtime_.host_device();
+    options.host_kernels = &runtime_.host_kernels();
   }
-  optim::TieredParts parts{runtime_.clock(), runtime_.spans()};
-  bool stores_states = false;
-  for (const planner::ShardPlaces& places : placement_->params) {
-    parts.stored.push_back(
-        {places.parameter == planner::Place::kNvme, places.gradient == planner::Place::kNvme,
-         places.states == planner::Place::kNvme, is_discrete && places.device_update,
-         is_discrete && places.states == planner::Place::kDevice});
-    stores_states = stores_states || places.states == planner::Place::kNvme;
+  if (is_planned_) {
+    bool on_nvme = false;
+    for (int id = 0; id < params_.num_params(); ++id) {
+      on_nvme = on_nvme || params_[id].placement().states == Tier::kNvme;
+    }
+    if (on_nvme) {
+      state_store_ =
+          make_store("states", Role::kOptimizer,
+                     static_cast<std::uint64_t>(placement_->bytes(Tier::kNvme, Role::kOptimizer)));
+      options.states = state_store_.get();
+    }
+    options.parameters = shards_.get();
+    if (placement_->optimizer_pool_bytes > 0) {
+      optimizer_pool_ = std::make_unique<tier::BufferPool>(
+          runtime_.device(), io_memory(),
+          static_cast<std::size_t>(placement_->optimizer_pool_bytes), "optimizer buffers");
+      options.buffers = optimizer_pool_.get();
+    }
+    options.sub_group_numel = placement_->sub_group_numel;
+    options.num_slots = placement_->num_update_slots;
+    options.slot_bytes = static_cast<std::size_t>(placement_->update_slot_bytes);
+    options.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
+    options.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
+    options.on_updated = [this](int id, std::int64_t begin, std::int64_t numel,
+                                const void* values) {
+      return feed_ && feed_->offer(id, begin, numel, values);
+    };
   }
-  if (stores_states) {
-    state_store_ =
-        make_store("states", Role::kOptimizer,
-                   static_cast<std::uint64_t>(placement_->bytes(Tier::kNvme, Role::kOptimizer)));
-    parts.states = state_store_.get();
-  }
-  parts.parameters = shards_.get();
-  if (placement_->optimizer_pool_bytes > 0) {
-    optimizer_pool_ = std::make_unique<tier::BufferPool>(
-        runtime_.device(), io_memory(), static_cast<std::size_t>(placement_->optimizer_pool_bytes),
-        "optimizer buffers");
-    parts.buffers = optimizer_pool_.get();
-  }
-  parts.sub_group_numel = placement_->sub_group_numel;
-  if (is_discrete) {
-    parts.own = {&runtime_.device(), &runtime_.kernels(), placement_->num_update_slots,
-                 static_cast<std::size_t>(placement_->update_slot_bytes)};
-  }
-  parts.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
-  parts.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
-  parts.on_updated = [this](int id, std::int64_t begin, std::int64_t numel, const void* values) {
-    return feed_ && feed_->offer(id, begin, numel, values);
-  };
-  auto optimizer = std::make_unique<optim::TieredOptimizer>(
-      params_, *device, runtime_.host_kernels(), rule, std::move(parts));
+  auto optimizer = std::make_unique<optim::Optimizer>(params_, rule, std::move(options));
   optimizer_ = optimizer.get();
   lender_.reset();
-  if (optimizer_->device_update() != nullptr && placement_->num_update_slots > 0) {
-    lender_ = std::make_unique<MemoryLender>(runtime_, *optimizer_->device_update());
+  if (is_planned_ && placement_->num_update_slots > 0) {
+    lender_ = std::make_unique<MemoryLender>(runtime_, optimizer_->device_executor());
   }
   return optimizer;
 }
@@ -453,13 +448,13 @@ TierIo EngineTiers::take_io() {
     io.lent_wait_s = lender_->take_wait_s();
   }
   if (optimizer_ != nullptr) {
-    const optim::TieredStats stats = optimizer_->take_stats();
+    const optim::OptimizerStats stats = optimizer_->take_stats();
     io.update_read_wait_s = stats.read_wait_s;
     io.update_lease_wait_s = stats.lease_wait_s;
     io.update_s = stats.update_s;
-    io.link_up_bytes = stats.states_up_bytes + stats.parameters_up_bytes;
+    io.link_up_bytes = stats.states_h2d_bytes + stats.parameters_h2d_bytes;
     io.link_down_bytes =
-        stats.states_down_bytes + stats.parameters_down_bytes + stats.gradients_down_bytes;
+        stats.states_d2h_bytes + stats.parameters_d2h_bytes + stats.gradients_d2h_bytes;
   }
   return io;
 }

@@ -26,17 +26,12 @@
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/coordinator/shard_feed.h"
 #include "tessera/engine/runtime.h"
-#include "tessera/grad/gradient_tier.h"
+#include "tessera/grad/reducer.h"
 #include "tessera/optim/optimizer.h"
-#include "tessera/optim/tiered_parts.h"
 #include "tessera/planner/placement.h"
 #include "tessera/shard/param.h"
 #include "tessera/shard/shard_store.h"
 #include "tessera/tier/file_store.h"
-
-namespace tessera::optim {
-class TieredOptimizer;
-}
 
 namespace tessera::engine {
 
@@ -97,11 +92,7 @@ class EngineTiers {
   // The groups may outlive the plan.
   void release_staging(comm::Group& reductions) noexcept;
   // Null: all gradients are in memory.
-  const grad::GradientTier* gradient_tier() const { return gradients_ ? &*gradients_ : nullptr; }
-  // By id: gradients that go to memory of the host as they come. Null: they stay on the device.
-  const std::vector<bool>* leaving_gradients() const {
-    return leaving_.empty() ? nullptr : &leaving_;
-  }
+  grad::GradientTier gradient_tier() const { return {gradient_store_.get(), gradient_pool_.get()}; }
   std::unique_ptr<optim::Optimizer> make_optimizer(const optim::RuleOptions& rule);
 
   // --- one step (memory_lender.h) ---
@@ -130,6 +121,7 @@ class EngineTiers {
   void move_shard(shard::Param& param, Tier home);
   Tier planned_tier(int id) const;
   Tier io_memory() const;
+  void set_placements();
   void make_gradient_tier();
   std::string agree_on_run();
 
@@ -154,10 +146,8 @@ class EngineTiers {
   std::unique_ptr<coordinator::ShardFeed> feed_;
   std::unique_ptr<tier::BufferPool> gradient_pool_;
   std::unique_ptr<tier::BufferPool> optimizer_pool_;
-  std::optional<grad::GradientTier> gradients_;
-  std::vector<bool> leaving_;
-  optim::TieredOptimizer* optimizer_ = nullptr;  // the one that was made last
-  std::unique_ptr<MemoryLender> lender_;         // null: its device updates nothing that streams
+  optim::Optimizer* optimizer_ = nullptr;  // the one that was made last
+  std::unique_ptr<MemoryLender> lender_;   // null: its device updates nothing that streams
 
   TierIo taken_;  // sums of stores at the last take_io()
 };

@@ -2,7 +2,7 @@
 //
 // Activations of a unit are gone when its backward has ended, and nobody needs their memory before
 // its next forward. Meanwhile states of the optimizer may come up to the device in it
-// (optim/device_update.h): the link has nothing else to do then.
+// (optim/device_executor.h): the link has nothing else to do then.
 //
 //   backward of unit k has ended    what torch holds now, with what is lent, is less than when
 //                                   backward began: as much is lent
@@ -29,14 +29,14 @@
 #include <utility>
 
 #include "tessera/engine/runtime.h"
-#include "tessera/optim/device_update.h"
+#include "tessera/optim/device_executor.h"
 
 namespace tessera::engine {
 
 class MemoryLender {
  public:
   // Both outlive this.
-  MemoryLender(Runtime& runtime, optim::DeviceUpdate& borrower);
+  MemoryLender(Runtime& runtime, optim::DeviceExecutor& borrower);
   // `lends`: an update follows this backward.
   void begin_backward(bool lends);
   void end_backward_of(int unit);
@@ -51,7 +51,7 @@ class MemoryLender {
   void note_freed();
 
   Runtime& runtime_;
-  optim::DeviceUpdate& borrower_;
+  optim::DeviceExecutor& borrower_;
   bool lends_ = false;
   double wait_s_ = 0;
   std::size_t num_lent_ = 0;

@@ -242,9 +242,12 @@ optim::SubGroupPlan sub_groups(const CutModel& cut, const std::vector<ShardPlace
     param.shard_numel = cut.layouts[i].shard_numel();
     param.dtype = cut.model.dtype;
     param.trainable = cut.is_trainable(i);
-    param.parameter_stored = places[i].parameter == Place::kNvme;
-    param.gradient_stored = places[i].gradient == Place::kNvme;
-    param.states_stored = places[i].states == Place::kNvme;
+    const auto tier = [](Place place) {
+      return place == Place::kNvme ? Tier::kNvme : Tier::kDevice;
+    };
+    param.placement.parameter = tier(places[i].parameter);
+    param.placement.gradient = tier(places[i].gradient);
+    param.placement.states = tier(places[i].states);
     params.push_back(param);
   }
   return optim::plan_sub_groups(params, sub_group_numel, cut.options.num_states);

@@ -5,7 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include "tessera/optim/sharded_optimizer.h"
+#include "tessera/optim/optimizer.h"
 #include "tests/engine/messages.h"
 #include "tests/engine/small_modules.h"
 
