@@ -8,8 +8,6 @@
 #include "tessera/core/option_table.h"
 #include "tessera/engine/host_tier_device.h"
 #include "tessera/engine/memory_lender.h"
-#include "tessera/optim/sharded_optimizer.h"
-#include "tessera/optim/tiered_optimizer.h"
 #include "tessera/planner/memory_planner.h"
 #include "tessera/planner/update_split.h"
 
@@ -136,12 +134,12 @@ void EngineTiers::finalize(const planner::ModelShapes& model) {
     make_plan(model);
   }
   for (int id = 0; id < params_.num_params(); ++id) {
-    const Placement& placement = plan_->params[static_cast<std::size_t>(id)];
+    Placement placement = plan_->params[static_cast<std::size_t>(id)];
+    if (!plan_->gradients_leave_early && placement.gradient == Tier::kHost) {
+      placement.gradient = Tier::kDevice;  // sums of several backwards go to the host with the step
+    }
     move_shard(params_[id], placement.parameter);
     params_[id].set_placement(placement);
-    if (plan_->gradients_leave_early) {
-      leaving_.push_back(placement.updater == Updater::kCpu);
-    }
   }
   if (!plan_->uses_nvme) {
     feed_.reset();
@@ -178,25 +176,10 @@ void EngineTiers::move_shard(shard::Param& param, Tier tier) {
 
 void EngineTiers::make_gradient_tier() {
   const std::int64_t bytes = plan_->bytes(Tier::kNvme, Role::kGradient);
-  if (bytes == 0) {
-    return;
+  if (bytes > 0) {
+    gradients_ = {&nvme_->make_store(Role::kGradient, bytes),
+                  &nvme_->make_buffers(Role::kGradient, Tier::kHost, plan_->gradient_pool_bytes)};
   }
-  tier::FileStore& store = nvme_->make_store(Role::kGradient, bytes);
-  grad::GradientTier gradients;
-  gradients.store = &store;
-  gradients.buffers =
-      &nvme_->make_buffers(Role::kGradient, Tier::kHost, plan_->gradient_pool_bytes);
-  for (int id = 0; id < params_.num_params(); ++id) {
-    std::int64_t offset = -1;
-    if (params_[id].placement().gradient == Tier::kNvme) {
-      const auto numel = static_cast<std::size_t>(params_[id].layout().shard_numel());
-      offset = static_cast<std::int64_t>(
-          store.allocate(numel * sizeof(float),
-                         detail::concat("gradient of parameter '", params_[id].name(), "'")));
-    }
-    gradients.offset.push_back(offset);
-  }
-  gradients_ = std::move(gradients);
 }
 
 coordinator::TierOptions EngineTiers::coordinator_options() const {
@@ -231,50 +214,37 @@ void EngineTiers::release_staging(comm::Group& reductions) noexcept {
   }
 }
 
-optim::TieredParts EngineTiers::tiered_parts() {
-  optim::TieredParts parts{runtime_.clock(), runtime_.spans()};
-  for (const Placement& each : plan_->params) {
-    parts.stored.push_back({each.parameter == Tier::kNvme, each.gradient == Tier::kNvme,
-                            each.states == Tier::kNvme, each.updater == Updater::kDevice,
-                            options_.is_discrete && each.states == Tier::kDevice});
-  }
-  if (const std::int64_t bytes = plan_->bytes(Tier::kNvme, Role::kOptimizer); bytes > 0) {
-    parts.states = &nvme_->make_store(Role::kOptimizer, bytes);
-  }
-  parts.parameters = shards_.get();
-  if (plan_->optimizer_pool_bytes > 0) {
-    parts.buffers = &nvme_->make_buffers(Role::kOptimizer, io_tier(), plan_->optimizer_pool_bytes);
-  }
-  parts.sub_group_numel = plan_->sub_group_numel;
-  if (options_.is_discrete) {
-    parts.own = {&runtime_.device(), &runtime_.kernels(), plan_->num_update_slots,
-                 static_cast<std::size_t>(plan_->update_slot_bytes)};
-  }
-  parts.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
-  parts.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
-  parts.on_updated = [this](int id, std::int64_t begin, std::int64_t numel, const void* values) {
-    return params_.pass_on(id, begin, numel, values);
-  };
-  return parts;
-}
-
 std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleOptions& rule) {
-  const bool is_discrete = runtime_.device().is_discrete();
-  device::Device* device = is_discrete ? &runtime_.host_device() : &runtime_.device();
-  if (is_planned_ && !is_discrete && options_.optimizer == Tier::kHost) {
-    host_device_ = std::make_unique<HostTierDevice>(runtime_.device());
+  device::Device* device = &runtime_.device();
+  if (is_planned_ && !device->is_discrete() && options_.optimizer == Tier::kHost) {
+    host_device_ = std::make_unique<HostTierDevice>(*device);
     device = host_device_.get();
   }
-  if (!is_planned_ || (!is_discrete && !uses_nvme())) {
-    return std::make_unique<optim::ShardedOptimizer>(
-        params_, is_discrete ? runtime_.device() : *device, runtime_.kernels(), rule);
+  optim::OptimizerOptions options{*device, runtime_.kernels(), runtime_.clock(), runtime_.spans()};
+  if (device->is_discrete()) {
+    options.host = &runtime_.host_device();
+    options.host_kernels = &runtime_.host_kernels();
   }
-  auto optimizer = std::make_unique<optim::TieredOptimizer>(
-      params_, *device, runtime_.host_kernels(), rule, tiered_parts());
+  if (is_planned_) {
+    if (const std::int64_t bytes = plan_->bytes(Tier::kNvme, Role::kOptimizer); bytes > 0) {
+      options.states = &nvme_->make_store(Role::kOptimizer, bytes);
+    }
+    options.parameters = shards_.get();
+    if (plan_->optimizer_pool_bytes > 0) {
+      options.buffers =
+          &nvme_->make_buffers(Role::kOptimizer, io_tier(), plan_->optimizer_pool_bytes);
+    }
+    options.sub_group_numel = plan_->sub_group_numel;
+    options.num_slots = plan_->num_update_slots;
+    options.slot_bytes = static_cast<std::size_t>(plan_->update_slot_bytes);
+    options.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
+    options.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
+  }
+  auto optimizer = std::make_unique<optim::Optimizer>(params_, rule, std::move(options));
   optimizer_ = optimizer.get();
   lender_.reset();
-  if (optimizer_->device_update() != nullptr && plan_->num_update_slots > 0) {
-    lender_ = std::make_unique<MemoryLender>(runtime_, *optimizer_->device_update());
+  if (is_planned_ && plan_->num_update_slots > 0) {
+    lender_ = std::make_unique<MemoryLender>(runtime_, optimizer_->device_executor());
   }
   return optimizer;
 }
@@ -311,13 +281,13 @@ TierIo EngineTiers::take_io() {
     io.lent_wait_s = lender_->take_wait_s();
   }
   if (optimizer_ != nullptr) {
-    const optim::TieredStats stats = optimizer_->take_stats();
+    const optim::OptimizerStats stats = optimizer_->take_stats();
     io.update_read_wait_s = stats.read_wait_s;
     io.update_lease_wait_s = stats.lease_wait_s;
     io.update_s = stats.update_s;
-    io.link_up_bytes = stats.states_up_bytes + stats.parameters_up_bytes;
+    io.link_up_bytes = stats.states_h2d_bytes + stats.parameters_h2d_bytes;
     io.link_down_bytes =
-        stats.states_down_bytes + stats.parameters_down_bytes + stats.gradients_down_bytes;
+        stats.states_d2h_bytes + stats.parameters_d2h_bytes + stats.gradients_d2h_bytes;
   }
   return io;
 }

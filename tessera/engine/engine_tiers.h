@@ -22,16 +22,11 @@
 #include "tessera/coordinator/shard_loader.h"
 #include "tessera/engine/nvme_stores.h"
 #include "tessera/engine/runtime.h"
-#include "tessera/grad/gradient_tier.h"
+#include "tessera/grad/reducer.h"
 #include "tessera/optim/optimizer.h"
-#include "tessera/optim/tiered_parts.h"
 #include "tessera/planner/memory_plan.h"
 #include "tessera/shard/param.h"
 #include "tessera/shard/shard_store.h"
-
-namespace tessera::optim {
-class TieredOptimizer;
-}
 
 namespace tessera::engine {
 
@@ -87,11 +82,7 @@ class EngineTiers {
   // The groups may outlive the plan.
   void release_staging(comm::Group& reductions) noexcept;
   // Null: all gradients are in memory.
-  const grad::GradientTier* gradient_tier() const { return gradients_ ? &*gradients_ : nullptr; }
-  // By id: gradients that go to host memory during backward. Null: they stay on the device.
-  const std::vector<bool>* leaving_gradients() const {
-    return leaving_.empty() ? nullptr : &leaving_;
-  }
+  grad::GradientTier gradient_tier() const { return gradients_; }
   std::unique_ptr<optim::Optimizer> make_optimizer(const optim::RuleOptions& rule);
 
   // --- one step (memory_lender.h) ---
@@ -115,7 +106,6 @@ class EngineTiers {
   void make_feed(std::int64_t buffer_bytes);
   void move_shard(shard::Param& param, Tier tier);
   void make_gradient_tier();
-  optim::TieredParts tiered_parts();
   // What a discrete device reads and writes without holding up the host is pinned.
   Tier io_tier() const { return options_.is_discrete ? Tier::kPinned : Tier::kHost; }
 
@@ -134,10 +124,9 @@ class EngineTiers {
   std::unique_ptr<NvmeStores> nvme_;
   std::unique_ptr<shard::ShardStore> shards_;
   std::unique_ptr<coordinator::ShardLoader> feed_;
-  std::optional<grad::GradientTier> gradients_;
-  std::vector<bool> leaving_;
-  optim::TieredOptimizer* optimizer_ = nullptr;  // the one that was made last
-  std::unique_ptr<MemoryLender> lender_;         // null: its device updates nothing that streams
+  grad::GradientTier gradients_;           // null: all gradients are in memory
+  optim::Optimizer* optimizer_ = nullptr;  // the one that was made last
+  std::unique_ptr<MemoryLender> lender_;   // null: its device updates nothing that streams
 };
 
 // Whether anything of a config asks for a plan.

@@ -10,7 +10,7 @@
 
 namespace tessera::engine {
 
-MemoryLender::MemoryLender(Runtime& runtime, optim::DeviceUpdate& borrower)
+MemoryLender::MemoryLender(Runtime& runtime, optim::DeviceExecutor& borrower)
     : runtime_(runtime), borrower_(borrower) {}
 
 void MemoryLender::begin_backward(bool lends) {

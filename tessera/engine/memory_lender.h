@@ -2,7 +2,7 @@
 //
 // Activations of a unit are gone when its backward has ended, and nobody needs their memory before
 // its next forward. Meanwhile optimizer states may be copied to the device into it
-// (optim/device_update.h): the link is idle then.
+// (optim/device_executor.h): the link is idle then.
 //
 //   backward of unit k has ended    what torch holds now, with what is lent, is less than when
 //                                   backward began: as much is lent
@@ -28,7 +28,7 @@
 #include <utility>
 
 #include "tessera/engine/runtime.h"
-#include "tessera/optim/device_update.h"
+#include "tessera/optim/device_executor.h"
 
 namespace tessera::engine {
 
@@ -57,7 +57,7 @@ inline bool is_spare(const SpareMemory& memory, std::int64_t bytes) {
 class MemoryLender {
  public:
   // Both outlive this.
-  MemoryLender(Runtime& runtime, optim::DeviceUpdate& borrower);
+  MemoryLender(Runtime& runtime, optim::DeviceExecutor& borrower);
   // `lends`: an update follows this backward.
   void begin_backward(bool lends);
   void end_backward_of(int unit);
@@ -72,7 +72,7 @@ class MemoryLender {
   void note_freed();
 
   Runtime& runtime_;
-  optim::DeviceUpdate& borrower_;
+  optim::DeviceExecutor& borrower_;
   bool lends_ = false;
   double wait_s_ = 0;
   std::size_t num_lent_ = 0;

@@ -51,8 +51,8 @@ void add_stats(grad::ReducerStats& to, const grad::ReducerStats& stats) {
   to.held_bytes_peak = std::max(to.held_bytes_peak, stats.held_bytes_peak);
   to.exposed_wait_s += stats.exposed_wait_s;
   to.host_bytes += stats.host_bytes;
-  to.stored_read_bytes += stats.stored_read_bytes;
-  to.stored_written_bytes += stats.stored_written_bytes;
+  to.nvme_read_bytes += stats.nvme_read_bytes;
+  to.nvme_written_bytes += stats.nvme_written_bytes;
 }
 
 }  // namespace
@@ -108,7 +108,6 @@ void StepDriver::make_reducer() {
                            ctx_.runtime.clock(), ctx_.runtime.spans()};
   if (ctx_.runtime.device().is_discrete()) {
     optim::set_reducer_kernels(parts, ctx_.runtime.kernels());
-    parts.leaves_to_host = ctx_.tiers.leaving_gradients();
   }
   if (ctx_.coordinator.meets()) {
     // Every call of this group is at a moment on which ranks have agreed.
@@ -122,12 +121,13 @@ void StepDriver::make_reducer() {
   }
   if (const planner::MemoryPlan* plan = ctx_.tiers.plan()) {
     reductions.bucket_bytes = plan->bucket_bytes;
+    parts.one_backward = ctx_.runtime.device().is_discrete() && plan->gradients_leave_early;
     if (plan->kept_gradient_bytes > 0) {
       parts.most_kept_bytes = plan->kept_gradient_bytes;
     }
   }
   parts.is_planned = ctx_.tiers.is_planned();
-  parts.tier = ctx_.tiers.gradient_tier();
+  parts.nvme = ctx_.tiers.gradient_tier();
   parts.ledger = ctx_.tiers.is_planned() ? &ctx_.runtime.ledger() : nullptr;
   parts.block_sum_of_squares = [](const float* values, std::int64_t numel) {
     return optim::best_loops().block_sum_of_squares(values, numel);
@@ -532,8 +532,8 @@ void StepDriver::change_trainable(const std::vector<int>& ids) {
 void StepDriver::free_device_copies(coordinator::UnitId unit) {
   for (shard::Param* const param : ctx_.coordinator.unit(unit).params) {
     if (param->device_copy().values != nullptr) {
-      param->set_device_copy({});
-      reducer_->let_go(param->id());
+      param->forget_device_copy();
+      reducer_->free_gradient(param->id());
     }
   }
 }

@@ -17,17 +17,17 @@ std::int64_t most_in_bucket(const BucketParam& param, std::int64_t capacity) {
   if (capacity >= kPieceStep) {
     return capacity / kPieceStep * kPieceStep;
   }
-  return param.stored ? kPieceStep : capacity;
+  return param.on_nvme ? kPieceStep : capacity;
 }
 
-// Gives buckets their places in the region, in their order.
+// Gives buckets their offsets in the region, in their order.
 void assign_region(BucketLayout& layout) {
   for (Bucket& bucket : layout.buckets) {
     bucket.region_offset = layout.region_numel;
     layout.largest_shard_numel = std::max(layout.largest_shard_numel, bucket.shard_numel);
     for (const Piece& piece : bucket.pieces) {
       const auto id = static_cast<std::size_t>(piece.param);
-      if (layout.is_stored[id]) {
+      if (layout.on_nvme[id]) {
         continue;
       }
       if (piece.shard_begin == 0) {
@@ -39,7 +39,7 @@ void assign_region(BucketLayout& layout) {
   layout.bucketed_numel = layout.region_numel;
 }
 
-// Gives dynamic parameters their places behind the buckets.
+// Gives dynamic parameters their offsets behind the buckets.
 void assign_dynamic(BucketLayout& layout, std::span<const BucketParam> params,
                     std::int64_t capacity) {
   std::int64_t shared_numel = 0;
@@ -49,7 +49,7 @@ void assign_dynamic(BucketLayout& layout, std::span<const BucketParam> params,
       continue;
     }
     layout.is_dynamic[static_cast<std::size_t>(param.id)] = true;
-    if (!param.stored) {
+    if (!param.on_nvme) {
       layout.region_offset[static_cast<std::size_t>(param.id)] = layout.region_numel;
       layout.region_numel += param.shard_numel;
     }
@@ -84,14 +84,14 @@ BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
     if (layout.region_offset.size() <= id) {
       layout.region_offset.resize(id + 1, -1);
       layout.is_dynamic.resize(id + 1, false);
-      layout.is_stored.resize(id + 1, false);
+      layout.on_nvme.resize(id + 1, false);
     }
-    layout.is_stored[id] = param.stored;
+    layout.on_nvme[id] = param.on_nvme;
     if (param.dynamic) {
       continue;
     }
     if (param.shard_numel == 0) {
-      layout.region_offset[id] = param.stored ? -1 : 0;
+      layout.region_offset[id] = param.on_nvme ? -1 : 0;
     } else if (travels_alone(param, capacity)) {
       const std::int64_t most = most_in_bucket(param, capacity);
       for (std::int64_t begin = 0; begin < param.shard_numel; begin += most) {

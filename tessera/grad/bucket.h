@@ -1,4 +1,4 @@
-// Which gradient travels in which bucket, at which place, and in which order buckets are reduced.
+// Which gradient travels in which bucket, at which offset, and in which order buckets are reduced.
 // Pure, and a function of the registration order alone: the same on every rank.
 //
 // Buckets are filled in the reverse of the registration order, which is about the order in which
@@ -13,9 +13,9 @@
 //   where piece p of rank r holds elements [r*shard_numel + begin, + numel) of its parameter
 //
 // The reduced shards of all parameters lie in one region of fp32, in bucket order: a bucket's
-// result is written where it stays. Stored parameters (gradient_tier.h) have no place there.
-// Dynamic parameters are in no bucket, since nobody knows whether anyone uses them; their places
-// follow, in reverse registration order as well, so that the parameters of one unit are neighbours.
+// result is written where it stays. Gradients on NVMe are not in it. Dynamic parameters are in no
+// bucket, since nobody knows whether anyone uses them; their shards follow, in reverse registration
+// order as well, so that the parameters of one unit are neighbours.
 //
 // Threads: plain data.
 #pragma once
@@ -27,15 +27,17 @@
 
 namespace tessera::grad {
 
-// Elements. The blocks of optim's sum of squares (kNormBlock), and whole blocks of a store: pieces
-// of stored shards begin at multiples of it.
+// Elements. The blocks of optim's sum of squares (kNormBlock), and whole blocks of NVMe: pieces
+// of shards on NVMe begin at multiples of it.
 inline constexpr std::int64_t kPieceStep = 4096;
+// Gradients on NVMe pass through buffers in tiles of at least this.
+inline constexpr std::size_t kSmallestPoolBytes = kPieceStep * sizeof(float);
 
 struct BucketParam {
   int id = 0;
   std::int64_t shard_numel = 0;
   bool dynamic = false;
-  bool stored = false;  // the same on every rank
+  bool on_nvme = false;  // the same on every rank
 };
 
 struct Piece {
@@ -58,7 +60,7 @@ struct BucketLayout {
   std::int64_t region_numel = 0;
   std::int64_t largest_shard_numel = 0;  // of a bucket
   std::vector<bool> is_dynamic;          // by id, as long as region_offset
-  std::vector<bool> is_stored;           // the same
+  std::vector<bool> on_nvme;             // the same
   std::int64_t bucketed_numel = 0;       // of the region; dynamic parameters have the rest
   // No bucket is larger that plan_buckets makes of a choice of the dynamic parameters alone.
   std::int64_t largest_dynamic_numel = 0;
@@ -66,8 +68,8 @@ struct BucketLayout {
 
 // `params`: trainable ones in registration order. `bucket_bytes`: most bytes of one bucket, of all
 // ranks together, in elements of `wire_bytes_per_element`; every bucket has at least one element
-// per rank, and one of a stored parameter that is cut at least kPieceStep. A parameter's pieces are
-// contiguous in the region.
+// per rank, and one of a parameter on NVMe that is cut at least kPieceStep. A parameter's pieces
+// are contiguous in the region.
 BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
                           std::int64_t bucket_bytes, std::size_t wire_bytes_per_element);
 

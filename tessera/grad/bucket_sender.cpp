@@ -13,14 +13,14 @@ void append_part(std::vector<ResultPart>& parts, const BucketLayout& layout, con
                  float* region, bool adds) {
   const auto id = static_cast<std::size_t>(piece.param);
   ResultPart part{nullptr, piece.bucket_offset, piece.numel, adds};
-  if (layout.is_stored[id]) {
-    part.stored = {piece.param, piece.shard_begin, piece.numel};
+  if (layout.on_nvme[id]) {
+    part.nvme = {piece.param, piece.shard_begin, piece.numel};
     parts.push_back(part);
     return;
   }
-  part.place = region + layout.region_offset[id] + piece.shard_begin;
-  if (!parts.empty() && parts.back().place != nullptr && parts.back().adds == adds &&
-      parts.back().place + parts.back().numel == part.place &&
+  part.to = region + layout.region_offset[id] + piece.shard_begin;
+  if (!parts.empty() && parts.back().to != nullptr && parts.back().adds == adds &&
+      parts.back().to + parts.back().numel == part.to &&
       parts.back().bucket_offset + parts.back().numel == part.bucket_offset) {
     parts.back().numel += part.numel;
   } else {
@@ -97,8 +97,8 @@ void BucketSender::send(const Bucket& bucket, std::vector<ResultPart> parts,
   }
   direct_ = {};
   float* output = nullptr;
-  if (parts.size() == 1 && parts.front().place != nullptr && !parts.front().adds) {
-    output = std::exchange(parts, {}).front().place;
+  if (parts.size() == 1 && parts.front().to != nullptr && !parts.front().adds) {
+    output = std::exchange(parts, {}).front().to;
   } else {
     output = scratch();
   }
@@ -128,7 +128,7 @@ bool BucketSender::waits_for_no_rank() const {
 BucketSender::Slot& BucketSender::slot() {
   if (slot_ == nullptr) {
     Slot& next = slots_[next_slot_];
-    settle(next);
+    finish(next);
     next_slot_ = (next_slot_ + 1) % slots_.size();
     slot_ = &next;
   }
@@ -169,24 +169,24 @@ void BucketSender::reserve(std::size_t num_slots) {
   }
 }
 
-void BucketSender::settle(Slot& slot) {
+void BucketSender::finish(Slot& slot) {
   stream_.wait_for(std::exchange(slot.reduced, {}));
   const auto* results = reinterpret_cast<const float*>(slot.scratch.data());
   for (const ResultPart& part : std::exchange(slot.parts, {})) {
     const float* result = results + part.bucket_offset;
-    if (part.place == nullptr) {
-      stream_.store(part.stored, result, DType::kFloat32, part.adds);
+    if (part.to == nullptr) {
+      stream_.put_on_nvme(part.nvme, result, DType::kFloat32, part.adds);
     } else if (part.adds) {
-      stream_.add(part.place, result, DType::kFloat32, part.numel);
+      stream_.add(part.to, result, DType::kFloat32, part.numel);
     } else {
-      stream_.copy(part.place, DType::kFloat32, result, DType::kFloat32, part.numel);
+      stream_.copy(part.to, DType::kFloat32, result, DType::kFloat32, part.numel);
     }
   }
 }
 
 void BucketSender::wait() {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
-    settle(slots_[(next_slot_ + i) % slots_.size()]);
+    finish(slots_[(next_slot_ + i) % slots_.size()]);
   }
   for (const Pending& reduced : in_flight_) {
     stream_.wait_for(reduced);

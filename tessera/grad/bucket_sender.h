@@ -3,15 +3,15 @@
 // A bucket that must be filled, or whose result does not stay where the reduction writes it,
 // borrows a slot: a buffer for the wire and a scratch shard for the result. There are two, taken in
 // turn; before one is used again, the stream is ordered behind the reduction it was used for and
-// the sum of its result, or its way into a store. A bucket that is reduced from the gradient's own
-// memory into its place needs none.
+// the sum of its result, or its way to NVMe. A bucket that is reduced from the gradient's own
+// memory into the region needs none.
 //
 // Invariants:
 //  (1) Between send() and send() all calls to put() and put_zeros() are for one bucket.
 //  (2) Waits only for its own reductions, two buckets back. Where ranks have not agreed to send the
 //      same buckets one after the other, waits_for_no_rank() comes before a put().
-//  (3) Where two results have one place, they get there in the order in which they were sent: a
-//      group finishes its calls in their order, and slots are settled in theirs.
+//  (3) Where two results go to one range, they get there in the order in which they were sent: a
+//      group finishes its calls in their order, and slots are finished in theirs.
 //
 // Threads: as Reducer.
 #pragma once
@@ -30,11 +30,11 @@ namespace tessera::grad {
 
 // Where a part of a bucket's result belongs.
 struct ResultPart {
-  float* place = nullptr;          // null: `stored`
+  float* to = nullptr;             // null: `nvme`
   std::int64_t bucket_offset = 0;  // in this rank's part of the bucket
   std::int64_t numel = 0;
   bool adds = false;  // to what is there; else it is overwritten
-  StoredPiece stored = {};
+  ShardPiece nvme = {};
 };
 // The part that `piece` is of a bucket's result; one that goes on where the last ends is joined to
 // it. `region`: as in `layout`.
@@ -50,7 +50,8 @@ class BucketSender {
   // Takes the memory of so many slots now.
   void reserve(std::size_t num_slots);
   // The next bucket takes the first slot, so that a model with one bucket needs no second one.
-  // REQUIRES: what is sent before the next call goes to the places of before, in the same order.
+  // REQUIRES: what is sent before the next call goes to the same ranges as before, in the same
+  // order.
   void rewind() { next_slot_ = 0; }
   // The next put() waits for the network at most: the reduction it must wait for, if any, has been
   // started by all ranks. Once true, it stays true until the next send().
@@ -60,7 +61,7 @@ class BucketSender {
   void put_zeros(const Bucket& bucket, const Piece& piece);
   // `parts` together are the whole bucket.
   void send(const Bucket& bucket, std::vector<ResultPart> parts, const comm::Label& label);
-  // Blocks until all results are in their places; throws what went wrong.
+  // Blocks until all results are where they belong; throws what went wrong.
   void wait();
   // Waits for what is in flight, whatever becomes of it; forgets the bucket that was being filled.
   void clear() noexcept;
@@ -82,7 +83,7 @@ class BucketSender {
   float* scratch();
   void take_buffer(Slot& slot);
   void take_scratch(Slot& slot);
-  void settle(Slot& slot);
+  void finish(Slot& slot);
 
   GradientStream& stream_;
   comm::Group& group_;

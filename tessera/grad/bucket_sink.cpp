@@ -24,7 +24,7 @@ BucketSink::BucketSink(GradientStream& stream, const BucketLayout& layout,
       entry_of(pieces[p]).pieces.push_back({b, p});
     }
   }
-  if (stream_.parts().is_planned || stream_.parts().tier != nullptr) {
+  if (stream_.parts().is_planned) {
     region();
     sender_.reserve(num_bucket_slots(layout));
     dynamic_.reserve();
@@ -73,7 +73,7 @@ void BucketSink::take(const shard::Param& param, FullGradient gradient) {
   stream_.order_behind_compute();
   stream_.hold(bytes_of_full(param, gradient));
   entry.gradient = std::move(gradient);
-  entry.has_come = true;
+  entry.is_added = true;
   entry.num_not_sent = entry.pieces.size();
   for (const PieceOf& of : entry.pieces) {
     --num_missing_[of.bucket];
@@ -93,7 +93,7 @@ void BucketSink::advance(WaitFor limit) {
       }
       is_open_ = true;
       for (const Piece& piece : layout_.buckets[current_].pieces) {
-        if (entry_of(piece).has_come) {
+        if (entry_of(piece).is_added) {
           put_piece(piece);
         }
       }
@@ -109,7 +109,7 @@ void BucketSink::finish_backward() {
   advance(WaitFor::kRanks);
   while (current_ < num_missing_.size()) {
     for (const Piece& piece : layout_.buckets[current_].pieces) {
-      if (!entry_of(piece).has_come) {
+      if (!entry_of(piece).is_added) {
         sender_.put_zeros(layout_.buckets[current_], piece);
       }
     }
@@ -117,7 +117,7 @@ void BucketSink::finish_backward() {
     advance(WaitFor::kRanks);
   }
   for (Entry& entry : entries_) {
-    entry.has_come = false;
+    entry.is_added = false;
   }
 }
 
@@ -131,7 +131,7 @@ void BucketSink::put_piece(const Piece& piece) {
 
 void BucketSink::release(Entry& entry, const shard::Param& param) {
   entry.num_not_sent = 0;
-  stream_.let_go(bytes_of_full(param, entry.gradient));
+  stream_.unhold(bytes_of_full(param, entry.gradient));
   stream_.retire(std::move(entry.gradient.owner));
   entry.gradient = {};
 }
@@ -194,7 +194,7 @@ void BucketSink::clear() noexcept {
   sender_.clear();
   dynamic_.clear();
   for (Entry& entry : entries_) {
-    entry.has_come = false;
+    entry.is_added = false;
     if (entry.num_not_sent > 0) {
       release(entry, params_[static_cast<int>(&entry - entries_.data())]);
     }

@@ -8,7 +8,7 @@
 //  (3) Until a backward ends, a bucket is opened only if its buffer waits for no rank, see [Note: a
 //      reduction never waits for a rank that waits].
 //  (4) Every backward starts every bucket once, and the first of a step writes all of the region:
-//      buckets their places, zeros those of dynamic parameters. What is stored is overwritten by
+//      buckets their ranges, zeros those of dynamic parameters. What is on NVMe is overwritten by
 //      then, or counts as zero.
 //
 // Threads: as Reducer.
@@ -52,7 +52,7 @@ class BucketSink final : public GradientSink {
   struct Entry {                  // of one parameter
     std::vector<PieceOf> pieces;  // in bucket order
     FullGradient gradient;
-    bool has_come = false;         // in this backward
+    bool is_added = false;         // in this backward
     std::size_t num_not_sent = 0;  // pieces that are in no bucket yet
   };
 
@@ -76,7 +76,7 @@ class BucketSink final : public GradientSink {
   DynamicGradients dynamic_;
 
   std::vector<Entry> entries_;            // by id
-  std::vector<std::size_t> num_missing_;  // by bucket: pieces whose gradient has not come
+  std::vector<std::size_t> num_missing_;  // by bucket: pieces whose gradient is missing
   std::size_t current_;                   // behind the last one: no backward, or all of it is sent
   bool is_open_ = false;                  // the current one
   bool is_first_ = true;

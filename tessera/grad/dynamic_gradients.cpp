@@ -59,8 +59,8 @@ void DynamicGradients::reduce(std::span<const int> ids, float* region) {
   std::vector<BucketParam> list;
   list.reserve(ids.size());
   for (const int id : ids) {
-    const bool stored = layout_.is_stored[static_cast<std::size_t>(id)];
-    list.push_back({id, params_[id].layout().shard_numel(), false, stored});
+    list.push_back({id, params_[id].layout().shard_numel(), false,
+                    layout_.on_nvme[static_cast<std::size_t>(id)]});
   }
   const BucketLayout plan =
       plan_buckets(list, params_.num_ranks(), options_.bucket_bytes, bytes_of(options_.wire_dtype));
@@ -102,7 +102,7 @@ void DynamicGradients::send(const Bucket& bucket, float* region) {
 }
 
 void DynamicGradients::release(int id, FullGradient gradient) {
-  stream_.let_go(bytes_of_full(params_[id], gradient));
+  stream_.unhold(bytes_of_full(params_[id], gradient));
   stream_.retire(std::move(gradient.owner));
 }
 

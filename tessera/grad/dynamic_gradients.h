@@ -7,9 +7,8 @@
 // until the last rank ends its backward, and nothing here waits behind it.
 //
 // Invariants:
-//  (1) In a step, a place in the region, or in the store, is zero until its parameter is first
-//  reduced. In the first
-//      backward that reduction overwrites it, as a static bucket does; all others add to it.
+//  (1) In a step a shard's sum is zero until its parameter is first reduced. In the first backward
+//      that reduction overwrites it, as a static bucket does; all others add to it.
 //  (2) A gradient is held from take() to the call that reduces it.
 //
 // Threads: as Reducer.

@@ -51,8 +51,8 @@ GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_rank
       continue;
     }
     const std::int64_t shard_numel = shard::Layout(param.numel, num_ranks, dtype).shard_numel();
-    trainable.push_back({static_cast<int>(i), shard_numel, param.dynamic, param.stored});
-    if (param.stored) {
+    trainable.push_back({static_cast<int>(i), shard_numel, param.dynamic, param.on_nvme});
+    if (param.on_nvme) {
       num_blocks += num_norm_blocks(shard_numel);
     } else if (num_ranks == 1) {
       bytes.shards += taken(param.numel, sizeof(float));

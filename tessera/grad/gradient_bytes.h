@@ -22,13 +22,13 @@ struct GradientShape {
   std::int64_t numel = 0;  // of the full parameter
   bool trainable = true;
   bool dynamic = false;
-  bool stored = false;
+  bool on_nvme = false;
 };
 
 struct GradientBytes {
   // Of Role::kGradient, in memory of the device. In a group of one, `shards` are there from a
   // parameter's first gradient on (fp32: until clear()), since autograd's own memory is adopted.
-  std::int64_t shards = 0;  // of parameters that are not stored
+  std::int64_t shards = 0;  // of gradients in memory
   std::int64_t slots = 0;   // buckets on the wire and their results
   // Of Role::kGradient, in memory of the host.
   std::int64_t block_sums = 0;
@@ -45,7 +45,7 @@ std::size_t taken_bytes(std::size_t bytes);
 // Slots that a reducer of several ranks takes for its buckets, and for those of dynamic parameters.
 std::size_t num_bucket_slots(const BucketLayout& layout);
 std::size_t num_dynamic_slots(const BucketLayout& layout);
-// Of one stored shard.
+// Of one shard on NVMe.
 std::int64_t num_norm_blocks(std::int64_t shard_numel);
 
 }  // namespace tessera::grad

@@ -36,7 +36,7 @@ class GradientSink {
   }
   // Nothing: it was not made on the way.
   virtual std::optional<double> sum_of_squares(const shard::Param& /*param*/) { return {}; }
-  virtual void let_go(const shard::Param& /*param*/) {}
+  virtual void free_gradient(const shard::Param& /*param*/) {}
   // Waits for what is in flight, whatever becomes of it.
   virtual void clear() noexcept = 0;
 };

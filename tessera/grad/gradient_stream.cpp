@@ -12,12 +12,12 @@ using device::StreamKind;
 
 namespace {
 
-std::unique_ptr<StoredGradients> make_stored(const ReducerParts& parts) {
+std::unique_ptr<NvmeGradients> make_nvme(const ReducerParts& parts) {
   bool any = false;
   for (int id = 0; id < parts.params.num_params(); ++id) {
-    any |= parts.tier != nullptr && parts.tier->stores(id) && parts.params[id].trainable();
+    any |= parts.params[id].placement().gradient == Tier::kNvme && parts.params[id].trainable();
   }
-  return any ? std::make_unique<StoredGradients>(parts) : nullptr;
+  return any ? std::make_unique<NvmeGradients>(parts) : nullptr;
 }
 
 }  // namespace
@@ -27,9 +27,12 @@ GradientStream::GradientStream(const ReducerParts& parts)
       compute_(parts.device.stream(StreamKind::kCompute)),
       reduce_(parts.device.stream(StreamKind::kReduce)),
       is_discrete_(parts.device.is_discrete()),
-      stored_(make_stored(parts)) {
-  TESSERA_CHECK(!stored_ || !is_discrete_, ConfigError, "gradients of ", parts.device.name(),
-                " cannot be stored yet; leave them in memory");
+      nvme_(make_nvme(parts)) {
+  TESSERA_CHECK(!nvme_ || !is_discrete_, ConfigError, "gradients of ", parts.device.name(),
+                " cannot be offloaded to NVMe yet; leave them in memory");
+  for (int id = 0; id < parts.params.num_params(); ++id) {
+    leaves_device_ |= parts.params[id].placement().gradient != Tier::kDevice;
+  }
 }
 
 void GradientStream::check_convertible(const std::string& name, DType from, DType to) const {
@@ -77,29 +80,29 @@ void GradientStream::add(float* sum, const void* value, DType value_dtype, std::
   }
 }
 
-void GradientStream::store(const StoredPiece& piece, const void* values, DType dtype, bool adds) {
-  std::ignore = reduce_.enqueue([stored = stored_.get(), piece, values, dtype, adds] {
-    stored->put(piece, values, dtype, adds);
-  });
+void GradientStream::put_on_nvme(const ShardPiece& piece, const void* values, DType dtype,
+                                 bool adds) {
+  std::ignore = reduce_.enqueue(
+      [nvme = nvme_.get(), piece, values, dtype, adds] { nvme->put(piece, values, dtype, adds); });
 }
 
-void GradientStream::wait_stored() {
-  if (stored_) {
-    stored_->wait();
+void GradientStream::wait_nvme() {
+  if (nvme_) {
+    nvme_->wait();
   }
 }
 
-void GradientStream::clear_stored() noexcept {
-  if (stored_) {
+void GradientStream::clear_nvme() noexcept {
+  if (nvme_) {
     drain();
-    stored_->clear();
+    nvme_->clear();
   }
 }
 
 Pending GradientStream::start_to_host(void* to, const void* from, std::size_t bytes) {
-  device::Stream& down = parts_.device.stream(StreamKind::kWrite);
-  down.wait(compute_.record());
-  last_to_host_ = parts_.device.start_copy(to, from, bytes, down);
+  device::Stream& d2h = parts_.device.stream(StreamKind::kWrite);
+  d2h.wait(compute_.record());
+  last_to_host_ = parts_.device.start_copy(to, from, bytes, d2h);
   return last_to_host_;
 }
 
@@ -166,8 +169,8 @@ void GradientStream::synchronize() {
 
 ReducerStats GradientStream::take_stats() {
   ReducerStats taken = std::exchange(stats_, {});
-  if (stored_) {
-    stored_->take_stats(taken);
+  if (nvme_) {
+    nvme_->take_stats(taken);
   }
   note_held();
   return taken;

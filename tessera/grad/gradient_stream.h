@@ -5,9 +5,9 @@
 // order_behind_compute() was called. Conversions and sums are kernels of ReducerParts, if given;
 // else they run on the host, whose memory the device's must be then.
 //
-// [Note: storing on the stream] What goes into a store is work of the stream as well: it waits
-// there for buffers and for earlier writes, which depends on the disk and on nobody who waits for
-// this stream. So whatever it reads may be used again behind it, as behind any copy.
+// [Note: NVMe on the stream] What goes to NVMe is work of the stream as well: it waits there for
+// buffers and for earlier writes, which depends on the disk and on nobody who waits for this
+// stream. So whatever it reads may be used again behind it, as behind any copy.
 //
 // Threads: as Reducer.
 #pragma once
@@ -20,8 +20,8 @@
 #include <string>
 #include <utility>
 
+#include "tessera/grad/nvme_gradients.h"
 #include "tessera/grad/reducer.h"
-#include "tessera/grad/stored_gradients.h"
 
 namespace tessera::grad {
 
@@ -44,12 +44,14 @@ class GradientStream {
   // sum[i] += value[i]
   void add(float* sum, const void* value, DType value_dtype, std::int64_t numel);
 
-  // The same of a stored piece, which begins with `values`; wait_stored() tells what became of it.
-  void store(const StoredPiece& piece, const void* values, DType dtype, bool adds);
-  StoredGradients* stored() { return stored_.get(); }  // null: nothing is
-  // Blocks until everything is stored; throws what went wrong. REQUIRES: the stream is done.
-  void wait_stored();
-  void clear_stored() noexcept;
+  // The same of a piece on NVMe, which begins with `values`; wait_nvme() tells what became of it.
+  void put_on_nvme(const ShardPiece& piece, const void* values, DType dtype, bool adds);
+  NvmeGradients* nvme() { return nvme_.get(); }  // null: nothing is there
+  // Blocks until everything is there; throws what went wrong. REQUIRES: the stream is done.
+  void wait_nvme();
+  void clear_nvme() noexcept;
+  // Some gradient goes to the host or to NVMe.
+  bool leaves_device() const { return leaves_device_; }
 
   // To memory of the host, behind what the compute stream has been given; on a stream of its own.
   device::Pending start_to_host(void* to, const void* from, std::size_t bytes);
@@ -79,7 +81,7 @@ class GradientStream {
   // Bytes of gradients that wait for their turn or a buffer; a peak is what was still held
   // afterwards.
   void hold(std::int64_t bytes) { held_bytes_ += bytes; }
-  void let_go(std::int64_t bytes) { held_bytes_ -= bytes; }
+  void unhold(std::int64_t bytes) { held_bytes_ -= bytes; }
   void note_held() { stats_.held_bytes_peak = std::max(stats_.held_bytes_peak, held_bytes_); }
 
  private:
@@ -96,7 +98,8 @@ class GradientStream {
   device::Stream& compute_;
   device::Stream& reduce_;
   const bool is_discrete_;  // that the host cannot reach
-  const std::unique_ptr<StoredGradients> stored_;
+  const std::unique_ptr<NvmeGradients> nvme_;
+  bool leaves_device_ = false;
   std::deque<Kept> retired_;
   std::deque<Kept> kept_full_;  // by retire_full()
   std::int64_t kept_full_bytes_ = 0;

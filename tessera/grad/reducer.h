@@ -1,49 +1,42 @@
 // Takes full gradients as backward finishes them, and leaves this rank's piece of their sum over
 // ranks and micro-batches, in fp32.
 //
-//   add()              a gradient has come: copied into its bucket if that bucket's turn has come
-//                      and it has a buffer, else kept until then
+//   add()              copies a gradient into its bucket, if that bucket's turn has come and it has
+//                      a buffer; else keeps it until then
 //   (bucket full)      reduce-scatter is started; the next bucket's turn begins
 //   reduce_dynamic()   ranks have agreed on some dynamic parameters: reduced now
 //   finish_backward()  sends the rest, with zeros for what this rank did not touch
 //   shard_gradient()   after it: sums over ranks and micro-batches since clear()
-//   start_read()       the same of a shard that is stored
+//   start_read()       the same of a gradient on NVMe
 //
-// What fixes the order of reductions: bucket layout, hence registration. A bucket whose turn has
-// come waits until it is full or backward has ended; every backward reduces every bucket once, on
-// every rank, whether or not this rank has touched it. So a gradient that did not come is zero,
+// Order of reductions: bucket layout, hence registration. Every backward reduces every bucket once
+// on every rank, whether or not this rank has touched it: a gradient that was not added is zero,
 // never last step's, and ranks that used different parameters still meet. When a bucket is sent
 // depends on what this rank has used, and on time: give the reducer a group of its own, in which
-// nothing else is called while a backward runs.
-//
-// Behind the last bucket of a backward, ranks tell each other what they have used (used_params.h).
+// nothing else is called while a backward runs. Behind the last bucket ranks tell each other what
+// they have used (used_params.h).
 //
 // Dynamic parameters, which only some ranks use in a step, are in no bucket, so that those that
 // nobody uses cost nothing. Their gradients are kept until all ranks have agreed, in an exchange
 // that is not ours, on a list of those to reduce: the list fixes what is reduced together and in
 // which order. pending_dynamic() is what this rank would have on it; a rank that has no gradient of
-// a listed parameter gives zeros, and one that gets its gradient later asks again. The sum is then
-// made in the order of the lists. Reduced once in every backward of a step, a dynamic parameter has
-// the bits it would have as a static one. Static buckets and lists are ordered among themselves,
-// not with each other: lists need a group of their own, in which nothing is called at moments on
-// which ranks did not agree, unless all ranks use the same static parameters between two lists.
-// Then what is full is sent before the list.
+// a listed parameter gives zeros, and one that gets its gradient later asks again. The sum is made
+// in the order of the lists. Reduced once in every backward of a step, a dynamic parameter has the
+// bits it would have as a static one. Lists need a group of their own, in which nothing is called
+// at moments on which ranks did not agree, unless all ranks use the same static parameters between
+// two lists: then what is full is sent before the list.
 //
-// Copies: a bucket that is one whole parameter without padding, whose gradient has the wire's type,
-// is reduced straight from the gradient's memory. Everything else is copied once.
+// Memory, taken when first needed, or at construction where it is planned (gradient_bytes.h): two
+// buckets of wire elements, so that one fills while the other is on the wire; one region of fp32
+// shards; two scratch shards from the second micro-batch on; the same buckets and scratch once more
+// for dynamic parameters. A bucket that is one whole parameter without padding, whose gradient has
+// the wire's type, is reduced from the gradient's own memory. In a group of one an fp32 gradient is
+// adopted as it is, and so is one in bf16 or fp16 on a discrete device until another micro-batch is
+// added to it: no copy, no region, no call.
 //
-// Memory, taken when first needed: two buckets of wire elements, so that one fills while the other
-// is on the wire; one region of fp32 shards; and two scratch shards from the second micro-batch on.
-// The first list of dynamic parameters takes two buckets more, as large as theirs can become, with
-// scratch shards where its results are not neighbours in the region or are added to earlier ones.
-// In a group of one an fp32 gradient is adopted as it is, and so is one in bf16 or fp16 on a device
-// with memory of its own until another micro-batch is added to it: no copy, no region, no call.
-// Memory that is planned (gradient_bytes.h) is taken when the reducer is made.
-//
-// Stored shards have no place in memory: their sums go into the store piece by piece, in the order
-// in which they would have gone into the region, so no bit depends on where a shard lives
-// (stored_gradients.h). Work on the reduce stream then waits for buffers, that is for the disk;
-// where the stream is the calling thread (CPU), add() and finish_backward() do.
+// Gradients on NVMe go there piece by piece (nvme_gradients.h), in the order in which they would
+// have gone into the region: no bit depends on the tier. Work on the reduce stream then waits for
+// buffers, that is for the disk.
 //
 // [Note: a reduction never waits for a rank that waits]
 // A buffer is free again when the reduction two buckets back has ended. A rank that does not use
@@ -51,14 +44,10 @@
 // get there it needs gathers and lists in which this rank takes part. So add() waits for a buffer
 // only if all ranks have started its reduction (CallOptions::met): then the end depends on nobody
 // but the network. Else the gradient is kept, and every later call looks again. finish_backward()
-// waits for other ranks: it has nothing left in which they need this one, so each of them comes to
-// its own. reduce_dynamic() waits for buffers of earlier lists and, in a common group, for static
-// ones: ranks have agreed on it, and start all that before anything else. The rest is waited for by
-// shard_gradient() and clear().
-//
-// So time decides how long gradients are kept, hence how much memory they take, but neither the
-// order of reductions nor a bit of their sums. While ranks are in step nothing is kept for want of
-// a buffer; one that is ahead is stopped by the next gather that the others have not reached.
+// waits for other ranks: it has nothing left in which they need this one. reduce_dynamic() waits
+// for buffers of earlier lists and, in a common group, for static ones: ranks have agreed on it,
+// and start all that before anything else. The rest is waited for by shard_gradient() and clear().
+// So time decides how long gradients are kept, but neither the order of reductions nor a bit.
 //
 // Threads: as Param. Works on the reduce stream; gradients are read after what the compute stream
 // has been given. What reads shard gradients asynchronously does so on the reduce stream.
@@ -78,14 +67,20 @@
 #include "tessera/core/spans.h"
 #include "tessera/device/device.h"
 #include "tessera/grad/bucket.h"
-#include "tessera/grad/gradient_tier.h"
+#include "tessera/grad/used_params.h"
 #include "tessera/shard/param.h"
+#include "tessera/tier/buffer_pool.h"
+#include "tessera/tier/store.h"
 
 namespace tessera {
 class Config;
 }
 
 namespace tessera::grad {
+
+class GradientSink;
+class GradientStream;
+class NvmeGradients;
 
 // 20 ms of a link of 50 GB/s: a device whose copies are behind still has work.
 inline constexpr std::int64_t kMostKeptBytes = std::int64_t{1} << 30;
@@ -94,19 +89,27 @@ struct ReducerOptions {
   std::int64_t bucket_bytes = std::int64_t{64} << 20;
   // Type on the network: fp32, bf16 or fp16. A gradient of another type is converted.
   DType wire_dtype = DType::kFloat32;
-  // `param_dtype` decides "auto". Throws ConfigError for what is not there: sums in less than fp32,
-  // and a backend's own order of summation.
+  // `param_dtype` decides "auto".
   static ReducerOptions from(const Config& config, DType param_dtype);
 };
 
+// Where gradients on NVMe accumulate, and the host buffers through which they pass; both outlive
+// the reducer, and the buffers are the reducer's alone. The first reducer that is given an empty
+// store allocates extents there, in the order of registration; later ones use the same.
+struct GradientTier {
+  tier::Store* store = nullptr;
+  tier::BufferPool* buffers = nullptr;
+};
+
+// Where a gradient goes is its parameter's placement.
 struct ReducerParts {
   comm::Group& group;
   device::Device& device;
   shard::ParamTable& params;
   const Clock& clock;
   Spans& spans;
-  // Kernels of the device, in the order of the stream. Null: on the host, which a device with
-  // memory of its own refuses.
+  // Kernels of the device, in the order of the stream. Null: on the host, which a discrete device
+  // refuses.
   // sum[i] += value[i]
   std::function<device::Pending(float* sum, const void* value, DType dtype, std::int64_t numel,
                                 device::Stream& stream)>
@@ -115,14 +118,13 @@ struct ReducerParts {
   std::function<device::Pending(void* to, DType to_dtype, const void* from, DType from_dtype,
                                 std::int64_t numel, device::Stream& stream)>
       convert = {};
-  // *result, in pinned memory, is optim's sum of squares. Given: that of a gradient that comes
-  // whole is made when it comes.
+  // *result, in pinned memory, is optim's sum of squares. Given: that of a whole
+  // gradient is made when it is added.
   std::function<device::Pending(const void* values, DType dtype, std::int64_t numel, double* result,
                                 device::Stream& stream)>
       sum_of_squares = {};
-  // On a device with memory of its own, in a group of one: by id, gradients that go to pinned
-  // memory of the host as they come. There is one backward per step then. Null: none do.
-  const std::vector<bool>* leaves_to_host = nullptr;
+  // Memory is planned for one backward per step: gradients may leave for the host as they are.
+  bool one_backward = false;
   // In a group of one: full gradients that are still read, by copies to the host or by kernels, are
   // kept up to so many bytes; then add() waits for the oldest.
   std::int64_t most_kept_bytes = kMostKeptBytes;
@@ -131,9 +133,8 @@ struct ReducerParts {
   comm::Group* dynamic_group = nullptr;
   // Memory is planned (gradient_bytes.h), and taken at once.
   bool is_planned = false;
-  // Given: what it says is stored is. Outlives the reducer. Memory is planned then, too.
-  const GradientTier* tier = nullptr;
-  // Of at most kPieceStep elements; optim's. Needed where gradients are stored.
+  GradientTier nvme = {};
+  // Of at most kPieceStep elements; optim's. Needed where gradients are on NVMe.
   std::function<double(const float* values, std::int64_t numel)> block_sum_of_squares = {};
   // Charged with gradients that a group of one adopts; null: nobody is.
   Ledger* ledger = nullptr;
@@ -153,30 +154,29 @@ struct ReducerStats {
   std::int64_t held_bytes_peak = 0;  // gradients that waited for their turn, or for a buffer
   double exposed_wait_s = 0;
   std::uint64_t host_bytes = 0;  // of gradients that went to memory of the host
-  // Whole blocks. Reads are those of later micro-batches, and of start_read().
-  std::uint64_t stored_read_bytes = 0;
-  std::uint64_t stored_written_bytes = 0;
+  // NVMe, whole blocks. Reads are those of later micro-batches, and of start_read().
+  std::uint64_t nvme_read_bytes = 0;
+  std::uint64_t nvme_written_bytes = 0;
 };
 
 // Values of this rank's shard, `numel` of them without padding. In a group of several ranks the
 // shard's padding follows, and is zero.
 struct ShardGradient {
-  float* data = nullptr;  // fp32 in the device's memory; null: it is stored, or see `values`
+  float* data = nullptr;  // fp32 in the device's memory; null: on NVMe, or see `values`
   std::int64_t numel = 0;
-  const void* values = nullptr;  // in the type that they came in; null: it is stored
+  const void* values = nullptr;  // in the type that they came in; null: on NVMe
   DType dtype = DType::kFloat32;
   // Of ordered_gradient(): where the reduce stream puts optim's sum of squares of `values`, in
   // pinned memory; null: it is not made on the way.
   const double* squares = nullptr;
   bool is_on_host = false;  // `values` are in pinned memory of the host, ...
-  device::Pending came;     // ... once this is done
+  device::Pending ready;    // ... once this is done
 };
 
 class Reducer {
  public:
   // Parameters that are trainable now are those whose gradients are reduced, dynamic or not as they
   // are now; where that changes, clear(), destroy the reducer and make another, on all ranks.
-  // Memory is taken at the first gradient, unless ReducerParts::tier is given.
   Reducer(const ReducerParts& parts, const ReducerOptions& options);
   ~Reducer();
   Reducer(const Reducer&) = delete;
@@ -199,37 +199,38 @@ class Reducer {
   // REQUIRES: nothing is pending; anything else is an InternalError that names it. No rank has
   // another list in this backward: this one waits for buckets that the others may send only here.
   void finish_backward();
-  bool in_backward() const;
-  // Some rank got a gradient of it since clear(): torch would update it. Outside of a backward. Waits for the other ranks' word, not for the device.
+  bool in_backward() const { return in_backward_; }
+  // Some rank got a gradient of it since clear(): torch would update it. Outside of a backward.
+  // Waits for the other ranks' word, not for the device.
   bool has_gradient(int param);
-  // Blocks until all sums are where they stay; throws what went wrong, for stored ones with the
-  // parameter's name. What reads gradients does it by itself.
+  // Blocks until all sums are where they stay; throws what went wrong, on NVMe with the parameter's
+  // name. What reads gradients does it by itself.
   void wait();
   // Waits for all reductions. Zero where no gradient came since clear(). What reads one on
-  // the host waits for `came`.
+  // the host waits for `ready`.
   ShardGradient shard_gradient(int param);
-  // Whether the reduce stream alone orders gradients: in a group of one, on a device with memory of
-  // its own, where none is stored or leaves.
+  // Whether the reduce stream alone orders gradients: in a group of one, on a discrete device,
+  // where none goes to the host or to NVMe.
   bool is_ordered() const;
   // The same without any wait, for work on the reduce stream. REQUIRES: is_ordered().
   ShardGradient ordered_gradient(int param);
 
-  bool is_stored(int param) const;
-  // Of stored ones: elements [begin, begin + numel) of the shard, where begin is a multiple of
+  bool is_on_nvme(int param) const;
+  // On NVMe: elements [begin, begin + numel) of the shard, where begin is a multiple of
   // 1024; zeros where no gradient came since clear(). `to` has room for whole blocks and is aligned
   // to one; behind the end of the shard are zeros. On another thread than the reducer's only after
   // wait(). REQUIRES: clear() comes when all such reads are done.
   device::Pending start_read(int param, std::int64_t begin, std::int64_t numel, float* to);
   // What optim's sum_of_squares() of this rank's shard is, to the bit, where it was made on the
-  // way: of stored ones, and of those that came whole (ReducerParts::sum_of_squares). Nothing is
+  // way: on NVMe, and of whole gradients (ReducerParts::sum_of_squares). Nothing is
   // read for it.
   std::optional<double> sum_of_squares(int param);
 
-  // The update of this one has been started, and nobody needs its gradient but that update. Memory
-  // of autograd's that it has goes as soon as Param::updated() is done, and not only in clear().
-  void let_go(int param);
+  // Nobody needs this gradient but the update that was started. In a group of one autograd's memory
+  // is freed as soon as Param::updated() is done, and not only in clear().
+  void free_gradient(int param);
 
-  int num_backwards() const;  // finished ones, since clear()
+  int num_backwards() const { return num_backwards_; }  // finished ones, since clear()
   // After the update; also the way back after an exception: waits for what is in flight, forgets
   // what has come. Throws nothing: a reduction that failed has poisoned its group, which repeats
   // it. After an exception every rank must have got the same gradients: then all start the same
@@ -237,12 +238,26 @@ class Reducer {
   // different ones, call drop_dynamic() and finish_backward() first: then all have started all, if
   // they stood between the same two lists.
   void clear();
-  const BucketLayout& layout() const;
+  const BucketLayout& layout() const { return layout_; }
   ReducerStats take_stats();
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  const shard::Param& trainable(int id) const;
+  // Blocks until all sums are there. Outside of a backward.
+  void finish_sums(const shard::Param& param);
+  NvmeGradients& finished_nvme(int id);
+  void check_list(std::span<const int> ids) const;
+
+  shard::ParamTable& params_;
+  Spans& spans_;
+  const BucketLayout layout_;
+  const std::unique_ptr<GradientStream> stream_;
+  std::vector<bool> is_added_;  // by id, in this backward
+  UsedParams used_;             // since clear()
+  bool in_backward_ = false;
+  int num_backwards_ = 0;
+  bool is_finished_ = true;  // nothing has been started since the last wait
+  std::unique_ptr<GradientSink> sink_;
 };
 
 }  // namespace tessera::grad

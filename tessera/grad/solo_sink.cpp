@@ -10,6 +10,9 @@
 namespace tessera::grad {
 namespace {
 
+bool is_on_nvme(const shard::Param& param) { return param.placement().gradient == Tier::kNvme; }
+bool is_on_host(const shard::Param& param) { return param.placement().gradient == Tier::kHost; }
+
 // Memory of autograd that we hold, charged as long as we do.
 class Adopted {
  public:
@@ -45,16 +48,18 @@ SoloSink::SoloSink(GradientStream& stream)
   }
   for (int id = 0; id < parts.params.num_params(); ++id) {
     const shard::Param& param = parts.params[id];
-    if (!param.trainable() || is_stored(param)) {
+    if (!param.trainable() || is_on_nvme(param)) {
       continue;
     }
     Sum& sum = sum_of(param);
-    if (leaves(param)) {
+    if (is_on_host(param)) {
+      TESSERA_INVARIANT(parts.one_backward, "the gradient of parameter '", param.name(),
+                        "' goes to the host, and several would be added up");
       sum.host = stream_.device().allocate(
           Tier::kPinned,
           static_cast<std::size_t>(param.layout().shard_numel()) * bytes_of(param.layout().dtype()),
           Role::kGradient);
-    } else if ((parts.is_planned || parts.tier != nullptr) && parts.leaves_to_host == nullptr &&
+    } else if (parts.is_planned && !parts.one_backward &&
                param.layout().dtype() != DType::kFloat32) {
       own_memory(sum, param);
     }
@@ -71,9 +76,9 @@ void SoloSink::begin_backward(bool is_first) {
     return;
   }
   stream_.check_can_add();
-  TESSERA_CHECK(stream_.parts().leaves_to_host == nullptr, ConfigError,
+  TESSERA_CHECK(!stream_.parts().one_backward, ConfigError,
                 "a second backward before step(): memory was planned for one micro-batch per step, "
-                "whose gradients have left the device; set batch.accumulate to the number of "
+                "whose gradients leave the device; set batch.accumulate to the number of "
                 "backwards per step");
 }
 
@@ -89,16 +94,6 @@ void SoloSink::check(const shard::Param& param, const FullGradient& gradient) co
   stream_.check_convertible(param.name(), gradient.dtype, DType::kFloat32);
 }
 
-bool SoloSink::is_stored(const shard::Param& param) const {
-  const GradientTier* tier = stream_.parts().tier;
-  return tier != nullptr && tier->stores(param.id());
-}
-
-bool SoloSink::leaves(const shard::Param& param) const {
-  const std::vector<bool>* leaving = stream_.parts().leaves_to_host;
-  return leaving != nullptr && (*leaving)[static_cast<std::size_t>(param.id())];
-}
-
 void SoloSink::take(const shard::Param& param, FullGradient gradient) {
   const std::int64_t numel = param.layout().numel();
   if (numel == 0) {
@@ -106,11 +101,11 @@ void SoloSink::take(const shard::Param& param, FullGradient gradient) {
   }
   Sum& sum = sum_of(param);
   stream_.order_behind_compute();
-  if (is_stored(param)) {
-    stream_.store({param.id(), 0, numel}, gradient.data, gradient.dtype, sum.is_put);
+  if (is_on_nvme(param)) {
+    stream_.put_on_nvme({param.id(), 0, numel}, gradient.data, gradient.dtype, sum.is_put);
     stream_.retire(std::move(gradient.owner));
     sum.is_put = true;
-  } else if (leaves(param)) {
+  } else if (is_on_host(param)) {
     send_to_host(sum, param, std::move(gradient));
   } else if (sum.values != nullptr) {
     add(sum, param, std::move(gradient));
@@ -200,18 +195,18 @@ ShardGradient SoloSink::shard_gradient(const shard::Param& param, bool /*is_zero
 
 ShardGradient SoloSink::ordered_gradient(const shard::Param& param) {
   Sum& sum = sum_of(param);
-  TESSERA_INVARIANT(!sum.is_gone, "the gradient of parameter '", param.name(),
-                    "' is asked for after it was let go of");
+  TESSERA_INVARIANT(!sum.is_freed, "the gradient of parameter '", param.name(),
+                    "' is asked for after it was freed");
   ShardGradient gradient;
   gradient.numel = param.layout().numel();
   if (gradient.numel == 0) {
     return gradient;
   }
-  gradient.is_on_host = leaves(param);
+  gradient.is_on_host = is_on_host(param);
   if (gradient.is_on_host) {
     gradient.dtype = param.layout().dtype();
     gradient.values = sum.host.data();
-    gradient.came = sum.left;
+    gradient.ready = sum.left;
     if (sum.values == nullptr) {
       std::memset(sum.host.data(), 0, sum.host.bytes());
     }
@@ -244,15 +239,15 @@ std::optional<double> SoloSink::sum_of_squares(const shard::Param& param) {
     return reinterpret_cast<const double*>(squares_.data())[param.id()];
   }
   if (sum.values == nullptr) {
-    return 0.0;  // no gradient has come
+    return 0.0;  // there is no gradient
   }
   return std::nullopt;
 }
 
-void SoloSink::let_go(const shard::Param& param) {
+void SoloSink::free_gradient(const shard::Param& param) {
   Sum& sum = sum_of(param);
   sum.values = nullptr;
-  sum.is_gone = true;
+  sum.is_freed = true;
   stream_.retire(std::move(sum.owner), param.updated());
 }
 
@@ -261,7 +256,7 @@ void SoloSink::clear() noexcept {
     sum.values = nullptr;
     sum.is_put = false;
     sum.has_square = false;
-    sum.is_gone = false;
+    sum.is_freed = false;
     if (sum.owner) {
       stream_.retire(std::move(sum.owner));  // an update on the stream may still read it
     }

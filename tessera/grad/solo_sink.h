@@ -1,8 +1,8 @@
 // Internal to grad: gradients of a group of one. The full gradient is the shard's, so an fp32 one
 // is adopted where it lies; later micro-batches are added to it. bf16 and fp16 become fp32 in
-// memory of our own, which is kept from step to step; but where the device's memory is its own they
-// are adopted as they are until a second micro-batch comes. Stored ones go into the store as they
-// come, those that leave (ReducerParts::leaves_to_host) to pinned memory of the host.
+// memory of our own, which is kept from step to step; but on a discrete device they are adopted as
+// they are until a second micro-batch is added. Those on NVMe go there as they are added, those in
+// host memory to pinned memory.
 // Adopted memory is charged as our own would be, so that a parameter costs the same whether or not
 // its gradient came. Dynamic parameters are like all others: there is nobody to agree with.
 //
@@ -34,25 +34,23 @@ class SoloSink final : public GradientSink {
   ShardGradient shard_gradient(const shard::Param& param, bool is_zero) override;
   ShardGradient ordered_gradient(const shard::Param& param) override;
   std::optional<double> sum_of_squares(const shard::Param& param) override;
-  void let_go(const shard::Param& param) override;
+  void free_gradient(const shard::Param& param) override;
   void clear() noexcept override;
 
  private:
   struct Sum {
-    const void* values = nullptr;  // null: no gradient has come since clear()
+    const void* values = nullptr;  // null: no gradient since clear()
     DType dtype = DType::kFloat32;
     std::shared_ptr<void> owner;  // of an adopted gradient
     device::Memory own;           // fp32
     bool own_is_zero = false;
-    bool is_put = false;      // into the store, since clear()
+    bool is_put = false;      // on NVMe, since clear()
     bool has_square = false;  // of `values` as they are, or were
-    bool is_gone = false;     // let go of since clear()
+    bool is_freed = false;    // since clear()
     device::Memory host;      // of one that leaves: in the parameter's type
     device::Pending left;     // the copy to it
   };
   Sum& sum_of(const shard::Param& param) { return sums_[static_cast<std::size_t>(param.id())]; }
-  bool is_stored(const shard::Param& param) const;
-  bool leaves(const shard::Param& param) const;
   float* own_memory(Sum& sum, const shard::Param& param);
   void adopt(Sum& sum, const shard::Param& param, FullGradient gradient);
   void make_own(Sum& sum, const shard::Param& param, FullGradient gradient);

@@ -27,7 +27,7 @@ void UsedParams::finish_backward() {
   said_.push_back(group_.start_gather_host(bits, call));
 }
 
-void UsedParams::settle() {
+void UsedParams::collect() {
   const std::size_t bytes = (used_.size() + kBits - 1) / kBits;
   const auto num_ranks = static_cast<std::size_t>(group_.size());
   for (const comm::HostGather& gather : std::exchange(said_, {})) {
@@ -44,7 +44,7 @@ void UsedParams::settle() {
 }
 
 bool UsedParams::is_used(int param) {
-  settle();
+  collect();
   return used_[static_cast<std::size_t>(param)];
 }
 

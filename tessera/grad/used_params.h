@@ -33,7 +33,7 @@ class UsedParams {
   void clear() noexcept;
 
  private:
-  void settle();
+  void collect();
 
   comm::Group& group_;
   std::vector<bool> used_;  // by id

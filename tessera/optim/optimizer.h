@@ -1,57 +1,132 @@
-// What an engine asks of its optimizer, wherever masters and states live: sharded_optimizer.h keeps
-// them in memory, tiered_optimizer.h on NVMe.
+// The optimizer of this rank's shards: fp32 master weights, named states (optimizer_states.h), and
+// their update.
 //
-// Threads: as Param.
+// A parameter's placement says where its shard, gradient and states live, and who updates it. Two
+// executors share the work, each in the order of registration; no bit depends on who does it.
+//
+//   DeviceExecutor   on the streams of the device, behind the reductions that made the gradients.
+//                    On a CPU without NVMe that is everything, on the calling thread.
+//   CpuPipeline      on a thread of its own: all parameters of a CPU with something on NVMe, and
+//                    the CPU's share beside a discrete device.
+//
+// For fp32 parameters the shard is the master. Frozen parameters have neither master nor states;
+// those of a parameter that is frozen later stay, and go on where they were when it is unfrozen.
+// Padding is never updated: it stays zero.
+//
+// [Note: a failed update] A sub-group that cannot be read or written leaves parameters of two ages
+// behind. The parameter concerned and all that are not done yet fail, and so do wait() and every
+// later start_update(), with the first cause: there is nothing to go on with but a checkpoint.
+// Writes are slow to fail: parameters behind the one concerned may be done by then, and stay so.
+//
+// Threads: as Param, besides those of the executors, which call kernels until wait(): nobody else
+// does meanwhile.
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
+#include <vector>
 
-#include "tessera/core/error.h"
+#include "tessera/device/device.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/clip.h"
+#include "tessera/optim/cpu_pipeline.h"
+#include "tessera/optim/device_executor.h"
+#include "tessera/optim/optimizer_options.h"
+#include "tessera/optim/optimizer_states.h"
+#include "tessera/optim/rule.h"
+#include "tessera/shard/param.h"
 
 namespace tessera::optim {
 
 class Optimizer {
  public:
-  virtual ~Optimizer() = default;
+  // All parameters of the table are known now, with their placements and initial values. Makes
+  // masters and states; throws IoError if they cannot be written, and ConfigError if buffers do not
+  // hold one sub-group or slots not one piece.
+  Optimizer(shard::ParamTable& params, const RuleOptions& rule, OptimizerOptions options);
+  // Ends updates that still run; their failures are the waiters' business.
+  ~Optimizer();
+  Optimizer(const Optimizer&) = delete;
+  Optimizer& operator=(const Optimizer&) = delete;
 
-  // A step has begun whose gradients are still to come: whatever does not depend on them may start.
-  virtual void prepare() {}
-  // This rank's part, over trainable parameters in registration order.
-  virtual double sum_of_squares(grad::Reducer& gradients) = 0;
+  // A step has begun whose gradients are still to come: states of the first sub-groups are read, as
+  // far as there are leases, and those that the device updates are sent there, as far as there are
+  // slots.
+  void prepare();
+  // This rank's part, over trainable parameters in registration order. Blocks.
+  double sum_of_squares(grad::Reducer& gradients);
   // Starts the update of every trainable parameter that has a gradient (Reducer::has_gradient()),
-  // in registration order, as torch's optimizers do: others stay as they are, with their states and
-  // the step that bias corrections count. Gives each the
-  // Pending of its own (Param::set_updated). Gradients must stay until all are done: wait() before
-  // the next backward adds to them.
-  virtual void start_update(grad::Reducer& gradients, double lr, double gradient_scale) = 0;
+  // as torch's optimizers do: others stay as they are, with their states and the step that bias
+  // corrections count. Gives each the Pending of its own (Param::set_updated). Gradients must stay
+  // until all are done: wait() before the next backward adds to them. On the device's streams
+  // reductions of the next backward are behind the updates: there they must only be alive.
+  void start_update(grad::Reducer& gradients, double lr, double gradient_scale);
 
-  // Both as one piece of work of the device, with the factor between them (clip.h): the host does
-  // not wait for the norm before it starts the update. Gradients of this rank are all there are.
-  // False: that cannot be here, and nothing was started.
-  virtual bool start_step(grad::Reducer& /*gradients*/, double /*lr*/,
-                          const StepInputs& /*inputs*/) {
-    return false;
-  }
+  // Both as one piece of work of a discrete device, with the factor between them (clip.h): the host
+  // does not wait for the norm before it starts the update. Gradients of this rank are all there
+  // are. False: that cannot be here, and nothing was started.
+  bool start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs);
   // What sum_of_squares() is, of the step that was started: waits for that, not for the updates.
   // From here on the step counts, and parameters have the Pendings of their updates; unless it was
   // skipped: then nothing has changed.
-  virtual double finish_step() { throw InternalError("a step ends that was not started"); }
+  double finish_step();
 
-  // For all updates so far; throws the failure of the first in registration order.
-  virtual void wait() = 0;
-  virtual std::int64_t num_updates() const = 0;
+  // For all updates so far; throws what went wrong.
+  void wait();
+  std::int64_t num_updates() const { return num_updates_; }
   // The parameter has been frozen or unfrozen: takes what it needs now. Between updates.
-  virtual void follow_trainable(int param) = 0;
+  void follow_trainable(int param);
   // fp32, shard_numel() elements; "master" or one of state_names(). Empty for parameters that were
-  // never trainable. Waits for the parameter's update. Valid until the next call of any method.
-  // ConfigError for a name that the rule does not have.
-  virtual std::span<float> state(int param, std::string_view name) = 0;
+  // never trainable. Waits for the parameter's update. In place where the host can reach it, else a
+  // copy that is valid until the next call of any method. ConfigError for a name that the rule does
+  // not have.
+  std::span<float> state(int param, std::string_view name);
   // After the shard was written from outside: the master follows it.
-  virtual void reset_master(int param) = 0;
+  void reset_master(int param);
+
+  // Of the CPU's sub-groups. REQUIRES: there are some.
+  const SubGroupPlan& plan() const { return pipeline_->plan(); }
+  DeviceExecutor& device_executor() { return *executor_; }
+  // Since the last call.
+  OptimizerStats take_stats();
+
+ private:
+  void add(int id);
+  void make_master(int id);
+  void set_plan();
+  std::vector<int> trainable(bool on_cpu) const;
+  // Waits for everything, and gives all leases back.
+  void finish();
+  // The one place where parameters are told of their updates.
+  void publish(std::vector<StartedUpdate> started);
+  double* norm_results();
+  // Where the sums of squares will be that the norm adds, in its order, for kernels behind them on
+  // the reduce stream: nothing waits.
+  std::vector<const double*> start_norm(grad::Reducer& gradients);
+
+  shard::ParamTable& params_;
+  const RuleOptions rule_;
+  const OptimizerOptions options_;
+  device::Stream& reduce_;
+  OptimizerStates states_;
+  std::vector<float> copy_;  // of what state() has read
+  std::int64_t num_updates_ = 0;
+
+  // One number per parameter. Kernels of a discrete device write to pinned memory only.
+  std::vector<double> host_norms_;
+  device::Memory pinned_norms_;
+  // Of start_step(), on a discrete device. Both memories hold one StepOnDevice.
+  device::Memory step_;  // for kernels
+  device::Memory step_for_host_;
+  device::Pending step_found_;
+  std::optional<std::vector<StartedUpdate>> held_;  // started, and not known yet to count
+
+  // Last: their work uses the above.
+  std::unique_ptr<DeviceExecutor> executor_;
+  std::unique_ptr<CpuPipeline> pipeline_;  // null: the CPU updates nothing
 };
 
 }  // namespace tessera::optim

@@ -14,10 +14,12 @@ std::size_t tensor_bytes(std::int64_t numel, DType dtype) {
   return tier::whole_blocks(static_cast<std::size_t>(numel) * bytes_of(dtype));
 }
 
-bool has_same_places(const SubGroup& group, const SubGroupParam& param) {
-  return group.parameter_stored == param.parameter_stored &&
-         group.gradient_stored == param.gradient_stored &&
-         group.states_stored == param.states_stored;
+bool same_parts_on_nvme(const Placement& a, const Placement& b) {
+  const auto differ = [](Tier one, Tier other) {
+    return (one == Tier::kNvme) != (other == Tier::kNvme);
+  };
+  return !differ(a.parameter, b.parameter) && !differ(a.gradient, b.gradient) &&
+         !differ(a.states, b.states);
 }
 
 class PlanMaker {
@@ -44,10 +46,10 @@ class PlanMaker {
   void add(int id, const SubGroupParam& param) {
     const std::size_t num_tensors = num_state_tensors(param.dtype, num_states_);
     const auto index = static_cast<std::size_t>(id);
-    if (param.states_stored) {
+    if (param.placement.states == Tier::kNvme) {
       if (param.states_offset >= 0) {
         TESSERA_INVARIANT(param.states_offset % static_cast<std::int64_t>(tier::kBlockBytes) == 0,
-                          "states of parameter ", id, " are stored at ", param.states_offset);
+                          "states of parameter ", id, " are at ", param.states_offset);
         states_end_ = static_cast<std::uint64_t>(param.states_offset);
       }
       plan_.states_offset[index] = static_cast<std::int64_t>(states_end_);
@@ -61,10 +63,10 @@ class PlanMaker {
       piece.parameter_bytes = tensor_bytes(piece.numel, param.dtype);
       const std::size_t states_bytes = num_tensors * piece.tensor_bytes;
       plan_.states_bytes[index] += states_bytes;
-      if (param.states_stored) {
+      if (param.placement.states == Tier::kNvme) {
         piece.states_offset = states_end_;
         states_end_ += states_bytes;
-        plan_.stored_states_bytes += states_bytes;
+        plan_.nvme_states_bytes += states_bytes;
       }
       put(piece, param, states_bytes);
     }
@@ -73,15 +75,13 @@ class PlanMaker {
   void put(const SubGroupPiece& piece, const SubGroupParam& param, std::size_t states_bytes) {
     if (!fits(piece, param)) {
       SubGroup& group = plan_.groups.emplace_back();
-      group.parameter_stored = param.parameter_stored;
-      group.gradient_stored = param.gradient_stored;
-      group.states_stored = param.states_stored;
+      group.placement = param.placement;
       group.states_offset = piece.states_offset;
     }
     SubGroup& group = plan_.groups.back();
     group.pieces.push_back(piece);
     group.numel += piece.numel;
-    if (param.states_stored) {
+    if (param.placement.states == Tier::kNvme) {
       group.states_bytes += states_bytes;
     }
   }
@@ -92,24 +92,24 @@ class PlanMaker {
       return false;
     }
     const SubGroup& last = plan_.groups.back();
-    const bool states_follow =
-        !param.states_stored || last.states_offset + last.states_bytes == piece.states_offset;
-    return last.numel + piece.numel <= sub_group_numel_ && has_same_places(last, param) &&
-           states_follow;
+    const bool states_follow = param.placement.states != Tier::kNvme ||
+                               last.states_offset + last.states_bytes == piece.states_offset;
+    return last.numel + piece.numel <= sub_group_numel_ &&
+           same_parts_on_nvme(last.placement, param.placement) && states_follow;
   }
 
   void lay_out_lease(SubGroup& group) {
     std::size_t end = group.states_bytes;
     for (SubGroupPiece& piece : group.pieces) {
-      if (group.states_stored) {
+      if (group.states_on_nvme()) {
         piece.states_in_lease = static_cast<std::size_t>(piece.states_offset - group.states_offset);
       }
-      if (group.parameter_stored) {
+      if (group.parameters_on_nvme()) {
         piece.parameter_in_lease = end;
         end += piece.parameter_bytes;
       }
     }
-    if (group.gradient_stored) {
+    if (group.gradients_on_nvme()) {
       for (SubGroupPiece& piece : group.pieces) {
         piece.gradient_in_lease = end;
         end += piece.tensor_bytes;
@@ -122,7 +122,7 @@ class PlanMaker {
   void count(const SubGroup& group, const std::vector<SubGroupParam>& params) {
     plan_.states_read_bytes += group.states_bytes;
     plan_.states_written_bytes += group.states_bytes;
-    if (!group.parameter_stored) {
+    if (!group.parameters_on_nvme()) {
       return;
     }
     for (const SubGroupPiece& piece : group.pieces) {

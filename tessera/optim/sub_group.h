@@ -1,21 +1,21 @@
-// What the update of stored shards works on at a time: sub-groups, runs of pieces of parameters.
-// Pure: the planner asks for the sizes before anything exists, the optimizer works by the plan.
+// What the CPU pipeline works on at a time: sub-groups, runs of pieces of parameters. Pure: the
+// planner asks for the sizes before anything exists, the optimizer works by the plan.
 //
 //   pieces    | p0 | p1 | p2 [0, S) | p2 [S, 2S) | p2 [2S, end) p3 p4 | ...      S: sub_group_numel
 //
-//   states    |master|state 0|state 1|master|state 0|state 1| ...     in the store
+//   states    |master|state 0|state 1|master|state 0|state 1| ...     on NVMe
 //             |<------ a piece ----->|<------ a piece ----->|
 //
-//   lease     |states as in the store|parameter|parameter|..|gradient|gradient|..|
+//   lease     | states as on NVMe    |parameter|parameter|..|gradient|gradient|..|
 //
 // Invariants:
 //  (1) A sub-group has at most sub_group_numel elements, of parameters that follow each other and
-//      whose parameter, gradient and states live in the same places. A shard with more is cut at
-//      multiples of sub_group_numel; so pieces depend on nothing but their own shard.
-//  (2) The stored states of a sub-group are one range: one read brings them, one write takes them
+//      of which the same parts are on NVMe. A shard with more is cut at multiples of
+//      sub_group_numel; so pieces depend on nothing but their own shard.
+//  (2) The states of a sub-group on NVMe are one range: one read brings them, one write takes them
 //      back. Every tensor of a piece has whole blocks of its own.
-//  (3) A lease holds only what is stored; what is in memory is worked on in place. A sub-group
-//      without anything stored has no lease.
+//  (3) A lease holds only what is on NVMe; what is in memory is worked on in place. A sub-group
+//      without anything on NVMe has no lease.
 //
 // Only fp32 parameters are their own masters; others have one among their states.
 //
@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "tessera/core/dtype.h"
+#include "tessera/core/placement.h"
 
 namespace tessera::optim {
 
@@ -34,10 +35,8 @@ struct SubGroupParam {
   std::int64_t shard_numel = 0;
   DType dtype = DType::kFloat32;
   bool trainable = true;
-  bool parameter_stored = false;
-  bool gradient_stored = false;
-  bool states_stored = false;
-  // Where its stored states are; -1: behind those of the parameter before it, which is where they
+  Placement placement = {};
+  // Where its states are on NVMe; -1: behind those of the parameter before it, which is where they
   // are put at first. REQUIRES: a multiple of kBlockBytes.
   std::int64_t states_offset = -1;
 };
@@ -48,9 +47,8 @@ struct SubGroupPiece {
   std::int64_t numel = 0;           // with padding
   std::size_t tensor_bytes = 0;     // of each fp32 tensor: whole blocks
   std::size_t parameter_bytes = 0;  // of the parameter: whole blocks
-  // Stored states: offset in the store. States in memory: not used.
-  std::uint64_t states_offset = 0;
-  // Offsets in the lease, of what is stored.
+  std::uint64_t states_offset = 0;  // on NVMe; not used in memory
+  // Offsets in the lease, of what is on NVMe.
   std::size_t states_in_lease = 0;
   std::size_t parameter_in_lease = 0;
   std::size_t gradient_in_lease = 0;
@@ -59,21 +57,23 @@ struct SubGroupPiece {
 struct SubGroup {
   std::vector<SubGroupPiece> pieces;
   std::int64_t numel = 0;
-  bool parameter_stored = false;
-  bool gradient_stored = false;
-  bool states_stored = false;
+  Placement placement;  // of its first parameter
   // Of all pieces; 0 where they are in memory.
   std::uint64_t states_offset = 0;
   std::size_t states_bytes = 0;
   std::size_t lease_bytes = 0;
+
+  bool parameters_on_nvme() const { return placement.parameter == Tier::kNvme; }
+  bool gradients_on_nvme() const { return placement.gradient == Tier::kNvme; }
+  bool states_on_nvme() const { return placement.states == Tier::kNvme; }
 };
 
 struct SubGroupPlan {
   std::vector<SubGroup> groups;             // of trainable parameters, in the order of updates
   std::vector<std::size_t> states_bytes;    // by id, of trainable ones: wherever they live
-  std::vector<std::int64_t> states_offset;  // by id, of stored ones; -1: in memory, or none
-  std::size_t stored_states_bytes = 0;      // of trainable ones
-  std::size_t max_lease_bytes = 0;          // 0: nothing is stored
+  std::vector<std::int64_t> states_offset;  // by id, on NVMe; -1: in memory, or none
+  std::size_t nvme_states_bytes = 0;        // of trainable ones
+  std::size_t max_lease_bytes = 0;          // 0: nothing is on NVMe
   // Of one update.
   std::size_t states_read_bytes = 0;
   std::size_t states_written_bytes = 0;
@@ -81,7 +81,7 @@ struct SubGroupPlan {
   std::size_t parameters_written_bytes = 0;
 };
 
-// Elements: tensors of states that stream to a device are aligned to this (device_update.h).
+// Elements: tensors of states that stream to a device are aligned to this (device_executor.h).
 inline constexpr std::int64_t kStreamedStep = 64;
 
 inline bool is_own_master(DType dtype) { return dtype == DType::kFloat32; }

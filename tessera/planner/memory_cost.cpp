@@ -131,9 +131,7 @@ optim::SubGroupPlan sub_groups(const CutModel& cut, const Placements& placements
     param.shard_numel = cut.layouts[i].shard_numel();
     param.dtype = cut.model.dtype;
     param.trainable = cut.is_trainable(i) && placements[i].updater == Updater::kCpu;
-    param.parameter_stored = placements[i].parameter == Tier::kNvme;
-    param.gradient_stored = placements[i].gradient == Tier::kNvme;
-    param.states_stored = placements[i].states == Tier::kNvme;
+    param.placement = placements[i];
     params.push_back(param);
   }
   return optim::plan_sub_groups(params, sub_group_numel, cut.options.num_states);

@@ -6,7 +6,7 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include "tessera/optim/sharded_optimizer.h"
+#include "tessera/optim/optimizer.h"
 #include "tests/engine/engine_fixture.h"
 
 namespace tessera::testing {

@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tests/grad/reducer_world.h"
+#include "tests/grad/reducer_fixture.h"
 
 namespace tessera::grad {
 namespace {
@@ -41,7 +41,7 @@ int meeting_of(const Source& source, int param) {
 
 // In a random order that is the same on every rank: what somebody has, and now and then what nobody
 // has.
-std::vector<int> agreed_list(const RankWorld& world, const Source& at, int meeting) {
+std::vector<int> agreed_list(const ReducerFixture& world, const Source& at, int meeting) {
   std::vector<int> ids;
   for (int id = 0; id < world.params().num_params(); ++id) {
     const shard::Param& param = world.params()[id];
@@ -58,7 +58,7 @@ std::vector<int> agreed_list(const RankWorld& world, const Source& at, int meeti
   return ids;
 }
 
-void run_meetings(RankWorld& world, const Source& source, std::mt19937& random) {
+void run_meetings(ReducerFixture& world, const Source& source, std::mt19937& random) {
   std::vector<int> order(static_cast<std::size_t>(world.params().num_params()));
   std::iota(order.begin(), order.end(), 0);
   for (int meeting = 0; meeting < kNumMeetings; ++meeting) {
@@ -82,7 +82,7 @@ void run_meetings(RankWorld& world, const Source& source, std::mt19937& random) 
 }
 
 // What the meetings add up to: each in rank order, one after the other.
-float expected_sum(const RankWorld& world, int step, int num_backwards, int id,
+float expected_sum(const ReducerFixture& world, int step, int num_backwards, int id,
                    std::int64_t index) {
   const shard::Param& param = world.params()[id];
   const DType wire =
@@ -108,7 +108,7 @@ float expected_sum(const RankWorld& world, int step, int num_backwards, int id,
 }
 
 void train_dynamic(comm::Group& group, const ReduceCase& test) {
-  RankWorld world(group, test);
+  ReducerFixture world(group, test);
   std::mt19937 random(static_cast<unsigned>(group.rank()) * 101 + 1);
   for (int step = 0; step < 3; ++step) {
     const int num_backwards = 1 + step % 3;
@@ -137,12 +137,12 @@ void train_dynamic(comm::Group& group, const ReduceCase& test) {
   }
 }
 
-class ReducerDynamic : public testing::TestWithParam<DeviceKind> {};
+class ReducerDynamic : public ::testing::TestWithParam<DeviceKind> {};
 
 TEST_P(ReducerDynamic, SumsAreThoseOfTheMeetingsForEveryBucketSize) {
   for (const std::int64_t bucket_bytes : {1, 1000, 1 << 20}) {
     for (const int num_ranks : {1, 2, 4}) {
-      SCOPED_TRACE(testing::Message() << bucket_bytes << " bytes, " << num_ranks << " ranks");
+      SCOPED_TRACE(::testing::Message() << bucket_bytes << " bytes, " << num_ranks << " ranks");
       ReduceCase test;
       test.shapes = kDynamicShapes;
       if (bucket_bytes == 1) {  // one element per call
@@ -160,8 +160,9 @@ TEST_P(ReducerDynamic, SumsAreThoseOfTheMeetingsForEveryPairOfTypes) {
   for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (const DType wire_dtype : {DType::kFloat32, DType::kBFloat16}) {
       for (const int num_ranks : {1, 3}) {
-        SCOPED_TRACE(testing::Message() << to_string(param_dtype) << " as " << to_string(wire_dtype)
-                                        << ", " << num_ranks << " ranks");
+        SCOPED_TRACE(::testing::Message()
+                     << to_string(param_dtype) << " as " << to_string(wire_dtype) << ", "
+                     << num_ranks << " ranks");
         ReduceCase test;
         test.shapes = kDynamicShapes;
         test.param_dtype = param_dtype;
@@ -200,7 +201,7 @@ FullGradient with_negative_zeros(const Source& source, const shard::Param& param
 
 // Three backwards, each with one list of all dynamic parameters; the shard gradients by id.
 std::vector<std::vector<float>> sums_with_one_list(comm::Group& group, const ReduceCase& test) {
-  RankWorld world(group, test);
+  ReducerFixture world(group, test);
   std::vector<int> every_dynamic;
   for (int id = 0; id < world.params().num_params(); ++id) {
     if (world.params()[id].dynamic() && world.params()[id].trainable()) {
@@ -261,7 +262,7 @@ TEST_P(ReducerDynamic, AGradientThatComesOnlyInTheSecondMicroBatchIsTheSum) {
   test.shapes = {{40}, {64, true, true}, {7, true, true}};
   test.device = GetParam();
   comm::run_ranks(2, [&](comm::Group& group) {
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     for (int step = 0; step < 2; ++step) {
       for (int backward = 0; backward < 2; ++backward) {
         const Source source{group.rank(), step, backward};
@@ -281,7 +282,8 @@ TEST_P(ReducerDynamic, AGradientThatComesOnlyInTheSecondMicroBatchIsTheSum) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, ReducerDynamic,
-                         testing::Values(DeviceKind::kCpu, DeviceKind::kLazy, DeviceKind::kRandom));
+                         ::testing::Values(DeviceKind::kCpu, DeviceKind::kLazy,
+                                           DeviceKind::kRandom));
 
 }  // namespace
 }  // namespace tessera::grad

@@ -8,7 +8,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tests/grad/reducer_world.h"
+#include "tests/grad/reducer_fixture.h"
 
 namespace tessera::grad {
 namespace {
@@ -23,7 +23,7 @@ ReduceCase dynamic_case() {
 }
 const std::vector<int> kDynamic = {1, 2, 5};
 
-void run_one_backward(RankWorld& world, const Source& source) {
+void run_one_backward(ReducerFixture& world, const Source& source) {
   add_all(world, source);
   std::vector<int> ids;
   for (int id = 0; id < world.params().num_params(); ++id) {
@@ -43,7 +43,7 @@ std::size_t region_bytes(const BucketLayout& layout) {
 
 TEST(ReducerDynamicUse, WhatNobodyUsesCostsNoCall) {
   comm::run_ranks(3, [](comm::Group& group) {
-    RankWorld world(group, dynamic_case());
+    ReducerFixture world(group, dynamic_case());
     const BucketLayout& layout = world.reducer().layout();
     for (int step = 0; step < 2; ++step) {
       const comm::WireBytes before = group.wire_bytes();
@@ -71,7 +71,7 @@ TEST(ReducerDynamicUse, CallsAndBytesAreCountedAndSmallParametersTravelTogether)
   comm::run_ranks(2, [](comm::Group& group) {
     ReduceCase test = dynamic_case();
     test.options.bucket_bytes = 1 << 20;
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     world.reducer().reduce_dynamic(kDynamic);
     const ReducerStats stats = world.reducer().take_stats();
     EXPECT_EQ(stats.num_reductions, 1U);
@@ -85,7 +85,7 @@ TEST(ReducerDynamicUse, CallsAndBytesAreCountedAndSmallParametersTravelTogether)
 
 TEST(ReducerDynamicUse, AGradientIsHeldUntilItIsListed) {
   comm::run_ranks(2, [](comm::Group& group) {
-    RankWorld world(group, dynamic_case());
+    ReducerFixture world(group, dynamic_case());
     EXPECT_EQ(world.gradient_bytes(), 0U) << "nothing before the first gradient";
     const Source source{group.rank(), 0, 0};
     const std::weak_ptr<void> small = add(world, source, 1);
@@ -114,7 +114,7 @@ TEST(ReducerDynamicUse, MemoryEqualsItsClosedForm) {
       comm::run_ranks(3, [&](comm::Group& group) {
         ReduceCase test = dynamic_case();
         test.options = {bucket_bytes, wire};
-        RankWorld world(group, test);
+        ReducerFixture world(group, test);
         const BucketLayout& layout = world.reducer().layout();
         const auto buffer_bytes = [&](std::int64_t numel) {
           return static_cast<std::size_t>(numel) * 3 * bytes_of(wire);
@@ -153,7 +153,7 @@ TEST(ReducerDynamicUse, AWholeParameterIsReducedFromWhereItLies) {
     ReduceCase test;
     test.shapes = {{64, true, true}, {128, true, true}};
     test.options.bucket_bytes = 128 * 4;
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     run_one_backward(world, {group.rank(), 0, 0});
     expect_sums(world, 0, 1, always);
     EXPECT_EQ(world.gradient_bytes(), region_bytes(world.reducer().layout()));
@@ -162,7 +162,7 @@ TEST(ReducerDynamicUse, AWholeParameterIsReducedFromWhereItLies) {
 
 TEST(ReducerDynamicUse, AGroupOfOneHasNothingToAgreeOn) {
   comm::run_ranks(1, [](comm::Group& group) {
-    RankWorld world(group, dynamic_case());
+    ReducerFixture world(group, dynamic_case());
     const std::weak_ptr<void> gradient = add(world, {0, 0, 0}, 2);
     EXPECT_TRUE(world.reducer().pending_dynamic().empty());
     world.reducer().finish_backward();
@@ -177,7 +177,7 @@ TEST(ReducerDynamicUse, AGroupOfOneHasNothingToAgreeOn) {
 
 TEST(ReducerDynamicUse, RefusesWrongUseByName) {
   comm::run_ranks(2, [](comm::Group& group) {
-    RankWorld world(group, dynamic_case());
+    ReducerFixture world(group, dynamic_case());
     Reducer& reducer = world.reducer();
     const auto reduce = [&](const std::vector<int>& ids) {
       return [&, ids] { reducer.reduce_dynamic(ids); };
@@ -206,7 +206,7 @@ TEST(ReducerDynamicUse, ListsThatDifferAreAnErrorOnEveryRankThatNamesParameters)
   const auto errors = comm::run_ranks_collecting(options, {}, [](comm::Group& group) {
     ReduceCase test = dynamic_case();
     test.options.bucket_bytes = 1 << 20;
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     world.reducer().reduce_dynamic(group.rank() == 0 ? std::vector<int>{1, 2}
                                                      : std::vector<int>{2, 1});
     world.reducer().finish_backward();
@@ -228,7 +228,7 @@ TEST(ReducerDynamicUse, AFailedReductionIsThrownByWhoeverAsksForGradients) {
     comm::run_ranks(options, {}, [&](comm::Group& group) {
       ReduceCase test = dynamic_case();
       test.device = device;
-      RankWorld world(group, test);
+      ReducerFixture world(group, test);
       world.reducer().reduce_dynamic(kDynamic);
       world.reducer().finish_backward();
       EXPECT_THROW(world.reducer().shard_gradient(0), CommError);
@@ -244,7 +244,7 @@ TEST(ReducerDynamicUse, RanksThatStoppedAtDifferentGradientsMeetAgain) {
       ReduceCase test = dynamic_case();
       test.device = device;
       test.has_dynamic_group = true;
-      RankWorld world(group, test);
+      ReducerFixture world(group, test);
       const std::vector<int> order = {5, 4, 2, 1, 0};
       for (int step = 0; step < 2; ++step) {
         for (int i = 0; i < 1 + 2 * group.rank(); ++i) {
@@ -272,7 +272,7 @@ TEST(ReducerDynamicUse, ListsAreReducedWhileStaticBucketsWaitForTheEndOfAnotherR
     test.shapes = {{50}, {50}, {50}, {50}, {50, true, true}};
     test.options.bucket_bytes = 256;
     test.has_dynamic_group = true;
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     ASSERT_EQ(world.reducer().layout().buckets.size(), 4U) << "more than there are buffers";
     const Source source{group.rank(), 0, 0};
     const auto add_static = [&] {
@@ -305,7 +305,7 @@ TEST(ReducerRemade, FollowsParametersThatAreFrozenAndUnfrozen) {
       comm::run_ranks(num_ranks, [&](comm::Group& group) {
         ReduceCase test = dynamic_case();
         test.device = device;
-        RankWorld world(group, test);
+        ReducerFixture world(group, test);
         const std::vector<std::vector<int>> frozen = {{3}, {}, {0, 2}, {0, 1, 2, 3, 4, 5}, {4}};
         for (int step = 0; step < static_cast<int>(frozen.size()); ++step) {
           const std::vector<int>& now = frozen[static_cast<std::size_t>(step)];
@@ -341,7 +341,7 @@ TEST(ReducerRemade, AReducerThatWasNotMadeAnewRefusesWhatItDoesNotKnow) {
       comm::run_ranks(num_ranks, [&](comm::Group& group) {
         ReduceCase test = dynamic_case();
         test.shapes[5].trainable = frozen != 5;
-        RankWorld world(group, test);
+        ReducerFixture world(group, test);
         world.params()[frozen].set_trainable(true);
         const std::string name = "'p" + std::to_string(frozen) + "' was frozen";
         expect_error<InternalError>([&] { add(world, {group.rank(), 0, 0}, frozen); }, name);

@@ -7,7 +7,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tests/grad/reducer_world.h"
+#include "tests/grad/reducer_fixture.h"
 
 namespace tessera::grad {
 namespace {
@@ -21,7 +21,7 @@ TEST(ReducerMemory, AGradientIsFreedAsSoonAsItIsInItsBucket) {
     test.shapes = {{30}, {30}, {30}, {30}};  // two share a bucket
     test.options.bucket_bytes = 64 * sizeof(float);
     test.param_dtype = DType::kFloat32;
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     ASSERT_EQ(world.reducer().layout().buckets.size(), 4U) << "16 of 32 elements per rank: alone";
     const Source source{group.rank(), 0, 0};
     EXPECT_TRUE(add(world, source, 3).expired()) << "its turn: copied, since it has padding";
@@ -50,7 +50,7 @@ TEST(ReducerMemory, AWholeParameterIsReducedFromWhereItLies) {
       ReduceCase test;
       test.shapes = {{64}, {128}, {96}};
       test.options = {128 * 4, wire};
-      RankWorld world(group, test);
+      ReducerFixture world(group, test);
       std::vector<std::weak_ptr<void>> gradients;
       for (const int id : {2, 1, 0}) {
         gradients.push_back(add(world, {group.rank(), 0, 0}, id));
@@ -78,15 +78,15 @@ TEST(ReducerMemory, AWholeParameterIsReducedFromWhereItLies) {
 TEST(ReducerMemory, IsKeptUntilCopiesToTheHostAreDone) {
   comm::run_ranks(1, [](comm::Group& group) {
     ReduceCase test;
-    test.shapes = {{50}, {50, true, false, false, /*leaves=*/true}};
+    test.shapes = {{50}, {50, true, false, Tier::kHost}};
     test.device = DeviceKind::kLazy;
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     add_all(world, {});
     world.reducer().finish_backward();
-    const device::Pending came = world.reducer().shard_gradient(1).came;
-    EXPECT_FALSE(came.done()) << "nobody has waited for it";
+    const device::Pending ready = world.reducer().shard_gradient(1).ready;
+    EXPECT_FALSE(ready.done()) << "nobody has waited for it";
     world.destroy_reducer();
-    EXPECT_TRUE(came.done()) << "it was still being written to memory that is freed";
+    EXPECT_TRUE(ready.done()) << "it was still being written to memory that is freed";
   });
 }
 
@@ -94,11 +94,11 @@ TEST(ReducerMemory, IsKeptUntilCopiesToTheHostAreDone) {
 TEST(ReducerMemory, AHostThatIsAheadKeepsNoMoreThanItMay) {
   comm::run_ranks(1, [](comm::Group& group) {
     ReduceCase test;
-    test.shapes.assign(6, {50, true, false, false, /*leaves=*/true});
+    test.shapes.assign(6, {50, true, false, Tier::kHost});
     test.shapes[2].numel = 500;  // alone more than may be kept
     test.device = DeviceKind::kLazy;
     test.most_kept_bytes = 2 * 50 * 4;
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     std::vector<std::weak_ptr<void>> gradients(6);
     const auto kept = [&] {
       std::vector<int> ids;
@@ -117,7 +117,7 @@ TEST(ReducerMemory, AHostThatIsAheadKeepsNoMoreThanItMay) {
     world.reducer().finish_backward();
     for (int id = 0; id < 6; ++id) {
       const ShardGradient gradient = world.reducer().shard_gradient(id);
-      gradient.came.wait();
+      gradient.ready.wait();
       EXPECT_EQ(static_cast<const float*>(gradient.values)[49], gradient_value({}, id, 49));
     }
   });
@@ -129,7 +129,7 @@ TEST(ReducerMemory, LaterMicroBatchesAreKeptNoLongerThanTheyMay) {
     test.shapes.assign(4, {50});
     test.device = DeviceKind::kLazy;
     test.most_kept_bytes = 50 * 4;
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     add_all(world, {0, 0, 0});
     world.reducer().finish_backward();
     const std::weak_ptr<void> first = add(world, {0, 0, 1}, 3);
@@ -150,7 +150,7 @@ TEST(ReducerMemory, EqualsItsClosedForm) {
         ReduceCase test;
         test.shapes = {{40}, {7}, {64}, {130}};
         test.options = {bucket_bytes, wire};
-        RankWorld world(group, test);
+        ReducerFixture world(group, test);
         EXPECT_EQ(world.gradient_bytes(), 0U) << "nothing before the first gradient";
         const BucketLayout& layout = world.reducer().layout();
         const std::size_t num_slots = std::min<std::size_t>(2, layout.buckets.size());
@@ -180,7 +180,7 @@ TEST(ReducerMemory, AGroupOfOneAdoptsGradients) {
   comm::run_ranks(1, [](comm::Group& group) {
     ReduceCase test;
     test.shapes = {{40}, {7}};
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     const shard::Param& param = world.params()[0];
     FullGradient gradient = make_gradient({0, 0, 0}, param, DType::kFloat32);
     const void* data = gradient.data;
@@ -204,7 +204,7 @@ TEST(ReducerMemory, AnAdoptedGradientOutlivesTheWorkThatReadsIt) {
     ReduceCase test;
     test.shapes = {{40}};
     test.device = DeviceKind::kLazy;
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     const std::weak_ptr<void> adopted = add(world, {0, 0, 0}, 0);
     world.reducer().finish_backward();
     const ShardGradient gradient = world.reducer().shard_gradient(0);

@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tests/grad/reducer_world.h"
+#include "tests/grad/reducer_fixture.h"
 
 namespace tessera::grad {
 namespace {
@@ -22,7 +22,7 @@ bool comes_now(const Source& source, int param) {
   return kShapes[static_cast<std::size_t>(param)].trainable && mix % 5 != 0;
 }
 
-void run_backward(RankWorld& world, const Source& source, std::mt19937& random) {
+void run_backward(ReducerFixture& world, const Source& source, std::mt19937& random) {
   std::vector<int> order;
   for (int id = 0; id < world.params().num_params(); ++id) {
     if (comes_now(source, id)) {
@@ -39,7 +39,7 @@ void run_backward(RankWorld& world, const Source& source, std::mt19937& random) 
 }
 
 void train(comm::Group& group, const ReduceCase& test, int num_steps) {
-  RankWorld world(group, test);
+  ReducerFixture world(group, test);
   std::mt19937 random(static_cast<unsigned>(group.rank()) * 101 + 1);
   const comm::WireBytes before = group.wire_bytes();
   std::uint64_t num_backwards_in_all = 0;
@@ -73,12 +73,12 @@ void train(comm::Group& group, const ReduceCase& test, int num_steps) {
             group.size() == 1 ? 0 : bytes * static_cast<std::uint64_t>(group.size()));
 }
 
-class ReducerSums : public testing::TestWithParam<DeviceKind> {};
+class ReducerSums : public ::testing::TestWithParam<DeviceKind> {};
 
 TEST_P(ReducerSums, AreThoseInRankOrderForEveryBucketSizeAndOrderOfArrival) {
   for (const std::int64_t bucket_bytes : {400, 2048, 1 << 20}) {
     for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
-      SCOPED_TRACE(testing::Message() << bucket_bytes << " bytes, " << num_ranks << " ranks");
+      SCOPED_TRACE(::testing::Message() << bucket_bytes << " bytes, " << num_ranks << " ranks");
       ReduceCase test;
       test.shapes = kShapes;
       test.options.bucket_bytes = bucket_bytes;
@@ -100,8 +100,9 @@ TEST_P(ReducerSums, AreThoseOfEveryPairOfTypes) {
   for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (const DType wire_dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
       for (const int num_ranks : {1, 3}) {
-        SCOPED_TRACE(testing::Message() << to_string(param_dtype) << " as " << to_string(wire_dtype)
-                                        << ", " << num_ranks << " ranks");
+        SCOPED_TRACE(::testing::Message()
+                     << to_string(param_dtype) << " as " << to_string(wire_dtype) << ", "
+                     << num_ranks << " ranks");
         ReduceCase test;
         test.shapes = kShapes;
         test.param_dtype = param_dtype;
@@ -128,7 +129,8 @@ TEST_P(ReducerSums, StayRightWhenRanksAreLateAndOutOfStep) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, ReducerSums,
-                         testing::Values(DeviceKind::kCpu, DeviceKind::kLazy, DeviceKind::kRandom));
+                         ::testing::Values(DeviceKind::kCpu, DeviceKind::kLazy,
+                                           DeviceKind::kRandom));
 
 }  // namespace
 }  // namespace tessera::grad

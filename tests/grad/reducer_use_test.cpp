@@ -7,7 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/config.h"
-#include "tests/grad/reducer_world.h"
+#include "tests/grad/reducer_fixture.h"
 
 namespace tessera::grad {
 namespace {
@@ -24,7 +24,7 @@ constexpr int kFrozen = 3;
 TEST(ReducerUse, RefusesAGradientThatComesTwiceAndGoesOn) {
   for (const int num_ranks : {1, 2}) {
     comm::run_ranks(num_ranks, [&](comm::Group& group) {
-      RankWorld world(group, small_case());
+      ReducerFixture world(group, small_case());
       const Source source{group.rank(), 0, 0};
       add(world, source, 2);
       expect_error<ConfigError>([&] { add(world, source, 2); }, "'p2' has come twice");
@@ -43,8 +43,8 @@ TEST(ReducerUse, RefusesAGradientThatComesTwiceAndGoesOn) {
 TEST(ReducerUse, RefusesWrongUseByName) {
   for (const int num_ranks : {1, 2}) {
     comm::run_ranks(num_ranks, [&](comm::Group& group) {
-      RankWorld world(group, small_case());
-      RankWorld other(group, small_case());
+      ReducerFixture world(group, small_case());
+      ReducerFixture other(group, small_case());
       Reducer& reducer = world.reducer();
       const Source source{group.rank(), 0, 0};
       expect_error<ConfigError>([&] { add(world, source, kFrozen); }, "'p3' is frozen");
@@ -78,7 +78,7 @@ TEST(ReducerUse, AGradientThatDidNotComeIsZeroNeverTheLastOne) {
       comm::run_ranks(num_ranks, [&](comm::Group& group) {
         ReduceCase test = small_case();
         test.param_dtype = dtype;
-        RankWorld world(group, test);
+        ReducerFixture world(group, test);
         expect_sums(world, 0, 0, never);  // before anything came
         add_all(world, {group.rank(), 0, 0});
         world.reducer().finish_backward();
@@ -105,7 +105,7 @@ TEST(ReducerUse, GoesOnAfterAnExceptionInTheMiddle) {
         comm::run_ranks(num_ranks, [&](comm::Group& group) {
           ReduceCase test = small_case();
           test.device = device;
-          RankWorld world(group, test);
+          ReducerFixture world(group, test);
           const std::vector<int> order = {4, 2, 1, 0};
           for (int step = 0; step < 3; ++step) {
             // A whole micro-batch, then one that ends early on all ranks alike.
@@ -131,7 +131,7 @@ TEST(ReducerUse, GoesOnAfterAnExceptionInTheMiddle) {
 
 TEST(ReducerUse, RanksThatStoppedAtDifferentGradientsMeetAgain) {
   comm::run_ranks(3, [&](comm::Group& group) {
-    RankWorld world(group, small_case());
+    ReducerFixture world(group, small_case());
     const std::vector<int> order = {4, 2, 1, 0};
     for (int i = 0; i < 1 + group.rank(); ++i) {
       add(world, {group.rank(), 0, 0}, order[static_cast<std::size_t>(i)]);
@@ -152,7 +152,7 @@ TEST(ReducerUse, FinishingABackwardWaitsForNobody) {
     ReduceCase test;
     test.shapes = {{64}, {64}, {64}, {64}, {64}, {64}, {3}, {5}};  // six travel alone, two share
     test.options.bucket_bytes = 64 * sizeof(float);
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     ASSERT_EQ(world.reducer().layout().buckets.size(), 7U);
     if (group.rank() == 1) {
       all_started.wait();
@@ -175,7 +175,7 @@ TEST(ReducerUse, AFailedReductionIsThrownByWhoeverAsksForGradients) {
       comm::run_ranks(options, {}, [&](comm::Group& group) {
         ReduceCase test = small_case();
         test.device = device;
-        RankWorld world(group, test);
+        ReducerFixture world(group, test);
         ASSERT_GE(world.reducer().layout().buckets.size(), 3U);
         add_all(world, {group.rank(), 0, 0});
         world.reducer().finish_backward();
@@ -210,7 +210,7 @@ TEST(ReducerUse, RefusesAWireThatGradientsCannotTravelOn) {
   comm::run_ranks(1, [](comm::Group& group) {
     ReduceCase test = small_case();
     test.options.wire_dtype = DType::kInt32;
-    expect_error<ConfigError>([&] { RankWorld(group, test); }, "int32");
+    expect_error<ConfigError>([&] { ReducerFixture(group, test); }, "int32");
   });
 }
 

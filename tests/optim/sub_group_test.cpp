@@ -13,12 +13,13 @@
 namespace tessera::optim {
 namespace {
 
-SubGroupParam stored_param(std::int64_t shard_numel, DType dtype = DType::kFloat32) {
-  SubGroupParam param;
-  param.shard_numel = shard_numel;
-  param.dtype = dtype;
-  param.parameter_stored = param.gradient_stored = param.states_stored = true;
-  return param;
+Placement placement_on(bool parameter, bool gradient, bool states) {
+  const auto tier = [](bool is_on_nvme) { return is_on_nvme ? Tier::kNvme : Tier::kDevice; };
+  return {tier(parameter), tier(gradient), tier(states), Updater::kCpu};
+}
+
+SubGroupParam nvme_param(std::int64_t shard_numel, DType dtype = DType::kFloat32) {
+  return {shard_numel, dtype, true, placement_on(true, true, true)};
 }
 
 // "p0[0+100] p1[0+50] | p2[0+2048]"
@@ -35,17 +36,16 @@ std::string text_of(const SubGroupPlan& plan) {
 }
 
 TEST(SubGroup, CollectsNeighboursAndCutsWhatIsLarger) {
-  const std::vector<SubGroupParam> params = {stored_param(100),  stored_param(50),
-                                             stored_param(5000), stored_param(900),
-                                             stored_param(100),  stored_param(2048)};
+  const std::vector<SubGroupParam> params = {nvme_param(100), nvme_param(50),  nvme_param(5000),
+                                             nvme_param(900), nvme_param(100), nvme_param(2048)};
   EXPECT_EQ(text_of(plan_sub_groups(params, 2048, 2)),
             "p0[0+100] p1[0+50] | p2[0+2048] | p2[2048+2048] | p2[4096+904] p3[0+900] p4[0+100] | "
             "p5[0+2048]");
 }
 
 TEST(SubGroup, LeavesOutWhatIsFrozenAndWhatIsEmpty) {
-  std::vector<SubGroupParam> params = {stored_param(8), stored_param(16), stored_param(0),
-                                       stored_param(24)};
+  std::vector<SubGroupParam> params = {nvme_param(8), nvme_param(16), nvme_param(0),
+                                       nvme_param(24)};
   params[1].trainable = false;
   const SubGroupPlan plan = plan_sub_groups(params, 2048, 2);
   EXPECT_EQ(text_of(plan), "p0[0+8] p3[0+24]");
@@ -53,19 +53,17 @@ TEST(SubGroup, LeavesOutWhatIsFrozenAndWhatIsEmpty) {
   EXPECT_EQ(plan.states_offset, (std::vector<std::int64_t>{0, -1, 8192, 8192}));
 }
 
-TEST(SubGroup, NeverMixesPlaces) {
-  std::vector<SubGroupParam> params(8, stored_param(16));
+TEST(SubGroup, NeverMixesWhatIsOnNvme) {
+  std::vector<SubGroupParam> params(8, nvme_param(16));
   for (std::size_t i = 0; i < params.size(); ++i) {
-    params[i].parameter_stored = i >= 2;
-    params[i].gradient_stored = i >= 4;
-    params[i].states_stored = i < 6;
+    params[i].placement = placement_on(i >= 2, i >= 4, i < 6);
   }
   EXPECT_EQ(text_of(plan_sub_groups(params, 2048, 2)),
             "p0[0+16] p1[0+16] | p2[0+16] p3[0+16] | p4[0+16] p5[0+16] | p6[0+16] p7[0+16]");
 }
 
-TEST(SubGroup, BeginsAnewWhereStoredStatesDoNotFollow) {
-  std::vector<SubGroupParam> params(3, stored_param(16));
+TEST(SubGroup, BeginsAnewWhereStatesOnNvmeDoNotFollow) {
+  std::vector<SubGroupParam> params(3, nvme_param(16));
   params[0].states_offset = 0;
   params[1].states_offset = 1 << 20;  // unfrozen later
   params[2].states_offset = 8192;
@@ -76,11 +74,11 @@ TEST(SubGroup, BeginsAnewWhereStoredStatesDoNotFollow) {
 
 TEST(SubGroup, GivesLowPrecisionAMasterAmongItsStates) {
   // 2048 elements: 8192 bytes in fp32, 4096 in bf16.
-  const SubGroupPlan fp32 = plan_sub_groups({stored_param(2048)}, 2048, 2);
-  EXPECT_EQ(fp32.stored_states_bytes, 2U * 8192);
+  const SubGroupPlan fp32 = plan_sub_groups({nvme_param(2048)}, 2048, 2);
+  EXPECT_EQ(fp32.nvme_states_bytes, 2U * 8192);
   EXPECT_EQ(fp32.max_lease_bytes, 4U * 8192);  // two states, parameter, gradient
-  const SubGroupPlan bf16 = plan_sub_groups({stored_param(2048, DType::kBFloat16)}, 2048, 2);
-  EXPECT_EQ(bf16.stored_states_bytes, 3U * 8192);
+  const SubGroupPlan bf16 = plan_sub_groups({nvme_param(2048, DType::kBFloat16)}, 2048, 2);
+  EXPECT_EQ(bf16.nvme_states_bytes, 3U * 8192);
   EXPECT_EQ(bf16.max_lease_bytes, 4U * 8192 + 4096);
   // Read and written: 12 bytes per element each, and 4 or 2 for a parameter that is written.
   EXPECT_EQ(fp32.states_read_bytes + fp32.parameters_read_bytes, 12U * 2048);
@@ -92,11 +90,9 @@ TEST(SubGroup, GivesLowPrecisionAMasterAmongItsStates) {
 }
 
 TEST(SubGroup, NeedsNoLeaseForWhatIsInMemory) {
-  SubGroupParam param = stored_param(5000);
-  param.parameter_stored = param.gradient_stored = param.states_stored = false;
-  const SubGroupPlan plan = plan_sub_groups({param}, 2048, 2);
+  const SubGroupPlan plan = plan_sub_groups({{5000}}, 2048, 2);
   EXPECT_EQ(plan.max_lease_bytes, 0U);
-  EXPECT_EQ(plan.stored_states_bytes, 0U);
+  EXPECT_EQ(plan.nvme_states_bytes, 0U);
   EXPECT_EQ(plan.states_bytes[0], 2 * tier::whole_blocks(4 * 5000));
   EXPECT_EQ(plan.states_offset[0], -1);
 }
@@ -104,7 +100,7 @@ TEST(SubGroup, NeedsNoLeaseForWhatIsInMemory) {
 TEST(SubGroup, RefusesSizesThatAreNotWholeBlocks) {
   for (const std::int64_t numel : {std::int64_t{0}, std::int64_t{-2048}, std::int64_t{1000}}) {
     try {
-      plan_sub_groups({stored_param(16)}, numel, 2);
+      plan_sub_groups({nvme_param(16)}, numel, 2);
       FAIL() << "expected ConfigError";
     } catch (const ConfigError& error) {
       EXPECT_NE(std::string(error.what()).find("sub-groups of " + std::to_string(numel)),
@@ -115,7 +111,7 @@ TEST(SubGroup, RefusesSizesThatAreNotWholeBlocks) {
 }
 
 TEST(SubGroup, KeepsAllWhereAllFitAndLeavesThreeLeasesElse) {
-  const std::vector<SubGroupParam> params(10, stored_param(2048));
+  const std::vector<SubGroupParam> params(10, nvme_param(2048));
   const SubGroupPlan plan = plan_sub_groups(params, 2048, 2);
   const std::size_t lease = plan.max_lease_bytes;
   ASSERT_EQ(plan.groups.size(), 10U);
@@ -135,17 +131,17 @@ struct Range {
 std::vector<Range> parts_of_lease(const SubGroup& group, std::size_t num_tensors) {
   std::vector<Range> parts;
   for (const SubGroupPiece& piece : group.pieces) {
-    if (group.states_stored) {
+    if (group.states_on_nvme()) {
       parts.push_back({piece.states_in_lease, num_tensors * piece.tensor_bytes});
     }
   }
   for (const SubGroupPiece& piece : group.pieces) {
-    if (group.parameter_stored) {
+    if (group.parameters_on_nvme()) {
       parts.push_back({piece.parameter_in_lease, piece.parameter_bytes});
     }
   }
   for (const SubGroupPiece& piece : group.pieces) {
-    if (group.gradient_stored) {
+    if (group.gradients_on_nvme()) {
       parts.push_back({piece.gradient_in_lease, piece.tensor_bytes});
     }
   }
@@ -164,9 +160,9 @@ TEST(SubGroup, CoversEveryElementOnceInOrderWithoutHoles) {
       param.shard_numel = 4 * static_cast<std::int64_t>(random() % 5000);
       param.dtype = dtype;
       param.trainable = random() % 5 != 0;
-      param.parameter_stored = random() % 3 != 0;
-      param.gradient_stored = random() % 3 != 0;
-      param.states_stored = random() % 3 != 0;
+      const bool parameter = random() % 3 != 0;
+      const bool gradient = random() % 3 != 0;
+      param.placement = placement_on(parameter, gradient, random() % 3 != 0);
     }
     const SubGroupPlan plan = plan_sub_groups(params, limit, num_states);
     const std::size_t num_tensors = num_state_tensors(dtype, num_states);
@@ -185,7 +181,7 @@ TEST(SubGroup, CoversEveryElementOnceInOrderWithoutHoles) {
         EXPECT_EQ(piece.begin, covered[id]);
         covered[id] += piece.numel;
         numel += piece.numel;
-        if (group.states_stored) {
+        if (group.states_on_nvme()) {
           EXPECT_EQ(piece.states_offset, states_end);
           states_end += num_tensors * piece.tensor_bytes;
           states_bytes += num_tensors * piece.tensor_bytes;
@@ -203,7 +199,7 @@ TEST(SubGroup, CoversEveryElementOnceInOrderWithoutHoles) {
       EXPECT_EQ(group.lease_bytes, end);
       EXPECT_LE(end, plan.max_lease_bytes);
     }
-    EXPECT_EQ(plan.stored_states_bytes, states_end);
+    EXPECT_EQ(plan.nvme_states_bytes, states_end);
     for (std::size_t id = 0; id < params.size(); ++id) {
       EXPECT_EQ(covered[id], params[id].trainable ? params[id].shard_numel : 0);
     }

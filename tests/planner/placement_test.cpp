@@ -182,17 +182,14 @@ TEST(MemoryPlanner, BuffersHoldTheLargestSubGroupAsOftenAsThereAreBuffers) {
       std::vector<optim::SubGroupParam> params;
       for (std::size_t i = 0; i < model.params.size(); ++i) {
         const shard::Layout layout(model.params[i].numel, 1, model.dtype);
-        const auto is_stored = [&](Tier place) { return place == Tier::kNvme; };
         params.push_back({layout.shard_numel(), model.dtype, model.params[i].trainable,
-                          is_stored(placement.params[i].parameter),
-                          is_stored(placement.params[i].gradient),
-                          is_stored(placement.params[i].states)});
+                          placement.params[i]});
       }
       const auto plan = optim::plan_sub_groups(params, placement.sub_group_numel, 2);
       EXPECT_EQ(placement.optimizer_pool_bytes,
                 placement.num_optimizer_buffers * static_cast<std::int64_t>(plan.max_lease_bytes));
       EXPECT_EQ(placement.bytes(Tier::kNvme, Role::kOptimizer),
-                static_cast<std::int64_t>(plan.stored_states_bytes));
+                static_cast<std::int64_t>(plan.nvme_states_bytes));
     }
   }
 }

@@ -219,7 +219,8 @@ RankTraining::RankTraining(comm::Group& group, const TrainingPlan& plan, const V
   optim::RuleOptions rule;
   rule.kind = optim::RuleKind::kSgd;
   rule.weight_decay = 0;
-  optimizer_ = std::make_unique<optim::ShardedOptimizer>(params_, *device_, *kernels_, rule);
+  optimizer_ = std::make_unique<optim::Optimizer>(
+      params_, rule, optim::OptimizerOptions{*device_, *kernels_, clock_, spans_});
 }
 
 RankTraining::~RankTraining() = default;

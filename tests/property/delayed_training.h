@@ -20,7 +20,7 @@
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/kernels.h"
-#include "tessera/optim/sharded_optimizer.h"
+#include "tessera/optim/optimizer.h"
 #include "testing/mock_device.h"
 #include "tests/property/draw.h"
 
@@ -80,7 +80,7 @@ class RankTraining {
   std::unique_ptr<optim::Kernels> kernels_;
   std::unique_ptr<coordinator::Coordinator> coordinator_;
   std::unique_ptr<grad::Reducer> reducer_;
-  std::unique_ptr<optim::ShardedOptimizer> optimizer_;
+  std::unique_ptr<optim::Optimizer> optimizer_;
   bool is_updating_ = false;
   std::vector<std::string> findings_;
 };

@@ -1,4 +1,4 @@
-#include "tessera/grad/stored_gradients.h"
+#include "tessera/grad/nvme_gradients.h"
 
 #include <algorithm>
 #include <cstring>
@@ -21,7 +21,7 @@ constexpr std::int64_t kReadStep = tier::kBlockBytes / sizeof(float);  // elemen
 // In place of a sum of squares, which is never negative: nothing was put here.
 constexpr double kNothing = -1;
 
-std::size_t bytes_in_store(std::int64_t numel) {
+std::size_t bytes_on_nvme(std::int64_t numel) {
   return tier::whole_blocks(static_cast<std::size_t>(numel) * sizeof(float));
 }
 
@@ -31,7 +31,7 @@ std::int64_t tile_numel(std::size_t pool_bytes) {
   return static_cast<std::int64_t>(bytes / kSmallestPoolBytes) * kPieceStep;
 }
 
-bool overlap(const StoredPiece& a, const StoredPiece& b) {
+bool overlap(const ShardPiece& a, const ShardPiece& b) {
   return a.param == b.param && a.begin < b.begin + b.numel && b.begin < a.begin + a.numel;
 }
 
@@ -41,21 +41,23 @@ const std::byte* advanced(const void* values, DType dtype, std::int64_t numel) {
 
 }  // namespace
 
-StoredGradients::StoredGradients(const ReducerParts& parts)
+NvmeGradients::NvmeGradients(const ReducerParts& parts)
     : parts_(parts),
-      tier_(*parts.tier),
-      tile_numel_(tile_numel(parts.tier->buffers->capacity_bytes())) {
-  TESSERA_INVARIANT(parts_.block_sum_of_squares, "gradients are stored, and nothing sums squares");
+      nvme_(parts.nvme),
+      tile_numel_(tile_numel(parts.nvme.buffers->capacity_bytes())) {
+  TESSERA_INVARIANT(parts_.block_sum_of_squares, "gradients are on NVMe, and nothing sums squares");
+  allocate_extents();
   first_block_.push_back(0);
   for (int id = 0; id < parts_.params.num_params(); ++id) {
     const shard::Param& param = parts_.params[id];
-    const std::int64_t numel =
-        tier_.stores(id) && param.trainable() ? param.layout().shard_numel() : 0;
+    const std::int64_t numel = param.placement().gradient == Tier::kNvme && param.trainable()
+                                   ? param.layout().shard_numel()
+                                   : 0;
     first_block_.push_back(first_block_.back() + num_norm_blocks(numel));
-    const std::size_t least_bytes = bytes_in_store(std::min(numel, kPieceStep));
-    TESSERA_CHECK(least_bytes <= tier_.buffers->capacity_bytes(), ConfigError,
+    const std::size_t least_bytes = bytes_on_nvme(std::min(numel, kPieceStep));
+    TESSERA_CHECK(least_bytes <= nvme_.buffers->capacity_bytes(), ConfigError,
                   "the gradient of parameter '", param.name(), "' passes through buffers of ",
-                  tier_.buffers->capacity_bytes(), " bytes, and needs ", least_bytes,
+                  nvme_.buffers->capacity_bytes(), " bytes, and needs ", least_bytes,
                   "; raise the budget of host memory");
   }
   block_memory_ = parts_.device.allocate(
@@ -63,37 +65,58 @@ StoredGradients::StoredGradients(const ReducerParts& parts)
   clear();
 }
 
-StoredGradients::~StoredGradients() { clear(); }
+NvmeGradients::~NvmeGradients() { clear(); }
 
-std::uint64_t StoredGradients::store_offset(const StoredPiece& at) const {
-  return static_cast<std::uint64_t>(tier_.offset[static_cast<std::size_t>(at.param)]) +
+// Also of frozen parameters: the store outlives this, and they may be unfrozen.
+void NvmeGradients::allocate_extents() {
+  const bool is_first = nvme_.store->bytes() == 0;
+  std::uint64_t end = 0;
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    const shard::Param& param = parts_.params[id];
+    offsets_.push_back(end);
+    if (param.placement().gradient != Tier::kNvme) {
+      continue;
+    }
+    const std::size_t bytes = bytes_on_nvme(param.layout().shard_numel());
+    if (is_first) {
+      const std::uint64_t offset = nvme_.store->allocate(
+          bytes, detail::concat("gradient of parameter '", param.name(), "'"));
+      TESSERA_INVARIANT(offset == end, "the gradient of parameter '", param.name(), "' is at ",
+                        offset, " on NVMe, not behind those before it");
+    }
+    end += bytes;
+  }
+}
+
+std::uint64_t NvmeGradients::offset_of(const ShardPiece& at) const {
+  return offsets_[static_cast<std::size_t>(at.param)] +
          static_cast<std::uint64_t>(at.begin) * sizeof(float);
 }
 
-std::span<double> StoredGradients::blocks_of(int id) const {
+std::span<double> NvmeGradients::blocks_of(int id) const {
   const auto i = static_cast<std::size_t>(id);
   return {reinterpret_cast<double*>(block_memory_.data()) + first_block_[i],
           static_cast<std::size_t>(first_block_[i + 1] - first_block_[i])};
 }
 
-bool StoredGradients::is_empty(int id, std::int64_t begin) const {
+bool NvmeGradients::is_empty(int id, std::int64_t begin) const {
   return blocks_of(id)[static_cast<std::size_t>(begin / kPieceStep)] == kNothing;
 }
 
-StoredPiece StoredGradients::tile_at(const StoredPiece& piece, std::int64_t offset) const {
+ShardPiece NvmeGradients::tile_at(const ShardPiece& piece, std::int64_t offset) const {
   return {piece.param, piece.begin + offset, std::min(tile_numel_, piece.numel - offset)};
 }
 
-void StoredGradients::put(const StoredPiece& piece, const void* values, DType dtype,
-                          bool adds) noexcept {
+void NvmeGradients::put(const ShardPiece& piece, const void* values, DType dtype,
+                        bool adds) noexcept {
   try {
     throw_failure();
     const std::int64_t shard_numel = parts_.params[piece.param].layout().shard_numel();
     const std::int64_t end = piece.begin + piece.numel;
     TESSERA_INVARIANT(
         piece.begin % kPieceStep == 0 && end <= shard_numel &&
-            (end % kPieceStep == 0 || bytes_in_store(end) == bytes_in_store(shard_numel)),
-        "elements [", piece.begin, ", ", end, ") of ", shard_numel, " are put into a store");
+            (end % kPieceStep == 0 || bytes_on_nvme(end) == bytes_on_nvme(shard_numel)),
+        "elements [", piece.begin, ", ", end, ") of ", shard_numel, " are put on NVMe");
     if (adds) {
       add(piece, values, dtype);
     } else {
@@ -104,7 +127,7 @@ void StoredGradients::put(const StoredPiece& piece, const void* values, DType dt
   }
 }
 
-void StoredGradients::replace(const StoredPiece& piece, const void* values, DType dtype) {
+void NvmeGradients::replace(const ShardPiece& piece, const void* values, DType dtype) {
   for (std::int64_t done = 0; done < piece.numel; done += tile_numel_) {
     Tile tile{tile_at(piece, done), {}, {}};
     tile.lease = std::move(*lease_for(tile.at, true));
@@ -115,7 +138,7 @@ void StoredGradients::replace(const StoredPiece& piece, const void* values, DTyp
   }
 }
 
-void StoredGradients::add(const StoredPiece& piece, const void* values, DType dtype) {
+void NvmeGradients::add(const ShardPiece& piece, const void* values, DType dtype) {
   std::list<Tile> reads;
   std::int64_t num_read = 0;  // elements whose tiles are in `reads`, or behind it
   try {
@@ -149,18 +172,17 @@ void StoredGradients::add(const StoredPiece& piece, const void* values, DType dt
   }
 }
 
-void StoredGradients::start_read(Tile& tile) {
+void NvmeGradients::start_read(Tile& tile) {
   if (is_empty(tile.at.param, tile.at.begin)) {
     std::memset(tile.lease.data(), 0, tile.lease.bytes());
     return;
   }
   wait_for_overlapping(tile.at);
-  tile.moved =
-      tier_.store->start_read(store_offset(tile.at), tile.lease.data(), tile.lease.bytes());
+  tile.moved = nvme_.store->start_read(offset_of(tile.at), tile.lease.data(), tile.lease.bytes());
   read_bytes_ += tile.lease.bytes();
 }
 
-void StoredGradients::sum_blocks(const Tile& tile) {
+void NvmeGradients::sum_blocks(const Tile& tile) {
   const std::int64_t shard_numel = parts_.params[tile.at.param].range().numel;  // without padding
   const std::span<double> blocks = blocks_of(tile.at.param);
   for (std::int64_t done = 0; done < tile.at.numel; done += kPieceStep) {
@@ -172,55 +194,54 @@ void StoredGradients::sum_blocks(const Tile& tile) {
   }
 }
 
-void StoredGradients::start_write(Tile tile) {
+void NvmeGradients::start_write(Tile tile) {
   const std::size_t used_bytes = static_cast<std::size_t>(tile.at.numel) * sizeof(float);
   std::memset(tile.lease.data() + used_bytes, 0, tile.lease.bytes() - used_bytes);
   sum_blocks(tile);
-  tile.moved =
-      tier_.store->start_write(store_offset(tile.at), tile.lease.data(), tile.lease.bytes());
+  tile.moved = nvme_.store->start_write(offset_of(tile.at), tile.lease.data(), tile.lease.bytes());
   written_bytes_ += tile.lease.bytes();
   writes_.push_back(std::move(tile));
 }
 
-std::optional<tier::Lease> StoredGradients::lease_for(const StoredPiece& tile, bool needed) {
-  const std::size_t bytes = bytes_in_store(tile.numel);
+std::optional<tier::Lease> NvmeGradients::lease_for(const ShardPiece& tile, bool needed) {
+  const std::size_t bytes = bytes_on_nvme(tile.numel);
   while (true) {
     reap();
-    std::optional<tier::Lease> lease = tier_.buffers->try_acquire(bytes);
+    std::optional<tier::Lease> lease = nvme_.buffers->try_acquire(bytes);
     if (lease || !needed) {
       return lease;
     }
     if (writes_.empty()) {
-      timed([&] { lease = tier_.buffers->acquire(bytes); });
+      timed([&] { lease = nvme_.buffers->acquire(bytes); });
       return lease;
     }
-    settle(writes_.begin());
+    finish(writes_.begin());
   }
 }
 
-void StoredGradients::wait_for_overlapping(const StoredPiece& tile) {
+void NvmeGradients::wait_for_overlapping(const ShardPiece& tile) {
   for (auto write = writes_.begin(); write != writes_.end();) {
     const auto next = std::next(write);
     if (overlap(write->at, tile)) {
-      settle(write);
+      finish(write);
     }
     write = next;
   }
   throw_failure();
 }
 
-void StoredGradients::reap() {
+void NvmeGradients::reap() {
   for (auto write = writes_.begin(); write != writes_.end();) {
     const auto next = std::next(write);
     if (write->moved.done()) {
-      settle(write);
+      finish(write);
     }
     write = next;
   }
   throw_failure();
 }
 
-void StoredGradients::settle(std::list<Tile>::iterator write) noexcept {
+void NvmeGradients::finish(std::list<Tile>::iterator write) noexcept {
   try {
     timed([&] { write->moved.wait(); });
   } catch (...) {
@@ -229,20 +250,20 @@ void StoredGradients::settle(std::list<Tile>::iterator write) noexcept {
   writes_.erase(write);
 }
 
-void StoredGradients::timed(const std::function<void()>& wait) {
+void NvmeGradients::timed(const std::function<void()>& wait) {
   const std::int64_t start_ns = parts_.clock.now_ns();
   wait();
   waited_ns_ += parts_.clock.now_ns() - start_ns;
 }
 
-void StoredGradients::throw_failure() const {
+void NvmeGradients::throw_failure() const {
   if (failure_) {
     std::rethrow_exception(failure_);
   }
 }
 
 // A store names the extent; what does not say whose gradient it was gets the name here.
-void StoredGradients::keep_failure(int id) noexcept {
+void NvmeGradients::keep_failure(int id) noexcept {
   if (failure_) {
     return;
   }
@@ -266,23 +287,23 @@ void StoredGradients::keep_failure(int id) noexcept {
   }
 }
 
-void StoredGradients::wait() {
+void NvmeGradients::wait() {
   while (!writes_.empty()) {
-    settle(writes_.begin());
+    finish(writes_.begin());
   }
   throw_failure();
 }
 
-void StoredGradients::clear() noexcept {
+void NvmeGradients::clear() noexcept {
   while (!writes_.empty()) {
-    settle(writes_.begin());
+    finish(writes_.begin());
   }
   failure_ = nullptr;
   auto* blocks = reinterpret_cast<double*>(block_memory_.data());
   std::fill_n(blocks, first_block_.back(), kNothing);
 }
 
-double StoredGradients::sum_of_squares(int id) const {
+double NvmeGradients::sum_of_squares(int id) const {
   double total = 0;
   for (const double sum : blocks_of(id)) {
     total += sum == kNothing ? 0.0 : sum;
@@ -290,7 +311,7 @@ double StoredGradients::sum_of_squares(int id) const {
   return total;
 }
 
-Pending StoredGradients::start_read(int id, std::int64_t begin, std::int64_t numel, float* to) {
+Pending NvmeGradients::start_read(int id, std::int64_t begin, std::int64_t numel, float* to) {
   const shard::Param& param = parts_.params[id];
   TESSERA_INVARIANT(begin >= 0 && begin % kReadStep == 0 && numel >= 0 &&
                         begin + numel <= param.layout().shard_numel(),
@@ -300,18 +321,18 @@ Pending StoredGradients::start_read(int id, std::int64_t begin, std::int64_t num
     return {};
   }
   auto* memory = reinterpret_cast<std::byte*>(to);
-  const std::size_t bytes = bytes_in_store(numel);
+  const std::size_t bytes = bytes_on_nvme(numel);
   if (is_empty(id, begin)) {
     std::memset(memory, 0, bytes);
     return {};
   }
   read_bytes_ += bytes;
-  return tier_.store->start_read(store_offset({id, begin, numel}), memory, bytes);
+  return nvme_.store->start_read(offset_of({id, begin, numel}), memory, bytes);
 }
 
-void StoredGradients::take_stats(ReducerStats& stats) {
-  stats.stored_read_bytes += read_bytes_.exchange(0);
-  stats.stored_written_bytes += written_bytes_.exchange(0);
+void NvmeGradients::take_stats(ReducerStats& stats) {
+  stats.nvme_read_bytes += read_bytes_.exchange(0);
+  stats.nvme_written_bytes += written_bytes_.exchange(0);
   stats.exposed_wait_s += static_cast<double>(waited_ns_.exchange(0)) * 1e-9;
 }
 

@@ -1,4 +1,4 @@
-// What becomes of stored gradients while a disk is slow, full or broken.
+// What becomes of gradients on NVMe while a disk is slow, full or broken.
 #include <memory>
 #include <string>
 #include <utility>
@@ -8,7 +8,7 @@
 
 #include "tessera/tier/file_store.h"
 #include "testing/fault_engine.h"
-#include "tests/grad/stored_world.h"
+#include "tests/grad/reducer_fixture.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::grad {
@@ -19,16 +19,18 @@ using testing::IoCall;
 using testing::IoFault;
 
 // Five tiles through two leases, beside small ones and one in memory.
-ReduceCase stored_case() {
+ReduceCase nvme_case() {
   ReduceCase test;
-  test.shapes = {
-      {100, true, false, true}, {300}, {20000, true, false, true}, {5000, true, true, true}};
+  test.shapes = {{100, true, false, Tier::kNvme},
+                 {300},
+                 {20000, true, false, Tier::kNvme},
+                 {5000, true, true, Tier::kNvme}};
   test.options.bucket_bytes = 64 << 10;
   test.pool_bytes = 2 * kSmallestPoolBytes;
   return test;
 }
 
-void run_step(RankWorld& world, int step) {
+void run_step(ReducerFixture& world, int step) {
   for (int backward = 0; backward < 2; ++backward) {
     add_all(world, {world.rank(), step, backward});
     world.reducer().reduce_dynamic(std::vector<int>{3});
@@ -51,7 +53,7 @@ void fail_each(int num_ranks, DeviceKind device, IoCall call) {
   int num_failures = 0;
   for (std::size_t number = 0; has_failed; ++number) {
     comm::run_ranks(num_ranks, [&](comm::Group& group) {
-      ReduceCase test = stored_case();
+      ReduceCase test = nvme_case();
       test.device = device;
       test.make_store = [&](int rank) {
         auto store = std::make_unique<LazyStore>();
@@ -60,7 +62,7 @@ void fail_each(int num_ranks, DeviceKind device, IoCall call) {
         }
         return store;
       };
-      RankWorld world(group, test);
+      ReducerFixture world(group, test);
       run_step(world, 0);
       const std::string error = error_of([&] { world.reducer().wait(); });
       if (group.rank() == 0) {
@@ -86,7 +88,7 @@ void fail_each(int num_ranks, DeviceKind device, IoCall call) {
       run_step(world, 1);
       ShardSums sums;
       append_sums(world, sums);
-      RankWorld plain(group, in_memory(test));
+      ReducerFixture plain(group, in_memory(test));
       run_step(plain, 1);
       ShardSums expected;
       append_sums(plain, expected);
@@ -97,34 +99,34 @@ void fail_each(int num_ranks, DeviceKind device, IoCall call) {
   EXPECT_GT(num_failures, 3) << "every one of several";
 }
 
-TEST(ReducerStoredFaults, AWriteThatFailsNamesTheParameterAndEndsNothingElse) {
+TEST(ReducerNvmeFaults, AWriteThatFailsNamesTheParameterAndEndsNothingElse) {
   fail_each(1, DeviceKind::kCpu, IoCall::kWrite);
   fail_each(2, DeviceKind::kCpu, IoCall::kWrite);
   fail_each(2, DeviceKind::kLazy, IoCall::kWrite);
 }
 
-TEST(ReducerStoredFaults, AReadThatFailsNamesTheParameterAndEndsNothingElse) {
+TEST(ReducerNvmeFaults, AReadThatFailsNamesTheParameterAndEndsNothingElse) {
   fail_each(1, DeviceKind::kCpu, IoCall::kRead);
   fail_each(2, DeviceKind::kCpu, IoCall::kRead);
   fail_each(2, DeviceKind::kLazy, IoCall::kRead);
 }
 
-TEST(ReducerStoredFaults, AReducerThatGoesWaitsForItsWrites) {
+TEST(ReducerNvmeFaults, AReducerThatGoesWaitsForItsWrites) {
   comm::run_ranks(2, [](comm::Group& group) {
-    ReduceCase test = stored_case();
+    ReduceCase test = nvme_case();
     test.make_store = [](int) { return std::make_unique<LazyStore>(); };
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     run_step(world, 0);
     world.destroy_reducer();
     EXPECT_EQ(world.pool().free_bytes(), world.pool().capacity_bytes());
   });
 }
 
-TEST(ReducerStoredFaults, BuffersThatAreClosedEndTheWait) {
+TEST(ReducerNvmeFaults, BuffersThatAreClosedEndTheWait) {
   comm::run_ranks(2, [](comm::Group& group) {
-    ReduceCase test = stored_case();
+    ReduceCase test = nvme_case();
     test.make_store = [](int) { return std::make_unique<LazyStore>(); };
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     world.pool().close(std::make_exception_ptr(IoError("the disk is gone")));
     run_step(world, 0);
     expect_error<IoError>([&] { world.reducer().wait(); }, "': the disk is gone");
@@ -151,29 +153,29 @@ class GradientFiles {
   FaultEngine engine_;
 };
 
-TEST(ReducerStoredFiles, HaveTheBitsOfMemory) {
+TEST(ReducerNvmeFiles, HaveTheBitsOfMemory) {
   for (const int num_ranks : {1, 2}) {
     comm::run_ranks(num_ranks, [](comm::Group& group) {
       GradientFiles files;
-      ReduceCase test = stored_case();
+      ReduceCase test = nvme_case();
       test.has_dynamic_group = true;
       test.make_store = [&](int rank) { return files.make_store(rank); };
-      RankWorld plain(group, in_memory(test));
+      ReducerFixture plain(group, in_memory(test));
       const ShardSums expected = train(plain, 2, 3);
-      RankWorld world(group, test);
+      ReducerFixture world(group, test);
       expect_same_bits(train(world, 2, 3), expected);
     });
   }
 }
 
-TEST(ReducerStoredFiles, ABackwardDoesNotWaitForItsWritesWhileBuffersAreFree) {
+TEST(ReducerNvmeFiles, ABackwardDoesNotWaitForItsWritesWhileBuffersAreFree) {
   comm::run_ranks(1, [](comm::Group& group) {
     GradientFiles files;
     files.engine().set_where_named(IoCall::kWrite, "parameter", IoFault::kHold);
-    ReduceCase test = stored_case();
+    ReduceCase test = nvme_case();
     test.pool_bytes = 16 * kSmallestPoolBytes;
     test.make_store = [&](int rank) { return files.make_store(rank); };
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     add_all(world, {0, 0, 0});
     world.reducer().finish_backward();
     EXPECT_GT(files.engine().num_held(), 2U);
@@ -186,12 +188,12 @@ TEST(ReducerStoredFiles, ABackwardDoesNotWaitForItsWritesWhileBuffersAreFree) {
   });
 }
 
-TEST(ReducerStoredFiles, AFailureSaysWhatWhereAndWhose) {
+TEST(ReducerNvmeFiles, AFailureSaysWhatWhereAndWhose) {
   comm::run_ranks(1, [](comm::Group& group) {
     GradientFiles files;
-    ReduceCase test = stored_case();
+    ReduceCase test = nvme_case();
     test.make_store = [&](int rank) { return files.make_store(rank); };
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     files.engine().set_where_named(IoCall::kWrite, "'p2'", IoFault::kShort);
     add_all(world, {0, 0, 0});
     world.reducer().finish_backward();

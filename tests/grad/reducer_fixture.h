@@ -1,9 +1,11 @@
 // What the tests of the reducer share: a table of parameters without tensors, gradients whose every
-// element says where it comes from, and the plain sum that the reducer must equal to the bit.
+// element says where it comes from, the plain sum that the reducer must equal to the bit, and a
+// training whose uses differ from backward to backward, to be repeated in memory and on NVMe.
 //
-// Threads: one RankWorld per rank's thread.
+// Threads: one ReducerFixture per rank's thread.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -20,9 +22,12 @@
 #include "tessera/device/device_cpu.h"
 #include "tessera/grad/element_loops.h"
 #include "tessera/grad/reducer.h"
+#include "tessera/optim/kernels.h"
 #include "tessera/optim/update_loops.h"
+#include "testing/lazy_store.h"
 #include "testing/mock_device.h"
 #include "testing/thread_backend.h"
+#include "tests/support/aligned_bytes.h"
 #include "tests/support/no_tensor.h"
 
 namespace tessera::grad {
@@ -46,8 +51,7 @@ struct ParamShape {
   std::int64_t numel = 0;
   bool trainable = true;
   bool dynamic = false;
-  bool stored = false;
-  bool leaves = false;  // to memory of the host; in a group of one
+  Tier tier = Tier::kDevice;  // of the gradient; kHost: in a group of one
 };
 
 struct ReduceCase {
@@ -59,15 +63,15 @@ struct ReduceCase {
   bool has_dynamic_group = false;  // else dynamic parameters share the group of the others
   // Puts a double in front of the device; empty: none.
   std::function<std::unique_ptr<device::Device>(std::unique_ptr<device::Device>)> wrap_device = {};
-  // For what is stored. With a store, memory is planned even if nothing is.
+  // For what is on NVMe. With a store, memory is planned.
   std::function<std::unique_ptr<tier::Store>(int rank)> make_store = {};
   std::size_t pool_bytes = 0;
 };
 
 // One rank's table, device and reducer.
-class RankWorld {
+class ReducerFixture {
  public:
-  RankWorld(comm::Group& group, const ReduceCase& test)
+  ReducerFixture(comm::Group& group, const ReduceCase& test)
       : test_(test),
         group_(group),
         dynamic_group_(test.has_dynamic_group ? group.split(0, "dynamic") : nullptr),
@@ -81,12 +85,14 @@ class RankWorld {
       spec.dtype = test.param_dtype;
       spec.trainable = test.shapes[i].trainable;
       spec.dynamic = test.shapes[i].dynamic;
+      spec.placement.gradient = test.shapes[i].tier;
+      one_backward_ |= test.shapes[i].tier == Tier::kHost;
       params_.add(spec, std::make_unique<NoTensor>());
-      leaving_.push_back(test.shapes[i].leaves);
-      any_leaves_ |= test.shapes[i].leaves;
     }
     if (test.make_store) {
-      make_tier();
+      store_ = test_.make_store(rank());
+      pool_ = std::make_unique<tier::BufferPool>(*device_, Tier::kHost, test_.pool_bytes,
+                                                 "gradient buffers");
     }
     make_reducer();
   }
@@ -111,9 +117,10 @@ class RankWorld {
     ReducerParts parts{group_, *device_, params_, clock_, spans_};
     parts.most_kept_bytes = test_.most_kept_bytes;
     parts.dynamic_group = dynamic_group_.get();
-    parts.leaves_to_host = any_leaves_ ? &leaving_ : nullptr;
+    parts.one_backward = one_backward_;
     if (store_) {
-      parts.tier = &tier_;
+      parts.is_planned = true;
+      parts.nvme = {store_.get(), pool_.get()};
       parts.block_sum_of_squares = optim::best_loops().block_sum_of_squares;
       parts.ledger = &ledger_;
     }
@@ -121,22 +128,6 @@ class RankWorld {
   }
 
  private:
-  void make_tier() {
-    store_ = test_.make_store(rank());
-    pool_ = std::make_unique<tier::BufferPool>(*device_, Tier::kHost, test_.pool_bytes,
-                                               "gradient buffers");
-    tier_ = {store_.get(), pool_.get(), {}};
-    for (int id = 0; id < params_.num_params(); ++id) {
-      const shard::Param& param = params_[id];
-      tier_.offset.push_back(
-          test_.shapes[static_cast<std::size_t>(id)].stored
-              ? static_cast<std::int64_t>(store_->allocate(
-                    static_cast<std::size_t>(param.layout().shard_numel()) * sizeof(float),
-                    "gradient of parameter '" + param.name() + "'"))
-              : -1);
-    }
-  }
-
   std::unique_ptr<device::Device> wrapped(std::unique_ptr<device::Device> device) const {
     return test_.wrap_device ? test_.wrap_device(std::move(device)) : std::move(device);
   }
@@ -149,11 +140,9 @@ class RankWorld {
   SteadyClock clock_;
   Spans spans_;
   shard::ParamTable params_;
-  std::vector<bool> leaving_;  // by id
-  bool any_leaves_ = false;
+  bool one_backward_ = false;
   std::unique_ptr<tier::Store> store_;
   std::unique_ptr<tier::BufferPool> pool_;
-  GradientTier tier_;
   std::unique_ptr<Reducer> reducer_;
 };
 
@@ -204,7 +193,7 @@ inline FullGradient make_gradient(const Source& source, const shard::Param& para
 
 // What `is_used(source, param)` says was used, summed in rank order, then over backwards.
 template <typename IsUsed>
-void expect_sums(RankWorld& world, int step, int num_backwards, const IsUsed& is_used) {
+void expect_sums(ReducerFixture& world, int step, int num_backwards, const IsUsed& is_used) {
   const DType wire =
       world.num_ranks() == 1 ? world.test().param_dtype : world.test().options.wire_dtype;
   for (int id = 0; id < world.params().num_params(); ++id) {
@@ -246,7 +235,7 @@ void expect_sums(RankWorld& world, int step, int num_backwards, const IsUsed& is
 
 // Hands over the gradient that `source` has of a parameter; what comes back tells when its memory
 // is gone.
-inline std::weak_ptr<void> add(RankWorld& world, const Source& source, int id) {
+inline std::weak_ptr<void> add(ReducerFixture& world, const Source& source, int id) {
   const shard::Param& param = world.params()[id];
   FullGradient gradient = make_gradient(source, param, world.test().param_dtype);
   const std::weak_ptr<void> watch = gradient.owner;
@@ -255,7 +244,7 @@ inline std::weak_ptr<void> add(RankWorld& world, const Source& source, int id) {
 }
 
 // Of all trainable parameters, in the order of backward.
-inline void add_all(RankWorld& world, const Source& source) {
+inline void add_all(ReducerFixture& world, const Source& source) {
   for (int id = world.params().num_params() - 1; id >= 0; --id) {
     if (world.params()[id].trainable()) {
       add(world, source, id);
@@ -275,5 +264,126 @@ void expect_error(const std::function<void()>& call, const std::string& part) {
 
 inline bool always(const Source& /*source*/, int /*param*/) { return true; }
 inline bool never(const Source& /*source*/, int /*param*/) { return false; }
+
+// What the reducer left, step by step: every shard with its padding, and its sum of squares.
+struct ShardSums {
+  std::vector<std::vector<float>> shards;
+  std::vector<double> squares;
+};
+
+inline std::vector<float> read_shard(ReducerFixture& world, int id) {
+  const shard::Param& param = world.params()[id];
+  const bool padded = world.num_ranks() > 1;
+  const std::int64_t numel = padded ? param.layout().shard_numel() : param.range().numel;
+  std::vector<float> values(static_cast<std::size_t>(numel));
+  if (numel == 0) {
+    return values;
+  }
+  const ShardGradient gradient = world.reducer().shard_gradient(id);
+  EXPECT_EQ(gradient.numel, param.range().numel);
+  EXPECT_EQ(gradient.data == nullptr, world.reducer().is_on_nvme(id));
+  if (!world.reducer().is_on_nvme(id)) {
+    std::copy_n(gradient.data, numel, values.data());
+    return values;
+  }
+  // In ranges that no tile has.
+  constexpr std::int64_t kRange = 3 * 1024;
+  for (std::int64_t begin = 0; begin < numel; begin += kRange) {
+    const std::int64_t count = std::min(kRange, numel - begin);
+    testing::AlignedBytes memory(static_cast<std::size_t>(kRange) * sizeof(float));
+    auto* to = reinterpret_cast<float*>(memory.data());
+    world.reducer().start_read(id, begin, count, to).wait();
+    std::copy_n(to, count, values.data() + begin);
+    const std::int64_t in_blocks = (count + 1023) / 1024 * 1024;
+    EXPECT_TRUE(std::all_of(to + count, to + in_blocks, [](float value) { return value == 0; }))
+        << "behind the end of " << param.name();
+  }
+  return values;
+}
+
+inline void append_sums(ReducerFixture& world, ShardSums& sums) {
+  for (int id = 0; id < world.params().num_params(); ++id) {
+    if (!world.params()[id].trainable()) {
+      continue;
+    }
+    sums.shards.push_back(read_shard(world, id));
+    const std::int64_t numel = world.params()[id].range().numel;
+    sums.squares.push_back(world.reducer().is_on_nvme(id)
+                               ? world.reducer().sum_of_squares(id).value()
+                               : optim::sum_of_squares(sums.shards.back().data(), numel));
+  }
+}
+
+// Some with zeros of either sign, of which a sum keeps the sign that its order gives.
+inline void add_signed(ReducerFixture& world, const Source& source, int id) {
+  const shard::Param& param = world.params()[id];
+  const DType dtype = world.test().param_dtype;
+  FullGradient gradient = make_gradient(source, param, dtype);
+  const float minus_zero = -0.0F;
+  for (std::int64_t i = 0; i < param.layout().numel(); i += 5) {
+    convert_elements(
+        static_cast<std::byte*>(gradient.data) + static_cast<std::size_t>(i) * bytes_of(dtype),
+        dtype, &minus_zero, DType::kFloat32, 1);
+  }
+  world.reducer().add(param, std::move(gradient));
+}
+
+inline bool is_used(const Source& source, int id) {
+  return (source.rank * 31 + source.step * 17 + source.backward * 7 + id * 13) % 4 != 0;
+}
+
+// Dynamic parameters are reduced in lists of which the first backward has only a part.
+inline void run_backward(ReducerFixture& world, const Source& source) {
+  std::vector<int> list;
+  for (int id = world.params().num_params() - 1; id >= 0; --id) {
+    const shard::Param& param = world.params()[id];
+    if (!param.trainable()) {
+      continue;
+    }
+    const bool is_listed = param.dynamic() && (id + source.backward) % 2 == 0;
+    if (is_listed) {
+      list.push_back(id);
+    }
+    if (is_used(source, id) && (is_listed || !param.dynamic())) {
+      add_signed(world, source, id);
+    }
+  }
+  world.reducer().reduce_dynamic(list);
+  world.reducer().finish_backward();
+}
+
+inline ShardSums train(ReducerFixture& world, int num_steps, int num_backwards) {
+  ShardSums sums;
+  for (int step = 0; step < num_steps; ++step) {
+    for (int backward = 0; backward < num_backwards; ++backward) {
+      run_backward(world, {world.rank(), step, backward});
+    }
+    append_sums(world, sums);
+    world.reducer().clear();
+  }
+  return sums;
+}
+
+inline ReduceCase in_memory(ReduceCase test) {
+  for (ParamShape& shape : test.shapes) {
+    shape.tier = Tier::kDevice;
+  }
+  test.make_store = {};
+  return test;
+}
+
+inline void expect_same_bits(const ShardSums& sums, const ShardSums& expected) {
+  ASSERT_EQ(sums.shards.size(), expected.shards.size());
+  for (std::size_t i = 0; i < sums.shards.size(); ++i) {
+    ASSERT_EQ(sums.shards[i].size(), expected.shards[i].size());
+    for (std::size_t k = 0; k < sums.shards[i].size(); ++k) {
+      ASSERT_EQ(std::memcmp(&sums.shards[i][k], &expected.shards[i][k], sizeof(float)), 0)
+          << "shard " << i << ", element " << k << ": " << sums.shards[i][k] << ", not "
+          << expected.shards[i][k];
+    }
+    ASSERT_EQ(std::memcmp(&sums.squares[i], &expected.squares[i], sizeof(double)), 0)
+        << "shard " << i << ": " << sums.squares[i] << ", not " << expected.squares[i];
+  }
+}
 
 }  // namespace tessera::grad

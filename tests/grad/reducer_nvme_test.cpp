@@ -1,4 +1,4 @@
-// Gradient shards in a store: the bits of those in memory, through however few buffers.
+// Gradient shards on NVMe: the bits of those in memory, through however few buffers.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/grad/gradient_bytes.h"
-#include "tests/grad/stored_world.h"
+#include "tests/grad/reducer_fixture.h"
 #include "tests/support/sizes.h"
 
 namespace tessera::grad {
@@ -25,19 +25,19 @@ ReduceCase mixed_case() {
   ReduceCase test;
   const bool frozen = false;
   const bool dynamic = true;
-  test.shapes = {{1, true, false, true},
-                 {3, true, false, true},
-                 {4096, true, false, true},
+  test.shapes = {{1, true, false, Tier::kNvme},
+                 {3, true, false, Tier::kNvme},
+                 {4096, true, false, Tier::kNvme},
                  {300},
-                 {5000, true, false, true},
-                 {0, true, false, true},
-                 {70001, true, false, true},
+                 {5000, true, false, Tier::kNvme},
+                 {0, true, false, Tier::kNvme},
+                 {70001, true, false, Tier::kNvme},
                  {9000},
                  {60, frozen},
-                 {6000, true, dynamic, true},
-                 {40001, true, dynamic, true},
+                 {6000, true, dynamic, Tier::kNvme},
+                 {40001, true, dynamic, Tier::kNvme},
                  {700, true, dynamic},
-                 {2, true, dynamic, true}};
+                 {2, true, dynamic, Tier::kNvme}};
   test.options.bucket_bytes = 64 << 10;
   test.has_dynamic_group = true;  // ranks use different ones of the others
   test.make_store = make_lazy_store;
@@ -46,16 +46,16 @@ ReduceCase mixed_case() {
 }
 
 void expect_bits_of_memory(comm::Group& group, const ReduceCase& test, int num_backwards) {
-  RankWorld plain(group, in_memory(test));
+  ReducerFixture plain(group, in_memory(test));
   const ShardSums expected = train(plain, 2, num_backwards);
-  RankWorld stored(group, test);
-  expect_same_bits(train(stored, 2, num_backwards), expected);
-  EXPECT_EQ(stored.pool().free_bytes(), stored.pool().capacity_bytes());
+  ReducerFixture offloaded(group, test);
+  expect_same_bits(train(offloaded, 2, num_backwards), expected);
+  EXPECT_EQ(offloaded.pool().free_bytes(), offloaded.pool().capacity_bytes());
 }
 
-class ReducerStored : public ::testing::TestWithParam<DeviceKind> {};
+class ReducerNvme : public ::testing::TestWithParam<DeviceKind> {};
 
-TEST_P(ReducerStored, HasTheBitsOfMemoryForEveryNumberOfRanksAndMicroBatches) {
+TEST_P(ReducerNvme, HasTheBitsOfMemoryForEveryNumberOfRanksAndMicroBatches) {
   for (int num_ranks = 1; num_ranks <= 3; ++num_ranks) {
     for (const int num_backwards : {1, 3}) {
       SCOPED_TRACE(::testing::Message() << num_ranks << " ranks, " << num_backwards);
@@ -68,7 +68,7 @@ TEST_P(ReducerStored, HasTheBitsOfMemoryForEveryNumberOfRanksAndMicroBatches) {
   }
 }
 
-TEST_P(ReducerStored, HasTheBitsOfMemoryInHalfPrecision) {
+TEST_P(ReducerNvme, HasTheBitsOfMemoryInHalfPrecision) {
   for (int num_ranks = 1; num_ranks <= 3; ++num_ranks) {
     ReduceCase test = mixed_case();
     test.device = GetParam();
@@ -78,7 +78,7 @@ TEST_P(ReducerStored, HasTheBitsOfMemoryInHalfPrecision) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, ReducerStored,
+INSTANTIATE_TEST_SUITE_P(Devices, ReducerNvme,
                          ::testing::Values(DeviceKind::kCpu, DeviceKind::kLazy,
                                            DeviceKind::kRandom),
                          [](const auto& param) {
@@ -87,7 +87,7 @@ INSTANTIATE_TEST_SUITE_P(Devices, ReducerStored,
                                                                      : "random";
                          });
 
-TEST(ReducerStoredTiles, APieceOfAnySizePassesThroughOneTile) {
+TEST(ReducerNvmeTiles, APieceOfAnySizePassesThroughOneTile) {
   struct Sizes {
     std::size_t pool_bytes = 0;
     std::int64_t bucket_bytes = 0;
@@ -109,30 +109,30 @@ TEST(ReducerStoredTiles, APieceOfAnySizePassesThroughOneTile) {
   comm::run_ranks(1, [&](comm::Group& group) { expect_bits_of_memory(group, alone, 2); });
 }
 
-TEST(ReducerStoredTiles, SmallShardsNeedLessThanOneTile) {
+TEST(ReducerNvmeTiles, SmallShardsNeedLessThanOneTile) {
   ReduceCase test;
-  test.shapes = {{1000, true, false, true}, {7, true, false, true}};
+  test.shapes = {{1000, true, false, Tier::kNvme}, {7, true, false, Tier::kNvme}};
   test.make_store = make_lazy_store;
   test.pool_bytes = 4096;
   comm::run_ranks(1, [&](comm::Group& group) { expect_bits_of_memory(group, test, 2); });
-  test.shapes.push_back({1025, true, false, true});
+  test.shapes.push_back({1025, true, false, Tier::kNvme});
   comm::run_ranks(1, [&](comm::Group& group) {
-    expect_error<ConfigError>([&] { RankWorld world(group, test); },
+    expect_error<ConfigError>([&] { ReducerFixture world(group, test); },
                               "'p2' passes through buffers of 4096 bytes, and needs 8192");
   });
 }
 
-TEST(ReducerStoredBytes, AreWrittenOncePerBackwardAndReadOncePerFurtherOne) {
+TEST(ReducerNvmeBytes, AreWrittenOncePerBackwardAndReadOncePerFurtherOne) {
   for (const int num_ranks : {1, 2}) {
     comm::run_ranks(num_ranks, [](comm::Group& group) {
       ReduceCase test;
-      test.shapes = {{5000, true, false, true}, {300}, {70001, true, false, true}};
+      test.shapes = {{5000, true, false, Tier::kNvme}, {300}, {70001, true, false, Tier::kNvme}};
       test.make_store = make_lazy_store;
       test.pool_bytes = 2 * kStep;
-      RankWorld world(group, test);
-      std::uint64_t stored_bytes = 0;
+      ReducerFixture world(group, test);
+      std::uint64_t nvme_bytes = 0;
       for (const int id : {0, 2}) {
-        stored_bytes += tier::whole_blocks(
+        nvme_bytes += tier::whole_blocks(
             static_cast<std::size_t>(world.params()[id].layout().shard_numel()) * sizeof(float));
       }
       for (int step = 0; step < 2; ++step) {
@@ -142,26 +142,26 @@ TEST(ReducerStoredBytes, AreWrittenOncePerBackwardAndReadOncePerFurtherOne) {
         }
         world.reducer().wait();
         const ReducerStats stats = world.reducer().take_stats();
-        EXPECT_EQ(stats.stored_written_bytes, 3 * stored_bytes);
-        EXPECT_EQ(stats.stored_read_bytes, 2 * stored_bytes);
+        EXPECT_EQ(stats.nvme_written_bytes, 3 * nvme_bytes);
+        EXPECT_EQ(stats.nvme_read_bytes, 2 * nvme_bytes);
         std::ignore = world.reducer().sum_of_squares(0);
-        EXPECT_EQ(world.reducer().take_stats().stored_read_bytes, 0U) << "the norm reads nothing";
+        EXPECT_EQ(world.reducer().take_stats().nvme_read_bytes, 0U) << "the norm reads nothing";
         world.reducer().clear();
       }
-      EXPECT_EQ(world.store().stats().written_bytes, 6 * stored_bytes);
-      EXPECT_EQ(world.store().stats().read_bytes, 4 * stored_bytes);
+      EXPECT_EQ(world.store().stats().written_bytes, 6 * nvme_bytes);
+      EXPECT_EQ(world.store().stats().read_bytes, 4 * nvme_bytes);
     });
   }
 }
 
-TEST(ReducerStoredUse, WhatDidNotComeIsZeroAndNeverLastSteps) {
+TEST(ReducerNvmeUse, WhatDidNotComeIsZeroAndNeverLastSteps) {
   for (const int num_ranks : {1, 2}) {
     comm::run_ranks(num_ranks, [](comm::Group& group) {
       ReduceCase test;
-      test.shapes = {{5000, true, false, true}, {5000, true, true, true}};
+      test.shapes = {{5000, true, false, Tier::kNvme}, {5000, true, true, Tier::kNvme}};
       test.make_store = make_lazy_store;
       test.pool_bytes = kStep;
-      RankWorld world(group, test);
+      ReducerFixture world(group, test);
       const auto expect_zeros = [&](int id) {
         const std::vector<float> values = read_shard(world, id);
         EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](float v) { return v == 0; }));
@@ -186,13 +186,13 @@ TEST(ReducerStoredUse, WhatDidNotComeIsZeroAndNeverLastSteps) {
   }
 }
 
-TEST(ReducerStoredUse, RefusesWhatMakesNoSense) {
+TEST(ReducerNvmeUse, RefusesWhatMakesNoSense) {
   comm::run_ranks(1, [](comm::Group& group) {
     ReduceCase test;
-    test.shapes = {{5000, true, false, true}, {5000}};
+    test.shapes = {{5000, true, false, Tier::kNvme}, {5000}};
     test.make_store = make_lazy_store;
     test.pool_bytes = kStep;
-    RankWorld world(group, test);
+    ReducerFixture world(group, test);
     testing::AlignedBytes memory(8192 * sizeof(float));
     auto* to = reinterpret_cast<float*>(memory.data());
     expect_error<InternalError>([&] { world.reducer().start_read(1, 0, 1, to).wait(); },
@@ -207,7 +207,7 @@ TEST(ReducerStoredUse, RefusesWhatMakesNoSense) {
   });
 }
 
-TEST(ReducerStoredMemory, TheLedgerIsWhatWasPlanned) {
+TEST(ReducerNvmeMemory, TheLedgerIsWhatWasPlanned) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     for (const std::int64_t bucket_bytes : {20000, 1 << 20}) {
       for (const bool stores : {true, false}) {
@@ -219,12 +219,13 @@ TEST(ReducerStoredMemory, TheLedgerIsWhatWasPlanned) {
             test.options = {bucket_bytes, dtype};
             std::vector<GradientShape> shapes;
             for (ParamShape& shape : test.shapes) {
-              shape.stored &= stores;
-              shapes.push_back({shape.numel, shape.trainable, shape.dynamic, shape.stored});
+              shape.tier = stores ? shape.tier : Tier::kDevice;
+              shapes.push_back(
+                  {shape.numel, shape.trainable, shape.dynamic, shape.tier == Tier::kNvme});
             }
             const GradientBytes planned = gradient_bytes(shapes, group.size(), test.options, dtype);
             EXPECT_EQ(planned.block_sums > 0, stores);
-            RankWorld world(group, test);
+            ReducerFixture world(group, test);
             const auto device_bytes = static_cast<std::size_t>(planned.shards + planned.slots);
             const auto host_bytes = static_cast<std::size_t>(planned.block_sums);
             const bool adopts = group.size() == 1 && dtype == DType::kFloat32;

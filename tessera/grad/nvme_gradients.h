@@ -1,7 +1,7 @@
-// Internal to grad: shards of gradients that accumulate in a store (gradient_tier.h).
+// Internal to grad: shards of gradients that accumulate on NVMe.
 //
 // A piece goes there in tiles, each in a lease of its own: values are written into the lease, or
-// added to what was read into it, and the lease goes to the store. So a piece of any size passes
+// added to what was read into it, and the lease is written. So a piece of any size passes
 // through a pool of kSmallestPoolBytes, and nothing here holds a copy of a shard. More leases are
 // more tiles on their way at once: reads run ahead of sums as far as leases are free, and writes
 // are not waited for. While a tile passes, the sums of squares of its blocks are kept, of which the
@@ -11,7 +11,7 @@
 // is waiting for our own oldest write, that is for the disk, never for a rank.
 //
 // Invariants:
-//  (1) Tiles begin at multiples of kPieceStep and are whole blocks in the store; behind the shard's
+//  (1) Tiles begin at multiples of kPieceStep and are whole blocks on NVMe; behind the shard's
 //      end they are zero.
 //  (2) What overlaps a write that is under way waits for it: sums are made in the order of put().
 //  (3) A block to which nothing was put since clear() counts as zeros, and is not read.
@@ -31,32 +31,30 @@
 #include <span>
 #include <vector>
 
-#include "tessera/grad/gradient_tier.h"
 #include "tessera/grad/reducer.h"
 
 namespace tessera::grad {
 
-// Of the shard of a stored parameter. Begins at a multiple of kPieceStep, and ends at one or with
+// Of a shard on NVMe. Begins at a multiple of kPieceStep, and ends at one or with
 // the shard, or with what is not padding of it.
-struct StoredPiece {
+struct ShardPiece {
   int param = 0;
   std::int64_t begin = 0;
   std::int64_t numel = 0;
 };
 
-class StoredGradients {
+class NvmeGradients {
  public:
-  // REQUIRES: parts.tier has a store, buffers and at least one stored parameter, and all outlive
-  // this. Throws ConfigError if the pool is too small.
-  explicit StoredGradients(const ReducerParts& parts);
-  ~StoredGradients();
-  StoredGradients(const StoredGradients&) = delete;
-  StoredGradients& operator=(const StoredGradients&) = delete;
+  // REQUIRES: parts.nvme has a store and buffers. Throws ConfigError if the pool is too small.
+  explicit NvmeGradients(const ReducerParts& parts);
+  ~NvmeGradients();
+  NvmeGradients(const NvmeGradients&) = delete;
+  NvmeGradients& operator=(const NvmeGradients&) = delete;
 
   // The piece becomes `values`, or its fp32 sum with them. Blocks while leases are short, and for
   // what it adds to; `values` are not needed afterwards. A failure is kept for wait().
-  void put(const StoredPiece& piece, const void* values, DType dtype, bool adds) noexcept;
-  // Blocks until everything is in the store; throws the first failure, with the parameter's name.
+  void put(const ShardPiece& piece, const void* values, DType dtype, bool adds) noexcept;
+  // Blocks until everything is there; throws the first failure, with the parameter's name.
   void wait();
   // Waits, whatever becomes of it; forgets all values.
   void clear() noexcept;
@@ -69,34 +67,36 @@ class StoredGradients {
 
  private:
   struct Tile {
-    StoredPiece at;
+    ShardPiece at;
     tier::Lease lease;
     device::Pending moved;  // read into the lease, or written from it
 
     float* data() const { return reinterpret_cast<float*>(lease.data()); }
   };
 
-  void replace(const StoredPiece& piece, const void* values, DType dtype);
-  void add(const StoredPiece& piece, const void* values, DType dtype);
-  StoredPiece tile_at(const StoredPiece& piece, std::int64_t offset) const;
-  std::uint64_t store_offset(const StoredPiece& at) const;
+  void replace(const ShardPiece& piece, const void* values, DType dtype);
+  void add(const ShardPiece& piece, const void* values, DType dtype);
+  ShardPiece tile_at(const ShardPiece& piece, std::int64_t offset) const;
+  void allocate_extents();
+  std::uint64_t offset_of(const ShardPiece& at) const;
   std::span<double> blocks_of(int id) const;
   bool is_empty(int id, std::int64_t begin) const;
 
   // Nothing if that takes a wait, unless it is `needed`.
-  std::optional<tier::Lease> lease_for(const StoredPiece& tile, bool needed);
+  std::optional<tier::Lease> lease_for(const ShardPiece& tile, bool needed);
   void start_read(Tile& tile);
   void sum_blocks(const Tile& tile);
   void start_write(Tile tile);
-  void wait_for_overlapping(const StoredPiece& tile);
+  void wait_for_overlapping(const ShardPiece& tile);
   void reap();  // gives back the leases of writes that are done
-  void settle(std::list<Tile>::iterator write) noexcept;
+  void finish(std::list<Tile>::iterator write) noexcept;
   void timed(const std::function<void()>& wait);
   void throw_failure() const;
   void keep_failure(int id) noexcept;  // the one that is being handled
 
   const ReducerParts parts_;
-  const GradientTier& tier_;
+  const GradientTier nvme_;
+  std::vector<std::uint64_t> offsets_;  // by id
   std::int64_t tile_numel_ = 0;
   device::Memory block_memory_;
   std::vector<std::int64_t> first_block_;  // by id, of block_memory_; one more at the end

@@ -1,0 +1,283 @@
+#include "tessera/optim/optimizer.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <tuple>
+#include <utility>
+
+#include "tessera/core/error.h"
+
+namespace tessera::optim {
+
+using device::StreamKind;
+
+OptimizerStats& OptimizerStats::operator+=(const OptimizerStats& other) {
+  states_h2d_bytes += other.states_h2d_bytes;
+  states_d2h_bytes += other.states_d2h_bytes;
+  parameters_h2d_bytes += other.parameters_h2d_bytes;
+  parameters_d2h_bytes += other.parameters_d2h_bytes;
+  gradients_d2h_bytes += other.gradients_d2h_bytes;
+  states_read_bytes += other.states_read_bytes;
+  states_written_bytes += other.states_written_bytes;
+  parameters_read_bytes += other.parameters_read_bytes;
+  parameters_written_bytes += other.parameters_written_bytes;
+  gradients_read_bytes += other.gradients_read_bytes;
+  read_wait_s += other.read_wait_s;
+  lease_wait_s += other.lease_wait_s;
+  update_s += other.update_s;
+  return *this;
+}
+
+Optimizer::Optimizer(shard::ParamTable& params, const RuleOptions& rule, OptimizerOptions options)
+    : params_(params),
+      rule_(rule),
+      options_(std::move(options)),
+      reduce_(options_.device.stream(StreamKind::kReduce)),
+      states_(params, rule, options_),
+      host_norms_(static_cast<std::size_t>(params.num_params())),
+      executor_(std::make_unique<DeviceExecutor>(params, rule, options_, states_)) {
+  bool cpu_updates = false;
+  for (int id = 0; id < params.num_params(); ++id) {
+    cpu_updates = cpu_updates || states_.is_on_cpu(id);
+  }
+  if (cpu_updates) {
+    pipeline_ = std::make_unique<CpuPipeline>(params, rule, options_, states_);
+  }
+  if (options_.device.is_discrete()) {
+    pinned_norms_ =
+        options_.device.allocate(Tier::kPinned, host_norms_.size() * sizeof(double), Role::kOther);
+    step_ = options_.device.allocate(Tier::kDevice, sizeof(StepOnDevice), Role::kOther);
+    step_for_host_ = options_.device.allocate(Tier::kPinned, sizeof(StepOnDevice), Role::kOther);
+  }
+  // All space first: what is on NVMe lies in one piece, in the order of registration.
+  for (int id = 0; id < params.num_params(); ++id) {
+    if (params[id].trainable()) {
+      add(id);
+    }
+  }
+  set_plan();
+  for (int id = 0; id < params.num_params(); ++id) {
+    if (params[id].trainable()) {
+      make_master(id);
+    }
+  }
+}
+
+Optimizer::~Optimizer() = default;
+
+void Optimizer::add(int id) {
+  states_.add(id);
+  if (states_.is_on_cpu(id)) {
+    pipeline_->add(id);
+  }
+}
+
+void Optimizer::make_master(int id) {
+  states_.make_master(id, states_.is_on_cpu(id) ? pipeline_->refresh_copy(id) : nullptr);
+}
+
+void Optimizer::set_plan() {
+  if (pipeline_) {
+    pipeline_->set_plan(states_.plan());
+  }
+  executor_->plan();
+}
+
+void Optimizer::prepare() {
+  if (pipeline_) {
+    pipeline_->prepare();
+  }
+  executor_->prepare();
+}
+
+double* Optimizer::norm_results() {
+  return pinned_norms_.data() == nullptr ? host_norms_.data()
+                                         : reinterpret_cast<double*>(pinned_norms_.data());
+}
+
+double Optimizer::sum_of_squares(grad::Reducer& gradients) {
+  std::vector<double> known;
+  std::vector<const double*> sums;
+  std::vector<NormSpan> spans;
+  known.reserve(host_norms_.size());  // addresses stay
+  for (int id = 0; id < params_.num_params(); ++id) {
+    if (!params_[id].trainable() || !gradients.has_gradient(id)) {
+      continue;
+    }
+    if (const std::optional<double> sum = gradients.sum_of_squares(id)) {
+      sums.push_back(&known.emplace_back(*sum));
+      continue;
+    }
+    const grad::ShardGradient gradient = gradients.shard_gradient(id);
+    sums.push_back(norm_results() + spans.size());
+    spans.push_back({gradient.values, gradient.dtype, gradient.numel});
+  }
+  if (!spans.empty()) {
+    // The stream keeps a failure until it is synchronized.
+    std::ignore = options_.kernels.start_sums_of_squares(spans, norm_results(), reduce_);
+    reduce_.synchronize();
+  }
+  double total = 0;
+  for (const double* const sum : sums) {
+    total += *sum;
+  }
+  return total;
+}
+
+std::vector<const double*> Optimizer::start_norm(grad::Reducer& gradients) {
+  std::vector<const double*> sums;
+  std::vector<NormSpan> spans;
+  for (int id = 0; id < params_.num_params(); ++id) {
+    if (!params_[id].trainable() || !gradients.has_gradient(id)) {
+      continue;
+    }
+    const grad::ShardGradient gradient = gradients.ordered_gradient(id);
+    if (gradient.squares != nullptr) {
+      sums.push_back(gradient.squares);
+      continue;
+    }
+    sums.push_back(norm_results() + spans.size());
+    spans.push_back({gradient.values, gradient.dtype, gradient.numel});
+  }
+  if (!spans.empty()) {
+    std::ignore = options_.kernels.start_sums_of_squares(spans, norm_results(), reduce_);
+  }
+  return sums;
+}
+
+std::vector<int> Optimizer::trainable(bool on_cpu) const {
+  std::vector<int> ids;
+  for (int id = 0; id < params_.num_params(); ++id) {
+    if (params_[id].trainable() && states_.is_on_cpu(id) == on_cpu) {
+      ids.push_back(id);
+    }
+  }
+  return ids;
+}
+
+void Optimizer::start_update(grad::Reducer& gradients, double lr, double gradient_scale) {
+  if (pipeline_) {
+    pipeline_->check();
+  }
+  UpdateScalars scalars;
+  scalars.lr = lr;
+  scalars.gradient_scale = gradient_scale;
+  ++num_updates_;
+  // The CPU begins while the device's share is handed over.
+  if (pipeline_) {
+    publish(pipeline_->start(trainable(/*on_cpu=*/true), gradients, scalars));
+  }
+  publish(executor_->start(trainable(/*on_cpu=*/false), gradients, scalars));
+}
+
+bool Optimizer::start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs) {
+  if (step_.data() == nullptr || pipeline_ || executor_->streams() || !gradients.is_ordered()) {
+    return false;
+  }
+  UpdateScalars scalars;
+  scalars.lr = lr;
+  scalars.on_device = reinterpret_cast<StepOnDevice*>(step_.data());
+  step_found_ = options_.kernels.start_step_factors(
+      start_norm(gradients), inputs, reinterpret_cast<StepOnDevice*>(step_.data()),
+      reinterpret_cast<StepOnDevice*>(step_for_host_.data()), reduce_);
+  held_ = executor_->start(trainable(/*on_cpu=*/false), gradients, scalars);
+  return true;
+}
+
+double Optimizer::finish_step() {
+  TESSERA_INVARIANT(held_, "a step ends that was not started");
+  step_found_.wait();
+  const StepOnDevice& step = *reinterpret_cast<const StepOnDevice*>(step_for_host_.data());
+  std::vector<StartedUpdate> started = std::move(*std::exchange(held_, std::nullopt));
+  if (step.skips != 0) {
+    executor_->wait();  // it does nothing, but it was given gradients that go now
+  } else {
+    ++num_updates_;
+    publish(std::move(started));
+  }
+  return step.gradient_squares;
+}
+
+void Optimizer::publish(std::vector<StartedUpdate> started) {
+  for (StartedUpdate& update : started) {
+    params_[update.id].set_updated(std::move(update.done));
+    params_[update.id].set_device_copy(std::move(update.copy));
+    if (update.has_gradient) {
+      states_.count_update(update.id);
+    }
+  }
+}
+
+void Optimizer::wait() {
+  if (pipeline_) {
+    pipeline_->wait();
+  }
+  executor_->wait();
+}
+
+void Optimizer::finish() {
+  if (pipeline_) {
+    pipeline_->wait();
+    pipeline_->drop_leases();
+  }
+  executor_->wait_all();
+}
+
+void Optimizer::follow_trainable(int param) {
+  finish();
+  if (params_[param].trainable() && !states_.has(param)) {
+    add(param);
+    make_master(param);
+  }
+  set_plan();
+}
+
+void Optimizer::reset_master(int param) {
+  finish();
+  if (states_.has(param)) {
+    make_master(param);
+    executor_->plan();  // what was sent to the device is of before
+  }
+}
+
+std::span<float> Optimizer::state(int param, std::string_view name) {
+  const shard::Param& owner = params_[param];
+  if (!states_.has(param)) {
+    return {};
+  }
+  owner.updated().wait();
+  const auto numel = static_cast<std::size_t>(owner.layout().shard_numel());
+  const bool own_master = is_own_master(owner.layout().dtype());
+  std::size_t tensor = 0;
+  if (name != "master") {
+    const auto names = state_names(rule_);
+    const auto found = std::find(names.begin(), names.end(), name);
+    TESSERA_CHECK(found != names.end(), ConfigError, owner.name(), " has no state \"", name,
+                  "\" under ", to_string(rule_.kind), "; it has ", list_states(rule_));
+    tensor = static_cast<std::size_t>(found - names.begin()) + (own_master ? 0 : 1);
+  } else if (own_master) {
+    const bool on_host = owner.is_on_host() || !options_.device.is_discrete();
+    if (!owner.is_on_nvme() && on_host) {
+      return {reinterpret_cast<float*>(owner.shard()), numel};
+    }
+    finish();
+    copy_ = states_.read_parameter(param);
+    return copy_;
+  }
+  if (float* const values = states_.host_tensor(param, tensor)) {
+    return {values, numel};
+  }
+  finish();
+  copy_ = states_.read(param, tensor);
+  return copy_;
+}
+
+OptimizerStats Optimizer::take_stats() {
+  OptimizerStats stats = executor_->take_stats();
+  if (pipeline_) {
+    stats += pipeline_->take_stats();
+  }
+  return stats;
+}
+
+}  // namespace tessera::optim

@@ -1,0 +1,107 @@
+// Masters and states of this rank's shards: where they are, and how they get there.
+//
+// One layout everywhere: a shard is cut into pieces, and the fp32 tensors of a piece lie side by
+// side: master (unless the parameter is its own), state 0, state 1.
+//
+//   in memory, updated in place    one piece per shard; on a CPU without NVMe the tensors are
+//                                  packed, elsewhere each has whole blocks
+//   in pinned memory, streamed     pieces of slot_numel() elements without padding, tensors aligned
+//     through slots of a device    to kStreamedStep: one copy moves a piece
+//   on NVMe                        pieces of sub_group_numel elements, tensors in whole blocks
+//                                  (sub_group.h), each an extent with a name
+//
+// Only fp32 parameters are their own masters. States are made when a parameter is trainable for the
+// first time, and stay; in memory they are charged as Role::kOptimizer. Padding stays zero.
+//
+// Threads: one caller at a time; accessors that are const from any thread meanwhile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "tessera/device/device.h"
+#include "tessera/optim/optimizer_options.h"
+#include "tessera/optim/rule.h"
+#include "tessera/optim/sub_group.h"
+#include "tessera/shard/param.h"
+
+namespace tessera::optim {
+
+class OptimizerStates {
+ public:
+  struct Piece {
+    std::int64_t begin = 0;  // in the shard
+    std::int64_t numel = 0;
+    std::uint64_t offset = 0;      // of its first tensor, in the parameter's memory or on NVMe
+    std::size_t tensor_bytes = 0;  // from one tensor to the next
+  };
+
+  // Throws ConfigError if states stream to the device and there are no slots for them.
+  OptimizerStates(shard::ParamTable& params, const RuleOptions& rule,
+                  const OptimizerOptions& options);
+  OptimizerStates(const OptimizerStates&) = delete;
+  OptimizerStates& operator=(const OptimizerStates&) = delete;
+
+  // Who updates a parameter, whether or not it is trainable: the CPU pipeline or the device.
+  bool is_on_cpu(int id) const;
+  // Of what the device updates: something of it comes to the device for every update.
+  bool streams(int id) const;
+  bool are_resident(int id) const {
+    return !is_discrete_ || params_[id].placement().states == Tier::kDevice;
+  }
+  // Elements of a piece that streams; 0: nothing does.
+  std::int64_t slot_numel() const { return slot_numel_; }
+
+  bool has(int id) const { return slots_[static_cast<std::size_t>(id)].exists; }
+  // Takes memory or space on NVMe; moments are zero, the master is not made yet. Once per
+  // parameter.
+  void add(int id);
+  // From the shard. `host_copy`: of a shard in a discrete device's memory, if there is one.
+  void make_master(int id, const std::byte* host_copy = nullptr);
+
+  // Of what the CPU updates and is trainable now. REQUIRES: has() all of it.
+  SubGroupPlan plan() const;
+  std::size_t num_tensors(int id) const;
+  std::vector<Piece> pieces(int id) const;
+  // In memory; null: on NVMe.
+  std::byte* memory(int id) const { return slots_[static_cast<std::size_t>(id)].memory.data(); }
+  // A tensor that is updated in place: tensor 0 is the master, if there is one.
+  float* tensor(int id, std::size_t number) const;
+  // The same where the host can read it; null: elsewhere, or in pieces.
+  float* host_tensor(int id, std::size_t number) const;
+  // A copy of a tensor, from wherever it is.
+  std::vector<float> read(int id, std::size_t number) const;
+  // The same of a parameter that is its own master.
+  std::vector<float> read_parameter(int id) const;
+
+  std::int64_t num_updates(int id) const { return slots_[static_cast<std::size_t>(id)].updates; }
+  void count_update(int id) { ++slots_[static_cast<std::size_t>(id)].updates; }
+
+ private:
+  struct Slot {
+    bool exists = false;
+    device::Memory memory;
+    std::int64_t offset = -1;  // on NVMe
+    std::int64_t updates = 0;  // the step that corrects the moments
+  };
+  bool is_on_nvme(int id) const { return params_[id].placement().states == Tier::kNvme; }
+  std::size_t tensor_bytes(int id) const;  // in memory
+  void check_placement(int id) const;
+  void fit_slots();
+  void allocate_extents(int id);
+  std::vector<Piece> master_tiles(int id) const;
+  void make_resident_master(const shard::Param& param);
+  void make_host_master(const shard::Param& param, const std::byte* host_copy);
+  void copy_from_device(void* to, const void* from, std::size_t bytes) const;
+
+  shard::ParamTable& params_;
+  const RuleOptions rule_;
+  const OptimizerOptions& options_;
+  const bool is_discrete_;
+  bool uses_nvme_ = false;  // something of some parameter is there
+  std::int64_t slot_numel_ = 0;
+  std::vector<Slot> slots_;  // by id
+};
+
+}  // namespace tessera::optim

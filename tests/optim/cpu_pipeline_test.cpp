@@ -1,0 +1,311 @@
+// When what is read, updated and written: bytes, order, and who waits for whom.
+#include "tessera/optim/cpu_pipeline.h"
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tests/optim/optimizer_fixture.h"
+
+namespace tessera::optim {
+namespace {
+
+using testing::IoCall;
+using testing::IoFault;
+
+FixtureCase on_disk(int num_params, std::int64_t numel, const Placement& placement) {
+  FixtureCase test;
+  test.shapes.assign(static_cast<std::size_t>(num_params), {numel, placement});
+  test.store = StoreKind::kFile;
+  return test;
+}
+
+// What has been read so far, in the order of the calls.
+std::vector<std::string> reads_of(const testing::FaultEngine& engine) {
+  std::vector<std::string> names;
+  for (const testing::SeenIo& io : engine.seen()) {
+    if (io.call == IoCall::kRead) {
+      names.push_back(io.what);
+    }
+  }
+  return names;
+}
+
+TEST(CpuPipeline, MovesTwentyFourBytesPerElementAndStep) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    constexpr std::int64_t kNumel = 5 * 2048;
+    constexpr int kParams = 4;
+    FixtureCase test = on_disk(kParams, kNumel, kAllOnNvme);
+    test.dtype = dtype;
+    test.num_buffers = 2;
+    run_one(test, [&](OptimizerFixture& fixture) {
+      fixture.step(1);
+      fixture.optimizer().take_stats();
+      const tier::IoCounts before = fixture.engine().counts();
+      fixture.step(2);
+      const OptimizerStats stats = fixture.optimizer().take_stats();
+      constexpr std::uint64_t kAll = kParams * kNumel;
+      if (dtype == DType::kFloat32) {
+        EXPECT_EQ(stats.states_read_bytes + stats.parameters_read_bytes, 12 * kAll);
+        EXPECT_EQ(stats.states_written_bytes + stats.parameters_written_bytes, 12 * kAll);
+      } else {
+        EXPECT_EQ(stats.states_read_bytes, 12 * kAll);
+        EXPECT_EQ(stats.states_written_bytes, 12 * kAll);
+        EXPECT_EQ(stats.parameters_read_bytes, 0U);
+        EXPECT_EQ(stats.parameters_written_bytes, 2 * kAll);
+      }
+      EXPECT_EQ(stats.gradients_read_bytes, 4 * kAll);
+      // Gradients are written once by the reducer. Nothing else touches the disk.
+      const tier::IoCounts after = fixture.engine().counts();
+      EXPECT_EQ(after.read_bytes - before.read_bytes,
+                stats.states_read_bytes + stats.parameters_read_bytes + stats.gradients_read_bytes);
+      EXPECT_EQ(after.written_bytes - before.written_bytes,
+                stats.states_written_bytes + stats.parameters_written_bytes + 4 * kAll);
+      const SubGroupPlan& plan = fixture.optimizer().plan();
+      EXPECT_EQ(plan.states_read_bytes, stats.states_read_bytes);
+      EXPECT_EQ(plan.states_written_bytes, stats.states_written_bytes);
+      EXPECT_EQ(plan.parameters_read_bytes, stats.parameters_read_bytes);
+      EXPECT_EQ(plan.parameters_written_bytes, stats.parameters_written_bytes);
+    });
+  }
+}
+
+TEST(CpuPipeline, MovesNothingOfWhatIsInMemory) {
+  FixtureCase test = on_disk(3, 4096, {});
+  test.shapes[1].placement = kStatesOnNvme;  // the others are beside it
+  run_one(test, [](OptimizerFixture& fixture) {
+    fixture.step(1);
+    for (const testing::SeenIo& io : fixture.engine().seen()) {
+      EXPECT_NE(io.what.find("'p1'"), std::string::npos) << io.what;
+    }
+    const OptimizerStats stats = fixture.optimizer().take_stats();
+    EXPECT_EQ(stats.states_read_bytes, 2U * 4 * 4096);
+    EXPECT_EQ(stats.parameters_read_bytes + stats.gradients_read_bytes, 0U);
+  });
+}
+
+TEST(CpuPipeline, DoesNotReadAgainWhatItStillHolds) {
+  constexpr int kParams = 8;
+  FixtureCase test = on_disk(kParams, 2048, kAllOnNvme);
+  constexpr std::uint64_t kGroupBytes = 2 * 4 * 2048;
+  for (const int num_buffers : {1, 3, 5, 8}) {
+    SCOPED_TRACE(std::to_string(num_buffers) + " buffers");
+    test.num_buffers = num_buffers;
+    const int num_kept = num_buffers == kParams ? kParams : std::max(num_buffers - 3, 0);
+    run_one(test, [&](OptimizerFixture& fixture) {
+      fixture.step(1);
+      EXPECT_EQ(fixture.optimizer().take_stats().states_read_bytes, kParams * kGroupBytes);
+      for (const int step : {2, 3}) {
+        fixture.step(step);
+        const OptimizerStats stats = fixture.optimizer().take_stats();
+        EXPECT_EQ(stats.states_read_bytes,
+                  static_cast<std::uint64_t>(kParams - num_kept) * kGroupBytes);
+        EXPECT_EQ(stats.states_written_bytes, kParams * kGroupBytes);
+      }
+      fixture.optimizer().reset_master(0);
+      fixture.step(4);
+      EXPECT_EQ(fixture.optimizer().take_stats().states_read_bytes, kParams * kGroupBytes);
+    });
+  }
+}
+
+TEST(CpuPipeline, UpdatesInTheOrderOfRegistration) {
+  std::vector<std::pair<int, std::int64_t>> updated;
+  FixtureCase test = on_disk(0, 0, kAllOnNvme);
+  test.shapes = {{100, kAllOnNvme}, {5000, kAllOnNvme}, {2048, kAllOnNvme}, {3, kAllOnNvme}};
+  test.num_buffers = 3;
+  test.on_updated = [&](int id, std::int64_t begin, std::int64_t, const void*) {
+    updated.emplace_back(id, begin);
+    return false;
+  };
+  run_one(test, [&](OptimizerFixture& fixture) {
+    fixture.step(1);
+    EXPECT_EQ(updated, (std::vector<std::pair<int, std::int64_t>>{
+                           {0, 0}, {1, 0}, {1, 2048}, {1, 4096}, {2, 0}, {3, 0}}));
+  });
+}
+
+TEST(CpuPipeline, HandsOutTheNewValuesThatItWrites) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    std::vector<std::byte> handed_out;
+    FixtureCase test = on_disk(1, 5000, kAllOnNvme);
+    test.dtype = dtype;
+    test.on_updated = [&](int, std::int64_t, std::int64_t numel, const void* values) {
+      const auto* begin = static_cast<const std::byte*>(values);
+      handed_out.insert(handed_out.end(), begin,
+                        begin + static_cast<std::size_t>(numel) * bytes_of(dtype));
+      return true;
+    };
+    run_one(test, [&](OptimizerFixture& fixture) {
+      fixture.step(1);
+      std::vector<std::byte> written = fixture.nvme_shard(0);
+      written.resize(fixture.params()[0].layout().shard_bytes());
+      EXPECT_EQ(handed_out, written);
+    });
+  }
+}
+
+TEST(CpuPipeline, FinishesAParameterWhileLaterOnesAreStillOnTheDisk) {
+  FixtureCase test = on_disk(4, 2048, kStatesOnNvme);
+  test.num_buffers = 2;
+  run_one(test, [&](OptimizerFixture& fixture) {
+    fixture.backward(1);
+    fixture.engine().set_where_named(IoCall::kRead, "parameter 'p2'", IoFault::kHold);
+    fixture.start_update();
+    fixture.params()[0].updated().wait();
+    fixture.params()[1].updated().wait();
+    fixture.engine().wait_until_held(1);
+    EXPECT_FALSE(fixture.params()[2].updated().done());
+    EXPECT_FALSE(fixture.params()[3].updated().done());
+    fixture.engine().clear_faults();
+    fixture.engine().release();
+    fixture.params()[3].updated().wait();
+    fixture.optimizer().wait();
+  });
+}
+
+TEST(CpuPipeline, FinishesAParameterOnNvmeWhenItIsWrittenOrKept) {
+  for (const bool is_kept : {false, true}) {
+    FixtureCase test = on_disk(2, 4096, kAllOnNvme);
+    test.num_buffers = 4;
+    test.on_updated = [is_kept](int id, std::int64_t, std::int64_t, const void*) {
+      return is_kept && id == 0;
+    };
+    run_one(test, [&](OptimizerFixture& fixture) {
+      fixture.backward(1);
+      fixture.engine().set_where_named(IoCall::kWrite, "parameter 'p0'", IoFault::kDelay);
+      fixture.start_update();
+      fixture.params()[1].updated().wait();  // behind it, and written
+      EXPECT_EQ(fixture.params()[0].updated().done(), is_kept);
+      EXPECT_EQ(fixture.params()[0].updated().wait_for(std::chrono::nanoseconds(0)), is_kept);
+      fixture.engine().clear_faults();
+      fixture.engine().release();
+      fixture.optimizer().wait();
+      EXPECT_TRUE(fixture.params()[0].updated().done());
+    });
+  }
+}
+
+TEST(CpuPipeline, ReadsStatesAheadOfTheGradientsAsFarAsLeasesGo) {
+  FixtureCase test = on_disk(4, 2048, kStatesOnNvme);
+  test.num_buffers = 2;
+  run_one(test, [&](OptimizerFixture& fixture) {
+    fixture.optimizer().prepare();
+    fixture.optimizer().wait();
+    EXPECT_EQ(
+        reads_of(fixture.engine()),
+        (std::vector<std::string>{"exp_avg of parameter 'p0' to exp_avg_sq of parameter 'p0'",
+                                  "exp_avg of parameter 'p1' to exp_avg_sq of parameter 'p1'"}));
+    fixture.optimizer().prepare();  // of a step that was given up
+    fixture.step(1);
+    EXPECT_EQ(fixture.optimizer().take_stats().states_read_bytes, 4U * 2 * 4 * 2048);
+  });
+}
+
+TEST(CpuPipeline, ReadsTheNextSubGroupWhileOneIsWritten) {
+  FixtureCase test = on_disk(3, 2048, kStatesOnNvme);
+  test.num_buffers = 2;
+  run_one(test, [&](OptimizerFixture& fixture) {
+    fixture.backward(1);
+    fixture.engine().set_where_named(IoCall::kWrite, "parameter 'p0'", IoFault::kHold);
+    fixture.start_update();
+    fixture.params()[1].updated().wait();  // read and updated while p0 is not written yet
+    EXPECT_EQ(fixture.engine().num_held(), 1U);
+    fixture.engine().clear_faults();
+    fixture.engine().release();
+    fixture.optimizer().wait();
+  });
+}
+
+TEST(CpuPipeline, RunsInTurnWhereItMayNeitherReadAheadNorWriteBehind) {
+  constexpr int kParams = 8;
+  FixtureCase test = on_disk(kParams, 2048, kStatesOnNvme);
+  test.num_buffers = 3;
+  test.reads_ahead = false;
+  test.writes_behind = false;
+  run_one(test, [&](OptimizerFixture& fixture) {
+    fixture.step(1);
+    const std::vector<testing::SeenIo> seen = fixture.engine().seen();
+    ASSERT_EQ(seen.size(), 2U * kParams);
+    for (std::size_t i = 0; i < seen.size(); ++i) {
+      EXPECT_EQ(seen[i].call, i % 2 == 0 ? IoCall::kRead : IoCall::kWrite) << seen[i].what;
+    }
+    EXPECT_EQ(fixture.buffers().peak_bytes(), fixture.optimizer().plan().max_lease_bytes);
+  });
+}
+
+TEST(CpuPipeline, HoldsNoMoreThanItsBuffersAndChargesWhatIsInMemory) {
+  FixtureCase test = on_disk(3, 20000, kStatesOnNvme);
+  test.shapes.push_back({5000, {}});
+  test.num_buffers = 2;
+  test.store = StoreKind::kFile;
+  run_one(test, [&](OptimizerFixture& fixture) {
+    fixture.step(1);
+    const SubGroupPlan& plan = fixture.optimizer().plan();
+    EXPECT_EQ(fixture.buffers().capacity_bytes(), 2 * plan.max_lease_bytes);
+    EXPECT_EQ(fixture.ledger().current_bytes(Tier::kNvme, Role::kOptimizer),
+              plan.nvme_states_bytes);
+    EXPECT_EQ(fixture.ledger().current_bytes(Tier::kDevice, Role::kOptimizer),
+              plan.states_bytes[3]);
+    EXPECT_EQ(plan.states_bytes[3], 2U * 5 * 4096);
+  });
+}
+
+TEST(CpuPipeline, NamesEveryExtentOfTheStates) {
+  FixtureCase test = on_disk(0, 0, kStatesOnNvme);
+  test.shapes = {{2048, kStatesOnNvme}, {3000, kStatesOnNvme}};
+  test.dtype = DType::kBFloat16;
+  run_one(test, [&](OptimizerFixture& fixture) {
+    std::vector<std::string> names;
+    for (const tier::StoreExtent& extent : fixture.states().extents()) {
+      names.push_back(extent.name);
+    }
+    EXPECT_EQ(names, (std::vector<std::string>{
+                         "master of parameter 'p0'", "exp_avg of parameter 'p0'",
+                         "exp_avg_sq of parameter 'p0'",
+                         "master of parameter 'p1' from element 0 of its shard",
+                         "exp_avg of parameter 'p1' from element 0 of its shard",
+                         "exp_avg_sq of parameter 'p1' from element 0 of its shard",
+                         "master of parameter 'p1' from element 2048 of its shard",
+                         "exp_avg of parameter 'p1' from element 2048 of its shard",
+                         "exp_avg_sq of parameter 'p1' from element 2048 of its shard"}));
+  });
+}
+
+TEST(CpuPipeline, RefusesBuffersThatDoNotHoldASubGroup) {
+  FixtureCase test = on_disk(1, 4096, kAllOnNvme);
+  test.num_buffers = 0.5;
+  comm::run_ranks(1, [&](comm::Group& group) {
+    try {
+      OptimizerFixture fixture(group, test);
+      FAIL() << "expected ConfigError";
+    } catch (const ConfigError& error) {
+      EXPECT_NE(
+          std::string(error.what()).find("the largest sub-group of the optimizer needs 32768"),
+          std::string::npos)
+          << error.what();
+    }
+  });
+}
+
+TEST(CpuPipeline, EndsWhatIsRunningWhenTheOptimizerGoes) {
+  FixtureCase test = on_disk(6, 4096, kAllOnNvme);
+  test.num_buffers = 2;
+  run_one(test, [&](OptimizerFixture& fixture) {
+    fixture.backward(1);
+    fixture.start_update();
+    fixture.optimizer().prepare();
+    fixture.destroy_optimizer();
+    for (int id = 0; id < fixture.params().num_params(); ++id) {
+      EXPECT_TRUE(fixture.params()[id].updated().done());
+      fixture.params()[id].updated().wait();
+    }
+    EXPECT_EQ(fixture.buffers().free_bytes(), fixture.buffers().capacity_bytes());
+  });
+}
+
+}  // namespace
+}  // namespace tessera::optim
