@@ -176,10 +176,10 @@ void plan_gathers(const StepPlanInput& input, std::span<const Use> uses, StepPla
   plan_input.unit_params = unit_params;
   plan_input.params = params;
   plan_input.budgets = input.options.budgets;
-  walk_plan(plan_input,
-            input.memory ? coordinator::make_placed_plan(plan_input)
-                         : coordinator::make_plan(plan_input),
-            plan);
+  walk_plan(
+      plan_input,
+      input.memory ? coordinator::make_placed_plan(plan_input) : coordinator::make_plan(plan_input),
+      plan);
 }
 
 // Nothing is gathered: shards are used where they lie.

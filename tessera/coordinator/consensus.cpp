@@ -136,9 +136,8 @@ Intent Consensus::agree(const Intent& own) {
     }
     check_same(round);
     reduce_gradients(round);
-    const auto agreed = std::find_if(round.intents.begin(), round.intents.end(), [](const auto& i) {
-      return i.kind != Intent::Kind::kJoin;
-    });
+    const auto agreed = std::find_if(round.intents.begin(), round.intents.end(),
+                                     [](const auto& i) { return i.kind != Intent::Kind::kJoin; });
     return agreed == round.intents.end() ? Intent() : *agreed;
   }
 }
@@ -218,8 +217,7 @@ void Consensus::reduce_gradients(const Round& round) const {
   if (round.with_gradient.empty()) {
     return;
   }
-  TESSERA_INVARIANT(parts_.gradients.reduce != nullptr,
-                    "gradients of dynamic parameters, from '",
+  TESSERA_INVARIANT(parts_.gradients.reduce != nullptr, "gradients of dynamic parameters, from '",
                     parts_.params[round.with_gradient.front()].name(),
                     "' on, and nobody to reduce them");
   parts_.gradients.reduce(round.with_gradient);

@@ -86,7 +86,7 @@ class Consensus {
 
  private:
   struct Round {
-    std::vector<Intent> intents;  // by rank
+    std::vector<Intent> intents;     // by rank
     std::vector<int> with_gradient;  // dynamic parameters that at least one rank has a gradient of
   };
   // Blocks until all ranks have announced something.

@@ -114,9 +114,8 @@ void Coordinator::seal() {
                         options_.persist_model_bytes, options_.max_traces, tier_.has_value(),
                         !needs_consensus});
   if (needs_consensus) {
-    consensus_ = std::make_unique<Consensus>(
-        Consensus::Parts{parts_.group, parts_.device, parts_.params, units_, *gatherer_,
-                         *prefetcher_, gradients_});
+    consensus_ = std::make_unique<Consensus>(Consensus::Parts{
+        parts_.group, parts_.device, parts_.params, units_, *gatherer_, *prefetcher_, gradients_});
   }
 }
 
@@ -137,9 +136,8 @@ bool Coordinator::persists(int param) const { return prefetcher_ && prefetcher_-
 
 bool Coordinator::is_inside_open_leaf(UnitId id) const {
   const UnitId leaf = units_[id].leaf;
-  return leaf >= 0 && std::any_of(open_.begin(), open_.end(), [leaf](const OpenUse& open) {
-           return open.use.unit == leaf;
-         });
+  return leaf >= 0 && std::any_of(open_.begin(), open_.end(),
+                                  [leaf](const OpenUse& open) { return open.use.unit == leaf; });
 }
 
 void Coordinator::begin_use(UnitId id, Phase phase) {
@@ -386,10 +384,10 @@ void Coordinator::end_step() {
   for (int id = 0; id < parts_.params.num_params(); ++id) {
     const Param& param = parts_.params[id];
     if (param.state() != ParamState::kReleased) {
-      throw StateError(detail::concat("the step ends while parameter '", param.name(), "' is ",
-                                      to_string(param.state()), " with ", param.num_users(),
-                                      " users"),
-                       param.name(), {});
+      throw StateError(
+          detail::concat("the step ends while parameter '", param.name(), "' is ",
+                         to_string(param.state()), " with ", param.num_users(), " users"),
+          param.name(), {});
     }
   }
   prefetcher_->end_step();

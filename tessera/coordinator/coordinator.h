@@ -11,11 +11,11 @@
 // (traces, plans and what is started ahead) and Consensus (ranks that use different units).
 //
 // What fixes the order of gathers: the order of uses while a trace is recorded or was missed; the
-// plan (a pure function of trace and options) while one is followed. Which trace is followed depends
-// on the uses before it. All of it is the same on every rank that runs the same program; Group's
-// tags name the first difference otherwise. Nothing depends on time. Inside a call parameters are
-// ordered by id. Where units are dynamic, see consensus.h. Prefetch is a hint: it never changes
-// results.
+// plan (a pure function of trace and options) while one is followed. Which trace is followed
+// depends on the uses before it. All of it is the same on every rank that runs the same program;
+// Group's tags name the first difference otherwise. Nothing depends on time. Inside a call
+// parameters are ordered by id. Where units are dynamic, see consensus.h. Prefetch is a hint: it
+// never changes results.
 //
 // Memory: full parameters lie in one arena of min(live limit, all parameters) + largest unit bytes,
 // each parameter rounded up to the arena's alignment, made at the first use, unless set_tier() says

@@ -6,8 +6,8 @@
 //   update of the shard, last reader of the arena's bytes -> gather stream -> all-gather
 //   all-gather -> compute stream (the unit reads it) -> release
 //
-// A shard that is not in the device's memory is loaded (shard_loader.h) into this rank's slot of the
-// full parameter before the all-gather, which waits for it; in a group of one that is all.
+// A shard that is not in the device's memory is loaded (shard_loader.h) into this rank's slot of
+// the full parameter before the all-gather, which waits for it; in a group of one that is all.
 // Parameters that are used in place (a group of one, in the device's memory) are not gathered.
 //
 // Invariants:

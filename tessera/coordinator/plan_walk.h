@@ -1,5 +1,5 @@
-// A plan carried out on paper, use by use: what is gathered, held and freed. The coordinator follows
-// one along a pass, inspection and the tests' simulator run one through. Pure.
+// A plan carried out on paper, use by use: what is gathered, held and freed. The coordinator
+// follows one along a pass, inspection and the tests' simulator run one through. Pure.
 //
 // A use begins: what is not held of it is gathered, and what the plan lists as its prefetches is
 // started. What it keeps is decided then (is_wanted), and what it does not keep is freed when the

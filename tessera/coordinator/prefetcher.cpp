@@ -16,9 +16,8 @@ Prefetcher::Prefetcher(const Parts& parts, const PrefetcherOptions& options)
       unit_params_(parts.units.planned_ids()),
       book_(options.max_traces) {
   // What nobody plans for must find room beside what is planned.
-  options_.budgets.live_limit_bytes =
-      std::max<std::int64_t>(0, options_.budgets.live_limit_bytes -
-                                    parts_.units.largest_bytes(/*dynamic=*/true));
+  options_.budgets.live_limit_bytes = std::max<std::int64_t>(
+      0, options_.budgets.live_limit_bytes - parts_.units.largest_bytes(/*dynamic=*/true));
   choose_what_persists();
   const std::vector<std::int64_t> bytes = parts_.units.param_bytes();
   for (std::size_t i = 0; i < bytes.size(); ++i) {
@@ -32,10 +31,9 @@ Prefetcher::Prefetcher(const Parts& parts, const PrefetcherOptions& options)
 
 void Prefetcher::choose_what_persists() {
   const UnitTable& units = parts_.units;
-  persists_ = choose_persistent(units.param_bytes(), options_.persist_param_bytes,
-                                options_.persist_model_bytes,
-                                room_to_persist(options_.budgets.live_limit_bytes,
-                                                units.largest_bytes(/*dynamic=*/false)));
+  persists_ = choose_persistent(
+      units.param_bytes(), options_.persist_param_bytes, options_.persist_model_bytes,
+      room_to_persist(options_.budgets.live_limit_bytes, units.largest_bytes(/*dynamic=*/false)));
   const bool is_alone = parts_.params.num_ranks() == 1;
   for (std::size_t i = 0; i < units.num_units() && !is_alone; ++i) {
     const UnitInfo& unit = units[static_cast<UnitId>(i)];

@@ -73,8 +73,8 @@ class TraceBook {
   // The pass is forgotten: an exception ended it.
   void forget_pass();
 
-  // What was expected at the moment of the last trace miss or switch; nothing: the pass was over, or
-  // had not been foreseen at all.
+  // What was expected at the moment of the last trace miss or switch; nothing: the pass was over,
+  // or had not been foreseen at all.
   const std::optional<Use>& expected_use() const { return expected_use_; }
 
  private:

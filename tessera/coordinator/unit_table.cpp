@@ -73,8 +73,8 @@ void UnitTable::check_param(UnitId id, int param) const {
   const std::string& name = (*this)[id].name;
   TESSERA_INVARIANT(param >= 0 && param < params_.num_params(), "unit '", name,
                     "' names parameter ", param, "; there are ", params_.num_params());
-  TESSERA_INVARIANT(!is_finalized_, "parameter '", params_[param].name(), "' is added to unit '", name,
-                    "' after the first use");
+  TESSERA_INVARIANT(!is_finalized_, "parameter '", params_[param].name(), "' is added to unit '",
+                    name, "' after the first use");
 }
 
 bool UnitTable::matches(const UnitInfo& unit, const LeafRule& rule) const {

@@ -8,63 +8,31 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/option_table.h"
-#include "testing/thread_backend.h"
-#include "tests/coordinator/coordinator_world.h"
+#include "tests/coordinator/coordinator_fixture.h"
 #include "tests/support/sizes.h"
 
 namespace tessera::coordinator {
 namespace {
 
-using comm::Group;
-using comm::run_ranks;
-
 CoordinatorOptions limited(std::int64_t layers, std::int64_t reuse = 0) {
-  CoordinatorOptions options;
-  options.budgets.bucket_bytes = kLayerBytes;
-  options.budgets.merge_below_bytes = 0;
-  options.budgets.live_limit_bytes = layers * kLayerBytes;
-  options.budgets.reuse_distance_bytes = reuse;
-  return options;
-}
-
-void run_units(RankWorld& world, const std::vector<UnitId>& units, Phase phase) {
-  for (const UnitId unit : units) {
-    world.begin(unit, phase);
-    world.end(unit, phase);
-  }
-}
-
-void train(RankWorld& world, std::vector<UnitId> units) {
-  run_units(world, units, Phase::kForward);
-  std::reverse(units.begin(), units.end());
-  run_units(world, units, Phase::kBackward);
-}
-
-std::vector<UnitId> all_units(int num) {
-  std::vector<UnitId> units;
-  for (UnitId unit = 0; unit < num; ++unit) {
-    units.push_back(unit);
-  }
-  return units;
+  return make_options(kLayerBytes, layers * kLayerBytes, reuse);
 }
 
 TEST(CoordinatorLimits, SixOfThirtyTwoLayersNeedNoMoreGathersThanTheOptimum) {
   for (const std::int64_t bucket : {kLayerBytes, 2 * kLayerBytes, kUnlimitedBytes}) {
-    run_ranks(2, [&](Group& group) {
-      CoordinatorOptions options = limited(6);
-      options.budgets.bucket_bytes = bucket;
-      RankWorld world(group, equal_layers(32, kLayerNumel), options);
+    CoordinatorOptions options = limited(6);
+    options.budgets.bucket_bytes = bucket;
+    on_ranks({2}, equal_layers(32, kLayerNumel), options, [&](auto& rank) {
       for (int step = 0; step < 4; ++step) {
-        std::ignore = world.coordinator().take_stats();
-        for (const Use& use : RankWorld::uses_of_step(32)) {
-          world.begin(use.unit, use.phase);
-          ASSERT_LE(world.coordinator().full_bytes(), 6 * kLayerBytes);
-          world.end(use.unit, use.phase);
-          ASSERT_LE(world.coordinator().full_bytes(), 6 * kLayerBytes);
+        std::ignore = rank.take_stats();
+        for (const Use& use : rank.uses_of_step()) {
+          rank.begin(use.unit, use.phase);
+          ASSERT_LE(rank.coordinator().full_bytes(), 6 * kLayerBytes);
+          rank.end(use.unit, use.phase);
+          ASSERT_LE(rank.coordinator().full_bytes(), 6 * kLayerBytes);
         }
-        world.end_step_and_update();
-        const CoordinatorStats stats = world.coordinator().take_stats();
+        rank.end_step_and_update();
+        const CoordinatorStats stats = rank.take_stats();
         EXPECT_LE(stats.full_bytes_peak, 6 * kLayerBytes);
         EXPECT_EQ(stats.arena_overflows, 0U);
         if (step >= 2) {
@@ -80,13 +48,12 @@ TEST(CoordinatorLimits, SixOfThirtyTwoLayersNeedNoMoreGathersThanTheOptimum) {
 TEST(CoordinatorLimits, NothingIsMissedFromTheSecondStepIfTheLimitHoldsTwoUnits) {
   for (const std::int64_t limit : {2, 3, 5}) {
     for (const int micro_batches : {1, 3}) {
-      run_ranks(3, [&](Group& group) {
-        RankWorld world(group, equal_layers(7, kLayerNumel), limited(limit));
+      on_ranks({3}, equal_layers(7, kLayerNumel), limited(limit), [&](auto& rank) {
         for (int step = 0; step < 4; ++step) {
           for (int i = 0; i < micro_batches; ++i) {
-            train(world, all_units(7));
+            rank.train();
           }
-          const CoordinatorStats stats = world.coordinator().take_stats();
+          const CoordinatorStats stats = rank.take_stats();
           if (step >= 1) {
             EXPECT_EQ(stats.prefetch_misses, 0U) << "step " << step;
             EXPECT_EQ(stats.backward.misses, 0U);
@@ -94,7 +61,7 @@ TEST(CoordinatorLimits, NothingIsMissedFromTheSecondStepIfTheLimitHoldsTwoUnits)
           if (step >= 2) {
             EXPECT_EQ(stats.prefetch_drops, 0U) << "step " << step;
           }
-          world.end_step_and_update();
+          rank.end_step_and_update();
         }
       });
     }
@@ -102,37 +69,35 @@ TEST(CoordinatorLimits, NothingIsMissedFromTheSecondStepIfTheLimitHoldsTwoUnits)
 }
 
 TEST(CoordinatorLimits, SmallParametersThatPersistLeaveRoomToPrefetch) {
-  run_ranks(2, [](Group& group) {
-    Model model = equal_layers(6, kLayerNumel);
-    for (int i = 0; i < 6; ++i) {
-      model.numels.push_back(64);
-      model.units[static_cast<std::size_t>(i)].push_back(6 + i);
-    }
-    CoordinatorOptions options = limited(3);
-    options.persist_param_bytes = kUnlimitedBytes;
-    options.persist_model_bytes = kUnlimitedBytes;
-    RankWorld world(group, model, options);
+  Model model = equal_layers(6, kLayerNumel);
+  for (int i = 0; i < 6; ++i) {
+    model.numels.push_back(64);
+    model.units[static_cast<std::size_t>(i)].push_back(6 + i);
+  }
+  CoordinatorOptions options = limited(3);
+  options.persist_param_bytes = kUnlimitedBytes;
+  options.persist_model_bytes = kUnlimitedBytes;
+  on_ranks({2}, model, options, [&](auto& rank) {
     for (int step = 0; step < 4; ++step) {
-      train(world, all_units(6));
-      const CoordinatorStats stats = world.coordinator().take_stats();
+      rank.train();
+      const CoordinatorStats stats = rank.take_stats();
       EXPECT_TRUE(step == 0 || stats.prefetch_misses == 0) << stats.prefetch_misses;
       EXPECT_LE(stats.full_bytes_peak, 3 * kLayerBytes);
-      world.end_step_and_update();
+      rank.end_step_and_update();
     }
   });
 }
 
 TEST(CoordinatorLimits, TrainingAndEvaluationInTurnMissNothing) {
-  run_ranks(2, [](Group& group) {
-    RankWorld world(group, equal_layers(6, kLayerNumel), limited(3));
+  on_ranks({2}, equal_layers(6, kLayerNumel), limited(3), [&](auto& rank) {
     for (int round = 0; round < 5; ++round) {
-      std::ignore = world.coordinator().take_stats();
-      train(world, all_units(6));
-      world.end_step_and_update();
-      run_units(world, all_units(6), Phase::kInference);
-      run_units(world, all_units(6), Phase::kInference);
+      std::ignore = rank.take_stats();
+      rank.train();
+      rank.end_step_and_update();
+      rank.run(rank.all_units(), Phase::kInference);
+      rank.run(rank.all_units(), Phase::kInference);
       if (round >= 2) {
-        const CoordinatorStats stats = world.coordinator().take_stats();
+        const CoordinatorStats stats = rank.take_stats();
         EXPECT_EQ(stats.prefetch_misses, 0U) << "round " << round;
         EXPECT_EQ(stats.prefetch_drops, 0U) << "round " << round;
       }
@@ -141,63 +106,61 @@ TEST(CoordinatorLimits, TrainingAndEvaluationInTurnMissNothing) {
 }
 
 TEST(CoordinatorLimits, TwoBranchesInTurnMissNothingAndOutOfTurnOneUseAtTheBranch) {
-  run_ranks(2, [](Group& group) {
-    RankWorld world(group, equal_layers(8, kLayerNumel), limited(3));
+  on_ranks({2}, equal_layers(8, kLayerNumel), limited(3), [&](auto& rank) {
     const std::vector<UnitId> left = {0, 1, 2, 3, 6, 7};
     const std::vector<UnitId> right = {0, 1, 4, 5, 6, 7};
     for (int step = 0; step < 8; ++step) {
-      train(world, step % 2 == 0 ? left : right);
-      const CoordinatorStats stats = world.coordinator().take_stats();
+      rank.train(step % 2 == 0 ? left : right);
+      const CoordinatorStats stats = rank.take_stats();
       if (step >= 4) {
         EXPECT_EQ(stats.prefetch_misses, 0U) << "step " << step;
       }
-      world.end_step_and_update();
+      rank.end_step_and_update();
     }
     // The same branch three times in a row: nothing foresees that.
     for (int step = 0; step < 3; ++step) {
-      train(world, right);
-      const CoordinatorStats stats = world.coordinator().take_stats();
+      rank.train(right);
+      const CoordinatorStats stats = rank.take_stats();
       EXPECT_LE(stats.forward.missed_uses + stats.backward.missed_uses, 1U) << "step " << step;
-      world.end_step_and_update();
+      rank.end_step_and_update();
     }
   });
 }
 
 TEST(CoordinatorLimits, TwoForwardsBeforeOneBackwardArePrefetchedLikeAnyOther) {
-  run_ranks(2, [](Group& group) {
-    RankWorld world(group, equal_layers(5, kLayerNumel), limited(3));
+  on_ranks({2}, equal_layers(5, kLayerNumel), limited(3), [&](auto& rank) {
     for (int step = 0; step < 4; ++step) {
-      run_units(world, all_units(5), Phase::kForward);
-      train(world, all_units(5));
-      run_units(world, {4, 3, 2, 1, 0}, Phase::kBackward);
-      const CoordinatorStats stats = world.coordinator().take_stats();
+      rank.run(rank.all_units(), Phase::kForward);
+      rank.train();
+      rank.run({4, 3, 2, 1, 0}, Phase::kBackward);
+      const CoordinatorStats stats = rank.take_stats();
       if (step >= 1) {
         EXPECT_EQ(stats.prefetch_misses, 0U) << "step " << step;
-        EXPECT_EQ(world.coordinator().trace_mode(), TraceMode::kComplete);
+        EXPECT_EQ(rank.coordinator().trace_mode(), TraceMode::kComplete);
       }
-      world.end_step_and_update();
+      rank.end_step_and_update();
     }
   });
 }
 
 // Random units in a random order that all ranks share; some run inside others.
-void run_random_pass(RankWorld& world, std::mt19937& random,
+void run_random_pass(CoordinatorFixture& rank, std::mt19937& random,
                      const std::function<void()>& at_every_event) {
-  const auto num_units = static_cast<unsigned>(world.model().units.size());
+  const auto num_units = static_cast<unsigned>(rank.model().units.size());
   std::vector<Use> open;
   for (unsigned i = 0; i < 3 + random() % 10; ++i) {
     const auto phase = random() % 3 == 0 ? Phase::kBackward : Phase::kForward;
     open.push_back({static_cast<UnitId>(random() % num_units), phase});
-    world.begin(open.back().unit, phase);
+    rank.begin(open.back().unit, phase);
     at_every_event();
     while (!open.empty() && random() % 4 > 0) {
-      world.end(open.back().unit, open.back().phase);
+      rank.end(open.back().unit, open.back().phase);
       open.pop_back();
       at_every_event();
     }
   }
   for (; !open.empty(); open.pop_back()) {
-    world.end(open.back().unit, open.back().phase);
+    rank.end(open.back().unit, open.back().phase);
     at_every_event();
   }
 }
@@ -218,12 +181,12 @@ TEST(CoordinatorLimits, EveryLimitHoldsAtEveryEventOfRandomPasses) {
       options.persist_param_bytes = pick({0, 200});
       options.persist_model_bytes = kUnlimitedBytes;
       options.max_traces = 3;
-      RankWorld world(group, mixed_model(), options,
-                      seed % 2 == 0 ? DeviceChoice::kRandom : DeviceChoice::kCpu);
-      Coordinator& coordinator = world.coordinator();
+      CoordinatorFixture rank(group, mixed_model(), options,
+                              seed % 2 == 0 ? DeviceChoice::kRandom : DeviceChoice::kCpu);
+      Coordinator& coordinator = rank.coordinator();
       const auto check = [&] {
         ASSERT_LE(coordinator.unused_bytes(),
-                  std::max(options.budgets.live_limit_bytes, world.largest_unit_bytes()))
+                  std::max(options.budgets.live_limit_bytes, rank.largest_unit_bytes()))
             << "seed " << seed;
         ASSERT_LE(coordinator.num_calls_in_flight(),
                   static_cast<std::size_t>(options.budgets.max_inflight));
@@ -232,9 +195,9 @@ TEST(CoordinatorLimits, EveryLimitHoldsAtEveryEventOfRandomPasses) {
       for (int step = 0; step < 12; ++step) {
         const unsigned shape = random() % 4 == 0 ? static_cast<unsigned>(random()) : random() % 3;
         std::mt19937 pass(shape);
-        run_random_pass(world, pass, check);
+        run_random_pass(rank, pass, check);
         if (random() % 3 > 0) {
-          world.end_step_and_update();  // checks that nothing is left
+          rank.end_step_and_update();  // checks that nothing is left
           check();
         }
       }
@@ -244,14 +207,13 @@ TEST(CoordinatorLimits, EveryLimitHoldsAtEveryEventOfRandomPasses) {
 
 TEST(CoordinatorLimits, ARankThatDivergesIsNamedOnEveryRankBeforeANumberIsUsed) {
   for (const int diverging_step : {0, 100}) {
-    run_ranks(3, [&](Group& group) {
-      RankWorld world(group, equal_layers(4, kLayerNumel), limited(2));
+    on_ranks({3}, equal_layers(4, kLayerNumel), limited(2), [&](auto& rank) {
       std::string message;
       try {
         for (int step = 0; step <= diverging_step; ++step) {
-          const bool diverges = step == diverging_step && group.rank() == 1;
-          train(world, diverges ? std::vector<UnitId>{0, 2, 1, 3} : all_units(4));
-          world.end_step_and_update();
+          const bool diverges = step == diverging_step && rank.rank() == 1;
+          rank.train(diverges ? std::vector<UnitId>{0, 2, 1, 3} : rank.all_units());
+          rank.end_step_and_update();
         }
       } catch (const CommError& error) {
         message = error.what();
@@ -260,28 +222,26 @@ TEST(CoordinatorLimits, ARankThatDivergesIsNamedOnEveryRankBeforeANumberIsUsed) 
       for (const char* word : {"rank 1 called", "ranks 0, 2 called", "unit 'u", "parameter 'p"}) {
         EXPECT_NE(message.find(word), std::string::npos) << word << " in: " << message;
       }
-      world.coordinator().release_all();
-      EXPECT_EQ(world.coordinator().full_bytes(), 0);
+      rank.coordinator().release_all();
+      EXPECT_EQ(rank.coordinator().full_bytes(), 0);
     });
   }
 }
 
 TEST(CoordinatorLimits, ARankThatDivergesIsNamedAlsoWhereNothingIsGathered) {
-  run_ranks(3, [](Group& group) {
-    CoordinatorOptions options = limited(100, kUnlimitedBytes);
-    options.persist_param_bytes = kUnlimitedBytes;
-    options.persist_model_bytes = kUnlimitedBytes;
-    RankWorld world(group, equal_layers(4, kLayerNumel), options);
+  CoordinatorOptions options = limited(100, kUnlimitedBytes);
+  options.persist_param_bytes = kUnlimitedBytes;
+  options.persist_model_bytes = kUnlimitedBytes;
+  on_ranks({3}, equal_layers(4, kLayerNumel), options, [&](auto& rank) {
     for (int step = 0; step < 2; ++step) {
-      train(world, all_units(4));
-      world.end_step_and_update();
+      rank.train();
+      rank.end_step_and_update();
     }
-    run_units(world, all_units(4), Phase::kForward);  // all is there now
-    run_units(world,
-              group.rank() == 1 ? std::vector<UnitId>{3, 1, 2, 0} : std::vector<UnitId>{3, 2, 1, 0},
-              Phase::kBackward);
+    rank.run(rank.all_units(), Phase::kForward);  // all is there now
+    rank.run(rank.rank() == 1 ? std::vector<UnitId>{3, 1, 2, 0} : std::vector<UnitId>{3, 2, 1, 0},
+             Phase::kBackward);
     try {
-      world.coordinator().end_step();
+      rank.coordinator().end_step();
       FAIL() << "expected CommError";
     } catch (const CommError& error) {
       const std::string message = error.what();
@@ -290,69 +250,66 @@ TEST(CoordinatorLimits, ARankThatDivergesIsNamedAlsoWhereNothingIsGathered) {
         EXPECT_NE(message.find(word), std::string::npos) << word << " in: " << message;
       }
     }
-    world.coordinator().release_all();
+    rank.coordinator().release_all();
   });
 }
 
 TEST(CoordinatorLimits, ResidentParametersAreGatheredOnce) {
-  run_ranks(2, [](Group& group) {
-    RankWorld world(group, mixed_model(), limited(100));
-    train(world, all_units(static_cast<int>(world.model().units.size())));
-    world.end_step_and_update();
-    ASSERT_TRUE(world.coordinator().begin_resident());
-    EXPECT_THROW(world.coordinator().begin_resident(), StateError);
-    const std::vector<UnitId> units = all_units(static_cast<int>(world.model().units.size()));
-    std::ignore = world.coordinator().take_stats();
+  on_ranks({2}, mixed_model(), limited(100), [&](auto& rank) {
+    rank.train(rank.all_units());
+    rank.end_step_and_update();
+    ASSERT_TRUE(rank.coordinator().begin_resident());
+    EXPECT_THROW(rank.coordinator().begin_resident(), StateError);
+    const std::vector<UnitId> units = rank.all_units();
+    std::ignore = rank.take_stats();
     for (int token = 0; token < 20; ++token) {
-      run_units(world, units, Phase::kInference);
+      rank.run(units, Phase::kInference);
     }
-    EXPECT_EQ(world.coordinator().take_stats().num_gathers, 0U);
-    EXPECT_THROW(world.coordinator().end_step(), StateError) << "their copies would be stale";
-    world.coordinator().end_resident();
-    EXPECT_EQ(world.coordinator().full_bytes(), 0);
-    EXPECT_THROW(world.coordinator().end_resident(), StateError);
-    train(world, units);
-    world.end_step_and_update();
+    EXPECT_EQ(rank.take_stats().num_gathers, 0U);
+    EXPECT_THROW(rank.coordinator().end_step(), StateError) << "their copies would be stale";
+    rank.coordinator().end_resident();
+    EXPECT_EQ(rank.coordinator().full_bytes(), 0);
+    EXPECT_THROW(rank.coordinator().end_resident(), StateError);
+    rank.train(units);
+    rank.end_step_and_update();
 
-    RankWorld small(group, equal_layers(4, kLayerNumel), limited(3));
+    CoordinatorFixture small(rank.group(), equal_layers(4, kLayerNumel), limited(3));
     EXPECT_FALSE(small.coordinator().begin_resident()) << "does not fit";
-    train(small, all_units(4));
+    small.train();
     small.end_step_and_update();
   });
 }
 
 TEST(CoordinatorLimits, HeldParametersAreReadableBesideUnitsAndFreshAfterAChange) {
-  run_ranks(2, [](Group& group) {
-    RankWorld world(group, equal_layers(3, kLayerNumel), limited(2));
-    Coordinator& coordinator = world.coordinator();
+  on_ranks({2}, equal_layers(3, kLayerNumel), limited(2), [&](auto& rank) {
+    Coordinator& coordinator = rank.coordinator();
     coordinator.begin_hold({1, 2}, "a look");
-    world.expect_right_values(1);
-    train(world, all_units(3));
-    world.expect_right_values(2);
+    rank.expect_right_values(1);
+    rank.train();
+    rank.expect_right_values(2);
     EXPECT_THROW(coordinator.end_step(), StateError) << "p1 is held";
     coordinator.end_hold({1, 2}, "a look", false);
-    world.end_step_and_update();
-    train(world, all_units(3));
+    rank.end_step_and_update();
+    rank.train();
     // Shards change outside of a step: copies that were made ahead must not survive it.
     coordinator.begin_hold({0, 1, 2}, "an edit");
-    world.update();
+    rank.update();
     coordinator.end_hold({0, 1, 2}, "an edit", true);
-    train(world, all_units(3));
-    world.end_step_and_update();
+    rank.train();
+    rank.end_step_and_update();
     EXPECT_EQ(coordinator.take_stats().arena_overflows, 0U);
   });
 }
 
 TEST(CoordinatorLimits, APlanThatIsTakenUpLateGathersNothingTwice) {
-  run_ranks(2, [](Group& group) {
-    Model model = equal_layers(4, kLayerNumel);
-    model.units = {{0, 1}, {2}, {3}};  // the first unit needs two calls
-    RankWorld world(group, model, limited(2));
+  Model model = equal_layers(4, kLayerNumel);
+  model.units = {{0, 1}, {2}, {3}};  // the first unit needs two calls
+  on_ranks({2}, model, limited(2), [&](auto& rank) {
     const auto train_without_start_ahead = [&] {
-      std::ignore = world.coordinator().take_stats();
-      train(world, all_units(3));
-      const CoordinatorStats stats = world.coordinator().take_stats();
-      world.coordinator().end_step();
+      std::ignore = rank.take_stats();
+      rank.train();
+      const CoordinatorStats stats = rank.take_stats();
+      rank.coordinator().end_step();
       return stats;
     };
     const CoordinatorStats first = train_without_start_ahead();
@@ -367,29 +324,27 @@ TEST(CoordinatorLimits, APlanThatIsTakenUpLateGathersNothingTwice) {
 }
 
 TEST(CoordinatorLimits, AHoldTakesTheRoomOfWhatWasGatheredAhead) {
-  run_ranks(2, [](Group& group) {
-    RankWorld world(group, equal_layers(5, kLayerNumel), limited(2));
+  on_ranks({2}, equal_layers(5, kLayerNumel), limited(2), [&](auto& rank) {
     for (int step = 0; step < 3; ++step) {
-      train(world, all_units(5));
-      world.end_step_and_update();  // 0 and 1 are on their way
+      rank.train();
+      rank.end_step_and_update();  // 0 and 1 are on their way
     }
-    std::ignore = world.coordinator().take_stats();
-    world.coordinator().begin_hold({1, 3}, "a look");
-    world.expect_right_values(3);
-    EXPECT_EQ(world.coordinator().full_bytes(), 2 * kLayerBytes);
-    world.coordinator().end_hold({1, 3}, "a look", false);
-    train(world, all_units(5));
-    const CoordinatorStats stats = world.coordinator().take_stats();
+    std::ignore = rank.take_stats();
+    rank.coordinator().begin_hold({1, 3}, "a look");
+    rank.expect_right_values(3);
+    EXPECT_EQ(rank.coordinator().full_bytes(), 2 * kLayerBytes);
+    rank.coordinator().end_hold({1, 3}, "a look", false);
+    rank.train();
+    const CoordinatorStats stats = rank.take_stats();
     EXPECT_EQ(stats.full_bytes_peak, 2 * kLayerBytes);
     EXPECT_LE(stats.forward.missed_uses + stats.backward.missed_uses, 2U) << "the hold, and unit 0";
-    world.end_step_and_update();
+    rank.end_step_and_update();
   });
 }
 
 TEST(CoordinatorLimits, ALeafIsGatheredWholeAndItsInsideIsNothingOfItsOwn) {
-  run_ranks(2, [](Group& group) {
-    RankWorld world(group, equal_layers(1, kLayerNumel), limited(8));
-    Coordinator& coordinator = world.coordinator();
+  on_ranks({2}, equal_layers(1, kLayerNumel), limited(8), [&](auto& rank) {
+    Coordinator& coordinator = rank.coordinator();
     // Names as in a model: u0 is the one that equal_layers made.
     const UnitId outer = coordinator.add_unit("moe", {0});
     EXPECT_THROW(coordinator.set_leaves(LeafRule::name("mo")), ConfigError);
@@ -403,11 +358,11 @@ TEST(CoordinatorLimits, ALeafIsGatheredWholeAndItsInsideIsNothingOfItsOwn) {
     EXPECT_EQ(coordinator.leaves(), (std::vector<std::string>{"moe"}));
     coordinator.begin_use(outer, Phase::kForward);
     coordinator.begin_use(inner, Phase::kForward);
-    EXPECT_EQ(world.params()[0].num_users(), 1);
+    EXPECT_EQ(rank.params()[0].num_users(), 1);
     coordinator.end_use(inner, Phase::kForward);
     coordinator.end_use(outer, Phase::kForward);
     coordinator.begin_use(inner, Phase::kForward);  // alone it is a unit like any other
-    EXPECT_EQ(world.params()[0].num_users(), 1);
+    EXPECT_EQ(rank.params()[0].num_users(), 1);
     coordinator.end_use(inner, Phase::kForward);
     EXPECT_THROW(coordinator.set_leaves(LeafRule::name("moe")), ConfigError);
     coordinator.end_step();
