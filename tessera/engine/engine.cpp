@@ -70,6 +70,5 @@ const coordinator::Coordinator& Engine::coordinator() const { return impl_->coor
 const comm::Group& Engine::group() const { return impl_->group(); }
 const planner::MemoryPlan* Engine::placement() const { return impl_->tiers.plan(); }
 const tier::Store* Engine::store(Role role) const { return impl_->tiers.store(role); }
-Tier Engine::shard_tier() const { return impl_->shard_device ? Tier::kHost : Tier::kDevice; }
 
 }  // namespace tessera
