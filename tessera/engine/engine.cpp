@@ -78,8 +78,5 @@ const coordinator::Coordinator& Engine::coordinator() const {
 const comm::Group& Engine::group() const { return objects_->context.group; }
 const planner::MemoryPlan* Engine::placement() const { return objects_->context.tiers.plan(); }
 const tier::Store* Engine::store(Role role) const { return objects_->context.tiers.store(role); }
-Tier Engine::shard_tier() const {
-  return objects_->context.shard_device ? Tier::kHost : Tier::kDevice;
-}
 
 }  // namespace tessera

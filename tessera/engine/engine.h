@@ -232,7 +232,6 @@ class Engine {
   // For those who look: see inspection.h.
   const coordinator::Coordinator& coordinator() const;
   const comm::Group& group() const;  // the ranks that the parameters are cut over
-  Tier shard_tier() const;
   // Null: no option asked for a plan, or it is not made yet. See planner/memory_plan.h.
   const planner::MemoryPlan* placement() const;
   // Of parameters, gradients or states; null: nothing of it is on NVMe.

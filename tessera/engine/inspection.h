@@ -1,13 +1,13 @@
-// A picture of an engine at one moment: its units, and for each parameter what it is, how it is cut
-// and where its bytes are now. For debugging, for tools, and for the curious.
+// A snapshot of an engine: its units, and for each parameter what it is, how it is cut and where
+// its bytes are now. For debugging and for tools.
 //
 //   std::cout << tessera::to_text(tessera::inspect(engine));
 //
 // It may be taken at any time, inside a unit's forward, too; it changes nothing and talks to no
-// other rank. What happens between two pictures is in the log at level trace, one line per gather,
+// other rank. What happens between two snapshots is in the log at level trace, one line per gather,
 // wait and release.
 //
-// A picture holds copies: it outlives its engine.
+// A snapshot holds copies: it outlives its engine.
 //
 // Threads: taken where the engine may be used; plain data afterwards.
 #pragma once
@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "tessera/coordinator/gather_stats.h"
-#include "tessera/core/dtype.h"
-#include "tessera/core/ledger.h"
+#include "tessera/core/placement.h"
+#include "tessera/shard/layout.h"
 #include "tessera/shard/param.h"
 
 namespace tessera {
@@ -28,23 +28,16 @@ class Engine;
 struct ParamReport {
   int id = 0;
   std::string name;
-  // Its kind.
   bool trainable = true;
   bool dynamic = false;  // some ranks may skip every unit that uses it
   int num_units = 0;     // that use it; more than one: tied, or external to some
   bool persists = false;
-  DType dtype = DType::kFloat32;
   std::vector<std::int64_t> sizes;
-  // How it is cut.
+  // How it is cut, and where its shard is.
   std::string group;
   int rank = 0;
-  int num_ranks = 1;
-  std::int64_t numel = 0;
-  std::int64_t shard_numel = 0;
-  std::int64_t padded_numel = 0;
-  std::int64_t shard_bytes = 0;
-  std::int64_t full_bytes = 0;  // padding included
-  Tier tier = Tier::kDevice;    // of the shard
+  shard::Layout layout;
+  Placement placement;
   // Now.
   shard::ParamState state = shard::ParamState::kReleased;
   std::uint64_t version = 0;  // updates so far

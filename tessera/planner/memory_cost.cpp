@@ -40,10 +40,6 @@ Tier charged_tier(const MemoryPlanOptions& options, Tier tier, std::optional<Tie
   return is_host ? Tier::kHost : tier;
 }
 
-bool is_streamed(const Placement& placement) {
-  return placement.updater == Updater::kDevice && placement.states == Tier::kHost;
-}
-
 }  // namespace
 
 CutModel::CutModel(const ModelShapes& shapes, const MemoryPlanOptions& given)
@@ -340,103 +336,80 @@ void MemoryCost::complete(MemoryPlan& plan) const {
     plan.full_gradient_bytes = std::max(plan.full_gradient_bytes, cut_.full_gradient_bytes(i));
   }
   plan.full_gradient_bytes += plan.kept_gradient_bytes;
-  const bool holds_all =
-      options_.is_discrete && plan.live_limit_bytes >= gathered_bytes(cut_, plan.params);
-  count_nvme(holds_all, plan);
-  if (options_.is_discrete) {
-    count_link(holds_all, plan);
-  }
+  count_step(plan);
 }
 
-void MemoryCost::count_nvme(bool holds_all, MemoryPlan& plan) const {
+void MemoryCost::count_step(MemoryPlan& plan) const {
   const optim::SubGroupPlan groups = sub_groups(cut_, plan.params, plan.sub_group_numel);
   StepBytes& step = plan.step;
   step = {};
+  plan.link = {};
+  plan.update = {};
   step.states_read = as_int(groups.states_read_bytes + groups.parameters_read_bytes);
   step.states_written = as_int(groups.states_written_bytes);
   (cut_.model.dtype == DType::kFloat32 ? step.states_written : step.parameters_written) +=
       as_int(groups.parameters_written_bytes);
+  // Every unit that needs a parameter brings it in forward and in backward, unless all stay.
+  const bool holds_all =
+      options_.is_discrete && plan.live_limit_bytes >= gathered_bytes(cut_, plan.params);
+  const std::int64_t num_uses = holds_all ? 1 : 2 * num_micro_batches_;
+  std::vector<std::int64_t> num_units(cut_.num_params(), holds_all ? 1 : 0);
+  for (const std::vector<int>& unit : cut_.model.units) {
+    for (const int id : unit) {
+      num_units[static_cast<std::size_t>(id)] += holds_all ? 0 : 1;
+    }
+  }
   // Shards that fit into the window of the loader (coordinator/shard_loader.h) go there from the
   // update: in time, where the disk is what the update waits for.
   const auto window = as_int(
       coordinator::loader_sizes(static_cast<std::size_t>(plan.parameter_pool_bytes)).window_bytes);
   for (std::size_t i = 0; i < cut_.num_params(); ++i) {
+    const shard::Layout& layout = cut_.layouts[i];
     const Placement& each = plan.params[i];
-    const std::int64_t bytes = block_bytes(as_int(cut_.layouts[i].shard_bytes()));
+    const std::int64_t bytes = block_bytes(as_int(layout.shard_bytes()));
     if (each.parameter == Tier::kNvme) {
-      step.parameters_read += holds_all ? bytes : 0;
+      step.parameters_read += num_units[i] * num_uses * bytes;
       step.parameters_from_update += cut_.is_trainable(i) && bytes <= window ? bytes : 0;
       const bool from_device = cut_.is_trainable(i) && each.updater == Updater::kDevice;
       step.parameters_written += from_device ? bytes : 0;
     }
     if (each.gradient == Tier::kNvme) {
-      const std::int64_t gradient_bytes = block_bytes(4 * cut_.layouts[i].shard_numel());
+      const std::int64_t gradient_bytes = block_bytes(4 * layout.shard_numel());
       step.gradients_written += gradient_bytes * num_micro_batches_;
       step.gradients_read += gradient_bytes * num_micro_batches_;  // by additions and the update
     }
-  }
-  if (holds_all) {
-    return;
-  }
-  // Every unit that needs a parameter reads it in forward and in backward, unless it is still
-  // there.
-  for (const std::vector<int>& unit : cut_.model.units) {
-    for (const int id : unit) {
-      const auto i = static_cast<std::size_t>(id);
-      if (plan.params[i].parameter == Tier::kNvme) {
-        step.parameters_read +=
-            2 * num_micro_batches_ * block_bytes(as_int(cut_.layouts[i].shard_bytes()));
-      }
+    if (options_.is_discrete && each.parameter != Tier::kDevice) {
+      plan.link.h2d += num_units[i] * (num_uses - (stays_on_device_once(i, each) ? 1 : 0)) *
+                       as_int(layout.shard_bytes());
+    }
+    if (options_.is_discrete && cut_.is_trainable(i)) {
+      count_update(layout, each, plan);
     }
   }
 }
 
-void MemoryCost::count_link(bool holds_all, MemoryPlan& plan) const {
-  LinkBytes& link = plan.link;
-  link = {};
-  UpdateNumel& update = plan.update;
-  update = {};
-  for (std::size_t i = 0; i < cut_.num_params(); ++i) {
-    const shard::Layout& layout = cut_.layouts[i];
-    const Placement& each = plan.params[i];
-    const std::int64_t shard_bytes = as_int(layout.shard_bytes());
-    const bool is_elsewhere = each.parameter != Tier::kDevice;
-    if (holds_all && is_elsewhere) {
-      link.h2d += stays_on_device_once(i, each) ? 0 : shard_bytes;
-    }
-    if (!cut_.is_trainable(i)) {
-      continue;
-    }
-    if (each.updater == Updater::kCpu) {
-      update.cpu += layout.shard_numel();
-      link.d2h += layout.shard_numel() * gradient_bytes_per_element();
-      link.h2d += is_elsewhere ? 0 : shard_bytes;
-      continue;
-    }
-    (is_streamed(each) ? update.streamed : update.resident) += layout.shard_numel();
-    link.d2h += is_elsewhere ? shard_bytes : 0;
-    if (is_streamed(each)) {
-      const std::int64_t states_bytes =
-          4 * cut_.num_state_tensors() * rounded_up(layout.shard_numel(), optim::kStreamedStep);
-      const bool brings_master = optim::is_own_master(layout.dtype()) && is_elsewhere;
-      link.h2d += states_bytes + (brings_master ? shard_bytes : 0);
-      link.d2h += states_bytes;
-    }
-  }
-  if (holds_all) {
+void MemoryCost::count_update(const shard::Layout& layout, const Placement& placement,
+                              MemoryPlan& plan) const {
+  const std::int64_t numel = layout.shard_numel();
+  const std::int64_t shard_bytes = as_int(layout.shard_bytes());
+  const bool is_elsewhere = placement.parameter != Tier::kDevice;
+  if (placement.updater == Updater::kCpu) {
+    plan.update.cpu += numel;
+    plan.link.d2h += numel * gradient_bytes_per_element();
+    plan.link.h2d += is_elsewhere ? 0 : shard_bytes;
     return;
   }
-  // As often as units need them, in forward and in backward.
-  for (const std::vector<int>& unit : cut_.model.units) {
-    for (const int id : unit) {
-      const auto i = static_cast<std::size_t>(id);
-      if (plan.params[i].parameter != Tier::kDevice) {
-        const std::int64_t num_uses =
-            2 * num_micro_batches_ - (stays_on_device_once(i, plan.params[i]) ? 1 : 0);
-        link.h2d += num_uses * as_int(cut_.layouts[i].shard_bytes());
-      }
-    }
+  plan.link.d2h += is_elsewhere ? shard_bytes : 0;
+  if (placement.states != Tier::kHost) {
+    plan.update.resident += numel;
+    return;
   }
+  plan.update.streamed += numel;
+  const std::int64_t states_bytes =
+      4 * cut_.num_state_tensors() * rounded_up(numel, optim::kStreamedStep);
+  const bool brings_master = optim::is_own_master(layout.dtype()) && is_elsewhere;
+  plan.link.h2d += states_bytes + (brings_master ? shard_bytes : 0);
+  plan.link.d2h += states_bytes;
 }
 
 }  // namespace tessera::planner

@@ -120,7 +120,6 @@ class MemoryCost {
  public:
   MemoryCost(const CutModel& cut, std::int64_t num_micro_batches);
 
-  bool gradients_leave_early() const { return gradients_leave_early_; }
   // Of every shard and its gradient: all but arena, slots, pools and checksums.
   Lines shard_lines(const Placements& placements, const GradientCost& gradients) const;
   // Fills in what follows from placements and sizes: ledger, step, link, update, staging of the
@@ -130,8 +129,10 @@ class MemoryCost {
  private:
   std::int64_t gradient_bytes_per_element() const;
   std::int64_t kept_gradients(const Placements& placements) const;
-  void count_nvme(bool holds_all, MemoryPlan& plan) const;
-  void count_link(bool holds_all, MemoryPlan& plan) const;
+  void count_step(MemoryPlan& plan) const;
+  // Discrete device: who updates, and what is copied for it.
+  void count_update(const shard::Layout& layout, const Placement& placement,
+                    MemoryPlan& plan) const;
   // The first forward after its update takes it from where the device has made it
   // (optim/device_update.h, [Note: in place of the gradient]).
   bool stays_on_device_once(std::size_t id, const Placement& placement) const;

@@ -122,21 +122,6 @@ std::string nvme_text(const MemoryPlan& plan) {
   return text;
 }
 
-class Extents {
- public:
-  explicit Extents(std::vector<PlannedExtent>& all) : all_(all) {}
-  // Whole blocks, behind what was added so far.
-  void add(Role role, int param, std::int64_t begin, std::int64_t bytes, std::string tensor = {}) {
-    const std::int64_t whole = block_bytes(bytes);
-    all_.push_back({role, param, begin, end_, whole, std::move(tensor)});
-    end_ += whole;
-  }
-
- private:
-  std::vector<PlannedExtent>& all_;
-  std::int64_t end_ = 0;
-};
-
 }  // namespace
 
 MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, bool is_discrete) {
@@ -203,14 +188,13 @@ std::vector<LedgerLine> MemoryPlan::ledger_with_groups() const {
   if (comm_bytes == 0) {
     return lines;
   }
-  const auto staging = std::find_if(lines.begin(), lines.end(), [this](const LedgerLine& line) {
-    return line.tier == comm_tier && line.role == Role::kStaging;
-  });
-  if (staging != lines.end()) {
-    staging->bytes += comm_bytes;
-  } else {
-    lines.push_back({comm_tier, Role::kStaging, comm_bytes});
+  for (LedgerLine& line : lines) {
+    if (line.tier == comm_tier && line.role == Role::kStaging) {
+      line.bytes += comm_bytes;
+      return lines;
+    }
   }
+  lines.push_back({comm_tier, Role::kStaging, comm_bytes});
   return lines;
 }
 
@@ -263,29 +247,33 @@ std::vector<PlannedExtent> planned_extents(const ModelShapes& model,
                     state_names.size(), " names for ", options.num_states, " states");
   const CutModel cut(model, options);
   std::vector<PlannedExtent> all;
-  Extents parameters(all);
+  // Whole blocks, behind what the role has so far.
+  const auto add = [&all](Role role, std::size_t param, std::int64_t begin, std::int64_t bytes,
+                          const std::string& tensor = {}) {
+    const bool is_first = all.empty() || all.back().role != role;
+    const std::int64_t offset = is_first ? 0 : all.back().offset + all.back().bytes;
+    all.push_back({role, static_cast<int>(param), begin, offset, block_bytes(bytes), tensor});
+  };
   for (std::size_t i = 0; i < cut.num_params(); ++i) {
     if (plan.params[i].parameter == Tier::kNvme) {
-      parameters.add(Role::kShard, static_cast<int>(i), 0, as_int(cut.layouts[i].shard_bytes()));
+      add(Role::kShard, i, 0, as_int(cut.layouts[i].shard_bytes()));
     }
   }
-  Extents gradients(all);
   for (std::size_t i = 0; i < cut.num_params(); ++i) {
     if (plan.params[i].gradient == Tier::kNvme) {
-      gradients.add(Role::kGradient, static_cast<int>(i), 0, 4 * cut.layouts[i].shard_numel());
+      add(Role::kGradient, i, 0, 4 * cut.layouts[i].shard_numel());
     }
   }
   std::vector<std::string> tensors = state_names;
   if (!optim::is_own_master(model.dtype)) {
     tensors.insert(tensors.begin(), "master");
   }
-  Extents states(all);
   for (const optim::SubGroup& group : sub_groups(cut, plan.params, plan.sub_group_numel).groups) {
     for (const optim::SubGroupPiece& piece : group.pieces) {
       for (const std::string& tensor : tensors) {
         if (group.states_stored) {
-          states.add(Role::kOptimizer, piece.param, piece.begin, as_int(piece.tensor_bytes),
-                     tensor);
+          add(Role::kOptimizer, static_cast<std::size_t>(piece.param), piece.begin,
+              as_int(piece.tensor_bytes), tensor);
         }
       }
     }

@@ -181,7 +181,7 @@ TEST(CoordinatorFaults, AFailedGatherIsThrownAndCanBeCleanedUp) {
     fault.call = call;
     thread_world.fault = fault;
     comm::GroupOptions group_options;
-    group_options.beat = std::chrono::milliseconds(20);  // how soon the other rank hears of it
+    group_options.heartbeat = std::chrono::milliseconds(20);  // how soon the other rank hears of it
     run_ranks(thread_world, group_options, [&](Group& group) {
       CoordinatorFixture rank(group, six_layers(), two_ahead());
       std::string problem;

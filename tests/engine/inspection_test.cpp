@@ -35,15 +35,15 @@ TEST(Inspection, SaysWhatAParameterIsAndHowItIsCut) {
     EXPECT_EQ(weight.sizes, (std::vector<std::int64_t>{7, 5}));
     EXPECT_EQ(weight.group, group.name());
     EXPECT_EQ(weight.rank, group.rank());
-    EXPECT_EQ(weight.num_ranks, 3);
+    EXPECT_EQ(weight.layout.num_ranks(), 3);
     // 35 elements: 12 per rank are a multiple of 16 bytes.
-    EXPECT_EQ(weight.numel, 35);
-    EXPECT_EQ(weight.shard_numel, 12);
-    EXPECT_EQ(weight.padded_numel, 36);
-    EXPECT_EQ(weight.shard_bytes, 48);
-    EXPECT_EQ(weight.full_bytes, 144);
-    EXPECT_EQ(weight.dtype, DType::kFloat32);
-    EXPECT_EQ(weight.tier, Tier::kDevice);
+    EXPECT_EQ(weight.layout.numel(), 35);
+    EXPECT_EQ(weight.layout.shard_numel(), 12);
+    EXPECT_EQ(weight.layout.padded_numel(), 36);
+    EXPECT_EQ(weight.layout.shard_bytes(), 48U);
+    EXPECT_EQ(weight.layout.full_bytes(), 144U);
+    EXPECT_EQ(weight.layout.dtype(), DType::kFloat32);
+    EXPECT_EQ(weight.placement.parameter, Tier::kDevice);
     EXPECT_TRUE(find(inspection, "tail.weight").trainable);
     EXPECT_EQ(find(inspection, "tail.weight").num_units, 1);
 
@@ -144,7 +144,7 @@ TEST(Inspection, OutlivesItsEngine) {
     inspection = inspect(engine);
   });
   EXPECT_EQ(inspection.units.at(0).name, "body");
-  EXPECT_EQ(find(inspection, "body.bias").numel, 3);
+  EXPECT_EQ(find(inspection, "body.bias").layout.numel(), 3);
 }
 
 }  // namespace

@@ -9,14 +9,12 @@
 namespace tessera::planner {
 namespace {
 
-constexpr std::int64_t kGiB = std::int64_t{1} << 30;
-
 // Large enough that a reserve of 6 % is above the least one.
 ModelShapes billions() { return small_gpt(4096, 8, 50304, DType::kBFloat16); }
 
-std::int64_t resident_bytes() { return plan_memory(billions(), on_gpu(), 1).device_memory_bytes(); }
+std::int64_t resident_bytes() { return planned(billions(), on_gpu()).device_memory_bytes(); }
 
-std::int64_t gradient_bytes() { return plan_memory(billions(), on_gpu(), 1).full_gradient_bytes; }
+std::int64_t gradient_bytes() { return planned(billions(), on_gpu()).full_gradient_bytes; }
 
 // The least free memory, in steps of 100 bytes, that holds everything with such activations.
 std::int64_t enough_for(std::int64_t activation_bytes) {
@@ -55,14 +53,14 @@ TEST(DefaultBudgets, ThePlanThatFollowsFitsAndUsesHostMemory) {
     options.host_bytes = budgets->host_bytes;
     options.cpu_share = budgets->cpu_share;
     EXPECT_EQ(budgets->cpu_share, gib < 8 ? 1 : -1) << "gradients of the GPU's share";
-    const MemoryPlan placement = plan_memory(billions(), options, 1);
-    EXPECT_LE(placement.device_memory_bytes() + 2 * kGiB + placement.full_gradient_bytes,
+    const MemoryPlan plan = planned(billions(), options);
+    EXPECT_LE(plan.device_memory_bytes() + 2 * kGiB + plan.full_gradient_bytes,
               gib * kGiB - gib * kGiB / 100 * kReservePerCent);
-    EXPECT_GT(placement.host_memory_bytes(), 0) << gib;
-    EXPECT_LE(placement.host_memory_bytes(), 62 * kGiB);
+    EXPECT_GT(plan.host_memory_bytes(), 0) << gib;
+    EXPECT_LE(plan.host_memory_bytes(), 62 * kGiB);
     // No more leaves the GPU than has to: what is left of its budget holds no more states.
     if (gib >= 8) {
-      EXPECT_GT(placement.device_memory_bytes(), budgets->device_bytes * 8 / 10) << gib;
+      EXPECT_GT(plan.device_memory_bytes(), budgets->device_bytes * 8 / 10) << gib;
     }
   }
 }
@@ -79,7 +77,7 @@ TEST(DefaultBudgets, AGivenBudgetOfHostMemoryStays) {
 TEST(DefaultBudgets, WishesCountForWhatIsNeeded) {
   const FreeMemory free{16 * kGiB, 64 * kGiB};
   EXPECT_TRUE(default_budgets(billions(), on_gpu(), 1, kGiB, free));
-  EXPECT_FALSE(default_budgets(billions(), on_gpu(Tier::kHost, Tier::kHost), 1, kGiB, free))
+  EXPECT_FALSE(default_budgets(billions(), in_host(), 1, kGiB, free))
       << "nothing but gathered parameters is on the GPU";
   // Several micro-batches are summed on the device in fp32.
   const std::int64_t enough = enough_for(0);

@@ -1,4 +1,4 @@
-// Models in numbers, and options and questions that tests of the planner share.
+// Models in numbers, and the options and questions that tests of the planner share.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,14 @@
 #include "tessera/planner/memory_planner.h"
 
 namespace tessera::planner {
+
+inline constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+inline constexpr std::int64_t kGiB = std::int64_t{1} << 30;
+
+inline MemoryPlan planned(const ModelShapes& model, const MemoryPlanOptions& options,
+                          std::int64_t num_micro_batches = 1) {
+  return plan_memory(model, options, num_micro_batches);
+}
 
 class ModelMaker {
  public:
@@ -34,6 +42,15 @@ class ModelMaker {
   ModelShapes model_;
 };
 
+inline ModelShapes equal_units(int count, const std::vector<std::int64_t>& numels,
+                               DType dtype = DType::kFloat32) {
+  ModelMaker maker(dtype);
+  for (int i = 0; i < count; ++i) {
+    maker.unit("u" + std::to_string(i), numels);
+  }
+  return maker.make();
+}
+
 // A transformer of `width`: a large table first and last, small biases between matrices.
 inline ModelShapes small_gpt(std::int64_t width, int layers, std::int64_t vocabulary,
                              DType dtype = DType::kFloat32) {
@@ -46,6 +63,11 @@ inline ModelShapes small_gpt(std::int64_t width, int layers, std::int64_t vocabu
   }
   maker.unit("head", {width, width, vocabulary * width});
   return maker.make();
+}
+
+// Matrices are large, everything else is small.
+inline ModelShapes large_gpt(DType dtype = DType::kBFloat16) {
+  return small_gpt(512, 3, 4000, dtype);
 }
 
 inline std::vector<ModelShapes> small_models() {
@@ -62,20 +84,13 @@ inline std::vector<ModelShapes> small_models() {
           ModelMaker(DType::kFloat16).unit("one", {1}).make()};
 }
 
-// NVMe is there, and `bytes` of memory.
+// A CPU: NVMe is there, and `bytes` of memory.
 inline MemoryPlanOptions with_budget(std::int64_t bytes, int num_ranks = 1) {
   MemoryPlanOptions options;
   options.num_ranks = num_ranks;
   options.has_nvme = true;
   options.host_bytes = bytes;
   return options;
-}
-
-// What a refusal says a budget must at least be.
-inline std::int64_t advised_bytes(const std::string& refusal) {
-  const std::string before = "to at least ";
-  const std::size_t begin = refusal.find(before) + before.size();
-  return parse_bytes(refusal.substr(begin, refusal.find_first_of(", ", begin) - begin)).value();
 }
 
 inline MemoryPlanOptions on_gpu(std::optional<Tier> parameters = {},
@@ -89,10 +104,7 @@ inline MemoryPlanOptions on_gpu(std::optional<Tier> parameters = {},
   return options;
 }
 
-// Matrices are large, everything else is small.
-inline ModelShapes large_gpt(DType dtype = DType::kBFloat16) {
-  return small_gpt(512, 3, 4000, dtype);
-}
+inline MemoryPlanOptions in_host() { return on_gpu(Tier::kHost, Tier::kHost); }
 
 inline bool is_small(const ModelShapes& model, std::size_t id) {
   return model.params[id].numel * static_cast<std::int64_t>(bytes_of(model.dtype)) <=
@@ -103,6 +115,11 @@ inline bool device_updates(const Placement& placement) {
   return placement.updater == Updater::kDevice;
 }
 
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// "": it is possible.
 inline std::string refusal_of(const std::function<void()>& action) {
   try {
     action();
@@ -110,6 +127,16 @@ inline std::string refusal_of(const std::function<void()>& action) {
     return error.what();
   }
   return "";
+}
+inline std::string refusal_of(const ModelShapes& model, const MemoryPlanOptions& options) {
+  return refusal_of([&] { planned(model, options); });
+}
+
+// What a refusal says a budget must at least be.
+inline std::int64_t advised_bytes(const std::string& refusal) {
+  const std::string before = "to at least ";
+  const std::size_t begin = refusal.find(before) + before.size();
+  return parse_bytes(refusal.substr(begin, refusal.find_first_of(", ", begin) - begin)).value();
 }
 
 }  // namespace tessera::planner

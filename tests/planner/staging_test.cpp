@@ -63,13 +63,13 @@ ModelShapes random_model(Draw& draw) {
 class StagedCalls {
  public:
   StagedCalls(const ModelShapes& model, const MemoryPlanOptions& options)
-      : model_(model), options_(options), placement_(plan_memory(model, options, 1)) {
+      : model_(model), options_(options), plan_(planned(model, options)) {
     for (const ParamShape& param : model.params) {
       layouts_.emplace_back(param.numel, options.num_ranks, model.dtype);
     }
   }
 
-  const MemoryPlan& placement() const { return placement_; }
+  const MemoryPlan& plan() const { return plan_; }
 
   std::int64_t gather_bytes(const std::vector<int>& ids) const {
     return static_cast<std::int64_t>(comm::all_gather_staging_bytes(
@@ -106,8 +106,8 @@ class StagedCalls {
     input.unit_params = model_.units;
     input.params = params;
     input.budgets.bucket_bytes = bucket_bytes;
-    input.budgets.live_limit_bytes = placement_.live_limit_bytes;
-    input.arena_bytes = placement_.arena_bytes;
+    input.budgets.live_limit_bytes = plan_.live_limit_bytes;
+    input.arena_bytes = plan_.arena_bytes;
     return coordinator::make_placed_plan(input);
   }
 
@@ -116,10 +116,10 @@ class StagedCalls {
     for (std::size_t i = 0; i < model_.params.size(); ++i) {
       if (model_.params[i].trainable) {
         params.push_back({static_cast<int>(i), layouts_[i].shard_numel(), model_.params[i].dynamic,
-                          placement_.params[i].gradient == Tier::kNvme});
+                          plan_.params[i].gradient == Tier::kNvme});
       }
     }
-    return grad::plan_buckets(params, options_.num_ranks, placement_.bucket_bytes,
+    return grad::plan_buckets(params, options_.num_ranks, plan_.bucket_bytes,
                               bytes_of(options_.wire_dtype));
   }
 
@@ -134,15 +134,15 @@ class StagedCalls {
 
   const ModelShapes& model_;
   const MemoryPlanOptions options_;
-  const MemoryPlan placement_;
+  const MemoryPlan plan_;
   std::vector<shard::Layout> layouts_;
 };
 
 void expect_room_for_every_call(const ModelShapes& model, const MemoryPlanOptions& options) {
   const StagedCalls calls(model, options);
-  const MemoryPlan& placement = calls.placement();
-  const std::int64_t room = placement.gather_staging_bytes;
-  EXPECT_EQ(placement.comm_bytes, room + placement.reduction_staging_bytes);
+  const MemoryPlan& plan = calls.plan();
+  const std::int64_t room = plan.gather_staging_bytes;
+  EXPECT_EQ(plan.comm_bytes, room + plan.reduction_staging_bytes);
   EXPECT_GE(room, static_cast<std::int64_t>(comm::kSmallAllReduceBytes));
   for (const std::vector<int>& unit : model.units) {
     EXPECT_LE(calls.gather_bytes(unit), room);
@@ -161,7 +161,7 @@ void expect_room_for_every_call(const ModelShapes& model, const MemoryPlanOption
   }
   const grad::BucketLayout buckets = calls.buckets();
   for (const grad::Bucket& bucket : buckets.buckets) {
-    EXPECT_LE(2 * calls.reduction_bytes(bucket.shard_numel), placement.reduction_staging_bytes);
+    EXPECT_LE(2 * calls.reduction_bytes(bucket.shard_numel), plan.reduction_staging_bytes);
   }
   EXPECT_LE(2 * calls.reduction_bytes(buckets.largest_dynamic_numel), room);
   if (model.params[static_cast<std::size_t>(model.units.back().back())].dynamic) {
@@ -180,7 +180,7 @@ TEST(StagingPlan, HoldsEveryCallOfAStepOfAnyModelWithinAnyBudget) {
     options.bucket_bytes = draw.one_of<std::int64_t>({1000, 100000, 64 << 20});
     options.wire_dtype = draw.one_of({DType::kFloat32, DType::kBFloat16});
     options.call_memory = draw.one_of({comm::CallMemory::kReached, comm::CallMemory::kCopied});
-    const std::int64_t all = plan_memory(model, options, 1).memory_bytes();
+    const std::int64_t all = planned(model, options).memory_bytes();
     for (const std::int64_t percent : {30, 60, 90, 100, 1000}) {
       options.host_bytes = percent == 1000 ? kUnlimited : all * percent / 100;
       SCOPED_TRACE(testing::Message()
@@ -201,40 +201,32 @@ TEST(StagingPlan, HoldsEveryCallOfAStepOfAnyModelWithinAnyBudget) {
 TEST(StagingPlan, HoldsAPrefetchThatJoinsUses) {
   for (const std::vector<std::int64_t>& unit :
        {std::vector<std::int64_t>{125000}, {60000, 60000}, {1000}}) {
-    ModelMaker maker;
-    for (int i = 0; i < 40; ++i) {
-      maker.unit("u" + std::to_string(i), unit);
-    }
     MemoryPlanOptions options;
     options.num_ranks = 2;
     options.pack_below_bytes = std::int64_t{1} << 20;
-    expect_room_for_every_call(maker.make(), options);
+    expect_room_for_every_call(equal_units(40, unit), options);
   }
 }
 
 TEST(StagingPlan, IsNothingForOneRank) {
   for (const ModelShapes& model : small_models()) {
-    const MemoryPlan placement = plan_memory(model, with_budget(kUnlimited, 1), 1);
-    EXPECT_EQ(placement.gather_staging_bytes, 0);
-    EXPECT_EQ(placement.reduction_staging_bytes, 0);
-    EXPECT_EQ(placement.comm_bytes, 0);
+    const MemoryPlan plan = planned(model, with_budget(kUnlimited), 1);
+    EXPECT_EQ(plan.gather_staging_bytes, 0);
+    EXPECT_EQ(plan.reduction_staging_bytes, 0);
+    EXPECT_EQ(plan.comm_bytes, 0);
   }
 }
 
 TEST(StagingPlan, OfGathersFollowsWhatIsPacked) {
-  ModelMaker maker;
-  for (int i = 0; i < 3; ++i) {
-    maker.unit("u" + std::to_string(i), {40000, 40000});
-  }
+  const ModelShapes model = equal_units(3, {40000, 40000});
   Config config;
-  const auto planned = [&](const char* pack_below) {
+  const auto staged = [&](const char* pack_below) {
     config.set("comm.pack_below_bytes", pack_below);
-    return plan_memory(maker.make(), MemoryPlanOptions::from(config, 2, false), 1)
-        .gather_staging_bytes;
+    return planned(model, MemoryPlanOptions::from(config, 2, false)).gather_staging_bytes;
   };
   // Six shards of 80000 bytes: none is small, or all of them are, and joined by a prefetch.
-  EXPECT_EQ(planned("64KiB"), static_cast<std::int64_t>(comm::kSmallAllReduceBytes));
-  EXPECT_EQ(planned("1MiB"), static_cast<std::int64_t>(grad::taken_bytes(6 * 2 * 80000)));
+  EXPECT_EQ(staged("64KiB"), static_cast<std::int64_t>(comm::kSmallAllReduceBytes));
+  EXPECT_EQ(staged("1MiB"), static_cast<std::int64_t>(grad::taken_bytes(6 * 2 * 80000)));
 }
 
 }  // namespace

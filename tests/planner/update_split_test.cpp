@@ -1,4 +1,4 @@
-// The share of the processor at which it and the device end together.
+// The share of the CPU at which it and the device end together.
 #include "tessera/planner/update_split.h"
 
 #include <cmath>
@@ -17,7 +17,7 @@ UpdateRates measured() { return {62.3e9, 48.8e9, 48.8e9}; }
 ModelShapes gpt_1b4() { return small_gpt(2048, 24, 50304, DType::kBFloat16); }
 
 TEST(UpdateSplit, MeasuredRatesGiveTheShareOfTheBounds) {
-  const double share = choose_cpu_share(measured(), gpt_1b4(), on_gpu(Tier::kHost, Tier::kHost));
+  const double share = choose_cpu_share(measured(), gpt_1b4(), in_host());
   EXPECT_GT(share, 0.3);
   EXPECT_LT(share, 0.42);
 }
@@ -25,14 +25,14 @@ TEST(UpdateSplit, MeasuredRatesGiveTheShareOfTheBounds) {
 // A model that slots hold almost nothing of: the closed form.
 TEST(UpdateSplit, BothEndAtTheSameTime) {
   const ModelShapes model = gpt_1b4();
-  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
+  MemoryPlanOptions options = in_host();
   options.sub_group_bytes = 8192;
   const UpdateRates rates = measured();
   const double share = choose_cpu_share(rates, model, options);
-  const double processor = 28 * share / rates.cpu_bytes_per_s;
+  const double cpu = 28 * share / rates.cpu_bytes_per_s;
   // States and new values of the device's share: more than what comes up.
   const double down = 14 * (1 - share) / rates.d2h_bytes_per_s;
-  EXPECT_NEAR(processor / down, 1, 0.001);
+  EXPECT_NEAR(cpu / down, 1, 0.001);
   UpdateRates faster_down = rates;
   faster_down.d2h_bytes_per_s *= 2;
   const double other = choose_cpu_share(faster_down, model, options);
@@ -40,9 +40,9 @@ TEST(UpdateSplit, BothEndAtTheSameTime) {
   EXPECT_NEAR(28 * other / rates.cpu_bytes_per_s / up, 1, 0.001);
 }
 
-TEST(UpdateSplit, AFasterProcessorGetsMoreAndAFasterLinkLess) {
+TEST(UpdateSplit, AFasterCpuGetsMoreAndAFasterLinkLess) {
   const ModelShapes model = gpt_1b4();
-  const MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
+  const MemoryPlanOptions options = in_host();
   const double share = choose_cpu_share(measured(), model, options);
   UpdateRates rates = measured();
   rates.cpu_bytes_per_s *= 1.5;
@@ -59,7 +59,7 @@ TEST(UpdateSplit, AFasterProcessorGetsMoreAndAFasterLinkLess) {
 
 TEST(UpdateSplit, ALongBackwardLetsMoreComeUpAhead) {
   const ModelShapes model = gpt_1b4();
-  const MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
+  const MemoryPlanOptions options = in_host();
   UpdateRates rates = measured();
   const double narrow_down = choose_cpu_share(rates, model, options);
   rates.d2h_bytes_per_s *= 2;
@@ -76,10 +76,10 @@ TEST(UpdateSplit, ALongBackwardLetsMoreComeUpAhead) {
   EXPECT_NEAR(choose_cpu_share(rates, model, options), narrow_down, 0.01);
 }
 
-// The device's share takes 26 bytes of the host's memory per element, the processor's 30.
+// The device's share takes 26 bytes of the host's memory per element, the CPU's 30.
 TEST(UpdateSplit, NarrowMemoryOfTheHostGivesMoreToTheDevice) {
   const ModelShapes model = gpt_1b4();
-  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
+  MemoryPlanOptions options = in_host();
   options.sub_group_bytes = 8192;
   UpdateRates rates = measured();
   const double any = choose_cpu_share(rates, model, options);
@@ -99,26 +99,25 @@ TEST(UpdateSplit, NarrowMemoryOfTheHostGivesMoreToTheDevice) {
 // that could go to the other.
 TEST(UpdateSplit, ALargeShardAtTheEndDoesNotSpoilTheShare) {
   const ModelShapes model = gpt_1b4();
-  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
+  MemoryPlanOptions options = in_host();
   for (int percent = 2; percent < 90; percent += 3) {
     options.cpu_share = percent / 100.0;
-    const MemoryPlan placement = plan_memory(model, options, 1);
-    std::int64_t num_processor = 0;
+    const MemoryPlan plan = planned(model, options);
+    std::int64_t num_cpu = 0;
     std::int64_t num_all = 0;
-    for (std::size_t i = 0; i < placement.params.size(); ++i) {
-      const Placement& each = placement.params[i];
+    for (std::size_t i = 0; i < plan.params.size(); ++i) {
+      const Placement& each = plan.params[i];
       EXPECT_EQ(each.gradient, device_updates(each) ? Tier::kDevice : Tier::kHost);
       if (each.states == Tier::kHost) {
         num_all += model.params[i].numel;
-        num_processor += device_updates(each) ? 0 : model.params[i].numel;
+        num_cpu += device_updates(each) ? 0 : model.params[i].numel;
       }
     }
-    EXPECT_DOUBLE_EQ(placement.cpu_share,
-                     static_cast<double>(num_processor) / static_cast<double>(num_all));
+    EXPECT_DOUBLE_EQ(plan.cpu_share, static_cast<double>(num_cpu) / static_cast<double>(num_all));
     const double excess =
-        static_cast<double>(num_processor) - options.cpu_share * static_cast<double>(num_all);
-    for (std::size_t i = 0; i < placement.params.size(); ++i) {
-      const Placement& each = placement.params[i];
+        static_cast<double>(num_cpu) - options.cpu_share * static_cast<double>(num_all);
+    for (std::size_t i = 0; i < plan.params.size(); ++i) {
+      const Placement& each = plan.params[i];
       if (each.states == Tier::kHost && device_updates(each) == (excess < 0)) {
         EXPECT_GT(static_cast<double>(model.params[i].numel), std::abs(excess)) << percent;
       }
@@ -133,14 +132,14 @@ TEST(UpdateSplit, WhereStatesAreNotInHostMemoryThereIsNothingToSplit) {
 TEST(UpdateSplit, ADeviceThatNeedsNoTimeAtAllDoesEverything) {
   UpdateRates rates = measured();
   rates.cpu_bytes_per_s = 1;
-  EXPECT_NEAR(choose_cpu_share(rates, gpt_1b4(), on_gpu(Tier::kHost, Tier::kHost)), 0, 1e-6);
+  EXPECT_NEAR(choose_cpu_share(rates, gpt_1b4(), in_host()), 0, 1e-6);
   rates = measured();
   rates.h2d_bytes_per_s = 1;
-  EXPECT_EQ(choose_cpu_share(rates, gpt_1b4(), on_gpu(Tier::kHost, Tier::kHost)), 1);
+  EXPECT_EQ(choose_cpu_share(rates, gpt_1b4(), in_host()), 1);
 }
 
 TEST(UpdateSplit, SeveralRanksMeasureNothingSoThatTheyPlanAlike) {
-  MemoryPlanOptions options = on_gpu(Tier::kHost, Tier::kHost);
+  MemoryPlanOptions options = in_host();
   EXPECT_TRUE(splits_update(options));
   options.num_ranks = 2;
   EXPECT_FALSE(splits_update(options));

@@ -1,0 +1,140 @@
+// What cannot be had is refused with the arithmetic and a remedy that works.
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "tessera/planner/machine_limits.h"
+#include "tests/planner/plan_cases.h"
+
+namespace tessera::planner {
+namespace {
+
+// The remedy works, and nothing below it does.
+void expect_remedy(const ModelShapes& model, MemoryPlanOptions options,
+                   std::int64_t MemoryPlanOptions::*budget, const std::string& name) {
+  options.*budget = kMiB;
+  const std::string text = refusal_of(model, options);
+  EXPECT_TRUE(contains(text, name + " allows 1.00 MiB")) << text;
+  EXPECT_TRUE(contains(text, " + ")) << text;
+  EXPECT_EQ(contains(text, "--nvme DIR"), !options.has_nvme && name == "memory.host") << text;
+  options.*budget = advised_bytes(text);
+  EXPECT_EQ(refusal_of(model, options), "");
+  options.*budget -= 1;
+  EXPECT_NE(refusal_of(model, options), "");
+}
+
+TEST(Refusal, ShowsTheSumAndARemedyThatWorks) {
+  const ModelShapes model = large_gpt();
+  MemoryPlanOptions cpu;
+  expect_remedy(small_gpt(64, 4, 3000), cpu, &MemoryPlanOptions::host_bytes, "memory.host");
+  for (const bool has_nvme : {false, true}) {
+    cpu.has_nvme = has_nvme;
+    expect_remedy(model, cpu, &MemoryPlanOptions::host_bytes, "memory.host");
+    expect_remedy(model, on_gpu(Tier::kDevice, Tier::kDevice, has_nvme),
+                  &MemoryPlanOptions::device_bytes, "memory.device");
+    expect_remedy(model, on_gpu({}, {}, has_nvme), &MemoryPlanOptions::device_bytes,
+                  "memory.device");
+    expect_remedy(model, on_gpu(Tier::kHost, Tier::kHost, has_nvme), &MemoryPlanOptions::host_bytes,
+                  "memory.host");
+  }
+}
+
+TEST(Refusal, OfACpuWithNvmeNamesTheUnitAndABudgetThatWorks) {
+  for (const int num_ranks : {1, 2}) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      const ModelShapes model = small_gpt(64, 4, 3000, dtype);
+      MemoryPlanOptions options = with_budget(100000, num_ranks);
+      const std::string text = refusal_of(model, options);
+      EXPECT_TRUE(contains(text, "arena (unit 'embedding')")) << text;
+      EXPECT_TRUE(contains(text, "optimizer buffers")) << text;
+      // Buckets grow with the budget, up to a sixteenth of it.
+      options.host_bytes = num_ranks * advised_bytes(text);
+      EXPECT_TRUE(planned(model, options).uses_nvme);
+    }
+  }
+}
+
+TEST(Refusal, NamesTheBudgetThatBinds) {
+  MemoryPlanOptions options = with_budget(kMiB);
+  options.device_bytes = kMiB / 4;
+  const std::string text = refusal_of(small_gpt(64, 1, 3000), options);
+  EXPECT_TRUE(contains(text, "memory.device allows 256 KiB")) << text;
+}
+
+TEST(Refusal, KeepsTheBudgetOfNvme) {
+  const ModelShapes model = small_gpt(64, 4, 3000);
+  MemoryPlanOptions options = with_budget(4 * kMiB);
+  const std::int64_t stored = planned(model, options).bytes(Tier::kNvme);
+  options.nvme_bytes = stored;
+  EXPECT_EQ(planned(model, options).bytes(Tier::kNvme), stored);
+  --options.nvme_bytes;
+  const std::string text = refusal_of(model, options);
+  EXPECT_TRUE(contains(text, "Raise memory.nvme to " + exact_bytes(stored))) << text;
+}
+
+TEST(Refusal, NvmeOfAGpuNeedsADirectory) {
+  EXPECT_TRUE(contains(refusal_of(large_gpt(), on_gpu({}, Tier::kNvme)), "nvme needs a directory"));
+}
+
+TEST(Refusal, Fp32StatesStayWithTheirMasters) {
+  const ModelShapes model = large_gpt(DType::kFloat32);
+  EXPECT_TRUE(contains(refusal_of(model, on_gpu(Tier::kHost, Tier::kDevice)), "their own masters"));
+  for (const Placement& each : planned(model, on_gpu(Tier::kHost)).params) {
+    EXPECT_TRUE(each.states != Tier::kDevice || each.parameter == Tier::kDevice);
+  }
+}
+
+class MachineFit : public testing::Test {
+ protected:
+  MachineFit() : plan_(planned(small_gpt(64, 4, 3000), with_budget(4 << 20))) {
+    limits_.memory_available_bytes = kGiB;
+    limits_.directories = {{"/disk-a", kGiB}, {"/disk-b", kGiB}};
+  }
+  std::string refusal(int num_ranks) const {
+    return refusal_of([&] { check_fits(plan_, limits_, num_ranks); });
+  }
+  MemoryPlan plan_;
+  MachineLimits limits_;
+};
+
+TEST_F(MachineFit, CountsTheMemoryOfAllRanksOfAMachine) {
+  EXPECT_EQ(refusal(4), "");
+  limits_.memory_available_bytes = 2 * plan_.memory_bytes();
+  EXPECT_EQ(refusal(2), "");
+  limits_.memory_available_bytes -= 1;
+  EXPECT_EQ(refusal(1), "");
+  EXPECT_TRUE(contains(refusal(2), "lower memory.host to at most")) << refusal(2);
+}
+
+TEST_F(MachineFit, CountsTheSpaceOfAllRanksOnEachDirectory) {
+  limits_.directories[1].free_bytes = plan_.bytes(Tier::kNvme);
+  EXPECT_EQ(refusal(2), "");
+  limits_.directories[1].free_bytes -= 8192;
+  EXPECT_TRUE(contains(refusal(2), "/disk-b")) << refusal(2);
+}
+
+TEST_F(MachineFit, PinnedMemoryNeedsALimitOnLocksThatAllowsIt) {
+  limits_.locked_bytes = kMiB - 1;
+  EXPECT_EQ(refusal(1), "");
+  plan_.ledger.push_back({Tier::kPinned, Role::kStaging, kMiB});
+  EXPECT_TRUE(contains(refusal(1), "ulimit -l"));
+}
+
+TEST_F(MachineFit, OfAGpuAsksForHostMemoryOnlyAndForNoLimitOnLocks) {
+  plan_ = planned(large_gpt(), in_host());
+  limits_.memory_available_bytes = plan_.host_memory_bytes();
+  limits_.locked_bytes = 0;
+  EXPECT_EQ(refusal(1), "");
+  limits_.memory_available_bytes -= 1;
+  EXPECT_NE(refusal(1), "");
+}
+
+TEST(MachineLimitsTest, AsksThisMachine) {
+  const MachineLimits limits = MachineLimits::of_this_machine({"/", "/there/is/no/such/place"});
+  EXPECT_GT(limits.memory_available_bytes, 0);
+  ASSERT_EQ(limits.directories.size(), 1U);
+  EXPECT_EQ(limits.directories[0].path, "/");
+}
+
+}  // namespace
+}  // namespace tessera::planner
