@@ -130,7 +130,7 @@ std::optional<Rendezvous> from_tessera(const Environment& env) {
 
 std::optional<Rendezvous> from_torchrun(const Environment& env) {
   const auto found = find_rank(env, "ranks", "RANK", "WORLD_SIZE",
-                                "start the program with torchrun, or set both, or unset both");
+                               "start the program with torchrun, or set both, or unset both");
   if (!found) return std::nullopt;
   Rendezvous result;
   result.source = RendezvousSource::kTorchrun;
@@ -152,7 +152,7 @@ std::optional<Rendezvous> from_torchrun(const Environment& env) {
     }
   }
   set_local_rank(result, find_rank(env, "local ranks", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-                                     "set both, or unset both"));
+                                   "set both, or unset both"));
   return result;
 }
 
@@ -188,7 +188,7 @@ std::optional<Rendezvous> from_mpi(const Environment& env) {
   auto found = find_rank(env, "ranks", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", kRemedy);
   if (found) {
     local = find_rank(env, "local ranks", "OMPI_COMM_WORLD_LOCAL_RANK",
-                       "OMPI_COMM_WORLD_LOCAL_SIZE", kRemedy);
+                      "OMPI_COMM_WORLD_LOCAL_SIZE", kRemedy);
   } else {
     found = find_rank(env, "ranks", "PMI_RANK", "PMI_SIZE", kRemedy);
     if (!found) return std::nullopt;

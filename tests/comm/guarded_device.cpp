@@ -105,8 +105,13 @@ class GuardedDevice final : public device::Device {
 
 }  // namespace
 
-std::unique_ptr<device::Device> make_guarded_device(device::MockDeviceOptions options) {
+std::unique_ptr<device::Device> make_guarded_device(device::LateMode mode, int rank,
+                                                    Ledger& ledger) {
+  device::MockDeviceOptions options;
+  options.mode = mode;
+  options.seed = static_cast<std::uint64_t>(rank) + 1;
   options.own_memory = true;
+  options.host.ledger = &ledger;
   return std::make_unique<GuardedDevice>(std::move(options));
 }
 

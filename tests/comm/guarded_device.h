@@ -5,11 +5,12 @@
 
 #include <memory>
 
+#include "tessera/core/ledger.h"
 #include "testing/mock_device.h"
 
 namespace tessera::comm {
 
-// `options.own_memory` is set here.
-std::unique_ptr<device::Device> make_guarded_device(device::MockDeviceOptions options);
+std::unique_ptr<device::Device> make_guarded_device(device::LateMode mode, int rank,
+                                                    Ledger& ledger);
 
 }  // namespace tessera::comm

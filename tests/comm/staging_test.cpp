@@ -1,275 +1,101 @@
-// What calls hold as scratch: how much, from where, and who waits for room.
-#include "tessera/comm/staging.h"
-
-#include <algorithm>
-#include <array>
-#include <exception>
-#include <functional>
+// What calls hold as staging: how much, and from where.
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
-#include "testing/thread_backend.h"
-#include "tests/comm/reference.h"
-#include "tests/comm/time_limits.h"
+#include "tests/comm/contract.h"
+#include "tests/comm/random_call.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::comm {
 namespace {
 
-using Bytes = std::vector<std::byte>;
-
-std::size_t held_bytes(const Ledger& ledger) {
-  return ledger.current_bytes(Tier::kHost, Role::kStaging);
-}
-std::size_t peak_bytes(const Ledger& ledger) {
-  return ledger.peak_bytes(Tier::kHost, Role::kStaging);
-}
-
-// Ranks as threads, each with books of its own.
-void run_with_ledgers(int num_ranks, std::uint32_t max_delay_us,
-                      const std::function<void(Group&, Ledger&)>& body) {
-  std::vector<Ledger> ledgers(static_cast<std::size_t>(num_ranks));
-  ThreadWorld world(ThreadWorldOptions{num_ranks, max_delay_us, 5, {}});
-  std::vector<int> ranks;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    ranks.push_back(rank);
+// Ranks as threads with memory of the host, each with books of its own.
+class StagingTest : public Contract {
+ protected:
+  static std::size_t held_bytes(const ContractRank& here) {
+    return here.ledger.current_bytes(Tier::kHost, Role::kStaging);
   }
-  std::vector<std::thread> threads;
-  for (const int rank : ranks) {
-    threads.emplace_back([&, rank] {
-      Ledger& ledger = ledgers[static_cast<std::size_t>(rank)];
-      GroupOptions options = patient();
-      options.ledger = &ledger;
-      try {
-        Group group(world.make_backend(rank), "world", ranks, options);
-        body(group, ledger);
-      } catch (const std::exception& error) {
-        ADD_FAILURE() << "rank " << rank << ": " << error.what();
-      }
+  static std::size_t peak_bytes(const ContractRank& here) {
+    return here.ledger.peak_bytes(Tier::kHost, Role::kStaging);
+  }
+  // What a call takes of a group that has made no other one.
+  void expect_taken(int num_ranks, std::size_t bytes, const std::function<void(Group&)>& call) {
+    run(num_ranks, [&](ContractRank& here) {
+      call(here.group);
+      EXPECT_EQ(peak_bytes(here), bytes);
     });
   }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  for (const Ledger& ledger : ledgers) {
-    EXPECT_EQ(held_bytes(ledger), 0U);
-  }
-}
-
-// One of several calls in flight: its memory, and what must be in it at the end.
-class CallInFlight {
- public:
-  virtual ~CallInFlight() = default;
-  virtual void start(Group& group) = 0;
-  void expect_result() {
-    pending_.wait();
-    EXPECT_TRUE(result() == expected_) << "a call's numbers are wrong";
-  }
-
- protected:
-  virtual const Bytes& result() const = 0;
-  Pending pending_;
-  Bytes expected_;
 };
 
-constexpr std::size_t kPackedNumel = 301;
-constexpr std::size_t kNumPacked = 3;
-
-class PackedGather final : public CallInFlight {
- public:
-  explicit PackedGather(std::uint64_t seed) : seed_(seed) {}
-  void start(Group& group) override {
-    std::vector<Gather> gathers;
-    shard_ = reference::array(seed_, group.rank(), 0, kPackedNumel, DType::kFloat32);
-    full_.resize(shard_.size() * static_cast<std::size_t>(group.size()) * kNumPacked);
-    for (std::size_t i = 0; i < kNumPacked; ++i) {
-      gathers.push_back({shard_.data(), full_.data() + i * full_.size() / kNumPacked, kPackedNumel,
-                         DType::kFloat32});
-      for (int rank = 0; rank < group.size(); ++rank) {
-        const Bytes piece = reference::array(seed_, rank, 0, kPackedNumel, DType::kFloat32);
-        expected_.insert(expected_.end(), piece.begin(), piece.end());
-      }
-    }
-    pending_ = seed_ % 2 == 0 ? group.start_all_gather(gathers)
-                              : Pending::all(group.start_all_gathers(gathers));
-  }
-
- private:
-  const Bytes& result() const override { return full_; }
-  const std::uint64_t seed_;
-  Bytes shard_;
-  Bytes full_;
-};
-
-constexpr std::size_t kReducedNumel = 2501;
-
-class ReduceScatter final : public CallInFlight {
- public:
-  explicit ReduceScatter(std::uint64_t seed) : seed_(seed) {}
-  void start(Group& group) override {
-    const std::size_t all = kReducedNumel * static_cast<std::size_t>(group.size());
-    input_ = reference::array(seed_, group.rank(), 0, all, DType::kFloat32);
-    output_.resize(kReducedNumel * sizeof(float));
-    expected_ = reference::rank_order_sum(seed_, group.size(),
-                                          kReducedNumel * static_cast<std::size_t>(group.rank()),
-                                          kReducedNumel, DType::kFloat32, DType::kFloat32);
-    pending_ = group.start_reduce_scatter(input_.data(), output_.data(), kReducedNumel,
-                                          DType::kFloat32, DType::kFloat32);
-  }
-
- private:
-  const Bytes& result() const override { return output_; }
-  const std::uint64_t seed_;
-  Bytes input_;
-  Bytes output_;
-};
-
-// The small one is gathered; the large one, of which no number of ranks is a divisor, is padded.
-constexpr std::size_t kSmallNumel = 7;
-constexpr std::size_t kHugeNumel = 8209;
-
-class AllReduce final : public CallInFlight {
- public:
-  AllReduce(std::uint64_t seed, std::size_t numel) : seed_(seed), numel_(numel) {}
-  void start(Group& group) override {
-    data_ = reference::array(seed_, group.rank(), 0, numel_, DType::kFloat32);
-    expected_ =
-        reference::rank_order_sum(seed_, group.size(), 0, numel_, DType::kFloat32, DType::kFloat32);
-    pending_ =
-        group.start_all_reduce(data_.data(), static_cast<std::int64_t>(numel_), DType::kFloat32);
-  }
-
- private:
-  const Bytes& result() const override { return data_; }
-  const std::uint64_t seed_;
-  const std::size_t numel_;
-  Bytes data_;
-};
-
-std::unique_ptr<CallInFlight> make_call(std::uint64_t seed) {
-  switch (seed % 4) {
-    case 0:
-      return std::make_unique<ReduceScatter>(seed);
-    case 1:
-      return std::make_unique<AllReduce>(seed, kSmallNumel);
-    case 2:
-      return std::make_unique<AllReduce>(seed, kHugeNumel);
-    default:
-      return std::make_unique<PackedGather>(seed / 4);
-  }
+ContractWorld staging_threads(const std::string& name, std::uint32_t max_delay_us) {
+  return {.name = name, .make_network = [=](int num_ranks) {
+            return make_thread_network(num_ranks, max_delay_us);
+          }};
 }
+INSTANTIATE_TEST_SUITE_P(Threads, StagingTest,
+                         ::testing::Values(staging_threads("InStep", 0),
+                                           staging_threads("Late", 100)),
+                         world_name);
 
-// Of the largest of these calls.
-std::size_t largest_call_bytes(int num_ranks) {
-  const std::array<std::size_t, kNumPacked> shards = {4 * kPackedNumel, 4 * kPackedNumel,
-                                                      4 * kPackedNumel};
-  return std::max({all_gather_staging_bytes(shards, GroupOptions().pack_below_bytes, num_ranks),
-                   reduce_scatter_staging_bytes(kReducedNumel, DType::kFloat32, num_ranks),
-                   all_reduce_staging_bytes(kSmallNumel, DType::kFloat32, num_ranks),
-                   all_reduce_staging_bytes(kHugeNumel, DType::kFloat32, num_ranks)});
-}
+constexpr int kNumCalls = support::rounds(60, 20);
 
-void start_all_then_wait(Group& group, std::uint64_t num_calls) {
-  std::vector<std::unique_ptr<CallInFlight>> calls;
-  for (std::uint64_t seed = 0; seed < num_calls; ++seed) {
-    calls.push_back(make_call(seed));
-    calls.back()->start(group);
-  }
-  for (const auto& call : calls) {
-    call->expect_result();
-  }
-}
-
-TEST(StagingRegion, IsAllThatManyCallsInFlightHold) {
+TEST_P(StagingTest, ARegionIsAllThatManyCallsInFlightHold) {
   for (const int num_ranks : {2, 3}) {
-    for (const std::uint32_t max_delay_us : {0U, 100U}) {
-      for (const std::size_t num_fitting : {1, 3}) {
-        run_with_ledgers(num_ranks, max_delay_us, [&](Group& group, Ledger& ledger) {
-          const std::size_t bytes = num_fitting * largest_call_bytes(num_ranks);
-          group.reserve_staging(bytes);
-          EXPECT_EQ(held_bytes(ledger), bytes);
-          start_all_then_wait(group, 60);
-          EXPECT_EQ(held_bytes(ledger), bytes);
-          EXPECT_EQ(peak_bytes(ledger), bytes);
-        });
-      }
+    for (const std::size_t num_fitting : {1, 3}) {
+      run(num_ranks, [&](ContractRank& here) {
+        // It may be of another size on every rank.
+        const std::size_t bytes = num_fitting * RandomCall::max_staging_bytes(num_ranks) +
+                                  100 * static_cast<std::size_t>(here.group.rank());
+        here.group.reserve_staging(bytes);
+        EXPECT_EQ(held_bytes(here), bytes);
+        run_random_calls(here, kNumCalls, kNumCalls);
+        EXPECT_EQ(held_bytes(here), bytes);
+        EXPECT_EQ(peak_bytes(here), bytes);
+      });
     }
   }
 }
 
-TEST(StagingRegion, MayBeOfAnotherSizeOnEveryRank) {
-  run_with_ledgers(3, 50, [](Group& group, Ledger& ledger) {
-    const std::size_t bytes =
-        largest_call_bytes(3) * static_cast<std::size_t>(1 + 2 * group.rank()) + 100;
-    group.reserve_staging(bytes);
-    start_all_then_wait(group, 60);
-    EXPECT_EQ(peak_bytes(ledger), bytes);
-  });
-}
-
-TEST(StagingRegion, TakesThePlaceOfIdleBuffersAndOfAnotherRegion) {
-  run_with_ledgers(2, 0, [](Group& group, Ledger& ledger) {
-    start_all_then_wait(group, 12);
-    EXPECT_GT(held_bytes(ledger), 0U);  // on the shelf
-    const std::size_t one = largest_call_bytes(2);
-    for (const std::size_t bytes : {one, 3 * one, std::size_t{1000}}) {
-      group.reserve_staging(bytes);
-      EXPECT_EQ(held_bytes(ledger), bytes);
-      start_all_then_wait(group, 8);
-    }
-    group.reserve_staging(0);
-    EXPECT_EQ(held_bytes(ledger), 0U);
-    start_all_then_wait(group, 8);
-    EXPECT_GT(held_bytes(ledger), 0U);
-  });
-}
-
-TEST(StagingRegion, WhileCallsAreInFlightIsReplacedWithoutMixingThem) {
-  run_with_ledgers(2, 50, [](Group& group, Ledger& ledger) {
-    std::vector<std::unique_ptr<CallInFlight>> calls;
+TEST_P(StagingTest, ARegionReplacesIdleBuffersAndAnotherRegionAlsoWhileCallsAreInFlight) {
+  run(2, [](ContractRank& here) {
+    run_random_calls(here, 12, 12);
+    EXPECT_GT(held_bytes(here), 0U);  // on the shelf
     std::size_t bytes = 0;
-    for (std::uint64_t seed = 0; seed < 80; ++seed) {
-      if (seed % 10 == 0) {
-        bytes = largest_call_bytes(2) * (1 + seed % 3);
-        group.reserve_staging(bytes);
-        EXPECT_EQ(held_bytes(ledger), bytes);
+    run_random_calls(here, kNumCalls, kNumCalls, [&](int call) {
+      if (call % 10 == 0) {
+        bytes = RandomCall::max_staging_bytes(2) * static_cast<std::size_t>(1 + call / 10 % 3);
+        here.group.reserve_staging(bytes);
+        EXPECT_EQ(held_bytes(here), bytes);
       }
-      calls.push_back(make_call(seed));
-      calls.back()->start(group);
-    }
-    for (const auto& call : calls) {
-      call->expect_result();
-    }
-    EXPECT_EQ(held_bytes(ledger), bytes);
+    });
+    EXPECT_EQ(held_bytes(here), bytes);
+    here.group.reserve_staging(0);
+    EXPECT_EQ(held_bytes(here), 0U);
+    run_random_calls(here, 12, 12);
+    EXPECT_GT(held_bytes(here), 0U);
   });
 }
 
-TEST(StagingRegion, LeavesALargerCallToMemoryOfItsOwn) {
-  run_with_ledgers(2, 0, [](Group& group, Ledger& ledger) {
+TEST_P(StagingTest, ARegionLeavesALargerCallToMemoryOfItsOwn) {
+  run(2, [](ContractRank& here) {
     constexpr std::size_t kBytes = 4096;
-    group.reserve_staging(kBytes);
-    ReduceScatter call(1);
-    call.start(group);
-    call.expect_result();
-    group.start_barrier().wait();  // every rank has let go of the call before it
-    EXPECT_EQ(held_bytes(ledger), kBytes);
-    EXPECT_EQ(peak_bytes(ledger),
-              kBytes + reduce_scatter_staging_bytes(kReducedNumel, DType::kFloat32, 2));
+    constexpr std::int64_t kNumel = 2501;
+    here.group.reserve_staging(kBytes);
+    const std::vector<float> input(2 * kNumel);
+    std::vector<float> output(kNumel);
+    here.group
+        .start_reduce_scatter(input.data(), output.data(), kNumel, DType::kFloat32, DType::kFloat32)
+        .wait();
+    here.group.start_barrier().wait();  // every rank has freed the call before it
+    EXPECT_EQ(held_bytes(here), kBytes);
+    EXPECT_EQ(peak_bytes(here), kBytes + reduce_scatter_staging_bytes(kNumel, DType::kFloat32, 2));
   });
 }
 
-// What a call takes of a group that has made no other one.
-void expect_taken(int num_ranks, std::size_t bytes, const std::function<void(Group&)>& call) {
-  run_with_ledgers(num_ranks, 0, [&](Group& group, Ledger& ledger) {
-    call(group);
-    EXPECT_EQ(peak_bytes(ledger), bytes);
-  });
-}
-
-TEST(StagingBytes, AreWhatAGroupTakes) {
+TEST_P(StagingTest, SizesAreWhatAGroupTakes) {
   for (const int num_ranks : {2, 3}) {
     const auto num = static_cast<std::size_t>(num_ranks);
     const auto rounded = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
@@ -302,7 +128,7 @@ struct GatherCase {
   std::size_t piece_bytes;  // of the pack
 };
 
-TEST(StagingBytes, OfAGatherAreThoseOfItsPack) {
+TEST_P(StagingTest, SizesOfAGatherAreThoseOfItsPack) {
   const std::vector<GatherCase> cases = {{{}, 0},
                                          {{10}, 0},            // one alone
                                          {{0, 10, 70000}, 0},  // the same
@@ -340,14 +166,14 @@ TEST(StagingBytes, OfAGatherAreThoseOfItsPack) {
       expect_taken(num_ranks, expected, [&](Group& group) {
         gather_with([&](const auto& gathers) { return group.start_all_gather(gathers); });
       });
-      run_with_ledgers(num_ranks, 0, [&](Group& group, Ledger& ledger) {
-        const bool receives = group.rank() == 1;
+      run(num_ranks, [&](ContractRank& here) {
+        const bool receives = here.group.rank() == 1;
         gather_with([&](const auto& gathers) {
           std::vector<std::uint8_t> wants(num, 0);
           wants[1] = 1;
-          return group.start_gather_to(gathers, wants);
+          return here.group.start_gather_to(gathers, wants);
         });
-        EXPECT_EQ(peak_bytes(ledger), receives ? expected : staging_room(each.piece_bytes));
+        EXPECT_EQ(peak_bytes(here), receives ? expected : staging_room(each.piece_bytes));
       });
     }
   }

@@ -1,0 +1,147 @@
+#include "tests/comm/contract.h"
+
+#include <numeric>
+#include <thread>
+
+#include "tessera/core/error.h"
+#include "tessera/device/device_cpu.h"
+#include "tessera/device/device_cuda.h"
+#include "testing/thread_backend.h"
+
+namespace tessera::comm {
+namespace {
+
+class ThreadNetwork final : public Network {
+ public:
+  explicit ThreadNetwork(const ThreadWorldOptions& options) : world_(options) {}
+  std::unique_ptr<Backend> make_backend(int rank) override { return world_.make_backend(rank); }
+  std::shared_ptr<StatusStore> make_status() override { return world_.status(); }
+
+ private:
+  ThreadWorld world_;
+};
+
+}  // namespace
+
+device::Memory ContractRank::start_upload(const Bytes& source, device::Stream& stream) const {
+  device::Memory memory = allocate(source.size());
+  static_cast<void>(device.start_copy(memory.data(), source.data(), source.size(), stream));
+  return memory;
+}
+
+device::Memory ContractRank::upload(const Bytes& source) const {
+  device::Stream& stream = device.stream(device::StreamKind::kRead);
+  device::Memory memory = start_upload(source, stream);
+  stream.record().wait();
+  return memory;
+}
+
+Bytes ContractRank::download(const device::Memory& memory) const {
+  Bytes bytes(memory.bytes());
+  device
+      .start_copy(bytes.data(), memory.data(), bytes.size(),
+                  device.stream(device::StreamKind::kWrite))
+      .wait();
+  return bytes;
+}
+
+std::unique_ptr<Network> make_thread_network(int num_ranks, std::uint32_t max_delay_us) {
+  ThreadWorldOptions options;
+  options.num_ranks = num_ranks;
+  options.max_delay_us = max_delay_us;
+  options.seed = 5;
+  return std::make_unique<ThreadNetwork>(options);
+}
+
+std::string text_of(const std::exception_ptr& failure) {
+  if (!failure) {
+    return "";
+  }
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+void Contract::SetUp() {
+  if (GetParam().needs_gpu && device::num_cuda_devices() == 0) {
+    GTEST_SKIP() << "no GPU: " << device::cuda_description();
+  }
+}
+
+void Contract::run(int num_ranks, const Body& body) {
+  const auto failures = run_collecting(num_ranks, body);
+  for (std::size_t rank = 0; rank < failures.size(); ++rank) {
+    EXPECT_EQ(text_of(failures[rank]), "") << "rank " << rank;
+  }
+}
+
+void Contract::expect_failures(int num_ranks, const std::vector<std::string>& words,
+                               const Body& body, const GroupOptions& options) {
+  const auto failures = run_collecting(num_ranks, body, options);
+  for (std::size_t rank = 0; rank < failures.size(); ++rank) {
+    ASSERT_TRUE(failures[rank]) << "rank " << rank << " saw nothing";
+    EXPECT_THROW(std::rethrow_exception(failures[rank]), CommError);
+    for (const std::string& word : words) {
+      EXPECT_NE(text_of(failures[rank]).find(word), std::string::npos)
+          << "rank " << rank << ": " << text_of(failures[rank]) << "\nlacks: " << word;
+    }
+  }
+}
+
+std::vector<std::exception_ptr> Contract::run_collecting(int num_ranks, const Body& body,
+                                                         const GroupOptions& options) {
+  const ContractWorld& world = GetParam();
+  // These outlive the network: a call that failed may free its staging with it.
+  struct Books {
+    Ledger ledger;
+    std::unique_ptr<device::Device> device;
+  };
+  std::vector<Books> books(static_cast<std::size_t>(num_ranks));
+  const std::unique_ptr<Network> network = world.make_network(num_ranks);
+  std::vector<std::exception_ptr> failures(books.size());
+  std::vector<int> world_ranks(books.size());
+  std::iota(world_ranks.begin(), world_ranks.end(), 0);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    ranks.emplace_back([&, rank] {
+      auto& [ledger, device] = books[static_cast<std::size_t>(rank)];
+      GroupOptions own = options;
+      own.status = network->make_status();
+      own.ledger = &ledger;
+      try {
+        device = world.make_device ? world.make_device(rank, ledger)
+                                   : device::make_cpu_device({&ledger, {}, nullptr});
+        own.device = world.make_device ? device.get() : nullptr;
+        Group group(num_ranks == 1 ? make_solo_backend() : network->make_backend(rank), "world",
+                    world_ranks, own);
+        if (world.staging_bytes > 0) {
+          group.reserve_staging(world.staging_bytes);
+        }
+        ContractRank here{group, *device, ledger};
+        try {
+          body(here);
+        } catch (const PeerError&) {
+          throw;  // a consequence: nothing to tell the others
+        } catch (const std::exception& error) {
+          own.status->post_failure(rank, error);
+          throw;
+        }
+      } catch (const std::exception&) {
+        failures[static_cast<std::size_t>(rank)] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  for (std::size_t rank = 0; rank < books.size(); ++rank) {
+    EXPECT_TRUE(failures[rank] ||
+                books[rank].ledger.current_bytes(Tier::kHost, Role::kStaging) == 0)
+        << "rank " << rank << " still holds staging";
+  }
+  return failures;
+}
+
+}  // namespace tessera::comm

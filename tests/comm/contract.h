@@ -1,0 +1,95 @@
+// What every backend of Group promises, whatever memory its calls are given. Each test runs its
+// ranks as threads in a ContractWorld, so it does not know whether they talk through shared memory
+// or sockets, nor where their bytes are.
+//
+//   MemoryContract  which bytes arrive: every network, with memory of the host and of a device
+//   GroupContract   agreement, failures, groups of groups: every network
+//   LimitContract   what ends at the time limit: one network of each kind
+//   StagedContract  calls that pass through pinned memory: a discrete device on a host's network
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/core/ledger.h"
+#include "tessera/device/device.h"
+#include "tests/comm/time_limits.h"
+
+namespace tessera::comm {
+
+using Bytes = std::vector<std::byte>;
+
+// What the body of a test gets, on the thread of its rank.
+struct ContractRank {
+  Group& group;
+  device::Device& device;  // whose memory its calls are given
+  Ledger& ledger;          // of the device
+
+  device::Memory allocate(std::size_t bytes) const {
+    return device.allocate(Tier::kDevice, bytes, Role::kOther);
+  }
+  // `source` stays valid until the stream has read it; what is done with the memory on other
+  // streams must be ordered behind this one.
+  device::Memory start_upload(const Bytes& source, device::Stream& stream) const;
+  device::Memory upload(const Bytes& source) const;
+  Bytes download(const device::Memory& memory) const;
+};
+
+// The network of one test: gives each rank its backend.
+class Network {
+ public:
+  virtual ~Network() = default;
+  virtual std::unique_ptr<Backend> make_backend(int rank) = 0;
+  virtual std::shared_ptr<StatusStore> make_status() = 0;
+};
+// Ranks as threads over shared memory.
+std::unique_ptr<Network> make_thread_network(int num_ranks, std::uint32_t max_delay_us);
+
+struct ContractWorld {
+  std::string name;
+  std::function<std::unique_ptr<Network>(int num_ranks)> make_network;
+  // Null: memory of the host.
+  std::function<std::unique_ptr<device::Device>(int rank, Ledger& ledger)> make_device = {};
+  std::size_t staging_bytes = 0;  // reserved; 0: none
+  bool needs_gpu = false;
+
+  // Reads as the test's name.
+  friend void PrintTo(const ContractWorld& world, std::ostream* out) { *out << world.name; }
+};
+inline std::string world_name(const ::testing::TestParamInfo<ContractWorld>& info) {
+  return info.param.name;
+}
+
+class Contract : public ::testing::TestWithParam<ContractWorld> {
+ protected:
+  using Body = std::function<void(ContractRank&)>;
+
+  void SetUp() override;
+
+  // Every rank must end without an error.
+  void run(int num_ranks, const Body& body);
+  // What each rank threw. A rank that fails posts its failure before its group goes, as a program
+  // does.
+  std::vector<std::exception_ptr> run_collecting(int num_ranks, const Body& body,
+                                                 const GroupOptions& options = patient());
+  // Every rank must throw a CommError with all of these words.
+  void expect_failures(int num_ranks, const std::vector<std::string>& words, const Body& body,
+                       const GroupOptions& options = patient());
+  // A device has no world of one: there calls are its own copies.
+  static int least_ranks() { return GetParam().make_device ? 2 : 1; }
+};
+
+class MemoryContract : public Contract {};
+class GroupContract : public Contract {};
+class StagedContract : public Contract {};
+class LimitContract : public Contract {};
+
+std::string text_of(const std::exception_ptr& failure);
+
+}  // namespace tessera::comm

@@ -1,0 +1,283 @@
+// The part of the contract that is about memory: which bytes arrive, and how many travel.
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tests/comm/contract.h"
+#include "tests/comm/random_call.h"
+#include "tests/comm/reference.h"
+#include "tests/support/sizes.h"
+
+namespace tessera::comm {
+namespace {
+
+using device::Memory;
+
+// None, one, odd, around the block of the sum, and more than is packed.
+constexpr std::size_t kSizes[] = {0, 1, 17, 1023, 2049, 20011};
+// More than a socket takes in one write, or a reduce-scatter in one chunk.
+constexpr std::size_t kLargeNumel = 1100003;
+constexpr int kMaxRanks = support::rounds(5, 3);
+
+// Shards of this rank and room for what is gathered.
+class Tensors {
+ public:
+  Tensors(const ContractRank& here, const std::vector<reference::Tensor>& tensors, bool in_place)
+      : here_(here), tensors_(tensors) {
+    const auto rank = static_cast<std::size_t>(here.group.rank());
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const auto [numel, dtype] = tensors[i];
+      const Bytes shard = reference::array(i, here.group.rank(), 0, numel, dtype);
+      Bytes full(shard.size() * static_cast<std::size_t>(here.group.size()), std::byte{0xee});
+      if (in_place && !shard.empty()) {
+        std::memcpy(full.data() + rank * shard.size(), shard.data(), shard.size());
+      }
+      fulls_.push_back(here.upload(full));
+      shards_.push_back(in_place ? Memory() : here.upload(shard));
+      gathers_.push_back(
+          {in_place ? fulls_.back().data() + rank * shard.size() : shards_.back().data(),
+           fulls_.back().data(), static_cast<std::int64_t>(numel), dtype});
+    }
+  }
+
+  std::vector<Gather>& gathers() { return gathers_; }
+
+  void expect_gathered(std::size_t i) const {
+    EXPECT_TRUE(here_.download(fulls_[i]) ==
+                reference::arrays(i, here_.group.size(), tensors_[i].numel, tensors_[i].dtype))
+        << "tensor " << i;
+  }
+  void expect_gathered() const {
+    for (std::size_t i = 0; i < fulls_.size(); ++i) {
+      expect_gathered(i);
+    }
+  }
+
+ private:
+  const ContractRank& here_;
+  const std::vector<reference::Tensor> tensors_;
+  std::vector<Memory> shards_;
+  std::vector<Memory> fulls_;
+  std::vector<Gather> gathers_;
+};
+
+TEST_P(MemoryContract, AGatherBringsEveryTensorInOneCallOrOneByOne) {
+  std::vector<reference::Tensor> tensors = reference::kMixedTensors;
+  for (std::size_t i = 0; i < 30; ++i) {  // small ones
+    tensors.push_back({(i * i) % 101, i % 2 == 0 ? DType::kBFloat16 : DType::kInt64});
+  }
+  for (int num_ranks = least_ranks(); num_ranks <= kMaxRanks; ++num_ranks) {
+    run(num_ranks, [&](ContractRank& here) {
+      for (const bool in_place : {false, true}) {
+        Tensors together(here, tensors, in_place);
+        here.group.start_all_gather(together.gathers()).wait();
+        together.expect_gathered();
+        Tensors apart(here, tensors, in_place);
+        const std::vector<Pending> each = here.group.start_all_gathers(apart.gathers());
+        ASSERT_EQ(each.size(), tensors.size());
+        for (std::size_t i = each.size(); i-- > 0;) {
+          each[i].wait();
+          apart.expect_gathered(i);
+        }
+      }
+      EXPECT_EQ(here.group.wire_bytes().num_calls, 4U);
+      EXPECT_TRUE(here.group.start_all_gathers({}).empty());
+    });
+  }
+  run(2, [](ContractRank& here) {
+    Tensors large(here, {{kLargeNumel, DType::kFloat32}}, false);
+    here.group.start_all_gather(large.gathers()).wait();
+    large.expect_gathered();
+  });
+}
+
+// Nobody, each one alone, all but one, all.
+std::vector<std::vector<std::uint8_t>> wants_of(int num_ranks) {
+  const auto num = static_cast<std::size_t>(num_ranks);
+  std::vector<std::vector<std::uint8_t>> all = {std::vector<std::uint8_t>(num, 0),
+                                                std::vector<std::uint8_t>(num, 1)};
+  for (std::size_t rank = 0; rank < num; ++rank) {
+    all.emplace_back(num, 0).at(rank) = 1;
+    all.emplace_back(num, 1).at(rank) = 0;
+  }
+  return all;
+}
+
+TEST_P(MemoryContract, AGatherToSomeReachesThoseAndSendsToNobodyElse) {
+  const std::vector<reference::Tensor> tensors = {
+      {0, DType::kFloat32}, {20011, DType::kFloat32}, {17, DType::kBFloat16}, {33, DType::kInt64}};
+  constexpr std::uint64_t kSentBytes = 20011 * 4 + 48 + 272;  // small ones in units of 16
+  for (int num_ranks = least_ranks(); num_ranks <= 3; ++num_ranks) {
+    run(num_ranks, [&](ContractRank& here) {
+      for (const auto& wants : wants_of(here.group.size())) {
+        const bool receives = wants[static_cast<std::size_t>(here.group.rank())] != 0;
+        std::uint64_t num_receivers = 0;
+        for (int rank = 0; rank < here.group.size(); ++rank) {
+          num_receivers += rank != here.group.rank() ? wants[static_cast<std::size_t>(rank)] : 0;
+        }
+        for (const bool in_place : {false, true}) {
+          Tensors gathered(here, tensors, in_place && receives);
+          if (!receives) {
+            for (Gather& gather : gathered.gathers()) {
+              gather.full = nullptr;
+            }
+          }
+          const std::uint64_t before = here.group.wire_bytes().payload;
+          here.group.start_gather_to(gathered.gathers(), wants).wait();
+          EXPECT_EQ(here.group.wire_bytes().payload - before, num_receivers * kSentBytes);
+          if (receives) {
+            gathered.expect_gathered();
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST_P(MemoryContract, ReduceScatterIsTheSumInRankOrderToTheBit) {
+  const std::pair<DType, DType> dtypes[] = {{DType::kFloat32, DType::kFloat32},
+                                            {DType::kBFloat16, DType::kFloat32},
+                                            {DType::kBFloat16, DType::kBFloat16},
+                                            {DType::kFloat16, DType::kFloat32},
+                                            {DType::kFloat64, DType::kFloat64}};
+  for (int num_ranks = least_ranks(); num_ranks <= kMaxRanks; ++num_ranks) {
+    run(num_ranks, [&](ContractRank& here) {
+      const auto rank = static_cast<std::size_t>(here.group.rank());
+      const auto num = static_cast<std::size_t>(here.group.size());
+      const auto expect_sum = [&](std::size_t numel, DType dtype, DType out_dtype) {
+        const Memory input =
+            here.upload(reference::array(numel, here.group.rank(), 0, numel * num, dtype));
+        const Memory output = here.allocate(numel * bytes_of(out_dtype));
+        here.group
+            .start_reduce_scatter(input.data(), output.data(), static_cast<std::int64_t>(numel),
+                                  dtype, out_dtype)
+            .wait();
+        EXPECT_TRUE(here.download(output) == reference::rank_order_sum(numel, here.group.size(),
+                                                                       numel * rank, numel, dtype,
+                                                                       out_dtype))
+            << numel << " " << to_string(dtype);
+      };
+      for (const std::size_t numel : kSizes) {
+        for (const auto& [dtype, out_dtype] : dtypes) {
+          expect_sum(numel, dtype, out_dtype);
+        }
+      }
+      if (num == 2) {
+        expect_sum(kLargeNumel, DType::kFloat32, DType::kFloat32);
+      }
+    });
+  }
+}
+
+TEST_P(MemoryContract, AllReduceGivesEveryRankTheSameBits) {
+  for (int num_ranks = least_ranks(); num_ranks <= kMaxRanks; ++num_ranks) {
+    run(num_ranks, [](ContractRank& here) {
+      for (const std::size_t numel : kSizes) {
+        for (const DType dtype :
+             {DType::kFloat32, DType::kFloat64, DType::kInt64, DType::kBFloat16}) {
+          const Memory data =
+              here.upload(reference::array(numel, here.group.rank(), 0, numel, dtype));
+          here.group.start_all_reduce(data.data(), static_cast<std::int64_t>(numel), dtype).wait();
+          EXPECT_TRUE(here.download(data) ==
+                      reference::rank_order_sum(numel, here.group.size(), 0, numel, dtype, dtype))
+              << numel << " " << to_string(dtype);
+        }
+      }
+    });
+  }
+}
+
+// Memory of the host is taken also where calls are given that of a device.
+TEST_P(MemoryContract, MaxAndMinPickTheExtremesAndKeepNaN) {
+  run(3, [](ContractRank& here) {
+    const auto rank = static_cast<float>(here.group.rank());
+    std::vector<float> highest = {rank, -rank, here.group.rank() == 1 ? NAN : 7.0F};
+    std::vector<float> lowest = highest;
+    here.group.start_all_reduce(highest.data(), 3, DType::kFloat32, Reduction::kMax).wait();
+    here.group.start_all_reduce(lowest.data(), 3, DType::kFloat32, Reduction::kMin).wait();
+    EXPECT_EQ(highest[0], 2.0F);
+    EXPECT_EQ(highest[1], 0.0F);
+    EXPECT_TRUE(std::isnan(highest[2]));
+    EXPECT_EQ(lowest[0], 0.0F);
+    EXPECT_EQ(lowest[1], -2.0F);
+    EXPECT_TRUE(std::isnan(lowest[2]));
+    std::int64_t number = here.group.rank() + 7;
+    here.group.broadcast_host(&number, sizeof(number), 1);
+    EXPECT_EQ(number, 8);
+  });
+}
+
+TEST_P(MemoryContract, BroadcastCopiesTheRootsBytesAndAllToAllTransposesThePieces) {
+  for (int num_ranks = least_ranks(); num_ranks <= kMaxRanks; ++num_ranks) {
+    run(num_ranks, [](ContractRank& here) {
+      const int rank = here.group.rank();
+      const auto num = static_cast<std::size_t>(here.group.size());
+      for (const std::size_t numel : kSizes) {
+        const auto count = static_cast<std::int64_t>(numel);
+        for (int root = 0; root < here.group.size(); ++root) {
+          const Memory data = here.upload(reference::array(3, rank, 0, numel, DType::kFloat32));
+          here.group.start_broadcast(data.data(), count, DType::kFloat32, root).wait();
+          EXPECT_TRUE(here.download(data) == reference::array(3, root, 0, numel, DType::kFloat32))
+              << numel << " from " << root;
+        }
+        const Memory send =
+            here.upload(reference::array(5, rank, 0, numel * num, DType::kBFloat16));
+        const Memory receive = here.allocate(send.bytes());
+        here.group.start_all_to_all(send.data(), receive.data(), count, DType::kBFloat16).wait();
+        Bytes expected;
+        for (int from = 0; from < here.group.size(); ++from) {
+          const Bytes piece = reference::array(5, from, numel * static_cast<std::size_t>(rank),
+                                               numel, DType::kBFloat16);
+          expected.insert(expected.end(), piece.begin(), piece.end());
+        }
+        EXPECT_TRUE(here.download(receive) == expected) << numel;
+      }
+    });
+  }
+}
+
+TEST_P(MemoryContract, ManyRandomCallsInFlightEqualTheReference) {
+  for (const int num_ranks : {least_ranks(), 3, 5}) {
+    run(num_ranks, [](ContractRank& here) { run_random_calls(here, support::rounds(300, 60), 8); });
+  }
+}
+
+TEST_P(MemoryContract, WireBytesAreTheClosedForm) {
+  for (int num_ranks = least_ranks(); num_ranks <= kMaxRanks; ++num_ranks) {
+    std::atomic<std::uint64_t> broadcast_total{0};
+    run(num_ranks, [&](ContractRank& here) {
+      Group& group = here.group;
+      const auto peers = static_cast<std::uint64_t>(group.size() - 1);
+      const auto num = static_cast<std::size_t>(group.size());
+      constexpr std::size_t kNumel = 20011;  // larger than what is packed
+      std::vector<float> shard(kNumel, 1.0F);
+      std::vector<float> full(kNumel * num, 1.0F);
+      std::vector<float> other(kNumel * num);
+      auto sent = [&, before = std::uint64_t{0}]() mutable {
+        const std::uint64_t now = group.wire_bytes().payload;
+        return now - std::exchange(before, now);
+      };
+      const Gather gather{shard.data(), full.data(), kNumel, DType::kFloat32};
+      group.start_all_gather({&gather, 1}).wait();
+      EXPECT_EQ(sent(), peers * kNumel * 4);
+      group
+          .start_reduce_scatter(full.data(), shard.data(), kNumel, DType::kFloat32, DType::kFloat32)
+          .wait();
+      EXPECT_EQ(sent(), peers * kNumel * 4);
+      group.start_all_to_all(full.data(), other.data(), kNumel, DType::kFloat32).wait();
+      EXPECT_EQ(sent(), peers * kNumel * 4);
+      group.start_all_reduce(full.data(), kNumel, DType::kFloat32).wait();
+      EXPECT_EQ(sent(), peers * 2 * ((kNumel + num - 1) / num) * 4);
+      group.start_barrier().wait();
+      EXPECT_EQ(sent(), 0U);
+      group.start_broadcast(full.data(), kNumel, DType::kFloat32, group.size() - 1).wait();
+      broadcast_total += sent();
+      EXPECT_EQ(group.wire_bytes().num_calls, 6U);
+    });
+    EXPECT_EQ(broadcast_total.load(), static_cast<std::uint64_t>(num_ranks - 1) * 20011 * 4);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::comm
