@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "cli/config_flags.h"
-#include "cli/schedule_flags.h"
 #include "tessera/comm/rank_process.h"
 #include "tessera/comm/rendezvous.h"
 #include "tessera/comm/stop_signals.h"

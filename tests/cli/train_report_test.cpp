@@ -12,8 +12,8 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/metrics.h"
+#include "cli/train_batch.h"
 #include "cli/train_compare.h"
-#include "cli/train_ranks.h"
 #include "cli/train_summary.h"
 #include "tessera/core/error.h"
 #include "tests/support/contains.h"
@@ -21,15 +21,6 @@
 
 namespace tessera::cli {
 namespace {
-
-std::string refusal(const BatchShape& shape) {
-  try {
-    shape.check("--batch " + std::to_string(shape.total));
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
-}
 
 // Whether a line of `table` consists of these words.
 bool has_row(const std::string& table, const std::vector<std::string>& words) {
@@ -45,44 +36,6 @@ bool has_row(const std::string& table, const std::vector<std::string>& words) {
     }
   }
   return false;
-}
-
-TEST(BatchShape, EverySequenceBelongsToOneMicroBatchOfOneRank) {
-  for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
-    for (std::int64_t accumulate = 1; accumulate <= 3; ++accumulate) {
-      const BatchShape shape{24 * accumulate, num_ranks, accumulate};
-      shape.check("this");
-      std::multiset<std::int64_t> seen;
-      for (int rank = 0; rank < num_ranks; ++rank) {
-        for (std::int64_t micro = 0; micro < accumulate; ++micro) {
-          const SequenceRange range = micro_batch_of(shape, rank, micro);
-          // A rank's sequences are one slice of the batch.
-          EXPECT_EQ(range.begin / (shape.total / num_ranks), rank);
-          for (std::int64_t i = 0; i < range.count; ++i) {
-            seen.insert(range.begin + i);
-          }
-        }
-      }
-      EXPECT_EQ(seen.size(), static_cast<std::size_t>(shape.total));
-      EXPECT_EQ(*seen.rbegin(), shape.total - 1);
-      EXPECT_EQ(std::set<std::int64_t>(seen.begin(), seen.end()).size(), seen.size());
-    }
-  }
-}
-
-TEST(BatchShape, ARefusalNamesTheNearestTotal) {
-  EXPECT_EQ(refusal({8, 2, 2}), "");
-  EXPECT_HAS(refusal({9, 2, 2}), "multiple of 4; the nearest is 8");
-  EXPECT_HAS(refusal({11, 2, 2}), "the nearest is 12");
-  EXPECT_HAS(refusal({1, 4, 1}), "the nearest is 4");
-  EXPECT_HAS(refusal({0, 4, 1}), "holds no sequence");
-}
-
-TEST(BatchShape, TheDefaultIsRoundedUpForTheRanks) {
-  EXPECT_EQ(shareable_total(8, 1, 1), 8);
-  EXPECT_EQ(shareable_total(8, 3, 1), 9);
-  EXPECT_EQ(shareable_total(8, 16, 1), 16);
-  EXPECT_EQ(shareable_total(8, 2, 3), 12);
 }
 
 TEST(FileOfRank, PutsTheRankBeforeTheEnding) {
@@ -117,6 +70,15 @@ TEST(Metrics, WhatIsNoNumberIsNull) {
   const auto document = nlohmann::json::parse(metrics_json(metrics));
   EXPECT_TRUE(document.at("grad_norm").is_null());
   EXPECT_TRUE(document.at("loss").is_null());
+}
+
+TEST(Metrics, AnEvaluationIsAFieldOfTheStepsThatHaveOne) {
+  StepMetrics metrics;
+  EXPECT_FALSE(nlohmann::json::parse(metrics_json(metrics)).contains("eval_loss"));
+  metrics.eval_loss = 0.1 + 0.2;
+  EXPECT_EQ(nlohmann::json::parse(metrics_json(metrics)).at("eval_loss").get<double>(), 0.1 + 0.2);
+  metrics.eval_loss = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_TRUE(nlohmann::json::parse(metrics_json(metrics)).at("eval_loss").is_null());
 }
 
 TEST(MetricsFile, IsEmptiedAtTheStartAndReadableWhileItGrows) {
