@@ -13,7 +13,6 @@
 
 #include <gtest/gtest.h>
 
-#include "cli/doctor_report.h"
 #include "cli/low_precision.h"
 #include "cli/probe.h"
 #include "cli/train_warnings.h"
