@@ -181,7 +181,7 @@ std::vector<Collective> collectives_of_size(Group& group, std::size_t size_bytes
   return list;
 }
 
-std::string time_text(double us) {
+std::string microseconds_text(double us) {
   if (us < 1e3) {
     return fmt::format("{:.1f} us", us);
   }
@@ -231,7 +231,7 @@ std::string comm_bench_line(const CommBenchRow& row) {
   const std::string none = "-";
   const bool carries_data = row.bytes > 0;
   return fmt::format(kCommRow, row.collective, carries_data ? approximate_bytes(row.bytes) : none,
-                     time_text(row.median_us), time_text(row.min_us),
+                     microseconds_text(row.median_us), microseconds_text(row.min_us),
                      carries_data ? approximate_bytes(row.wire_bytes) : none,
                      carries_data ? fmt::format("{:.3f}", row.gigabytes_per_s()) : none);
 }

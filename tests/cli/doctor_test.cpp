@@ -36,19 +36,15 @@ std::size_t num_entries(const std::filesystem::path& directory) {
 
 int a_descriptor() { return ::open("/dev/null", O_RDONLY | O_CLOEXEC); }
 
-TEST(UringProbe, IsOkWhereARingCanBeSetUp) {
-  const ProbeResult result = probe_io_uring(a_descriptor, "/");
+TEST(UringProbe, IsOkWhereARingCanBeSetUpAndGivesTheDescriptorBack) {
+  const int fd = a_descriptor();
+  const ProbeResult result = probe_io_uring([fd] { return fd; }, "/");
   EXPECT_EQ(result.state, ProbeState::kOk);
   EXPECT_EQ(result.cost, "");
-}
-
-TEST(UringProbe, GivesTheDescriptorBack) {
-  const int fd = a_descriptor();
-  probe_io_uring([fd] { return fd; }, "/");
   EXPECT_EQ(::fcntl(fd, F_GETFD), -1);
 }
 
-TEST(UringProbe, TellsAnOldKernelFromARefusal) {
+TEST(UringProbe, TellsAnOldKernelFromARefusalAndNamesTheSysctlThatForbidsIt) {
   const TemporaryDirectory root;
   const ProbeResult old_kernel = probe_io_uring([] { return -ENOSYS; }, root.path());
   EXPECT_EQ(old_kernel.state, ProbeState::kMissing);
@@ -56,24 +52,16 @@ TEST(UringProbe, TellsAnOldKernelFromARefusal) {
   const ProbeResult refused = probe_io_uring([] { return -EPERM; }, root.path());
   EXPECT_EQ(refused.state, ProbeState::kMissing);
   EXPECT_HAS(refused.found, "seccomp");
-}
-
-TEST(UringProbe, NamesTheSysctlThatForbidsIt) {
-  const TemporaryDirectory root;
   write(root.path() / "proc/sys/kernel/io_uring_disabled", "2\n");
-  const ProbeResult result = probe_io_uring([] { return -EPERM; }, root.path());
-  EXPECT_HAS(result.found, "kernel.io_uring_disabled=2");
-  EXPECT_HAS(result.cost, "sysctl");
+  const ProbeResult forbidden = probe_io_uring([] { return -EPERM; }, root.path());
+  EXPECT_HAS(forbidden.found, "kernel.io_uring_disabled=2");
+  EXPECT_HAS(forbidden.cost, "sysctl");
 }
 
-TEST(DirectIoProbe, LeavesNothingBehind) {
+TEST(DirectIoProbe, IsMissingWhereTheFlagIsRefusedAndLeavesNothingBehind) {
   const TemporaryDirectory directory;
   probe_direct_io(directory.path(), open_direct);
   EXPECT_EQ(num_entries(directory.path()), 0U);
-}
-
-TEST(DirectIoProbe, IsMissingWhereTheFlagIsRefused) {
-  const TemporaryDirectory directory;
   const ProbeResult result =
       probe_direct_io(directory.path(), [](const std::filesystem::path& file) {
         std::ofstream(file) << "made before the refusal";
@@ -107,13 +95,9 @@ TEST(DirectoryProbe, NamesFileSystemAndFreeSpace) {
   const ProbeResult result = probe_directory(directory.path());
   EXPECT_HAS(result.found, directory.path().filename().string());
   EXPECT_HAS(result.found, "free");
-}
-
-TEST(DirectoryProbe, IsMissingWhereThereIsNone) {
-  const TemporaryDirectory directory;
-  const ProbeResult result = probe_directory(directory.path() / "nowhere");
-  EXPECT_EQ(result.state, ProbeState::kMissing);
-  EXPECT_HAS(result.found, "No such file");
+  const ProbeResult none = probe_directory(directory.path() / "nowhere");
+  EXPECT_EQ(none.state, ProbeState::kMissing);
+  EXPECT_HAS(none.found, "No such file");
 }
 
 TEST(LockedMemoryProbe, IsLimitedBelowOneGiB) {
@@ -132,8 +116,9 @@ TEST(OpenFilesProbe, ProposesNoMoreThanTheHardLimit) {
   EXPECT_HAS(limited.cost, "ulimit -n 512");
 }
 
-TEST(MemoryProbe, IsLimitedByACgroup) {
+TEST(MemoryProbe, IsLimitedByACgroupAndSaysWhenItKnowsNothing) {
   const TemporaryDirectory root;
+  EXPECT_HAS(probe_memory(root.path()).found, "unknown");
   write(root.path() / "proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 6291456 kB\n");
   EXPECT_EQ(probe_memory(root.path()).state, ProbeState::kOk);
   write(root.path() / "proc/self/cgroup", "0::/box\n");
@@ -144,13 +129,6 @@ TEST(MemoryProbe, IsLimitedByACgroup) {
   EXPECT_EQ(limited.state, ProbeState::kLimited);
   EXPECT_HAS(limited.found, "cgroup limit");
   EXPECT_HAS(limited.cost, "memory.max");
-}
-
-TEST(MemoryProbe, SaysWhenItKnowsNothing) {
-  const TemporaryDirectory root;
-  const ProbeResult result = probe_memory(root.path());
-  EXPECT_EQ(result.state, ProbeState::kLimited);
-  EXPECT_HAS(result.found, "unknown");
 }
 
 TEST(CoresProbe, ComparesWithTheMachine) {
@@ -267,6 +245,7 @@ TEST(DoctorReport, TrainingNeedsWhatIsRequiredAndNothingElse) {
 }
 
 TEST(DoctorReport, NamesWhatTrainingNeeds) {
+  EXPECT_HAS(doctor_screen(std::vector<ProbeResult>{gloo(ProbeState::kOk)}), "nothing is missing");
   const std::string screen = doctor_screen(std::vector<ProbeResult>{gloo(ProbeState::kMissing)});
   EXPECT_HAS(screen, "Training cannot run: it needs Gloo.");
   EXPECT_HAS(screen, "-> no ranks");
@@ -281,11 +260,6 @@ TEST(DoctorReport, FitsEightyColumnsWhateverWasFound) {
   for (std::string line; std::getline(lines, line);) {
     EXPECT_LE(line.size(), 80U) << line;
   }
-}
-
-TEST(DoctorReport, SaysWhenNothingIsMissing) {
-  const std::string screen = doctor_screen(std::vector<ProbeResult>{gloo(ProbeState::kOk)});
-  EXPECT_HAS(screen, "nothing is missing");
 }
 
 TEST(DoctorReport, JsonSurvivesPathsThatAreNotUtf8) {

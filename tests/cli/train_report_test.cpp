@@ -50,35 +50,29 @@ TEST(ThreadsPerRank, ShareTheCoresAndAreNeverNone) {
   EXPECT_EQ(threads_per_rank(2, 4), 1);
 }
 
-TEST(Metrics, KeepEveryBitOfANumber) {
+TEST(Metrics, KeepEveryBitOfANumberAndWhatIsNoneIsNull) {
+  const auto document_of = [](const StepMetrics& metrics) {
+    return nlohmann::json::parse(metrics_json(metrics));
+  };
   StepMetrics metrics;
+  EXPECT_FALSE(document_of(metrics).contains("eval_loss")) << "only of steps that have one";
   metrics.loss = 0.1 + 0.2;
   metrics.grad_norm = std::nextafter(1.0, 2.0);
   metrics.lr = 1e-300;
+  metrics.eval_loss = 0.1 + 0.2;
   metrics.gathered_bytes = std::numeric_limits<std::uint64_t>::max();
-  const auto document = nlohmann::json::parse(metrics_json(metrics));
+  const nlohmann::json document = document_of(metrics);
   EXPECT_EQ(document.at("loss").get<double>(), metrics.loss);
   EXPECT_EQ(document.at("grad_norm").get<double>(), metrics.grad_norm);
   EXPECT_EQ(document.at("lr").get<double>(), metrics.lr);
+  EXPECT_EQ(document.at("eval_loss").get<double>(), *metrics.eval_loss);
   EXPECT_EQ(document.at("gathered_bytes").get<std::uint64_t>(), metrics.gathered_bytes);
-}
-
-TEST(Metrics, WhatIsNoNumberIsNull) {
-  StepMetrics metrics;
   metrics.grad_norm = std::numeric_limits<double>::infinity();
   metrics.loss = std::numeric_limits<double>::quiet_NaN();
-  const auto document = nlohmann::json::parse(metrics_json(metrics));
-  EXPECT_TRUE(document.at("grad_norm").is_null());
-  EXPECT_TRUE(document.at("loss").is_null());
-}
-
-TEST(Metrics, AnEvaluationIsAFieldOfTheStepsThatHaveOne) {
-  StepMetrics metrics;
-  EXPECT_FALSE(nlohmann::json::parse(metrics_json(metrics)).contains("eval_loss"));
-  metrics.eval_loss = 0.1 + 0.2;
-  EXPECT_EQ(nlohmann::json::parse(metrics_json(metrics)).at("eval_loss").get<double>(), 0.1 + 0.2);
-  metrics.eval_loss = std::numeric_limits<double>::quiet_NaN();
-  EXPECT_TRUE(nlohmann::json::parse(metrics_json(metrics)).at("eval_loss").is_null());
+  metrics.eval_loss = metrics.loss;
+  for (const char* name : {"loss", "grad_norm", "eval_loss"}) {
+    EXPECT_TRUE(document_of(metrics).at(name).is_null()) << name;
+  }
 }
 
 TEST(MetricsFile, IsEmptiedAtTheStartAndReadableWhileItGrows) {
@@ -187,16 +181,14 @@ TEST_F(Verdict, OneRankMustAgreeToTheBit) {
   EXPECT_HAS(one_rank_.failure(), "norm.bias");
 }
 
-TEST_F(Verdict, AFailureNamesStepAndValues) {
-  two_ranks_.add_grad_norm(7, 2.5, 1.25);
-  EXPECT_HAS(two_ranks_.failure(), "grad_norm of step 7 is 2.5 sharded and 1.25 unsharded");
-}
-
-TEST_F(Verdict, AFailureNamesTheWorstParameter) {
+TEST_F(Verdict, AFailureNamesStepAndValuesOrTheWorstParameter) {
   two_ranks_.add_param({"head.weight", 3e-4, 1.0, 0.1});
   two_ranks_.add_param({"blocks.0.norm1.weight", 1e-3, 2.0, 0.1});
   two_ranks_.add_param({"norm.weight", 2e-4, 1.0, 0.1});
   EXPECT_HAS(two_ranks_.failure(), "parameter blocks.0.norm1.weight differs by 0.001");
+  Comparison steps(rounding_bounds(DType::kFloat32, 2));
+  steps.add_grad_norm(7, 2.5, 1.25);
+  EXPECT_HAS(steps.failure(), "grad_norm of step 7 is 2.5 sharded and 1.25 unsharded");
 }
 
 TEST_F(Verdict, NoiseHasABoundOfItsOwn) {
