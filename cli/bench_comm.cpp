@@ -5,7 +5,6 @@
 #include <CLI/CLI.hpp>
 
 #include "cli/comm_bench.h"
-#include "cli/comm_bench_report.h"
 #include "cli/command.h"
 #include "cli/config_flags.h"
 #include "cli/flag_values.h"

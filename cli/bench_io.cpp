@@ -6,7 +6,6 @@
 
 #include "cli/command.h"
 #include "cli/io_bench.h"
-#include "cli/io_bench_report.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 #include "tessera/core/units.h"

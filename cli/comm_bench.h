@@ -1,4 +1,4 @@
-// Times the collectives of one group: what `tessera bench-comm` measures, without its printing.
+// Times the collectives of one group: what `tessera bench-comm` measures and prints.
 //
 // Every collective is checked before it is timed: each element of its result must be the one that
 // the inputs of all ranks give, else CommError. A round starts behind a barrier, and counts as long
@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -46,5 +47,16 @@ std::vector<CommBenchRow> measure_collectives(
 
 // Lower median: one of the values.
 double median_of(std::vector<double> values);
+
+struct CommBenchRun {
+  std::string backend;
+  int num_ranks = 1;
+  int num_rounds = 0;
+};
+
+// The table's head, and one of its lines: it is printed as it grows.
+std::string comm_bench_head(const CommBenchRun& run);
+std::string comm_bench_line(const CommBenchRow& row);
+std::string comm_bench_json(const CommBenchRun& run, std::span<const CommBenchRow> rows);
 
 }  // namespace tessera::cli

@@ -3,7 +3,7 @@
 //
 // The peak is what the vendor's data sheet gives for dense matrix products in the precision of the
 // run (fp32 as torch computes it unless told otherwise, without TF32). It is looked up by the name
-// of the GPU; for a GPU that is not in the table, and for processors, whose peak no sheet gives, it
+// of the GPU; for a GPU that is not in the table, and for CPUs, whose peak no sheet gives, it
 // is not known unless --peak-tflops says it.
 //
 // Threads: pure functions.

@@ -33,7 +33,7 @@ std::vector<std::string> rescue_paths(const std::string& path) {
   std::vector<std::string> paths;
   std::error_code error;
   const std::filesystem::path here = std::filesystem::current_path(error);
-  // Also where that is unknown: all ranks try as many places.
+  // Also where that is unknown: all ranks try as many paths.
   paths.push_back((error ? std::filesystem::path(".") : here) / name);
   const std::filesystem::path temporary = std::filesystem::temp_directory_path(error);
   paths.push_back((error ? std::filesystem::path("/tmp") : temporary) / name);

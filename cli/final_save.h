@@ -22,7 +22,7 @@ std::vector<std::string> rescue_paths(const std::string& path);
 
 // Saves to `path`, or to the first of rescue_paths() that takes it. `save` is collective where
 // there are several ranks: then it throws IoError or ConfigError on all of them alike, or on none,
-// and all ranks try the same places in the same order. What else it throws is thrown.
+// and all ranks try the same paths in the same order. What else it throws is thrown.
 SaveOutcome save_or_rescue(const std::string& path,
                            const std::function<void(const std::string&)>& save);
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -47,11 +48,16 @@ struct IoBenchRow {
 
 const char* to_string(tier::IoMix mix);
 
-// Throws ConfigError if the directory has not twice the room, IoError if a transfer fails. `begin`
+// Throws ConfigError if the directory has not twice the space, IoError if a transfer fails. `begin`
 // is called before the first row.
 std::vector<IoBenchRow> measure_io(const IoBenchOptions& options, const std::optional<Fio>& fio,
                                    const std::function<void(const std::string&)>& notice,
                                    const std::function<void(const IoBenchRun&)>& begin,
                                    const std::function<void(const IoBenchRow&)>& row);
+
+// What `tessera bench-io` prints.
+std::string io_bench_head(const IoBenchRun& run);
+std::string io_bench_line(const IoBenchRow& row);
+std::string io_bench_json(const IoBenchRun& run, std::span<const IoBenchRow> rows);
 
 }  // namespace tessera::cli

@@ -20,8 +20,8 @@ constexpr std::array<std::string_view, 3> kFp16Units = {"avx512_fp16", "amx_fp16
 
 constexpr const char* kSlowdown = "3 (with AVX-512) to hundreds of times slower than in fp32";
 
-// Of the first processor: others of one machine have the same.
-std::vector<std::string> processor_flags(const std::filesystem::path& root) {
+// Of the first core: others of one machine have the same.
+std::vector<std::string> cpu_flags(const std::filesystem::path& root) {
   std::ifstream file(root / "proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {
     if (line.starts_with("flags") || line.starts_with("Features")) {
@@ -50,7 +50,7 @@ std::string found_of(const std::vector<std::string>& flags,
 }  // namespace
 
 LowPrecisionUnits read_low_precision_units(const std::filesystem::path& root) {
-  const std::vector<std::string> flags = processor_flags(root);
+  const std::vector<std::string> flags = cpu_flags(root);
   return {!flags.empty(), found_of(flags, kBf16Units), found_of(flags, kFp16Units)};
 }
 

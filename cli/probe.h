@@ -14,6 +14,7 @@
 #include <filesystem>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -71,5 +72,12 @@ ProbeResult probe_numa(const std::filesystem::path& root);
 
 // All of them, in the order of the screen.
 std::vector<ProbeResult> run_probes(const std::filesystem::path& directory);
+
+// At most 80 columns; what something costs stands indented under it.
+std::string doctor_screen(std::span<const ProbeResult> results);
+std::string doctor_json(std::span<const ProbeResult> results);
+
+// False if something is missing without which nothing trains.
+bool can_train(std::span<const ProbeResult> results);
 
 }  // namespace tessera::cli

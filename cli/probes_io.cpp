@@ -186,7 +186,7 @@ ProbeResult probe_directory(const std::filesystem::path& directory) {
   if (::statvfs(directory.c_str(), &info) != 0) {
     result.state = ProbeState::kMissing;
     result.found = directory.string() + ": " + std::strerror(errno);
-    result.cost = "nothing can be stored there; create it, or give another with --dir";
+    result.cost = "nothing can be offloaded there; create it, or give another with --dir";
     return result;
   }
   const std::uint64_t free_bytes = static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize;
@@ -197,12 +197,12 @@ ProbeResult probe_directory(const std::filesystem::path& directory) {
   if (::access(directory.c_str(), W_OK | X_OK) != 0) {
     result.state = ProbeState::kMissing;
     result.found += ", not writable";
-    result.cost = "nothing can be stored there; give another directory with --dir";
+    result.cost = "nothing can be offloaded there; give another directory with --dir";
   } else if (free_bytes < (std::uint64_t{1} << 30)) {
     result.state = ProbeState::kLimited;
     result.cost =
         "too little for offloading: a parameter takes 12 to 16 bytes with AdamW; "
-        "make room, or give another directory with --dir";
+        "make space, or give another directory with --dir";
   }
   return result;
 }

@@ -158,6 +158,15 @@ int run_checked(int argc, char** argv) {
 
 }  // namespace
 
+int print_version() {
+  std::cout << "tessera " TESSERA_VERSION "\n";
+  return kExitOk;
+}
+
+Action add_version(CLI::App&) {
+  return [](const Arguments&) { return print_version(); };
+}
+
 int run_program(int argc, char** argv) {
   try {
     const int exit_code = run_checked(argc, argv);

@@ -13,7 +13,6 @@
 
 #include "cli/config_flags.h"
 #include "cli/launch/stop_signals.h"
-#include "cli/schedule_flags.h"
 #include "tessera/comm/rank_process.h"
 #include "tessera/comm/rendezvous.h"
 

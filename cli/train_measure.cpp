@@ -102,12 +102,12 @@ double update_s(const optim::RuleOptions& rule) {
 
 }  // namespace
 
-ProcessorTime measure_processor(const TrainPlan& plan) {
+CpuTime measure_cpu(const TrainPlan& plan) {
   models::ParamOptions params;
   params.tensor = at::TensorOptions().dtype(shard::scalar_type_of(plan.model.dtype));
   const double tokens =
       static_cast<double>(plan.tokens_per_step()) / static_cast<double>(plan.batch.num_ranks);
-  ProcessorTime time;
+  CpuTime time;
   time.compute_s = tokens * (static_cast<double>(plan.model.layers) * block_s(plan.model, params) +
                              head_s(plan.model, params));
   std::int64_t shard_numel = 0;

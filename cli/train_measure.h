@@ -1,4 +1,4 @@
-// What a step takes on this processor, from one unit's forward and backward on few tokens: known
+// What a step takes on this CPU, from one unit's forward and backward on few tokens: known
 // within a second or two, whatever the size of the model, and without memory to speak of.
 //
 // Threads: main thread only; operators use theirs.
@@ -9,11 +9,11 @@ namespace tessera::cli {
 struct TrainPlan;
 
 // Of one rank, all micro-batches of a step.
-struct ProcessorTime {
+struct CpuTime {
   double compute_s = 0;  // forward and backward
   double update_s = 0;   // of its shards
 };
 
-ProcessorTime measure_processor(const TrainPlan& plan);
+CpuTime measure_cpu(const TrainPlan& plan);
 
 }  // namespace tessera::cli

@@ -208,7 +208,7 @@ std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
       // What a GPU computes meanwhile is not measured here.
       return text + disk_bound_text(placement, rates) + "\n";
     }
-    const ProcessorTime time = measure_processor(plan);
+    const CpuTime time = measure_cpu(plan);
     rates.compute_s = time.compute_s;
     rates.update_s = time.update_s;
     text += "\n" + planner::predict_step(placement, rates).text;
@@ -219,7 +219,7 @@ std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
 std::string rates_text(const planner::UpdateRates& rates) {
   std::array<char, 200> text{};
   std::snprintf(text.data(), text.size(),
-                "measured at once: update on the processor %.1f GB/s, host to device %.1f GB/s, "
+                "measured at once: update on the CPU %.1f GB/s, host to device %.1f GB/s, "
                 "device to host %.1f GB/s; memory of the host %.1f GB/s\n",
                 rates.cpu_bytes_per_s * 1e-9, rates.h2d_bytes_per_s * 1e-9,
                 rates.d2h_bytes_per_s * 1e-9, rates.host_bytes_per_s * 1e-9);

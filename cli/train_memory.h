@@ -37,11 +37,11 @@ std::string give_default_budgets(TrainPlan& plan);
 void check_machine(const TrainPlan& plan, int num_local_ranks);
 
 // What the disks take of a step, at least, by rates that an earlier run has kept; none where one of
-// them has not been measured, or nothing is stored there. Measures nothing.
+// them has not been measured, or nothing is offloaded there. Measures nothing.
 std::optional<double> kept_disk_s(const TrainPlan& plan, int num_local_ranks);
 
 // The table, and the predicted time of a step: measures the disk, unless that was done before, and
-// what a unit takes on this processor, for about two seconds. For one rank of a machine.
+// what a unit takes on this CPU, for about two seconds. For one rank of a machine.
 std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks);
 
 // One line.

@@ -1,6 +1,6 @@
 // Where the time of a step goes: forward, backward, update.
 //
-// On a processor the times are those of the calls. On a GPU the calls return before the work is
+// On a CPU the times are those of the calls. On a GPU the calls return before the work is
 // done, so events on the compute stream are timed: forward and backward are the device's own times,
 // waits for gathers included, and the update is what is left of the step behind the last backward:
 // reductions, the norm, and what of the update did not overlap with the next forward. Nothing waits
@@ -24,7 +24,7 @@ class StepPhases {
     double update_s = 0;
   };
 
-  // `cuda_device` below zero: a processor. `clock` outlives this object.
+  // `cuda_device` below zero: the CPU. `clock` outlives this object.
   StepPhases(int cuda_device, const Clock& clock);
   ~StepPhases();
   StepPhases(const StepPhases&) = delete;
@@ -45,7 +45,7 @@ class StepPhases {
   double since_s(std::int64_t start_ns) const;
 
   const Clock& clock_;
-  std::unique_ptr<DeviceEvents> events_;  // null: a processor
+  std::unique_ptr<DeviceEvents> events_;  // null: the CPU
   std::int64_t step_begin_ns_ = 0;
   std::int64_t phase_begin_ns_ = 0;
   Times times_;

@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "cli/train.h"
+#include "cli/train_batch.h"
 #include "cli/train_compare.h"
 #include "cli/train_memory_plan.h"
-#include "cli/train_ranks.h"
 #include "models/data.h"
 #include "models/gpt.h"
 #include "tessera/core/config.h"

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "cli/train_batch.h"
 #include "cli/train_plan.h"
-#include "cli/train_ranks.h"
 #include "models/data.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/runtime.h"

@@ -1,7 +1,7 @@
 // Warnings of torch, as one line each.
 //
 // Torch puts whole exceptions into some warnings, with a stack trace of thirty lines: when oneDNN
-// has no bf16 product for a processor, for example. Here a text is cut where the trace begins, and
+// has no bf16 product for a CPU, for example. Here a text is cut where the trace begins, and
 // the same text is said once.
 //
 // Threads: the handler acts for the thread that made it; autograd runs backward on the CPU in that

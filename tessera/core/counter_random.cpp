@@ -110,7 +110,7 @@ constexpr std::array<std::uint32_t, 2> kKeySteps = {0x9e3779b9U, 0xbb67ae85U};
 constexpr int kNumRounds = 10;
 
 // philox4x32 of consecutive blocks. One block is a chain of dependent products; blocks side by side
-// keep the processor busy.
+// keep the CPU busy.
 template <std::size_t kNumBlocks>
 void philox_blocks(std::uint64_t first, std::uint64_t stream, std::array<std::uint32_t, 2> key,
                    std::uint32_t* out) {
@@ -160,7 +160,7 @@ std::array<float, kChunk> uniform_chunk(const Chunk& bits) {
 }
 
 // Most are central: that case is computed for all, and the others are mended. Neither loop has a
-// branch that the processor would have to guess.
+// branch that the CPU would have to guess.
 std::array<float, kChunk> normal_chunk(const Chunk& bits) {
   std::array<float, kChunk> values;
   for (std::size_t i = 0; i < kChunk; ++i) {

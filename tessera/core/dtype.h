@@ -7,6 +7,7 @@
 // Threads: stateless.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +17,11 @@ namespace tessera {
 
 enum class DType : std::uint8_t { kFloat32, kBFloat16, kFloat16, kFloat64, kInt64, kInt32, kUInt8 };
 
-std::string_view to_string(DType dtype);
+constexpr std::string_view to_string(DType dtype) {
+  constexpr std::array<std::string_view, 7> kNames = {"fp32",  "bf16",  "fp16", "fp64",
+                                                      "int64", "int32", "uint8"};
+  return kNames[static_cast<std::size_t>(dtype)];
+}
 
 constexpr std::size_t bytes_of(DType dtype) {
   switch (dtype) {

@@ -89,8 +89,12 @@ std::string concat(const Parts&... parts) {
   return out.str();
 }
 
-[[noreturn]] void throw_invariant(const char* file, int line, const char* condition,
-                                  const std::string& message);
+[[noreturn]] inline void throw_invariant(const char* file, int line, const char* condition,
+                                         const std::string& message) {
+  throw InternalError(concat("internal error at ", file, ":", line, ": ", condition,
+                             message.empty() ? "" : ": ", message,
+                             "; this is a defect of Tessera, please report it"));
+}
 
 }  // namespace detail
 }  // namespace tessera

@@ -111,7 +111,7 @@ std::string advice(std::vector<Change> changes, std::size_t missing_bytes) {
     return "none of these is enough alone; together they fit:\n" + text;
   }
   if (text.empty()) {
-    return "nothing in the ledger could make room; other processes may hold the memory\n";
+    return "nothing in the ledger could be freed; other processes may hold the memory\n";
   }
   return detail::concat("not even all of these fit, ", both(still_missing),
                         " would still be missing; use more ranks, or a smaller model:\n", text);

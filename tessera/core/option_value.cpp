@@ -98,19 +98,11 @@ OptionValue check_number(const Option& option, const OptionValue& value, std::st
       return keyword_value(option);
     }
     // A string may carry a unit; a number in quotes without one is a mistake elsewhere.
-    if (option.type == OptionType::kBytes) {
-      const auto bytes = parse_bytes(*text);
-      if (!bytes) {
-        reject(option, value, where);
-      }
+    if (const auto bytes = parse_bytes(*text); bytes && option.type == OptionType::kBytes) {
       return check_whole(option, *bytes, where);
     }
-    if (option.type == OptionType::kSeconds) {
-      const auto seconds = parse_seconds(*text);
-      if (!seconds) {
-        reject(option, value, where);
-      }
-      return check_real(option, *seconds, where);
+    if (const auto time = parse_seconds(*text); time && option.type == OptionType::kSeconds) {
+      return check_real(option, *time, where);
     }
     reject(option, value, where);
   }
@@ -160,28 +152,21 @@ OptionValue check_value(const Option& option, const OptionValue& value, std::str
   if (is_number(option.type)) {
     return check_number(option, value, where);
   }
-  switch (option.type) {
-    case OptionType::kChoice:
-      return check_choice(option, value, where);
-    case OptionType::kList:
-      if (const auto* text = std::get_if<std::string>(&value)) {
-        return std::vector<std::string>{*text};
-      }
-      if (!std::holds_alternative<std::vector<std::string>>(value)) {
-        reject(option, value, where);
-      }
-      return value;
-    case OptionType::kBool:
-      if (!std::holds_alternative<bool>(value)) {
-        reject(option, value, where);
-      }
-      return value;
-    default:
-      if (!std::holds_alternative<std::string>(value)) {
-        reject(option, value, where);
-      }
-      return value;
+  if (option.type == OptionType::kChoice) {
+    return check_choice(option, value, where);
   }
+  const auto* text = std::get_if<std::string>(&value);
+  if (option.type == OptionType::kList && text != nullptr) {
+    return std::vector<std::string>{*text};
+  }
+  const bool fits = option.type == OptionType::kBool ? std::holds_alternative<bool>(value)
+                    : option.type == OptionType::kList
+                        ? std::holds_alternative<std::vector<std::string>>(value)
+                        : text != nullptr;
+  if (!fits) {
+    reject(option, value, where);
+  }
+  return value;
 }
 
 OptionValue parse_value(const Option& option, std::string_view text, std::string_view where) {

@@ -95,8 +95,6 @@ class Spans {
   // The spans in the ring, oldest first.
   std::vector<Span> snapshot() const;
   std::uint64_t num_recorded() const { return next_.load(std::memory_order_relaxed); }
-  // Recorded, but not in the ring any more (or never, see invariant 2).
-  std::uint64_t num_lost() const { return num_recorded() - snapshot().size(); }
 
   // Written beside `path` and renamed, so that a reader sees a whole trace or none. Opens in
   // ui.perfetto.dev and chrome://tracing; the process is the rank. IoError if it cannot be written.

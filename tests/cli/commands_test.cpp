@@ -8,27 +8,14 @@
 #include <vector>
 
 #include <gtest/gtest.h>
-#include <nlohmann/json.hpp>
 
+#include "tessera/core/option_table.h"
 #include "tests/cli/program.h"
-#include "tests/support/contains.h"
-#include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
 namespace {
 
-std::string read_file(const std::filesystem::path& file) {
-  std::ifstream in(file);
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
-
-ProcessOptions in_directory(const TemporaryDirectory& directory) {
-  ProcessOptions options;
-  options.directory = directory.path();
-  return options;
-}
+class Commands : public ProgramTest {};
 
 TEST(Help, IsThereOnEveryLevelWithExamples) {
   for (const std::vector<std::string>& command :
@@ -44,7 +31,7 @@ TEST(Help, IsThereOnEveryLevelWithExamples) {
     SCOPED_TRACE(::testing::PrintToString(command));
     std::vector<std::string> arguments = command;
     arguments.emplace_back("--help");
-    const ProcessResult result = run_tessera(arguments);
+    const ProcessResult result = run_tessera_forked(arguments);
     EXPECT_EQ(result.exit_code, 0);
     EXPECT_EQ(result.err, "");
     EXPECT_HAS(result.out, "Examples:\n  tessera ");
@@ -71,41 +58,46 @@ TEST(Output, ThatCannotBeWrittenIsAFailure) {
   EXPECT_EQ(result.err_lines().size(), 1U) << result.err;
 }
 
-TEST(Options, MarkdownIsTheCommittedFile) {
-  const ProcessResult result = run_tessera({"options", "--markdown"});
+TEST(Options, MarkdownIsTheCommittedFileInAscii) {
+  const ProcessResult result = run_tessera_forked({"options", "--markdown"});
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_EQ(result.out, read_file(std::filesystem::path(TESSERA_SOURCE_DIR) / "docs/options.md"))
+  EXPECT_EQ(result.out, read_whole(std::filesystem::path(TESSERA_SOURCE_DIR) / "docs/options.md"))
       << "run: tessera options --markdown > docs/options.md";
+  for (const char c : result.out) {
+    ASSERT_TRUE(c == '\n' || (c >= ' ' && c <= '~')) << static_cast<int>(c);
+  }
 }
 
-TEST(Options, AreListedWithDefaults) {
-  const ProcessResult result = run_tessera({"options"});
+TEST(Options, AreListedWithinAHundredColumnsAndAdmitWhatNothingReads) {
+  const ProcessResult result = run_tessera_forked({"options"});
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_HAS(result.out, "comm.timeout_s");
-  EXPECT_HAS(result.out, "600");
+  std::istringstream lines(result.out);
+  std::string joined_lines;  // an option per line
+  for (std::string line; std::getline(lines, line);) {
+    EXPECT_LE(line.size(), 100U) << line;
+    joined_lines += line.starts_with("    ") ? line.substr(3) : "\n" + line;
+  }
+  for (const Option& option : option_table()) {
+    const auto at = joined_lines.find("\n" + std::string(option.name) + " = ");
+    ASSERT_NE(at, std::string::npos) << option.name;
+    const std::string entry = joined_lines.substr(at, joined_lines.find('\n', at + 1) - at);
+    EXPECT_HAS(entry, std::string(option.text));
+    EXPECT_EQ(contains(entry, "[checked, not used yet]"), option.read_by.empty()) << entry;
+  }
 }
 
-TEST(ConfigCommand, PrintsWhatAFileGives) {
-  const TemporaryDirectory directory;
-  std::ofstream(directory.path() / "run.json") << R"({"comm": {"timeout_s": 30}, "seed": 7})";
-  const ProcessResult result =
-      run_tessera({"config", "run.json", "--set", "seed=8", "--set", "precision=bf16"},
-                  in_directory(directory));
-  EXPECT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_HAS(result.out, "comm.timeout_s = 30");
-  EXPECT_HAS(result.out, "seed = 8");
-  EXPECT_HAS(result.out, "precision = bf16");
-}
-
-TEST(ConfigCommand, PrintsConversionsOfDeepSpeedsKeys) {
-  const TemporaryDirectory directory;
-  std::ofstream(directory.path() / "ds.json")
-      << R"({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}})";
-  const ProcessResult result = run_tessera({"config", "ds.json"}, in_directory(directory));
-  EXPECT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_HAS(result.out, "note: ");
-  EXPECT_HAS(result.out, "reduce_bucket_size");
-  EXPECT_HAS(result.out, "grad.bucket_bytes = ");
+TEST_F(Commands, ConfigPrintsWhatAFileGives) {
+  write("run.json", R"({"comm": {"timeout_s": 30}, "seed": 7})");
+  const ProcessResult own =
+      run_well({"config", "run.json", "--set", "seed=8", "--set", "precision=bf16"});
+  for (const char* part : {"comm.timeout_s = 30", "seed = 8", "precision = bf16"}) {
+    EXPECT_HAS(own.out, part);
+  }
+  write("ds.json", R"({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}})");
+  const ProcessResult theirs = run_well({"config", "ds.json"});
+  for (const char* part : {"note: ", "reduce_bucket_size", "grad.bucket_bytes = "}) {
+    EXPECT_HAS(theirs.out, part);
+  }
 }
 
 const std::vector<std::string>& doctor_rows() {
@@ -116,10 +108,8 @@ const std::vector<std::string>& doctor_rows() {
   return rows;
 }
 
-TEST(Doctor, ShowsEveryRowOnOneScreenAndLeavesNothing) {
-  const TemporaryDirectory directory;
-  const ProcessResult result = run_tessera({"doctor"}, in_directory(directory));
-  EXPECT_EQ(result.exit_code, 0) << result.out << result.err;
+TEST_F(Commands, DoctorShowsEveryRowOnOneScreenAndLeavesNothing) {
+  const ProcessResult result = run_well({"doctor"});
   EXPECT_EQ(result.err, "");
   std::istringstream lines(result.out);
   std::size_t num_lines = 0;
@@ -131,23 +121,15 @@ TEST(Doctor, ShowsEveryRowOnOneScreenAndLeavesNothing) {
     EXPECT_HAS(result.out, " " + row + " ");
   }
   EXPECT_HAS(result.out, "Training can run");
-  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
-}
-
-TEST(Doctor, TriesGlooForReal) {
-  const ProcessResult result = run_tessera({"doctor"});
   EXPECT_HAS(result.out, "2 ranks exchanged data over loopback");
+  EXPECT_TRUE(files().empty());
 }
 
-TEST(Doctor, JsonHasTheSameRows) {
-  const TemporaryDirectory directory;
-  const ProcessResult result =
-      run_tessera({"doctor", "--json", "--dir", directory.path().string()});
-  ASSERT_EQ(result.exit_code, 0) << result.err;
-  const auto document = nlohmann::json::parse(result.out);
+TEST_F(Commands, DoctorsJsonHasTheSameRows) {
+  const Json document = Json::parse(run_well({"doctor", "--json", "--dir", "."}).out);
   EXPECT_EQ(document.at("can_train"), true);
   std::vector<std::string> names;
-  for (const auto& probe : document.at("probes")) {
+  for (const Json& probe : document.at("probes")) {
     names.push_back(probe.at("name"));
     const std::string state = probe.at("state");
     EXPECT_TRUE(state == "ok" || state == "limited" || state == "missing") << state;
@@ -157,70 +139,44 @@ TEST(Doctor, JsonHasTheSameRows) {
   EXPECT_EQ(names, doctor_rows());
 }
 
-// A world of one needs no network, whatever was asked for.
-struct BenchCase {
-  const char* backend;
-  int num_ranks;
-  const char* shown_backend;
-};
-
-class BenchComm : public ::testing::TestWithParam<BenchCase> {};
-
-TEST_P(BenchComm, PrintsATableAndWritesTheSameNumbers) {
-  const BenchCase& bench = GetParam();
-  const TemporaryDirectory directory;
-  const ProcessResult result =
-      run_tessera({"bench-comm", "--ranks", std::to_string(bench.num_ranks), "--backend",
-                   bench.backend, "--sizes", "64,4KiB", "--rounds", "2", "--json", "rates.json"},
-                  in_directory(directory));
-  ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_LACKS(result.err, "error");
-  // Rank 0 speaks for all.
-  EXPECT_EQ(result.out.find("collective"), result.out.rfind("collective")) << result.out;
-  for (const char* collective :
-       {"barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"}) {
-    EXPECT_HAS(result.out, collective);
+TEST_F(Commands, BenchCommPrintsATableAndWritesTheSameNumbers) {
+  for (const int num_ranks : {1, 2, 3}) {
+    const ProcessResult result =
+        run_well({"bench-comm", "--ranks", std::to_string(num_ranks), "--backend", "gloo",
+                  "--sizes", "64,4KiB", "--rounds", "2", "--json", "rates.json"});
+    EXPECT_LACKS(result.err, "error");
+    // Rank 0 speaks for all.
+    EXPECT_EQ(result.out.find("collective"), result.out.rfind("collective")) << result.out;
+    for (const char* collective :
+         {"barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"}) {
+      EXPECT_HAS(result.out, collective);
+    }
+    const Json document = Json::parse(read("rates.json"));
+    EXPECT_EQ(document.at("num_ranks"), num_ranks);
+    // A world of one needs no network, whatever was asked for.
+    EXPECT_EQ(document.at("backend"), num_ranks == 1 ? "solo" : "gloo");
+    EXPECT_EQ(document.at("rows").size(), 11U);
+    EXPECT_EQ(files(), std::set<std::string>{"rates.json"});
   }
-  const auto document = nlohmann::json::parse(read_file(directory.path() / "rates.json"));
-  EXPECT_EQ(document.at("num_ranks"), bench.num_ranks);
-  EXPECT_EQ(document.at("backend"), bench.shown_backend);
-  EXPECT_EQ(document.at("rows").size(), 11U);
-  // Nothing beside it.
-  std::size_t num_files = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(directory.path())) {
-    ++num_files;
-  }
-  EXPECT_EQ(num_files, 1U);
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, BenchComm,
-                         ::testing::Values(BenchCase{"gloo", 1, "solo"},
-                                           BenchCase{"gloo", 2, "gloo"},
-                                           BenchCase{"gloo", 3, "gloo"}),
-                         [](const auto& info) {
-                           return std::string(info.param.backend) +
-                                  std::to_string(info.param.num_ranks);
-                         });
-
-TEST(BenchCommInterrupted, CtrlCGives130AndLeavesNoFile) {
-  const TemporaryDirectory directory;
+TEST_F(Commands, CtrlCGives130AndLeavesNoFile) {
   Process process({TESSERA_BINARY, "bench-comm", "--ranks", "2", "--backend", "gloo", "--sizes",
                    "4KiB", "--rounds", "1000000", "--json", "rates.json"},
-                  in_directory(directory));
+                  here());
   ASSERT_TRUE(process.wait_for_output("collective"));
   // As a terminal does: to the whole foreground group.
   ::kill(-process.pid(), SIGINT);
   const ProcessResult result = process.wait();
   EXPECT_FALSE(result.timed_out);
   EXPECT_EQ(result.exit_code, 130) << result.err;
-  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+  EXPECT_TRUE(files().empty());
 }
 
-TEST(Launch, GivesEachRankItsVariablesAndTheProgramItsOwnArguments) {
+TEST_F(Commands, LaunchGivesEachRankItsVariablesAndTheProgramItsOwnArguments) {
   const ProcessResult result =
-      run_tessera({"launch", "--ranks", "2", "sh", "-c",
-                   "echo rank $TESSERA_RANK of $TESSERA_WORLD_SIZE: $0 $1", "--ranks", "7"});
-  EXPECT_EQ(result.exit_code, 0) << result.err;
+      run_well({"launch", "--ranks", "2", "sh", "-c",
+                "echo rank $TESSERA_RANK of $TESSERA_WORLD_SIZE: $0 $1", "--ranks", "7"});
   EXPECT_HAS(result.out, "rank 0 of 2: --ranks 7");
   EXPECT_HAS(result.out, "rank 1 of 2: --ranks 7");
 }

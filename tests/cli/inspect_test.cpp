@@ -8,15 +8,11 @@
 #include <vector>
 
 #include <gtest/gtest.h>
-#include <nlohmann/json.hpp>
 
-#include "tests/cli/refusal.h"
-#include "tests/support/contains.h"
+#include "tests/cli/program.h"
 
 namespace tessera::testing {
 namespace {
-
-using Json = nlohmann::json;
 
 std::string inspected(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), "inspect");
@@ -351,33 +347,6 @@ TEST(Inspect, OnAGpuWithoutBudgetsTellsWhatEverythingThereTakes) {
   EXPECT_EQ(tier_bytes(plan, "pinned") + tier_bytes(plan, "host"), 0);
   EXPECT_EQ(plan["step"]["num_gathers"], 0);
   EXPECT_EQ(plan["totals"]["arena_bytes"], 0);
-}
-
-class InspectUsage : public Refusal {
- protected:
-  void expect_refusal(std::vector<std::string> arguments, const std::string& part) {
-    arguments.insert(arguments.begin(), "inspect");
-    Refusal::expect_refusal(arguments, part);
-  }
-};
-
-TEST_F(InspectUsage, WrongInputIsRefused) {
-  expect_refusal({"--preset", "tinny"}, "tiny");
-  expect_refusal({"--ranks", "0"}, "--ranks \"0\" is not a whole number from 1");
-  expect_refusal({"--ranks", "many"}, "--ranks \"many\"");
-  expect_refusal({"--layers", "0"}, "layers");
-  expect_refusal({"--freeze", "3"}, "--freeze 3");
-  expect_refusal({"--precision", "fp8"}, "fp32, bf16 or fp16");
-  expect_refusal({"--set", "live.limit_byte=1"}, "live.limit_bytes");
-  expect_refusal({"--config", "nowhere.json"}, "nowhere.json");
-  expect_refusal({"--device", "tpu"}, "is not cpu or cuda");
-  expect_refusal({"--jsn"}, "did you mean \"--json\"?");
-  expect_refusal({"now"}, "unexpected argument \"now\"");
-}
-
-TEST_F(InspectUsage, WhatNobodyCanPlanForIsRefused) {
-  expect_refusal({"--accumulate", "1000000"}, "take fewer micro-batches");
-  expect_refusal({"--set", "unit.dynamic_names=blocks.*"}, "unit.dynamic_names is set");
 }
 
 // On a GPU small parameters of an offloaded model stay there: nobody gathers them.

@@ -10,7 +10,6 @@
 #include <gtest/gtest.h>
 
 #include "cli/fio.h"
-#include "cli/io_bench_report.h"
 #include "tessera/core/error.h"
 #include "tests/support/contains.h"
 #include "tests/support/temporary_directory.h"

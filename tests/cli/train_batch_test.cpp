@@ -1,11 +1,13 @@
 // The arithmetic of batches: two numbers give the third, and a file gives way to flags.
 #include "cli/train_batch.h"
 
+#include <set>
 #include <string>
 
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tests/support/contains.h"
 
 namespace tessera::cli {
 namespace {
@@ -98,6 +100,37 @@ TEST(ResolveBatch, NumbersThatNoMachineHoldsAreRefusedWithTheRange) {
       "batch.micro_per_rank = 10000000 (ds.json: train_micro_batch_size_per_gpu) times "
       "batch.accumulate = 10 (ds.json: gradient_accumulation_steps): expected a product from "
       "1 to 16777216");
+}
+
+TEST(BatchShape, EverySequenceBelongsToOneMicroBatchOfOneRank) {
+  for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
+    for (std::int64_t accumulate = 1; accumulate <= 3; ++accumulate) {
+      const BatchShape shape{24 * accumulate, num_ranks, accumulate};
+      shape.check("this");
+      std::multiset<std::int64_t> seen;
+      for (int rank = 0; rank < num_ranks; ++rank) {
+        for (std::int64_t micro = 0; micro < accumulate; ++micro) {
+          const SequenceRange range = micro_batch_of(shape, rank, micro);
+          // A rank's sequences are one slice of the batch.
+          EXPECT_EQ(range.begin / (shape.total / num_ranks), rank);
+          for (std::int64_t i = 0; i < range.count; ++i) {
+            seen.insert(range.begin + i);
+          }
+        }
+      }
+      EXPECT_EQ(seen.size(), static_cast<std::size_t>(shape.total));
+      EXPECT_EQ(*seen.rbegin(), shape.total - 1);
+      EXPECT_EQ(std::set<std::int64_t>(seen.begin(), seen.end()).size(), seen.size());
+    }
+  }
+}
+
+TEST(BatchShape, ARefusalNamesTheNearestTotal) {
+  EXPECT_HAS(resolved({"", 9, 2, 2}), "multiple of 4; the nearest is 8");
+  EXPECT_HAS(resolved({"", 11, 2, 2}), "the nearest is 12");
+  EXPECT_HAS(resolved({"", 1, 1, 4}), "the nearest is 4");
+  EXPECT_EQ(shareable_total(8, 16, 1), 16) << "the default is rounded up for the ranks";
+  EXPECT_EQ(shareable_total(8, 2, 3), 12);
 }
 
 }  // namespace

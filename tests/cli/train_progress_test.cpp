@@ -85,7 +85,7 @@ TEST_F(ProgressTest, AShortRunPrintsEveryStepWhenPiped) {
   const auto& lines = run(progress, 20, 1);
   ASSERT_EQ(lines.size(), 20U);
   for (const std::string& line : lines) {
-    EXPECT_LACKS(line, '\r');
+    EXPECT_LACKS(line, "\r");
     EXPECT_EQ(line.find('\n'), line.size() - 1);
   }
 }
@@ -218,6 +218,19 @@ TEST_F(ProgressTest, RemainingTimeLeavesTheSlowFirstStepOut) {
   clock_.advance_ns(5'000 * kMillisecond);
   progress.show(some_step(2));
   EXPECT_HAS(printed_.back(), "0:10 left");
+}
+
+TEST_F(ProgressTest, AnEvaluationIsAlwaysShownAndStaysOnATerminal) {
+  Progress progress(options(1000, true), clock_);
+  progress.show(some_step(1));
+  progress.show(some_step(2));
+  ASSERT_EQ(printed_.size(), 1U) << "no time has passed";
+  StepMetrics metrics = some_step(3);
+  metrics.eval_loss = 3.25;
+  progress.show(metrics);
+  ASSERT_EQ(printed_.size(), 2U);
+  EXPECT_HAS(printed_[1], "eval loss 3.2500");
+  EXPECT_EQ(printed_[1].back(), '\n');
 }
 
 }  // namespace

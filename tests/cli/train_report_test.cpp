@@ -12,8 +12,8 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/metrics.h"
+#include "cli/train_batch.h"
 #include "cli/train_compare.h"
-#include "cli/train_ranks.h"
 #include "cli/train_summary.h"
 #include "tessera/core/error.h"
 #include "tests/support/contains.h"
@@ -21,15 +21,6 @@
 
 namespace tessera::cli {
 namespace {
-
-std::string refusal(const BatchShape& shape) {
-  try {
-    shape.check("--batch " + std::to_string(shape.total));
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
-}
 
 // Whether a line of `table` consists of these words.
 bool has_row(const std::string& table, const std::vector<std::string>& words) {
@@ -47,70 +38,35 @@ bool has_row(const std::string& table, const std::vector<std::string>& words) {
   return false;
 }
 
-TEST(BatchShape, EverySequenceBelongsToOneMicroBatchOfOneRank) {
-  for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
-    for (std::int64_t accumulate = 1; accumulate <= 3; ++accumulate) {
-      const BatchShape shape{24 * accumulate, num_ranks, accumulate};
-      shape.check("this");
-      std::multiset<std::int64_t> seen;
-      for (int rank = 0; rank < num_ranks; ++rank) {
-        for (std::int64_t micro = 0; micro < accumulate; ++micro) {
-          const SequenceRange range = micro_batch_of(shape, rank, micro);
-          // A rank's sequences are one slice of the batch.
-          EXPECT_EQ(range.begin / (shape.total / num_ranks), rank);
-          for (std::int64_t i = 0; i < range.count; ++i) {
-            seen.insert(range.begin + i);
-          }
-        }
-      }
-      EXPECT_EQ(seen.size(), static_cast<std::size_t>(shape.total));
-      EXPECT_EQ(*seen.rbegin(), shape.total - 1);
-      EXPECT_EQ(std::set<std::int64_t>(seen.begin(), seen.end()).size(), seen.size());
-    }
-  }
-}
-
-TEST(BatchShape, ARefusalNamesTheNearestTotal) {
-  EXPECT_EQ(refusal({8, 2, 2}), "");
-  EXPECT_HAS(refusal({9, 2, 2}), "multiple of 4; the nearest is 8");
-  EXPECT_HAS(refusal({11, 2, 2}), "the nearest is 12");
-  EXPECT_HAS(refusal({1, 4, 1}), "the nearest is 4");
-  EXPECT_HAS(refusal({0, 4, 1}), "holds no sequence");
-}
-
-TEST(BatchShape, TheDefaultIsRoundedUpForTheRanks) {
-  EXPECT_EQ(shareable_total(8, 1, 1), 8);
-  EXPECT_EQ(shareable_total(8, 3, 1), 9);
-  EXPECT_EQ(shareable_total(8, 16, 1), 16);
-  EXPECT_EQ(shareable_total(8, 2, 3), 12);
-}
-
 TEST(ThreadsPerRank, ShareTheCoresAndAreNeverNone) {
   EXPECT_EQ(threads_per_rank(16, 1), 16);
   EXPECT_EQ(threads_per_rank(16, 3), 5);
   EXPECT_EQ(threads_per_rank(2, 4), 1);
 }
 
-TEST(Metrics, KeepEveryBitOfANumber) {
+TEST(Metrics, KeepEveryBitOfANumberAndWhatIsNoneIsNull) {
+  const auto document_of = [](const StepMetrics& metrics) {
+    return nlohmann::json::parse(metrics_json(metrics));
+  };
   StepMetrics metrics;
+  EXPECT_FALSE(document_of(metrics).contains("eval_loss")) << "only of steps that have one";
   metrics.loss = 0.1 + 0.2;
   metrics.grad_norm = std::nextafter(1.0, 2.0);
   metrics.lr = 1e-300;
+  metrics.eval_loss = 0.1 + 0.2;
   metrics.gathered_bytes = std::numeric_limits<std::uint64_t>::max();
-  const auto document = nlohmann::json::parse(metrics_json(metrics));
+  const nlohmann::json document = document_of(metrics);
   EXPECT_EQ(document.at("loss").get<double>(), metrics.loss);
   EXPECT_EQ(document.at("grad_norm").get<double>(), metrics.grad_norm);
   EXPECT_EQ(document.at("lr").get<double>(), metrics.lr);
+  EXPECT_EQ(document.at("eval_loss").get<double>(), *metrics.eval_loss);
   EXPECT_EQ(document.at("gathered_bytes").get<std::uint64_t>(), metrics.gathered_bytes);
-}
-
-TEST(Metrics, WhatIsNoNumberIsNull) {
-  StepMetrics metrics;
   metrics.grad_norm = std::numeric_limits<double>::infinity();
   metrics.loss = std::numeric_limits<double>::quiet_NaN();
-  const auto document = nlohmann::json::parse(metrics_json(metrics));
-  EXPECT_TRUE(document.at("grad_norm").is_null());
-  EXPECT_TRUE(document.at("loss").is_null());
+  metrics.eval_loss = metrics.loss;
+  for (const char* name : {"loss", "grad_norm", "eval_loss"}) {
+    EXPECT_TRUE(document_of(metrics).at(name).is_null()) << name;
+  }
 }
 
 TEST(MetricsFile, IsEmptiedAtTheStartAndReadableWhileItGrows) {
@@ -219,16 +175,14 @@ TEST_F(Verdict, OneRankMustAgreeToTheBit) {
   EXPECT_HAS(one_rank_.failure(), "norm.bias");
 }
 
-TEST_F(Verdict, AFailureNamesStepAndValues) {
-  two_ranks_.add_grad_norm(7, 2.5, 1.25);
-  EXPECT_HAS(two_ranks_.failure(), "grad_norm of step 7 is 2.5 sharded and 1.25 unsharded");
-}
-
-TEST_F(Verdict, AFailureNamesTheWorstParameter) {
+TEST_F(Verdict, AFailureNamesStepAndValuesOrTheWorstParameter) {
   two_ranks_.add_param({"head.weight", 3e-4, 1.0, 0.1});
   two_ranks_.add_param({"blocks.0.norm1.weight", 1e-3, 2.0, 0.1});
   two_ranks_.add_param({"norm.weight", 2e-4, 1.0, 0.1});
   EXPECT_HAS(two_ranks_.failure(), "parameter blocks.0.norm1.weight differs by 0.001");
+  Comparison steps(rounding_bounds(DType::kFloat32, 2));
+  steps.add_grad_norm(7, 2.5, 1.25);
+  EXPECT_HAS(steps.failure(), "grad_norm of step 7 is 2.5 sharded and 1.25 unsharded");
 }
 
 TEST_F(Verdict, NoiseHasABoundOfItsOwn) {

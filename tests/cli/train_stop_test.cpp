@@ -13,8 +13,6 @@
 #include <gtest/gtest.h>
 
 #include "tests/cli/program.h"
-#include "tests/support/contains.h"
-#include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
 namespace {
@@ -42,30 +40,15 @@ std::vector<pid_t> ranks_of(pid_t launcher) {
   return pids;
 }
 
-class StoppedTraining : public ::testing::Test {
+class StoppedTraining : public ProgramTest {
  protected:
   // Long enough that only a signal ends it.
-  std::unique_ptr<Process> start(std::vector<std::string> arguments,
-                                 const char* steps = "1000000") {
-    const std::vector<std::string> first = {TESSERA_BINARY, "train", "--preset",  "micro",
-                                            "--steps",      steps,   "--threads", "1"};
-    arguments.insert(arguments.begin(), first.begin(), first.end());
-    ProcessOptions options;
-    options.directory = path();
-    auto process = std::make_unique<Process>(arguments, options);
+  std::unique_ptr<Process> start(const Arguments& flags) {
+    const Arguments first = {TESSERA_BINARY, "train",   "--preset",  "micro",
+                             "--steps",      "1000000", "--threads", "1"};
+    auto process = std::make_unique<Process>(joined(first, flags), here());
     EXPECT_TRUE(process->wait_for_output("\nstep")) << process->wait().err;
     return process;
-  }
-
-  ProcessResult shell(const std::string& command) {
-    ProcessOptions options;
-    options.directory = path();
-    return run_process({"/bin/bash", "-c", command}, options);
-  }
-
-  std::string read(const std::string& name) const {
-    std::ifstream file(path() / name, std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
   }
 
   // What a run that ends by itself saves after so many steps.
@@ -83,10 +66,6 @@ class StoppedTraining : public ::testing::Test {
                           " after ([0-9]+) of 1000000 steps\n");
     return std::regex_search(result.out, found, line) ? found[1].str() : "none: " + result.out;
   }
-
-  const fs::path& path() const { return directory_.path(); }
-
-  TemporaryDirectory directory_;
 };
 
 TEST_F(StoppedTraining, AloneKeepsSaveTraceAndSummaryOfTheStepsThatItHasDone) {
@@ -96,7 +75,7 @@ TEST_F(StoppedTraining, AloneKeepsSaveTraceAndSummaryOfTheStepsThatItHasDone) {
   EXPECT_EQ(result.exit_code, 128 + SIGINT);
   EXPECT_HAS(result.err, "told to stop");
   EXPECT_HAS(result.out, "tokens/s, median step");
-  EXPECT_TRUE(fs::exists(path() / "trace.json"));
+  EXPECT_TRUE(fs::exists(path("trace.json")));
   EXPECT_EQ(read("model.safetensors"), parameters_after(num_steps(result, "SIGINT"), "1"));
 }
 
@@ -108,7 +87,7 @@ TEST_F(StoppedTraining, OfTheLauncherStopsAllRanksBehindTheSameStep) {
   EXPECT_EQ(result.exit_code, 128 + SIGTERM) << result.err;
   EXPECT_HAS(result.err, "launcher: SIGTERM: stopping 2 ranks");
   EXPECT_LACKS(result.err, "failed");
-  EXPECT_TRUE(fs::exists(path() / "trace.json") && fs::exists(path() / "trace.rank1.json"));
+  EXPECT_TRUE(fs::exists(path("trace.json")) && fs::exists(path("trace.rank1.json")));
   EXPECT_EQ(read("model.safetensors"), parameters_after(num_steps(result, "SIGTERM"), "2"));
 }
 
@@ -121,7 +100,7 @@ TEST_F(StoppedTraining, OfOneRankStopsTheOthersToo) {
   EXPECT_EQ(result.exit_code, 128 + SIGHUP) << result.err;
   EXPECT_HAS(result.out, "stopped by SIGHUP after ");
   EXPECT_FALSE(contains(result.err, "failed") || contains(result.err, "killed")) << result.err;
-  EXPECT_TRUE(fs::exists(path() / "model.safetensors"));
+  EXPECT_TRUE(fs::exists(path("model.safetensors")));
 }
 
 TEST_F(StoppedTraining, CountsASignalToAllProcessesOnce) {
@@ -135,7 +114,7 @@ TEST_F(StoppedTraining, CountsASignalToAllProcessesOnce) {
   const ProcessResult result = process->wait();
   EXPECT_EQ(result.exit_code, 128 + SIGTERM) << result.err;
   EXPECT_HAS(result.out, "stopped by SIGTERM after ");
-  EXPECT_TRUE(fs::exists(path() / "model.safetensors"));
+  EXPECT_TRUE(fs::exists(path("model.safetensors")));
 }
 
 TEST_F(StoppedTraining, LeavesNoScratchFiles) {
@@ -159,10 +138,10 @@ TEST_F(StoppedTraining, LeavesNoScratchFiles) {
 }
 
 TEST_F(StoppedTraining, SavesSomewhereElseIfItsDirectoryIsGone) {
-  fs::create_directory(path() / "gone");
+  fs::create_directory(path("gone"));
   const auto process =
       start({"--ranks", "2", "--save", "gone/model.safetensors", "--trace", "gone/trace.json"});
-  fs::remove_all(path() / "gone");
+  fs::remove_all(path("gone"));
   kill(process->pid(), SIGTERM);
   const ProcessResult result = process->wait();
   EXPECT_NE(result.exit_code, 0);
@@ -180,23 +159,23 @@ TEST_F(StoppedTraining, IsNotWhatOutputThatCannotBeWrittenDoes) {
   const ProcessResult full = shell(train + "--save full.safetensors > /dev/full");
   EXPECT_EQ(full.exit_code, 0);
   EXPECT_HAS(full.err, "warning: standard output cannot be written");
-  EXPECT_TRUE(fs::exists(path() / "full.safetensors"));
+  EXPECT_TRUE(fs::exists(path("full.safetensors")));
   // A reader that never reads, so that the first line meets a closed pipe.
   const ProcessResult piped =
       shell("set -o pipefail; " + train + "--save piped.safetensors --ranks 2 2>&1 | true");
   EXPECT_EQ(piped.exit_code, 0);
-  EXPECT_TRUE(fs::exists(path() / "piped.safetensors"));
+  EXPECT_TRUE(fs::exists(path("piped.safetensors")));
 }
 
 TEST_F(StoppedTraining, ThroughALinkReplacesWhatItPointsTo) {
-  fs::create_directory(path() / "store");
-  fs::create_symlink("store/model.safetensors", path() / "link");
+  fs::create_directory(path("store"));
+  fs::create_symlink("store/model.safetensors", path("link"));
   for (const char* round : {"dangling", "there"}) {
     const ProcessResult result =
         shell(std::string(TESSERA_BINARY) + " train --preset micro --steps 1 --save link");
     EXPECT_EQ(result.exit_code, 0) << round << result.err;
-    EXPECT_TRUE(fs::is_symlink(path() / "link")) << round;
-    EXPECT_TRUE(fs::is_regular_file(path() / "store/model.safetensors")) << round;
+    EXPECT_TRUE(fs::is_symlink(path("link"))) << round;
+    EXPECT_TRUE(fs::is_regular_file(path("store/model.safetensors"))) << round;
   }
 }
 

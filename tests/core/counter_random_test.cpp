@@ -125,29 +125,6 @@ TEST(CounterRandom, NormalIsTheQuantileOfItsBits) {
 
 // Bounds of six standard deviations of the estimate: 2e-9 that a good generator fails, and the seed
 // is fixed besides.
-TEST(CounterRandom, NormalHasTheMomentsOfANormal) {
-  std::vector<float> values(kSample);
-  CounterRandom(5, "moments").fill_normal(0, values);
-  std::array<double, 5> sums{};
-  double beyond_three = 0;
-  for (const float value : values) {
-    double power = 1;
-    for (double& sum : sums) {
-      sum += power;
-      power *= value;
-    }
-    beyond_three += std::fabs(value) > 3 ? 1 : 0;
-  }
-  const double n = kSample;
-  // Var(x^k) = E(x^2k) - E(x^k)^2 with E(x^2) = 1, E(x^4) = 3, E(x^6) = 15, E(x^8) = 105.
-  EXPECT_NEAR(sums[1] / n, 0, 6 * std::sqrt(1 / n));
-  EXPECT_NEAR(sums[2] / n, 1, 6 * std::sqrt(2 / n));
-  EXPECT_NEAR(sums[3] / n, 0, 6 * std::sqrt(15 / n));
-  EXPECT_NEAR(sums[4] / n, 3, 6 * std::sqrt(96 / n));
-  const double expected = std::erfc(3 / std::numbers::sqrt2);
-  EXPECT_NEAR(beyond_three / n, expected, 6 * std::sqrt(expected / n));
-}
-
 TEST(CounterRandom, UniformFillsEqualBinsEqually) {
   std::vector<float> values(kSample);
   CounterRandom(5, "bins").fill_uniform(1, values);

@@ -25,13 +25,6 @@ TEST(Check, MessagePartsAreEvaluatedOnlyOnFailure) {
   EXPECT_EQ(evaluated, 2);
 }
 
-TEST(Check, TheConditionIsEvaluatedOnce) {
-  int calls = 0;
-  const auto once = [&calls] { return ++calls == 1; };
-  TESSERA_CHECK(once(), ConfigError, "called again");
-  EXPECT_EQ(calls, 1);
-}
-
 TEST(Check, ThrowsTheNamedTypeWithAllPartsInOrder) {
   try {
     TESSERA_CHECK(false, IoError, "read of ", 42, " bytes failed at ", 1.5);
@@ -41,14 +34,6 @@ TEST(Check, ThrowsTheNamedTypeWithAllPartsInOrder) {
   } catch (const IoError& e) {
     EXPECT_STREQ(e.what(), "read of 42 bytes failed at 1.5");
   }
-}
-
-TEST(Check, WorksAsTheOnlyStatementOfAnElse) {
-  const bool odd = false;
-  if (odd)
-    TESSERA_CHECK(false, ConfigError, "not reached");
-  else
-    TESSERA_CHECK(true, ConfigError, "not thrown");
 }
 
 TEST(Invariant, NamesPlaceConditionAndMessage) {
@@ -63,16 +48,10 @@ TEST(Invariant, NamesPlaceConditionAndMessage) {
   }
 }
 
-TEST(Invariant, NeedsNoMessage) { EXPECT_THROW(TESSERA_INVARIANT(false, ""), InternalError); }
-
-TEST(Errors, EveryTypeIsCaughtAsErrorAndAPeersFailureAsCommunication) {
-  EXPECT_THROW(throw ConfigError("x"), Error);
-  EXPECT_THROW(throw IoError("x"), Error);
-  EXPECT_THROW(throw CorruptError("x"), Error);
-  EXPECT_THROW(throw DeviceError("x"), Error);
-  EXPECT_THROW(throw InternalError("x"), Error);
+// Who catches Error catches all of them; the launcher tells a peer's failure from one's own.
+TEST(Errors, APeersFailureIsOneOfCommunication) {
   EXPECT_THROW(throw PeerError("x"), CommError);
-  EXPECT_THROW(throw CommError("x"), std::runtime_error);
+  EXPECT_THROW(throw CommError("x"), Error);
 }
 
 }  // namespace

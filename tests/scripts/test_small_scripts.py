@@ -53,7 +53,7 @@ class Jobs(unittest.TestCase):
                                           "memory/memory.limit_in_bytes": "9223372036854771712"}
                                    ).stdout, "16\n")
 
-    def test_the_processor_share_of_a_container_counts_rounded_up(self):
+    def test_the_cpu_share_of_a_container_counts_rounded_up(self):
         self.assertEqual(self.jobs(files={"cpu.max": "250000 100000"}).stdout, "3\n")
 
     def test_the_users_number_wins_and_is_checked(self):
