@@ -28,6 +28,11 @@ EngineObjects& engine_of(const UnitCore& unit) {
 
 }  // namespace
 
+NoAutocastCache::NoAutocastCache() : before_(at::autocast::is_autocast_cache_enabled()) {
+  at::autocast::set_autocast_cache_enabled(false);
+}
+NoAutocastCache::~NoAutocastCache() { at::autocast::set_autocast_cache_enabled(before_); }
+
 NodeMark NodeMark::next() {
   return {at::sequence_number::peek(), at::RecordFunction::currentThreadId()};
 }
@@ -36,12 +41,10 @@ ForwardScope::ForwardScope(UnitCore& unit)
     : unit_(unit),
       phase_(at::GradMode::is_enabled() ? Phase::kForward : Phase::kInference),
       begun_(NodeMark::next()),
-      epoch_(0),
-      autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
+      epoch_(0) {
   EngineObjects& engine = engine_of(unit);
   engine.begin_pass();
-  // A cached cast of a weight would outlive the weight's memory.
-  at::autocast::set_autocast_cache_enabled(false);
+  no_cache_.emplace();
   engine.context.lifecycle.enter_forward();
   epoch_ = engine.context.lifecycle.epoch();
   try {
@@ -69,7 +72,7 @@ void ForwardScope::give_up() noexcept {
   EngineObjects& engine = *unit_.engine();
   span_.reset();
   finished_ = true;
-  at::autocast::set_autocast_cache_enabled(autocast_cache_);
+  no_cache_.reset();
   engine.context.lifecycle.leave_forward();
   if (engine.context.lifecycle.epoch() != epoch_) {
     return;
@@ -115,7 +118,7 @@ void ForwardScope::finish(const std::vector<at::Tensor>& inputs,
     engine.driver.backward_watch().add(unit_, begun_, inputs, outputs);
   }
   finished_ = true;
-  at::autocast::set_autocast_cache_enabled(autocast_cache_);
+  no_cache_.reset();
   engine.context.lifecycle.leave_forward();
   TESSERA_CHECK(engine.context.lifecycle.epoch() == epoch_, ConfigError,
                 "the step was abandoned while unit '", unit_.name(),

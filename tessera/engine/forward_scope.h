@@ -1,8 +1,6 @@
 // What happens around one forward of a unit: gather, run, release, watch its backward. unit.h calls
 // it for a module.
 //
-// Inside a unit autocast keeps no casts of weights: they would outlive the weight's memory.
-//
 // Threads: as Engine. (A recomputed forward runs on autograd's thread.)
 #pragma once
 
@@ -27,6 +25,19 @@ struct NodeMark {
   std::uint64_t thread = 0;
   // Of the next node that the calling thread makes.
   static NodeMark next();
+};
+
+// Autocast keeps no casts: a cast of a weight would outlive the weight's memory, and be a node of a
+// graph that only one of two recomputed forwards has.
+class NoAutocastCache {
+ public:
+  NoAutocastCache();
+  ~NoAutocastCache();
+  NoAutocastCache(const NoAutocastCache&) = delete;
+  NoAutocastCache& operator=(const NoAutocastCache&) = delete;
+
+ private:
+  const bool before_;
 };
 
 // Destroyed without finish(), because the forward threw, it lets the engine abandon the step: the
@@ -61,7 +72,7 @@ class ForwardScope {
   const coordinator::Phase phase_;
   const NodeMark begun_;
   std::uint64_t epoch_;
-  const bool autocast_cache_;
+  std::optional<NoAutocastCache> no_cache_;
   bool finished_ = false;
   std::optional<device::StreamSpan> span_;  // of the device's time
 };

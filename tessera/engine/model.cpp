@@ -101,7 +101,7 @@ UnitCore* Model::add_unit(const std::string& name, const std::vector<NamedTensor
                   "'; names of units must differ, they are how errors speak of them");
     for (std::size_t i = 0; i < unit_params.size(); ++i) {
       const NamedTensor& each = unit_params[i];
-      if (id_of_tensor_.count(each.tensor.unsafeGetTensorImpl()) == 0) {
+      if (!find(each.tensor)) {
         before[i] = convert(each.tensor, wanted_dtype());
         check_param(prefix + each.name, each.tensor);
         full.add(each.tensor.nbytes());
@@ -111,9 +111,8 @@ UnitCore* Model::add_unit(const std::string& name, const std::vector<NamedTensor
   std::vector<int> ids;
   for (std::size_t i = 0; i < unit_params.size(); ++i) {
     const NamedTensor& each = unit_params[i];
-    const auto known = id_of_tensor_.find(each.tensor.unsafeGetTensorImpl());
-    if (known != id_of_tensor_.end()) {
-      ids.push_back(known->second);  // tied
+    if (const std::optional<int> tied = find(each.tensor)) {
+      ids.push_back(*tied);
       continue;
     }
     const Init init = options.init ? options.init(each.name) : Init::module();
@@ -129,9 +128,7 @@ UnitCore* Model::add_unit(const std::string& name, const std::vector<NamedTensor
   units_.push_back(std::make_shared<UnitCore>(engine_, id, name));
   for (const int param : ids) {
     units_of_param_[static_cast<std::size_t>(param)].push_back(units_.back().get());
-    if (ctx_.params[param].trainable()) {
-      units_.back()->add_trainable(1);
-    }
+    units_.back()->add_trainable(ctx_.params[param].trainable() ? 1 : 0);
   }
   return units_.back().get();
 }
@@ -158,19 +155,17 @@ void Model::warn_of_units_inside(const std::string& name, const std::vector<int>
 void Model::add_external(UnitCore& unit, const at::Tensor& tensor) {
   TESSERA_CHECK(!ctx_.lifecycle.is_finalized(), ConfigError, "unit '", unit.name(),
                 "' gets an external parameter after the first forward; add it before");
-  const auto known = id_of_tensor_.find(tensor.unsafeGetTensorImpl());
-  TESSERA_CHECK(known != id_of_tensor_.end(), ConfigError, "unit '", unit.name(),
+  const std::optional<int> id = find(tensor);
+  TESSERA_CHECK(id, ConfigError, "unit '", unit.name(),
                 "': the external tensor is no parameter of a unit made so far; make the unit that "
                 "owns it first");
-  auto& users = units_of_param_[static_cast<std::size_t>(known->second)];
+  auto& users = units_of_param_[static_cast<std::size_t>(*id)];
   if (std::find(users.begin(), users.end(), &unit) != users.end()) {
     return;
   }
   users.push_back(&unit);
-  ctx_.coordinator.add_external(unit.id(), known->second);
-  if (ctx_.params[known->second].trainable()) {
-    unit.add_trainable(1);
-  }
+  ctx_.coordinator.add_external(unit.id(), *id);
+  unit.add_trainable(ctx_.params[*id].trainable() ? 1 : 0);
 }
 
 std::optional<DType> Model::wanted_dtype() const {
@@ -456,12 +451,16 @@ std::int64_t Model::trainable_bytes() const {
   return bytes;
 }
 
-int Model::id_of(const at::Tensor& tensor) const {
+std::optional<int> Model::find(const at::Tensor& tensor) const {
   const auto known = id_of_tensor_.find(tensor.unsafeGetTensorImpl());
-  TESSERA_CHECK(known != id_of_tensor_.end(), ConfigError, "a tensor of ", tensor.toString(),
-                " with sizes ", tensor.sizes(),
+  return known == id_of_tensor_.end() ? std::nullopt : std::optional<int>(known->second);
+}
+
+int Model::id_of(const at::Tensor& tensor) const {
+  const std::optional<int> id = find(tensor);
+  TESSERA_CHECK(id, ConfigError, "a tensor of ", tensor.toString(), " with sizes ", tensor.sizes(),
                 " is no parameter of this engine; give one that a unit of it owns");
-  return known->second;
+  return *id;
 }
 
 std::vector<int> Model::ids_of(const std::vector<at::Tensor>& wanted) const {
@@ -473,18 +472,9 @@ std::vector<int> Model::ids_of(const std::vector<at::Tensor>& wanted) const {
   return ids;
 }
 
-const std::string* Model::name_of(const at::Tensor& tensor) const {
-  const auto known = id_of_tensor_.find(tensor.unsafeGetTensorImpl());
-  return known == id_of_tensor_.end() ? nullptr : &ctx_.params[known->second].name();
-}
-
 bool Model::is_used_by(const at::Tensor& param, const UnitCore& unit) const {
-  const auto known = id_of_tensor_.find(param.unsafeGetTensorImpl());
-  if (known == id_of_tensor_.end()) {
-    return false;
-  }
-  const auto& users = units_of_param_[static_cast<std::size_t>(known->second)];
-  return std::find(users.begin(), users.end(), &unit) != users.end();
+  const std::optional<int> id = find(param);
+  return id && std::count(users_of(*id).begin(), users_of(*id).end(), &unit) > 0;
 }
 
 void Model::watch_gradient(int id) {

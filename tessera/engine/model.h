@@ -58,11 +58,9 @@ class Model {
   const std::vector<UnitCore*>& users_of(int id) const {
     return units_of_param_[static_cast<std::size_t>(id)];
   }
-  // ConfigError if it is no parameter of this engine.
-  int id_of(const at::Tensor& tensor) const;
+  std::optional<int> find(const at::Tensor& tensor) const;  // null: no parameter of this engine
+  int id_of(const at::Tensor& tensor) const;                // ConfigError in place of null
   std::vector<int> ids_of(const std::vector<at::Tensor>& wanted) const;
-  // Null: it is no parameter of this engine.
-  const std::string* name_of(const at::Tensor& tensor) const;
   bool is_used_by(const at::Tensor& param, const UnitCore& unit) const;
   std::int64_t trainable_bytes() const;
 

@@ -122,18 +122,6 @@ bool is_on_cuda(const UnitCore* unit, const std::vector<at::Tensor>& inputs) {
                      [](const at::Tensor& input) { return input.is_cuda(); });
 }
 
-// No casts are kept: one that is would be a node of a graph that only one of two forwards has.
-class NoAutocastCache {
- public:
-  NoAutocastCache() { at::autocast::set_autocast_cache_enabled(false); }
-  ~NoAutocastCache() { at::autocast::set_autocast_cache_enabled(before_); }
-  NoAutocastCache(const NoAutocastCache&) = delete;
-  NoAutocastCache& operator=(const NoAutocastCache&) = delete;
-
- private:
-  const bool before_ = at::autocast::is_autocast_cache_enabled();
-};
-
 // Around the second forward: what is around it is that of the first one, and afterwards what it
 // was.
 class StateOfFirst {
@@ -161,8 +149,9 @@ std::string describe(const Edge& edge, const Call& call) {
     return detail::concat("a tensor made by ", edge.function->name());
   }
   if (call.unit != nullptr) {
-    if (const std::string* name = call.unit->engine()->model.name_of(leaf->variable)) {
-      return detail::concat("parameter '", *name, "'");
+    const EngineObjects& engine = *call.unit->engine();
+    if (const std::optional<int> id = engine.model.find(leaf->variable)) {
+      return detail::concat("parameter '", engine.context.params[*id].name(), "'");
     }
   }
   return detail::concat("a leaf of sizes ", leaf->variable.sizes());
