@@ -448,8 +448,7 @@ void CpuPipeline::finish_piece(Stage& stage, const SubGroupPiece& piece, Item& i
   const shard::Param& param = params_[piece.param];
   if (stage.group->parameters_on_nvme()) {
     const std::byte* const values = stage.lease.data() + piece.parameter_in_lease;
-    const bool is_kept =
-        options_.on_updated && options_.on_updated(piece.param, piece.begin, piece.numel, values);
+    const bool is_kept = params_.pass_on(piece.param, piece.begin, piece.numel, values);
     Pending written = options_.parameters->start_write(param, piece.begin, piece.numel, values);
     stage.writes.push_back(written);
     work_.parameters_written_bytes += piece.parameter_bytes;

@@ -200,8 +200,7 @@ double Optimizer::finish_step() {
 
 void Optimizer::publish(std::vector<StartedUpdate> started) {
   for (StartedUpdate& update : started) {
-    params_[update.id].set_updated(std::move(update.done));
-    params_[update.id].set_device_copy(std::move(update.copy));
+    params_[update.id].set_updated(std::move(update.done), std::move(update.copy));
     if (update.has_gradient) {
       states_.count_update(update.id);
     }

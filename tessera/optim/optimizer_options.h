@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 
 #include "tessera/core/clock.h"
 #include "tessera/core/spans.h"
@@ -39,11 +38,6 @@ struct OptimizerOptions {
   std::int64_t sub_group_numel = std::int64_t{1} << 24;  // a multiple of shard::kShardStep
   bool reads_ahead = true;                               // of the sub-group that is updated
   bool writes_behind = true;                             // while the next one is updated
-  // New values of a parameter on NVMe, elements [begin, begin + numel) of its shard, before they
-  // are written; valid during the call, which comes from the pipeline's thread. True: whoever waits
-  // for the update does not read them from NVMe. Null: nobody wants them.
-  std::function<bool(int id, std::int64_t begin, std::int64_t numel, const void* values)>
-      on_updated = {};
 
   device::Device& cpu() const { return host != nullptr ? *host : device; }
   Kernels& cpu_kernels() const { return host_kernels != nullptr ? *host_kernels : kernels; }

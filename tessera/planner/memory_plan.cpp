@@ -271,7 +271,7 @@ std::vector<PlannedExtent> planned_extents(const ModelShapes& model,
   for (const optim::SubGroup& group : sub_groups(cut, plan.params, plan.sub_group_numel).groups) {
     for (const optim::SubGroupPiece& piece : group.pieces) {
       for (const std::string& tensor : tensors) {
-        if (group.states_stored) {
+        if (group.states_on_nvme()) {
           add(Role::kOptimizer, static_cast<std::size_t>(piece.param), piece.begin,
               as_int(piece.tensor_bytes), tensor);
         }

@@ -148,8 +148,6 @@ class Param {
   void set_updated(device::Pending done, DeviceCopy copy = {});
   const DeviceCopy& device_copy() const { return device_copy_; }
   void forget_device_copy() { device_copy_ = {}; }
-  // As a part of set_updated().
-  void set_device_copy(DeviceCopy copy) { device_copy_ = std::move(copy); }
 
  private:
   void check_move(bool is_legal, const char* rule) const;

@@ -158,7 +158,7 @@ class SharedSteps {
     for (int id = 0; id < fixture_.params().num_params(); ++id) {
       shard::Param& param = fixture_.params()[id];
       if (param.device_copy().values != nullptr) {
-        param.set_device_copy({});
+        param.forget_device_copy();
         param.updated().wait();
         fixture_.reducer().free_gradient(id);
         ids.push_back(id);

@@ -163,7 +163,7 @@ OptimizerOptions OptimizerFixture::options() {
   options.sub_group_numel = test_.sub_group_numel;
   options.reads_ahead = test_.reads_ahead;
   options.writes_behind = test_.writes_behind;
-  options.on_updated = test_.on_updated;
+  params().set_receiver(test_.on_updated);
   return options;
 }
 
