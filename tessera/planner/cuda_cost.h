@@ -50,7 +50,7 @@ class CudaCost {
   std::int64_t gradient_bytes_per_element() const;
   std::int64_t kept_gradients(const std::vector<ShardPlaces>& places) const;
   // The first forward after its update takes it from where the device has made it
-  // (optim/device_update.h, [Note: in place of the gradient]).
+  // (optim/device_executor.h, [Note: in place of the gradient]).
   bool stays_on_device_once(std::size_t id, const ShardPlaces& places) const;
 
   const CutModel& cut_;
