@@ -71,13 +71,13 @@ BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
                     wire_bytes_per_element);
   const std::int64_t capacity = std::max<std::int64_t>(
       1, bucket_bytes / (static_cast<std::int64_t>(wire_bytes_per_element) * num_ranks));
-  // With each bucket, how many gradients have come once its last one has.
+  // With each bucket, how many gradients were added once its last one was.
   std::vector<std::pair<std::size_t, Bucket>> planned;
   Bucket shared;
   std::size_t shared_full_after = 0;
   BucketLayout layout;
-  for (std::size_t num_come = 1; num_come <= params.size(); ++num_come) {
-    const BucketParam& param = params[params.size() - num_come];
+  for (std::size_t num_added = 1; num_added <= params.size(); ++num_added) {
+    const BucketParam& param = params[params.size() - num_added];
     TESSERA_INVARIANT(param.id >= 0 && param.shard_numel >= 0, "parameter ", param.id, " with ",
                       param.shard_numel, " elements per rank");
     const auto id = static_cast<std::size_t>(param.id);
@@ -96,7 +96,7 @@ BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
       const std::int64_t most = most_in_bucket(param, capacity);
       for (std::int64_t begin = 0; begin < param.shard_numel; begin += most) {
         const std::int64_t numel = std::min(most, param.shard_numel - begin);
-        planned.push_back({num_come, {{{param.id, begin, numel, 0}}, numel, 0}});
+        planned.push_back({num_added, {{{param.id, begin, numel, 0}}, numel, 0}});
       }
     } else {
       if (shared.shard_numel > capacity - param.shard_numel) {
@@ -104,7 +104,7 @@ BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
       }
       shared.pieces.push_back({param.id, 0, param.shard_numel, shared.shard_numel});
       shared.shard_numel += param.shard_numel;
-      shared_full_after = num_come;
+      shared_full_after = num_added;
     }
   }
   if (!shared.pieces.empty()) {

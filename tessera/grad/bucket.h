@@ -6,7 +6,7 @@
 // can be reduced from where it lies, without a copy. One that is larger than a bucket travels in
 // several, so that no bucket is larger than asked for; it is cut at multiples of kPieceStep where a
 // bucket holds as many elements. Smaller ones share buckets, past those that travel alone, and are
-// never cut. Buckets are reduced in the order in which they become full if gradients come in
+// never cut. Buckets are reduced in the order in which they become full if gradients are added in
 // reverse registration order.
 //
 //   bucket on the wire:  | for rank 0: piece a, piece b | for rank 1: piece a, piece b | ...

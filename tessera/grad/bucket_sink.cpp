@@ -162,7 +162,7 @@ void BucketSink::reduce_dynamic(std::span<const int> ids) {
     advance(WaitFor::kRanks);
   }
   dynamic_.reduce(ids, region());
-  advance(WaitFor::kNetwork);  // a buffer may have come back
+  advance(WaitFor::kNetwork);  // a buffer may be free again
 }
 
 void BucketSink::wait() {

@@ -59,7 +59,7 @@ class BucketSink final : public GradientSink {
   const shard::Param& param_of(const Piece& piece) const { return params_[piece.param]; }
   Entry& entry_of(const Piece& piece) { return entries_[static_cast<std::size_t>(piece.param)]; }
 
-  // Opens the bucket whose turn it is and puts in what has come; sends it, and those behind it,
+  // Opens the bucket whose turn it is and puts in what was added; sends it, and those behind it,
   // while full. A bucket that is not open has nothing in it.
   enum class WaitFor : std::uint8_t { kNetwork, kRanks };
   void advance(WaitFor limit);

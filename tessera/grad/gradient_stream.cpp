@@ -31,7 +31,8 @@ GradientStream::GradientStream(const ReducerParts& parts)
   TESSERA_CHECK(!nvme_ || !is_discrete_, ConfigError, "gradients of ", parts.device.name(),
                 " cannot be offloaded to NVMe yet; leave them in memory");
   for (int id = 0; id < parts.params.num_params(); ++id) {
-    leaves_device_ |= parts.params[id].placement().gradient != Tier::kDevice;
+    const shard::Param& param = parts.params[id];
+    leaves_device_ |= leaves_for_host(param) || param.placement().gradient == Tier::kNvme;
   }
 }
 
@@ -106,51 +107,38 @@ Pending GradientStream::start_to_host(void* to, const void* from, std::size_t by
   return last_to_host_;
 }
 
-Pending GradientStream::last_use(const Pending& also) {
-  Pending used = reduce_.record();
-  return also.state() ? Pending::all({std::move(used), also}) : std::move(used);
-}
-
-void GradientStream::retire(std::shared_ptr<void> owner, const Pending& also) {
+void GradientStream::retire(std::shared_ptr<void> owner, const Pending& also, std::int64_t bytes) {
   free_retired();
   if (!owner) {
     return;
   }
-  if (Pending used = last_use(also); !used.done()) {
-    retired_.push_back({std::move(used), std::move(owner)});
+  Pending used = reduce_.record();
+  if (also.state()) {
+    used = Pending::all({std::move(used), also});
   }
-}
-
-void GradientStream::retire_full(std::shared_ptr<void> owner, std::int64_t bytes,
-                                 const Pending& also) {
-  free_retired();
-  Pending used = last_use(also);
   if (used.done()) {
     return;
   }
-  kept_full_.push_back({std::move(used), std::move(owner), bytes});
-  kept_full_bytes_ += bytes;
-  if (kept_full_bytes_ > parts_.most_kept_bytes) {
+  retired_.push_back({std::move(used), std::move(owner), bytes});
+  kept_bytes_ += bytes;
+  if (kept_bytes_ > parts_.most_kept_bytes) {
     const SpanScope span(parts_.spans, "wait for gradients to leave");
-    while (kept_full_bytes_ > parts_.most_kept_bytes) {
-      kept_full_.front().used.wait();
-      free_oldest_full();
+    while (kept_bytes_ > parts_.most_kept_bytes) {
+      retired_.front().used.wait();
+      free_oldest();
     }
   }
 }
 
-void GradientStream::free_oldest_full() {
-  kept_full_bytes_ -= kept_full_.front().bytes;
-  kept_full_.pop_front();
+void GradientStream::free_oldest() {
+  kept_bytes_ -= retired_.front().bytes;
+  retired_.pop_front();
 }
 
 // Only when memory is freed depends on what is done by now, never what is started.
 void GradientStream::free_retired() {
   while (!retired_.empty() && retired_.front().used.done()) {
-    retired_.pop_front();
-  }
-  while (!kept_full_.empty() && kept_full_.front().used.done()) {
-    free_oldest_full();
+    free_oldest();
   }
 }
 

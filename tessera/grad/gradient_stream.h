@@ -50,6 +50,10 @@ class GradientStream {
   // Blocks until everything is there; throws what went wrong. REQUIRES: the stream is done.
   void wait_nvme();
   void clear_nvme() noexcept;
+  // As it is added, in a group of one. Where several are added up it stays until the update.
+  bool leaves_for_host(const shard::Param& param) const {
+    return parts_.one_backward && param.placement().gradient == Tier::kHost;
+  }
   // Some gradient goes to the host or to NVMe.
   bool leaves_device() const { return leaves_device_; }
 
@@ -57,13 +61,12 @@ class GradientStream {
   device::Pending start_to_host(void* to, const void* from, std::size_t bytes);
 
   // Keeps `owner` until the stream has done what it has been given so far, and `also` is done.
-  void retire(std::shared_ptr<void> owner, const device::Pending& also = {});
-  // The same of a full gradient of so many bytes that copies or kernels still read. Blocks until
-  // those kept, with this one, are within ReducerParts::most_kept_bytes: a host that is ahead of
-  // its device would keep them all. What it waits for is on streams already, and needs nothing
-  // more from this thread.
-  void retire_full(std::shared_ptr<void> owner, std::int64_t bytes,
-                   const device::Pending& also = {});
+  // `bytes`: of a full gradient that copies or kernels still read. Blocks until those kept, with
+  // this one, are within ReducerParts::most_kept_bytes: a host that is ahead of its device would
+  // keep them all. What it waits for is on streams already, and needs nothing more from this
+  // thread.
+  void retire(std::shared_ptr<void> owner, const device::Pending& also = {},
+              std::int64_t bytes = 0);
   // Orders the stream behind `pending`; the time for which the host had to wait is exposed.
   void wait_for(const device::Pending& pending);
   // Blocks until the stream has done everything; throws its failure.
@@ -90,9 +93,8 @@ class GradientStream {
     std::shared_ptr<void> owner;
     std::int64_t bytes = 0;
   };
-  device::Pending last_use(const device::Pending& also);
   void free_retired();
-  void free_oldest_full();
+  void free_oldest();
 
   const ReducerParts parts_;
   device::Stream& compute_;
@@ -101,8 +103,7 @@ class GradientStream {
   const std::unique_ptr<NvmeGradients> nvme_;
   bool leaves_device_ = false;
   std::deque<Kept> retired_;
-  std::deque<Kept> kept_full_;  // by retire_full()
-  std::int64_t kept_full_bytes_ = 0;
+  std::int64_t kept_bytes_ = 0;  // of those
   device::Pending last_to_host_;
   ReducerStats stats_;
   std::int64_t held_bytes_ = 0;

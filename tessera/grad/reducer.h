@@ -123,7 +123,8 @@ struct ReducerParts {
   std::function<device::Pending(const void* values, DType dtype, std::int64_t numel, double* result,
                                 device::Stream& stream)>
       sum_of_squares = {};
-  // Memory is planned for one backward per step: gradients may leave for the host as they are.
+  // Memory is planned for one backward per step: in a group of one, gradients that belong on the
+  // host leave for it as they are added, and a second backward is refused.
   bool one_backward = false;
   // In a group of one: full gradients that are still read, by copies to the host or by kernels, are
   // kept up to so many bytes; then add() waits for the oldest.
@@ -188,8 +189,8 @@ class Reducer {
   // here, and one that comes twice in one backward: a hook fires once per parameter and backward,
   // so two mean two backward calls without finish_backward(). Nothing has changed then.
   void add(const shard::Param& param, FullGradient gradient);
-  // Ids, ascending, of dynamic parameters whose gradient has come in this backward and has not been
-  // reduced. In a group of one there are none.
+  // Ids, ascending, of dynamic parameters whose gradient was added in this backward and has not
+  // been reduced. In a group of one there are none.
   std::vector<int> pending_dynamic() const;
   // Every rank gives the same ids of dynamic parameters in the same order, each at most once.
   // Starts their reductions, and counts each gradient once, however often its parameter is listed.
@@ -217,7 +218,7 @@ class Reducer {
 
   bool is_on_nvme(int param) const;
   // On NVMe: elements [begin, begin + numel) of the shard, where begin is a multiple of
-  // 1024; zeros where no gradient came since clear(). `to` has room for whole blocks and is aligned
+  // 1024; zeros where none was added since clear(). `to` holds whole blocks and is aligned
   // to one; behind the end of the shard are zeros. On another thread than the reducer's only after
   // wait(). REQUIRES: clear() comes when all such reads are done.
   device::Pending start_read(int param, std::int64_t begin, std::int64_t numel, float* to);
@@ -232,7 +233,7 @@ class Reducer {
 
   int num_backwards() const { return num_backwards_; }  // finished ones, since clear()
   // After the update; also the way back after an exception: waits for what is in flight, forgets
-  // what has come. Throws nothing: a reduction that failed has poisoned its group, which repeats
+  // what was added. Throws nothing: a reduction that failed has poisoned its group, which repeats
   // it. After an exception every rank must have got the same gradients: then all start the same
   // reductions, here at the latest. Ranks that may have stopped at different gradients, or that use
   // different ones, call drop_dynamic() and finish_backward() first: then all have started all, if

@@ -11,7 +11,6 @@ namespace tessera::grad {
 namespace {
 
 bool is_on_nvme(const shard::Param& param) { return param.placement().gradient == Tier::kNvme; }
-bool is_on_host(const shard::Param& param) { return param.placement().gradient == Tier::kHost; }
 
 // Memory of autograd that we hold, charged as long as we do.
 class Adopted {
@@ -52,9 +51,7 @@ SoloSink::SoloSink(GradientStream& stream)
       continue;
     }
     Sum& sum = sum_of(param);
-    if (is_on_host(param)) {
-      TESSERA_INVARIANT(parts.one_backward, "the gradient of parameter '", param.name(),
-                        "' goes to the host, and several would be added up");
+    if (stream_.leaves_for_host(param)) {
       sum.host = stream_.device().allocate(
           Tier::kPinned,
           static_cast<std::size_t>(param.layout().shard_numel()) * bytes_of(param.layout().dtype()),
@@ -105,7 +102,7 @@ void SoloSink::take(const shard::Param& param, FullGradient gradient) {
     stream_.put_on_nvme({param.id(), 0, numel}, gradient.data, gradient.dtype, sum.is_put);
     stream_.retire(std::move(gradient.owner));
     sum.is_put = true;
-  } else if (is_on_host(param)) {
+  } else if (stream_.leaves_for_host(param)) {
     send_to_host(sum, param, std::move(gradient));
   } else if (sum.values != nullptr) {
     add(sum, param, std::move(gradient));
@@ -139,7 +136,7 @@ void SoloSink::send_to_host(Sum& sum, const shard::Param& param, FullGradient gr
       static_cast<std::size_t>(param.layout().numel()) * bytes_of(gradient.dtype));
   const std::int64_t bytes = bytes_of_full(param, gradient);
   stream_.stats().host_bytes += static_cast<std::uint64_t>(bytes);
-  stream_.retire_full(std::move(gradient.owner), bytes, sum.left);
+  stream_.retire(std::move(gradient.owner), sum.left, bytes);
 }
 
 void SoloSink::adopt(Sum& sum, const shard::Param& param, FullGradient gradient) {
@@ -157,32 +154,32 @@ void SoloSink::adopt(Sum& sum, const shard::Param& param, FullGradient gradient)
                                         stream_.is_discrete() ? bytes : taken_bytes(bytes));
 }
 
-void SoloSink::make_own(Sum& sum, const shard::Param& param, FullGradient gradient) {
+void SoloSink::widen(Sum& sum, const shard::Param& param, const void* values, DType dtype) {
   float* const data = own_memory(sum, param);
   sum.own_is_zero = false;
-  stream_.copy(data, DType::kFloat32, gradient.data, gradient.dtype, param.layout().numel());
+  stream_.copy(data, DType::kFloat32, values, dtype, param.layout().numel());
   sum.values = data;
   sum.dtype = DType::kFloat32;
+}
+
+void SoloSink::make_own(Sum& sum, const shard::Param& param, FullGradient gradient) {
+  widen(sum, param, gradient.data, gradient.dtype);
   const std::int64_t bytes = bytes_of_full(param, gradient);
-  stream_.retire_full(std::move(gradient.owner), bytes);
+  stream_.retire(std::move(gradient.owner), {}, bytes);
 }
 
 void SoloSink::add(Sum& sum, const shard::Param& param, FullGradient gradient) {
   const std::int64_t numel = param.layout().numel();
   if (sum.dtype != DType::kFloat32) {  // adopted, and not alone any more
-    float* const data = own_memory(sum, param);
-    sum.own_is_zero = false;
-    stream_.copy(data, DType::kFloat32, sum.values, sum.dtype, numel);
+    widen(sum, param, sum.values, sum.dtype);
     stream_.retire(std::move(sum.owner));
-    sum.values = data;
-    sum.dtype = DType::kFloat32;
   }
   sum.has_square = false;
   // Adopted memory is the reducer's, and written to.
   auto* const data = static_cast<float*>(const_cast<void*>(sum.values));
   stream_.add(data, gradient.data, gradient.dtype, numel);
   const std::int64_t bytes = bytes_of_full(param, gradient);
-  stream_.retire_full(std::move(gradient.owner), bytes);
+  stream_.retire(std::move(gradient.owner), {}, bytes);
 }
 
 ShardGradient SoloSink::shard_gradient(const shard::Param& param, bool /*is_zero*/) {
@@ -202,7 +199,7 @@ ShardGradient SoloSink::ordered_gradient(const shard::Param& param) {
   if (gradient.numel == 0) {
     return gradient;
   }
-  gradient.is_on_host = is_on_host(param);
+  gradient.is_on_host = stream_.leaves_for_host(param);
   if (gradient.is_on_host) {
     gradient.dtype = param.layout().dtype();
     gradient.values = sum.host.data();

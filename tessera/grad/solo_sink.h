@@ -53,6 +53,8 @@ class SoloSink final : public GradientSink {
   Sum& sum_of(const shard::Param& param) { return sums_[static_cast<std::size_t>(param.id())]; }
   float* own_memory(Sum& sum, const shard::Param& param);
   void adopt(Sum& sum, const shard::Param& param, FullGradient gradient);
+  // Into memory of our own, in fp32.
+  void widen(Sum& sum, const shard::Param& param, const void* values, DType dtype);
   void make_own(Sum& sum, const shard::Param& param, FullGradient gradient);
   void add(Sum& sum, const shard::Param& param, FullGradient gradient);
   void send_to_host(Sum& sum, const shard::Param& param, FullGradient gradient);

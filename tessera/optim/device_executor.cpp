@@ -387,16 +387,16 @@ void DeviceExecutor::start_h2d(const Piece& piece) {
     copies_h2d_.front().wait();
   }
   if (const std::size_t bytes = states_bytes(piece); bytes > 0) {
-    slot.up = device_.start_copy(slot.data, states_.memory(piece.param) + piece.states.offset,
-                                 bytes, read_);
+    slot.h2d = device_.start_copy(slot.data, states_.memory(piece.param) + piece.states.offset,
+                                  bytes, read_);
   }
   if (is_own_master(param.layout().dtype()) && param.is_on_host()) {
     const auto begin = static_cast<std::size_t>(piece.states.begin);
-    slot.up =
+    slot.h2d =
         device_.start_copy(parameter_of(piece), param.shard() + begin * sizeof(float),
                            static_cast<std::size_t>(piece.states.numel) * sizeof(float), read_);
   }
-  copies_h2d_.push_back(slot.up);
+  copies_h2d_.push_back(slot.h2d);
 }
 
 UpdateSpan DeviceExecutor::span_of(const Piece& piece, const Item& item) const {
@@ -434,7 +434,7 @@ UpdateSpan DeviceExecutor::span_of(const Piece& piece, const Item& item) const {
 
 void DeviceExecutor::update_piece(Piece& piece, const Item& item, bool is_last) {
   const shard::Param& param = params_[piece.param];
-  update_.wait(piece.slot->up);
+  update_.wait(piece.slot->h2d);
   const UpdateSpan span = span_of(piece, item);
   Pending updated = item.keeps ? start_parameter(kernels_, span, update_)
                                : kernels_.start_update(rule_, item.task.scalars, span, update_);

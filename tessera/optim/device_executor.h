@@ -8,8 +8,8 @@
 //
 // No copy stands between two updates. On a CPU device the reduce stream is the calling thread.
 //
-// States do not depend on gradients: prepare() sends the first ones up while a backward still runs,
-// as many as there are slots (update_slots.h). That is the time in which memory becomes free that
+// States do not depend on gradients: prepare() sends the first ones while a backward still runs, as
+// many as there are slots (update_slots.h). That is the time in which memory becomes free that
 // activations have taken: whoever has it may lend it (lend(), keep_lent()).
 //
 // [Note: who hands pieces over] A stream takes so much unfinished work and no more; then it blocks

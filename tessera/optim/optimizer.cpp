@@ -95,44 +95,22 @@ double* Optimizer::norm_results() {
                                          : reinterpret_cast<double*>(pinned_norms_.data());
 }
 
-double Optimizer::sum_of_squares(grad::Reducer& gradients) {
-  std::vector<double> known;
+std::vector<const double*> Optimizer::start_norm(grad::Reducer& gradients, bool is_ordered) {
   std::vector<const double*> sums;
   std::vector<NormSpan> spans;
-  known.reserve(host_norms_.size());  // addresses stay
+  known_norms_.clear();
+  known_norms_.reserve(host_norms_.size());  // addresses stay
   for (int id = 0; id < params_.num_params(); ++id) {
     if (!params_[id].trainable() || !gradients.has_gradient(id)) {
       continue;
     }
-    if (const std::optional<double> sum = gradients.sum_of_squares(id)) {
-      sums.push_back(&known.emplace_back(*sum));
+    if (const auto known = is_ordered ? std::nullopt : gradients.sum_of_squares(id)) {
+      sums.push_back(&known_norms_.emplace_back(*known));
       continue;
     }
-    const grad::ShardGradient gradient = gradients.shard_gradient(id);
-    sums.push_back(norm_results() + spans.size());
-    spans.push_back({gradient.values, gradient.dtype, gradient.numel});
-  }
-  if (!spans.empty()) {
-    // The stream keeps a failure until it is synchronized.
-    std::ignore = options_.kernels.start_sums_of_squares(spans, norm_results(), reduce_);
-    reduce_.synchronize();
-  }
-  double total = 0;
-  for (const double* const sum : sums) {
-    total += *sum;
-  }
-  return total;
-}
-
-std::vector<const double*> Optimizer::start_norm(grad::Reducer& gradients) {
-  std::vector<const double*> sums;
-  std::vector<NormSpan> spans;
-  for (int id = 0; id < params_.num_params(); ++id) {
-    if (!params_[id].trainable() || !gradients.has_gradient(id)) {
-      continue;
-    }
-    const grad::ShardGradient gradient = gradients.ordered_gradient(id);
-    if (gradient.squares != nullptr) {
+    const grad::ShardGradient gradient =
+        is_ordered ? gradients.ordered_gradient(id) : gradients.shard_gradient(id);
+    if (is_ordered && gradient.squares != nullptr) {
       sums.push_back(gradient.squares);
       continue;
     }
@@ -140,9 +118,20 @@ std::vector<const double*> Optimizer::start_norm(grad::Reducer& gradients) {
     spans.push_back({gradient.values, gradient.dtype, gradient.numel});
   }
   if (!spans.empty()) {
+    // The stream keeps a failure until it is synchronized.
     std::ignore = options_.kernels.start_sums_of_squares(spans, norm_results(), reduce_);
   }
   return sums;
+}
+
+double Optimizer::sum_of_squares(grad::Reducer& gradients) {
+  const std::vector<const double*> sums = start_norm(gradients, /*is_ordered=*/false);
+  reduce_.synchronize();
+  double total = 0;
+  for (const double* const sum : sums) {
+    total += *sum;
+  }
+  return total;
 }
 
 std::vector<int> Optimizer::trainable(bool on_cpu) const {
@@ -178,7 +167,8 @@ bool Optimizer::start_step(grad::Reducer& gradients, double lr, const StepInputs
   scalars.lr = lr;
   scalars.on_device = reinterpret_cast<StepOnDevice*>(step_.data());
   step_found_ = options_.kernels.start_step_factors(
-      start_norm(gradients), inputs, reinterpret_cast<StepOnDevice*>(step_.data()),
+      start_norm(gradients, /*is_ordered=*/true), inputs,
+      reinterpret_cast<StepOnDevice*>(step_.data()),
       reinterpret_cast<StepOnDevice*>(step_for_host_.data()), reduce_);
   held_ = executor_->start(trainable(/*on_cpu=*/false), gradients, scalars);
   return true;

@@ -103,9 +103,9 @@ class Optimizer {
   // The one place where parameters are told of their updates.
   void publish(std::vector<StartedUpdate> started);
   double* norm_results();
-  // Where the sums of squares will be that the norm adds, in its order, for kernels behind them on
-  // the reduce stream: nothing waits.
-  std::vector<const double*> start_norm(grad::Reducer& gradients);
+  // Where the sums of squares will be that the norm adds, in its order, once the reduce stream has
+  // made them. `is_ordered`: gradients are, too (Reducer::ordered_gradient()); nothing waits.
+  std::vector<const double*> start_norm(grad::Reducer& gradients, bool is_ordered);
 
   shard::ParamTable& params_;
   const RuleOptions rule_;
@@ -118,6 +118,7 @@ class Optimizer {
   // One number per parameter. Kernels of a discrete device write to pinned memory only.
   std::vector<double> host_norms_;
   device::Memory pinned_norms_;
+  std::vector<double> known_norms_;  // that the reducer has made on the way
   // Of start_step(), on a discrete device. Both memories hold one StepOnDevice.
   device::Memory step_;  // for kernels
   device::Memory step_for_host_;

@@ -29,7 +29,6 @@ class PlanMaker {
 
   SubGroupPlan plan(const std::vector<SubGroupParam>& params) {
     plan_.states_bytes.resize(params.size(), 0);
-    plan_.states_offset.resize(params.size(), -1);
     for (std::size_t id = 0; id < params.size(); ++id) {
       if (params[id].trainable) {
         add(static_cast<int>(id), params[id]);
@@ -52,7 +51,6 @@ class PlanMaker {
                           "states of parameter ", id, " are at ", param.states_offset);
         states_end_ = static_cast<std::uint64_t>(param.states_offset);
       }
-      plan_.states_offset[index] = static_cast<std::int64_t>(states_end_);
     }
     for (std::int64_t begin = 0; begin < param.shard_numel; begin += sub_group_numel_) {
       SubGroupPiece piece;

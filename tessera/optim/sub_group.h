@@ -69,11 +69,10 @@ struct SubGroup {
 };
 
 struct SubGroupPlan {
-  std::vector<SubGroup> groups;             // of trainable parameters, in the order of updates
-  std::vector<std::size_t> states_bytes;    // by id, of trainable ones: wherever they live
-  std::vector<std::int64_t> states_offset;  // by id, on NVMe; -1: in memory, or none
-  std::size_t nvme_states_bytes = 0;        // of trainable ones
-  std::size_t max_lease_bytes = 0;          // 0: nothing is on NVMe
+  std::vector<SubGroup> groups;           // of trainable parameters, in the order of updates
+  std::vector<std::size_t> states_bytes;  // by id, of trainable ones: wherever they live
+  std::size_t nvme_states_bytes = 0;      // of trainable ones
+  std::size_t max_lease_bytes = 0;        // 0: nothing is on NVMe
   // Of one update.
   std::size_t states_read_bytes = 0;
   std::size_t states_written_bytes = 0;

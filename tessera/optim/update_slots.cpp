@@ -39,7 +39,7 @@ UpdateSlot* UpdateSlots::take() {
   UpdateSlot* const slot = free_.front();
   free_.pop_front();
   slot->state = UpdateSlot::State::kTaken;
-  slot->up = device::Pending();
+  slot->h2d = device::Pending();
   return slot;
 }
 
@@ -59,8 +59,8 @@ void UpdateSlots::limit_lent(std::size_t num_slots) {
   });
 }
 
-void UpdateSlots::leave(UpdateSlot& slot, device::Pending down) {
-  slot.free = std::move(down);
+void UpdateSlots::leave(UpdateSlot& slot, device::Pending d2h) {
+  slot.free = std::move(d2h);
   if (slot.is_lent && has_too_many_lent()) {
     let_drain(slot);
     return;
@@ -70,7 +70,7 @@ void UpdateSlots::leave(UpdateSlot& slot, device::Pending down) {
 }
 
 void UpdateSlots::put_back(UpdateSlot& slot) {
-  slot.free = std::exchange(slot.up, device::Pending());
+  slot.free = std::exchange(slot.h2d, device::Pending());
   if (slot.is_lent && has_too_many_lent()) {
     let_drain(slot);
     return;

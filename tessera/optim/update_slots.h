@@ -25,7 +25,7 @@ struct UpdateSlot {
   enum class State : std::uint8_t { kFree, kTaken, kDraining };
   std::byte* data = nullptr;
   device::Pending free;  // of what was in it before
-  device::Pending up;    // the states that come into it
+  device::Pending h2d;   // the states that are copied into it
   bool is_lent = false;
   std::shared_ptr<void> owner;  // of lent memory
   State state = State::kFree;
@@ -36,8 +36,6 @@ class UpdateSlots {
   // Charged as Role::kStaging. `device` outlives this.
   void take_own(device::Device& device, int num_slots, std::size_t slot_bytes);
   std::size_t slot_bytes() const { return slot_bytes_; }
-  // The first own one, for what is done while nothing else is.
-  std::byte* first_data() const { return slots_.front()->data; }
 
   // `ready`: nobody uses it any more.
   void lend(std::byte* data, device::Pending ready, std::shared_ptr<void> owner);
@@ -48,8 +46,8 @@ class UpdateSlots {
   std::size_t num_free() const { return free_.size(); }
   // The one that was free first; null: none is.
   UpdateSlot* take();
-  // The piece in it is on its way down.
-  void leave(UpdateSlot& slot, device::Pending down);
+  // The piece in it is on its way to the host.
+  void leave(UpdateSlot& slot, device::Pending d2h);
   // What was to be updated in it will not be.
   void put_back(UpdateSlot& slot);
   // The one whose `free` is done first; null: none drains yet.

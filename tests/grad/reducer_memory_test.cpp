@@ -219,33 +219,17 @@ TEST(ReducerMemory, AnAdoptedGradientOutlivesTheWorkThatReadsIt) {
   });
 }
 
-// Says that it is a GPU; everything else is the CPU's.
-class SaysItIsCuda final : public device::Device {
- public:
-  std::string name() const override { return "cuda:0 (a double)"; }
-  bool is_discrete() const override { return true; }
-  device::Stream& stream(device::StreamKind kind) override { return cpu_->stream(kind); }
-  device::Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) override {
-    return cpu_->allocate(tier, bytes, role, alignment);
-  }
-  device::Pending start_copy(void* to, const void* from, std::size_t bytes,
-                             device::Stream& stream) override {
-    return cpu_->start_copy(to, from, bytes, stream);
-  }
-  device::Pending start_fill(void* to, std::uint8_t value, std::size_t bytes,
-                             device::Stream& stream) override {
-    return cpu_->start_fill(to, value, bytes, stream);
-  }
-  device::MemoryInfo memory_info() const override { return cpu_->memory_info(); }
+std::unique_ptr<device::Device> make_discrete() {
+  device::MockDeviceOptions options;
+  options.own_memory = true;
+  return device::make_mock_device(options);
+}
 
- private:
-  std::unique_ptr<device::Device> cpu_ = device::make_cpu_device();
-};
-
-TEST(ReducerMemory, ADeviceWithMemoryOfItsOwnIsNeverTouchedByHostLoops) {
+TEST(ReducerMemory, ADiscreteDeviceIsNeverTouchedByHostLoops) {
   for (const int num_ranks : {1, 2}) {
     comm::run_ranks(num_ranks, [](comm::Group& group) {
-      SaysItIsCuda device;
+      const std::unique_ptr<device::Device> owner = make_discrete();
+      device::Device& device = *owner;
       SteadyClock clock;
       Spans spans(clock, 0);
       shard::ParamTable params(group.rank(), group.size(), device);
@@ -305,7 +289,8 @@ TEST(ReducerMemory, ADeviceWithMemoryOfItsOwnIsNeverTouchedByHostLoops) {
 
 TEST(ReducerMemory, ADeviceThatCannotAddReducesADynamicParameterOnce) {
   comm::run_ranks(2, [](comm::Group& group) {
-    SaysItIsCuda device;
+    const std::unique_ptr<device::Device> owner = make_discrete();
+    device::Device& device = *owner;
     SteadyClock clock;
     Spans spans(clock, 0);
     shard::ParamTable params(group.rank(), group.size(), device);

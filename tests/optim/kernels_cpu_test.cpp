@@ -1,7 +1,10 @@
-// Host kernels: the bits do not depend on the number of threads, and the order is the stream's.
+// Host kernels: the bits are those of one element after the other, for all types, any number of
+// threads and every instruction set; and the order is the stream's.
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <latch>
 #include <limits>
 #include <memory>
@@ -19,6 +22,7 @@
 #include "testing/mock_device.h"
 #include "tests/optim/kernel_cases.h"
 #include "tests/optim/update_case.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::optim {
 namespace {
@@ -75,29 +79,6 @@ TEST(ThreadTeam, ServesCallersOneAfterTheOther) {
 
 TEST(ThreadTeam, NeedsAThread) { EXPECT_THROW(ThreadTeam(0), ConfigError); }
 
-TEST(CpuKernels, UpdateTheSameBitsWithAnyNumberOfThreads) {
-  const auto device = device::make_cpu_device();
-  device::Stream& stream = device->stream(StreamKind::kCompute);
-  const auto gradient = random_floats(kNumel, 1e-3, 2);
-  const Weights initial(kNumel);
-  for (const auto& [name, rule] : all_rules()) {
-    UpdateScalars scalars;
-    scalars.lr = 1e-3;
-    Weights expected = initial;
-    UpdateSpan span = expected.span(gradient.data());
-    span.parameter = expected.parameter.data();
-    update(rule, scalars, span);
-    for (const int num_threads : {1, 2, 3, 7}) {
-      const auto kernels = make_cpu_kernels(num_threads);
-      Weights weights = initial;
-      span = weights.span(gradient.data());
-      span.parameter = weights.parameter.data();
-      kernels->start_update(rule, scalars, span, stream).wait();
-      EXPECT_TRUE(weights == expected) << name << ", " << num_threads << " threads";
-    }
-  }
-}
-
 TEST(CpuKernels, SumSquaresAsDefinedWithAnyNumberOfThreads) {
   const auto device = device::make_cpu_device();
   device::Stream& stream = device->stream(StreamKind::kReduce);
@@ -145,35 +126,6 @@ TEST(CpuKernels, SumSquaresThatAreFiniteUnlessAnElementIsNot) {
   }
 }
 
-TEST(CpuKernels, AddAndWiden) {
-  const auto device = device::make_cpu_device();
-  device::Stream& stream = device->stream(StreamKind::kReduce);
-  const auto kernels = make_cpu_kernels(2);
-  const auto a = random_floats(kNumel, 1, 1);
-  const auto b = random_floats(kNumel, 1, 2);
-  const auto count = static_cast<std::int64_t>(kNumel);
-  std::vector<float> sum = a;
-  kernels->start_add(sum.data(), b.data(), count, stream).wait();
-  const auto halves = to_bfloat16s(a);
-  std::vector<Float16> fp16s;
-  std::vector<float> expected_bf16, expected_fp16, expected_sum;
-  for (std::size_t i = 0; i < kNumel; ++i) {
-    expected_sum.push_back(a[i] + b[i]);
-    expected_bf16.push_back(to_float(halves[i]));
-    fp16s.push_back(to_float16(a[i]));
-    expected_fp16.push_back(to_float(fp16s.back()));
-  }
-  EXPECT_TRUE(same_bits(sum, expected_sum));
-  std::vector<float> wide(kNumel);
-  kernels->start_widen(wide.data(), halves.data(), DType::kBFloat16, count, stream).wait();
-  EXPECT_TRUE(same_bits(wide, expected_bf16));
-  kernels->start_widen(wide.data(), fp16s.data(), DType::kFloat16, count, stream).wait();
-  EXPECT_TRUE(same_bits(wide, expected_fp16));
-  EXPECT_THROW(
-      std::ignore = kernels->start_widen(wide.data(), a.data(), DType::kFloat64, 1, stream),
-      InternalError);
-}
-
 // The lazy device runs nothing before somebody waits, so work outside the stream's order shows.
 TEST(CpuKernels, RunInTheOrderOfTheStream) {
   const auto device = device::make_mock_device();
@@ -201,6 +153,226 @@ TEST(CpuKernels, RunInTheOrderOfTheStream) {
   Weights expected = before;
   update({}, scalars, expected.span(source.data()));
   EXPECT_TRUE(weights == expected);
+}
+
+class KernelLists : public ::testing::Test {
+ protected:
+  device::Stream& stream() { return device_->stream(StreamKind::kReduce); }
+
+  // Runs `start(kernels, base)` over a copy of the slab, with a few threads.
+  template <typename Start>
+  static Slab after(const Slab& slab, int num_threads, const Start& start) {
+    AlignedBytes memory(slab.bytes());
+    start(*make_cpu_kernels(num_threads), memory.data()).wait();
+    Slab out = slab;
+    out.bytes() = memory.bytes();
+    return out;
+  }
+
+  std::unique_ptr<device::Device> device_ = device::make_cpu_device();
+};
+
+TEST_F(KernelLists, UpdateAsElementByElement) {
+  const UpdateList list(odd_update_shapes());
+  for (const auto& [name, rule] : all_rules()) {
+    const Slab expected = list.expected(rule);
+    for (const int num_threads : {1, 2, 5}) {
+      const Slab found = after(list.slab, num_threads, [&](Kernels& kernels, std::byte* base) {
+        return kernels.start_updates(rule, list.tasks(base), stream());
+      });
+      EXPECT_TRUE(found.same_as(expected)) << name << ", " << num_threads << " threads";
+    }
+  }
+}
+
+// Large enough for stores past the caches; under a sanitizer, for pieces of several threads.
+constexpr std::size_t kLarge = support::rounds(std::size_t{2} << 20, std::size_t{1} << 16) + 77;
+
+TEST_F(KernelLists, UpdateLargeSpansWithTheSameBits) {
+  for (const UpdateShape& shape : {UpdateShape{kLarge, 0, 0, DType::kBFloat16, DType::kBFloat16},
+                                   UpdateShape{kLarge, 0, 5, DType::kFloat32, DType::kFloat16}}) {
+    const UpdateList list({shape});
+    const Slab expected = list.expected({});
+    for (const int num_threads : {2, 7}) {
+      const Slab found = after(list.slab, num_threads, [&](Kernels& kernels, std::byte* base) {
+        return kernels.start_updates({}, list.tasks(base), stream());
+      });
+      EXPECT_TRUE(found.same_as(expected)) << to_string(shape.parameter) << ", " << num_threads;
+    }
+  }
+}
+
+// The parameter takes the gradient's memory.
+TEST_F(KernelLists, UpdateInPlaceOfTheGradient) {
+  for (const std::size_t numel : {std::size_t{1}, std::size_t{1003}, kLarge}) {
+    Weights apart(numel);
+    Weights in_place(numel);
+    auto gradient = to_bfloat16s(random_floats(numel, 1e-3, 7));
+    const auto before = gradient;
+    UpdateSpan span = apart.span(before.data());
+    span.parameter = apart.parameter.data();
+    const auto kernels = make_cpu_kernels(2);
+    kernels->start_update({}, {}, span, stream()).wait();
+    span = in_place.span(gradient.data());
+    span.parameter = gradient.data();
+    kernels->start_update({}, {}, span, stream()).wait();
+    std::memcpy(in_place.parameter.data(), gradient.data(), numel * sizeof(BFloat16));
+    EXPECT_TRUE(in_place == apart) << numel;
+  }
+}
+
+TEST_F(KernelLists, UpdateTheSameInEveryInstructionSet) {
+  const UpdateList list(odd_update_shapes());
+  for (const auto& [name, rule] : all_rules()) {
+    const Slab expected = list.expected(rule);
+    for (const Loops& loops : runnable_loops()) {
+      AlignedBytes memory(list.slab.bytes());
+      for (const UpdateTask& task : list.tasks(memory.data())) {
+        loops.update(element_rule(rule), element_scalars(rule, task.scalars), task.span, 0,
+                     task.span.numel);
+      }
+      Slab found = list.slab;
+      found.bytes() = memory.bytes();
+      EXPECT_TRUE(found.same_as(expected)) << name << ", " << loops.name;
+    }
+  }
+}
+
+TEST_F(KernelLists, SumSquaresOfEachSpanAsDefined) {
+  for (const std::size_t num_spans : {0U, 1U, 2U, 100U}) {
+    NormList list(num_spans);
+    const std::vector<double> expected = list.expected();
+    AlignedBytes memory(list.slab.bytes());
+    for (const int num_threads : {1, 2, 5}) {
+      std::vector<double> results(num_spans, -1);
+      make_cpu_kernels(num_threads)
+          ->start_sums_of_squares(list.at(memory.data()), results.data(), stream())
+          .wait();
+      EXPECT_EQ(results, expected) << num_spans << " spans, " << num_threads << " threads";
+    }
+    for (const Loops& loops : runnable_loops()) {
+      for (const NormSpan& span : list.at(memory.data())) {
+        const std::int64_t numel = std::min(span.numel, kNormBlock);
+        EXPECT_EQ(loops.any_block_sum_of_squares(span.values, span.dtype, numel),
+                  defined_sum_of_squares(span.values, span.dtype, static_cast<std::size_t>(numel)))
+            << loops.name << ", " << numel << " of " << to_string(span.dtype);
+      }
+    }
+  }
+}
+
+TEST_F(KernelLists, OnlyTheSumOfANonFiniteElementIsNotFinite) {
+  for (const float bad :
+       {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
+    for (const DType dtype : kElementTypes) {
+      std::vector<std::uint32_t> memory(9000);
+      narrow_at(memory.data(), dtype, 4999, bad);
+      const NormSpan spans[] = {{memory.data(), dtype, 4999}, {memory.data(), dtype, 5000}};
+      double results[2] = {-1, -1};
+      make_cpu_kernels(2)->start_sums_of_squares(spans, results, stream()).wait();
+      EXPECT_EQ(results[0], 0);
+      EXPECT_FALSE(std::isfinite(results[1])) << bad << " as " << to_string(dtype);
+    }
+  }
+}
+
+TEST_F(KernelLists, AddEveryType) {
+  constexpr std::size_t kNumel = 70001;
+  for (const DType dtype : kElementTypes) {
+    for (const std::size_t skew : {0U, 1U, 3U}) {
+      Slab slab;
+      const std::size_t values = slab.add_random(DType::kFloat32, 1, kNumel, 1);
+      const std::size_t addend = slab.add_random(dtype, skew, kNumel, 2);
+      Slab expected = slab;
+      for (std::size_t i = 0; i < kNumel; ++i) {
+        narrow_at(expected.bytes().data() + values, DType::kFloat32, i,
+                  widened_at(slab.bytes().data() + values, DType::kFloat32, i) +
+                      widened_at(slab.bytes().data() + addend, dtype, i));
+      }
+      for (const int num_threads : {1, 3}) {
+        const Slab found = after(slab, num_threads, [&](Kernels& kernels, std::byte* base) {
+          return kernels.start_add(reinterpret_cast<float*>(base + values), base + addend, dtype,
+                                   kNumel, stream());
+        });
+        EXPECT_TRUE(found.bytes() == expected.bytes()) << to_string(dtype) << ", skew " << skew;
+      }
+    }
+  }
+}
+
+TEST_F(KernelLists, ConvertEveryPairOfTypes) {
+  for (const DType from : kElementTypes) {
+    for (const DType to : kElementTypes) {
+      const ConvertCase given(from, to, 1, 3);
+      for (const float scale : {1.0F, 0.37F, -2.0F, 0x1p-20F}) {
+        const Slab expected = given.expected(scale);
+        for (const int num_threads : {1, 3}) {
+          const Slab found = after(given.slab, num_threads, [&](Kernels& kernels, std::byte* base) {
+            return kernels.start_convert(base + given.to, to, base + given.from, from, scale,
+                                         static_cast<std::int64_t>(given.numel), stream());
+          });
+          // Without a product, a NaN's own bits count, too.
+          EXPECT_TRUE(scale == 1.0F ? found.bytes() == expected.bytes() : found.same_as(expected))
+              << to_string(from) << " to " << to_string(to) << ", times " << scale;
+        }
+        for (const Loops& loops : runnable_loops()) {
+          AlignedBytes memory(given.slab.bytes());
+          loops.convert(memory.data() + given.to, to, memory.data() + given.from, from, scale,
+                        static_cast<std::int64_t>(given.numel));
+          Slab found = given.slab;
+          found.bytes() = memory.bytes();
+          EXPECT_TRUE(scale == 1.0F ? found.bytes() == expected.bytes() : found.same_as(expected))
+              << loops.name << ": " << to_string(from) << " to " << to_string(to);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(KernelLists, RefuseOtherTypes) {
+  const auto kernels = make_cpu_kernels(1);
+  double value = 0;
+  const NormSpan span{&value, DType::kFloat64, 1};
+  float wide = 0;
+  EXPECT_THROW(std::ignore = kernels->start_sums_of_squares({&span, 1}, &value, stream()),
+               InternalError);
+  EXPECT_THROW(std::ignore = kernels->start_add(&wide, &value, DType::kFloat64, 1, stream()),
+               InternalError);
+  EXPECT_THROW(std::ignore = kernels->start_convert(&value, DType::kFloat64, &wide, DType::kFloat32,
+                                                    1, 1, stream()),
+               InternalError);
+  EXPECT_THROW(std::ignore = kernels->start_convert(&wide, DType::kFloat32, &value, DType::kInt64,
+                                                    1, 1, stream()),
+               InternalError);
+}
+
+// The lazy device runs nothing before somebody waits: by then the lists are gone.
+TEST_F(KernelLists, NeedTheirListsForTheCallOnly) {
+  const auto device = device::make_mock_device();
+  device::Stream& stream = device->stream(StreamKind::kReduce);
+  const auto kernels = make_cpu_kernels(2);
+  const UpdateList updates({{100, 0, 0, DType::kBFloat16, DType::kBFloat16}});
+  AlignedBytes memory(updates.slab.bytes());
+  const NormList norms(3);
+  AlignedBytes values(norms.slab.bytes());
+  std::vector<double> results(3, -1);
+  device::Pending updated;
+  device::Pending summed;
+  {
+    auto tasks = std::make_unique<std::vector<UpdateTask>>(updates.tasks(memory.data()));
+    auto spans = std::make_unique<std::vector<NormSpan>>(norms.at(values.data()));
+    updated = kernels->start_updates({}, *tasks, stream);
+    summed = kernels->start_sums_of_squares(*spans, results.data(), stream);
+    tasks->assign(tasks->size(), {});
+    spans->assign(spans->size(), {});
+  }
+  EXPECT_EQ(results[0], -1);
+  summed.wait();
+  EXPECT_TRUE(updated.done());
+  EXPECT_EQ(results, norms.expected());
+  Slab found = updates.slab;
+  found.bytes() = memory.bytes();
+  EXPECT_TRUE(found.same_as(updates.expected({})));
 }
 
 }  // namespace

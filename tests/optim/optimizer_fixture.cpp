@@ -212,12 +212,10 @@ void OptimizerFixture::remake_reducer() {
   grad::ReducerParts parts{group_, *device_, *params_, clock_, spans_};
   if (device_->is_discrete()) {
     set_reducer_kernels(parts, *kernels_);
+    parts.one_backward = test_.one_backward;
     if (!test_.sums_squares) {
       parts.sum_of_squares = nullptr;
     }
-  }
-  for (const FixtureShape& shape : test_.shapes) {
-    parts.one_backward = parts.one_backward || shape.placement.gradient == Tier::kHost;
   }
   parts.nvme = {gradient_store_.get(), gradient_buffers_.get()};
   parts.block_sum_of_squares = best_loops().block_sum_of_squares;

@@ -39,6 +39,7 @@ struct FixtureCase {
   FixtureDevice device = FixtureDevice::kCpu;
   device::LateMode mode = device::LateMode::kLazy;
   int num_backwards = 1;
+  bool one_backward = true;  // as memory is planned, on a discrete device
   bool sums_squares = true;  // on a discrete device: as gradients are added
   int bad_step = 0;          // of which a gradient has an infinity
   // NVMe.

@@ -12,7 +12,6 @@
 
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
-#include "tessera/optim/update_loops.h"
 #include "tests/optim/update_case.h"
 
 namespace tessera::optim {
@@ -24,37 +23,6 @@ UpdateScalars scalars_of_step(std::int64_t step) {
   scalars.lr = 1e-3;
   scalars.gradient_scale = 0.37;
   return scalars;
-}
-
-TEST(Update, IsTheSameInEveryInstructionSet) {
-  const auto loops = runnable_loops();
-  ASSERT_EQ(loops.front().name, "baseline");
-  for (const auto& [name, rule] : all_rules()) {
-    for (const std::size_t numel : {0U, 1U, 7U, 33U, 1003U}) {
-      for (const DType gradient_dtype : {DType::kFloat32, DType::kBFloat16}) {
-        for (const DType parameter : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-          std::vector<Weights> results(loops.size(), Weights(numel));
-          for (std::int64_t step = 1; step <= 3; ++step) {
-            const auto gradient = random_floats(numel, 1e-3, static_cast<std::uint64_t>(step));
-            const auto halves = to_bfloat16s(gradient);
-            for (std::size_t i = 0; i < loops.size(); ++i) {
-              UpdateSpan span = gradient_dtype == DType::kFloat32 ? results[i].span(gradient.data())
-                                                                  : results[i].span(halves.data());
-              span.parameter = parameter == DType::kFloat32 ? nullptr : results[i].parameter.data();
-              span.parameter_dtype = parameter;
-              loops[i].update(element_rule(rule), element_scalars(rule, scalars_of_step(step)),
-                              span, 0, span.numel);
-            }
-          }
-          for (std::size_t i = 1; i < loops.size(); ++i) {
-            EXPECT_TRUE(results[i] == results[0])
-                << name << ", " << numel << " elements, " << loops[i].name << ", gradient "
-                << to_string(gradient_dtype) << ", parameter " << to_string(parameter);
-          }
-        }
-      }
-    }
-  }
 }
 
 TEST(Update, DoesNotDependOnHowATensorIsCut) {

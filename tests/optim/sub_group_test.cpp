@@ -50,7 +50,6 @@ TEST(SubGroup, LeavesOutWhatIsFrozenAndWhatIsEmpty) {
   const SubGroupPlan plan = plan_sub_groups(params, 2048, 2);
   EXPECT_EQ(text_of(plan), "p0[0+8] p3[0+24]");
   EXPECT_EQ(plan.states_bytes, (std::vector<std::size_t>{8192, 0, 0, 8192}));
-  EXPECT_EQ(plan.states_offset, (std::vector<std::int64_t>{0, -1, 8192, 8192}));
 }
 
 TEST(SubGroup, NeverMixesWhatIsOnNvme) {
@@ -94,7 +93,6 @@ TEST(SubGroup, NeedsNoLeaseForWhatIsInMemory) {
   EXPECT_EQ(plan.max_lease_bytes, 0U);
   EXPECT_EQ(plan.nvme_states_bytes, 0U);
   EXPECT_EQ(plan.states_bytes[0], 2 * tier::whole_blocks(4 * 5000));
-  EXPECT_EQ(plan.states_offset[0], -1);
 }
 
 TEST(SubGroup, RefusesSizesThatAreNotWholeBlocks) {
