@@ -39,6 +39,5 @@ struct Trace {
 // its plan runs. kInvalid: a trace miss, and no other known trace fits; the pass goes on without a
 // plan, and is written down for the next time.
 enum class TraceMode : std::uint8_t { kRecord, kComplete, kInvalid };
-std::string_view to_string(TraceMode mode);
 
 }  // namespace tessera::coordinator

@@ -30,25 +30,23 @@ LoaderSizes loader_sizes(std::size_t buffer_bytes) {
   return sizes;
 }
 
-ShardLoader::ShardLoader(shard::ParamTable& params, device::Device& device)
+ShardLoader::ShardLoader(shard::ParamTable& params, shard::ShardStore* store,
+                         device::Device& device, Tier tier, const LoaderSizes& sizes)
     : params_(params),
-      store_(nullptr),
+      store_(store),
       device_(device),
       gather_(device.stream(device::StreamKind::kGather)),
       read_(device.stream(device::StreamKind::kRead)),
-      tiles_(device, Tier::kHost, 0, "parameter tiles"),
-      window_(device, Tier::kHost, 0, "parameter window") {}
+      sizes_(sizes),
+      tiles_(device, tier, 2 * sizes_.tile_bytes, "parameter tiles"),
+      window_(device, tier, sizes_.window_bytes, "parameter window") {}
+
+ShardLoader::ShardLoader(shard::ParamTable& params, device::Device& device)
+    : ShardLoader(params, nullptr, device, Tier::kHost, LoaderSizes()) {}
 
 ShardLoader::ShardLoader(shard::ParamTable& params, shard::ShardStore& store,
                          device::Device& device, Tier tier, std::size_t buffer_bytes)
-    : params_(params),
-      store_(&store),
-      device_(device),
-      gather_(device.stream(device::StreamKind::kGather)),
-      read_(device.stream(device::StreamKind::kRead)),
-      sizes_(loader_sizes(buffer_bytes)),
-      tiles_(device, tier, 2 * sizes_.tile_bytes, "parameter tiles"),
-      window_(device, tier, sizes_.window_bytes, "parameter window") {
+    : ShardLoader(params, &store, device, tier, loader_sizes(buffer_bytes)) {
   TESSERA_INVARIANT(buffer_bytes >= kSmallestLoaderBytes, "a loader with ", buffer_bytes,
                     " bytes of buffers; it needs ", kSmallestLoaderBytes);
   params_.set_receiver([this](int id, std::int64_t begin, std::int64_t numel, const void* values) {
