@@ -140,8 +140,8 @@ Pending ShardLoader::load(const Load& load) {
   const shard::Layout& layout = load.param->layout();
   if (load.copy.values != nullptr) {
     // Behind the former users of its memory, as all that the gather stream is given from now on.
-    const std::optional<Pending> made = load.copy.made.state()->wait_handed_over();
-    gather_.wait(made ? *made : load.copy.made);
+    const std::shared_ptr<device::PendingState>& made = load.copy.made.state();
+    gather_.wait(made ? made->wait_handed_over().value_or(load.copy.made) : Pending());
     const auto numel = static_cast<std::size_t>(load.param->range().numel);
     return device_.start_copy(load.to, load.copy.values, numel * bytes_of(layout.dtype()), gather_);
   }
