@@ -14,16 +14,4 @@ std::string_view to_string(Phase phase) {
   return "?";
 }
 
-std::string_view to_string(TraceMode mode) {
-  switch (mode) {
-    case TraceMode::kRecord:
-      return "record";
-    case TraceMode::kComplete:
-      return "complete";
-    case TraceMode::kInvalid:
-      return "invalid";
-  }
-  return "?";
-}
-
 }  // namespace tessera::coordinator

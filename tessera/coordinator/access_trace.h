@@ -3,7 +3,7 @@
 // A use is one forward or one backward of one unit; uses appear in the order of their begins. A
 // trace is the uses of one pass. Ends matter where units run inside units: a forward that ends
 // after others have begun says so. Ends of backward uses are left out on purpose: such a use ends
-// when gradients have come, which may differ between ranks, while the begins are the program's own.
+// when gradients are ready, which may differ between ranks, while the begins are the program's own.
 // So ranks have the same trace because they run the same program; Group's tags find out if they do
 // not.
 //
@@ -18,7 +18,7 @@
 namespace tessera::coordinator {
 
 using UnitId = std::int32_t;
-// kInference: a forward whose backward will not come.
+// kInference: a forward without a backward.
 enum class Phase : std::uint8_t { kForward, kBackward, kInference };
 inline constexpr std::size_t kNumPhases = 3;
 std::string_view to_string(Phase phase);
@@ -39,6 +39,5 @@ struct Trace {
 // its plan runs. kInvalid: a trace miss, and no other known trace fits; the pass goes on without a
 // plan, and is written down for the next time.
 enum class TraceMode : std::uint8_t { kRecord, kComplete, kInvalid };
-std::string_view to_string(TraceMode mode);
 
 }  // namespace tessera::coordinator

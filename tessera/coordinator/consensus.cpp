@@ -14,24 +14,13 @@ namespace {
 
 constexpr std::size_t kBits = 63;  // of a word; the sign stays clear
 
-// kind: 8 bits, unit or point: 32 bits, phase: 8 bits
+// kind: 8 bits; phase or point: 8 bits; unit or detail: 32 bits. Of kJoin all but the kind is 0.
 std::int64_t encode(const Intent& intent) {
+  const bool is_point = intent.kind == Intent::Kind::kPoint;
   const auto kind = static_cast<std::int64_t>(intent.kind);
-  std::int64_t what = 0;
-  std::int64_t more = 0;
-  switch (intent.kind) {
-    case Intent::Kind::kStatic:
-    case Intent::Kind::kDynamic:
-      what = intent.use.unit;
-      more = static_cast<std::int64_t>(intent.use.phase);
-      break;
-    case Intent::Kind::kPoint:
-      what = intent.detail;
-      more = static_cast<std::int64_t>(intent.point);
-      break;
-    case Intent::Kind::kJoin:
-      break;
-  }
+  const auto more = is_point ? static_cast<std::int64_t>(intent.point)
+                             : static_cast<std::int64_t>(intent.use.phase);
+  const std::int64_t what = is_point ? std::int64_t{intent.detail} : std::int64_t{intent.use.unit};
   return kind | more << 8 | what << 16;
 }
 
@@ -39,18 +28,11 @@ Intent decode(std::int64_t word) {
   Intent intent;
   intent.kind = static_cast<Intent::Kind>(word & 0xff);
   const auto more = static_cast<std::uint8_t>(word >> 8 & 0xff);
-  const std::int64_t what = word >> 16;
-  switch (intent.kind) {
-    case Intent::Kind::kStatic:
-    case Intent::Kind::kDynamic:
-      intent.use = {static_cast<UnitId>(what), static_cast<Phase>(more)};
-      break;
-    case Intent::Kind::kPoint:
-      intent.point = static_cast<ConsensusPoint>(more);
-      intent.detail = static_cast<std::uint32_t>(what);
-      break;
-    case Intent::Kind::kJoin:
-      break;
+  if (intent.kind == Intent::Kind::kPoint) {
+    intent.point = static_cast<ConsensusPoint>(more);
+    intent.detail = static_cast<std::uint32_t>(word >> 16);
+  } else {
+    intent.use = {static_cast<UnitId>(word >> 16), static_cast<Phase>(more)};
   }
   return intent;
 }

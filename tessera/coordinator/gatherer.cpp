@@ -53,79 +53,74 @@ GatherCounts& Gatherer::counts(UnitId unit, Phase phase) {
   return counts_[row * kNumPhases + static_cast<std::size_t>(phase)];
 }
 
-void Gatherer::begin_call() {
-  call_.members.clear();
-  call_.ids.clear();
-  call_.tensors.clear();
-  call_.ready.clear();
-  call_.last_update = nullptr;
-  call_.bytes = 0;
+void Gatherer::Call::clear() {
+  members.clear();
+  ids.clear();
+  tensors.clear();
+  ready.clear();
+  last_update = nullptr;
+  bytes = 0;
 }
 
 void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> offsets,
                      const std::string& unit, const Cause& cause) {
-  begin_call();
+  start_call(ids, offsets, {}, unit, cause);
+}
+
+void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> wants,
+                        const std::string& unit, const Cause& cause) {
+  start_call(ids, {}, wants, unit, cause);
+}
+
+void Gatherer::start_call(std::span<const int> ids, std::span<const std::int64_t> offsets,
+                          std::span<const std::uint8_t> wants, const std::string& unit,
+                          const Cause& cause) {
+  const bool is_for_some = !wants.empty();
+  const bool is_wanted = !is_for_some || wants[static_cast<std::size_t>(parts_.group.rank())] != 0;
+  call_.clear();
+  std::vector<device::ArenaBlock> unneeded;
   std::vector<Pending> gathered;
   std::int64_t begin_ns = 0;
   try {
     for (std::size_t i = 0; i < ids.size(); ++i) {
       Param& param = parts_.params[ids[i]];
-      if (param.state() != ParamState::kReleased || param.shard_is_full()) {
+      const bool is_released = param.state() == ParamState::kReleased && !param.shard_is_full();
+      if (!is_released && !is_for_some) {
         continue;
       }
-      if (call_.members.empty()) {
+      if (call_.tensors.empty()) {
         wait_for_calls_below(max_inflight_);
       }
       order_behind_update(param);
-      take(param, i < offsets.size() ? offsets[i] : -1);
-      add(param, param.full(), own_slot(param, param.full()));
-    }
-    if (call_.members.empty()) {
-      return;
-    }
-    log_call(unit, cause.reason == Reason::kDemand ? "on demand" : "ahead");
-    begin_ns = parts_.clock.now_ns();
-    gathered = parts_.group.size() == 1
-                   ? call_.ready
-                   : parts_.group.start_all_gathers(call_.tensors, call_options(unit, call_.ids));
-  } catch (...) {
-    undo_call();
-    throw;
-  }
-  note_call(std::move(gathered), begin_ns, cause);
-}
-
-void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> wants,
-                        const std::string& unit, const Cause& cause) {
-  const bool is_wanted = wants[static_cast<std::size_t>(parts_.group.rank())] != 0;
-  wait_for_calls_below(max_inflight_);
-  begin_call();
-  std::vector<device::ArenaBlock> unneeded;
-  Pending gathered;
-  std::int64_t begin_ns = 0;
-  try {
-    for (const int id : ids) {
-      Param& param = parts_.params[id];
-      order_behind_update(param);
       const shard::Layout& layout = param.layout();
-      void* full = nullptr;
-      if (is_wanted && param.state() == ParamState::kReleased) {
-        take(param, -1);
-        full = param.full();
+      if (is_wanted && is_released) {
+        take(param, i < offsets.size() ? offsets[i] : -1);
+        add(param, param.full(), nullptr);
       } else if (is_wanted) {  // the others send it all the same
         unneeded.push_back(arena_.allocate(layout.full_bytes(), gather_));
-        full = unneeded.back().data;
-      }
-      std::byte* slot = own_slot(param, full);
-      if (param.tier() != Tier::kDevice && full == nullptr) {  // only others get it
+        add(param, unneeded.back().data, nullptr);
+      } else if (param.tier() != Tier::kDevice) {  // only others get it
         unneeded.push_back(arena_.allocate(layout.shard_bytes(), gather_));
-        slot = unneeded.back().data;
+        add(param, nullptr, unneeded.back().data);
+      } else {
+        add(param, nullptr, nullptr);
       }
-      add(param, full, slot);
     }
-    log_call(unit, is_wanted ? "on demand, to some ranks" : "for other ranks");
+    if (call_.tensors.empty()) {
+      return;
+    }
+    log_call(unit, !is_wanted                        ? "for other ranks"
+                   : is_for_some                     ? "on demand, to some ranks"
+                   : cause.reason == Reason::kDemand ? "on demand"
+                                                     : "ahead");
     begin_ns = parts_.clock.now_ns();
-    gathered = parts_.group.start_gather_to(call_.tensors, wants, call_options(unit, ids));
+    if (is_for_some) {
+      gathered = {parts_.group.start_gather_to(call_.tensors, wants, call_options(unit, ids))};
+    } else if (parts_.group.size() == 1) {
+      gathered = call_.ready;
+    } else {
+      gathered = parts_.group.start_all_gathers(call_.tensors, call_options(unit, call_.ids));
+    }
   } catch (...) {
     undo_call();
     for (device::ArenaBlock& block : unneeded) {
@@ -133,13 +128,13 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
     }
     throw;
   }
-  note_call({gathered}, begin_ns, cause);
   for (device::ArenaBlock& block : unneeded) {
-    arena_.release(std::move(block), gathered);
+    arena_.release(std::move(block), gathered.front());
   }
   if (call_.members.empty()) {
-    drops_.push_back(gathered);  // our shards are read until then
+    drops_.push_back(gathered.front());  // our shards are read until then
   }
+  note_call(std::move(gathered), begin_ns, cause);
 }
 
 void Gatherer::take(Param& param, std::int64_t offset) {
@@ -159,17 +154,19 @@ void Gatherer::take(Param& param, std::int64_t offset) {
   call_.bytes += bytes;
 }
 
-// `slot`: where this rank's shard is loaded to, if it is not in the device's memory.
-void Gatherer::add(Param& param, void* full, std::byte* slot) {
-  const std::byte* shard = slot;
-  if (param.tier() == Tier::kDevice) {
-    shard = param.shard();
-  } else {
+void Gatherer::add(const Param& param, void* full, std::byte* scratch) {
+  const shard::Layout& layout = param.layout();
+  const std::byte* shard = param.shard();
+  if (param.tier() != Tier::kDevice) {
+    std::byte* const slot =
+        full == nullptr ? scratch
+                        : static_cast<std::byte*>(full) +
+                              static_cast<std::size_t>(parts_.group.rank()) * layout.shard_bytes();
     // Behind the former users of the slot's memory, which the gather stream waits for.
     call_.ready.push_back(parts_.loader->start_load(param, slot, gather_.record()));
+    shard = slot;
   }
-  call_.tensors.push_back(
-      {shard, full, param.layout().shard_numel(), param.layout().dtype(), param.name()});
+  call_.tensors.push_back({shard, full, layout.shard_numel(), layout.dtype(), param.name()});
 }
 
 void Gatherer::undo_call() {
@@ -215,13 +212,6 @@ void Gatherer::order_behind_update(const Param& param) {
     gather_.wait(param.updated());
   }
   call_.last_update = update;
-}
-
-std::byte* Gatherer::own_slot(const Param& param, void* full) const {
-  return full == nullptr
-             ? nullptr
-             : static_cast<std::byte*>(full) +
-                   static_cast<std::size_t>(parts_.group.rank()) * param.layout().shard_bytes();
 }
 
 comm::CallOptions Gatherer::call_options(const std::string& unit, std::span<const int> ids) const {

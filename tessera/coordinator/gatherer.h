@@ -109,18 +109,21 @@ class Gatherer {
     std::vector<device::Pending> ready;                 // what its input waits for
     const device::PendingState* last_update = nullptr;  // that it is ordered behind
     std::uint64_t bytes = 0;
+    void clear();
   };
 
   Slot& slot_of(const shard::Param& param) { return slots_[static_cast<std::size_t>(param.id())]; }
-  void begin_call();
-  void add(shard::Param& param, void* full, std::byte* slot);
+  // `wants`: none: all ranks want them.
+  void start_call(std::span<const int> ids, std::span<const std::int64_t> offsets,
+                  std::span<const std::uint8_t> wants, const std::string& unit, const Cause& cause);
   void take(shard::Param& param, std::int64_t offset);
+  // `full`: null: only other ranks get it, and the shard is loaded to `scratch` where it must be.
+  void add(const shard::Param& param, void* full, std::byte* scratch);
   // An exception came while a call was put together: nothing of it stays.
   void undo_call();
   // The call is on its way. `gathered`: of each member, or of all together.
   void note_call(std::vector<device::Pending> gathered, std::int64_t begin_ns, const Cause& cause);
   void order_behind_update(const shard::Param& param);
-  std::byte* own_slot(const shard::Param& param, void* full) const;
   comm::CallOptions call_options(const std::string& unit, std::span<const int> ids) const;
   void log_call(const std::string& unit, const char* how) const;
   void forget_done_calls();

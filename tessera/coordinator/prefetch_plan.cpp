@@ -15,13 +15,13 @@ namespace {
 constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
 // One parameter at one use. Uses are counted from 1 here: 0 is the time before the first.
-struct Place {
+struct Access {
   int param = 0;
   std::size_t use = 0;
-  std::size_t previous = kNone;  // the place of the same parameter before this one
+  std::size_t previous = kNone;  // of the same parameter, before this one
   std::size_t next = kNone;
   std::size_t busy_until = 0;  // in use, by this use or one around it, until this one begins
-  bool stays = false;          // held from this use to the next place
+  bool stays = false;          // held from this use to the next access
   bool prefetched = false;     // for this use
 };
 
@@ -36,7 +36,7 @@ class Planner {
         busy_(num_uses_ + 1) {
     TESSERA_INVARIANT(input.open_until.empty() || input.open_until.size() == input.uses.size(),
                       input.open_until.size(), " ends for ", input.uses.size(), " uses");
-    lay_out_places();
+    lay_out_accesses();
   }
 
   PrefetchPlan make() {
@@ -53,30 +53,31 @@ class Planner {
       write_down(use);
     }
     if (input_.arena_bytes > 0) {
-      assign_places_in_arena();
+      assign_arena_offsets();
     }
     return std::move(plan_);
   }
 
  private:
   struct Gather {
-    Place* place = nullptr;
+    Access* access = nullptr;
     std::size_t during = 0;    // the use
     std::size_t call = kNone;  // number of the prefetch; kNone: on demand
     std::size_t index = 0;     // in the list that it is written to
   };
 
-  std::span<Place> places_of(std::size_t use) {
-    return std::span(places_).subspan(first_place_[use], first_place_[use + 1] - first_place_[use]);
+  std::span<Access> accesses_of(std::size_t use) {
+    return std::span(accesses_).subspan(first_access_[use],
+                                        first_access_[use + 1] - first_access_[use]);
   }
-  const PlanParam& param_of(const Place& place) const {
-    return input_.params[static_cast<std::size_t>(place.param)];
+  const PlanParam& param_of(const Access& access) const {
+    return input_.params[static_cast<std::size_t>(access.param)];
   }
   PlannedUse& planned(std::size_t use) { return use == 0 ? plan_.ahead : plan_.uses[use - 1]; }
 
-  void lay_out_places() {
+  void lay_out_accesses() {
     std::vector<std::size_t> latest(input_.params.size(), kNone);
-    first_place_ = {0, 0};
+    first_access_ = {0, 0};
     bytes_before_ = {0, 0};
     std::int64_t bytes = 0;
     for (std::size_t use = 1; use < num_uses_; ++use) {
@@ -89,18 +90,18 @@ class Planner {
       for (const int param : input_.unit_params[unit]) {
         TESSERA_INVARIANT(static_cast<std::size_t>(param) < input_.params.size(), "unit ", unit,
                           " needs parameter ", param, ", of ", input_.params.size());
-        Place place{.param = param, .use = use, .busy_until = std::max(end, use + 1)};
+        Access access{.param = param, .use = use, .busy_until = std::max(end, use + 1)};
         std::size_t& before = latest[static_cast<std::size_t>(param)];
         if (before != kNone) {
-          places_[before].next = places_.size();
-          place.previous = before;
-          place.busy_until = std::max(place.busy_until, places_[before].busy_until);
+          accesses_[before].next = accesses_.size();
+          access.previous = before;
+          access.busy_until = std::max(access.busy_until, accesses_[before].busy_until);
         }
-        before = places_.size();
-        places_.push_back(place);
-        bytes += param_of(place).full_bytes;
+        before = accesses_.size();
+        accesses_.push_back(access);
+        bytes += param_of(access).full_bytes;
       }
-      first_place_.push_back(places_.size());
+      first_access_.push_back(accesses_.size());
       bytes_before_.push_back(bytes);
     }
   }
@@ -119,8 +120,8 @@ class Planner {
     }
   }
 
-  std::int64_t bytes_between(const Place& place, const Place& next) const {
-    return bytes_before_[next.use] - bytes_before_[place.use + 1];
+  std::int64_t bytes_between(const Access& access, const Access& next) const {
+    return bytes_before_[next.use] - bytes_before_[access.use + 1];
   }
   std::int64_t own_bytes(std::size_t use) const {
     return bytes_before_[use + 1] - bytes_before_[use];
@@ -129,18 +130,18 @@ class Planner {
   std::int64_t room(std::size_t use) const {
     return std::max<std::int64_t>(0, budgets_.live_limit_bytes - own_bytes(use));
   }
-  std::size_t next_use(const Place& place) const {
-    return place.next == kNone ? num_uses_ : places_[place.next].use;
+  std::size_t next_use(const Access& access) const {
+    return access.next == kNone ? num_uses_ : accesses_[access.next].use;
   }
 
   void lay_out_what_is_held_anyway() {
-    for (Place& place : places_) {
-      const std::int64_t bytes = param_of(place).full_bytes;
-      if (param_of(place).persists) {
-        add_between(persistent_, place.use + 1, next_use(place), bytes);
+    for (Access& access : accesses_) {
+      const std::int64_t bytes = param_of(access).full_bytes;
+      if (param_of(access).persists) {
+        add_between(persistent_, access.use + 1, next_use(access), bytes);
       } else {
-        place.stays = place.next != kNone && place.busy_until >= next_use(place);
-        add_between(busy_, place.use + 1, std::min(place.busy_until, next_use(place)), bytes);
+        access.stays = access.next != kNone && access.busy_until >= next_use(access);
+        add_between(busy_, access.use + 1, std::min(access.busy_until, next_use(access)), bytes);
       }
     }
     add_up(persistent_);
@@ -152,35 +153,35 @@ class Planner {
   void decide_what_stays() {
     lay_out_what_is_held_anyway();
     std::vector<std::vector<std::size_t>> waits_from(num_uses_ + 1);
-    for (std::size_t i = 0; i < places_.size(); ++i) {
-      const Place& place = places_[i];
-      if (place.next != kNone && !place.stays && !param_of(place).persists &&
-          bytes_between(place, places_[place.next]) <= budgets_.reuse_distance_bytes) {
-        waits_from[place.busy_until].push_back(i);
+    for (std::size_t i = 0; i < accesses_.size(); ++i) {
+      const Access& access = accesses_[i];
+      if (access.next != kNone && !access.stays && !param_of(access).persists &&
+          bytes_between(access, accesses_[access.next]) <= budgets_.reuse_distance_bytes) {
+        waits_from[access.busy_until].push_back(i);
       }
     }
-    std::set<std::pair<std::size_t, std::size_t>> waiting;  // next use, place
+    std::set<std::pair<std::size_t, std::size_t>> waiting;  // next use, access
     std::int64_t waiting_bytes = 0;
     for (std::size_t use = 0; use < num_uses_; ++use) {
       for (const std::size_t i : waits_from[use]) {
-        waiting.emplace(next_use(places_[i]), i);
-        waiting_bytes += param_of(places_[i]).full_bytes;
+        waiting.emplace(next_use(accesses_[i]), i);
+        waiting_bytes += param_of(accesses_[i]).full_bytes;
       }
-      for (const Place& place : places_of(use)) {
-        if (place.previous != kNone && waiting.erase({use, place.previous}) == 1) {
-          waiting_bytes -= param_of(place).full_bytes;
-          places_[place.previous].stays = true;
+      for (const Access& access : accesses_of(use)) {
+        if (access.previous != kNone && waiting.erase({use, access.previous}) == 1) {
+          waiting_bytes -= param_of(access).full_bytes;
+          accesses_[access.previous].stays = true;
         }
       }
       while (!waiting.empty() && waiting_bytes + persistent_[use] + busy_[use] > room(use)) {
         const auto farthest = std::prev(waiting.end());
-        waiting_bytes -= param_of(places_[farthest->second]).full_bytes;
+        waiting_bytes -= param_of(accesses_[farthest->second]).full_bytes;
         waiting.erase(farthest);
       }
     }
-    for (const Place& place : places_) {
-      if (place.stays) {
-        add_between(others_, place.busy_until, next_use(place), param_of(place).full_bytes);
+    for (const Access& access : accesses_) {
+      if (access.stays) {
+        add_between(others_, access.busy_until, next_use(access), param_of(access).full_bytes);
       }
     }
     add_up(others_);
@@ -189,16 +190,17 @@ class Planner {
     }
   }
 
-  bool is_held_from_before(const Place& place) const {
-    return place.previous != kNone && (param_of(place).persists || places_[place.previous].stays);
+  bool is_held_from_before(const Access& access) const {
+    return access.previous != kNone &&
+           (param_of(access).persists || accesses_[access.previous].stays);
   }
-  bool is_provided_for(const Place& place) const {
-    return place.prefetched || is_held_from_before(place);
+  bool is_provided_for(const Access& access) const {
+    return access.prefetched || is_held_from_before(access);
   }
   // Not provided for, but still held during `now`, or by then: it can stay instead of being
   // gathered again.
-  bool can_stay(const Place& place, std::size_t now) const {
-    return place.previous != kNone && places_[place.previous].busy_until > now;
+  bool can_stay(const Access& access, std::size_t now) const {
+    return access.previous != kNone && accesses_[access.previous].busy_until > now;
   }
 
   void prefetch_during(std::size_t now) {
@@ -215,11 +217,11 @@ class Planner {
 
   // All of what `use` needs is held or on its way afterwards; false: not all of it can be.
   bool provide_for(std::size_t use, std::size_t now) {
-    std::vector<Place*> missing;
-    std::vector<Place*> staying;
-    for (Place& place : places_of(use)) {
-      if (!is_provided_for(place)) {
-        (can_stay(place, now) ? staying : missing).push_back(&place);
+    std::vector<Access*> missing;
+    std::vector<Access*> staying;
+    for (Access& access : accesses_of(use)) {
+      if (!is_provided_for(access)) {
+        (can_stay(access, now) ? staying : missing).push_back(&access);
       }
     }
     const auto max_inflight = static_cast<std::size_t>(budgets_.max_inflight);
@@ -244,7 +246,7 @@ class Planner {
   }
 
   // How many of the parameters fit into the call that is put together and `num_calls` more.
-  std::size_t num_in_calls(const std::vector<Place*>& missing, std::size_t num_calls) const {
+  std::size_t num_in_calls(const std::vector<Access*>& missing, std::size_t num_calls) const {
     std::int64_t call_bytes = call_bytes_;
     for (std::size_t i = 0; i < missing.size(); ++i) {
       const std::int64_t bytes = param_of(*missing[i]).full_bytes;
@@ -260,10 +262,10 @@ class Planner {
     return missing.size();
   }
 
-  void add_calls(const std::vector<Place*>& missing, std::size_t use, std::size_t now) {
+  void add_calls(const std::vector<Access*>& missing, std::size_t use, std::size_t now) {
     for (std::size_t i = 0; i < missing.size(); ++i) {
-      Place& place = *missing[i];
-      const std::int64_t bytes = param_of(place).full_bytes;
+      Access& access = *missing[i];
+      const std::int64_t bytes = param_of(access).full_bytes;
       if (joins_call(call_bytes_, i > 0, bytes)) {
         call_bytes_ += bytes;
       } else {
@@ -271,8 +273,8 @@ class Planner {
         call_bytes_ = bytes;
         inflight_.push_back(use);
       }
-      place.prefetched = true;
-      gathers_.push_back({&place, now, num_calls_, 0});
+      access.prefetched = true;
+      gathers_.push_back({&access, now, num_calls_, 0});
     }
   }
 
@@ -285,41 +287,41 @@ class Planner {
     if (all_bytes <= budgets_.live_limit_bytes) {
       return;
     }
-    std::vector<std::size_t> gathered_from(places_.size(), kNone);  // by place: during which use
+    std::vector<std::size_t> gathered_from(accesses_.size(), kNone);  // by access: during which use
     for (const Gather& gather : gathers_) {
-      gathered_from[index_of(*gather.place)] = gather.during;
+      gathered_from[index_of(*gather.access)] = gather.during;
     }
-    std::vector<Place*> candidates;
-    for (Place& place : places_) {
-      if (place.next != kNone && !place.stays && !param_of(place).persists) {
-        candidates.push_back(&place);
+    std::vector<Access*> candidates;
+    for (Access& access : accesses_) {
+      if (access.next != kNone && !access.stays && !param_of(access).persists) {
+        candidates.push_back(&access);
       }
     }
     std::stable_sort(candidates.begin(), candidates.end(),
-                     [&](const Place* left, const Place* right) {
+                     [&](const Access* left, const Access* right) {
                        return next_use(*left) - left->use < next_use(*right) - right->use;
                      });
-    for (Place* place : candidates) {
-      Place& next = places_[place->next];
-      const std::size_t from = gathered_from[place->next];
+    for (Access* access : candidates) {
+      Access& next = accesses_[access->next];
+      const std::size_t from = gathered_from[access->next];
       const std::size_t end = next.prefetched ? from : next.use;
       const std::int64_t bytes = param_of(next).full_bytes;
       bool fits = true;
-      for (std::size_t i = place->busy_until; i < end && fits; ++i) {
+      for (std::size_t i = access->busy_until; i < end && fits; ++i) {
         fits = others_[i] + bytes <= room(i);
       }
       if (fits) {
-        for (std::size_t i = place->busy_until; i < end; ++i) {
+        for (std::size_t i = access->busy_until; i < end; ++i) {
           others_[i] += bytes;
         }
-        place->stays = true;
+        access->stays = true;
         next.prefetched = false;
       }
     }
-    std::erase_if(gathers_, [](const Gather& gather) { return !gather.place->prefetched; });
+    std::erase_if(gathers_, [](const Gather& gather) { return !gather.access->prefetched; });
   }
-  std::size_t index_of(const Place& place) const {
-    return static_cast<std::size_t>(&place - places_.data());
+  std::size_t index_of(const Access& access) const {
+    return static_cast<std::size_t>(&access - accesses_.data());
   }
 
   void write_down_prefetches() {
@@ -332,25 +334,25 @@ class Planner {
       }
       gather.call = calls.size() - 1;
       gather.index = calls.back().size();
-      calls.back().push_back(gather.place->param);
+      calls.back().push_back(gather.access->param);
     }
   }
 
   // Holds these from `now` on, or from their last use on, until they are used, if that fits.
-  bool take_room(const std::vector<Place*>& missing, const std::vector<Place*>& staying,
+  bool take_room(const std::vector<Access*>& missing, const std::vector<Access*>& staying,
                  std::size_t now) {
     std::size_t end = now;
     const auto add = [&](int sign) {
-      for (const Place* place : missing) {
-        end = place->use;
-        for (std::size_t i = now; i < place->use; ++i) {
-          others_[i] += sign * param_of(*place).full_bytes;
+      for (const Access* access : missing) {
+        end = access->use;
+        for (std::size_t i = now; i < access->use; ++i) {
+          others_[i] += sign * param_of(*access).full_bytes;
         }
       }
-      for (const Place* place : staying) {
-        end = place->use;
-        for (std::size_t i = places_[place->previous].busy_until; i < place->use; ++i) {
-          others_[i] += sign * param_of(*place).full_bytes;
+      for (const Access* access : staying) {
+        end = access->use;
+        for (std::size_t i = accesses_[access->previous].busy_until; i < access->use; ++i) {
+          others_[i] += sign * param_of(*access).full_bytes;
         }
       }
     };
@@ -361,36 +363,36 @@ class Planner {
         return false;
       }
     }
-    for (const Place* place : staying) {
-      places_[place->previous].stays = true;
+    for (const Access* access : staying) {
+      accesses_[access->previous].stays = true;
     }
     return true;
   }
 
   void write_down(std::size_t use) {
     PlannedUse& plan = planned(use);
-    for (Place& place : places_of(use)) {
-      if (!is_provided_for(place)) {
-        plan.demand.push_back(place.param);
-        gathers_.push_back({&place, use, kNone, plan.demand.size() - 1});
+    for (Access& access : accesses_of(use)) {
+      if (!is_provided_for(access)) {
+        plan.demand.push_back(access.param);
+        gathers_.push_back({&access, use, kNone, plan.demand.size() - 1});
       }
-      if (!place.stays && !param_of(place).persists) {
-        plan.release.push_back(place.param);
+      if (!access.stays && !param_of(access).persists) {
+        plan.release.push_back(access.param);
       }
     }
     plan_.peak_bytes = std::max(plan_.peak_bytes, own_bytes(use) + others_[use]);
   }
 
-  // The use at whose end what is gathered for this place is released.
-  std::size_t last_use(const Place* place) const {
-    while (place->stays) {
-      place = &places_[place->next];
+  // The use at whose end what is gathered for this access is released.
+  std::size_t last_use(const Access* access) const {
+    while (access->stays) {
+      access = &accesses_[access->next];
     }
-    return place->busy_until - 1;
+    return access->busy_until - 1;
   }
 
-  // Parameters that persist lie at the bottom, at the same place in every plan.
-  void assign_places_in_arena() {
+  // Parameters that persist lie at the bottom, at the same offset in every plan.
+  void assign_arena_offsets() {
     std::vector<std::int64_t> persistent_offset(input_.params.size());
     std::int64_t bottom = 0;
     for (std::size_t id = 0; id < input_.params.size(); ++id) {
@@ -404,9 +406,9 @@ class Planner {
     }
     std::vector<Lifetime> lifetimes;
     for (const Gather& gather : gathers_) {
-      const PlanParam& param = param_of(*gather.place);
+      const PlanParam& param = param_of(*gather.access);
       const auto begin = static_cast<std::int64_t>(gather.during) * 2;
-      const auto end = static_cast<std::int64_t>(last_use(gather.place)) * 2 + 1;
+      const auto end = static_cast<std::int64_t>(last_use(gather.access)) * 2 + 1;
       lifetimes.push_back({param.persists ? 0 : param.full_bytes, begin, end});
     }
     const ArenaPlan arena =
@@ -415,8 +417,8 @@ class Planner {
     for (std::size_t i = 0; i < gathers_.size(); ++i) {
       const Gather& gather = gathers_[i];
       std::int64_t offset = arena.offsets[i] < 0 ? -1 : arena.offsets[i] + bottom;
-      if (param_of(*gather.place).persists) {
-        offset = persistent_offset[static_cast<std::size_t>(gather.place->param)];
+      if (param_of(*gather.access).persists) {
+        offset = persistent_offset[static_cast<std::size_t>(gather.access->param)];
       }
       PlannedUse& plan = planned(gather.during);
       plan.prefetch_offsets.resize(plan.prefetch.size());
@@ -430,8 +432,8 @@ class Planner {
   const PlanInput& input_;
   const PlanBudgets& budgets_;
   const std::size_t num_uses_;
-  std::vector<Place> places_;             // use by use
-  std::vector<std::size_t> first_place_;  // by use
+  std::vector<Access> accesses_;           // use by use
+  std::vector<std::size_t> first_access_;  // by use
   std::vector<std::int64_t> bytes_before_;
   // By use: full bytes held while it runs, without its own; all of them, the persistent ones, and
   // those of uses around it.

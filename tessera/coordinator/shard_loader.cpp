@@ -30,25 +30,23 @@ LoaderSizes loader_sizes(std::size_t buffer_bytes) {
   return sizes;
 }
 
-ShardLoader::ShardLoader(shard::ParamTable& params, device::Device& device)
+ShardLoader::ShardLoader(shard::ParamTable& params, shard::ShardStore* store,
+                         device::Device& device, Tier tier, const LoaderSizes& sizes)
     : params_(params),
-      store_(nullptr),
+      store_(store),
       device_(device),
       gather_(device.stream(device::StreamKind::kGather)),
       read_(device.stream(device::StreamKind::kRead)),
-      tiles_(device, Tier::kHost, 0, "parameter tiles"),
-      window_(device, Tier::kHost, 0, "parameter window") {}
+      sizes_(sizes),
+      tiles_(device, tier, 2 * sizes_.tile_bytes, "parameter tiles"),
+      window_(device, tier, sizes_.window_bytes, "parameter window") {}
+
+ShardLoader::ShardLoader(shard::ParamTable& params, device::Device& device)
+    : ShardLoader(params, nullptr, device, Tier::kHost, LoaderSizes()) {}
 
 ShardLoader::ShardLoader(shard::ParamTable& params, shard::ShardStore& store,
                          device::Device& device, Tier tier, std::size_t buffer_bytes)
-    : params_(params),
-      store_(&store),
-      device_(device),
-      gather_(device.stream(device::StreamKind::kGather)),
-      read_(device.stream(device::StreamKind::kRead)),
-      sizes_(loader_sizes(buffer_bytes)),
-      tiles_(device, tier, 2 * sizes_.tile_bytes, "parameter tiles"),
-      window_(device, tier, sizes_.window_bytes, "parameter window") {
+    : ShardLoader(params, &store, device, tier, loader_sizes(buffer_bytes)) {
   TESSERA_INVARIANT(buffer_bytes >= kSmallestLoaderBytes, "a loader with ", buffer_bytes,
                     " bytes of buffers; it needs ", kSmallestLoaderBytes);
   params_.set_receiver([this](int id, std::int64_t begin, std::int64_t numel, const void* values) {
@@ -142,8 +140,8 @@ Pending ShardLoader::load(const Load& load) {
   const shard::Layout& layout = load.param->layout();
   if (load.copy.values != nullptr) {
     // Behind the former users of its memory, as all that the gather stream is given from now on.
-    const std::optional<Pending> made = load.copy.made.state()->wait_handed_over();
-    gather_.wait(made ? *made : load.copy.made);
+    const std::shared_ptr<device::PendingState>& made = load.copy.made.state();
+    gather_.wait(made ? made->wait_handed_over().value_or(load.copy.made) : Pending());
     const auto numel = static_cast<std::size_t>(load.param->range().numel);
     return device_.start_copy(load.to, load.copy.values, numel * bytes_of(layout.dtype()), gather_);
   }

@@ -118,6 +118,9 @@ class ShardLoader {
   LoaderStats take_stats(Tier tier);
 
  private:
+  ShardLoader(shard::ParamTable& params, shard::ShardStore* store, device::Device& device,
+              Tier tier, const LoaderSizes& sizes);
+
   struct Load {
     const shard::Param* param = nullptr;
     Tier tier = Tier::kHost;  // loaded from

@@ -8,14 +8,13 @@
 //
 // Invariants:
 //  (1) This rank's shard exists in every state; gathering never consumes it. Its padding is zero.
-//      It is in memory of the device, in pinned memory of the host where the device has its own,
-//      or stored (shard_store.h): then shard() is null.
+//      It is in the device's memory, in pinned host memory of a discrete device, or on NVMe
+//      (shard_store.h): then shard() is null.
 //  (2) The tensor has storage exactly while the parameter has users: what is gathered ahead or kept
 //      for later cannot be read or changed by anybody else. It is one tensor for life: see
 //      [Note: identity].
 //  (3) In a group of one a shard in the device's memory is the full parameter: gathering attaches
-//  it, and moves
-//      nothing.
+//      it, and moves nothing.
 //  (4) A shard carries the number of its last update and the work that completes it; whoever reads
 //      the shard orders itself behind that work.
 //  (5) Every illegal move is a StateError with the parameter's name and, where one is known, the
@@ -66,7 +65,7 @@ class FullTensor {
 };
 
 // New values of a shard on the host that the device still has where it made them: whoever gathers
-// the parameter may copy them from there, and need not bring the shard up.
+// the parameter may copy them from there, without H2D.
 struct DeviceCopy {
   const std::byte* values = nullptr;  // range().numel elements; null: there is none
   device::Pending made;               // by work of the device, which may not be handed over yet
@@ -103,13 +102,13 @@ class Param {
   std::byte* shard() const { return shard_.data(); }
   bool is_on_nvme() const { return tier() == Tier::kNvme; }
   bool is_on_host() const { return tier() == Tier::kHost; }
-  // Of the shard. kHost is pinned memory, from which every gather brings it to a discrete device.
+  // Of the shard. kHost is pinned memory, from which every gather loads it to a discrete device.
   Tier tier() const { return spec_.placement.parameter; }
   const Placement& placement() const { return spec_.placement; }
   // Before the reducer and the optimizer are made. REQUIRES: the shard is where it says.
   void set_placement(const Placement& placement);
   // Between steps, while released. Memory of the tier before is given back; memory of the new one
-  // is zeroed, and what is stored is nowhere else. Whoever says so moves the bytes.
+  // is zeroed, and what is on NVMe is nowhere else. Whoever says so moves the bytes.
   void set_tier(Tier tier);
   // The same with the bytes, between tiers in memory.
   void move_to(Tier tier);
@@ -159,7 +158,7 @@ class Param {
   const ElementRange range_;
   device::Device& device_;
   device::Memory shard_;
-  std::unique_ptr<FullTensor> tensor_;  // after the shard: it lets go of that memory first
+  std::unique_ptr<FullTensor> tensor_;  // after the shard: it detaches from that memory first
   ParamState state_ = ParamState::kReleased;
   void* full_ = nullptr;
   int num_users_ = 0;
@@ -186,8 +185,8 @@ class ParamTable {
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
 
-  // New elements [begin, begin + numel) of a shard on NVMe, from its update, which is about to write
-  // them, to whoever loads shards. True: kept, and not read again. From any thread.
+  // New elements [begin, begin + numel) of a shard on NVMe, from its update, which is about to
+  // write them, to whoever loads shards. True: kept, and not read again. From any thread.
   bool pass_on(int id, std::int64_t begin, std::int64_t numel, const void* values) const {
     return receiver_ && receiver_(id, begin, numel, values);
   }

@@ -12,7 +12,7 @@ void ShardStore::add(const Param& param) {
   if (offsets_.size() <= id) {
     offsets_.resize(id + 1, -1);
   }
-  TESSERA_INVARIANT(offsets_[id] < 0, "parameter '", param.name(), "' is stored already");
+  TESSERA_INVARIANT(offsets_[id] < 0, "parameter '", param.name(), "' is on NVMe already");
   offsets_[id] = static_cast<std::int64_t>(store_.allocate(
       param.layout().shard_bytes(), detail::concat("parameter '", param.name(), "'")));
 }

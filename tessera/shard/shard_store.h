@@ -27,9 +27,9 @@ class ShardStore {
   // `store` outlives it.
   explicit ShardStore(tier::Store& store) : store_(store) {}
 
-  // Room for the shard of this parameter.
+  // An extent for the shard of this parameter.
   void add(const Param& param);
-  // It lives in memory from now on; its room stays unused.
+  // It lives in memory from now on; its extent stays unused.
   void forget(int id);
   bool has(int id) const;
   std::int64_t offset(int id) const;  // in the store

@@ -68,9 +68,9 @@ TEST_P(TiersOn, AShardMayBeLargerThanTheWindowAndAllBuffersTogether) {
 
 // Passes in the usual order and others, evaluations, holds, residence, steps that end early and
 // passes that are given up: all ranks draw the same.
-class Walk {
+class RandomProgram {
  public:
-  Walk(CoordinatorFixture& rank, unsigned seed) : rank_(rank), random_(seed) {}
+  RandomProgram(CoordinatorFixture& rank, unsigned seed) : rank_(rank), random_(seed) {}
 
   void run(int num_moves) {
     for (int move = 0; move < num_moves; ++move) {
@@ -102,23 +102,15 @@ class Walk {
   }
 
  private:
-  std::size_t num_units() const { return rank_.model().units.size(); }
   std::size_t draw(std::size_t below) { return random_() % below; }
-  UnitId draw_unit() { return static_cast<UnitId>(draw(num_units())); }
+  UnitId draw_unit() { return static_cast<UnitId>(draw(rank_.num_units())); }
 
   void run_uses(std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) {
-      const UnitId unit = draw_unit();
-      rank_.begin(unit, Phase::kForward);
-      rank_.end(unit, Phase::kForward);
+      rank_.run({draw_unit()});
     }
   }
-  void evaluate() {
-    for (std::size_t i = 0; i < num_units(); ++i) {
-      rank_.begin(static_cast<UnitId>(i), Phase::kInference);
-      rank_.end(static_cast<UnitId>(i), Phase::kInference);
-    }
-  }
+  void evaluate() { rank_.run(rank_.all_units(), Phase::kInference); }
   void hold() {
     const UnitId unit = draw_unit();
     const std::vector<int>& ids = rank_.model().units[static_cast<std::size_t>(unit)];
@@ -152,7 +144,7 @@ TEST_P(TiersOn, ValuesAreRightOnAnyWay) {
       model.nvme = all[seed % all.size()];
       const std::vector<CoordinatorOptions> options = some_option_combinations();
       on_ranks({num_ranks}, model, options[seed % options.size()], GetParam(),
-               [&](auto& rank) { Walk(rank, seed).run(15); });
+               [&](auto& rank) { RandomProgram(rank, seed).run(15); });
     }
   }
 }

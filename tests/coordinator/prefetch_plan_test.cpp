@@ -135,6 +135,10 @@ TEST(PrefetchPlan, GathersAsFewLayersAsTheLimitAllows) {
       EXPECT_EQ(outcome.num_gathered, num_gathered) << describe(c);
       EXPECT_EQ(outcome.num_calls, num_gathered) << describe(c);
       EXPECT_LE(outcome.plan.peak_bytes, std::max<std::int64_t>(limit, 1) * kPlannedLayerBytes);
+      // Also where the turn fills the limit: what does not stay frees its memory at once.
+      if (bucket > 0 && limit >= 2) {
+        EXPECT_EQ(outcome.num_demanded, 0) << describe(c);
+      }
     }
   }
 }
@@ -166,16 +170,6 @@ TEST(PrefetchPlan, HoldsOneUnitAtALimitOfZero) {
   EXPECT_EQ(outcome.num_demanded, 63);
 }
 
-TEST(PrefetchPlan, GathersEverythingOnceIfEverythingFits) {
-  Case c = layers(8, 0);
-  c.budgets.live_limit_bytes = kUnlimited;
-  c.budgets.bucket_bytes = kUnlimited;
-  const Outcome outcome = checked_plan(c);
-  EXPECT_EQ(outcome.num_gathered, 8);
-  EXPECT_EQ(outcome.num_demanded, 0);
-  EXPECT_EQ(outcome.plan.peak_bytes, 8 * kPlannedLayerBytes);
-}
-
 TEST(PrefetchPlan, KeepsPrefetchesInFlightAheadOfEveryUse) {
   Case c = layers(8, 0);
   c.budgets.live_limit_bytes = kUnlimited;
@@ -189,16 +183,6 @@ TEST(PrefetchPlan, KeepsPrefetchesInFlightAheadOfEveryUse) {
     EXPECT_EQ(uses[static_cast<std::size_t>(i)].prefetch, (std::vector<GatherList>{{i + 3}}));
   }
   EXPECT_TRUE(uses[5].prefetch.empty());
-}
-
-TEST(PrefetchPlan, PrefetchesAlsoWhereTheTurnFillsTheLimit) {
-  // Around the turn the limit is full of layers that stay. Before and after it every use is
-  // prefetched all the same, since what does not stay leaves its room at once.
-  Case c = layers(32, 6);
-  c.budgets.bucket_bytes = kPlannedLayerBytes;
-  const Outcome outcome = checked_plan(c);
-  EXPECT_EQ(outcome.num_demanded, 0);
-  EXPECT_EQ(outcome.num_gathered, 58);
 }
 
 TEST(PrefetchPlan, ReleasesWhatIsUsedAgainTooFarAhead) {

@@ -300,9 +300,9 @@ TEST_F(ParamTest, LetsGoOfItsTensorBeforeItsMemory) {
 }
 
 TEST_F(ParamTest, AStoredShardTakesNoMemoryAndIsNeverTheFullParameter) {
-  ParamSpec stored = spec("w", 10);
-  stored.placement.parameter = Tier::kNvme;
-  Param param(0, stored, 0, 1, *device_, tensor());
+  ParamSpec on_nvme = spec("w", 10);
+  on_nvme.placement.parameter = Tier::kNvme;
+  Param param(0, on_nvme, 0, 1, *device_, tensor());
   EXPECT_TRUE(param.is_on_nvme());
   EXPECT_FALSE(param.shard_is_full());
   EXPECT_EQ(param.shard(), nullptr);

@@ -1,4 +1,4 @@
-// Where stored shards are, and which of their writes are still under way.
+// Where shards on NVMe are, and which of their writes are still under way.
 #include "tessera/shard/shard_store.h"
 
 #include <cstring>
