@@ -1,10 +1,10 @@
 // Ranks as threads of one process: the backend of tests.
 //
 // A ThreadWorld is what a cluster is for processes; each rank's thread takes its own Backend from
-// it. Collectives are really asynchronous: a worker per rank and group meets its peers and copies
-// from their memory into its own, so nothing happens on the calling thread and ordering mistakes
-// show. Delays make ranks run late and out of step; faults make the n-th call of a rank fail or
-// never arrive. Tags are compared in shared memory, at no cost.
+// it. Collectives are really asynchronous: a worker per rank and group waits for its peers and
+// copies from their memory into its own, so nothing happens on the calling thread and ordering
+// mistakes show. Delays make ranks run late and out of step; faults make the n-th call of a rank
+// fail or never arrive. Tags are compared in shared memory, at no cost.
 //
 // Order: calls of one rank and group are executed in the order in which they were started.
 // Threads: a Backend belongs to its rank's thread; the world is shared and locks itself.

@@ -1,4 +1,4 @@
-// How one rank's process came to its end, and which of several ends is the root cause.
+// How one rank's process ended, and which of several ends is the root cause.
 //
 // When one rank dies the others fail too, because they lose it. Only one message helps: that of the
 // rank which failed on its own.

@@ -21,7 +21,7 @@ class SignalPipe {
   SignalPipe(const SignalPipe&) = delete;
   SignalPipe& operator=(const SignalPipe&) = delete;
 
-  // Readable when a signal has come.
+  // Readable when a signal has arrived.
   int fd() const { return read_fd_; }
   // The signals since the last call, oldest first. Never blocks.
   std::vector<int> take();

@@ -1,7 +1,7 @@
 // The contracts over ranks as threads: in step, out of step, and late with little staging, for
 // which calls wait; with memory of the host, and of a double that the host cannot touch.
+#include "testing/guarded_device.h"
 #include "tests/comm/contract.h"
-#include "tests/comm/guarded_device.h"
 
 namespace tessera::comm {
 namespace {
@@ -17,7 +17,7 @@ ContractWorld double_threads(const std::string& name, device::LateMode mode,
                              std::uint32_t max_delay_us, std::size_t staging_bytes) {
   ContractWorld world = threads(name, max_delay_us, staging_bytes);
   world.make_device = [mode](int rank, Ledger& ledger) {
-    return make_guarded_device(mode, rank, ledger);
+    return device::make_guarded_device(mode, rank, ledger);
   };
   return world;
 }

@@ -12,16 +12,6 @@
 namespace tessera::comm {
 namespace {
 
-std::vector<std::byte> all_parts(std::uint64_t seed, int num_parts, std::size_t numel,
-                                 DType dtype) {
-  std::vector<std::byte> parts;
-  for (int rank = 0; rank < num_parts; ++rank) {
-    const auto part = reference::array(seed, rank, 0, numel, dtype);
-    parts.insert(parts.end(), part.begin(), part.end());
-  }
-  return parts;
-}
-
 // Around the block length on both sides, so that block borders show.
 TEST(ExactSum, EqualsThePlainLoopForEveryTypeAndSize) {
   for (const std::size_t numel : {0, 1, 7, 2047, 2048, 2049, 5000}) {
@@ -32,7 +22,7 @@ TEST(ExactSum, EqualsThePlainLoopForEveryTypeAndSize) {
                                        {DType::kFloat16, DType::kFloat16},
                                        {DType::kFloat64, DType::kFloat64},
                                        {DType::kInt64, DType::kInt64}}) {
-        const auto parts = all_parts(numel, num_parts, numel, dtype);
+        const auto parts = reference::arrays(numel, num_parts, numel, dtype);
         std::vector<std::byte> sum(numel * bytes_of(out));
         reduce_in_rank_order({parts.data(), dtype, num_parts, numel}, sum.data(), out,
                              Reduction::kSum);
@@ -98,7 +88,7 @@ TEST(ExactSum, MaxAndMinPropagateNaNFromAnyRank) {
 }
 
 TEST(ExactSum, TheResultMayReplaceTheFirstPart) {
-  auto parts = all_parts(5, 3, 5000, DType::kFloat32);
+  auto parts = reference::arrays(5, 3, 5000, DType::kFloat32);
   reduce_in_rank_order({parts.data(), DType::kFloat32, 3, 5000}, parts.data(), DType::kFloat32,
                        Reduction::kSum);
   parts.resize(5000 * 4);

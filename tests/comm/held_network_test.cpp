@@ -113,7 +113,7 @@ class HeldNetworkTest : public ::testing::Test {
   static void expect_cable_out(const Pending& call) {
     try {
       call.wait();
-      ADD_FAILURE() << "a call came to its end";
+      ADD_FAILURE() << "a call succeeded";
     } catch (const CommError& error) {
       EXPECT_NE(std::string(error.what()).find("the cable is out"), std::string::npos)
           << error.what();

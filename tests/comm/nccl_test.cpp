@@ -137,12 +137,7 @@ TEST_F(NcclOnCuda, TheDeviceAddsTheSameBitsAsTheHost) {
                                            {DType::kBFloat16, DType::kBFloat16},
                                            {DType::kFloat16, DType::kFloat32},
                                            {DType::kInt64, DType::kInt64}}) {
-      std::vector<std::byte> parts;
-      for (int rank = 0; rank < num_parts; ++rank) {
-        const auto part = reference::array(7, rank, 0, kNcclNumel, dtype);
-        parts.insert(parts.end(), part.begin(), part.end());
-      }
-      const Memory input = upload(parts);
+      const Memory input = upload(reference::arrays(7, num_parts, kNcclNumel, dtype));
       const Memory output = on_device(kNcclNumel * bytes_of(out_dtype));
       backend
           ->start_reduce({input.data(), dtype, num_parts, kNcclNumel}, output.data(), out_dtype,

@@ -80,7 +80,7 @@ Behaviour copied_and_spoiled_by(const char* name, const Deed& deed) {
           }};
 }
 
-// Nobody else will come to its call: the others reduce, this rank gathers.
+// Nobody else joins its call: the others reduce, this rank gathers.
 void throw_in_flight(comm::Group& group) {
   auto data = std::make_shared<std::vector<float>>(1000, 1.0F);
   comm::CallOptions options = labelled();

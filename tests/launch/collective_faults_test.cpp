@@ -1,6 +1,7 @@
 // Collectives of real processes that go wrong: every rank ends by itself, the others are told the
 // culprit's rank and what they waited for, one error is shown, nobody stays behind.
 #include <csignal>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -29,16 +30,11 @@ Outcome run(const std::string& behaviour, const char* timeout_ms) {
   Outcome outcome{launch.finish(), {}};
   EXPECT_TRUE(launch.survivors().empty()) << behaviour;
   EXPECT_FALSE(outcome.result.timed_out);
-  std::string line;
-  for (const char c : outcome.result.out) {
-    if (c != '\n') {
-      line += c;
-      continue;
-    }
+  std::istringstream lines(outcome.result.out);
+  for (std::string line; std::getline(lines, line);) {
     if (line.find(" was told: ") != std::string::npos) {
       outcome.told.push_back(line);
     }
-    line.clear();
   }
   return outcome;
 }

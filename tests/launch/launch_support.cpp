@@ -41,7 +41,7 @@ MarkedRun::MarkedRun(const std::string& program, const std::vector<std::string>&
 void MarkedRun::wait_until_ready(int num_ranks) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     ASSERT_TRUE(process_->wait_for_output("rank " + std::to_string(rank) + " ready\n"))
-        << "rank " << rank << " did not come";
+        << "rank " << rank << " did not get ready";
   }
 }
 

@@ -27,7 +27,7 @@ class MarkedRun {
             std::map<std::string, std::string> environment = {});
 
   Process& process() { return *process_; }
-  // Waits for "rank r ready" of all; a test failure if one does not come.
+  // Waits for "rank r ready" of all; a test failure if one does not.
   void wait_until_ready(int num_ranks);
   // Waits for the end of the program and of everybody who holds its output.
   ProcessResult finish();

@@ -1,4 +1,4 @@
-// Ranks that meet at a store: the launcher's, or that of rank 0 under another launcher.
+// Ranks that join at a store: the launcher's, or that of rank 0 under another launcher.
 #include <unistd.h>
 
 #include <csignal>
@@ -30,12 +30,12 @@ void expect_free(int port) {
   close(fd);
 }
 
-TEST(LaunchWithStore, LetsAllRanksMeetAndFreesThePort) {
-  MarkedRun launch(kStoreProgram, {"--ranks", "3", "meet"});
+TEST(LaunchWithStore, LetsAllRanksJoinAndFreesThePort) {
+  MarkedRun launch(kStoreProgram, {"--ranks", "3", "join"});
   const ProcessResult result = launch.finish();
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_EQ(result.err, "");
-  EXPECT_EQ(count(result.out, " met 3 at port "), 3) << result.out;
+  EXPECT_EQ(count(result.out, " joined 3 at port "), 3) << result.out;
   const std::set<int> ports = ports_in(result.out);
   ASSERT_EQ(ports.size(), 1U) << result.out;
   expect_free(*ports.begin());
@@ -76,12 +76,12 @@ TEST(OtherLaunchers, LetRankZeroHoldTheStore) {
         {"RANK", rank}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}};
   };
   // The one that connects starts first: it must wait for the one that serves.
-  MarkedRun second(kStoreProgram, {"meet"}, environment("1"));
-  MarkedRun first(kStoreProgram, {"meet"}, environment("0"));
+  MarkedRun second(kStoreProgram, {"join"}, environment("1"));
+  MarkedRun first(kStoreProgram, {"join"}, environment("0"));
   for (MarkedRun* rank : {&first, &second}) {
     const ProcessResult result = rank->finish();
     EXPECT_EQ(result.exit_code, 0) << result.err;
-    EXPECT_EQ(count(result.out, " met 2 at port " + port), 1) << result.out;
+    EXPECT_EQ(count(result.out, " joined 2 at port " + port), 1) << result.out;
     EXPECT_EQ(result.err, "");
   }
   expect_free(std::stoi(port));

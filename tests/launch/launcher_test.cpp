@@ -73,16 +73,25 @@ TEST(Launcher, LeavesTheUsersNumberOfThreadsAlone) {
   EXPECT_EQ(result.err, "");
 }
 
-TEST(Launcher, ShowsTheErrorOfARankThatThrowsOnce) {
-  const ProcessResult result = run(4, {"throw", "2"});
-  EXPECT_EQ(result.exit_code, 1);
-  EXPECT_EQ(result.err, "rank 2 failed: disk is full; make room on it\n");
-}
-
-TEST(Launcher, ReturnsTwoForABadConfig) {
-  const ProcessResult result = run(2, {"throw-config", "1"});
-  EXPECT_EQ(result.exit_code, 2);
-  EXPECT_EQ(result.err, "rank 1 failed: lr=-1 is negative\n");
+TEST(Launcher, ShowsTheErrorOfTheRankThatFailedOnceAndReturnsItsCode) {
+  struct Case {
+    std::vector<std::string> behaviour;
+    int exit_code;
+    const char* said;
+  };
+  for (const Case& item :
+       {Case{{"throw", "2"}, 1, "rank 2 failed: disk is full; make room on it"},
+        Case{{"throw-config", "1"}, 2, "rank 1 failed: lr=-1 is negative"},
+        Case{{"throw-nonsense", "0"}, 1, "rank 0 failed: an exception of unknown type"},
+        Case{{"exit", "1", "3"}, 3, "rank 1 exited with code 3"},
+        Case{{"signal", "1", "9"}, 137, "rank 1 was killed by signal 9 (SIGKILL)"},
+        Case{{"signal", "1", "11"}, 139, "rank 1 was killed by signal 11 (SIGSEGV)"},
+        Case{{"signal", "1", "6"}, 134, "rank 1 was killed by signal 6 (SIGABRT)"}}) {
+    const ProcessResult result = run(3, item.behaviour);
+    EXPECT_EQ(result.exit_code, item.exit_code);
+    EXPECT_EQ(count(result.err, item.said), 1) << result.err;
+    EXPECT_EQ(result.err_lines().size(), 1U) << result.err;
+  }
 }
 
 TEST(Launcher, ShowsOneErrorWhenAllRanksFailAlike) {
@@ -90,34 +99,6 @@ TEST(Launcher, ShowsOneErrorWhenAllRanksFailAlike) {
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_EQ(result.err_lines().size(), 1U) << result.err;
   EXPECT_EQ(count(result.err, "has a bad config"), 1);
-}
-
-TEST(Launcher, ShowsAnExceptionOfUnknownType) {
-  const ProcessResult result = run(2, {"throw-nonsense", "0"});
-  EXPECT_EQ(result.exit_code, 1);
-  EXPECT_EQ(result.err, "rank 0 failed: an exception of unknown type\n");
-}
-
-TEST(Launcher, ReturnsTheCodeOfARankThatExits) {
-  const ProcessResult result = run(3, {"exit", "1", "3"});
-  EXPECT_EQ(result.exit_code, 3);
-  EXPECT_EQ(count(result.err, "rank 1 exited with code 3"), 1) << result.err;
-  EXPECT_EQ(result.err_lines().size(), 1U);
-}
-
-TEST(Launcher, NamesTheRankAndTheSignalThatKilledIt) {
-  struct Case {
-    int signal;
-    const char* said;
-  };
-  for (const Case& item : {Case{SIGKILL, "rank 1 was killed by signal 9 (SIGKILL)"},
-                           Case{SIGSEGV, "rank 1 was killed by signal 11 (SIGSEGV)"},
-                           Case{SIGABRT, "rank 1 was killed by signal 6 (SIGABRT)"}}) {
-    const ProcessResult result = run(3, {"signal", "1", std::to_string(item.signal)});
-    EXPECT_EQ(result.exit_code, 128 + item.signal);
-    EXPECT_EQ(count(result.err, item.said), 1) << result.err;
-    EXPECT_EQ(result.err_lines().size(), 1U) << result.err;
-  }
 }
 
 TEST(Launcher, WatchesASingleRankLikeMany) {

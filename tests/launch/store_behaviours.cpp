@@ -25,9 +25,9 @@ std::unique_ptr<comm::Store> join(const RankContext& context) {
 }
 
 // All join; rank 0, which may hold the store, leaves last.
-int meet(RankContext& context) {
+int join_all(RankContext& context) {
   const auto store = join(context);
-  say("rank " + std::to_string(context.rank()) + " met " + store->get("arrived", kLimit) +
+  say("rank " + std::to_string(context.rank()) + " joined " + store->get("arrived", kLimit) +
       " at port " + std::to_string(store->port()));
   const int num_done = static_cast<int>(store->add("done", 1));
   if (num_done == context.rendezvous.world_size) store->set("all_done", "yes");
@@ -63,7 +63,7 @@ int name_the_culprit(RankContext& context, const std::function<void()>& deed) {
 
 std::vector<Behaviour> store_behaviours() {
   return {
-      {"meet", meet},
+      {"join", join_all},
       {"killed-beside-readers",
        [](RankContext& context) { return name_the_culprit(context, [] { raise(SIGKILL); }); }},
       {"throw-beside-readers",

@@ -1,4 +1,4 @@
-#include "tests/comm/guarded_device.h"
+#include "testing/guarded_device.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@
 
 #include "tessera/core/error.h"
 
-namespace tessera::comm {
+namespace tessera::device {
 namespace {
 
 // The same pages twice: without rights, and for the device.
@@ -69,45 +69,41 @@ class Table {
   std::map<std::byte*, Pages> pages_;  // guarded by mutex_
 };
 
-class GuardedDevice final : public device::Device {
+class GuardedDevice final : public Device {
  public:
-  explicit GuardedDevice(device::MockDeviceOptions options)
-      : late_(device::make_mock_device(std::move(options))) {}
+  explicit GuardedDevice(MockDeviceOptions options) : mock_(make_mock_device(std::move(options))) {}
 
-  std::string name() const override { return late_->name() + ", guarded"; }
-  device::Stream& stream(device::StreamKind kind) override { return late_->stream(kind); }
+  std::string name() const override { return mock_->name() + ", guarded"; }
+  Stream& stream(StreamKind kind) override { return mock_->stream(kind); }
   bool is_discrete() const override { return true; }
 
-  device::Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) override {
+  Memory allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) override {
     if (tier != Tier::kDevice || bytes == 0) {
-      return late_->allocate(tier, bytes, role, alignment);
+      return mock_->allocate(tier, bytes, role, alignment);
     }
     const Pages pages = make_pages(bytes);
-    std::fill_n(pages.real, bytes, std::byte{device::kPoisonByte});
+    std::fill_n(pages.real, bytes, std::byte{kPoisonByte});
     table_->add(pages);
     return {pages.seen, bytes, [pages, table = table_] { table->remove(pages); }};
   }
 
-  device::Pending start_copy(void* to, const void* from, std::size_t bytes,
-                             device::Stream& stream) override {
-    return late_->start_copy(table_->real(to), table_->real(from), bytes, stream);
+  Pending start_copy(void* to, const void* from, std::size_t bytes, Stream& stream) override {
+    return mock_->start_copy(table_->real(to), table_->real(from), bytes, stream);
   }
-  device::Pending start_fill(void* to, std::uint8_t value, std::size_t bytes,
-                             device::Stream& stream) override {
-    return late_->start_fill(table_->real(to), value, bytes, stream);
+  Pending start_fill(void* to, std::uint8_t value, std::size_t bytes, Stream& stream) override {
+    return mock_->start_fill(table_->real(to), value, bytes, stream);
   }
-  device::MemoryInfo memory_info() const override { return late_->memory_info(); }
+  MemoryInfo memory_info() const override { return mock_->memory_info(); }
 
  private:
   const std::shared_ptr<Table> table_ = std::make_shared<Table>();
-  const std::unique_ptr<device::Device> late_;
+  const std::unique_ptr<Device> mock_;
 };
 
 }  // namespace
 
-std::unique_ptr<device::Device> make_guarded_device(device::LateMode mode, int rank,
-                                                    Ledger& ledger) {
-  device::MockDeviceOptions options;
+std::unique_ptr<Device> make_guarded_device(LateMode mode, int rank, Ledger& ledger) {
+  MockDeviceOptions options;
   options.mode = mode;
   options.seed = static_cast<std::uint64_t>(rank) + 1;
   options.own_memory = true;
@@ -115,4 +111,4 @@ std::unique_ptr<device::Device> make_guarded_device(device::LateMode mode, int r
   return std::make_unique<GuardedDevice>(std::move(options));
 }
 
-}  // namespace tessera::comm
+}  // namespace tessera::device
