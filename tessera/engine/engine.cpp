@@ -68,7 +68,7 @@ EngineStats Engine::take_stats() { return impl_->take_stats(); }
 Runtime& Engine::runtime() const { return impl_->runtime; }
 const coordinator::Coordinator& Engine::coordinator() const { return impl_->coordinator(); }
 const comm::Group& Engine::group() const { return impl_->group(); }
-const planner::MemoryPlan* Engine::placement() const { return impl_->tiers.plan(); }
+const planner::MemoryPlan* Engine::memory_plan() const { return impl_->tiers.plan(); }
 const tier::Store* Engine::store(Role role) const { return impl_->tiers.store(role); }
 
 }  // namespace tessera
