@@ -28,7 +28,7 @@ StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
   const bool on_cuda = plan.cuda_device >= 0;
   if (plan.memory) {
     coordinator::PlanBudgets& budgets = input.options.budgets;
-    const planner::MemoryPlan& memory = plan.memory->placement;
+    const planner::MemoryPlan& memory = plan.memory->plan;
     budgets.live_limit_bytes = memory.live_limit_bytes;
     if (memory.max_inflight > 0) {
       budgets.max_inflight = memory.max_inflight;

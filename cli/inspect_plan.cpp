@@ -44,7 +44,7 @@ bool is_gathered(const StepPlanInput& input, int id) {
   if (input.num_ranks > 1 || !input.memory) {
     return input.num_ranks > 1;
   }
-  return input.memory->placement.params[index_of(id)].parameter != Tier::kDevice;
+  return input.memory->plan.params[index_of(id)].parameter != Tier::kDevice;
 }
 
 void measure_units(const StepPlanInput& input, StepPlan& plan) {
@@ -214,7 +214,7 @@ StepPlan plan_step(const StepPlanInput& input) {
     return plan;
   }
   choose_persistent(input, plan);
-  plan.arena_bytes = input.memory ? input.memory->placement.arena_bytes
+  plan.arena_bytes = input.memory ? input.memory->plan.arena_bytes
                                   : arena_bytes(plan, input.options.budgets.live_limit_bytes);
   plan_gathers(input, uses, plan);
   return plan;

@@ -29,9 +29,9 @@ struct StepPlanInput {
   coordinator::CoordinatorOptions options;
   std::int64_t num_micro_batches = 1;  // of a rank
   // Budgets, places and NVMe, where an option asks for them; its limits count.
-  std::optional<MemoryPlan> memory;
+  std::optional<TrainMemory> memory;
   // On a GPU where none does: everything there. Told, and not followed.
-  std::optional<MemoryPlan> resident;
+  std::optional<TrainMemory> resident;
   // Of a step, at least, by what was measured of the disks before; none: they were not.
   std::optional<double> disk_s;
 };

@@ -321,7 +321,7 @@ Json timeline_json(const InspectResult& result) {
   return list;
 }
 
-const MemoryPlan* told_memory(const InspectResult& result) {
+const TrainMemory* told_memory(const InspectResult& result) {
   const StepPlanInput& input = result.input;
   return input.memory ? &*input.memory : input.resident ? &*input.resident : nullptr;
 }
@@ -337,9 +337,9 @@ std::string inspect_screen(const InspectResult& result) {
                   to_string(model.dtype), result.input.num_ranks, plural(result.input.num_ranks),
                   model.units.size(), model.params.size());
   text += UnitsText(result).text() + "\n" + limits_text(result);
-  if (const MemoryPlan* const memory = told_memory(result)) {
+  if (const TrainMemory* const memory = told_memory(result)) {
     text += "\n" + tiers_screen(*memory);
-    if (memory->placement.uses_nvme) {
+    if (memory->plan.uses_nvme) {
       text += result.input.disk_s
                   ? fmt::format("the disk takes at least {:.2f} s per step, as it was measured\n",
                                 *result.input.disk_s)
@@ -385,7 +385,7 @@ std::string inspect_json(const InspectResult& result) {
                   {"gathered_bytes", plan.step.gathered_bytes},
                   {"num_misses", plan.step.num_misses},
                   {"peak_bytes", plan.step.peak_bytes}}}};
-  if (const MemoryPlan* const memory = told_memory(result)) {
+  if (const TrainMemory* const memory = told_memory(result)) {
     document["tiers"] = tiers_json(*memory);
     if (result.input.disk_s) {
       document["tiers"]["disk_s"] = *result.input.disk_s;

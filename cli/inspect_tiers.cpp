@@ -15,16 +15,15 @@ using planner::PlannedExtent;
 
 constexpr std::int64_t kShownPerRole = 6;
 
-std::vector<PlannedExtent> extents_of(const MemoryPlan& memory) {
-  return planner::planned_extents(memory.shapes, memory.options, memory.placement,
-                                  memory.state_names);
+std::vector<PlannedExtent> extents_of(const TrainMemory& memory) {
+  return planner::planned_extents(memory.shapes, memory.options, memory.plan, memory.state_names);
 }
 
-const std::string& name_of(const MemoryPlan& memory, int param) {
+const std::string& name_of(const TrainMemory& memory, int param) {
   return memory.shapes.params[static_cast<std::size_t>(param)].name;
 }
 
-std::string what_text(const MemoryPlan& memory, const PlannedExtent& extent) {
+std::string what_text(const TrainMemory& memory, const PlannedExtent& extent) {
   std::string text = name_of(memory, extent.param);
   if (!extent.tensor.empty()) {
     text = extent.tensor + " of " + text;
@@ -34,10 +33,10 @@ std::string what_text(const MemoryPlan& memory, const PlannedExtent& extent) {
 
 }  // namespace
 
-std::string tiers_screen(const MemoryPlan& memory) {
-  const planner::MemoryPlan& placement = memory.placement;
-  std::string text = placement.text() + activations_text(memory);
-  if (memory.options.cpu_share < 0 && placement.update.streamed + placement.update.cpu > 0) {
+std::string tiers_screen(const TrainMemory& memory) {
+  const planner::MemoryPlan& plan = memory.plan;
+  std::string text = plan.text() + activations_text(memory);
+  if (memory.options.cpu_share < 0 && plan.update.streamed + plan.update.cpu > 0) {
     text += "who updates is as without measured rates; training measures them, or --cpu-share\n";
   }
   const std::vector<PlannedExtent> extents = extents_of(memory);
@@ -71,19 +70,19 @@ std::string tiers_screen(const MemoryPlan& memory) {
   return text;
 }
 
-Json tiers_json(const MemoryPlan& memory) {
-  const planner::MemoryPlan& placement = memory.placement;
+Json tiers_json(const TrainMemory& memory) {
+  const planner::MemoryPlan& plan = memory.plan;
   Json lines = Json::array();
-  for (const planner::LedgerLine& line : placement.ledger_with_groups()) {
+  for (const planner::LedgerLine& line : plan.ledger_with_groups()) {
     lines.push_back(
         {{"tier", to_string(line.tier)}, {"role", to_string(line.role)}, {"bytes", line.bytes}});
   }
   Json places = Json::array();
-  for (std::size_t i = 0; i < placement.params.size(); ++i) {
+  for (std::size_t i = 0; i < plan.params.size(); ++i) {
     places.push_back({{"name", memory.shapes.params[i].name},
-                      {"parameter", to_string(placement.params[i].parameter)},
-                      {"gradient", to_string(placement.params[i].gradient)},
-                      {"states", to_string(placement.params[i].states)}});
+                      {"parameter", to_string(plan.params[i].parameter)},
+                      {"gradient", to_string(plan.params[i].gradient)},
+                      {"states", to_string(plan.params[i].states)}});
   }
   Json extents = Json::array();
   for (const PlannedExtent& extent : extents_of(memory)) {
@@ -94,13 +93,13 @@ Json tiers_json(const MemoryPlan& memory) {
                        {"offset", extent.offset},
                        {"bytes", extent.bytes}});
   }
-  const planner::StepBytes& step = placement.step;
+  const planner::StepBytes& step = plan.step;
   return {{"bytes", lines},
-          {"full_gradient_bytes", placement.full_gradient_bytes},
+          {"full_gradient_bytes", plan.full_gradient_bytes},
           {"activation_bytes", memory.activations.peak},
           {"head_activation_bytes", memory.activations.head},
           {"device_peak_bytes", memory.device_peak_bytes},
-          {"network_bytes", placement.comm_bytes},
+          {"network_bytes", plan.comm_bytes},
           {"step",
            {{"states_read_bytes", step.states_read},
             {"states_written_bytes", step.states_written},
@@ -108,13 +107,13 @@ Json tiers_json(const MemoryPlan& memory) {
             {"parameters_written_bytes", step.parameters_written},
             {"gradients_read_bytes", step.gradients_read},
             {"gradients_written_bytes", step.gradients_written}}},
-          {"link", {{"up_bytes", placement.link.h2d}, {"down_bytes", placement.link.d2h}}},
+          {"link", {{"up_bytes", plan.link.h2d}, {"down_bytes", plan.link.d2h}}},
           {"update",
-           {{"resident_numel", placement.update.resident},
-            {"streamed_numel", placement.update.streamed},
-            {"processor_numel", placement.update.cpu}}},
-          {"sub_group_numel", placement.sub_group_numel},
-          {"optimizer_buffers", placement.num_optimizer_buffers},
+           {{"resident_numel", plan.update.resident},
+            {"streamed_numel", plan.update.streamed},
+            {"processor_numel", plan.update.cpu}}},
+          {"sub_group_numel", plan.sub_group_numel},
+          {"optimizer_buffers", plan.num_optimizer_buffers},
           {"places", places},
           {"extents", extents}};
 }

@@ -13,9 +13,9 @@
 namespace tessera::cli {
 
 // The table, the first extents of each role and their sums.
-std::string tiers_screen(const MemoryPlan& memory);
+std::string tiers_screen(const TrainMemory& memory);
 
 // All of it: extents by parameter, role and offset.
-nlohmann::ordered_json tiers_json(const MemoryPlan& memory);
+nlohmann::ordered_json tiers_json(const TrainMemory& memory);
 
 }  // namespace tessera::cli

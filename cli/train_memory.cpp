@@ -102,35 +102,35 @@ planner::FreeMemory free_memory(int cuda_device) {
 
 }  // namespace
 
-MemoryPlan make_memory_plan(const Config& config, const models::GptOptions& model, int num_ranks,
-                            bool on_cuda) {
-  MemoryPlan plan;
+TrainMemory make_memory_plan(const Config& config, const models::GptOptions& model, int num_ranks,
+                             bool on_cuda) {
+  TrainMemory memory;
   // What belongs together in other units than those of the shapes is known once they are made.
   const auto is_empty = [&config](const char* option) { return config.get_list(option).empty(); };
-  plan.is_final = is_empty("unit.leaf_types") && is_empty("unit.leaf_names") &&
-                  is_empty("unit.leaf_name_suffixes") && is_empty("unit.dynamic_names") &&
-                  config.get_int("unit.leaf_below_numel") == 0;
-  plan.shapes = models::planner_shapes(models::gpt_shape(model));
-  plan.options = planner::MemoryPlanOptions::from(config, num_ranks, on_cuda);
+  memory.is_final = is_empty("unit.leaf_types") && is_empty("unit.leaf_names") &&
+                    is_empty("unit.leaf_name_suffixes") && is_empty("unit.dynamic_names") &&
+                    config.get_int("unit.leaf_below_numel") == 0;
+  memory.shapes = models::planner_shapes(models::gpt_shape(model));
+  memory.options = planner::MemoryPlanOptions::from(config, num_ranks, on_cuda);
   const BatchShape batch{config.get_int("batch.total"), num_ranks,
                          config.get_int("batch.accumulate")};
-  plan.placement = planner::plan_memory(plan.shapes, plan.options, batch.accumulate);
+  memory.plan = planner::plan_memory(memory.shapes, memory.options, batch.accumulate);
   const optim::RuleOptions rule = optim::RuleOptions::from(config);
   for (const std::string_view name : optim::state_names(rule)) {
-    plan.state_names.emplace_back(name);
+    memory.state_names.emplace_back(name);
   }
-  plan.activations = models::gpt_activations(model, batch.per_micro_batch());
+  memory.activations = models::gpt_activations(model, batch.per_micro_batch());
   if (on_cuda) {
-    plan.device_peak_bytes =
-        device_peak_bytes(plan.shapes, plan.placement, model, batch.per_micro_batch());
+    memory.device_peak_bytes =
+        device_peak_bytes(memory.shapes, memory.plan, model, batch.per_micro_batch());
   }
-  return plan;
+  return memory;
 }
 
-std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
-                                      int num_ranks, bool on_cuda) {
+std::optional<TrainMemory> plan_memory(const Config& config, const models::GptOptions& model,
+                                       int num_ranks, bool on_cuda) {
   return engine::asks_for_plan(config)
-             ? std::optional<MemoryPlan>(make_memory_plan(config, model, num_ranks, on_cuda))
+             ? std::optional<TrainMemory>(make_memory_plan(config, model, num_ranks, on_cuda))
              : std::nullopt;
 }
 
@@ -167,12 +167,12 @@ void check_machine(const TrainPlan& plan, int num_local_ranks) {
   for (const std::string& directory : directories) {
     tier::check_scratch_directory(directory);
   }
-  planner::check_fits(plan.memory->placement, planner::MachineLimits::of_this_machine(directories),
+  planner::check_fits(plan.memory->plan, planner::MachineLimits::of_this_machine(directories),
                       num_local_ranks);
 }
 
 std::optional<double> kept_disk_s(const TrainPlan& plan, int num_local_ranks) {
-  if (!plan.memory || !plan.memory->placement.uses_nvme) {
+  if (!plan.memory || !plan.memory->plan.uses_nvme) {
     return std::nullopt;
   }
   std::vector<tier::DiskRates> disks;
@@ -191,11 +191,11 @@ std::optional<double> kept_disk_s(const TrainPlan& plan, int num_local_ranks) {
   rates.num_local_ranks = num_local_ranks;
   rates.num_micro_batches = static_cast<int>(plan.batch.accumulate);
   add_disks(disks, rates);
-  return planner::predict_step(plan.memory->placement, rates).io_s;
+  return planner::predict_step(plan.memory->plan, rates).io_s;
 }
 
 std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
-  const planner::MemoryPlan& placement = plan.memory->placement;
+  const planner::MemoryPlan& placement = plan.memory->plan;
   std::string text = placement.text() + activations_text(*plan.memory);
   if (placement.uses_nvme) {
     planner::StepRates rates;

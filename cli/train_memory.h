@@ -20,12 +20,12 @@ struct TrainPlan;
 
 // Whether an option asks for it or not. Throws ConfigError, with the arithmetic, if it does not
 // fit. REQUIRES: batch.total and batch.accumulate are set.
-MemoryPlan make_memory_plan(const Config& config, const models::GptOptions& model, int num_ranks,
-                            bool on_cuda);
+TrainMemory make_memory_plan(const Config& config, const models::GptOptions& model, int num_ranks,
+                             bool on_cuda);
 
 // Null: nothing asks for it.
-std::optional<MemoryPlan> plan_memory(const Config& config, const models::GptOptions& model,
-                                      int num_ranks, bool on_cuda);
+std::optional<TrainMemory> plan_memory(const Config& config, const models::GptOptions& model,
+                                       int num_ranks, bool on_cuda);
 
 // Where the GPU does not hold everything and nobody gave a budget for it, gives one that does (see
 // planner/default_budgets.h), plans with it, and returns a line that says so; else returns nothing,

@@ -5,15 +5,14 @@
 
 namespace tessera::cli {
 
-std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
-                               const planner::MemoryPlan& placement,
+std::int64_t device_peak_bytes(const planner::ModelShapes& shapes, const planner::MemoryPlan& plan,
                                const models::GptOptions& model, std::int64_t batch) {
-  if (!placement.gradients_leave_early) {  // they are summed, or in buckets
-    return placement.device_memory_bytes() + placement.full_gradient_bytes +
+  if (!plan.gradients_leave_early) {  // they are summed, or in buckets
+    return plan.device_memory_bytes() + plan.full_gradient_bytes +
            models::gpt_activations(model, batch).peak;
   }
   models::GptGradients gradients;
-  gradients.passing = placement.full_gradient_bytes;
+  gradients.passing = plan.full_gradient_bytes;
   // Of those that live on the device they stay until the next backward begins; of others the next
   // forward takes what was made in their place.
   std::int64_t staying = 0;
@@ -27,23 +26,23 @@ std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
   gradients.kept_of_unit.resize(shapes.units.size());
   const auto element_bytes = static_cast<std::int64_t>(bytes_of(shapes.dtype));
   for (std::size_t id = 0; id < shapes.params.size(); ++id) {
-    const Placement& each = placement.params[id];
+    const Placement& each = plan.params[id];
     if (shapes.params[id].trainable && each.updater == Updater::kDevice) {
       const bool goes = each.parameter == Tier::kHost && shapes.dtype != DType::kFloat32;
       (goes ? gradients.kept_of_unit[unit_of[id]] : staying) +=
           element_bytes * shapes.params[id].numel;
     }
   }
-  return placement.device_memory_bytes() - placement.bytes(Tier::kDevice, Role::kGradient) +
-         staying + models::gpt_peak_with(gradients, model, batch);
+  return plan.device_memory_bytes() - plan.bytes(Tier::kDevice, Role::kGradient) + staying +
+         models::gpt_peak_with(gradients, model, batch);
 }
 
-std::string activations_text(const MemoryPlan& memory) {
+std::string activations_text(const TrainMemory& memory) {
   const models::GptActivations& activations = memory.activations;
   std::string text = detail::concat(
       "activations of a micro-batch: ", approximate_bytes(activations.peak), " at most, ",
       approximate_bytes(activations.head), " of them inside the head (logits and loss)\n");
-  if (memory.placement.is_discrete) {
+  if (memory.plan.is_discrete) {
     text += detail::concat("device memory with activations: ",
                            approximate_bytes(memory.device_peak_bytes), " at most\n");
   }

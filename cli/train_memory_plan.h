@@ -13,10 +13,10 @@
 
 namespace tessera::cli {
 
-struct MemoryPlan {
+struct TrainMemory {
   planner::ModelShapes shapes;
   planner::MemoryPlanOptions options;
-  planner::MemoryPlan placement;
+  planner::MemoryPlan plan;
   bool is_final = true;                  // the engine will plan the same
   std::vector<std::string> state_names;  // of the update rule
   models::GptActivations activations;    // of a micro-batch of a rank; torch's, in no budget
@@ -24,11 +24,10 @@ struct MemoryPlan {
 };
 
 // Of a GPU, at most, with micro-batches of `batch` sequences.
-std::int64_t device_peak_bytes(const planner::ModelShapes& shapes,
-                               const planner::MemoryPlan& placement,
+std::int64_t device_peak_bytes(const planner::ModelShapes& shapes, const planner::MemoryPlan& plan,
                                const models::GptOptions& model, std::int64_t batch);
 
 // What activations take besides, and all of a GPU's memory with them.
-std::string activations_text(const MemoryPlan& memory);
+std::string activations_text(const TrainMemory& memory);
 
 }  // namespace tessera::cli

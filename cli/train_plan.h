@@ -65,7 +65,7 @@ struct TrainPlan {
   std::optional<double> peak_flops;  // of one rank's device, as a flag gave it
   int ranks_per_gpu = 1;             // above 1 where ranks share GPUs
 
-  std::optional<MemoryPlan> memory;  // where an option asks for one
+  std::optional<TrainMemory> memory;  // where an option asks for one
 
   // Empty: not wanted.
   std::string metrics;

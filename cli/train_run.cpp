@@ -345,7 +345,7 @@ class Run {
       std::cout << "memory of rank 0 of " << runtime_.num_ranks() << "\n"
                 << memory_text(model_bytes(), runtime_.ledger());
       if (plan_.memory) {
-        std::cout << places_text(plan_.memory->placement, runtime_.ledger(), nvme_)
+        std::cout << places_text(plan_.memory->plan, runtime_.ledger(), nvme_)
                   << pinned_text(runtime_.device().pin_stats());
       }
       std::cout << std::flush;

@@ -76,7 +76,7 @@ const coordinator::Coordinator& Engine::coordinator() const {
   return objects_->context.coordinator;
 }
 const comm::Group& Engine::group() const { return objects_->context.group; }
-const planner::MemoryPlan* Engine::placement() const { return objects_->context.tiers.plan(); }
+const planner::MemoryPlan* Engine::memory_plan() const { return objects_->context.tiers.plan(); }
 const tier::Store* Engine::store(Role role) const { return objects_->context.tiers.store(role); }
 
 }  // namespace tessera

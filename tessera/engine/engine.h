@@ -233,7 +233,7 @@ class Engine {
   const coordinator::Coordinator& coordinator() const;
   const comm::Group& group() const;  // the ranks that the parameters are cut over
   // Null: no option asked for a plan, or it is not made yet. See planner/memory_plan.h.
-  const planner::MemoryPlan* placement() const;
+  const planner::MemoryPlan* memory_plan() const;
   // Of parameters, gradients or states; null: nothing of it is on NVMe.
   const tier::Store* store(Role role) const;
 

@@ -235,8 +235,8 @@ void train_rank(const RunSettings& settings, comm::Group* world, RunOutcome& out
             static_cast<std::int64_t>(runtime.ledger().peak_bytes(cell.first, cell.second));
       }
     }
-    if (engine.placement() != nullptr) {
-      outcome.placement = *engine.placement();
+    if (engine.memory_plan() != nullptr) {
+      outcome.placement = *engine.memory_plan();
     }
   }
   results.add_params(engine);

@@ -10,139 +10,117 @@
 namespace tessera::planner {
 namespace {
 
-// One GPU with 14 threads beside it, copies running both ways.
-UpdateRates measured() { return {62.3e9, 48.8e9, 48.8e9}; }
+// 1.4 billion elements in host memory, beside one GPU and 14 threads.
+class UpdateSplit : public testing::Test {
+ protected:
+  // Of the measured rates, as `change` has them.
+  double share(const std::function<void(UpdateRates&)>& change = [](UpdateRates&) {}) const {
+    UpdateRates rates = kMeasured;
+    change(rates);
+    return choose_cpu_share(rates, model_, options_);
+  }
 
-// 1.4 billion elements.
-ModelShapes gpt_1b4() { return small_gpt(2048, 24, 50304, DType::kBFloat16); }
+  static constexpr UpdateRates kMeasured{62.3e9, 48.8e9, 48.8e9};  // copies running both ways
+  const ModelShapes model_ = small_gpt(2048, 24, 50304, DType::kBFloat16);
+  MemoryPlanOptions options_ = in_host();
+};
 
-TEST(UpdateSplit, MeasuredRatesGiveTheShareOfTheBounds) {
-  const double share = choose_cpu_share(measured(), gpt_1b4(), in_host());
-  EXPECT_GT(share, 0.3);
-  EXPECT_LT(share, 0.42);
+TEST_F(UpdateSplit, MeasuredRatesGiveTheShareOfTheBounds) {
+  EXPECT_GT(share(), 0.3);
+  EXPECT_LT(share(), 0.42);
 }
 
 // A model that slots hold almost nothing of: the closed form.
-TEST(UpdateSplit, BothEndAtTheSameTime) {
-  const ModelShapes model = gpt_1b4();
-  MemoryPlanOptions options = in_host();
-  options.sub_group_bytes = 8192;
-  const UpdateRates rates = measured();
-  const double share = choose_cpu_share(rates, model, options);
-  const double cpu = 28 * share / rates.cpu_bytes_per_s;
-  // States and new values of the device's share: more than what comes up.
-  const double down = 14 * (1 - share) / rates.d2h_bytes_per_s;
-  EXPECT_NEAR(cpu / down, 1, 0.001);
-  UpdateRates faster_down = rates;
-  faster_down.d2h_bytes_per_s *= 2;
-  const double other = choose_cpu_share(faster_down, model, options);
-  const double up = (12 * (1 - other) + 2 * other) / rates.h2d_bytes_per_s;
-  EXPECT_NEAR(28 * other / rates.cpu_bytes_per_s / up, 1, 0.001);
+TEST_F(UpdateSplit, BothEndAtTheSameTime) {
+  options_.sub_group_bytes = 8192;
+  const double cpu_s = 28 * share() / kMeasured.cpu_bytes_per_s;
+  // States and new values of the device's share: more than what is copied H2D.
+  EXPECT_NEAR(cpu_s / (14 * (1 - share()) / kMeasured.d2h_bytes_per_s), 1, 0.001);
+  const double other = share([](UpdateRates& rates) { rates.d2h_bytes_per_s *= 2; });
+  const double h2d_s = (12 * (1 - other) + 2 * other) / kMeasured.h2d_bytes_per_s;
+  EXPECT_NEAR(28 * other / kMeasured.cpu_bytes_per_s / h2d_s, 1, 0.001);
 }
 
-TEST(UpdateSplit, AFasterCpuGetsMoreAndAFasterLinkLess) {
-  const ModelShapes model = gpt_1b4();
-  const MemoryPlanOptions options = in_host();
-  const double share = choose_cpu_share(measured(), model, options);
-  UpdateRates rates = measured();
-  rates.cpu_bytes_per_s *= 1.5;
-  EXPECT_GT(choose_cpu_share(rates, model, options), share);
-  rates = measured();
-  rates.h2d_bytes_per_s *= 1.5;
-  rates.d2h_bytes_per_s *= 1.5;
-  EXPECT_LT(choose_cpu_share(rates, model, options), share);
-  // Down is the narrow way now.
-  rates = measured();
-  rates.d2h_bytes_per_s /= 2;
-  EXPECT_GT(choose_cpu_share(rates, model, options), share);
+TEST_F(UpdateSplit, AFasterCpuGetsMoreAndAFasterLinkLess) {
+  EXPECT_GT(share([](UpdateRates& rates) { rates.cpu_bytes_per_s *= 1.5; }), share());
+  EXPECT_GT(share([](UpdateRates& rates) { rates.d2h_bytes_per_s /= 2; }), share());
+  EXPECT_LT(share([](UpdateRates& rates) {
+              rates.h2d_bytes_per_s *= 1.5;
+              rates.d2h_bytes_per_s *= 1.5;
+            }),
+            share());
 }
 
-TEST(UpdateSplit, ALongBackwardLetsMoreComeUpAhead) {
-  const ModelShapes model = gpt_1b4();
-  const MemoryPlanOptions options = in_host();
-  UpdateRates rates = measured();
-  const double narrow_down = choose_cpu_share(rates, model, options);
-  rates.d2h_bytes_per_s *= 2;
-  const double any = choose_cpu_share(rates, model, options);
-  rates.backward_s = 0.001;
-  EXPECT_GT(choose_cpu_share(rates, model, options), any);
-  rates.backward_s = 0.08;
-  const double good = choose_cpu_share(rates, model, options);
+TEST_F(UpdateSplit, ALongBackwardLetsMoreBeCopiedAhead) {
+  const auto with_backward = [this](double backward_s, double d2h, double h2d_alone = 0) {
+    return share([&](UpdateRates& rates) {
+      rates.backward_s = backward_s;
+      rates.d2h_bytes_per_s *= d2h;
+      rates.h2d_alone_bytes_per_s = h2d_alone * rates.h2d_bytes_per_s;
+    });
+  };
+  const double any = with_backward(0, 2);
+  EXPECT_GT(with_backward(0.001, 2), any);
+  const double good = with_backward(0.08, 2);
   EXPECT_LT(good, any);
-  rates.h2d_alone_bytes_per_s = 1.1 * rates.h2d_bytes_per_s;
-  EXPECT_LE(choose_cpu_share(rates, model, options), good);
-  // What goes down is the bound, whatever comes up ahead.
-  rates.d2h_bytes_per_s /= 2;
-  EXPECT_NEAR(choose_cpu_share(rates, model, options), narrow_down, 0.01);
+  EXPECT_LE(with_backward(0.08, 2, 1.1), good);
+  // D2H is the bound, whatever is copied ahead.
+  EXPECT_NEAR(with_backward(0.08, 1, 1.1), share(), 0.01);
 }
 
 // The device's share takes 26 bytes of the host's memory per element, the CPU's 30.
-TEST(UpdateSplit, NarrowMemoryOfTheHostGivesMoreToTheDevice) {
-  const ModelShapes model = gpt_1b4();
-  MemoryPlanOptions options = in_host();
-  options.sub_group_bytes = 8192;
-  UpdateRates rates = measured();
-  const double any = choose_cpu_share(rates, model, options);
-  rates.host_bytes_per_s = 1e12;
-  EXPECT_EQ(choose_cpu_share(rates, model, options), any);
-  rates.host_bytes_per_s = 100e9;
-  const double share = choose_cpu_share(rates, model, options);
-  EXPECT_LT(share, any);
-  const double all = (30 * share + 26 * (1 - share)) / rates.host_bytes_per_s;
-  EXPECT_NEAR(all / (14 * (1 - share) / rates.d2h_bytes_per_s), 1, 0.001);
+TEST_F(UpdateSplit, NarrowMemoryOfTheHostGivesMoreToTheDevice) {
+  options_.sub_group_bytes = 8192;
+  const auto within = [this](double host_bytes_per_s) {
+    return share([=](UpdateRates& rates) { rates.host_bytes_per_s = host_bytes_per_s; });
+  };
+  EXPECT_EQ(within(1e12), share());
+  const double narrow = within(100e9);
+  EXPECT_LT(narrow, share());
+  const double all_s = (30 * narrow + 26 * (1 - narrow)) / 100e9;
+  EXPECT_NEAR(all_s / (14 * (1 - narrow) / kMeasured.d2h_bytes_per_s), 1, 0.001);
   // All of it is the device's if even so the link has time left.
-  rates.host_bytes_per_s = 10e9;
-  EXPECT_NEAR(choose_cpu_share(rates, model, options), 0, 1e-6);
+  EXPECT_NEAR(within(10e9), 0, 1e-6);
 }
 
 // The head is the last shard, and 7 % of all. What is too much on one side is less than any shard
 // that could go to the other.
-TEST(UpdateSplit, ALargeShardAtTheEndDoesNotSpoilTheShare) {
-  const ModelShapes model = gpt_1b4();
-  MemoryPlanOptions options = in_host();
+TEST_F(UpdateSplit, ALargeShardAtTheEndDoesNotSpoilTheShare) {
   for (int percent = 2; percent < 90; percent += 3) {
-    options.cpu_share = percent / 100.0;
-    const MemoryPlan plan = planned(model, options);
+    options_.cpu_share = percent / 100.0;
+    const MemoryPlan plan = planned(model_, options_);
     std::int64_t num_cpu = 0;
     std::int64_t num_all = 0;
     for (std::size_t i = 0; i < plan.params.size(); ++i) {
       const Placement& each = plan.params[i];
       EXPECT_EQ(each.gradient, device_updates(each) ? Tier::kDevice : Tier::kHost);
       if (each.states == Tier::kHost) {
-        num_all += model.params[i].numel;
-        num_cpu += device_updates(each) ? 0 : model.params[i].numel;
+        num_all += model_.params[i].numel;
+        num_cpu += device_updates(each) ? 0 : model_.params[i].numel;
       }
     }
     EXPECT_DOUBLE_EQ(plan.cpu_share, static_cast<double>(num_cpu) / static_cast<double>(num_all));
     const double excess =
-        static_cast<double>(num_cpu) - options.cpu_share * static_cast<double>(num_all);
+        static_cast<double>(num_cpu) - options_.cpu_share * static_cast<double>(num_all);
     for (std::size_t i = 0; i < plan.params.size(); ++i) {
       const Placement& each = plan.params[i];
       if (each.states == Tier::kHost && device_updates(each) == (excess < 0)) {
-        EXPECT_GT(static_cast<double>(model.params[i].numel), std::abs(excess)) << percent;
+        EXPECT_GT(static_cast<double>(model_.params[i].numel), std::abs(excess)) << percent;
       }
     }
   }
 }
 
-TEST(UpdateSplit, WhereStatesAreNotInHostMemoryThereIsNothingToSplit) {
-  EXPECT_EQ(choose_cpu_share(measured(), large_gpt(), on_gpu()), 0);
+TEST_F(UpdateSplit, WhoeverNeedsNoTimeDoesEverything) {
+  EXPECT_NEAR(share([](UpdateRates& rates) { rates.cpu_bytes_per_s = 1; }), 0, 1e-6);
+  EXPECT_EQ(share([](UpdateRates& rates) { rates.h2d_bytes_per_s = 1; }), 1);
+  EXPECT_EQ(choose_cpu_share(kMeasured, large_gpt(), on_gpu()), 0) << "no states in host memory";
 }
 
-TEST(UpdateSplit, ADeviceThatNeedsNoTimeAtAllDoesEverything) {
-  UpdateRates rates = measured();
-  rates.cpu_bytes_per_s = 1;
-  EXPECT_NEAR(choose_cpu_share(rates, gpt_1b4(), in_host()), 0, 1e-6);
-  rates = measured();
-  rates.h2d_bytes_per_s = 1;
-  EXPECT_EQ(choose_cpu_share(rates, gpt_1b4(), in_host()), 1);
-}
-
-TEST(UpdateSplit, SeveralRanksMeasureNothingSoThatTheyPlanAlike) {
-  MemoryPlanOptions options = in_host();
-  EXPECT_TRUE(splits_update(options));
-  options.num_ranks = 2;
-  EXPECT_FALSE(splits_update(options));
+TEST_F(UpdateSplit, SeveralRanksMeasureNothingSoThatTheyPlanAlike) {
+  EXPECT_TRUE(splits_update(options_));
+  options_.num_ranks = 2;
+  EXPECT_FALSE(splits_update(options_));
 }
 
 }  // namespace
