@@ -241,15 +241,15 @@ struct RemovedOption {
 constexpr std::string_view kPinnedByItself =
     "host memory is pinned where a GPU reads or writes it, and nowhere else; leave it out";
 
-constexpr std::string_view kFp32States = "master weights and moments are always fp32; leave it out";
+constexpr std::string_view kAlwaysFp32 = "master weights and moments are always fp32; leave it out";
 
 constexpr std::array kRemoved = {
     RemovedOption{"grad.accumulate_dtype",
                   "gradients of micro-batches are always summed in fp32; leave it out"},
     RemovedOption{"grad.reduction",
                   "gradients are always added in rank order in fp32; leave it out"},
-    RemovedOption{"optim.master_dtype", kFp32States},
-    RemovedOption{"optim.state_dtype", kFp32States},
+    RemovedOption{"optim.master_dtype", kAlwaysFp32},
+    RemovedOption{"optim.state_dtype", kAlwaysFp32},
     RemovedOption{"place.parameters_pinned", kPinnedByItself},
     RemovedOption{"place.optimizer_pinned", kPinnedByItself},
 };

@@ -98,17 +98,13 @@ TEST(FioArguments, AreThoseOfTheEngine) {
   }
 }
 
-TEST(Fio, IsNotFoundWhereThereIsNone) {
-  const testing::TemporaryDirectory directory;
-  EXPECT_FALSE(Fio::find((directory.path() / "fio").string()).has_value());
-}
-
 TEST(Fio, GetsTheFileOpenAndItsFailureIsTold) {
   const testing::TemporaryDirectory directory;
   const std::string path = (directory.path() / "data").string();
   std::ofstream(path) << "what is in the file";
   const auto file = tier::open_io_file(path, 0, tier::DirectIo::kOff);
   std::filesystem::remove(path);
+  EXPECT_FALSE(Fio::find((directory.path() / "fio").string()).has_value()) << "there is none yet";
   const auto fio = Fio::find(fake_fio(directory, "cat /proc/self/fd/9 >&2; exit 3"));
   ASSERT_TRUE(fio.has_value());
   EXPECT_EQ(fio->version(), "fio-9.9");

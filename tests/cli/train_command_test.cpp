@@ -231,22 +231,9 @@ TEST_F(Train, VerifyFailsWhereNumbersDiffer) {
   EXPECT_LACKS(result.out, "verified: ");
 }
 
-TEST_F(Train, FlagsWinOverAFile) {
-  write("run.json", R"({"optim": {"lr": 0.5}, "batch": {"micro_per_rank": 3}, "seed": 3})");
-  const Arguments common{"--preset", "micro",    "--steps",   "1",
-                         "--config", "run.json", "--metrics", "run.jsonl"};
-  train(common);
-  EXPECT_EQ(lines("run.jsonl").at(0).at("lr"), 0.5);
-  const ProcessResult result = train(joined(common, {"--lr", "0.25", "--batch", "2"}));
-  EXPECT_EQ(lines("run.jsonl").at(0).at("lr"), 0.25);
-  EXPECT_HAS(result.out, "of 2 sequences of 16 tokens");
-}
-
 TEST_F(Train, InChunksOfTheLossTrainsAsTheWhole) {
-  const Arguments common = {"--preset",  "micro", "--steps",   "3",
-                            "--threads", "1",     "--metrics", "run.jsonl"};
-  const auto losses = [&](const Arguments& more) {
-    train(joined(common, more));
+  const auto losses = [this](const Arguments& flags) {
+    train_steps(flags);
     std::vector<double> found;
     for (const Json& step : lines("run.jsonl")) {
       found.push_back(step.at("loss").get<double>());

@@ -201,7 +201,7 @@ TEST_F(TrainUsage, ATokenBeyondTheVocabularyIsRefusedWithItsValue) {
   expect_refusal({"--data", "text:bytes.txt", "--vocab", "64"}, "122");
 }
 
-TEST_F(TrainUsage, EpochsThatCannotBeAreRefused) {
+TEST_F(TrainUsage, EpochsAndEvaluationsThatCannotBeAreRefused) {
   write("a.txt", std::string(300, 'z'));
   expect_refusal({"--epochs", "2"}, "--epochs 2: demo data has no end; use --steps N, or files");
   expect_refusal({"--epochs", "2", "--steps", "3", "--data", "a.txt"}, "leave one of them out");
@@ -209,9 +209,7 @@ TEST_F(TrainUsage, EpochsThatCannotBeAreRefused) {
                  "--epochs \"0\" is not a whole number from 1 to 1048576");
   expect_refusal({"--epochs", "1", "--data", "a.txt", "--ranks", "2"},
                  "the data has 4 sequences of 64 tokens, fewer than one batch of 8");
-}
 
-TEST_F(TrainUsage, EvaluationsThatCannotBeAreRefused) {
   expect_refusal({"--eval-every", "2"}, "--eval-every needs data to evaluate");
   expect_refusal({"--eval-batches", "2"}, "--eval-batches needs data to evaluate");
   expect_refusal({"--eval-data", "text:nowhere.txt", "--ranks", "2"}, "nowhere.txt");
@@ -223,15 +221,12 @@ TEST_F(TrainUsage, EvaluationsThatCannotBeAreRefused) {
   expect_refusal({"--eval-data", "bytes.txt", "--vocab", "64", "--ranks", "2"}, "token 122");
 }
 
-TEST_F(TrainUsage, OutputsThatCannotBeWrittenAreRefused) {
+TEST_F(TrainUsage, OutputsThatCannotBeWrittenAreRefusedBeforeTheRun) {
   for (const char* flag : {"--metrics", "--save", "--save-init", "--trace"}) {
     expect_refusal({flag, "nowhere/file", "--ranks", "2"}, "there is no directory \"nowhere\"");
   }
   expect_refusal({"--save", "."}, "is not a file name");
   expect_refusal({"--save", "a.safetensors", "--save-init", "a.safetensors"}, "both name");
-}
-
-TEST_F(TrainUsage, WhatIsShownOfARunIsCheckedBeforeIt) {
   expect_refusal({"--log-every", "0"}, "--log-every \"0\" is not a whole number from 1");
   expect_refusal({"--peak-tflops", "0"}, "--peak-tflops \"0\" is not a number above 0");
   expect_refusal({"--peak-tflops", "inf"}, "--peak-tflops");

@@ -144,28 +144,6 @@ TEST(CounterRandom, UniformFillsEqualBinsEqually) {
   EXPECT_NEAR(chi_square, kNumBins - 1, 6 * std::sqrt(2.0 * (kNumBins - 1)));
 }
 
-// A correlation of n independent pairs has standard deviation 1 / sqrt(n).
-TEST(CounterRandom, NeighboursInIndexNameAndSeedAreIndependent) {
-  std::vector<float> base(kSample);
-  CounterRandom(5, "blocks.1").fill_normal(0, base);
-  const auto correlation = [&base](std::uint64_t seed, const char* name, std::uint64_t begin) {
-    std::vector<float> other(kSample);
-    CounterRandom(seed, name).fill_normal(begin, other);
-    double sum = 0;
-    for (std::size_t i = 0; i < kSample; ++i) {
-      sum += static_cast<double>(base[i]) * other[i];
-    }
-    return sum / kSample;
-  };
-  const double bound = 6 / std::sqrt(static_cast<double>(kSample));
-  for (const std::uint64_t lag : {1, 2, 3, 4, 8}) {
-    EXPECT_NEAR(correlation(5, "blocks.1", lag), 0, bound) << lag;
-  }
-  EXPECT_NEAR(correlation(6, "blocks.1", 0), 0, bound);
-  EXPECT_NEAR(correlation(5, "blocks.2", 0), 0, bound);
-  EXPECT_NEAR(correlation(5, "blocks.1", 0), 1, 6 * std::sqrt(2.0 / kSample));
-}
-
 TEST(CounterRandom, BelowIsEvenAndNeverReachesItsLimit) {
   const CounterRandom random(9, "positions");
   constexpr std::uint64_t kLimit = 10;

@@ -105,16 +105,13 @@ TEST_F(LogTest, LinesOfManyThreadsStayWhole) {
   }
 }
 
-TEST(LogOptions, ComeFromTheConfig) {
+TEST(LogOptions, ComeFromTheConfigAndWriteToStderrByDefault) {
   const auto config =
       Config::from_json(R"({"log": {"level": "debug", "all_ranks": true}})", "run.json");
   const LogOptions options = LogOptions::from(config);
   EXPECT_EQ(options.level, LogLevel::kDebug);
   EXPECT_TRUE(options.all_ranks);
   EXPECT_THROW(log_level("loud"), ConfigError);
-}
-
-TEST(Logger, WritesToStderrByDefault) {
   testing::internal::CaptureStderr();
   Logger(LogOptions{}).error("to stderr");
   const std::string text = testing::internal::GetCapturedStderr();

@@ -126,13 +126,10 @@ TEST(OptionValue, AMessageNamesBothEndsOfARange) {
   }
 }
 
-TEST(OptionValue, WholeNumbersMayBeWrittenWithAnExponent) {
+TEST(OptionValue, NumbersMayBeWrittenWithAnExponentOrAsAKeyword) {
   EXPECT_EQ(check_value(option("batch.total"), 1e8, "here"), OptionValue(std::int64_t{100000000}));
   EXPECT_EQ(check_value(option("memory.host"), 1.5e9, "here"),
             OptionValue(std::int64_t{1500000000}));
-}
-
-TEST(OptionValue, KeywordsStandForTheirNumbers) {
   EXPECT_EQ(check_value(option("memory.host"), "unlimited", "here"), OptionValue(kUnlimitedBytes));
   EXPECT_EQ(check_value(option("nvme.queue_depth"), "auto", "here"), OptionValue(std::int64_t{0}));
   EXPECT_EQ(check_value(option("optim.cpu_share"), "auto", "here"), OptionValue(-1.0));

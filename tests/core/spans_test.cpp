@@ -31,6 +31,9 @@ TEST(Spans, AScopeRecordsTheTimeBetweenItsEnds) {
   ManualClock clock;
   Spans spans(clock, 8);
   const LabelId unit = spans.intern("h.0");
+  EXPECT_EQ(spans.intern("h.0"), unit);
+  EXPECT_NE(spans.intern("h.1"), unit);
+  EXPECT_EQ(spans.intern(""), 0U);
   clock.advance_ns(100);
   {
     SpanArgs args;
@@ -75,16 +78,6 @@ class ForbiddenClock final : public Clock {
   }
 };
 
-TEST(Spans, WhenOffNothingIsReadOrKept) {
-  const ForbiddenClock clock;
-  Spans spans(clock, 0);
-  EXPECT_FALSE(spans.enabled());
-  { const SpanScope scope(spans, "gather"); }
-  spans.record("x", 0, 1);
-  EXPECT_EQ(spans.num_recorded(), 0U);
-  EXPECT_TRUE(spans.snapshot().empty());
-}
-
 // What a tool outside would hear, as words.
 std::vector<std::string> heard;  // NOLINT: the hook is a plain function, as a tool's is
 
@@ -111,9 +104,13 @@ TEST(Spans, AHookHearsOfScopesAsTheyNest) {
   EXPECT_EQ(spans.num_recorded(), 4U);
 }
 
-TEST(Spans, AHookHearsOfScopesWhileTheRingIsOffAndTheClockIsNotRead) {
+TEST(Spans, WhenOffNothingIsReadOrKeptAndAHookHearsOfScopesAllTheSame) {
   const ForbiddenClock clock;
   Spans spans(clock, 0);
+  EXPECT_FALSE(spans.enabled());
+  { const SpanScope scope(spans, "gather"); }
+  spans.record("x", 0, 1);
+  EXPECT_TRUE(spans.snapshot().empty());
   heard.clear();
   spans.set_hook(&kHearing);
   EXPECT_TRUE(spans.is_watched());
@@ -138,15 +135,6 @@ TEST(Spans, AScopeEndsWithTheHookThatItBeganWith) {
     spans.set_hook(nullptr);
   }
   EXPECT_EQ(heard, (std::vector<std::string>{"begin step ", "end"}));
-}
-
-TEST(Spans, LabelsAreInternedOnce) {
-  ManualClock clock;
-  Spans spans(clock, 4);
-  const LabelId a = spans.intern("a");
-  EXPECT_EQ(spans.intern("a"), a);
-  EXPECT_NE(spans.intern("b"), a);
-  EXPECT_EQ(spans.intern(""), 0U);
 }
 
 // Each span carries one number in four places; a torn one would not match itself.
