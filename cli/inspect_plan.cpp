@@ -161,7 +161,7 @@ class Walk {
       use.held_bytes = held_bytes_;
       use.release = planned.release;
       for (const int id : use.release) {
-        let_go(id);
+        release(id);
       }
       plan_.step.num_misses += static_cast<std::int64_t>(use.demand.params.size());
       plan_.uses.push_back(std::move(use));
@@ -193,7 +193,7 @@ class Walk {
     return calls;
   }
 
-  void let_go(int id) {
+  void release(int id) {
     TESSERA_INVARIANT(held_[index_of(id)], "the plan releases parameter ", id,
                       ", which is not held");
     held_[index_of(id)] = false;
