@@ -28,7 +28,7 @@ struct StepPlanInput {
   int num_ranks = 1;
   coordinator::CoordinatorOptions options;
   std::int64_t num_micro_batches = 1;  // of a rank
-  // Budgets, places and NVMe, where an option asks for them; its limits count.
+  // Budgets, tiers and NVMe, where an option asks for them; its limits count.
   std::optional<TrainMemory> memory;
   // On a GPU where none does: everything there. Told, and not followed.
   std::optional<TrainMemory> resident;

@@ -345,6 +345,12 @@ struct Reach {
   std::size_t states_in_host = 0;
 };
 
+// What a reach comes to.
+struct Candidate {
+  Placements placements;
+  Lines lines;  // of shards and gradients
+};
+
 // Slots on the device for sub-groups whose states are copied to it.
 struct SlotNeed {
   std::int64_t slot_bytes = 0;
@@ -368,7 +374,9 @@ class DiscretePlanner : public Planner {
                                   std::min(options_.sub_group_bytes / 4, kLargestSubGroupNumel) /
                                       shard::kShardStep * shard::kShardStep)),
         // Gradients are never on NVMe, so this does not depend on placements.
-        gradients_(gradient_cost(cut, Placements(cut.num_params()), bucket_bytes_)) {
+        gradients_(gradient_cost(cut, Placements(cut.num_params()), bucket_bytes_)),
+        most_comm_bytes_(gradients_.staging +
+                         GatherCost(cut, bucket_bytes_).staging_bytes(kUnlimited)) {
     check_tiers();
     for (std::size_t i = 0; i < cut_.num_params(); ++i) {
       if (may_leave_device(i)) {
@@ -460,8 +468,10 @@ class DiscretePlanner : public Planner {
     return order >= reach.states_in_host && has_states() ? Tier::kNvme : Tier::kHost;
   }
 
-  Lines lines_of(const Placements& placements) const {
-    return cost_.shard_lines(placements, gradients_);
+  Candidate candidate(const Reach& reach) const {
+    Placements all = placements(reach);
+    const Lines lines = cost_.shard_lines(all, gradients_);
+    return {std::move(all), lines};
   }
 
   SlotNeed slot_need(const Placements& placements, std::int64_t sub_group_numel) const {
@@ -488,16 +498,13 @@ class DiscretePlanner : public Planner {
 
   // Before shards that were not asked to be on the device are put there, slots and arena have good
   // room; otherwise one unit and the least slots will do.
-  bool fits_device(const Reach& reach, bool with_good_room) const {
-    if (options_.device_bytes == kUnlimited) {
-      return true;
-    }
-    const Placements all = placements(reach);
+  bool fits_device(const Candidate& candidate, bool with_good_room) const {
+    const Placements& all = candidate.placements;
     const SlotNeed slots = slot_need(all, sub_group_numel_);
     const std::int64_t num_slots =
         std::min(with_good_room ? kGoodSlots : kLeastSlots, slots.num_sub_groups);
     const std::int64_t arena = with_good_room ? good_arena(all) : largest_unit(cut_, all).bytes;
-    return lines_of(all).bytes(Tier::kDevice) + num_slots * slots.slot_bytes + arena <=
+    return candidate.lines.bytes(Tier::kDevice) + num_slots * slots.slot_bytes + arena <=
            options_.device_bytes;
   }
 
@@ -515,7 +522,7 @@ class DiscretePlanner : public Planner {
     while (too_many - fitting > 1) {
       const std::size_t middle = fitting + (too_many - fitting) / 2;
       reach.states_on_device = middle;
-      (fits_device(reach, true) ? fitting : too_many) = middle;
+      (fits_device(candidate(reach), true) ? fitting : too_many) = middle;
     }
     return fitting;
   }
@@ -525,10 +532,13 @@ class DiscretePlanner : public Planner {
     reach.parameters_on_device = is_chosen_here ? large_.size() : 0;
     for (;; --reach.parameters_on_device) {
       reach.states_on_device = most_states_on_device(reach);
+      if (reach.parameters_on_device == 0) {
+        return;
+      }
       // There they cost host memory, too, where the CPU updates them.
-      if (reach.parameters_on_device == 0 ||
-          (fits_device(reach, true) &&
-           (fits_host(reach, least_pools_) || fits_host(least_reach(reach), least_pools_)))) {
+      const Candidate wanted = candidate(reach);
+      if (fits_device(wanted, true) && (fits_host(wanted, least_pools_) ||
+                                        fits_host(candidate(least_reach(reach)), least_pools_))) {
         return;
       }
     }
@@ -543,13 +553,7 @@ class DiscretePlanner : public Planner {
     return reach;
   }
 
-  // Of the groups, whatever the arena is.
-  std::int64_t most_comm_bytes() const {
-    return gradients_.staging + GatherCost(cut_, bucket_bytes_).staging_bytes(kUnlimited);
-  }
-
-  ByteSum host_need(const Placements& placements, const Pools& pools) const {
-    const Lines lines = lines_of(placements);
+  ByteSum host_need(const Lines& lines, const Pools& pools) const {
     const std::int64_t nvme = lines.bytes(Tier::kNvme);
     const auto in_host = [&lines](Role role) {
       return lines.bytes(Tier::kPinned, role) + lines.bytes(Tier::kHost, role);
@@ -559,7 +563,7 @@ class DiscretePlanner : public Planner {
     need.add("gradients", in_host(Role::kGradient));
     need.add("optimizer states", in_host(Role::kOptimizer));
     need.add("new parameters before their copy to the device", in_host(Role::kStaging));
-    need.add("staging of the network's calls", most_comm_bytes());
+    need.add("staging of the network's calls", most_comm_bytes_);
     need.add("buffers of NVMe", nvme == 0 ? 0
                                           : pool_bytes(options_, pools.optimizer_bytes) +
                                                 feed_pool_bytes(options_, pools.parameter_bytes));
@@ -567,9 +571,8 @@ class DiscretePlanner : public Planner {
     return need;
   }
 
-  bool fits_host(const Reach& reach, const Pools& pools) const {
-    return options_.host_bytes == kUnlimited ||
-           host_need(placements(reach), pools).total() <= options_.host_bytes;
+  bool fits_host(const Candidate& candidate, const Pools& pools) const {
+    return host_need(candidate.lines, pools).total() <= options_.host_bytes;
   }
 
   std::optional<MemoryPlan> reach_host(Reach reach, const Pools& pools) const {
@@ -595,11 +598,12 @@ class DiscretePlanner : public Planner {
   }
 
   std::optional<MemoryPlan> attempt(const Reach& reach, const Pools& pools) const {
-    if (!fits_device(reach, false) || !fits_host(reach, pools)) {
+    Candidate chosen = candidate(reach);
+    if (!fits_device(chosen, false) || !fits_host(chosen, pools)) {
       return std::nullopt;
     }
     MemoryPlan plan;
-    plan.params = placements(reach);
+    plan.params = std::move(chosen.placements);
     plan.cpu_share = assign_updates(cut_, plan.params);
     plan.is_discrete = true;
     plan.memory_budget_bytes = options_.device_bytes;
@@ -617,19 +621,18 @@ class DiscretePlanner : public Planner {
       plan.parameter_pool_bytes = std::clamp(whole_pages_below(pools.parameter_bytes),
                                              parameters.smallest(), parameters.largest());
     }
-    give_device_room(plan);
+    give_device_room(chosen.lines.bytes(Tier::kDevice), plan);
     cost_.complete(plan);
     const bool fits = plan.device_memory_bytes() <= options_.device_bytes &&
                       plan.host_memory_bytes() <= options_.host_bytes;
     return fits ? std::optional<MemoryPlan>(std::move(plan)) : std::nullopt;
   }
 
-  void give_device_room(MemoryPlan& plan) const {
+  void give_device_room(std::int64_t shard_bytes, MemoryPlan& plan) const {
     const SlotNeed slots = slot_need(plan.params, plan.sub_group_numel);
     std::int64_t arena = largest_unit(cut_, plan.params).bytes;
     std::int64_t num_slots = std::min(kLeastSlots, slots.num_sub_groups);
-    std::int64_t rest = options_.device_bytes - lines_of(plan.params).bytes(Tier::kDevice) - arena -
-                        num_slots * slots.slot_bytes;
+    std::int64_t rest = options_.device_bytes - shard_bytes - arena - num_slots * slots.slot_bytes;
     const auto grow_arena = [&](std::int64_t wanted) {
       const std::int64_t more =
           std::clamp<std::int64_t>(wanted - arena, 0, std::max<std::int64_t>(rest, 0));
@@ -655,12 +658,11 @@ class DiscretePlanner : public Planner {
   }
 
   [[noreturn]] void refuse_reach(const Reach& reach) const {
-    const Placements all = placements(reach);
-    if (fits_device(reach, false)) {
-      refuse(host_need(all, least_pools_), "host memory", "memory.host", options_.host_bytes,
+    const auto [all, lines] = candidate(reach);
+    if (fits_device({all, lines}, false)) {
+      refuse(host_need(lines, least_pools_), "host memory", "memory.host", options_.host_bytes,
              more_ranks_or_nvme());
     }
-    const Lines lines = lines_of(all);
     const SlotNeed slots = slot_need(all, sub_group_numel_);
     ByteSum need;
     need.add("parameters", lines.bytes(Tier::kDevice, Role::kShard));
@@ -679,6 +681,7 @@ class DiscretePlanner : public Planner {
   const std::int64_t bucket_bytes_;
   const std::int64_t sub_group_numel_;
   const GradientCost gradients_;
+  const std::int64_t most_comm_bytes_;  // of the groups, whatever the arena is
   std::vector<std::size_t> large_;  // ids of those that may leave the device, in the order of use
   Pools least_pools_;
   Pools pools_;  // within the budget
