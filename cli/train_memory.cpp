@@ -8,6 +8,8 @@
 #include <set>
 #include <vector>
 
+#include "cli/default_budgets.h"
+#include "cli/prediction.h"
 #include "cli/train_measure.h"
 #include "cli/train_plan.h"
 #include "models/gpt_activations.h"
@@ -17,10 +19,8 @@
 #include "tessera/device/host_info.h"
 #include "tessera/engine/engine_tiers.h"
 #include "tessera/optim/rule.h"
-#include "tessera/planner/default_budgets.h"
 #include "tessera/planner/machine_limits.h"
 #include "tessera/planner/memory_planner.h"
-#include "tessera/planner/prediction.h"
 #include "tessera/tier/io_measure.h"
 #include "tessera/tier/scratch_file.h"
 
@@ -55,7 +55,7 @@ tier::MeasureOptions measure_options(const Config& config) {
 }
 
 // Striped, so the slowest disk sets the pace of all.
-void add_disks(const std::vector<tier::DiskRates>& disks, planner::StepRates& rates) {
+void add_disks(const std::vector<tier::DiskRates>& disks, StepRates& rates) {
   bool is_first = true;
   for (const tier::DiskRates& measured : disks) {
     const double mixed = measured.mixed_read_bytes_per_s + measured.mixed_write_bytes_per_s;
@@ -74,7 +74,7 @@ void add_disks(const std::vector<tier::DiskRates>& disks, planner::StepRates& ra
 }
 
 // `notes`: a line for each that was not measured.
-void measure_disks(const Config& config, planner::StepRates& rates, std::string& notes) {
+void measure_disks(const Config& config, StepRates& rates, std::string& notes) {
   std::vector<tier::DiskRates> disks;
   for (const std::string& disk : disks_of(config.get_list("nvme.paths"))) {
     disks.push_back(tier::measure_directory(disk, measure_options(config)));
@@ -83,17 +83,17 @@ void measure_disks(const Config& config, planner::StepRates& rates, std::string&
   add_disks(disks, rates);
 }
 
-std::string disk_bound_text(const planner::MemoryPlan& placement, const planner::StepRates& rates) {
+std::string disk_bound_text(const planner::MemoryPlan& placement, const StepRates& rates) {
   std::array<char, 64> text{};
   std::snprintf(text.data(), text.size(), "the disk takes at least %.2f s per step\n",
-                planner::predict_step(placement, rates).io_s);
+                predict_step(placement, rates).io_s);
   return text.data();
 }
 
-planner::FreeMemory free_memory(int cuda_device) {
+FreeMemory free_memory(int cuda_device) {
   device::CudaDeviceOptions options;
   options.index = cuda_device;
-  planner::FreeMemory free;
+  FreeMemory free;
   free.device_bytes =
       static_cast<std::int64_t>(device::make_cuda_device(options)->memory_info().free_bytes);
   free.host_bytes = static_cast<std::int64_t>(device::read_host_memory().available_bytes());
@@ -140,7 +140,7 @@ std::string give_default_budgets(TrainPlan& plan) {
   if (plan.cuda_device < 0 || plan.unsharded || !is_alone || plan.config.is_set("memory.device")) {
     return "";
   }
-  const std::optional<planner::DefaultBudgets> budgets = planner::default_budgets(
+  const std::optional<DefaultBudgets> budgets = default_budgets(
       models::planner_shapes(models::gpt_shape(plan.model)),
       planner::MemoryPlanOptions::from(plan.config, plan.batch.num_ranks, true),
       plan.batch.accumulate, models::gpt_activations(plan.model, plan.batch.per_micro_batch()).peak,
@@ -187,18 +187,18 @@ std::optional<double> kept_disk_s(const TrainPlan& plan, int num_local_ranks) {
   if (disks.empty()) {
     return std::nullopt;
   }
-  planner::StepRates rates;
+  StepRates rates;
   rates.num_local_ranks = num_local_ranks;
   rates.num_micro_batches = static_cast<int>(plan.batch.accumulate);
   add_disks(disks, rates);
-  return planner::predict_step(plan.memory->plan, rates).io_s;
+  return predict_step(plan.memory->plan, rates).io_s;
 }
 
 std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
   const planner::MemoryPlan& placement = plan.memory->plan;
   std::string text = placement.text() + activations_text(*plan.memory);
   if (placement.uses_nvme) {
-    planner::StepRates rates;
+    StepRates rates;
     rates.num_local_ranks = num_local_ranks;
     rates.num_micro_batches = static_cast<int>(plan.batch.accumulate);
     std::string notes;
@@ -211,7 +211,7 @@ std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
     const CpuTime time = measure_cpu(plan);
     rates.compute_s = time.compute_s;
     rates.update_s = time.update_s;
-    text += "\n" + planner::predict_step(placement, rates).text;
+    text += "\n" + predict_step(placement, rates).text;
   }
   return text + "\n";
 }

@@ -28,7 +28,7 @@ std::optional<TrainMemory> plan_memory(const Config& config, const models::GptOp
                                        int num_ranks, bool on_cuda);
 
 // Where the GPU does not hold everything and nobody gave a budget for it, gives one that does (see
-// planner/default_budgets.h), plans with it, and returns a line that says so; else returns nothing,
+// cli/default_budgets.h), plans with it, and returns a line that says so; else returns nothing,
 // and changes nothing. Asks the GPU what it has free.
 std::string give_default_budgets(TrainPlan& plan);
 

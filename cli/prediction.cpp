@@ -1,4 +1,4 @@
-#include "tessera/planner/prediction.h"
+#include "cli/prediction.h"
 
 #include <algorithm>
 #include <array>
@@ -7,7 +7,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
 
-namespace tessera::planner {
+namespace tessera::cli {
 namespace {
 
 std::string seconds_text(double seconds) {
@@ -47,7 +47,7 @@ constexpr double kForwardShare = 1.0 / 3;
 
 }  // namespace
 
-Prediction predict_step(const MemoryPlan& plan, const StepRates& rates) {
+Prediction predict_step(const planner::MemoryPlan& plan, const StepRates& rates) {
   TESSERA_INVARIANT(rates.read_bytes_per_s > 0 && rates.write_bytes_per_s > 0 &&
                         rates.mixed_bytes_per_s > 0 && rates.num_local_ranks > 0,
                     "rates of ", rates.read_bytes_per_s, ", ", rates.write_bytes_per_s, " and ",
@@ -55,7 +55,7 @@ Prediction predict_step(const MemoryPlan& plan, const StepRates& rates) {
                     " ranks");
   const double ranks = rates.num_local_ranks;
   const double micro_batches = rates.num_micro_batches;
-  const StepBytes& step = plan.step;
+  const planner::StepBytes& step = plan.step;
   // One forward of its micro-batches reads at most half of what one micro-batch does, less what the
   // update hands over; the update reads each gradient as often as one micro-batch writes it.
   const auto handed_over = static_cast<double>(step.parameters_from_update);
@@ -91,4 +91,4 @@ Prediction predict_step(const MemoryPlan& plan, const StepRates& rates) {
   return prediction;
 }
 
-}  // namespace tessera::planner
+}  // namespace tessera::cli

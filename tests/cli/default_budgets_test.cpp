@@ -1,13 +1,15 @@
 // Budgets where nobody gave any: none where everything fits, and otherwise ones that hold.
 
-#include "tessera/planner/default_budgets.h"
+#include "cli/default_budgets.h"
 
 #include <gtest/gtest.h>
 
 #include "tests/planner/plan_cases.h"
 
-namespace tessera::planner {
+namespace tessera::cli {
 namespace {
+
+using namespace planner;  // NOLINT(google-build-using-namespace): plans of plan_cases.h
 
 // Large enough that a reserve of 6 % is above the least one.
 ModelShapes billions() { return small_gpt(4096, 8, 50304, DType::kBFloat16); }
@@ -117,4 +119,4 @@ TEST(DefaultBudgets, OneLineSaysWhatWasChosenAndHowToChangeIt) {
 }
 
 }  // namespace
-}  // namespace tessera::planner
+}  // namespace tessera::cli

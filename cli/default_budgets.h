@@ -18,7 +18,7 @@
 
 #include "tessera/planner/memory_plan.h"
 
-namespace tessera::planner {
+namespace tessera::cli {
 
 // Of what is free, and at least so many bytes. With a plan of 117 GiB for a GPU of 139, what torch
 // and the engine had allocated at most was 2 % of the GPU above the plan; holes come on top.
@@ -49,10 +49,10 @@ struct DefaultBudgets {
 // Null: it fits. Throws ConfigError, with the arithmetic, if nothing would: activations alone are
 // too many, or there is no plan within what is free. REQUIRES: options.is_discrete and no budget of
 // the device.
-std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
-                                              const MemoryPlanOptions& options,
+std::optional<DefaultBudgets> default_budgets(const planner::ModelShapes& model,
+                                              const planner::MemoryPlanOptions& options,
                                               std::int64_t num_micro_batches,
                                               std::int64_t activation_bytes,
                                               const FreeMemory& free);
 
-}  // namespace tessera::planner
+}  // namespace tessera::cli

@@ -13,7 +13,7 @@
 
 #include "tessera/planner/memory_plan.h"
 
-namespace tessera::planner {
+namespace tessera::cli {
 
 struct StepRates {
   // Of all directories together, as measured.
@@ -36,6 +36,6 @@ struct Prediction {
 };
 
 // REQUIRES: rates above zero.
-Prediction predict_step(const MemoryPlan& plan, const StepRates& rates);
+Prediction predict_step(const planner::MemoryPlan& plan, const StepRates& rates);
 
-}  // namespace tessera::planner
+}  // namespace tessera::cli

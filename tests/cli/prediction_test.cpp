@@ -1,11 +1,13 @@
-#include "tessera/planner/prediction.h"
+#include "cli/prediction.h"
 
 #include <string>
 
 #include <gtest/gtest.h>
 
-namespace tessera::planner {
+namespace tessera::cli {
 namespace {
+
+using namespace planner;  // NOLINT(google-build-using-namespace): plans of plan_cases.h
 
 MemoryPlan moving(std::int64_t read, std::int64_t written) {
   MemoryPlan plan;
@@ -78,4 +80,4 @@ TEST(Prediction, ForwardDoesNotReadWhatTheUpdateHandsOver) {
 }
 
 }  // namespace
-}  // namespace tessera::planner
+}  // namespace tessera::cli

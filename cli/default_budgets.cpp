@@ -1,4 +1,4 @@
-#include "tessera/planner/default_budgets.h"
+#include "cli/default_budgets.h"
 
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 #include "tessera/planner/memory_cost.h"
 #include "tessera/planner/memory_planner.h"
 
-namespace tessera::planner {
+namespace tessera::cli {
 namespace {
 
 std::int64_t reserve_of(std::int64_t free_bytes) {
@@ -16,10 +16,10 @@ std::int64_t reserve_of(std::int64_t free_bytes) {
 
 // What the GPU updates has its gradients there, unlike the CPU's share: where there is no plan with
 // the usual share, there may be one without the GPU's.
-double fitting_share(const ModelShapes& model, MemoryPlanOptions options,
+double fitting_share(const planner::ModelShapes& model, planner::MemoryPlanOptions options,
                      std::int64_t num_micro_batches) {
   try {
-    plan_memory(model, options, num_micro_batches);
+    planner::plan_memory(model, options, num_micro_batches);
     return options.cpu_share;
   } catch (const ConfigError&) {
     if (options.cpu_share >= 0) {
@@ -27,7 +27,7 @@ double fitting_share(const ModelShapes& model, MemoryPlanOptions options,
     }
   }
   options.cpu_share = 1;
-  plan_memory(model, options, num_micro_batches);
+  planner::plan_memory(model, options, num_micro_batches);
   return options.cpu_share;
 }
 
@@ -45,14 +45,14 @@ std::string DefaultBudgets::text() const {
       " change it; --device-budget unlimited leaves everything on the GPU)\n");
 }
 
-std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
-                                              const MemoryPlanOptions& options,
+std::optional<DefaultBudgets> default_budgets(const planner::ModelShapes& model,
+                                              const planner::MemoryPlanOptions& options,
                                               std::int64_t num_micro_batches,
                                               std::int64_t activation_bytes,
                                               const FreeMemory& free) {
-  TESSERA_INVARIANT(options.is_discrete && options.device_bytes == kUnlimited,
+  TESSERA_INVARIANT(options.is_discrete && options.device_bytes == planner::kUnlimited,
                     "budgets are chosen for a GPU that has none");
-  const MemoryPlan all = plan_memory(model, options, num_micro_batches);
+  const planner::MemoryPlan all = planner::plan_memory(model, options, num_micro_batches);
   DefaultBudgets budgets;
   budgets.free_bytes = free.device_bytes;
   budgets.planned_bytes = all.device_memory_bytes();
@@ -62,10 +62,10 @@ std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
   if (budgets.planned_bytes <= budgets.device_bytes) {
     return std::nullopt;
   }
-  MemoryPlanOptions limited = options;
+  planner::MemoryPlanOptions limited = options;
   limited.device_bytes = free.device_bytes;
   // Gradients leave it then.
-  const std::int64_t kept = most_kept_gradients(CutModel(model, limited)) - all.kept_gradient_bytes;
+  const std::int64_t kept = planner::most_kept_gradients(planner::CutModel(model, limited)) - all.kept_gradient_bytes;
   budgets.activation_bytes += kept;
   budgets.device_bytes -= kept;
   TESSERA_CHECK(budgets.device_bytes > 0, ConfigError, "activations of a micro-batch take up to ",
@@ -74,7 +74,7 @@ std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
                 approximate_bytes(free.device_bytes),
                 " that the GPU has free; take smaller micro-batches (--batch, --accumulate), or "
                 "use --recompute or --loss-chunk");
-  budgets.is_host_given = options.host_bytes != kUnlimited;
+  budgets.is_host_given = options.host_bytes != planner::kUnlimited;
   budgets.host_bytes =
       budgets.is_host_given
           ? options.host_bytes
@@ -85,4 +85,4 @@ std::optional<DefaultBudgets> default_budgets(const ModelShapes& model,
   return budgets;
 }
 
-}  // namespace tessera::planner
+}  // namespace tessera::cli
