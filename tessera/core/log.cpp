@@ -100,7 +100,7 @@ LogOptions LogOptions::from(const Config& config) {
 
 Logger::Logger(LogOptions options, LogContext context)
     : output_(std::make_shared<Output>(std::move(options.sink))),
-      context_(std::move(context)),
+      context_(context),
       level_(options.level),
       speaks_(options.all_ranks || context_.rank == 0) {}
 

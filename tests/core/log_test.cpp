@@ -20,7 +20,7 @@ class LogTest : public testing::Test {
     options.level = level;
     options.all_ranks = all_ranks;
     options.sink = [this](std::string_view line) { lines_.emplace_back(line); };
-    return Logger(std::move(options), std::move(context));
+    return Logger(std::move(options), context);
   }
   // The line without its time of day.
   std::string line(std::size_t i) const { return lines_.at(i).substr(13); }
