@@ -14,40 +14,39 @@
 #include "tessera/engine/step_driver.h"
 
 // [Note: release in backward]
-// In backward a unit is needed from the moment that the gradient of one of its outputs is complete
-// (a hook on that output) until nothing of it can still read a weight. Three things end a use:
+// In backward a unit's parameters are needed from the moment that the gradient of one of its
+// outputs is complete (a hook on that output) until no node of its forward can still read one.
+// Three events end a use:
 //
-//  (1) Autograd is about to run a node that was made before the forward began: the one that made
-//      an input of the unit, or an output of an earlier unit. A queue of autograd gives the ready
-//      node that was made last, so every node of the forward that could run has run. One that
-//      still waits, waits for the gradient of another output, and that output's hook will begin a
-//      new use. Gradients of parameters need not have come: one that is not used would never come,
-//      and one that is used again before this unit comes only at that use.
-//  (2) The gradients of all inputs and of all trainable parameters have come, and the graph of the
-//      forward leads to nothing else: not to a parameter of a unit inside, nor to a tensor that
-//      the forward found elsewhere. That is how a unit ends whose inputs are leaves, or need no
-//      gradient: leaves are served as soon as they are ready, out of order, and one of them proves
-//      nothing. The graph is looked at only for such units.
+//  (1) Autograd is about to run a node that is older than the forward: the one that made an input
+//      of the unit, or an output of an earlier unit. A queue of autograd pops the ready node that
+//      was made last, so every node of the forward that could run has run. A node that still waits
+//      for the gradient of another output gets a new use by that output's hook. Gradients of
+//      parameters may be missing: an unused one gets none, and one that an earlier unit uses, too,
+//      is complete only there.
+//  (2) The gradients of all inputs and of all trainable parameters are complete, and the graph of
+//      the forward leads to nothing else: not to a parameter of a unit inside, nor to a captured
+//      tensor. So ends a unit whose inputs are leaves or need no gradient: autograd serves leaves
+//      out of order, and one of them proves nothing. The graph is walked only for such units.
 //  (3) The outermost backward is over.
 //
-// What (1) presumes, and where it therefore does not count:
-//   - Numbers of nodes are per thread: a use is compared with nodes of the thread that made it.
-//     (On CUDA a recomputed forward runs on autograd's thread, with numbers of its own.)
-//   - One queue: with nodes on CPU and GPU in one graph, the CPU's may run while the GPU's wait.
-//     So the node must be on the engine's device, and so must all nodes of the forward; that is
-//     looked up in the graph when the engine is on a GPU. A detour outside of the unit does no
-//     harm: it delays an output's gradient, and its hook begins anew.
-//   - One backward: a backward inside a hook or a recomputed unit goes before the outer one,
-//     whatever the numbers. So only uses of the same graph task are ended.
-//   - An input that was changed in place inside the unit is made by a node of the unit: it proves
-//     nothing, and is taken for one whose gradient never comes.
+// Where (1) does not count:
+//   - Sequence numbers are per thread: a use is compared with nodes of the thread that made it. (On
+//     CUDA a recomputed forward runs on autograd's thread.)
+//   - Nodes on CPU and GPU in one graph have two queues. So the node must be on the engine's
+//   device,
+//     and all nodes of the forward, too; on a GPU the graph is walked for it. A detour outside of
+//     the unit is harmless: it delays an output's gradient, whose hook begins a new use.
+//   - A backward inside a hook or a recomputed unit runs before the outer one, whatever the
+//   numbers:
+//     only uses of the same graph task end.
+//   - An input that the unit changed in place is made by a node of the unit. It is treated as one
+//     whose gradient never arrives.
 // A unit inside a unit ends only itself: the outer one began earlier.
 //
-// The output of one unit is usually the input of the next. A hook on it for each of the two would
-// run in the order of registration: the earlier unit would be gathered before the later one is
-// released, and two units would be full at once. So there is one hook per tensor, a Gate, which
-// first tells the units that took it as input, and then the one that made it. Where the input of
-// a unit is not the very output of another (a sum in between), it gets a hook of its own.
+// The output of one unit is usually the input of the next. With two hooks on it, in the order of
+// registration, the earlier unit would be gathered before the later one is released. So there is
+// one hook per tensor, a Gate, which tells the consumers first, and then the producer.
 
 namespace tessera::engine {
 namespace {
@@ -91,13 +90,13 @@ void BackwardWatch::explore(BackwardUse& use, const std::vector<at::Tensor>& inp
             use.one_queue && edge.function->device().is_cuda() == ctx_.runtime.on_cuda();
       },
       [&](const torch::autograd::Edge& edge) {
-        use.leads_home = use.leads_home && leads_home(*use.unit, edge.function.get(), inputs);
+        use.is_closed = use.is_closed && is_own_edge(*use.unit, edge.function.get(), inputs);
       });
 }
 
 // To a trainable parameter of the unit, or to an input.
-bool BackwardWatch::leads_home(const UnitCore& unit, Node* node,
-                               const std::vector<at::Tensor>& inputs) const {
+bool BackwardWatch::is_own_edge(const UnitCore& unit, Node* node,
+                                const std::vector<at::Tensor>& inputs) const {
   const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
   if (leaf != nullptr && model_.is_used_by(leaf->variable, unit)) {
     return true;
@@ -139,7 +138,7 @@ void BackwardWatch::add(UnitCore& unit, const NodeMark& begun,
   }
   use->one_queue = true;
   if (!proves_end || ctx_.runtime.on_cuda()) {
-    use->leads_home = true;
+    use->is_closed = true;
     explore(*use, inputs, outputs);
   }
   for (const at::Tensor& output : outputs) {
@@ -181,9 +180,9 @@ std::shared_ptr<BackwardWatch::Gate> BackwardWatch::leaf_gate_of(const at::Tenso
 }
 
 void BackwardWatch::add_consumer(Gate& gate, const std::shared_ptr<BackwardUse>& use) {
-  if (gate.consumers.size() >= gate.num_to_look) {
+  if (gate.consumers.size() >= gate.prune_at) {
     std::erase_if(gate.consumers, [](const auto& each) { return each.expired(); });
-    gate.num_to_look = 2 * gate.consumers.size() + 16;
+    gate.prune_at = 2 * gate.consumers.size() + 16;
   }
   gate.consumers.push_back(use);
 }
@@ -306,7 +305,7 @@ void BackwardWatch::on_param_gradient(UnitCore& unit) {
 }
 
 void BackwardWatch::end_if_complete(BackwardUse& use) {
-  if (use.leads_home && use.inputs_left <= 0 && use.unit->has_all_gradients() &&
+  if (use.is_closed && use.inputs_left <= 0 && use.unit->has_all_gradients() &&
       use.num_inputs + use.unit->num_trainable() > 0) {
     end(use);
   }

@@ -38,7 +38,7 @@ struct BackwardUse {
   NodeMark first_node;  // of the forward
   // Of the nodes that the forward has made: see [Note: release in backward].
   bool one_queue = false;     // autograd runs all of them on the engine's device
-  bool leads_home = false;    // they lead to the unit's inputs and parameters alone
+  bool is_closed = false;     // they lead to the unit's inputs and parameters alone
   int graph_task = -1;        // in which it was opened
   std::int64_t begun_ns = 0;  // for the trace
 };
@@ -72,7 +72,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   struct Gate {
     std::vector<std::weak_ptr<BackwardUse>> consumers;
     std::vector<std::shared_ptr<BackwardUse>> producers;  // of units inside each other: inner first
-    std::size_t num_to_look = 16;  // consumers, before those that are gone are dropped
+    std::size_t prune_at = 16;  // consumers, before those that are gone are dropped
   };
   struct GateKey {
     const void* node = nullptr;  // of a leaf: the tensor
@@ -95,8 +95,8 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   Origin origin_of(const at::Tensor& tensor) const;
   void explore(BackwardUse& use, const std::vector<at::Tensor>& inputs,
                const std::vector<at::Tensor>& outputs) const;
-  bool leads_home(const UnitCore& unit, torch::autograd::Node* node,
-                  const std::vector<at::Tensor>& inputs) const;
+  bool is_own_edge(const UnitCore& unit, torch::autograd::Node* node,
+                   const std::vector<at::Tensor>& inputs) const;
   // Each tensor has one hook, whoever uses it and however often.
   std::shared_ptr<Gate> gate_of(const at::Tensor& tensor, const Origin& origin);
   std::shared_ptr<Gate> leaf_gate_of(const at::Tensor& leaf);

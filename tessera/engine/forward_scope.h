@@ -49,8 +49,7 @@ class ForwardScope {
   ~ForwardScope();
   ForwardScope(const ForwardScope&) = delete;
   ForwardScope& operator=(const ForwardScope&) = delete;
-  // Calls it. An error of torch's that says what is wrong in our words comes without torch's stack
-  // trace.
+  // Calls it. A read of a released parameter becomes a StateError, without torch's stack trace.
   template <typename Forward>
   auto run(const Forward& forward) {
     try {

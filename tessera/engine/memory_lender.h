@@ -1,22 +1,21 @@
-// Internal to engine: lends memory that a backward has freed to the update that comes after it.
+// Internal to engine: lends memory that a backward has freed to the update that follows it.
 //
-// Activations of a unit are gone when its backward has ended, and nobody needs their memory before
-// its next forward. Meanwhile optimizer states may be copied to the device into it
-// (optim/device_executor.h): the link is idle then.
+// The activations of a unit are freed when its backward has ended, and their memory is not needed
+// before its next forward. Meanwhile optimizer states are copied into it
+// (optim/device_executor.h), while the link is idle.
 //
-//   backward of unit k has ended    what torch holds now, with what is lent, is less than when
-//                                   backward began: as much is lent
+//   backward of unit k has ended    torch holds less, lent memory included, than when backward
+//                                   began: the difference is lent
 //   forward of unit k begins        no more may be lent than when its backward ended; the forward
-//                                   waits until the rest is given back
+//                                   waits until the rest is returned
 //
-// So the peak of torch's memory stays what it was: whatever is lent while a unit runs was freed by
-// units that come after it, and their activations do not exist yet. Slots are alike; those whose
-// pieces were written back first return first. What the units before k still need in this backward,
-// besides their activations, is left to them: about as much as the largest unit has freed in the
-// backward before. The first backward lends nothing. A unit without a backward neither lends nor
-// reclaims memory.
+// So torch's peak does not rise: what is lent while a unit runs was freed by later units, whose
+// activations do not exist yet. Slots are alike; those whose pieces were written back first return
+// first. A reserve for the rest of the backward stays: the most that one unit freed in the backward
+// before; so the first backward lends nothing. A unit without a backward neither lends nor reclaims
+// memory.
 //
-// It is torch's memory, taken and given back as a tensor of the compute stream: no ledger knows it,
+// It is torch's memory, taken and returned as a tensor of the compute stream: no ledger knows it,
 // as none knows activations.
 //
 // Threads: as Engine.

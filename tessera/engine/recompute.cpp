@@ -211,21 +211,21 @@ class BackwardScope {
 // The graph of the second forward ends where that of the first did: edges that lead out of it lead
 // to leaves of ours, which are returned in the order of call.outer.
 variable_list cut_graph(const Call& call, const variable_list& outputs, const NodeMark& begun) {
-  std::unordered_map<Edge, std::size_t> places;
+  std::unordered_map<Edge, std::size_t> indices;
   for (std::size_t i = 0; i < call.outer.size(); ++i) {
-    places.emplace(call.outer[i], i);
+    indices.emplace(call.outer[i], i);
   }
   variable_list leaves(call.outer.size());
   std::vector<Edge> others;
   walk_graph(
       outputs, begun, [](const Edge&) {},
       [&](Edge& edge) {
-        const auto place = places.find(edge);
-        if (place == places.end()) {
+        const auto index = indices.find(edge);
+        if (index == indices.end()) {
           others.push_back(edge);
           return;
         }
-        at::Tensor& leaf = leaves[place->second];
+        at::Tensor& leaf = leaves[index->second];
         if (!leaf.defined()) {
           leaf = leaf_for(edge);
         }

@@ -1,20 +1,20 @@
-// Recomputation: a forward keeps no activations, and runs again in its backward.
+// Recomputation (activation checkpointing): a forward keeps no activations, and runs again in its
+// backward.
 //
-// The first forward runs with gradients. Its graph tells what it has used: every edge that leads
-// out of it, to a leaf or to a node that was there before, however the tensor came to it (argument,
-// capture, member, a parameter of a unit inside). The graph is dropped, and one node takes its
-// place, with exactly those edges. In backward the forward runs again, must reach the same edges,
-// and is differentiated with respect to them; anything else is a ConfigError that names the unit.
-// Gradients leave through the node, so that hooks of tensors outside fire once.
+// The first forward runs with gradients. The edges that lead out of its graph, to leaves and to
+// older nodes, are all that it has used, whether by argument, capture, member or a unit inside. The
+// graph is dropped, and one node with exactly those edges replaces it. In backward the forward runs
+// again, must reach the same edges, and is differentiated with respect to them; anything else is a
+// ConfigError that names the unit. Gradients leave through the node, so hooks of tensors outside
+// fire once.
 //
-// The second forward sees what the first saw: the random generators, autocast (without its cache of
-// casts) and the values of registered buffers of every module that the engine knows (a plain unit:
-// of its own module); afterwards buffers have the values that they had before it. A unit must not
-// change its input in place. A segment from before an update of the parameters is refused.
+// The second forward sees what the first saw: random generators, autocast (without its cache), and
+// the registered buffers of every module that the engine knows (a plain unit: of its own module);
+// afterwards buffers have the values from before it. A unit must not change its input in place. A
+// graph from before an update of the parameters is refused.
 //
-// A tensor that the forward leaves somewhere in place of returning it (a member, a result in which
-// it cannot be seen) keeps the part of the graph that it needs, with its activations; its gradient
-// goes the usual way.
+// A tensor that the forward keeps without returning it (a member, an opaque result) keeps its part
+// of the graph, with activations; its gradient goes the usual way.
 //
 // Collectives: those of units, in the order of uses, which is the same in both forwards.
 //

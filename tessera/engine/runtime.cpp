@@ -31,17 +31,17 @@ int num_update_threads(const RuntimeOptions& options) {
 
 // Of the update on the host beside a device with memory of its own. Ranks of one machine share its
 // cores; two of each rank's feed its device: the step's thread and autograd's.
-int num_host_threads(const RuntimeOptions& options, const comm::Rendezvous& place) {
-  const int num_cores = device::read_host_cores().usable() / place.local_world_size;
+int num_host_threads(const RuntimeOptions& options, const comm::Rendezvous& rendezvous) {
+  const int num_cores = device::read_host_cores().usable() / rendezvous.local_world_size;
   return options.num_update_threads > 0 ? options.num_update_threads : std::max(1, num_cores - 2);
 }
 
 std::unique_ptr<optim::Kernels> make_host_kernels(const RuntimeOptions& options) {
-  const comm::Rendezvous place = comm::find_rendezvous(comm::process_environment());
-  const int num_threads = num_host_threads(options, place);
+  const comm::Rendezvous rendezvous = comm::find_rendezvous(comm::process_environment());
+  const int num_threads = num_host_threads(options, rendezvous);
   return optim::make_cpu_kernels(
       num_threads,
-      optim::cores_for_threads(num_threads, {place.local_rank, place.local_world_size}));
+      optim::cores_for_threads(num_threads, {rendezvous.local_rank, rendezvous.local_world_size}));
 }
 
 comm::BackendKind backend_kind(const Config& config) {
@@ -227,9 +227,9 @@ optim::Kernels& Runtime::host_kernels() const {
 }
 const planner::UpdateRates& Runtime::update_rates() {
   if (!impl_->update_rates) {
-    const comm::Rendezvous place = comm::find_rendezvous(comm::process_environment());
-    impl_->update_rates =
-        measure_update_rates(impl_->options.cuda_device, num_host_threads(impl_->options, place));
+    const comm::Rendezvous rendezvous = comm::find_rendezvous(comm::process_environment());
+    impl_->update_rates = measure_update_rates(impl_->options.cuda_device,
+                                               num_host_threads(impl_->options, rendezvous));
   }
   return *impl_->update_rates;
 }

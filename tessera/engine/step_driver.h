@@ -82,8 +82,8 @@ class StepDriver {
   void agree_on_weight_scale(double weight);
   void find_weight_scale(double weight);  // where all ranks are
   void close_backward();
-  // In a handler: keeps what was said for step(), and rethrows, in the user's words where torch's
-  // are about something that ours does not have.
+  // In a handler: keeps the text for step(), and rethrows; torch's advice that does not apply here
+  // is replaced.
   [[noreturn]] void rethrow_backward_error();
   void drop_gradients() noexcept;
   // `is_started`: by Optimizer::start_step(). Makes stop_ the same on all ranks.

@@ -65,24 +65,6 @@ TEST(FillInitial, AnyCutIntoRangesGivesTheSameBytes) {
   }
 }
 
-TEST(FillInitial, EveryRankOfEveryWorldMakesItsPieceOfOneModel) {
-  constexpr std::int64_t kNumel = 1003;
-  const Init init = Init::normal(0.02);
-  const auto whole = made(init, "tokens.weight", 0, kNumel, DType::kBFloat16);
-  for (const int num_ranks : {1, 2, 3, 4, 8, 1500}) {
-    // The rule of Layout, said again: equal pieces of whole 16 bytes; the last may be cut or empty.
-    const std::int64_t shard_numel = ((kNumel + num_ranks - 1) / num_ranks + 7) / 8 * 8;
-    std::vector<std::byte> joined;
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      const std::int64_t begin = std::min(rank * shard_numel, kNumel);
-      const auto part = made(init, "tokens.weight", begin, std::min(shard_numel, kNumel - begin),
-                             DType::kBFloat16);
-      joined.insert(joined.end(), part.begin(), part.end());
-    }
-    EXPECT_TRUE(joined == whole) << num_ranks;
-  }
-}
-
 TEST(FillInitial, ValuesAreThoseOfTheParametersStream) {
   const CounterRandom random(kSeed, "norm.weight");
   const auto normal =

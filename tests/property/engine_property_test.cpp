@@ -2,9 +2,11 @@
 // seeds: engine_seeds, and `make fuzz`.
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include <gtest/gtest.h>
 
+#include "testing/mock_device.h"
 #include "tests/property/random_case.h"
 
 namespace tessera::testing {
@@ -23,6 +25,44 @@ TEST_P(EngineProperty, EveryBitEqualsPlainLibTorch) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, EngineProperty, ::testing::Range(0, 4),
+                         [](const auto& part) { return "Part" + std::to_string(part.param); });
+
+// With ranks that run late and a device whose work may: no bit changes.
+constexpr std::uint64_t kFirstDelayedSeed = 100000;
+constexpr std::uint64_t kDelayedPerPart = 20;
+constexpr std::uint32_t kMaxDelayUs = 30;
+
+RuntimeOptions mock_runtime(std::uint64_t seed, int rank) {
+  RuntimeOptions options{-1, 1};
+  options.make_device = [seed, rank](device::CpuDeviceOptions host) {
+    device::MockDeviceOptions mock;
+    mock.mode = seed % 2 == 0 ? device::LateMode::kLazy : device::LateMode::kRandom;
+    mock.seed = seed * 8 + static_cast<std::uint64_t>(rank);
+    mock.host = std::move(host);
+    return device::make_mock_device(std::move(mock));
+  };
+  return options;
+}
+
+class EngineDelays : public ::testing::TestWithParam<int> {};
+
+TEST_P(EngineDelays, ChangeNoBit) {
+  const auto first = kFirstDelayedSeed + static_cast<std::uint64_t>(GetParam()) * kDelayedPerPart;
+  for (std::uint64_t seed = first; seed < first + kDelayedPerPart; ++seed) {
+    CasePlan plan = draw_case(seed);
+    if (plan.ranks == 1) {
+      plan.ranks = 2;  // alone there is nobody to be late
+    }
+    ShardedOptions options;
+    options.world.max_delay_us = kMaxDelayUs;
+    options.world.seed = seed;
+    options.runtime = [seed](int rank) { return mock_runtime(seed, rank); };
+    const std::string found = judge(plan, Planted::kNothing, options);
+    EXPECT_TRUE(found.empty()) << found;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, EngineDelays, ::testing::Range(0, 4),
                          [](const auto& part) { return "Part" + std::to_string(part.param); });
 
 // A comparison that cannot fail proves nothing.
