@@ -19,7 +19,7 @@ class RankAgreement {
  public:
   explicit RankAgreement(EngineContext& context) : ctx_(context) {}
 
-  // Before a collective that is no unit's: see coordinator/meeting.h.
+  // Before a collective that is no unit's: see coordinator/consensus.h.
   void join_outside_of_units(const std::string& what);
   // Collective: every rank's numbers, in rank order.
   std::vector<std::int64_t> gather_numbers(const std::vector<std::int64_t>& mine,

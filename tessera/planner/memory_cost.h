@@ -134,7 +134,7 @@ class MemoryCost {
   void count_update(const shard::Layout& layout, const Placement& placement,
                     MemoryPlan& plan) const;
   // The first forward after its update takes it from where the device has made it
-  // (optim/device_update.h, [Note: in place of the gradient]).
+  // (optim/device_executor.h, [Note: in place of the gradient]).
   bool stays_on_device_once(std::size_t id, const Placement& placement) const;
 
   const CutModel& cut_;

@@ -9,7 +9,16 @@
 namespace tessera::cli {
 namespace {
 
-using namespace planner;  // NOLINT(google-build-using-namespace): plans of plan_cases.h
+using planner::kGiB;
+using planner::MemoryPlan;
+using planner::MemoryPlanOptions;
+using planner::ModelShapes;
+using planner::contains;
+using planner::in_host;
+using planner::on_gpu;
+using planner::planned;
+using planner::refusal_of;
+using planner::small_gpt;
 
 // Large enough that a reserve of 6 % is above the least one.
 ModelShapes billions() { return small_gpt(4096, 8, 50304, DType::kBFloat16); }

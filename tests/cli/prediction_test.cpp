@@ -7,7 +7,7 @@
 namespace tessera::cli {
 namespace {
 
-using namespace planner;  // NOLINT(google-build-using-namespace): plans of plan_cases.h
+using planner::MemoryPlan;
 
 MemoryPlan moving(std::int64_t read, std::int64_t written) {
   MemoryPlan plan;
