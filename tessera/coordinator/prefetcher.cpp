@@ -315,7 +315,7 @@ void Prefetcher::forget_pass() {
 
 // What the uses behind those that are gathered ahead need next, in their order.
 void Prefetcher::read_ahead() {
-  if (parts_.loader == nullptr) {
+  if (parts_.loader == nullptr || parts_.loader->window_bytes() == 0) {
     return;
   }
   ahead_ids_.clear();
