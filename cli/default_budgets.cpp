@@ -65,7 +65,8 @@ std::optional<DefaultBudgets> default_budgets(const planner::ModelShapes& model,
   planner::MemoryPlanOptions limited = options;
   limited.device_bytes = free.device_bytes;
   // Gradients leave it then.
-  const std::int64_t kept = planner::most_kept_gradients(planner::CutModel(model, limited)) - all.kept_gradient_bytes;
+  const std::int64_t kept =
+      planner::most_kept_gradients(planner::CutModel(model, limited)) - all.kept_gradient_bytes;
   budgets.activation_bytes += kept;
   budgets.device_bytes -= kept;
   TESSERA_CHECK(budgets.device_bytes > 0, ConfigError, "activations of a micro-batch take up to ",

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cli/default_budgets.h"
+#include "cli/machine_limits.h"
 #include "cli/prediction.h"
 #include "cli/train_measure.h"
 #include "cli/train_plan.h"
@@ -19,7 +20,6 @@
 #include "tessera/device/host_info.h"
 #include "tessera/engine/engine_tiers.h"
 #include "tessera/optim/rule.h"
-#include "tessera/planner/machine_limits.h"
 #include "tessera/planner/memory_planner.h"
 #include "tessera/tier/io_measure.h"
 #include "tessera/tier/scratch_file.h"
@@ -167,8 +167,7 @@ void check_machine(const TrainPlan& plan, int num_local_ranks) {
   for (const std::string& directory : directories) {
     tier::check_scratch_directory(directory);
   }
-  planner::check_fits(plan.memory->plan, planner::MachineLimits::of_this_machine(directories),
-                      num_local_ranks);
+  check_fits(plan.memory->plan, MachineLimits::of_this_machine(directories), num_local_ranks);
 }
 
 std::optional<double> kept_disk_s(const TrainPlan& plan, int num_local_ranks) {

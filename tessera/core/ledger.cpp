@@ -179,6 +179,18 @@ std::size_t Ledger::peak_bytes(Tier tier) const {
   return tiers_[static_cast<std::size_t>(tier)].peak.load(std::memory_order_relaxed);
 }
 
+void Ledger::reset_peaks() {
+  const auto reset = [](Cell& cell) {
+    cell.peak.store(cell.current.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    // A charge between the load and the store has been overwritten; what it still holds counts.
+    raise_to(cell.peak, cell.current.load(std::memory_order_relaxed));
+  };
+  for (auto& roles : cells_) {
+    std::for_each(roles.begin(), roles.end(), reset);
+  }
+  std::for_each(tiers_.begin(), tiers_.end(), reset);
+}
+
 std::string Ledger::table() const {
   std::ostringstream out;
   const auto line = [&out](std::string_view tier, std::string_view role, std::string_view current,

@@ -41,6 +41,8 @@ class Ledger {
   std::size_t current_bytes(Tier tier) const;
   // The peak of the tier's sum, not the sum of the peaks.
   std::size_t peak_bytes(Tier tier) const;
+  // Peaks start again from what is held now.
+  void reset_peaks();
 
   // A table of current and peak bytes, one line per cell that was ever used.
   std::string table() const;

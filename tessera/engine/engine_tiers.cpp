@@ -134,10 +134,7 @@ void EngineTiers::finalize(const planner::ModelShapes& model) {
     make_plan(model);
   }
   for (int id = 0; id < params_.num_params(); ++id) {
-    Placement placement = plan_->params[static_cast<std::size_t>(id)];
-    if (!plan_->gradients_leave_early && placement.gradient == Tier::kHost) {
-      placement.gradient = Tier::kDevice;  // sums of several backwards go to the host with the step
-    }
+    const Placement& placement = plan_->params[static_cast<std::size_t>(id)];
     move_shard(params_[id], placement.parameter);
     params_[id].set_placement(placement);
   }

@@ -9,12 +9,12 @@
 namespace tessera::cli {
 namespace {
 
+using planner::contains;
+using planner::in_host;
 using planner::kGiB;
 using planner::MemoryPlan;
 using planner::MemoryPlanOptions;
 using planner::ModelShapes;
-using planner::contains;
-using planner::in_host;
 using planner::on_gpu;
 using planner::planned;
 using planner::refusal_of;

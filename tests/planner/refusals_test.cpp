@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/planner/machine_limits.h"
 #include "tests/planner/plan_cases.h"
 
 namespace tessera::planner {
@@ -82,58 +81,6 @@ TEST(Refusal, Fp32StatesStayWithTheirMasters) {
   for (const Placement& each : planned(model, on_gpu(Tier::kHost)).params) {
     EXPECT_TRUE(each.states != Tier::kDevice || each.parameter == Tier::kDevice);
   }
-}
-
-class MachineFit : public testing::Test {
- protected:
-  MachineFit() : plan_(planned(small_gpt(64, 4, 3000), with_budget(4 << 20))) {
-    limits_.memory_available_bytes = kGiB;
-    limits_.directories = {{"/disk-a", kGiB}, {"/disk-b", kGiB}};
-  }
-  std::string refusal(int num_ranks) const {
-    return refusal_of([&] { check_fits(plan_, limits_, num_ranks); });
-  }
-  MemoryPlan plan_;
-  MachineLimits limits_;
-};
-
-TEST_F(MachineFit, CountsTheMemoryOfAllRanksOfAMachine) {
-  EXPECT_EQ(refusal(4), "");
-  limits_.memory_available_bytes = 2 * plan_.memory_bytes();
-  EXPECT_EQ(refusal(2), "");
-  limits_.memory_available_bytes -= 1;
-  EXPECT_EQ(refusal(1), "");
-  EXPECT_TRUE(contains(refusal(2), "lower memory.host to at most")) << refusal(2);
-}
-
-TEST_F(MachineFit, CountsTheSpaceOfAllRanksOnEachDirectory) {
-  limits_.directories[1].free_bytes = plan_.bytes(Tier::kNvme);
-  EXPECT_EQ(refusal(2), "");
-  limits_.directories[1].free_bytes -= 8192;
-  EXPECT_TRUE(contains(refusal(2), "/disk-b")) << refusal(2);
-}
-
-TEST_F(MachineFit, PinnedMemoryNeedsALimitOnLocksThatAllowsIt) {
-  limits_.locked_bytes = kMiB - 1;
-  EXPECT_EQ(refusal(1), "");
-  plan_.ledger.push_back({Tier::kPinned, Role::kStaging, kMiB});
-  EXPECT_TRUE(contains(refusal(1), "ulimit -l"));
-}
-
-TEST_F(MachineFit, OfAGpuAsksForHostMemoryOnlyAndForNoLimitOnLocks) {
-  plan_ = planned(large_gpt(), in_host());
-  limits_.memory_available_bytes = plan_.host_memory_bytes();
-  limits_.locked_bytes = 0;
-  EXPECT_EQ(refusal(1), "");
-  limits_.memory_available_bytes -= 1;
-  EXPECT_NE(refusal(1), "");
-}
-
-TEST(MachineLimitsTest, AsksThisMachine) {
-  const MachineLimits limits = MachineLimits::of_this_machine({"/", "/there/is/no/such/place"});
-  EXPECT_GT(limits.memory_available_bytes, 0);
-  ASSERT_EQ(limits.directories.size(), 1U);
-  EXPECT_EQ(limits.directories[0].path, "/");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "tessera/planner/machine_limits.h"
+#include "cli/machine_limits.h"
 
 #include <sys/statvfs.h>
 
@@ -8,7 +8,7 @@
 #include "tessera/core/units.h"
 #include "tessera/device/host_info.h"
 
-namespace tessera::planner {
+namespace tessera::cli {
 namespace {
 
 std::string ranks_text(int num_ranks) {
@@ -16,7 +16,7 @@ std::string ranks_text(int num_ranks) {
 }
 
 std::int64_t clamped(std::size_t bytes) {
-  return static_cast<std::int64_t>(std::min(bytes, static_cast<std::size_t>(kUnlimited)));
+  return static_cast<std::int64_t>(std::min(bytes, static_cast<std::size_t>(planner::kUnlimited)));
 }
 
 }  // namespace
@@ -38,7 +38,7 @@ MachineLimits MachineLimits::of_this_machine(const std::vector<std::string>& dir
   return limits;
 }
 
-void check_fits(const MemoryPlan& plan, const MachineLimits& limits, int num_local_ranks) {
+void check_fits(const planner::MemoryPlan& plan, const MachineLimits& limits, int num_local_ranks) {
   const std::int64_t memory = plan.host_memory_bytes();
   TESSERA_CHECK(memory <= limits.memory_available_bytes / num_local_ranks, ConfigError,
                 ranks_text(num_local_ranks), " of ", approximate_bytes(memory),
@@ -69,4 +69,4 @@ void check_fits(const MemoryPlan& plan, const MachineLimits& limits, int num_loc
   }
 }
 
-}  // namespace tessera::planner
+}  // namespace tessera::cli

@@ -9,12 +9,13 @@
 
 #include "tessera/planner/memory_plan.h"
 
-namespace tessera::planner {
+namespace tessera::cli {
 
 // What this machine can give now, for all ranks on it.
 struct MachineLimits {
-  std::int64_t memory_available_bytes = kUnlimited;  // of the machine and its control group
-  std::int64_t locked_bytes = kUnlimited;            // per process
+  std::int64_t memory_available_bytes =
+      planner::kUnlimited;                          // of the machine and its control group
+  std::int64_t locked_bytes = planner::kUnlimited;  // per process
   struct Directory {
     std::string path;
     std::int64_t free_bytes = 0;
@@ -26,6 +27,6 @@ struct MachineLimits {
 
 // Throws ConfigError, with the arithmetic, if `num_local_ranks` ranks with this plan are more than
 // the machine can give.
-void check_fits(const MemoryPlan& plan, const MachineLimits& limits, int num_local_ranks);
+void check_fits(const planner::MemoryPlan& plan, const MachineLimits& limits, int num_local_ranks);
 
-}  // namespace tessera::planner
+}  // namespace tessera::cli
