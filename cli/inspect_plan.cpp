@@ -72,7 +72,7 @@ void measure_units(const StepPlanInput& input, StepPlan& plan) {
   }
 }
 
-// As Coordinator::seal().
+// As Coordinator::finalize().
 void choose_persistent(const StepPlanInput& input, StepPlan& plan) {
   std::vector<std::int64_t> bytes;
   for (std::size_t id = 0; id < plan.layouts.size(); ++id) {

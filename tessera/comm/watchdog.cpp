@@ -183,7 +183,7 @@ void Watchdog::throw_loss(const std::string& what, const std::string& reason) {
           lost, "rank ", options_.world_ranks[rank],
           " has ended its run, and nothing went wrong there: ranks must take the same number of "
           "steps. If they have different amounts of data, set unit.uneven_data=true, and let a "
-          "rank that has no more call engine.follow() until it returns nothing"));
+          "rank that has no more call engine.join() until it returns nothing"));
     }
     if (last[rank] == first[rank] && static_cast<int>(rank) != options_.rank) {
       silent += detail::concat("; rank ", options_.world_ranks[rank], " gives no sign of life, ",

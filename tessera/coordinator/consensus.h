@@ -47,7 +47,6 @@ enum class ConsensusPoint : std::uint8_t {
   kHold,  // parameters for somebody who is no unit
   kAllDone,
 };
-using MeetingPoint = ConsensusPoint;
 
 // What a rank announces.
 struct Intent {

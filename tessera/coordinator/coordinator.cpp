@@ -86,7 +86,7 @@ bool Coordinator::has_loads() const {
 }
 
 // With the first use the model is complete: everything that a use needs is prepared.
-void Coordinator::seal() {
+void Coordinator::finalize() {
   if (units_.is_finalized()) {
     return;
   }
@@ -143,7 +143,7 @@ bool Coordinator::is_inside_open_leaf(UnitId id) const {
 void Coordinator::begin_use(UnitId id, Phase phase) {
   const UnitInfo& unit = units_[id];
   if (!units_.is_finalized()) [[unlikely]] {
-    seal();
+    finalize();
   }
   const Use use{id, phase};
   ++num_uses_;
@@ -295,14 +295,14 @@ std::vector<Param*> Coordinator::params_of(const std::vector<int>& ids) const {
 }
 
 void Coordinator::begin_hold(const std::vector<int>& params, const std::string& what) {
-  seal();
+  finalize();
   const std::vector<Param*> held = params_of(params);
   std::vector<Param*> direct;
   std::copy_if(held.begin(), held.end(), std::back_inserter(direct),
                [](const Param* param) { return param->shard_is_full(); });
   attach(direct);
   if (gatherer_) {
-    meet(ConsensusPoint::kHold, what);
+    reach_consensus(ConsensusPoint::kHold, what);
     prefetcher_->start_held_back();
     if (!is_resident_) {
       prefetcher_->make_room_for(params);
@@ -321,7 +321,7 @@ void Coordinator::end_hold(const std::vector<int>& params, const std::string& wh
 }
 
 bool Coordinator::begin_resident() {
-  seal();
+  finalize();
   if (!open_.empty() || is_resident_) {
     throw_state(is_resident_ ? std::string("parameters are made resident twice")
                              : detail::concat("parameters are made resident inside ",
@@ -332,7 +332,7 @@ bool Coordinator::begin_resident() {
     if (prefetcher_->planned_bytes() > options_.budgets.live_limit_bytes) {
       return false;
     }
-    meet(ConsensusPoint::kHold, "resident parameters");
+    reach_consensus(ConsensusPoint::kHold, "resident parameters");
     prefetcher_->start_held_back();
     prefetcher_->forget_pass();
     const Cause cause;
@@ -484,13 +484,13 @@ void Coordinator::release_all() noexcept {
   }
 }
 
-bool Coordinator::meets() {
-  seal();
+bool Coordinator::needs_consensus() {
+  finalize();
   return consensus_ != nullptr;
 }
 
-void Coordinator::meet(ConsensusPoint point, std::string_view what) {
-  if (!meets() || is_resident_) {
+void Coordinator::reach_consensus(ConsensusPoint point, std::string_view what) {
+  if (!needs_consensus() || is_resident_) {
     return;
   }
   Intent intent;
@@ -500,8 +500,8 @@ void Coordinator::meet(ConsensusPoint point, std::string_view what) {
   consensus_->agree(intent);
 }
 
-ConsensusPoint Coordinator::follow() {
-  seal();
+ConsensusPoint Coordinator::join() {
+  finalize();
   if (is_alone_) {
     return ConsensusPoint::kAllDone;
   }

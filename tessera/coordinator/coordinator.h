@@ -128,18 +128,18 @@ class Coordinator {
   std::vector<std::string> leaves() const { return units_.leaves(); }
   void set_dynamic_gradients(DynamicGradients gradients) { gradients_ = std::move(gradients); }
   // What is inside leaves is known afterwards: no leaf is chosen any more.
-  void settle_units() { units_.expand_leaves(); }
-  // Before seal(), which finds out from the parameters which shards are on NVMe.
+  void expand_leaves() { units_.expand_leaves(); }
+  // Before finalize(), which finds out from the parameters which shards are on NVMe.
   void set_tier(const TierOptions& tier);
   // The model is complete; the first use says it by itself. Afterwards the units' parameters are
   // final, those of leaves included.
-  void seal();
+  void finalize();
 
   std::size_t num_units() const { return units_.num_units(); }
   const UnitInfo& unit(UnitId unit) const { return units_[unit]; }
   const std::string& unit_name(UnitId unit) const { return units_[unit].name; }
   UnitReport report(UnitId unit) const;
-  bool persists(int param) const;  // false before seal()
+  bool persists(int param) const;  // false before finalize()
   // A use of it would be nothing of its own now: a leaf around it is open.
   bool is_inside_open_leaf(UnitId unit) const;
 
@@ -170,11 +170,11 @@ class Coordinator {
   void release_all() noexcept;
 
   // Where ranks agree on each use (consensus.h); nothing to do where they do not.
-  bool meets();
-  void meet(ConsensusPoint point, std::string_view what = {});
+  bool needs_consensus();
+  void reach_consensus(ConsensusPoint point, std::string_view what = {});
   // For a rank without data: joins the others in what they use, up to their next point. kAllDone:
   // no rank has data any more.
-  ConsensusPoint follow();
+  ConsensusPoint join();
 
   TraceMode trace_mode() const;
   CoordinatorStats take_stats();
@@ -230,7 +230,7 @@ class Coordinator {
   std::int64_t own_bytes_ = 0;
   std::int64_t own_bytes_peak_ = 0;
 
-  // From seal() on, where something is gathered: several ranks, or shards elsewhere.
+  // From finalize() on, where something is gathered: several ranks, or shards elsewhere.
   std::unique_ptr<ShardLoader> own_loader_;
   ShardLoader* loader_ = nullptr;  // null: all shards are in the device's memory
   std::unique_ptr<Gatherer> gatherer_;

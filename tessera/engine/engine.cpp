@@ -36,9 +36,9 @@ void Engine::backward(const std::vector<at::Tensor>& losses, double weight) {
 }
 StepResult Engine::step() { return objects_->driver.step(); }
 void Engine::request_stop() { objects_->driver.request_stop(); }
-std::optional<StepResult> Engine::follow() {
+std::optional<StepResult> Engine::join() {
   objects_->begin_pass();
-  return objects_->driver.follow();
+  return objects_->driver.join();
 }
 void Engine::zero_grad() { objects_->driver.zero_grad(); }
 

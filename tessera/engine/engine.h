@@ -195,7 +195,7 @@ class Engine {
   void request_stop();
   // For a rank that is out of data before the others: joins their next step with loss weight zero.
   // Null: no rank has data any more. Wants unit.uneven_data=true on all ranks.
-  std::optional<StepResult> follow();
+  std::optional<StepResult> join();
   // Gradients of this step are dropped.
   void zero_grad();
 

@@ -409,11 +409,11 @@ void Model::finalize_leaves() {
       return ctx_.coordinator.unit(unit->id()).traits.dynamic;
     }));
   }
-  ctx_.coordinator.settle_units();
+  ctx_.coordinator.expand_leaves();
 }
 
 void Model::finalize_units() {
-  ctx_.coordinator.seal();
+  ctx_.coordinator.finalize();
   // From here on a leaf uses what is inside it.
   for (const auto& unit : units_) {
     for (const int id : ctx_.coordinator.unit(unit->id()).ids) {

@@ -10,7 +10,7 @@ namespace tessera::engine {
 
 void RankAgreement::join_outside_of_units(const std::string& what) {
   if (ctx_.lifecycle.is_finalized()) {
-    ctx_.coordinator.meet(coordinator::MeetingPoint::kHold, what);
+    ctx_.coordinator.reach_consensus(coordinator::ConsensusPoint::kHold, what);
   }
 }
 

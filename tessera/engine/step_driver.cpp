@@ -109,7 +109,7 @@ void StepDriver::make_reducer() {
   if (ctx_.runtime.device().is_discrete()) {
     optim::set_reducer_kernels(parts, ctx_.runtime.kernels());
   }
-  if (ctx_.coordinator.meets()) {
+  if (ctx_.coordinator.needs_consensus()) {
     // Every call of this group is at a moment on which ranks have agreed.
     parts.dynamic_group = &ctx_.group;
   }
@@ -146,7 +146,7 @@ void StepDriver::make_reducer() {
 
 void StepDriver::agree_on_weight_scale(double weight) {
   if (weight_scale_ == 0) {
-    ctx_.coordinator.meet(coordinator::MeetingPoint::kWeights);
+    ctx_.coordinator.reach_consensus(coordinator::ConsensusPoint::kWeights);
     find_weight_scale(weight);
   }
 }
@@ -200,7 +200,7 @@ void StepDriver::backward(const std::vector<at::Tensor>& losses, double weight) 
     }
     if (ctx_.lifecycle.backward_depth() == 1) {
       close_backward();
-      ctx_.coordinator.meet(coordinator::MeetingPoint::kBackwardEnd);
+      ctx_.coordinator.reach_consensus(coordinator::ConsensusPoint::kBackwardEnd);
       reducer_->finish_backward();
     }
     ctx_.lifecycle.leave_backward();
@@ -287,7 +287,7 @@ StepResult StepDriver::step() {
                 "step() without a backward since the last step; call engine.backward(loss) first");
   ctx_.lifecycle.check_idle("step()");
   ctx_.lifecycle.check_not_resident("step()");
-  ctx_.coordinator.meet(coordinator::MeetingPoint::kStep);
+  ctx_.coordinator.reach_consensus(coordinator::ConsensusPoint::kStep);
   return finish_step();
 }
 
@@ -381,25 +381,25 @@ void StepDriver::finish_update() {
   reducer_->clear();
 }
 
-std::optional<StepResult> StepDriver::follow() {
-  ctx_.lifecycle.check_not_resident("follow()");
+std::optional<StepResult> StepDriver::join() {
+  ctx_.lifecycle.check_not_resident("join()");
   for (;;) {
-    switch (ctx_.coordinator.follow()) {
-      case coordinator::MeetingPoint::kWeights:
+    switch (ctx_.coordinator.join()) {
+      case coordinator::ConsensusPoint::kWeights:
         find_weight_scale(0);
         break;
-      case coordinator::MeetingPoint::kBackwardEnd:
+      case coordinator::ConsensusPoint::kBackwardEnd:
         finish_update();
         reducer_->finish_backward();
         break;
-      case coordinator::MeetingPoint::kStep:
+      case coordinator::ConsensusPoint::kStep:
         return finish_step();
-      case coordinator::MeetingPoint::kHold:
+      case coordinator::ConsensusPoint::kHold:
         throw ConfigError(
             "the other ranks open a gathered scope, and this one only follows their steps; "
             "do it before or after the steps, on all ranks");
-      case coordinator::MeetingPoint::kAllDone:
-      case coordinator::MeetingPoint::kNone:
+      case coordinator::ConsensusPoint::kAllDone:
+      case coordinator::ConsensusPoint::kNone:
         return std::nullopt;
     }
   }
@@ -419,7 +419,7 @@ void StepDriver::abandon() noexcept {
     }
     if (was_in_backward) {
       finish_update();
-      if (reducer_->in_backward() && ctx_.coordinator.meets()) {
+      if (reducer_->in_backward() && ctx_.coordinator.needs_consensus()) {
         // Ranks may have stopped at different gradients: now all have started all.
         reducer_->drop_dynamic();
         reducer_->finish_backward();

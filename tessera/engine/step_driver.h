@@ -44,7 +44,7 @@ class StepDriver {
   static void check_losses(const std::vector<at::Tensor>& losses, double weight);
   void backward(const std::vector<at::Tensor>& losses, double weight);
   StepResult step();
-  std::optional<StepResult> follow();
+  std::optional<StepResult> join();
   void zero_grad();
   void request_stop() { stop_ = true; }
   void set_trainable(const at::Tensor& tensor, bool trainable);

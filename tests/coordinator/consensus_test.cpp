@@ -76,9 +76,9 @@ TEST(Consensus, RanksMayUseDifferentUnitsForwardAndBackward) {
         gradients.pending.insert(chosen[i]);
       }
       rank.run({0}, Phase::kBackward);
-      coordinator.meet(ConsensusPoint::kBackwardEnd);
+      coordinator.reach_consensus(ConsensusPoint::kBackwardEnd);
       EXPECT_TRUE(gradients.pending.empty());
-      coordinator.meet(ConsensusPoint::kStep);
+      coordinator.reach_consensus(ConsensusPoint::kStep);
       rank.end_step_and_update();
       std::set<int> used;
       for (int rank = 0; rank < 4; ++rank) {
@@ -140,7 +140,7 @@ TEST(Consensus, AStaticUnitMayShareParametersWithADynamicOneThatIsStillOpenSomew
         rank.end(5, Phase::kBackward);
       }
       rank.run({0}, Phase::kBackward);
-      rank.coordinator().meet(ConsensusPoint::kStep);
+      rank.coordinator().reach_consensus(ConsensusPoint::kStep);
       rank.end_step_and_update();
     }
     EXPECT_EQ(rank.coordinator().trace_mode(), TraceMode::kComplete);
@@ -182,15 +182,15 @@ TEST(Consensus, ARankWithoutDataJoinsTheOthersUntilAllAreDone) {
         rank.run({2 + rank.rank()}, Phase::kBackward);
         gradients.pending.insert(2 + rank.rank());
         rank.run({0}, Phase::kBackward);
-        coordinator.meet(ConsensusPoint::kBackwardEnd);
-        coordinator.meet(ConsensusPoint::kStep);
+        coordinator.reach_consensus(ConsensusPoint::kBackwardEnd);
+        coordinator.reach_consensus(ConsensusPoint::kStep);
       } else {
-        ConsensusPoint point = coordinator.follow();
+        ConsensusPoint point = coordinator.join();
         if (point == ConsensusPoint::kAllDone) {
           break;
         }
         EXPECT_EQ(point, ConsensusPoint::kBackwardEnd);
-        EXPECT_EQ(coordinator.follow(), ConsensusPoint::kStep);
+        EXPECT_EQ(coordinator.join(), ConsensusPoint::kStep);
       }
       rank.end_step_and_update();
       ++num_steps;
@@ -202,11 +202,11 @@ TEST(Consensus, ARankWithoutDataJoinsTheOthersUntilAllAreDone) {
 
 TEST(Consensus, JoiningNeedsTheOthersToAgreeOnEveryUse) {
   on_ranks({2}, equal_layers(2, kNumel), options(), [&](auto& rank) {
-    EXPECT_FALSE(rank.coordinator().meets());
-    EXPECT_THROW(rank.coordinator().follow(), ConfigError);
+    EXPECT_FALSE(rank.coordinator().needs_consensus());
+    EXPECT_THROW(rank.coordinator().join(), ConfigError);
   });
   on_ranks({1}, experts(), options(), [&](auto& rank) {
-    EXPECT_EQ(rank.coordinator().follow(), ConsensusPoint::kAllDone);
+    EXPECT_EQ(rank.coordinator().join(), ConsensusPoint::kAllDone);
     rank.run({4}, Phase::kForward);  // alone, dynamic is nothing special
   });
 }

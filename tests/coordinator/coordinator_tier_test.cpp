@@ -187,7 +187,7 @@ TEST(CoordinatorTier, RanksMayUseDifferentUnitsOnNvme) {
                      }
                      rank.run({1}, phase);
                    }
-                   rank.coordinator().meet(ConsensusPoint::kStep);
+                   rank.coordinator().reach_consensus(ConsensusPoint::kStep);
                    rank.end_step_and_update();
                  }
                });

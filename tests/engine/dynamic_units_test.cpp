@@ -180,7 +180,7 @@ TEST(RanksWithoutData, FollowTheOthersWithWeightZero) {
       engine.backward(unit(input(4, 5, step + group.rank())).pow(2).mean());
       weights.push_back(engine.step().weight);
     }
-    while (const auto result = engine.follow()) {
+    while (const auto result = engine.join()) {
       weights.push_back(result->weight);
     }
     EXPECT_EQ(weights, (std::vector<double>{3, 3, 2, 2, 1, 1}));

@@ -75,7 +75,7 @@ TEST(Worlds, OfOneProcessMayBeSeveralAtOnceAndOneAfterTheOther) {
 TEST(CollectiveFaults, ARankThatEndsBeforeTheOthersIsToldApartFromOneThatDied) {
   const Outcome outcome = run("reduce-end-early", kPatient);
   EXPECT_NE(outcome.result.exit_code, 0);
-  expect_all_told(outcome, 2, {"rank 1 has ended its run", "unit.uneven_data=true", "follow()"});
+  expect_all_told(outcome, 2, {"rank 1 has ended its run", "unit.uneven_data=true", "join()"});
 }
 
 TEST(CollectiveFaults, AKilledRankIsNamedToTheOthers) {
