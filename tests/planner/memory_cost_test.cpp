@@ -217,7 +217,7 @@ TEST(CpuCost, BuffersHoldTheLargestSubGroupAsOftenAsThereAreBuffers) {
         const auto groups = sub_groups(CutModel(model, options), plan.params, plan.sub_group_numel);
         EXPECT_EQ(plan.optimizer_pool_bytes,
                   plan.num_optimizer_buffers * as_int(groups.max_lease_bytes));
-        EXPECT_EQ(plan.bytes(Tier::kNvme, Role::kOptimizer), as_int(groups.stored_states_bytes));
+        EXPECT_EQ(plan.bytes(Tier::kNvme, Role::kOptimizer), as_int(groups.nvme_states_bytes));
       }
     }
   }
