@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "tessera/core/error.h"
-#include "tessera/device/host_allocator.h"
 #include "tessera/device/host_copy.h"
+#include "tessera/device/host_memory.h"
 #include "tessera/device/inline_stream.h"
 #include "testing/mock_stream.h"
 

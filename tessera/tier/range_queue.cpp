@@ -1,5 +1,8 @@
 #include "tessera/tier/range_queue.h"
 
+#include <pthread.h>
+#include <signal.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <exception>
@@ -324,6 +327,23 @@ void RangeQueue::finish(const IoRequest& request, const std::string& failure) {
 IoCounts RangeQueue::counts() const {
   const std::lock_guard lock(mutex_);
   return counts_;
+}
+
+std::thread start_io_thread(std::function<void()> body) {
+  // Threads inherit the mask, so that there is no moment in which the new one could get a signal.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, &before);
+  try {
+    std::thread thread(std::move(body));
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_setname_np(thread.native_handle(), "tessera-io");
+    return thread;
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
 }
 
 }  // namespace tessera::tier

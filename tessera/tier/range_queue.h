@@ -22,6 +22,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tessera/core/spans.h"
@@ -96,6 +97,10 @@ class RangeQueue {
   Spans* const spans_;  // null: no trace
   std::array<std::vector<bool>, 2> lanes_;
 };
+
+// Starts `body` on a thread that gets no signals: handlers stay on the program's own threads, and a
+// write above the limit of a file's size is an error instead of the end of the process (SIGXFSZ).
+std::thread start_io_thread(std::function<void()> body);
 
 // For errors: "No space left on device (28)".
 std::string system_reason(int error);

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/tier/io_thread.h"
 #include "tessera/tier/range_queue.h"
 
 namespace tessera::tier {

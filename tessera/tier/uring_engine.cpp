@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "tessera/core/error.h"
-#include "tessera/tier/io_thread.h"
 #include "tessera/tier/range_queue.h"
 
 namespace tessera::tier {

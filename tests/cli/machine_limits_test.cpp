@@ -10,7 +10,7 @@
 namespace tessera::cli {
 namespace {
 
-class MachineFit : public testing::Test {
+class MachineFit : public ::testing::Test {
  protected:
   MachineFit()
       : plan_(planner::planned(planner::small_gpt(64, 4, 3000), planner::with_budget(4 << 20))) {

@@ -1,11 +1,11 @@
 // Against a model that deals the bytes out one by one.
-#include "tessera/tier/stripes.h"
-
 #include <numeric>
 #include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
+
+#include "tessera/tier/file_store.h"
 
 namespace tessera::tier {
 namespace {
