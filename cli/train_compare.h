@@ -5,7 +5,7 @@
 // a number is beyond every bound; two losses or norms that are both infinite or NaN agree.
 //
 // [Note: what is compared]
-// In turns, the unsharded twin takes the ranks' micro-batches one after the other, in the order in
+// In turns, the unsharded reference takes the ranks' micro-batches one after the other, in the order in
 // which the exact reduction adds them. So what is left is what sharding does, and not the noise of
 // another order of sums: on like machines most runs are equal to the bit.
 // The plain run is that of --unsharded: a micro-batch is that of all ranks together. Products over

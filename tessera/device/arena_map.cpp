@@ -7,12 +7,6 @@
 
 namespace tessera::device {
 
-double ArenaMapStats::fragmentation() const {
-  return free_bytes() == 0
-             ? 0.0
-             : 1.0 - static_cast<double>(largest_hole_bytes) / static_cast<double>(free_bytes());
-}
-
 ArenaMap::ArenaMap(std::size_t capacity_bytes)
     : capacity_bytes_(capacity_bytes / kArenaAlignment * kArenaAlignment) {
   if (capacity_bytes_ > 0) {

@@ -42,8 +42,6 @@ struct ArenaMapStats {
   std::size_t largest_hole_bytes = 0;
 
   std::size_t free_bytes() const { return capacity_bytes - used_bytes; }
-  // The share of the free bytes that the largest hole cannot offer: 0 for one hole.
-  double fragmentation() const;
 };
 
 class ArenaMap {

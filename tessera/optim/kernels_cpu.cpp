@@ -12,7 +12,7 @@
 namespace tessera::optim {
 namespace {
 
-// What a thread takes at a time, a multiple of kNormBlock. Long enough that the processor's
+// What a thread takes at a time, a multiple of kNormBlock. Long enough that the CPU's
 // prefetchers pay, and short enough that all threads end together.
 constexpr std::int64_t kMaxChunkNumel = 16 * kNormBlock;
 constexpr std::int64_t kMinChunkNumel = 2 * kNormBlock;

@@ -69,7 +69,7 @@ constexpr std::size_t kLineBytes = 64;
 constexpr bool kHasStreamingStores = true;
 // `to` and `from` are aligned to lines, and `bytes` is a multiple of them.
 TESSERA_INLINE void store_past_caches(void* to, const void* from, std::size_t bytes) {
-  // 16 bytes at a time in every instruction set: the processor gathers them into lines.
+  // 16 bytes at a time in every instruction set: the CPU gathers them into lines.
   auto* out = static_cast<__m128i*>(to);
   const auto* in = static_cast<const __m128i*>(from);
   for (std::size_t i = 0; i < bytes / sizeof(__m128i); ++i) {

@@ -76,10 +76,6 @@ class OwnerArray {
     ASSERT_EQ(stats.largest_hole_bytes, largest * kUnit);
     ASSERT_EQ(stats.num_blocks, num_blocks);
     ASSERT_EQ(stats.peak_used_bytes, peak_units * kUnit);
-    const double fragmentation =
-        free_units == 0 ? 0.0
-                        : 1.0 - static_cast<double>(largest) / static_cast<double>(free_units);
-    ASSERT_DOUBLE_EQ(stats.fragmentation(), fragmentation);
   }
 
  private:
@@ -210,7 +206,6 @@ TEST(ArenaMap, OfNoBytesPlacesOnlyNothing) {
   EXPECT_EQ(map.stats().capacity_bytes, 0U);
   EXPECT_FALSE(map.place(1).has_value());
   EXPECT_TRUE(map.place(0).has_value());
-  EXPECT_EQ(map.stats().fragmentation(), 0.0);
 }
 
 TEST(ArenaMap, ForgetsItsPeakWhenTold) {
