@@ -81,8 +81,7 @@ enum class Phase : std::uint8_t { kRunning, kStopping, kSettling, kGrace, kTermi
 class Launch {
  public:
   explicit Launch(const LaunchOptions& options)
-      : options_(options), signals_({SIGINT, SIGTERM, SIGHUP, SIGCHLD}) {
-    check_open_files();
+      : options_(checked(options)), signals_({SIGINT, SIGTERM, SIGHUP, SIGCHLD}) {
     store_ = options_.serve_store();
   }
 
@@ -113,17 +112,18 @@ class Launch {
   }
 
  private:
-  // Said here and not by the call that fails: the store's server has nobody to tell, and its
-  // clients would wait.
-  void check_open_files() const {
+  // Said before anything is opened, and not by the call that fails: the store's server has nobody
+  // to tell, and its clients would wait.
+  static const LaunchOptions& checked(const LaunchOptions& options) {
     constexpr std::uint64_t kPerRank = 5;  // a report, and the connections of a rank to the store
-    constexpr std::uint64_t kOther = 14;   // the server, signals, starting a process
+    constexpr std::uint64_t kOther = 16;   // the server, signals, starting a process
     const std::uint64_t needed =
-        num_open_files() + kOther + kPerRank * static_cast<std::uint64_t>(options_.num_ranks);
+        num_open_files() + kOther + kPerRank * static_cast<std::uint64_t>(options.num_ranks);
     raise_open_file_limit(needed);
     TESSERA_CHECK(needed <= open_file_limit(), ConfigError, "launcher: watching ",
-                  options_.num_ranks, " ranks takes ", needed, " open files and connections",
+                  options.num_ranks, " ranks takes ", needed, " open files and connections",
                   open_files_remedy());
+    return options;
   }
 
   void print(const std::string& line) const {
