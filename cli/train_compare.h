@@ -5,11 +5,11 @@
 // a number is beyond every bound; two losses or norms that are both infinite or NaN agree.
 //
 // [Note: what is compared]
-// In turns, the unsharded reference takes the ranks' micro-batches one after the other, in the order in
-// which the exact reduction adds them. So what is left is what sharding does, and not the noise of
-// another order of sums: on like machines most runs are equal to the bit.
-// The plain run is that of --unsharded: a micro-batch is that of all ranks together. Products over
-// more rows are added in another order, so that every result of a step has other roundings.
+// In turns, the unsharded reference takes the ranks' micro-batches one after the other, in the
+// order in which the exact reduction adds them. So what is left is what sharding does, and not the
+// noise of another order of sums: on like machines most runs are equal to the bit. The plain run is
+// that of --unsharded: a micro-batch is that of all ranks together. Products over more rows are
+// added in another order, so that every result of a step has other roundings.
 //
 // [Note: bounds of a comparison]
 // One rank on the CPU: none. The same operations run in the same order.

@@ -1,4 +1,5 @@
-// `--verify`: the unsharded reference of a run, trained beside it on the same batches, on rank 0 alone.
+// `--verify`: the unsharded reference of a run, trained beside it on the same batches, on rank 0
+// alone.
 //
 // Includes models, hence torch: for train_*.cpp only.
 //
