@@ -244,8 +244,8 @@ class Run {
     metrics.nvme_written_bytes = nvme_.step_written_bytes();
     nvme_.end_step();
     metrics.device_peak_bytes = device_peak_bytes();
-    metrics.h2d_bytes = stats.link_up_bytes;
-    metrics.d2h_bytes = stats.link_down_bytes;
+    metrics.h2d_bytes = stats.h2d_bytes;
+    metrics.d2h_bytes = stats.d2h_bytes;
     metrics.held = held_bytes(runtime_.ledger());
     if (twin_) {
       twin_->step(batches_, step, result);

@@ -120,8 +120,8 @@ struct EngineStats {
   std::uint64_t reduced_wire_bytes = 0;
   engine::TierIo io;  // NVMe
   // Between the host and a device with memory of its own.
-  std::uint64_t link_up_bytes = 0;
-  std::uint64_t link_down_bytes = 0;
+  std::uint64_t h2d_bytes = 0;
+  std::uint64_t d2h_bytes = 0;
   double exposed_wait_s = 0;  // gathers, reductions and the norm
 };
 

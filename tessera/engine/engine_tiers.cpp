@@ -66,8 +66,8 @@ EngineTiers::EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable
     nvme_ = std::make_unique<NvmeStores>(runtime, group);
     shards_ = std::make_unique<shard::ShardStore>(
         nvme_->make_store(Role::kShard, plan_ ? plan_->bytes(Tier::kNvme, Role::kShard) : 0));
-    make_feed(plan_ ? plan_->parameter_pool_bytes
-                    : std::min(kBuildBufferBytes, options_.memory_bytes() / 8));
+    make_loader(plan_ ? plan_->parameter_pool_bytes
+                      : std::min(kBuildBufferBytes, options_.memory_bytes() / 8));
   }
 }
 
@@ -83,9 +83,9 @@ void EngineTiers::make_plan(const planner::ModelShapes& model) {
   plan_ = planner::plan_memory(model, options_, runtime_.config().get_int("batch.accumulate"));
 }
 
-void EngineTiers::make_feed(std::int64_t buffer_bytes) {
-  feed_.reset();  // before another takes memory
-  feed_ = std::make_unique<coordinator::ShardLoader>(
+void EngineTiers::make_loader(std::int64_t buffer_bytes) {
+  loader_.reset();  // before another takes memory
+  loader_ = std::make_unique<coordinator::ShardLoader>(
       params_, *shards_, runtime_.device(), io_tier(),
       std::max(static_cast<std::size_t>(buffer_bytes), coordinator::kSmallestLoaderBytes));
 }
@@ -120,7 +120,7 @@ void EngineTiers::add(const shard::Param& param) {
 
 void EngineTiers::write(const shard::Param& param, std::int64_t begin, std::int64_t numel,
                         const void* elements) {
-  feed_->write(param, begin, numel, elements);
+  loader_->write(param, begin, numel, elements);
 }
 
 void EngineTiers::finalize(const planner::ModelShapes& model) {
@@ -139,13 +139,13 @@ void EngineTiers::finalize(const planner::ModelShapes& model) {
     params_[id].set_placement(placement);
   }
   if (!plan_->uses_nvme) {
-    feed_.reset();
+    loader_.reset();
     shards_.reset();
     nvme_.reset();
     return;
   }
   if (!was_planned) {
-    make_feed(plan_->parameter_pool_bytes);
+    make_loader(plan_->parameter_pool_bytes);
   }
   make_gradient_tier();
 }
@@ -156,14 +156,14 @@ void EngineTiers::move_shard(shard::Param& param, Tier tier) {
   }
   if (tier == Tier::kNvme) {
     if (options_.is_discrete) {
-      param.move_to(Tier::kHost);  // where the feed reads it
+      param.move_to(Tier::kHost);  // where the loader reads it
     }
     shards_->add(param);
-    feed_->write(param, 0, param.range().numel, param.shard());
+    loader_->write(param, 0, param.range().numel, param.shard());
     param.set_tier(tier);
   } else if (param.is_on_nvme()) {
     param.set_tier(options_.is_discrete ? Tier::kHost : tier);
-    feed_->read(param, param.shard());
+    loader_->read(param, param.shard());
     shards_->forget(param.id());
     move_shard(param, tier);
   } else {
@@ -181,7 +181,7 @@ void EngineTiers::make_gradient_tier() {
 
 coordinator::TierOptions EngineTiers::coordinator_options() const {
   coordinator::TierOptions options;
-  options.loader = feed_.get();
+  options.loader = loader_.get();
   options.live_limit_bytes = plan_->live_limit_bytes;
   options.arena_bytes = static_cast<std::size_t>(plan_->arena_bytes);
   options.max_inflight = plan_->max_inflight;
@@ -271,8 +271,8 @@ TierIo EngineTiers::take_io() {
     io.gradients = nvme_->take_io(Role::kGradient);
     io.states = nvme_->take_io(Role::kOptimizer);
   }
-  if (feed_) {
-    io.feed = feed_->take_stats(Tier::kNvme);
+  if (loader_) {
+    io.loader = loader_->take_stats(Tier::kNvme);
   }
   if (lender_) {
     io.lent_wait_s = lender_->take_wait_s();
@@ -282,9 +282,8 @@ TierIo EngineTiers::take_io() {
     io.update_read_wait_s = stats.read_wait_s;
     io.update_lease_wait_s = stats.lease_wait_s;
     io.update_s = stats.update_s;
-    io.link_up_bytes = stats.states_h2d_bytes + stats.parameters_h2d_bytes;
-    io.link_down_bytes =
-        stats.states_d2h_bytes + stats.parameters_d2h_bytes + stats.gradients_d2h_bytes;
+    io.h2d_bytes = stats.states_h2d_bytes + stats.parameters_h2d_bytes;
+    io.d2h_bytes = stats.states_d2h_bytes + stats.parameters_d2h_bytes + stats.gradients_d2h_bytes;
   }
   return io;
 }

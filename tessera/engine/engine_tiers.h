@@ -36,15 +36,15 @@ struct TierIo {
   RoleIo parameters;
   RoleIo gradients;
   RoleIo states;
-  coordinator::LoaderStats feed;
+  coordinator::LoaderStats loader;
   // Of the thread that updates: it waited for reads; for buffers of writes; it computed.
   double update_read_wait_s = 0;
   double update_lease_wait_s = 0;
   double update_s = 0;
   double lent_wait_s = 0;  // of forwards, for memory that was lent to the update
   // Of the optimizer, between the host and a discrete device.
-  std::uint64_t link_up_bytes = 0;
-  std::uint64_t link_down_bytes = 0;
+  std::uint64_t h2d_bytes = 0;
+  std::uint64_t d2h_bytes = 0;
 };
 
 class EngineTiers {
@@ -91,10 +91,10 @@ class EngineTiers {
   void end_backward_of(coordinator::UnitId unit);
   void begin_forward_of(coordinator::UnitId unit);
 
-  coordinator::ShardLoader& feed() { return *feed_; }
-  void wait_for_feed() noexcept {
-    if (feed_) {
-      feed_->wait_idle();
+  coordinator::ShardLoader& loader() { return *loader_; }
+  void wait_for_loader() noexcept {
+    if (loader_) {
+      loader_->wait_idle();
     }
   }
   const tier::Store* store(Role role) const { return nvme_ ? nvme_->store(role) : nullptr; }
@@ -103,7 +103,7 @@ class EngineTiers {
 
  private:
   void make_plan(const planner::ModelShapes& model);
-  void make_feed(std::int64_t buffer_bytes);
+  void make_loader(std::int64_t buffer_bytes);
   void move_shard(shard::Param& param, Tier tier);
   void make_gradient_tier();
   // What a discrete device reads and writes without holding up the host is pinned.
@@ -123,7 +123,7 @@ class EngineTiers {
   // Where there is NVMe. In the order of dependence.
   std::unique_ptr<NvmeStores> nvme_;
   std::unique_ptr<shard::ShardStore> shards_;
-  std::unique_ptr<coordinator::ShardLoader> feed_;
+  std::unique_ptr<coordinator::ShardLoader> loader_;
   grad::GradientTier gradients_;           // null: all gradients are in memory
   optim::Optimizer* optimizer_ = nullptr;  // the one that was made last
   std::unique_ptr<MemoryLender> lender_;   // null: its device updates nothing that streams

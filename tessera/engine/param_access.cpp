@@ -323,7 +323,7 @@ device::Memory ParamAccess::gather_full(int id, const std::string& what) {
     std::byte* const slot =
         full.data() + static_cast<std::size_t>(ctx_.group.rank()) * layout.shard_bytes();
     if (param.is_on_nvme()) {
-      brought = ctx_.tiers.feed().start_load(param, slot, device::Pending());
+      brought = ctx_.tiers.loader().start_load(param, slot, device::Pending());
     } else {
       stream.wait(param.updated());
       brought = device.start_copy(slot, shard, layout.shard_bytes(), stream);
@@ -347,7 +347,7 @@ device::Memory ParamAccess::gather_full(int id, const std::string& what) {
     stream.wait(gathered);
     gathered.wait();
   } catch (...) {
-    ctx_.tiers.wait_for_feed();  // it may still write to memory that goes now
+    ctx_.tiers.wait_for_loader();  // it may still write to memory that goes now
     throw;
   }
   return full;

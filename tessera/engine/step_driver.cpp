@@ -559,8 +559,8 @@ EngineStats StepDriver::take_stats() {
   // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.
   stats.gathered_wire_bytes = stats.gathers.gathered_bytes / ranks * (ranks - 1);
   stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);
-  stats.link_up_bytes += stats.gathers.brought_bytes + stats.io.link_up_bytes;
-  stats.link_down_bytes += stats.reductions.host_bytes + stats.io.link_down_bytes;
+  stats.h2d_bytes += stats.gathers.brought_bytes + stats.io.h2d_bytes;
+  stats.d2h_bytes += stats.reductions.host_bytes + stats.io.d2h_bytes;
   stats.exposed_wait_s = stats.gathers.exposed_wait_s + stats.reductions.exposed_wait_s +
                          stats.io.lent_wait_s + std::exchange(exposed_wait_s_, 0.0);
   return stats;

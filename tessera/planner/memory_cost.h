@@ -60,7 +60,7 @@ std::int64_t charged_bytes(const MemoryPlanOptions& options, Tier tier, std::int
 // Of buffers that NVMe is read into and written from: what a discrete device reads is pinned.
 Tier io_tier(const MemoryPlanOptions& options);
 std::int64_t pool_bytes(const MemoryPlanOptions& options, std::int64_t bytes);
-// Of a feed with such a pool: tiles and window are blocks of their own.
+// Of a loader with such a pool: tiles and window are blocks of their own.
 std::int64_t feed_pool_bytes(const MemoryPlanOptions& options, std::int64_t bytes);
 
 bool uses_nvme(const Placements& placements);

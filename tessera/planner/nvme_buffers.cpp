@@ -124,7 +124,7 @@ std::int64_t ParameterBuffers::smallest() const {
     largest = std::max(largest, bytes_of(i));
   }
   if (all == 0) {
-    return as_int(coordinator::kSmallestLoaderBytes);  // the feed is there, and has nothing to do
+    return as_int(coordinator::kSmallestLoaderBytes);  // the loader is there, and has nothing to do
   }
   if (!is_given()) {
     return kSmallestPoolBytes;

@@ -203,8 +203,8 @@ void expect_planned_bytes(RunDevice device) {
   // The first steps record the order of uses, and what is copied twice.
   ASSERT_GT(run.stats.size(), 2U);
   for (std::size_t step = 2; step < run.stats.size(); ++step) {
-    EXPECT_EQ(run.stats[step].link_up_bytes, static_cast<std::uint64_t>(run.placement->link.h2d));
-    EXPECT_EQ(run.stats[step].link_down_bytes, static_cast<std::uint64_t>(run.placement->link.d2h));
+    EXPECT_EQ(run.stats[step].h2d_bytes, static_cast<std::uint64_t>(run.placement->link.h2d));
+    EXPECT_EQ(run.stats[step].d2h_bytes, static_cast<std::uint64_t>(run.placement->link.d2h));
   }
 }
 
