@@ -29,23 +29,13 @@
 #include "testing/thread_backend.h"
 #include "tests/support/aligned_bytes.h"
 #include "tests/support/no_tensor.h"
+#include "tests/support/rank_fixture.h"
 
 namespace tessera::grad {
 
 using support::NoTensor;
 
-enum class DeviceKind { kCpu, kLazy, kRandom };
-
-inline std::unique_ptr<device::Device> make_device(DeviceKind kind, Ledger* ledger, int rank) {
-  if (kind == DeviceKind::kCpu) {
-    return device::make_cpu_device({ledger, {}});
-  }
-  device::MockDeviceOptions options;
-  options.mode = kind == DeviceKind::kLazy ? device::LateMode::kLazy : device::LateMode::kRandom;
-  options.seed = static_cast<std::uint64_t>(rank) + 3;
-  options.host.ledger = ledger;
-  return device::make_mock_device(options);
-}
+using DeviceKind = support::DeviceChoice;
 
 struct ParamShape {
   std::int64_t numel = 0;
@@ -68,16 +58,18 @@ struct ReduceCase {
   std::size_t pool_bytes = 0;
 };
 
-// One rank's table, device and reducer.
-class ReducerFixture {
+class ReducerFixture : public support::RankFixture {
  public:
   ReducerFixture(comm::Group& group, const ReduceCase& test)
-      : test_(test),
+      : RankFixture(group.rank(), group.size(),
+                    [&](Ledger& ledger) {
+                      auto device = support::make_device(test.device, ledger, group.rank());
+                      return test.wrap_device ? test.wrap_device(std::move(device))
+                                              : std::move(device);
+                    }),
+        test_(test),
         group_(group),
-        dynamic_group_(test.has_dynamic_group ? group.split(0, "dynamic") : nullptr),
-        device_(wrapped(make_device(test.device, &ledger_, group.rank()))),
-        spans_(clock_, 0),
-        params_(group.rank(), group.size(), *device_) {
+        dynamic_group_(test.has_dynamic_group ? group.split(0, "dynamic") : nullptr) {
     for (std::size_t i = 0; i < test.shapes.size(); ++i) {
       shard::ParamSpec spec;
       spec.name = "p" + std::to_string(i);
@@ -87,11 +79,11 @@ class ReducerFixture {
       spec.dynamic = test.shapes[i].dynamic;
       spec.placement.gradient = test.shapes[i].tier;
       one_backward_ |= test.shapes[i].tier == Tier::kHost;
-      params_.add(spec, std::make_unique<NoTensor>());
+      params().add(spec, std::make_unique<NoTensor>());
     }
     if (test.make_store) {
       store_ = test_.make_store(rank());
-      pool_ = std::make_unique<tier::BufferPool>(*device_, Tier::kHost, test_.pool_bytes,
+      pool_ = std::make_unique<tier::BufferPool>(device(), Tier::kHost, test_.pool_bytes,
                                                  "gradient buffers");
     }
     make_reducer();
@@ -99,22 +91,14 @@ class ReducerFixture {
 
   const ReduceCase& test() const { return test_; }
   Reducer& reducer() { return *reducer_; }
-  shard::ParamTable& params() { return params_; }
-  const shard::ParamTable& params() const { return params_; }
-  device::Device& device() { return *device_; }
-  const Clock& clock() const { return clock_; }
-  Spans& spans() { return spans_; }
-  int rank() const { return params_.rank(); }
-  int num_ranks() const { return params_.num_ranks(); }
   std::size_t gradient_bytes() const {
-    return ledger_.current_bytes(Tier::kDevice, Role::kGradient);
+    return ledger().current_bytes(Tier::kDevice, Role::kGradient);
   }
-  const Ledger& ledger() const { return ledger_; }
   tier::Store& store() { return *store_; }
   tier::BufferPool& pool() { return *pool_; }
   void destroy_reducer() { reducer_.reset(); }
   void make_reducer() {
-    ReducerParts parts{group_, *device_, params_, clock_, spans_};
+    ReducerParts parts{group_, device(), params(), clock(), spans()};
     parts.most_kept_bytes = test_.most_kept_bytes;
     parts.dynamic_group = dynamic_group_.get();
     parts.one_backward = one_backward_;
@@ -122,24 +106,15 @@ class ReducerFixture {
       parts.is_planned = true;
       parts.nvme = {store_.get(), pool_.get()};
       parts.block_sum_of_squares = optim::best_loops().block_sum_of_squares;
-      parts.ledger = &ledger_;
+      parts.ledger = &ledger();
     }
     reducer_ = std::make_unique<Reducer>(parts, test_.options);
   }
 
  private:
-  std::unique_ptr<device::Device> wrapped(std::unique_ptr<device::Device> device) const {
-    return test_.wrap_device ? test_.wrap_device(std::move(device)) : std::move(device);
-  }
-
   const ReduceCase test_;
   comm::Group& group_;
   std::unique_ptr<comm::Group> dynamic_group_;
-  Ledger ledger_;
-  std::unique_ptr<device::Device> device_;
-  SteadyClock clock_;
-  Spans spans_;
-  shard::ParamTable params_;
   bool one_backward_ = false;
   std::unique_ptr<tier::Store> store_;
   std::unique_ptr<tier::BufferPool> pool_;

@@ -74,6 +74,17 @@ std::vector<std::byte> in_type(const std::vector<float>& values, DType dtype) {
   return bytes;
 }
 
+std::unique_ptr<device::Device> make_device(const FixtureCase& test, Ledger& ledger) {
+  if (test.device == FixtureDevice::kCpu) {
+    return device::make_cpu_device({&ledger, {}});
+  }
+  device::MockDeviceOptions options;
+  options.mode = test.mode;
+  options.own_memory = test.device == FixtureDevice::kDiscrete;
+  options.host.ledger = &ledger;
+  return std::make_unique<CopyCounter>(device::make_mock_device(options));
+}
+
 }  // namespace
 
 // Cheap: sanitizers are slow enough.
@@ -98,11 +109,10 @@ std::vector<float> whole_gradient(std::int64_t numel, DType dtype, int step, int
 }
 
 OptimizerFixture::OptimizerFixture(comm::Group& group, const FixtureCase& test)
-    : test_(test),
+    : RankFixture(group.rank(), group.size(),
+                  [&](Ledger& ledger) { return make_device(test, ledger); }),
+      test_(test),
       group_(group),
-      spans_(clock_, 0),
-      device_(make_device()),
-      params_(std::make_unique<shard::ParamTable>(group.rank(), group.size(), *device_)),
       kernels_(make_cpu_kernels(2)),
       gradients_(test.shapes.size()) {
   if (test.device == FixtureDevice::kDiscrete) {
@@ -118,41 +128,30 @@ OptimizerFixture::OptimizerFixture(comm::Group& group, const FixtureCase& test)
     spec.trainable = test.shapes[i].trainable;
     spec.weight_decay_scale = i % 2 == 0 ? 1 : 0;
     spec.placement = test.shapes[i].placement;
-    const shard::Param& param = params_->add(spec, std::make_unique<support::NoTensor>());
+    const shard::Param& param = params().add(spec, std::make_unique<support::NoTensor>());
     if (param.is_on_nvme()) {
       shards_->add(param);
     }
     write_shard(param.id(), i);
   }
   buffers_ = std::make_unique<tier::BufferPool>(
-      *device_, Tier::kHost,
+      device(), Tier::kHost,
       static_cast<std::size_t>(std::ceil(static_cast<double>(largest_lease()) * test_.num_buffers)),
       "optimizer buffers");
   gradient_buffers_ = std::make_unique<tier::BufferPool>(
-      *device_, Tier::kHost, 2 * grad::kSmallestPoolBytes, "gradient buffers");
+      device(), Tier::kHost, 2 * grad::kSmallestPoolBytes, "gradient buffers");
   remake_reducer();
-  optimizer_ = std::make_unique<Optimizer>(*params_, test.rule, options());
+  optimizer_ = std::make_unique<Optimizer>(params(), test.rule, options());
 }
 
 OptimizerFixture::~OptimizerFixture() = default;
 
-std::unique_ptr<device::Device> OptimizerFixture::make_device() {
-  if (test_.device == FixtureDevice::kCpu) {
-    return device::make_cpu_device({&ledger_, {}});
-  }
-  device::MockDeviceOptions options;
-  options.mode = test_.mode;
-  options.own_memory = test_.device == FixtureDevice::kDiscrete;
-  options.host.ledger = &ledger_;
-  return std::make_unique<CopyCounter>(device::make_mock_device(options));
-}
-
-std::size_t OptimizerFixture::most_copies_h2d() const {
-  return static_cast<const CopyCounter&>(*device_).most_copies_h2d();
+std::size_t OptimizerFixture::most_copies_h2d() {
+  return static_cast<const CopyCounter&>(device()).most_copies_h2d();
 }
 
 OptimizerOptions OptimizerFixture::options() {
-  OptimizerOptions options{*device_, *kernels_, clock_, spans_};
+  OptimizerOptions options{device(), *kernels_, clock(), spans()};
   options.host = host_.get();
   options.host_kernels = host_kernels_.get();
   options.num_slots = test_.num_slots;
@@ -169,14 +168,14 @@ OptimizerOptions OptimizerFixture::options() {
 
 std::unique_ptr<tier::Store> OptimizerFixture::make_store(const std::string& role, Role charged) {
   if (test_.store == StoreKind::kMemory) {
-    return std::make_unique<tier::MemoryStore>(*device_, Tier::kHost, charged);
+    return std::make_unique<tier::MemoryStore>(device(), Tier::kHost, charged);
   }
   tier::FileStoreOptions options;
   options.directories = {directory_.path().string()};
   options.name = {"test", group_.rank(), role};
   options.role = charged;
   options.engine = engine_.get();
-  options.ledger = &ledger_;
+  options.ledger = &ledger();
   return std::make_unique<tier::FileStore>(std::move(options));
 }
 
@@ -196,8 +195,8 @@ void OptimizerFixture::make_stores() {
 
 std::size_t OptimizerFixture::largest_lease() const {
   std::vector<SubGroupParam> shapes;
-  for (int id = 0; id < params_->num_params(); ++id) {
-    const shard::Param& param = (*params_)[id];
+  for (int id = 0; id < params().num_params(); ++id) {
+    const shard::Param& param = params()[id];
     // As if all were trainable: they may be unfrozen.
     shapes.push_back(
         {param.layout().shard_numel(), param.layout().dtype(), true, param.placement()});
@@ -209,8 +208,8 @@ std::size_t OptimizerFixture::largest_lease() const {
 
 void OptimizerFixture::remake_reducer() {
   reducer_.reset();
-  grad::ReducerParts parts{group_, *device_, *params_, clock_, spans_};
-  if (device_->is_discrete()) {
+  grad::ReducerParts parts{group_, device(), params(), clock(), spans()};
+  if (device().is_discrete()) {
     set_reducer_kernels(parts, *kernels_);
     parts.one_backward = test_.one_backward;
     if (!test_.sums_squares) {
@@ -224,7 +223,7 @@ void OptimizerFixture::remake_reducer() {
 }
 
 void OptimizerFixture::write_shard(int id, std::uint64_t seed) {
-  const shard::Param& param = (*params_)[id];
+  const shard::Param& param = params()[id];
   const DType dtype = param.layout().dtype();
   const std::vector<float> whole = whole_parameter(param.layout().numel(), dtype, seed);
   const auto begin = whole.begin() + param.range().begin;
@@ -233,23 +232,23 @@ void OptimizerFixture::write_shard(int id, std::uint64_t seed) {
   if (param.is_on_nvme()) {
     if (!values.empty()) {
       const device::Memory memory =
-          device_->allocate(Tier::kHost, values.size(), Role::kOther, tier::kBlockBytes);
+          device().allocate(Tier::kHost, values.size(), Role::kOther, tier::kBlockBytes);
       std::memcpy(memory.data(), values.data(), values.size());
       shards_->start_write(param, 0, param.layout().shard_numel(), memory.data()).wait();
       shards_->wait_written(id);
     }
   } else if (param.layout().shard_bytes() > 0) {
-    device_
-        ->start_copy(param.shard(), values.data(), param.layout().shard_bytes(),
-                     device_->stream(device::StreamKind::kWrite))
+    device()
+        .start_copy(param.shard(), values.data(), param.layout().shard_bytes(),
+                    device().stream(device::StreamKind::kWrite))
         .wait();
   }
 }
 
 void OptimizerFixture::backward(int step) {
   for (int backward = 0; backward < test_.num_backwards; ++backward) {
-    for (int id = params_->num_params() - 1; id >= 0; --id) {
-      const shard::Param& param = (*params_)[id];
+    for (int id = params().num_params() - 1; id >= 0; --id) {
+      const shard::Param& param = params()[id];
       const auto index = static_cast<std::size_t>(id);
       if (!param.trainable() || (step + backward) % test_.shapes[index].used_every != 0) {
         continue;
@@ -276,11 +275,11 @@ void OptimizerFixture::step(int number) {
 }
 
 std::vector<std::byte> OptimizerFixture::nvme_shard(int id) {
-  const shard::Param& param = (*params_)[id];
+  const shard::Param& param = params()[id];
   param.updated().wait();
   const std::size_t bytes = tier::whole_blocks(param.layout().shard_bytes());
   const device::Memory memory =
-      device_->allocate(Tier::kHost, bytes, Role::kOther, tier::kBlockBytes);
+      device().allocate(Tier::kHost, bytes, Role::kOther, tier::kBlockBytes);
   shards_->start_read(param, 0, param.layout().shard_numel(), memory.data()).wait();
   return bytes_at(memory.data(), bytes);
 }
@@ -290,8 +289,8 @@ Trained OptimizerFixture::trained() {
   std::vector<std::string_view> names = {"master"};
   const auto states = state_names(test_.rule);
   names.insert(names.end(), states.begin(), states.end());
-  for (int id = 0; id < params_->num_params(); ++id) {
-    const shard::Param& param = (*params_)[id];
+  for (int id = 0; id < params().num_params(); ++id) {
+    const shard::Param& param = params()[id];
     const std::size_t shard_bytes = param.layout().shard_bytes();
     param.updated().wait();
     std::vector<std::byte> shard(shard_bytes);
@@ -302,9 +301,9 @@ Trained OptimizerFixture::trained() {
           << "behind the end of " << param.name();
       shard.resize(shard_bytes);
     } else if (shard_bytes > 0) {
-      device_
-          ->start_copy(shard.data(), param.shard(), shard_bytes,
-                       device_->stream(device::StreamKind::kWrite))
+      device()
+          .start_copy(shard.data(), param.shard(), shard_bytes,
+                      device().stream(device::StreamKind::kWrite))
           .wait();
     }
     all.push_back(std::move(shard));

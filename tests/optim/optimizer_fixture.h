@@ -17,6 +17,7 @@
 #include "testing/fault_engine.h"
 #include "testing/mock_device.h"
 #include "testing/thread_backend.h"
+#include "tests/support/rank_fixture.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::optim {
@@ -72,7 +73,7 @@ std::vector<float> whole_gradient(std::int64_t numel, DType dtype, int step, int
 // All that training leaves, with padding: of every parameter its shard, then its master and states.
 using Trained = std::vector<std::vector<std::byte>>;
 
-class OptimizerFixture {
+class OptimizerFixture : public support::RankFixture {
  public:
   OptimizerFixture(comm::Group& group, const FixtureCase& test);
   ~OptimizerFixture();
@@ -88,14 +89,11 @@ class OptimizerFixture {
   // Writes the shard anew, in memory or on NVMe.
   void write_shard(int id, std::uint64_t seed);
 
-  shard::ParamTable& params() { return *params_; }
   grad::Reducer& reducer() { return *reducer_; }
   Optimizer& optimizer() { return *optimizer_; }
   tier::Store& states() { return *states_; }
   tier::BufferPool& buffers() { return *buffers_; }
-  device::Device& device() { return *device_; }
   Kernels& kernels() { return *kernels_; }
-  Ledger& ledger() { return ledger_; }
   testing::FaultEngine& engine() { return *engine_; }
   OptimizerOptions options();
   // The memory of the last gradient of a parameter.
@@ -103,31 +101,25 @@ class OptimizerFixture {
     return gradients_[static_cast<std::size_t>(id)];
   }
   // REQUIRES: a discrete device. H2D copies under way at once, at most.
-  std::size_t most_copies_h2d() const;
+  std::size_t most_copies_h2d();
   // Destroys the reducer and makes it again: the trainable parameters have changed.
   void remake_reducer();
   void destroy_optimizer() { optimizer_.reset(); }
 
  private:
-  std::unique_ptr<device::Device> make_device();
   std::unique_ptr<tier::Store> make_store(const std::string& role, Role charged);
   void make_stores();
   std::size_t largest_lease() const;
 
   const FixtureCase test_;
   comm::Group& group_;
-  Ledger ledger_;
-  SteadyClock clock_;
-  Spans spans_;
   testing::TemporaryDirectory directory_;
   std::unique_ptr<testing::FaultEngine> engine_;
-  std::unique_ptr<device::Device> device_;
   std::unique_ptr<device::Device> host_;  // beside a discrete device
   std::unique_ptr<tier::Store> parameter_store_;
   std::unique_ptr<tier::Store> gradient_store_;
   std::unique_ptr<tier::Store> states_;
   std::unique_ptr<shard::ShardStore> shards_;
-  std::unique_ptr<shard::ParamTable> params_;
   std::unique_ptr<tier::BufferPool> gradient_buffers_;
   std::unique_ptr<tier::BufferPool> buffers_;
   std::unique_ptr<Kernels> kernels_;

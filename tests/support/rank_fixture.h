@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -39,18 +40,40 @@ class PlainTensor final : public shard::FullTensor {
   const void** data_;
 };
 
+inline std::unique_ptr<device::Device> make_device(DeviceChoice choice, Ledger& ledger, int rank,
+                                                   bool is_discrete = false) {
+  device::CpuDeviceOptions host;
+  host.ledger = &ledger;
+  if (choice == DeviceChoice::kCpu) {
+    return device::make_cpu_device(host);
+  }
+  device::MockDeviceOptions options;
+  options.mode =
+      choice == DeviceChoice::kLazy ? device::LateMode::kLazy : device::LateMode::kRandom;
+  options.seed = static_cast<std::uint64_t>(rank) + 5;
+  options.own_memory = is_discrete;
+  options.host = host;
+  return device::make_mock_device(options);
+}
+
 class RankFixture {
  public:
+  using MakeDevice = std::function<std::unique_ptr<device::Device>(Ledger& ledger)>;
+  RankFixture(int rank, int num_ranks, const MakeDevice& make)
+      : device_(make(ledger_)), params_(rank, num_ranks, *device_) {}
   // `is_discrete`: as a GPU, of mock devices.
   RankFixture(int rank, int num_ranks, DeviceChoice choice = DeviceChoice::kCpu,
               bool is_discrete = false)
-      : device_(make_device(choice, rank, is_discrete)), params_(rank, num_ranks, *device_) {}
+      : RankFixture(rank, num_ranks, [=](Ledger& ledger) {
+          return make_device(choice, ledger, rank, is_discrete);
+        }) {}
   RankFixture(const RankFixture&) = delete;
   RankFixture& operator=(const RankFixture&) = delete;
 
   int rank() const { return params_.rank(); }
   int num_ranks() const { return params_.num_ranks(); }
   device::Device& device() { return *device_; }
+  Ledger& ledger() { return ledger_; }
   const Ledger& ledger() const { return ledger_; }
   shard::ParamTable& params() { return params_; }
   const shard::ParamTable& params() const { return params_; }
@@ -84,21 +107,6 @@ class RankFixture {
   }
 
  private:
-  std::unique_ptr<device::Device> make_device(DeviceChoice choice, int rank, bool is_discrete) {
-    device::CpuDeviceOptions host;
-    host.ledger = &ledger_;
-    if (choice == DeviceChoice::kCpu) {
-      return device::make_cpu_device(host);
-    }
-    device::MockDeviceOptions options;
-    options.mode =
-        choice == DeviceChoice::kLazy ? device::LateMode::kLazy : device::LateMode::kRandom;
-    options.seed = static_cast<std::uint64_t>(rank) + 5;
-    options.own_memory = is_discrete;
-    options.host = host;
-    return device::make_mock_device(options);
-  }
-
   Ledger ledger_;
   std::unique_ptr<device::Device> device_;
   std::deque<const void*> shown_;  // by parameter
