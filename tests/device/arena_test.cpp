@@ -14,6 +14,7 @@
 #include "tessera/device/device_cpu.h"
 #include "testing/mock_device.h"
 #include "tests/device/device_support.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::device {
 namespace {
@@ -265,7 +266,7 @@ int count_wrong_layers(Device& device, std::uint32_t seed) {
 }
 
 TEST(Arena, NeverMixesLayersUpOnAnyDevice) {
-  for (std::uint32_t seed = 1; seed <= 5; ++seed) {
+  for (std::uint32_t seed = 1; seed <= support::rounds(5U, 2U); ++seed) {
     EXPECT_EQ(count_wrong_layers(*make_cpu_device(), seed), 0) << "cpu, seed " << seed;
     EXPECT_EQ(count_wrong_layers(*make_mock_device(), seed), 0) << "lazy, seed " << seed;
     MockDeviceOptions options;

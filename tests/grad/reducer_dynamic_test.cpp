@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "tests/grad/reducer_fixture.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::grad {
 namespace {
@@ -110,7 +111,7 @@ float expected_sum(const ReducerFixture& world, int step, int num_backwards, int
 void train_dynamic(comm::Group& group, const ReduceCase& test) {
   ReducerFixture world(group, test);
   std::mt19937 random(static_cast<unsigned>(group.rank()) * 101 + 1);
-  for (int step = 0; step < 3; ++step) {
+  for (int step = 0; step < support::rounds(3, 2); ++step) {
     const int num_backwards = 1 + step % 3;
     for (int backward = 0; backward < num_backwards; ++backward) {
       run_meetings(world, {group.rank(), step, backward}, random);
@@ -139,7 +140,7 @@ void train_dynamic(comm::Group& group, const ReduceCase& test) {
 
 class ReducerDynamic : public ::testing::TestWithParam<DeviceKind> {};
 
-TEST_P(ReducerDynamic, SumsAreThoseOfTheMeetingsForEveryBucketSize) {
+TEST_P(ReducerDynamic, SumsAreThoseOfTheConsensusForEveryBucketSize) {
   for (const std::int64_t bucket_bytes : {1, 1000, 1 << 20}) {
     for (const int num_ranks : {1, 2, 4}) {
       SCOPED_TRACE(::testing::Message() << bucket_bytes << " bytes, " << num_ranks << " ranks");
@@ -156,7 +157,7 @@ TEST_P(ReducerDynamic, SumsAreThoseOfTheMeetingsForEveryBucketSize) {
   }
 }
 
-TEST_P(ReducerDynamic, SumsAreThoseOfTheMeetingsForEveryPairOfTypes) {
+TEST_P(ReducerDynamic, SumsAreThoseOfTheConsensusForEveryPairOfTypes) {
   for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (const DType wire_dtype : {DType::kFloat32, DType::kBFloat16}) {
       for (const int num_ranks : {1, 3}) {
@@ -176,7 +177,7 @@ TEST_P(ReducerDynamic, SumsAreThoseOfTheMeetingsForEveryPairOfTypes) {
 }
 
 TEST_P(ReducerDynamic, SumsStayRightWhenRanksAreLateAndOutOfStep) {
-  for (std::uint64_t seed = 1; seed <= 2; ++seed) {
+  for (std::uint64_t seed = 1; seed <= support::rounds(2U, 1U); ++seed) {
     ReduceCase test;
     test.shapes = kDynamicShapes;
     test.options.bucket_bytes = 1200;

@@ -17,7 +17,9 @@
 namespace tessera::optim {
 namespace {
 
-constexpr int kSteps = 3;
+constexpr int kSteps = support::rounds(3, 2);
+// Of placements, what a loop takes at a time: dev compares the bits of all of them.
+constexpr int kPlacementStep = support::rounds(1, 3);
 constexpr int kNumPlacements = 8;  // of parameter, gradient and states, in memory or on NVMe
 constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
@@ -121,6 +123,9 @@ TEST(Optimizer, UpdatesShardsAsIfTheyWereWhole) {
         continue;  // to memory the same as bf16
       }
       for (const FixtureDevice device : {FixtureDevice::kCpu, FixtureDevice::kMock}) {
+        if (support::kIsSanitized && num_ranks != (device == FixtureDevice::kCpu ? 1 : 3)) {
+          continue;
+        }
         for (const auto& [name, rule] : all_rules()) {
           FixtureCase test;
           test.dtype = dtype;
@@ -180,7 +185,7 @@ TEST(Optimizer, GivesTheBitsOfMemoryForEveryRuleTypeAndPlacement) {
       test.dtype = dtype;
       test.shapes = shapes_at(0);
       const std::vector<Trained> expected = train(1, in_memory(test), kSteps);
-      for (int bits = 1; bits < kNumPlacements; ++bits) {
+      for (int bits = 1; bits < kNumPlacements; bits += kPlacementStep) {
         SCOPED_TRACE(name + ", " + std::string(to_string(dtype)) + ", " + text_of(bits));
         test.shapes = shapes_at(bits);
         test.num_buffers = 1 + bits % 3;
@@ -210,7 +215,7 @@ TEST(Optimizer, GivesTheSameBitsThroughAnyBuffers) {
 
 TEST(Optimizer, MixesPlacementsFromParameterToParameter) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    for (int first = 0; first < kNumPlacements; ++first) {
+    for (int first = 0; first < kNumPlacements; first += kPlacementStep) {
       SCOPED_TRACE(text_of(first) + " first");
       FixtureCase test;
       test.dtype = dtype;
@@ -251,7 +256,7 @@ TEST(Optimizer, StreamsATensorThatIsLargerThanAllBuffersTogether) {
 
 TEST(Optimizer, WaitsForEverythingThatTheMockDeviceHasNotDoneYet) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    for (int bits = 0; bits < kNumPlacements; ++bits) {
+    for (int bits = 0; bits < kNumPlacements; bits += kPlacementStep) {
       SCOPED_TRACE(text_of(bits));
       FixtureCase test;
       test.dtype = dtype;
