@@ -638,6 +638,23 @@ class HostLoader : public ::testing::Test {
             device_.start_fill(copies_.back().data(), value, copies_.back().bytes(),
                                device_.stream(device::StreamKind::kReduce))};
   }
+  // The first one waits for `update`.
+  struct TwoLoads {
+    shard::Param& first;
+    const shard::Param& second;
+    device::Memory to;
+    device::Memory other;
+    std::shared_ptr<Completion> update;
+    Pending loaded;
+    Pending behind;
+  };
+  TwoLoads start_two() {
+    TwoLoads two{add(1), add(2), allocate(), allocate(), std::make_shared<Completion>(), {}, {}};
+    two.first.set_updated(Pending(two.update));
+    two.loaded = start_load(two.first, two.to);
+    two.behind = start_load(two.second, two.other);
+    return two;
+  }
   static void expect_filled(const device::Memory& memory, const shard::Param& param,
                             std::uint8_t value) {
     const std::vector<std::uint8_t> expected(
@@ -661,14 +678,7 @@ TEST_F(HostLoader, LoadsAShardWhoseUpdateIsDone) {
 }
 
 TEST_F(HostLoader, StartsNoCopyBeforeTheUpdateAndNoneAheadOfAnEarlierCall) {
-  shard::Param& first = add(1);
-  const shard::Param& second = add(2);
-  const device::Memory to = allocate();
-  const device::Memory other = allocate();
-  const auto update = std::make_shared<Completion>();
-  first.set_updated(Pending(update));
-  const Pending loaded = start_load(first, to);
-  const Pending behind = start_load(second, other);
+  const auto [first, second, to, other, update, loaded, behind] = start_two();
   EXPECT_FALSE(loaded.done());
   EXPECT_FALSE(behind.done());
   std::memset(first.shard(), 7, first.layout().shard_bytes());  // what the update makes
@@ -681,14 +691,7 @@ TEST_F(HostLoader, StartsNoCopyBeforeTheUpdateAndNoneAheadOfAnEarlierCall) {
 }
 
 TEST_F(HostLoader, PassesTheFailureOfAnUpdateOnAndGoesOnWithTheNext) {
-  shard::Param& first = add(1);
-  const shard::Param& second = add(2);
-  const device::Memory to = allocate();
-  const device::Memory other = allocate();
-  const auto update = std::make_shared<Completion>();
-  first.set_updated(Pending(update));
-  const Pending loaded = start_load(first, to);
-  const Pending behind = start_load(second, other);
+  const auto [first, second, to, other, update, loaded, behind] = start_two();
   update->fail(std::make_exception_ptr(IoError("the disk is gone")));
   EXPECT_THROW(loaded.wait(), IoError);
   EXPECT_THROW(std::ignore = loaded.state()->wait_handed_over(), IoError);
@@ -698,7 +701,7 @@ TEST_F(HostLoader, PassesTheFailureOfAnUpdateOnAndGoesOnWithTheNext) {
 
 TEST_F(HostLoader, TakesWhatTheDeviceStillHasFromThere) {
   shard::Param& param = add(3);
-  param.set_updated(Pending(std::make_shared<Completion>()), make_copy(9));  // never comes home
+  param.set_updated(Pending(std::make_shared<Completion>()), make_copy(9));  // never done
   const device::Memory to = allocate();
   start_load(param, to).wait();
   expect_filled(to, param, 9);

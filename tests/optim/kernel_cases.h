@@ -354,6 +354,33 @@ inline std::vector<float> hard_to_round() {
   return values;
 }
 
+// A sum within one slab: values += addend.
+struct AddCase {
+  static constexpr std::size_t kNumel = 70001;
+  Slab slab;
+  std::size_t values = 0;
+  std::size_t addend = 0;
+  DType dtype;  // of the addend
+
+  AddCase(DType type, std::size_t skew) : dtype(type) {
+    values = slab.add_random(DType::kFloat32, 1, kNumel, 1);
+    addend = slab.add_random(dtype, skew, kNumel, 2);
+  }
+  Slab expected() const {
+    Slab out = slab;
+    for (std::size_t i = 0; i < kNumel; ++i) {
+      narrow_at(out.bytes().data() + values, DType::kFloat32, i,
+                widened_at(slab.bytes().data() + values, DType::kFloat32, i) +
+                    widened_at(slab.bytes().data() + addend, dtype, i));
+    }
+    return out;
+  }
+  device::Pending start(Kernels& kernels, std::byte* base, device::Stream& stream) const {
+    return kernels.start_add(reinterpret_cast<float*>(base + values), base + addend, dtype, kNumel,
+                             stream);
+  }
+};
+
 // A conversion within one slab.
 struct ConvertCase {
   Slab slab;

@@ -375,23 +375,13 @@ TEST_F(CudaKernels, SumSquaresOfListsInFlightTogether) {
 }
 
 TEST_F(CudaKernels, AddEveryType) {
-  constexpr std::size_t kNumel = 70001;
   for (const DType dtype : kElementTypes) {
     for (const std::size_t skew : {0U, 1U, 2U}) {
-      Slab slab;
-      const std::size_t values = slab.add_random(DType::kFloat32, 1, kNumel, 1);
-      const std::size_t addend = slab.add_random(dtype, skew, kNumel, 2);
-      Slab expected = slab;
-      for (std::size_t i = 0; i < kNumel; ++i) {
-        narrow_at(expected.bytes().data() + values, DType::kFloat32, i,
-                  widened_at(slab.bytes().data() + values, DType::kFloat32, i) +
-                      widened_at(slab.bytes().data() + addend, dtype, i));
-      }
-      const Slab found = after(slab, [&](std::byte* base) {
-        return kernels_->start_add(reinterpret_cast<float*>(base + values), base + addend, dtype,
-                                   kNumel, stream());
-      });
-      EXPECT_TRUE(found.bytes() == expected.bytes()) << to_string(dtype) << ", skew " << skew;
+      const AddCase given(dtype, skew);
+      const Slab found = after(
+          given.slab, [&](std::byte* base) { return given.start(*kernels_, base, stream()); });
+      EXPECT_TRUE(found.bytes() == given.expected().bytes())
+          << to_string(dtype) << ", skew " << skew;
     }
   }
 }
