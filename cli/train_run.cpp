@@ -359,7 +359,11 @@ class Run {
     head.num_params = model_bytes().num_params;
     head.unsharded = plan_.unsharded;
     head.num_ranks = runtime_.num_ranks();
-    head.backend = runtime_.group().backend_name();
+    const comm::Group& group = runtime_.group();
+    head.backend = group.backend_name();
+    if (!group.backend_note().empty()) {
+      head.backend += "; " + group.backend_note();
+    }
     head.device = runtime_.device().name();
     head.num_threads = plan_.num_threads;
     head.num_steps = plan_.num_steps;

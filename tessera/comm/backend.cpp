@@ -90,6 +90,16 @@ Pending Backend::start_gather_to(std::span<const GatherBytes>, std::span<const s
   return {};
 }
 
+Pending Backend::start_reduce_scatter(const void*, void*, std::size_t, DType, DType, const Call&) {
+  TESSERA_INVARIANT(false, "backend ", name(), " does not read its peers' memory");
+  return {};
+}
+
+Pending Backend::start_all_reduce(void*, std::size_t, DType, Reduction, const Call&) {
+  TESSERA_INVARIANT(false, "backend ", name(), " does not read its peers' memory");
+  return {};
+}
+
 Pending Backend::start_tags(const std::shared_ptr<std::vector<CallTag>>&) {
   TESSERA_INVARIANT(false, "backend ", name(), " compares tags itself");
   return {};

@@ -54,12 +54,13 @@ struct Call {
   device::Stream* stream = nullptr;        // stream-ordered backends start behind it
   // CallOptions::met, for backends that compare tags; may be null.
   std::shared_ptr<std::atomic<bool>> met;
+  std::span<const int> world_ranks = {};  // what to call the ranks in messages, by rank
 };
 
 class Backend {
  public:
   virtual ~Backend() = default;
-  virtual std::string_view name() const = 0;  // "gloo", "nccl", "solo"
+  virtual std::string_view name() const = 0;  // "shm", "gloo", "nccl", "solo"
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
@@ -78,6 +79,17 @@ class Backend {
   // True: `copies` must be room for one copy of this rank's pieces per rank that wants them, for a
   // network that sends different ranks different memory only. False: it is null.
   virtual bool gather_to_needs_copies() const { return false; }
+
+  // True: ranks read each other's memory. Small pieces need no packing then, and what is added up
+  // needs no staging: these two take it from where it lies.
+  virtual bool reads_peers() const { return false; }
+  // Piece r of `input` (shard_numel elements) is rank r's. Adds in rank order. REQUIRES:
+  // reads_peers(), and what check_reduction() checks.
+  virtual Pending start_reduce_scatter(const void* input, void* output, std::size_t shard_numel,
+                                       DType dtype, DType output_dtype, const Call& call);
+  // In place; in rank order. REQUIRES: reads_peers().
+  virtual Pending start_all_reduce(void* data, std::size_t numel, DType dtype, Reduction reduction,
+                                   const Call& call);
 
   // A backend over some of this one's ranks (ascending, this rank among them). Collective over
   // exactly those ranks; `name` is the same on them and unused before.

@@ -9,6 +9,7 @@
 
 #include "tessera/comm/gloo_backend.h"
 #include "tessera/comm/nccl_backend.h"
+#include "tessera/comm/shm_backend.h"
 #include "tessera/comm/socket_probe.h"
 #include "tessera/comm/store.h"
 #include "tessera/core/error.h"
@@ -17,22 +18,36 @@
 namespace tessera::comm {
 namespace {
 
+// `note`: why it is not a faster one.
 std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldOptions& options,
                                       std::shared_ptr<Store> store, const std::string& name,
-                                      std::shared_ptr<StatusStore> status) {
+                                      std::shared_ptr<StatusStore> status, std::string& note) {
   const bool on_gpu = options.cuda_device >= 0;
-  const BackendKind kind = options.backend != BackendKind::kAuto ? options.backend
-                           : on_gpu                              ? BackendKind::kNccl
-                                                                 : BackendKind::kGloo;
+  const BackendKind kind = options.backend;
   TESSERA_CHECK(kind != BackendKind::kNccl || on_gpu, ConfigError,
-                "comm.backend=nccl needs a GPU per rank, and this rank runs on the CPU; use gloo");
-  if (kind == BackendKind::kNccl) {
+                "comm.backend=nccl needs a GPU per rank, and this rank runs on the CPU; use auto");
+  if (kind == BackendKind::kNccl || (kind == BackendKind::kAuto && on_gpu)) {
     return make_nccl_backend(std::move(store), rendezvous.rank, rendezvous.world_size,
                              options.cuda_device, name, options.group.timeout);
+  }
+  if (kind != BackendKind::kGloo) {
+    ShmOptions shm;
+    shm.timeout = options.group.timeout;
+    shm.status = status;
+    std::string why_not;
+    if (auto backend =
+            make_shm_backend(store, rendezvous.rank, rendezvous.world_size, name, shm, why_not)) {
+      return backend;
+    }
+    TESSERA_CHECK(kind == BackendKind::kAuto, CommError,
+                  "comm.backend=shm: the ranks do not share memory: ", why_not,
+                  "; comm.backend=auto takes gloo then");
+    note = "no shared memory: " + why_not;
   }
   GlooOptions gloo;
   gloo.timeout = options.group.timeout;
   gloo.status = std::move(status);
+  gloo.tries_shm_in_splits = kind == BackendKind::kAuto;
   // The variable that c10d's own users know.
   gloo.interface = process_environment()["GLOO_SOCKET_IFNAME"];
   if (rendezvous.local_world_size == rendezvous.world_size) {
@@ -140,7 +155,7 @@ World join_world(const Rendezvous& rendezvous, const WorldOptions& options) {
     try {
       check_open_files(rendezvous);
       check_threads();
-      backend = make_backend(rendezvous, options, store, name, world.status);
+      backend = make_backend(rendezvous, options, store, name, world.status, group.backend_note);
     } catch (const PeerError&) {
       throw;
     } catch (const std::exception& error) {

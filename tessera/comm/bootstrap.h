@@ -1,11 +1,13 @@
 // From "where am I?" to a world group: store, status store, backend.
 //
 // join_world() is collective over all processes of the run. A world of one needs no store and no
-// network. A process may join again, while it is in a world and after: its n-th world is that of
-// the n-th call on every rank. Gloo listens on the interface that GLOO_SOCKET_IFNAME names, else on
-// loopback if all ranks are on one host, else where the host name points. The order of what it does
-// is fixed: the store, the rank's claim of its number, the status store, the backend. A rank that
-// cannot go on posts its failure, so that those who wait for it end, too.
+// network. Each group chooses its backend for itself, also one that is split off; whether ranks
+// share memory is found out by trying. A process may join again, while it is in a world and after:
+// its n-th world is that of the n-th call on every rank. Gloo listens on the interface that
+// GLOO_SOCKET_IFNAME names, else on loopback if all ranks are on one host, else where the host name
+// points. The order of what it does is fixed: the store, the rank's claim of its number, the status
+// store, the backend. A rank that cannot go on posts its failure, so that those who wait for it
+// end, too.
 //
 // Threads: call it once, from the main thread.
 #pragma once
@@ -20,12 +22,13 @@
 
 namespace tessera::comm {
 
-enum class BackendKind : std::uint8_t { kAuto, kGloo, kNccl };
+enum class BackendKind : std::uint8_t { kAuto, kShm, kGloo, kNccl };
 
 struct WorldOptions {
-  BackendKind backend = BackendKind::kAuto;  // kAuto: NCCL for a CUDA device, else Gloo
-  int cuda_device = -1;                      // this rank's GPU; -1: CPU
-  GroupOptions group;                        // `status` is filled in
+  // kAuto: NCCL for a CUDA device; else shared memory where the ranks of a group have it, or Gloo.
+  BackendKind backend = BackendKind::kAuto;
+  int cuda_device = -1;  // this rank's GPU; -1: CPU
+  GroupOptions group;    // `status` is filled in
 };
 
 struct World {

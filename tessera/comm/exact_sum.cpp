@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <type_traits>
+#include <vector>
 
 #include "tessera/core/error.h"
 
@@ -67,20 +68,28 @@ struct Min {
   }
 };
 
+// Arrays of `numel` elements, by rank.
+struct Parts {
+  std::span<const std::byte* const> data;
+  std::size_t numel = 0;
+};
+
 template <typename Stored, typename Out, typename Combine>
-void reduce(const RankParts& parts, void* out, Combine combine) {
+void reduce(const Parts& parts, void* out, Combine combine) {
   using Wide = decltype(widen(Stored{}));
-  const auto* data = static_cast<const Stored*>(parts.data);
+  const auto part = [&](std::size_t rank) {
+    return reinterpret_cast<const Stored*>(parts.data[rank]);
+  };
   auto* result = static_cast<Out*>(out);
   std::array<Wide, kBlockNumel> sums;
   for (std::size_t begin = 0; begin < parts.numel; begin += kBlockNumel) {
     const std::size_t count = std::min(kBlockNumel, parts.numel - begin);
-    const Stored* first = data + begin;
+    const Stored* first = part(0) + begin;
     for (std::size_t i = 0; i < count; ++i) {
       sums[i] = widen(first[i]);
     }
-    for (int part = 1; part < parts.num_parts; ++part) {
-      const Stored* next = data + static_cast<std::size_t>(part) * parts.numel + begin;
+    for (std::size_t rank = 1; rank < parts.data.size(); ++rank) {
+      const Stored* next = part(rank) + begin;
       for (std::size_t i = 0; i < count; ++i) {
         sums[i] = combine(sums[i], static_cast<Wide>(widen(next[i])));
       }
@@ -92,7 +101,7 @@ void reduce(const RankParts& parts, void* out, Combine combine) {
 }
 
 template <typename Stored, typename Out>
-void reduce(const RankParts& parts, void* out, Reduction reduction) {
+void reduce(const Parts& parts, void* out, Reduction reduction) {
   switch (reduction) {
     case Reduction::kSum:
       return reduce<Stored, Out>(parts, out, Add{});
@@ -113,9 +122,20 @@ void check_reduction(DType dtype, DType out_dtype) {
 }
 
 void reduce_in_rank_order(const RankParts& parts, void* out, DType out_dtype, Reduction reduction) {
-  check_reduction(parts.dtype, out_dtype);
-  const bool widens = out_dtype != parts.dtype;
-  switch (parts.dtype) {
+  std::vector<const std::byte*> data(static_cast<std::size_t>(parts.num_parts));
+  for (std::size_t rank = 0; rank < data.size(); ++rank) {
+    data[rank] =
+        static_cast<const std::byte*>(parts.data) + rank * parts.numel * bytes_of(parts.dtype);
+  }
+  reduce_in_rank_order(data, parts.dtype, parts.numel, out, out_dtype, reduction);
+}
+
+void reduce_in_rank_order(std::span<const std::byte* const> data, DType dtype, std::size_t numel,
+                          void* out, DType out_dtype, Reduction reduction) {
+  check_reduction(dtype, out_dtype);
+  const Parts parts{data, numel};
+  const bool widens = out_dtype != dtype;
+  switch (dtype) {
     case DType::kFloat32:
       return reduce<float, float>(parts, out, reduction);
     case DType::kBFloat16:

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "tessera/core/dtype.h"
 
@@ -30,5 +31,8 @@ void check_reduction(DType dtype, DType out_dtype);
 // REQUIRES: what check_reduction() checks. `out` may not overlap the parts, except that it may be
 // the first of them.
 void reduce_in_rank_order(const RankParts& parts, void* out, DType out_dtype, Reduction reduction);
+// The same for parts of `numel` elements that lie anywhere; `out` may be any one of them.
+void reduce_in_rank_order(std::span<const std::byte* const> parts, DType dtype, std::size_t numel,
+                          void* out, DType out_dtype, Reduction reduction);
 
 }  // namespace tessera::comm

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <mutex>
 #include <new>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -16,7 +15,9 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "tessera/comm/await_ranks.h"
 #include "tessera/comm/c10d_store.h"
+#include "tessera/comm/shm_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/core/resource_limits.h"
 
@@ -31,10 +32,6 @@ constexpr std::size_t kDirectBytes = 32 * 1024;
 
 // Gloo's own limit lies behind ours, so that the message with the names is the first.
 constexpr milliseconds kGlooSlack = std::chrono::seconds(30);
-
-// While ranks are waited for: the longest pause, and how often failures are looked for.
-constexpr milliseconds kLongestJoinPause{50};
-constexpr milliseconds kLookInterval{250};
 
 // Gloo writes to sockets without MSG_NOSIGNAL: a peer that has gone would end this process by
 // SIGPIPE instead of failing the call. Threads inherit what is blocked where they are started, so
@@ -113,7 +110,9 @@ class GlooBackend final : public Backend {
         rank_(rank),
         size_(size),
         options_(std::move(options)) {
-    await_ranks(name);
+    // The store can name a rank that does not join; Gloo's own connect cannot.
+    std::ignore = exchange_at_store(*store_, name, "joined", rank_, size_, "1", options_.timeout,
+                                    options_.status.get());
     data_ = connect(name, devices_, options_.num_threads);
     // Tags have connections of their own: they overtake data, and Gloo matches the calls of one
     // process group by their order.
@@ -227,8 +226,16 @@ class GlooBackend final : public Backend {
     }
     const auto own = std::find(ranks.begin(), ranks.end(), rank_);
     TESSERA_INVARIANT(own != ranks.end(), "split '", name, "' without its own rank ", rank_);
-    return std::make_unique<GlooBackend>(store_, devices_, static_cast<int>(own - ranks.begin()),
-                                         static_cast<int>(ranks.size()), name, options_);
+    const auto rank = static_cast<int>(own - ranks.begin());
+    const auto size = static_cast<int>(ranks.size());
+    if (options_.tries_shm_in_splits) {
+      std::string why_not;
+      const ShmOptions shm{options_.timeout, options_.status, {}};
+      if (auto backend = make_shm_backend(store_, rank, size, name, shm, why_not)) {
+        return backend;
+      }
+    }
+    return std::make_unique<GlooBackend>(store_, devices_, rank, size, name, options_);
   }
 
   // Gloo sends along a binomial tree: in round i the first 2^i ranks (counted from the root) send
@@ -281,42 +288,6 @@ class GlooBackend final : public Backend {
                                "interface between them, on all ranks")
               : remedy_of(c10d_text(error))));
     }
-  }
-
-  // The store can name a rank that does not join; Gloo's own connect cannot.
-  void await_ranks(const std::string& name) {
-    const auto key = [&name](int rank) { return detail::concat(name, "/joined/", rank); };
-    store_->set(key(rank_), "1");
-    const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
-    auto next_look = std::chrono::steady_clock::now();
-    milliseconds pause{1};
-    for (int rank = 0; rank < size_; ++rank) {
-      while (!store_->try_get(key(rank))) {
-        const auto now = std::chrono::steady_clock::now();
-        if (options_.status && now >= next_look) {
-          next_look = now + kLookInterval;
-          options_.status->check_no_failure(detail::concat("group '", name, "' was aborted: "));
-        }
-        TESSERA_CHECK(now < deadline, CommError, "group '", name, "' of ", size_,
-                      " ranks: ", missing_text(key), " did not join within ",
-                      static_cast<double>(options_.timeout.count()) / 1000.0,
-                      " s (comm.timeout_s); see whether those processes were started, and their "
-                      "own errors");
-        std::this_thread::sleep_for(pause);
-        pause = std::min(2 * pause, kLongestJoinPause);
-      }
-    }
-  }
-
-  template <typename Key>
-  std::string missing_text(const Key& key) {
-    std::string missing;
-    for (int rank = 0; rank < size_; ++rank) {
-      if (!store_->try_get(key(rank))) {
-        missing += detail::concat(missing.empty() ? "rank " : ", rank ", rank);
-      }
-    }
-    return missing.empty() ? "the last rank" : missing;
   }
 
   // Bytes as a tensor that keeps what the call must keep. Gloo never writes to an input.

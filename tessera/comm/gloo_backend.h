@@ -30,6 +30,8 @@ struct GlooOptions {
   int num_devices = 2;
   // Looked at while ranks are waited for, so that the failure of one ends the wait. May be null.
   std::shared_ptr<StatusStore> status;
+  // A group that is split off shares memory instead, if its ranks can (shm_backend.h).
+  bool tries_shm_in_splits = false;
 };
 
 // Blocks until all `size` ranks have joined at `store` under the prefix `name`.

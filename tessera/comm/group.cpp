@@ -79,7 +79,8 @@ QueuedCall Group::prepare(CallTag tag, const CallOptions& options,
   tag.label_hash = words->hash();
   tag.content_hash = options.content_hash;
   QueuedCall queued;
-  queued.call = {tag, std::move(words), options.keep_alive, options.stream, options.met};
+  queued.call = {tag,         std::move(words), options.keep_alive, options.stream,
+                 options.met, world_ranks_};
   queued.text = describe(tag, options.label.unit, options.label.parameter);
   if (Spans* traced = spans()) {
     queued.span = {static_cast<std::int64_t>(tag.total_bytes),
@@ -319,6 +320,7 @@ std::unique_ptr<Group> Group::split(int color, const std::string& name, const Gr
   made.device = owner.device;
   made.ledger = owner.ledger;
   made.spans = owner.spans;
+  made.backend_note.clear();  // this one has chosen for itself
   return std::make_unique<Group>(std::move(backend), full_name, std::move(world_ranks),
                                  std::move(made));
 }

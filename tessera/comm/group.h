@@ -63,6 +63,7 @@ struct GroupOptions {
   device::Device* device = nullptr;
   Spans* spans = nullptr;               // every call is recorded here; null: not recorded
   std::shared_ptr<StatusStore> status;  // null: waits are explained without the other ranks' words
+  std::string backend_note;             // why the backend is not a faster one; may be empty
 };
 
 // As in GroupOptions.
@@ -125,9 +126,12 @@ class Group {
   int size() const { return backend_->size(); }
   const std::string& name() const { return name_; }
   std::string_view backend_name() const { return backend_->name(); }
+  const std::string& backend_note() const { return options_.backend_note; }
   // For plans of staging.
   CallMemory call_memory() const {
-    return copied_from_ != nullptr ? CallMemory::kCopied : CallMemory::kReached;
+    return copied_from_ != nullptr   ? CallMemory::kCopied
+           : backend_->reads_peers() ? CallMemory::kShared
+                                     : CallMemory::kReached;
   }
 
   [[nodiscard]] Pending start_all_gather(std::span<const Gather> tensors,
@@ -221,6 +225,7 @@ class Group {
   // True: exchanging the tags is already a barrier.
   bool exchanges_tags() const { return queue_ && !backend_->compares_tags(); }
   bool is_copied() const { return copied_from_ != nullptr; }
+  bool is_shared() const { return call_memory() == CallMemory::kShared; }
   std::size_t pack_below_bytes() const {
     return backend_->stream_ordered() ? 0 : options_.pack_below_bytes;
   }

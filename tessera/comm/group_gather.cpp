@@ -14,7 +14,8 @@ using detail_group::checked_bytes;
 // One gather: what it moves, and how that gets from its caller's memory to what the network reaches
 // and back. Small tensors travel together in one message, a pack: they lie behind each other, in
 // every rank's piece alike. The pack lies first in the call's staging; copies of what travels by
-// itself, if there are any, lie at the end. The staging is there when the call's phases run.
+// itself, if there are any, lie at the end. The staging is there when the call's phases run. Where
+// ranks read each other's memory there is none: small tensors are one call of several parts.
 struct GatherCall {
   struct Options {
     const char* what = "";
@@ -23,6 +24,7 @@ struct GatherCall {
     std::size_t pack_below_bytes = 0;
     bool receives = true;                   // false: `full` may be null
     device::Device* copied_from = nullptr;  // null: the network reaches the caller's memory
+    bool is_shared = false;                 // ranks read each other's memory
   };
   struct Part {
     GatherBytes bytes;
@@ -32,16 +34,17 @@ struct GatherCall {
   GatherCall(std::span<const Gather> tensors, const Label& label, const Options& with);
 
   bool is_copied() const { return options.copied_from != nullptr; }
+  bool is_packed() const { return !packed.empty() && !options.is_shared; }
   bool moves_nothing() const { return direct.empty() && packed.empty(); }
   // Something must be put in its place once it has arrived.
   bool is_unpacked() const {
-    return options.receives && !moves_nothing() && (!packed.empty() || is_copied());
+    return options.receives && !moves_nothing() && (is_packed() || is_copied());
   }
   std::size_t num_pieces() const {
     return options.receives ? static_cast<std::size_t>(options.group_size) : 1;
   }
 
-  // In the order of the direct parts, the pack behind them; ready to travel.
+  // In the order of the direct parts, the pack or what would be in it behind them; ready to travel.
   std::vector<GatherBytes> written() const {
     std::vector<GatherBytes> parts;
     CallCopies copies(options.copied_from);
@@ -54,7 +57,11 @@ struct GatherCall {
         parts.push_back(part);
       }
     }
-    if (!packed.empty()) {
+    if (options.is_shared) {
+      for (const Part& part : packed) {
+        parts.push_back(part.bytes);
+      }
+    } else if (!packed.empty()) {
       parts.push_back(in_staging(staging->data(), pack_bytes));
       auto* at = static_cast<std::byte*>(const_cast<void*>(parts.back().shard));
       for (const Part& part : packed) {
@@ -161,7 +168,7 @@ GatherCall::GatherCall(std::span<const Gather> tensors, const Label& label, cons
       empty.push_back(i);
     } else if (is_packed[i]) {
       packed.push_back(part);
-      pack_bytes += packed_bytes(piece_bytes[i]);
+      pack_bytes += options.is_shared ? piece_bytes[i] : packed_bytes(piece_bytes[i]);
     } else {
       direct.push_back(part);
       sent_bytes += piece_bytes[i];
@@ -178,7 +185,7 @@ Pending Group::start_gather(std::span<const Gather> tensors, const CallOptions& 
   const auto gather = std::make_shared<GatherCall>(
       tensors, options.label,
       GatherCall::Options{"all_gather", static_cast<std::size_t>(rank()), size(),
-                          pack_below_bytes(), true, copied_from_});
+                          pack_below_bytes(), true, copied_from_, is_shared()});
   gather->tag.op = Op::kAllGather;
   QueuedCall queued = prepare(gather->tag, options, gather->words);
   if (const std::size_t bytes =
@@ -220,7 +227,9 @@ Pending Group::start_gather(std::span<const Gather> tensors, const CallOptions& 
     for (const GatherCall::Part& packed : gather->packed) {
       add_owner(part, packed.tensor);
     }
-    part.unpack = [gather] { gather->read_pack(); };
+    if (gather->is_packed()) {
+      part.unpack = [gather] { gather->read_pack(); };
+    }
   }
   // A tensor without elements is there when the ranks agree, and the first part tells that they do.
   for (const std::size_t tensor : gather->empty) {
@@ -231,8 +240,15 @@ Pending Group::start_gather(std::span<const Gather> tensors, const CallOptions& 
   if (!gather->moves_nothing()) {
     queued.phases.push_back({true, [this, gather, arrivals, call = queued.call] {
                                const auto parts = gather->written();
-                               for (std::size_t i = 0; i < parts.size(); ++i) {
-                                 (*arrivals)[i] = backend_->start_all_gather({&parts[i], 1}, call);
+                               const std::span<const GatherBytes> all(parts);
+                               const std::size_t num_direct = gather->direct.size();
+                               for (std::size_t i = 0; i < num_direct; ++i) {
+                                 (*arrivals)[i] =
+                                     backend_->start_all_gather(all.subspan(i, 1), call);
+                               }
+                               if (num_direct < all.size()) {
+                                 (*arrivals)[num_direct] =
+                                     backend_->start_all_gather(all.subspan(num_direct), call);
                                }
                                return Pending();
                              }});
@@ -261,10 +277,10 @@ Pending Group::start_gather_to(std::span<const Gather> tensors, std::span<const 
                 size(), " ranks");
   const auto own_rank = static_cast<std::size_t>(rank());
   const bool receives = wants[own_rank] != 0;
-  const auto gather =
-      std::make_shared<GatherCall>(tensors, options.label,
-                                   GatherCall::Options{"gather_to", own_rank, size(),
-                                                       pack_below_bytes(), receives, copied_from_});
+  const auto gather = std::make_shared<GatherCall>(
+      tensors, options.label,
+      GatherCall::Options{"gather_to", own_rank, size(), pack_below_bytes(), receives, copied_from_,
+                          is_shared()});
   std::vector<std::uint8_t> wanted(wants.begin(), wants.end());
   std::size_t num_wanting = 0;
   for (std::uint8_t& want : wanted) {

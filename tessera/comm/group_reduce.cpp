@@ -112,6 +112,12 @@ Pending Group::start_reduce_scatter(const void* input, void* output, std::int64_
   if (bytes > 0 && size() == 1) {
     const RankParts own{input, dtype, 1, static_cast<std::size_t>(shard_numel)};
     add_sum(queued, [own] { return own; }, output, output_dtype, {}, {});
+  } else if (bytes > 0 && is_shared()) {
+    queued.phases.push_back({true, [=, this, call = queued.call] {
+                               return backend_->start_reduce_scatter(
+                                   input, output, static_cast<std::size_t>(shard_numel), dtype,
+                                   output_dtype, call);
+                             }});
   } else if (bytes > 0) {
     add_reduce_scatter(queued, input, output, static_cast<std::size_t>(shard_numel), dtype,
                        output_dtype);
@@ -134,9 +140,21 @@ Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Red
     return start(std::move(queued), 0);
   }
   const auto num_ranks = static_cast<std::size_t>(size());
+  const bool is_small = bytes * num_ranks <= kSmallAllReduceBytes;
+  // Reduce-scatter and all-gather of `num_ranks` equal pieces.
+  const std::size_t count = (static_cast<std::size_t>(numel) + num_ranks - 1) / num_ranks;
+  const std::size_t piece_bytes = count * bytes_of(dtype);
+  const std::size_t sent_bytes = (is_small ? bytes : 2 * piece_bytes) * num_peers();
+  if (is_shared()) {
+    queued.phases.push_back({true, [=, this, call = queued.call] {
+                               return backend_->start_all_reduce(
+                                   data, static_cast<std::size_t>(numel), dtype, reduction, call);
+                             }});
+    return start(std::move(queued), sent_bytes);
+  }
   const auto staging =
       add_staging(queued, all_reduce_staging_bytes(numel, dtype, size(), call_memory()));
-  if (bytes * num_ranks <= kSmallAllReduceBytes) {
+  if (is_small) {
     // What is gathered lies first in the staging; behind it, where memory is copied, is the sum.
     queued.phases = {
         {true,
@@ -154,12 +172,10 @@ Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Red
            Pending reduced = start_sum(parts, sum, dtype, reduction, call);
            return is_copied() ? copy(data, sum, bytes, call.stream) : reduced;
          }}};
-    return start(std::move(queued), bytes * num_peers());
+    return start(std::move(queued), sent_bytes);
   }
 
-  // Reduce-scatter and all-gather of `num_ranks` equal pieces; the last ones are padded with zeros.
-  const std::size_t count = (static_cast<std::size_t>(numel) + num_ranks - 1) / num_ranks;
-  const std::size_t piece_bytes = count * bytes_of(dtype);
+  // The last pieces are padded with zeros.
   const std::size_t padded_bytes = piece_bytes * num_ranks;
   const std::size_t padding_bytes = padded_bytes - bytes;
   // Received pieces lie first in the staging; behind them is the copy, where there is padding or
@@ -194,7 +210,7 @@ Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Red
                                return copy(data, padded(), bytes, call.stream);
                              }});
   }
-  return start(std::move(queued), 2 * piece_bytes * num_peers());
+  return start(std::move(queued), sent_bytes);
 }
 
 }  // namespace tessera::comm

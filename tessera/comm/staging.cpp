@@ -99,6 +99,9 @@ std::size_t packed_bytes(std::size_t shard_bytes) {
 std::size_t all_gather_staging_bytes(std::span<const std::size_t> shard_bytes,
                                      std::size_t pack_below_bytes, int num_ranks,
                                      CallMemory memory) {
+  if (memory == CallMemory::kShared) {
+    return 0;
+  }
   const auto ranks = static_cast<std::size_t>(num_ranks);
   const Pieces pieces = add_up(shard_bytes, pack_below_bytes, ranks, memory);
   return staging_room(pieces.packed * ranks) + pieces.copied;
@@ -106,7 +109,7 @@ std::size_t all_gather_staging_bytes(std::span<const std::size_t> shard_bytes,
 
 std::size_t gather_to_staging_bytes(std::span<const std::size_t> shard_bytes,
                                     std::size_t pack_below_bytes, const GatherToStaging& call) {
-  if (call.num_wanting == 0) {
+  if (call.num_wanting == 0 || call.memory == CallMemory::kShared) {
     return 0;
   }
   const auto num_pieces = static_cast<std::size_t>(call.receives ? call.num_ranks : 1);
@@ -120,7 +123,7 @@ std::size_t gather_to_staging_bytes(std::span<const std::size_t> shard_bytes,
 
 std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, int num_ranks,
                                          CallMemory memory) {
-  if (num_ranks == 1) {
+  if (num_ranks == 1 || memory == CallMemory::kShared) {
     return 0;
   }
   const auto numel = static_cast<std::size_t>(shard_numel);
@@ -134,7 +137,7 @@ std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, 
 
 std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ranks,
                                      CallMemory memory) {
-  if (num_ranks == 1) {
+  if (num_ranks == 1 || memory == CallMemory::kShared) {
     return 0;
   }
   const bool is_copied = memory == CallMemory::kCopied;
@@ -150,13 +153,13 @@ std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ra
 }
 
 std::size_t broadcast_staging_bytes(std::size_t bytes, CallMemory memory) {
-  return memory == CallMemory::kReached ? 0 : staging_room(bytes);
+  return memory == CallMemory::kCopied ? staging_room(bytes) : 0;
 }
 
 std::size_t all_to_all_staging_bytes(std::size_t piece_bytes, int num_ranks, CallMemory memory) {
-  return memory == CallMemory::kReached
-             ? 0
-             : 2 * staging_room(piece_bytes * static_cast<std::size_t>(num_ranks));
+  return memory == CallMemory::kCopied
+             ? 2 * staging_room(piece_bytes * static_cast<std::size_t>(num_ranks))
+             : 0;
 }
 
 // Outlives the Staging in what was taken from it.

@@ -65,6 +65,7 @@ inline constexpr std::size_t kSmallAllReduceBytes = std::size_t{64} * 1024;
 enum class CallMemory : std::uint8_t {
   kReached,  // the network reads and writes it
   kCopied,   // it is a device's, and the network reaches the host's only
+  kShared,   // ranks read each other's: nothing is staged
 };
 
 constexpr std::size_t staging_room(std::size_t bytes) { return device::round_to_arena(bytes); }

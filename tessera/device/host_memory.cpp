@@ -33,32 +33,67 @@ namespace {
       " are available on the host; lower the byte budget, or place more on another tier"));
 }
 
+// Taken from the heap of the request, or from the system.
+struct HostBlock {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+  std::function<void()> give_back;
+};
+
 // Gives back and discharges exactly what was taken and charged.
-Memory charged(const HostMemoryRequest& request, void* data, std::size_t taken_bytes,
-               std::function<void()> give_back) {
+Memory charged(const HostMemoryRequest& request, HostBlock block) {
   if (request.ledger == nullptr) {
-    return Memory(data, request.bytes, std::move(give_back));
+    return Memory(block.data, request.bytes, std::move(block.give_back));
   }
-  const Tier tier = request.tier;
-  request.ledger->charge(tier, request.role, taken_bytes);
-  return Memory(data, request.bytes,
-                [ledger = request.ledger, tier, role = request.role, taken_bytes,
-                 give_back = std::move(give_back)] {
+  request.ledger->charge(request.tier, request.role, block.bytes);
+  return Memory(block.data, request.bytes,
+                [ledger = request.ledger, tier = request.tier, role = request.role,
+                 taken_bytes = block.bytes, give_back = std::move(block.give_back)] {
                   give_back();
                   ledger->discharge(tier, role, taken_bytes);
                 });
 }
 
+HostBlock take_shared(const HostMemoryRequest& request, std::size_t bytes, std::size_t alignment) {
+  std::byte* const data = request.heap ? request.heap->allocate(bytes, alignment) : nullptr;
+  return {data, bytes, [heap = request.heap, data] { heap->free(data); }};
+}
+
+HostBlock take_small(const HostMemoryRequest& request) {
+  if (HostBlock block = take_shared(request, request.bytes, request.alignment); block.data) {
+    return block;
+  }
+  void* data = nullptr;
+  if (posix_memalign(&data, request.alignment, request.bytes) != 0) {
+    throw_no_memory(request.tier, request.bytes);
+  }
+  return {data, request.bytes, [data] { std::free(data); }};
+}
+
 // Loops over states and gradients run over much memory once: with small pages they wait for
 // addresses.
-HostPages map_for(const HostMemoryRequest& request) {
-  if (request.bytes < kHugePageBytes) {
-    return map_pages(request.bytes, request.alignment, request.tier);
-  }
-  const HostPages pages =
-      map_pages(request.bytes, std::max(request.alignment, kHugePageBytes), request.tier);
+HostPages map_for(const HostMemoryRequest& request, std::size_t alignment) {
+  const HostPages pages = map_pages(request.bytes, alignment, request.tier);
   prefer_huge_pages(pages.data, pages.bytes);
   return pages;
+}
+
+HostBlock take_pages(const HostMemoryRequest& request) {
+  const std::size_t whole = request.bytes < kHugePageBytes ? page_bytes() : kHugePageBytes;
+  const std::size_t alignment = std::max(request.alignment, whole);
+  const std::size_t rounded = (request.bytes + page_bytes() - 1) / page_bytes() * page_bytes();
+  HostBlock block = take_shared(request, rounded, alignment);
+  if (block.data == nullptr) {
+    const HostPages pages = map_for(request, alignment);
+    return {pages.data, pages.bytes, [pages] { unmap_pages(pages); }};
+  }
+  if (request.tier == Tier::kPinned) {  // what is mapped for itself is unlocked with its mapping
+    block.give_back = [give_back = std::move(block.give_back), data = block.data, rounded] {
+      munlock(data, rounded);
+      give_back();
+    };
+  }
+  return block;
 }
 
 }  // namespace
@@ -132,15 +167,11 @@ Memory allocate_host_memory(const HostMemoryRequest& request) {
   }
   const bool is_pinned = request.tier == Tier::kPinned;
   if (!is_pinned && request.bytes < kPagesFromBytes) {
-    void* data = nullptr;
-    if (posix_memalign(&data, request.alignment, request.bytes) != 0) {
-      throw_no_memory(request.tier, request.bytes);
-    }
-    return charged(request, data, request.bytes, [data] { std::free(data); });
+    return charged(request, take_small(request));
   }
 
-  const HostPages pages = map_for(request);
-  if (is_pinned && !lock_pages(pages) && request.on_not_locked) {
+  HostBlock pages = take_pages(request);
+  if (is_pinned && !lock_pages({pages.data, pages.bytes}) && request.on_not_locked) {
     const char* const why = std::strerror(errno);
     const auto limit = locked_memory_limit_bytes();
     request.on_not_locked(
@@ -149,7 +180,7 @@ Memory allocate_host_memory(const HostMemoryRequest& request) {
                        limit ? exact_bytes(static_cast<std::int64_t>(*limit)) : "unlimited",
                        "); they may be paged out, which costs speed; raise it with `ulimit -l`"));
   }
-  return charged(request, pages.data, pages.bytes, [pages] { unmap_pages(pages); });
+  return charged(request, std::move(pages));
 }
 
 HostAllocator::HostAllocator(CpuDeviceOptions options, bool device_is_host)
@@ -178,6 +209,9 @@ Memory HostAllocator::allocate(Tier tier, std::size_t bytes, Role role, std::siz
   request.alignment = alignment;
   request.role = role;
   request.ledger = options_.ledger;
+  if (role == Role::kShard || role == Role::kGradient) {
+    request.heap = SharedHeap::current();
+  }
   request.on_not_locked = [this](const std::string& message) {
     if (options_.notice && !has_noticed_.exchange(true)) {
       options_.notice(message);

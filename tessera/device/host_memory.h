@@ -6,17 +6,22 @@
 // nothing is rounded to powers of two. The ledger is charged what was taken. From kHugePageBytes on
 // pages begin where a huge one can, and huge ones are asked for.
 //
+// While ranks of this host read each other's memory, shards and gradients come from the shared heap
+// (shared_heap.h), in the same sizes; all else, the states above all, stays private.
+//
 // Threads: every function may be called from any thread.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <string>
 
 #include "tessera/core/ledger.h"
 #include "tessera/device/device.h"
 #include "tessera/device/device_cpu.h"
+#include "tessera/device/shared_heap.h"
 
 namespace tessera::device {
 
@@ -56,6 +61,8 @@ struct HostMemoryRequest {
   // Called with a sentence for people if `tier` is kPinned and the pages could not be locked.
   // The memory is good all the same, and charged as pinned.
   std::function<void(const std::string&)> on_not_locked;
+  // Taken from there while it has room. Null: private memory.
+  std::shared_ptr<SharedHeap> heap;
 };
 Memory allocate_host_memory(const HostMemoryRequest& request);
 

@@ -46,6 +46,9 @@ std::unique_ptr<optim::Kernels> make_host_kernels(const RuntimeOptions& options)
 
 comm::BackendKind backend_kind(const Config& config) {
   const std::string& name = config.get_string("comm.backend");
+  if (name == "shm") {
+    return comm::BackendKind::kShm;
+  }
   if (name == "gloo") {
     return comm::BackendKind::kGloo;
   }
@@ -53,7 +56,7 @@ comm::BackendKind backend_kind(const Config& config) {
     return comm::BackendKind::kNccl;
   }
   TESSERA_CHECK(name == "auto", ConfigError, "comm.backend=", name,
-                " is for groups that a program makes itself; use auto, gloo or nccl");
+                " is for groups that a program makes itself; use auto, shm, gloo or nccl");
   return comm::BackendKind::kAuto;
 }
 

@@ -119,7 +119,7 @@ std::vector<std::exception_ptr> Contract::run_collecting(int num_ranks, const Bo
         if (world.staging_bytes > 0) {
           group.reserve_staging(world.staging_bytes);
         }
-        ContractRank here{group, *device, ledger};
+        ContractRank here{group, *device, ledger, world.role};
         try {
           body(here);
         } catch (const PeerError&) {

@@ -30,9 +30,10 @@ struct ContractRank {
   Group& group;
   device::Device& device;  // whose memory its calls are given
   Ledger& ledger;          // of the device
+  Role role = Role::kOther;
 
   device::Memory allocate(std::size_t bytes) const {
-    return device.allocate(Tier::kDevice, bytes, Role::kOther);
+    return device.allocate(Tier::kDevice, bytes, role);
   }
   // `source` stays valid until the stream has read it; what is done with the memory on other
   // streams must be ordered behind this one.
@@ -57,6 +58,7 @@ struct ContractWorld {
   // Null: memory of the host.
   std::function<std::unique_ptr<device::Device>(int rank, Ledger& ledger)> make_device = {};
   std::size_t staging_bytes = 0;  // reserved; 0: none
+  Role role = Role::kOther;       // of the memory of calls
   bool needs_gpu = false;
 
   // Reads as the test's name.
