@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`tessera train` beside FSDP2, DeepSpeed and plain LibTorch, on CPU, in one run.
+"""`tessera train` beside DDP, FSDP2, DeepSpeed and plain LibTorch, on CPU, in one run.
 
     bench/compare_peers.py [--rounds 5] [--steps 10] [--json FILE]
 
@@ -36,10 +36,11 @@ RUN_LIMIT_S = 900  # DeepSpeed's first run compiles; nothing else comes near
 POLL_S = 0.1
 BUSY_SHARE = 0.05  # of all cores, used by others: beyond it a figure says little
 
-TESSERA, FSDP2, DEEPSPEED, APART = "tessera", "fsdp2", "deepspeed", "apart"
+TESSERA, DDP, FSDP2, DEEPSPEED, APART = "tessera", "ddp", "fsdp2", "deepspeed", "apart"
 ONE_RANK, UNSHARDED = "one-rank", "unsharded"
 TITLES = {  # in the order of an even round; neighbours are compared with each other
     TESSERA: "tessera, 2 ranks",
+    DDP: "DDP, 2 ranks",
     FSDP2: "FSDP2, 2 ranks",
     DEEPSPEED: "DeepSpeed ZeRO-3, 2 ranks",
     APART: "two processes without communication",
@@ -61,6 +62,11 @@ COMPARISONS = tuple(
     for batch, limit in ((2, 0.75), (16, 0.94))
     for ours in (TESSERA, APART)
     for theirs in (FSDP2, DEEPSPEED)
+) + (
+    Comparison(2, TESSERA, APART, 1.35),
+    Comparison(16, TESSERA, APART, 1.10),
+    Comparison(2, TESSERA, DDP, 1.0),
+    Comparison(16, TESSERA, DDP, None),
 ) + tuple(Comparison(batch, ONE_RANK, UNSHARDED, 1.03) for batch in (2, 16))
 BATCHES = tuple(sorted({comparison.batch for comparison in COMPARISONS}))
 
@@ -212,7 +218,7 @@ class Runner:
     def step_s(self, system, batch):
         with tempfile.TemporaryDirectory() as name:
             folder = pathlib.Path(name)
-            if system in (FSDP2, DEEPSPEED):
+            if system in (DDP, FSDP2, DEEPSPEED):
                 return self.peers(system, batch, folder)
             if system == TESSERA:
                 return self.tessera(folder, batch, "--ranks", 2)

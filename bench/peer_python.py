@@ -43,7 +43,7 @@ class PeerPython:
         """Why a peer cannot run here, and what to do about it; nothing for one that can."""
         if self.torch is None:
             no_torch = f"{self.program} has no torch; {INSTALL_REMEDY}"
-            return {"fsdp2": no_torch, "deepspeed": no_torch}
+            return {"ddp": no_torch, "fsdp2": no_torch, "deepspeed": no_torch}
         if self.deepspeed is None:
             return {"deepspeed": f"not installed; {INSTALL_REMEDY}"}
         if not self.headers:

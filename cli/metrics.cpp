@@ -2,10 +2,15 @@
 
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <fstream>
+#include <string>
 #include <string_view>
 #include <utility>
+
+#include "tessera/device/shared_heap.h"
 
 namespace tessera::cli {
 namespace {
@@ -87,7 +92,22 @@ MetricsFile::MetricsFile(std::string path, std::function<void(const std::string&
 std::int64_t rss_peak_bytes() {
   struct rusage usage {};
   ::getrusage(RUSAGE_SELF, &usage);
-  return std::int64_t{usage.ru_maxrss} * 1024;  // Linux counts KiB
+  const std::int64_t rss = std::int64_t{usage.ru_maxrss} * 1024;  // Linux counts KiB
+  if (device::SharedHeap::current() == nullptr) {
+    return rss;
+  }
+  // Ranks that read each other's memory have all of it resident: each counts its share. The kernel
+  // keeps no peak of that.
+  static std::int64_t peak = 0;
+  std::ifstream file("/proc/self/smaps_rollup");
+  for (std::string word; file >> word;) {
+    std::int64_t kib = 0;
+    if (word == "Pss:" && file >> kib) {
+      peak = std::max(peak, kib * 1024);
+      return peak;
+    }
+  }
+  return rss;
 }
 
 }  // namespace tessera::cli

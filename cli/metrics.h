@@ -79,7 +79,8 @@ class MetricsFile {
   RecordFile file_;
 };
 
-// The largest resident set of this process so far.
+// The largest resident set of this process so far. Where ranks share memory: the largest
+// proportional set at the times of these calls, which are one thread's.
 std::int64_t rss_peak_bytes();
 
 }  // namespace tessera::cli

@@ -11,7 +11,7 @@ from unittest import mock
 from bench_helpers import FolderTest, metrics, quiet  # first: it finds the others
 import compare_peers
 import peer_python
-from compare_peers import APART, DEEPSPEED, FSDP2, ONE_RANK, TESSERA, UNSHARDED
+from compare_peers import APART, DDP, DEEPSPEED, FSDP2, ONE_RANK, TESSERA, UNSHARDED
 
 # Writes a metrics file as `tessera train` does: 20 ms per sequence, after two slow steps.
 TESSERA_STAND_IN = """
@@ -74,6 +74,7 @@ class Verdicts(unittest.TestCase):
         self.assertEqual(limits, {
             (2, TESSERA, FSDP2): 0.75, (2, TESSERA, DEEPSPEED): 0.75,
             (16, TESSERA, FSDP2): 0.94, (16, TESSERA, DEEPSPEED): 0.94,
+            (2, TESSERA, APART): 1.35, (16, TESSERA, APART): 1.10, (2, TESSERA, DDP): 1.0,
             (2, ONE_RANK, UNSHARDED): 1.03, (16, ONE_RANK, UNSHARDED): 1.03})
 
     def test_a_ratio_is_ours_by_theirs_and_equal_to_the_limit_is_within(self):
@@ -153,7 +154,7 @@ class WholeProgram(FolderTest):
             (2, TESSERA): 0.04, (2, APART): 0.02, (2, ONE_RANK): 0.04, (2, UNSHARDED): 0.04,
             (16, TESSERA): 0.32, (16, APART): 0.16, (16, ONE_RANK): 0.32, (16, UNSHARDED): 0.32})
         self.assertRegex(out, r"tessera, 1 rank / tessera --unsharded +1\.000 +1\.03  within")
-        self.assertEqual(set(result["skipped"]), {FSDP2, DEEPSPEED})
+        self.assertEqual(set(result["skipped"]), {DDP, FSDP2, DEEPSPEED})
 
     def test_tessera_is_called_with_the_arithmetic_of_the_peers(self):
         self.main("--only", f"{TESSERA},{APART}")
@@ -209,14 +210,14 @@ class Python(FolderTest):
     def test_a_peer_is_skipped_for_what_it_lacks(self):
         def skipped(torch, deepspeed, headers):
             return peer_python.PeerPython("python3", torch, deepspeed, headers).skip_reasons()
-        self.assertEqual(set(skipped(None, "1", True)), {"fsdp2", "deepspeed"})
+        self.assertEqual(set(skipped(None, "1", True)), {"ddp", "fsdp2", "deepspeed"})
         self.assertIn("pip install", skipped("2.13.0", None, True)["deepspeed"])
         self.assertIn("python3-dev", skipped("2.13.0", "0.19.8", False)["deepspeed"])
         self.assertEqual(skipped("2.13.0", "0.19.8", True), {})
 
     def test_an_interpreter_that_does_not_start_has_nothing(self):
         self.assertEqual(set(peer_python.probe(self.folder / "python3").skip_reasons()),
-                         {"fsdp2", "deepspeed"})
+                         {"ddp", "fsdp2", "deepspeed"})
 
 
 if __name__ == "__main__":
