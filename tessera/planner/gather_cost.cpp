@@ -78,7 +78,8 @@ std::int64_t whole_arena_bytes(const CutModel& cut, const Placements& placements
 }
 
 GatherCost::GatherCost(const CutModel& cut, std::int64_t bucket_bytes)
-    : is_staged_(cut.options.num_ranks > 1) {
+    : is_staged_(cut.options.num_ranks > 1 &&
+                 cut.options.call_memory != comm::CallMemory::kShared) {
   if (!is_staged_) {
     return;
   }

@@ -146,9 +146,13 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   options.bucket_bytes = reductions.bucket_bytes;
   options.is_bucket_given = config.is_set("grad.bucket_bytes");
   options.pack_below_bytes = config.get_bytes("comm.pack_below_bytes");
-  options.call_memory = is_discrete && num_ranks > 1 && config.get_string("comm.backend") == "gloo"
-                            ? comm::CallMemory::kCopied
-                            : comm::CallMemory::kReached;
+  // As if all ranks were on one host; the engine, which has the group, asks that.
+  const std::string& backend = config.get_string("comm.backend");
+  if (num_ranks > 1 && is_discrete && (backend == "gloo" || backend == "shm")) {
+    options.call_memory = comm::CallMemory::kCopied;
+  } else if (num_ranks > 1 && !is_discrete && backend != "gloo") {
+    options.call_memory = comm::CallMemory::kShared;
+  }
   options.live_limit_bytes = config.get_bytes("live.limit_bytes");
   options.is_live_limit_given = config.is_set("live.limit_bytes");
   options.is_max_inflight_given = config.is_set("prefetch.max_inflight");
