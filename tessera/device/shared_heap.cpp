@@ -31,6 +31,30 @@ std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
+// Begins where a huge page can, so that what is aligned in the heap is so in memory. MAP_FAILED as
+// mmap() does.
+void* map_aligned(int fd, std::size_t bytes) {
+  void* const reserved = mmap(nullptr, bytes + kHugePageBytes, PROT_NONE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) {
+    return MAP_FAILED;
+  }
+  auto* const begin = static_cast<std::byte*>(reserved);
+  const auto address = reinterpret_cast<std::uintptr_t>(reserved);
+  const std::size_t before = round_up(address, kHugePageBytes) - address;
+  void* const data = mmap(begin + before, bytes, PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd, 0);
+  if (data == MAP_FAILED) {
+    munmap(reserved, bytes + kHugePageBytes);
+    return MAP_FAILED;
+  }
+  if (before > 0) {
+    munmap(reserved, before);
+  }
+  munmap(begin + before + bytes, kHugePageBytes - before);
+  return data;
+}
+
 }  // namespace
 
 SharedHeap::SharedHeap(int fd, std::byte* data, std::size_t bytes)
@@ -66,7 +90,7 @@ std::shared_ptr<SharedHeap> SharedHeap::open() {
   TESSERA_CHECK(fd >= 0, DeviceError, "memfd_create: ", std::strerror(errno));
   void* data = MAP_FAILED;
   if (ftruncate(fd, static_cast<off_t>(bytes)) == 0) {
-    data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    data = map_aligned(fd, bytes);
   }
   if (data == MAP_FAILED) {
     const int error = errno;
