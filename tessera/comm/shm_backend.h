@@ -39,7 +39,8 @@ enum class ShmPhase : std::uint8_t { kPosting, kPosted, kReading, kRead };
 struct ShmOptions {
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};  // for ranks that do not join
   std::shared_ptr<StatusStore> status;                          // may be null
-  // Called by the worker when it comes to a phase: for tests that hold a rank up there, or end it.
+  // Called by the worker when it comes to a phase, and by those of groups that are split off: for
+  // tests that hold a rank up there, or end it.
   std::function<void(ShmPhase)> on_phase;
 };
 

@@ -5,9 +5,11 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "tessera/core/error.h"
@@ -17,6 +19,13 @@
 
 namespace tessera::device {
 namespace {
+
+// The thread sanitizer leaves few addresses to a process. What finds no room stays private.
+#if defined(__SANITIZE_THREAD__)
+constexpr std::size_t kMostBytes = std::size_t{256} << 20;
+#else
+constexpr std::size_t kMostBytes = std::numeric_limits<std::size_t>::max();
+#endif
 
 struct Current {
   std::mutex mutex;
@@ -80,7 +89,8 @@ std::shared_ptr<SharedHeap> SharedHeap::open() {
   TESSERA_CHECK(!address_space_limit(), DeviceError,
                 "this process has a limit of address space (ulimit -v), and shared memory maps the "
                 "memory of every rank");
-  const std::size_t bytes = round_up(read_host_memory().total_bytes(), kHugePageBytes);
+  const std::size_t bytes =
+      round_up(std::min(read_host_memory().total_bytes(), kMostBytes), kHugePageBytes);
   TESSERA_CHECK(bytes > 0, DeviceError, "the size of this host's memory could not be read");
   rlimit file_size{};
   TESSERA_CHECK(getrlimit(RLIMIT_FSIZE, &file_size) == 0 && file_size.rlim_cur >= bytes,
@@ -88,12 +98,12 @@ std::shared_ptr<SharedHeap> SharedHeap::open() {
                 " bytes (ulimit -f), and shared memory is a file of ", bytes);
   const int fd = memfd_create("tessera", MFD_CLOEXEC);
   TESSERA_CHECK(fd >= 0, DeviceError, "memfd_create: ", std::strerror(errno));
-  void* data = MAP_FAILED;
-  if (ftruncate(fd, static_cast<off_t>(bytes)) == 0) {
-    data = map_aligned(fd, bytes);
-  }
-  if (data == MAP_FAILED) {
+  void* const data = map_aligned(fd, bytes);
+  if (data == MAP_FAILED || ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
     const int error = errno;
+    if (data != MAP_FAILED) {
+      munmap(data, bytes);
+    }
     close(fd);
     throw DeviceError(detail::concat("shared memory of ", bytes,
                                      " bytes could not be mapped: ", std::strerror(error)));

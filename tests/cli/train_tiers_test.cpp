@@ -109,10 +109,9 @@ TEST(TrainOnNvme, ATraceHasWhatTheDiskDoes) {
 
 std::set<std::string> cells_of_budget(const std::string& budget, const std::string& backend) {
   const DiskDirectory directory;
-  const ProcessResult run =
-      run_tessera({"train", "--preset", "tiny", "--ranks", "2", "--steps", "4", "--host-budget",
-                   budget, "--nvme", directory.path().string(), "--set",
-                   "comm.backend=" + backend});
+  const ProcessResult run = run_tessera(
+      {"train", "--preset", "tiny", "--ranks", "2", "--steps", "4", "--host-budget", budget,
+       "--nvme", directory.path().string(), "--set", "comm.backend=" + backend});
   EXPECT_EQ(run.exit_code, 0) << run.err;
   return expect_held_as_planned(run.out, "");
 }

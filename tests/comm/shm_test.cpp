@@ -1,5 +1,6 @@
 // The contracts over shared memory, and what it must show by itself. Ranks are threads, each with
 // its own control block, connections and mapping of the heap; processes are at the end.
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <random>
@@ -13,11 +14,14 @@
 namespace tessera::comm {
 namespace {
 
-// Holds a rank up for random times, as a busy machine does.
+// Holds a rank up for random times, as a busy machine does. Groups that are split off are, too,
+// each by its own worker.
 std::function<void(ShmPhase)> random_delays(int rank, std::uint32_t max_delay_us) {
-  const auto random = std::make_shared<std::mt19937>(static_cast<unsigned>(rank) + 7U);
-  return [random, max_delay_us](ShmPhase) {
-    std::this_thread::sleep_for(std::chrono::microseconds((*random)() % max_delay_us));
+  const auto num_calls = std::make_shared<std::atomic<std::uint32_t>>(0);
+  return [rank, num_calls, max_delay_us](ShmPhase) {
+    std::minstd_rand random(static_cast<unsigned>(rank) * 1000003U + ++*num_calls);
+    random.discard(2);
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % max_delay_us));
   };
 }
 
