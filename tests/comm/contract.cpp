@@ -1,12 +1,14 @@
 #include "tests/comm/contract.h"
 
 #include <numeric>
+#include <stdexcept>
 #include <thread>
 
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/device_cuda.h"
 #include "testing/thread_backend.h"
+#include "tests/comm/forked_ranks.h"
 
 namespace tessera::comm {
 namespace {
@@ -21,7 +23,81 @@ class ThreadNetwork final : public Network {
   ThreadWorld world_;
 };
 
+// These outlive the network: a call that failed may free its staging with it.
+struct Books {
+  Ledger ledger;
+  std::unique_ptr<device::Device> device;
+};
+
+void run_rank(const ContractWorld& world, Network& network, int rank, int num_ranks,
+              const std::function<void(ContractRank&)>& body, GroupOptions options, Books& books) {
+  std::vector<int> world_ranks(static_cast<std::size_t>(num_ranks));
+  std::iota(world_ranks.begin(), world_ranks.end(), 0);
+  options.status = network.make_status();
+  options.ledger = &books.ledger;
+  books.device = world.make_device ? world.make_device(rank, books.ledger)
+                                   : device::make_cpu_device({&books.ledger, {}, nullptr});
+  options.device = world.make_device ? books.device.get() : nullptr;
+  {
+    Group group(num_ranks == 1 ? make_solo_backend() : network.make_backend(rank), "world",
+                world_ranks, options);
+    if (world.staging_bytes > 0) {
+      group.reserve_staging(world.staging_bytes);
+    }
+    ContractRank here{group, *books.device, books.ledger, world.role};
+    try {
+      body(here);
+    } catch (const PeerError&) {
+      throw;  // a consequence: nothing to tell the others
+    } catch (const std::exception& error) {
+      options.status->post_failure(rank, error);
+      throw;
+    }
+  }
+  EXPECT_EQ(books.ledger.current_bytes(Tier::kHost, Role::kStaging), 0U)
+      << "rank " << rank << " still holds staging";
+}
+
+std::exception_ptr failure_of(const RankEnd& end) {
+  return end.signal == 0 ? end.failure
+                         : std::make_exception_ptr(
+                               std::runtime_error(detail::concat("ended by signal ", end.signal)));
+}
+
 }  // namespace
+
+std::vector<std::exception_ptr> run_world(const ContractWorld& world, int num_ranks,
+                                          const std::function<void(ContractRank&)>& body,
+                                          const GroupOptions& options) {
+  std::vector<Books> books(static_cast<std::size_t>(num_ranks));
+  const std::unique_ptr<Network> network = world.make_network(num_ranks);
+  const auto run = [&](int rank) {
+    run_rank(world, *network, rank, num_ranks, body, options,
+             books[static_cast<std::size_t>(rank)]);
+  };
+  std::vector<std::exception_ptr> failures;
+  if (world.as_processes) {
+    for (const RankEnd& end : run_forked(num_ranks, run)) {
+      failures.push_back(failure_of(end));
+    }
+    return failures;
+  }
+  failures.resize(books.size());
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    ranks.emplace_back([&, rank] {
+      try {
+        run(rank);
+      } catch (const std::exception&) {
+        failures[static_cast<std::size_t>(rank)] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  return failures;
+}
 
 device::Memory ContractRank::start_upload(const Bytes& source, device::Stream& stream) const {
   device::Memory memory = allocate(source.size());
@@ -88,60 +164,6 @@ void Contract::expect_failures(int num_ranks, const std::vector<std::string>& wo
           << "rank " << rank << ": " << text_of(failures[rank]) << "\nlacks: " << word;
     }
   }
-}
-
-std::vector<std::exception_ptr> Contract::run_collecting(int num_ranks, const Body& body,
-                                                         const GroupOptions& options) {
-  const ContractWorld& world = GetParam();
-  // These outlive the network: a call that failed may free its staging with it.
-  struct Books {
-    Ledger ledger;
-    std::unique_ptr<device::Device> device;
-  };
-  std::vector<Books> books(static_cast<std::size_t>(num_ranks));
-  const std::unique_ptr<Network> network = world.make_network(num_ranks);
-  std::vector<std::exception_ptr> failures(books.size());
-  std::vector<int> world_ranks(books.size());
-  std::iota(world_ranks.begin(), world_ranks.end(), 0);
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    ranks.emplace_back([&, rank] {
-      auto& [ledger, device] = books[static_cast<std::size_t>(rank)];
-      GroupOptions own = options;
-      own.status = network->make_status();
-      own.ledger = &ledger;
-      try {
-        device = world.make_device ? world.make_device(rank, ledger)
-                                   : device::make_cpu_device({&ledger, {}, nullptr});
-        own.device = world.make_device ? device.get() : nullptr;
-        Group group(num_ranks == 1 ? make_solo_backend() : network->make_backend(rank), "world",
-                    world_ranks, own);
-        if (world.staging_bytes > 0) {
-          group.reserve_staging(world.staging_bytes);
-        }
-        ContractRank here{group, *device, ledger, world.role};
-        try {
-          body(here);
-        } catch (const PeerError&) {
-          throw;  // a consequence: nothing to tell the others
-        } catch (const std::exception& error) {
-          own.status->post_failure(rank, error);
-          throw;
-        }
-      } catch (const std::exception&) {
-        failures[static_cast<std::size_t>(rank)] = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& rank : ranks) {
-    rank.join();
-  }
-  for (std::size_t rank = 0; rank < books.size(); ++rank) {
-    EXPECT_TRUE(failures[rank] ||
-                books[rank].ledger.current_bytes(Tier::kHost, Role::kStaging) == 0)
-        << "rank " << rank << " still holds staging";
-  }
-  return failures;
 }
 
 }  // namespace tessera::comm

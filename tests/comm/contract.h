@@ -1,6 +1,7 @@
 // What every backend of Group promises, whatever memory its calls are given. Each test runs its
-// ranks as threads in a ContractWorld, so it does not know whether they talk through shared memory
-// or sockets, nor where their bytes are.
+// ranks in a ContractWorld, so it does not know whether they are threads or processes, talk through
+// shared memory or sockets, nor where their bytes are. What ranks of a test share besides their
+// group is a SharedByRanks or a RankLatch (forked_ranks.h); they have copies of everything else.
 //
 //   MemoryContract  which bytes arrive: every network, with memory of the host and of a device
 //   GroupContract   agreement, failures, groups of groups: every network
@@ -25,7 +26,7 @@ namespace tessera::comm {
 
 using Bytes = std::vector<std::byte>;
 
-// What the body of a test gets, on the thread of its rank.
+// What the body of a test gets, on the thread or in the process of its rank.
 struct ContractRank {
   Group& group;
   device::Device& device;  // whose memory its calls are given
@@ -60,6 +61,9 @@ struct ContractWorld {
   std::size_t staging_bytes = 0;  // reserved; 0: none
   Role role = Role::kOther;       // of the memory of calls
   bool needs_gpu = false;
+  // Ranks are processes, each with a copy of the network as it was made: that one has no thread,
+  // and its ranks meet in files.
+  bool as_processes = false;
 
   // Reads as the test's name.
   friend void PrintTo(const ContractWorld& world, std::ostream* out) { *out << world.name; }
@@ -67,6 +71,12 @@ struct ContractWorld {
 inline std::string world_name(const ::testing::TestParamInfo<ContractWorld>& info) {
   return info.param.name;
 }
+
+// What each rank threw. A rank that fails posts its failure before its group goes, as a program
+// does.
+std::vector<std::exception_ptr> run_world(const ContractWorld& world, int num_ranks,
+                                          const std::function<void(ContractRank&)>& body,
+                                          const GroupOptions& options = patient());
 
 class Contract : public ::testing::TestWithParam<ContractWorld> {
  protected:
@@ -76,10 +86,11 @@ class Contract : public ::testing::TestWithParam<ContractWorld> {
 
   // Every rank must end without an error.
   void run(int num_ranks, const Body& body);
-  // What each rank threw. A rank that fails posts its failure before its group goes, as a program
-  // does.
+  // What each rank threw.
   std::vector<std::exception_ptr> run_collecting(int num_ranks, const Body& body,
-                                                 const GroupOptions& options = patient());
+                                                 const GroupOptions& options = patient()) {
+    return run_world(GetParam(), num_ranks, body, options);
+  }
   // Every rank must throw a CommError with all of these words.
   void expect_failures(int num_ranks, const std::vector<std::string>& words, const Body& body,
                        const GroupOptions& options = patient());

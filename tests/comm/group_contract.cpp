@@ -2,11 +2,12 @@
 // told in the same words and nobody's memory is written; failures end all of them; and groups of
 // groups are groups of their own.
 #include <algorithm>
-#include <latch>
+#include <atomic>
 #include <utility>
 
 #include "tessera/core/error.h"
 #include "tests/comm/contract.h"
+#include "tests/comm/forked_ranks.h"
 #include "tests/support/sizes.h"
 
 namespace tessera::comm {
@@ -212,7 +213,7 @@ TEST_P(GroupContract, TagsAreTheOnlyControlBytes) {
 }
 
 TEST_P(GroupContract, ACallIsMetWhenTheLastRankHasStartedItAndNotBefore) {
-  std::latch others_started(2);
+  const RankLatch others_started(2);
   run(3, [&](ContractRank& here) {
     std::vector<float> input(3, 1.0F);
     float sum = 0;
@@ -249,18 +250,18 @@ TEST_P(GroupContract, ACallOnWhichRanksDifferIsNeverMet) {
 }
 
 TEST_P(GroupContract, NobodyLeavesABarrierOrAGatherThatNobodyWantsBeforeAllHaveEntered) {
-  std::atomic<int> entered{0};
+  const SharedByRanks<std::atomic<int>> entered;
   run(4, [&](ContractRank& here) {
     const float shard = 1;
     const Gather gather{&shard, nullptr, 1, DType::kFloat32};
     const std::vector<std::uint8_t> nobody(4, 0);
     for (int round = 1; round <= support::rounds(20, 5); ++round) {
-      ++entered;
+      ++*entered;
       here.group.start_barrier().wait();
-      EXPECT_GE(entered.load(), 8 * round - 4);
-      ++entered;
+      EXPECT_GE(entered->load(), 8 * round - 4);
+      ++*entered;
       here.group.start_gather_to({&gather, 1}, nobody).wait();
-      EXPECT_GE(entered.load(), 8 * round);
+      EXPECT_GE(entered->load(), 8 * round);
     }
   });
 }
@@ -323,7 +324,7 @@ TEST_P(GroupContract, BadArgumentsAreErrorsBeforeAnythingIsSent) {
 }
 
 TEST_P(LimitContract, ARankThatNeverArrivesIsNamedWithUnitAndParameter) {
-  std::latch all_told(2);
+  const RankLatch all_told(2);
   const auto body = [&](ContractRank& here) {
     if (here.group.rank() == 1) {
       all_told.wait();

@@ -1,0 +1,68 @@
+// Ranks that share memory: threads of this process, each with its own control block, connections
+// and mapping of the heap, or processes, which meet in a directory.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "tessera/comm/shm_backend.h"
+#include "tessera/core/error.h"
+#include "testing/file_store.h"
+#include "testing/hash_store.h"
+#include "tests/comm/contract.h"
+#include "tests/support/temporary_directory.h"
+
+namespace tessera::comm {
+
+class ShmNetwork final : public Network {
+ public:
+  // `on_phase` gets the rank that has come to it; may be empty.
+  using PhaseHook = std::function<void(int rank, ShmPhase phase)>;
+
+  ShmNetwork(int num_ranks, bool as_processes, PhaseHook on_phase)
+      : num_ranks_(num_ranks),
+        directory_(as_processes ? std::make_unique<testing::TemporaryDirectory>() : nullptr),
+        store_(make_store()),
+        status_(std::make_shared<StatusStore>(make_store(), num_ranks)),
+        on_phase_(std::move(on_phase)) {}
+
+  // Null if the ranks do not share memory.
+  std::unique_ptr<Backend> try_make_backend(int rank, const std::string& name,
+                                            std::string& why_not) const {
+    ShmOptions options;
+    if (on_phase_) {
+      options.on_phase = [rank, hook = on_phase_](ShmPhase phase) { hook(rank, phase); };
+    }
+    return make_shm_backend(store_, rank, num_ranks_, name, options, why_not);
+  }
+  std::unique_ptr<Backend> make_backend(int rank) override {
+    std::string why_not;
+    auto backend = try_make_backend(rank, "world", why_not);
+    TESSERA_CHECK(backend != nullptr, CommError, why_not);
+    return backend;
+  }
+  std::shared_ptr<StatusStore> make_status() override { return status_; }
+
+ private:
+  std::unique_ptr<Store> make_store() const {
+    if (directory_) {
+      return std::make_unique<FileStore>(directory_->path());
+    }
+    return std::make_unique<HashStore>();
+  }
+
+  const int num_ranks_;
+  const std::unique_ptr<testing::TemporaryDirectory> directory_;  // null: ranks are threads
+  const std::shared_ptr<Store> store_;
+  const std::shared_ptr<StatusStore> status_;
+  const PhaseHook on_phase_;
+};
+
+// Gradients lie in the shared heap and are read in place; other memory passes through chunks.
+// `max_delay_us`: a rank is held up for random times, as on a busy machine; 0: it is not.
+ContractWorld shm_world(const std::string& name, Role role, std::uint32_t max_delay_us,
+                        bool as_processes);
+
+}  // namespace tessera::comm
