@@ -12,8 +12,10 @@
 #include "cli/local_ranks.h"
 #include "cli/output_file.h"
 #include "tessera/comm/bootstrap.h"
+#include "tessera/comm/peer_memory.h"
 #include "tessera/comm/rank_process.h"
 #include "tessera/comm/rendezvous.h"
+#include "tessera/comm/store.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
@@ -95,56 +97,176 @@ void write_trace(const BenchCommPlan& plan, const Spans& spans) {
   }
 }
 
+bool has_gpu_each(int num_local_ranks) { return num_local_ranks <= device::num_cuda_devices(); }
+
+std::string no_gpu_each(int num_local_ranks) {
+  const int num_gpus = device::num_cuda_devices();
+  return num_gpus == 0 ? device::cuda_description()
+                       : detail::concat(num_local_ranks, " ranks on this machine, and ", num_gpus,
+                                        num_gpus == 1 ? " GPU" : " GPUs");
+}
+
+// Two NCCL ranks cannot share one GPU.
+void check_gpus(const BenchCommPlan& plan, int num_local_ranks) {
+  TESSERA_CHECK(plan.backend != "nccl" || has_gpu_each(num_local_ranks), ConfigError,
+                "backend nccl needs a GPU for every rank: ", num_local_ranks,
+                " ranks on this machine, ", device::num_cuda_devices(),
+                " GPUs; use fewer ranks, or --backend gloo");
+}
+
+// A backend's world, and the device whose memory it works on.
+struct BenchWorld {
+  std::shared_ptr<device::Device> device;
+  comm::World world;
+};
+
+// The worlds of one rank: those of all backends that these ranks can have, or of the one that was
+// asked for. Each rank joins them in the same order; which they are follows from what all ranks of
+// a world have found.
+class BenchWorlds {
+ public:
+  BenchWorlds(const BenchCommPlan& plan, const comm::Rendezvous& rendezvous,
+              comm::RankProcess& process, Spans& spans)
+      : plan_(plan), rendezvous_(rendezvous), process_(process), spans_(spans) {
+    if (plan.backend == "auto" && rendezvous.world_size > 1) {
+      join_all();
+    } else {
+      join_one();
+    }
+  }
+
+  CommBenchRun run() const {
+    return {.backends = names_,
+            .num_ranks = rendezvous_.world_size,
+            .num_rounds = plan_.bench.num_rounds,
+            .gaps = gaps_};
+  }
+
+  std::vector<CommBenchWorld> measured() const {
+    std::vector<CommBenchWorld> list;
+    for (const BenchWorld& joined : worlds_) {
+      const bool is_shm = joined.world.group->backend_name() == "shm";
+      list.push_back(
+          {joined.world.group.get(), joined.device.get(), is_shm ? peers_.get() : nullptr});
+    }
+    return list;
+  }
+
+  // Whichever world the others wait in, they hear of it.
+  void post_failure(const std::exception& error) const {
+    for (const BenchWorld& joined : worlds_) {
+      if (joined.world.status) {
+        joined.world.status->post_failure(rendezvous_.rank, error);
+      }
+    }
+  }
+
+ private:
+  void join_one() {
+    check_gpus(plan_, rendezvous_.local_world_size);
+    if (plan_.backend == "nccl" ||
+        (plan_.backend == "auto" && has_gpu_each(rendezvous_.local_world_size))) {
+      join(comm::BackendKind::kNccl, make_gpu());
+    } else {
+      join(plan_.backend == "shm" ? comm::BackendKind::kShm : comm::BackendKind::kGloo,
+           device::make_cpu_device());
+    }
+  }
+
+  void join_all() {
+    const std::shared_ptr<device::Device> cpu = device::make_cpu_device();
+    // Shared memory if the ranks have it: whether they do is found out by trying.
+    const comm::Group& best = join(comm::BackendKind::kAuto, cpu);
+    if (best.backend_name() == "gloo") {
+      gaps_.push_back({"shm", best.backend_note()});
+    } else {
+      connect_memory();
+      join(comm::BackendKind::kGloo, cpu);
+    }
+    if (has_gpu_each(rendezvous_.local_world_size)) {
+      join(comm::BackendKind::kNccl, make_gpu());
+    } else {
+      gaps_.push_back({"nccl", no_gpu_each(rendezvous_.local_world_size)});
+    }
+  }
+
+  comm::Group& join(comm::BackendKind kind, std::shared_ptr<device::Device> device) {
+    comm::WorldOptions options;
+    options.group = plan_.group;
+    options.group.device = device.get();
+    options.group.spans = &spans_;
+    options.backend = kind;
+    options.cuda_device = kind == comm::BackendKind::kNccl ? rendezvous_.local_rank : -1;
+    comm::World world = comm::join_world(rendezvous_, options);
+    process_.set_status(world.status);
+    names_.emplace_back(world.group->backend_name());
+    worlds_.push_back({std::move(device), std::move(world)});
+    return *worlds_.back().world.group;
+  }
+
+  // For plain copies out of the other ranks' memory, beside the backend's own connections.
+  void connect_memory() {
+    comm::PeerOptions options;
+    options.rank = rendezvous_.rank;
+    options.size = rendezvous_.world_size;
+    options.group = "bench-comm.memcpy";
+    options.control_bytes = 1;  // nothing is said in it
+    options.timeout = plan_.group.timeout;
+    options.status = worlds_.back().world.status;
+    std::string why_not;
+    peers_ = comm::connect_peers(*comm::join_store(rendezvous_, options.timeout), options, why_not);
+    if (!peers_) {
+      gaps_.push_back({"memcpy", why_not});
+    }
+  }
+
+  std::shared_ptr<device::Device> make_gpu() const {
+    device::CudaDeviceOptions options;
+    options.index = rendezvous_.local_rank;
+    return device::make_cuda_device(options);
+  }
+
+  const BenchCommPlan& plan_;
+  const comm::Rendezvous& rendezvous_;
+  comm::RankProcess& process_;
+  Spans& spans_;
+  std::vector<BenchWorld> worlds_;
+  std::vector<std::string> names_;
+  std::unique_ptr<comm::PeerMemory> peers_;  // null: no memcpy
+  std::vector<CommBenchGap> gaps_;
+};
+
 // Collective. Rank 0 prints each line as it comes and writes the file.
-void measure_and_print(const BenchCommPlan& plan, comm::Group& group, device::Device& device) {
-  const CommBenchRun run{std::string(group.backend_name()), group.size(), plan.bench.num_rounds};
-  const bool speaks = group.rank() == 0;
+void measure_and_print(const BenchCommPlan& plan, const BenchWorlds& worlds, bool speaks) {
+  const CommBenchRun run = worlds.run();
   if (speaks) {
     std::cout << comm_bench_head(run) << std::flush;
   }
-  const auto rows = measure_collectives(group, device, SteadyClock(), plan.bench,
-                                        [speaks](const CommBenchRow& row) {
-                                          if (speaks) {
-                                            std::cout << comm_bench_line(row) << std::flush;
-                                          }
-                                        });
+  const auto lines = measure_collectives(worlds.measured(), SteadyClock(), plan.bench,
+                                         [&](const CommBenchLine& line) {
+                                           if (speaks) {
+                                             std::cout << comm_bench_text(run, line) << std::flush;
+                                           }
+                                         });
   if (speaks && !plan.json.empty()) {
-    write_output_file(plan.json, comm_bench_json(run, rows));
+    write_output_file(plan.json, comm_bench_json(run, lines));
   }
-}
-
-// Two NCCL ranks cannot share one GPU, so "auto" takes NCCL only where each rank has its own.
-bool takes_nccl(const BenchCommPlan& plan, int num_local_ranks) {
-  const int num_gpus = device::num_cuda_devices();
-  TESSERA_CHECK(plan.backend != "nccl" || num_local_ranks <= num_gpus, ConfigError,
-                "backend nccl needs a GPU for every rank: ", num_local_ranks,
-                " ranks on this machine, ", num_gpus, " GPUs; use fewer ranks, or --backend gloo");
-  return plan.backend == "nccl" || (plan.backend == "auto" && num_local_ranks <= num_gpus);
 }
 
 void run_this_rank(const BenchCommPlan& plan, const comm::Rendezvous& rendezvous,
                    comm::RankProcess& process) {
   log_notices(plan, rendezvous.rank, rendezvous.world_size);
-  comm::WorldOptions options;
-  options.group = plan.group;
-  options.backend = comm::BackendKind::kGloo;
-  std::unique_ptr<device::Device> device;
-  if (takes_nccl(plan, rendezvous.local_world_size)) {
-    options.backend = comm::BackendKind::kNccl;
-    options.cuda_device = rendezvous.local_rank;
-    device::CudaDeviceOptions device_options;
-    device_options.index = rendezvous.local_rank;
-    device = device::make_cuda_device(device_options);
-  } else {
-    device = device::make_cpu_device();
-  }
-  options.group.device = device.get();
   const SteadyClock clock;
   Spans spans(clock, rendezvous.rank == 0 ? plan.num_spans : 0);
-  options.group.spans = &spans;
-  const comm::World world = comm::join_world(rendezvous, options);
-  process.set_status(world.status);
-  measure_and_print(plan, *world.group, *device);
+  const BenchWorlds worlds(plan, rendezvous, process, spans);
+  try {
+    measure_and_print(plan, worlds, rendezvous.rank == 0);
+  } catch (const PeerError&) {
+    throw;  // a consequence: the others know better
+  } catch (const std::exception& error) {
+    worlds.post_failure(error);
+    throw;
+  }
   write_trace(plan, spans);
 }
 
@@ -155,7 +277,7 @@ int run_bench_comm(const BenchCommFlags& flags, const Arguments& arguments) {
     check_no_rendezvous(env);
   }
   if (plan.num_ranks > 1) {
-    takes_nccl(plan, plan.num_ranks);  // once, here, instead of by every rank
+    check_gpus(plan, plan.num_ranks);  // once, here, instead of by every rank
     return start_local_ranks(plan.num_ranks, arguments);
   }
   const comm::Rendezvous rendezvous =
@@ -177,7 +299,8 @@ Action add_bench_comm(CLI::App& app) {
   auto flags = std::make_shared<BenchCommFlags>();
   add_ranks_flag(app, flags->ranks);
   app.add_option("--backend", flags->backend,
-                 allowed_text(*find_option("comm.backend")) + " (default: option comm.backend)")
+                 allowed_text(*find_option("comm.backend")) +
+                     " (default: option comm.backend); auto measures all that these ranks can have")
       ->type_name("NAME");
   app.add_option("--sizes", flags->sizes, "Bytes per collective (default " + flags->sizes + ")")
       ->type_name("LIST");

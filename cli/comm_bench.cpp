@@ -1,6 +1,8 @@
 #include "cli/comm_bench.h"
 
 #include <algorithm>
+#include <cstring>
+#include <memory>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -17,6 +19,7 @@ using device::Pending;
 using device::StreamKind;
 
 constexpr int kRoot = 0;
+constexpr const char* kYardstick = "gloo";  // what the others are compared with
 
 // Distinct for neighbouring ranks and elements, and small enough that sums over thousands of ranks
 // are exact in fp32.
@@ -38,7 +41,9 @@ struct Collective {
   std::string name;
   std::size_t input_numel = 0;
   std::size_t output_numel = 0;  // 0: in place
-  std::function<Pending(void* input, void* output)> start;
+  Role input_role = Role::kOther;
+  Role output_role = Role::kOther;
+  std::function<Pending(void* input, void* output)> start;  // empty: not timed
   std::function<float(std::size_t index)> expected;
   std::size_t data_bytes = 0;
 };
@@ -49,8 +54,14 @@ class CollectiveTimer {
       : group_(group), device_(device), clock_(clock), num_rounds_(num_rounds) {}
 
   CommBenchRow measure(const Collective& collective) {
-    Memory input = allocate(collective.input_numel);
-    Memory output = allocate(collective.output_numel);
+    CommBenchRow row;
+    row.collective = collective.name;
+    row.bytes = collective.data_bytes;
+    if (!collective.start) {
+      return row;
+    }
+    Memory input = allocate(collective.input_numel, collective.input_role);
+    Memory output = allocate(collective.output_numel, collective.output_role);
     fill(input, collective.input_numel);
     // Also the warm-up: pages are touched and connections are open from here on.
     collective.start(input.data(), output.data()).wait();
@@ -68,9 +79,6 @@ class CollectiveTimer {
     numbers.push_back(static_cast<double>(sent) / num_rounds_);
     max_over_ranks(numbers);
 
-    CommBenchRow row;
-    row.collective = collective.name;
-    row.bytes = collective.data_bytes;
     row.wire_bytes = static_cast<std::uint64_t>(numbers.back());
     numbers.pop_back();
     row.median_us = median_of(numbers);
@@ -79,8 +87,8 @@ class CollectiveTimer {
   }
 
  private:
-  Memory allocate(std::size_t numel) {
-    return device_.allocate(Tier::kDevice, numel * sizeof(float), Role::kOther);
+  Memory allocate(std::size_t numel, Role role) {
+    return device_.allocate(Tier::kDevice, numel * sizeof(float), role);
   }
 
   void copy(void* to, const void* from, std::size_t bytes) {
@@ -129,7 +137,39 @@ class CollectiveTimer {
   const int num_rounds_;
 };
 
-std::vector<Collective> collectives_of_size(Group& group, std::size_t size_bytes) {
+// Each rank copies the pieces of all ranks, as an all-gather does, from where they lie to shared
+// memory of its own. Offsets are exchanged in the first call, which is not timed.
+std::function<Pending(void*, void*)> copy_from_peers(const CommBenchWorld& world,
+                                                     std::size_t piece_bytes) {
+  if (world.peers == nullptr) {
+    return {};
+  }
+  const auto offsets = std::make_shared<std::vector<std::int64_t>>();
+  return [&group = *world.group, &peers = *world.peers, piece_bytes, offsets](void* input,
+                                                                              void* output) {
+    const auto num_ranks = static_cast<std::size_t>(group.size());
+    const auto my_rank = static_cast<std::size_t>(group.rank());
+    if (offsets->empty()) {
+      const auto offset = peers.own_heap->offset_of(input, piece_bytes);
+      TESSERA_INVARIANT(offset.has_value(), "a shard of ", piece_bytes, " bytes is not shared");
+      const auto own = static_cast<std::int64_t>(*offset);
+      offsets->resize(num_ranks);
+      const comm::Gather gather{&own, offsets->data(), 1, DType::kInt64};
+      group.start_all_gather({&gather, 1}).wait();
+    }
+    for (std::size_t i = 1; i <= num_ranks; ++i) {
+      const std::size_t rank = (my_rank + i) % num_ranks;
+      const std::byte* const heap =
+          rank == my_rank ? peers.own_heap->data() : peers.heaps[rank]->data();
+      std::memcpy(static_cast<std::byte*>(output) + rank * piece_bytes, heap + offsets->at(rank),
+                  piece_bytes);
+    }
+    return Pending();
+  };
+}
+
+std::vector<Collective> collectives_of_size(const CommBenchWorld& world, std::size_t size_bytes) {
+  Group& group = *world.group;
   const int num_ranks = group.size();
   const int my_rank = group.rank();
   const auto ranks = static_cast<std::size_t>(num_ranks);
@@ -138,17 +178,20 @@ std::vector<Collective> collectives_of_size(Group& group, std::size_t size_bytes
   const std::size_t full_bytes = full * sizeof(float);
   const auto piece_numel = static_cast<std::int64_t>(piece);
   const auto full_numel = static_cast<std::int64_t>(full);
+  const auto gathered = [piece](std::size_t i) {
+    return input_value(static_cast<int>(i / piece), i % piece);
+  };
 
   std::vector<Collective> list;
-  list.push_back(
-      {"all_gather", piece, full,
-       [&group, piece_numel](void* input, void* output) {
-         const comm::Gather gather{input, output, piece_numel, DType::kFloat32};
-         return group.start_all_gather({&gather, 1});
-       },
-       [piece](std::size_t i) { return input_value(static_cast<int>(i / piece), i % piece); },
-       full_bytes});
-  list.push_back({"reduce_scatter", full, piece,
+  list.push_back({"all_gather", piece, full, Role::kShard, Role::kFull,
+                  [&group, piece_numel](void* input, void* output) {
+                    const comm::Gather gather{input, output, piece_numel, DType::kFloat32};
+                    return group.start_all_gather({&gather, 1});
+                  },
+                  gathered, full_bytes});
+  list.push_back({"memcpy", piece, full, Role::kShard, Role::kShard,
+                  copy_from_peers(world, piece * sizeof(float)), gathered, full_bytes});
+  list.push_back({"reduce_scatter", full, piece, Role::kGradient, Role::kGradient,
                   [&group, piece_numel](void* input, void* output) {
                     return group.start_reduce_scatter(input, output, piece_numel, DType::kFloat32,
                                                       DType::kFloat32);
@@ -159,17 +202,17 @@ std::vector<Collective> collectives_of_size(Group& group, std::size_t size_bytes
                   full_bytes});
   // Works in place, so the rounds sum what the rounds before have summed: powers of num_ranks,
   // which may become infinite without any effect on the time.
-  list.push_back({"all_reduce", full, 0,
+  list.push_back({"all_reduce", full, 0, Role::kGradient, Role::kOther,
                   [&group, full_numel](void* input, void*) {
                     return group.start_all_reduce(input, full_numel, DType::kFloat32);
                   },
                   [num_ranks](std::size_t i) { return sum_of_inputs(num_ranks, i); }, full_bytes});
-  list.push_back({"broadcast", full, 0,
+  list.push_back({"broadcast", full, 0, Role::kShard, Role::kOther,
                   [&group, full_numel](void* input, void*) {
                     return group.start_broadcast(input, full_numel, DType::kFloat32, kRoot);
                   },
                   [](std::size_t i) { return input_value(kRoot, i); }, full_bytes});
-  list.push_back({"all_to_all", full, full,
+  list.push_back({"all_to_all", full, full, Role::kGradient, Role::kGradient,
                   [&group, piece_numel](void* input, void* output) {
                     return group.start_all_to_all(input, output, piece_numel, DType::kFloat32);
                   },
@@ -188,7 +231,32 @@ std::string microseconds_text(double us) {
   return us < 1e6 ? fmt::format("{:.2f} ms", us * 1e-3) : fmt::format("{:.2f} s", us * 1e-6);
 }
 
+// One backend has all columns; several share the line.
 constexpr const char* kCommRow = "{:<15}{:>12}{:>13}{:>13}{:>14}{:>9}\n";
+constexpr const char* kCommNames = "{:<15}{:>12}";
+constexpr const char* kCommTimes = "{:>14}{:>9}";
+constexpr const char* kCommRatio = "{:>8}";
+constexpr const char* kNoNumber = "-";
+
+std::string comm_rate_text(const CommBenchRow& row) {
+  return row.bytes > 0 ? fmt::format("{:.3f}", row.gigabytes_per_s()) : kNoNumber;
+}
+
+std::string comm_size_text(const CommBenchRow& row) {
+  return row.bytes > 0 ? approximate_bytes(row.bytes) : kNoNumber;
+}
+
+// What the backends are compared with; as many as there are: nothing.
+std::size_t yardstick_of(const CommBenchRun& run) {
+  const auto found = std::find(run.backends.begin(), run.backends.end(), kYardstick);
+  return static_cast<std::size_t>(found - run.backends.begin());
+}
+
+std::string comm_ratio_text(const CommBenchLine& line, std::size_t world, std::size_t yardstick) {
+  const bool are_timed = line[world].median_us > 0 && line[yardstick].median_us > 0;
+  return are_timed ? fmt::format("{:.2f}", line[yardstick].median_us / line[world].median_us)
+                   : kNoNumber;
+}
 
 }  // namespace
 
@@ -199,57 +267,123 @@ double median_of(std::vector<double> values) {
   return *middle;
 }
 
-std::vector<CommBenchRow> measure_collectives(
-    Group& group, device::Device& device, const Clock& clock, const CommBenchOptions& options,
-    const std::function<void(const CommBenchRow&)>& on_row) {
+std::vector<CommBenchLine> measure_collectives(
+    std::span<const CommBenchWorld> worlds, const Clock& clock, const CommBenchOptions& options,
+    const std::function<void(const CommBenchLine&)>& on_line) {
   TESSERA_CHECK(options.num_rounds > 0, ConfigError, "rounds=", options.num_rounds,
                 " times nothing; give at least 1");
-  CollectiveTimer timer(group, device, clock, options.num_rounds);
-  std::vector<CommBenchRow> rows;
-  const auto add_row = [&](const Collective& collective) {
-    rows.push_back(timer.measure(collective));
-    if (on_row) {
-      on_row(rows.back());
+  std::vector<CommBenchLine> lines;
+  // The same list for every world, in which each has its own calls.
+  const auto measure = [&](const std::vector<std::vector<Collective>>& lists) {
+    for (std::size_t i = 0; i < lists.front().size(); ++i) {
+      CommBenchLine line;
+      for (std::size_t world = 0; world < worlds.size(); ++world) {
+        CollectiveTimer timer(*worlds[world].group, *worlds[world].device, clock,
+                              options.num_rounds);
+        line.push_back(timer.measure(lists[world][i]));
+      }
+      if (std::any_of(line.begin(), line.end(),
+                      [](const CommBenchRow& row) { return row.median_us > 0; })) {
+        lines.push_back(line);
+        if (on_line) {
+          on_line(line);
+        }
+      }
     }
   };
-  add_row({"barrier", 0, 0, [&group](void*, void*) { return group.start_barrier(); }, nullptr, 0});
-  for (const std::size_t size_bytes : options.sizes_bytes) {
-    for (const Collective& collective : collectives_of_size(group, size_bytes)) {
-      add_row(collective);
-    }
+  std::vector<std::vector<Collective>> lists;
+  for (const CommBenchWorld& world : worlds) {
+    Collective barrier;
+    barrier.name = "barrier";
+    barrier.start = [&group = *world.group](void*, void*) { return group.start_barrier(); };
+    lists.push_back({barrier});
   }
-  return rows;
+  measure(lists);
+  for (const std::size_t size_bytes : options.sizes_bytes) {
+    lists.clear();
+    for (const CommBenchWorld& world : worlds) {
+      lists.push_back(collectives_of_size(world, size_bytes));
+    }
+    measure(lists);
+  }
+  return lines;
 }
 
 std::string comm_bench_head(const CommBenchRun& run) {
-  return fmt::format("{} rank{} over {}, {} rounds; times are the slowest rank's\n", run.num_ranks,
-                     run.num_ranks == 1 ? "" : "s", run.backend, run.num_rounds) +
-         fmt::format(kCommRow, "collective", "size", "median", "min", "sent/rank", "GB/s");
-}
-
-std::string comm_bench_line(const CommBenchRow& row) {
-  const std::string none = "-";
-  const bool carries_data = row.bytes > 0;
-  return fmt::format(kCommRow, row.collective, carries_data ? approximate_bytes(row.bytes) : none,
-                     microseconds_text(row.median_us), microseconds_text(row.min_us),
-                     carries_data ? approximate_bytes(row.wire_bytes) : none,
-                     carries_data ? fmt::format("{:.3f}", row.gigabytes_per_s()) : none);
-}
-
-std::string comm_bench_json(const CommBenchRun& run, std::span<const CommBenchRow> rows) {
-  nlohmann::ordered_json list = nlohmann::ordered_json::array();
-  for (const CommBenchRow& row : rows) {
-    list.push_back({{"collective", row.collective},
-                    {"bytes", row.bytes},
-                    {"median_us", row.median_us},
-                    {"min_us", row.min_us},
-                    {"wire_bytes", row.wire_bytes},
-                    {"gigabytes_per_s", row.gigabytes_per_s()}});
+  std::string text;
+  for (const CommBenchGap& gap : run.gaps) {
+    text += fmt::format("no {}: {}\n", gap.backend, gap.reason);
   }
-  const nlohmann::ordered_json document{{"backend", run.backend},
-                                        {"num_ranks", run.num_ranks},
-                                        {"num_rounds", run.num_rounds},
-                                        {"rows", list}};
+  const std::string ranks = fmt::format("{} rank{}", run.num_ranks, run.num_ranks == 1 ? "" : "s");
+  if (run.backends.size() == 1) {
+    return text +
+           fmt::format("{} over {}, {} rounds; times are the slowest rank's\n", ranks,
+                       run.backends.front(), run.num_rounds) +
+           fmt::format(kCommRow, "collective", "size", "median", "min", "sent/rank", "GB/s");
+  }
+  const std::size_t yardstick = yardstick_of(run);
+  text += fmt::format("{} over {}, {} rounds each; times are medians of the slowest rank's", ranks,
+                      fmt::join(run.backends, ", "), run.num_rounds);
+  text += yardstick < run.backends.size()
+              ? fmt::format("; x: how many times as fast as {}\n", kYardstick)
+              : "\n";
+  text += fmt::format(kCommNames, "collective", "size");
+  for (std::size_t world = 0; world < run.backends.size(); ++world) {
+    text += fmt::format(kCommTimes, run.backends[world], "GB/s");
+    if (yardstick < run.backends.size() && world != yardstick) {
+      text += fmt::format(kCommRatio, "x");
+    }
+  }
+  return text + "\n";
+}
+
+std::string comm_bench_text(const CommBenchRun& run, const CommBenchLine& line) {
+  const CommBenchRow& first = line.front();
+  if (run.backends.size() == 1) {
+    return fmt::format(kCommRow, first.collective, comm_size_text(first),
+                       microseconds_text(first.median_us), microseconds_text(first.min_us),
+                       first.bytes > 0 ? approximate_bytes(first.wire_bytes) : kNoNumber,
+                       comm_rate_text(first));
+  }
+  const std::size_t yardstick = yardstick_of(run);
+  std::string text = fmt::format(kCommNames, first.collective, comm_size_text(first));
+  for (std::size_t world = 0; world < line.size(); ++world) {
+    const CommBenchRow& row = line[world];
+    const bool is_timed = row.median_us > 0;
+    text += fmt::format(kCommTimes, is_timed ? microseconds_text(row.median_us) : kNoNumber,
+                        is_timed ? comm_rate_text(row) : kNoNumber);
+    if (yardstick < run.backends.size() && world != yardstick) {
+      text += fmt::format(kCommRatio, comm_ratio_text(line, world, yardstick));
+    }
+  }
+  return text + "\n";
+}
+
+std::string comm_bench_json(const CommBenchRun& run, std::span<const CommBenchLine> lines) {
+  nlohmann::ordered_json backends = nlohmann::ordered_json::array();
+  for (std::size_t world = 0; world < run.backends.size(); ++world) {
+    nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+    for (const CommBenchLine& line : lines) {
+      const CommBenchRow& row = line[world];
+      if (row.median_us > 0) {
+        rows.push_back({{"collective", row.collective},
+                        {"bytes", row.bytes},
+                        {"median_us", row.median_us},
+                        {"min_us", row.min_us},
+                        {"wire_bytes", row.wire_bytes},
+                        {"gigabytes_per_s", row.gigabytes_per_s()}});
+      }
+    }
+    backends.push_back({{"backend", run.backends[world]},
+                        {"num_ranks", run.num_ranks},
+                        {"num_rounds", run.num_rounds},
+                        {"rows", rows}});
+  }
+  nlohmann::ordered_json gaps = nlohmann::ordered_json::array();
+  for (const CommBenchGap& gap : run.gaps) {
+    gaps.push_back({{"backend", gap.backend}, {"reason", gap.reason}});
+  }
+  const nlohmann::ordered_json document{{"backends", backends}, {"not_measured", gaps}};
   return document.dump(2) + "\n";
 }
 

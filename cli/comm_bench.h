@@ -1,10 +1,15 @@
-// Times the collectives of one group: what `tessera bench-comm` measures and prints.
+// Times the collectives of one or more backends: what `tessera bench-comm` measures and prints.
 //
-// Every collective is checked before it is timed: each element of its result must be the one that
-// the inputs of all ranks give, else CommError. A round starts behind a barrier, and counts as long
-// as its slowest rank took; the numbers are the same on every rank.
+// Backends take turns at each collective and size, so that what else the machine does meets all of
+// them. Every collective is checked before it is timed: each element of its result must be the one
+// that the inputs of all ranks give, else CommError. A round starts behind a barrier, and counts as
+// long as its slowest rank took; the numbers are the same on every rank.
 //
-// Threads: collective; call it on every rank of the group with the same arguments.
+// Shards and gradients are what is sent, so that ranks which share memory read it in place. What
+// they could reach at best is timed beside the all-gather: "memcpy", the same bytes to the same
+// ranks at the same time, each rank straight out of the others' memory.
+//
+// Threads: collective; call it on every rank with the same arguments.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +20,7 @@
 #include <vector>
 
 #include "tessera/comm/group.h"
+#include "tessera/comm/peer_memory.h"
 #include "tessera/core/clock.h"
 #include "tessera/device/device.h"
 
@@ -26,10 +32,17 @@ struct CommBenchOptions {
   int num_rounds = 10;
 };
 
+// A backend, in a world of its own.
+struct CommBenchWorld {
+  comm::Group* group = nullptr;
+  device::Device* device = nullptr;         // gives the memory that the backend works on
+  const comm::PeerMemory* peers = nullptr;  // for "memcpy"; null: not timed here
+};
+
 struct CommBenchRow {
   std::string collective;
   std::size_t bytes = 0;  // 0: the collective carries no data
-  double median_us = 0;
+  double median_us = 0;   // 0: not timed
   double min_us = 0;
   std::uint64_t wire_bytes = 0;  // payload sent for one call by the rank that sends most
 
@@ -39,24 +52,35 @@ struct CommBenchRow {
   }
 };
 
-// `device` gives the memory that the group's backend works on; `on_row` is called on every rank
-// with each row as soon as it is known.
-std::vector<CommBenchRow> measure_collectives(
-    comm::Group& group, device::Device& device, const Clock& clock, const CommBenchOptions& options,
-    const std::function<void(const CommBenchRow&)>& on_row = {});
+// One collective of one size, by world.
+using CommBenchLine = std::vector<CommBenchRow>;
+
+// The worlds are of the same ranks. `on_line` is called on every rank with each line as soon as it
+// is known.
+std::vector<CommBenchLine> measure_collectives(
+    std::span<const CommBenchWorld> worlds, const Clock& clock, const CommBenchOptions& options,
+    const std::function<void(const CommBenchLine&)>& on_line = {});
 
 // Lower median: one of the values.
 double median_of(std::vector<double> values);
 
-struct CommBenchRun {
+// Why a backend is not among those that were measured.
+struct CommBenchGap {
   std::string backend;
-  int num_ranks = 1;
-  int num_rounds = 0;
+  std::string reason;
 };
 
-// The table's head, and one of its lines: it is printed as it grows.
+struct CommBenchRun {
+  std::vector<std::string> backends;  // in the order of worlds
+  int num_ranks = 1;
+  int num_rounds = 0;
+  std::vector<CommBenchGap> gaps = {};
+};
+
+// The table's head, and one of its lines: it is printed as it grows. Several backends are side by
+// side, each with how many times as fast as Gloo it is.
 std::string comm_bench_head(const CommBenchRun& run);
-std::string comm_bench_line(const CommBenchRow& row);
-std::string comm_bench_json(const CommBenchRun& run, std::span<const CommBenchRow> rows);
+std::string comm_bench_text(const CommBenchRun& run, const CommBenchLine& line);
+std::string comm_bench_json(const CommBenchRun& run, std::span<const CommBenchLine> lines);
 
 }  // namespace tessera::cli

@@ -1,5 +1,6 @@
 #include "cli/comm_bench.h"
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <string>
@@ -7,9 +8,13 @@
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 
+#include "tessera/comm/peer_memory.h"
+#include "tessera/comm/shm_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
+#include "testing/hash_store.h"
 #include "testing/thread_backend.h"
 #include "tests/support/contains.h"
 
@@ -77,7 +82,13 @@ class DamagingBackend final : public Backend {
 
 std::vector<CommBenchRow> measure_comm(Group& group, const CommBenchOptions& options) {
   const auto device = device::make_cpu_device();
-  return measure_collectives(group, *device, SteadyClock(), options);
+  const CommBenchWorld world{&group, device.get()};
+  std::vector<CommBenchRow> rows;
+  for (const CommBenchLine& line : measure_collectives({&world, 1}, SteadyClock(), options)) {
+    EXPECT_EQ(line.size(), 1U);
+    rows.push_back(line.front());
+  }
+  return rows;
 }
 
 // Both ranks see damaged results, so both must refuse.
@@ -151,13 +162,81 @@ TEST(CommBench, TakesTheLowerMedianOfAtLeastOneRound) {
   EXPECT_EQ(median_of({4, 1, 3, 2}), 2);
 }
 
+// Ranks as threads in two worlds, of which the second shares memory.
+TEST(CommBench, MeasuresWorldsInTurnsAndPlainCopiesWhereMemoryIsShared) {
+  constexpr int kNumRanks = 3;
+  comm::ThreadWorldOptions options;
+  options.num_ranks = kNumRanks;
+  comm::ThreadWorld threads(options);
+  const auto store = std::make_shared<comm::HashStore>();
+  std::vector<std::jthread> ranks;
+  for (int rank = 0; rank < kNumRanks; ++rank) {
+    ranks.emplace_back([&, rank] {
+      const auto device = device::make_cpu_device();
+      const std::vector<int> world_ranks = {0, 1, 2};
+      Group plain(threads.make_backend(rank), "plain", world_ranks, {});
+      std::string why_not;
+      Group shared(comm::make_shm_backend(store, rank, kNumRanks, "shared", {}, why_not), "shared",
+                   world_ranks, {});
+      comm::PeerOptions peer_options;
+      peer_options.rank = rank;
+      peer_options.size = kNumRanks;
+      peer_options.group = "copies";
+      peer_options.control_bytes = 1;
+      peer_options.timeout = std::chrono::minutes(10);
+      const auto peers = comm::connect_peers(*store, peer_options, why_not);
+      ASSERT_TRUE(peers) << why_not;
+      const std::vector<CommBenchWorld> worlds = {{&plain, device.get(), nullptr},
+                                                  {&shared, device.get(), peers.get()}};
+      const auto lines = measure_collectives(worlds, SteadyClock(), {{400, 120000}, 2});
+      ASSERT_EQ(lines.size(), 1U + 2 * 6);
+      for (const CommBenchLine& line : lines) {
+        ASSERT_EQ(line.size(), 2U);
+        EXPECT_EQ(line[0].collective, line[1].collective);
+        EXPECT_EQ(line[0].bytes, line[1].bytes);
+        EXPECT_EQ(line[0].median_us > 0, line[0].collective != "memcpy");
+        EXPECT_GT(line[1].median_us, 0);
+      }
+      EXPECT_EQ(lines[2].front().collective, "memcpy");
+      EXPECT_EQ(lines[2].front().bytes, lines[1].front().bytes);
+    });
+  }
+}
+
 TEST(CommBenchReport, ShowsRatesOfDataPerSecond) {
-  const std::string head = comm_bench_head({"gloo", 2, 10});
-  EXPECT_HAS(head, "2 ranks over gloo, 10 rounds");
-  const std::string line = comm_bench_line({"all_gather", 2000000, 1000, 900, 1000000});
+  const CommBenchRun run{{"gloo"}, 2, 10};
+  EXPECT_HAS(comm_bench_head(run), "2 ranks over gloo, 10 rounds");
+  const std::string line = comm_bench_text(run, {{"all_gather", 2000000, 1000, 900, 1000000}});
   EXPECT_HAS(line, "2.000\n");
   EXPECT_HAS(line, "1.00 ms");
-  EXPECT_LACKS(comm_bench_line({"barrier", 0, 10, 9, 0}), "0.000");
+  EXPECT_LACKS(comm_bench_text(run, {{"barrier", 0, 10, 9, 0}}), "0.000");
+}
+
+TEST(CommBenchReport, SetsBackendsSideBySideAndSaysWhichAreMissingAndWhy) {
+  const CommBenchRun run{{"shm", "gloo"}, 2, 10, {{"nccl", "there is no GPU"}}};
+  const std::string head = comm_bench_head(run);
+  EXPECT_HAS(head, "no nccl: there is no GPU\n");
+  EXPECT_HAS(head, "2 ranks over shm, gloo, 10 rounds each");
+  const CommBenchLine gather = {{"all_gather", 2000000, 1000, 900, 1000000},
+                                {"all_gather", 2000000, 4000, 3900, 1000000}};
+  const std::string line = comm_bench_text(run, gather);
+  EXPECT_HAS(line, " 2.000    4.00 ");  // shm's rate, and how many times as fast as gloo it is
+  EXPECT_HAS(line, " 0.500\n");
+  const CommBenchLine copies = {{"memcpy", 2000000, 500, 400, 0}, {"memcpy", 2000000}};
+  EXPECT_HAS(comm_bench_text(run, copies), " 4.000       - ");
+  // The head's columns stand above the numbers.
+  EXPECT_EQ(head.size() - head.rfind('\n', head.size() - 2) - 1, line.size());
+
+  const auto document =
+      nlohmann::json::parse(comm_bench_json(run, std::vector<CommBenchLine>{gather, copies}));
+  ASSERT_EQ(document.at("backends").size(), 2U);
+  const auto& shm = document.at("backends").at(0);
+  EXPECT_EQ(shm.at("backend"), "shm");
+  EXPECT_EQ(shm.at("num_ranks"), 2);
+  EXPECT_EQ(shm.at("num_rounds"), 10);
+  EXPECT_EQ(shm.at("rows").size(), 2U);
+  EXPECT_EQ(document.at("backends").at(1).at("rows").size(), 1U);
+  EXPECT_EQ(document.at("not_measured").at(0).at("reason"), "there is no GPU");
 }
 
 }  // namespace

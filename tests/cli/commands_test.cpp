@@ -141,12 +141,53 @@ TEST_F(Commands, BenchCommPrintsATableAndWritesTheSameNumbers) {
       EXPECT_HAS(result.out, collective);
     }
     const Json document = Json::parse(read("rates.json"));
-    EXPECT_EQ(document.at("num_ranks"), num_ranks);
+    ASSERT_EQ(document.at("backends").size(), 1U);
+    const Json& measured = document.at("backends").at(0);
+    EXPECT_EQ(measured.at("num_ranks"), num_ranks);
     // A world of one needs no network, whatever was asked for.
-    EXPECT_EQ(document.at("backend"), num_ranks == 1 ? "solo" : "gloo");
-    EXPECT_EQ(document.at("rows").size(), 11U);
+    EXPECT_EQ(measured.at("backend"), num_ranks == 1 ? "solo" : "gloo");
+    EXPECT_EQ(measured.at("rows").size(), 11U);
     EXPECT_EQ(files(), std::set<std::string>{"rates.json"});
   }
+}
+
+std::string backends_of(const Json& document) {
+  std::string names;
+  for (const Json& measured : document.at("backends")) {
+    names += measured.at("backend").get<std::string>() + " ";
+  }
+  return names;
+}
+
+// Where ranks cannot share memory the table says why, and has the others.
+TEST_F(Commands, BenchCommMeasuresAllBackendsThatTheRanksCanHave) {
+  const std::string arguments = " bench-comm --ranks 2 --sizes 4KiB --rounds 2 --json rates.json";
+  const ProcessResult all = run_process({"/bin/sh", "-c", TESSERA_BINARY + arguments}, here());
+  EXPECT_EQ(all.exit_code, 0) << all.err;
+  const Json document = Json::parse(read("rates.json"));
+  std::string without;
+  for (const Json& gap : document.at("not_measured")) {
+    without += gap.at("backend").get<std::string>() + " ";
+    EXPECT_HAS(all.out, "no " + gap.at("backend").get<std::string>() + ": " +
+                            gap.at("reason").get<std::string>() + "\n");
+  }
+  const std::string measured = backends_of(document);
+  EXPECT_HAS(measured, "gloo ");
+  EXPECT_HAS(measured + without, "nccl ");
+  EXPECT_HAS(measured + without, "shm ");
+  if (contains(measured, "shm ")) {
+    EXPECT_EQ(document.at("backends").at(0).at("rows").size(), 7U);
+    EXPECT_HAS(all.out, "memcpy");
+  }
+
+  const ProcessResult limited = run_process(
+      {"/bin/sh", "-c", std::string("ulimit -v 1000000000; exec ") + TESSERA_BINARY + arguments},
+      here());
+  EXPECT_EQ(limited.exit_code, 0) << limited.err;
+  EXPECT_HAS(limited.out, "no shm: ");
+  EXPECT_HAS(limited.out, "ulimit -v");
+  EXPECT_LACKS(limited.out, "memcpy");
+  EXPECT_LACKS(backends_of(Json::parse(read("rates.json"))), "shm");
 }
 
 TEST_F(Commands, CtrlCGives130AndLeavesNoFile) {

@@ -393,12 +393,11 @@ Bytes results_of(const ContractRank& here) {
     results.insert(results.end(), bytes.begin(), bytes.end());
   };
   std::uint64_t seed = 0;
-  for (const DType dtype :
-       {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64, DType::kInt64}) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     // All ranks' parts of this many elements are just small.
     const std::size_t border = kSmallAllReduceBytes / num / bytes_of(dtype);
     for (const std::size_t numel :
-         {std::size_t{1}, std::size_t{5}, border - 1, border, border + 1, 3 * border + 2}) {
+         {std::size_t{1}, std::size_t{5}, border - 1, border, border + 1, 2 * border + 1}) {
       const auto count = static_cast<std::int64_t>(numel);
       const device::Memory data = here.upload(reference::array(++seed, rank, 0, numel, dtype));
       here.group.start_all_reduce(data.data(), count, dtype).wait();
@@ -440,7 +439,8 @@ TEST(ShmProcesses, BitsAreThoseOfThreads) {
   const ContractWorld threads{.name = "Threads", .make_network = [](int num_ranks) {
                                 return make_thread_network(num_ranks, 0);
                               }};
-  for (const int num_ranks : {2, 3, 7}) {
+  for (const int num_ranks :
+       support::kIsSanitized ? std::vector<int>{3} : std::vector<int>{2, 3, 7}) {
     const std::vector<std::string> expected = bits_over(threads, num_ranks);
     EXPECT_FALSE(expected.front().empty());
     for (const Role role : {Role::kGradient, Role::kOther}) {
