@@ -203,7 +203,35 @@ Pending MockStream::record() {
   return number == 0 ? Pending() : Pending(std::make_shared<LatePending>(queue_, number));
 }
 
+bool MockStream::can_order_behind(const Pending& pending) const {
+  const std::shared_ptr<PendingState>& state = pending.state();
+  if (state == nullptr) {
+    return true;
+  }
+  const std::span<const Pending> parts = state->parts();
+  return !state->awaits_hand_over() &&
+         std::all_of(parts.begin(), parts.end(),
+                     [this](const Pending& part) { return can_order_behind(part); });
+}
+
+// As on CUDA, the host waits for what is handed over: it may be work of this very stream.
 void MockStream::wait(const Pending& pending) {
+  if (pending.state() != nullptr && !pending.state()->parts().empty()) {
+    for (const Pending& part : pending.state()->parts()) {
+      wait(part);
+    }
+    return;
+  }
+  try {
+    if (const auto handed_over =
+            pending.state() != nullptr ? pending.state()->wait_handed_over() : std::nullopt) {
+      return wait(*handed_over);
+    }
+  } catch (...) {
+    queue_->enqueue(
+        LateOp::of([error = std::current_exception()] { std::rethrow_exception(error); }));
+    return;
+  }
   if (pending.done()) {
     try {
       pending.wait();

@@ -89,7 +89,7 @@ class MockStream final : public Stream {
   StreamKind kind() const override { return kind_; }
   Pending record() override;
   void wait(const Pending& pending) override;
-  bool can_order_behind(const Pending& /*pending*/) const override { return true; }
+  bool can_order_behind(const Pending& pending) const override;
   Pending enqueue(std::function<void()> work) override;
   void synchronize() override { record().wait(); }
 

@@ -46,8 +46,8 @@ class Stream {
   virtual Pending record() = 0;
   // Everything enqueued from now on starts after `pending` is done. If `pending` failed, this
   // stream fails with the same error. The host goes on if the device can order the stream by
-  // itself; it blocks on the compute stream of a CPU and, on CUDA, for a `pending` that is not
-  // made of work of the same device.
+  // itself; it blocks on the streams of a CPU, and on others until work that another thread hands
+  // over (handed_over.h) has been, which may be work of this very stream.
   virtual void wait(const Pending& pending) = 0;
   // Whether wait(pending) would let the host go on now.
   virtual bool can_order_behind(const Pending& pending) const { return pending.done(); }

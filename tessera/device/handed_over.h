@@ -25,6 +25,7 @@ class HandedOver final : public PendingState {
   // Neither hand_over() nor fail() has been called.
   bool is_open() { return !first_.done(); }
 
+  bool awaits_hand_over() override { return is_open(); }
   std::optional<Pending> wait_handed_over() override {
     first_.wait();
     return rest_;

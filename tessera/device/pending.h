@@ -44,10 +44,12 @@ class PendingState {
   // What Pending::all() was made of, for devices that can order a stream behind each part; empty
   // for everything else.
   virtual std::span<const Pending> parts() const { return {}; }
-  // Of work that another thread will hand to a device: blocks until it has, and returns what a
-  // stream of that device can be ordered behind. Throws what went wrong before. Nothing for
-  // everything else.
+  // Of work that another thread hands to a device: blocks until it has, and returns what a stream
+  // of that device can be ordered behind. Throws what went wrong before. Nothing for everything
+  // else.
   virtual std::optional<Pending> wait_handed_over();
+  // Whether wait_handed_over() would block now.
+  virtual bool awaits_hand_over() { return false; }
 };
 
 class [[nodiscard]] Pending {
