@@ -36,6 +36,18 @@ struct Exchange {
   std::string failure;  // why it will never complete; empty: it may
 };
 
+// A few bytes of each rank beside the calls: of tags, or of words. Each rank brings its array with
+// its own element in place; the last to come fills them all.
+struct SideExchange {
+  struct Guest {
+    std::byte* all = nullptr;
+    std::shared_ptr<const void> keep_alive;
+    std::shared_ptr<device::Completion> filled;
+  };
+  std::vector<Guest> guests;  // by rank
+  int num_arrived = 0;
+};
+
 // What the ranks of one group share. The n-th call of each rank belongs to the n-th exchange.
 struct Hub {
   explicit Hub(std::vector<int> ranks) : world_ranks(std::move(ranks)) {}
@@ -46,7 +58,11 @@ struct Hub {
   std::mutex mutex;
   std::condition_variable changed;
   std::map<std::uint64_t, std::shared_ptr<Exchange>> exchanges;
+  std::map<std::uint64_t, SideExchange> tags;
+  std::map<std::uint64_t, SideExchange> words;
 };
+
+constexpr int kNever = -1;  // as many ranks never arrive
 
 using CopyFunction = std::function<void(const std::vector<Posting>&)>;
 
@@ -82,128 +98,61 @@ struct ThreadWorld::Shared {
 
 namespace {
 
-class ThreadBackend final : public Backend {
+// What a stream would do with calls that differ so: everything else is not the network's business.
+bool may_meet(const CallTag& a, const CallTag& b) {
+  return a.op == b.op && a.dtype == b.dtype && a.root == b.root && a.num_tensors == b.num_tensors &&
+         a.total_bytes == b.total_bytes && a.shape_hash == b.shape_hash;
+}
+
+// One rank of a group. Work of streams may outlive its backend.
+class ThreadRank : public std::enable_shared_from_this<ThreadRank> {
  public:
-  ThreadBackend(std::shared_ptr<ThreadWorld::Shared> world, std::shared_ptr<Hub> hub, int rank,
-                std::optional<ThreadFault> fault)
+  ThreadRank(std::shared_ptr<ThreadWorld::Shared> world, std::shared_ptr<Hub> hub, int rank,
+             std::optional<ThreadFault> fault)
       : world_(std::move(world)),
         hub_(std::move(hub)),
         rank_(rank),
         fault_(fault),
-        random_(world_->options.seed * 7919 +
-                static_cast<std::uint64_t>(hub_->world_ranks[static_cast<std::size_t>(rank)])),
-        worker_([this] { work(); }) {}
+        random_(world_->options.seed * 7919 + static_cast<std::uint64_t>(world_rank())) {}
 
-  ~ThreadBackend() override {
-    {
-      const std::lock_guard lock(hub_->mutex);
-      closing_ = true;
-    }
-    hub_->changed.notify_all();
-    worker_.join();
-  }
-
-  std::string_view name() const override { return "threads"; }
-  int rank() const override { return rank_; }
-  int size() const override { return hub_->size(); }
-  bool compares_tags() const override { return true; }
-
-  std::size_t broadcast_sent_bytes(std::size_t bytes, int root) const override {
-    return rank_ == root ? bytes * static_cast<std::size_t>(size() - 1) : 0;
-  }
-
-  Pending start_all_gather(std::span<const GatherBytes> parts, const Call& call) override {
-    return gather(parts, true, call);
-  }
-
-  Pending start_gather_to(std::span<const GatherBytes> parts, std::span<const std::uint8_t> wants,
-                          std::byte*, const Call& call) override {
-    return gather(parts, wants[static_cast<std::size_t>(rank_)] != 0, call);
-  }
-
-  Pending start_all_to_all(const PieceBytes& pieces, const Call& call) override {
-    return start(
-        call, {static_cast<const std::byte*>(pieces.send)},
-        [pieces, rank = static_cast<std::size_t>(rank_)](const std::vector<Posting>& postings) {
-          auto* receive = static_cast<std::byte*>(pieces.receive);
-          for (std::size_t r = 0; r < postings.size(); ++r) {
-            std::memcpy(receive + r * pieces.receive_stride,
-                        postings[r].sources[0] + rank * pieces.send_stride, pieces.piece_bytes);
-          }
-        });
-  }
-
-  Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) override {
-    const bool receives = root != rank_;
-    return start(call, {static_cast<const std::byte*>(data)},
-                 [data, bytes, root, receives](const std::vector<Posting>& postings) {
-                   if (receives) {
-                     std::memcpy(data, postings[static_cast<std::size_t>(root)].sources[0], bytes);
-                   }
-                 });
-  }
-
-  std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
-    if (ranks.size() == 1) {
-      return make_solo_backend();
-    }
-    std::vector<int> world_ranks;
-    for (const int member : ranks) {
-      world_ranks.push_back(hub_->world_ranks[static_cast<std::size_t>(member)]);
-    }
-    const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
-    TESSERA_INVARIANT(mine != ranks.end(), "split '", name, "' without its own rank ", rank_);
-    return std::make_unique<ThreadBackend>(world_, world_->hub(name, std::move(world_ranks)),
-                                           static_cast<int>(mine - ranks.begin()), std::nullopt);
-  }
-
-  void abort(const std::string& reason) override {
-    std::unique_lock lock(hub_->mutex);
-    if (aborted_.empty()) {
-      aborted_ = reason;
-    }
-    // No peer may go on reading this rank's memory once its owner has been told of the failure.
-    for (const auto& [index, exchange] : hub_->exchanges) {
-      if (exchange->failure.empty()) {
-        exchange->failure = detail::concat("rank ", world_rank(), " aborted: ", reason);
-      }
-    }
-    hub_->changed.notify_all();
-    hub_->changed.wait(lock, [&] {
-      return std::all_of(hub_->exchanges.begin(), hub_->exchanges.end(),
-                         [](const auto& entry) { return entry.second->num_copying == 0; });
-    });
-  }
-
- private:
+  int rank() const { return rank_; }
+  int size() const { return hub_->size(); }
   int world_rank() const { return hub_->world_ranks[static_cast<std::size_t>(rank_)]; }
+  bool on_streams() const { return world_->options.on_streams; }
+  const std::shared_ptr<ThreadWorld::Shared>& world() const { return world_; }
+  const std::shared_ptr<Hub>& hub() const { return hub_; }
 
-  Pending gather(std::span<const GatherBytes> parts, bool receives, const Call& call) {
-    std::vector<GatherBytes> mine(parts.begin(), parts.end());
-    std::vector<const std::byte*> sources;
-    for (const GatherBytes& part : mine) {
-      sources.push_back(static_cast<const std::byte*>(part.shard));
-    }
-    return start(call, std::move(sources), [mine, receives](const std::vector<Posting>& postings) {
-      for (std::size_t i = 0; receives && i < mine.size(); ++i) {
-        auto* slot = static_cast<std::byte*>(mine[i].full);
-        for (const Posting& posting : postings) {
-          if (slot != posting.sources[i]) {  // in place: the piece already lies in its slot
-            std::memcpy(slot, posting.sources[i], mine[i].shard_bytes);
-          }
-          slot += mine[i].shard_bytes;
-        }
-      }
-    });
+  Pending start_tags(const std::shared_ptr<std::vector<CallTag>>& tags) {
+    return Pending::all({exchange(hub_->tags, num_tags_++, tags->data(), sizeof(CallTag), tags),
+                         world_->options.tags_arrive_after});
+  }
+  Pending start_words(const std::shared_ptr<std::vector<WordsSlot>>& words) {
+    return exchange(hub_->words, 0, words->data(), sizeof(WordsSlot), words);
   }
 
   Pending start(const Call& call, std::vector<const std::byte*> sources, CopyFunction copy) {
+    Job job;
+    job.posting = Posting{call.tag, call.words, std::move(sources), call.keep_alive};
+    job.copy = std::move(copy);
+    job.met = on_streams() ? nullptr : call.met;  // whoever compares the tags sets it
+    if (on_streams()) {
+      {
+        const std::lock_guard lock(hub_->mutex);
+        job.index = ++num_started_;
+      }
+      if (call.stream == nullptr) {
+        execute(job);
+        return {};
+      }
+      return call.stream->enqueue(
+          [self = shared_from_this(), job]() mutable { self->execute(job); });
+    }
     auto completion = std::make_shared<device::Completion>();
     {
       const std::lock_guard lock(hub_->mutex);
-      jobs_.push_back(Job{++num_started_,
-                          Posting{call.tag, call.words, std::move(sources), call.keep_alive},
-                          std::move(copy), completion, call.met});
+      job.index = ++num_started_;
+      job.completion = completion;
+      jobs_.push_back(std::move(job));
     }
     hub_->changed.notify_all();
     return Pending(completion);
@@ -230,6 +179,62 @@ class ThreadBackend final : public Backend {
     }
   }
 
+  void close() {
+    {
+      const std::lock_guard lock(hub_->mutex);
+      closing_ = true;
+    }
+    hub_->changed.notify_all();
+  }
+
+  void abort(const std::string& reason) {
+    std::unique_lock lock(hub_->mutex);
+    if (aborted_.empty()) {
+      aborted_ = reason;
+    }
+    // No peer may go on reading this rank's memory once its owner has been told of the failure.
+    for (const auto& [index, exchange] : hub_->exchanges) {
+      if (exchange->failure.empty()) {
+        exchange->failure = detail::concat("rank ", world_rank(), " aborted: ", reason);
+      }
+    }
+    hub_->changed.notify_all();
+    hub_->changed.wait(lock, [&] {
+      return std::all_of(hub_->exchanges.begin(), hub_->exchanges.end(),
+                         [](const auto& entry) { return entry.second->num_copying == 0; });
+    });
+  }
+
+ private:
+  Pending exchange(std::map<std::uint64_t, SideExchange>& where, std::uint64_t index, void* all,
+                   std::size_t bytes, std::shared_ptr<const void> keep_alive) {
+    auto filled = std::make_shared<device::Completion>();
+    std::vector<SideExchange::Guest> guests;
+    {
+      const std::lock_guard lock(hub_->mutex);
+      SideExchange& entry = where[index];
+      entry.guests.resize(static_cast<std::size_t>(size()));
+      entry.guests[static_cast<std::size_t>(rank_)] = {static_cast<std::byte*>(all),
+                                                       std::move(keep_alive), filled};
+      if (++entry.num_arrived < size()) {
+        return Pending(filled);
+      }
+      guests = std::move(entry.guests);
+      where.erase(index);
+    }
+    for (const SideExchange::Guest& to : guests) {
+      for (std::size_t from = 0; from < guests.size(); ++from) {
+        if (to.all != guests[from].all) {
+          std::memcpy(to.all + from * bytes, guests[from].all + from * bytes, bytes);
+        }
+      }
+    }
+    for (const SideExchange::Guest& guest : guests) {
+      guest.filled->succeed();
+    }
+    return Pending(filled);
+  }
+
   void execute(Job& job) {
     if (fault_ && job.index >= fault_->call) {
       if (fault_->kind == ThreadFault::Kind::kThrow) {
@@ -252,7 +257,12 @@ class ThreadBackend final : public Backend {
     ++exchange->num_arrived;
     hub_->changed.notify_all();
     await(lock, *exchange, exchange->num_arrived);
-    compare_tags(*exchange);
+    if (!on_streams()) {
+      compare_tags(*exchange);
+    } else if (!all_meet(*exchange)) {
+      // As a device would: it stands still until somebody ends it.
+      await(lock, *exchange, kNever);
+    }
     // All have arrived, but one has aborted since: its memory may be gone (see abort()).
     if (!exchange->failure.empty()) {
       throw PeerError(exchange->failure);
@@ -286,6 +296,12 @@ class ThreadBackend final : public Backend {
     throw PeerError(exchange.failure.empty() ? "the group was closed" : exchange.failure);
   }
 
+  static bool all_meet(const Exchange& exchange) {
+    const CallTag& first = exchange.postings.front().tag;
+    return std::all_of(exchange.postings.begin(), exchange.postings.end(),
+                       [&](const Posting& posting) { return may_meet(first, posting.tag); });
+  }
+
   void throw_if_aborted() const {
     if (!aborted_.empty()) {
       throw PeerError(aborted_);
@@ -309,9 +325,15 @@ class ThreadBackend final : public Backend {
 
   void delay() {
     const std::uint32_t limit_us = world_->options.max_delay_us;
-    if (limit_us > 0) {
-      std::this_thread::sleep_for(std::chrono::microseconds(random_() % limit_us));
+    if (limit_us == 0) {
+      return;
     }
+    std::uint64_t drawn = 0;
+    {
+      const std::lock_guard lock(hub_->mutex);
+      drawn = random_();
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(drawn % limit_us));
   }
 
   const std::shared_ptr<ThreadWorld::Shared> world_;
@@ -319,15 +341,119 @@ class ThreadBackend final : public Backend {
   const int rank_;
   const std::optional<ThreadFault> fault_;
 
-  std::mt19937_64 random_;  // the worker's own
-
   // Guarded by hub_->mutex.
+  std::mt19937_64 random_;
   std::deque<Job> jobs_;
   std::uint64_t num_started_ = 0;
   bool closing_ = false;
   std::string aborted_;
 
-  std::thread worker_;  // last: it uses everything above
+  std::uint64_t num_tags_ = 0;  // of the thread that starts calls
+};
+
+class ThreadBackend final : public Backend {
+ public:
+  explicit ThreadBackend(std::shared_ptr<ThreadRank> rank) : rank_(std::move(rank)) {
+    if (!rank_->on_streams()) {
+      worker_ = std::thread([rank = rank_] { rank->work(); });
+    }
+  }
+
+  ~ThreadBackend() override {
+    rank_->close();
+    if (worker_.joinable()) {
+      worker_.join();
+    }
+  }
+
+  std::string_view name() const override { return "threads"; }
+  int rank() const override { return rank_->rank(); }
+  int size() const override { return rank_->size(); }
+  bool compares_tags() const override { return !rank_->on_streams(); }
+  bool stream_ordered() const override { return rank_->on_streams(); }
+  Pending start_tags(const std::shared_ptr<std::vector<CallTag>>& tags) override {
+    return rank_->start_tags(tags);
+  }
+  Pending start_words(const std::shared_ptr<std::vector<WordsSlot>>& words) override {
+    return rank_->start_words(words);
+  }
+
+  std::size_t broadcast_sent_bytes(std::size_t bytes, int root) const override {
+    return rank() == root ? bytes * static_cast<std::size_t>(size() - 1) : 0;
+  }
+
+  Pending start_all_gather(std::span<const GatherBytes> parts, const Call& call) override {
+    return gather(parts, true, call);
+  }
+
+  Pending start_gather_to(std::span<const GatherBytes> parts, std::span<const std::uint8_t> wants,
+                          std::byte*, const Call& call) override {
+    return gather(parts, wants[static_cast<std::size_t>(rank())] != 0, call);
+  }
+
+  Pending start_all_to_all(const PieceBytes& pieces, const Call& call) override {
+    return rank_->start(
+        call, {static_cast<const std::byte*>(pieces.send)},
+        [pieces, rank = static_cast<std::size_t>(rank())](const std::vector<Posting>& postings) {
+          auto* receive = static_cast<std::byte*>(pieces.receive);
+          for (std::size_t r = 0; r < postings.size(); ++r) {
+            std::memcpy(receive + r * pieces.receive_stride,
+                        postings[r].sources[0] + rank * pieces.send_stride, pieces.piece_bytes);
+          }
+        });
+  }
+
+  Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) override {
+    const bool receives = root != rank();
+    return rank_->start(call, {static_cast<const std::byte*>(data)},
+                        [data, bytes, root, receives](const std::vector<Posting>& postings) {
+                          if (receives) {
+                            std::memcpy(data, postings[static_cast<std::size_t>(root)].sources[0],
+                                        bytes);
+                          }
+                        });
+  }
+
+  std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
+    if (ranks.size() == 1) {
+      return make_solo_backend();
+    }
+    std::vector<int> world_ranks;
+    for (const int member : ranks) {
+      world_ranks.push_back(rank_->hub()->world_ranks[static_cast<std::size_t>(member)]);
+    }
+    const auto mine = std::find(ranks.begin(), ranks.end(), rank());
+    TESSERA_INVARIANT(mine != ranks.end(), "split '", name, "' without its own rank ", rank());
+    return std::make_unique<ThreadBackend>(std::make_shared<ThreadRank>(
+        rank_->world(), rank_->world()->hub(name, std::move(world_ranks)),
+        static_cast<int>(mine - ranks.begin()), std::nullopt));
+  }
+
+  void abort(const std::string& reason) override { rank_->abort(reason); }
+
+ private:
+  Pending gather(std::span<const GatherBytes> parts, bool receives, const Call& call) {
+    std::vector<GatherBytes> mine(parts.begin(), parts.end());
+    std::vector<const std::byte*> sources;
+    for (const GatherBytes& part : mine) {
+      sources.push_back(static_cast<const std::byte*>(part.shard));
+    }
+    return rank_->start(
+        call, std::move(sources), [mine, receives](const std::vector<Posting>& postings) {
+          for (std::size_t i = 0; receives && i < mine.size(); ++i) {
+            auto* slot = static_cast<std::byte*>(mine[i].full);
+            for (const Posting& posting : postings) {
+              if (slot != posting.sources[i]) {  // in place: the piece already lies in its slot
+                std::memcpy(slot, posting.sources[i], mine[i].shard_bytes);
+              }
+              slot += mine[i].shard_bytes;
+            }
+          }
+        });
+  }
+
+  const std::shared_ptr<ThreadRank> rank_;
+  std::thread worker_;  // none where calls are work of streams
 };
 
 }  // namespace
@@ -352,8 +478,8 @@ std::unique_ptr<Backend> ThreadWorld::make_backend(int rank) {
   }
   std::vector<int> ranks(static_cast<std::size_t>(num_ranks()));
   std::iota(ranks.begin(), ranks.end(), 0);
-  return std::make_unique<ThreadBackend>(shared_, shared_->hub("world", std::move(ranks)), rank,
-                                         faulty ? fault : std::nullopt);
+  return std::make_unique<ThreadBackend>(std::make_shared<ThreadRank>(
+      shared_, shared_->hub("world", std::move(ranks)), rank, faulty ? fault : std::nullopt));
 }
 
 std::vector<std::exception_ptr> run_ranks_collecting(const ThreadWorldOptions& world,

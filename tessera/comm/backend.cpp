@@ -105,6 +105,16 @@ Pending Backend::start_tags(const std::shared_ptr<std::vector<CallTag>>&) {
   return {};
 }
 
+Pending Backend::start_words(const std::shared_ptr<std::vector<WordsSlot>>& words) {
+  TESSERA_INVARIANT(!stream_ordered(), "backend ", name(),
+                    " has no way for words beside its calls");
+  Call call;
+  call.keep_alive = words;
+  const GatherBytes part{&(*words)[static_cast<std::size_t>(rank())], words->data(),
+                         sizeof(WordsSlot)};
+  return start_all_gather({&part, 1}, call);
+}
+
 Pending Backend::start_reduce(const RankParts& parts, void* out, DType out_dtype,
                               Reduction reduction, device::Stream* stream) {
   if (stream != nullptr) {

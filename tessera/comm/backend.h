@@ -106,9 +106,14 @@ class Backend {
   // Fills in the other ranks' tags; this rank's is at its place. Travels beside the other calls,
   // matched only with other start_tags(), in their order. REQUIRES: !compares_tags().
   virtual Pending start_tags(const std::shared_ptr<std::vector<CallTag>>& tags);
+  // The same with the words of a call on which the ranks do not agree. Nothing travels after it.
+  // Stream-ordered backends send words where they send tags; the default is an all-gather.
+  virtual Pending start_words(const std::shared_ptr<std::vector<WordsSlot>>& words);
 
-  // True: calls are work of a stream: they return at once with a Pending of that stream, need no
-  // worker of ours, and their memory is the device's (NCCL; a world of one). False: host memory.
+  // True: calls are work of a stream: they return at once with a Pending of that stream, and their
+  // memory is the device's (NCCL; a world of one). Data then moves before tags are compared: calls
+  // that do not match must harm nobody's memory but their own outputs, and may hang until abort().
+  // False: host memory.
   virtual bool stream_ordered() const { return false; }
 
   // reduce_in_rank_order() of exact_sum.h, where this backend's memory lies. With a stream it is

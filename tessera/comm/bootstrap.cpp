@@ -18,6 +18,23 @@
 namespace tessera::comm {
 namespace {
 
+GlooOptions gloo_options(const Rendezvous& rendezvous, const WorldOptions& options,
+                         std::shared_ptr<StatusStore> status) {
+  GlooOptions gloo;
+  gloo.timeout = options.group.timeout;
+  gloo.status = std::move(status);
+  gloo.tries_shm_in_splits = options.backend == BackendKind::kAuto;
+  // The variable that c10d's own users know.
+  gloo.interface = process_environment()["GLOO_SOCKET_IFNAME"];
+  if (rendezvous.local_world_size == rendezvous.world_size) {
+    gloo.bind_host = "127.0.0.1";
+  } else {
+    // Not what this host's name stands for: on many systems that is loopback.
+    gloo.bind_host = address_towards(rendezvous.host, rendezvous.port);
+  }
+  return gloo;
+}
+
 // `note`: why it is not a faster one.
 std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldOptions& options,
                                       std::shared_ptr<Store> store, const std::string& name,
@@ -28,7 +45,8 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
                 "comm.backend=nccl needs a GPU per rank, and this rank runs on the CPU; use auto");
   if (kind == BackendKind::kNccl || (kind == BackendKind::kAuto && on_gpu)) {
     return make_nccl_backend(std::move(store), rendezvous.rank, rendezvous.world_size,
-                             options.cuda_device, name, options.group.timeout);
+                             options.cuda_device, name,
+                             gloo_options(rendezvous, options, std::move(status)));
   }
   if (kind != BackendKind::kGloo) {
     ShmOptions shm;
@@ -44,19 +62,8 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
                   "; comm.backend=auto takes gloo then");
     note = "no shared memory: " + why_not;
   }
-  GlooOptions gloo;
-  gloo.timeout = options.group.timeout;
-  gloo.status = std::move(status);
-  gloo.tries_shm_in_splits = kind == BackendKind::kAuto;
-  // The variable that c10d's own users know.
-  gloo.interface = process_environment()["GLOO_SOCKET_IFNAME"];
-  if (rendezvous.local_world_size == rendezvous.world_size) {
-    gloo.bind_host = "127.0.0.1";
-  } else {
-    // Not what this host's name stands for: on many systems that is loopback.
-    gloo.bind_host = address_towards(rendezvous.host, rendezvous.port);
-  }
-  return make_gloo_backend(std::move(store), rendezvous.rank, rendezvous.world_size, name, gloo);
+  return make_gloo_backend(std::move(store), rendezvous.rank, rendezvous.world_size, name,
+                           gloo_options(rendezvous, options, std::move(status)));
 }
 
 std::string this_process() {

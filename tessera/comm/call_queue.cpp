@@ -1,7 +1,6 @@
 #include "tessera/comm/call_queue.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <numeric>
 
@@ -14,14 +13,14 @@ namespace {
 // rank is stuck before this call; without them the report has the calls, but not their names.
 constexpr std::chrono::seconds kWordsLimit{60};
 
-// Words in a message of one size.
-struct WordsSlot {
-  std::uint32_t num_bytes = 0;
-  std::array<char, CallWords::kMaxBytes> bytes{};
-};
-static_assert(sizeof(WordsSlot) == sizeof(std::uint32_t) + CallWords::kMaxBytes);
+// How long the work of an aborted call may stay on its stream before the owners of its memory are
+// told all the same: a device that is stuck for a reason of its own is not waited for.
+constexpr std::chrono::seconds kLeaveLimit{30};
 
 void fail(const QueuedCall& call, const std::exception_ptr& error) {
+  if (call.on_stream && call.on_stream->on_stream().is_open()) {
+    call.on_stream->on_stream().fail(error);
+  }
   for (const CallPart& part : call.parts) {
     for (const auto& owner : part.owners) {
       if (!part.told) {
@@ -40,8 +39,12 @@ CallQueue::CallQueue(Backend& backend, Staging& staging, Watchdog& watchdog,
       staging_(staging),
       watchdog_(watchdog),
       world_ranks_(std::move(world_ranks)),
-      spans_(spans) {
+      spans_(spans),
+      on_streams_(backend.stream_ordered()) {
   launcher_ = std::thread([this] { launch_calls(); });
+  if (on_streams_) {
+    agreer_ = std::thread([this] { agree_on_calls(); });
+  }
   finisher_ = std::thread([this] { finish_calls(); });
 }
 
@@ -58,25 +61,54 @@ void CallQueue::close() {
   changed_.notify_all();
   finisher_.join();
   launcher_.join();
+  if (agreer_.joinable()) {
+    agreer_.join();
+  }
+}
+
+Pending CallQueue::pending_of(const QueuedCall& call) const {
+  return call.on_stream ? Pending(call.on_stream) : Pending(call.completion);
 }
 
 Pending CallQueue::start(QueuedCall prepared) {
   const auto call = std::make_shared<QueuedCall>(std::move(prepared));
   call->num_network_left = static_cast<std::size_t>(std::count_if(
       call->phases.begin(), call->phases.end(), [](const Phase& phase) { return phase.network; }));
+  bool at_once = false;
+  if (on_streams_) {
+    call->on_stream = std::make_shared<StreamCall>(call->completion);
+    at_once = call->call.stream != nullptr && call->call.stream->can_order_behind(call->ready);
+  }
   {
     const std::lock_guard lock(mutex_);
     if (poison_) {
       fail(*call, poison_);
-      return Pending(call->completion);
+      return pending_of(*call);
     }
     watchdog_.started(call->call.tag, call->text);
     start_tags(*call);
-    to_launch_.push_back(call);
     to_finish_.push_back(call);
+    if (on_streams_) {
+      to_agree_.push_back(call);
+      at_once = num_unlaunched_++ == 0 && at_once;
+    }
+    if (at_once) {
+      starting_ = true;
+    } else {
+      to_launch_.push_back(call);
+    }
   }
   changed_.notify_all();
-  return Pending(call->completion);
+  if (at_once) {
+    launch_on_stream(*call);
+    {
+      const std::lock_guard lock(mutex_);
+      starting_ = false;
+      call->launched = true;
+    }
+    changed_.notify_all();
+  }
+  return pending_of(*call);
 }
 
 void CallQueue::start_tags(QueuedCall& call) {
@@ -105,13 +137,18 @@ void CallQueue::launch_calls() {
       to_launch_.pop_front();
       launching_ = true;
     }
-    launch(*call);
+    if (on_streams_) {
+      launch_on_stream(*call);
+    } else {
+      launch(*call);
+    }
     std::unique_lock lock(mutex_);
     launching_ = false;
     call->launched = true;
     changed_.notify_all();
     // The next call is launched when this one has nothing left to start.
-    changed_.wait(lock, [&] { return poison_ || call->num_network_left == 0; });
+    changed_.wait(lock,
+                  [&] { return poison_ || (call->num_network_left == 0 && !call->launch_failed); });
   }
 }
 
@@ -119,11 +156,7 @@ void CallQueue::launch_calls() {
 void CallQueue::launch(QueuedCall& call) {
   try {
     watchdog_.await(call.ready, call.call.tag, call.text);
-    watchdog_.await(call.tags_exchanged, call.call.tag, call.text);
-    compare_tags(call);
-    if (call.tags && call.call.met) {
-      *call.call.met = true;
-    }
+    agree(call);
     if (call.staging) {
       staging_.take(*call.staging, call.call.stream);
     }
@@ -137,6 +170,74 @@ void CallQueue::launch(QueuedCall& call) {
   --call.num_network_left;
 }
 
+// By the caller where the host does not wait for anything here, else by the launcher.
+void CallQueue::launch_on_stream(QueuedCall& call) {
+  device::Stream* const stream = call.call.stream;
+  try {
+    if (stream == nullptr || !stream->can_order_behind(call.ready)) {
+      watchdog_.await(call.ready, call.call.tag, call.text);
+    } else if (call.ready.done()) {
+      call.ready.wait();  // a failure is the call's own, not its stream's
+    } else {
+      stream->wait(call.ready);
+    }
+    if (call.staging) {
+      staging_.take(*call.staging, stream);
+    }
+    for (; call.next_phase < call.phases.size(); ++call.next_phase) {
+      call.enqueued = call.phases[call.next_phase].launch();
+      if (stream == nullptr) {
+        watchdog_.await(call.enqueued, call.call.tag, call.text);
+      }
+    }
+    call.current = call.enqueued;
+  } catch (...) {
+    call.current = Pending::failed(std::current_exception());
+    call.on_stream->on_stream().fail(std::current_exception());
+    // Nothing behind it may start: it would meet this call on the other ranks.
+    const std::lock_guard lock(mutex_);
+    call.launch_failed = true;
+    return;
+  }
+  call.on_stream->on_stream().hand_over(call.current);
+  const std::lock_guard lock(mutex_);
+  call.num_network_left = 0;
+  --num_unlaunched_;
+}
+
+void CallQueue::agree_on_calls() {
+  while (true) {
+    CallPtr call;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return closing_ || poison_ || !to_agree_.empty(); });
+      if (poison_ || to_agree_.empty()) {
+        return;
+      }
+      call = to_agree_.front();
+      to_agree_.pop_front();
+    }
+    try {
+      agree(*call);
+    } catch (...) {
+      call->disagreement = std::current_exception();
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      call->agreed = true;
+    }
+    changed_.notify_all();
+  }
+}
+
+void CallQueue::agree(QueuedCall& call) {
+  watchdog_.await(call.tags_exchanged, call.call.tag, call.text);
+  compare_tags(call);
+  if (call.tags && call.call.met) {
+    *call.call.met = true;
+  }
+}
+
 void CallQueue::finish_calls() {
   if (spans_ != nullptr) {
     spans_->name_this_thread("collectives");
@@ -146,7 +247,7 @@ void CallQueue::finish_calls() {
     {
       std::unique_lock lock(mutex_);
       const auto may_go_on = [this] {
-        return to_finish_.empty() ? closing_ : to_finish_.front()->launched;
+        return to_finish_.empty() ? closing_ : is_to_finish(*to_finish_.front());
       };
       if (!watchdog_.has_status_store()) {
         changed_.wait(lock, may_go_on);
@@ -217,6 +318,9 @@ void CallQueue::abandon(const std::string& reason) {
 }
 
 void CallQueue::finish(QueuedCall& call) {
+  if (call.disagreement) {
+    std::rethrow_exception(call.disagreement);
+  }
   watchdog_.await(call.current, call.call.tag, call.text);
   while (call.next_phase < call.phases.size()) {
     const Phase& phase = call.phases[call.next_phase++];
@@ -267,7 +371,8 @@ void CallQueue::compare_tags(const QueuedCall& call) {
 }
 
 // All ranks see the same tags, so all take part; and the network is free for it: each rank has
-// launched all calls before this one, and launches none behind it.
+// launched all calls before this one, and launches none behind it. Calls on streams are launched
+// before they are agreed on, so there words go the way of tags (Backend::start_words).
 std::vector<CallWords> CallQueue::exchange_words(const QueuedCall& call) {
   const auto slots =
       std::make_shared<std::vector<WordsSlot>>(static_cast<std::size_t>(backend_.size()));
@@ -277,11 +382,7 @@ std::vector<CallWords> CallQueue::exchange_words(const QueuedCall& call) {
   std::memcpy(own.bytes.data(), bytes.data(), bytes.size());
   std::vector<CallWords> words;
   try {
-    Call exchange;
-    exchange.keep_alive = slots;
-    const GatherBytes part{&own, slots->data(), sizeof(WordsSlot)};
-    watchdog_.await(backend_.start_all_gather({&part, 1}, exchange), call.call.tag, call.text,
-                    kWordsLimit);
+    watchdog_.await(backend_.start_words(slots), call.call.tag, call.text, kWordsLimit);
   } catch (const MismatchError&) {
     throw;  // another rank has the words of all, and has told
   } catch (const CommError&) {
@@ -294,6 +395,15 @@ std::vector<CallWords> CallQueue::exchange_words(const QueuedCall& call) {
   return words;
 }
 
+// Waits until the device is done with the memory of a call that was enqueued; abort() has ended
+// what waited for other ranks.
+void CallQueue::leave_stream(const QueuedCall& call) {
+  try {
+    static_cast<void>(call.enqueued.wait_for(kLeaveLimit));
+  } catch (...) {  // here only the end matters
+  }
+}
+
 void CallQueue::poison(const std::exception_ptr& error, const std::string& reason) {
   std::deque<CallPtr> lost;
   {
@@ -304,6 +414,7 @@ void CallQueue::poison(const std::exception_ptr& error, const std::string& reaso
     poison_ = error;
     lost.swap(to_finish_);
     to_launch_.clear();
+    to_agree_.clear();
   }
   watchdog_.stop();
   staging_.stop();
@@ -313,9 +424,10 @@ void CallQueue::poison(const std::exception_ptr& error, const std::string& reaso
   backend_.abort(reason);
   {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return !launching_ && !finishing_; });
+    changed_.wait(lock, [this] { return !starting_ && !launching_ && !finishing_; });
   }
   for (const CallPtr& call : lost) {
+    leave_stream(*call);
     fail(*call, error);
   }
 }

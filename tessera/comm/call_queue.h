@@ -13,13 +13,25 @@
 // process when it receives more than it expects. Tags of later calls travel while the data of
 // earlier ones does, so a caller that runs ahead does not wait for them.
 //
+// [Note: calls on streams] Calls of a stream-ordered backend do not wait for tags:
+//
+//   start()   caller     sends the tag, orders the stream behind the input and enqueues all phases.
+//                        Where that would block (the input must still be handed to the device, or a
+//                        call before this one waits for that), the launcher does it, in order
+//   agree     agreer     waits for the others' tags and compares them, beside the work
+//   finish    finisher   waits for both, frees what the call kept, fulfils the Pending
+//
+// So the Pending tells the host that the numbers are there and that all ranks mean the same ones;
+// a stream that is ordered behind it is behind the device's work alone, and nothing that it makes
+// may become a parameter before the host has waited for the call, or for a later one of its group.
+//
 // Order: the backend sees tags in the order of start(), and network phases in call order: the first
 // of a call only after the last of the call before it. Neither depends on time, so all ranks agree.
 //
 // The first failure poisons the queue: calls before it finish, the backend is aborted, and
 // everything behind it fails with that error.
 //
-// Threads: start() from one thread at a time; launcher and finisher are its own.
+// Threads: start() from one thread at a time; launcher, agreer and finisher are its own.
 #pragma once
 
 #include <condition_variable>
@@ -37,8 +49,33 @@
 #include "tessera/comm/staging.h"
 #include "tessera/comm/watchdog.h"
 #include "tessera/core/spans.h"
+#include "tessera/device/handed_over.h"
 
 namespace tessera::comm {
+
+// The Pending of a call that is work of a stream: see [Note: calls on streams]. `on_stream` is
+// handed over by whoever enqueues the phases.
+class StreamCall final : public device::PendingState {
+ public:
+  explicit StreamCall(std::shared_ptr<device::Completion> ended) : ended_(std::move(ended)) {}
+
+  device::HandedOver& on_stream() { return on_stream_; }
+
+  bool done() override { return ended_->done(); }
+  void wait() override { ended_->wait(); }
+  bool wait_for(std::chrono::nanoseconds limit) override { return ended_->wait_for(limit); }
+  bool awaits_hand_over() override { return on_stream_.awaits_hand_over(); }
+  std::optional<Pending> wait_handed_over() override {
+    if (ended_->done()) {
+      ended_->wait();  // throws what went wrong, which the stream does not know
+    }
+    return on_stream_.wait_handed_over();
+  }
+
+ private:
+  const std::shared_ptr<device::Completion> ended_;
+  device::HandedOver on_stream_;
+};
 
 struct Phase {
   bool network = false;
@@ -74,6 +111,12 @@ struct QueuedCall {
   bool launched = false;             // guarded
   std::size_t num_network_left = 0;  // guarded
   const std::shared_ptr<device::Completion> completion = std::make_shared<device::Completion>();
+  // Of calls on streams; null elsewhere.
+  std::shared_ptr<StreamCall> on_stream;
+  Pending enqueued;                 // what the stream was given, also if the launch failed
+  bool launch_failed = false;       // guarded
+  bool agreed = false;              // guarded: tags were compared, ...
+  std::exception_ptr disagreement;  // ... with this result; null: all are equal
 };
 
 class CallQueue {
@@ -94,15 +137,25 @@ class CallQueue {
  private:
   using CallPtr = std::shared_ptr<QueuedCall>;
 
+  Pending pending_of(const QueuedCall& call) const;
   void launch_calls();
   void launch(QueuedCall& call);
+  void launch_on_stream(QueuedCall& call);
+  void agree_on_calls();
+  void agree(QueuedCall& call);
   void finish_calls();
+  // REQUIRES: mutex_ is held.
+  bool is_to_finish(const QueuedCall& call) const {
+    return on_streams_ ? (call.agreed && (call.launched || call.disagreement)) || call.launch_failed
+                       : call.launched;
+  }
   void finish(QueuedCall& call);
   void finish_parts(QueuedCall& call);
   bool leave_finish(const CallPtr& call, bool succeeded);
   void start_tags(QueuedCall& call);
   void compare_tags(const QueuedCall& call);
   std::vector<CallWords> exchange_words(const QueuedCall& call);
+  static void leave_stream(const QueuedCall& call);
   void poison(const std::exception_ptr& error, const std::string& reason);
 
   Backend& backend_;
@@ -110,18 +163,23 @@ class CallQueue {
   Watchdog& watchdog_;
   const std::vector<int> world_ranks_;
   Spans* const spans_;
+  const bool on_streams_;  // see [Note: calls on streams]
 
   // Guarded by mutex_.
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<CallPtr> to_launch_;
-  std::deque<CallPtr> to_finish_;  // all that have not ended, launched or not
-  bool launching_ = false;         // a call's memory is in the launcher's hands
-  bool finishing_ = false;         // and in the finisher's
+  std::deque<CallPtr> to_agree_;    // on streams
+  std::deque<CallPtr> to_finish_;   // all that have not ended, launched or not
+  std::size_t num_unlaunched_ = 0;  // on streams; a call whose launch failed stays among them
+  bool starting_ = false;           // a call's memory is in the hands of the caller,
+  bool launching_ = false;          // of the launcher,
+  bool finishing_ = false;          // of the finisher
   bool closing_ = false;
   std::exception_ptr poison_;
 
   std::thread launcher_;
+  std::thread agreer_;  // on streams
   std::thread finisher_;
 };
 

@@ -48,7 +48,7 @@ Group::Group(std::unique_ptr<Backend> backend, std::string name, std::vector<int
                                 options_.heartbeat, options_.status}) {
   TESSERA_CHECK(static_cast<int>(world_ranks_.size()) == size(), ConfigError, "group '", name_,
                 "': ", world_ranks_.size(), " names for ", size(), " ranks");
-  if (!backend_->stream_ordered()) {
+  if (!backend_->stream_ordered() || !backend_->compares_tags()) {
     queue_ = std::make_unique<CallQueue>(*backend_, staging_, watchdog_, world_ranks_, spans());
   }
 }
@@ -70,6 +70,14 @@ Group::~Group() {
   }
 }
 
+// A call without a stream whose memory is a device's is work of the comm stream, which holds up
+// nothing of the caller's.
+device::Stream* Group::stream_of(const CallOptions& options) const {
+  const bool needs_one = options.stream == nullptr && queue_ && backend_->stream_ordered() &&
+                         options_.device != nullptr;
+  return needs_one ? &options_.device->stream(device::StreamKind::kComm) : options.stream;
+}
+
 QueuedCall Group::prepare(CallTag tag, const CallOptions& options,
                           std::shared_ptr<const CallWords> words) {
   if (!words) {
@@ -79,7 +87,7 @@ QueuedCall Group::prepare(CallTag tag, const CallOptions& options,
   tag.label_hash = words->hash();
   tag.content_hash = options.content_hash;
   QueuedCall queued;
-  queued.call = {tag,         std::move(words), options.keep_alive, options.stream,
+  queued.call = {tag,         std::move(words), options.keep_alive, stream_of(options),
                  options.met, world_ranks_};
   queued.text = describe(tag, options.label.unit, options.label.parameter);
   if (Spans* traced = spans()) {
@@ -88,9 +96,11 @@ QueuedCall Group::prepare(CallTag tag, const CallOptions& options,
                    traced->intern(options.label.parameter)};
     queued.start_ns = traced->now_ns();
   }
-  if (!queue_) {
+  if (!queue_ && options.stream != nullptr) {
+    options.stream->wait(options.ready);
+  } else if (!queue_) {
     options.ready.wait();
-  } else if (options.stream != nullptr) {
+  } else if (options.stream != nullptr && !backend_->stream_ordered()) {
     queued.ready = options.stream->record();
     if (options.ready.state() != nullptr) {
       queued.ready = Pending::all({queued.ready, options.ready});
@@ -117,7 +127,7 @@ Pending Group::start(QueuedCall queued, std::size_t payload_bytes) {
   return queue_ ? queue_->start(std::move(queued)) : run_on_stream(queued);
 }
 
-// Stream-ordered backends need no worker: each phase is enqueued behind the one before it.
+// Where nobody can differ no worker is needed: each phase is enqueued behind the one before it.
 Pending Group::run_on_stream(const QueuedCall& queued) {
   device::Stream* stream = queued.call.stream;
   if (queued.call.met) {
@@ -162,7 +172,7 @@ std::shared_ptr<const StagingLease> Group::add_staging(QueuedCall& queued, std::
 }
 
 Pending Group::copy(void* to, const void* from, std::size_t bytes, device::Stream* stream) {
-  if (stream != nullptr && !queue_) {
+  if (stream != nullptr && backend_->stream_ordered()) {
     return options_.device != nullptr ? options_.device->start_copy(to, from, bytes, *stream)
                                       : stream->enqueue([=] { std::memcpy(to, from, bytes); });
   }
@@ -173,7 +183,7 @@ Pending Group::copy(void* to, const void* from, std::size_t bytes, device::Strea
 }
 
 Pending Group::zero(void* to, std::size_t bytes, device::Stream* stream) {
-  if (stream != nullptr && !queue_) {
+  if (stream != nullptr && backend_->stream_ordered()) {
     return options_.device != nullptr ? options_.device->start_fill(to, 0, bytes, *stream)
                                       : stream->enqueue([=] { std::memset(to, 0, bytes); });
   }
@@ -260,7 +270,7 @@ HostGather Group::start_gather_host(std::span<const std::byte> mine, const CallO
   const std::size_t own = mine.size() * static_cast<std::size_t>(rank());
   const auto numel = static_cast<std::int64_t>(mine.size());
   CallOptions call = options;
-  if (queue_ || device == nullptr || !device->is_discrete()) {
+  if (!backend_->stream_ordered() || device == nullptr || !device->is_discrete()) {
     const auto all = std::make_shared<std::vector<std::byte>>(all_bytes);
     std::copy(mine.begin(), mine.end(), all->begin() + static_cast<std::ptrdiff_t>(own));
     call.keep_alive = all;
@@ -268,24 +278,43 @@ HostGather Group::start_gather_host(std::span<const std::byte> mine, const CallO
     Pending done = start_all_gather({&gather, 1}, call);
     return {std::move(done), {all, all->data()}};
   }
-  struct Copies {
-    device::Memory host;
-    device::Memory device;
-  };
-  const auto copies = std::make_shared<Copies>();
-  copies->host = device->allocate(Tier::kPinned, all_bytes, Role::kStaging);
-  copies->device = device->allocate(Tier::kDevice, all_bytes, Role::kStaging);
-  std::byte* const all = copies->device.data();
-  device::Stream& stream = device->stream(device::StreamKind::kComm);
+  const std::shared_ptr<HostCopies> copies = take_host_copies(all_bytes);
   std::copy(mine.begin(), mine.end(), copies->host.data() + own);
-  std::ignore = device->start_copy(all + own, copies->host.data() + own, mine.size(), stream);
-  call.stream = &stream;
+  call.stream = &device->stream(device::StreamKind::kComm);
   call.keep_alive = copies;
-  const Gather gather{all + own, all, numel, DType::kUInt8};
-  std::ignore = start_all_gather({&gather, 1}, call);
-  Pending done = device->start_copy(copies->host.data(), all, all_bytes, stream);
-  hold_until_done(done, copies);
-  return {std::move(done), {copies, copies->host.data()}};
+  QueuedCall queued = prepare({.shape_hash = hash_bytes(&numel, sizeof(numel), 0),
+                               .total_bytes = mine.size(),
+                               .num_tensors = 1,
+                               .op = Op::kAllGather,
+                               .dtype = DType::kUInt8},
+                              call);
+  if (all_bytes > 0) {
+    std::byte* const all = copies->device.data();
+    std::byte* const host = copies->host.data();
+    queued.phases = {
+        {true,
+         [=, this, bytes = mine.size(), call = queued.call] {
+           std::ignore = copy(all + own, host + own, bytes, call.stream);
+           const GatherBytes part{all + own, all, bytes};
+           return backend_->start_all_gather({&part, 1}, call);
+         }},
+        {false, [=, this, call = queued.call] { return copy(host, all, all_bytes, call.stream); }}};
+  }
+  return {start(std::move(queued), mine.size() * num_peers()), {copies, copies->host.data()}};
+}
+
+// Kept from call to call: a device may have to stand still to allocate or free. What nobody else
+// holds any more belongs to no call.
+std::shared_ptr<Group::HostCopies> Group::take_host_copies(std::size_t bytes) {
+  for (const auto& copies : host_copies_) {
+    if (copies.use_count() == 1 && copies->host.bytes() >= bytes) {
+      return copies;
+    }
+  }
+  auto made = std::make_shared<HostCopies>();
+  made->host = options_.device->allocate(Tier::kPinned, bytes, Role::kStaging);
+  made->device = options_.device->allocate(Tier::kDevice, bytes, Role::kStaging);
+  return host_copies_.emplace_back(std::move(made));
 }
 
 void Group::broadcast_host(void* data, std::size_t bytes, int root, const CallOptions& options) {

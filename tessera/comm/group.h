@@ -200,7 +200,14 @@ class Group {
   // `payload_bytes` is what this rank sends; the closed forms of docs/communication.md.
   Pending start(QueuedCall queued, std::size_t payload_bytes);
   Pending run_on_stream(const QueuedCall& queued);
+  device::Stream* stream_of(const CallOptions& options) const;
   void hold_until_done(const Pending& pending, const std::shared_ptr<const void>& keep_alive);
+  // Of start_gather_host(), where the network reaches memory of the device only.
+  struct HostCopies {
+    device::Memory host;
+    device::Memory device;
+  };
+  std::shared_ptr<HostCopies> take_host_copies(std::size_t bytes);
   // All the scratch of a call, for its phases: it is there when they run. Kept alive as long as the
   // call, also when that is stuck in the network.
   std::shared_ptr<const StagingLease> add_staging(QueuedCall& queued, std::size_t bytes);
@@ -244,6 +251,7 @@ class Group {
   std::uint64_t sequence_ = 0;
   std::uint64_t num_splits_ = 0;
   std::vector<std::pair<Pending, std::shared_ptr<const void>>> held_;  // see hold_until_done()
+  std::vector<std::shared_ptr<HostCopies>> host_copies_;               // see take_host_copies()
 
   std::atomic<std::uint64_t> payload_bytes_{0};
   std::atomic<std::uint64_t> control_bytes_{0};
@@ -251,7 +259,7 @@ class Group {
 
   const int num_exceptions_ = std::uncaught_exceptions();
   Watchdog watchdog_;
-  std::unique_ptr<CallQueue> queue_;  // null: stream-ordered. Last: its threads use all above
+  std::unique_ptr<CallQueue> queue_;  // null: a world of one. Last: its threads use all above
 };
 
 namespace detail_group {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <optional>
 #include <vector>
@@ -14,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "tessera/comm/c10d_store.h"
+#include "tessera/comm/tag_channel.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -39,22 +41,30 @@ at::ScalarType scalar_type(DType dtype) {
   return at::kByte;
 }
 
+// c10d's own limit, at which it ends the process, lies behind ours: the message with the names is
+// the first.
+constexpr std::chrono::seconds kNcclSlack{30};
+
 // Every call is work of its stream: c10d starts NCCL behind the current stream, and waiting for
-// the Work orders that stream, not the host, behind NCCL.
+// the Work orders that stream, not the host, behind NCCL. Tags go beside it, over sockets.
 class NcclBackend final : public Backend {
  public:
   NcclBackend(std::shared_ptr<Store> store, int rank, int size, int device_index,
-              const std::string& name, std::chrono::milliseconds timeout)
+              const std::string& name, const GlooOptions& side)
       : store_(std::move(store)),
         rank_(rank),
         size_(size),
         device_index_(static_cast<c10::DeviceIndex>(device_index)),
-        timeout_(timeout) {
+        side_(side),
+        tags_(store_, rank, size, name, side) {
     auto options = c10d::ProcessGroupNCCL::Options::create();
-    options->timeout = timeout;
+    options->timeout = side.timeout + kNcclSlack;
     try {
       process_group_ = c10::make_intrusive<c10d::ProcessGroupNCCL>(
           c10::make_intrusive<c10d::PrefixStore>(name, c10d_store(*store_)), rank, size, options);
+      // Else the first call would do it, and block its caller until all ranks have made it.
+      const c10::cuda::CUDAGuard guard(device_index_);
+      process_group_->eagerConnectSingleDevice(device());
     } catch (const std::exception& error) {
       throw CommError(detail::concat("group '", name, "': rank ", rank, " on GPU ", device_index,
                                      " cannot start NCCL: ", c10d_text(error)));
@@ -69,7 +79,7 @@ class NcclBackend final : public Backend {
     }
     try {
       if (std::uncaught_exceptions() > num_exceptions_) {
-        process_group_->abort();
+        abort("");
       } else {
         process_group_->shutdown();
       }
@@ -84,6 +94,13 @@ class NcclBackend final : public Backend {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   bool stream_ordered() const override { return true; }
+
+  Pending start_tags(const std::shared_ptr<std::vector<CallTag>>& tags) override {
+    return tags_.start_tags(tags);
+  }
+  Pending start_words(const std::shared_ptr<std::vector<WordsSlot>>& words) override {
+    return tags_.start_words(words);
+  }
 
   Pending start_all_gather(std::span<const GatherBytes> parts, const Call& call) override {
     return on_stream(call.stream, [&] {
@@ -187,7 +204,7 @@ class NcclBackend final : public Backend {
     TESSERA_INVARIANT(own != ranks.end(), "split '", name, "' without its own rank ", rank_);
     return std::make_unique<NcclBackend>(store_, static_cast<int>(own - ranks.begin()),
                                          static_cast<int>(ranks.size()), device_index_, name,
-                                         timeout_);
+                                         side_);
   }
 
   // NCCL sends along a ring, in which every rank but the last passes the bytes on.
@@ -197,6 +214,7 @@ class NcclBackend final : public Backend {
 
   void abort(const std::string&) override {
     is_aborted_ = true;
+    tags_.abort();
     process_group_->abort();
   }
 
@@ -242,9 +260,10 @@ class NcclBackend final : public Backend {
   const int rank_;
   const int size_;
   const c10::DeviceIndex device_index_;
-  const std::chrono::milliseconds timeout_;
+  const GlooOptions side_;
   const int num_exceptions_ = std::uncaught_exceptions();
   std::atomic<bool> is_aborted_ = false;
+  TagChannel tags_;
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> process_group_;
 };
 
@@ -259,8 +278,8 @@ std::string nccl_description() {
 
 std::unique_ptr<Backend> make_nccl_backend(std::shared_ptr<Store> store, int rank, int size,
                                            int device_index, const std::string& name,
-                                           std::chrono::milliseconds timeout) {
-  return std::make_unique<NcclBackend>(std::move(store), rank, size, device_index, name, timeout);
+                                           const GlooOptions& side) {
+  return std::make_unique<NcclBackend>(std::move(store), rank, size, device_index, name, side);
 }
 
 }  // namespace tessera::comm

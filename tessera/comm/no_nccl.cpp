@@ -9,7 +9,7 @@ bool nccl_built() { return false; }
 std::string nccl_description() { return "not in this build (no CUDA)"; }
 
 std::unique_ptr<Backend> make_nccl_backend(std::shared_ptr<Store>, int, int, int,
-                                           const std::string&, std::chrono::milliseconds) {
+                                           const std::string&, const GlooOptions&) {
   throw ConfigError(
       "comm.backend=nccl, but this build has no CUDA; build with a CUDA toolkit and a CUDA torch "
       "(make build finds them), or use comm.backend=gloo");

@@ -9,6 +9,7 @@
 // Threads: plain data.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -86,6 +87,13 @@ class CallWords {
   std::uint64_t hash_ = 0;
   bool full_ = false;
 };
+
+// Words in a message of one size.
+struct WordsSlot {
+  std::uint32_t num_bytes = 0;
+  std::array<char, CallWords::kMaxBytes> bytes{};
+};
+static_assert(sizeof(WordsSlot) == sizeof(std::uint32_t) + CallWords::kMaxBytes);
 
 // "all_gather #17 (3 tensors, 12288 bytes, fp32)"
 std::string describe(const CallTag& tag);

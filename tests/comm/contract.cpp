@@ -121,11 +121,13 @@ Bytes ContractRank::download(const device::Memory& memory) const {
   return bytes;
 }
 
-std::unique_ptr<Network> make_thread_network(int num_ranks, std::uint32_t max_delay_us) {
+std::unique_ptr<Network> make_thread_network(int num_ranks, std::uint32_t max_delay_us,
+                                             bool on_streams) {
   ThreadWorldOptions options;
   options.num_ranks = num_ranks;
   options.max_delay_us = max_delay_us;
   options.seed = 5;
+  options.on_streams = on_streams;
   return std::make_unique<ThreadNetwork>(options);
 }
 
@@ -143,6 +145,10 @@ std::string text_of(const std::exception_ptr& failure) {
 void Contract::SetUp() {
   if (GetParam().needs_gpu && device::num_cuda_devices() == 0) {
     GTEST_SKIP() << "no GPU: " << device::cuda_description();
+  }
+  if (GetParam().needs_gpu && device::num_cuda_devices() < GetParam().num_gpus) {
+    GTEST_SKIP() << "needs " << GetParam().num_gpus << " GPUs, one per rank; this machine has "
+                 << device::num_cuda_devices();
   }
 }
 

@@ -7,6 +7,7 @@
 //   GroupContract   agreement, failures, groups of groups: every network
 //   LimitContract   what ends at the time limit: one network of each kind
 //   StagedContract  calls that pass through pinned memory: a discrete device on a host's network
+//   StreamContract  calls that are work of streams: every stream-ordered network
 #pragma once
 
 #include <exception>
@@ -50,8 +51,9 @@ class Network {
   virtual std::unique_ptr<Backend> make_backend(int rank) = 0;
   virtual std::shared_ptr<StatusStore> make_status() = 0;
 };
-// Ranks as threads over shared memory.
-std::unique_ptr<Network> make_thread_network(int num_ranks, std::uint32_t max_delay_us);
+// Ranks as threads over shared memory. `on_streams`: their calls are work of streams.
+std::unique_ptr<Network> make_thread_network(int num_ranks, std::uint32_t max_delay_us,
+                                             bool on_streams = false);
 
 struct ContractWorld {
   std::string name;
@@ -61,6 +63,7 @@ struct ContractWorld {
   std::size_t staging_bytes = 0;  // reserved; 0: none
   Role role = Role::kOther;       // of the memory of calls
   bool needs_gpu = false;
+  int num_gpus = 1;  // that it needs then
   // Ranks are processes, each with a copy of the network as it was made: that one has no thread,
   // and its ranks meet in files.
   bool as_processes = false;
@@ -102,6 +105,7 @@ class MemoryContract : public Contract {};
 class GroupContract : public Contract {};
 class StagedContract : public Contract {};
 class LimitContract : public Contract {};
+class StreamContract : public Contract {};
 
 std::string text_of(const std::exception_ptr& failure);
 

@@ -14,9 +14,11 @@
 #include <iostream>
 #include <memory>
 #include <sstream>
+#include <thread>
 
 #include "tessera/comm/gloo_backend.h"
 #include "tessera/comm/store.h"
+#include "tessera/comm/tag_channel.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
 #include "testing/guarded_device.h"
@@ -88,6 +90,50 @@ INSTANTIATE_TEST_SUITE_P(Double, MemoryContract, ::testing::Values(double_socket
 INSTANTIATE_TEST_SUITE_P(Double, StagedContract, ::testing::Values(double_sockets()), world_name);
 INSTANTIATE_TEST_SUITE_P(Cuda, MemoryContract, kCudaWorlds, world_name);
 INSTANTIATE_TEST_SUITE_P(Cuda, StagedContract, kCudaWorlds, world_name);
+
+// Ranks may be ahead of each other by any number of tags when one of them needs words.
+TEST(TagChannel, BringsTagsInTheirOrderAndWordsAtAnyTime) {
+  for (const int num_ranks : {1, 3}) {
+    const auto server = serve_store("127.0.0.1", 0, kStoreTimeout);
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      ranks.emplace_back([&, rank] {
+        GlooOptions options;
+        options.bind_host = "127.0.0.1";
+        TagChannel channel(connect_store("127.0.0.1", server->port(), kStoreTimeout), rank,
+                           num_ranks, "world", options);
+        const auto size = static_cast<std::size_t>(num_ranks);
+        const auto own = static_cast<std::size_t>(rank);
+        std::vector<std::shared_ptr<std::vector<CallTag>>> sent;
+        std::vector<Pending> pending;
+        for (std::uint64_t call = 0; call < 50 + 7 * own; ++call) {
+          sent.push_back(std::make_shared<std::vector<CallTag>>(size));
+          (*sent.back())[own] = {.sequence = call, .total_bytes = own};
+          pending.push_back(channel.start_tags(sent.back()));
+        }
+        for (std::uint64_t call = 0; call < 50; ++call) {
+          pending[call].wait();
+          for (std::size_t r = 0; r < size; ++r) {
+            EXPECT_EQ((*sent[call])[r].sequence, call);
+            EXPECT_EQ((*sent[call])[r].total_bytes, r);
+          }
+        }
+        const auto words = std::make_shared<std::vector<WordsSlot>>(size);
+        (*words)[own].num_bytes = static_cast<std::uint32_t>(own);
+        (*words)[own].bytes.fill(static_cast<char>(own));
+        channel.start_words(words).wait();
+        for (std::size_t r = 0; r < size; ++r) {
+          EXPECT_EQ((*words)[r].num_bytes, r);
+          EXPECT_EQ((*words)[r].bytes.back(), static_cast<char>(r));
+        }
+        channel.abort();  // the tags of some will never come
+      });
+    }
+    for (std::thread& rank : ranks) {
+      rank.join();
+    }
+  }
+}
 
 // Joins as one rank of several that never join.
 std::string error_of_joining(int rank, int num_ranks, const GlooOptions& options) {

@@ -103,7 +103,9 @@ TEST_P(GroupContract, WhatOneRankCallsOtherwiseIsNamedOnEveryRank) {
         try {
           gathers.run(here.group.rank() == 2 ? odd.call : NamedGather());
         } catch (const CommError&) {
-          EXPECT_TRUE(gathers.is_untouched()) << "rank " << here.group.rank();
+          // On a stream numbers may have arrived; nobody was told that they are there.
+          EXPECT_TRUE(here.group.is_stream_ordered() || gathers.is_untouched())
+              << "rank " << here.group.rank();
           throw;
         }
       });
@@ -207,7 +209,7 @@ TEST_P(GroupContract, TagsAreTheOnlyControlBytes) {
     for (int i = 0; i < 10; ++i) {
       here.group.start_barrier().wait();
     }
-    const bool sends_tags = here.group.backend_name() == "gloo";
+    const bool sends_tags = here.group.backend_name() == "gloo" || here.group.is_stream_ordered();
     EXPECT_EQ(here.group.wire_bytes().control, sends_tags ? 10U * 2U * sizeof(CallTag) : 0U);
   });
 }

@@ -1,6 +1,7 @@
 // Collectives in the order of streams, on a device that is as late as it may be. A program that
 // names its stream gets the right numbers; one that forgets meets poison: shown both ways, so that
 // this test is known to see the mistake.
+#include <algorithm>
 #include <cmath>
 #include <tuple>
 
@@ -10,6 +11,7 @@
 #include "tessera/core/error.h"
 #include "testing/mock_device.h"
 #include "testing/thread_backend.h"
+#include "tests/comm/counted_pending.h"
 
 namespace tessera::comm {
 namespace {
@@ -123,6 +125,27 @@ TEST(GroupStream, KeepAliveIsHeldUntilTheStreamHasDoneTheWork) {
   EXPECT_EQ(full.back(), 7.0F);
   group.start_barrier(options).wait();
   EXPECT_TRUE(watched.expired());
+}
+
+// There is no thread to wait for the input, so its stream must.
+TEST(GroupStream, AWorldOfOneOrdersItsStreamBehindALateInput) {
+  const auto device = late(LateMode::kRandom, 0);
+  GroupOptions group_options;
+  group_options.device = device.get();
+  Group group(make_solo_backend(device.get()), "alone", {0}, group_options);
+  std::vector<float> source(kStreamNumel, 0.0F);
+  std::vector<float> full(kStreamNumel, 0.0F);
+  const auto input = std::make_shared<CountedPending>();
+  CallOptions options;
+  options.stream = &device->stream(StreamKind::kGather);
+  options.ready = Pending(input);
+  const Gather gather{source.data(), full.data(), kStreamNumel, DType::kFloat32};
+  const Pending gathered = group.start_all_gather({&gather, 1}, options);
+  EXPECT_EQ(input->num_waits(), 0);
+  std::fill(source.begin(), source.end(), 7.0F);
+  input->succeed();
+  gathered.wait();
+  EXPECT_EQ(full.back(), 7.0F);
 }
 
 TEST(GroupStream, AFailedStreamFailsTheCall) {

@@ -5,6 +5,7 @@
 
 #include "tessera/core/error.h"
 #include "tests/comm/contract.h"
+#include "tests/comm/counted_pending.h"
 #include "tests/comm/random_call.h"
 #include "tests/comm/reference.h"
 #include "tests/support/sizes.h"
@@ -109,7 +110,8 @@ TEST_P(MemoryContract, AGatherToSomeReachesThoseAndSendsToNobodyElse) {
       {0, DType::kFloat32}, {20011, DType::kFloat32}, {17, DType::kBFloat16}, {33, DType::kInt64}};
   for (int num_ranks = least_ranks(); num_ranks <= 3; ++num_ranks) {
     run(num_ranks, [&](ContractRank& here) {
-      const bool is_packed = here.group.call_memory() != CallMemory::kShared;
+      const bool is_packed =
+          here.group.call_memory() != CallMemory::kShared && !here.group.is_stream_ordered();
       const std::uint64_t sent_bytes =
           20011 * 4 + (is_packed ? 48 + 272 : 34 + 264);  // packed in units of 16
       for (const auto& wants : wants_of(here.group.size())) {
@@ -235,6 +237,53 @@ TEST_P(MemoryContract, BroadcastCopiesTheRootsBytesAndAllToAllTransposesThePiece
         }
         EXPECT_TRUE(here.download(receive) == expected) << numel;
       }
+    });
+  }
+}
+
+// The input of every call is late, and its stream may be, too: no start_*() waits for it on the
+// thread that calls, and what is done afterwards is done in order.
+TEST_P(MemoryContract, StartingACallNeverWaitsForItsInput) {
+  for (const bool has_stream : {false, true}) {
+    run(2, [has_stream](ContractRank& here) {
+      constexpr std::int64_t kNumel = 2049;
+      const Bytes bytes = reference::array(1, here.group.rank(), 0, kNumel, DType::kFloat32);
+      const auto input = std::make_shared<CountedPending>();
+      std::vector<Memory> memory;
+      const auto room = [&](std::size_t times) {
+        Bytes all;
+        for (std::size_t i = 0; i < times; ++i) {
+          all.insert(all.end(), bytes.begin(), bytes.end());
+        }
+        return memory.emplace_back(here.upload(all)).data();
+      };
+      const Gather gather{room(1), room(2), kNumel, DType::kFloat32};
+      const std::vector<std::uint8_t> wants = {1, 1};
+      void* const sent = room(2);
+      void* const received = room(2);
+      void* const sum = room(1);
+      CallOptions options;
+      options.stream = has_stream ? &here.device.stream(device::StreamKind::kGather) : nullptr;
+      options.ready = Pending(input);
+      std::vector<Pending> calls = here.group.start_all_gathers({&gather, 1}, options);
+      calls.push_back(here.group.start_all_gather({&gather, 1}, options));
+      calls.push_back(here.group.start_gather_to({&gather, 1}, wants, options));
+      calls.push_back(here.group.start_reduce_scatter(sent, sum, kNumel, DType::kFloat32,
+                                                      DType::kFloat32, options));
+      calls.push_back(
+          here.group.start_all_to_all(sent, received, kNumel, DType::kFloat32, options));
+      calls.push_back(here.group.start_broadcast(received, kNumel, DType::kFloat32, 1, options));
+      calls.push_back(
+          here.group.start_all_reduce(received, kNumel, DType::kFloat32, Reduction::kSum, options));
+      calls.push_back(here.group.start_gather_host(bytes, options).done);
+      calls.push_back(here.group.start_barrier(options));
+      EXPECT_EQ(input->num_waits(), 0);
+      EXPECT_FALSE(calls.front().done());
+      input->succeed();
+      for (const Pending& call : calls) {
+        call.wait();
+      }
+      EXPECT_TRUE(here.download(memory[1]) == reference::arrays(1, 2, kNumel, DType::kFloat32));
     });
   }
 }

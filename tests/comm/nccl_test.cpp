@@ -1,6 +1,7 @@
-// NCCL in a world of one: device memory, stream order, the same arithmetic as everywhere. More
-// ranks need more GPUs than the machines that run these tests have.
+// NCCL in a world of one: device memory, stream order, tags, the same arithmetic as everywhere. Two
+// ranks, in the contract of streams, need two GPUs.
 #include <algorithm>
+#include <chrono>
 #include <tuple>
 
 #include <gtest/gtest.h>
@@ -9,6 +10,7 @@
 #include "tessera/comm/nccl_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
+#include "tests/comm/contract.h"
 #include "tests/comm/reference.h"
 
 namespace tessera::comm {
@@ -16,6 +18,52 @@ namespace {
 
 using device::Memory;
 using device::StreamKind;
+
+constexpr std::chrono::seconds kNcclTimeout{60};
+
+GlooOptions side() {
+  GlooOptions options;
+  options.timeout = kNcclTimeout;
+  options.bind_host = "127.0.0.1";
+  return options;
+}
+
+// Ranks as threads, each with a GPU and a connection of its own.
+class NcclNetwork final : public Network {
+ public:
+  explicit NcclNetwork(int num_ranks) : num_ranks_(num_ranks) {}
+
+  std::unique_ptr<Backend> make_backend(int rank) override {
+    return make_nccl_backend(connect(), rank, num_ranks_, rank, "world", side());
+  }
+  std::shared_ptr<StatusStore> make_status() override {
+    return std::make_shared<StatusStore>(connect(), num_ranks_);
+  }
+
+ private:
+  std::unique_ptr<Store> connect() {
+    return connect_store("127.0.0.1", server_->port(), kNcclTimeout);
+  }
+
+  const int num_ranks_;
+  const std::shared_ptr<Store> server_ = serve_store("127.0.0.1", 0, kNcclTimeout);
+};
+
+INSTANTIATE_TEST_SUITE_P(NcclOnCuda, StreamContract,
+                         ::testing::Values(ContractWorld{
+                             .name = "TwoGpus",
+                             .make_network =
+                                 [](int ranks) { return std::make_unique<NcclNetwork>(ranks); },
+                             .make_device =
+                                 [](int rank, Ledger& ledger) {
+                                   device::CudaDeviceOptions options;
+                                   options.index = rank;
+                                   options.ledger = &ledger;
+                                   return device::make_cuda_device(options);
+                                 },
+                             .needs_gpu = true,
+                             .num_gpus = 2}),
+                         world_name);
 
 class NcclOnCuda : public ::testing::Test {
  protected:
@@ -26,14 +74,13 @@ class NcclOnCuda : public ::testing::Test {
     if (device::num_cuda_devices() == 0) {
       GTEST_SKIP() << "no GPU: " << device::cuda_description();
     }
-    const std::chrono::seconds timeout(60);
-    store_ = serve_store("127.0.0.1", 0, timeout);
+    store_ = serve_store("127.0.0.1", 0, kNcclTimeout);
     device::CudaDeviceOptions device_options;
     device_options.ledger = &ledger_;
     device_ = device::make_cuda_device(device_options);
     GroupOptions options;
     options.device = device_.get();
-    group_ = std::make_unique<Group>(make_nccl_backend(store_, 0, 1, 0, "world", timeout), "world",
+    group_ = std::make_unique<Group>(make_nccl_backend(store_, 0, 1, 0, "world", side()), "world",
                                      std::vector<int>{0}, options);
     call_.stream = &device_->stream(StreamKind::kGather);
   }
@@ -130,7 +177,7 @@ TEST_F(NcclOnCuda, ReducesInRankOrderOnTheDevice) {
 
 // The arithmetic of several ranks without the ranks: their parts lie side by side.
 TEST_F(NcclOnCuda, TheDeviceAddsTheSameBitsAsTheHost) {
-  const auto backend = make_nccl_backend(store_, 0, 1, 0, "sums", std::chrono::seconds(60));
+  const auto backend = make_nccl_backend(store_, 0, 1, 0, "sums", side());
   for (const int num_parts : {1, 2, 3, 5}) {
     for (const auto& [dtype, out_dtype] : {std::pair{DType::kFloat32, DType::kFloat32},
                                            {DType::kBFloat16, DType::kFloat32},
