@@ -206,10 +206,10 @@ void Gatherer::order_behind_update(const Param& param) {
   if (update == nullptr || update == call_.last_update || param.tier() != Tier::kDevice) {
     return;
   }
-  if (compute_.runs_on_caller() && !param.updated().done()) {
-    call_.ready.push_back(param.updated());  // the host goes on
-  } else {
+  if (gather_.can_order_behind(param.updated())) {
     gather_.wait(param.updated());
+  } else {
+    call_.ready.push_back(param.updated());  // the group waits for it, and the host goes on
   }
   call_.last_update = update;
 }

@@ -192,6 +192,8 @@ void BucketSender::wait() {
     stream_.wait_for(reduced);
   }
   stream_.synchronize();
+  // A stream may have the numbers before the ranks have agreed on the call that brought them.
+  stream_.wait_on_host(in_flight_);
   in_flight_.clear();
 }
 

@@ -148,6 +148,14 @@ void GradientStream::wait_for(const Pending& pending) {
   stats_.exposed_wait_s += static_cast<double>(parts_.clock.now_ns() - start_ns) * 1e-9;
 }
 
+void GradientStream::wait_on_host(std::span<const Pending> pendings) {
+  const std::int64_t start_ns = parts_.clock.now_ns();
+  for (const Pending& pending : pendings) {
+    pending.wait();
+  }
+  stats_.exposed_wait_s += static_cast<double>(parts_.clock.now_ns() - start_ns) * 1e-9;
+}
+
 void GradientStream::synchronize() {
   const std::int64_t start_ns = parts_.clock.now_ns();
   reduce_.synchronize();

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -69,6 +70,8 @@ class GradientStream {
               std::int64_t bytes = 0);
   // Orders the stream behind `pending`; the time for which the host had to wait is exposed.
   void wait_for(const device::Pending& pending);
+  // Blocks until each is done; throws the first failure.
+  void wait_on_host(std::span<const device::Pending> pendings);
   // Blocks until the stream has done everything; throws its failure.
   void synchronize();
   // The same, copies to the host included, before memory is given back, whatever has become of the

@@ -50,6 +50,7 @@ struct ReduceCase {
   ReducerOptions options;
   DeviceKind device = DeviceKind::kCpu;
   std::int64_t most_kept_bytes = kMostKeptBytes;
+  std::string name = "p";          // of parameters, with a number behind it
   bool has_dynamic_group = false;  // else dynamic parameters share the group of the others
   // Puts a double in front of the device; empty: none.
   std::function<std::unique_ptr<device::Device>(std::unique_ptr<device::Device>)> wrap_device = {};
@@ -72,7 +73,7 @@ class ReducerFixture : public support::RankFixture {
         dynamic_group_(test.has_dynamic_group ? group.split(0, "dynamic") : nullptr) {
     for (std::size_t i = 0; i < test.shapes.size(); ++i) {
       shard::ParamSpec spec;
-      spec.name = "p" + std::to_string(i);
+      spec.name = test.name + std::to_string(i);
       spec.numel = test.shapes[i].numel;
       spec.dtype = test.param_dtype;
       spec.trainable = test.shapes[i].trainable;

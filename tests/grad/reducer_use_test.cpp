@@ -1,7 +1,10 @@
 // What a reducer refuses, what it promises about steps that go wrong, and what it never keeps.
+#include <atomic>
 #include <functional>
 #include <future>
+#include <latch>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -212,6 +215,64 @@ TEST(ReducerUse, RefusesAWireThatGradientsCannotTravelOn) {
     test.options.wire_dtype = DType::kInt32;
     expect_error<ConfigError>([&] { ReducerFixture(group, test); }, "int32");
   });
+}
+
+// A network whose calls are work of streams brings numbers before the ranks have agreed on them.
+ReduceCase case_on_streams() {
+  ReduceCase test = small_case();
+  test.device = DeviceKind::kRandom;
+  return test;
+}
+
+TEST(ReducerOnStreams, GivesTheSameSums) {
+  comm::ThreadWorldOptions ranks;
+  ranks.num_ranks = 3;
+  ranks.on_streams = true;
+  comm::run_ranks(ranks, {}, [](comm::Group& group) {
+    ReducerFixture world(group, case_on_streams());
+    for (int step = 0; step < 3; ++step) {
+      for (int backward = 0; backward < 2; ++backward) {
+        for (const int id : {4, 2, 1, 0}) {
+          add(world, {group.rank(), step, backward}, id);
+        }
+        world.reducer().finish_backward();
+      }
+      expect_sums(world, step, 2, always);
+      world.reducer().clear();
+    }
+  });
+}
+
+TEST(ReducerOnStreams, GivesNoGradientBeforeTheRanksHaveAgreedOnIt) {
+  const auto gate = std::make_shared<device::Completion>();
+  std::atomic<bool> is_open = false;
+  std::latch have_numbers(2);
+  comm::ThreadWorldOptions ranks;
+  ranks.num_ranks = 2;
+  ranks.on_streams = true;
+  ranks.tags_arrive_after = device::Pending(gate);
+  std::thread opener([&] {
+    have_numbers.wait();
+    is_open = true;
+    gate->succeed();
+  });
+  const auto failures = comm::run_ranks_collecting(ranks, {}, [&](comm::Group& group) {
+    ReduceCase test = case_on_streams();
+    test.shapes = {{40}};
+    test.name = group.rank() == 0 ? "p" : "q";  // which no network sees
+    ReducerFixture world(group, test);
+    add(world, {group.rank(), 0, 0}, 0);
+    world.device().stream(device::StreamKind::kReduce).synchronize();
+    have_numbers.count_down();
+    world.reducer().finish_backward();
+    expect_error<comm::MismatchError>([&] { world.reducer().shard_gradient(0); },
+                                      "rank 1 called reduce_scatter #1");
+    EXPECT_TRUE(is_open);
+  });
+  opener.join();
+  for (const auto& failure : failures) {
+    EXPECT_EQ(failure, nullptr);
+  }
 }
 
 }  // namespace
