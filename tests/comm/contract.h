@@ -7,7 +7,8 @@
 //   GroupContract   agreement, failures, groups of groups: every network
 //   LimitContract   what ends at the time limit: one network of each kind
 //   StagedContract  calls that pass through pinned memory: a discrete device on a host's network
-//   StreamContract  calls that are work of streams: every stream-ordered network
+//   StreamContract  calls that are work of streams: every stream-ordered network; what of it ends
+//                   at the time limit is a StreamLimitContract
 #pragma once
 
 #include <exception>
@@ -106,6 +107,7 @@ class GroupContract : public Contract {};
 class StagedContract : public Contract {};
 class LimitContract : public Contract {};
 class StreamContract : public Contract {};
+class StreamLimitContract : public Contract {};
 
 std::string text_of(const std::exception_ptr& failure);
 

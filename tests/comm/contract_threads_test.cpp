@@ -46,6 +46,7 @@ const auto kDoubleWorlds =
     ::testing::Values(double_threads("Lazy", device::LateMode::kLazy, 0, 0),
                       double_threads("LateAndReserved", device::LateMode::kRandom, 30, 200000));
 
+const auto kStreamWorld = ::testing::Values(on_streams("Lazy", device::LateMode::kLazy, 0));
 const auto kStreamWorlds =
     ::testing::Values(on_streams("Lazy", device::LateMode::kLazy, 0),
                       on_streams("OutOfStep", device::LateMode::kRandom, 100));
@@ -56,9 +57,8 @@ INSTANTIATE_TEST_SUITE_P(Threads, LimitContract, ::testing::Values(threads("InSt
                          world_name);
 INSTANTIATE_TEST_SUITE_P(Streams, MemoryContract, kStreamWorlds, world_name);
 INSTANTIATE_TEST_SUITE_P(Streams, GroupContract, kStreamWorlds, world_name);
-INSTANTIATE_TEST_SUITE_P(Streams, LimitContract,
-                         ::testing::Values(on_streams("Lazy", device::LateMode::kLazy, 0)),
-                         world_name);
+INSTANTIATE_TEST_SUITE_P(Streams, LimitContract, kStreamWorld, world_name);
+INSTANTIATE_TEST_SUITE_P(Streams, StreamLimitContract, kStreamWorld, world_name);
 INSTANTIATE_TEST_SUITE_P(Streams, StreamContract, kStreamWorlds, world_name);
 INSTANTIATE_TEST_SUITE_P(Double, MemoryContract, kDoubleWorlds, world_name);
 INSTANTIATE_TEST_SUITE_P(Double, StagedContract, kDoubleWorlds, world_name);

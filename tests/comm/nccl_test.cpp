@@ -1,7 +1,9 @@
 // NCCL in a world of one: device memory, stream order, tags, the same arithmetic as everywhere. Two
 // ranks, in the contract of streams, need two GPUs.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <memory>
 #include <tuple>
 
 #include <gtest/gtest.h>
@@ -10,6 +12,7 @@
 #include "tessera/comm/nccl_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
+#include "tessera/device/handed_over.h"
 #include "tests/comm/contract.h"
 #include "tests/comm/reference.h"
 
@@ -49,20 +52,22 @@ class NcclNetwork final : public Network {
   const std::shared_ptr<Store> server_ = serve_store("127.0.0.1", 0, kNcclTimeout);
 };
 
-INSTANTIATE_TEST_SUITE_P(NcclOnCuda, StreamContract,
-                         ::testing::Values(ContractWorld{
-                             .name = "TwoGpus",
-                             .make_network =
-                                 [](int ranks) { return std::make_unique<NcclNetwork>(ranks); },
-                             .make_device =
-                                 [](int rank, Ledger& ledger) {
-                                   device::CudaDeviceOptions options;
-                                   options.index = rank;
-                                   options.ledger = &ledger;
-                                   return device::make_cuda_device(options);
-                                 },
-                             .needs_gpu = true,
-                             .num_gpus = 2}),
+ContractWorld two_gpus() {
+  return {.name = "TwoGpus",
+          .make_network = [](int ranks) { return std::make_unique<NcclNetwork>(ranks); },
+          .make_device =
+              [](int rank, Ledger& ledger) {
+                device::CudaDeviceOptions options;
+                options.index = rank;
+                options.ledger = &ledger;
+                return device::make_cuda_device(options);
+              },
+          .needs_gpu = true,
+          .num_gpus = 2};
+}
+
+INSTANTIATE_TEST_SUITE_P(NcclOnCuda, StreamContract, ::testing::Values(two_gpus()), world_name);
+INSTANTIATE_TEST_SUITE_P(NcclOnCuda, StreamLimitContract, ::testing::Values(two_gpus()),
                          world_name);
 
 class NcclOnCuda : public ::testing::Test {
@@ -208,6 +213,50 @@ TEST_F(NcclOnCuda, BroadcastBarrierAndAllToAllComplete) {
   group_->start_barrier(call_).wait();
   EXPECT_TRUE(download(other) == bytes);
   EXPECT_EQ(group_->wire_bytes().payload, 0U);
+}
+
+// There is nobody to differ from, but the tags travel, and the Pending waits for them.
+TEST_F(NcclOnCuda, CallsAreMetAndWhatTheyKeepIsFreedWithTheirEnd) {
+  auto kept = std::make_shared<int>(1);
+  const std::weak_ptr<int> watched = kept;
+  call_.met = std::make_shared<std::atomic<bool>>(false);
+  call_.keep_alive = std::move(kept);
+  const Pending call = group_->start_barrier(call_);
+  call_.keep_alive.reset();
+  call.wait();
+  EXPECT_TRUE(*call_.met);
+  EXPECT_TRUE(watched.expired());
+}
+
+// An input that is not on the device yet holds up neither the caller nor the order of calls.
+TEST_F(NcclOnCuda, ACallWaitsForAHostThreadWithoutItsCaller) {
+  const auto bytes = reference::array(10, 0, 0, kNcclNumel, DType::kFloat32);
+  const Memory shard = on_device(bytes.size());
+  const Memory full = on_device(bytes.size());
+  const Memory pinned = device_->allocate(Tier::kPinned, bytes.size(), Role::kOther);
+  std::copy(bytes.begin(), bytes.end(), pinned.data());
+  const auto read = std::make_shared<device::Completion>();
+  const auto handed_over = std::make_shared<device::HandedOver>();
+  const Gather gather{shard.data(), full.data(), static_cast<std::int64_t>(kNcclNumel),
+                      DType::kFloat32};
+  // NCCL may allocate at its first call, which must not wait for a stream that stands still.
+  group_->start_all_gather({&gather, 1}, call_).wait();
+  CallOptions behind_read = call_;
+  behind_read.ready = Pending(read);
+  CallOptions behind_copy = call_;
+  behind_copy.ready = Pending(handed_over);
+  const Pending first = group_->start_all_gather({&gather, 1}, behind_read);
+  const Pending second = group_->start_all_gather({&gather, 1}, behind_copy);
+  const Pending third = group_->start_barrier(call_);
+  EXPECT_FALSE(first.state()->awaits_hand_over()) << "a flag holds up the stream alone";
+  EXPECT_TRUE(third.state()->awaits_hand_over());
+  read->succeed();
+  first.wait();
+  handed_over->hand_over(device_->start_copy(shard.data(), pinned.data(), bytes.size(),
+                                             device_->stream(StreamKind::kRead)));
+  third.wait();
+  EXPECT_TRUE(second.done());
+  EXPECT_TRUE(download(full) == bytes);
 }
 
 // Groups are split by numbers of the host, which NCCL does not reach.

@@ -185,7 +185,7 @@ TEST_P(StreamContract, WhatACallKeepsIsFreedWithItsEnd) {
 }
 
 // All ranks have started the call, but the stream of one stands still.
-TEST_P(StreamContract, AStreamThatStandsStillIsExplainedAtTheLimit) {
+TEST_P(StreamLimitContract, AStreamThatStandsStillIsExplainedAtTheLimit) {
   std::latch told(1);
   expect_failures(
       2, {"'h.3'", "'attn.weight'", "all_gather #2", "the limit comm.timeout_s"},
