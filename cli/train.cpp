@@ -126,10 +126,11 @@ void add_training_flags(CLI::App& app, TrainFlags& flags) {
 }
 
 void add_run_flags(CLI::App& app, TrainFlags& flags) {
-  add_value(app, "--device", flags.device,
-            "cpu (default), or cuda: each rank takes the GPU of its number on the machine; with "
-            "comm.backend=shm or gloo ranks may share GPUs",
-            "NAME");
+  add_value(
+      app, "--device", flags.device,
+      "cpu (default), or cuda: each rank takes the GPU of its number on the machine; with any "
+      "comm.backend but nccl ranks may share GPUs",
+      "NAME");
   add_value(app, "--threads", flags.threads,
             "Threads of each rank's operators (default: cores divided by local ranks)", "N");
   add_switch(app, "--deterministic", flags.deterministic,

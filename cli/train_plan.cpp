@@ -108,17 +108,17 @@ void check_device(const TrainPlan& plan, int num_local_ranks) {
   if (plan.cuda_device < 0) {
     return;
   }
-  // NCCL refuses ranks that share a GPU. Calls of the host's networks pass through its memory.
+  // NCCL refuses ranks that share a GPU. All others let them: they read each other's memory, or
+  // pass through the host's.
   const int num_gpus = device::num_cuda_devices();
   const std::string& backend = plan.config.get_string("comm.backend");
-  const bool may_share = num_gpus > 0 && (backend == "shm" || backend == "gloo");
+  const bool may_share = num_gpus > 0 && backend != "nccl";
   TESSERA_CHECK(may_share || num_local_ranks <= num_gpus, ConfigError,
                 "--device cuda needs a GPU for every rank: ", num_local_ranks,
                 num_local_ranks == 1 ? " rank" : " ranks", " on this machine, ", num_gpus, " GPU",
                 num_gpus == 1 ? "" : "s", "; use fewer ranks, ",
                 num_gpus == 0 ? "or --device cpu"
-                              : "--device cpu, or, for a test, let ranks share a GPU and talk "
-                                "through the host: --set comm.backend=shm");
+                              : "--device cpu, or let ranks share a GPU: --set comm.backend=ipc");
 }
 
 // Every file has its own path: the last one written would otherwise be all that is left.

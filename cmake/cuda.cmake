@@ -17,6 +17,27 @@ if(TESSERA_HAS_CUDA)
   tessera_torch_with_cuda()
 endif()
 
+# The CUDA compiler, for sources of kernels.
+if(TESSERA_HAS_CUDA)
+  if(NOT CMAKE_CUDA_COMPILER)
+    set(CMAKE_CUDA_COMPILER ${CUDAToolkit_NVCC_EXECUTABLE})
+  endif()
+  if(NOT CMAKE_CUDA_ARCHITECTURES)
+    # A100 and H100; what comes later compiles the last one's PTX when it starts.
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
+  endif()
+  enable_language(CUDA)
+endif()
+
+# tessera_cuda_kernels(TARGET): some of its sources are kernels. They give the host's bits: nothing is
+# fused unless it says so, roots and divisions are IEEE's, and subnormal numbers stay.
+function(tessera_cuda_kernels target)
+  set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON
+                                             CUDA_RUNTIME_LIBRARY None)
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false -prec-sqrt=true -prec-div=true -ftz=false>)
+endfunction()
+
 # c10d's NCCL header includes nccl.h, which lies in a Python package beside torch or in the system.
 # The library itself is torch's business: nothing of ours calls it.
 if(TESSERA_HAS_CUDA)

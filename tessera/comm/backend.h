@@ -60,7 +60,7 @@ struct Call {
 class Backend {
  public:
   virtual ~Backend() = default;
-  virtual std::string_view name() const = 0;  // "shm", "gloo", "nccl", "solo"
+  virtual std::string_view name() const = 0;  // "shm", "ipc", "gloo", "nccl", "solo"
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
@@ -110,10 +110,11 @@ class Backend {
   // Stream-ordered backends send words where they send tags; the default is an all-gather.
   virtual Pending start_words(const std::shared_ptr<std::vector<WordsSlot>>& words);
 
-  // True: calls are work of a stream: they return at once with a Pending of that stream, and their
-  // memory is the device's (NCCL; a world of one). Data then moves before tags are compared: calls
-  // that do not match must harm nobody's memory but their own outputs, and may hang until abort().
-  // False: host memory.
+  // True: calls are work of the device's streams: they return at once, and their memory is the
+  // device's (NCCL, ipc, a world of one). Their Pending is of the call's stream, or, where
+  // reads_peers(), of one that others can be ordered behind. Where tags are exchanged by Group, data
+  // moves before they are compared: calls that do not match must harm nobody's memory but their own
+  // outputs, and may hang until abort(). False: host memory.
   virtual bool stream_ordered() const { return false; }
 
   // reduce_in_rank_order() of exact_sum.h, where this backend's memory lies. With a stream it is

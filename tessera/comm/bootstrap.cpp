@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "tessera/comm/gloo_backend.h"
+#include "tessera/comm/ipc_backend.h"
 #include "tessera/comm/nccl_backend.h"
 #include "tessera/comm/shm_backend.h"
 #include "tessera/comm/socket_probe.h"
@@ -43,6 +44,22 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
   const BackendKind kind = options.backend;
   TESSERA_CHECK(kind != BackendKind::kNccl || on_gpu, ConfigError,
                 "comm.backend=nccl needs a GPU per rank, and this rank runs on the CPU; use auto");
+  TESSERA_CHECK(kind != BackendKind::kIpc || on_gpu, ConfigError,
+                "comm.backend=ipc is for ranks on GPUs, and this rank runs on the CPU; use auto");
+  if (kind == BackendKind::kIpc || (kind == BackendKind::kAuto && on_gpu)) {
+    IpcOptions ipc;
+    ipc.timeout = options.group.timeout;
+    ipc.status = status;
+    std::string why_not;
+    if (auto backend = make_ipc_backend(store, rendezvous.rank, rendezvous.world_size,
+                                        options.cuda_device, name, ipc, why_not)) {
+      return backend;
+    }
+    TESSERA_CHECK(kind == BackendKind::kAuto, CommError,
+                  "comm.backend=ipc: the ranks' GPUs do not share memory: ", why_not,
+                  "; comm.backend=auto takes nccl then");
+    note = "no shared memory of GPUs: " + why_not;
+  }
   if (kind == BackendKind::kNccl || (kind == BackendKind::kAuto && on_gpu)) {
     return make_nccl_backend(std::move(store), rendezvous.rank, rendezvous.world_size,
                              options.cuda_device, name,

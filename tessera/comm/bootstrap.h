@@ -22,10 +22,11 @@
 
 namespace tessera::comm {
 
-enum class BackendKind : std::uint8_t { kAuto, kShm, kGloo, kNccl };
+enum class BackendKind : std::uint8_t { kAuto, kShm, kIpc, kGloo, kNccl };
 
 struct WorldOptions {
-  // kAuto: NCCL for a CUDA device; else shared memory where the ranks of a group have it, or Gloo.
+  // kAuto: memory that the ranks of a group share, that of GPUs (kIpc) or of the host (kShm); where
+  // they share none, NCCL for CUDA devices, else Gloo.
   BackendKind backend = BackendKind::kAuto;
   int cuda_device = -1;  // this rank's GPU; -1: CPU
   GroupOptions group;    // `status` is filled in

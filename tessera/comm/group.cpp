@@ -289,9 +289,14 @@ HostGather Group::start_gather_host(std::span<const std::byte> mine, const CallO
                                .op = Op::kAllGather,
                                .dtype = DType::kUInt8},
                               call);
-  if (all_bytes > 0) {
+  std::byte* const host = copies->host.data();
+  if (all_bytes > 0 && backend_->reads_peers()) {  // pinned memory is as good as the device's
+    queued.phases = {{true, [=, this, bytes = mine.size(), call = queued.call] {
+                        const GatherBytes part{host + own, host, bytes};
+                        return backend_->start_all_gather({&part, 1}, call);
+                      }}};
+  } else if (all_bytes > 0) {
     std::byte* const all = copies->device.data();
-    std::byte* const host = copies->host.data();
     queued.phases = {
         {true,
          [=, this, bytes = mine.size(), call = queued.call] {

@@ -229,7 +229,9 @@ class PeerConnector {
   }
 
   void prepare() {
-    peers_->own_heap = device::SharedHeap::open();
+    if (options_.has_heap) {
+      peers_->own_heap = device::SharedHeap::open();
+    }
     control_ = FileDescriptor(memfd_create("tessera control", MFD_CLOEXEC));
     if (control_.get() < 0 ||
         ftruncate(control_.get(), static_cast<off_t>(options_.control_bytes)) != 0) {
@@ -307,12 +309,14 @@ class PeerConnector {
                 greeting.token.begin());
     greeting.rank = options_.rank;
     send_greeting(peers_->sockets[static_cast<std::size_t>(rank)].get(), greeting,
-                  {peers_->own_heap->fd(), control_.get()});
+                  {options_.has_heap ? peers_->own_heap->fd() : control_.get(), control_.get()});
   }
 
   void keep(int rank, std::array<FileDescriptor, kNumSwapped> fds) {
     const auto at = static_cast<std::size_t>(rank);
-    peers_->heaps[at] = map_heap(fds[0].get(), peer_text(rank));
+    if (options_.has_heap) {
+      peers_->heaps[at] = map_heap(fds[0].get(), peer_text(rank));
+    }
     peers_->controls[at] = std::make_unique<MappedMemory>(fds[1].get(), true, peer_text(rank));
     TESSERA_CHECK(peers_->controls[at]->bytes() == options_.control_bytes, CommError,
                   peer_text(rank), " has ", peers_->controls[at]->bytes(),

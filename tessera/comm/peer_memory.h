@@ -4,9 +4,10 @@
 // so that ranks in containers without common memory learn it, too: each rank says at the store
 // where it listens (an abstract Unix socket, so that nothing is left behind) and a token; connects
 // to all ranks below it; and says at the store whether it could. If all could, each pair swaps the
-// descriptors of two memfds over its connection: the shared heap of the process (shared_heap.h) and
-// the control block of this group. Both ends check the user of the other (SO_PEERCRED), and who is
-// asked for descriptors checks the token, which only the ranks of the run can read.
+// descriptors of two memfds over its connection: the control block of this group and, if its calls
+// are about the host's memory, the shared heap of the process (shared_heap.h). Both ends check the
+// user of the other (SO_PEERCRED), and who is asked for descriptors checks the token, which only
+// the ranks of the run can read.
 //
 // The connections stay: one that ends says that the process at its other end has ended.
 //
@@ -68,7 +69,7 @@ class MappedMemory {
 
 // By rank of the group; at this rank's own place: its own.
 struct PeerMemory {
-  std::shared_ptr<device::SharedHeap> own_heap;
+  std::shared_ptr<device::SharedHeap> own_heap;            // null without PeerOptions::has_heap
   std::vector<std::shared_ptr<const MappedMemory>> heaps;  // own: null
   std::vector<std::unique_ptr<MappedMemory>> controls;     // writable
   std::vector<FileDescriptor> sockets;                     // own: none
@@ -82,6 +83,7 @@ struct PeerOptions {
   int size = 1;
   std::string group;                     // a name that was not used before
   std::size_t control_bytes = 0;         // zeroed
+  bool has_heap = true;                  // ranks map each other's heaps
   std::chrono::milliseconds timeout{0};  // for ranks that do not come
   std::shared_ptr<StatusStore> status;   // may be null
 };

@@ -56,10 +56,10 @@ constexpr std::array kOptions = {
     integer("batch.accumulate", "1", 1, kMaxInt, "Micro-batches per step.", "engine, the trainer"),
 
     choice(
-        "comm.backend", "auto", "auto|shm|gloo|nccl",
-        "Network: auto takes nccl for CUDA; for CPU shm where all ranks of a group can map each "
-        "other's memory, else gloo. shm and gloo on CUDA copy through the host and let ranks share "
-        "a GPU.",
+        "comm.backend", "auto", "auto|shm|ipc|gloo|nccl",
+        "Network: auto takes ipc on CUDA and shm on CPU where all ranks of a group can map each "
+        "other's memory, else nccl and gloo. All but nccl let ranks share a GPU; shm and gloo copy "
+        "through the host there.",
         "comm"),
     Option{"comm.timeout_s", OptionType::kSeconds, "600", 0.001, 1e9, "", "", 0, "comm",
            "How long a collective may take before it fails and names the ranks that are missing."},

@@ -9,6 +9,7 @@
 #include "tessera/core/ledger.h"
 #include "tessera/core/units.h"
 #include "tessera/device/cuda_call.h"
+#include "tessera/device/cuda_shared_heap.h"
 #include "tessera/device/host_info.h"
 #include "tessera/device/host_memory.h"
 #include "tessera/device/numa.h"
@@ -125,6 +126,16 @@ Memory CudaMemory::allocate_pinned(std::size_t bytes, Role role, std::size_t ali
 Memory CudaMemory::allocate_device(std::size_t bytes, Role role, std::size_t alignment) {
   const CudaDeviceScope scope(device_index_);
   const std::size_t spare = alignment > kCudaAlignment ? alignment - kCudaAlignment : 0;
+  const bool is_shared = role == Role::kShard || role == Role::kGradient;
+  const auto heap = is_shared ? CudaSharedHeap::current(device_index_) : nullptr;
+  // What can never fit, or does not now, is reported below.
+  if (std::byte* const data = heap != nullptr && bytes <= total_bytes_ && alignment <= total_bytes_
+                                  ? heap->allocate(bytes, alignment)
+                                  : nullptr;
+      data != nullptr) {
+    return charged(Tier::kDevice, data, bytes, bytes + spare, role,
+                   [heap, data] { heap->free(data); });
+  }
   void* start = nullptr;
   // What can never fit is not even asked for: tools that watch CUDA's calls would report it.
   const bool is_hopeless = bytes > total_bytes_ || spare > total_bytes_ - bytes;

@@ -5,6 +5,9 @@
 // they are asked for as huge pages and touched by all cores first. What that costs is counted. On a
 // machine with several NUMA nodes they come from the GPU's own, if it has them.
 //
+// While ranks of this host read each other's memory, shards and gradients on the GPU come from the
+// heap that they share (cuda_shared_heap.h), in the same sizes; all else stays private.
+//
 // Threads: any.
 #pragma once
 

@@ -108,9 +108,15 @@ std::shared_ptr<CudaPending> CudaBooks::oldest_dependency(std::size_t stream,
   return dependencies.front().on;
 }
 
+std::size_t CudaBooks::add_page() {
+  const std::lock_guard lock(mutex_);
+  pages_.emplace_back();
+  return pages_.size() - 1;
+}
+
 void CudaBooks::clear_dependencies() {
   const std::lock_guard lock(mutex_);
-  for (std::size_t stream = 0; stream < kNumStreams; ++stream) {
+  for (std::size_t stream = 0; stream < pages_.size(); ++stream) {
     failure_locked(stream, std::numeric_limits<std::uint64_t>::max());
   }
 }
@@ -236,6 +242,26 @@ void CudaStream::collect_spans() {
     const CudaDeviceScope scope(options_.device_index);
     track_->resolve();
   });
+}
+
+std::unique_ptr<CudaStream> CudaStream::make_sibling(cudaStream_t handle) const {
+  CudaStreamOptions options = options_;
+  options.page = options_.books->add_page();
+  options.handle = handle;
+  options.is_owned = false;
+  options.spans = nullptr;
+  options.times = nullptr;
+  return std::make_unique<CudaStream>(std::move(options));
+}
+
+void CudaStream::fail(const Pending& first, std::exception_ptr error) {
+  const auto own = std::dynamic_pointer_cast<CudaPending>(first.state());
+  if (own == nullptr) {
+    return;  // it failed when it was recorded
+  }
+  TESSERA_INVARIANT(own->books() == books() && own->stream() == page(),
+                    "what fails is no work of this stream");
+  options_.books->fail(page(), own->number(), std::move(error));
 }
 
 bool CudaStream::can_order_behind(const Pending& pending) const {

@@ -70,6 +70,8 @@ class CudaBooks {
   std::exception_ptr failure(std::size_t stream, std::uint64_t number);
   // The oldest dependency that is not struck off, or null.
   std::shared_ptr<CudaPending> oldest_dependency(std::size_t stream, std::uint64_t* number);
+  // For a stream beside those of the device's kinds.
+  std::size_t add_page();
   // Ends the cycles of ownership between streams that waited for one another.
   void clear_dependencies();
 
@@ -86,11 +88,12 @@ class CudaBooks {
   std::exception_ptr failure_locked(std::size_t stream, std::uint64_t number);
 
   std::mutex mutex_;
-  Page pages_[kNumStreams];  // guarded by mutex_
+  std::deque<Page> pages_ = std::deque<Page>(kNumStreams);  // guarded by mutex_
 };
 
 struct CudaStreamOptions {
   StreamKind kind = StreamKind::kCompute;
+  std::optional<std::size_t> page;  // in the books; none: that of its kind
   int device_index = 0;
   cudaStream_t handle = nullptr;
   bool is_owned = false;
@@ -131,6 +134,15 @@ class CudaStream final : public Stream {
   // See Device::collect_spans().
   void collect_spans();
 
+  // For work on `handle` that the streams of this one's device are to be ordered behind: a page of
+  // its own in the same books. `handle` belongs to the same GPU, and outlives what is made here.
+  std::unique_ptr<CudaStream> make_sibling(cudaStream_t handle) const;
+  // Work that was given out as done in the end, and is found out to be wrong: `first`, which this
+  // stream recorded, has failed, and all behind it.
+  void fail(const Pending& first, std::exception_ptr error);
+  // Two streams with the same: one device's.
+  const CudaBooks* books() const { return options_.books.get(); }
+
  private:
   struct HostWork;
   static void CUDART_CB run_host_work(void* given);
@@ -147,7 +159,9 @@ class CudaStream final : public Stream {
   bool can_wait_by_flag(PendingState& state) const;
   // Leaves an order behind a host thread in the stream; false: that cannot be here.
   bool wait_by_flag(const std::shared_ptr<PendingState>& state);
-  std::size_t page() const { return static_cast<std::size_t>(options_.kind); }
+  std::size_t page() const {
+    return options_.page.value_or(static_cast<std::size_t>(options_.kind));
+  }
 
   const CudaStreamOptions options_;
   std::mutex mutex_;                // operations reach CUDA in the order of their numbers

@@ -49,6 +49,9 @@ comm::BackendKind backend_kind(const Config& config) {
   if (name == "shm") {
     return comm::BackendKind::kShm;
   }
+  if (name == "ipc") {
+    return comm::BackendKind::kIpc;
+  }
   if (name == "gloo") {
     return comm::BackendKind::kGloo;
   }
@@ -56,7 +59,7 @@ comm::BackendKind backend_kind(const Config& config) {
     return comm::BackendKind::kNccl;
   }
   TESSERA_CHECK(name == "auto", ConfigError, "comm.backend=", name,
-                " is for groups that a program makes itself; use auto, shm, gloo or nccl");
+                " is for groups that a program makes itself; use auto, shm, ipc, gloo or nccl");
   return comm::BackendKind::kAuto;
 }
 

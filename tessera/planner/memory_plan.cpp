@@ -150,7 +150,7 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   const std::string& backend = config.get_string("comm.backend");
   if (num_ranks > 1 && is_discrete && (backend == "gloo" || backend == "shm")) {
     options.call_memory = comm::CallMemory::kCopied;
-  } else if (num_ranks > 1 && !is_discrete && backend != "gloo") {
+  } else if (num_ranks > 1 && backend != "gloo" && backend != "nccl") {
     options.call_memory = comm::CallMemory::kShared;
   }
   options.live_limit_bytes = config.get_bytes("live.limit_bytes");

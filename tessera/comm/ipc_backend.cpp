@@ -1,0 +1,646 @@
+#include "tessera/comm/ipc_backend.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "tessera/comm/await_ranks.h"
+#include "tessera/comm/peer_regions.h"
+#include "tessera/comm/rank_sum_cuda.h"
+#include "tessera/comm/staging.h"
+#include "tessera/core/error.h"
+#include "tessera/device/cuda_call.h"
+#include "tessera/device/cuda_shared_heap.h"
+#include "tessera/device/cuda_stream.h"
+
+namespace tessera::comm {
+namespace {
+
+using device::CudaDeviceScope;
+using device::CudaSharedHeap;
+using device::CudaStream;
+
+// Of one of the two chunks that other memory passes through: large against the time that flags take
+// from one process to another.
+constexpr std::size_t kGpuChunkBytes = std::size_t{4} << 20;
+constexpr std::size_t kMaxRegions = 4096;  // of a rank; what lies in others passes through chunks
+// Ahead of every value that is waited for, in the cyclic comparison of a stream's waits.
+constexpr std::uint32_t kFarAhead = std::uint32_t{1} << 30;
+constexpr std::chrono::seconds kEndLimit{2};
+
+// What one rank tells another, in the order of its stream.
+enum Flag : std::uint8_t {
+  kReady,    // rounds whose sources may be read
+  kRead,     // rounds that it has read
+  kFilled,   // its chunks
+  kEmptied,  // the other's chunks that it has read
+  kNumFlags
+};
+
+struct alignas(64) Flags {
+  std::array<std::atomic<std::uint32_t>, kNumFlags> values;
+  // Told by its CPU: it has seen that the other aborted, and takes nothing from it any more.
+  std::atomic<std::uint32_t> has_noticed_abort;
+};
+
+struct ListedRegion {
+  std::atomic<std::uint64_t> number;  // written last; 0: none
+  cudaIpcMemHandle_t handle;
+};
+
+// Of each rank. Behind it: Flags, by the rank that writes them.
+struct alignas(64) Plane {
+  std::uint64_t heap;          // CudaSharedHeap::id()
+  std::uint64_t chunk_region;  // where its chunks are
+  std::uint64_t chunk_offset;
+  std::atomic<std::uint64_t> version;  // of the list
+  std::atomic<std::uint64_t> newest;   // region that the list knows of
+  std::array<ListedRegion, kMaxRegions> regions;
+
+  Flags& flags(std::size_t writer) { return reinterpret_cast<Flags*>(this + 1)[writer]; }
+};
+
+// The driver's own: the runtime has no such call, and libcuda is not linked.
+using StreamMemOps = CUresult (*)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned);
+
+StreamMemOps find_stream_mem_ops() {
+  constexpr unsigned kVersion = 12000;
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+  TESSERA_CUDA_CALL(cudaGetDriverEntryPointByVersion, "cuStreamBatchMemOp", &found, kVersion,
+                    cudaEnableDefault, &result);
+#else
+  static_assert(CUDART_VERSION >= kVersion);
+  TESSERA_CUDA_CALL(cudaGetDriverEntryPoint, "cuStreamBatchMemOp", &found, cudaEnableDefault,
+                    &result);
+#endif
+  TESSERA_CHECK(found != nullptr, DeviceError, "the driver has no cuStreamBatchMemOp");
+  return reinterpret_cast<StreamMemOps>(found);
+}
+
+// A mapping that a GPU reads and writes, too.
+class RegisteredMemory {
+ public:
+  RegisteredMemory(std::byte* data, std::size_t bytes) : data_(data) {
+    TESSERA_CUDA_CALL(cudaHostRegister, data, bytes,
+                      cudaHostRegisterPortable | cudaHostRegisterMapped);
+    void* on_device = nullptr;
+    const cudaError_t code = cudaHostGetDevicePointer(&on_device, data, 0);
+    if (code != cudaSuccess) {
+      cudaHostUnregister(data);
+      device::check_cuda("cudaHostGetDevicePointer", code);
+    }
+    on_device_ = reinterpret_cast<CUdeviceptr>(on_device);
+  }
+  ~RegisteredMemory() { cudaHostUnregister(data_); }
+  RegisteredMemory(const RegisteredMemory&) = delete;
+  RegisteredMemory& operator=(const RegisteredMemory&) = delete;
+
+  CUdeviceptr address_of(const void* data) const {
+    return on_device_ + static_cast<CUdeviceptr>(static_cast<const std::byte*>(data) - data_);
+  }
+
+ private:
+  std::byte* const data_;
+  CUdeviceptr on_device_ = 0;
+};
+
+std::string failure_text(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+class IpcBackend final : public PeerBackend {
+ public:
+  IpcBackend(std::shared_ptr<Store> store, std::unique_ptr<PeerMemory> peers, int rank,
+             int device_index, std::string name, IpcOptions options)
+      : PeerBackend(std::move(store), std::move(peers), rank, std::move(name), std::move(options)),
+        device_index_(device_index),
+        heap_(CudaSharedHeap::open(device_index)),
+        regions_(PeerRegions::open(device_index)),
+        mem_ops_(find_stream_mem_ops()),
+        seen_versions_(num_ranks()),
+        awaited_(num_ranks()),
+        is_released_(num_ranks()) {
+    const CudaDeviceScope scope(device_index_);
+    int least = 0;
+    int greatest = 0;  // the numerically lowest is the most urgent
+    TESSERA_CUDA_CALL(cudaDeviceGetStreamPriorityRange, &least, &greatest);
+    TESSERA_CUDA_CALL(cudaStreamCreateWithPriority, &stream_.handle, cudaStreamNonBlocking,
+                      greatest);
+    for (const auto& memory : this->peers().controls) {
+      registered_.push_back(std::make_unique<RegisteredMemory>(memory->data(), memory->bytes()));
+    }
+    try_flags();
+    chunks_ = heap_->allocate(kNumChunks * kGpuChunkBytes + kSmallAllReduceBytes, 256);
+    TESSERA_CHECK(chunks_ != nullptr, DeviceError, "cuda:", device_index_, " has no ",
+                  kNumChunks * kGpuChunkBytes, " bytes left for chunks");
+    const CudaSharedHeap::Place place = *heap_->place_of(chunks_, 1);
+    at(own_rank()).heap = heap_->id();
+    at(own_rank()).chunk_region = place.region;
+    at(own_rank()).chunk_offset = place.offset;
+    before_posting();
+  }
+
+  ~IpcBackend() override {
+    join_worker();
+    streams_.clear();
+    if (chunks_ != nullptr) {
+      heap_->free(chunks_);
+    }
+  }
+
+  // Once all ranks are made: maps their chunks, and begins.
+  void meet_peers() {
+    peer_chunks_.resize(num_ranks());
+    for_each_peer([this](std::size_t r) {
+      peer_chunks_[r] =
+          const_cast<std::byte*>(address_of(r, {at(r).chunk_region, at(r).chunk_offset}));
+    });
+    peer_chunks_[own_rank()] = chunks_;
+  }
+  void begin() { start_worker(); }
+
+  static std::size_t control_bytes(std::size_t size) {
+    return PeerBackend::control_bytes(sizeof(Plane) + size * sizeof(Flags));
+  }
+
+  std::string_view name() const override { return "ipc"; }
+  bool stream_ordered() const override { return true; }
+
+  std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
+    const auto own = std::find(ranks.begin(), ranks.end(), rank());
+    TESSERA_INVARIANT(own != ranks.end(), "split '", name, "' without its own rank ", rank());
+    std::string why_not;
+    auto backend =
+        make_ipc_backend(store(), static_cast<int>(own - ranks.begin()),
+                         static_cast<int>(ranks.size()), device_index_, name, options(), why_not);
+    TESSERA_CHECK(backend != nullptr, CommError, "group '", name,
+                  "': its ranks share memory in group '", group_name(),
+                  "', but not here: ", why_not);
+    return backend;
+  }
+
+ private:
+  // A call that has been handed to the GPU.
+  struct UnderWay {
+    std::uint32_t round = 0;  // its last
+    CudaStream* stream = nullptr;
+    Pending done;
+    // Of a call that failed half-way: its owner is told when nothing of it is left.
+    std::shared_ptr<device::HandedOver> owner;
+    std::exception_ptr failure;
+  };
+
+  Plane& at(std::size_t rank) const { return *reinterpret_cast<Plane*>(plane(rank)); }
+  // What `writer` tells this rank.
+  Flags& told_by(std::size_t writer) const { return at(own_rank()).flags(writer); }
+
+  // --- Flags.
+
+  // Collects what a stream is to write and wait for, so that it is one call.
+  class MemOps {
+   public:
+    explicit MemOps(IpcBackend& backend) : backend_(backend) {}
+
+    void tell(std::size_t rank, Flag flag, std::uint32_t value) {
+      Flags& flags = backend_.at(rank).flags(backend_.own_rank());
+      CUstreamBatchMemOpParams op{};
+      op.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+      op.writeValue.address = backend_.registered_[rank]->address_of(&flags.values[flag]);
+      op.writeValue.value = value;
+      ops_.push_back(op);
+    }
+    void await(std::size_t rank, Flag flag, std::uint32_t value) {
+      backend_.awaited_[rank].values[flag].store(value);
+      CUstreamBatchMemOpParams op{};
+      op.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+      op.waitValue.address = backend_.registered_[backend_.own_rank()]->address_of(
+          &backend_.told_by(rank).values[flag]);
+      op.waitValue.value = value;
+      op.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+      ops_.push_back(op);
+    }
+    void enqueue() {
+      if (!ops_.empty()) {
+        const CUresult code = backend_.mem_ops_(backend_.stream_.handle,
+                                                static_cast<unsigned>(ops_.size()), ops_.data(), 0);
+        TESSERA_CHECK(code == CUDA_SUCCESS, DeviceError, "cuStreamBatchMemOp failed with ",
+                      static_cast<int>(code));
+        ops_.clear();
+      }
+    }
+
+   private:
+    IpcBackend& backend_;
+    std::vector<CUstreamBatchMemOpParams> ops_;
+  };
+
+  // Whether this GPU writes and waits for flags in shared memory is found out by trying.
+  void try_flags() {
+    Flags& own = told_by(own_rank());
+    MemOps ops(*this);
+    ops.tell(own_rank(), kReady, 1);
+    ops.await(own_rank(), kReady, 1);
+    ops.enqueue();
+    TESSERA_CUDA_CALL(cudaStreamSynchronize, stream_.handle);
+    TESSERA_CHECK(own.values[kReady].load() == 1, DeviceError,
+                  "a flag that the GPU wrote is not seen by the CPU");
+  }
+
+  // What this rank waits for from `rank` is satisfied: by the CPU, and as often as that rank's GPU
+  // may have written since. REQUIRES: what waits has been failed.
+  void release(std::size_t rank) {
+    for (std::size_t flag = 0; flag < kNumFlags; ++flag) {
+      told_by(rank).values.at(flag).store(awaited_[rank].values.at(flag).load() + kFarAhead);
+    }
+    is_released_[rank] = true;
+  }
+
+  static bool has_reached(const std::atomic<std::uint32_t>& flag, std::uint32_t value) {
+    return static_cast<std::int32_t>(flag.load() - value) >= 0;
+  }
+
+  // --- The data plane.
+
+  Pending record_input(const Call& call) override {
+    return call.stream != nullptr ? call.stream->record() : Pending();
+  }
+
+  std::optional<Place> place_of(const void* data, std::size_t bytes) override {
+    const auto place = data != nullptr ? heap_->place_of(data, bytes) : std::nullopt;
+    // It may have been taken since the list was made; and a list has an end.
+    return place && listed_.count(place->region) > 0
+               ? std::optional(Place{place->region, place->offset})
+               : std::nullopt;
+  }
+
+  const std::byte* address_of(std::size_t rank, const Place& place) override {
+    Plane& other = at(rank);
+    if (const std::uint64_t version = other.version.load(); version != seen_versions_[rank]) {
+      const std::uint64_t newest = other.newest.load();
+      std::set<std::uint64_t> listed;
+      for (const ListedRegion& region : other.regions) {
+        listed.insert(region.number.load());
+      }
+      regions_->keep_only(other.heap, listed, newest);
+      seen_versions_[rank] = version;
+    }
+    if (std::byte* const region = regions_->find(other.heap, place.region)) {
+      return region + place.offset;
+    }
+    const auto listed = std::find_if(
+        other.regions.begin(), other.regions.end(),
+        [&](const ListedRegion& region) { return region.number.load() == place.region; });
+    TESSERA_INVARIANT(listed != other.regions.end(), "rank ", rank, " of group '", group_name(),
+                      "' has no region ", place.region);
+    return regions_->open_region(other.heap, place.region, listed->handle) + place.offset;
+  }
+
+  std::byte* chunk(std::size_t rank, std::uint32_t number) override {
+    return peer_chunks_[rank] + number % kNumChunks * kGpuChunkBytes;
+  }
+  std::size_t chunk_bytes() const override { return kGpuChunkBytes; }
+  std::byte* scratch(std::size_t bytes) override {
+    TESSERA_INVARIANT(bytes <= kSmallAllReduceBytes, "scratch of ", bytes, " bytes");
+    return chunks_ + kNumChunks * kGpuChunkBytes;
+  }
+
+  // Keeps the list of regions as it is in the heap. A region stays where it is in it.
+  void before_posting() override {
+    const std::uint64_t version = heap_->version();
+    if (version == listed_version_) {
+      return;
+    }
+    Plane& own = at(own_rank());
+    const std::vector<CudaSharedHeap::Region> regions = heap_->regions();
+    std::set<std::uint64_t> present;
+    for (const CudaSharedHeap::Region& region : regions) {
+      present.insert(region.number);
+    }
+    for (ListedRegion& entry : own.regions) {
+      if (const std::uint64_t number = entry.number.load(); present.count(number) == 0) {
+        entry.number.store(0);
+        listed_.erase(number);
+      }
+    }
+    auto entry = own.regions.begin();
+    for (const CudaSharedHeap::Region& region : regions) {
+      if (listed_.count(region.number) > 0) {
+        continue;
+      }
+      entry = std::find_if(entry, own.regions.end(),
+                           [](const ListedRegion& each) { return each.number.load() == 0; });
+      if (entry == own.regions.end()) {
+        break;
+      }
+      entry->handle = region.handle;
+      entry->number.store(region.number);
+      listed_.insert(region.number);
+    }
+    own.newest.store(present.empty() ? 0 : *present.rbegin());
+    own.version.fetch_add(1);
+    listed_version_ = version;
+  }
+
+  void open_round(std::uint32_t round, const Call& call, const Pending& input) override {
+    // For good: it is the worker's thread, and the driver's calls need a current device.
+    TESSERA_CUDA_CALL(cudaSetDevice, device_index_);
+    round_ = round;
+    used_ = &stream_for(call);
+    used_->wait(input);
+    MemOps ops(*this);
+    for_each_peer([&](std::size_t r) { ops.tell(r, kReady, round); });
+    for_each_peer([&](std::size_t r) { ops.await(r, kReady, round); });
+    ops.enqueue();
+  }
+  void close_round(std::uint32_t round) override {
+    MemOps ops(*this);
+    for_each_peer([&](std::size_t r) { ops.tell(r, kRead, round); });
+    for_each_peer([&](std::size_t r) { ops.await(r, kRead, round); });
+    ops.enqueue();
+  }
+  void await_emptied(std::uint32_t number) override {
+    MemOps ops(*this);
+    for_each_peer([&](std::size_t r) {
+      ops.await(r, kEmptied, number - static_cast<std::uint32_t>(kNumChunks));
+    });
+    ops.enqueue();
+  }
+  void tell_filled(std::uint32_t number) override {
+    MemOps ops(*this);
+    for_each_peer([&](std::size_t r) { ops.tell(r, kFilled, number); });
+    ops.enqueue();
+  }
+  void await_filled(std::size_t rank, std::uint32_t number) override {
+    MemOps ops(*this);
+    ops.await(rank, kFilled, number);
+    ops.enqueue();
+  }
+  void tell_emptied(std::size_t rank, std::uint32_t number) override {
+    MemOps ops(*this);
+    ops.tell(rank, kEmptied, number);
+    ops.enqueue();
+  }
+
+  void copy(void* to, const void* from, std::size_t bytes) override {
+    TESSERA_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, stream_.handle);
+  }
+  void reduce(std::span<const std::byte* const> parts, DType dtype, std::size_t numel, void* out,
+              DType out_dtype, Reduction reduction) override {
+    launch_rank_sum(parts, dtype, numel, out, out_dtype, reduction, stream_.handle);
+  }
+
+  // Streams of the device that a call belongs to can be ordered behind this one.
+  CudaStream& stream_for(const Call& call) {
+    const CudaStream* given = nullptr;
+    if (call.stream != nullptr) {
+      given = dynamic_cast<const CudaStream*>(call.stream);
+      TESSERA_INVARIANT(given != nullptr, "a call of backend ipc on a stream that is not CUDA's");
+    }
+    const std::lock_guard lock(under_way_mutex_);
+    auto& stream = streams_[given != nullptr ? given->books() : nullptr];
+    if (stream == nullptr && given != nullptr) {
+      stream = given->make_sibling(stream_.handle);
+    } else if (stream == nullptr) {
+      device::CudaStreamOptions options;
+      options.kind = device::StreamKind::kGather;
+      options.device_index = device_index_;
+      options.handle = stream_.handle;
+      options.pool = std::make_shared<device::CudaEventPool>(
+          device_index_, cudaEventDisableTiming | cudaEventBlockingSync);
+      options.books = std::make_shared<device::CudaBooks>();
+      stream = std::make_unique<CudaStream>(std::move(options));
+    }
+    return *stream;
+  }
+
+  void finish_call(const Call&, const std::shared_ptr<device::HandedOver>& owner,
+                   std::exception_ptr failure) override {
+    CudaStream* const stream = std::exchange(used_, nullptr);
+    if (failure) {
+      post_abort(failure_text(failure));  // this rank takes part no more: nobody waits for it
+    }
+    if (stream == nullptr) {
+      TESSERA_INVARIANT(failure != nullptr, "a call without a round");
+      owner->fail(std::move(failure));
+      return;
+    }
+    UnderWay call;
+    call.round = round_;
+    call.stream = stream;
+    call.done = stream->record();
+    if (failure) {
+      call.owner = owner;
+      call.failure = std::move(failure);
+    }
+    const Pending done = call.done;
+    const bool is_whole = call.failure == nullptr;
+    {
+      const std::lock_guard lock(under_way_mutex_);
+      under_way_.push_back(std::move(call));
+      drop_ended();
+    }
+    if (is_whole) {
+      owner->hand_over(done);
+    }
+  }
+
+  // --- Calls that are under way, and peers that are not any more.
+
+  bool is_under_way() override {
+    const std::lock_guard lock(under_way_mutex_);
+    drop_ended();
+    return !under_way_.empty();
+  }
+
+  // REQUIRES: under_way_mutex_ is held.
+  void drop_ended() {
+    while (!under_way_.empty() && under_way_.front().done.done()) {
+      if (under_way_.front().owner != nullptr) {
+        under_way_.front().owner->fail(under_way_.front().failure);
+      }
+      under_way_.pop_front();
+    }
+  }
+
+  // What has not heard enough from `rank` fails, and all behind it; then it need not wait for it.
+  // REQUIRES: under_way_mutex_ is held.
+  bool let_go(std::size_t rank, const std::exception_ptr& why) {
+    const auto first =
+        std::find_if(under_way_.begin(), under_way_.end(), [&](const UnderWay& call) {
+          return !has_reached(told_by(rank).values[kRead], call.round);
+        });
+    for (auto call = first; call != under_way_.end(); ++call) {
+      call->stream->fail(call->done, why);
+    }
+    if (first == under_way_.end() && !is_released_[rank]) {
+      return false;
+    }
+    release(rank);
+    return true;
+  }
+
+  std::exception_ptr look() override {
+    std::exception_ptr failure;
+    {
+      const std::lock_guard lock(under_way_mutex_);
+      drop_ended();
+      for_each_peer([&](std::size_t r) {
+        const std::exception_ptr aborted = abort_of(r);
+        const std::exception_ptr ended = end_of(r);
+        if (!aborted && !ended) {
+          return;
+        }
+        if (let_go(r, ended ? ended : aborted) && !failure) {
+          failure = ended ? ended : aborted;
+        }
+        if (aborted && used_ == nullptr) {
+          at(r).flags(own_rank()).has_noticed_abort.store(1);
+        }
+      });
+    }
+    if (failure) {
+      post_abort(failure_text(failure));
+    }
+    return failure;
+  }
+
+  // Peers that still read from this rank notice first, since its memory is not theirs to read once
+  // its streams go on; a peer that does not notice in time is let go all the same.
+  void end_what_is_under_way(const std::string& reason) override {
+    const auto limit = std::chrono::steady_clock::now() + kEndLimit;
+    const auto is_early = [&] { return std::chrono::steady_clock::now() < limit; };
+    const auto nap = [] { std::this_thread::sleep_for(std::chrono::milliseconds(1)); };
+    for_each_peer([&](std::size_t r) {
+      while (is_early() && is_under_way() && !abort_of(r) && !end_of(r) &&
+             told_by(r).has_noticed_abort.load() == 0 && waits_for(r)) {
+        nap();
+      }
+    });
+    const std::exception_ptr why = std::make_exception_ptr(CommError(reason));
+    do {
+      {
+        const std::lock_guard lock(under_way_mutex_);
+        for_each_peer([&](std::size_t r) { let_go(r, why); });
+      }
+      nap();
+    } while (is_under_way() && is_early());
+  }
+
+  bool waits_for(std::size_t rank) {
+    const std::lock_guard lock(under_way_mutex_);
+    return !under_way_.empty() &&
+           !has_reached(told_by(rank).values[kRead], under_way_.back().round);
+  }
+
+  struct OwnedStream {
+    ~OwnedStream() {
+      if (handle != nullptr) {
+        cudaStreamDestroy(handle);
+      }
+    }
+    cudaStream_t handle = nullptr;
+  };
+
+  const int device_index_;
+  const std::shared_ptr<CudaSharedHeap> heap_;
+  const std::shared_ptr<PeerRegions> regions_;
+  const StreamMemOps mem_ops_;
+  std::vector<std::unique_ptr<RegisteredMemory>> registered_;  // the control blocks, by rank
+  OwnedStream stream_;
+  std::byte* chunks_ = nullptr;          // in the heap; the scratch behind them
+  std::vector<std::byte*> peer_chunks_;  // by rank
+
+  // The worker's own.
+  std::uint32_t round_ = 0;
+  CudaStream* used_ = nullptr;  // by the call that is being handed over
+  std::set<std::uint64_t> listed_;
+  std::uint64_t listed_version_ = 0;
+  std::vector<std::uint64_t> seen_versions_;  // of the peers' lists
+
+  std::vector<Flags> awaited_;  // by rank: the last values that were waited for
+
+  std::mutex under_way_mutex_;
+  // Guarded by under_way_mutex_.
+  std::map<const device::CudaBooks*, std::unique_ptr<CudaStream>> streams_;  // all of stream_
+  std::deque<UnderWay> under_way_;
+  std::vector<bool> is_released_;
+};
+
+constexpr const char* kCould = "ok";
+
+// Whether all ranks could take a step. `why_not` says which one could not.
+bool agree(Store& store, const PeerOptions& options, const std::string& step,
+           const std::string& own, std::string& why_not) {
+  const std::vector<std::string> said =
+      exchange_at_store(store, options.group, step, options.rank, options.size, own,
+                        options.timeout, options.status.get());
+  for (std::size_t rank = 0; rank < said.size(); ++rank) {
+    if (said[rank] != kCould) {
+      why_not = detail::concat("rank ", rank, ": ", said[rank]);
+      return false;
+    }
+  }
+  return true;
+}
+
+template <typename Step>
+std::string outcome_of(const Step& step) {
+  try {
+    step();
+    return kCould;
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+}  // namespace
+
+bool ipc_built() { return true; }
+
+std::unique_ptr<Backend> make_ipc_backend(std::shared_ptr<Store> store, int rank, int size,
+                                          int cuda_device, const std::string& name,
+                                          const IpcOptions& options, std::string& why_not) {
+  TESSERA_CHECK(size <= static_cast<int>(kMaxSummedRanks), ConfigError, "backend ipc has at most ",
+                kMaxSummedRanks, " ranks, not ", size);
+  PeerOptions peers;
+  peers.rank = rank;
+  peers.size = size;
+  peers.group = name;
+  peers.control_bytes = IpcBackend::control_bytes(static_cast<std::size_t>(size));
+  peers.has_heap = false;
+  peers.timeout = options.timeout;
+  peers.status = options.status;
+  std::unique_ptr<PeerMemory> memory = connect_peers(*store, peers, why_not);
+  if (!memory) {
+    return nullptr;
+  }
+  std::unique_ptr<IpcBackend> backend;
+  const std::string made = outcome_of([&] {
+    backend =
+        std::make_unique<IpcBackend>(store, std::move(memory), rank, cuda_device, name, options);
+  });
+  if (!agree(*store, peers, "ipc.made", made, why_not)) {
+    return nullptr;
+  }
+  const std::string met = outcome_of([&] { backend->meet_peers(); });
+  if (!agree(*store, peers, "ipc.met", met, why_not)) {
+    return nullptr;
+  }
+  backend->begin();
+  return backend;
+}
+
+}  // namespace tessera::comm

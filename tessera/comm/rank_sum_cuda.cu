@@ -1,0 +1,203 @@
+// Sums of the ranks' parts, element by element in rank order. Element types and rules are those of
+// exact_sum.cpp, so the bits are, too: nothing is fused (-fmad=false), subnormal numbers stay.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "tessera/comm/rank_sum_cuda.h"
+#include "tessera/core/error.h"
+#include "tessera/device/cuda_call.h"
+#include "tessera/device/cuda_convert.cuh"
+
+namespace tessera::comm {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlocksPerProcessor = 8;
+constexpr std::size_t kVectorBytes = 16;
+
+// By rank.
+struct Parts {
+  const void* data[kMaxSummedRanks];
+  int num = 0;
+};
+
+template <typename Stored>
+inline constexpr bool kIsHalf = sizeof(Stored) == 2;
+
+template <typename Stored>
+__device__ auto widen(Stored value) {
+  if constexpr (kIsHalf<Stored>) {
+    return device::cuda::widened(value);
+  } else {
+    return value;
+  }
+}
+
+template <typename Out, typename Wide>
+__device__ Out narrowed(Wide value) {
+  if constexpr (kIsHalf<Out>) {
+    Out out;
+    device::cuda::narrow(value, out);
+    return out;
+  } else {
+    return static_cast<Out>(value);
+  }
+}
+
+template <typename Wide>
+__device__ bool is_nan(Wide value) {
+  if constexpr (std::is_floating_point_v<Wide>) {
+    return isnan(value);
+  } else {
+    return false;
+  }
+}
+
+struct Add {
+  template <typename Wide>
+  __device__ Wide operator()(Wide sum, Wide value) const {
+    if constexpr (std::is_integral_v<Wide>) {
+      using Unsigned = std::make_unsigned_t<Wide>;
+      return static_cast<Wide>(static_cast<Unsigned>(sum) + static_cast<Unsigned>(value));
+    } else {
+      return sum + value;
+    }
+  }
+};
+struct Max {
+  template <typename Wide>
+  __device__ Wide operator()(Wide best, Wide value) const {
+    return is_nan(best) || !(value > best || is_nan(value)) ? best : value;
+  }
+};
+struct Min {
+  template <typename Wide>
+  __device__ Wide operator()(Wide best, Wide value) const {
+    return is_nan(best) || !(value < best || is_nan(value)) ? best : value;
+  }
+};
+
+// kWidth elements in accesses of at most 16 bytes.
+template <typename Value, int kWidth>
+struct alignas(kWidth * sizeof(Value) < kVectorBytes ? kWidth * sizeof(Value)
+                                                     : kVectorBytes) Several {
+  Value values[kWidth];
+};
+
+// Element groups of kWidth from `first` on. `out` may be a part: a thread reads before it writes.
+template <typename Stored, typename Out, int kWidth, typename Combine>
+__global__ void __launch_bounds__(kThreads)
+    reduce_parts(const __grid_constant__ Parts parts, Out* out, std::int64_t num_groups,
+                 Combine combine) {
+  using In = Several<Stored, kWidth>;
+  using Wide = decltype(widen(Stored{}));
+  const std::int64_t num_threads = static_cast<std::int64_t>(gridDim.x) * kThreads;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+       i < num_groups; i += num_threads) {
+    const In first = static_cast<const In*>(parts.data[0])[i];
+    Wide sums[kWidth];
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      sums[k] = widen(first.values[k]);
+    }
+    for (int rank = 1; rank < parts.num; ++rank) {
+      const In next = static_cast<const In*>(parts.data[rank])[i];
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        sums[k] = combine(sums[k], static_cast<Wide>(widen(next.values[k])));
+      }
+    }
+    Several<Out, kWidth> result;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      result.values[k] = narrowed<Out>(sums[k]);
+    }
+    reinterpret_cast<Several<Out, kWidth>*>(out)[i] = result;
+  }
+}
+
+unsigned grid_for(std::int64_t num_groups) {
+  int index = 0;
+  int num_processors = 0;
+  TESSERA_CUDA_CALL(cudaGetDevice, &index);
+  TESSERA_CUDA_CALL(cudaDeviceGetAttribute, &num_processors, cudaDevAttrMultiProcessorCount, index);
+  const std::int64_t most = static_cast<std::int64_t>(num_processors) * kBlocksPerProcessor;
+  return static_cast<unsigned>(std::min((num_groups + kThreads - 1) / kThreads, most));
+}
+
+template <typename Stored, typename Out, int kWidth, typename Combine>
+void launch_groups(const Parts& parts, void* out, std::int64_t num_groups, Combine combine,
+                   cudaStream_t stream) {
+  if (num_groups > 0) {
+    reduce_parts<Stored, Out, kWidth><<<grid_for(num_groups), kThreads, 0, stream>>>(
+        parts, static_cast<Out*>(out), num_groups, combine);
+    device::check_cuda("rank sum kernel", cudaGetLastError());
+  }
+}
+
+// Vectors where all memory is aligned for them, then what is left, or everything, one by one.
+template <typename Stored, typename Out, typename Combine>
+void launch(Parts parts, void* out, std::size_t numel, Combine combine, cudaStream_t stream) {
+  constexpr int kWidth = kVectorBytes / sizeof(Stored);
+  bool is_aligned = reinterpret_cast<std::uintptr_t>(out) % kVectorBytes == 0;
+  for (int rank = 0; rank < parts.num; ++rank) {
+    is_aligned &= reinterpret_cast<std::uintptr_t>(parts.data[rank]) % kVectorBytes == 0;
+  }
+  const std::size_t num_vectors = is_aligned ? numel / kWidth : 0;
+  const std::size_t done = num_vectors * kWidth;
+  launch_groups<Stored, Out, kWidth>(parts, out, static_cast<std::int64_t>(num_vectors), combine,
+                                     stream);
+  for (int rank = 0; rank < parts.num; ++rank) {
+    parts.data[rank] = static_cast<const Stored*>(parts.data[rank]) + done;
+  }
+  launch_groups<Stored, Out, 1>(parts, static_cast<Out*>(out) + done,
+                                static_cast<std::int64_t>(numel - done), combine, stream);
+}
+
+template <typename Stored, typename Out>
+void launch(const Parts& parts, void* out, std::size_t numel, Reduction reduction,
+            cudaStream_t stream) {
+  switch (reduction) {
+    case Reduction::kSum:
+      return launch<Stored, Out>(parts, out, numel, Add{}, stream);
+    case Reduction::kMax:
+      return launch<Stored, Out>(parts, out, numel, Max{}, stream);
+    case Reduction::kMin:
+      return launch<Stored, Out>(parts, out, numel, Min{}, stream);
+  }
+}
+
+}  // namespace
+
+void launch_rank_sum(std::span<const std::byte* const> data, DType dtype, std::size_t numel,
+                     void* out, DType out_dtype, Reduction reduction, cudaStream_t stream) {
+  check_reduction(dtype, out_dtype);
+  TESSERA_INVARIANT(data.size() <= kMaxSummedRanks, "a sum of ", data.size(), " ranks' parts");
+  Parts parts;
+  for (const std::byte* part : data) {
+    parts.data[parts.num++] = part;
+  }
+  const bool widens = out_dtype != dtype;
+  switch (dtype) {
+    case DType::kFloat32:
+      return launch<float, float>(parts, out, numel, reduction, stream);
+    case DType::kBFloat16:
+      return widens ? launch<BFloat16, float>(parts, out, numel, reduction, stream)
+                    : launch<BFloat16, BFloat16>(parts, out, numel, reduction, stream);
+    case DType::kFloat16:
+      return widens ? launch<Float16, float>(parts, out, numel, reduction, stream)
+                    : launch<Float16, Float16>(parts, out, numel, reduction, stream);
+    case DType::kFloat64:
+      return launch<double, double>(parts, out, numel, reduction, stream);
+    case DType::kInt64:
+      return launch<std::int64_t, std::int64_t>(parts, out, numel, reduction, stream);
+    case DType::kInt32:
+      return launch<std::int32_t, std::int32_t>(parts, out, numel, reduction, stream);
+    case DType::kUInt8:
+      return launch<std::uint8_t, std::uint8_t>(parts, out, numel, reduction, stream);
+  }
+}
+
+}  // namespace tessera::comm
