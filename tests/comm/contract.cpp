@@ -58,6 +58,12 @@ void run_rank(const ContractWorld& world, Network& network, int rank, int num_ra
       << "rank " << rank << " still holds staging";
 }
 
+// A process that has asked for GPUs has no forks that can use them.
+bool has_gpu(bool as_processes) {
+  const auto ask = [] { return device::num_cuda_devices() > 0; };
+  return as_processes ? is_true_in_a_fork(ask) : ask();
+}
+
 std::exception_ptr failure_of(const RankEnd& end) {
   return end.signal == 0 ? end.failure
                          : std::make_exception_ptr(
@@ -143,7 +149,7 @@ std::string text_of(const std::exception_ptr& failure) {
 }
 
 void Contract::SetUp() {
-  if (GetParam().needs_gpu && device::num_cuda_devices() == 0) {
+  if (GetParam().needs_gpu && !has_gpu(GetParam().as_processes)) {
     GTEST_SKIP() << "no GPU: " << device::cuda_description();
   }
   if (GetParam().needs_gpu && device::num_cuda_devices() < GetParam().num_gpus) {

@@ -11,10 +11,14 @@
 //                   at the time limit is a StreamLimitContract
 #pragma once
 
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -45,6 +49,33 @@ struct ContractRank {
   Bytes download(const device::Memory& memory) const;
 };
 
+// What a call is given: memory of the host wherever calls take that, else of the device.
+template <typename T>
+class CallValues {
+ public:
+  CallValues(const ContractRank& here, std::vector<T> values)
+      : here_(here), values_(std::move(values)) {
+    if (here.group.is_stream_ordered() && here.device.is_discrete()) {
+      const auto bytes = std::as_bytes(std::span(values_));
+      memory_ = here.upload(Bytes(bytes.begin(), bytes.end()));
+    }
+  }
+
+  T* data() { return memory_ ? reinterpret_cast<T*>(memory_->data()) : values_.data(); }
+  const std::vector<T>& read() {
+    if (memory_) {
+      const Bytes bytes = here_.download(*memory_);
+      std::memcpy(values_.data(), bytes.data(), bytes.size());
+    }
+    return values_;
+  }
+
+ private:
+  const ContractRank& here_;
+  std::vector<T> values_;
+  std::optional<device::Memory> memory_;
+};
+
 // The network of one test: gives each rank its backend.
 class Network {
  public:
@@ -66,7 +97,7 @@ struct ContractWorld {
   bool needs_gpu = false;
   int num_gpus = 1;  // that it needs then
   // Ranks are processes, each with a copy of the network as it was made: that one has no thread,
-  // and its ranks meet in files.
+  // and its ranks meet in files. The test program itself must not have used a GPU then.
   bool as_processes = false;
 
   // Reads as the test's name.

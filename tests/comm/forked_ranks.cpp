@@ -174,6 +174,19 @@ std::vector<RankEnd> run_forked(int num_ranks, const std::function<void(int rank
   return ends;
 }
 
+bool is_true_in_a_fork(const std::function<bool()>& question) {
+  const pid_t pid = fork();
+  check_system(pid >= 0, "fork");
+  if (pid == 0) {
+    _exit(question() ? 0 : 1);
+  }
+  int status = 0;
+  while (waitpid(pid, &status, 0) < 0) {
+    check_system(errno == EINTR, "waitpid");
+  }
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
 SharedPage::SharedPage()
     : data_(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) {
   check_system(data_ != MAP_FAILED, "mmap");

@@ -21,6 +21,9 @@ struct RankEnd {
 // REQUIRES: this process has no other thread.
 std::vector<RankEnd> run_forked(int num_ranks, const std::function<void(int rank)>& body);
 
+// What a fork of this process answers; for questions that leave traces.
+bool is_true_in_a_fork(const std::function<bool()>& question);
+
 // Anonymous memory that a fork shares with its parent; null in the beginning.
 class SharedPage {
  public:

@@ -196,10 +196,13 @@ TEST_P(MemoryContract, AllReduceGivesEveryRankTheSameBits) {
 TEST_P(MemoryContract, MaxAndMinPickTheExtremesAndKeepNaN) {
   run(3, [](ContractRank& here) {
     const auto rank = static_cast<float>(here.group.rank());
-    std::vector<float> highest = {rank, -rank, here.group.rank() == 1 ? NAN : 7.0F};
-    std::vector<float> lowest = highest;
-    here.group.start_all_reduce(highest.data(), 3, DType::kFloat32, Reduction::kMax).wait();
-    here.group.start_all_reduce(lowest.data(), 3, DType::kFloat32, Reduction::kMin).wait();
+    const std::vector<float> given = {rank, -rank, here.group.rank() == 1 ? NAN : 7.0F};
+    CallValues<float> maxima(here, given);
+    CallValues<float> minima(here, given);
+    here.group.start_all_reduce(maxima.data(), 3, DType::kFloat32, Reduction::kMax).wait();
+    here.group.start_all_reduce(minima.data(), 3, DType::kFloat32, Reduction::kMin).wait();
+    const std::vector<float>& highest = maxima.read();
+    const std::vector<float>& lowest = minima.read();
     EXPECT_EQ(highest[0], 2.0F);
     EXPECT_EQ(highest[1], 0.0F);
     EXPECT_TRUE(std::isnan(highest[2]));
@@ -301,9 +304,9 @@ TEST_P(MemoryContract, WireBytesAreTheClosedForm) {
       const auto peers = static_cast<std::uint64_t>(group.size() - 1);
       const auto num = static_cast<std::size_t>(group.size());
       constexpr std::size_t kNumel = 20011;  // larger than what is packed
-      std::vector<float> shard(kNumel, 1.0F);
-      std::vector<float> full(kNumel * num, 1.0F);
-      std::vector<float> other(kNumel * num);
+      CallValues<float> shard(here, std::vector<float>(kNumel, 1.0F));
+      CallValues<float> full(here, std::vector<float>(kNumel * num, 1.0F));
+      CallValues<float> other(here, std::vector<float>(kNumel * num));
       auto sent = [&, before = std::uint64_t{0}]() mutable {
         const std::uint64_t now = group.wire_bytes().payload;
         return now - std::exchange(before, now);
@@ -323,9 +326,9 @@ TEST_P(MemoryContract, WireBytesAreTheClosedForm) {
       EXPECT_EQ(sent(), 0U);
       group.start_broadcast(full.data(), kNumel, DType::kFloat32, group.size() - 1).wait();
       EXPECT_EQ(group.wire_bytes().num_calls, 6U);
-      auto total = static_cast<std::int64_t>(sent());
-      group.start_all_reduce(&total, 1, DType::kInt64).wait();
-      EXPECT_EQ(static_cast<std::uint64_t>(total), peers * kNumel * 4);
+      CallValues<std::int64_t> total(here, {static_cast<std::int64_t>(sent())});
+      group.start_all_reduce(total.data(), 1, DType::kInt64).wait();
+      EXPECT_EQ(static_cast<std::uint64_t>(total.read().front()), peers * kNumel * 4);
     });
   }
 }
