@@ -110,7 +110,7 @@ struct QueuedCall {
   Pending current;                   // of the phase launched last
   bool launched = false;             // guarded
   std::size_t num_network_left = 0;  // guarded
-  std::shared_ptr<device::Completion> completion;
+  const std::shared_ptr<device::Completion> completion = std::make_shared<device::Completion>();
   // Of calls on streams; null elsewhere.
   std::shared_ptr<StreamCall> on_stream;
   Pending enqueued;                 // what the stream was given, also if the launch failed

@@ -89,7 +89,6 @@ QueuedCall Group::prepare(CallTag tag, const CallOptions& options,
   QueuedCall queued;
   queued.call = {tag,         std::move(words), options.keep_alive, stream_of(options),
                  options.met, world_ranks_};
-  queued.completion = make_completion();
   queued.text = describe(tag, options.label.unit, options.label.parameter);
   if (Spans* traced = spans()) {
     queued.span = {static_cast<std::int64_t>(tag.total_bytes),

@@ -3,9 +3,9 @@
 //
 // Every method that communicates is a collective: all ranks of the group call the same methods in
 // the same order. What fixes that order is the caller (registration, trace, agreement), never time.
-// Ranks check it: each call carries a tag (tag.h) that is compared before its data moves, or, where
-// calls are work of a stream, beside it; a mismatch is an error on every rank that names the rank
-// that differs and both calls with their units and parameters.
+// Ranks check it: each call carries a tag (tag.h) that is compared before its data moves, and
+// a mismatch is an error on every rank that names the rank that differs and both calls with their
+// units and parameters.
 //
 // Numbers: reductions are exact: all-to-all, then a sum in rank order in fp32, rounded once. The
 // same input gives the same bits on every backend, for every bucket size and timing. all_reduce is
@@ -13,9 +13,7 @@
 //
 // Asynchrony: a call returns at once. Its memory must stay valid until the Pending is done (or give
 // `keep_alive`, which is held also when a failed call is still stuck inside the network). If
-// `stream` is given, the call reads its input after what that stream has been given so far. Where
-// calls are work of a stream (is_stream_ordered()), they are that stream's; a stream that waits for
-// the Pending waits for the device alone, a host that does also for the ranks to agree.
+// `stream` is given, the call reads its input after what that stream has been given so far.
 //
 // Failures: a call that takes longer than the timeout, loses a peer or is matched with another call
 // fails with a CommError that says what was waited for, for which unit and parameter, and which
@@ -81,15 +79,14 @@ struct CallOptions {
   // Compared with the other ranks'.
   std::uint64_t content_hash = 0;
   device::Stream* stream = nullptr;
-  // The input may be read after this, too. Waited for by the group or by the stream, not by the
-  // caller (but in a world of one without a stream): for input that a host thread makes (a read
-  // from disk, an update). A failure is the call's own.
+  // The input may be read after this, too. Waited for by the group, not by the caller: for input
+  // that a host thread makes (a read from disk, an update). A failure is the call's own.
   device::Pending ready;
   std::shared_ptr<const void> keep_alive;
   // Set once every rank has started this call and all mean the same one. From then on its end
   // depends on streams and the network, not on what any rank's thread does next: it may be waited
-  // for by a rank that others need to get on. In a world of one it is set at once. Never set if the
-  // ranks do not agree. Null: nobody asks.
+  // for by a rank that others need to get on. Set at once by a stream-ordered backend, where
+  // waiting blocks no thread. Never set if the ranks do not agree. Null: nobody asks.
   std::shared_ptr<std::atomic<bool>> met;
 };
 
@@ -236,11 +233,6 @@ class Group {
   bool exchanges_tags() const { return queue_ && !backend_->compares_tags(); }
   bool is_copied() const { return copied_from_ != nullptr; }
   bool is_shared() const { return call_memory() == CallMemory::kShared; }
-  // Of a call, or of a part of it.
-  std::shared_ptr<device::Completion> make_completion() const {
-    return std::make_shared<device::Completion>(is_copied() ? device::Fulfilment::kDeviceCalls
-                                                            : device::Fulfilment::kHost);
-  }
   std::size_t pack_below_bytes() const {
     return backend_->stream_ordered() ? 0 : options_.pack_below_bytes;
   }

@@ -212,7 +212,7 @@ Pending Group::start_gather(std::span<const Gather> tensors, const CallOptions& 
   // Every part is a call of its own to the backend, and tells its owners when it is there.
   each->resize(tensors.size());
   const auto add_owner = [&](CallPart& part, std::size_t tensor) {
-    part.owners.push_back(make_completion());
+    part.owners.push_back(std::make_shared<device::Completion>());
     (*each)[tensor] = Pending(part.owners.back());
   };
   for (std::size_t i = 0; i < gather->direct.size(); ++i) {

@@ -275,20 +275,7 @@ bool CudaStream::can_order_behind(const Pending& pending) const {
                        [this](const Pending& part) { return can_order_behind(part); });
   }
   const auto* own = dynamic_cast<const CudaPending*>(state.get());
-  if ((own != nullptr && own->books() == options_.books.get()) || state->done()) {
-    return true;
-  }
-  if (state->awaits_hand_over()) {
-    return false;
-  }
-  try {
-    if (const std::optional<Pending> handed_over = state->wait_handed_over()) {
-      return can_order_behind(*handed_over);
-    }
-  } catch (...) {  // the stream would fail, and nobody would wait
-    return true;
-  }
-  return can_wait_by_flag(*state);
+  return (own != nullptr && own->books() == options_.books.get()) || state->done();
 }
 
 void CudaStream::wait(const Pending& pending) {
@@ -310,9 +297,6 @@ void CudaStream::wait(const Pending& pending) {
       if (const std::optional<Pending> handed_over = pending.state()->wait_handed_over()) {
         return wait(*handed_over);
       }
-      if (wait_by_flag(pending.state())) {
-        return;
-      }
       pending.wait();
     } catch (...) {
       error = std::current_exception();
@@ -333,42 +317,6 @@ void CudaStream::wait(const Pending& pending) {
   } catch (...) {
     options_.books->fail(page(), number_, std::current_exception());
   }
-}
-
-bool CudaStream::can_wait_by_flag(PendingState& state) const {
-  const auto* completion = dynamic_cast<const Completion*>(&state);
-  return completion != nullptr && completion->takes() == Fulfilment::kHost &&
-         options_.flags->is_usable();
-}
-
-bool CudaStream::wait_by_flag(const std::shared_ptr<PendingState>& state) {
-  if (state->done() || !can_wait_by_flag(*state)) {
-    return false;
-  }
-  std::optional<CudaFlags::Flag> flag;
-  std::uint64_t number = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    const CudaDeviceScope scope(options_.device_index);
-    flag = options_.flags->start_wait(options_.handle);
-    if (!flag) {
-      return false;
-    }
-    number = ++number_;
-  }
-  auto* const completion = static_cast<Completion*>(state.get());
-  // Runs inside of the Completion, which therefore lives. The failure is in the books before the
-  // stream goes on: whoever asks for what is behind it finds it.
-  completion->when_done([completion, flag = *flag, flags = options_.flags, books = options_.books,
-                         page = page(), number] {
-    try {
-      completion->wait();
-    } catch (...) {
-      books->fail(page, number, std::current_exception());
-    }
-    flags->set(flag);
-  });
-  return true;
 }
 
 // Keeps the books short on streams that nobody ever waits for on the host.

@@ -26,7 +26,6 @@
 #include <cuda_runtime_api.h>
 
 #include "tessera/device/cuda_event_pool.h"
-#include "tessera/device/cuda_flags.h"
 #include "tessera/device/cuda_times.h"
 #include "tessera/device/device.h"
 #include "tessera/device/span_track.h"
@@ -99,7 +98,6 @@ struct CudaStreamOptions {
   bool is_owned = false;
   std::shared_ptr<CudaEventPool> pool;
   std::shared_ptr<CudaBooks> books;
-  std::shared_ptr<CudaFlags> flags;
   // Both null: nothing is timed. `spans` outlives the stream.
   Spans* spans = nullptr;
   std::shared_ptr<CudaTimes> times;
@@ -156,9 +154,6 @@ class CudaStream final : public Stream {
   template <typename Work>
   void timing(const Work& work) noexcept;
   void strike_off_done();
-  bool can_wait_by_flag(PendingState& state) const;
-  // Leaves an order behind a host thread in the stream; false: that cannot be here.
-  bool wait_by_flag(const std::shared_ptr<PendingState>& state);
   std::size_t page() const {
     return options_.page.value_or(static_cast<std::size_t>(options_.kind));
   }

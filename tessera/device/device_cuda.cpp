@@ -54,7 +54,6 @@ class CudaDevice final : public Device {
     cudaDeviceProp properties{};
     TESSERA_CUDA_CALL(cudaGetDeviceProperties, &properties, options.index);
     name_ = detail::concat("cuda:", options.index, " (", properties.name, ")");
-    flags_ = std::make_shared<CudaFlags>();
     memory_ = std::make_unique<CudaMemory>(options.index, name_, properties.totalGlobalMem,
                                            options.ledger);
     if (options.spans != nullptr && options.spans->enabled()) {
@@ -66,7 +65,6 @@ class CudaDevice final : public Device {
   ~CudaDevice() override {
     streams_.clear();  // waits for each
     books_->clear_dependencies();
-    flags_->close();
   }
 
   std::string name() const override { return name_; }
@@ -133,7 +131,6 @@ class CudaDevice final : public Device {
       stream.device_index = options_.index;
       stream.pool = pool_;
       stream.books = books_;
-      stream.flags = flags_;
       stream.spans = options_.spans;
       stream.times = times_;
       if (stream.kind == StreamKind::kCompute) {
@@ -189,7 +186,6 @@ class CudaDevice final : public Device {
   const CudaDeviceOptions options_;
   const std::shared_ptr<CudaEventPool> pool_;
   const std::shared_ptr<CudaBooks> books_;
-  std::shared_ptr<CudaFlags> flags_;
   std::string name_;
   std::unique_ptr<CudaMemory> memory_;
   std::shared_ptr<CudaTimes> times_;  // null: nothing is timed

@@ -7,15 +7,11 @@
 //
 // [Note: what a CUDA stream can wait for]
 // For a Pending of the same device (an event, or a list of such) the host only leaves an order in
-// the stream. So it does for a Completion that host threads fulfil by themselves, a read from disk,
-// say: the stream waits for a flag (cuda_flags.h). Not by a host function: one that blocked would
-// hold up the one thread on which the driver runs them all.
-//
-// Where calls into CUDA come before the end, the stream must not stand still for it: memory that is
-// allocated or freed meanwhile, by torch, too, may wait for the whole device and keep all other
-// calls out, those included. So the host waits: for work that another thread is about to hand to
-// the device until it has, for a Completion of Fulfilment::kDeviceCalls (a collective whose memory
-// is copied through the host), and for whatever it does not know, until it is done.
+// the stream. For work that another thread is about to hand to the device the host waits until it
+// has, not until it is done. For anything else, a collective over Gloo or a read from disk,
+// Stream::wait() blocks the calling thread until it is done: a host function that blocked instead
+// would hold up the one thread on which the driver runs all host functions, and with it the work
+// being waited for.
 //
 // [Note: pageable memory on CUDA]
 // CUDA reads a pageable source when it is asked to, not when the stream reaches it. So a copy

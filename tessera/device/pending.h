@@ -21,7 +21,6 @@
 
 #include <chrono>
 #include <condition_variable>
-#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -81,18 +80,9 @@ class [[nodiscard]] Pending {
 // For those to whom only the end matters: whoever waits for the outcome is told of a failure.
 void wait_ignoring_failure(const Pending& pending) noexcept;
 
-// What the fulfilment of a Completion takes.
-enum class Fulfilment : std::uint8_t {
-  kHost,         // host threads, disks and networks alone
-  kDeviceCalls,  // calls into a device: a stream of it must not stand still until then
-};
-
 // A Pending that a host thread fulfils: exactly one call of succeed() or fail().
 class Completion final : public PendingState {
  public:
-  explicit Completion(Fulfilment takes = Fulfilment::kHost) : takes_(takes) {}
-  Fulfilment takes() const { return takes_; }
-
   void succeed();
   void fail(std::exception_ptr error);
   // Runs `callback` when the work is done: at once on this thread if it already is, else on the
@@ -106,7 +96,6 @@ class Completion final : public PendingState {
  private:
   void finish(std::exception_ptr error);
 
-  const Fulfilment takes_;
   // Guarded by mutex_.
   std::mutex mutex_;
   std::condition_variable finished_;

@@ -115,53 +115,6 @@ TEST_P(DeviceContract, OrdersAStreamBehindWorkOfAHostThread) {
   network.join();
 }
 
-// More than a device has flags for, one after the other and many at a time.
-TEST_P(DeviceContract, GoesOnWhileAStreamWaitsForAHostThread) {
-  Stream& read = stream(StreamKind::kRead);
-  if (read.runs_on_caller()) {
-    GTEST_SKIP() << "the streams of " << device_->name() << " are this thread";
-  }
-  constexpr int kRounds = 100;
-  const Memory from = upload(Tier::kPinned, pattern(kRounds, 1));
-  const Memory to = upload(Tier::kDevice, Bytes(kRounds, 0));
-  for (int repeat = 0; repeat < 50; ++repeat) {
-    std::vector<std::shared_ptr<Completion>> gates;
-    std::vector<Pending> copies;
-    for (int round = 0; round < kRounds; ++round) {
-      gates.push_back(std::make_shared<Completion>());
-      EXPECT_TRUE(read.can_order_behind(Pending(gates.back())));
-      read.wait(Pending(gates.back()));
-      copies.push_back(device_->start_copy(to.data() + round, from.data() + round, 1, read));
-    }
-    for (int round = 0; round < kRounds; ++round) {
-      EXPECT_FALSE(copies[static_cast<std::size_t>(round)].done());
-      gates[static_cast<std::size_t>(round)]->succeed();
-      copies[static_cast<std::size_t>(round)].wait();
-    }
-  }
-  EXPECT_EQ(download(to.data(), to.bytes()), pattern(kRounds, 1));
-}
-
-// Also on the stream that has gone past the wait already when somebody asks.
-TEST_P(DeviceContract, FailsAStreamWhoseHostThreadFailsLater) {
-  Stream& read = stream(StreamKind::kRead);
-  if (read.runs_on_caller()) {
-    GTEST_SKIP() << "the streams of " << device_->name() << " are this thread";
-  }
-  const Pending before = read.record();
-  const auto gate = std::make_shared<Completion>();
-  read.wait(Pending(gate));
-  const Pending behind = read.record();
-  Stream& write = stream(StreamKind::kWrite);
-  write.wait(behind);
-  const Pending far_behind = write.record();
-  gate->fail(std::make_exception_ptr(IoError("the disk is gone")));
-  EXPECT_NO_THROW(before.wait());
-  EXPECT_THROW(behind.wait(), IoError);
-  EXPECT_THROW(far_behind.wait(), IoError);
-  EXPECT_THROW(read.synchronize(), IoError);
-}
-
 TEST_P(DeviceContract, CopiesAnySizeBetweenAllKindsOfMemory) {
   for (const std::size_t bytes :
        {std::size_t{0}, std::size_t{1}, std::size_t{15}, std::size_t{4097}, 3 * kMib + 5}) {
