@@ -283,6 +283,9 @@ class ThreadRank : public std::enable_shared_from_this<ThreadRank> {
     // Only now is this rank's own memory free: everybody has read it.
     await(lock, *exchange, exchange->num_copied);
     hub_->exchanges.erase(job.index);
+    // Others may hold the exchange a little longer; what this call kept goes before it ends.
+    const auto kept = std::move(exchange->postings[static_cast<std::size_t>(rank_)].keep_alive);
+    lock.unlock();
   }
 
   void await(std::unique_lock<std::mutex>& lock, const Exchange& exchange, const int& count) {
