@@ -38,22 +38,23 @@ void run_rank(const ContractWorld& world, Network& network, int rank, int num_ra
   books.device = world.make_device ? world.make_device(rank, books.ledger)
                                    : device::make_cpu_device({&books.ledger, {}, nullptr});
   options.device = world.make_device ? books.device.get() : nullptr;
-  {
-    Group group(num_ranks == 1 ? make_solo_backend() : network.make_backend(rank), "world",
-                world_ranks, options);
-    if (world.staging_bytes > 0) {
-      group.reserve_staging(world.staging_bytes);
-    }
-    ContractRank here{group, *books.device, books.ledger, world.role};
-    try {
-      body(here);
-    } catch (const PeerError&) {
-      throw;  // a consequence: nothing to tell the others
-    } catch (const std::exception& error) {
-      options.status->post_failure(rank, error);
-      throw;
-    }
+  Group group(num_ranks == 1 ? make_solo_backend() : network.make_backend(rank), "world",
+              world_ranks, options);
+  if (world.staging_bytes > 0) {
+    group.reserve_staging(world.staging_bytes);
   }
+  ContractRank here{group, *books.device, books.ledger, world.role};
+  try {
+    body(here);
+  } catch (const PeerError&) {
+    throw;  // a consequence: nothing to tell the others
+  } catch (const std::exception& error) {
+    options.status->post_failure(rank, error);
+    throw;
+  }
+}
+
+void expect_no_staging(const Books& books, int rank) {
   EXPECT_EQ(books.ledger.current_bytes(Tier::kHost, Role::kStaging), 0U)
       << "rank " << rank << " still holds staging";
 }
@@ -83,7 +84,11 @@ std::vector<std::exception_ptr> run_world(const ContractWorld& world, int num_ra
   };
   std::vector<std::exception_ptr> failures;
   if (world.as_processes) {
-    for (const RankEnd& end : run_forked(num_ranks, run)) {
+    const auto run_and_check = [&](int rank) {
+      run(rank);
+      expect_no_staging(books[static_cast<std::size_t>(rank)], rank);
+    };
+    for (const RankEnd& end : run_forked(num_ranks, run_and_check)) {
       failures.push_back(failure_of(end));
     }
     return failures;
@@ -101,6 +106,12 @@ std::vector<std::exception_ptr> run_world(const ContractWorld& world, int num_ra
   }
   for (std::thread& rank : ranks) {
     rank.join();
+  }
+  // Not before: a rank as a thread may still copy from another's staging.
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    if (!failures[static_cast<std::size_t>(rank)]) {
+      expect_no_staging(books[static_cast<std::size_t>(rank)], rank);
+    }
   }
   return failures;
 }
