@@ -142,6 +142,7 @@ class IpcBackend final : public PeerBackend {
     for (const auto& memory : this->peers().controls) {
       registered_.push_back(std::make_unique<RegisteredMemory>(memory->data(), memory->bytes()));
     }
+    load_rank_sums();
     try_flags();
     chunks_ = heap_->allocate(kNumChunks * kGpuChunkBytes + kSmallAllReduceBytes, 256);
     TESSERA_CHECK(chunks_ != nullptr, DeviceError, "cuda:", device_index_, " has no ",

@@ -86,7 +86,7 @@ struct alignas(kWidth * sizeof(Value) < kVectorBytes ? kWidth * sizeof(Value)
   Value values[kWidth];
 };
 
-// Element groups of kWidth from `first` on. `out` may be a part: a thread reads before it writes.
+// Groups of kWidth elements. `out` may be a part: a thread reads before it writes.
 template <typename Stored, typename Out, int kWidth, typename Combine>
 __global__ void __launch_bounds__(kThreads)
     reduce_parts(const __grid_constant__ Parts parts, Out* out, std::int64_t num_groups,
@@ -156,20 +156,79 @@ void launch(Parts parts, void* out, std::size_t numel, Combine combine, cudaStre
                                 static_cast<std::int64_t>(numel - done), combine, stream);
 }
 
-template <typename Stored, typename Out>
-void launch(const Parts& parts, void* out, std::size_t numel, Reduction reduction,
-            cudaStream_t stream) {
+template <typename Stored, typename Out, int kWidth, typename Combine>
+void load_groups() {
+  cudaFuncAttributes attributes{};
+  device::check_cuda("cudaFuncGetAttributes",
+                     cudaFuncGetAttributes(&attributes, reduce_parts<Stored, Out, kWidth, Combine>));
+}
+
+// Does with the types of elements, and the rule of the reduction, what `Work` does.
+template <typename Stored, typename Out, typename Work>
+void with_rule(Reduction reduction, const Work& work) {
   switch (reduction) {
     case Reduction::kSum:
-      return launch<Stored, Out>(parts, out, numel, Add{}, stream);
+      return work.template operator()<Stored, Out>(Add{});
     case Reduction::kMax:
-      return launch<Stored, Out>(parts, out, numel, Max{}, stream);
+      return work.template operator()<Stored, Out>(Max{});
     case Reduction::kMin:
-      return launch<Stored, Out>(parts, out, numel, Min{}, stream);
+      return work.template operator()<Stored, Out>(Min{});
   }
 }
 
+template <typename Work>
+void with_types(DType dtype, bool widens, Reduction reduction, const Work& work) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return with_rule<float, float>(reduction, work);
+    case DType::kBFloat16:
+      return widens ? with_rule<BFloat16, float>(reduction, work)
+                    : with_rule<BFloat16, BFloat16>(reduction, work);
+    case DType::kFloat16:
+      return widens ? with_rule<Float16, float>(reduction, work)
+                    : with_rule<Float16, Float16>(reduction, work);
+    case DType::kFloat64:
+      return with_rule<double, double>(reduction, work);
+    case DType::kInt64:
+      return with_rule<std::int64_t, std::int64_t>(reduction, work);
+    case DType::kInt32:
+      return with_rule<std::int32_t, std::int32_t>(reduction, work);
+    case DType::kUInt8:
+      return with_rule<std::uint8_t, std::uint8_t>(reduction, work);
+  }
+}
+
+struct Launch {
+  const Parts& parts;
+  void* out = nullptr;
+  std::size_t numel = 0;
+  cudaStream_t stream = nullptr;
+
+  template <typename Stored, typename Out, typename Combine>
+  void operator()(Combine combine) const {
+    launch<Stored, Out>(parts, out, numel, combine, stream);
+  }
+};
+
+struct Load {
+  template <typename Stored, typename Out, typename Combine>
+  void operator()(Combine) const {
+    load_groups<Stored, Out, kVectorBytes / sizeof(Stored), Combine>();
+    load_groups<Stored, Out, 1, Combine>();
+  }
+};
+
 }  // namespace
+
+void load_rank_sums() {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64,
+                            DType::kInt64, DType::kInt32, DType::kUInt8}) {
+    for (const Reduction reduction : {Reduction::kSum, Reduction::kMax, Reduction::kMin}) {
+      with_types(dtype, false, reduction, Load{});
+      with_types(dtype, true, reduction, Load{});
+    }
+  }
+}
 
 void launch_rank_sum(std::span<const std::byte* const> data, DType dtype, std::size_t numel,
                      void* out, DType out_dtype, Reduction reduction, cudaStream_t stream) {
@@ -179,25 +238,7 @@ void launch_rank_sum(std::span<const std::byte* const> data, DType dtype, std::s
   for (const std::byte* part : data) {
     parts.data[parts.num++] = part;
   }
-  const bool widens = out_dtype != dtype;
-  switch (dtype) {
-    case DType::kFloat32:
-      return launch<float, float>(parts, out, numel, reduction, stream);
-    case DType::kBFloat16:
-      return widens ? launch<BFloat16, float>(parts, out, numel, reduction, stream)
-                    : launch<BFloat16, BFloat16>(parts, out, numel, reduction, stream);
-    case DType::kFloat16:
-      return widens ? launch<Float16, float>(parts, out, numel, reduction, stream)
-                    : launch<Float16, Float16>(parts, out, numel, reduction, stream);
-    case DType::kFloat64:
-      return launch<double, double>(parts, out, numel, reduction, stream);
-    case DType::kInt64:
-      return launch<std::int64_t, std::int64_t>(parts, out, numel, reduction, stream);
-    case DType::kInt32:
-      return launch<std::int32_t, std::int32_t>(parts, out, numel, reduction, stream);
-    case DType::kUInt8:
-      return launch<std::uint8_t, std::uint8_t>(parts, out, numel, reduction, stream);
-  }
+  with_types(dtype, out_dtype != dtype, reduction, Launch{parts, out, numel, stream});
 }
 
 }  // namespace tessera::comm

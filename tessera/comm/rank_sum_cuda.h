@@ -14,7 +14,11 @@
 namespace tessera::comm {
 
 // What a kernel is given as one argument.
-inline constexpr std::size_t kMaxSummedRanks = 256;
+inline constexpr std::size_t kMaxSummedRanks = 128;
+
+// Brings all kernels onto the current device. CUDA loads a kernel when it is first launched, and
+// may wait for all streams then: for one that stands still until the kernel has run, too.
+void load_rank_sums();
 
 // Parts and `out` are memory that the current device reaches, also another GPU's; `out` may be any
 // one of the parts. REQUIRES: what check_reduction() checks, and at most kMaxSummedRanks parts.
