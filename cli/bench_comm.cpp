@@ -108,6 +108,8 @@ std::string no_gpu_each(int num_local_ranks) {
 
 // Two NCCL ranks cannot share one GPU.
 void check_gpus(const BenchCommPlan& plan, int num_local_ranks) {
+  TESSERA_CHECK(plan.backend != "ipc" || device::num_cuda_devices() > 0, ConfigError,
+                "backend ipc needs a GPU: ", device::cuda_description());
   TESSERA_CHECK(plan.backend != "nccl" || has_gpu_each(num_local_ranks), ConfigError,
                 "backend nccl needs a GPU for every rank: ", num_local_ranks,
                 " ranks on this machine, ", device::num_cuda_devices(),
@@ -167,6 +169,8 @@ class BenchWorlds {
     if (plan_.backend == "nccl" ||
         (plan_.backend == "auto" && has_gpu_each(rendezvous_.local_world_size))) {
       join(comm::BackendKind::kNccl, make_gpu());
+    } else if (plan_.backend == "ipc") {
+      join(comm::BackendKind::kIpc, make_gpu());
     } else {
       join(plan_.backend == "shm" ? comm::BackendKind::kShm : comm::BackendKind::kGloo,
            device::make_cpu_device());
@@ -183,6 +187,15 @@ class BenchWorlds {
       connect_memory();
       join(comm::BackendKind::kGloo, cpu);
     }
+    if (device::num_cuda_devices() > 0) {
+      try {
+        join(comm::BackendKind::kIpc, make_gpu());
+      } catch (const CommError& error) {  // on every rank
+        gaps_.push_back({"ipc", error.what()});
+      }
+    } else {
+      gaps_.push_back({"ipc", device::cuda_description()});
+    }
     if (has_gpu_each(rendezvous_.local_world_size)) {
       join(comm::BackendKind::kNccl, make_gpu());
     } else {
@@ -196,7 +209,7 @@ class BenchWorlds {
     options.group.device = device.get();
     options.group.spans = &spans_;
     options.backend = kind;
-    options.cuda_device = kind == comm::BackendKind::kNccl ? rendezvous_.local_rank : -1;
+    options.cuda_device = device->is_discrete() ? gpu_index() : -1;
     comm::World world = comm::join_world(rendezvous_, options);
     process_.set_status(world.status);
     names_.emplace_back(world.group->backend_name());
@@ -220,9 +233,12 @@ class BenchWorlds {
     }
   }
 
+  // Its own, or, where there are more ranks than GPUs, the next one in turn.
+  int gpu_index() const { return rendezvous_.local_rank % std::max(1, device::num_cuda_devices()); }
+
   std::shared_ptr<device::Device> make_gpu() const {
     device::CudaDeviceOptions options;
-    options.index = rendezvous_.local_rank;
+    options.index = gpu_index();
     return device::make_cuda_device(options);
   }
 

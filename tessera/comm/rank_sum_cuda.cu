@@ -159,8 +159,9 @@ void launch(Parts parts, void* out, std::size_t numel, Combine combine, cudaStre
 template <typename Stored, typename Out, int kWidth, typename Combine>
 void load_groups() {
   cudaFuncAttributes attributes{};
-  device::check_cuda("cudaFuncGetAttributes",
-                     cudaFuncGetAttributes(&attributes, reduce_parts<Stored, Out, kWidth, Combine>));
+  device::check_cuda(
+      "cudaFuncGetAttributes",
+      cudaFuncGetAttributes(&attributes, reduce_parts<Stored, Out, kWidth, Combine>));
 }
 
 // Does with the types of elements, and the rule of the reduction, what `Work` does.
