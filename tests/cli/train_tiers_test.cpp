@@ -181,50 +181,57 @@ class TrainOnSharedCudaDevice : public ::testing::Test {
                                num_ranks_, "--batch", num_ranks_},
                               more));
   }
-  ProcessResult train_over_gloo(const Arguments& more) const {
-    return train(joined(more, {"--set", "comm.backend=gloo"}));
+  ProcessResult train_over(const std::string& backend, const Arguments& more) const {
+    return train(joined(more, {"--set", "comm.backend=" + backend}));
   }
 
   std::string num_ranks_;
 };
 
 TEST_F(TrainOnSharedCudaDevice, IsRefusedWithTheRemedyWhereTheNetworkDoesNotAllowIt) {
-  for (const char* backend : {"comm.backend=auto", "comm.backend=nccl"}) {
-    const ProcessResult run = train({"--steps", "1", "--set", backend});
-    EXPECT_EQ(run.exit_code, 2) << run.out;
-    EXPECT_HAS(run.err, "--device cuda needs a GPU for every rank");
-    EXPECT_HAS(run.err, "--set comm.backend=shm");
-  }
+  const ProcessResult run = train_over("nccl", {"--steps", "1"});
+  EXPECT_EQ(run.exit_code, 2) << run.out;
+  EXPECT_HAS(run.err, "--device cuda needs a GPU for every rank");
+  EXPECT_HAS(run.err, "--set comm.backend=ipc");
 }
 
 TEST_F(TrainOnSharedCudaDevice, EqualsUnshardedTraining) {
-  for (const char* precision : {"fp32", "bf16"}) {
-    const ProcessResult run = train_over_gloo({"--verify", "3", "--precision", precision});
-    EXPECT_EQ(run.exit_code, 0) << run.err;
-    EXPECT_HAS(run.out, "verified: 3 steps of " + num_ranks_ + " ranks");
+  for (const char* backend : {"gloo", "auto"}) {
+    for (const char* precision : {"fp32", "bf16"}) {
+      const ProcessResult run = train_over(backend, {"--verify", "3", "--precision", precision});
+      EXPECT_EQ(run.exit_code, 0) << run.err;
+      EXPECT_HAS(run.out, "verified: 3 steps of " + num_ranks_ + " ranks");
+    }
   }
 }
 
-TEST_F(TrainOnSharedCudaDevice, GivesTheSameFileWhereverShardsLive) {
+TEST_F(TrainOnSharedCudaDevice, GivesTheSameFileWhereverShardsLiveOverEveryNetwork) {
   const DiskDirectory directory;
-  const auto saved = [&](const Arguments& tiers) {
+  const auto saved = [&](const std::string& backend, const Arguments& tiers) {
     const std::string path = (directory.path() / "trained.safetensors").string();
-    const ProcessResult run = train_over_gloo(
+    const ProcessResult run = train_over(
+        backend,
         joined({"--steps", "4", "--precision", "bf16", "--save", path, "--deterministic"}, tiers));
     EXPECT_EQ(run.exit_code, 0) << run.err;
     return read_whole(path);
   };
-  const std::string resident = saved({});
-  ASSERT_FALSE(resident.empty());
-  EXPECT_TRUE(saved({"--parameters", "host", "--optimizer", "host"}) == resident);
   const std::string nvme = (directory.path() / "nvme").string();
   std::filesystem::create_directory(nvme);
-  EXPECT_TRUE(saved({"--nvme", nvme, "--parameters", "nvme", "--optimizer", "nvme"}) == resident);
+  const std::string resident = saved("gloo", {});
+  ASSERT_FALSE(resident.empty());
+  EXPECT_TRUE(saved("ipc", {}) == resident);
+  for (const char* backend : {"gloo", "ipc"}) {
+    EXPECT_TRUE(saved(backend, {"--parameters", "host", "--optimizer", "host"}) == resident)
+        << backend;
+    EXPECT_TRUE(saved(backend, {"--nvme", nvme, "--parameters", "nvme", "--optimizer", "nvme"}) ==
+                resident)
+        << backend;
+  }
 }
 
 TEST_F(TrainOnSharedCudaDevice, HoldsThePinnedStagingThatWasPlanned) {
   const ProcessResult run =
-      train_over_gloo({"--steps", "4", "--parameters", "host", "--optimizer", "host"});
+      train_over("gloo", {"--steps", "4", "--parameters", "host", "--optimizer", "host"});
   EXPECT_EQ(run.exit_code, 0) << run.err;
   EXPECT_EQ(expect_held_as_planned(run.out, "pinned staging").size(), 1U) << run.out;
 }

@@ -240,10 +240,11 @@ TEST_F(TrainUsage, WaysOfTrainingThatExcludeEachOtherAreRefused) {
   expect_refusal({"--unsharded", "--verify", "2"}, "--verify");
   expect_refusal({"--verify", "2", "--verify-against", "torch"}, "expected turns or plain");
   expect_refusal({"--verify-against", "plain"}, "give --verify, too");
-  expect_refusal({"--set", "comm.backend=threads"}, "expected auto, shm, gloo or nccl");
+  expect_refusal({"--set", "comm.backend=threads"}, "expected auto, shm, ipc, gloo or nccl");
   expect_refusal({"--device", "tpu"}, "is not cpu or cuda");
-  expect_refusal({"--device", "cuda", "--ranks", "1000", "--batch", "1000"},
-                 "--device cuda needs a GPU for every rank: 1000 ranks");
+  expect_refusal(
+      {"--device", "cuda", "--ranks", "1000", "--batch", "1000", "--set", "comm.backend=nccl"},
+      "--device cuda needs a GPU for every rank: 1000 ranks");
   expect_refusal({"--threads", "0"}, "--threads");
 }
 
