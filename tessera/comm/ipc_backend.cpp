@@ -130,6 +130,7 @@ class IpcBackend final : public PeerBackend {
         heap_(CudaSharedHeap::open(device_index)),
         regions_(PeerRegions::open(device_index)),
         mem_ops_(find_stream_mem_ops()),
+        default_stream_(make_default_stream()),
         seen_versions_(num_ranks()),
         awaited_(num_ranks()),
         is_released_(num_ranks()) {
@@ -157,6 +158,7 @@ class IpcBackend final : public PeerBackend {
   ~IpcBackend() override {
     join_worker();
     streams_.clear();
+    default_books_->clear_dependencies();
     if (chunks_ != nullptr) {
       heap_->free(chunks_);
     }
@@ -276,7 +278,7 @@ class IpcBackend final : public PeerBackend {
   // --- The data plane.
 
   Pending record_input(const Call& call) override {
-    return call.stream != nullptr ? call.stream->record() : Pending();
+    return call.stream != nullptr ? call.stream->record() : default_stream_->record();
   }
 
   std::optional<Place> place_of(const void* data, std::size_t bytes) override {
@@ -405,26 +407,27 @@ class IpcBackend final : public PeerBackend {
 
   // Streams of the device that a call belongs to can be ordered behind this one.
   CudaStream& stream_for(const Call& call) {
-    const CudaStream* given = nullptr;
+    const CudaStream* given = default_stream_.get();
     if (call.stream != nullptr) {
       given = dynamic_cast<const CudaStream*>(call.stream);
       TESSERA_INVARIANT(given != nullptr, "a call of backend ipc on a stream that is not CUDA's");
     }
     const std::lock_guard lock(under_way_mutex_);
-    auto& stream = streams_[given != nullptr ? given->books() : nullptr];
-    if (stream == nullptr && given != nullptr) {
+    auto& stream = streams_[given->books()];
+    if (stream == nullptr) {
       stream = given->make_sibling(stream_.handle);
-    } else if (stream == nullptr) {
-      device::CudaStreamOptions options;
-      options.kind = device::StreamKind::kGather;
-      options.device_index = device_index_;
-      options.handle = stream_.handle;
-      options.pool = std::make_shared<device::CudaEventPool>(
-          device_index_, cudaEventDisableTiming | cudaEventBlockingSync);
-      options.books = std::make_shared<device::CudaBooks>();
-      stream = std::make_unique<CudaStream>(std::move(options));
     }
     return *stream;
+  }
+
+  // CUDA's own, which calls without a stream come behind.
+  std::unique_ptr<CudaStream> make_default_stream() const {
+    device::CudaStreamOptions options;
+    options.device_index = device_index_;
+    options.pool = std::make_shared<device::CudaEventPool>(
+        device_index_, cudaEventDisableTiming | cudaEventBlockingSync);
+    options.books = default_books_;
+    return std::make_unique<CudaStream>(std::move(options));
   }
 
   void finish_call(const Call&, const std::shared_ptr<device::HandedOver>& owner,
@@ -561,6 +564,8 @@ class IpcBackend final : public PeerBackend {
   const StreamMemOps mem_ops_;
   std::vector<std::unique_ptr<RegisteredMemory>> registered_;  // the control blocks, by rank
   OwnedStream stream_;
+  const std::shared_ptr<device::CudaBooks> default_books_ = std::make_shared<device::CudaBooks>();
+  const std::unique_ptr<CudaStream> default_stream_;
   std::byte* chunks_ = nullptr;          // in the heap; the scratch behind them
   std::vector<std::byte*> peer_chunks_;  // by rank
 
