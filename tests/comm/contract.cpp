@@ -60,8 +60,8 @@ void expect_no_staging(const Books& books, int rank) {
 }
 
 // A process that has asked for GPUs has no forks that can use them.
-bool has_gpu(bool as_processes) {
-  const auto ask = [] { return device::num_cuda_devices() > 0; };
+bool has_gpus(int num_gpus, bool as_processes) {
+  const auto ask = [num_gpus] { return device::num_cuda_devices() >= num_gpus; };
   return as_processes ? is_true_in_a_fork(ask) : ask();
 }
 
@@ -160,12 +160,12 @@ std::string text_of(const std::exception_ptr& failure) {
 }
 
 void Contract::SetUp() {
-  if (GetParam().needs_gpu && !has_gpu(GetParam().as_processes)) {
+  const ContractWorld& world = GetParam();
+  if (world.needs_gpu && !has_gpus(1, world.as_processes)) {
     GTEST_SKIP() << "no GPU: " << device::cuda_description();
   }
-  if (GetParam().needs_gpu && device::num_cuda_devices() < GetParam().num_gpus) {
-    GTEST_SKIP() << "needs " << GetParam().num_gpus << " GPUs, one per rank; this machine has "
-                 << device::num_cuda_devices();
+  if (world.needs_gpu && !has_gpus(world.num_gpus, world.as_processes)) {
+    GTEST_SKIP() << "needs " << world.num_gpus << " GPUs, one per rank; this machine has fewer";
   }
 }
 
