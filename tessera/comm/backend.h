@@ -112,9 +112,9 @@ class Backend {
 
   // True: calls are work of the device's streams: they return at once, and their memory is the
   // device's (NCCL, ipc, a world of one). Their Pending is of the call's stream, or, where
-  // reads_peers(), of one that others can be ordered behind. Where tags are exchanged by Group, data
-  // moves before they are compared: calls that do not match must harm nobody's memory but their own
-  // outputs, and may hang until abort(). False: host memory.
+  // reads_peers(), of one that others can be ordered behind. Where tags are exchanged by Group,
+  // data moves before they are compared: calls that do not match must harm nobody's memory but
+  // their own outputs, and may hang until abort(). False: host memory.
   virtual bool stream_ordered() const { return false; }
 
   // reduce_in_rank_order() of exact_sum.h, where this backend's memory lies. With a stream it is
