@@ -48,7 +48,8 @@ Group::Group(std::unique_ptr<Backend> backend, std::string name, std::vector<int
                                 options_.heartbeat, options_.status}) {
   TESSERA_CHECK(static_cast<int>(world_ranks_.size()) == size(), ConfigError, "group '", name_,
                 "': ", world_ranks_.size(), " names for ", size(), " ranks");
-  if (!backend_->stream_ordered() || size() > 1) {
+  const bool can_differ = size() > 1 || !backend_->compares_tags();
+  if (!backend_->stream_ordered() || can_differ) {
     queue_ = std::make_unique<CallQueue>(*backend_, staging_, watchdog_, world_ranks_, spans());
   }
 }
