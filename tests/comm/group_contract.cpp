@@ -27,34 +27,36 @@ class NamedGathers {
   static constexpr std::size_t kNumel = 257;
   static constexpr float kUntouched = -7.0F;
 
-  explicit NamedGathers(Group& group)
-      : group_(group),
-        shard_(kNumel, 1.0F),
-        fulls_(4, std::vector<float>(kNumel * static_cast<std::size_t>(group.size()))) {}
+  explicit NamedGathers(const ContractRank& here)
+      : here_(here), shard_(here, std::vector<float>(kNumel, 1.0F)) {}
 
   void run(const NamedGather& call) {
+    const std::size_t full_numel = kNumel * static_cast<std::size_t>(here_.group.size());
     std::vector<Gather> gathers;
-    for (std::size_t i = 0; i < call.names.size(); ++i) {
-      std::fill(fulls_[i].begin(), fulls_[i].end(), kUntouched);
-      gathers.push_back({shard_.data(), fulls_[i].data(), static_cast<std::int64_t>(kNumel),
-                         DType::kFloat32, call.names[i]});
+    fulls_.clear();
+    for (const std::string& name : call.names) {
+      fulls_.push_back(
+          std::make_unique<CallValues<float>>(here_, std::vector<float>(full_numel, kUntouched)));
+      gathers.push_back({shard_.data(), fulls_.back()->data(), static_cast<std::int64_t>(kNumel),
+                         DType::kFloat32, name});
     }
     CallOptions options;
     options.label = {call.unit, call.names.front()};
     options.content_hash = call.content_hash;
-    group_.start_all_gather(gathers, options).wait();
+    here_.group.start_all_gather(gathers, options).wait();
   }
   bool is_untouched() const {
-    return std::all_of(fulls_.begin(), fulls_.end(), [](const std::vector<float>& full) {
-      return std::all_of(full.begin(), full.end(),
-                         [](float value) { return value == kUntouched || value == 0.0F; });
+    return std::all_of(fulls_.begin(), fulls_.end(), [](const auto& full) {
+      const std::vector<float>& values = full->read();
+      return std::all_of(values.begin(), values.end(),
+                         [](float value) { return value == kUntouched; });
     });
   }
 
  private:
-  Group& group_;
-  std::vector<float> shard_;
-  std::vector<std::vector<float>> fulls_;
+  const ContractRank& here_;
+  CallValues<float> shard_;
+  std::vector<std::unique_ptr<CallValues<float>>> fulls_;  // of the last call
 };
 
 struct OddGather {
@@ -96,7 +98,7 @@ TEST_P(GroupContract, WhatOneRankCallsOtherwiseIsNamedOnEveryRank) {
         expected.insert(++at, std::to_string(call));
       }
       const auto failures = run_collecting(4, [&](ContractRank& here) {
-        NamedGathers gathers(here.group);
+        NamedGathers gathers(here);
         for (int i = 1; i < call; ++i) {
           gathers.run({});
         }
@@ -127,8 +129,8 @@ TEST_P(GroupContract, ARankThatOnlyHearsOfAMismatchIsToldTheSameSentence) {
     }
     CallOptions options;
     options.label.unit = rank == 1 ? "h.1" : "h.0";
-    float value = 1;
-    part->start_all_reduce(&value, 1, DType::kFloat32, Reduction::kSum, options).wait();
+    CallValues<float> value(here, {1.0F});
+    part->start_all_reduce(value.data(), 1, DType::kFloat32, Reduction::kSum, options).wait();
   });
   for (const auto& failure : failures) {
     EXPECT_EQ(text_of(failure),
@@ -141,7 +143,7 @@ TEST_P(GroupContract, ARankThatOnlyHearsOfAMismatchIsToldTheSameSentence) {
 
 TEST_P(GroupContract, AnotherOperationOrSizeOnOneRankIsAnErrorOnAllThatNamesBoth) {
   expect_failures(3, {"all_reduce #2", "broadcast #2", "rank 1"}, [](ContractRank& here) {
-    std::vector<float> data(30, 1.0F);
+    CallValues<float> data(here, std::vector<float>(30, 1.0F));
     here.group.start_barrier().wait();
     if (here.group.rank() == 1) {
       here.group.start_broadcast(data.data(), 10, DType::kFloat32, 0).wait();
@@ -150,13 +152,13 @@ TEST_P(GroupContract, AnotherOperationOrSizeOnOneRankIsAnErrorOnAllThatNamesBoth
     }
   });
   expect_failures(2, {"256 bytes", "252 bytes"}, [](ContractRank& here) {
-    std::vector<float> data(64, 1.0F);
+    CallValues<float> data(here, std::vector<float>(64, 1.0F));
     here.group.start_all_reduce(data.data(), 64 - here.group.rank(), DType::kFloat32).wait();
   });
   expect_failures(3, {"rank 1 called gather_to #1", "unit 'experts.3'"}, [](ContractRank& here) {
-    const float shard = 1;
-    std::vector<float> full(3);
-    const Gather gather{&shard, full.data(), 1, DType::kFloat32};
+    CallValues<float> shard(here, {1.0F});
+    CallValues<float> full(here, std::vector<float>(3));
+    const Gather gather{shard.data(), full.data(), 1, DType::kFloat32};
     const std::vector<std::uint8_t> wants = {1, 0,
                                              static_cast<std::uint8_t>(here.group.rank() == 1)};
     CallOptions options;
@@ -167,8 +169,8 @@ TEST_P(GroupContract, AnotherOperationOrSizeOnOneRankIsAnErrorOnAllThatNamesBoth
 
 TEST_P(GroupContract, AFailureIsThatOfEveryTensorAndOfEveryLaterCall) {
   expect_failures(3, {"parameter 'mlp.weight'"}, [](ContractRank& here) {
-    const std::vector<float> shard(20011, 1.0F);
-    std::vector<float> full(3 * shard.size());
+    CallValues<float> shard(here, std::vector<float>(20011, 1.0F));
+    CallValues<float> full(here, std::vector<float>(3 * 20011));
     std::vector<Gather> gathers;
     for (const std::int64_t numel : {20011, 0, 17, 1}) {
       gathers.push_back({shard.data(), full.data(), numel, DType::kFloat32});
@@ -197,9 +199,9 @@ TEST_P(GroupContract, ARankThatThrowsEndsTheOthersWithItsName) {
     if (here.group.rank() == 2) {
       throw CommError("all_gather: rank 2 failed: no more data");
     }
-    float value = 1.0F;
-    std::vector<float> full(3);
-    const Gather gather{&value, full.data(), 1, DType::kFloat32};
+    CallValues<float> value(here, {1.0F});
+    CallValues<float> full(here, std::vector<float>(3));
+    const Gather gather{value.data(), full.data(), 1, DType::kFloat32};
     here.group.start_all_gather({&gather, 1}).wait();
   });
 }
@@ -209,7 +211,9 @@ TEST_P(GroupContract, TagsAreTheOnlyControlBytes) {
     for (int i = 0; i < 10; ++i) {
       here.group.start_barrier().wait();
     }
-    const bool sends_tags = here.group.backend_name() == "gloo" || here.group.is_stream_ordered();
+    const bool compares_in_memory = here.group.call_memory() == CallMemory::kShared;
+    const bool sends_tags = !compares_in_memory &&
+                            (here.group.backend_name() == "gloo" || here.group.is_stream_ordered());
     EXPECT_EQ(here.group.wire_bytes().control, sends_tags ? 10U * 2U * sizeof(CallTag) : 0U);
   });
 }
@@ -217,33 +221,34 @@ TEST_P(GroupContract, TagsAreTheOnlyControlBytes) {
 TEST_P(GroupContract, ACallIsMetWhenTheLastRankHasStartedItAndNotBefore) {
   const RankLatch others_started(2);
   run(3, [&](ContractRank& here) {
-    std::vector<float> input(3, 1.0F);
-    float sum = 0;
+    CallValues<float> input(here, std::vector<float>(3, 1.0F));
+    CallValues<float> sum(here, {0.0F});
     CallOptions options;
     options.met = std::make_shared<std::atomic<bool>>(false);
     if (here.group.rank() == 2) {
       others_started.wait();
     }
-    const Pending reduced = here.group.start_reduce_scatter(input.data(), &sum, 1, DType::kFloat32,
-                                                            DType::kFloat32, options);
+    const Pending reduced = here.group.start_reduce_scatter(
+        input.data(), sum.data(), 1, DType::kFloat32, DType::kFloat32, options);
     if (here.group.rank() != 2) {
       EXPECT_FALSE(*options.met) << "rank 2 is still waiting for us";
       others_started.count_down();
     }
     reduced.wait();
     EXPECT_TRUE(*options.met);
-    EXPECT_EQ(sum, 3.0F);
+    EXPECT_EQ(sum.read().front(), 3.0F);
   });
 }
 
 TEST_P(GroupContract, ACallOnWhichRanksDifferIsNeverMet) {
   expect_failures(2, {"unit 'h.0'", "unit 'h.1'"}, [](ContractRank& here) {
-    float value = 1;
+    CallValues<float> value(here, {1.0F});
     CallOptions options;
     options.label.unit = here.group.rank() == 0 ? "h.0" : "h.1";
     options.met = std::make_shared<std::atomic<bool>>(false);
     try {
-      here.group.start_all_reduce(&value, 1, DType::kFloat32, Reduction::kSum, options).wait();
+      here.group.start_all_reduce(value.data(), 1, DType::kFloat32, Reduction::kSum, options)
+          .wait();
     } catch (const CommError&) {
       EXPECT_FALSE(*options.met);
       throw;
@@ -254,8 +259,8 @@ TEST_P(GroupContract, ACallOnWhichRanksDifferIsNeverMet) {
 TEST_P(GroupContract, NobodyLeavesABarrierOrAGatherThatNobodyWantsBeforeAllHaveEntered) {
   const SharedByRanks<std::atomic<int>> entered;
   run(4, [&](ContractRank& here) {
-    const float shard = 1;
-    const Gather gather{&shard, nullptr, 1, DType::kFloat32};
+    CallValues<float> shard(here, {1.0F});
+    const Gather gather{shard.data(), nullptr, 1, DType::kFloat32};
     const std::vector<std::uint8_t> nobody(4, 0);
     for (int round = 1; round <= support::rounds(20, 5); ++round) {
       ++*entered;
@@ -280,21 +285,22 @@ TEST_P(GroupContract, ShardAndReplicaGroupsAreGroupsOfTheirOwn) {
     EXPECT_EQ(shard->rank(), world.rank() % 3);
     EXPECT_EQ(replica->rank(), world.rank() / 3);
     // In flight at the same time, on all of them.
-    std::int64_t in_world = 1LL << world.rank();
-    std::int64_t in_shard = in_world;
-    std::int64_t in_replica = in_world;
-    std::int64_t in_alone = in_world;
-    const Pending first = world.start_all_reduce(&in_world, 1, DType::kInt64);
-    const Pending second = shard->start_all_reduce(&in_shard, 1, DType::kInt64);
-    const Pending third = replica->start_all_reduce(&in_replica, 1, DType::kInt64);
-    alone->start_all_reduce(&in_alone, 1, DType::kInt64).wait();
+    const std::vector<std::int64_t> own = {1LL << world.rank()};
+    CallValues<std::int64_t> in_world(here, own);
+    CallValues<std::int64_t> in_shard(here, own);
+    CallValues<std::int64_t> in_replica(here, own);
+    CallValues<std::int64_t> in_alone(here, own);
+    const Pending first = world.start_all_reduce(in_world.data(), 1, DType::kInt64);
+    const Pending second = shard->start_all_reduce(in_shard.data(), 1, DType::kInt64);
+    const Pending third = replica->start_all_reduce(in_replica.data(), 1, DType::kInt64);
+    alone->start_all_reduce(in_alone.data(), 1, DType::kInt64).wait();
     third.wait();
     second.wait();
     first.wait();
-    EXPECT_EQ(in_world, 0b111111);
-    EXPECT_EQ(in_shard, world.rank() < 3 ? 0b000111 : 0b111000);
-    EXPECT_EQ(in_replica, 0b001001 << (world.rank() % 3));
-    EXPECT_EQ(in_alone, 1LL << world.rank());
+    EXPECT_EQ(in_world.read().front(), 0b111111);
+    EXPECT_EQ(in_shard.read().front(), world.rank() < 3 ? 0b000111 : 0b111000);
+    EXPECT_EQ(in_replica.read().front(), 0b001001 << (world.rank() % 3));
+    EXPECT_EQ(in_alone.read().front(), 1LL << world.rank());
     EXPECT_EQ(alone->wire_bytes().payload, 0U);
   });
 }
@@ -320,8 +326,9 @@ TEST_P(GroupContract, BadArgumentsAreErrorsBeforeAnythingIsSent) {
                    "gather_to: full of tensor 2 'mlp.weight' is null; it has 12 bytes per rank");
     }
     EXPECT_EQ(group.wire_bytes().num_calls, 0U);
-    group.start_all_reduce(&value, 1, DType::kFloat32).wait();
-    EXPECT_EQ(value, 2.0F);
+    CallValues<float> good(here, {1.0F});
+    group.start_all_reduce(good.data(), 1, DType::kFloat32).wait();
+    EXPECT_EQ(good.read().front(), 2.0F);
   });
 }
 
@@ -332,7 +339,7 @@ TEST_P(LimitContract, ARankThatNeverArrivesIsNamedWithUnitAndParameter) {
       all_told.wait();
       throw CommError("all_reduce of rank 1 was never called: 'h.3', 'attn.weight', not arrived");
     }
-    std::vector<float> data(64, 1.0F);
+    CallValues<float> data(here, std::vector<float>(64, 1.0F));
     CallOptions options;
     options.label = {"h.3", "attn.weight"};
     const Pending pending =

@@ -105,13 +105,14 @@ const auto kWorlds = ::testing::Values(in_place(), late("InPlaceAndLate", Role::
                                        chunked(), late("ChunkedAndLate", Role::kOther));
 
 INSTANTIATE_TEST_SUITE_P(CudaIpc, MemoryContract, kWorlds, world_name);
-
-// Of groups with a watchdog, and of calls that are staged: other programs have them.
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GroupContract);
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LimitContract);
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(StagedContract);
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(StreamContract);
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(StreamLimitContract);
+INSTANTIATE_TEST_SUITE_P(CudaIpc, GroupContract,
+                         ::testing::Values(in_place(), late("InPlaceAndLate", Role::kGradient)),
+                         world_name);
+INSTANTIATE_TEST_SUITE_P(CudaIpc, StreamContract, ::testing::Values(in_place(), chunked()),
+                         world_name);
+INSTANTIATE_TEST_SUITE_P(CudaIpc, LimitContract, ::testing::Values(in_place()), world_name);
+INSTANTIATE_TEST_SUITE_P(CudaIpc, StreamLimitContract, ::testing::Values(in_place()), world_name);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(StagedContract);  // nothing is staged
 
 // What the contracts do not have.
 class IpcContract : public Contract {};

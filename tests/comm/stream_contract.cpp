@@ -2,12 +2,12 @@
 // ranks have agreed, so what one rank does otherwise must be found beside the work, and what cannot
 // be enqueued yet must hold up nobody. With two ranks, as many as there may be GPUs.
 #include <algorithm>
-#include <latch>
 #include <tuple>
 
 #include "tessera/core/error.h"
 #include "tessera/device/handed_over.h"
 #include "tests/comm/contract.h"
+#include "tests/comm/forked_ranks.h"
 #include "tests/comm/reference.h"
 #include "tests/support/sizes.h"
 
@@ -186,7 +186,7 @@ TEST_P(StreamContract, WhatACallKeepsIsFreedWithItsEnd) {
 
 // All ranks have started the call, but the stream of one stands still.
 TEST_P(StreamLimitContract, AStreamThatStandsStillIsExplainedAtTheLimit) {
-  std::latch told(1);
+  const RankLatch told(1);
   expect_failures(
       2, {"'h.3'", "'attn.weight'", "all_gather #2", "the limit comm.timeout_s"},
       [&](ContractRank& here) {
