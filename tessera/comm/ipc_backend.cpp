@@ -502,6 +502,9 @@ class IpcBackend final : public PeerBackend {
       const std::lock_guard lock(under_way_mutex_);
       drop_ended();
       for_each_peer([&](std::size_t r) {
+        if (aborted_) {  // before this call was under way
+          let_go(r, aborted_);
+        }
         const std::exception_ptr aborted = abort_of(r);
         const std::exception_ptr ended = end_of(r);
         if (!aborted && !ended) {
@@ -533,11 +536,13 @@ class IpcBackend final : public PeerBackend {
         nap();
       }
     });
-    const std::exception_ptr why = std::make_exception_ptr(CommError(reason));
     do {
       {
         const std::lock_guard lock(under_way_mutex_);
-        for_each_peer([&](std::size_t r) { let_go(r, why); });
+        if (!aborted_) {
+          aborted_ = std::make_exception_ptr(CommError(reason));
+        }
+        for_each_peer([&](std::size_t r) { let_go(r, aborted_); });
       }
       nap();
     } while (is_under_way() && is_early());
@@ -583,6 +588,7 @@ class IpcBackend final : public PeerBackend {
   std::map<const device::CudaBooks*, std::unique_ptr<CudaStream>> streams_;  // all of stream_
   std::deque<UnderWay> under_way_;
   std::vector<bool> is_released_;
+  std::exception_ptr aborted_;  // why; null: not by this rank, or not yet
 };
 
 constexpr const char* kCould = "ok";
