@@ -168,6 +168,24 @@ std::function<Pending(void*, void*)> copy_from_peers(const CommBenchWorld& world
   };
 }
 
+// Rank 0 copies as many bytes inside its GPU as all ranks get in an all-gather, while the others do
+// nothing: what ranks that share a GPU can reach together.
+std::function<Pending(void*, void*)> copy_on_device(const CommBenchWorld& world,
+                                                    std::size_t piece_bytes) {
+  if (world.group->backend_name() != "ipc") {
+    return {};
+  }
+  return [&group = *world.group, &device = *world.device, piece_bytes](void* input, void* output) {
+    Pending last;
+    for (int i = 0; group.rank() == 0 && i < group.size() * group.size(); ++i) {
+      last = device.start_copy(static_cast<std::byte*>(output) +
+                                   static_cast<std::size_t>(i % group.size()) * piece_bytes,
+                               input, piece_bytes, device.stream(StreamKind::kWrite));
+    }
+    return last;
+  };
+}
+
 std::vector<Collective> collectives_of_size(const CommBenchWorld& world, std::size_t size_bytes) {
   Group& group = *world.group;
   const int num_ranks = group.size();
@@ -189,8 +207,14 @@ std::vector<Collective> collectives_of_size(const CommBenchWorld& world, std::si
                     return group.start_all_gather({&gather, 1});
                   },
                   gathered, full_bytes});
-  list.push_back({"memcpy", piece, full, Role::kShard, Role::kShard,
-                  copy_from_peers(world, piece * sizeof(float)), gathered, full_bytes});
+  Collective copies{"memcpy",     piece,        full,
+                    Role::kShard, Role::kShard, copy_from_peers(world, piece * sizeof(float)),
+                    gathered,     full_bytes};
+  if (!copies.start) {
+    copies.start = copy_on_device(world, piece * sizeof(float));
+    copies.expected = {};
+  }
+  list.push_back(std::move(copies));
   list.push_back({"reduce_scatter", full, piece, Role::kGradient, Role::kGradient,
                   [&group, piece_numel](void* input, void* output) {
                     return group.start_reduce_scatter(input, output, piece_numel, DType::kFloat32,

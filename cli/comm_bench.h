@@ -7,7 +7,8 @@
 //
 // Shards and gradients are what is sent, so that ranks which share memory read it in place. What
 // they could reach at best is timed beside the all-gather: "memcpy", the same bytes to the same
-// ranks at the same time, each rank straight out of the others' memory.
+// ranks at the same time, each rank straight out of the others' memory; for GPUs, as many bytes as
+// all ranks get, copied by one of them inside its GPU.
 //
 // Threads: collective; call it on every rank with the same arguments.
 #pragma once
