@@ -225,6 +225,7 @@ int Model::add_param(const NamedTensor& given, const at::Tensor& before, const I
   if (init.kind == Init::Kind::kModule) {
     comm::CallOptions call;
     call.label.parameter = name;
+    call.stream = &ctx_.runtime.device().stream(device::StreamKind::kCompute);
     // Every rank built the module; rank 0's values count, so that no rank can differ.
     const bool has_precise = before.defined() && before.scalar_type() == at::kFloat;
     if (has_precise) {
