@@ -122,7 +122,7 @@ std::vector<GlooDevice> make_gloo_devices(const GlooOptions& options, int num_de
   return devices;
 }
 
-const GlooPeers& joined(const GlooPeers& peers, const GlooOptions& options) {
+GlooPeers joined(GlooPeers peers, const GlooOptions& options) {
   std::ignore = exchange_at_store(*peers.store, peers.name, "joined", peers.rank, peers.size, "1",
                                   options.timeout, options.status.get());
   return peers;

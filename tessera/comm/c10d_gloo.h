@@ -41,7 +41,7 @@ inline GlooPeers tag_peers(GlooPeers peers) {
 
 // Blocks until all ranks have said at the store that they join, which can name a rank that does
 // not; Gloo's own connect cannot. Gives `peers` back.
-const GlooPeers& joined(const GlooPeers& peers, const GlooOptions& options);
+GlooPeers joined(GlooPeers peers, const GlooOptions& options);
 
 class GlooLink {
  public:

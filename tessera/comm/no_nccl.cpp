@@ -8,6 +8,8 @@ bool nccl_built() { return false; }
 
 std::string nccl_description() { return "not in this build (no CUDA)"; }
 
+// Takes what the other build takes.
+// NOLINTNEXTLINE(performance-unnecessary-value-param)
 std::unique_ptr<Backend> make_nccl_backend(std::shared_ptr<Store>, int, int, int,
                                            const std::string&, const GlooOptions&) {
   throw ConfigError(

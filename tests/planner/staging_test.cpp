@@ -219,14 +219,16 @@ TEST(StagingPlan, IsNothingForOneRank) {
 
 TEST(StagingPlan, OfGathersFollowsWhatIsPacked) {
   const ModelShapes model = equal_units(3, {40000, 40000});
-  Config config;
-  const auto staged = [&](const char* pack_below) {
+  const auto staged = [&](const char* pack_below, const char* backend) {
+    Config config;
     config.set("comm.pack_below_bytes", pack_below);
+    config.set("comm.backend", backend);
     return planned(model, MemoryPlanOptions::from(config, 2, false)).gather_staging_bytes;
   };
   // Six shards of 80000 bytes: none is small, or all of them are, and joined by a prefetch.
-  EXPECT_EQ(staged("64KiB"), static_cast<std::int64_t>(comm::kSmallAllReduceBytes));
-  EXPECT_EQ(staged("1MiB"), static_cast<std::int64_t>(grad::taken_bytes(6 * 2 * 80000)));
+  EXPECT_EQ(staged("64KiB", "gloo"), static_cast<std::int64_t>(comm::kSmallAllReduceBytes));
+  EXPECT_EQ(staged("1MiB", "gloo"), static_cast<std::int64_t>(grad::taken_bytes(6 * 2 * 80000)));
+  EXPECT_EQ(staged("1MiB", "shm"), 0) << "ranks read each other's memory";
 }
 
 }  // namespace
