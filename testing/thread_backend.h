@@ -42,7 +42,7 @@ struct ThreadWorldOptions {
   std::optional<ThreadFault> fault;
   // Calls are work of the streams that they are given, late ones, as NCCL's are: a call that waits
   // for a peer holds up its stream. Tags and words travel beside them. Calls of different sizes
-  // stand still until they are aborted; those that differ in names alone bring the wrong numbers.
+  // stand still until they are aborted; those that differ in names alone give wrong numbers.
   bool on_streams = false;
   device::Pending tags_arrive_after = {};  // with on_streams: however early they were sent
 };

@@ -1,5 +1,5 @@
 // Ranks that wait for each other at the store before they connect: the store can name a rank that
-// does not come, a network cannot.
+// does not join, a network cannot.
 //
 // Threads: stateless.
 #pragma once

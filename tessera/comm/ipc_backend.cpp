@@ -420,7 +420,7 @@ class IpcBackend final : public PeerBackend {
     return *stream;
   }
 
-  // CUDA's own, which calls without a stream come behind.
+  // CUDA's own: calls without a stream are ordered behind it.
   std::unique_ptr<CudaStream> make_default_stream() const {
     device::CudaStreamOptions options;
     options.device_index = device_index_;
@@ -525,7 +525,7 @@ class IpcBackend final : public PeerBackend {
   }
 
   // Peers that still read from this rank notice first, since its memory is not theirs to read once
-  // its streams go on; a peer that does not notice in time is let go all the same.
+  // its streams go on; a peer that does not notice in time is given up all the same.
   void end_what_is_under_way(const std::string& reason) override {
     const auto limit = std::chrono::steady_clock::now() + kEndLimit;
     const auto is_early = [&] { return std::chrono::steady_clock::now() < limit; };

@@ -10,7 +10,7 @@
 //
 // Told is told through flags in the control blocks, which the GPUs write and wait for in stream
 // order. Each flag has one writer and one reader, and lies in the control block of the reader: a
-// rank that must let go of a peer that has failed satisfies its own waits, and nobody else's.
+// rank that gives up a peer that has failed satisfies its own waits, and nobody else's.
 //
 // What lies in the shared heap of its process and GPU (cuda_shared_heap.h: shards, gradients) is
 // read in place; other memory, also pinned memory of the host, passes through chunks. Each rank

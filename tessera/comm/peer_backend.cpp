@@ -16,7 +16,7 @@ constexpr std::uint64_t kNoRegion = ~std::uint64_t{0};  // peers cannot map it
 
 }  // namespace
 
-// What a rank brings to a round. Valid from `posted` until all ranks have posted for the next one.
+// What a rank posts for a round. Valid from `posted` until all ranks have posted for the next one.
 struct PeerBackend::Posting {
   CallTag tag;
   std::uint32_t num_items = 0;

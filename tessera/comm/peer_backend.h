@@ -163,7 +163,7 @@ class PeerBackend : public Backend {
   virtual void reduce(std::span<const std::byte* const> parts, DType dtype, std::size_t numel,
                       void* out, DType out_dtype, Reduction reduction) = 0;
 
-  // The call has been taken part in: tells its owner, by and by. `failure`: null, or why it ended
+  // The call has been taken part in: tells its owner when it ends. `failure`: null, or why it ended
   // early; its memory must not be touched any more when the owner hears of that.
   virtual void finish_call(const Call& call, const std::shared_ptr<device::HandedOver>& owner,
                            std::exception_ptr failure) = 0;

@@ -211,7 +211,7 @@ class PeerConnector {
       (this->*step)();
     } catch (const std::exception& error) {
       failure = error.what();
-      peers_->sockets.clear();  // nobody waits for what does not come
+      peers_->sockets.clear();  // so that no peer waits for this rank
       listener_ = FileDescriptor();
     }
     const std::string own = failure.empty() ? "ok " + said_ : "no " + failure;

@@ -84,7 +84,7 @@ struct PeerOptions {
   std::string group;                     // a name that was not used before
   std::size_t control_bytes = 0;         // zeroed
   bool has_heap = true;                  // ranks map each other's heaps
-  std::chrono::milliseconds timeout{0};  // for ranks that do not come
+  std::chrono::milliseconds timeout{0};  // for ranks that do not join
   std::shared_ptr<StatusStore> status;   // may be null
 };
 

@@ -43,7 +43,7 @@ class CudaSharedHeap {
   // For peers to tell this heap from one that the same rank had before.
   std::uint64_t id() const { return id_; }
 
-  // Null if the GPU has no room. `alignment` is a power of two.
+  // Null if the GPU has no memory left. `alignment` is a power of two.
   std::byte* allocate(std::size_t bytes, std::size_t alignment);
   // Frees the region, too, if nothing else is in it.
   void free(std::byte* data) noexcept;
@@ -73,7 +73,7 @@ class CudaSharedHeap {
   };
   using Regions = std::map<std::byte*, Owned>;  // by where they begin
 
-  Regions::iterator add_region(std::size_t bytes);  // the end if there is no room
+  Regions::iterator add_region(std::size_t bytes);  // the end if there is no memory left
   void free_region(Regions::iterator region) noexcept;
   Regions::const_iterator region_around(const void* data) const;
 

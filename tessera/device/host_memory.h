@@ -61,7 +61,7 @@ struct HostMemoryRequest {
   // Called with a sentence for people if `tier` is kPinned and the pages could not be locked.
   // The memory is good all the same, and charged as pinned.
   std::function<void(const std::string&)> on_not_locked;
-  // Taken from there while it has room. Null: private memory.
+  // Taken from there while it has free space. Null: private memory.
   std::shared_ptr<SharedHeap> heap;
 };
 Memory allocate_host_memory(const HostMemoryRequest& request);

@@ -20,7 +20,7 @@
 namespace tessera::device {
 namespace {
 
-// The thread sanitizer leaves few addresses to a process. What finds no room stays private.
+// The thread sanitizer leaves few addresses to a process. What does not fit stays private.
 #if defined(__SANITIZE_THREAD__)
 constexpr std::size_t kMostBytes = std::size_t{256} << 20;
 #else

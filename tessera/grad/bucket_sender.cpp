@@ -192,7 +192,7 @@ void BucketSender::wait() {
     stream_.wait_for(reduced);
   }
   stream_.synchronize();
-  // A stream may have the numbers before the ranks have agreed on the call that brought them.
+  // A stream may have the numbers before the ranks have agreed on the call that reduced them.
   stream_.wait_on_host(in_flight_);
   in_flight_.clear();
 }

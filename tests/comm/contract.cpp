@@ -1,6 +1,8 @@
 #include "tests/comm/contract.h"
 
+#include <chrono>
 #include <numeric>
+#include <random>
 #include <stdexcept>
 #include <thread>
 
@@ -146,6 +148,11 @@ std::unique_ptr<Network> make_thread_network(int num_ranks, std::uint32_t max_de
   options.seed = 5;
   options.on_streams = on_streams;
   return std::make_unique<ThreadNetwork>(options);
+}
+
+void delay_at_random(int rank, std::uint32_t max_delay_us) {
+  thread_local std::mt19937 random(static_cast<unsigned>(rank) + 7U);
+  std::this_thread::sleep_for(std::chrono::microseconds(random() % max_delay_us));
 }
 
 std::string text_of(const std::exception_ptr& failure) {

@@ -142,4 +142,8 @@ class StreamLimitContract : public Contract {};
 
 std::string text_of(const std::exception_ptr& failure);
 
+// Holds a rank up for a random time, so that ranks run out of step: any order must give the same
+// result, and no result depends on how long it takes.
+void delay_at_random(int rank, std::uint32_t max_delay_us);
+
 }  // namespace tessera::comm

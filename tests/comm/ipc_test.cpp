@@ -4,12 +4,9 @@
 #include <signal.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <future>
 #include <memory>
-#include <random>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -37,7 +34,7 @@ int gpu_of(int rank) { return rank % std::max(1, device::num_cuda_devices()); }
 
 class IpcNetwork final : public Network {
  public:
-  // Gets the rank that has come to a phase; may be empty.
+  // Called with the rank that enters a phase; may be empty.
   using PhaseHook = std::function<void(int rank, RoundPhase phase)>;
 
   IpcNetwork(int num_ranks, PhaseHook on_phase)
@@ -95,10 +92,7 @@ ContractWorld chunked() { return ipc_world("Chunked", Role::kOther); }
 
 // Holds a rank up for random times, as a busy machine does.
 ContractWorld late(const std::string& name, Role role) {
-  return ipc_world(name, role, [random = std::mt19937()](int rank, RoundPhase) mutable {
-    random.discard(static_cast<unsigned>(rank));
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-  });
+  return ipc_world(name, role, [](int rank, RoundPhase) { delay_at_random(rank, 300); });
 }
 
 const auto kWorlds = ::testing::Values(in_place(), late("InPlaceAndLate", Role::kGradient),

@@ -18,7 +18,7 @@ namespace tessera::comm {
 
 class ShmNetwork final : public Network {
  public:
-  // `on_phase` gets the rank that has come to it; may be empty.
+  // `on_phase` is called with the rank that enters a phase; may be empty.
   using PhaseHook = std::function<void(int rank, ShmPhase phase)>;
 
   ShmNetwork(int num_ranks, bool as_processes, PhaseHook on_phase)

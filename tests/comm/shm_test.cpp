@@ -1,9 +1,6 @@
 // The contracts over shared memory, with ranks as threads and as processes: in step and late, with
 // memory that is read in place and memory that passes through chunks.
-#include <chrono>
 #include <memory>
-#include <random>
-#include <thread>
 #include <vector>
 
 #include "tests/comm/contract.h"
@@ -18,10 +15,7 @@ ShmNetwork::PhaseHook random_delays(std::uint32_t max_delay_us) {
   if (max_delay_us == 0) {
     return {};
   }
-  return [max_delay_us](int rank, ShmPhase) {
-    thread_local std::mt19937 random(static_cast<unsigned>(rank) + 7U);
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % max_delay_us));
-  };
+  return [max_delay_us](int rank, ShmPhase) { delay_at_random(rank, max_delay_us); };
 }
 
 }  // namespace
