@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "tessera/comm/combine.cuh"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -33,40 +34,6 @@ Stored narrow(Wide value) {
     return static_cast<Stored>(value);
   }
 }
-
-template <typename Wide>
-bool is_nan(Wide value) {
-  if constexpr (std::is_floating_point_v<Wide>) {
-    return std::isnan(value);
-  } else {
-    return false;
-  }
-}
-
-struct Add {
-  template <typename Wide>
-  Wide operator()(Wide sum, Wide value) const {
-    if constexpr (std::is_integral_v<Wide>) {
-      // Wraps around as every backend's integer sum does; signed overflow would be undefined.
-      using Unsigned = std::make_unsigned_t<Wide>;
-      return static_cast<Wide>(static_cast<Unsigned>(sum) + static_cast<Unsigned>(value));
-    } else {
-      return sum + value;
-    }
-  }
-};
-struct Max {
-  template <typename Wide>
-  Wide operator()(Wide best, Wide value) const {
-    return is_nan(best) || !(value > best || is_nan(value)) ? best : value;
-  }
-};
-struct Min {
-  template <typename Wide>
-  Wide operator()(Wide best, Wide value) const {
-    return is_nan(best) || !(value < best || is_nan(value)) ? best : value;
-  }
-};
 
 // Arrays of `numel` elements, by rank.
 struct Parts {

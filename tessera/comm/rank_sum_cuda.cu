@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "tessera/comm/combine.cuh"
 #include "tessera/comm/rank_sum_cuda.h"
 #include "tessera/core/error.h"
 #include "tessera/device/cuda_call.h"
@@ -45,39 +46,6 @@ __device__ Out narrowed(Wide value) {
     return static_cast<Out>(value);
   }
 }
-
-template <typename Wide>
-__device__ bool is_nan(Wide value) {
-  if constexpr (std::is_floating_point_v<Wide>) {
-    return isnan(value);
-  } else {
-    return false;
-  }
-}
-
-struct Add {
-  template <typename Wide>
-  __device__ Wide operator()(Wide sum, Wide value) const {
-    if constexpr (std::is_integral_v<Wide>) {
-      using Unsigned = std::make_unsigned_t<Wide>;
-      return static_cast<Wide>(static_cast<Unsigned>(sum) + static_cast<Unsigned>(value));
-    } else {
-      return sum + value;
-    }
-  }
-};
-struct Max {
-  template <typename Wide>
-  __device__ Wide operator()(Wide best, Wide value) const {
-    return is_nan(best) || !(value > best || is_nan(value)) ? best : value;
-  }
-};
-struct Min {
-  template <typename Wide>
-  __device__ Wide operator()(Wide best, Wide value) const {
-    return is_nan(best) || !(value < best || is_nan(value)) ? best : value;
-  }
-};
 
 // kWidth elements in accesses of at most 16 bytes.
 template <typename Value, int kWidth>

@@ -19,7 +19,7 @@
 
 #include <cmath>
 
-#include "tessera/optim/host_device.cuh"
+#include "tessera/core/host_device.cuh"
 
 namespace tessera::optim {
 

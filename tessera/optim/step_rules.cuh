@@ -7,9 +7,9 @@
 
 #include <cmath>
 
+#include "tessera/core/host_device.cuh"
 #include "tessera/optim/clip.h"
 #include "tessera/optim/element_rules.cuh"
-#include "tessera/optim/host_device.cuh"
 
 namespace tessera::optim {
 

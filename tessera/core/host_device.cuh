@@ -1,4 +1,4 @@
-// Internal to optim: marks functions that nvcc compiles for both sides, in headers that the host's
+// Marks functions that nvcc compiles for both sides, in headers that the host's
 // compiler reads, too.
 #pragma once
 
