@@ -2,8 +2,10 @@
 //
 // Backends take turns at each collective and size, so that what else the machine does meets all of
 // them. Every collective is checked before it is timed: each element of its result must be the one
-// that the inputs of all ranks give, else CommError. A round starts behind a barrier, and counts as
-// long as its slowest rank took; the numbers are the same on every rank.
+// that the inputs of all ranks give, else CommError. Times are of single calls: a round starts
+// behind a barrier, and counts as long as its slowest rank took. Rates are of as many calls one
+// behind the other, none of which is waited for before the last is started, as training makes them.
+// The numbers are the same on every rank.
 //
 // Shards and gradients are what is sent, so that ranks which share memory read it in place. What
 // they could reach at best is timed beside the all-gather: "memcpy", the same bytes to the same
@@ -45,11 +47,12 @@ struct CommBenchRow {
   std::size_t bytes = 0;  // 0: the collective carries no data
   double median_us = 0;   // 0: not timed
   double min_us = 0;
+  double streamed_us = 0;        // for each of many calls, one behind the other
   std::uint64_t wire_bytes = 0;  // payload sent for one call by the rank that sends most
 
-  // Data per second at the median time, in 1e9 bytes.
+  // Data per second of calls one behind the other, in 1e9 bytes.
   double gigabytes_per_s() const {
-    return median_us > 0 ? static_cast<double>(bytes) / median_us * 1e-3 : 0;
+    return streamed_us > 0 ? static_cast<double>(bytes) / streamed_us * 1e-3 : 0;
   }
 };
 

@@ -139,6 +139,7 @@ TEST(CommBench, MeasuresEveryCollectiveForEverySize) {
         EXPECT_EQ(rows[i].bytes, 4096 / 4 / ranks * 4 * ranks);
         EXPECT_LE(rows[i].min_us, rows[i].median_us);
         EXPECT_GT(rows[i].median_us, 0);
+        EXPECT_GT(rows[i].gigabytes_per_s(), 0);
       }
     });
   }
@@ -206,10 +207,11 @@ TEST(CommBench, MeasuresWorldsInTurnsAndPlainCopiesWhereMemoryIsShared) {
 TEST(CommBenchReport, ShowsRatesOfDataPerSecond) {
   const CommBenchRun run{{"gloo"}, 2, 10};
   EXPECT_HAS(comm_bench_head(run), "2 ranks over gloo, 10 rounds");
-  const std::string line = comm_bench_text(run, {{"all_gather", 2000000, 1000, 900, 1000000}});
+  const std::string line =
+      comm_bench_text(run, {{"all_gather", 2000000, 1300, 900, 1000, 1000000}});
   EXPECT_HAS(line, "2.000\n");
-  EXPECT_HAS(line, "1.00 ms");
-  EXPECT_LACKS(comm_bench_text(run, {{"barrier", 0, 10, 9, 0}}), "0.000");
+  EXPECT_HAS(line, "1.30 ms");
+  EXPECT_LACKS(comm_bench_text(run, {{"barrier", 0, 10, 9, 8, 0}}), "0.000");
 }
 
 TEST(CommBenchReport, SetsBackendsSideBySideAndSaysWhichAreMissingAndWhy) {
@@ -217,12 +219,12 @@ TEST(CommBenchReport, SetsBackendsSideBySideAndSaysWhichAreMissingAndWhy) {
   const std::string head = comm_bench_head(run);
   EXPECT_HAS(head, "no nccl: there is no GPU\n");
   EXPECT_HAS(head, "2 ranks over shm, gloo, 10 rounds each");
-  const CommBenchLine gather = {{"all_gather", 2000000, 1000, 900, 1000000},
-                                {"all_gather", 2000000, 4000, 3900, 1000000}};
+  const CommBenchLine gather = {{"all_gather", 2000000, 1000, 900, 1000, 1000000},
+                                {"all_gather", 2000000, 4000, 3900, 4000, 1000000}};
   const std::string line = comm_bench_text(run, gather);
   EXPECT_HAS(line, " 2.000    4.00 ");  // shm's rate, and how many times as fast as gloo it is
   EXPECT_HAS(line, " 0.500\n");
-  const CommBenchLine copies = {{"memcpy", 2000000, 500, 400, 0}, {"memcpy", 2000000}};
+  const CommBenchLine copies = {{"memcpy", 2000000, 500, 400, 500, 0}, {"memcpy", 2000000}};
   EXPECT_HAS(comm_bench_text(run, copies), " 4.000       - ");
   // The head's columns stand above the numbers.
   EXPECT_EQ(head.size() - head.rfind('\n', head.size() - 2) - 1, line.size());
