@@ -37,7 +37,7 @@ import gpu_rates  # noqa: E402
 import gpu_report  # noqa: E402
 import gpu_run  # noqa: E402
 import peer_python  # noqa: E402
-from gpu_modes import TESSERA  # noqa: E402
+from gpu_modes import OURS, TESSERA  # noqa: E402
 
 LEAST_RUN_S = 5.0  # with less left nothing is started
 HANG_S = 300.0     # a run may take this or HANG_FACTOR times what it should
@@ -74,7 +74,7 @@ class Bench:
     def find_half_budget(self):
         """Sets args.half_budget where it is needed and not given."""
         args = self.args
-        if "half" not in args.modes or TESSERA not in args.systems or args.half_budget:
+        if "half" not in args.modes or args.half_budget or not set(OURS) & set(args.systems):
             return
         try:
             found = gpu_half.budget_bytes(args.program, args.preset, args.device, args.directory,
@@ -96,7 +96,7 @@ class Bench:
         """Why a task is not run (again), or None."""
         if task.system in self.skip_reasons:
             return self.skip_reasons[task.system]
-        if task.system == TESSERA and task.mode in self.mode_reasons:
+        if task.system in OURS and task.mode in self.mode_reasons:
             return self.mode_reasons[task.mode]
         if all((task.mode, task.system, batch) in self.reasons for batch in task.batches):
             return self.reasons[task.mode, task.system, task.batches[0]]  # it failed before
@@ -133,7 +133,7 @@ class Bench:
         steps = args.nvme_steps if task.mode in gpu_modes.NVME_MODES else args.steps
         log = args.output / f"{task.mode}-{task.name}-{task.batches[0]}-{number + 1}.log"
         with tempfile.TemporaryDirectory(prefix="gpu-", dir=args.directory) as directory:
-            if task.system != TESSERA:
+            if task.system not in OURS:
                 gpu_run.remove_stale_locks(self.kernels)
                 words = gpu_modes.peer_words(self.python, args.peers, task.name, args.preset,
                                              args.device, task.batches, steps, directory)
@@ -142,7 +142,8 @@ class Bench:
             disk = []
             self.measure_disk(task, disk)
             flags = [*gpu_modes.mode_flags(task.mode, directory, args.half_budget),
-                     *gpu_modes.timed_flags(batch * gpt_presets.sequence_tokens(args.preset))]
+                     *gpu_modes.timed_flags(task.system,
+                                            batch * gpt_presets.sequence_tokens(args.preset))]
             words = gpu_modes.tessera_words(args.program, args.preset, args.device, batch,
                                             [*flags, *args.extra])
             figures = gpu_run.run_tessera(words, steps, self.limit_s(task), log,
@@ -330,7 +331,7 @@ def main(arguments):
         + "\n", encoding="utf-8")
     (args.output / "gpu.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     failed = [key for key, reason in bench.reasons.items()
-              if key[1] == TESSERA and not reason.startswith("skipped")]
+              if key[1] in OURS and not reason.startswith("skipped")]
     return 1 if failed else 0
 
 

@@ -13,6 +13,9 @@ MODES = {
 NVME_MODES = ("nvme-optimizer", "nvme", "half")
 TESSERA, PLAIN, FSDP2, DEEPSPEED, DEEPSPEED_NVME = (
     "tessera", "plain", "fsdp2", "deepspeed", "deepspeed-nvme")
+# As tessera, whose loss is made in chunks, but with the logits of all tokens at once, as the peers.
+TESSERA_WHOLE = "tessera-whole-loss"
+OURS = (TESSERA, TESSERA_WHOLE)
 # What peers.py calls them. deepspeed-nvme is a system of its own, since it takes minutes.
 PEERS = {
     ("resident", PLAIN): "plain",
@@ -22,8 +25,8 @@ PEERS = {
     ("host", DEEPSPEED): "deepspeed-cpu",
     ("nvme-optimizer", DEEPSPEED_NVME): "deepspeed-nvmeopt",
 }
-SYSTEMS = (PLAIN, FSDP2, DEEPSPEED, DEEPSPEED_NVME, TESSERA)
-DEFAULT_SYSTEMS = (PLAIN, FSDP2, DEEPSPEED, TESSERA)
+SYSTEMS = (PLAIN, FSDP2, DEEPSPEED, DEEPSPEED_NVME, *OURS)
+DEFAULT_SYSTEMS = (PLAIN, FSDP2, DEEPSPEED, *OURS)
 # Seconds that a run takes at one batch until one like it has been timed: a model of a billion
 # parameters is made, pinned, written.
 GUESS_S = {"resident": 15, "host": 25, "nvme-optimizer": 65, "nvme": 70, "half": 45}
@@ -46,7 +49,7 @@ class Task:
 
     def guess_s(self, preset):
         scale = gpt_presets.num_params(preset) / gpt_presets.num_params("gpt-1b4")
-        guesses = GUESS_S if self.system == TESSERA else PEER_GUESS_S
+        guesses = GUESS_S if self.system in OURS else PEER_GUESS_S
         return max(5.0, guesses[self.mode] * scale * (1 + 0.5 * (len(self.batches) - 1)))
 
 
@@ -57,7 +60,7 @@ def tasks_of(modes, systems, batches):
         for system in SYSTEMS:
             if system not in systems:
                 continue
-            if system == TESSERA:
+            if system in OURS:
                 tasks += [Task(mode, system, (batch,)) for batch in batches]
             elif (mode, system) in PEERS:
                 tasks.append(Task(mode, system, tuple(batches)))
@@ -88,11 +91,17 @@ def mode_flags(mode, directory, half_budget):
 LOSS_CHUNKS = 16
 
 
-def timed_flags(num_tokens):
-    """In every mode, so that modes compare: logits of all tokens are the largest activation of all.
-    A loss in chunks is exact, but not to the bit: where runs are compared bit for bit it is left
-    out."""
-    return ["--loss-chunk", max(1, num_tokens // LOSS_CHUNKS)]
+def loss_chunk(system, num_tokens):
+    """Tokens whose logits exist at a time; None: all of them, which are the largest activation of
+    all. A loss in chunks is exact, but not to the bit: where runs are compared bit for bit it is
+    left out."""
+    return max(1, num_tokens // LOSS_CHUNKS) if system == TESSERA else None
+
+
+def timed_flags(system, num_tokens):
+    """The same in every mode, so that modes compare."""
+    chunk = loss_chunk(system, num_tokens)
+    return [] if chunk is None else ["--loss-chunk", chunk]
 
 
 def precision_of(device):

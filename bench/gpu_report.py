@@ -41,7 +41,7 @@ def make_row(preset, task, batch, figures, reasons, rates):
     key = (task.mode, task.system, batch)
     tokens = batch * gpt_presets.sequence_tokens(preset)
     row = {"mode": task.mode, "system": task.system, "name": task.name, "batch": batch,
-           "tokens": tokens}
+           "tokens": tokens, "loss_chunk": gpu_modes.loss_chunk(task.system, tokens)}
     found = figures.get(key)
     bound = gpu_bounds.bound_s(task.mode, gpt_presets.num_params(preset),
                                *computed_s(figures, batch),
@@ -84,6 +84,7 @@ COLUMNS = (
     ("mode", lambda row: row["mode"]),
     ("system", lambda row: row["name"]),
     ("tokens", lambda row: str(row["tokens"])),
+    ("of the loss at a time", lambda row: str(row["loss_chunk"] or "all")),
     ("step s", lambda row: seconds_cell(row["step_s"])),
     ("forward / backward / update s", parts_cell),
     ("tokens/s", lambda row: cell(row["tokens_per_s"], ".0f")),
@@ -120,7 +121,7 @@ def table(rows):
 # --- for docs/benchmarks.md and README.md ------------------------------------------------------
 
 NAMES = {"plain": "plain PyTorch", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed",
-         "deepspeed-nvme": "DeepSpeed", "tessera": "Tessera"}
+         "deepspeed-nvme": "DeepSpeed", "tessera": "Tessera", "tessera-whole-loss": "Tessera"}
 
 
 def pair_cell(row, first, second):
@@ -136,6 +137,7 @@ DOC_COLUMNS = (
     ("mode", lambda row: row["mode"]),
     ("system", lambda row: NAMES[row["system"]]),
     ("tokens", lambda row: f"{row['tokens']:,}"),
+    ("loss", lambda row: f"by {row['loss_chunk']:,}" if row["loss_chunk"] else "whole"),
     ("step", lambda row: with_unit(row["step_s"], ".3f", " s") or (row["reason"] or "-")),
     ("retained", lambda row: with_unit(row["retained"], ".0%", "").replace("%", " %")),
     ("of bound", lambda row: with_unit(row["of_bound"], ".2f", "")),

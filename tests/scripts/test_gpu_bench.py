@@ -147,18 +147,19 @@ class Processes(FolderTest):
 
 class Order(unittest.TestCase):
     def test_a_peer_runs_all_batches_in_one_process_and_tessera_each_in_its_own(self):
+        def ours(mode):
+            return [(mode, system, (batch,)) for system in gpu_modes.OURS for batch in (8, 32)]
         tasks = gpu_modes.tasks_of(["resident", "host", "nvme"], gpu_modes.DEFAULT_SYSTEMS, [8, 32])
         self.assertEqual([(task.mode, task.name, task.batches) for task in tasks], [
             ("resident", "plain", (8, 32)), ("resident", "fsdp2", (8, 32)),
-            ("resident", "deepspeed", (8, 32)), ("resident", "tessera", (8,)),
-            ("resident", "tessera", (32,)), ("host", "fsdp2-cpu", (8, 32)),
-            ("host", "deepspeed-cpu", (8, 32)), ("host", "tessera", (8,)),
-            ("host", "tessera", (32,)), ("nvme", "tessera", (8,)), ("nvme", "tessera", (32,))])
+            ("resident", "deepspeed", (8, 32)), *ours("resident"),
+            ("host", "fsdp2-cpu", (8, 32)), ("host", "deepspeed-cpu", (8, 32)), *ours("host"),
+            *ours("nvme")])
 
     def test_deepspeed_on_nvme_runs_only_when_it_is_asked_for(self):
         names = [task.name for task in gpu_modes.tasks_of(
             ["nvme-optimizer"], [*gpu_modes.DEFAULT_SYSTEMS, "deepspeed-nvme"], [8])]
-        self.assertEqual(names, ["deepspeed-nvmeopt", "tessera"])
+        self.assertEqual(names, ["deepspeed-nvmeopt", "tessera", "tessera-whole-loss"])
 
     def test_every_other_round_runs_backwards(self):
         self.assertEqual([task for _, task in gpu_modes.rounds_of(["a", "b"], 3)],
@@ -233,7 +234,7 @@ class Rows(unittest.TestCase):
         rows = self.rows({}, {("host", "deepspeed", 8): "not installed"})
         self.assertIsNone(rows["host", "deepspeed"]["step_s"])
         text = "\n".join(gpu_report.table(rows.values()))
-        self.assertRegex(text, r"\| host +\| deepspeed-cpu +\| 8192 +\| - .*\| not installed +\|")
+        self.assertRegex(text, r"\| host +\| deepspeed-cpu +\| 8192 +\| all +\| - .*\| not installed +\|")
 
     def test_every_line_of_a_table_has_the_same_columns(self):
         rows = self.rows({("host", "tessera", 8): Figures(0.4, update_s=0.1)},
@@ -255,11 +256,12 @@ class TablesOfTheDocs(unittest.TestCase):
     def test_a_row_has_what_is_known_and_else_why_not(self):
         lines = gpu_report.doc_table(self.ROWS)
         self.assertEqual({line.count("|") for line in lines}, {len(gpu_report.DOC_COLUMNS) + 1})
-        self.assertIn("| resident | plain PyTorch | 8,192 | 0.150 s | 100 % | 0.92 | 35.2 GiB | | | |",
-                      lines)
-        self.assertIn("| host | DeepSpeed | 8,192 | not installed | | | | | | |", lines)
-        self.assertIn("| host | Tessera | 8,192 | 0.350 s | 43 % | 0.85 | | | 8.3 GB, 8.3 GB | |", lines)
-        self.assertIn("| half | Tessera | 8,192 | - | | | | | | |", lines)
+        self.assertIn("| resident | plain PyTorch | 8,192 | whole | 0.150 s | 100 % | 0.92 | 35.2 GiB "
+                      "| | | |", lines)
+        self.assertIn("| host | DeepSpeed | 8,192 | whole | not installed | | | | | | |", lines)
+        self.assertIn("| host | Tessera | 8,192 | by 512 | 0.350 s | 43 % | 0.85 | | "
+                      "| 8.3 GB, 8.3 GB | |", lines)
+        self.assertIn("| half | Tessera | 8,192 | by 512 | - | | | | | | |", lines)
 
     def test_the_readme_has_one_line_per_number_of_tokens(self):
         lines = gpu_report.readme_table(self.ROWS)
@@ -297,7 +299,7 @@ class WholeProgram(FolderTest):
     def test_all_modes_and_systems_have_a_row_and_those_that_fail_say_why(self):
         code, out, document, rows = self.main("--rounds", "2", "--bits")
         self.assertEqual(code, 0)
-        self.assertEqual(len(rows), 2 * (4 + 3 + 1 + 1 + 1))
+        self.assertEqual(len(rows), 2 * (5 + 4 + 2 + 2 + 2))
         self.assertAlmostEqual(rows["host", "tessera", 32]["step_s"], 0.64)
         self.assertAlmostEqual(rows["resident", "tessera", 8]["retained"], 0.04 / 0.02)
         self.assertEqual(rows["host", "fsdp2", 8]["reason"],
@@ -331,6 +333,18 @@ class WholeProgram(FolderTest):
             "--parameters nvme --optimizer nvme --nvme",
             "--optimizer host --host-budget 3GiB --cpu-share 1 --nvme"]])
 
+    def test_each_run_whose_loss_is_in_chunks_has_one_beside_it_whose_loss_is_whole(self):
+        _, out, _, rows = self.main("--batches", "8", "--modes", "host", "--systems",
+                                    ",".join(gpu_modes.OURS))
+        chunked, whole = [call for call in self.calls.read_text().splitlines()
+                          if call.startswith("train")]
+        self.assertIn("--loss-chunk 512", chunked)
+        self.assertNotIn("--loss-chunk", whole)
+        self.assertEqual([rows["host", system, 8]["loss_chunk"] for system in gpu_modes.OURS],
+                         [512, None])
+        self.assertRegex(out, r"\| host +\| tessera +\| 8192 +\| 512 ")
+        self.assertRegex(out, r"\| host +\| tessera-whole-loss +\| 8192 +\| all ")
+
     def test_half_gets_the_budget_that_keeps_half_of_the_states(self):
         _, _, document, _ = self.main("--batches", "8", "--systems", "tessera", "--modes", "half")
         budget = int(document["half_budget"].rstrip("B"))
@@ -354,7 +368,7 @@ class WholeProgram(FolderTest):
     def test_a_mode_in_which_tessera_fails_makes_the_exit_code_one_and_others_still_run(self):
         self.write_tessera(broken="--host-budget")
         code, _, _, rows = self.main("--batches", "8", "--modes", "half,host", "--rounds", "2",
-                                     "--half-budget", "9GB")
+                                     "--half-budget", "9GB", "--systems", "tessera")
         self.assertEqual(code, 1)
         self.assertEqual(rows["half", "tessera", 8]["reason"],
                          "exit code 1: tessera: error: --host-budget is broken")
