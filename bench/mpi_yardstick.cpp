@@ -43,7 +43,8 @@ int main(int argc, char** argv) {
   int num_ranks = 1;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &num_ranks);
-  const int num_rounds = argc > 1 ? std::max(1, std::atoi(argv[1])) : 10;
+  const int num_rounds =
+      argc > 1 ? std::max(1, static_cast<int>(std::strtol(argv[1], nullptr, 10))) : 10;
   if (rank == 0) {
     std::printf("%d ranks over MPI, %d rounds; times are medians of the slowest rank's\n",
                 num_ranks, num_rounds);

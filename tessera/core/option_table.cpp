@@ -173,7 +173,9 @@ constexpr std::array kOptions = {
           "Master weights (fp32 bytes of this rank) that are read, updated and written together.",
           "planner"),
     measured("optim.cpu_share", OptionType::kDouble, 0, 1,
-             "Share of the update that runs on the CPU; auto: from measured rates.", "planner", -1),
+             "Share of the update that runs on the CPU, or more where the device's memory is too "
+             "small for the rest; auto: from measured rates.",
+             "planner", -1),
 
     choice("schedule.kind", "constant", "constant|linear|cosine|one_cycle|range_test",
            "Course of the learning rate: after warm-up constant, or down linearly or by a cosine; "

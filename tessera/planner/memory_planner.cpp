@@ -22,6 +22,10 @@ constexpr std::int64_t kLargestSubGroupNumel = std::int64_t{16} << 20;
 // Copies of this size run at the link's rate, and so much memory is often free in one piece.
 constexpr std::int64_t kLargestSlotNumel = std::int64_t{8} << 20;
 constexpr std::int64_t kSlotAlignment = 256;
+// Of a device's budget, for one slot at most: a small device has smaller ones.
+constexpr std::int64_t kSlotsPerBudget = 24;
+// By which the CPU gets more of the update, until the device holds the gradients of its own.
+constexpr double kShareStep = 1.0 / 16;
 // Slots: one is filled, one is updated or written back. Memory that backward frees does more
 // (engine/memory_lender.h), but only slots of our own may be copied D2H while the next backward
 // runs, when the link has nothing else to do that way. They come after gathered parameters, which
@@ -343,6 +347,7 @@ struct Reach {
   // Of those that are not on the device; the rest is on NVMe.
   std::size_t parameters_in_host = 0;
   std::size_t states_in_host = 0;
+  double cpu_share = 0;  // of the update, as in assign_updates()
 };
 
 // What a reach comes to.
@@ -404,6 +409,7 @@ class DiscretePlanner : public Planner {
     const bool keeps_states =
         options_.optimizer != Tier::kNvme || options_.host_bytes != kUnlimited;
     reach.states_in_host = keeps_states ? large_.size() : 0;
+    reach.cpu_share = fitting_cpu_share(reach);
     reach_device(reach);
     std::optional<MemoryPlan> found = reach_host(reach, pools_);
     if (!found) {
@@ -444,8 +450,19 @@ class DiscretePlanner : public Planner {
       each.parameter = parameter_tier(order, reach);
       each.states = states_tier(order, reach, each.parameter);
     }
-    assign_updates(cut_, all);
+    assign_updates(cut_, reach.cpu_share, all);
     return all;
+  }
+
+  // Nothing is on the device that need not be there: if that is too much, the CPU's share grows.
+  double fitting_cpu_share(Reach reach) const {
+    for (reach.cpu_share = wished_cpu_share(options_); reach.cpu_share < 1;
+         reach.cpu_share = std::min(1.0, reach.cpu_share + kShareStep)) {
+      if (fits_device(candidate(reach), false)) {
+        break;
+      }
+    }
+    return reach.cpu_share;
   }
 
   Tier parameter_tier(std::size_t order, const Reach& reach) const {
@@ -475,7 +492,13 @@ class DiscretePlanner : public Planner {
   }
 
   SlotNeed slot_need(const Placements& placements, std::int64_t sub_group_numel) const {
-    const std::int64_t slot_numel = std::min(sub_group_numel, kLargestSlotNumel);
+    // New values, or the parameter that is its own master.
+    const std::int64_t element_bytes =
+        4 * cut_.num_state_tensors() + as_int(bytes_of(cut_.model.dtype));
+    const std::int64_t within_budget = options_.device_bytes / kSlotsPerBudget / element_bytes /
+                                       shard::kShardStep * shard::kShardStep;
+    const std::int64_t slot_numel =
+        std::min({sub_group_numel, kLargestSlotNumel, std::max(shard::kShardStep, within_budget)});
     SlotNeed need;
     std::int64_t largest_numel = 0;
     for (std::size_t i = 0; i < placements.size(); ++i) {
@@ -488,11 +511,8 @@ class DiscretePlanner : public Planner {
         need.num_sub_groups += (numel + slot_numel - 1) / slot_numel;
       }
     }
-    // New values, or the parameter that is its own master.
-    const std::int64_t parameter_bytes = as_int(bytes_of(cut_.model.dtype));
     const std::int64_t numel = std::min(slot_numel, rounded_up(largest_numel, shard::kShardStep));
-    need.slot_bytes =
-        rounded_up(numel * (4 * cut_.num_state_tensors() + parameter_bytes), kSlotAlignment);
+    need.slot_bytes = rounded_up(numel * element_bytes, kSlotAlignment);
     return need;
   }
 
@@ -604,7 +624,7 @@ class DiscretePlanner : public Planner {
     }
     MemoryPlan plan;
     plan.params = std::move(chosen.placements);
-    plan.cpu_share = assign_updates(cut_, plan.params);
+    plan.cpu_share = assign_updates(cut_, reach.cpu_share, plan.params);
     plan.is_discrete = true;
     plan.memory_budget_bytes = options_.device_bytes;
     plan.host_budget_bytes = options_.host_bytes;

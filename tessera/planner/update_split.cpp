@@ -120,9 +120,12 @@ class UpdateTimes {
 
 }  // namespace
 
-double assign_updates(const CutModel& cut, Placements& placements) {
-  const double wanted = cut.options.cpu_share;
-  Split split(wanted < 0 ? kDefaultCpuShare : wanted);
+double wished_cpu_share(const MemoryPlanOptions& options) {
+  return options.cpu_share < 0 ? kDefaultCpuShare : options.cpu_share;
+}
+
+double assign_updates(const CutModel& cut, double cpu_share, Placements& placements) {
+  Split split(cpu_share);
   // Includes shards that the CPU updates because their parameter is on NVMe.
   std::int64_t num_host = 0;
   std::int64_t num_cpu = 0;

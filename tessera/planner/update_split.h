@@ -2,8 +2,9 @@
 //
 // The device, wherever states live there; the CPU, wherever states or the parameter are on NVMe,
 // whose new values are written from host memory. Shards whose states are in host memory are split:
-// the device streams states H2D and D2H while the CPU works on others. The results do not depend on
-// it.
+// the device streams states H2D and D2H while the CPU works on others. Gradients of the device's
+// wait there for their update: where its memory does not hold them, the CPU gets more. The results
+// do not depend on it.
 //
 // Threads: pure functions.
 #pragma once
@@ -19,11 +20,14 @@ struct CutModel;
 // Where nothing was measured.
 inline constexpr double kDefaultCpuShare = 0.35;
 
+// What the CPU shall have: options.cpu_share, or the default.
+double wished_cpu_share(const MemoryPlanOptions& options);
+
 // Sets updater and gradient from the tiers of parameters and states; returns the CPU's share that
 // came about, of the elements whose states are in host memory. Assigns greedily in the order of
-// use, so that the share so far is nearest to options.cpu_share (the first shard, which is needed
-// first, to the device), then rebalances from the end.
-double assign_updates(const CutModel& cut, std::vector<Placement>& placements);
+// use, so that the share so far is nearest to `cpu_share` (the first shard, which is needed first,
+// to the device), then rebalances from the end.
+double assign_updates(const CutModel& cut, double cpu_share, std::vector<Placement>& placements);
 
 // Whether a share has to be measured: none is given, and states may be in host memory. Several
 // ranks have a fixed one.

@@ -450,14 +450,49 @@ TEST(GpuPlan, SumsStayWithinBothBudgetsAndLargerOnesStoreHardlyMore) {
           last = outcome;
           before[i] = outcome;
         }
-        // Where the device can hold the gradients of its share, host memory can hold all the rest.
-        EXPECT_TRUE(last.stored == 0 || device_part < 30);
+        // Where the device can hold the sums of its shards, host memory can hold all the rest; one
+        // rank's may all be the CPU's.
+        EXPECT_TRUE(!last.is_possible || last.stored == 0 || (num_ranks > 1 && device_part < 30));
       }
       if (num_ranks == 1) {
         EXPECT_EQ(before.front().stored, 0) << "the largest device holds everything";
       }
     }
   }
+}
+
+// Down to the largest unit and what never leaves the device.
+TEST(GpuPlan, ADeviceThatCannotHoldTheGradientsOfItsShareLeavesMoreOfTheUpdateToTheCpu) {
+  const ModelShapes model = large_gpt();
+  MemoryPlanOptions options = in_host();
+  options.device_bytes = kUnlimited;
+  options.cpu_share = 0.25;
+  const MemoryPlan wished = planned(model, options);
+  EXPECT_NEAR(wished.cpu_share, 0.25, 0.1);
+  options.cpu_share = 1;
+  options.device_bytes = kGiB;
+  const std::int64_t least = [&] {
+    for (std::int64_t bytes = 64 * 1024;; bytes += 64 * 1024) {
+      options.device_bytes = bytes;
+      try {
+        static_cast<void>(planned(model, options));
+        return bytes;
+      } catch (const ConfigError&) {
+      }
+    }
+  }();
+  options.cpu_share = 0.25;
+  const std::int64_t all = wished.device_memory_bytes();
+  MemoryPlan smaller = wished;
+  for (const std::int64_t part : {100, 80, 60, 40, 20, 0}) {
+    options.device_bytes = least + (all - least) * part / 100;
+    const MemoryPlan plan = planned(model, options);
+    EXPECT_LE(plan.device_memory_bytes(), options.device_bytes);
+    EXPECT_GE(plan.cpu_share, smaller.cpu_share - 1.0 / 16);
+    EXPECT_LE(plan.update_slot_bytes, smaller.update_slot_bytes);
+    smaller = plan;
+  }
+  EXPECT_EQ(smaller.cpu_share, 1);
 }
 
 TEST(GpuPlan, TheTextTellsWhoUpdatesAndWhatTheHostHolds) {
