@@ -74,6 +74,17 @@ struct Greeting {
   throw CommError(detail::concat(what, ": ", std::strerror(errno)));
 }
 
+// A signal, or a completion of io_uring, ends a wait that has a limit of its own (SO_RCVTIMEO)
+// although nothing is wrong with it.
+template <typename Call>
+auto uninterrupted(const Call& call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) {
+    result = call();
+  }
+  return result;
+}
+
 // Abstract: its first byte is zero, and it is gone with its last descriptor.
 std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
   sockaddr_un address{};
@@ -128,7 +139,8 @@ void send_greeting(int socket, const Greeting& greeting, std::array<int, kNumSwa
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(fds));
   std::memcpy(CMSG_DATA(header), fds.data(), sizeof(fds));
-  if (sendmsg(socket, &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(greeting))) {
+  if (uninterrupted([&] { return sendmsg(socket, &message, MSG_NOSIGNAL); }) !=
+      static_cast<ssize_t>(sizeof(greeting))) {
     throw_errno("descriptors could not be sent");
   }
 }
@@ -142,7 +154,8 @@ std::pair<Greeting, std::array<FileDescriptor, kNumSwapped>> receive_greeting(in
   message.msg_iovlen = 1;
   message.msg_control = control.bytes.data();
   message.msg_controllen = control.bytes.size();
-  const ssize_t received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_WAITALL);
+  const ssize_t received = uninterrupted(
+      [&] { return recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_WAITALL); });
   std::array<FileDescriptor, kNumSwapped> swapped;
   const cmsghdr* const header = received < 0 ? nullptr : CMSG_FIRSTHDR(&message);
   if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
@@ -261,7 +274,9 @@ class PeerConnector {
       }
       FileDescriptor fd = open_socket();
       const auto [where, length] = abstract_address(address.socket);
-      if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&where), length) != 0) {
+      if (uninterrupted([&, &where = where, &length = length] {
+            return ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&where), length);
+          }) != 0) {
         throw_errno(detail::concat("no way to ", peer_text(other), " (another container?)"));
       }
       check_user(fd.get());
@@ -287,7 +302,8 @@ class PeerConnector {
   }
 
   void accept_one() {
-    FileDescriptor fd(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    FileDescriptor fd(uninterrupted(
+        [this] { return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC); }));
     if (fd.get() < 0) {
       throw_errno("a Unix socket");
     }

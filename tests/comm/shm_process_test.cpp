@@ -2,6 +2,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -326,6 +327,28 @@ TEST(ShmProcesses, ARankThatHasReadMayEndBeforeTheOthersHaveHeardOfIt) {
            const Gather gather{shard.data(), full.data(), 1000, DType::kFloat32};
            group.start_all_gather({&gather, 1}).wait();
            EXPECT_EQ(full.back(), 2.0F);
+         }
+       })) {
+    EXPECT_EQ(text_of(end.failure), "");
+    EXPECT_EQ(end.signal, 0);
+  }
+}
+
+// As signals of a user's own do, and completions of io_uring.
+TEST(ShmProcesses, RanksWhoseSystemCallsAreInterruptedMeetAllTheSame) {
+  ShmNetwork network(kNumRanks, true, {});
+  for (const RankEnd& end : run_forked(kNumRanks, [&](int rank) {
+         struct sigaction action {};
+         action.sa_handler = [](int) {};
+         action.sa_flags = SA_RESTART;
+         ASSERT_EQ(sigaction(SIGALRM, &action, nullptr), 0);
+         const itimerval often{{0, 150}, {0, 150}};
+         ASSERT_EQ(setitimer(ITIMER_REAL, &often, nullptr), 0);
+         for (int i = 0; i < support::rounds(40, 10); ++i) {
+           std::string why_not;
+           const auto backend =
+               network.try_make_backend(rank, "group" + std::to_string(i), why_not);
+           ASSERT_TRUE(backend) << why_not;
          }
        })) {
     EXPECT_EQ(text_of(end.failure), "");
