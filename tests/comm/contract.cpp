@@ -1,5 +1,6 @@
 #include "tests/comm/contract.h"
 
+#include <algorithm>
 #include <chrono>
 #include <numeric>
 #include <random>
@@ -181,6 +182,32 @@ void Contract::run(int num_ranks, const Body& body) {
   for (std::size_t rank = 0; rank < failures.size(); ++rank) {
     EXPECT_EQ(text_of(failures[rank]), "") << "rank " << rank;
   }
+}
+
+void Contract::run_each(const std::vector<int>& numbers, const Body& body) {
+  if (!GetParam().as_processes) {
+    for (const int num_ranks : numbers) {
+      run(num_ranks, body);
+    }
+    return;
+  }
+  run(*std::max_element(numbers.begin(), numbers.end()), [&](ContractRank& here) {
+    for (const int num_ranks : numbers) {
+      SCOPED_TRACE(detail::concat(num_ranks, " ranks"));
+      const bool takes_part = here.group.rank() < num_ranks;
+      const auto group = here.group.split(takes_part ? 0 : 1, "first");
+      if (takes_part) {
+        ContractRank member{*group, here.device, here.ledger, here.role};
+        body(member);
+      }
+    }
+  });
+}
+
+std::vector<int> Contract::ranks_up_to(int most) {
+  std::vector<int> numbers(static_cast<std::size_t>(most - least_ranks() + 1));
+  std::iota(numbers.begin(), numbers.end(), least_ranks());
+  return numbers;
 }
 
 void Contract::expect_failures(int num_ranks, const std::vector<std::string>& words,

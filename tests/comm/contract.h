@@ -121,6 +121,9 @@ class Contract : public ::testing::TestWithParam<ContractWorld> {
 
   // Every rank must end without an error.
   void run(int num_ranks, const Body& body);
+  // The same for each of these numbers of ranks. Processes take long to start where they use a GPU:
+  // they are one world, whose first ranks split off a group for each number.
+  void run_each(const std::vector<int>& numbers, const Body& body);
   // What each rank threw.
   std::vector<std::exception_ptr> run_collecting(int num_ranks, const Body& body,
                                                  const GroupOptions& options = patient()) {
@@ -131,6 +134,7 @@ class Contract : public ::testing::TestWithParam<ContractWorld> {
                        const GroupOptions& options = patient());
   // A device has no world of one: there calls are its own copies.
   static int least_ranks() { return GetParam().make_device ? 2 : 1; }
+  static std::vector<int> ranks_up_to(int most);
 };
 
 class MemoryContract : public Contract {};

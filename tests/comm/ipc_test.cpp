@@ -13,15 +13,13 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/comm/ipc_backend.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
-#include "testing/file_store.h"
 #include "tests/comm/contract.h"
 #include "tests/comm/forked_ranks.h"
+#include "tests/comm/ipc_network.h"
 #include "tests/comm/reference.h"
 #include "tests/support/contains.h"
-#include "tests/support/temporary_directory.h"
 
 namespace tessera::comm {
 namespace {
@@ -29,64 +27,6 @@ namespace {
 using device::Memory;
 using device::StreamKind;
 
-// The next one in turn, where there are more ranks than GPUs.
-int gpu_of(int rank) { return rank % std::max(1, device::num_cuda_devices()); }
-
-class IpcNetwork final : public Network {
- public:
-  // Called with the rank that enters a phase; may be empty.
-  using PhaseHook = std::function<void(int rank, RoundPhase phase)>;
-
-  IpcNetwork(int num_ranks, PhaseHook on_phase)
-      : num_ranks_(num_ranks),
-        store_(std::make_shared<FileStore>(directory_.path())),
-        status_(std::make_shared<StatusStore>(std::make_unique<FileStore>(directory_.path()),
-                                              num_ranks)),
-        on_phase_(std::move(on_phase)) {}
-
-  std::unique_ptr<Backend> make_backend(int rank) override {
-    IpcOptions options;
-    if (on_phase_) {
-      options.on_phase = [rank, hook = on_phase_](RoundPhase phase) { hook(rank, phase); };
-    }
-    std::string why_not;
-    auto backend =
-        make_ipc_backend(store_, rank, num_ranks_, gpu_of(rank), "world", options, why_not);
-    TESSERA_CHECK(backend != nullptr, CommError, why_not);
-    last_made = backend.get();
-    return backend;
-  }
-  std::shared_ptr<StatusStore> make_status() override { return status_; }
-
-  static inline Backend* last_made = nullptr;  // of each process
-
- private:
-  const int num_ranks_;
-  const testing::TemporaryDirectory directory_;
-  const std::shared_ptr<Store> store_;
-  const std::shared_ptr<StatusStore> status_;
-  const PhaseHook on_phase_;
-};
-
-// Gradients lie in regions that are exported, and are read in place; other memory passes through
-// chunks.
-ContractWorld ipc_world(const std::string& name, Role role, IpcNetwork::PhaseHook on_phase = {}) {
-  return {.name = name,
-          .make_network =
-              [on_phase = std::move(on_phase)](int num_ranks) {
-                return std::make_unique<IpcNetwork>(num_ranks, on_phase);
-              },
-          .make_device =
-              [](int rank, Ledger& ledger) {
-                device::CudaDeviceOptions options;
-                options.index = gpu_of(rank);
-                options.ledger = &ledger;
-                return device::make_cuda_device(options);
-              },
-          .role = role,
-          .needs_gpu = true,
-          .as_processes = true};
-}
 ContractWorld in_place() { return ipc_world("InPlace", Role::kGradient); }
 ContractWorld chunked() { return ipc_world("Chunked", Role::kOther); }
 
@@ -142,107 +82,101 @@ Bytes reduced(const ContractRank& here, std::uint64_t seed, std::size_t begin, s
 }
 
 TEST_P(IpcContract, SumsMaximaAndMinimaHaveTheHostsBitsForAllTypesAndSizes) {
-  for (const int num_ranks : {2, 3, 4}) {
-    run(num_ranks, [](ContractRank& here) {
-      const auto num = static_cast<std::size_t>(here.group.size());
-      const auto rank = static_cast<std::size_t>(here.group.rank());
-      for (const std::size_t numel : kSizes) {
-        const auto count = static_cast<std::int64_t>(numel);
-        for (const DType dtype : kDTypes) {
-          const bool is_half = dtype == DType::kBFloat16 || dtype == DType::kFloat16;
-          for (const DType out_dtype : {dtype, is_half ? DType::kFloat32 : dtype}) {
-            const Memory input =
-                here.upload(reference::array(numel, here.group.rank(), 0, numel * num, dtype));
-            const Memory output = here.allocate(numel * bytes_of(out_dtype));
-            here.group.start_reduce_scatter(input.data(), output.data(), count, dtype, out_dtype)
-                .wait();
-            EXPECT_TRUE(here.download(output) == reduced(here, numel, numel * rank, numel, dtype,
-                                                         out_dtype, Reduction::kSum))
-                << numel << " " << to_string(dtype) << " into " << to_string(out_dtype);
-          }
-          for (const Reduction reduction : {Reduction::kSum, Reduction::kMax, Reduction::kMin}) {
-            const Memory data =
-                here.upload(reference::array(numel, here.group.rank(), 0, numel, dtype));
-            here.group.start_all_reduce(data.data(), count, dtype, reduction).wait();
-            EXPECT_TRUE(here.download(data) ==
-                        reduced(here, numel, 0, numel, dtype, dtype, reduction))
-                << numel << " " << to_string(dtype) << " " << static_cast<int>(reduction);
-          }
+  run_each({2, 3, 4}, [](ContractRank& here) {
+    const auto num = static_cast<std::size_t>(here.group.size());
+    const auto rank = static_cast<std::size_t>(here.group.rank());
+    for (const std::size_t numel : kSizes) {
+      const auto count = static_cast<std::int64_t>(numel);
+      for (const DType dtype : kDTypes) {
+        const bool is_half = dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+        for (const DType out_dtype : {dtype, is_half ? DType::kFloat32 : dtype}) {
+          const Memory input =
+              here.upload(reference::array(numel, here.group.rank(), 0, numel * num, dtype));
+          const Memory output = here.allocate(numel * bytes_of(out_dtype));
+          here.group.start_reduce_scatter(input.data(), output.data(), count, dtype, out_dtype)
+              .wait();
+          EXPECT_TRUE(here.download(output) == reduced(here, numel, numel * rank, numel, dtype,
+                                                       out_dtype, Reduction::kSum))
+              << numel << " " << to_string(dtype) << " into " << to_string(out_dtype);
+        }
+        for (const Reduction reduction : {Reduction::kSum, Reduction::kMax, Reduction::kMin}) {
+          const Memory data =
+              here.upload(reference::array(numel, here.group.rank(), 0, numel, dtype));
+          here.group.start_all_reduce(data.data(), count, dtype, reduction).wait();
+          EXPECT_TRUE(here.download(data) ==
+                      reduced(here, numel, 0, numel, dtype, dtype, reduction))
+              << numel << " " << to_string(dtype) << " " << static_cast<int>(reduction);
         }
       }
-    });
-  }
+    }
+  });
 }
 
 // More than two chunks hold, with a rest.
 TEST_P(IpcContract, LargeCallsBringTheReferencesBytes) {
   constexpr std::size_t kNumel = 3'300'007;
   constexpr auto kCount = static_cast<std::int64_t>(kNumel);
-  for (const int num_ranks : {2, 3}) {
-    run(num_ranks, [](ContractRank& here) {
-      const int rank = here.group.rank();
-      const auto num = static_cast<std::size_t>(here.group.size());
-      const Bytes own = reference::array(1, rank, 0, kNumel, DType::kFloat32);
-      const Memory shard = here.upload(own);
-      const Memory full = here.allocate(own.size() * num);
-      const Gather gather{shard.data(), full.data(), kCount, DType::kFloat32};
-      here.group.start_all_gather({&gather, 1}).wait();
-      EXPECT_TRUE(here.download(full) ==
-                  reference::arrays(1, here.group.size(), kNumel, DType::kFloat32));
-      const Memory input =
-          here.upload(reference::array(2, rank, 0, kNumel * num, DType::kBFloat16));
-      const Memory output = here.allocate(kNumel * sizeof(float));
-      here.group
-          .start_reduce_scatter(input.data(), output.data(), kCount, DType::kBFloat16,
-                                DType::kFloat32)
-          .wait();
-      EXPECT_TRUE(here.download(output) == reduced(here, 2, kNumel * static_cast<std::size_t>(rank),
-                                                   kNumel, DType::kBFloat16, DType::kFloat32,
-                                                   Reduction::kSum));
-      here.group.start_all_reduce(shard.data(), kCount, DType::kFloat32).wait();
-      EXPECT_TRUE(here.download(shard) ==
-                  reduced(here, 1, 0, kNumel, DType::kFloat32, DType::kFloat32, Reduction::kSum));
-    });
-  }
+  run_each({2, 3}, [](ContractRank& here) {
+    const int rank = here.group.rank();
+    const auto num = static_cast<std::size_t>(here.group.size());
+    const Bytes own = reference::array(1, rank, 0, kNumel, DType::kFloat32);
+    const Memory shard = here.upload(own);
+    const Memory full = here.allocate(own.size() * num);
+    const Gather gather{shard.data(), full.data(), kCount, DType::kFloat32};
+    here.group.start_all_gather({&gather, 1}).wait();
+    EXPECT_TRUE(here.download(full) ==
+                reference::arrays(1, here.group.size(), kNumel, DType::kFloat32));
+    const Memory input =
+        here.upload(reference::array(2, rank, 0, kNumel * num, DType::kBFloat16));
+    const Memory output = here.allocate(kNumel * sizeof(float));
+    here.group
+        .start_reduce_scatter(input.data(), output.data(), kCount, DType::kBFloat16,
+                              DType::kFloat32)
+        .wait();
+    EXPECT_TRUE(here.download(output) == reduced(here, 2, kNumel * static_cast<std::size_t>(rank),
+                                                 kNumel, DType::kBFloat16, DType::kFloat32,
+                                                 Reduction::kSum));
+    here.group.start_all_reduce(shard.data(), kCount, DType::kFloat32).wait();
+    EXPECT_TRUE(here.download(shard) ==
+                reduced(here, 1, 0, kNumel, DType::kFloat32, DType::kFloat32, Reduction::kSum));
+  });
 }
 
 TEST_P(IpcContract, MemoryNeedNotBeAlignedToMoreThanItsElements) {
-  for (const int num_ranks : {2, 3}) {
-    run(num_ranks, [](ContractRank& here) {
-      constexpr std::size_t kNumel = 1001;
-      const int rank = here.group.rank();
-      const auto num = static_cast<std::size_t>(here.group.size());
-      for (const auto& [dtype, skipped] : {std::pair{DType::kUInt8, std::size_t{1}},
-                                           {DType::kUInt8, 3},
-                                           {DType::kBFloat16, 2},
-                                           {DType::kFloat32, 4},
-                                           {DType::kFloat32, 12}}) {
-        const Bytes source = reference::array(4, rank, 0, kNumel * num, dtype);
-        Bytes moved(skipped);
-        moved.insert(moved.end(), source.begin(), source.end());
-        const Memory input = here.upload(moved);
-        const Memory output = here.upload(Bytes(kNumel * num * bytes_of(dtype) + skipped));
-        const auto result = [&](std::size_t bytes) {
-          Bytes all = here.download(output);
-          return Bytes(all.begin() + static_cast<std::ptrdiff_t>(skipped),
-                       all.begin() + static_cast<std::ptrdiff_t>(skipped + bytes));
-        };
-        const Gather gather{input.data() + skipped, output.data() + skipped, kNumel, dtype};
-        here.group.start_all_gather({&gather, 1}).wait();
-        EXPECT_TRUE(result(kNumel * num * bytes_of(dtype)) ==
-                    reference::arrays(4, here.group.size(), kNumel, dtype))
-            << to_string(dtype) << " at " << skipped;
-        here.group
-            .start_reduce_scatter(input.data() + skipped, output.data() + skipped, kNumel, dtype,
-                                  dtype)
-            .wait();
-        EXPECT_TRUE(result(kNumel * bytes_of(dtype)) ==
-                    reduced(here, 4, kNumel * static_cast<std::size_t>(rank), kNumel, dtype, dtype,
-                            Reduction::kSum))
-            << to_string(dtype) << " at " << skipped;
-      }
-    });
-  }
+  run_each({2, 3}, [](ContractRank& here) {
+    constexpr std::size_t kNumel = 1001;
+    const int rank = here.group.rank();
+    const auto num = static_cast<std::size_t>(here.group.size());
+    for (const auto& [dtype, skipped] : {std::pair{DType::kUInt8, std::size_t{1}},
+                                         {DType::kUInt8, 3},
+                                         {DType::kBFloat16, 2},
+                                         {DType::kFloat32, 4},
+                                         {DType::kFloat32, 12}}) {
+      const Bytes source = reference::array(4, rank, 0, kNumel * num, dtype);
+      Bytes moved(skipped);
+      moved.insert(moved.end(), source.begin(), source.end());
+      const Memory input = here.upload(moved);
+      const Memory output = here.upload(Bytes(kNumel * num * bytes_of(dtype) + skipped));
+      const auto result = [&](std::size_t bytes) {
+        Bytes all = here.download(output);
+        return Bytes(all.begin() + static_cast<std::ptrdiff_t>(skipped),
+                     all.begin() + static_cast<std::ptrdiff_t>(skipped + bytes));
+      };
+      const Gather gather{input.data() + skipped, output.data() + skipped, kNumel, dtype};
+      here.group.start_all_gather({&gather, 1}).wait();
+      EXPECT_TRUE(result(kNumel * num * bytes_of(dtype)) ==
+                  reference::arrays(4, here.group.size(), kNumel, dtype))
+          << to_string(dtype) << " at " << skipped;
+      here.group
+          .start_reduce_scatter(input.data() + skipped, output.data() + skipped, kNumel, dtype,
+                                dtype)
+          .wait();
+      EXPECT_TRUE(result(kNumel * bytes_of(dtype)) ==
+                  reduced(here, 4, kNumel * static_cast<std::size_t>(rank), kNumel, dtype, dtype,
+                          Reduction::kSum))
+          << to_string(dtype) << " at " << skipped;
+    }
+  });
 }
 
 // Keeps a stream from going on.
@@ -260,33 +194,31 @@ class Gate {
 // The input is made behind a gate that opens only after the call has been started.
 TEST_P(IpcContract, StartingACallBlocksNobodyAndStreamsAreOrderedBehindIt) {
   constexpr std::size_t kNumel = 20011;
-  for (const int num_ranks : {2, 3}) {
-    run(num_ranks, [](ContractRank& here) {
-      const Bytes bytes = reference::array(1, here.group.rank(), 0, kNumel, DType::kFloat32);
-      const Memory source = here.device.allocate(Tier::kPinned, bytes.size(), Role::kOther);
-      std::copy(bytes.begin(), bytes.end(), source.data());
-      const Memory data = here.allocate(bytes.size());
-      const Memory copied = here.allocate(bytes.size());
-      here.group.start_barrier().wait();
-      device::Stream& gather = here.device.stream(StreamKind::kGather);
-      Gate gate(gather);
-      std::ignore = here.device.start_copy(data.data(), source.data(), bytes.size(), gather);
-      CallOptions options;
-      options.stream = &gather;
-      const Pending call =
-          here.group.start_all_reduce(data.data(), static_cast<std::int64_t>(kNumel),
-                                      DType::kFloat32, Reduction::kSum, options);
-      device::Stream& write = here.device.stream(StreamKind::kWrite);
-      write.wait(call);  // until all have started it, not until it is done
-      const Pending last = here.device.start_copy(copied.data(), data.data(), bytes.size(), write);
-      EXPECT_FALSE(call.done());
-      EXPECT_FALSE(last.done());
-      gate.open();
-      last.wait();
-      EXPECT_TRUE(here.download(copied) ==
-                  reduced(here, 1, 0, kNumel, DType::kFloat32, DType::kFloat32, Reduction::kSum));
-    });
-  }
+  run_each({2, 3}, [](ContractRank& here) {
+    const Bytes bytes = reference::array(1, here.group.rank(), 0, kNumel, DType::kFloat32);
+    const Memory source = here.device.allocate(Tier::kPinned, bytes.size(), Role::kOther);
+    std::copy(bytes.begin(), bytes.end(), source.data());
+    const Memory data = here.allocate(bytes.size());
+    const Memory copied = here.allocate(bytes.size());
+    here.group.start_barrier().wait();
+    device::Stream& gather = here.device.stream(StreamKind::kGather);
+    Gate gate(gather);
+    std::ignore = here.device.start_copy(data.data(), source.data(), bytes.size(), gather);
+    CallOptions options;
+    options.stream = &gather;
+    const Pending call =
+        here.group.start_all_reduce(data.data(), static_cast<std::int64_t>(kNumel),
+                                    DType::kFloat32, Reduction::kSum, options);
+    device::Stream& write = here.device.stream(StreamKind::kWrite);
+    write.wait(call);  // until all have started it, not until it is done
+    const Pending last = here.device.start_copy(copied.data(), data.data(), bytes.size(), write);
+    EXPECT_FALSE(call.done());
+    EXPECT_FALSE(last.done());
+    gate.open();
+    last.wait();
+    EXPECT_TRUE(here.download(copied) ==
+                reduced(here, 1, 0, kNumel, DType::kFloat32, DType::kFloat32, Reduction::kSum));
+  });
 }
 
 // Addresses are used again, and what peers have mapped must not be what was there before.

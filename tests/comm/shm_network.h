@@ -62,7 +62,19 @@ class ShmNetwork final : public Network {
 
 // Gradients lie in the shared heap and are read in place; other memory passes through chunks.
 // `max_delay_us`: a rank is held up for random times, as on a busy machine; 0: it is not.
-ContractWorld shm_world(const std::string& name, Role role, std::uint32_t max_delay_us,
-                        bool as_processes);
+inline ContractWorld shm_world(const std::string& name, Role role, std::uint32_t max_delay_us,
+                               bool as_processes) {
+  ShmNetwork::PhaseHook delay;
+  if (max_delay_us > 0) {
+    delay = [max_delay_us](int rank, ShmPhase) { delay_at_random(rank, max_delay_us); };
+  }
+  return {.name = name,
+          .make_network =
+              [=](int num_ranks) {
+                return std::make_unique<ShmNetwork>(num_ranks, as_processes, delay);
+              },
+          .role = role,
+          .as_processes = as_processes};
+}
 
 }  // namespace tessera::comm

@@ -1,6 +1,5 @@
 // The contracts over shared memory, with ranks as threads and as processes: in step and late, with
 // memory that is read in place and memory that passes through chunks.
-#include <memory>
 #include <vector>
 
 #include "tests/comm/contract.h"
@@ -9,29 +8,6 @@
 #include "tests/support/sizes.h"
 
 namespace tessera::comm {
-namespace {
-
-ShmNetwork::PhaseHook random_delays(std::uint32_t max_delay_us) {
-  if (max_delay_us == 0) {
-    return {};
-  }
-  return [max_delay_us](int rank, ShmPhase) { delay_at_random(rank, max_delay_us); };
-}
-
-}  // namespace
-
-ContractWorld shm_world(const std::string& name, Role role, std::uint32_t max_delay_us,
-                        bool as_processes) {
-  return {.name = name,
-          .make_network =
-              [=](int num_ranks) {
-                return std::make_unique<ShmNetwork>(num_ranks, as_processes,
-                                                    random_delays(max_delay_us));
-              },
-          .role = role,
-          .as_processes = as_processes};
-}
-
 namespace {
 
 ContractWorld threads_over_shm(const std::string& name, Role role, std::uint32_t max_delay_us) {
@@ -78,9 +54,7 @@ INSTANTIATE_TEST_SUITE_P(ShmProcesses, ManyRanksContract,
                          world_name);
 
 TEST_P(ManyRanksContract, RandomCallsOfFourAndSevenRanksEqualTheReference) {
-  for (const int num_ranks : {4, 7}) {
-    run(num_ranks, [](ContractRank& here) { run_random_calls(here, support::rounds(150, 15), 8); });
-  }
+  run_each({4, 7}, [](ContractRank& here) { run_random_calls(here, support::rounds(150, 15), 8); });
 }
 
 }  // namespace
