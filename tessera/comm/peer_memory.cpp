@@ -154,8 +154,8 @@ std::pair<Greeting, std::array<FileDescriptor, kNumSwapped>> receive_greeting(in
   message.msg_iovlen = 1;
   message.msg_control = control.bytes.data();
   message.msg_controllen = control.bytes.size();
-  const ssize_t received = uninterrupted(
-      [&] { return recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_WAITALL); });
+  const ssize_t received =
+      uninterrupted([&] { return recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_WAITALL); });
   std::array<FileDescriptor, kNumSwapped> swapped;
   const cmsghdr* const header = received < 0 ? nullptr : CMSG_FIRSTHDR(&message);
   if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
@@ -302,8 +302,8 @@ class PeerConnector {
   }
 
   void accept_one() {
-    FileDescriptor fd(uninterrupted(
-        [this] { return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC); }));
+    FileDescriptor fd(
+        uninterrupted([this] { return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC); }));
     if (fd.get() < 0) {
       throw_errno("a Unix socket");
     }

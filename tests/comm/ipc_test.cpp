@@ -95,8 +95,8 @@ TEST_P(IpcContract, SumsMaximaAndMinimaHaveTheHostsBitsForAllTypesAndSizes) {
           const Memory output = here.allocate(numel * bytes_of(out_dtype));
           here.group.start_reduce_scatter(input.data(), output.data(), count, dtype, out_dtype)
               .wait();
-          EXPECT_TRUE(here.download(output) == reduced(here, numel, numel * rank, numel, dtype,
-                                                       out_dtype, Reduction::kSum))
+          EXPECT_TRUE(here.download(output) ==
+                      reduced(here, numel, numel * rank, numel, dtype, out_dtype, Reduction::kSum))
               << numel << " " << to_string(dtype) << " into " << to_string(out_dtype);
         }
         for (const Reduction reduction : {Reduction::kSum, Reduction::kMax, Reduction::kMin}) {
@@ -126,8 +126,7 @@ TEST_P(IpcContract, LargeCallsBringTheReferencesBytes) {
     here.group.start_all_gather({&gather, 1}).wait();
     EXPECT_TRUE(here.download(full) ==
                 reference::arrays(1, here.group.size(), kNumel, DType::kFloat32));
-    const Memory input =
-        here.upload(reference::array(2, rank, 0, kNumel * num, DType::kBFloat16));
+    const Memory input = here.upload(reference::array(2, rank, 0, kNumel * num, DType::kBFloat16));
     const Memory output = here.allocate(kNumel * sizeof(float));
     here.group
         .start_reduce_scatter(input.data(), output.data(), kCount, DType::kBFloat16,
@@ -206,9 +205,8 @@ TEST_P(IpcContract, StartingACallBlocksNobodyAndStreamsAreOrderedBehindIt) {
     std::ignore = here.device.start_copy(data.data(), source.data(), bytes.size(), gather);
     CallOptions options;
     options.stream = &gather;
-    const Pending call =
-        here.group.start_all_reduce(data.data(), static_cast<std::int64_t>(kNumel),
-                                    DType::kFloat32, Reduction::kSum, options);
+    const Pending call = here.group.start_all_reduce(data.data(), static_cast<std::int64_t>(kNumel),
+                                                     DType::kFloat32, Reduction::kSum, options);
     device::Stream& write = here.device.stream(StreamKind::kWrite);
     write.wait(call);  // until all have started it, not until it is done
     const Pending last = here.device.start_copy(copied.data(), data.data(), bytes.size(), write);

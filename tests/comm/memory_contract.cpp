@@ -219,14 +219,13 @@ TEST_P(MemoryContract, BroadcastCopiesTheRootsBytesAndAllToAllTransposesThePiece
         EXPECT_TRUE(here.download(data) == reference::array(3, root, 0, numel, DType::kFloat32))
             << numel << " from " << root;
       }
-      const Memory send =
-          here.upload(reference::array(5, rank, 0, numel * num, DType::kBFloat16));
+      const Memory send = here.upload(reference::array(5, rank, 0, numel * num, DType::kBFloat16));
       const Memory receive = here.allocate(send.bytes());
       here.group.start_all_to_all(send.data(), receive.data(), count, DType::kBFloat16).wait();
       Bytes expected;
       for (int from = 0; from < here.group.size(); ++from) {
-        const Bytes piece = reference::array(5, from, numel * static_cast<std::size_t>(rank),
-                                             numel, DType::kBFloat16);
+        const Bytes piece = reference::array(5, from, numel * static_cast<std::size_t>(rank), numel,
+                                             DType::kBFloat16);
         expected.insert(expected.end(), piece.begin(), piece.end());
       }
       EXPECT_TRUE(here.download(receive) == expected) << numel;
@@ -282,7 +281,8 @@ TEST_P(MemoryContract, StartingACallNeverWaitsForItsInput) {
 }
 
 TEST_P(MemoryContract, ManyRandomCallsInFlightEqualTheReference) {
-  run_each({least_ranks(), 3, 5}, [](ContractRank& here) { run_random_calls(here, support::rounds(300, 60), 8); });
+  run_each({least_ranks(), 3, 5},
+           [](ContractRank& here) { run_random_calls(here, support::rounds(300, 60), 8); });
 }
 
 TEST_P(MemoryContract, WireBytesAreTheClosedForm) {
@@ -301,8 +301,7 @@ TEST_P(MemoryContract, WireBytesAreTheClosedForm) {
     const Gather gather{shard.data(), full.data(), kNumel, DType::kFloat32};
     group.start_all_gather({&gather, 1}).wait();
     EXPECT_EQ(sent(), peers * kNumel * 4);
-    group
-        .start_reduce_scatter(full.data(), shard.data(), kNumel, DType::kFloat32, DType::kFloat32)
+    group.start_reduce_scatter(full.data(), shard.data(), kNumel, DType::kFloat32, DType::kFloat32)
         .wait();
     EXPECT_EQ(sent(), peers * kNumel * 4);
     group.start_all_to_all(full.data(), other.data(), kNumel, DType::kFloat32).wait();

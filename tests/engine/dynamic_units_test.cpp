@@ -4,33 +4,10 @@
 #include <ATen/core/grad_mode.h>
 
 #include "tests/engine/engine_fixture.h"
+#include "tests/engine/expert_training.h"
 
 namespace tessera::testing {
 namespace {
-
-constexpr int kExperts = 8;
-
-// Whether `rank` sends its rows through an expert in a step; in every fifth step nobody does.
-bool is_routed(int step, int rank, int expert) {
-  if (step % 5 == 4) {
-    return false;
-  }
-  const unsigned mixed = static_cast<unsigned>((step * 31 + rank) * 131 + expert) * 2654435761U;
-  return (mixed >> 13) % 3 == 0;
-}
-
-// The loss of one rank in one step; `call(unit, x)` runs a unit or a plain module.
-template <typename Layer>
-at::Tensor loss_of(Layer& front, std::vector<Layer>& experts, Layer& back, int step, int rank) {
-  const at::Tensor x = front(input(4, 6, step * 7 + rank));
-  at::Tensor y = x;
-  for (int expert = 0; expert < kExperts; ++expert) {
-    if (is_routed(step, rank, expert)) {
-      y = y + at::tanh(experts[static_cast<std::size_t>(expert)](x));
-    }
-  }
-  return back(y).pow(2).mean();
-}
 
 Config slow_config() {
   Config config = quiet_config();
@@ -38,67 +15,14 @@ Config slow_config() {
   return config;
 }
 
-template <typename MakeLayer>
-auto make_layers(const MakeLayer& make) {
-  using Layer = decltype(make(std::string(), 0));
-  std::vector<Layer> layers;
-  for (int i = 0; i < kExperts + 2; ++i) {
-    layers.push_back(make(i < kExperts    ? "experts." + std::to_string(i)
-                          : i == kExperts ? std::string("front")
-                                          : std::string("back"),
-                          i));
-  }
-  return layers;
-}
-
-// `kind`: see semantics_config(). Adam's step does not depend on the size of a gradient, so a
-// gradient of rounding errors alone would move a parameter by lr in either direction; there is none
-// here, and a small lr keeps what differs below the tolerance.
 void expect_experts_trained(const std::string& kind, int ranks, int steps, bool recompute) {
-  constexpr double kLr = 0.0625;
-  auto plain = make_layers(
-      [](const std::string&, int seed) { return Unit<AffineImpl>(affine(6, 6, seed)); });
-  std::vector<Unit<AffineImpl>> plain_experts(plain.begin(), plain.begin() + kExperts);
-  std::vector<at::Tensor> plain_params;
-  for (auto& unit : plain) {
-    for (const at::Tensor& param : unit.module()->parameters()) {
-      plain_params.push_back(param);
-    }
-  }
-  const auto optimizer = torch_optimizer(kind, plain_params, kLr);
-  for (int step = 0; step < steps; ++step) {
-    at::Tensor loss = at::zeros({});
-    for (int rank = 0; rank < ranks; ++rank) {
-      loss = loss + loss_of(plain[kExperts], plain_experts, plain[kExperts + 1], step, rank);
-    }
-    optimizer->zero_grad(/*set_to_none=*/true);
-    (loss / ranks).backward();
-    optimizer->step();
-  }
-  Config config = semantics_config(kind, kLr);
-  config.apply_flag("unit.dynamic_names=experts.*");
-  config.apply_flag("persist.param_bytes=0");
-  with_engines(ranks, config, [&](Engine& engine, comm::Group& group) {
-    auto layers = make_layers([&](const std::string& name, int seed) {
-      return engine.unit(name, affine(6, 6, seed), {.recompute = recompute});
-    });
-    std::vector<Unit<AffineImpl>> experts(layers.begin(), layers.begin() + kExperts);
-    for (int step = 0; step < steps; ++step) {
-      train_step(engine,
-                 loss_of(layers[kExperts], experts, layers[kExperts + 1], step, group.rank()));
-      const EngineStats stats = engine.take_stats();
-      if (step % 5 == 4 && ranks > 1) {
-        // Front and back, in forward and in backward, and nothing of the experts.
-        const auto unit_bytes =
-            engine.param(0).layout().full_bytes() + engine.param(1).layout().full_bytes();
-        EXPECT_LE(stats.gathers.gathered_bytes, 4 * unit_bytes) << "step " << step;
-      }
-    }
-    for (int id = 0; id < engine.num_params(); ++id) {
-      EXPECT_TRUE(at::allclose(engine.full_value(id), plain_params[static_cast<std::size_t>(id)],
-                               1e-4, 1e-5))
-          << engine.param(id).name() << " on " << ranks << " ranks";
-    }
+  ExpertRun run;
+  run.kind = kind;
+  run.steps = steps;
+  run.recompute = recompute;
+  const std::vector<at::Tensor> plain = train_plain_experts(run, ranks);
+  with_engines(ranks, config_of(run), [&](Engine& engine, comm::Group&) {
+    expect_experts_close(train_experts(engine, run).params, plain);
   });
 }
 

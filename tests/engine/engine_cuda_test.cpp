@@ -19,10 +19,7 @@ std::vector<at::Tensor> train(int cuda_device, Config config = quiet_config(),
                                 ? at::Device(at::kCPU)
                                 : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(cuda_device));
   const auto on_device = [&](const std::shared_ptr<AffineImpl>& module) {
-    module->to(device);
-    module->weight = module->named_parameters()["weight"];
-    module->bias = module->named_parameters()["bias"];
-    return module;
+    return moved_to(device, module);
   };
   Engine engine(runtime);
   auto first = engine.unit("first", on_device(affine(5, 7, 1)));

@@ -49,6 +49,14 @@ inline std::shared_ptr<AffineImpl> affine(std::int64_t in, std::int64_t out, int
   return std::make_shared<AffineImpl>(in, out, seed, trainable);
 }
 
+inline std::shared_ptr<AffineImpl> moved_to(at::Device device,
+                                            const std::shared_ptr<AffineImpl>& module) {
+  module->to(device);
+  module->weight = module->named_parameters()["weight"];
+  module->bias = module->named_parameters()["bias"];
+  return module;
+}
+
 inline Config quiet_config() {
   Config config;
   config.set("log.level", std::string("error"));

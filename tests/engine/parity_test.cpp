@@ -1,19 +1,13 @@
 // Sharded training against the reference: losses, norms of every step, and parameters after the
-// last.
-//
-// The bound of 2e-6 is the project's promise for fp32 between numbers of ranks. One rank has the
-// same bits.
-#include <cmath>
-
+// last. One rank has the same bits.
 #include <gtest/gtest.h>
 
+#include "tests/engine/rounding_bounds.h"
 #include "tests/engine/run_options.h"
 #include "tests/engine/training_run.h"
 
 namespace tessera::testing {
 namespace {
-
-constexpr double kBound = 2e-6;
 
 struct ParityCase {
   const char* name;
@@ -35,9 +29,9 @@ TEST_P(Parity, HoldsForEveryNumberOfRanks) {
     settings.ranks = ranks;
     const RunOutcome sharded = train(settings);
     const Difference off = difference(sharded, reference);
-    EXPECT_LE(off.largest(), kBound) << ranks << " ranks: " << off.describe();
-    // Two noises, each at most a step of AdamW's largest size, lr, apart in every step.
-    EXPECT_LE(off.noise, 2 * 1e-3 * static_cast<double>(settings.steps));
+    EXPECT_LE(off.largest(), parity_bounds(settings.model).step)
+        << ranks << " ranks: " << off.describe();
+    EXPECT_LE(off.noise, noise_bound(settings.steps));
     if (ranks == 1) {
       EXPECT_TRUE(same_bits(sharded, reference)) << off.describe();
     } else {
@@ -133,32 +127,12 @@ TEST(PlantedBugs, AreFoundByTheComparison) {
   }
 }
 
-// Ranks round their own gradients to the type of the parameters where the reference rounds those of
-// the whole batch. A gradient that reaches a parameter has passed through about k = 16 roundings of
-// relative size u in each block, so the two differ by e = sqrt(16 * layers) * u of their size, if
-// roundings are independent. AdamW's steps do not depend on the size of a gradient but on its sign:
-// two runs step apart, by 2 * lr, where a gradient is smaller than the difference, which for about
-// normal values is a fraction e of the elements, and by lr * e elsewhere. After n steps the
-// difference of n * 2 * lr * sqrt(e) per root of an element stands against a weight of about 1 /
-// sqrt(3 * width) (uniform within 1 / sqrt(width)); norms' weights are larger, and their biases,
-// which start at zero, have moved by about n * lr. The factor 2 * sqrt(e) therefore bounds them
-// all. Norms and losses are means over all elements, in which signs do not matter: e bounds them.
-double relative_gradient_error(double unit, std::int64_t layers) {
-  return std::sqrt(16.0 * static_cast<double>(layers)) * unit;
-}
-
-struct Precision {
-  const char* name;
-  DType dtype;
-  double unit;  // half of the distance between neighbours, relative
-};
-
-class LowPrecision : public ::testing::TestWithParam<Precision> {};
+class LowPrecision : public ::testing::TestWithParam<DType> {};
 
 TEST_P(LowPrecision, AgreesWithTheReferenceToADerivedBound) {
   RunSettings settings;
   settings.model = models::gpt_preset("micro");
-  settings.model.dtype = GetParam().dtype;
+  settings.model.dtype = GetParam();
   settings.model.sequence = 16;  // products of low precision are slow on most CPUs
   settings.steps = 8;
   settings.accumulate = 2;
@@ -172,17 +146,15 @@ TEST_P(LowPrecision, AgreesWithTheReferenceToADerivedBound) {
     if (ranks == 1) {
       EXPECT_TRUE(same_bits(sharded, reference)) << off.describe();
     }
-    const double error = relative_gradient_error(GetParam().unit, settings.model.layers);
-    EXPECT_LE(off.param, 2 * std::sqrt(error)) << ranks << " ranks: " << off.describe();
-    EXPECT_LE(off.loss, error) << ranks << " ranks: " << off.describe();
-    EXPECT_LE(off.norm, error) << ranks << " ranks: " << off.describe();
+    const ParityBounds bounds = parity_bounds(settings.model);
+    EXPECT_LE(off.param, bounds.param) << ranks << " ranks: " << off.describe();
+    EXPECT_LE(off.loss, bounds.step) << ranks << " ranks: " << off.describe();
+    EXPECT_LE(off.norm, bounds.step) << ranks << " ranks: " << off.describe();
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Types, LowPrecision,
-                         ::testing::Values(Precision{"bf16", DType::kBFloat16, 0x1p-9},
-                                           Precision{"fp16", DType::kFloat16, 0x1p-12}),
-                         [](const auto& info) { return std::string(info.param.name); });
+INSTANTIATE_TEST_SUITE_P(Types, LowPrecision, ::testing::Values(DType::kBFloat16, DType::kFloat16),
+                         [](const auto& info) { return std::string(to_string(info.param)); });
 
 }  // namespace
 }  // namespace tessera::testing

@@ -14,6 +14,7 @@
 #include "models/plain_trainer.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
+#include "tessera/device/device_cuda.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/rule.h"
@@ -22,6 +23,12 @@
 
 namespace tessera::testing {
 namespace {
+
+at::Device device_of(const RunSettings& settings) {
+  return settings.device == RunDevice::kCuda
+             ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(settings.cuda_index))
+             : at::Device(at::kCPU);
+}
 
 struct Batch {
   at::Tensor ids;
@@ -72,10 +79,15 @@ class FrozenShard {
   std::vector<std::byte> bytes_;
 };
 
-// Ranks are threads, so each writes its own elements of one tensor.
+// Where a run's results go. Ranks as threads share one, and each writes its own elements of one
+// tensor; ranks as processes have one each, and exchange what they have.
 class Results {
  public:
-  explicit Results(RunOutcome& outcome) : outcome_(outcome) {}
+  Results(RunOutcome& outcome, bool ranks_are_threads)
+      : outcome_(outcome), ranks_are_threads_(ranks_are_threads) {}
+
+  // What is not collected element by element.
+  RunOutcome* of_rank(int rank) { return rank == 0 || !ranks_are_threads_ ? &outcome_ : nullptr; }
 
   // Collective: every rank asks for the same.
   void add_params(Engine& engine) {
@@ -92,10 +104,34 @@ class Results {
         copy_part(engine, param, names[static_cast<std::size_t>(i)], at::zeros({numel}),
                   outcome_.states[static_cast<std::size_t>(id)], i * numel);
       }
+      if (!ranks_are_threads_) {
+        const auto index = static_cast<std::size_t>(id);
+        exchange(engine, param, outcome_.params[index]);
+        exchange(engine, param, outcome_.states[index]);
+      }
     }
   }
 
  private:
+  // `tensor`: values by element, and for each of them maybe several, one array behind the other.
+  static void exchange(Engine& engine, const shard::Param& param, const at::Tensor& tensor) {
+    float* const values = tensor.data_ptr<float>();
+    const auto bytes = static_cast<std::size_t>(tensor.numel()) * sizeof(float);
+    const std::int64_t numel = param.layout().numel();
+    comm::Group& group = engine.runtime().group();
+    const comm::HostGather all =
+        group.start_gather_host({reinterpret_cast<const std::byte*>(values), bytes});
+    all.done.wait();
+    for (int rank = 0; rank < group.size(); ++rank) {
+      const auto* const theirs =
+          reinterpret_cast<const float*>(all.bytes.get() + static_cast<std::size_t>(rank) * bytes);
+      const shard::ElementRange range = param.layout().range(rank);
+      for (std::int64_t begin = range.begin; begin < tensor.numel(); begin += numel) {
+        std::copy_n(theirs + begin, range.numel, values + begin);
+      }
+    }
+  }
+
   void add_tensor(int id, const std::string& name, std::int64_t numel, std::int64_t num_states) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (outcome_.params.size() <= static_cast<std::size_t>(id)) {
@@ -122,6 +158,7 @@ class Results {
 
   std::mutex mutex_;
   RunOutcome& outcome_;
+  const bool ranks_are_threads_;
 };
 
 // Changes what autograd hands over for one parameter, in one step.
@@ -150,9 +187,8 @@ void add_io(engine::RoleIo& sum, const engine::RoleIo& io) {
   sum.written_bytes += io.written_bytes;
 }
 
-// `world`: null on CUDA, where a group of threads cannot reach the device's memory.
-void train_rank(const RunSettings& settings, comm::Group* world, RunOutcome& outcome,
-                Results& results) {
+// `world`: null for one rank on CUDA, where a group of threads cannot reach the device's memory.
+void train_rank(const RunSettings& settings, comm::Group* world, Results& results) {
   RuntimeOptions runtime_options;
   runtime_options.num_update_threads = 1;
   runtime_options.wrap_io = settings.wrap_io;
@@ -166,13 +202,14 @@ void train_rank(const RunSettings& settings, comm::Group* world, RunOutcome& out
       return device::make_mock_device(std::move(late));
     };
   }
-  runtime_options.cuda_device = settings.device == RunDevice::kCuda ? 0 : -1;
-  const at::Device where(runtime_options.cuda_device < 0 ? at::kCPU : at::kCUDA);
+  runtime_options.cuda_device = settings.device == RunDevice::kCuda ? settings.cuda_index : -1;
+  const at::Device where = device_of(settings);
   const std::unique_ptr<Runtime> made =
       world != nullptr ? std::make_unique<Runtime>(config_of(settings), *world, runtime_options)
                        : std::make_unique<Runtime>(config_of(settings), runtime_options);
   Runtime& runtime = *made;
   comm::Group& group = runtime.group();
+  RunOutcome* const outcome = results.of_rank(group.rank());
   EngineOptions options;
   options.run_steps = settings.steps;
   if (settings.gives_shapes) {
@@ -213,39 +250,48 @@ void train_rank(const RunSettings& settings, comm::Group* world, RunOutcome& out
     if (step == 0) {
       runtime.ledger().reset_peaks();  // what building took for a moment is not the plan's
     }
-    if (group.rank() == 0) {
-      outcome.steps.push_back(result);
-      outcome.stats.push_back(stats);
+    if (outcome != nullptr) {
+      outcome->steps.push_back(result);
+      outcome->stats.push_back(stats);
     }
   }
   engine.zero_grad();  // waits for the last update
   const EngineStats tail = engine.take_stats();
-  if (group.rank() == 0) {
-    outcome.stats.push_back(tail);
-    for (const EngineStats& stats : outcome.stats) {
-      add_io(outcome.io.parameters, stats.io.parameters);
-      add_io(outcome.io.gradients, stats.io.gradients);
-      add_io(outcome.io.states, stats.io.states);
+  if (outcome != nullptr) {
+    outcome->stats.push_back(tail);
+    for (const EngineStats& stats : outcome->stats) {
+      add_io(outcome->io.parameters, stats.io.parameters);
+      add_io(outcome->io.gradients, stats.io.gradients);
+      add_io(outcome->io.states, stats.io.states);
     }
-    outcome.stats.pop_back();
+    outcome->stats.pop_back();
     for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
       for (std::size_t role = 0; role < kNumRoles; ++role) {
         const auto cell = std::pair(static_cast<Tier>(tier), static_cast<Role>(role));
-        outcome.peaks[cell] =
+        outcome->peaks[cell] =
             static_cast<std::int64_t>(runtime.ledger().peak_bytes(cell.first, cell.second));
       }
     }
     if (engine.memory_plan() != nullptr) {
-      outcome.placement = *engine.memory_plan();
+      outcome->placement = *engine.memory_plan();
     }
   }
   results.add_params(engine);
 }
 
+// Attention's backward adds in the order of time otherwise.
+void set_deterministic() {
+  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+}
+
 RunOutcome train_unsharded(const RunSettings& settings) {
-  const auto device = device::make_cpu_device();
-  const auto kernels = optim::make_cpu_kernels(1);
-  models::Gpt model(settings.model, at::Device(at::kCPU), settings.seed);
+  const bool on_cuda = settings.device == RunDevice::kCuda;
+  const at::Device where = device_of(settings);
+  device::CudaDeviceOptions cuda;
+  cuda.index = settings.cuda_index;
+  const auto device = on_cuda ? device::make_cuda_device(cuda) : device::make_cpu_device();
+  const auto kernels = on_cuda ? optim::make_cuda_kernels(*device) : optim::make_cpu_kernels(1);
+  models::Gpt model(settings.model, where, settings.seed);
   EngineOptions options;
   options.run_steps = settings.steps;
   models::PlainTrainer trainer(model.params(), config_of(settings), *kernels, *device, options);
@@ -255,7 +301,7 @@ RunOutcome train_unsharded(const RunSettings& settings) {
   for (std::int64_t step = 0; step < settings.steps; ++step) {
     for (int micro = 0; micro < settings.accumulate; ++micro) {
       const Batch batch = read_batch(*data, settings, step, 0, 1, micro);
-      trainer.backward(model.loss(batch.ids, batch.targets), batch.weight);
+      trainer.backward(model.loss(batch.ids.to(where), batch.targets.to(where)), batch.weight);
     }
     outcome.steps.push_back(trainer.step());
   }
@@ -263,7 +309,7 @@ RunOutcome train_unsharded(const RunSettings& settings) {
     outcome.names.push_back(param.name);
   }
   for (const at::Tensor& master : trainer.masters()) {
-    outcome.params.push_back(master.flatten().to(at::kFloat).clone());
+    outcome.params.push_back(master.flatten().to(at::kCPU, at::kFloat).clone());
   }
   return outcome;
 }
@@ -288,17 +334,29 @@ Config config_of(const RunSettings& settings) {
   return config;
 }
 
+RunOutcome train_in(comm::Group& world, const RunSettings& settings) {
+  if (settings.device == RunDevice::kCuda) {
+    set_deterministic();
+  }
+  RunOutcome outcome;
+  outcome.model = settings.model;
+  Results results(outcome, /*ranks_are_threads=*/false);
+  train_rank(settings, &world, results);
+  return outcome;
+}
+
 RunOutcome train(const RunSettings& settings) {
+  if (settings.device == RunDevice::kCuda) {
+    set_deterministic();
+  }
   if (settings.ranks == 0) {
     return train_unsharded(settings);
   }
   RunOutcome outcome;
   outcome.model = settings.model;
-  Results results(outcome);
+  Results results(outcome, /*ranks_are_threads=*/true);
   if (settings.device == RunDevice::kCuda) {
-    // Attention's backward adds in the order of time otherwise.
-    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
-    train_rank(settings, nullptr, outcome, results);
+    train_rank(settings, nullptr, results);
     return outcome;
   }
   Ledger comm_ledger;
@@ -316,7 +374,7 @@ RunOutcome train(const RunSettings& settings) {
     groups.device = copied_from.get();
   }
   comm::run_ranks(world, groups,
-                  [&](comm::Group& group) { train_rank(settings, &group, outcome, results); });
+                  [&](comm::Group& group) { train_rank(settings, &group, results); });
   const Tier tier = settings.copies_calls ? Tier::kPinned : Tier::kHost;
   outcome.comm_peak_bytes = static_cast<std::int64_t>(comm_ledger.peak_bytes(tier, Role::kStaging));
   return outcome;

@@ -1,5 +1,5 @@
-// A training run for comparison: the same model, data and seed, sharded over ranks as threads, or
-// unsharded by the reference.
+// A training run for comparison: the same model, data and seed, sharded over ranks as threads or
+// processes, or unsharded by the reference.
 #pragma once
 
 #include <cstdint>
@@ -48,6 +48,7 @@ struct RunSettings {
   Planted planted = Planted::kNothing;
   bool gives_shapes = false;  // to the engine, before the model is built
   RunDevice device = RunDevice::kCpu;
+  int cuda_index = 0;         // with RunDevice::kCuda
   bool copies_calls = false;  // of groups, through pinned memory, as ranks do that share a GPU
   // Stands between the tiers and the disk; null: nothing.
   std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io = {};
@@ -67,7 +68,11 @@ struct RunOutcome {
   std::int64_t comm_peak_bytes = 0;  // scratch of all ranks' groups together
 };
 
+// Unsharded on `device`, or sharded over ranks as threads (on CUDA: over one).
 RunOutcome train(const RunSettings& settings);
+// The part of this rank, a process of its own, in a run over all ranks of `world`. Collective.
+// Every rank has the whole outcome, with its own figures of memory and bytes.
+RunOutcome train_in(comm::Group& world, const RunSettings& settings);
 
 // Largest relative differences: of losses and norms, and of parameters against their tensor's norm.
 // Elements that only noise moves (gpt_noise_elements) are apart, as absolute differences.
