@@ -441,6 +441,11 @@ class DiscretePlanner : public Planner {
                   "place.optimizer = device, and place.parameters elsewhere: fp32 parameters are "
                   "their own masters, which are updated beside their states; use place.optimizer = "
                   "host, or precision = bf16");
+    TESSERA_CHECK(options_.optimizer != Tier::kDevice || options_.parameters != Tier::kNvme,
+                  ConfigError,
+                  "place.optimizer = device, and place.parameters = nvme: the CPU updates what is "
+                  "on NVMe, which is written from host memory; use place.optimizer = host or nvme, "
+                  "or place.parameters = host");
   }
 
   Placements placements(const Reach& reach) const {
@@ -475,10 +480,15 @@ class DiscretePlanner : public Planner {
   }
 
   Tier states_tier(std::size_t order, const Reach& reach, Tier parameter) const {
-    if (!cut_.is_trainable(large_[order]) || options_.optimizer == Tier::kDevice) {
+    if (!cut_.is_trainable(large_[order])) {
+      // It has none; if it is unfrozen, they are beside what updates it.
+      return parameter == Tier::kNvme ? Tier::kHost : Tier::kDevice;
+    }
+    if (options_.optimizer == Tier::kDevice) {
       return Tier::kDevice;
     }
-    const bool may_be_there = parameter == Tier::kDevice || !is_own_master();
+    const bool may_be_there =
+        parameter == Tier::kDevice || (parameter == Tier::kHost && !is_own_master());
     if (!options_.optimizer && order < reach.states_on_device && may_be_there) {
       return Tier::kDevice;
     }

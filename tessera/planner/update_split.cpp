@@ -133,8 +133,10 @@ double assign_updates(const CutModel& cut, double cpu_share, Placements& placeme
   for (std::size_t i = 0; i < placements.size(); ++i) {
     Placement& each = placements[i];
     const std::int64_t numel = cut.layouts[i].shard_numel();
-    bool to_cpu = cut.is_trainable(i) && each.states != Tier::kDevice;
-    if (to_cpu && each.states == Tier::kHost) {
+    // A frozen one too, which may be unfrozen.
+    bool to_cpu =
+        each.parameter == Tier::kNvme || (cut.is_trainable(i) && each.states != Tier::kDevice);
+    if (to_cpu && cut.is_trainable(i) && each.states == Tier::kHost) {
       if (each.parameter != Tier::kNvme) {
         to_cpu = split.goes_to_cpu(numel);
         split.give(numel, to_cpu);

@@ -109,6 +109,26 @@ TEST_P(DiscreteDevice, GivesTheSameBitsWhereverShardsLiveAndWhoeverUpdates) {
 INSTANTIATE_TEST_SUITE_P(Of, DiscreteDevice,
                          ::testing::Range(std::size_t{0}, discrete_cases().size()), case_name);
 
+// Nobody updates it; on NVMe it can be unfrozen all the same, as elsewhere it may not be.
+TEST(DiscreteDeviceFrozen, GivesTheSameBitsWhereverAFrozenBlockLives) {
+  RunSettings settings = discrete_settings({1, 1, "adamw"});
+  settings.model.freeze = 1;
+  RunOutcome resident = train(settings);
+  settings.device = RunDevice::kMock;
+  expect_bits_at_all_places(settings, 1, resident);
+
+  settings.device = RunDevice::kCpu;
+  settings.unfrozen_from = 2;
+  resident = train(settings);
+  settings.device = RunDevice::kMock;
+  const DiskDirectory directory;
+  settings.options = joined(
+      settings.options,
+      joined({{"place.parameters", "nvme"}, {"place.optimizer", "nvme"}}, nvme_in(directory)));
+  const RunOutcome run = train(settings);
+  EXPECT_TRUE(same_bits(run, resident)) << difference(run, resident).describe();
+}
+
 class DiscreteDeviceOnCuda : public ::testing::TestWithParam<std::size_t> {};
 
 TEST_P(DiscreteDeviceOnCuda, GivesTheSameBitsWhereverShardsLiveAndWhoeverUpdates) {

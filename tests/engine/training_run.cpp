@@ -234,6 +234,9 @@ void train_rank(const RunSettings& settings, comm::Group* world, Results& result
     if (planted_gradient) {
       planted_gradient->set_step(step);
     }
+    for (int id = 0; step == settings.unfrozen_from && id < engine.num_params(); ++id) {
+      engine.set_trainable(engine.tensor(id), true);
+    }
     for (int micro = 0; micro < settings.accumulate; ++micro) {
       const Batch batch = read_batch(*data, settings, step, group.rank(), group.size(), micro);
       at::Tensor loss = model.loss(batch.ids.to(where), batch.targets.to(where));

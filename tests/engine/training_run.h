@@ -46,7 +46,8 @@ struct RunSettings {
   std::uint64_t seed = 7;
   std::string data = "demo";
   Planted planted = Planted::kNothing;
-  bool gives_shapes = false;  // to the engine, before the model is built
+  std::int64_t unfrozen_from = -1;  // in sharded runs: the step from which the frozen train, too
+  bool gives_shapes = false;        // to the engine, before the model is built
   RunDevice device = RunDevice::kCpu;
   int cuda_index = 0;         // with RunDevice::kCuda
   bool copies_calls = false;  // of groups, through pinned memory, as ranks do that share a GPU

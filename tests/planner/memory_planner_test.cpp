@@ -214,9 +214,15 @@ TEST(GpuPlan, SmallParametersAreOnTheDeviceWhateverIsAskedFor) {
 
 TEST(GpuPlan, GradientsAreWhereTheUpdateIsAndNeverOnNvme) {
   for (const Tier parameters : {Tier::kDevice, Tier::kHost, Tier::kNvme}) {
-    for (const Tier optimizer : {Tier::kDevice, Tier::kHost, Tier::kNvme}) {
+    for (const std::optional<Tier> optimizer :
+         {std::optional(Tier::kDevice), std::optional(Tier::kHost), std::optional(Tier::kNvme),
+          std::optional<Tier>()}) {
+      if (parameters == Tier::kNvme && optimizer == Tier::kDevice) {
+        continue;  // refused
+      }
       for (const Placement& each :
            planned(large_gpt(), on_gpu(parameters, optimizer, true)).params) {
+        EXPECT_TRUE(each.parameter != Tier::kNvme || !device_updates(each));
         EXPECT_EQ(each.gradient, device_updates(each) ? Tier::kDevice : Tier::kHost);
         EXPECT_TRUE(each.states != Tier::kDevice || device_updates(each));
         EXPECT_TRUE(each.states != Tier::kNvme || !device_updates(each));

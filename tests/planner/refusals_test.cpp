@@ -78,6 +78,8 @@ TEST(Refusal, NvmeOfAGpuNeedsADirectory) {
 TEST(Refusal, Fp32StatesStayWithTheirMasters) {
   const ModelShapes model = large_gpt(DType::kFloat32);
   EXPECT_TRUE(contains(refusal_of(model, on_gpu(Tier::kHost, Tier::kDevice)), "their own masters"));
+  EXPECT_TRUE(contains(refusal_of(large_gpt(), on_gpu(Tier::kNvme, Tier::kDevice, true)),
+                       "the CPU updates what is on NVMe"));
   for (const Placement& each : planned(model, on_gpu(Tier::kHost)).params) {
     EXPECT_TRUE(each.states != Tier::kDevice || each.parameter == Tier::kDevice);
   }
