@@ -140,15 +140,19 @@ void expect_case_holds(const TrainingCase& each, const ContractRank& here,
   }
 }
 
-void expect_experts_hold(const ContractRank& here, const RuntimeOptions& runtime_options,
-                         at::Device device, const DiskDirectory& directory) {
+// A GPU may have other kernels for the plain model, and Adam makes a step of lr of what a rounding
+// error is: there the plain model is trained by SGD alone.
+void expect_experts_hold(const std::string& kind, const ContractRank& here,
+                         const RuntimeOptions& runtime_options, at::Device device,
+                         const DiskDirectory& directory) {
   ExpertRun run;
+  run.kind = kind;
   run.steps = 5;
   run.width = here.device.is_discrete() ? 264 : 6;  // see settings_of()
   run.device = device;
   ExpertOutcome resident;
   for (const Placed& placed : places(directory)) {
-    SCOPED_TRACE("experts, " + placed.name);
+    SCOPED_TRACE("experts by " + kind + ", " + placed.name);
     Config config = config_of(run);
     for (const auto& [name, value] : placed.options) {
       config.apply_flag(name + "=" + value);
@@ -158,7 +162,7 @@ void expect_experts_hold(const ContractRank& here, const RuntimeOptions& runtime
     ExpertOutcome outcome = train_experts(engine, run);
     if (placed.options.empty()) {
       resident = std::move(outcome);
-      if (here.group.rank() == 0) {
+      if (here.group.rank() == 0 && (kind == "sgd" || !here.device.is_discrete())) {
         expect_experts_close(resident.params, train_plain_experts(run, here.group.size()));
       }
       continue;
@@ -179,7 +183,9 @@ void ProcessTraining::expect_parity(int num_ranks) {
     for (const TrainingCase& each : kCases) {
       expect_case_holds(each, here, directory);
     }
-    expect_experts_hold(here, runtime_options(here), device_of(here), directory);
+    for (const char* const kind : {"sgd", "adamw"}) {
+      expect_experts_hold(kind, here, runtime_options(here), device_of(here), directory);
+    }
   });
   EXPECT_TRUE(std::filesystem::is_empty(directory.path())) << "scratch files are left";
 }
