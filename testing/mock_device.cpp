@@ -1,5 +1,6 @@
 #include "testing/mock_device.h"
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
@@ -61,7 +62,15 @@ class MockDevice final : public Device {
     return late(stream.kind()).enqueue(std::move(op));
   }
 
-  MemoryInfo memory_info() const override { return allocator_.memory_info(); }
+  MemoryInfo memory_info() const override {
+    if (options_.own_memory_bytes == 0) {
+      return allocator_.memory_info();
+    }
+    const Ledger* const ledger = options_.host.ledger;
+    const std::size_t taken = ledger == nullptr ? 0 : ledger->current_bytes(Tier::kDevice);
+    return {options_.own_memory_bytes,
+            options_.own_memory_bytes - std::min(taken, options_.own_memory_bytes)};
+  }
 
  private:
   MockStream& late(StreamKind kind) { return late_.at(static_cast<std::size_t>(kind) - 1); }

@@ -36,6 +36,9 @@ struct MockDeviceOptions {
   // they take there: tiers and copies are tested without one. The memory is the host's all the
   // same.
   bool own_memory = false;
+  // What it says it has; 0: the host's. What is free follows from the ledger, and nothing is
+  // refused.
+  std::size_t own_memory_bytes = 0;
   CpuDeviceOptions host;
 };
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <string>
 #include <utility>
 
 #include "tessera/core/clock.h"
@@ -25,11 +27,11 @@ MemoryInfo host_memory_info() {
   return {host.total_bytes(), host.available_bytes()};
 }
 
-std::optional<int> node_near(int device_index) {
+std::string bus_address(int device_index) {
   std::array<char, 32> address{};
   TESSERA_CUDA_CALL(cudaDeviceGetPCIBusId, address.data(), static_cast<int>(address.size()),
                     device_index);
-  return numa_node_of(address.data());
+  return address.data();
 }
 
 }  // namespace
@@ -39,7 +41,10 @@ CudaMemory::CudaMemory(int device_index, std::string device_name, std::size_t to
     : device_index_(device_index),
       device_name_(std::move(device_name)),
       total_bytes_(total_bytes),
-      numa_node_(node_near(device_index)),
+      numa_node_(numa_node_of(bus_address(device_index))),
+      // Parts of one GPU (MIG) have its address, and sizes of their own.
+      shared_id_(
+          std::hash<std::string>()(detail::concat(bus_address(device_index), " ", total_bytes))),
       ledger_(ledger) {}
 
 Memory CudaMemory::allocate(Tier tier, std::size_t bytes, Role role, std::size_t alignment) {
@@ -63,6 +68,7 @@ MemoryInfo CudaMemory::info() const {
   const CudaDeviceScope scope(device_index_);
   MemoryInfo info;
   TESSERA_CUDA_CALL(cudaMemGetInfo, &info.free_bytes, &info.total_bytes);
+  info.shared_id = shared_id_;
   return info;
 }
 

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -44,6 +45,7 @@ class CudaMemory {
   const std::string device_name_;
   const std::size_t total_bytes_;
   const std::optional<int> numa_node_;  // near the GPU
+  const std::uint64_t shared_id_;       // of MemoryInfo
   Ledger* const ledger_;
 
   mutable std::mutex mutex_;

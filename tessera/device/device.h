@@ -110,6 +110,8 @@ class Memory {
 struct MemoryInfo {
   std::size_t total_bytes = 0;
   std::size_t free_bytes = 0;
+  // The same in all processes of a host that share this memory; 0: nobody else has it.
+  std::uint64_t shared_id = 0;
 };
 
 // What page-locking has cost since the device was made, in time and in bytes, whether they are

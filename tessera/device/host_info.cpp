@@ -99,11 +99,12 @@ std::vector<fs::path> cgroup_folders(const fs::path& root, std::string_view cont
 }
 
 struct CgroupMemoryFiles {
-  std::string_view controller, limit, used, reclaimable;
+  std::string_view controller, limit, used, inactive, active;
 };
-constexpr CgroupMemoryFiles kMemoryV2{"", "memory.max", "memory.current", "inactive_file"};
+constexpr CgroupMemoryFiles kMemoryV2{"", "memory.max", "memory.current", "inactive_file",
+                                      "active_file"};
 constexpr CgroupMemoryFiles kMemoryV1{"memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-                                      "total_inactive_file"};
+                                      "total_inactive_file", "total_active_file"};
 // Version 1 writes "no limit" as a number near 2^63.
 constexpr std::size_t kNoLimitFromBytes = std::size_t{1} << 60;
 
@@ -120,9 +121,10 @@ void read_cgroup_memory(const fs::path& root, const CgroupMemoryFiles& files,
     }
     tighten(info.cgroup_limit_bytes, *limit);
     const std::size_t used = read_bytes(folder / files.used).value_or(0);
+    const fs::path stat = folder / "memory.stat";
     const std::size_t reclaimable =
-        std::min(used, read_keyed(folder / "memory.stat", files.reclaimable).value_or(0));
-    const std::size_t held = used - reclaimable;
+        read_keyed(stat, files.inactive).value_or(0) + read_keyed(stat, files.active).value_or(0);
+    const std::size_t held = used - std::min(used, reclaimable);
     tighten(info.cgroup_available_bytes, *limit > held ? *limit - held : 0);
   }
 }
@@ -208,6 +210,17 @@ HostMemoryInfo read_host_memory(const fs::path& root) {
   read_cgroup_memory(root, kMemoryV2, info);
   read_cgroup_memory(root, kMemoryV1, info);
   return info;
+}
+
+std::string read_host_id(const fs::path& root) {
+  std::string id;
+  std::getline(std::ifstream(root / "proc/sys/kernel/random/boot_id") >> std::ws, id);
+  const HostMemoryInfo info = read_host_memory(root);
+  if (info.total_bytes() < info.machine_total_bytes) {
+    std::error_code ignored;
+    id += " " + fs::read_symlink(root / "proc/self/ns/cgroup", ignored).string();
+  }
+  return id;
 }
 
 HostCores read_host_cores(const fs::path& root) {

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <filesystem>
 #include <optional>
+#include <string>
 
 namespace tessera::device {
 
@@ -17,7 +18,7 @@ struct HostMemoryInfo {
   std::size_t machine_total_bytes = 0;
   std::size_t machine_available_bytes = 0;  // what could be had without pushing others to disk
   // The tightest limit of this process's cgroup and its ancestors, and what is left below it;
-  // page cache that the kernel would drop first counts as left.
+  // page cache, which the kernel drops before it ends a process, counts as left.
   std::optional<std::size_t> cgroup_limit_bytes;
   std::optional<std::size_t> cgroup_available_bytes;
 
@@ -35,6 +36,9 @@ struct HostCores {
 };
 
 HostMemoryInfo read_host_memory(const std::filesystem::path& root = "/");
+// The same for all processes that share what read_host_memory() tells: those of one kernel, and
+// where a control group has a limit, those that see the same groups (a container).
+std::string read_host_id(const std::filesystem::path& root = "/");
 HostCores read_host_cores(const std::filesystem::path& root = "/");
 
 // RLIMIT_MEMLOCK of this process; nothing means unlimited.

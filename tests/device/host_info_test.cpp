@@ -45,6 +45,17 @@ TEST_F(HostInfo, FallsBackToFreeMemoryOnOldKernels) {
   EXPECT_EQ(read_host_memory(root_).available_bytes(), kGib);
 }
 
+TEST_F(HostInfo, ContainersWithALimitAreHostsOfTheirOwn) {
+  write("proc/sys/kernel/random/boot_id", "3f2a-77\n");
+  fs::create_directories(root_ / "proc/self/ns");
+  fs::create_symlink("cgroup:[12]", root_ / "proc/self/ns/cgroup");
+  EXPECT_EQ(read_host_id(root_), "3f2a-77") << "they share the machine's memory";
+  write("proc/self/cgroup", "0::/job\n");
+  write("sys/fs/cgroup/job/memory.max", std::to_string(8 * kGib) + "\n");
+  EXPECT_EQ(read_host_id(root_), "3f2a-77 cgroup:[12]");
+  EXPECT_EQ(read_host_id(root_ / "nowhere"), "");
+}
+
 TEST_F(HostInfo, OfAMachineThatCannotBeReadIsZeroNotAnError) {
   const HostMemoryInfo info = read_host_memory(root_ / "nowhere");
   EXPECT_EQ(info.total_bytes(), 0U);
@@ -55,12 +66,12 @@ TEST_F(HostInfo, TakesTheLimitOfACgroupVersion2) {
   write("proc/self/cgroup", "0::/job\n");
   write("sys/fs/cgroup/job/memory.max", std::to_string(8 * kGib) + "\n");
   write("sys/fs/cgroup/job/memory.current", std::to_string(3 * kGib) + "\n");
-  write("sys/fs/cgroup/job/memory.stat",
-        "anon 1\ninactive_file " + std::to_string(kGib) + "\nactive_file 7\n");
+  write("sys/fs/cgroup/job/memory.stat", "anon 1\ninactive_file " + std::to_string(kGib) +
+                                             "\nactive_file " + std::to_string(kGib / 2) + "\n");
   const HostMemoryInfo info = read_host_memory(root_);
   EXPECT_EQ(info.total_bytes(), 8 * kGib);
-  // Page cache that the kernel would drop first is not held: 8 - (3 - 1).
-  EXPECT_EQ(info.available_bytes(), 6 * kGib);
+  // Page cache, which the kernel drops first, is not held: 8 - (3 - 1 - 1/2).
+  EXPECT_EQ(info.available_bytes(), 6 * kGib + kGib / 2);
 }
 
 TEST_F(HostInfo, TakesTheTightestLimitAmongAncestors) {
