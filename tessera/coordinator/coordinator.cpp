@@ -64,6 +64,10 @@ void Coordinator::throw_state(const std::string& message, UnitId id) const {
 
 void Coordinator::set_tier(const TierOptions& tier) {
   TESSERA_INVARIANT(!units_.is_finalized(), "tiers are set after the first use");
+  use_tier(tier);
+}
+
+void Coordinator::use_tier(const TierOptions& tier) {
   tier_ = tier;
   options_.budgets.live_limit_bytes = tier.live_limit_bytes;
   if (tier.max_inflight > 0) {
@@ -92,6 +96,27 @@ void Coordinator::finalize() {
   }
   units_.finalize(parts_.spans);
   seen_versions_.assign(static_cast<std::size_t>(parts_.params.num_params()), 0);
+  make_gathers();
+}
+
+void Coordinator::drop_gathers() {
+  TESSERA_INVARIANT(open_.empty() && !is_resident_ && num_calls_in_flight() == 0,
+                    "shards move while they are used");
+  consensus_.reset();
+  prefetcher_.reset();
+  gatherer_.reset();
+  own_loader_.reset();
+  loader_ = nullptr;
+}
+
+void Coordinator::change_tier(const TierOptions& tier) {
+  TESSERA_INVARIANT(units_.is_finalized() && !gatherer_, "tiers change while something gathers");
+  use_tier(tier);
+  units_.follow_placements();
+  make_gathers();
+}
+
+void Coordinator::make_gathers() {
   const bool has_loads = this->has_loads();
   if (is_alone_ && !has_loads) {
     return;

@@ -131,6 +131,10 @@ class Coordinator {
   void expand_leaves() { units_.expand_leaves(); }
   // Before finalize(), which finds out from the parameters which shards are on NVMe.
   void set_tier(const TierOptions& tier);
+  // Between steps, behind end_step(): gives back all that gathers, so that shards may move; then
+  // gathers from where they are now. Traces are recorded anew.
+  void drop_gathers();
+  void change_tier(const TierOptions& tier);
   // The model is complete; the first use says it by itself. Afterwards the units' parameters are
   // final, those of leaves included.
   void finalize();
@@ -195,6 +199,8 @@ class Coordinator {
   static std::size_t index_of(const shard::Param& param) {
     return static_cast<std::size_t>(param.id());
   }
+  void use_tier(const TierOptions& tier);
+  void make_gathers();
   [[noreturn]] void throw_state(const std::string& message, UnitId unit) const;
   bool has_loads() const;
   std::vector<shard::Param*> params_of(const std::vector<int>& ids) const;

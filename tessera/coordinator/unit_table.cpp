@@ -157,7 +157,6 @@ void UnitTable::expand_leaves() {
 
 void UnitTable::finalize(Spans& spans) {
   expand_leaves();
-  set_mixed_apart();
   owners_.assign(static_cast<std::size_t>(params_.num_params()), -1);
   for (std::size_t i = units_.size(); i-- > 0;) {
     UnitInfo& unit = units_[i];
@@ -168,15 +167,28 @@ void UnitTable::finalize(Spans& spans) {
     for (const int id : unit.ids) {
       unit.params.push_back(&params_[id]);
       unit.bytes += full_bytes_of(params_[id]);
+      owners_[static_cast<std::size_t>(id)] = static_cast<UnitId>(i);
+    }
+  }
+  follow_placements();
+  is_finalized_ = true;
+}
+
+void UnitTable::follow_placements() {
+  for (UnitInfo& unit : units_) {
+    unit.mixed.clear();
+    unit.planned.clear();
+    unit.direct.clear();
+    unit.gathered_bytes = 0;
+    for (const int id : unit.ids) {
       if (params_[id].shard_is_full()) {
         unit.direct.push_back(&params_[id]);
       } else {
         unit.gathered_bytes += full_bytes_of(params_[id]);
       }
-      owners_[static_cast<std::size_t>(id)] = static_cast<UnitId>(i);
     }
   }
-  is_finalized_ = true;
+  set_mixed_apart();
 }
 
 std::vector<std::int64_t> UnitTable::param_bytes() const {

@@ -84,6 +84,8 @@ class UnitTable {
   // The model is complete: no unit or parameter is added any more.
   void finalize(Spans& spans);
   bool is_finalized() const { return is_finalized_; }
+  // Shards have moved: what is direct follows. finalize() calls it.
+  void follow_placements();
 
   std::size_t num_units() const { return units_.size(); }
   // Throws InternalError for a unit that there is not.

@@ -28,7 +28,8 @@ OptimizerStats& OptimizerStats::operator+=(const OptimizerStats& other) {
   return *this;
 }
 
-Optimizer::Optimizer(shard::ParamTable& params, const RuleOptions& rule, OptimizerOptions options)
+Optimizer::Optimizer(shard::ParamTable& params, const RuleOptions& rule, OptimizerOptions options,
+                     CarriedStates carried)
     : params_(params),
       rule_(rule),
       options_(std::move(options)),
@@ -49,15 +50,27 @@ Optimizer::Optimizer(shard::ParamTable& params, const RuleOptions& rule, Optimiz
     step_ = options_.device.allocate(Tier::kDevice, sizeof(StepOnDevice), Role::kOther);
     step_for_host_ = options_.device.allocate(Tier::kPinned, sizeof(StepOnDevice), Role::kOther);
   }
-  // All space first: what is on NVMe lies in one piece, in the order of registration.
+  carried.params.resize(host_norms_.size());
+  num_updates_ = carried.num_updates;
+  // All space first: what is on NVMe lies in one piece, in the order of registration. What was
+  // carried is given back as it goes in: both are never there at once.
   for (int id = 0; id < params.num_params(); ++id) {
-    if (params[id].trainable()) {
+    CarriedStates::Each& states = carried.params[static_cast<std::size_t>(id)];
+    if (params[id].trainable() || states.exists) {
       add(id);
+    }
+    if (states.exists) {
+      states_.put(id, states);
+      states.tensors = {};
     }
   }
   set_plan();
   for (int id = 0; id < params.num_params(); ++id) {
-    if (params[id].trainable()) {
+    if (carried.params[static_cast<std::size_t>(id)].exists) {
+      if (states_.is_on_cpu(id)) {
+        pipeline_->refresh_copy(id);
+      }
+    } else if (params[id].trainable()) {
       make_master(id);
     }
   }
@@ -219,6 +232,20 @@ void Optimizer::follow_trainable(int param) {
     make_master(param);
   }
   set_plan();
+}
+
+CarriedStates Optimizer::take_states() {
+  finish();
+  CarriedStates carried;
+  carried.num_updates = num_updates_;
+  carried.params.resize(host_norms_.size());
+  for (int id = 0; id < params_.num_params(); ++id) {
+    params_[id].updated().wait();
+    if (states_.has(id)) {
+      carried.params[static_cast<std::size_t>(id)] = states_.take(id);
+    }
+  }
+  return carried;
 }
 
 void Optimizer::reset_master(int param) {

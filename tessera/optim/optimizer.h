@@ -46,7 +46,9 @@ class Optimizer {
   // All parameters of the table are known now, with their placements and initial values. Makes
   // masters and states; throws IoError if they cannot be written, and ConfigError if buffers do not
   // hold one sub-group or slots not one piece.
-  Optimizer(shard::ParamTable& params, const RuleOptions& rule, OptimizerOptions options);
+  // `carried`: what an optimizer of before had (take_states()), in place of initial states.
+  Optimizer(shard::ParamTable& params, const RuleOptions& rule, OptimizerOptions options,
+            CarriedStates carried = {});
   // Ends updates that still run; their failures are the waiters' business.
   ~Optimizer();
   Optimizer(const Optimizer&) = delete;
@@ -84,6 +86,9 @@ class Optimizer {
   // copy that is valid until the next call of any method. ConfigError for a name that the rule does
   // not have.
   std::span<float> state(int param, std::string_view name);
+  // Waits for all updates, and gives masters and states away, parameter by parameter: placements
+  // may change then. Of the optimizer nothing but its destructor is called afterwards.
+  CarriedStates take_states();
   // After the shard was written from outside: the master follows it.
   void reset_master(int param);
 

@@ -317,7 +317,7 @@ SubGroupPlan OptimizerStates::plan() const {
 
 std::vector<float> OptimizerStates::read(int id, std::size_t number) const {
   std::vector<float> values(static_cast<std::size_t>(params_[id].layout().shard_numel()));
-  const bool on_device = is_discrete_ && !is_on_cpu(id) && are_resident(id);
+  const bool on_device = are_on_device(id);
   for (const Piece& piece : pieces(id)) {
     const std::uint64_t from = piece.offset + number * piece.tensor_bytes;
     float* const to = values.data() + piece.begin;
@@ -332,6 +332,36 @@ std::vector<float> OptimizerStates::read(int id, std::size_t number) const {
     }
   }
   return values;
+}
+
+CarriedStates::Each OptimizerStates::take(int id) {
+  Slot& slot = slots_[static_cast<std::size_t>(id)];
+  CarriedStates::Each states;
+  states.exists = true;
+  states.updates = slot.updates;
+  for (std::size_t number = 0; number < num_tensors(id); ++number) {
+    states.tensors.push_back(read(id, number));
+  }
+  slot = Slot();
+  return states;
+}
+
+void OptimizerStates::put(int id, const CarriedStates::Each& states) {
+  TESSERA_INVARIANT(has(id) && !is_on_nvme(id), "states of parameter '", params_[id].name(),
+                    "' are carried to where there is no memory for them");
+  slots_[static_cast<std::size_t>(id)].updates = states.updates;
+  device::Stream& stream = options_.device.stream(device::StreamKind::kWrite);
+  for (std::size_t number = 0; number < states.tensors.size(); ++number) {
+    for (const Piece& piece : pieces(id)) {
+      std::byte* const to = memory(id) + piece.offset + number * piece.tensor_bytes;
+      const float* const from = states.tensors[number].data() + piece.begin;
+      if (are_on_device(id)) {
+        options_.device.start_copy(to, from, float_bytes(piece.numel), stream).wait();
+      } else {
+        std::memcpy(to, from, float_bytes(piece.numel));
+      }
+    }
+  }
 }
 
 std::vector<float> OptimizerStates::read_parameter(int id) const {

@@ -28,6 +28,17 @@
 
 namespace tessera::optim {
 
+// Of all parameters, in host memory: on their way from one optimizer to the next.
+struct CarriedStates {
+  struct Each {
+    bool exists = false;
+    std::vector<std::vector<float>> tensors;  // in their order; shard_numel() elements each
+    std::int64_t updates = 0;
+  };
+  std::vector<Each> params;  // by id; empty: there are none
+  std::int64_t num_updates = 0;
+};
+
 class OptimizerStates {
  public:
   struct Piece {
@@ -59,6 +70,11 @@ class OptimizerStates {
   void add(int id);
   // From the shard. `host_copy`: of a shard in a discrete device's memory, if there is one.
   void make_master(int id, const std::byte* host_copy = nullptr);
+
+  // What it has, out of its memory, which is given back. REQUIRES: has() it, and no update runs.
+  CarriedStates::Each take(int id);
+  // Into the memory that add() has taken. REQUIRES: not on NVMe.
+  void put(int id, const CarriedStates::Each& states);
 
   // Of what the CPU updates and is trainable now. REQUIRES: has() all of it.
   SubGroupPlan plan() const;
@@ -94,6 +110,7 @@ class OptimizerStates {
   void make_resident_master(const shard::Param& param);
   void make_host_master(const shard::Param& param, const std::byte* host_copy);
   void copy_from_device(void* to, const void* from, std::size_t bytes) const;
+  bool are_on_device(int id) const { return is_discrete_ && !is_on_cpu(id) && are_resident(id); }
 
   shard::ParamTable& params_;
   const RuleOptions rule_;

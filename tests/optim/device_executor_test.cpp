@@ -2,6 +2,7 @@
 // kernel ends late: the bits are those of one memory, whoever updates.
 #include "tessera/optim/device_executor.h"
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -51,6 +52,34 @@ FixtureCase two_backwards(FixtureCase test) {
   test.num_backwards = 2;
   test.one_backward = false;
   return test;
+}
+
+// Every parameter goes to the place of the next one, and back, between steps.
+TEST(SharedUpdate, GoesOnWithTheSameBitsInAnotherOptimizerAndOtherPlaces) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    FixtureCase test = mixed_case(dtype);
+    if (dtype == DType::kFloat32) {  // its states stay with its master
+      test.shapes = {{9001, by_device(Tier::kHost, Tier::kHost)},
+                     {4096, by_cpu(Tier::kHost)},
+                     {12289, by_device(Tier::kDevice, Tier::kDevice)}};
+    }
+    std::vector<Placement> here;
+    for (const FixtureShape& shape : test.shapes) {
+      here.push_back(shape.placement);
+    }
+    std::vector<Placement> there = here;
+    std::rotate(there.begin(), there.begin() + 1, there.end());
+    const std::vector<Trained> expected = train(1, test, kSharedSteps);
+    comm::run_ranks(1, [&](comm::Group& group) {
+      OptimizerFixture fixture(group, test);
+      for (int step = 1; step <= kSharedSteps; ++step) {
+        fixture.step(step);
+        fixture.hand_over(step % 2 == 1 ? there : here);
+      }
+      EXPECT_EQ(fixture.optimizer().num_updates(), kSharedSteps);
+      EXPECT_EQ(fixture.trained(), expected.front());
+    });
+  }
 }
 
 struct Lending {

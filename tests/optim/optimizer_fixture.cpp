@@ -206,6 +206,18 @@ std::size_t OptimizerFixture::largest_lease() const {
       .max_lease_bytes;
 }
 
+void OptimizerFixture::hand_over(const std::vector<Placement>& placements) {
+  CarriedStates states = optimizer_->take_states();
+  optimizer_.reset();
+  for (int id = 0; id < params().num_params(); ++id) {
+    params()[id].forget_device_copy();
+    params()[id].move_to(placements[static_cast<std::size_t>(id)].parameter);
+    params()[id].set_placement(placements[static_cast<std::size_t>(id)]);
+  }
+  optimizer_ = std::make_unique<Optimizer>(params(), test_.rule, options(), std::move(states));
+  remake_reducer();
+}
+
 void OptimizerFixture::remake_reducer() {
   reducer_.reset();
   grad::ReducerParts parts{group_, device(), params(), clock(), spans()};

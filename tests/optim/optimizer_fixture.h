@@ -105,6 +105,8 @@ class OptimizerFixture : public support::RankFixture {
   // Destroys the reducer and makes it again: the trainable parameters have changed.
   void remake_reducer();
   void destroy_optimizer() { optimizer_.reset(); }
+  // Another optimizer goes on, with these placements. REQUIRES: nothing is on NVMe.
+  void hand_over(const std::vector<Placement>& placements);
 
  private:
   std::unique_ptr<tier::Store> make_store(const std::string& role, Role charged);
