@@ -75,7 +75,7 @@ EngineTiers::~EngineTiers() = default;
 
 void EngineTiers::make_plan(const planner::ModelShapes& model) {
   if (runtime_.on_cuda() && planner::splits_update(options_)) {
-    options_.cpu_share = planner::choose_cpu_share(runtime_.update_rates(), model, options_);
+    options_.cpu_share = planner::choose_cpu_share(runtime_.update_rates(group_), model, options_);
     runtime_.logger().info("the CPU gets ", options_.cpu_share,
                            " of the update of states in host memory, by measured rates; "
                            "optim.cpu_share sets it");

@@ -5,16 +5,20 @@
 #include <exception>
 #include <filesystem>
 #include <optional>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include <ATen/Parallel.h>
 
 #include "tessera/comm/bootstrap.h"
 #include "tessera/comm/rendezvous.h"
+#include "tessera/comm/tag.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
 #include "tessera/device/host_info.h"
 #include "tessera/device/nvtx.h"
+#include "tessera/engine/gather_host.h"
 #include "tessera/engine/host_tier_device.h"
 #include "tessera/engine/update_rates.h"
 #include "tessera/optim/core_binding.h"
@@ -22,26 +26,34 @@
 namespace tessera {
 namespace {
 
-int num_update_threads(const RuntimeOptions& options) {
+// Ranks of one machine share its cores, whatever torch would use in each.
+int num_update_threads(const RuntimeOptions& options, const optim::CoreShare& share) {
   if (options.num_update_threads > 0) {
     return options.num_update_threads;
   }
-  return std::max(1, at::get_num_threads());
+  const int num_cores = device::read_host_cores().usable() / share.num_ranks;
+  return std::max(
+      1, share.num_ranks == 1 ? at::get_num_threads() : std::min(at::get_num_threads(), num_cores));
 }
 
 // Of the update on the host beside a device with memory of its own. Ranks of one machine share its
 // cores; two of each rank's feed its device: the step's thread and autograd's.
-int num_host_threads(const RuntimeOptions& options, const comm::Rendezvous& rendezvous) {
-  const int num_cores = device::read_host_cores().usable() / rendezvous.local_world_size;
+int num_host_threads(const RuntimeOptions& options, const optim::CoreShare& share) {
+  const int num_cores = device::read_host_cores().usable() / share.num_ranks;
   return options.num_update_threads > 0 ? options.num_update_threads : std::max(1, num_cores - 2);
 }
 
-std::unique_ptr<optim::Kernels> make_host_kernels(const RuntimeOptions& options) {
-  const comm::Rendezvous rendezvous = comm::find_rendezvous(comm::process_environment());
-  const int num_threads = num_host_threads(options, rendezvous);
-  return optim::make_cpu_kernels(
-      num_threads,
-      optim::cores_for_threads(num_threads, {rendezvous.local_rank, rendezvous.local_world_size}));
+planner::UpdateRates least_rates(std::span<const planner::UpdateRates> ranks) {
+  planner::UpdateRates least = ranks.front();
+  for (const planner::UpdateRates& each : ranks) {
+    for (const auto rate :
+         {&planner::UpdateRates::cpu_bytes_per_s, &planner::UpdateRates::h2d_bytes_per_s,
+          &planner::UpdateRates::d2h_bytes_per_s, &planner::UpdateRates::h2d_alone_bytes_per_s,
+          &planner::UpdateRates::host_bytes_per_s}) {
+      least.*rate = std::min(least.*rate, each.*rate);
+    }
+  }
+  return least;
 }
 
 comm::BackendKind backend_kind(const Config& config) {
@@ -100,7 +112,6 @@ struct Runtime::Impl {
       cpu.notice = [this](const std::string& notice) { logger.warn(notice); };
       device = options.make_device ? options.make_device(std::move(cpu))
                                    : device::make_cpu_device(std::move(cpu));
-      kernels = optim::make_cpu_kernels(num_update_threads(options));
     }
     if (spans.enabled()) {
       spans.name_this_thread("main");
@@ -110,7 +121,6 @@ struct Runtime::Impl {
       cpu.ledger = &ledger;
       cpu_device = device::make_cpu_device(std::move(cpu));
       host_device = std::make_unique<engine::HostTierDevice>(*cpu_device);
-      host_kernels = make_host_kernels(options);
     }
     if (rank == 0) {
       for (const std::string& notice : config.notices()) {
@@ -147,8 +157,9 @@ struct Runtime::Impl {
   std::unique_ptr<device::Device> cpu_device;
   std::unique_ptr<device::Device> host_device;
   std::unique_ptr<optim::Kernels> host_kernels;
-  std::optional<planner::UpdateRates> update_rates;
-  comm::World world;  // joined; empty where the group is borrowed
+  optim::CoreShare local;                            // this rank among those of its host
+  std::optional<planner::UpdateRates> update_rates;  // of this rank
+  comm::World world;                                 // joined; empty where the group is borrowed
   comm::Group* borrowed = nullptr;
   std::unique_ptr<comm::Group> reductions;  // null in a group of one
   std::atomic<int> num_backwards{0};
@@ -176,7 +187,7 @@ Runtime::Runtime(Config config, const RuntimeOptions& options) {
     }
   }
   impl_->world = comm::join_world(rendezvous, world);
-  split_group();
+  set_up_ranks();
 }
 
 Runtime::Runtime(Config config, comm::Group& world, const RuntimeOptions& options) {
@@ -189,12 +200,35 @@ Runtime::Runtime(Config config, comm::Group& world, const RuntimeOptions& option
         world.split(0, "runtime", {impl_->device.get(), &impl_->ledger, &impl_->spans});
     impl_->borrowed = impl_->world.group.get();
   }
-  split_group();
+  set_up_ranks();
 }
 
-void Runtime::split_group() {
+void Runtime::set_up_ranks() {
   if (num_ranks() > 1) {
     impl_->reductions = group().split(0, group().name() + ".reduce");
+  }
+  find_local_ranks();
+  if (!impl_->on_cuda) {
+    impl_->kernels = optim::make_cpu_kernels(num_update_threads(impl_->options, impl_->local));
+  }
+  if (impl_->device->is_discrete()) {
+    const int num_threads = num_host_threads(impl_->options, impl_->local);
+    impl_->host_kernels =
+        optim::make_cpu_kernels(num_threads, optim::cores_for_threads(num_threads, impl_->local));
+  }
+}
+
+void Runtime::find_local_ranks() {
+  const std::string id = device::read_host_id();
+  const std::vector<std::uint64_t> hosts = engine::gather_host(
+      group(), comm::hash_bytes(id.data(), id.size(), 0), "which ranks share a host");
+  const std::uint64_t mine = hosts[static_cast<std::size_t>(rank())];
+  impl_->local.rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + rank(), mine));
+  impl_->local.num_ranks = static_cast<int>(std::count(hosts.begin(), hosts.end(), mine));
+  // The group may be a part of the launcher's world.
+  const comm::Rendezvous rendezvous = comm::find_rendezvous(comm::process_environment());
+  if (rendezvous.local_world_size > impl_->local.num_ranks) {
+    impl_->local = {rendezvous.local_rank, rendezvous.local_world_size};
   }
 }
 
@@ -231,13 +265,17 @@ device::Device& Runtime::host_device() const {
 optim::Kernels& Runtime::host_kernels() const {
   return impl_->host_kernels ? *impl_->host_kernels : *impl_->kernels;
 }
-const planner::UpdateRates& Runtime::update_rates() {
-  if (!impl_->update_rates) {
-    const comm::Rendezvous rendezvous = comm::find_rendezvous(comm::process_environment());
-    impl_->update_rates = measure_update_rates(impl_->options.cuda_device,
-                                               num_host_threads(impl_->options, rendezvous));
+int Runtime::local_rank() const { return impl_->local.rank; }
+int Runtime::num_local_ranks() const { return impl_->local.num_ranks; }
+planner::UpdateRates Runtime::update_rates(comm::Group& group) {
+  const std::vector<std::uint8_t> known = engine::gather_host<std::uint8_t>(
+      group, impl_->update_rates ? 1 : 0, "whether update rates are measured");
+  if (std::count(known.begin(), known.end(), 0) > 0) {
+    // From here on all ranks are at it: the exchange above is the barrier.
+    impl_->update_rates = measure_update_rates(
+        impl_->options.cuda_device, num_host_threads(impl_->options, impl_->local), impl_->local);
   }
-  return *impl_->update_rates;
+  return least_rates(engine::gather_host(group, *impl_->update_rates, "update rates"));
 }
 Ledger& Runtime::ledger() const { return impl_->ledger; }
 Spans& Runtime::spans() const { return impl_->spans; }

@@ -34,8 +34,9 @@ namespace tessera {
 struct RuntimeOptions {
   // This rank's GPU; -1: CPU.
   int cuda_device = -1;
-  // Threads of the update on the host; 0: as many as torch uses; beside a device with memory of its
-  // own all cores of this rank but two, which feed it.
+  // Threads of the update on the host; 0: as many as torch uses, and no more than this rank's part
+  // of the host's cores; beside a device with memory of its own all cores of that part but two,
+  // which feed it.
   int num_update_threads = 0;
   // For tests: what stands in for the CPU, such as the mock device. Null: the CPU itself.
   std::function<std::unique_ptr<device::Device>(device::CpuDeviceOptions)> make_device = {};
@@ -72,8 +73,14 @@ class Runtime {
   // Elsewhere the same as device() and kernels().
   device::Device& host_device() const;
   optim::Kernels& host_kernels() const;
-  // Measured when first asked for. REQUIRES: on_cuda().
-  const planner::UpdateRates& update_rates();
+  // Ranks of this run that share this host's cores and memory (device::read_host_id()), and which
+  // of them this one is.
+  int local_rank() const;
+  int num_local_ranks() const;
+  // Collective over `group`, in the caller's order: what the CPU and the link give to each rank
+  // while all of them work, the least of all ranks. Measured once, unless a rank has not yet.
+  // REQUIRES: on_cuda().
+  planner::UpdateRates update_rates(comm::Group& group);
   Ledger& ledger() const;
   Spans& spans() const;
   // Writes what trace.path asks for, once; what it meets is logged. The destructor calls it.
@@ -88,7 +95,8 @@ class Runtime {
   std::unique_ptr<tier::IoEngine> make_io_engine(tier::IoOptions options) const;
 
  private:
-  void split_group();
+  void set_up_ranks();
+  void find_local_ranks();
 
   struct Impl;
   std::unique_ptr<Impl> impl_;

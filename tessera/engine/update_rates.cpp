@@ -10,7 +10,6 @@
 #include "tessera/core/clock.h"
 #include "tessera/device/device_cpu.h"
 #include "tessera/device/device_cuda.h"
-#include "tessera/optim/core_binding.h"
 #include "tessera/optim/kernels.h"
 
 namespace tessera {
@@ -103,10 +102,12 @@ double product_flops_per_s(int cuda_device) {
 
 }  // namespace
 
-planner::UpdateRates measure_update_rates(int cuda_device, int num_threads) {
+planner::UpdateRates measure_update_rates(int cuda_device, int num_threads,
+                                          const optim::CoreShare& share) {
   const SteadyClock clock;
   const auto host = device::make_cpu_device();
-  const auto kernels = optim::make_cpu_kernels(num_threads, optim::cores_for_threads(num_threads));
+  const auto kernels =
+      optim::make_cpu_kernels(num_threads, optim::cores_for_threads(num_threads, share));
   device::CudaDeviceOptions options;
   options.index = cuda_device;
   const auto device = device::make_cuda_device(options);
