@@ -8,18 +8,17 @@
 #include <set>
 #include <vector>
 
-#include "cli/default_budgets.h"
-#include "cli/machine_limits.h"
 #include "cli/prediction.h"
 #include "cli/train_measure.h"
 #include "cli/train_plan.h"
 #include "models/gpt_activations.h"
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
-#include "tessera/device/device_cuda.h"
 #include "tessera/device/host_info.h"
-#include "tessera/engine/engine_tiers.h"
+#include "tessera/engine/machine_limits.h"
+#include "tessera/engine/memory_planning.h"
 #include "tessera/optim/rule.h"
+#include "tessera/planner/memory_budgets.h"
 #include "tessera/planner/memory_planner.h"
 #include "tessera/tier/io_measure.h"
 #include "tessera/tier/scratch_file.h"
@@ -90,14 +89,40 @@ std::string disk_bound_text(const planner::MemoryPlan& placement, const StepRate
   return text.data();
 }
 
-FreeMemory free_memory(int cuda_device) {
-  device::CudaDeviceOptions options;
-  options.index = cuda_device;
-  FreeMemory free;
-  free.device_bytes =
-      static_cast<std::int64_t>(device::make_cuda_device(options)->memory_info().free_bytes);
-  free.host_bytes = static_cast<std::int64_t>(device::read_host_memory().available_bytes());
-  return free;
+// What belongs together in other units than those of the shapes is known once they are made.
+bool has_final_units(const Config& config) {
+  const auto is_empty = [&config](const char* option) { return config.get_list(option).empty(); };
+  return is_empty("unit.leaf_types") && is_empty("unit.leaf_names") &&
+         is_empty("unit.leaf_name_suffixes") && is_empty("unit.dynamic_names") &&
+         config.get_int("unit.leaf_below_numel") == 0;
+}
+
+// Shapes, options and plan are there: what follows from them.
+void complete(const Config& config, const models::GptOptions& model, int num_ranks,
+              TrainMemory& memory) {
+  const BatchShape batch{config.get_int("batch.total"), num_ranks,
+                         config.get_int("batch.accumulate")};
+  const optim::RuleOptions rule = optim::RuleOptions::from(config);
+  for (const std::string_view name : optim::state_names(rule)) {
+    memory.state_names.emplace_back(name);
+  }
+  memory.activations = models::gpt_activations(model, batch.per_micro_batch());
+  if (memory.plan.is_discrete) {
+    memory.device_peak_bytes =
+        device_peak_bytes(memory.shapes, memory.plan, model, batch.per_micro_batch());
+  }
+}
+
+StepExpectations expectations(const TrainPlan& plan, const planner::ModelShapes& shapes) {
+  const std::int64_t batch = plan.batch.per_micro_batch();
+  StepExpectations step;
+  step.memory.activation_bytes = models::gpt_activations(plan.model, batch).peak;
+  step.memory.device_peak_bytes = [shapes, model = plan.model,
+                                   batch](const planner::MemoryPlan& planned) {
+    return device_peak_bytes(shapes, planned, model, batch);
+  };
+  step.tokens_per_backward = batch * plan.model.sequence;
+  return step;
 }
 
 }  // namespace
@@ -105,69 +130,63 @@ FreeMemory free_memory(int cuda_device) {
 TrainMemory make_memory_plan(const Config& config, const models::GptOptions& model, int num_ranks,
                              bool on_cuda) {
   TrainMemory memory;
-  // What belongs together in other units than those of the shapes is known once they are made.
-  const auto is_empty = [&config](const char* option) { return config.get_list(option).empty(); };
-  memory.is_final = is_empty("unit.leaf_types") && is_empty("unit.leaf_names") &&
-                    is_empty("unit.leaf_name_suffixes") && is_empty("unit.dynamic_names") &&
-                    config.get_int("unit.leaf_below_numel") == 0;
   memory.shapes = models::planner_shapes(models::gpt_shape(model));
   memory.options = planner::MemoryPlanOptions::from(config, num_ranks, on_cuda);
-  const BatchShape batch{config.get_int("batch.total"), num_ranks,
-                         config.get_int("batch.accumulate")};
-  memory.plan = planner::plan_memory(memory.shapes, memory.options, batch.accumulate);
-  const optim::RuleOptions rule = optim::RuleOptions::from(config);
-  for (const std::string_view name : optim::state_names(rule)) {
-    memory.state_names.emplace_back(name);
-  }
-  memory.activations = models::gpt_activations(model, batch.per_micro_batch());
-  if (on_cuda) {
-    memory.device_peak_bytes =
-        device_peak_bytes(memory.shapes, memory.plan, model, batch.per_micro_batch());
-  }
+  memory.plan =
+      planner::plan_memory(memory.shapes, memory.options, config.get_int("batch.accumulate"));
+  complete(config, model, num_ranks, memory);
   return memory;
 }
 
 std::optional<TrainMemory> plan_memory(const Config& config, const models::GptOptions& model,
                                        int num_ranks, bool on_cuda) {
-  return engine::asks_for_plan(config)
+  return asks_for_plan(config)
              ? std::optional<TrainMemory>(make_memory_plan(config, model, num_ranks, on_cuda))
              : std::nullopt;
 }
 
-std::string give_default_budgets(TrainPlan& plan) {
-  // What is free differs between GPUs, and all ranks have to plan alike.
-  const bool is_alone = plan.batch.num_ranks == 1;
-  if (plan.cuda_device < 0 || plan.unsharded || !is_alone || plan.config.is_set("memory.device")) {
-    return "";
-  }
-  const std::optional<DefaultBudgets> budgets = default_budgets(
-      models::planner_shapes(models::gpt_shape(plan.model)),
-      planner::MemoryPlanOptions::from(plan.config, plan.batch.num_ranks, true),
-      plan.batch.accumulate, models::gpt_activations(plan.model, plan.batch.per_micro_batch()).peak,
-      free_memory(plan.cuda_device));
-  if (!budgets) {
-    return "";
-  }
-  plan.config.set("memory.device", budgets->device_bytes);
-  if (!budgets->is_host_given) {
-    plan.config.set("memory.host", budgets->host_bytes);
-  }
-  if (budgets->cpu_share >= 0) {
-    plan.config.set("optim.cpu_share", budgets->cpu_share);
-  }
-  plan.memory = plan_memory(plan.config, plan.model, plan.batch.num_ranks, true);
-  return budgets->text();
-}
-
 void check_machine(const TrainPlan& plan, int num_local_ranks) {
-  if (!plan.memory) {
+  if (plan.unsharded || !has_final_units(plan.config)) {
     return;
   }
   const std::vector<std::string>& directories = plan.config.get_list("nvme.paths");
   for (const std::string& directory : directories) {
     tier::check_scratch_directory(directory);
   }
-  check_fits(plan.memory->plan, MachineLimits::of_this_machine(directories), num_local_ranks);
+  planner::RankMemory memory;
+  memory.host.num_ranks = num_local_ranks;
+  if (const std::size_t bytes = device::read_host_memory().available_bytes(); bytes > 0) {
+    memory.host.free_bytes = static_cast<std::int64_t>(bytes);
+  }
+  if (plan.memory) {
+    engine::check_fits(plan.memory->plan, engine::MachineLimits::of_this_machine(directories),
+                       num_local_ranks);
+  }
+  const planner::ModelShapes shapes = models::planner_shapes(models::gpt_shape(plan.model));
+  planner::default_budgets(
+      shapes,
+      planner::MemoryPlanOptions::from(plan.config, plan.batch.num_ranks, plan.cuda_device >= 0),
+      plan.batch.accumulate, expectations(plan, shapes).memory, memory);
+}
+
+std::string plan_run_memory(TrainPlan& plan, Runtime& runtime) {
+  if (plan.unsharded || !has_final_units(plan.config)) {
+    return "";
+  }
+  TrainMemory memory;
+  memory.shapes = models::planner_shapes(models::gpt_shape(plan.model));
+  plan.shapes = memory.shapes;
+  plan.planning = tessera::plan_memory(runtime, runtime.group(), memory.shapes,
+                                       expectations(plan, memory.shapes));
+  if (plan.planning->plan) {
+    memory.options = plan.planning->options;
+    memory.plan = *plan.planning->plan;
+    complete(plan.config, plan.model, plan.batch.num_ranks, memory);
+    plan.memory = std::move(memory);
+  }
+  const std::string& note = plan.planning->note;
+  return (note.empty() ? "" : note + "\n") +
+         (plan.planning->rates ? rates_text(*plan.planning->rates) : "");
 }
 
 std::optional<double> kept_disk_s(const TrainPlan& plan, int num_local_ranks) {

@@ -1,5 +1,6 @@
 // Where a run's shards will live: planned, checked against the machine, and told before anything is
-// allocated. Nothing of it happens unless an option asks for it: a budget, a place, or NVMe.
+// allocated. There is a plan where an option asks for it (a budget, a place, or NVMe), or where the
+// machine does not hold everything.
 //
 // Includes models, hence torch: for train_*.cpp and inspect_model.cpp only.
 //
@@ -12,6 +13,7 @@
 #include "cli/train_memory_plan.h"
 #include "models/gpt.h"
 #include "tessera/core/config.h"
+#include "tessera/engine/runtime.h"
 #include "tessera/planner/update_split.h"
 
 namespace tessera::cli {
@@ -27,13 +29,14 @@ TrainMemory make_memory_plan(const Config& config, const models::GptOptions& mod
 std::optional<TrainMemory> plan_memory(const Config& config, const models::GptOptions& model,
                                        int num_ranks, bool on_cuda);
 
-// Where the GPU does not hold everything and nobody gave a budget for it, gives one that does (see
-// cli/default_budgets.h), plans with it, and returns a line that says so; else returns nothing,
-// and changes nothing. Asks the GPU what it has free.
-std::string give_default_budgets(TrainPlan& plan);
+// Collective: plans the memory of this run as its engine would (engine/memory_planning.h), with
+// what is known of the model's activations, and keeps that in the plan, for the engine. Returns
+// what was found and measured on the way, in lines. Nothing where units are only known when they
+// are made: then the engine plans.
+std::string plan_run_memory(TrainPlan& plan, Runtime& runtime);
 
-// Throws ConfigError if this machine cannot give it to so many ranks, or a directory is no place
-// for it.
+// Throws ConfigError if this host cannot give it to so many ranks, or a directory is no place for
+// it. For the one who starts them; asks no GPU.
 void check_machine(const TrainPlan& plan, int num_local_ranks);
 
 // What the disks take of a step, at least, by rates that an earlier run has kept; none where one of

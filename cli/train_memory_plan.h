@@ -17,7 +17,6 @@ struct TrainMemory {
   planner::ModelShapes shapes;
   planner::MemoryPlanOptions options;
   planner::MemoryPlan plan;
-  bool is_final = true;                  // the engine will plan the same
   std::vector<std::string> state_names;  // of the update rule
   models::GptActivations activations;    // of a micro-batch of a rank; torch's, in no budget
   std::int64_t device_peak_bytes = 0;    // of a GPU: everything, activations and gradients too

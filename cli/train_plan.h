@@ -22,6 +22,7 @@
 #include "models/data.h"
 #include "models/gpt.h"
 #include "tessera/core/config.h"
+#include "tessera/engine/memory_planning.h"
 
 namespace tessera::cli {
 
@@ -65,7 +66,10 @@ struct TrainPlan {
   std::optional<double> peak_flops;  // of one rank's device, as a flag gave it
   int ranks_per_gpu = 1;             // above 1 where ranks share GPUs
 
-  std::optional<TrainMemory> memory;  // where an option asks for one
+  std::optional<TrainMemory> memory;  // where there is one
+  // Of plan_run_memory(), for the engine.
+  std::optional<planner::ModelShapes> shapes;
+  std::optional<MemoryPlanning> planning;
 
   // Empty: not wanted.
   std::string metrics;

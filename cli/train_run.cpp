@@ -35,7 +35,6 @@
 #include "tessera/core/error.h"
 #include "tessera/core/resource_limits.h"
 #include "tessera/engine/tensor_memory.h"
-#include "tessera/engine/update_rates.h"
 #include "tessera/optim/rule.h"
 
 namespace tessera::cli {
@@ -62,19 +61,6 @@ std::int64_t ledger_peak_bytes(const Ledger& ledger) {
     }
   }
   return static_cast<std::int64_t>(bytes);
-}
-
-std::int64_t num_params(const planner::ModelShapes& shapes) {
-  std::int64_t numel = 0;
-  for (const planner::ParamShape& param : shapes.params) {
-    numel += param.numel;
-  }
-  return numel;
-}
-
-// Of one rank.
-std::int64_t tokens_per_backward(const TrainPlan& plan, int num_ranks) {
-  return plan.tokens_per_step() / num_ranks / plan.config.get_int("batch.accumulate");
 }
 
 std::string stopped_text(int signal, std::int64_t num_steps, const TrainPlan& plan) {
@@ -407,30 +393,18 @@ int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
     print_warnings(plan);
   }
   at::globalContext().setDeterministicAlgorithms(plan.deterministic, /*warn_only=*/false);
-  std::cout << give_default_budgets(plan);
-  if (plan.memory && planner::splits_update(plan.memory->options)) {
-    // Measured here and not by the engine, so that the plan is known before anything is allocated.
-    planner::UpdateRates rates = measure_update_rates(plan.cuda_device, num_update_threads(plan));
-    rates.backward_s = expected_backward_s(plan.cuda_device, num_params(plan.memory->shapes),
-                                           tokens_per_backward(plan, rendezvous.world_size));
-    plan.config.set("optim.cpu_share",
-                    planner::choose_cpu_share(rates, plan.memory->shapes, plan.memory->options));
-    plan.memory = plan_memory(plan.config, plan.model, rendezvous.world_size, true);
-    if (rendezvous.rank == 0) {
-      std::cout << rates_text(rates);
-    }
-  }
   const std::unique_ptr<models::TokenSource> data = models::open_data(plan.data);
   at::set_num_threads(plan.num_threads);
   if (plan.cuda_device < 0) {
     keep_tensor_memory();
   }
-  if (rendezvous.rank == 0 && plan.memory) {
-    check_machine(plan, rendezvous.local_world_size);
-    std::cout << memory_plan_text(plan, rendezvous.local_world_size) << std::flush;
-  }
   Runtime runtime(plan.config, runtime_options(plan));
   process.set_status(runtime.status());
+  const std::string found = plan_run_memory(plan, runtime);
+  if (rendezvous.rank == 0) {
+    std::cout << found << (plan.memory ? memory_plan_text(plan, rendezvous.local_world_size) : "")
+              << std::flush;
+  }
   try {
     return Run(plan, *data, runtime, signals).train();
   } catch (const c10::OutOfMemoryError& error) {

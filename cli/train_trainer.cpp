@@ -21,9 +21,8 @@ at::Device torch_device(const TrainPlan& plan) {
 EngineOptions engine_options(const TrainPlan& plan) {
   EngineOptions options;
   options.run_steps = plan.schedule_steps;
-  if (plan.memory && plan.memory->is_final) {
-    options.shapes = plan.memory->shapes;
-  }
+  options.shapes = plan.shapes;
+  options.planning = plan.planning;
   return options;
 }
 

@@ -127,8 +127,13 @@ constexpr std::array kOptions = {
     flag("grad.skip_nonfinite", "true",
          "Skip the step on all ranks when a gradient is infinite or NaN.", "engine"),
 
-    bytes("memory.device", "unlimited", "Budget of device memory per rank.", "planner"),
-    bytes("memory.host", "unlimited", "Budget of host memory per rank.", "planner"),
+    bytes("memory.device", "unlimited",
+          "Budget of device memory per rank; unless set, what is free where not everything fits.",
+          "planner"),
+    bytes("memory.host", "unlimited",
+          "Budget of host memory per rank; unless set, a part of what is free where not everything "
+          "fits.",
+          "planner"),
     bytes("memory.nvme", "unlimited",
           "Budget of NVMe space per rank, where nvme.paths is given; 0: no NVMe.", "planner"),
     choice("place.parameters", "auto", "auto|device|host|nvme",

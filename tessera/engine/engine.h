@@ -95,10 +95,14 @@ struct UnitOptions {
 struct EngineOptions {
   // For schedule.total_steps = 0.
   std::int64_t run_steps = 0;
-  // What will be built, for memory budgets and NVMe: memory is planned before anything is
-  // allocated, and every shard is made where it stays. Without it the plan is made at the first
-  // forward, and shards may move then.
+  // What will be built. With it memory is planned, and a model that does not fit is refused, before
+  // anything is allocated, and every shard is made where it stays. Without it that is done at the
+  // first forward, and shards may move then.
   std::optional<planner::ModelShapes> shapes = {};
+  // What is known of steps, for budgets that nobody gave; see memory_planning.h.
+  StepExpectations step = {};
+  // What plan_memory() gave for these shapes, where that was asked before.
+  std::optional<MemoryPlanning> planning = {};
 };
 
 struct StepResult {
@@ -218,6 +222,7 @@ class Engine {
   int num_params() const;
   const shard::Param& param(int id) const;
   shard::ParamTable& params();
+  // Another one behind the first step, if that has fixed placement.
   optim::Optimizer& optimizer();
   // Logical sizes, also of a released parameter.
   const at::Tensor& tensor(int id) const;
@@ -232,7 +237,8 @@ class Engine {
   // For those who look: see inspection.h.
   const coordinator::Coordinator& coordinator() const;
   const comm::Group& group() const;  // the ranks that the parameters are cut over
-  // Null: no option asked for a plan, or it is not made yet. See planner/memory_plan.h.
+  // Null: no option asked for a plan and everything fits, or it is not made yet. See
+  // planner/memory_plan.h.
   const planner::MemoryPlan* memory_plan() const;
   // Of parameters, gradients or states; null: nothing of it is on NVMe.
   const tier::Store* store(Role role) const;

@@ -53,7 +53,7 @@ EngineContext::EngineContext(Runtime& given, const EngineOptions& options)
       shard_device(choose_shard_device(given)),
       group(choose_group(given)),
       params(group.rank(), group.size(), shard_device ? *shard_device : given.device()),
-      tiers(given, group, params, options.shapes),
+      tiers(given, group, params, {options.shapes, options.step, options.planning}),
       own_reduce_group(split_for_reductions(given, group)),
       reduce_group(own_reduce_group ? *own_reduce_group : given.reduce_group()),
       coordinator({group, given.device(), params, given.clock(), given.spans(), given.logger()},

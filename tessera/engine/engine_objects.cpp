@@ -20,8 +20,8 @@ void EngineObjects::finalize() {
   driver.notice_trainable();  // plan and optimizer are made for what is trained
   access.check_no_early_scope();
   model.finalize_leaves();
+  context.tiers.finalize(model.shapes());
   if (context.tiers.is_planned()) {
-    context.tiers.finalize(model.shapes());
     context.tiers.reserve_staging(context.reduce_group);
     context.coordinator.set_tier(context.tiers.coordinator_options());
   }

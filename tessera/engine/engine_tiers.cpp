@@ -34,33 +34,20 @@ void check_same(const planner::ModelShapes& planned, const planner::ModelShapes&
 
 }  // namespace
 
-bool asks_for_plan(const Config& config) {
-  const auto is_limited = [&](const char* name) {
-    return config.get_bytes(name) != kUnlimitedBytes;
-  };
-  return is_limited("memory.device") || is_limited("memory.host") || is_limited("memory.nvme") ||
-         config.get_string("place.parameters") != "auto" ||
-         config.get_string("place.optimizer") != "auto" || !config.get_list("nvme.paths").empty();
-}
-
 EngineTiers::EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable& params,
-                         const std::optional<planner::ModelShapes>& shapes)
+                         const EngineMemory& memory)
     : runtime_(runtime),
       group_(group),
       params_(params),
       is_planned_(asks_for_plan(runtime.config())),
-      shapes_(shapes) {
-  if (!is_planned_) {
-    return;
-  }
-  options_ = planner::MemoryPlanOptions::from(runtime.config(), group.size(),
-                                              runtime.device().is_discrete());
-  options_.call_memory = group.call_memory();
+      options_(planner::MemoryPlanOptions::from(runtime.config(), group.size(),
+                                                runtime.device().is_discrete())),
+      memory_(memory) {
   for (const std::string& directory : runtime.config().get_list("nvme.paths")) {
     tier::check_scratch_directory(directory);
   }
-  if (shapes_) {
-    make_plan(*shapes_);
+  if (memory_.shapes) {
+    make_plan(*memory_.shapes);
   }
   if (options_.has_nvme && (!plan_ || plan_->uses_nvme)) {
     nvme_ = std::make_unique<NvmeStores>(runtime, group);
@@ -73,14 +60,36 @@ EngineTiers::EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable
 
 EngineTiers::~EngineTiers() = default;
 
-void EngineTiers::make_plan(const planner::ModelShapes& model) {
-  if (runtime_.on_cuda() && planner::splits_update(options_)) {
-    options_.cpu_share = planner::choose_cpu_share(runtime_.update_rates(group_), model, options_);
-    runtime_.logger().info("the CPU gets ", options_.cpu_share,
-                           " of the update of states in host memory, by measured rates; "
-                           "optim.cpu_share sets it");
+HeldMemory EngineTiers::held_memory() const {
+  HeldMemory held;
+  for (int id = 0; id < params_.num_params(); ++id) {
+    const shard::Param& param = params_[id];
+    const auto bytes = static_cast<std::int64_t>(param.layout().shard_bytes());
+    const bool on_device = options_.is_discrete && param.tier() == Tier::kDevice;
+    (on_device ? held.device_bytes : held.host_bytes) += param.is_on_nvme() ? 0 : bytes;
+    held.host_bytes += param.first_master() == nullptr
+                           ? 0
+                           : param.layout().shard_numel() * std::int64_t{sizeof(float)};
   }
-  plan_ = planner::plan_memory(model, options_, runtime_.config().get_int("batch.accumulate"));
+  return held;
+}
+
+void EngineTiers::make_plan(const planner::ModelShapes& model) {
+  planning_ = memory_.planning ? *memory_.planning
+                               : plan_memory(runtime_, group_, model, memory_.step, held_memory());
+  if (!memory_.planning && group_.rank() == 0) {
+    if (!planning_.note.empty()) {
+      runtime_.logger().info(planning_.note);
+    }
+    if (planning_.rates) {
+      runtime_.logger().info("the CPU gets ", planning_.options.cpu_share,
+                             " of the update of states in host memory, by measured rates; "
+                             "optim.cpu_share sets it");
+    }
+  }
+  plan_ = planning_.plan;
+  options_ = planning_.options;
+  is_planned_ = plan_.has_value();
 }
 
 void EngineTiers::make_loader(std::int64_t buffer_bytes) {
@@ -93,15 +102,15 @@ void EngineTiers::make_loader(std::int64_t buffer_bytes) {
 Placement EngineTiers::placement_of_next(const shard::Layout& layout) const {
   Placement placement;
   placement.updater = runtime_.device().is_discrete() ? Updater::kDevice : Updater::kCpu;
-  if (!is_planned_) {
-    return placement;
-  }
   if (plan_) {
     const auto id = static_cast<std::size_t>(params_.num_params());
     return id < plan_->params.size() ? plan_->params[id] : placement;
   }
+  if (memory_.shapes || (!is_planned_ && !options_.is_discrete)) {
+    return placement;
+  }
   const bool is_over =
-      shard_bytes_ + static_cast<std::int64_t>(layout.shard_bytes()) > options_.memory_bytes() / 2;
+      shard_bytes_ + static_cast<std::int64_t>(layout.shard_bytes()) > building_bytes();
   if (nvme_ && (options_.parameters == Tier::kNvme || (is_over && !options_.is_discrete))) {
     placement.parameter = Tier::kNvme;
   } else if (options_.is_discrete && (options_.parameters == Tier::kHost || is_over)) {
@@ -124,20 +133,19 @@ void EngineTiers::write(const shard::Param& param, std::int64_t begin, std::int6
 }
 
 void EngineTiers::finalize(const planner::ModelShapes& model) {
-  if (!is_planned_) {
-    return;
-  }
-  const bool was_planned = plan_.has_value();
+  const bool was_planned = memory_.shapes.has_value();
   if (was_planned) {
-    check_same(*shapes_, model);
+    check_same(*memory_.shapes, model);
   } else {
     make_plan(model);
   }
-  for (int id = 0; id < params_.num_params(); ++id) {
-    const Placement& placement = plan_->params[static_cast<std::size_t>(id)];
-    move_shard(params_[id], placement.parameter);
-    params_[id].set_placement(placement);
+  if (!is_planned_) {
+    for (int id = 0; id < params_.num_params(); ++id) {
+      move_shard(params_[id], Tier::kDevice);
+    }
+    return;
   }
+  place_shards();
   if (!plan_->uses_nvme) {
     loader_.reset();
     shards_.reset();
@@ -148,6 +156,55 @@ void EngineTiers::finalize(const planner::ModelShapes& model) {
     make_loader(plan_->parameter_pool_bytes);
   }
   make_gradient_tier();
+}
+
+void EngineTiers::place_shards() {
+  for (int id = 0; id < params_.num_params(); ++id) {
+    const Placement& placement = plan_->params[static_cast<std::size_t>(id)];
+    move_shard(params_[id], placement.parameter);
+    params_[id].set_placement(placement);
+  }
+}
+
+bool EngineTiers::refine(const planner::ModelShapes& model) {
+  const planner::MemoryPlan before = *plan_;
+  planning_ = refined(planning_, runtime_, group_, model);
+  plan_ = planning_.plan;
+  options_ = planning_.options;
+  if (group_.rank() == 0) {
+    runtime_.logger().info(planning_.note);
+  }
+  TESSERA_INVARIANT(!plan_->uses_nvme, "placement is fixed with shards on NVMe");
+  return plan_->params != before.params || plan_->arena_bytes != before.arena_bytes ||
+         plan_->num_update_slots != before.num_update_slots ||
+         plan_->bucket_bytes != before.bucket_bytes;
+}
+
+void EngineTiers::release_optimizer() {
+  lender_.reset();
+  optimizer_ = nullptr;
+}
+
+void EngineTiers::fix_placement() {
+  // Those that leave the device make room for those that come.
+  for (const bool leaves : {true, false}) {
+    for (int id = 0; id < params_.num_params(); ++id) {
+      const Tier tier = plan_->params[static_cast<std::size_t>(id)].parameter;
+      if ((tier != Tier::kDevice) == leaves) {
+        move_shard(params_[id], tier);
+      }
+    }
+  }
+  place_shards();
+  reserves_staging_ = false;  // it may be another size now
+}
+
+std::int64_t EngineTiers::building_bytes() const {
+  if (options_.memory_bytes() != planner::kUnlimited || !options_.is_discrete) {
+    return options_.memory_bytes() / 2;
+  }
+  // Beside everything else that may have to be there, or else have room elsewhere.
+  return static_cast<std::int64_t>(runtime_.device().memory_info().total_bytes / 8);
 }
 
 void EngineTiers::move_shard(shard::Param& param, Tier tier) {
@@ -211,7 +268,8 @@ void EngineTiers::release_staging(comm::Group& reductions) noexcept {
   }
 }
 
-std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleOptions& rule) {
+std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleOptions& rule,
+                                                              optim::CarriedStates carried) {
   device::Device* device = &runtime_.device();
   if (is_planned_ && !device->is_discrete() && options_.optimizer == Tier::kHost) {
     host_device_ = std::make_unique<HostTierDevice>(*device);
@@ -237,7 +295,8 @@ std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleO
     options.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
     options.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
   }
-  auto optimizer = std::make_unique<optim::Optimizer>(params_, rule, std::move(options));
+  auto optimizer =
+      std::make_unique<optim::Optimizer>(params_, rule, std::move(options), std::move(carried));
   optimizer_ = optimizer.get();
   lender_.reset();
   if (is_planned_ && plan_->num_update_slots > 0) {

@@ -1,13 +1,15 @@
 // Internal to engine: the plan of memory of an engine, and the shards that are moved to where it
 // wants them.
 //
-// Nothing is here unless the config asks for it: a budget, a tier or a directory for NVMe. Then
-// every shard gets its placement from the planner, once the shapes of the model are known: at
-// construction if they are given, else when the model is complete. Until then shards stay in memory
-// as long as they fit into the budget, and are on NVMe from there on; they move when the plan is
-// made.
+// Memory is planned once the shapes of the model are known (memory_planning.h): at construction if
+// they are given, else when the model is complete. Where nothing asks for a plan and everything
+// fits, there is none. Else every shard gets its placement from it. Until then shards stay in
+// memory as long as they fit into the budget, and are on NVMe from there on (beside a discrete
+// device without a budget: in host memory); they move when the plan is made.
 //
-// Order of collectives: with NVMe, construction is that of NvmeStores.
+// A plan may be for the first step only: then fix_placement() makes another one, behind that step.
+//
+// Order of collectives: that of memory_planning.h; with NVMe, of NvmeStores behind it.
 //
 // Threads: as Engine. It outlives the coordinator, the reducer and the optimizer of its engine.
 #pragma once
@@ -20,6 +22,7 @@
 
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/coordinator/shard_loader.h"
+#include "tessera/engine/memory_planning.h"
 #include "tessera/engine/nvme_stores.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/grad/reducer.h"
@@ -31,6 +34,13 @@
 namespace tessera::engine {
 
 class MemoryLender;
+
+// What is known of an engine's memory before there is a model.
+struct EngineMemory {
+  std::optional<planner::ModelShapes> shapes;
+  StepExpectations step;
+  std::optional<MemoryPlanning> planning;  // of these shapes; none: made when they are known
+};
 
 struct TierIo {
   RoleIo parameters;
@@ -51,15 +61,16 @@ class EngineTiers {
  public:
   // Throws ConfigError for what cannot be had, before anything is allocated or written.
   EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable& params,
-              const std::optional<planner::ModelShapes>& shapes);
+              const EngineMemory& memory);
   ~EngineTiers();
   EngineTiers(const EngineTiers&) = delete;
   EngineTiers& operator=(const EngineTiers&) = delete;
 
-  // The config asks for a plan.
+  // The config asks for a plan, or the machine has less than everything takes. Final once the plan
+  // could be made.
   bool is_planned() const { return is_planned_; }
   bool uses_nvme() const { return plan_ && plan_->uses_nvme; }
-  // Null: nobody asked for a plan, or it is not made yet.
+  // Null: nothing is planned, or not yet.
   const planner::MemoryPlan* plan() const { return plan_ ? &*plan_ : nullptr; }
 
   // --- building ---
@@ -74,7 +85,8 @@ class EngineTiers {
 
   // --- the model is complete ---
   // Makes the plan, unless it is made, moves shards to where it wants them, and tells parameters
-  // their placement. Throws ConfigError if the model is not the one whose shapes were given.
+  // their placement. Throws ConfigError if the model does not fit, or is not the one whose shapes
+  // were given.
   void finalize(const planner::ModelShapes& model);
   coordinator::TierOptions coordinator_options() const;
   // Bounds the scratch of both groups' calls as planned; nothing where nothing is planned.
@@ -83,7 +95,20 @@ class EngineTiers {
   void release_staging(comm::Group& reductions) noexcept;
   // Null: all gradients are in memory.
   grad::GradientTier gradient_tier() const { return gradients_; }
-  std::unique_ptr<optim::Optimizer> make_optimizer(const optim::RuleOptions& rule);
+  // `carried`: of the optimizer before it, which is gone.
+  std::unique_ptr<optim::Optimizer> make_optimizer(const optim::RuleOptions& rule,
+                                                   optim::CarriedStates carried = {});
+
+  // --- behind the first step ---
+  // The plan is for that one only.
+  bool is_for_first_step() const { return planning_.is_for_first_step; }
+  // Collective: makes the plan for all others, with what the first step has taken. True: it is
+  // another one, and fix_placement() has to follow.
+  bool refine(const planner::ModelShapes& model);
+  // The optimizer is about to go: what works with it goes before.
+  void release_optimizer();
+  // Moves shards to where the plan wants them. REQUIRES: nothing gathers, reduces or updates.
+  void fix_placement();
 
   // --- one step (memory_lender.h) ---
   // After the optimizer was told to prepare. `is_last`: the update follows it.
@@ -103,6 +128,10 @@ class EngineTiers {
 
  private:
   void make_plan(const planner::ModelShapes& model);
+  HeldMemory held_memory() const;
+  void place_shards();
+  // Of parameters in memory, while nothing is planned yet.
+  std::int64_t building_bytes() const;
   void make_loader(std::int64_t buffer_bytes);
   void move_shard(shard::Param& param, Tier tier);
   void make_gradient_tier();
@@ -112,9 +141,10 @@ class EngineTiers {
   Runtime& runtime_;
   comm::Group& group_;
   shard::ParamTable& params_;
-  const bool is_planned_;
+  bool is_planned_;
   planner::MemoryPlanOptions options_;
-  std::optional<planner::ModelShapes> shapes_;
+  const EngineMemory memory_;
+  MemoryPlanning planning_;
   std::optional<planner::MemoryPlan> plan_;
   std::int64_t shard_bytes_ = 0;  // in memory, while building
   bool reserves_staging_ = false;
@@ -125,11 +155,8 @@ class EngineTiers {
   std::unique_ptr<shard::ShardStore> shards_;
   std::unique_ptr<coordinator::ShardLoader> loader_;
   grad::GradientTier gradients_;           // null: all gradients are in memory
-  optim::Optimizer* optimizer_ = nullptr;  // the one that was made last
+  optim::Optimizer* optimizer_ = nullptr;  // the one that was made last; null: it is gone
   std::unique_ptr<MemoryLender> lender_;   // null: its device updates nothing that streams
 };
-
-// Whether anything of a config asks for a plan.
-bool asks_for_plan(const Config& config);
 
 }  // namespace tessera::engine

@@ -342,8 +342,30 @@ StepResult StepDriver::finish_step() {
   weight_sum_ = 0;
   weighted_loss_ = at::Tensor();
   ++num_steps_;
+  if (ctx_.tiers.is_for_first_step()) {
+    fix_placement();
+  }
   ctx_.coordinator.start_ahead();
   return result;
+}
+
+void StepDriver::fix_placement() {
+  if (!ctx_.tiers.refine(model_.shapes())) {
+    return;
+  }
+  finish_update();
+  first_stats_ = take_stats();
+  reducer_.reset();
+  optim::CarriedStates states = optimizer_->take_states();
+  ctx_.tiers.release_optimizer();
+  optimizer_.reset();
+  ctx_.coordinator.drop_gathers();
+  ctx_.tiers.fix_placement();
+  ctx_.tiers.reserve_staging(ctx_.reduce_group);
+  ctx_.coordinator.change_tier(ctx_.tiers.coordinator_options());
+  optimizer_ =
+      ctx_.tiers.make_optimizer(optim::RuleOptions::from(ctx_.runtime.config()), std::move(states));
+  make_reducer();
 }
 
 optim::StepSums StepDriver::sum_over_ranks(bool is_started) {
@@ -548,6 +570,9 @@ void StepDriver::shard_was_written(int id) {
 }
 
 EngineStats StepDriver::take_stats() {
+  if (first_stats_) {
+    return *std::exchange(first_stats_, std::nullopt);
+  }
   EngineStats stats;
   stats.io = ctx_.tiers.take_io();
   stats.gathers = ctx_.coordinator.take_stats();

@@ -88,6 +88,8 @@ class StepDriver {
   void drop_gradients() noexcept;
   // `is_started`: by Optimizer::start_step(). Makes stop_ the same on all ranks.
   optim::StepSums sum_over_ranks(bool is_started);
+  // Behind the first step, where memory was planned for that one only (engine_tiers.h). Collective.
+  void fix_placement();
   StepResult finish_step();
 
   EngineContext& ctx_;
@@ -117,6 +119,7 @@ class StepDriver {
   at::Tensor weighted_loss_;  // fp64 on the device, of this rank and step
   double exposed_wait_s_ = 0;
   grad::ReducerStats replaced_reductions_;  // of a reducer that is no more, since take_stats()
+  std::optional<EngineStats> first_stats_;  // of the first step, before its objects were replaced
 };
 
 }  // namespace tessera::engine

@@ -132,6 +132,8 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   options.device_bytes = config.get_bytes("memory.device");
   options.host_bytes = config.get_bytes("memory.host");
   options.nvme_bytes = config.get_bytes("memory.nvme");
+  options.is_device_given = config.is_set("memory.device");
+  options.is_host_given = config.is_set("memory.host");
   options.has_nvme = !config.get_list("nvme.paths").empty() && options.nvme_bytes > 0;
   options.parameters = tier_option(config, "place.parameters");
   options.optimizer = tier_option(config, "place.optimizer");

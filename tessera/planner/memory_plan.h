@@ -50,6 +50,11 @@ struct MemoryPlanOptions {
   std::int64_t device_bytes = kUnlimited;
   std::int64_t host_bytes = kUnlimited;
   std::int64_t nvme_bytes = kUnlimited;
+  bool is_device_given = false;  // the budget, which may be "unlimited"
+  bool is_host_given = false;
+  // Ranks that share what a budget was found from (memory_budgets.h); 0: it was given, or none is.
+  int num_device_ranks = 0;
+  int num_host_ranks = 0;
   std::optional<Tier> parameters;  // kDevice, kHost or kNvme; nullopt: chosen here
   std::optional<Tier> optimizer;
   std::int64_t parameters_host_bytes = kUnlimited;  // stay in memory where parameters is kNvme

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <sstream>
+#include <string_view>
 #include <utility>
 
 #include "tessera/coordinator/prefetch_plan.h"
@@ -104,14 +105,28 @@ class Planner {
     plan.optimizer_pool_bytes = plan.num_optimizer_buffers * lease_bytes;
   }
 
+  // `num_sharing`: ranks of the machine whose memory the budget was found from; 0: it was given.
   [[noreturn]] void refuse(const ByteSum& need, const char* memory, const char* budget,
-                           std::int64_t budget_bytes, const char* otherwise) const {
-    throw ConfigError(detail::concat("the model does not fit: one of ", options_.num_ranks,
-                                     options_.num_ranks == 1 ? " rank" : " ranks", " needs ",
-                                     approximate_bytes(need.total()), " of ", memory, ": ",
-                                     need.text(), "; ", budget, " allows ",
-                                     approximate_bytes(budget_bytes), ". Raise ", budget,
-                                     " to at least ", exact_bytes(need.total()), otherwise));
+                           std::int64_t budget_bytes, int num_sharing,
+                           const char* otherwise) const {
+    const std::string what =
+        detail::concat("the model does not fit: one of ", options_.num_ranks,
+                       options_.num_ranks == 1 ? " rank" : " ranks", " needs ",
+                       approximate_bytes(need.total()), " of ", memory, ": ", need.text(), "; ");
+    TESSERA_CHECK(num_sharing > 0, ConfigError, what, budget, " allows ",
+                  approximate_bytes(budget_bytes), ". Raise ", budget, " to at least ",
+                  exact_bytes(need.total()), otherwise);
+    const bool is_host = std::string_view(budget) == "memory.host";
+    throw ConfigError(detail::concat(
+        what, is_host ? "this machine has " : "the device has ", approximate_bytes(budget_bytes),
+        " left for ",
+        num_sharing == 1 ? std::string("it") : detail::concat("each of ", num_sharing, " ranks"),
+        is_host ? "" : " beside activations", ". Use more ", is_host ? "machines" : "devices",
+        num_sharing == 1 ? "" : ", or fewer ranks on each",
+        is_host && !options_.has_nvme
+            ? ", or give a directory for what does not fit (nvme.paths, --nvme DIR)"
+            : "",
+        "; ", budget, " = unlimited trains without this check"));
   }
   const char* more_ranks_or_nvme() const {
     return options_.has_nvme ? ", or use more ranks"
@@ -163,7 +178,7 @@ class OneMemoryPlanner : public Planner {
     }
     const bool is_device = options_.device_bytes < options_.host_bytes;
     refuse(*least, "memory", is_device ? "memory.device" : "memory.host", budget_,
-           more_ranks_or_nvme());
+           is_device ? 0 : options_.num_host_ranks, more_ranks_or_nvme());
   }
 
  private:
@@ -207,8 +222,21 @@ class OneMemoryPlanner : public Planner {
                : "arena (the largest unit)";
   }
 
+  // Of parameters and states alone, at least.
+  std::int64_t least_shard_bytes() const {
+    std::int64_t bytes = 0;
+    for (std::size_t i = 0; i < cut_.num_params(); ++i) {
+      bytes += as_int(cut_.layouts[i].shard_bytes());
+      bytes +=
+          cut_.is_trainable(i) ? 4 * cut_.num_state_tensors() * cut_.layouts[i].shard_numel() : 0;
+    }
+    return bytes;
+  }
+
   // With the largest buckets that leave room for everything else.
   std::optional<MemoryPlan> keep_all(ByteSum& need) const {
+    // Where a budget was found no exact remedy is named, so smaller buckets need not be counted.
+    const bool is_hopeless = options_.num_host_ranks > 0 && least_shard_bytes() > budget_;
     for (const std::int64_t bucket_bytes : possible_bucket_bytes(cut_)) {
       MemoryPlan plan;
       plan.params = in_memory_;
@@ -231,6 +259,9 @@ class OneMemoryPlanner : public Planner {
                       .grown_arena(unit.bytes, whole_arena(in_memory_), budget_ - need.total()),
                   plan);
         return plan;
+      }
+      if (is_hopeless) {
+        break;
       }
     }
     return std::nullopt;
@@ -691,7 +722,7 @@ class DiscretePlanner : public Planner {
     const auto [all, lines] = candidate(reach);
     if (fits_device({all, lines}, false)) {
       refuse(host_need(lines, least_pools_), "host memory", "memory.host", options_.host_bytes,
-             more_ranks_or_nvme());
+             options_.num_host_ranks, more_ranks_or_nvme());
     }
     const SlotNeed slots = slot_need(all, sub_group_numel_);
     ByteSum need;
@@ -702,7 +733,7 @@ class DiscretePlanner : public Planner {
     need.add("slots of the update", std::min(kLeastSlots, slots.num_sub_groups) * slots.slot_bytes);
     const bool is_wished =
         options_.parameters == Tier::kDevice || options_.optimizer == Tier::kDevice;
-    refuse(need, "device memory", "memory.device", options_.device_bytes,
+    refuse(need, "device memory", "memory.device", options_.device_bytes, options_.num_device_ranks,
            is_wished
                ? ", use more ranks, or let more live elsewhere (place.parameters, place.optimizer)"
                : ", or use more ranks");

@@ -259,6 +259,18 @@ TEST_F(TrainUsage, AModelThatMemoryDoesNotHoldIsRefusedWithTheSum) {
   expect_refusal({"--device-budget", "100KiB"}, "memory.device allows 100 KiB");
 }
 
+TEST_F(TrainUsage, AModelThatNoMachineHoldsIsRefusedWithTheSumAlsoWithoutABudget) {
+  const Arguments huge{"--width", "32768", "--heads", "128", "--layers", "64", "--batch", "3"};
+  for (const std::string ranks : {"1", "3"}) {
+    const Arguments run = joined(huge, {"--ranks", ranks});
+    expect_refusal(run, "the model does not fit: one of " + ranks + " rank");
+    expect_refusal(run, " parameters + ");
+    expect_refusal(run, " optimizer states + ");
+    expect_refusal(run, ranks == "1" ? "left for it." : "left for each of 3 ranks.");
+    expect_refusal(run, "memory.host = unlimited trains without this check");
+  }
+}
+
 TEST_F(TrainUsage, TiersThatCannotBeHadAreRefused) {
   expect_refusal({"--nvme-budget", "1GiB"}, "nvme.paths is empty");
   expect_refusal({"--nvme", "nowhere", "--ranks", "2"}, "nowhere");

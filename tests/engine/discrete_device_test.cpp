@@ -1,6 +1,7 @@
 // A discrete device: where shards live and who updates them changes no bit, also where ranks share
 // it, so that their calls pass through memory of the host. On the mock device, which is a CPU, the
 // reference is the CPU's resident run; on CUDA it is CUDA's own.
+#include <algorithm>
 #include <filesystem>
 #include <string>
 
@@ -8,7 +9,9 @@
 
 #include <ATen/ATen.h>
 
+#include "models/gpt_shapes.h"
 #include "tessera/device/device_cuda.h"
+#include "tessera/planner/memory_planner.h"
 #include "tests/engine/run_options.h"
 #include "tests/engine/training_run.h"
 #include "tests/support/temporary_directory.h"
@@ -195,6 +198,81 @@ TEST(DiscreteDeviceSkipsOnCuda, StepsThatOverflowWithTheSameBits) {
   settings.options.emplace_back("place.parameters", "host");
   settings.options.emplace_back("place.optimizer", "host");
   expect_same_skips(resident, train(settings));
+}
+
+std::size_t num_on_device(const planner::MemoryPlan& plan) {
+  return static_cast<std::size_t>(
+      std::count_if(plan.params.begin(), plan.params.end(), [](const Placement& each) {
+        return each.parameter == Tier::kDevice && each.states == Tier::kDevice;
+      }));
+}
+
+// Nobody gave a number, and the device is too small to hold everything for certain.
+TEST(FirstStep, RunsWithShardsInHostMemoryAndFixesPlacementWithTheSameBits) {
+  std::size_t index = 0;
+  for (const TrainedCase& each : discrete_cases()) {
+    RunSettings settings = discrete_settings(each);
+    const RunOutcome resident = train(settings);
+    const planner::ModelShapes shapes = models::planner_shapes(models::gpt_shape(settings.model));
+    const planner::MemoryPlan all = planner::plan_memory(
+        shapes, planner::MemoryPlanOptions::from(config_of(settings), each.ranks, true),
+        each.accumulate);
+    const std::int64_t everything = all.device_memory_bytes() + all.full_gradient_bytes;
+    settings.device = RunDevice::kMock;
+    for (const double part : {2.0, 0.8}) {
+      settings.gives_shapes = index++ % 2 == 0;
+      const auto device_bytes = static_cast<std::int64_t>(part * static_cast<double>(everything));
+      settings.device_bytes = static_cast<std::size_t>(device_bytes);
+      const RunOutcome run = train(settings);
+      const std::string what = name_of(each) + ", " + std::to_string(part) + " of everything";
+      EXPECT_TRUE(same_bits(run, resident)) << what << ": " << difference(run, resident).describe();
+      ASSERT_TRUE(run.placement.has_value()) << what;
+      ASSERT_EQ(run.stats.size(), static_cast<std::size_t>(settings.steps));
+      EXPECT_GT(run.stats[0].h2d_bytes, 0U) << what << ": shards are in host memory";
+      if (part > 1) {
+        EXPECT_EQ(num_on_device(*run.placement), run.placement->params.size()) << what;
+        EXPECT_EQ(run.stats[2].gathers.brought_bytes, 0U) << what << ": nothing is any more";
+      } else {
+        EXPECT_LT(num_on_device(*run.placement), run.placement->params.size()) << what;
+        EXPECT_LE(run.placement->device_memory_bytes(), device_bytes) << what;
+      }
+    }
+  }
+}
+
+// On a GPU most of whose memory somebody else has.
+TEST(FirstStepOnCuda, MeasuresActivationsAndFixesPlacementWithTheSameBits) {
+  if (device::num_cuda_devices() == 0) {
+    GTEST_SKIP() << "no GPU: " << device::cuda_description();
+  }
+  RunSettings settings = discrete_settings({1, 1, "adamw", DType::kBFloat16});
+  settings.device = RunDevice::kCuda;
+  settings.model.width = 1024;
+  settings.model.layers = 8;
+  settings.model.vocabulary = 8192;
+  const RunOutcome resident = train(settings);
+  EXPECT_FALSE(resident.placement.has_value()) << "it is small beside the whole GPU";
+  const auto device = device::make_cuda_device({});
+  constexpr std::size_t kLeft = std::size_t{5} << 30;
+  const device::MemoryInfo info = device->memory_info();
+  ASSERT_GT(info.free_bytes, kLeft);
+  const device::Memory others =
+      device->allocate(Tier::kDevice, info.free_bytes - kLeft, Role::kOther);
+  const RunOutcome run = train(settings);
+  EXPECT_TRUE(same_bits(run, resident)) << difference(run, resident).describe();
+  ASSERT_TRUE(run.placement.has_value());
+  EXPECT_GT(run.stats[0].h2d_bytes, 0U) << "shards are in host memory";
+  EXPECT_EQ(num_on_device(*run.placement), run.placement->params.size());
+  EXPECT_EQ(run.stats[2].h2d_bytes, 0U) << "everything is on the device";
+}
+
+TEST(FirstStep, OfASmallModelHasEverythingOnTheDevice) {
+  RunSettings settings = discrete_settings({1, 1, "adamw", DType::kBFloat16});
+  settings.device = RunDevice::kMock;
+  settings.device_bytes = std::size_t{1} << 30;
+  const RunOutcome run = train(settings);
+  EXPECT_FALSE(run.placement.has_value());
+  EXPECT_EQ(run.stats[0].h2d_bytes, 0U);
 }
 
 void expect_planned_bytes(RunDevice device) {

@@ -198,6 +198,7 @@ void train_rank(const RunSettings& settings, comm::Group* world, Results& result
       late.mode = device::LateMode::kRandom;
       late.seed = settings.seed + static_cast<std::uint64_t>(world->rank());
       late.own_memory = true;
+      late.own_memory_bytes = settings.device_bytes;
       late.host = std::move(host);
       return device::make_mock_device(std::move(late));
     };

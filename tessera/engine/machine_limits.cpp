@@ -1,4 +1,4 @@
-#include "cli/machine_limits.h"
+#include "tessera/engine/machine_limits.h"
 
 #include <sys/statvfs.h>
 
@@ -8,7 +8,7 @@
 #include "tessera/core/units.h"
 #include "tessera/device/host_info.h"
 
-namespace tessera::cli {
+namespace tessera::engine {
 namespace {
 
 std::string ranks_text(int num_ranks) {
@@ -23,7 +23,6 @@ std::int64_t clamped(std::size_t bytes) {
 
 MachineLimits MachineLimits::of_this_machine(const std::vector<std::string>& directories) {
   MachineLimits limits;
-  limits.memory_available_bytes = clamped(device::read_host_memory().available_bytes());
   if (const auto locked = device::locked_memory_limit_bytes()) {
     limits.locked_bytes = clamped(*locked);
   }
@@ -39,14 +38,6 @@ MachineLimits MachineLimits::of_this_machine(const std::vector<std::string>& dir
 }
 
 void check_fits(const planner::MemoryPlan& plan, const MachineLimits& limits, int num_local_ranks) {
-  const std::int64_t memory = plan.host_memory_bytes();
-  TESSERA_CHECK(memory <= limits.memory_available_bytes / num_local_ranks, ConfigError,
-                ranks_text(num_local_ranks), " of ", approximate_bytes(memory),
-                " each need more memory than the ",
-                approximate_bytes(limits.memory_available_bytes),
-                " that this machine and its control group have left; lower memory.host to at most ",
-                exact_bytes(limits.memory_available_bytes / num_local_ranks),
-                ", or use fewer ranks per machine");
   const std::int64_t pinned = plan.bytes(Tier::kPinned);
   // CUDA's driver pins memory by itself, and asks for no such limit.
   TESSERA_CHECK(plan.is_discrete || pinned <= limits.locked_bytes, ConfigError,
@@ -69,4 +60,4 @@ void check_fits(const planner::MemoryPlan& plan, const MachineLimits& limits, in
   }
 }
 
-}  // namespace tessera::cli
+}  // namespace tessera::engine

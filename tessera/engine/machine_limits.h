@@ -1,4 +1,4 @@
-// Whether this machine has what a plan needs.
+// Whether this machine has what a plan needs besides memory, which planner/memory_budgets.h counts.
 //
 // Threads: pure functions, but for the one that asks the machine.
 #pragma once
@@ -9,12 +9,10 @@
 
 #include "tessera/planner/memory_plan.h"
 
-namespace tessera::cli {
+namespace tessera::engine {
 
 // What this machine can give now, for all ranks on it.
 struct MachineLimits {
-  std::int64_t memory_available_bytes =
-      planner::kUnlimited;                          // of the machine and its control group
   std::int64_t locked_bytes = planner::kUnlimited;  // per process
   struct Directory {
     std::string path;
@@ -29,4 +27,4 @@ struct MachineLimits {
 // the machine can give.
 void check_fits(const planner::MemoryPlan& plan, const MachineLimits& limits, int num_local_ranks);
 
-}  // namespace tessera::cli
+}  // namespace tessera::engine

@@ -1,5 +1,5 @@
 // A plan that this machine cannot hold is refused before anything is allocated.
-#include "cli/machine_limits.h"
+#include "tessera/engine/machine_limits.h"
 
 #include <string>
 
@@ -7,14 +7,13 @@
 
 #include "tests/planner/plan_cases.h"
 
-namespace tessera::cli {
+namespace tessera::engine {
 namespace {
 
 class MachineFit : public ::testing::Test {
  protected:
   MachineFit()
       : plan_(planner::planned(planner::small_gpt(64, 4, 3000), planner::with_budget(4 << 20))) {
-    limits_.memory_available_bytes = planner::kGiB;
     limits_.directories = {{"/disk-a", planner::kGiB}, {"/disk-b", planner::kGiB}};
   }
   std::string refusal(int num_ranks) const {
@@ -23,15 +22,6 @@ class MachineFit : public ::testing::Test {
   planner::MemoryPlan plan_;
   MachineLimits limits_;
 };
-
-TEST_F(MachineFit, CountsTheMemoryOfAllRanksOfAMachine) {
-  EXPECT_EQ(refusal(4), "");
-  limits_.memory_available_bytes = 2 * plan_.memory_bytes();
-  EXPECT_EQ(refusal(2), "");
-  limits_.memory_available_bytes -= 1;
-  EXPECT_EQ(refusal(1), "");
-  EXPECT_TRUE(planner::contains(refusal(2), "lower memory.host to at most")) << refusal(2);
-}
 
 TEST_F(MachineFit, CountsTheSpaceOfAllRanksOnEachDirectory) {
   limits_.directories[1].free_bytes = plan_.bytes(Tier::kNvme);
@@ -47,21 +37,17 @@ TEST_F(MachineFit, PinnedMemoryNeedsALimitOnLocksThatAllowsIt) {
   EXPECT_TRUE(planner::contains(refusal(1), "ulimit -l"));
 }
 
-TEST_F(MachineFit, OfAGpuAsksForHostMemoryOnlyAndForNoLimitOnLocks) {
+TEST_F(MachineFit, OfAGpuAsksForNoLimitOnLocks) {
   plan_ = planner::planned(planner::large_gpt(), planner::in_host());
-  limits_.memory_available_bytes = plan_.host_memory_bytes();
   limits_.locked_bytes = 0;
   EXPECT_EQ(refusal(1), "");
-  limits_.memory_available_bytes -= 1;
-  EXPECT_NE(refusal(1), "");
 }
 
 TEST(MachineLimitsTest, AsksThisMachine) {
   const MachineLimits limits = MachineLimits::of_this_machine({"/", "/there/is/no/such/place"});
-  EXPECT_GT(limits.memory_available_bytes, 0);
   ASSERT_EQ(limits.directories.size(), 1U);
   EXPECT_EQ(limits.directories[0].path, "/");
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::engine

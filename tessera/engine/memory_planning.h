@@ -1,0 +1,63 @@
+// The plan of memory of an engine: by the budgets of the config, and where it has none, by what the
+// machine has (planner/memory_budgets.h). `Engine` and `tessera train` call the same function,
+// before anything is allocated. What cannot be had is refused with the arithmetic, on all ranks
+// alike.
+//
+// Order of collectives, over the group of the engine: one exchange of what each rank has; behind it
+// Runtime::update_rates(), if the plan asks for measured rates. Both at the construction of an
+// engine that knows the shapes of its model, else before the first forward; and the exchange once
+// more in the first step() where that has measured activations, behind its all-reduce.
+//
+// Threads: as Engine.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "tessera/comm/group.h"
+#include "tessera/engine/runtime.h"
+#include "tessera/planner/memory_budgets.h"
+#include "tessera/planner/memory_plan.h"
+
+namespace tessera {
+
+// What a step takes besides shards, for default budgets and the CPU's share.
+struct StepExpectations {
+  // Activations: if they are not known, they are measured in the first step on a discrete device.
+  planner::StepMemory memory;
+  // Vectors that a backward of this rank multiplies each parameter with; 0: not known.
+  std::int64_t tokens_per_backward = 0;
+};
+
+// What an engine has taken so far: it counts as free.
+struct HeldMemory {
+  std::int64_t device_bytes = 0;  // of a discrete device
+  std::int64_t host_bytes = 0;
+};
+
+struct MemoryPlanning {
+  planner::MemoryPlanOptions asked;    // as the config says
+  planner::MemoryPlanOptions options;  // with budgets and share as they were found
+  // None: nothing is limited, and everything stays in the device's memory as it comes.
+  std::optional<planner::MemoryPlan> plan;
+  bool is_for_first_step = false;             // see refined()
+  planner::RankMemory memory;                 // what there was
+  std::int64_t tensor_bytes = 0;              // of torch on this rank's device, when that was asked
+  std::string note;                           // what was found, for people; empty: as asked
+  std::optional<planner::UpdateRates> rates;  // where they were measured
+};
+
+// Whether anything of a config asks for a plan.
+bool asks_for_plan(const Config& config);
+
+// Collective. Throws ConfigError for what the machine cannot give.
+MemoryPlanning plan_memory(Runtime& runtime, comm::Group& group, const planner::ModelShapes& model,
+                           const StepExpectations& step = {}, const HeldMemory& held = {});
+
+// Collective, behind the first step of a plan that is_for_first_step: with activations as they were
+// measured. The plan of before, where there is no other.
+MemoryPlanning refined(const MemoryPlanning& first, Runtime& runtime, comm::Group& group,
+                       const planner::ModelShapes& model);
+
+}  // namespace tessera
