@@ -48,11 +48,11 @@ class Split {
 class UpdateTimes {
  public:
   UpdateTimes(const UpdateRates& rates, const ModelShapes& model, const MemoryPlan& plan,
-              int num_states)
+              const MemoryPlanOptions& options)
       : rates_(rates) {
     const bool is_own_master = optim::is_own_master(model.dtype);
     const auto parameter = static_cast<double>(bytes_of(model.dtype));
-    states_ = 4 * static_cast<double>(optim::num_state_tensors(model.dtype, num_states));
+    states_ = 4 * static_cast<double>(optim::num_state_tensors(model.dtype, options.num_states));
     // Each is read and written but for the gradient, which is read; a parameter that is not its own
     // master is only written.
     touched_ = 2 * states_ + parameter + (is_own_master ? 2 : 1) * parameter;
@@ -61,7 +61,8 @@ class UpdateTimes {
     for (std::size_t i = 0; i < plan.params.size(); ++i) {
       const Placement& each = plan.params[i];
       if (model.params[i].trainable && each.states == Tier::kHost) {
-        const auto numel = static_cast<double>(model.params[i].numel);
+        // Of this rank, up to what does not divide.
+        const double numel = static_cast<double>(model.params[i].numel) / options.num_ranks;
         numel_ += numel;
         in_host += each.parameter == Tier::kDevice ? 0 : numel;
       }
@@ -170,8 +171,7 @@ bool splits_update(const MemoryPlanOptions& options) {
       options.optimizer == Tier::kHost ||
       (!options.optimizer && options.device_bytes != kUnlimited) ||
       (options.optimizer == Tier::kNvme && options.host_bytes != kUnlimited);
-  // Ranks would measure different rates, and must plan alike.
-  return options.is_discrete && options.num_ranks == 1 && options.cpu_share < 0 && may_be_in_host;
+  return options.is_discrete && options.cpu_share < 0 && may_be_in_host;
 }
 
 double choose_cpu_share(const UpdateRates& rates, const ModelShapes& model,
@@ -184,7 +184,7 @@ double choose_cpu_share(const UpdateRates& rates, const ModelShapes& model,
   MemoryPlanOptions split_options = options;
   split_options.cpu_share = -1;
   const MemoryPlan plan = plan_memory(model, split_options, 1);
-  const UpdateTimes times(rates, model, plan, options.num_states);
+  const UpdateTimes times(rates, model, plan, options);
   if (times.numel() == 0) {
     return 0;
   }

@@ -30,10 +30,10 @@ double wished_cpu_share(const MemoryPlanOptions& options);
 double assign_updates(const CutModel& cut, double cpu_share, std::vector<Placement>& placements);
 
 // Whether a share has to be measured: none is given, and states may be in host memory. Several
-// ranks have a fixed one.
+// ranks agree on the rates, so that they plan alike.
 bool splits_update(const MemoryPlanOptions& options);
 
-// Of this machine, as measured.
+// Of one rank, as measured while all ranks of its host work.
 struct UpdateRates {
   double cpu_bytes_per_s = 0;  // of the fused update, which touches 28 bytes per element
   // While both run.

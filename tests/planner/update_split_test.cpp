@@ -117,10 +117,22 @@ TEST_F(UpdateSplit, WhoeverNeedsNoTimeDoesEverything) {
   EXPECT_EQ(choose_cpu_share(kMeasured, large_gpt(), on_gpu()), 0) << "no states in host memory";
 }
 
-TEST_F(UpdateSplit, SeveralRanksMeasureNothingSoThatTheyPlanAlike) {
-  EXPECT_TRUE(splits_update(options_));
-  options_.num_ranks = 2;
-  EXPECT_FALSE(splits_update(options_));
+// Rates are a rank's, while all ranks work: half the elements in half the time.
+TEST_F(UpdateSplit, OfSeveralRanksGoesByThePartOfEach) {
+  const ModelShapes model = large_gpt(DType::kFloat32);  // copied again whoever updates it
+  options_.sub_group_bytes = 8192;
+  for (const double backward_s : {0.0, 0.001, 0.002}) {
+    UpdateRates rates = kMeasured;
+    rates.d2h_bytes_per_s *= 4;  // so that H2D is the bound
+    rates.backward_s = backward_s;
+    options_.num_ranks = 1;
+    EXPECT_TRUE(splits_update(options_));
+    const double one = choose_cpu_share(rates, model, options_);
+    rates.backward_s = backward_s / 2;
+    options_.num_ranks = 2;
+    EXPECT_TRUE(splits_update(options_));
+    EXPECT_NEAR(choose_cpu_share(rates, model, options_), one, 0.01) << backward_s;
+  }
 }
 
 }  // namespace
