@@ -99,7 +99,7 @@ Json tiers_json(const TrainMemory& memory) {
           {"activation_bytes", memory.activations.peak},
           {"head_activation_bytes", memory.activations.head},
           {"device_peak_bytes", memory.device_peak_bytes},
-          {"network_bytes", plan.comm_bytes},
+          {"network_bytes", plan.comm_bytes + plan.chunk_bytes},
           {"step",
            {{"states_read_bytes", step.states_read},
             {"states_written_bytes", step.states_written},

@@ -57,6 +57,12 @@ struct Call {
   std::span<const int> world_ranks = {};  // what to call the ranks in messages, by rank
 };
 
+// What a rank holds in a group as long as that lives, whatever its calls.
+struct HeldMemory {
+  Tier tier = Tier::kHost;
+  std::size_t bytes = 0;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -90,6 +96,9 @@ class Backend {
   // In place; in rank order. REQUIRES: reads_peers().
   virtual Pending start_all_reduce(void* data, std::size_t numel, DType dtype, Reduction reduction,
                                    const Call& call);
+
+  // Chunks that other memory passes through. Group charges them.
+  virtual HeldMemory held_memory() const { return {}; }
 
   // A backend over some of this one's ranks (ascending, this rank among them). Collective over
   // exactly those ranks; `name` is the same on them and unused before.

@@ -52,6 +52,9 @@ Group::Group(std::unique_ptr<Backend> backend, std::string name, std::vector<int
   if (!backend_->stream_ordered() || can_differ) {
     queue_ = std::make_unique<CallQueue>(*backend_, staging_, watchdog_, world_ranks_, spans());
   }
+  if (options_.ledger != nullptr) {
+    options_.ledger->charge(held_memory().tier, Role::kStaging, held_memory().bytes);
+  }
 }
 
 // An exception on its way through the owner of the group must not wait for calls in flight: the
@@ -68,6 +71,9 @@ Group::~Group() {
       held.first.wait();
     } catch (...) {  // whoever waits for the call itself is told; here only the end matters
     }
+  }
+  if (options_.ledger != nullptr) {
+    options_.ledger->discharge(held_memory().tier, Role::kStaging, held_memory().bytes);
   }
 }
 

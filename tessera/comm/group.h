@@ -55,7 +55,8 @@ struct GroupOptions {
   std::size_t pack_below_bytes = std::size_t{64} * 1024;
   // How often a rank posts its status, and looks whether another one has failed.
   std::chrono::milliseconds heartbeat{1000};
-  Ledger* ledger = nullptr;  // staging is charged here; null: not charged
+  // What calls are staged in and what the backend holds is charged here; null: not charged.
+  Ledger* ledger = nullptr;
   // Whose memory is passed in; null: host memory. Outlives the group. If it is discrete and the
   // network reaches the host's memory only (Gloo), calls pass through pinned staging: the group's
   // own threads make the copies (D2H and H2D), and nothing blocks the caller. Host memory may then
@@ -133,6 +134,8 @@ class Group {
            : backend_->reads_peers() ? CallMemory::kShared
                                      : CallMemory::kReached;
   }
+
+  HeldMemory held_memory() const { return backend_->held_memory(); }
 
   [[nodiscard]] Pending start_all_gather(std::span<const Gather> tensors,
                                          const CallOptions& options = {});

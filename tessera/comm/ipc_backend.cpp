@@ -14,7 +14,6 @@
 #include "tessera/comm/await_ranks.h"
 #include "tessera/comm/peer_regions.h"
 #include "tessera/comm/rank_sum_cuda.h"
-#include "tessera/comm/staging.h"
 #include "tessera/core/error.h"
 #include "tessera/device/cuda_call.h"
 #include "tessera/device/cuda_shared_heap.h"
@@ -27,9 +26,6 @@ using device::CudaDeviceScope;
 using device::CudaSharedHeap;
 using device::CudaStream;
 
-// Of one of the two chunks that other memory passes through: large against the time that flags take
-// from one process to another.
-constexpr std::size_t kGpuChunkBytes = std::size_t{4} << 20;
 constexpr std::size_t kMaxRegions = 4096;  // of a rank; what lies in others passes through chunks
 // Ahead of every value that is waited for, in the cyclic comparison of a stream's waits.
 constexpr std::uint32_t kFarAhead = std::uint32_t{1} << 30;
@@ -145,9 +141,9 @@ class IpcBackend final : public PeerBackend {
     }
     load_rank_sums();
     try_flags();
-    chunks_ = heap_->allocate(kNumChunks * kGpuChunkBytes + kSmallAllReduceBytes, 256);
+    chunks_ = heap_->allocate(kIpcChunks.bytes, 256);
     TESSERA_CHECK(chunks_ != nullptr, DeviceError, "cuda:", device_index_, " has no ",
-                  kNumChunks * kGpuChunkBytes, " bytes left for chunks");
+                  kIpcChunks.bytes, " bytes left for chunks");
     const CudaSharedHeap::Place place = *heap_->place_of(chunks_, 1);
     at(own_rank()).heap = heap_->id();
     at(own_rank()).chunk_region = place.region;
@@ -180,6 +176,7 @@ class IpcBackend final : public PeerBackend {
   }
 
   std::string_view name() const override { return "ipc"; }
+  HeldMemory held_memory() const override { return kIpcChunks; }
   bool stream_ordered() const override { return true; }
 
   std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
@@ -196,6 +193,9 @@ class IpcBackend final : public PeerBackend {
   }
 
  private:
+  static constexpr std::size_t kGpuChunkBytes =
+      (kIpcChunks.bytes - kSmallAllReduceBytes) / kNumChunks;
+
   // A call that has been handed to the GPU.
   struct UnderWay {
     std::uint32_t round = 0;  // its last

@@ -11,8 +11,6 @@
 namespace tessera::comm {
 namespace {
 
-constexpr std::size_t kChunkBytes = std::size_t{256} << 10;  // two stay in the cache
-
 class ShmBackend final : public PeerBackend {
  public:
   ShmBackend(std::shared_ptr<Store> store, std::unique_ptr<PeerMemory> peers, int rank,
@@ -24,10 +22,11 @@ class ShmBackend final : public PeerBackend {
 
   static std::size_t control_bytes(std::size_t size) {
     return PeerBackend::control_bytes(sizeof(Plane) + size * sizeof(SharedCounter) +
-                                      kNumChunks * kChunkBytes);
+                                      kShmChunks.bytes);
   }
 
   std::string_view name() const override { return "shm"; }
+  HeldMemory held_memory() const override { return kShmChunks; }
 
   std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
     if (ranks.size() == 1) {
@@ -45,6 +44,8 @@ class ShmBackend final : public PeerBackend {
   }
 
  private:
+  static constexpr std::size_t kChunkBytes = kShmChunks.bytes / kNumChunks;
+
   // Of each rank. Its counters behind it, by rank: how many chunks of that rank it has read; then
   // its chunks.
   struct Plane {

@@ -15,6 +15,10 @@
 
 namespace tessera::comm {
 
+// What a rank holds in each group, for memory that peers cannot read in place: two chunks, which
+// stay in the cache.
+inline constexpr HeldMemory kShmChunks{Tier::kHost, std::size_t{512} << 10};
+
 using ShmPhase = RoundPhase;
 using ShmOptions = PeerBackendOptions;
 

@@ -118,6 +118,7 @@ MemoryPlanning plan_memory(Runtime& runtime, comm::Group& group, const planner::
   MemoryPlanning planning;
   planning.asked = MemoryPlanOptions::from(config, group.size(), runtime.device().is_discrete());
   planning.asked.call_memory = group.call_memory();
+  planning.asked.group_memory = group.held_memory();
   for (const std::string& directory : config.get_list("nvme.paths")) {
     tier::check_scratch_directory(directory);
   }

@@ -330,6 +330,8 @@ void MemoryCost::complete(MemoryPlan& plan) const {
   plan.gather_staging_bytes = GatherCost(cut_, plan.bucket_bytes).staging_bytes(plan.arena_bytes);
   plan.reduction_staging_bytes = gradients.staging;
   plan.comm_bytes = plan.gather_staging_bytes + plan.reduction_staging_bytes;
+  plan.chunk_bytes = options_.chunk_bytes();
+  plan.chunk_tier = options_.group_memory.tier;
   plan.kept_gradient_bytes = kept_gradients(plan.params);
   plan.full_gradient_bytes = 0;
   for (std::size_t i = 0; i < cut_.num_params(); ++i) {

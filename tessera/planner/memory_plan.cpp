@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <utility>
 
+#include "tessera/comm/ipc_backend.h"
+#include "tessera/comm/shm_backend.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
@@ -155,6 +157,11 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   } else if (num_ranks > 1 && backend != "gloo" && backend != "nccl") {
     options.call_memory = comm::CallMemory::kShared;
   }
+  if (options.call_memory == comm::CallMemory::kShared && is_discrete) {
+    options.group_memory = comm::kIpcChunks;
+  } else if (options.call_memory == comm::CallMemory::kShared || (num_ranks > 1 && backend == "shm")) {
+    options.group_memory = comm::kShmChunks;
+  }
   options.live_limit_bytes = config.get_bytes("live.limit_bytes");
   options.is_live_limit_given = config.is_set("live.limit_bytes");
   options.is_max_inflight_given = config.is_set("prefetch.max_inflight");
@@ -191,25 +198,27 @@ std::int64_t MemoryPlan::bytes(Tier tier, Role role) const {
 
 std::vector<LedgerLine> MemoryPlan::ledger_with_groups() const {
   std::vector<LedgerLine> lines = ledger;
-  if (comm_bytes == 0) {
-    return lines;
-  }
-  for (LedgerLine& line : lines) {
-    if (line.tier == comm_tier && line.role == Role::kStaging) {
-      line.bytes += comm_bytes;
-      return lines;
+  const auto add_staging = [&lines](Tier tier, std::int64_t bytes) {
+    const auto line = std::find_if(lines.begin(), lines.end(), [&](const LedgerLine& each) {
+      return each.tier == tier && each.role == Role::kStaging;
+    });
+    if (line != lines.end()) {
+      line->bytes += bytes;
+    } else if (bytes > 0) {
+      lines.push_back({tier, Role::kStaging, bytes});
     }
-  }
-  lines.push_back({comm_tier, Role::kStaging, comm_bytes});
+  };
+  add_staging(comm_tier, comm_bytes);
+  add_staging(chunk_tier, chunk_bytes);
   return lines;
 }
 
 std::int64_t MemoryPlan::memory_bytes() const {
-  return bytes(Tier::kDevice) + bytes(Tier::kPinned) + bytes(Tier::kHost) + comm_bytes;
+  return bytes(Tier::kDevice) + bytes(Tier::kPinned) + bytes(Tier::kHost) + comm_bytes + chunk_bytes;
 }
 
 std::int64_t MemoryPlan::device_memory_bytes() const {
-  return is_discrete ? bytes(Tier::kDevice) : 0;
+  return is_discrete ? bytes(Tier::kDevice) + (chunk_tier == Tier::kDevice ? chunk_bytes : 0) : 0;
 }
 
 std::int64_t MemoryPlan::host_memory_bytes() const {
@@ -223,10 +232,13 @@ std::string MemoryPlan::text() const {
       row("bytes per rank", device_column("device"), is_discrete ? "host" : "memory", "NVMe");
   for (std::size_t i = 0; i < kNumRoles; ++i) {
     const auto role = static_cast<Role>(i);
-    const std::int64_t device = is_discrete ? bytes(Tier::kDevice, role) : 0;
-    const std::int64_t memory = bytes(Tier::kDevice, role) - device + bytes(Tier::kPinned, role) +
-                                bytes(Tier::kHost, role) +
-                                (role == Role::kStaging ? comm_bytes : 0);
+    std::int64_t device = is_discrete ? bytes(Tier::kDevice, role) : 0;
+    std::int64_t memory = bytes(Tier::kDevice, role) - device + bytes(Tier::kPinned, role) +
+                          bytes(Tier::kHost, role);
+    if (role == Role::kStaging) {
+      memory += comm_bytes;
+      (is_discrete && chunk_tier == Tier::kDevice ? device : memory) += chunk_bytes;
+    }
     const std::int64_t nvme = bytes(Tier::kNvme, role);
     if (device + memory + nvme > 0) {
       text += row(words_of(role), device_column(bytes_or_dash(device)), bytes_or_dash(memory),

@@ -64,6 +64,7 @@ struct MemoryPlanOptions {
   bool is_bucket_given = false;                            // exactly that, not at most
   std::int64_t pack_below_bytes = std::int64_t{64} << 10;  // smaller shards are gathered together
   comm::CallMemory call_memory = comm::CallMemory::kReached;  // of the groups (Group::call_memory)
+  comm::HeldMemory group_memory;  // of each of them (Group::held_memory)
   std::int64_t live_limit_bytes = std::int64_t{2} << 30;
   bool is_live_limit_given = false;      // else one rank on a discrete device may hold more
   bool is_max_inflight_given = false;    // prefetch.max_inflight, else chosen here
@@ -80,6 +81,8 @@ struct MemoryPlanOptions {
   // Budgets, tiers and buffers as the config says; types by option precision. Throws ConfigError
   // for contradictions: NVMe without a path, a tier that its budget forbids.
   static MemoryPlanOptions from(const Config& config, int num_ranks, bool is_discrete);
+  // Of the group of gathers and the one of reductions.
+  std::int64_t chunk_bytes() const { return 2 * static_cast<std::int64_t>(group_memory.bytes); }
   // The budget of device memory; of a CPU's one memory the smaller of both. kUnlimited: none.
   std::int64_t memory_bytes() const;
 };
@@ -161,6 +164,9 @@ struct MemoryPlan {
   std::int64_t reduction_staging_bytes = 0;
   std::int64_t comm_bytes = 0;  // their sum
   Tier comm_tier = Tier::kHost;
+  // What both hold besides, as long as they live (Group::held_memory); charged alike.
+  std::int64_t chunk_bytes = 0;
+  Tier chunk_tier = Tier::kHost;
 
   std::vector<LedgerLine> ledger;  // by tier and role, those above zero
   // Torch's, besides: of one parameter at a time, and with kept_gradient_bytes.
@@ -170,11 +176,11 @@ struct MemoryPlan {
   UpdateNumel update;
   std::int64_t shard_numel = 0;  // of all parameters of this rank
 
-  // The ledger with what the groups reserve: what the books of a run say that has one ledger.
+  // The ledger with what the groups reserve and hold: what the books of a run say that has one ledger.
   std::vector<LedgerLine> ledger_with_groups() const;
   std::int64_t bytes(Tier tier) const;
   std::int64_t bytes(Tier tier, Role role) const;
-  // Of all tiers but NVMe, and of comm_bytes: what the budget bounds.
+  // Of all tiers but NVMe, and of the groups: what the budget bounds.
   std::int64_t memory_bytes() const;
   // The same by budget. Where device and host are one memory, all of it is the host's.
   std::int64_t device_memory_bytes() const;

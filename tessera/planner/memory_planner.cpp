@@ -254,6 +254,7 @@ class OneMemoryPlanner : public Planner {
       need.add("optimizer states", in_memory(Role::kOptimizer));
       need.add(arena_text(unit.unit), in_memory(Role::kFull));
       need.add("staging of the network's calls", plan.comm_bytes);
+      need.add("chunks of shared memory", plan.chunk_bytes);
       if (need.total() <= budget_) {
         set_arena(GatherCost(cut_, bucket_bytes)
                       .grown_arena(unit.bytes, whole_arena(in_memory_), budget_ - need.total()),
@@ -290,6 +291,7 @@ class OneMemoryPlanner : public Planner {
     need.add("buckets of reductions", most_reduction_bytes(cut_, smallest.bucket_bytes));
     need.add("staging of gathers",
              GatherCost(cut_, smallest.bucket_bytes).staging_bytes(smallest.arena_bytes));
+    need.add("chunks of shared memory", options_.chunk_bytes());
     need.add("sums of blocks",
              gradient_cost(cut_, least_kept, smallest.bucket_bytes).bytes.block_sums);
     // Two pools, each of whole pages.
@@ -565,8 +567,14 @@ class DiscretePlanner : public Planner {
     const std::int64_t num_slots =
         std::min(with_good_room ? kGoodSlots : kLeastSlots, slots.num_sub_groups);
     const std::int64_t arena = with_good_room ? good_arena(all) : largest_unit(cut_, all).bytes;
-    return candidate.lines.bytes(Tier::kDevice) + num_slots * slots.slot_bytes + arena <=
+    return candidate.lines.bytes(Tier::kDevice) + chunk_bytes(Tier::kDevice) +
+               num_slots * slots.slot_bytes + arena <=
            options_.device_bytes;
+  }
+
+  // Of the groups.
+  std::int64_t chunk_bytes(Tier tier) const {
+    return options_.group_memory.tier == tier ? options_.chunk_bytes() : 0;
   }
 
   std::int64_t good_arena(const Placements& placements) const {
@@ -625,6 +633,7 @@ class DiscretePlanner : public Planner {
     need.add("optimizer states", in_host(Role::kOptimizer));
     need.add("new parameters before their copy to the device", in_host(Role::kStaging));
     need.add("staging of the network's calls", most_comm_bytes_);
+    need.add("chunks of shared memory", chunk_bytes(Tier::kHost));
     need.add("buffers of NVMe", nvme == 0 ? 0
                                           : pool_bytes(options_, pools.optimizer_bytes) +
                                                 feed_pool_bytes(options_, pools.parameter_bytes));
@@ -693,7 +702,8 @@ class DiscretePlanner : public Planner {
     const SlotNeed slots = slot_need(plan.params, plan.sub_group_numel);
     std::int64_t arena = largest_unit(cut_, plan.params).bytes;
     std::int64_t num_slots = std::min(kLeastSlots, slots.num_sub_groups);
-    std::int64_t rest = options_.device_bytes - shard_bytes - arena - num_slots * slots.slot_bytes;
+    std::int64_t rest = options_.device_bytes - shard_bytes - chunk_bytes(Tier::kDevice) - arena -
+                        num_slots * slots.slot_bytes;
     const auto grow_arena = [&](std::int64_t wanted) {
       const std::int64_t more =
           std::clamp<std::int64_t>(wanted - arena, 0, std::max<std::int64_t>(rest, 0));
@@ -731,6 +741,7 @@ class DiscretePlanner : public Planner {
     need.add("optimizer states", lines.bytes(Tier::kDevice, Role::kOptimizer));
     need.add("arena (the largest unit)", largest_unit(cut_, all).bytes);
     need.add("slots of the update", std::min(kLeastSlots, slots.num_sub_groups) * slots.slot_bytes);
+    need.add("chunks of shared memory", chunk_bytes(Tier::kDevice));
     const bool is_wished =
         options_.parameters == Tier::kDevice || options_.optimizer == Tier::kDevice;
     refuse(need, "device memory", "memory.device", options_.device_bytes, options_.num_device_ranks,

@@ -46,6 +46,28 @@ INSTANTIATE_TEST_SUITE_P(ShmProcesses, GroupContract,
                          ::testing::Values(processes_over_shm("OutOfStep", Role::kGradient, 100)),
                          world_name);
 
+// Each group has its own, as long as it lives.
+class ShmChunks : public Contract {};
+INSTANTIATE_TEST_SUITE_P(Shm, ShmChunks,
+                         ::testing::Values(threads_over_shm("Threads", Role::kGradient, 0),
+                                           processes_over_shm("Processes", Role::kGradient, 0)),
+                         world_name);
+
+TEST_P(ShmChunks, AreChargedWhileTheirGroupLives) {
+  run(2, [](ContractRank& here) {
+    const auto held = [&] { return here.ledger.current_bytes(Tier::kHost, Role::kStaging); };
+    EXPECT_EQ(here.group.held_memory().bytes, kShmChunks.bytes);
+    EXPECT_EQ(held(), kShmChunks.bytes);
+    {
+      const auto both = here.group.split(0, "both");
+      EXPECT_EQ(held(), 2 * kShmChunks.bytes);
+      const auto alone = here.group.split(here.group.rank(), "alone");
+      EXPECT_EQ(held(), 2 * kShmChunks.bytes);
+    }
+    EXPECT_EQ(held(), kShmChunks.bytes);
+  });
+}
+
 // More ranks than most machines of the tests have cores.
 class ManyRanksContract : public Contract {};
 INSTANTIATE_TEST_SUITE_P(ShmProcesses, ManyRanksContract,

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include "tessera/comm/ipc_backend.h"
+#include "tessera/comm/shm_backend.h"
 #include "tessera/core/config.h"
 #include "tessera/planner/memory_planner.h"
 #include "tests/planner/plan_cases.h"
@@ -48,6 +50,55 @@ TEST(MemoryPlanOptionsTest, WhatIsGivenReachesThePlan) {
   EXPECT_EQ(options.num_states, 0);
   config.set("optim.momentum", 0.9);
   EXPECT_EQ(MemoryPlanOptions::from(config, 1, false).num_states, 1);
+}
+
+// As if all ranks were on one host.
+TEST(MemoryPlanOptionsTest, ChunksOfGroupsThatShareMemoryAreInThePlan) {
+  struct Case {
+    const char* backend;
+    int num_ranks;
+    bool is_discrete;
+    Tier tier;
+    std::size_t bytes;
+  };
+  const ModelShapes model = small_gpt(64, 2, 1000);
+  for (const Case& each : {Case{"auto", 2, false, Tier::kHost, comm::kShmChunks.bytes},
+                           {"auto", 2, true, Tier::kDevice, comm::kIpcChunks.bytes},
+                           {"shm", 2, true, Tier::kHost, comm::kShmChunks.bytes},
+                           {"gloo", 2, false, Tier::kHost, 0},
+                           {"nccl", 2, true, Tier::kHost, 0},
+                           {"auto", 1, false, Tier::kHost, 0}}) {
+    SCOPED_TRACE(std::string(each.backend) + (each.is_discrete ? ", discrete" : ""));
+    Config config;
+    config.set("comm.backend", each.backend);
+    MemoryPlanOptions options = MemoryPlanOptions::from(config, each.num_ranks, each.is_discrete);
+    const MemoryPlan plan = planned(model, options);
+    options.group_memory = {};
+    const MemoryPlan without = planned(model, options);
+    const auto bytes = 2 * static_cast<std::int64_t>(each.bytes);
+    const auto staging = [&](const MemoryPlan& of) {
+      std::int64_t found = 0;
+      for (const LedgerLine& line : of.ledger_with_groups()) {
+        found += line.tier == each.tier && line.role == Role::kStaging ? line.bytes : 0;
+      }
+      return found;
+    };
+    EXPECT_EQ(staging(plan), staging(without) + bytes);
+    EXPECT_EQ(plan.memory_bytes(), without.memory_bytes() + bytes);
+    EXPECT_EQ(plan.device_memory_bytes(),
+              without.device_memory_bytes() + (each.tier == Tier::kDevice ? bytes : 0));
+    options.group_memory = {each.tier, each.bytes};
+    if (each.bytes == 0) {
+      continue;  // there may be nothing to make smaller
+    }
+    if (each.is_discrete) {
+      options.device_bytes = plan.device_memory_bytes() - 1;
+      EXPECT_LE(planned(model, options).device_memory_bytes(), options.device_bytes);
+    } else {
+      options.host_bytes = plan.memory_bytes() - 1;
+      EXPECT_LE(planned(model, options).memory_bytes(), options.host_bytes);
+    }
+  }
 }
 
 TEST(MemoryPlanOptionsTest, NvmeOfZeroBytesIsNoNvme) {
