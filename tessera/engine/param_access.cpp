@@ -1,8 +1,8 @@
 #include "tessera/engine/param_access.h"
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
+#include <tuple>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -17,21 +17,6 @@ namespace engine {
 namespace {
 
 constexpr const char* kWhat = "gathered scope";
-
-// Each step is one-to-one in `hash` and in the word, so a single changed word is always seen.
-std::uint64_t add_to_hash(std::uint64_t hash, const std::byte* data, std::size_t bytes) {
-  constexpr std::uint64_t kFactor = 0x9e3779b97f4a7c15U;
-  while (bytes > 0) {
-    std::uint64_t word = 0;
-    const std::size_t taken = std::min(bytes, sizeof(word));
-    std::memcpy(&word, data, taken);
-    hash = (hash ^ word) * kFactor;
-    hash ^= hash >> 32;
-    data += taken;
-    bytes -= taken;
-  }
-  return hash;
-}
 
 }  // namespace
 
@@ -91,8 +76,8 @@ std::shared_ptr<GatheredState> ParamAccess::open(std::vector<int> ids, int modif
   } else {
     ctx_.coordinator.begin_hold(state->ids, kWhat);
   }
+  state->hashes = hashes_of(state->ids);
   for (const int id : state->ids) {
-    state->hashes.push_back(hash_of(id));
     if (modifier_rank >= 0) {
       ctx_.params[id].allow_edits();
     }
@@ -151,26 +136,26 @@ void ParamAccess::free(const GatheredState& state, const std::vector<int>& writt
   }
 }
 
-std::uint64_t ParamAccess::hash_of(int id) const {
-  const shard::Param& param = ctx_.params[id];
-  const std::size_t bytes =
-      static_cast<std::size_t>(param.layout().numel()) * bytes_of(param.layout().dtype());
-  const auto* data = static_cast<const std::byte*>(param.full());
-  if (!ctx_.runtime.on_cuda()) {
-    return add_to_hash(0, data, bytes);
+// Where the values lie, by all threads there are: only the sums come to the host.
+std::vector<std::uint64_t> ParamAccess::hashes_of(const std::vector<int>& ids) const {
+  std::vector<std::uint64_t> hashes(ids.size());
+  if (ids.empty()) {
+    return hashes;
   }
-  constexpr std::size_t kChunkBytes = std::size_t{8} << 20;
-  std::vector<std::byte> chunk(std::min(bytes, kChunkBytes));
   device::Device& device = ctx_.runtime.device();
-  std::uint64_t hash = 0;
-  for (std::size_t done = 0; done < bytes; done += kChunkBytes) {
-    const std::size_t part = std::min(kChunkBytes, bytes - done);
-    // In the order of the user's own work.
-    device.start_copy(chunk.data(), data + done, part, device.stream(device::StreamKind::kCompute))
-        .wait();
-    hash = add_to_hash(hash, chunk.data(), part);
+  device::Stream& stream = device.stream(device::StreamKind::kCompute);
+  const std::size_t bytes = hashes.size() * sizeof(std::uint64_t);
+  const device::Memory sums = device.allocate(Tier::kDevice, bytes, Role::kStaging);
+  std::ignore = device.start_fill(sums.data(), 0, bytes, stream);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const shard::Param& param = ctx_.params[ids[i]];
+    std::ignore = ctx_.runtime.kernels().start_hash(
+        param.full(),
+        static_cast<std::size_t>(param.layout().numel()) * bytes_of(param.layout().dtype()),
+        reinterpret_cast<std::uint64_t*>(sums.data()) + i, stream);
   }
-  return hash;
+  device.start_copy(hashes.data(), sums.data(), bytes, stream).wait();
+  return hashes;
 }
 
 bool ParamAccess::is_changed_elsewhere(const GatheredState& state, int id) const {
@@ -219,11 +204,17 @@ void ParamAccess::write_back(int id, int modifier_rank) {
   driver_.shard_was_written(id);
 }
 
-void ParamAccess::set_hash(int id, std::uint64_t hash) {
+void ParamAccess::set_hashes(const std::vector<int>& ids) {
+  if (open_.empty()) {
+    return;  // nobody compares with them
+  }
+  const std::vector<std::uint64_t> hashes = hashes_of(ids);
   for (const auto& other : open_) {
-    const auto found = std::lower_bound(other->ids.begin(), other->ids.end(), id);
-    if (found != other->ids.end() && *found == id) {
-      other->hashes[static_cast<std::size_t>(found - other->ids.begin())] = hash;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const auto found = std::lower_bound(other->ids.begin(), other->ids.end(), ids[i]);
+      if (found != other->ids.end() && *found == ids[i]) {
+        other->hashes[static_cast<std::size_t>(found - other->ids.begin())] = hashes[i];
+      }
     }
   }
 }
@@ -237,10 +228,11 @@ void ParamAccess::close(GatheredState& state) {
   std::vector<int> written;
   std::string wrong;
   try {
+    const std::vector<std::uint64_t> hashes = hashes_of(state.ids);
     std::vector<std::int64_t> changed;
     for (std::size_t i = 0; i < state.ids.size(); ++i) {
-      const int id = state.ids[i];
-      changed.push_back(!is_changed_elsewhere(state, id) && hash_of(id) != state.hashes[i] ? 1 : 0);
+      const bool counts = !is_changed_elsewhere(state, state.ids[i]);
+      changed.push_back(counts && hashes[i] != state.hashes[i] ? 1 : 0);
     }
     changed = ranks_.gather_numbers(changed, kWhat);
     wrong = first_wrong(state, changed);
@@ -254,10 +246,12 @@ void ParamAccess::close(GatheredState& state) {
     for (const int id : written) {
       if (wrong.empty()) {
         write_back(id, state.modifier_rank);
-        set_hash(id, hash_of(id));
       } else if (ctx_.params[id].shard_is_full()) {
         driver_.shard_was_written(id);  // it has happened: no later step shall revert half of it
       }
+    }
+    if (wrong.empty()) {
+      set_hashes(written);
     }
   } catch (...) {
     free(state, state.ids);
@@ -353,18 +347,18 @@ device::Memory ParamAccess::gather_full(int id, const std::string& what) {
   return full;
 }
 
-at::Tensor ParamAccess::full_value(int id) {
+at::Tensor ParamAccess::value_on(int id, at::Device where) {
   ctx_.lifecycle.check_usable();
   const device::Memory full = gather_full(id, "full value");
   device::Device& device = ctx_.runtime.device();
   const at::Tensor& tensor = model_.tensor(id);
-  at::Tensor value =
-      at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
+  at::Tensor value = at::empty_strided(tensor.sizes(), tensor.strides(),
+                                       at::TensorOptions(tensor.scalar_type()).device(where));
   if (value.numel() > 0) {
-    device
-        .start_copy(value.data_ptr(), full.data(), value.nbytes(),
-                    device.stream(device::StreamKind::kGather))
-        .wait();
+    device::Stream& stream = device.stream(device::StreamKind::kGather);
+    // Torch may give memory that work of its stream still uses.
+    stream.wait(device.stream(device::StreamKind::kCompute).record());
+    device.start_copy(value.data_ptr(), full.data(), value.nbytes(), stream).wait();
   }
   return value;
 }
@@ -415,8 +409,7 @@ void ParamAccess::to_plain() {
   driver_.abandon();  // what an old graph still holds does nothing from here on
   for (int id = 0; id < ctx_.params.num_params(); ++id) {
     const at::Tensor& tensor = model_.tensor(id);
-    const at::Tensor value = full_value(id).to(tensor.device());
-    shard::unbind_tensor(tensor, value);
+    shard::unbind_tensor(tensor, value_on(id, tensor.device()));
   }
   model_.make_plain();
   ctx_.lifecycle.set_plain();

@@ -61,25 +61,28 @@ class ParamAccess {
   void close_quietly(ResidentState& state) noexcept;
 
   // --- collective ---
-  at::Tensor full_value(int id);
+  at::Tensor full_value(int id) { return value_on(id, at::Device(at::kCPU)); }
   void save_parameters(const std::string& path);
   void to_plain();
 
  private:
   // The whole parameter in memory of its own, waited for.
   device::Memory gather_full(int id, const std::string& what);
+  // The same as a tensor of the parameter's shape.
+  at::Tensor value_on(int id, at::Device where);
   void hold_early(const std::vector<int>& ids);
   // `written`: by id, those whose copies are no longer what was gathered.
   void free(const GatheredState& state, const std::vector<int>& written);
   void free_early(int id);
   bool is_changed_elsewhere(const GatheredState& state, int id) const;
-  std::uint64_t hash_of(int id) const;
+  // By index in `ids`, in the order of the user's own work.
+  std::vector<std::uint64_t> hashes_of(const std::vector<int>& ids) const;
   // Who changed what against the rules; empty: nobody. `changed`: by rank and index in ids.
   std::string first_wrong(const GatheredState& state,
                           const std::vector<std::int64_t>& changed) const;
   void write_back(int id, int modifier_rank);
   // The values of all ranks are these from now on, also for the other scopes.
-  void set_hash(int id, std::uint64_t hash);
+  void set_hashes(const std::vector<int>& ids);
 
   EngineContext& ctx_;
   RankAgreement& ranks_;

@@ -39,4 +39,7 @@ void launch_add(float* values, const void* addend, DType dtype, std::int64_t num
 void launch_convert(void* to, DType to_dtype, const void* from, DType from_dtype, float scale,
                     std::int64_t numel, cudaStream_t stream);
 
+// hash_cuda.cu. REQUIRES: bytes > 0.
+void launch_hash(const void* data, std::int64_t bytes, std::uint64_t* sum, cudaStream_t stream);
+
 }  // namespace tessera::optim::cuda

@@ -84,6 +84,10 @@ class Kernels {
   virtual device::Pending start_convert(void* to, DType to_dtype, const void* from,
                                         DType from_dtype, float scale, std::int64_t numel,
                                         device::Stream& stream) = 0;
+  // *sum += the hash of these bytes (content_hash.cuh), the same on every device. `sum` is memory
+  // that kernels of the stream can write. REQUIRES: `data` is aligned to 8 bytes.
+  virtual device::Pending start_hash(const void* data, std::size_t bytes, std::uint64_t* sum,
+                                     device::Stream& stream) = 0;
   // to[i] = from[i]
   device::Pending start_widen(float* to, const void* from, DType dtype, std::int64_t numel,
                               device::Stream& stream) {

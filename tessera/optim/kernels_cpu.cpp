@@ -1,9 +1,12 @@
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
+#include <cstring>
 #include <utility>
 #include <vector>
 
 #include "tessera/core/error.h"
+#include "tessera/optim/content_hash.cuh"
 #include "tessera/optim/kernels.h"
 #include "tessera/optim/step_rules.cuh"
 #include "tessera/optim/thread_team.h"
@@ -189,6 +192,31 @@ class CpuKernels final : public Kernels {
                    best_loops().convert(out + begin * out_bytes, to_dtype, in + begin * in_bytes,
                                         from_dtype, scale, end - begin);
                  });
+    });
+  }
+
+  device::Pending start_hash(const void* data, std::size_t bytes, std::uint64_t* sum,
+                             device::Stream& stream) override {
+    check_hashed(data);
+    const auto* from = static_cast<const std::byte*>(data);
+    return stream.enqueue([this, from, numel = static_cast<std::int64_t>(bytes), sum] {
+      const std::vector<Range> words{{ceil_div(numel, kHashWordBytes)}};
+      for_chunks(words, [&](const Range&, std::int64_t begin, std::int64_t end) {
+        std::uint64_t terms = 0;
+        const auto add = [&](std::int64_t i, std::int64_t word_bytes) {
+          std::uint64_t word = 0;
+          std::memcpy(&word, from + i * kHashWordBytes, static_cast<std::size_t>(word_bytes));
+          terms += hash_term(word, static_cast<std::uint64_t>(i));
+        };
+        const std::int64_t whole = std::min(end, numel / kHashWordBytes);
+        for (std::int64_t i = begin; i < whole; ++i) {
+          add(i, kHashWordBytes);
+        }
+        if (whole < end) {
+          add(whole, numel - whole * kHashWordBytes);
+        }
+        std::atomic_ref(*sum).fetch_add(terms, std::memory_order_relaxed);
+      });
     });
   }
 

@@ -118,6 +118,14 @@ class CudaKernels final : public Kernels {
     });
   }
 
+  device::Pending start_hash(const void* data, std::size_t bytes, std::uint64_t* sum,
+                             device::Stream& stream) override {
+    check_hashed(data);
+    const auto numel = static_cast<std::int64_t>(bytes);
+    return launch("hash", numel, stream,
+                  [&](cudaStream_t handle) { cuda::launch_hash(data, numel, sum, handle); });
+  }
+
  private:
   // Of one stream.
   struct Scratch {

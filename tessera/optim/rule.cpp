@@ -4,6 +4,7 @@
 
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
+#include "tessera/optim/content_hash.cuh"
 #include "tessera/optim/step_rules.cuh"
 #include "tessera/optim/update_loops.h"
 
@@ -133,6 +134,11 @@ void check_element_type(const char* work, DType dtype) {
   TESSERA_INVARIANT(
       dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16, work,
       " of type ", to_string(dtype), "; fp32, bf16 and fp16 are known");
+}
+
+void check_hashed(const void* data) {
+  TESSERA_INVARIANT(reinterpret_cast<std::uintptr_t>(data) % kHashWordBytes == 0,
+                    "hash of memory that is not aligned to its words");
 }
 
 void check_update(const RuleOptions& rule, const UpdateScalars& scalars, const UpdateSpan& span) {

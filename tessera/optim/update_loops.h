@@ -29,6 +29,8 @@ bool take_factor(const StepOnDevice* step, ElementScalars& scalars);
 void check_update(const RuleOptions& rule, const UpdateScalars& scalars, const UpdateSpan& span);
 // InternalError unless it is fp32, bf16 or fp16; `work` is what was to be done with it.
 void check_element_type(const char* work, DType dtype);
+// Throws InternalError unless it is aligned to the words of a hash.
+void check_hashed(const void* data);
 
 struct Loops {
   std::string_view name;  // "baseline", "x86-64-v3"

@@ -11,6 +11,7 @@
 #include <limits>
 #include <vector>
 
+#include "tessera/optim/content_hash.cuh"
 #include "tessera/optim/kernels.h"
 #include "tessera/optim/update_loops.h"
 
@@ -53,6 +54,27 @@ class QuickRandom {
  private:
   std::uint64_t state_;
 };
+
+// Sizes of what is hashed: none, less than a word, words with a rest, and several chunks.
+inline constexpr std::size_t kHashedBytes[] = {0, 1, 7, 8, 9, 4099, 1'000'006};
+
+inline std::vector<std::byte> hashed_bytes(std::size_t bytes) {
+  std::vector<std::byte> values(bytes);
+  for (std::size_t i = 0; i < bytes; ++i) {
+    values[i] = static_cast<std::byte>(hash_term(i, bytes));
+  }
+  return values;
+}
+// One word after the other.
+inline std::uint64_t reference_hash(const std::vector<std::byte>& values) {
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i * 8 < values.size(); ++i) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, values.data() + i * 8, std::min<std::size_t>(8, values.size() - i * 8));
+    sum += hash_term(word, i);
+  }
+  return sum;
+}
 
 // Arrays of elements in one piece of memory, each so many elements behind a place that is aligned
 // for everything, with bytes in between that nobody may write. The piece is the same wherever it

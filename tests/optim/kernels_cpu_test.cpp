@@ -320,6 +320,34 @@ TEST_F(KernelLists, ConvertEveryPairOfTypes) {
   }
 }
 
+TEST_F(KernelLists, HashBytesAsOneWordAfterTheOtherByAnyNumberOfThreads) {
+  for (const int num_threads : {1, 3}) {
+    const auto kernels = make_cpu_kernels(num_threads);
+    for (const std::size_t bytes : kHashedBytes) {
+      const std::vector<std::byte> values = hashed_bytes(bytes);
+      std::vector<std::uint64_t> data(bytes / 8 + 1);  // aligned
+      std::memcpy(data.data(), values.data(), bytes);
+      std::uint64_t sum = 17;  // it is added to what is there
+      kernels->start_hash(data.data(), bytes, &sum, stream()).wait();
+      EXPECT_EQ(sum, 17 + reference_hash(values)) << bytes << ", " << num_threads << " threads";
+    }
+  }
+}
+
+// Two words that change places, too.
+TEST(ContentHash, SeesEveryBitAndWhereItIs) {
+  std::vector<std::byte> values = hashed_bytes(45);
+  const std::uint64_t hash = reference_hash(values);
+  for (std::size_t bit = 0; bit < values.size() * 8; ++bit) {
+    const auto mask = static_cast<std::byte>(1U << (bit % 8));
+    values[bit / 8] ^= mask;
+    EXPECT_NE(reference_hash(values), hash) << "bit " << bit;
+    values[bit / 8] ^= mask;
+  }
+  std::swap_ranges(values.begin(), values.begin() + 8, values.begin() + 16);
+  EXPECT_NE(reference_hash(values), hash);
+}
+
 TEST_F(KernelLists, RefuseOtherTypes) {
   const auto kernels = make_cpu_kernels(1);
   double value = 0;

@@ -406,5 +406,20 @@ TEST_F(CudaKernels, ConvertEveryPairOfTypes) {
   }
 }
 
+TEST_F(CudaKernels, HashAsTheHostDoes) {
+  for (const std::size_t bytes : kHashedBytes) {
+    const std::vector<std::byte> values = hashed_bytes(bytes);
+    const device::Memory data = upload(values);
+    std::vector<std::uint64_t> sum = {17};  // it is added to what is there
+    const device::Memory on_device = upload(sum);
+    kernels_
+        ->start_hash(data.data(), bytes, reinterpret_cast<std::uint64_t*>(on_device.data()),
+                     stream())
+        .wait();
+    download(on_device, sum);
+    EXPECT_EQ(sum.front(), 17 + reference_hash(values)) << bytes;
+  }
+}
+
 }  // namespace
 }  // namespace tessera::optim

@@ -430,6 +430,10 @@ class FailingKernels final : public Kernels {
                                 float scale, std::int64_t numel, device::Stream& stream) override {
     return real_.start_convert(to, to_dtype, from, from_dtype, scale, numel, stream);
   }
+  device::Pending start_hash(const void* data, std::size_t bytes, std::uint64_t* sum,
+                             device::Stream& stream) override {
+    return real_.start_hash(data, bytes, sum, stream);
+  }
 
  private:
   Kernels& real_;
