@@ -124,7 +124,7 @@ void ForwardScope::finish(const std::vector<at::Tensor>& inputs,
                 "the step was abandoned while unit '", unit_.name(),
                 "' was running; run the forward again");
   engine.context.coordinator.end_use(unit_.id(), phase_);
-  engine.driver.free_device_copies(unit_.id());
+  engine.driver.free_behind_forward(unit_.id());
 }
 
 }  // namespace tessera::engine

@@ -551,10 +551,13 @@ void StepDriver::change_trainable(const std::vector<int>& ids) {
   }
 }
 
-void StepDriver::free_device_copies(coordinator::UnitId unit) {
+void StepDriver::free_behind_forward(coordinator::UnitId unit) {
   for (shard::Param* const param : ctx_.coordinator.unit(unit).params) {
-    if (param->device_copy().values != nullptr) {
+    const bool has_copy = param->device_copy().values != nullptr;
+    if (has_copy) {
       param->forget_device_copy();
+    }
+    if (has_copy || (update_runs_ && param->trainable() && param->tier() == Tier::kDevice)) {
       reducer_->free_gradient(param->id());
     }
   }

@@ -58,9 +58,9 @@ class StepDriver {
   // to it that uses are closed when autograd is done.
   void enter_backward();
   void on_gradient(int id, const at::Tensor& tensor);
-  // A forward of the unit is enqueued: its copies on the device (shard::DeviceCopy) lie in memory
-  // of gradients, which activations may have now.
-  void free_device_copies(coordinator::UnitId unit);
+  // A forward of the unit is enqueued, behind the update of its parameters: activations may have the
+  // memory of their gradients now, and of copies on the device (shard::DeviceCopy), which lie there.
+  void free_behind_forward(coordinator::UnitId unit);
   // See [Note: abandoning a pass] in lifecycle.h.
   void abandon() noexcept;
   // The shard has new values: its version counts, and the master weights follow.

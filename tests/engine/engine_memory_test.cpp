@@ -7,6 +7,7 @@
 #include "tessera/device/host_memory.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/runtime.h"
+#include "testing/mock_device.h"
 #include "testing/thread_backend.h"
 #include "tests/engine/engine_fixture.h"
 #include "tests/engine/training_run.h"
@@ -132,6 +133,40 @@ TEST(Building, NeverHoldsMoreThanOneUnitInFull) {
     EXPECT_GT(runtime.ledger().peak_bytes(tier, Role::kFull), 0U);
     EXPECT_EQ(runtime.ledger().current_bytes(tier, Role::kFull), 0U);
   });
+}
+
+// Everything lives on the device, whose update runs on beside the next forward.
+TEST(GradientBytes, GoWhenTheNextForwardIsBehindTheUpdateAndNotOnlyInTheNextBackward) {
+  constexpr std::int64_t kWidth = 256;
+  constexpr std::size_t kGradientBytes = kWidth * kWidth * 4;
+  RuntimeOptions options{-1, 1};
+  options.make_device = [](device::CpuDeviceOptions host) {
+    device::MockDeviceOptions late;
+    late.mode = device::LateMode::kRandom;
+    late.own_memory = true;
+    late.host = std::move(host);
+    return device::make_mock_device(std::move(late));
+  };
+  Config config = adam_config(1e-3);
+  config.apply_flag("place.parameters=device");
+  config.apply_flag("place.optimizer=device");
+  Runtime runtime(config, options);
+  const auto held = [&] { return runtime.ledger().current_bytes(Tier::kDevice, Role::kGradient); };
+  Engine engine(runtime);
+  auto first = engine.unit("first", affine(kWidth, kWidth, 1));
+  auto second = engine.unit("second", affine(kWidth, kWidth, 2));
+  const at::Tensor x = input(4, kWidth, 0);
+  for (int step = 0; step < 3; ++step) {
+    train_step(engine, second(first(x)).pow(2).mean());
+    EXPECT_GE(held(), 2 * kGradientBytes) << "step " << step;
+    const at::NoGradGuard no_grad;
+    second(first(x));
+    for (std::size_t kind = 0; kind < device::kNumStreams; ++kind) {
+      runtime.device().stream(static_cast<device::StreamKind>(kind)).record().wait();
+    }
+    second(first(x));  // looks for what is done by now
+    EXPECT_EQ(held(), 0U) << "step " << step;
+  }
 }
 
 }  // namespace
