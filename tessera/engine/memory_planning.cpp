@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/comm/tag.h"
 #include "tessera/core/error.h"
 #include "tessera/core/option_table.h"
 #include "tessera/core/units.h"
@@ -41,7 +42,10 @@ Found find_memory(Runtime& runtime, const HeldMemory& held) {
   found.host_bytes = as_int(device::read_host_memory().available_bytes());
   if (runtime.device().is_discrete()) {
     const device::MemoryInfo info = runtime.device().memory_info();
-    found.device_id = info.shared_id;
+    if (info.shared_id != 0) {  // devices of two hosts may have one address
+      const std::string host = device::read_host_id();
+      found.device_id = comm::hash_bytes(host.data(), host.size(), info.shared_id);
+    }
     found.device_bytes = as_int(info.free_bytes);
     if (runtime.on_cuda()) {
       const TorchMemory torch = torch_memory(runtime.cuda_device());
