@@ -33,8 +33,8 @@
 
 namespace tessera::comm {
 
-// What a rank holds on its GPU in each group, for memory that peers cannot read in place: two chunks,
-// large against the time that flags take from one process to another, and room for a small
+// What a rank holds on its GPU in each group, for memory that peers cannot read in place: two
+// chunks, large against the time that flags take from one process to another, and room for a small
 // all-reduce.
 inline constexpr HeldMemory kIpcChunks{Tier::kDevice,
                                        (std::size_t{8} << 20) + kSmallAllReduceBytes};

@@ -58,8 +58,9 @@ class StepDriver {
   // to it that uses are closed when autograd is done.
   void enter_backward();
   void on_gradient(int id, const at::Tensor& tensor);
-  // A forward of the unit is enqueued, behind the update of its parameters: activations may have the
-  // memory of their gradients now, and of copies on the device (shard::DeviceCopy), which lie there.
+  // A forward of the unit is enqueued, behind the update of its parameters: activations may have
+  // the memory of their gradients now, and of copies on the device (shard::DeviceCopy), which lie
+  // there.
   void free_behind_forward(coordinator::UnitId unit);
   // See [Note: abandoning a pass] in lifecycle.h.
   void abandon() noexcept;

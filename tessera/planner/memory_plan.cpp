@@ -159,7 +159,8 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   }
   if (options.call_memory == comm::CallMemory::kShared && is_discrete) {
     options.group_memory = comm::kIpcChunks;
-  } else if (options.call_memory == comm::CallMemory::kShared || (num_ranks > 1 && backend == "shm")) {
+  } else if (options.call_memory == comm::CallMemory::kShared ||
+             (num_ranks > 1 && backend == "shm")) {
     options.group_memory = comm::kShmChunks;
   }
   options.live_limit_bytes = config.get_bytes("live.limit_bytes");
@@ -214,7 +215,8 @@ std::vector<LedgerLine> MemoryPlan::ledger_with_groups() const {
 }
 
 std::int64_t MemoryPlan::memory_bytes() const {
-  return bytes(Tier::kDevice) + bytes(Tier::kPinned) + bytes(Tier::kHost) + comm_bytes + chunk_bytes;
+  return bytes(Tier::kDevice) + bytes(Tier::kPinned) + bytes(Tier::kHost) + comm_bytes +
+         chunk_bytes;
 }
 
 std::int64_t MemoryPlan::device_memory_bytes() const {
@@ -233,8 +235,8 @@ std::string MemoryPlan::text() const {
   for (std::size_t i = 0; i < kNumRoles; ++i) {
     const auto role = static_cast<Role>(i);
     std::int64_t device = is_discrete ? bytes(Tier::kDevice, role) : 0;
-    std::int64_t memory = bytes(Tier::kDevice, role) - device + bytes(Tier::kPinned, role) +
-                          bytes(Tier::kHost, role);
+    std::int64_t memory =
+        bytes(Tier::kDevice, role) - device + bytes(Tier::kPinned, role) + bytes(Tier::kHost, role);
     if (role == Role::kStaging) {
       memory += comm_bytes;
       (is_discrete && chunk_tier == Tier::kDevice ? device : memory) += chunk_bytes;

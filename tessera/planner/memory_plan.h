@@ -176,7 +176,8 @@ struct MemoryPlan {
   UpdateNumel update;
   std::int64_t shard_numel = 0;  // of all parameters of this rank
 
-  // The ledger with what the groups reserve and hold: what the books of a run say that has one ledger.
+  // The ledger with what the groups reserve and hold: what the books of a run say that has one
+  // ledger.
   std::vector<LedgerLine> ledger_with_groups() const;
   std::int64_t bytes(Tier tier) const;
   std::int64_t bytes(Tier tier, Role role) const;
