@@ -7,7 +7,7 @@ namespace tessera::cli {
 
 std::int64_t device_peak_bytes(const planner::ModelShapes& shapes, const planner::MemoryPlan& plan,
                                const models::GptOptions& model, std::int64_t batch) {
-  if (!plan.gradients_leave_early) {  // they are summed, or in buckets
+  if (!plan.adopts_gradients) {  // they have memory of their own
     return plan.device_memory_bytes() + plan.full_gradient_bytes +
            models::gpt_activations(model, batch).peak;
   }

@@ -292,6 +292,7 @@ std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleO
     options.sub_group_numel = plan_->sub_group_numel;
     options.num_slots = plan_->num_update_slots;
     options.slot_bytes = static_cast<std::size_t>(plan_->update_slot_bytes);
+    options.slot_gradient_bytes = static_cast<std::size_t>(plan_->slot_gradient_bytes);
     options.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
     options.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
   }
@@ -341,8 +342,8 @@ TierIo EngineTiers::take_io() {
     io.update_read_wait_s = stats.read_wait_s;
     io.update_lease_wait_s = stats.lease_wait_s;
     io.update_s = stats.update_s;
-    io.h2d_bytes = stats.states_h2d_bytes + stats.parameters_h2d_bytes;
-    io.d2h_bytes = stats.states_d2h_bytes + stats.parameters_d2h_bytes + stats.gradients_d2h_bytes;
+    io.h2d_bytes = stats.states_h2d_bytes + stats.parameters_h2d_bytes + stats.gradients_h2d_bytes;
+    io.d2h_bytes = stats.states_d2h_bytes + stats.parameters_d2h_bytes;
   }
   return io;
 }

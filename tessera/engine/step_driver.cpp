@@ -108,6 +108,8 @@ void StepDriver::make_reducer() {
                            ctx_.runtime.clock(), ctx_.runtime.spans()};
   if (ctx_.runtime.device().is_discrete()) {
     optim::set_reducer_kernels(parts, ctx_.runtime.kernels());
+    optim::set_host_kernels(parts, ctx_.runtime.host_kernels(),
+                            ctx_.runtime.host_device().stream(device::StreamKind::kGather));
   }
   if (ctx_.coordinator.needs_consensus()) {
     // Every call of this group is at a moment on which ranks have agreed.
@@ -121,11 +123,12 @@ void StepDriver::make_reducer() {
   }
   if (const planner::MemoryPlan* plan = ctx_.tiers.plan()) {
     reductions.bucket_bytes = plan->bucket_bytes;
-    parts.one_backward = ctx_.runtime.device().is_discrete() && plan->gradients_leave_early;
+    parts.sums_on_host = plan->sums_gradients_on_host;
     if (plan->kept_gradient_bytes > 0) {
       parts.most_kept_bytes = plan->kept_gradient_bytes;
     }
   }
+  parts.num_micro_batches = static_cast<int>(num_micro_batches_);
   parts.is_planned = ctx_.tiers.is_planned();
   parts.nvme = ctx_.tiers.gradient_tier();
   parts.ledger = ctx_.tiers.is_planned() ? &ctx_.runtime.ledger() : nullptr;

@@ -17,7 +17,7 @@ std::int64_t most_in_bucket(const BucketParam& param, std::int64_t capacity) {
   if (capacity >= kPieceStep) {
     return capacity / kPieceStep * kPieceStep;
   }
-  return param.on_nvme ? kPieceStep : capacity;
+  return param.home == Tier::kNvme ? kPieceStep : capacity;
 }
 
 // Gives buckets their offsets in the region, in their order.
@@ -27,7 +27,7 @@ void assign_region(BucketLayout& layout) {
     layout.largest_shard_numel = std::max(layout.largest_shard_numel, bucket.shard_numel);
     for (const Piece& piece : bucket.pieces) {
       const auto id = static_cast<std::size_t>(piece.param);
-      if (layout.on_nvme[id]) {
+      if (layout.home[id] != Tier::kDevice) {
         continue;
       }
       if (piece.shard_begin == 0) {
@@ -49,7 +49,7 @@ void assign_dynamic(BucketLayout& layout, std::span<const BucketParam> params,
       continue;
     }
     layout.is_dynamic[static_cast<std::size_t>(param.id)] = true;
-    if (!param.on_nvme) {
+    if (param.home == Tier::kDevice) {
       layout.region_offset[static_cast<std::size_t>(param.id)] = layout.region_numel;
       layout.region_numel += param.shard_numel;
     }
@@ -84,14 +84,14 @@ BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
     if (layout.region_offset.size() <= id) {
       layout.region_offset.resize(id + 1, -1);
       layout.is_dynamic.resize(id + 1, false);
-      layout.on_nvme.resize(id + 1, false);
+      layout.home.resize(id + 1);
     }
-    layout.on_nvme[id] = param.on_nvme;
+    layout.home[id] = param.home;
     if (param.dynamic) {
       continue;
     }
     if (param.shard_numel == 0) {
-      layout.region_offset[id] = param.on_nvme ? -1 : 0;
+      layout.region_offset[id] = param.home == Tier::kDevice ? 0 : -1;
     } else if (travels_alone(param, capacity)) {
       const std::int64_t most = most_in_bucket(param, capacity);
       for (std::int64_t begin = 0; begin < param.shard_numel; begin += most) {

@@ -12,18 +12,21 @@
 //   bucket on the wire:  | for rank 0: piece a, piece b | for rank 1: piece a, piece b | ...
 //   where piece p of rank r holds elements [r*shard_numel + begin, + numel) of its parameter
 //
-// The reduced shards of all parameters lie in one region of fp32, in bucket order: a bucket's
-// result is written where it stays. Gradients on NVMe are not in it. Dynamic parameters are in no
-// bucket, since nobody knows whether anyone uses them; their shards follow, in reverse registration
-// order as well, so that the parameters of one unit are neighbours.
+// The reduced shards that stay on the device lie in one region, in bucket order: a bucket's result
+// can be written where it stays. Those in host memory and on NVMe are not in it. Dynamic parameters
+// are in no bucket, since nobody knows whether anyone uses them; their shards follow, in reverse
+// registration order as well, so that the parameters of one unit are neighbours.
 //
 // Threads: plain data.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
+
+#include "tessera/core/placement.h"
 
 namespace tessera::grad {
 
@@ -37,7 +40,7 @@ struct BucketParam {
   int id = 0;
   std::int64_t shard_numel = 0;
   bool dynamic = false;
-  bool on_nvme = false;  // the same on every rank
+  Tier home = Tier::kDevice;  // of the shard's gradient; the same on every rank
 };
 
 struct Piece {
@@ -57,10 +60,10 @@ struct BucketLayout {
   std::vector<Bucket> buckets;  // in the order of their reduction
   std::vector<std::int64_t>
       region_offset;  // by id: where the parameter's shard gradient begins; -1: not there
+  std::vector<std::optional<Tier>> home;  // by id, as long; nothing: not one of `params`
   std::int64_t region_numel = 0;
   std::int64_t largest_shard_numel = 0;  // of a bucket
-  std::vector<bool> is_dynamic;          // by id, as long as region_offset
-  std::vector<bool> on_nvme;             // the same
+  std::vector<bool> is_dynamic;          // by id, as long
   std::int64_t bucketed_numel = 0;       // of the region; dynamic parameters have the rest
   // No bucket is larger that plan_buckets makes of a choice of the dynamic parameters alone.
   std::int64_t largest_dynamic_numel = 0;

@@ -9,28 +9,10 @@ namespace tessera::grad {
 
 using device::Pending;
 
-void append_part(std::vector<ResultPart>& parts, const BucketLayout& layout, const Piece& piece,
-                 float* region, bool adds) {
-  const auto id = static_cast<std::size_t>(piece.param);
-  ResultPart part{nullptr, piece.bucket_offset, piece.numel, adds};
-  if (layout.on_nvme[id]) {
-    part.nvme = {piece.param, piece.shard_begin, piece.numel};
-    parts.push_back(part);
-    return;
-  }
-  part.to = region + layout.region_offset[id] + piece.shard_begin;
-  if (!parts.empty() && parts.back().to != nullptr && parts.back().adds == adds &&
-      parts.back().to + parts.back().numel == part.to &&
-      parts.back().bucket_offset + parts.back().numel == part.bucket_offset) {
-    parts.back().numel += part.numel;
-  } else {
-    parts.push_back(part);
-  }
-}
-
-BucketSender::BucketSender(GradientStream& stream, comm::Group& group, DType wire_dtype,
-                           std::int64_t largest_shard_numel)
+BucketSender::BucketSender(GradientStream& stream, ShardGradients& shards, comm::Group& group,
+                           DType wire_dtype, std::int64_t largest_shard_numel)
     : stream_(stream),
+      shards_(shards),
       group_(group),
       params_(stream.parts().params),
       wire_dtype_(wire_dtype),
@@ -82,13 +64,14 @@ void BucketSender::put_zeros(const Bucket& bucket, const Piece& piece) {
   }
 }
 
-void BucketSender::send(const Bucket& bucket, std::vector<ResultPart> parts,
-                        const comm::Label& label) {
+void BucketSender::send(const Bucket& bucket, const comm::Label& label) {
   comm::CallOptions options;
   options.label = label;
   options.stream = &stream_.stream();
+  options.met = std::make_shared<std::atomic<bool>>(false);
+  const bool is_direct = direct_.data != nullptr;
   const void* input = direct_.data;
-  if (input != nullptr) {
+  if (is_direct) {
     options.keep_alive = std::move(direct_.owner);
   } else {
     // Not kept alive by the call: memory of the device must go back before the device does, and a
@@ -96,39 +79,43 @@ void BucketSender::send(const Bucket& bucket, std::vector<ResultPart> parts,
     input = buffer();
   }
   direct_ = {};
-  float* output = nullptr;
-  if (parts.size() == 1 && parts.front().to != nullptr && !parts.front().adds) {
-    output = std::exchange(parts, {}).front().to;
-  } else {
-    output = scratch();
-  }
-  if (slot_ != nullptr) {
-    slot_->met = std::make_shared<std::atomic<bool>>(false);
-    options.met = slot_->met;
+  void* output = shards_.target_of(bucket.pieces);
+  if (output == nullptr) {
+    output = result();
   }
   Pending reduced = group_.start_reduce_scatter(input, output, bucket.shard_numel, wire_dtype_,
-                                                DType::kFloat32, options);
-  if (slot_ != nullptr) {
-    slot_->reduced = reduced;
-    slot_->parts = std::move(parts);
-    slot_ = nullptr;
-  }
-  in_flight_.push_back(std::move(reduced));
+                                                wire_dtype_, options);
+  sent_.push_back({bucket.pieces, static_cast<const std::byte*>(output), reduced, options.met,
+                   std::exchange(slot_, nullptr)});
+  in_flight_.push_back(reduced);
+  const auto bytes = static_cast<std::int64_t>(bucket.shard_numel) * group_.size() *
+                     static_cast<std::int64_t>(bytes_of(wire_dtype_));
   ReducerStats& stats = stream_.stats();
   ++stats.num_reductions;
-  stats.reduced_bytes +=
-      static_cast<std::uint64_t>(bucket.shard_numel) * num_ranks() * bytes_of(wire_dtype_);
+  stats.reduced_bytes += static_cast<std::uint64_t>(bytes);
+  if (is_direct) {
+    stream_.count_kept(std::move(reduced), options.met, bytes);
+  }
 }
 
 bool BucketSender::waits_for_no_rank() const {
   const Slot& next = slots_[next_slot_];
-  return slot_ != nullptr || next.reduced.done() || *next.met;
+  if (slot_ != nullptr || !next.is_taken) {
+    return true;
+  }
+  const auto sent = std::find_if(sent_.begin(), sent_.end(),
+                                 [&](const Sent& each) { return each.slot == &next; });
+  return sent->reduced.done() || *sent->met;
 }
 
 BucketSender::Slot& BucketSender::slot() {
   if (slot_ == nullptr) {
     Slot& next = slots_[next_slot_];
-    finish(next);
+    while (next.is_taken) {
+      put_oldest();
+    }
+    stream_.wait_for(std::exchange(next.used, {}));
+    next.is_taken = true;
     next_slot_ = (next_slot_ + 1) % slots_.size();
     slot_ = &next;
   }
@@ -141,10 +128,10 @@ std::byte* BucketSender::buffer() {
   return mine.buffer.data();
 }
 
-float* BucketSender::scratch() {
+std::byte* BucketSender::result() {
   Slot& mine = slot();
-  take_scratch(mine);
-  return reinterpret_cast<float*>(mine.scratch.data());
+  take_result(mine);
+  return mine.result.data();
 }
 
 void BucketSender::take_buffer(Slot& slot) {
@@ -155,41 +142,46 @@ void BucketSender::take_buffer(Slot& slot) {
   }
 }
 
-void BucketSender::take_scratch(Slot& slot) {
-  if (slot.scratch.data() == nullptr) {
-    const std::size_t bytes = static_cast<std::size_t>(largest_shard_numel_) * sizeof(float);
-    slot.scratch = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
+void BucketSender::take_result(Slot& slot) {
+  if (slot.result.data() == nullptr) {
+    const std::size_t bytes =
+        static_cast<std::size_t>(largest_shard_numel_) * bytes_of(wire_dtype_);
+    slot.result = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
   }
 }
 
 void BucketSender::reserve(std::size_t num_slots) {
   for (std::size_t i = 0; i < num_slots; ++i) {
     take_buffer(slots_[i]);
-    take_scratch(slots_[i]);
+    take_result(slots_[i]);
   }
 }
 
-void BucketSender::finish(Slot& slot) {
-  stream_.wait_for(std::exchange(slot.reduced, {}));
-  const auto* results = reinterpret_cast<const float*>(slot.scratch.data());
-  for (const ResultPart& part : std::exchange(slot.parts, {})) {
-    const float* result = results + part.bucket_offset;
-    if (part.to == nullptr) {
-      stream_.put_on_nvme(part.nvme, result, DType::kFloat32, part.adds);
-    } else if (part.adds) {
-      stream_.add(part.to, result, DType::kFloat32, part.numel);
-    } else {
-      stream_.copy(part.to, DType::kFloat32, result, DType::kFloat32, part.numel);
-    }
+void BucketSender::put_oldest() {
+  const Sent sent = std::move(sent_.front());
+  sent_.pop_front();
+  if (sent.slot != nullptr) {
+    sent.slot->is_taken = false;
+  }
+  stream_.wait_for(sent.reduced);
+  Pending used = shards_.put(sent.pieces, sent.result);
+  if (sent.slot != nullptr) {
+    sent.slot->used = std::move(used);
+  }
+}
+
+void BucketSender::put_ready() {
+  const auto is_ready = [this](const Sent& sent) {
+    return sent.reduced.done() || (group_.is_stream_ordered() && *sent.met);
+  };
+  while (!sent_.empty() && is_ready(sent_.front())) {
+    put_oldest();
   }
 }
 
 void BucketSender::wait() {
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    finish(slots_[(next_slot_ + i) % slots_.size()]);
-  }
-  for (const Pending& reduced : in_flight_) {
-    stream_.wait_for(reduced);
+  while (!sent_.empty()) {
+    put_oldest();
   }
   stream_.synchronize();
   // A stream may have the numbers before the ranks have agreed on the call that reduced them.
@@ -205,9 +197,9 @@ void BucketSender::clear() noexcept {
     }
   }
   in_flight_.clear();
+  sent_.clear();
   for (Slot& slot : slots_) {
-    slot.reduced = {};
-    slot.parts.clear();
+    slot.is_taken = false;
   }
   slot_ = nullptr;
   direct_ = {};

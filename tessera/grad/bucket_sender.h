@@ -1,17 +1,17 @@
 // Internal to grad: fills one bucket after the other and reduces them over a group.
 //
 // A bucket that must be filled, or whose result does not stay where the reduction writes it,
-// borrows a slot: a buffer for the wire and a scratch shard for the result. There are two, taken in
-// turn; before one is used again, the stream is ordered behind the reduction it was used for and
-// the sum of its result, or its way to NVMe. A bucket that is reduced from the gradient's own
-// memory into the region needs none.
+// borrows a slot: a buffer for the wire and memory for the result, which has the wire's type. There
+// are two, taken in turn; before one is used again, the stream is ordered behind the reduction it
+// was used for and the way of its result to where it stays. A bucket that is reduced from the
+// gradient's own memory into the region needs none.
 //
 // Invariants:
 //  (1) Between send() and send() all calls to put() and put_zeros() are for one bucket.
 //  (2) Waits only for its own reductions, two buckets back. Where ranks have not agreed to send the
 //      same buckets one after the other, waits_for_no_rank() comes before a put().
-//  (3) Where two results go to one range, they get there in the order in which they were sent: a
-//      group finishes its calls in their order, and slots are finished in theirs.
+//  (3) Results are put in the order in which they were sent: as soon as that waits for nobody
+//      (put_ready()), and at the latest when their slot is needed.
 //
 // Threads: as Reducer.
 #pragma once
@@ -20,31 +20,20 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
 #include "tessera/grad/bucket.h"
 #include "tessera/grad/gradient_stream.h"
+#include "tessera/grad/shard_gradients.h"
 
 namespace tessera::grad {
-
-// Where a part of a bucket's result belongs.
-struct ResultPart {
-  float* to = nullptr;             // null: `nvme`
-  std::int64_t bucket_offset = 0;  // in this rank's part of the bucket
-  std::int64_t numel = 0;
-  bool adds = false;  // to what is there; else it is overwritten
-  ShardPiece nvme = {};
-};
-// The part that `piece` is of a bucket's result; one that goes on where the last ends is joined to
-// it. `region`: as in `layout`.
-void append_part(std::vector<ResultPart>& parts, const BucketLayout& layout, const Piece& piece,
-                 float* region, bool adds);
 
 class BucketSender {
  public:
   // `largest_shard_numel`: of all buckets that will be sent.
-  BucketSender(GradientStream& stream, comm::Group& group, DType wire_dtype,
+  BucketSender(GradientStream& stream, ShardGradients& shards, comm::Group& group, DType wire_dtype,
                std::int64_t largest_shard_numel);
 
   // Takes the memory of so many slots now.
@@ -59,9 +48,10 @@ class BucketSender {
   // The owner keeps the gradient's memory until the stream has done what it has been given so far.
   void put(const Bucket& bucket, const Piece& piece, const FullGradient& gradient);
   void put_zeros(const Bucket& bucket, const Piece& piece);
-  // `parts` together are the whole bucket.
-  void send(const Bucket& bucket, std::vector<ResultPart> parts, const comm::Label& label);
-  // Blocks until all results are where they belong; throws what went wrong.
+  void send(const Bucket& bucket, const comm::Label& label);
+  // Puts results that are there, or, where calls are work of streams, will be without this thread.
+  void put_ready();
+  // Blocks until all results are put, and the stream has done it; throws what went wrong.
   void wait();
   // Waits for what is in flight, whatever becomes of it; forgets the bucket that was being filled.
   void clear() noexcept;
@@ -69,10 +59,16 @@ class BucketSender {
  private:
   struct Slot {
     device::Memory buffer;
-    device::Memory scratch;
-    device::Pending reduced;                 // what used it last
+    device::Memory result;
+    bool is_taken = false;  // by what is sent, or being filled
+    device::Pending used;   // what else reads the result of the last one
+  };
+  struct Sent {
+    std::vector<Piece> pieces;
+    const std::byte* result = nullptr;
+    device::Pending reduced;
     std::shared_ptr<std::atomic<bool>> met;  // that by all ranks
-    std::vector<ResultPart> parts;           // of its result, which is in the scratch
+    Slot* slot = nullptr;                    // null: it needed none
   };
 
   std::size_t num_ranks() const { return static_cast<std::size_t>(group_.size()); }
@@ -80,12 +76,13 @@ class BucketSender {
   void copy_piece(const Bucket& bucket, const Piece& piece, const FullGradient& gradient);
   Slot& slot();  // of the bucket that is being filled
   std::byte* buffer();
-  float* scratch();
+  std::byte* result();
   void take_buffer(Slot& slot);
-  void take_scratch(Slot& slot);
-  void finish(Slot& slot);
+  void take_result(Slot& slot);
+  void put_oldest();
 
   GradientStream& stream_;
+  ShardGradients& shards_;
   comm::Group& group_;
   shard::ParamTable& params_;
   const DType wire_dtype_;
@@ -95,7 +92,8 @@ class BucketSender {
   Slot* slot_ = nullptr;
   std::array<Slot, 2> slots_;
   std::size_t next_slot_ = 0;
-  std::vector<device::Pending> in_flight_;
+  std::deque<Sent> sent_;                   // and not put
+  std::vector<device::Pending> in_flight_;  // since the last wait
 };
 
 }  // namespace tessera::grad

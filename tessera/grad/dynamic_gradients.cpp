@@ -15,23 +15,17 @@ comm::Group& group_of(const ReducerParts& parts) {
 
 }  // namespace
 
-DynamicGradients::DynamicGradients(GradientStream& stream, const BucketLayout& layout,
-                                   const ReducerOptions& options)
+DynamicGradients::DynamicGradients(GradientStream& stream, ShardGradients& shards,
+                                   const BucketLayout& layout, const ReducerOptions& options)
     : stream_(stream),
       params_(stream.parts().params),
       layout_(layout),
       options_(options),
-      sender_(stream, group_of(stream.parts()), options.wire_dtype, layout.largest_dynamic_numel),
+      sender_(stream, shards, group_of(stream.parts()), options.wire_dtype,
+              layout.largest_dynamic_numel),
       was_reduced_(static_cast<std::size_t>(params_.num_params()), false) {}
 
 void DynamicGradients::reserve() { sender_.reserve(num_dynamic_slots(layout_)); }
-
-void DynamicGradients::begin_backward(bool is_first) {
-  is_first_ = is_first;
-  if (is_first) {
-    was_reduced_.assign(was_reduced_.size(), false);
-  }
-}
 
 void DynamicGradients::take(const shard::Param& param, FullGradient gradient) {
   if (param.layout().numel() == 0) {
@@ -52,15 +46,17 @@ std::vector<int> DynamicGradients::pending() const {
   return ids;
 }
 
-void DynamicGradients::reduce(std::span<const int> ids, float* region) {
-  if (!std::all_of(ids.begin(), ids.end(), [this](int id) { return overwrites(id); })) {
+void DynamicGradients::reduce(std::span<const int> ids) {
+  sender_.put_ready();
+  const auto was_reduced = [this](int id) { return was_reduced_[static_cast<std::size_t>(id)]; };
+  if (std::any_of(ids.begin(), ids.end(), was_reduced)) {
     stream_.check_can_add();
   }
   std::vector<BucketParam> list;
   list.reserve(ids.size());
   for (const int id : ids) {
     list.push_back({id, params_[id].layout().shard_numel(), false,
-                    layout_.on_nvme[static_cast<std::size_t>(id)]});
+                    *layout_.home[static_cast<std::size_t>(id)]});
   }
   const BucketLayout plan =
       plan_buckets(list, params_.num_ranks(), options_.bucket_bytes, bytes_of(options_.wire_dtype));
@@ -68,7 +64,7 @@ void DynamicGradients::reduce(std::span<const int> ids, float* region) {
     for (const Piece& piece : bucket.pieces) {
       put_piece(bucket, piece);
     }
-    send(bucket, region);
+    send(bucket);
   }
   for (const int id : ids) {
     was_reduced_[static_cast<std::size_t>(id)] = true;
@@ -89,21 +85,18 @@ void DynamicGradients::put_piece(const Bucket& bucket, const Piece& piece) {
   }
 }
 
-void DynamicGradients::send(const Bucket& bucket, float* region) {
-  std::vector<ResultPart> parts;
-  for (const Piece& piece : bucket.pieces) {
-    append_part(parts, layout_, piece, region, !overwrites(piece.param));
-  }
+void DynamicGradients::send(const Bucket& bucket) {
   std::string names = params_[bucket.pieces.front().param].name();
   if (bucket.pieces.size() > 1) {
     names += " and " + std::to_string(bucket.pieces.size() - 1) + " more";
   }
-  sender_.send(bucket, std::move(parts), {"dynamic gradients", names});
+  sender_.send(bucket, {"dynamic gradients", names});
 }
 
 void DynamicGradients::release(int id, FullGradient gradient) {
-  stream_.unhold(bytes_of_full(params_[id], gradient));
-  stream_.retire(std::move(gradient.owner));
+  const std::int64_t bytes = bytes_of_full(params_[id], gradient);
+  stream_.unhold(bytes);
+  stream_.retire(std::move(gradient.owner), {}, bytes);
 }
 
 void DynamicGradients::drop() noexcept {
@@ -116,6 +109,7 @@ void DynamicGradients::drop() noexcept {
 void DynamicGradients::clear() noexcept {
   sender_.clear();
   drop();
+  was_reduced_.assign(was_reduced_.size(), false);
 }
 
 }  // namespace tessera::grad

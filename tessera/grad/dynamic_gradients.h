@@ -7,8 +7,8 @@
 // until the last rank ends its backward, and nothing here waits behind it.
 //
 // Invariants:
-//  (1) In a step a shard's sum is zero until its parameter is first reduced. In the first backward
-//      that reduction overwrites it, as a static bucket does; all others add to it.
+//  (1) Each reduction of a parameter is a round of its shard (shard_gradients.h): the first in a
+//      step replaces what is there, others are added.
 //  (2) A gradient is held from take() to the call that reduces it.
 //
 // Threads: as Reducer.
@@ -22,30 +22,28 @@
 #include "tessera/grad/bucket.h"
 #include "tessera/grad/bucket_sender.h"
 #include "tessera/grad/gradient_stream.h"
+#include "tessera/grad/shard_gradients.h"
 
 namespace tessera::grad {
 
 class DynamicGradients {
  public:
   // `layout` outlives it.
-  DynamicGradients(GradientStream& stream, const BucketLayout& layout,
+  DynamicGradients(GradientStream& stream, ShardGradients& shards, const BucketLayout& layout,
                    const ReducerOptions& options);
 
   void reserve();  // takes all memory now
-  void begin_backward(bool is_first);
   void take(const shard::Param& param, FullGradient gradient);
   std::vector<int> pending() const;
-  // `region`: zero, for parameters that were not reduced in this step. Throws ConfigError, before
-  // anything is started, where sums are needed and cannot be made.
-  void reduce(std::span<const int> ids, float* region);
+  // Throws ConfigError, before anything is started, where sums are needed and cannot be made.
+  void reduce(std::span<const int> ids);
   void wait() { sender_.wait(); }
   void drop() noexcept;  // what is pending
   void clear() noexcept;
 
  private:
-  bool overwrites(int id) const { return is_first_ && !was_reduced_[static_cast<std::size_t>(id)]; }
   void put_piece(const Bucket& bucket, const Piece& piece);
-  void send(const Bucket& bucket, float* region);
+  void send(const Bucket& bucket);
   void release(int id, FullGradient gradient);
 
   GradientStream& stream_;
@@ -54,8 +52,7 @@ class DynamicGradients {
   const ReducerOptions options_;
   BucketSender sender_;
   std::map<int, FullGradient> pending_;  // by id
-  std::vector<bool> was_reduced_;        // by id, in the first backward of the step
-  bool is_first_ = true;
+  std::vector<bool> was_reduced_;        // by id, since clear()
 };
 
 }  // namespace tessera::grad

@@ -15,7 +15,7 @@ std::int64_t taken(std::int64_t numel, std::size_t element_bytes) {
 }
 
 std::int64_t slot_bytes(std::int64_t shard_numel, int num_ranks, DType wire) {
-  return taken(shard_numel * num_ranks, bytes_of(wire)) + taken(shard_numel, sizeof(float));
+  return taken(shard_numel * num_ranks, bytes_of(wire)) + taken(shard_numel, bytes_of(wire));
 }
 
 }  // namespace
@@ -51,10 +51,10 @@ GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_rank
       continue;
     }
     const std::int64_t shard_numel = shard::Layout(param.numel, num_ranks, dtype).shard_numel();
-    trainable.push_back({static_cast<int>(i), shard_numel, param.dynamic, param.on_nvme});
-    if (param.on_nvme) {
+    trainable.push_back({static_cast<int>(i), shard_numel, param.dynamic, param.home});
+    if (param.home == Tier::kNvme) {
       num_blocks += num_norm_blocks(shard_numel);
-    } else if (num_ranks == 1) {
+    } else if (num_ranks == 1 && param.home == Tier::kDevice) {
       bytes.shards += taken(param.numel, sizeof(float));
     }
   }

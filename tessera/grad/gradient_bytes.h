@@ -22,7 +22,7 @@ struct GradientShape {
   std::int64_t numel = 0;  // of the full parameter
   bool trainable = true;
   bool dynamic = false;
-  bool on_nvme = false;
+  Tier home = Tier::kDevice;  // of its gradient
 };
 
 struct GradientBytes {

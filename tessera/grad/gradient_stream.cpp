@@ -32,7 +32,7 @@ GradientStream::GradientStream(const ReducerParts& parts)
                 " cannot be offloaded to NVMe yet; leave them in memory");
   for (int id = 0; id < parts.params.num_params(); ++id) {
     const shard::Param& param = parts.params[id];
-    leaves_device_ |= leaves_for_host(param) || param.placement().gradient == Tier::kNvme;
+    leaves_device_ |= param.placement().gradient != Tier::kDevice;
   }
 }
 
@@ -100,9 +100,10 @@ void GradientStream::clear_nvme() noexcept {
   }
 }
 
-Pending GradientStream::start_to_host(void* to, const void* from, std::size_t bytes) {
+Pending GradientStream::start_to_host(void* to, const void* from, std::size_t bytes,
+                                      const Pending& made) {
   device::Stream& d2h = parts_.device.stream(StreamKind::kWrite);
-  d2h.wait(compute_.record());
+  d2h.wait(made);
   last_to_host_ = parts_.device.start_copy(to, from, bytes, d2h);
   return last_to_host_;
 }
@@ -116,15 +117,30 @@ void GradientStream::retire(std::shared_ptr<void> owner, const Pending& also, st
   if (also.state()) {
     used = Pending::all({std::move(used), also});
   }
-  if (used.done()) {
-    return;
+  if (!used.done()) {
+    keep({std::move(used), std::move(owner), bytes});
   }
-  retired_.push_back({std::move(used), std::move(owner), bytes});
-  kept_bytes_ += bytes;
-  if (kept_bytes_ > parts_.most_kept_bytes) {
+}
+
+void GradientStream::count_kept(Pending reduced, std::shared_ptr<const std::atomic<bool>> met,
+                                std::int64_t bytes) {
+  free_retired();
+  if (!reduced.done()) {
+    keep({std::move(reduced), nullptr, bytes, std::move(met)});
+  }
+}
+
+void GradientStream::keep(Kept kept) {
+  kept_bytes_ += kept.bytes;
+  retired_.push_back(std::move(kept));
+  const auto must_wait = [this] {
+    const Kept& oldest = retired_.front();
+    return kept_bytes_ > parts_.most_kept_bytes && (!oldest.met || *oldest.met);
+  };
+  if (must_wait()) {
     const SpanScope span(parts_.spans, "wait for gradients to leave");
-    while (kept_bytes_ > parts_.most_kept_bytes) {
-      retired_.front().used.wait();
+    while (must_wait()) {
+      wait_ignoring_failure(retired_.front().used);  // the owner of the work is told
       free_oldest();
     }
   }

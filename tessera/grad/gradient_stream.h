@@ -13,6 +13,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -51,15 +52,13 @@ class GradientStream {
   // Blocks until everything is there; throws what went wrong. REQUIRES: the stream is done.
   void wait_nvme();
   void clear_nvme() noexcept;
-  // As it is added, in a group of one. Where several are added up it stays until the update.
-  bool leaves_for_host(const shard::Param& param) const {
-    return parts_.one_backward && param.placement().gradient == Tier::kHost;
-  }
   // Some gradient goes to the host or to NVMe.
   bool leaves_device() const { return leaves_device_; }
 
-  // To memory of the host, behind what the compute stream has been given; on a stream of its own.
-  device::Pending start_to_host(void* to, const void* from, std::size_t bytes);
+  device::Pending compute_record() { return compute_.record(); }
+  // To memory of the host, behind `made`, on a stream of its own.
+  device::Pending start_to_host(void* to, const void* from, std::size_t bytes,
+                                const device::Pending& made);
 
   // Keeps `owner` until the stream has done what it has been given so far, and `also` is done.
   // `bytes`: of a full gradient that copies or kernels still read. Blocks until those kept, with
@@ -68,6 +67,10 @@ class GradientStream {
   // thread.
   void retire(std::shared_ptr<void> owner, const device::Pending& also = {},
               std::int64_t bytes = 0);
+  // The same of one that a reduction keeps: counts until that is done. Once `met` is true its end
+  // depends on no rank's thread; before that nobody waits for it here.
+  void count_kept(device::Pending reduced, std::shared_ptr<const std::atomic<bool>> met,
+                  std::int64_t bytes);
   // Orders the stream behind `pending`; the time for which the host had to wait is exposed.
   void wait_for(const device::Pending& pending);
   // Blocks until each is done; throws the first failure.
@@ -95,7 +98,9 @@ class GradientStream {
     device::Pending used;
     std::shared_ptr<void> owner;
     std::int64_t bytes = 0;
+    std::shared_ptr<const std::atomic<bool>> met = {};  // null: by no other rank
   };
+  void keep(Kept kept);
   void free_retired();
   void free_oldest();
 

@@ -5,10 +5,10 @@
 
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
-#include "tessera/grad/bucket_sink.h"
 #include "tessera/grad/element_loops.h"
+#include "tessera/grad/gradient_buckets.h"
 #include "tessera/grad/gradient_stream.h"
-#include "tessera/grad/solo_sink.h"
+#include "tessera/grad/shard_gradients.h"
 #include "tessera/grad/used_params.h"
 
 namespace tessera::grad {
@@ -20,7 +20,7 @@ BucketLayout plan(const ReducerParts& parts, const ReducerOptions& options) {
   for (int id = 0; id < params.num_params(); ++id) {
     if (params[id].trainable()) {
       trainable.push_back({id, params[id].layout().shard_numel(), params[id].dynamic(),
-                           params[id].placement().gradient == Tier::kNvme});
+                           params[id].placement().gradient});
     }
   }
   return plan_buckets(trainable, params.num_ranks(), options.bucket_bytes,
@@ -46,7 +46,11 @@ Reducer::Reducer(const ReducerParts& parts, const ReducerOptions& options)
       layout_(plan(parts, options)),
       stream_(std::make_unique<GradientStream>(parts)),
       is_added_(static_cast<std::size_t>(parts.params.num_params()), false),
-      used_(parts.group, parts.params.num_params()) {
+      used_(parts.group, parts.params.num_params()),
+      shards_(std::make_unique<ShardGradients>(*stream_, layout_, options.wire_dtype)),
+      buckets_(parts.group.size() == 1
+                   ? nullptr
+                   : std::make_unique<GradientBuckets>(*stream_, *shards_, layout_, options)) {
   TESSERA_INVARIANT(parts.group.size() == params_.num_ranks(), "a group of ", parts.group.size(),
                     " ranks reduces gradients for ", params_.num_ranks());
   TESSERA_INVARIANT(
@@ -57,11 +61,6 @@ Reducer::Reducer(const ReducerParts& parts, const ReducerOptions& options)
       parts.group.size());
   TESSERA_CHECK(is_gradient_dtype(options.wire_dtype), ConfigError, "gradients cannot travel as ",
                 to_string(options.wire_dtype), "; use fp32, bf16 or fp16");
-  if (parts.group.size() == 1) {
-    sink_ = std::make_unique<SoloSink>(*stream_);
-  } else {
-    sink_ = std::make_unique<BucketSink>(*stream_, layout_, options);
-  }
 }
 
 Reducer::~Reducer() = default;
@@ -73,9 +72,7 @@ const shard::Param& Reducer::trainable(int id) const {
   TESSERA_CHECK(param.trainable(), ConfigError, "parameter '", param.name(),
                 "' is frozen: it has no gradient");
   const auto index = static_cast<std::size_t>(id);
-  TESSERA_INVARIANT(index < layout_.region_offset.size() &&
-                        (layout_.region_offset[index] >= 0 || layout_.on_nvme[index]),
-                    "parameter '", param.name(),
+  TESSERA_INVARIANT(index < layout_.home.size() && layout_.home[index], "parameter '", param.name(),
                     "' was frozen when the reducer was made; make another");
   return param;
 }
@@ -97,7 +94,11 @@ void Reducer::finish_sums(const shard::Param& param) {
 void Reducer::wait() {
   if (!is_finished_) {
     const SpanScope span(spans_, "wait for gradients");
-    sink_->wait();
+    if (buckets_) {
+      buckets_->wait();
+    } else {
+      stream_->synchronize();
+    }
     stream_->wait_nvme();
     is_finished_ = true;
   }
@@ -116,7 +117,13 @@ void Reducer::check_list(std::span<const int> ids) const {
 
 void Reducer::begin_backward() {
   if (!in_backward_) {
-    sink_->begin_backward(num_backwards_ == 0);
+    if (num_backwards_ > 0) {
+      stream_->check_can_add();
+    }
+    shards_->begin_backward();
+    if (buckets_) {
+      buckets_->begin_backward();
+    }
     in_backward_ = true;
     is_finished_ = false;
   }
@@ -130,25 +137,37 @@ void Reducer::add(const shard::Param& param, FullGradient gradient) {
   const auto id = static_cast<std::size_t>(param.id());
   TESSERA_CHECK(!is_added_[id], ConfigError, "the gradient of parameter '", param.name(),
                 "' has come twice in one backward; finish each backward before the next begins");
-  sink_->check(param, gradient);
+  shards_->check(param, gradient.dtype);
   begin_backward();
-  sink_->take(param, std::move(gradient));
+  if (buckets_) {
+    buckets_->take(param, std::move(gradient));
+  } else {
+    shards_->take(param, std::move(gradient));
+  }
   is_added_[id] = true;
   used_.mark(param.id());
 }
 
-std::vector<int> Reducer::pending_dynamic() const { return sink_->pending_dynamic(); }
+std::vector<int> Reducer::pending_dynamic() const {
+  return buckets_ ? buckets_->pending_dynamic() : std::vector<int>();
+}
 
 void Reducer::reduce_dynamic(std::span<const int> ids) {
   check_list(ids);
   begin_backward();
-  sink_->reduce_dynamic(ids);
+  if (buckets_) {
+    buckets_->reduce_dynamic(ids);
+  }
   for (const int id : ids) {
     used_.mark(id);  // some rank has listed it, and all know
   }
 }
 
-void Reducer::drop_dynamic() { sink_->drop_dynamic(); }
+void Reducer::drop_dynamic() {
+  if (buckets_) {
+    buckets_->drop_dynamic();
+  }
+}
 
 void Reducer::finish_backward() {
   const std::vector<int> pending = pending_dynamic();
@@ -156,7 +175,9 @@ void Reducer::finish_backward() {
                     " dynamic gradients that were not reduced, the first of parameter '",
                     params_[pending.front()].name(), "'; reduce_dynamic() comes first");
   begin_backward();
-  sink_->finish_backward();
+  if (buckets_) {
+    buckets_->finish_backward();
+  }
   used_.finish_backward();
   is_added_.assign(is_added_.size(), false);
   in_backward_ = false;
@@ -173,31 +194,30 @@ ShardGradient Reducer::shard_gradient(int id) {
     gradient.numel = param.range().numel;
     return gradient;
   }
-  return sink_->shard_gradient(param, num_backwards_ == 0);
+  return shards_->finished_gradient(param);
 }
 
 bool Reducer::is_ordered() const {
-  const ReducerParts& parts = stream_->parts();
-  return parts.group.size() == 1 && stream_->is_discrete() && !stream_->leaves_device();
+  return !buckets_ && stream_->is_discrete() && !stream_->leaves_device();
 }
 
 ShardGradient Reducer::ordered_gradient(int id) {
   const shard::Param& param = trainable(id);
   TESSERA_INVARIANT(is_ordered() && !in_backward_, "the gradient of parameter '", param.name(),
                     "' is not ordered by the reduce stream alone");
-  return sink_->ordered_gradient(param);
+  return shards_->gradient(param);
 }
 
 bool Reducer::is_on_nvme(int id) const {
   const auto index = static_cast<std::size_t>(id);
-  return index < layout_.on_nvme.size() && layout_.on_nvme[index];
+  return index < layout_.home.size() && layout_.home[index] == Tier::kNvme;
 }
 
 device::Pending Reducer::start_read(int id, std::int64_t begin, std::int64_t numel, float* to) {
   return finished_nvme(id).start_read(id, begin, numel, to);
 }
 
-void Reducer::free_gradient(int id) { sink_->free_gradient(trainable(id)); }
+void Reducer::free_gradient(int id) { shards_->free_gradient(trainable(id)); }
 
 std::optional<double> Reducer::sum_of_squares(int id) {
   if (is_on_nvme(id)) {
@@ -205,11 +225,14 @@ std::optional<double> Reducer::sum_of_squares(int id) {
   }
   const shard::Param& param = trainable(id);
   finish_sums(param);
-  return sink_->sum_of_squares(param);
+  return shards_->sum_of_squares(param);
 }
 
 void Reducer::clear() {
-  sink_->clear();
+  if (buckets_) {
+    buckets_->clear();
+  }
+  shards_->clear();
   stream_->clear_nvme();
   used_.clear();
   is_added_.assign(is_added_.size(), false);

@@ -1,5 +1,5 @@
 // Takes full gradients as backward finishes them, and leaves this rank's piece of their sum over
-// ranks and micro-batches, in fp32.
+// ranks and micro-batches.
 //
 //   add()              copies a gradient into its bucket, if that bucket's turn has come and it has
 //                      a buffer; else keeps it until then
@@ -26,17 +26,19 @@
 // at moments on which ranks did not agree, unless all ranks use the same static parameters between
 // two lists: then what is full is sent before the list.
 //
-// Memory, taken when first needed, or at construction where it is planned (gradient_bytes.h): two
-// buckets of wire elements, so that one fills while the other is on the wire; one region of fp32
-// shards; two scratch shards from the second micro-batch on; the same buckets and scratch once more
-// for dynamic parameters. A bucket that is one whole parameter without padding, whose gradient has
-// the wire's type, is reduced from the gradient's own memory. In a group of one an fp32 gradient is
-// adopted as it is, and so is one in bf16 or fp16 on a discrete device until another micro-batch is
-// added to it: no copy, no region, no call.
+// One path for any number of ranks: a full gradient becomes this rank's piece of the sum over ranks
+// of one micro-batch (gradient_buckets.h; in a group of one it is that piece), and goes where its
+// shard's gradient lives (shard_gradients.h): device, host or NVMe. Numbers: sums over ranks are
+// made in fp32 in rank order and rounded once to the type on the wire; sums over micro-batches are
+// fp32, in order. So no bit depends on the tier.
 //
-// Gradients on NVMe go there piece by piece (nvme_gradients.h), in the order in which they would
-// have gone into the region: no bit depends on the tier. Work on the reduce stream then waits for
-// buffers, that is for the disk.
+// Memory, taken when first needed, or at construction where it is planned (gradient_bytes.h): two
+// buckets of wire elements, so that one fills while the other is on the wire, and two results; the
+// region of shards that stay on the device; the same buckets and results once more for dynamic
+// parameters. A bucket that is one whole parameter without padding, whose gradient has the wire's
+// type, is reduced from the gradient's own memory. In a group of one an fp32 gradient is adopted as
+// it is, and so is one in bf16 or fp16 on a discrete device until another micro-batch is added to
+// it: no copy, no region, no call.
 //
 // [Note: a reduction never waits for a rank that waits]
 // A buffer is free again when the reduction two buckets back has ended. A rank that does not use
@@ -78,9 +80,10 @@ class Config;
 
 namespace tessera::grad {
 
-class GradientSink;
+class GradientBuckets;
 class GradientStream;
 class NvmeGradients;
+class ShardGradients;
 
 // 20 ms of a link of 50 GB/s: a device whose copies are behind still has work.
 inline constexpr std::int64_t kMostKeptBytes = std::int64_t{1} << 30;
@@ -118,16 +121,27 @@ struct ReducerParts {
   std::function<device::Pending(void* to, DType to_dtype, const void* from, DType from_dtype,
                                 std::int64_t numel, device::Stream& stream)>
       convert = {};
-  // *result, in pinned memory, is optim's sum of squares. Given: that of a whole
-  // gradient is made when it is added.
+  // *result, in pinned memory, is optim's sum of squares; `continues`: of these values behind those
+  // whose sum it is. Given: made of a shard as its pieces become complete, if there is one
+  // micro-batch.
   std::function<device::Pending(const void* values, DType dtype, std::int64_t numel, double* result,
-                                device::Stream& stream)>
+                                bool continues, device::Stream& stream)>
       sum_of_squares = {};
-  // Memory is planned for one backward per step: in a group of one, gradients that belong on the
-  // host leave for it as they are added, and a second backward is refused.
-  bool one_backward = false;
-  // In a group of one: full gradients that are still read, by copies to the host or by kernels, are
-  // kept up to so many bytes; then add() waits for the oldest.
+  // The same in memory of the host, by its threads; they block, and may be called on a thread of
+  // the reducer's. Needed where gradients of several micro-batches are there. `micro_batches`:
+  // whose fp32 sum, made in order, is meant.
+  std::function<void(float* to, const void* value, DType dtype, std::int64_t numel)> host_widen =
+      {};
+  std::function<void(float* sum, const void* value, DType dtype, std::int64_t numel)> host_add = {};
+  std::function<double(std::span<const void* const> micro_batches, DType dtype, std::int64_t numel)>
+      host_sum_of_squares = {};
+  // Backwards of a step, which decide what memory is taken ahead and in which type; 0: not known.
+  // More may come, and take more.
+  int num_micro_batches = 0;
+  // Those on the host are added up there in fp32 as they come, and not kept one by one.
+  bool sums_on_host = false;
+  // Full gradients that are still read, by copies, kernels or reductions, are kept up to so many
+  // bytes; then add() waits for the oldest, if that waits for no rank.
   std::int64_t most_kept_bytes = kMostKeptBytes;
   // Of the same ranks in the same order: reduces dynamic parameters. Null: `group`, if all ranks
   // use the same static parameters between two lists.
@@ -165,13 +179,16 @@ struct ReducerStats {
 struct ShardGradient {
   float* data = nullptr;  // fp32 in the device's memory; null: on NVMe, or see `values`
   std::int64_t numel = 0;
-  const void* values = nullptr;  // in the type that they came in; null: on NVMe
+  const void* values = nullptr;  // in `dtype`; null: on NVMe
   DType dtype = DType::kFloat32;
-  // Of ordered_gradient(): where the reduce stream puts optim's sum of squares of `values`, in
-  // pinned memory; null: it is not made on the way.
+  // Where the reduce stream puts optim's sum of squares of `values`, in pinned memory; null: it is
+  // not made on the way.
   const double* squares = nullptr;
   bool is_on_host = false;  // `values` are in pinned memory of the host, ...
-  device::Pending ready;    // ... once this is done
+  // ... with those of later micro-batches, in order and of the same type. The gradient is the sum,
+  // made in fp32 in this order.
+  std::vector<const void*> later;
+  device::Pending ready;  // of all of them
 };
 
 class Reducer {
@@ -258,7 +275,8 @@ class Reducer {
   bool in_backward_ = false;
   int num_backwards_ = 0;
   bool is_finished_ = true;  // nothing has been started since the last wait
-  std::unique_ptr<GradientSink> sink_;
+  const std::unique_ptr<ShardGradients> shards_;
+  const std::unique_ptr<GradientBuckets> buckets_;  // null: a group of one
 };
 
 }  // namespace tessera::grad

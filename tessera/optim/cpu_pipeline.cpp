@@ -47,13 +47,13 @@ CpuPipeline::~CpuPipeline() {
 
 void CpuPipeline::add(int id) {
   if (options_.device.is_discrete() && params_[id].tier() == Tier::kDevice) {
-    copies_[static_cast<std::size_t>(id)].shard =
+    copies_[static_cast<std::size_t>(id)] =
         options_.device.allocate(Tier::kPinned, params_[id].layout().shard_bytes(), Role::kStaging);
   }
 }
 
 const std::byte* CpuPipeline::refresh_copy(int id) {
-  const device::Memory& copy = copies_[static_cast<std::size_t>(id)].shard;
+  const device::Memory& copy = copies_[static_cast<std::size_t>(id)];
   if (copy.data() != nullptr) {
     params_[id].updated().wait();
     options_.device
@@ -137,37 +137,21 @@ CpuPipeline::Item CpuPipeline::make_item(int id, grad::Reducer& gradients,
     const grad::ShardGradient gradient = gradients.shard_gradient(id);
     TESSERA_INVARIANT(gradient.numel == param.range().numel, "gradient of ", param.name(), " has ",
                       gradient.numel, " elements on this rank, its shard ", param.range().numel);
-    bring_gradient(id, gradient, item);
+    TESSERA_INVARIANT(gradient.numel == 0 || gradient.is_on_host || gradients.is_on_nvme(id) ||
+                          !options_.device.is_discrete(),
+                      "the CPU updates parameter '", param.name(),
+                      "', whose gradient is on the device");
+    item.gradient = gradient.values;
+    item.gradient_dtype = gradient.dtype;
+    item.later = gradient.later;
+    item.gradient_ready = gradient.ready;
   }
-  const device::Memory& copy = copies_[static_cast<std::size_t>(id)].shard;
+  const device::Memory& copy = copies_[static_cast<std::size_t>(id)];
   item.shard = copy.data() != nullptr ? copy.data() : param.shard();
   started_.parameters_h2d_bytes += copy.bytes();
   item.done = std::make_shared<device::HandedOver>();
   item.num_pieces_left = num_pieces_[static_cast<std::size_t>(id)];
   return item;
-}
-
-// To where the CPU can read it.
-void CpuPipeline::bring_gradient(int id, const grad::ShardGradient& gradient, Item& item) {
-  item.gradient = gradient.values;
-  item.gradient_dtype = gradient.dtype;
-  item.gradient_ready = gradient.ready;
-  device::Device& device = options_.device;
-  if (!device.is_discrete() || gradient.is_on_host || gradient.numel == 0) {
-    return;
-  }
-  device::Memory& copy = copies_[static_cast<std::size_t>(id)].gradient;
-  const std::size_t bytes = static_cast<std::size_t>(gradient.numel) * bytes_of(gradient.dtype);
-  if (copy.data() == nullptr) {
-    copy = device.allocate(
-        Tier::kPinned, static_cast<std::size_t>(params_[id].layout().shard_numel()) * sizeof(float),
-        Role::kGradient);
-  }
-  device::Stream& d2h = device.stream(StreamKind::kWrite);
-  d2h.wait(device.stream(StreamKind::kReduce).record());
-  item.gradient = copy.data();
-  item.gradient_ready = device.start_copy(copy.data(), gradient.values, bytes, d2h);
-  started_.gradients_d2h_bytes += bytes;
 }
 
 void CpuPipeline::wait() {
@@ -422,7 +406,13 @@ UpdateSpan CpuPipeline::span_of(const Stage& stage, const SubGroupPiece& piece,
 }
 
 void CpuPipeline::update_piece(const Stage& stage, const SubGroupPiece& piece, const Item& item) {
-  const UpdateSpan span = span_of(stage, piece, item);
+  UpdateSpan span = span_of(stage, piece, item);
+  std::vector<const void*> later;
+  for (const void* const values : item.later) {
+    later.push_back(static_cast<const std::byte*>(values) +
+                    static_cast<std::size_t>(piece.begin) * bytes_of(item.gradient_dtype));
+  }
+  span.later = later;
   SpanArgs args;
   if (options_.spans.enabled()) {
     args.parameter = options_.spans.intern(params_[piece.param].name());
@@ -459,7 +449,7 @@ void CpuPipeline::finish_piece(Stage& stage, const SubGroupPiece& piece, Item& i
   if (--item.num_pieces_left > 0) {
     return;
   }
-  if (copies_[static_cast<std::size_t>(piece.param)].shard.data() != nullptr) {
+  if (copies_[static_cast<std::size_t>(piece.param)].data() != nullptr) {
     item.writes.push_back(options_.device.start_copy(param.shard(), item.shard,
                                                      param.layout().shard_bytes(),
                                                      options_.device.stream(StreamKind::kRead)));

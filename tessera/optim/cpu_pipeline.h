@@ -9,8 +9,8 @@
 //
 // While one sub-group is updated, those after it are read and those before it written, as far as
 // there are leases: the buffer pool is the only bound. With a single lease it all runs in turn. A
-// sub-group with everything in memory has no lease. Beside a discrete device, gradients and
-// parameters in its memory have copies in pinned memory, which are brought and sent back.
+// sub-group with everything in memory has no lease. Beside a discrete device, parameters in its
+// memory have copies in pinned memory, which are sent back; gradients come there by themselves.
 //
 // Invariants:
 //  (1) Leases are taken in the order of updates; so the sub-group that is next waits for nothing
@@ -83,6 +83,7 @@ class CpuPipeline {
     UpdateScalars scalars;
     const void* gradient = nullptr;  // null: on NVMe
     DType gradient_dtype = DType::kFloat32;
+    std::vector<const void*> later;  // ShardGradient::later
     device::Pending gradient_ready;
     device::Pending may_start;                 // what reads the shard, and what makes the gradient
     std::byte* shard = nullptr;                // or its copy; null: on NVMe
@@ -105,15 +106,8 @@ class CpuPipeline {
     std::vector<device::Pending> gradients_read;
     std::vector<device::Pending> writes;
   };
-  // Of a parameter beside a discrete device.
-  struct HostCopies {
-    device::Memory shard;     // of one on the device: new values are made there
-    device::Memory gradient;  // fp32, of one that does not go to the host by itself
-  };
-
   Item make_item(int id, grad::Reducer& gradients, const UpdateScalars& scalars,
                  const device::Pending& may_start);
-  void bring_gradient(int id, const grad::ShardGradient& gradient, Item& item);
   // Everything that may read shards or make gradients now.
   device::Pending record_users() const;
 
@@ -144,7 +138,8 @@ class CpuPipeline {
   const OptimizerStates& states_;
   Kernels& kernels_;
   device::Stream& stream_;
-  std::vector<HostCopies> copies_;  // by id
+  // By id: of a shard in a discrete device's memory; new values are made there.
+  std::vector<device::Memory> copies_;
   SubGroupPlan plan_;
   std::vector<int> num_pieces_;  // by id
   std::size_t num_kept_ = 0;     // sub-groups of plan_

@@ -1,6 +1,7 @@
 #include "tessera/optim/device_executor.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "tessera/core/error.h"
@@ -26,6 +27,7 @@ DeviceExecutor::DeviceExecutor(shard::ParamTable& params, const RuleOptions& rul
       device_(options.device),
       kernels_(options.kernels),
       states_(states),
+      slot_gradient_bytes_(options.slot_gradient_bytes),
       read_(device_.stream(StreamKind::kRead)),
       write_(device_.stream(StreamKind::kWrite)),
       update_(device_.stream(StreamKind::kReduce)),
@@ -203,10 +205,12 @@ void DeviceExecutor::update_resident(std::span<const int> ids, grad::Reducer& gr
     if (states_.streams(id) || !gradients.has_gradient(id)) {
       continue;
     }
-    UpdateTask task = make_task(id,
-                                scalars.on_device != nullptr ? gradients.ordered_gradient(id)
-                                                             : gradients.shard_gradient(id),
-                                scalars);
+    const grad::ShardGradient gradient = scalars.on_device != nullptr
+                                             ? gradients.ordered_gradient(id)
+                                             : gradients.shard_gradient(id);
+    TESSERA_INVARIANT(!gradient.is_on_host, "the gradient of parameter '", param.name(),
+                      "' is on the host, its states are on the device");
+    UpdateTask task = make_task(id, gradient, scalars);
     std::size_t next = 0;
     if (is_own_master(param.layout().dtype())) {
       task.span.master = reinterpret_cast<float*>(param.shard());
@@ -261,7 +265,19 @@ DeviceExecutor::Item DeviceExecutor::make_item(int id, grad::Reducer& gradients,
   }
   const grad::ShardGradient gradient = gradients.shard_gradient(id);
   item.task = make_task(id, gradient, scalars);
-  item.takes_over = param.is_on_host() && !is_own_master(dtype) && gradient.dtype == dtype;
+  if (gradient.is_on_host && gradient.numel > 0) {
+    TESSERA_INVARIANT(slot_gradient_bytes_ >= sizeof(float) + 2 * bytes_of(gradient.dtype),
+                      "slots have no room for the gradient of parameter '", param.name(),
+                      "', which is on the host");
+    item.copies = gradient.later;
+    item.copies.insert(item.copies.begin(), gradient.values);
+    item.copy_dtype = gradient.dtype;
+    item.copies_ready = gradient.ready;
+    stats_.gradients_h2d_bytes +=
+        item.copies.size() * static_cast<std::size_t>(gradient.numel) * bytes_of(gradient.dtype);
+  }
+  item.takes_over = param.is_on_host() && !is_own_master(dtype) && gradient.dtype == dtype &&
+                    !gradient.is_on_host;
   if (item.takes_over) {
     item.made = std::make_shared<device::HandedOver>();
     started.back().copy = {static_cast<const std::byte*>(gradient.values), Pending(item.made)};
@@ -348,6 +364,9 @@ void DeviceExecutor::hand_over_item(const Item& item) {
       piece.slot = take_slot();
       start_h2d(piece);
     }
+    if (!item.copies.empty()) {
+      bring_gradient(piece, item);
+    }
     update_piece(piece, item, i + 1 == range.count);
   }
 }
@@ -378,14 +397,48 @@ std::byte* DeviceExecutor::parameter_of(const Piece& piece) const {
                    static_cast<std::size_t>(piece.states.begin) * bytes_of(param.layout().dtype());
 }
 
+float* DeviceExecutor::gradient_sum_of(const Piece& piece) const {
+  const shard::Param& param = params_[piece.param];
+  return reinterpret_cast<float*>(
+      piece.slot->data +
+      static_cast<std::size_t>(states_.slot_numel()) *
+          (states_.num_tensors(piece.param) * sizeof(float) + bytes_of(param.layout().dtype())));
+}
+
+void DeviceExecutor::limit_copies_h2d() {
+  for (; copies_h2d_.size() >= kMostCopiesH2d; copies_h2d_.pop_front()) {
+    copies_h2d_.front().wait();
+  }
+}
+
+// See [Note: gradients of several micro-batches].
+void DeviceExecutor::bring_gradient(const Piece& piece, const Item& item) {
+  const std::size_t element = bytes_of(item.copy_dtype);
+  float* const sum = gradient_sum_of(piece);
+  auto* const staged = reinterpret_cast<std::byte*>(sum + states_.slot_numel());
+  std::array<Pending, 2> added;
+  item.copies_ready.wait();
+  for (std::size_t i = 0; i < item.copies.size(); ++i) {
+    const auto* const from = static_cast<const std::byte*>(item.copies[i]) +
+                             static_cast<std::size_t>(piece.states.begin) * element;
+    std::byte* const to = staged + i % 2 * static_cast<std::size_t>(states_.slot_numel()) * element;
+    limit_copies_h2d();
+    read_.wait(added[i % 2]);
+    copies_h2d_.push_back(device_.start_copy(
+        to, from, static_cast<std::size_t>(piece.states.numel) * element, read_));
+    update_.wait(copies_h2d_.back());
+    added[i % 2] = i == 0
+                       ? kernels_.start_widen(sum, to, item.copy_dtype, piece.states.numel, update_)
+                       : kernels_.start_add(sum, to, item.copy_dtype, piece.states.numel, update_);
+  }
+}
+
 void DeviceExecutor::start_h2d(const Piece& piece) {
   UpdateSlot& slot = *piece.slot;
   const shard::Param& param = params_[piece.param];
   slot.free.wait();
   piece.d2h.wait();
-  for (; copies_h2d_.size() >= kMostCopiesH2d; copies_h2d_.pop_front()) {
-    copies_h2d_.front().wait();
-  }
+  limit_copies_h2d();
   if (const std::size_t bytes = states_bytes(piece); bytes > 0) {
     slot.h2d = device_.start_copy(slot.data, states_.memory(piece.param) + piece.states.offset,
                                   bytes, read_);
@@ -404,7 +457,10 @@ UpdateSpan DeviceExecutor::span_of(const Piece& piece, const Item& item) const {
   const auto begin = static_cast<std::size_t>(piece.states.begin);
   UpdateSpan span = item.task.span;
   const std::byte* gradient = nullptr;
-  if (!item.keeps) {
+  if (!item.copies.empty()) {
+    span.gradient = gradient_sum_of(piece);
+    span.gradient_dtype = DType::kFloat32;
+  } else if (!item.keeps) {
     gradient = static_cast<const std::byte*>(span.gradient) + begin * bytes_of(span.gradient_dtype);
     span.gradient = gradient;
   }

@@ -23,6 +23,9 @@
 // the gradient, which nobody needs any more: from there it goes to its home, and whoever gathers it
 // copies it from there (shard::DeviceCopy) until gradients are cleared after wait().
 //
+// [Note: gradients of several micro-batches] They are in host memory, a copy of each: they pass
+// through the slot one after the other and are added there in fp32, in their order.
+//
 // A shard that streams is updated in pieces of at most as many elements as a slot holds.
 //
 // Threads: as Param, and a thread of its own where something streams, which uses kernels and
@@ -103,9 +106,12 @@ class DeviceExecutor {
   // What is handed over for one parameter.
   struct Item {
     int param = 0;
-    bool keeps = false;                        // no gradient: the parameter is made again
-    UpdateTask task;                           // without tensors, which are those of a piece
-    bool takes_over = false;                   // see [Note: in place of the gradient]
+    bool keeps = false;               // no gradient: the parameter is made again
+    UpdateTask task;                  // without tensors, which are those of a piece
+    bool takes_over = false;          // see [Note: in place of the gradient]
+    std::vector<const void*> copies;  // of the gradient on the host; none: on the device
+    DType copy_dtype = DType::kFloat32;
+    device::Pending copies_ready;
     std::shared_ptr<device::HandedOver> made;  // on the device
     std::shared_ptr<device::HandedOver> done;
   };
@@ -114,6 +120,8 @@ class DeviceExecutor {
   std::size_t states_bytes(const Piece& piece) const;  // that stream
   // Where the parameter of a piece is while it is updated.
   std::byte* parameter_of(const Piece& piece) const;
+  // In its slot: the sum of micro-batches, and behind it two copies on their way there.
+  float* gradient_sum_of(const Piece& piece) const;
   UpdateTask make_task(int id, const grad::ShardGradient& gradient,
                        const UpdateScalars& scalars) const;
   void update_resident(std::span<const int> ids, grad::Reducer& gradients,
@@ -127,6 +135,8 @@ class DeviceExecutor {
   bool can_go_ahead() const;
   void start_h2d(const Piece& piece);  // blocks until its slot and the link are free
   UpdateSlot* take_slot();
+  void bring_gradient(const Piece& piece, const Item& item);
+  void limit_copies_h2d();
   UpdateSpan span_of(const Piece& piece, const Item& item) const;
   void update_piece(Piece& piece, const Item& item, bool is_last);
   void wait_handed_over();
@@ -137,6 +147,7 @@ class DeviceExecutor {
   device::Device& device_;
   Kernels& kernels_;
   const OptimizerStates& states_;
+  const std::size_t slot_gradient_bytes_;
   device::Stream& read_;
   device::Stream& write_;
   device::Stream& update_;

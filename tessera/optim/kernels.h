@@ -35,6 +35,10 @@ struct NormSpan {
   const void* values = nullptr;
   DType dtype = DType::kFloat32;
   std::int64_t numel = 0;
+  // Goes on behind the elements whose sum is in the result, which are whole blocks.
+  bool continues = false;
+  // As UpdateSpan::later.
+  std::span<const void* const> later = {};
 };
 
 // One update of many that start together.

@@ -1,7 +1,9 @@
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstring>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -25,12 +27,56 @@ std::int64_t ceil_div(std::int64_t numel, std::int64_t part) { return (numel + p
 
 std::int64_t numel_of(const NormSpan& span) { return span.numel; }
 
+const void* advanced(const void* values, DType dtype, std::int64_t numel) {
+  return static_cast<const std::byte*>(values) + numel * static_cast<std::int64_t>(bytes_of(dtype));
+}
+
+// Elements [begin, begin + numel) of several tensors, at most a block, stay in the first cache.
+using BlockSums = std::array<float, kNormBlock>;
+void add_micro_batches(BlockSums& sums, const void* first, std::span<const void* const> later,
+                       DType dtype, std::int64_t begin, std::int64_t numel) {
+  best_loops().convert(sums.data(), DType::kFloat32, advanced(first, dtype, begin), dtype, 1.0F,
+                       numel);
+  for (const void* const values : later) {
+    best_loops().add(sums.data(), advanced(values, dtype, begin), dtype, numel);
+  }
+}
+
 double sum_of_block(const NormSpan& span, std::int64_t block) {
   const std::int64_t begin = block * kNormBlock;
-  const auto* values = static_cast<const std::byte*>(span.values);
-  return best_loops().any_block_sum_of_squares(
-      values + begin * static_cast<std::int64_t>(bytes_of(span.dtype)), span.dtype,
-      std::min(kNormBlock, span.numel - begin));
+  const std::int64_t numel = std::min(kNormBlock, span.numel - begin);
+  if (span.later.empty()) {
+    return best_loops().any_block_sum_of_squares(advanced(span.values, span.dtype, begin),
+                                                 span.dtype, numel);
+  }
+  BlockSums sums;
+  add_micro_batches(sums, span.values, span.later, span.dtype, begin, numel);
+  return best_loops().block_sum_of_squares(sums.data(), numel);
+}
+
+void update_range(ElementRule element, const ElementScalars& scalars, const UpdateSpan& span,
+                  std::int64_t begin, std::int64_t end) {
+  if (span.later.empty()) {
+    best_loops().update(element, scalars, span, begin, end);
+    return;
+  }
+  BlockSums sums;
+  for (; begin < end; begin += kNormBlock) {
+    const std::int64_t numel = std::min(kNormBlock, end - begin);
+    add_micro_batches(sums, span.gradient, span.later, span.gradient_dtype, begin, numel);
+    UpdateSpan block = span;
+    block.gradient = sums.data();
+    block.gradient_dtype = DType::kFloat32;
+    block.master += begin;
+    for (float*& state : block.states) {
+      state = state == nullptr ? nullptr : state + begin;
+    }
+    if (block.parameter != nullptr) {
+      block.parameter = static_cast<std::byte*>(block.parameter) +
+                        begin * static_cast<std::int64_t>(bytes_of(block.parameter_dtype));
+    }
+    best_loops().update(element, scalars, block, 0, numel);
+  }
 }
 
 // Spans side by side, cut into chunks that threads take.
@@ -109,7 +155,7 @@ class CpuKernels final : public Kernels {
             }
           }
           for_chunks(rounded, [&](const RoundedTask& task, std::int64_t begin, std::int64_t end) {
-            best_loops().update(element, task.scalars, task.span, begin, end);
+            update_range(element, task.scalars, task.span, begin, end);
           });
         });
   }
@@ -139,7 +185,7 @@ class CpuKernels final : public Kernels {
         }
       });
       for (std::size_t i = 0; i < list.size(); ++i) {
-        double total = 0;
+        double total = list[i].continues ? results[i] : 0;
         for (const double sum : sums[i]) {
           total += sum;
         }

@@ -50,6 +50,7 @@ class CudaKernels final : public Kernels {
     rounded.reserve(tasks.size());
     for (const UpdateTask& task : tasks) {
       check_update(rule, task.scalars, task.span);
+      TESSERA_INVARIANT(task.span.later.empty(), "an update adds micro-batches on the device");
       rounded.push_back({element_scalars(rule, task.scalars), task.span, task.scalars.on_device});
     }
     return cuda_stream(stream).launch(
@@ -75,7 +76,8 @@ class CudaKernels final : public Kernels {
   device::Pending start_sums_of_squares(std::span<const NormSpan> spans, double* results,
                                         device::Stream& stream) override {
     for (const NormSpan& span : spans) {
-      TESSERA_INVARIANT(span.numel >= 0, "sum of squares of ", span.numel, " elements");
+      TESSERA_INVARIANT(span.numel >= 0 && span.later.empty(), "sum of squares of ", span.numel,
+                        " elements, ", span.later.size(), " more micro-batches");
       check_element_type("sum of squares", span.dtype);
     }
     Scratch& scratch = scratch_for(stream, cuda::num_norm_blocks(spans));

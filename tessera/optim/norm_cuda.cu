@@ -21,6 +21,7 @@ struct Span {
   std::int64_t numel;
   std::int64_t last_block;  // of all spans, counted from the first one's first; one behind
   DType dtype;
+  bool continues;
 };
 
 // Spans are kernel parameters: no buffer to fill, to keep or to reuse. Few of them keep the launch
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t first = span == 0 ? 0 : batch.spans[span - 1].last_block;
   const std::int64_t last = batch.spans[span].last_block;
   const auto thread = static_cast<std::int64_t>(threadIdx.x);
-  double total = 0;
+  double total = batch.spans[span].continues && threadIdx.x == 0 ? results[span] : 0;
   double next = first + thread < last ? sums[first + thread] : 0;
   for (std::int64_t begin = first; begin < last; begin += kThreads) {
     tile[threadIdx.x] = next;
@@ -192,7 +193,8 @@ void launch_batch(std::span<const NormSpan> spans, double* block_sums, double* r
   std::int64_t num_blocks = 0;
   for (const NormSpan& span : spans) {
     num_blocks += num_blocks_of(span);
-    batch.spans[batch.num_spans++] = {span.values, span.numel, num_blocks, span.dtype};
+    batch.spans[batch.num_spans++] = {span.values, span.numel, num_blocks, span.dtype,
+                                      span.continues};
   }
   if (num_blocks > 0) {
     const auto grid = static_cast<unsigned>((num_blocks + kGroups - 1) / kGroups);

@@ -16,7 +16,7 @@ OptimizerStats& OptimizerStats::operator+=(const OptimizerStats& other) {
   states_d2h_bytes += other.states_d2h_bytes;
   parameters_h2d_bytes += other.parameters_h2d_bytes;
   parameters_d2h_bytes += other.parameters_d2h_bytes;
-  gradients_d2h_bytes += other.gradients_d2h_bytes;
+  gradients_h2d_bytes += other.gradients_h2d_bytes;
   states_read_bytes += other.states_read_bytes;
   states_written_bytes += other.states_written_bytes;
   parameters_read_bytes += other.parameters_read_bytes;
@@ -111,6 +111,9 @@ double* Optimizer::norm_results() {
 std::vector<const double*> Optimizer::start_norm(grad::Reducer& gradients, bool is_ordered) {
   std::vector<const double*> sums;
   std::vector<NormSpan> spans;
+  std::vector<NormSpan> host_spans;          // of gradients beside a discrete device
+  std::vector<grad::ShardGradient> on_host;  // whose lists they name
+  on_host.reserve(host_norms_.size());
   known_norms_.clear();
   known_norms_.reserve(host_norms_.size());  // addresses stay
   for (int id = 0; id < params_.num_params(); ++id) {
@@ -127,12 +130,28 @@ std::vector<const double*> Optimizer::start_norm(grad::Reducer& gradients, bool 
       sums.push_back(gradient.squares);
       continue;
     }
+    if (gradient.is_on_host) {
+      sums.push_back(host_norms_.data() + host_spans.size());
+      on_host.push_back(gradient);
+      host_spans.push_back(
+          {gradient.values, gradient.dtype, gradient.numel, false, on_host.back().later});
+      continue;
+    }
     sums.push_back(norm_results() + spans.size());
     spans.push_back({gradient.values, gradient.dtype, gradient.numel});
   }
   if (!spans.empty()) {
     // The stream keeps a failure until it is synchronized.
     std::ignore = options_.kernels.start_sums_of_squares(spans, norm_results(), reduce_);
+  }
+  if (!host_spans.empty()) {
+    for (const grad::ShardGradient& gradient : on_host) {
+      gradient.ready.wait();
+    }
+    options_.cpu_kernels()
+        .start_sums_of_squares(host_spans, host_norms_.data(),
+                               options_.cpu().stream(StreamKind::kReduce))
+        .wait();
   }
   return sums;
 }

@@ -29,6 +29,9 @@ struct OptimizerOptions {
   // Slots in a discrete device's memory, through which states in host memory are updated there.
   int num_slots = 0;
   std::size_t slot_bytes = 0;
+  // Of them per element, for gradients that are in host memory (device_executor.h, [Note: gradients
+  // of several micro-batches]); 0: none are that the device needs.
+  std::size_t slot_gradient_bytes = 0;
 
   // Null where nothing is offloaded to NVMe. The buffers hold one lease of the largest sub-group at
   // least, and nobody else takes leases from them.
@@ -57,7 +60,7 @@ struct OptimizerStats {
   std::uint64_t states_d2h_bytes = 0;
   std::uint64_t parameters_h2d_bytes = 0;
   std::uint64_t parameters_d2h_bytes = 0;
-  std::uint64_t gradients_d2h_bytes = 0;
+  std::uint64_t gradients_h2d_bytes = 0;
   // From and to NVMe, by the update; prefetches of parameters are not among them.
   std::uint64_t states_read_bytes = 0;
   std::uint64_t states_written_bytes = 0;

@@ -81,8 +81,9 @@ void OptimizerStates::fit_slots() {
   for (int id = 0; id < params_.num_params(); ++id) {
     if (streams(id)) {
       is_needed = is_needed || params_[id].trainable();
-      element_bytes = std::max(
-          element_bytes, num_tensors(id) * sizeof(float) + bytes_of(params_[id].layout().dtype()));
+      element_bytes = std::max(element_bytes, num_tensors(id) * sizeof(float) +
+                                                  bytes_of(params_[id].layout().dtype()) +
+                                                  options_.slot_gradient_bytes);
     }
   }
   if (element_bytes == 0 || (!is_needed && options_.num_slots == 0)) {

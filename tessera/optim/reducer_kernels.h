@@ -4,6 +4,8 @@
 // Threads: as Kernels.
 #pragma once
 
+#include <span>
+
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/kernels.h"
 
@@ -20,9 +22,27 @@ inline void set_reducer_kernels(grad::ReducerParts& parts, Kernels& kernels) {
     return kernels.start_convert(to, to_dtype, from, from_dtype, 1.0F, numel, stream);
   };
   parts.sum_of_squares = [&kernels](const void* values, DType dtype, std::int64_t numel,
-                                    double* result, device::Stream& stream) {
-    const NormSpan span{values, dtype, numel};
+                                    double* result, bool continues, device::Stream& stream) {
+    const NormSpan span{values, dtype, numel, continues};
     return kernels.start_sums_of_squares({&span, 1}, result, stream);
+  };
+}
+
+// For gradients of several micro-batches in memory of the host. `stream`: of a device that is the
+// host, where nobody else has work; all of it outlives the reducer.
+inline void set_host_kernels(grad::ReducerParts& parts, Kernels& kernels, device::Stream& stream) {
+  parts.host_widen = [&](float* to, const void* value, DType dtype, std::int64_t numel) {
+    kernels.start_widen(to, value, dtype, numel, stream).wait();
+  };
+  parts.host_add = [&](float* sum, const void* value, DType dtype, std::int64_t numel) {
+    kernels.start_add(sum, value, dtype, numel, stream).wait();
+  };
+  parts.host_sum_of_squares = [&](std::span<const void* const> micro_batches, DType dtype,
+                                  std::int64_t numel) {
+    double result = 0;
+    const NormSpan span{micro_batches.front(), dtype, numel, false, micro_batches.subspan(1)};
+    kernels.start_sums_of_squares({&span, 1}, &result, stream).wait();
+    return result;
   };
 }
 

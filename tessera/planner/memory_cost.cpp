@@ -20,6 +20,13 @@ constexpr std::int64_t kSmallestBucketBytes = std::int64_t{4} << 20;
 constexpr std::int64_t kBucketsPerBudget = 16;
 constexpr std::int64_t kTiniestBucketBytes = std::int64_t{64} << 10;
 constexpr std::int64_t kKeptGradientsPerBudget = 16;
+// Of micro-batches, in host memory. More would be 16 bytes per parameter, as much as all the rest.
+constexpr std::int64_t kMostGradientCopies = 8;
+
+// Of one micro-batch's gradient, per element of a shard.
+std::int64_t reduced_bytes(const CutModel& cut) {
+  return as_int(bytes_of(cut.options.num_ranks == 1 ? cut.model.dtype : cut.options.wire_dtype));
+}
 
 // Staging for as many as there are slots.
 std::int64_t two_reductions(std::int64_t shard_numel, const MemoryPlanOptions& options) {
@@ -186,7 +193,7 @@ std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes
   const std::int64_t wire = as_int(bytes_of(cut.options.wire_dtype));
   std::int64_t bytes = two_reductions(most.static_numel, cut.options);
   for (const std::int64_t numel : {most.static_numel, most.dynamic_numel}) {
-    bytes += 2 * (taken_bytes(numel * num_ranks * wire) + taken_bytes(4 * numel));
+    bytes += 2 * (taken_bytes(numel * num_ranks * wire) + taken_bytes(numel * wire));
   }
   return bytes;
 }
@@ -194,18 +201,14 @@ std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes
 GradientCost gradient_cost(const CutModel& cut, const Placements& placements,
                            std::int64_t bucket_bytes) {
   const int num_ranks = cut.options.num_ranks;
-  if (cut.options.is_discrete && num_ranks == 1) {
-    return {};
-  }
   std::vector<grad::GradientShape> shapes;
   std::vector<grad::BucketParam> params;
   for (std::size_t i = 0; i < cut.num_params(); ++i) {
     const ParamShape& param = cut.model.params[i];
-    const bool is_on_nvme = placements[i].gradient == Tier::kNvme;
-    shapes.push_back({param.numel, param.trainable, param.dynamic, is_on_nvme});
+    const Tier home = placements[i].gradient;
+    shapes.push_back({param.numel, param.trainable, param.dynamic, home});
     if (param.trainable) {
-      params.push_back(
-          {static_cast<int>(i), cut.layouts[i].shard_numel(), param.dynamic, is_on_nvme});
+      params.push_back({static_cast<int>(i), cut.layouts[i].shard_numel(), param.dynamic, home});
     }
   }
   grad::ReducerOptions reductions;
@@ -217,6 +220,9 @@ GradientCost gradient_cost(const CutModel& cut, const Placements& placements,
     const std::size_t wire = bytes_of(cut.options.wire_dtype);
     const grad::BucketLayout layout = grad::plan_buckets(params, num_ranks, bucket_bytes, wire);
     cost.staging = two_reductions(layout.largest_shard_numel, cut.options);
+  }
+  if (cut.options.is_discrete) {
+    cost.bytes.shards = 0;
   }
   return cost;
 }
@@ -246,32 +252,70 @@ std::vector<LedgerLine> Lines::take() const {
   return lines;
 }
 
-MemoryCost::MemoryCost(const CutModel& cut, std::int64_t num_micro_batches)
+bool may_keep_copies(const CutModel& cut, std::int64_t num_micro_batches) {
+  return num_micro_batches <= kMostGradientCopies || !may_keep_sums(cut, num_micro_batches);
+}
+
+bool may_keep_sums(const CutModel& cut, std::int64_t num_micro_batches) {
+  return cut.options.is_discrete &&
+         num_micro_batches * reduced_bytes(cut) > as_int(sizeof(float)) + reduced_bytes(cut);
+}
+
+MemoryCost::MemoryCost(const CutModel& cut, std::int64_t num_micro_batches,
+                       HostGradients host_gradients)
     : cut_(cut),
       options_(cut.options),
       num_micro_batches_(num_micro_batches),
-      gradients_leave_early_(options_.is_discrete && options_.num_ranks == 1 &&
-                             num_micro_batches == 1) {}
+      host_gradients_(host_gradients) {}
 
-std::int64_t MemoryCost::gradient_bytes_per_element() const {
-  return gradients_leave_early_ ? as_int(bytes_of(cut_.model.dtype)) : as_int(sizeof(float));
+std::int64_t MemoryCost::reduced_bytes_per_element() const { return reduced_bytes(cut_); }
+
+std::int64_t MemoryCost::device_gradient_bytes_per_element() const {
+  return num_micro_batches_ == 1 ? reduced_bytes_per_element() : as_int(sizeof(float));
+}
+
+std::int64_t MemoryCost::host_gradient_bytes(std::size_t id) const {
+  const auto charged = [&](std::int64_t element_bytes) {
+    return charged_bytes(options_, Tier::kPinned, cut_.layouts[id].shard_numel() * element_bytes);
+  };
+  return host_gradients_ == HostGradients::kSums
+             ? charged(as_int(sizeof(float))) + charged(reduced_bytes_per_element())
+             : num_micro_batches_ * charged(reduced_bytes_per_element());
+}
+
+std::int64_t MemoryCost::host_gradient_bytes_read() const {
+  return host_gradients_ == HostGradients::kSums ? as_int(sizeof(float))
+                                                 : num_micro_batches_ * reduced_bytes_per_element();
+}
+
+std::int64_t MemoryCost::slot_gradient_bytes() const {
+  const std::int64_t copy =
+      host_gradients_ == HostGradients::kSums ? as_int(sizeof(float)) : reduced_bytes_per_element();
+  return num_micro_batches_ == 1 ? 0 : as_int(sizeof(float)) + 2 * copy;
 }
 
 std::int64_t MemoryCost::kept_gradients(const Placements& placements) const {
-  if (!options_.is_discrete || options_.num_ranks > 1) {
-    return 0;  // buckets have their own bounds
+  if (!options_.is_discrete) {
+    return 0;
   }
+  const bool adopts = options_.num_ranks == 1 && num_micro_batches_ == 1;
   std::int64_t read = 0;
   for (std::size_t i = 0; i < placements.size(); ++i) {
-    const bool is_adopted = gradients_leave_early_ && placements[i].updater == Updater::kDevice;
+    const bool is_adopted = adopts && placements[i].gradient == Tier::kDevice;
     read += is_adopted ? 0 : cut_.full_gradient_bytes(i);
   }
   return std::min(read, most_kept_gradients(cut_));
 }
 
+bool MemoryCost::updates_in_place() const {
+  return options_.is_discrete && num_micro_batches_ == 1 &&
+         !optim::is_own_master(cut_.model.dtype) &&
+         (options_.num_ranks == 1 || options_.wire_dtype == cut_.model.dtype);
+}
+
 bool MemoryCost::stays_on_device_once(std::size_t id, const Placement& placement) const {
   return placement.parameter == Tier::kHost && placement.updater == Updater::kDevice &&
-         cut_.is_trainable(id) && gradients_leave_early_ && !optim::is_own_master(cut_.model.dtype);
+         cut_.is_trainable(id) && updates_in_place();
 }
 
 Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& gradients) const {
@@ -294,14 +338,16 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
     if (each.gradient == Tier::kNvme) {
       charge(Tier::kNvme, Role::kGradient, 4 * layout.shard_numel());
     }
-    if (options_.is_discrete && options_.num_ranks == 1 && (on_device || !gradients_leave_early_)) {
-      charge(Tier::kDevice, Role::kGradient, layout.numel() * gradient_bytes_per_element());
+    if (options_.is_discrete && each.gradient == Tier::kDevice) {
+      // What one rank adopts has no padding.
+      charge(Tier::kDevice, Role::kGradient,
+             (options_.num_ranks == 1 ? layout.numel() : layout.shard_numel()) *
+                 device_gradient_bytes_per_element());
+    } else if (options_.is_discrete && each.gradient == Tier::kHost) {
+      lines.add(Tier::kPinned, Role::kGradient, host_gradient_bytes(i));
     }
-    if (options_.is_discrete && !on_device) {
-      charge(Tier::kPinned, Role::kGradient, layout.shard_numel() * gradient_bytes_per_element());
-      if (each.parameter == Tier::kDevice) {
-        charge(Tier::kPinned, Role::kStaging, shard_bytes);  // new values, before their copy H2D
-      }
+    if (options_.is_discrete && !on_device && each.parameter == Tier::kDevice) {
+      charge(Tier::kPinned, Role::kStaging, shard_bytes);  // new values, before their copy H2D
     }
     // A wish for NVMe leaves no states in memory.
     const std::optional<Tier> wish =
@@ -317,7 +363,15 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
 void MemoryCost::complete(MemoryPlan& plan) const {
   const GradientCost gradients = gradient_cost(cut_, plan.params, plan.bucket_bytes);
   plan.uses_nvme = uses_nvme(plan.params);
-  plan.gradients_leave_early = gradients_leave_early_;
+  plan.adopts_gradients =
+      options_.is_discrete && options_.num_ranks == 1 && num_micro_batches_ == 1;
+  plan.updates_in_place = updates_in_place();
+  plan.slot_gradient_bytes = plan.num_update_slots > 0 ? slot_gradient_bytes() : 0;
+  plan.sums_gradients_on_host = host_gradients_ == HostGradients::kSums;
+  if (options_.is_discrete) {
+    plan.num_gradient_copies =
+        plan.sums_gradients_on_host ? 1 : static_cast<int>(num_micro_batches_);
+  }
   Lines lines = shard_lines(plan.params, gradients);
   lines.add(Tier::kDevice, Role::kFull, charged_bytes(options_, Tier::kDevice, plan.arena_bytes));
   lines.add(Tier::kDevice, Role::kStaging, plan.num_update_slots * plan.update_slot_bytes);
@@ -385,19 +439,22 @@ void MemoryCost::count_step(MemoryPlan& plan) const {
                        as_int(layout.shard_bytes());
     }
     if (options_.is_discrete && cut_.is_trainable(i)) {
-      count_update(layout, each, plan);
+      count_update(i, each, plan);
     }
   }
 }
 
-void MemoryCost::count_update(const shard::Layout& layout, const Placement& placement,
-                              MemoryPlan& plan) const {
+void MemoryCost::count_update(std::size_t id, const Placement& placement, MemoryPlan& plan) const {
+  const shard::Layout& layout = cut_.layouts[id];
   const std::int64_t numel = layout.shard_numel();
   const std::int64_t shard_bytes = as_int(layout.shard_bytes());
   const bool is_elsewhere = placement.parameter != Tier::kDevice;
+  const std::int64_t gradient_numel = options_.num_ranks == 1 ? layout.numel() : numel;
+  const std::int64_t copies_bytes =
+      gradient_numel * reduced_bytes_per_element() * num_micro_batches_;
+  plan.link.d2h += placement.gradient == Tier::kHost ? copies_bytes : 0;
   if (placement.updater == Updater::kCpu) {
     plan.update.cpu += numel;
-    plan.link.d2h += numel * gradient_bytes_per_element();
     plan.link.h2d += is_elsewhere ? 0 : shard_bytes;
     return;
   }
@@ -410,7 +467,9 @@ void MemoryCost::count_update(const shard::Layout& layout, const Placement& plac
   const std::int64_t states_bytes =
       4 * cut_.num_state_tensors() * rounded_up(numel, optim::kStreamedStep);
   const bool brings_master = optim::is_own_master(layout.dtype()) && is_elsewhere;
-  plan.link.h2d += states_bytes + (brings_master ? shard_bytes : 0);
+  plan.link.h2d +=
+      states_bytes + (brings_master ? shard_bytes : 0) +
+      (placement.gradient == Tier::kHost ? gradient_numel * host_gradient_bytes_read() : 0);
   plan.link.d2h += states_bytes;
 }
 

@@ -4,8 +4,8 @@
 // A CPU's memory and pageable memory are taken in whole pages from 64 KiB on, pinned memory always,
 // device memory as asked for, NVMe in whole blocks. Each shard has a block of its own.
 //
-// Gradients on a discrete device of one rank are a bound: autograd's own memory, which is held
-// while it is needed.
+// Gradients on a discrete device of one rank are a bound where there is one micro-batch: autograd's
+// own memory, which is held while it is needed.
 //
 // Threads: plain data and pure functions.
 #pragma once
@@ -84,8 +84,8 @@ BucketNumel most_bucket_numel(const CutModel& cut, std::int64_t bucket_bytes);
 // Slots and staging of reductions: at most, as above. Grows with the size of buckets evenly.
 std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes);
 
-// What a reducer takes, besides buffers of I/O. Nothing on a discrete device of one rank, where
-// gradients are autograd's memory.
+// What a reducer takes, besides buffers of I/O. On a discrete device without shards, which
+// MemoryCost counts by placement.
 struct GradientCost {
   grad::GradientBytes bytes;
   std::int64_t staging = 0;  // of the group that reduces them, but for dynamic ones: two at once
@@ -93,7 +93,7 @@ struct GradientCost {
 GradientCost gradient_cost(const CutModel& cut, const Placements& placements,
                            std::int64_t bucket_bytes);
 
-// Full gradients that copies or kernels still read, on a discrete device of one rank: what may be
+// Full gradients that copies, kernels or reductions still read, on a discrete device: what may be
 // kept, whatever the placements are. Enough for the device to have work while the link is behind.
 std::int64_t most_kept_gradients(const CutModel& cut);
 
@@ -116,31 +116,49 @@ class Lines {
   std::array<std::array<std::int64_t, kNumRoles>, kNumTiers> bytes_{};
 };
 
+// Discrete device: what host memory has of several micro-batches' gradients.
+enum class HostGradients : std::uint8_t {
+  kCopies,  // of each, as it came: the update adds them on its way
+  kSums,    // in fp32, and one copy
+};
+// Copies cost less time, and up to three halves no more memory than a sum and a copy.
+bool may_keep_copies(const CutModel& cut, std::int64_t num_micro_batches);
+bool may_keep_sums(const CutModel& cut, std::int64_t num_micro_batches);
+
 class MemoryCost {
  public:
-  MemoryCost(const CutModel& cut, std::int64_t num_micro_batches);
+  MemoryCost(const CutModel& cut, std::int64_t num_micro_batches,
+             HostGradients host_gradients = HostGradients::kCopies);
 
   // Of every shard and its gradient: all but arena, slots, pools and checksums.
   Lines shard_lines(const Placements& placements, const GradientCost& gradients) const;
+  // Of a slot, per element: for gradients of several micro-batches, which the device adds up there.
+  std::int64_t slot_gradient_bytes() const;
+  std::int64_t num_micro_batches() const { return num_micro_batches_; }
   // Fills in what follows from placements and sizes: ledger, step, link, update, staging of the
   // groups, uses_nvme, kept and full gradients.
   void complete(MemoryPlan& plan) const;
 
  private:
-  std::int64_t gradient_bytes_per_element() const;
+  // Discrete device: of one micro-batch's gradient; of what stays on the device; of what the host
+  // has of all micro-batches.
+  std::int64_t reduced_bytes_per_element() const;
+  std::int64_t device_gradient_bytes_per_element() const;
+  std::int64_t host_gradient_bytes(std::size_t id) const;
+  std::int64_t host_gradient_bytes_read() const;  // by the update, per element
   std::int64_t kept_gradients(const Placements& placements) const;
   void count_step(MemoryPlan& plan) const;
   // Discrete device: who updates, and what is copied for it.
-  void count_update(const shard::Layout& layout, const Placement& placement,
-                    MemoryPlan& plan) const;
-  // The first forward after its update takes it from where the device has made it
-  // (optim/device_executor.h, [Note: in place of the gradient]).
+  void count_update(std::size_t id, const Placement& placement, MemoryPlan& plan) const;
+  // The device makes new parameters in the place of their gradients, and the first forward takes
+  // them from there (optim/device_executor.h, [Note: in place of the gradient]).
+  bool updates_in_place() const;
   bool stays_on_device_once(std::size_t id, const Placement& placement) const;
 
   const CutModel& cut_;
   const MemoryPlanOptions& options_;
   const std::int64_t num_micro_batches_;
-  const bool gradients_leave_early_;
+  const HostGradients host_gradients_;
 };
 
 }  // namespace tessera::planner

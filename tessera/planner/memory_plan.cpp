@@ -92,6 +92,12 @@ std::string update_text(const MemoryPlan& plan) {
         bytes_or_dash(plan.update_slot_bytes), ")");
   }
   text += update.cpu > 0 ? "; " + part(update.cpu) + " on the CPU\n" : "\n";
+  if (plan.num_gradient_copies > 1 || plan.sums_gradients_on_host) {
+    text += plan.sums_gradients_on_host
+                ? "gradients of micro-batches: summed in host memory, in fp32\n"
+                : detail::concat("gradients of micro-batches: ", plan.num_gradient_copies,
+                                 " copies in host memory, added by the update\n");
+  }
   if (plan.host_memory_bytes() > 0 && plan.shard_numel > 0) {
     text += "host memory per parameter: " +
             number_text("%.2f B\n", static_cast<double>(plan.host_memory_bytes()) /

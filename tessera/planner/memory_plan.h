@@ -149,11 +149,18 @@ struct MemoryPlan {
   // Discrete device: slots for sub-groups whose states are copied to it; 0: none are.
   int num_update_slots = 0;
   std::int64_t update_slot_bytes = 0;
-  // Discrete device: gradients that the CPU needs go to host memory during backward, in the
-  // parameter's type; else, with several ranks or micro-batches, sums go there in fp32 at the step.
-  bool gradients_leave_early = false;
-  // Discrete device, one rank: of full gradients that copies to the host or kernels still read,
-  // what is kept at most (grad::ReducerParts::most_kept_bytes); 0: there are none.
+  std::int64_t slot_gradient_bytes = 0;  // of them, per element (optim::OptimizerOptions)
+  // Discrete device: gradients in host memory go there as they are reduced, in the wire's type; of
+  // each micro-batch of a step there is a copy, and the update adds them. 0: no discrete device.
+  int num_gradient_copies = 0;
+  // ...: or one copy, which threads of the host add to a sum in fp32 there.
+  bool sums_gradients_on_host = false;
+  // ..., one rank and one micro-batch: those on the device are autograd's memory while they last.
+  bool adopts_gradients = false;
+  // ...: those on the device have the parameters' type, and new parameters are made in their place.
+  bool updates_in_place = false;
+  // Discrete device: of full gradients that copies, kernels or reductions still read, what is kept
+  // at most (grad::ReducerParts::most_kept_bytes); 0: there are none.
   std::int64_t kept_gradient_bytes = 0;
   double cpu_share = 0;  // of the elements whose states are in host memory, as planned
   // What the group of gathers and the one of reductions reserve for their calls

@@ -61,8 +61,9 @@ class ByteSum {
 // What all plans share: options, sizes that follow from placements, and refusals.
 class Planner {
  public:
-  Planner(const CutModel& cut, std::int64_t num_micro_batches)
-      : cut_(cut), options_(cut.options), cost_(cut, num_micro_batches) {
+  Planner(const CutModel& cut, std::int64_t num_micro_batches,
+          HostGradients host_gradients = HostGradients::kCopies)
+      : cut_(cut), options_(cut.options), cost_(cut, num_micro_batches, host_gradients) {
     std::int64_t room = options_.parameters_host_bytes;
     for (std::size_t i = 0; i < cut_.num_params(); ++i) {
       const auto bytes = as_int(cut_.layouts[i].shard_bytes());
@@ -405,13 +406,14 @@ struct Pools {
 // depends on where the others are, so reaches are searched for.
 class DiscretePlanner : public Planner {
  public:
-  DiscretePlanner(const CutModel& cut, std::int64_t num_micro_batches)
-      : Planner(cut, num_micro_batches),
-        bucket_bytes_(choose_bucket_bytes(cut)),
+  DiscretePlanner(const CutModel& cut, std::int64_t num_micro_batches, std::int64_t bucket_bytes,
+                  HostGradients host_gradients)
+      : Planner(cut, num_micro_batches, host_gradients),
+        bucket_bytes_(bucket_bytes),
         sub_group_numel_(std::max(shard::kShardStep,
                                   std::min(options_.sub_group_bytes / 4, kLargestSubGroupNumel) /
                                       shard::kShardStep * shard::kShardStep)),
-        // Gradients are never on NVMe, so this does not depend on placements.
+        // Slots and staging do not depend on placements.
         gradients_(gradient_cost(cut, Placements(cut.num_params()), bucket_bytes_)),
         most_comm_bytes_(gradients_.staging +
                          GatherCost(cut, bucket_bytes_).staging_bytes(kUnlimited)) {
@@ -435,7 +437,15 @@ class DiscretePlanner : public Planner {
     }
   }
 
-  MemoryPlan make() const {
+  std::optional<MemoryPlan> find() const {
+    const Reach reach = wanted_reach();
+    std::optional<MemoryPlan> found = reach_host(reach, pools_);
+    return found ? found : reach_host(least_reach(reach), least_pools_);
+  }
+  [[noreturn]] void refuse_all() const { refuse_reach(least_reach(wanted_reach())); }
+
+ private:
+  Reach wanted_reach() const {
     Reach reach;
     reach.parameters_in_host = large_.size();
     // States that were asked to be on NVMe stay in host memory as far as a budget goes.
@@ -444,17 +454,9 @@ class DiscretePlanner : public Planner {
     reach.states_in_host = keeps_states ? large_.size() : 0;
     reach.cpu_share = fitting_cpu_share(reach);
     reach_device(reach);
-    std::optional<MemoryPlan> found = reach_host(reach, pools_);
-    if (!found) {
-      found = reach_host(least_reach(reach), least_pools_);
-    }
-    if (!found) {
-      refuse_reach(least_reach(reach));
-    }
-    return std::move(*found);
+    return reach;
   }
 
- private:
   bool is_own_master() const { return optim::is_own_master(cut_.model.dtype); }
   bool keeps_parameters_on_device() const {
     return options_.parameters == Tier::kDevice ||
@@ -488,7 +490,7 @@ class DiscretePlanner : public Planner {
       each.parameter = parameter_tier(order, reach);
       each.states = states_tier(order, reach, each.parameter);
     }
-    assign_updates(cut_, reach.cpu_share, all);
+    assign_updates(cut_, {reach.cpu_share, cost_.num_micro_batches()}, all);
     return all;
   }
 
@@ -536,12 +538,16 @@ class DiscretePlanner : public Planner {
 
   SlotNeed slot_need(const Placements& placements, std::int64_t sub_group_numel) const {
     // New values, or the parameter that is its own master.
-    const std::int64_t element_bytes =
-        4 * cut_.num_state_tensors() + as_int(bytes_of(cut_.model.dtype));
+    const std::int64_t element_bytes = 4 * cut_.num_state_tensors() +
+                                       as_int(bytes_of(cut_.model.dtype)) +
+                                       cost_.slot_gradient_bytes();
     const std::int64_t within_budget = options_.device_bytes / kSlotsPerBudget / element_bytes /
                                        shard::kShardStep * shard::kShardStep;
+    // About as many bytes, whether or not gradients pass through it.
+    const std::int64_t largest =
+        cost_.slot_gradient_bytes() == 0 ? kLargestSlotNumel : kLargestSlotNumel / 2;
     const std::int64_t slot_numel =
-        std::min({sub_group_numel, kLargestSlotNumel, std::max(shard::kShardStep, within_budget)});
+        std::min({sub_group_numel, largest, std::max(shard::kShardStep, within_budget)});
     SlotNeed need;
     std::int64_t largest_numel = 0;
     for (std::size_t i = 0; i < placements.size(); ++i) {
@@ -674,7 +680,7 @@ class DiscretePlanner : public Planner {
     }
     MemoryPlan plan;
     plan.params = std::move(chosen.placements);
-    plan.cpu_share = assign_updates(cut_, reach.cpu_share, plan.params);
+    plan.cpu_share = assign_updates(cut_, {reach.cpu_share, cost_.num_micro_batches()}, plan.params);
     plan.is_discrete = true;
     plan.memory_budget_bytes = options_.device_bytes;
     plan.host_budget_bytes = options_.host_bytes;
@@ -761,10 +767,57 @@ class DiscretePlanner : public Planner {
 
 }  // namespace
 
+namespace {
+
+// Calls may be staged in host memory, and buckets grow with the device's budget: smaller ones are
+// tried, so that a larger device never refuses what a smaller one allowed.
+std::vector<std::int64_t> bucket_choices(const CutModel& cut) {
+  std::vector<std::int64_t> sizes = {choose_bucket_bytes(cut)};
+  for (const std::int64_t bytes : possible_bucket_bytes(cut)) {
+    if (cut.options.num_ranks > 1 && bytes < sizes.front()) {
+      sizes.push_back(bytes);
+    }
+  }
+  return sizes;
+}
+
+// Copies of micro-batches' gradients stay in host memory where nothing else has to leave it for
+// them.
+MemoryPlan plan_discrete(const CutModel& cut, std::int64_t num_micro_batches) {
+  const std::vector<std::int64_t> sizes = bucket_choices(cut);
+  const auto find = [&](HostGradients kind) -> std::optional<MemoryPlan> {
+    for (const std::int64_t bytes : sizes) {
+      if (auto plan = DiscretePlanner(cut, num_micro_batches, bytes, kind).find()) {
+        return plan;
+      }
+    }
+    return std::nullopt;
+  };
+  std::optional<MemoryPlan> plan;
+  if (may_keep_copies(cut, num_micro_batches)) {
+    plan = find(HostGradients::kCopies);
+  }
+  const bool may_sum = may_keep_sums(cut, num_micro_batches);
+  if (may_sum && (!plan || plan->uses_nvme)) {
+    std::optional<MemoryPlan> summed = find(HostGradients::kSums);
+    if (!plan || (summed && summed->bytes(Tier::kNvme) < plan->bytes(Tier::kNvme))) {
+      plan = std::move(summed);
+    }
+  }
+  if (!plan) {
+    DiscretePlanner(cut, num_micro_batches, sizes.back(),
+                    may_sum ? HostGradients::kSums : HostGradients::kCopies)
+        .refuse_all();
+  }
+  return std::move(*plan);
+}
+
+}  // namespace
+
 MemoryPlan plan_memory(const ModelShapes& model, const MemoryPlanOptions& options,
                        std::int64_t num_micro_batches) {
   const CutModel cut(model, options);
-  MemoryPlan plan = options.is_discrete ? DiscretePlanner(cut, num_micro_batches).make()
+  MemoryPlan plan = options.is_discrete ? plan_discrete(cut, num_micro_batches)
                                         : OneMemoryPlanner(cut, num_micro_batches).make();
   plan.comm_tier = options.call_memory == comm::CallMemory::kCopied ? Tier::kPinned : Tier::kHost;
   for (const shard::Layout& layout : cut.layouts) {

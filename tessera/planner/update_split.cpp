@@ -56,7 +56,7 @@ class UpdateTimes {
     // Each is read and written but for the gradient, which is read; a parameter that is not its own
     // master is only written.
     touched_ = 2 * states_ + parameter + (is_own_master ? 2 : 1) * parameter;
-    stays_on_device_ = !is_own_master && plan.gradients_leave_early;
+    stays_on_device_ = plan.updates_in_place;
     double in_host = 0;
     for (std::size_t i = 0; i < plan.params.size(); ++i) {
       const Placement& each = plan.params[i];
@@ -125,8 +125,8 @@ double wished_cpu_share(const MemoryPlanOptions& options) {
   return options.cpu_share < 0 ? kDefaultCpuShare : options.cpu_share;
 }
 
-double assign_updates(const CutModel& cut, double cpu_share, Placements& placements) {
-  Split split(cpu_share);
+double assign_updates(const CutModel& cut, const UpdateWish& wish, Placements& placements) {
+  Split split(wish.cpu_share);
   // Includes shards that the CPU updates because their parameter is on NVMe.
   std::int64_t num_host = 0;
   std::int64_t num_cpu = 0;
@@ -161,7 +161,9 @@ double assign_updates(const CutModel& cut, double cpu_share, Placements& placeme
     }
   }
   for (Placement& each : placements) {
-    each.gradient = each.updater == Updater::kDevice ? Tier::kDevice : Tier::kHost;
+    const bool stays = each.updater == Updater::kDevice &&
+                       (wish.num_micro_batches == 1 || each.states == Tier::kDevice);
+    each.gradient = stays ? Tier::kDevice : Tier::kHost;
   }
   return num_host == 0 ? 0 : static_cast<double>(num_cpu) / static_cast<double>(num_host);
 }

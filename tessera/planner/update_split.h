@@ -25,9 +25,15 @@ double wished_cpu_share(const MemoryPlanOptions& options);
 
 // Sets updater and gradient from the tiers of parameters and states; returns the CPU's share that
 // came about, of the elements whose states are in host memory. Assigns greedily in the order of
-// use, so that the share so far is nearest to `cpu_share` (the first shard, which is needed first,
-// to the device), then rebalances from the end.
-double assign_updates(const CutModel& cut, double cpu_share, std::vector<Placement>& placements);
+// use, so that the share so far is nearest to the wish (the first shard, which is needed first, to
+// the device), then rebalances from the end. Gradients stay on the device where the device updates
+// with states that live there, or with the only micro-batch's; others go to the host.
+struct UpdateWish {
+  double cpu_share = kDefaultCpuShare;
+  std::int64_t num_micro_batches = 1;
+};
+double assign_updates(const CutModel& cut, const UpdateWish& wish,
+                      std::vector<Placement>& placements);
 
 // Whether a share has to be measured: none is given, and states may be in host memory. Several
 // ranks agree on the rates, so that they plan alike.

@@ -48,6 +48,9 @@ const std::vector<TrainedCase>& discrete_cases() {
                                                  {1, 1, "lion"},
                                                  {1, 1, "adamw", DType::kBFloat16},
                                                  {1, 2, "adamw", DType::kBFloat16},
+                                                 {2, 1, "adamw", DType::kBFloat16},
+                                                 {3, 3, "adamw", DType::kBFloat16},
+                                                 {4, 1, "lion"},
                                                  {1, 1, "adamw", DType::kFloat16}};
   return cases;
 }

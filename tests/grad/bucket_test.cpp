@@ -213,11 +213,11 @@ TEST(Bucket, NoChoiceOfDynamicParametersMakesALargerBucketThanPromised) {
   });
 }
 
-TEST(Bucket, StoredParametersAreInBucketsAndHaveNoPlaceInTheRegion) {
+TEST(Bucket, ShardsElsewhereAreInBucketsAndHaveNoPlaceInTheRegion) {
   for_every_small_model([](const std::vector<BucketParam>& params, std::int64_t capacity) {
     std::vector<BucketParam> mixed = params;
     for (std::size_t i = 0; i < mixed.size(); ++i) {
-      mixed[i].on_nvme = i % 2 == 0;
+      mixed[i].home = i % 2 == 0 ? Tier::kNvme : i % 4 == 1 ? Tier::kDevice : Tier::kHost;
       mixed[i].dynamic = i == 3;
     }
     const BucketLayout layout = plan(mixed, capacity);
@@ -229,7 +229,7 @@ TEST(Bucket, StoredParametersAreInBucketsAndHaveNoPlaceInTheRegion) {
         EXPECT_EQ(piece.shard_begin, in_buckets[piece.param]);
         in_buckets[piece.param] += piece.numel;
         const auto id = static_cast<std::size_t>(piece.param);
-        if (!layout.on_nvme[id]) {
+        if (layout.home[id] == Tier::kDevice) {
           EXPECT_EQ(layout.region_offset[id] + piece.shard_begin, end);
           end += piece.numel;
         }
@@ -238,10 +238,10 @@ TEST(Bucket, StoredParametersAreInBucketsAndHaveNoPlaceInTheRegion) {
     EXPECT_EQ(layout.bucketed_numel, end);
     for (const BucketParam& param : mixed) {
       const auto id = static_cast<std::size_t>(param.id);
-      EXPECT_EQ(layout.on_nvme[id], param.on_nvme);
-      EXPECT_EQ(layout.region_offset[id] < 0, param.on_nvme);
+      EXPECT_EQ(layout.home[id], param.home);
+      EXPECT_EQ(layout.region_offset[id] < 0, param.home != Tier::kDevice);
       EXPECT_EQ(in_buckets[param.id], param.dynamic ? 0 : param.shard_numel);
-      end += param.dynamic && !param.on_nvme ? param.shard_numel : 0;
+      end += param.dynamic && param.home == Tier::kDevice ? param.shard_numel : 0;
     }
     EXPECT_EQ(layout.region_numel, end);
   });
@@ -250,16 +250,17 @@ TEST(Bucket, StoredParametersAreInBucketsAndHaveNoPlaceInTheRegion) {
 TEST(Bucket, ALargeParameterIsCutAtWholeBlocksOfAStore) {
   struct Case {
     std::int64_t capacity = 0;
-    bool on_nvme = false;
+    Tier home = Tier::kDevice;
     std::int64_t piece_numel = 0;
   };
-  for (const Case& test : std::vector<Case>{{4096, false, 4096},
-                                            {4096, true, 4096},
-                                            {10000, false, 8192},
-                                            {10000, true, 8192},
-                                            {100, true, 4096},
-                                            {100, false, 100}}) {
-    std::vector<BucketParam> params = {{0, 30001, false, test.on_nvme}};
+  for (const Case& test : std::vector<Case>{{4096, Tier::kDevice, 4096},
+                                            {4096, Tier::kNvme, 4096},
+                                            {10000, Tier::kHost, 8192},
+                                            {10000, Tier::kNvme, 8192},
+                                            {100, Tier::kNvme, 4096},
+                                            {100, Tier::kHost, 100},
+                                            {100, Tier::kDevice, 100}}) {
+    std::vector<BucketParam> params = {{0, 30001, false, test.home}};
     const BucketLayout layout = plan(params, test.capacity);
     EXPECT_EQ(layout.largest_shard_numel, test.piece_numel);
     std::int64_t begin = 0;

@@ -102,7 +102,7 @@ float expected_sum(const ReducerFixture& world, int step, int num_backwards, int
               rounded(rounded(gradient_value(source, id, index), world.test().param_dtype), wire);
         }
       }
-      total += sum;
+      total += rounded(sum, wire);
     }
   }
   return total;

@@ -119,25 +119,29 @@ TEST(ReducerDynamicUse, MemoryEqualsItsClosedForm) {
         const auto buffer_bytes = [&](std::int64_t numel) {
           return static_cast<std::size_t>(numel) * 3 * bytes_of(wire);
         };
-        const auto scratch_bytes = [](std::int64_t numel) {
-          return static_cast<std::size_t>(numel) * sizeof(float);
+        const auto result_bytes = [&](std::int64_t numel) {
+          return static_cast<std::size_t>(numel) * bytes_of(wire);
         };
+        // Straight into the region, if that is of their type: alone, or a neighbour of what travels
+        // with it.
+        const bool is_straight = wire == DType::kFloat32;
         for (const int id : {4, 0}) {
           add(world, {group.rank(), 0, 0}, id);
         }
         const std::size_t before = world.gradient_bytes();
         const std::int64_t largest = layout.largest_dynamic_numel;
-        // Straight into the region: alone, or a neighbour of what travels with it.
         world.reducer().reduce_dynamic(std::vector<int>{2});
-        EXPECT_EQ(world.gradient_bytes() - before, buffer_bytes(largest));
+        EXPECT_EQ(world.gradient_bytes() - before,
+                  buffer_bytes(largest) + (is_straight ? 0 : result_bytes(largest)));
         world.reducer().reduce_dynamic(std::vector<int>{1, 5});
         const std::size_t straight = 2 * buffer_bytes(largest);
-        EXPECT_EQ(world.gradient_bytes() - before, straight + scratch_bytes(largest))
+        EXPECT_EQ(world.gradient_bytes() - before,
+                  straight + (is_straight ? 1 : 2) * result_bytes(largest))
             << "1 and 5 share a bucket, and are no neighbours";
         for (int i = 0; i < 3; ++i) {
           world.reducer().reduce_dynamic(kDynamic);
           world.reducer().reduce_dynamic(kDynamic);
-          EXPECT_EQ(world.gradient_bytes() - before, straight + 2 * scratch_bytes(largest));
+          EXPECT_EQ(world.gradient_bytes() - before, straight + 2 * result_bytes(largest));
         }
         world.reducer().finish_backward();
         expect_sums(world, 0, 1, is_static);

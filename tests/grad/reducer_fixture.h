@@ -23,6 +23,7 @@
 #include "tessera/grad/element_loops.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/kernels.h"
+#include "tessera/optim/reducer_kernels.h"
 #include "tessera/optim/update_loops.h"
 #include "testing/lazy_store.h"
 #include "testing/mock_device.h"
@@ -41,7 +42,7 @@ struct ParamShape {
   std::int64_t numel = 0;
   bool trainable = true;
   bool dynamic = false;
-  Tier tier = Tier::kDevice;  // of the gradient; kHost: in a group of one
+  Tier tier = Tier::kDevice;  // of the gradient
 };
 
 struct ReduceCase {
@@ -49,6 +50,9 @@ struct ReduceCase {
   DType param_dtype = DType::kFloat32;  // of gradients, too
   ReducerOptions options;
   DeviceKind device = DeviceKind::kCpu;
+  bool is_discrete = false;  // as a GPU, with kernels; of mock devices
+  int num_micro_batches = 0;
+  bool sums_on_host = false;
   std::int64_t most_kept_bytes = kMostKeptBytes;
   std::string name = "p";          // of parameters, with a number behind it
   bool has_dynamic_group = false;  // else dynamic parameters share the group of the others
@@ -64,7 +68,8 @@ class ReducerFixture : public support::RankFixture {
   ReducerFixture(comm::Group& group, const ReduceCase& test)
       : RankFixture(group.rank(), group.size(),
                     [&](Ledger& ledger) {
-                      auto device = support::make_device(test.device, ledger, group.rank());
+                      auto device =
+                          support::make_device(test.device, ledger, group.rank(), test.is_discrete);
                       return test.wrap_device ? test.wrap_device(std::move(device))
                                               : std::move(device);
                     }),
@@ -79,7 +84,6 @@ class ReducerFixture : public support::RankFixture {
       spec.trainable = test.shapes[i].trainable;
       spec.dynamic = test.shapes[i].dynamic;
       spec.placement.gradient = test.shapes[i].tier;
-      one_backward_ |= test.shapes[i].tier == Tier::kHost;
       params().add(spec, std::make_unique<NoTensor>());
     }
     if (test.make_store) {
@@ -102,7 +106,12 @@ class ReducerFixture : public support::RankFixture {
     ReducerParts parts{group_, device(), params(), clock(), spans()};
     parts.most_kept_bytes = test_.most_kept_bytes;
     parts.dynamic_group = dynamic_group_.get();
-    parts.one_backward = one_backward_;
+    parts.num_micro_batches = test_.num_micro_batches;
+    parts.sums_on_host = test_.sums_on_host;
+    if (test_.is_discrete) {
+      optim::set_reducer_kernels(parts, *kernels_);
+    }
+    optim::set_host_kernels(parts, *host_kernels_, host_->stream(device::StreamKind::kGather));
     if (store_) {
       parts.is_planned = true;
       parts.nvme = {store_.get(), pool_.get()};
@@ -116,7 +125,9 @@ class ReducerFixture : public support::RankFixture {
   const ReduceCase test_;
   comm::Group& group_;
   std::unique_ptr<comm::Group> dynamic_group_;
-  bool one_backward_ = false;
+  const std::unique_ptr<optim::Kernels> kernels_ = optim::make_cpu_kernels(1);
+  const std::unique_ptr<device::Device> host_ = device::make_cpu_device();
+  const std::unique_ptr<optim::Kernels> host_kernels_ = optim::make_cpu_kernels(1);
   std::unique_ptr<tier::Store> store_;
   std::unique_ptr<tier::BufferPool> pool_;
   std::unique_ptr<Reducer> reducer_;
@@ -167,7 +178,21 @@ inline FullGradient make_gradient(const Source& source, const shard::Param& para
   return {memory.get(), dtype, memory};
 }
 
-// What `is_used(source, param)` says was used, summed in rank order, then over backwards.
+// The shard's gradient with its padding, in fp32; of one on the host, micro-batches added in order.
+inline std::vector<float> values_of(ReducerFixture& world, const ShardGradient& gradient,
+                                    std::int64_t numel) {
+  gradient.ready.wait();
+  std::vector<float> values(static_cast<std::size_t>(numel));
+  convert_elements(values.data(), DType::kFloat32, gradient.values, gradient.dtype, values.size());
+  for (const void* const later : gradient.later) {
+    add_elements(values.data(), later, gradient.dtype, values.size());
+  }
+  EXPECT_TRUE(gradient.is_on_host || gradient.later.empty()) << "on rank " << world.rank();
+  return values;
+}
+
+// What `is_used(source, param)` says was used, summed in rank order and rounded to the wire's type,
+// then over backwards.
 template <typename IsUsed>
 void expect_sums(ReducerFixture& world, int step, int num_backwards, const IsUsed& is_used) {
   const DType wire =
@@ -179,10 +204,11 @@ void expect_sums(ReducerFixture& world, int step, int num_backwards, const IsUse
     }
     const ShardGradient gradient = world.reducer().shard_gradient(id);
     ASSERT_EQ(gradient.numel, param.range().numel);
-    if (world.num_ranks() > 1) {
-      for (std::int64_t i = gradient.numel; i < param.layout().shard_numel(); ++i) {
-        ASSERT_EQ(gradient.data[i], 0) << "padding of " << param.name();
-      }
+    const bool is_padded = world.num_ranks() > 1;
+    const std::vector<float> values =
+        values_of(world, gradient, is_padded ? param.layout().shard_numel() : gradient.numel);
+    for (std::size_t i = static_cast<std::size_t>(gradient.numel); i < values.size(); ++i) {
+      ASSERT_EQ(values[i], 0) << "padding of " << param.name();
     }
     for (std::int64_t i = 0; i < gradient.numel; ++i) {
       const std::int64_t index = param.range().begin + i;
@@ -198,13 +224,14 @@ void expect_sums(ReducerFixture& world, int step, int num_backwards, const IsUse
                   : 0.0F;
           sum = rank == 0 ? value : sum + value;
         }
+        sum = rounded(sum, wire);
         total = backward == 0 ? sum : total + sum;
       }
+      const float value = values[static_cast<std::size_t>(i)];
       // A sum of nothing but zeros may have either sign.
-      ASSERT_TRUE(std::memcmp(&gradient.data[i], &total, sizeof(float)) == 0 ||
-                  (total == 0 && gradient.data[i] == 0))
-          << param.name() << "[" << index << "] is " << gradient.data[i] << ", not " << total
-          << ", on rank " << world.rank() << " in step " << step;
+      ASSERT_TRUE(std::memcmp(&value, &total, sizeof(float)) == 0 || (total == 0 && value == 0))
+          << param.name() << "[" << index << "] is " << value << ", not " << total << ", on rank "
+          << world.rank() << " in step " << step;
     }
   }
 }
@@ -245,6 +272,7 @@ inline bool never(const Source& /*source*/, int /*param*/) { return false; }
 struct ShardSums {
   std::vector<std::vector<float>> shards;
   std::vector<double> squares;
+  int num_on_the_way = 0;  // of those, known without another look at the values
 };
 
 inline std::vector<float> read_shard(ReducerFixture& world, int id) {
@@ -257,10 +285,9 @@ inline std::vector<float> read_shard(ReducerFixture& world, int id) {
   }
   const ShardGradient gradient = world.reducer().shard_gradient(id);
   EXPECT_EQ(gradient.numel, param.range().numel);
-  EXPECT_EQ(gradient.data == nullptr, world.reducer().is_on_nvme(id));
+  EXPECT_EQ(gradient.values == nullptr, world.reducer().is_on_nvme(id));
   if (!world.reducer().is_on_nvme(id)) {
-    std::copy_n(gradient.data, numel, values.data());
-    return values;
+    return values_of(world, gradient, numel);
   }
   // In ranges that no tile has.
   constexpr std::int64_t kRange = 3 * 1024;
@@ -287,6 +314,10 @@ inline void append_sums(ReducerFixture& world, ShardSums& sums) {
     sums.squares.push_back(world.reducer().is_on_nvme(id)
                                ? world.reducer().sum_of_squares(id).value()
                                : optim::sum_of_squares(sums.shards.back().data(), numel));
+    if (const auto on_the_way = world.reducer().sum_of_squares(id)) {
+      EXPECT_EQ(*on_the_way, sums.squares.back()) << world.params()[id].name();
+      ++sums.num_on_the_way;
+    }
   }
 }
 

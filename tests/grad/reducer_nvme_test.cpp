@@ -224,8 +224,7 @@ TEST(ReducerNvmeMemory, TheLedgerIsWhatWasPlanned) {
             std::vector<GradientShape> shapes;
             for (ParamShape& shape : test.shapes) {
               shape.tier = stores ? shape.tier : Tier::kDevice;
-              shapes.push_back(
-                  {shape.numel, shape.trainable, shape.dynamic, shape.tier == Tier::kNvme});
+              shapes.push_back({shape.numel, shape.trainable, shape.dynamic, shape.tier});
             }
             const GradientBytes planned = gradient_bytes(shapes, group.size(), test.options, dtype);
             EXPECT_EQ(planned.block_sums > 0, stores);

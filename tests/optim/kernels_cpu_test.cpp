@@ -99,6 +99,63 @@ TEST(CpuKernels, SumSquaresAsDefinedWithAnyNumberOfThreads) {
   }
 }
 
+TEST(CpuKernels, SumSquaresOfPiecesThatGoOnWhereTheLastEnded) {
+  const auto device = device::make_cpu_device();
+  device::Stream& stream = device->stream(StreamKind::kReduce);
+  const auto kernels = make_cpu_kernels(2);
+  const auto values = random_floats(kNumel, 3, 11);
+  for (const std::int64_t piece : {kNormBlock, 5 * kNormBlock, std::int64_t{1} << 20}) {
+    double result = -1;
+    for (std::int64_t begin = 0; begin < static_cast<std::int64_t>(kNumel); begin += piece) {
+      const NormSpan span{values.data() + begin, DType::kFloat32,
+                          std::min(piece, static_cast<std::int64_t>(kNumel) - begin), begin > 0};
+      kernels->start_sums_of_squares({&span, 1}, &result, stream).wait();
+    }
+    EXPECT_EQ(result, defined_sum_of(values)) << "pieces of " << piece;
+  }
+}
+
+// As if their fp32 sum, made in order, had been given.
+TEST(CpuKernels, AddMicroBatchesOnTheirWay) {
+  const auto device = device::make_cpu_device();
+  device::Stream& stream = device->stream(StreamKind::kReduce);
+  for (const int num_threads : {1, 3}) {
+    const auto kernels = make_cpu_kernels(num_threads);
+    for (const std::size_t numel : {std::size_t{1}, std::size_t{4097}, kNumel}) {
+      std::vector<std::vector<BFloat16>> batches;
+      std::vector<const void*> later;
+      std::vector<float> sum(numel);
+      for (std::uint64_t i = 0; i < 4; ++i) {
+        batches.push_back(to_bfloat16s(random_floats(numel, 3, 20 + i)));
+        for (std::size_t k = 0; k < numel; ++k) {
+          sum[k] = i == 0 ? to_float(batches[i][k]) : sum[k] + to_float(batches[i][k]);
+        }
+      }
+      for (std::size_t i = 1; i < batches.size(); ++i) {
+        later.push_back(batches[i].data());
+      }
+      double squares = -1;
+      const NormSpan norm{batches[0].data(), DType::kBFloat16, static_cast<std::int64_t>(numel),
+                          false, later};
+      kernels->start_sums_of_squares({&norm, 1}, &squares, stream).wait();
+      EXPECT_EQ(squares, defined_sum_of(sum));
+      for (const auto& [name, rule] : all_rules()) {
+        Weights expected(numel);
+        Weights found(numel);
+        UpdateSpan span = found.span(batches[0].data());
+        span.later = later;
+        UpdateSpan summed = expected.span(sum.data());
+        for (auto* const each : {&span, &summed}) {
+          each->parameter = each == &span ? found.parameter.data() : expected.parameter.data();
+        }
+        kernels->start_update(rule, {}, span, stream).wait();
+        kernels->start_update(rule, {}, summed, stream).wait();
+        EXPECT_TRUE(found == expected) << name << ", " << numel << " elements";
+      }
+    }
+  }
+}
+
 TEST(CpuKernels, SumSquaresTheSameInEveryInstructionSet) {
   for (const std::size_t numel : {1U, 16U, 31U, 4000U, 4096U}) {
     const auto values = random_floats(numel, 1, 4);

@@ -155,7 +155,11 @@ OptimizerOptions OptimizerFixture::options() {
   options.host = host_.get();
   options.host_kernels = host_kernels_.get();
   options.num_slots = test_.num_slots;
-  options.slot_bytes = test_.slot_numel * 16;
+  options.slot_gradient_bytes = !test_.has_host_gradients ? 0
+                                : test_.sums_on_host
+                                    ? 3 * sizeof(float)
+                                    : sizeof(float) + 2 * bytes_of(test_.gradient_dtype);
+  options.slot_bytes = test_.slot_numel * (16 + options.slot_gradient_bytes);
   options.states = states_.get();
   options.parameters = shards_.get();
   options.buffers = buffers_.get();
@@ -223,7 +227,9 @@ void OptimizerFixture::remake_reducer() {
   grad::ReducerParts parts{group_, device(), params(), clock(), spans()};
   if (device().is_discrete()) {
     set_reducer_kernels(parts, *kernels_);
-    parts.one_backward = test_.one_backward;
+    set_host_kernels(parts, *host_kernels_, host_->stream(device::StreamKind::kGather));
+    parts.num_micro_batches = test_.num_micro_batches;
+    parts.sums_on_host = test_.sums_on_host;
     if (!test_.sums_squares) {
       parts.sum_of_squares = nullptr;
     }

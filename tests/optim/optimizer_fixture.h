@@ -40,9 +40,11 @@ struct FixtureCase {
   FixtureDevice device = FixtureDevice::kCpu;
   device::LateMode mode = device::LateMode::kLazy;
   int num_backwards = 1;
-  bool one_backward = true;  // as memory is planned, on a discrete device
-  bool sums_squares = true;  // on a discrete device: as gradients are added
-  int bad_step = 0;          // of which a gradient has an infinity
+  int num_micro_batches = 1;        // as memory is planned, on a discrete device; 0: not known
+  bool has_host_gradients = false;  // of what the device updates: slots have room for them
+  bool sums_on_host = false;        // gradients there, in fp32
+  bool sums_squares = true;         // on a discrete device: as gradients are added
+  int bad_step = 0;                 // of which a gradient has an infinity
   // NVMe.
   std::int64_t sub_group_numel = 2048;
   double num_buffers = 1;  // of the largest sub-group; parts are rounded up to blocks

@@ -30,7 +30,7 @@ StepSetting on_device(DType dtype = DType::kBFloat16) {
                          {0},    {4099},           {5000, {}, true, 3}};
   test.fixture.dtype = test.fixture.gradient_dtype = dtype;
   test.fixture.device = FixtureDevice::kDiscrete;
-  test.fixture.one_backward = false;
+  test.fixture.num_micro_batches = 0;
   return test;
 }
 

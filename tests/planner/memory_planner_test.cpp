@@ -268,12 +268,45 @@ TEST(GpuPlan, TheCpuGetsTheShareThatIsAskedFor) {
   EXPECT_NEAR(planned(model, options).cpu_share, 0.35, 0.02);
 }
 
-TEST(GpuPlan, GradientsLeaveEarlyOnlyAloneAndWithOneMicroBatch) {
+TEST(GpuPlan, GradientsAreAdoptedByOneRankAndWrittenOverByOneMicroBatch) {
   MemoryPlanOptions options = in_host();
-  EXPECT_TRUE(planned(large_gpt(), options).gradients_leave_early);
-  EXPECT_FALSE(planned(large_gpt(), options, 2).gradients_leave_early);
+  options.wire_dtype = DType::kBFloat16;
+  EXPECT_TRUE(planned(large_gpt(), options).adopts_gradients);
+  EXPECT_TRUE(planned(large_gpt(), options).updates_in_place);
+  EXPECT_FALSE(planned(large_gpt(), options, 2).updates_in_place);
+  EXPECT_EQ(planned(large_gpt(), options, 2).num_gradient_copies, 2);
   options.num_ranks = 2;
-  EXPECT_FALSE(planned(large_gpt(), options).gradients_leave_early);
+  EXPECT_FALSE(planned(large_gpt(), options).adopts_gradients);
+  EXPECT_TRUE(planned(large_gpt(), options).updates_in_place);
+  options.wire_dtype = DType::kFloat32;
+  EXPECT_FALSE(planned(large_gpt(), options).updates_in_place) << "gradients of another type";
+}
+
+TEST(GpuPlan, GradientsOfMicroBatchesAreCopiesWhileHostMemoryAllows) {
+  const ModelShapes model = large_gpt();
+  MemoryPlanOptions options = in_host();
+  options.has_nvme = true;
+  const auto gradients = [](const MemoryPlan& plan) {
+    return plan.bytes(Tier::kPinned, Role::kGradient);
+  };
+  const MemoryPlan one = planned(model, options, 1);
+  const MemoryPlan four = planned(model, options, 4);
+  EXPECT_FALSE(four.sums_gradients_on_host);
+  EXPECT_LT(four.bytes(Tier::kDevice, Role::kGradient), one.bytes(Tier::kDevice, Role::kGradient));
+  options.device_bytes = one.device_memory_bytes();
+  EXPECT_LE(planned(model, options, 4).device_memory_bytes(), options.device_bytes)
+      << "accumulation takes nothing of the device";
+  options.device_bytes = kUnlimited;
+  EXPECT_NE(four.text().find("4 copies in host memory"), std::string::npos) << four.text();
+  const MemoryPlan many = planned(model, options, 100);
+  EXPECT_TRUE(many.sums_gradients_on_host);
+  EXPECT_LT(gradients(many), gradients(four));
+  EXPECT_NE(many.text().find("summed in host memory"), std::string::npos) << many.text();
+  // A little less than four copies need: sums, and nothing goes to NVMe for them.
+  options.host_bytes = four.host_memory_bytes() - 4096;
+  const MemoryPlan summed = planned(model, options, 4);
+  EXPECT_TRUE(summed.sums_gradients_on_host);
+  EXPECT_FALSE(summed.uses_nvme);
 }
 
 TEST(GpuPlan, SlotsHoldOneSubGroupEachAndAreNoMoreThanThereAreSubGroups) {

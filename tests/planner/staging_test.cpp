@@ -116,7 +116,7 @@ class StagedCalls {
     for (std::size_t i = 0; i < model_.params.size(); ++i) {
       if (model_.params[i].trainable) {
         params.push_back({static_cast<int>(i), layouts_[i].shard_numel(), model_.params[i].dynamic,
-                          plan_.params[i].gradient == Tier::kNvme});
+                          plan_.params[i].gradient});
       }
     }
     return grad::plan_buckets(params, options_.num_ranks, plan_.bucket_bytes,

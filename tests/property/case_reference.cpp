@@ -128,7 +128,7 @@ class Reference {
         }
       }
       for (std::size_t i = 0; i < sums.size(); ++i) {
-        add(sums[i], over_ranks[i]);
+        add(sums[i], as_reduced(over_ranks[i]));
       }
     }
     outcome.loss /= outcome.weight;
@@ -176,6 +176,13 @@ class Reference {
     const std::vector<at::Tensor>& current_;
     const std::vector<at::Tensor>& own_;
   };
+
+  // What ranks have summed has the type in which it travels, that of the parameters.
+  at::Tensor as_reduced(const at::Tensor& sum) const {
+    return plan_.ranks > 1 && plan_.precision == "bf16" && sum.defined()
+               ? sum.to(at::kBFloat16).to(at::kFloat)
+               : sum;
+  }
 
   void reset_master(std::size_t param) {
     states_[param].master.copy_(shard::storage_elements(program_.params()[param].detach()));

@@ -4,10 +4,10 @@
 // [Note: no tolerance for gradients]
 // The reference runs every rank's micro-batches through plain LibTorch, one after the other, and
 // adds their gradients in the order that the engine promises: over ranks in rank order in fp32,
-// then over micro-batches. Every operator sees the same numbers in both runs, so parameters must be
-// equal to the bit after every step, for every number of ranks and all options. Weights are
-// multiples of 1/4, so their sums are exact; the learning rate is a power of two, so that an update
-// rounds once, with and without fma.
+// rounded once to the type on the wire, then over micro-batches in fp32. Every operator sees the
+// same numbers in both runs, so parameters must be equal to the bit after every step, for every
+// number of ranks and all options. Weights are multiples of 1/4, so their sums are exact; the
+// learning rate is a power of two, so that an update rounds once, with and without fma.
 //
 // What is summed in fp64 in another order has a bound: the sum of n products, each rounded once,
 // is off by at most n * 2^-53 * sum |term| (to first order), and so is the reference's; their
@@ -67,7 +67,7 @@ struct CasePlan {
   // move.
   std::string rule = "sgd";
   // Empty, or bf16: modules are made in fp32, and the engine converts them. Gradients are bf16, and
-  // sums of them fp32; masters begin with the values from before.
+  // sums over micro-batches fp32; masters begin with the values from before.
   std::string precision;
   bool evaluates_between = false;  // between micro-batches
   bool runs_twice = false;         // on a second runtime over the first one's group

@@ -1,4 +1,4 @@
-#include "tessera/grad/bucket_sink.h"
+#include "tessera/grad/gradient_buckets.h"
 
 #include <utility>
 
@@ -7,14 +7,13 @@
 
 namespace tessera::grad {
 
-BucketSink::BucketSink(GradientStream& stream, const BucketLayout& layout,
-                       const ReducerOptions& options)
+GradientBuckets::GradientBuckets(GradientStream& stream, ShardGradients& shards,
+                                 const BucketLayout& layout, const ReducerOptions& options)
     : stream_(stream),
       params_(stream.parts().params),
       layout_(layout),
-      wire_dtype_(options.wire_dtype),
-      sender_(stream, stream.parts().group, options.wire_dtype, layout.largest_shard_numel),
-      dynamic_(stream, layout, options),
+      sender_(stream, shards, stream.parts().group, options.wire_dtype, layout.largest_shard_numel),
+      dynamic_(stream, shards, layout, options),
       entries_(static_cast<std::size_t>(params_.num_params())),
       num_missing_(layout.buckets.size()),
       current_(layout.buckets.size()) {
@@ -25,42 +24,26 @@ BucketSink::BucketSink(GradientStream& stream, const BucketLayout& layout,
     }
   }
   if (stream_.parts().is_planned) {
-    region();
     sender_.reserve(num_bucket_slots(layout));
     dynamic_.reserve();
   }
 }
 
-BucketSink::~BucketSink() {
+GradientBuckets::~GradientBuckets() {
   clear();
   stream_.drain();  // copies into buffers, sums into the region
 }
 
-void BucketSink::begin_backward(bool is_first) {
-  if (!is_first) {
-    stream_.check_can_add();
-  }
-  is_first_ = is_first;
-  region_is_zero_ = false;
+void GradientBuckets::begin_backward() {
   current_ = 0;
   is_open_ = false;
   sender_.rewind();
-  dynamic_.begin_backward(is_first);
-  if (is_first && layout_.region_numel > layout_.bucketed_numel) {
-    stream_.zero(
-        region() + layout_.bucketed_numel,
-        static_cast<std::size_t>(layout_.region_numel - layout_.bucketed_numel) * sizeof(float));
-  }
   for (std::size_t b = 0; b < num_missing_.size(); ++b) {
     num_missing_[b] = layout_.buckets[b].pieces.size();
   }
 }
 
-void BucketSink::check(const shard::Param& param, const FullGradient& gradient) const {
-  stream_.check_convertible(param.name(), gradient.dtype, wire_dtype_);
-}
-
-void BucketSink::take(const shard::Param& param, FullGradient gradient) {
+void GradientBuckets::take(const shard::Param& param, FullGradient gradient) {
   const auto id = static_cast<std::size_t>(param.id());
   if (layout_.is_dynamic[id]) {
     dynamic_.take(param, std::move(gradient));
@@ -85,7 +68,8 @@ void BucketSink::take(const shard::Param& param, FullGradient gradient) {
   stream_.note_held();
 }
 
-void BucketSink::advance(WaitFor limit) {
+void GradientBuckets::advance(WaitFor limit) {
+  sender_.put_ready();
   while (current_ < num_missing_.size()) {
     if (!is_open_) {
       if (limit == WaitFor::kNetwork && !sender_.waits_for_no_rank()) {
@@ -105,7 +89,7 @@ void BucketSink::advance(WaitFor limit) {
   }
 }
 
-void BucketSink::finish_backward() {
+void GradientBuckets::finish_backward() {
   advance(WaitFor::kRanks);
   while (current_ < num_missing_.size()) {
     for (const Piece& piece : layout_.buckets[current_].pieces) {
@@ -121,7 +105,7 @@ void BucketSink::finish_backward() {
   }
 }
 
-void BucketSink::put_piece(const Piece& piece) {
+void GradientBuckets::put_piece(const Piece& piece) {
   Entry& entry = entry_of(piece);
   sender_.put(layout_.buckets[current_], piece, entry.gradient);
   if (--entry.num_not_sent == 0) {
@@ -129,61 +113,37 @@ void BucketSink::put_piece(const Piece& piece) {
   }
 }
 
-void BucketSink::release(Entry& entry, const shard::Param& param) {
+void GradientBuckets::release(Entry& entry, const shard::Param& param) {
   entry.num_not_sent = 0;
-  stream_.unhold(bytes_of_full(param, entry.gradient));
-  stream_.retire(std::move(entry.gradient.owner));
+  const std::int64_t bytes = bytes_of_full(param, entry.gradient);
+  stream_.unhold(bytes);
+  stream_.retire(std::move(entry.gradient.owner), {}, bytes);
   entry.gradient = {};
 }
 
-void BucketSink::send() {
+void GradientBuckets::send() {
   const Bucket& bucket = layout_.buckets[current_];
-  std::vector<ResultPart> parts;
-  for (const Piece& piece : bucket.pieces) {
-    append_part(parts, layout_, piece, region(), !is_first_);
-  }
-  sender_.send(bucket, std::move(parts), {"gradients", param_of(bucket.pieces.front()).name()});
+  sender_.send(bucket, {"gradients", param_of(bucket.pieces.front()).name()});
   ++current_;
   is_open_ = false;
 }
 
-float* BucketSink::region() {
-  const std::size_t bytes = static_cast<std::size_t>(layout_.region_numel) * sizeof(float);
-  if (region_.bytes() != bytes) {
-    region_ = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
-  }
-  return reinterpret_cast<float*>(region_.data());
-}
-
-void BucketSink::reduce_dynamic(std::span<const int> ids) {
+void GradientBuckets::reduce_dynamic(std::span<const int> ids) {
   if (stream_.parts().dynamic_group == nullptr) {
     // In one group, what is full must be before the list on every rank, not only where it could be
     // sent at once. Ranks that share a group so have got the same gradients, and all are here.
     advance(WaitFor::kRanks);
   }
-  dynamic_.reduce(ids, region());
+  dynamic_.reduce(ids);
   advance(WaitFor::kNetwork);  // a buffer may be free again
 }
 
-void BucketSink::wait() {
+void GradientBuckets::wait() {
   sender_.wait();
   dynamic_.wait();
 }
 
-ShardGradient BucketSink::shard_gradient(const shard::Param& param, bool is_zero) {
-  if (is_zero && !region_is_zero_) {
-    stream_.zero(region(), static_cast<std::size_t>(layout_.region_numel) * sizeof(float));
-    stream_.synchronize();
-    region_is_zero_ = true;
-  }
-  ShardGradient gradient;
-  gradient.data = region() + layout_.region_offset[static_cast<std::size_t>(param.id())];
-  gradient.numel = param.range().numel;
-  gradient.values = gradient.data;
-  return gradient;
-}
-
-void BucketSink::clear() noexcept {
+void GradientBuckets::clear() noexcept {
   // What is full has been sent by ranks that kept nothing: they would wait for it.
   try {
     advance(WaitFor::kRanks);

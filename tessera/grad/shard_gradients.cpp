@@ -1,0 +1,491 @@
+#include "tessera/grad/shard_gradients.h"
+
+#include <algorithm>
+#include <cstring>
+#include <tuple>
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/grad/gradient_bytes.h"
+
+namespace tessera::grad {
+namespace {
+
+using device::Pending;
+
+// Memory of autograd that we hold, charged as long as we do.
+class Adopted {
+ public:
+  Adopted(std::shared_ptr<void> owner, Ledger* ledger, std::size_t bytes)
+      : owner_(std::move(owner)), ledger_(ledger), bytes_(bytes) {
+    if (ledger_ != nullptr) {
+      ledger_->charge(Tier::kDevice, Role::kGradient, bytes_);
+    }
+  }
+  ~Adopted() {
+    owner_.reset();
+    if (ledger_ != nullptr) {
+      ledger_->discharge(Tier::kDevice, Role::kGradient, bytes_);
+    }
+  }
+  Adopted(const Adopted&) = delete;
+  Adopted& operator=(const Adopted&) = delete;
+
+ private:
+  std::shared_ptr<void> owner_;
+  Ledger* const ledger_;
+  const std::size_t bytes_;
+};
+
+std::size_t bytes_for(std::int64_t numel, DType dtype) {
+  return static_cast<std::size_t>(numel) * bytes_of(dtype);
+}
+
+// Elsewhere than in the region a first micro-batch that is alone needs no fp32.
+bool expects_one(const GradientStream& stream) {
+  return stream.is_discrete() && stream.parts().num_micro_batches == 1;
+}
+
+}  // namespace
+
+ShardGradients::ShardGradients(GradientStream& stream, const BucketLayout& layout, DType wire_dtype)
+    : stream_(stream),
+      layout_(layout),
+      wire_dtype_(wire_dtype),
+      region_dtype_(expects_one(stream) ? wire_dtype : DType::kFloat32),
+      sums_(static_cast<std::size_t>(stream.parts().params.num_params())) {
+  const ReducerParts& parts = stream_.parts();
+  if (parts.sum_of_squares) {
+    squares_ =
+        stream_.device().allocate(Tier::kPinned, sums_.size() * sizeof(double), Role::kOther);
+  }
+  if (parts.is_planned) {
+    begin_backward();
+  }
+  for (int id = 0; id < parts.params.num_params(); ++id) {
+    const shard::Param& param = parts.params[id];
+    if (!param.trainable()) {
+      continue;
+    }
+    Sum& sum = sum_of(param);
+    const DType dtype = param.layout().dtype();
+    if (param.placement().gradient == Tier::kHost) {
+      const int num_copies = parts.sums_on_host ? 1 : std::max(1, parts.num_micro_batches);
+      for (int i = 0; i < num_copies; ++i) {
+        host_copy(sum, param, static_cast<std::size_t>(i), is_alone() ? dtype : wire_dtype_);
+      }
+      if (parts.sums_on_host) {
+        sum.host_sum = stream_.device().allocate(
+            Tier::kPinned, bytes_for(param.layout().shard_numel(), DType::kFloat32),
+            Role::kGradient);
+      }
+      if (!host_work_ && (parts.sums_on_host || parts.num_micro_batches > 1)) {
+        TESSERA_INVARIANT(parts.host_widen && parts.host_add && parts.host_sum_of_squares,
+                          "several micro-batches are on the host, and nothing adds them there");
+        host_work_ = std::make_unique<HostWork>(parts.spans);
+      }
+    } else if (param.placement().gradient == Tier::kDevice && parts.is_planned && is_alone() &&
+               !expects_one(stream) && dtype != DType::kFloat32) {
+      own_memory(sum, param);
+    }
+  }
+}
+
+ShardGradients::~ShardGradients() {
+  clear();
+  stream_.drain();
+}
+
+void ShardGradients::check(const shard::Param& param, DType dtype) const {
+  stream_.check_convertible(param.name(), dtype, is_alone() ? DType::kFloat32 : wire_dtype_);
+  if (!is_alone()) {
+    stream_.check_convertible(param.name(), wire_dtype_, region_dtype_);
+  }
+}
+
+// --- memory ---
+
+std::int64_t ShardGradients::own_numel(const shard::Param& param) const {
+  return is_alone() ? param.layout().numel() : param.layout().shard_numel();
+}
+
+float* ShardGradients::own_memory(Sum& sum, const shard::Param& param) {
+  const std::size_t bytes = bytes_for(own_numel(param), DType::kFloat32);
+  if (sum.own.bytes() != bytes) {
+    sum.own = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
+    sum.own_is_zero = false;
+  }
+  return reinterpret_cast<float*>(sum.own.data());
+}
+
+std::byte* ShardGradients::region() {
+  const std::size_t bytes = bytes_for(layout_.region_numel, region_dtype_);
+  if (region_.bytes() != bytes) {
+    region_ = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
+  }
+  return region_.data();
+}
+
+std::byte* ShardGradients::in_region(const shard::Param& param, std::int64_t begin) {
+  const std::int64_t offset = layout_.region_offset[static_cast<std::size_t>(param.id())];
+  return region() + bytes_for(offset + begin, region_dtype_);
+}
+
+device::Memory& ShardGradients::host_copy(Sum& sum, const shard::Param& param, std::size_t round,
+                                          DType dtype) {
+  while (sum.copies.size() <= round) {
+    sum.copies.push_back(stream_.device().allocate(
+        Tier::kPinned, bytes_for(param.layout().shard_numel(), dtype), Role::kGradient));
+  }
+  return sum.copies[round];
+}
+
+// --- gradients come ---
+
+void ShardGradients::begin_backward() {
+  if (!is_alone()) {
+    region();
+  }
+}
+
+void ShardGradients::take(const shard::Param& param, FullGradient gradient) {
+  const std::int64_t numel = param.layout().numel();
+  if (numel == 0) {
+    return;
+  }
+  Sum& sum = sum_of(param);
+  const ShardPiece whole{param.id(), 0, numel};
+  const std::int64_t bytes = bytes_of_full(param, gradient);
+  stream_.order_behind_compute();
+  switch (param.placement().gradient) {
+    case Tier::kNvme:
+      stream_.put_on_nvme(whole, gradient.data, gradient.dtype, !is_first(sum));
+      stream_.retire(std::move(gradient.owner));
+      break;
+    case Tier::kHost: {
+      TESSERA_INVARIANT(gradient.dtype == param.layout().dtype(), "the gradient of parameter '",
+                        param.name(), "' is ", to_string(gradient.dtype), ", the parameter is ",
+                        to_string(param.layout().dtype()));
+      const Pending left =
+          send_to_host(sum, whole, gradient.data, gradient.dtype, stream_.compute_record());
+      start_host_square(sum, param, gradient.dtype);
+      stream_.retire(std::move(gradient.owner), left, bytes);
+      break;
+    }
+    default:
+      if (!is_first(sum)) {
+        add(sum, whole, gradient.data, gradient.dtype);
+        stream_.retire(std::move(gradient.owner), {}, bytes);
+      } else if (gradient.dtype == DType::kFloat32 ||
+                 (stream_.is_discrete() && (sum.own.data() == nullptr || sum.own_is_zero))) {
+        adopt(sum, param, std::move(gradient));
+      } else {
+        widen(sum, param, gradient.data, gradient.dtype);
+        stream_.retire(std::move(gradient.owner), {}, bytes);
+      }
+  }
+  ++sum.num_rounds;
+}
+
+void* ShardGradients::target_of(std::span<const Piece> pieces) {
+  bool is_target = region_dtype_ == wire_dtype_;
+  std::int64_t end = -1;
+  for (const Piece& piece : pieces) {
+    const auto id = static_cast<std::size_t>(piece.param);
+    const std::int64_t begin = layout_.region_offset[id] + piece.shard_begin;
+    is_target &= layout_.home[id] == Tier::kDevice && sums_[id].num_started == 0 &&
+                 (end < 0 || begin == end);
+    end = begin + piece.numel;
+  }
+  for (const Piece& piece : pieces) {
+    const shard::Param& param = stream_.parts().params[piece.param];
+    if (piece.shard_begin + piece.numel == param.layout().shard_numel()) {
+      ++sum_of(param).num_started;
+    }
+  }
+  const Piece& first = pieces.front();
+  return is_target ? in_region(stream_.parts().params[first.param], first.shard_begin) : nullptr;
+}
+
+Pending ShardGradients::put(std::span<const Piece> pieces, const std::byte* result) {
+  std::vector<Pending> left;
+  const Pending made = stream_.stream().record();
+  // Neighbours in the region go there together.
+  ShardPiece run;
+  const std::byte* run_values = nullptr;
+  std::int64_t run_end = -1;
+  bool run_is_first = true;
+  const auto put_run = [&] {
+    if (run_values != nullptr) {
+      put_piece(run, run_values);
+    }
+    run_values = nullptr;
+  };
+  for (const Piece& piece : pieces) {
+    const shard::Param& param = stream_.parts().params[piece.param];
+    Sum& sum = sum_of(param);
+    const ShardPiece at{piece.param, piece.shard_begin, piece.numel};
+    const std::byte* values = result + bytes_for(piece.bucket_offset, wire_dtype_);
+    const Tier home = *layout_.home[static_cast<std::size_t>(piece.param)];
+    if (home == Tier::kNvme) {
+      stream_.put_on_nvme(at, values, wire_dtype_, !is_first(sum));
+    } else if (home == Tier::kHost) {
+      left.push_back(send_to_host(sum, at, values, wire_dtype_, made));
+      if (piece.shard_begin + piece.numel == param.layout().shard_numel()) {
+        start_host_square(sum, param, wire_dtype_);
+      }
+    } else {
+      start_square(sum, at, values, wire_dtype_);
+      const std::int64_t begin =
+          layout_.region_offset[static_cast<std::size_t>(piece.param)] + piece.shard_begin;
+      if (is_first(sum)) {
+        sum.values = in_region(param, 0);
+        sum.dtype = region_dtype_;
+      }
+      const bool is_in_region =
+          sum.values == in_region(param, 0) && (is_first(sum) || sum.dtype == DType::kFloat32);
+      if (run_values != nullptr && is_in_region && begin == run_end &&
+          values == run_values + bytes_for(run.numel, wire_dtype_) &&
+          is_first(sum) == run_is_first) {
+        run.numel += piece.numel;
+      } else {
+        put_run();
+        run = at;
+        run_values = values;
+        run_is_first = is_first(sum);
+      }
+      run_end = is_in_region ? begin + piece.numel : -1;
+    }
+  }
+  put_run();
+  for (const Piece& piece : pieces) {
+    const shard::Param& param = stream_.parts().params[piece.param];
+    sum_of(param).num_rounds +=
+        piece.shard_begin + piece.numel == param.layout().shard_numel() ? 1 : 0;
+  }
+  return Pending::all(std::move(left));
+}
+
+// Also of shards behind it in the region, whose round is as this one's.
+void ShardGradients::put_piece(const ShardPiece& piece, const std::byte* values) {
+  const shard::Param& param = stream_.parts().params[piece.param];
+  Sum& sum = sum_of(param);
+  if (!is_first(sum)) {
+    add(sum, piece, values, wire_dtype_);
+    return;
+  }
+  std::byte* const to = in_region(param, piece.begin);
+  if (to != values) {  // else the reduction has written it
+    stream_.copy(to, region_dtype_, values, wire_dtype_, piece.numel);
+  }
+}
+
+double* ShardGradients::square_of(const shard::Param& param) const {
+  return reinterpret_cast<double*>(squares_.data()) + param.id();
+}
+
+// By the device.
+bool ShardGradients::has_square(const shard::Param& param) const {
+  const Sum& sum = sums_[static_cast<std::size_t>(param.id())];
+  return sum.num_rounds == 1 && sum.num_squared > 0 && sum.num_squared >= param.range().numel;
+}
+
+// Before the values go, or are changed. Pieces go on where the last ended, block after block.
+void ShardGradients::start_square(Sum& sum, const ShardPiece& piece, const void* values,
+                                  DType dtype) {
+  const shard::Param& param = stream_.parts().params[piece.param];
+  if (squares_.data() == nullptr || stream_.parts().num_micro_batches > 1 || !is_first(sum) ||
+      piece.begin != sum.num_squared || piece.begin % kPieceStep != 0) {
+    return;
+  }
+  const std::int64_t numel =
+      std::clamp<std::int64_t>(param.range().numel - piece.begin, 0, piece.numel);
+  if (numel > 0) {
+    std::ignore = stream_.parts().sum_of_squares(values, dtype, numel, square_of(param),
+                                                 piece.begin > 0, stream_.stream());
+  } else if (piece.begin == 0) {
+    *square_of(param) = 0;  // nothing but padding
+  }
+  sum.num_squared = piece.begin + piece.numel;
+}
+
+Pending ShardGradients::send_to_host(Sum& sum, const ShardPiece& piece, const void* values,
+                                     DType dtype, const Pending& made) {
+  const shard::Param& param = stream_.parts().params[piece.param];
+  start_square(sum, piece, values, dtype);
+  const bool is_summed = sum.host_sum.data() != nullptr;
+  const std::size_t round = is_summed ? 0 : static_cast<std::size_t>(sum.num_rounds);
+  std::byte* const copy =
+      host_copy(sum, param, round, dtype).data() + bytes_for(piece.begin, dtype);
+  const std::size_t bytes = bytes_for(piece.numel, dtype);
+  if (is_summed && piece.begin == 0) {
+    sum.added.wait();  // of the micro-batch before, long ago
+  }
+  sum.left = stream_.start_to_host(copy, values, bytes, made);
+  sum.dtype = dtype;
+  stream_.stats().host_bytes += bytes;
+  if (is_summed) {
+    float* const to = reinterpret_cast<float*>(sum.host_sum.data()) + piece.begin;
+    sum.added = host_work_->start(sum.left, [&parts = stream_.parts(), to, copy, dtype,
+                                             numel = piece.numel, is_first = is_first(sum)] {
+      (is_first ? parts.host_widen : parts.host_add)(to, copy, dtype, numel);
+    });
+  }
+  return sum.left;
+}
+
+void ShardGradients::start_host_square(Sum& sum, const shard::Param& param, DType dtype) {
+  const int round = sum.num_rounds + 1;  // it is about to be counted
+  if (!host_work_ || squares_.data() == nullptr || round == 1 ||
+      round != stream_.parts().num_micro_batches) {
+    return;
+  }
+  const bool is_summed = sum.host_sum.data() != nullptr;
+  std::vector<const void*> values;
+  if (is_summed) {
+    values.push_back(sum.host_sum.data());
+  }
+  for (int i = 0; i < round && !is_summed; ++i) {
+    values.push_back(sum.copies[static_cast<std::size_t>(i)].data());
+  }
+  sum.squared = host_work_->start(
+      sum.left, [&parts = stream_.parts(), values = std::move(values), result = square_of(param),
+                 dtype = is_summed ? DType::kFloat32 : dtype, numel = param.range().numel] {
+        *result = parts.host_sum_of_squares(values, dtype, numel);
+      });
+}
+
+void ShardGradients::adopt(Sum& sum, const shard::Param& param, FullGradient gradient) {
+  if (stream_.is_discrete()) {  // else it costs a pass whenever it is made
+    start_square(sum, {param.id(), 0, param.layout().numel()}, gradient.data, gradient.dtype);
+  }
+  sum.values = gradient.data;
+  sum.dtype = gradient.dtype;
+  if (sum.own.data() != nullptr) {  // zeros of a step without it
+    stream_.retire(std::make_shared<device::Memory>(std::move(sum.own)));
+  }
+  const auto bytes = static_cast<std::size_t>(bytes_of_full(param, gradient));
+  sum.owner = std::make_shared<Adopted>(std::move(gradient.owner), stream_.parts().ledger,
+                                        stream_.is_discrete() ? bytes : taken_bytes(bytes));
+}
+
+void ShardGradients::widen(Sum& sum, const shard::Param& param, const void* values, DType dtype) {
+  float* const data = own_memory(sum, param);
+  sum.own_is_zero = false;
+  stream_.copy(data, DType::kFloat32, values, dtype, own_numel(param));
+  sum.values = data;
+  sum.dtype = DType::kFloat32;
+}
+
+void ShardGradients::add(Sum& sum, const ShardPiece& piece, const void* values, DType dtype) {
+  if (sum.dtype != DType::kFloat32) {  // as it came, and not alone any more
+    widen(sum, stream_.parts().params[piece.param], sum.values, sum.dtype);
+    stream_.retire(std::move(sum.owner));
+  }
+  // Adopted memory is the reducer's, and written to.
+  auto* const data = static_cast<float*>(const_cast<void*>(sum.values));
+  stream_.add(data + piece.begin, values, dtype, piece.numel);
+}
+
+// --- gradients are asked for ---
+
+ShardGradient ShardGradients::finished_gradient(const shard::Param& param) {
+  ShardGradient found = gradient(param);
+  if (std::exchange(zeros_are_made_, false)) {
+    stream_.synchronize();
+  }
+  return found;
+}
+
+ShardGradient ShardGradients::gradient(const shard::Param& param) {
+  Sum& sum = sum_of(param);
+  TESSERA_INVARIANT(!sum.is_freed, "the gradient of parameter '", param.name(),
+                    "' is asked for after it was freed");
+  ShardGradient gradient;
+  gradient.numel = param.range().numel;
+  if (param.layout().numel() == 0) {
+    return gradient;
+  }
+  if (has_square(param)) {
+    gradient.squares = square_of(param);
+  }
+  if (param.placement().gradient == Tier::kHost) {
+    gradient.is_on_host = true;
+    if (sum.host_sum.data() != nullptr && sum.num_rounds > 0) {
+      gradient.values = sum.host_sum.data();
+      gradient.ready = sum.added;
+      return gradient;
+    }
+    gradient.dtype = sum.num_rounds > 0 ? sum.dtype
+                     : is_alone()       ? param.layout().dtype()
+                                        : wire_dtype_;
+    gradient.ready = sum.left;
+    gradient.values = sum.copies.front().data();
+    if (sum.num_rounds == 0) {
+      std::memset(sum.copies.front().data(), 0, sum.copies.front().bytes());
+    }
+    for (int round = 1; round < sum.num_rounds; ++round) {
+      gradient.later.push_back(sum.copies[static_cast<std::size_t>(round)].data());
+    }
+    return gradient;
+  }
+  if (sum.num_rounds > 0) {
+    gradient.values = sum.values;
+    gradient.dtype = sum.dtype;
+  } else if (is_alone()) {
+    gradient.values = own_memory(sum, param);
+    if (!std::exchange(sum.own_is_zero, true)) {
+      stream_.zero(sum.own.data(), sum.own.bytes());
+      zeros_are_made_ = true;
+    }
+  } else {
+    std::byte* const zeros = in_region(param, 0);
+    stream_.zero(zeros, bytes_for(param.layout().shard_numel(), region_dtype_));
+    zeros_are_made_ = true;
+    gradient.values = zeros;
+    gradient.dtype = region_dtype_;
+  }
+  if (gradient.dtype == DType::kFloat32) {
+    gradient.data = static_cast<float*>(const_cast<void*>(gradient.values));
+  }
+  return gradient;
+}
+
+std::optional<double> ShardGradients::sum_of_squares(const shard::Param& param) const {
+  const Sum& sum = sums_[static_cast<std::size_t>(param.id())];
+  if (sum.num_rounds == 0) {
+    return 0.0;  // there is no gradient
+  }
+  const bool is_squared =
+      sum.squared.state() != nullptr && sum.num_rounds == stream_.parts().num_micro_batches;
+  if (is_squared) {
+    sum.squared.wait();
+  }
+  return has_square(param) || is_squared ? std::optional(*square_of(param)) : std::nullopt;
+}
+
+void ShardGradients::free_gradient(const shard::Param& param) {
+  Sum& sum = sum_of(param);
+  sum.is_freed = true;
+  stream_.retire(std::move(sum.owner), param.updated());
+}
+
+void ShardGradients::clear() noexcept {
+  if (host_work_) {
+    host_work_->drain();
+  }
+  for (Sum& sum : sums_) {
+    sum.added = {};
+    sum.squared = {};
+    sum.num_started = 0;
+    sum.num_rounds = 0;
+    sum.values = nullptr;
+    sum.num_squared = 0;
+    sum.is_freed = false;
+    if (sum.owner) {
+      stream_.retire(std::move(sum.owner));  // an update on the stream may still read it
+    }
+  }
+}
+
+}  // namespace tessera::grad

@@ -1,0 +1,121 @@
+// Internal to grad: where the gradients of this rank's shards live, and how micro-batches add up.
+//
+// It takes pieces that are summed over the ranks, in the order in which they become complete and in
+// the type in which they were reduced, and puts each where its parameter's placement says. In a
+// group of one a piece is the whole gradient, as autograd made it.
+//
+//   device   the first micro-batch as it comes: adopted with its owner in a group of one, else in
+//            the region, where the reduction may write it itself. Sums of several are fp32.
+//   host     pinned; D2H on a stream of its own, as it comes, in its type. Each micro-batch has a
+//            copy, and whoever reads them adds them (ShardGradient); or one copy is used again and
+//            again, and a thread of the host adds it to a sum in fp32 (ReducerParts::sums_on_host).
+//            Either memory stays from step to step.
+//   NVMe     sums in fp32 (nvme_gradients.h)
+//
+// Invariants:
+//  (1) No bit depends on the placement: widening is exact, and sums are made in fp32 in the order
+//      of micro-batches.
+//  (2) A round is all pieces of a shard, in ascending order. The first since clear() replaces what
+//      is there, later ones are added. Pieces of one shard are put in the order of their rounds.
+//  (3) The sum of squares is made on the way: of a single micro-batch by the device, piece by
+//  piece;
+//      of several on the host by its threads when the last has come, while backward goes on.
+//  (4) Adopted memory is charged as our own would be, so that a parameter costs the same whether or
+//      not its gradient came.
+//
+// Threads: as Reducer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "tessera/grad/bucket.h"
+#include "tessera/grad/gradient_stream.h"
+#include "tessera/grad/host_work.h"
+
+namespace tessera::grad {
+
+class ShardGradients {
+ public:
+  // `layout` outlives it. `wire_dtype`: of what is reduced; a group of one has autograd's types.
+  ShardGradients(GradientStream& stream, const BucketLayout& layout, DType wire_dtype);
+  ~ShardGradients();
+  ShardGradients(const ShardGradients&) = delete;
+  ShardGradients& operator=(const ShardGradients&) = delete;
+
+  // Throws ConfigError with the name unless a gradient of this type can be taken.
+  void check(const shard::Param& param, DType dtype) const;
+
+  void begin_backward();
+  // A group of one: the whole gradient of a micro-batch.
+  void take(const shard::Param& param, FullGradient gradient);
+  // Several ranks: a reduction of these pieces is about to be started. Where it may write its
+  // result; null: the result will be brought to put().
+  void* target_of(std::span<const Piece> pieces);
+  // The result of a reduction, in order, when the stream is behind it. Done: `result` is not read
+  // any more by anything but the stream.
+  device::Pending put(std::span<const Piece> pieces, const std::byte* result);
+
+  // For work on the reduce stream; what is on the host waits for `ready`. Zero where nothing came.
+  ShardGradient gradient(const shard::Param& param);
+  // The same for the host: zeros are there, too.
+  ShardGradient finished_gradient(const shard::Param& param);
+  std::optional<double> sum_of_squares(const shard::Param& param) const;
+  void free_gradient(const shard::Param& param);
+  void clear() noexcept;
+
+ private:
+  struct Sum {
+    int num_started = 0;           // rounds since clear(): a reduction is under way, ...
+    int num_rounds = 0;            // ... or all of it is put
+    const void* values = nullptr;  // on the device; null: nothing came
+    DType dtype = DType::kFloat32;
+    std::shared_ptr<void> owner;  // of an adopted gradient
+    device::Memory own;           // fp32
+    bool own_is_zero = false;
+    bool is_freed = false;               // since clear()
+    std::int64_t num_squared = 0;        // elements of the first round in its sum of squares
+    std::vector<device::Memory> copies;  // on the host, by round
+    device::Pending left;                // the last copy to them
+    device::Memory host_sum;             // fp32, where they are added up there
+    device::Pending added;               // the last one
+    device::Pending squared;             // by the host
+  };
+  Sum& sum_of(const shard::Param& param) { return sums_[static_cast<std::size_t>(param.id())]; }
+  bool is_first(const Sum& sum) const { return sum.num_rounds == 0; }
+  bool is_alone() const { return stream_.parts().group.size() == 1; }
+  double* square_of(const shard::Param& param) const;
+  bool has_square(const shard::Param& param) const;
+  std::int64_t own_numel(const shard::Param& param) const;
+  float* own_memory(Sum& sum, const shard::Param& param);
+  std::byte* region();
+  std::byte* in_region(const shard::Param& param, std::int64_t begin);
+  device::Memory& host_copy(Sum& sum, const shard::Param& param, std::size_t round, DType dtype);
+
+  void put_piece(const ShardPiece& piece, const std::byte* values);
+  void start_square(Sum& sum, const ShardPiece& piece, const void* values, DType dtype);
+  // All of a round is on its way to the host.
+  void start_host_square(Sum& sum, const shard::Param& param, DType dtype);
+  device::Pending send_to_host(Sum& sum, const ShardPiece& piece, const void* values, DType dtype,
+                               const device::Pending& made);
+  void adopt(Sum& sum, const shard::Param& param, FullGradient gradient);
+  // Into memory of our own, in fp32.
+  void widen(Sum& sum, const shard::Param& param, const void* values, DType dtype);
+  void add(Sum& sum, const ShardPiece& piece, const void* values, DType dtype);
+
+  GradientStream& stream_;
+  const BucketLayout& layout_;
+  const DType wire_dtype_;
+  const DType region_dtype_;
+  std::vector<Sum> sums_;  // by id
+  device::Memory region_;
+  bool zeros_are_made_ = false;  // nobody has waited for them yet
+  device::Memory squares_;  // by id: sums of squares, pinned; none: nobody makes them on the way
+  std::unique_ptr<HostWork> host_work_;  // null: no several micro-batches on the host
+};
+
+}  // namespace tessera::grad
