@@ -1,4 +1,5 @@
 // CUDA kernels beside the host's: the same bits for every rule and for the norm.
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstddef>
@@ -165,6 +166,25 @@ TEST_F(CudaKernels, SumSquaresToTheBitsOfTheHost) {
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     EXPECT_EQ(results[i], sum_of_squares(values[i].data(), static_cast<std::int64_t>(sizes[i])))
         << sizes[i];
+  }
+}
+
+TEST_F(CudaKernels, SumSquaresOfPiecesThatGoOnWhereTheLastEnded) {
+  constexpr std::int64_t kAll = 3000017;
+  const std::vector<float> values = random_floats(kAll, 3, 5);
+  const device::Memory on_device = upload(values);
+  const device::Memory result = device_->allocate(Tier::kPinned, sizeof(double), Role::kOther);
+  for (const std::int64_t piece : {kNormBlock, 100 * kNormBlock}) {
+    device::Pending summed;
+    for (std::int64_t begin = 0; begin < kAll; begin += piece) {
+      const NormSpan span{reinterpret_cast<const float*>(on_device.data()) + begin,
+                          DType::kFloat32, std::min(piece, kAll - begin), begin > 0};
+      summed = kernels_->start_sums_of_squares(
+          {&span, 1}, reinterpret_cast<double*>(result.data()), stream());
+    }
+    summed.wait();
+    EXPECT_EQ(*reinterpret_cast<const double*>(result.data()),
+              sum_of_squares(values.data(), kAll));
   }
 }
 
