@@ -680,7 +680,8 @@ class DiscretePlanner : public Planner {
     }
     MemoryPlan plan;
     plan.params = std::move(chosen.placements);
-    plan.cpu_share = assign_updates(cut_, {reach.cpu_share, cost_.num_micro_batches()}, plan.params);
+    plan.cpu_share =
+        assign_updates(cut_, {reach.cpu_share, cost_.num_micro_batches()}, plan.params);
     plan.is_discrete = true;
     plan.memory_budget_bytes = options_.device_bytes;
     plan.host_budget_bytes = options_.host_bytes;

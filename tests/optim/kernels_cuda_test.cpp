@@ -177,14 +177,13 @@ TEST_F(CudaKernels, SumSquaresOfPiecesThatGoOnWhereTheLastEnded) {
   for (const std::int64_t piece : {kNormBlock, 100 * kNormBlock}) {
     device::Pending summed;
     for (std::int64_t begin = 0; begin < kAll; begin += piece) {
-      const NormSpan span{reinterpret_cast<const float*>(on_device.data()) + begin,
-                          DType::kFloat32, std::min(piece, kAll - begin), begin > 0};
-      summed = kernels_->start_sums_of_squares(
-          {&span, 1}, reinterpret_cast<double*>(result.data()), stream());
+      const NormSpan span{reinterpret_cast<const float*>(on_device.data()) + begin, DType::kFloat32,
+                          std::min(piece, kAll - begin), begin > 0};
+      summed = kernels_->start_sums_of_squares({&span, 1}, reinterpret_cast<double*>(result.data()),
+                                               stream());
     }
     summed.wait();
-    EXPECT_EQ(*reinterpret_cast<const double*>(result.data()),
-              sum_of_squares(values.data(), kAll));
+    EXPECT_EQ(*reinterpret_cast<const double*>(result.data()), sum_of_squares(values.data(), kAll));
   }
 }
 
