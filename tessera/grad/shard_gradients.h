@@ -18,8 +18,7 @@
 //  (2) A round is all pieces of a shard, in ascending order. The first since clear() replaces what
 //      is there, later ones are added. Pieces of one shard are put in the order of their rounds.
 //  (3) The sum of squares is made on the way: of a single micro-batch by the device, piece by
-//  piece;
-//      of several on the host by its threads when the last has come, while backward goes on.
+//      piece; of several on the host by its threads when the last has come, while backward goes on.
 //  (4) Adopted memory is charged as our own would be, so that a parameter costs the same whether or
 //      not its gradient came.
 //
