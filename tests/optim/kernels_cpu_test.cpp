@@ -383,7 +383,7 @@ TEST_F(KernelLists, HashBytesAsOneWordAfterTheOtherByAnyNumberOfThreads) {
     for (const std::size_t bytes : kHashedBytes) {
       const std::vector<std::byte> values = hashed_bytes(bytes);
       std::vector<std::uint64_t> data(bytes / 8 + 1);  // aligned
-      std::memcpy(data.data(), values.data(), bytes);
+      std::copy(values.begin(), values.end(), reinterpret_cast<std::byte*>(data.data()));
       std::uint64_t sum = 17;  // it is added to what is there
       kernels->start_hash(data.data(), bytes, &sum, stream()).wait();
       EXPECT_EQ(sum, 17 + reference_hash(values)) << bytes << ", " << num_threads << " threads";
