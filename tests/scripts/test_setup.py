@@ -21,7 +21,8 @@ case "$1" in
   -E) sed -n 's/^MISSING //p' | grep -vxF -f "$HERE/headers" | sed 's/^/MISSING /' ;;
 esac
 """
-PACKAGES = ("nlohmann-json3-dev", "libcli11-dev", "libfmt-dev", "libgtest-dev", "libbenchmark-dev")
+PACKAGES = ("nlohmann-json3-dev", "libcli11-dev", "libfmt-dev", "libgtest-dev", "libbenchmark-dev",
+            "libxxhash-dev")
 WANTED = "liburing-dev"
 
 
@@ -121,7 +122,7 @@ class Setup(unittest.TestCase):
         self.machine.add_apt(installs=f"printf '{every}\\n' >\"$HERE/headers\"")
         result = self.as_root()
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
-        self.assertIn("install --no-install-recommends libgtest-dev libbenchmark-dev ccache\n",
+        self.assertIn("install --no-install-recommends libbenchmark-dev libxxhash-dev ccache\n",
                       self.machine.apt_calls())
 
     def as_root(self, **environment):
@@ -196,6 +197,18 @@ class Setup(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         self.assertEqual(self.machine.apt_calls(), "")
         self.assertNotIn("io_uring", result.stdout)
+
+    def test_with_an_xxhash_of_ones_own_none_is_installed(self):
+        self.machine.add_tools()
+        (self.machine.root / "headers").write_text("\n".join((*PACKAGES[:-1], WANTED)) + "\n")
+        self.machine.add_torch()
+        self.machine.add_apt()
+        result = self.as_root(XXHASH_DIR="somewhere")
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        self.assertEqual(self.machine.apt_calls(), "")
+        # Without it the next run is another one, and installs the package.
+        self.as_root()
+        self.assertIn("install --no-install-recommends libxxhash-dev", self.machine.apt_calls())
 
     def test_the_newest_torch_that_is_known_is_used(self):
         self.machine.add_tools()
