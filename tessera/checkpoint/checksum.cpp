@@ -1,0 +1,86 @@
+#include "tessera/checkpoint/checksum.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#define XXH_INLINE_ALL  // the header is the library
+#include <xxhash.h>
+
+#include "tessera/core/error.h"
+#include "tessera/optim/content_hash.cuh"
+
+namespace tessera::checkpoint {
+namespace {
+
+constexpr std::size_t kWordBytes = optim::kHashWordBytes;
+
+// Little-endian, as the files are.
+std::uint64_t load_word(const std::byte* from) {
+  std::uint64_t word = 0;
+  if constexpr (std::endian::native == std::endian::little) {
+    std::memcpy(&word, from, kWordBytes);
+  } else {
+    for (std::size_t i = 0; i < kWordBytes; ++i) {
+      word |= std::to_integer<std::uint64_t>(from[i]) << (8 * i);
+    }
+  }
+  return word;
+}
+
+}  // namespace
+
+struct Xxh3::State {
+  XXH3_state_t xxh3;
+};
+
+Xxh3::Xxh3() : state_(std::make_unique<State>()) { XXH3_64bits_reset(&state_->xxh3); }
+
+Xxh3::~Xxh3() = default;
+Xxh3::Xxh3(Xxh3&&) noexcept = default;
+Xxh3& Xxh3::operator=(Xxh3&&) noexcept = default;
+
+void Xxh3::add(std::span<const std::byte> bytes) {
+  if (!bytes.empty()) {
+    XXH3_64bits_update(&state_->xxh3, bytes.data(), bytes.size());
+  }
+}
+
+std::uint64_t Xxh3::value() const { return XXH3_64bits_digest(&state_->xxh3); }
+
+std::uint64_t xxh3(std::span<const std::byte> bytes) {
+  return XXH3_64bits(bytes.data(), bytes.size());
+}
+
+ContentHash::ContentHash(std::uint64_t begin) : next_word_(begin / kWordBytes) {
+  TESSERA_INVARIANT(begin % kWordBytes == 0, "a content hash begins at byte ", begin,
+                    ", inside a word of ", kWordBytes, " bytes");
+}
+
+void ContentHash::add(std::span<const std::byte> bytes) {
+  while (partial_bytes_ > 0 && !bytes.empty()) {
+    partial_ |= std::to_integer<std::uint64_t>(bytes.front()) << (8 * partial_bytes_);
+    bytes = bytes.subspan(1);
+    if (++partial_bytes_ == kWordBytes) {
+      sum_ += optim::hash_term(partial_, next_word_++);
+      partial_ = 0;
+      partial_bytes_ = 0;
+    }
+  }
+  const std::size_t num_words = bytes.size() / kWordBytes;
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < num_words; ++i) {
+    sum += optim::hash_term(load_word(bytes.data() + i * kWordBytes), next_word_ + i);
+  }
+  sum_ += sum;
+  next_word_ += num_words;
+  for (const std::byte byte : bytes.subspan(num_words * kWordBytes)) {
+    partial_ |= std::to_integer<std::uint64_t>(byte) << (8 * partial_bytes_++);
+  }
+}
+
+std::uint64_t ContentHash::value() const {
+  return partial_bytes_ == 0 ? sum_ : sum_ + optim::hash_term(partial_, next_word_);
+}
+
+}  // namespace tessera::checkpoint
