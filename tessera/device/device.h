@@ -33,7 +33,8 @@
 namespace tessera::device {
 
 // kComm is for copies that a group makes for its calls, where the network cannot reach the device's
-// memory; it is never made to wait for anything, so that these end by themselves.
+// memory, and for those of a save; it is never made to wait for anything, so that these end by
+// themselves.
 enum class StreamKind : std::uint8_t { kCompute, kGather, kRead, kWrite, kReduce, kComm };
 inline constexpr std::size_t kNumStreams = 6;
 std::string_view to_string(StreamKind kind);

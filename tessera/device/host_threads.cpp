@@ -47,11 +47,31 @@ void for_each_piece(std::size_t num_pieces, const std::function<void(std::size_t
   }
 }
 
+namespace {
+
+// Of memory that has its pages: what one core copies while a thread is made many times over.
+constexpr std::size_t kCopiedPieceBytes = std::size_t{8} << 20;
+
+void for_each_range(std::size_t bytes, std::size_t piece_bytes,
+                    const std::function<void(std::size_t begin, std::size_t bytes)>& work) {
+  for_each_piece((bytes + piece_bytes - 1) / piece_bytes, [&](std::size_t piece) {
+    const std::size_t begin = piece * piece_bytes;
+    work(begin, std::min(piece_bytes, bytes - begin));
+  });
+}
+
+}  // namespace
+
 void fill_host(void* to, std::uint8_t value, std::size_t bytes) {
-  auto* const data = static_cast<std::byte*>(to);
-  for_each_piece((bytes + kTouchedPieceBytes - 1) / kTouchedPieceBytes, [&](std::size_t piece) {
-    const std::size_t begin = piece * kTouchedPieceBytes;
-    fill_bytes(data + begin, value, std::min(kTouchedPieceBytes, bytes - begin));
+  for_each_range(bytes, kTouchedPieceBytes, [&](std::size_t begin, std::size_t count) {
+    fill_bytes(static_cast<std::byte*>(to) + begin, value, count);
+  });
+}
+
+void copy_host(void* to, const void* from, std::size_t bytes) {
+  for_each_range(bytes, kCopiedPieceBytes, [&](std::size_t begin, std::size_t count) {
+    copy_bytes(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin,
+               count);
   });
 }
 

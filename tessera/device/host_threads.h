@@ -2,8 +2,8 @@
 // many threads as this process may use cores. They keep to the caller's cores, so pages that they
 // touch first are near them.
 //
-// For what is done once, at the start: threads are made and joined at every call. What is done in
-// every step has a team of its own (optim/thread_team.h).
+// For what is done once, at the start or for a save: threads are made and joined at every call.
+// What is done in every step has a team of its own (optim/thread_team.h).
 //
 // Threads: every function may be called from any thread.
 #pragma once
@@ -20,5 +20,7 @@ void for_each_piece(std::size_t num_pieces, const std::function<void(std::size_t
 
 // As memset; with several threads where there is much of it.
 void fill_host(void* to, std::uint8_t value, std::size_t bytes);
+// As memcpy, likewise.
+void copy_host(void* to, const void* from, std::size_t bytes);
 
 }  // namespace tessera::device

@@ -31,7 +31,8 @@ DeviceExecutor::DeviceExecutor(shard::ParamTable& params, const RuleOptions& rul
       read_(device_.stream(StreamKind::kRead)),
       write_(device_.stream(StreamKind::kWrite)),
       update_(device_.stream(StreamKind::kReduce)),
-      ranges_(static_cast<std::size_t>(params.num_params())) {
+      ranges_(static_cast<std::size_t>(params.num_params())),
+      states_written_(static_cast<std::size_t>(params.num_params())) {
   if (states.slot_numel() > 0) {
     slots_.take_own(device_, options.num_slots, options.slot_bytes);
     thread_ = std::thread([this] { hand_over(); });
@@ -517,6 +518,8 @@ void DeviceExecutor::update_piece(Piece& piece, const Item& item, bool is_last) 
   const std::lock_guard<std::mutex> lock(mutex_);
   slots_.leave(*std::exchange(piece.slot, nullptr), piece.d2h);
   (param.is_on_host() ? last_parameter_ : last_update_) = updated;
+  states_written_[static_cast<std::size_t>(piece.param)] =
+      piece.d2h;  // those before it are earlier
 }
 
 // --- waiting ---
@@ -550,6 +553,11 @@ void DeviceExecutor::wait_all() {
     piece.d2h.wait();
   }
   read_.synchronize();
+}
+
+device::Pending DeviceExecutor::states_written(int id) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return states_written_[static_cast<std::size_t>(id)];
 }
 
 }  // namespace tessera::optim

@@ -86,6 +86,9 @@ class DeviceExecutor {
   void wait();
   // All of it.
   void wait_all();
+  // Of a parameter that streams: its states are in host memory again, as its last update has made
+  // them. From any thread.
+  device::Pending states_written(int id) const;
   OptimizerStats take_stats();
 
  private:
@@ -159,7 +162,7 @@ class DeviceExecutor {
   std::vector<Piece> pieces_;               // in the order of updates
   std::deque<device::Pending> copies_h2d_;  // the last ones, of states
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_.
   UpdateSlots slots_;
@@ -169,8 +172,9 @@ class DeviceExecutor {
   bool is_busy_ = false;
   bool is_stopping_ = false;
   std::exception_ptr failure_;
-  device::Pending last_update_;     // on the device
-  device::Pending last_parameter_;  // that has gone to the host
+  device::Pending last_update_;                  // on the device
+  device::Pending last_parameter_;               // that has gone to the host
+  std::vector<device::Pending> states_written_;  // by id
 
   std::thread thread_;  // last: it uses everything above
 };

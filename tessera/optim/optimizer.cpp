@@ -67,9 +67,7 @@ Optimizer::Optimizer(shard::ParamTable& params, const RuleOptions& rule, Optimiz
   set_plan();
   for (int id = 0; id < params.num_params(); ++id) {
     if (carried.params[static_cast<std::size_t>(id)].exists) {
-      if (states_.is_on_cpu(id)) {
-        pipeline_->refresh_copy(id);
-      }
+      refresh_copy(id);
     } else if (params[id].trainable()) {
       make_master(id);
     }
@@ -85,8 +83,10 @@ void Optimizer::add(int id) {
   }
 }
 
-void Optimizer::make_master(int id) {
-  states_.make_master(id, states_.is_on_cpu(id) ? pipeline_->refresh_copy(id) : nullptr);
+void Optimizer::make_master(int id) { states_.make_master(id, refresh_copy(id)); }
+
+const std::byte* Optimizer::refresh_copy(int id) {
+  return states_.is_on_cpu(id) ? pipeline_->refresh_copy(id) : nullptr;
 }
 
 void Optimizer::set_plan() {
@@ -282,15 +282,11 @@ std::span<float> Optimizer::state(int param, std::string_view name) {
   }
   owner.updated().wait();
   const auto numel = static_cast<std::size_t>(owner.layout().shard_numel());
-  const bool own_master = is_own_master(owner.layout().dtype());
-  std::size_t tensor = 0;
-  if (name != "master") {
-    const auto names = state_names(rule_);
-    const auto found = std::find(names.begin(), names.end(), name);
-    TESSERA_CHECK(found != names.end(), ConfigError, owner.name(), " has no state \"", name,
+  const std::vector<std::string_view> names = states_.tensor_names(param);
+  const auto found = std::find(names.begin(), names.end(), name);
+  if (found == names.end()) {
+    TESSERA_CHECK(name == "master", ConfigError, owner.name(), " has no state \"", name,
                   "\" under ", to_string(rule_.kind), "; it has ", list_states(rule_));
-    tensor = static_cast<std::size_t>(found - names.begin()) + (own_master ? 0 : 1);
-  } else if (own_master) {
     const bool on_host = owner.is_on_host() || !options_.device.is_discrete();
     if (!owner.is_on_nvme() && on_host) {
       return {reinterpret_cast<float*>(owner.shard()), numel};
@@ -299,12 +295,55 @@ std::span<float> Optimizer::state(int param, std::string_view name) {
     copy_ = states_.read_parameter(param);
     return copy_;
   }
+  const auto tensor = static_cast<std::size_t>(found - names.begin());
   if (float* const values = states_.host_tensor(param, tensor)) {
     return {values, numel};
   }
   finish();
   copy_ = states_.read(param, tensor);
   return copy_;
+}
+
+std::vector<std::string_view> Optimizer::tensor_names(int param) const {
+  return states_.has(param) ? states_.tensor_names(param) : std::vector<std::string_view>();
+}
+
+// wait() does not wait for states on their way from the device to the host.
+device::Pending Optimizer::start_read(int param, std::size_t tensor, std::int64_t begin,
+                                      std::int64_t numel, std::byte* to) const {
+  executor_->states_written(param).wait();
+  return states_.start_read(param, tensor, begin, numel, to);
+}
+
+void Optimizer::begin_writes() {
+  finish();
+  states_.drop_writes();
+}
+
+void Optimizer::write(int param, std::size_t tensor, std::int64_t begin, std::int64_t numel,
+                      const std::byte* from) {
+  states_.write(param, tensor, begin, numel, from);
+}
+
+void Optimizer::set_num_updates(int param, std::int64_t updates) {
+  states_.set_num_updates(param, updates);
+}
+
+void Optimizer::add_states(int param) {
+  if (!states_.has(param)) {
+    add(param);
+  }
+}
+
+void Optimizer::end_writes(std::int64_t num_updates) {
+  states_.finish_writes();
+  num_updates_ = num_updates;
+  set_plan();
+  for (int id = 0; id < params_.num_params(); ++id) {
+    if (states_.has(id)) {
+      refresh_copy(id);
+    }
+  }
 }
 
 OptimizerStats Optimizer::take_stats() {

@@ -86,6 +86,34 @@ class Optimizer {
   // copy that is valid until the next call of any method. ConfigError for a name that the rule does
   // not have.
   std::span<float> state(int param, std::string_view name);
+
+  // What a save reads and a load writes, tile by tile, wherever it is. Tensors of a parameter are
+  // counted in the order of their names: "master", unless the parameter is its own, then the rule's
+  // states; none if it was never trainable. The shard itself: shard::start_read_shard().
+  std::vector<std::string_view> tensor_names(int param) const;
+  std::int64_t num_updates(int param) const { return states_.num_updates(param); }
+  // Elements [begin, begin + numel) of this rank's shard, in fp32; padding is zero. `begin` is a
+  // multiple of shard::kShardStep; `to` is aligned to tier::kBlockBytes and has room for numel
+  // rounded up to kShardStep. From any thread, also several at once. REQUIRES: wait() has returned
+  // since the parameter's last update was started, and whatever changes its tensors is ordered
+  // behind the read (ParamTable::before_overwrite()).
+  device::Pending start_read(int param, std::size_t tensor, std::int64_t begin, std::int64_t numel,
+                             std::byte* to) const;
+
+  // Between the two, tensors are written and nothing else is called. The first waits for
+  // everything. The second: as if updates had made them, `num_updates` so far. If a call in between
+  // throws, tensors are of two origins, and have to be written anew.
+  void begin_writes();
+  void end_writes(std::int64_t num_updates);
+  // Blocks; on NVMe not until it is there. `numel` is a multiple of shard::kShardStep but at the
+  // end; padding stays zero whatever is given for it.
+  void write(int param, std::size_t tensor, std::int64_t begin, std::int64_t numel,
+             const std::byte* from);
+  void set_num_updates(int param, std::int64_t updates);
+  // Of a parameter that is frozen, and was not when they were saved; zero until they are written.
+  // Nothing if it has them.
+  void add_states(int param);
+
   // Waits for all updates, and gives masters and states away, parameter by parameter: placements
   // may change then. Of the optimizer nothing but its destructor is called afterwards.
   CarriedStates take_states();
@@ -101,6 +129,8 @@ class Optimizer {
  private:
   void add(int id);
   void make_master(int id);
+  // CpuPipeline::refresh_copy(), of what it updates.
+  const std::byte* refresh_copy(int id);
   void set_plan();
   std::vector<int> trainable(bool on_cpu) const;
   // Waits for everything, and gives all leases back.

@@ -19,31 +19,39 @@ std::size_t float_bytes(std::int64_t numel) {
   return static_cast<std::size_t>(numel) * sizeof(float);
 }
 
-// A tile on its way to NVMe: its lease goes back when it has been written, not before.
-class TileWrite {
- public:
-  TileWrite() = default;
-  TileWrite(const TileWrite&) = delete;
-  TileWrite& operator=(const TileWrite&) = delete;
-  // After a failure, which is on its way to the caller.
-  ~TileWrite() { device::wait_ignoring_failure(written_); }
-
-  void replace(tier::Lease lease, device::Pending written) {
-    finish();
-    lease_ = std::move(lease);
-    written_ = std::move(written);
-  }
-  void finish() {
-    std::exchange(written_, {}).wait();
-    lease_.reset();
-  }
-
- private:
-  tier::Lease lease_;
-  device::Pending written_;
-};
-
 }  // namespace
+
+void OptimizerStates::TileWrites::drop() {
+  for (const Write& write : writes_) {
+    device::wait_ignoring_failure(write.written);
+  }
+  writes_.clear();
+}
+
+tier::Lease OptimizerStates::TileWrites::acquire(tier::BufferPool& pool, std::size_t bytes) {
+  std::optional<tier::Lease> lease = pool.try_acquire(bytes);
+  while (!lease && !writes_.empty()) {
+    retire_oldest();
+    lease = pool.try_acquire(bytes);
+  }
+  return lease ? std::move(*lease) : pool.acquire(bytes);
+}
+
+void OptimizerStates::TileWrites::add(tier::Lease lease, device::Pending written) {
+  writes_.push_back({std::move(lease), std::move(written)});
+}
+
+void OptimizerStates::TileWrites::finish() {
+  while (!writes_.empty()) {
+    retire_oldest();
+  }
+}
+
+void OptimizerStates::TileWrites::retire_oldest() {
+  const Write oldest = std::move(writes_.front());
+  writes_.pop_front();
+  oldest.written.wait();
+}
 
 OptimizerStates::OptimizerStates(shard::ParamTable& params, const RuleOptions& rule,
                                  const OptimizerOptions& options)
@@ -116,27 +124,62 @@ std::size_t OptimizerStates::tensor_bytes(int id) const {
   return is_discrete_ || uses_nvme_ ? tier::whole_blocks(bytes) : bytes;
 }
 
+// Those that stream through slots are without padding.
+std::int64_t OptimizerStates::numel_in_pieces(int id) const {
+  return streams(id) && !are_resident(id) ? params_[id].range().numel
+                                          : params_[id].layout().shard_numel();
+}
+
+std::int64_t OptimizerStates::most_in_piece(int id) const {
+  if (is_on_nvme(id)) {
+    return options_.sub_group_numel;
+  }
+  return streams(id) && !are_resident(id) ? slot_numel_ : std::numeric_limits<std::int64_t>::max();
+}
+
+OptimizerStates::Piece OptimizerStates::piece_at(int id, std::int64_t begin) const {
+  const std::int64_t offset = slots_[static_cast<std::size_t>(id)].offset;
+  Piece piece;
+  piece.begin = begin;
+  piece.numel = std::min(most_in_piece(id), numel_in_pieces(id) - begin);
+  piece.offset = static_cast<std::uint64_t>(std::max<std::int64_t>(offset, 0)) +
+                 num_tensors(id) * float_bytes(begin);
+  piece.tensor_bytes =
+      is_on_nvme(id) ? tier::whole_blocks(float_bytes(piece.numel))
+      : streams(id) && !are_resident(id)
+          ? float_bytes((piece.numel + kStreamedStep - 1) / kStreamedStep * kStreamedStep)
+          : tensor_bytes(id);
+  return piece;
+}
+
 std::vector<OptimizerStates::Piece> OptimizerStates::pieces(int id) const {
-  const bool in_slots = streams(id) && !are_resident(id);
-  const std::int64_t numel =
-      in_slots ? params_[id].range().numel : params_[id].layout().shard_numel();
-  const std::int64_t cut = is_on_nvme(id) ? options_.sub_group_numel
-                           : in_slots     ? slot_numel_
-                                          : std::numeric_limits<std::int64_t>::max();
-  const Slot& slot = slots_[static_cast<std::size_t>(id)];
-  const auto first = static_cast<std::uint64_t>(std::max<std::int64_t>(slot.offset, 0));
   std::vector<Piece> pieces;
-  for (std::int64_t begin = 0; begin < numel; begin += pieces.back().numel) {
-    Piece& piece = pieces.emplace_back();
-    piece.begin = begin;
-    piece.numel = std::min(cut, numel - begin);
-    piece.offset = first + num_tensors(id) * float_bytes(begin);
-    piece.tensor_bytes =
-        is_on_nvme(id) ? tier::whole_blocks(float_bytes(piece.numel))
-        : in_slots ? float_bytes((piece.numel + kStreamedStep - 1) / kStreamedStep * kStreamedStep)
-                   : tensor_bytes(id);
+  for (std::int64_t begin = 0; begin < numel_in_pieces(id); begin += pieces.back().numel) {
+    pieces.push_back(piece_at(id, begin));
   }
   return pieces;
+}
+
+std::vector<OptimizerStates::Part> OptimizerStates::parts(int id, std::size_t number,
+                                                          std::int64_t begin,
+                                                          std::int64_t numel) const {
+  TESSERA_INVARIANT(has(id) && number < num_tensors(id) && begin >= 0 &&
+                        begin % shard::kShardStep == 0 && numel >= 0 &&
+                        begin + numel <= params_[id].layout().shard_numel(),
+                    "elements [", begin, ", +", numel, ") of tensor ", number, " of parameter '",
+                    params_[id].name(), "', whose shard has ", params_[id].layout().shard_numel());
+  std::vector<Part> parts;
+  const std::int64_t end = std::min(begin + numel, numel_in_pieces(id));
+  while (begin < end) {
+    const Piece piece = piece_at(id, begin - begin % most_in_piece(id));
+    Part& part = parts.emplace_back();
+    part.begin = begin;
+    part.numel = std::min(end, piece.begin + piece.numel) - begin;
+    part.offset =
+        piece.offset + number * piece.tensor_bytes + float_bytes(part.begin - piece.begin);
+    begin += part.numel;
+  }
+  return parts;
 }
 
 float* OptimizerStates::tensor(int id, std::size_t number) const {
@@ -175,14 +218,19 @@ void OptimizerStates::add(int id) {
   }
 }
 
-void OptimizerStates::allocate_extents(int id) {
-  const shard::Param& param = params_[id];
+std::vector<std::string_view> OptimizerStates::tensor_names(int id) const {
   std::vector<std::string_view> names;
-  if (!is_own_master(param.layout().dtype())) {
+  if (!is_own_master(params_[id].layout().dtype())) {
     names.emplace_back("master");
   }
   const auto states = state_names(rule_);
   names.insert(names.end(), states.begin(), states.end());
+  return names;
+}
+
+void OptimizerStates::allocate_extents(int id) {
+  const shard::Param& param = params_[id];
+  const std::vector<std::string_view> names = tensor_names(id);
   slots_[static_cast<std::size_t>(id)].offset = static_cast<std::int64_t>(options_.states->bytes());
   const std::vector<Piece> all = pieces(id);
   for (const Piece& piece : all) {
@@ -250,7 +298,6 @@ void OptimizerStates::make_host_master(const shard::Param& param, const std::byt
   const bool on_nvme = is_on_nvme(param.id());
   device::Stream& stream = options_.cpu().stream(device::StreamKind::kWrite);
   std::vector<std::byte> scratch;  // of a shard that the host cannot read
-  TileWrite last;
   for (const Piece& piece : master_tiles(param.id())) {
     const std::size_t values_bytes = static_cast<std::size_t>(piece.numel) * bytes_of(dtype);
     const std::size_t master_bytes = on_nvme ? piece.tensor_bytes : 0;
@@ -258,12 +305,7 @@ void OptimizerStates::make_host_master(const shard::Param& param, const std::byt
         master_bytes + (param.is_on_nvme() ? tier::whole_blocks(values_bytes) : 0);
     tier::Lease lease;
     if (lease_bytes > 0) {
-      std::optional<tier::Lease> free = options_.buffers->try_acquire(lease_bytes);
-      if (!free) {
-        last.finish();
-        free = options_.buffers->acquire(lease_bytes);
-      }
-      lease = std::move(*free);
+      lease = writes_.acquire(*options_.buffers, lease_bytes);
     }
     float* const master =
         reinterpret_cast<float*>(on_nvme ? lease.data() : memory(param.id()) + piece.offset);
@@ -287,13 +329,12 @@ void OptimizerStates::make_host_master(const shard::Param& param, const std::byt
     if (on_nvme) {
       const std::size_t used = float_bytes(piece.numel);
       std::memset(lease.data() + used, 0, master_bytes - used);
-      last.finish();
       device::Pending written =
           options_.states->start_write(piece.offset, lease.data(), master_bytes);
-      last.replace(std::move(lease), std::move(written));
+      writes_.add(std::move(lease), std::move(written));
     }
   }
-  last.finish();
+  writes_.finish();
 }
 
 void OptimizerStates::copy_from_device(void* to, const void* from, std::size_t bytes) const {
@@ -316,23 +357,87 @@ SubGroupPlan OptimizerStates::plan() const {
                          static_cast<int>(state_names(rule_).size()));
 }
 
-std::vector<float> OptimizerStates::read(int id, std::size_t number) const {
-  std::vector<float> values(static_cast<std::size_t>(params_[id].layout().shard_numel()));
-  const bool on_device = are_on_device(id);
-  for (const Piece& piece : pieces(id)) {
-    const std::uint64_t from = piece.offset + number * piece.tensor_bytes;
-    float* const to = values.data() + piece.begin;
+// D2H copies go on the one stream that is never made to wait for others: updates that wait until
+// something has been read cannot hold them up.
+device::Pending OptimizerStates::start_read(int id, std::size_t number, std::int64_t begin,
+                                            std::int64_t numel, std::byte* to) const {
+  std::vector<device::Pending> reads;
+  std::int64_t end = begin;
+  for (const Part& part : parts(id, number, begin, numel)) {
+    std::byte* const out = to + float_bytes(part.begin - begin);
+    const std::size_t bytes = float_bytes(part.numel);
     if (is_on_nvme(id)) {
-      const tier::Lease lease = options_.buffers->acquire(piece.tensor_bytes);
-      options_.states->start_read(from, lease.data(), piece.tensor_bytes).wait();
-      std::memcpy(to, lease.data(), float_bytes(piece.numel));
-    } else if (on_device) {
-      copy_from_device(to, memory(id) + from, float_bytes(piece.numel));
+      reads.push_back(options_.states->start_read(part.offset, out, tier::whole_blocks(bytes)));
+    } else if (are_on_device(id)) {
+      reads.push_back(options_.device.start_copy(
+          out, memory(id) + part.offset, bytes, options_.device.stream(device::StreamKind::kComm)));
     } else {
-      std::memcpy(to, memory(id) + from, float_bytes(piece.numel));
+      device::copy_host(out, memory(id) + part.offset, bytes);
+    }
+    end = part.begin + part.numel;
+  }
+  device::fill_host(to + float_bytes(end - begin), 0, float_bytes(begin + numel - end));
+  return device::Pending::all(std::move(reads));
+}
+
+void OptimizerStates::write(int id, std::size_t number, std::int64_t begin, std::int64_t numel,
+                            const std::byte* from) {
+  const std::int64_t most = std::max<std::int64_t>(params_[id].range().numel - begin, 0);
+  TESSERA_INVARIANT(numel % shard::kShardStep == 0 || numel >= most, "elements [", begin, ", +",
+                    numel, ") of parameter '", params_[id].name(), "' end inside a block");
+  for (const Part& part : parts(id, number, begin, std::min(numel, most))) {
+    const std::byte* const in = from + float_bytes(part.begin - begin);
+    const std::size_t bytes = float_bytes(part.numel);
+    if (is_on_nvme(id)) {
+      const std::size_t blocks = tier::whole_blocks(bytes);
+      tier::Lease lease = writes_.acquire(*options_.buffers, blocks);
+      device::copy_host(lease.data(), in, bytes);
+      std::memset(lease.data() + bytes, 0, blocks - bytes);
+      device::Pending written = options_.states->start_write(part.offset, lease.data(), blocks);
+      writes_.add(std::move(lease), std::move(written));
+    } else if (are_on_device(id)) {
+      options_.device
+          .start_copy(memory(id) + part.offset, in, bytes,
+                      options_.device.stream(device::StreamKind::kWrite))
+          .wait();
+    } else {
+      device::copy_host(memory(id) + part.offset, in, bytes);
     }
   }
+}
+
+// What is on NVMe passes through leases.
+template <typename StartRead>
+std::vector<float> OptimizerStates::read_tiles(int id, bool on_nvme,
+                                               const StartRead& start_read) const {
+  const std::int64_t numel = params_[id].layout().shard_numel();
+  std::vector<float> values(static_cast<std::size_t>(numel));
+  if (!on_nvme) {
+    start_read(0, numel, reinterpret_cast<std::byte*>(values.data())).wait();
+    return values;
+  }
+  for (std::int64_t begin = 0; begin < numel; begin += options_.sub_group_numel) {
+    const std::int64_t count = std::min(options_.sub_group_numel, numel - begin);
+    const tier::Lease lease = options_.buffers->acquire(tier::whole_blocks(float_bytes(count)));
+    start_read(begin, count, lease.data()).wait();
+    std::memcpy(values.data() + begin, lease.data(), float_bytes(count));
+  }
   return values;
+}
+
+std::vector<float> OptimizerStates::read(int id, std::size_t number) const {
+  return read_tiles(id, is_on_nvme(id), [&](std::int64_t begin, std::int64_t numel, std::byte* to) {
+    return start_read(id, number, begin, numel, to);
+  });
+}
+
+std::vector<float> OptimizerStates::read_parameter(int id) const {
+  const shard::Param& param = params_[id];
+  param.updated().wait();
+  return read_tiles(id, param.is_on_nvme(),
+                    [&](std::int64_t begin, std::int64_t numel, std::byte* to) {
+                      return shard::start_read_shard(param, options_.parameters, begin, numel, to);
+                    });
 }
 
 CarriedStates::Each OptimizerStates::take(int id) {
@@ -351,37 +456,11 @@ void OptimizerStates::put(int id, const CarriedStates::Each& states) {
   TESSERA_INVARIANT(has(id) && !is_on_nvme(id), "states of parameter '", params_[id].name(),
                     "' are carried to where there is no memory for them");
   slots_[static_cast<std::size_t>(id)].updates = states.updates;
-  device::Stream& stream = options_.device.stream(device::StreamKind::kWrite);
   for (std::size_t number = 0; number < states.tensors.size(); ++number) {
-    for (const Piece& piece : pieces(id)) {
-      std::byte* const to = memory(id) + piece.offset + number * piece.tensor_bytes;
-      const float* const from = states.tensors[number].data() + piece.begin;
-      if (are_on_device(id)) {
-        options_.device.start_copy(to, from, float_bytes(piece.numel), stream).wait();
-      } else {
-        std::memcpy(to, from, float_bytes(piece.numel));
-      }
-    }
+    const std::vector<float>& values = states.tensors[number];
+    write(id, number, 0, static_cast<std::int64_t>(values.size()),
+          reinterpret_cast<const std::byte*>(values.data()));
   }
-}
-
-std::vector<float> OptimizerStates::read_parameter(int id) const {
-  const shard::Param& param = params_[id];
-  std::vector<float> values(static_cast<std::size_t>(param.layout().shard_numel()));
-  param.updated().wait();
-  if (!param.is_on_nvme()) {
-    copy_from_device(values.data(), param.shard(), float_bytes(param.layout().shard_numel()));
-    return values;
-  }
-  options_.parameters->wait_written(id);
-  const std::int64_t cut = options_.sub_group_numel;
-  for (std::int64_t begin = 0; begin < param.layout().shard_numel(); begin += cut) {
-    const std::int64_t numel = std::min(cut, param.layout().shard_numel() - begin);
-    const tier::Lease lease = options_.buffers->acquire(tier::whole_blocks(float_bytes(numel)));
-    options_.parameters->start_read(param, begin, numel, lease.data()).wait();
-    std::memcpy(values.data() + begin, lease.data(), float_bytes(numel));
-  }
-  return values;
 }
 
 }  // namespace tessera::optim

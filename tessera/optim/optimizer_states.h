@@ -13,11 +13,14 @@
 // Only fp32 parameters are their own masters. States are made when a parameter is trainable for the
 // first time, and stay; in memory they are charged as Role::kOptimizer. Padding stays zero.
 //
-// Threads: one caller at a time; accessors that are const from any thread meanwhile.
+// Threads: one caller at a time; accessors that are const, and start_read(), from any thread
+// meanwhile, as long as nothing changes what they name.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <string_view>
 #include <vector>
 
 #include "tessera/device/device.h"
@@ -76,6 +79,22 @@ class OptimizerStates {
   // Into the memory that add() has taken. REQUIRES: not on NVMe.
   void put(int id, const CarriedStates::Each& states);
 
+  // "master" (unless the parameter is its own), then the rule's states. Where a number is asked for
+  // below, it counts these.
+  std::vector<std::string_view> tensor_names(int id) const;
+  // Elements [begin, begin + numel) of a tensor, padding is zero; from wherever they are. `begin`
+  // is a multiple of kShardStep. `to`: of the host, as ShardStore reads: aligned to kBlockBytes,
+  // with room for numel rounded up to kShardStep; where nothing is on NVMe, any memory.
+  device::Pending start_read(int id, std::size_t number, std::int64_t begin, std::int64_t numel,
+                             std::byte* to) const;
+  // The same elements, but for padding, which stays zero. `numel` is a multiple of kShardStep but
+  // at the end. What is on NVMe may still be on its way there until finish_writes().
+  void write(int id, std::size_t number, std::int64_t begin, std::int64_t numel,
+             const std::byte* from);
+  void finish_writes() { writes_.finish(); }
+  // Waits for what a failure has left under way.
+  void drop_writes() { writes_.drop(); }
+
   // Of what the CPU updates and is trainable now. REQUIRES: has() all of it.
   SubGroupPlan plan() const;
   std::size_t num_tensors(int id) const;
@@ -88,13 +107,44 @@ class OptimizerStates {
   float* host_tensor(int id, std::size_t number) const;
   // A copy of a tensor, from wherever it is.
   std::vector<float> read(int id, std::size_t number) const;
-  // The same of a parameter that is its own master.
+  // The same of the shard of a parameter that is its own master.
   std::vector<float> read_parameter(int id) const;
 
   std::int64_t num_updates(int id) const { return slots_[static_cast<std::size_t>(id)].updates; }
   void count_update(int id) { ++slots_[static_cast<std::size_t>(id)].updates; }
+  void set_num_updates(int id, std::int64_t updates) {
+    slots_[static_cast<std::size_t>(id)].updates = updates;
+  }
 
  private:
+  // Tiles on their way to NVMe, as many as there are leases: a lease goes back when it has been
+  // written, not before.
+  class TileWrites {
+   public:
+    TileWrites() = default;
+    ~TileWrites() { drop(); }
+    TileWrites(const TileWrites&) = delete;
+    TileWrites& operator=(const TileWrites&) = delete;
+
+    tier::Lease acquire(tier::BufferPool& pool, std::size_t bytes);
+    void add(tier::Lease lease, device::Pending written);
+    void finish();
+    void drop();  // after a failure, of which the caller knows
+
+   private:
+    struct Write {
+      tier::Lease lease;
+      device::Pending written;
+    };
+    void retire_oldest();
+    std::deque<Write> writes_;
+  };
+  // A part of a tensor that lies in one piece.
+  struct Part {
+    std::int64_t begin = 0;  // in the shard
+    std::int64_t numel = 0;
+    std::uint64_t offset = 0;  // in the parameter's memory or on NVMe
+  };
   struct Slot {
     bool exists = false;
     device::Memory memory;
@@ -106,11 +156,18 @@ class OptimizerStates {
   void check_placement(int id) const;
   void fit_slots();
   void allocate_extents(int id);
+  std::int64_t numel_in_pieces(int id) const;
+  std::int64_t most_in_piece(int id) const;
+  Piece piece_at(int id, std::int64_t begin) const;  // that begins there
+  std::vector<Part> parts(int id, std::size_t number, std::int64_t begin, std::int64_t numel) const;
   std::vector<Piece> master_tiles(int id) const;
   void make_resident_master(const shard::Param& param);
   void make_host_master(const shard::Param& param, const std::byte* host_copy);
   void copy_from_device(void* to, const void* from, std::size_t bytes) const;
   bool are_on_device(int id) const { return is_discrete_ && !is_on_cpu(id) && are_resident(id); }
+  // A whole shard in fp32, of what start_read(begin, numel, to) reads.
+  template <typename StartRead>
+  std::vector<float> read_tiles(int id, bool on_nvme, const StartRead& start_read) const;
 
   shard::ParamTable& params_;
   const RuleOptions rule_;
@@ -119,6 +176,7 @@ class OptimizerStates {
   bool uses_nvme_ = false;  // something of some parameter is there
   std::int64_t slot_numel_ = 0;
   std::vector<Slot> slots_;  // by id
+  TileWrites writes_;
 };
 
 }  // namespace tessera::optim

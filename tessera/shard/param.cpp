@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/device/host_threads.h"
 
 namespace tessera::shard {
 
@@ -73,6 +74,23 @@ void Param::move_to(Tier tier) {
   device::Stream& stream = device_.stream(device::StreamKind::kWrite);
   stream.wait(updated_);
   device_.start_copy(shard_.data(), before.data(), layout_.shard_bytes(), stream).wait();
+}
+
+// D2H on the one stream that is never made to wait for others: an update that waits until this has
+// been read cannot hold it up.
+device::Pending Param::start_read(std::int64_t begin, std::int64_t numel, std::byte* to) const {
+  TESSERA_INVARIANT(
+      !is_on_nvme() && begin >= 0 && numel >= 0 && begin + numel <= layout_.shard_numel(),
+      "elements [", begin, ", +", numel, ") of the shard of parameter '", name(), "', which has ",
+      layout_.shard_numel(), " in ", to_string(tier()), " memory");
+  const std::size_t element = bytes_of(layout_.dtype());
+  const std::byte* const from = shard() + static_cast<std::size_t>(begin) * element;
+  const std::size_t bytes = static_cast<std::size_t>(numel) * element;
+  if (device_.is_discrete() && !is_on_host()) {
+    return device_.start_copy(to, from, bytes, device_.stream(device::StreamKind::kComm));
+  }
+  device::copy_host(to, from, bytes);
+  return {};
 }
 
 void Param::start_gather(void* full) {

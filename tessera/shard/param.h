@@ -100,6 +100,9 @@ class Param {
   const Layout& layout() const { return layout_; }
   ElementRange range() const { return range_; }  // of this rank
   std::byte* shard() const { return shard_.data(); }
+  // Elements [begin, begin + numel) of a shard in memory, to the host's. From any thread. REQUIRES:
+  // whoever changes the shard is ordered behind it.
+  device::Pending start_read(std::int64_t begin, std::int64_t numel, std::byte* to) const;
   bool is_on_nvme() const { return tier() == Tier::kNvme; }
   bool is_on_host() const { return tier() == Tier::kHost; }
   // Of the shard. kHost is pinned memory, from which every gather loads it to a discrete device.

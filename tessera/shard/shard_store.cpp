@@ -104,4 +104,13 @@ void ShardStore::wait_written(int id) {
   device::Pending::all(std::move(writes)).wait();
 }
 
+device::Pending start_read_shard(const Param& param, ShardStore* store, std::int64_t begin,
+                                 std::int64_t numel, std::byte* to) {
+  if (!param.is_on_nvme()) {
+    return param.start_read(begin, numel, to);
+  }
+  store->wait_written(param.id());
+  return store->start_read(param, begin, numel, to);
+}
+
 }  // namespace tessera::shard

@@ -52,4 +52,10 @@ class ShardStore {
   std::map<int, std::vector<device::Pending>> writes_;  // guarded by mutex_
 };
 
+// Elements of this rank's shard, wherever it is, to memory of the host with room as above. `store`
+// may be null where nothing is on NVMe. Blocks until writes of the shard that were started are
+// done. From any thread. REQUIRES: whoever changes the shard is ordered behind it.
+device::Pending start_read_shard(const Param& param, ShardStore* store, std::int64_t begin,
+                                 std::int64_t numel, std::byte* to);
+
 }  // namespace tessera::shard

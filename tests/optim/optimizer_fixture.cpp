@@ -246,6 +246,12 @@ void OptimizerFixture::write_shard(int id, std::uint64_t seed) {
   const std::vector<float> whole = whole_parameter(param.layout().numel(), dtype, seed);
   const auto begin = whole.begin() + param.range().begin;
   std::vector<std::byte> values = in_type({begin, begin + param.range().numel}, dtype);
+  values.resize(param.layout().shard_bytes());
+  write_shard(id, std::move(values));
+}
+
+void OptimizerFixture::write_shard(int id, std::vector<std::byte> values) {
+  const shard::Param& param = params()[id];
   values.resize(tier::whole_blocks(param.layout().shard_bytes()));
   if (param.is_on_nvme()) {
     if (!values.empty()) {

@@ -90,11 +90,13 @@ class OptimizerFixture : public support::RankFixture {
   std::vector<std::byte> nvme_shard(int id);
   // Writes the shard anew, in memory or on NVMe.
   void write_shard(int id, std::uint64_t seed);
+  void write_shard(int id, std::vector<std::byte> values);  // shard_bytes() of them
 
   grad::Reducer& reducer() { return *reducer_; }
   Optimizer& optimizer() { return *optimizer_; }
   tier::Store& states() { return *states_; }
   tier::BufferPool& buffers() { return *buffers_; }
+  shard::ShardStore& shards() { return *shards_; }
   Kernels& kernels() { return *kernels_; }
   testing::FaultEngine& engine() { return *engine_; }
   OptimizerOptions options();
