@@ -355,6 +355,9 @@ void CpuPipeline::update_stage(Stage& stage, Job& job) {
       wait_timed(stage.gradients_read[i]);
     }
     Item& item = job.items[static_cast<std::size_t>(group.pieces[i].param)];
+    if (!std::exchange(item.has_begun, true)) {
+      wait_to_overwrite(group.pieces[i].param);
+    }
     item.may_start.wait();
     wait_timed(item.gradient_ready);
     update_piece(stage, group.pieces[i], item);
@@ -364,6 +367,14 @@ void CpuPipeline::update_stage(Stage& stage, Job& job) {
     stage.writes.push_back(
         options_.states->start_write(group.states_offset, stage.lease.data(), group.states_bytes));
     work_.states_written_bytes += group.states_bytes;
+  }
+}
+
+void CpuPipeline::wait_to_overwrite(int id) {
+  const Pending may_change = params_.before_overwrite(id);
+  if (may_change.state() != nullptr) {
+    const SpanScope span(options_.spans, "wait for a save");
+    may_change.wait();
   }
 }
 

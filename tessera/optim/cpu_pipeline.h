@@ -89,6 +89,7 @@ class CpuPipeline {
     std::byte* shard = nullptr;                // or its copy; null: on NVMe
     std::shared_ptr<device::HandedOver> done;  // null: not updated
     int num_pieces_left = 0;
+    bool has_begun = false;
     std::vector<device::Pending> writes;  // of pieces so far that must be read from NVMe
   };
   struct Job {
@@ -121,6 +122,7 @@ class CpuPipeline {
   void start_reads(Stage& stage);
   void start_gradient_reads(Stage& stage, Job& job);  // once per stage
   void update_stage(Stage& stage, Job& job);
+  void wait_to_overwrite(int id);
   UpdateSpan span_of(const Stage& stage, const SubGroupPiece& piece, const Item& item) const;
   void update_piece(const Stage& stage, const SubGroupPiece& piece, const Item& item);
   void finish_piece(Stage& stage, const SubGroupPiece& piece, Item& item);

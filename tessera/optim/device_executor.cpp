@@ -211,6 +211,11 @@ void DeviceExecutor::update_resident(std::span<const int> ids, grad::Reducer& gr
                                              : gradients.shard_gradient(id);
     TESSERA_INVARIANT(!gradient.is_on_host, "the gradient of parameter '", param.name(),
                       "' is on the host, its states are on the device");
+    const Pending may_change = params_.before_overwrite(id);
+    if (!may_change.done() && !tasks.empty()) {
+      launch();  // what may change does
+    }
+    update_.wait(may_change);
     UpdateTask task = make_task(id, gradient, scalars);
     std::size_t next = 0;
     if (is_own_master(param.layout().dtype())) {
@@ -367,6 +372,10 @@ void DeviceExecutor::hand_over_item(const Item& item) {
     }
     if (!item.copies.empty()) {
       bring_gradient(piece, item);
+    }
+    if (i == 0) {
+      // What went to a slot was only read. Waited for here: nothing else is held up on the streams.
+      params_.before_overwrite(item.param).wait();
     }
     update_piece(piece, item, i + 1 == range.count);
   }

@@ -298,6 +298,7 @@ void OptimizerStates::make_host_master(const shard::Param& param, const std::byt
   const bool on_nvme = is_on_nvme(param.id());
   device::Stream& stream = options_.cpu().stream(device::StreamKind::kWrite);
   std::vector<std::byte> scratch;  // of a shard that the host cannot read
+  TileWrites writes;
   for (const Piece& piece : master_tiles(param.id())) {
     const std::size_t values_bytes = static_cast<std::size_t>(piece.numel) * bytes_of(dtype);
     const std::size_t master_bytes = on_nvme ? piece.tensor_bytes : 0;
@@ -305,7 +306,7 @@ void OptimizerStates::make_host_master(const shard::Param& param, const std::byt
         master_bytes + (param.is_on_nvme() ? tier::whole_blocks(values_bytes) : 0);
     tier::Lease lease;
     if (lease_bytes > 0) {
-      lease = writes_.acquire(*options_.buffers, lease_bytes);
+      lease = writes.acquire(*options_.buffers, lease_bytes);
     }
     float* const master =
         reinterpret_cast<float*>(on_nvme ? lease.data() : memory(param.id()) + piece.offset);
@@ -331,10 +332,10 @@ void OptimizerStates::make_host_master(const shard::Param& param, const std::byt
       std::memset(lease.data() + used, 0, master_bytes - used);
       device::Pending written =
           options_.states->start_write(piece.offset, lease.data(), master_bytes);
-      writes_.add(std::move(lease), std::move(written));
+      writes.add(std::move(lease), std::move(written));
     }
   }
-  writes_.finish();
+  writes.finish();
 }
 
 void OptimizerStates::copy_from_device(void* to, const void* from, std::size_t bytes) const {

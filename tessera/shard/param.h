@@ -197,11 +197,22 @@ class ParamTable {
   using Receiver = std::function<bool(int, std::int64_t, std::int64_t, const void*)>;
   void set_receiver(Receiver receiver) { receiver_ = std::move(receiver); }
 
+  // Done when shard and states of the parameter may change: its update asks before the first byte
+  // is overwritten, and waits. From any thread.
+  device::Pending before_overwrite(int id) const {
+    return overwrite_guard_ ? overwrite_guard_(id) : device::Pending();
+  }
+  // Who still reads them, such as a save; {}: nobody. While no update runs. The guard must not
+  // fail, nor wait for updates.
+  using OverwriteGuard = std::function<device::Pending(int id)>;
+  void set_overwrite_guard(OverwriteGuard guard) { overwrite_guard_ = std::move(guard); }
+
  private:
   const int rank_;
   const int num_ranks_;
   device::Device& device_;
   Receiver receiver_;
+  OverwriteGuard overwrite_guard_;
   std::vector<std::unique_ptr<Param>> params_;
   std::map<std::string_view, Param*> by_name_;  // the names are those inside params_
 };

@@ -1,7 +1,12 @@
-// Masters and states, read and written tile by tile: the same elements wherever they live, and
-// training that goes on with the same bits in another place.
+// Masters and states, read and written tile by tile: the same elements wherever they live, training
+// that goes on with the same bits in another place, and updates that wait for whoever still reads.
 #include <algorithm>
+#include <condition_variable>
 #include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -333,6 +338,136 @@ TEST(StateTiles, AreWrittenAnewAfterADiskHasFailed) {
     load_all(fixture, saved, 1, kStep);
     fixture.step(2);
     EXPECT_TRUE(fixture.trained() == expected);
+  });
+}
+
+// Reads one parameter for a long time.
+class SlowReader {
+ public:
+  SlowReader(OptimizerFixture& fixture, int id) : params_(fixture.params()), id_(id) {
+    params_.set_overwrite_guard([this](int asked) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ++num_asked_[asked];
+      changed_.notify_all();
+      return asked == id_ ? device::Pending(read_) : device::Pending();
+    });
+  }
+  ~SlowReader() { params_.set_overwrite_guard({}); }
+  SlowReader(const SlowReader&) = delete;
+  SlowReader& operator=(const SlowReader&) = delete;
+
+  void wait_until_asked() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return num_asked_.count(id_) > 0; });
+  }
+  void finish() { read_->succeed(); }
+  const std::map<int, int>& num_asked() const {
+    return num_asked_;
+  }  // by id; once updates are over
+
+ private:
+  shard::ParamTable& params_;
+  const int id_;
+  const std::shared_ptr<device::Completion> read_ = std::make_shared<device::Completion>();
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_.
+  std::map<int, int> num_asked_;
+};
+
+constexpr int kSlow = 4;  // 12289 elements: several pieces, others before and behind it
+
+void expect_unchanged(OptimizerFixture& fixture, const SavedParam& saved) {
+  EXPECT_TRUE(read_shard(fixture, kSlow, kStep) == saved.shard);
+  for (std::size_t i = 0; i < saved.tensors.size(); ++i) {
+    EXPECT_TRUE(read_tensor(fixture, kSlow, i, kStep) == saved.tensors[i]) << i;
+  }
+}
+
+TEST(OverwriteGuard, HoldsAnUpdateUntilWhatItOverwritesHasBeenRead) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const NamedCase& place : all_places(dtype)) {
+      SCOPED_TRACE(place.name + ", " + std::string(to_string(dtype)));
+      Trained expected;
+      run_one(place.test, [&](OptimizerFixture& fixture) {
+        fixture.step(1);
+        fixture.step(2);
+        expected = fixture.trained();
+      });
+      FixtureCase test = place.test;
+      test.mode = device::LateMode::kRandom;  // goes on by itself
+      run_one(test, [&](OptimizerFixture& fixture) {
+        fixture.step(1);
+        const SavedParam saved = save_all(fixture, kStep)[kSlow];
+        SlowReader reader(fixture, kSlow);
+        fixture.optimizer().prepare();
+        fixture.backward(2);
+        std::thread updating([&] {  // on a CPU it blocks
+          fixture.start_update();
+          fixture.optimizer().wait();
+        });
+        reader.wait_until_asked();
+        expect_unchanged(fixture, saved);
+        expect_unchanged(fixture, saved);
+        reader.finish();
+        updating.join();
+        fixture.reducer().clear();
+        EXPECT_TRUE(fixture.trained() == expected);
+        for (int id = 0; id < fixture.params().num_params(); ++id) {
+          const auto found = reader.num_asked().find(id);
+          const int num_asked = found == reader.num_asked().end() ? 0 : found->second;
+          if (fixture.params()[id].layout().numel() > 0) {
+            EXPECT_EQ(num_asked, fixture.params()[id].trainable() ? 1 : 0) << "p" << id;
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(OverwriteGuard, LetsUpdatesBeforeTheOneThatItHoldsFinish) {
+  for (const NamedCase& place : all_places(DType::kBFloat16)) {
+    if (place.name == "in memory") {
+      continue;  // they run inside start_update()
+    }
+    SCOPED_TRACE(place.name);
+    run_one(place.test, [&](OptimizerFixture& fixture) {
+      fixture.step(1);
+      SlowReader reader(fixture, kSlow);
+      fixture.backward(2);
+      fixture.start_update();
+      for (const int id : {0, 1, 2}) {
+        fixture.params()[id].updated().wait();
+      }
+      reader.wait_until_asked();
+      EXPECT_FALSE(fixture.params()[kSlow].updated().done());
+      reader.finish();
+      fixture.optimizer().wait();
+      fixture.reducer().clear();
+    });
+  }
+}
+
+TEST(OverwriteGuard, HoldsTheUpdateOfAWholeStepOnTheDevice) {
+  const NamedCase place = all_places(DType::kBFloat16)[3];
+  ASSERT_EQ(place.name, "resident");
+  run_one(place.test, [&](OptimizerFixture& fixture) {
+    fixture.step(1);
+    const SavedParam saved = save_all(fixture, kStep)[kSlow];
+    SlowReader reader(fixture, kSlow);
+    fixture.backward(2);
+    StepInputs inputs;
+    inputs.weight = 1;
+    ASSERT_TRUE(fixture.optimizer().start_step(fixture.reducer(), kFixtureLr, inputs));
+    fixture.optimizer().finish_step();  // the norm is there before the update
+    reader.wait_until_asked();
+    fixture.params()[2].updated().wait();
+    EXPECT_FALSE(fixture.params()[kSlow].updated().done());
+    expect_unchanged(fixture, saved);
+    reader.finish();
+    fixture.optimizer().wait();
+    fixture.reducer().clear();
+    EXPECT_FALSE(read_shard(fixture, kSlow, kStep) == saved.shard);
   });
 }
 
