@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <optional>
 #include <set>
 #include <utility>
@@ -18,8 +17,6 @@ namespace {
 using nlohmann::json;
 
 constexpr std::string_view kMetadataName = "__metadata__";
-constexpr std::uint64_t kMaxNumber = std::numeric_limits<std::int64_t>::max();
-constexpr std::size_t kMaxDims = 64;  // as in torch and numpy
 constexpr std::string_view kDamaged =
     "the file is damaged or was cut short; write or copy it again";
 
@@ -32,22 +29,6 @@ constexpr std::array<std::pair<std::string_view, DType>, 7> kTypeNames = {{
     {"I32", DType::kInt32},
     {"U8", DType::kUInt8},
 }};
-
-std::string_view type_name(DType dtype) {
-  const auto* const found =
-      std::find_if(kTypeNames.begin(), kTypeNames.end(),
-                   [dtype](const auto& pair) { return pair.second == dtype; });
-  TESSERA_INVARIANT(found != kTypeNames.end(), "no safetensors name for ", to_string(dtype));
-  return found->first;
-}
-
-std::string shape_text(const std::vector<std::int64_t>& shape) {
-  std::string text = "[";
-  for (std::size_t dim = 0; dim < shape.size() && dim < 8; ++dim) {
-    text += (dim > 0 ? ", " : "") + std::to_string(shape[dim]);
-  }
-  return text + (shape.size() > 8 ? ", ...]" : "]");
-}
 
 // Nothing where the product, from left to right, is not a number of bytes that an int64 holds.
 std::optional<std::uint64_t> byte_count(const TensorEntry& entry) {
@@ -116,13 +97,10 @@ class HeaderParser : public nlohmann::json_sax<json> {
     if (place_ != Place::kTensor || field_ != "dtype") {
       return refuse("the text " + tessera::in_quotes(value, 40));
     }
-    const auto* const found =
-        std::find_if(kTypeNames.begin(), kTypeNames.end(),
-                     [&value](const auto& pair) { return pair.first == value; });
-    TESSERA_CHECK(found != kTypeNames.end(), CorruptError, where(), "dtype ",
-                  tessera::in_quotes(value, 40),
+    const auto dtype = type_named(value);
+    TESSERA_CHECK(dtype.has_value(), CorruptError, where(), "dtype ", tessera::in_quotes(value, 40),
                   " is not known; F32, BF16, F16, F64, I64, I32 and U8 can be read");
-    tensor_.entry.dtype = found->second;
+    tensor_.entry.dtype = *dtype;
     return true;
   }
 
@@ -270,6 +248,28 @@ void check_coverage(const std::vector<PlacedTensor>& tensors, std::uint64_t data
 }
 
 }  // namespace
+
+std::string_view type_name(DType dtype) {
+  const auto* const found =
+      std::find_if(kTypeNames.begin(), kTypeNames.end(),
+                   [dtype](const auto& pair) { return pair.second == dtype; });
+  TESSERA_INVARIANT(found != kTypeNames.end(), "no safetensors name for ", to_string(dtype));
+  return found->first;
+}
+
+std::optional<DType> type_named(std::string_view name) {
+  const auto* const found = std::find_if(kTypeNames.begin(), kTypeNames.end(),
+                                         [name](const auto& pair) { return pair.first == name; });
+  return found == kTypeNames.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  std::string text = "[";
+  for (std::size_t dim = 0; dim < shape.size() && dim < 8; ++dim) {
+    text += (dim > 0 ? ", " : "") + std::to_string(shape[dim]);
+  }
+  return text + (shape.size() > 8 ? ", ...]" : "]");
+}
 
 std::size_t TensorEntry::bytes() const {
   const auto bytes = byte_count(*this);

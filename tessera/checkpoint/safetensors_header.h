@@ -7,7 +7,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -20,6 +22,16 @@ namespace tessera::checkpoint {
 inline constexpr std::size_t kLengthBytes = 8;  // little-endian, before the JSON
 // The reference implementation's limit: more is an attack or a mistake, not a model.
 inline constexpr std::uint64_t kMaxJsonBytes = 100'000'000;
+// Of sizes and places in files and tensors, which are signed in other programs.
+inline constexpr std::uint64_t kMaxNumber = std::numeric_limits<std::int64_t>::max();
+inline constexpr std::size_t kMaxDims = 64;  // as in torch and numpy
+
+// "F32" and so on; nothing for a name of none of our types.
+std::string_view type_name(DType dtype);
+std::optional<DType> type_named(std::string_view name);
+
+// For messages, cut where it is long.
+std::string shape_text(const std::vector<std::int64_t>& shape);
 
 struct PlacedTensor {
   TensorEntry entry;

@@ -1,0 +1,23 @@
+// What holds for every manifest, whoever made it; internal to checkpoint.
+//
+// Threads: stateless.
+#pragma once
+
+#include <stdexcept>
+
+#include "tessera/checkpoint/manifest.h"
+
+namespace tessera::checkpoint {
+
+// One line without the path: for a reader the text is damaged, for a writer it is a defect.
+class ManifestProblem : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+inline constexpr int kMaxRanks = 1 << 20;
+
+// Throws ManifestProblem.
+void check_manifest(const Manifest& manifest);
+
+}  // namespace tessera::checkpoint
