@@ -1,11 +1,9 @@
 #include "tessera/checkpoint/safetensors.h"
 
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <numeric>
@@ -15,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tests/checkpoint/file_size_limit.h"
 #include "tests/checkpoint/safetensors_file.h"
 #include "tests/support/temporary_directory.h"
 
@@ -22,6 +21,7 @@ namespace tessera::checkpoint {
 namespace {
 
 using testing::file_text;
+using testing::FileSizeLimit;
 using testing::read_text;
 using testing::TemporaryDirectory;
 using testing::write_text;
@@ -241,26 +241,6 @@ TEST(SafetensorsWriter, NamesAFolderThatMayNotBeWrittenTo) {
             }).find("Permission denied; check the permissions"),
             std::string::npos);
 }
-
-// The limit on a file's size stands for a disk that is full: both end a write half-way.
-class FileSizeLimit {
- public:
-  explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
-    ::getrlimit(RLIMIT_FSIZE, &before_);
-    const rlimit limit = {bytes, before_.rlim_max};
-    ::setrlimit(RLIMIT_FSIZE, &limit);
-  }
-  ~FileSizeLimit() {
-    ::setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, handler_);
-  }
-  FileSizeLimit(const FileSizeLimit&) = delete;
-  FileSizeLimit& operator=(const FileSizeLimit&) = delete;
-
- private:
-  rlimit before_{};
-  void (*handler_)(int);
-};
 
 TEST(SafetensorsWriter, AFullDiskLeavesTheOldFileAndNothingElse) {
   const TemporaryDirectory folder;

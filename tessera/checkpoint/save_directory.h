@@ -1,0 +1,77 @@
+// A directory of checkpoints: which are complete, and how a new one becomes so.
+//
+//   DIR/.lock                           held by whoever changes the directory
+//   DIR/save-00007-step-60/             complete: its manifest was in it before it got this name
+//   DIR/.unfinished-00008-step-70-X/    being written, left by a run that was killed, or on its way
+//                                       out
+//
+// A save has a number of its own, one above the highest so far: "the newest" is the one with the
+// highest number, also after training went on from an older one. So no save replaces another; the
+// oldest are removed when a new one is complete.
+//
+// Invariants:
+//  (1) A directory called save-* is complete, and on disk, as long as it has that name.
+//  (2) Nothing is removed before the save that takes its place is complete and on disk.
+//  (3) Only what has our names, and a manifest or the unfinished prefix, is ever removed.
+//
+// Threads: one caller at a time.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tessera/checkpoint/manifest.h"
+
+namespace tessera::checkpoint {
+
+struct SavedName {
+  std::string path;  // of its directory
+  std::int64_t sequence = 0;
+  std::int64_t step = 0;
+};
+
+// Complete saves, the newest last. None where there is no such directory. IoError if it cannot be
+// read.
+std::vector<SavedName> list_saves(const std::string& root);
+
+// `path` is a save itself, or a root with saves: its newest. ConfigError, with what is there, if it
+// is neither.
+std::string find_save(const std::string& path);
+
+// Of the save in this directory. IoError, CorruptError.
+Manifest read_manifest(const std::string& save);
+
+struct NewSaveOptions {
+  int keep = 1;  // complete saves that stay, the new one among them
+  // Called after each step that changes the disk: tests end the process there. Null: nothing.
+  std::function<void(std::string_view what)> on_disk_step = {};
+};
+
+// A save that is being written. Only rank 0 has one; the others write into its path(). Destroyed
+// before commit(), it removes what was written.
+class NewSave {
+ public:
+  // Makes the root, if it is not there, and takes its lock: ConfigError that names the holder's
+  // process if another run has it. Removes what killed runs left unfinished. IoError.
+  NewSave(const std::string& root, std::int64_t step, NewSaveOptions options);
+  ~NewSave();
+  NewSave(const NewSave&) = delete;
+  NewSave& operator=(const NewSave&) = delete;
+
+  const std::string& path() const;  // where files go
+  std::int64_t sequence() const;
+  // Compares the files with the manifest; writes and syncs it; renames, syncs; then removes all but
+  // the newest saves. Returns the path of the complete save. An IoError says whether it became
+  // complete. REQUIRES: the files are on disk; `manifest` has this step and sequence.
+  std::string commit(const Manifest& manifest);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera::checkpoint
