@@ -584,6 +584,17 @@ std::string Config::describe() const {
   return lines;
 }
 
+std::map<std::string, std::string> Config::changed() const {
+  std::map<std::string, std::string> values;
+  for (const Option& option : option_table()) {
+    const ConfigSetting* const setting = find(option.name);
+    if (setting != nullptr && setting->value != parsed_default(option)) {
+      values.emplace(option.name, to_text(option, setting->value));
+    }
+  }
+  return values;
+}
+
 std::vector<std::string> Config::unread() const {
   std::vector<std::string> names;
   for (const Option& option : option_table()) {

@@ -73,6 +73,8 @@ class Config {
   std::vector<std::string> notices() const;
   // One line per option that differs from its default: "name = value  (origin)".
   std::string describe() const;
+  // The same as text by name.
+  std::map<std::string, std::string> changed() const;
   // Options that somebody gave another value than the default, and that nothing reads yet:
   // "quant.weights (ds.json: zero_optimization.zero_quantized_weights)".
   std::vector<std::string> unread() const;

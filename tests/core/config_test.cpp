@@ -58,6 +58,9 @@ TEST(Config, DescribesWhatDiffersFromTheDefaultsAndWhereItCameFrom) {
             "comm.timeout_s = 30  (run.json: comm.timeout_s)\n"
             "memory.host = 1GiB  (code)\n"
             "log.level = warn  (command line)\n");
+  EXPECT_EQ(config.changed(),
+            (std::map<std::string, std::string>{
+                {"comm.timeout_s", "30"}, {"log.level", "warn"}, {"memory.host", "1GiB"}}));
 }
 
 TEST(Config, AValueIsShownWithWhereItCameFrom) {
