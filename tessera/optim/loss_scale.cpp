@@ -19,10 +19,16 @@ LossScaleOptions LossScaleOptions::from(const Config& config, DType param_dtype)
   return options;
 }
 
-LossScale::LossScale(const LossScaleOptions& options)
-    : options_(options), hysteresis_left_(options.hysteresis) {
+LossScale::LossScale(const LossScaleOptions& options) : options_(options) {
+  state_.hysteresis_left = options.hysteresis;
   if (options.enabled) {
-    value_ = options.fixed > 0 ? options.fixed : options.initial;
+    state_.value = options.fixed > 0 ? options.fixed : options.initial;
+  }
+}
+
+void LossScale::set_state(const LossScaleState& state) {
+  if (options_.enabled && options_.fixed <= 0) {
+    state_ = state;
   }
 }
 
@@ -31,27 +37,27 @@ void LossScale::update(bool finite) {
     return;
   }
   if (finite) {
-    ++good_steps_;
-    const bool grows = good_steps_ == options_.window;
+    ++state_.good_steps;
+    const bool grows = state_.good_steps == options_.window;
     if (grows) {
-      value_ *= 2;
-      good_steps_ = 0;
+      state_.value *= 2;
+      state_.good_steps = 0;
     }
     if (grows || options_.consecutive_hysteresis) {
-      hysteresis_left_ = options_.hysteresis;
+      state_.hysteresis_left = options_.hysteresis;
     }
     return;
   }
-  good_steps_ = 0;
-  if (hysteresis_left_ > 1) {
-    --hysteresis_left_;
+  state_.good_steps = 0;
+  if (state_.hysteresis_left > 1) {
+    --state_.hysteresis_left;
     return;
   }
   TESSERA_CHECK(
-      value_ > options_.min, ConfigError,
+      state_.value > options_.min, ConfigError,
       "gradients are not finite even with the smallest loss scale, loss_scale.min = ", options_.min,
       "; lower optim.lr, or train with precision = bf16, which needs no loss scale");
-  value_ = std::max(value_ / 2, options_.min);
+  state_.value = std::max(state_.value / 2, options_.min);
 }
 
 }  // namespace tessera::optim

@@ -30,18 +30,26 @@ struct LossScaleOptions {
   static LossScaleOptions from(const Config& config, DType param_dtype);
 };
 
+// What of it changes from step to step.
+struct LossScaleState {
+  double value = 1;
+  std::int64_t hysteresis_left = 0;
+  std::int64_t good_steps = 0;
+};
+
 class LossScale {
  public:
   explicit LossScale(const LossScaleOptions& options);
-  double value() const { return value_; }
+  double value() const { return state_.value; }
+  const LossScaleState& state() const { return state_; }
+  // Goes on from there, if the scale is dynamic; else it stays what the options say.
+  void set_state(const LossScaleState& state);
   // After every step. Throws ConfigError when the dynamic scale cannot shrink any more.
   void update(bool finite);
 
  private:
   const LossScaleOptions options_;
-  double value_ = 1;
-  std::int64_t hysteresis_left_ = 0;
-  std::int64_t good_steps_ = 0;
+  LossScaleState state_;
 };
 
 }  // namespace tessera::optim

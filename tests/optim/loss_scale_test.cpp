@@ -101,6 +101,29 @@ TEST(LossScale, AgreesWithTheModelForEveryHistoryOfTenSteps) {
   }
 }
 
+TEST(LossScale, GoesOnFromItsStateAfterEveryHistory) {
+  const LossScaleOptions options = dynamic(3, 2);
+  for (const std::string before : {"", "+", "++", "-", "--", "+++-", "++-+"}) {
+    LossScale first(options);
+    for (const char step : before) {
+      first.update(step == '+');
+    }
+    LossScale second(options);
+    second.set_state(first.state());
+    for (const char step : std::string("++-+--+++-")) {
+      EXPECT_EQ(second.value(), first.value()) << before;
+      first.update(step == '+');
+      second.update(step == '+');
+    }
+    EXPECT_EQ(second.value(), first.value()) << before;
+  }
+  LossScaleOptions fixed = options;
+  fixed.fixed = 64;
+  LossScale scale(fixed);
+  scale.set_state({.value = 8, .hysteresis_left = 1, .good_steps = 1});
+  EXPECT_EQ(scale.value(), 64) << "what the options fix stays";
+}
+
 TEST(LossScale, StopsAtTheMinimumWithAWordOfAdvice) {
   LossScaleOptions options = dynamic(1000, 2);
   options.min = 300;
