@@ -99,6 +99,18 @@ void Coordinator::finalize() {
   make_gathers();
 }
 
+void Coordinator::forget_copies() {
+  TESSERA_INVARIANT(open_.empty() && !is_resident_, "shards are written while they are used");
+  if (!gatherer_) {
+    return;
+  }
+  prefetcher_->start_held_back();
+  gatherer_->release_idle(std::vector<bool>(seen_versions_.size()));
+  gatherer_->wait_for_drops();
+  forget_loaded_copies();
+  prefetcher_->forget_pass();
+}
+
 void Coordinator::drop_gathers() {
   TESSERA_INVARIANT(open_.empty() && !is_resident_ && num_calls_in_flight() == 0,
                     "shards move while they are used");

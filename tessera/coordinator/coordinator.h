@@ -131,6 +131,9 @@ class Coordinator {
   void expand_leaves() { units_.expand_leaves(); }
   // Before finalize(), which finds out from the parameters which shards are on NVMe.
   void set_tier(const TierOptions& tier);
+  // Between steps, before shards are written from outside: gives back what is gathered, and drops
+  // what was read or gathered ahead. At the same point on all ranks.
+  void forget_copies();
   // Between steps, behind end_step(): gives back all that gathers, so that shards may move; then
   // gathers from where they are now. Traces are recorded anew.
   void drop_gathers();

@@ -64,6 +64,23 @@ TEST_P(CoordinatorOn, UsesMayOverlap) {
   }
 }
 
+TEST_P(CoordinatorOn, NothingGatheredBeforeShardsWereWrittenFromOutsideIsUsed) {
+  Model model = mixed_model();
+  on_ranks({1, 3}, model, make_options(1 << 12, 1 << 14, 0, 64), GetParam(), [&](auto& rank) {
+    for (int round = 0; round < 3; ++round) {
+      for (int step = 0; step < 2; ++step) {
+        rank.train();
+        rank.end_step_and_update();
+      }
+      rank.coordinator().forget_copies();
+      EXPECT_EQ(rank.coordinator().unused_bytes(), 0);
+      rank.update();  // as a load does
+    }
+    rank.train();
+    rank.end_step_and_update();
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Devices, CoordinatorOn,
                          testing::Values(DeviceChoice::kCpu, DeviceChoice::kLazy,
                                          DeviceChoice::kRandom),
