@@ -13,15 +13,15 @@
 namespace tessera::checkpoint {
 namespace {
 
-constexpr std::size_t kWordBytes = optim::kHashWordBytes;
+static_assert(kContentWordBytes == optim::kHashWordBytes);
 
 // Little-endian, as the files are.
 std::uint64_t load_word(const std::byte* from) {
   std::uint64_t word = 0;
   if constexpr (std::endian::native == std::endian::little) {
-    std::memcpy(&word, from, kWordBytes);
+    std::memcpy(&word, from, kContentWordBytes);
   } else {
-    for (std::size_t i = 0; i < kWordBytes; ++i) {
+    for (std::size_t i = 0; i < kContentWordBytes; ++i) {
       word |= std::to_integer<std::uint64_t>(from[i]) << (8 * i);
     }
   }
@@ -52,29 +52,37 @@ std::uint64_t xxh3(std::span<const std::byte> bytes) {
   return XXH3_64bits(bytes.data(), bytes.size());
 }
 
-ContentHash::ContentHash(std::uint64_t begin) : next_word_(begin / kWordBytes) {
-  TESSERA_INVARIANT(begin % kWordBytes == 0, "a content hash begins at byte ", begin,
-                    ", inside a word of ", kWordBytes, " bytes");
+std::string checksum_text(std::uint64_t value) {
+  std::string text(16, '0');
+  for (std::size_t i = text.size(); i-- > 0; value >>= 4) {
+    text[i] = "0123456789abcdef"[value & 0xfU];
+  }
+  return text;
+}
+
+ContentHash::ContentHash(std::uint64_t begin) : next_word_(begin / kContentWordBytes) {
+  TESSERA_INVARIANT(begin % kContentWordBytes == 0, "a content hash begins at byte ", begin,
+                    ", inside a word of ", kContentWordBytes, " bytes");
 }
 
 void ContentHash::add(std::span<const std::byte> bytes) {
   while (partial_bytes_ > 0 && !bytes.empty()) {
     partial_ |= std::to_integer<std::uint64_t>(bytes.front()) << (8 * partial_bytes_);
     bytes = bytes.subspan(1);
-    if (++partial_bytes_ == kWordBytes) {
+    if (++partial_bytes_ == kContentWordBytes) {
       sum_ += optim::hash_term(partial_, next_word_++);
       partial_ = 0;
       partial_bytes_ = 0;
     }
   }
-  const std::size_t num_words = bytes.size() / kWordBytes;
+  const std::size_t num_words = bytes.size() / kContentWordBytes;
   std::uint64_t sum = 0;
   for (std::size_t i = 0; i < num_words; ++i) {
-    sum += optim::hash_term(load_word(bytes.data() + i * kWordBytes), next_word_ + i);
+    sum += optim::hash_term(load_word(bytes.data() + i * kContentWordBytes), next_word_ + i);
   }
   sum_ += sum;
   next_word_ += num_words;
-  for (const std::byte byte : bytes.subspan(num_words * kWordBytes)) {
+  for (const std::byte byte : bytes.subspan(num_words * kContentWordBytes)) {
     partial_ |= std::to_integer<std::uint64_t>(byte) << (8 * partial_bytes_++);
   }
 }

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 namespace tessera::checkpoint {
 
@@ -33,6 +34,11 @@ class Xxh3 {
 };
 
 std::uint64_t xxh3(std::span<const std::byte> bytes);
+
+// As manifests and messages have it: 16 digits, 0-9 and a-f.
+std::string checksum_text(std::uint64_t value);
+
+inline constexpr std::size_t kContentWordBytes = 8;
 
 // The sum of optim/content_hash.cuh's terms, which also the kernels add up.
 class ContentHash {

@@ -30,14 +30,6 @@ constexpr std::string_view kEndEnd = "\"\n}\n";
 constexpr std::size_t kHexDigits = 16;
 constexpr std::size_t kEndBytes = kEndBegin.size() + kHexDigits + kEndEnd.size();
 
-std::string hex_text(std::uint64_t value) {
-  std::string text(kHexDigits, '0');
-  for (std::size_t i = kHexDigits; i-- > 0; value >>= 4) {
-    text[i] = "0123456789abcdef"[value & 0xfU];
-  }
-  return text;
-}
-
 std::optional<std::uint64_t> hex_value(std::string_view text) {
   if (text.size() != kHexDigits) {
     return std::nullopt;
@@ -64,7 +56,7 @@ std::string end_problem(std::string_view text) {
   const std::string_view stored = end.substr(kEndBegin.size(), kHexDigits);
   return hex_value(stored) == actual
              ? ""
-             : detail::concat("its text has the checksum ", hex_text(actual),
+             : detail::concat("its text has the checksum ", checksum_text(actual),
                               ", its last line says ", tessera::in_quotes(stored));
 }
 
@@ -603,7 +595,7 @@ std::string fragments_text(const std::vector<Fragment>& fragments, const std::st
   return lines(fragments, '[', indent, ']', [](const Fragment& fragment) {
     return detail::concat("{\"file\": ", fragment.file, ", \"offset\": ", fragment.offset,
                           ", \"begin\": ", fragment.begin, ", \"numel\": ", fragment.numel,
-                          ", \"xxh3\": \"", hex_text(fragment.xxh3), "\"}");
+                          ", \"xxh3\": \"", checksum_text(fragment.xxh3), "\"}");
   });
 }
 
@@ -623,7 +615,7 @@ std::string param_text(const StoredParam& param) {
   text += lines(param.tensors, '{', "      ", '}', [](const auto& named) {
     const StoredTensor& tensor = named.second;
     return detail::concat(json_text(named.first), ": {\"dtype\": \"", type_name(tensor.dtype),
-                          "\", \"content\": \"", hex_text(tensor.content),
+                          "\", \"content\": \"", checksum_text(tensor.content),
                           "\", \"fragments\": ", fragments_text(tensor.fragments, "        "), "}");
   });
   return text + "\n    }";
@@ -662,7 +654,7 @@ const StoredParam* Manifest::find(std::string_view name) const {
 }
 
 std::string manifest_end(std::string_view before) {
-  return detail::concat(kEndBegin, hex_text(xxh3(std::as_bytes(std::span(before)))), kEndEnd);
+  return detail::concat(kEndBegin, checksum_text(xxh3(std::as_bytes(std::span(before)))), kEndEnd);
 }
 
 std::string format(const Manifest& manifest) {

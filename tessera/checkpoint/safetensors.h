@@ -58,6 +58,8 @@ class SafetensorsReader {
   SafetensorsReader(SafetensorsReader&&) noexcept;
 
   const std::vector<TensorEntry>& entries() const;  // in file order
+  // Of entries()[index], from the start of the file.
+  std::uint64_t data_offset(std::size_t index) const;
   const TensorEntry* find(const std::string& name) const;
   const std::map<std::string, std::string>& metadata() const;
   // Elements' bytes [begin, begin + out.size()) of one tensor. ConfigError for a name that is not

@@ -73,6 +73,10 @@ SafetensorsReader::SafetensorsReader(SafetensorsReader&&) noexcept = default;
 
 const std::vector<TensorEntry>& SafetensorsReader::entries() const { return impl_->entries; }
 
+std::uint64_t SafetensorsReader::data_offset(std::size_t index) const {
+  return impl_->data_begin + impl_->begins.at(index);
+}
+
 const std::map<std::string, std::string>& SafetensorsReader::metadata() const {
   return impl_->metadata;
 }

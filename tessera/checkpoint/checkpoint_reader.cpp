@@ -1,0 +1,332 @@
+#include "tessera/checkpoint/checkpoint_reader.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/range_stream.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/safetensors_header.h"
+#include "tessera/checkpoint/save_directory.h"
+#include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::uint64_t bytes_in(const Fragment& fragment, DType dtype) {
+  return static_cast<std::uint64_t>(fragment.numel) * bytes_of(dtype);
+}
+
+// Which tensor a fragment belongs to.
+struct Owner {
+  Fragment fragment;
+  DType dtype;
+  const StoredParam* param;      // null: of a rank
+  const std::string* tensor;     // of a parameter
+  const StoredRankTensor* each;  // of a rank
+  std::size_t rank;
+
+  static auto place_of(const Fragment& fragment) {
+    return std::tie(fragment.file, fragment.offset, fragment.numel);
+  }
+};
+
+std::vector<Owner> owners_in(const Manifest& manifest) {
+  std::vector<Owner> owners;
+  for (const StoredParam& param : manifest.params) {
+    for (const auto& [name, tensor] : param.tensors) {
+      for (const Fragment& fragment : tensor.fragments) {
+        owners.push_back({fragment, tensor.dtype, &param, &name, nullptr, 0});
+      }
+    }
+  }
+  for (const auto* const list : {&manifest.buffers, &manifest.generators}) {
+    for (const StoredRankTensor& each : *list) {
+      for (std::size_t rank = 0; rank < each.ranks.size(); ++rank) {
+        owners.push_back({each.ranks[rank], each.dtype, nullptr, nullptr, &each, rank});
+      }
+    }
+  }
+  std::stable_sort(owners.begin(), owners.end(), [](const Owner& a, const Owner& b) {
+    return Owner::place_of(a.fragment) < Owner::place_of(b.fragment);
+  });
+  return owners;
+}
+
+// A tensor as the file itself has it.
+struct FileTensor {
+  std::uint64_t offset = 0;
+  const TensorEntry* entry = nullptr;
+};
+
+constexpr std::string_view kNotTheManifests =
+    "the file is of another save or rank, or damaged; copy the whole checkpoint again";
+
+}  // namespace
+
+struct CheckpointReader::Impl {
+  Impl(const std::string& target, const ReaderOptions& reader_options)
+      : options(reader_options),
+        path(find_save(target)),
+        manifest(read_manifest(path)),
+        owners(owners_in(manifest)),
+        files(file_names()) {
+    for (std::size_t file = 0; file < manifest.files.size(); ++file) {
+      check_file(static_cast<int>(file));
+    }
+  }
+
+  std::string path_of(int file) const {
+    return (fs::path(path) / manifest.files[static_cast<std::size_t>(file)].name).string();
+  }
+
+  std::vector<RangeFiles::Name> file_names() const {
+    std::vector<RangeFiles::Name> names;
+    for (std::size_t file = 0; file < manifest.files.size(); ++file) {
+      names.push_back({path_of(static_cast<int>(file)), manifest.files[file].bytes});
+    }
+    return names;
+  }
+
+  void check_file(int file) const {
+    const std::string name = path_of(file);
+    const std::string shown = printable(name, 400);
+    std::error_code error;
+    const fs::file_status status = fs::status(name, error);
+    TESSERA_CHECK(status.type() != fs::file_type::not_found, CorruptError, shown,
+                  ": the file is missing; copy the whole checkpoint again, or load another save");
+    TESSERA_CHECK(status.type() == fs::file_type::regular, CorruptError, shown,
+                  ": not a regular file", error ? " (" + error.message() + ")" : "",
+                  "; a file of the checkpoint was here");
+    const std::uint64_t bytes = fs::file_size(name, error);
+    const std::uint64_t expected = manifest.files[static_cast<std::size_t>(file)].bytes;
+    TESSERA_CHECK(!error && bytes == expected, CorruptError, shown, ": has ", bytes,
+                  " bytes, the manifest says ", expected, "; ",
+                  bytes < expected ? "the file was cut short; copy it again, or load another save"
+                                   : kNotTheManifests);
+    check_tensors(file, SafetensorsReader(name), shown);
+  }
+
+  // Every fragment must be a tensor of the file.
+  void check_tensors(int file, const SafetensorsReader& reader, const std::string& shown) const {
+    std::vector<FileTensor> tensors;  // by offset, as entries() are
+    for (std::size_t i = 0; i < reader.entries().size(); ++i) {
+      if (reader.entries()[i].bytes() > 0) {
+        tensors.push_back({reader.data_offset(i), &reader.entries()[i]});
+      }
+    }
+    for (auto at = first_in(file); at != owners.end() && at->fragment.file == file; ++at) {
+      const Owner& owner = *at;
+      const std::uint64_t bytes = bytes_in(owner.fragment, owner.dtype);
+      const std::uint64_t offset = owner.fragment.offset;
+      if (bytes == 0) {
+        continue;
+      }
+      const auto found =
+          std::lower_bound(tensors.begin(), tensors.end(), offset,
+                           [](const FileTensor& a, std::uint64_t b) { return a.offset < b; });
+      const bool is_there = found != tensors.end() && found->offset == offset;
+      TESSERA_CHECK(is_there, CorruptError, shown, ": no tensor begins at offset ", offset,
+                    ", where the manifest has ", describe(owner), "; ", kNotTheManifests);
+      TESSERA_CHECK(found->entry->dtype == owner.dtype && found->entry->bytes() == bytes,
+                    CorruptError, shown, ": the tensor at offset ", offset, " is ",
+                    tessera::in_quotes(found->entry->name), ", ", found->entry->bytes(),
+                    " bytes of ", type_name(found->entry->dtype), "; the manifest has ", bytes,
+                    " bytes of ", type_name(owner.dtype), " there, ", describe(owner), "; ",
+                    kNotTheManifests);
+    }
+  }
+
+  std::vector<Owner>::const_iterator first_in(int file) const {
+    return std::lower_bound(owners.begin(), owners.end(), file,
+                            [](const Owner& a, int b) { return a.fragment.file < b; });
+  }
+
+  static std::string describe(const Owner& owner) {
+    return owner.param != nullptr
+               ? detail::concat("tensor ", tessera::in_quotes(*owner.tensor), " of parameter ",
+                                tessera::in_quotes(owner.param->name))
+               : detail::concat("tensor ", tessera::in_quotes(owner.each->name), " of rank ",
+                                owner.rank);
+  }
+
+  std::string describe(const Fragment& fragment) const {
+    const auto at = std::lower_bound(owners.begin(), owners.end(), fragment,
+                                     [](const Owner& owner, const Fragment& b) {
+                                       return Owner::place_of(owner.fragment) < Owner::place_of(b);
+                                     });
+    TESSERA_INVARIANT(
+        at != owners.end() && Owner::place_of(at->fragment) == Owner::place_of(fragment),
+        "a fragment at offset ", fragment.offset, " of file ", fragment.file,
+        " is not of the checkpoint ", path);
+    return describe(*at);
+  }
+
+  RangeStream stream(const std::vector<FileRange>& ranges) {
+    if (!staging.has_value()) {
+      staging.emplace(options.staging_bytes);
+    }
+    if (options.io == nullptr) {
+      own_io = tier::make_io_engine({}, nullptr);
+      options.io = own_io.get();
+    }
+    return RangeStream(files, *options.io, *staging, ranges);
+  }
+
+  ReaderOptions options;
+  const std::string path;
+  const Manifest manifest;
+  const std::vector<Owner> owners;
+  RangeFiles files;
+  // Made when something is read.
+  std::optional<Staging> staging;
+  std::unique_ptr<tier::IoEngine> own_io;
+  bool is_reading = false;
+};
+
+namespace {
+
+// The part of a tensor that is being read, as ranges of files.
+struct Parts {
+  std::vector<FileRange> ranges;
+  std::vector<const Fragment*> whole;  // by range; null: a part of a fragment only
+};
+
+// Cuts a stream of bytes into pieces that end at whole words of the tensor, but for the last.
+class WordPieces {
+ public:
+  WordPieces(std::int64_t begin, std::int64_t numel, DType dtype,
+             const CheckpointReader::Visit& visit)
+      : element_bytes_(bytes_of(dtype)),
+        position_(static_cast<std::uint64_t>(begin) * element_bytes_),
+        end_(position_ + static_cast<std::uint64_t>(numel) * element_bytes_),
+        visit_(visit) {}
+
+  // The bytes in front of `bytes` may be overwritten.
+  void add(std::span<std::byte> bytes) {
+    std::byte* const data = bytes.data() - num_left_;
+    std::memcpy(data, left_.data(), num_left_);
+    const std::uint64_t total = num_left_ + bytes.size();
+    const std::uint64_t reached = position_ + total;
+    const std::uint64_t cut =
+        reached == end_ ? reached : reached / kContentWordBytes * kContentWordBytes;
+    const std::uint64_t given = cut > position_ ? cut - position_ : 0;
+    if (given > 0) {
+      visit_(static_cast<std::int64_t>(position_ / element_bytes_),
+             std::span<const std::byte>(data, given));
+    }
+    position_ += given;
+    num_left_ = static_cast<std::size_t>(total - given);
+    std::memcpy(left_.data(), data + given, num_left_);
+  }
+
+ private:
+  const std::uint64_t element_bytes_;
+  std::uint64_t position_;  // in the tensor, of what was given
+  const std::uint64_t end_;
+  const CheckpointReader::Visit& visit_;
+  std::array<std::byte, kContentWordBytes> left_{};
+  std::size_t num_left_ = 0;
+};
+
+// For a reader's time of reading; ends it also after an error.
+class ReadingMark {
+ public:
+  explicit ReadingMark(bool& is_reading) : is_reading_(is_reading) {
+    TESSERA_INVARIANT(!is_reading, "a checkpoint is read from inside a visit");
+    is_reading_ = true;
+  }
+  ~ReadingMark() { is_reading_ = false; }
+  ReadingMark(const ReadingMark&) = delete;
+  ReadingMark& operator=(const ReadingMark&) = delete;
+
+ private:
+  bool& is_reading_;
+};
+
+}  // namespace
+
+CheckpointReader::CheckpointReader(const std::string& path, const ReaderOptions& options)
+    : impl_(std::make_unique<Impl>(path, options)) {}
+
+CheckpointReader::~CheckpointReader() = default;
+
+const std::string& CheckpointReader::path() const { return impl_->path; }
+
+const Manifest& CheckpointReader::manifest() const { return impl_->manifest; }
+
+void CheckpointReader::read(const StoredTensor& tensor, std::int64_t begin, std::int64_t numel,
+                            const Visit& visit) const {
+  const ReadingMark mark(impl_->is_reading);
+  const std::uint64_t size = bytes_of(tensor.dtype);
+  Parts parts;
+  std::int64_t found = 0;
+  for (const Fragment& fragment : tensor.fragments) {
+    const std::int64_t first = std::max(begin, fragment.begin);
+    const std::int64_t last = std::min(begin + numel, fragment.begin + fragment.numel);
+    if (first < last) {
+      parts.ranges.push_back(
+          {fragment.file,
+           fragment.offset + static_cast<std::uint64_t>(first - fragment.begin) * size,
+           static_cast<std::uint64_t>(last - first) * size, impl_->describe(fragment)});
+      parts.whole.push_back(last - first == fragment.numel ? &fragment : nullptr);
+      found += last - first;
+    }
+  }
+  TESSERA_INVARIANT(begin >= 0 && numel >= 0 && found == numel, "elements [", begin, ", +", numel,
+                    ") of a stored tensor, which has ", found, " of them");
+  RangeStream stream = impl_->stream(parts.ranges);
+  WordPieces pieces(begin, numel, tensor.dtype, visit);
+  Xxh3 hash;
+  while (const auto piece = stream.next()) {
+    if (const Fragment* const whole = parts.whole[piece->range]) {
+      hash.add(piece->bytes);
+      if (piece->is_last) {
+        const std::uint64_t actual = std::exchange(hash, Xxh3()).value();
+        TESSERA_CHECK(actual == whole->xxh3, CorruptError, printable(file_path(*whole), 400),
+                      ": offset ", whole->offset, ": ", describe(*whole), ", elements [",
+                      whole->begin, ", ", whole->begin + whole->numel, "), has the checksum ",
+                      checksum_text(actual), ", the manifest says ", checksum_text(whole->xxh3),
+                      "; the file is damaged or not of this save; load another save");
+      }
+    }
+    pieces.add(piece->bytes);
+  }
+}
+
+void CheckpointReader::read(const Fragment& fragment, DType dtype, const Visit& visit) const {
+  read(StoredTensor{dtype, 0, {fragment}}, fragment.begin, fragment.numel, visit);
+}
+
+std::uint64_t CheckpointReader::read_unchecked(const Fragment& fragment, DType dtype,
+                                               const Visit& visit) const {
+  const ReadingMark mark(impl_->is_reading);
+  const std::vector<FileRange> ranges = {
+      {fragment.file, fragment.offset, bytes_in(fragment, dtype), impl_->describe(fragment)}};
+  RangeStream stream = impl_->stream(ranges);
+  WordPieces pieces(fragment.begin, fragment.numel, dtype, visit);
+  Xxh3 hash;
+  while (const auto piece = stream.next()) {
+    hash.add(piece->bytes);
+    pieces.add(piece->bytes);
+  }
+  return hash.value();
+}
+
+std::string CheckpointReader::describe(const Fragment& fragment) const {
+  return impl_->describe(fragment);
+}
+
+std::string CheckpointReader::file_path(const Fragment& fragment) const {
+  return impl_->path_of(fragment.file);
+}
+
+}  // namespace tessera::checkpoint

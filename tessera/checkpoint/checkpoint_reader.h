@@ -1,0 +1,73 @@
+// A complete checkpoint, for reading: any range of any tensor, whichever fragments it lies in.
+//
+// Opening it compares every file with the manifest: there, of that size, and a safetensors file
+// whose tensors are the fragments. CorruptError says which file, and what is wrong. A fragment that
+// is read whole is compared with its checksum on the way.
+//
+// Reads are block by block past the page cache where the file system can do that, a few in flight
+// (tier/io_engine.h), through one staging buffer whose size does not depend on the tensor's.
+//
+// Threads: one caller at a time; Visit does not read.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/tier/io_engine.h"
+
+namespace tessera::checkpoint {
+
+struct ReaderOptions {
+  // Null: one of its own. Outlives the reader.
+  tier::IoEngine* io = nullptr;
+  std::size_t staging_bytes = std::size_t{16} << 20;
+};
+
+class CheckpointReader {
+ public:
+  // A save, or a directory of saves: then its newest. ConfigError if it is neither.
+  explicit CheckpointReader(const std::string& path, const ReaderOptions& options = {});
+  ~CheckpointReader();
+  CheckpointReader(const CheckpointReader&) = delete;
+  CheckpointReader& operator=(const CheckpointReader&) = delete;
+
+  const std::string& path() const;  // of the save
+  const Manifest& manifest() const;
+
+  // Gives elements [begin, begin + numel) in order, in pieces that are whole elements and lie in
+  // memory that is valid during the call, at any address; a piece begins at a multiple of 8 bytes
+  // of the tensor if `begin` does. IoError and CorruptError name file and tensor. After an error
+  // some pieces may have been given. REQUIRES: `tensor` is of manifest(), or made of its fragments.
+  using Visit = std::function<void(std::int64_t begin, std::span<const std::byte> bytes)>;
+  void read(const StoredTensor& tensor, std::int64_t begin, std::int64_t numel,
+            const Visit& visit) const;
+  // All of a fragment's bytes.
+  void read(const Fragment& fragment, DType dtype, const Visit& visit) const;
+  // The same, and returns the checksum that they have, whatever the manifest says.
+  std::uint64_t read_unchecked(const Fragment& fragment, DType dtype, const Visit& visit) const;
+
+  // For messages: "tensor "exp_avg" of parameter "h.0.weight"".
+  std::string describe(const Fragment& fragment) const;
+  std::string file_path(const Fragment& fragment) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+struct VerifyProblem {
+  std::string file;  // its path
+  std::string text;
+};
+
+// Reads every byte that belongs to a tensor and compares it with its checksum; every problem, not
+// the first alone. Where the bytes are those of another fragment it names that one.
+std::vector<VerifyProblem> verify(const CheckpointReader& reader);
+
+}  // namespace tessera::checkpoint
