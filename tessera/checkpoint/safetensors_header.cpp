@@ -278,8 +278,11 @@ std::size_t TensorEntry::bytes() const {
   return static_cast<std::size_t>(*bytes);
 }
 
-std::string format_header(const std::vector<TensorEntry>& entries,
-                          const std::map<std::string, std::string>& metadata) {
+namespace {
+
+// The JSON of tensors that lie where they say, without spaces behind it.
+std::string format_json(const std::vector<PlacedTensor>& tensors,
+                        const std::map<std::string, std::string>& metadata) {
   std::string text = "{";
   if (!metadata.empty()) {
     text += '"' + std::string(kMetadataName) + "\":{";
@@ -290,32 +293,83 @@ std::string format_header(const std::vector<TensorEntry>& entries,
     text += '}';
   }
   std::set<std::string_view> names = {kMetadataName};
-  std::uint64_t begin = 0;
-  for (const TensorEntry& entry : entries) {
+  for (const auto& [entry, begin] : tensors) {
     TESSERA_CHECK(names.insert(entry.name).second, ConfigError, "tensor ",
                   tessera::in_quotes(entry.name),
                   ": a safetensors file can hold the name only once",
                   entry.name == kMetadataName ? ", for the metadata" : "");
+    text += (text.back() == '{' ? "" : ",") + json_string(entry.name, "tensor name");
+    text += detail::concat(":{\"dtype\":\"", type_name(entry.dtype),
+                           "\",\"shape\":", json(entry.shape).dump(), ",\"data_offsets\":[", begin,
+                           ",", begin + entry.bytes(), "]}");
+  }
+  return text + '}';
+}
+
+// One after the other.
+std::vector<PlacedTensor> place(const std::vector<TensorEntry>& entries) {
+  std::vector<PlacedTensor> tensors;
+  std::uint64_t begin = 0;
+  for (const TensorEntry& entry : entries) {
     const std::uint64_t bytes = entry.bytes();
     TESSERA_CHECK(bytes <= kMaxNumber - begin, ConfigError, "tensor ",
                   tessera::in_quotes(entry.name), ": ", begin, " bytes before it and ", bytes,
                   " of its own are too many for one file");
-    text += (text.back() == '{' ? "" : ",") + json_string(entry.name, "tensor name");
-    text += detail::concat(":{\"dtype\":\"", type_name(entry.dtype),
-                           "\",\"shape\":", json(entry.shape).dump(), ",\"data_offsets\":[", begin,
-                           ",", begin + bytes, "]}");
+    tensors.push_back({entry, begin});
     begin += bytes;
   }
-  text += '}';
-  text.append((kLengthBytes - text.size() % kLengthBytes) % kLengthBytes, ' ');
-  TESSERA_CHECK(text.size() <= kMaxJsonBytes, ConfigError, "a safetensors header of ", text.size(),
+  return tensors;
+}
+
+void check_json_bytes(std::uint64_t bytes) {
+  TESSERA_CHECK(bytes <= kMaxJsonBytes, ConfigError, "a safetensors header of ", bytes,
                 " bytes is more than readers accept (", kMaxJsonBytes,
                 "); write fewer tensors or less metadata into one file");
+}
+
+// Spaces up to `json_bytes`, and the length before it.
+std::string with_length(std::string json, std::uint64_t json_bytes) {
+  json.append(json_bytes - json.size(), ' ');
   std::string field;
   for (std::size_t i = 0; i < kLengthBytes; ++i) {
-    field += static_cast<char>((std::uint64_t{text.size()} >> (8 * i)) & 0xffU);
+    field += static_cast<char>((json_bytes >> (8 * i)) & 0xffU);
   }
-  return field + text;
+  return field + json;
+}
+
+std::uint64_t rounded_up(std::uint64_t bytes, std::uint64_t step) {
+  return (bytes + step - 1) / step * step;
+}
+
+}  // namespace
+
+std::string format_header(const std::vector<TensorEntry>& entries,
+                          const std::map<std::string, std::string>& metadata) {
+  std::string text = format_json(place(entries), metadata);
+  const std::uint64_t json_bytes = rounded_up(text.size(), kLengthBytes);
+  check_json_bytes(json_bytes);
+  return with_length(std::move(text), json_bytes);
+}
+
+// No offset has more digits than the end of all tensors.
+std::uint64_t header_room(const std::vector<TensorEntry>& entries, std::uint64_t step) {
+  std::vector<PlacedTensor> tensors = place(entries);
+  if (!tensors.empty()) {
+    const std::uint64_t end = tensors.back().begin + tensors.back().entry.bytes();
+    for (PlacedTensor& tensor : tensors) {
+      tensor.begin = end;
+    }
+  }
+  const std::uint64_t room = rounded_up(kLengthBytes + format_json(tensors, {}).size(), step);
+  check_json_bytes(room - kLengthBytes);
+  return room;
+}
+
+std::string format_header(const std::vector<PlacedTensor>& tensors, std::uint64_t room) {
+  std::string text = format_json(tensors, {});
+  TESSERA_INVARIANT(kLengthBytes + text.size() <= room, "a safetensors header of ",
+                    kLengthBytes + text.size(), " bytes for which ", room, " were kept");
+  return with_length(std::move(text), room - kLengthBytes);
 }
 
 std::uint64_t parse_length(std::span<const unsigned char, kLengthBytes> field,

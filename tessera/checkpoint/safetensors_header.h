@@ -48,6 +48,12 @@ struct SafetensorsHeader {
 std::string format_header(const std::vector<TensorEntry>& entries,
                           const std::map<std::string, std::string>& metadata);
 
+// For tensors that are written in an order that is not known yet: bytes of a header, a multiple of
+// `step`, that are enough whichever it is. Throws as above.
+std::uint64_t header_room(const std::vector<TensorEntry>& entries, std::uint64_t step);
+// The header that fills exactly that room. `tensors` by begin. REQUIRES: it is enough.
+std::string format_header(const std::vector<PlacedTensor>& tensors, std::uint64_t room);
+
 // The length field. Throws CorruptError if no file of `file_bytes` can have such a header.
 std::uint64_t parse_length(std::span<const unsigned char, kLengthBytes> field,
                            std::uint64_t file_bytes, const std::string& path);

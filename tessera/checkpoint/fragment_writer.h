@@ -1,0 +1,71 @@
+// A safetensors file whose tensors are appended in any order, and whose header comes last.
+//
+// The header's room is taken at the start, from names and sizes, and is a multiple of the disk's
+// blocks; so data begin at a block, and leave in whole blocks past the page cache where the file
+// system can do that, several in flight. Memory: `staging_bytes`, whatever the tensors' sizes.
+//
+//   | length, JSON, spaces | tensors in the order of begin(), without gaps |
+//   0                      a multiple of kBlockBytes
+//
+// Invariants:
+//  (1) The header is written when everything behind it has been: a file without finish() has none,
+//      and is nothing that a reader takes.
+//  (2) After a failure, which is an IoError with the path and a remedy, finish() fails with it, and
+//      there is no header.
+//
+// Threads: one caller at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/tier/io_engine.h"
+
+namespace tessera::checkpoint {
+
+struct WriterOptions {
+  tier::IoEngine* io = nullptr;  // outlives the writer
+  // Rounded down to a few buffers of whole blocks: some are written while one is filled.
+  std::size_t staging_bytes = std::size_t{16} << 20;
+  tier::DirectIo direct = tier::DirectIo::kAuto;
+};
+
+// Where a tensor lies, and what it is.
+struct WrittenTensor {
+  std::uint64_t offset = 0;  // from the start of the file
+  std::uint64_t xxh3 = 0;
+};
+
+class FragmentWriter {
+ public:
+  // Makes the file, and takes its space on the disk, so that a full one is known now. IoError, also
+  // if there is such a file; ConfigError for what the format cannot say.
+  // `tensors`: all that will be appended, in the order of their numbers.
+  FragmentWriter(const std::string& path, std::vector<TensorEntry> tensors,
+                 const WriterOptions& options);
+  // Waits for what is in flight. The file stays as it is.
+  ~FragmentWriter();
+  FragmentWriter(const FragmentWriter&) = delete;
+  FragmentWriter& operator=(const FragmentWriter&) = delete;
+
+  // The next bytes belong to this tensor, which has not begun yet. REQUIRES: the one before is
+  // complete.
+  void begin(std::size_t tensor);
+  void append(std::span<const std::byte> bytes);
+  // Waits for all writes; header, sync. REQUIRES: all tensors are complete.
+  void finish();
+
+  const WrittenTensor& written(std::size_t tensor) const;  // once it is complete
+  std::uint64_t file_bytes() const;                        // in the end
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,446 @@
+#include "tessera/checkpoint/snapshot.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <thread>
+#include <utility>
+
+#include "tessera/checkpoint/checksum.h"
+#include "tessera/core/error.h"
+#include "tessera/device/handed_over.h"
+#include "tessera/shard/shard_store.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+using device::Pending;
+
+static_assert(kTileStep == shard::kShardStep);
+
+// Done when the work is, whatever has become of it: updates go on. A stream is ordered behind the
+// work itself, which is copies of its device then, and fails only with that.
+class QuietState final : public device::PendingState {
+ public:
+  explicit QuietState(Pending work) : work_(std::move(work)) {}
+  bool done() override { return work_.done(); }
+  void wait() override { device::wait_ignoring_failure(work_); }
+  bool wait_for(std::chrono::nanoseconds limit) override {
+    try {
+      return work_.wait_for(limit);
+    } catch (...) {  // whoever asks for the snapshot is told
+      return true;
+    }
+  }
+  std::optional<Pending> wait_handed_over() override { return work_; }
+
+ private:
+  const Pending work_;
+};
+
+Pending quiet(const Pending& work) {
+  return work.state() == nullptr ? work : Pending(std::make_shared<QuietState>(work));
+}
+
+std::int64_t numel_of(const TensorEntry& entry) {
+  return static_cast<std::int64_t>(entry.bytes() / bytes_of(entry.dtype));
+}
+
+// What a read of a whole tensor may touch.
+std::size_t room_for(const TensorEntry& entry) {
+  const std::int64_t steps = (numel_of(entry) + kTileStep - 1) / kTileStep;
+  return tier::whole_blocks(static_cast<std::size_t>(steps * kTileStep) * bytes_of(entry.dtype));
+}
+
+}  // namespace
+
+struct Snapshot::Impl {
+  enum class State : std::uint8_t { kWaiting, kReading, kCopying, kBuffered, kRead };
+
+  struct Owner {
+    std::vector<std::size_t> tensors;
+    std::size_t room = 0;  // in the buffer, for all of them
+    // Guarded by mutex_.
+    State state = State::kWaiting;
+    // Of kReading and kCopying, and of kWaiting once it was asked for: fulfilled when they are
+    // over.
+    std::shared_ptr<device::HandedOver> released;
+    // Of kCopying, in which it is the copying thread's, and of kBuffered, in which it is the
+    // writer's when it has been taken from buffered_.
+    tier::Lease lease;
+    Pending copied;
+  };
+  // A part of a tensor that is read at once.
+  struct Tile {
+    std::size_t tensor = 0;
+    std::int64_t begin = 0;
+    std::int64_t numel = 0;
+  };
+
+  Impl(std::vector<SnapshotTensor> all, const SnapshotOptions& given)
+      : tensors(std::move(all)),
+        buffer(given.buffer),
+        tile_bytes(std::max(tier::whole_blocks(given.tile_bytes),
+                            static_cast<std::size_t>(kTileStep) * sizeof(double))),
+        writer(std::make_unique<FragmentWriter>(given.path, entries(), given.writer)),
+        tile_memory(
+            given.device->allocate(given.tier, 2 * tile_bytes, Role::kStaging, tier::kBlockBytes)),
+        results(tensors.size()),
+        file_bytes(writer->file_bytes()) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const auto [found, is_new] = index.emplace(tensors[i].owner, owners.size());
+      if (is_new) {
+        owners.emplace_back();
+      }
+      owners[found->second].tensors.push_back(i);
+      owners[found->second].room += room_for(tensors[i].entry);
+    }
+    thread = std::thread([this] { run(); });
+  }
+
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  std::vector<TensorEntry> entries() const {
+    std::vector<TensorEntry> list;
+    for (const SnapshotTensor& tensor : tensors) {
+      list.push_back(tensor.entry);
+    }
+    return list;
+  }
+
+  // While everything is still there for those that are inside release().
+  void stop() {
+    fail(std::make_exception_ptr(IoError("the snapshot was given up before it was complete")));
+    thread.join();
+  }
+
+  // --- whoever is about to change an owner's tensors ---
+
+  Pending release(int id) {
+    const auto found = index.find(id);
+    if (found == index.end()) {
+      return {};
+    }
+    Owner& owner = owners[found->second];
+    std::unique_lock<std::mutex> lock(mutex);
+    if (owner.state == State::kRead || (owner.state == State::kWaiting && failure)) {
+      return {};
+    }
+    if (owner.state == State::kBuffered) {
+      return quiet(owner.copied);
+    }
+    if (!owner.released) {
+      owner.released = std::make_shared<device::HandedOver>();
+      if (owner.state == State::kWaiting) {
+        if (take_room(owner)) {
+          return copy(owner, lock);
+        }
+        urgent.push_back(&owner);
+        changed.notify_all();
+      }
+    }
+    return Pending(owner.released);
+  }
+
+  // REQUIRES: the mutex is held.
+  bool take_room(Owner& owner) {
+    if (buffer == nullptr || owner.room > buffer->capacity_bytes()) {
+      return false;
+    }
+    std::optional<tier::Lease> lease = buffer->try_acquire(owner.room);
+    if (!lease) {
+      must_make_room = !buffered.empty();
+      return false;
+    }
+    owner.lease = std::move(*lease);
+    return true;
+  }
+
+  // On the thread that asks: copies of host memory are made, others are started.
+  Pending copy(Owner& owner, std::unique_lock<std::mutex>& lock) {
+    owner.state = State::kCopying;
+    ++num_copying;
+    lock.unlock();
+    std::vector<Pending> copies;
+    std::exception_ptr error;
+    try {
+      std::byte* to = owner.lease.data();
+      for (const std::size_t number : owner.tensors) {
+        const SnapshotTensor& tensor = tensors[number];
+        if (const std::int64_t numel = numel_of(tensor.entry); numel > 0) {
+          copies.push_back(tensor.start_read(0, numel, to));
+        }
+        to += room_for(tensor.entry);
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    const Pending copied = Pending::all(std::move(copies));
+    if (error) {
+      fail(error);
+    }
+    lock.lock();
+    const bool is_of_use = !failure;
+    if (!is_of_use) {
+      // Nobody else would wait for what is under way into the lease.
+      lock.unlock();
+      device::wait_ignoring_failure(copied);
+      owner.lease.reset();
+      lock.lock();
+    }
+    owner.copied = is_of_use ? copied : Pending();
+    owner.state = is_of_use ? State::kBuffered : State::kRead;
+    if (is_of_use) {
+      buffered.push_back(&owner);
+    }
+    const Pending released = quiet(owner.copied);
+    owner.released->hand_over(released);
+    --num_copying;
+    changed.notify_all();
+    return released;
+  }
+
+  // The first failure counts. What nobody reads is released; the rest by whoever reads it.
+  void fail(std::exception_ptr error) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (failure || is_done) {
+      return;
+    }
+    failure = std::move(error);
+    for (Owner* const owner : urgent) {
+      owner->released->hand_over({});
+    }
+    urgent.clear();
+    changed.notify_all();
+  }
+
+  // --- the thread ---
+
+  void run() {
+    try {
+      while (Owner* const owner = next()) {
+        if (owner->state == State::kBuffered) {
+          write_buffered(*owner);
+        } else {
+          write_waiting(*owner);
+        }
+      }
+      check();
+      writer->finish();
+      for (std::size_t i = 0; i < tensors.size(); ++i) {
+        results[i].written = writer->written(i);
+      }
+    } catch (...) {
+      fail(std::current_exception());
+    }
+    end();
+  }
+
+  // Null: there is nothing more to do.
+  Owner* next() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] {
+      skip_what_has_begun();
+      return failure || !urgent.empty() || !buffered.empty() || next_waiting < owners.size() ||
+             num_copying == 0;
+    });
+    must_make_room = must_make_room && !buffered.empty();
+    if (failure) {
+      return nullptr;
+    }
+    if (!urgent.empty()) {
+      return take(urgent, State::kReading);
+    }
+    if (next_waiting < owners.size() && !must_make_room) {
+      Owner& owner = owners[next_waiting++];
+      owner.state = State::kReading;
+      return &owner;
+    }
+    return buffered.empty() ? nullptr : take(buffered, State::kBuffered);
+  }
+
+  void skip_what_has_begun() {
+    while (next_waiting < owners.size() && owners[next_waiting].state != State::kWaiting) {
+      ++next_waiting;
+    }
+  }
+
+  static Owner* take(std::deque<Owner*>& queue, State state) {
+    Owner* const owner = queue.front();
+    queue.pop_front();
+    owner->state = state;
+    return owner;
+  }
+
+  void check() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (failure) {
+      std::rethrow_exception(failure);
+    }
+  }
+
+  std::vector<Tile> tiles_of(const Owner& owner) const {
+    std::vector<Tile> tiles;
+    for (const std::size_t number : owner.tensors) {
+      const TensorEntry& entry = tensors[number].entry;
+      const auto most =
+          static_cast<std::int64_t>(tile_bytes / bytes_of(entry.dtype)) / kTileStep * kTileStep;
+      std::int64_t begin = 0;
+      do {
+        tiles.push_back({number, begin, std::min(most, numel_of(entry) - begin)});
+        begin += most;
+      } while (begin < numel_of(entry));
+    }
+    return tiles;
+  }
+
+  // One tile is read while the one before it is written.
+  void write_waiting(Owner& owner) {
+    const std::vector<Tile> tiles = tiles_of(owner);
+    std::array<Pending, 2> reads;
+    const auto memory = [this](std::size_t i) { return tile_memory.data() + i % 2 * tile_bytes; };
+    const auto start_read = [&](std::size_t i) {
+      const Tile& tile = tiles[i];
+      reads[i % 2] = tile.numel == 0
+                         ? Pending()
+                         : tensors[tile.tensor].start_read(tile.begin, tile.numel, memory(i));
+    };
+    try {
+      start_read(0);
+      for (std::size_t i = 0; i < tiles.size(); ++i) {
+        check();
+        if (i + 1 < tiles.size()) {
+          start_read(i + 1);
+        }
+        reads[i % 2].wait();
+        if (i + 1 == tiles.size()) {
+          finish_reading(owner);
+        }
+        write_tile(tiles[i], memory(i));
+      }
+    } catch (...) {
+      for (const Pending& read : reads) {
+        device::wait_ignoring_failure(read);
+      }
+      finish_reading(owner);
+      throw;
+    }
+  }
+
+  void write_buffered(Owner& owner) {
+    const tier::Lease lease = std::move(owner.lease);
+    owner.copied.wait();
+    const std::byte* from = lease.data();
+    for (const Tile& tile : tiles_of(owner)) {
+      const TensorEntry& entry = tensors[tile.tensor].entry;
+      check();
+      write_tile(tile, from + static_cast<std::size_t>(tile.begin) * bytes_of(entry.dtype));
+      if (tile.begin + tile.numel == numel_of(entry)) {
+        from += room_for(entry);
+      }
+    }
+    finish_reading(owner);
+  }
+
+  // Tiles of a tensor come in order.
+  void write_tile(const Tile& tile, const std::byte* from) {
+    const SnapshotTensor& tensor = tensors[tile.tensor];
+    if (tile.begin == 0) {
+      writer->begin(tile.tensor);
+      content = ContentHash(tensor.content_begin);
+    }
+    const std::span bytes(from,
+                          static_cast<std::size_t>(tile.numel) * bytes_of(tensor.entry.dtype));
+    content.add(bytes);
+    writer->append(bytes);
+    results[tile.tensor].content = content.value();
+    bytes_so_far += bytes.size();
+  }
+
+  void finish_reading(Owner& owner) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    owner.state = State::kRead;
+    if (owner.released && owner.released->is_open()) {
+      owner.released->hand_over({});
+    }
+  }
+
+  // Nothing is in flight any more, and all leases are given back, when it returns.
+  void end() {
+    writer.reset();
+    tile_memory.reset();
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] { return num_copying == 0; });
+    for (Owner* const owner : buffered) {  // of a failure
+      device::wait_ignoring_failure(owner->copied);
+      owner->lease.reset();
+    }
+    is_done = true;
+    changed.notify_all();
+  }
+
+  const std::vector<SnapshotTensor> tensors;
+  tier::BufferPool* const buffer;
+  const std::size_t tile_bytes;
+
+  // Of the thread; `results` and `file_bytes` of everybody once it is done.
+  std::unique_ptr<FragmentWriter> writer;
+  device::Memory tile_memory;
+  ContentHash content;  // of the tensor that is written
+  std::vector<SnapshotTensorResult> results;
+  const std::uint64_t file_bytes;
+  std::atomic<std::uint64_t> bytes_so_far{0};
+
+  std::map<int, std::size_t> index;  // by owner
+  std::deque<Owner> owners;          // in the order of their first tensors
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  // Guarded by mutex.
+  std::size_t next_waiting = 0;  // no owner before it waits
+  std::deque<Owner*> urgent;     // asked for, and there was no room; they wait
+  std::deque<Owner*> buffered;
+  bool must_make_room = false;  // somebody was refused whom room would have helped
+  int num_copying = 0;
+  std::exception_ptr failure;
+  bool is_done = false;
+
+  std::thread thread;  // last: it uses everything above
+};
+
+Snapshot::Snapshot(std::vector<SnapshotTensor> tensors, const SnapshotOptions& options)
+    : impl_(std::make_unique<Impl>(std::move(tensors), options)) {}
+
+Snapshot::~Snapshot() { impl_->stop(); }
+
+Pending Snapshot::release(int owner) { return impl_->release(owner); }
+
+bool Snapshot::done() const {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  return impl_->is_done;
+}
+
+void Snapshot::wait() {
+  std::unique_lock<std::mutex> lock(impl_->mutex);
+  impl_->changed.wait(lock, [this] { return impl_->is_done; });
+  if (impl_->failure) {
+    std::rethrow_exception(impl_->failure);
+  }
+}
+
+const std::vector<SnapshotTensorResult>& Snapshot::results() const { return impl_->results; }
+
+std::uint64_t Snapshot::file_bytes() const { return impl_->file_bytes; }
+
+std::uint64_t Snapshot::bytes_so_far() const { return impl_->bytes_so_far; }
+
+}  // namespace tessera::checkpoint

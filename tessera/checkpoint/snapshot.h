@@ -1,0 +1,105 @@
+// One rank's part of a save: writes its tensors to one file, on a thread of its own, while training
+// goes on.
+//
+// Tensors belong to owners (parameters, by id). What an owner's tensors hold changes only in its
+// update, and whoever is about to change them asks first: release(owner). Until then they are read
+// where they lie, owner by owner in the order of their first tensors. What is asked for and not
+// written yet is copied into the buffer, if that has room for all of the owner, and may change when
+// it is there; else it is written next, and may change when it has been read.
+//
+//                next in order, or asked for
+//   kWaiting --------------------------------> kReading -------> kRead
+//       |        asked for,            copied              written
+//       +-----------------> kCopying ---------> kBuffered ------> kRead
+//           there is room
+//
+// What is buffered is written when nothing waits; or, once somebody was refused, before that, so
+// that there is room again.
+//
+// Invariants:
+//  (1) What is written of an owner is what it had when the snapshot was made.
+//  (2) Extra memory: the writer's staging, two tiles, and the buffer.
+//  (3) A failure fails wait(); release() never fails, so that an update goes on whatever becomes of
+//      the file: after a failure everything is released, as soon as nothing reads it any more.
+//
+// Threads: release(), done() and bytes_so_far() from any thread; the rest from one at a time. Reads
+// are started by the snapshot's own thread, and by those that call release().
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/fragment_writer.h"
+#include "tessera/core/dtype.h"
+#include "tessera/device/device.h"
+#include "tessera/device/pending.h"
+#include "tessera/tier/buffer_pool.h"
+
+namespace tessera::checkpoint {
+
+// Elements are read in tiles that begin at multiples of this; memory for a tile is aligned to
+// kBlockBytes and has room for numel rounded up to it. What shard_store.h calls kShardStep.
+inline constexpr std::int64_t kTileStep = 2048;
+
+struct SnapshotTensor {
+  TensorEntry entry;  // in the file; whole or a part
+  int owner = -1;     // -1: nothing overwrites it
+  // Where its first byte lies in the whole tensor, for ContentHash: a multiple of 8.
+  std::uint64_t content_begin = 0;
+  // Copies elements [begin, begin + numel) to host memory, as Optimizer::start_read() does. Called
+  // from any thread, several at a time, until the owner is released.
+  std::function<device::Pending(std::int64_t begin, std::int64_t numel, std::byte* to)> start_read;
+};
+
+struct SnapshotOptions {
+  std::string path;  // of the file
+  WriterOptions writer;
+  // Of two tiles, of which one is read while the other is written: pinned where a device copies
+  // into them. Charged as Role::kStaging.
+  device::Device* device = nullptr;
+  Tier tier = Tier::kHost;
+  std::size_t tile_bytes = std::size_t{8} << 20;  // of each
+  // Room for what updates must not wait for, pinned likewise; null: none, and an update waits until
+  // its owner has been read. Nobody else takes leases.
+  tier::BufferPool* buffer = nullptr;
+};
+
+struct SnapshotTensorResult {
+  WrittenTensor written;
+  std::uint64_t content = 0;
+};
+
+class Snapshot {
+ public:
+  // Starts writing. IoError if the file cannot be made.
+  // REQUIRES: everything that has changed tensors so far is done, and whatever changes them from
+  // now on waits for release().
+  Snapshot(std::vector<SnapshotTensor> tensors, const SnapshotOptions& options);
+  // Stops early: releases everything, and waits for its thread. release() may be called meanwhile.
+  ~Snapshot();
+  Snapshot(const Snapshot&) = delete;
+  Snapshot& operator=(const Snapshot&) = delete;
+
+  // Done when the owner's tensors may change; never fails. Blocks as long as it takes to start
+  // copies into the buffer, or to make them where tensors are in host memory.
+  device::Pending release(int owner);
+  bool done() const;  // wait() would not block
+  // Until the file is complete and on disk. Throws what went wrong.
+  void wait();
+
+  // Once wait() has returned.
+  const std::vector<SnapshotTensorResult>& results() const;  // by tensor
+  std::uint64_t file_bytes() const;
+  // Of tensors, that the writer has taken: for progress and predictions, at any time.
+  std::uint64_t bytes_so_far() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera::checkpoint
