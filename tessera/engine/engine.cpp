@@ -34,11 +34,19 @@ void Engine::backward(const std::vector<at::Tensor>& losses, double weight) {
   objects_->begin_pass();
   objects_->driver.backward(losses, weight);
 }
-StepResult Engine::step() { return objects_->driver.step(); }
+StepResult Engine::step() {
+  StepResult result = objects_->driver.step();
+  objects_->saver.after_step();
+  return result;
+}
 void Engine::request_stop() { objects_->driver.request_stop(); }
 std::optional<StepResult> Engine::join() {
   objects_->begin_pass();
-  return objects_->driver.join();
+  std::optional<StepResult> result = objects_->driver.join();
+  if (result) {
+    objects_->saver.after_step();
+  }
+  return result;
 }
 void Engine::zero_grad() { objects_->driver.zero_grad(); }
 
@@ -69,6 +77,20 @@ optim::Optimizer& Engine::optimizer() {
 const at::Tensor& Engine::tensor(int id) const { return objects_->model.tensor(id); }
 at::Tensor Engine::full_value(int id) { return objects_->access.full_value(id); }
 void Engine::save_parameters(const std::string& path) { objects_->access.save_parameters(path); }
+
+std::string Engine::save(const std::string& root, const SaveOptions& options) {
+  objects_->begin_pass();
+  return objects_->saver.save(root, options);
+}
+SavePrediction Engine::start_save(const std::string& root, const SaveOptions& options) {
+  objects_->begin_pass();
+  return objects_->saver.start_save(root, options);
+}
+std::optional<SaveOutcome> Engine::take_save_outcome() { return objects_->saver.take_outcome(); }
+std::optional<SaveOutcome> Engine::finish_save() { return objects_->saver.finish(); }
+LoadResult Engine::load(const std::string& path, const LoadOptions& options) {
+  return objects_->load(path, options);
+}
 
 EngineStats Engine::take_stats() { return objects_->driver.take_stats(); }
 Runtime& Engine::runtime() const { return objects_->context.runtime; }

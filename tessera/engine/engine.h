@@ -62,6 +62,7 @@
 #include "tessera/engine/init.h"
 #include "tessera/engine/param_scopes.h"
 #include "tessera/engine/runtime.h"
+#include "tessera/engine/save_options.h"
 #include "tessera/engine/unit.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/shard/param.h"
@@ -231,6 +232,26 @@ class Engine {
   // Collective: rank 0 writes all parameters, in registration order, as safetensors. If it cannot,
   // every rank throws, and nothing is lost.
   void save_parameters(const std::string& path);
+
+  // --- checkpoints: docs/formats.md ---
+  // Collective, between steps: all that training needs to go on, as a new save in the directory
+  // `root`, which keeps the newest few. Every rank writes its own part; all ranks or none: if one
+  // cannot, every rank throws, and the saves of before are there. Returns the new one's path.
+  std::string save(const std::string& root, const SaveOptions& options = {});
+  // The same beside training: the save has the values of now. What an update is about to change and
+  // is not written yet is set aside, or the update waits. The step() that finds all ranks done
+  // completes it. One at a time: the next waits for the one before.
+  SavePrediction start_save(const std::string& root, const SaveOptions& options = {});
+  // Of a save that start_save() began and that is over: known after a step(), the same on all
+  // ranks. Null: none, or it was taken.
+  std::optional<SaveOutcome> take_save_outcome();
+  // Collective: waits for the one that runs. Null: none does, and none is left to take.
+  std::optional<SaveOutcome> finish_save();
+  // Collective, when all units are made: parameters, optimizer states, buffers, loss scale, step.
+  // `path`: a save, or a directory of saves, of which it is the newest. Any number of ranks, tiers
+  // and precision may have saved it; random generators go on where as many ranks load it. If a file
+  // cannot be read, every rank throws, and the engine is unusable until a load succeeds.
+  LoadResult load(const std::string& path, const LoadOptions& options = {});
 
   EngineStats take_stats();
   Runtime& runtime() const;

@@ -1,6 +1,7 @@
 #include "tessera/engine/engine_objects.h"
 
 #include "tessera/core/error.h"
+#include "tessera/engine/checkpoint_loader.h"
 
 namespace tessera::engine {
 
@@ -9,6 +10,21 @@ void EngineObjects::begin_pass() {
   finalize();
   driver.notice_trainable();
   driver.end_failed_backward();
+}
+
+LoadResult EngineObjects::load(const std::string& path, const LoadOptions& options) {
+  const std::string before = context.lifecycle.half_loaded();
+  context.lifecycle.set_half_loaded({});
+  try {
+    begin_pass();
+    saver.wait();
+    return CheckpointLoader(context, ranks, model, driver, access).load(path, options);
+  } catch (...) {
+    if (context.lifecycle.half_loaded().empty()) {
+      context.lifecycle.set_half_loaded(before);  // it has read nothing
+    }
+    throw;
+  }
 }
 
 void EngineObjects::finalize() {

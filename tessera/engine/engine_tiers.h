@@ -122,6 +122,8 @@ class EngineTiers {
       loader_->wait_idle();
     }
   }
+  // Null: no shard is on NVMe.
+  shard::ShardStore* shards() const { return shards_.get(); }
   const tier::Store* store(Role role) const { return nvme_ ? nvme_->store(role) : nullptr; }
   // Since the last call.
   TierIo take_io();

@@ -35,10 +35,16 @@ class Lifecycle {
     if (failure_) {
       std::rethrow_exception(std::exchange(failure_, nullptr));
     }
+    TESSERA_CHECK(half_loaded_.empty(), ConfigError, "load() of ", half_loaded_,
+                  " has failed when parts of it had been read: parameters are of two models. Load "
+                  "another save, or make the engine anew");
     TESSERA_CHECK(!is_plain_, ConfigError,
                   "the engine has given its parameters back (to_plain()) and cannot train them; "
                   "make a new engine and its units to go on");
   }
+  // What is being loaded; empty: that is done. Until then only another load() is legal.
+  const std::string& half_loaded() const { return half_loaded_; }
+  void set_half_loaded(std::string path) { half_loaded_ = std::move(path); }
   // The next check_usable() throws the first of them.
   void throw_later(std::exception_ptr failure) {
     if (!failure_) {
@@ -89,6 +95,7 @@ class Lifecycle {
   int forward_depth_ = 0;
   int backward_depth_ = 0;
   std::uint64_t epoch_ = 0;
+  std::string half_loaded_;
   std::exception_ptr failure_;   // of a scope's destructor
   std::string failed_backward_;  // empty: gradients of this step are complete
 };

@@ -113,6 +113,7 @@ UnitCore* Model::add_unit(const std::string& name, const std::vector<NamedTensor
     const NamedTensor& each = unit_params[i];
     if (const std::optional<int> tied = find(each.tensor)) {
       ids.push_back(*tied);
+      tied_names_[static_cast<std::size_t>(*tied)].push_back(prefix + each.name);
       continue;
     }
     const Init init = options.init ? options.init(each.name) : Init::module();
@@ -250,6 +251,7 @@ int Model::add_param(const NamedTensor& given, const at::Tensor& before, const I
   id_of_tensor_.emplace(tensor.unsafeGetTensorImpl(), param.id());
   tensors_.push_back(tensor);
   units_of_param_.emplace_back();
+  tied_names_.emplace_back();
   watch_gradient(param.id());
   return param.id();
 }
@@ -321,6 +323,7 @@ void Model::send_buffers(const std::string& unit, const std::vector<NamedTensor>
         std::none_of(buffers_.begin(), buffers_.end(),
                      [&](const at::Tensor& known) { return known.is_same(buffer.tensor); })) {
       buffers_.push_back(buffer.tensor);
+      buffer_names_.push_back(unit + "." + buffer.name);
     }
     if (!buffer.tensor.defined() || buffer.tensor.numel() == 0 || ctx_.group.size() == 1) {
       continue;

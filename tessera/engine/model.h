@@ -54,6 +54,11 @@ class Model {
   const at::Tensor& tensor(int id) const { return tensors_[static_cast<std::size_t>(id)]; }
   // Registered ones of all modules.
   const std::vector<at::Tensor>& buffers() const { return buffers_; }
+  const std::vector<std::string>& buffer_names() const { return buffer_names_; }
+  // Other names under which units have registered the same tensor.
+  const std::vector<std::string>& tied_names(int id) const {
+    return tied_names_[static_cast<std::size_t>(id)];
+  }
   const std::vector<std::shared_ptr<UnitCore>>& units() const { return units_; }
   const std::vector<UnitCore*>& users_of(int id) const {
     return units_of_param_[static_cast<std::size_t>(id)];
@@ -69,6 +74,9 @@ class Model {
   void flip_trainable(int id);
   // This rank's elements of the parameter, which begin at `elements`, on the host or the device.
   void copy_to_shard(const shard::Param& param, const void* elements);
+  // Elements [begin, begin + numel) of the shard; begin is a multiple of shard::kShardStep.
+  void copy_to_shard(const shard::Param& param, std::int64_t begin, std::int64_t numel,
+                     const void* elements);
   // Every parameter's hook goes, and units become plain calls.
   void make_plain();
 
@@ -84,9 +92,6 @@ class Model {
                                     bool dynamic) const;
   void apply_leaf_options();
   void fill_shard(const shard::Param& param, const Init& init);
-  // Elements [begin, begin + numel) of the shard; begin is a multiple of shard::kShardStep.
-  void copy_to_shard(const shard::Param& param, std::int64_t begin, std::int64_t numel,
-                     const void* elements);
   void watch_gradient(int id);
 
   EngineObjects& engine_;  // for units and hooks
@@ -96,7 +101,9 @@ class Model {
   std::unordered_map<const c10::TensorImpl*, int> id_of_tensor_;
   std::vector<std::vector<UnitCore*>> units_of_param_;  // by id
   std::vector<std::shared_ptr<UnitCore>> units_;
+  std::vector<std::vector<std::string>> tied_names_;  // by id
   std::vector<at::Tensor> buffers_;
+  std::vector<std::string> buffer_names_;  // with the unit's in front
   bool leaf_options_applied_ = false;
 };
 

@@ -45,6 +45,18 @@ void ParamAccess::check_no_early_scope() const {
   }
 }
 
+void ParamAccess::check_no_edits(const char* what) const {
+  for (const auto& state : open_) {
+    TESSERA_CHECK(state->modifier_rank < 0, ConfigError, what,
+                  " inside a gathered scope in which rank ", state->modifier_rank,
+                  " may change parameters; close that scope first");
+  }
+}
+
+void ParamAccess::check_no_scopes(const char* what) const {
+  TESSERA_CHECK(open_.empty(), ConfigError, what, " inside a gathered scope; close it first");
+}
+
 std::shared_ptr<GatheredState> ParamAccess::open(std::vector<int> ids, int modifier_rank) {
   TESSERA_CHECK(modifier_rank >= -1 && modifier_rank < ctx_.group.size(), ConfigError,
                 "gathered(): modifier_rank=", modifier_rank, " of ", ctx_.group.size(),
@@ -69,6 +81,11 @@ std::shared_ptr<GatheredState> ParamAccess::open(std::vector<int> ids, int modif
           ConfigError, "parameter '", ctx_.params[id].name(), "' is to be changed by rank ",
           modifier_rank, " inside a gathered scope in which rank ", other->modifier_rank,
           " may change it; close that one first");
+    }
+  }
+  for (const int id : state->ids) {
+    if (modifier_rank >= 0) {
+      ctx_.params.before_overwrite(id).wait();
     }
   }
   if (state->is_early) {

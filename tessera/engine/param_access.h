@@ -55,6 +55,10 @@ class ParamAccess {
   // REQUIRES of the first forward: see param_scopes.h.
   void check_no_early_scope() const;
 
+  // REQUIRES of a save: nobody changes parameters meanwhile; of a load: nobody looks at them.
+  void check_no_edits(const char* what) const;
+  void check_no_scopes(const char* what) const;
+
   // --- resident scopes; a pass has begun ---
   std::shared_ptr<ResidentState> open_resident();
   void close(ResidentState& state);

@@ -296,6 +296,10 @@ StepResult StepDriver::step() {
 
 StepResult StepDriver::finish_step() {
   const SpanScope span(ctx_.runtime.spans(), "optimizer step");
+  if (step_end_ns_ != 0) {
+    seconds_before_update_ =
+        static_cast<double>(ctx_.runtime.clock().now_ns() - step_end_ns_) * 1e-9;
+  }
   // Gathered copies are stale after the update, and nobody needs them before it.
   ctx_.coordinator.end_step();
   const double lr = optim::learning_rate(schedule_, num_steps_);
@@ -349,6 +353,7 @@ StepResult StepDriver::finish_step() {
     fix_placement();
   }
   ctx_.coordinator.start_ahead();
+  step_end_ns_ = ctx_.runtime.clock().now_ns();
   return result;
 }
 
@@ -357,6 +362,9 @@ void StepDriver::fix_placement() {
     return;
   }
   finish_update();
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
+    ctx_.params.before_overwrite(id).wait();
+  }
   first_stats_ = take_stats();
   reducer_.reset();
   optim::CarriedStates states = optimizer_->take_states();
@@ -373,6 +381,7 @@ void StepDriver::fix_placement() {
 
 optim::StepSums StepDriver::sum_over_ranks(bool is_started) {
   optim::StepSums sums;
+  save_votes_ = ask_votes_ ? ask_votes_() : SaveVotes();
   if (is_started) {
     const SpanScope span(ctx_.runtime.spans(), "wait for norm");
     const std::int64_t begin_ns = ctx_.runtime.clock().now_ns();
@@ -386,11 +395,13 @@ optim::StepSums StepDriver::sum_over_ranks(bool is_started) {
   if (ctx_.group.size() == 1) {
     return sums;
   }
-  double values[4] = {sums.gradient_squares, sums.weight, sums.weighted_loss, stop_ ? 1.0 : 0.0};
+  double values[6] = {sums.gradient_squares, sums.weight,          sums.weighted_loss,
+                      stop_ ? 1.0 : 0.0,     save_votes_.num_done, save_votes_.num_failed};
   const std::int64_t begin_ns = ctx_.runtime.clock().now_ns();
   ranks_.reduce_numbers(values, comm::Reduction::kSum, "norm");
   exposed_wait_s_ += static_cast<double>(ctx_.runtime.clock().now_ns() - begin_ns) * 1e-9;
   stop_ = values[3] > 0;
+  save_votes_ = {values[4], values[5]};
   return {values[0], values[1], values[2]};
 }
 
@@ -511,6 +522,36 @@ void StepDriver::set_trainable(const at::Tensor& tensor, bool trainable) {
   if (ctx_.params[id].trainable() != trainable) {
     change_trainable({id});
   }
+}
+
+void StepDriver::check_no_gradients_pending(const char* what) const {
+  TESSERA_CHECK(reducer_ == nullptr || update_runs_ || reducer_->num_backwards() == 0, ConfigError,
+                what, " in the middle of a step: gradients of ", reducer_->num_backwards(),
+                " micro-batches are pending, and are no part of a checkpoint; call step() or "
+                "zero_grad() first");
+}
+
+StepState StepDriver::state() const {
+  StepState state;
+  state.num_updated_steps = num_updated_steps_;
+  state.weight_scale = weight_scale_;
+  state.loss_scale = loss_scale_->state();
+  state.optimizer_kind = to_string(optim::RuleOptions::from(ctx_.runtime.config()).kind);
+  state.num_optimizer_updates = optimizer_->num_updates();
+  return state;
+}
+
+void StepDriver::set_state(std::int64_t num_steps, const StepState& state) {
+  num_steps_ = num_steps;
+  num_updated_steps_ = state.num_updated_steps;
+  if (ctx_.params[0].layout().dtype() == DType::kFloat16) {
+    weight_scale_ = state.weight_scale;
+    if (state.loss_scale.value > 1 || state.loss_scale.good_steps > 0) {
+      loss_scale_->set_state(state.loss_scale);  // of a run in fp16, too
+    }
+  }
+  drop_gradients();
+  trainable_is_known_ = false;
 }
 
 void StepDriver::check_no_gradients_pending(int id) const {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -22,6 +23,7 @@
 #include "tessera/engine/backward_watch.h"
 #include "tessera/engine/engine_context.h"
 #include "tessera/engine/model.h"
+#include "tessera/engine/step_state.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/clip.h"
 #include "tessera/optim/loss_scale.h"
@@ -29,6 +31,13 @@
 #include "tessera/optim/schedule.h"
 
 namespace tessera::engine {
+
+// Of a save beside training (checkpoint_saver.h): ranks that are done with their parts, and ranks
+// whose part has failed.
+struct SaveVotes {
+  double num_done = 0;
+  double num_failed = 0;
+};
 
 class StepDriver {
  public:
@@ -68,6 +77,18 @@ class StepDriver {
   void shard_was_written(int id);
   // Before gradients change: the update of the last step may still read them.
   void finish_update();
+
+  // --- saves ---
+  // Throws ConfigError where gradients of micro-batches wait for their step().
+  void check_no_gradients_pending(const char* what) const;
+  StepState state() const;
+  // Goes on behind this step; what the optimizer counts is its own.
+  void set_state(std::int64_t num_steps, const StepState& state);
+  // Asks `votes` of this rank in every step; save_votes() are the sums over ranks, of the last.
+  void set_save_votes(std::function<SaveVotes()> votes) { ask_votes_ = std::move(votes); }
+  const SaveVotes& save_votes() const { return save_votes_; }
+  // From the end of the last step but one to the update of the last; null: there were no two.
+  std::optional<double> last_seconds_before_update() const { return seconds_before_update_; }
 
   BackwardWatch& backward_watch() { return *watch_; }
   optim::Optimizer& optimizer() { return *optimizer_; }  // once finalized
@@ -118,6 +139,10 @@ class StepDriver {
   double weight_scale_ = 0;
   double weight_sum_ = 0;     // of this rank and step, in units of weight_scale_
   at::Tensor weighted_loss_;  // fp64 on the device, of this rank and step
+  std::function<SaveVotes()> ask_votes_;
+  SaveVotes save_votes_;          // of the last step, of all ranks
+  std::int64_t step_end_ns_ = 0;  // of the last step; 0: there was none
+  std::optional<double> seconds_before_update_;
   double exposed_wait_s_ = 0;
   grad::ReducerStats replaced_reductions_;  // of a reducer that is no more, since take_stats()
   std::optional<EngineStats> first_stats_;  // of the first step, before its objects were replaced

@@ -1,0 +1,437 @@
+#include "tessera/engine/checkpoint_loader.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include <torch/csrc/autograd/variable.h>
+
+#include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/save_directory.h"
+#include "tessera/core/error.h"
+#include "tessera/core/printable.h"
+#include "tessera/engine/rank_tensors.h"
+#include "tessera/engine/step_state.h"
+#include "tessera/shard/shard_store.h"
+
+namespace tessera::engine {
+namespace {
+
+using checkpoint::StoredParam;
+using checkpoint::StoredRankTensor;
+using checkpoint::StoredTensor;
+
+constexpr const char* kLoad = "load";
+constexpr std::int64_t kTileNumel = std::int64_t{1} << 20;  // elements
+static_assert(kTileNumel % shard::kShardStep == 0, "stores are written in whole steps");
+constexpr std::size_t kMostListed = 8;
+
+template <typename From, typename To>
+void convert_each(const std::byte* from, std::byte* to, std::int64_t numel, To (*round)(float)) {
+  for (std::int64_t i = 0; i < numel; ++i) {
+    From value;
+    std::memcpy(&value, from + static_cast<std::size_t>(i) * sizeof(From), sizeof(From));
+    float wide;
+    if constexpr (std::is_same_v<From, float>) {
+      wide = value;
+    } else {
+      wide = to_float(value);
+    }
+    const To result = round(wide);
+    std::memcpy(to + static_cast<std::size_t>(i) * sizeof(To), &result, sizeof(To));
+  }
+}
+
+template <typename From>
+void convert_from(const std::byte* from, DType to_dtype, std::byte* to, std::int64_t numel) {
+  switch (to_dtype) {
+    case DType::kFloat32:
+      return convert_each<From, float>(from, to, numel, [](float value) { return value; });
+    case DType::kBFloat16:
+      return convert_each<From, BFloat16>(from, to, numel, to_bfloat16);
+    case DType::kFloat16:
+      return convert_each<From, Float16>(from, to, numel, to_float16);
+    default:
+      TESSERA_INVARIANT(false, "no parameter is ", to_string(to_dtype));
+  }
+}
+
+// Widened exactly, or rounded to nearest even.
+void convert(std::span<const std::byte> from, DType from_dtype, DType to_dtype,
+             std::vector<std::byte>& to) {
+  const auto numel = static_cast<std::int64_t>(from.size() / bytes_of(from_dtype));
+  to.resize(static_cast<std::size_t>(numel) * bytes_of(to_dtype));
+  switch (from_dtype) {
+    case DType::kFloat32:
+      return convert_from<float>(from.data(), to_dtype, to.data(), numel);
+    case DType::kBFloat16:
+      return convert_from<BFloat16>(from.data(), to_dtype, to.data(), numel);
+    case DType::kFloat16:
+      return convert_from<Float16>(from.data(), to_dtype, to.data(), numel);
+    default:
+      TESSERA_INVARIANT(false, "no parameter is ", to_string(from_dtype));
+  }
+}
+
+bool is_floating(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+}
+
+const StoredTensor* find_tensor(const StoredParam& stored, std::string_view kind) {
+  const auto found = stored.tensors.find(std::string(kind));
+  return found == stored.tensors.end() ? nullptr : &found->second;
+}
+
+// Of a parameter that is trained.
+std::vector<std::string_view> tensor_names(const Config& config, DType dtype) {
+  std::vector<std::string_view> names;
+  if (dtype != DType::kFloat32) {
+    names.emplace_back("master");
+  }
+  const auto states = optim::state_names(optim::RuleOptions::from(config));
+  names.insert(names.end(), states.begin(), states.end());
+  return names;
+}
+
+std::string listed(const std::vector<std::string>& lines) {
+  std::string text;
+  for (std::size_t i = 0; i < lines.size() && i < kMostListed; ++i) {
+    text += (i == 0 ? "" : "; ") + lines[i];
+  }
+  if (lines.size() > kMostListed) {
+    text += detail::concat("; and ", lines.size() - kMostListed, " more");
+  }
+  return text;
+}
+
+// Of rank 0, so that all ranks load the same save while another is being written.
+std::string agreed_save(comm::Group& group, const std::string& path) {
+  std::string found = path;
+  if (group.size() > 1) {
+    comm::CallOptions call;
+    call.label.unit = kLoad;
+    std::uint64_t bytes = found.size();
+    group.broadcast_host(&bytes, sizeof(bytes), 0, call);
+    found.resize(bytes);
+    group.broadcast_host(found.data(), bytes, 0, call);
+  }
+  return found;
+}
+
+}  // namespace
+
+CheckpointLoader::CheckpointLoader(EngineContext& context, RankAgreement& ranks, Model& model,
+                                   StepDriver& driver, ParamAccess& access)
+    : ctx_(context), ranks_(ranks), model_(model), driver_(driver), access_(access) {}
+
+LoadResult CheckpointLoader::load(const std::string& path, const LoadOptions& options) {
+  std::string found;
+  ranks_.agree(kLoad, [&] {
+    ctx_.lifecycle.check_idle("load()");
+    ctx_.lifecycle.check_not_resident("load()");
+    driver_.check_no_gradients_pending("load()");
+    access_.check_no_scopes("load()");
+    if (ctx_.group.rank() == 0) {
+      found = checkpoint::find_save(path);
+    }
+  });
+  found = agreed_save(ctx_.group, found);
+  ranks_.agree(kLoad, [&] {
+    reader_ = std::make_unique<checkpoint::CheckpointReader>(found);
+    match(reader_->manifest(), options.partial);
+    state_ = step_state_of(reader_->manifest().state, found);
+  });
+  const checkpoint::Manifest& manifest = reader_->manifest();
+  driver_.finish_update();
+  ctx_.coordinator.forget_copies();
+  ctx_.lifecycle.set_half_loaded(found);
+  ranks_.agree(kLoad, [this] { read_all(); });
+  compare_hashes();
+  driver_.set_state(manifest.step, state_);
+  ctx_.lifecycle.set_half_loaded({});
+  return {found, manifest.step, manifest.num_ranks, manifest.user, std::move(notes_)};
+}
+
+// --- what takes what ---
+
+void CheckpointLoader::match(const checkpoint::Manifest& manifest, bool partial) {
+  std::set<const StoredParam*> used;
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
+    matches_.emplace_back();
+    match_param(manifest, id);
+    used.insert(matches_.back().stored);
+  }
+  for (const StoredParam& stored : manifest.params) {
+    if (!used.contains(&stored)) {
+      problems_.push_back(detail::concat("the model has no parameter ", in_quotes(stored.name)));
+    }
+  }
+  match_buffers(manifest);
+  TESSERA_CHECK(partial || problems_.empty(), ConfigError, printable(reader_->path(), 400),
+                " is of another model: ", listed(problems_),
+                ". Load with partial (--partial) to leave these out and keep initial values for "
+                "what is missing");
+  for (const std::string& problem : problems_) {
+    notes_.push_back(problem);
+  }
+}
+
+void CheckpointLoader::match_param(const checkpoint::Manifest& manifest, int id) {
+  const shard::Param& param = ctx_.params[id];
+  const at::Tensor& tensor = model_.tensor(id);
+  Match& match = matches_.back();
+  const StoredParam* const stored = manifest.find(param.name());
+  if (stored == nullptr) {
+    problems_.push_back(detail::concat("it has no parameter ", in_quotes(param.name())));
+    return;
+  }
+  const std::vector<std::int64_t> strides =
+      tensor.is_contiguous() ? std::vector<std::int64_t>() : tensor.strides().vec();
+  const bool same_layout = stored->strides == strides;
+  if (stored->shape != tensor.sizes().vec() || !same_layout) {
+    problems_.push_back(
+        detail::concat(in_quotes(param.name()), " has shape ", at::IntArrayRef(stored->shape),
+                       " there and ", tensor.sizes(), " here",
+                       same_layout ? "" : ", or the same in another memory order (strides)"));
+    return;
+  }
+  const StoredTensor* const value = find_tensor(*stored, checkpoint::kValueName);
+  TESSERA_CHECK(value != nullptr && is_floating(value->dtype), CorruptError,
+                printable(reader_->path(), 400), ": parameter ", in_quotes(stored->name),
+                " has no value, or one that is no fp32, bf16 or fp16");
+  match.stored = stored;
+  match.value = value;
+  match_states(id, match);
+}
+
+void CheckpointLoader::match_states(int id, Match& match) {
+  const shard::Param& param = ctx_.params[id];
+  optim::Optimizer& optimizer = driver_.optimizer();
+  std::vector<std::string_view> names = optimizer.tensor_names(id);
+  const bool has_states = match.stored->tensors.size() > 1;
+  if (names.empty() && has_states && !param.trainable()) {
+    // It was frozen later on: its states wait until it is trained again.
+    names = tensor_names(ctx_.runtime.config(), param.layout().dtype());
+  }
+  for (const std::string_view name : names) {
+    const StoredTensor* const tensor = find_tensor(*match.stored, name);
+    TESSERA_CHECK(tensor == nullptr || tensor->dtype == DType::kFloat32, CorruptError,
+                  printable(reader_->path(), 400), ": ", name, " of parameter ",
+                  in_quotes(match.stored->name), " is no fp32");
+    // Where the value is fp32, it is the master; and what was frozen never had any.
+    if (tensor == nullptr && name != "master" && match.stored->trainable) {
+      problems_.push_back(detail::concat("it has no ", name, " of ", in_quotes(param.name())));
+    }
+    match.tensors.push_back(tensor);
+  }
+  for (const auto& [name, tensor] : match.stored->tensors) {
+    if (name != checkpoint::kValueName && name != "master" &&
+        std::find(names.begin(), names.end(), name) == names.end()) {
+      problems_.push_back(
+          detail::concat("the optimizer here has no ", name, " of ", in_quotes(param.name())));
+    }
+  }
+}
+
+void CheckpointLoader::match_buffers(const checkpoint::Manifest& manifest) {
+  for (std::size_t i = 0; i < model_.buffers().size(); ++i) {
+    const std::string& name = model_.buffer_names()[i];
+    const auto stored =
+        std::find_if(manifest.buffers.begin(), manifest.buffers.end(),
+                     [&](const StoredRankTensor& each) { return each.name == name; });
+    if (model_.buffers()[i].numel() == 0) {
+      continue;
+    }
+    if (stored == manifest.buffers.end()) {
+      problems_.push_back(detail::concat("it has no buffer ", in_quotes(name)));
+    } else if (const std::string why = why_not(*stored, model_.buffers()[i]); !why.empty()) {
+      problems_.push_back(detail::concat("buffer ", in_quotes(name), " ", why));
+    }
+  }
+  for (const StoredRankTensor& stored : manifest.buffers) {
+    const std::vector<std::string>& names = model_.buffer_names();
+    if (std::find(names.begin(), names.end(), stored.name) == names.end()) {
+      problems_.push_back(detail::concat("the model has no buffer ", in_quotes(stored.name)));
+    }
+  }
+}
+
+// --- reading ---
+
+void CheckpointLoader::read_all() {
+  optim::Optimizer& optimizer = driver_.optimizer();
+  optimizer.begin_writes();
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
+    if (matches_[static_cast<std::size_t>(id)].stored != nullptr) {
+      read_param(id);
+    }
+  }
+  read_rank_tensors();
+  optimizer.end_writes(state_.num_optimizer_updates);
+}
+
+void CheckpointLoader::read_param(int id) {
+  shard::Param& param = ctx_.params[id];
+  const Match& match = matches_[static_cast<std::size_t>(id)];
+  const DType dtype = param.layout().dtype();
+  optim::Optimizer& optimizer = driver_.optimizer();
+  if (!match.tensors.empty() && optimizer.tensor_names(id).empty()) {
+    optimizer.add_states(id);
+  }
+  const StoredTensor* const saved_master = find_tensor(*match.stored, "master");
+  const StoredTensor* const precise = saved_master != nullptr ? saved_master : match.value;
+  // What of the parameter comes from a stored tensor: it is read once.
+  std::map<const StoredTensor*, std::vector<Write>> writes;
+  const StoredTensor* const shard_from = match.value->dtype == dtype ? match.value : precise;
+  writes[shard_from].push_back([&, shard_from](std::int64_t begin, auto bytes) {
+    if (shard_from->dtype != dtype) {
+      convert(bytes, shard_from->dtype, dtype, converted_);
+      bytes = converted_;
+    }
+    const auto numel = static_cast<std::int64_t>(bytes.size() / bytes_of(dtype));
+    model_.copy_to_shard(param, begin, numel, bytes.data());
+  });
+  const std::vector<std::string_view> names = optimizer.tensor_names(id);
+  for (std::size_t number = 0; number < names.size(); ++number) {
+    const StoredTensor* from = match.tensors[number];
+    if (from == nullptr && names[number] == "master") {
+      from = precise;
+    }
+    if (from == nullptr) {
+      clear_tensor(id, number);
+      continue;
+    }
+    writes[from].push_back([&, from, number](std::int64_t begin, auto bytes) {
+      if (from->dtype != DType::kFloat32) {
+        convert(bytes, from->dtype, DType::kFloat32, converted_);
+        bytes = converted_;
+      }
+      const auto numel = static_cast<std::int64_t>(bytes.size() / sizeof(float));
+      optimizer.write(id, number, begin, numel, bytes.data());
+    });
+  }
+  for (const auto& [tensor, each] : writes) {
+    read_tiles(*tensor, param, each);
+  }
+  if (!names.empty()) {
+    optimizer.set_num_updates(id, match.stored->updates);
+  }
+  param.set_updated(device::Pending());
+  param.set_first_master({});
+  // A graph from before knows by this that it is one.
+  torch::autograd::impl::bump_version(model_.tensor(id));
+}
+
+// What was never trained, there, has no states: they begin as those of a new model.
+void CheckpointLoader::clear_tensor(int id, std::size_t number) {
+  const std::int64_t numel = ctx_.params[id].range().numel;
+  tile_.assign(static_cast<std::size_t>(std::min(kTileNumel, numel)) * sizeof(float), std::byte{0});
+  for (std::int64_t begin = 0; begin < numel; begin += kTileNumel) {
+    driver_.optimizer().write(id, number, begin, std::min(kTileNumel, numel - begin), tile_.data());
+  }
+}
+
+void CheckpointLoader::read_tiles(const StoredTensor& tensor, const shard::Param& param,
+                                  const std::vector<Write>& writes) {
+  const std::size_t element = bytes_of(tensor.dtype);
+  const shard::ElementRange range = param.range();
+  checkpoint::ContentHash hash(static_cast<std::uint64_t>(range.begin) * element);
+  tile_.resize(static_cast<std::size_t>(std::min(kTileNumel, range.numel)) * element);
+  std::size_t filled = 0;
+  std::int64_t begin = 0;  // of the tile, in the shard
+  const auto give = [&] {
+    const std::span<const std::byte> bytes(tile_.data(), filled);
+    hash.add(bytes);
+    for (const Write& write : writes) {
+      write(begin, bytes);
+    }
+    begin += static_cast<std::int64_t>(filled / element);
+    filled = 0;
+  };
+  reader_->read(tensor, range.begin, range.numel,
+                [&](std::int64_t /*begin*/, std::span<const std::byte> bytes) {
+                  while (!bytes.empty()) {
+                    const std::size_t part = std::min(bytes.size(), tile_.size() - filled);
+                    std::memcpy(tile_.data() + filled, bytes.data(), part);
+                    filled += part;
+                    bytes = bytes.subspan(part);
+                    if (filled == tile_.size()) {
+                      give();
+                    }
+                  }
+                });
+  if (filled > 0) {
+    give();
+  }
+  hashes_[&tensor] = hash.value();
+}
+
+// With as many ranks as at the save each takes its own; else all take those of rank 0.
+void CheckpointLoader::read_rank_tensors() {
+  const checkpoint::Manifest& manifest = reader_->manifest();
+  const bool same_ranks = manifest.num_ranks == ctx_.group.size();
+  const auto rank = static_cast<std::size_t>(same_ranks ? ctx_.group.rank() : 0);
+  const auto read = [&](const StoredRankTensor& stored) {
+    std::vector<std::byte> bytes;
+    reader_->read(stored.ranks[rank], stored.dtype, [&](std::int64_t, auto piece) {
+      bytes.insert(bytes.end(), piece.begin(), piece.end());
+    });
+    return bytes;
+  };
+  for (std::size_t i = 0; i < model_.buffers().size(); ++i) {
+    for (const StoredRankTensor& stored : manifest.buffers) {
+      if (stored.name == model_.buffer_names()[i] && model_.buffers()[i].numel() > 0 &&
+          why_not(stored, model_.buffers()[i]).empty()) {
+        put_buffer(model_.buffers()[i], read(stored));
+      }
+    }
+  }
+  const std::vector<RankTensor> ours = copy_generators(ctx_.runtime.on_cuda());
+  for (const RankTensor& generator : ours) {
+    const auto stored =
+        std::find_if(manifest.generators.begin(), manifest.generators.end(), [&](const auto& each) {
+          return each.name == generator.name && each.shape == generator.values.sizes().vec();
+        });
+    if (same_ranks && stored != manifest.generators.end()) {
+      put_generator(stored->name, read(*stored));
+    } else {
+      notes_.push_back(detail::concat("random numbers of torch's ", generator.name,
+                                      " generator begin anew: it was saved by ", manifest.num_ranks,
+                                      manifest.num_ranks == 1 ? " rank" : " ranks",
+                                      same_ranks ? ", in another form" : ""));
+    }
+  }
+}
+
+// See checkpoint::ContentHash: the parts of all ranks add up, whatever each has.
+void CheckpointLoader::compare_hashes() {
+  std::vector<std::int64_t> mine;
+  std::vector<std::pair<const StoredTensor*, std::string>> tensors;
+  for (const Match& match : matches_) {
+    if (match.stored == nullptr) {
+      continue;
+    }
+    for (const auto& [kind, tensor] : match.stored->tensors) {
+      if (const auto found = hashes_.find(&tensor); found != hashes_.end()) {
+        mine.push_back(static_cast<std::int64_t>(found->second));
+        tensors.emplace_back(&tensor,
+                             detail::concat(kind, " of parameter ", in_quotes(match.stored->name)));
+      }
+    }
+  }
+  const std::vector<std::int64_t> all = ranks_.gather_numbers(mine, kLoad);
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    std::uint64_t sum = 0;
+    for (std::size_t rank = 0; rank < static_cast<std::size_t>(ctx_.group.size()); ++rank) {
+      sum += static_cast<std::uint64_t>(all[rank * tensors.size() + i]);
+    }
+    TESSERA_CHECK(sum == tensors[i].first->content, CorruptError, printable(reader_->path(), 400),
+                  ": ", tensors[i].second,
+                  " is not what was saved: a file is damaged, or ranks have read different ones. "
+                  "`tessera checkpoint --verify` names the file; load an older save");
+  }
+}
+
+}  // namespace tessera::engine

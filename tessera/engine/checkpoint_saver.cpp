@@ -1,0 +1,451 @@
+#include "tessera/engine/checkpoint_saver.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <future>
+#include <utility>
+#include <vector>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/save_directory.h"
+#include "tessera/checkpoint/snapshot.h"
+#include "tessera/core/error.h"
+#include "tessera/device/host_info.h"
+#include "tessera/engine/rank_tensors.h"
+#include "tessera/engine/step_state.h"
+#include "tessera/planner/memory_budgets.h"
+
+namespace tessera::engine {
+namespace {
+
+using checkpoint::Fragment;
+using checkpoint::SnapshotTensor;
+using checkpoint::StoredParam;
+using checkpoint::StoredRankTensor;
+using checkpoint::StoredTensor;
+
+constexpr const char* kSave = "save";
+
+std::string file_name(int rank) {
+  char name[40];
+  std::snprintf(name, sizeof(name), "rank-%05d.safetensors", rank);
+  return name;
+}
+
+// Of rank 0, on all ranks. Collective.
+std::string broadcast(comm::Group& group, std::string text) {
+  if (group.size() > 1) {
+    comm::CallOptions call;
+    call.label.unit = kSave;
+    std::uint64_t bytes = text.size();
+    group.broadcast_host(&bytes, sizeof(bytes), 0, call);
+    text.resize(bytes);
+    if (bytes > 0) {
+      group.broadcast_host(text.data(), bytes, 0, call);
+    }
+  }
+  return text;
+}
+
+std::size_t tile_bytes(const checkpoint::TensorEntry& entry) {
+  const std::size_t tile = static_cast<std::size_t>(checkpoint::kTileStep) * bytes_of(entry.dtype);
+  return (entry.bytes() + tile - 1) / tile * tile;
+}
+
+}  // namespace
+
+struct CheckpointSaver::Save {
+  // What becomes of what a rank has written: a fragment of a tensor of a parameter, or of what each
+  // rank has for itself.
+  struct Destination {
+    StoredTensor* tensor = nullptr;
+    int param = 0;
+    StoredRankTensor* of_rank = nullptr;
+    std::int64_t numel = 0;  // of what each rank has for itself
+  };
+
+  SaveOptions options;
+  bool beside_training = false;
+  std::int64_t begin_ns = 0;
+  std::uint64_t num_bytes = 0;  // of this rank
+  checkpoint::Manifest manifest;
+  std::vector<SnapshotTensor> tensors;    // until they are being written
+  std::vector<Destination> destinations;  // by tensor, the same on all ranks
+  std::string directory;
+  std::unique_ptr<checkpoint::NewSave> target;  // on rank 0
+  std::unique_ptr<checkpoint::Snapshot> snapshot;
+  bool is_written = false;              // by all ranks
+  std::future<std::string> completion;  // on rank 0, once it is written, beside training
+  std::string path;                     // once it is complete
+};
+
+CheckpointSaver::CheckpointSaver(EngineContext& context, RankAgreement& ranks, Model& model,
+                                 StepDriver& driver, ParamAccess& access)
+    : ctx_(context), ranks_(ranks), model_(model), driver_(driver), access_(access) {
+  driver_.set_save_votes([this] { return votes(); });
+}
+
+CheckpointSaver::~CheckpointSaver() {
+  if (save_) {
+    ctx_.runtime.logger().warn(
+        "the engine goes while a save is written, which is given up; call "
+        "finish_save() before");
+    ctx_.params.set_overwrite_guard({});
+  }
+}
+
+std::string CheckpointSaver::save(const std::string& root, const SaveOptions& options) {
+  wait();
+  begin(root, options, /*beside_training=*/false);
+  std::optional<SaveOutcome> outcome;
+  while (!outcome) {
+    outcome = advance();
+  }
+  TESSERA_CHECK(outcome->failure.empty(), IoError, outcome->failure);
+  return outcome->path;
+}
+
+SavePrediction CheckpointSaver::start_save(const std::string& root, const SaveOptions& options) {
+  wait();
+  begin(root, options, /*beside_training=*/true);
+  return predict();
+}
+
+void CheckpointSaver::wait() {
+  while (save_) {
+    if (std::optional<SaveOutcome> outcome = advance()) {
+      outcomes_.push_back(std::move(*outcome));
+    }
+  }
+}
+
+std::optional<SaveOutcome> CheckpointSaver::finish() {
+  wait();
+  return take_outcome();
+}
+
+std::optional<SaveOutcome> CheckpointSaver::take_outcome() {
+  if (outcomes_.empty()) {
+    return std::nullopt;
+  }
+  SaveOutcome outcome = std::move(outcomes_.front());
+  outcomes_.pop_front();
+  return outcome;
+}
+
+void CheckpointSaver::begin(const std::string& root, const SaveOptions& options,
+                            bool beside_training) {
+  auto save = std::make_unique<Save>();
+  save->options = options;
+  save->beside_training = beside_training;
+  save->begin_ns = ctx_.runtime.clock().now_ns();
+  ranks_.agree(kSave, [&] {
+    ctx_.lifecycle.check_idle("save()");
+    TESSERA_CHECK(options.keep >= 1, ConfigError, "save: keep=", options.keep,
+                  "; at least the new save has to stay");
+    driver_.check_no_gradients_pending("save()");
+    access_.check_no_edits("save()");
+    driver_.finish_update();
+    collect(*save);
+    if (ctx_.group.rank() == 0) {
+      save->target = std::make_unique<checkpoint::NewSave>(
+          root, driver_.num_steps(), checkpoint::NewSaveOptions{options.keep, {}});
+      save->manifest.sequence = save->target->sequence();
+    }
+  });
+  save->directory = broadcast(ctx_.group, save->target ? save->target->path() : std::string());
+  ranks_.agree(kSave, [&] { start_writing(*save, beside_training); });
+  save_ = std::move(save);
+  if (beside_training) {
+    ctx_.params.set_overwrite_guard(
+        [snapshot = save_->snapshot.get()](int id) { return snapshot->release(id); });
+  }
+}
+
+void CheckpointSaver::collect(Save& save) const {
+  checkpoint::Manifest& manifest = save.manifest;
+  manifest.step = driver_.num_steps();
+  manifest.num_ranks = ctx_.group.size();
+  manifest.config = ctx_.runtime.config().changed();
+  manifest.user = save.options.user;
+  manifest.state = to_text(driver_.state());
+  // References to what is in it stay valid.
+  manifest.params.resize(static_cast<std::size_t>(ctx_.params.num_params()));
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
+    collect_param(save, id);
+  }
+  collect_rank_tensors(save);
+  for (const SnapshotTensor& tensor : save.tensors) {
+    save.num_bytes += tensor.entry.bytes();
+  }
+}
+
+void CheckpointSaver::collect_param(Save& save, int id) const {
+  const shard::Param& param = ctx_.params[id];
+  const at::Tensor& tensor = model_.tensor(id);
+  StoredParam& stored = save.manifest.params[static_cast<std::size_t>(id)];
+  stored.name = param.name();
+  stored.tied = model_.tied_names(id);
+  stored.shape = tensor.sizes().vec();
+  if (!tensor.is_contiguous()) {
+    stored.strides = tensor.strides().vec();
+  }
+  stored.trainable = param.trainable();
+  optim::Optimizer& optimizer = driver_.optimizer();
+  stored.updates = optimizer.num_updates(id);
+  // Whole in its own shape where one rank has all of it, so that others can read it as it is.
+  const bool is_whole = ctx_.group.size() == 1 && stored.strides.empty();
+  const shard::ElementRange range = param.range();
+  const auto add = [&](const std::string& kind, DType dtype, auto start_read) {
+    SnapshotTensor part;
+    part.entry.name = kind == checkpoint::kValueName ? stored.name : stored.name + "#" + kind;
+    part.entry.dtype = dtype;
+    part.entry.shape = is_whole ? stored.shape : std::vector{range.numel};
+    part.owner = id;
+    part.content_begin = static_cast<std::uint64_t>(range.begin) * bytes_of(dtype);
+    part.start_read = std::move(start_read);
+    save.tensors.push_back(std::move(part));
+    StoredTensor& destination = stored.tensors[kind];
+    destination.dtype = dtype;
+    save.destinations.push_back({&destination, id});
+  };
+  add(std::string(checkpoint::kValueName), param.layout().dtype(),
+      [&param, shards = ctx_.tiers.shards()](std::int64_t begin, std::int64_t numel,
+                                             std::byte* to) {
+        return shard::start_read_shard(param, shards, begin, numel, to);
+      });
+  const std::vector<std::string_view> names = optimizer.tensor_names(id);
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    add(std::string(names[i]), DType::kFloat32,
+        [&optimizer, id, i](std::int64_t begin, std::int64_t numel, std::byte* to) {
+          return optimizer.start_read(id, i, begin, numel, to);
+        });
+  }
+}
+
+void CheckpointSaver::collect_rank_tensors(Save& save) const {
+  const auto add = [&](const char* what, std::vector<RankTensor> copies,
+                       std::vector<StoredRankTensor>& stored) {
+    stored.reserve(copies.size());  // references stay valid
+    for (RankTensor& copy : copies) {
+      stored.push_back(describe(copy));
+      SnapshotTensor part;
+      part.entry.name = detail::concat(what, "#", copy.name);
+      part.entry.dtype = stored.back().dtype;
+      const auto bytes = static_cast<std::int64_t>(copy.values.nbytes());
+      const bool has_type = stored.back().type.empty();
+      const std::int64_t numel = has_type ? copy.values.numel() : bytes;
+      part.entry.shape = has_type ? stored.back().shape : std::vector{bytes};
+      part.start_read = [values = std::move(copy.values), size = bytes_of(part.entry.dtype)](
+                            std::int64_t begin, std::int64_t numel, std::byte* to) {
+        std::memcpy(to,
+                    static_cast<const std::byte*>(values.const_data_ptr()) +
+                        static_cast<std::size_t>(begin) * size,
+                    static_cast<std::size_t>(numel) * size);
+        return device::Pending();
+      };
+      save.tensors.push_back(std::move(part));
+      save.destinations.push_back({nullptr, 0, &stored.back(), numel});
+    }
+  };
+  add("buffer", copy_buffers(model_), save.manifest.buffers);
+  add("generator", copy_generators(ctx_.runtime.on_cuda()), save.manifest.generators);
+}
+
+void CheckpointSaver::start_writing(Save& save, bool beside_training) {
+  if (!io_) {
+    io_ = ctx_.runtime.make_io_engine({});
+  }
+  checkpoint::SnapshotOptions options;
+  options.path = save.directory + "/" + file_name(ctx_.group.rank());
+  options.writer.io = io_.get();
+  options.device = &ctx_.runtime.device();
+  options.tier = ctx_.runtime.device().is_discrete() ? Tier::kPinned : Tier::kHost;
+  if (beside_training) {
+    std::int64_t rounded = 0;
+    for (const SnapshotTensor& tensor : save.tensors) {
+      rounded += tensor.owner < 0 ? 0 : static_cast<std::int64_t>(tile_bytes(tensor.entry));
+    }
+    make_buffer(save.options, rounded);
+    options.buffer = buffer_.get();
+  }
+  save.snapshot = std::make_unique<checkpoint::Snapshot>(std::move(save.tensors), options);
+}
+
+// Kept for the next save, unless that wants another size.
+void CheckpointSaver::make_buffer(const SaveOptions& options, std::int64_t save_bytes) {
+  const std::int64_t had = buffer_ ? static_cast<std::int64_t>(buffer_->capacity_bytes()) : 0;
+  const std::int64_t wanted =
+      std::min(save_bytes, options.memory_bytes.value_or(std::max(memory_left() + had, had)));
+  const auto bytes =
+      tier::whole_blocks(static_cast<std::size_t>(std::max<std::int64_t>(wanted, 0)));
+  if (bytes == static_cast<std::size_t>(had)) {
+    return;
+  }
+  buffer_.reset();
+  if (bytes > 0) {
+    device::Device& device = ctx_.runtime.device();
+    buffer_ = std::make_unique<tier::BufferPool>(
+        device, device.is_discrete() ? Tier::kPinned : Tier::kHost, bytes, "the save's buffer");
+  }
+}
+
+std::int64_t CheckpointSaver::memory_left() const {
+  const planner::MemoryPlan* const plan = ctx_.tiers.plan();
+  if (plan != nullptr) {
+    const std::int64_t budget =
+        plan->is_discrete ? plan->host_budget_bytes : plan->memory_budget_bytes;
+    if (budget != planner::kUnlimited) {
+      return std::max<std::int64_t>(budget - plan->host_memory_bytes(), 0);
+    }
+  }
+  const auto free = static_cast<std::int64_t>(device::read_host_memory().available_bytes());
+  return (free - planner::reserve_of(free)) / (2 * ctx_.runtime.num_local_ranks());
+}
+
+SavePrediction CheckpointSaver::predict() const {
+  SavePrediction prediction;
+  prediction.bytes = static_cast<std::int64_t>(save_->num_bytes);
+  prediction.buffer_bytes = buffer_ ? static_cast<std::int64_t>(buffer_->capacity_bytes()) : 0;
+  const std::optional<double> before_update_s = driver_.last_seconds_before_update();
+  if (prediction.buffer_bytes >= prediction.bytes) {
+    prediction.stall_s = 0;
+  } else if (bytes_per_s_ > 0 && before_update_s) {
+    // What the update wants to change first is written while the step before it runs, or set aside.
+    const double left = static_cast<double>(prediction.bytes - prediction.buffer_bytes) -
+                        bytes_per_s_ * *before_update_s;
+    prediction.stall_s = std::max(left, 0.0) / bytes_per_s_;
+  }
+  return prediction;
+}
+
+SaveVotes CheckpointSaver::votes() {
+  SaveVotes votes;
+  if (!save_) {
+    return votes;
+  }
+  const bool completes = save_->is_written;
+  const bool is_done = !completes ? save_->snapshot->done()
+                                  : !save_->completion.valid() ||
+                                        save_->completion.wait_for(std::chrono::seconds(0)) ==
+                                            std::future_status::ready;
+  votes.num_done = is_done ? 1 : 0;
+  if (is_done && !completes) {
+    try {
+      save_->snapshot->wait();
+    } catch (const std::exception&) {
+      votes.num_failed = 1;
+    }
+  }
+  return votes;
+}
+
+void CheckpointSaver::after_step() {
+  const SaveVotes& votes = driver_.save_votes();
+  if (!save_ || (votes.num_failed == 0 && votes.num_done < ctx_.group.size())) {
+    return;
+  }
+  if (std::optional<SaveOutcome> outcome = advance()) {
+    outcomes_.push_back(std::move(*outcome));
+  }
+}
+
+void CheckpointSaver::finish_part() {
+  if (!save_->is_written) {
+    save_->snapshot->wait();
+  } else if (save_->completion.valid()) {
+    save_->path = save_->completion.get();
+  } else if (save_->target) {
+    save_->path = complete();
+  }
+}
+
+std::optional<SaveOutcome> CheckpointSaver::advance() {
+  try {
+    ranks_.agree(kSave, [this] { finish_part(); });
+  } catch (const CommError&) {
+    throw;
+  } catch (const InternalError&) {
+    throw;
+  } catch (const std::exception& error) {
+    return end(error.what());
+  }
+  if (save_->is_written) {
+    save_->path = broadcast(ctx_.group, save_->path);
+    return end({});
+  }
+  tell_what_was_written();
+  save_->is_written = true;
+  ctx_.params.set_overwrite_guard({});
+  if (save_->beside_training && save_->target) {
+    save_->completion = std::async(std::launch::async, [this] { return complete(); });
+  }
+  return std::nullopt;
+}
+
+// Collective.
+void CheckpointSaver::tell_what_was_written() {
+  const std::size_t num_tensors = save_->destinations.size();
+  std::vector<std::int64_t> mine = {static_cast<std::int64_t>(save_->snapshot->file_bytes())};
+  for (const checkpoint::SnapshotTensorResult& result : save_->snapshot->results()) {
+    mine.push_back(static_cast<std::int64_t>(result.written.offset));
+    mine.push_back(static_cast<std::int64_t>(result.written.xxh3));
+    mine.push_back(static_cast<std::int64_t>(result.content));
+  }
+  const std::vector<std::int64_t> all = ranks_.gather_numbers(mine, kSave);
+  const std::size_t stride = 1 + 3 * num_tensors;
+  TESSERA_INVARIANT(all.size() == stride * static_cast<std::size_t>(ctx_.group.size()),
+                    "ranks have written different numbers of tensors");
+  checkpoint::Manifest& manifest = save_->manifest;
+  for (int rank = 0; rank < ctx_.group.size(); ++rank) {
+    const std::int64_t* next = all.data() + stride * static_cast<std::size_t>(rank);
+    manifest.files.push_back({file_name(rank), static_cast<std::uint64_t>(*next++)});
+    for (const Save::Destination& destination : save_->destinations) {
+      Fragment fragment;
+      fragment.file = rank;
+      fragment.offset = static_cast<std::uint64_t>(*next++);
+      fragment.xxh3 = static_cast<std::uint64_t>(*next++);
+      const auto content = static_cast<std::uint64_t>(*next++);
+      if (destination.of_rank != nullptr) {
+        fragment.numel = destination.numel;
+        destination.of_rank->ranks.push_back(fragment);
+        continue;
+      }
+      const shard::ElementRange range = ctx_.params[destination.param].layout().range(rank);
+      if (range.numel > 0) {
+        fragment.begin = range.begin;
+        fragment.numel = range.numel;
+        destination.tensor->fragments.push_back(fragment);
+        destination.tensor->content += content;
+      }
+    }
+  }
+}
+
+std::string CheckpointSaver::complete() const {
+  std::string path = save_->target->commit(save_->manifest);
+  save_->target.reset();  // others may save there now
+  return path;
+}
+
+SaveOutcome CheckpointSaver::end(const std::string& failure) {
+  ctx_.params.set_overwrite_guard({});
+  const std::unique_ptr<Save> save = std::move(save_);
+  SaveOutcome outcome;
+  outcome.step = save->manifest.step;
+  outcome.path = failure.empty() ? save->path : std::string();
+  outcome.failure = failure;
+  outcome.bytes = save->num_bytes;
+  outcome.seconds = static_cast<double>(ctx_.runtime.clock().now_ns() - save->begin_ns) * 1e-9;
+  if (save->snapshot) {
+    outcome.stall_s = 0;
+    if (failure.empty()) {
+      bytes_per_s_ = static_cast<double>(save->num_bytes) / std::max(outcome.seconds, 1e-9);
+    }
+  }
+  return outcome;
+}
+
+}  // namespace tessera::engine

@@ -1,0 +1,91 @@
+// Internal to engine: saves (docs/formats.md) of one engine, one at a time.
+//
+//   begin     the update is over; rank 0 makes the directory; each rank starts to write one file
+//             (checkpoint/snapshot.h)
+//   written   every rank says what it wrote, and rank 0 completes the save: manifest, then its name
+//   over      all ranks know
+//
+// save() waits between them. start_save() goes on, and a step does what is next when its all-reduce
+// says that all ranks are that far; so no rank waits for a disk. Whatever changes shards or states
+// meanwhile asks first: ParamTable::before_overwrite().
+//
+// What fixes the order of collectives: the caller; of a save beside training the step whose
+// all-reduce says that all ranks are done.
+//
+// Threads: as Engine. On rank 0 a save beside training is completed on a thread of its own, which
+// touches files alone.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "tessera/engine/engine_context.h"
+#include "tessera/engine/model.h"
+#include "tessera/engine/param_access.h"
+#include "tessera/engine/rank_agreement.h"
+#include "tessera/engine/save_options.h"
+#include "tessera/engine/step_driver.h"
+#include "tessera/tier/buffer_pool.h"
+#include "tessera/tier/io_engine.h"
+
+namespace tessera::engine {
+
+class CheckpointSaver {
+ public:
+  CheckpointSaver(EngineContext& context, RankAgreement& ranks, Model& model, StepDriver& driver,
+                  ParamAccess& access);
+  // A save that is not complete is given up: nothing of it stays.
+  ~CheckpointSaver();
+  CheckpointSaver(const CheckpointSaver&) = delete;
+  CheckpointSaver& operator=(const CheckpointSaver&) = delete;
+
+  // Collective; the model is complete. See Engine.
+  std::string save(const std::string& root, const SaveOptions& options);
+  SavePrediction start_save(const std::string& root, const SaveOptions& options);
+  std::optional<SaveOutcome> finish();
+  // Until none runs; what becomes of it can be taken afterwards.
+  void wait();
+  std::optional<SaveOutcome> take_outcome();
+  // Collective, behind a step, with what its all-reduce says.
+  void after_step();
+
+ private:
+  struct Save;  // that is not over
+
+  void begin(const std::string& root, const SaveOptions& options, bool beside_training);
+  // What this rank writes, and the manifest without the fragments.
+  void collect(Save& save) const;
+  void collect_param(Save& save, int id) const;
+  void collect_rank_tensors(Save& save) const;
+  void start_writing(Save& save, bool beside_training);
+  void make_buffer(const SaveOptions& options, std::int64_t save_bytes);
+  std::int64_t memory_left() const;
+  SavePrediction predict() const;
+
+  // Of this rank, in the save that runs.
+  SaveVotes votes();
+  // Blocks; throws what went wrong in this rank's part of what runs now.
+  void finish_part();
+  // Collective: all ranks are done with their parts, or one has failed. Goes on, or ends the save:
+  // then it says how.
+  std::optional<SaveOutcome> advance();
+  void tell_what_was_written();
+  std::string complete() const;
+  SaveOutcome end(const std::string& failure);
+
+  EngineContext& ctx_;
+  RankAgreement& ranks_;
+  Model& model_;
+  StepDriver& driver_;
+  ParamAccess& access_;
+  std::unique_ptr<tier::IoEngine> io_;        // made for the first save
+  std::unique_ptr<tier::BufferPool> buffer_;  // of saves beside training: kept for the next
+  std::unique_ptr<Save> save_;                // null: none runs
+  std::deque<SaveOutcome> outcomes_;          // of those beside training, not taken yet
+  double bytes_per_s_ = 0;                    // of this rank, as the last save wrote; 0: not known
+};
+
+}  // namespace tessera::engine

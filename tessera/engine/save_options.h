@@ -1,0 +1,54 @@
+// What Engine::save() and load() are told, and what they say.
+//
+// Threads: plain data.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+struct SaveOptions {
+  int keep = 2;  // of the newest saves in the directory, this one included
+  // The user's own, such as the position in the data: load() gives it back. The same on all ranks.
+  std::map<std::string, std::string> user = {};
+  // Of start_save(): host memory of this rank for what updates shall not wait for. Null: what the
+  // host budget leaves, or half of this rank's part of what is free.
+  std::optional<std::int64_t> memory_bytes = {};
+};
+
+struct SaveOutcome {
+  std::int64_t step = 0;
+  std::string path;         // of the complete save; empty: it failed
+  std::string failure;      // why, in the words of a rank concerned; empty: it did not
+  double seconds = 0;       // from the call until it was complete
+  std::uint64_t bytes = 0;  // of this rank
+  double stall_s = 0;       // that updates of this rank have waited for it
+};
+
+// What start_save() expects.
+struct SavePrediction {
+  std::int64_t bytes = 0;         // of this rank
+  std::int64_t buffer_bytes = 0;  // of them, that can be set aside
+  // That updates will wait; null: the rate of the disk or the time of a step is not known yet.
+  std::optional<double> stall_s = {};
+};
+
+struct LoadOptions {
+  // What is missing keeps its initial values, and what the model does not have is left out;
+  // otherwise both are errors that list them.
+  bool partial = false;
+};
+
+struct LoadResult {
+  std::string path;  // of the save
+  std::int64_t step = 0;
+  int num_ranks = 0;  // that wrote it
+  std::map<std::string, std::string> user;
+  std::vector<std::string> notes;  // for people: what `partial` accepted, what begins anew
+};
+
+}  // namespace tessera
