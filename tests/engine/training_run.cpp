@@ -187,6 +187,35 @@ void add_io(engine::RoleIo& sum, const engine::RoleIo& io) {
   sum.written_bytes += io.written_bytes;
 }
 
+void take_saved(RunOutcome* outcome, std::optional<SaveOutcome> saved) {
+  if (outcome != nullptr && saved) {
+    outcome->saved.push_back(std::move(*saved));
+  }
+}
+
+// Behind the step that has just ended.
+void save_if_due(Engine& engine, const RunSaves& saves, RunOutcome* outcome) {
+  take_saved(outcome, engine.take_save_outcome());
+  if (std::count(saves.behind.begin(), saves.behind.end(), engine.num_steps()) == 0) {
+    return;
+  }
+  if (saves.beside_training) {
+    engine.start_save(saves.root, saves.options);
+    return;
+  }
+  SaveOutcome saved;
+  saved.step = engine.num_steps();
+  try {
+    saved.path = engine.save(saves.root, saves.options);
+  } catch (const Error& error) {
+    if (!saves.fails) {
+      throw;
+    }
+    saved.failure = error.what();
+  }
+  take_saved(outcome, std::move(saved));
+}
+
 // `world`: null for one rank on CUDA, where a group of threads cannot reach the device's memory.
 void train_rank(const RunSettings& settings, comm::Group* world, Results& results) {
   RuntimeOptions runtime_options;
@@ -231,7 +260,14 @@ void train_rank(const RunSettings& settings, comm::Group* world, Results& result
     planted_gradient =
         std::make_unique<PlantedGradient>(engine.tensor(planted_param->id()), settings.planted);
   }
-  for (std::int64_t step = 0; step < settings.steps; ++step) {
+  if (!settings.saves.load.empty()) {
+    const LoadResult loaded = engine.load(settings.saves.load, settings.saves.load_options);
+    if (outcome != nullptr) {
+      outcome->loaded = loaded;
+    }
+  }
+  save_if_due(engine, settings.saves, outcome);
+  for (std::int64_t step = engine.num_steps(); step < settings.steps; ++step) {
     if (planted_gradient) {
       planted_gradient->set_step(step);
     }
@@ -250,6 +286,7 @@ void train_rank(const RunSettings& settings, comm::Group* world, Results& result
     if (settings.planted == Planted::kParamNotUpdated) {
       before->restore();
     }
+    save_if_due(engine, settings.saves, outcome);
     const EngineStats stats = engine.take_stats();
     if (step == 0) {
       runtime.ledger().reset_peaks();  // what building took for a moment is not the plan's
@@ -259,6 +296,7 @@ void train_rank(const RunSettings& settings, comm::Group* world, Results& result
       outcome->stats.push_back(stats);
     }
   }
+  take_saved(outcome, engine.finish_save());
   engine.zero_grad();  // waits for the last update
   const EngineStats tail = engine.take_stats();
   if (outcome != nullptr) {

@@ -36,6 +36,17 @@ enum class RunDevice : std::uint8_t {
   kCuda,
 };
 
+// What a run does with checkpoints.
+struct RunSaves {
+  std::string load;                  // before the first step: a save, or a directory of saves
+  std::string root;                  // where saves go
+  std::vector<std::int64_t> behind;  // after so many steps in all
+  bool beside_training = false;      // by start_save()
+  SaveOptions options = {};
+  LoadOptions load_options = {};
+  bool fails = false;  // saves are expected to
+};
+
 struct RunSettings {
   models::GptOptions model = models::gpt_preset("tiny");
   int ranks = 1;  // 0: unsharded
@@ -52,6 +63,7 @@ struct RunSettings {
   int cuda_index = 0;            // with RunDevice::kCuda
   std::size_t device_bytes = 0;  // of the mock device; 0: the host's
   bool copies_calls = false;     // of groups, through pinned memory, as ranks do that share a GPU
+  RunSaves saves;
   // Stands between the tiers and the disk; null: nothing.
   std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io = {};
 };
@@ -64,6 +76,9 @@ struct RunOutcome {
   std::vector<at::Tensor> states;  // optimizer states after the last step, by parameter
   std::vector<EngineStats> stats;  // of rank 0, per step
   engine::TierIo io;               // of rank 0, of all steps and their updates
+  // Of rank 0: what became of its saves; of the load, what it said.
+  std::vector<SaveOutcome> saved;
+  std::optional<LoadResult> loaded;
   // Of rank 0: what was planned, if anything was, and what its books say after the last step.
   std::optional<planner::MemoryPlan> placement;
   std::map<std::pair<Tier, Role>, std::int64_t> peaks;
