@@ -4,6 +4,7 @@
 #   JOBS=n             compile jobs (otherwise from cores and memory, scripts/jobs)
 #   TORCH_DIR=folder   use this LibTorch or Python package torch
 #   CXX=compiler       another compiler than g++
+#   FUZZ_RUNS=n        make fuzz: inputs for each parser; FUZZ_SECONDS=n: as many as fit in that time
 #   SEEDS=first:last   make fuzz: the models that are drawn, 1:10000 unless given
 #   PEERS=1            make bench: installs FSDP2's and DeepSpeed's Python into build/peers-venv first
 SHELL := bash
@@ -13,7 +14,8 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 # Targets share the build folders; ninja and ctest use the cores.
 .NOTPARALLEL:
 
-FUZZ_SECONDS ?= 60
+FUZZ_RUNS ?= 1000000
+FUZZ_SECONDS ?= 0
 FUZZ_SEED ?= 1
 SEEDS ?= 1:10000
 export JOBS TORCH_DIR CXX
@@ -57,8 +59,8 @@ format:  ## formats the sources; CHECK=1 only says what it would change
 	@scripts/setup --tools
 	@scripts/format $(if $(CHECK),--check)
 
-fuzz: setup  ## random input: FUZZ_SECONDS=60 for each parser, then 10,000 models for the engine
-	@scripts/fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
+fuzz: setup  ## random input: FUZZ_RUNS=1000000 for each parser, then 10,000 models for the engine
+	@scripts/fuzz $(FUZZ_RUNS) $(FUZZ_SECONDS) $(FUZZ_SEED)
 	@scripts/fuzz_engine $(SEEDS)
 
 tidy:  ## clang-tidy over all units: a quarter of an hour on two cores

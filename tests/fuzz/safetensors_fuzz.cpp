@@ -1,5 +1,6 @@
 // Whatever bytes a safetensors file holds: it is read, every byte of every tensor, or it is a
 // CorruptError of exactly one printable line. What was read comes back the same when it is written.
+// Opening it does not take memory out of proportion to the file.
 //
 // The input is tried as a whole file, and as the header of a file whose length field is right: a
 // mutation inside a header rarely keeps the two in step.
@@ -17,6 +18,7 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/core/error.h"
+#include "tests/fuzz/allocation_meter.h"
 
 namespace {
 
@@ -26,6 +28,10 @@ using tessera::checkpoint::parse_header;
 using tessera::checkpoint::SafetensorsReader;
 
 constexpr std::size_t kDataBytes = 40;  // what the headers in the corpus describe
+// The shortest tensor is some fifty bytes of text. It becomes an entry of 72, in vectors that may
+// be three times as large while they grow, its name in a set and a map, and a shape of its own.
+constexpr std::size_t kMaxBytesPerByte = 32;
+constexpr std::size_t kMaxFixedBytes = std::size_t{64} << 10;
 
 void require(bool holds, const char* what, std::string_view text) {
   if (!holds) {
@@ -80,6 +86,7 @@ void read_whole(std::string_view bytes) {
 }
 
 void try_file(std::string_view bytes) {
+  const tessera::fuzz::AllocationMeter meter;
   try {
     read_whole(bytes);
   } catch (const tessera::CorruptError& e) {
@@ -89,6 +96,8 @@ void try_file(std::string_view bytes) {
       require(c >= ' ' && c <= '~', "a message that is not one line of ASCII", message);
     }
   }
+  require(meter.peak_bytes() <= kMaxBytesPerByte * bytes.size() + kMaxFixedBytes,
+          "more memory than the file can need", bytes);
 }
 
 }  // namespace
