@@ -1,9 +1,10 @@
-// What holds for every manifest, whoever made it; internal to checkpoint.
+// What holds for every manifest, whoever reads or writes it; internal to checkpoint.
 //
 // Threads: stateless.
 #pragma once
 
 #include <stdexcept>
+#include <string_view>
 
 #include "tessera/checkpoint/manifest.h"
 
@@ -14,6 +15,11 @@ class ManifestProblem : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
+
+// The two ends of a manifest's text.
+inline constexpr std::string_view kManifestFormat = "tessera checkpoint";
+inline constexpr std::string_view kManifestEndBegin = "  \"xxh3\": \"";
+inline constexpr std::string_view kManifestEndEnd = "\"\n}\n";
 
 inline constexpr int kMaxRanks = 1 << 20;
 
