@@ -1,15 +1,20 @@
 #include "tessera/checkpoint/manifest.h"
 
+#include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "tessera/checkpoint/checksum.h"
 #include "tessera/core/error.h"
 #include "tests/checkpoint/manifest_file.h"
 #include "tests/support/contains.h"
+#include "tests/support/read_whole.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -105,6 +110,21 @@ TEST(Manifest, IsTextThatPeopleRead) {
   "user": {},
 )");
   EXPECT_EQ(text.substr(text.size() - 31), manifest_end(without_end(text)));
+}
+
+TEST(Manifest, TheExampleOfTheDocumentIsOne) {
+  const std::string document =
+      read_whole(std::filesystem::path(TESSERA_SOURCE_DIR) / "docs/formats.md");
+  const std::string fence = "```json\n";
+  const std::size_t begin = document.find(fence) + fence.size();
+  const std::string text = document.substr(begin, document.find("```", begin) - begin);
+  const Manifest manifest = parse_manifest(text, "docs/formats.md");
+  EXPECT_EQ(format(manifest), text);
+  ContentHash content;
+  for (const float value : {1.0F, 2.0F, 3.0F, 4.0F, 5.0F, 6.0F}) {
+    content.add(std::as_bytes(std::span(&value, 1)));
+  }
+  EXPECT_EQ(manifest.find("fc.weight")->tensors.at("value").content, content.value());
 }
 
 TEST(Manifest, NumbersOf64BitsAreExact) {
