@@ -12,32 +12,46 @@ namespace {
 std::size_t live_bytes = 0;
 std::size_t most_bytes = 0;
 
-}  // namespace
-
-void* operator new(std::size_t bytes) {
+void* allocate(std::size_t bytes) noexcept {
   void* const memory = std::malloc(std::max<std::size_t>(1, bytes));
-  if (memory == nullptr) {
-    throw std::bad_alloc();
+  if (memory != nullptr) {
+    live_bytes += ::malloc_usable_size(memory);
+    most_bytes = std::max(most_bytes, live_bytes);
   }
-  live_bytes += ::malloc_usable_size(memory);
-  most_bytes = std::max(most_bytes, live_bytes);
   return memory;
 }
 
-void operator delete(void* memory) noexcept {
-  // What was allocated before this program's operators were in use has not been counted.
-  live_bytes -= std::min(live_bytes, ::malloc_usable_size(memory));
+void* allocate_or_throw(std::size_t bytes) {
+  void* const memory = allocate(bytes);
+  if (memory == nullptr) {
+    throw std::bad_alloc();
+  }
+  return memory;
+}
+
+void release(void* memory) noexcept {
+  live_bytes -= ::malloc_usable_size(memory);
   std::free(memory);
 }
 
-void operator delete(void* memory, std::size_t) noexcept { operator delete(memory); }
+}  // namespace
+
+// Every form: a sanitizer has each of them for itself, and refuses to mix them.
+void* operator new(std::size_t bytes) { return allocate_or_throw(bytes); }
+void* operator new[](std::size_t bytes) { return allocate_or_throw(bytes); }
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return allocate(bytes); }
+void* operator new[](std::size_t bytes, const std::nothrow_t&) noexcept { return allocate(bytes); }
+void operator delete(void* memory) noexcept { release(memory); }
+void operator delete[](void* memory) noexcept { release(memory); }
+void operator delete(void* memory, std::size_t) noexcept { release(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { release(memory); }
+void operator delete(void* memory, const std::nothrow_t&) noexcept { release(memory); }
+void operator delete[](void* memory, const std::nothrow_t&) noexcept { release(memory); }
 
 namespace tessera::fuzz {
 
 AllocationMeter::AllocationMeter() : before_(live_bytes) { most_bytes = live_bytes; }
 
-std::size_t AllocationMeter::peak_bytes() const {
-  return most_bytes - std::min(most_bytes, before_);
-}
+std::size_t AllocationMeter::peak_bytes() const { return most_bytes - before_; }
 
 }  // namespace tessera::fuzz
