@@ -105,8 +105,8 @@ void expect_file(const std::string& path, const FragmentWriter& writer, const Fr
 
 class FragmentWriterTest : public ::testing::Test {
  protected:
-  void write(const FragmentCase& test) {
-    const std::string path = next_path();
+  void write(const FragmentCase& test) { write(test, next_path()); }
+  void write(const FragmentCase& test, const std::string& path) {
     FragmentWriter writer(path, test.entries, {engine_.get(), test.staging_bytes, test.direct});
     append_all(writer, test);
     writer.finish();
@@ -116,7 +116,8 @@ class FragmentWriterTest : public ::testing::Test {
     return (directory_.path() / ("file-" + std::to_string(num_files_++))).string();
   }
 
-  testing::DiskDirectory directory_;
+  testing::MemoryDirectory directory_;
+  testing::DiskDirectory disk_;
   std::unique_ptr<FaultEngine> engine_ = small_engine();
   int num_files_ = 0;
 };
@@ -147,7 +148,7 @@ TEST_F(FragmentWriterTest, WritesTheSameWithAndWithoutThePageCache) {
     for (const tier::DirectIo direct : {tier::DirectIo::kOff, tier::DirectIo::kAuto}) {
       FragmentCase test;
       test.direct = direct;
-      write(test);
+      write(test, (disk_.path() / std::to_string(num_files_++)).string());
     }
   }
 }

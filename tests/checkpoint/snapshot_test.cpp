@@ -191,7 +191,7 @@ class SnapshotTest : public ::testing::Test {
     }
   }
 
-  testing::DiskDirectory directory_;
+  testing::MemoryDirectory directory_;
   std::unique_ptr<FaultEngine> engine_ = make_engine();
   std::unique_ptr<device::Device> device_ = device::make_cpu_device();
   std::unique_ptr<tier::BufferPool> buffer_;

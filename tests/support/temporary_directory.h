@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <stdexcept>
@@ -36,6 +37,16 @@ class TemporaryDirectory {
 class DiskDirectory final : public TemporaryDirectory {
  public:
   DiskDirectory() : TemporaryDirectory(std::filesystem::current_path()) {}
+};
+
+// In memory where there is such a place, for what syncs many files: a disk takes longer for that
+// than a test for all the rest.
+class MemoryDirectory final : public TemporaryDirectory {
+ public:
+  MemoryDirectory()
+      : TemporaryDirectory(::access("/dev/shm", W_OK) == 0
+                               ? std::filesystem::path("/dev/shm")
+                               : std::filesystem::temp_directory_path()) {}
 };
 
 }  // namespace tessera::testing
