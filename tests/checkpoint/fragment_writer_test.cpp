@@ -166,9 +166,8 @@ TEST_F(FragmentWriterTest, KeepsEnoughRoomForTheHeaderOfAnyOrder) {
   FragmentCase test;
   test.entries.clear();
   for (int i = 0; i < 300; ++i) {
-    test.entries.push_back({std::string(static_cast<std::size_t>(i), 'n') + std::to_string(i),
-                            DType::kUInt8,
-                            {i * i}});
+    test.entries.push_back(
+        {std::string(static_cast<std::size_t>(i), 'n') + std::to_string(i), DType::kUInt8, {i}});
   }
   write(test);
   test.order.resize(test.entries.size());

@@ -217,6 +217,17 @@ TEST_F(SnapshotTest, WritesEverythingIfNobodyChangesIt) {
   expect_file();
 }
 
+TEST_F(SnapshotTest, HashesLargeTilesOnSeveralCores) {
+  add(0, 700001);
+  add(1, 1);
+  SnapshotOptions large = options();
+  large.tile_bytes = std::size_t{2} << 20;
+  large.writer.staging_bytes = std::size_t{1} << 20;
+  snapshot_ = std::make_unique<Snapshot>(describe_all(), large);
+  snapshot_->wait();
+  expect_file();
+}
+
 TEST_F(SnapshotTest, WritesWhatWasThereWhenItWasMadeWhoeverChangesIt) {
   add_many();
   const std::size_t all_bytes = 40 * 8192;
