@@ -40,6 +40,19 @@ TEST(HostThreads, ThrowWhatAPieceHasThrown) {
   }
 }
 
+TEST(HostThreads, CopyWholePiecesAndTheRest) {
+  for (const std::size_t bytes : {std::size_t{0}, std::size_t{5}, (std::size_t{20} << 20) + 3}) {
+    std::vector<unsigned char> from(bytes);
+    for (std::size_t i = 0; i < bytes; ++i) {
+      from[i] = static_cast<unsigned char>(i * 31 >> 4);
+    }
+    std::vector<unsigned char> to(bytes + 1, 7);
+    copy_host(to.data(), from.data(), bytes);
+    EXPECT_TRUE(std::equal(from.begin(), from.end(), to.begin()));
+    EXPECT_EQ(to.back(), 7) << "and nothing behind them";
+  }
+}
+
 TEST(HostThreads, FillWholePiecesAndTheRest) {
   for (const std::size_t bytes : {std::size_t{0}, std::size_t{5}, 2 * kTouchedPieceBytes + 3}) {
     std::vector<unsigned char> memory(bytes + 1, 7);

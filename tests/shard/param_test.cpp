@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -276,6 +278,44 @@ TEST_F(ParamTest, ATablePassesUpdatesOnToWhoeverIsRegistered) {
   EXPECT_FALSE(table.pass_on(6, 2048, 1, &value));
   table.set_receiver({});
   EXPECT_FALSE(table.pass_on(7, 2048, 1, &value));
+}
+
+TEST_F(ParamTest, ATableAsksItsGuardBeforeAnythingIsOverwritten) {
+  ParamTable table(0, 1, *device_);
+  EXPECT_TRUE(table.before_overwrite(7).done()) << "nobody asks";
+  const auto read = std::make_shared<device::Completion>();
+  table.set_overwrite_guard(
+      [&](int id) { return id == 7 ? device::Pending(read) : device::Pending(); });
+  EXPECT_TRUE(table.before_overwrite(6).done());
+  EXPECT_FALSE(table.before_overwrite(7).done());
+  read->succeed();
+  EXPECT_TRUE(table.before_overwrite(7).done());
+  table.set_overwrite_guard({});
+  EXPECT_EQ(table.before_overwrite(7).state(), nullptr);
+}
+
+// Of a device that is late: what has not come is poison.
+TEST_F(ParamTest, AShardIsReadFromWhicheverMemoryItIsIn) {
+  device::MockDeviceOptions options;
+  options.own_memory = true;
+  const std::unique_ptr<device::Device> late = device::make_mock_device(options);
+  for (const Tier tier : {Tier::kDevice, Tier::kHost}) {
+    ParamSpec described = spec("w", 100);
+    described.placement.parameter = tier;
+    const Param param(0, described, 0, 1, *late, tensor());
+    std::vector<float> values(100);
+    std::iota(values.begin(), values.end(), 1.0F);
+    late->start_copy(param.shard(), values.data(), 400, late->stream(device::StreamKind::kWrite))
+        .wait();
+    std::vector<float> found(60);
+    // Whatever waits on other streams does not hold it up.
+    const auto never = std::make_shared<device::Completion>();
+    late->stream(device::StreamKind::kWrite).wait(device::Pending(never));
+    param.start_read(40, 60, reinterpret_cast<std::byte*>(found.data())).wait();
+    never->succeed();
+    EXPECT_TRUE(std::equal(found.begin(), found.end(), values.begin() + 40));
+    EXPECT_THROW(std::ignore = param.start_read(40, 61, nullptr), InternalError);
+  }
 }
 
 TEST_F(ParamTest, LetsGoOfItsTensorBeforeItsMemory) {

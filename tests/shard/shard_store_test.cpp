@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -142,6 +143,18 @@ TEST_F(ShardStoreTest, AShardIsWrittenWhenAllItsWritesAreDone) {
   waiter.join();
   EXPECT_TRUE(second.done());
   EXPECT_TRUE(shards_.is_written(param.id()));
+}
+
+TEST_F(ShardStoreTest, AShardIsReadOnceItIsWritten) {
+  const Param& param = add(2 * kShardStep);
+  const device::Memory written = blocks(2 * 8192, 7);
+  const device::Memory found = blocks(8192, 1);
+  store_.hold(StoreCall::kWrite, "'p0'");
+  std::ignore = shards_.start_write(param, 0, 2 * kShardStep, written.data());
+  std::thread releasing([&] { store_.release(); });
+  start_read_shard(param, &shards_, kShardStep, kShardStep, found.data()).wait();
+  releasing.join();
+  EXPECT_EQ(std::memcmp(found.data(), written.data(), found.bytes()), 0);
 }
 
 TEST_F(ShardStoreTest, AWriteThatFailedIsToldToEverybodyWhoAsks) {
