@@ -1,6 +1,6 @@
-// GPT as in bench/peers.py: learned positions, pre-norm, fused qkv with bias, exact GELU,
-// untied head without bias (unless tied), loss in fp32. Parameter names are those of the PyTorch
-// model.
+// GPT as in bench/peers.py: learned positions, pre-norm, fused qkv with bias, exact GELU
+// (or GPT-2's), untied head without bias (unless tied), loss in fp32. Parameter names are those of
+// the PyTorch model.
 //
 // Built unit by unit: "tokens"+"positions" are one unit, each block is one, "norm"+"head" are one.
 // With an engine the units are sharded; without one the same code is a plain LibTorch model.
@@ -38,6 +38,8 @@ struct GptOptions {
   std::int64_t sequence = 0;
   bool recompute = false;
   bool tie_head = false;
+  // GELU by the tanh formula, as GPT-2 has it ("gelu_new"), in place of the exact one.
+  bool gelu_tanh = false;
   std::int64_t freeze = 0;  // the first N blocks are not trained; gradients pass through them
   DType dtype = DType::kFloat32;
   // Tokens whose logits exist at a time, in forward and in backward; 0: those of all. In fp16,

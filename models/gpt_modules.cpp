@@ -76,7 +76,8 @@ at::Tensor AttentionImpl::forward(const at::Tensor& x) {
   return linear(y.transpose(1, 2).reshape({batch, length, width}), out_);
 }
 
-BlockImpl::BlockImpl(const GptOptions& gpt, const ParamOptions& options) {
+BlockImpl::BlockImpl(const GptOptions& gpt, const ParamOptions& options)
+    : gelu_(gpt.gelu_tanh ? "tanh" : "none") {
   norm1_ = register_module("norm1", make_norm(gpt.width, options));
   attention_ = register_module("attention", std::make_shared<AttentionImpl>(gpt, options));
   norm2_ = register_module("norm2", make_norm(gpt.width, options));
@@ -86,7 +87,7 @@ BlockImpl::BlockImpl(const GptOptions& gpt, const ParamOptions& options) {
 
 at::Tensor BlockImpl::forward(const at::Tensor& x) {
   const at::Tensor attended = x + attention_->forward(layer_norm(x, norm1_));
-  return attended + linear(at::gelu(linear(layer_norm(attended, norm2_), up_)), down_);
+  return attended + linear(at::gelu(linear(layer_norm(attended, norm2_), up_), gelu_), down_);
 }
 
 HeadImpl::HeadImpl(const GptOptions& gpt, const ParamOptions& options, const at::Tensor& tied)

@@ -69,6 +69,7 @@ class BlockImpl : public torch::nn::Module {
   Weights norm2_;
   Weights up_;
   Weights down_;
+  const char* gelu_;  // "none": exact; "tanh"
 };
 
 // From the last block's output to the loss: the logits, by far the largest activation, stay inside,
