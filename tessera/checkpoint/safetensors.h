@@ -7,7 +7,7 @@
 // overflow, duplicate names, type, depth) before it trusts any of it; it refuses what the reference
 // implementation refuses, and besides unknown fields of a tensor.
 //
-// Threads: one caller at a time.
+// Threads: one caller at a time; a reader's const methods from any thread.
 #pragma once
 
 #include <cstddef>

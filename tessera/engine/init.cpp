@@ -38,6 +38,7 @@ void make_values(const Init& init, const CounterRandom& random, std::uint64_t be
                  std::span<float> drawn, std::span<double> values) {
   switch (init.kind) {
     case Init::Kind::kModule:  // refused above
+    case Init::Kind::kSource:  // read above
     case Init::Kind::kConstant:
       std::fill(values.begin(), values.end(), init.value);
       return;
@@ -91,13 +92,19 @@ void store_as(DType dtype, std::span<const double> values, std::byte* out) {
 
 void fill_initial(const Init& init, std::uint64_t seed, const std::string& name,
                   shard::ElementRange range, DType dtype, void* out) {
-  check_rule(init, name, dtype);
   TESSERA_INVARIANT(range.begin >= 0 && range.numel >= 0, "parameter ", tessera::in_quotes(name),
                     ": elements [", range.begin, ", +", range.numel, ")");
+  auto* to = static_cast<std::byte*>(out);
+  if (init.kind == Init::Kind::kSource) {
+    TESSERA_INVARIANT(init.source != nullptr, "parameter ", tessera::in_quotes(name),
+                      ": its values come from a source, and there is none");
+    init.source->read(name, range, dtype, to);
+    return;
+  }
+  check_rule(init, name, dtype);
   const CounterRandom random(seed, name);
   std::array<float, kChunk> drawn;
   std::array<double, kChunk> values;
-  auto* to = static_cast<std::byte*>(out);
   const auto numel = static_cast<std::size_t>(range.numel);
   for (std::size_t done = 0; done < numel; done += kChunk) {
     const std::size_t count = std::min(kChunk, numel - done);

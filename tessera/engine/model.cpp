@@ -257,7 +257,8 @@ int Model::add_param(const NamedTensor& given, const at::Tensor& before, const I
 }
 
 // By all threads, since a model that has to be sharded has many values. In rounds where the shard
-// is on a device, so that no second copy of a large one is ever there.
+// is on a device, so that no second copy of a large one is ever there. A source has long runs: it
+// reads those of files best.
 void Model::fill_shard(const shard::Param& param, const Init& init) {
   constexpr std::int64_t kTile = std::int64_t{1} << 16;
   constexpr std::int64_t kRound = 64 * kTile;
@@ -266,6 +267,7 @@ void Model::fill_shard(const shard::Param& param, const Init& init) {
   const shard::ElementRange range = param.range();
   const auto seed = static_cast<std::uint64_t>(ctx_.runtime.config().get_int("seed"));
   const std::int64_t round = param.is_on_host() ? range.numel : std::min(kRound, range.numel);
+  const std::int64_t tile = init.kind == Init::Kind::kSource ? round : kTile;
   std::vector<std::byte> values;
   if (!param.is_on_host()) {
     values.resize(static_cast<std::size_t>(round) * bytes_of(dtype));
@@ -274,10 +276,10 @@ void Model::fill_shard(const shard::Param& param, const Init& init) {
     const std::int64_t numel = std::min(round, range.numel - begin);
     std::byte* const to = param.is_on_host() ? param.shard() : values.data();
     device::for_each_piece(
-        static_cast<std::size_t>((numel + kTile - 1) / kTile), [&](std::size_t piece) {
-          const auto at = static_cast<std::int64_t>(piece) * kTile;
+        static_cast<std::size_t>((numel + tile - 1) / tile), [&](std::size_t piece) {
+          const auto at = static_cast<std::int64_t>(piece) * tile;
           fill_initial(init, seed, param.name(),
-                       {range.begin + begin + at, std::min(kTile, numel - at)}, dtype,
+                       {range.begin + begin + at, std::min(tile, numel - at)}, dtype,
                        to + static_cast<std::size_t>(at) * bytes_of(dtype));
         });
     if (!param.is_on_host()) {

@@ -146,6 +146,27 @@ TEST(FillInitial, WritesItsRangeAndNothingElse) {
   fill_initial(Init::constant(0), kSeed, "w", {7, 0}, DType::kBFloat16, nullptr);
 }
 
+// Says which element of which parameter it was asked for.
+class Counting final : public InitSource {
+ public:
+  void read(const std::string& name, shard::ElementRange range, DType dtype,
+            std::byte* out) const override {
+    EXPECT_EQ(dtype, DType::kInt32);
+    for (std::int64_t i = 0; i < range.numel; ++i) {
+      const auto value = static_cast<std::int32_t>(static_cast<std::int64_t>(name.size()) * 1000 +
+                                                   range.begin + i);
+      std::memcpy(out + static_cast<std::size_t>(i) * sizeof(value), &value, sizeof(value));
+    }
+  }
+};
+
+TEST(FillInitial, ASourceIsAskedForTheRangeOfThisParameter) {
+  const Init init = Init::from(std::make_shared<Counting>());
+  EXPECT_EQ(elements<std::int32_t>(made(init, "norm", 7, 3, DType::kInt32)),
+            (std::vector<std::int32_t>{4007, 4008, 4009}));
+  EXPECT_THROW(made(Init::from(nullptr), "norm", 7, 3, DType::kInt32), InternalError);
+}
+
 TEST(FillInitial, RefusesARuleThatMeansNothingAndNamesTheParameter) {
   EXPECT_EQ(message_of(Init::normal(-1), DType::kFloat32),
             "parameter \"blocks.0.up.weight\": the standard deviation -1 of its initial values is "
