@@ -14,6 +14,11 @@
 namespace tessera::models {
 namespace {
 
+Init first_values(const GptOptions& options, const std::shared_ptr<const InitSource>& weights,
+                  const std::string& name) {
+  return weights != nullptr ? Init::from(weights) : gpt_init(options, name);
+}
+
 void fill_plain(const Init& init, std::uint64_t seed, const std::string& name, DType dtype,
                 const at::Tensor& param) {
   const at::NoGradGuard no_grad;
@@ -61,7 +66,8 @@ struct Gpt::Impl {
   }
 };
 
-Gpt::Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed)
+Gpt::Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed,
+         std::shared_ptr<const InitSource> weights)
     : impl_(std::make_unique<Impl>()) {
   options.check();
   const std::int64_t engine_seed = engine.runtime().config().get_int("seed");
@@ -74,8 +80,8 @@ Gpt::Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed)
     UnitOptions unit_options;
     unit_options.recompute = recompute;
     unit_options.param_prefix = prefix;
-    unit_options.init = [options, prefix](const std::string& param) {
-      return gpt_init(options, prefix + param);
+    unit_options.init = [&options, &weights, prefix](const std::string& param) {
+      return first_values(options, weights, prefix + param);
     };
     return engine.unit(name, std::move(module), unit_options);
   };
@@ -85,7 +91,8 @@ Gpt::Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed)
   }
 }
 
-Gpt::Gpt(const GptOptions& options, at::Device device, std::uint64_t seed)
+Gpt::Gpt(const GptOptions& options, at::Device device, std::uint64_t seed,
+         std::shared_ptr<const InitSource> weights)
     : impl_(std::make_unique<Impl>()) {
   options.check();
   impl_->options = options;
@@ -93,7 +100,7 @@ Gpt::Gpt(const GptOptions& options, at::Device device, std::uint64_t seed)
                              bool recompute) {
     for (const auto& item : module->named_parameters()) {
       const std::string name = prefix + item.key();
-      fill_plain(gpt_init(options, name), seed, name, options.dtype, item.value());
+      fill_plain(first_values(options, weights, name), seed, name, options.dtype, item.value());
     }
     return Unit(std::move(module), recompute);
   };

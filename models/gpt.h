@@ -30,6 +30,8 @@ namespace tessera::models {
 inline constexpr std::int64_t kMaxGptWidth = 1 << 17;
 inline constexpr std::int64_t kMaxGptLayers = 1 << 16;
 
+inline constexpr double kGptNormEps = 1e-5;  // of all layer norms
+
 struct GptOptions {
   std::int64_t width = 0;
   std::int64_t layers = 0;
@@ -76,10 +78,13 @@ struct NamedParam {
 
 class Gpt {
  public:
-  // Sharded as it is built. REQUIRES: `seed` is the one of the engine's config.
-  Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed);
+  // Sharded as it is built. Initial values are those of `weights` (gpt_weights.h), each rank
+  // reading its own, or by rule. REQUIRES: `seed` is the one of the engine's config.
+  Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed,
+      std::shared_ptr<const InitSource> weights = nullptr);
   // Plain, on `device`; the same initial values.
-  Gpt(const GptOptions& options, at::Device device, std::uint64_t seed);
+  Gpt(const GptOptions& options, at::Device device, std::uint64_t seed,
+      std::shared_ptr<const InitSource> weights = nullptr);
   ~Gpt();
   Gpt(const Gpt&) = delete;
   Gpt& operator=(const Gpt&) = delete;

@@ -9,14 +9,12 @@
 namespace tessera::models {
 namespace {
 
-constexpr double kNormEps = 1e-5;
-
 at::Tensor linear(const at::Tensor& x, const Weights& weights) {
   return at::linear(x, weights->weight, weights->bias);
 }
 
 at::Tensor layer_norm(const at::Tensor& x, const Weights& weights) {
-  return at::layer_norm(x, weights->weight.sizes(), weights->weight, weights->bias, kNormEps);
+  return at::layer_norm(x, weights->weight.sizes(), weights->weight, weights->bias, kGptNormEps);
 }
 
 Weights make_linear(std::int64_t in, std::int64_t out, const ParamOptions& options) {

@@ -69,7 +69,7 @@ TEST(GptDescription, NamesEveryKeyThatIsMissingOrOdd) {
 TEST(GptDescription, RefusesAShapeThatNoModelHas) {
   EXPECT_EQ(refusal([](Description& d) { d["model.heads"] = "4"; }),
             "run/save: describes an impossible GPT: --heads 4 does not divide --width 15; the "
-            "nearest that does is 5");
+            "nearest that does is 3");
   EXPECT_HAS(refusal([](Description& d) { d["model.layers"] = "-1"; }), "--layers -1");
 }
 
