@@ -108,6 +108,13 @@ std::unique_ptr<TokenSource> open_data(const DataOptions& options) {
                                            : make_random_tokens(options);
 }
 
+TokenMeaning token_meaning(const std::string& source) {
+  if (is_generated(source)) {
+    return source == "demo" ? TokenMeaning::kDemoSymbol : TokenMeaning::kNumber;
+  }
+  return parsed(source).kind == FileTokenKind::kBytes ? TokenMeaning::kByte : TokenMeaning::kNumber;
+}
+
 std::int64_t count_sequences(const DataOptions& options) {
   const auto files = files_of(options);
   return files ? count_file_sequences(options, *files) : 0;

@@ -64,6 +64,11 @@ class TokenSource {
 
 std::unique_ptr<TokenSource> open_data(const DataOptions& options);
 
+// What the tokens of a source stand for.
+enum class TokenMeaning : std::uint8_t { kNumber, kByte, kDemoSymbol };
+// Opens nothing. ConfigError for what is no source.
+TokenMeaning token_meaning(const std::string& source);
+
 // Sequences of one epoch, those included that fill no batch; 0: the source has no end (demo,
 // random). Opens files and looks at their sizes, not at their tokens.
 std::int64_t count_sequences(const DataOptions& options);

@@ -51,9 +51,9 @@ std::string sentence(std::size_t number) {
 std::vector<std::int64_t> tokens_of(std::string_view text) {
   std::vector<std::int64_t> tokens;
   for (const char c : text) {
-    const std::size_t place = kAlphabet.find(c);
-    TESSERA_INVARIANT(place != kAlphabet.npos, "'", c, "' is not in the alphabet of the corpus");
-    tokens.push_back(static_cast<std::int64_t>(place));
+    const std::optional<std::int64_t> token = demo_token(c);
+    TESSERA_INVARIANT(token, "'", c, "' is not in the alphabet of the corpus");
+    tokens.push_back(*token);
   }
   return tokens;
 }
@@ -105,6 +105,11 @@ std::vector<std::string> demo_sentences() {
     sentences.push_back(sentence(number));
   }
   return sentences;
+}
+
+std::optional<std::int64_t> demo_token(char symbol) {
+  const std::size_t place = kAlphabet.find(symbol);
+  return place == kAlphabet.npos ? std::nullopt : std::optional(static_cast<std::int64_t>(place));
 }
 
 char demo_symbol(std::int64_t token) {

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,8 @@ std::unique_ptr<TokenSource> make_demo_tokens(const DataOptions& options);
 // Every sentence of the grammar, once, each with the space that ends it.
 std::vector<std::string> demo_sentences();
 
+// A character's token; nothing for one that is not of the alphabet.
+std::optional<std::int64_t> demo_token(char symbol);
 // A token's character; '?' for a token that is not one of the corpus.
 char demo_symbol(std::int64_t token);
 

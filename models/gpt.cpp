@@ -125,6 +125,42 @@ at::Tensor Gpt::loss(const at::Tensor& ids, const at::Tensor& targets) {
   return impl_->head(x, targets);
 }
 
+at::Tensor Gpt::next_logits(const at::Tensor& ids, KeyValueCache* cache) {
+  const GptOptions& options = impl_->options;
+  TESSERA_CHECK(impl_->embedding.core() == nullptr, ConfigError,
+                "next_logits() of a sharded GPT; make a plain one, from a checkpoint of it");
+  TESSERA_CHECK(ids.dim() == 2 && ids.numel() > 0 && ids.scalar_type() == at::kLong, ConfigError,
+                "a GPT takes ids as an int64 tensor [batch, length], not ", ids.scalar_type(), " ",
+                ids.sizes());
+  const std::int64_t num_past = cache == nullptr ? 0 : cache->num_tokens;
+  const std::int64_t total = num_past + ids.size(1);
+  TESSERA_CHECK(total <= options.sequence, ConfigError, total,
+                " tokens: the model has positions for ", options.sequence,
+                "; begin anew with the last of them");
+  const at::NoGradGuard no_grad;
+  at::Tensor x = impl_->embedding->embed(ids, num_past);
+  if (cache == nullptr) {
+    for (const Unit<BlockImpl>& block : impl_->blocks) {
+      x = block->forward(x);
+    }
+  } else {
+    if (num_past == 0) {
+      cache->blocks.assign(impl_->blocks.size(), {});
+      for (KeyValues& block : cache->blocks) {
+        block.keys =
+            at::empty({ids.size(0), options.heads, options.sequence, options.width / options.heads},
+                      x.options());
+        block.values = at::empty_like(block.keys);
+      }
+    }
+    for (std::size_t i = 0; i < impl_->blocks.size(); ++i) {
+      x = impl_->blocks[i]->extend(x, cache->blocks[i], num_past);
+    }
+    cache->num_tokens = total;
+  }
+  return impl_->head->logits(x.narrow(1, ids.size(1) - 1, 1)).squeeze(1);
+}
+
 const GptOptions& Gpt::options() const { return impl_->options; }
 
 const std::vector<NamedParam>& Gpt::params() const { return impl_->params; }

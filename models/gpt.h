@@ -76,6 +76,17 @@ struct NamedParam {
   at::Tensor tensor;
 };
 
+// What generation keeps of the tokens so far, so that it need not compute them again: keys and
+// values by block, each [batch, heads, positions, width / heads] with room for all positions.
+struct KeyValues {
+  at::Tensor keys;
+  at::Tensor values;
+};
+struct KeyValueCache {
+  std::int64_t num_tokens = 0;    // of which it has them; 0 begins anew
+  std::vector<KeyValues> blocks;  // made at the first use
+};
+
 class Gpt {
  public:
   // Sharded as it is built. Initial values are those of `weights` (gpt_weights.h), each rank
@@ -91,6 +102,10 @@ class Gpt {
 
   // ids, targets: [batch, up to options().sequence] int64. The mean loss over all tokens, fp32.
   at::Tensor loss(const at::Tensor& ids, const at::Tensor& targets);
+  // The logits of the token after the last: [batch, vocabulary], fp32, without gradients. `ids`:
+  // [batch, length] int64, after those in the cache, which then has them, too; without one from the
+  // first position on. Of a plain model alone.
+  at::Tensor next_logits(const at::Tensor& ids, KeyValueCache* cache = nullptr);
   const GptOptions& options() const;
   // In registration order, each once.
   const std::vector<NamedParam>& params() const;

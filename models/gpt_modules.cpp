@@ -1,5 +1,6 @@
 #include "models/gpt_modules.h"
 
+#include <optional>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -54,24 +55,54 @@ at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
   return at::embedding(tokens_->weight, ids) + at::embedding(positions_->weight, position_ids_);
 }
 
+at::Tensor EmbeddingImpl::embed(const at::Tensor& ids, std::int64_t begin) const {
+  return at::embedding(tokens_->weight, ids) + positions_->weight.narrow(0, begin, ids.size(1));
+}
+
 AttentionImpl::AttentionImpl(const GptOptions& gpt, const ParamOptions& options)
     : heads_(gpt.heads) {
   qkv_ = register_module("qkv", make_linear(gpt.width, 3 * gpt.width, options));
   out_ = register_module("out", make_linear(gpt.width, gpt.width, options));
 }
 
-at::Tensor AttentionImpl::forward(const at::Tensor& x) {
-  const std::int64_t batch = x.size(0);
-  const std::int64_t length = x.size(1);
+std::vector<at::Tensor> AttentionImpl::project(const at::Tensor& x) const {
   const std::int64_t width = x.size(2);
   // Taken apart before heads and tokens change places: the three gradients then go back into one
   // tensor by a single copy, as they are in memory. The other way round it would take two.
-  const std::vector<at::Tensor> qkv =
-      linear(x, qkv_).view({batch, length, 3, heads_, width / heads_}).unbind(2);
-  const at::Tensor y = at::scaled_dot_product_attention(
-      qkv[0].transpose(1, 2), qkv[1].transpose(1, 2), qkv[2].transpose(1, 2), /*attn_mask=*/{},
-      /*dropout_p=*/0.0, /*is_causal=*/true);
-  return linear(y.transpose(1, 2).reshape({batch, length, width}), out_);
+  std::vector<at::Tensor> qkv =
+      linear(x, qkv_).view({x.size(0), x.size(1), 3, heads_, width / heads_}).unbind(2);
+  for (at::Tensor& each : qkv) {
+    each = each.transpose(1, 2);
+  }
+  return qkv;
+}
+
+at::Tensor AttentionImpl::join(const at::Tensor& y) const {
+  return linear(y.transpose(1, 2).flatten(2), out_);
+}
+
+at::Tensor AttentionImpl::forward(const at::Tensor& x) {
+  const std::vector<at::Tensor> qkv = project(x);
+  return join(at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{},
+                                               /*dropout_p=*/0.0, /*is_causal=*/true));
+}
+
+at::Tensor AttentionImpl::extend(const at::Tensor& x, const KeyValues& past,
+                                 std::int64_t num_past) const {
+  const std::vector<at::Tensor> qkv = project(x);
+  const std::int64_t length = x.size(1);
+  const std::int64_t total = num_past + length;
+  past.keys.narrow(2, num_past, length).copy_(qkv[1]);
+  past.values.narrow(2, num_past, length).copy_(qkv[2]);
+  // A single token sees all there are. The operator's own mask is for as many queries as keys.
+  const bool is_causal = num_past == 0 && length > 1;
+  std::optional<at::Tensor> mask;
+  if (num_past > 0 && length > 1) {
+    mask = at::ones({length, total}, x.options().dtype(at::kBool)).tril(num_past);
+  }
+  return join(at::scaled_dot_product_attention(qkv[0], past.keys.narrow(2, 0, total),
+                                               past.values.narrow(2, 0, total), mask,
+                                               /*dropout_p=*/0.0, is_causal));
 }
 
 BlockImpl::BlockImpl(const GptOptions& gpt, const ParamOptions& options)
@@ -83,9 +114,17 @@ BlockImpl::BlockImpl(const GptOptions& gpt, const ParamOptions& options)
   down_ = register_module("down", make_linear(4 * gpt.width, gpt.width, options));
 }
 
-at::Tensor BlockImpl::forward(const at::Tensor& x) {
-  const at::Tensor attended = x + attention_->forward(layer_norm(x, norm1_));
+at::Tensor BlockImpl::feed_forward(const at::Tensor& attended) const {
   return attended + linear(at::gelu(linear(layer_norm(attended, norm2_), up_), gelu_), down_);
+}
+
+at::Tensor BlockImpl::forward(const at::Tensor& x) {
+  return feed_forward(x + attention_->forward(layer_norm(x, norm1_)));
+}
+
+at::Tensor BlockImpl::extend(const at::Tensor& x, const KeyValues& past,
+                             std::int64_t num_past) const {
+  return feed_forward(x + attention_->extend(layer_norm(x, norm1_), past, num_past));
 }
 
 HeadImpl::HeadImpl(const GptOptions& gpt, const ParamOptions& options, const at::Tensor& tied)
@@ -104,6 +143,10 @@ at::Tensor HeadImpl::forward(const at::Tensor& x, const at::Tensor& targets) {
   at::Tensor logits = at::linear(hidden, weight_);
   logits = logits.to(at::kFloat);  // those of low precision are gone before the softmax needs room
   return at::cross_entropy_loss(logits, targets.flatten());
+}
+
+at::Tensor HeadImpl::logits(const at::Tensor& x) const {
+  return at::linear(layer_norm(x, norm_), weight_).to(at::kFloat);
 }
 
 }  // namespace tessera::models

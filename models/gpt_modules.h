@@ -1,4 +1,5 @@
-// The modules of the GPT: names, shapes and operators of the PyTorch model in bench/peers.py.
+// The modules of the GPT: names, shapes and operators of the PyTorch model in bench/peers.py; and
+// what generation computes besides forward, with a cache of keys and values.
 //
 // Constructors allocate parameters and write nothing: values come by rule (gpt_init()), to the
 // shard of each rank or to the whole parameter, so a unit costs its address space and no random
@@ -9,6 +10,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
@@ -39,6 +41,8 @@ class EmbeddingImpl : public torch::nn::Module {
  public:
   EmbeddingImpl(const GptOptions& gpt, const ParamOptions& options);
   at::Tensor forward(const at::Tensor& ids);
+  // The first of them at position `begin`.
+  at::Tensor embed(const at::Tensor& ids, std::int64_t begin) const;
   const at::Tensor& token_weight() const { return tokens_->weight; }
 
  private:
@@ -51,8 +55,14 @@ class AttentionImpl : public torch::nn::Module {
  public:
   AttentionImpl(const GptOptions& gpt, const ParamOptions& options);
   at::Tensor forward(const at::Tensor& x);
+  // Of tokens after `num_past` others, whose keys and values are in `past`; theirs are added.
+  at::Tensor extend(const at::Tensor& x, const KeyValues& past, std::int64_t num_past) const;
 
  private:
+  // Queries, keys and values: [batch, heads, length, width / heads].
+  std::vector<at::Tensor> project(const at::Tensor& x) const;
+  at::Tensor join(const at::Tensor& y) const;
+
   std::int64_t heads_;
   Weights qkv_;
   Weights out_;
@@ -62,8 +72,11 @@ class BlockImpl : public torch::nn::Module {
  public:
   BlockImpl(const GptOptions& gpt, const ParamOptions& options);
   at::Tensor forward(const at::Tensor& x);
+  at::Tensor extend(const at::Tensor& x, const KeyValues& past, std::int64_t num_past) const;
 
  private:
+  at::Tensor feed_forward(const at::Tensor& attended) const;
+
   Weights norm1_;
   std::shared_ptr<AttentionImpl> attention_;
   Weights norm2_;
@@ -79,6 +92,7 @@ class HeadImpl : public torch::nn::Module {
   // `tied`: the weight of another module to use as the head's; undefined: a weight of its own.
   HeadImpl(const GptOptions& gpt, const ParamOptions& options, const at::Tensor& tied);
   at::Tensor forward(const at::Tensor& x, const at::Tensor& targets);
+  at::Tensor logits(const at::Tensor& x) const;  // fp32
 
  private:
   const std::int64_t loss_chunk_;

@@ -102,7 +102,7 @@ class Formula {
       const std::string block = "blocks." + std::to_string(i) + ".";
       x = x + attention(norm(x, block + "norm1"), block + "attention.");
       const at::Tensor up = linear(norm(x, block + "norm2"), block + "up");
-      x = x + linear(up * (at::erf(up / std::sqrt(2.0)) + 1) / 2, block + "down");
+      x = x + linear(gelu(up), block + "down");
     }
     const at::Tensor logits = at::matmul(norm(x, "norm"), params_.at("head.weight").t());
     const at::Tensor log_sums = logits.exp().sum(-1).log();
@@ -115,6 +115,13 @@ class Formula {
  private:
   at::Tensor linear(const at::Tensor& x, const std::string& name) const {
     return at::matmul(x, params_.at(name + ".weight").t()) + params_.at(name + ".bias");
+  }
+  at::Tensor gelu(const at::Tensor& x) const {
+    if (options_.gelu_tanh) {
+      const double scale = std::sqrt(2.0 / std::acos(-1.0));
+      return x * (at::tanh((x + x * x * x * 0.044715) * scale) + 1) / 2;
+    }
+    return x * (at::erf(x / std::sqrt(2.0)) + 1) / 2;
   }
   at::Tensor norm(const at::Tensor& x, const std::string& name) const {
     const at::Tensor centred = x - x.mean(-1, /*keepdim=*/true);
@@ -144,8 +151,7 @@ class Formula {
   Tensors params_;
 };
 
-TEST(Gpt, LossAndGradientsFollowTheFormula) {
-  const GptOptions options = gpt_preset("micro");
+void expect_formula(const GptOptions& options) {
   Gpt gpt(options, at::kCPU, kSeed);
   {
     // Away from the initial values, where biases are zero, norms one and GELU almost linear.
@@ -175,6 +181,14 @@ TEST(Gpt, LossAndGradientsFollowTheFormula) {
       param.tensor.mutable_grad().reset();
     }
   }
+}
+
+TEST(Gpt, LossAndGradientsFollowTheFormula) { expect_formula(gpt_preset("micro")); }
+
+TEST(Gpt, WithTheTanhGeluLossAndGradientsFollowItsFormula) {
+  GptOptions options = gpt_preset("micro");
+  options.gelu_tanh = true;
+  expect_formula(options);
 }
 
 // Counts how often an operator runs on this thread.
