@@ -12,6 +12,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "models/gpt_names.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 
@@ -137,7 +138,7 @@ std::vector<std::string> notes_of(const Reader& reader) {
   std::vector<std::string> notes;
   const auto add = [&](const std::string& note) { notes.push_back(reader.name() + ": " + note); };
   const std::string act = reader.text({"activation_function", "hidden_act"});
-  if (!act.empty() && act != "gelu") {
+  if (!act.empty() && act != "gelu" && !models::is_tanh_gelu(act, "")) {
     add("activation " + printable(act, 40) + " becomes gelu, the exact one");
   }
   const bool is_rotary = reader.find({"rope_theta", "rotary_dim", "rotary_pct", "rope_scaling",
@@ -187,6 +188,7 @@ ModelFile parse_model_file(const std::string& text, const std::string& name) {
   const json* const tied = reader.find({"tie_word_embeddings"});
   TESSERA_CHECK(tied == nullptr || tied->is_boolean(), ConfigError, quoted,
                 ": tie_word_embeddings is ", Reader::shown(*tied), ", not true or false");
+  model.gelu_tanh = models::is_tanh_gelu(reader.text({"activation_function", "hidden_act"}), type);
   model.tie_head = tied != nullptr ? tied->get<bool>() : type == "gpt2";
   return model;
 }

@@ -8,6 +8,8 @@
 //   positions    n_positions, max_position_embeddings, n_ctx
 //   vocabulary   vocab_size
 //   tied head    tie_word_embeddings; without it true for gpt2, and false for all others
+//   GELU         activation_function, hidden_act: by the tanh formula for gelu_new and its other
+//                names, and for gpt2 without a word about it
 //
 // What would give parameters other shapes is refused: fewer key and value heads than heads, a head
 // of another size than width / heads, a feed-forward that is gated or not four times as wide,
@@ -32,6 +34,7 @@ struct ModelFile {
   std::int64_t vocabulary = 0;
   std::optional<std::int64_t> positions;
   bool tie_head = false;
+  bool gelu_tanh = false;
   std::vector<std::string> notes;  // one line each, for the user
 };
 

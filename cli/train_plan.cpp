@@ -79,6 +79,7 @@ models::GptOptions model_of_file(const TrainFlags& flags, std::vector<std::strin
   model.vocabulary = file.vocabulary;
   model.sequence = file.positions.value_or(0);
   model.tie_head = file.tie_head;
+  model.gelu_tanh = file.gelu_tanh;
   return model;
 }
 

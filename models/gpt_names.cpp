@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <string_view>
 
 #include "tessera/core/error.h"
 
@@ -71,6 +70,11 @@ FileTensor file_tensor(GptNaming naming, const std::string& prefix, const std::s
     std::reverse(tensor.sizes.begin(), tensor.sizes.end());
   }
   return tensor;
+}
+
+bool is_tanh_gelu(std::string_view activation, std::string_view model_type) {
+  return activation == "gelu_new" || activation == "gelu_pytorch_tanh" ||
+         activation == "gelu_fast" || (activation.empty() && model_type == "gpt2");
 }
 
 bool is_gpt2_mask(const std::string& name) {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace tessera::models {
@@ -27,6 +28,10 @@ struct FileTensor {
 // parameter of a GPT.
 FileTensor file_tensor(GptNaming naming, const std::string& prefix, const std::string& param,
                        const std::vector<std::int64_t>& sizes);
+
+// What a config.json calls its activation: GELU by the tanh formula, under any of its names, or
+// exact. `model_type`: where it names none, GPT-2's is the tanh formula.
+bool is_tanh_gelu(std::string_view activation, std::string_view model_type);
 
 // Tensors of GPT-2's files that are no parameters: causal masks.
 bool is_gpt2_mask(const std::string& name);

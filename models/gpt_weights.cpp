@@ -1,11 +1,9 @@
 #include "models/gpt_weights.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <filesystem>
 #include <set>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -29,9 +27,6 @@ using nlohmann::json;
 constexpr std::size_t kStagingBytes = std::size_t{64} << 20;
 constexpr std::size_t kMostConfigBytes = std::size_t{1} << 20;
 
-constexpr std::array<std::string_view, 3> kTanhNames = {"gelu_new", "gelu_pytorch_tanh",
-                                                        "gelu_fast"};
-
 // Conventions of a config.json that shapes do not show.
 class ConfigCheck {
  public:
@@ -50,6 +45,10 @@ class ConfigCheck {
     const auto found = config_.find(key);
     return found == config_.end() || found->is_null() ? nullptr : &*found;
   }
+  std::string text(const char* key) const {
+    const json* const value = find(key);
+    return value != nullptr && value->is_string() ? value->get<std::string>() : std::string();
+  }
   static std::string shown(const json& value) {
     return printable(value.dump(-1, ' ', true, json::error_handler_t::replace), 40);
   }
@@ -67,21 +66,13 @@ class ConfigCheck {
   }
 
   void check_activation() {
-    const json* const type = find("model_type");
-    const json* activation = find("activation_function");
-    const json assumed = "gelu_new";  // GPT-2's, where its file does not say
-    if (activation == nullptr && type != nullptr && *type == "gpt2") {
-      activation = &assumed;
-    }
-    if (activation == nullptr) {
-      return;
-    }
-    const std::string name = activation->is_string() ? activation->get<std::string>() : "";
-    const bool is_tanh = std::find(kTanhNames.begin(), kTanhNames.end(), name) != kTanhNames.end();
-    if (!is_tanh && name != "gelu") {
+    const json* const activation = find("activation_function");
+    const std::string name = text("activation_function");
+    const bool is_tanh = is_tanh_gelu(name, activation == nullptr ? text("model_type") : "");
+    if (activation != nullptr && !is_tanh && name != "gelu") {
       add("activation_function", *activation, "our GPT has gelu and gelu_new");
-    } else if (is_tanh != options_.gelu_tanh) {
-      add("activation_function", *activation,
+    } else if ((activation != nullptr || is_tanh) && is_tanh != options_.gelu_tanh) {
+      add("activation_function", activation != nullptr ? *activation : json("gelu_new"),
           detail::concat("the model is made with ", options_.gelu_tanh ? "gelu_new" : "gelu",
                          " (--model with this file takes it from there)"));
     }

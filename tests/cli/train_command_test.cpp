@@ -370,7 +370,7 @@ TEST_F(Train, ParametersThatAreNoNumbersAreNotSaved) {
 
 TEST_F(Train, AModelHasTheShapeOfFlagsOrOfAFile) {
   write("config.json", R"({"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 3,
-                           "n_positions": 8, "vocab_size": 40, "activation_function": "gelu_new"})");
+                           "n_positions": 8, "vocab_size": 40, "activation_function": "relu"})");
   const Arguments file{"--model", "config.json", "--heads", "4"};
   const Arguments flags{"--width", "48", "--heads", "4",  "--layers",  "1",
                         "--seq",   "8",  "--vocab", "40", "--tie-head"};
@@ -378,7 +378,7 @@ TEST_F(Train, AModelHasTheShapeOfFlagsOrOfAFile) {
   const ProcessResult by_file = run_well(common, joined({"file.st"}, file));
   EXPECT_HAS(by_file.out, "config.json, heads 4: ");
   EXPECT_HAS(by_file.err,
-             "tessera: warning: --model \"config.json\": activation gelu_new becomes gelu");
+             "tessera: warning: --model \"config.json\": activation relu becomes gelu");
   const ProcessResult by_flags = run_well(common, joined({"flags.st"}, flags));
   EXPECT_HAS(by_flags.out, "tiny, width 48, heads 4: ");
   EXPECT_EQ(read("file.st"), read("flags.st"));
