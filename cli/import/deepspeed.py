@@ -142,11 +142,11 @@ def rank_files(folder):
     refuse_unless(
         not ("zero" in names and not any(OPTIM_FILE.fullmatch(name) for name in names)), folder,
         " is a universal checkpoint; import reads the one that ds_to_universal.py was given")
+    refuse_unless(not any("expert_" in name or name.startswith("expp_rank_") for name in names),
+                  folder, " has experts in files of their own, which are not read. ", WEIGHTS_ONLY)
     refuse_unless(not any(name.startswith("layer_") and name.endswith("model_states.pt")
                           for name in names), folder,
                   " is of a pipeline; only ZeRO-3 without one is read. ", WEIGHTS_ONLY)
-    refuse_unless(not any("expert_" in name or name.startswith("expp_rank_") for name in names),
-                  folder, " has experts in files of their own, which are not read. ", WEIGHTS_ONLY)
     optims = [match for match in map(OPTIM_FILE.fullmatch, names) if match]
     models = [match for match in map(MODEL_FILE.fullmatch, names) if match]
     refuse_unless(models or not any(name.endswith("_model_states.pt") for name in names), folder,
@@ -407,7 +407,7 @@ class Optimizer:
         return entries
 
     def kind(self, ds_config, notes):
-        """"adamw" or "adam": how weight decay is meant."""
+        """`adamw` or `adam`: how weight decay is meant."""
         configured = ds_config.get("optimizer")
         if isinstance(configured, dict) and isinstance(configured.get("type"), str):
             params = configured.get("params")
@@ -619,8 +619,9 @@ class Checkpoint:
         if any(group != groups[0] for group in groups):
             differing = sorted(key for key in groups[0]
                                if len({group[key] for group in groups}) > 1)
-            self.notes.append("the optimizer's groups differ in " + ", ".join(differing)
-                              + ": Tessera has one for all parameters, and takes the first group's")
+            self.notes.append("the optimizer's groups differ in " + ", ".join(differing) + ", and the "
+                              "save does not keep which parameter has which; `tessera train` has one "
+                              "value for all, code can scale weight decay (UnitOptions)")
         return {
             "version": 1, "deepspeed": str(self.model.values.get("ds_version")),
             "num_ranks": self.num_ranks, "step": self.model.count("global_steps"),
@@ -638,7 +639,7 @@ class Checkpoint:
 
 
 def strip_prefix(entries):
-    """"module." is what a wrapper around the model has added, if all names have it."""
+    """`module.` is what a wrapper around the model has added, if all names have it."""
     names = [name for entry in entries for name in [entry["name"], *entry.get("tied", ())]]
     if names and all(name.startswith("module.") for name in names):
         for entry in entries:
