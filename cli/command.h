@@ -39,6 +39,7 @@ Action add_bench_io(CLI::App& app);
 Action add_train(CLI::App& app);
 Action add_inspect(CLI::App& app);
 Action add_plot(CLI::App& app);
+Action add_import(CLI::App& app);
 Action add_launch(CLI::App& app);
 Action add_options(CLI::App& app);
 Action add_config(CLI::App& app);

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <spawn.h>
-#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "cli/memory_file.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 
@@ -23,34 +23,6 @@ namespace {
 using nlohmann::json;
 
 constexpr int kFileDescriptor = 9;  // in fio's process
-constexpr std::size_t kMaxOutputBytes = std::size_t{16} << 20;
-
-// What a program prints, without a pipe that could fill up.
-class Capture {
- public:
-  Capture() : fd_(::memfd_create("tessera-capture", MFD_CLOEXEC)) {
-    TESSERA_CHECK(fd_ >= 0, IoError, "no memory file for the output of a program: ",
-                  std::generic_category().message(errno));
-  }
-  ~Capture() { ::close(fd_); }
-  Capture(const Capture&) = delete;
-  Capture& operator=(const Capture&) = delete;
-
-  int fd() const { return fd_; }
-  std::string text() const {
-    std::string text;
-    char buffer[4096];
-    ssize_t bytes = 0;
-    while (text.size() < kMaxOutputBytes &&
-           (bytes = ::pread(fd_, buffer, sizeof buffer, static_cast<off_t>(text.size()))) > 0) {
-      text.append(buffer, static_cast<std::size_t>(bytes));
-    }
-    return text;
-  }
-
- private:
-  const int fd_;
-};
 
 struct Finished {
   bool was_started = false;
@@ -67,8 +39,8 @@ Finished run_program_to_end(const std::string& program, const std::vector<std::s
   }
   argv.push_back(nullptr);
 
-  const Capture out;
-  const Capture err;
+  const MemoryFile out;
+  const MemoryFile err;
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   if (file_fd >= 0) {

@@ -16,7 +16,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::array<Command, 10> kCommands{{
+constexpr std::array<Command, 11> kCommands{{
     {"train", "Trains a GPT, sharded over ranks",
      "  tessera train --ranks 2\n"
      "  tessera train --ranks 4 --preset small --data text:book.txt --steps 200 --metrics "
@@ -48,6 +48,10 @@ constexpr std::array<Command, 10> kCommands{{
      "  tessera plot run.jsonl\n"
      "  tessera plot one.jsonl two.jsonl --out compare.html\n",
      add_plot},
+    {"import", "Makes a checkpoint of one that DeepSpeed ZeRO-3 has saved, moments included",
+     "  tessera import deepspeed_run checkpoints\n"
+     "  tessera import deepspeed_run checkpoints --tag global_step1000 --python venv/bin/python\n",
+     add_import},
     {"launch", "Starts a program of your own once per rank on this machine",
      "  tessera launch --ranks 2 ./train_mlp\n", add_launch},
     {"options", "Lists every option with its default, unit and range",
