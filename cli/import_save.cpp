@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <limits>
 #include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
+#include "tessera/tier/io_engine.h"
 
 namespace tessera::cli {
 namespace {
@@ -50,7 +52,10 @@ std::vector<TensorEntry> entries_of(const ImportHeader& header) {
 class TensorCopier {
  public:
   TensorCopier(const std::string& path, std::vector<TensorEntry> entries, const ReadBytes& read)
-      : entries_(std::move(entries)), read_(read), writer_(path, entries_, {}) {}
+      : entries_(std::move(entries)),
+        read_(read),
+        io_(tier::make_io_engine({}, [](const std::string& /*notice*/) {})),
+        writer_(path, entries_, {.io = io_.get()}) {}
 
   // The next tensor of the file.
   StoredTensor copy() {
@@ -87,6 +92,7 @@ class TensorCopier {
  private:
   const std::vector<TensorEntry> entries_;
   const ReadBytes& read_;
+  const std::unique_ptr<tier::IoEngine> io_;
   FragmentWriter writer_;
   std::size_t next_ = 0;
   std::vector<std::byte> piece_ = std::vector<std::byte>(kPieceBytes);

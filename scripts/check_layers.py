@@ -34,6 +34,7 @@ TORCH_UNITS = (
     "tessera/shard/tensor_storage.*", "tessera/engine/*", "tessera/tessera.h",
     "models/gpt*", "models/plain_trainer.*", "models/random_tokens.cpp",
     "examples/*", "tests/engine/*", "tests/models/*", "tests/cli/train_warnings_test.cpp",
+    "tests/cli/import_parity_test.cpp",
     "tests/shard/tensor_storage_test.cpp",
     "tests/optim/torch_adamw_test.cpp", "bench/*_torch_bench.cpp",
     "tests/property/*case*", "tests/property/model_program.*",
