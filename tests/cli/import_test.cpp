@@ -14,6 +14,7 @@
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/save_directory.h"
+#include "tessera/core/error.h"
 #include "tests/cli/program.h"
 
 namespace tessera::testing {

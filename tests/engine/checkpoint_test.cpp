@@ -195,8 +195,13 @@ INSTANTIATE_TEST_SUITE_P(
                       Continued{"Device", RunDevice::kMock, DType::kBFloat16, 2},
                       Continued{"DeviceHost", RunDevice::kMock, DType::kBFloat16, 2, 10, kOnHost},
                       Continued{"DeviceNvme", RunDevice::kMock, DType::kFloat32, 1, 8, kOnNvme,
-                                true},
-                      Continued{"CudaHost", RunDevice::kCuda, DType::kBFloat16, 1, 10, kOnHost}),
+                                true}),
+    [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    OnCuda, ContinuedTraining,
+    ::testing::Values(Continued{"Resident", RunDevice::kCuda, DType::kBFloat16, 1, 10},
+                      Continued{"Host", RunDevice::kCuda, DType::kBFloat16, 1, 10, kOnHost},
+                      Continued{"Nvme", RunDevice::kCuda, DType::kBFloat16, 1, 8, kOnNvme, true}),
     [](const auto& info) { return info.param.name; });
 
 TEST(Checkpoint, ASaveBesideTrainingHasTheValuesOfItsBegin) {
