@@ -92,6 +92,8 @@ struct Snapshot::Impl {
   Impl(std::vector<SnapshotTensor> all, const SnapshotOptions& given)
       : tensors(std::move(all)),
         buffer(given.buffer),
+        clock(given.clock),
+        begin_ns(now_ns()),
         tile_bytes(std::max(tier::whole_blocks(given.tile_bytes),
                             static_cast<std::size_t>(kTileStep) * sizeof(double))),
         writer(std::make_unique<FragmentWriter>(given.path, entries(), given.writer)),
@@ -144,6 +146,7 @@ struct Snapshot::Impl {
     }
     if (!owner.released) {
       owner.released = std::make_shared<device::HandedOver>();
+      begin_holding();
       if (owner.state == State::kWaiting) {
         if (take_room(owner)) {
           return copy(owner, lock);
@@ -207,7 +210,7 @@ struct Snapshot::Impl {
       buffered.push_back(&owner);
     }
     const Pending released = quiet(owner.copied);
-    owner.released->hand_over(released);
+    hand_over(owner, released);
     --num_copying;
     changed.notify_all();
     return released;
@@ -221,7 +224,7 @@ struct Snapshot::Impl {
     }
     failure = std::move(error);
     for (Owner* const owner : urgent) {
-      owner->released->hand_over({});
+      hand_over(*owner, {});
     }
     urgent.clear();
     changed.notify_all();
@@ -394,7 +397,22 @@ struct Snapshot::Impl {
     const std::lock_guard<std::mutex> lock(mutex);
     owner.state = State::kRead;
     if (owner.released && owner.released->is_open()) {
-      owner.released->hand_over({});
+      hand_over(owner, {});
+    }
+  }
+
+  // --- times; the mutex is held ---
+
+  std::int64_t now_ns() const { return clock == nullptr ? 0 : clock->now_ns(); }
+  void begin_holding() {
+    if (num_held++ == 0) {
+      held_since_ns = now_ns();
+    }
+  }
+  void hand_over(Owner& owner, const Pending& released) {
+    owner.released->hand_over(released);
+    if (--num_held == 0) {
+      held_ns += now_ns() - held_since_ns;
     }
   }
 
@@ -409,11 +427,14 @@ struct Snapshot::Impl {
       owner->lease.reset();
     }
     is_done = true;
+    writing_ns = now_ns() - begin_ns;
     changed.notify_all();
   }
 
   const std::vector<SnapshotTensor> tensors;
   tier::BufferPool* const buffer;
+  const Clock* const clock;
+  const std::int64_t begin_ns;
   const std::size_t tile_bytes;
 
   // Of the thread; `results` and `file_bytes` of everybody once it is done.
@@ -434,6 +455,10 @@ struct Snapshot::Impl {
   std::deque<Owner*> buffered;
   bool must_make_room = false;  // somebody was refused whom room would have helped
   int num_copying = 0;
+  int num_held = 0;  // releases that are not done
+  std::int64_t held_since_ns = 0;
+  std::int64_t held_ns = 0;
+  std::int64_t writing_ns = 0;
   std::exception_ptr failure;
   bool is_done = false;
 
@@ -461,6 +486,12 @@ void Snapshot::wait() {
 }
 
 const std::vector<SnapshotTensorResult>& Snapshot::results() const { return impl_->results; }
+
+SnapshotTimes Snapshot::times() const {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  return {static_cast<double>(impl_->writing_ns) * 1e-9,
+          static_cast<double>(impl_->held_ns) * 1e-9};
+}
 
 std::uint64_t Snapshot::file_bytes() const { return impl_->file_bytes; }
 

@@ -34,6 +34,7 @@
 #include <vector>
 
 #include "tessera/checkpoint/fragment_writer.h"
+#include "tessera/core/clock.h"
 #include "tessera/core/dtype.h"
 #include "tessera/device/device.h"
 #include "tessera/device/pending.h"
@@ -66,6 +67,12 @@ struct SnapshotOptions {
   // Room for what updates must not wait for, pinned likewise; null: none, and an update waits until
   // its owner has been read. Nobody else takes leases.
   tier::BufferPool* buffer = nullptr;
+  const Clock* clock = nullptr;  // of times(); null: they are zero
+};
+
+struct SnapshotTimes {
+  double writing_s = 0;  // from the beginning until the file was on disk
+  double held_s = 0;     // that at least one release() was not done: what updates have waited
 };
 
 struct SnapshotTensorResult {
@@ -94,6 +101,7 @@ class Snapshot {
   // Once wait() has returned.
   const std::vector<SnapshotTensorResult>& results() const;  // by tensor
   std::uint64_t file_bytes() const;
+  SnapshotTimes times() const;
   // Of tensors, that the writer has taken: for progress and predictions, at any time.
   std::uint64_t bytes_so_far() const;
 

@@ -263,6 +263,7 @@ void CheckpointSaver::start_writing(Save& save, bool beside_training) {
   options.writer.io = io_.get();
   options.device = &ctx_.runtime.device();
   options.tier = ctx_.runtime.device().is_discrete() ? Tier::kPinned : Tier::kHost;
+  options.clock = &ctx_.runtime.clock();
   if (beside_training) {
     std::int64_t rounded = 0;
     for (const SnapshotTensor& tensor : save.tensors) {
@@ -440,9 +441,10 @@ SaveOutcome CheckpointSaver::end(const std::string& failure) {
   outcome.bytes = save->num_bytes;
   outcome.seconds = static_cast<double>(ctx_.runtime.clock().now_ns() - save->begin_ns) * 1e-9;
   if (save->snapshot) {
-    outcome.stall_s = 0;
+    const checkpoint::SnapshotTimes times = save->snapshot->times();
+    outcome.stall_s = times.held_s;
     if (failure.empty()) {
-      bytes_per_s_ = static_cast<double>(save->num_bytes) / std::max(outcome.seconds, 1e-9);
+      bytes_per_s_ = static_cast<double>(save->num_bytes) / std::max(times.writing_s, 1e-9);
     }
   }
   return outcome;

@@ -24,6 +24,7 @@
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
 #include "testing/fault_engine.h"
+#include "testing/manual_clock.h"
 #include "testing/mock_device.h"
 #include "tests/support/expect_names.h"
 #include "tests/support/sizes.h"
@@ -88,6 +89,7 @@ class SnapshotTest : public ::testing::Test {
     options.device = device_.get();
     options.tile_bytes = 0;
     options.buffer = buffer_.get();
+    options.clock = &clock_;
     return options;
   }
 
@@ -192,6 +194,7 @@ class SnapshotTest : public ::testing::Test {
   }
 
   testing::MemoryDirectory directory_;
+  ManualClock clock_;
   std::unique_ptr<FaultEngine> engine_ = make_engine();
   std::unique_ptr<device::Device> device_ = device::make_cpu_device();
   std::unique_ptr<tier::BufferPool> buffer_;
@@ -328,6 +331,22 @@ TEST_F(SnapshotTest, DoesNotHoldAnUpdateUntilItsOwnerIsOnDisk) {
   let_go();
   snapshot_->wait();
   expect_file();
+}
+
+TEST_F(SnapshotTest, CountsTheTimeThatUpdatesAreHeld) {
+  constexpr std::int64_t kSecond = 1'000'000'000;
+  add_large_and_small(2);
+  hold_in_first();
+  clock_.advance_ns(kSecond);  // nobody waits
+  const Pending first = snapshot_->release(1);
+  clock_.advance_ns(2 * kSecond);
+  const Pending second = snapshot_->release(2);
+  clock_.advance_ns(3 * kSecond);
+  let_go();
+  Pending::all({first, second}).wait();
+  snapshot_->wait();
+  EXPECT_EQ(snapshot_->times().held_s, 5.0);
+  EXPECT_EQ(snapshot_->times().writing_s, 6.0);
 }
 
 TEST_F(SnapshotTest, WritesFirstWhatAnUpdateWaitsFor) {

@@ -69,7 +69,7 @@ bool equal(const std::vector<at::Tensor>& left, const std::vector<at::Tensor>& r
 }
 
 TEST(CheckpointState, BuffersAreEachRanksOwn) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   const std::string root = folder.path().string();
   for (const int ranks : {1, 3}) {
     const auto train = [&](bool resumes) {
@@ -108,7 +108,7 @@ TEST(CheckpointState, BuffersAreEachRanksOwn) {
 }
 
 TEST(CheckpointState, RandomNumbersGoOnWhereTheyWere) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   const std::string root = folder.path().string();
   const auto train = [&](bool resumes) {
     std::vector<at::Tensor> result;
@@ -135,7 +135,7 @@ TEST(CheckpointState, RandomNumbersGoOnWhereTheyWere) {
 }
 
 TEST(CheckpointState, WhatWasFrozenLaterKeepsItsStates) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   const std::string root = folder.path().string();
   const auto train = [&](bool resumes) {
     std::vector<at::Tensor> result;
@@ -173,7 +173,7 @@ TEST(CheckpointState, WhatWasFrozenLaterKeepsItsStates) {
 }
 
 TEST(CheckpointState, ATiedWeightIsFoundByBothOfItsNames) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   with_engines(2, [&](Engine& engine, comm::Group& group) {
     const auto in = affine(4, 4, 1);
     auto first = engine.unit("first", in);
@@ -189,7 +189,7 @@ TEST(CheckpointState, ATiedWeightIsFoundByBothOfItsNames) {
 }
 
 TEST(CheckpointState, ExpertsThatSomeRanksUseGoOn) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   ExpertRun run;
   run.steps = 6;
   const auto train = [&](bool resumes) {
@@ -222,7 +222,7 @@ TEST(CheckpointState, ExpertsThatSomeRanksUseGoOn) {
 }
 
 TEST(CheckpointState, AnEditBesideASaveIsNotInIt) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   with_engines(2, [&](Engine& engine, comm::Group&) {
     auto layer = engine.unit("layer", affine(4, 4, 1));
     train_step(engine, layer(input(3, 4, 0)).pow(2).mean());
@@ -241,7 +241,7 @@ TEST(CheckpointState, AnEditBesideASaveIsNotInIt) {
 }
 
 TEST(CheckpointState, CallsAtTheWrongTimeAreNamedAndChangeNothing) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   const std::string root = folder.path().string();
   with_engines(2, [&](Engine& engine, comm::Group&) {
     auto layer = engine.unit("layer", affine(4, 4, 1));
@@ -272,7 +272,7 @@ TEST(CheckpointState, CallsAtTheWrongTimeAreNamedAndChangeNothing) {
 }
 
 TEST(CheckpointState, ASaveByOneRankAloneIsNamedOnAll) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   const auto failures = failures_of(2, quiet_config(), [&](Engine& engine, comm::Group& group) {
     auto layer = engine.unit("layer", affine(4, 4, 1));
     train_step(engine, layer(input(3, 4, 0)).pow(2).mean());
@@ -289,7 +289,7 @@ TEST(CheckpointState, ASaveByOneRankAloneIsNamedOnAll) {
 }
 
 TEST(CheckpointState, ALoadThatFailsHalfWayIsTheLastCallButForAnother) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   const std::string root = folder.path().string();
   with_engines(1, [&](Engine& engine, comm::Group&) {
     auto layer = engine.unit("layer", affine(4, 4, 1));

@@ -108,7 +108,7 @@ void expect_loads(const RunSettings& from, int to, const std::filesystem::path& 
 
 TEST(Checkpoint, WhatAnyNumberOfRanksSavesAnyOtherLoads) {
   for (int from = 1; from <= 5; ++from) {
-    const TemporaryDirectory folder;
+    const MemoryDirectory folder;
     RunSettings settings = small_run(from);
     settings.model.dtype = DType::kBFloat16;
     settings.model.tie_head = true;
@@ -121,7 +121,7 @@ TEST(Checkpoint, WhatAnyNumberOfRanksSavesAnyOtherLoads) {
 }
 
 TEST(Checkpoint, ParametersThatAreTheirOwnMastersLoadOnOtherRanks) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   const RunSettings settings = small_run(3);
   train(saving(settings, folder.path() / "saves", {2}));
   expect_loads(settings, 2, folder.path());
@@ -145,7 +145,7 @@ TEST_P(ContinuedTraining, HasTheBitsOfOneThatWasNotInterrupted) {
   if (each.device == RunDevice::kCuda && device::num_cuda_devices() == 0) {
     GTEST_SKIP() << "no GPU: " << device::cuda_description();
   }
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   const DiskDirectory disk;
   RunSettings settings = small_run(each.ranks);
   settings.device = each.device;
@@ -207,7 +207,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(Checkpoint, ASaveBesideTrainingHasTheValuesOfItsBegin) {
   for (const std::int64_t memory : {0, 40 << 10, 64 << 20}) {
     for (const RunDevice device : {RunDevice::kCpu, RunDevice::kMock}) {
-      const TemporaryDirectory folder;
+      const MemoryDirectory folder;
       RunSettings settings = small_run(2);
       settings.device = device;
       settings.steps = 8;
@@ -229,7 +229,7 @@ TEST(Checkpoint, ASaveBesideTrainingHasTheValuesOfItsBegin) {
 }
 
 TEST(Checkpoint, ASaveInAnotherPlaceOrTypeLoads) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   const DiskDirectory disk;
   const auto saved = folder.path() / "saves";
   RunSettings settings = small_run(2);
@@ -258,7 +258,7 @@ TEST(Checkpoint, ASaveInAnotherPlaceOrTypeLoads) {
 }
 
 TEST(Checkpoint, AFailedWriteLeavesTheSavesOfBeforeAndTheTraining) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   RunSettings settings = small_run(2);
   settings.steps = 4;
   const RunOutcome good = train(settings);
@@ -291,7 +291,7 @@ TEST(Checkpoint, AFailedWriteLeavesTheSavesOfBeforeAndTheTraining) {
 }
 
 TEST(Checkpoint, TheNewestFewStay) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   RunSettings settings = saving(small_run(2), folder.path(), {1, 2, 3, 4});
   settings.steps = 4;
   settings.saves.options.keep = 2;
@@ -317,7 +317,7 @@ std::string failure_of(const RunSettings& settings) {
 }
 
 TEST(Checkpoint, OfAnotherModelIsRefusedByNameUnlessPartsWillDo) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   train(saving(small_run(2), folder.path(), {2}));
   RunSettings other = loading(small_run(2), folder.path());
   other.model.layers += 1;
@@ -334,7 +334,7 @@ TEST(Checkpoint, OfAnotherModelIsRefusedByNameUnlessPartsWillDo) {
 }
 
 TEST(Checkpoint, OfAnotherOptimizerIsRefusedByTheNamesOfStates) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   train(saving(small_run(1), folder.path(), {2}));
   RunSettings other = loading(small_run(2), folder.path());
   other.options = {{"optim.kind", "sgd"}, {"optim.momentum", "0.5"}};
@@ -351,7 +351,7 @@ void flip_a_bit(const std::filesystem::path& file, std::uint64_t offset) {
 }
 
 TEST(Checkpoint, AFlippedBitIsFoundOnEveryNumberOfRanks) {
-  const TemporaryDirectory folder;
+  const MemoryDirectory folder;
   train(saving(small_run(2), folder.path(), {1, 2}));
   const auto saves = checkpoint::list_saves(folder.path().string());
   ASSERT_EQ(saves.size(), 2U);
