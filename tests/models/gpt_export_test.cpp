@@ -292,13 +292,7 @@ TEST_F(GptExport, TransformersComputesTheSameLogits) {
     GptOptions model = saved_model(/*tie_head=*/other);
     model.gelu_tanh = other;
     Gpt gpt(model, at::kCPU, kSavedSeed);
-    {
-      const at::NoGradGuard no_grad;
-      auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
-      for (const NamedParam& param : gpt.params()) {
-        param.tensor.add_(at::randn(param.tensor.sizes(), generator, at::kFloat), 0.1);
-      }
-    }
+    scatter(gpt, 0.1);
     std::filesystem::remove_all(path("run"));
     write_gpt_checkpoint(path("run"), gpt, {.num_ranks = 2});
     ExportOptions exported = options();

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include "models/gpt.h"
 #include "models/gpt_names.h"
@@ -18,6 +19,15 @@
 #include "tessera/shard/tensor_storage.h"
 
 namespace tessera::models {
+
+// Parameters away from the initial values, where biases are zero and all logits are nearly alike.
+inline void scatter(const Gpt& gpt, double deviation) {
+  const at::NoGradGuard no_grad;
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  for (const NamedParam& param : gpt.params()) {
+    param.tensor.add_(at::randn(param.tensor.sizes(), generator, at::kFloat), deviation);
+  }
+}
 
 struct WeightTensor {
   std::string name;

@@ -1,4 +1,4 @@
-#include "models/generation.h"
+#include "models/gpt_generation.h"
 
 #include <algorithm>
 #include <cstddef>

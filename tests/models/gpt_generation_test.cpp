@@ -1,6 +1,6 @@
 // A model continues a sequence: the cache of keys and values changes nothing but rounding, the
 // window moves when positions run out, and prompts come and go as text.
-#include "models/generation.h"
+#include "models/gpt_generation.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,13 +8,13 @@
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 
 #include "models/gpt.h"
 #include "models/token_text.h"
 #include "tessera/core/error.h"
 #include "tessera/engine/engine.h"
 #include "tests/models/models_support.h"
+#include "tests/models/weight_files.h"
 #include "tests/support/contains.h"
 
 namespace tessera::models {
@@ -23,15 +23,6 @@ namespace {
 using TokenList = std::vector<std::int64_t>;
 
 constexpr std::uint64_t kGenerationSeed = 5;
-
-// Away from the initial values, where all logits are nearly alike.
-void sharpen(Gpt& gpt) {
-  const at::NoGradGuard no_grad;
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
-  for (const NamedParam& param : gpt.params()) {
-    param.tensor.add_(at::randn(param.tensor.sizes(), generator, at::kFloat), 0.25);
-  }
-}
 
 at::Tensor random_ids(const GptOptions& options, std::int64_t rows, std::int64_t length) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(11);
@@ -57,7 +48,7 @@ TokenList continued(Gpt& gpt, const TokenList& prompt, const GenerationOptions& 
 TEST(Generation, NextLogitsAreThoseOfTheLoss) {
   const GptOptions options = gpt_preset("micro");
   Gpt gpt(options, at::kCPU, kGenerationSeed);
-  sharpen(gpt);
+  scatter(gpt, 0.25);
   const at::Tensor ids = random_ids(options, 3, 7);
   double sum = 0;
   for (std::int64_t length = 1; length < ids.size(1); ++length) {
@@ -76,7 +67,7 @@ TEST(Generation, CachedLogitsAreThoseOfTheWholeSequence) {
     GptOptions options = gpt_preset("micro");
     options.tie_head = tie_head;
     Gpt gpt(options, at::kCPU, kGenerationSeed);
-    sharpen(gpt);
+    scatter(gpt, 0.25);
     const at::Tensor ids = random_ids(options, 2, options.sequence);
     for (const std::vector<std::int64_t>& pieces :
          {std::vector<std::int64_t>(16, 1), {1, 15}, {16}, {5, 1, 7, 3}}) {
@@ -96,7 +87,7 @@ TEST(Generation, GivesTheSameTokensWithAndWithoutACache) {
   for (const std::int64_t sequence : {16, 5, 1}) {
     options.sequence = sequence;
     Gpt gpt(options, at::kCPU, kGenerationSeed);
-    sharpen(gpt);
+    scatter(gpt, 0.25);
     GenerationOptions generation;
     generation.num_tokens = 40;  // beyond the positions, several times
     for (const double temperature : {0.0, 1.0}) {
@@ -114,7 +105,7 @@ TEST(Generation, SeesTheLastHalfWhenPositionsHaveRunOut) {
   GptOptions options = gpt_preset("micro");
   options.sequence = 8;
   Gpt gpt(options, at::kCPU, kGenerationSeed);
-  sharpen(gpt);
+  scatter(gpt, 0.25);
   GenerationOptions generation;
   generation.sampling.temperature = 0;
   generation.num_tokens = 1;
@@ -127,7 +118,7 @@ TEST(Generation, SeesTheLastHalfWhenPositionsHaveRunOut) {
 
 TEST(Generation, IsRepeatedByItsSeedAndDrawsOnlyWhatHasAText) {
   Gpt gpt(gpt_preset("micro"), at::kCPU, kGenerationSeed);
-  sharpen(gpt);
+  scatter(gpt, 0.25);
   GenerationOptions generation;
   generation.num_tokens = 60;
   generation.sampling.seed = 1;
