@@ -38,6 +38,8 @@ Action add_bench_comm(CLI::App& app);
 Action add_bench_io(CLI::App& app);
 Action add_train(CLI::App& app);
 Action add_inspect(CLI::App& app);
+Action add_export(CLI::App& app);
+Action add_generate(CLI::App& app);
 Action add_plot(CLI::App& app);
 Action add_import(CLI::App& app);
 Action add_launch(CLI::App& app);

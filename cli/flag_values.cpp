@@ -36,6 +36,16 @@ double parse_positive(std::string_view flag, std::string_view text) {
   return value;
 }
 
+DType parse_precision(std::string_view flag, std::string_view text) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    if (text == to_string(dtype)) {
+      return dtype;
+    }
+  }
+  throw ConfigError(
+      detail::concat(flag, " ", tessera::in_quotes(text), " is none of fp32, bf16, fp16"));
+}
+
 std::vector<std::size_t> parse_sizes(std::string_view flag, std::string_view text) {
   std::vector<std::size_t> sizes;
   std::size_t begin = 0;

@@ -11,6 +11,8 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/core/dtype.h"
+
 namespace tessera::cli {
 
 std::int64_t parse_count(std::string_view flag, std::string_view text, std::int64_t min,
@@ -18,6 +20,9 @@ std::int64_t parse_count(std::string_view flag, std::string_view text, std::int6
 
 // Finite and above zero.
 double parse_positive(std::string_view flag, std::string_view text);
+
+// fp32, bf16 or fp16.
+DType parse_precision(std::string_view flag, std::string_view text);
 
 // "4KiB,1MiB": at least one, each at least one byte.
 std::vector<std::size_t> parse_sizes(std::string_view flag, std::string_view text);

@@ -16,7 +16,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::array<Command, 11> kCommands{{
+constexpr std::array<Command, 13> kCommands{{
     {"train", "Trains a GPT, sharded over ranks",
      "  tessera train --ranks 2\n"
      "  tessera train --ranks 4 --preset small --data text:book.txt --steps 200 --metrics "
@@ -30,6 +30,14 @@ constexpr std::array<Command, 11> kCommands{{
      "  tessera inspect --preset gpt-13b --ranks 64 --precision bf16 --set live.limit_bytes=4GiB\n"
      "  tessera inspect --preset small --ranks 8 --json > plan.json\n",
      add_inspect},
+    {"export", "Writes a checkpoint's model for other programs, as safetensors",
+     "  tessera export --checkpoint runs/one --to gpt2-mine\n"
+     "  tessera export --checkpoint runs/one --to mine --names tessera --precision bf16\n",
+     add_export},
+    {"generate", "Continues a text with a checkpoint's model",
+     "  tessera generate --checkpoint runs/one --prompt \"the old baker \"\n"
+     "  tessera generate --checkpoint runs/one --prompt \"12 55 7\" --tokens 20 --temperature 0\n",
+     add_generate},
     {"doctor", "Says what this machine has, and what each missing thing costs",
      "  tessera doctor\n"
      "  tessera doctor --dir /mnt/nvme --json\n",
