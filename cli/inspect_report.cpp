@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/inspect_tiers.h"
+#include "cli/progress.h"
 #include "tessera/core/printable.h"
 #include "tessera/core/units.h"
 
@@ -22,15 +23,6 @@ using Json = nlohmann::ordered_json;
 std::string limit_text(std::int64_t bytes) {
   // The option's largest value is a little below that of its type.
   return bytes >= INT64_MAX / 2 ? "unlimited" : approximate_bytes(bytes);
-}
-
-// 1234567 as 1,234,567.
-std::string grouped(std::int64_t number) {
-  std::string text = std::to_string(number);
-  for (std::size_t place = text.size(); place > 3; place -= 3) {
-    text.insert(place - 3, ",");
-  }
-  return text;
 }
 
 std::string sizes_text(const std::vector<std::int64_t>& sizes) {

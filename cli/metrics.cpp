@@ -5,10 +5,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <string>
 #include <string_view>
 #include <utility>
+
+#include <nlohmann/json.hpp>
 
 #include "tessera/device/shared_heap.h"
 
@@ -36,6 +39,30 @@ class JsonObject {
 
   std::string text_;
 };
+
+// Of a file of metrics: its whole lines up to the last of a step that is not beyond `num_done`.
+std::int64_t bytes_up_to(const std::string& path, std::int64_t num_done) {
+  std::error_code ignored;
+  if (num_done == 0 || !std::filesystem::is_regular_file(path, ignored)) {
+    return 0;
+  }
+  std::ifstream in(path, std::ios::binary);
+  std::int64_t end = 0;
+  std::int64_t kept = 0;
+  for (std::string line; std::getline(in, line) && !in.eof();) {
+    end += static_cast<std::int64_t>(line.size()) + 1;
+    const auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const auto step = object.is_object() ? object.find("step") : object.end();
+    if (step == object.end() || !step->is_number_integer()) {
+      continue;
+    }
+    if (step->get<std::int64_t>() > num_done) {
+      break;
+    }
+    kept = end;
+  }
+  return kept;
+}
 
 }  // namespace
 
@@ -86,8 +113,9 @@ std::string metrics_json(const StepMetrics& metrics) {
   return object.text();
 }
 
-MetricsFile::MetricsFile(std::string path, std::function<void(const std::string& text)> warn)
-    : file_({"--metrics", std::move(path), std::move(warn)}) {}
+MetricsFile::MetricsFile(const std::string& path, std::int64_t num_done,
+                         std::function<void(const std::string& text)> warn)
+    : file_({"--metrics", path, bytes_up_to(path, num_done), std::move(warn)}) {}
 
 std::int64_t rss_peak_bytes() {
   struct rusage usage {};

@@ -1,9 +1,9 @@
 // The numbers of every step, as JSON lines that programs read; docs/metrics.md has the table.
 //
-// A metrics file can be read while training runs: an old one is emptied at the start, then each
-// step adds one whole line at once. Numbers have all digits of their type, so that runs can be
-// compared to the bit; a number that JSON has no word for (a norm of an overflow), or that is not
-// known, is null.
+// A metrics file can be read while training runs: an old one is emptied at the start, or, where the
+// run goes on from a checkpoint, cut behind the step at which it does; then each step adds one
+// whole line at once. Numbers have all digits of their type, so that runs can be compared to the
+// bit; a number that JSON has no word for (a norm of an overflow), or that is not known, is null.
 //
 // Threads: one caller at a time.
 #pragma once
@@ -69,8 +69,10 @@ std::string metrics_json(const StepMetrics& metrics);
 
 class MetricsFile {
  public:
-  // Empties what is there. IoError if the file cannot be opened; later a failure is one `warn`.
-  MetricsFile(std::string path, std::function<void(const std::string& text)> warn);
+  // Keeps the lines of steps up to `num_done`, those before the run goes on; 0: none. IoError if
+  // the file cannot be opened; later a failure is one `warn`.
+  MetricsFile(const std::string& path, std::int64_t num_done,
+              std::function<void(const std::string& text)> warn);
 
   // False: the line is not in the file.
   bool append(const StepMetrics& metrics) { return file_.append(metrics_json(metrics) + "\n"); }

@@ -5,13 +5,14 @@
 namespace tessera::cli {
 
 Observers::Observers(ObserverOptions options, const Clock& clock)
-    : warn_(std::move(options.warn)), progress_(std::move(options.progress), clock) {
+    : warn_(std::move(options.warn)), progress_(options.progress, clock) {
+  const std::int64_t num_done = options.progress.num_done;
   const auto warn = [this](const std::string& text) { this->warn(text); };
   if (!options.metrics.empty()) {
-    metrics_.emplace(options.metrics, warn);
+    metrics_.emplace(options.metrics, num_done, warn);
   }
   if (!options.tensorboard.empty()) {
-    tensorboard_.emplace(options.tensorboard, warn);
+    tensorboard_.emplace(options.tensorboard, num_done, warn);
   }
 }
 

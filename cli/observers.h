@@ -32,11 +32,11 @@ class Observers {
   Observers& operator=(const Observers&) = delete;
 
   void show(const StepMetrics& metrics);
-
- private:
-  // On a line of its own.
+  // What else is to be seen of the run, each on a line of its own.
+  void say(const std::string& text) { progress_.say(text); }
   void warn(const std::string& text);
 
+ private:
   const std::function<void(const std::string& text)> warn_;
   std::optional<MetricsFile> metrics_;
   std::optional<TensorBoardFile> tensorboard_;

@@ -26,6 +26,21 @@ void check_output_file(const std::string& flag, const std::filesystem::path& nam
                 tessera::in_quotes(folder.string()), " is not writable");
 }
 
+void check_output_directory(const std::string& flag, const std::string& directory) {
+  namespace fs = std::filesystem;
+  std::error_code ignored;
+  fs::path nearest = fs::absolute(directory, ignored).lexically_normal();
+  while (!fs::exists(nearest, ignored) && nearest.has_relative_path()) {
+    nearest = nearest.parent_path();
+  }
+  TESSERA_CHECK(fs::is_directory(nearest, ignored), ConfigError, flag, " ",
+                tessera::in_quotes(directory), ": ", tessera::in_quotes(nearest.string()),
+                " is not a directory; name one, or one that can be created");
+  TESSERA_CHECK(::access(nearest.c_str(), W_OK | X_OK) == 0, ConfigError, flag, " ",
+                tessera::in_quotes(directory), ": directory ", tessera::in_quotes(nearest.string()),
+                " is not writable");
+}
+
 void write_output_file(const std::filesystem::path& named, std::string_view text) {
   const std::filesystem::path path = link_target(named.string());
   const std::string beside = path.string() + ".partial-" + std::to_string(::getpid());

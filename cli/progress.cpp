@@ -56,6 +56,14 @@ std::string count_text(double count) {
   return fmt::format("{:.{}f}{}", count, decimals, kSuffixes[suffix]);
 }
 
+std::string grouped(std::int64_t number) {
+  std::string text = std::to_string(number);
+  for (std::size_t place = text.size(); place > 3; place -= 3) {
+    text.insert(place - 3, ",");
+  }
+  return text;
+}
+
 std::string duration_text(double seconds) {
   const auto whole = static_cast<std::int64_t>(std::llround(std::clamp(seconds, 0.0, 1e9)));
   const std::int64_t hours = whole / 3600;
@@ -115,36 +123,36 @@ Progress::Progress(ProgressOptions options, const Clock& clock)
 
 Progress::~Progress() { finish(); }
 
-bool Progress::stays(std::int64_t num_done) const {
-  if (num_done >= options_.num_steps) {
+bool Progress::stays(std::int64_t step) const {
+  if (step >= options_.num_steps) {
     return true;
   }
   if (options_.log_every > 0) {
-    return num_done % options_.log_every == 0;
+    return step % options_.log_every == 0;
   }
   const std::int64_t history = (options_.num_steps + kHistoryLines - 1) / kHistoryLines;
-  return options_.terminal && num_done % std::max<std::int64_t>(history, 1) == 0;
+  return options_.terminal && step % std::max<std::int64_t>(history, 1) == 0;
 }
 
 void Progress::show(const StepMetrics& metrics) {
   const std::int64_t now_ns = clock_.now_ns();
-  const std::int64_t num_done = metrics.step;
-  if (num_done == 1) {
+  const bool is_first = metrics.step == options_.num_done + 1;
+  if (is_first) {
     first_step_end_ns_ = now_ns;
   }
-  const bool stays_there = stays(num_done) || metrics.eval_loss.has_value();
+  const bool stays_there = stays(metrics.step) || metrics.eval_loss.has_value();
   bool due = stays_there || metrics.skipped;
   if (options_.terminal) {
-    due = due || num_done == 1 || now_ns - shown_ns_ >= kRedrawEveryNs;
+    due = due || is_first || now_ns - shown_ns_ >= kRedrawEveryNs;
   } else if (options_.log_every == 0) {
-    due = due || num_done == 1 || options_.num_steps <= kEveryStepUpTo ||
+    due = due || is_first || options_.num_steps <= kEveryStepUpTo ||
           now_ns - shown_ns_ >= kLineEveryNs;
   }
   if (!due) {
     return;
   }
   shown_ns_ = now_ns;
-  const double left_s = remaining_s(num_done);
+  const double left_s = remaining_s(metrics.step);
   if (options_.terminal) {
     // The last column stays free: some terminals wrap as soon as it is written.
     const std::size_t width = std::max<std::size_t>(options_.width, 2) - 1;
@@ -156,6 +164,11 @@ void Progress::show(const StepMetrics& metrics) {
   }
 }
 
+void Progress::say(const std::string& text) {
+  finish();
+  options_.print(text + "\n");
+}
+
 void Progress::finish() {
   if (std::exchange(line_open_, false)) {
     options_.print("\n");
@@ -163,11 +176,12 @@ void Progress::finish() {
 }
 
 // The first step records the order of uses and fills caches: it is left out once there are others.
-double Progress::remaining_s(std::int64_t num_done) const {
+double Progress::remaining_s(std::int64_t step) const {
+  const std::int64_t num_done = step - options_.num_done;
   const std::int64_t since_ns = num_done > 1 ? first_step_end_ns_ : start_ns_;
   const auto num_timed = static_cast<double>(num_done > 1 ? num_done - 1 : num_done);
   const double step_s = static_cast<double>(clock_.now_ns() - since_ns) * 1e-9 / num_timed;
-  return step_s * static_cast<double>(std::max<std::int64_t>(options_.num_steps - num_done, 0));
+  return step_s * static_cast<double>(std::max<std::int64_t>(options_.num_steps - step, 0));
 }
 
 }  // namespace tessera::cli

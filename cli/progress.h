@@ -21,6 +21,7 @@ namespace tessera::cli {
 
 struct ProgressOptions {
   std::int64_t num_steps = 0;
+  std::int64_t num_done = 0;   // of them, before the run goes on
   std::int64_t log_every = 0;  // steps; 0: not asked for
   bool terminal = false;
   std::size_t width = 80;  // of the terminal: a longer line would wrap and could not be rewritten
@@ -41,13 +42,15 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
 
   void show(const StepMetrics& metrics);
+  // A line of text, of its own.
+  void say(const std::string& text);
   // Ends an open line; before a summary, or before somebody else writes.
   void finish();
 
  private:
   // The line of this step is there when the run is over.
-  bool stays(std::int64_t num_done) const;
-  double remaining_s(std::int64_t num_done) const;
+  bool stays(std::int64_t step) const;
+  double remaining_s(std::int64_t step) const;
 
   const ProgressOptions options_;
   const Clock& clock_;
@@ -65,6 +68,8 @@ std::string progress_line(const StepMetrics& metrics, std::int64_t num_steps, do
 
 // "950", "12.3k", "4.56M": three digits.
 std::string count_text(double count);
+// "1,234,567".
+std::string grouped(std::int64_t number);
 // "0:07", "12:05", "3:02:01".
 std::string duration_text(double seconds);
 

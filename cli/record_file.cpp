@@ -50,9 +50,18 @@ class NoPipeSignal {
 
 RecordFile::RecordFile(RecordFileOptions options)
     : options_(std::move(options)),
-      fd_(::open(options_.path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
+      fd_(::open(options_.path.c_str(),
+                 O_WRONLY | O_CREAT | (options_.keep_bytes == 0 ? O_TRUNC : 0) | O_CLOEXEC, 0666)) {
   TESSERA_CHECK(fd_ >= 0, IoError, options_.flag, " ", tessera::in_quotes(options_.path),
                 " cannot be opened: ", std::strerror(errno));
+  if (options_.keep_bytes > 0 && (::ftruncate(fd_, options_.keep_bytes) != 0 ||
+                                  ::lseek(fd_, options_.keep_bytes, SEEK_SET) < 0)) {
+    const int error = errno;
+    ::close(fd_);
+    throw IoError(detail::concat(options_.flag, " ", tessera::in_quotes(options_.path),
+                                 " cannot be continued: ", std::strerror(error)));
+  }
+  end_ = options_.keep_bytes;
 }
 
 RecordFile::~RecordFile() { ::close(fd_); }

@@ -20,13 +20,15 @@ namespace tessera::cli {
 struct RecordFileOptions {
   std::string flag;  // that asked for the file: "--metrics"
   std::string path;
+  // Of a file that is there, what stays: whole records of an earlier part of the run.
+  std::int64_t keep_bytes = 0;
   // Receives the one warning. Empty: nobody is told.
   std::function<void(const std::string& text)> warn;
 };
 
 class RecordFile {
  public:
-  // Creates the file, or empties it. IoError if that fails.
+  // Creates the file, or cuts off all but what stays. IoError if that fails.
   explicit RecordFile(RecordFileOptions options);
   ~RecordFile();
   RecordFile(const RecordFile&) = delete;

@@ -126,6 +126,17 @@ std::string encode_version_event(double wall_time_s) {
   return event.bytes();
 }
 
+std::string encode_start_event(double wall_time_s, std::int64_t step) {
+  constexpr std::int64_t kStart = 1;
+  Message session;
+  session.add_int(1, kStart);
+  Message event;
+  event.add_double(1, wall_time_s);
+  event.add_int(2, step);
+  event.add_bytes(7, session.bytes());
+  return event.bytes();
+}
+
 std::string encode_scalars_event(double wall_time_s, std::int64_t step,
                                  const std::vector<Scalar>& scalars) {
   Message summary;
@@ -186,24 +197,9 @@ std::vector<Scalar> tensorboard_scalars(const StepMetrics& metrics) {
   return scalars;
 }
 
-void check_tensorboard_directory(const std::string& directory) {
-  namespace fs = std::filesystem;
-  std::error_code ignored;
-  fs::path nearest = fs::absolute(directory, ignored).lexically_normal();
-  while (!fs::exists(nearest, ignored) && nearest.has_relative_path()) {
-    nearest = nearest.parent_path();
-  }
-  TESSERA_CHECK(fs::is_directory(nearest, ignored), ConfigError, "--tensorboard ",
-                tessera::in_quotes(directory), ": ", tessera::in_quotes(nearest.string()),
-                " is not a directory; name one, or one that can be created");
-  TESSERA_CHECK(::access(nearest.c_str(), W_OK | X_OK) == 0, ConfigError, "--tensorboard ",
-                tessera::in_quotes(directory), ": directory ", tessera::in_quotes(nearest.string()),
-                " is not writable");
-}
-
-TensorBoardFile::TensorBoardFile(const std::string& directory,
+TensorBoardFile::TensorBoardFile(const std::string& directory, std::int64_t num_done,
                                  std::function<void(const std::string& text)> warn)
-    : file_({"--tensorboard", new_event_file(directory), std::move(warn)}) {
+    : file_({"--tensorboard", new_event_file(directory), 0, std::move(warn)}), num_done_(num_done) {
   append(std::string());
 }
 
@@ -213,11 +209,16 @@ bool TensorBoardFile::append(const StepMetrics& metrics) {
 }
 
 bool TensorBoardFile::append(std::string records) {
-  if (!has_version_) {
-    records.insert(0, encode_record(encode_version_event(wall_time_s())));
+  if (!has_head_) {
+    const double now_s = wall_time_s();
+    std::string head = encode_record(encode_version_event(now_s));
+    if (num_done_ > 0) {
+      head += encode_record(encode_start_event(now_s, num_done_ + 1));
+    }
+    records.insert(0, head);
   }
   const bool written = file_.append(records);
-  has_version_ = has_version_ || written;
+  has_head_ = has_head_ || written;
   return written;
 }
 

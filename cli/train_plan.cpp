@@ -9,7 +9,6 @@
 #include "cli/flag_values.h"
 #include "cli/model_file.h"
 #include "cli/output_file.h"
-#include "cli/tensorboard.h"
 #include "cli/train_batch.h"
 #include "cli/train_memory.h"
 #include "tessera/coordinator/coordinator.h"
@@ -233,7 +232,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   plan.save = flags.save;
   check_outputs(plan);
   if (!plan.tensorboard.empty()) {
-    check_tensorboard_directory(plan.tensorboard);
+    check_output_directory("--tensorboard", plan.tensorboard);
   }
   return plan;
 }

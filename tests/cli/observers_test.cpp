@@ -22,6 +22,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/device_peak.h"
+#include "cli/output_file.h"
 #include "tessera/core/error.h"
 #include "testing/manual_clock.h"
 #include "tests/support/contains.h"
@@ -77,7 +78,7 @@ TEST(RecordFile, HoldsWholeRecordsOnlyAndGoesOnWhenThereIsRoomAgain) {
   const testing::TemporaryDirectory directory;
   const std::string path = directory.path() / "file";
   Warnings warnings;
-  RecordFile file({"--metrics", path, warnings.sink()});
+  RecordFile file({"--metrics", path, 0, warnings.sink()});
   ASSERT_TRUE(file.append("first\n"));
   {
     FileSizeLimit full(10);
@@ -102,21 +103,58 @@ TEST(RecordFile, AReaderThatIsGoneIsAWarningAndNoSignal) {
   const int reader = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
   ASSERT_GE(reader, 0);
   Warnings warnings;
-  RecordFile file({"--metrics", path, warnings.sink()});
+  RecordFile file({"--metrics", path, 0, warnings.sink()});
   EXPECT_TRUE(file.append("first\n"));
   ::close(reader);
   EXPECT_FALSE(file.append("second\n"));  // SIGPIPE would end this program
   EXPECT_EQ(warnings.texts.size(), 1U);
 }
 
+// A run that goes on behind step 2, from a checkpoint that is older than its last lines.
+TEST(MetricsFile, KeepsTheStepsBeforeThoseOfARunThatGoesOn) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory.path() / "run.jsonl";
+  const std::string before = "{\"step\": 1}\nno step\n{\"step\": 2, \"loss\": null}\n";
+  StepMetrics third;
+  third.step = 3;
+  const std::string expected = before + metrics_json(third) + "\n";
+  for (const std::string tail : {"", "{\"step\": 3}\n{\"step\": 4}\n", "{\"step\": 2", "{\"st"}) {
+    SCOPED_TRACE(tail);
+    std::ofstream(path, std::ios::binary) << before << tail;
+    MetricsFile file(path, 2, {});
+    EXPECT_EQ(read_whole(path), before);
+    EXPECT_TRUE(file.append(third));
+    EXPECT_EQ(read_whole(path), expected);
+  }
+  MetricsFile begun(path, 0, {});
+  EXPECT_EQ(read_whole(path), "");
+  std::filesystem::remove(path);
+  MetricsFile created(path, 2, {});
+  EXPECT_EQ(read_whole(path), "");
+}
+
+// What did not fit is cut off behind what was kept.
+TEST(RecordFile, AFullDiskCostsNothingOfTheEarlierPart) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory.path() / "file";
+  std::ofstream(path, std::ios::binary) << "first\nsecond\n";
+  RecordFile file({"--metrics", path, 6, {}});
+  {
+    const FileSizeLimit full(10);
+    EXPECT_FALSE(file.append("third\n"));
+  }
+  EXPECT_EQ(read_whole(path), "first\n");
+}
+
 TEST(RecordFile, OneThatCannotBeOpenedIsAnError) {
   const testing::TemporaryDirectory directory;
-  EXPECT_THROW(MetricsFile((directory.path() / "no" / "file").string(), {}), IoError);
+  EXPECT_THROW(MetricsFile((directory.path() / "no" / "file").string(), 0, {}), IoError);
   std::ofstream(directory.path() / "file") << "x";
-  EXPECT_THROW(TensorBoardFile((directory.path() / "file").string(), {}), IoError);
-  EXPECT_THROW(check_tensorboard_directory((directory.path() / "file" / "in").string()),
+  EXPECT_THROW(TensorBoardFile((directory.path() / "file").string(), 0, {}), IoError);
+  EXPECT_THROW(check_output_directory("--tensorboard", (directory.path() / "file" / "in").string()),
                ConfigError);
-  EXPECT_NO_THROW(check_tensorboard_directory((directory.path() / "new" / "one").string()));
+  EXPECT_NO_THROW(
+      check_output_directory("--tensorboard", (directory.path() / "new" / "one").string()));
   EXPECT_FALSE(std::filesystem::exists(directory.path() / "new"));
 }
 
@@ -137,6 +175,7 @@ class EventReader {
     double wall_time = 0;
     std::int64_t step = 0;
     std::string version;
+    std::uint64_t status = 0;  // of the session
     std::map<std::string, float> scalars;
   };
 
@@ -218,12 +257,20 @@ class EventReader {
         case (5 << 3) | 2:
           EventReader(delimited()).summary(event);
           break;
+        case (7 << 3) | 2:
+          EventReader(delimited()).session(event);
+          break;
         default:
           ADD_FAILURE() << "a field that an event does not have";
           return event;
       }
     }
     return event;
+  }
+  void session(Event& event) {
+    ASSERT_EQ(varint(), (1U << 3) | 0U);
+    event.status = varint();
+    ASSERT_TRUE(bytes_.empty());
   }
   void summary(Event& event) {
     while (!bytes_.empty()) {
@@ -243,7 +290,7 @@ class EventReader {
 TEST(TensorBoard, AFileHasTheVersionAndThenEveryStepWithItsScalars) {
   const testing::TemporaryDirectory directory;
   Warnings warnings;
-  TensorBoardFile file((directory.path() / "new" / "runs").string(), warnings.sink());
+  TensorBoardFile file((directory.path() / "new" / "runs").string(), 0, warnings.sink());
   StepMetrics metrics;
   metrics.step = 300;  // two bytes as a varint
   metrics.loss = 2.5;
@@ -273,11 +320,25 @@ TEST(TensorBoard, AFileHasTheVersionAndThenEveryStepWithItsScalars) {
   EXPECT_TRUE(warnings.texts.empty());
 }
 
+TEST(TensorBoard, ARunThatGoesOnTakesThePlaceOfTheStepsBehindItsBegin) {
+  const testing::TemporaryDirectory directory;
+  TensorBoardFile file(directory.path().string(), 300, {});
+  StepMetrics metrics;
+  metrics.step = 301;
+  ASSERT_TRUE(file.append(metrics));
+  const std::vector<EventReader::Event> events = EventReader::read(read_whole(file.path()));
+  ASSERT_EQ(events.size(), 3U);
+  EXPECT_EQ(events[0].version, "brain.Event:2");
+  EXPECT_EQ(events[1].step, 301);
+  EXPECT_EQ(events[1].status, 1U);
+  EXPECT_EQ(events[2].step, 301);
+}
+
 TEST(TensorBoard, AFileThatWasFullAtFirstIsOneThatReadersTake) {
   const testing::TemporaryDirectory directory;
   Warnings warnings;
   FileSizeLimit full(8);
-  TensorBoardFile file(directory.path().string(), warnings.sink());
+  TensorBoardFile file(directory.path().string(), 0, warnings.sink());
   EXPECT_FALSE(file.append(StepMetrics{}));
   full.lift();
   EXPECT_TRUE(file.append(StepMetrics{}));

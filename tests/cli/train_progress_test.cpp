@@ -80,6 +80,29 @@ TEST(ProgressText, ASkippedStepSaysWhy) {
   EXPECT_HAS(progress_line(metrics, 5, 0), "skipped: gradient not finite, loss scale 32768");
 }
 
+// The time left is that of the steps which are left, by those of this part of the run.
+TEST_F(ProgressTest, ARunThatGoesOnCountsItsOwnTime) {
+  ProgressOptions resumed = options(200, false);
+  resumed.num_done = 100;
+  Progress progress(resumed, clock_);
+  for (std::int64_t step = 101; step <= 104; ++step) {
+    clock_.advance_ns((step == 101 ? 9000 : 1000) * kMillisecond);
+    progress.show(some_step(step));
+  }
+  ASSERT_EQ(printed_.size(), 4U);
+  EXPECT_HAS(printed_[0], "step 101/200 ");
+  EXPECT_HAS(printed_[3], "1:36 left");
+}
+
+TEST_F(ProgressTest, AnythingElseHasALineOfItsOwn) {
+  Progress progress(options(100, true), clock_);
+  progress.show(some_step(1));
+  progress.say("something else");
+  ASSERT_EQ(printed_.size(), 3U);
+  EXPECT_EQ(printed_[1], "\n");
+  EXPECT_EQ(printed_[2], "something else\n");
+}
+
 TEST_F(ProgressTest, AShortRunPrintsEveryStepWhenPiped) {
   Progress progress(options(20, false), clock_);
   const auto& lines = run(progress, 20, 1);
