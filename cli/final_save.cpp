@@ -28,8 +28,10 @@ std::optional<std::string> try_save(const std::string& path,
 }  // namespace
 
 std::vector<std::string> rescue_paths(const std::string& path) {
-  const std::string name =
-      std::filesystem::path(path).filename().string() + ".rescued-" + std::to_string(::getpid());
+  // A directory may be named with a '/' behind it.
+  const std::filesystem::path named(path);
+  const std::filesystem::path last = named.has_filename() ? named : named.parent_path();
+  const std::string name = last.filename().string() + ".rescued-" + std::to_string(::getpid());
   std::vector<std::string> paths;
   std::error_code error;
   const std::filesystem::path here = std::filesystem::current_path(error);
@@ -40,23 +42,23 @@ std::vector<std::string> rescue_paths(const std::string& path) {
   return paths;
 }
 
-SaveOutcome save_or_rescue(const std::string& path,
-                           const std::function<void(const std::string&)>& save) {
-  const std::optional<std::string> failure = try_save(path, save);
+RescuedSave save_or_rescue(const SaveTarget& target,
+                           const std::function<void(const std::string& path)>& save) {
+  const std::optional<std::string> failure = try_save(target.path, save);
   if (!failure) {
-    return {path, ""};
+    return {target.path, ""};
   }
   std::string others;
-  for (const std::string& place : rescue_paths(path)) {
+  for (const std::string& place : rescue_paths(target.path)) {
     const std::optional<std::string> again = try_save(place, save);
     if (!again) {
-      return {place, detail::concat("--save: ", *failure, "; the parameters are saved in ",
+      return {place, detail::concat(target.flag, ": ", *failure, "; ", target.what, " saved in ",
                                     in_quotes(place), " instead")};
     }
     others += "; " + *again;
   }
-  return {"", detail::concat("--save: ", *failure, "; they could not be saved anywhere else either",
-                             others)};
+  return {"", detail::concat(target.flag, ": ", *failure,
+                             "; it could not be saved anywhere else either", others)};
 }
 
 }  // namespace tessera::cli

@@ -46,6 +46,14 @@ DType parse_precision(std::string_view flag, std::string_view text) {
       detail::concat(flag, " ", tessera::in_quotes(text), " is none of fp32, bf16, fp16"));
 }
 
+double parse_duration(std::string_view flag, std::string_view text) {
+  const std::string spelled = text.ends_with('m') ? std::string(text) + "in" : std::string(text);
+  const auto seconds = parse_seconds(spelled);
+  TESSERA_CHECK(seconds && *seconds > 0, ConfigError, flag, " ", tessera::in_quotes(text),
+                " is not a time above 0; write for example 30s, 45min or 2h");
+  return *seconds;
+}
+
 std::vector<std::size_t> parse_sizes(std::string_view flag, std::string_view text) {
   std::vector<std::size_t> sizes;
   std::size_t begin = 0;

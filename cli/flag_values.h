@@ -23,6 +23,9 @@ double parse_positive(std::string_view flag, std::string_view text);
 
 // fp32, bf16 or fp16.
 DType parse_precision(std::string_view flag, std::string_view text);
+// Seconds above 0: "30s", "45min", "2h". Here "m" are minutes: nobody ends a run after
+// milliseconds.
+double parse_duration(std::string_view flag, std::string_view text);
 
 // "4KiB,1MiB": at least one, each at least one byte.
 std::vector<std::size_t> parse_sizes(std::string_view flag, std::string_view text);

@@ -22,6 +22,7 @@ constexpr std::array<Command, 13> kCommands{{
      "  tessera train --ranks 4 --preset small --data text:book.txt --steps 200 --metrics "
      "run.jsonl\n"
      "  tessera train --ranks 2 --verify 3\n"
+     "  tessera train --ranks 2 --steps 500 --checkpoint runs/one --save-every 100 --resume\n"
      "  torchrun --nproc-per-node 8 --no-python tessera train --preset gpt-1b4 --device cuda\n",
      add_train},
     {"inspect",

@@ -123,6 +123,14 @@ void add_training_flags(CLI::App& app, TrainFlags& flags) {
             "N");
   add_switch(app, "--stop-on-divergence", flags.stop_on_divergence,
              "Ends the run after 10 steps in a row without a finite loss and gradient");
+  add_value(app, "--stop-after", flags.stop_after,
+            "Ends the run behind the step during which this time is over (30s, 45min, 2h), as a "
+            "signal does, with exit code 0",
+            "TIME");
+  add_value(app, "--init", flags.init,
+            "Initial parameters: a safetensors file, or a directory in the style of Hugging Face, "
+            "with our names or GPT-2's",
+            "DIR");
 }
 
 void add_run_flags(CLI::App& app, TrainFlags& flags) {
@@ -152,8 +160,8 @@ void add_run_flags(CLI::App& app, TrainFlags& flags) {
             "the run, elsewhere about one per second)",
             "N");
   add_value(app, "--metrics", flags.metrics,
-            "One JSON object per step, from rank 0; readable while it grows, emptied at the start; "
-            "`tessera plot` shows it",
+            "One JSON object per step, from rank 0; readable while it grows, emptied at the start, "
+            "or cut to the steps before --resume; `tessera plot` shows it",
             "FILE");
   add_value(app, "--tensorboard", flags.tensorboard,
             "Scalars of every step for TensorBoard, in a new file of this directory", "DIR");
@@ -164,11 +172,10 @@ void add_run_flags(CLI::App& app, TrainFlags& flags) {
   add_value(app, "--trace", flags.trace,
             sets("trace.path") + "; other ranks put .rankN before the ending", "FILE");
   add_value(app, "--save-init", flags.save_init, "Initial parameters, as safetensors", "FILE");
-  add_value(
-      app, "--save", flags.save,
-      "Parameters after the last step, or after the one that SIGINT, SIGTERM or SIGHUP stops, "
-      "as safetensors",
-      "FILE");
+  add_value(app, "--save", flags.save,
+            "Parameters after the last step, or after the one that SIGINT, SIGTERM, SIGHUP or "
+            "--stop-after stops, as safetensors",
+            "FILE");
 }
 
 }  // namespace
@@ -219,6 +226,7 @@ Action add_train(CLI::App& app) {
   add_schedule_flags(app, flags->schedule);
   add_memory_flags(app, *flags);
   add_run_flags(app, *flags);
+  add_checkpoint_flags(app, flags->checkpoint);
   add_config_flags(app, flags->config);
   return [flags](const Arguments& arguments) { return run_train(*flags, arguments); };
 }

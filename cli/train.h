@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/checkpoint_flags.h"
 #include "cli/config_flags.h"
 #include "cli/launch/stop_signals.h"
 #include "tessera/comm/rank_process.h"
@@ -60,6 +61,10 @@ struct TrainFlags {
   std::string eval_every;
   std::string eval_batches;
   bool stop_on_divergence = false;
+  std::string stop_after;
+
+  std::string init;
+  CheckpointFlags checkpoint;
 
   std::string device;
   std::string threads;
@@ -101,7 +106,8 @@ void add_memory_flags(CLI::App& app, TrainFlags& flags);
 void check_training(const TrainFlags& flags, int num_local_ranks);
 
 // Trains as the rank that `rendezvous` says; collective over all of them. Rank 0 speaks. Returns 0,
-// or the signal that has stopped it behind a step, with everything written.
+// also behind --stop-after, or the signal that has stopped it behind a step; with everything
+// written.
 int train_this_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
                     comm::RankProcess& process, StopSignals& signals);
 

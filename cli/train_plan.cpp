@@ -10,6 +10,7 @@
 #include "cli/model_file.h"
 #include "cli/output_file.h"
 #include "cli/train_batch.h"
+#include "cli/train_checkpoint.h"
 #include "cli/train_memory.h"
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/core/error.h"
@@ -140,6 +141,20 @@ void check_outputs(const TrainPlan& plan) {
   }
 }
 
+// What --verify compares, and what --unsharded trains, begins with initial values and is not saved.
+void check_whole_run(const TrainPlan& plan) {
+  const char* const flag = plan.checkpoint     ? "--checkpoint"
+                           : plan.stop_after_s ? "--stop-after"
+                                               : "";
+  TESSERA_CHECK(!plan.verify || *flag == '\0', ConfigError,
+                "--verify compares a whole run with "
+                "unsharded training; leave ",
+                flag, " out");
+  TESSERA_CHECK(!plan.unsharded || !plan.checkpoint, ConfigError,
+                "--checkpoint saves what is sharded, and --unsharded shards nothing; leave one of "
+                "them out (--ranks 1 trains the same bits)");
+}
+
 // Contradictions that the parts of the engine would find, but only once the ranks have met.
 void check_training_options(const TrainPlan& plan) {
   plan.config.check();
@@ -196,6 +211,11 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
                 "--unsharded trains in one process, not in ", place.world_size,
                 " ranks; leave --unsharded out, or use --ranks 1");
   plan.stop_on_divergence = flags.stop_on_divergence;
+  if (!flags.stop_after.empty()) {
+    plan.stop_after_s = parse_duration("--stop-after", flags.stop_after);
+  }
+  plan.checkpoint = checked_checkpoint_plan(flags.checkpoint);
+  check_whole_run(plan);
 
   TESSERA_CHECK(flags.device.empty() || flags.device == "cpu" || flags.device == "cuda",
                 ConfigError, "--device ", tessera::in_quotes(flags.device), " is not cpu or cuda");
@@ -225,6 +245,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   if (!flags.peak_tflops.empty()) {
     plan.peak_flops = parse_positive("--peak-tflops", flags.peak_tflops) * 1e12;
   }
+  plan.init = flags.init;
   plan.metrics = flags.metrics;
   plan.tensorboard = flags.tensorboard;
   plan.trace = plan.config.get_string("trace.path");
@@ -234,7 +255,14 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   if (!plan.tensorboard.empty()) {
     check_output_directory("--tensorboard", plan.tensorboard);
   }
+  if (plan.checkpoint && purpose == PlanFor::kTraining) {
+    plan.resume = find_resume_point(*plan.checkpoint);
+  }
   return plan;
+}
+
+std::shared_ptr<const models::InitialWeights> open_initial_weights(const TrainPlan& plan) {
+  return plan.init.empty() || plan.resume ? nullptr : models::open_weights(plan.init, plan.model);
 }
 
 void check_training(const TrainFlags& flags, int num_local_ranks) {
@@ -243,7 +271,9 @@ void check_training(const TrainFlags& flags, int num_local_ranks) {
   place.local_world_size = num_local_ranks;
   const TrainPlan plan = checked_plan(flags, place);
   check_machine(plan, num_local_ranks);
-  static_cast<void>(models::open_data(plan.data));
+  const std::unique_ptr<models::TokenSource> data = models::open_data(plan.data);
+  check_resume(plan, *data);
+  static_cast<void>(open_initial_weights(plan));
   if (plan.evaluation) {
     static_cast<void>(models::open_data(plan.evaluation->data));
   }

@@ -11,16 +11,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "cli/resume.h"
 #include "cli/train.h"
 #include "cli/train_batch.h"
 #include "cli/train_compare.h"
 #include "cli/train_memory_plan.h"
 #include "models/data.h"
 #include "models/gpt.h"
+#include "models/gpt_weights.h"
 #include "tessera/core/config.h"
 #include "tessera/engine/memory_planning.h"
 
@@ -60,6 +63,7 @@ struct TrainPlan {
   bool deterministic = false;
   bool verify = false;
   bool stop_on_divergence = false;
+  std::optional<double> stop_after_s;
   Against verify_against = Against::kTurns;
 
   std::int64_t log_every = 0;        // steps; 0: not asked for
@@ -70,6 +74,13 @@ struct TrainPlan {
   // Of plan_run_memory(), for the engine.
   std::optional<planner::ModelShapes> shapes;
   std::optional<MemoryPlanning> planning;
+
+  std::optional<CheckpointPlan> checkpoint;
+  std::optional<ResumePoint> resume;  // the newest save, as this process sees it
+
+  std::string init;  // where initial values are; empty: they are drawn
+  // Opened by whoever makes the model, unless a save has its values; null: they are drawn.
+  std::shared_ptr<const models::InitialWeights> weights;
 
   // Empty: not wanted.
   std::string metrics;
@@ -89,6 +100,9 @@ enum class PlanFor : std::uint8_t {
   kTraining,    // here and now: its GPUs must be there
   kInspection,  // of a training somewhere else
 };
+
+// Of plan.init, with the model's shape; null: initial values are drawn, or come from a save.
+std::shared_ptr<const models::InitialWeights> open_initial_weights(const TrainPlan& plan);
 
 // `place`: this rank's, or any rank's when a plan is made for all of them.
 TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place,

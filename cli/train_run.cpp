@@ -23,6 +23,7 @@
 #include "cli/launch/rank_end.h"
 #include "cli/observers.h"
 #include "cli/out_of_memory.h"
+#include "cli/train_checkpoint.h"
 #include "cli/train_evaluate.h"
 #include "cli/train_memory.h"
 #include "cli/train_phases.h"
@@ -33,6 +34,7 @@
 #include "cli/train_warnings.h"
 #include "tessera/comm/bootstrap.h"
 #include "tessera/core/error.h"
+#include "tessera/core/printable.h"
 #include "tessera/core/resource_limits.h"
 #include "tessera/engine/tensor_memory.h"
 #include "tessera/optim/rule.h"
@@ -63,9 +65,11 @@ std::int64_t ledger_peak_bytes(const Ledger& ledger) {
   return static_cast<std::int64_t>(bytes);
 }
 
-std::string stopped_text(int signal, std::int64_t num_steps, const TrainPlan& plan) {
-  return "stopped by " + signal_name(signal) + " after " + std::to_string(num_steps) + " of " +
-         std::to_string(plan.num_steps) + " steps" + (plan.verify ? ", not verified\n" : "\n");
+// `signal`: 0 where no signal has stopped it.
+std::string stopped_text(int signal, std::int64_t num_done, const TrainPlan& plan) {
+  return "stopped by " + (signal == 0 ? "--stop-after" : signal_name(signal)) + " after " +
+         std::to_string(num_done) + " of " + std::to_string(plan.num_steps) + " steps" +
+         (plan.verify ? ", not verified\n" : "\n");
 }
 
 FlopRate flop_rate(const TrainPlan& plan, Runtime& runtime) {
@@ -90,6 +94,7 @@ class Run {
         runtime_(runtime),
         signals_(signals),
         speaks_(runtime.rank() == 0),
+        start_ns_(runtime.clock().now_ns()),
         flops_(flop_rate(plan, runtime)),
         phases_(plan.cuda_device, runtime.clock()),
         batches_(data, plan),
@@ -100,6 +105,9 @@ class Run {
     }
     if (plan.evaluation) {
       evaluation_.emplace(plan, runtime);
+    }
+    if (plan.checkpoint) {
+      checkpoints_.emplace(plan, *trainer_->engine(), data, tellers());
     }
   }
 
@@ -112,23 +120,26 @@ class Run {
     if (speaks_) {
       std::cout << head_text(head()) << std::flush;
     }
+    if (checkpoints_) {
+      num_done_ = checkpoints_->resume();
+    }
     run_steps();
     const int signal = stop_ ? agreed_signal() : 0;
     // The model first: nothing that only watched the run may cost it.
-    SaveOutcome saved;
-    if (!plan_.save.empty() && !divergence_.has_spoilt_parameters()) {
-      saved = save_or_rescue(plan_.save, [this](const std::string& to) { trainer_->save(to); });
-    }
+    const std::string save_failure = save_all();
     runtime_.write_trace();
     if (plan_.verify && !stop_) {
       compare_params();
     }
     if (speaks_) {
       if (stop_) {
-        std::cout << stopped_text(signal, totals_.num_steps(), plan_);
+        std::cout << stopped_text(signal, num_done_, plan_);
       }
       if (totals_.num_steps() > 0) {
         std::cout << totals_.text() << std::flush;
+      }
+      if (checkpoints_) {
+        std::cout << checkpoints_->summary() << std::flush;
       }
       if (!plan_.verify || stop_) {
         print_memory();
@@ -137,11 +148,11 @@ class Run {
     if (stop_) {
       end_together();
     }
-    TESSERA_CHECK(!speaks_ || saved.failure.empty(), IoError, saved.failure);
+    TESSERA_CHECK(!speaks_ || save_failure.empty(), IoError, save_failure);
     if (speaks_ && plan_.verify && !stop_) {
       pronounce();
     }
-    if (speaks_ && !stop_) {
+    if (speaks_ && signal == 0) {
       check_converged();
     }
     return stop_ ? signal : signals_.pending();
@@ -149,34 +160,81 @@ class Run {
 
  private:
   void run_steps() {
-    std::optional<Observers> observers;
     if (speaks_) {
-      observers.emplace(observer_options(), runtime_.clock());
+      observers_.emplace(observer_options(), runtime_.clock());
     }
     // Alone there is nobody to agree with: then it stops here already.
     const auto is_stopped = [this] {
       return stop_ || (runtime_.num_ranks() == 1 && signals_.pending() != 0);
     };
-    for (std::int64_t step = 0; step < plan_.num_steps && !(stop_ = is_stopped()); ++step) {
+    while (num_done_ < plan_.num_steps && !(stop_ = is_stopped())) {
+      const std::int64_t step = num_done_;
       StepMetrics metrics = run_step(step);
+      num_done_ = step + 1;
       if (evaluation_ && plan_.evaluation->is_due_after(step, plan_.num_steps)) {
         metrics.eval_loss = evaluation_->run(*trainer_);
       }
       totals_.add(metrics);
       divergence_.add(metrics);
-      if (observers) {
-        observers->show(metrics);
+      if (observers_) {
+        observers_->show(metrics);
       }
       // All ranks come to the same answer: it depends on what they know alike.
-      if (plan_.stop_on_divergence && divergence_.is_going_on()) {
+      const bool is_given_up = plan_.stop_on_divergence && divergence_.is_going_on();
+      if (checkpoints_ && !divergence_.has_spoilt_parameters()) {
+        checkpoints_->after_step(num_done_, stop_ || is_given_up || num_done_ == plan_.num_steps);
+      }
+      if (is_given_up) {
         break;
       }
     }
+    observers_.reset();
+  }
+
+  // Collective: a checkpoint, and --save. Parameters that are no numbers take no good save's place.
+  // What went wrong; empty: nothing.
+  std::string save_all() {
+    const bool is_good = !divergence_.has_spoilt_parameters();
+    std::string failure = checkpoints_ ? checkpoints_->finish(num_done_, is_good) : "";
+    if (!plan_.save.empty() && is_good) {
+      const RescuedSave saved =
+          save_or_rescue({"--save", "the parameters are", plan_.save},
+                         [this](const std::string& to) { trainer_->save(to); });
+      failure += (failure.empty() || saved.failure.empty() ? "" : "; ") + saved.failure;
+    }
+    return failure;
+  }
+
+  // Lines that are not the observers' own, on the screen that is theirs while steps run.
+  Tellers tellers() {
+    if (!speaks_) {
+      return {[](const std::string&) {}, [](const std::string&) {}};
+    }
+    return {[this](const std::string& text) {
+              if (observers_) {
+                observers_->say(text);
+              } else {
+                std::cout << text << "\n" << std::flush;
+              }
+            },
+            [this](const std::string& text) {
+              if (observers_) {
+                observers_->warn(text);
+              } else {
+                runtime_.logger().warn(text);
+              }
+            }};
+  }
+
+  bool is_time_over() const {
+    return plan_.stop_after_s &&
+           static_cast<double>(runtime_.clock().now_ns() - start_ns_) * 1e-9 >= *plan_.stop_after_s;
   }
 
   ObserverOptions observer_options() const {
     ObserverOptions options;
     options.progress = stdout_progress(plan_.num_steps, plan_.log_every);
+    options.progress.num_done = num_done_;
     options.metrics = plan_.metrics;
     options.tensorboard = plan_.tensorboard;
     options.warn = [this](const std::string& text) { runtime_.logger().warn(text); };
@@ -194,7 +252,7 @@ class Run {
         run_micro_batch(batches_.read(step, micro_batch_of(plan_.batch, runtime_.rank(), i)));
       }
       phases_.begin_update();
-      if (signals_.pending() != 0) {
+      if (signals_.pending() != 0 || is_time_over()) {
         trainer_->request_stop();
       }
       result = trainer_->step();
@@ -306,9 +364,12 @@ class Run {
 
   void check_converged() const {
     if (divergence_.has_diverged()) {
-      const char* const kept = plan_.save.empty()                    ? ""
-                               : divergence_.has_spoilt_parameters() ? "; --save was not written"
-                                                                     : "; --save was written";
+      const bool is_spoilt = divergence_.has_spoilt_parameters();
+      const std::string kept =
+          (plan_.save.empty() ? ""
+           : is_spoilt        ? "; --save was not written"
+                              : "; --save was written") +
+          std::string(plan_.checkpoint && is_spoilt ? "; no checkpoint was made since then" : "");
       throw comm::ExitCodeError(divergence_.text(plan_.model.dtype) + kept, kExitDiverged);
     }
   }
@@ -371,16 +432,20 @@ class Run {
   Runtime& runtime_;
   StopSignals& signals_;
   const bool speaks_;
+  const std::int64_t start_ns_;
   const FlopRate flops_;
   StepPhases phases_;
   Batches batches_;
   std::unique_ptr<Trainer> trainer_;
   std::optional<Twin> twin_;  // rank 0, with --verify
   std::optional<Evaluation> evaluation_;
+  std::optional<Checkpoints> checkpoints_;
+  std::optional<Observers> observers_;  // rank 0, while steps run
   Divergence divergence_;
   RunTotals totals_;
   NvmeTotals nvme_;
-  bool stop_ = false;  // the same on all ranks
+  std::int64_t num_done_ = 0;  // steps, those before the run went on included
+  bool stop_ = false;          // the same on all ranks
 };
 
 int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
@@ -394,6 +459,8 @@ int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
   }
   at::globalContext().setDeterministicAlgorithms(plan.deterministic, /*warn_only=*/false);
   const std::unique_ptr<models::TokenSource> data = models::open_data(plan.data);
+  check_resume(plan, *data);
+  plan.weights = open_initial_weights(plan);
   at::set_num_threads(plan.num_threads);
   if (plan.cuda_device < 0) {
     keep_tensor_memory();
@@ -403,6 +470,9 @@ int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
   const std::string found = plan_run_memory(plan, runtime);
   if (rendezvous.rank == 0) {
     std::cout << found << (plan.memory ? memory_plan_text(plan, rendezvous.local_world_size) : "")
+              << (plan.weights ? "initial parameters: " + printable(plan.init) + " (" +
+                                     plan.weights->summary() + ")\n"
+                               : "")
               << std::flush;
   }
   try {

@@ -29,7 +29,8 @@ EngineOptions engine_options(const TrainPlan& plan) {
 class ShardedTrainer final : public Trainer {
  public:
   ShardedTrainer(const TrainPlan& plan, Runtime& runtime)
-      : engine_(runtime, engine_options(plan)), model_(plan.model, engine_, plan.seed) {}
+      : engine_(runtime, engine_options(plan)),
+        model_(plan.model, engine_, plan.seed, plan.weights) {}
 
   at::Tensor forward(const MicroBatch& micro_batch) override {
     return model_.loss(micro_batch.ids, micro_batch.targets);
@@ -54,6 +55,7 @@ class ShardedTrainer final : public Trainer {
   }
   at::Tensor value(int param) override { return engine_.full_value(param); }
   void save(const std::string& path) override { engine_.save_parameters(path); }
+  Engine* engine() override { return &engine_; }
 
  private:
   Engine engine_;
@@ -63,7 +65,7 @@ class ShardedTrainer final : public Trainer {
 class UnshardedTrainer final : public Trainer {
  public:
   UnshardedTrainer(const TrainPlan& plan, Runtime& runtime)
-      : model_(plan.model, torch_device(plan), plan.seed),
+      : model_(plan.model, torch_device(plan), plan.seed, plan.weights),
         trainer_(model_.params(), plan.config, runtime.kernels(), runtime.device(),
                  engine_options(plan)) {
     const std::string notice =
@@ -114,6 +116,7 @@ class UnshardedTrainer final : public Trainer {
     }
     writer.finish();
   }
+  Engine* engine() override { return nullptr; }
 
  private:
   models::Gpt model_;

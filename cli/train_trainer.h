@@ -63,6 +63,8 @@ class Trainer {
   virtual at::Tensor value(int param) = 0;
   // Collective: rank 0 writes all parameters as safetensors.
   virtual void save(const std::string& path) = 0;
+  // For what is sharded alone, such as checkpoints; null: plain training.
+  virtual Engine* engine() = 0;
 };
 
 std::unique_ptr<Trainer> make_sharded_trainer(const TrainPlan& plan, Runtime& runtime);

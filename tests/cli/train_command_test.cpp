@@ -90,15 +90,18 @@ class Train : public ProgramTest {
 
 TEST_F(Train, HelpSaysWhatEveryFlagIs) {
   const ProcessResult result = run_tessera_forked({"train", "--help"});
-  for (const char* flag :
-       {"--preset",      "--ranks",      "--steps",       "--batch",         "--seq",
-        "--accumulate",  "--precision",  "--lr",          "--clip",          "--seed",
-        "--data",        "--config",     "--set",         "--metrics",       "--trace",
-        "--unsharded",   "--verify",     "--recompute",   "--tie-head",      "--freeze",
-        "--vocab",       "--layers",     "--save-init",   "--save",          "--threads",
-        "--device",      "--loss-chunk", "--epochs",      "--width",         "--heads",
-        "--model",       "--eval-data",  "--eval-every",  "--eval-batches",  "--stop-on-divergence",
-        "--tensorboard", "--log-every",  "--peak-tflops", "--verify-against"}) {
+  for (
+      const char* flag :
+      {"--preset",      "--ranks",      "--steps",       "--batch",          "--seq",
+       "--accumulate",  "--precision",  "--lr",          "--clip",           "--seed",
+       "--data",        "--config",     "--set",         "--metrics",        "--trace",
+       "--unsharded",   "--verify",     "--recompute",   "--tie-head",       "--freeze",
+       "--vocab",       "--layers",     "--save-init",   "--save",           "--threads",
+       "--device",      "--loss-chunk", "--epochs",      "--width",          "--heads",
+       "--model",       "--eval-data",  "--eval-every",  "--eval-batches",   "--stop-on-divergence",
+       "--tensorboard", "--log-every",  "--peak-tflops", "--verify-against", "--checkpoint",
+       "--save-every",  "--keep",       "--resume",      "--partial",        "--save-async",
+       "--save-memory", "--stop-after", "--init"}) {
     EXPECT_HAS(result.out, flag);
   }
   EXPECT_HAS(result.out, "readable while it grows, emptied at the start");

@@ -101,10 +101,17 @@ TEST(Divergence, AnUpdateWithWhatIsNotFiniteSpoilsParameters) {
   EXPECT_HAS(spoilt.text(DType::kFloat32), "not finite since step 2");
 }
 
+SaveTarget target(const std::string& path) { return {"--save", "the parameters are", path}; }
+
+TEST(FinalSave, CallsADirectoryByItsLastName) {
+  EXPECT_HAS(rescue_paths("runs/one/")[0], "/one.rescued-");
+  EXPECT_HAS(rescue_paths("runs/one")[0], "/one.rescued-");
+}
+
 TEST(FinalSave, TriesNothingElseWhereItWorks) {
   std::vector<std::string> tried;
-  const SaveOutcome outcome =
-      save_or_rescue("a/model", [&](const std::string& path) { tried.push_back(path); });
+  const RescuedSave outcome =
+      save_or_rescue(target("a/model"), [&](const std::string& path) { tried.push_back(path); });
   EXPECT_EQ(tried, std::vector<std::string>{"a/model"});
   EXPECT_EQ(outcome.path, "a/model");
   EXPECT_EQ(outcome.failure, "");
@@ -112,7 +119,7 @@ TEST(FinalSave, TriesNothingElseWhereItWorks) {
 
 TEST(FinalSave, TakesTheFirstPlaceThatWorksAndSaysWhere) {
   std::vector<std::string> tried;
-  const SaveOutcome outcome = save_or_rescue("a/model", [&](const std::string& path) {
+  const RescuedSave outcome = save_or_rescue(target("a/model"), [&](const std::string& path) {
     tried.push_back(path);
     if (tried.size() < 3) {
       throw IoError("disk " + std::to_string(tried.size()) + " is full");
@@ -121,14 +128,14 @@ TEST(FinalSave, TakesTheFirstPlaceThatWorksAndSaysWhere) {
   ASSERT_EQ(tried.size(), 3U);
   EXPECT_EQ(outcome.path, tried[2]);
   EXPECT_HAS(tried[2], "/model.rescued-");
-  EXPECT_HAS(outcome.failure, "disk 1 is full");
+  EXPECT_HAS(outcome.failure, "--save: disk 1 is full; the parameters are saved in ");
   EXPECT_HAS(outcome.failure, tried[2]);
 }
 
 // As on a rank that does not write: it is refused by the one that does.
 TEST(FinalSave, TriesAsManyPlacesWhereAnotherRankRefuses) {
   int num_tried = 0;
-  const SaveOutcome outcome = save_or_rescue("model", [&](const std::string&) {
+  const RescuedSave outcome = save_or_rescue(target("model"), [&](const std::string&) {
     ++num_tried;
     throw ConfigError("rank 0 cannot");
   });
@@ -139,7 +146,7 @@ TEST(FinalSave, TriesAsManyPlacesWhereAnotherRankRefuses) {
 
 TEST(FinalSave, DoesNotTryAgainWhenTheRanksAreLost) {
   int num_tried = 0;
-  EXPECT_THROW(save_or_rescue("model",
+  EXPECT_THROW(save_or_rescue(target("model"),
                               [&](const std::string&) {
                                 ++num_tried;
                                 throw PeerError("lost rank 1");

@@ -248,6 +248,34 @@ TEST_F(TrainUsage, WaysOfTrainingThatExcludeEachOtherAreRefused) {
   expect_refusal({"--threads", "0"}, "--threads");
 }
 
+TEST_F(TrainUsage, FlagsOfCheckpointsThatSayNothingUsefulAreRefused) {
+  for (const Arguments& flags :
+       std::vector<Arguments>{{"--save-every", "2"}, {"--keep", "2"}, {"--resume"}}) {
+    expect_refusal(flags, flags[0] + " is nothing without --checkpoint DIR");
+  }
+  const Arguments to{"--checkpoint", "run"};
+  const auto refuse = [&](const Arguments& flags, const std::string& part) {
+    expect_refusal(joined(to, flags), part);
+  };
+  refuse({"--partial"}, "--partial is nothing without --resume");
+  refuse({"--save-async"}, "--save-async is nothing without --save-every N");
+  refuse({"--save-every", "1", "--save-memory", "1GiB"}, "is nothing without --save-async");
+  refuse({"--save-every", "0"}, "--save-every \"0\" is not a whole number from 1");
+  refuse({"--keep", "0", "--ranks", "2"}, "--keep \"0\" is not a whole number from 1");
+  refuse({"--save-every", "1", "--save-async", "--save-memory", "much"},
+         "--save-memory \"much\" is not a size");
+  refuse({"--verify", "2"},
+         "--verify compares a whole run with unsharded training; leave "
+         "--checkpoint out");
+  refuse({"--unsharded"}, "--unsharded shards nothing");
+  expect_refusal({"--verify", "2", "--stop-after", "1h"}, "leave --stop-after out");
+  expect_refusal({"--stop-after", "0s"}, "--stop-after \"0s\" is not a time above 0");
+  expect_refusal({"--stop-after", "soon"}, "--stop-after \"soon\" is not a time above 0");
+  expect_refusal({"--init", "nowhere", "--ranks", "2"}, "nowhere");
+  write("file", "");
+  expect_refusal({"--checkpoint", "file/run", "--ranks", "2"}, "is not a directory");
+}
+
 // With the arithmetic, before a rank is started or a file is made.
 TEST_F(TrainUsage, AModelThatMemoryDoesNotHoldIsRefusedWithTheSum) {
   for (const char* ranks : {"1", "2"}) {
