@@ -41,6 +41,7 @@ Action add_inspect(CLI::App& app);
 Action add_export(CLI::App& app);
 Action add_generate(CLI::App& app);
 Action add_plot(CLI::App& app);
+Action add_checkpoint(CLI::App& app);
 Action add_import(CLI::App& app);
 Action add_launch(CLI::App& app);
 Action add_options(CLI::App& app);

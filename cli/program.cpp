@@ -16,7 +16,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::array<Command, 13> kCommands{{
+constexpr std::array<Command, 14> kCommands{{
     {"train", "Trains a GPT, sharded over ranks",
      "  tessera train --ranks 2\n"
      "  tessera train --ranks 4 --preset small --data text:book.txt --steps 200 --metrics "
@@ -57,6 +57,11 @@ constexpr std::array<Command, 13> kCommands{{
      "  tessera plot run.jsonl\n"
      "  tessera plot one.jsonl two.jsonl --out compare.html\n",
      add_plot},
+    {"checkpoint", "Shows saves, verifies their bytes, compares two",
+     "  tessera checkpoint runs/one\n"
+     "  tessera checkpoint runs/one --verify\n"
+     "  tessera checkpoint runs/one --diff runs/two/save-00003-step-60\n",
+     add_checkpoint},
     {"import", "Makes a checkpoint of one that DeepSpeed ZeRO-3 has saved, moments included",
      "  tessera import deepspeed_run checkpoints\n"
      "  tessera import deepspeed_run checkpoints --tag global_step1000 --python venv/bin/python\n",

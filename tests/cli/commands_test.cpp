@@ -19,7 +19,7 @@ class Commands : public ProgramTest {};
 
 TEST(Help, IsThereOnEveryLevelWithExamples) {
   for (const std::string command : {"", "inspect", "doctor", "bench-comm", "bench-io", "plot",
-                                    "options", "config", "version"}) {
+                                    "checkpoint", "options", "config", "version"}) {
     SCOPED_TRACE(command);
     const ProcessResult result =
         run_tessera_forked(command.empty() ? Arguments{"--help"} : Arguments{command, "--help"});
