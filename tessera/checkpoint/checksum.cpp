@@ -4,7 +4,8 @@
 #include <bit>
 #include <cstring>
 
-#define XXH_INLINE_ALL  // the header is the library
+// The header is the library. NOLINTNEXTLINE(readability-identifier-naming)
+#define XXH_INLINE_ALL
 #include <xxhash.h>
 
 #include "tessera/core/error.h"

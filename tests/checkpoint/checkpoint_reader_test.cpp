@@ -85,6 +85,10 @@ std::string message_from(Work work) {
   return "nothing was thrown";
 }
 
+void flip(char& byte, std::size_t bit) {
+  byte = static_cast<char>(static_cast<unsigned char>(byte) ^ (1U << bit));
+}
+
 TEST(CheckpointReader, AnyRangeOfATensorIsReadWhicheverFragmentsItLiesIn) {
   const DiskDirectory folder;
   std::mt19937_64 random(3);
@@ -177,7 +181,7 @@ TEST(CheckpointReader, AFlippedBitInAFragmentThatIsReadWholeIsAnError) {
   const Fragment& fragment = made.manifest.params[2].tensors.at("value").fragments[1];
   const std::string path = made.path + "/rank-1.safetensors";
   std::string text = read_text(path);
-  text[fragment.offset + 77'777] ^= 4;
+  flip(text[fragment.offset + 77'777], 2);
   write_text(path, text);
   const CheckpointReader reader(made.path);  // the form is right
   const StoredTensor& tensor = reader.manifest().params[2].tensors.at("value");
@@ -234,7 +238,7 @@ TEST(Verify, EveryFlippedByteOfTensorsIsFoundAndNamed) {
     const std::size_t data = SafetensorsReader(path).data_offset(0);
     for (std::size_t at = data; at < text.size(); ++at) {
       std::string flipped = text;
-      flipped[at] ^= static_cast<char>(1 << at % 8);
+      flip(flipped[at], at % 8);
       write_text(path, flipped);
       const auto problems =
           verify(CheckpointReader(made.path, {.io = engine.get(), .staging_bytes = 32768}));
@@ -250,8 +254,8 @@ TEST(Verify, SeveralProblemsAreAllFound) {
   const MadeCheckpoint made = make_checkpoint(folder.path(), {.params = kParams});
   for (const char* const name : {"/rank-0.safetensors", "/rank-1.safetensors"}) {
     std::string text = read_text(made.path + name);
-    text.back() ^= 1;                                               // of the buffer
-    text[SafetensorsReader(made.path + name).data_offset(0)] ^= 1;  // of the generator
+    flip(text.back(), 0);                                               // of the buffer
+    flip(text[SafetensorsReader(made.path + name).data_offset(0)], 0);  // of the generator
     write_text(made.path + name, text);
   }
   EXPECT_EQ(verify(CheckpointReader(made.path)).size(), 4U);
@@ -327,7 +331,7 @@ TEST_F(DamagedCheckpoint, WithAFlippedBitInAHeaderIsRefusedOrReadsTheSame) {
   std::size_t num_refused = 0;
   for (std::size_t at = 0; at < data; at += rounds(11, 37)) {
     std::string flipped = text;
-    flipped[at] ^= static_cast<char>(1 << at % 7);
+    flip(flipped[at], at % 7);
     write_text(file(0), flipped);
     try {
       const CheckpointReader reader(made_.path, {.io = engine.get(), .staging_bytes = 32768});

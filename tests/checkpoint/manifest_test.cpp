@@ -15,6 +15,7 @@
 #include "tests/checkpoint/manifest_file.h"
 #include "tests/support/contains.h"
 #include "tests/support/read_whole.h"
+#include "tests/support/sizes.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -153,7 +154,7 @@ TEST(Manifest, AParameterIsFoundByEachOfItsNames) {
 
 TEST(Manifest, NoByteOfItCanChangeUnseen) {
   const std::string text = format(some_manifest());
-  for (std::size_t at = 0; at < text.size(); ++at) {
+  for (std::size_t at = 0; at < text.size(); at += support::rounds(1, 7)) {
     std::string flipped = text;
     flipped[at] = static_cast<char>(flipped[at] ^ (1 << (at % 8)));
     EXPECT_NE(manifest_refusal(flipped), "it was read") << "byte " << at;
@@ -162,7 +163,7 @@ TEST(Manifest, NoByteOfItCanChangeUnseen) {
 
 TEST(Manifest, CutShortAnywhereItIsRefused) {
   const std::string text = format(some_manifest());
-  for (std::size_t bytes = 0; bytes < text.size(); ++bytes) {
+  for (std::size_t bytes = 0; bytes < text.size(); bytes += support::rounds(1, 7)) {
     EXPECT_NE(manifest_refusal(text.substr(0, bytes)), "it was read") << bytes;
   }
   EXPECT_REFUSED(manifest_refusal(text.substr(0, text.size() / 2)),
