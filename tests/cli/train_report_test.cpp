@@ -73,7 +73,7 @@ TEST(MetricsFile, IsEmptiedAtTheStartAndReadableWhileItGrows) {
   const testing::TemporaryDirectory directory;
   const std::string path = directory.path() / "run.jsonl";
   std::ofstream(path) << "old\n";
-  MetricsFile file(path, {});
+  MetricsFile file(path, 0, {});
   for (std::int64_t step = 1; step <= 3; ++step) {
     StepMetrics metrics;
     metrics.step = step;
