@@ -1,9 +1,10 @@
 // `tessera import`: what a reader may send, and what DeepSpeed's own checkpoint becomes.
-#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <filesystem>
 #include <map>
-#include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -83,27 +84,23 @@ TEST(ImportHeader, NothingInItIsTrusted) {
       {"/params/0/shape", Json::parse("[4294967296, 4294967296]"), "more bytes than"},
       {"/params/0/trainable", 1, "trainable is not true or false"},
       {"/params/0/tensors/0", "value", "a tensor is not name and type"},
-      {"/params/0/tensors/0/0", "exp_avg", "the name \"exp_avg\" is empty, or comes twice"},
+      {"/params/0/tensors/1/0", "exp_avg", "the name \"exp_avg\" is empty, or comes twice"},
       {"/params/0/tensors/0/0", "momentum", "has the tensor \"momentum\""},
       {"/params/0/tensors/0/1", "int32", "its value is int32"},
       {"/params/0/tensors/1/1", "bf16", "its master is bf16"},
       {"/params/0/tensors", Json::array(), "has no value"},
       {"/buffers/0/bytes", 4, "has 4 bytes for 3 elements"},
-      {"/buffers/0/type", "", "the other way round"},
       {"/buffers/0/dtype", "int64", "has 3 bytes for 3 elements"},
       {"/buffers/0/shape/0", 0, "has 3 bytes for 0 elements"},
   };
   for (const Change& change : changes) {
     Json header = good_header();
     header[Json::json_pointer(change.path)] = change.value;
-    if (std::string(change.words) == "the other way round") {
-      EXPECT_EQ(refusal_of_header(header.dump()), "it was taken") << "three bytes are uint8, too";
-    } else {
-      EXPECT_HAS(refusal_of_header(header.dump()), change.words);
-    }
+    EXPECT_HAS(refusal_of_header(header.dump()), change.words);
   }
-  for (const auto& [key, value] : good_header().items()) {
-    Json header = good_header();
+  const Json good = good_header();
+  for (const auto& [key, value] : good.items()) {
+    Json header = good;
     header.erase(key);
     EXPECT_HAS(refusal_of_header(header.dump()), "it has no " + key);
   }
