@@ -458,6 +458,9 @@ int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
     print_warnings(plan);
   }
   at::globalContext().setDeterministicAlgorithms(plan.deterministic, /*warn_only=*/false);
+  // Of torch's own generators, whose states are part of a checkpoint; each rank has other numbers.
+  at::manual_seed(plan.seed * std::uint64_t{0x9e3779b97f4a7c15} +
+                  static_cast<std::uint64_t>(rendezvous.rank));
   const std::unique_ptr<models::TokenSource> data = models::open_data(plan.data);
   check_resume(plan, *data);
   plan.weights = open_initial_weights(plan);
