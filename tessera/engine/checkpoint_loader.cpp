@@ -337,6 +337,10 @@ void CheckpointLoader::read_tiles(const StoredTensor& tensor, const shard::Param
                                   const std::vector<Write>& writes) {
   const std::size_t element = bytes_of(tensor.dtype);
   const shard::ElementRange range = param.range();
+  hashes_[&tensor] = 0;
+  if (range.numel == 0) {
+    return;
+  }
   checkpoint::ContentHash hash(static_cast<std::uint64_t>(range.begin) * element);
   tile_.resize(static_cast<std::size_t>(std::min(kTileNumel, range.numel)) * element);
   std::size_t filled = 0;

@@ -204,7 +204,9 @@ void CheckpointSaver::collect_param(Save& save, int id) const {
     part.entry.dtype = dtype;
     part.entry.shape = is_whole ? stored.shape : std::vector{range.numel};
     part.owner = id;
-    part.content_begin = static_cast<std::uint64_t>(range.begin) * bytes_of(dtype);
+    if (range.numel > 0) {  // else it begins at the end, which may lie inside a word
+      part.content_begin = static_cast<std::uint64_t>(range.begin) * bytes_of(dtype);
+    }
     part.start_read = std::move(start_read);
     save.tensors.push_back(std::move(part));
     StoredTensor& destination = stored.tensors[kind];
