@@ -30,7 +30,7 @@ struct DataIdentity {
 RunIdentity describe(const DataIdentity& data);
 
 struct ResumePoint {
-  std::string path;  // of the save
+  std::string path;       // of the save
   std::int64_t step = 0;  // the last one that is done
   int num_ranks = 1;      // that wrote it
   RunIdentity identity;

@@ -125,8 +125,11 @@ struct Snapshot::Impl {
 
   // While everything is still there for those that are inside release().
   void stop() {
-    fail(std::make_exception_ptr(IoError("the snapshot was given up before it was complete")));
+    give_up();
     thread.join();
+  }
+  void give_up() {
+    fail(std::make_exception_ptr(IoError("the snapshot was given up before it was complete")));
   }
 
   // --- whoever is about to change an owner's tensors ---
@@ -471,6 +474,8 @@ Snapshot::Snapshot(std::vector<SnapshotTensor> tensors, const SnapshotOptions& o
 Snapshot::~Snapshot() { impl_->stop(); }
 
 Pending Snapshot::release(int owner) { return impl_->release(owner); }
+
+void Snapshot::give_up() { impl_->give_up(); }
 
 bool Snapshot::done() const {
   const std::lock_guard<std::mutex> lock(impl_->mutex);

@@ -94,6 +94,8 @@ class Snapshot {
   // Done when the owner's tensors may change; never fails. Blocks as long as it takes to start
   // copies into the buffer, or to make them where tensors are in host memory.
   device::Pending release(int owner);
+  // The rest is not written, and nothing is held any more. What is being read is read.
+  void give_up();
   bool done() const;  // wait() would not block
   // Until the file is complete and on disk. Throws what went wrong.
   void wait();

@@ -75,7 +75,8 @@ struct CheckpointSaver::Save {
   std::vector<Destination> destinations;  // by tensor, the same on all ranks
   std::string directory;
   std::unique_ptr<checkpoint::NewSave> target;  // on rank 0
-  std::unique_ptr<checkpoint::Snapshot> snapshot;
+  // Also of the guard, which stays until no update can ask it.
+  std::shared_ptr<checkpoint::Snapshot> snapshot;
   bool is_written = false;              // by all ranks
   std::future<std::string> completion;  // on rank 0, once it is written, beside training
   std::string path;                     // once it is complete
@@ -90,10 +91,20 @@ CheckpointSaver::CheckpointSaver(EngineContext& context, RankAgreement& ranks, M
 CheckpointSaver::~CheckpointSaver() {
   if (save_) {
     ctx_.runtime.logger().warn(
-        "the engine goes while a save is written, which is given up; call "
-        "finish_save() before");
+        "the engine goes while a save is written, which is given up; call finish_save() before");
+  }
+  try {
+    drop_guard();
+  } catch (const std::exception& error) {
+    ctx_.runtime.logger().warn("the last update failed: ", error.what());
     ctx_.params.set_overwrite_guard({});
   }
+}
+
+// Nobody may ask it while it goes.
+void CheckpointSaver::drop_guard() {
+  driver_.finish_update();
+  ctx_.params.set_overwrite_guard({});
 }
 
 std::string CheckpointSaver::save(const std::string& root, const SaveOptions& options) {
@@ -147,7 +158,7 @@ void CheckpointSaver::begin(const std::string& root, const SaveOptions& options,
                   "; at least the new save has to stay");
     driver_.check_no_gradients_pending("save()");
     access_.check_no_edits("save()");
-    driver_.finish_update();
+    drop_guard();
     collect(*save);
     if (ctx_.group.rank() == 0) {
       save->target = std::make_unique<checkpoint::NewSave>(
@@ -160,7 +171,7 @@ void CheckpointSaver::begin(const std::string& root, const SaveOptions& options,
   save_ = std::move(save);
   if (beside_training) {
     ctx_.params.set_overwrite_guard(
-        [snapshot = save_->snapshot.get()](int id) { return snapshot->release(id); });
+        [snapshot = save_->snapshot](int id) { return snapshot->release(id); });
   }
 }
 
@@ -274,7 +285,7 @@ void CheckpointSaver::start_writing(Save& save, bool beside_training) {
     make_buffer(save.options, rounded);
     options.buffer = buffer_.get();
   }
-  save.snapshot = std::make_unique<checkpoint::Snapshot>(std::move(save.tensors), options);
+  save.snapshot = std::make_shared<checkpoint::Snapshot>(std::move(save.tensors), options);
 }
 
 // Kept for the next save, unless that wants another size.
@@ -381,7 +392,6 @@ std::optional<SaveOutcome> CheckpointSaver::advance() {
   }
   tell_what_was_written();
   save_->is_written = true;
-  ctx_.params.set_overwrite_guard({});
   if (save_->beside_training && save_->target) {
     save_->completion = std::async(std::launch::async, [this] { return complete(); });
   }
@@ -434,7 +444,6 @@ std::string CheckpointSaver::complete() const {
 }
 
 SaveOutcome CheckpointSaver::end(const std::string& failure) {
-  ctx_.params.set_overwrite_guard({});
   const std::unique_ptr<Save> save = std::move(save_);
   SaveOutcome outcome;
   outcome.step = save->manifest.step;
@@ -445,7 +454,9 @@ SaveOutcome CheckpointSaver::end(const std::string& failure) {
   if (save->snapshot) {
     const checkpoint::SnapshotTimes times = save->snapshot->times();
     outcome.stall_s = times.held_s;
-    if (failure.empty()) {
+    if (!failure.empty()) {
+      save->snapshot->give_up();
+    } else {
       bytes_per_s_ = static_cast<double>(save->num_bytes) / std::max(times.writing_s, 1e-9);
     }
   }

@@ -65,6 +65,7 @@ class CheckpointSaver {
   std::int64_t memory_left() const;
   SavePrediction predict() const;
 
+  void drop_guard();
   // Of this rank, in the save that runs.
   SaveVotes votes();
   // Blocks; throws what went wrong in this rank's part of what runs now.
