@@ -1,5 +1,6 @@
 #include "cli/resume.h"
 
+#include <algorithm>
 #include <array>
 #include <string_view>
 
@@ -82,6 +83,10 @@ std::optional<ResumePoint> find_resume_point(const CheckpointPlan& plan) {
 }
 
 void check_same_run(const ResumePoint& point, const RunIdentity& now) {
+  if (std::none_of(now.begin(), now.end(),
+                   [&](const auto& each) { return point.identity.contains(each.first); })) {
+    return;  // another program's
+  }
   std::string differences;
   const auto add = [&differences](const std::string& text) {
     differences += (differences.empty() ? "" : ", ") + text;

@@ -3,7 +3,9 @@
 // Every save says as text what determines the run's numbers beside what the engine keeps: the
 // model's shape ("model.*", models/gpt_description.h) and the data ("data.*"). A run that goes on
 // must have the same; then the batch of every further step is the one that it would have been.
-// Where the data lie may change: compared are the tokens of the next batch, not paths.
+// Where the data lie may change: compared are the tokens of the next batch, not paths. A save of
+// another program (`tessera import`, one's own with Engine::save()) does not say what it was
+// trained with, and is taken.
 //
 // Threads: main thread only.
 #pragma once

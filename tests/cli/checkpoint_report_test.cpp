@@ -2,6 +2,7 @@
 #include "cli/checkpoint_report.h"
 
 #include <string>
+#include <utility>
 
 #include <gtest/gtest.h>
 
@@ -165,6 +166,12 @@ TEST(ResumePoint, TheSameRunMayHaveOtherPrecisionAndOtherPaths) {
   RunIdentity now = point.identity;
   now["model.dtype"] = "bf16";
   now["data.sources"] = "text:elsewhere/a.txt";
+  check_same_run(point, now);
+}
+
+TEST(ResumePoint, OfAProgramThatSaysNothingOfItsRunIsTaken) {
+  ResumePoint point = some_point();
+  const RunIdentity now = std::exchange(point.identity, {{"imported.from", "elsewhere"}});
   check_same_run(point, now);
 }
 
