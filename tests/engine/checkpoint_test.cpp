@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
 #include "testing/fault_engine.h"
+#include "testing/thread_backend.h"
 #include "tests/engine/run_options.h"
 #include "tests/engine/training_run.h"
 #include "tests/support/contains.h"
@@ -348,6 +350,64 @@ void flip_a_bit(const std::filesystem::path& file, std::uint64_t offset) {
   const char byte = static_cast<char>(stream.get() ^ 4);
   stream.seekp(static_cast<std::streamoff>(offset));
   stream.put(byte);
+}
+
+// Of this process, in bytes; null: the system does not say.
+std::optional<std::int64_t> resident_bytes(const std::string& field) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with(field + ":")) {
+      return std::stoll(line.substr(field.size() + 1)) * 1024;
+    }
+  }
+  return std::nullopt;
+}
+
+// What `work` takes at its peak beyond what is there.
+template <typename Work>
+std::int64_t peak_bytes_of(const Work& work) {
+  std::ofstream("/proc/self/clear_refs") << 5;  // the peak is what there is now
+  const std::int64_t before = *resident_bytes("VmRSS");
+  work();
+  return *resident_bytes("VmHWM") - before;
+}
+
+TEST(Checkpoint, ASaveAndALoadTakeOneStagingBufferPerRankWhateverTheSize) {
+  if (!resident_bytes("VmHWM") || !std::ofstream("/proc/self/clear_refs").is_open()) {
+    GTEST_SKIP() << "the system does not tell peaks of memory";
+  }
+  constexpr int kRanks = 4;
+  // Of a save a writer's staging and two tiles; of a load a reader's staging, and a tile that is
+  // converted and copied. The rest is what threads and small objects take.
+  constexpr std::int64_t kMostPerRank = 48 << 20;
+  const MemoryDirectory folder;
+  models::GptOptions model = models::gpt_preset("gpt2-124m");
+  model.dtype = DType::kBFloat16;
+  Config config;
+  config.apply_flag("precision=bf16");
+  config.apply_flag("log.level=error");
+  comm::run_ranks(kRanks, [&](comm::Group& group) {
+    Runtime runtime(config, group, {-1, 1});
+    Engine engine(runtime);
+    const models::Gpt gpt(model, engine, /*seed=*/0);
+    engine.optimizer();  // masters and states are there
+    for (const bool loads : {false, true}) {
+      group.start_barrier().wait();
+      const auto work = [&] {
+        if (loads) {
+          engine.load(folder.path().string());
+        } else {
+          engine.save(folder.path().string());
+        }
+        group.start_barrier().wait();
+      };
+      if (group.rank() > 0) {
+        work();
+      } else {
+        EXPECT_LE(peak_bytes_of(work), kRanks * kMostPerRank) << (loads ? "load" : "save");
+      }
+    }
+  });
 }
 
 TEST(Checkpoint, AFlippedBitIsFoundOnEveryNumberOfRanks) {
