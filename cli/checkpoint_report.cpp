@@ -23,8 +23,9 @@ using checkpoint::StoredTensor;
 
 constexpr const char* kValue = "value";
 constexpr const char* kMaster = "master";
-constexpr std::size_t kNameWidth = 38;
+constexpr std::size_t kNameWidth = 46;
 constexpr std::size_t kShownText = 200;
+constexpr std::size_t kMostShown = 20;  // of differences of a kind
 
 std::string trimmed(std::string line) {
   line.erase(line.find_last_not_of(" \n") + 1);
@@ -102,7 +103,7 @@ ParamRow row_of(const StoredParam& param) {
 }
 
 std::string params_table(const Manifest& manifest) {
-  constexpr const char* kRow = "{:<38}{:>18}{:>16}  {:<6}{}\n";
+  constexpr const char* kRow = "{:<46}{:>18}{:>16}  {:<6}{}\n";
   std::vector<std::pair<ParamRow, std::int64_t>> rows;
   std::int64_t numel = 0;
   for (const StoredParam& param : manifest.params) {
@@ -257,15 +258,21 @@ std::string save_screen(const SaveView& save, std::int64_t now_s) {
 }
 
 std::string differences_table(const checkpoint::CheckpointDifferences& differences) {
-  constexpr const char* kRow = "{:<38}{:>30}  {}\n";
+  constexpr const char* kRow = "{:<58}{:>20}  {}\n";
   std::string text;
+  std::size_t num_rows = 0;
   const auto add_row = [&](const std::string& what, const std::string& first,
                            const std::string& second) {
-    if (text.empty()) {
+    if (num_rows == 0) {
       text = fmt::format(kRow, "what differs", "first", "second");
     }
-    text += fmt::format(kRow, printable(what, kShownText), first.empty() ? "-" : printable(first),
-                        second.empty() ? "-" : printable(second));
+    if (++num_rows <= kMostShown) {
+      text += fmt::format(kRow, printable(what, kShownText), first.empty() ? "-" : printable(first),
+                          second.empty() ? "-" : printable(second));
+    }
+  };
+  const auto end_rows = [&text](std::size_t count) {
+    text += count > kMostShown ? fmt::format("and {} more\n", count - kMostShown) : "";
   };
   for (const checkpoint::ValueDifference& value : differences.values) {
     add_row(value.name, value.first.value_or(""), value.second.value_or(""));
@@ -273,7 +280,12 @@ std::string differences_table(const checkpoint::CheckpointDifferences& differenc
   for (const checkpoint::FormDifference& form : differences.forms) {
     add_row(form.what, form.first, form.second);
   }
+  end_rows(num_rows);
+  std::size_t num_tensors = 0;
   for (const checkpoint::TensorDifference& tensor : differences.tensors) {
+    if (++num_tensors > kMostShown) {
+      continue;
+    }
     text += fmt::format("{}: {} of {} elements differ, by up to {:g}",
                         printable(tensor.what, kShownText), grouped(tensor.num_different),
                         grouped(tensor.numel), tensor.largest);
@@ -282,6 +294,7 @@ std::string differences_table(const checkpoint::CheckpointDifferences& differenc
                 : fmt::format("; {} {} NaN in one of them\n", grouped(tensor.num_nan),
                               tensor.num_nan == 1 ? "is" : "are");
   }
+  end_rows(num_tensors);
   return text;
 }
 

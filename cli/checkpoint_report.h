@@ -26,7 +26,8 @@ std::string saves_table(const std::vector<SaveView>& saves, std::int64_t now_s);
 // All of one: parameters, bytes by kind, options, what the engine and the program keep in it.
 std::string save_screen(const SaveView& save, std::int64_t now_s);
 
-// Values and forms side by side, tensors with how many elements differ; empty: nothing differs.
+// Values and forms side by side, tensors with how many elements differ, the first of many; empty:
+// nothing differs.
 std::string differences_table(const checkpoint::CheckpointDifferences& differences);
 
 // Of all its files.

@@ -62,7 +62,7 @@ TEST(CheckpointReport, ParametersThatAreAlikeAreOneRow) {
              "save-00007-step-60: step 60, by 2 ranks, 4.00 MiB in 2 files, made 2023-11-14 "
              "22:13:20 UTC, 10 min ago\n60 updates of every trainable parameter\n");
   EXPECT_HAS(text,
-             "\ntokens.weight                                1024 x 1024       1,048,576  "
+             "\ntokens.weight                                        1024 x 1024       1,048,576  "
              "bf16  tied: head.weight, exp_avg, exp_avg_sq, master\n");
   EXPECT_HAS(text, "\nblocks.*.norm.weight, 3 times");
   EXPECT_HAS(text, "frozen, exp_avg_sq, master\n");
@@ -118,6 +118,20 @@ TEST(CheckpointReport, DifferencesAreNamedWithBothSides) {
         "to 0.5; 1 is NaN in one of them\n"}) {
     EXPECT_HAS(text, part);
   }
+}
+
+TEST(CheckpointReport, OfManyDifferencesTheFirstAreShown) {
+  checkpoint::CheckpointDifferences differences;
+  for (int i = 0; i < 23; ++i) {
+    differences.values.push_back({"value " + std::to_string(i), "1", "2"});
+    differences.tensors.push_back({"tensor " + std::to_string(i), 8, 1, 0, 1});
+  }
+  const std::string text = differences_table(differences);
+  for (const char* part : {"\nvalue 19 ", "\nand 3 more\ntensor 0: ", "\ntensor 19: "}) {
+    EXPECT_HAS(text, part);
+  }
+  EXPECT_EQ(text.rfind("and 3 more\n"), text.size() - 11);
+  EXPECT_LACKS(text, " 20");
 }
 
 TEST(SaveTotals, SayWhatSavesTookAndWhatTheyCost) {
