@@ -232,7 +232,7 @@ TEST_F(Checkpointed, ATimeThatIsOverSavesAndEndsWell) {
 // TESSERA_TEST_KILLS says.
 TEST_F(Checkpointed, AKilledRunLosesNothingBeforeItsNewestSave) {
   const char* const asked = std::getenv("TESSERA_TEST_KILLS");
-  const int num_kills = asked == nullptr ? 2 : std::atoi(asked);
+  const int num_kills = asked == nullptr ? 2 : std::stoi(asked);
   std::mt19937 random(20261118);
   std::int64_t first_step = 0;
   for (int round = 0; round < num_kills; ++round) {
