@@ -5,8 +5,8 @@
 #include <stdlib.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <functional>
+#include <iostream>
 #include <set>
 
 #include <gtest/gtest.h>
@@ -23,6 +23,7 @@
 #include "tests/models/models_support.h"
 #include "tests/models/weight_files.h"
 #include "tests/support/contains.h"
+#include "tests/support/process.h"
 #include "tests/support/read_whole.h"
 #include "tests/support/temporary_directory.h"
 
@@ -262,20 +263,17 @@ TEST_F(GptExport, RefusesACheckpointThatIsNotTheGptItDescribes) {
              "not in the model are \"other\"");
 }
 
-// Runs the other side's program; what it prints is in the test's output.
+// The other side's program; what it says is in the test's output.
 int run_transformers(const std::vector<std::string>& arguments) {
-  std::string command = "python3 '" TESSERA_SOURCE_DIR "/tests/models/transformers_check.py'";
-  for (const std::string& argument : arguments) {
-    command += " '" + argument + "'";
-  }
-  return std::system(command.c_str());
+  std::vector<std::string> command = {"/usr/bin/env", "python3",
+                                      TESSERA_SOURCE_DIR "/tests/models/transformers_check.py"};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  const testing::ProcessResult result = testing::run_process(command);
+  std::cout << result.out << result.err << std::flush;
+  return result.exit_code;
 }
 
-#define SKIP_WITHOUT_TRANSFORMERS()                \
-  if (run_transformers({"available"}) != 0) {      \
-    GTEST_SKIP() << "python3 has no transformers"; \
-  }                                                \
-  static_assert(true)
+bool has_transformers() { return run_transformers({"available"}) == 0; }
 
 // Of every prefix of the sequences: [rows, length, vocabulary].
 at::Tensor all_logits(Gpt& gpt, const at::Tensor& ids) {
@@ -287,7 +285,9 @@ at::Tensor all_logits(Gpt& gpt, const at::Tensor& ids) {
 }
 
 TEST_F(GptExport, TransformersComputesTheSameLogits) {
-  SKIP_WITHOUT_TRANSFORMERS();
+  if (!has_transformers()) {
+    GTEST_SKIP() << "python3 has no transformers";
+  }
   for (const bool other : {false, true}) {
     GptOptions model = saved_model(/*tie_head=*/other);
     model.gelu_tanh = other;
@@ -306,7 +306,9 @@ TEST_F(GptExport, TransformersComputesTheSameLogits) {
 }
 
 TEST_F(GptExport, WeightsOfTransformersGiveItsLogits) {
-  SKIP_WITHOUT_TRANSFORMERS();
+  if (!has_transformers()) {
+    GTEST_SKIP() << "python3 has no transformers";
+  }
   GptOptions model = saved_model(/*tie_head=*/true);
   model.gelu_tanh = true;
   ASSERT_EQ(run_transformers({"make",
