@@ -106,20 +106,6 @@ std::string listed(const std::vector<std::string>& lines) {
   return text;
 }
 
-// Of rank 0, so that all ranks load the same save while another is being written.
-std::string agreed_save(comm::Group& group, const std::string& path) {
-  std::string found = path;
-  if (group.size() > 1) {
-    comm::CallOptions call;
-    call.label.unit = kLoad;
-    std::uint64_t bytes = found.size();
-    group.broadcast_host(&bytes, sizeof(bytes), 0, call);
-    found.resize(bytes);
-    group.broadcast_host(found.data(), bytes, 0, call);
-  }
-  return found;
-}
-
 }  // namespace
 
 CheckpointLoader::CheckpointLoader(EngineContext& context, RankAgreement& ranks, Model& model,
@@ -137,7 +123,8 @@ LoadResult CheckpointLoader::load(const std::string& path, const LoadOptions& op
       found = checkpoint::find_save(path);
     }
   });
-  found = agreed_save(ctx_.group, found);
+  // Of rank 0, so that all ranks load the same one while another is being written.
+  found = ranks_.broadcast_text(found, kLoad);
   ranks_.agree(kLoad, [&] {
     reader_ = std::make_unique<checkpoint::CheckpointReader>(found);
     match(reader_->manifest(), options.partial);

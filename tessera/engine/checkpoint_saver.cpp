@@ -34,21 +34,6 @@ std::string file_name(int rank) {
   return name;
 }
 
-// Of rank 0, on all ranks. Collective.
-std::string broadcast(comm::Group& group, std::string text) {
-  if (group.size() > 1) {
-    comm::CallOptions call;
-    call.label.unit = kSave;
-    std::uint64_t bytes = text.size();
-    group.broadcast_host(&bytes, sizeof(bytes), 0, call);
-    text.resize(bytes);
-    if (bytes > 0) {
-      group.broadcast_host(text.data(), bytes, 0, call);
-    }
-  }
-  return text;
-}
-
 std::size_t tile_bytes(const checkpoint::TensorEntry& entry) {
   const std::size_t tile = static_cast<std::size_t>(checkpoint::kTileStep) * bytes_of(entry.dtype);
   return (entry.bytes() + tile - 1) / tile * tile;
@@ -89,6 +74,9 @@ CheckpointSaver::CheckpointSaver(EngineContext& context, RankAgreement& ranks, M
 }
 
 CheckpointSaver::~CheckpointSaver() {
+  if (save_ && save_->completion.valid()) {
+    save_->completion.wait();  // it reads what goes now
+  }
   if (save_) {
     ctx_.runtime.logger().warn(
         "the engine goes while a save is written, which is given up; call finish_save() before");
@@ -166,7 +154,8 @@ void CheckpointSaver::begin(const std::string& root, const SaveOptions& options,
       save->manifest.sequence = save->target->sequence();
     }
   });
-  save->directory = broadcast(ctx_.group, save->target ? save->target->path() : std::string());
+  save->directory =
+      ranks_.broadcast_text(save->target ? save->target->path() : std::string(), kSave);
   ranks_.agree(kSave, [&] { start_writing(*save, beside_training); });
   save_ = std::move(save);
   if (beside_training) {
@@ -387,7 +376,7 @@ std::optional<SaveOutcome> CheckpointSaver::advance() {
     return end(error.what());
   }
   if (save_->is_written) {
-    save_->path = broadcast(ctx_.group, save_->path);
+    save_->path = ranks_.broadcast_text(save_->path, kSave);
     return end({});
   }
   tell_what_was_written();

@@ -46,6 +46,21 @@ void RankAgreement::reduce_numbers(std::span<double> numbers, comm::Reduction re
   device.start_copy(numbers.data(), memory.data(), numbers.size_bytes(), stream).wait();
 }
 
+std::string RankAgreement::broadcast_text(std::string text, const char* what) {
+  if (ctx_.group.size() == 1) {
+    return text;
+  }
+  comm::CallOptions call;
+  call.label.unit = what;
+  std::uint64_t bytes = text.size();
+  ctx_.group.broadcast_host(&bytes, sizeof(bytes), 0, call);
+  text.resize(bytes);
+  if (bytes > 0) {
+    ctx_.group.broadcast_host(text.data(), bytes, 0, call);
+  }
+  return text;
+}
+
 void RankAgreement::agree(const std::string& what, const std::function<void()>& check) {
   constexpr std::size_t kMaxText = 400;
   std::exception_ptr refusal;

@@ -26,6 +26,8 @@ class RankAgreement {
                                            const std::string& what);
   // Collective: each number becomes the sum, or the maximum, over all ranks.
   void reduce_numbers(std::span<double> numbers, comm::Reduction reduction, const char* what);
+  // Collective: rank 0's text.
+  std::string broadcast_text(std::string text, const char* what);
   // Collective: `check` throws on a rank that cannot take part in what comes next, and then no rank
   // does: that rank throws its own error, the others a ConfigError with its words. Before the first
   // collective of whatever one rank can refuse.
