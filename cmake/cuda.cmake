@@ -27,6 +27,11 @@ if(TESSERA_HAS_CUDA)
     set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
   endif()
   enable_language(CUDA)
+  # Debian 12's CMake, 3.25.1, does not know that this compiler has C++20.
+  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+  endif()
 endif()
 
 # tessera_cuda_kernels(TARGET): some of its sources are kernels. They give the host's bits: nothing is
