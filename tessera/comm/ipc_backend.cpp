@@ -16,6 +16,7 @@
 #include "tessera/comm/rank_sum_cuda.h"
 #include "tessera/core/error.h"
 #include "tessera/device/cuda_call.h"
+#include "tessera/device/cuda_connections.h"
 #include "tessera/device/cuda_shared_heap.h"
 #include "tessera/device/cuda_stream.h"
 
@@ -130,6 +131,9 @@ class IpcBackend final : public PeerBackend {
         seen_versions_(num_ranks()),
         awaited_(num_ranks()),
         is_released_(num_ranks()) {
+    // See [Note: streams that share a connection].
+    const std::string too_few = device::why_too_few_cuda_connections();
+    TESSERA_CHECK(too_few.empty(), DeviceError, too_few);
     const CudaDeviceScope scope(device_index_);
     int least = 0;
     int greatest = 0;  // the numerically lowest is the most urgent

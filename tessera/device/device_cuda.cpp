@@ -9,6 +9,7 @@
 
 #include "tessera/core/units.h"
 #include "tessera/device/cuda_call.h"
+#include "tessera/device/cuda_connections.h"
 #include "tessera/device/cuda_memory.h"
 #include "tessera/device/cuda_stream.h"
 #include "tessera/device/cuda_times.h"
@@ -206,6 +207,7 @@ std::string cuda_error_message(const char* call, cudaError_t code) {
 bool cuda_built() { return true; }
 
 int num_cuda_devices() {
+  ask_for_cuda_connections();
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) {
     cudaGetLastError();
@@ -215,6 +217,7 @@ int num_cuda_devices() {
 }
 
 std::string cuda_description() {
+  ask_for_cuda_connections();
   int driver = 0;
   int runtime = 0;
   cudaDriverGetVersion(&driver);

@@ -2,6 +2,7 @@
 // itself. A handle of GPU memory cannot be opened in the process that made it, so ranks are
 // processes; they are forks, so this program itself must not use a GPU, nor any other test in it.
 #include <signal.h>
+#include <stdlib.h>
 
 #include <algorithm>
 #include <cmath>
@@ -372,6 +373,20 @@ TEST_P(IpcContract, ARankThatIsKilledWhileStreamsWaitForItBlocksNoStream) {
     EXPECT_HAS(error_of(later), "rank 1 of group 'world' has ended");
     call.wait();
   }));
+}
+
+// See [Note: streams that share a connection].
+TEST_P(IpcContract, IsRefusedOnEveryRankWhereStreamsWouldShareConnections) {
+  constexpr const char* kVariable = "CUDA_DEVICE_MAX_CONNECTIONS";
+  ASSERT_EQ(setenv(kVariable, "2", /*overwrite=*/1), 0);
+  const auto failures = run_collecting(2, [](ContractRank&) {});
+  unsetenv(kVariable);
+  for (const auto& failure : failures) {
+    ASSERT_TRUE(failure);
+    const std::string text = text_of(failure);
+    EXPECT_HAS(text, "CUDA_DEVICE_MAX_CONNECTIONS=2 in the environment");
+    EXPECT_HAS(text, "raise it, or unset it");
+  }
 }
 
 TEST_P(IpcContract, AnAbortEndsCallsOnEveryRankWithItsReason) {
