@@ -50,9 +50,11 @@ struct SideExchange {
 
 // What the ranks of one group share. The n-th call of each rank belongs to the n-th exchange.
 struct Hub {
-  explicit Hub(std::vector<int> ranks) : world_ranks(std::move(ranks)) {}
+  Hub(std::string group, std::vector<int> ranks)
+      : name(std::move(group)), world_ranks(std::move(ranks)) {}
   int size() const { return static_cast<int>(world_ranks.size()); }
 
+  const std::string name;
   const std::vector<int> world_ranks;
   // Guarded by mutex.
   std::mutex mutex;
@@ -60,6 +62,7 @@ struct Hub {
   std::map<std::uint64_t, std::shared_ptr<Exchange>> exchanges;
   std::map<std::uint64_t, SideExchange> tags;
   std::map<std::uint64_t, SideExchange> words;
+  std::map<std::uint64_t, SideExchange> host;
 };
 
 constexpr int kNever = -1;  // as many ranks never arrive
@@ -83,7 +86,7 @@ struct ThreadWorld::Shared {
     const std::lock_guard lock(mutex);
     std::shared_ptr<Hub>& found = hubs[name];
     if (!found) {
-      found = std::make_shared<Hub>(std::move(world_ranks));
+      found = std::make_shared<Hub>(name, std::move(world_ranks));
     }
     return found;
   }
@@ -123,11 +126,18 @@ class ThreadRank : public std::enable_shared_from_this<ThreadRank> {
   const std::shared_ptr<Hub>& hub() const { return hub_; }
 
   Pending start_tags(const std::shared_ptr<std::vector<CallTag>>& tags) {
-    return Pending::all({exchange(hub_->tags, num_tags_++, tags->data(), sizeof(CallTag), tags),
-                         world_->options.tags_arrive_after});
+    Pending exchanged = exchange(hub_->tags, num_tags_++, tags->data(), sizeof(CallTag), tags);
+    const ThreadWorldOptions& options = world_->options;
+    return hub_->name.find(options.late_group) == std::string::npos
+               ? exchanged
+               : Pending::all({exchanged, options.tags_arrive_after});
   }
   Pending start_words(const std::shared_ptr<std::vector<WordsSlot>>& words) {
     return exchange(hub_->words, 0, words->data(), sizeof(WordsSlot), words);
+  }
+
+  Pending start_host_gather(std::byte* all, std::size_t piece_bytes, const Call& call) {
+    return exchange(hub_->host, num_host_gathers_++, all, piece_bytes, call.keep_alive);
   }
 
   Pending start(const Call& call, std::vector<const std::byte*> sources, CopyFunction copy) {
@@ -351,7 +361,8 @@ class ThreadRank : public std::enable_shared_from_this<ThreadRank> {
   bool closing_ = false;
   std::string aborted_;
 
-  std::uint64_t num_tags_ = 0;  // of the thread that starts calls
+  std::uint64_t num_tags_ = 0;          // of the thread that starts calls
+  std::uint64_t num_host_gathers_ = 0;  // of the thread that compares tags
 };
 
 class ThreadBackend final : public Backend {
@@ -379,6 +390,9 @@ class ThreadBackend final : public Backend {
   }
   Pending start_words(const std::shared_ptr<std::vector<WordsSlot>>& words) override {
     return rank_->start_words(words);
+  }
+  Pending start_host_gather(std::byte* all, std::size_t piece_bytes, const Call& call) override {
+    return rank_->start_host_gather(all, piece_bytes, call);
   }
 
   std::size_t broadcast_sent_bytes(std::size_t bytes, int root) const override {

@@ -44,7 +44,9 @@ struct ThreadWorldOptions {
   // for a peer holds up its stream. Tags and words travel beside them. Calls of different sizes
   // stand still until they are aborted; those that differ in names alone give wrong numbers.
   bool on_streams = false;
-  device::Pending tags_arrive_after = {};  // with on_streams: however early they were sent
+  // With on_streams: however early they were sent. Of groups with this in their names.
+  device::Pending tags_arrive_after = {};
+  std::string late_group = {};
 };
 
 class ThreadWorld {

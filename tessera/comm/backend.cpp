@@ -36,6 +36,9 @@ class SoloBackend final : public Backend {
     return start_all_gather(parts, call);
   }
 
+  // What there is lies at its place.
+  Pending start_host_gather(std::byte*, std::size_t, const Call&) override { return {}; }
+
   Pending start_all_to_all(const PieceBytes& pieces, const Call& call) override {
     return copy(pieces.receive, pieces.send, pieces.piece_bytes, call);
   }
@@ -102,6 +105,11 @@ Pending Backend::start_all_reduce(void*, std::size_t, DType, Reduction, const Ca
 
 Pending Backend::start_tags(const std::shared_ptr<std::vector<CallTag>>&) {
   TESSERA_INVARIANT(false, "backend ", name(), " compares tags itself");
+  return {};
+}
+
+Pending Backend::start_host_gather(std::byte*, std::size_t, const Call&) {
+  TESSERA_INVARIANT(false, "backend ", name(), " gathers memory of the host as any other");
   return {};
 }
 

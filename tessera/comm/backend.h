@@ -119,6 +119,13 @@ class Backend {
   // Stream-ordered backends send words where they send tags; the default is an all-gather.
   virtual Pending start_words(const std::shared_ptr<std::vector<WordsSlot>>& words);
 
+  // All-gather of memory of the host, beside what moves the memory of calls, so that it waits for
+  // no device: fills in the other ranks' pieces of `all`; this rank's is at its place. Where Group
+  // exchanges tags, it is matched with other start_host_gather() only, in their order, and comes
+  // when the ranks have agreed on the call; else it is a call as any other, with its tag compared.
+  // REQUIRES: stream_ordered() or reads_peers().
+  virtual Pending start_host_gather(std::byte* all, std::size_t piece_bytes, const Call& call);
+
   // True: calls are work of the device's streams: they return at once, and their memory is the
   // device's (NCCL, ipc, a world of one). Their Pending is of the call's stream, or, where
   // reads_peers(), of one that others can be ordered behind. Where tags are exchanged by Group,

@@ -33,6 +33,51 @@ void fail(const QueuedCall& call, const std::exception_ptr& error) {
 
 }  // namespace
 
+// A backend may be the one that enqueues, on a thread of its own.
+void StreamCall::wait_enqueued() {
+  std::optional<Pending> next = on_stream_.wait_handed_over();
+  while (next && next->state() != nullptr) {
+    next = next->state()->wait_handed_over();
+  }
+}
+
+bool HostCall::done() {
+  if (ended_->done()) {
+    return true;
+  }
+  if (!on_stream().done()) {
+    return false;
+  }
+  try {
+    on_stream().wait();
+    return true;
+  } catch (...) {  // not before the group says why
+    return false;
+  }
+}
+
+void HostCall::wait() {
+  try {
+    on_stream().wait();
+  } catch (...) {
+    ended_->wait();
+    throw;
+  }
+}
+
+bool HostCall::wait_for(std::chrono::nanoseconds limit) {
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    return on_stream().wait_for(limit);
+  } catch (...) {
+    const auto used = std::chrono::steady_clock::now() - start;
+    if (!ended_->wait_for(used < limit ? limit - used : std::chrono::nanoseconds(0))) {
+      return false;
+    }
+    throw;
+  }
+}
+
 CallQueue::CallQueue(Backend& backend, Staging& staging, Watchdog& watchdog,
                      std::vector<int> world_ranks, Spans* spans)
     : backend_(backend),
@@ -66,18 +111,24 @@ void CallQueue::close() {
   }
 }
 
-Pending CallQueue::pending_of(const QueuedCall& call) const {
+Pending CallQueue::pending_of(const QueuedCall& call) {
   return call.on_stream ? Pending(call.on_stream) : Pending(call.completion);
 }
 
 Pending CallQueue::start(QueuedCall prepared) {
   const auto call = std::make_shared<QueuedCall>(std::move(prepared));
+  if (call->host) {
+    add_host_phase(*call);
+  }
   call->num_network_left = static_cast<std::size_t>(std::count_if(
       call->phases.begin(), call->phases.end(), [](const Phase& phase) { return phase.network; }));
   bool at_once = false;
   if (on_streams_) {
-    call->on_stream = std::make_shared<StreamCall>(call->completion);
-    at_once = call->call.stream != nullptr && call->call.stream->can_order_behind(call->ready);
+    call->on_stream = call->host ? std::make_shared<HostCall>(call->completion)
+                                 : std::make_shared<StreamCall>(call->completion);
+    at_once = call->host ? call->ready.done()
+                         : call->call.stream != nullptr &&
+                               call->call.stream->can_order_behind(call->ready);
   }
   {
     const std::lock_guard lock(mutex_);
@@ -121,6 +172,60 @@ void CallQueue::start_tags(QueuedCall& call) {
     call.tags_exchanged = backend_.start_tags(call.tags);
   } catch (...) {
     call.tags_exchanged = Pending::failed(std::current_exception());
+  }
+}
+
+// Where tags are exchanged here the backend is given the bytes by who compares them: only then do
+// all ranks mean them.
+void CallQueue::add_host_phase(QueuedCall& call) {
+  HostBytes& host = *call.host;
+  if (on_streams_ && !backend_.compares_tags()) {
+    host.arrived = std::make_shared<device::Completion>();
+    call.phases = {{true, [arrived = host.arrived] { return Pending(arrived); }}};
+    return;
+  }
+  call.phases = {{true, [this, all = host.all, bytes = host.piece_bytes, of = call.call] {
+                    return backend_.start_host_gather(all, bytes, of);
+                  }}};
+}
+
+void CallQueue::gather_host(QueuedCall& call) {
+  if (call.host && call.host->arrived) {
+    watchdog_.await(backend_.start_host_gather(call.host->all, call.host->piece_bytes, call.call),
+                    call.call.tag, call.text);
+    call.host->arrived->succeed();
+  }
+}
+
+void CallQueue::wait_agreed() {
+  std::deque<CallPtr> calls;
+  {
+    const std::lock_guard lock(mutex_);
+    if (poison_) {
+      std::rethrow_exception(poison_);
+    }
+    calls = to_finish_;
+  }
+  for (const CallPtr& call : calls) {
+    bool is_agreed = false;
+    if (on_streams_) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] {
+        return poison_ || call->launch_failed ||
+               (call->agreed && (call->launched || call->disagreement));
+      });
+      is_agreed = !poison_ && !call->launch_failed && !call->disagreement;
+    }
+    if (!is_agreed) {
+      call->completion->wait();  // throws, unless it has ended well
+      continue;
+    }
+    try {
+      call->on_stream->wait_enqueued();
+    } catch (...) {
+      call->completion->wait();
+      throw;
+    }
   }
 }
 
@@ -172,7 +277,7 @@ void CallQueue::launch(QueuedCall& call) {
 
 // By the caller where the host does not wait for anything here, else by the launcher.
 void CallQueue::launch_on_stream(QueuedCall& call) {
-  device::Stream* const stream = call.call.stream;
+  device::Stream* const stream = call.host ? nullptr : call.call.stream;
   try {
     if (stream == nullptr || !stream->can_order_behind(call.ready)) {
       watchdog_.await(call.ready, call.call.tag, call.text);
@@ -186,7 +291,7 @@ void CallQueue::launch_on_stream(QueuedCall& call) {
     }
     for (; call.next_phase < call.phases.size(); ++call.next_phase) {
       call.enqueued = call.phases[call.next_phase].launch();
-      if (stream == nullptr) {
+      if (stream == nullptr && !call.host) {
         watchdog_.await(call.enqueued, call.call.tag, call.text);
       }
     }
@@ -219,8 +324,12 @@ void CallQueue::agree_on_calls() {
     }
     try {
       agree(*call);
+      gather_host(*call);
     } catch (...) {
       call->disagreement = std::current_exception();
+      if (call->host && call->host->arrived) {
+        call->host->arrived->fail(call->disagreement);
+      }
     }
     {
       const std::lock_guard lock(mutex_);
@@ -406,6 +515,7 @@ void CallQueue::leave_stream(const QueuedCall& call) {
 
 void CallQueue::poison(const std::exception_ptr& error, const std::string& reason) {
   std::deque<CallPtr> lost;
+  std::deque<CallPtr> unagreed;
   {
     const std::lock_guard lock(mutex_);
     if (poison_) {
@@ -414,7 +524,7 @@ void CallQueue::poison(const std::exception_ptr& error, const std::string& reaso
     poison_ = error;
     lost.swap(to_finish_);
     to_launch_.clear();
-    to_agree_.clear();
+    unagreed.swap(to_agree_);
   }
   watchdog_.stop();
   staging_.stop();
@@ -425,6 +535,11 @@ void CallQueue::poison(const std::exception_ptr& error, const std::string& reaso
   {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return !starting_ && !launching_ && !finishing_; });
+  }
+  for (const CallPtr& call : unagreed) {
+    if (call->host && call->host->arrived) {
+      call->host->arrived->fail(error);
+    }
   }
   for (const CallPtr& call : lost) {
     leave_stream(*call);

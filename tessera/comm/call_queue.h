@@ -23,7 +23,10 @@
 //
 // So the Pending tells the host that the numbers are there and that all ranks mean the same ones;
 // a stream that is ordered behind it is behind the device's work alone, and nothing that it makes
-// may become a parameter before the host has waited for the call, or for a later one of its group.
+// may become a parameter before wait_agreed(), which does not wait for the device.
+//
+// A gather of bytes of the host (QueuedCall::host) is no work of the stream. Its owner is told as
+// soon as the bytes are there, not in the order of calls: the device works on those before it.
 //
 // Order: the backend sees tags in the order of start(), and network phases in call order: the first
 // of a call only after the last of the call before it. Neither depends on time, so all ranks agree.
@@ -34,13 +37,16 @@
 // Threads: start() from one thread at a time; launcher, agreer and finisher are its own.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -55,11 +61,14 @@ namespace tessera::comm {
 
 // The Pending of a call that is work of a stream: see [Note: calls on streams]. `on_stream` is
 // handed over by whoever enqueues the phases.
-class StreamCall final : public device::PendingState {
+class StreamCall : public device::PendingState {
  public:
   explicit StreamCall(std::shared_ptr<device::Completion> ended) : ended_(std::move(ended)) {}
 
   device::HandedOver& on_stream() { return on_stream_; }
+  // Blocks until it has been enqueued, or until what does it has come to its end; throws what went
+  // wrong.
+  void wait_enqueued();
 
   bool done() override { return ended_->done(); }
   void wait() override { ended_->wait(); }
@@ -72,9 +81,30 @@ class StreamCall final : public device::PendingState {
     return on_stream_.wait_handed_over();
   }
 
- private:
+ protected:
   const std::shared_ptr<device::Completion> ended_;
+
+ private:
   device::HandedOver on_stream_;
+};
+
+// The same of a gather of bytes of the host: done when they are there. What went wrong is the
+// group's to say, once the queue has come to it.
+class HostCall final : public StreamCall {
+ public:
+  using StreamCall::StreamCall;
+
+  bool done() override;
+  void wait() override;
+  bool wait_for(std::chrono::nanoseconds limit) override;
+};
+
+// Bytes that ranks tell each other beside their calls (Backend::start_host_gather).
+struct HostBytes {
+  std::byte* all = nullptr;
+  std::size_t piece_bytes = 0;
+  // On streams where tags are exchanged here: fulfilled by who compares them, in order.
+  std::shared_ptr<device::Completion> arrived;
 };
 
 struct Phase {
@@ -101,6 +131,7 @@ struct QueuedCall {
   // Both empty, or a call of one phase, which sets arrivals[i] to the arrival of parts[i].
   std::vector<CallPart> parts;
   std::shared_ptr<std::vector<Pending>> arrivals;
+  std::optional<HostBytes> host;  // what the call is about; then it has no phases
 
   // The queue's own. Until `launched`, the launcher's; then the finisher's, but for what is
   // guarded by the queue's mutex.
@@ -130,6 +161,9 @@ class CallQueue {
 
   Pending start(QueuedCall call);
 
+  // Group::wait_agreed().
+  void wait_agreed();
+
   // Fails every call that has not ended, and all later ones. For a rank that is failing: its peers
   // will not join these calls, so waiting for them would hide the cause.
   void abandon(const std::string& reason);
@@ -137,7 +171,9 @@ class CallQueue {
  private:
   using CallPtr = std::shared_ptr<QueuedCall>;
 
-  Pending pending_of(const QueuedCall& call) const;
+  static Pending pending_of(const QueuedCall& call);
+  void add_host_phase(QueuedCall& call);
+  void gather_host(QueuedCall& call);
   void launch_calls();
   void launch(QueuedCall& call);
   void launch_on_stream(QueuedCall& call);

@@ -124,7 +124,7 @@ Pending Group::start(QueuedCall queued, std::size_t payload_bytes) {
   if (exchanges_tags()) {
     control_bytes_ += sizeof(CallTag) * num_peers();
   }
-  if (queued.phases.empty()) {
+  if (queued.phases.empty() && !queued.host) {
     // Nothing to move: the call is still a barrier, so that a mismatch does not go unseen.
     queued.phases.push_back({true, [this, call = queued.call] {
                                return exchanges_tags() ? Pending()
@@ -267,66 +267,39 @@ Pending Group::start_all_to_all(const void* send, void* receive, std::int64_t pi
   return start(std::move(queued), bytes * num_peers());
 }
 
+void Group::wait_agreed() {
+  if (queue_) {
+    queue_->wait_agreed();
+  }
+}
+
 Pending Group::start_barrier(const CallOptions& options) {
   return start(prepare({.op = Op::kBarrier}, options), 0);
 }
 
 HostGather Group::start_gather_host(std::span<const std::byte> mine, const CallOptions& options) {
-  device::Device* const device = options_.device;
-  const std::size_t all_bytes = mine.size() * static_cast<std::size_t>(size());
-  const std::size_t own = mine.size() * static_cast<std::size_t>(rank());
+  const auto all =
+      std::make_shared<std::vector<std::byte>>(mine.size() * static_cast<std::size_t>(size()));
+  std::byte* const own = all->data() + mine.size() * static_cast<std::size_t>(rank());
+  std::copy(mine.begin(), mine.end(), own);
   const auto numel = static_cast<std::int64_t>(mine.size());
   CallOptions call = options;
-  if (!backend_->stream_ordered() || device == nullptr || !device->is_discrete()) {
-    const auto all = std::make_shared<std::vector<std::byte>>(all_bytes);
-    std::copy(mine.begin(), mine.end(), all->begin() + static_cast<std::ptrdiff_t>(own));
-    call.keep_alive = all;
-    const Gather gather{all->data() + own, all->data(), numel, DType::kUInt8};
+  call.keep_alive = all;
+  if (!backend_->stream_ordered() && !backend_->reads_peers()) {
+    const Gather gather{own, all->data(), numel, DType::kUInt8};
     Pending done = start_all_gather({&gather, 1}, call);
     return {std::move(done), {all, all->data()}};
   }
-  const std::shared_ptr<HostCopies> copies = take_host_copies(all_bytes);
-  std::copy(mine.begin(), mine.end(), copies->host.data() + own);
-  call.stream = &device->stream(device::StreamKind::kComm);
-  call.keep_alive = copies;
   QueuedCall queued = prepare({.shape_hash = hash_bytes(&numel, sizeof(numel), 0),
                                .total_bytes = mine.size(),
                                .num_tensors = 1,
                                .op = Op::kAllGather,
                                .dtype = DType::kUInt8},
                               call);
-  std::byte* const host = copies->host.data();
-  if (all_bytes > 0 && backend_->reads_peers()) {  // pinned memory is as good as the device's
-    queued.phases = {{true, [=, this, bytes = mine.size(), call = queued.call] {
-                        const GatherBytes part{host + own, host, bytes};
-                        return backend_->start_all_gather({&part, 1}, call);
-                      }}};
-  } else if (all_bytes > 0) {
-    std::byte* const all = copies->device.data();
-    queued.phases = {
-        {true,
-         [=, this, bytes = mine.size(), call = queued.call] {
-           std::ignore = copy(all + own, host + own, bytes, call.stream);
-           const GatherBytes part{all + own, all, bytes};
-           return backend_->start_all_gather({&part, 1}, call);
-         }},
-        {false, [=, this, call = queued.call] { return copy(host, all, all_bytes, call.stream); }}};
+  if (!mine.empty()) {
+    queued.host = HostBytes{all->data(), mine.size(), nullptr};
   }
-  return {start(std::move(queued), mine.size() * num_peers()), {copies, copies->host.data()}};
-}
-
-// Kept from call to call: a device may have to stand still to allocate or free. What nobody else
-// holds any more belongs to no call.
-std::shared_ptr<Group::HostCopies> Group::take_host_copies(std::size_t bytes) {
-  for (const auto& copies : host_copies_) {
-    if (copies.use_count() == 1 && copies->host.bytes() >= bytes) {
-      return copies;
-    }
-  }
-  auto made = std::make_shared<HostCopies>();
-  made->host = options_.device->allocate(Tier::kPinned, bytes, Role::kStaging);
-  made->device = options_.device->allocate(Tier::kDevice, bytes, Role::kStaging);
-  return host_copies_.emplace_back(std::move(made));
+  return {start(std::move(queued), mine.size() * num_peers()), {all, all->data()}};
 }
 
 void Group::broadcast_host(void* data, std::size_t bytes, int root, const CallOptions& options) {

@@ -166,11 +166,19 @@ class Group {
   [[nodiscard]] Pending start_barrier(const CallOptions& options = {});
 
   // All-gather of a few bytes of the host, whatever memory other calls are given; `mine` is copied,
-  // and as long on every rank. Does not wait for the device where the network is the host's.
+  // and as long on every rank. No device has a part in it: where calls are work of streams it ends
+  // as soon as all ranks have started it, whatever the device still has to do for calls before it.
   [[nodiscard]] HostGather start_gather_host(std::span<const std::byte> mine,
                                              const CallOptions& options = {});
   // The same, of which every rank keeps what `root` gave. Blocks.
   void broadcast_host(void* data, std::size_t bytes, int root, const CallOptions& options = {});
+
+  // Blocks until all ranks have started every call that this one has started so far, and mean the
+  // same ones; throws what their Pendings would, if they do not. Where calls are work of streams it
+  // waits for the other ranks' threads, and for no device: what is enqueued behind it depends on
+  // nothing that some rank did not mean. Elsewhere it waits for the ends of the calls, which come
+  // behind that.
+  void wait_agreed();
 
   // A group over the ranks that passed the same color, in ascending rank order. Blocks.
   std::unique_ptr<Group> split(int color, const std::string& name) {
@@ -205,12 +213,6 @@ class Group {
   Pending run_on_stream(const QueuedCall& queued);
   device::Stream* stream_of(const CallOptions& options) const;
   void hold_until_done(const Pending& pending, const std::shared_ptr<const void>& keep_alive);
-  // Of start_gather_host(), where the network reaches memory of the device only.
-  struct HostCopies {
-    device::Memory host;
-    device::Memory device;
-  };
-  std::shared_ptr<HostCopies> take_host_copies(std::size_t bytes);
   // All the scratch of a call, for its phases: it is there when they run. Kept alive as long as the
   // call, also when that is stuck in the network.
   std::shared_ptr<const StagingLease> add_staging(QueuedCall& queued, std::size_t bytes);
@@ -254,7 +256,6 @@ class Group {
   std::uint64_t sequence_ = 0;
   std::uint64_t num_splits_ = 0;
   std::vector<std::pair<Pending, std::shared_ptr<const void>>> held_;  // see hold_until_done()
-  std::vector<std::shared_ptr<HostCopies>> host_copies_;               // see take_host_copies()
 
   std::atomic<std::uint64_t> payload_bytes_{0};
   std::atomic<std::uint64_t> control_bytes_{0};

@@ -440,9 +440,12 @@ class IpcBackend final : public PeerBackend {
     if (failure) {
       post_abort(failure_text(failure));  // this rank takes part no more: nobody waits for it
     }
-    if (stream == nullptr) {
-      TESSERA_INVARIANT(failure != nullptr, "a call without a round");
-      owner->fail(std::move(failure));
+    if (stream == nullptr) {  // nothing was enqueued
+      if (failure) {
+        owner->fail(std::move(failure));
+      } else {
+        owner->hand_over({});
+      }
       return;
     }
     UnderWay call;

@@ -101,6 +101,9 @@ class NcclBackend final : public Backend {
   Pending start_words(const std::shared_ptr<std::vector<WordsSlot>>& words) override {
     return tags_.start_words(words);
   }
+  Pending start_host_gather(std::byte* all, std::size_t piece_bytes, const Call& call) override {
+    return tags_.start_host_gather(all, piece_bytes, call);
+  }
 
   Pending start_all_gather(std::span<const GatherBytes> parts, const Call& call) override {
     return on_stream(call.stream, [&] {

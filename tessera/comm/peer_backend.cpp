@@ -12,6 +12,7 @@ namespace tessera::comm {
 namespace {
 
 constexpr std::size_t kMaxItems = 256;                  // of one round
+constexpr std::size_t kMaxHostBytes = 4096;             // of one rank and round
 constexpr std::uint64_t kNoRegion = ~std::uint64_t{0};  // peers cannot map it
 
 }  // namespace
@@ -23,6 +24,7 @@ struct PeerBackend::Posting {
   std::uint32_t words_bytes = 0;
   std::array<Place, kMaxItems> places{};
   std::array<char, CallWords::kMaxBytes> words{};
+  std::array<std::byte, kMaxHostBytes> host{};
 };
 
 // What a rank shows the others of its group. Behind it is what the data plane needs.
@@ -222,6 +224,17 @@ Pending PeerBackend::start_all_reduce(void* data, std::size_t numel, DType dtype
   return start(call, std::move(rounds));
 }
 
+Pending PeerBackend::start_host_gather(std::byte* all, std::size_t piece_bytes, const Call& call) {
+  std::vector<Round> rounds;
+  std::size_t begin = 0;
+  do {  // of no bytes, too: it is a call
+    const std::size_t end = std::min(piece_bytes, begin + kMaxHostBytes);
+    rounds.emplace_back().host = HostPart{all, piece_bytes, begin, end};
+    begin = end;
+  } while (begin < piece_bytes);
+  return start(call, std::move(rounds));
+}
+
 // --- The worker.
 
 Pending PeerBackend::start(const Call& call, std::vector<Round> rounds) {
@@ -307,10 +320,15 @@ void PeerBackend::run(const Job& job) {
         *job.call.met = true;
       }
     }
-    open_round(round_, job.call, is_first ? job.input : Pending());
+    if (!round.host) {
+      open_round(round_, job.call, is_first ? job.input : Pending());
+    }
     enter(RoundPhase::kReading);
     for (std::size_t i = 0; i < round.items.size(); ++i) {
       run(round.items[i], i);
+    }
+    if (round.host) {
+      read(*round.host);
     }
     // What was read from a rank that has failed meanwhile may be anything.
     for_each_rank([this](std::size_t r) {
@@ -319,7 +337,9 @@ void PeerBackend::run(const Job& job) {
       }
     });
     enter(RoundPhase::kRead);
-    close_round(round_);
+    if (!round.host) {
+      close_round(round_);
+    }
     if (round.finish) {
       round.finish();
     }
@@ -336,12 +356,25 @@ void PeerBackend::post(const Call& call, const Round& round, bool is_first) {
     own.words_bytes = static_cast<std::uint32_t>(std::min(words.size(), own.words.size()));
     std::memcpy(own.words.data(), words.data(), own.words_bytes);
   }
+  if (round.host) {
+    const HostPart& part = *round.host;
+    std::memcpy(own.host.data(), part.all + rank_ * part.piece_bytes + part.begin,
+                part.end - part.begin);
+  }
   own.num_items = static_cast<std::uint32_t>(round.items.size());
   for (std::size_t i = 0; i < round.items.size(); ++i) {
     const Item& item = round.items[i];
     own.places.at(i) = place_of(item.source, item.source_bytes).value_or(Place{kNoRegion, 0});
   }
   control(rank_).posted.advance(round_);
+}
+
+// A posting stays until its rank posts for the round after next, for which it waits for this one.
+void PeerBackend::read(const HostPart& part) {
+  for_each_peer([&](std::size_t r) {
+    std::memcpy(part.all + r * part.piece_bytes + part.begin, posting(r).host.data(),
+                part.end - part.begin);
+  });
 }
 
 void PeerBackend::compare_tags(const Call& call) const {

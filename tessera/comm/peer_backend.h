@@ -11,7 +11,8 @@
 // one is filled while the other is read.
 //
 // A posting carries the call's tag and words: they are compared in the first round of a call,
-// before anything is read.
+// before anything is read. A few bytes of the host travel in postings themselves: such rounds end
+// when they are read, and the data plane has no part in them.
 //
 // Order: rounds are numbered, and a rank takes part in them in the order of its calls. Two postings
 // are enough: who posts for a round has seen all postings of the round before, so all ranks are
@@ -79,6 +80,7 @@ class PeerBackend : public Backend {
                                DType dtype, DType output_dtype, const Call& call) override;
   Pending start_all_reduce(void* data, std::size_t numel, DType dtype, Reduction reduction,
                            const Call& call) override;
+  Pending start_host_gather(std::byte* all, std::size_t piece_bytes, const Call& call) override;
   void abort(const std::string& reason) override;
 
  protected:
@@ -188,9 +190,17 @@ class PeerBackend : public Backend {
     std::function<void(std::size_t begin, std::size_t end, std::span<const std::byte* const> from)>
         read;
   };
+  // Bytes [begin, end) of what ranks post for each other: of pieces in rank order.
+  struct HostPart {
+    std::byte* all = nullptr;
+    std::size_t piece_bytes = 0;
+    std::size_t begin = 0;
+    std::size_t end = 0;
+  };
   struct Round {
     std::vector<Item> items;
     std::function<void()> finish;  // when all ranks have read; may be empty
+    std::optional<HostPart> host;  // in place of items
   };
   struct Job {
     Call call;
@@ -209,6 +219,7 @@ class PeerBackend : public Backend {
   void work();
   void run(const Job& job);
   void run(const Item& item, std::size_t index);
+  void read(const HostPart& part);
   void post(const Call& call, const Round& round, bool is_first);
   void compare_tags(const Call& call) const;
   void fill_chunk(const Item& item, std::size_t begin, std::size_t end, std::size_t slot);

@@ -22,6 +22,12 @@ constexpr std::chrono::hours kNever{24 * 365};
 // How long a wait for words pauses before it asks the store again.
 constexpr std::chrono::milliseconds kPause{5};
 
+// Those of bytes of the host, which are apart from tags.
+GlooPeers host_peers(GlooPeers peers) {
+  peers.name += "/host";
+  return peers;
+}
+
 std::string words_key(const std::string& name, int rank) {
   return detail::concat(name, "/words/", rank);
 }
@@ -73,10 +79,14 @@ class StoredWords final : public device::PendingState {
 struct TagChannel::Impl {
   Impl(const GlooPeers& given, const GlooOptions& options)
       : peers(joined(given, options)),
-        tags(tag_peers(peers), make_gloo_devices(options, 1), 1, options) {}
+        devices(make_gloo_devices(options, 1)),
+        tags(tag_peers(peers), devices, 1, options),
+        host(host_peers(peers), devices, 1, options) {}
 
   const GlooPeers peers;
+  const std::vector<GlooDevice> devices;
   GlooLink tags;
+  GlooLink host;
 };
 
 TagChannel::TagChannel(std::shared_ptr<Store> store, int rank, int size, const std::string& name,
@@ -97,6 +107,13 @@ Pending TagChannel::start_words(const std::shared_ptr<std::vector<WordsSlot>>& w
   return Pending(std::make_shared<StoredWords>(peers.store, peers.name, words));
 }
 
-void TagChannel::abort() { impl_->tags.abandon(); }
+Pending TagChannel::start_host_gather(std::byte* all, std::size_t piece_bytes, const Call& call) {
+  return impl_->host.start_gather(all, piece_bytes, call.keep_alive);
+}
+
+void TagChannel::abort() {
+  impl_->tags.abandon();
+  impl_->host.abandon();
+}
 
 }  // namespace tessera::comm
