@@ -11,9 +11,9 @@
 namespace tessera::comm {
 namespace {
 
-constexpr std::size_t kMaxItems = 256;                  // of one round
-constexpr std::size_t kMaxHostBytes = 4096;             // of one rank and round
-constexpr std::uint64_t kNoRegion = ~std::uint64_t{0};  // peers cannot map it
+constexpr std::size_t kMaxItems = 256;                        // of one round
+constexpr std::size_t kMaxHostBytes = std::size_t{16} << 10;  // of one rank and round
+constexpr std::uint64_t kNoRegion = ~std::uint64_t{0};        // peers cannot map it
 
 }  // namespace
 

@@ -104,6 +104,66 @@ TEST(GroupStream, ALateInputHoldsUpLaterCallsButChangesNoOrder) {
   });
 }
 
+// Streams whose work stands still until the test lets it go on.
+TEST(GroupStream, NeitherBytesOfTheHostNorAgreementWaitForTheDevice) {
+  ThreadWorldOptions ranks;
+  ranks.num_ranks = 3;
+  ranks.on_streams = true;
+  run_ranks(ranks, {}, [](Group& group) {
+    const auto device = late(LateMode::kRandom, group.rank());
+    device::Stream& reduce = device->stream(StreamKind::kReduce);
+    const auto gate = std::make_shared<device::Completion>();
+    std::ignore = reduce.enqueue([gate] { gate->wait(); });
+    std::vector<double> sums(8, group.rank());
+    CallOptions options;
+    options.stream = &reduce;
+    const Pending reduced =
+        group.start_all_reduce(sums.data(), 8, DType::kFloat64, Reduction::kSum, options);
+    const std::vector<std::byte> mine(5, static_cast<std::byte>(group.rank() + 1));
+    const HostGather all = group.start_gather_host(mine, options);
+    all.done.wait();
+    EXPECT_TRUE(all.done.done());
+    for (std::size_t i = 0; i < 15; ++i) {
+      EXPECT_EQ(all.bytes.get()[i], static_cast<std::byte>(i / 5 + 1));
+    }
+    group.wait_agreed();
+    EXPECT_FALSE(reduced.done());
+    gate->succeed();
+    reduced.wait();
+    EXPECT_EQ(sums.back(), 3);
+  });
+}
+
+TEST(GroupStream, AgreementThrowsWhatTheCallsThatDifferWould) {
+  for (const bool on_streams : {true, false}) {
+    ThreadWorldOptions ranks;
+    ranks.num_ranks = 3;
+    ranks.on_streams = on_streams;
+    run_ranks(ranks, {}, [&](Group& group) {
+      const auto device = late(LateMode::kRandom, group.rank());
+      float number = 1;
+      CallOptions options;
+      options.stream = &device->stream(StreamKind::kReduce);
+      group.wait_agreed();  // on nothing
+      options.label.unit = group.rank() == 1 ? "head" : "block";
+      std::ignore = group.start_all_reduce(&number, 1, DType::kFloat32, Reduction::kSum, options);
+      options.label.unit = "behind it";
+      const HostGather behind = group.start_gather_host({}, options);
+      const HostGather bytes = group.start_gather_host(std::vector<std::byte>(3), options);
+      for (int i = 0; i < 2; ++i) {
+        try {
+          group.wait_agreed();
+          ADD_FAILURE() << "rank " << group.rank() << " noticed nothing";
+        } catch (const MismatchError& error) {
+          EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
+        }
+        EXPECT_THROW(bytes.done.wait(), MismatchError);
+        EXPECT_THROW(behind.done.wait(), MismatchError);
+      }
+    });
+  }
+}
+
 // In a world of one the call is the stream's own work, which knows nothing of its memory's owner.
 TEST(GroupStream, KeepAliveIsHeldUntilTheStreamHasDoneTheWork) {
   const auto device = late(LateMode::kLazy, 0);
