@@ -1,6 +1,8 @@
 #include "tessera/engine/step_driver.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <exception>
 #include <string>
@@ -303,12 +305,8 @@ StepResult StepDriver::finish_step() {
   // Gathered copies are stale after the update, and nobody needs them before it.
   ctx_.coordinator.end_step();
   const double lr = optim::learning_rate(schedule_, num_steps_);
-  // Where the sums of this rank are all there are, the device may find the factors below by itself.
-  const bool is_started =
-      ctx_.group.size() == 1 &&
-      optimizer_->start_step(*reducer_, lr,
-                             {weight_sum_, loss_scale_->value(), clip_norm_, skip_nonfinite_});
-  const optim::StepSums sums = sum_over_ranks(is_started);
+  bool is_started = false;
+  const optim::StepSums sums = sum_over_ranks(lr, is_started);
   const optim::StepFactors factors = optim::step_factors(sums, loss_scale_->value(), clip_norm_);
   StepResult result;
   result.step = num_steps_ + 1;
@@ -379,30 +377,39 @@ void StepDriver::fix_placement() {
   make_reducer();
 }
 
-optim::StepSums StepDriver::sum_over_ranks(bool is_started) {
-  optim::StepSums sums;
+optim::StepSums StepDriver::sum_over_ranks(double lr, bool& is_started) {
   save_votes_ = ask_votes_ ? ask_votes_() : SaveVotes();
-  if (is_started) {
+  optim::OwnSums own;
+  own.sums.weight = weight_sum_;
+  own.sums.votes[0] = stop_ ? 1 : 0;
+  own.sums.votes[1] = save_votes_.num_done;
+  own.sums.votes[2] = save_votes_.num_failed;
+  if (weighted_loss_.defined()) {
+    const auto kept = std::make_shared<const at::Tensor>(weighted_loss_);
+    own.weighted_loss = {kept, kept->const_data_ptr<double>()};
+  }
+  is_started = optimizer_->start_step(
+      *reducer_, lr, {loss_scale_->value(), clip_norm_, skip_nonfinite_}, own, ctx_.group);
+  optim::StepSums sums = own.sums;
+  if (!is_started) {
+    sums.gradient_squares = optimizer_->sum_of_squares(*reducer_);
+    sums.weighted_loss = weighted_loss_.defined() ? weighted_loss_.item<double>() : 0.0;
+  }
+  {
     const SpanScope span(ctx_.runtime.spans(), "wait for norm");
     const std::int64_t begin_ns = ctx_.runtime.clock().now_ns();
-    sums.gradient_squares = optimizer_->finish_step();
+    if (is_started) {
+      sums = optimizer_->finish_step();
+    } else {
+      auto numbers = std::bit_cast<std::array<double, optim::kNumStepSums>>(sums);
+      ranks_.reduce_numbers(numbers, comm::Reduction::kSum, optim::kStepSumsLabel);
+      sums = std::bit_cast<optim::StepSums>(numbers);
+    }
     exposed_wait_s_ += static_cast<double>(ctx_.runtime.clock().now_ns() - begin_ns) * 1e-9;
-  } else {
-    sums.gradient_squares = optimizer_->sum_of_squares(*reducer_);
   }
-  sums.weight = weight_sum_;
-  sums.weighted_loss = weighted_loss_.defined() ? weighted_loss_.item<double>() : 0.0;
-  if (ctx_.group.size() == 1) {
-    return sums;
-  }
-  double values[6] = {sums.gradient_squares, sums.weight,          sums.weighted_loss,
-                      stop_ ? 1.0 : 0.0,     save_votes_.num_done, save_votes_.num_failed};
-  const std::int64_t begin_ns = ctx_.runtime.clock().now_ns();
-  ranks_.reduce_numbers(values, comm::Reduction::kSum, "norm");
-  exposed_wait_s_ += static_cast<double>(ctx_.runtime.clock().now_ns() - begin_ns) * 1e-9;
-  stop_ = values[3] > 0;
-  save_votes_ = {values[4], values[5]};
-  return {values[0], values[1], values[2]};
+  stop_ = sums.votes[0] > 0;
+  save_votes_ = {sums.votes[1], sums.votes[2]};
+  return sums;
 }
 
 void StepDriver::finish_update() {

@@ -108,8 +108,9 @@ class StepDriver {
   // is replaced.
   [[noreturn]] void rethrow_backward_error();
   void drop_gradients() noexcept;
-  // `is_started`: by Optimizer::start_step(). Makes stop_ the same on all ranks.
-  optim::StepSums sum_over_ranks(bool is_started);
+  // Enqueues norm, sums over ranks, factor and updates, where the device can do without the host,
+  // or finds the sums first. Makes stop_ the same on all ranks.
+  optim::StepSums sum_over_ranks(double lr, bool& is_started);
   // Behind the first step, where memory was planned for that one only (engine_tiers.h). Collective.
   void fix_placement();
   StepResult finish_step();

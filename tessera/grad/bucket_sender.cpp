@@ -179,10 +179,21 @@ void BucketSender::put_ready() {
   }
 }
 
-void BucketSender::wait() {
+void BucketSender::put_all() {
   while (!sent_.empty()) {
     put_oldest();
   }
+}
+
+void BucketSender::wait_reduced() {
+  for (const Pending& reduced : in_flight_) {
+    reduced.wait();
+  }
+  in_flight_.clear();
+}
+
+void BucketSender::wait() {
+  put_all();
   stream_.synchronize();
   // A stream may have the numbers before the ranks have agreed on the call that reduced them.
   stream_.wait_on_host(in_flight_);

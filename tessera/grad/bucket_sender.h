@@ -51,6 +51,11 @@ class BucketSender {
   void send(const Bucket& bucket, const comm::Label& label);
   // Puts results that are there, or, where calls are work of streams, will be without this thread.
   void put_ready();
+  // Puts all results in stream order; waits for no device where calls are work of streams.
+  void put_all();
+  // Blocks until all reductions have ended, and not for what is enqueued behind them; throws what
+  // went wrong. The caller counts the time.
+  void wait_reduced();
   // Blocks until all results are put, and the stream has done it; throws what went wrong.
   void wait();
   // Waits for what is in flight, whatever becomes of it; forgets the bucket that was being filled.

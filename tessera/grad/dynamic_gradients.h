@@ -37,6 +37,8 @@ class DynamicGradients {
   std::vector<int> pending() const;
   // Throws ConfigError, before anything is started, where sums are needed and cannot be made.
   void reduce(std::span<const int> ids);
+  void put_all() { sender_.put_all(); }
+  void wait_reduced() { sender_.wait_reduced(); }
   void wait() { sender_.wait(); }
   void drop() noexcept;  // what is pending
   void clear() noexcept;

@@ -143,6 +143,16 @@ void GradientBuckets::wait() {
   dynamic_.wait();
 }
 
+void GradientBuckets::put_all() {
+  sender_.put_all();
+  dynamic_.put_all();
+}
+
+void GradientBuckets::wait_reduced() {
+  sender_.wait_reduced();
+  dynamic_.wait_reduced();
+}
+
 void GradientBuckets::clear() noexcept {
   // What is full has been sent by ranks that kept nothing: they would wait for it.
   try {

@@ -40,6 +40,9 @@ class GradientBuckets {
   void reduce_dynamic(std::span<const int> ids);
   void drop_dynamic() noexcept { dynamic_.drop(); }
   void finish_backward();
+  // As in BucketSender.
+  void put_all();
+  void wait_reduced();
   // Blocks until the sums of all finished backwards are put; throws what went wrong.
   void wait();
   // Waits for what is in flight, whatever becomes of it.

@@ -198,13 +198,32 @@ ShardGradient Reducer::shard_gradient(int id) {
 }
 
 bool Reducer::is_ordered() const {
-  return !buckets_ && stream_->is_discrete() && !stream_->leaves_device();
+  const ReducerParts& parts = stream_->parts();
+  return stream_->is_discrete() && !stream_->leaves_device() && parts.group.is_stream_ordered() &&
+         (parts.dynamic_group == nullptr || parts.dynamic_group->is_stream_ordered());
+}
+
+void Reducer::wait_agreed() {
+  const ReducerParts& parts = stream_->parts();
+  parts.group.wait_agreed();
+  if (parts.dynamic_group != nullptr) {
+    parts.dynamic_group->wait_agreed();
+  }
+}
+
+void Reducer::wait_reduced() {
+  if (buckets_) {
+    buckets_->wait_reduced();
+  }
 }
 
 ShardGradient Reducer::ordered_gradient(int id) {
   const shard::Param& param = trainable(id);
   TESSERA_INVARIANT(is_ordered() && !in_backward_, "the gradient of parameter '", param.name(),
                     "' is not ordered by the reduce stream alone");
+  if (buckets_) {
+    buckets_->put_all();
+  }
   return shards_->gradient(param);
 }
 

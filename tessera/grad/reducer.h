@@ -227,11 +227,18 @@ class Reducer {
   // Waits for all reductions. Zero where no gradient came since clear(). What reads one on
   // the host waits for `ready`.
   ShardGradient shard_gradient(int param);
-  // Whether the reduce stream alone orders gradients: in a group of one, on a discrete device,
-  // where none goes to the host or to NVMe.
+  // Whether the reduce stream alone orders gradients: on a discrete device, where none goes to the
+  // host or to NVMe, and reductions are work of streams.
   bool is_ordered() const;
-  // The same without any wait, for work on the reduce stream. REQUIRES: is_ordered().
+  // The same for work on the reduce stream, without a wait for the device. Where ranks compare tags
+  // before they enqueue, it waits for their threads. REQUIRES: is_ordered().
   ShardGradient ordered_gradient(int param);
+  // What becomes a parameter by work of the reduce stream: blocks until all ranks have started the
+  // same reductions; throws what went wrong. Waits for no device where is_ordered().
+  void wait_agreed();
+  // Blocks until all reductions have ended, and not for what the stream was given behind them;
+  // throws what went wrong.
+  void wait_reduced();
 
   bool is_on_nvme(int param) const;
   // On NVMe: elements [begin, begin + numel) of the shard, where begin is a multiple of

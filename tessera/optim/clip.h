@@ -7,12 +7,18 @@
 
 namespace tessera::optim {
 
-// Sums over all ranks and micro-batches of one step, made by one all-reduce.
+// Sums over all micro-batches of one step: of a rank, and of all ranks, made by one all-reduce of
+// doubles that lie as they do here.
 struct StepSums {
   double gradient_squares = 0;  // of weighted, loss-scaled gradients
   double weight = 0;
   double weighted_loss = 0;
+  double votes[3] = {};  // the engine's, which travel along
 };
+inline constexpr std::int64_t kNumStepSums = 6;
+static_assert(sizeof(StepSums) == kNumStepSums * sizeof(double));
+// What the all-reduce is called in messages.
+inline constexpr const char* kStepSumsLabel = "norm";
 
 struct StepFactors {
   bool finite = true;
@@ -21,9 +27,8 @@ struct StepFactors {
   double loss = 0;            // weighted mean
 };
 
-// What turns a sum of squares into a factor.
+// What turns the sums of a step into a factor, besides them.
 struct StepInputs {
-  double weight = 0;  // the sum over all ranks
   double loss_scale = 1;
   double clip_norm = 0;          // 0: no clipping
   bool skips_nonfinite = false;  // a sum that is not finite: the step changes nothing
@@ -36,15 +41,20 @@ struct StepOnDevice {
   double grad_norm;       // as in StepFactors
   double gradient_scale;  // as in StepFactors
   std::int32_t finite;
-  std::int32_t skips;  // updates leave every bit as it is
+  std::int32_t skips;  // updates leave every bit as it is; also where the weights give no mean
 };
 
-// InternalError for a scale or limit that cannot be, and ConfigError if the weights of all ranks
-// sum up to zero or less.
+// The same for the host, with what they were made of.
+struct FoundStep {
+  StepOnDevice step;
+  StepSums sums;
+};
+
+// InternalError for a scale or limit that cannot be.
 void check_step_inputs(const StepInputs& inputs);
 
 // The clip factor is min(1, clip_norm / (norm + 1e-6)), as in torch and DeepSpeed. Checks its
-// inputs.
+// inputs; ConfigError if the weights of all ranks sum up to zero or less.
 StepFactors step_factors(const StepSums& sums, double loss_scale, double clip_norm);
 
 }  // namespace tessera::optim

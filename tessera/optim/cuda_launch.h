@@ -29,9 +29,10 @@ void launch_updates(ElementRule rule, std::span<const RoundedTask> tasks, cudaSt
 std::int64_t num_norm_blocks(std::span<const NormSpan> spans);
 void launch_sums_of_squares(std::span<const NormSpan> spans, double* block_sums, double* results,
                             cudaStream_t stream);
-// One launch for up to some hundreds of sums.
-void launch_step_factors(std::span<const double* const> sums, const StepInputs& inputs,
-                         StepOnDevice* step, StepOnDevice* for_host, cudaStream_t stream);
+// One launch for up to some hundreds of numbers.
+void launch_total(std::span<const double* const> numbers, double* total, cudaStream_t stream);
+void launch_step_factors(const StepSums* sums, const StepInputs& inputs, StepOnDevice* step,
+                         FoundStep* for_host, cudaStream_t stream);
 
 // convert_cuda.cu
 void launch_add(float* values, const void* addend, DType dtype, std::int64_t numel,

@@ -67,13 +67,18 @@ class Kernels {
   // can write: of the device or pinned on CUDA, any on CPU.
   virtual device::Pending start_sums_of_squares(std::span<const NormSpan> spans, double* results,
                                                 device::Stream& stream) = 0;
-  // From sums of squares, added in the order of the list, to the factors of the step: the bits of
-  // step_factors(). The sums are in memory that kernels of the stream can read; so is `step`, for
-  // updates behind it (UpdateScalars::on_device). `for_host` gets the same, in memory that both
-  // they and the host reach; it is valid when the Pending is done. Checks its inputs.
-  virtual device::Pending start_step_factors(std::span<const double* const> sums_of_squares,
-                                             const StepInputs& inputs, StepOnDevice* step,
-                                             StepOnDevice* for_host, device::Stream& stream) = 0;
+  // *total is the sum of the numbers, in the order of the list; all in memory that kernels of the
+  // stream reach.
+  virtual device::Pending start_total(std::span<const double* const> numbers, double* total,
+                                      device::Stream& stream) = 0;
+  // From sums over all ranks to the factors of the step: the bits of step_factors(). `sums` is in
+  // memory that kernels of the stream can read; so is `step`, for updates behind it
+  // (UpdateScalars::on_device). `for_host` gets both, in memory that both they and the host reach;
+  // it is valid when the Pending is done. Checks its inputs; a step whose weights give no mean
+  // skips.
+  virtual device::Pending start_step_factors(const StepSums* sums, const StepInputs& inputs,
+                                             StepOnDevice* step, FoundStep* for_host,
+                                             device::Stream& stream) = 0;
 
   // values[i] += addend[i]
   virtual device::Pending start_add(float* values, const void* addend, DType dtype,

@@ -194,18 +194,24 @@ class CpuKernels final : public Kernels {
     });
   }
 
-  device::Pending start_step_factors(std::span<const double* const> sums_of_squares,
-                                     const StepInputs& inputs, StepOnDevice* step,
-                                     StepOnDevice* for_host, device::Stream& stream) override {
-    check_step_inputs(inputs);
-    return stream.enqueue([sums = std::vector(sums_of_squares.begin(), sums_of_squares.end()),
-                           inputs, step, for_host] {
-      double total = 0;
-      for (const double* sum : sums) {
-        total += *sum;
+  device::Pending start_total(std::span<const double* const> numbers, double* total,
+                              device::Stream& stream) override {
+    return stream.enqueue([addends = std::vector(numbers.begin(), numbers.end()), total] {
+      double sum = 0;
+      for (const double* const addend : addends) {
+        sum += *addend;
       }
-      *step = step_rule(total, inputs);
-      *for_host = *step;
+      *total = sum;
+    });
+  }
+
+  device::Pending start_step_factors(const StepSums* sums, const StepInputs& inputs,
+                                     StepOnDevice* step, FoundStep* for_host,
+                                     device::Stream& stream) override {
+    check_step_inputs(inputs);
+    return stream.enqueue([sums, inputs, step, for_host] {
+      *step = step_rule(*sums, inputs);
+      *for_host = {*step, *sums};
     });
   }
 

@@ -90,13 +90,19 @@ class CudaKernels final : public Kernels {
     return scratch.last_use;
   }
 
-  device::Pending start_step_factors(std::span<const double* const> sums_of_squares,
-                                     const StepInputs& inputs, StepOnDevice* step,
-                                     StepOnDevice* for_host, device::Stream& stream) override {
+  device::Pending start_total(std::span<const double* const> numbers, double* total,
+                              device::Stream& stream) override {
+    return cuda_stream(stream).launch(
+        [&](cudaStream_t handle) { cuda::launch_total(numbers, total, handle); }, "norm");
+  }
+
+  device::Pending start_step_factors(const StepSums* sums, const StepInputs& inputs,
+                                     StepOnDevice* step, FoundStep* for_host,
+                                     device::Stream& stream) override {
     check_step_inputs(inputs);
     return cuda_stream(stream).launch(
         [&](cudaStream_t handle) {
-          cuda::launch_step_factors(sums_of_squares, inputs, step, for_host, handle);
+          cuda::launch_step_factors(sums, inputs, step, for_host, handle);
         },
         "step factors");
   }

@@ -147,39 +147,41 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Addresses are kernel parameters as well.
-constexpr int kMaxSums = 480;
-struct Sums {
-  const double* sums[kMaxSums];
-  int num_sums;
+constexpr int kMaxNumbers = 480;
+struct Numbers {
+  const double* numbers[kMaxNumbers];
+  int count;
   bool is_first;
-  bool is_last;
 };
-static_assert(sizeof(Sums) + sizeof(StepInputs) + 2 * sizeof(void*) <= 4096);
+static_assert(sizeof(Numbers) + sizeof(double*) <= 4096);
 
-// One CUDA block, as above: all threads read, one adds. Between launches of one step the sum is in
-// `step`.
-__global__ void __launch_bounds__(kMaxSums)
-    find_step_factors(const __grid_constant__ Sums list, const __grid_constant__ StepInputs inputs,
-                      StepOnDevice* step, StepOnDevice* for_host) {
-  __shared__ double sums[kMaxSums];
+// One CUDA block, as above: all threads read, one adds. Between launches of one list the sum is in
+// `total`.
+__global__ void __launch_bounds__(kMaxNumbers)
+    add_numbers(const __grid_constant__ Numbers list, double* total) {
+  __shared__ double numbers[kMaxNumbers];
   const int thread = static_cast<int>(threadIdx.x);
-  if (thread < list.num_sums) {
-    sums[thread] = *list.sums[thread];
+  if (thread < list.count) {
+    numbers[thread] = *list.numbers[thread];
   }
   __syncthreads();
   if (thread != 0) {
     return;
   }
-  double total = list.is_first ? 0 : step->gradient_squares;
-  for (int i = 0; i < list.num_sums; ++i) {
-    total += sums[i];
+  double sum = list.is_first ? 0 : *total;
+  for (int i = 0; i < list.count; ++i) {
+    sum += numbers[i];
   }
-  if (list.is_last) {
-    *step = step_rule(total, inputs);
-    *for_host = *step;
-  } else {
-    step->gradient_squares = total;
-  }
+  *total = sum;
+}
+
+// One thread.
+__global__ void find_step_factors(const StepSums* sums, const __grid_constant__ StepInputs inputs,
+                                  StepOnDevice* step, FoundStep* for_host) {
+  const StepOnDevice found = step_rule(*sums, inputs);
+  *step = found;
+  for_host->step = found;
+  for_host->sums = *sums;
 }
 
 std::int64_t num_blocks_of(const NormSpan& span) {
@@ -230,22 +232,26 @@ void launch_sums_of_squares(std::span<const NormSpan> spans, double* block_sums,
   }
 }
 
-void launch_step_factors(std::span<const double* const> sums, const StepInputs& inputs,
-                         StepOnDevice* step, StepOnDevice* for_host, cudaStream_t stream) {
-  Sums list{};
+void launch_total(std::span<const double* const> numbers, double* total, cudaStream_t stream) {
+  Numbers list{};
   list.is_first = true;
   do {
-    const auto part = sums.first(sums.size() < kMaxSums ? sums.size() : kMaxSums);
-    sums = sums.subspan(part.size());
-    list.num_sums = static_cast<int>(part.size());
-    for (int i = 0; i < list.num_sums; ++i) {
-      list.sums[i] = part[static_cast<std::size_t>(i)];
+    const auto part = numbers.first(numbers.size() < kMaxNumbers ? numbers.size() : kMaxNumbers);
+    numbers = numbers.subspan(part.size());
+    list.count = static_cast<int>(part.size());
+    for (int i = 0; i < list.count; ++i) {
+      list.numbers[i] = part[static_cast<std::size_t>(i)];
     }
-    list.is_last = sums.empty();
-    find_step_factors<<<1, kMaxSums, 0, stream>>>(list, inputs, step, for_host);
-    device::check_cuda("step factors kernel", cudaGetLastError());
+    add_numbers<<<1, kMaxNumbers, 0, stream>>>(list, total);
+    device::check_cuda("total kernel", cudaGetLastError());
     list.is_first = false;
-  } while (!sums.empty());
+  } while (!numbers.empty());
+}
+
+void launch_step_factors(const StepSums* sums, const StepInputs& inputs, StepOnDevice* step,
+                         FoundStep* for_host, cudaStream_t stream) {
+  find_step_factors<<<1, 1, 0, stream>>>(sums, inputs, step, for_host);
+  device::check_cuda("step factors kernel", cudaGetLastError());
 }
 
 }  // namespace tessera::optim::cuda

@@ -47,8 +47,8 @@ Optimizer::Optimizer(shard::ParamTable& params, const RuleOptions& rule, Optimiz
   if (options_.device.is_discrete()) {
     pinned_norms_ =
         options_.device.allocate(Tier::kPinned, host_norms_.size() * sizeof(double), Role::kOther);
-    step_ = options_.device.allocate(Tier::kDevice, sizeof(StepOnDevice), Role::kOther);
-    step_for_host_ = options_.device.allocate(Tier::kPinned, sizeof(StepOnDevice), Role::kOther);
+    step_ = options_.device.allocate(Tier::kDevice, sizeof(StepMemory), Role::kOther);
+    step_pinned_ = options_.device.allocate(Tier::kPinned, sizeof(HostStepMemory), Role::kOther);
   }
   carried.params.resize(host_norms_.size());
   num_updates_ = carried.num_updates;
@@ -191,33 +191,59 @@ void Optimizer::start_update(grad::Reducer& gradients, double lr, double gradien
   publish(executor_->start(trainable(/*on_cpu=*/false), gradients, scalars));
 }
 
-bool Optimizer::start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs) {
-  if (step_.data() == nullptr || pipeline_ || executor_->streams() || !gradients.is_ordered()) {
+bool Optimizer::start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs,
+                           const OwnSums& own, comm::Group& group) {
+  if (step_.data() == nullptr || pipeline_ || executor_->streams() || !gradients.is_ordered() ||
+      !group.is_stream_ordered()) {
     return false;
   }
+  auto& step = *reinterpret_cast<StepMemory*>(step_.data());
+  auto& pinned = *reinterpret_cast<HostStepMemory*>(step_pinned_.data());
+  device::Device& device = options_.device;
+  pinned.own = own.sums;
+  std::ignore = device.start_copy(&step.sums, &pinned.own, sizeof(StepSums), reduce_);
+  if (own.weighted_loss) {
+    step_loss_ = own.weighted_loss;
+    reduce_.wait(device.stream(StreamKind::kCompute).record());
+    std::ignore =
+        device.start_copy(&step.sums.weighted_loss, step_loss_.get(), sizeof(double), reduce_);
+  }
+  std::ignore = options_.kernels.start_total(start_norm(gradients, /*is_ordered=*/true),
+                                             &step.sums.gradient_squares, reduce_);
+  comm::CallOptions call;
+  call.label.unit = kStepSumsLabel;
+  call.stream = &reduce_;
+  sums_reduced_ = group.start_all_reduce(&step.sums, kNumStepSums, DType::kFloat64,
+                                         comm::Reduction::kSum, call);
+  reduce_.wait(sums_reduced_);
+  step_found_ =
+      options_.kernels.start_step_factors(&step.sums, inputs, &step.step, &pinned.found, reduce_);
+  gradients.wait_agreed();
+  group.wait_agreed();
   UpdateScalars scalars;
   scalars.lr = lr;
-  scalars.on_device = reinterpret_cast<StepOnDevice*>(step_.data());
-  step_found_ = options_.kernels.start_step_factors(
-      start_norm(gradients, /*is_ordered=*/true), inputs,
-      reinterpret_cast<StepOnDevice*>(step_.data()),
-      reinterpret_cast<StepOnDevice*>(step_for_host_.data()), reduce_);
+  scalars.on_device = &step.step;
   held_ = executor_->start(trainable(/*on_cpu=*/false), gradients, scalars);
+  step_gradients_ = &gradients;
   return true;
 }
 
-double Optimizer::finish_step() {
+StepSums Optimizer::finish_step() {
   TESSERA_INVARIANT(held_, "a step ends that was not started");
-  step_found_.wait();
-  const StepOnDevice& step = *reinterpret_cast<const StepOnDevice*>(step_for_host_.data());
   std::vector<StartedUpdate> started = std::move(*std::exchange(held_, std::nullopt));
-  if (step.skips != 0) {
+  // What a network leaves behind that failed is no number.
+  step_gradients_->wait_reduced();
+  sums_reduced_.wait();
+  step_found_.wait();
+  step_loss_.reset();
+  const FoundStep& found = reinterpret_cast<const HostStepMemory*>(step_pinned_.data())->found;
+  if (found.step.skips != 0) {
     executor_->wait();  // it does nothing, but it was given gradients that go now
   } else {
     ++num_updates_;
     publish(std::move(started));
   }
-  return step.gradient_squares;
+  return found.sums;
 }
 
 void Optimizer::publish(std::vector<StartedUpdate> started) {

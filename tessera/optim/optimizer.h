@@ -29,6 +29,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/comm/group.h"
 #include "tessera/device/device.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/optim/clip.h"
@@ -40,6 +41,14 @@
 #include "tessera/shard/param.h"
 
 namespace tessera::optim {
+
+// What a rank adds to the sums of a step, besides its squares.
+struct OwnSums {
+  StepSums sums;
+  // The weighted loss in memory of the device, as the compute stream makes it; null: it is in
+  // `sums`.
+  std::shared_ptr<const double> weighted_loss;
+};
 
 class Optimizer {
  public:
@@ -67,14 +76,16 @@ class Optimizer {
   // reductions of the next backward are behind the updates: there they must only be alive.
   void start_update(grad::Reducer& gradients, double lr, double gradient_scale);
 
-  // Both as one piece of work of a discrete device, with the factor between them (clip.h): the host
-  // does not wait for the norm before it starts the update. Gradients of this rank are all there
-  // are. False: that cannot be here, and nothing was started.
-  bool start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs);
-  // What sum_of_squares() is, of the step that was started: waits for that, not for the updates.
+  // Both as one piece of work of a discrete device, with the sums over the ranks of `group` and the
+  // factor between them (clip.h): before the updates are enqueued the host waits until all ranks
+  // mean the same collectives, which is up to their threads, and never for the norm. Collective.
+  // False: that cannot be here, and nothing was started. Where it throws, no update was.
+  bool start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs, const OwnSums& own,
+                  comm::Group& group);
+  // The sums over all ranks, of the step that was started: waits for them, not for the updates.
   // From here on the step counts, and parameters have the Pendings of their updates; unless it was
-  // skipped: then nothing has changed.
-  double finish_step();
+  // skipped, as where the weights give no mean: then nothing has changed.
+  StepSums finish_step();
 
   // For all updates so far; throws what went wrong.
   void wait();
@@ -154,9 +165,20 @@ class Optimizer {
   std::vector<double> host_norms_;
   device::Memory pinned_norms_;
   std::vector<double> known_norms_;  // that the reducer has made on the way
-  // Of start_step(), on a discrete device. Both memories hold one StepOnDevice.
-  device::Memory step_;  // for kernels
-  device::Memory step_for_host_;
+  // Of start_step(), on a discrete device.
+  struct StepMemory {
+    StepSums sums;
+    StepOnDevice step;
+  };
+  struct HostStepMemory {
+    StepSums own;
+    FoundStep found;
+  };
+  device::Memory step_;                      // one StepMemory, for kernels
+  device::Memory step_pinned_;               // one HostStepMemory
+  std::shared_ptr<const double> step_loss_;  // that the reduce stream reads
+  grad::Reducer* step_gradients_ = nullptr;
+  device::Pending sums_reduced_;
   device::Pending step_found_;
   std::optional<std::vector<StartedUpdate>> held_;  // started, and not known yet to count
 

@@ -1,4 +1,4 @@
-// The arithmetic from a step's sum of squares to its factor: included by the host's step_factors()
+// The arithmetic from a step's sums over ranks to its factor: included by the host's step_factors()
 // and by the kernel of the GPU, so that there is one of each. All in double, where products,
 // quotients and roots are IEEE's on every machine; see element_rules.cuh, [Note: one arithmetic].
 //
@@ -13,15 +13,19 @@
 
 namespace tessera::optim {
 
-TESSERA_HOST_DEVICE inline StepOnDevice step_rule(double gradient_squares,
-                                                  const StepInputs& inputs) {
+// Of the weights of all ranks.
+TESSERA_HOST_DEVICE inline bool gives_mean(double weight) {
+  return weight > 0 && std::isfinite(weight);
+}
+
+TESSERA_HOST_DEVICE inline StepOnDevice step_rule(const StepSums& sums, const StepInputs& inputs) {
   constexpr double kEps = 1e-6;
   // In this order, so that a weight and a scale of 1 change no bit.
-  const double divisor = inputs.weight * inputs.loss_scale;
-  const bool finite = std::isfinite(gradient_squares);
+  const double divisor = sums.weight * inputs.loss_scale;
+  const bool finite = std::isfinite(sums.gradient_squares);
   StepOnDevice step;
-  step.gradient_squares = gradient_squares;
-  step.grad_norm = ::sqrt(gradient_squares) / divisor;
+  step.gradient_squares = sums.gradient_squares;
+  step.grad_norm = ::sqrt(sums.gradient_squares) / divisor;
   step.gradient_scale = 1 / divisor;
   // An infinite norm would clip everything finite to zero and hide what happened.
   if (finite && inputs.clip_norm > 0) {
@@ -29,7 +33,7 @@ TESSERA_HOST_DEVICE inline StepOnDevice step_rule(double gradient_squares,
     step.gradient_scale *= factor < 1 ? factor : 1;
   }
   step.finite = finite ? 1 : 0;
-  step.skips = !finite && inputs.skips_nonfinite ? 1 : 0;
+  step.skips = (!finite && inputs.skips_nonfinite) || !gives_mean(sums.weight) ? 1 : 0;
   return step;
 }
 

@@ -115,6 +115,29 @@ TEST_P(DiscreteDevice, GivesTheSameBitsWhereverShardsLiveAndWhoeverUpdates) {
 INSTANTIATE_TEST_SUITE_P(Of, DiscreteDevice,
                          ::testing::Range(std::size_t{0}, discrete_cases().size()), case_name);
 
+// Norm, factor and update of all ranks are enqueued together there.
+TEST(DiscreteDeviceRanks, GiveTheSameBitsWhereCallsAreWorkOfStreams) {
+  for (const TrainedCase& each :
+       {TrainedCase{2, 1, "adamw"}, TrainedCase{3, 2, "adamw", DType::kBFloat16},
+        TrainedCase{2, 2, "lion", DType::kFloat16}}) {
+    RunSettings settings = discrete_settings(each);
+    const bool skips = each.dtype == DType::kFloat16;
+    if (skips) {
+      settings.options.emplace_back("loss_scale.initial", "67108864");
+      settings.options.emplace_back("loss_scale.hysteresis", "1");
+      settings.steps = 12;
+    }
+    const RunOutcome reference = train(settings);
+    settings.device = RunDevice::kMock;
+    settings.calls_on_streams = true;
+    const RunOutcome run = train(settings);
+    EXPECT_EQ(run.steps.front().skipped, skips);
+    EXPECT_FALSE(run.steps.back().skipped);
+    EXPECT_TRUE(same_bits(run, reference))
+        << name_of(each) << ": " << difference(run, reference).describe();
+  }
+}
+
 // Nobody updates it; on NVMe it can be unfrozen all the same, as elsewhere it may not be.
 TEST(DiscreteDeviceFrozen, GivesTheSameBitsWhereverAFrozenBlockLives) {
   RunSettings settings = discrete_settings({1, 1, "adamw"});

@@ -404,6 +404,7 @@ RunOutcome train(const RunSettings& settings) {
   Ledger comm_ledger;
   comm::ThreadWorldOptions world;
   world.num_ranks = settings.ranks;
+  world.on_streams = settings.calls_on_streams;
   comm::GroupOptions groups;
   groups.ledger = &comm_ledger;
   std::unique_ptr<device::Device> copied_from;

@@ -60,9 +60,10 @@ struct RunSettings {
   std::int64_t unfrozen_from = -1;  // in sharded runs: the step from which the frozen train, too
   bool gives_shapes = false;        // to the engine, before the model is built
   RunDevice device = RunDevice::kCpu;
-  int cuda_index = 0;            // with RunDevice::kCuda
-  std::size_t device_bytes = 0;  // of the mock device; 0: the host's
-  bool copies_calls = false;     // of groups, through pinned memory, as ranks do that share a GPU
+  int cuda_index = 0;             // with RunDevice::kCuda
+  std::size_t device_bytes = 0;   // of the mock device; 0: the host's
+  bool copies_calls = false;      // of groups, through pinned memory, as ranks do that share a GPU
+  bool calls_on_streams = false;  // of ranks as threads, as NCCL's are; on the mock device
   RunSaves saves;
   // Stands between the tiers and the disk; null: nothing.
   std::function<std::unique_ptr<tier::IoEngine>(std::unique_ptr<tier::IoEngine>)> wrap_io = {};

@@ -258,19 +258,22 @@ TEST_F(CudaKernels, UpdateAnEmptyList) {
 
 TEST_F(CudaKernels, FindTheFactorsOfAStepWithTheBitsOfTheHost) {
   const device::Memory step = device_->allocate(Tier::kDevice, sizeof(StepOnDevice), Role::kOther);
-  const device::Memory for_host =
-      device_->allocate(Tier::kPinned, sizeof(StepOnDevice), Role::kOther);
+  const device::Memory for_host = device_->allocate(Tier::kPinned, sizeof(FoundStep), Role::kOther);
   for (const StepCase& test : step_cases()) {
-    const device::Memory sums = upload(test.sums);
+    const device::Memory squares = upload(test.squares);
+    const device::Memory uploaded = upload(std::vector<StepSums>{test.sums()});
+    auto* const sums = reinterpret_cast<StepSums*>(uploaded.data());
+    std::ignore = kernels_->start_total(
+        addresses(reinterpret_cast<const double*>(squares.data()), test.squares.size()),
+        &sums->gradient_squares, stream());
     kernels_
-        ->start_step_factors(
-            addresses(reinterpret_cast<const double*>(sums.data()), test.sums.size()), test.inputs,
-            reinterpret_cast<StepOnDevice*>(step.data()),
-            reinterpret_cast<StepOnDevice*>(for_host.data()), stream())
+        ->start_step_factors(sums, test.inputs, reinterpret_cast<StepOnDevice*>(step.data()),
+                             reinterpret_cast<FoundStep*>(for_host.data()), stream())
         .wait();
     const StepOnDevice expected = defined_step(test);
-    const auto& found = *reinterpret_cast<const StepOnDevice*>(for_host.data());
-    EXPECT_TRUE(same_step(found, expected)) << text_of(found) << "; not " << text_of(expected);
+    const auto& found = *reinterpret_cast<const FoundStep*>(for_host.data());
+    EXPECT_TRUE(same_found(found, {expected, test.sums()}))
+        << text_of(found.step) << "; not " << text_of(expected);
     std::vector<StepOnDevice> on_device(1);
     download(step, on_device);
     EXPECT_TRUE(same_step(on_device[0], expected)) << text_of(on_device[0]);
@@ -319,25 +322,28 @@ TEST_F(CudaKernels, UpdateByTheFactorOfSumsThatTheHostHasNotSeen) {
     const device::Memory step =
         device_->allocate(Tier::kDevice, sizeof(StepOnDevice), Role::kOther);
     const device::Memory pinned =
-        device_->allocate(Tier::kPinned, sizeof(StepOnDevice) + 8, Role::kOther);
+        device_->allocate(Tier::kPinned, sizeof(FoundStep) + sizeof(StepSums) + 8, Role::kOther);
     auto* const factors = reinterpret_cast<StepOnDevice*>(step.data());
-    auto* const for_host = reinterpret_cast<StepOnDevice*>(pinned.data());
-    auto* const squares = reinterpret_cast<double*>(for_host + 1);
-    const StepInputs inputs{3, 2, 1, true};
+    auto* const for_host = reinterpret_cast<FoundStep*>(pinned.data());
+    auto* const sums = reinterpret_cast<StepSums*>(for_host + 1);
+    auto* const squares = reinterpret_cast<double*>(sums + 1);
+    *sums = {0, 3};
+    const StepInputs inputs{2, 1, true};
     const UpdateList list(odd_update_shapes());
     const Slab found = after(list.slab, [&](std::byte* base) {
       const NormSpan span{gradient.data(), DType::kFloat32, 100003};
       std::ignore = kernels_->start_sums_of_squares({&span, 1}, squares, stream());
-      std::ignore =
-          kernels_->start_step_factors(addresses(squares, 1), inputs, factors, for_host, stream());
+      std::ignore = kernels_->start_total(addresses(squares, 1), &sums->gradient_squares, stream());
+      std::ignore = kernels_->start_step_factors(sums, inputs, factors, for_host, stream());
       auto tasks = list.tasks(base);
       for (UpdateTask& task : tasks) {
         task.scalars.on_device = factors;
       }
       return kernels_->start_updates({}, tasks, stream());
     });
-    const StepOnDevice expected = defined_step({{sum_of_squares(values.data(), 100003)}, inputs});
-    EXPECT_TRUE(same_step(*for_host, expected)) << text_of(*for_host);
+    const StepOnDevice expected =
+        defined_step({{sum_of_squares(values.data(), 100003)}, 3, inputs});
+    EXPECT_TRUE(same_step(for_host->step, expected)) << text_of(for_host->step);
     EXPECT_EQ(expected.skips, is_finite ? 0 : 1);
     Slab reference = list.slab;
     AlignedBytes memory(reference.bytes());

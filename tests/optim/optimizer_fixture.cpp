@@ -274,12 +274,16 @@ void OptimizerFixture::backward(int step) {
     for (int id = params().num_params() - 1; id >= 0; --id) {
       const shard::Param& param = params()[id];
       const auto index = static_cast<std::size_t>(id);
-      if (!param.trainable() || (step + backward) % test_.shapes[index].used_every != 0) {
+      const FixtureShape& shape = test_.shapes[index];
+      const bool is_used =
+          shape.used_by < 0 || shape.used_by >= group_.size() || shape.used_by == group_.rank();
+      if (!param.trainable() || !is_used || (step + backward) % shape.used_every != 0) {
         continue;
       }
       std::vector<float> whole =
           whole_gradient(param.layout().numel(), test_.gradient_dtype, step, backward, id);
-      if (step == test_.bad_step && id == 4) {
+      if (step == test_.bad_step && id == 4 &&
+          (test_.bad_rank < 0 || test_.bad_rank == group_.rank())) {
         whole.at(7) = std::numeric_limits<float>::infinity();
       }
       auto values = std::make_shared<std::vector<std::byte>>(in_type(whole, test_.gradient_dtype));

@@ -26,7 +26,8 @@ struct FixtureShape {
   std::int64_t numel = 0;
   Placement placement = {};
   bool trainable = true;
-  int used_every = 1;  // its gradient comes in every so many backwards
+  int used_every = 1;  // its gradient comes in every so many backwards, ...
+  int used_by = -1;    // ... on this rank, if there is such a one; -1: on all
 };
 
 enum class FixtureDevice { kCpu, kMock, kDiscrete };
@@ -44,7 +45,8 @@ struct FixtureCase {
   bool has_host_gradients = false;  // of what the device updates: slots have room for them
   bool sums_on_host = false;        // gradients there, in fp32
   bool sums_squares = true;         // on a discrete device: as gradients are added
-  int bad_step = 0;                 // of which a gradient has an infinity
+  int bad_step = 0;                 // of which a gradient has an infinity, ...
+  int bad_rank = -1;                // ... on this rank; -1: on all
   // NVMe.
   std::int64_t sub_group_numel = 2048;
   double num_buffers = 1;  // of the largest sub-group; parts are rounded up to blocks
@@ -92,6 +94,7 @@ class OptimizerFixture : public support::RankFixture {
   void write_shard(int id, std::uint64_t seed);
   void write_shard(int id, std::vector<std::byte> values);  // shard_bytes() of them
 
+  comm::Group& group() { return group_; }
   grad::Reducer& reducer() { return *reducer_; }
   Optimizer& optimizer() { return *optimizer_; }
   tier::Store& states() { return *states_; }

@@ -417,10 +417,14 @@ class FailingKernels final : public Kernels {
                                         device::Stream& stream) override {
     return real_.start_sums_of_squares(spans, results, stream);
   }
-  device::Pending start_step_factors(std::span<const double* const> sums_of_squares,
-                                     const StepInputs& inputs, StepOnDevice* step,
-                                     StepOnDevice* for_host, device::Stream& stream) override {
-    return real_.start_step_factors(sums_of_squares, inputs, step, for_host, stream);
+  device::Pending start_total(std::span<const double* const> numbers, double* total,
+                              device::Stream& stream) override {
+    return real_.start_total(numbers, total, stream);
+  }
+  device::Pending start_step_factors(const StepSums* sums, const StepInputs& inputs,
+                                     StepOnDevice* step, FoundStep* for_host,
+                                     device::Stream& stream) override {
+    return real_.start_step_factors(sums, inputs, step, for_host, stream);
   }
   device::Pending start_add(float* values, const void* addend, DType dtype, std::int64_t numel,
                             device::Stream& stream) override {

@@ -456,9 +456,10 @@ TEST(OverwriteGuard, HoldsTheUpdateOfAWholeStepOnTheDevice) {
     const SavedParam saved = save_all(fixture, kStep)[kSlow];
     SlowReader reader(fixture, kSlow);
     fixture.backward(2);
-    StepInputs inputs;
-    inputs.weight = 1;
-    ASSERT_TRUE(fixture.optimizer().start_step(fixture.reducer(), kFixtureLr, inputs));
+    OwnSums own;
+    own.sums.weight = 1;
+    ASSERT_TRUE(
+        fixture.optimizer().start_step(fixture.reducer(), kFixtureLr, {}, own, fixture.group()));
     fixture.optimizer().finish_step();  // the norm is there before the update
     reader.wait_until_asked();
     fixture.params()[2].updated().wait();

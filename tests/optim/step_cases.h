@@ -18,21 +18,29 @@
 namespace tessera::optim {
 
 struct StepCase {
-  std::vector<double> sums;
+  std::vector<double> squares;
+  double weight = 1;
   StepInputs inputs;
+
+  double total() const {
+    double total = 0;
+    for (const double square : squares) {
+      total += square;
+    }
+    return total;
+  }
+  StepSums sums() const { return {total(), weight, 0.5, {1, 2, 3}}; }
 };
 
 // The definition, word by word.
 inline StepOnDevice defined_step(const StepCase& test) {
-  double total = 0;
-  for (const double sum : test.sums) {
-    total += sum;
-  }
-  const double divisor = test.inputs.weight * test.inputs.loss_scale;
+  const double total = test.total();
+  const double divisor = test.weight * test.inputs.loss_scale;
   StepOnDevice step{};
   step.gradient_squares = total;
   step.finite = std::isfinite(total) ? 1 : 0;
-  step.skips = !std::isfinite(total) && test.inputs.skips_nonfinite ? 1 : 0;
+  const bool gives_mean = test.weight > 0 && std::isfinite(test.weight);
+  step.skips = !gives_mean || (!std::isfinite(total) && test.inputs.skips_nonfinite) ? 1 : 0;
   step.grad_norm = std::sqrt(total) / divisor;
   step.gradient_scale = 1.0 / divisor;
   if (std::isfinite(total) && test.inputs.clip_norm > 0) {
@@ -60,6 +68,10 @@ inline std::string text_of(const StepOnDevice& step) {
 inline std::vector<StepCase> step_cases() {
   using Limits = std::numeric_limits<double>;
   std::vector<StepCase> cases;
+  for (const double weight : {0.0, -1.0, Limits::infinity(), Limits::quiet_NaN()}) {
+    cases.push_back({{2.0, 3.0}, weight, {1, 1, true}});
+    cases.push_back({{2.0, 3.0}, weight, {2, 0, false}});
+  }
   for (const double squares :
        {0.0, Limits::denorm_min(), Limits::min(), 1e-30, 1e-12, 0.25, 1.0, 2.0, 1e30, 1e300,
         Limits::max(), Limits::infinity(), Limits::quiet_NaN()}) {
@@ -67,7 +79,7 @@ inline std::vector<StepCase> step_cases() {
       for (const double loss_scale : {1.0, 65536.0, 1e-3, 1e200}) {
         for (const double clip_norm : {0.0, Limits::denorm_min(), 1e-6, 1.0, Limits::max()}) {
           for (const bool skips : {false, true}) {
-            cases.push_back({{squares}, {weight, loss_scale, clip_norm, skips}});
+            cases.push_back({{squares}, weight, {loss_scale, clip_norm, skips}});
           }
         }
       }
@@ -82,17 +94,29 @@ inline std::vector<StepCase> step_cases() {
     for (int i = 0; i < 40; ++i) {
       StepCase test;
       for (std::size_t sum = 0; sum < num_sums; ++sum) {
-        test.sums.push_back(positive(1e-20, 1e5));
+        test.squares.push_back(positive(1e-20, 1e5));
       }
-      test.inputs = {positive(1e-3, 1e6), positive(1e-3, 1e6), i % 4 == 0 ? 0 : positive(1e-6, 10),
-                     i % 2 == 0};
+      test.weight = positive(1e-3, 1e6);
+      const double loss_scale = positive(1e-3, 1e6);
+      test.inputs = {loss_scale, i % 4 == 0 ? 0 : positive(1e-6, 10), i % 2 == 0};
       if (num_sums > 0 && i % 10 == 9) {
-        test.sums[random() % num_sums] = i % 20 == 9 ? Limits::infinity() : Limits::quiet_NaN();
+        test.squares[random() % num_sums] = i % 20 == 9 ? Limits::infinity() : Limits::quiet_NaN();
       }
       cases.push_back(std::move(test));
     }
   }
   return cases;
+}
+
+// Also what the sums of a step are made of, and its factors.
+inline bool same_found(const FoundStep& a, const FoundStep& b) {
+  const auto same = [](double x, double y) {
+    return std::bit_cast<std::uint64_t>(x) == std::bit_cast<std::uint64_t>(y) ||
+           (std::isnan(x) && std::isnan(y));
+  };
+  return same_step(a.step, b.step) && same(a.sums.gradient_squares, b.sums.gradient_squares) &&
+         same(a.sums.weight, b.sums.weight) && same(a.sums.weighted_loss, b.sums.weighted_loss) &&
+         std::equal(std::begin(a.sums.votes), std::end(a.sums.votes), std::begin(b.sums.votes));
 }
 
 inline std::vector<const double*> addresses(const double* first, std::size_t count) {

@@ -98,34 +98,40 @@ class StepOnDeviceTest : public ::testing::Test {
 
 TEST_F(StepOnDeviceTest, HasTheBitsOfTheDefinition) {
   for (const StepCase& test : step_cases()) {
+    StepSums sums = test.sums();
+    sums.gradient_squares = -1;
     StepOnDevice step{};
-    StepOnDevice for_host{};
-    kernels_
-        ->start_step_factors(addresses(test.sums.data(), test.sums.size()), test.inputs, &step,
-                             &for_host, stream())
-        .wait();
+    FoundStep for_host{};
+    std::ignore = kernels_->start_total(addresses(test.squares.data(), test.squares.size()),
+                                        &sums.gradient_squares, stream());
+    kernels_->start_step_factors(&sums, test.inputs, &step, &for_host, stream()).wait();
     const StepOnDevice expected = defined_step(test);
     EXPECT_TRUE(same_step(step, expected)) << text_of(step) << "; not " << text_of(expected);
-    EXPECT_TRUE(same_step(for_host, step));
+    EXPECT_TRUE(same_found(for_host, {expected, test.sums()})) << text_of(for_host.step);
   }
 }
 
 TEST_F(StepOnDeviceTest, HasTheBitsOfTheHostsFactors) {
   for (const StepCase& test : step_cases()) {
+    if (!(test.weight > 0) || std::isinf(test.weight)) {
+      continue;  // the host refuses it
+    }
     const StepOnDevice expected = defined_step(test);
-    const StepFactors factors = step_factors({expected.gradient_squares, test.inputs.weight, 0},
-                                             test.inputs.loss_scale, test.inputs.clip_norm);
+    const StepFactors factors =
+        step_factors(test.sums(), test.inputs.loss_scale, test.inputs.clip_norm);
     const StepOnDevice found{expected.gradient_squares, factors.grad_norm, factors.gradient_scale,
                              factors.finite ? 1 : 0, expected.skips};
     EXPECT_TRUE(same_step(found, expected)) << text_of(found) << "; not " << text_of(expected);
   }
 }
 
-TEST_F(StepOnDeviceTest, NeedsAPositiveWeight) {
+TEST_F(StepOnDeviceTest, NeedsAScaleThatCanBe) {
+  StepSums sums{1, 1};
   StepOnDevice step{};
-  EXPECT_THROW((void)kernels_->start_step_factors({}, {0, 1, 1, true}, &step, &step, stream()),
-               ConfigError);
-  EXPECT_THROW((void)kernels_->start_step_factors({}, {1, 0, 1, true}, &step, &step, stream()),
+  FoundStep found{};
+  EXPECT_THROW((void)kernels_->start_step_factors(&sums, {0, 1, true}, &step, &found, stream()),
+               InternalError);
+  EXPECT_THROW((void)kernels_->start_step_factors(&sums, {1, -1, true}, &step, &found, stream()),
                InternalError);
 }
 
@@ -178,22 +184,24 @@ TEST_F(StepOnDeviceTest, IsReadWhenTheUpdateRuns) {
     std::vector<UpdateTask> tasks = list.tasks(memory.data());
     const auto gradient = random_floats(10000, 1, 3);
     double squares = std::numeric_limits<double>::quiet_NaN();
+    StepSums step_sums{0, 2};
     StepOnDevice step{};
-    StepOnDevice for_host{};
-    step.gradient_scale = for_host.gradient_scale = -1;
+    FoundStep for_host{};
+    step.gradient_scale = for_host.step.gradient_scale = -1;
     tasks[0].scalars.on_device = &step;
     const NormSpan span{gradient.data(), DType::kFloat32, 10000};
-    const StepInputs inputs{2, 1, 1, true};
+    const StepInputs inputs{1, 1, true};
     const double infinite = std::numeric_limits<double>::infinity();
     const std::vector<const double*> sums{&squares, is_finite ? &squares : &infinite};
     const auto summed = kernels_->start_sums_of_squares({&span, 1}, &squares, reduce);
-    const auto found = kernels_->start_step_factors(sums, inputs, &step, &for_host, reduce);
+    const auto total = kernels_->start_total(sums, &step_sums.gradient_squares, reduce);
+    const auto found = kernels_->start_step_factors(&step_sums, inputs, &step, &for_host, reduce);
     const auto updated = kernels_->start_updates({}, tasks, reduce);
-    EXPECT_EQ(for_host.gradient_scale, -1);
+    EXPECT_EQ(for_host.step.gradient_scale, -1);
     found.wait();
     const double own = sum_of_squares(gradient.data(), 10000);
-    const StepOnDevice expected = defined_step({{own, is_finite ? own : infinite}, inputs});
-    EXPECT_TRUE(same_step(for_host, expected)) << text_of(for_host);
+    const StepOnDevice expected = defined_step({{own, is_finite ? own : infinite}, 2, inputs});
+    EXPECT_TRUE(same_step(for_host.step, expected)) << text_of(for_host.step);
     updated.wait();
     UpdateList reference({{4099, 1, 0, DType::kBFloat16, DType::kBFloat16}});
     AlignedBytes updated_memory(reference.slab.bytes());
