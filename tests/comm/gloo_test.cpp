@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <fstream>
 #include <functional>
@@ -91,8 +92,9 @@ INSTANTIATE_TEST_SUITE_P(Double, StagedContract, ::testing::Values(double_socket
 INSTANTIATE_TEST_SUITE_P(Cuda, MemoryContract, kCudaWorlds, world_name);
 INSTANTIATE_TEST_SUITE_P(Cuda, StagedContract, kCudaWorlds, world_name);
 
-// Ranks may be ahead of each other by any number of tags when one of them needs words.
-TEST(TagChannel, BringsTagsInTheirOrderAndWordsAtAnyTime) {
+// Ranks may be ahead of each other by any number of tags when one of them needs words, or others
+// have agreed on bytes of the host.
+TEST(TagChannel, BringsTagsInTheirOrderAndOtherBytesAtAnyTime) {
   for (const int num_ranks : {1, 3}) {
     const auto server = serve_store("127.0.0.1", 0, kStoreTimeout);
     std::vector<std::thread> ranks;
@@ -116,6 +118,17 @@ TEST(TagChannel, BringsTagsInTheirOrderAndWordsAtAnyTime) {
           for (std::size_t r = 0; r < size; ++r) {
             EXPECT_EQ((*sent[call])[r].sequence, call);
             EXPECT_EQ((*sent[call])[r].total_bytes, r);
+          }
+        }
+        for (std::size_t bytes : {std::size_t{1}, std::size_t{70001}}) {
+          const auto all = std::make_shared<std::vector<std::byte>>(bytes * size);
+          std::fill_n(all->begin() + static_cast<std::ptrdiff_t>(own * bytes), bytes,
+                      static_cast<std::byte>(own + 1));
+          Call call;
+          call.keep_alive = all;
+          channel.start_host_gather(all->data(), bytes, call).wait();
+          for (std::size_t i = 0; i < all->size(); ++i) {
+            ASSERT_EQ((*all)[i], static_cast<std::byte>(i / bytes + 1));
           }
         }
         const auto words = std::make_shared<std::vector<WordsSlot>>(size);
