@@ -4,11 +4,13 @@
 // the n-th of them, or for those that touch a byte of the file at some offset. What no fault
 // concerns goes straight to the engine below.
 //
-//   kFail     nothing is transferred, and the Pending fails as on a broken disk
-//   kShort    the first half is transferred (whole blocks), and the Pending fails as at a file's
-//   end kCorrupt  all is transferred with one bit flipped, and the Pending succeeds kHold nothing
-//   is transferred until release() kDelay    all is transferred at once, and the Pending is done
-//   only after release()
+//   kFail      nothing is transferred, and the Pending fails as on a broken disk
+//   kShort     the first half is transferred (whole blocks), and the Pending fails as at a file's
+//              end
+//   kCorrupt   all is transferred with one bit flipped, and the Pending succeeds
+//   kHold      nothing is transferred until release()
+//   kDelay     all is transferred at once, and the Pending is done only after release()
+//   kFailLater as kFail, at release()
 //
 // Threads: as an engine. release() and the destructor run what was held on the calling thread.
 #pragma once
@@ -35,7 +37,7 @@
 namespace tessera::testing {
 
 enum class IoCall : std::uint8_t { kRead, kWrite };
-enum class IoFault : std::uint8_t { kFail, kShort, kCorrupt, kHold, kDelay };
+enum class IoFault : std::uint8_t { kFail, kShort, kCorrupt, kHold, kDelay, kFailLater };
 
 // A call as the engine has seen it, whether a fault concerned it or not.
 struct SeenIo {
@@ -177,6 +179,12 @@ class FaultEngine final : public tier::IoEngine {
         return hold([this, io, &file, memory] { return pass_on(io, file, memory); });
       case IoFault::kDelay:
         return hold([pending = pass_on(io, file, memory)] { return pending; });
+      case IoFault::kFailLater:
+        return hold([io] {
+          auto completion = std::make_shared<Completion>();
+          completion->fail(error(io, "Input/output error (5)"));
+          return tier::Pending(completion);
+        });
     }
     TESSERA_INVARIANT(false, "no such fault");
   }

@@ -94,7 +94,7 @@ void StepDriver::finalize() {
   make_reducer();
   ctx_.coordinator.set_dynamic_gradients({[this] { return reducer_->pending_dynamic(); },
                                           [this](std::span<const int> ids) {
-                                            finish_update();
+                                            finish_reading_gradients();
                                             reducer_->reduce_dynamic(ids);
                                           }});
 }
@@ -182,7 +182,7 @@ void StepDriver::check_losses(const std::vector<at::Tensor>& losses, double weig
 
 void StepDriver::backward(const std::vector<at::Tensor>& losses, double weight) {
   ctx_.lifecycle.check_not_resident("backward()");
-  finish_update();
+  finish_reading_gradients();
   if (reducer_->num_backwards() == 0) {
     optimizer_->prepare();
   }
@@ -413,12 +413,19 @@ optim::StepSums StepDriver::sum_over_ranks(double lr, bool& is_started) {
 }
 
 void StepDriver::finish_update() {
+  finish_reading_gradients();
+  if (optimizer_) {
+    optimizer_->wait();
+  }
+}
+
+void StepDriver::finish_reading_gradients() {
   if (!std::exchange(update_runs_, false)) {
     return;
   }
   const SpanScope span(ctx_.runtime.spans(), "wait for update");
   const std::int64_t begin_ns = ctx_.runtime.clock().now_ns();
-  optimizer_->wait();
+  optimizer_->wait_updated();
   exposed_wait_s_ += static_cast<double>(ctx_.runtime.clock().now_ns() - begin_ns) * 1e-9;
   ctx_.coordinator.forget_device_copies();
   reducer_->clear();
@@ -432,7 +439,7 @@ std::optional<StepResult> StepDriver::join() {
         find_weight_scale(0);
         break;
       case coordinator::ConsensusPoint::kBackwardEnd:
-        finish_update();
+        finish_reading_gradients();
         reducer_->finish_backward();
         break;
       case coordinator::ConsensusPoint::kStep:

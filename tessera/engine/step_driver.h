@@ -5,7 +5,7 @@
 //   step()       norm, clip factor, update of every shard
 //
 // On NVMe, and on a device with memory of its own, the update runs on beside the next forward, and
-// reads gradients until finish_update().
+// reads gradients until finish_reading_gradients().
 //
 // What fixes the order of collectives: see engine.h.
 //
@@ -75,7 +75,10 @@ class StepDriver {
   void abandon() noexcept;
   // The shard has new values: its version counts, and the master weights follow.
   void shard_was_written(int id);
-  // Before gradients change: the update of the last step may still read them.
+  // Before gradients change: the update of the last step may still read them. What it has made may
+  // still be on its way to NVMe.
+  void finish_reading_gradients();
+  // Before anybody else than training sees or changes anything: the same, and all is written.
   void finish_update();
 
   // --- saves ---

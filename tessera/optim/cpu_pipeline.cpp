@@ -13,6 +13,10 @@ namespace {
 using device::Pending;
 using device::StreamKind;
 
+// Sub-groups that are read at once, at most: enough for any disk, and whoever needs a parameter
+// from there does not wait behind all that leases allow.
+constexpr std::ptrdiff_t kMostReadAtOnce = 4;
+
 // Adds the time of `wait` to `total_s`.
 template <typename Wait>
 void timed(const Clock& clock, double& total_s, const Wait& wait) {
@@ -154,6 +158,14 @@ CpuPipeline::Item CpuPipeline::make_item(int id, grad::Reducer& gradients,
   return item;
 }
 
+void CpuPipeline::wait_updated() {
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return jobs_.empty() && !is_updating_; });
+  }
+  check();
+}
+
 void CpuPipeline::wait() {
   {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -185,32 +197,52 @@ void CpuPipeline::run() {
   options_.spans.name_this_thread("optimizer");
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return !jobs_.empty() || must_prepare_ || is_stopping_; });
-    const bool has_failed = failure_ != nullptr;
+    is_busy_ = !writing_.empty();
+    changed_.notify_all();
+    changed_.wait(lock,
+                  [this] { return !jobs_.empty() || must_prepare_ || is_busy_ || is_stopping_; });
     is_busy_ = true;
     if (!jobs_.empty()) {
       Job job = std::move(jobs_.front());
       jobs_.pop_front();
+      is_updating_ = true;
       lock.unlock();
       update(job);
       lock.lock();
-    } else if (std::exchange(must_prepare_, false)) {
-      if (!has_failed && !is_stopping_) {
-        lock.unlock();
-        try {
-          read_ahead();
-        } catch (...) {
-          fail(nullptr, std::current_exception());
-        }
-        merge_stats();
-        lock.lock();
-      }
-    } else {
+      is_updating_ = false;
+    } else if (is_stopping_) {
       return;
+    } else {
+      const bool prepares = must_prepare_ && failure_ == nullptr;
+      lock.unlock();
+      const bool goes_on = go_on(prepares);
+      lock.lock();
+      must_prepare_ = must_prepare_ && (goes_on || !prepares) && failure_ == nullptr;
     }
-    is_busy_ = false;
-    changed_.notify_all();
   }
+}
+
+bool CpuPipeline::go_on(bool prepares) {
+  bool goes_on = false;
+  try {
+    retire_written();
+    if (prepares) {
+      read_ahead();
+    }
+    const auto reading = std::find_if(ahead_.begin(), ahead_.end(), is_being_read);
+    if (prepares && may_read_more() && reading != ahead_.end()) {
+      // Its failure is told when its turn has come.
+      device::wait_ignoring_failure(all_reads(*reading));
+      goes_on = true;
+    } else if (!writing_.empty()) {
+      retire_oldest();
+      goes_on = true;
+    }
+  } catch (...) {
+    fail(nullptr, std::current_exception());
+  }
+  merge_stats();
+  return goes_on;
 }
 
 void CpuPipeline::update(Job& job) {
@@ -241,23 +273,32 @@ void CpuPipeline::update_groups(Job& job) {
       retire_oldest();
     }
   }
-  while (!writing_.empty()) {
-    retire_oldest();
-  }
-  next_ = 0;
-  if (options_.parameters != nullptr) {
-    for (int id = 0; id < params_.num_params(); ++id) {
-      options_.parameters->wait_written(id);  // all are: lets it forget them
-    }
-  }
+  next_ = 0;  // of the update after this one
 }
 
 void CpuPipeline::read_ahead() {
-  while (options_.reads_ahead && next_ < plan_.groups.size() && open_stage(/*may_wait=*/false)) {
+  while (may_read_more() &&
+         std::count_if(ahead_.begin(), ahead_.end(), is_being_read) < kMostReadAtOnce &&
+         open_stage(/*may_wait=*/false)) {
   }
 }
 
+bool CpuPipeline::may_read_more() const {
+  return options_.reads_ahead && next_ < plan_.groups.size();
+}
+
+bool CpuPipeline::is_being_written(std::size_t number) const {
+  return std::any_of(writing_.begin(), writing_.end(),
+                     [number](const Stage& stage) { return stage.number == number; });
+}
+
 bool CpuPipeline::open_stage(bool may_wait) {
+  while (is_being_written(next_)) {  // of the update before
+    if (!may_wait) {
+      return false;
+    }
+    retire_oldest();
+  }
   Stage stage;
   stage.number = next_;
   stage.group = &plan_.groups[next_];
@@ -335,6 +376,15 @@ void CpuPipeline::start_gradient_reads(Stage& stage, Job& job) {
     work_.gradients_read_bytes += piece.tensor_bytes;
   }
 }
+
+Pending CpuPipeline::all_reads(const Stage& stage) {
+  std::vector<Pending> all = {stage.states_read};
+  all.insert(all.end(), stage.parameters_read.begin(), stage.parameters_read.end());
+  all.insert(all.end(), stage.gradients_read.begin(), stage.gradients_read.end());
+  return Pending::all(std::move(all));
+}
+
+bool CpuPipeline::is_being_read(const Stage& stage) { return !all_reads(stage).done(); }
 
 void CpuPipeline::wait_timed(const Pending& read) {
   if (read.state() != nullptr) {
@@ -504,11 +554,8 @@ std::exception_ptr CpuPipeline::drain(const std::exception_ptr& error) {
   const auto wait_for = [](const std::deque<Stage>& stages) {
     std::exception_ptr first;
     for (const Stage& stage : stages) {
-      std::vector<Pending> all = {stage.states_read};
-      for (const auto* const transfers :
-           {&stage.parameters_read, &stage.gradients_read, &stage.writes}) {
-        all.insert(all.end(), transfers->begin(), transfers->end());
-      }
+      std::vector<Pending> all = stage.writes;
+      all.insert(all.begin(), all_reads(stage));
       try {
         Pending::all(std::move(all)).wait();
       } catch (...) {

@@ -8,19 +8,25 @@
 //   lease back, when all of it has been written; or kept with what it holds, see num_kept_groups()
 //
 // While one sub-group is updated, those after it are read and those before it written, as far as
-// there are leases: the buffer pool is the only bound. With a single lease it all runs in turn. A
-// sub-group with everything in memory has no lease. Beside a discrete device, parameters in its
-// memory have copies in pinned memory, which are sent back; gradients come there by themselves.
+// there are leases. With a single lease it all runs in turn. A sub-group with everything in memory
+// has no lease. Beside a discrete device, parameters in its memory have copies in pinned memory,
+// which are sent back; gradients come there by themselves.
+//
+// Between updates, while the model computes, the disk goes on: what the last sub-groups of an
+// update have made is written after wait_updated(), and as their leases come back, the first
+// sub-groups of the next update are read into them from prepare() on. So the disk has up to twice
+// the bytes of the leases to move during a backward.
 //
 // Invariants:
 //  (1) Leases are taken in the order of updates; so the sub-group that is next waits for nothing
 //      but writes of those before it.
-//  (2) An update ends when all its writes are done; so what is read for the next one is there.
+//  (2) A sub-group is read for the next update when its own writes of the last one are done.
 //  (3) A piece is updated as soon as what it needs is ready, and its parameter is fulfilled with
 //      its last piece. Padding is never updated: it stays zero in shards, states and whole blocks.
 //  (4) After the first failure nothing runs any more: the parameter concerned and all that are not
-//      done yet fail with its error, wait() and check() repeat it. Of several failures, the first
-//      in the order of updates counts.
+//      done yet fail with its error; both waits and check() repeat it. Of several failures, the
+//      first in the order of updates counts. A write that fails after wait_updated() is told by
+//      the next of these, before the next update begins.
 //
 // Threads: one caller at a time, and a thread of its own. add(), refresh_copy(), set_plan() and
 // drop_leases() are called while that is idle: after wait().
@@ -64,12 +70,14 @@ class CpuPipeline {
   const SubGroupPlan& plan() const { return plan_; }
   // Throws ConfigError if the largest sub-group does not fit into the buffers.
   void set_plan(SubGroupPlan plan);
-  // Reads what leases allow, for the next update.
+  // Reads what leases allow, for the next update, also those that are still written from.
   void prepare();
-  // `ids`: every parameter of the plan. `gradients` stay until wait().
+  // `ids`: every parameter of the plan. `gradients` stay until wait_updated().
   std::vector<StartedUpdate> start(std::span<const int> ids, grad::Reducer& gradients,
                                    const UpdateScalars& scalars);
-  // For all updates. Throws the first failure, every time.
+  // Until all updates are made. Throws the first failure, every time.
+  void wait_updated();
+  // Until all of them are written, too, and nothing more is read ahead.
   void wait();
   // The same without waiting.
   void check() const;
@@ -113,10 +121,17 @@ class CpuPipeline {
   device::Pending record_users() const;
 
   void run();
+  // Between updates: one step of writes and, if it `prepares`, of reads ahead. Blocks for one
+  // transfer at most. False: there is nothing to wait for.
+  bool go_on(bool prepares);
   void update(Job& job);
   void update_groups(Job& job);
   void read_ahead();
-  // False: there is no lease for the next sub-group.
+  bool may_read_more() const;
+  bool is_being_written(std::size_t number) const;
+  static device::Pending all_reads(const Stage& stage);
+  static bool is_being_read(const Stage& stage);
+  // False: there is no lease for the next sub-group, or the last update still writes it.
   bool open_stage(bool may_wait);
   std::optional<tier::Lease> take_lease(std::size_t bytes, bool may_wait);
   void start_reads(Stage& stage);
@@ -148,8 +163,8 @@ class CpuPipeline {
   OptimizerStats started_;       // of the update that start() makes
 
   // Of the thread; of the caller while that is idle.
-  std::deque<Stage> ahead_;                  // read or being read, in the order of updates
-  std::deque<Stage> writing_;                // updated, in the same order
+  std::deque<Stage> ahead_;    // read or being read, in the order of updates
+  std::deque<Stage> writing_;  // updated, in the same order; also of the update before
   std::map<std::size_t, tier::Lease> kept_;  // by sub-group: as it is on NVMe
   std::size_t next_ = 0;                     // the sub-group behind ahead_
   OptimizerStats work_;                      // since merge_stats()
@@ -159,7 +174,8 @@ class CpuPipeline {
   // Guarded by mutex_.
   std::deque<Job> jobs_;
   bool must_prepare_ = false;
-  bool is_busy_ = false;
+  bool is_updating_ = false;
+  bool is_busy_ = false;  // with that, or between updates
   bool is_stopping_ = false;
   std::exception_ptr failure_;
   OptimizerStats stats_;

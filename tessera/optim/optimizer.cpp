@@ -255,6 +255,13 @@ void Optimizer::publish(std::vector<StartedUpdate> started) {
   }
 }
 
+void Optimizer::wait_updated() {
+  if (pipeline_) {
+    pipeline_->wait_updated();
+  }
+  executor_->wait();
+}
+
 void Optimizer::wait() {
   if (pipeline_) {
     pipeline_->wait();

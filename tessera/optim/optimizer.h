@@ -18,8 +18,8 @@
 // later start_update(), with the first cause: there is nothing to go on with but a checkpoint.
 // Writes are slow to fail: parameters behind the one concerned may be done by then, and stay so.
 //
-// Threads: as Param, besides those of the executors, which call kernels until wait(): nobody else
-// does meanwhile.
+// Threads: as Param, besides those of the executors, which call kernels until wait_updated():
+// nobody else does meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -72,8 +72,8 @@ class Optimizer {
   // Starts the update of every trainable parameter that has a gradient (Reducer::has_gradient()),
   // as torch's optimizers do: others stay as they are, with their states and the step that bias
   // corrections count. Gives each the Pending of its own (Param::set_updated). Gradients must stay
-  // until all are done: wait() before the next backward adds to them. On the device's streams
-  // reductions of the next backward are behind the updates: there they must only be alive.
+  // until all are done: wait_updated() before the next backward adds to them. On the device's
+  // streams reductions of the next backward are behind the updates: there they must only be alive.
   void start_update(grad::Reducer& gradients, double lr, double gradient_scale);
 
   // Both as one piece of work of a discrete device, with the sums over the ranks of `group` and the
@@ -87,7 +87,10 @@ class Optimizer {
   // skipped, as where the weights give no mean: then nothing has changed.
   StepSums finish_step();
 
-  // For all updates so far; throws what went wrong.
+  // For all updates so far; throws what went wrong. Gradients may go, and parameters are what they
+  // will be; what the CPU has updated may still be on its way to NVMe.
+  void wait_updated();
+  // The same, and nothing is on its way.
   void wait();
   std::int64_t num_updates() const { return num_updates_; }
   // The parameter has been frozen or unfrozen: takes what it needs now. Between updates.

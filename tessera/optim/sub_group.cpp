@@ -155,7 +155,7 @@ std::size_t num_kept_groups(const SubGroupPlan& plan, std::size_t buffer_bytes) 
   if (total <= buffer_bytes) {
     return plan.groups.size();
   }
-  const std::size_t for_others = 3 * plan.max_lease_bytes;
+  const std::size_t for_others = std::max(3 * plan.max_lease_bytes, buffer_bytes / 2);
   std::size_t kept = 0;
   std::size_t end = 0;
   for (const SubGroup& group : plan.groups) {

@@ -95,8 +95,10 @@ SubGroupPlan plan_sub_groups(const std::vector<SubGroupParam>& params, std::int6
                              int num_states);
 
 // How many sub-groups, from the first one on, stay in `buffer_bytes` of leases from one update to
-// the next, so that they are not read again: all if all fit, else what is left beside three leases
-// for the others, of which one is read, one updated and one written at a time.
+// the next, so that they are not read again: all if all fit, else what is left beside leases for
+// the others. Those are three at least, of which one is read, one updated and one written at a
+// time, and else half of the buffers: what lies in them while the model computes is written and
+// followed by other states, twice the bytes that a lease saves which is kept.
 std::size_t num_kept_groups(const SubGroupPlan& plan, std::size_t buffer_bytes);
 
 }  // namespace tessera::optim

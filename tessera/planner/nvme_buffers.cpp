@@ -11,6 +11,9 @@ namespace {
 constexpr std::int64_t kLargestMasterBytes = std::int64_t{8} << 20;
 constexpr std::int64_t kSmallestMasterBytes = std::int64_t{64} << 10;
 constexpr int kOptimizerBuffers = 4;
+// A backward of 0.3 s on a fast disk; pinned memory takes time to get.
+constexpr std::int64_t kMostOptimizerBytes = std::int64_t{1} << 30;
+constexpr std::int64_t kPartOfStates = 8;
 constexpr std::int64_t kStep = shard::kShardStep;
 
 // More in flight makes no disk faster.
@@ -25,10 +28,12 @@ constexpr int kParameterBuffers = 5;
 
 OptimizerBuffers::OptimizerBuffers(const CutModel& cut, const Placements& placements) : cut_(cut) {
   std::int64_t all_numel = 0;
+  std::int64_t nvme_bytes = 0;
   for (std::size_t i = 0; i < cut.num_params(); ++i) {
     if (cut.is_trainable(i) && placements[i].updater == Updater::kCpu) {
       shards_.push_back({cut.layouts[i].shard_numel(), placements[i]});
       all_numel += cut.layouts[i].shard_numel();
+      nvme_bytes += placements[i].states == Tier::kNvme ? cut.states_bytes(i) : 0;
     }
   }
   const std::int64_t limit_numel =
@@ -38,6 +43,14 @@ OptimizerBuffers::OptimizerBuffers(const CutModel& cut, const Placements& placem
   smallest_numel_ = std::min(largest_numel_, kSmallestMasterBytes / 4);
   is_given_ = cut.options.optimizer_buffers > 0;
   num_wanted_ = is_given_ ? cut.options.optimizer_buffers : kOptimizerBuffers;
+  // A host budget beside a device keeps states in memory even if they were asked to be on NVMe.
+  const MemoryPlanOptions& options = cut.options;
+  const bool is_short = options.is_discrete ? options.host_bytes != kUnlimited
+                                            : options.memory_bytes() != kUnlimited &&
+                                                  options.optimizer != Tier::kNvme;
+  if (!is_given_ && !is_short) {
+    deep_bytes_ = std::min(kMostOptimizerBytes, nvme_bytes / kPartOfStates);
+  }
 }
 
 std::int64_t OptimizerBuffers::lease_bytes_of(const Shard& shard, std::int64_t numel) const {
@@ -89,11 +102,20 @@ OptimizerBuffers::Choice OptimizerBuffers::smallest() const {
   return make(smallest_numel_, is_given_ ? num_wanted_ : 1);
 }
 
-OptimizerBuffers::Choice OptimizerBuffers::largest() const {
-  return make(largest_numel_, num_wanted_);
+OptimizerBuffers::Choice OptimizerBuffers::make_deep(std::int64_t bytes) const {
+  const Choice one = make(largest_numel_, 1);
+  const std::int64_t count =
+      std::min(bytes, deep_bytes_) / std::max<std::int64_t>(taken_bytes(one.bytes), 1);
+  return make(largest_numel_, std::max(num_wanted_, static_cast<int>(count)));
 }
 
+OptimizerBuffers::Choice OptimizerBuffers::largest() const { return make_deep(deep_bytes_); }
+
 OptimizerBuffers::Choice OptimizerBuffers::choose(std::int64_t bytes) const {
+  const Choice deep = make_deep(bytes);
+  if (taken_bytes(deep.bytes) <= bytes) {
+    return deep;
+  }
   for (std::int64_t numel = largest_numel_; numel > smallest_numel_;
        numel = std::max(smallest_numel_, numel / 2 / kStep * kStep)) {
     const Choice choice = make(numel, num_wanted_);

@@ -18,6 +18,10 @@ inline constexpr std::int64_t kSmallestPoolBytes = std::int64_t{256} << 10;
 // Four buffers (one is read, one updated, one written, one waits) of sub-groups as large as the
 // bytes allow, up to 8 MiB of masters: larger requests make no disk faster. Where not even the
 // smallest sub-groups, of 64 KiB, fit four times, there are fewer buffers.
+//
+// More of them give the disk work during backward (optim/cpu_pipeline.h), but a byte that keeps
+// states in memory saves at least as much. So there are more only where memory is not short, or
+// states were asked to be on NVMe: up to 1 GiB, or an eighth of what is there if that is less.
 class OptimizerBuffers {
  public:
   struct Choice {
@@ -41,6 +45,8 @@ class OptimizerBuffers {
     Placement placement;
   };
   Choice make(std::int64_t sub_group_numel, int num_buffers) const;
+  // With as many of the largest as there may be of so many bytes, and num_wanted_ at least.
+  Choice make_deep(std::int64_t bytes) const;
   std::int64_t lease_bytes_of(const Shard& shard, std::int64_t numel) const;
   // Of any run of pieces with at most so many elements.
   std::int64_t most_lease_bytes(std::int64_t sub_group_numel) const;
@@ -49,6 +55,7 @@ class OptimizerBuffers {
   std::vector<Shard> shards_;  // those that the CPU updates, in order
   std::int64_t largest_numel_ = 0;
   std::int64_t smallest_numel_ = 0;
+  std::int64_t deep_bytes_ = 0;  // of all buffers, where there may be more than num_wanted_
   int num_wanted_ = 0;
   bool is_given_ = false;
 };

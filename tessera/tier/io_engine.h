@@ -2,7 +2,8 @@
 // no other module knows which.
 //
 // A range of any size is cut into requests of `block_bytes`, of which at most queue_depth * threads
-// are in flight; ranges are begun in the order in which they were given.
+// are in flight; reads are begun in the order in which they were given, writes in theirs, and both
+// take turns.
 //
 // Every completion is checked: a Pending is done only when each byte has been transferred. A short
 // transfer is continued; one that makes no progress (the end of the file, a full disk) fails. A

@@ -146,7 +146,7 @@ Pending RangeQueue::push(std::shared_ptr<IoRange> range) {
       ++(range->direction == IoDirection::kRead ? counts_.num_reads : counts_.num_writes);
       return Pending();
     }
-    ranges_.push_back(std::move(range));
+    ranges_[static_cast<std::size_t>(range->direction)].push_back(std::move(range));
     wake = std::exchange(sleeps_, false);
   }
   if (is_one_request) {
@@ -160,15 +160,23 @@ Pending RangeQueue::push(std::shared_ptr<IoRange> range) {
   return pending;
 }
 
-// REQUIRES: mutex_ is held.
-std::optional<IoRequest> RangeQueue::cut() {
-  while (!ranges_.empty() && ranges_.front()->begun_bytes == ranges_.front()->bytes) {
-    ranges_.pop_front();  // a failure has ended it early
+// Empty if nothing waits.
+std::deque<std::shared_ptr<IoRange>>& RangeQueue::next_ranges() {
+  for (std::deque<std::shared_ptr<IoRange>>& ranges : ranges_) {
+    while (!ranges.empty() && ranges.front()->begun_bytes == ranges.front()->bytes) {
+      ranges.pop_front();  // a failure has ended it early
+    }
   }
-  if (ranges_.empty()) {
+  turn_ = ranges_[turn_].empty() ? 1 - turn_ : turn_;
+  return ranges_[turn_];
+}
+
+std::optional<IoRequest> RangeQueue::cut() {
+  std::deque<std::shared_ptr<IoRange>>& ranges = next_ranges();
+  if (ranges.empty()) {
     return std::nullopt;
   }
-  const std::shared_ptr<IoRange>& range = ranges_.front();
+  const std::shared_ptr<IoRange>& range = ranges.front();
   IoRequest request;
   request.range = range;
   request.direction = range->direction;
@@ -182,12 +190,12 @@ std::optional<IoRequest> RangeQueue::cut() {
   range->begun_bytes += request.bytes;
   ++range->num_in_flight;
   if (range->begun_bytes == range->bytes) {
-    ranges_.pop_front();
+    ranges.pop_front();
   }
+  turn_ = 1 - turn_;
   return request;
 }
 
-// Both REQUIRE: mutex_ is held.
 void RangeQueue::begin_span(IoRange& range) {
   if (spans_ == nullptr) {
     return;
@@ -235,7 +243,7 @@ std::optional<IoRequest> RangeQueue::try_take() {
 
 bool RangeQueue::sleep_if_empty() {
   const std::lock_guard lock(mutex_);
-  sleeps_ = ranges_.empty();
+  sleeps_ = ranges_[0].empty() && ranges_[1].empty();
   return sleeps_;
 }
 

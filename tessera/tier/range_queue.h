@@ -1,6 +1,9 @@
 // The half that all engines share: ranges waiting in their order, cut into requests of block_bytes,
 // and the check of every result. Internal to tier.
 //
+// Reads and writes wait apart, each in their order, and take turns as long as there are both: so
+// what a disk reads does not wait for all that it has been given to write.
+//
 // An engine takes requests, transfers them in its own way and hands each result to advance(), which
 // says whether the request is over or must be continued. A range is done when its last request is
 // over. After a failure nothing more of its range is begun, and its Pending fails once no request
@@ -78,6 +81,8 @@ class RangeQueue {
 
  private:
   Pending push(std::shared_ptr<IoRange> range);
+  // The rest REQUIRE: mutex_ is held.
+  std::deque<std::shared_ptr<IoRange>>& next_ranges();
   std::optional<IoRequest> cut();
   void finish(const IoRequest& request, const std::string& failure);
   void begin_span(IoRange& range);
@@ -89,7 +94,8 @@ class RangeQueue {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_, and with them the states of the ranges.
-  std::deque<std::shared_ptr<IoRange>> ranges_;  // the front is being cut
+  std::array<std::deque<std::shared_ptr<IoRange>>, 2> ranges_;  // by direction; fronts are cut
+  std::size_t turn_ = 0;                                        // of that direction, if it waits
   bool sleeps_ = false;
   bool closed_ = false;
   IoCounts counts_;

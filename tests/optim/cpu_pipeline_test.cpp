@@ -222,6 +222,67 @@ TEST(CpuPipeline, ReadsTheNextSubGroupWhileOneIsWritten) {
   });
 }
 
+TEST(CpuPipeline, WritesAndReadsOnBetweenUpdatesAsFarAsLeasesGo) {
+  constexpr int kParams = 16;
+  FixtureCase test = on_disk(kParams, 2048, kStatesOnNvme);
+  test.num_buffers = 6;  // three keep what they hold
+  run_one(test, [&](OptimizerFixture& fixture) {
+    for (int step = 1; step <= 2; ++step) {
+      SCOPED_TRACE("step " + std::to_string(step));
+      fixture.backward(step);
+      for (const char* last : {"'p13'", "'p14'", "'p15'"}) {
+        fixture.engine().set_where_named(IoCall::kWrite, last, IoFault::kHold);
+      }
+      fixture.start_update();
+      fixture.optimizer().wait_updated();  // although three leases are not written
+      EXPECT_EQ(fixture.engine().num_held(), 3U);
+      EXPECT_TRUE(fixture.params()[kParams - 1].updated().done());
+      // The next backward runs now.
+      fixture.reducer().clear();
+      const std::size_t num_reads = reads_of(fixture.engine()).size();
+      fixture.optimizer().prepare();
+      fixture.engine().clear_faults();
+      fixture.engine().release();
+      fixture.optimizer().wait();
+      std::vector<std::string> reads = reads_of(fixture.engine());
+      reads.erase(reads.begin(), reads.begin() + static_cast<std::ptrdiff_t>(num_reads));
+      EXPECT_EQ(reads, (std::vector<std::string>{
+                           "exp_avg of parameter 'p3' to exp_avg_sq of parameter 'p3'",
+                           "exp_avg of parameter 'p4' to exp_avg_sq of parameter 'p4'",
+                           "exp_avg of parameter 'p5' to exp_avg_sq of parameter 'p5'"}));
+    }
+    EXPECT_EQ(fixture.trained(), train(1, in_memory(test), 2)[0]);
+  });
+}
+
+TEST(CpuPipeline, BeginsAnUpdateWhileTheLastOneIsStillWritten) {
+  for (const double num_buffers : {4.0, 8.0}) {  // the second: all fit, and all are kept
+    SCOPED_TRACE(std::to_string(num_buffers) + " buffers");
+    FixtureCase test = on_disk(8, 2048, on_nvme(true, false, true));
+    test.dtype = DType::kBFloat16;
+    test.num_buffers = num_buffers;
+    // The parameter is handed on, so that it does not wait for its write.
+    test.on_updated = [](int, std::int64_t, std::int64_t, const void*) { return true; };
+    run_one(test, [&](OptimizerFixture& fixture) {
+      fixture.backward(1);
+      const std::string held = num_buffers < 8 ? "parameter 'p7'" : "parameter 'p1'";
+      fixture.engine().set_where_named(IoCall::kWrite, held, IoFault::kHold);
+      fixture.start_update();
+      fixture.optimizer().wait_updated();
+      fixture.engine().wait_until_held(2);  // the parameter and its states
+      fixture.reducer().clear();
+      fixture.optimizer().prepare();
+      fixture.backward(2);
+      fixture.start_update();
+      fixture.engine().clear_faults();
+      fixture.engine().release();
+      fixture.optimizer().wait();
+      fixture.reducer().clear();
+      EXPECT_EQ(fixture.trained(), train(1, in_memory(test), 2)[0]);
+    });
+  }
+}
+
 TEST(CpuPipeline, RunsInTurnWhereItMayNeitherReadAheadNorWriteBehind) {
   constexpr int kParams = 8;
   FixtureCase test = on_disk(kParams, 2048, kStatesOnNvme);
@@ -457,6 +518,25 @@ TEST(CpuPipelineFaults, OfReadsAheadShowInTheUpdate) {
     fixture.optimizer().wait();
     fixture.backward(1);
     EXPECT_EQ(named_parameter(fail_in_step(fixture, IoCall::kRead)), "p0");
+  });
+}
+
+TEST(CpuPipelineFaults, OfWritesBetweenUpdatesStopTheNextOne) {
+  run_one(on_disk(DType::kFloat32), [](OptimizerFixture& fixture) {
+    fixture.step(1);
+    fixture.backward(2);
+    fixture.engine().set_where_named(IoCall::kWrite, "exp_avg_sq of parameter 'p3'",
+                                     IoFault::kFailLater);
+    fixture.start_update();
+    fixture.optimizer().wait_updated();
+    fixture.engine().wait_until_held(1);
+    // It is not known yet when the model goes on.
+    fixture.optimizer().prepare();
+    fixture.engine().release();
+    const std::string message = io_error_of([&] { fixture.optimizer().wait(); });
+    EXPECT_NE(message.find("exp_avg_sq of parameter 'p3'"), std::string::npos) << message;
+    EXPECT_EQ(io_error_of([&] { fixture.optimizer().wait_updated(); }), message);
+    EXPECT_EQ(io_error_of([&] { fixture.start_update(); }), message);
   });
 }
 

@@ -108,13 +108,14 @@ TEST(SubGroup, RefusesSizesThatAreNotWholeBlocks) {
   }
 }
 
-TEST(SubGroup, KeepsAllWhereAllFitAndLeavesThreeLeasesElse) {
+TEST(SubGroup, KeepsAllWhereAllFitAndLeavesThreeLeasesOrHalfOfThemElse) {
   const std::vector<SubGroupParam> params(10, nvme_param(2048));
   const SubGroupPlan plan = plan_sub_groups(params, 2048, 2);
   const std::size_t lease = plan.max_lease_bytes;
   ASSERT_EQ(plan.groups.size(), 10U);
   EXPECT_EQ(num_kept_groups(plan, 10 * lease), 10U);
-  EXPECT_EQ(num_kept_groups(plan, 10 * lease - 1), 6U);
+  EXPECT_EQ(num_kept_groups(plan, 10 * lease - 1), 5U);
+  EXPECT_EQ(num_kept_groups(plan, 8 * lease), 4U);
   EXPECT_EQ(num_kept_groups(plan, 5 * lease), 2U);
   EXPECT_EQ(num_kept_groups(plan, 3 * lease), 0U);
   EXPECT_EQ(num_kept_groups(plan, lease), 0U);

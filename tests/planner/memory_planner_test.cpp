@@ -93,6 +93,37 @@ TEST(CpuPlan, ArenaShrinksBeforeAnyShardLeaves) {
   EXPECT_EQ(tight.live_limit_bytes, tight.arena_bytes);
 }
 
+// Only the plan's arithmetic is run: 300 million parameters, bf16, 3.6 GB of states.
+TEST(StatesOnNvme, HaveAnEighthOfThemAsBuffersWhereMemoryIsNotShort) {
+  const ModelShapes model = equal_units(30, {10 * kMiB}, DType::kBFloat16);
+  for (const bool is_discrete : {false, true}) {
+    SCOPED_TRACE(is_discrete ? "beside a device" : "in one memory");
+    MemoryPlanOptions options = with_budget(kUnlimited, 1);
+    options.is_discrete = is_discrete;
+    options.optimizer = Tier::kNvme;
+    const MemoryPlan plan = planned(model, options);
+    const std::int64_t states = plan.bytes(Tier::kNvme, Role::kOptimizer);
+    const std::int64_t each = plan.optimizer_pool_bytes / plan.num_optimizer_buffers;
+    EXPECT_EQ(states, 12 * 30 * 10 * kMiB);
+    EXPECT_EQ(each, 24 * kMiB);
+    EXPECT_LE(plan.optimizer_pool_bytes, states / 8);
+    EXPECT_GT(plan.optimizer_pool_bytes + each, states / 8);
+
+    MemoryPlanOptions given = options;
+    given.optimizer_buffers = 3;
+    EXPECT_EQ(planned(model, given).num_optimizer_buffers, 3);
+    // At most 1 GiB.
+    const MemoryPlan large = planned(equal_units(120, {10 * kMiB}, DType::kBFloat16), options);
+    EXPECT_EQ(large.num_optimizer_buffers, kGiB / each);
+    // What is short keeps states instead.
+    MemoryPlanOptions tight = options;
+    tight.optimizer = std::nullopt;
+    tight.host_bytes = 2 * kGiB;
+    tight.device_bytes = is_discrete ? kGiB : kUnlimited;
+    EXPECT_LE(planned(model, tight).num_optimizer_buffers, 4);
+  }
+}
+
 // The heart: any budget gives a plan within it, or a refusal; a larger one never puts more on NVMe,
 // and never refuses what a smaller one allowed.
 TEST(CpuPlan, SumsStayWithinEveryBudgetAndALargerOneNeverStoresMore) {

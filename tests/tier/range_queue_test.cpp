@@ -27,6 +27,9 @@ class RangeQueueTest : public ::testing::Test {
   Pending push(std::uint64_t offset, std::size_t bytes) {
     return queue_.push_read(*file_, offset, memory_.data(), bytes, "test data");
   }
+  Pending push_write(std::uint64_t offset, std::size_t bytes) {
+    return queue_.push_write(*file_, offset, memory_.data(), bytes, "test data");
+  }
   std::string failure_of(const Pending& pending) {
     EXPECT_TRUE(pending.done());
     try {
@@ -60,6 +63,23 @@ TEST_F(RangeQueueTest, CutsRangesInTheirOrder) {
     EXPECT_EQ(first.done(), i >= 2);
     EXPECT_EQ(second.done(), i == 3);
   }
+}
+
+TEST_F(RangeQueueTest, ReadsAndWritesTakeTurns) {
+  const std::vector<Pending> pushed = {
+      push_write(0, 4 * kBlockBytes), push_write(10 * kBlockBytes, 4 * kBlockBytes),
+      push(20 * kBlockBytes, 3 * kBlockBytes), push(30 * kBlockBytes, kBlockBytes)};
+  std::vector<std::uint64_t> blocks;
+  while (std::optional<IoRequest> request = queue_.try_take()) {
+    blocks.push_back(request->offset / kBlockBytes);
+    EXPECT_EQ(request->direction == IoDirection::kRead, blocks.back() >= 20);
+    EXPECT_TRUE(queue_.advance(*request, static_cast<ssize_t>(request->bytes)));
+  }
+  EXPECT_EQ(blocks, (std::vector<std::uint64_t>{20, 0, 22, 2, 30, 10, 12}));
+  for (const Pending& each : pushed) {
+    EXPECT_TRUE(each.done());
+  }
+  EXPECT_TRUE(queue_.sleep_if_empty());
 }
 
 TEST_F(RangeQueueTest, AShortTransferIsContinuedWhereItStopped) {
