@@ -94,6 +94,15 @@ class FaultEngine final : public tier::IoEngine {
       run();
     }
   }
+  // The oldest of them. REQUIRES: there is one.
+  void release_one() {
+    std::list<std::function<void()>> released;
+    {
+      const std::lock_guard lock(mutex_);
+      released.splice(released.end(), held_, held_.begin());
+    }
+    released.front()();
+  }
   // Blocks until this many are held or delayed.
   void wait_until_held(std::size_t count) {
     std::unique_lock lock(mutex_);
