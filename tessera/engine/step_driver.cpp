@@ -335,6 +335,7 @@ StepResult StepDriver::finish_step() {
     // From NVMe, and on a device with memory of its own, the update runs on beside the next
     // forward, which waits for each parameter's own.
     update_runs_ = ctx_.tiers.uses_nvme() || ctx_.runtime.device().is_discrete();
+    writes_run_ = update_runs_;
     if (!update_runs_) {
       optimizer_->wait();
     }
@@ -413,8 +414,9 @@ optim::StepSums StepDriver::sum_over_ranks(double lr, bool& is_started) {
 }
 
 void StepDriver::finish_update() {
+  const bool is_written = !std::exchange(writes_run_, false);
   finish_reading_gradients();
-  if (optimizer_) {
+  if (!is_written) {
     optimizer_->wait();
   }
 }

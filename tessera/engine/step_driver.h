@@ -137,6 +137,7 @@ class StepDriver {
   bool trainable_is_known_ = false;  // nobody can have changed requires_grad since we looked
   bool stop_ = false;                // this rank was asked to stop; behind a step: any rank was
   bool update_runs_ = false;         // since the last step; its gradients are still there
+  bool writes_run_ = false;          // of it, perhaps
   bool closing_is_queued_ = false;   // for a backward that is not ours
   // Divides loss weights: a power of two that keeps gradients in the range of fp16, agreed at the
   // first backward; 0: not yet. 1 for all other types, which have fp32's range.
