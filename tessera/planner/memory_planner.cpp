@@ -326,12 +326,13 @@ class OneMemoryPlanner : public Planner {
         budget_ == kUnlimited ? whole : std::min(whole, 2 * plan.arena_bytes);
     const GatherCost gathers(cut_, plan.bucket_bytes);
     const std::int64_t arena_growth = gathers.bytes(arena_wanted) - gathers.bytes(plan.arena_bytes);
-    const std::int64_t growth =
-        std::min(least_kept != in_memory_ ? rest / 2 : rest,
-                 optimizer_growth + parameter_growth + gradient_growth + arena_growth);
+    const std::int64_t all_growth =
+        optimizer_growth + parameter_growth + gradient_growth + arena_growth;
+    const std::int64_t growth = std::min(least_kept != in_memory_ ? rest / 2 : rest, all_growth);
 
-    const OptimizerBuffers::Choice choice =
-        buffers.choose(smallest_optimizer + std::min(growth / 2, optimizer_growth));
+    const OptimizerBuffers::Choice choice = buffers.choose(
+        smallest_optimizer +
+        (growth == all_growth ? optimizer_growth : std::min(growth / 2, optimizer_growth)));
     const std::int64_t parameter_more = whole_pages_below(std::min(growth / 4, parameter_growth));
     const std::int64_t gradient_more = whole_pages_below(std::min(growth / 8, gradient_growth));
     const std::int64_t arena_more =
