@@ -1,0 +1,147 @@
+#include "tessera/comm/mesh.h"
+
+#include <algorithm>
+
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+bool has_one_host(int num_ranks, int ranks_per_host) {
+  return ranks_per_host == 0 || ranks_per_host == num_ranks;
+}
+
+// REQUIRES: shard_size divides the ranks.
+bool fits_hosts(int shard_size, int ranks_per_host, bool hierarchical) {
+  if (hierarchical) {
+    return shard_size > ranks_per_host && shard_size % ranks_per_host == 0;
+  }
+  return shard_size % ranks_per_host == 0 || ranks_per_host % shard_size == 0;
+}
+
+std::string counted(int number, const char* one, const char* many) {
+  return detail::concat(number, " ", number == 1 ? one : many);
+}
+
+std::string sizes_text(const MeshOptions& options) {
+  const std::vector<int> sizes = possible_shard_sizes(options);
+  std::string text;
+  for (const int size : sizes) {
+    text += (text.empty() ? "" : ", ") + std::to_string(size);
+  }
+  return text.empty() ? "no shard size is possible" : "possible shard sizes: " + text;
+}
+
+std::vector<int> consecutive(int begin, int count, int step) {
+  std::vector<int> ranks(static_cast<std::size_t>(count));
+  for (int& rank : ranks) {
+    rank = begin;
+    begin += step;
+  }
+  return ranks;
+}
+
+}  // namespace
+
+int Mesh::shard_index(int rank) const {
+  const int place = place_of(rank);
+  return hierarchical_ ? place % inside_size() * hosts_per_group() + place / inside_size() : place;
+}
+
+std::vector<int> Mesh::shard_ranks(int rank) const {
+  return consecutive(rank - place_of(rank), shard_size_, 1);
+}
+
+std::vector<int> Mesh::replica_ranks(int rank) const {
+  return consecutive(place_of(rank), num_replicas(), shard_size_);
+}
+
+std::vector<int> Mesh::across_ranks(int rank) const {
+  const int first = rank - place_of(rank) + place_of(rank) % inside_size();
+  return consecutive(first, hosts_per_group(), inside_size());
+}
+
+std::vector<int> Mesh::inside_ranks(int rank) const {
+  return consecutive(rank - place_of(rank) % inside_size(), inside_size(), 1);
+}
+
+std::vector<int> Mesh::shard_of_group_rank() const {
+  std::vector<int> shards(static_cast<std::size_t>(shard_size_));
+  for (int place = 0; place < shard_size_; ++place) {
+    shards[static_cast<std::size_t>(place)] = shard_index(place);
+  }
+  return shards;
+}
+
+std::string Mesh::describe() const {
+  std::string text = detail::concat(
+      "mesh: ", counted(num_ranks_, "rank", "ranks"), " = ",
+      counted(num_replicas(), "copy", "copies"), " x ", counted(shard_size_, "shard", "shards"),
+      num_hosts() == 1 ? std::string(", on one host")
+                       : detail::concat(", on ", num_hosts(), " hosts of ", ranks_per_host_));
+  if (hierarchical_) {
+    text += detail::concat("; gathers across ", hosts_per_group(), " hosts first");
+  }
+  return text;
+}
+
+std::vector<int> possible_shard_sizes(const MeshOptions& options) {
+  const int ranks_per_host =
+      options.ranks_per_host == 0 ? options.num_ranks : options.ranks_per_host;
+  std::vector<int> sizes;
+  const auto add = [&](int size) {
+    if (fits_hosts(size, ranks_per_host, options.hierarchical)) {
+      sizes.push_back(size);
+    }
+  };
+  for (int size = 1; size <= options.num_ranks / size; ++size) {
+    if (options.num_ranks % size == 0) {
+      add(size);
+      if (size != options.num_ranks / size) {
+        add(options.num_ranks / size);
+      }
+    }
+  }
+  std::sort(sizes.begin(), sizes.end());
+  return sizes;
+}
+
+Mesh plan_mesh(const MeshOptions& options) {
+  TESSERA_CHECK(options.num_ranks >= 1, ConfigError, "a mesh of ", options.num_ranks,
+                " ranks; it needs at least one");
+  TESSERA_CHECK(options.ranks_per_host >= 0 && (options.ranks_per_host == 0 ||
+                                                options.num_ranks % options.ranks_per_host == 0),
+                ConfigError, "comm.ranks_per_host = ", options.ranks_per_host,
+                " (--ranks-per-host) does not divide the ", options.num_ranks,
+                " ranks; every host needs as many as the others");
+  const int size = options.shard_size == 0 ? options.num_ranks : options.shard_size;
+  const int ranks_per_host =
+      options.ranks_per_host == 0 ? options.num_ranks : options.ranks_per_host;
+  const auto shard_size_text = [&] {
+    return detail::concat("shard.group_size = ", options.shard_size, " (--shard-size)",
+                          options.shard_size == 0 ? ", all ranks," : "");
+  };
+  TESSERA_CHECK(size >= 1 && options.num_ranks % size == 0, ConfigError, shard_size_text(),
+                " does not divide the ", options.num_ranks, " ranks; ", sizes_text(options));
+  TESSERA_CHECK(!options.hierarchical || !has_one_host(options.num_ranks, options.ranks_per_host),
+                ConfigError,
+                "shard.hierarchical_gather = true (--hierarchical) needs several hosts, and all ",
+                options.num_ranks,
+                " ranks are on one; switch it off, or set comm.ranks_per_host (--ranks-per-host)");
+  TESSERA_CHECK(fits_hosts(size, ranks_per_host, false), ConfigError, shard_size_text(),
+                " is neither a part of a host nor whole hosts, of ", ranks_per_host,
+                " ranks each (comm.ranks_per_host, --ranks-per-host); ", sizes_text(options));
+  TESSERA_CHECK(!options.hierarchical || fits_hosts(size, ranks_per_host, true), ConfigError,
+                "shard.hierarchical_gather = true (--hierarchical) needs shard groups over several "
+                "hosts, and ",
+                shard_size_text(), " lies inside one of ", ranks_per_host,
+                " ranks (comm.ranks_per_host, --ranks-per-host); ", sizes_text(options));
+  Mesh mesh;
+  mesh.num_ranks_ = options.num_ranks;
+  mesh.ranks_per_host_ = ranks_per_host;
+  mesh.shard_size_ = size;
+  mesh.hierarchical_ = options.hierarchical;
+  return mesh;
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,382 @@
+#include "tessera/comm/mesh.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/mesh_bytes.h"
+#include "tessera/comm/staging.h"
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+std::string text_of(const MeshOptions& options) {
+  return detail::concat(options.num_ranks, " ranks, ", options.ranks_per_host,
+                        " per host, groups of ", options.shard_size,
+                        options.hierarchical ? ", hierarchical" : "");
+}
+
+// Of the definition in mesh.h, said in another way: by the hosts of each group.
+bool is_possible(const MeshOptions& options) {
+  const int per_host = options.ranks_per_host == 0 ? options.num_ranks : options.ranks_per_host;
+  const int size = options.shard_size == 0 ? options.num_ranks : options.shard_size;
+  if (options.num_ranks % per_host != 0 || options.num_ranks % size != 0) {
+    return false;
+  }
+  for (int first = 0; first < options.num_ranks; first += size) {
+    std::set<int> hosts;
+    for (int rank = first; rank < first + size; ++rank) {
+      hosts.insert(rank / per_host);
+    }
+    const bool is_inside = hosts.size() == 1;
+    const bool is_whole = size == static_cast<int>(hosts.size()) * per_host;
+    if ((!is_inside && !is_whole) || (options.hierarchical && is_inside)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+template <typename Check>
+void for_each_option(int most_ranks, const Check& check) {
+  for (int num_ranks = 1; num_ranks <= most_ranks; ++num_ranks) {
+    for (int per_host = 0; per_host <= num_ranks; ++per_host) {
+      for (int size = 0; size <= num_ranks; ++size) {
+        for (const bool hierarchical : {false, true}) {
+          const MeshOptions options{num_ranks, per_host, size, hierarchical};
+          SCOPED_TRACE(text_of(options));
+          check(options);
+        }
+      }
+    }
+  }
+}
+
+template <typename Check>
+void for_each_mesh(int most_ranks, const Check& check) {
+  for_each_option(most_ranks, [&](const MeshOptions& options) {
+    if (is_possible(options)) {
+      check(plan_mesh(options));
+    }
+  });
+}
+
+std::string refusal(const MeshOptions& options) {
+  try {
+    plan_mesh(options);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "none";
+}
+
+// Every list is made of whole groups: whoever is in it has the same list.
+template <typename Ranks>
+void expect_partition(const Mesh& mesh, const Ranks& ranks_of) {
+  for (int rank = 0; rank < mesh.num_ranks(); ++rank) {
+    const std::vector<int> ranks = ranks_of(rank);
+    EXPECT_TRUE(std::is_sorted(ranks.begin(), ranks.end()));
+    EXPECT_EQ(std::count(ranks.begin(), ranks.end(), rank), 1);
+    for (const int other : ranks) {
+      EXPECT_EQ(ranks_of(other), ranks);
+    }
+  }
+}
+
+TEST(Mesh, TakesExactlyTheCombinationsWhoseGroupsFitTheHosts) {
+  for_each_option(16, [](const MeshOptions& options) {
+    EXPECT_EQ(refusal(options) == "none", is_possible(options)) << refusal(options);
+  });
+}
+
+TEST(Mesh, EveryRankIsInOneGroupOfEachAxis) {
+  for_each_mesh(24, [](const Mesh& mesh) {
+    expect_partition(mesh, [&](int rank) { return mesh.shard_ranks(rank); });
+    expect_partition(mesh, [&](int rank) { return mesh.replica_ranks(rank); });
+    expect_partition(mesh, [&](int rank) { return mesh.across_ranks(rank); });
+    expect_partition(mesh, [&](int rank) { return mesh.inside_ranks(rank); });
+    for (int rank = 0; rank < mesh.num_ranks(); ++rank) {
+      std::vector<int> both;
+      const std::vector<int> group = mesh.shard_ranks(rank);
+      const std::vector<int> replicas = mesh.replica_ranks(rank);
+      std::set_intersection(group.begin(), group.end(), replicas.begin(), replicas.end(),
+                            std::back_inserter(both));
+      EXPECT_EQ(both, std::vector<int>{rank});
+      EXPECT_EQ(static_cast<int>(group.size()), mesh.shard_size());
+      EXPECT_EQ(static_cast<int>(replicas.size()), mesh.num_replicas());
+      EXPECT_EQ(group[static_cast<std::size_t>(mesh.place_of(rank))], rank);
+      EXPECT_EQ(replicas[static_cast<std::size_t>(mesh.replica_of(rank))], rank);
+    }
+  });
+}
+
+TEST(Mesh, PhasesOfAGatherFollowTheHosts) {
+  for_each_mesh(24, [](const Mesh& mesh) {
+    for (int rank = 0; rank < mesh.num_ranks(); ++rank) {
+      std::set<int> hosts;
+      for (const int other : mesh.across_ranks(rank)) {
+        EXPECT_TRUE(hosts.insert(mesh.host_of(other)).second) << "two ranks of one host";
+        EXPECT_EQ(mesh.replica_of(other), mesh.replica_of(rank));
+      }
+      EXPECT_EQ(static_cast<int>(hosts.size()), mesh.hosts_per_group());
+      for (const int other : mesh.inside_ranks(rank)) {
+        EXPECT_EQ(mesh.host_of(other), mesh.host_of(rank));
+        EXPECT_EQ(mesh.replica_of(other), mesh.replica_of(rank));
+      }
+    }
+  });
+}
+
+TEST(Mesh, EveryGroupHoldsEveryShardOnceAndReplicasHoldTheSame) {
+  for_each_mesh(24, [](const Mesh& mesh) {
+    const std::vector<int> shards = mesh.shard_of_group_rank();
+    std::vector<int> sorted = shards;
+    std::sort(sorted.begin(), sorted.end());
+    std::vector<int> all(sorted.size());
+    std::iota(all.begin(), all.end(), 0);
+    EXPECT_EQ(sorted, all);
+    for (int rank = 0; rank < mesh.num_ranks(); ++rank) {
+      EXPECT_EQ(mesh.shard_index(rank), shards[static_cast<std::size_t>(mesh.place_of(rank))]);
+      for (const int other : mesh.replica_ranks(rank)) {
+        EXPECT_EQ(mesh.shard_index(other), mesh.shard_index(rank));
+      }
+    }
+  });
+}
+
+// Plain all-gathers in rank order, written where the shard index of the first rank says: the whole
+// parameter comes out in its order, and no phase reads what none has written.
+TEST(Mesh, BothPhasesOfAGatherAreContiguous) {
+  for_each_mesh(24, [](const Mesh& mesh) {
+    if (!mesh.hierarchical()) {
+      return;
+    }
+    const auto size = static_cast<std::size_t>(mesh.num_ranks());
+    const auto num_shards = static_cast<std::size_t>(mesh.shard_size());
+    std::vector<std::vector<int>> full(size, std::vector<int>(num_shards, -1));
+    for (std::size_t rank = 0; rank < size; ++rank) {
+      const int shard = mesh.shard_index(static_cast<int>(rank));
+      full[rank][static_cast<std::size_t>(shard)] = shard;
+    }
+    const auto gather = [&](const auto& ranks_of, std::size_t block) {
+      const std::vector<std::vector<int>> before = full;
+      for (std::size_t rank = 0; rank < size; ++rank) {
+        const std::vector<int> ranks = ranks_of(static_cast<int>(rank));
+        const std::size_t span = block * ranks.size();
+        const std::size_t begin =
+            static_cast<std::size_t>(mesh.shard_index(static_cast<int>(rank))) / span * span;
+        for (std::size_t i = 0; i < ranks.size(); ++i) {
+          const std::vector<int>& source = before[static_cast<std::size_t>(ranks[i])];
+          const auto from = source.begin() + static_cast<std::ptrdiff_t>(begin + i * block);
+          std::copy(from, from + static_cast<std::ptrdiff_t>(block),
+                    full[rank].begin() + static_cast<std::ptrdiff_t>(begin + i * block));
+        }
+      }
+    };
+    gather([&](int rank) { return mesh.across_ranks(rank); }, 1);
+    gather([&](int rank) { return mesh.inside_ranks(rank); },
+           static_cast<std::size_t>(mesh.hosts_per_group()));
+    std::vector<int> wanted(num_shards);
+    std::iota(wanted.begin(), wanted.end(), 0);
+    for (const std::vector<int>& parameter : full) {
+      EXPECT_EQ(parameter, wanted);
+    }
+  });
+}
+
+TEST(Mesh, IsDescribedInOneLine) {
+  EXPECT_EQ(plan_mesh({8, 2, 4, true}).describe(),
+            "mesh: 8 ranks = 2 copies x 4 shards, on 4 hosts of 2; gathers across 2 hosts first");
+  EXPECT_EQ(plan_mesh({8, 2, 2, false}).describe(),
+            "mesh: 8 ranks = 4 copies x 2 shards, on 4 hosts of 2");
+  EXPECT_EQ(plan_mesh({4, 0, 0, false}).describe(),
+            "mesh: 4 ranks = 1 copy x 4 shards, on one host");
+  EXPECT_EQ(Mesh().describe(), "mesh: 1 rank = 1 copy x 1 shard, on one host");
+}
+
+TEST(Mesh, ARefusalNamesTheOptionsAndThePossibleShardSizes) {
+  EXPECT_EQ(refusal({8, 0, 3, false}),
+            "shard.group_size = 3 (--shard-size) does not divide the 8 ranks; possible shard "
+            "sizes: 1, 2, 4, 8");
+  EXPECT_EQ(refusal({12, 4, 6, false}),
+            "shard.group_size = 6 (--shard-size) is neither a part of a host nor whole hosts, of 4 "
+            "ranks each (comm.ranks_per_host, --ranks-per-host); possible shard sizes: 1, 2, 4, "
+            "12");
+  EXPECT_EQ(refusal({8, 2, 2, true}),
+            "shard.hierarchical_gather = true (--hierarchical) needs shard groups over several "
+            "hosts, and shard.group_size = 2 (--shard-size) lies inside one of 2 ranks "
+            "(comm.ranks_per_host, --ranks-per-host); possible shard sizes: 4, 8");
+  EXPECT_EQ(refusal({8, 0, 4, true}),
+            "shard.hierarchical_gather = true (--hierarchical) needs several hosts, and all 8 "
+            "ranks are on one; switch it off, or set comm.ranks_per_host (--ranks-per-host)");
+  EXPECT_EQ(refusal({8, 3, 4, false}),
+            "comm.ranks_per_host = 3 (--ranks-per-host) does not divide the 8 ranks; every host "
+            "needs as many as the others");
+  EXPECT_EQ(refusal({8, 2, -1, false}),
+            "shard.group_size = -1 (--shard-size) does not divide the 8 ranks; possible shard "
+            "sizes: 1, 2, 4, 8");
+  EXPECT_EQ(refusal({8, 2, 9, true}),
+            "shard.group_size = 9 (--shard-size) does not divide the 8 ranks; possible shard "
+            "sizes: 4, 8");
+  EXPECT_EQ(refusal({0, 0, 0, false}), "a mesh of 0 ranks; it needs at least one");
+}
+
+TEST(Mesh, PossibleShardSizesAreThoseThatArePlanned) {
+  for_each_option(24, [](MeshOptions options) {
+    if (options.shard_size != 0 ||
+        (options.ranks_per_host != 0 && options.num_ranks % options.ranks_per_host != 0)) {
+      return;
+    }
+    std::vector<int> possible;
+    for (options.shard_size = 1; options.shard_size <= options.num_ranks; ++options.shard_size) {
+      if (is_possible(options)) {
+        possible.push_back(options.shard_size);
+      }
+    }
+    EXPECT_EQ(possible_shard_sizes(options), possible);
+  });
+}
+
+TEST(Mesh, AMillionRanksArePlannedAtOnce) {
+  constexpr int kMillion = 1 << 20;
+  const Mesh mesh = plan_mesh({kMillion, 8, 64, true});
+  EXPECT_EQ(mesh.num_replicas(), kMillion / 64);
+  EXPECT_EQ(mesh.hosts_per_group(), 8);
+  EXPECT_EQ(mesh.shard_index(kMillion - 1), 63);
+  EXPECT_EQ(possible_shard_sizes({kMillion, 8, 0, false}).size(), 21U);
+}
+
+// --- bytes ---
+
+// Messages one by one, of the collectives as docs/communication.md has them.
+class Messages {
+ public:
+  explicit Messages(const Mesh& mesh)
+      : mesh_(mesh), sent_(static_cast<std::size_t>(mesh.num_ranks())) {}
+
+  void send(int from, int to, std::int64_t bytes) {
+    SentBytes& sent = sent_[static_cast<std::size_t>(from)];
+    (mesh_.host_of(from) == mesh_.host_of(to) ? sent.inside : sent.across) += bytes;
+  }
+  // Every rank sends to every other one of its list.
+  template <typename Ranks>
+  void all_to_each(const Ranks& ranks_of, std::int64_t bytes) {
+    for (int rank = 0; rank < mesh_.num_ranks(); ++rank) {
+      for (const int other : ranks_of(rank)) {
+        if (other != rank) {
+          send(rank, other, bytes);
+        }
+      }
+    }
+  }
+  // The same of all ranks, or the test fails.
+  SentBytes of_each() const {
+    for (const SentBytes& sent : sent_) {
+      EXPECT_EQ(sent, sent_.front());
+    }
+    return sent_.front();
+  }
+  std::int64_t of_host_across() const {
+    std::int64_t sum = 0;
+    for (int rank = 0; rank < mesh_.ranks_per_host(); ++rank) {
+      sum += sent_[static_cast<std::size_t>(rank)].across;
+    }
+    return sum;
+  }
+
+ private:
+  const Mesh& mesh_;
+  std::vector<SentBytes> sent_;
+};
+
+struct Simulated {
+  SentBytes gathers;
+  SentBytes reduce_scatters;
+  SentBytes replica_sums;
+  std::int64_t host_across = 0;
+};
+
+Simulated simulate(const Mesh& mesh, const StepVolume& volume) {
+  const auto shard_ranks = [&](int rank) { return mesh.shard_ranks(rank); };
+  const auto replica_ranks = [&](int rank) { return mesh.replica_ranks(rank); };
+  Messages gathers(mesh);
+  const std::int64_t shard_bytes = volume.gathered_bytes / mesh.shard_size();
+  if (mesh.hierarchical()) {
+    gathers.all_to_each([&](int rank) { return mesh.across_ranks(rank); }, shard_bytes);
+    gathers.all_to_each([&](int rank) { return mesh.inside_ranks(rank); },
+                        shard_bytes * mesh.hosts_per_group());
+  } else {
+    gathers.all_to_each(shard_ranks, shard_bytes);
+  }
+  Messages scatters(mesh);
+  Messages sums(mesh);
+  for (const std::int64_t numel : volume.bucket_numel) {
+    const std::int64_t shard_numel = numel / mesh.shard_size();
+    for (std::int64_t micro = 0; micro < volume.num_micro_batches; ++micro) {
+      scatters.all_to_each(shard_ranks, shard_numel * volume.wire_element_bytes);
+    }
+    const std::int64_t element = volume.num_micro_batches == 1 ? volume.wire_element_bytes : 4;
+    if (shard_numel * element * mesh.num_replicas() <= 65536) {
+      sums.all_to_each(replica_ranks, shard_numel * element);
+    } else {
+      const std::int64_t piece =
+          (shard_numel + mesh.num_replicas() - 1) / mesh.num_replicas() * element;
+      sums.all_to_each(replica_ranks, piece);  // its reduce-scatter
+      sums.all_to_each(replica_ranks, piece);  // its all-gather
+    }
+  }
+  return {gathers.of_each(), scatters.of_each(), sums.of_each(),
+          gathers.of_host_across() + scatters.of_host_across() + sums.of_host_across()};
+}
+
+TEST(MeshBytes, EqualTheSumOfAllMessages) {
+  for_each_mesh(16, [](const Mesh& mesh) {
+    // Below and above the size from which an all-reduce has two steps.
+    const std::vector<std::int64_t> buckets = {mesh.shard_size() * std::int64_t{10},
+                                               mesh.shard_size() * std::int64_t{50021}};
+    for (const std::int64_t num_micro : {1, 3}) {
+      for (const std::int64_t element : {2, 4}) {
+        const StepVolume volume{mesh.shard_size() * std::int64_t{7 * 1024}, buckets, num_micro,
+                                element};
+        const Simulated simulated = simulate(mesh, volume);
+        const MeshBytes bytes = step_bytes(mesh, volume);
+        EXPECT_EQ(bytes.gathers, simulated.gathers);
+        EXPECT_EQ(bytes.reduce_scatters, simulated.reduce_scatters);
+        EXPECT_EQ(bytes.replica_sums, simulated.replica_sums);
+        EXPECT_EQ(bytes.host_across(mesh), simulated.host_across);
+        EXPECT_EQ(bytes.rank().sum(), simulated.gathers.sum() + simulated.reduce_scatters.sum() +
+                                          simulated.replica_sums.sum());
+      }
+    }
+  });
+}
+
+TEST(MeshBytes, HierarchicalGathersCrossHostsOncePerHost) {
+  const std::int64_t full = 8 * 1000;
+  EXPECT_EQ(gather_bytes(plan_mesh({8, 4, 8, false}), full), (SentBytes{3000, 4000}));
+  EXPECT_EQ(gather_bytes(plan_mesh({8, 4, 8, true}), full), (SentBytes{6000, 1000}));
+}
+
+TEST(MeshBytes, AGroupInsideAHostSendsOnlyReplicaSumsAcross) {
+  const std::vector<std::int64_t> buckets = {1 << 20};
+  const Mesh mesh = plan_mesh({8, 4, 4, false});
+  const MeshBytes bytes = step_bytes(mesh, {1 << 22, buckets, 2, 2});
+  EXPECT_EQ(bytes.gathers.across, 0);
+  EXPECT_EQ(bytes.reduce_scatters.across, 0);
+  EXPECT_EQ(bytes.replica_sums, (SentBytes{0, (1 << 18) * 4}));
+}
+
+TEST(MeshBytes, AWorldOfOneSendsNothing) {
+  const std::vector<std::int64_t> buckets = {1000};
+  EXPECT_EQ(step_bytes(Mesh(), {4000, buckets, 3, 4}).rank(), SentBytes{});
+}
+
+}  // namespace
+}  // namespace tessera::comm
