@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "tessera/core/config.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -42,6 +43,18 @@ std::vector<int> consecutive(int begin, int count, int step) {
 }
 
 }  // namespace
+
+MeshOptions MeshOptions::from(const Config& config, int num_ranks, int found_ranks_per_host) {
+  MeshOptions options;
+  options.num_ranks = num_ranks;
+  options.ranks_per_host = static_cast<int>(config.get_int("comm.ranks_per_host"));
+  if (options.ranks_per_host == 0) {
+    options.ranks_per_host = found_ranks_per_host;
+  }
+  options.shard_size = static_cast<int>(config.get_int("shard.group_size"));
+  options.hierarchical = config.get_bool("shard.hierarchical_gather");
+  return options;
+}
 
 int Mesh::shard_index(int rank) const {
   const int place = place_of(rank);

@@ -20,6 +20,10 @@
 #include <string>
 #include <vector>
 
+namespace tessera {
+class Config;
+}
+
 namespace tessera::comm {
 
 struct MeshOptions {
@@ -27,6 +31,9 @@ struct MeshOptions {
   int ranks_per_host = 0;  // 0: all ranks are on one host
   int shard_size = 0;      // ranks of a shard group; 0: all ranks
   bool hierarchical = false;
+
+  // Of the options shard.* and comm.ranks_per_host; where that is not given: of what was found.
+  static MeshOptions from(const Config& config, int num_ranks, int found_ranks_per_host);
 };
 
 class Mesh {

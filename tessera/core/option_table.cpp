@@ -63,15 +63,19 @@ constexpr std::array kOptions = {
         "comm"),
     Option{"comm.timeout_s", OptionType::kSeconds, "600", 0.001, 1e9, "", "", 0, "comm",
            "How long a collective may take before it fails and names the ranks that are missing."},
+    integer("comm.ranks_per_host", "0", 0, 1048576,
+            "Ranks of each host; 0: as found; must divide the world. Where it is less than a host "
+            "has, comm.backend=auto takes its ranks as those of several hosts.",
+            "comm"),
     bytes("comm.pack_below_bytes", "64KiB",
           "Tensors whose piece per rank is smaller than this travel together in one message.",
           "comm, planner"),
 
-    integer(
-        "shard.group_size", "0", 0, 1048576,
-        "Ranks that hold one copy of the model together (MiCS); 0: all; must divide the world."),
+    integer("shard.group_size", "0", 0, 1048576,
+            "Ranks that hold one copy of the model together (MiCS); 0: all; must divide the world.",
+            "comm"),
     flag("shard.hierarchical_gather", "false",
-         "Gather between nodes first and inside each node second (MiCS)."),
+         "Gather across hosts first and inside each host second (MiCS).", "comm"),
     integer("shard.secondary_group_size", "1", 0, 1048576,
             "Ranks that share a second copy of the shards for backward (hpZ); 0 or 1: none."),
 

@@ -11,7 +11,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/comm/mesh_bytes.h"
-#include "tessera/comm/staging.h"
+#include "tessera/core/config.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -242,6 +242,17 @@ TEST(Mesh, PossibleShardSizesAreThoseThatArePlanned) {
     }
     EXPECT_EQ(possible_shard_sizes(options), possible);
   });
+}
+
+TEST(Mesh, FollowsTheOptions) {
+  Config config;
+  EXPECT_EQ(plan_mesh(MeshOptions::from(config, 8, 0)), plan_mesh({8, 0, 0, false}));
+  EXPECT_EQ(plan_mesh(MeshOptions::from(config, 8, 4)), plan_mesh({8, 4, 8, false}));
+  for (const char* setting :
+       {"comm.ranks_per_host=2", "shard.group_size=4", "shard.hierarchical_gather=true"}) {
+    config.apply_flag(setting);
+  }
+  EXPECT_EQ(plan_mesh(MeshOptions::from(config, 8, 4)), plan_mesh({8, 2, 4, true}));
 }
 
 TEST(Mesh, AMillionRanksArePlannedAtOnce) {

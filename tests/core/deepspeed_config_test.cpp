@@ -561,6 +561,7 @@ const std::map<std::string, Shape>& accepted_shapes() {
       {"not_built_yet",
        {{"shard.secondary_group_size = 8", "quant.weights = true", "quant.gradients = true"},
         {"shard.secondary_group_size", "quant.weights", "quant.gradients"}}},
+      {"mics", {{"shard.group_size = 4", "shard.hierarchical_gather = true"}}},
       {"mixture_of_experts",
        {{"unit.leaf_types = [\"MixtralSparseMoeBlock\"]", "unit.leaf_names = [\"experts\"]",
          "unit.leaf_name_suffixes = [\"mlp.experts\"]"}}},
