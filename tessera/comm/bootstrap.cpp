@@ -15,16 +15,40 @@
 #include "tessera/comm/store.h"
 #include "tessera/core/error.h"
 #include "tessera/core/resource_limits.h"
+#include "tessera/device/device_cuda.h"
 
 namespace tessera::comm {
 namespace {
+
+// What kAuto takes as this rank's host, among those of one machine.
+int pretended_host(const Rendezvous& rendezvous, const WorldOptions& options) {
+  const bool pretends = options.backend == BackendKind::kAuto && options.ranks_per_host > 0;
+  return pretends ? rendezvous.rank / options.ranks_per_host : 0;
+}
+
+// NCCL refuses ranks that share a GPU, as those of pretended hosts may.
+bool needs_gloo(const Rendezvous& rendezvous, const WorldOptions& options) {
+  return options.backend == BackendKind::kAuto && options.ranks_per_host > 0 &&
+         options.ranks_per_host < rendezvous.local_world_size &&
+         rendezvous.local_world_size > device::num_cuda_devices();
+}
+
+void check_hosts(const Rendezvous& rendezvous, const WorldOptions& options) {
+  TESSERA_CHECK(
+      options.ranks_per_host >= 0 &&
+          (options.ranks_per_host == 0 || rendezvous.world_size % options.ranks_per_host == 0),
+      ConfigError, "comm.ranks_per_host = ", options.ranks_per_host,
+      " (--ranks-per-host) does not divide the ", rendezvous.world_size, " ranks");
+}
 
 GlooOptions gloo_options(const Rendezvous& rendezvous, const WorldOptions& options,
                          std::shared_ptr<StatusStore> status) {
   GlooOptions gloo;
   gloo.timeout = options.group.timeout;
   gloo.status = std::move(status);
-  gloo.tries_shm_in_splits = options.backend == BackendKind::kAuto;
+  gloo.tries_sharing_in_splits = options.backend == BackendKind::kAuto;
+  gloo.cuda_device = options.cuda_device;
+  gloo.pretended_host = pretended_host(rendezvous, options);
   // The variable that c10d's own users know.
   gloo.interface = process_environment()["GLOO_SOCKET_IFNAME"];
   if (rendezvous.local_world_size == rendezvous.world_size) {
@@ -50,6 +74,7 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
     IpcOptions ipc;
     ipc.timeout = options.group.timeout;
     ipc.status = status;
+    ipc.pretended_host = pretended_host(rendezvous, options);
     std::string why_not;
     if (auto backend = make_ipc_backend(store, rendezvous.rank, rendezvous.world_size,
                                         options.cuda_device, name, ipc, why_not)) {
@@ -60,15 +85,17 @@ std::unique_ptr<Backend> make_backend(const Rendezvous& rendezvous, const WorldO
                   "; comm.backend=auto takes nccl then");
     note = "no shared memory of GPUs: " + why_not;
   }
-  if (kind == BackendKind::kNccl || (kind == BackendKind::kAuto && on_gpu)) {
+  if (kind == BackendKind::kNccl ||
+      (kind == BackendKind::kAuto && on_gpu && !needs_gloo(rendezvous, options))) {
     return make_nccl_backend(std::move(store), rendezvous.rank, rendezvous.world_size,
                              options.cuda_device, name,
                              gloo_options(rendezvous, options, std::move(status)));
   }
-  if (kind != BackendKind::kGloo) {
+  if (kind == BackendKind::kShm || (kind == BackendKind::kAuto && !on_gpu)) {
     ShmOptions shm;
     shm.timeout = options.group.timeout;
     shm.status = status;
+    shm.pretended_host = pretended_host(rendezvous, options);
     std::string why_not;
     if (auto backend =
             make_shm_backend(store, rendezvous.rank, rendezvous.world_size, name, shm, why_not)) {
@@ -164,6 +191,7 @@ World join_world(const Rendezvous& rendezvous, const WorldOptions& options) {
   std::string name = "world";
   std::unique_ptr<Backend> backend;
   if (rendezvous.world_size == 1) {
+    check_hosts(rendezvous, options);
     backend = make_solo_backend(options.group.device);
   } else {
     const std::shared_ptr<Store> store = join_store(rendezvous, options.group.timeout);
@@ -177,6 +205,7 @@ World join_world(const Rendezvous& rendezvous, const WorldOptions& options) {
     world.status = connect_status(rendezvous, prefix, options.group.timeout);
     group.status = world.status;
     try {
+      check_hosts(rendezvous, options);
       check_open_files(rendezvous);
       check_threads();
       backend = make_backend(rendezvous, options, store, name, world.status, group.backend_note);

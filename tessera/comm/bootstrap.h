@@ -29,7 +29,10 @@ struct WorldOptions {
   // they share none, NCCL for CUDA devices, else Gloo.
   BackendKind backend = BackendKind::kAuto;
   int cuda_device = -1;  // this rank's GPU; -1: CPU
-  GroupOptions group;    // `status` is filled in
+  // Above 0: kAuto takes ranks with different rank / ranks_per_host as being on different hosts,
+  // wherever they are. Divides the world. 0: hosts are what is found.
+  int ranks_per_host = 0;
+  GroupOptions group;  // `status` is filled in
 };
 
 struct World {

@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 
 #include "tessera/comm/c10d_gloo.h"
+#include "tessera/comm/ipc_backend.h"
 #include "tessera/comm/shm_backend.h"
 #include "tessera/core/error.h"
 
@@ -132,12 +133,8 @@ class GlooBackend final : public Backend {
     TESSERA_INVARIANT(own != ranks.end(), "split '", name, "' without its own rank ", rank_);
     const auto rank = static_cast<int>(own - ranks.begin());
     const auto size = static_cast<int>(ranks.size());
-    if (options_.tries_shm_in_splits) {
-      std::string why_not;
-      const ShmOptions shm{options_.timeout, options_.status, {}};
-      if (auto backend = make_shm_backend(peers_.store, rank, size, name, shm, why_not)) {
-        return backend;
-      }
+    if (auto backend = share_in_split(peers_.store, rank, size, name, options_)) {
+      return backend;
     }
     return std::make_unique<GlooBackend>(GlooPeers{peers_.store, rank, size, name}, devices_,
                                          options_);
@@ -193,6 +190,18 @@ class GlooBackend final : public Backend {
 };
 
 }  // namespace
+
+std::unique_ptr<Backend> share_in_split(const std::shared_ptr<Store>& store, int rank, int size,
+                                        const std::string& name, const GlooOptions& options) {
+  if (!options.tries_sharing_in_splits) {
+    return nullptr;
+  }
+  const PeerBackendOptions peers{options.timeout, options.status, {}, options.pretended_host};
+  std::string why_not;
+  return options.cuda_device < 0
+             ? make_shm_backend(store, rank, size, name, peers, why_not)
+             : make_ipc_backend(store, rank, size, options.cuda_device, name, peers, why_not);
+}
 
 std::unique_ptr<Backend> make_gloo_backend(std::shared_ptr<Store> store, int rank, int size,
                                            const std::string& name, const GlooOptions& options) {

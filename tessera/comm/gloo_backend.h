@@ -30,9 +30,17 @@ struct GlooOptions {
   int num_devices = 2;
   // Looked at while ranks are waited for, so that the failure of one ends the wait. May be null.
   std::shared_ptr<StatusStore> status;
-  // A group that is split off shares memory instead, if its ranks can (shm_backend.h).
-  bool tries_shm_in_splits = false;
+  // A group that is split off shares memory instead, if its ranks can: that of their GPUs
+  // (ipc_backend.h; this is this rank's), or, where that is -1, of the host (shm_backend.h).
+  bool tries_sharing_in_splits = false;
+  int cuda_device = -1;
+  int pretended_host = 0;  // PeerOptions::pretended_host
 };
+
+// What tries_sharing_in_splits asks for, collective over the ranks of the split; null: it does not,
+// or they cannot.
+std::unique_ptr<Backend> share_in_split(const std::shared_ptr<Store>& store, int rank, int size,
+                                        const std::string& name, const GlooOptions& options);
 
 // Blocks until all `size` ranks have joined at `store` under the prefix `name`.
 std::unique_ptr<Backend> make_gloo_backend(std::shared_ptr<Store> store, int rank, int size,

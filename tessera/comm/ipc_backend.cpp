@@ -642,6 +642,7 @@ std::unique_ptr<Backend> make_ipc_backend(std::shared_ptr<Store> store, int rank
   peers.has_heap = false;
   peers.timeout = options.timeout;
   peers.status = options.status;
+  peers.pretended_host = options.pretended_host;
   std::unique_ptr<PeerMemory> memory = connect_peers(*store, peers, why_not);
   if (!memory) {
     return nullptr;

@@ -205,9 +205,12 @@ class NcclBackend final : public Backend {
   std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
     const auto own = std::find(ranks.begin(), ranks.end(), rank_);
     TESSERA_INVARIANT(own != ranks.end(), "split '", name, "' without its own rank ", rank_);
-    return std::make_unique<NcclBackend>(store_, static_cast<int>(own - ranks.begin()),
-                                         static_cast<int>(ranks.size()), device_index_, name,
-                                         side_);
+    const auto rank = static_cast<int>(own - ranks.begin());
+    const auto size = static_cast<int>(ranks.size());
+    if (auto backend = share_in_split(store_, rank, size, name, side_)) {
+      return backend;
+    }
+    return std::make_unique<NcclBackend>(store_, rank, size, device_index_, name, side_);
   }
 
   // NCCL sends along a ring, in which every rank but the last passes the bytes on.

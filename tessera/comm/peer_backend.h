@@ -59,6 +59,7 @@ struct PeerBackendOptions {
   // Called by the worker when it comes to a phase, and by those of groups that are split off: for
   // tests that hold a rank up there, or end it.
   std::function<void(RoundPhase)> on_phase;
+  int pretended_host = 0;  // PeerOptions::pretended_host
 };
 
 class PeerBackend : public Backend {

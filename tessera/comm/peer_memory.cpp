@@ -55,11 +55,15 @@ struct Address {
   std::string host;
   std::string socket;
   std::string token;
+  int pretended_host = 0;
 
-  std::string text() const { return detail::concat(host, " ", socket, " ", token); }
+  std::string text() const {
+    return detail::concat(host, " ", socket, " ", token, " ", pretended_host);
+  }
   static Address parse(const std::string& text) {
     Address address;
-    std::istringstream(text) >> address.host >> address.socket >> address.token;
+    std::istringstream(text) >> address.host >> address.socket >> address.token >>
+        address.pretended_host;
     return address;
   }
 };
@@ -252,7 +256,7 @@ class PeerConnector {
     }
     peers_->controls[static_cast<std::size_t>(options_.rank)] =
         std::make_unique<MappedMemory>(control_.get(), true, "shared memory");
-    own_ = {this_host(), "tessera/" + random_hex(), random_hex()};
+    own_ = {this_host(), "tessera/" + random_hex(), random_hex(), options_.pretended_host};
     listener_ = open_socket();
     const auto [address, length] = abstract_address(own_.socket);
     if (bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
@@ -269,6 +273,8 @@ class PeerConnector {
     for (int other = 0; other < options_.size; ++other) {
       const Address& address = addresses_[static_cast<std::size_t>(other)];
       TESSERA_CHECK(address.host == own_.host, CommError, "rank ", other, " is on another host");
+      TESSERA_CHECK(address.pretended_host == own_.pretended_host, CommError, "rank ", other,
+                    " is on another host, as comm.ranks_per_host says");
       if (other >= options_.rank) {
         continue;
       }

@@ -86,6 +86,9 @@ struct PeerOptions {
   bool has_heap = true;                  // ranks map each other's heaps
   std::chrono::milliseconds timeout{0};  // for ranks that do not join
   std::shared_ptr<StatusStore> status;   // may be null
+  // Ranks with different numbers do not share memory, as if they were on different hosts
+  // (comm.ranks_per_host).
+  int pretended_host = 0;
 };
 
 // Null if the ranks cannot share memory; `why_not` says then, on every rank, which rank could not,

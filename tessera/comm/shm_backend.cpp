@@ -124,6 +124,7 @@ std::unique_ptr<Backend> make_shm_backend(std::shared_ptr<Store> store, int rank
   peers.control_bytes = ShmBackend::control_bytes(static_cast<std::size_t>(size));
   peers.timeout = options.timeout;
   peers.status = options.status;
+  peers.pretended_host = options.pretended_host;
   std::unique_ptr<PeerMemory> memory = connect_peers(*store, peers, why_not);
   return memory ? std::make_unique<ShmBackend>(std::move(store), std::move(memory), rank, name,
                                                options)

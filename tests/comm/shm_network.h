@@ -21,8 +21,10 @@ class ShmNetwork final : public Network {
   // `on_phase` is called with the rank that enters a phase; may be empty.
   using PhaseHook = std::function<void(int rank, ShmPhase phase)>;
 
-  ShmNetwork(int num_ranks, bool as_processes, PhaseHook on_phase)
+  // `ranks_per_host`: of pretended hosts; 0: all ranks are on this one.
+  ShmNetwork(int num_ranks, bool as_processes, PhaseHook on_phase, int ranks_per_host = 0)
       : num_ranks_(num_ranks),
+        ranks_per_host_(ranks_per_host),
         directory_(as_processes ? std::make_unique<testing::TemporaryDirectory>() : nullptr),
         store_(make_store()),
         status_(std::make_shared<StatusStore>(make_store(), num_ranks)),
@@ -32,6 +34,7 @@ class ShmNetwork final : public Network {
   std::unique_ptr<Backend> try_make_backend(int rank, const std::string& name,
                                             std::string& why_not) const {
     ShmOptions options;
+    options.pretended_host = ranks_per_host_ > 0 ? rank / ranks_per_host_ : 0;
     if (on_phase_) {
       options.on_phase = [rank, hook = on_phase_](ShmPhase phase) { hook(rank, phase); };
     }
@@ -54,6 +57,7 @@ class ShmNetwork final : public Network {
   }
 
   const int num_ranks_;
+  const int ranks_per_host_;
   const std::unique_ptr<testing::TemporaryDirectory> directory_;  // null: ranks are threads
   const std::shared_ptr<Store> store_;
   const std::shared_ptr<StatusStore> status_;

@@ -363,8 +363,8 @@ TEST(ShmProcesses, RanksWhoseSystemCallsAreInterruptedMeetAllTheSame) {
 
 // Every rank must get no backend, and this reason.
 void expect_no_shared_memory(const std::function<void(int rank)>& prepare,
-                             const std::string& reason) {
-  ShmNetwork network(kNumRanks, true, {});
+                             const std::string& reason, int ranks_per_host = 0) {
+  ShmNetwork network(kNumRanks, true, {}, ranks_per_host);
   for (const RankEnd& end : run_forked(kNumRanks, [&](int rank) {
          prepare(rank);
          const std::uint64_t open_before = num_open_files();
@@ -405,6 +405,11 @@ TEST(ShmProcesses, ARankInANetworkOfItsOwnIsTheReasonOnAll) {
   }
   expect_no_shared_memory([](int rank) { EXPECT_EQ(rank == 0 ? leave_network() : 0, 0); },
                           "rank 1: no way to memory of rank 0 (another container?)");
+}
+
+TEST(ShmProcesses, RanksOfPretendedHostsShareNothing) {
+  expect_no_shared_memory([](int) {},
+                          "rank 0: rank 2 is on another host, as comm.ranks_per_host says", 2);
 }
 
 // --- Bits.

@@ -106,6 +106,27 @@ int join_again(RankContext& context) {
   return 0;
 }
 
+// Groups of pretended hosts: each takes the network that its ranks have. Arguments: the time limit
+// at its place, and ranks per host.
+int pretend_hosts(RankContext& context) {
+  comm::WorldOptions options;
+  options.group.timeout = std::chrono::milliseconds(context.number(1));
+  options.ranks_per_host = context.number(2);
+  const comm::World world = comm::join_world(context.rendezvous, options);
+  context.process.set_status(world.status);
+  reduce(*world.group);
+  const auto inside = world.group->split(context.rank() / options.ranks_per_host, "inside");
+  const auto across = world.group->split(context.rank() % options.ranks_per_host, "across");
+  reduce(*inside);
+  reduce(*across);
+  if (context.rank() == 0) {
+    const auto name = [](const comm::Group& group) { return std::string(group.backend_name()); };
+    say("world " + name(*world.group) + ", inside " + name(*inside) + ", across " + name(*across) +
+        "; " + world.group->backend_note());
+  }
+  return 0;
+}
+
 // The culprit has taken fewer steps than the others, and ends as if all were well.
 int end_early(RankContext& context) {
   const comm::World world = join(context, nullptr);
@@ -121,6 +142,7 @@ int end_early(RankContext& context) {
 std::vector<Behaviour> collective_behaviours() {
   return {
       {"join-again", join_again},
+      {"pretend-hosts", pretend_hosts},
       {"reduce-end-early", end_early},
       spoiled_by("reduce", [](comm::Group&) {}),
       spoiled_by("reduce-killed", [](comm::Group&) { raise(SIGKILL); }),

@@ -72,6 +72,37 @@ TEST(Worlds, OfOneProcessMayBeSeveralAtOnceAndOneAfterTheOther) {
   EXPECT_EQ(outcome.result.err, "");
 }
 
+ProcessResult run_on_pretended_hosts(const char* num_ranks, const char* ranks_per_host) {
+  MarkedRun launch(kStoreProgram,
+                   {"--ranks", num_ranks, "pretend-hosts", "0", kPatient, ranks_per_host});
+  ProcessResult result = launch.finish();
+  EXPECT_TRUE(launch.survivors().empty());
+  return result;
+}
+
+TEST(Worlds, RanksOfPretendedHostsShareMemoryInsideThemAndNotAcross) {
+  const ProcessResult result = run_on_pretended_hosts("4", "2");
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.out,
+            "world gloo, inside shm, across gloo; no shared memory: rank 0: rank 2 is on another "
+            "host, as comm.ranks_per_host says\n");
+}
+
+TEST(Worlds, OfOnePretendedHostShareMemory) {
+  const ProcessResult result = run_on_pretended_hosts("2", "2");
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.out, "world shm, inside shm, across solo; \n");
+}
+
+TEST(Worlds, AreNotCutIntoUnequalHosts) {
+  const ProcessResult result = run_on_pretended_hosts("3", "2");
+  EXPECT_EQ(result.exit_code, 2) << result.out;
+  EXPECT_NE(result.err.find("comm.ranks_per_host = 2 (--ranks-per-host) does not divide the 3 "
+                            "ranks"),
+            std::string::npos)
+      << result.err;
+}
+
 TEST(CollectiveFaults, ARankThatEndsBeforeTheOthersIsToldApartFromOneThatDied) {
   const Outcome outcome = run("reduce-end-early", kPatient);
   EXPECT_NE(outcome.result.exit_code, 0);
