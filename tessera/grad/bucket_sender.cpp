@@ -4,49 +4,49 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/grad/gradient_bytes.h"
 
 namespace tessera::grad {
 
 using device::Pending;
 
 BucketSender::BucketSender(GradientStream& stream, ShardGradients& shards, comm::Group& group,
-                           DType wire_dtype, std::int64_t largest_shard_numel)
+                           const Options& options)
     : stream_(stream),
       shards_(shards),
       group_(group),
       params_(stream.parts().params),
-      wire_dtype_(wire_dtype),
-      largest_shard_numel_(largest_shard_numel) {}
+      options_(options) {}
 
 bool BucketSender::is_whole_param(const Bucket& bucket) const {
   const Piece& piece = bucket.pieces.front();
   const shard::Layout& layout = params_[piece.param].layout();
   return bucket.pieces.size() == 1 && piece.numel == layout.shard_numel() &&
-         layout.padded_numel() == layout.numel();
+         layout.padded_numel() == layout.numel() && stream_.shards_are_in_rank_order();
 }
 
 void BucketSender::put(const Bucket& bucket, const Piece& piece, const FullGradient& gradient) {
-  if (gradient.dtype == wire_dtype_ && is_whole_param(bucket)) {
+  if (gradient.dtype == options_.wire_dtype && is_whole_param(bucket)) {
     direct_ = gradient;
   } else {
     copy_piece(bucket, piece, gradient);
   }
 }
 
-// Rank r's part of the bucket gets its elements of the gradient, and zeros where those end.
+// Rank r's part of the bucket gets the elements of its shard, and zeros where those end.
 void BucketSender::copy_piece(const Bucket& bucket, const Piece& piece,
                               const FullGradient& gradient) {
   const shard::Layout& layout = params_[piece.param].layout();
-  const std::size_t wire_bytes = bytes_of(wire_dtype_);
+  const std::size_t wire_bytes = bytes_of(options_.wire_dtype);
   const auto* from = static_cast<const std::byte*>(gradient.data);
   std::byte* to = buffer() + static_cast<std::size_t>(piece.bucket_offset) * wire_bytes;
   const std::size_t stride = static_cast<std::size_t>(bucket.shard_numel) * wire_bytes;
   for (std::size_t rank = 0; rank < num_ranks(); ++rank, to += stride) {
     const std::int64_t begin =
-        static_cast<std::int64_t>(rank) * layout.shard_numel() + piece.shard_begin;
+        stream_.shard_of(static_cast<int>(rank)) * layout.shard_numel() + piece.shard_begin;
     const std::int64_t numel = std::clamp<std::int64_t>(layout.numel() - begin, 0, piece.numel);
     if (numel > 0) {
-      stream_.copy(to, wire_dtype_,
+      stream_.copy(to, options_.wire_dtype,
                    from + static_cast<std::size_t>(begin) * bytes_of(gradient.dtype),
                    gradient.dtype, numel);
     }
@@ -56,7 +56,7 @@ void BucketSender::copy_piece(const Bucket& bucket, const Piece& piece,
 }
 
 void BucketSender::put_zeros(const Bucket& bucket, const Piece& piece) {
-  const std::size_t wire_bytes = bytes_of(wire_dtype_);
+  const std::size_t wire_bytes = bytes_of(options_.wire_dtype);
   std::byte* to = buffer() + static_cast<std::size_t>(piece.bucket_offset) * wire_bytes;
   const std::size_t stride = static_cast<std::size_t>(bucket.shard_numel) * wire_bytes;
   for (std::size_t rank = 0; rank < num_ranks(); ++rank, to += stride) {
@@ -64,7 +64,7 @@ void BucketSender::put_zeros(const Bucket& bucket, const Piece& piece) {
   }
 }
 
-void BucketSender::send(const Bucket& bucket, const comm::Label& label) {
+void BucketSender::send(const Bucket& bucket, const comm::Label& label, ReplicaSum replica_sum) {
   comm::CallOptions options;
   options.label = label;
   options.stream = &stream_.stream();
@@ -83,29 +83,126 @@ void BucketSender::send(const Bucket& bucket, const comm::Label& label) {
   if (output == nullptr) {
     output = result();
   }
-  Pending reduced = group_.start_reduce_scatter(input, output, bucket.shard_numel, wire_dtype_,
-                                                wire_dtype_, options);
-  sent_.push_back({bucket.pieces, static_cast<const std::byte*>(output), reduced, options.met,
-                   std::exchange(slot_, nullptr)});
+  Pending reduced = group_.start_reduce_scatter(input, output, bucket.shard_numel,
+                                                options_.wire_dtype, options_.wire_dtype, options);
+  sent_.push_back({.pieces = bucket.pieces,
+                   .shard_numel = bucket.shard_numel,
+                   .values = static_cast<std::byte*>(output),
+                   .dtype = options_.wire_dtype,
+                   .reduced = reduced,
+                   .met = options.met,
+                   .is_on_stream = group_.is_stream_ordered(),
+                   .replica_sum = replica_sum,
+                   .slot = std::exchange(slot_, nullptr)});
   in_flight_.push_back(reduced);
   const auto bytes = static_cast<std::int64_t>(bucket.shard_numel) * group_.size() *
-                     static_cast<std::int64_t>(bytes_of(wire_dtype_));
+                     static_cast<std::int64_t>(bytes_of(options_.wire_dtype));
   ReducerStats& stats = stream_.stats();
   ++stats.num_reductions;
   stats.reduced_bytes += static_cast<std::uint64_t>(bytes);
   if (is_direct) {
     stream_.count_kept(std::move(reduced), options.met, bytes);
   }
+  if (replica_sum != ReplicaSum::kNone) {
+    // On one stream all ranks must have the calls of both groups in one order: this one.
+    if (group_.is_stream_ordered() && stream_.parts().replicas->is_stream_ordered()) {
+      start_replica_sum(sent_.back());
+    } else {
+      start_ready_sums();
+    }
+  }
 }
 
-bool BucketSender::waits_for_no_rank() const {
+void BucketSender::start_replica_sum(Sent& sent) {
+  if (sent.replica_sum == ReplicaSum::kResult) {
+    start_all_reduce(sent, sent.reduced);
+    return;
+  }
+  TESSERA_INVARIANT(sent.slot != nullptr, "what is added to gradients at home has no slot");
+  while (is_local(sent_.front())) {  // of earlier backwards, which have ended before this one
+    put_oldest();
+  }
+  stream_.wait_for(sent.reduced);
+  take_buffer(*sent.slot);
+  auto* const total = reinterpret_cast<float*>(sent.slot->buffer.data());
+  shards_.load(sent.pieces, total, DType::kFloat32);
+  stream_.add(total, sent.values, sent.dtype, sent.shard_numel);
+  sent.values = sent.slot->buffer.data();
+  sent.dtype = DType::kFloat32;
+  sent.replaces = true;
+  start_all_reduce(sent, {});
+}
+
+void BucketSender::start_all_reduce(Sent& sent, const Pending& ready) {
+  comm::Group& replicas = *stream_.parts().replicas;
+  comm::CallOptions options;
+  options.label = {"gradients of replicas", params_[sent.pieces.front().param].name()};
+  options.stream = &stream_.stream();
+  options.ready = ready;
+  options.met = std::make_shared<std::atomic<bool>>(false);
+  sent.reduced = replicas.start_all_reduce(sent.values, sent.shard_numel, sent.dtype,
+                                           comm::Reduction::kSum, options);
+  sent.met = options.met;
+  sent.is_on_stream = replicas.is_stream_ordered();
+  sent.replica_sum = ReplicaSum::kNone;
+  sent.is_total = true;
+  in_flight_.push_back(sent.reduced);
+  ReducerStats& stats = stream_.stats();
+  ++stats.num_replica_sums;
+  stats.replica_bytes += static_cast<std::uint64_t>(sent.shard_numel) * bytes_of(sent.dtype);
+}
+
+void BucketSender::start_ready_sums() {
+  for (Sent& sent : sent_) {
+    if (sent.replica_sum == ReplicaSum::kNone) {
+      continue;
+    }
+    // The call itself waits for a result; this thread does where it adds that to others.
+    if (!(sent.replica_sum == ReplicaSum::kResult ? is_met(sent) : is_ready(sent))) {
+      return;
+    }
+    start_replica_sum(sent);
+  }
+}
+
+void BucketSender::start_replica_sums() {
+  for (Sent& sent : sent_) {
+    if (sent.replica_sum != ReplicaSum::kNone) {
+      start_replica_sum(sent);
+    }
+  }
+}
+
+void BucketSender::sum_home(const Bucket& bucket, DType dtype) {
+  Sent sent{.pieces = bucket.pieces,
+            .shard_numel = bucket.shard_numel,
+            .values = buffer(),
+            .dtype = dtype,
+            .replaces = true,
+            .slot = slot_};
+  shards_.load(bucket.pieces, sent.values, dtype);
+  start_all_reduce(sent, {});
+  slot_ = nullptr;
+  sent_.push_back(std::move(sent));
+}
+
+bool BucketSender::waits_for_no_rank() {
   const Slot& next = slots_[next_slot_];
   if (slot_ != nullptr || !next.is_taken) {
     return true;
   }
-  const auto sent = std::find_if(sent_.begin(), sent_.end(),
-                                 [&](const Sent& each) { return each.slot == &next; });
-  return sent->reduced.done() || *sent->met;
+  for (Sent& sent : sent_) {
+    if (!is_met(sent)) {
+      return false;
+    }
+    if (sent.replica_sum != ReplicaSum::kNone) {
+      start_replica_sum(sent);
+    }
+    if (sent.slot == &next) {
+      return is_met(sent);
+    }
+  }
+  return true;
 }
 
 BucketSender::Slot& BucketSender::slot() {
@@ -136,8 +233,8 @@ std::byte* BucketSender::result() {
 
 void BucketSender::take_buffer(Slot& slot) {
   if (slot.buffer.data() == nullptr) {
-    const std::size_t bytes =
-        static_cast<std::size_t>(largest_shard_numel_) * num_ranks() * bytes_of(wire_dtype_);
+    const std::size_t bytes = bucket_buffer_bytes(options_.largest_shard_numel, group_.size(),
+                                                  options_.wire_dtype, options_.has_totals);
     slot.buffer = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
   }
 }
@@ -145,7 +242,7 @@ void BucketSender::take_buffer(Slot& slot) {
 void BucketSender::take_result(Slot& slot) {
   if (slot.result.data() == nullptr) {
     const std::size_t bytes =
-        static_cast<std::size_t>(largest_shard_numel_) * bytes_of(wire_dtype_);
+        static_cast<std::size_t>(options_.largest_shard_numel) * bytes_of(options_.wire_dtype);
     slot.result = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
   }
 }
@@ -158,23 +255,37 @@ void BucketSender::reserve(std::size_t num_slots) {
 }
 
 void BucketSender::put_oldest() {
+  if (sent_.front().replica_sum != ReplicaSum::kNone) {
+    start_replica_sum(sent_.front());
+  }
   const Sent sent = std::move(sent_.front());
   sent_.pop_front();
   if (sent.slot != nullptr) {
     sent.slot->is_taken = false;
   }
   stream_.wait_for(sent.reduced);
-  Pending used = shards_.put(sent.pieces, sent.result);
+  Pending used = put_values(sent);
   if (sent.slot != nullptr) {
     sent.slot->used = std::move(used);
   }
 }
 
+Pending BucketSender::put_values(const Sent& sent) {
+  if (sent.replaces && sent.dtype == DType::kFloat32) {
+    return shards_.replace(sent.pieces, reinterpret_cast<const float*>(sent.values));
+  }
+  for (const Piece& piece : sent.pieces) {
+    if (sent.replaces && piece.shard_begin == 0) {
+      shards_.restart(piece.param);
+    }
+  }
+  return shards_.put(sent.pieces, sent.values);
+}
+
 void BucketSender::put_ready() {
-  const auto is_ready = [this](const Sent& sent) {
-    return sent.reduced.done() || (group_.is_stream_ordered() && *sent.met);
-  };
-  while (!sent_.empty() && is_ready(sent_.front())) {
+  start_ready_sums();
+  while (!sent_.empty() && sent_.front().replica_sum == ReplicaSum::kNone &&
+         is_ready(sent_.front())) {
     put_oldest();
   }
 }
@@ -186,6 +297,7 @@ void BucketSender::put_all() {
 }
 
 void BucketSender::wait_reduced() {
+  start_replica_sums();
   for (const Pending& reduced : in_flight_) {
     reduced.wait();
   }
@@ -201,6 +313,10 @@ void BucketSender::wait() {
 }
 
 void BucketSender::clear() noexcept {
+  try {
+    start_replica_sums();  // other replicas may have started theirs
+  } catch (...) {          // as below
+  }
   for (const Pending& reduced : in_flight_) {
     try {
       reduced.wait();

@@ -18,12 +18,15 @@ comm::Group& group_of(const ReducerParts& parts) {
 DynamicGradients::DynamicGradients(GradientStream& stream, ShardGradients& shards,
                                    const BucketLayout& layout, const ReducerOptions& options)
     : stream_(stream),
+      shards_(shards),
       params_(stream.parts().params),
       layout_(layout),
       options_(options),
-      sender_(stream, shards, group_of(stream.parts()), options.wire_dtype,
-              layout.largest_dynamic_numel),
-      was_reduced_(static_cast<std::size_t>(params_.num_params()), false) {}
+      sender_(stream, shards, group_of(stream.parts()),
+              {options.wire_dtype, layout.largest_dynamic_numel,
+               stream.replica_sums().has_dynamic_totals()}),
+      num_lists_(static_cast<std::size_t>(params_.num_params()), 0),
+      is_local_(num_lists_.size(), false) {}
 
 void DynamicGradients::reserve() { sender_.reserve(num_dynamic_slots(layout_)); }
 
@@ -48,10 +51,11 @@ std::vector<int> DynamicGradients::pending() const {
 
 void DynamicGradients::reduce(std::span<const int> ids) {
   sender_.put_ready();
-  const auto was_reduced = [this](int id) { return was_reduced_[static_cast<std::size_t>(id)]; };
+  const auto was_reduced = [this](int id) { return num_lists_[static_cast<std::size_t>(id)] > 0; };
   if (std::any_of(ids.begin(), ids.end(), was_reduced)) {
     stream_.check_can_add();
   }
+  begin_after_total(ids);
   std::vector<BucketParam> list;
   list.reserve(ids.size());
   for (const int id : ids) {
@@ -67,7 +71,8 @@ void DynamicGradients::reduce(std::span<const int> ids) {
     send(bucket);
   }
   for (const int id : ids) {
-    was_reduced_[static_cast<std::size_t>(id)] = true;
+    ++num_lists_[static_cast<std::size_t>(id)];
+    is_local_[static_cast<std::size_t>(id)] = stream_.parts().replicas != nullptr;
   }
 }
 
@@ -99,6 +104,51 @@ void DynamicGradients::release(int id, FullGradient gradient) {
   stream_.retire(std::move(gradient.owner), {}, bytes);
 }
 
+void DynamicGradients::begin_after_total(std::span<const int> ids) {
+  if (stream_.parts().replicas == nullptr) {
+    return;
+  }
+  for (const int id : ids) {
+    const auto i = static_cast<std::size_t>(id);
+    if (num_lists_[i] > 0 && !is_local_[i]) {
+      sender_.put_all();  // with the total, which all replicas have started
+      if (stream_.parts().replicas->rank() > 0) {
+        shards_.restart(id);
+      }
+    }
+  }
+}
+
+void DynamicGradients::sum_over_replicas() {
+  sender_.put_all();
+  // Neighbours of one type travel together.
+  std::vector<BucketParam> params;
+  for (int id = static_cast<int>(is_local_.size()) - 1; id >= 0; --id) {  // as they are planned
+    if (is_local_[static_cast<std::size_t>(id)]) {
+      params.push_back({id, params_[id].layout().shard_numel(), false,
+                        *layout_.home[static_cast<std::size_t>(id)]});
+    }
+  }
+  while (!params.empty()) {
+    const bool single = is_single(params.back().id);
+    auto begin = params.end();
+    while (begin != params.begin() && is_single(std::prev(begin)->id) == single) {
+      --begin;
+    }
+    start_totals({begin, params.end()}, single ? options_.wire_dtype : DType::kFloat32);
+    params.erase(begin, params.end());
+  }
+  is_local_.assign(is_local_.size(), false);
+}
+
+void DynamicGradients::start_totals(std::span<const BucketParam> params, DType dtype) {
+  const BucketLayout plan = plan_buckets(params, params_.num_ranks(), options_.bucket_bytes,
+                                         bytes_of(options_.wire_dtype));
+  for (const Bucket& bucket : plan.buckets) {
+    sender_.sum_home(bucket, dtype);
+  }
+}
+
 void DynamicGradients::drop() noexcept {
   for (auto& [id, gradient] : pending_) {
     release(id, std::move(gradient));
@@ -109,7 +159,8 @@ void DynamicGradients::drop() noexcept {
 void DynamicGradients::clear() noexcept {
   sender_.clear();
   drop();
-  was_reduced_.assign(was_reduced_.size(), false);
+  num_lists_.assign(num_lists_.size(), 0);
+  is_local_.assign(is_local_.size(), false);
 }
 
 }  // namespace tessera::grad

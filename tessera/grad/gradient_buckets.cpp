@@ -12,7 +12,8 @@ GradientBuckets::GradientBuckets(GradientStream& stream, ShardGradients& shards,
     : stream_(stream),
       params_(stream.parts().params),
       layout_(layout),
-      sender_(stream, shards, stream.parts().group, options.wire_dtype, layout.largest_shard_numel),
+      sender_(stream, shards, stream.parts().group,
+              {options.wire_dtype, layout.largest_shard_numel, stream.replica_sums().has_totals()}),
       dynamic_(stream, shards, layout, options),
       entries_(static_cast<std::size_t>(params_.num_params())),
       num_missing_(layout.buckets.size()),
@@ -34,7 +35,8 @@ GradientBuckets::~GradientBuckets() {
   stream_.drain();  // copies into buffers, sums into the region
 }
 
-void GradientBuckets::begin_backward() {
+void GradientBuckets::begin_backward(ReplicaSum replica_sum) {
+  replica_sum_ = replica_sum;
   current_ = 0;
   is_open_ = false;
   sender_.rewind();
@@ -103,6 +105,19 @@ void GradientBuckets::finish_backward() {
   for (Entry& entry : entries_) {
     entry.is_added = false;
   }
+  if (replica_sum_ != ReplicaSum::kNone) {
+    sender_.start_replica_sums();
+    dynamic_.sum_over_replicas();
+  }
+}
+
+void GradientBuckets::sum_over_replicas() {
+  sender_.put_all();
+  sender_.rewind();
+  for (const Bucket& bucket : layout_.buckets) {
+    sender_.sum_home(bucket, DType::kFloat32);
+  }
+  dynamic_.sum_over_replicas();
 }
 
 void GradientBuckets::put_piece(const Piece& piece) {
@@ -123,7 +138,7 @@ void GradientBuckets::release(Entry& entry, const shard::Param& param) {
 
 void GradientBuckets::send() {
   const Bucket& bucket = layout_.buckets[current_];
-  sender_.send(bucket, {"gradients", param_of(bucket.pieces.front()).name()});
+  sender_.send(bucket, {"gradients", param_of(bucket.pieces.front()).name()}, replica_sum_);
   ++current_;
   is_open_ = false;
 }

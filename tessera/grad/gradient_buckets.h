@@ -1,4 +1,4 @@
-// Internal to grad: full gradients of a group of several ranks become pieces of their sum over the
+// Internal to grad: full gradients that are sent to other ranks become pieces of their sum over the
 // ranks, bucket by bucket. bucket_sender.h says how a bucket is filled and sent, shard_gradients.h
 // where its result goes, dynamic_gradients.h what becomes of parameters that are in no bucket.
 //
@@ -34,12 +34,15 @@ class GradientBuckets {
   GradientBuckets(const GradientBuckets&) = delete;
   GradientBuckets& operator=(const GradientBuckets&) = delete;
 
-  void begin_backward();
+  // `replica_sum`: of every bucket of it.
+  void begin_backward(ReplicaSum replica_sum);
   void take(const shard::Param& param, FullGradient gradient);
   std::vector<int> pending_dynamic() const { return dynamic_.pending(); }
   void reduce_dynamic(std::span<const int> ids);
   void drop_dynamic() noexcept { dynamic_.drop(); }
   void finish_backward();
+  // Of what is at home, bucket by bucket. Between backwards; waits for other ranks.
+  void sum_over_replicas();
   // As in BucketSender.
   void put_all();
   void wait_reduced();
@@ -81,6 +84,7 @@ class GradientBuckets {
   std::vector<std::size_t> num_missing_;  // by bucket: pieces whose gradient is missing
   std::size_t current_;                   // behind the last one: no backward, or all of it is sent
   bool is_open_ = false;                  // the current one
+  ReplicaSum replica_sum_ = ReplicaSum::kNone;  // in this backward
 };
 
 }  // namespace tessera::grad

@@ -14,8 +14,10 @@ std::int64_t taken(std::int64_t numel, std::size_t element_bytes) {
   return static_cast<std::int64_t>(taken_bytes(static_cast<std::size_t>(numel) * element_bytes));
 }
 
-std::int64_t slot_bytes(std::int64_t shard_numel, int num_ranks, DType wire) {
-  return taken(shard_numel * num_ranks, bytes_of(wire)) + taken(shard_numel, bytes_of(wire));
+std::int64_t slot_bytes(std::int64_t shard_numel, int num_ranks, DType wire, bool has_totals) {
+  return static_cast<std::int64_t>(
+             taken_bytes(bucket_buffer_bytes(shard_numel, num_ranks, wire, has_totals))) +
+         taken(shard_numel, bytes_of(wire));
 }
 
 }  // namespace
@@ -36,12 +38,21 @@ std::size_t num_dynamic_slots(const BucketLayout& layout) {
   return layout.largest_dynamic_numel > 0 ? 2 : 0;
 }
 
+std::size_t bucket_buffer_bytes(std::int64_t shard_numel, int num_ranks, DType wire,
+                                bool has_totals) {
+  const std::size_t on_wire = static_cast<std::size_t>(num_ranks) * bytes_of(wire);
+  return static_cast<std::size_t>(shard_numel) *
+         (has_totals ? std::max(on_wire, sizeof(float)) : on_wire);
+}
+
 std::int64_t num_norm_blocks(std::int64_t shard_numel) {
   return (shard_numel + kPieceStep - 1) / kPieceStep;
 }
 
 GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_ranks,
-                             const ReducerOptions& options, DType dtype) {
+                             const ReducerOptions& options, DType dtype,
+                             const ReplicaSums& replicas) {
+  const bool sends = num_ranks > 1 || replicas.num_replicas > 1;
   GradientBytes bytes;
   std::vector<BucketParam> trainable;
   std::int64_t num_blocks = 0;
@@ -54,19 +65,21 @@ GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_rank
     trainable.push_back({static_cast<int>(i), shard_numel, param.dynamic, param.home});
     if (param.home == Tier::kNvme) {
       num_blocks += num_norm_blocks(shard_numel);
-    } else if (num_ranks == 1 && param.home == Tier::kDevice) {
+    } else if (!sends && param.home == Tier::kDevice) {
       bytes.shards += taken(param.numel, sizeof(float));
     }
   }
   bytes.block_sums = taken(num_blocks, sizeof(double));
-  if (num_ranks > 1) {
+  if (sends) {
     const BucketLayout layout =
         plan_buckets(trainable, num_ranks, options.bucket_bytes, bytes_of(options.wire_dtype));
     bytes.shards = taken(layout.region_numel, sizeof(float));
     bytes.slots = static_cast<std::int64_t>(num_bucket_slots(layout)) *
-                      slot_bytes(layout.largest_shard_numel, num_ranks, options.wire_dtype) +
+                      slot_bytes(layout.largest_shard_numel, num_ranks, options.wire_dtype,
+                                 replicas.has_totals()) +
                   static_cast<std::int64_t>(num_dynamic_slots(layout)) *
-                      slot_bytes(layout.largest_dynamic_numel, num_ranks, options.wire_dtype);
+                      slot_bytes(layout.largest_dynamic_numel, num_ranks, options.wire_dtype,
+                                 replicas.has_dynamic_totals());
   }
   return bytes;
 }

@@ -26,8 +26,9 @@ struct GradientShape {
 };
 
 struct GradientBytes {
-  // Of Role::kGradient, in memory of the device. In a group of one, `shards` are there from a
-  // parameter's first gradient on (fp32: until clear()), since autograd's own memory is adopted.
+  // Of Role::kGradient, in memory of the device. Of a rank that sends nothing, `shards` are there
+  // from a parameter's first gradient on (fp32: until clear()), since autograd's own memory is
+  // adopted.
   std::int64_t shards = 0;  // of gradients in memory
   std::int64_t slots = 0;   // buckets on the wire and their results
   // Of Role::kGradient, in memory of the host.
@@ -36,15 +37,31 @@ struct GradientBytes {
   std::int64_t total() const { return shards + slots + block_sums; }
 };
 
-// `params`: by id, in the order of registration. `dtype`: of parameters and their gradients.
+// What is summed over the ranks that hold the same shard (ReducerParts::replicas).
+struct ReplicaSums {
+  int num_replicas = 1;
+  int num_micro_batches = 0;  // as ReducerParts'
+
+  // In fp32, of micro-batches that were added up before: of static and of dynamic parameters.
+  bool has_totals() const { return num_replicas > 1 && num_micro_batches != 1; }
+  bool has_dynamic_totals() const { return num_replicas > 1; }
+};
+
+// `params`: by id, in the order of registration. `num_ranks`: over which they are cut. `dtype`: of
+// parameters and their gradients.
 GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_ranks,
-                             const ReducerOptions& options, DType dtype);
+                             const ReducerOptions& options, DType dtype,
+                             const ReplicaSums& replicas = {});
 
 // What an allocation of `bytes` is charged (device/host_memory.h).
 std::size_t taken_bytes(std::size_t bytes);
-// Slots that a reducer of several ranks takes for its buckets, and for those of dynamic parameters.
+// Slots that a reducer that sends takes for its buckets, and for those of dynamic parameters.
 std::size_t num_bucket_slots(const BucketLayout& layout);
 std::size_t num_dynamic_slots(const BucketLayout& layout);
+// Of the buffer of a slot: parts for all ranks, in the wire's type; where there are totals they
+// take its place once it has been reduced.
+std::size_t bucket_buffer_bytes(std::int64_t shard_numel, int num_ranks, DType wire,
+                                bool has_totals);
 // Of one shard on NVMe.
 std::int64_t num_norm_blocks(std::int64_t shard_numel);
 

@@ -20,10 +20,19 @@ std::unique_ptr<NvmeGradients> make_nvme(const ReducerParts& parts) {
   return any ? std::make_unique<NvmeGradients>(parts) : nullptr;
 }
 
+ReducerParts without_lone_replica(ReducerParts parts) {
+  if (parts.replicas != nullptr && parts.replicas->size() == 1) {
+    parts.replicas = nullptr;
+  }
+  return parts;
+}
+
 }  // namespace
 
 GradientStream::GradientStream(const ReducerParts& parts)
-    : parts_(parts),
+    : parts_(without_lone_replica(parts)),
+      replica_sums_{parts.replicas != nullptr ? parts.replicas->size() : 1,
+                    parts.num_micro_batches},
       compute_(parts.device.stream(StreamKind::kCompute)),
       reduce_(parts.device.stream(StreamKind::kReduce)),
       is_discrete_(parts.device.is_discrete()),
@@ -85,6 +94,11 @@ void GradientStream::put_on_nvme(const ShardPiece& piece, const void* values, DT
                                  bool adds) {
   std::ignore = reduce_.enqueue(
       [nvme = nvme_.get(), piece, values, dtype, adds] { nvme->put(piece, values, dtype, adds); });
+}
+
+void GradientStream::get_from_nvme(const ShardPiece& piece, void* to, DType dtype) {
+  std::ignore =
+      reduce_.enqueue([nvme = nvme_.get(), piece, to, dtype] { nvme->get(piece, to, dtype); });
 }
 
 void GradientStream::wait_nvme() {

@@ -22,6 +22,7 @@
 #include <string>
 #include <utility>
 
+#include "tessera/grad/gradient_bytes.h"
 #include "tessera/grad/nvme_gradients.h"
 #include "tessera/grad/reducer.h"
 
@@ -48,6 +49,8 @@ class GradientStream {
 
   // The same of a piece on NVMe, which begins with `values`; wait_nvme() tells what became of it.
   void put_on_nvme(const ShardPiece& piece, const void* values, DType dtype, bool adds);
+  // to[i] = what is there of the piece, by work of the stream, too.
+  void get_from_nvme(const ShardPiece& piece, void* to, DType dtype);
   NvmeGradients* nvme() { return nvme_.get(); }  // null: nothing is there
   // Blocks until everything is there; throws what went wrong. REQUIRES: the stream is done.
   void wait_nvme();
@@ -81,6 +84,26 @@ class GradientStream {
   // work.
   void drain() noexcept;
 
+  // Something has to be sent to somebody: to ranks with other shards, or to those with other copies
+  // of this one.
+  bool sends() const { return parts_.group.size() > 1 || parts_.replicas != nullptr; }
+  // This parameter's sum over replicas may be made of what is at home, in fp32.
+  bool has_totals(const shard::Param& param) const {
+    return param.dynamic() ? replica_sums_.has_dynamic_totals() : replica_sums_.has_totals();
+  }
+  const ReplicaSums& replica_sums() const { return replica_sums_; }
+  // Where a copy of each micro-batch would do without replicas, the sum that travels is here.
+  bool sums_on_host(const shard::Param& param) const {
+    return parts_.sums_on_host || has_totals(param);
+  }
+  // The shard that rank r of the group holds.
+  std::int64_t shard_of(int rank) const {
+    return parts_.shard_of_rank.empty() ? rank
+                                        : parts_.shard_of_rank[static_cast<std::size_t>(rank)];
+  }
+  bool shards_are_in_rank_order() const {
+    return std::is_sorted(parts_.shard_of_rank.begin(), parts_.shard_of_rank.end());
+  }
   bool is_discrete() const { return is_discrete_; }
   device::Stream& stream() { return reduce_; }
   device::Device& device() { return parts_.device; }
@@ -104,7 +127,8 @@ class GradientStream {
   void free_retired();
   void free_oldest();
 
-  const ReducerParts parts_;
+  const ReducerParts parts_;  // `replicas` null: there are none but this one
+  const ReplicaSums replica_sums_;
   device::Stream& compute_;
   device::Stream& reduce_;
   const bool is_discrete_;  // that the host cannot reach

@@ -127,6 +127,20 @@ void NvmeGradients::put(const ShardPiece& piece, const void* values, DType dtype
   }
 }
 
+void NvmeGradients::get(const ShardPiece& piece, void* to, DType dtype) noexcept {
+  try {
+    throw_failure();
+    read_tiles(piece, [&](const Tile& tile) {
+      auto* const at = static_cast<std::byte*>(to) +
+                       static_cast<std::size_t>(tile.at.begin - piece.begin) * bytes_of(dtype);
+      convert_elements(at, dtype, tile.data(), DType::kFloat32,
+                       static_cast<std::size_t>(tile.at.numel));
+    });
+  } catch (...) {
+    keep_failure(piece.param);
+  }
+}
+
 void NvmeGradients::replace(const ShardPiece& piece, const void* values, DType dtype) {
   for (std::int64_t done = 0; done < piece.numel; done += tile_numel_) {
     Tile tile{tile_at(piece, done), {}, {}};
@@ -139,6 +153,14 @@ void NvmeGradients::replace(const ShardPiece& piece, const void* values, DType d
 }
 
 void NvmeGradients::add(const ShardPiece& piece, const void* values, DType dtype) {
+  read_tiles(piece, [&](Tile tile) {
+    add_elements(tile.data(), advanced(values, dtype, tile.at.begin - piece.begin), dtype,
+                 static_cast<std::size_t>(tile.at.numel));
+    start_write(std::move(tile));
+  });
+}
+
+void NvmeGradients::read_tiles(const ShardPiece& piece, const std::function<void(Tile)>& use) {
   std::list<Tile> reads;
   std::int64_t num_read = 0;  // elements whose tiles are in `reads`, or behind it
   try {
@@ -157,9 +179,7 @@ void NvmeGradients::add(const ShardPiece& piece, const void* values, DType dtype
       timed([&] { reads.front().moved.wait(); });
       Tile tile = std::move(reads.front());
       reads.pop_front();
-      add_elements(tile.data(), advanced(values, dtype, tile.at.begin - piece.begin), dtype,
-                   static_cast<std::size_t>(tile.at.numel));
-      start_write(std::move(tile));
+      use(std::move(tile));
     }
   } catch (...) {
     for (const Tile& tile : reads) {  // the disk writes into their leases until then

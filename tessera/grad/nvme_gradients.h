@@ -13,12 +13,15 @@
 // Invariants:
 //  (1) Tiles begin at multiples of kPieceStep and are whole blocks on NVMe; behind the shard's
 //      end they are zero.
-//  (2) What overlaps a write that is under way waits for it: sums are made in the order of put().
+//  (2) What overlaps a write that is under way waits for it: sums are made in the order of put(),
+//  and
+//      get() reads what was put before it.
 //  (3) A block to which nothing was put since clear() counts as zeros, and is not read.
 //  (4) The first failure stays until clear(). What comes after it is not put.
 //
-// Threads: put() on the reduce stream's, one at a time. wait() and clear() when that stream has
-// done everything. stats and start_read() from any, the latter after wait() and before clear().
+// Threads: put() and get() on the reduce stream's, one at a time. wait() and clear() when that
+// stream has done everything. stats and start_read() from any, the latter after wait() and before
+// clear().
 #pragma once
 
 #include <atomic>
@@ -54,6 +57,9 @@ class NvmeGradients {
   // The piece becomes `values`, or its fp32 sum with them. Blocks while leases are short, and for
   // what it adds to; `values` are not needed afterwards. A failure is kept for wait().
   void put(const ShardPiece& piece, const void* values, DType dtype, bool adds) noexcept;
+  // to[i] = what is there, as `dtype`; zeros where nothing was put. Blocks for the disk. After a
+  // failure, which is kept for wait(), `to` is undefined.
+  void get(const ShardPiece& piece, void* to, DType dtype) noexcept;
   // Blocks until everything is there; throws the first failure, with the parameter's name.
   void wait();
   // Waits, whatever becomes of it; forgets all values.
@@ -76,6 +82,8 @@ class NvmeGradients {
 
   void replace(const ShardPiece& piece, const void* values, DType dtype);
   void add(const ShardPiece& piece, const void* values, DType dtype);
+  // Reads ahead as far as leases are free, and gives `use` the tiles in order.
+  void read_tiles(const ShardPiece& piece, const std::function<void(Tile)>& use);
   ShardPiece tile_at(const ShardPiece& piece, std::int64_t offset) const;
   void allocate_extents();
   std::uint64_t offset_of(const ShardPiece& at) const;

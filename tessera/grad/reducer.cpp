@@ -46,11 +46,11 @@ Reducer::Reducer(const ReducerParts& parts, const ReducerOptions& options)
       layout_(plan(parts, options)),
       stream_(std::make_unique<GradientStream>(parts)),
       is_added_(static_cast<std::size_t>(parts.params.num_params()), false),
-      used_(parts.group, parts.params.num_params()),
+      used_(parts.all_ranks != nullptr ? *parts.all_ranks : parts.group, parts.params.num_params()),
       shards_(std::make_unique<ShardGradients>(*stream_, layout_, options.wire_dtype)),
-      buckets_(parts.group.size() == 1
-                   ? nullptr
-                   : std::make_unique<GradientBuckets>(*stream_, *shards_, layout_, options)) {
+      buckets_(stream_->sends()
+                   ? std::make_unique<GradientBuckets>(*stream_, *shards_, layout_, options)
+                   : nullptr) {
   TESSERA_INVARIANT(parts.group.size() == params_.num_ranks(), "a group of ", parts.group.size(),
                     " ranks reduces gradients for ", params_.num_ranks());
   TESSERA_INVARIANT(
@@ -59,11 +59,26 @@ Reducer::Reducer(const ReducerParts& parts, const ReducerOptions& options)
       "dynamic gradients are reduced by rank ", parts.dynamic_group->rank(), " of ",
       parts.dynamic_group->size(), ", others by rank ", parts.group.rank(), " of ",
       parts.group.size());
+  check_shards();
   TESSERA_CHECK(is_gradient_dtype(options.wire_dtype), ConfigError, "gradients cannot travel as ",
                 to_string(options.wire_dtype), "; use fp32, bf16 or fp16");
 }
 
 Reducer::~Reducer() = default;
+
+void Reducer::check_shards() const {
+  const ReducerParts& parts = stream_->parts();
+  const std::set<int> shards(parts.shard_of_rank.begin(), parts.shard_of_rank.end());
+  const int num_ranks = params_.num_ranks();
+  TESSERA_INVARIANT(
+      parts.shard_of_rank.empty() ||
+          (std::ssize(parts.shard_of_rank) == num_ranks && std::ssize(shards) == num_ranks &&
+           *shards.begin() == 0 && *shards.rbegin() == num_ranks - 1),
+      "the ", num_ranks, " ranks of a group do not hold one shard each");
+  TESSERA_INVARIANT(stream_->shard_of(parts.group.rank()) == params_.rank(), "rank ",
+                    parts.group.rank(), " reduces gradients of shard ",
+                    stream_->shard_of(parts.group.rank()), ", and holds shard ", params_.rank());
+}
 
 const shard::Param& Reducer::trainable(int id) const {
   TESSERA_INVARIANT(id >= 0 && id < static_cast<int>(is_added_.size()), "parameter ", id,
@@ -92,6 +107,9 @@ void Reducer::finish_sums(const shard::Param& param) {
 }
 
 void Reducer::wait() {
+  if (!in_backward_) {
+    finish_replica_sums();
+  }
   if (!is_finished_) {
     const SpanScope span(spans_, "wait for gradients");
     if (buckets_) {
@@ -122,7 +140,7 @@ void Reducer::begin_backward() {
     }
     shards_->begin_backward();
     if (buckets_) {
-      buckets_->begin_backward();
+      buckets_->begin_backward(replica_sum_of_backward());
     }
     in_backward_ = true;
     is_finished_ = false;
@@ -178,10 +196,32 @@ void Reducer::finish_backward() {
   if (buckets_) {
     buckets_->finish_backward();
   }
+  is_total_ = replica_sum_of_backward() != ReplicaSum::kNone;
   used_.finish_backward();
   is_added_.assign(is_added_.size(), false);
   in_backward_ = false;
   ++num_backwards_;
+}
+
+ReplicaSum Reducer::replica_sum_of_backward() const {
+  const ReplicaSums& sums = stream_->replica_sums();
+  if (sums.num_replicas == 1) {
+    return ReplicaSum::kNone;
+  }
+  if (is_total_ || sums.num_micro_batches == 1) {
+    return ReplicaSum::kResult;
+  }
+  return num_backwards_ + 1 == sums.num_micro_batches ? ReplicaSum::kTotal : ReplicaSum::kNone;
+}
+
+void Reducer::finish_replica_sums() {
+  TESSERA_INVARIANT(!in_backward_, "gradients are summed over replicas inside a backward");
+  if (stream_->sends() && stream_->replica_sums().num_replicas > 1 && num_backwards_ > 0 &&
+      !is_total_) {
+    buckets_->sum_over_replicas();
+    is_total_ = true;
+    is_finished_ = false;
+  }
 }
 
 bool Reducer::has_gradient(int id) { return used_.is_used(trainable(id).id()); }
@@ -200,6 +240,7 @@ ShardGradient Reducer::shard_gradient(int id) {
 bool Reducer::is_ordered() const {
   const ReducerParts& parts = stream_->parts();
   return stream_->is_discrete() && !stream_->leaves_device() && parts.group.is_stream_ordered() &&
+         (parts.replicas == nullptr || parts.replicas->is_stream_ordered()) &&
          (parts.dynamic_group == nullptr || parts.dynamic_group->is_stream_ordered());
 }
 
@@ -208,6 +249,9 @@ void Reducer::wait_agreed() {
   parts.group.wait_agreed();
   if (parts.dynamic_group != nullptr) {
     parts.dynamic_group->wait_agreed();
+  }
+  if (parts.replicas != nullptr) {
+    parts.replicas->wait_agreed();
   }
 }
 
@@ -221,6 +265,7 @@ ShardGradient Reducer::ordered_gradient(int id) {
   const shard::Param& param = trainable(id);
   TESSERA_INVARIANT(is_ordered() && !in_backward_, "the gradient of parameter '", param.name(),
                     "' is not ordered by the reduce stream alone");
+  finish_replica_sums();
   if (buckets_) {
     buckets_->put_all();
   }
@@ -257,6 +302,7 @@ void Reducer::clear() {
   is_added_.assign(is_added_.size(), false);
   in_backward_ = false;
   num_backwards_ = 0;
+  is_total_ = false;
   is_finished_ = true;
 }
 

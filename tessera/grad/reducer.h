@@ -6,6 +6,7 @@
 //   (bucket full)      reduce-scatter is started; the next bucket's turn begins
 //   reduce_dynamic()   ranks have agreed on some dynamic parameters: reduced now
 //   finish_backward()  sends the rest, with zeros for what this rank did not touch
+//   finish_replica_sums()  once per step: the sums over replicas, where there are any, are started
 //   shard_gradient()   after it: sums over ranks and micro-batches since clear()
 //   start_read()       the same of a gradient on NVMe
 //
@@ -27,18 +28,44 @@
 // two lists: then what is full is sent before the list.
 //
 // One path for any number of ranks: a full gradient becomes this rank's piece of the sum over ranks
-// of one micro-batch (gradient_buckets.h; in a group of one it is that piece), and goes where its
-// shard's gradient lives (shard_gradients.h): device, host or NVMe. Numbers: sums over ranks are
-// made in fp32 in rank order and rounded once to the type on the wire; sums over micro-batches are
-// fp32, in order. So no bit depends on the tier.
+// of one micro-batch (gradient_buckets.h; where nothing has to be sent to anybody it is that
+// piece), and goes where its shard's gradient lives (shard_gradients.h): device, host or NVMe.
+// Numbers: sums over ranks are made in fp32 in rank order and rounded once to the type on the wire;
+// sums over micro-batches are fp32, in order. So no bit depends on the tier.
+//
+// [Note: sums over replicas]
+// Where several groups of ranks hold a copy of the model each (MiCS, hybrid sharding), gradients
+// are summed over the ranks of a group in every micro-batch, and over the copies once per step:
+//
+//   group sum, in the wire's type -> sum over micro-batches, fp32 -> sum over replicas, in their
+//   order
+//
+// The backward with number num_micro_batches is the boundary. There each bucket is summed over
+// replicas as soon as it is reduced, while backward goes on: of a single micro-batch the result
+// itself, in the wire's type, where it lies, and before it is put; of several what is at home with
+// the last micro-batch, in fp32, in the slot of its bucket, and that replaces what is at home. A
+// backward behind the boundary sums its own micro-batch over replicas, in the wire's type, and that
+// is added. Where the boundary was not reached, or is not known, finish_replica_sums() sums what is
+// at home, in fp32. Which of these it is depends on num_micro_batches and on the number of
+// backwards alone; so does each bit.
+//
+// Dynamic parameters are summed over replicas from where they are, at the end of the boundary and
+// of each backward behind it, if they were listed since the last time. In fp32; if there is one
+// micro-batch, in which a parameter was listed once, in the wire's type. What is listed behind such
+// a sum is added to it in the first replica, and to zero in the others.
+//
+// What fixes the order of calls on `replicas`: buckets, in their order, in a backward that sums;
+// behind them dynamic parameters, by id, at its end; buckets and dynamic parameters in
+// finish_replica_sums(), which is called at the same place on all ranks, as are the first of those
+// that read gradients, in which it is called.
 //
 // Memory, taken when first needed, or at construction where it is planned (gradient_bytes.h): two
 // buckets of wire elements, so that one fills while the other is on the wire, and two results; the
 // region of shards that stay on the device; the same buckets and results once more for dynamic
 // parameters. A bucket that is one whole parameter without padding, whose gradient has the wire's
-// type, is reduced from the gradient's own memory. In a group of one an fp32 gradient is adopted as
-// it is, and so is one in bf16 or fp16 on a discrete device until another micro-batch is added to
-// it: no copy, no region, no call.
+// type, is reduced from the gradient's own memory, where ranks hold shards in their own order.
+// Where nothing is sent an fp32 gradient is adopted as it is, and so is one in bf16 or fp16 on a
+// discrete device until another micro-batch is added to it: no copy, no region, no call.
 //
 // [Note: a reduction never waits for a rank that waits]
 // A buffer is free again when the reduction two buckets back has ended. A rank that does not use
@@ -49,6 +76,9 @@
 // waits for other ranks: it has nothing left in which they need this one. reduce_dynamic() waits
 // for buffers of earlier lists and, in a common group, for static ones: ranks have agreed on it,
 // and start all that before anything else. The rest is waited for by shard_gradient() and clear().
+// With replicas a buffer is free when the sum over them has ended. That is started only when all
+// ranks of the group have started the reduction before it, so once all replicas have started it,
+// its end, too, depends on nobody but the network; else the gradient is kept.
 // So time decides how long gradients are kept, but neither the order of reductions nor a bit.
 //
 // Threads: as Param. Works on the reduce stream; gradients are read after what the compute stream
@@ -84,6 +114,7 @@ class GradientBuckets;
 class GradientStream;
 class NvmeGradients;
 class ShardGradients;
+enum class ReplicaSum : std::uint8_t;
 
 // 20 ms of a link of 50 GB/s: a device whose copies are behind still has work.
 inline constexpr std::int64_t kMostKeptBytes = std::int64_t{1} << 30;
@@ -146,6 +177,16 @@ struct ReducerParts {
   // Of the same ranks in the same order: reduces dynamic parameters. Null: `group`, if all ranks
   // use the same static parameters between two lists.
   comm::Group* dynamic_group = nullptr;
+  // Ranks that hold the same shard of other copies of the model, by copy: this reducer's own group,
+  // in which nothing else is called while gradients are summed. Null: there is one copy.
+  comm::Group* replicas = nullptr;
+  // All ranks that train the model, for what is exchanged about used parameters (used_params.h), in
+  // finish_backward(). Null: `group`.
+  comm::Group* all_ranks = nullptr;
+  // The place of this group's rank r among the shards is shard_of_rank[r]; empty: r. Where shards
+  // are numbered so that hierarchical gathers are contiguous, the group's rank order, in which sums
+  // are made, is not the order of shards.
+  std::vector<int> shard_of_rank = {};
   // Memory is planned (gradient_bytes.h), and taken at once.
   bool is_planned = false;
   GradientTier nvme = {};
@@ -166,6 +207,8 @@ struct FullGradient {
 struct ReducerStats {
   std::uint64_t num_reductions = 0;  // calls
   std::uint64_t reduced_bytes = 0;   // of buckets, all ranks' parts
+  std::uint64_t num_replica_sums = 0;
+  std::uint64_t replica_bytes = 0;   // of this rank's shards that were summed over replicas
   std::int64_t held_bytes_peak = 0;  // gradients that waited for their turn, or for a buffer
   double exposed_wait_s = 0;
   std::uint64_t host_bytes = 0;  // of gradients that went to memory of the host
@@ -174,8 +217,8 @@ struct ReducerStats {
   std::uint64_t nvme_written_bytes = 0;
 };
 
-// Values of this rank's shard, `numel` of them without padding. In a group of several ranks the
-// shard's padding follows, and is zero.
+// Values of this rank's shard, `numel` of them without padding. Where gradients are sent to other
+// ranks the shard's padding follows, and is zero.
 struct ShardGradient {
   float* data = nullptr;  // fp32 in the device's memory; null: on NVMe, or see `values`
   std::int64_t numel = 0;
@@ -207,7 +250,7 @@ class Reducer {
   // so two mean two backward calls without finish_backward(). Nothing has changed then.
   void add(const shard::Param& param, FullGradient gradient);
   // Ids, ascending, of dynamic parameters whose gradient was added in this backward and has not
-  // been reduced. In a group of one there are none.
+  // been reduced. Where nothing is sent to other ranks there are none.
   std::vector<int> pending_dynamic() const;
   // Every rank gives the same ids of dynamic parameters in the same order, each at most once.
   // Starts their reductions, and counts each gradient once, however often its parameter is listed.
@@ -218,6 +261,12 @@ class Reducer {
   // another list in this backward: this one waits for buckets that the others may send only here.
   void finish_backward();
   bool in_backward() const { return in_backward_; }
+  // Behind the last backward of a step: the sums over replicas are started, of those buckets and
+  // dynamic parameters whose sums were not started at a boundary. Collective, on all ranks of
+  // `replicas` and `group`, outside of a backward; does nothing where all are started. What reads
+  // gradients, and wait(), do it by themselves: without this call their first is collective.
+  // Backwards that follow count as behind the boundary.
+  void finish_replica_sums();
   // Some rank got a gradient of it since clear(): torch would update it. Outside of a backward.
   // Waits for the other ranks' word, not for the device.
   bool has_gradient(int param);
@@ -272,6 +321,8 @@ class Reducer {
   void finish_sums(const shard::Param& param);
   NvmeGradients& finished_nvme(int id);
   void check_list(std::span<const int> ids) const;
+  void check_shards() const;
+  ReplicaSum replica_sum_of_backward() const;
 
   shard::ParamTable& params_;
   Spans& spans_;
@@ -281,9 +332,10 @@ class Reducer {
   UsedParams used_;             // since clear()
   bool in_backward_ = false;
   int num_backwards_ = 0;
+  bool is_total_ = false;    // what is at home is summed over replicas
   bool is_finished_ = true;  // nothing has been started since the last wait
   const std::unique_ptr<ShardGradients> shards_;
-  const std::unique_ptr<GradientBuckets> buckets_;  // null: a group of one
+  const std::unique_ptr<GradientBuckets> buckets_;  // null: nothing is sent
 };
 
 }  // namespace tessera::grad

@@ -70,16 +70,17 @@ ShardGradients::ShardGradients(GradientStream& stream, const BucketLayout& layou
     Sum& sum = sum_of(param);
     const DType dtype = param.layout().dtype();
     if (param.placement().gradient == Tier::kHost) {
-      const int num_copies = parts.sums_on_host ? 1 : std::max(1, parts.num_micro_batches);
+      const bool is_summed = stream_.sums_on_host(param);
+      const int num_copies = is_summed ? 1 : std::max(1, parts.num_micro_batches);
       for (int i = 0; i < num_copies; ++i) {
         host_copy(sum, param, static_cast<std::size_t>(i), is_alone() ? dtype : wire_dtype_);
       }
-      if (parts.sums_on_host) {
+      if (is_summed) {
         sum.host_sum = stream_.device().allocate(
             Tier::kPinned, bytes_for(param.layout().shard_numel(), DType::kFloat32),
             Role::kGradient);
       }
-      if (!host_work_ && (parts.sums_on_host || parts.num_micro_batches > 1)) {
+      if (!host_work_ && (is_summed || parts.num_micro_batches > 1)) {
         TESSERA_INVARIANT(parts.host_widen && parts.host_add && parts.host_sum_of_squares,
                           "several micro-batches are on the host, and nothing adds them there");
         host_work_ = std::make_unique<HostWork>(parts.spans);
@@ -287,15 +288,24 @@ double* ShardGradients::square_of(const shard::Param& param) const {
 // By the device.
 bool ShardGradients::has_square(const shard::Param& param) const {
   const Sum& sum = sums_[static_cast<std::size_t>(param.id())];
-  return sum.num_rounds == 1 && sum.num_squared > 0 && sum.num_squared >= param.range().numel;
+  return sum.num_rounds == sum.num_squared_rounds && sum.num_squared > 0 &&
+         sum.num_squared >= param.range().numel;
 }
 
 // Before the values go, or are changed. Pieces go on where the last ended, block after block.
 void ShardGradients::start_square(Sum& sum, const ShardPiece& piece, const void* values,
                                   DType dtype) {
+  if (stream_.parts().num_micro_batches <= 1 && is_first(sum)) {
+    sum.num_squared_rounds = 1;
+    square_piece(sum, piece, values, dtype);
+  }
+}
+
+void ShardGradients::square_piece(Sum& sum, const ShardPiece& piece, const void* values,
+                                  DType dtype) {
   const shard::Param& param = stream_.parts().params[piece.param];
-  if (squares_.data() == nullptr || stream_.parts().num_micro_batches > 1 || !is_first(sum) ||
-      piece.begin != sum.num_squared || piece.begin % kPieceStep != 0) {
+  if (squares_.data() == nullptr || piece.begin != sum.num_squared ||
+      piece.begin % kPieceStep != 0) {
     return;
   }
   const std::int64_t numel =
@@ -336,7 +346,8 @@ Pending ShardGradients::send_to_host(Sum& sum, const ShardPiece& piece, const vo
 
 void ShardGradients::start_host_square(Sum& sum, const shard::Param& param, DType dtype) {
   const int round = sum.num_rounds + 1;  // it is about to be counted
-  if (!host_work_ || squares_.data() == nullptr || round == 1 ||
+  // Where it will be replaced by a sum over replicas, the squares are that one's.
+  if (!host_work_ || squares_.data() == nullptr || round == 1 || stream_.has_totals(param) ||
       round != stream_.parts().num_micro_batches) {
     return;
   }
@@ -385,6 +396,82 @@ void ShardGradients::add(Sum& sum, const ShardPiece& piece, const void* values, 
   // Adopted memory is the reducer's, and written to.
   auto* const data = static_cast<float*>(const_cast<void*>(sum.values));
   stream_.add(data + piece.begin, values, dtype, piece.numel);
+}
+
+// --- sums over replicas ---
+
+void ShardGradients::load(std::span<const Piece> pieces, void* to, DType dtype) {
+  for (const Piece& piece : pieces) {
+    const shard::Param& param = stream_.parts().params[piece.param];
+    Sum& sum = sum_of(param);
+    TESSERA_INVARIANT(sum.num_started > 0, "the gradient of parameter '", param.name(),
+                      "' is summed over replicas, and nothing has been put");
+    std::byte* const at = static_cast<std::byte*>(to) + bytes_for(piece.bucket_offset, dtype);
+    const auto from = [&](const void* values, DType from_dtype) {
+      stream_.copy(at, dtype,
+                   static_cast<const std::byte*>(values) + bytes_for(piece.shard_begin, from_dtype),
+                   from_dtype, piece.numel);
+    };
+    switch (*layout_.home[static_cast<std::size_t>(piece.param)]) {
+      case Tier::kNvme:
+        stream_.get_from_nvme({piece.param, piece.shard_begin, piece.numel}, at, dtype);
+        break;
+      case Tier::kHost:
+        // Kernels do not convert what is in memory of the host: it leaves in the type that it has.
+        if (dtype == DType::kFloat32) {
+          stream_.wait_for(sum.added);
+          from(sum.host_sum.data(), DType::kFloat32);
+        } else {
+          stream_.wait_for(sum.left);
+          from(sum.copies.front().data(), sum.dtype);
+        }
+        break;
+      default:
+        from(sum.values, sum.dtype);
+    }
+  }
+}
+
+Pending ShardGradients::replace(std::span<const Piece> pieces, const float* values) {
+  std::vector<Pending> left;
+  const Pending made = stream_.stream().record();
+  for (const Piece& piece : pieces) {
+    const shard::Param& param = stream_.parts().params[piece.param];
+    Sum& sum = sum_of(param);
+    const ShardPiece at{piece.param, piece.shard_begin, piece.numel};
+    const float* const from = values + piece.bucket_offset;
+    if (at.begin == 0) {
+      sum.num_squared = 0;
+    }
+    sum.num_squared_rounds = sum.num_rounds;
+    square_piece(sum, at, from, DType::kFloat32);
+    switch (*layout_.home[static_cast<std::size_t>(piece.param)]) {
+      case Tier::kNvme:
+        stream_.put_on_nvme(at, from, DType::kFloat32, false);
+        break;
+      case Tier::kHost: {
+        const std::size_t bytes = bytes_for(at.numel, DType::kFloat32);
+        auto* const to = reinterpret_cast<float*>(sum.host_sum.data()) + at.begin;
+        sum.added = stream_.start_to_host(to, from, bytes, made);
+        stream_.stats().host_bytes += bytes;
+        left.push_back(sum.added);
+        break;
+      }
+      default:
+        if (sum.dtype != DType::kFloat32) {
+          widen(sum, param, sum.values, sum.dtype);
+        }
+        stream_.copy(static_cast<float*>(const_cast<void*>(sum.values)) + at.begin, DType::kFloat32,
+                     from, DType::kFloat32, at.numel);
+    }
+  }
+  return Pending::all(std::move(left));
+}
+
+void ShardGradients::restart(int param) {
+  Sum& sum = sums_[static_cast<std::size_t>(param)];
+  sum.num_rounds = 0;
+  sum.num_squared = 0;
 }
 
 // --- gradients are asked for ---
@@ -481,6 +568,7 @@ void ShardGradients::clear() noexcept {
     sum.num_rounds = 0;
     sum.values = nullptr;
     sum.num_squared = 0;
+    sum.num_squared_rounds = 0;
     sum.is_freed = false;
     if (sum.owner) {
       stream_.retire(std::move(sum.owner));  // an update on the stream may still read it

@@ -1,24 +1,29 @@
 // Internal to grad: where the gradients of this rank's shards live, and how micro-batches add up.
 //
 // It takes pieces that are summed over the ranks, in the order in which they become complete and in
-// the type in which they were reduced, and puts each where its parameter's placement says. In a
-// group of one a piece is the whole gradient, as autograd made it.
+// the type in which they were reduced, and puts each where its parameter's placement says. Where
+// nothing is sent (GradientStream::sends()) a piece is the whole gradient, as autograd made it.
 //
-//   device   the first micro-batch as it comes: adopted with its owner in a group of one, else in
-//            the region, where the reduction may write it itself. Sums of several are fp32.
+//   device   the first micro-batch as it comes: adopted with its owner where it is not sent, else
+//            in the region, where the reduction may write it itself. Sums of several are fp32.
 //   host     pinned; D2H on a stream of its own, as it comes, in its type. Each micro-batch has a
 //            copy, and whoever reads them adds them (ShardGradient); or one copy is used again and
 //            again, and a thread of the host adds it to a sum in fp32 (ReducerParts::sums_on_host).
 //            Either memory stays from step to step.
 //   NVMe     sums in fp32 (nvme_gradients.h)
 //
+// Where other ranks have copies of the same shards, what is here may be summed over them: load()
+// copies it to memory of the device, and replace() puts the sum in its place. There it is added up
+// in fp32 on the host, too, whatever the option says, since it must leave again.
+//
 // Invariants:
 //  (1) No bit depends on the placement: widening is exact, and sums are made in fp32 in the order
 //      of micro-batches.
 //  (2) A round is all pieces of a shard, in ascending order. The first since clear() replaces what
 //      is there, later ones are added. Pieces of one shard are put in the order of their rounds.
-//  (3) The sum of squares is made on the way: of a single micro-batch by the device, piece by
-//      piece; of several on the host by its threads when the last has come, while backward goes on.
+//  (3) The sum of squares is made on the way: of a single micro-batch, and of what replace() puts,
+//      by the device, piece by piece; of several on the host by its threads when the last has come,
+//      while backward goes on.
 //  (4) Adopted memory is charged as our own would be, so that a parameter costs the same whether or
 //      not its gradient came.
 //
@@ -40,7 +45,7 @@ namespace tessera::grad {
 
 class ShardGradients {
  public:
-  // `layout` outlives it. `wire_dtype`: of what is reduced; a group of one has autograd's types.
+  // `layout` outlives it. `wire_dtype`: of what is reduced; what is not sent has autograd's types.
   ShardGradients(GradientStream& stream, const BucketLayout& layout, DType wire_dtype);
   ~ShardGradients();
   ShardGradients(const ShardGradients&) = delete;
@@ -50,14 +55,24 @@ class ShardGradients {
   void check(const shard::Param& param, DType dtype) const;
 
   void begin_backward();
-  // A group of one: the whole gradient of a micro-batch.
+  // Nothing is sent: the whole gradient of a micro-batch.
   void take(const shard::Param& param, FullGradient gradient);
-  // Several ranks: a reduction of these pieces is about to be started. Where it may write its
+  // Gradients are sent: a reduction of these pieces is about to be started. Where it may write its
   // result; null: the result will be brought to put().
   void* target_of(std::span<const Piece> pieces);
   // The result of a reduction, in order, when the stream is behind it. Done: `result` is not read
   // any more by anything but the stream.
   device::Pending put(std::span<const Piece> pieces, const std::byte* result);
+
+  // To memory of the device, piece for piece as in a bucket: to[i] = what is here, as `dtype`,
+  // which loses nothing. REQUIRES: all of it is put; a sum on the host is fp32 (GradientStream), or
+  // it is one micro-batch in the wire's type.
+  void load(std::span<const Piece> pieces, void* to, DType dtype);
+  // The pieces become these, and count for all that was put; otherwise as put(), in the order of
+  // each shard's pieces.
+  device::Pending replace(std::span<const Piece> pieces, const float* values);
+  // The next piece that is put replaces what is here, as the first since clear() does.
+  void restart(int param);
 
   // For work on the reduce stream; what is on the host waits for `ready`. Zero where nothing came.
   ShardGradient gradient(const shard::Param& param);
@@ -77,7 +92,8 @@ class ShardGradients {
     device::Memory own;           // fp32
     bool own_is_zero = false;
     bool is_freed = false;               // since clear()
-    std::int64_t num_squared = 0;        // elements of the first round in its sum of squares
+    std::int64_t num_squared = 0;        // elements in the sum of squares, ...
+    int num_squared_rounds = 0;          // ... which is of the first rounds
     std::vector<device::Memory> copies;  // on the host, by round
     device::Pending left;                // the last copy to them
     device::Memory host_sum;             // fp32, where they are added up there
@@ -86,7 +102,7 @@ class ShardGradients {
   };
   Sum& sum_of(const shard::Param& param) { return sums_[static_cast<std::size_t>(param.id())]; }
   bool is_first(const Sum& sum) const { return sum.num_rounds == 0; }
-  bool is_alone() const { return stream_.parts().group.size() == 1; }
+  bool is_alone() const { return !stream_.sends(); }
   double* square_of(const shard::Param& param) const;
   bool has_square(const shard::Param& param) const;
   std::int64_t own_numel(const shard::Param& param) const;
@@ -97,6 +113,7 @@ class ShardGradients {
 
   void put_piece(const ShardPiece& piece, const std::byte* values);
   void start_square(Sum& sum, const ShardPiece& piece, const void* values, DType dtype);
+  void square_piece(Sum& sum, const ShardPiece& piece, const void* values, DType dtype);
   // All of a round is on its way to the host.
   void start_host_square(Sum& sum, const shard::Param& param, DType dtype);
   device::Pending send_to_host(Sum& sum, const ShardPiece& piece, const void* values, DType dtype,

@@ -5,8 +5,8 @@
 // backward what it has used so far, one bit per parameter. That travels between hosts: the update
 // can be started without waiting for the device.
 //
-// What fixes the order: one call per backward, behind its last bucket, in the reducer's group. In a
-// group of one there is none.
+// What fixes the order: one call per backward, behind its last bucket, in a group of all ranks that
+// train the model, whichever shards and copies of it they hold. In a group of one there is none.
 //
 // Threads: as Reducer.
 #pragma once
