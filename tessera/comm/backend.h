@@ -100,7 +100,7 @@ class Backend {
   // Chunks that other memory passes through. Group charges them.
   virtual HeldMemory held_memory() const { return {}; }
 
-  // A backend over some of this one's ranks (ascending, this rank among them). Collective over
+  // A backend over some of this one's ranks (this rank among them), in this order. Collective over
   // exactly those ranks; `name` is the same on them and unused before.
   virtual std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) = 0;
 

@@ -308,26 +308,31 @@ void Group::broadcast_host(void* data, std::size_t bytes, int root, const CallOp
   std::memcpy(data, all.bytes.get() + bytes * static_cast<std::size_t>(root), bytes);
 }
 
-std::unique_ptr<Group> Group::split(int color, const std::string& name, const GroupOwner& owner) {
+std::unique_ptr<Group> Group::split_by(const Place& place, const std::string& name,
+                                       const GroupOwner& owner) {
   CallOptions options;
   options.label.unit = name;
-  const std::int64_t own = color;
-  const HostGather colors = start_gather_host(std::as_bytes(std::span(&own, 1)), options);
-  colors.done.wait();
+  const HostGather gathered = start_gather_host(std::as_bytes(std::span(&place, 1)), options);
+  gathered.done.wait();
+  std::vector<Place> places(static_cast<std::size_t>(size()));
+  std::memcpy(places.data(), gathered.bytes.get(), places.size() * sizeof(Place));
   std::vector<int> members;
-  std::vector<int> world_ranks;
   for (int r = 0; r < size(); ++r) {
-    std::int64_t other = 0;
-    std::memcpy(&other, colors.bytes.get() + sizeof(other) * static_cast<std::size_t>(r),
-                sizeof(other));
-    if (other == own) {
+    if (places[static_cast<std::size_t>(r)].color == place.color) {
       members.push_back(r);
-      world_ranks.push_back(world_ranks_[static_cast<std::size_t>(r)]);
     }
+  }
+  std::stable_sort(members.begin(), members.end(), [&](int left, int right) {
+    return places[static_cast<std::size_t>(left)].key < places[static_cast<std::size_t>(right)].key;
+  });
+  std::vector<int> world_ranks;
+  for (const int member : members) {
+    world_ranks.push_back(world_ranks_[static_cast<std::size_t>(member)]);
   }
   // The count makes the name new even if the caller's is not; it is the same on all ranks because
   // splits are collective.
-  const std::string full_name = detail::concat(name_, "/", name, ".", ++num_splits_, ".", color);
+  const std::string full_name =
+      detail::concat(name_, "/", name, ".", ++num_splits_, ".", place.color);
   std::unique_ptr<Backend> backend =
       members.size() == 1 ? make_solo_backend(owner.device) : backend_->split(members, full_name);
   GroupOptions made = options_;

@@ -185,7 +185,16 @@ class Group {
     return split(color, name, owner());
   }
   // The same, for another owner's memory and books.
-  std::unique_ptr<Group> split(int color, const std::string& name, const GroupOwner& owner);
+  std::unique_ptr<Group> split(int color, const std::string& name, const GroupOwner& owner) {
+    return split_by({color, 0}, name, owner);
+  }
+  // The same, with its ranks by ascending key; where keys are equal, by rank.
+  struct Place {
+    std::int64_t color = 0;
+    std::int64_t key = 0;
+  };
+  std::unique_ptr<Group> split_by(const Place& place, const std::string& name,
+                                  const GroupOwner& owner);
   // Whose memory is passed in; all null where nobody said.
   GroupOwner owner() const { return {options_.device, options_.ledger, options_.spans}; }
   // Calls are work of the streams of the owner's device, and of no other (backend.h).

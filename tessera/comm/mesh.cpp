@@ -1,6 +1,7 @@
 #include "tessera/comm/mesh.h"
 
 #include <algorithm>
+#include <set>
 
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
@@ -155,6 +156,23 @@ Mesh plan_mesh(const MeshOptions& options) {
   mesh.shard_size_ = size;
   mesh.hierarchical_ = options.hierarchical;
   return mesh;
+}
+
+int ranks_per_host(std::span<const std::uint64_t> hosts) {
+  const auto end =
+      std::find_if(hosts.begin(), hosts.end(), [&](auto host) { return host != hosts.front(); });
+  const auto size = static_cast<std::size_t>(end - hosts.begin());
+  if (size == 0 || hosts.size() % size != 0) {
+    return 0;
+  }
+  std::set<std::uint64_t> seen;
+  for (std::size_t i = 0; i < hosts.size(); ++i) {
+    const bool is_first = i % size == 0;
+    if (is_first ? !seen.insert(hosts[i]).second : hosts[i] != hosts[i - 1]) {
+      return 0;
+    }
+  }
+  return static_cast<int>(size);
 }
 
 }  // namespace tessera::comm

@@ -17,6 +17,8 @@
 // Threads: immutable; nothing here communicates.
 #pragma once
 
+#include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -86,5 +88,9 @@ Mesh plan_mesh(const MeshOptions& options);
 // Ascending. Empty: none, whatever the reason; options.shard_size does not count.
 // REQUIRES: ranks_per_host is 0 or divides num_ranks.
 std::vector<int> possible_shard_sizes(const MeshOptions& options);
+
+// From a name of each rank's host, by rank. 0: hosts have different numbers of ranks, or ranks that
+// do not follow each other.
+int ranks_per_host(std::span<const std::uint64_t> hosts);
 
 }  // namespace tessera::comm
