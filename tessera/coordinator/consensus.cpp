@@ -53,7 +53,7 @@ Consensus::Consensus(const Parts& parts)
     : parts_(parts),
       dynamic_params_(dynamic_ids(parts.params)),
       num_words_(1 + (dynamic_params_.size() + kBits - 1) / kBits),
-      host_(num_words_ * static_cast<std::size_t>(parts.group.size())),
+      host_(num_words_ * static_cast<std::size_t>(parts.all_ranks.size())),
       words_(parts.device.allocate(Tier::kDevice, host_.size() * sizeof(std::int64_t),
                                    Role::kStaging)) {}
 
@@ -61,7 +61,7 @@ std::uint64_t Consensus::take_num_rounds() { return std::exchange(num_rounds_, 0
 
 Consensus::Round Consensus::exchange(const Intent& own) {
   std::fill(host_.begin(), host_.end(), 0);
-  const std::size_t first = num_words_ * static_cast<std::size_t>(parts_.group.rank());
+  const std::size_t first = num_words_ * static_cast<std::size_t>(parts_.all_ranks.rank());
   host_[first] = encode(own);
   if (parts_.gradients.pending) {
     for (const int id : parts_.gradients.pending()) {
@@ -80,12 +80,12 @@ Consensus::Round Consensus::exchange(const Intent& own) {
   options.stream = &stream;
   const comm::Gather gather{words + first, words, static_cast<std::int64_t>(num_words_),
                             DType::kInt64};
-  parts_.group.start_all_gather({&gather, 1}, options).wait();
+  parts_.all_ranks.start_all_gather({&gather, 1}, options).wait();
   parts_.device.start_copy(host_.data(), words, host_.size() * sizeof(std::int64_t), stream).wait();
   ++num_rounds_;
 
   Round round;
-  const auto num_ranks = static_cast<std::size_t>(parts_.group.size());
+  const auto num_ranks = static_cast<std::size_t>(parts_.all_ranks.size());
   for (std::size_t rank = 0; rank < num_ranks; ++rank) {
     round.intents.push_back(decode(host_[rank * num_words_]));
   }
@@ -134,7 +134,14 @@ void Consensus::gather_announced(const Round& round) {
       of_unit[rank] = 1;
     }
   }
-  for (const auto& [id, ranks] : wants) {
+  for (const auto& [id, all] : wants) {
+    std::vector<std::uint8_t> ranks;
+    for (const int rank : parts_.ranks_of_copy) {
+      ranks.push_back(all[static_cast<std::size_t>(rank)]);
+    }
+    if (std::count(ranks.begin(), ranks.end(), 0) == static_cast<std::ptrdiff_t>(ranks.size())) {
+      continue;  // another copy's ranks do
+    }
     const UnitInfo& unit = parts_.units[id];
     parts_.gatherer.start_to(unit.ids, ranks, unit.name,
                              {id, parts_.prefetcher.phase(), Reason::kDemand});

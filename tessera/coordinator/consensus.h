@@ -68,13 +68,14 @@ class Consensus {
  public:
   // All of it outlives the consensus.
   struct Parts {
-    comm::Group& group;
+    comm::Group& all_ranks;
     device::Device& device;
     shard::ParamTable& params;
     const UnitTable& units;
     Gatherer& gatherer;
     Prefetcher& prefetcher;
     const DynamicGradients& gradients;
+    std::vector<int> ranks_of_copy;  // among all, by rank of those that gather together
   };
   explicit Consensus(const Parts& parts);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 #include "tessera/comm/tag.h"
@@ -33,7 +34,7 @@ CoordinatorOptions CoordinatorOptions::from(const Config& config) {
 Coordinator::Coordinator(const CoordinatorParts& parts, const CoordinatorOptions& options)
     : parts_(parts),
       options_(options),
-      is_alone_(parts.group.size() == 1),
+      is_alone_(all_ranks().size() == 1),
       compute_(parts.device.stream(device::StreamKind::kCompute)),
       units_(parts.params) {
   TESSERA_INVARIANT(parts.params.num_ranks() == parts.group.size(), "parameters are cut for ",
@@ -141,7 +142,7 @@ void Coordinator::make_gathers() {
   const bool needs_consensus = !is_alone_ && (units_.has_dynamic() || options_.uneven_data);
   gatherer_ = std::make_unique<Gatherer>(
       Gatherer::Parts{parts_.group, parts_.device, parts_.params, parts_.clock, parts_.spans,
-                      parts_.logger, loader_},
+                      parts_.logger, loader_, parts_.phases},
       units_.num_units(),
       tier_ ? tier_->arena_bytes : units_.arena_bytes(options_.budgets.live_limit_bytes),
       options_.budgets.max_inflight);
@@ -151,8 +152,14 @@ void Coordinator::make_gathers() {
                         options_.persist_model_bytes, options_.max_traces, tier_.has_value(),
                         !needs_consensus});
   if (needs_consensus) {
-    consensus_ = std::make_unique<Consensus>(Consensus::Parts{
-        parts_.group, parts_.device, parts_.params, units_, *gatherer_, *prefetcher_, gradients_});
+    std::vector<int> ranks_of_copy = parts_.ranks_of_copy;
+    if (ranks_of_copy.empty()) {
+      ranks_of_copy.resize(static_cast<std::size_t>(parts_.group.size()));
+      std::iota(ranks_of_copy.begin(), ranks_of_copy.end(), 0);
+    }
+    consensus_ = std::make_unique<Consensus>(
+        Consensus::Parts{all_ranks(), parts_.device, parts_.params, units_, *gatherer_,
+                         *prefetcher_, gradients_, std::move(ranks_of_copy)});
   }
 }
 
@@ -449,7 +456,7 @@ Pending Coordinator::start_comparing_uses() {
   const std::string label = "the uses of this step" + given_up_;
   options.label.unit = label;
   options.content_hash = hash;
-  return parts_.group.start_all_gather(named, options);
+  return all_ranks().start_all_gather(named, options);
 }
 
 // The next update makes them stale. The one before may still hand over values of parameters that

@@ -52,6 +52,7 @@
 #include "tessera/comm/group.h"
 #include "tessera/coordinator/access_trace.h"
 #include "tessera/coordinator/consensus.h"
+#include "tessera/coordinator/gather_phases.h"
 #include "tessera/coordinator/gather_stats.h"
 #include "tessera/coordinator/prefetch_plan.h"
 #include "tessera/coordinator/unit_table.h"
@@ -81,12 +82,18 @@ struct CoordinatorOptions {
 
 // What the coordinator works with; all of it outlives the coordinator.
 struct CoordinatorParts {
-  comm::Group& group;
+  comm::Group& group;  // the ranks that parameters are cut over, by shard: what is gathered
   device::Device& device;
   shard::ParamTable& params;
   const Clock& clock;
   Spans& spans;
   Logger logger;
+  GatherPhases phases = {};
+  // All ranks that train the model, which may hold several copies of it: what they agree on. Null:
+  // `group`.
+  comm::Group* all_ranks = nullptr;
+  // By rank of `group`, its rank there; empty: the same.
+  std::vector<int> ranks_of_copy = {};
 };
 
 // Where shards are offloaded and memory is planned.
@@ -215,6 +222,9 @@ class Coordinator {
   // What is used in place: no list, no plan, no event.
   void attach(std::span<shard::Param* const> params);
   void wait_for_update(const shard::Param& param);
+  comm::Group& all_ranks() const {
+    return parts_.all_ranks != nullptr ? *parts_.all_ranks : parts_.group;
+  }
   device::Pending start_comparing_uses();
   void forget_loaded_copies();
 

@@ -119,7 +119,7 @@ void Gatherer::start_call(std::span<const int> ids, std::span<const std::int64_t
     } else if (parts_.group.size() == 1) {
       gathered = call_.ready;
     } else {
-      gathered = parts_.group.start_all_gathers(call_.tensors, call_options(unit, call_.ids));
+      gathered = start_gathers(unit);
     }
   } catch (...) {
     undo_call();
@@ -167,6 +167,26 @@ void Gatherer::add(const Param& param, void* full, std::byte* scratch) {
     shard = slot;
   }
   call_.tensors.push_back({shard, full, layout.shard_numel(), layout.dtype(), param.name()});
+}
+
+std::vector<Pending> Gatherer::start_gathers(const std::string& unit) {
+  comm::CallOptions options = call_options(unit, call_.ids);
+  if (parts_.phases.across == nullptr) {
+    return parts_.group.start_all_gathers(call_.tensors, options);
+  }
+  comm::Group& inside = *parts_.phases.inside;
+  const auto block = static_cast<std::size_t>(inside.rank());
+  std::vector<comm::Gather> blocks = call_.tensors;  // what the first phase brings
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    comm::Gather& tensor = blocks[i];
+    comm::Gather& whole = call_.tensors[i];
+    whole.shard_numel *= parts_.phases.across->size();
+    tensor.full = static_cast<std::byte*>(whole.full) +
+                  block * static_cast<std::size_t>(whole.shard_numel) * bytes_of(whole.dtype);
+    whole.shard = tensor.full;
+  }
+  options.ready = Pending::all(parts_.phases.across->start_all_gathers(blocks, options));
+  return inside.start_all_gathers(call_.tensors, options);
 }
 
 void Gatherer::undo_call() {

@@ -10,6 +10,9 @@
 // the full parameter before the all-gather, which waits for it; in a group of one that is all.
 // Parameters that are used in place (a group of one, in the device's memory) are not gathered.
 //
+// Where phases are given (gather_phases.h), a gather by all ranks is two calls; the second waits
+// for the first on the groups' side, not on the caller's.
+//
 // Invariants:
 //  (1) A parameter has a block of the arena exactly while it is gathering or available.
 //  (2) A parameter that was prefetched and not used yet is gathering, even if its gather is done.
@@ -28,6 +31,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/coordinator/access_trace.h"
+#include "tessera/coordinator/gather_phases.h"
 #include "tessera/coordinator/gather_stats.h"
 #include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/clock.h"
@@ -58,6 +62,7 @@ class Gatherer {
     Spans& spans;
     const Logger& logger;
     ShardLoader* loader;  // null: all shards are in the device's memory
+    GatherPhases phases = {};
   };
   Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_bytes, int max_inflight);
   // A gather that has failed may have shards on their way into the arena.
@@ -119,6 +124,8 @@ class Gatherer {
   void take(shard::Param& param, std::int64_t offset);
   // `full`: null: only other ranks get it, and the shard is loaded to `scratch` where it must be.
   void add(const shard::Param& param, void* full, std::byte* scratch);
+  // Of call_, by all ranks of the group.
+  std::vector<device::Pending> start_gathers(const std::string& unit);
   // An exception came while a call was put together: nothing of it stays.
   void undo_call();
   // The call is on its way. `gathered`: of each member, or of all together.
