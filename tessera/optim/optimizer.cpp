@@ -208,8 +208,10 @@ bool Optimizer::start_step(grad::Reducer& gradients, double lr, const StepInputs
     std::ignore =
         device.start_copy(&step.sums.weighted_loss, step_loss_.get(), sizeof(double), reduce_);
   }
-  std::ignore = options_.kernels.start_total(start_norm(gradients, /*is_ordered=*/true),
-                                             &step.sums.gradient_squares, reduce_);
+  const std::vector<const double*> squares = start_norm(gradients, /*is_ordered=*/true);
+  if (own.adds_squares) {
+    std::ignore = options_.kernels.start_total(squares, &step.sums.gradient_squares, reduce_);
+  }
   comm::CallOptions call;
   call.label.unit = kStepSumsLabel;
   call.stream = &reduce_;

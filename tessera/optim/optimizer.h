@@ -48,6 +48,8 @@ struct OwnSums {
   // The weighted loss in memory of the device, as the compute stream makes it; null: it is in
   // `sums`.
   std::shared_ptr<const double> weighted_loss;
+  // Of this rank's gradients; false: a rank that has the same ones adds them.
+  bool adds_squares = true;
 };
 
 class Optimizer {
