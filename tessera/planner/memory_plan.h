@@ -44,7 +44,8 @@ struct ModelShapes {
 };
 
 struct MemoryPlanOptions {
-  int num_ranks = 1;
+  int num_ranks = 1;         // that parameters are cut over
+  int num_copies = 1;        // of the model
   bool is_discrete = false;  // the device has memory of its own (CUDA)
   bool has_nvme = false;     // there are directories for it
   std::int64_t device_bytes = kUnlimited;
