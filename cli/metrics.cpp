@@ -97,6 +97,8 @@ std::string metrics_json(const StepMetrics& metrics) {
   object.add("full_bytes_peak", metrics.full_bytes_peak);
   object.add("gathered_bytes", metrics.gathered_bytes);
   object.add("reduced_bytes", metrics.reduced_bytes);
+  object.add("sent_inside_bytes", metrics.sent_inside_bytes);
+  object.add("sent_across_bytes", metrics.sent_across_bytes);
   object.add("prefetch_hits", metrics.prefetch_hits);
   object.add("prefetch_misses", metrics.prefetch_misses);
   object.add("exposed_wait_s", metrics.exposed_wait_s);

@@ -57,6 +57,8 @@ struct StepMetrics {
   // On a device with memory of its own: the most of it that torch and the engine held together,
   // so far, at most; and what crossed the link to the host.
   std::int64_t device_peak_bytes = 0;
+  std::uint64_t sent_inside_bytes = 0;
+  std::uint64_t sent_across_bytes = 0;
   std::uint64_t h2d_bytes = 0;
   std::uint64_t d2h_bytes = 0;
   std::array<TierBytes, kNumTiers> held{};

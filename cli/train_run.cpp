@@ -278,6 +278,8 @@ class Run {
     metrics.full_bytes_peak = stats.gathers.full_bytes_peak;
     metrics.gathered_bytes = stats.gathered_wire_bytes;
     metrics.reduced_bytes = stats.reduced_wire_bytes;
+    metrics.sent_inside_bytes = stats.sent_inside_bytes;
+    metrics.sent_across_bytes = stats.sent_across_bytes;
     metrics.prefetch_hits = stats.gathers.prefetch_hits;
     metrics.prefetch_misses = stats.gathers.prefetch_misses;
     metrics.exposed_wait_s = stats.exposed_wait_s;

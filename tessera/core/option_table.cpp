@@ -76,6 +76,10 @@ constexpr std::array kOptions = {
             "comm"),
     flag("shard.hierarchical_gather", "false",
          "Gather across hosts first and inside each host second (MiCS).", "comm"),
+    flag("mics.check_replicas", "false",
+         "Compare the shards of all copies of the model before every update, and name a parameter "
+         "that differs (MiCS). Reads every shard.",
+         "engine"),
     integer("shard.secondary_group_size", "1", 0, 1048576,
             "Ranks that share a second copy of the shards for backward (hpZ); 0 or 1: none."),
 

@@ -396,7 +396,7 @@ void CheckpointLoader::read_rank_tensors() {
   }
 }
 
-// See checkpoint::ContentHash: the parts of all ranks add up, whatever each has.
+// See checkpoint::ContentHash: the parts of all ranks of a copy add up, whatever each has.
 void CheckpointLoader::compare_hashes() {
   std::vector<std::int64_t> mine;
   std::vector<std::pair<const StoredTensor*, std::string>> tensors;
@@ -414,14 +414,18 @@ void CheckpointLoader::compare_hashes() {
   }
   const std::vector<std::int64_t> all = ranks_.gather_numbers(mine, kLoad);
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    std::uint64_t sum = 0;
-    for (std::size_t rank = 0; rank < static_cast<std::size_t>(ctx_.group.size()); ++rank) {
-      sum += static_cast<std::uint64_t>(all[rank * tensors.size() + i]);
+    const comm::Mesh& mesh = ctx_.mesh.mesh();
+    std::vector<std::uint64_t> sums(static_cast<std::size_t>(mesh.num_replicas()));
+    for (int rank = 0; rank < mesh.num_ranks(); ++rank) {
+      sums[static_cast<std::size_t>(mesh.replica_of(rank))] +=
+          static_cast<std::uint64_t>(all[static_cast<std::size_t>(rank) * tensors.size() + i]);
     }
-    TESSERA_CHECK(sum == tensors[i].first->content, CorruptError, printable(reader_->path(), 400),
-                  ": ", tensors[i].second,
-                  " is not what was saved: a file is damaged, or ranks have read different ones. "
-                  "`tessera checkpoint --verify` names the file; load an older save");
+    for (const std::uint64_t sum : sums) {
+      TESSERA_CHECK(sum == tensors[i].first->content, CorruptError, printable(reader_->path(), 400),
+                    ": ", tensors[i].second,
+                    " is not what was saved: a file is damaged, or ranks have read different ones. "
+                    "`tessera checkpoint --verify` names the file; load an older save");
+    }
   }
 }
 

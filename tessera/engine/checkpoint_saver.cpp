@@ -196,9 +196,16 @@ void CheckpointSaver::collect_param(Save& save, int id) const {
   optim::Optimizer& optimizer = driver_.optimizer();
   stored.updates = optimizer.num_updates(id);
   // Whole in its own shape where one rank has all of it, so that others can read it as it is.
-  const bool is_whole = ctx_.group.size() == 1 && stored.strides.empty();
+  const bool is_whole = ctx_.params.num_ranks() == 1 && stored.strides.empty();
+  const bool is_saved_here = saves_shards(ctx_.group.rank());
   const shard::ElementRange range = param.range();
   const auto add = [&](const std::string& kind, DType dtype, auto start_read) {
+    StoredTensor& destination = stored.tensors[kind];
+    destination.dtype = dtype;
+    save.destinations.push_back({&destination, id});
+    if (!is_saved_here) {
+      return;
+    }
     SnapshotTensor part;
     part.entry.name = kind == checkpoint::kValueName ? stored.name : stored.name + "#" + kind;
     part.entry.dtype = dtype;
@@ -209,9 +216,6 @@ void CheckpointSaver::collect_param(Save& save, int id) const {
     }
     part.start_read = std::move(start_read);
     save.tensors.push_back(std::move(part));
-    StoredTensor& destination = stored.tensors[kind];
-    destination.dtype = dtype;
-    save.destinations.push_back({&destination, id});
   };
   add(std::string(checkpoint::kValueName), param.layout().dtype(),
       [&param, shards = ctx_.tiers.shards()](std::int64_t begin, std::int64_t numel,
@@ -225,6 +229,11 @@ void CheckpointSaver::collect_param(Save& save, int id) const {
           return optimizer.start_read(id, i, begin, numel, to);
         });
   }
+}
+
+// All copies are the same: the ranks of the first one save it.
+bool CheckpointSaver::saves_shards(int rank) const {
+  return ctx_.mesh.mesh().replica_of(rank) == 0;
 }
 
 void CheckpointSaver::collect_rank_tensors(Save& save) const {
@@ -391,10 +400,17 @@ std::optional<SaveOutcome> CheckpointSaver::advance() {
 void CheckpointSaver::tell_what_was_written() {
   const std::size_t num_tensors = save_->destinations.size();
   std::vector<std::int64_t> mine = {static_cast<std::int64_t>(save_->snapshot->file_bytes())};
-  for (const checkpoint::SnapshotTensorResult& result : save_->snapshot->results()) {
-    mine.push_back(static_cast<std::int64_t>(result.written.offset));
-    mine.push_back(static_cast<std::int64_t>(result.written.xxh3));
-    mine.push_back(static_cast<std::int64_t>(result.content));
+  const std::vector<checkpoint::SnapshotTensorResult> results = save_->snapshot->results();
+  auto result = results.begin();
+  for (const Save::Destination& destination : save_->destinations) {
+    if (destination.tensor != nullptr && !saves_shards(ctx_.group.rank())) {
+      mine.insert(mine.end(), 3, 0);
+      continue;
+    }
+    mine.push_back(static_cast<std::int64_t>(result->written.offset));
+    mine.push_back(static_cast<std::int64_t>(result->written.xxh3));
+    mine.push_back(static_cast<std::int64_t>(result->content));
+    ++result;
   }
   const std::vector<std::int64_t> all = ranks_.gather_numbers(mine, kSave);
   const std::size_t stride = 1 + 3 * num_tensors;
@@ -415,8 +431,9 @@ void CheckpointSaver::tell_what_was_written() {
         destination.of_rank->ranks.push_back(fragment);
         continue;
       }
-      const shard::ElementRange range = ctx_.params[destination.param].layout().range(rank);
-      if (range.numel > 0) {
+      const shard::ElementRange range =
+          ctx_.params[destination.param].layout().range(ctx_.mesh.mesh().shard_index(rank));
+      if (range.numel > 0 && saves_shards(rank)) {
         fragment.begin = range.begin;
         fragment.numel = range.numel;
         destination.tensor->fragments.push_back(fragment);

@@ -60,6 +60,8 @@ class CheckpointSaver {
   void collect(Save& save) const;
   void collect_param(Save& save, int id) const;
   void collect_rank_tensors(Save& save) const;
+  // Of a rank of the group.
+  bool saves_shards(int rank) const;
   void start_writing(Save& save, bool beside_training);
   void make_buffer(const SaveOptions& options, std::int64_t save_bytes);
   std::int64_t memory_left() const;

@@ -98,6 +98,9 @@ const coordinator::Coordinator& Engine::coordinator() const {
   return objects_->context.coordinator;
 }
 const comm::Group& Engine::group() const { return objects_->context.group; }
+const comm::Mesh& Engine::mesh() const { return objects_->context.mesh.mesh(); }
+const comm::Group& Engine::shard_group() const { return objects_->context.mesh.gathers(); }
+const comm::Group* Engine::replica_group() const { return objects_->context.mesh.replicas(); }
 const planner::MemoryPlan* Engine::memory_plan() const { return objects_->context.tiers.plan(); }
 const tier::Store* Engine::store(Role role) const { return objects_->context.tiers.store(role); }
 

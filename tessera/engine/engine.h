@@ -57,6 +57,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Type.h>
 
+#include "tessera/comm/mesh.h"
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/engine/engine_tiers.h"
 #include "tessera/engine/init.h"
@@ -123,6 +124,9 @@ struct EngineStats {
   grad::ReducerStats reductions;
   std::uint64_t gathered_wire_bytes = 0;  // sent by this rank
   std::uint64_t reduced_wire_bytes = 0;
+  // All payload that this rank has sent, to ranks of its host and to those of others.
+  std::uint64_t sent_inside_bytes = 0;
+  std::uint64_t sent_across_bytes = 0;
   engine::TierIo io;  // NVMe
   // Between the host and a device with memory of its own.
   std::uint64_t h2d_bytes = 0;
@@ -257,7 +261,11 @@ class Engine {
   Runtime& runtime() const;
   // For those who look: see inspection.h.
   const coordinator::Coordinator& coordinator() const;
-  const comm::Group& group() const;  // the ranks that the parameters are cut over
+  const comm::Group& group() const;  // all ranks that train the model
+  // Which of them hold a copy of it together, and which hold the same shard; ranks are the group's.
+  const comm::Mesh& mesh() const;
+  const comm::Group& shard_group() const;    // those that parameters are cut over, by shard
+  const comm::Group* replica_group() const;  // those that hold this shard, by copy; null: one copy
   // Null: no option asked for a plan and everything fits, or it is not made yet. See
   // planner/memory_plan.h.
   const planner::MemoryPlan* memory_plan() const;

@@ -41,26 +41,25 @@ std::unique_ptr<device::Device> choose_shard_device(Runtime& runtime) {
   return std::make_unique<HostTierDevice>(runtime.device());
 }
 
-// Reductions must not stand in one order with gathers: see Runtime::reduce_group().
-std::unique_ptr<comm::Group> split_for_reductions(Runtime& runtime, comm::Group& group) {
-  return &group == &runtime.group() ? nullptr : group.split(0, group.name() + ".reduce");
-}
-
 }  // namespace
 
 EngineContext::EngineContext(Runtime& given, const EngineOptions& options)
     : runtime(given),
       shard_device(choose_shard_device(given)),
       group(choose_group(given)),
-      params(group.rank(), group.size(), shard_device ? *shard_device : given.device()),
-      tiers(given, group, params, {options.shapes, options.step, options.planning}),
-      own_reduce_group(split_for_reductions(given, group)),
-      reduce_group(own_reduce_group ? *own_reduce_group : given.reduce_group()),
-      coordinator({group, given.device(), params, given.clock(), given.spans(), given.logger()},
+      mesh(given, group),
+      params(mesh.shard_index(), mesh.mesh().shard_size(),
+             shard_device ? *shard_device : given.device()),
+      tiers(given, mesh, params, {options.shapes, options.step, options.planning}),
+      coordinator({mesh.gathers(), given.device(), params, given.clock(), given.spans(),
+                   given.logger(), mesh.phases(), &group, mesh.ranks_of_copy()},
                   coordinator::CoordinatorOptions::from(given.config())) {
-  tiers.reserve_staging(reduce_group);  // if the plan is made already
+  if (group.rank() == 0 && group.size() > 1) {
+    runtime.logger().info(mesh.mesh().describe());
+  }
+  tiers.reserve_staging();  // if the plan is made already
 }
 
-EngineContext::~EngineContext() { tiers.release_staging(reduce_group); }
+EngineContext::~EngineContext() { tiers.release_staging(); }
 
 }  // namespace tessera::engine

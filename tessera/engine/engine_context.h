@@ -11,6 +11,7 @@
 #include "tessera/engine/engine.h"
 #include "tessera/engine/engine_tiers.h"
 #include "tessera/engine/lifecycle.h"
+#include "tessera/engine/mesh_groups.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/shard/param.h"
 
@@ -26,11 +27,10 @@ struct EngineContext {
   // In the order of dependence.
   Runtime& runtime;
   const std::unique_ptr<device::Device> shard_device;  // where shards live; null: the runtime's
-  comm::Group& group;                                  // the ranks that parameters are cut over
+  comm::Group& group;                                  // all ranks that train the model
+  MeshGroups mesh;
   shard::ParamTable params;
   EngineTiers tiers;
-  const std::unique_ptr<comm::Group> own_reduce_group;  // of a given group; null: the runtime's
-  comm::Group& reduce_group;                            // see Runtime::reduce_group()
   coordinator::Coordinator coordinator;
   Lifecycle lifecycle;
 };

@@ -38,7 +38,7 @@ void EngineObjects::finalize() {
   model.finalize_leaves();
   context.tiers.finalize(model.shapes());
   if (context.tiers.is_planned()) {
-    context.tiers.reserve_staging(context.reduce_group);
+    context.tiers.reserve_staging();
     context.coordinator.set_tier(context.tiers.coordinator_options());
   }
   model.finalize_units();

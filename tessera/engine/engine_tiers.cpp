@@ -34,13 +34,14 @@ void check_same(const planner::ModelShapes& planned, const planner::ModelShapes&
 
 }  // namespace
 
-EngineTiers::EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable& params,
+EngineTiers::EngineTiers(Runtime& runtime, MeshGroups& mesh, shard::ParamTable& params,
                          const EngineMemory& memory)
     : runtime_(runtime),
-      group_(group),
+      mesh_(mesh),
+      group_(mesh.all()),
       params_(params),
       is_planned_(asks_for_plan(runtime.config())),
-      options_(planner::MemoryPlanOptions::from(runtime.config(), group.size(),
+      options_(planner::MemoryPlanOptions::from(runtime.config(), group_.size(),
                                                 runtime.device().is_discrete())),
       memory_(memory) {
   for (const std::string& directory : runtime.config().get_list("nvme.paths")) {
@@ -50,7 +51,7 @@ EngineTiers::EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable
     make_plan(*memory_.shapes);
   }
   if (options_.has_nvme && (!plan_ || plan_->uses_nvme)) {
-    nvme_ = std::make_unique<NvmeStores>(runtime, group);
+    nvme_ = std::make_unique<NvmeStores>(runtime, group_);
     shards_ = std::make_unique<shard::ShardStore>(
         nvme_->make_store(Role::kShard, plan_ ? plan_->bytes(Tier::kNvme, Role::kShard) : 0));
     make_loader(plan_ ? plan_->parameter_pool_bytes
@@ -246,23 +247,23 @@ coordinator::TierOptions EngineTiers::coordinator_options() const {
   return options;
 }
 
-void EngineTiers::reserve_staging(comm::Group& reductions) {
+void EngineTiers::reserve_staging() {
   if (plan_ && !reserves_staging_ && plan_->comm_bytes > 0) {
-    group_.reserve_staging(static_cast<std::size_t>(plan_->gather_staging_bytes));
-    reductions.reserve_staging(static_cast<std::size_t>(plan_->reduction_staging_bytes));
+    mesh_.gathers().reserve_staging(static_cast<std::size_t>(plan_->gather_staging_bytes));
+    mesh_.reductions().reserve_staging(static_cast<std::size_t>(plan_->reduction_staging_bytes));
     reserves_staging_ = true;
   }
 }
 
-void EngineTiers::release_staging(comm::Group& reductions) noexcept {
+void EngineTiers::release_staging() noexcept {
   // While an exception is thrown, calls may never end: groups see to that.
   if (!reserves_staging_ || std::uncaught_exceptions() > 0) {
     return;
   }
   reserves_staging_ = false;
   try {
-    group_.reserve_staging(0);
-    reductions.reserve_staging(0);
+    mesh_.gathers().reserve_staging(0);
+    mesh_.reductions().reserve_staging(0);
   } catch (const std::exception& error) {
     runtime_.logger().warn("scratch of collectives stays reserved: ", error.what());
   }

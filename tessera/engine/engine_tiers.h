@@ -23,6 +23,7 @@
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/coordinator/shard_loader.h"
 #include "tessera/engine/memory_planning.h"
+#include "tessera/engine/mesh_groups.h"
 #include "tessera/engine/nvme_stores.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/grad/reducer.h"
@@ -60,7 +61,7 @@ struct TierIo {
 class EngineTiers {
  public:
   // Throws ConfigError for what cannot be had, before anything is allocated or written.
-  EngineTiers(Runtime& runtime, comm::Group& group, shard::ParamTable& params,
+  EngineTiers(Runtime& runtime, MeshGroups& mesh, shard::ParamTable& params,
               const EngineMemory& memory);
   ~EngineTiers();
   EngineTiers(const EngineTiers&) = delete;
@@ -89,10 +90,10 @@ class EngineTiers {
   // were given.
   void finalize(const planner::ModelShapes& model);
   coordinator::TierOptions coordinator_options() const;
-  // Bounds the scratch of both groups' calls as planned; nothing where nothing is planned.
-  void reserve_staging(comm::Group& reductions);
+  // Bounds the scratch of gathers and reductions as planned; nothing where nothing is planned.
+  void reserve_staging();
   // The groups may outlive the plan.
-  void release_staging(comm::Group& reductions) noexcept;
+  void release_staging() noexcept;
   // Null: all gradients are in memory.
   grad::GradientTier gradient_tier() const { return gradients_; }
   // `carried`: of the optimizer before it, which is gone.
@@ -141,7 +142,8 @@ class EngineTiers {
   Tier io_tier() const { return options_.is_discrete ? Tier::kPinned : Tier::kHost; }
 
   Runtime& runtime_;
-  comm::Group& group_;
+  MeshGroups& mesh_;
+  comm::Group& group_;  // all ranks
   shard::ParamTable& params_;
   bool is_planned_;
   planner::MemoryPlanOptions options_;

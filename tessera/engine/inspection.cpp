@@ -21,8 +21,8 @@ ParamReport report_of(const Engine& engine, int id) {
   report.dynamic = param.dynamic();
   report.persists = engine.coordinator().persists(id);
   report.sizes = engine.tensor(id).sizes().vec();
-  report.group = engine.group().name();
-  report.rank = engine.group().rank();
+  report.group = engine.shard_group().name();
+  report.rank = engine.shard_group().rank();
   report.layout = param.layout();
   report.placement = param.placement();
   report.state = param.state();

@@ -1,6 +1,7 @@
 #include "tessera/engine/memory_planning.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "tessera/device/host_info.h"
 #include "tessera/engine/gather_host.h"
 #include "tessera/engine/machine_limits.h"
+#include "tessera/engine/mesh_groups.h"
 #include "tessera/engine/tensor_memory.h"
 #include "tessera/engine/update_rates.h"
 #include "tessera/planner/memory_planner.h"
@@ -119,6 +121,7 @@ MemoryPlanning plan_memory(Runtime& runtime, comm::Group& group, const planner::
                            const StepExpectations& step, const HeldMemory& held) {
   const Config& config = runtime.config();
   const std::int64_t num_micro_batches = config.get_int("batch.accumulate");
+  std::ignore = engine::find_mesh(runtime, group);  // refuses what cannot be
   MemoryPlanning planning;
   planning.asked = MemoryPlanOptions::from(config, group.size(), runtime.device().is_discrete());
   planning.asked.call_memory = group.call_memory();

@@ -212,7 +212,7 @@ int Model::add_param(const NamedTensor& given, const at::Tensor& before, const I
   spec.dtype = shard::dtype_of(tensor, name);
   spec.trainable = tensor.requires_grad();
   spec.weight_decay_scale = weight_decay_scale;
-  const shard::Layout layout(spec.numel, ctx_.group.size(), spec.dtype);
+  const shard::Layout layout(spec.numel, ctx_.params.num_ranks(), spec.dtype);
   spec.placement = ctx_.tiers.placement_of_next(layout);
 
   at::Tensor elements;  // the module's own values

@@ -207,13 +207,15 @@ std::string ParamAccess::first_wrong(const GatheredState& state,
 void ParamAccess::write_back(int id, int modifier_rank) {
   shard::Param& param = ctx_.params[id];
   const shard::Layout& layout = param.layout();
-  if (!param.shard_is_full()) {
+  if (ctx_.group.size() > 1 || !param.shard_is_full()) {
     comm::CallOptions call;
     call.label.unit = kWhat;
     call.label.parameter = param.name();
     call.stream = &ctx_.runtime.device().stream(device::StreamKind::kCompute);
     ctx_.group.start_broadcast(param.full(), layout.numel(), layout.dtype(), modifier_rank, call)
         .wait();
+  }
+  if (!param.shard_is_full()) {
     model_.copy_to_shard(
         param, static_cast<const std::byte*>(param.full()) +
                    static_cast<std::size_t>(param.range().begin) * bytes_of(layout.dtype()));
@@ -332,7 +334,7 @@ device::Memory ParamAccess::gather_full(int id, const std::string& what) {
   device::Pending brought;
   if (param.tier() != Tier::kDevice) {
     std::byte* const slot =
-        full.data() + static_cast<std::size_t>(ctx_.group.rank()) * layout.shard_bytes();
+        full.data() + static_cast<std::size_t>(ctx_.params.rank()) * layout.shard_bytes();
     if (param.is_on_nvme()) {
       brought = ctx_.tiers.loader().start_load(param, slot, device::Pending());
     } else {
@@ -340,7 +342,7 @@ device::Memory ParamAccess::gather_full(int id, const std::string& what) {
       brought = device.start_copy(slot, shard, layout.shard_bytes(), stream);
     }
     shard = slot;
-    if (ctx_.group.size() == 1) {
+    if (ctx_.params.num_ranks() == 1) {
       brought.wait();
       return full;
     }
@@ -354,7 +356,7 @@ device::Memory ParamAccess::gather_full(int id, const std::string& what) {
   call.ready = brought;
   const comm::Gather gather{shard, full.data(), layout.shard_numel(), layout.dtype()};
   try {
-    const device::Pending gathered = ctx_.group.start_all_gather({&gather, 1}, call);
+    const device::Pending gathered = ctx_.mesh.gathers().start_all_gather({&gather, 1}, call);
     stream.wait(gathered);
     gathered.wait();
   } catch (...) {

@@ -12,6 +12,7 @@
 #include <ATen/Parallel.h>
 
 #include "tessera/comm/bootstrap.h"
+#include "tessera/comm/mesh.h"
 #include "tessera/comm/rendezvous.h"
 #include "tessera/comm/tag.h"
 #include "tessera/core/error.h"
@@ -157,7 +158,8 @@ struct Runtime::Impl {
   std::unique_ptr<device::Device> cpu_device;
   std::unique_ptr<device::Device> host_device;
   std::unique_ptr<optim::Kernels> host_kernels;
-  optim::CoreShare local;                            // this rank among those of its host
+  optim::CoreShare local;  // this rank among those of its host
+  int ranks_per_host = 1;
   std::optional<planner::UpdateRates> update_rates;  // of this rank
   comm::World world;                                 // joined; empty where the group is borrowed
   comm::Group* borrowed = nullptr;
@@ -173,6 +175,7 @@ Runtime::Runtime(Config config, const RuntimeOptions& options) {
   comm::WorldOptions world;
   world.backend = backend_kind(impl_->config);
   world.cuda_device = options.cuda_device;
+  world.ranks_per_host = static_cast<int>(impl_->config.get_int("comm.ranks_per_host"));
   world.group.timeout = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::duration<double>(impl_->config.get_seconds("comm.timeout_s")));
   world.group.pack_below_bytes =
@@ -225,6 +228,7 @@ void Runtime::find_local_ranks() {
   const std::uint64_t mine = hosts[static_cast<std::size_t>(rank())];
   impl_->local.rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + rank(), mine));
   impl_->local.num_ranks = static_cast<int>(std::count(hosts.begin(), hosts.end(), mine));
+  impl_->ranks_per_host = comm::ranks_per_host(hosts);
   // The group may be a part of the launcher's world.
   const comm::Rendezvous rendezvous = comm::find_rendezvous(comm::process_environment());
   if (rendezvous.local_world_size > impl_->local.num_ranks) {
@@ -267,6 +271,7 @@ optim::Kernels& Runtime::host_kernels() const {
 }
 int Runtime::local_rank() const { return impl_->local.rank; }
 int Runtime::num_local_ranks() const { return impl_->local.num_ranks; }
+int Runtime::ranks_per_host() const { return impl_->ranks_per_host; }
 planner::UpdateRates Runtime::update_rates(comm::Group& group) {
   const std::vector<std::uint8_t> known = engine::gather_host<std::uint8_t>(
       group, impl_->update_rates ? 1 : 0, "whether update rates are measured");

@@ -17,6 +17,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "tessera/core/error.h"
+#include "tessera/engine/replica_check.h"
 #include "tessera/optim/reducer_kernels.h"
 #include "tessera/optim/update_loops.h"
 #include "tessera/shard/tensor_storage.h"
@@ -50,6 +51,8 @@ at::Tensor in_memory_order_of(const at::Tensor& tensor, at::Tensor gradient) {
 void add_stats(grad::ReducerStats& to, const grad::ReducerStats& stats) {
   to.num_reductions += stats.num_reductions;
   to.reduced_bytes += stats.reduced_bytes;
+  to.num_replica_sums += stats.num_replica_sums;
+  to.replica_bytes += stats.replica_bytes;
   to.held_bytes_peak = std::max(to.held_bytes_peak, stats.held_bytes_peak);
   to.exposed_wait_s += stats.exposed_wait_s;
   to.host_bytes += stats.host_bytes;
@@ -68,6 +71,8 @@ StepDriver::StepDriver(EngineContext& context, RankAgreement& ranks, Model& mode
       clip_norm_(ctx_.runtime.config().get_double("grad.clip_norm")),
       skip_nonfinite_(ctx_.runtime.config().get_bool("grad.skip_nonfinite")),
       num_micro_batches_(ctx_.runtime.config().get_int("batch.accumulate")),
+      checks_replicas_(ctx_.mesh.mesh().num_replicas() > 1 &&
+                       ctx_.runtime.config().get_bool("mics.check_replicas")),
       watch_(std::make_shared<BackwardWatch>(context, model, *this)) {
   if (!schedule_.notice.empty()) {
     ctx_.runtime.logger().info(schedule_.notice);
@@ -106,7 +111,7 @@ void StepDriver::end_failed_backward() {
 }
 
 void StepDriver::make_reducer() {
-  grad::ReducerParts parts{ctx_.reduce_group, ctx_.runtime.device(), ctx_.params,
+  grad::ReducerParts parts{ctx_.mesh.reductions(), ctx_.runtime.device(), ctx_.params,
                            ctx_.runtime.clock(), ctx_.runtime.spans()};
   if (ctx_.runtime.device().is_discrete()) {
     optim::set_reducer_kernels(parts, ctx_.runtime.kernels());
@@ -115,8 +120,11 @@ void StepDriver::make_reducer() {
   }
   if (ctx_.coordinator.needs_consensus()) {
     // Every call of this group is at a moment on which ranks have agreed.
-    parts.dynamic_group = &ctx_.group;
+    parts.dynamic_group = &ctx_.mesh.agreed_reductions();
   }
+  parts.replicas = ctx_.mesh.replicas();
+  parts.all_ranks = &ctx_.mesh.all_reductions();
+  parts.shard_of_rank = ctx_.mesh.mesh().shard_of_group_rank();
   grad::ReducerOptions reductions =
       grad::ReducerOptions::from(ctx_.runtime.config(), ctx_.params[0].layout().dtype());
   if (!ctx_.runtime.config().is_set("grad.bucket_bytes")) {
@@ -304,6 +312,10 @@ StepResult StepDriver::finish_step() {
   }
   // Gathered copies are stale after the update, and nobody needs them before it.
   ctx_.coordinator.end_step();
+  if (checks_replicas_) {
+    check_replicas(ctx_, ranks_);
+  }
+  reducer_->finish_replica_sums();
   const double lr = optim::learning_rate(schedule_, num_steps_);
   bool is_started = false;
   const optim::StepSums sums = sum_over_ranks(lr, is_started);
@@ -371,7 +383,7 @@ void StepDriver::fix_placement() {
   optimizer_.reset();
   ctx_.coordinator.drop_gathers();
   ctx_.tiers.fix_placement();
-  ctx_.tiers.reserve_staging(ctx_.reduce_group);
+  ctx_.tiers.reserve_staging();
   ctx_.coordinator.change_tier(ctx_.tiers.coordinator_options());
   optimizer_ =
       ctx_.tiers.make_optimizer(optim::RuleOptions::from(ctx_.runtime.config()), std::move(states));
@@ -382,6 +394,8 @@ optim::StepSums StepDriver::sum_over_ranks(double lr, bool& is_started) {
   save_votes_ = ask_votes_ ? ask_votes_() : SaveVotes();
   optim::OwnSums own;
   own.sums.weight = weight_sum_;
+  // Every copy has the same gradients: one copy's squares are those of all.
+  own.adds_squares = ctx_.mesh.replica() == 0;
   own.sums.votes[0] = stop_ ? 1 : 0;
   own.sums.votes[1] = save_votes_.num_done;
   own.sums.votes[2] = save_votes_.num_failed;
@@ -393,7 +407,8 @@ optim::StepSums StepDriver::sum_over_ranks(double lr, bool& is_started) {
       *reducer_, lr, {loss_scale_->value(), clip_norm_, skip_nonfinite_}, own, ctx_.group);
   optim::StepSums sums = own.sums;
   if (!is_started) {
-    sums.gradient_squares = optimizer_->sum_of_squares(*reducer_);
+    const double squares = optimizer_->sum_of_squares(*reducer_);
+    sums.gradient_squares = own.adds_squares ? squares : 0;
     sums.weighted_loss = weighted_loss_.defined() ? weighted_loss_.item<double>() : 0.0;
   }
   {
@@ -643,10 +658,15 @@ EngineStats StepDriver::take_stats() {
     stats.reductions = reducer_->take_stats();
     add_stats(stats.reductions, std::exchange(replaced_reductions_, {}));
   }
-  const auto ranks = static_cast<std::uint64_t>(ctx_.group.size());
+  const auto ranks = static_cast<std::uint64_t>(ctx_.params.num_ranks());
   // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.
   stats.gathered_wire_bytes = stats.gathers.gathered_bytes / ranks * (ranks - 1);
-  stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);
+  const auto copies = static_cast<std::uint64_t>(ctx_.mesh.mesh().num_replicas());
+  stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1) +
+                             2 * stats.reductions.replica_bytes / copies * (copies - 1);
+  const SentBytes sent = ctx_.mesh.sent();
+  stats.sent_inside_bytes = sent.inside - std::exchange(sent_.inside, sent.inside);
+  stats.sent_across_bytes = sent.across - std::exchange(sent_.across, sent.across);
   stats.h2d_bytes += stats.gathers.brought_bytes + stats.io.h2d_bytes;
   stats.d2h_bytes += stats.reductions.host_bytes + stats.io.d2h_bytes;
   stats.exposed_wait_s = stats.gathers.exposed_wait_s + stats.reductions.exposed_wait_s +

@@ -125,6 +125,7 @@ class StepDriver {
   const double clip_norm_;
   const bool skip_nonfinite_;
   const std::int64_t num_micro_batches_;  // of a step
+  const bool checks_replicas_;
   const std::shared_ptr<BackwardWatch> watch_;
 
   // Once finalized.
@@ -149,6 +150,7 @@ class StepDriver {
   std::int64_t step_end_ns_ = 0;  // of the last step; 0: there was none
   std::optional<double> seconds_before_update_;
   double exposed_wait_s_ = 0;
+  SentBytes sent_;                          // that take_stats() has told
   grad::ReducerStats replaced_reductions_;  // of a reducer that is no more, since take_stats()
   std::optional<EngineStats> first_stats_;  // of the first step, before its objects were replaced
 };

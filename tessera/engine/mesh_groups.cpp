@@ -1,0 +1,118 @@
+#include "tessera/engine/mesh_groups.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "tessera/comm/tag.h"
+#include "tessera/core/error.h"
+#include "tessera/device/host_info.h"
+#include "tessera/engine/gather_host.h"
+
+namespace tessera::engine {
+namespace {
+
+int find_ranks_per_host(const Runtime& runtime, comm::Group& all) {
+  if (&all == &runtime.group()) {
+    return runtime.ranks_per_host();
+  }
+  const std::string id = device::read_host_id();
+  return comm::ranks_per_host(
+      gather_host(all, comm::hash_bytes(id.data(), id.size(), 0), "which ranks share a host"));
+}
+
+}  // namespace
+
+comm::Mesh find_mesh(const Runtime& runtime, comm::Group& all) {
+  const int found = find_ranks_per_host(runtime, all);
+  const comm::MeshOptions options = comm::MeshOptions::from(runtime.config(), all.size(), found);
+  TESSERA_CHECK(
+      found > 0 || options.ranks_per_host > 0 || (options.shard_size == 0 && !options.hierarchical),
+      ConfigError,
+      "shard groups want as many ranks on every host, and ranks of a host that follow "
+      "each other; these ",
+      all.size(),
+      " ranks are spread otherwise: start as many on each host, block by block, or leave "
+      "shard.group_size (--shard-size) out");
+  return comm::plan_mesh(options);
+}
+
+MeshGroups::MeshGroups(Runtime& runtime, comm::Group& all)
+    : runtime_(runtime), all_(all), mesh_(find_mesh(runtime, all)) {
+  const int rank = all.rank();
+  const comm::GroupOwner owner = all.owner();
+  const auto split = [&](const std::vector<int>& ranks, std::int64_t key, const char* name) {
+    return all_.split_by({ranks.front(), key}, all_.name() + name, owner);
+  };
+  if (&all != &runtime.group()) {
+    own_reductions_ = all.split(0, all.name() + ".reduce");
+  }
+  const std::vector<int> copy = mesh_.shard_ranks(rank);
+  const bool has_copies = mesh_.num_replicas() > 1;
+  if (has_copies || mesh_.hierarchical()) {
+    gathers_ = split(copy, mesh_.shard_index(rank), ".shards");
+  }
+  if (has_copies) {
+    reductions_ = split(copy, rank, ".shards.reduce");
+  }
+  if (mesh_.hierarchical()) {
+    agreed_reductions_ = split(copy, rank, ".shards.agreed");
+  }
+  if (has_copies) {
+    replicas_ = split(mesh_.replica_ranks(rank), rank, ".replicas");
+  }
+  if (mesh_.hierarchical()) {
+    across_ = split(mesh_.across_ranks(rank), rank, ".across");
+    inside_ = split(mesh_.inside_ranks(rank), rank, ".inside");
+  }
+  std::vector<int> everyone(static_cast<std::size_t>(all.size()));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  count(&all_, everyone);
+  count(&all_reductions(), everyone);
+  for (const auto* const group : {&gathers_, &reductions_, &agreed_reductions_}) {
+    count(group->get(), copy);
+  }
+  count(replicas_.get(), mesh_.replica_ranks(rank));
+  count(across_.get(), mesh_.across_ranks(rank));
+  count(inside_.get(), mesh_.inside_ranks(rank));
+}
+
+std::vector<int> MeshGroups::ranks_of_copy() const {
+  std::vector<int> ranks = mesh_.shard_ranks(all_.rank());
+  std::sort(ranks.begin(), ranks.end(), [this](int left, int right) {
+    return mesh_.shard_index(left) < mesh_.shard_index(right);
+  });
+  return ranks;
+}
+
+void MeshGroups::count(const comm::Group* group, const std::vector<int>& ranks) {
+  if (group == nullptr || ranks.size() == 1 ||
+      std::any_of(counted_.begin(), counted_.end(),
+                  [group](const Counted& each) { return each.group == group; })) {
+    return;
+  }
+  const int host = mesh_.host_of(all_.rank());
+  Counted counted;
+  counted.group = group;
+  counted.num_inside =
+      static_cast<int>(std::count_if(ranks.begin(), ranks.end(),
+                                     [&](int rank) { return mesh_.host_of(rank) == host; })) -
+      1;
+  counted.num_across = static_cast<int>(ranks.size()) - 1 - counted.num_inside;
+  counted.before = group->wire_bytes().payload;
+  counted_.push_back(counted);
+}
+
+// Every collective but a broadcast and a gather for some ranks sends as much to each peer.
+SentBytes MeshGroups::sent() const {
+  SentBytes sent;
+  for (const Counted& each : counted_) {
+    const std::uint64_t bytes = each.group->wire_bytes().payload - each.before;
+    const auto num_peers = static_cast<std::uint64_t>(each.num_inside + each.num_across);
+    const std::uint64_t across = bytes * static_cast<std::uint64_t>(each.num_across) / num_peers;
+    sent.across += across;
+    sent.inside += bytes - across;
+  }
+  return sent;
+}
+
+}  // namespace tessera::engine

@@ -1,0 +1,95 @@
+// Internal to engine: the groups of an engine's ranks, cut out of the data-parallel group that it
+// was given: the runtime's, or a BuildScope's. Ranks of other axes (tensor, sequence) are in other
+// groups, and take no part in anything here.
+//
+//   all              every rank that trains the model: agreement, norm, saves
+//   gathers          the ranks that hold one copy together, by shard: gathers
+//   reductions       the same ranks, by rank: when a bucket is full may differ between ranks, so
+//                    reductions do not stand in one order with gathers
+//   agreed_reductions  the same ranks, by rank, in one order with gathers: where ranks have agreed
+//   replicas         ranks of all copies that hold the same shard, by copy: one sum per step
+//   phases           of gathers in two phases
+//
+// With one copy and gathers in one phase, `gathers` is `all`, and there are no replicas: MiCS with
+// one group of all ranks is plain ZeRO-3.
+//
+// What fixes the order of collectives: the construction, with the caller's; groups are split in the
+// order above.
+//
+// Threads: as Engine.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/group.h"
+#include "tessera/comm/mesh.h"
+#include "tessera/coordinator/gather_phases.h"
+#include "tessera/engine/runtime.h"
+
+namespace tessera::engine {
+
+// What the options make of the ranks of a data-parallel group. Collective unless the group is the
+// runtime's. Throws ConfigError with what is possible.
+comm::Mesh find_mesh(const Runtime& runtime, comm::Group& all);
+
+// Payload bytes that this rank has sent for an engine.
+struct SentBytes {
+  std::uint64_t inside = 0;  // to ranks of its host
+  std::uint64_t across = 0;  // to those of others
+};
+
+class MeshGroups {
+ public:
+  // Collective.
+  MeshGroups(Runtime& runtime, comm::Group& all);
+  MeshGroups(const MeshGroups&) = delete;
+  MeshGroups& operator=(const MeshGroups&) = delete;
+
+  const comm::Mesh& mesh() const { return mesh_; }
+  comm::Group& all() const { return all_; }
+  comm::Group& gathers() const { return gathers_ ? *gathers_ : all_; }
+  comm::Group& reductions() const { return reductions_ ? *reductions_ : all_reductions(); }
+  comm::Group& agreed_reductions() const {
+    return agreed_reductions_ ? *agreed_reductions_ : gathers();
+  }
+  comm::Group* replicas() const { return replicas_.get(); }
+  // All ranks, in one order with reductions.
+  comm::Group& all_reductions() const {
+    return own_reductions_ ? *own_reductions_ : runtime_.reduce_group();
+  }
+  coordinator::GatherPhases phases() const { return {across_.get(), inside_.get()}; }
+
+  // Of this rank.
+  int shard_index() const { return gathers().rank(); }
+  int replica() const { return mesh_.replica_of(all_.rank()); }
+  // By rank of `gathers`: the rank among all.
+  std::vector<int> ranks_of_copy() const;
+  SentBytes sent() const;
+
+ private:
+  struct Counted {  // of a group of ours
+    const comm::Group* group = nullptr;
+    int num_inside = 0;  // peers
+    int num_across = 0;
+    std::uint64_t before = 0;  // what it had sent when the engine was made
+  };
+  void count(const comm::Group* group, const std::vector<int>& ranks);
+
+  Runtime& runtime_;
+  comm::Group& all_;
+  const comm::Mesh mesh_;
+  std::unique_ptr<comm::Group> own_reductions_;  // of all, where that is not the runtime's group
+  std::unique_ptr<comm::Group> gathers_;
+  std::unique_ptr<comm::Group> reductions_;
+  std::unique_ptr<comm::Group> agreed_reductions_;
+  std::unique_ptr<comm::Group> replicas_;
+  std::unique_ptr<comm::Group> across_;
+  std::unique_ptr<comm::Group> inside_;
+  std::vector<Counted> counted_;
+};
+
+}  // namespace tessera::engine
