@@ -1,0 +1,177 @@
+#include "tessera/planner/mesh_choice.h"
+
+#include <algorithm>
+
+#include <gtest/gtest.h>
+
+#include "tessera/grad/bucket.h"
+#include "tessera/shard/layout.h"
+#include "tests/planner/plan_cases.h"
+
+namespace tessera::planner {
+namespace {
+
+MeshQuestion asked(const ModelShapes& model, int num_ranks, int ranks_per_host,
+                   std::int64_t num_micro_batches = 1) {
+  MeshQuestion question;
+  question.world = {num_ranks, ranks_per_host, 0, false};
+  question.num_micro_batches = num_micro_batches;
+  question.num_gathers.assign(model.params.size(), 2);
+  return question;
+}
+
+MemoryPlanOptions on_gpus(std::int64_t device_bytes = kUnlimited) {
+  MemoryPlanOptions options;
+  options.is_discrete = true;
+  options.device_bytes = device_bytes;
+  options.is_device_given = device_bytes != kUnlimited;
+  options.wire_dtype = DType::kBFloat16;
+  return options;
+}
+
+const MeshChoice& of_size(const std::vector<MeshChoice>& choices, int size, bool hierarchical) {
+  const auto found = std::find_if(choices.begin(), choices.end(), [&](const MeshChoice& each) {
+    return each.mesh.shard_size() == size && each.mesh.hierarchical() == hierarchical;
+  });
+  EXPECT_NE(found, choices.end()) << size;
+  return *found;
+}
+
+TEST(MeshChoice, HasEveryPossibleMeshOnce) {
+  const ModelShapes model = large_gpt();
+  std::vector<std::string> names;
+  for (const MeshChoice& each : mesh_choices(model, on_gpus(), asked(model, 12, 4))) {
+    names.push_back(std::to_string(each.mesh.shard_size()) +
+                    (each.mesh.hierarchical() ? " hierarchical" : ""));
+  }
+  EXPECT_EQ(names, (std::vector<std::string>{"1", "2", "4", "12", "12 hierarchical"}));
+  const std::vector<MeshChoice> one_rank_per_host =
+      mesh_choices(model, on_gpus(), asked(model, 4, 1));
+  EXPECT_EQ(one_rank_per_host.size(), 3U) << "both gathers are the same there";
+}
+
+// By the sum over parameters.
+TEST(MeshChoice, CountsTheBytesOfEveryParameter) {
+  ModelMaker maker(DType::kBFloat16);
+  maker.unit("a", {100001, 17}).unit("frozen", {5000}, false).unit("b", {70000});
+  const ModelShapes model = maker.make();
+  MemoryPlanOptions options = on_gpus();
+  options.bucket_bytes = kGiB;
+  options.is_bucket_given = true;
+  MeshQuestion question = asked(model, 8, 4, 3);
+  question.num_gathers = {2, 1, 3, 2};
+  for (const MeshChoice& each : mesh_choices(model, options, question)) {
+    const int size = each.mesh.shard_size();
+    SCOPED_TRACE(size);
+    std::int64_t gathered = 0;
+    std::int64_t reduced = 0;
+    for (std::size_t id = 0; id < model.params.size(); ++id) {
+      const shard::Layout layout(model.params[id].numel, size, model.dtype);
+      gathered += question.num_gathers[id] * layout.padded_numel() * 2;
+      reduced += model.params[id].trainable ? layout.padded_numel() : 0;
+    }
+    EXPECT_EQ(each.bytes.gathers, comm::gather_bytes(each.mesh, gathered));
+    comm::SentBytes scattered = comm::reduce_scatter_bytes(each.mesh, reduced * 2);
+    scattered.inside *= 3;
+    scattered.across *= 3;
+    EXPECT_EQ(each.bytes.reduce_scatters, scattered);
+    EXPECT_EQ(each.bytes.replica_sums, comm::replica_sum_bytes(each.mesh, reduced / size, 4));
+  }
+}
+
+TEST(MeshChoice, TakesTheMemoryThatIsPlannedForSoManyShards) {
+  const ModelShapes model = large_gpt();
+  for (const bool is_discrete : {false, true}) {
+    MemoryPlanOptions options = on_gpus();
+    options.is_discrete = is_discrete;
+    std::int64_t last = kUnlimited;
+    for (const MeshChoice& each : mesh_choices(model, options, asked(model, 16, 0))) {
+      MemoryPlanOptions of_size = options;
+      of_size.num_ranks = each.mesh.shard_size();
+      const MemoryPlan plan = planned(model, of_size);
+      EXPECT_EQ(each.memory_bytes, is_discrete ? plan.device_memory_bytes() : plan.memory_bytes());
+      if (each.mesh.shard_size() > 2) {  // a whole copy gathers nothing
+        EXPECT_LT(each.memory_bytes, last);
+      }
+      EXPECT_TRUE(each.fits);
+      last = each.memory_bytes;
+    }
+  }
+}
+
+TEST(MeshChoice, CountsTheStagingOfGroupsThatSpanHosts) {
+  const ModelShapes model = large_gpt();
+  MemoryPlanOptions options;
+  options.call_memory = comm::CallMemory::kShared;
+  const auto bytes_with = [&](int ranks_per_host) {
+    return of_size(mesh_choices(model, options, asked(model, 8, ranks_per_host)), 8, false)
+        .memory_bytes;
+  };
+  EXPECT_EQ(bytes_with(0), bytes_with(8));
+  EXPECT_GT(bytes_with(4), bytes_with(8));
+}
+
+TEST(MeshChoice, FitsWhereItsMemoryIsWithinTheBudget) {
+  const ModelShapes model = large_gpt();
+  const MeshQuestion question = asked(model, 16, 0);
+  const std::int64_t enough =
+      of_size(mesh_choices(model, on_gpus(), question), 4, false).memory_bytes;
+  for (const std::int64_t budget : {enough, enough - 1}) {
+    const std::vector<MeshChoice> choices = mesh_choices(model, on_gpus(budget), question);
+    EXPECT_EQ(of_size(choices, 4, false).fits, budget == enough);
+    EXPECT_EQ(of_size(choices, 4, false).memory_bytes, enough) << "the same with a budget";
+    EXPECT_TRUE(of_size(choices, 16, false).fits);
+  }
+}
+
+TEST(MeshChoice, TimeIsThatOfTheSlowerLinkAndBothPhasesOfAGatherAddUp) {
+  MeshChoice choice;
+  choice.bytes.gathers = {600, 100};
+  choice.bytes.reduce_scatters = {300, 400};
+  choice.bytes.replica_sums = {50, 0};
+  const LinkRates rates{100, 200};
+  choice.mesh = comm::plan_mesh({8, 4, 8, false});
+  // Inside: 6, 3 and 0.5 s. Across, of four ranks: 2, 8 and 0 s.
+  EXPECT_DOUBLE_EQ(communication_s(choice, rates), 6 + 8 + 0.5);
+  choice.mesh = comm::plan_mesh({8, 4, 8, true});
+  EXPECT_DOUBLE_EQ(communication_s(choice, rates), 8 + 8 + 0.5);
+}
+
+TEST(MeshChoice, RecommendsSmallGroupsOnASlowNetworkAndTheLeastMemoryAmongEqual) {
+  const ModelShapes model = large_gpt();
+  const std::vector<MeshChoice> choices = mesh_choices(model, on_gpus(), asked(model, 16, 4, 4));
+  const LinkRates slow_network{300e9, 1e9};
+  const auto best = best_mesh(choices, slow_network);
+  ASSERT_TRUE(best);
+  EXPECT_EQ(choices[*best].mesh.hosts_per_group(), 1);
+  for (const MeshChoice& each : choices) {
+    EXPECT_GE(communication_s(each, slow_network), communication_s(choices[*best], slow_network));
+  }
+  // Only the whole world fits: what is slower then is still the answer.
+  const std::int64_t least = of_size(choices, 16, false).memory_bytes;
+  const std::vector<MeshChoice> tight = mesh_choices(model, on_gpus(least), asked(model, 16, 4, 4));
+  const auto forced = best_mesh(tight, slow_network);
+  ASSERT_TRUE(forced);
+  EXPECT_EQ(tight[*forced].mesh.shard_size(), 16);
+  EXPECT_TRUE(tight[*forced].mesh.hierarchical()) << "fewer bytes on the slow link";
+  EXPECT_FALSE(best_mesh(mesh_choices(model, on_gpus(1000), asked(model, 16, 4)), slow_network));
+
+  std::vector<MeshChoice> equal(3);
+  equal[0].memory_bytes = 20;
+  equal[1].memory_bytes = 10;
+  equal[2].memory_bytes = 30;
+  EXPECT_EQ(best_mesh(equal, slow_network), 1U);
+}
+
+TEST(MeshChoice, AnswersForAMillionRanks) {
+  const ModelShapes model = small_gpt(5120, 40, 50304, DType::kBFloat16);
+  const std::vector<MeshChoice> choices = mesh_choices(model, on_gpus(), asked(model, 1 << 20, 8));
+  EXPECT_EQ(choices.size(), 21U + 17U);
+  for (const MeshChoice& each : choices) {
+    EXPECT_GT(each.memory_bytes, 0);
+    EXPECT_GE(each.bytes.rank().across, 0);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::planner
