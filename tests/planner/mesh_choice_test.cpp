@@ -4,7 +4,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tessera/grad/bucket.h"
+#include "tessera/comm/shm_backend.h"
 #include "tessera/shard/layout.h"
 #include "tests/planner/plan_cases.h"
 
@@ -109,6 +109,18 @@ TEST(MeshChoice, CountsTheStagingOfGroupsThatSpanHosts) {
   };
   EXPECT_EQ(bytes_with(0), bytes_with(8));
   EXPECT_GT(bytes_with(4), bytes_with(8));
+}
+
+TEST(MeshChoice, AWholeCopyHoldsNothingForGathers) {
+  const ModelShapes model = large_gpt();
+  MemoryPlanOptions options;
+  const auto bytes_of_copy = [&] {
+    return of_size(mesh_choices(model, options, asked(model, 8, 0)), 1, false).memory_bytes;
+  };
+  const std::int64_t alone = bytes_of_copy();
+  options.call_memory = comm::CallMemory::kShared;
+  options.group_memory = comm::kShmChunks;
+  EXPECT_EQ(bytes_of_copy(), alone);
 }
 
 TEST(MeshChoice, FitsWhereItsMemoryIsWithinTheBudget) {
