@@ -48,7 +48,8 @@ struct BenchCommPlan {
   std::string trace_path;
   std::size_t num_spans = 0;  // 0: no tracing
   std::vector<std::string> notices;
-  int num_ranks = 0;  // 0: as many as a launcher has started
+  int num_ranks = 0;       // 0: as many as a launcher has started
+  int ranks_per_host = 0;  // 0: hosts are what is found
 };
 
 BenchCommPlan checked_plan(const BenchCommFlags& flags) {
@@ -62,6 +63,7 @@ BenchCommPlan checked_plan(const BenchCommFlags& flags) {
   plan.log = LogOptions::from(config);
   plan.notices = config.notices();
   plan.backend = config.get_string("comm.backend");
+  plan.ranks_per_host = static_cast<int>(config.get_int("comm.ranks_per_host"));
   plan.trace_path = config.get_string("trace.path");
   if (!plan.trace_path.empty()) {
     check_output_file("trace.path", plan.trace_path);
@@ -209,6 +211,7 @@ class BenchWorlds {
     options.group.device = device.get();
     options.group.spans = &spans_;
     options.backend = kind;
+    options.ranks_per_host = plan_.ranks_per_host;
     options.cuda_device = device->is_discrete() ? gpu_index() : -1;
     comm::World world = comm::join_world(rendezvous_, options);
     process_.set_status(world.status);

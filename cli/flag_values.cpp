@@ -54,6 +54,15 @@ double parse_duration(std::string_view flag, std::string_view text) {
   return *seconds;
 }
 
+double parse_rate(std::string_view flag, std::string_view text) {
+  constexpr std::string_view kPerSecond = "/s";
+  const bool has_unit = text.ends_with(kPerSecond);
+  const auto bytes = parse_bytes(has_unit ? text.substr(0, text.size() - kPerSecond.size()) : text);
+  TESSERA_CHECK(bytes && *bytes >= 1, ConfigError, flag, " ", tessera::in_quotes(text),
+                " is not a rate of at least 1B per second; write for example 300GB or 12.5GiB/s");
+  return static_cast<double>(*bytes);
+}
+
 std::vector<std::size_t> parse_sizes(std::string_view flag, std::string_view text) {
   std::vector<std::size_t> sizes;
   std::size_t begin = 0;

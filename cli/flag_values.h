@@ -27,6 +27,9 @@ DType parse_precision(std::string_view flag, std::string_view text);
 // milliseconds.
 double parse_duration(std::string_view flag, std::string_view text);
 
+// Bytes per second, at least one: "300GB", "12.5GiB/s".
+double parse_rate(std::string_view flag, std::string_view text);
+
 // "4KiB,1MiB": at least one, each at least one byte.
 std::vector<std::size_t> parse_sizes(std::string_view flag, std::string_view text);
 

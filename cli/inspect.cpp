@@ -24,6 +24,9 @@ int run_inspect(const InspectFlags& flags) {
   result.preset = model_name(flags.train);
   result.input = checked_step_input(flags.train, static_cast<int>(num_ranks));
   result.plan = plan_step(result.input);
+  result.meshes =
+      compare_meshes(result.input, result.plan,
+                     parse_link_rates(flags.link_inside, flags.link_across, result.input.mesh));
   std::cout << (flags.json ? inspect_json(result) : inspect_screen(result));
   return kExitOk;
 }
@@ -45,6 +48,14 @@ Action add_inspect(CLI::App& app) {
   app.add_option("--device", flags->train.device, "cpu (default) or cuda; a GPU need not be here")
       ->type_name("NAME");
   add_memory_flags(app, flags->train);
+  add_mesh_flags(app, flags->train);
+  app.add_option("--link-inside", flags->link_inside,
+                 "Bytes per second that a rank sends to others of its host, for the time that each "
+                 "mesh takes: 300GB")
+      ->type_name("RATE");
+  app.add_option("--link-across", flags->link_across,
+                 "Bytes per second that a host sends to the others: 50GB")
+      ->type_name("RATE");
   app.add_flag("--json", flags->json, "Prints JSON instead of a screen")->disable_flag_override();
   add_config_flags(app, flags->train.config);
   return [flags](const Arguments&) { return run_inspect(*flags); };

@@ -15,6 +15,8 @@ namespace tessera::cli {
 
 struct InspectFlags {
   TrainFlags train;  // its ranks are planned for, and not started
+  std::string link_inside;
+  std::string link_across;
   bool json = false;
 };
 

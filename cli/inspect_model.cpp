@@ -22,7 +22,7 @@ StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
       "not planned; leave it out to inspect");
   StepPlanInput input;
   input.model = models::gpt_shape(plan.model);
-  input.num_ranks = num_ranks;
+  input.mesh = plan.mesh;
   input.options = coordinator::CoordinatorOptions::from(plan.config);
   input.num_micro_batches = plan.batch.accumulate;
   const bool on_cuda = plan.cuda_device >= 0;
@@ -37,10 +37,12 @@ StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
       budgets.reuse_distance_bytes = memory.reuse_distance_bytes;
     }
   } else if (on_cuda) {
-    input.resident = make_memory_plan(plan.config, plan.model, num_ranks, on_cuda);
+    input.resident = make_memory_plan(plan.config, plan.model, plan.mesh, on_cuda);
   }
   input.memory = plan.memory;
-  input.disk_s = kept_disk_s(plan, num_ranks);
+  input.disk_s = kept_disk_s(plan, plan.mesh.ranks_per_host());
+  input.shapes = models::planner_shapes(input.model);
+  input.memory_options = planner::MemoryPlanOptions::from(plan.config, num_ranks, on_cuda);
   return input;
 }
 

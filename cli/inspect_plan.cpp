@@ -31,7 +31,7 @@ std::int64_t arena_bytes_of(const shard::Layout& layout) {
 void measure_params(const StepPlanInput& input, StepPlan& plan) {
   for (const models::ParamShape& param : input.model.params) {
     const shard::Layout& layout =
-        plan.layouts.emplace_back(param.numel(), input.num_ranks, input.model.dtype);
+        plan.layouts.emplace_back(param.numel(), input.mesh.shard_size(), input.model.dtype);
     plan.numel += layout.numel();
     plan.full_bytes += full_bytes_of(layout);
     plan.shard_bytes += static_cast<std::int64_t>(layout.shard_bytes());
@@ -41,8 +41,8 @@ void measure_params(const StepPlanInput& input, StepPlan& plan) {
 // In a group of one a shard in the memory that operators read is the full parameter: it is used
 // where it lies.
 bool is_gathered(const StepPlanInput& input, int id) {
-  if (input.num_ranks > 1 || !input.memory) {
-    return input.num_ranks > 1;
+  if (input.mesh.shard_size() > 1 || !input.memory) {
+    return input.mesh.shard_size() > 1;
   }
   return input.memory->plan.params[index_of(id)].parameter != Tier::kDevice;
 }
@@ -132,6 +132,7 @@ void walk_plan(const coordinator::PlanInput& input, const PrefetchPlan& prefetch
     GatherCall call{std::move(params), 0};
     for (const int id : call.params) {
       call.bytes += full_bytes_of(plan.layouts[index_of(id)]);
+      ++plan.num_gathers[index_of(id)];
     }
     held_bytes += call.bytes;
     plan.step.num_gathers += call.params.empty() ? 0 : 1;
@@ -203,6 +204,7 @@ StepPlan plan_step(const StepPlanInput& input) {
                 kMaxUses, " uses can be planned; take fewer micro-batches");
   StepPlan plan;
   measure_params(input, plan);
+  plan.num_gathers.assign(plan.layouts.size(), 0);
   measure_units(input, plan);
   const std::vector<Use> uses = trace_of_chain(plan.units.size(), input.num_micro_batches);
   const bool gathers =

@@ -16,6 +16,7 @@
 
 #include "cli/train_memory_plan.h"
 #include "models/gpt_shapes.h"
+#include "tessera/comm/mesh.h"
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/shard/layout.h"
 
@@ -25,7 +26,7 @@ inline std::size_t index_of(int number) { return static_cast<std::size_t>(number
 
 struct StepPlanInput {
   models::ModelShape model;
-  int num_ranks = 1;
+  comm::Mesh mesh;  // a parameter is cut for the ranks of a shard group
   coordinator::CoordinatorOptions options;
   std::int64_t num_micro_batches = 1;  // of a rank
   // Budgets, tiers and NVMe, where an option asks for them; its limits count.
@@ -34,6 +35,9 @@ struct StepPlanInput {
   std::optional<TrainMemory> resident;
   // Of a step, at least, by what was measured of the disks before; none: they were not.
   std::optional<double> disk_s;
+  // What other meshes would take is planned from these; their ranks do not count.
+  planner::ModelShapes shapes;
+  planner::MemoryPlanOptions memory_options;
 };
 
 // Bytes are those of full parameters, padding included.
@@ -69,8 +73,9 @@ struct StepPlan {
   // By parameter.
   std::vector<shard::Layout> layouts;
   std::vector<bool> persists;
-  std::vector<int> owners;     // the first unit that needs it
-  std::vector<int> num_units;  // that need it
+  std::vector<int> owners;                // the first unit that needs it
+  std::vector<int> num_units;             // that need it
+  std::vector<std::int64_t> num_gathers;  // of a step
   // By unit.
   std::vector<Unit> units;
 

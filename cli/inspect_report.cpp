@@ -227,8 +227,11 @@ class TimelineText {
 std::string limits_text(const InspectResult& result) {
   const coordinator::CoordinatorOptions& options = result.input.options;
   const StepPlan& plan = result.plan;
-  if (result.input.num_ranks == 1 && plan.arena_bytes == 0) {
-    return "One rank: a shard is the full parameter, and nothing is gathered.\n";
+  const comm::Mesh& mesh = result.input.mesh;
+  if (mesh.shard_size() == 1 && plan.arena_bytes == 0) {
+    return mesh.num_ranks() > 1
+               ? "Every rank has a whole copy: nothing is gathered.\n"
+               : "One rank: a shard is the full parameter, and nothing is gathered.\n";
   }
   return fmt::format(
              "Each rank: {} of shards, {} of memory for full parameters; {} of them persist\n",
@@ -326,9 +329,12 @@ std::string inspect_screen(const InspectResult& result) {
   const std::int64_t num_micro = result.input.num_micro_batches;
   std::string text =
       fmt::format("{} in {} over {} rank{}: {} units, {} parameters\n\n", result.preset,
-                  to_string(model.dtype), result.input.num_ranks, plural(result.input.num_ranks),
-                  model.units.size(), model.params.size());
+                  to_string(model.dtype), result.input.mesh.num_ranks(),
+                  plural(result.input.mesh.num_ranks()), model.units.size(), model.params.size());
   text += UnitsText(result).text() + "\n" + limits_text(result);
+  if (const std::string mesh = mesh_screen(result.meshes); !mesh.empty()) {
+    text += "\n" + mesh;
+  }
   if (const TrainMemory* const memory = told_memory(result)) {
     text += "\n" + tiers_screen(*memory);
     if (memory->plan.uses_nvme) {
@@ -353,7 +359,7 @@ std::string inspect_json(const InspectResult& result) {
   const StepPlan& plan = result.plan;
   Json document{{"preset", result.preset},
                 {"precision", to_string(result.input.model.dtype)},
-                {"num_ranks", result.input.num_ranks},
+                {"num_ranks", result.input.mesh.num_ranks()},
                 {"num_micro_batches", result.input.num_micro_batches},
                 {"limits",
                  {{"live_bytes", options.budgets.live_limit_bytes},
@@ -377,6 +383,7 @@ std::string inspect_json(const InspectResult& result) {
                   {"gathered_bytes", plan.step.gathered_bytes},
                   {"num_misses", plan.step.num_misses},
                   {"peak_bytes", plan.step.peak_bytes}}}};
+  document["mesh"] = mesh_json(result.meshes);
   if (const TrainMemory* const memory = told_memory(result)) {
     document["tiers"] = tiers_json(*memory);
     if (result.input.disk_s) {

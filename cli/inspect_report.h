@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "cli/inspect_mesh.h"
 #include "cli/inspect_plan.h"
 
 namespace tessera::cli {
@@ -14,6 +15,7 @@ struct InspectResult {
   std::string preset;
   StepPlanInput input;
   StepPlan plan;
+  MeshComparison meshes;
 };
 
 // Units and parameters (units that are alike are told once), limits, timeline, sums of a step.

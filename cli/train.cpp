@@ -218,6 +218,21 @@ void add_memory_flags(CLI::App& app, TrainFlags& flags) {
             sets("optim.cpu_share") + ": of the update beside a GPU, from 0 to 1", "X");
 }
 
+void add_mesh_flags(CLI::App& app, TrainFlags& flags) {
+  add_value(app, "--shard-size", flags.shard_size,
+            sets("shard.group_size") +
+                ": ranks that hold one copy of the model together (MiCS; default 0: all)",
+            "N");
+  add_switch(app, "--hierarchical", flags.hierarchical,
+             "Gathers across hosts first and inside each host second; sets option "
+             "shard.hierarchical_gather");
+  add_value(app, "--ranks-per-host", flags.ranks_per_host,
+            sets("comm.ranks_per_host") +
+                ": ranks of each host (default: as found); fewer than there are make one host "
+                "several",
+            "N");
+}
+
 Action add_train(CLI::App& app) {
   auto flags = std::make_shared<TrainFlags>();
   add_model_flags(app, *flags);
@@ -225,6 +240,7 @@ Action add_train(CLI::App& app) {
   add_training_flags(app, *flags);
   add_schedule_flags(app, flags->schedule);
   add_memory_flags(app, *flags);
+  add_mesh_flags(app, *flags);
   add_run_flags(app, *flags);
   add_checkpoint_flags(app, flags->checkpoint);
   add_config_flags(app, flags->config);

@@ -80,6 +80,10 @@ struct TrainFlags {
   std::string optimizer;
   std::string cpu_share;
 
+  std::string shard_size;
+  bool hierarchical = false;
+  std::string ranks_per_host;
+
   std::string metrics;
   std::string tensorboard;
   std::string log_every;
@@ -100,6 +104,9 @@ void add_model_flags(CLI::App& app, TrainFlags& flags);
 
 // Those that say how much memory there is, and where else shards may live.
 void add_memory_flags(CLI::App& app, TrainFlags& flags);
+
+// Those that say which ranks hold one copy of the model together.
+void add_mesh_flags(CLI::App& app, TrainFlags& flags);
 
 // Throws ConfigError, in one line, for whatever would stop this many ranks of this machine.
 // Allocates and writes nothing.

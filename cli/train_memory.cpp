@@ -127,21 +127,21 @@ StepExpectations expectations(const TrainPlan& plan, const planner::ModelShapes&
 
 }  // namespace
 
-TrainMemory make_memory_plan(const Config& config, const models::GptOptions& model, int num_ranks,
-                             bool on_cuda) {
+TrainMemory make_memory_plan(const Config& config, const models::GptOptions& model,
+                             const comm::Mesh& mesh, bool on_cuda) {
   TrainMemory memory;
   memory.shapes = models::planner_shapes(models::gpt_shape(model));
-  memory.options = planner::MemoryPlanOptions::from(config, num_ranks, on_cuda);
+  memory.options = planner::MemoryPlanOptions::from(config, mesh.shard_size(), on_cuda);
   memory.plan =
       planner::plan_memory(memory.shapes, memory.options, config.get_int("batch.accumulate"));
-  complete(config, model, num_ranks, memory);
+  complete(config, model, mesh.num_ranks(), memory);
   return memory;
 }
 
 std::optional<TrainMemory> plan_memory(const Config& config, const models::GptOptions& model,
-                                       int num_ranks, bool on_cuda) {
+                                       const comm::Mesh& mesh, bool on_cuda) {
   return asks_for_plan(config)
-             ? std::optional<TrainMemory>(make_memory_plan(config, model, num_ranks, on_cuda))
+             ? std::optional<TrainMemory>(make_memory_plan(config, model, mesh, on_cuda))
              : std::nullopt;
 }
 
@@ -165,7 +165,7 @@ void check_machine(const TrainPlan& plan, int num_local_ranks) {
   const planner::ModelShapes shapes = models::planner_shapes(models::gpt_shape(plan.model));
   planner::default_budgets(
       shapes,
-      planner::MemoryPlanOptions::from(plan.config, plan.batch.num_ranks, plan.cuda_device >= 0),
+      planner::MemoryPlanOptions::from(plan.config, plan.mesh.shard_size(), plan.cuda_device >= 0),
       plan.batch.accumulate, expectations(plan, shapes).memory, memory);
 }
 

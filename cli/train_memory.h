@@ -12,6 +12,7 @@
 
 #include "cli/train_memory_plan.h"
 #include "models/gpt.h"
+#include "tessera/comm/mesh.h"
 #include "tessera/core/config.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/planner/update_split.h"
@@ -22,12 +23,12 @@ struct TrainPlan;
 
 // Whether an option asks for it or not. Throws ConfigError, with the arithmetic, if it does not
 // fit. REQUIRES: batch.total and batch.accumulate are set.
-TrainMemory make_memory_plan(const Config& config, const models::GptOptions& model, int num_ranks,
-                             bool on_cuda);
+TrainMemory make_memory_plan(const Config& config, const models::GptOptions& model,
+                             const comm::Mesh& mesh, bool on_cuda);
 
 // Null: nothing asks for it.
 std::optional<TrainMemory> plan_memory(const Config& config, const models::GptOptions& model,
-                                       int num_ranks, bool on_cuda);
+                                       const comm::Mesh& mesh, bool on_cuda);
 
 // Collective: plans the memory of this run as its engine would (engine/memory_planning.h), with
 // what is known of the model's activations, and keeps that in the plan, for the engine. Returns

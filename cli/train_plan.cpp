@@ -48,6 +48,13 @@ void apply_memory_flags(const TrainFlags& flags, Config& config) {
   set_from_flag("--cpu-share", flags.cpu_share, "optim.cpu_share", config);
 }
 
+void apply_mesh_flags(const TrainFlags& flags, Config& config) {
+  set_from_flag("--shard-size", flags.shard_size, "shard.group_size", config);
+  set_from_flag("--hierarchical", flags.hierarchical ? "true" : "", "shard.hierarchical_gather",
+                config);
+  set_from_flag("--ranks-per-host", flags.ranks_per_host, "comm.ranks_per_host", config);
+}
+
 void apply_flags(const TrainFlags& flags, Config& config) {
   set_from_flag("--batch", flags.batch, "batch.total", config);
   set_from_flag("--accumulate", flags.accumulate, "batch.accumulate", config);
@@ -58,7 +65,16 @@ void apply_flags(const TrainFlags& flags, Config& config) {
   set_from_flag("--trace", flags.trace, "trace.path", config);
   TESSERA_CHECK(flags.batch.empty() || config.get_int("batch.total") > 0, ConfigError, "--batch ",
                 tessera::in_quotes(flags.batch), " holds no sequence; give at least one per rank");
+  apply_mesh_flags(flags, config);
   apply_schedule_flags(flags.schedule, config);
+}
+
+// Of hosts as the launcher tells of them, where no option does. Hosts that are not alike have no
+// axis of their own.
+comm::Mesh checked_mesh(const Config& config, const comm::Rendezvous& place) {
+  const bool are_alike = place.world_size % place.local_world_size == 0;
+  return comm::plan_mesh(
+      comm::MeshOptions::from(config, place.world_size, are_alike ? place.local_world_size : 0));
 }
 
 // Without what flags add to it.
@@ -226,6 +242,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   const int num_gpus = std::max(1, device::num_cuda_devices());
   plan.ranks_per_gpu = (place.local_world_size + num_gpus - 1) / num_gpus;
 
+  plan.mesh = checked_mesh(plan.config, place);
   plan.batch = resolve_batch(plan.config, place.world_size, kDefaultBatch);
   plan_data(flags, plan);
   // A run that is verified first keeps its flags, and with them its learning rates.
@@ -236,7 +253,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
                                        plan.verify ? num_verified : kDefaultSteps, 1, kMaxSteps);
   plan.num_steps = plan.verify ? num_verified : plan.schedule_steps;
   check_training_options(plan);
-  plan.memory = plan_memory(plan.config, plan.model, place.world_size, plan.cuda_device >= 0);
+  plan.memory = plan_memory(plan.config, plan.model, plan.mesh, plan.cuda_device >= 0);
   TESSERA_CHECK(
       !plan.memory || !plan.unsharded, ConfigError,
       "--unsharded takes what memory it needs, and no budget, place or NVMe; leave one of "

@@ -24,6 +24,7 @@
 #include "models/data.h"
 #include "models/gpt.h"
 #include "models/gpt_weights.h"
+#include "tessera/comm/mesh.h"
 #include "tessera/core/config.h"
 #include "tessera/engine/memory_planning.h"
 
@@ -48,6 +49,7 @@ struct TrainPlan {
   models::GptOptions model;
   models::DataOptions data;
   BatchShape batch;
+  comm::Mesh mesh;
   std::uint64_t seed = 0;
 
   std::int64_t num_epochs = 0;           // 0: steps are counted, not epochs

@@ -359,5 +359,129 @@ TEST(Inspect, MarksOnlyWhatIsGatheredAsPersistent) {
   }
 }
 
+// --- meshes ---
+
+const Json& choice_of(const Json& plan, int shard_size, bool hierarchical) {
+  for (const Json& each : plan["mesh"]["choices"]) {
+    if (each["shard_size"] == shard_size && each["hierarchical"] == hierarchical) {
+      return each;
+    }
+  }
+  ADD_FAILURE() << "no groups of " << shard_size;
+  return plan;
+}
+
+TEST(InspectMesh, CutsParametersForTheRanksOfAGroup) {
+  const Json plain = inspected_json({"--ranks", "4"});
+  const Json groups = inspected_json({"--ranks", "8", "--shard-size", "4"});
+  for (const char* part : {"params", "units", "totals", "timeline", "step"}) {
+    EXPECT_EQ(groups[part], plain[part]) << part;
+  }
+  EXPECT_EQ(groups["num_ranks"], 8);
+  EXPECT_EQ(groups["mesh"]["shard_size"], 4);
+  EXPECT_EQ(groups["mesh"]["num_replicas"], 2);
+  EXPECT_EQ(plain["mesh"]["num_replicas"], 1);
+}
+
+// By the sizes of the plan itself: on 4 hosts of 2, groups of 4 span two of them.
+TEST(InspectMesh, CountsTheBytesOfAStepPerLink) {
+  for (const bool hierarchical : {false, true}) {
+    std::vector<std::string> arguments{"--ranks",          "8", "--shard-size", "4",
+                                       "--ranks-per-host", "2", "--accumulate", "3"};
+    if (hierarchical) {
+      arguments.emplace_back("--hierarchical");
+    }
+    const Json plan = inspected_json(arguments);
+    const Json& step = plan["mesh"]["step"];
+    const std::int64_t shard = plan["step"]["gathered_bytes"].get<std::int64_t>() / 4;
+    EXPECT_EQ(step["gathers"]["inside_bytes"], hierarchical ? 2 * shard : shard);
+    EXPECT_EQ(step["gathers"]["across_bytes"], hierarchical ? shard : 2 * shard);
+    const std::int64_t reduced = plan["totals"]["shard_bytes"];
+    EXPECT_EQ(step["reduce_scatters"]["inside_bytes"], 3 * reduced);
+    EXPECT_EQ(step["reduce_scatters"]["across_bytes"], 3 * 2 * reduced);
+    EXPECT_EQ(step["replica_sums"]["inside_bytes"], 0);
+    EXPECT_EQ(step["replica_sums"]["across_bytes"], reduced) << "two halves to one other copy";
+    const Json& own = choice_of(plan, 4, hierarchical);
+    EXPECT_EQ(own["across_bytes"], step["gathers"]["across_bytes"].get<std::int64_t>() +
+                                       step["reduce_scatters"]["across_bytes"].get<std::int64_t>() +
+                                       reduced);
+    EXPECT_EQ(own["host_across_bytes"], 2 * own["across_bytes"].get<std::int64_t>());
+  }
+}
+
+TEST(InspectMesh, AWholeCopyPerRankStillComparesWithTheOthers) {
+  const Json copies = inspected_json({"--ranks", "4", "--shard-size", "1"});
+  EXPECT_EQ(copies["step"]["num_gathers"], 0);
+  EXPECT_EQ(copies["mesh"]["step"]["gathers"]["inside_bytes"], 0);
+  EXPECT_GT(copies["mesh"]["step"]["replica_sums"]["inside_bytes"], 0);
+  EXPECT_EQ(choice_of(copies, 4, false), choice_of(inspected_json({"--ranks", "4"}), 4, false));
+  EXPECT_HAS(inspected({"--ranks", "4", "--shard-size", "1"}), "Every rank has a whole copy");
+}
+
+TEST(InspectMesh, RecommendsByTheRatesOfTheLinks) {
+  const std::vector<std::string> arguments{
+      "--preset", "gpt2-124m",     "--ranks", "16",           "--ranks-per-host",
+      "4",        "--link-inside", "300GB/s", "--link-across"};
+  const auto with_network = [&](const char* rate, std::vector<std::string> more = {}) {
+    std::vector<std::string> all = arguments;
+    all.emplace_back(rate);
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  const Json slow = inspected_json(with_network("1GB"));
+  EXPECT_EQ(slow["mesh"]["links"]["inside_bytes_per_s"], 300e9);
+  EXPECT_LE(slow["mesh"]["recommended"]["hosts_per_group"], 1);
+  for (const Json& each : slow["mesh"]["choices"]) {
+    EXPECT_GE(each["time_s"], slow["mesh"]["recommended"]["time_s"]);
+  }
+  const std::vector<std::string> tight{"--device", "cuda", "--device-budget", "1250MB"};
+  const Json small = inspected_json(with_network("1GB", tight));
+  for (const Json& each : small["mesh"]["choices"]) {
+    EXPECT_EQ(each["fits"], each["memory_bytes"].get<std::int64_t>() <= 1'250'000'000);
+  }
+  EXPECT_FALSE(choice_of(small, 1, false)["fits"].get<bool>());
+  EXPECT_TRUE(small["mesh"]["recommended"]["fits"].get<bool>());
+  EXPECT_TRUE(small["mesh"]["recommended"]["hierarchical"].get<bool>()) << "fewer bytes across";
+
+  const std::string screen = inspected(with_network("1GB", tight));
+  EXPECT_HAS(screen, "mesh: 16 ranks = 1 copy x 16 shards, on 4 hosts of 4\n");
+  EXPECT_HAS(screen, "max(inside / 300 GB/s of a rank, across / 1 GB/s of a host)");
+  EXPECT_HAS(screen, "\nrecommended: ");
+  EXPECT_HAS(screen, "do not fit into the device budget");
+  EXPECT_HAS(inspected({"--ranks", "2"}), "--link-inside RATE and --link-across RATE add times");
+}
+
+TEST(InspectMesh, AnswersForAMillionRanks) {
+  const Json plan = inspected_json({"--preset", "gpt-13b", "--ranks", "1048576", "--ranks-per-host",
+                                    "8", "--shard-size", "64", "--precision", "bf16",
+                                    "--link-inside", "300GB", "--link-across", "50GB"});
+  EXPECT_EQ(plan["mesh"]["num_replicas"], 1048576 / 64);
+  EXPECT_EQ(plan["mesh"]["choices"].size(), 21U + 17U);
+  EXPECT_FALSE(plan["mesh"]["recommended"].is_null());
+}
+
+TEST(InspectMesh, RefusesWhatIsNoMeshAndNoRate) {
+  const auto refusal = [](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), "inspect");
+    const ProcessResult result = run_tessera_forked(arguments);
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_EQ(result.err_lines().size(), 1U) << result.err;
+    return result.err;
+  };
+  EXPECT_HAS(refusal({"--ranks", "8", "--shard-size", "3"}),
+             "shard.group_size = 3 (--shard-size) does not divide the 8 ranks; possible shard "
+             "sizes: 1, 2, 4, 8");
+  EXPECT_HAS(refusal({"--ranks", "8", "--hierarchical"}), "needs several hosts");
+  EXPECT_HAS(refusal({"--ranks", "8", "--ranks-per-host", "3"}), "does not divide the 8 ranks");
+  EXPECT_HAS(refusal({"--ranks", "4", "--link-inside", "fast", "--ranks-per-host", "2",
+                      "--link-across", "1GB"}),
+             "--link-inside \"fast\" is not a rate");
+  EXPECT_HAS(refusal({"--ranks", "4", "--link-across", "1GB"}), "all 4 ranks are on one host");
+  EXPECT_HAS(refusal({"--ranks", "4", "--ranks-per-host", "2", "--link-across", "1GB"}),
+             "--link-across without --link-inside");
+  EXPECT_HAS(refusal({"--ranks", "4", "--ranks-per-host", "2", "--link-inside", "1GB"}),
+             "--link-inside without --link-across");
+}
+
 }  // namespace
 }  // namespace tessera::testing

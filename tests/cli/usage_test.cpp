@@ -248,6 +248,18 @@ TEST_F(TrainUsage, WaysOfTrainingThatExcludeEachOtherAreRefused) {
   expect_refusal({"--threads", "0"}, "--threads");
 }
 
+TEST_F(TrainUsage, ShardGroupsThatRanksCannotHaveAreRefusedWithThoseThatTheyCan) {
+  expect_refusal({"--ranks", "4", "--shard-size", "3"},
+                 "shard.group_size = 3 (--shard-size) does not divide the 4 ranks; possible shard "
+                 "sizes: 1, 2, 4");
+  expect_refusal({"--ranks", "4", "--shard-size", "2", "--ranks-per-host", "2", "--hierarchical"},
+                 "lies inside one of 2 ranks (comm.ranks_per_host, --ranks-per-host); possible "
+                 "shard sizes: 4");
+  expect_refusal({"--ranks", "4", "--hierarchical"}, "needs several hosts");
+  expect_refusal({"--ranks", "4", "--set", "comm.ranks_per_host=3"}, "does not divide the 4 ranks");
+  expect_refusal({"--ranks", "4", "--shard-size", "x"}, "--shard-size");
+}
+
 TEST_F(TrainUsage, FlagsOfCheckpointsThatSayNothingUsefulAreRefused) {
   for (const Arguments& flags :
        std::vector<Arguments>{{"--save-every", "2"}, {"--keep", "2"}, {"--resume"}}) {

@@ -1,0 +1,228 @@
+#include "cli/inspect_mesh.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "cli/flag_values.h"
+#include "tessera/core/error.h"
+#include "tessera/core/units.h"
+
+namespace tessera::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using planner::MeshChoice;
+
+bool is_plain(const comm::Mesh& mesh) { return mesh.num_replicas() == 1 && !mesh.hierarchical(); }
+
+// --- the screen ---
+
+std::string time_text(double time_s) {
+  return time_s < 1 ? fmt::format("{:.3g} ms", time_s * 1e3) : fmt::format("{:.2f} s", time_s);
+}
+
+std::string rate_text(double bytes_per_s) { return fmt::format("{:.4g} GB/s", bytes_per_s * 1e-9); }
+
+std::string flags_text(const comm::Mesh& mesh) {
+  return (mesh.num_replicas() == 1 ? "plain ZeRO-3"
+                                   : fmt::format("--shard-size {}", mesh.shard_size())) +
+         std::string(mesh.hierarchical() ? ", --hierarchical" : "");
+}
+
+std::string trimmed(std::string line) {
+  line.erase(line.find_last_not_of(' ') + 1);
+  return line + "\n";
+}
+
+std::string own_bytes_text(const MeshChoice& own) {
+  constexpr const char* kRow = "  {:<22}{:>14}{:>14}{:>18}";
+  std::string text =
+      trimmed(fmt::format(kRow, "per step", "rank, inside", "rank, across", "host, across"));
+  const auto add = [&](const char* what, const comm::SentBytes& sent) {
+    text += trimmed(fmt::format(kRow, what, approximate_bytes(sent.inside),
+                                approximate_bytes(sent.across),
+                                approximate_bytes(sent.across * own.mesh.ranks_per_host())));
+  };
+  add("gathers", own.bytes.gathers);
+  add("reduce-scatters", own.bytes.reduce_scatters);
+  add("sums over copies", own.bytes.replica_sums);
+  add("all", own.bytes.rank());
+  return text;
+}
+
+constexpr const char* kChoiceRow = "  {:>7}{:>9}{:>8}{:>14}{:>16}{:>16}{:>12}  {}";
+
+std::string choice_text(const MeshChoice& choice, const MeshComparison& comparison, bool is_best) {
+  const comm::Mesh& mesh = choice.mesh;
+  std::string notes;
+  const auto note = [&](const char* words) {
+    notes += (notes.empty() ? "" : ", ") + std::string(words);
+  };
+  if (mesh.hierarchical()) {
+    note("hierarchical");
+  }
+  if (is_plain(mesh)) {
+    note("plain ZeRO-3");
+  }
+  if (mesh == comparison.own.mesh) {
+    note("this");
+  }
+  if (!choice.fits) {
+    note("does not fit");
+  }
+  if (is_best) {
+    note("recommended");
+  }
+  return trimmed(fmt::format(
+      kChoiceRow, mesh.shard_size(), mesh.num_replicas(), mesh.hosts_per_group(),
+      approximate_bytes(choice.memory_bytes), approximate_bytes(choice.bytes.rank().inside),
+      approximate_bytes(choice.bytes.host_across(mesh)),
+      comparison.rates ? time_text(communication_s(choice, *comparison.rates)) : "-", notes));
+}
+
+std::string choices_text(const MeshComparison& comparison) {
+  std::string text = trimmed(fmt::format(kChoiceRow, "shards", "copies", "hosts", "memory",
+                                         "inside", "across", "time", ""));
+  std::int64_t num_hidden = 0;
+  for (std::size_t i = 0; i < comparison.choices.size(); ++i) {
+    const MeshChoice& choice = comparison.choices[i];
+    if (choice.fits || is_plain(choice.mesh) || choice.mesh == comparison.own.mesh) {
+      text += choice_text(choice, comparison, comparison.best == i);
+    } else {
+      ++num_hidden;
+    }
+  }
+  if (num_hidden > 0) {
+    text += fmt::format("  {} more do not fit into the device budget\n", num_hidden);
+  }
+  return text;
+}
+
+std::string footnote(const MeshComparison& comparison) {
+  std::string text =
+      "memory: of a rank with everything in it but activations. inside: bytes that a rank sends to "
+      "its host\nper step; across: bytes that a host sends to the others.\n";
+  if (!comparison.rates) {
+    return text + "--link-inside RATE and --link-across RATE add times and a recommendation.\n";
+  }
+  const planner::LinkRates& rates = *comparison.rates;
+  text += fmt::format(
+      "time: of the bytes alone; the sum over gathers, reduce-scatters and sums over copies of\n"
+      "max(inside / {} of a rank",
+      rate_text(rates.inside));
+  text += rates.across > 0 ? fmt::format(", across / {} of a host)", rate_text(rates.across)) : ")";
+  text += "; of hierarchical gathers both added.\n";
+  return text +
+         (comparison.best
+              ? "recommended: " + flags_text(comparison.choices[*comparison.best].mesh) + "\n"
+              : "no mesh fits into the device budget\n");
+}
+
+// --- JSON ---
+
+Json sent_json(const comm::SentBytes& sent) {
+  return {{"inside_bytes", sent.inside}, {"across_bytes", sent.across}};
+}
+
+Json choice_json(const MeshChoice& choice, const std::optional<planner::LinkRates>& rates) {
+  const comm::Mesh& mesh = choice.mesh;
+  Json json{{"shard_size", mesh.shard_size()},
+            {"hierarchical", mesh.hierarchical()},
+            {"num_replicas", mesh.num_replicas()},
+            {"hosts_per_group", mesh.hosts_per_group()},
+            {"memory_bytes", choice.memory_bytes},
+            {"fits", choice.fits},
+            {"inside_bytes", choice.bytes.rank().inside},
+            {"across_bytes", choice.bytes.rank().across},
+            {"host_across_bytes", choice.bytes.host_across(mesh)}};
+  if (rates) {
+    json["time_s"] = communication_s(choice, *rates);
+  }
+  return json;
+}
+
+}  // namespace
+
+std::optional<planner::LinkRates> parse_link_rates(const std::string& inside,
+                                                   const std::string& across,
+                                                   const comm::Mesh& mesh) {
+  if (inside.empty() && across.empty()) {
+    return std::nullopt;
+  }
+  TESSERA_CHECK(mesh.num_hosts() > 1 || across.empty(), ConfigError, "--link-across: all ",
+                mesh.num_ranks(), " ranks are on one host; leave it out, or give --ranks-per-host");
+  const bool needs_inside = mesh.ranks_per_host() > 1;
+  TESSERA_CHECK(!inside.empty() || !needs_inside, ConfigError,
+                "--link-across without --link-inside; give the rates of both links");
+  TESSERA_CHECK(!across.empty() || mesh.num_hosts() == 1, ConfigError,
+                "--link-inside without --link-across; give the rates of both links");
+  planner::LinkRates rates;
+  rates.inside = inside.empty() ? 0 : parse_rate("--link-inside", inside);
+  rates.across = across.empty() ? 0 : parse_rate("--link-across", across);
+  return rates;
+}
+
+MeshComparison compare_meshes(const StepPlanInput& input, const StepPlan& plan,
+                              const std::optional<planner::LinkRates>& rates) {
+  planner::MeshQuestion question;
+  question.world.num_ranks = input.mesh.num_ranks();
+  question.world.ranks_per_host = input.mesh.ranks_per_host();
+  question.num_micro_batches = input.num_micro_batches;
+  question.num_gathers = plan.num_gathers;
+  if (input.mesh.shard_size() == 1 && input.mesh.num_ranks() > 1) {
+    // A whole copy gathers nothing. The others do what plain ZeRO-3 does.
+    StepPlanInput plain = input;
+    plain.mesh = comm::plan_mesh(question.world);
+    plain.memory.reset();
+    question.num_gathers = plan_step(plain).num_gathers;
+  }
+  MeshComparison comparison;
+  comparison.own = mesh_choice(input.mesh, input.shapes, input.memory_options, question);
+  comparison.choices = mesh_choices(input.shapes, input.memory_options, question);
+  comparison.rates = rates;
+  if (rates) {
+    comparison.best = best_mesh(comparison.choices, *rates);
+  }
+  return comparison;
+}
+
+std::string mesh_screen(const MeshComparison& comparison) {
+  const comm::Mesh& mesh = comparison.own.mesh;
+  if (mesh.num_ranks() == 1) {
+    return "";
+  }
+  return mesh.describe() + "\n" + own_bytes_text(comparison.own) + "\n" +
+         fmt::format("Shard groups that {} ranks can have:\n", mesh.num_ranks()) +
+         choices_text(comparison) + footnote(comparison);
+}
+
+Json mesh_json(const MeshComparison& comparison) {
+  const MeshChoice& own = comparison.own;
+  const comm::Mesh& mesh = own.mesh;
+  Json choices = Json::array();
+  for (const MeshChoice& each : comparison.choices) {
+    choices.push_back(choice_json(each, comparison.rates));
+  }
+  Json json{{"num_ranks", mesh.num_ranks()},
+            {"ranks_per_host", mesh.ranks_per_host()},
+            {"shard_size", mesh.shard_size()},
+            {"num_replicas", mesh.num_replicas()},
+            {"hierarchical", mesh.hierarchical()},
+            {"step",
+             {{"gathers", sent_json(own.bytes.gathers)},
+              {"reduce_scatters", sent_json(own.bytes.reduce_scatters)},
+              {"replica_sums", sent_json(own.bytes.replica_sums)}}},
+            {"choices", std::move(choices)}};
+  if (comparison.rates) {
+    json["links"] = {{"inside_bytes_per_s", comparison.rates->inside},
+                     {"across_bytes_per_s", comparison.rates->across}};
+    json["recommended"] = comparison.best
+                              ? choice_json(comparison.choices[*comparison.best], comparison.rates)
+                              : Json(nullptr);
+  }
+  return json;
+}
+
+}  // namespace tessera::cli
