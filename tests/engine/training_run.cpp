@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <sstream>
 
 #include <ATen/ATen.h>
@@ -92,6 +94,7 @@ class Results {
   // Collective: every rank asks for the same.
   void add_params(Engine& engine) {
     const auto names = optim::state_names(optim::RuleOptions::from(engine.runtime().config()));
+    reserve(static_cast<std::size_t>(engine.num_params()));
     for (int id = 0; id < engine.num_params(); ++id) {
       const shard::Param& param = engine.param(id);
       const std::int64_t numel = param.layout().numel();
@@ -114,7 +117,7 @@ class Results {
 
  private:
   // `tensor`: values by element, and for each of them maybe several, one array behind the other.
-  static void exchange(Engine& engine, const shard::Param& param, const at::Tensor& tensor) {
+  void exchange(Engine& engine, const shard::Param& param, const at::Tensor& tensor) {
     float* const values = tensor.data_ptr<float>();
     const auto bytes = static_cast<std::size_t>(tensor.numel()) * sizeof(float);
     const std::int64_t numel = param.layout().numel();
@@ -125,11 +128,29 @@ class Results {
     for (int rank = 0; rank < group.size(); ++rank) {
       const auto* const theirs =
           reinterpret_cast<const float*>(all.bytes.get() + static_cast<std::size_t>(rank) * bytes);
-      const shard::ElementRange range = param.layout().range(rank);
+      const shard::ElementRange range = param.layout().range(engine.mesh().shard_index(rank));
       for (std::int64_t begin = range.begin; begin < tensor.numel(); begin += numel) {
+        if (engine.mesh().replica_of(rank) > 0) {
+          compare(theirs + begin, values + begin, range.numel, param);
+        }
         std::copy_n(theirs + begin, range.numel, values + begin);
       }
     }
+  }
+
+  // What a rank of another copy holds with what one of the first does.
+  void compare(const float* other, const float* first, std::int64_t numel,
+               const shard::Param& param) {
+    if (std::memcmp(other, first, static_cast<std::size_t>(numel) * sizeof(float)) != 0) {
+      outcome_.differs_in_copies = param.name();
+    }
+  }
+
+  // Other ranks may add tensors while one is written to.
+  void reserve(std::size_t num_params) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    outcome_.params.reserve(num_params);
+    outcome_.states.reserve(num_params);
   }
 
   void add_tensor(int id, const std::string& name, std::int64_t numel, std::int64_t num_states) {
@@ -147,16 +168,20 @@ class Results {
     const auto values = engine.optimizer().state(param.id(), name);
     const shard::ElementRange range = param.range();
     const float* from = values.empty() ? otherwise.data_ptr<float>() + range.begin : values.data();
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto bytes = static_cast<std::size_t>(range.numel) * sizeof(float);
+    std::vector<float> part(static_cast<std::size_t>(range.numel));
     device::Device& device = engine.runtime().device();  // may be where the values are
-    device
-        .start_copy(to.data_ptr<float>() + offset + range.begin, from,
-                    static_cast<std::size_t>(range.numel) * sizeof(float),
-                    device.stream(device::StreamKind::kWrite))
-        .wait();
+    device.start_copy(part.data(), from, bytes, device.stream(device::StreamKind::kWrite)).wait();
+    float* const end = to.data_ptr<float>() + offset + range.begin;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (range.numel > 0 && !collected_.insert(end).second) {  // by a rank of another copy
+      compare(part.data(), end, range.numel, param);
+    }
+    std::copy(part.begin(), part.end(), end);
   }
 
   std::mutex mutex_;
+  std::set<const float*> collected_;  // parts
   RunOutcome& outcome_;
   const bool ranks_are_threads_;
 };

@@ -75,6 +75,7 @@ struct RunOutcome {
   std::vector<std::string> names;
   std::vector<at::Tensor> params;  // after the last step, in fp32: master weights of low precision
   std::vector<at::Tensor> states;  // optimizer states after the last step, by parameter
+  std::string differs_in_copies;   // a parameter, if copies of the model differ after the last step
   std::vector<EngineStats> stats;  // of rank 0, per step
   engine::TierIo io;               // of rank 0, of all steps and their updates
   // Of rank 0: what became of its saves; of the load, what it said.

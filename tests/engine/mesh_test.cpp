@@ -1,0 +1,356 @@
+// Shard groups and replicas: whole trainings on every mesh against unsharded training, with the
+// same bits wherever they are promised; what ranks send; copies that stay the same; saves that
+// change their mesh.
+#include <exception>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/mesh_bytes.h"
+#include "tessera/core/error.h"
+#include "tests/engine/engine_fixture.h"
+#include "tests/engine/expert_training.h"
+#include "tests/engine/rounding_bounds.h"
+#include "tests/engine/run_options.h"
+#include "tests/engine/training_run.h"
+#include "tests/support/contains.h"
+#include "tests/support/temporary_directory.h"
+
+namespace tessera::testing {
+namespace {
+
+struct MeshCase {
+  int ranks = 4;
+  int shard_size = 0;
+  int ranks_per_host = 0;
+  bool hierarchical = false;
+};
+
+std::string text_of(const std::exception_ptr& failure) {
+  try {
+    if (failure) {
+      std::rethrow_exception(failure);
+    }
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+std::string name_of(const MeshCase& mesh) {
+  return std::to_string(mesh.ranks) + " ranks in groups of " + std::to_string(mesh.shard_size) +
+         ", " + std::to_string(mesh.ranks_per_host) + " per host" +
+         (mesh.hierarchical ? ", hierarchical" : "");
+}
+
+Options options_of(const MeshCase& mesh) {
+  return {{"shard.group_size", std::to_string(mesh.shard_size)},
+          {"comm.ranks_per_host", std::to_string(mesh.ranks_per_host)},
+          {"shard.hierarchical_gather", mesh.hierarchical ? "true" : "false"}};
+}
+
+RunSettings micro_run(int accumulate) {
+  RunSettings settings;
+  settings.model = models::gpt_preset("micro");
+  settings.model.vocabulary = 67;  // does not divide
+  settings.model.sequence = 8;
+  settings.model.tie_head = true;
+  settings.model.freeze = 1;
+  settings.model.recompute = true;
+  settings.batch = 48;  // of 4, 6 and 8 ranks with 1 and 2 micro-batches
+  settings.steps = 4;   // two are recorded, two follow the plan
+  settings.accumulate = accumulate;
+  settings.data = "random";
+  return settings;
+}
+
+RunOutcome train_on(const MeshCase& mesh, RunSettings settings, const Options& more = {}) {
+  settings.ranks = mesh.ranks;
+  settings.options =
+      joined({{"grad.clip_norm", "0.5"}, {"batch.accumulate", std::to_string(settings.accumulate)}},
+             joined(more, options_of(mesh)));
+  RunOutcome run = train(settings);
+  EXPECT_EQ(run.differs_in_copies, "") << name_of(mesh);
+  return run;
+}
+
+class Meshes : public ::testing::TestWithParam<int> {};
+
+// Sums are made in another order than plain ZeRO-3's where there are several copies; which shards
+// ranks hold, and in how many phases they are gathered, changes no bit.
+TEST_P(Meshes, OfEveryShardSizeEqualTheReferenceWithTheSameBitsInOneAndTwoPhases) {
+  const int ranks = GetParam();
+  RunSettings settings = micro_run(2);
+  settings.options = {{"grad.clip_norm", "0.5"}};
+  settings.ranks = 0;
+  const RunOutcome reference = train(settings);
+  const RunOutcome plain = train_on({ranks, 0, 0, false}, settings);
+  for (int size = 1; size <= ranks; ++size) {
+    if (ranks % size != 0) {
+      continue;
+    }
+    const MeshCase flat{ranks, size, 0, false};
+    SCOPED_TRACE(name_of(flat));
+    const RunOutcome run = train_on(flat, settings);
+    const Difference off = difference(run, reference);
+    EXPECT_LE(off.largest(), parity_bounds(settings.model).step) << off.describe();
+    EXPECT_LE(off.noise, noise_bound(settings.steps));
+    EXPECT_EQ(same_bits(run, plain), size == ranks) << difference(run, plain).describe();
+    for (int per_host = 1; per_host < size; ++per_host) {
+      if (size % per_host == 0) {
+        const MeshCase two_phases{ranks, size, per_host, true};
+        EXPECT_TRUE(same_bits(train_on(two_phases, settings), run)) << name_of(two_phases);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(World, Meshes, ::testing::Values(4, 6, 8),
+                         [](const auto& info) { return "Of" + std::to_string(info.param); });
+
+std::vector<Placed> places_on(RunDevice device, const DiskDirectory& directory) {
+  const Options nvme = joined({{"place.parameters", "nvme"},
+                               {"place.optimizer", "nvme"},
+                               {"optim.sub_group_bytes", "8KiB"},
+                               {"nvme.optimizer_buffers", "2"}},
+                              nvme_in(directory));
+  if (device == RunDevice::kCpu) {
+    return {{"memory", {}}, {"NVMe", nvme}};
+  }
+  const Options host = {
+      {"place.parameters", "host"}, {"place.optimizer", "host"}, {"optim.cpu_share", "0.5"}};
+  return {{"device", {}}, {"host", host}, {"NVMe", nvme}};
+}
+
+// The mock device's ranks have calls on streams in turn, as NCCL's are, and calls through pinned
+// memory.
+TEST(MeshPlaces, ChangeNoBitWithAnyNumberOfMicroBatches) {
+  for (const RunDevice device : {RunDevice::kCpu, RunDevice::kMock}) {
+    for (const int accumulate : {1, 2, 3}) {
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+        if (dtype == DType::kBFloat16 && accumulate == 2) {
+          continue;
+        }
+        for (const MeshCase& mesh : {MeshCase{4, 2, 0, false}, MeshCase{4, 2, 1, true}}) {
+          RunSettings settings = micro_run(accumulate);
+          settings.batch = 4 * accumulate;
+          settings.device = device;
+          settings.model.dtype = dtype;
+          settings.gives_shapes = accumulate == 2;
+          settings.calls_on_streams = device == RunDevice::kMock && accumulate == 1;
+          if (device == RunDevice::kMock) {  // small parameters never leave it
+            settings.model.width = dtype == DType::kFloat32 ? 160 : 208;
+            settings.model.vocabulary = 661;
+          }
+          std::optional<RunOutcome> first;
+          const DiskDirectory directory;
+          for (const Placed& placed : places_on(device, directory)) {
+            SCOPED_TRACE(::testing::Message()
+                         << name_of(mesh) << ", " << accumulate << " micro-batches, "
+                         << to_string(dtype) << ", " << placed.name);
+            RunOutcome run = train_on(mesh, settings, placed.options);
+            if (first) {
+              EXPECT_TRUE(same_bits(run, *first)) << difference(run, *first).describe();
+            } else {
+              first = std::move(run);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(MeshDynamicUnits, RoutedAtRandomTrainAsTheUnshardedModel) {
+  for (const MeshCase& mesh : {MeshCase{4, 2, 0, false}, MeshCase{4, 1, 0, false},
+                               MeshCase{4, 4, 2, true}, MeshCase{6, 3, 0, false}}) {
+    SCOPED_TRACE(name_of(mesh));
+    for (const std::string kind : {"sgd", "adamw"}) {
+      ExpertRun run;
+      run.kind = kind;
+      const std::vector<at::Tensor> plain = train_plain_experts(run, mesh.ranks);
+      Config config = config_of(run);
+      for (const auto& [name, value] : options_of(mesh)) {
+        config.apply_flag(name + "=" + value);
+      }
+      with_engines(mesh.ranks, config, [&](Engine& engine, comm::Group&) {
+        expect_experts_close(train_experts(engine, run).params, plain);
+      });
+    }
+  }
+}
+
+// --- What ranks send.
+
+TEST(MeshBytes, AreTheClosedFormInsideHostsAndAcross) {
+  for (const int accumulate : {1, 3}) {
+    for (const MeshCase& mesh :
+         {MeshCase{4, 2, 2, false}, MeshCase{4, 2, 1, false}, MeshCase{4, 2, 1, true},
+          MeshCase{4, 4, 2, false}, MeshCase{4, 4, 2, true}, MeshCase{8, 4, 2, true},
+          MeshCase{6, 2, 2, false}, MeshCase{4, 1, 2, false}}) {
+      SCOPED_TRACE(::testing::Message() << name_of(mesh) << ", " << accumulate);
+      Config config = quiet_config();
+      for (const auto& [name, value] : options_of(mesh)) {
+        config.apply_flag(name + "=" + value);
+      }
+      config.apply_flag("batch.accumulate=" + std::to_string(accumulate));
+      config.apply_flag("persist.param_bytes=0");
+      config.apply_flag("live.limit_bytes=0");
+      with_engines(mesh.ranks, config, [&](Engine& engine, comm::Group& group) {
+        constexpr std::int64_t kWidth = 64;
+        auto first = engine.unit("first", affine(kWidth, kWidth, 1));
+        auto second = engine.unit("second", affine(kWidth, kWidth, 2));
+        const auto run_step = [&](int step) {
+          for (int micro = 0; micro < accumulate; ++micro) {
+            const at::Tensor x = input(4, kWidth, step * 17 + group.rank() + micro);
+            engine.backward(second(at::tanh(first(x))).pow(2).mean());
+          }
+          engine.step();
+          return engine.take_stats();
+        };
+        for (int step = 0; step < 3; ++step) {
+          run_step(step);
+        }
+        const EngineStats stats = run_step(3);
+        comm::StepVolume volume;
+        volume.gathered_bytes = static_cast<std::int64_t>(stats.gathers.gathered_bytes);
+        std::vector<std::int64_t> buckets(1);
+        for (int id = 0; id < engine.num_params(); ++id) {
+          buckets[0] += engine.param(id).layout().padded_numel();
+        }
+        volume.bucket_numel = buckets;
+        volume.num_micro_batches = accumulate;
+        const comm::MeshBytes expected = comm::step_bytes(engine.mesh(), volume);
+        // Beside them: the norm, the bits of used parameters and the comparison of uses.
+        constexpr std::int64_t kSmall = 4096;
+        const auto inside = static_cast<std::int64_t>(stats.sent_inside_bytes);
+        const auto across = static_cast<std::int64_t>(stats.sent_across_bytes);
+        EXPECT_GE(inside, expected.rank().inside);
+        EXPECT_LE(inside, expected.rank().inside + kSmall);
+        EXPECT_GE(across, expected.rank().across);
+        EXPECT_LE(across, expected.rank().across + kSmall);
+        EXPECT_EQ(static_cast<std::int64_t>(stats.gathered_wire_bytes), expected.gathers.sum());
+        EXPECT_EQ(static_cast<std::int64_t>(stats.reduced_wire_bytes),
+                  expected.reduce_scatters.sum() + expected.replica_sums.sum());
+      });
+    }
+  }
+}
+
+// --- Copies.
+
+TEST(MeshCopies, StayTheSameOver50StepsAndADifferenceOfOneBitIsNamedOnEveryRank) {
+  RunSettings settings = micro_run(3);
+  settings.batch = 12;
+  settings.steps = 50;
+  train_on({4, 2, 0, false}, settings, {{"mics.check_replicas", "true"}});
+
+  Config config = quiet_config();
+  config.apply_flag("shard.group_size=2");
+  config.apply_flag("mics.check_replicas=true");
+  for (const std::exception_ptr& failure :
+       failures_of(4, config, [](Engine& engine, comm::Group& group) {
+         auto left = engine.unit("left", affine(5, 6, 1));
+         auto right = engine.unit("right", affine(6, 6, 2));
+         for (int step = 0; step < 3; ++step) {
+           if (step == 2 && group.rank() == 3) {
+             engine.param(2).shard()[5] ^= std::byte{1};
+           }
+           train_step(engine, right(left(input(4, 5, step))).pow(2).mean());
+         }
+       })) {
+    const std::string text = text_of(failure);
+    EXPECT_HAS(text, "parameter 'right.weight': the copies of the model differ: rank 3");
+    EXPECT_HAS(text, "that rank 1 holds");
+  }
+}
+
+TEST(MeshCopies, SeeWhatOneRankChangesInAGatheredScope) {
+  for (const int size : {1, 2}) {
+    Config config = quiet_config();
+    config.apply_flag("shard.group_size=" + std::to_string(size));
+    config.apply_flag("mics.check_replicas=true");
+    with_engines(4, config, [](Engine& engine, comm::Group& group) {
+      auto unit = engine.unit("unit", affine(5, 6, 1));
+      train_step(engine, unit(input(4, 5, group.rank())).pow(2).mean());
+      {
+        GatheredScope scope = engine.gathered({engine.tensor(0)}, 2);
+        if (group.rank() == 2) {
+          const at::NoGradGuard no_grad;
+          engine.tensor(0).fill_(0.25);
+        }
+        scope.close();
+      }
+      EXPECT_TRUE(at::equal(engine.full_value(0), at::full_like(engine.full_value(0), 0.25)));
+      train_step(engine, unit(input(4, 5, group.rank() + 7)).pow(2).mean());
+    });
+  }
+}
+
+// --- Meshes that cannot be, and saves that change theirs.
+
+TEST(MeshErrors, ListWhatIsPossible) {
+  Config config = quiet_config();
+  config.apply_flag("shard.group_size=3");
+  for (const std::exception_ptr& failure : failures_of(4, config, [](Engine&, comm::Group&) {})) {
+    const std::string text = text_of(failure);
+    EXPECT_HAS(text, "3");
+    EXPECT_HAS(text, "1, 2");
+  }
+}
+
+TEST(MeshCheckpoint, WhatOneMeshSavesAnyOtherLoads) {
+  const MeshCase meshes[] = {{1, 0, 0, false}, {3, 0, 0, false}, {4, 2, 0, false},
+                             {4, 1, 0, false}, {4, 4, 2, true},  {6, 2, 0, false}};
+  for (const MeshCase& from : meshes) {
+    const MemoryDirectory folder;
+    RunSettings settings = micro_run(1);
+    settings.batch = 12;
+    settings.steps = 2;
+    settings.model.dtype = DType::kBFloat16;
+    settings.saves.root = (folder.path() / "saves").string();
+    settings.saves.behind = {2};
+    const RunOutcome saved = train_on(from, settings);
+    for (const MeshCase& to : meshes) {
+      SCOPED_TRACE(name_of(from) + " to " + name_of(to));
+      RunSettings loading = settings;
+      loading.saves = {};
+      loading.saves.load = (folder.path() / "saves").string();
+      RunOutcome loaded = train_on(to, loading);  // no step is left
+      EXPECT_EQ(loaded.loaded->step, 2);
+      EXPECT_EQ(loaded.loaded->num_ranks, from.ranks);
+      loaded.steps = saved.steps;
+      EXPECT_TRUE(same_bits(loaded, saved)) << difference(loaded, saved).describe();
+    }
+  }
+}
+
+// The files of a save hold every element once, however many copies there are.
+TEST(MeshCheckpoint, IsWrittenByOneCopyOnlyAndBesideTrainingToo) {
+  for (const bool beside_training : {false, true}) {
+    std::map<int, std::uintmax_t> bytes;
+    for (const int ranks : {2, 4}) {
+      const MemoryDirectory folder;
+      RunSettings settings = micro_run(1);
+      settings.batch = 12;
+      settings.saves.root = (folder.path() / "saves").string();
+      settings.saves.behind = {2};
+      settings.saves.beside_training = beside_training;
+      const RunOutcome run = train_on({ranks, 2, 0, false}, settings);
+      ASSERT_EQ(run.saved.size(), 1U);
+      EXPECT_EQ(run.saved[0].failure, "");
+      for (const auto& entry : std::filesystem::recursive_directory_iterator(folder.path())) {
+        bytes[ranks] += entry.path().extension() == ".safetensors" ? entry.file_size() : 0;
+      }
+    }
+    // Generators of two more ranks, and headers.
+    EXPECT_LE(bytes[4], bytes[2] + 2 * 16384);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing
