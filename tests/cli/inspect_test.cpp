@@ -361,14 +361,14 @@ TEST(Inspect, MarksOnlyWhatIsGatheredAsPersistent) {
 
 // --- meshes ---
 
-const Json& choice_of(const Json& plan, int shard_size, bool hierarchical) {
+Json choice_of(const Json& plan, int shard_size, bool hierarchical) {
   for (const Json& each : plan["mesh"]["choices"]) {
     if (each["shard_size"] == shard_size && each["hierarchical"] == hierarchical) {
       return each;
     }
   }
   ADD_FAILURE() << "no groups of " << shard_size;
-  return plan;
+  return {};
 }
 
 TEST(InspectMesh, CutsParametersForTheRanksOfAGroup) {
@@ -401,7 +401,7 @@ TEST(InspectMesh, CountsTheBytesOfAStepPerLink) {
     EXPECT_EQ(step["reduce_scatters"]["across_bytes"], 3 * 2 * reduced);
     EXPECT_EQ(step["replica_sums"]["inside_bytes"], 0);
     EXPECT_EQ(step["replica_sums"]["across_bytes"], reduced) << "two halves to one other copy";
-    const Json& own = choice_of(plan, 4, hierarchical);
+    const Json own = choice_of(plan, 4, hierarchical);
     EXPECT_EQ(own["across_bytes"], step["gathers"]["across_bytes"].get<std::int64_t>() +
                                        step["reduce_scatters"]["across_bytes"].get<std::int64_t>() +
                                        reduced);
