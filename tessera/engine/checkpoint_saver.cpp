@@ -441,6 +441,14 @@ void CheckpointSaver::tell_what_was_written() {
       }
     }
   }
+  // Ranks are not in the order of shards everywhere.
+  for (StoredParam& param : manifest.params) {
+    for (auto& [kind, tensor] : param.tensors) {
+      std::sort(
+          tensor.fragments.begin(), tensor.fragments.end(),
+          [](const Fragment& left, const Fragment& right) { return left.begin < right.begin; });
+    }
+  }
 }
 
 std::string CheckpointSaver::complete() const {

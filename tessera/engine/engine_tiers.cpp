@@ -41,8 +41,9 @@ EngineTiers::EngineTiers(Runtime& runtime, MeshGroups& mesh, shard::ParamTable& 
       group_(mesh.all()),
       params_(params),
       is_planned_(asks_for_plan(runtime.config())),
-      options_(planner::MemoryPlanOptions::from(runtime.config(), group_.size(),
-                                                runtime.device().is_discrete())),
+      options_(planner::MemoryPlanOptions::from(runtime.config(), mesh.mesh().shard_size(),
+                                                runtime.device().is_discrete(),
+                                                mesh.mesh().num_replicas())),
       memory_(memory) {
   for (const std::string& directory : runtime.config().get_list("nvme.paths")) {
     tier::check_scratch_directory(directory);

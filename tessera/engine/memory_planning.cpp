@@ -1,7 +1,6 @@
 #include "tessera/engine/memory_planning.h"
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -121,9 +120,10 @@ MemoryPlanning plan_memory(Runtime& runtime, comm::Group& group, const planner::
                            const StepExpectations& step, const HeldMemory& held) {
   const Config& config = runtime.config();
   const std::int64_t num_micro_batches = config.get_int("batch.accumulate");
-  std::ignore = engine::find_mesh(runtime, group);  // refuses what cannot be
   MemoryPlanning planning;
-  planning.asked = MemoryPlanOptions::from(config, group.size(), runtime.device().is_discrete());
+  const comm::Mesh mesh = engine::find_mesh(runtime, group);
+  planning.asked = MemoryPlanOptions::from(config, mesh.shard_size(),
+                                           runtime.device().is_discrete(), mesh.num_replicas());
   planning.asked.call_memory = group.call_memory();
   planning.asked.group_memory = group.held_memory();
   for (const std::string& directory : config.get_list("nvme.paths")) {

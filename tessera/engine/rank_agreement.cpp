@@ -30,7 +30,7 @@ std::vector<std::int64_t> RankAgreement::gather_numbers(const std::vector<std::i
 }
 
 void RankAgreement::reduce_numbers(std::span<double> numbers, comm::Reduction reduction,
-                                   const char* what) {
+                                   const char* what, comm::Group* group) {
   device::Device& device = ctx_.runtime.device();
   device::Stream& stream = device.stream(device::StreamKind::kReduce);
   const device::Memory memory =
@@ -39,7 +39,7 @@ void RankAgreement::reduce_numbers(std::span<double> numbers, comm::Reduction re
   comm::CallOptions call;
   call.label.unit = what;
   call.stream = &stream;
-  ctx_.group
+  (group != nullptr ? *group : ctx_.group)
       .start_all_reduce(memory.data(), static_cast<std::int64_t>(numbers.size()), DType::kFloat64,
                         reduction, call)
       .wait();

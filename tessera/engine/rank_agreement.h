@@ -24,8 +24,10 @@ class RankAgreement {
   // Collective: every rank's numbers, in rank order.
   std::vector<std::int64_t> gather_numbers(const std::vector<std::int64_t>& mine,
                                            const std::string& what);
-  // Collective: each number becomes the sum, or the maximum, over all ranks.
-  void reduce_numbers(std::span<double> numbers, comm::Reduction reduction, const char* what);
+  // Collective: each number becomes the sum, or the maximum, over all ranks, or over those of
+  // `group`.
+  void reduce_numbers(std::span<double> numbers, comm::Reduction reduction, const char* what,
+                      comm::Group* group = nullptr);
   // Collective: rank 0's text.
   std::string broadcast_text(std::string text, const char* what);
   // Collective: `check` throws on a rank that cannot take part in what comes next, and then no rank

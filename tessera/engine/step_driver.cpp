@@ -394,8 +394,11 @@ optim::StepSums StepDriver::sum_over_ranks(double lr, bool& is_started) {
   save_votes_ = ask_votes_ ? ask_votes_() : SaveVotes();
   optim::OwnSums own;
   own.sums.weight = weight_sum_;
-  // Every copy has the same gradients: one copy's squares are those of all.
-  own.adds_squares = ctx_.mesh.replica() == 0;
+  // Every copy has the same gradients: one copy's squares are those of all. They are added in the
+  // order of shards, so that no bit depends on which ranks hold them.
+  const bool is_by_rank = !ctx_.mesh.mesh().hierarchical();
+  own.squares_group = is_by_rank ? nullptr : &ctx_.mesh.gathers();
+  own.adds_squares = is_by_rank ? ctx_.mesh.replica() == 0 : ctx_.group.rank() == 0;
   own.sums.votes[0] = stop_ ? 1 : 0;
   own.sums.votes[1] = save_votes_.num_done;
   own.sums.votes[2] = save_votes_.num_failed;
@@ -407,7 +410,11 @@ optim::StepSums StepDriver::sum_over_ranks(double lr, bool& is_started) {
       *reducer_, lr, {loss_scale_->value(), clip_norm_, skip_nonfinite_}, own, ctx_.group);
   optim::StepSums sums = own.sums;
   if (!is_started) {
-    const double squares = optimizer_->sum_of_squares(*reducer_);
+    double squares = optimizer_->sum_of_squares(*reducer_);
+    if (own.squares_group != nullptr) {
+      ranks_.reduce_numbers({&squares, 1}, comm::Reduction::kSum, optim::kStepSumsLabel,
+                            own.squares_group);
+    }
     sums.gradient_squares = own.adds_squares ? squares : 0;
     sums.weighted_loss = weighted_loss_.defined() ? weighted_loss_.item<double>() : 0.0;
   }
@@ -661,9 +668,11 @@ EngineStats StepDriver::take_stats() {
   const auto ranks = static_cast<std::uint64_t>(ctx_.params.num_ranks());
   // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.
   stats.gathered_wire_bytes = stats.gathers.gathered_bytes / ranks * (ranks - 1);
-  const auto copies = static_cast<std::uint64_t>(ctx_.mesh.mesh().num_replicas());
-  stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1) +
-                             2 * stats.reductions.replica_bytes / copies * (copies - 1);
+  stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);
+  if (const comm::Group* const replicas = ctx_.mesh.replicas()) {
+    const std::uint64_t sent = replicas->wire_bytes().payload;
+    stats.reduced_wire_bytes += sent - std::exchange(sent_to_replicas_, sent);
+  }
   const SentBytes sent = ctx_.mesh.sent();
   stats.sent_inside_bytes = sent.inside - std::exchange(sent_.inside, sent.inside);
   stats.sent_across_bytes = sent.across - std::exchange(sent_.across, sent.across);

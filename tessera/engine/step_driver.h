@@ -150,7 +150,9 @@ class StepDriver {
   std::int64_t step_end_ns_ = 0;  // of the last step; 0: there was none
   std::optional<double> seconds_before_update_;
   double exposed_wait_s_ = 0;
-  SentBytes sent_;                          // that take_stats() has told
+  // That take_stats() has told.
+  SentBytes sent_;
+  std::uint64_t sent_to_replicas_ = 0;
   grad::ReducerStats replaced_reductions_;  // of a reducer that is no more, since take_stats()
   std::optional<EngineStats> first_stats_;  // of the first step, before its objects were replaced
 };

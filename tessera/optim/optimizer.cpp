@@ -194,7 +194,8 @@ void Optimizer::start_update(grad::Reducer& gradients, double lr, double gradien
 bool Optimizer::start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs,
                            const OwnSums& own, comm::Group& group) {
   if (step_.data() == nullptr || pipeline_ || executor_->streams() || !gradients.is_ordered() ||
-      !group.is_stream_ordered()) {
+      !group.is_stream_ordered() ||
+      (own.squares_group != nullptr && !own.squares_group->is_stream_ordered())) {
     return false;
   }
   auto& step = *reinterpret_cast<StepMemory*>(step_.data());
@@ -208,19 +209,27 @@ bool Optimizer::start_step(grad::Reducer& gradients, double lr, const StepInputs
     std::ignore =
         device.start_copy(&step.sums.weighted_loss, step_loss_.get(), sizeof(double), reduce_);
   }
-  const std::vector<const double*> squares = start_norm(gradients, /*is_ordered=*/true);
-  if (own.adds_squares) {
-    std::ignore = options_.kernels.start_total(squares, &step.sums.gradient_squares, reduce_);
-  }
+  std::ignore = options_.kernels.start_total(start_norm(gradients, /*is_ordered=*/true),
+                                             &step.sums.gradient_squares, reduce_);
   comm::CallOptions call;
   call.label.unit = kStepSumsLabel;
   call.stream = &reduce_;
+  if (own.squares_group != nullptr) {
+    reduce_.wait(own.squares_group->start_all_reduce(&step.sums.gradient_squares, 1,
+                                                     DType::kFloat64, comm::Reduction::kSum, call));
+  }
+  if (!own.adds_squares) {
+    std::ignore = device.start_fill(&step.sums.gradient_squares, 0, sizeof(double), reduce_);
+  }
   sums_reduced_ = group.start_all_reduce(&step.sums, kNumStepSums, DType::kFloat64,
                                          comm::Reduction::kSum, call);
   reduce_.wait(sums_reduced_);
   step_found_ =
       options_.kernels.start_step_factors(&step.sums, inputs, &step.step, &pinned.found, reduce_);
   gradients.wait_agreed();
+  if (own.squares_group != nullptr) {
+    own.squares_group->wait_agreed();
+  }
   group.wait_agreed();
   UpdateScalars scalars;
   scalars.lr = lr;

@@ -48,7 +48,10 @@ struct OwnSums {
   // The weighted loss in memory of the device, as the compute stream makes it; null: it is in
   // `sums`.
   std::shared_ptr<const double> weighted_loss;
-  // Of this rank's gradients; false: a rank that has the same ones adds them.
+  // Ranks over which the squares are summed first, where their order is not that of shards in the
+  // group of the other sums; null: all sums are made together.
+  comm::Group* squares_group = nullptr;
+  // False: another rank adds the same squares.
   bool adds_squares = true;
 };
 

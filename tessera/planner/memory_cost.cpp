@@ -25,7 +25,11 @@ constexpr std::int64_t kMostGradientCopies = 8;
 
 // Of one micro-batch's gradient, per element of a shard.
 std::int64_t reduced_bytes(const CutModel& cut) {
-  return as_int(bytes_of(cut.options.num_ranks == 1 ? cut.model.dtype : cut.options.wire_dtype));
+  return as_int(bytes_of(cut.options.sends_gradients() ? cut.options.wire_dtype : cut.model.dtype));
+}
+
+grad::ReplicaSums replica_sums(const CutModel& cut, std::int64_t num_micro_batches) {
+  return {cut.options.num_copies, static_cast<int>(num_micro_batches)};
 }
 
 // Staging for as many as there are slots.
@@ -184,22 +188,26 @@ BucketNumel most_bucket_numel(const CutModel& cut, std::int64_t bucket_bytes) {
   return {std::min(capacity, all.static_numel), std::min(capacity, all.dynamic_numel)};
 }
 
-std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes) {
-  const int num_ranks = cut.options.num_ranks;
-  if (num_ranks == 1) {
+std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes,
+                                  std::int64_t num_micro_batches) {
+  if (!cut.options.sends_gradients()) {
     return 0;
   }
   const BucketNumel most = most_bucket_numel(cut, bucket_bytes);
-  const std::int64_t wire = as_int(bytes_of(cut.options.wire_dtype));
-  std::int64_t bytes = two_reductions(most.static_numel, cut.options);
-  for (const std::int64_t numel : {most.static_numel, most.dynamic_numel}) {
-    bytes += 2 * (taken_bytes(numel * num_ranks * wire) + taken_bytes(numel * wire));
-  }
-  return bytes;
+  const DType wire = cut.options.wire_dtype;
+  const grad::ReplicaSums replicas = replica_sums(cut, num_micro_batches);
+  const auto slots = [&](std::int64_t numel, bool has_totals) {
+    return 2 * (taken_bytes(as_int(
+                    grad::bucket_buffer_bytes(numel, cut.options.num_ranks, wire, has_totals))) +
+                taken_bytes(numel * as_int(bytes_of(wire))));
+  };
+  return two_reductions(most.static_numel, cut.options) +
+         slots(most.static_numel, replicas.has_totals()) +
+         slots(most.dynamic_numel, replicas.has_dynamic_totals());
 }
 
 GradientCost gradient_cost(const CutModel& cut, const Placements& placements,
-                           std::int64_t bucket_bytes) {
+                           std::int64_t bucket_bytes, std::int64_t num_micro_batches) {
   const int num_ranks = cut.options.num_ranks;
   std::vector<grad::GradientShape> shapes;
   std::vector<grad::BucketParam> params;
@@ -215,8 +223,9 @@ GradientCost gradient_cost(const CutModel& cut, const Placements& placements,
   reductions.bucket_bytes = bucket_bytes;
   reductions.wire_dtype = cut.options.wire_dtype;
   GradientCost cost;
-  cost.bytes = grad::gradient_bytes(shapes, num_ranks, reductions, cut.model.dtype);
-  if (num_ranks > 1) {
+  cost.bytes = grad::gradient_bytes(shapes, num_ranks, reductions, cut.model.dtype,
+                                    replica_sums(cut, num_micro_batches));
+  if (cut.options.sends_gradients()) {
     const std::size_t wire = bytes_of(cut.options.wire_dtype);
     const grad::BucketLayout layout = grad::plan_buckets(params, num_ranks, bucket_bytes, wire);
     cost.staging = two_reductions(layout.largest_shard_numel, cut.options);
@@ -253,10 +262,16 @@ std::vector<LedgerLine> Lines::take() const {
 }
 
 bool may_keep_copies(const CutModel& cut, std::int64_t num_micro_batches) {
+  if (replica_sums(cut, num_micro_batches).has_totals()) {
+    return !cut.options.is_discrete;  // what is summed over replicas is one sum, in fp32
+  }
   return num_micro_batches <= kMostGradientCopies || !may_keep_sums(cut, num_micro_batches);
 }
 
 bool may_keep_sums(const CutModel& cut, std::int64_t num_micro_batches) {
+  if (replica_sums(cut, num_micro_batches).has_totals()) {
+    return cut.options.is_discrete;
+  }
   return cut.options.is_discrete &&
          num_micro_batches * reduced_bytes(cut) > as_int(sizeof(float)) + reduced_bytes(cut);
 }
@@ -298,7 +313,7 @@ std::int64_t MemoryCost::kept_gradients(const Placements& placements) const {
   if (!options_.is_discrete) {
     return 0;
   }
-  const bool adopts = options_.num_ranks == 1 && num_micro_batches_ == 1;
+  const bool adopts = !options_.sends_gradients() && num_micro_batches_ == 1;
   std::int64_t read = 0;
   for (std::size_t i = 0; i < placements.size(); ++i) {
     const bool is_adopted = adopts && placements[i].gradient == Tier::kDevice;
@@ -310,7 +325,7 @@ std::int64_t MemoryCost::kept_gradients(const Placements& placements) const {
 bool MemoryCost::updates_in_place() const {
   return options_.is_discrete && num_micro_batches_ == 1 &&
          !optim::is_own_master(cut_.model.dtype) &&
-         (options_.num_ranks == 1 || options_.wire_dtype == cut_.model.dtype);
+         (!options_.sends_gradients() || options_.wire_dtype == cut_.model.dtype);
 }
 
 bool MemoryCost::stays_on_device_once(std::size_t id, const Placement& placement) const {
@@ -341,7 +356,7 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
     if (options_.is_discrete && each.gradient == Tier::kDevice) {
       // What one rank adopts has no padding.
       charge(Tier::kDevice, Role::kGradient,
-             (options_.num_ranks == 1 ? layout.numel() : layout.shard_numel()) *
+             (options_.sends_gradients() ? layout.shard_numel() : layout.numel()) *
                  device_gradient_bytes_per_element());
     } else if (options_.is_discrete && each.gradient == Tier::kHost) {
       lines.add(Tier::kPinned, Role::kGradient, host_gradient_bytes(i));
@@ -361,10 +376,11 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
 }
 
 void MemoryCost::complete(MemoryPlan& plan) const {
-  const GradientCost gradients = gradient_cost(cut_, plan.params, plan.bucket_bytes);
+  const GradientCost gradients =
+      gradient_cost(cut_, plan.params, plan.bucket_bytes, num_micro_batches_);
   plan.uses_nvme = uses_nvme(plan.params);
   plan.adopts_gradients =
-      options_.is_discrete && options_.num_ranks == 1 && num_micro_batches_ == 1;
+      options_.is_discrete && !options_.sends_gradients() && num_micro_batches_ == 1;
   plan.updates_in_place = updates_in_place();
   plan.slot_gradient_bytes = plan.num_update_slots > 0 ? slot_gradient_bytes() : 0;
   plan.sums_gradients_on_host = host_gradients_ == HostGradients::kSums;
@@ -449,7 +465,7 @@ void MemoryCost::count_update(std::size_t id, const Placement& placement, Memory
   const std::int64_t numel = layout.shard_numel();
   const std::int64_t shard_bytes = as_int(layout.shard_bytes());
   const bool is_elsewhere = placement.parameter != Tier::kDevice;
-  const std::int64_t gradient_numel = options_.num_ranks == 1 ? layout.numel() : numel;
+  const std::int64_t gradient_numel = options_.sends_gradients() ? numel : layout.numel();
   const std::int64_t copies_bytes =
       gradient_numel * reduced_bytes_per_element() * num_micro_batches_;
   plan.link.d2h += placement.gradient == Tier::kHost ? copies_bytes : 0;

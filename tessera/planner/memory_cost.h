@@ -82,7 +82,8 @@ struct BucketNumel {
 };
 BucketNumel most_bucket_numel(const CutModel& cut, std::int64_t bucket_bytes);
 // Slots and staging of reductions: at most, as above. Grows with the size of buckets evenly.
-std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes);
+std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes,
+                                  std::int64_t num_micro_batches);
 
 // What a reducer takes, besides buffers of I/O. On a discrete device without shards, which
 // MemoryCost counts by placement.
@@ -91,7 +92,7 @@ struct GradientCost {
   std::int64_t staging = 0;  // of the group that reduces them, but for dynamic ones: two at once
 };
 GradientCost gradient_cost(const CutModel& cut, const Placements& placements,
-                           std::int64_t bucket_bytes);
+                           std::int64_t bucket_bytes, std::int64_t num_micro_batches);
 
 // Full gradients that copies, kernels or reductions still read, on a discrete device: what may be
 // kept, whatever the placements are. Enough for the device to have work while the link is behind.

@@ -132,14 +132,12 @@ std::string nvme_text(const MemoryPlan& plan) {
 
 }  // namespace
 
-MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, bool is_discrete) {
+MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, bool is_discrete,
+                                          int num_copies) {
   config.check();
   MemoryPlanOptions options;
-  if (const auto shards = static_cast<int>(config.get_int("shard.group_size")); shards > 0) {
-    options.num_copies = std::max(1, num_ranks / shards);
-    num_ranks = std::min(num_ranks, shards);
-  }
   options.num_ranks = num_ranks;
+  options.num_copies = num_copies;
   options.is_discrete = is_discrete;
   options.device_bytes = config.get_bytes("memory.device");
   options.host_bytes = config.get_bytes("memory.host");

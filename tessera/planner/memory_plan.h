@@ -81,7 +81,10 @@ struct MemoryPlanOptions {
 
   // Budgets, tiers and buffers as the config says; types by option precision. Throws ConfigError
   // for contradictions: NVMe without a path, a tier that its budget forbids.
-  static MemoryPlanOptions from(const Config& config, int num_ranks, bool is_discrete);
+  static MemoryPlanOptions from(const Config& config, int num_ranks, bool is_discrete,
+                                int num_copies = 1);
+  // Gradients are reduced over ranks, and not used as autograd has made them.
+  bool sends_gradients() const { return num_ranks > 1 || num_copies > 1; }
   // Of the group of gathers and the one of reductions.
   std::int64_t chunk_bytes() const { return 2 * static_cast<std::int64_t>(group_memory.bytes); }
   // The budget of device memory; of a CPU's one memory the smaller of both. kUnlimited: none.

@@ -289,12 +289,14 @@ class OneMemoryPlanner : public Planner {
     smallest.gradient_pool_bytes = gradients_on_nvme > 0 ? kSmallestPoolBytes : 0;
     smallest.optimizer_pool_bytes = OptimizerBuffers(cut_, least_kept).smallest().bytes;
     need.add(arena_text(unit.unit), taken_bytes(smallest.arena_bytes));
-    need.add("buckets of reductions", most_reduction_bytes(cut_, smallest.bucket_bytes));
+    need.add("buckets of reductions",
+             most_reduction_bytes(cut_, smallest.bucket_bytes, cost_.num_micro_batches()));
     need.add("staging of gathers",
              GatherCost(cut_, smallest.bucket_bytes).staging_bytes(smallest.arena_bytes));
     need.add("chunks of shared memory", options_.chunk_bytes());
     need.add("sums of blocks",
-             gradient_cost(cut_, least_kept, smallest.bucket_bytes).bytes.block_sums);
+             gradient_cost(cut_, least_kept, smallest.bucket_bytes, cost_.num_micro_batches())
+                 .bytes.block_sums);
     // Two pools, each of whole pages.
     const std::int64_t spare = 2 * as_int(device::page_bytes() - tier::kBlockBytes);
     need.add("parameter buffers", taken_bytes(smallest.parameter_pool_bytes) + spare);
@@ -415,7 +417,8 @@ class DiscretePlanner : public Planner {
                                   std::min(options_.sub_group_bytes / 4, kLargestSubGroupNumel) /
                                       shard::kShardStep * shard::kShardStep)),
         // Slots and staging do not depend on placements.
-        gradients_(gradient_cost(cut, Placements(cut.num_params()), bucket_bytes_)),
+        gradients_(
+            gradient_cost(cut, Placements(cut.num_params()), bucket_bytes_, num_micro_batches)),
         most_comm_bytes_(gradients_.staging +
                          GatherCost(cut, bucket_bytes_).staging_bytes(kUnlimited)) {
     check_tiers();

@@ -15,6 +15,7 @@ namespace {
 MemoryPlanOptions resident(const MemoryPlanOptions& given, const comm::Mesh& mesh) {
   MemoryPlanOptions options = given;
   options.num_ranks = mesh.shard_size();
+  options.num_copies = mesh.num_replicas();
   const bool is_shared = options.call_memory == comm::CallMemory::kShared;
   if (mesh.shard_size() == 1 || (mesh.hosts_per_group() > 1 && is_shared)) {
     options.call_memory = comm::CallMemory::kReached;
