@@ -119,16 +119,30 @@ class Reference {
       }
     }
     Gradients sums(plan_.model.params.size());
+    const int num_copies = plan_.ranks / plan_.shard_size;
+    std::vector<Gradients> of_copies(static_cast<std::size_t>(num_copies), Gradients(sums.size()));
     for (int micro = 0; micro < plan_.micro_batches; ++micro) {
-      Gradients over_ranks(sums.size());
-      for (int rank = 0; rank < plan_.ranks; ++rank) {
-        const Gradients terms = run_micro_batch(step, micro, rank, outcome);
-        for (std::size_t i = 0; i < terms.size(); ++i) {
-          add(over_ranks[i], terms[i]);
+      const bool is_behind = micro >= plan_.accumulate;
+      for (int copy = 0; copy < num_copies; ++copy) {
+        Gradients over_ranks(sums.size());
+        for (int place = 0; place < plan_.shard_size; ++place) {
+          const int rank = copy * plan_.shard_size + place;
+          const Gradients terms = run_micro_batch(step, micro, rank, outcome);
+          for (std::size_t i = 0; i < terms.size(); ++i) {
+            add(over_ranks[i], terms[i]);
+          }
+        }
+        for (std::size_t i = 0; i < sums.size(); ++i) {
+          at::Tensor& sum = of_copies[static_cast<std::size_t>(copy)][i];
+          if (is_behind) {
+            sum = at::Tensor();  // what was there is in the sums
+          }
+          add(sum, as_reduced(over_ranks[i]));
         }
       }
-      for (std::size_t i = 0; i < sums.size(); ++i) {
-        add(sums[i], as_reduced(over_ranks[i]));
+      const bool is_last = micro + 1 == plan_.micro_batches;
+      if (micro + 1 >= plan_.accumulate || is_last) {
+        add_copies(sums, of_copies, plan_.accumulate == 1 || is_behind);
       }
     }
     outcome.loss /= outcome.weight;
@@ -182,6 +196,18 @@ class Reference {
     return plan_.ranks > 1 && plan_.precision == "bf16" && sum.defined()
                ? sum.to(at::kBFloat16).to(at::kFloat)
                : sum;
+  }
+
+  // What has passed over the wire in its type is rounded to it.
+  void add_copies(Gradients& sums, const std::vector<Gradients>& of_copies,
+                  bool in_wire_type) const {
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      at::Tensor over_copies;
+      for (const Gradients& each : of_copies) {
+        add(over_copies, each[i]);
+      }
+      add(sums[i], in_wire_type ? as_reduced(over_copies) : over_copies);
+    }
   }
 
   void reset_master(std::size_t param) {

@@ -20,6 +20,35 @@ std::uint64_t number_of(const Moment& moment, int rank) {
       ((moment.step * 8 + moment.micro_batch + 1) * 8 + moment.forward) * 8 + rank);
 }
 
+int draw_divisor(int number, int below, Draw& draw) {
+  std::vector<int> divisors;
+  for (int each = 1; each < below; ++each) {
+    if (number % each == 0) {
+      divisors.push_back(each);
+    }
+  }
+  return divisors[draw.below(divisors.size())];
+}
+
+void draw_mesh(CasePlan& plan, Draw& draw) {
+  plan.shard_size = plan.ranks;
+  if (plan.ranks == 1 || draw.chance(40)) {
+    return;
+  }
+  plan.shard_size = draw_divisor(plan.ranks, plan.ranks + 1, draw);
+  plan.options.emplace_back("shard.group_size", std::to_string(plan.shard_size));
+  if (plan.shard_size > 1 && draw.chance(50)) {
+    plan.options.emplace_back("comm.ranks_per_host",
+                              std::to_string(draw_divisor(plan.shard_size, plan.shard_size, draw)));
+    plan.options.emplace_back("shard.hierarchical_gather", "true");
+  }
+  // Where dynamic parameters are added behind that, the order is another.
+  const int last = plan.model.has_dynamic() ? 0 : draw.between(-1, 1);
+  plan.accumulate = std::max(1, plan.micro_batches + last);
+  plan.options.emplace_back("batch.accumulate", std::to_string(plan.accumulate));
+  plan.options.emplace_back("mics.check_replicas", "true");
+}
+
 }  // namespace
 
 CasePlan draw_case(std::uint64_t seed) {
@@ -73,6 +102,7 @@ CasePlan draw_case(std::uint64_t seed) {
     }
   }
   plan.pack_below_bytes = draw.one_of<std::size_t>({0, 20, 64, 64 * 1024});
+  draw_mesh(plan, draw);
   return plan;
 }
 

@@ -3,11 +3,12 @@
 //
 // [Note: no tolerance for gradients]
 // The reference runs every rank's micro-batches through plain LibTorch, one after the other, and
-// adds their gradients in the order that the engine promises: over ranks in rank order in fp32,
-// rounded once to the type on the wire, then over micro-batches in fp32. Every operator sees the
-// same numbers in both runs, so parameters must be equal to the bit after every step, for every
-// number of ranks and all options. Weights are multiples of 1/4, so their sums are exact; the
-// learning rate is a power of two, so that an update rounds once, with and without fma.
+// adds their gradients in the order that the engine promises: over ranks of a copy in rank order in
+// fp32, rounded once to the type on the wire, then over micro-batches in fp32, then over copies,
+// see [Note: sums over replicas] in grad/reducer.h. Every operator sees the same numbers in both
+// runs, so parameters must be equal to the bit after every step, for every number of ranks and all
+// options. Weights are multiples of 1/4, so their sums are exact; the learning rate is a power of
+// two, so that an update rounds once, with and without fma.
 //
 // What is summed in fp64 in another order has a bound: the sum of n products, each rounded once,
 // is off by at most n * 2^-53 * sum |term| (to first order), and so is the reference's; their
@@ -76,6 +77,10 @@ struct CasePlan {
   Interrupter interrupter;
   std::vector<std::pair<std::string, std::string>> options;
   std::size_t pack_below_bytes = 0;
+  // Of a shard group; hosts and phases are in the options.
+  int shard_size = 1;
+  // batch.accumulate: the micro-batch behind which copies are summed, if there are as many.
+  int accumulate = 1;
 
   std::string describe() const;
   // Micro-batch -1: for evaluation.
