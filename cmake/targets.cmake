@@ -118,6 +118,8 @@ function(tessera_tests name)
   endif()
   if(ARG_GPU AND TESSERA_HAS_CUDA)
     tessera_test_entry(${name}.gpu ${name}_tests "*Cuda*" COST "${ARG_COST}" LABELS gpu ENVIRONMENT ${ARG_ENVIRONMENT})
+    # Some fill the GPU's memory, and ranks that share it take turns on it.
+    set_tests_properties(${name}.gpu PROPERTIES RESOURCE_LOCK gpu)
     list(APPEND _apart "*Cuda*")
   endif()
   list(JOIN _apart ":" _apart)

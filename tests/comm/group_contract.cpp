@@ -305,6 +305,21 @@ TEST_P(GroupContract, ShardAndReplicaGroupsAreGroupsOfTheirOwn) {
   });
 }
 
+TEST_P(GroupContract, AGroupMayHaveItsRanksInAnotherOrder) {
+  run(4, [](ContractRank& here) {
+    Group& world = here.group;
+    // Two hosts of two: by local rank first.
+    const std::int64_t key = world.rank() % 2 * 2 + world.rank() / 2;
+    const auto ordered = world.split_by({0, key}, "ordered", world.owner());
+    EXPECT_EQ(ordered->rank(), key);
+    CallValues<std::int64_t> own(here, {world.rank()});
+    CallValues<std::int64_t> all(here, std::vector<std::int64_t>(4));
+    const Gather gather{own.data(), all.data(), 1, DType::kInt64};
+    ordered->start_all_gather({&gather, 1}).wait();
+    EXPECT_EQ(all.read(), (std::vector<std::int64_t>{0, 2, 1, 3}));
+  });
+}
+
 TEST_P(GroupContract, BadArgumentsAreErrorsBeforeAnythingIsSent) {
   run(2, [](ContractRank& here) {
     Group& group = here.group;

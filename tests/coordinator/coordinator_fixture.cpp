@@ -163,7 +163,7 @@ void NvmeSide::update(const Update& update) {
 
 CoordinatorFixture::CoordinatorFixture(Group& group, const Model& model,
                                        const CoordinatorOptions& options, DeviceChoice choice,
-                                       const Clock* clock)
+                                       const Clock* clock, const GatherPhases& phases)
     : RankFixture(group.rank(), group.size(), choice),
       group_(group),
       model_(model),
@@ -173,7 +173,7 @@ CoordinatorFixture::CoordinatorFixture(Group& group, const Model& model,
   }
   coordinator_ = std::make_unique<Coordinator>(
       CoordinatorParts{group, device(), params(), clock != nullptr ? *clock : this->clock(),
-                       spans(), logger()},
+                       spans(), logger(), phases},
       options);
   for (std::size_t i = 0; i < model_.units.size(); ++i) {
     UnitTraits traits;

@@ -125,7 +125,8 @@ class NvmeSide {
 class CoordinatorFixture : public support::RankFixture {
  public:
   CoordinatorFixture(Group& group, const Model& model, const CoordinatorOptions& options,
-                     DeviceChoice choice = DeviceChoice::kCpu, const Clock* clock = nullptr);
+                     DeviceChoice choice = DeviceChoice::kCpu, const Clock* clock = nullptr,
+                     const GatherPhases& phases = {});
   // The last update reads and writes memory that goes with this object.
   ~CoordinatorFixture();
 

@@ -81,6 +81,34 @@ TEST_P(CoordinatorOn, NothingGatheredBeforeShardsWereWrittenFromOutsideIsUsed) {
   });
 }
 
+// Ranks of `num_hosts` hosts, host by host; shards are numbered by local rank first.
+TEST_P(CoordinatorOn, GathersInTwoPhasesBringEveryShardToItsPlace) {
+  struct Hosts {
+    int num_hosts;
+    int num_local;
+  };
+  for (const Hosts hosts : {Hosts{2, 2}, Hosts{3, 2}, Hosts{2, 1}, Hosts{1, 3}}) {
+    run_ranks(hosts.num_hosts * hosts.num_local, [&](Group& world) {
+      const int host = world.rank() / hosts.num_local;
+      const int local = world.rank() % hosts.num_local;
+      const auto group = world.split_by({0, local * hosts.num_hosts + host}, "shards", {});
+      const auto across = world.split(local, "across");
+      const auto inside = world.split(host, "inside");
+      CoordinatorFixture rank(*group, mixed_model(), make_options(1 << 12, 1 << 14, 0, 64),
+                              GetParam(), nullptr, {across.get(), inside.get()});
+      const std::uint64_t sent = group->wire_bytes().payload;
+      for (int step = 0; step < 3; ++step) {
+        rank.train();
+        rank.end_step_and_update();
+      }
+      EXPECT_EQ(rank.coordinator().trace_mode(), TraceMode::kComplete);
+      EXPECT_EQ(group->wire_bytes().payload, sent) << "something was gathered in one phase";
+      EXPECT_EQ(inside->wire_bytes().payload > 0, hosts.num_local > 1);
+      EXPECT_EQ(across->wire_bytes().payload > 0, hosts.num_hosts > 1);
+    });
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Devices, CoordinatorOn,
                          testing::Values(DeviceChoice::kCpu, DeviceChoice::kLazy,
                                          DeviceChoice::kRandom),

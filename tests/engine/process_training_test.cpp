@@ -121,13 +121,17 @@ void expect_close(const RunOutcome& sharded, const RunOutcome& reference) {
 
 // Of all places, and of resident ones against the reference.
 void expect_case_holds(const TrainingCase& each, const ContractRank& here,
-                       const DiskDirectory& directory) {
+                       const DiskDirectory& directory, const Options& more = {}) {
   RunSettings settings = settings_of(each, here);
   RunOutcome resident;
   for (const Placed& placed : places(directory)) {
     SCOPED_TRACE(std::string(each.name) + ", " + placed.name);
-    settings.options = joined({{"grad.clip_norm", "0.5"}}, placed.options);
+    settings.options = joined(joined({{"grad.clip_norm", "0.5"},
+                                      {"batch.accumulate", std::to_string(settings.accumulate)}},
+                                     more),
+                              placed.options);
     RunOutcome run = train_in(here.group, settings);
+    EXPECT_EQ(run.differs_in_copies, "");
     if (!placed.options.empty()) {
       EXPECT_TRUE(same_bits(run, resident)) << difference(run, resident).describe();
       EXPECT_TRUE(run.placement.has_value());
@@ -198,6 +202,23 @@ TEST_P(ProcessTraining, OfThreeRanksEqualsTheReferenceWithTheSameBitsOnEveryTier
 }
 TEST_P(ProcessTraining, OfFourRanksEqualsTheReferenceWithTheSameBitsOnEveryTier) {
   expect_parity(4);
+}
+
+// Two copies of two ranks; the second time on pretended hosts, with gathers in two phases.
+TEST_P(ProcessTraining, OfTwoCopiesOnFourRanksEqualsTheReferenceWithTheSameBitsOnEveryTier) {
+  const DiskDirectory directory;
+  run(4, [&](ContractRank& here) {
+    for (const TrainingCase& each : {kCases[0], kCases[4], kCases[5]}) {
+      for (const Options& mesh :
+           {Options{{"shard.group_size", "2"}, {"mics.check_replicas", "true"}},
+            Options{{"shard.group_size", "4"},
+                    {"comm.ranks_per_host", "2"},
+                    {"shard.hierarchical_gather", "true"}}}) {
+        SCOPED_TRACE(mesh.back().first);
+        expect_case_holds(each, here, directory, mesh);
+      }
+    }
+  });
 }
 
 // --- Ranks that diverge.
