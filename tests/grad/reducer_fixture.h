@@ -56,6 +56,9 @@ struct ReduceCase {
   std::int64_t most_kept_bytes = kMostKeptBytes;
   std::string name = "p";          // of parameters, with a number behind it
   bool has_dynamic_group = false;  // else dynamic parameters share the group of the others
+  // So many ranks share a copy of the model, those of neighbouring numbers; 0: all.
+  int ranks_per_copy = 0;
+  std::vector<int> shard_of_rank = {};  // as ReducerParts'
   // Puts a double in front of the device; empty: none.
   std::function<std::unique_ptr<device::Device>(std::unique_ptr<device::Device>)> wrap_device = {};
   // For what is on NVMe. With a store, memory is planned.
@@ -63,19 +66,31 @@ struct ReduceCase {
   std::size_t pool_bytes = 0;
 };
 
+inline int copy_size(const comm::Group& all, const ReduceCase& test) {
+  return test.ranks_per_copy > 0 ? test.ranks_per_copy : all.size();
+}
+
+inline int shard_of(const comm::Group& all, const ReduceCase& test) {
+  const int rank = all.rank() % copy_size(all, test);
+  return test.shard_of_rank.empty() ? rank : test.shard_of_rank[static_cast<std::size_t>(rank)];
+}
+
 class ReducerFixture : public support::RankFixture {
  public:
-  ReducerFixture(comm::Group& group, const ReduceCase& test)
-      : RankFixture(group.rank(), group.size(),
-                    [&](Ledger& ledger) {
-                      auto device =
-                          support::make_device(test.device, ledger, group.rank(), test.is_discrete);
-                      return test.wrap_device ? test.wrap_device(std::move(device))
-                                              : std::move(device);
-                    }),
+  ReducerFixture(comm::Group& all, const ReduceCase& test)
+      : RankFixture(
+            shard_of(all, test), copy_size(all, test),
+            [&](Ledger& ledger) {
+              auto device = support::make_device(test.device, ledger, all.rank(), test.is_discrete);
+              return test.wrap_device ? test.wrap_device(std::move(device)) : std::move(device);
+            }),
         test_(test),
-        group_(group),
-        dynamic_group_(test.has_dynamic_group ? group.split(0, "dynamic") : nullptr) {
+        all_(all),
+        own_group_(test.ranks_per_copy > 0 ? all.split(all.rank() / num_ranks(), "copy") : nullptr),
+        replicas_(test.ranks_per_copy > 0 ? all.split(all.rank() % num_ranks(), "replicas")
+                                          : nullptr),
+        group_(own_group_ ? *own_group_ : all),
+        dynamic_group_(test.has_dynamic_group ? group_.split(0, "dynamic") : nullptr) {
     for (std::size_t i = 0; i < test.shapes.size(); ++i) {
       shard::ParamSpec spec;
       spec.name = test.name + std::to_string(i);
@@ -87,7 +102,7 @@ class ReducerFixture : public support::RankFixture {
       params().add(spec, std::make_unique<NoTensor>());
     }
     if (test.make_store) {
-      store_ = test_.make_store(rank());
+      store_ = test_.make_store(all.rank());
       pool_ = std::make_unique<tier::BufferPool>(device(), Tier::kHost, test_.pool_bytes,
                                                  "gradient buffers");
     }
@@ -96,6 +111,10 @@ class ReducerFixture : public support::RankFixture {
 
   const ReduceCase& test() const { return test_; }
   Reducer& reducer() { return *reducer_; }
+  comm::Group& all() { return all_; }
+  comm::Group& group() { return group_; }  // that gradients are reduced in
+  comm::Group& replicas() { return *replicas_; }
+  int num_copies() const { return replicas_ ? replicas_->size() : 1; }
   std::size_t gradient_bytes() const {
     return ledger().current_bytes(Tier::kDevice, Role::kGradient);
   }
@@ -108,6 +127,11 @@ class ReducerFixture : public support::RankFixture {
     parts.dynamic_group = dynamic_group_.get();
     parts.num_micro_batches = test_.num_micro_batches;
     parts.sums_on_host = test_.sums_on_host;
+    parts.shard_of_rank = test_.shard_of_rank;
+    if (replicas_) {
+      parts.replicas = replicas_.get();
+      parts.all_ranks = &all_;
+    }
     if (test_.is_discrete) {
       optim::set_reducer_kernels(parts, *kernels_);
     }
@@ -123,6 +147,10 @@ class ReducerFixture : public support::RankFixture {
 
  private:
   const ReduceCase test_;
+  comm::Group& all_;
+  // Null: `all` has one copy.
+  const std::unique_ptr<comm::Group> own_group_;
+  const std::unique_ptr<comm::Group> replicas_;
   comm::Group& group_;
   std::unique_ptr<comm::Group> dynamic_group_;
   const std::unique_ptr<optim::Kernels> kernels_ = optim::make_cpu_kernels(1);
@@ -277,7 +305,7 @@ struct ShardSums {
 
 inline std::vector<float> read_shard(ReducerFixture& world, int id) {
   const shard::Param& param = world.params()[id];
-  const bool padded = world.num_ranks() > 1;
+  const bool padded = world.num_ranks() > 1 || world.num_copies() > 1;
   const std::int64_t numel = padded ? param.layout().shard_numel() : param.range().numel;
   std::vector<float> values(static_cast<std::size_t>(numel));
   if (numel == 0) {
