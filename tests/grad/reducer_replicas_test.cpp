@@ -18,7 +18,7 @@ namespace {
 ReduceCase replica_case(const Copies& copies, DType param_dtype, DType wire_dtype) {
   ReduceCase test;
   test.shapes = {{40}, {9001}, {7},   {64, false}, {support::rounds(20011, 9000)},
-                 {3},  {4800}, {130}, {0},         {1}};
+                 {3},  {9600}, {130}, {0},         {1}};
   test.param_dtype = param_dtype;
   test.options = {40000, wire_dtype};
   test.ranks_per_copy = copies.ranks_per_copy;

@@ -73,6 +73,28 @@ TEST(ReducerReplicasUse, SumsStayRightWhenRanksAreLateAndOutOfStep) {
   }
 }
 
+// Those that are reduced from where they lie need no slot, for which one would wait.
+TEST(ReducerReplicasUse, ATotalHasWhatEarlierBackwardsHaveStarted) {
+  for (const Home home : {Home::kCpu, Home::kHost}) {
+    ReduceCase test = use_case(2);
+    test.shapes = {{64}, {64}};
+    test = at_home(test, home);
+    comm::ThreadWorldOptions ranks;
+    ranks.num_ranks = kTwoByTwo.num_ranks;
+    ranks.max_delay_us = 300;
+    comm::run_ranks(ranks, {}, [&](comm::Group& group) {
+      ReducerFixture world(group, test);
+      for (int step = 0; step < support::rounds(10, 3); ++step) {
+        for (int backward = 0; backward < 2; ++backward) {
+          run_static(world, step, backward, always);
+        }
+        expect_replica_sums(world, step, 2, always);
+        world.reducer().clear();
+      }
+    });
+  }
+}
+
 // A rank that uses nothing sends nothing until its backward ends, and may need the others before:
 // none of them waits for it, in whichever copy they are.
 TEST(ReducerReplicasUse, NoRankWaitsForACopyOneOfWhoseRanksIsNotThereYet) {
@@ -81,11 +103,16 @@ TEST(ReducerReplicasUse, NoRankWaitsForACopyOneOfWhoseRanksIsNotThereYet) {
     comm::run_ranks(kTwoByTwo.num_ranks, [&](comm::Group& group) {
       ReducerFixture world(group, use_case(k));
       for (int step = 0; step < 2; ++step) {
+        world.reducer().take_stats();
         for (int backward = 0; backward < k; ++backward) {
           const Source source{group.rank(), step, backward};
           for (int id = world.params().num_params() - 1; id >= 0; --id) {
             if (uses(source, id)) {
               add(world, source, id);
+            }
+            if (id == 0 && group.rank() == 2) {
+              EXPECT_EQ(world.reducer().take_stats().num_replica_sums, 0U)
+                  << "a replica would believe that its end depends on the network alone";
             }
             group.start_barrier().wait();
           }
