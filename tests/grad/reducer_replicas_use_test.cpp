@@ -30,7 +30,7 @@ TEST(ReducerReplicasUse, AParameterIsUsedIfSomeRankOfSomeCopyUsedIt) {
     return id == 1 ? source.rank >= 2 : id == 2 ? source.rank == 1 : id != 3;
   };
   for (const int k : {0, 1, 2}) {
-    for (const Home home : kHomes) {
+    for (const Home home : all_homes()) {
       ReduceCase test = use_case(k);
       test.shapes[1].numel = 9000;
       comm::run_ranks(kTwoByTwo.num_ranks, [&](comm::Group& group) {
@@ -147,7 +147,7 @@ TEST(ReducerReplicasUse, ReadsStartTheSumsThatAreMissing) {
 // What was started is ended, and the next step knows nothing of it.
 TEST(ReducerReplicasUse, ClearForgetsABackwardInItsMiddle) {
   for (const int k : {1, 2}) {
-    for (const Home home : kHomes) {
+    for (const Home home : all_homes()) {
       comm::run_ranks(kTwoByTwo.num_ranks, [&](comm::Group& group) {
         ReducerFixture world(group, at_home(use_case(k), home));
         for (int backward = 0; backward + 1 < k; ++backward) {
