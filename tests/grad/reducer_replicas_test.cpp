@@ -358,6 +358,22 @@ TEST_P(ReducerReplicas, AreWrongWhereOneRankGivesAnotherValue) {
   }
 }
 
+// Else a sum in another order would pass for the one that is meant.
+TEST(ReducerReplicasReference, DependsOnTheOrderOfItsSums) {
+  ReduceCase micro_batches_first = replica_case({4, 2}, DType::kFloat32, DType::kFloat32);
+  micro_batches_first.num_micro_batches = 3;
+  ReduceCase replicas_first = micro_batches_first;
+  replicas_first.num_micro_batches = 1;
+  int num_different = 0;
+  for (std::int64_t index = 0; index < 1000; ++index) {
+    num_different += is_same(expected_element(micro_batches_first, 2, 0, 3, 1, index, always),
+                             expected_element(replicas_first, 2, 0, 3, 1, index, always))
+                         ? 0
+                         : 1;
+  }
+  EXPECT_GT(num_different, 100);
+}
+
 INSTANTIATE_TEST_SUITE_P(Worlds, ReducerReplicas,
                          ::testing::Values(Copies{4, 2}, Copies{6, 3}, Copies{6, 2}, Copies{4, 1}),
                          [](const auto& param) { return name_of(param.param); });

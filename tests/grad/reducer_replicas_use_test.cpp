@@ -190,6 +190,23 @@ TEST(ReducerReplicasUse, SumsOfSquaresAreMadeOfTheSumsOverReplicas) {
   }
 }
 
+TEST(ReducerReplicasUse, ALoneCopyIsNotSummedAgain) {
+  for (const int num_ranks : {1, 2}) {
+    comm::run_ranks(num_ranks, [&](comm::Group& group) {
+      ReduceCase test = use_case(2);
+      test.ranks_per_copy = num_ranks;
+      ReducerFixture world(group, test);
+      for (int backward = 0; backward < 2; ++backward) {
+        run_static(world, 0, backward, always);
+      }
+      expect_sums(world, 0, 2, always);
+      EXPECT_EQ(world.gradient_bytes() == 0, num_ranks == 1) << "adopted where nothing is sent";
+      EXPECT_EQ(world.reducer().take_stats().num_replica_sums, 0U);
+      EXPECT_EQ(world.replicas().wire_bytes().num_calls, 0U);
+    });
+  }
+}
+
 // Each rank uses something else, so buckets are sent at different times; calls of both groups are
 // work of one stream.
 TEST(ReducerReplicasOnStreams, GiveTheSameSums) {
