@@ -37,8 +37,7 @@
 // Where several groups of ranks hold a copy of the model each (MiCS, hybrid sharding), gradients
 // are summed over the ranks of a group in every micro-batch, and over the copies once per step:
 //
-//   group sum, in the wire's type -> sum over micro-batches, fp32 -> sum over replicas, in their
-//   order
+//   over the group, wire's type -> over micro-batches, fp32 -> over replicas, in their order
 //
 // The backward with number num_micro_batches is the boundary. There each bucket is summed over
 // replicas as soon as it is reduced, while backward goes on: of a single micro-batch the result
@@ -205,11 +204,11 @@ struct FullGradient {
 };
 
 struct ReducerStats {
-  std::uint64_t num_reductions = 0;  // calls
-  std::uint64_t reduced_bytes = 0;   // of buckets, all ranks' parts
-  std::uint64_t num_replica_sums = 0;
-  std::uint64_t replica_bytes = 0;   // of this rank's shards that were summed over replicas
-  std::int64_t held_bytes_peak = 0;  // gradients that waited for their turn, or for a buffer
+  std::uint64_t num_reductions = 0;    // calls
+  std::uint64_t reduced_bytes = 0;     // of buckets, all ranks' parts
+  std::uint64_t num_replica_sums = 0;  // calls
+  std::uint64_t replica_bytes = 0;     // of this rank's shards that were summed over replicas
+  std::int64_t held_bytes_peak = 0;    // gradients that waited for their turn, or for a buffer
   double exposed_wait_s = 0;
   std::uint64_t host_bytes = 0;  // of gradients that went to memory of the host
   // NVMe, whole blocks. Reads are those of later micro-batches, and of start_read().
