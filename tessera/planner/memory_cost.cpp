@@ -261,16 +261,26 @@ std::vector<LedgerLine> Lines::take() const {
   return lines;
 }
 
+// What is summed over replicas from where it is, is one sum in fp32.
+bool needs_totals(const CutModel& cut, std::int64_t num_micro_batches) {
+  const grad::ReplicaSums replicas = replica_sums(cut, num_micro_batches);
+  return cut.options.is_discrete &&
+         (replicas.has_totals() ||
+          (replicas.has_dynamic_totals() &&
+           std::any_of(cut.model.params.begin(), cut.model.params.end(),
+                       [](const ParamShape& param) { return param.trainable && param.dynamic; })));
+}
+
 bool may_keep_copies(const CutModel& cut, std::int64_t num_micro_batches) {
-  if (replica_sums(cut, num_micro_batches).has_totals()) {
-    return !cut.options.is_discrete;  // what is summed over replicas is one sum, in fp32
+  if (needs_totals(cut, num_micro_batches)) {
+    return false;
   }
   return num_micro_batches <= kMostGradientCopies || !may_keep_sums(cut, num_micro_batches);
 }
 
 bool may_keep_sums(const CutModel& cut, std::int64_t num_micro_batches) {
-  if (replica_sums(cut, num_micro_batches).has_totals()) {
-    return cut.options.is_discrete;
+  if (needs_totals(cut, num_micro_batches)) {
+    return true;
   }
   return cut.options.is_discrete &&
          num_micro_batches * reduced_bytes(cut) > as_int(sizeof(float)) + reduced_bytes(cut);
@@ -306,7 +316,9 @@ std::int64_t MemoryCost::host_gradient_bytes_read() const {
 std::int64_t MemoryCost::slot_gradient_bytes() const {
   const std::int64_t copy =
       host_gradients_ == HostGradients::kSums ? as_int(sizeof(float)) : reduced_bytes_per_element();
-  return num_micro_batches_ == 1 ? 0 : as_int(sizeof(float)) + 2 * copy;
+  return num_micro_batches_ == 1 && !needs_totals(cut_, num_micro_batches_)
+             ? 0
+             : as_int(sizeof(float)) + 2 * copy;
 }
 
 std::int64_t MemoryCost::kept_gradients(const Placements& placements) const {
@@ -324,7 +336,7 @@ std::int64_t MemoryCost::kept_gradients(const Placements& placements) const {
 
 bool MemoryCost::updates_in_place() const {
   return options_.is_discrete && num_micro_batches_ == 1 &&
-         !optim::is_own_master(cut_.model.dtype) &&
+         !needs_totals(cut_, num_micro_batches_) && !optim::is_own_master(cut_.model.dtype) &&
          (!options_.sends_gradients() || options_.wire_dtype == cut_.model.dtype);
 }
 

@@ -12,6 +12,7 @@
 
 #include "tessera/comm/mesh_bytes.h"
 #include "tessera/core/error.h"
+#include "testing/mock_device.h"
 #include "tests/engine/engine_fixture.h"
 #include "tests/engine/expert_training.h"
 #include "tests/engine/rounding_bounds.h"
@@ -180,6 +181,48 @@ TEST(MeshDynamicUnits, RoutedAtRandomTrainAsTheUnshardedModel) {
       with_engines(mesh.ranks, config, [&](Engine& engine, comm::Group&) {
         expect_experts_close(train_experts(engine, run).params, plain);
       });
+    }
+  }
+}
+
+// Sums over copies of dynamic parameters are fp32, wherever their gradients live.
+TEST(MeshDynamicUnits, OnADiscreteDeviceHaveTheSameBitsAtAllPlaces) {
+  for (const MeshCase& mesh : {MeshCase{4, 2, 0, false}, MeshCase{4, 1, 0, false}}) {
+    std::optional<std::vector<at::Tensor>> first;
+    const DiskDirectory directory;
+    for (const Placed& placed : places_on(RunDevice::kMock, directory)) {
+      SCOPED_TRACE(name_of(mesh) + ", " + placed.name);
+      ExpertRun run;
+      run.steps = 6;
+      run.kind = "sgd";
+      run.width = 264;  // small parameters never leave the device
+      Config config = config_of(run);
+      for (const auto& [name, value] : joined(options_of(mesh), placed.options)) {
+        config.apply_flag(name + "=" + value);
+      }
+      std::vector<std::vector<at::Tensor>> params(static_cast<std::size_t>(mesh.ranks));
+      comm::run_ranks(mesh.ranks, [&](comm::Group& group) {
+        RuntimeOptions options{-1, 1};
+        options.make_device = [](device::CpuDeviceOptions host) {
+          device::MockDeviceOptions late;
+          late.mode = device::LateMode::kLazy;
+          late.own_memory = true;
+          late.host = std::move(host);
+          return device::make_mock_device(std::move(late));
+        };
+        Runtime runtime(config, group, options);
+        Engine engine(runtime);
+        params[static_cast<std::size_t>(group.rank())] = train_experts(engine, run).params;
+      });
+      if (!first) {
+        first = params[0];
+        expect_experts_close(*first, train_plain_experts(run, mesh.ranks));
+      }
+      for (const std::vector<at::Tensor>& of_rank : params) {
+        for (std::size_t i = 0; i < first->size(); ++i) {
+          EXPECT_TRUE(at::equal(of_rank[i], (*first)[i])) << "parameter " << i;
+        }
+      }
     }
   }
 }
