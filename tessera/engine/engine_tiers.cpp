@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/core/units.h"
 #include "tessera/core/option_table.h"
 #include "tessera/engine/host_tier_device.h"
 #include "tessera/engine/memory_lender.h"
@@ -79,6 +80,11 @@ HeldMemory EngineTiers::held_memory() const {
 void EngineTiers::make_plan(const planner::ModelShapes& model) {
   planning_ = memory_.planning ? *memory_.planning
                                : plan_memory(runtime_, group_, model, memory_.step, held_memory());
+  TESSERA_CHECK(planning_.mesh == mesh_.mesh(), ConfigError,
+                "memory was planned for another mesh (", planning_.mesh.describe(),
+                ") than the engine's (", mesh_.mesh().describe(),
+                "); plan with the config and the group of the engine");
+  tell_copies_of_host();
   if (!memory_.planning && group_.rank() == 0) {
     if (!planning_.note.empty()) {
       runtime_.logger().info(planning_.note);
@@ -92,6 +98,18 @@ void EngineTiers::make_plan(const planner::ModelShapes& model) {
   plan_ = planning_.plan;
   options_ = planning_.options;
   is_planned_ = plan_.has_value();
+}
+
+// What ranks of one host hold in its memory is there once for each copy.
+void EngineTiers::tell_copies_of_host() const {
+  const comm::Mesh& mesh = mesh_.mesh();
+  const int num_copies = std::max(1, mesh.ranks_per_host() / mesh.shard_size());
+  const std::int64_t bytes = planning_.plan ? planning_.plan->host_memory_bytes() : 0;
+  if (group_.rank() == 0 && num_copies > 1 && bytes > 0) {
+    runtime_.logger().info("host memory: ", num_copies, " copies of the model on each host, ",
+                           approximate_bytes(bytes * mesh.shard_size()), " for each, ",
+                           approximate_bytes(bytes * mesh.ranks_per_host()), " in all");
+  }
 }
 
 void EngineTiers::make_loader(std::int64_t buffer_bytes) {

@@ -130,6 +130,7 @@ class EngineTiers {
   TierIo take_io();
 
  private:
+  void tell_copies_of_host() const;
   void make_plan(const planner::ModelShapes& model);
   HeldMemory held_memory() const;
   void place_shards();

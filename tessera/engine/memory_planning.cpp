@@ -121,9 +121,10 @@ MemoryPlanning plan_memory(Runtime& runtime, comm::Group& group, const planner::
   const Config& config = runtime.config();
   const std::int64_t num_micro_batches = config.get_int("batch.accumulate");
   MemoryPlanning planning;
-  const comm::Mesh mesh = engine::find_mesh(runtime, group);
-  planning.asked = MemoryPlanOptions::from(config, mesh.shard_size(),
-                                           runtime.device().is_discrete(), mesh.num_replicas());
+  planning.mesh = engine::find_mesh(runtime, group);
+  planning.asked =
+      MemoryPlanOptions::from(config, planning.mesh.shard_size(), runtime.device().is_discrete(),
+                              planning.mesh.num_replicas());
   planning.asked.call_memory = group.call_memory();
   planning.asked.group_memory = group.held_memory();
   for (const std::string& directory : config.get_list("nvme.paths")) {

@@ -16,6 +16,7 @@
 #include <string>
 
 #include "tessera/comm/group.h"
+#include "tessera/comm/mesh.h"
 #include "tessera/engine/runtime.h"
 #include "tessera/planner/memory_budgets.h"
 #include "tessera/planner/memory_plan.h"
@@ -37,6 +38,7 @@ struct HeldMemory {
 };
 
 struct MemoryPlanning {
+  comm::Mesh mesh;                     // whose ranks were asked
   planner::MemoryPlanOptions asked;    // as the config says
   planner::MemoryPlanOptions options;  // with budgets and share as they were found
   // None: nothing is limited, and everything stays in the device's memory as it comes.

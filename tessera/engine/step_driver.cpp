@@ -17,6 +17,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/units.h"
 #include "tessera/engine/replica_check.h"
 #include "tessera/optim/reducer_kernels.h"
 #include "tessera/optim/update_loops.h"
@@ -360,12 +361,28 @@ StepResult StepDriver::finish_step() {
   weight_sum_ = 0;
   weighted_loss_ = at::Tensor();
   ++num_steps_;
+  tell_sent_bytes();
   if (ctx_.tiers.is_for_first_step()) {
     fix_placement();
   }
   ctx_.coordinator.start_ahead();
   step_end_ns_ = ctx_.runtime.clock().now_ns();
   return result;
+}
+
+// Once, of a step that follows the plan of the first.
+void StepDriver::tell_sent_bytes() {
+  if (steps_told_ >= 2 || ctx_.group.size() == 1) {
+    return;
+  }
+  const SentBytes sent = ctx_.mesh.sent();
+  if (++steps_told_ == 2 && ctx_.group.rank() == 0) {
+    ctx_.runtime.logger().info(
+        "a rank sends ", approximate_bytes(sent.inside - sent_in_first_.inside),
+        " to ranks of its host and ", approximate_bytes(sent.across - sent_in_first_.across),
+        " to other hosts in a step");
+  }
+  sent_in_first_ = sent;
 }
 
 void StepDriver::fix_placement() {

@@ -116,6 +116,7 @@ class StepDriver {
   optim::StepSums sum_over_ranks(double lr, bool& is_started);
   // Behind the first step, where memory was planned for that one only (engine_tiers.h). Collective.
   void fix_placement();
+  void tell_sent_bytes();
   StepResult finish_step();
 
   EngineContext& ctx_;
@@ -150,6 +151,8 @@ class StepDriver {
   std::int64_t step_end_ns_ = 0;  // of the last step; 0: there was none
   std::optional<double> seconds_before_update_;
   double exposed_wait_s_ = 0;
+  int steps_told_ = 0;  // see tell_sent_bytes()
+  SentBytes sent_in_first_;
   // That take_stats() has told.
   SentBytes sent_;
   std::uint64_t sent_to_replicas_ = 0;

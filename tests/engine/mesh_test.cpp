@@ -346,6 +346,28 @@ TEST(MeshErrors, ListWhatIsPossible) {
   }
 }
 
+TEST(MeshErrors, NameBothMeshesWhereMemoryWasPlannedForAnother) {
+  Config config = quiet_config();
+  config.apply_flag("memory.host=1GiB");
+  planner::ModelShapes shapes;
+  shapes.params = {{"unit.weight", 30}, {"unit.bias", 6}};
+  shapes.units = {{0, 1}};
+  std::optional<MemoryPlanning> planning;
+  comm::run_ranks(1, [&](comm::Group& group) {
+    Runtime runtime(config, group, {-1, 1});
+    planning = plan_memory(runtime, group, shapes);
+  });
+  comm::run_ranks(2, [&](comm::Group& group) {
+    Runtime runtime(config, group, {-1, 1});
+    EngineOptions options;
+    options.shapes = shapes;
+    options.planning = planning;
+    const std::string text = message_of([&] { Engine engine(runtime, options); });
+    EXPECT_HAS(text, "mesh: 1 rank");
+    EXPECT_HAS(text, "mesh: 2 ranks");
+  });
+}
+
 TEST(MeshCheckpoint, WhatOneMeshSavesAnyOtherLoads) {
   const MeshCase meshes[] = {{1, 0, 0, false}, {3, 0, 0, false}, {4, 2, 0, false},
                              {4, 1, 0, false}, {4, 4, 2, true},  {6, 2, 0, false}};
