@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "tessera/core/error.h"
-#include "tessera/core/units.h"
 #include "tessera/core/option_table.h"
+#include "tessera/core/units.h"
 #include "tessera/engine/host_tier_device.h"
 #include "tessera/engine/memory_lender.h"
 #include "tessera/planner/memory_planner.h"
