@@ -88,7 +88,8 @@ TEST(MeshChoice, TakesTheMemoryThatIsPlannedForSoManyShards) {
     for (const MeshChoice& each : mesh_choices(model, options, asked(model, 16, 0))) {
       MemoryPlanOptions of_size = options;
       of_size.num_ranks = each.mesh.shard_size();
-      const MemoryPlan plan = planned(model, of_size);
+      of_size.num_copies = each.mesh.num_replicas();
+      const MemoryPlan plan = plan_memory(model, of_size, asked(model, 16, 0).num_micro_batches);
       EXPECT_EQ(each.memory_bytes, is_discrete ? plan.device_memory_bytes() : plan.memory_bytes());
       if (each.mesh.shard_size() > 2) {  // a whole copy gathers nothing
         EXPECT_LT(each.memory_bytes, last);
