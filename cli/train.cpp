@@ -226,6 +226,11 @@ void add_mesh_flags(CLI::App& app, TrainFlags& flags) {
   add_switch(app, "--hierarchical", flags.hierarchical,
              "Gathers across hosts first and inside each host second; sets option "
              "shard.hierarchical_gather");
+  add_value(app, "--hpz-size", flags.hpz_size,
+            sets("shard.secondary_group_size") +
+                ": ranks of a host that share a second copy of the shards, from which every gather "
+                "but the first after an update comes",
+            "N");
   add_value(app, "--ranks-per-host", flags.ranks_per_host,
             sets("comm.ranks_per_host") +
                 ": ranks of each host (default: as found); fewer than there are make one host "

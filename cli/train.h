@@ -82,6 +82,7 @@ struct TrainFlags {
 
   std::string shard_size;
   bool hierarchical = false;
+  std::string hpz_size;
   std::string ranks_per_host;
 
   std::string metrics;

@@ -9,6 +9,7 @@
 #include "tessera/comm/tag.h"
 #include "tessera/coordinator/gatherer.h"
 #include "tessera/coordinator/prefetcher.h"
+#include "tessera/coordinator/secondary_shards.h"
 #include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
@@ -139,10 +140,13 @@ void Coordinator::make_gathers() {
     own_loader_ = std::make_unique<ShardLoader>(parts_.params, parts_.device);
     loader_ = own_loader_.get();
   }
+  if (parts_.secondary != nullptr && !secondary_) {
+    secondary_ = std::make_unique<SecondaryShards>(*parts_.secondary, parts_.device, parts_.params);
+  }
   const bool needs_consensus = !is_alone_ && (units_.has_dynamic() || options_.uneven_data);
   gatherer_ = std::make_unique<Gatherer>(
       Gatherer::Parts{parts_.group, parts_.device, parts_.params, parts_.clock, parts_.spans,
-                      parts_.logger, loader_, parts_.phases},
+                      parts_.logger, loader_, parts_.phases, secondary_.get()},
       units_.num_units(),
       tier_ ? tier_->arena_bytes : units_.arena_bytes(options_.budgets.live_limit_bytes),
       options_.budgets.max_inflight);

@@ -68,6 +68,7 @@ class Config;
 
 namespace tessera::coordinator {
 
+class SecondaryShards;
 class ShardLoader;
 
 struct CoordinatorOptions {
@@ -94,6 +95,8 @@ struct CoordinatorParts {
   comm::Group* all_ranks = nullptr;
   // By rank of `group`, its rank there; empty: the same.
   std::vector<int> ranks_of_copy = {};
+  // Of secondary shards (secondary_shards.h); null: there are none.
+  comm::Group* secondary = nullptr;
 };
 
 // Where shards are offloaded and memory is planned.
@@ -252,6 +255,7 @@ class Coordinator {
   // From finalize() on, where something is gathered: several ranks, or shards elsewhere.
   std::unique_ptr<ShardLoader> own_loader_;
   ShardLoader* loader_ = nullptr;  // null: all shards are in the device's memory
+  std::unique_ptr<SecondaryShards> secondary_;
   std::unique_ptr<Gatherer> gatherer_;
   std::unique_ptr<Prefetcher> prefetcher_;
   std::unique_ptr<Consensus> consensus_;  // null: all ranks use the same units

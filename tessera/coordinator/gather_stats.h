@@ -54,7 +54,8 @@ struct CoordinatorStats {
   std::uint64_t prefetch_drops = 0;
   std::uint64_t num_gathers = 0;  // calls
   std::uint64_t gathered_bytes = 0;
-  double exposed_wait_s = 0;  // host time that uses waited for gathers
+  std::uint64_t secondary_bytes = 0;  // of them, from secondary shards
+  double exposed_wait_s = 0;          // host time that uses waited for gathers
   // Gathered parameters at once; in a group of one: in use at once.
   std::int64_t full_bytes_peak = 0;
   std::uint64_t brought_bytes = 0;  // H2D, from shards in host memory

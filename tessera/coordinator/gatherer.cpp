@@ -64,15 +64,24 @@ void Gatherer::Call::clear() {
 
 void Gatherer::start(std::span<const int> ids, std::span<const std::int64_t> offsets,
                      const std::string& unit, const Cause& cause) {
-  start_call(ids, offsets, {}, unit, cause);
+  start_call(From::kShards, ids, offsets, {}, unit, cause);
+  if (parts_.secondary != nullptr) {
+    start_call(From::kSecondary, ids, offsets, {}, unit, cause);
+  }
 }
 
 void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> wants,
                         const std::string& unit, const Cause& cause) {
-  start_call(ids, {}, wants, unit, cause);
+  start_call(From::kShards, ids, {}, wants, unit, cause);
 }
 
-void Gatherer::start_call(std::span<const int> ids, std::span<const std::int64_t> offsets,
+bool Gatherer::comes_from(From from, const Param& param) const {
+  const bool has_second = parts_.secondary != nullptr && parts_.secondary->has(param);
+  return has_second == (from == From::kSecondary);
+}
+
+void Gatherer::start_call(From from, std::span<const int> ids,
+                          std::span<const std::int64_t> offsets,
                           std::span<const std::uint8_t> wants, const std::string& unit,
                           const Cause& cause) {
   const bool is_for_some = !wants.empty();
@@ -85,14 +94,21 @@ void Gatherer::start_call(std::span<const int> ids, std::span<const std::int64_t
     for (std::size_t i = 0; i < ids.size(); ++i) {
       Param& param = parts_.params[ids[i]];
       const bool is_released = param.state() == ParamState::kReleased && !param.shard_is_full();
-      if (!is_released && !is_for_some) {
+      if (!is_for_some && (!is_released || !comes_from(from, param))) {
         continue;
       }
       if (call_.tensors.empty()) {
         wait_for_calls_below(max_inflight_);
       }
-      order_behind_update(param);
       const shard::Layout& layout = param.layout();
+      if (from == From::kSecondary) {
+        take(param, i < offsets.size() ? offsets[i] : -1);
+        gather_.wait(parts_.secondary->made(param));
+        call_.tensors.push_back(parts_.secondary->gather(param, param.full()));
+        secondary_bytes_ += layout.full_bytes();
+        continue;
+      }
+      order_behind_update(param);
       if (is_wanted && is_released) {
         take(param, i < offsets.size() ? offsets[i] : -1);
         add(param, param.full(), nullptr);
@@ -116,10 +132,10 @@ void Gatherer::start_call(std::span<const int> ids, std::span<const std::int64_t
     begin_ns = parts_.clock.now_ns();
     if (is_for_some) {
       gathered = {parts_.group.start_gather_to(call_.tensors, wants, call_options(unit, ids))};
-    } else if (parts_.group.size() == 1) {
+    } else if (from == From::kShards && parts_.group.size() == 1) {
       gathered = call_.ready;
     } else {
-      gathered = start_gathers(unit);
+      gathered = start_gathers(from, unit);
     }
   } catch (...) {
     undo_call();
@@ -134,7 +150,7 @@ void Gatherer::start_call(std::span<const int> ids, std::span<const std::int64_t
   if (call_.members.empty()) {
     drops_.push_back(gathered.front());  // our shards are read until then
   }
-  note_call(std::move(gathered), begin_ns, cause);
+  note_call(std::move(gathered), begin_ns, cause, !is_for_some);
 }
 
 void Gatherer::take(Param& param, std::int64_t offset) {
@@ -169,8 +185,12 @@ void Gatherer::add(const Param& param, void* full, std::byte* scratch) {
   call_.tensors.push_back({shard, full, layout.shard_numel(), layout.dtype(), param.name()});
 }
 
-std::vector<Pending> Gatherer::start_gathers(const std::string& unit) {
+std::vector<Pending> Gatherer::start_gathers(From from, const std::string& unit) {
   comm::CallOptions options = call_options(unit, call_.ids);
+  if (from == From::kSecondary) {
+    options.content_hash ^= parts_.secondary->hash_of_versions(call_.ids);
+    return parts_.secondary->group().start_all_gathers(call_.tensors, options);
+  }
   if (parts_.phases.across == nullptr) {
     return parts_.group.start_all_gathers(call_.tensors, options);
   }
@@ -199,12 +219,14 @@ void Gatherer::undo_call() {
   }
 }
 
-void Gatherer::note_call(std::vector<Pending> gathered, std::int64_t begin_ns, const Cause& cause) {
+void Gatherer::note_call(std::vector<Pending> gathered, std::int64_t begin_ns, const Cause& cause,
+                         bool by_all) {
   const double submit_s = static_cast<double>(parts_.clock.now_ns() - begin_ns) * 1e-9;
   for (std::size_t i = 0; i < call_.members.size(); ++i) {
     Slot& slot = slot_of(*call_.members[i]);
     slot.gathered = gathered[gathered.size() == 1 ? 0 : i];
     slot.cause = cause;
+    slot.by_all = by_all;
   }
   calls_.push_back(std::move(gathered));
   GatherCounts& counts = this->counts(cause.unit, cause.phase);
@@ -298,6 +320,9 @@ void Gatherer::finish(std::span<Param* const> params, LabelId label, const Cause
     counts.hits += was_prefetched ? 1 : 0;
     slot.gathered = {};
     param->finish_gather();
+    if (parts_.secondary != nullptr) {
+      parts_.secondary->keep(*param, slot.by_all);
+    }
   }
 }
 
@@ -420,6 +445,7 @@ void Gatherer::take_stats(CoordinatorStats& stats) {
   const std::uint64_t overflows = arena_.stats().num_overflows;
   stats.arena_overflows = overflows - std::exchange(overflows_taken_, overflows);
   stats.arena_misplaced = std::exchange(num_misplaced_, 0);
+  stats.secondary_bytes = std::exchange(secondary_bytes_, 0);
   if (parts_.loader != nullptr) {
     stats.brought_bytes = parts_.loader->take_stats(Tier::kHost).loaded_bytes;
   }

@@ -33,6 +33,7 @@
 #include "tessera/coordinator/access_trace.h"
 #include "tessera/coordinator/gather_phases.h"
 #include "tessera/coordinator/gather_stats.h"
+#include "tessera/coordinator/secondary_shards.h"
 #include "tessera/coordinator/shard_loader.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/log.h"
@@ -63,6 +64,7 @@ class Gatherer {
     const Logger& logger;
     ShardLoader* loader;  // null: all shards are in the device's memory
     GatherPhases phases = {};
+    SecondaryShards* secondary = nullptr;  // null: there are no secondary shards
   };
   Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_bytes, int max_inflight);
   // A gather that has failed may have shards on their way into the arena.
@@ -106,6 +108,7 @@ class Gatherer {
     device::ArenaBlock block;
     device::Pending gathered;  // while it is gathering
     Cause cause;
+    bool by_all = false;  // ranks
   };
   struct Call {  // that is put together
     std::vector<shard::Param*> members;
@@ -118,18 +121,21 @@ class Gatherer {
   };
 
   Slot& slot_of(const shard::Param& param) { return slots_[static_cast<std::size_t>(param.id())]; }
-  // `wants`: none: all ranks want them.
-  void start_call(std::span<const int> ids, std::span<const std::int64_t> offsets,
+  // `wants`: none: all ranks want them. Takes those of `ids` whose values come from there.
+  enum class From : std::uint8_t { kShards, kSecondary };
+  void start_call(From from, std::span<const int> ids, std::span<const std::int64_t> offsets,
                   std::span<const std::uint8_t> wants, const std::string& unit, const Cause& cause);
+  bool comes_from(From from, const shard::Param& param) const;
   void take(shard::Param& param, std::int64_t offset);
   // `full`: null: only other ranks get it, and the shard is loaded to `scratch` where it must be.
   void add(const shard::Param& param, void* full, std::byte* scratch);
   // Of call_, by all ranks of the group.
-  std::vector<device::Pending> start_gathers(const std::string& unit);
+  std::vector<device::Pending> start_gathers(From from, const std::string& unit);
   // An exception came while a call was put together: nothing of it stays.
   void undo_call();
   // The call is on its way. `gathered`: of each member, or of all together.
-  void note_call(std::vector<device::Pending> gathered, std::int64_t begin_ns, const Cause& cause);
+  void note_call(std::vector<device::Pending> gathered, std::int64_t begin_ns, const Cause& cause,
+                 bool by_all);
   void order_behind_update(const shard::Param& param);
   comm::CallOptions call_options(const std::string& unit, std::span<const int> ids) const;
   void log_call(const std::string& unit, const char* how) const;
@@ -157,6 +163,7 @@ class Gatherer {
   std::int64_t full_bytes_ = 0;
   std::int64_t full_bytes_peak_ = 0;
   std::uint64_t num_misplaced_ = 0;    // since take_stats()
+  std::uint64_t secondary_bytes_ = 0;  // since take_stats()
   std::uint64_t overflows_taken_ = 0;  // by take_stats()
   std::vector<GatherCounts> counts_;   // by unit and phase
   std::vector<GatherCounts> taken_ = std::vector<GatherCounts>(kNumPhases);

@@ -76,12 +76,16 @@ constexpr std::array kOptions = {
             "comm"),
     flag("shard.hierarchical_gather", "false",
          "Gather across hosts first and inside each host second (MiCS).", "comm"),
+    integer(
+        "shard.secondary_group_size", "1", 0, 1048576,
+        "Ranks of a host that share a second copy of the shards, from which every gather but the "
+        "first after an update comes (hpZ); 0 or 1: none; must divide the ranks of a host.",
+        "engine, planner"),
+
     flag("mics.check_replicas", "false",
          "Compare the shards of all copies of the model before every update, and name a parameter "
          "that differs (MiCS). Reads every shard.",
          "engine"),
-    integer("shard.secondary_group_size", "1", 0, 1048576,
-            "Ranks that share a second copy of the shards for backward (hpZ); 0 or 1: none."),
 
     flag("quant.weights", "false", "Gather parameters as int8 blocks; changes numbers (qwZ)."),
     flag("quant.frozen_weights", "false",

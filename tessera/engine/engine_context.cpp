@@ -52,7 +52,7 @@ EngineContext::EngineContext(Runtime& given, const EngineOptions& options)
              shard_device ? *shard_device : given.device()),
       tiers(given, mesh, params, {options.shapes, options.step, options.planning}),
       coordinator({mesh.gathers(), given.device(), params, given.clock(), given.spans(),
-                   given.logger(), mesh.phases(), &group, mesh.ranks_of_copy()},
+                   given.logger(), mesh.phases(), &group, mesh.ranks_of_copy(), mesh.secondary()},
                   coordinator::CoordinatorOptions::from(given.config())) {
   if (group.rank() == 0 && group.size() > 1) {
     runtime.logger().info(mesh.mesh().describe());

@@ -9,6 +9,7 @@
 //   agreed_reductions  the same ranks, by rank, in one order with gathers: where ranks have agreed
 //   replicas         ranks of all copies that hold the same shard, by copy: one sum per step
 //   phases           of gathers in two phases
+//   secondary        ranks of a host that cut what has been gathered once more (hpZ)
 //
 // With one copy and gathers in one phase, `gathers` is `all`, and there are no replicas: MiCS with
 // one group of all ranks is plain ZeRO-3.
@@ -62,6 +63,7 @@ class MeshGroups {
     return own_reductions_ ? *own_reductions_ : runtime_.reduce_group();
   }
   coordinator::GatherPhases phases() const { return {across_.get(), inside_.get()}; }
+  comm::Group* secondary() const { return secondary_.get(); }
 
   // Of this rank.
   int shard_index() const { return gathers().rank(); }
@@ -89,6 +91,7 @@ class MeshGroups {
   std::unique_ptr<comm::Group> replicas_;
   std::unique_ptr<comm::Group> across_;
   std::unique_ptr<comm::Group> inside_;
+  std::unique_ptr<comm::Group> secondary_;
   std::vector<Counted> counted_;
 };
 

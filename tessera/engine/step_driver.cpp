@@ -684,7 +684,12 @@ EngineStats StepDriver::take_stats() {
   }
   const auto ranks = static_cast<std::uint64_t>(ctx_.params.num_ranks());
   // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.
-  stats.gathered_wire_bytes = stats.gathers.gathered_bytes / ranks * (ranks - 1);
+  stats.gathered_wire_bytes =
+      (stats.gathers.gathered_bytes - stats.gathers.secondary_bytes) / ranks * (ranks - 1);
+  if (const comm::Group* const second = ctx_.mesh.secondary()) {
+    const auto near = static_cast<std::uint64_t>(second->size());
+    stats.gathered_wire_bytes += stats.gathers.secondary_bytes / near * (near - 1);
+  }
   stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);
   if (const comm::Group* const replicas = ctx_.mesh.replicas()) {
     const std::uint64_t sent = replicas->wire_bytes().payload;

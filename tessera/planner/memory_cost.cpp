@@ -286,6 +286,11 @@ bool may_keep_sums(const CutModel& cut, std::int64_t num_micro_batches) {
          num_micro_batches * reduced_bytes(cut) > as_int(sizeof(float)) + reduced_bytes(cut);
 }
 
+std::int64_t secondary_shard_bytes(const CutModel& cut, std::size_t id) {
+  const bool has_one = cut.options.num_secondary_ranks > 1 && !cut.model.params[id].dynamic;
+  return has_one ? as_int(cut.layouts[id].full_bytes()) / cut.options.num_secondary_ranks : 0;
+}
+
 MemoryCost::MemoryCost(const CutModel& cut, std::int64_t num_micro_batches,
                        HostGradients host_gradients)
     : cut_(cut),
@@ -358,6 +363,9 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
     const std::int64_t shard_bytes = as_int(layout.shard_bytes());
     charge(charged_tier(options_, each.parameter, options_.parameters, true), Role::kShard,
            shard_bytes);
+    if (each.parameter != Tier::kNvme) {
+      charge(Tier::kDevice, Role::kShard, secondary_shard_bytes(cut_, i));
+    }
     if (!cut_.is_trainable(i)) {
       continue;
     }

@@ -123,6 +123,9 @@ enum class HostGradients : std::uint8_t {
   kSums,    // in fp32, and one copy
 };
 // Copies cost less time, and up to three halves no more memory than a sum and a copy.
+// Of a parameter in memory, beside its shard (coordinator/secondary_shards.h).
+std::int64_t secondary_shard_bytes(const CutModel& cut, std::size_t id);
+
 bool may_keep_copies(const CutModel& cut, std::int64_t num_micro_batches);
 bool may_keep_sums(const CutModel& cut, std::int64_t num_micro_batches);
 

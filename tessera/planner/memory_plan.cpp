@@ -138,6 +138,8 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   MemoryPlanOptions options;
   options.num_ranks = num_ranks;
   options.num_copies = num_copies;
+  options.num_secondary_ranks =
+      static_cast<int>(std::max<std::int64_t>(1, config.get_int("shard.secondary_group_size")));
   options.is_discrete = is_discrete;
   options.device_bytes = config.get_bytes("memory.device");
   options.host_bytes = config.get_bytes("memory.host");

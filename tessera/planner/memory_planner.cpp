@@ -152,7 +152,7 @@ class OneMemoryPlanner : public Planner {
  public:
   OneMemoryPlanner(const CutModel& cut, std::int64_t num_micro_batches)
       : Planner(cut, num_micro_batches),
-        budget_(options_.memory_bytes()),
+        budget_(budget_beside_secondary_shards()),
         in_memory_(placements(Leaving::kNothing)) {}
 
   MemoryPlan make() const {
@@ -167,10 +167,11 @@ class OneMemoryPlanner : public Planner {
       std::optional<MemoryPlan> found =
           uses_nvme(least_kept) ? fill(least_kept, need) : keep_all(need);
       if (found) {
-        found->memory_budget_bytes = budget_;
+        found->memory_budget_bytes = options_.memory_bytes();
         cost_.complete(*found);
-        TESSERA_INVARIANT(found->memory_bytes() <= budget_, "a plan of ", found->memory_bytes(),
-                          " bytes for a budget of ", budget_);
+        TESSERA_INVARIANT(found->memory_bytes() <= options_.memory_bytes(), "a plan of ",
+                          found->memory_bytes(), " bytes for a budget of ",
+                          options_.memory_bytes());
         return std::move(*found);
       }
       if (!least || need.total() < least->total()) {
@@ -183,6 +184,14 @@ class OneMemoryPlanner : public Planner {
   }
 
  private:
+  std::int64_t budget_beside_secondary_shards() const {
+    std::int64_t budget = options_.memory_bytes();
+    for (std::size_t id = 0; budget != kUnlimited && id < cut_.num_params(); ++id) {
+      budget = std::max<std::int64_t>(0, budget - taken_bytes(secondary_shard_bytes(cut_, id)));
+    }
+    return budget;
+  }
+
   // Of a shard in memory, at least; of one on NVMe, exactly (with pages of one block). So the bytes
   // on NVMe can be counted against a budget of memory.
   std::int64_t weight(Tier Placement::*role, std::size_t id) const {

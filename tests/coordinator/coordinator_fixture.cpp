@@ -163,7 +163,8 @@ void NvmeSide::update(const Update& update) {
 
 CoordinatorFixture::CoordinatorFixture(Group& group, const Model& model,
                                        const CoordinatorOptions& options, DeviceChoice choice,
-                                       const Clock* clock, const GatherPhases& phases)
+                                       const Clock* clock, const GatherPhases& phases,
+                                       Group* secondary)
     : RankFixture(group.rank(), group.size(), choice),
       group_(group),
       model_(model),
@@ -171,10 +172,18 @@ CoordinatorFixture::CoordinatorFixture(Group& group, const Model& model,
   for (std::size_t i = 0; i < model_.numels.size(); ++i) {
     add_param(model_.numels[i], model_.nvme.has(static_cast<int>(i)) ? Tier::kNvme : Tier::kDevice);
   }
-  coordinator_ = std::make_unique<Coordinator>(
-      CoordinatorParts{group, device(), params(), clock != nullptr ? *clock : this->clock(),
-                       spans(), logger(), phases},
-      options);
+  coordinator_ =
+      std::make_unique<Coordinator>(CoordinatorParts{group,
+                                                     device(),
+                                                     params(),
+                                                     clock != nullptr ? *clock : this->clock(),
+                                                     spans(),
+                                                     logger(),
+                                                     phases,
+                                                     nullptr,
+                                                     {},
+                                                     secondary},
+                                    options);
   for (std::size_t i = 0; i < model_.units.size(); ++i) {
     UnitTraits traits;
     traits.dynamic = i < model_.is_dynamic.size() && model_.is_dynamic[i];

@@ -126,7 +126,7 @@ class CoordinatorFixture : public support::RankFixture {
  public:
   CoordinatorFixture(Group& group, const Model& model, const CoordinatorOptions& options,
                      DeviceChoice choice = DeviceChoice::kCpu, const Clock* clock = nullptr,
-                     const GatherPhases& phases = {});
+                     const GatherPhases& phases = {}, Group* secondary = nullptr);
   // The last update reads and writes memory that goes with this object.
   ~CoordinatorFixture();
 

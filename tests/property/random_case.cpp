@@ -20,9 +20,9 @@ std::uint64_t number_of(const Moment& moment, int rank) {
       ((moment.step * 8 + moment.micro_batch + 1) * 8 + moment.forward) * 8 + rank);
 }
 
-int draw_divisor(int number, int below, Draw& draw) {
+int draw_divisor(int number, int above, int below, Draw& draw) {
   std::vector<int> divisors;
-  for (int each = 1; each < below; ++each) {
+  for (int each = above + 1; each < below; ++each) {
     if (number % each == 0) {
       divisors.push_back(each);
     }
@@ -32,14 +32,22 @@ int draw_divisor(int number, int below, Draw& draw) {
 
 void draw_mesh(CasePlan& plan, Draw& draw) {
   plan.shard_size = plan.ranks;
-  if (plan.ranks == 1 || draw.chance(40)) {
+  if (plan.ranks == 1) {
     return;
   }
-  plan.shard_size = draw_divisor(plan.ranks, plan.ranks + 1, draw);
+  if (draw.chance(40)) {
+    if (draw.chance(50)) {
+      plan.options.emplace_back("shard.secondary_group_size",
+                                std::to_string(draw_divisor(plan.ranks, 1, plan.ranks + 1, draw)));
+    }
+    return;
+  }
+  plan.shard_size = draw_divisor(plan.ranks, 0, plan.ranks + 1, draw);
   plan.options.emplace_back("shard.group_size", std::to_string(plan.shard_size));
   if (plan.shard_size > 1 && draw.chance(50)) {
-    plan.options.emplace_back("comm.ranks_per_host",
-                              std::to_string(draw_divisor(plan.shard_size, plan.shard_size, draw)));
+    plan.options.emplace_back(
+        "comm.ranks_per_host",
+        std::to_string(draw_divisor(plan.shard_size, 0, plan.shard_size, draw)));
     plan.options.emplace_back("shard.hierarchical_gather", "true");
   }
   // Where dynamic parameters are added behind that, the order is another.
