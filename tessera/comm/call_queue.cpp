@@ -336,6 +336,13 @@ void CallQueue::agree_on_calls() {
       call->agreed = true;
     }
     changed_.notify_all();
+    if (call->disagreement) {
+      // Nothing behind it is agreed on, also if all ranks mean the same there: the finisher ends
+      // it.
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return poison_ || (closing_ && to_finish_.empty()); });
+      return;
+    }
   }
 }
 
