@@ -76,8 +76,8 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
 }
 
 bool Gatherer::comes_from(From from, const Param& param) const {
-  const bool has_second = parts_.secondary != nullptr && parts_.secondary->has(param);
-  return has_second == (from == From::kSecondary);
+  const bool has_secondary = parts_.secondary != nullptr && parts_.secondary->has(param);
+  return has_secondary == (from == From::kSecondary);
 }
 
 void Gatherer::start_call(From from, std::span<const int> ids,

@@ -61,7 +61,7 @@ class Runtime {
   int rank() const;
   int num_ranks() const;
   const Config& config() const;
-  comm::Group& group() const;  // the ranks that share one copy of the model
+  comm::Group& group() const;  // all ranks that train a model
   // The same ranks, for reductions: when a bucket is full may differ between ranks that use
   // different parameters, so reductions must not stand in one order with gathers.
   comm::Group& reduce_group() const;
