@@ -111,13 +111,14 @@ std::int64_t arena_bytes(const StepPlan& plan, std::int64_t live_limit_bytes) {
 }
 
 // All micro-batches of a step are one pass.
-std::vector<Use> trace_of_chain(std::size_t num_units, std::int64_t num_micro_batches) {
+std::vector<Use> trace_of_chain(const std::vector<models::UnitShape>& units,
+                                std::int64_t num_micro_batches) {
   std::vector<Use> uses;
   for (std::int64_t micro = 0; micro < num_micro_batches; ++micro) {
-    for (std::size_t i = 0; i < num_units; ++i) {
+    for (std::size_t i = 0; i < units.size(); ++i) {
       uses.push_back({static_cast<coordinator::UnitId>(i), Phase::kForward});
     }
-    for (std::size_t i = num_units; i-- > 0;) {
+    for (std::size_t i = units.size(); i-- > 0 && units[i].has_backward;) {
       uses.push_back({static_cast<coordinator::UnitId>(i), Phase::kBackward});
     }
   }
@@ -206,7 +207,7 @@ StepPlan plan_step(const StepPlanInput& input) {
   measure_params(input, plan);
   plan.num_gathers.assign(plan.layouts.size(), 0);
   measure_units(input, plan);
-  const std::vector<Use> uses = trace_of_chain(plan.units.size(), input.num_micro_batches);
+  const std::vector<Use> uses = trace_of_chain(input.model.units, input.num_micro_batches);
   const bool gathers =
       std::any_of(plan.units.begin(), plan.units.end(),
                   [](const StepPlan::Unit& unit) { return !unit.gathered.empty(); });

@@ -316,6 +316,14 @@ Json timeline_json(const InspectResult& result) {
   return list;
 }
 
+std::int64_t trainable_numel(const models::ModelShape& model) {
+  std::int64_t numel = 0;
+  for (const models::ParamShape& param : model.params) {
+    numel += param.trainable ? param.numel() : 0;
+  }
+  return numel;
+}
+
 const TrainMemory* told_memory(const InspectResult& result) {
   const StepPlanInput& input = result.input;
   return input.memory ? &*input.memory : input.resident ? &*input.resident : nullptr;
@@ -331,7 +339,7 @@ std::string inspect_screen(const InspectResult& result) {
       fmt::format("{} in {} over {} rank{}: {} units, {} parameters\n\n", result.preset,
                   to_string(model.dtype), result.input.mesh.num_ranks(),
                   plural(result.input.mesh.num_ranks()), model.units.size(), model.params.size());
-  text += UnitsText(result).text() + "\n" + limits_text(result);
+  text += UnitsText(result).text() + trained_text(result.input.shapes) + "\n" + limits_text(result);
   if (const std::string mesh = mesh_screen(result.meshes); !mesh.empty()) {
     text += "\n" + mesh;
   }
@@ -372,6 +380,8 @@ std::string inspect_json(const InspectResult& result) {
                 {"params", params_json(result)},
                 {"totals",
                  {{"numel", plan.numel},
+                  {"trainable_numel", trainable_numel(result.input.model)},
+                  {"frozen_numel", plan.numel - trainable_numel(result.input.model)},
                   {"full_bytes", plan.full_bytes},
                   {"shard_bytes", plan.shard_bytes},
                   {"persistent_bytes", plan.persistent_bytes},

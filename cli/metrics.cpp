@@ -107,6 +107,8 @@ std::string metrics_json(const StepMetrics& metrics) {
   object.add("device_peak_bytes", metrics.device_peak_bytes);
   object.add("h2d_bytes", metrics.h2d_bytes);
   object.add("d2h_bytes", metrics.d2h_bytes);
+  object.add("trainable_params", metrics.num_trainable);
+  object.add("frozen_params", metrics.num_frozen);
   for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
     const std::string name = "held_" + std::string(to_string(static_cast<Tier>(tier)));
     object.add(name + "_bytes", metrics.held[tier].now);

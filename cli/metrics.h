@@ -61,6 +61,9 @@ struct StepMetrics {
   std::uint64_t sent_across_bytes = 0;
   std::uint64_t h2d_bytes = 0;
   std::uint64_t d2h_bytes = 0;
+  // Elements of the whole model.
+  std::int64_t num_trainable = 0;
+  std::int64_t num_frozen = 0;
   std::array<TierBytes, kNumTiers> held{};
 };
 

@@ -42,6 +42,9 @@ struct TrainFlags {
   std::string sequence;
   std::string vocabulary;
   std::string freeze;
+  std::string adapters;
+  std::string adapter_alpha;
+  std::string freeze_base;
   std::string loss_chunk;
   bool deterministic = false;
   bool recompute = false;

@@ -100,6 +100,7 @@ class Run {
         batches_(data, plan),
         trainer_(plan.unsharded ? make_plain_trainer(plan, runtime)
                                 : make_sharded_trainer(plan, runtime)) {
+    size_ = model_bytes();
     if (speaks_ && plan.verify) {
       twin_.emplace(plan, runtime);
     }
@@ -293,6 +294,8 @@ class Run {
     metrics.h2d_bytes = stats.h2d_bytes;
     metrics.d2h_bytes = stats.d2h_bytes;
     metrics.held = held_bytes(runtime_.ledger());
+    metrics.num_trainable = size_.num_trainable;
+    metrics.num_frozen = size_.num_params - size_.num_trainable;
     if (twin_) {
       twin_->step(batches_, step, result);
     }
@@ -392,7 +395,7 @@ class Run {
   void print_memory() const {
     if (!plan_.unsharded) {
       std::cout << "memory of rank 0 of " << runtime_.num_ranks() << "\n"
-                << memory_text(model_bytes(), runtime_.ledger());
+                << memory_text(size_, runtime_.ledger());
       if (plan_.memory) {
         std::cout << places_text(plan_.memory->plan, runtime_.ledger(), nvme_)
                   << pinned_text(runtime_.device().pin_stats());
@@ -405,7 +408,9 @@ class Run {
     RunHead head;
     head.preset = plan_.preset;
     head.precision = plan_.config.get_string("precision");
-    head.num_params = model_bytes().num_params;
+    head.num_params = size_.num_params;
+    head.num_frozen = size_.num_params - size_.num_trainable;
+    head.frozen_bits = plan_.frozen_bits;
     head.unsharded = plan_.unsharded;
     head.num_ranks = runtime_.num_ranks();
     const comm::Group& group = runtime_.group();
@@ -439,6 +444,7 @@ class Run {
   StepPhases phases_;
   Batches batches_;
   std::unique_ptr<Trainer> trainer_;
+  ModelBytes size_;
   std::optional<Twin> twin_;  // rank 0, with --verify
   std::optional<Evaluation> evaluation_;
   std::optional<Checkpoints> checkpoints_;

@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "models/gpt_modules.h"
+#include "models/gpt_names.h"
 #include "tessera/core/error.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/unit.h"
@@ -14,9 +15,9 @@
 namespace tessera::models {
 namespace {
 
-Init first_values(const GptOptions& options, const std::shared_ptr<const InitSource>& weights,
+Init first_values(const GptOptions& options, const std::shared_ptr<const GptSource>& weights,
                   const std::string& name) {
-  return weights != nullptr ? Init::from(weights) : gpt_init(options, name);
+  return weights != nullptr && weights->has(name) ? Init::from(weights) : gpt_init(options, name);
 }
 
 void fill_plain(const Init& init, std::uint64_t seed, const std::string& name, DType dtype,
@@ -52,22 +53,24 @@ struct Gpt::Impl {
       }
       return make_unit(name, prefix, std::move(module), recompute);
     };
+    param_options.trained = options.trains_base();
     embedding =
         add("embedding", "", std::make_shared<EmbeddingImpl>(options, param_options), false);
     for (std::int64_t index = 0; index < options.layers; ++index) {
-      param_options.trained = index >= options.freeze;
+      param_options.trained = options.trains_base(index);
+      param_options.adapters_trained = options.trains_adapters(index);
       const std::string name = "blocks." + std::to_string(index);
       blocks.push_back(add(name, name + ".", std::make_shared<BlockImpl>(options, param_options),
                            options.recompute));
     }
-    param_options.trained = true;
+    param_options.trained = options.trains_base();
     const at::Tensor tied = options.tie_head ? embedding->token_weight() : at::Tensor();
     head = add("head", "", std::make_shared<HeadImpl>(options, param_options, tied), false);
   }
 };
 
 Gpt::Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed,
-         std::shared_ptr<const InitSource> weights)
+         std::shared_ptr<const GptSource> weights)
     : impl_(std::make_unique<Impl>()) {
   options.check();
   const std::int64_t engine_seed = engine.runtime().config().get_int("seed");
@@ -92,7 +95,7 @@ Gpt::Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed,
 }
 
 Gpt::Gpt(const GptOptions& options, at::Device device, std::uint64_t seed,
-         std::shared_ptr<const InitSource> weights)
+         std::shared_ptr<const GptSource> weights)
     : impl_(std::make_unique<Impl>()) {
   options.check();
   impl_->options = options;
@@ -181,6 +184,9 @@ Init gpt_init(const GptOptions& options, const std::string& name) {
   TESSERA_INVARIANT(inner.starts_with("attention.") || inner.starts_with("up.") ||
                         inner.starts_with("down.") || is_head,
                     name, " is not a parameter of this model");
+  if (inner.ends_with(kAdapterB)) {
+    return Init::constant(0);
+  }
   const std::int64_t inputs = inner.starts_with("down.") ? 4 * options.width : options.width;
   return Init::uniform(1.0 / std::sqrt(static_cast<double>(inputs)));
 }

@@ -26,6 +26,7 @@ struct Case {
   std::int64_t freeze = 0;
   bool recompute = false;
   bool tie_head = false;
+  bool adapters = false;  // over a frozen base
   std::vector<std::pair<std::string, std::string>> options = {};
   friend void PrintTo(const Case& each, std::ostream* out) { *out << each.name; }
 };
@@ -38,6 +39,9 @@ models::GptOptions model_of(const Case& each) {
   model.freeze = each.freeze;
   model.recompute = each.recompute;
   model.tie_head = each.tie_head;
+  model.adapter_rank = each.adapters ? 4 : 0;
+  model.adapter_alpha = 8;
+  model.freeze_base = each.adapters;
   return model;
 }
 
@@ -48,6 +52,7 @@ StepPlanInput input_of(const Case& each) {
   flags.freeze = std::to_string(each.freeze);
   flags.recompute = each.recompute;
   flags.tie_head = each.tie_head;
+  flags.adapters = each.adapters ? "4" : "";
   flags.accumulate = std::to_string(each.accumulate);
   for (const auto& [name, value] : each.options) {
     flags.config.settings.push_back(name + "=" + value);
@@ -80,6 +85,16 @@ std::vector<Case> cases() {
        .recompute = true,
        .tie_head = true,
        .options = {{"live.limit_bytes", "110KiB"}}},
+      {.name = "Adapters",
+       .adapters = true,
+       .options = {{"live.limit_bytes", "120KiB"}, {"persist.param_bytes", "0"}}},
+      {.name = "AdaptersOfTheLastBlocks",
+       .ranks = 3,
+       .accumulate = 2,
+       .freeze = 2,
+       .recompute = true,
+       .adapters = true,
+       .options = {{"live.limit_bytes", "120KiB"}}},
       {.name = "Accumulated",
        .accumulate = 3,
        .options = {{"live.limit_bytes", "110KiB"}, {"persist.param_bytes", "1KiB"}}},
