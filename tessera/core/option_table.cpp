@@ -88,8 +88,15 @@ constexpr std::array kOptions = {
          "engine"),
 
     flag("quant.weights", "false", "Gather parameters as int8 blocks; changes numbers (qwZ)."),
-    flag("quant.frozen_weights", "false",
-         "Keep frozen parameters as int8 blocks; changes numbers."),
+    integer("quant.frozen_bits", "0", 0, 8,
+            "Keep frozen parameters as blocks of integers of 4 or 8 bits, with scales; 0: as they "
+            "are. Changes numbers: what was frozen is rounded once.",
+            "engine, planner"),
+    words("quant.frozen_names", OptionType::kList,
+          "Frozen parameters that quant.frozen_bits is for, by full name, where a * stands for any "
+          "run of characters; none: all. Those of fewer than two dims or 1024 elements (norms, "
+          "biases) stay as they are.",
+          "engine, planner"),
     flag("quant.gradients", "false", "Reduce gradients as int4 blocks; changes numbers (qgZ)."),
     flag("quant.error_feedback", "false",
          "Carry the rounding error of quantised gradients over to the next step (LoCo)."),
@@ -271,6 +278,8 @@ constexpr std::array kRemoved = {
     RemovedOption{"optim.master_dtype", kAlwaysFp32},
     RemovedOption{"optim.state_dtype", kAlwaysFp32},
     RemovedOption{"place.parameters_pinned", kPinnedByItself},
+    RemovedOption{"quant.frozen_weights",
+                  "quant.frozen_bits = 8 keeps frozen parameters as int8 blocks"},
     RemovedOption{"place.optimizer_pinned", kPinnedByItself},
 };
 
