@@ -290,8 +290,7 @@ constexpr std::array kKeys = {
     // Weight-only quantisation
     special("weight_quantization.quantized_initialization.num_bits", Type::kInt,
             "quant.frozen_bits", "of frozen weights, and of no others"),
-    fixed("weight_quantization.quantized_initialization.group_size", Type::kInt, "128",
-          "so many weights share a scale"),
+    same("weight_quantization.quantized_initialization.group_size", "quant.block_numel"),
     fixed("weight_quantization.quantized_initialization.group_dim", Type::kInt, "1",
           "weights that share a scale lie behind each other in memory"),
     fixed("weight_quantization.quantized_initialization.symmetric", Type::kBool, "true",

@@ -94,12 +94,12 @@ constexpr std::array kOptions = {
             "engine, planner"),
     words("quant.frozen_names", OptionType::kList,
           "Frozen parameters that quant.frozen_bits is for, by full name, where a * stands for any "
-          "run of characters; none: all. Those of fewer than two dims or 1024 elements (norms, "
-          "biases) stay as they are.",
+          "run of characters; none: all. Those of fewer than two dims (norms, biases) or 8 blocks "
+          "stay as they are.",
           "engine, planner"),
     flag("quant.gradients", "false", "Reduce gradients as int4 blocks; changes numbers (qgZ)."),
     integer("quant.block_numel", "128", 32, 1048576,
-            "Values of a quantised block, which share a scale; a multiple of 32."),
+            "Values of a quantised block, which share a scale; a multiple of 32.", "engine, planner"),
     flag("quant.error_feedback", "false",
          "Carry the rounding error of quantised gradients over to the next step (LoCo)."),
     real("quant.error_beta", "0.8", 0, 1, "Share of the old error that is kept per step."),

@@ -11,8 +11,11 @@
 namespace tessera::planner {
 namespace {
 
-std::int64_t arena_bytes_of(const shard::Layout& layout) {
-  return as_int(device::round_to_arena(layout.full_bytes()));
+std::int64_t arena_bytes_of(const CutModel& cut, std::size_t id, const Placement& placement) {
+  return is_gathered(cut, id, placement)
+             ? as_int(
+                   device::round_to_arena(cut.layouts[id].gathered_bytes(placement.parameter)))
+             : 0;
 }
 
 // By id: needed by a unit that some ranks may skip. Such a unit is known by a parameter that only
@@ -33,14 +36,15 @@ std::vector<bool> needed_by_dynamic(const CutModel& cut) {
 
 }  // namespace
 
-bool is_gathered(const CutModel& cut, const Placement& placement) {
-  return cut.options.num_ranks > 1 || placement.parameter != Tier::kDevice;
+bool is_gathered(const CutModel& cut, std::size_t id, const Placement& placement) {
+  return cut.options.num_ranks > 1 || placement.parameter != Tier::kDevice ||
+         cut.layouts[id].is_encoded();
 }
 
 std::int64_t gathered_bytes(const CutModel& cut, const Placements& placements) {
   std::int64_t bytes = 0;
   for (std::size_t i = 0; i < placements.size(); ++i) {
-    bytes += is_gathered(cut, placements[i]) ? arena_bytes_of(cut.layouts[i]) : 0;
+    bytes += arena_bytes_of(cut, i, placements[i]);
   }
   return bytes;
 }
@@ -51,7 +55,7 @@ UnitBytes largest_unit(const CutModel& cut, const Placements& placements) {
     std::int64_t bytes = 0;
     for (const int id : cut.model.units[unit]) {
       const auto i = static_cast<std::size_t>(id);
-      bytes += is_gathered(cut, placements[i]) ? arena_bytes_of(cut.layouts[i]) : 0;
+      bytes += arena_bytes_of(cut, i, placements[i]);
     }
     if (bytes > largest.bytes) {
       largest = {unit, bytes};
@@ -67,10 +71,9 @@ std::int64_t whole_arena_bytes(const CutModel& cut, const Placements& placements
   if (live_limit_bytes < all) {
     std::int64_t rounding = 0;
     for (std::size_t i = 0; i < placements.size(); ++i) {
-      const shard::Layout& layout = cut.layouts[i];
-      rounding += is_gathered(cut, placements[i])
-                      ? arena_bytes_of(layout) - as_int(layout.full_bytes())
-                      : 0;
+      const std::int64_t bytes = arena_bytes_of(cut, i, placements[i]);
+      rounding +=
+          bytes > 0 ? bytes - as_int(cut.layouts[i].gathered_bytes(placements[i].parameter)) : 0;
     }
     held = std::min(live_limit_bytes + rounding, all);
   }

@@ -14,7 +14,7 @@ Layout::Layout(std::int64_t numel, int num_ranks, DType dtype, StoredFormat form
                 "; at least one rank holds a parameter");
   const auto bytes = static_cast<std::int64_t>(bytes_of(dtype));
   const auto granule =
-      is_encoded() ? kEncodedStep : static_cast<std::int64_t>(kShardAlignment) / bytes;
+      is_encoded() ? format.step() : static_cast<std::int64_t>(kShardAlignment) / bytes;
   // Whatever is rounded up below, the bytes of all pieces then still fit.
   const std::int64_t largest =
       std::numeric_limits<std::int64_t>::max() / bytes - num_ranks * granule;

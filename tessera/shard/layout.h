@@ -6,7 +6,7 @@
 // Invariants:
 //  (1) Every rank's piece has shard_numel elements, a multiple of 16 bytes, so that a piece is
 //      aligned wherever it lies in the full parameter; of a parameter that is stored as blocks, a
-//      multiple of kEncodedStep elements. Padding is zero.
+//      multiple of StoredFormat::step() elements. Padding is zero.
 //  (2) shard_numel is the smallest such number: ceil(numel / num_ranks), rounded up.
 //  (3) A parameter without elements has pieces without elements.
 //  (4) A piece is stored as its elements, or as blocks (stored_format.h): whoever keeps, moves or

@@ -8,21 +8,22 @@ namespace tessera::shard {
 
 StoredRule StoredRule::from(const Config& config) {
   StoredRule rule;
-  rule.bits_ = static_cast<int>(config.get_int("quant.frozen_bits"));
+  rule.format_ = {static_cast<int>(config.get_int("quant.frozen_bits")),
+                  config.get_int("quant.block_numel")};
   rule.names_ = config.get_list("quant.frozen_names");
   return rule;
 }
 
 StoredFormat StoredRule::format_of(std::string_view name, bool trainable, std::int64_t numel,
                                    int num_dims) const {
-  if (bits_ == 0 || trainable || num_dims < 2 || numel < kEncodedStep) {
+  if (!format_.is_encoded() || trainable || num_dims < 2 || numel < format_.step()) {
     return {};
   }
   const bool is_named =
       names_.empty() || std::any_of(names_.begin(), names_.end(), [name](const std::string& each) {
         return matches(each, name);
       });
-  return {is_named ? bits_ : 0};
+  return is_named ? format_ : StoredFormat();
 }
 
 // A * takes as little as it can, and more when what is behind it does not fit.
@@ -50,9 +51,7 @@ bool StoredRule::matches(std::string_view pattern, std::string_view name) {
 }
 
 std::string describe(StoredFormat format) {
-  return format.is_encoded()
-             ? detail::concat("int", format.bits, " blocks of ", kEncodedBlock)
-             : std::string("elements");
+  return format.is_encoded() ? quant::to_string(format.blocks()) : "elements";
 }
 
 }  // namespace tessera::shard

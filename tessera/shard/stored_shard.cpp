@@ -11,17 +11,12 @@ namespace {
 
 // What is worth a thread, and small enough to stay in its cache.
 constexpr std::int64_t kPieceNumel = std::int64_t{1} << 16;
-static_assert(kPieceNumel % kEncodedStep == 0);
-
-std::int64_t whole_steps(std::int64_t numel) {
-  return (numel + kEncodedStep - 1) / kEncodedStep * kEncodedStep;
-}
 
 }  // namespace
 
 void cut_wire(StoredFormat format, const StoredBytes& places, const std::byte* from,
               std::int64_t begin, std::int64_t numel, std::byte* wire) {
-  const StoredBytes cut(format, whole_steps(numel));
+  const StoredBytes cut(format, format.rounded_up(numel));
   std::memset(wire, 0, cut.bytes());
   const ByteSpan codes = places.codes(begin, numel);
   const ByteSpan scales = places.scales(begin, numel);
@@ -48,16 +43,18 @@ void StoredShard::update(std::int64_t begin, std::int64_t numel, const void* val
 void StoredShard::encode_pieces(std::int64_t begin, std::int64_t numel, const void* values,
                                 bool keeps_blocks) {
   const std::int64_t range_numel = param_.range().numel;
-  TESSERA_INVARIANT(begin >= 0 && begin % kEncodedStep == 0 && begin + numel <= range_numel &&
-                        (begin + numel == range_numel || numel % kEncodedStep == 0),
+  const StoredFormat format = param_.layout().format();
+  const std::int64_t step = format.tile(kPieceNumel);
+  TESSERA_INVARIANT(begin >= 0 && begin % format.step() == 0 && begin + numel <= range_numel &&
+                        (begin + numel == range_numel || numel % format.step() == 0),
                     "elements [", begin, ", +", numel, ") of the shard of parameter '",
                     param_.name(), "', which has ", range_numel, ", are encoded by themselves");
   const std::size_t element = bytes_of(param_.layout().dtype());
   const auto* const from = static_cast<const std::byte*>(values);
   device::for_each_piece(
-      static_cast<std::size_t>((numel + kPieceNumel - 1) / kPieceNumel), [&](std::size_t piece) {
-        const auto at = static_cast<std::int64_t>(piece) * kPieceNumel;
-        encode_piece(begin + at, std::min(kPieceNumel, numel - at),
+      static_cast<std::size_t>((numel + step - 1) / step), [&](std::size_t piece) {
+        const auto at = static_cast<std::int64_t>(piece) * step;
+        encode_piece(begin + at, std::min(step, numel - at),
                      from + static_cast<std::size_t>(at) * element, keeps_blocks);
       });
 }
@@ -69,7 +66,7 @@ void StoredShard::encode_piece(std::int64_t begin, std::int64_t numel, const std
   const DType dtype = param_.layout().dtype();
   const std::size_t element = bytes_of(dtype);
   // Padding is zero, and the wire that of whole steps.
-  const std::int64_t padded = whole_steps(numel);
+  const std::int64_t padded = format.rounded_up(numel);
   const StoredBytes piece(format, padded);
   std::vector<std::byte> wire(piece.bytes());
   std::vector<std::byte> copy;
@@ -84,13 +81,13 @@ void StoredShard::encode_piece(std::int64_t begin, std::int64_t numel, const std
     before.resize(static_cast<std::size_t>(padded) * element);
     decode(begin, padded, before.data());
   }
-  const std::size_t block_bytes = static_cast<std::size_t>(kEncodedBlock) * element;
+  const std::size_t block_bytes = static_cast<std::size_t>(format.block_numel) * element;
   for (std::int64_t at = 0; at < padded;) {
     const std::size_t offset = static_cast<std::size_t>(at) * element;
     const bool stays =
         keeps_blocks && std::memcmp(before.data() + offset, values + offset, block_bytes) == 0;
     // As many as go the same way; without anything to compare with all of them.
-    const std::int64_t count = keeps_blocks ? kEncodedBlock : padded;
+    const std::int64_t count = keeps_blocks ? format.block_numel : padded;
     if (!stays) {
       const ByteSpan codes = places_.codes(begin + at, count);
       const ByteSpan scales = places_.scales(begin + at, count);
@@ -108,14 +105,15 @@ void StoredShard::decode(std::int64_t begin, std::int64_t numel, void* values) c
   const DType dtype = param_.layout().dtype();
   const std::size_t element = bytes_of(dtype);
   auto* to = static_cast<std::byte*>(values);
-  std::vector<std::byte> wire(StoredBytes(format, kPieceNumel).bytes());
+  const std::int64_t step = format.tile(kPieceNumel);
+  std::vector<std::byte> wire(StoredBytes(format, step).bytes());
   std::vector<std::byte> elements;
   while (numel > 0) {
-    const std::int64_t first = begin / kEncodedBlock * kEncodedBlock;
-    const std::int64_t count = std::min(kPieceNumel, begin + numel - first);
+    const std::int64_t first = begin / format.block_numel * format.block_numel;
+    const std::int64_t count = std::min(step, begin + numel - first);
     cut_wire(format, places_, bytes_.data(), first, count, wire.data());
-    elements.resize(static_cast<std::size_t>(whole_steps(count)) * element);
-    param_.host_codec()->decode(wire.data(), whole_steps(count), elements.data(), dtype, nullptr)
+    elements.resize(static_cast<std::size_t>(format.rounded_up(count)) * element);
+    param_.host_codec()->decode(wire.data(), format.rounded_up(count), elements.data(), dtype, nullptr)
         .wait();
     const std::int64_t done = first + count - begin;
     std::memcpy(to, elements.data() + static_cast<std::size_t>(begin - first) * element,

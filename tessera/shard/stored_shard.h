@@ -21,7 +21,7 @@ class StoredShard {
   // All of it, padding included: as it lies in memory, on NVMe and on the network.
   std::span<std::byte> bytes() { return bytes_; }
   // Elements [begin, begin + numel), of the parameter's type, in memory of the host; begin is a
-  // multiple of kEncodedStep, and so is the end unless it is that of the parameter's range.
+  // multiple of the format's step, and so is the end unless it is that of the parameter's range.
   void encode(std::int64_t begin, std::int64_t numel, const void* values);
   // The same, where values that decode from what is there keep their blocks: a block is encoded
   // only if an element of it differs.
@@ -39,7 +39,7 @@ class StoredShard {
   std::vector<std::byte> bytes_;
 };
 
-// Elements [begin, begin + numel), where begin is a multiple of kEncodedBlock, of what `places`
+// Elements [begin, begin + numel), where begin is a multiple of a block, of what `places`
 // describes, in a wire of their own, which has room for them.
 void cut_wire(StoredFormat format, const StoredBytes& places, const std::byte* from,
               std::int64_t begin, std::int64_t numel, std::byte* wire);
