@@ -227,6 +227,7 @@ std::vector<Pending> Gatherer::start_gathers(From from, const std::string& unit)
     tensor.full = static_cast<std::byte*>(whole.full) +
                   block * static_cast<std::size_t>(whole.shard_numel) * bytes_of(whole.dtype);
     whole.shard = tensor.full;
+    whole.codec = nullptr;  // they are decoded by then
   }
   options.ready = Pending::all(parts_.phases.across->start_all_gathers(blocks, options));
   return inside.start_all_gathers(call_.tensors, options);
