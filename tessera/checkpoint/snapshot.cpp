@@ -308,13 +308,25 @@ struct Snapshot::Impl {
     if (tile.begin == 0) {
       writer->begin(tile.tensor);
     }
-    ContentHash content(tensor.content_begin + static_cast<std::uint64_t>(tile.begin) * element);
+    const std::uint64_t begin = static_cast<std::uint64_t>(tile.begin) * element;
+    const std::vector<ContentPiece> pieces =
+        tensor.pieces.empty()
+            ? std::vector<ContentPiece>{{0, tensor.entry.bytes(), tensor.content_begin}}
+            : tensor.pieces;
     for (std::size_t offset = 0; offset < bytes.size(); offset += kPassBytes) {
       const auto part = bytes.subspan(offset, std::min(kPassBytes, bytes.size() - offset));
-      content.add(part);
+      for (const ContentPiece& piece : pieces) {
+        const std::uint64_t first = std::max(begin + offset, piece.begin);
+        const std::uint64_t last =
+            std::min(begin + offset + part.size(), piece.begin + piece.bytes);
+        if (first < last) {
+          ContentHash hash(piece.content_begin + first - piece.begin);
+          hash.add(bytes.subspan(first - begin, last - first));
+          results[tile.tensor].content += hash.value();
+        }
+      }
       writer->append(part);
     }
-    results[tile.tensor].content += content.value();
     bytes_so_far += bytes.size();
   }
 
