@@ -107,7 +107,9 @@ class UpdateTimes {
     double ahead = states_ * std::min(slots_numel_, streamed);
     if (rates_.backward_s > 0) {
       const double rate = std::max(rates_.h2d_alone_bytes_per_s, rates_.h2d_bytes_per_s);
-      ahead = std::min(states_ * streamed, rates_.backward_s * rate);
+      // The norm waits for the host, which adds up several micro-batches' gradients meanwhile.
+      const double norm_s = gradient_to_device_ * numel_ / rates_.cpu_bytes_per_s;
+      ahead = std::min(states_ * streamed, std::max(rates_.backward_s, norm_s) * rate);
     }
     const double brought = stays_on_device_ ? share * numel_ : numel_;
     const double bytes = (states_ + gradient_to_device_) * streamed +
