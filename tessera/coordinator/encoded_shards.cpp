@@ -98,7 +98,7 @@ Pending EncodedShards::encode(const Param& param, const std::byte* values) {
   return codec_.measure(values, layout.dtype(), layout.shard_numel(), wire, sums, false, &gather_);
 }
 
-// A failure of an update or a load is that of its own parameter, not of the stream.
+// What fails before the stream can be ordered behind it fails its own parameter, not the stream.
 void EncodedShards::order_behind(const Pending& ready) {
   if (const auto& state = ready.state(); state && state->awaits_hand_over()) {
     std::ignore = state->wait_handed_over();
