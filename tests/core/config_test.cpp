@@ -83,9 +83,10 @@ TEST(Config, AValueIsShownWithWhereItCameFrom) {
 }
 
 TEST(Config, OnlyWhatSomebodyGaveAndNothingReadsIsUnread) {
-  auto config = Config::from_json(R"({"quant": {"weights": true, "gradients": false}, "seed": 7})",
-                                  "run.json");
-  EXPECT_EQ(config.unread(), std::vector<std::string>{"quant.weights (run.json: quant.weights)"});
+  auto config = Config::from_json(
+      R"({"quant": {"gradients": true, "frozen_weights": false}, "seed": 7})", "run.json");
+  EXPECT_EQ(config.unread(),
+            std::vector<std::string>{"quant.gradients (run.json: quant.gradients)"});
   EXPECT_TRUE(Config::from_json(R"({"zero_optimization": {"stage": 3}})", "d").unread().empty());
 }
 
@@ -193,9 +194,10 @@ TEST(Config, OptionsThatContradictEachOtherAreRejectedByCheck) {
   EXPECT_EQ(failure(R"({"shard": {"group_size": 2, "secondary_group_size": 2}})"),
             "shard.group_size = 2 and shard.secondary_group_size = 2 exclude each other; set one "
             "of them");
-  EXPECT_EQ(failure(R"({"quant": {"frozen_bits": 5}})"),
-            "quant.frozen_bits = 5 (run.json): integers have 4 or 8 bits; 0 keeps frozen parameters "
-            "as they are");
+  EXPECT_EQ(
+      failure(R"({"quant": {"frozen_bits": 5}})"),
+      "quant.frozen_bits = 5 (run.json): integers have 4 or 8 bits; 0 keeps frozen parameters "
+      "as they are");
   EXPECT_EQ(failure(R"({"quant": {"frozen_names": ["a.*"]}})"),
             "quant.frozen_names is given, and quant.frozen_bits = 0; set that to 4 or 8");
   EXPECT_EQ(failure(R"({"quant": {"error_feedback": true}})"),
