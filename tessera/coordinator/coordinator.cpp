@@ -119,6 +119,7 @@ void Coordinator::drop_gathers() {
   consensus_.reset();
   prefetcher_.reset();
   gatherer_.reset();
+  secondary_.reset();  // made anew where the next placement says
   own_loader_.reset();
   loader_ = nullptr;
 }

@@ -326,6 +326,7 @@ void Prefetcher::read_ahead() {
     for (const int id : unit_params_[static_cast<std::size_t>(uses[i].unit)]) {
       const shard::Param& param = parts_.params[id];
       if (param.is_on_nvme() && param.state() == ParamState::kReleased &&
+          parts_.gatherer.reads_shard(param) &&
           std::find(ahead_ids_.begin(), ahead_ids_.end(), id) == ahead_ids_.end()) {
         ahead_ids_.push_back(id);
         bytes += param.layout().shard_bytes();

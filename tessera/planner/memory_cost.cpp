@@ -363,9 +363,8 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
     const std::int64_t shard_bytes = as_int(layout.shard_bytes());
     charge(charged_tier(options_, each.parameter, options_.parameters, true), Role::kShard,
            shard_bytes);
-    if (each.parameter != Tier::kNvme) {
-      charge(Tier::kDevice, Role::kShard, secondary_shard_bytes(cut_, i));
-    }
+    charge(charged_tier(options_, each.secondary, std::nullopt, true), Role::kShard,
+           secondary_shard_bytes(cut_, i));
     if (!cut_.is_trainable(i)) {
       continue;
     }
@@ -459,8 +458,17 @@ void MemoryCost::count_step(MemoryPlan& plan) const {
     const shard::Layout& layout = cut_.layouts[i];
     const Placement& each = plan.params[i];
     const std::int64_t bytes = block_bytes(as_int(layout.shard_bytes()));
+    const std::int64_t num_gathers = num_units[i] * num_uses;
+    const std::int64_t secondary = secondary_shard_bytes(cut_, i);
+    // Behind the first, gathers come from secondary shards.
+    const std::int64_t num_loads = secondary > 0 ? std::min<std::int64_t>(num_gathers, 1)
+                                                 : num_gathers;
+    if (each.secondary == Tier::kHost && num_loads > 0) {
+      plan.link.d2h += secondary;
+      plan.link.h2d += (num_gathers - num_loads) * secondary;
+    }
     if (each.parameter == Tier::kNvme) {
-      step.parameters_read += num_units[i] * num_uses * bytes;
+      step.parameters_read += num_loads * bytes;
       step.parameters_from_update += cut_.is_trainable(i) && bytes <= window ? bytes : 0;
       const bool from_device = cut_.is_trainable(i) && each.updater == Updater::kDevice;
       step.parameters_written += from_device ? bytes : 0;
@@ -471,8 +479,9 @@ void MemoryCost::count_step(MemoryPlan& plan) const {
       step.gradients_read += gradient_bytes * num_micro_batches_;  // by additions and the update
     }
     if (options_.is_discrete && each.parameter != Tier::kDevice) {
-      plan.link.h2d += num_units[i] * (num_uses - (stays_on_device_once(i, each) ? 1 : 0)) *
-                       as_int(layout.shard_bytes());
+      const std::int64_t num_copied = stays_on_device_once(i, each) ? num_units[i] : 0;
+      plan.link.h2d +=
+          std::max<std::int64_t>(num_loads - num_copied, 0) * as_int(layout.shard_bytes());
     }
     if (options_.is_discrete && cut_.is_trainable(i)) {
       count_update(i, each, plan);

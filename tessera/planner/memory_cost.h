@@ -122,10 +122,10 @@ enum class HostGradients : std::uint8_t {
   kCopies,  // of each, as it came: the update adds them on its way
   kSums,    // in fp32, and one copy
 };
-// Copies cost less time, and up to three halves no more memory than a sum and a copy.
-// Of a parameter in memory, beside its shard (coordinator/secondary_shards.h).
+// Of a parameter, beside its shard (coordinator/secondary_shards.h); 0: it has none.
 std::int64_t secondary_shard_bytes(const CutModel& cut, std::size_t id);
 
+// Copies cost less time, and up to three halves no more memory than a sum and a copy.
 bool may_keep_copies(const CutModel& cut, std::int64_t num_micro_batches);
 bool may_keep_sums(const CutModel& cut, std::int64_t num_micro_batches);
 

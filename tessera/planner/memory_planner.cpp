@@ -152,7 +152,7 @@ class OneMemoryPlanner : public Planner {
  public:
   OneMemoryPlanner(const CutModel& cut, std::int64_t num_micro_batches)
       : Planner(cut, num_micro_batches),
-        budget_(budget_beside_secondary_shards()),
+        budget_(options_.memory_bytes()),
         in_memory_(placements(Leaving::kNothing)) {}
 
   MemoryPlan make() const {
@@ -184,12 +184,12 @@ class OneMemoryPlanner : public Planner {
   }
 
  private:
-  std::int64_t budget_beside_secondary_shards() const {
-    std::int64_t budget = options_.memory_bytes();
-    for (std::size_t id = 0; budget != kUnlimited && id < cut_.num_params(); ++id) {
-      budget = std::max<std::int64_t>(0, budget - taken_bytes(secondary_shard_bytes(cut_, id)));
+  std::int64_t secondary_bytes() const {
+    std::int64_t bytes = 0;
+    for (std::size_t id = 0; id < cut_.num_params(); ++id) {
+      bytes += taken_bytes(secondary_shard_bytes(cut_, id));
     }
-    return budget;
+    return bytes;
   }
 
   // Of a shard in memory, at least; of one on NVMe, exactly (with pages of one block). So the bytes
@@ -259,7 +259,8 @@ class OneMemoryPlanner : public Planner {
         return plan.bytes(Tier::kDevice, role) + plan.bytes(Tier::kHost, role);
       };
       need = ByteSum();
-      need.add("parameters", in_memory(Role::kShard));
+      need.add("parameters", in_memory(Role::kShard) - secondary_bytes());
+      need.add("secondary shards", secondary_bytes());
       need.add("gradients", in_memory(Role::kGradient));
       need.add("optimizer states", in_memory(Role::kOptimizer));
       need.add(arena_text(unit.unit), in_memory(Role::kFull));
@@ -315,6 +316,7 @@ class OneMemoryPlanner : public Planner {
              checksum_bytes(options_, sum(&Placement::parameter, true) + gradients_on_nvme +
                                           sum(&Placement::states, true)));
     need.add("parameters", sum(&Placement::parameter, false));
+    need.add("secondary shards", secondary_bytes());
     need.add("gradients", sum(&Placement::gradient, false));
     need.add("optimizer states", sum(&Placement::states, false));
     if (need.total() > budget_) {
@@ -390,6 +392,7 @@ class OneMemoryPlanner : public Planner {
 struct Reach {
   std::size_t parameters_on_device = 0;
   std::size_t states_on_device = 0;
+  std::size_t secondary_on_device = 0;  // the rest is in host memory
   // Of those that are not on the device; the rest is on NVMe.
   std::size_t parameters_in_host = 0;
   std::size_t states_in_host = 0;
@@ -453,9 +456,10 @@ class DiscretePlanner : public Planner {
   std::optional<MemoryPlan> find() const {
     const Reach reach = wanted_reach();
     std::optional<MemoryPlan> found = reach_host(reach, pools_);
-    return found ? found : reach_host(least_reach(reach), least_pools_);
+    found = found ? std::move(found) : reach_host(least_reach(reach), least_pools_);
+    return found ? std::move(found) : reach_host(tight_reach(reach), least_pools_);
   }
-  [[noreturn]] void refuse_all() const { refuse_reach(least_reach(wanted_reach())); }
+  [[noreturn]] void refuse_all() const { refuse_reach(tight_reach(wanted_reach())); }
 
  private:
   Reach wanted_reach() const {
@@ -466,6 +470,7 @@ class DiscretePlanner : public Planner {
         options_.optimizer != Tier::kNvme || options_.host_bytes != kUnlimited;
     reach.states_in_host = keeps_states ? large_.size() : 0;
     reach.cpu_share = fitting_cpu_share(reach);
+    reach.secondary_on_device = most_secondary_on_device(reach, true);
     reach_device(reach);
     return reach;
   }
@@ -502,6 +507,8 @@ class DiscretePlanner : public Planner {
       Placement& each = all[large_[order]];
       each.parameter = parameter_tier(order, reach);
       each.states = states_tier(order, reach, each.parameter);
+      each.secondary = has_secondary(order) && order >= reach.secondary_on_device ? Tier::kHost
+                                                                                  : Tier::kDevice;
     }
     assign_updates(cut_, {reach.cpu_share, cost_.num_micro_batches()}, all);
     return all;
@@ -600,19 +607,33 @@ class DiscretePlanner : public Planner {
     return std::min(kGoodUnits * largest_unit(cut_, placements).bytes, whole_arena(placements));
   }
 
-  // As many as fit, as if host memory held the rest, which is when the device has most to do.
-  std::size_t most_states_on_device(Reach reach) const {
-    if (options_.optimizer) {
-      return 0;
-    }
+  bool has_secondary(std::size_t order) const {
+    return secondary_shard_bytes(cut_, large_[order]) > 0;
+  }
+
+  // The most of `count` that still fit.
+  std::size_t most_on_device(std::size_t Reach::*count, Reach reach, bool with_good_room) const {
     std::size_t fitting = 0;
     std::size_t too_many = large_.size() + 1;
     while (too_many - fitting > 1) {
       const std::size_t middle = fitting + (too_many - fitting) / 2;
-      reach.states_on_device = middle;
-      (fits_device(candidate(reach), true) ? fitting : too_many) = middle;
+      reach.*count = middle;
+      (fits_device(candidate(reach), with_good_room) ? fitting : too_many) = middle;
     }
     return fitting;
+  }
+
+  // As many as fit, as if host memory held the rest, which is when the device has most to do.
+  std::size_t most_states_on_device(const Reach& reach) const {
+    return options_.optimizer ? 0 : most_on_device(&Reach::states_on_device, reach, true);
+  }
+
+  // Before parameters and states: what does not fit is copied twice for every byte of it, as those
+  // are, and once more with every further micro-batch.
+  std::size_t most_secondary_on_device(const Reach& reach, bool with_good_room) const {
+    return options_.num_secondary_ranks > 1
+               ? most_on_device(&Reach::secondary_on_device, reach, with_good_room)
+               : 0;
   }
 
   void reach_device(Reach& reach) const {
@@ -641,13 +662,39 @@ class DiscretePlanner : public Planner {
     return reach;
   }
 
-  ByteSum host_need(const Lines& lines, const Pools& pools) const {
+  // Nor is anything on the device but what was asked to be there, and secondary shards.
+  Reach tight_reach(Reach reach) const {
+    reach = least_reach(reach);
+    if (options_.num_secondary_ranks > 1) {
+      reach.parameters_on_device = 0;
+      reach.states_on_device = 0;
+      reach.secondary_on_device = 0;
+      reach.secondary_on_device = most_secondary_on_device(reach, false);
+    }
+    return reach;
+  }
+
+  std::int64_t secondary_bytes(const Placements& placements, Tier tier) const {
+    std::int64_t bytes = 0;
+    for (std::size_t id = 0; id < placements.size(); ++id) {
+      bytes += placements[id].secondary == tier
+                   ? charged_bytes(options_, tier == Tier::kHost ? Tier::kPinned : tier,
+                                   secondary_shard_bytes(cut_, id))
+                   : 0;
+    }
+    return bytes;
+  }
+
+  ByteSum host_need(const Candidate& candidate, const Pools& pools) const {
+    const auto& [placements, lines] = candidate;
     const std::int64_t nvme = lines.bytes(Tier::kNvme);
-    const auto in_host = [&lines](Role role) {
+    const auto in_host = [&lines = candidate.lines](Role role) {
       return lines.bytes(Tier::kPinned, role) + lines.bytes(Tier::kHost, role);
     };
+    const std::int64_t secondary = secondary_bytes(placements, Tier::kHost);
     ByteSum need;
-    need.add("parameters", in_host(Role::kShard));
+    need.add("parameters", in_host(Role::kShard) - secondary);
+    need.add("secondary shards", secondary);
     need.add("gradients", in_host(Role::kGradient));
     need.add("optimizer states", in_host(Role::kOptimizer));
     need.add("new parameters before their copy to the device", in_host(Role::kStaging));
@@ -661,7 +708,7 @@ class DiscretePlanner : public Planner {
   }
 
   bool fits_host(const Candidate& candidate, const Pools& pools) const {
-    return host_need(candidate.lines, pools).total() <= options_.host_bytes;
+    return host_need(candidate, pools).total() <= options_.host_bytes;
   }
 
   std::optional<MemoryPlan> reach_host(Reach reach, const Pools& pools) const {
@@ -749,14 +796,17 @@ class DiscretePlanner : public Planner {
   }
 
   [[noreturn]] void refuse_reach(const Reach& reach) const {
-    const auto [all, lines] = candidate(reach);
-    if (fits_device({all, lines}, false)) {
-      refuse(host_need(lines, least_pools_), "host memory", "memory.host", options_.host_bytes,
+    const Candidate least = candidate(reach);
+    const auto& [all, lines] = least;
+    if (fits_device(least, false)) {
+      refuse(host_need(least, least_pools_), "host memory", "memory.host", options_.host_bytes,
              options_.num_host_ranks, more_ranks_or_nvme());
     }
     const SlotNeed slots = slot_need(all, sub_group_numel_);
+    const std::int64_t secondary = secondary_bytes(all, Tier::kDevice);
     ByteSum need;
-    need.add("parameters", lines.bytes(Tier::kDevice, Role::kShard));
+    need.add("parameters", lines.bytes(Tier::kDevice, Role::kShard) - secondary);
+    need.add("secondary shards", secondary);
     need.add("gradients", lines.bytes(Tier::kDevice, Role::kGradient));
     need.add("optimizer states", lines.bytes(Tier::kDevice, Role::kOptimizer));
     need.add("arena (the largest unit)", largest_unit(cut_, all).bytes);
