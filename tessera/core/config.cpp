@@ -466,6 +466,8 @@ void Config::check() const {
                 ConfigError, "shard.group_size = ", get_int("shard.group_size"),
                 " and shard.secondary_group_size = ", get_int("shard.secondary_group_size"),
                 " exclude each other; set one of them");
+  TESSERA_CHECK(get_int("quant.block_numel") % 32 == 0, ConfigError, shown("quant.block_numel"),
+                " is not a multiple of 32; take one, the default is 128");
   TESSERA_CHECK(!get_bool("quant.error_feedback") || get_bool("quant.gradients"), ConfigError,
                 "quant.error_feedback = true needs quant.gradients = true");
   TESSERA_CHECK(get_double("loss_scale.min") <= get_double("loss_scale.initial"), ConfigError,
