@@ -43,8 +43,8 @@ void SecondaryShards::keep(const Param& param, bool by_all) {
       static_cast<std::size_t>(numel_of(param)) * bytes_of(param.layout().dtype());
   if (slot.memory.data() == nullptr) {
     slot.is_on_host = param.placement().secondary != Tier::kDevice;
-    slot.memory = device_.allocate(slot.is_on_host ? Tier::kPinned : Tier::kDevice, bytes,
-                                   Role::kShard);
+    slot.memory =
+        device_.allocate(slot.is_on_host ? Tier::kPinned : Tier::kDevice, bytes, Role::kShard);
   }
   // The compute stream is behind this gather and behind all readers of the memory; it does not wait
   // for the link.
@@ -61,8 +61,7 @@ void SecondaryShards::keep(const Param& param, bool by_all) {
   slot.is_made = true;
 }
 
-comm::Gather SecondaryShards::start_gather(const Param& param, void* full,
-                                           device::Stream& stream) {
+comm::Gather SecondaryShards::start_gather(const Param& param, void* full, device::Stream& stream) {
   Slot& slot = slot_of(param);
   TESSERA_INVARIANT(has(param), "the secondary shard of parameter '", param.name(),
                     slot.is_made ? detail::concat("' is of update ", slot.version)

@@ -461,8 +461,8 @@ void MemoryCost::count_step(MemoryPlan& plan) const {
     const std::int64_t num_gathers = num_units[i] * num_uses;
     const std::int64_t secondary = secondary_shard_bytes(cut_, i);
     // Behind the first, gathers come from secondary shards.
-    const std::int64_t num_loads = secondary > 0 ? std::min<std::int64_t>(num_gathers, 1)
-                                                 : num_gathers;
+    const std::int64_t num_loads =
+        secondary > 0 ? std::min<std::int64_t>(num_gathers, 1) : num_gathers;
     if (each.secondary == Tier::kHost && num_loads > 0) {
       plan.link.d2h += secondary;
       plan.link.h2d += (num_gathers - num_loads) * secondary;

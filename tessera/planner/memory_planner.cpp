@@ -507,8 +507,8 @@ class DiscretePlanner : public Planner {
       Placement& each = all[large_[order]];
       each.parameter = parameter_tier(order, reach);
       each.states = states_tier(order, reach, each.parameter);
-      each.secondary = has_secondary(order) && order >= reach.secondary_on_device ? Tier::kHost
-                                                                                  : Tier::kDevice;
+      each.secondary =
+          has_secondary(order) && order >= reach.secondary_on_device ? Tier::kHost : Tier::kDevice;
     }
     assign_updates(cut_, {reach.cpu_share, cost_.num_micro_batches()}, all);
     return all;

@@ -170,8 +170,8 @@ CoordinatorFixture::CoordinatorFixture(Group& group, const Model& model,
       model_(model),
       options_(options) {
   for (std::size_t i = 0; i < model_.numels.size(); ++i) {
-    Param& param = add_param(model_.numels[i], model_.nvme.has(static_cast<int>(i)) ? Tier::kNvme
-                                                                                    : Tier::kDevice);
+    Param& param = add_param(model_.numels[i],
+                             model_.nvme.has(static_cast<int>(i)) ? Tier::kNvme : Tier::kDevice);
     Placement placement = param.placement();
     placement.secondary = model_.secondary;
     param.set_placement(placement);

@@ -384,11 +384,10 @@ TEST(SecondaryShardTraining, ChangeNoBitInHostMemoryWhereTheDeviceHasNoRoom) {
     for (const int quarters : {1, 3}) {
       const std::int64_t budget = roomy.placement->device_memory_bytes() - shards * quarters / 4;
       const RunOutcome run = train_with_second(
-          4, 2, settings,
-          joined(placed.options, {{"memory.device", std::to_string(budget)}}));
+          4, 2, settings, joined(placed.options, {{"memory.device", std::to_string(budget)}}));
       EXPECT_GT(num_secondary_in_host(run), 0);
-      had_some_of_each = had_some_of_each ||
-                         run.placement->params.front().secondary == Tier::kDevice;
+      had_some_of_each =
+          had_some_of_each || run.placement->params.front().secondary == Tier::kDevice;
       EXPECT_TRUE(same_bits(run, plain)) << difference(run, plain).describe();
       EXPECT_EQ(run.stats.back().gathers.secondary_bytes,
                 roomy.stats.back().gathers.secondary_bytes);

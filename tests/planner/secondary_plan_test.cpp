@@ -51,8 +51,8 @@ TEST(SecondaryPlan, IsOnTheDeviceAsFarAsItGoesAndThenInPinnedHostMemoryInTheOrde
     bool had_some_of_each = false;
     for (std::int64_t part = 100; part > 0; part -= 2) {
       options.device_bytes = all.device_memory_bytes() * part / 100;
-      SCOPED_TRACE(testing::Message() << "secondary shards over " << second << " within "
-                                      << options.device_bytes);
+      SCOPED_TRACE(testing::Message()
+                   << "secondary shards over " << second << " within " << options.device_bytes);
       if (!refusal_of(model, options).empty()) {
         break;
       }
@@ -71,7 +71,8 @@ TEST(SecondaryPlan, IsOnTheDeviceAsFarAsItGoesAndThenInPinnedHostMemoryInTheOrde
           has_ended = has_ended || plan.params[id].secondary == Tier::kHost;
         }
       }
-      had_some_of_each = had_some_of_each || (has_ended && plan.params[0].secondary == Tier::kDevice);
+      had_some_of_each =
+          had_some_of_each || (has_ended && plan.params[0].secondary == Tier::kDevice);
     }
     EXPECT_GT(num_in_host, 0U);
     EXPECT_TRUE(had_some_of_each);
