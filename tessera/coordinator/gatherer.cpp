@@ -453,6 +453,7 @@ void Gatherer::take_stats(CoordinatorStats& stats) {
   }
   if (parts_.secondary != nullptr) {
     stats.brought_bytes += parts_.secondary->take_brought_bytes();
+    stats.kept_bytes = parts_.secondary->take_kept_bytes();
   }
 }
 

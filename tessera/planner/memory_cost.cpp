@@ -394,6 +394,17 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
   return lines;
 }
 
+std::int64_t secondary_bytes(const CutModel& cut, const Placements& placements, Tier tier) {
+  const Tier charged = tier == Tier::kHost ? Tier::kPinned : tier;
+  std::int64_t bytes = 0;
+  for (std::size_t id = 0; id < placements.size(); ++id) {
+    bytes += placements[id].secondary == tier
+                 ? charged_bytes(cut.options, charged, secondary_shard_bytes(cut, id))
+                 : 0;
+  }
+  return bytes;
+}
+
 void MemoryCost::complete(MemoryPlan& plan) const {
   const GradientCost gradients =
       gradient_cost(cut_, plan.params, plan.bucket_bytes, num_micro_batches_);
@@ -416,6 +427,8 @@ void MemoryCost::complete(MemoryPlan& plan) const {
                 feed_pool_bytes(options_, plan.parameter_pool_bytes));
   lines.add(Tier::kHost, Role::kOther, checksum_bytes(options_, lines.bytes(Tier::kNvme)));
   plan.ledger = lines.take();
+  plan.secondary_device_bytes = secondary_bytes(cut_, plan.params, Tier::kDevice);
+  plan.secondary_host_bytes = secondary_bytes(cut_, plan.params, Tier::kHost);
   plan.gather_staging_bytes = GatherCost(cut_, plan.bucket_bytes).staging_bytes(plan.arena_bytes);
   plan.reduction_staging_bytes = gradients.staging;
   plan.comm_bytes = plan.gather_staging_bytes + plan.reduction_staging_bytes;

@@ -124,6 +124,8 @@ enum class HostGradients : std::uint8_t {
 };
 // Of a parameter, beside its shard (coordinator/secondary_shards.h); 0: it has none.
 std::int64_t secondary_shard_bytes(const CutModel& cut, std::size_t id);
+// What those in the tier are charged: kDevice, or kHost of a discrete device.
+std::int64_t secondary_bytes(const CutModel& cut, const Placements& placements, Tier tier);
 
 // Copies cost less time, and up to three halves no more memory than a sum and a copy.
 bool may_keep_copies(const CutModel& cut, std::int64_t num_micro_batches);

@@ -264,6 +264,13 @@ std::string MemoryPlan::text() const {
     text += row("budget", device_column(budget_text(memory_budget_bytes)), budget_text(host_budget),
                 "");
   }
+  if (secondary_device_bytes + secondary_host_bytes > 0) {
+    text += detail::concat(
+        "of the parameters' bytes, secondary shards (hpZ): ", bytes_or_dash(secondary_device_bytes),
+        is_discrete ? " on the device, " : " in memory",
+        is_discrete ? bytes_or_dash(secondary_host_bytes) : std::string(),
+        is_discrete ? " in host memory\n" : "\n");
+  }
   text += detail::concat("besides, torch's: activations, and full gradients (one parameter's",
                          kept_gradient_bytes > 0 ? ", and those still being copied" : "",
                          "), up to ", bytes_or_dash(full_gradient_bytes), "\n");

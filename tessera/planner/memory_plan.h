@@ -151,6 +151,9 @@ struct MemoryPlan {
   std::int64_t optimizer_pool_bytes = 0;  // room for num_optimizer_buffers sub-groups
   int num_optimizer_buffers = 0;          // 0: the update touches nothing on NVMe
   std::int64_t sub_group_numel = 0;       // elements of a sub-group, at most; a multiple of 2048
+  // Of shards in memory, what is secondary (hpZ), as it is charged. A CPU's is all on the device.
+  std::int64_t secondary_device_bytes = 0;
+  std::int64_t secondary_host_bytes = 0;
   // Discrete device: slots for sub-groups whose states are copied to it; 0: none are.
   int num_update_slots = 0;
   std::int64_t update_slot_bytes = 0;

@@ -60,6 +60,9 @@ TEST(SecondaryPlan, IsOnTheDeviceAsFarAsItGoesAndThenInPinnedHostMemoryInTheOrde
       const Pieces pieces = pieces_of(model, plan, 4, second);
       EXPECT_LE(plan.device_memory_bytes(), options.device_bytes);
       EXPECT_EQ(plan.bytes(Tier::kPinned, Role::kShard), pieces.in_host + pieces.host_shards);
+      EXPECT_EQ(plan.secondary_host_bytes, pieces.in_host);
+      EXPECT_EQ(plan.secondary_device_bytes, pieces.on_device);
+      EXPECT_TRUE(contains(plan.text(), "secondary shards (hpZ)"));
       EXPECT_GE(pieces.num_in_host, num_in_host) << "a smaller device holds no more";
       num_in_host = pieces.num_in_host;
       bool has_ended = false;
