@@ -334,6 +334,7 @@ class DiscretePlanner : public Planner {
     ByteSum need;
     need.add("parameters", in_host(Role::kShard) - secondary);
     need.add("secondary shards", secondary);
+    need.add("measures of encoded shards", in_host(Role::kOther));
     need.add("gradients", in_host(Role::kGradient));
     need.add("optimizer states", in_host(Role::kOptimizer));
     need.add("new parameters before their copy to the device", in_host(Role::kStaging));
@@ -444,8 +445,11 @@ class DiscretePlanner : public Planner {
     const SlotNeed slots = slot_need(all, sub_group_numel_);
     const std::int64_t secondary = secondary_bytes(cut_, all, Tier::kDevice);
     ByteSum need;
-    need.add("parameters", lines.bytes(Tier::kDevice, Role::kShard) - secondary);
+    const std::int64_t encoding = encoding_bytes(cut_);
+    need.add("parameters", lines.bytes(Tier::kDevice, Role::kShard) +
+                               lines.bytes(Tier::kDevice, Role::kOther) - secondary - encoding);
     need.add("secondary shards", secondary);
+    need.add("encoded shards", encoding);
     need.add("gradients", lines.bytes(Tier::kDevice, Role::kGradient));
     need.add("optimizer states", lines.bytes(Tier::kDevice, Role::kOptimizer));
     need.add("arena (the largest unit)", largest_unit(cut_, all).bytes);

@@ -27,7 +27,8 @@ class OneMemoryPlanner : public Planner {
       : Planner(cut, num_micro_batches),
         budget_(options_.memory_bytes()),
         in_memory_(placements(Leaving::kNothing)),
-        secondary_bytes_(secondary_bytes(cut_, in_memory_, Tier::kDevice)) {}
+        secondary_bytes_(secondary_bytes(cut_, in_memory_, Tier::kDevice)),
+        encoding_bytes_(encoding_bytes(cut_)) {}
 
   MemoryPlan make() const {
     std::optional<ByteSum> least;
@@ -125,8 +126,9 @@ class OneMemoryPlanner : public Planner {
         return plan.bytes(Tier::kDevice, role) + plan.bytes(Tier::kHost, role);
       };
       need = ByteSum();
-      need.add("parameters", in_memory(Role::kShard) - secondary_bytes_);
+      need.add("parameters", in_memory(Role::kShard) - secondary_bytes_ - plan.encoded_bytes);
       need.add("secondary shards", secondary_bytes_);
+      need.add("encoded shards", encoding_bytes_);
       need.add("gradients", in_memory(Role::kGradient));
       need.add("optimizer states", in_memory(Role::kOptimizer));
       need.add(arena_text(unit.unit), in_memory(Role::kFull));
@@ -183,6 +185,7 @@ class OneMemoryPlanner : public Planner {
                                           sum(&Placement::states, true)));
     need.add("parameters", sum(&Placement::parameter, false));
     need.add("secondary shards", secondary_bytes_);
+    need.add("encoded shards", encoding_bytes_);
     need.add("gradients", sum(&Placement::gradient, false));
     need.add("optimizer states", sum(&Placement::states, false));
     if (need.total() > budget_) {
@@ -253,6 +256,7 @@ class OneMemoryPlanner : public Planner {
   const std::int64_t budget_;
   const Placements in_memory_;
   const std::int64_t secondary_bytes_;
+  const std::int64_t encoding_bytes_;
 };
 
 }  // namespace
