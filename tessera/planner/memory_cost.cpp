@@ -407,10 +407,9 @@ std::int64_t encoded_shard_bytes(const CutModel& cut, std::size_t id) {
 }
 
 std::int64_t encoding_sums_bytes(const CutModel& cut) {
-  constexpr std::int64_t kSums = 2 * as_int(sizeof(double));
-  return cut.options.weight_bits > 0 && cut.options.num_ranks > 1
-             ? kSums * as_int(cut.num_params())
-             : 0;
+  constexpr std::int64_t kSums = 2 * sizeof(double);
+  return cut.options.weight_bits > 0 && cut.options.num_ranks > 1 ? kSums * as_int(cut.num_params())
+                                                                  : 0;
 }
 
 std::int64_t encoding_bytes(const CutModel& cut) {
@@ -509,7 +508,8 @@ void MemoryCost::count_step(MemoryPlan& plan) const {
     const std::int64_t secondary = secondary_shard_bytes(cut_, i);
     // Behind the first, gathers come from secondary shards, or from what was encoded for it.
     const bool loads_once = secondary > 0 || encoded_shard_bytes(cut_, i) > 0;
-    const std::int64_t num_loads = loads_once ? std::min<std::int64_t>(num_gathers, 1) : num_gathers;
+    const std::int64_t num_loads =
+        loads_once ? std::min<std::int64_t>(num_gathers, 1) : num_gathers;
     if (each.secondary == Tier::kHost && num_loads > 0) {
       plan.link.d2h += secondary;
       plan.link.h2d += (num_gathers - num_loads) * secondary;

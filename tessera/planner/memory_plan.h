@@ -44,13 +44,13 @@ struct ModelShapes {
 };
 
 struct MemoryPlanOptions {
-  int num_ranks = 1;            // that parameters are cut over
-  int num_copies = 1;           // of the model
-  int num_secondary_ranks = 1;  // that cut what is gathered once more (hpZ)
-  int weight_bits = 0;          // of what gathers send in place of elements (qwZ); 0: elements
+  int num_ranks = 1;               // that parameters are cut over
+  int num_copies = 1;              // of the model
+  int num_secondary_ranks = 1;     // that cut what is gathered once more (hpZ)
+  int weight_bits = 0;             // of what gathers send in place of elements (qwZ); 0: elements
   std::int64_t block_numel = 128;  // that share a scale then
-  bool is_discrete = false;     // the device has memory of its own (CUDA)
-  bool has_nvme = false;        // there are directories for it
+  bool is_discrete = false;        // the device has memory of its own (CUDA)
+  bool has_nvme = false;           // there are directories for it
   std::int64_t device_bytes = kUnlimited;
   std::int64_t host_bytes = kUnlimited;
   std::int64_t nvme_bytes = kUnlimited;
