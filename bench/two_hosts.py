@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Shard groups and hierarchical gathers beside plain ZeRO-3, between two hosts, in one run.
+"""Ways to send less between two hosts beside plain ZeRO-3, in one run: shard groups (MiCS), gathers
+in two phases, secondary shards (hpZ), and gathers (qwZ) and reductions (qgZ) of blocks of integers.
 
-    bench/two_hosts.py [--rate 1gbit] [--rounds 3] [--steps 8] [--json FILE]
+    bench/two_hosts.py [--rate 1gbit] [--rounds 3] [--steps 8] [--only TITLE...] [--json FILE]
 
 The hosts are two network namespaces of this machine with two ranks each. A veth pair connects them,
 and a token bucket (tc tbf) at both ends limits it to --rate. Each host has a boot id of its own, so
@@ -15,6 +16,8 @@ of two such medians. Bytes are those a host sends to the other one per step, as 
 predicts them and as rank 0 counts its own (times two). The last column compares what the
 interfaces count in the whole run, headers and start included, with what rank 0 counts in it.
 
+Full parameters are limited to --live-limit, less than the model, so that backward gathers again, as
+with models that several hosts are there for: without that there is nothing for hpZ to bring.
 Sequences are short, so that a machine whose few cores are shared by all ranks waits for the link as
 ranks with a device each would. docs/benchmarks.md has results.
 """
@@ -56,25 +59,46 @@ class Case:
     shard_size: int = NUM_RANKS
     hierarchical: bool = False
     accumulate: int = 1
+    secondary_size: int = 1
+    weight_bits: int = 0
+    gradient_bits: int = 0
 
     @property
     def flags(self):
         return ([] if self.shard_size == NUM_RANKS else ["--shard-size", self.shard_size]) + \
-            ["--hierarchical"] * self.hierarchical
+            ["--hierarchical"] * self.hierarchical + \
+            ([] if self.secondary_size == 1 else ["--hpz-size", self.secondary_size]) + \
+            ["--quantize-weights"] * (self.weight_bits > 0) + \
+            [f"--quantize-gradients={self.gradient_bits}"] * (self.gradient_bits > 0)
 
     @property
     def title(self):
-        if self.shard_size < NUM_RANKS:
-            return f"MiCS, --shard-size {self.shard_size}"
-        return "--hierarchical" if self.hierarchical else "plain ZeRO-3"
+        parts = [f"MiCS {self.shard_size}"] * (self.shard_size < NUM_RANKS) + \
+            ["hierarchical"] * self.hierarchical + \
+            [f"hpZ {self.secondary_size}"] * (self.secondary_size > 1) + \
+            ["qwZ"] * (self.weight_bits > 0) + \
+            [f"qgZ int{self.gradient_bits}"] * (self.gradient_bits > 0)
+        return " + ".join(parts) or "plain ZeRO-3"
+
+    @property
+    def is_exact(self):
+        return self.weight_bits == 0 and self.gradient_bits == 0
 
     @property
     def plain(self):
         return Case(accumulate=self.accumulate)
 
 
-CASES = (Case(), Case(hierarchical=True), Case(shard_size=2),
-         Case(accumulate=4), Case(shard_size=2, accumulate=4))
+def cases_of(accumulate):
+    exact = (Case(), Case(hierarchical=True), Case(shard_size=2),
+             Case(secondary_size=RANKS_PER_HOST))
+    encoded = (Case(weight_bits=8), Case(gradient_bits=8), Case(gradient_bits=4),
+               Case(secondary_size=RANKS_PER_HOST, weight_bits=8, gradient_bits=8),
+               Case(secondary_size=RANKS_PER_HOST, weight_bits=8, gradient_bits=4))
+    return tuple(dataclasses.replace(case, accumulate=accumulate) for case in exact + encoded)
+
+
+CASES = cases_of(1) + cases_of(4)
 
 
 class NotPermitted(Exception):
@@ -110,10 +134,14 @@ def plan(num_rounds, cases=CASES):
 
 def prediction(inspected, case):
     """(seconds, bytes a host sends) of a step, from what `tessera inspect --json` says."""
+    wanted = {"shard_size": case.shard_size, "hierarchical": case.hierarchical,
+              "secondary_size": case.secondary_size, "weight_bits": case.weight_bits,
+              "gradient_bits_inside": case.gradient_bits,
+              "gradient_bits_across": case.gradient_bits}
     for choice in inspected["mesh"]["choices"]:
-        if (choice["shard_size"], choice["hierarchical"]) == (case.shard_size, case.hierarchical):
+        if all(choice[key] == value for key, value in wanted.items()):
             return choice["time_s"], choice["host_across_bytes"]
-    raise RunError(f"inspect has no mesh for {case.title}")
+    raise RunError(f"inspect has no prediction for {case.title}")
 
 
 def figures_of_metrics(text, num_steps):
@@ -145,6 +173,7 @@ def summary(runs, predicted):
             "exposed_wait_s": statistics.median(run["exposed_wait_s"] for run in own),
             "predicted_s": seconds, "predicted_ratio": seconds / predicted[case.plain][0],
             "predicted_bytes": host_bytes,
+            "predicted_bytes_ratio": host_bytes / predicted[case.plain][1],
             "counted_bytes": statistics.median(run["counted_bytes"] for run in own),
             "interface_ratio": statistics.median(run["run_interface_bytes"] /
                                                  run["run_counted_bytes"] for run in own)})
@@ -152,19 +181,23 @@ def summary(runs, predicted):
 
 
 def table(rows):
-    yield (f"{'micro-batches':>13}  {'mesh':<20} {'step':>8}  {'least .. greatest':>17}"
-           f"  {'/ plain':>7}  {'wait':>8}  {'predicted':>9}  {'/ plain':>7}  {'predicted':>9}"
-           f" {'counted':>9}  {'interface / counted':>19}")
+    yield (f"{'micro-batches':>13}  {'mode':<22} {'exact':<5} {'step':>8}"
+           f"  {'least .. greatest':>17}  {'/ plain':>7}  {'wait':>8}  {'predicted':>9}"
+           f"  {'/ plain':>7}  {'predicted':>9}  {'/ plain':>7} {'counted':>9}"
+           f"  {'interface / counted':>19}")
     for row in rows:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         ms = {key: 1e3 * row[key] for key in
               ("step_s", "least_s", "greatest_s", "exposed_wait_s", "predicted_s")}
         megabytes = [row[key] / 1e6 for key in ("predicted_bytes", "counted_bytes")]
-        yield (f"{row['case'].accumulate:>13}  {row['case'].title:<20} {ms['step_s']:>5.0f} ms"
+        exact = "yes" if row["case"].is_exact else "no"
+        yield (f"{row['case'].accumulate:>13}  {row['case'].title:<22} {exact:<5}"
+               f" {ms['step_s']:>5.0f} ms"
                f"  {ms['least_s']:>6.0f} .. {ms['greatest_s']:>4.0f} ms  {ratio:>7}"
                f"  {ms['exposed_wait_s']:>5.0f} ms  {ms['predicted_s']:>6.0f} ms"
                f"  {row['predicted_ratio']:>7.2f}"
-               f"  {megabytes[0]:>6.1f} MB {megabytes[1]:>6.1f} MB"
+               f"  {megabytes[0]:>6.1f} MB  {row['predicted_bytes_ratio']:>7.2f}"
+               f" {megabytes[1]:>6.1f} MB"
                f"  {row['interface_ratio']:>19.3f}")
 
 
@@ -182,8 +215,9 @@ def skip_reason(program):
         return "network namespaces need root"
     shown = subprocess.run([str(program), "train", "--help"], capture_output=True, text=True,
                            check=False).stdout
-    if "--shard-size" not in shown:
-        return f"{program.name} does not know --shard-size: build it again"
+    for flag in ("--shard-size", "--hpz-size", "--quantize-weights", "--quantize-gradients"):
+        if flag not in shown:
+            return f"{program.name} does not know {flag}: build it again"
     return None
 
 
@@ -276,7 +310,8 @@ class Hosts:
 
 
 def model_flags(args):
-    return ["--preset", args.preset, "--seq", args.seq]
+    return ["--preset", args.preset, "--seq", args.seq,
+            "--set", f"live.limit_bytes={args.live_limit}"]
 
 
 def train_command(program, model, case, num_steps, metrics):
@@ -341,10 +376,10 @@ def one_run(hosts, args, case):
 
 def measure(hosts, args):
     runs = []
-    for number, case in plan(args.rounds):
+    for number, case in plan(args.rounds, args.cases):
         run = {"round": number, **one_run(hosts, args, case)}
         runs.append(run)
-        print(f"round {number + 1}/{args.rounds}  {case.accumulate} x {case.title:<20} "
+        print(f"round {number + 1}/{args.rounds}  {case.accumulate} x {case.title:<22} "
               f"{1e3 * run['step_s']:>6.0f} ms" + busy_note(run["others_share"]),
               file=sys.stderr, flush=True)
     return runs
@@ -356,11 +391,16 @@ def parse_arguments(arguments):
     parser.add_argument("--program", type=pathlib.Path, default=ROOT / "build/tessera")
     parser.add_argument("--preset", default="small")
     parser.add_argument("--seq", type=int, default=32, help="tokens per sequence (default 32)")
+    parser.add_argument("--live-limit", default="4MiB",
+                        help="of full parameters held at once (default 4MiB)")
     parser.add_argument("--rate", default="1gbit", help="of the link, each way (1gbit, 500mbit)")
     parser.add_argument("--link-inside", default="1GB",
                         help="bytes per second inside a host, for the prediction (default 1GB)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of each run")
+    parser.add_argument("--only", nargs="+", metavar="TITLE",
+                        help="these modes beside plain ZeRO-3: " +
+                             ", ".join(f"'{case.title}'" for case in cases_of(1)[1:]))
     parser.add_argument("--json", type=pathlib.Path, help="write all runs and ratios to this file")
     args = parser.parse_args(arguments)
     try:
@@ -370,6 +410,12 @@ def parse_arguments(arguments):
     if args.rounds < 1 or args.steps <= WARM_UP_STEPS:
         parser.error(f"--rounds {args.rounds}, --steps {args.steps}: at least one round, and more "
                      f"than {WARM_UP_STEPS} steps")
+    known = {case.title for case in CASES}
+    unknown = [title for title in args.only or [] if title not in known]
+    if unknown:
+        parser.error(f"--only {unknown[0]!r}: there are {', '.join(sorted(known))}")
+    args.cases = tuple(case for case in CASES
+                       if args.only is None or case.title in args.only or case == case.plain)
     return args
 
 
@@ -387,6 +433,7 @@ def report(args, runs, rows):
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({
             "preset": args.preset, "seq": args.seq, "rate": args.rate,
+            "live_limit": args.live_limit,
             "link_inside": args.link_inside, "rounds": args.rounds, "steps": args.steps,
             "cores": os.cpu_count(), "machine": platform.machine(),
             "runs": [plain_json(run) for run in runs],
@@ -405,8 +452,8 @@ def main(arguments):
     try:
         links = ("--link-inside", args.link_inside, "--link-across", f"{args.bytes_per_s:.0f}B")
         inspected = {k: inspect(args.program, model_flags(args), k, *links)
-                     for k in {case.accumulate for case in CASES}}
-        predicted = {case: prediction(inspected[case.accumulate], case) for case in CASES}
+                     for k in {case.accumulate for case in args.cases}}
+        predicted = {case: prediction(inspected[case.accumulate], case) for case in args.cases}
         print(f"{args.preset}, {NUM_HOSTS} hosts of {RANKS_PER_HOST} ranks, one sequence of "
               f"{args.seq} tokens per rank and micro-batch, {args.rate} between the hosts; "
               f"one thread per rank, {os.cpu_count()} cores for all, {platform.machine()}; "

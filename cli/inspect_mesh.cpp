@@ -15,7 +15,14 @@ namespace {
 using Json = nlohmann::ordered_json;
 using planner::MeshChoice;
 
-bool is_plain(const comm::Mesh& mesh) { return mesh.num_replicas() == 1 && !mesh.hierarchical(); }
+bool is_plain(const MeshChoice& choice) {
+  return choice.mesh.num_replicas() == 1 && !choice.mesh.hierarchical() &&
+         choice.modes.secondary_size == 1 && choice.modes.is_exact();
+}
+
+bool is_own(const MeshChoice& choice, const MeshComparison& comparison) {
+  return choice.mesh == comparison.own.mesh && choice.modes == comparison.own.modes;
+}
 
 // --- the screen ---
 
@@ -25,10 +32,26 @@ std::string time_text(double time_s) {
 
 std::string rate_text(double bytes_per_s) { return fmt::format("{:.4g} GB/s", bytes_per_s * 1e-9); }
 
-std::string flags_text(const comm::Mesh& mesh) {
-  return (mesh.num_replicas() == 1 ? "plain ZeRO-3"
-                                   : fmt::format("--shard-size {}", mesh.shard_size())) +
-         std::string(mesh.hierarchical() ? ", --hierarchical" : "");
+std::string flags_text(const MeshChoice& choice) {
+  const planner::TrafficModes& modes = choice.modes;
+  std::string text;
+  const auto add = [&](const std::string& flag) { text += (text.empty() ? "" : " ") + flag; };
+  if (choice.mesh.num_replicas() > 1) {
+    add(fmt::format("--shard-size {}", choice.mesh.shard_size()));
+  }
+  if (choice.mesh.hierarchical()) {
+    add("--hierarchical");
+  }
+  if (modes.secondary_size > 1) {
+    add(fmt::format("--hpz-size {}", modes.secondary_size));
+  }
+  if (modes.weight_bits > 0) {
+    add("--quantize-weights");
+  }
+  if (modes.encodes_gradients()) {
+    add(fmt::format("--quantize-gradients={}", modes.gradient_bits_across));
+  }
+  return text.empty() ? "plain ZeRO-3" : text;
 }
 
 std::string trimmed(std::string line) {
@@ -46,9 +69,17 @@ std::string own_bytes_text(const MeshChoice& own) {
                                 approximate_bytes(sent.across * own.mesh.ranks_per_host())));
   };
   add("gathers", own.bytes.gathers);
+  if (own.modes.secondary_size > 1) {
+    add("secondary gathers", own.bytes.secondary_gathers);
+  }
   add("reduce-scatters", own.bytes.reduce_scatters);
   add("sums over copies", own.bytes.replica_sums);
   add("all", own.bytes.rank());
+  if (own.secondary_bytes + own.encoded_bytes > 0) {
+    text +=
+        fmt::format("memory of a rank: secondary shards {}, encoded shards {}\n",
+                    approximate_bytes(own.secondary_bytes), approximate_bytes(own.encoded_bytes));
+  }
   return text;
 }
 
@@ -57,16 +88,24 @@ constexpr const char* kChoiceRow = "  {:>7}{:>9}{:>8}{:>14}{:>16}{:>16}{:>12}  {
 std::string choice_text(const MeshChoice& choice, const MeshComparison& comparison, bool is_best) {
   const comm::Mesh& mesh = choice.mesh;
   std::string notes;
-  const auto note = [&](const char* words) {
-    notes += (notes.empty() ? "" : ", ") + std::string(words);
-  };
+  const auto note = [&](const std::string& words) { notes += (notes.empty() ? "" : ", ") + words; };
+  const planner::TrafficModes& modes = choice.modes;
   if (mesh.hierarchical()) {
     note("hierarchical");
   }
-  if (is_plain(mesh)) {
+  if (modes.secondary_size > 1) {
+    note(fmt::format("hpZ {}", modes.secondary_size));
+  }
+  if (modes.weight_bits > 0) {
+    note(fmt::format("qwZ int{}", modes.weight_bits));
+  }
+  if (modes.encodes_gradients()) {
+    note(fmt::format("qgZ int{}", modes.gradient_bits_across));
+  }
+  if (is_plain(choice)) {
     note("plain ZeRO-3");
   }
-  if (mesh == comparison.own.mesh) {
+  if (is_own(choice, comparison)) {
     note("this");
   }
   if (!choice.fits) {
@@ -82,13 +121,16 @@ std::string choice_text(const MeshChoice& choice, const MeshComparison& comparis
       comparison.rates ? time_text(communication_s(choice, *comparison.rates)) : "-", notes));
 }
 
-std::string choices_text(const MeshComparison& comparison) {
+std::string choices_text(const MeshComparison& comparison, bool are_exact) {
   std::string text = trimmed(fmt::format(kChoiceRow, "shards", "copies", "hosts", "memory",
                                          "inside", "across", "time", ""));
   std::int64_t num_hidden = 0;
   for (std::size_t i = 0; i < comparison.choices.size(); ++i) {
     const MeshChoice& choice = comparison.choices[i];
-    if (choice.fits || is_plain(choice.mesh) || choice.mesh == comparison.own.mesh) {
+    if (choice.modes.is_exact() != are_exact) {
+      continue;
+    }
+    if (choice.fits || is_plain(choice) || is_own(choice, comparison)) {
       text += choice_text(choice, comparison, comparison.best == i);
     } else {
       ++num_hidden;
@@ -103,21 +145,30 @@ std::string choices_text(const MeshComparison& comparison) {
 std::string footnote(const MeshComparison& comparison) {
   std::string text =
       "memory: of a rank with everything in it but activations. inside: bytes that a rank sends to "
-      "its host\nper step; across: bytes that a host sends to the others.\n";
+      "its host\nper step; across: bytes that a host sends to the others. hpZ N: secondary shards "
+      "over N ranks of a host;\nqwZ, qgZ: gathers, reductions of blocks of integers.\n";
   if (!comparison.rates) {
     return text + "--link-inside RATE and --link-across RATE add times and a recommendation.\n";
   }
   const planner::LinkRates& rates = *comparison.rates;
   text += fmt::format(
-      "time: of the bytes alone; the sum over gathers, reduce-scatters and sums over copies of\n"
+      "time: of the bytes alone; the sum over gathers, reductions and sums over copies of\n"
       "max(inside / {} of a rank",
       rate_text(rates.inside));
   text += rates.across > 0 ? fmt::format(", across / {} of a host)", rate_text(rates.across)) : ")";
-  text += "; of hierarchical gathers both added.\n";
-  return text +
-         (comparison.best
-              ? "recommended: " + flags_text(comparison.choices[*comparison.best].mesh) + "\n"
-              : "no mesh fits into the device budget\n");
+  text += "; of two phases or hops both added.\n";
+  if (!comparison.best) {
+    return text + "no mesh fits into the device budget\n";
+  }
+  const MeshChoice& best = comparison.choices[*comparison.best];
+  text += "recommended: " + flags_text(best) + "\n";
+  if (comparison.best_inexact) {
+    const MeshChoice& inexact = comparison.choices[*comparison.best_inexact];
+    text += fmt::format("if numbers may change, in {:.2f} of its time: {}\n",
+                        communication_s(inexact, rates) / communication_s(best, rates),
+                        flags_text(inexact));
+  }
+  return text;
 }
 
 // --- JSON ---
@@ -130,9 +181,16 @@ Json choice_json(const MeshChoice& choice, const std::optional<planner::LinkRate
   const comm::Mesh& mesh = choice.mesh;
   Json json{{"shard_size", mesh.shard_size()},
             {"hierarchical", mesh.hierarchical()},
+            {"secondary_size", choice.modes.secondary_size},
+            {"weight_bits", choice.modes.weight_bits},
+            {"gradient_bits_inside", choice.modes.gradient_bits_inside},
+            {"gradient_bits_across", choice.modes.gradient_bits_across},
+            {"exact", choice.modes.is_exact()},
             {"num_replicas", mesh.num_replicas()},
             {"hosts_per_group", mesh.hosts_per_group()},
             {"memory_bytes", choice.memory_bytes},
+            {"secondary_bytes", choice.secondary_bytes},
+            {"encoded_bytes", choice.encoded_bytes},
             {"fits", choice.fits},
             {"inside_bytes", choice.bytes.rank().inside},
             {"across_bytes", choice.bytes.rank().across},
@@ -171,6 +229,7 @@ MeshComparison compare_meshes(const StepPlanInput& input, const StepPlan& plan,
   question.world.ranks_per_host = input.mesh.ranks_per_host();
   question.num_micro_batches = input.num_micro_batches;
   question.num_gathers = plan.num_gathers;
+  question.block_numel = input.modes.block_numel;
   if (input.mesh.shard_size() == 1 && input.mesh.num_ranks() > 1) {
     // A whole copy gathers nothing. The others do what plain ZeRO-3 does.
     StepPlanInput plain = input;
@@ -179,11 +238,16 @@ MeshComparison compare_meshes(const StepPlanInput& input, const StepPlan& plan,
     question.num_gathers = plan_step(plain).num_gathers;
   }
   MeshComparison comparison;
-  comparison.own = mesh_choice(input.mesh, input.shapes, input.memory_options, question);
+  comparison.own =
+      mesh_choice(input.mesh, input.modes, input.shapes, input.memory_options, question);
   comparison.choices = mesh_choices(input.shapes, input.memory_options, question);
   comparison.rates = rates;
   if (rates) {
-    comparison.best = best_mesh(comparison.choices, *rates);
+    comparison.best = best_mesh(comparison.choices, *rates, planner::Exactness::kExact);
+    comparison.best_inexact = best_mesh(comparison.choices, *rates, planner::Exactness::kAny);
+    if (comparison.best_inexact && comparison.choices[*comparison.best_inexact].modes.is_exact()) {
+      comparison.best_inexact.reset();
+    }
   }
   return comparison;
 }
@@ -194,8 +258,9 @@ std::string mesh_screen(const MeshComparison& comparison) {
     return "";
   }
   return mesh.describe() + "\n" + own_bytes_text(comparison.own) + "\n" +
-         fmt::format("Shard groups that {} ranks can have:\n", mesh.num_ranks()) +
-         choices_text(comparison) + footnote(comparison);
+         fmt::format("What {} ranks can do without changing a number:\n", mesh.num_ranks()) +
+         choices_text(comparison, true) + "\nWhat changes numbers, and is off by default:\n" +
+         choices_text(comparison, false) + footnote(comparison);
 }
 
 Json mesh_json(const MeshComparison& comparison) {
@@ -210,17 +275,21 @@ Json mesh_json(const MeshComparison& comparison) {
             {"shard_size", mesh.shard_size()},
             {"num_replicas", mesh.num_replicas()},
             {"hierarchical", mesh.hierarchical()},
+            {"own", choice_json(own, comparison.rates)},
             {"step",
              {{"gathers", sent_json(own.bytes.gathers)},
+              {"secondary_gathers", sent_json(own.bytes.secondary_gathers)},
               {"reduce_scatters", sent_json(own.bytes.reduce_scatters)},
               {"replica_sums", sent_json(own.bytes.replica_sums)}}},
             {"choices", std::move(choices)}};
   if (comparison.rates) {
     json["links"] = {{"inside_bytes_per_s", comparison.rates->inside},
                      {"across_bytes_per_s", comparison.rates->across}};
-    json["recommended"] = comparison.best
-                              ? choice_json(comparison.choices[*comparison.best], comparison.rates)
-                              : Json(nullptr);
+    const auto recommended = [&](const std::optional<std::size_t>& choice) {
+      return choice ? choice_json(comparison.choices[*choice], comparison.rates) : Json(nullptr);
+    };
+    json["recommended"] = recommended(comparison.best);
+    json["recommended_if_numbers_may_change"] = recommended(comparison.best_inexact);
   }
   return json;
 }

@@ -1,6 +1,6 @@
 // What `tessera inspect` says about the mesh: the bytes of a step per link, and the same for every
-// other way to cut these ranks into shard groups, with memory and, where link rates are given,
-// time.
+// other way to cut these ranks into shard groups and to send less across hosts, with memory and,
+// where link rates are given, time. What changes numbers is told apart.
 //
 // Threads: pure functions.
 #pragma once
@@ -27,7 +27,10 @@ struct MeshComparison {
   planner::MeshChoice own;  // of the flags
   std::vector<planner::MeshChoice> choices;
   std::optional<planner::LinkRates> rates;
-  std::optional<std::size_t> best;  // of choices; none: without rates, or where nothing fits
+  // Of choices; none: without rates, or where nothing fits.
+  std::optional<std::size_t> best;  // of those that change no number
+  // Of all, where one that changes numbers takes less time than the best of the others.
+  std::optional<std::size_t> best_inexact;
 };
 
 MeshComparison compare_meshes(const StepPlanInput& input, const StepPlan& plan,

@@ -23,6 +23,7 @@ StepPlanInput checked_step_input(const TrainFlags& flags, int num_ranks) {
   StepPlanInput input;
   input.model = models::gpt_shape(plan.model);
   input.mesh = plan.mesh;
+  input.modes = planner::TrafficModes::from(plan.config, plan.mesh);
   input.options = coordinator::CoordinatorOptions::from(plan.config);
   input.num_micro_batches = plan.batch.accumulate;
   const bool on_cuda = plan.cuda_device >= 0;

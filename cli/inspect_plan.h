@@ -18,6 +18,7 @@
 #include "models/gpt_shapes.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/coordinator/coordinator.h"
+#include "tessera/planner/mesh_choice.h"
 #include "tessera/shard/layout.h"
 
 namespace tessera::cli {
@@ -27,6 +28,7 @@ inline std::size_t index_of(int number) { return static_cast<std::size_t>(number
 struct StepPlanInput {
   models::ModelShape model;
   comm::Mesh mesh;  // a parameter is cut for the ranks of a shard group
+  planner::TrafficModes modes;
   coordinator::CoordinatorOptions options;
   std::int64_t num_micro_batches = 1;  // of a rank
   // Budgets, tiers and NVMe, where an option asks for them; its limits count.

@@ -158,6 +158,26 @@ Mesh plan_mesh(const MeshOptions& options) {
   return mesh;
 }
 
+int secondary_size(const Config& config, const Mesh& mesh) {
+  const auto second = static_cast<int>(config.get_int("shard.secondary_group_size"));
+  if (second <= 1) {
+    return 1;
+  }
+  std::string possible;
+  for (int size = 2; size <= mesh.ranks_per_host(); ++size) {
+    possible += mesh.ranks_per_host() % size == 0
+                    ? (possible.empty() ? "" : ", ") + std::to_string(size)
+                    : std::string();
+  }
+  TESSERA_CHECK(
+      mesh.ranks_per_host() % second == 0, ConfigError, "shard.secondary_group_size = ", second,
+      " (--hpz-size, zero_hpz_partition_size): secondary shards stay inside a host, and do "
+      "not divide its ",
+      mesh.ranks_per_host(), mesh.ranks_per_host() == 1 ? " rank" : " ranks",
+      possible.empty() ? "; leave it out" : "; possible are " + possible);
+  return second;
+}
+
 int ranks_per_host(std::span<const std::uint64_t> hosts) {
   const auto end =
       std::find_if(hosts.begin(), hosts.end(), [&](auto host) { return host != hosts.front(); });

@@ -89,6 +89,10 @@ Mesh plan_mesh(const MeshOptions& options);
 // REQUIRES: ranks_per_host is 0 or divides num_ranks.
 std::vector<int> possible_shard_sizes(const MeshOptions& options);
 
+// Option shard.secondary_group_size: consecutive ranks of a host that cut what has been gathered
+// once more (hpZ); 1: none do. Throws ConfigError for ranks that are not of one host.
+int secondary_size(const Config& config, const Mesh& mesh);
+
 // From a name of each rank's host, by rank. 0: hosts have different numbers of ranks, or ranks that
 // do not follow each other.
 int ranks_per_host(std::span<const std::uint64_t> hosts);

@@ -14,6 +14,7 @@ SentBytes& SentBytes::operator+=(const SentBytes& other) {
 
 SentBytes MeshBytes::rank() const {
   SentBytes sum = gathers;
+  sum += secondary_gathers;
   sum += reduce_scatters;
   sum += replica_sums;
   return sum;
@@ -33,10 +34,21 @@ SentBytes gather_bytes(const Mesh& mesh, std::int64_t full_bytes) {
   return {shard * (inside - 1), shard * (mesh.shard_size() - inside)};
 }
 
+SentBytes secondary_gather_bytes(int secondary_size, std::int64_t full_bytes) {
+  return {full_bytes / secondary_size * (secondary_size - 1), 0};
+}
+
 SentBytes reduce_scatter_bytes(const Mesh& mesh, std::int64_t full_bytes) {
   const std::int64_t shard = full_bytes / mesh.shard_size();
   const std::int64_t inside = mesh.inside_size();
   return {shard * (inside - 1), shard * (mesh.shard_size() - inside)};
+}
+
+SentBytes two_hop_bytes(const Mesh& mesh, std::int64_t shard_numel, const EncodedBytes& inside,
+                        const EncodedBytes& across) {
+  const std::int64_t hosts = mesh.hosts_per_group();
+  const std::int64_t local = mesh.inside_size();
+  return {(local - 1) * inside(shard_numel * hosts), (hosts - 1) * across(shard_numel)};
 }
 
 SentBytes replica_sum_bytes(const Mesh& mesh, std::int64_t numel, std::int64_t element_bytes) {
@@ -58,10 +70,14 @@ std::int64_t replica_element_bytes(std::int64_t num_micro_batches,
 MeshBytes step_bytes(const Mesh& mesh, const StepVolume& volume) {
   MeshBytes bytes;
   bytes.gathers = gather_bytes(mesh, volume.gathered_bytes);
+  bytes.secondary_gathers = secondary_gather_bytes(volume.secondary_size, volume.secondary_bytes);
   const std::int64_t element_bytes =
       replica_element_bytes(volume.num_micro_batches, volume.wire_element_bytes);
   for (const std::int64_t numel : volume.bucket_numel) {
-    const SentBytes once = reduce_scatter_bytes(mesh, numel * volume.wire_element_bytes);
+    const SentBytes once =
+        volume.hop_across == nullptr
+            ? reduce_scatter_bytes(mesh, numel * volume.wire_element_bytes)
+            : two_hop_bytes(mesh, numel / mesh.shard_size(), volume.hop_inside, volume.hop_across);
     bytes.reduce_scatters.inside += once.inside * volume.num_micro_batches;
     bytes.reduce_scatters.across += once.across * volume.num_micro_batches;
     bytes.replica_sums += replica_sum_bytes(mesh, numel / mesh.shard_size(), element_bytes);

@@ -129,6 +129,7 @@ void Coordinator::drop_gathers() {
   consensus_.reset();
   prefetcher_.reset();
   gatherer_.reset();
+  secondary_.reset();  // made anew where the next placement says
   own_loader_.reset();
   loader_ = nullptr;
 }
@@ -164,7 +165,7 @@ void Coordinator::make_gathers() {
       tier_ ? tier_->arena_bytes : units_.arena_bytes(options_.budgets.live_limit_bytes),
       options_.budgets.max_inflight);
   prefetcher_ = std::make_unique<Prefetcher>(
-      Prefetcher::Parts{parts_.params, units_, *gatherer_, loader_, parts_.logger, encoded_.get()},
+      Prefetcher::Parts{parts_.params, units_, *gatherer_, loader_, parts_.logger},
       PrefetcherOptions{options_.budgets, options_.persist_param_bytes,
                         options_.persist_model_bytes, options_.max_traces, tier_.has_value(),
                         !needs_consensus});

@@ -69,7 +69,8 @@ struct CoordinatorStats {
   double exposed_wait_s = 0;          // host time that uses waited for gathers
   // Gathered parameters at once; in a group of one: in use at once.
   std::int64_t full_bytes_peak = 0;
-  std::uint64_t brought_bytes = 0;  // H2D, from shards in host memory
+  std::uint64_t brought_bytes = 0;  // H2D, from shards and secondary shards in host memory
+  std::uint64_t kept_bytes = 0;     // D2H, of secondary shards in host memory
   std::uint64_t arena_overflows = 0;
   std::uint64_t arena_misplaced = 0;  // gathers that did not get their planned offset
   std::uint64_t num_consensus_rounds = 0;

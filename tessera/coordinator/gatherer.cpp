@@ -77,6 +77,11 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
   start_call(From::kShards, ids, {}, wants, unit, cause);
 }
 
+bool Gatherer::reads_shard(const Param& param) const {
+  const bool is_encoded = parts_.encoded != nullptr && parts_.encoded->has(param);
+  return !is_encoded && comes_from(From::kShards, param, {});
+}
+
 bool Gatherer::comes_from(From from, const Param& param, const Cause& cause) const {
   // Where gathers are quantised so is what secondary shards were made of.
   const bool is_exact = cause.exact && parts_.encoded != nullptr;
@@ -108,8 +113,7 @@ void Gatherer::start_call(From from, std::span<const int> ids,
       const shard::Layout& layout = param.layout();
       if (from == From::kSecondary) {
         take(param, i < offsets.size() ? offsets[i] : -1);
-        gather_.wait(parts_.secondary->made(param));
-        call_.tensors.push_back(parts_.secondary->gather(param, param.full()));
+        call_.tensors.push_back(parts_.secondary->start_gather(param, param.full(), gather_));
         secondary_bytes_ += layout.full_bytes();
         continue;
       }
@@ -433,7 +437,8 @@ void Gatherer::release(Param& param, const Pending& last_use) {
   if (parts_.logger.enabled(LogLevel::kTrace)) {
     parts_.logger.trace("release '", param.name(), "'");
   }
-  free_block(param, last_use);
+  free_block(param, parts_.secondary == nullptr ? last_use
+                                                : parts_.secondary->with_copies(param, last_use));
 }
 
 void Gatherer::release_idle(const std::vector<bool>& stays) {
@@ -548,6 +553,10 @@ void Gatherer::take_stats(CoordinatorStats& stats) {
   stats.wire_bytes = std::exchange(wire_bytes_, 0);
   if (parts_.loader != nullptr) {
     stats.brought_bytes = parts_.loader->take_stats(Tier::kHost).loaded_bytes;
+  }
+  if (parts_.secondary != nullptr) {
+    stats.brought_bytes += parts_.secondary->take_brought_bytes();
+    stats.kept_bytes = parts_.secondary->take_kept_bytes();
   }
 }
 

@@ -108,6 +108,8 @@ class Gatherer {
   // After an exception: as release_idle(), once every gather is done, whatever its outcome.
   void abandon(const std::vector<bool>& stays) noexcept;
 
+  // A gather of it by all ranks would begin with the parameter's shard, not with a secondary one.
+  bool reads_shard(const shard::Param& param) const;
   std::int64_t full_bytes() const { return full_bytes_; }
   std::size_t arena_bytes() const { return arena_bytes_; }
   std::size_t num_calls();  // that are not done, also if their parameters were all dropped

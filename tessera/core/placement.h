@@ -27,6 +27,8 @@ struct Placement {
   Tier gradient = Tier::kDevice;
   Tier states = Tier::kDevice;  // with the master weights, where the parameter is not its own
   Updater updater = Updater::kDevice;
+  // kDevice or kHost, of the secondary shard, where there is one (coordinator/secondary_shards.h).
+  Tier secondary = Tier::kDevice;
 
   bool uses_nvme() const {
     return parameter == Tier::kNvme || gradient == Tier::kNvme || states == Tier::kNvme;

@@ -20,27 +20,6 @@ int find_ranks_per_host(const Runtime& runtime, comm::Group& all) {
       gather_host(all, comm::hash_bytes(id.data(), id.size(), 0), "which ranks share a host"));
 }
 
-// Ranks that cut what is gathered once more; 1: none do.
-int secondary_size(const Config& config, const comm::Mesh& mesh) {
-  const auto second = static_cast<int>(config.get_int("shard.secondary_group_size"));
-  if (second <= 1) {
-    return 1;
-  }
-  std::string possible;
-  for (int size = 2; size <= mesh.ranks_per_host(); ++size) {
-    possible += mesh.ranks_per_host() % size == 0
-                    ? (possible.empty() ? "" : ", ") + std::to_string(size)
-                    : std::string();
-  }
-  TESSERA_CHECK(
-      mesh.ranks_per_host() % second == 0, ConfigError, "shard.secondary_group_size = ", second,
-      " (--hpz-size, zero_hpz_partition_size): secondary shards stay inside a host, and do "
-      "not divide its ",
-      mesh.ranks_per_host(), mesh.ranks_per_host() == 1 ? " rank" : " ranks",
-      possible.empty() ? "; leave it out" : "; possible are " + possible);
-  return second;
-}
-
 }  // namespace
 
 comm::Mesh find_mesh(const Runtime& runtime, comm::Group& all) {
@@ -85,7 +64,7 @@ MeshGroups::MeshGroups(Runtime& runtime, comm::Group& all)
     across_ = split(mesh_.across_ranks(rank), rank, ".across");
     inside_ = split(mesh_.inside_ranks(rank), rank, ".inside");
   }
-  const int second = secondary_size(runtime.config(), mesh_);
+  const int second = comm::secondary_size(runtime.config(), mesh_);
   std::vector<int> neighbours;
   for (int i = 0; second > 1 && i < second; ++i) {
     neighbours.push_back(rank / second * second + i);

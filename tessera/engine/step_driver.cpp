@@ -704,7 +704,7 @@ EngineStats StepDriver::take_stats() {
   stats.sent_inside_bytes = sent.inside - std::exchange(sent_.inside, sent.inside);
   stats.sent_across_bytes = sent.across - std::exchange(sent_.across, sent.across);
   stats.h2d_bytes += stats.gathers.brought_bytes + stats.io.h2d_bytes;
-  stats.d2h_bytes += stats.reductions.host_bytes + stats.io.d2h_bytes;
+  stats.d2h_bytes += stats.reductions.host_bytes + stats.gathers.kept_bytes + stats.io.d2h_bytes;
   stats.exposed_wait_s = stats.gathers.exposed_wait_s + stats.reductions.exposed_wait_s +
                          stats.io.lent_wait_s + std::exchange(exposed_wait_s_, 0.0);
   return stats;

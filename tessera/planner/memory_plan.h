@@ -48,11 +48,13 @@ struct ModelShapes {
 };
 
 struct MemoryPlanOptions {
-  int num_ranks = 1;            // that parameters are cut over
-  int num_copies = 1;           // of the model
-  int num_secondary_ranks = 1;  // that cut what is gathered once more (hpZ)
-  bool is_discrete = false;     // the device has memory of its own (CUDA)
-  bool has_nvme = false;        // there are directories for it
+  int num_ranks = 1;               // that parameters are cut over
+  int num_copies = 1;              // of the model
+  int num_secondary_ranks = 1;     // that cut what is gathered once more (hpZ)
+  int weight_bits = 0;             // of what gathers send in place of elements (qwZ); 0: elements
+  std::int64_t block_numel = 128;  // that share a scale then
+  bool is_discrete = false;        // the device has memory of its own (CUDA)
+  bool has_nvme = false;           // there are directories for it
   std::int64_t device_bytes = kUnlimited;
   std::int64_t host_bytes = kUnlimited;
   std::int64_t nvme_bytes = kUnlimited;
@@ -156,6 +158,10 @@ struct MemoryPlan {
   std::int64_t optimizer_pool_bytes = 0;  // room for num_optimizer_buffers sub-groups
   int num_optimizer_buffers = 0;          // 0: the update touches nothing on NVMe
   std::int64_t sub_group_numel = 0;       // elements of a sub-group, at most; a multiple of 2048
+  // Of shards in memory, what is secondary (hpZ), as it is charged. A CPU's is all on the device.
+  std::int64_t secondary_device_bytes = 0;
+  std::int64_t secondary_host_bytes = 0;
+  std::int64_t encoded_bytes = 0;  // and what is encoded for gathers (qwZ), on the device
   // Discrete device: slots for sub-groups whose states are copied to it; 0: none are.
   int num_update_slots = 0;
   std::int64_t update_slot_bytes = 0;

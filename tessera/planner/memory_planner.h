@@ -8,7 +8,9 @@
 // on the device in every respect. Of the others:
 //   parameters  on the device as far as it goes, then in host memory, then on NVMe;
 //   states      on the device once all parameters are there, then in host memory, then on NVMe;
-//   gradients   on the device where it updates, else in host memory.
+//   gradients   on the device where it updates, else in host memory;
+//   secondary shards  on the device before parameters and states that were not asked to be there,
+//               the rest in host memory.
 // Before shards are put on the device there is room for a few slots of streamed sub-groups and for
 // a few units in the arena. What is left goes to more slots, then to the arena until it holds all
 // that is gathered. Under a host budget states leave for NVMe first, then parameters. A larger

@@ -1,21 +1,29 @@
 #include "tessera/planner/mesh_choice.h"
 
 #include <algorithm>
+#include <set>
 #include <tuple>
+#include <utility>
 
+#include "tessera/core/config.h"
 #include "tessera/core/error.h"
 #include "tessera/grad/bucket.h"
 #include "tessera/planner/memory_cost.h"
 #include "tessera/planner/memory_planner.h"
+#include "tessera/quant/block_codec.h"
 
 namespace tessera::planner {
 namespace {
 
 // Everything in the memory of the device.
-MemoryPlanOptions resident(const MemoryPlanOptions& given, const comm::Mesh& mesh) {
+MemoryPlanOptions resident(const MemoryPlanOptions& given, const comm::Mesh& mesh,
+                           const TrafficModes& modes) {
   MemoryPlanOptions options = given;
   options.num_ranks = mesh.shard_size();
   options.num_copies = mesh.num_replicas();
+  options.num_secondary_ranks = modes.secondary_size;
+  options.weight_bits = modes.weight_bits;
+  options.block_numel = modes.block_numel;
   const bool is_shared = options.call_memory == comm::CallMemory::kShared;
   if (mesh.shard_size() == 1 || (mesh.hosts_per_group() > 1 && is_shared)) {
     options.call_memory = comm::CallMemory::kReached;
@@ -35,20 +43,58 @@ double over(std::int64_t bytes, double rate) {
   return bytes == 0 ? 0 : static_cast<double>(bytes) / rate;
 }
 
+comm::EncodedBytes encoder(int bits, std::int64_t block_numel) {
+  return [=](std::int64_t numel) { return as_int(quant::wire_bytes({bits, block_numel}, numel)); };
+}
+
+// The gathers of a step, which is not the first.
+void count_gathers(const CutModel& cut, const comm::Mesh& mesh, const TrafficModes& modes,
+                   std::span<const std::int64_t> num_gathers, comm::StepVolume& volume,
+                   MeshChoice& choice) {
+  volume.secondary_size = modes.secondary_size;
+  for (std::size_t id = 0; id < cut.num_params(); ++id) {
+    const shard::Layout& layout = cut.layouts[id];
+    const std::int64_t secondary = secondary_shard_bytes(cut, id);
+    // Behind an update the first comes from shards; what is frozen was gathered in the first step.
+    const std::int64_t num_first = cut.is_trainable(id) ? 1 : 0;
+    const std::int64_t num_whole =
+        secondary > 0 ? std::min(num_gathers[id], num_first) : num_gathers[id];
+    const std::int64_t encoded = encoded_shard_bytes(cut, id);
+    const std::int64_t shard_bytes = encoded > 0 ? encoded : as_int(layout.shard_bytes());
+    choice.encoded_bytes += encoded;
+    volume.gathered_bytes += num_whole * shard_bytes * mesh.shard_size();
+    volume.secondary_bytes += (num_gathers[id] - num_whole) * secondary * modes.secondary_size;
+    choice.secondary_bytes += secondary;
+  }
+}
+
 }  // namespace
 
-MeshChoice mesh_choice(const comm::Mesh& mesh, const ModelShapes& model,
+TrafficModes TrafficModes::from(const Config& config, const comm::Mesh& mesh) {
+  TrafficModes modes;
+  modes.secondary_size = comm::secondary_size(config, mesh);
+  modes.weight_bits = config.get_bool("quant.weights") ? 8 : 0;
+  modes.gradient_bits_inside = config.get_bool("quant.gradients") ? 4 : 0;
+  modes.gradient_bits_across = modes.gradient_bits_inside;
+  modes.block_numel = config.get_int("quant.block_numel");
+  return modes;
+}
+
+MeshChoice mesh_choice(const comm::Mesh& mesh, const TrafficModes& modes, const ModelShapes& model,
                        const MemoryPlanOptions& options, const MeshQuestion& question) {
   TESSERA_INVARIANT(question.num_gathers.size() == model.params.size(), "gathers of ",
                     question.num_gathers.size(), " parameters, not ", model.params.size());
-  const MemoryPlanOptions cut_options = resident(options, mesh);
+  const MemoryPlanOptions cut_options = resident(options, mesh, modes);
   const CutModel cut(model, cut_options);
   const MemoryPlan plan = plan_memory(model, cut_options, question.num_micro_batches);
 
+  MeshChoice choice;
+  choice.mesh = mesh;
+  choice.modes = modes;
   comm::StepVolume volume;
+  count_gathers(cut, mesh, modes, question.num_gathers, volume, choice);
   std::vector<grad::BucketParam> params;
   for (std::size_t id = 0; id < cut.num_params(); ++id) {
-    volume.gathered_bytes += question.num_gathers[id] * as_int(cut.layouts[id].full_bytes());
     if (cut.is_trainable(id)) {
       params.push_back({static_cast<int>(id), cut.layouts[id].shard_numel(),
                         model.params[id].dynamic, Tier::kDevice});
@@ -65,9 +111,10 @@ MeshChoice mesh_choice(const comm::Mesh& mesh, const ModelShapes& model,
   volume.bucket_numel = bucket_numel;
   volume.num_micro_batches = question.num_micro_batches;
   volume.wire_element_bytes = as_int(wire_bytes);
-
-  MeshChoice choice;
-  choice.mesh = mesh;
+  if (modes.encodes_gradients()) {
+    volume.hop_inside = encoder(modes.gradient_bits_inside, modes.block_numel);
+    volume.hop_across = encoder(modes.gradient_bits_across, modes.block_numel);
+  }
   choice.memory_bytes = options.is_discrete ? plan.device_memory_bytes() : plan.memory_bytes();
   choice.fits =
       choice.memory_bytes <= (options.is_discrete ? options.device_bytes : options.memory_bytes());
@@ -77,45 +124,69 @@ MeshChoice mesh_choice(const comm::Mesh& mesh, const ModelShapes& model,
 
 std::vector<MeshChoice> mesh_choices(const ModelShapes& model, const MemoryPlanOptions& options,
                                      const MeshQuestion& question) {
-  comm::MeshOptions world = question.world;
-  world.hierarchical = false;
   std::vector<MeshChoice> choices;
+  const auto add = [&](const comm::Mesh& mesh, TrafficModes modes) {
+    modes.block_numel = question.block_numel;
+    choices.push_back(mesh_choice(mesh, modes, model, options, question));
+  };
+  comm::MeshOptions world = question.world;
+  std::vector<comm::Mesh> whole;  // of all ranks in one group
   for (const int size : comm::possible_shard_sizes(world)) {
     world.shard_size = size;
     world.hierarchical = false;
     const comm::Mesh flat = comm::plan_mesh(world);
-    choices.push_back(mesh_choice(flat, model, options, question));
+    std::vector<comm::Mesh> both = {flat};
     if (flat.hosts_per_group() > 1 && flat.inside_size() > 1) {
       world.hierarchical = true;
-      choices.push_back(mesh_choice(comm::plan_mesh(world), model, options, question));
+      both.push_back(comm::plan_mesh(world));
+    }
+    for (const comm::Mesh& mesh : both) {
+      add(mesh, {});
+    }
+    whole = size == world.num_ranks ? both : whole;
+  }
+  if (world.num_ranks == 1) {
+    return choices;
+  }
+  const int per_host = whole.front().num_hosts() > 1 ? whole.front().ranks_per_host() : 1;
+  for (const comm::Mesh& mesh : whole) {
+    for (int second = 2; second <= per_host; ++second) {
+      if (per_host % second == 0) {
+        add(mesh, {.secondary_size = second});
+      }
+    }
+  }
+  for (const comm::Mesh& mesh : whole) {
+    for (const int second : std::set{1, per_host}) {
+      for (const auto& [weights, gradients] : {std::pair(8, 0), {0, 8}, {0, 4}, {8, 8}, {8, 4}}) {
+        add(mesh, {second, weights, gradients, gradients});
+      }
     }
   }
   return choices;
 }
 
 double communication_s(const MeshChoice& choice, const LinkRates& rates) {
-  const auto inside_s = [&](const comm::SentBytes& sent) {
-    return over(sent.inside, rates.inside);
-  };
-  const auto across_s = [&](const comm::SentBytes& sent) {
-    return over(sent.across * choice.mesh.ranks_per_host(), rates.across);
+  const auto time_s = [&](const comm::SentBytes& sent, bool has_phases) {
+    const double inside_s = over(sent.inside, rates.inside);
+    const double across_s = over(sent.across * choice.mesh.ranks_per_host(), rates.across);
+    return has_phases ? inside_s + across_s : std::max(inside_s, across_s);
   };
   const comm::MeshBytes& bytes = choice.bytes;
-  double time_s = choice.mesh.hierarchical()
-                      ? inside_s(bytes.gathers) + across_s(bytes.gathers)
-                      : std::max(inside_s(bytes.gathers), across_s(bytes.gathers));
-  for (const comm::SentBytes& sent : {bytes.reduce_scatters, bytes.replica_sums}) {
-    time_s += std::max(inside_s(sent), across_s(sent));
-  }
-  return time_s;
+  return time_s(bytes.gathers, choice.mesh.hierarchical()) +
+         time_s(bytes.secondary_gathers, false) +
+         time_s(bytes.reduce_scatters, choice.modes.encodes_gradients()) +
+         time_s(bytes.replica_sums, false);
 }
 
-std::optional<std::size_t> best_mesh(std::span<const MeshChoice> choices, const LinkRates& rates) {
+std::optional<std::size_t> best_mesh(std::span<const MeshChoice> choices, const LinkRates& rates,
+                                     Exactness exactness) {
   std::optional<std::size_t> best;
   std::tuple<double, std::int64_t> least;
   for (std::size_t i = 0; i < choices.size(); ++i) {
     const std::tuple cost(communication_s(choices[i], rates), choices[i].memory_bytes);
-    if (choices[i].fits && (!best || cost < least)) {
+    const bool may_be = choices[i].modes.is_exact() || exactness == Exactness::kAny;
+    if (choices[i].fits && may_be && (!best || cost < least)) {
       best = i;
       least = cost;
     }

@@ -331,6 +331,13 @@ Simulated simulate(const Mesh& mesh, const StepVolume& volume) {
   for (const std::int64_t numel : volume.bucket_numel) {
     const std::int64_t shard_numel = numel / mesh.shard_size();
     for (std::int64_t micro = 0; micro < volume.num_micro_batches; ++micro) {
+      if (volume.hop_inside != nullptr) {
+        scatters.all_to_each([&](int rank) { return mesh.inside_ranks(rank); },
+                             volume.hop_inside(shard_numel * mesh.hosts_per_group()));
+        scatters.all_to_each([&](int rank) { return mesh.across_ranks(rank); },
+                             volume.hop_across(shard_numel));
+        continue;
+      }
       scatters.all_to_each(shard_ranks, shard_numel * volume.wire_element_bytes);
     }
     const std::int64_t element = volume.num_micro_batches == 1 ? volume.wire_element_bytes : 4;
@@ -354,8 +361,11 @@ TEST(MeshBytes, EqualTheSumOfAllMessages) {
                                                mesh.shard_size() * std::int64_t{50021}};
     for (const std::int64_t num_micro : {1, 3}) {
       for (const std::int64_t element : {2, 4}) {
-        const StepVolume volume{mesh.shard_size() * std::int64_t{7 * 1024}, buckets, num_micro,
-                                element};
+        StepVolume volume{mesh.shard_size() * std::int64_t{7 * 1024}, buckets, num_micro, element};
+        if (element == 4 && num_micro == 3) {
+          volume.hop_inside = [](std::int64_t numel) { return numel / 2 + 48; };
+          volume.hop_across = [](std::int64_t numel) { return numel + 16; };
+        }
         const Simulated simulated = simulate(mesh, volume);
         const MeshBytes bytes = step_bytes(mesh, volume);
         EXPECT_EQ(bytes.gathers, simulated.gathers);
@@ -373,6 +383,22 @@ TEST(MeshBytes, HierarchicalGathersCrossHostsOncePerHost) {
   const std::int64_t full = 8 * 1000;
   EXPECT_EQ(gather_bytes(plan_mesh({8, 4, 8, false}), full), (SentBytes{3000, 4000}));
   EXPECT_EQ(gather_bytes(plan_mesh({8, 4, 8, true}), full), (SentBytes{6000, 1000}));
+}
+
+TEST(MeshBytes, SecondaryShardsAreGatheredInsideAHost) {
+  StepVolume volume;
+  volume.secondary_bytes = 8 * 1000;
+  volume.secondary_size = 4;
+  EXPECT_EQ(step_bytes(plan_mesh({8, 4, 8, false}), volume).rank(), (SentBytes{6000, 0}));
+}
+
+// Every rank gets the elements of all shards with its local rank from the ranks of its host, and
+// sends all but its own shard's on.
+TEST(MeshBytes, TwoHopsCrossHostsOncePerElementOfAHost) {
+  const auto elements = [](std::int64_t numel) { return numel; };
+  const Mesh mesh = plan_mesh({16, 4, 16, false});
+  EXPECT_EQ(two_hop_bytes(mesh, 1000, elements, elements), (SentBytes{3 * 4000, 3 * 1000}));
+  EXPECT_EQ(reduce_scatter_bytes(mesh, 16 * 1000), (SentBytes{3 * 1000, 12 * 1000}));
 }
 
 TEST(MeshBytes, AGroupInsideAHostSendsOnlyReplicaSumsAcross) {

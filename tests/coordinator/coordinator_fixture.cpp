@@ -171,7 +171,11 @@ CoordinatorFixture::CoordinatorFixture(Group& group, const Model& model,
       options_(options),
       is_quantised_(is_quantised) {
   for (std::size_t i = 0; i < model_.numels.size(); ++i) {
-    add_param(model_.numels[i], model_.nvme.has(static_cast<int>(i)) ? Tier::kNvme : Tier::kDevice);
+    Param& param = add_param(model_.numels[i],
+                             model_.nvme.has(static_cast<int>(i)) ? Tier::kNvme : Tier::kDevice);
+    Placement placement = param.placement();
+    placement.secondary = model_.secondary;
+    param.set_placement(placement);
   }
   coordinator_ =
       std::make_unique<Coordinator>(CoordinatorParts{group,

@@ -57,6 +57,7 @@ struct Model {
   std::vector<std::vector<int>> units;  // by unit: its parameters
   std::vector<bool> is_dynamic = {};    // by unit; none: no unit is
   NvmeChoice nvme = {};
+  Tier secondary = Tier::kDevice;  // of secondary shards, where there are any
 };
 
 // `num_layers` units of one parameter, all of the same size.
@@ -83,6 +84,7 @@ class NvmeSide {
   // REQUIRES: NvmeChoice::is_held.
   HeldStore& held_store() { return *held_store_; }
   std::uint64_t written_bytes() const { return store_->stats().written_bytes; }
+  std::uint64_t read_bytes() const { return store_->stats().read_bytes; }
 
   // Counts one update of the parameter, whose shard will be `values`.
   void start_update(shard::Param& param, const std::vector<float>& values);

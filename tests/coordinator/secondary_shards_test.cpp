@@ -20,23 +20,77 @@ INSTANTIATE_TEST_SUITE_P(Devices, SecondOn,
                          [](const auto& info) { return name_of(info.param); });
 
 TEST_P(SecondOn, GathersBringTheSameValuesAndOnlyTheFirstIsOfAllRanks) {
-  for (const int second : {2, 3, 6}) {
-    run_ranks(6, [&](Group& world) {
-      const auto near = world.split(world.rank() / second, "near");
-      // Every use gathers.
-      CoordinatorFixture rank(world, mixed_model(), make_options(1 << 12, 0), GetParam(), nullptr,
-                              {}, near.get());
-      for (int step = 0; step < 4; ++step) {
-        const std::uint64_t before = world.wire_bytes().payload;
-        rank.train();
-        const std::uint64_t in_first = world.wire_bytes().payload - before;
-        rank.train();  // of the same values
-        const std::uint64_t in_second = world.wire_bytes().payload - before - in_first;
-        EXPECT_EQ(in_second, 0U) << "step " << step;
-        EXPECT_GT(near->wire_bytes().payload, 0U);
-        rank.end_step_and_update();
+  for (const Tier tier : {Tier::kDevice, Tier::kHost}) {
+    for (const int second : {2, 3, 6}) {
+      run_ranks(6, [&](Group& world) {
+        const auto near = world.split(world.rank() / second, "near");
+        Model model = mixed_model();
+        model.secondary = tier;
+        // Every use gathers.
+        CoordinatorFixture rank(world, model, make_options(1 << 12, 0), GetParam(), nullptr, {},
+                                near.get());
+        std::uint64_t piece_bytes = 0;
+        for (int id = 0; id < rank.params().num_params(); ++id) {
+          piece_bytes +=
+              rank.params()[id].layout().full_bytes() / static_cast<std::uint64_t>(second);
+        }
+        std::uint64_t brought = 0;
+        for (int step = 0; step < 4; ++step) {
+          const std::uint64_t before = world.wire_bytes().payload;
+          rank.train();
+          const std::uint64_t in_first = world.wire_bytes().payload - before;
+          rank.train();  // of the same values
+          const std::uint64_t in_second = world.wire_bytes().payload - before - in_first;
+          EXPECT_EQ(in_second, 0U) << "step " << step;
+          EXPECT_GT(near->wire_bytes().payload, 0U);
+          rank.end_step_and_update();
+          const CoordinatorStats stats = rank.take_stats();
+          brought += stats.brought_bytes;
+          if (tier == Tier::kHost) {
+            EXPECT_EQ(stats.brought_bytes, stats.secondary_bytes / static_cast<unsigned>(second));
+          }
+        }
+        EXPECT_EQ(brought > 0, tier == Tier::kHost);
+        EXPECT_EQ(rank.ledger().current_bytes(Tier::kPinned, Role::kShard) >= piece_bytes,
+                  tier == Tier::kHost);
+      });
+    }
+  }
+}
+
+// What was read ahead in vain would be in the sum.
+TEST_P(SecondOn, ShardsOnNvmeAreReadOnceForAllGathersOfAStep) {
+  for (const Tier tier : {Tier::kDevice, Tier::kHost}) {
+    for (const std::size_t blocks : {0, 4, 40}) {
+      for (const bool passes_on : {false, true}) {
+        run_ranks(4, [&](Group& world) {
+          const auto near = world.split(world.rank() / 2, "near");
+          Model model = equal_layers(4, 2 * kLayerNumel + 3);
+          model.nvme = {{0, 1, 3}, kSmallestLoaderBytes + blocks * tier::kBlockBytes, passes_on};
+          model.secondary = tier;
+          CoordinatorFixture rank(world, model, make_options(1 << 12, 1 << 12), GetParam(), nullptr,
+                                  {}, near.get());
+          std::uint64_t once = 0;
+          for (const int id : model.nvme.ids) {
+            once += rank.params()[id].layout().shard_bytes();
+          }
+          constexpr int kSteps = 4;
+          for (int step = 0; step < kSteps; ++step) {
+            rank.train();
+            rank.train();
+            rank.end_step_and_update();
+          }
+          rank.coordinator().forget_copies();  // what the next step has begun with
+          rank.loader().wait_idle();
+          const LoaderStats loads = rank.loader().take_stats(Tier::kNvme);
+          EXPECT_GE(loads.loaded_bytes, kSteps * once);
+          EXPECT_LE(loads.loaded_bytes, (kSteps + 1) * once) << "one pass was begun";
+          // Whole blocks; a shard is less than one.
+          EXPECT_LE(rank.nvme().read_bytes(),
+                    (kSteps + 1) * model.nvme.ids.size() * tier::kBlockBytes);
+        });
       }
-    });
+    }
   }
 }
 
@@ -57,7 +111,8 @@ TEST(SecondaryShards, OfAnEarlierUpdateAreRefusedByName) {
     param.set_updated(device::Pending());
     EXPECT_FALSE(second.has(param));
     try {
-      std::ignore = second.gather(param, full.data());
+      std::ignore = second.start_gather(param, full.data(),
+                                        rank.device().stream(device::StreamKind::kGather));
       FAIL() << "a stale secondary shard was given";
     } catch (const InternalError& error) {
       EXPECT_HAS(std::string(error.what()), "secondary shard of parameter '" + param.name() + "'");

@@ -1,6 +1,8 @@
 #include "tessera/planner/mesh_choice.h"
 
 #include <algorithm>
+#include <set>
+#include <string>
 
 #include <gtest/gtest.h>
 
@@ -31,23 +33,137 @@ MemoryPlanOptions on_gpus(std::int64_t device_bytes = kUnlimited) {
 
 const MeshChoice& of_size(const std::vector<MeshChoice>& choices, int size, bool hierarchical) {
   const auto found = std::find_if(choices.begin(), choices.end(), [&](const MeshChoice& each) {
-    return each.mesh.shard_size() == size && each.mesh.hierarchical() == hierarchical;
+    return each.mesh.shard_size() == size && each.mesh.hierarchical() == hierarchical &&
+           each.modes.secondary_size == 1 && each.modes.is_exact();
   });
   EXPECT_NE(found, choices.end()) << size;
   return *found;
 }
 
+std::vector<MeshChoice> exact_of(std::vector<MeshChoice> choices) {
+  std::erase_if(choices, [](const MeshChoice& each) { return !each.modes.is_exact(); });
+  return choices;
+}
+
+std::string name_of(const MeshChoice& each) {
+  const TrafficModes& modes = each.modes;
+  return std::to_string(each.mesh.shard_size()) +
+         (each.mesh.hierarchical() ? " hierarchical" : "") +
+         (modes.secondary_size > 1 ? " hpZ" + std::to_string(modes.secondary_size) : "") +
+         (modes.weight_bits > 0 ? " qwZ" + std::to_string(modes.weight_bits) : "") +
+         (modes.encodes_gradients() ? " qgZ" + std::to_string(modes.gradient_bits_across) : "");
+}
+
 TEST(MeshChoice, HasEveryPossibleMeshOnce) {
   const ModelShapes model = large_gpt();
   std::vector<std::string> names;
-  for (const MeshChoice& each : mesh_choices(model, on_gpus(), asked(model, 12, 4))) {
-    names.push_back(std::to_string(each.mesh.shard_size()) +
-                    (each.mesh.hierarchical() ? " hierarchical" : ""));
+  const std::vector<MeshChoice> choices = mesh_choices(model, on_gpus(), asked(model, 12, 4));
+  for (const MeshChoice& each : exact_of(choices)) {
+    names.push_back(name_of(each));
   }
-  EXPECT_EQ(names, (std::vector<std::string>{"1", "2", "4", "12", "12 hierarchical"}));
+  EXPECT_EQ(names,
+            (std::vector<std::string>{"1", "2", "4", "12", "12 hierarchical", "12 hpZ2", "12 hpZ4",
+                                      "12 hierarchical hpZ2", "12 hierarchical hpZ4"}));
+  std::set<std::string> others;
+  for (std::size_t i = names.size(); i < choices.size(); ++i) {
+    EXPECT_FALSE(choices[i].modes.is_exact()) << "exact ones come first";
+    others.insert(name_of(choices[i]));
+  }
+  std::set<std::string> expected;
+  for (const char* const whole : {"12", "12 hierarchical"}) {
+    for (const char* const second : {"", " hpZ4"}) {
+      for (const char* const encoded : {" qwZ8", " qgZ8", " qgZ4", " qwZ8 qgZ8", " qwZ8 qgZ4"}) {
+        expected.insert(std::string(whole) + second + encoded);
+      }
+    }
+  }
+  EXPECT_EQ(others, expected);
+  EXPECT_EQ(choices.size(), names.size() + expected.size());
   const std::vector<MeshChoice> one_rank_per_host =
       mesh_choices(model, on_gpus(), asked(model, 4, 1));
-  EXPECT_EQ(one_rank_per_host.size(), 3U) << "both gathers are the same there";
+  EXPECT_EQ(one_rank_per_host.size(), 3U + 5U) << "both gathers are the same there";
+  EXPECT_EQ(mesh_choices(model, on_gpus(), asked(model, 4, 0)).size(), 3U + 5U)
+      << "nothing crosses hosts";
+  EXPECT_EQ(mesh_choices(model, on_gpus(), asked(model, 1, 0)).size(), 1U);
+}
+
+// One bucket, two gathers of each parameter, 2 hosts of 4 ranks.
+TEST(TrafficModes, SendWhatIsCountedByHand) {
+  constexpr std::int64_t kNumel = 1 << 20;
+  ModelMaker maker(DType::kBFloat16);
+  maker.unit("a", {kNumel}).unit("frozen", {kNumel / 2}, false);
+  const ModelShapes model = maker.make();
+  MemoryPlanOptions options = on_gpus();
+  options.bucket_bytes = kGiB;
+  options.is_bucket_given = true;
+  const comm::Mesh mesh = comm::plan_mesh({8, 4, 8, false});
+  const MeshQuestion question = asked(model, 8, 4);
+  const auto bytes_of_modes = [&](const TrafficModes& modes) {
+    return mesh_choice(mesh, modes, model, options, question);
+  };
+  const MeshChoice plain = bytes_of_modes({});
+  EXPECT_EQ(plain.bytes.gathers, (comm::SentBytes{3 * 6 * kNumel / 8, 4 * 6 * kNumel / 8}));
+  EXPECT_EQ(plain.bytes.reduce_scatters, (comm::SentBytes{3 * kNumel / 4, kNumel}));
+
+  // The frozen one does not change: it is gathered inside hosts alone.
+  const MeshChoice second = bytes_of_modes({.secondary_size = 4});
+  EXPECT_EQ(second.bytes.gathers, (comm::SentBytes{3 * kNumel / 4, kNumel}));
+  EXPECT_EQ(second.bytes.secondary_gathers, (comm::SentBytes{3 * kNumel / 2 + 3 * kNumel / 2, 0}));
+  EXPECT_EQ(second.secondary_bytes, kNumel / 2 + kNumel / 4);
+  EXPECT_EQ(second.memory_bytes, plain.memory_bytes + second.secondary_bytes);
+
+  // 131072 and 65536 elements of a rank: 1 byte each, and 2 for every 128.
+  constexpr std::int64_t kEncoded = 131072 + 2048 + 65536 + 1024;
+  const MeshChoice weights = bytes_of_modes({.weight_bits = 8});
+  EXPECT_EQ(weights.bytes.gathers, (comm::SentBytes{3 * 2 * kEncoded, 4 * 2 * kEncoded}));
+  EXPECT_EQ(weights.bytes.reduce_scatters, plain.bytes.reduce_scatters);
+  EXPECT_EQ(weights.encoded_bytes, kEncoded);
+  EXPECT_EQ(weights.memory_bytes, plain.memory_bytes + kEncoded + 2 * 16) << "and measures";
+
+  // Two shards inside the host, one across.
+  const MeshChoice gradients = bytes_of_modes({1, 0, 8, 4});
+  EXPECT_EQ(gradients.bytes.gathers, plain.bytes.gathers);
+  EXPECT_EQ(gradients.bytes.reduce_scatters, (comm::SentBytes{3 * (262144 + 4096), 65536 + 2048}));
+
+  const MeshChoice all = bytes_of_modes({4, 8, 4, 4});
+  EXPECT_EQ(all.bytes.gathers, (comm::SentBytes{3 * 133120, 4 * 133120}));
+  EXPECT_EQ(all.bytes.secondary_gathers, second.bytes.secondary_gathers);
+  EXPECT_EQ(all.bytes.reduce_scatters, (comm::SentBytes{3 * (131072 + 4096), 65536 + 2048}));
+}
+
+TEST(TrafficModes, TogetherCrossHostsWithAtMostThreeTenthsOfPlainZero3) {
+  struct World {
+    int ranks;
+    int per_host;
+  };
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    const std::vector<ModelShapes> models = {small_gpt(128, 4, 2000, dtype),
+                                             small_gpt(768, 12, 50304, dtype),
+                                             small_gpt(5120, 40, 50304, dtype)};
+    for (std::size_t i = 0; i < models.size(); ++i) {
+      for (const World& world : {World{4, 2}, {16, 4}, {64, 8}, {1024, 8}}) {
+        for (const std::int64_t num_micro : {1, 4}) {
+          for (const int bits : {4, 8}) {
+            if (i == 0 && world.ranks > 64) {
+              continue;  // less than an element of a bias for each rank
+            }
+            MeshQuestion question = asked(models[i], world.ranks, world.per_host, num_micro);
+            question.num_gathers.assign(models[i].params.size(), 2 * num_micro);
+            MemoryPlanOptions options = on_gpus();
+            options.wire_dtype = dtype;
+            const comm::Mesh mesh =
+                comm::plan_mesh({world.ranks, world.per_host, world.ranks, false});
+            const auto across = [&](const TrafficModes& modes) {
+              return static_cast<double>(
+                  mesh_choice(mesh, modes, models[i], options, question).bytes.host_across(mesh));
+            };
+            EXPECT_LE(across({world.per_host, 8, bits, bits}) / across({}), 0.3)
+                << "model " << i << ", " << world.ranks << " ranks, int" << bits;
+          }
+        }
+      }
+    }
+  }
 }
 
 // By the sum over parameters.
@@ -61,6 +177,9 @@ TEST(MeshChoice, CountsTheBytesOfEveryParameter) {
   MeshQuestion question = asked(model, 8, 4, 3);
   question.num_gathers = {2, 1, 3, 2};
   for (const MeshChoice& each : mesh_choices(model, options, question)) {
+    if (!(each.modes == TrafficModes())) {
+      continue;
+    }
     const int size = each.mesh.shard_size();
     SCOPED_TRACE(size);
     std::int64_t gathered = 0;
@@ -85,7 +204,7 @@ TEST(MeshChoice, TakesTheMemoryThatIsPlannedForSoManyShards) {
     MemoryPlanOptions options = on_gpus();
     options.is_discrete = is_discrete;
     std::int64_t last = kUnlimited;
-    for (const MeshChoice& each : mesh_choices(model, options, asked(model, 16, 0))) {
+    for (const MeshChoice& each : exact_of(mesh_choices(model, options, asked(model, 16, 0)))) {
       MemoryPlanOptions of_size = options;
       of_size.num_ranks = each.mesh.shard_size();
       of_size.num_copies = each.mesh.num_replicas();
@@ -148,13 +267,18 @@ TEST(MeshChoice, TimeIsThatOfTheSlowerLinkAndBothPhasesOfAGatherAddUp) {
   EXPECT_DOUBLE_EQ(communication_s(choice, rates), 6 + 8 + 0.5);
   choice.mesh = comm::plan_mesh({8, 4, 8, true});
   EXPECT_DOUBLE_EQ(communication_s(choice, rates), 8 + 8 + 0.5);
+  choice.bytes.secondary_gathers = {200, 0};
+  choice.modes.gradient_bits_inside = 4;
+  choice.modes.gradient_bits_across = 8;
+  EXPECT_DOUBLE_EQ(communication_s(choice, rates), 8 + 2 + (3 + 8) + 0.5);
 }
 
 TEST(MeshChoice, RecommendsSmallGroupsOnASlowNetworkAndTheLeastMemoryAmongEqual) {
   const ModelShapes model = large_gpt();
-  const std::vector<MeshChoice> choices = mesh_choices(model, on_gpus(), asked(model, 16, 4, 4));
+  const std::vector<MeshChoice> choices =
+      exact_of(mesh_choices(model, on_gpus(), asked(model, 16, 4, 4)));
   const LinkRates slow_network{300e9, 1e9};
-  const auto best = best_mesh(choices, slow_network);
+  const auto best = best_mesh(choices, slow_network, Exactness::kAny);
   ASSERT_TRUE(best);
   EXPECT_EQ(choices[*best].mesh.hosts_per_group(), 1);
   for (const MeshChoice& each : choices) {
@@ -163,23 +287,43 @@ TEST(MeshChoice, RecommendsSmallGroupsOnASlowNetworkAndTheLeastMemoryAmongEqual)
   // Only the whole world fits: what is slower then is still the answer.
   const std::int64_t least = of_size(choices, 16, false).memory_bytes;
   const std::vector<MeshChoice> tight = mesh_choices(model, on_gpus(least), asked(model, 16, 4, 4));
-  const auto forced = best_mesh(tight, slow_network);
+  const auto forced = best_mesh(tight, slow_network, Exactness::kExact);
   ASSERT_TRUE(forced);
   EXPECT_EQ(tight[*forced].mesh.shard_size(), 16);
   EXPECT_TRUE(tight[*forced].mesh.hierarchical()) << "fewer bytes on the slow link";
-  EXPECT_FALSE(best_mesh(mesh_choices(model, on_gpus(1000), asked(model, 16, 4)), slow_network));
+  EXPECT_FALSE(best_mesh(mesh_choices(model, on_gpus(1000), asked(model, 16, 4)), slow_network,
+                         Exactness::kAny));
 
   std::vector<MeshChoice> equal(3);
   equal[0].memory_bytes = 20;
   equal[1].memory_bytes = 10;
   equal[2].memory_bytes = 30;
-  EXPECT_EQ(best_mesh(equal, slow_network), 1U);
+  EXPECT_EQ(best_mesh(equal, slow_network, Exactness::kAny), 1U);
+  equal[1].modes.weight_bits = 8;
+  EXPECT_EQ(best_mesh(equal, slow_network, Exactness::kExact), 0U);
+}
+
+TEST(MeshChoice, WhatChangesNumbersIsFasterAcrossASlowLinkAndIsToldApart) {
+  const ModelShapes model = large_gpt();
+  // Nothing but a group of all ranks fits.
+  const std::int64_t least =
+      of_size(mesh_choices(model, on_gpus(), asked(model, 16, 4)), 16, false).memory_bytes;
+  const std::vector<MeshChoice> choices =
+      mesh_choices(model, on_gpus(least * 13 / 10), asked(model, 16, 4));
+  const LinkRates slow_network{300e9, 1e9};
+  const auto exact = best_mesh(choices, slow_network, Exactness::kExact);
+  const auto any = best_mesh(choices, slow_network, Exactness::kAny);
+  ASSERT_TRUE(exact && any);
+  EXPECT_TRUE(choices[*exact].modes.is_exact());
+  EXPECT_FALSE(choices[*any].modes.is_exact());
+  EXPECT_LT(communication_s(choices[*any], slow_network),
+            communication_s(choices[*exact], slow_network));
 }
 
 TEST(MeshChoice, AnswersForAMillionRanks) {
   const ModelShapes model = small_gpt(5120, 40, 50304, DType::kBFloat16);
   const std::vector<MeshChoice> choices = mesh_choices(model, on_gpus(), asked(model, 1 << 20, 8));
-  EXPECT_EQ(choices.size(), 21U + 17U);
+  EXPECT_EQ(choices.size(), 21U + 17U + 2 * 3 + 2 * 2 * 5);
   for (const MeshChoice& each : choices) {
     EXPECT_GT(each.memory_bytes, 0);
     EXPECT_GE(each.bytes.rank().across, 0);

@@ -17,6 +17,7 @@ import two_hosts
 from two_hosts import CASES, Case, NotPermitted, RunError
 
 PLAIN, HIERARCHICAL, MICS = Case(), Case(hierarchical=True), Case(shard_size=2)
+TOGETHER = Case(secondary_size=2, weight_bits=8, gradient_bits=4)
 COUNTERS = """Inter-|   Receive                           |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop
     lo:     500       5    0    0    0     0          0         0      500       5    0    0
@@ -25,8 +26,9 @@ COUNTERS = """Inter-|   Receive                           |  Transmit
 
 
 def choice(shard_size, hierarchical, seconds, host_bytes):
-    return {"shard_size": shard_size, "hierarchical": hierarchical, "time_s": seconds,
-            "host_across_bytes": host_bytes}
+    return {"shard_size": shard_size, "hierarchical": hierarchical, "secondary_size": 1,
+            "weight_bits": 0, "gradient_bits_inside": 0, "gradient_bits_across": 0,
+            "time_s": seconds, "host_across_bytes": host_bytes}
 
 
 def run_of(case, step_s, **fields):
@@ -81,8 +83,28 @@ class Figures(FolderTest):
                           for case in (PLAIN, HIERARCHICAL, MICS)],
                          [(0.4, 42), (0.3, 32), (0.2, 21)])
         del inspected["mesh"]["choices"][1]
-        with self.assertRaisesRegex(RunError, "no mesh for MiCS, --shard-size 2"):
+        with self.assertRaisesRegex(RunError, "no prediction for MiCS 2"):
             two_hosts.prediction(inspected, MICS)
+        modes = {"secondary_size": 2, "weight_bits": 8, "gradient_bits_inside": 4,
+                 "gradient_bits_across": 4}
+        inspected["mesh"]["choices"].append({**choice(4, False, 0.1, 10), **modes})
+        self.assertEqual(two_hosts.prediction(inspected, TOGETHER), (0.1, 10))
+
+    def test_flags_and_titles_say_what_a_case_does(self):
+        self.assertEqual(TOGETHER.flags, ["--hpz-size", 2, "--quantize-weights",
+                                          "--quantize-gradients=4"])
+        self.assertEqual(TOGETHER.title, "hpZ 2 + qwZ + qgZ int4")
+        self.assertFalse(TOGETHER.is_exact)
+        self.assertTrue(MICS.is_exact)
+        self.assertEqual(len(set(CASES)), len(CASES))
+        self.assertLessEqual({PLAIN, HIERARCHICAL, MICS, TOGETHER}, set(CASES))
+
+    def test_some_modes_can_be_chosen_and_plain_zero3_runs_beside_them(self):
+        args = two_hosts.parse_arguments(["--only", "qwZ", "hpZ 2 + qwZ + qgZ int4"])
+        self.assertEqual([case.title for case in args.cases if case.accumulate == 1],
+                         ["plain ZeRO-3", "qwZ", "hpZ 2 + qwZ + qgZ int4"])
+        self.assertEqual(two_hosts.parse_arguments([]).cases, CASES)
+        self.assert_refused(two_hosts.parse_arguments, ["--only", "qxZ"])
 
     def test_a_ratio_is_one_of_medians_with_as_many_micro_batches(self):
         runs = [run_of(PLAIN, 0.4), run_of(PLAIN, 0.6), run_of(PLAIN, 0.5), run_of(MICS, 0.2),
@@ -99,8 +121,8 @@ class Figures(FolderTest):
         rows = two_hosts.summary([run_of(MICS, 0.2)], PREDICTED)
         self.assertIsNone(rows[0]["ratio"])
         self.assertEqual(list(two_hosts.table(rows))[1].split(),
-                         "1 MiCS, --shard-size 2 200 ms 200 .. 200 ms - 100 ms 200 ms 0.50 "
-                         "42.0 MB 21.0 MB 1.010".split())
+                         "1 MiCS 2 yes 200 ms 200 .. 200 ms - 100 ms 200 ms 0.50 "
+                         "42.0 MB 1.00 21.0 MB 1.010".split())
 
     def test_runs_and_rows_are_written_as_json(self):
         args = two_hosts.parse_arguments(["--json", str(self.folder / "a/b.json")])
