@@ -105,9 +105,8 @@ struct Snapshot::Impl {
         tile_bytes(std::max(tier::whole_blocks(given.tile_bytes),
                             static_cast<std::size_t>(kTileStep) * sizeof(double))),
         writer(std::make_unique<FragmentWriter>(given.path, entries(), given.writer)),
-        tile_memory(
-            given.device->allocate(given.tier, kNumTiles * tile_bytes, Role::kStaging,
-                                   tier::kBlockBytes)),
+        tile_memory(given.device->allocate(given.tier, kNumTiles * tile_bytes, Role::kStaging,
+                                           tier::kBlockBytes)),
         results(tensors.size()),
         file_bytes(writer->file_bytes()) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {

@@ -45,7 +45,8 @@ enum Flag : std::uint8_t {
 
 struct alignas(64) Flags {
   std::array<std::atomic<std::uint32_t>, kNumFlags> values;
-  // Told by its CPU: what its stream has been given to tell. See [Note: what a stream may wait for].
+  // Told by its CPU: what its stream has been given to tell. See [Note: what a stream may wait
+  // for].
   std::array<SharedCounter, kNumFlags> given;
   // Told by its CPU: it has seen that the other aborted, and takes nothing from it any more.
   std::atomic<std::uint32_t> has_noticed_abort;
@@ -547,9 +548,8 @@ class IpcBackend final : public PeerBackend {
     const auto needs_it = [&](std::uint32_t round) {
       return !has_reached(told_by(rank).values[kRead], round);
     };
-    const auto first =
-        std::find_if(under_way_.begin(), under_way_.end(),
-                     [&](const UnderWay& call) { return needs_it(call.round); });
+    const auto first = std::find_if(under_way_.begin(), under_way_.end(),
+                                    [&](const UnderWay& call) { return needs_it(call.round); });
     for (auto call = first; call != under_way_.end(); ++call) {
       call->stream->fail(call->done, why);
     }
@@ -624,8 +624,8 @@ class IpcBackend final : public PeerBackend {
     const auto is_early = [&] { return std::chrono::steady_clock::now() < limit; };
     const auto nap = [] { std::this_thread::sleep_for(std::chrono::milliseconds(1)); };
     for_each_peer([&](std::size_t r) {
-      while (is_early() && !abort_of(r) && !end_of(r) &&
-             told_by(r).has_noticed_abort.load() == 0 && waits_for(r)) {
+      while (is_early() && !abort_of(r) && !end_of(r) && told_by(r).has_noticed_abort.load() == 0 &&
+             waits_for(r)) {
         nap();
       }
     });

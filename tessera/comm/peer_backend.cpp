@@ -274,8 +274,8 @@ void PeerBackend::work() {
           changed_.wait(lock, [this] { return is_closing_ || !jobs_.empty(); });
           continue;
         }
-        const auto interval =
-            is_closing_ || is_aborted_ ? std::chrono::milliseconds(1) : SharedCounter::kLookInterval;
+        const auto interval = is_closing_ || is_aborted_ ? std::chrono::milliseconds(1)
+                                                         : SharedCounter::kLookInterval;
         if (!changed_.wait_for(lock, interval, [this] { return !jobs_.empty(); })) {
           lock.unlock();
           look_around();

@@ -301,8 +301,7 @@ cudaError_t cudaHostRegister(void* data, std::size_t bytes, unsigned) {
   Driver& one = driver();
   const std::lock_guard lock(one.mutex);
   const bool is_new =
-      one.mappings
-          .emplace(static_cast<std::byte*>(data), Mapping{bytes, -1, cudaMemoryTypeHost})
+      one.mappings.emplace(static_cast<std::byte*>(data), Mapping{bytes, -1, cudaMemoryTypeHost})
           .second;
   return is_new ? cudaSuccess : result(cudaErrorHostMemoryAlreadyRegistered);
 }
@@ -382,9 +381,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  return give(stream, [state = event->state, number = event->state->last()] {
-    state->wait(number);
-  });
+  return give(stream,
+              [state = event->state, number = event->state->last()] { state->wait(number); });
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* given) {
   return give(stream, [=] { function(given); });
@@ -406,9 +404,8 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  return give(stream, [state = event->state, number = event->state->record()] {
-    state->reach(number);
-  });
+  return give(stream,
+              [state = event->state, number = event->state->record()] { state->reach(number); });
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const std::lock_guard lock(driver().mutex);
