@@ -193,6 +193,9 @@ TEST(Config, OptionsThatContradictEachOtherAreRejectedByCheck) {
   EXPECT_EQ(failure(R"({"shard": {"group_size": 2, "secondary_group_size": 2}})"),
             "shard.group_size = 2 and shard.secondary_group_size = 2 exclude each other; set one "
             "of them");
+  EXPECT_EQ(failure(R"({"quant": {"block_numel": 100}})"),
+            "quant.block_numel = 100 (run.json) is not a multiple of 32; take one, the default is "
+            "128");
   EXPECT_EQ(failure(R"({"quant": {"error_feedback": true}})"),
             "quant.error_feedback = true needs quant.gradients = true");
   EXPECT_EQ(failure(R"({"loss_scale": {"min": 8, "initial": 4}})"),
