@@ -282,8 +282,9 @@ __device__ double total_of(double (&lanes)[kLanes]) {
   return lanes[0];
 }
 
+// Four CUDA blocks on a processor, so that a large GPU has all slots under way at once.
 template <int kBits, typename Value>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     sum_chunks(const __grid_constant__ Decoding decoding, const Value* __restrict__ values,
                const std::byte* __restrict__ wire, double* __restrict__ slots) {
   using Codes = Word<kBits, kLanes>;

@@ -200,6 +200,9 @@ TEST(Config, OptionsThatContradictEachOtherAreRejectedByCheck) {
       "as they are");
   EXPECT_EQ(failure(R"({"quant": {"frozen_names": ["a.*"]}})"),
             "quant.frozen_names is given, and quant.frozen_bits = 0; set that to 4 or 8");
+  EXPECT_EQ(failure(R"({"quant": {"block_numel": 100}})"),
+            "quant.block_numel = 100 (run.json) is not a multiple of 32; take one, the default is "
+            "128");
   EXPECT_EQ(failure(R"({"quant": {"error_feedback": true}})"),
             "quant.error_feedback = true needs quant.gradients = true");
   EXPECT_EQ(failure(R"({"loss_scale": {"min": 8, "initial": 4}})"),

@@ -413,6 +413,23 @@ TEST_P(BlockContract, MeasuresMoreChunksThanThereAreSlots) {
       << found[0] << " " << expected[0] << ", " << found[1] << " " << expected[1];
 }
 
+// Long enough to be stored past the caches, aligned and not, with a rest behind the last line.
+TEST_P(BlockContract, LongSpansDecodeAsShortOnes) {
+  for (const int bits : {8, 4}) {
+    use({bits, 128});
+    const std::int64_t numel = (std::int64_t{2} << 20) + 128 + 37;
+    const Bytes values = random_values(Kind::kMixed, DType::kBFloat16, numel, 24);
+    const Bytes wire = reference().encode(values, DType::kBFloat16, numel);
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      const Bytes expected = reference().decode(wire, numel, dtype);
+      for (const std::size_t shift : {std::size_t{0}, std::size_t{48}}) {  // 16 are in front
+        EXPECT_TRUE(decode(wire, numel, dtype, shift) == expected)
+            << codec_->name() << " to " << to_string(dtype) << ", " << shift;
+      }
+    }
+  }
+}
+
 // Half a code, and what the inverse and the product of fp32 move the quotient by: each at most
 // 2^-24 of a quotient of at most c * (1 + 2^-24), which is below c * 2^-23 codes together. The
 // decoded value is exact but where it is rounded to a shorter type, so it is compared in fp32.
