@@ -102,7 +102,11 @@ planner::ModelShapes planner_shapes(const ModelShape& model) {
   planner::ModelShapes shapes;
   shapes.dtype = model.dtype;
   for (const ParamShape& param : model.params) {
-    shapes.params.push_back({param.name, param.numel(), param.trainable});
+    planner::ParamShape& shape = shapes.params.emplace_back();
+    shape.name = param.name;
+    shape.numel = param.numel();
+    shape.trainable = param.trainable;
+    shape.num_dims = static_cast<int>(param.sizes.size());
   }
   for (const UnitShape& unit : model.units) {
     std::vector<int> ids = unit.own;

@@ -367,16 +367,25 @@ struct Snapshot::Impl {
     const SnapshotTensor& tensor = tensors[tile.tensor];
     const std::size_t element = bytes_of(tensor.entry.dtype);
     const std::span bytes(from, static_cast<std::size_t>(tile.numel) * element);
-    const std::uint64_t begin =
-        tensor.content_begin + static_cast<std::uint64_t>(tile.begin) * element;
+    const std::uint64_t begin = static_cast<std::uint64_t>(tile.begin) * element;
     if (tile.begin == 0) {
       writer->begin(tile.tensor);
     }
+    const std::vector<ContentPiece> pieces =
+        tensor.pieces.empty()
+            ? std::vector<ContentPiece>{{0, tensor.entry.bytes(), tensor.content_begin}}
+            : tensor.pieces;
     std::atomic<std::uint64_t> content{0};
     const auto hash = [&](std::size_t offset, std::size_t count) {
-      ContentHash part(begin + offset);
-      part.add(bytes.subspan(offset, count));
-      content += part.value();
+      for (const ContentPiece& piece : pieces) {
+        const std::uint64_t first = std::max(begin + offset, piece.begin);
+        const std::uint64_t last = std::min(begin + offset + count, piece.begin + piece.bytes);
+        if (first < last) {
+          ContentHash part(piece.content_begin + first - piece.begin);
+          part.add(bytes.subspan(first - begin, last - first));
+          content += part.value();
+        }
+      }
     };
     if (bytes.size() <= kHashedBytes) {
       hash(0, bytes.size());

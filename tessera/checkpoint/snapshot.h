@@ -34,6 +34,7 @@
 #include <vector>
 
 #include "tessera/checkpoint/fragment_writer.h"
+#include "tessera/checkpoint/stored_blocks.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/dtype.h"
 #include "tessera/device/device.h"
@@ -51,6 +52,8 @@ struct SnapshotTensor {
   int owner = -1;     // -1: nothing overwrites it
   // Where its first byte lies in the whole tensor, for ContentHash: a multiple of 8.
   std::uint64_t content_begin = 0;
+  // The same where not all of its bytes stand there in one run; none: they do.
+  std::vector<ContentPiece> pieces = {};
   // Copies elements [begin, begin + numel) to host memory, as Optimizer::start_read() does. Called
   // from any thread, several at a time, until the owner is released.
   std::function<device::Pending(std::int64_t begin, std::int64_t numel, std::byte* to)> start_read;

@@ -57,6 +57,7 @@ void Gatherer::Call::clear() {
   members.clear();
   ids.clear();
   tensors.clear();
+  loads.clear();
   ready.clear();
   last_update = nullptr;
   bytes = 0;
@@ -113,7 +114,7 @@ void Gatherer::start_call(From from, std::span<const int> ids,
         take(param, i < offsets.size() ? offsets[i] : -1);
         add(param, param.full(), nullptr);
       } else if (is_wanted) {  // the others send it all the same
-        unneeded.push_back(arena_.allocate(layout.full_bytes(), gather_));
+        unneeded.push_back(arena_.allocate(param.gathered_bytes(), gather_));
         add(param, unneeded.back().data, nullptr);
       } else if (param.tier() != Tier::kDevice) {  // only others get it
         unneeded.push_back(arena_.allocate(layout.shard_bytes(), gather_));
@@ -133,7 +134,7 @@ void Gatherer::start_call(From from, std::span<const int> ids,
     if (is_for_some) {
       gathered = {parts_.group.start_gather_to(call_.tensors, wants, call_options(unit, ids))};
     } else if (from == From::kShards && parts_.group.size() == 1) {
-      gathered = call_.ready;
+      gathered = start_alone(unit);
     } else {
       gathered = start_gathers(from, unit);
     }
@@ -154,7 +155,7 @@ void Gatherer::start_call(From from, std::span<const int> ids,
 }
 
 void Gatherer::take(Param& param, std::int64_t offset) {
-  const std::size_t bytes = param.layout().full_bytes();
+  const std::size_t bytes = param.gathered_bytes();
   device::ArenaBlock& block = slot_of(param).block;
   if (offset >= 0 && arena_.can_allocate_at(static_cast<std::size_t>(offset), bytes)) {
     block = arena_.allocate_at(static_cast<std::size_t>(offset), bytes, gather_);
@@ -173,16 +174,38 @@ void Gatherer::take(Param& param, std::int64_t offset) {
 void Gatherer::add(const Param& param, void* full, std::byte* scratch) {
   const shard::Layout& layout = param.layout();
   const std::byte* shard = param.shard();
+  call_.loads.emplace_back();
   if (param.tier() != Tier::kDevice) {
-    std::byte* const slot =
-        full == nullptr ? scratch
-                        : static_cast<std::byte*>(full) +
-                              static_cast<std::size_t>(parts_.group.rank()) * layout.shard_bytes();
-    // Behind the former users of the slot's memory, which the gather stream waits for.
-    call_.ready.push_back(parts_.loader->start_load(param, slot, gather_.record()));
-    shard = slot;
+    std::byte* const to = full == nullptr ? scratch
+                                          : static_cast<std::byte*>(full) +
+                                                layout.load_offset(parts_.group.rank());
+    // Behind the former users of the memory, which the gather stream waits for.
+    const bool is_decoded = parts_.group.size() == 1 && layout.is_encoded();
+    call_.loads.back() =
+        parts_.loader->start_load(param, to, gather_.record(), is_decoded ? full : nullptr);
+    shard = to;
   }
-  call_.tensors.push_back({shard, full, layout.shard_numel(), layout.dtype(), param.name()});
+  call_.tensors.push_back(
+      {shard, full, layout.shard_numel(), layout.dtype(), param.name(), param.codec()});
+}
+
+std::vector<Pending> Gatherer::start_alone(const std::string& unit) {
+  std::vector<comm::Gather> encoded;
+  for (std::size_t i = 0; i < call_.tensors.size(); ++i) {
+    if (call_.members[i]->tier() == Tier::kDevice) {
+      encoded.push_back(call_.tensors[i]);
+    }
+  }
+  std::vector<Pending> gathered = call_.loads;
+  if (!encoded.empty()) {
+    comm::CallOptions options = call_options(unit, call_.ids);
+    options.ready = Pending::all(call_.ready);
+    const Pending decoded = parts_.group.start_all_gather(encoded, options);
+    for (std::size_t i = 0; i < gathered.size(); ++i) {
+      gathered[i] = call_.members[i]->tier() == Tier::kDevice ? decoded : gathered[i];
+    }
+  }
+  return gathered;
 }
 
 std::vector<Pending> Gatherer::start_gathers(From from, const std::string& unit) {
@@ -204,13 +227,14 @@ std::vector<Pending> Gatherer::start_gathers(From from, const std::string& unit)
     tensor.full = static_cast<std::byte*>(whole.full) +
                   block * static_cast<std::size_t>(whole.shard_numel) * bytes_of(whole.dtype);
     whole.shard = tensor.full;
+    whole.codec = nullptr;  // they are decoded by then
   }
   options.ready = Pending::all(parts_.phases.across->start_all_gathers(blocks, options));
   return inside.start_all_gathers(call_.tensors, options);
 }
 
 void Gatherer::undo_call() {
-  for (const Pending& loaded : call_.ready) {
+  for (const Pending& loaded : call_.loads) {
     wait_ignoring_failure(loaded);
   }
   for (Param* param : call_.members) {  // without a call they would look as if they were there
@@ -262,7 +286,9 @@ comm::CallOptions Gatherer::call_options(const std::string& unit, std::span<cons
       unit, ids.empty() ? std::string_view() : std::string_view(parts_.params[ids.front()].name())};
   options.content_hash = comm::hash_bytes(ids.data(), ids.size_bytes(), 0);
   options.stream = &gather_;
-  options.ready = Pending::all(call_.ready);
+  std::vector<Pending> ready = call_.ready;
+  ready.insert(ready.end(), call_.loads.begin(), call_.loads.end());
+  options.ready = Pending::all(std::move(ready));
   return options;
 }
 

@@ -9,6 +9,8 @@
 // A shard that is not in the device's memory is loaded (shard_loader.h) into this rank's slot of
 // the full parameter before the all-gather, which waits for it; in a group of one that is all.
 // Parameters that are used in place (a group of one, in the device's memory) are not gathered.
+// A shard that is stored as blocks is loaded behind the full parameter, and the all-gather decodes
+// it; in a group of one the loader does, as soon as it is there.
 //
 // Where phases are given (gather_phases.h), a gather by all ranks is two calls; the second waits
 // for the first on the groups' side, not on the caller's.
@@ -114,7 +116,8 @@ class Gatherer {
     std::vector<shard::Param*> members;
     std::vector<int> ids;  // of the members
     std::vector<comm::Gather> tensors;
-    std::vector<device::Pending> ready;                 // what its input waits for
+    std::vector<device::Pending> loads;                 // by tensor; empty: it is on the device
+    std::vector<device::Pending> ready;                 // updates that its input waits for
     const device::PendingState* last_update = nullptr;  // that it is ordered behind
     std::uint64_t bytes = 0;
     void clear();
@@ -131,6 +134,8 @@ class Gatherer {
   void add(const shard::Param& param, void* full, std::byte* scratch);
   // Of call_, by all ranks of the group.
   std::vector<device::Pending> start_gathers(From from, const std::string& unit);
+  // In a group of one: what was loaded is there, and what lies on the device as blocks is decoded.
+  std::vector<device::Pending> start_alone(const std::string& unit);
   // An exception came while a call was put together: nothing of it stays.
   void undo_call();
   // The call is on its way. `gathered`: of each member, or of all together.

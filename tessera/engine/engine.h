@@ -92,6 +92,9 @@ struct UnitOptions {
   std::function<Init(const std::string& name)> init = {};
   // Multiplies the optimizer's weight decay; null: 1.
   std::function<double(const std::string& name, const at::Tensor& param)> weight_decay_scale = {};
+  // Of a frozen parameter: 4 or 8 stores it as blocks of integers of so many bits, 0 as it is;
+  // null: as quant.frozen_bits and quant.frozen_names say.
+  std::function<int(const std::string& name, const at::Tensor& param)> frozen_bits = {};
 };
 
 struct EngineOptions {

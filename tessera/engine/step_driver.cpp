@@ -572,6 +572,7 @@ void StepDriver::set_trainable(const at::Tensor& tensor, bool trainable) {
   if (ctx_.params[id].trainable() == trainable && tensor.requires_grad() == trainable) {
     return;
   }
+  ctx_.params[id].check_trainable(trainable);
   check_no_gradients_pending(id);
   tensor.set_requires_grad(trainable);
   if (ctx_.params[id].trainable() != trainable) {
@@ -625,6 +626,7 @@ void StepDriver::notice_trainable() {
   std::vector<int> changed;
   for (int id = 0; id < ctx_.params.num_params(); ++id) {
     if (model_.tensor(id).requires_grad() != ctx_.params[id].trainable()) {
+      ctx_.params[id].check_trainable(model_.tensor(id).requires_grad());
       check_no_gradients_pending(id);
       changed.push_back(id);
     }

@@ -57,7 +57,9 @@ CutModel::CutModel(const ModelShapes& shapes, const MemoryPlanOptions& given)
     : model(shapes), options(given) {
   layouts.reserve(shapes.params.size());
   for (const ParamShape& param : shapes.params) {
-    layouts.emplace_back(param.numel, given.num_ranks, shapes.dtype);
+    const shard::StoredFormat format = param.format.value_or(
+        given.stored.format_of(param.name, param.trainable, param.numel, param.num_dims));
+    layouts.emplace_back(param.numel, given.num_ranks, shapes.dtype, format);
   }
   for (const std::vector<int>& unit : shapes.units) {
     for (const int id : unit) {

@@ -183,6 +183,7 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   options.optimizer_buffers = static_cast<int>(config.get_int("nvme.optimizer_buffers"));
   options.cpu_share = config.get_double("optim.cpu_share");
   options.verify = config.get_bool("nvme.verify");
+  options.stored = shard::StoredRule::from(config);
   return options;
 }
 

@@ -19,6 +19,7 @@
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
 #include "tessera/core/placement.h"
+#include "tessera/shard/stored_format.h"
 
 namespace tessera {
 class Config;
@@ -33,6 +34,9 @@ struct ParamShape {
   std::int64_t numel = 0;
   bool trainable = true;
   bool dynamic = false;
+  int num_dims = 2;
+  // How its shards are stored; nullopt: as MemoryPlanOptions::stored says.
+  std::optional<shard::StoredFormat> format = {};
 };
 
 // What a step works on; made from a model's shapes (before it exists) or from an engine's tables.
@@ -79,6 +83,7 @@ struct MemoryPlanOptions {
   // Discrete device: the CPU's share of the update of states in host memory; negative: chosen here.
   double cpu_share = -1;
   bool verify = false;  // checksums of what is on NVMe are kept in memory
+  shard::StoredRule stored;  // which frozen parameters are stored as blocks of integers
 
   // Budgets, tiers and buffers as the config says; types by option precision. Throws ConfigError
   // for contradictions: NVMe without a path, a tier that its budget forbids.

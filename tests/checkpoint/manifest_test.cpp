@@ -180,9 +180,9 @@ TEST(Manifest, ThatWasEditedSaysSo) {
 
 TEST(Manifest, OfAnotherVersionNamesBothWhateverElseItHolds) {
   std::string text = format(some_manifest());
-  text.replace(text.find("\"version\": 1"), 12, "\"version\": 2, \"planets\": [[null]]");
+  text.replace(text.find("\"version\": 1"), 12, "\"version\": 3, \"planets\": [[null]]");
   EXPECT_EQ(manifest_refusal(text),
-            "a checkpoint of version 2; this Tessera reads version 1; use a newer one");
+            "a checkpoint of version 3; this Tessera reads versions 1 to 2; use a newer one");
   EXPECT_REFUSED(refused_change("\"version\": 1", "\"version\": 0"), "there is none before it");
   EXPECT_REFUSED(refused_change("\"tessera checkpoint\"", "\"other\""),
                  "format is \"other\", not \"tessera checkpoint\"");

@@ -1,0 +1,433 @@
+#include "tessera/quant/block_loops.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "tessera/quant/block_rules.cuh"
+
+namespace tessera::quant {
+namespace {
+
+// Everything below is inlined into one function per instruction set, and compiled for it.
+#define TESSERA_INLINE [[gnu::always_inline]] inline
+
+// Values that stay in the first-level cache between two loops over them.
+constexpr std::int64_t kTile = 256;
+static_assert(kTile % 32 == 0);
+
+TESSERA_INLINE float widened(float value) { return value; }
+template <typename Half>
+TESSERA_INLINE float widened(Half value) {
+  return to_float(value);
+}
+
+// For what is no NaN.
+TESSERA_INLINE void narrow(float value, float& out) { out = value; }
+TESSERA_INLINE void narrow(float value, BFloat16& out) {
+  const std::uint32_t bits = bits_of(value);
+  out.bits = static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
+}
+// to_float16() of core/dtype.h with masks for its choices: the compiler would make jumps of them,
+// and then no vector code.
+TESSERA_INLINE std::uint32_t mask_below(std::uint32_t a, std::uint32_t b) {
+  return static_cast<std::uint32_t>(static_cast<std::int32_t>(a - b) >> 31);
+}
+TESSERA_INLINE std::uint32_t chosen(std::uint32_t mask, std::uint32_t yes, std::uint32_t no) {
+  return (yes & mask) | (no & ~mask);
+}
+TESSERA_INLINE void narrow(float value, Float16& out) {
+  const std::uint32_t bits = bits_of(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000U;
+  const std::uint32_t magnitude = bits & 0x7fffffffU;
+  const std::uint32_t normal = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
+  const std::uint32_t subnormal = bits_of(float_of(magnitude) + 0.5F) & 0x7ffU;
+  const std::uint32_t at_least_normal = chosen(mask_below(magnitude, 0x477ff000U), normal, 0x7c00U);
+  out.bits = static_cast<std::uint16_t>(
+      sign | chosen(mask_below(magnitude, 0x38800000U), subnormal, at_least_normal));
+}
+// For every value.
+TESSERA_INLINE void narrow_any(float value, float& out) { out = value; }
+TESSERA_INLINE void narrow_any(float value, BFloat16& out) { out = to_bfloat16(value); }
+TESSERA_INLINE void narrow_any(float value, Float16& out) { out = to_float16(value); }
+
+// The bits of the largest magnitude, as fp32. Those of every type are in the order of magnitudes.
+TESSERA_INLINE std::uint32_t absmax_bits(const float* __restrict values, std::int64_t numel) {
+  std::int32_t largest = 0;
+  for (std::int64_t i = 0; i < numel; ++i) {
+    largest = std::max(largest, static_cast<std::int32_t>(bits_of(values[i]) & 0x7fffffffU));
+  }
+  return static_cast<std::uint32_t>(largest);
+}
+template <typename Half>
+TESSERA_INLINE std::uint32_t absmax_bits(const Half* __restrict values, std::int64_t numel) {
+  std::int16_t largest = 0;
+  for (std::int64_t i = 0; i < numel; ++i) {
+    largest = std::max(largest, static_cast<std::int16_t>(values[i].bits & 0x7fffU));
+  }
+  return bits_of(to_float(Half{static_cast<std::uint16_t>(largest)}));
+}
+
+template <typename Value>
+TESSERA_INLINE void code_bytes_of(const Value* __restrict values, std::int64_t numel, float inverse,
+                                  std::uint8_t* __restrict codes) {
+  for (std::int64_t i = 0; i < numel; ++i) {
+    codes[i] = static_cast<std::uint8_t>(code_of(widened(values[i]), inverse));
+  }
+}
+
+// Two codes per byte. REQUIRES: pairs are behind one another, so that `bytes` has numel + 1.
+TESSERA_INLINE void pack_nibbles(const std::uint8_t* __restrict bytes, std::int64_t numel,
+                                 std::uint8_t* __restrict codes) {
+  for (std::int64_t i = 0; i < (numel + 1) / 2; ++i) {
+    codes[i] = static_cast<std::uint8_t>((bytes[2 * i] & 0xfU) | (bytes[2 * i + 1] << 4));
+  }
+}
+TESSERA_INLINE void unpack_nibbles(const std::uint8_t* __restrict codes, std::int64_t numel,
+                                   std::int8_t* __restrict out) {
+  for (std::int64_t i = 0; i < (numel + 1) / 2; ++i) {
+    const std::uint32_t byte = codes[i];
+    out[2 * i] = static_cast<std::int8_t>(signed_nibble(byte));
+    out[2 * i + 1] = static_cast<std::int8_t>(signed_nibble(byte >> 4));
+  }
+}
+
+template <int kBits, typename Value>
+TESSERA_INLINE void encode_codes(const Value* values, std::int64_t numel, float inverse,
+                                 std::uint8_t* codes) {
+  if constexpr (kBits == 8) {
+    code_bytes_of(values, numel, inverse, codes);
+  } else {
+    alignas(64) std::uint8_t bytes[kTile];
+    for (std::int64_t begin = 0; begin < numel; begin += kTile) {
+      const std::int64_t part = std::min(kTile, numel - begin);
+      if (part % 2 != 0) {
+        bytes[part] = 0;
+      }
+      code_bytes_of(values + begin, part, inverse, bytes);
+      pack_nibbles(bytes, part, codes + begin / 2);
+    }
+  }
+}
+
+// Codes of at most kTile values from an even one on: where they are, or unpacked into `space`.
+template <int kBits>
+TESSERA_INLINE const std::int8_t* codes_at(const std::byte* wire, std::int64_t begin,
+                                           std::int64_t numel, std::int8_t* space) {
+  if constexpr (kBits == 8) {
+    return reinterpret_cast<const std::int8_t*>(wire) + begin;
+  } else {
+    unpack_nibbles(reinterpret_cast<const std::uint8_t*>(wire) + begin / 2, numel, space);
+    return space;
+  }
+}
+
+TESSERA_INLINE std::uint16_t scale_at(const std::byte* scales, std::int64_t block) {
+  std::uint16_t scale = 0;
+  std::memcpy(&scale, scales + 2 * block, sizeof(scale));
+  return scale;
+}
+
+template <int kBits, typename Value>
+TESSERA_INLINE void encode_blocks(const BlockFormat& format, const Value* values,
+                                  std::int64_t numel, std::byte* wire) {
+  auto* const codes = reinterpret_cast<std::uint8_t*>(wire);
+  std::byte* const scales = wire + code_bytes(format, numel);
+  const std::int64_t blocks = num_blocks(format, numel);
+  for (std::int64_t block = 0; block < blocks; ++block) {
+    const std::int64_t begin = block * format.block_numel;
+    const std::int64_t part = std::min(format.block_numel, numel - begin);
+    std::uint8_t* const out = codes + begin * kBits / 8;
+    const std::uint16_t scale = scale_for<kBits>(absmax_bits(values + begin, part));
+    std::memcpy(scales + 2 * block, &scale, sizeof(scale));
+    const float inverse = inverse_scale(scale);
+    if (inverse == 0.0F) {
+      std::memset(out, 0, static_cast<std::size_t>((part * kBits + 7) / 8));
+    } else {
+      encode_codes<kBits>(values + begin, part, inverse, out);
+    }
+  }
+  const std::size_t coded = static_cast<std::size_t>((numel * kBits + 7) / 8);
+  std::memset(wire + coded, 0, code_bytes(format, numel) - coded);
+  const std::size_t scaled = code_bytes(format, numel) + 2 * static_cast<std::size_t>(blocks);
+  std::memset(wire + scaled, 0, wire_bytes(format, numel) - scaled);
+}
+
+template <typename Value>
+TESSERA_INLINE void decode_plain(const std::int8_t* __restrict codes, std::int64_t numel,
+                                 float scale, Value* __restrict values) {
+  for (std::int64_t i = 0; i < numel; ++i) {
+    narrow(static_cast<float>(codes[i]) * scale, values[i]);
+  }
+}
+
+template <typename Value>
+TESSERA_INLINE void decode_carefully(const std::int8_t* codes, std::int64_t numel,
+                                     std::uint16_t scale, Value* values) {
+  for (std::int64_t i = 0; i < numel; ++i) {
+    narrow_any(decoded<Value>(codes[i], scale), values[i]);
+  }
+}
+
+template <int kBits, typename Value>
+TESSERA_INLINE void decode_blocks(const BlockFormat& format, const std::byte* wire,
+                                  std::int64_t numel, Value* values) {
+  const std::byte* const scales = wire + code_bytes(format, numel);
+  alignas(64) std::int8_t space[kTile];
+  std::int64_t end = 0;
+  for (std::int64_t block = 0; end < numel; ++block) {
+    const std::uint16_t scale = scale_at(scales, block);
+    const float wide = widened_scale(scale);
+    const std::int64_t first = end;
+    end = std::min(first + format.block_numel, numel);
+    for (std::int64_t begin = first; begin < end; begin += kTile) {
+      const std::int64_t part = std::min(kTile, end - begin);
+      const std::int8_t* const codes = codes_at<kBits>(wire, begin, part, space);
+      if (is_plain<kBits, Value>(scale)) {
+        decode_plain(codes, part, wide, values + begin);
+      } else {
+        decode_carefully(codes, part, scale, values + begin);
+      }
+    }
+  }
+}
+
+TESSERA_INLINE void add_plain(const std::int8_t* __restrict codes, std::int64_t numel, float scale,
+                              float* __restrict sums) {
+  for (std::int64_t i = 0; i < numel; ++i) {
+    sums[i] += static_cast<float>(codes[i]) * scale;
+  }
+}
+
+// The type's limits hold for each term, not for the sum.
+template <typename Value>
+TESSERA_INLINE void add_carefully(const std::int8_t* codes, std::int64_t numel, std::uint16_t scale,
+                                  float* sums) {
+  for (std::int64_t i = 0; i < numel; ++i) {
+    sums[i] += decoded<Value>(codes[i], scale);
+  }
+}
+
+template <typename Value>
+TESSERA_INLINE void narrow_sums(const float* __restrict sums, std::int64_t numel,
+                                Value* __restrict out) {
+  for (std::int64_t i = 0; i < numel; ++i) {
+    narrow(sums[i], out[i]);
+  }
+}
+
+template <int kBits, typename Value>
+TESSERA_INLINE void decode_sum_blocks(const BlockFormat& format, const std::byte* wires,
+                                      std::size_t stride, int num_wires, std::int64_t numel,
+                                      Value* sum) {
+  const std::size_t scales_at = code_bytes(format, numel);
+  alignas(64) std::int8_t space[kTile];
+  alignas(64) float sums[kTile];
+  std::int64_t end = 0;
+  for (std::int64_t block = 0; end < numel; ++block) {
+    const std::int64_t first = end;
+    end = std::min(first + format.block_numel, numel);
+    for (std::int64_t begin = first; begin < end; begin += kTile) {
+      const std::int64_t part = std::min(kTile, end - begin);
+      bool is_finite = true;
+      const std::byte* wire = wires;
+      for (int number = 0; number < num_wires; ++number, wire += stride) {
+        const std::uint16_t scale = scale_at(wire + scales_at, block);
+        const std::int8_t* const codes = codes_at<kBits>(wire, begin, part, space);
+        const bool plain = is_plain<kBits, Value>(scale);
+        is_finite &= plain;
+        if (number == 0) {
+          std::memset(sums, 0, sizeof(sums));  // no term is a negative zero
+        }
+        if (plain) {
+          add_plain(codes, part, widened_scale(scale), sums);
+        } else {
+          add_carefully<Value>(codes, part, scale, sums);
+        }
+      }
+      if (is_finite) {
+        narrow_sums(sums, part, sum + begin);
+      } else {
+        for (std::int64_t i = 0; i < part; ++i) {
+          narrow_any(with_canonical_nan(sums[i]), sum[begin + i]);
+        }
+      }
+    }
+  }
+}
+
+struct LaneSums {
+  double errors[kMeasureLanes] = {};
+  double values[kMeasureLanes] = {};
+};
+
+TESSERA_INLINE void add_square(double& sum, double value) { sum += value * value; }
+
+// From lane 0 on.
+template <int kBits, typename Value>
+TESSERA_INLINE void add_squares(const Value* __restrict values, const std::int8_t* __restrict codes,
+                                std::int64_t numel, std::uint16_t scale, LaneSums& lanes) {
+  std::int64_t begin = 0;
+  if (is_plain<kBits, Value>(scale)) {
+    const float wide = widened_scale(scale);
+    for (; begin + kMeasureLanes <= numel; begin += kMeasureLanes) {
+      for (int lane = 0; lane < kMeasureLanes; ++lane) {
+        const double value = widened(values[begin + lane]);
+        const double found = static_cast<float>(codes[begin + lane]) * wide;
+        const double error = found - value;
+        lanes.errors[lane] += error * error;
+        lanes.values[lane] += value * value;
+      }
+    }
+  }
+  for (std::int64_t i = begin; i < numel; ++i) {
+    const double value = widened(values[i]);
+    add_square(lanes.errors[i % kMeasureLanes], decoded<Value>(codes[i], scale) - value);
+    add_square(lanes.values[i % kMeasureLanes], value);
+  }
+}
+
+TESSERA_INLINE double total_of(double* lanes) {
+  for (int half = kMeasureLanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) {
+      lanes[lane] += lanes[lane + half];
+    }
+  }
+  return lanes[0];
+}
+
+template <int kBits, typename Value>
+TESSERA_INLINE void chunk_squares_of(const BlockFormat& format, const Value* values,
+                                     std::int64_t numel, const std::byte* wire, std::int64_t chunk,
+                                     double* sums) {
+  const std::byte* const scales = wire + code_bytes(format, numel);
+  alignas(64) std::int8_t space[kTile];
+  LaneSums lanes;
+  const std::int64_t end = std::min((chunk + 1) * kMeasureChunk, numel);
+  for (std::int64_t begin = chunk * kMeasureChunk; begin < end;) {
+    // Blocks and tiles are whole rows of lanes.
+    const std::int64_t block = begin / format.block_numel;
+    const std::int64_t block_end = std::min((block + 1) * format.block_numel, end);
+    const std::int64_t part = std::min(kTile, block_end - begin);
+    const std::int8_t* const codes = codes_at<kBits>(wire, begin, part, space);
+    add_squares<kBits>(values + begin, codes, part, scale_at(scales, block), lanes);
+    begin += part;
+  }
+  sums[0] = total_of(lanes.errors);
+  sums[1] = total_of(lanes.values);
+}
+
+// Calls TESSERA_CALL<bits, type>(...) for a format and a DType. A macro, since what stands between
+// must be inlined as well, and a lambda has no instruction set.
+// NOLINTBEGIN(bugprone-macro-parentheses)
+#define TESSERA_WITH_TYPE(format, dtype, call) \
+  if ((dtype) == DType::kFloat32) {            \
+    using Value = float;                       \
+    TESSERA_WITH_BITS(format, call);           \
+  } else if ((dtype) == DType::kBFloat16) {    \
+    using Value = BFloat16;                    \
+    TESSERA_WITH_BITS(format, call);           \
+  } else {                                     \
+    using Value = Float16;                     \
+    TESSERA_WITH_BITS(format, call);           \
+  }
+#define TESSERA_WITH_BITS(format, call) \
+  if ((format).bits == 8) {             \
+    constexpr int kBits = 8;            \
+    call;                               \
+  } else {                              \
+    constexpr int kBits = 4;            \
+    call;                               \
+  }
+
+// The loops for one instruction set. A macro, since an attribute cannot be a template argument;
+// and an attribute cannot stand in parentheses.
+#define TESSERA_BLOCK_LOOPS(suffix, attribute)                                                    \
+  attribute void encode_##suffix(const BlockFormat& format, const void* values, DType dtype,      \
+                                 std::int64_t numel, std::byte* wire) {                           \
+    TESSERA_WITH_TYPE(                                                                            \
+        format, dtype,                                                                            \
+        (encode_blocks<kBits>(format, static_cast<const Value*>(values), numel, wire)));          \
+  }                                                                                               \
+  attribute void decode_##suffix(const BlockFormat& format, const std::byte* wire,                \
+                                 std::int64_t numel, void* values, DType dtype) {                 \
+    TESSERA_WITH_TYPE(format, dtype,                                                              \
+                      (decode_blocks<kBits>(format, wire, numel, static_cast<Value*>(values))));  \
+  }                                                                                               \
+  attribute void decode_sum_##suffix(const BlockFormat& format, const std::byte* wires,           \
+                                     std::size_t stride, int num_wires, std::int64_t numel,       \
+                                     void* sum, DType dtype) {                                    \
+    TESSERA_WITH_TYPE(format, dtype,                                                              \
+                      (decode_sum_blocks<kBits>(format, wires, stride, num_wires, numel,          \
+                                                static_cast<Value*>(sum))));                      \
+  }                                                                                               \
+  attribute void chunk_squares_##suffix(const BlockFormat& format, const void* values,            \
+                                        DType dtype, std::int64_t numel, const std::byte* wire,   \
+                                        std::int64_t chunk, double* sums) {                       \
+    TESSERA_WITH_TYPE(format, dtype,                                                              \
+                      (chunk_squares_of<kBits>(format, static_cast<const Value*>(values), numel,  \
+                                               wire, chunk, sums)));                              \
+  }                                                                                               \
+  constexpr BlockLoops block_loops_##suffix(std::string_view name) {                              \
+    return {name, encode_##suffix, decode_##suffix, decode_sum_##suffix, chunk_squares_##suffix}; \
+  }
+// NOLINTEND(bugprone-macro-parentheses)
+
+TESSERA_BLOCK_LOOPS(baseline, )
+#if defined(__x86_64__)
+TESSERA_BLOCK_LOOPS(v3, __attribute__((target("arch=x86-64-v3"))))
+TESSERA_BLOCK_LOOPS(v4, __attribute__((target("arch=x86-64-v4"))))
+constexpr std::array kLoops = {block_loops_baseline("baseline"), block_loops_v3("x86-64-v3"),
+                               block_loops_v4("x86-64-v4")};
+#else
+constexpr std::array kLoops = {block_loops_baseline("baseline")};
+#endif
+
+std::size_t count_runnable() {
+#if defined(__x86_64__)
+  if (!__builtin_cpu_supports("x86-64-v3")) {
+    return 1;
+  }
+  return __builtin_cpu_supports("x86-64-v4") ? 3 : 2;
+#else
+  return 1;
+#endif
+}
+
+}  // namespace
+
+std::span<const BlockLoops> runnable_block_loops() {
+  static const std::size_t num_runnable = count_runnable();
+  return std::span<const BlockLoops>(kLoops).first(num_runnable);
+}
+
+void measure_blocks(const BlockLoops& loops, const BlockFormat& format, const void* values,
+                    DType dtype, std::int64_t numel, const std::byte* wire, double* result,
+                    bool continues) {
+  const std::int64_t num_chunks = (numel + kMeasureChunk - 1) / kMeasureChunk;
+  // Slots without a chunk are zeros, which change no sum; most of them need not be there.
+  const auto num_slots = std::bit_ceil(
+      static_cast<std::size_t>(std::clamp<std::int64_t>(num_chunks, 1, kMeasureSlots)));
+  std::vector<std::array<double, 2>> slots(num_slots);
+  for (std::int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    std::array<double, 2> sums{};
+    loops.chunk_squares(format, values, dtype, numel, wire, chunk, sums.data());
+    std::array<double, 2>& slot = slots[static_cast<std::size_t>(chunk % kMeasureSlots)];
+    slot[0] += sums[0];
+    slot[1] += sums[1];
+  }
+  for (std::size_t half = num_slots / 2; half > 0; half /= 2) {
+    for (std::size_t i = 0; i < half; ++i) {
+      slots[i][0] += slots[i + half][0];
+      slots[i][1] += slots[i + half][1];
+    }
+  }
+  for (std::size_t i = 0; i < 2; ++i) {
+    result[i] = (continues ? result[i] : 0.0) + slots[0][i];
+  }
+}
+
+}  // namespace tessera::quant
