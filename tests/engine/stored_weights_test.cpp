@@ -27,7 +27,8 @@ at::Tensor as_stored(const at::Tensor& values, int bits, std::int64_t block_nume
   const auto codec = quant::make_cpu_block_codec({bits, block_numel});
   const at::Tensor from = values.contiguous();
   const DType dtype = from.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
-  at::Tensor wire = at::zeros({static_cast<std::int64_t>(codec->wire_bytes(from.numel()))}, at::kByte);
+  at::Tensor wire =
+      at::zeros({static_cast<std::int64_t>(codec->wire_bytes(from.numel()))}, at::kByte);
   auto* const bytes = static_cast<std::byte*>(wire.data_ptr());
   codec->encode(from.const_data_ptr(), dtype, from.numel(), bytes, nullptr).wait();
   at::Tensor to = at::empty_like(from);
@@ -261,7 +262,8 @@ TEST(StoredWeights, AreSavedAsTheyAreAndLoadedOnAnyNumberOfRanks) {
     std::map<std::string, std::uint64_t> first;
     for (const int from : {1, 2, 3}) {
       const Case how{from, bits, 0, false, false, from == 2 ? nvme : Options()};
-      const std::string save = save_of(how, (root.path() / std::to_string(10 * bits + from)).string());
+      const std::string save =
+          save_of(how, (root.path() / std::to_string(10 * bits + from)).string());
       const auto contents = contents_of(save);
       first = first.empty() ? contents : first;
       EXPECT_EQ(contents.at("first.weight"), first.at("first.weight")) << from << " ranks";
@@ -301,9 +303,7 @@ TEST(StoredWeights, ADamagedByteOfASaveIsFound) {
     file.put('\x13');
   }
   EXPECT_FALSE(checkpoint::verify(CheckpointReader(save)).empty());
-  with_net({1, 4}, [&](Engine& engine, Net&) {
-    EXPECT_SAYS("first.weight", engine.load(save));
-  });
+  with_net({1, 4}, [&](Engine& engine, Net&) { EXPECT_SAYS("first.weight", engine.load(save)); });
 }
 
 TEST(StoredWeights, ChangesAreEncodedAndOtherBlocksKeepTheirBits) {
@@ -352,8 +352,10 @@ TEST(StoredWeights, AreChosenByNameAndByTheUnit) {
   EXPECT_EQ(stored({{"quant.frozen_names", "sec*"}}), "second.weight ");
   EXPECT_EQ(stored({{"quant.frozen_names", "*.weight"}}), "first.weight second.weight ");
   EXPECT_SAYS("matches none of 6 parameters", stored({{"quant.frozen_names", "third.*"}}));
-  EXPECT_SAYS("parameter 'head.weight' is trainable", stored({{"quant.frozen_names", "head.weight"}}));
-  EXPECT_SAYS("parameter 'first.bias' stays as it is", stored({{"quant.frozen_names", "first.bias"}}));
+  EXPECT_SAYS("parameter 'head.weight' is trainable",
+              stored({{"quant.frozen_names", "head.weight"}}));
+  EXPECT_SAYS("parameter 'first.bias' stays as it is",
+              stored({{"quant.frozen_names", "first.bias"}}));
 
   with_engines(2, [](Engine& engine, comm::Group&) {
     const auto bits = [](const std::string& name, const at::Tensor&) {
