@@ -26,7 +26,7 @@ namespace fs = std::filesystem;
 struct Owner {
   Fragment fragment;
   std::uint64_t bytes;
-  DType dtype;  // of the tensor in the file
+  DType dtype;                   // of the tensor in the file
   const StoredParam* param;      // null: of a rank
   const std::string* tensor;     // of a parameter
   const StoredRankTensor* each;  // of a rank

@@ -72,8 +72,9 @@ std::string param_text(const StoredParam& param) {
     const StoredTensor& tensor = named.second;
     const std::string blocks =
         tensor.format.is_encoded()
-            ? "\"blocks\": " + numbers_text({tensor.format.bits, tensor.format.block_numel,
-                                             tensor.shard_numel}) +
+            ? "\"blocks\": " +
+                  numbers_text(
+                      {tensor.format.bits, tensor.format.block_numel, tensor.shard_numel}) +
                   ", "
             : "";
     return detail::concat(json_text(named.first), ": {\"dtype\": \"", type_name(tensor.dtype),

@@ -141,10 +141,10 @@ class Checks {
           check_place(fragment, fragment.numel, tensor.bytes_of_fragment(fragment),
                       tensor.file_dtype(), {where, num_owners_++});
           if (tensor.format.is_encoded()) {
-            TESSERA_CHECK(fragment.numel <= tensor.shard_numel &&
-                              fragment.begin % tensor.format.step() == 0,
-                          ManifestProblem, where, "elements [", fragment.begin, ", +",
-                          fragment.numel, ") are no blocks of a fragment of ", tensor.shard_numel);
+            TESSERA_CHECK(
+                fragment.numel <= tensor.shard_numel && fragment.begin % tensor.format.step() == 0,
+                ManifestProblem, where, "elements [", fragment.begin, ", +", fragment.numel,
+                ") are no blocks of a fragment of ", tensor.shard_numel);
           }
           covered += fragment.numel;
         }

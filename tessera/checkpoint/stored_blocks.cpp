@@ -15,9 +15,8 @@ std::vector<ContentPiece> content_pieces(shard::StoredFormat format, std::int64_
     return {};
   }
   const shard::StoredBytes whole(format, format.rounded_up(tensor_numel));
-  const std::size_t all_codes =
-      (whole.codes(0, tensor_numel).bytes + kContentWordBytes - 1) / kContentWordBytes *
-      kContentWordBytes;
+  const std::size_t all_codes = (whole.codes(0, tensor_numel).bytes + kContentWordBytes - 1) /
+                                kContentWordBytes * kContentWordBytes;
   const shard::ByteSpan codes = places.codes(0, numel);
   const shard::ByteSpan scales = places.scales(0, numel);
   return {{codes.offset, codes.bytes, whole.codes(begin, numel).offset},

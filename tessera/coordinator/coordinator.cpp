@@ -91,6 +91,15 @@ bool Coordinator::has_loads() const {
   return has_any;
 }
 
+bool Coordinator::has_gathers() const {
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    if (!parts_.params[id].shard_is_full()) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // With the first use the model is complete: everything that a use needs is prepared.
 void Coordinator::finalize() {
   if (units_.is_finalized()) {
@@ -132,7 +141,7 @@ void Coordinator::change_tier(const TierOptions& tier) {
 
 void Coordinator::make_gathers() {
   const bool has_loads = this->has_loads();
-  if (is_alone_ && !has_loads) {
+  if (is_alone_ && !has_gathers()) {
     return;
   }
   loader_ = tier_ ? tier_->loader : nullptr;

@@ -215,6 +215,7 @@ class Coordinator {
   void use_tier(const TierOptions& tier);
   void make_gathers();
   [[noreturn]] void throw_state(const std::string& message, UnitId unit) const;
+  bool has_gathers() const;  // somebody has shards that are not full parameters
   bool has_loads() const;
   std::vector<shard::Param*> params_of(const std::vector<int>& ids) const;
 

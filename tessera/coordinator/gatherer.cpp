@@ -176,9 +176,9 @@ void Gatherer::add(const Param& param, void* full, std::byte* scratch) {
   const std::byte* shard = param.shard();
   call_.loads.emplace_back();
   if (param.tier() != Tier::kDevice) {
-    std::byte* const to = full == nullptr ? scratch
-                                          : static_cast<std::byte*>(full) +
-                                                layout.load_offset(parts_.group.rank());
+    std::byte* const to =
+        full == nullptr ? scratch
+                        : static_cast<std::byte*>(full) + layout.load_offset(parts_.group.rank());
     // Behind the former users of the memory, which the gather stream waits for.
     const bool is_decoded = parts_.group.size() == 1 && layout.is_encoded();
     call_.loads.back() =

@@ -143,8 +143,8 @@ Pending ShardLoader::load(const Load& load) {
   }
   const shard::Layout& layout = load.param->layout();
   gather_.wait(loaded);
-  return load.param->codec()->decode(load.to, layout.shard_numel(), load.decoded,
-                                     layout.dtype(), &gather_);
+  return load.param->codec()->decode(load.to, layout.shard_numel(), load.decoded, layout.dtype(),
+                                     &gather_);
 }
 
 Pending ShardLoader::load_bytes(const Load& load) {
@@ -416,7 +416,8 @@ void ShardLoader::read(const Param& param, void* to) {
   Pending loaded;
   {
     const std::lock_guard lock(mutex_);
-    loaded = queue({&param, Tier::kNvme, static_cast<std::byte*>(to), nullptr, {}, param.updated(), {}, {}});
+    loaded = queue(
+        {&param, Tier::kNvme, static_cast<std::byte*>(to), nullptr, {}, param.updated(), {}, {}});
   }
   loaded.wait();
 }

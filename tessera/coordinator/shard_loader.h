@@ -83,11 +83,11 @@ class ShardLoader {
   ShardLoader(const ShardLoader&) = delete;
   ShardLoader& operator=(const ShardLoader&) = delete;
 
-  // shard_bytes() bytes at `to`, once the shard's update and `ready` are done. `decoded`: memory for
-  // shard_numel() elements, which a shard that is stored as blocks is decoded to behind that, on
-  // the gather stream; null: whoever gathers it decodes it. `to` is used behind the gather stream
-  // where a copy on the device serves. Failures are those of the update, of `ready`, or IoErrors
-  // with the parameter's name.
+  // shard_bytes() bytes at `to`, once the shard's update and `ready` are done. `decoded`: memory
+  // for shard_numel() elements, which a shard that is stored as blocks is decoded to behind that,
+  // on the gather stream; null: whoever gathers it decodes it. `to` is used behind the gather
+  // stream where a copy on the device serves. Failures are those of the update, of `ready`, or
+  // IoErrors with the parameter's name.
   [[nodiscard]] device::Pending start_load(const shard::Param& param, std::byte* to,
                                            device::Pending ready, void* decoded = nullptr);
   // Blocks until all loads have been started, and those from NVMe are done.
@@ -128,7 +128,7 @@ class ShardLoader {
     Tier tier = Tier::kHost;  // loaded from
     std::byte* to = nullptr;
     void* decoded = nullptr;  // null: it is not
-    shard::DeviceCopy copy;  // none: the shard is loaded from its tier
+    shard::DeviceCopy copy;   // none: the shard is loaded from its tier
     device::Pending updated;
     device::Pending ready;
     std::shared_ptr<device::HandedOver> done;

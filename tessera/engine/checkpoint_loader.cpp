@@ -80,10 +80,9 @@ void convert(std::span<const std::byte> from, DType from_dtype, DType to_dtype,
 
 // So that a tile begins where both a store and blocks can be written.
 std::int64_t tile_numel(const shard::Param& param) {
-  const std::int64_t step =
-      param.layout().is_encoded()
-          ? std::lcm(param.layout().format().step(), shard::kShardStep)
-          : shard::kShardStep;
+  const std::int64_t step = param.layout().is_encoded()
+                                ? std::lcm(param.layout().format().step(), shard::kShardStep)
+                                : shard::kShardStep;
   return std::max(step, kTileNumel / step * step);
 }
 
@@ -296,8 +295,8 @@ void CheckpointLoader::read_param(int id) {
   const StoredTensor* const precise = saved_master != nullptr ? saved_master : match.value;
   // What of the parameter comes from a stored tensor: it is read once.
   std::map<const StoredTensor*, std::vector<Write>> writes;
-  const bool same_blocks = param.layout().is_encoded() &&
-                           match.value->format == param.layout().format();
+  const bool same_blocks =
+      param.layout().is_encoded() && match.value->format == param.layout().format();
   const StoredTensor* const shard_from =
       same_blocks || match.value->dtype == dtype ? match.value : precise;
   ShardWriter writer(ctx_, param);
@@ -309,8 +308,7 @@ void CheckpointLoader::read_param(int id) {
         convert(bytes, shard_from->dtype, dtype, converted_);
         bytes = converted_;
       }
-      writer.write(begin, static_cast<std::int64_t>(bytes.size() / bytes_of(dtype)),
-                   bytes.data());
+      writer.write(begin, static_cast<std::int64_t>(bytes.size() / bytes_of(dtype)), bytes.data());
     });
   }
   const std::vector<std::string_view> names = optimizer.tensor_names(id);
@@ -439,9 +437,9 @@ void CheckpointLoader::read_decoded_tiles(const StoredTensor& tensor, const shar
     }
     tile_.resize(static_cast<std::size_t>(padded) * element);
     codec->decode(wire.data(), padded, tile_.data(), tensor.dtype, nullptr).wait();
-    const auto values = std::span<const std::byte>(tile_).subspan(
-        static_cast<std::size_t>(first - from) * element,
-        static_cast<std::size_t>(last - first) * element);
+    const auto values =
+        std::span<const std::byte>(tile_).subspan(static_cast<std::size_t>(first - from) * element,
+                                                  static_cast<std::size_t>(last - first) * element);
     for (const Write& write : writes) {
       write(begin, values);
     }

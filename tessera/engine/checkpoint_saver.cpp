@@ -223,10 +223,10 @@ void CheckpointSaver::collect_param(Save& save, int id) const {
       const shard::Layout& layout = param.layout();
       part.entry.dtype = layout.stored_dtype();
       part.entry.shape = {range.numel > 0 ? layout.stored_numel() : 0};
-      part.pieces = checkpoint::content_pieces(
-          layout.format(), layout.numel(),
-          shard::StoredBytes(layout.format(), layout.shard_numel()),
-          range.numel > 0 ? range.begin : 0, range.numel);
+      part.pieces =
+          checkpoint::content_pieces(layout.format(), layout.numel(),
+                                     shard::StoredBytes(layout.format(), layout.shard_numel()),
+                                     range.numel > 0 ? range.begin : 0, range.numel);
     }
     part.start_read = std::move(start_read);
     save.tensors.push_back(std::move(part));

@@ -224,9 +224,9 @@ shard::StoredFormat Model::format_of(const std::string& name, const at::Tensor& 
   }
   TESSERA_CHECK(*bits == 0 || *bits == 4 || *bits == 8, ConfigError, "parameter '", name,
                 "': frozen_bits = ", *bits, "; integers have 4 or 8 bits, 0 keeps it as it is");
-  TESSERA_CHECK(*bits == 0 || !trainable, ConfigError, "parameter '", name,
-                "': frozen_bits = ", *bits,
-                ", and it is trainable; freeze it by requires_grad_(false) before its unit is made");
+  TESSERA_CHECK(
+      *bits == 0 || !trainable, ConfigError, "parameter '", name, "': frozen_bits = ", *bits,
+      ", and it is trainable; freeze it by requires_grad_(false) before its unit is made");
   return {*bits, ctx_.runtime.config().get_int("quant.block_numel")};
 }
 
@@ -234,10 +234,10 @@ const shard::StoredCodecs& Model::codecs_of(shard::StoredFormat format) {
   shard::StoredCodecs& codecs = codecs_[format.bits];
   if (format.is_encoded() && !codecs.host) {
     codecs.host = quant::make_cpu_block_codec(format.blocks());
-    codecs.device = ctx_.runtime.on_cuda() ? std::shared_ptr<const comm::Codec>(
-                                                 quant::make_cuda_block_codec(
-                                                     format.blocks(), ctx_.runtime.device()))
-                                           : codecs.host;
+    codecs.device = ctx_.runtime.on_cuda()
+                        ? std::shared_ptr<const comm::Codec>(
+                              quant::make_cuda_block_codec(format.blocks(), ctx_.runtime.device()))
+                        : codecs.host;
   }
   return codecs;
 }

@@ -24,7 +24,8 @@ std::int64_t hash_of(const EngineContext& context, const shard::Param& param,
     const std::int64_t count = std::min(kTileNumel, numel - begin);
     shard::start_read_shard(param, context.tiers.shards(), begin, count, tile.data()).wait();
     hash = comm::hash_bytes(
-        tile.data(), static_cast<std::size_t>(count) * bytes_of(param.layout().stored_dtype()), hash);
+        tile.data(), static_cast<std::size_t>(count) * bytes_of(param.layout().stored_dtype()),
+        hash);
   }
   return static_cast<std::int64_t>(hash);
 }

@@ -9,7 +9,7 @@ namespace tessera::engine {
 namespace {
 
 // Of elements that come from a device to be encoded.
-constexpr std::int64_t kTileNumel = std::int64_t{1} << 20;
+constexpr std::int64_t kTileFromDevice = std::int64_t{1} << 20;
 
 }  // namespace
 
@@ -44,7 +44,7 @@ void ShardWriter::write(std::int64_t begin, std::int64_t numel, const void* elem
   const auto* from = static_cast<const std::byte*>(elements);
   device::Device& device = ctx_.runtime.device();
   const bool is_on_host = !device.is_discrete();  // else where they are is not known
-  const std::int64_t most = is_on_host ? numel : tile(kTileNumel);
+  const std::int64_t most = is_on_host ? numel : tile(kTileFromDevice);
   std::vector<std::byte> tile;
   for (std::int64_t at = 0; at < numel; at += most) {
     const std::int64_t count = std::min(most, numel - at);
@@ -66,8 +66,7 @@ void ShardWriter::write(std::int64_t begin, std::int64_t numel, const void* elem
 
 void ShardWriter::finish() {
   if (stored_) {
-    put(0, param_.layout().stored_numel(), param_.layout().stored_dtype(),
-        stored_->bytes().data());
+    put(0, param_.layout().stored_numel(), param_.layout().stored_dtype(), stored_->bytes().data());
   }
 }
 

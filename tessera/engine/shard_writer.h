@@ -18,8 +18,7 @@ class ShardWriter {
   // What the shard has, where only some of it changes: blocks whose elements are written as they
   // are keep their bytes.
   enum class Before : std::uint8_t { kReplaced, kKept };
-  ShardWriter(EngineContext& context, const shard::Param& param,
-              Before before = Before::kReplaced);
+  ShardWriter(EngineContext& context, const shard::Param& param, Before before = Before::kReplaced);
 
   // Elements [begin, begin + numel) of the shard, on the host or the device; begin is a multiple
   // of tile(1), and so is the end unless it is that of the parameter's range.

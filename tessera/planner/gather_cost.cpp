@@ -13,8 +13,7 @@ namespace {
 
 std::int64_t arena_bytes_of(const CutModel& cut, std::size_t id, const Placement& placement) {
   return is_gathered(cut, id, placement)
-             ? as_int(
-                   device::round_to_arena(cut.layouts[id].gathered_bytes(placement.parameter)))
+             ? as_int(device::round_to_arena(cut.layouts[id].gathered_bytes(placement.parameter)))
              : 0;
 }
 

@@ -82,7 +82,7 @@ struct MemoryPlanOptions {
   int optimizer_buffers = 0;
   // Discrete device: the CPU's share of the update of states in host memory; negative: chosen here.
   double cpu_share = -1;
-  bool verify = false;  // checksums of what is on NVMe are kept in memory
+  bool verify = false;       // checksums of what is on NVMe are kept in memory
   shard::StoredRule stored;  // which frozen parameters are stored as blocks of integers
 
   // Budgets, tiers and buffers as the config says; types by option precision. Throws ConfigError

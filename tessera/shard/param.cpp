@@ -28,10 +28,10 @@ Param::Param(int id, ParamSpec spec, int rank, int num_ranks, device::Device& de
       device_(device),
       tensor_(std::move(tensor)) {
   TESSERA_INVARIANT(tensor_ != nullptr, "parameter '", name(), "' has no tensor");
-  TESSERA_INVARIANT(!layout_.is_encoded() ||
-                        (!spec_.trainable && codec() != nullptr && host_codec() != nullptr),
-                    "parameter '", name(), "' is stored as ", describe(layout_.format()),
-                    ", and is trainable or has no codec");
+  TESSERA_INVARIANT(
+      !layout_.is_encoded() || (!spec_.trainable && codec() != nullptr && host_codec() != nullptr),
+      "parameter '", name(), "' is stored as ", describe(layout_.format()),
+      ", and is trainable or has no codec");
   take_shard();
 }
 

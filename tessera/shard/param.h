@@ -112,7 +112,7 @@ class Param {
   bool dynamic() const { return spec_.dynamic; }
   void set_dynamic(bool dynamic) { spec_.dynamic = dynamic; }
   const Layout& layout() const { return layout_; }
-  ElementRange range() const { return range_; }  // of this rank
+  ElementRange range() const { return range_; }       // of this rank
   std::byte* shard() const { return shard_.data(); }  // as it is stored
   // Null where elements are stored.
   const comm::Codec* codec() const { return spec_.codecs.device.get(); }

@@ -33,7 +33,9 @@ struct StoredFormat {
   // Elements of a shard are a multiple of this: so are its codes and its scales of 16 bytes, and
   // its bytes (quant/block_codec.h, [Note: quantised bytes]) have no padding between them.
   std::int64_t step() const { return 8 * block_numel; }
-  std::int64_t rounded_up(std::int64_t numel) const { return (numel + step() - 1) / step() * step(); }
+  std::int64_t rounded_up(std::int64_t numel) const {
+    return (numel + step() - 1) / step() * step();
+  }
   // Of tiles of about so many elements.
   std::int64_t tile(std::int64_t numel) const { return std::max(step(), numel / step() * step()); }
   bool operator==(const StoredFormat&) const = default;
@@ -45,8 +47,8 @@ struct ByteSpan {
   std::size_t bytes = 0;
 };
 
-// Where what lies in the bytes of `numel` elements, a multiple of the format's step: codes, then scales,
-// both in order.
+// Where what lies in the bytes of `numel` elements, a multiple of the format's step: codes, then
+// scales, both in order.
 class StoredBytes {
  public:
   StoredBytes(StoredFormat format, std::int64_t numel) : format_(format), numel_(numel) {}

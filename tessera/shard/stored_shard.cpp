@@ -113,7 +113,8 @@ void StoredShard::decode(std::int64_t begin, std::int64_t numel, void* values) c
     const std::int64_t count = std::min(step, begin + numel - first);
     cut_wire(format, places_, bytes_.data(), first, count, wire.data());
     elements.resize(static_cast<std::size_t>(format.rounded_up(count)) * element);
-    param_.host_codec()->decode(wire.data(), format.rounded_up(count), elements.data(), dtype, nullptr)
+    param_.host_codec()
+        ->decode(wire.data(), format.rounded_up(count), elements.data(), dtype, nullptr)
         .wait();
     const std::int64_t done = first + count - begin;
     std::memcpy(to, elements.data() + static_cast<std::size_t>(begin - first) * element,

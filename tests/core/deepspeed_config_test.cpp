@@ -112,6 +112,27 @@ TEST(DeepSpeedConfig, AutoIsOurDefaultAndNullCountsAsNotGiven) {
              "train_batch_size, fp16.enabled, scheduler.warmup_num_steps, optimizer.betas\n");
 }
 
+TEST(DeepSpeedConfig, QuantisedFrozenWeightsAreBlocksOfSoManyBits) {
+  const auto frozen = [](const std::string& text) {
+    return from(text).get_int("quant.frozen_bits");
+  };
+  EXPECT_EQ(frozen(R"({"zero_optimization": {"zero_quantized_nontrainable_weights": true}})"), 8);
+  EXPECT_EQ(frozen(R"({"zero_optimization": {"zero_quantized_nontrainable_weights": false}})"), 0);
+  const auto config = from(R"({"weight_quantization": {"quantized_initialization":
+    {"num_bits": 4, "group_size": 64, "group_dim": 1, "symmetric": true}}})");
+  EXPECT_EQ(config.get_int("quant.frozen_bits"), 4);
+  EXPECT_EQ(config.get_int("quant.block_numel"), 64);
+  EXPECT_HAS(translation_failure(R"({"weight_quantization": {"quantized_initialization":
+               {"num_bits": 6}}})"),
+             "num_bits = 6: frozen weights are kept as integers of 4 or 8 bits");
+  EXPECT_HAS(translation_failure(R"({"weight_quantization": {"quantized_initialization":
+               {"num_bits": 8, "symmetric": false}}})"),
+             "only true is supported: blocks have a scale, and no offset");
+  EXPECT_HAS(translation_failure(R"({"weight_quantization": {"post_init_quant":
+               {"fc": {"num_bits": 8}}}})"),
+             "post_init_quant: not supported: quant.frozen_names has the names of weights");
+}
+
 TEST(DeepSpeedConfig, FlagsWinAndTheNoticesShowWhatHolds) {
   auto config = from(R"({"train_batch_size": 16, "bf16": {"enabled": true}})");
   EXPECT_HAS(all(config), "training: precision = bf16, batch.total = 16\n");
