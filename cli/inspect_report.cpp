@@ -103,7 +103,8 @@ class UnitsText {
     std::string notes = plan_.persists[index_of(id)] ? "persists" : "";
     const auto add = [&](const std::string& note) { notes += (notes.empty() ? "" : ", ") + note; };
     if (!model_.params[index_of(id)].trainable) {
-      add("frozen");
+      const shard::StoredFormat format = plan_.layouts[index_of(id)].format();
+      add(format.is_encoded() ? "frozen, " + shard::describe(format) : "frozen");
     }
     if (plan_.num_units[index_of(id)] > 1) {
       add(fmt::format("tied: {} units", plan_.num_units[index_of(id)]));

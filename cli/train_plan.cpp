@@ -74,7 +74,7 @@ bool freezes_base(const TrainFlags& flags) {
 }
 
 void apply_flags(const TrainFlags& flags, Config& config) {
-  if (!flags.freeze_base.empty() && find_option(kFrozenBits) != nullptr) {
+  if (!flags.freeze_base.empty()) {
     set_from_flag("--freeze-base", std::to_string(base_bits(flags)), kFrozenBits, config);
   }
   set_from_flag("--batch", flags.batch, "batch.total", config);
@@ -243,7 +243,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   apply_flags(flags, plan.config);
   plan.preset = model_name(flags);
   plan.model = checked_model(flags, plan.config, plan.notes);
-  plan.frozen_bits = find_option(kFrozenBits) != nullptr ? plan.config.get_int(kFrozenBits) : 0;
+  plan.frozen_bits = plan.config.get_int(kFrozenBits);
   plan.seed = static_cast<std::uint64_t>(plan.config.get_int("seed"));
 
   plan.verify = !flags.verify.empty();

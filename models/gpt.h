@@ -19,6 +19,7 @@
 
 #include "tessera/engine/init.h"
 #include "tessera/shard/layout.h"
+#include "tessera/shard/stored_format.h"
 
 namespace tessera {
 class Engine;
@@ -118,9 +119,10 @@ class Gpt {
   // rule where it has none. REQUIRES: `seed` is the one of the engine's config.
   Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed,
       std::shared_ptr<const GptSource> weights = nullptr);
-  // Plain, on `device`; the same initial values.
+  // Plain, on `device`; the same initial values. Frozen parameters that `stored` is for get the
+  // values that they have when they are stored so, in the model's type.
   Gpt(const GptOptions& options, at::Device device, std::uint64_t seed,
-      std::shared_ptr<const GptSource> weights = nullptr);
+      std::shared_ptr<const GptSource> weights = nullptr, const shard::StoredRule& stored = {});
   ~Gpt();
   Gpt(const Gpt&) = delete;
   Gpt& operator=(const Gpt&) = delete;

@@ -90,6 +90,35 @@ TEST_F(Adapters, GoOnWhereTheyWereAndAreExportedMerged) {
             10U);
 }
 
+TEST_F(Adapters, TrainOverABaseThatIsHeldAsBlocks) {
+  for (const std::string bits : {"8", "4"}) {
+    const Arguments base{"--freeze-base", "int" + bits};
+    const auto with = [&](const Arguments& flags) { return train(joined(base, flags)); };
+    const ProcessResult first = with(
+        {"--ranks", "2", "--steps", "20", "--metrics", "run.jsonl", "--checkpoint", "run" + bits});
+    EXPECT_HAS(first.out, "(4.10k trained, 30.1k frozen as int" + bits + " blocks)");
+    EXPECT_LT(lines("run.jsonl").back().at("loss").get<double>(),
+              lines("run.jsonl").front().at("loss").get<double>() - 0.3);
+    // The reference trains over the values that blocks hold.
+    EXPECT_HAS(with({"--ranks", "1", "--verify", "3"}).out,
+               "equal unsharded training, bit for bit");
+    EXPECT_HAS(with({"--ranks", "2", "--verify", "3", "--recompute", "--tie-head"}).out,
+               "verified: 3 steps of 2 ranks");
+    // Over a base that was rounded, not over the one that was drawn.
+    with({"--steps", "1", "--metrics", "rounded.jsonl"});
+    train({"--steps", "1", "--metrics", "drawn.jsonl"});
+    EXPECT_NE(losses("rounded.jsonl"), losses("drawn.jsonl"));
+    with({"--ranks", "1", "--steps", "22", "--checkpoint", "run" + bits, "--resume", "--metrics",
+          "run.jsonl"});
+    EXPECT_EQ(lines("run.jsonl").size(), 22U);
+    EXPECT_HAS(run_well({"export", "--checkpoint", "run" + bits, "--to", "out" + bits}).out,
+               "29 tensors in fp32");
+    EXPECT_EQ(run_well({"generate", "--checkpoint", "run" + bits, "--prompt", "a", "--tokens", "8"})
+                  .out.size(),
+              10U);
+  }
+}
+
 TEST_F(Adapters, StartOverABaseOfFiles) {
   run_well({"train", "--preset", "micro", "--threads", "1", "--steps", "1", "--save", "base.st",
             "--metrics", "base.jsonl"});

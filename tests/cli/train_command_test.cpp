@@ -101,7 +101,8 @@ TEST_F(Train, HelpSaysWhatEveryFlagIs) {
        "--model",       "--eval-data",  "--eval-every",  "--eval-batches",   "--stop-on-divergence",
        "--tensorboard", "--log-every",  "--peak-tflops", "--verify-against", "--checkpoint",
        "--save-every",  "--keep",       "--resume",      "--partial",        "--save-async",
-       "--save-memory", "--stop-after", "--init"}) {
+       "--save-memory", "--stop-after", "--init",        "--adapters",       "--adapter-alpha",
+       "--freeze-base"}) {
     EXPECT_HAS(result.out, flag);
   }
   EXPECT_HAS(result.out, "readable while it grows, emptied at the start");
