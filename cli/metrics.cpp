@@ -28,6 +28,9 @@ class JsonObject {
   void add(std::string_view name, std::int64_t value) { add_text(name, std::to_string(value)); }
   void add(std::string_view name, std::uint64_t value) { add_text(name, std::to_string(value)); }
   void add(std::string_view name, bool value) { add_text(name, value ? "true" : "false"); }
+  void add(std::string_view name, const std::string& value) {
+    add_text(name, nlohmann::json(value).dump());
+  }
   std::string text() const { return "{" + text_ + "}"; }
 
  private:
@@ -99,6 +102,10 @@ std::string metrics_json(const StepMetrics& metrics) {
   object.add("reduced_bytes", metrics.reduced_bytes);
   object.add("sent_inside_bytes", metrics.sent_inside_bytes);
   object.add("sent_across_bytes", metrics.sent_across_bytes);
+  if (!metrics.weight_quant_error_param.empty()) {
+    object.add("weight_quant_error", metrics.weight_quant_error);
+    object.add("weight_quant_error_param", metrics.weight_quant_error_param);
+  }
   object.add("prefetch_hits", metrics.prefetch_hits);
   object.add("prefetch_misses", metrics.prefetch_misses);
   object.add("exposed_wait_s", metrics.exposed_wait_s);

@@ -231,6 +231,9 @@ void add_mesh_flags(CLI::App& app, TrainFlags& flags) {
                 ": ranks of a host that share a second copy of the shards, from which every gather "
                 "but the first after an update comes",
             "N");
+  add_switch(app, "--quantize-weights", flags.quantize_weights,
+             "Gathers parameters as int8 blocks, which changes numbers (qwZ); sets option "
+             "quant.weights");
   add_value(app, "--ranks-per-host", flags.ranks_per_host,
             sets("comm.ranks_per_host") +
                 ": ranks of each host (default: as found); fewer than there are make one host "

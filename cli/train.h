@@ -83,6 +83,7 @@ struct TrainFlags {
   std::string shard_size;
   bool hierarchical = false;
   std::string hpz_size;
+  bool quantize_weights = false;
   std::string ranks_per_host;
 
   std::string metrics;

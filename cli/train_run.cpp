@@ -3,11 +3,13 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <iomanip>
 #include <iostream>
 #include <memory>
 #include <new>
 #include <optional>
 #include <span>
+#include <sstream>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -177,6 +179,7 @@ class Run {
       totals_.add(metrics);
       divergence_.add(metrics);
       if (observers_) {
+        tell_quant_error(metrics);
         observers_->show(metrics);
       }
       // All ranks come to the same answer: it depends on what they know alike.
@@ -189,6 +192,20 @@ class Run {
       }
     }
     observers_.reset();
+  }
+
+  // Once: how far what units compute with is from the parameters.
+  void tell_quant_error(const StepMetrics& metrics) {
+    if (!has_told_quant_error_ && !metrics.weight_quant_error_param.empty()) {
+      has_told_quant_error_ = true;
+      std::ostringstream text;
+      text << "quantised gathers: step " << metrics.step
+           << " computed with parameters that are off by " << std::setprecision(3)
+           << metrics.weight_quant_error
+           << " of their size (root of the sum of squares, rank 0's shards), most in '"
+           << metrics.weight_quant_error_param << "'";
+      observers_->say(text.str());
+    }
   }
 
   // Collective: a checkpoint, and --save. Parameters that are no numbers take no good save's place.
@@ -280,6 +297,8 @@ class Run {
     metrics.reduced_bytes = stats.reduced_wire_bytes;
     metrics.sent_inside_bytes = stats.sent_inside_bytes;
     metrics.sent_across_bytes = stats.sent_across_bytes;
+    metrics.weight_quant_error = stats.weight_quant_error;
+    metrics.weight_quant_error_param = stats.weight_quant_error_param;
     metrics.prefetch_hits = stats.gathers.prefetch_hits;
     metrics.prefetch_misses = stats.gathers.prefetch_misses;
     metrics.exposed_wait_s = stats.exposed_wait_s;
@@ -447,7 +466,8 @@ class Run {
   RunTotals totals_;
   NvmeTotals nvme_;
   std::int64_t num_done_ = 0;  // steps, those before the run went on included
-  bool stop_ = false;          // the same on all ranks
+  bool has_told_quant_error_ = false;
+  bool stop_ = false;  // the same on all ranks
 };
 
 int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,

@@ -325,7 +325,8 @@ void Prefetcher::read_ahead() {
        ++i) {
     for (const int id : unit_params_[static_cast<std::size_t>(uses[i].unit)]) {
       const shard::Param& param = parts_.params[id];
-      if (param.is_on_nvme() && param.state() == ParamState::kReleased &&
+      const bool is_read = parts_.encoded == nullptr || !parts_.encoded->has(param);
+      if (param.is_on_nvme() && is_read && param.state() == ParamState::kReleased &&
           std::find(ahead_ids_.begin(), ahead_ids_.end(), id) == ahead_ids_.end()) {
         ahead_ids_.push_back(id);
         bytes += param.layout().shard_bytes();

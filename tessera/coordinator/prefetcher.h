@@ -53,6 +53,7 @@ class Prefetcher {
     Gatherer& gatherer;
     ShardLoader* loader;  // null: all shards are in the device's memory
     const Logger& logger;
+    const EncodedShards* encoded = nullptr;  // null: gathers bring shards as they are
   };
   Prefetcher(const Parts& parts, const PrefetcherOptions& options);
 

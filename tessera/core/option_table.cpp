@@ -87,7 +87,8 @@ constexpr std::array kOptions = {
          "that differs (MiCS). Reads every shard.",
          "engine"),
 
-    flag("quant.weights", "false", "Gather parameters as int8 blocks; changes numbers (qwZ)."),
+    flag("quant.weights", "false", "Gather parameters as int8 blocks; changes numbers (qwZ).",
+         "engine"),
     integer("quant.frozen_bits", "0", 0, 8,
             "Keep frozen parameters as blocks of integers of 4 or 8 bits, with scales; 0: as they "
             "are. Changes numbers: what was frozen is rounded once.",

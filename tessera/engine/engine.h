@@ -130,6 +130,11 @@ struct EngineStats {
   // All payload that this rank has sent, to ranks of its host and to those of others.
   std::uint64_t sent_inside_bytes = 0;
   std::uint64_t sent_across_bytes = 0;
+  // What quant.weights has cost, of this rank's shards as the step has gathered them: the relative
+  // error in the root of sums of squares, and the parameter with the largest one; empty: nothing
+  // was quantised.
+  double weight_quant_error = 0;
+  std::string weight_quant_error_param;
   engine::TierIo io;  // NVMe
   // Between the host and a device with memory of its own.
   std::uint64_t h2d_bytes = 0;

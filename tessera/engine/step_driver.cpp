@@ -686,8 +686,11 @@ EngineStats StepDriver::take_stats() {
   }
   const auto ranks = static_cast<std::uint64_t>(ctx_.params.num_ranks());
   // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.
-  stats.gathered_wire_bytes =
-      (stats.gathers.gathered_bytes - stats.gathers.secondary_bytes) / ranks * (ranks - 1);
+  stats.gathered_wire_bytes = (stats.gathers.gathered_bytes - stats.gathers.secondary_bytes -
+                               stats.gathers.encoded_bytes + stats.gathers.wire_bytes) /
+                              ranks * (ranks - 1);
+  stats.weight_quant_error = stats.gathers.quant_error.relative;
+  stats.weight_quant_error_param = stats.gathers.quant_error.param;
   if (const comm::Group* const second = ctx_.mesh.secondary()) {
     const auto near = static_cast<std::uint64_t>(second->size());
     stats.gathered_wire_bytes += stats.gathers.secondary_bytes / near * (near - 1);

@@ -581,7 +581,7 @@ const std::map<std::string, Shape>& accepted_shapes() {
          "grad.bucket_bytes = 1MiB", "optim.sub_group_bytes = 1MiB"}}},
       {"not_built_yet",
        {{"shard.secondary_group_size = 8", "quant.weights = true", "quant.gradients = true"},
-        {"quant.weights", "quant.gradients"}}},
+        {"quant.gradients"}}},
       {"mics", {{"shard.group_size = 4", "shard.hierarchical_gather = true"}}},
       {"mixture_of_experts",
        {{"unit.leaf_types = [\"MixtralSparseMoeBlock\"]", "unit.leaf_names = [\"experts\"]",
@@ -592,8 +592,7 @@ const std::map<std::string, Shape>& accepted_shapes() {
          "place.optimizer = nvme", "nvme.paths = [\"/nvme\"]", "nvme.block_bytes = 1MiB",
          "nvme.queue_depth = 8", "nvme.threads = 2", "optim.kind = lion", "optim.lr = 2e-04",
          "optim.beta2 = 0.98", "optim.weight_decay = 0.1", "optim.cpu_share = 1",
-         "schedule.deepspeed_timing = true"},
-        {"quant.weights"}}},
+         "schedule.deepspeed_timing = true"}}},
   };
   return shapes;
 }
