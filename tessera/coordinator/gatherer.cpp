@@ -231,14 +231,16 @@ std::vector<Pending> Gatherer::start_alone(const std::string& unit, const Cause&
       encoded.push_back(call_.tensors[i]);
     }
   }
-  std::vector<Pending> gathered = call_.loads;
+  Pending decoded;
   if (!encoded.empty()) {
     comm::CallOptions options = call_options(unit, call_.ids, cause);
     options.ready = Pending::all(call_.ready);
-    const Pending decoded = parts_.group.start_all_gather(encoded, options);
-    for (std::size_t i = 0; i < gathered.size(); ++i) {
-      gathered[i] = call_.members[i]->tier() == Tier::kDevice ? decoded : gathered[i];
-    }
+    decoded = parts_.group.start_all_gather(encoded, options);
+  }
+  std::vector<Pending> gathered;
+  std::size_t num_loads = 0;
+  for (const Param* member : call_.members) {
+    gathered.push_back(member->tier() == Tier::kDevice ? decoded : call_.loads[num_loads++]);
   }
   return gathered;
 }
