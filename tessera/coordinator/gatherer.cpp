@@ -191,14 +191,13 @@ std::byte* Gatherer::load_shard(const Param& param, void* full, std::byte* scrat
                       : static_cast<std::byte*>(full) + layout.load_offset(parts_.group.rank());
   // Behind the former users of the memory, which the gather stream waits for.
   const bool is_decoded = parts_.group.size() == 1 && layout.is_encoded();
-  call_.loads.back() =
-      parts_.loader->start_load(param, to, gather_.record(), is_decoded ? full : nullptr);
+  call_.loads.push_back(
+      parts_.loader->start_load(param, to, gather_.record(), is_decoded ? full : nullptr));
   return to;
 }
 
 void Gatherer::add_encoded(const Param& param, void* full, std::byte* scratch) {
   EncodedShards& encoded = *parts_.encoded;
-  call_.loads.emplace_back();
   if (!encoded.has(param)) {
     const bool is_loaded = param.tier() != Tier::kDevice;
     const std::byte* const shard = is_loaded ? load_shard(param, full, scratch) : param.shard();
@@ -215,7 +214,6 @@ void Gatherer::add_encoded(const Param& param, void* full, std::byte* scratch) {
 void Gatherer::add(const Param& param, void* full, std::byte* scratch) {
   const shard::Layout& layout = param.layout();
   order_behind_update(param);
-  call_.loads.emplace_back();
   const std::byte* shard = param.shard();
   if (param.tier() != Tier::kDevice) {
     shard = load_shard(param, full, scratch);

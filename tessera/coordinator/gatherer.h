@@ -129,7 +129,7 @@ class Gatherer {
     std::vector<shard::Param*> members;
     std::vector<int> ids;  // of the members
     std::vector<comm::Gather> tensors;
-    std::vector<device::Pending> loads;                 // by tensor; empty: nothing is loaded
+    std::vector<device::Pending> loads;                 // of those that are not on the device
     std::vector<device::Pending> ready;                 // what else its input waits for
     std::vector<device::ArenaBlock> scratch;            // until it is done
     const device::PendingState* last_update = nullptr;  // that it is ordered behind
