@@ -321,6 +321,7 @@ std::int64_t num_secondary_in_host(const planner::MemoryPlan& plan) {
 std::vector<std::int64_t> tight_budgets(const RunSettings& settings) {
   const planner::ModelShapes shapes = models::planner_shapes(models::gpt_shape(settings.model));
   auto options = planner::MemoryPlanOptions::from(config_of(settings), settings.ranks, true);
+  options.group_memory = {};  // of ranks as threads
   const std::int64_t all =
       planner::plan_memory(shapes, options, settings.accumulate).device_memory_bytes();
   std::vector<std::int64_t> budgets;
