@@ -1,6 +1,7 @@
 // Shard groups and replicas: whole trainings on every mesh against unsharded training, with the
 // same bits wherever they are promised; what ranks send; copies that stay the same; saves that
 // change their mesh.
+#include <algorithm>
 #include <exception>
 #include <filesystem>
 #include <map>
@@ -10,8 +11,10 @@
 
 #include <gtest/gtest.h>
 
+#include "models/gpt_shapes.h"
 #include "tessera/comm/mesh_bytes.h"
 #include "tessera/core/error.h"
+#include "tessera/planner/memory_planner.h"
 #include "testing/mock_device.h"
 #include "tests/engine/engine_fixture.h"
 #include "tests/engine/expert_training.h"
@@ -290,7 +293,7 @@ TEST(MeshBytes, AreTheClosedFormInsideHostsAndAcross) {
 
 // --- Secondary shards.
 
-RunOutcome train_with_second(int ranks, int second, RunSettings settings, const Options& more) {
+RunSettings with_second(int ranks, int second, RunSettings settings, const Options& more) {
   settings.ranks = ranks;
   settings.options = joined({{"grad.clip_norm", "0.5"},
                              {"batch.accumulate", std::to_string(settings.accumulate)},
@@ -300,12 +303,44 @@ RunOutcome train_with_second(int ranks, int second, RunSettings settings, const 
   if (second > 1) {
     settings.options.emplace_back("shard.secondary_group_size", std::to_string(second));
   }
-  return train(settings);
+  return settings;
 }
 
-std::int64_t num_secondary_in_host(const RunOutcome& run) {
-  return std::count_if(run.placement->params.begin(), run.placement->params.end(),
+RunOutcome train_with_second(int ranks, int second, const RunSettings& settings,
+                             const Options& more) {
+  return train(with_second(ranks, second, settings, more));
+}
+
+std::int64_t num_secondary_in_host(const planner::MemoryPlan& plan) {
+  return std::count_if(plan.params.begin(), plan.params.end(),
                        [](const Placement& each) { return each.secondary == Tier::kHost; });
+}
+
+// Of the device: the largest with which some secondary shards are in host memory, and one with
+// which as many as can are.
+std::vector<std::int64_t> tight_budgets(const RunSettings& settings) {
+  const planner::ModelShapes shapes = models::planner_shapes(models::gpt_shape(settings.model));
+  auto options = planner::MemoryPlanOptions::from(config_of(settings), settings.ranks, true);
+  options.group_memory = {};  // of ranks as threads
+  const std::int64_t all =
+      planner::plan_memory(shapes, options, settings.accumulate).device_memory_bytes();
+  std::vector<std::int64_t> budgets;
+  std::int64_t most = 0;
+  options.is_device_given = true;
+  for (std::int64_t part = 100; part > 0; --part) {
+    options.device_bytes = all * part / 100;
+    try {
+      const std::int64_t count =
+          num_secondary_in_host(planner::plan_memory(shapes, options, settings.accumulate));
+      if (count > most) {
+        budgets.push_back(options.device_bytes);
+        most = count;
+      }
+    } catch (const ConfigError&) {
+      break;
+    }
+  }
+  return budgets.size() > 2 ? std::vector{budgets.front(), budgets.back()} : budgets;
 }
 
 // The mock's memory is the host's: whole pages.
@@ -355,7 +390,8 @@ TEST(SecondaryShardTraining, ChangeNoBitOnAnyNumberOfRanksAtAnyPlace) {
           // Four gathers of a step read a shard once; the first of them may get it from its update.
           const std::uint64_t read = run.stats.back().io.parameters.read_bytes;
           EXPECT_LE(read, static_cast<std::uint64_t>(run.placement->step.parameters_read));
-          EXPECT_EQ(plain.placement->step.parameters_read, 4 * run.placement->step.parameters_read);
+          EXPECT_GE(plain.placement->step.parameters_read, 4 * run.placement->step.parameters_read)
+              << "the tied one more often";
           EXPECT_GT(plain.stats.back().io.parameters.read_bytes, 2 * read);
         }
       }
@@ -378,24 +414,25 @@ TEST(SecondaryShardTraining, ChangeNoBitInHostMemoryWhereTheDeviceHasNoRoom) {
     SCOPED_TRACE(placed.name);
     const RunOutcome plain = train_with_second(4, 1, settings, placed.options);
     const RunOutcome roomy = train_with_second(4, 2, settings, placed.options);
-    EXPECT_EQ(num_secondary_in_host(roomy), 0);
-    const std::int64_t shards = roomy.placement->bytes(Tier::kDevice, Role::kShard);
+    EXPECT_EQ(num_secondary_in_host(*roomy.placement), 0);
+    const std::vector<std::int64_t> budgets =
+        tight_budgets(with_second(4, 2, settings, placed.options));
+    ASSERT_FALSE(budgets.empty());
     bool had_some_of_each = false;
-    for (const int quarters : {1, 3}) {
-      const std::int64_t budget = roomy.placement->device_memory_bytes() - shards * quarters / 4;
+    for (const std::int64_t budget : budgets) {
       const RunOutcome run = train_with_second(
           4, 2, settings, joined(placed.options, {{"memory.device", std::to_string(budget)}}));
-      EXPECT_GT(num_secondary_in_host(run), 0);
-      had_some_of_each =
-          had_some_of_each || run.placement->params.front().secondary == Tier::kDevice;
+      const planner::MemoryPlan& plan = *run.placement;
+      EXPECT_GT(num_secondary_in_host(plan), 0);
+      had_some_of_each = had_some_of_each || plan.params.front().secondary == Tier::kDevice;
       EXPECT_TRUE(same_bits(run, plain)) << difference(run, plain).describe();
-      EXPECT_EQ(run.stats.back().gathers.secondary_bytes,
-                roomy.stats.back().gathers.secondary_bytes);
-      EXPECT_GT(run.stats.back().gathers.brought_bytes, roomy.stats.back().gathers.brought_bytes);
-      EXPECT_LE(run.stats.back().h2d_bytes, static_cast<std::uint64_t>(run.placement->link.h2d));
-      EXPECT_LE(run.stats.back().d2h_bytes, static_cast<std::uint64_t>(run.placement->link.d2h));
-      EXPECT_GT(run.stats.back().gathers.kept_bytes, 0U);
-      EXPECT_LE(run.placement->device_memory_bytes(), budget);
+      const EngineStats& stats = run.stats.back();
+      EXPECT_EQ(stats.gathers.secondary_bytes, roomy.stats.back().gathers.secondary_bytes);
+      EXPECT_GT(stats.gathers.brought_bytes, roomy.stats.back().gathers.brought_bytes);
+      EXPECT_GT(stats.gathers.kept_bytes, 0U);
+      EXPECT_LE(stats.h2d_bytes, static_cast<std::uint64_t>(plan.link.h2d));
+      EXPECT_LE(stats.d2h_bytes, static_cast<std::uint64_t>(plan.link.d2h));
+      EXPECT_LE(plan.device_memory_bytes(), budget);
       expect_planned_shards(run);
     }
     EXPECT_TRUE(had_some_of_each);
