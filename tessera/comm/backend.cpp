@@ -57,6 +57,15 @@ class SoloBackend final : public Backend {
     return Backend::start_reduce(parts, out, out_dtype, reduction, stream);
   }
 
+  std::shared_ptr<std::byte> make_staging(std::size_t bytes, device::Stream* stream) override {
+    if (device_ == nullptr) {
+      return Backend::make_staging(bytes, stream);
+    }
+    const auto memory =
+        std::make_shared<device::Memory>(device_->allocate(Tier::kDevice, bytes, Role::kStaging));
+    return {memory, memory->data()};
+  }
+
   std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
     TESSERA_INVARIANT(ranks.size() == 1, "split of a world of one into ", ranks.size(),
                       " ranks: ", name);

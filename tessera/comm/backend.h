@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -32,6 +33,10 @@ struct GatherBytes {
   const void* shard = nullptr;  // this rank's piece; may be its own slot in `full`
   void* full = nullptr;         // size() pieces in rank order
   std::size_t shard_bytes = 0;
+  // What is to become of a rank's piece once it is here, and may be read: of a backend that reads
+  // its peers' memory, which then reads pieces where they lie, and has `full` for those that it
+  // cannot. The others leave all pieces in `full`. Null: they belong there.
+  std::function<void(std::size_t rank, const std::byte* piece, device::Stream* stream)> use = {};
 };
 
 // Piece r of `send` goes to rank r; piece r of `receive` comes from rank r. Pieces lie at a
@@ -42,6 +47,9 @@ struct PieceBytes {
   std::size_t piece_bytes = 0;
   std::size_t send_stride = 0;
   std::size_t receive_stride = 0;
+  // What is to be done when all is received: by a backend that reads its peers' memory, before the
+  // call ends. The others leave it to Group. Null: nothing.
+  std::function<void(device::Stream* stream)> use = {};
 
   bool contiguous() const { return send_stride == piece_bytes && receive_stride == piece_bytes; }
 };

@@ -36,6 +36,13 @@ void detail_group::check_pointer(const void* data, std::size_t bytes, const char
                 " bytes");
 }
 
+void detail_group::check_codec(const Codec& codec, DType dtype, const char* what) {
+  const bool is_encodable =
+      dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+  TESSERA_CHECK(is_encodable, ConfigError, what, ": ", to_string(dtype),
+                " elements cannot travel as ", codec.name(), "; only fp32, bf16 and fp16 can");
+}
+
 Group::Group(std::unique_ptr<Backend> backend, std::string name, std::vector<int> world_ranks,
              GroupOptions options)
     : backend_(std::move(backend)),
@@ -185,7 +192,7 @@ Pending Group::copy(void* to, const void* from, std::size_t bytes, device::Strea
   }
   CallCopies copies(copied_from_);
   copies.add(to, from, bytes);
-  copies.finish();
+  std::ignore = copies.finish();
   return {};
 }
 

@@ -11,6 +11,10 @@
 // same input gives the same bits on every backend, for every bucket size and timing. all_reduce is
 // reduce-scatter and all-gather of the same sum.
 //
+// With a codec (codec.h) wires travel in place of elements. The order is the same: what is gathered
+// is decoded into the slots of its ranks, and a sum adds decoded values in rank order in fp32,
+// rounded once. The codec is that of the memory which calls are given, and equal on all ranks.
+//
 // Asynchrony: a call returns at once. Its memory must stay valid until the Pending is done (or give
 // `keep_alive`, which is held also when a failed call is still stuck inside the network). If
 // `stream` is given, the call reads its input after what that stream has been given so far.
@@ -39,6 +43,7 @@
 
 #include "tessera/comm/backend.h"
 #include "tessera/comm/call_queue.h"
+#include "tessera/comm/codec.h"
 #include "tessera/comm/staging.h"
 #include "tessera/comm/status_store.h"
 #include "tessera/comm/tag.h"
@@ -89,6 +94,10 @@ struct CallOptions {
   // for by a rank that others need to get on. Set at once by a stream-ordered backend, where
   // waiting blocks no thread. Never set if the ranks do not agree. Null: nobody asks.
   std::shared_ptr<std::atomic<bool>> met;
+  // Of a reduce-scatter, whose input is fp32, bf16 or fp16: each piece is encoded once, and decoded
+  // once where it is added, this rank's own too. Null: elements travel as they are. Other calls
+  // have none, or say so by tensor. Outlives the call.
+  const Codec* codec = nullptr;
 };
 
 // One tensor of an all-gather: `shard_numel` elements from every rank, written in rank order.
@@ -98,6 +107,11 @@ struct Gather {
   std::int64_t shard_numel = 0;
   DType dtype = DType::kFloat32;
   std::string_view name = {};  // compared, and used in messages, like a label
+  // Null: elements travel as they are. Else `shard` is wires_per_rank wires behind each other, of
+  // shard_numel elements each, and not in `full`, which gets size() * wires_per_rank pieces of as
+  // many decoded elements, in the order of ranks and wires. Outlives the call.
+  const Codec* codec = nullptr;
+  int wires_per_rank = 1;  // the wires may be those of several ranks that were gathered before
 };
 
 struct HostGather {
@@ -237,11 +251,31 @@ class Group {
                const std::function<Pending()>& next);
   void add_reduce_scatter(QueuedCall& queued, const void* input, void* output,
                           std::size_t shard_numel, DType dtype, DType output_dtype);
+  void add_encoded_reduce_scatter(QueuedCall& queued, const void* input, void* output,
+                                  std::int64_t shard_numel, DType dtype, DType output_dtype,
+                                  const Codec& codec);
 
   // Between the call's own memory and its staging, in the call's order. In a phase of a queued call
   // they are done when these return.
   Pending copy(void* to, const void* from, std::size_t bytes, device::Stream* stream);
   Pending zero(void* to, std::size_t bytes, device::Stream* stream);
+  // Where a codec works for a call of `stream`, as a backend's copies do; null: on the calling
+  // thread.
+  device::Stream* codec_stream(device::Stream* stream) const {
+    if (stream == nullptr && backend_->stream_ordered() && options_.device != nullptr) {
+      return &options_.device->stream(device::StreamKind::kCompute);
+    }
+    return backend_->stream_ordered() ? stream
+           : is_copied()              ? &copied_from_->stream(device::StreamKind::kComm)
+                                      : nullptr;
+  }
+  // What a codec has started there: in a phase of a queued call it is done when this returns.
+  Pending finish_coding(Pending pending) const {
+    if (!backend_->stream_ordered()) {
+      std::exchange(pending, {}).wait();
+    }
+    return pending;
+  }
 
   // True: exchanging the tags is already a barrier.
   bool exchanges_tags() const { return queue_ && !backend_->compares_tags(); }
@@ -280,6 +314,8 @@ namespace detail_group {
 // Bytes of `numel` elements; ConfigError if that, times `times`, is no size of memory.
 std::size_t checked_bytes(std::int64_t numel, DType dtype, int times, const char* what);
 void check_pointer(const void* data, std::size_t bytes, const char* what);
+// ConfigError unless such elements can be encoded.
+void check_codec(const Codec& codec, DType dtype, const char* what);
 
 }  // namespace detail_group
 }  // namespace tessera::comm

@@ -16,6 +16,12 @@ using detail_group::checked_bytes;
 // every rank's piece alike. The pack lies first in the call's staging; copies of what travels by
 // itself, if there are any, lie at the end. The staging is there when the call's phases run. Where
 // ranks read each other's memory there is none: small tensors are one call of several parts.
+//
+// Encoded tensors arrive in staging, in the pack or by themselves, and are decoded from there;
+// where the caller's memory is copied the device reads the wires in pinned memory, so that wires
+// cross the link in place of elements, and no memory of the device holds them. Where ranks read
+// each other's memory they are decoded from where they lie, and staging holds what passes through
+// chunks.
 struct GatherCall {
   struct Options {
     const char* what = "";
@@ -24,21 +30,35 @@ struct GatherCall {
     std::size_t pack_below_bytes = 0;
     bool receives = true;                   // false: `full` may be null
     device::Device* copied_from = nullptr;  // null: the network reaches the caller's memory
-    bool is_shared = false;                 // ranks read each other's memory
+    CallMemory memory = CallMemory::kReached;
   };
   struct Part {
     GatherBytes bytes;
     std::size_t tensor = 0;  // which one
+    // Encoded ones.
+    const Codec* codec = nullptr;
+    DType dtype = DType::kFloat32;
+    std::int64_t wire_numel = 0;
+    std::size_t num_wires = 1;  // of one rank
+    // Where in the staging all pieces lie, from its end; 0: they travel to their place.
+    std::size_t staged_from_end = 0;
   };
 
   GatherCall(std::span<const Gather> tensors, const Label& label, const Options& with);
 
   bool is_copied() const { return options.copied_from != nullptr; }
-  bool is_packed() const { return !packed.empty() && !options.is_shared; }
+  bool is_shared() const { return options.memory == CallMemory::kShared; }
+  bool is_packed() const { return !packed.empty() && !is_shared(); }
+  // It does not lie at its place when it has arrived.
+  bool is_unpacked(const Part& part) const {
+    return options.receives && (is_copied() || (part.codec != nullptr && !is_shared()));
+  }
   bool moves_nothing() const { return direct.empty() && packed.empty(); }
   // Something must be put in its place once it has arrived.
   bool is_unpacked() const {
-    return options.receives && !moves_nothing() && (is_packed() || is_copied());
+    return options.receives &&
+           (is_packed() || std::any_of(direct.begin(), direct.end(),
+                                       [&](const Part& part) { return is_unpacked(part); }));
   }
   std::size_t num_pieces() const {
     return options.receives ? static_cast<std::size_t>(options.group_size) : 1;
@@ -48,18 +68,12 @@ struct GatherCall {
   std::vector<GatherBytes> written() const {
     std::vector<GatherBytes> parts;
     CallCopies copies(options.copied_from);
-    for (std::size_t i = 0; i < direct.size(); ++i) {
-      const GatherBytes& part = direct[i].bytes;
-      if (is_copied()) {
-        parts.push_back(in_staging(copy_of(i), part.shard_bytes));
-        copies.add(const_cast<void*>(parts.back().shard), part.shard, part.shard_bytes);
-      } else {
-        parts.push_back(part);
-      }
+    for (const Part& part : direct) {
+      parts.push_back(written(part, copies));
     }
-    if (options.is_shared) {
+    if (is_shared()) {
       for (const Part& part : packed) {
-        parts.push_back(part.bytes);
+        parts.push_back(written(part, copies));
       }
     } else if (!packed.empty()) {
       parts.push_back(in_staging(staging->data(), pack_bytes));
@@ -72,28 +86,31 @@ struct GatherCall {
         at += packed_bytes(bytes);
       }
     }
-    copies.finish();
+    std::ignore = copies.finish();
     return parts;
   }
 
   // What has arrived, to its place.
   void read_direct(std::size_t i) const {
     CallCopies copies(options.copied_from);
-    add_direct(i, copies);
-    copies.finish();
+    add_direct(direct[i], copies);
+    std::ignore = copies.finish();
   }
   void read_pack() const {
     CallCopies copies(options.copied_from);
     add_pack(copies);
-    copies.finish();
+    std::ignore = copies.finish();
   }
-  void read() const {
-    CallCopies copies(options.copied_from);
-    for (std::size_t i = 0; is_copied() && i < direct.size(); ++i) {
-      add_direct(i, copies);
+  // `stream`: Group::codec_stream().
+  Pending read(device::Stream* stream) const {
+    CallCopies copies(options.copied_from, stream);
+    for (const Part& part : direct) {
+      if (is_unpacked(part)) {
+        add_direct(part, copies);
+      }
     }
     add_pack(copies);
-    copies.finish();
+    return copies.finish();
   }
 
   const Options options;
@@ -102,31 +119,75 @@ struct GatherCall {
   std::vector<std::size_t> empty;  // tensors without elements
   std::shared_ptr<const CallWords> words;
   CallTag tag;
-  std::vector<std::size_t> piece_bytes;         // by tensor
+  std::vector<GatherPiece> pieces;              // by tensor
   std::size_t pack_bytes = 0;                   // of one rank's pack
   std::size_t sent_bytes = 0;                   // to every rank that receives
   std::shared_ptr<const StagingLease> staging;  // null: none is needed
 
  private:
-  std::byte* copy_of(std::size_t i) const {
-    std::byte* at = staging->data() + staging->bytes();
-    for (std::size_t later = i; later < direct.size(); ++later) {
-      at -= staging_room(direct[later].bytes.shard_bytes * num_pieces());
-    }
-    return at;
+  std::size_t wire_bytes_of(const Gather& tensor) const;
+
+  // Of all pieces of a part that travels by itself. A world of one's wires stay where they are.
+  std::byte* arrival_of(const Part& part) const {
+    return part.staged_from_end > 0 ? staging->data() + staging->bytes() - part.staged_from_end
+                                    : static_cast<std::byte*>(const_cast<void*>(part.bytes.shard));
   }
 
-  void add_direct(std::size_t i, CallCopies& copies) const {
-    copies.add(direct[i].bytes.full, copy_of(i), direct[i].bytes.shard_bytes * num_pieces());
+  GatherBytes written(const Part& part, CallCopies& copies) const {
+    if (is_copied()) {
+      const GatherBytes copy = in_staging(arrival_of(part), part.bytes.shard_bytes);
+      copies.add(const_cast<void*>(copy.shard), part.bytes.shard, part.bytes.shard_bytes);
+      return copy;
+    }
+    GatherBytes bytes = part.bytes;
+    if (part.codec != nullptr && options.receives) {
+      bytes.full = arrival_of(part);
+      bytes.use = [part](std::size_t rank, const std::byte* piece, device::Stream* stream) {
+        CallCopies decodings(nullptr, stream);
+        add_decoding(part, rank, piece, decodings);
+        std::ignore = decodings.finish();
+      };
+    }
+    return bytes;
+  }
+
+  void add_direct(const Part& part, CallCopies& copies) const {
+    const std::byte* const arrived = arrival_of(part);
+    if (part.codec == nullptr) {
+      copies.add(part.bytes.full, arrived, part.bytes.shard_bytes * num_pieces());
+      return;
+    }
+    for (std::size_t rank = 0; rank < num_pieces(); ++rank) {
+      add_decoding(part, rank, arrived + rank * part.bytes.shard_bytes, copies);
+    }
   }
   void add_pack(CallCopies& copies) const {
-    const std::byte* at = packed.empty() ? nullptr : staging->data();
-    for (std::size_t rank = 0; rank < num_pieces(); ++rank) {
+    const std::byte* at = is_packed() ? staging->data() : nullptr;
+    for (std::size_t rank = 0; is_packed() && rank < num_pieces(); ++rank) {
       for (const Part& part : packed) {
         const std::size_t bytes = part.bytes.shard_bytes;
-        copies.add(static_cast<std::byte*>(part.bytes.full) + rank * bytes, at, bytes);
+        if (part.codec == nullptr) {
+          copies.add(static_cast<std::byte*>(part.bytes.full) + rank * bytes, at, bytes);
+        } else {
+          add_decoding(part, rank, at, copies);
+        }
         at += packed_bytes(bytes);
       }
+    }
+  }
+  // What a rank has sent, into its slot.
+  static void add_decoding(const Part& part, std::size_t rank, const std::byte* wires,
+                           CallCopies& copies) {
+    const std::size_t wire_bytes = part.bytes.shard_bytes / part.num_wires;
+    const std::size_t decoded_bytes =
+        static_cast<std::size_t>(part.wire_numel) * bytes_of(part.dtype);
+    auto* to = static_cast<std::byte*>(part.bytes.full) + rank * part.num_wires * decoded_bytes;
+    for (std::size_t wire = 0; wire < part.num_wires; ++wire) {
+      copies.add_work([&](device::Stream* stream) {
+        return part.codec->decode(wires + wire * wire_bytes, part.wire_numel, to, part.dtype,
+                                  stream);
+      });
+      to += decoded_bytes;
     }
   }
 
@@ -146,29 +207,53 @@ GatherCall::GatherCall(std::span<const Gather> tensors, const Label& label, cons
   tag.num_tensors = static_cast<std::uint32_t>(tensors.size());
   tag.dtype = tensors.empty() ? DType::kUInt8 : tensors.front().dtype;
   for (const Gather& tensor : tensors) {
-    const std::size_t bytes =
-        checked_bytes(tensor.shard_numel, tensor.dtype, options.group_size, options.what);
+    const std::size_t bytes = wire_bytes_of(tensor);
     const bool has_memory =
         tensor.shard != nullptr && (tensor.full != nullptr || !options.receives);
     TESSERA_CHECK(bytes == 0 || has_memory, ConfigError, options.what, ": ",
-                  tensor.shard == nullptr ? "shard" : "full", " of tensor ", piece_bytes.size() + 1,
+                  tensor.shard == nullptr ? "shard" : "full", " of tensor ", pieces.size() + 1,
                   " '", tensor.name, "' is null; it has ", bytes, " bytes per rank");
     tag.shape_hash = hash_bytes(&tensor.shard_numel, sizeof(tensor.shard_numel), tag.shape_hash);
     tag.shape_hash = hash_bytes(&tensor.dtype, sizeof(tensor.dtype), tag.shape_hash);
+    if (tensor.codec != nullptr) {
+      const std::string_view codec = tensor.codec->name();
+      tag.shape_hash = hash_bytes(codec.data(), codec.size(), tag.shape_hash);
+      tag.shape_hash = hash_bytes(&tensor.wires_per_rank, sizeof(int), tag.shape_hash);
+    }
     tag.total_bytes += bytes;
-    piece_bytes.push_back(bytes);
-    if (named) {
+    pieces.push_back({bytes, tensor.codec != nullptr});
+    if (named && tensor.codec != nullptr) {
+      names->add_tensor(detail::concat(tensor.name, " as ", tensor.codec->name()));
+    } else if (named) {
       names->add_tensor(tensor.name);
     }
   }
+  std::vector<std::size_t> piece_bytes;
+  for (const GatherPiece& piece : pieces) {
+    piece_bytes.push_back(piece.wire_bytes);
+  }
   const std::vector<bool> is_packed = packed_pieces(piece_bytes, options.pack_below_bytes);
+  std::size_t num_staged_bytes = 0;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const Part part{{tensors[i].shard, tensors[i].full, piece_bytes[i]}, i};
+    const Gather& tensor = tensors[i];
+    Part part{{tensor.shard, tensor.full, piece_bytes[i]},
+              i,
+              tensor.codec,
+              tensor.dtype,
+              tensor.shard_numel,
+              static_cast<std::size_t>(tensor.wires_per_rank)};
     if (piece_bytes[i] == 0) {
       empty.push_back(i);
-    } else if (is_packed[i]) {
+      continue;
+    }
+    const bool is_in_pack = is_packed[i] && !is_shared();
+    if (!is_in_pack && is_staged_piece(pieces[i], num_pieces(), options.memory)) {
+      num_staged_bytes += staging_room(piece_bytes[i] * num_pieces());
+      part.staged_from_end = num_staged_bytes;
+    }
+    if (is_packed[i]) {
       packed.push_back(part);
-      pack_bytes += options.is_shared ? piece_bytes[i] : packed_bytes(piece_bytes[i]);
+      pack_bytes += is_shared() ? piece_bytes[i] : packed_bytes(piece_bytes[i]);
     } else {
       direct.push_back(part);
       sent_bytes += piece_bytes[i];
@@ -178,6 +263,19 @@ GatherCall::GatherCall(std::span<const Gather> tensors, const Label& label, cons
   words = std::move(names);
 }
 
+std::size_t GatherCall::wire_bytes_of(const Gather& tensor) const {
+  if (tensor.codec == nullptr) {
+    return checked_bytes(tensor.shard_numel, tensor.dtype, options.group_size, options.what);
+  }
+  detail_group::check_codec(*tensor.codec, tensor.dtype, options.what);
+  TESSERA_CHECK(tensor.wires_per_rank >= 1, ConfigError, options.what, ": tensor '", tensor.name,
+                "' has ", tensor.wires_per_rank, " wires per rank; it needs at least one");
+  std::ignore = checked_bytes(tensor.shard_numel, tensor.dtype,
+                              options.group_size * tensor.wires_per_rank, options.what);
+  return tensor.codec->wire_bytes(tensor.shard_numel) *
+         static_cast<std::size_t>(tensor.wires_per_rank);
+}
+
 }  // namespace
 
 Pending Group::start_gather(std::span<const Gather> tensors, const CallOptions& options,
@@ -185,11 +283,11 @@ Pending Group::start_gather(std::span<const Gather> tensors, const CallOptions& 
   const auto gather = std::make_shared<GatherCall>(
       tensors, options.label,
       GatherCall::Options{"all_gather", static_cast<std::size_t>(rank()), size(),
-                          pack_below_bytes(), true, copied_from_, is_shared()});
+                          pack_below_bytes(), true, copied_from_, call_memory()});
   gather->tag.op = Op::kAllGather;
   QueuedCall queued = prepare(gather->tag, options, gather->words);
   if (const std::size_t bytes =
-          all_gather_staging_bytes(gather->piece_bytes, pack_below_bytes(), size(), call_memory());
+          all_gather_staging_bytes(gather->pieces, pack_below_bytes(), size(), call_memory());
       bytes > 0) {
     gather->staging = add_staging(queued, bytes);
   }
@@ -201,9 +299,8 @@ Pending Group::start_gather(std::span<const Gather> tensors, const CallOptions& 
                                }});
     }
     if (gather->is_unpacked()) {
-      queued.phases.push_back({false, [gather] {
-                                 gather->read();
-                                 return Pending();
+      queued.phases.push_back({false, [this, gather, stream = queued.call.stream] {
+                                 return gather->read(codec_stream(stream));
                                }});
     }
     return start(std::move(queued), payload_bytes);
@@ -218,7 +315,7 @@ Pending Group::start_gather(std::span<const Gather> tensors, const CallOptions& 
   for (std::size_t i = 0; i < gather->direct.size(); ++i) {
     CallPart& part = queued.parts.emplace_back();
     add_owner(part, gather->direct[i].tensor);
-    if (is_copied()) {
+    if (gather->is_unpacked(gather->direct[i])) {
       part.unpack = [gather, i] { gather->read_direct(i); };
     }
   }
@@ -280,7 +377,7 @@ Pending Group::start_gather_to(std::span<const Gather> tensors, std::span<const 
   const auto gather = std::make_shared<GatherCall>(
       tensors, options.label,
       GatherCall::Options{"gather_to", own_rank, size(), pack_below_bytes(), receives, copied_from_,
-                          is_shared()});
+                          call_memory()});
   std::vector<std::uint8_t> wanted(wants.begin(), wants.end());
   std::size_t num_wanting = 0;
   for (std::uint8_t& want : wanted) {
@@ -297,8 +394,7 @@ Pending Group::start_gather_to(std::span<const Gather> tensors, std::span<const 
   const bool copies = backend_->gather_to_needs_copies();
   const GatherToStaging needs{size(), static_cast<int>(num_wanting), receives, copies,
                               call_memory()};
-  if (const std::size_t bytes =
-          gather_to_staging_bytes(gather->piece_bytes, pack_below_bytes(), needs);
+  if (const std::size_t bytes = gather_to_staging_bytes(gather->pieces, pack_below_bytes(), needs);
       bytes > 0) {
     gather->staging = add_staging(queued, bytes);
   }
@@ -310,9 +406,8 @@ Pending Group::start_gather_to(std::span<const Gather> tensors, std::span<const 
                                  copies ? gather->staging->data() + copies_begin : nullptr, call);
                            }});
   if (gather->is_unpacked()) {
-    queued.phases.push_back({false, [gather] {
-                               gather->read();
-                               return Pending();
+    queued.phases.push_back({false, [this, gather, stream = queued.call.stream] {
+                               return gather->read(codec_stream(stream));
                              }});
   }
   return start(std::move(queued), gather->sent_bytes * (num_wanting - wanted[own_rank]));

@@ -97,19 +97,67 @@ void Group::add_reduce_scatter(QueuedCall& queued, const void* input, void* outp
   }
 }
 
+// One encoding and one decoding of every piece. The wires that are received lie first in the
+// staging, those that are sent behind them; where the caller's memory is copied they are the
+// copies.
+void Group::add_encoded_reduce_scatter(QueuedCall& queued, const void* input, void* output,
+                                       std::int64_t shard_numel, DType dtype, DType output_dtype,
+                                       const Codec& codec) {
+  const std::size_t wire_bytes = codec.wire_bytes(shard_numel);
+  const auto num_ranks = static_cast<std::size_t>(size());
+  const auto staging =
+      add_staging(queued, encoded_reduce_scatter_staging_bytes(wire_bytes, size()));
+  const auto sent = [staging, begin = staging_room(wire_bytes * num_ranks)] {
+    return staging->data() + begin;
+  };
+  const auto decode = [=, of = &codec, ranks = size()](device::Stream* stream) {
+    return of->decode_sum(staging->data(), wire_bytes, ranks, shard_numel, output, output_dtype,
+                          stream);
+  };
+  queued.phases.push_back(
+      {true, [=, this, of = &codec, call = queued.call] {
+         const std::size_t piece_bytes = static_cast<std::size_t>(shard_numel) * bytes_of(dtype);
+         for (std::size_t r = 0; r < num_ranks; ++r) {
+           std::ignore = finish_coding(
+               of->encode(static_cast<const std::byte*>(input) + r * piece_bytes, dtype,
+                          shard_numel, sent() + r * wire_bytes, codec_stream(call.stream)));
+         }
+         PieceBytes wires{sent(), staging->data(), wire_bytes, wire_bytes, wire_bytes};
+         if (is_shared()) {
+           wires.use = [decode](device::Stream* stream) { std::ignore = decode(stream); };
+         }
+         return backend_->start_all_to_all(wires, call);
+       }});
+  if (!is_shared()) {
+    queued.phases.push_back({false, [=, this, call = queued.call] {
+                               return finish_coding(decode(codec_stream(call.stream)));
+                             }});
+  }
+}
+
 Pending Group::start_reduce_scatter(const void* input, void* output, std::int64_t shard_numel,
                                     DType dtype, DType output_dtype, const CallOptions& options) {
   const std::size_t bytes = checked_bytes(shard_numel, dtype, size(), "reduce_scatter");
   check_pointer(input, bytes, "reduce_scatter: input");
   check_pointer(output, bytes, "reduce_scatter: output");
   check_reduction(dtype, output_dtype);
-  QueuedCall queued = prepare({.shape_hash = hash_bytes(&shard_numel, sizeof(shard_numel), 0),
-                               .total_bytes = bytes,
-                               .num_tensors = 1,
-                               .op = Op::kReduceScatter,
-                               .dtype = dtype},
-                              options);
-  if (bytes > 0 && size() == 1) {
+  CallTag tag{.shape_hash = hash_bytes(&shard_numel, sizeof(shard_numel), 0),
+              .total_bytes = bytes,
+              .num_tensors = 1,
+              .op = Op::kReduceScatter,
+              .dtype = dtype};
+  if (options.codec != nullptr) {
+    detail_group::check_codec(*options.codec, dtype, "reduce_scatter");
+    const std::string_view codec = options.codec->name();
+    tag.shape_hash = hash_bytes(codec.data(), codec.size(), tag.shape_hash);
+    tag.total_bytes = options.codec->wire_bytes(shard_numel);
+  }
+  const std::size_t sent_bytes = tag.total_bytes;
+  QueuedCall queued = prepare(tag, options);
+  if (bytes > 0 && options.codec != nullptr) {
+    add_encoded_reduce_scatter(queued, input, output, shard_numel, dtype, output_dtype,
+                               *options.codec);
+  } else if (bytes > 0 && size() == 1) {
     const RankParts own{input, dtype, 1, static_cast<std::size_t>(shard_numel)};
     add_sum(queued, [own] { return own; }, output, output_dtype, {}, {});
   } else if (bytes > 0 && is_shared()) {
@@ -122,7 +170,7 @@ Pending Group::start_reduce_scatter(const void* input, void* output, std::int64_
     add_reduce_scatter(queued, input, output, static_cast<std::size_t>(shard_numel), dtype,
                        output_dtype);
   }
-  return start(std::move(queued), bytes * num_peers());
+  return start(std::move(queued), sent_bytes * num_peers());
 }
 
 Pending Group::start_all_reduce(void* data, std::int64_t numel, DType dtype, Reduction reduction,

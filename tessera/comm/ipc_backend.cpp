@@ -183,6 +183,14 @@ class IpcBackend final : public PeerBackend {
   HeldMemory held_memory() const override { return kIpcChunks; }
   bool stream_ordered() const override { return true; }
 
+  // Peers read it where it lies.
+  std::shared_ptr<std::byte> make_staging(std::size_t bytes, device::Stream*) override {
+    std::byte* const data = heap_->allocate(bytes, 256);
+    TESSERA_CHECK(data != nullptr, DeviceError, "cuda:", device_index_, " has no ", bytes,
+                  " bytes left for what calls are staged in");
+    return {data, [heap = heap_](std::byte* staging) { heap->free(staging); }};
+  }
+
   std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
     const auto own = std::find(ranks.begin(), ranks.end(), rank());
     TESSERA_INVARIANT(own != ranks.end(), "split '", name, "' without its own rank ", rank());
@@ -404,6 +412,7 @@ class IpcBackend final : public PeerBackend {
   void copy(void* to, const void* from, std::size_t bytes) override {
     TESSERA_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, stream_.handle);
   }
+  device::Stream* use_stream() override { return used_; }
   void reduce(std::span<const std::byte* const> parts, DType dtype, std::size_t numel, void* out,
               DType out_dtype, Reduction reduction) override {
     launch_rank_sum(parts, dtype, numel, out, out_dtype, reduction, stream_.handle);

@@ -109,12 +109,22 @@ Pending PeerBackend::gather(std::span<const GatherBytes> parts, bool receives, c
     if (receives) {
       item.read = [this, part](std::size_t begin, std::size_t end,
                                std::span<const std::byte* const> from) {
+        if (part.use && begin == 0 && end == part.shard_bytes) {
+          for_each_rank([&](std::size_t r) { part.use(r, from[r], use_stream()); });
+          return;
+        }
         for_each_rank([&](std::size_t r) {
           auto* const to = static_cast<std::byte*>(part.full) + r * part.shard_bytes + begin;
           if (to != from[r]) {  // in place: the piece already lies in its slot
             copy(to, from[r], end - begin);
           }
         });
+        if (part.use && end == part.shard_bytes) {
+          for_each_rank([&](std::size_t r) {
+            part.use(r, static_cast<const std::byte*>(part.full) + r * part.shard_bytes,
+                     use_stream());
+          });
+        }
       };
     }
     rounds.back().items.push_back(std::move(item));
@@ -145,7 +155,11 @@ Pending PeerBackend::start_all_to_all(const PieceBytes& pieces, const Call& call
       copy(to + begin, from[r], end - begin);
     });
   };
-  return start(call, one_round(std::move(item)));
+  std::vector<Round> rounds = one_round(std::move(item));
+  if (pieces.use) {
+    rounds.front().finish = [this, use = pieces.use] { use(use_stream()); };
+  }
+  return start(call, std::move(rounds));
 }
 
 Pending PeerBackend::start_broadcast(void* data, std::size_t bytes, int root, const Call& call) {

@@ -163,6 +163,8 @@ class PeerBackend : public Backend {
   virtual void tell_emptied(std::size_t rank, std::uint32_t number) = 0;
 
   virtual void copy(void* to, const void* from, std::size_t bytes) = 0;
+  // Where the rest is done that callers bring (PieceBytes::use); null: on the worker's thread.
+  virtual device::Stream* use_stream() { return nullptr; }
   virtual void reduce(std::span<const std::byte* const> parts, DType dtype, std::size_t numel,
                       void* out, DType out_dtype, Reduction reduction) = 0;
 

@@ -28,6 +28,15 @@ class ShmBackend final : public PeerBackend {
   std::string_view name() const override { return "shm"; }
   HeldMemory held_memory() const override { return kShmChunks; }
 
+  // Peers read it where it lies, while the heap has room.
+  std::shared_ptr<std::byte> make_staging(std::size_t bytes, device::Stream* stream) override {
+    std::byte* const data = peers().own_heap->allocate(bytes, 256);
+    if (data == nullptr) {
+      return PeerBackend::make_staging(bytes, stream);
+    }
+    return {data, [heap = peers().own_heap](std::byte* staging) { heap->free(staging); }};
+  }
+
   std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
     if (ranks.size() == 1) {
       return make_solo_backend();

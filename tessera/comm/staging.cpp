@@ -17,26 +17,40 @@ namespace {
 
 constexpr std::size_t kPackAlignment = 16;
 
-// Of one rank's pieces: in the pack, and by themselves; and what `num_pieces` copies of each of the
-// latter take.
+// Of one rank's pieces: in the pack, and by themselves; and what `num_pieces` of each take that are
+// received beside their place.
 struct Pieces {
   std::size_t packed = 0;
   std::size_t direct = 0;
   std::size_t copied = 0;
 };
 
-Pieces add_up(std::span<const std::size_t> shard_bytes, std::size_t pack_below_bytes,
+Pieces add_up(std::span<const GatherPiece> all, std::size_t pack_below_bytes,
               std::size_t num_pieces, CallMemory memory) {
-  const std::vector<bool> is_packed = packed_pieces(shard_bytes, pack_below_bytes);
+  std::vector<std::size_t> wire_bytes;
+  for (const GatherPiece& piece : all) {
+    wire_bytes.push_back(piece.wire_bytes);
+  }
+  const std::vector<bool> is_packed =
+      packed_pieces(wire_bytes, memory == CallMemory::kShared ? 0 : pack_below_bytes);
   Pieces pieces;
-  for (std::size_t i = 0; i < shard_bytes.size(); ++i) {
+  for (std::size_t i = 0; i < all.size(); ++i) {
     if (is_packed[i]) {
-      pieces.packed += packed_bytes(shard_bytes[i]);
+      pieces.packed += packed_bytes(wire_bytes[i]);
     } else {
-      pieces.direct += shard_bytes[i];
-      pieces.copied +=
-          memory == CallMemory::kCopied ? staging_room(shard_bytes[i] * num_pieces) : 0;
+      pieces.direct += wire_bytes[i];
+      pieces.copied += is_staged_piece(all[i], num_pieces, memory)
+                           ? staging_room(wire_bytes[i] * num_pieces)
+                           : 0;
     }
+  }
+  return pieces;
+}
+
+std::vector<GatherPiece> not_encoded(std::span<const std::size_t> shard_bytes) {
+  std::vector<GatherPiece> pieces;
+  for (const std::size_t bytes : shard_bytes) {
+    pieces.push_back({bytes, false});
   }
   return pieces;
 }
@@ -96,29 +110,37 @@ std::size_t packed_bytes(std::size_t shard_bytes) {
   return (shard_bytes + kPackAlignment - 1) / kPackAlignment * kPackAlignment;
 }
 
+std::size_t all_gather_staging_bytes(std::span<const GatherPiece> pieces,
+                                     std::size_t pack_below_bytes, int num_ranks,
+                                     CallMemory memory) {
+  const auto ranks = static_cast<std::size_t>(num_ranks);
+  const Pieces all = add_up(pieces, pack_below_bytes, ranks, memory);
+  return staging_room(all.packed * ranks) + all.copied;
+}
+
 std::size_t all_gather_staging_bytes(std::span<const std::size_t> shard_bytes,
                                      std::size_t pack_below_bytes, int num_ranks,
                                      CallMemory memory) {
-  if (memory == CallMemory::kShared) {
+  return all_gather_staging_bytes(not_encoded(shard_bytes), pack_below_bytes, num_ranks, memory);
+}
+
+std::size_t gather_to_staging_bytes(std::span<const GatherPiece> pieces,
+                                    std::size_t pack_below_bytes, const GatherToStaging& call) {
+  if (call.num_wanting == 0) {
     return 0;
   }
-  const auto ranks = static_cast<std::size_t>(num_ranks);
-  const Pieces pieces = add_up(shard_bytes, pack_below_bytes, ranks, memory);
-  return staging_room(pieces.packed * ranks) + pieces.copied;
+  const auto num_pieces = static_cast<std::size_t>(call.receives ? call.num_ranks : 1);
+  const Pieces all = add_up(pieces, pack_below_bytes, num_pieces, call.memory);
+  const std::size_t copies =
+      call.copies && call.memory != CallMemory::kShared
+          ? (all.packed + all.direct) * static_cast<std::size_t>(call.num_wanting)
+          : 0;
+  return staging_room(all.packed * num_pieces) + staging_room(copies) + all.copied;
 }
 
 std::size_t gather_to_staging_bytes(std::span<const std::size_t> shard_bytes,
                                     std::size_t pack_below_bytes, const GatherToStaging& call) {
-  if (call.num_wanting == 0 || call.memory == CallMemory::kShared) {
-    return 0;
-  }
-  const auto num_pieces = static_cast<std::size_t>(call.receives ? call.num_ranks : 1);
-  const Pieces pieces = add_up(shard_bytes, pack_below_bytes, num_pieces, call.memory);
-  const std::size_t pack = pieces.packed * num_pieces;
-  const std::size_t copies =
-      call.copies ? (pieces.packed + pieces.direct) * static_cast<std::size_t>(call.num_wanting)
-                  : 0;
-  return staging_room(pack) + staging_room(copies) + pieces.copied;
+  return gather_to_staging_bytes(not_encoded(shard_bytes), pack_below_bytes, call);
 }
 
 std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, int num_ranks,
@@ -133,6 +155,10 @@ std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, 
   return memory == CallMemory::kReached
              ? all
              : 2 * all + staging_room(numel * std::max(bytes_of(dtype), sizeof(float)));
+}
+
+std::size_t encoded_reduce_scatter_staging_bytes(std::size_t wire_bytes, int num_ranks) {
+  return 2 * staging_room(wire_bytes * static_cast<std::size_t>(num_ranks));
 }
 
 std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ranks,

@@ -34,7 +34,7 @@
 //
 // Threads: take() from the launching thread, reserve() from the one that starts calls, stop() from
 // any; what was taken may be dropped on any thread, also after this object is gone. CallCopies: one
-// thread at a time, and not the one that starts calls: finish() blocks. The functions are pure.
+// thread at a time; not the one that starts calls where finish() blocks. The functions are pure.
 #pragma once
 
 #include <cstddef>
@@ -65,7 +65,7 @@ inline constexpr std::size_t kSmallAllReduceBytes = std::size_t{64} * 1024;
 enum class CallMemory : std::uint8_t {
   kReached,  // the network reads and writes it
   kCopied,   // it is a device's, and the network reaches the host's only
-  kShared,   // ranks read each other's: nothing is staged
+  kShared,   // ranks read each other's: nothing is staged but what is encoded
 };
 
 constexpr std::size_t staging_room(std::size_t bytes) { return device::round_to_arena(bytes); }
@@ -80,7 +80,23 @@ std::vector<bool> packed_pieces(std::span<const std::size_t> shard_bytes,
 // What a piece takes in a pack.
 std::size_t packed_bytes(std::size_t shard_bytes);
 
+// One rank's piece of a tensor, as it travels. Encoded ones are received beside their place, but
+// for those of a world of one, and in a pack they need nothing more.
+struct GatherPiece {
+  std::size_t wire_bytes = 0;
+  bool is_encoded = false;
+};
+// One that travels by itself, and of which `num_pieces` are received.
+constexpr bool is_staged_piece(const GatherPiece& piece, std::size_t num_pieces,
+                               CallMemory memory) {
+  return memory == CallMemory::kCopied || (piece.is_encoded && num_pieces > 1);
+}
+
 // REQUIRES of all below: at least one rank, no negative number of elements.
+std::size_t all_gather_staging_bytes(std::span<const GatherPiece> pieces,
+                                     std::size_t pack_below_bytes, int num_ranks,
+                                     CallMemory memory = CallMemory::kReached);
+// Of pieces that are not encoded.
 std::size_t all_gather_staging_bytes(std::span<const std::size_t> shard_bytes,
                                      std::size_t pack_below_bytes, int num_ranks,
                                      CallMemory memory = CallMemory::kReached);
@@ -92,11 +108,15 @@ struct GatherToStaging {
   bool copies = true;    // Backend::gather_to_needs_copies()
   CallMemory memory = CallMemory::kReached;
 };
+std::size_t gather_to_staging_bytes(std::span<const GatherPiece> pieces,
+                                    std::size_t pack_below_bytes, const GatherToStaging& call);
 std::size_t gather_to_staging_bytes(std::span<const std::size_t> shard_bytes,
                                     std::size_t pack_below_bytes, const GatherToStaging& call);
 
 std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, int num_ranks,
                                          CallMemory memory = CallMemory::kReached);
+// Of pieces that travel as `wire_bytes` each: those that are sent, and those that are received.
+std::size_t encoded_reduce_scatter_staging_bytes(std::size_t wire_bytes, int num_ranks);
 std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ranks,
                                      CallMemory memory = CallMemory::kReached);
 std::size_t broadcast_staging_bytes(std::size_t bytes, CallMemory memory);
@@ -159,15 +179,20 @@ class Staging {
 // copies belong to, and they would wait for themselves. Nothing is ever ordered behind a call on
 // this one, so what was started ends by itself, and a group that has failed can still wait for it
 // before it tells the owners of the memory.
+//
+// A codec's work goes the same way: it reads and writes memory of the caller.
 class CallCopies {
  public:
-  // `device`: whose memory calls are given; null: memory of the host.
-  explicit CallCopies(device::Device* device) : device_(device) {}
+  // `device`: whose memory calls are given; null: it is reached. `stream`: of a call that is work
+  // of one, which nothing is copied for.
+  explicit CallCopies(device::Device* device, device::Stream* stream = nullptr)
+      : device_(device),
+        stream_(device != nullptr ? &device->stream(device::StreamKind::kComm) : stream) {}
   CallCopies(const CallCopies&) = delete;
   CallCopies& operator=(const CallCopies&) = delete;
   ~CallCopies() {
     try {
-      finish();
+      static_cast<void>(finish());
     } catch (...) {  // another failure is on its way; here only the end of the copies matters
     }
   }
@@ -180,15 +205,31 @@ class CallCopies {
     if (device_ == nullptr) {
       std::memcpy(to, from, bytes);
     } else {
-      last_ = device_->start_copy(to, from, bytes, device_->stream(device::StreamKind::kComm));
+      last_ = device_->start_copy(to, from, bytes, *stream_);
+    }
+  }
+  // `start(stream)` starts it there, or, if that is null, does it.
+  template <typename Start>
+  void add_work(const Start& start) {
+    last_ = start(stream_);
+    if (stream_ == nullptr) {
+      std::exchange(last_, {}).wait();
     }
   }
 
-  // Blocks until all are made; throws what went wrong.
-  void finish() { std::exchange(last_, {}).wait(); }
+  // Blocks until all are made, and throws what went wrong; but work of a call's own stream is left
+  // to that.
+  device::Pending finish() {
+    device::Pending last = std::exchange(last_, {});
+    if (device_ != nullptr || stream_ == nullptr) {
+      std::exchange(last, {}).wait();
+    }
+    return last;
+  }
 
  private:
   device::Device* const device_;
+  device::Stream* const stream_;
   device::Pending last_;  // of a stream: when it is done, so is all before it
 };
 

@@ -9,6 +9,7 @@
 #include <random>
 #include <string>
 
+#include "tests/comm/coded_reference.h"
 #include "tests/comm/contract.h"
 #include "tests/comm/reference.h"
 
@@ -30,7 +31,7 @@ class RandomCall {
                                                                   : device::StreamKind::kGather);
     CallOptions options;
     options.stream = &stream;
-    switch (random() % 5) {
+    switch (random() % 7) {
       case 0: {
         give(reference::array(seed_, rank, 0, numel, dtype), stream);
         const std::size_t full_bytes = source_.size() * num;
@@ -65,6 +66,23 @@ class RandomCall {
         pending_ = here.group.start_broadcast(given_.data(), count, dtype, root, options);
         break;
       }
+      case 4: {
+        give(reference::wires(seed_, rank, numel, 2, dtype), stream);
+        expected_ = reference::decoded_wires(seed_, here.group.size(), numel, 2, dtype);
+        result_ = here.allocate(expected_.size());
+        const Gather gather{given_.data(), result_->data(), count, dtype, "w", &codec_, 2};
+        pending_ = here.group.start_all_gather({&gather, 1}, options);
+        break;
+      }
+      case 5:
+        give(reference::array(seed_, rank, 0, numel * num, dtype), stream);
+        result_ = here.allocate(numel * sizeof(float));
+        expected_ =
+            reference::decoded_sum(seed_, here.group.size(), own, numel, dtype, DType::kFloat32);
+        options.codec = &codec_;
+        pending_ = here.group.start_reduce_scatter(given_.data(), result_->data(), count, dtype,
+                                                   DType::kFloat32, options);
+        break;
       default:
         give(reference::array(seed_, rank, 0, numel * num, dtype), stream);
         result_ = here.allocate(source_.size());
@@ -86,6 +104,8 @@ class RandomCall {
     const std::array<std::size_t, kNumTensors> shards = {4 * kMaxNumel, 4 * kMaxNumel,
                                                          4 * kMaxNumel};
     return std::max({all_gather_staging_bytes(shards, GroupOptions().pack_below_bytes, num_ranks),
+                     2 * staging_room(2 * PlainCodec().wire_bytes(kMaxNumel) *
+                                      static_cast<std::size_t>(num_ranks)),
                      reduce_scatter_staging_bytes(kMaxNumel, DType::kFloat32, num_ranks),
                      all_reduce_staging_bytes(kMaxNumel, DType::kFloat32, num_ranks),
                      staging_room(kSmallAllReduceBytes)});
@@ -99,6 +119,7 @@ class RandomCall {
   void append(const Bytes& more) { expected_.insert(expected_.end(), more.begin(), more.end()); }
 
   const ContractRank& here_;
+  const PlainCodec codec_{&here_.device};
   const std::uint64_t seed_;
   Bytes source_;
   device::Memory given_;
