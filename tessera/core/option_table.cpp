@@ -90,9 +90,17 @@ constexpr std::array kOptions = {
     flag("quant.weights", "false", "Gather parameters as int8 blocks; changes numbers (qwZ)."),
     flag("quant.frozen_weights", "false",
          "Keep frozen parameters as int8 blocks; changes numbers."),
-    flag("quant.gradients", "false", "Reduce gradients as int4 blocks; changes numbers (qgZ)."),
-    integer("quant.block_numel", "128", 32, 1048576,
-            "Values of a quantised block, which share a scale; a multiple of 32."),
+    flag("quant.gradients", "false",
+         "Reduce gradients as blocks of integers, inside hosts and then across; changes numbers "
+         "(qgZ).",
+         "comm, engine, planner"),
+    integer("quant.gradient_bits", "4", 4, 8, "Of a value of these blocks: 4 or 8.",
+            "engine, planner"),
+    integer(
+        "quant.block_numel", "128", 32, 1048576,
+        "Values of a quantised block, which share a scale; a multiple of 32, and of gradients a "
+        "power of two up to 4096.",
+        "engine, planner"),
     flag("quant.error_feedback", "false",
          "Carry the rounding error of quantised gradients over to the next step (LoCo)."),
     real("quant.error_beta", "0.8", 0, 1, "Share of the old error that is kept per step."),

@@ -560,7 +560,7 @@ const std::map<std::string, Shape>& accepted_shapes() {
          "grad.bucket_bytes = 1MiB", "optim.sub_group_bytes = 1MiB"}}},
       {"not_built_yet",
        {{"shard.secondary_group_size = 8", "quant.weights = true", "quant.gradients = true"},
-        {"quant.weights", "quant.gradients"}}},
+        {"quant.weights"}}},
       {"mics", {{"shard.group_size = 4", "shard.hierarchical_gather = true"}}},
       {"mixture_of_experts",
        {{"unit.leaf_types = [\"MixtralSparseMoeBlock\"]", "unit.leaf_names = [\"experts\"]",
