@@ -28,6 +28,9 @@ class JsonObject {
   void add(std::string_view name, std::int64_t value) { add_text(name, std::to_string(value)); }
   void add(std::string_view name, std::uint64_t value) { add_text(name, std::to_string(value)); }
   void add(std::string_view name, bool value) { add_text(name, value ? "true" : "false"); }
+  void add(std::string_view name, const std::string& value) {
+    add_text(name, nlohmann::json(value).dump());
+  }
   std::string text() const { return "{" + text_ + "}"; }
 
  private:
@@ -97,6 +100,10 @@ std::string metrics_json(const StepMetrics& metrics) {
   object.add("full_bytes_peak", metrics.full_bytes_peak);
   object.add("gathered_bytes", metrics.gathered_bytes);
   object.add("reduced_bytes", metrics.reduced_bytes);
+  if (metrics.grad_quant_error) {
+    object.add("grad_quant_error", *metrics.grad_quant_error);
+    object.add("grad_quant_worst", metrics.grad_quant_worst);
+  }
   object.add("sent_inside_bytes", metrics.sent_inside_bytes);
   object.add("sent_across_bytes", metrics.sent_across_bytes);
   object.add("prefetch_hits", metrics.prefetch_hits);

@@ -83,6 +83,7 @@ struct TrainFlags {
   std::string shard_size;
   bool hierarchical = false;
   std::string hpz_size;
+  std::string quantize_gradients;  // bits
   std::string ranks_per_host;
 
   std::string metrics;
