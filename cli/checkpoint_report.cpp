@@ -95,6 +95,9 @@ ParamRow row_of(const StoredParam& param) {
   for (const auto& [name, tensor] : param.tensors) {
     if (name == kValue) {
       row.type = to_string(tensor.dtype);
+      if (tensor.format.is_encoded()) {
+        add_note(shard::describe(tensor.format));
+      }
     } else {
       add_note(printable(name, 40));
     }
@@ -161,8 +164,12 @@ std::string kinds_table(const Manifest& manifest) {
   for (const StoredParam& param : manifest.params) {
     for (const auto& [name, tensor] : param.tensors) {
       KindBytes& kind = name == kValue ? values : name == kMaster ? masters : states[name];
-      kind.add(static_cast<std::uint64_t>(param.numel()) * bytes_of(tensor.dtype),
-               std::string(to_string(tensor.dtype)));
+      std::uint64_t bytes = 0;
+      for (const checkpoint::Fragment& fragment : tensor.fragments) {
+        bytes += tensor.bytes_of_fragment(fragment);
+      }
+      kind.add(bytes, tensor.format.is_encoded() ? shard::describe(tensor.format)
+                                                 : std::string(to_string(tensor.dtype)));
     }
   }
   std::string text = fmt::format(kRow, "kind", "tensors", "bytes", "types");

@@ -21,6 +21,7 @@ struct ExportFlags {
   std::string checkpoint;
   std::string to;
   std::string names;
+  std::string adapters;
   std::string precision;
   std::string shard_bytes;
 };
@@ -35,6 +36,15 @@ models::ExportOptions checked_export(const ExportFlags& flags) {
                 " is neither gpt2 nor tessera");
   options.naming =
       flags.names == "tessera" ? models::GptNaming::kTessera : models::GptNaming::kGpt2;
+  TESSERA_CHECK(flags.adapters.empty() || flags.adapters == "merged" || flags.adapters == "alone",
+                ConfigError, "--adapters ", tessera::in_quotes(flags.adapters),
+                " is neither merged nor alone");
+  if (flags.adapters == "alone") {
+    TESSERA_CHECK(options.naming == models::GptNaming::kGpt2, ConfigError,
+                  "--adapters alone writes the names of PEFT, and --names tessera others; leave "
+                  "one of them out");
+    options.adapters = models::ExportAdapters::kAlone;
+  }
   if (!flags.precision.empty()) {
     options.dtype = parse_precision("--precision", flags.precision);
   }
@@ -52,7 +62,11 @@ int run_export(const ExportFlags& flags) {
   std::cout << "exported " << tessera::printable(result.save, 400) << " (step " << result.step
             << ") to " << tessera::printable(flags.to, 400) << ": " << result.num_tensors
             << " tensors in " << to_string(result.dtype) << ", " << approximate_bytes(result.bytes)
-            << " in " << result.num_files << " file" << plural(result.num_files) << "\n";
+            << " in " << result.num_files << " file" << plural(result.num_files);
+  if (result.num_merged > 0) {
+    std::cout << "; adapters are merged into " << result.num_merged << " of them";
+  }
+  std::cout << "\n";
   return kExitOk;
 }
 
@@ -69,6 +83,10 @@ Action add_export(CLI::App& app) {
   app.add_option("--names", flags->names,
                  "gpt2 (default): names and layouts of transformers' GPT2LMHeadModel; or tessera")
       ->type_name("NAME");
+  app.add_option("--adapters", flags->adapters,
+                 "merged (default): added to the weights beside them; or alone: they and no base, "
+                 "as PEFT's adapter_model.safetensors")
+      ->type_name("WHAT");
   app.add_option("--precision", flags->precision,
                  "fp32, bf16 or fp16 (default: the run's); fp32 is made of the master weights")
       ->type_name("NAME");

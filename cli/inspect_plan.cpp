@@ -30,8 +30,10 @@ std::int64_t arena_bytes_of(const shard::Layout& layout) {
 
 void measure_params(const StepPlanInput& input, StepPlan& plan) {
   for (const models::ParamShape& param : input.model.params) {
-    const shard::Layout& layout =
-        plan.layouts.emplace_back(param.numel(), input.mesh.shard_size(), input.model.dtype);
+    const shard::StoredFormat format = input.memory_options.stored.format_of(
+        param.name, param.trainable, param.numel(), static_cast<int>(param.sizes.size()));
+    const shard::Layout& layout = plan.layouts.emplace_back(param.numel(), input.mesh.shard_size(),
+                                                            input.model.dtype, format);
     plan.numel += layout.numel();
     plan.full_bytes += full_bytes_of(layout);
     plan.shard_bytes += static_cast<std::int64_t>(layout.shard_bytes());
@@ -39,10 +41,10 @@ void measure_params(const StepPlanInput& input, StepPlan& plan) {
 }
 
 // In a group of one a shard in the memory that operators read is the full parameter: it is used
-// where it lies.
-bool is_gathered(const StepPlanInput& input, int id) {
-  if (input.mesh.shard_size() > 1 || !input.memory) {
-    return input.mesh.shard_size() > 1;
+// where it lies, unless it has to be decoded.
+bool is_gathered(const StepPlanInput& input, const StepPlan& plan, int id) {
+  if (input.mesh.shard_size() > 1 || plan.layouts[index_of(id)].is_encoded() || !input.memory) {
+    return input.mesh.shard_size() > 1 || plan.layouts[index_of(id)].is_encoded();
   }
   return input.memory->plan.params[index_of(id)].parameter != Tier::kDevice;
 }
@@ -57,7 +59,7 @@ void measure_units(const StepPlanInput& input, StepPlan& plan) {
     unit.params.insert(unit.params.end(), shape.external.begin(), shape.external.end());
     std::sort(unit.params.begin(), unit.params.end());
     for (const int id : unit.params) {
-      if (is_gathered(input, id)) {
+      if (is_gathered(input, plan, id)) {
         unit.gathered.push_back(id);
         unit.gathered_bytes += full_bytes_of(plan.layouts[index_of(id)]);
       }
@@ -76,7 +78,8 @@ void measure_units(const StepPlanInput& input, StepPlan& plan) {
 void choose_persistent(const StepPlanInput& input, StepPlan& plan) {
   std::vector<std::int64_t> bytes;
   for (std::size_t id = 0; id < plan.layouts.size(); ++id) {
-    bytes.push_back(is_gathered(input, static_cast<int>(id)) ? full_bytes_of(plan.layouts[id]) : 0);
+    bytes.push_back(is_gathered(input, plan, static_cast<int>(id)) ? full_bytes_of(plan.layouts[id])
+                                                                   : 0);
   }
   std::int64_t largest = 0;
   for (const StepPlan::Unit& unit : plan.units) {
@@ -93,16 +96,20 @@ void choose_persistent(const StepPlanInput& input, StepPlan& plan) {
 }
 
 // As UnitTable::arena_bytes().
-std::int64_t arena_bytes(const StepPlan& plan, std::int64_t live_limit_bytes) {
+std::int64_t arena_bytes(const StepPlanInput& input, const StepPlan& plan,
+                         std::int64_t live_limit_bytes) {
   std::int64_t all = 0;
-  for (const shard::Layout& layout : plan.layouts) {
-    all += arena_bytes_of(layout);
+  std::int64_t rounding = 0;
+  for (std::size_t id = 0; id < plan.layouts.size(); ++id) {
+    if (is_gathered(input, plan, static_cast<int>(id))) {
+      all += arena_bytes_of(plan.layouts[id]);
+      rounding += arena_bytes_of(plan.layouts[id]) - full_bytes_of(plan.layouts[id]);
+    }
   }
-  const std::int64_t rounding = all - plan.full_bytes;
   std::int64_t largest = 0;
   for (const StepPlan::Unit& unit : plan.units) {
     std::int64_t bytes = 0;
-    for (const int id : unit.params) {
+    for (const int id : unit.gathered) {
       bytes += arena_bytes_of(plan.layouts[index_of(id)]);
     }
     largest = std::max(largest, bytes);
@@ -111,13 +118,14 @@ std::int64_t arena_bytes(const StepPlan& plan, std::int64_t live_limit_bytes) {
 }
 
 // All micro-batches of a step are one pass.
-std::vector<Use> trace_of_chain(std::size_t num_units, std::int64_t num_micro_batches) {
+std::vector<Use> trace_of_chain(const std::vector<models::UnitShape>& units,
+                                std::int64_t num_micro_batches) {
   std::vector<Use> uses;
   for (std::int64_t micro = 0; micro < num_micro_batches; ++micro) {
-    for (std::size_t i = 0; i < num_units; ++i) {
+    for (std::size_t i = 0; i < units.size(); ++i) {
       uses.push_back({static_cast<coordinator::UnitId>(i), Phase::kForward});
     }
-    for (std::size_t i = num_units; i-- > 0;) {
+    for (std::size_t i = units.size(); i-- > 0 && units[i].has_backward;) {
       uses.push_back({static_cast<coordinator::UnitId>(i), Phase::kBackward});
     }
   }
@@ -206,7 +214,7 @@ StepPlan plan_step(const StepPlanInput& input) {
   measure_params(input, plan);
   plan.num_gathers.assign(plan.layouts.size(), 0);
   measure_units(input, plan);
-  const std::vector<Use> uses = trace_of_chain(plan.units.size(), input.num_micro_batches);
+  const std::vector<Use> uses = trace_of_chain(input.model.units, input.num_micro_batches);
   const bool gathers =
       std::any_of(plan.units.begin(), plan.units.end(),
                   [](const StepPlan::Unit& unit) { return !unit.gathered.empty(); });
@@ -216,8 +224,9 @@ StepPlan plan_step(const StepPlanInput& input) {
     return plan;
   }
   choose_persistent(input, plan);
-  plan.arena_bytes = input.memory ? input.memory->plan.arena_bytes
-                                  : arena_bytes(plan, input.options.budgets.live_limit_bytes);
+  plan.arena_bytes = input.memory
+                         ? input.memory->plan.arena_bytes
+                         : arena_bytes(input, plan, input.options.budgets.live_limit_bytes);
   plan_gathers(input, uses, plan);
   return plan;
 }

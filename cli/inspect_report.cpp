@@ -103,7 +103,8 @@ class UnitsText {
     std::string notes = plan_.persists[index_of(id)] ? "persists" : "";
     const auto add = [&](const std::string& note) { notes += (notes.empty() ? "" : ", ") + note; };
     if (!model_.params[index_of(id)].trainable) {
-      add("frozen");
+      const shard::StoredFormat format = plan_.layouts[index_of(id)].format();
+      add(format.is_encoded() ? "frozen, " + shard::describe(format) : "frozen");
     }
     if (plan_.num_units[index_of(id)] > 1) {
       add(fmt::format("tied: {} units", plan_.num_units[index_of(id)]));
@@ -316,6 +317,14 @@ Json timeline_json(const InspectResult& result) {
   return list;
 }
 
+std::int64_t trainable_numel(const models::ModelShape& model) {
+  std::int64_t numel = 0;
+  for (const models::ParamShape& param : model.params) {
+    numel += param.trainable ? param.numel() : 0;
+  }
+  return numel;
+}
+
 const TrainMemory* told_memory(const InspectResult& result) {
   const StepPlanInput& input = result.input;
   return input.memory ? &*input.memory : input.resident ? &*input.resident : nullptr;
@@ -331,7 +340,7 @@ std::string inspect_screen(const InspectResult& result) {
       fmt::format("{} in {} over {} rank{}: {} units, {} parameters\n\n", result.preset,
                   to_string(model.dtype), result.input.mesh.num_ranks(),
                   plural(result.input.mesh.num_ranks()), model.units.size(), model.params.size());
-  text += UnitsText(result).text() + "\n" + limits_text(result);
+  text += UnitsText(result).text() + trained_text(result.input.shapes) + "\n" + limits_text(result);
   if (const std::string mesh = mesh_screen(result.meshes); !mesh.empty()) {
     text += "\n" + mesh;
   }
@@ -372,6 +381,8 @@ std::string inspect_json(const InspectResult& result) {
                 {"params", params_json(result)},
                 {"totals",
                  {{"numel", plan.numel},
+                  {"trainable_numel", trainable_numel(result.input.model)},
+                  {"frozen_numel", plan.numel - trainable_numel(result.input.model)},
                   {"full_bytes", plan.full_bytes},
                   {"shard_bytes", plan.shard_bytes},
                   {"persistent_bytes", plan.persistent_bytes},

@@ -82,7 +82,8 @@ Json tiers_json(const TrainMemory& memory) {
     places.push_back({{"name", memory.shapes.params[i].name},
                       {"parameter", to_string(plan.params[i].parameter)},
                       {"gradient", to_string(plan.params[i].gradient)},
-                      {"states", to_string(plan.params[i].states)}});
+                      {"states", to_string(plan.params[i].states)},
+                      {"secondary", to_string(plan.params[i].secondary)}});
   }
   Json extents = Json::array();
   for (const PlannedExtent& extent : extents_of(memory)) {
@@ -95,6 +96,8 @@ Json tiers_json(const TrainMemory& memory) {
   }
   const planner::StepBytes& step = plan.step;
   return {{"bytes", lines},
+          {"secondary_bytes",
+           {{"device", plan.secondary_device_bytes}, {"host", plan.secondary_host_bytes}}},
           {"full_gradient_bytes", plan.full_gradient_bytes},
           {"activation_bytes", memory.activations.peak},
           {"head_activation_bytes", memory.activations.head},

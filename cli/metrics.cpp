@@ -106,6 +106,10 @@ std::string metrics_json(const StepMetrics& metrics) {
   }
   object.add("sent_inside_bytes", metrics.sent_inside_bytes);
   object.add("sent_across_bytes", metrics.sent_across_bytes);
+  if (!metrics.weight_quant_error_param.empty()) {
+    object.add("weight_quant_error", metrics.weight_quant_error);
+    object.add("weight_quant_error_param", metrics.weight_quant_error_param);
+  }
   object.add("prefetch_hits", metrics.prefetch_hits);
   object.add("prefetch_misses", metrics.prefetch_misses);
   object.add("exposed_wait_s", metrics.exposed_wait_s);
@@ -114,6 +118,8 @@ std::string metrics_json(const StepMetrics& metrics) {
   object.add("device_peak_bytes", metrics.device_peak_bytes);
   object.add("h2d_bytes", metrics.h2d_bytes);
   object.add("d2h_bytes", metrics.d2h_bytes);
+  object.add("trainable_params", metrics.num_trainable);
+  object.add("frozen_params", metrics.num_frozen);
   for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
     const std::string name = "held_" + std::string(to_string(static_cast<Tier>(tier)));
     object.add(name + "_bytes", metrics.held[tier].now);

@@ -61,8 +61,14 @@ struct StepMetrics {
   std::int64_t device_peak_bytes = 0;
   std::uint64_t sent_inside_bytes = 0;
   std::uint64_t sent_across_bytes = 0;
+  // Of parameters that are gathered quantised; no name: none is.
+  double weight_quant_error = 0;
+  std::string weight_quant_error_param;
   std::uint64_t h2d_bytes = 0;
   std::uint64_t d2h_bytes = 0;
+  // Elements of the whole model.
+  std::int64_t num_trainable = 0;
+  std::int64_t num_frozen = 0;
   std::array<TierBytes, kNumTiers> held{};
 };
 

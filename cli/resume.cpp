@@ -31,6 +31,8 @@ constexpr std::array kNamedKeys = {
     NamedKey{"model.sequence", "--seq"},
     NamedKey{"model.gelu", "the activation (of --model)"},
     NamedKey{"model.tie_head", "--tie-head"},
+    NamedKey{"model.adapter_rank", "--adapters"},
+    NamedKey{"model.adapter_alpha", "--adapter-alpha"},
     NamedKey{"data.batch", "--batch"},
     NamedKey{"data.seed", "--seed"},
     NamedKey{"data.order", "the order of the data (drawn: --steps, epochs: --epochs)"},
@@ -100,6 +102,12 @@ void check_same_run(const ResumePoint& point, const RunIdentity& now) {
     if (before != printable(value, 60)) {
       add(fmt::format("{} was {} and is {}", flag_name(key), before, printable(value, 60)));
       is_data_known = false;
+    }
+  }
+  // What only some models have, such as adapters.
+  for (const auto& [key, value] : point.identity) {
+    if (key.starts_with("model.") && !now.contains(key)) {
+      add(fmt::format("{} was {} and is not said", flag_name(key), printable(value, 60)));
     }
   }
   // Other batches, where nothing else explains them.

@@ -193,6 +193,17 @@ void add_model_flags(CLI::App& app, TrainFlags& flags) {
   add_value(app, "--seq", flags.sequence, "Tokens per sequence, positions too (preset's)", "N");
   add_value(app, "--vocab", flags.vocabulary, "Size of the vocabulary (preset's)", "N");
   add_value(app, "--freeze", flags.freeze, "Does not train the first N blocks (default 0)", "N");
+  add_value(app, "--adapters", flags.adapters,
+            "Low-rank adapters (LoRA) of rank R on the linear layers of all blocks; the base is "
+            "frozen unless --freeze-base says otherwise",
+            "R");
+  add_value(app, "--adapter-alpha", flags.adapter_alpha,
+            "Adapters' output is scaled by this over R (default 2 R)", "X");
+  add_value(app, "--freeze-base", flags.freeze_base,
+            "What of the model's own weights is trained and how they are held: full (default with "
+            "--adapters; frozen, in the run's precision), int8 or int4 (frozen, as blocks of so "
+            "many bits; changes numbers), none (trained, too)",
+            "HOW");
   add_value(app, "--loss-chunk", flags.loss_chunk,
             "Tokens whose logits exist at a time; the same loss in less memory (default 0: all)",
             "N");
@@ -231,6 +242,9 @@ void add_mesh_flags(CLI::App& app, TrainFlags& flags) {
                 ": ranks of a host that share a second copy of the shards, from which every gather "
                 "but the first after an update comes",
             "N");
+  add_switch(app, "--quantize-weights", flags.quantize_weights,
+             "Gathers parameters as int8 blocks, which changes numbers (qwZ); sets option "
+             "quant.weights");
   // In braces is what it means without a value.
   app.add_flag(
       "--quantize-gradients{4}", flags.quantize_gradients,

@@ -42,6 +42,9 @@ struct TrainFlags {
   std::string sequence;
   std::string vocabulary;
   std::string freeze;
+  std::string adapters;
+  std::string adapter_alpha;
+  std::string freeze_base;
   std::string loss_chunk;
   bool deterministic = false;
   bool recompute = false;
@@ -83,6 +86,7 @@ struct TrainFlags {
   std::string shard_size;
   bool hierarchical = false;
   std::string hpz_size;
+  bool quantize_weights = false;
   std::string quantize_gradients;  // bits
   std::string ranks_per_host;
 

@@ -139,7 +139,9 @@ SaveRecord Checkpoints::save_now(std::int64_t step, const std::string& root) {
 void Checkpoints::start_save(std::int64_t step) {
   const SavePrediction expected = engine_.start_save(checkpoint_.root, options_at(step));
   take_outcomes();  // of one that had to end first
-  if (!std::exchange(has_predicted_, true)) {
+  // The first save has no rate to go by: the second one says what the first could not.
+  if (!predicted_ || (!predicted_->stall_s && expected.stall_s)) {
+    predicted_ = expected;
     tellers_.say(expected_save_text({expected.bytes, expected.buffer_bytes, expected.stall_s}));
   }
 }

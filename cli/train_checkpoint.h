@@ -70,7 +70,7 @@ class Checkpoints {
   const Tellers tellers_;
   SaveTotals totals_;
   std::int64_t saved_step_ = 0;  // the newest that needs no save: none is made of step 0
-  bool has_predicted_ = false;
+  std::optional<SavePrediction> predicted_;  // that was told last
 };
 
 }  // namespace tessera::cli

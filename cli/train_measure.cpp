@@ -105,6 +105,7 @@ double update_s(const optim::RuleOptions& rule) {
 CpuTime measure_cpu(const TrainPlan& plan) {
   models::ParamOptions params;
   params.tensor = at::TensorOptions().dtype(shard::scalar_type_of(plan.model.dtype));
+  params.trained = plan.model.trains_base();
   const double tokens =
       static_cast<double>(plan.tokens_per_step()) / static_cast<double>(plan.batch.num_ranks);
   CpuTime time;

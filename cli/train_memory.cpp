@@ -213,7 +213,8 @@ std::optional<double> kept_disk_s(const TrainPlan& plan, int num_local_ranks) {
 
 std::string memory_plan_text(const TrainPlan& plan, int num_local_ranks) {
   const planner::MemoryPlan& placement = plan.memory->plan;
-  std::string text = placement.text() + activations_text(*plan.memory);
+  std::string text =
+      placement.text() + trained_text(plan.memory->shapes) + activations_text(*plan.memory);
   if (placement.uses_nvme) {
     StepRates rates;
     rates.num_local_ranks = num_local_ranks;

@@ -1,5 +1,6 @@
 #include "cli/train_memory_plan.h"
 
+#include "cli/progress.h"
 #include "tessera/core/error.h"
 #include "tessera/core/units.h"
 
@@ -35,6 +36,18 @@ std::int64_t device_peak_bytes(const planner::ModelShapes& shapes, const planner
   }
   return plan.device_memory_bytes() - plan.bytes(Tier::kDevice, Role::kGradient) + staying +
          models::gpt_peak_with(gradients, model, batch);
+}
+
+std::string trained_text(const planner::ModelShapes& shapes) {
+  std::int64_t num_trained = 0;
+  std::int64_t num_frozen = 0;
+  for (const planner::ParamShape& param : shapes.params) {
+    (param.trainable ? num_trained : num_frozen) += param.numel;
+  }
+  return num_frozen == 0 ? ""
+                         : detail::concat("trained: ", grouped(num_trained),
+                                          " elements; frozen: ", grouped(num_frozen),
+                                          ", without gradients and optimizer states\n");
 }
 
 std::string activations_text(const TrainMemory& memory) {

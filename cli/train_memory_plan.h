@@ -26,6 +26,9 @@ struct TrainMemory {
 std::int64_t device_peak_bytes(const planner::ModelShapes& shapes, const planner::MemoryPlan& plan,
                                const models::GptOptions& model, std::int64_t batch);
 
+// How much of the model is trained, and how much frozen, in a line; empty where all is trained.
+std::string trained_text(const planner::ModelShapes& shapes);
+
 // What activations take besides, and all of a GPU's memory with them.
 std::string activations_text(const TrainMemory& memory);
 

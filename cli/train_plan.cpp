@@ -53,13 +53,33 @@ void apply_mesh_flags(const TrainFlags& flags, Config& config) {
   set_from_flag("--hierarchical", flags.hierarchical ? "true" : "", "shard.hierarchical_gather",
                 config);
   set_from_flag("--hpz-size", flags.hpz_size, "shard.secondary_group_size", config);
+  set_from_flag("--quantize-weights", flags.quantize_weights ? "true" : "", "quant.weights",
+                config);
   set_from_flag("--quantize-gradients", flags.quantize_gradients.empty() ? "" : "true",
                 "quant.gradients", config);
   set_from_flag("--quantize-gradients", flags.quantize_gradients, "quant.gradient_bits", config);
   set_from_flag("--ranks-per-host", flags.ranks_per_host, "comm.ranks_per_host", config);
 }
 
+constexpr const char* kFrozenBits = "quant.frozen_bits";
+
+// Bits of the frozen base where it is held as blocks; 0: in the run's precision, or not frozen.
+std::int64_t base_bits(const TrainFlags& flags) {
+  return flags.freeze_base == "int8" ? 8 : flags.freeze_base == "int4" ? 4 : 0;
+}
+
+bool freezes_base(const TrainFlags& flags) {
+  const std::string& how = flags.freeze_base;
+  TESSERA_CHECK(how.empty() || how == "none" || how == "full" || how == "int8" || how == "int4",
+                ConfigError, "--freeze-base ", tessera::in_quotes(how),
+                " is none of none, full, int8, int4");
+  return how.empty() ? !flags.adapters.empty() : how != "none";
+}
+
 void apply_flags(const TrainFlags& flags, Config& config) {
+  if (!flags.freeze_base.empty()) {
+    set_from_flag("--freeze-base", std::to_string(base_bits(flags)), kFrozenBits, config);
+  }
   set_from_flag("--batch", flags.batch, "batch.total", config);
   set_from_flag("--accumulate", flags.accumulate, "batch.accumulate", config);
   set_from_flag("--precision", flags.precision, "precision", config);
@@ -114,6 +134,15 @@ models::GptOptions checked_model(const TrainFlags& flags, const Config& config,
   model.sequence = count_or("--seq", flags.sequence, model.sequence, 1, kMaxDimension);
   model.vocabulary = count_or("--vocab", flags.vocabulary, model.vocabulary, 1, kMaxDimension);
   model.freeze = count_or("--freeze", flags.freeze, 0, 0, kMaxDimension);
+  model.adapter_rank = count_or("--adapters", flags.adapters, 0, 1, models::kMaxGptWidth);
+  TESSERA_CHECK(model.adapter_rank > 0 || flags.adapter_alpha.empty(), ConfigError,
+                "--adapter-alpha scales adapters, and there are none; give --adapters R, too");
+  if (model.adapter_rank > 0) {
+    model.adapter_alpha = flags.adapter_alpha.empty()
+                              ? models::default_adapter_alpha(model.adapter_rank)
+                              : parse_positive("--adapter-alpha", flags.adapter_alpha);
+  }
+  model.freeze_base = freezes_base(flags);
   model.loss_chunk = count_or("--loss-chunk", flags.loss_chunk, 0, 0, kMaxDimension);
   model.recompute = flags.recompute;
   model.tie_head = model.tie_head || flags.tie_head;
@@ -217,6 +246,7 @@ TrainPlan checked_plan(const TrainFlags& flags, const comm::Rendezvous& place, P
   apply_flags(flags, plan.config);
   plan.preset = model_name(flags);
   plan.model = checked_model(flags, plan.config, plan.notes);
+  plan.frozen_bits = plan.config.get_int(kFrozenBits);
   plan.seed = static_cast<std::uint64_t>(plan.config.get_int("seed"));
 
   plan.verify = !flags.verify.empty();

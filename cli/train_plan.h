@@ -50,6 +50,7 @@ struct TrainPlan {
   models::DataOptions data;
   BatchShape batch;
   comm::Mesh mesh;
+  std::int64_t frozen_bits = 0;  // of a frozen element that is held as blocks; 0: as others are
   std::uint64_t seed = 0;
 
   std::int64_t num_epochs = 0;           // 0: steps are counted, not epochs

@@ -3,11 +3,13 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <iomanip>
 #include <iostream>
 #include <memory>
 #include <new>
 #include <optional>
 #include <span>
+#include <sstream>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -100,6 +102,7 @@ class Run {
         batches_(data, plan),
         trainer_(plan.unsharded ? make_plain_trainer(plan, runtime)
                                 : make_sharded_trainer(plan, runtime)) {
+    size_ = model_bytes();
     if (speaks_ && plan.verify) {
       twin_.emplace(plan, runtime);
     }
@@ -177,6 +180,7 @@ class Run {
       totals_.add(metrics);
       divergence_.add(metrics);
       if (observers_) {
+        tell_quant_error(metrics);
         observers_->show(metrics);
       }
       // All ranks come to the same answer: it depends on what they know alike.
@@ -189,6 +193,20 @@ class Run {
       }
     }
     observers_.reset();
+  }
+
+  // Once: how far what units compute with is from the parameters.
+  void tell_quant_error(const StepMetrics& metrics) {
+    if (!has_told_quant_error_ && !metrics.weight_quant_error_param.empty()) {
+      has_told_quant_error_ = true;
+      std::ostringstream text;
+      text << "quantised gathers: step " << metrics.step
+           << " computed with parameters that are off by " << std::setprecision(3)
+           << metrics.weight_quant_error
+           << " of their size (root of the sum of squares, rank 0's shards), most in '"
+           << metrics.weight_quant_error_param << "'";
+      observers_->say(text.str());
+    }
   }
 
   // Collective: a checkpoint, and --save. Parameters that are no numbers take no good save's place.
@@ -284,6 +302,8 @@ class Run {
     }
     metrics.sent_inside_bytes = stats.sent_inside_bytes;
     metrics.sent_across_bytes = stats.sent_across_bytes;
+    metrics.weight_quant_error = stats.weight_quant_error;
+    metrics.weight_quant_error_param = stats.weight_quant_error_param;
     metrics.prefetch_hits = stats.gathers.prefetch_hits;
     metrics.prefetch_misses = stats.gathers.prefetch_misses;
     metrics.exposed_wait_s = stats.exposed_wait_s;
@@ -297,6 +317,8 @@ class Run {
     metrics.h2d_bytes = stats.h2d_bytes;
     metrics.d2h_bytes = stats.d2h_bytes;
     metrics.held = held_bytes(runtime_.ledger());
+    metrics.num_trainable = size_.num_trainable;
+    metrics.num_frozen = size_.num_params - size_.num_trainable;
     if (twin_) {
       twin_->step(batches_, step, result);
     }
@@ -396,7 +418,7 @@ class Run {
   void print_memory() const {
     if (!plan_.unsharded) {
       std::cout << "memory of rank 0 of " << runtime_.num_ranks() << "\n"
-                << memory_text(model_bytes(), runtime_.ledger());
+                << memory_text(size_, runtime_.ledger());
       if (plan_.memory) {
         std::cout << places_text(plan_.memory->plan, runtime_.ledger(), nvme_)
                   << pinned_text(runtime_.device().pin_stats());
@@ -409,7 +431,9 @@ class Run {
     RunHead head;
     head.preset = plan_.preset;
     head.precision = plan_.config.get_string("precision");
-    head.num_params = model_bytes().num_params;
+    head.num_params = size_.num_params;
+    head.num_frozen = size_.num_params - size_.num_trainable;
+    head.frozen_bits = plan_.frozen_bits;
     head.unsharded = plan_.unsharded;
     head.num_ranks = runtime_.num_ranks();
     const comm::Group& group = runtime_.group();
@@ -443,6 +467,7 @@ class Run {
   StepPhases phases_;
   Batches batches_;
   std::unique_ptr<Trainer> trainer_;
+  ModelBytes size_;
   std::optional<Twin> twin_;  // rank 0, with --verify
   std::optional<Evaluation> evaluation_;
   std::optional<Checkpoints> checkpoints_;
@@ -451,7 +476,8 @@ class Run {
   RunTotals totals_;
   NvmeTotals nvme_;
   std::int64_t num_done_ = 0;  // steps, those before the run went on included
-  bool stop_ = false;          // the same on all ranks
+  bool has_told_quant_error_ = false;
+  bool stop_ = false;  // the same on all ranks
 };
 
 int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,

@@ -15,6 +15,17 @@ std::string time_text(double seconds) {
   return seconds < 1 ? fmt::format("{:.2f} ms", seconds * 1e3) : fmt::format("{:.2f} s", seconds);
 }
 
+// " (4.19M trained, 6.86B frozen as int4 blocks)"; empty where all are trained.
+std::string frozen_text(const RunHead& head) {
+  if (head.num_frozen == 0) {
+    return "";
+  }
+  const auto num_trained = static_cast<double>(head.num_params - head.num_frozen);
+  return fmt::format(" ({} trained, {} frozen{})", count_text(num_trained),
+                     count_text(static_cast<double>(head.num_frozen)),
+                     head.frozen_bits > 0 ? fmt::format(" as int{} blocks", head.frozen_bits) : "");
+}
+
 }  // namespace
 
 std::string head_text(const RunHead& head) {
@@ -24,9 +35,10 @@ std::string head_text(const RunHead& head) {
                                               plural(head.num_ranks), head.backend);
   const std::string micro_batches =
       head.accumulate == 1 ? "" : fmt::format(" in {} micro-batches", head.accumulate);
-  std::string text = fmt::format("{}: {} parameters in {}, {} on {}, {} thread{}\n", head.preset,
+  std::string text = fmt::format("{}: {} parameters in {}{}, {} on {}, {} thread{}\n", head.preset,
                                  count_text(static_cast<double>(head.num_params)), head.precision,
-                                 ranks, head.device, head.num_threads, plural(head.num_threads)) +
+                                 frozen_text(head), ranks, head.device, head.num_threads,
+                                 plural(head.num_threads)) +
                      fmt::format("{} step{} of {} sequence{} of {} tokens{}, data: {}\n",
                                  head.num_steps, plural(head.num_steps), head.batch,
                                  plural(head.batch), head.sequence, micro_batches, head.data);

@@ -32,6 +32,8 @@ struct RunHead {
   std::string preset;
   std::string precision;
   std::int64_t num_params = 0;
+  std::int64_t num_frozen = 0;   // of them
+  std::int64_t frozen_bits = 0;  // of an element that is held as blocks; 0: as others are
   bool unsharded = false;
   int num_ranks = 1;
   std::string backend;

@@ -65,7 +65,8 @@ class ShardedTrainer final : public Trainer {
 class UnshardedTrainer final : public Trainer {
  public:
   UnshardedTrainer(const TrainPlan& plan, Runtime& runtime)
-      : model_(plan.model, torch_device(plan), plan.seed, plan.weights),
+      : model_(plan.model, torch_device(plan), plan.seed, plan.weights,
+               shard::StoredRule::from(plan.config)),
         trainer_(model_.params(), plan.config, runtime.kernels(), runtime.device(),
                  engine_options(plan)) {
     const std::string notice =

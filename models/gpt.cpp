@@ -1,29 +1,54 @@
 #include "models/gpt.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
 #include "models/gpt_modules.h"
+#include "models/gpt_names.h"
 #include "tessera/core/error.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/unit.h"
+#include "tessera/quant/block_codec.h"
 #include "tessera/shard/tensor_storage.h"
 
 namespace tessera::models {
 namespace {
 
-Init first_values(const GptOptions& options, const std::shared_ptr<const InitSource>& weights,
+constexpr std::int64_t kTileNumel = std::int64_t{1} << 20;
+
+Init first_values(const GptOptions& options, const std::shared_ptr<const GptSource>& weights,
                   const std::string& name) {
-  return weights != nullptr ? Init::from(weights) : gpt_init(options, name);
+  return weights != nullptr && weights->has(name) ? Init::from(weights) : gpt_init(options, name);
 }
 
-void fill_plain(const Init& init, std::uint64_t seed, const std::string& name, DType dtype,
-                const at::Tensor& param) {
+// To blocks and back, a tile at a time. Blocks are those of the whole parameter on any number of
+// ranks.
+void round_as_stored(const shard::StoredFormat& format, DType dtype, const at::Tensor& host) {
+  const std::unique_ptr<comm::Codec> codec = quant::make_cpu_block_codec(format.blocks());
+  const std::int64_t tile = format.tile(kTileNumel);
+  std::vector<std::byte> wire(codec->wire_bytes(tile));
+  auto* const values = static_cast<std::byte*>(host.mutable_data_ptr());
+  for (std::int64_t begin = 0; begin < host.numel(); begin += tile) {
+    const std::int64_t numel = std::min(tile, host.numel() - begin);
+    std::byte* const at = values + static_cast<std::size_t>(begin) * bytes_of(dtype);
+    codec->encode(at, dtype, numel, wire.data(), nullptr).wait();
+    codec->decode(wire.data(), numel, at, dtype, nullptr).wait();
+  }
+}
+
+void fill_plain(const Init& init, std::uint64_t seed, const std::string& name,
+                const shard::StoredRule& stored, DType dtype, const at::Tensor& param) {
   const at::NoGradGuard no_grad;
   const at::Tensor host = param.is_cpu() ? param : at::empty_like(param, at::kCPU);
   fill_initial(init, seed, name, {0, host.numel()}, dtype, host.mutable_data_ptr());
+  const shard::StoredFormat format =
+      stored.format_of(name, param.requires_grad(), host.numel(), static_cast<int>(host.dim()));
+  if (format.is_encoded()) {
+    round_as_stored(format, dtype, host);
+  }
   if (!param.is_cpu()) {
     param.copy_(host);
   }
@@ -52,22 +77,24 @@ struct Gpt::Impl {
       }
       return make_unit(name, prefix, std::move(module), recompute);
     };
+    param_options.trained = options.trains_base();
     embedding =
         add("embedding", "", std::make_shared<EmbeddingImpl>(options, param_options), false);
     for (std::int64_t index = 0; index < options.layers; ++index) {
-      param_options.trained = index >= options.freeze;
+      param_options.trained = options.trains_base(index);
+      param_options.adapters_trained = options.trains_adapters(index);
       const std::string name = "blocks." + std::to_string(index);
       blocks.push_back(add(name, name + ".", std::make_shared<BlockImpl>(options, param_options),
                            options.recompute));
     }
-    param_options.trained = true;
+    param_options.trained = options.trains_base();
     const at::Tensor tied = options.tie_head ? embedding->token_weight() : at::Tensor();
     head = add("head", "", std::make_shared<HeadImpl>(options, param_options, tied), false);
   }
 };
 
 Gpt::Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed,
-         std::shared_ptr<const InitSource> weights)
+         std::shared_ptr<const GptSource> weights)
     : impl_(std::make_unique<Impl>()) {
   options.check();
   const std::int64_t engine_seed = engine.runtime().config().get_int("seed");
@@ -92,7 +119,7 @@ Gpt::Gpt(const GptOptions& options, Engine& engine, std::uint64_t seed,
 }
 
 Gpt::Gpt(const GptOptions& options, at::Device device, std::uint64_t seed,
-         std::shared_ptr<const InitSource> weights)
+         std::shared_ptr<const GptSource> weights, const shard::StoredRule& stored)
     : impl_(std::make_unique<Impl>()) {
   options.check();
   impl_->options = options;
@@ -100,7 +127,8 @@ Gpt::Gpt(const GptOptions& options, at::Device device, std::uint64_t seed,
                              bool recompute) {
     for (const auto& item : module->named_parameters()) {
       const std::string name = prefix + item.key();
-      fill_plain(first_values(options, weights, name), seed, name, options.dtype, item.value());
+      fill_plain(first_values(options, weights, name), seed, name, stored, options.dtype,
+                 item.value());
     }
     return Unit(std::move(module), recompute);
   };
@@ -181,6 +209,9 @@ Init gpt_init(const GptOptions& options, const std::string& name) {
   TESSERA_INVARIANT(inner.starts_with("attention.") || inner.starts_with("up.") ||
                         inner.starts_with("down.") || is_head,
                     name, " is not a parameter of this model");
+  if (inner.ends_with(kAdapterB)) {
+    return Init::constant(0);
+  }
   const std::int64_t inputs = inner.starts_with("down.") ? 4 * options.width : options.width;
   return Init::uniform(1.0 / std::sqrt(static_cast<double>(inputs)));
 }

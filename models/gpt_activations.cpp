@@ -21,18 +21,22 @@ struct Sizes {
   Sizes(const GptOptions& options, std::int64_t batch)
       : tokens(batch * options.sequence),
         row(tokens * options.width * static_cast<std::int64_t>(bytes_of(options.dtype))),
+        low_rank(tokens * options.adapter_rank *
+                 static_cast<std::int64_t>(bytes_of(options.dtype))),
         statistic(tokens * kFp32Bytes),
         logits(tokens * options.vocabulary) {}
 
   std::int64_t tokens;
   std::int64_t row;
+  std::int64_t low_rank;   // between the two matrices of an adapter
   std::int64_t statistic;  // one fp32 value per token
   std::int64_t logits;     // elements, not bytes
 };
 
 // What a block keeps, by the operator whose backward needs it, in the order of BlockImpl::forward.
-// Additions keep nothing. A linear layer needs its input for the gradient of its weight alone: a
-// frozen one keeps none.
+// Additions keep nothing. A linear layer needs its input for the gradient of its weight, or of its
+// adapter's, alone: where none is trained it keeps none. An adapter that is trained keeps what is
+// between its matrices, too.
 //   norm1                       its input is the output of the one before, counted there; the mean
 //                               and the inverse deviation
 //   attention.qkv               its input: 1 row
@@ -48,7 +52,8 @@ std::int64_t block_bytes(const GptOptions& options, const Sizes& sizes, bool tra
   const std::int64_t of_operators = 3 + 1 + 1 + 4 + 1;
   const std::int64_t of_weights = trained ? 1 + 1 + 4 : 0;
   const std::int64_t statistics = 2 + 2 + options.heads;
-  return (of_operators + of_weights) * sizes.row + statistics * sizes.statistic;
+  return (of_operators + of_weights) * sizes.row + (trained ? 4 : 0) * sizes.low_rank +
+         statistics * sizes.statistic;
 }
 
 // The most that backward of a block holds beyond what was kept, where the gradient of its output
@@ -57,8 +62,10 @@ std::int64_t block_bytes(const GptOptions& options, const Sizes& sizes, bool tra
 //   gelu                        needs that, and makes another: 4 + 4 rows, less the 4 of down's
 //                               input, which a frozen block did not keep
 // Everything else is smaller: when attention's gradients are made the block's second half is gone.
-std::int64_t block_backward_bytes(const Sizes& sizes, bool trained) {
-  return (trained ? 4 : 8) * sizes.row;
+// With an adapter there are two gradients of down's input until they are summed: the second comes
+// when the input is gone, unless down needs it for its own weight, too.
+std::int64_t block_backward_bytes(const Sizes& sizes, bool keeps_inputs, bool needs_them_twice) {
+  return (keeps_inputs && !needs_them_twice ? 4 : 8) * sizes.row;
 }
 
 struct HeadBytes {
@@ -67,14 +74,15 @@ struct HeadBytes {
 };
 
 //   norm                        two statistics; its input is the last block's output
-//   head                        the norm's output: 1 row
+//   head                        the norm's output: 1 row, unless its weight is frozen
 //   loss                        targets; all at once: the logarithms of probabilities, fp32
 // In forward, all at once: fp32 logits and the logarithms. In backward: the logarithms, their
 // gradient and that of the logits, all fp32; then the latter in the model's type beside the
 // gradient of the norm's output. In chunks: see chunked_head_bytes().
 HeadBytes head_bytes(const GptOptions& options, const Sizes& sizes) {
   const auto element_bytes = static_cast<std::int64_t>(bytes_of(options.dtype));
-  const std::int64_t kept = 2 * sizes.statistic + sizes.row + kIdBytes * sizes.tokens;
+  const std::int64_t kept =
+      2 * sizes.statistic + (options.trains_base() ? sizes.row : 0) + kIdBytes * sizes.tokens;
   return {kept + kFp32Bytes * sizes.logits,
           kept + std::max(3 * kFp32Bytes * sizes.logits, element_bytes * sizes.logits + sizes.row)};
 }
@@ -90,7 +98,7 @@ HeadBytes chunked_head_bytes(const GptOptions& options, const Sizes& sizes) {
   const std::int64_t of_chunk = per_logit * chunk * options.vocabulary;
   const std::int64_t others = 2 * sizes.statistic + kIdBytes * sizes.tokens;
   const std::int64_t weight_sum =
-      low_precision ? kFp32Bytes * options.vocabulary * options.width : 0;
+      low_precision && options.trains_base() ? kFp32Bytes * options.vocabulary * options.width : 0;
   if (options.dtype != DType::kFloat16) {
     const std::int64_t kept = others + kFp32Bytes * sizes.tokens * options.width + weight_sum;
     return {kept, kept + sizes.row + of_chunk};
@@ -119,7 +127,8 @@ class Training {
         sizes_(options, batch),
         head_(options.loss_chunk > 0 ? chunked_head_bytes(options, sizes_)
                                      : head_bytes(options, sizes_)),
-        embedding_(sizes_.row + kIdBytes * (sizes_.tokens + options.sequence)) {}
+        embedding_((keeps_embedding(options) ? sizes_.row : 0) +
+                   kIdBytes * (sizes_.tokens + options.sequence)) {}
 
   const HeadBytes& head() const { return head_; }
   std::int64_t embedding() const { return embedding_; }
@@ -127,11 +136,13 @@ class Training {
 
   // What is kept by the embedding and the first n blocks.
   std::int64_t kept_up_to(std::int64_t num_blocks) const {
-    const std::int64_t frozen = std::min(num_blocks, options_.freeze);
-    const std::int64_t blocks = options_.recompute
-                                    ? num_blocks * sizes_.row
-                                    : frozen * block_bytes(options_, sizes_, /*trained=*/false) +
-                                          (num_blocks - frozen) * per_block();
+    const std::int64_t passive = std::min(num_blocks, options_.num_without_backward());
+    const std::int64_t frozen = std::min(num_blocks, options_.freeze) - passive;
+    const std::int64_t trained = num_blocks - frozen - passive;
+    const std::int64_t blocks =
+        options_.recompute
+            ? (num_blocks - passive) * sizes_.row
+            : frozen * block_bytes(options_, sizes_, /*trained=*/false) + trained * per_block();
     return embedding_ + blocks;
   }
 
@@ -140,14 +151,24 @@ class Training {
   // In the backward of block n, where what came after it is gone. One that is recomputed has all
   // that it would have kept, and the gradient of its output beside the output.
   std::int64_t in_backward_of(std::int64_t block) const {
+    if (block < options_.num_without_backward()) {
+      return embedding_;
+    }
     const bool trained = block >= options_.freeze;
-    const std::int64_t own = block_backward_bytes(sizes_, trained);
+    const std::int64_t own = block_backward_bytes(
+        sizes_, trained, trained && options_.trains_base(block) && options_.trains_adapters(block));
     return options_.recompute
                ? kept_up_to(block) + block_bytes(options_, sizes_, trained) + sizes_.row + own
                : kept_up_to(block + 1) + own;
   }
 
  private:
+  // A frozen embedding's output needs no gradient: no norm keeps it, but a unit that runs its
+  // forward again does.
+  static bool keeps_embedding(const GptOptions& options) {
+    return options.trains_base() || options.recompute;
+  }
+
   const GptOptions& options_;
   const Sizes sizes_;
   const HeadBytes head_;

@@ -14,14 +14,13 @@
 
 #include "models/gpt.h"
 #include "tessera/checkpoint/checkpoint_reader.h"
-#include "tessera/engine/init.h"
 
 namespace tessera::models {
 
 // In Manifest::user: the sources of the run's data, one per line, as --data had them.
 inline constexpr const char* kDataSources = "data.sources";
 
-class GptCheckpoint final : public InitSource {
+class GptCheckpoint final : public GptSource {
  public:
   // A save, or a directory of saves: then its newest. ConfigError if it describes no GPT of ours,
   // or its parameters are not those that it describes.
@@ -37,6 +36,7 @@ class GptCheckpoint final : public InitSource {
   // In order, in pieces that are valid during the call.
   void visit(const checkpoint::StoredTensor& tensor, shard::ElementRange range,
              const checkpoint::CheckpointReader::Visit& visit) const;
+  bool has(const std::string& param) const override { return manifest().find(param) != nullptr; }
   void read(const std::string& name, shard::ElementRange range, DType dtype,
             std::byte* out) const override;
 

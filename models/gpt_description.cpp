@@ -3,12 +3,14 @@
 #include <array>
 #include <charconv>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 #include <utility>
 
 #include "models/gpt.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/core/units.h"
 
 namespace tessera::models {
 namespace {
@@ -17,6 +19,8 @@ constexpr std::string_view kPrefix = "model.";
 constexpr const char* kTied = "model.tie_head";
 constexpr const char* kGelu = "model.gelu";
 constexpr const char* kType = "model.dtype";
+constexpr const char* kAdapterRank = "model.adapter_rank";
+constexpr const char* kAdapterAlpha = "model.adapter_alpha";
 
 struct Count {
   const char* key;
@@ -54,6 +58,12 @@ bool read_type(const std::string& text, DType& value) {
   return false;
 }
 
+bool read_number(const std::string& text, double& value) {
+  const std::optional<double> number = parse_number(text);
+  value = number.value_or(0);
+  return number.has_value();
+}
+
 // Takes values out of a description, and collects what is wrong with it.
 class DescriptionReader {
  public:
@@ -72,6 +82,8 @@ class DescriptionReader {
     }
     left_.erase(found);
   }
+
+  bool has(const std::string& key) const { return left_.contains(key); }
 
   // Every problem, in one line.
   std::string problems() {
@@ -102,6 +114,10 @@ std::map<std::string, std::string> describe(const GptOptions& options) {
   description[kTied] = options.tie_head ? "true" : "false";
   description[kGelu] = options.gelu_tanh ? "tanh" : "exact";
   description[kType] = to_string(options.dtype);
+  if (options.adapter_rank > 0) {
+    description[kAdapterRank] = std::to_string(options.adapter_rank);
+    description[kAdapterAlpha] = exact_number(options.adapter_alpha);
+  }
   return description;
 }
 
@@ -120,6 +136,13 @@ GptOptions gpt_from_description(const std::map<std::string, std::string>& descri
     return read_choice(text, "exact", "tanh", options.gelu_tanh);
   });
   reader.take(kType, [&](const std::string& text) { return read_type(text, options.dtype); });
+  if (reader.has(kAdapterRank) || reader.has(kAdapterAlpha)) {
+    reader.take(kAdapterRank, [&](const std::string& text) {
+      return read_count(text, options.adapter_rank) && options.adapter_rank > 0;
+    });
+    reader.take(kAdapterAlpha,
+                [&](const std::string& text) { return read_number(text, options.adapter_alpha); });
+  }
   const std::string problems = reader.problems();
   TESSERA_CHECK(problems.empty(), ConfigError, printable(path, 400),
                 ": describes no GPT of ours: ", problems,

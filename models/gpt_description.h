@@ -2,7 +2,8 @@
 // parameters belong to.
 //
 // Each key begins with "model."; those of others are left alone. All keys are always written, and
-// all are needed to read it. What concerns training only, such as recomputation, is not in it.
+// all are needed to read it, but those of adapters where the model has none. What concerns training
+// only, such as recomputation or what is frozen, is not in it.
 //
 // Threads: stateless.
 #pragma once

@@ -9,6 +9,8 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <limits>
+#include <memory>
 #include <span>
 #include <system_error>
 #include <utility>
@@ -18,6 +20,7 @@
 
 #include "models/element_convert.h"
 #include "models/gpt.h"
+#include "models/gpt_adapters.h"
 #include "models/gpt_checkpoint.h"
 #include "models/gpt_shapes.h"
 #include "models/safetensors_set.h"
@@ -32,6 +35,7 @@ namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
 constexpr std::size_t kPieceBytes = std::size_t{1} << 20;  // converted at a time
+constexpr const char* kAdapterFile = "adapter_model.safetensors";
 
 std::string reason_of(int error) { return std::generic_category().message(error); }
 
@@ -119,6 +123,7 @@ struct ExportTensor {
   std::string param;
   FileTensor file;
   std::uint64_t bytes = 0;
+  bool is_merged = false;  // with the adapter beside it
 };
 
 // Takes tensors from the checkpoint to a file.
@@ -128,6 +133,10 @@ class TensorExport {
       : checkpoint_(checkpoint), dtype_(dtype), tile_bytes_(tile_bytes) {}
 
   void run(const ExportTensor& tensor, checkpoint::SafetensorsWriter& writer) {
+    adapter_.reset();
+    if (tensor.is_merged) {
+      adapter_ = std::make_unique<AdapterProduct>(checkpoint_, tensor.param, dtype_);
+    }
     if (tensor.file.is_transposed) {
       run_transposed(tensor, writer);
     } else {
@@ -180,18 +189,28 @@ class TensorExport {
     const std::size_t from_bytes = bytes_of(stored.dtype);
     const std::size_t to_bytes = bytes_of(dtype_);
     checkpoint_.visit(stored, {0, numel}, [&](std::int64_t begin, std::span<const std::byte> all) {
-      if (stored.dtype == dtype_) {
+      if (stored.dtype == dtype_ && !adapter_) {
         use(begin, all);
         return;
       }
       const std::size_t most = kPieceBytes / from_bytes * from_bytes;
       for (std::size_t at = 0; at < all.size(); at += most) {
-        const auto piece = all.subspan(at, std::min(most, all.size() - at));
+        auto piece = all.subspan(at, std::min(most, all.size() - at));
         const std::size_t count = piece.size() / from_bytes;
+        const std::int64_t piece_begin = begin + static_cast<std::int64_t>(at / from_bytes);
+        DType from = stored.dtype;
+        if (adapter_) {
+          merged_.resize(count);
+          convert_elements(from, piece, DType::kFloat32,
+                           reinterpret_cast<std::byte*>(merged_.data()));
+          adapter_->add_to(piece_begin, merged_);
+          from = DType::kFloat32;
+          piece = std::as_bytes(std::span(merged_));
+        }
         converted_.resize(count * to_bytes);
-        convert_elements(stored.dtype, piece, dtype_, converted_.data());
-        check_range(tensor, stored.dtype, piece);
-        use(begin + static_cast<std::int64_t>(at / from_bytes), converted_);
+        convert_elements(from, piece, dtype_, converted_.data());
+        check_range(tensor, from, piece);
+        use(piece_begin, converted_);
       }
     });
   }
@@ -221,15 +240,22 @@ class TensorExport {
   const GptCheckpoint& checkpoint_;
   const DType dtype_;
   const std::size_t tile_bytes_;
+  std::unique_ptr<AdapterProduct> adapter_;  // of the tensor that passes
+  std::vector<float> merged_;
   std::vector<std::byte> converted_;
 };
 
-std::vector<ExportTensor> tensors_of(const GptOptions& model, GptNaming naming, DType dtype) {
-  const std::string prefix = naming == GptNaming::kGpt2 ? kGpt2Prefix : "";
+std::vector<ExportTensor> tensors_of(const GptCheckpoint& checkpoint, const ExportOptions& options,
+                                     DType dtype) {
+  const std::string prefix = options.naming == GptNaming::kGpt2 ? kGpt2Prefix : "";
+  const bool are_alone = options.adapters == ExportAdapters::kAlone;
   std::vector<ExportTensor> tensors;
-  for (const ParamShape& param : gpt_shape(model).params) {
-    tensors.push_back({param.name, file_tensor(naming, prefix, param.name, param.sizes),
-                       static_cast<std::uint64_t>(param.numel()) * bytes_of(dtype)});
+  for (const ParamShape& param : gpt_shape(checkpoint.options()).params) {
+    if (is_adapter(param.name) == are_alone) {
+      tensors.push_back({param.name, file_tensor(options.naming, prefix, param.name, param.sizes),
+                         static_cast<std::uint64_t>(param.numel()) * bytes_of(dtype),
+                         !are_alone && has_adapter(checkpoint, param.name)});
+    }
   }
   return tensors;
 }
@@ -306,29 +332,60 @@ std::string export_config(const GptOptions& options, GptNaming naming, DType dty
   return config.dump(2) + "\n";
 }
 
+std::string adapter_config(const GptOptions& options) {
+  Json config;
+  config["peft_type"] = "LORA";
+  config["task_type"] = "CAUSAL_LM";
+  config["base_model_name_or_path"] = nullptr;
+  config["r"] = options.adapter_rank;
+  if (options.adapter_alpha == std::floor(options.adapter_alpha) && options.adapter_alpha < 1e9) {
+    config["lora_alpha"] = static_cast<std::int64_t>(options.adapter_alpha);
+  } else {
+    config["lora_alpha"] = options.adapter_alpha;
+  }
+  config["lora_dropout"] = 0.0;
+  // Of attention and of the feed-forward; both have a c_proj.
+  config["target_modules"] = {"c_attn", "c_proj", "c_fc"};
+  config["fan_in_fan_out"] = true;  // GPT-2's layers are [inputs, outputs]
+  config["bias"] = "none";
+  config["inference_mode"] = true;
+  return config.dump(2) + "\n";
+}
+
 ExportResult export_weights(const ExportOptions& options) {
   TESSERA_INVARIANT(options.shard_bytes > 0, "files of no bytes");
+  const bool are_alone = options.adapters == ExportAdapters::kAlone;
+  TESSERA_INVARIANT(!are_alone || options.naming == GptNaming::kGpt2, "PEFT has no names of ours");
   const GptCheckpoint checkpoint(options.checkpoint);
   const GptOptions& model = checkpoint.options();
+  TESSERA_CHECK(!are_alone || model.adapter_rank > 0, ConfigError,
+                printable(checkpoint.path(), 400),
+                ": its model has no adapters; leave --adapters out");
   const DType dtype = options.dtype.value_or(model.dtype);
   NewDirectory directory(options.to);
 
   std::uint64_t total_bytes = 0;
-  std::vector<ExportTensor> tensors = tensors_of(model, options.naming, dtype);
+  std::vector<ExportTensor> tensors = tensors_of(checkpoint, options, dtype);
   const auto num_tensors = static_cast<int>(tensors.size());
+  int num_merged = 0;
   for (const ExportTensor& tensor : tensors) {
     total_bytes += tensor.bytes;
+    num_merged += tensor.is_merged ? 1 : 0;
   }
   directory.check_room(total_bytes);
-  const auto files = cut_into_files(std::move(tensors), options.shard_bytes);
+  // PEFT reads one file.
+  const auto files =
+      cut_into_files(std::move(tensors),
+                     are_alone ? std::numeric_limits<std::uint64_t>::max() : options.shard_bytes);
   TensorExport tensor_export(checkpoint, dtype, options.tile_bytes);
   for (std::size_t i = 0; i < files.size(); ++i) {
     std::vector<checkpoint::TensorEntry> entries;
     for (const ExportTensor& tensor : files[i]) {
       entries.push_back({tensor.file.name, dtype, tensor.file.sizes});
     }
-    checkpoint::SafetensorsWriter writer(directory.file(file_name(i, files.size())), entries,
-                                         {{"format", "pt"}});
+    checkpoint::SafetensorsWriter writer(
+        directory.file(are_alone ? kAdapterFile : file_name(i, files.size())), entries,
+        {{"format", "pt"}});
     for (const ExportTensor& tensor : files[i]) {
       tensor_export.run(tensor, writer);
     }
@@ -337,10 +394,15 @@ ExportResult export_weights(const ExportOptions& options) {
   if (files.size() > 1) {
     write_index(directory.file(kModelIndex), files, total_bytes);
   }
-  write_text_file(directory.file("config.json"), export_config(model, options.naming, dtype));
+  if (are_alone) {
+    write_text_file(directory.file("adapter_config.json"), adapter_config(model));
+  } else {
+    write_text_file(directory.file("config.json"), export_config(model, options.naming, dtype));
+  }
   directory.commit();
   return {checkpoint.path(), checkpoint.manifest().step,     dtype,
-          num_tensors,       static_cast<int>(files.size()), total_bytes};
+          num_tensors,       static_cast<int>(files.size()), total_bytes,
+          num_merged};
 }
 
 }  // namespace tessera::models

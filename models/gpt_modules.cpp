@@ -6,20 +6,38 @@
 #include <ATen/ATen.h>
 
 #include "models/gpt_chunked_loss.h"
+#include "models/gpt_names.h"
 
 namespace tessera::models {
 namespace {
 
+// x: [batch, length, inputs].
 at::Tensor linear(const at::Tensor& x, const Weights& weights) {
-  return at::linear(x, weights->weight, weights->bias);
+  if (!weights->adapter_a.defined()) {
+    return at::linear(x, weights->weight, weights->bias);
+  }
+  // On rows, as the layer itself is computed: the adapter's product is then added in place, with no
+  // tensor of the output's size, and rounded once together with the layer's. The layer goes first,
+  // so that in backward the adapter's gradient of x comes first, and x is free for the layer's.
+  const at::Tensor rows = x.flatten(0, 1);
+  at::Tensor y = at::linear(rows, weights->weight, weights->bias);
+  const at::Tensor low = at::mm(rows, weights->adapter_a.t());
+  y.addmm_(low, weights->adapter_b.t(), /*beta=*/1, /*alpha=*/weights->adapter_scale);
+  return y.view({x.size(0), x.size(1), y.size(1)});
 }
 
 at::Tensor layer_norm(const at::Tensor& x, const Weights& weights) {
   return at::layer_norm(x, weights->weight.sizes(), weights->weight, weights->bias, kGptNormEps);
 }
 
-Weights make_linear(std::int64_t in, std::int64_t out, const ParamOptions& options) {
-  return std::make_shared<WeightsImpl>(at::IntArrayRef{out, in}, at::IntArrayRef{out}, options);
+Weights make_linear(std::int64_t in, std::int64_t out, const GptOptions& gpt,
+                    const ParamOptions& options) {
+  auto weights =
+      std::make_shared<WeightsImpl>(at::IntArrayRef{out, in}, at::IntArrayRef{out}, options);
+  if (gpt.adapter_rank > 0) {
+    weights->add_adapter(gpt, options);
+  }
+  return weights;
 }
 
 Weights make_norm(std::int64_t width, const ParamOptions& options) {
@@ -39,6 +57,16 @@ WeightsImpl::WeightsImpl(at::IntArrayRef weight_sizes, at::IntArrayRef bias_size
   if (!bias_sizes.empty()) {
     bias = register_parameter("bias", at::empty(bias_sizes, options.tensor), options.trained);
   }
+}
+
+void WeightsImpl::add_adapter(const GptOptions& gpt, const ParamOptions& options) {
+  const auto add = [&](const char* name, std::int64_t rows, std::int64_t columns) {
+    return register_parameter(name, at::empty({rows, columns}, options.tensor),
+                              options.adapters_trained);
+  };
+  adapter_a = add(kAdapterA, gpt.adapter_rank, weight.size(1));
+  adapter_b = add(kAdapterB, weight.size(0), gpt.adapter_rank);
+  adapter_scale = gpt.adapter_scale();
 }
 
 EmbeddingImpl::EmbeddingImpl(const GptOptions& gpt, const ParamOptions& options) {
@@ -61,8 +89,8 @@ at::Tensor EmbeddingImpl::embed(const at::Tensor& ids, std::int64_t begin) const
 
 AttentionImpl::AttentionImpl(const GptOptions& gpt, const ParamOptions& options)
     : heads_(gpt.heads) {
-  qkv_ = register_module("qkv", make_linear(gpt.width, 3 * gpt.width, options));
-  out_ = register_module("out", make_linear(gpt.width, gpt.width, options));
+  qkv_ = register_module("qkv", make_linear(gpt.width, 3 * gpt.width, gpt, options));
+  out_ = register_module("out", make_linear(gpt.width, gpt.width, gpt, options));
 }
 
 std::vector<at::Tensor> AttentionImpl::project(const at::Tensor& x) const {
@@ -110,8 +138,8 @@ BlockImpl::BlockImpl(const GptOptions& gpt, const ParamOptions& options)
   norm1_ = register_module("norm1", make_norm(gpt.width, options));
   attention_ = register_module("attention", std::make_shared<AttentionImpl>(gpt, options));
   norm2_ = register_module("norm2", make_norm(gpt.width, options));
-  up_ = register_module("up", make_linear(gpt.width, 4 * gpt.width, options));
-  down_ = register_module("down", make_linear(4 * gpt.width, gpt.width, options));
+  up_ = register_module("up", make_linear(gpt.width, 4 * gpt.width, gpt, options));
+  down_ = register_module("down", make_linear(4 * gpt.width, gpt.width, gpt, options));
 }
 
 at::Tensor BlockImpl::feed_forward(const at::Tensor& attended) const {

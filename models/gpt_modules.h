@@ -22,6 +22,7 @@ namespace tessera::models {
 struct ParamOptions {
   at::TensorOptions tensor;  // type and device
   bool trained = true;
+  bool adapters_trained = true;  // of linear layers that have one
 };
 
 // The parameters of a linear layer, a layer norm or a table of embeddings; a module of its own
@@ -31,9 +32,15 @@ class WeightsImpl : public torch::nn::Module {
   // Empty `bias_sizes`: no bias.
   WeightsImpl(at::IntArrayRef weight_sizes, at::IntArrayRef bias_sizes,
               const ParamOptions& options);
+  // REQUIRES: of a linear layer, once.
+  void add_adapter(const GptOptions& gpt, const ParamOptions& options);
 
   at::Tensor weight;
   at::Tensor bias;  // undefined where there is none
+  // Undefined without an adapter. Its output times the scale is added to the layer's.
+  at::Tensor adapter_a;  // [rank, inputs]
+  at::Tensor adapter_b;  // [outputs, rank]
+  double adapter_scale = 0;
 };
 using Weights = std::shared_ptr<WeightsImpl>;
 

@@ -9,6 +9,7 @@ namespace tessera::models {
 namespace {
 
 constexpr std::string_view kBlocks = "blocks.";
+constexpr std::string_view kPeftPrefix = "base_model.model.";
 
 struct Module {
   std::string_view ours;
@@ -58,18 +59,28 @@ FileTensor file_tensor(GptNaming naming, const std::string& prefix, const std::s
   const Module& module =
       in_block ? find_module(kOfBlock, ours, param) : find_module(kOutside, ours, param);
 
+  const bool is_of_adapter = is_adapter(param);
   FileTensor tensor;
-  tensor.name = prefix;
+  tensor.name.append(is_of_adapter ? kPeftPrefix : "").append(prefix);
   if (in_block) {
     tensor.name.append("h.").append(full.substr(kBlocks.size(), begin - kBlocks.size()));
   }
-  tensor.name.append(module.gpt2).append(full.substr(end));
+  tensor.name.append(module.gpt2);
   tensor.sizes = sizes;
+  if (is_of_adapter) {  // PEFT has them as we do, for all kinds of layers
+    tensor.name.append(full.ends_with(kAdapterA) ? ".lora_A.weight" : ".lora_B.weight");
+    return tensor;
+  }
+  tensor.name.append(full.substr(end));
   tensor.is_transposed = module.is_linear && sizes.size() == 2;
   if (tensor.is_transposed) {
     std::reverse(tensor.sizes.begin(), tensor.sizes.end());
   }
   return tensor;
+}
+
+bool is_adapter(std::string_view param) {
+  return param.ends_with(kAdapterA) || param.ends_with(kAdapterB);
 }
 
 bool is_tanh_gelu(std::string_view activation, std::string_view model_type) {

@@ -1,7 +1,8 @@
 // The names and layouts that parameters of a GPT have in files: ours, and GPT-2's.
 //
 // GPT-2's linear layers are stored as [inputs, outputs], the transpose of ours; queries, keys and
-// values are fused in the same order. A tied head is in no file.
+// values are fused in the same order. A tied head is in no file. Adapters beside GPT-2's names have
+// those of PEFT, which keeps them in files of their own.
 //
 // Threads: stateless.
 #pragma once
@@ -17,6 +18,11 @@ enum class GptNaming : std::uint8_t { kTessera, kGpt2 };
 
 // As `transformers` writes them: before every name of GPT-2's but the head's.
 inline constexpr const char* kGpt2Prefix = "transformer.";
+
+// Ends of names, after the linear layer's: "blocks.3.up.adapter_a" is beside "blocks.3.up.weight".
+inline constexpr const char* kAdapterA = "adapter_a";
+inline constexpr const char* kAdapterB = "adapter_b";
+bool is_adapter(std::string_view param);
 
 struct FileTensor {
   std::string name;

@@ -1,6 +1,7 @@
 // What a GPT is made of, in numbers: presets, checks and sizes. No tensors here.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <string>
 
 #include "models/gpt.h"
@@ -57,6 +58,18 @@ void GptOptions::check() const {
                 width, "; the nearest that does is ", nearest_divisor(width, heads));
   TESSERA_CHECK(freeze >= 0 && freeze <= layers, ConfigError, "--freeze ", freeze,
                 " is not from 0 to ", layers, ", the number of blocks");
+  TESSERA_CHECK(adapter_rank >= 0 && adapter_rank <= width, ConfigError, "--adapters ",
+                adapter_rank, " is not from 0 (none) to ", width,
+                ", the width: more is no low rank");
+  TESSERA_CHECK(adapter_rank == 0 || (std::isfinite(adapter_alpha) && adapter_alpha > 0),
+                ConfigError, "--adapter-alpha ", adapter_alpha, " is not a number above 0");
+  TESSERA_CHECK(!freeze_base || adapter_rank > 0, ConfigError,
+                "--freeze-base without --adapters: nothing would be trained; give --adapters R, or "
+                "leave --freeze-base out");
+  TESSERA_CHECK(!freeze_base || freeze < layers, ConfigError, "--freeze ", freeze,
+                " with a frozen base: nothing would be trained, adapters of frozen blocks are "
+                "frozen, too; give a number below ",
+                layers);
   TESSERA_CHECK(loss_chunk >= 0 && loss_chunk <= kMaxRows, ConfigError, "--loss-chunk ", loss_chunk,
                 " is not from 0 (all at once) to ", kMaxRows);
   TESSERA_CHECK(dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16,
@@ -94,7 +107,8 @@ GptSize gpt_size(const GptOptions& options) {
   const std::int64_t width = options.width;
   const std::int64_t table = options.vocabulary * width;
   const std::int64_t embedding = table + options.sequence * width;
-  const std::int64_t block = 12 * width * width + 13 * width;
+  // An adapter has its rank times inputs and outputs: of qkv 4 widths, of out 2, of up and down 5.
+  const std::int64_t block = 12 * width * width + 13 * width + 16 * options.adapter_rank * width;
   const std::int64_t norm = 2 * width;
   GptSize size;
   size.num_params = embedding + options.layers * block + norm + (options.tie_head ? 0 : table);
@@ -104,11 +118,17 @@ GptSize gpt_size(const GptOptions& options) {
 
 double gpt_flops_per_token(const GptOptions& options) {
   const auto width = static_cast<double>(options.width);
-  const auto layers = static_cast<double>(options.layers);
-  const double block = 12 * width * width;
+  const auto num_passive = static_cast<double>(options.num_without_backward());
+  const auto num_frozen = static_cast<double>(options.freeze) - num_passive;
+  const auto num_trained = static_cast<double>(options.layers - options.freeze);
+  const double base = 12 * width * width;
+  const double adapters = 16 * static_cast<double>(options.adapter_rank) * width;
   const double head = static_cast<double>(options.vocabulary) * width;
-  const double attention = 12 * layers * width * static_cast<double>(options.sequence);
-  return 6 * (layers * block + head) - 2 * static_cast<double>(options.freeze) * block + attention;
+  const double attention = 4 * width * static_cast<double>(options.sequence);  // of a forward
+  const double of_base = options.freeze_base ? 4 : 6;
+  return num_trained * (of_base * base + 6 * adapters + 3 * attention) +
+         num_frozen * (4 * (base + adapters) + 3 * attention) +
+         num_passive * (2 * (base + adapters) + attention) + of_base * head;
 }
 
 }  // namespace tessera::models

@@ -31,6 +31,7 @@ struct UnitShape {
   // Places in ModelShape::params, ascending: made with the unit, and those of other units.
   std::vector<int> own;
   std::vector<int> external;
+  bool has_backward = true;  // not where nothing up to its end is trained
 };
 
 struct ModelShape {

@@ -10,7 +10,6 @@
 #include <nlohmann/json.hpp>
 
 #include "models/element_convert.h"
-#include "models/gpt.h"
 #include "models/gpt_shapes.h"
 #include "models/name_list.h"
 #include "tessera/core/error.h"
@@ -157,7 +156,14 @@ void InitialWeights::find_params(const GptOptions& options, GptNaming naming,
   NameList other_types("of other types than fp32, bf16 and fp16 are");
   NameList extra("not in the model are");
   std::set<std::string> known;
+  const auto& tensors = set_.tensors();
+  const bool has_adapters = naming == GptNaming::kTessera &&
+                            std::any_of(tensors.begin(), tensors.end(),
+                                        [](const auto& each) { return is_adapter(each.first); });
   for (const ParamShape& param : gpt_shape(options).params) {
+    if (is_adapter(param.name) && !has_adapters) {
+      continue;
+    }
     const FileTensor tensor = file_tensor(naming, prefix, param.name, param.sizes);
     known.insert(tensor.name);
     const auto found = set_.tensors().find(tensor.name);
@@ -190,7 +196,10 @@ void InitialWeights::find_params(const GptOptions& options, GptNaming naming,
                 ": these are not weights of this model: ", problems,
                 "; give the model that they "
                 "belong to: --model config.json, or --width, --layers, --vocab and --seq",
-                !has_head && !options.tie_head ? ", and --tie-head, since they have no head" : "");
+                !has_head && !options.tie_head ? ", and --tie-head, since they have no head" : "",
+                has_adapters && options.adapter_rank == 0
+                    ? ", and --adapters R, since they have adapters"
+                    : "");
   if (options.tie_head && has_head) {
     check_tied_head(tokens, head);
   }

@@ -6,6 +6,9 @@
 // against what shapes cannot say: number of heads, activation, epsilon. Without one the options are
 // believed.
 //
+// A set need not have the model's adapters: they then start as those of a base do. In our names it
+// may have them, all or none.
+//
 // Threads: const methods from any thread.
 #pragma once
 
@@ -13,21 +16,20 @@
 #include <memory>
 #include <string>
 
+#include "models/gpt.h"
 #include "models/gpt_names.h"
 #include "models/safetensors_set.h"
-#include "tessera/engine/init.h"
 
 namespace tessera::models {
 
-struct GptOptions;
-
-class InitialWeights final : public InitSource {
+class InitialWeights final : public GptSource {
  public:
   // See open_weights().
   InitialWeights(const std::string& path, const GptOptions& options);
 
   // For people: "GPT-2's names, 3 files".
   const std::string& summary() const { return summary_; }
+  bool has(const std::string& param) const override { return places_.contains(param); }
   void read(const std::string& name, shard::ElementRange range, DType dtype,
             std::byte* out) const override;
 

@@ -45,8 +45,9 @@ C10D_UNITS = ("tessera/comm/*", "bench/c10d_yardstick.*")
 # Where the CUDA run-time, NCCL, or a preprocessor condition on them may be named.
 CUDA_UNITS = ("tessera/device/*", "*.cu", "*.cuh", "tessera/comm/nccl_backend.*",
               "tessera/comm/ipc_backend.cpp", "tessera/comm/peer_regions.*",
-              "tessera/comm/rank_sum_cuda.h",
-              "tessera/optim/cuda_*", "tessera/optim/kernels_cuda.cpp")
+              "tessera/comm/rank_sum_cuda.h", "testing/cuda_emulation/*",
+              "tessera/optim/cuda_*", "tessera/optim/kernels_cuda.cpp",
+              "tessera/quant/cuda_*", "tessera/quant/block_codec_cuda.cpp")
 
 HINT_LINES = 800  # a longer file is mentioned, and passes
 

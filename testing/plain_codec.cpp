@@ -26,10 +26,11 @@ void encode_floats(const std::vector<float>& values, std::byte* wire) {
       exponent = is_lost ? kNotFinite : std::max<std::int32_t>(exponent, own);
     }
     std::memcpy(wire, &exponent, kHeaderBytes);
+    const double scale = exponent == kNotFinite ? 0 : std::ldexp(1.0, 7 - exponent);
     for (std::size_t i = begin; i < end; ++i) {
       const auto cut = exponent == kNotFinite
                            ? std::int8_t{0}
-                           : static_cast<std::int8_t>(std::ldexp(values[i], 7 - exponent));
+                           : static_cast<std::int8_t>(static_cast<double>(values[i]) * scale);
       std::memcpy(wire + kHeaderBytes + (i - begin), &cut, 1);
     }
     wire += kBlockBytes;
@@ -38,14 +39,18 @@ void encode_floats(const std::vector<float>& values, std::byte* wire) {
 
 std::vector<float> decode_floats(const std::byte* wire, std::size_t numel) {
   std::vector<float> values(numel);
-  for (std::size_t i = 0; i < numel; ++i) {
-    const std::byte* const block = wire + i / PlainCodec::kBlockNumel * kBlockBytes;
+  for (std::size_t begin = 0; begin < numel; begin += PlainCodec::kBlockNumel) {
     std::int32_t exponent = 0;
-    std::int8_t cut = 0;
-    std::memcpy(&exponent, block, kHeaderBytes);
-    std::memcpy(&cut, block + kHeaderBytes + i % PlainCodec::kBlockNumel, 1);
-    values[i] = exponent == kNotFinite ? std::numeric_limits<float>::quiet_NaN()
-                                       : std::ldexp(static_cast<float>(cut), exponent - 7);
+    std::memcpy(&exponent, wire, kHeaderBytes);
+    const double scale = exponent == kNotFinite ? std::numeric_limits<double>::quiet_NaN()
+                                                : std::ldexp(1.0, exponent - 7);
+    for (std::size_t i = begin; i < std::min<std::size_t>(numel, begin + PlainCodec::kBlockNumel);
+         ++i) {
+      std::int8_t cut = 0;
+      std::memcpy(&cut, wire + kHeaderBytes + (i - begin), 1);
+      values[i] = static_cast<float>(cut * scale);
+    }
+    wire += kBlockBytes;
   }
   return values;
 }

@@ -15,20 +15,18 @@
 #include "tessera/checkpoint/save_directory.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/quant/block_codec.h"
 
 namespace tessera::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
 
-std::uint64_t bytes_in(const Fragment& fragment, DType dtype) {
-  return static_cast<std::uint64_t>(fragment.numel) * bytes_of(dtype);
-}
-
 // Which tensor a fragment belongs to.
 struct Owner {
   Fragment fragment;
-  DType dtype;
+  std::uint64_t bytes;
+  DType dtype;                   // of the tensor in the file
   const StoredParam* param;      // null: of a rank
   const std::string* tensor;     // of a parameter
   const StoredRankTensor* each;  // of a rank
@@ -44,14 +42,18 @@ std::vector<Owner> owners_in(const Manifest& manifest) {
   for (const StoredParam& param : manifest.params) {
     for (const auto& [name, tensor] : param.tensors) {
       for (const Fragment& fragment : tensor.fragments) {
-        owners.push_back({fragment, tensor.dtype, &param, &name, nullptr, 0});
+        owners.push_back({fragment, tensor.bytes_of_fragment(fragment), tensor.file_dtype(), &param,
+                          &name, nullptr, 0});
       }
     }
   }
   for (const auto* const list : {&manifest.buffers, &manifest.generators}) {
     for (const StoredRankTensor& each : *list) {
       for (std::size_t rank = 0; rank < each.ranks.size(); ++rank) {
-        owners.push_back({each.ranks[rank], each.dtype, nullptr, nullptr, &each, rank});
+        const Fragment& fragment = each.ranks[rank];
+        owners.push_back({fragment,
+                          static_cast<std::uint64_t>(fragment.numel) * bytes_of(each.dtype),
+                          each.dtype, nullptr, nullptr, &each, rank});
       }
     }
   }
@@ -71,6 +73,12 @@ constexpr std::string_view kNotTheManifests =
     "the file is of another save or rank, or damaged; copy the whole checkpoint again";
 
 }  // namespace
+
+// The part of a tensor that is being read, as ranges of files.
+struct CheckpointReader::Parts {
+  std::vector<FileRange> ranges;
+  std::vector<const Fragment*> whole;  // by range; null: a part of a fragment only
+};
 
 struct CheckpointReader::Impl {
   Impl(const std::string& target, const ReaderOptions& reader_options)
@@ -125,7 +133,7 @@ struct CheckpointReader::Impl {
     }
     for (auto at = first_in(file); at != owners.end() && at->fragment.file == file; ++at) {
       const Owner& owner = *at;
-      const std::uint64_t bytes = bytes_in(owner.fragment, owner.dtype);
+      const std::uint64_t bytes = owner.bytes;
       const std::uint64_t offset = owner.fragment.offset;
       if (bytes == 0) {
         continue;
@@ -194,12 +202,6 @@ struct CheckpointReader::Impl {
 
 namespace {
 
-// The part of a tensor that is being read, as ranges of files.
-struct Parts {
-  std::vector<FileRange> ranges;
-  std::vector<const Fragment*> whole;  // by range; null: a part of a fragment only
-};
-
 // Cuts a stream of bytes into pieces that end at whole words of the tensor, but for the last.
 class WordPieces {
  public:
@@ -265,6 +267,10 @@ const Manifest& CheckpointReader::manifest() const { return impl_->manifest; }
 
 void CheckpointReader::read(const StoredTensor& tensor, std::int64_t begin, std::int64_t numel,
                             const Visit& visit) const {
+  if (tensor.format.is_encoded()) {
+    read_decoded(tensor, begin, numel, visit);
+    return;
+  }
   const ReadingMark mark(impl_->is_reading);
   const std::uint64_t size = bytes_of(tensor.dtype);
   Parts parts;
@@ -283,8 +289,14 @@ void CheckpointReader::read(const StoredTensor& tensor, std::int64_t begin, std:
   }
   TESSERA_INVARIANT(begin >= 0 && numel >= 0 && found == numel, "elements [", begin, ", +", numel,
                     ") of a stored tensor, which has ", found, " of them");
-  RangeStream stream = impl_->stream(parts.ranges);
   WordPieces pieces(begin, numel, tensor.dtype, visit);
+  stream_parts(parts, [&](std::size_t, std::span<std::byte> bytes) { pieces.add(bytes); });
+}
+
+// Each range in order, and with what is whole compared with its checksum.
+template <typename Use>
+void CheckpointReader::stream_parts(const Parts& parts, const Use& use) const {
+  RangeStream stream = impl_->stream(parts.ranges);
   Xxh3 hash;
   while (const auto piece = stream.next()) {
     if (const Fragment* const whole = parts.whole[piece->range]) {
@@ -298,7 +310,93 @@ void CheckpointReader::read(const StoredTensor& tensor, std::int64_t begin, std:
                       "; the file is damaged or not of this save; load another save");
       }
     }
-    pieces.add(piece->bytes);
+    use(piece->range, piece->bytes);
+  }
+}
+
+void CheckpointReader::read_blocks(const StoredTensor& tensor, std::int64_t begin,
+                                   std::int64_t numel, const shard::StoredBytes& places,
+                                   std::byte* to) const {
+  const ReadingMark mark(impl_->is_reading);
+  const shard::StoredBytes stored(tensor.format, tensor.shard_numel);
+  Parts parts;
+  // By range: what of it is wanted, and where it goes.
+  struct Piece {
+    shard::ByteSpan from;
+    std::byte* to;
+  };
+  std::vector<std::vector<Piece>> wanted;
+  std::int64_t found = 0;
+  for (const Fragment& fragment : tensor.fragments) {
+    const std::int64_t first = std::max(begin, fragment.begin);
+    const std::int64_t last = std::min(begin + numel, fragment.begin + fragment.numel);
+    if (first >= last) {
+      continue;
+    }
+    const std::int64_t count = last - first;
+    const std::int64_t at = first - fragment.begin;
+    const std::vector<Piece> pieces = {
+        {stored.codes(at, count), to + places.codes(first - begin, count).offset},
+        {stored.scales(at, count), to + places.scales(first - begin, count).offset}};
+    const bool is_whole = count == fragment.numel;
+    if (is_whole) {  // its padding is read, too, for the checksum
+      parts.ranges.push_back(
+          {fragment.file, fragment.offset, stored.bytes(), impl_->describe(fragment)});
+      parts.whole.push_back(&fragment);
+      wanted.push_back(pieces);
+    } else {
+      for (const Piece& piece : pieces) {
+        parts.ranges.push_back({fragment.file, fragment.offset + piece.from.offset,
+                                piece.from.bytes, impl_->describe(fragment)});
+        parts.whole.push_back(nullptr);
+        wanted.push_back({{{0, piece.from.bytes}, piece.to}});
+      }
+    }
+    found += count;
+  }
+  TESSERA_INVARIANT(begin >= 0 && begin % tensor.format.step() == 0 && found == numel, "elements [",
+                    begin, ", +", numel, ") of a stored tensor, which has ", found, " of them");
+  std::size_t range = 0;
+  std::size_t position = 0;  // in the range
+  stream_parts(parts, [&](std::size_t current, std::span<std::byte> bytes) {
+    position = current == range ? position : 0;
+    range = current;
+    for (const Piece& piece : wanted[range]) {
+      const std::size_t first = std::max(position, piece.from.offset);
+      const std::size_t last =
+          std::min(position + bytes.size(), piece.from.offset + piece.from.bytes);
+      if (first < last) {
+        std::memcpy(piece.to + (first - piece.from.offset), bytes.data() + (first - position),
+                    last - first);
+      }
+    }
+    position += bytes.size();
+  });
+}
+
+void CheckpointReader::read_decoded(const StoredTensor& tensor, std::int64_t begin,
+                                    std::int64_t numel, const Visit& visit) const {
+  constexpr std::int64_t kTileNumel = std::int64_t{1} << 18;
+  const shard::StoredFormat format = tensor.format;
+  const std::unique_ptr<comm::Codec> codec = quant::make_cpu_block_codec(format.blocks());
+  const std::size_t element = bytes_of(tensor.dtype);
+  const std::int64_t tile = format.tile(kTileNumel);
+  std::vector<std::byte> wire;
+  std::vector<std::byte> elements;
+  for (std::int64_t at = begin; at < begin + numel;) {
+    const std::int64_t first = at / format.step() * format.step();
+    const std::int64_t last = std::min(first + tile, begin + numel);
+    const std::int64_t count = last - first;
+    const std::int64_t padded = format.rounded_up(count);
+    const shard::StoredBytes places(format, padded);
+    wire.assign(places.bytes(), std::byte{0});
+    read_blocks(tensor, first, count, places, wire.data());
+    elements.resize(static_cast<std::size_t>(padded) * element);
+    codec->decode(wire.data(), padded, elements.data(), tensor.dtype, nullptr).wait();
+    visit(at, std::span<const std::byte>(elements).subspan(
+                  static_cast<std::size_t>(at - first) * element,
+                  static_cast<std::size_t>(last - at) * element));
+    at = last;
   }
 }
 
@@ -306,17 +404,16 @@ void CheckpointReader::read(const Fragment& fragment, DType dtype, const Visit& 
   read(StoredTensor{dtype, 0, {fragment}}, fragment.begin, fragment.numel, visit);
 }
 
-std::uint64_t CheckpointReader::read_unchecked(const Fragment& fragment, DType dtype,
-                                               const Visit& visit) const {
+std::uint64_t CheckpointReader::read_unchecked(const Fragment& fragment, std::uint64_t num_bytes,
+                                               const VisitBytes& visit) const {
   const ReadingMark mark(impl_->is_reading);
   const std::vector<FileRange> ranges = {
-      {fragment.file, fragment.offset, bytes_in(fragment, dtype), impl_->describe(fragment)}};
+      {fragment.file, fragment.offset, num_bytes, impl_->describe(fragment)}};
   RangeStream stream = impl_->stream(ranges);
-  WordPieces pieces(fragment.begin, fragment.numel, dtype, visit);
   Xxh3 hash;
   while (const auto piece = stream.next()) {
     hash.add(piece->bytes);
-    pieces.add(piece->bytes);
+    visit(piece->bytes);
   }
   return hash.value();
 }

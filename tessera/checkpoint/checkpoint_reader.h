@@ -47,10 +47,18 @@ class CheckpointReader {
   using Visit = std::function<void(std::int64_t begin, std::span<const std::byte> bytes)>;
   void read(const StoredTensor& tensor, std::int64_t begin, std::int64_t numel,
             const Visit& visit) const;
+  // A tensor that is stored as blocks is decoded on the way. These are its bytes as they are
+  // stored, of elements [begin, begin + numel), put where `places` says that they lie behind `to`,
+  // which is zero. REQUIRES: begin is a multiple of the format's step.
+  void read_blocks(const StoredTensor& tensor, std::int64_t begin, std::int64_t numel,
+                   const shard::StoredBytes& places, std::byte* to) const;
   // All of a fragment's bytes.
   void read(const Fragment& fragment, DType dtype, const Visit& visit) const;
-  // The same, and returns the checksum that they have, whatever the manifest says.
-  std::uint64_t read_unchecked(const Fragment& fragment, DType dtype, const Visit& visit) const;
+  // All of a fragment's bytes as they lie in the file, whatever they are; returns the checksum
+  // that they have, whatever the manifest says.
+  using VisitBytes = std::function<void(std::span<const std::byte> bytes)>;
+  std::uint64_t read_unchecked(const Fragment& fragment, std::uint64_t num_bytes,
+                               const VisitBytes& visit) const;
 
   // For messages: "tensor "exp_avg" of parameter "h.0.weight"".
   std::string describe(const Fragment& fragment) const;
@@ -58,6 +66,12 @@ class CheckpointReader {
 
  private:
   struct Impl;
+  struct Parts;
+  template <typename Use>
+  void stream_parts(const Parts& parts, const Use& use) const;
+  void read_decoded(const StoredTensor& tensor, std::int64_t begin, std::int64_t numel,
+                    const Visit& visit) const;
+
   std::unique_ptr<Impl> impl_;
 };
 

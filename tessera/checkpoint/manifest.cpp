@@ -70,8 +70,15 @@ std::string param_text(const StoredParam& param) {
   text += detail::concat("      \"updates\": ", param.updates, ",\n      \"tensors\": ");
   text += lines(param.tensors, '{', "      ", '}', [](const auto& named) {
     const StoredTensor& tensor = named.second;
+    const std::string blocks =
+        tensor.format.is_encoded()
+            ? "\"blocks\": " +
+                  numbers_text(
+                      {tensor.format.bits, tensor.format.block_numel, tensor.shard_numel}) +
+                  ", "
+            : "";
     return detail::concat(json_text(named.first), ": {\"dtype\": \"", type_name(tensor.dtype),
-                          "\", \"content\": \"", checksum_text(tensor.content),
+                          "\", ", blocks, "\"content\": \"", checksum_text(tensor.content),
                           "\", \"fragments\": ", fragments_text(tensor.fragments, "        "), "}");
   });
   return text + "\n    }";
@@ -85,6 +92,14 @@ std::string rank_tensor_text(const StoredRankTensor& tensor) {
                         ", \"ranks\": ", fragments_text(tensor.ranks, "    "), "}");
 }
 
+int version_of(const Manifest& manifest) {
+  const auto has_blocks = [](const StoredParam& param) {
+    return std::any_of(param.tensors.begin(), param.tensors.end(),
+                       [](const auto& named) { return named.second.format.is_encoded(); });
+  };
+  return std::any_of(manifest.params.begin(), manifest.params.end(), has_blocks) ? 2 : 1;
+}
+
 std::string texts_text(const std::map<std::string, std::string>& texts) {
   return lines(texts, '{', "  ", '}', [](const auto& entry) {
     return json_text(entry.first) + ": " + json_text(entry.second);
@@ -92,6 +107,12 @@ std::string texts_text(const std::map<std::string, std::string>& texts) {
 }
 
 }  // namespace
+
+std::uint64_t StoredTensor::bytes_of_fragment(const Fragment& fragment) const {
+  return format.is_encoded() && fragment.numel > 0
+             ? shard::StoredBytes(format, shard_numel).bytes()
+             : static_cast<std::uint64_t>(fragment.numel) * bytes_of(dtype);
+}
 
 std::int64_t StoredParam::numel() const {
   std::int64_t numel = 1;
@@ -121,7 +142,7 @@ std::string format(const Manifest& manifest) {
     TESSERA_INVARIANT(false, "a checkpoint that could not be loaded: ", problem.what());
   }
   std::string text = detail::concat(
-      "{\n  \"format\": \"", kManifestFormat, "\",\n  \"version\": ", kManifestVersion,
+      "{\n  \"format\": \"", kManifestFormat, "\",\n  \"version\": ", version_of(manifest),
       ",\n  \"step\": ", manifest.step, ",\n  \"sequence\": ", manifest.sequence,
       ",\n  \"num_ranks\": ", manifest.num_ranks, ",\n  \"files\": ");
   text += lines(manifest.files, '[', "  ", ']', [](const StoredFile& file) {

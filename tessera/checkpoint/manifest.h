@@ -16,10 +16,12 @@
 #include <vector>
 
 #include "tessera/core/dtype.h"
+#include "tessera/shard/stored_format.h"
 
 namespace tessera::checkpoint {
 
-inline constexpr int kManifestVersion = 1;
+// What is written has the lowest version that says it: 2 has tensors that are stored as blocks.
+inline constexpr int kManifestVersion = 2;
 inline constexpr std::string_view kManifestName = "manifest.json";
 // Of every parameter: what the model computes with.
 inline constexpr std::string_view kValueName = "value";
@@ -46,8 +48,16 @@ struct StoredTensor {
   DType dtype = DType::kFloat32;
   std::uint64_t content = 0;        // ContentHash of the whole tensor
   std::vector<Fragment> fragments;  // by begin; together they are the tensor
+  // Of a tensor that is stored as blocks of integers with scales: it has elements of `dtype` when
+  // it is decoded, and each fragment is the bytes of `shard_numel` elements, a multiple of the
+  // format's step, of which those behind the fragment's are zero.
+  shard::StoredFormat format = {};
+  std::int64_t shard_numel = 0;
 
   bool operator==(const StoredTensor&) const = default;
+  // Of a fragment, in its file; and the type that the file says it has.
+  std::uint64_t bytes_of_fragment(const Fragment& fragment) const;
+  DType file_dtype() const { return format.is_encoded() ? DType::kInt32 : dtype; }
 };
 
 // A parameter with all that belongs to it. The tensors of a parameter have its number of elements:

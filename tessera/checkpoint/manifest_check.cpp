@@ -10,6 +10,7 @@
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/quant/block_codec.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -130,12 +131,21 @@ class Checks {
         TESSERA_CHECK(!name.empty(), ManifestProblem, what, "a tensor has no name");
         const std::string where = what + "tensor " + tessera::in_quotes(name) + ": ";
         std::int64_t covered = 0;
+        check_blocks(tensor, where);
         for (const Fragment& fragment : tensor.fragments) {
           TESSERA_CHECK(fragment.begin == covered, ManifestProblem, where,
                         "a fragment begins at element ", fragment.begin,
                         ", the one before it ends at ", covered,
                         fragment.begin > covered ? "; there is a gap" : "; they overlap");
-          check_fragment(fragment, tensor.dtype, numel - covered, where, num_owners_++);
+          check_fragment(fragment, numel - covered, where);
+          check_place(fragment, fragment.numel, tensor.bytes_of_fragment(fragment),
+                      tensor.file_dtype(), {where, num_owners_++});
+          if (tensor.format.is_encoded()) {
+            TESSERA_CHECK(
+                fragment.numel <= tensor.shard_numel && fragment.begin % tensor.format.step() == 0,
+                ManifestProblem, where, "elements [", fragment.begin, ", +", fragment.numel,
+                ") are no blocks of a fragment of ", tensor.shard_numel);
+          }
           covered += fragment.numel;
         }
         TESSERA_CHECK(covered == numel, ManifestProblem, where, "its fragments have ", covered,
@@ -178,30 +188,60 @@ class Checks {
         TESSERA_CHECK(fragment.begin == 0 && fragment.numel == numel, ManifestProblem, what,
                       "a rank has elements [", fragment.begin, ", +", fragment.numel, ") of ",
                       numel, "; each has all");
-        check_fragment(fragment, tensor.dtype, numel, what, num_owners_);
+        check_fragment(fragment, numel, what);
+        check_place(fragment, fragment.numel,
+                    static_cast<std::uint64_t>(fragment.numel) * bytes_of(tensor.dtype),
+                    tensor.dtype, {what, num_owners_});
       }
       ++num_owners_;
     }
   }
 
-  void check_fragment(const Fragment& fragment, DType dtype, std::int64_t max_numel,
-                      const std::string& what, std::size_t owner) {
+  void check_fragment(const Fragment& fragment, std::int64_t max_numel,
+                      const std::string& what) const {
     TESSERA_CHECK(fragment.numel >= 0 && fragment.numel <= max_numel, ManifestProblem, what,
                   "a fragment of ", fragment.numel, " elements where ", max_numel, " are left");
     TESSERA_CHECK(
         fragment.file >= 0 && static_cast<std::size_t>(fragment.file) < manifest_.files.size(),
         ManifestProblem, what, "a fragment in file ", fragment.file, " of ",
         manifest_.files.size());
+  }
+
+  static void check_blocks(const StoredTensor& tensor, const std::string& what) {
+    if (!tensor.format.is_encoded()) {
+      return;
+    }
+    try {
+      quant::check_block_format(tensor.format.blocks());
+    } catch (const ConfigError& error) {
+      throw ManifestProblem(what + error.what());
+    }
+    TESSERA_CHECK(tensor.shard_numel >= 0 && tensor.shard_numel % tensor.format.step() == 0 &&
+                      static_cast<std::uint64_t>(tensor.shard_numel) <= kMaxNumber / 16,
+                  ManifestProblem, what, "blocks of ", tensor.shard_numel,
+                  " elements; it must be a multiple of ", tensor.format.step());
+    TESSERA_CHECK(tensor.dtype == DType::kFloat32 || tensor.dtype == DType::kBFloat16 ||
+                      tensor.dtype == DType::kFloat16,
+                  ManifestProblem, what, "blocks that are decoded to ", type_name(tensor.dtype),
+                  "; only F32, BF16 and F16 are");
+  }
+
+  struct Whose {
+    const std::string& what;
+    std::size_t owner;
+  };
+  void check_place(const Fragment& fragment, std::int64_t numel, std::uint64_t bytes, DType dtype,
+                   const Whose& whose) {
     const StoredFile& file = manifest_.files[static_cast<std::size_t>(fragment.file)];
-    const auto numel = static_cast<std::uint64_t>(fragment.numel);
-    TESSERA_CHECK(
-        fragment.offset <= file.bytes && numel <= (file.bytes - fragment.offset) / bytes_of(dtype),
-        ManifestProblem, what, numel, " elements of ", type_name(dtype), " at offset ",
-        fragment.offset, " do not lie in file ", tessera::in_quotes(file.name), " of ", file.bytes,
-        " bytes");
+    // `bytes` may have overflown where elements are more than a file has bytes.
+    TESSERA_CHECK(fragment.offset <= file.bytes &&
+                      static_cast<std::uint64_t>(numel) <= kMaxNumber / sizeof(double) &&
+                      bytes <= file.bytes - fragment.offset,
+                  ManifestProblem, whose.what, numel, " elements of ", type_name(dtype),
+                  " at offset ", fragment.offset, " do not lie in file ",
+                  tessera::in_quotes(file.name), " of ", file.bytes, " bytes");
     if (numel > 0) {
-      places_.push_back(
-          {fragment.file, fragment.offset, fragment.offset + numel * bytes_of(dtype), owner});
+      places_.push_back({fragment.file, fragment.offset, fragment.offset + bytes, whose.owner});
     }
   }
 

@@ -86,7 +86,8 @@ enum class Key : std::uint8_t {
   kBegin,
   kNumel,
   kType,
-  kRanks
+  kRanks,
+  kBlocks
 };
 
 enum class Value : std::uint8_t { kNumber, kText, kFlag, kList, kObject };
@@ -97,7 +98,7 @@ struct KeyEntry {
 };
 
 // In the order of Key. A key has one meaning, wherever it stands.
-constexpr std::array<KeyEntry, 30> kKeys = {{
+constexpr std::array<KeyEntry, 31> kKeys = {{
     {"format", Value::kText},     {"version", Value::kNumber},   {"step", Value::kNumber},
     {"sequence", Value::kNumber}, {"num_ranks", Value::kNumber}, {"files", Value::kList},
     {"params", Value::kList},     {"buffers", Value::kList},     {"generators", Value::kList},
@@ -108,6 +109,7 @@ constexpr std::array<KeyEntry, 30> kKeys = {{
     {"dtype", Value::kText},      {"content", Value::kText},     {"fragments", Value::kList},
     {"file", Value::kNumber},     {"offset", Value::kNumber},    {"begin", Value::kNumber},
     {"numel", Value::kNumber},    {"type", Value::kText},        {"ranks", Value::kList},
+    {"blocks", Value::kList},
 }};
 
 using KeySet = std::uint32_t;
@@ -153,7 +155,7 @@ constexpr ObjectKeys object_keys(Place place) {
       return {keys(Key::kName, Key::kShape, Key::kUpdates, Key::kTensors),
               keys(Key::kTied, Key::kStrides, Key::kTrainable)};
     case Place::kTensor:
-      return {keys(Key::kDtype, Key::kContent, Key::kFragments)};
+      return {keys(Key::kDtype, Key::kContent, Key::kFragments), keys(Key::kBlocks)};
     case Place::kFragment:
       return {keys(Key::kFile, Key::kOffset, Key::kBegin, Key::kNumel, Key::kXxh3)};
     case Place::kRankTensor:
@@ -325,6 +327,13 @@ class ManifestParser : public nlohmann::json_sax<json> {
       case Key::kStrides:
         numbers_ = &manifest_.params.back().strides;
         return enter(Place::kNumberList);
+      case Key::kBlocks:
+        if (version_ < 2) {
+          fail("key \"blocks\" in version 1");
+        }
+        blocks_.clear();
+        numbers_ = &blocks_;
+        return enter(Place::kNumberList);
       case Key::kRanks:
         fragments_ = &rank_tensors_->back().ranks;
         return enter(Place::kFragmentList);
@@ -335,7 +344,12 @@ class ManifestParser : public nlohmann::json_sax<json> {
   }
 
   bool end_array() override {
+    const bool is_blocks = place() == Place::kNumberList && numbers_ == &blocks_;
     frames_.pop_back();
+    if (is_blocks) {
+      set_blocks();
+      numbers_ = nullptr;
+    }
     return true;
   }
 
@@ -443,7 +457,7 @@ class ManifestParser : public nlohmann::json_sax<json> {
     };
     switch (frames_.back().key) {
       case Key::kVersion:
-        check_version(number);
+        set_version(number);
         break;
       case Key::kStep:
         manifest_.step = number;
@@ -474,10 +488,20 @@ class ManifestParser : public nlohmann::json_sax<json> {
     }
   }
 
-  void check_version(std::int64_t version) const {
-    TESSERA_CHECK(version == kManifestVersion, CorruptError, path_, ": a checkpoint of version ",
-                  version, "; this Tessera reads version ", kManifestVersion,
+  void set_blocks() {
+    if (blocks_.size() != 3 || (blocks_[0] != 4 && blocks_[0] != 8)) {
+      fail("\"blocks\" are bits (4 or 8), elements of a block and elements of a fragment");
+    }
+    tensor_->format = {static_cast<int>(blocks_[0]), blocks_[1]};
+    tensor_->shard_numel = blocks_[2];
+  }
+
+  void set_version(std::int64_t version) {
+    TESSERA_CHECK(version >= 1 && version <= kManifestVersion, CorruptError, path_,
+                  ": a checkpoint of version ", version, "; this Tessera reads versions 1 to ",
+                  kManifestVersion,
                   version > kManifestVersion ? "; use a newer one" : "; there is none before it");
+    version_ = version;
     TESSERA_CHECK(end_problem_.empty(), CorruptError, path_, ": ", end_problem_, "; ",
                   kManifestDamaged);
   }
@@ -547,6 +571,8 @@ class ManifestParser : public nlohmann::json_sax<json> {
   std::vector<Fragment>* fragments_ = nullptr;
   std::vector<StoredRankTensor>* rank_tensors_ = nullptr;
   std::vector<std::int64_t>* numbers_ = nullptr;
+  std::vector<std::int64_t> blocks_;
+  std::int64_t version_ = 0;
   std::map<std::string, std::string>* texts_ = nullptr;
 };
 

@@ -1,7 +1,6 @@
 #include "tessera/checkpoint/snapshot.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -17,7 +16,6 @@
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/core/error.h"
 #include "tessera/device/handed_over.h"
-#include "tessera/device/host_threads.h"
 #include "tessera/shard/shard_store.h"
 
 namespace tessera::checkpoint {
@@ -27,8 +25,10 @@ using device::Pending;
 
 static_assert(kTileStep == shard::kShardStep);
 
-// What is worth a thread.
-constexpr std::size_t kHashedBytes = std::size_t{1} << 20;
+// Read ahead, and being written.
+constexpr std::size_t kNumTiles = 4;
+// Hashed and copied at once, so that what one pass has read lies in a cache for the next.
+constexpr std::size_t kPassBytes = std::size_t{128} << 10;
 
 // Done when the work is, whatever has become of it: updates go on. A stream is ordered behind the
 // work itself, which is copies of its device then, and fails only with that.
@@ -88,6 +88,14 @@ struct Snapshot::Impl {
     std::int64_t begin = 0;
     std::int64_t numel = 0;
   };
+  // What the reader hands to the writer.
+  struct Piece {
+    Tile tile;
+    const std::byte* from = nullptr;  // null: nothing is to be written
+    Pending read;
+    Owner* ends = nullptr;                     // whose last piece it is
+    std::shared_ptr<const tier::Lease> lease;  // of what was buffered; null: a tile's memory
+  };
 
   Impl(std::vector<SnapshotTensor> all, const SnapshotOptions& given)
       : tensors(std::move(all)),
@@ -97,8 +105,8 @@ struct Snapshot::Impl {
         tile_bytes(std::max(tier::whole_blocks(given.tile_bytes),
                             static_cast<std::size_t>(kTileStep) * sizeof(double))),
         writer(std::make_unique<FragmentWriter>(given.path, entries(), given.writer)),
-        tile_memory(
-            given.device->allocate(given.tier, 2 * tile_bytes, Role::kStaging, tier::kBlockBytes)),
+        tile_memory(given.device->allocate(given.tier, kNumTiles * tile_bytes, Role::kStaging,
+                                           tier::kBlockBytes)),
         results(tensors.size()),
         file_bytes(writer->file_bytes()) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -233,17 +241,15 @@ struct Snapshot::Impl {
     changed.notify_all();
   }
 
-  // --- the thread ---
+  // --- the writer ---
 
   void run() {
     try {
-      while (Owner* const owner = next()) {
-        if (owner->state == State::kBuffered) {
-          write_buffered(*owner);
-        } else {
-          write_waiting(*owner);
-        }
+      std::thread reader([this] { read_all(); });
+      while (std::optional<Piece> piece = take_piece()) {
+        write(*piece);
       }
+      reader.join();
       check();
       writer->finish();
       for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -253,6 +259,111 @@ struct Snapshot::Impl {
       fail(std::current_exception());
     }
     end();
+  }
+
+  std::optional<Piece> take_piece() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] { return has_read_all || !pieces.empty(); });
+    if (pieces.empty()) {
+      return std::nullopt;
+    }
+    Piece piece = std::move(pieces.front());
+    pieces.pop_front();
+    return piece;
+  }
+
+  // After a failure: only waits until nothing is read any more.
+  void write(Piece& piece) {
+    try {
+      check();
+      piece.read.wait();
+      if (piece.ends != nullptr && piece.lease == nullptr) {
+        finish_reading(*piece.ends);
+      }
+      if (piece.from != nullptr) {
+        write_tile(piece.tile, piece.from);
+      }
+    } catch (...) {
+      fail(std::current_exception());
+      device::wait_ignoring_failure(piece.read);
+    }
+    const bool had_tile = piece.from != nullptr && piece.lease == nullptr;
+    piece.lease.reset();
+    if (piece.ends != nullptr) {
+      finish_reading(*piece.ends);
+    }
+    if (had_tile) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      ++num_written_tiles;
+      changed.notify_all();
+    }
+  }
+
+  // Tiles of a tensor come in order.
+  void write_tile(const Tile& tile, const std::byte* from) {
+    const SnapshotTensor& tensor = tensors[tile.tensor];
+    const std::size_t element = bytes_of(tensor.entry.dtype);
+    const std::span bytes(from, static_cast<std::size_t>(tile.numel) * element);
+    if (tile.begin == 0) {
+      writer->begin(tile.tensor);
+    }
+    const std::uint64_t begin = static_cast<std::uint64_t>(tile.begin) * element;
+    const std::vector<ContentPiece> pieces =
+        tensor.pieces.empty()
+            ? std::vector<ContentPiece>{{0, tensor.entry.bytes(), tensor.content_begin}}
+            : tensor.pieces;
+    for (std::size_t offset = 0; offset < bytes.size(); offset += kPassBytes) {
+      const auto part = bytes.subspan(offset, std::min(kPassBytes, bytes.size() - offset));
+      for (const ContentPiece& piece : pieces) {
+        const std::uint64_t first = std::max(begin + offset, piece.begin);
+        const std::uint64_t last =
+            std::min(begin + offset + part.size(), piece.begin + piece.bytes);
+        if (first < last) {
+          ContentHash hash(piece.content_begin + first - piece.begin);
+          hash.add(bytes.subspan(first - begin, last - first));
+          results[tile.tensor].content += hash.value();
+        }
+      }
+      writer->append(part);
+    }
+    bytes_so_far += bytes.size();
+  }
+
+  void finish_reading(Owner& owner) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    owner.state = State::kRead;
+    if (owner.released && owner.released->is_open()) {
+      hand_over(owner, {});
+    }
+  }
+
+  // --- the reader ---
+
+  void read_all() {
+    Owner* owner = nullptr;
+    try {
+      while ((owner = next()) != nullptr) {
+        if (owner->state == State::kBuffered) {
+          hand_buffered(*owner);
+        } else {
+          read_waiting(*owner);
+        }
+      }
+    } catch (...) {
+      fail(std::current_exception());
+      Piece rest;  // behind what is being read of it
+      rest.ends = owner;
+      hand(std::move(rest));
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    has_read_all = true;
+    changed.notify_all();
+  }
+
+  void hand(Piece piece) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    pieces.push_back(std::move(piece));
+    changed.notify_all();
   }
 
   // Null: there is nothing more to do.
@@ -313,94 +424,48 @@ struct Snapshot::Impl {
     return tiles;
   }
 
-  // One tile is read while the one before it is written.
-  void write_waiting(Owner& owner) {
+  void read_waiting(Owner& owner) {
     const std::vector<Tile> tiles = tiles_of(owner);
-    std::array<Pending, 2> reads;
-    const auto memory = [this](std::size_t i) { return tile_memory.data() + i % 2 * tile_bytes; };
-    const auto start_read = [&](std::size_t i) {
-      const Tile& tile = tiles[i];
-      reads[i % 2] = tile.numel == 0
-                         ? Pending()
-                         : tensors[tile.tensor].start_read(tile.begin, tile.numel, memory(i));
-    };
-    try {
-      start_read(0);
-      for (std::size_t i = 0; i < tiles.size(); ++i) {
-        check();
-        if (i + 1 < tiles.size()) {
-          start_read(i + 1);
-        }
-        reads[i % 2].wait();
-        if (i + 1 == tiles.size()) {
-          finish_reading(owner);
-        }
-        write_tile(tiles[i], memory(i));
+    for (const Tile& tile : tiles) {
+      Piece piece;
+      piece.tile = tile;
+      std::byte* const memory = await_tile();
+      piece.from = memory;
+      if (tile.numel > 0) {
+        piece.read = tensors[tile.tensor].start_read(tile.begin, tile.numel, memory);
       }
-    } catch (...) {
-      for (const Pending& read : reads) {
-        device::wait_ignoring_failure(read);
-      }
-      finish_reading(owner);
-      throw;
+      piece.ends = &tile == &tiles.back() ? &owner : nullptr;
+      hand(std::move(piece));
     }
   }
 
-  void write_buffered(Owner& owner) {
-    const tier::Lease lease = std::move(owner.lease);
-    owner.copied.wait();
-    const std::byte* from = lease.data();
-    for (const Tile& tile : tiles_of(owner)) {
+  // They are written in the order in which they are handed out.
+  std::byte* await_tile() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock,
+                 [this] { return failure || num_read_tiles < num_written_tiles + kNumTiles; });
+    if (failure) {
+      std::rethrow_exception(failure);
+    }
+    return tile_memory.data() + num_read_tiles++ % kNumTiles * tile_bytes;
+  }
+
+  void hand_buffered(Owner& owner) {
+    const auto lease = std::make_shared<const tier::Lease>(std::move(owner.lease));
+    const std::byte* from = lease->data();
+    const std::vector<Tile> tiles = tiles_of(owner);
+    for (const Tile& tile : tiles) {
       const TensorEntry& entry = tensors[tile.tensor].entry;
-      check();
-      write_tile(tile, from + static_cast<std::size_t>(tile.begin) * bytes_of(entry.dtype));
+      Piece piece;
+      piece.tile = tile;
+      piece.from = from + static_cast<std::size_t>(tile.begin) * bytes_of(entry.dtype);
+      piece.read = owner.copied;
+      piece.ends = &tile == &tiles.back() ? &owner : nullptr;
+      piece.lease = lease;
+      hand(std::move(piece));
       if (tile.begin + tile.numel == numel_of(entry)) {
         from += room_for(entry);
       }
-    }
-    finish_reading(owner);
-  }
-
-  // Tiles of a tensor come in order. Other cores hash what the writer takes: one alone may be
-  // slower than the disk.
-  void write_tile(const Tile& tile, const std::byte* from) {
-    const SnapshotTensor& tensor = tensors[tile.tensor];
-    const std::size_t element = bytes_of(tensor.entry.dtype);
-    const std::span bytes(from, static_cast<std::size_t>(tile.numel) * element);
-    const std::uint64_t begin =
-        tensor.content_begin + static_cast<std::uint64_t>(tile.begin) * element;
-    if (tile.begin == 0) {
-      writer->begin(tile.tensor);
-    }
-    std::atomic<std::uint64_t> content{0};
-    const auto hash = [&](std::size_t offset, std::size_t count) {
-      ContentHash part(begin + offset);
-      part.add(bytes.subspan(offset, count));
-      content += part.value();
-    };
-    if (bytes.size() <= kHashedBytes) {
-      hash(0, bytes.size());
-      writer->append(bytes);
-    } else {
-      const std::size_t num_parts = (bytes.size() + kHashedBytes - 1) / kHashedBytes;
-      device::for_each_piece(1 + num_parts, [&](std::size_t piece) {
-        if (piece == 0) {
-          writer->append(bytes);
-        } else {
-          const std::size_t offset = (piece - 1) * kHashedBytes;
-          hash(offset, std::min(kHashedBytes, bytes.size() - offset));
-        }
-      });
-    }
-    results[tile.tensor].content += content;
-    bytes_so_far += bytes.size();
-  }
-
-  void finish_reading(Owner& owner) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    owner.state = State::kRead;
-    if (owner.released && owner.released->is_open()) {
-      hand_over(owner, {});
     }
   }
 
@@ -440,7 +505,7 @@ struct Snapshot::Impl {
   const std::int64_t begin_ns;
   const std::size_t tile_bytes;
 
-  // Of the thread; `results` and `file_bytes` of everybody once it is done.
+  // Of the writer; `results` and `file_bytes` of everybody once it is done.
   std::unique_ptr<FragmentWriter> writer;
   device::Memory tile_memory;
   std::vector<SnapshotTensorResult> results;
@@ -457,6 +522,10 @@ struct Snapshot::Impl {
   std::deque<Owner*> urgent;     // asked for, and there was no room; they wait
   std::deque<Owner*> buffered;
   bool must_make_room = false;  // somebody was refused whom room would have helped
+  std::deque<Piece> pieces;
+  bool has_read_all = false;
+  std::size_t num_read_tiles = 0;  // whose memory was handed out
+  std::size_t num_written_tiles = 0;
   int num_copying = 0;
   int num_held = 0;  // releases that are not done
   std::int64_t held_since_ns = 0;

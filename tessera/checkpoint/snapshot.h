@@ -1,5 +1,5 @@
-// One rank's part of a save: writes its tensors to one file, on a thread of its own, while training
-// goes on.
+// One rank's part of a save: writes its tensors to one file, on threads of its own, while training
+// goes on. One reads ahead, tile by tile; the other hashes what has come and gives it to the file.
 //
 // Tensors belong to owners (parameters, by id). What an owner's tensors hold changes only in its
 // update, and whoever is about to change them asks first: release(owner). Until then they are read
@@ -18,12 +18,12 @@
 //
 // Invariants:
 //  (1) What is written of an owner is what it had when the snapshot was made.
-//  (2) Extra memory: the writer's staging, two tiles, and the buffer.
+//  (2) Extra memory: the file's staging, four tiles, and the buffer.
 //  (3) A failure fails wait(); release() never fails, so that an update goes on whatever becomes of
 //      the file: after a failure everything is released, as soon as nothing reads it any more.
 //
 // Threads: release(), done() and bytes_so_far() from any thread; the rest from one at a time. Reads
-// are started by the snapshot's own thread, and by those that call release().
+// are started by the snapshot's reader, and by those that call release().
 #pragma once
 
 #include <cstddef>
@@ -34,6 +34,7 @@
 #include <vector>
 
 #include "tessera/checkpoint/fragment_writer.h"
+#include "tessera/checkpoint/stored_blocks.h"
 #include "tessera/core/clock.h"
 #include "tessera/core/dtype.h"
 #include "tessera/device/device.h"
@@ -51,6 +52,8 @@ struct SnapshotTensor {
   int owner = -1;     // -1: nothing overwrites it
   // Where its first byte lies in the whole tensor, for ContentHash: a multiple of 8.
   std::uint64_t content_begin = 0;
+  // The same where not all of its bytes stand there in one run; none: they do.
+  std::vector<ContentPiece> pieces = {};
   // Copies elements [begin, begin + numel) to host memory, as Optimizer::start_read() does. Called
   // from any thread, several at a time, until the owner is released.
   std::function<device::Pending(std::int64_t begin, std::int64_t numel, std::byte* to)> start_read;
@@ -59,11 +62,11 @@ struct SnapshotTensor {
 struct SnapshotOptions {
   std::string path;  // of the file
   WriterOptions writer;
-  // Of two tiles, of which one is read while the other is written: pinned where a device copies
-  // into them. Charged as Role::kStaging.
+  // Of four tiles, of which some are read while one is written: pinned where a device copies into
+  // them. Charged as Role::kStaging.
   device::Device* device = nullptr;
   Tier tier = Tier::kHost;
-  std::size_t tile_bytes = std::size_t{8} << 20;  // of each
+  std::size_t tile_bytes = std::size_t{4} << 20;  // of each
   // Room for what updates must not wait for, pinned likewise; null: none, and an update waits until
   // its owner has been read. Nobody else takes leases.
   tier::BufferPool* buffer = nullptr;

@@ -3,6 +3,7 @@
 
 #include "tessera/checkpoint/checkpoint_reader.h"
 #include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/stored_blocks.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 
@@ -26,7 +27,9 @@ class Verification {
         const Fragment* before = nullptr;
         for (const Fragment& fragment : tensor.ranks) {
           if (before == nullptr || !(fragment == *before)) {  // ranks may share one
-            verify_fragment(fragment, tensor.dtype, nullptr);
+            verify_fragment(fragment,
+                            static_cast<std::uint64_t>(fragment.numel) * bytes_of(tensor.dtype),
+                            [](std::span<const std::byte>) {});
           }
           before = &fragment;
         }
@@ -38,27 +41,50 @@ class Verification {
  private:
   void verify_tensor(const StoredTensor& tensor, const std::string& what) {
     const std::size_t num_before = problems_.size();
-    ContentHash content;
-    for (const Fragment& fragment : tensor.fragments) {
-      verify_fragment(fragment, tensor.dtype, &content);
-    }
-    if (problems_.size() == num_before && content.value() != tensor.content) {
+    const std::uint64_t content =
+        tensor.format.is_encoded() ? content_of_blocks(tensor) : content_of(tensor);
+    if (problems_.size() == num_before && content != tensor.content) {
       problems_.push_back(
           {reader_.path() + "/" + std::string(kManifestName),
-           detail::concat(what, ": the whole has the content hash ", checksum_text(content.value()),
+           detail::concat(what, ": the whole has the content hash ", checksum_text(content),
                           ", the manifest says ", checksum_text(tensor.content),
                           ", though each fragment is as it says")});
     }
   }
 
-  void verify_fragment(const Fragment& fragment, DType dtype, ContentHash* content) {
+  std::uint64_t content_of(const StoredTensor& tensor) {
+    ContentHash content;
+    for (const Fragment& fragment : tensor.fragments) {
+      verify_fragment(fragment, tensor.bytes_of_fragment(fragment),
+                      [&content](std::span<const std::byte> bytes) { content.add(bytes); });
+    }
+    return content.value();
+  }
+
+  std::uint64_t content_of_blocks(const StoredTensor& tensor) {
+    const shard::StoredBytes places(tensor.format, tensor.shard_numel);
+    std::int64_t numel = 0;
+    for (const Fragment& fragment : tensor.fragments) {
+      numel += fragment.numel;
+    }
+    std::uint64_t sum = 0;
+    for (const Fragment& fragment : tensor.fragments) {
+      if (fragment.numel == 0) {
+        continue;
+      }
+      ContentSum content(
+          content_pieces(tensor.format, numel, places, fragment.begin, fragment.numel));
+      verify_fragment(fragment, tensor.bytes_of_fragment(fragment),
+                      [&content](std::span<const std::byte> bytes) { content.add(bytes); });
+      sum += content.value();
+    }
+    return sum;
+  }
+
+  void verify_fragment(const Fragment& fragment, std::uint64_t num_bytes,
+                       const CheckpointReader::VisitBytes& visit) {
     try {
-      const std::uint64_t actual = reader_.read_unchecked(
-          fragment, dtype, [content](std::int64_t, std::span<const std::byte> bytes) {
-            if (content != nullptr) {
-              content->add(bytes);
-            }
-          });
+      const std::uint64_t actual = reader_.read_unchecked(fragment, num_bytes, visit);
       if (actual != fragment.xxh3) {
         problems_.push_back(
             {reader_.file_path(fragment),

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <condition_variable>
 #include <cstring>
 #include <map>
 #include <set>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -43,6 +45,9 @@ enum Flag : std::uint8_t {
 
 struct alignas(64) Flags {
   std::array<std::atomic<std::uint32_t>, kNumFlags> values;
+  // Told by its CPU: what its stream has been given to tell. See [Note: what a stream may wait
+  // for].
+  std::array<SharedCounter, kNumFlags> given;
   // Told by its CPU: it has seen that the other aborted, and takes nothing from it any more.
   std::atomic<std::uint32_t> has_noticed_abort;
 };
@@ -157,6 +162,7 @@ class IpcBackend final : public PeerBackend {
 
   ~IpcBackend() override {
     join_worker();
+    end_watch();
     streams_.clear();
     default_books_->clear_dependencies();
     if (chunks_ != nullptr) {
@@ -173,7 +179,10 @@ class IpcBackend final : public PeerBackend {
     });
     peer_chunks_[own_rank()] = chunks_;
   }
-  void begin() { start_worker(); }
+  void begin() {
+    start_worker();
+    watch_ = std::thread([this] { keep_watch(); });
+  }
 
   static std::size_t control_bytes(std::size_t size) {
     return PeerBackend::control_bytes(sizeof(Plane) + size * sizeof(Flags));
@@ -224,7 +233,7 @@ class IpcBackend final : public PeerBackend {
 
   // --- Flags.
 
-  // Collects what a stream is to write and wait for, so that it is one call.
+  // Collects what a stream is to write and then to wait for.
   class MemOps {
    public:
     explicit MemOps(IpcBackend& backend) : backend_(backend) {}
@@ -235,31 +244,53 @@ class IpcBackend final : public PeerBackend {
       op.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
       op.writeValue.address = backend_.registered_[rank]->address_of(&flags.values[flag]);
       op.writeValue.value = value;
-      ops_.push_back(op);
+      writes_.push_back(op);
+      told_.push_back({&flags.given[flag], value, rank});
     }
     void await(std::size_t rank, Flag flag, std::uint32_t value) {
-      backend_.awaited_[rank].values[flag].store(value);
       CUstreamBatchMemOpParams op{};
       op.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
       op.waitValue.address = backend_.registered_[backend_.own_rank()]->address_of(
           &backend_.told_by(rank).values[flag]);
       op.waitValue.value = value;
       op.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
-      ops_.push_back(op);
+      waits_.push_back(op);
+      awaited_.push_back({&backend_.told_by(rank).given[flag], value, rank});
+      backend_.awaited_[rank].values[flag].store(value);
     }
+    // Waits, on the CPU, until the peers have enqueued what ends the waits.
     void enqueue() {
-      if (!ops_.empty()) {
-        const CUresult code = backend_.mem_ops_(backend_.stream_.handle,
-                                                static_cast<unsigned>(ops_.size()), ops_.data(), 0);
-        TESSERA_CHECK(code == CUDA_SUCCESS, DeviceError, "cuStreamBatchMemOp failed with ",
-                      static_cast<int>(code));
-        ops_.clear();
+      enqueue(writes_);
+      for (const Given& each : told_) {
+        each.counter->advance(each.value);
       }
+      for (const Given& each : awaited_) {
+        backend_.PeerBackend::await(*each.counter, each.value, each.rank);
+      }
+      enqueue(waits_);
     }
 
    private:
+    struct Given {
+      SharedCounter* counter;
+      std::uint32_t value;
+      std::size_t rank;
+    };
+
+    void enqueue(std::vector<CUstreamBatchMemOpParams>& ops) {
+      if (!ops.empty()) {
+        const CUresult code = backend_.mem_ops_(backend_.stream_.handle,
+                                                static_cast<unsigned>(ops.size()), ops.data(), 0);
+        TESSERA_CHECK(code == CUDA_SUCCESS, DeviceError, "cuStreamBatchMemOp failed with ",
+                      static_cast<int>(code));
+      }
+    }
+
     IpcBackend& backend_;
-    std::vector<CUstreamBatchMemOpParams> ops_;
+    std::vector<CUstreamBatchMemOpParams> writes_;
+    std::vector<CUstreamBatchMemOpParams> waits_;
+    std::vector<Given> told_;
+    std::vector<Given> awaited_;
   };
 
   // Whether this GPU writes and waits for flags in shared memory is found out by trying.
@@ -372,9 +403,14 @@ class IpcBackend final : public PeerBackend {
   void open_round(std::uint32_t round, const Call& call, const Pending& input) override {
     // For good: it is the worker's thread, and the driver's calls need a current device.
     TESSERA_CUDA_CALL(cudaSetDevice, device_index_);
-    round_ = round;
-    used_ = &stream_for(call);
-    used_->wait(input);
+    CudaStream& stream = stream_for(call);
+    stream.wait(input);
+    {
+      const std::lock_guard lock(under_way_mutex_);
+      used_ = &stream;
+      round_ = round;
+    }
+    is_to_watch_.notify_all();
     MemOps ops(*this);
     for_each_peer([&](std::size_t r) { ops.tell(r, kReady, round); });
     for_each_peer([&](std::size_t r) { ops.await(r, kReady, round); });
@@ -445,12 +481,9 @@ class IpcBackend final : public PeerBackend {
 
   void finish_call(const Call&, const std::shared_ptr<device::HandedOver>& owner,
                    std::exception_ptr failure) override {
-    CudaStream* const stream = std::exchange(used_, nullptr);
-    if (failure) {
-      post_abort(failure_text(failure));  // this rank takes part no more: nobody waits for it
-    }
-    if (stream == nullptr) {  // nothing was enqueued
+    if (used_ == nullptr) {  // nothing was enqueued
       if (failure) {
+        post_abort(failure_text(failure));  // this rank takes part no more: nobody waits for it
         owner->fail(std::move(failure));
       } else {
         owner->hand_over({});
@@ -458,65 +491,93 @@ class IpcBackend final : public PeerBackend {
       return;
     }
     UnderWay call;
-    call.round = round_;
-    call.stream = stream;
-    call.done = stream->record();
-    if (failure) {
-      call.owner = owner;
-      call.failure = std::move(failure);
-    }
+    call.stream = used_;
+    call.done = used_->record();
     const Pending done = call.done;
-    const bool is_whole = call.failure == nullptr;
     {
       const std::lock_guard lock(under_way_mutex_);
+      used_ = nullptr;
+      call.round = round_;
+      if (!failure) {
+        failure = given_up_;  // its waits have been released
+      }
+      if (failure) {
+        call.stream->fail(call.done, failure);
+        call.owner = owner;
+        call.failure = failure;
+      }
       under_way_.push_back(std::move(call));
-      drop_ended();
     }
-    if (is_whole) {
+    is_to_watch_.notify_all();
+    if (failure) {
+      post_abort(failure_text(failure));
+    } else {
       owner->hand_over(done);
     }
+    drop_ended();
   }
 
   // --- Calls that are under way, and peers that are not any more.
 
   bool is_under_way() override {
-    const std::lock_guard lock(under_way_mutex_);
     drop_ended();
+    const std::lock_guard lock(under_way_mutex_);
     return !under_way_.empty();
   }
 
-  // REQUIRES: under_way_mutex_ is held.
+  // By the worker alone. No lock is held while CUDA is asked.
   void drop_ended() {
-    while (!under_way_.empty() && under_way_.front().done.done()) {
-      if (under_way_.front().owner != nullptr) {
-        under_way_.front().owner->fail(under_way_.front().failure);
+    while (true) {
+      Pending oldest;
+      {
+        const std::lock_guard lock(under_way_mutex_);
+        if (under_way_.empty()) {
+          return;
+        }
+        oldest = under_way_.front().done;
       }
-      under_way_.pop_front();
+      if (!oldest.done()) {
+        return;
+      }
+      UnderWay ended;
+      {
+        const std::lock_guard lock(under_way_mutex_);
+        ended = std::move(under_way_.front());
+        under_way_.pop_front();
+      }
+      if (ended.owner != nullptr) {
+        ended.owner->fail(ended.failure);
+      }
     }
   }
 
   // What has not heard enough from `rank` fails, and all behind it; then it need not wait for it.
   // REQUIRES: under_way_mutex_ is held.
   bool let_go(std::size_t rank, const std::exception_ptr& why) {
-    const auto first =
-        std::find_if(under_way_.begin(), under_way_.end(), [&](const UnderWay& call) {
-          return !has_reached(told_by(rank).values[kRead], call.round);
-        });
+    const auto needs_it = [&](std::uint32_t round) {
+      return !has_reached(told_by(rank).values[kRead], round);
+    };
+    const auto first = std::find_if(under_way_.begin(), under_way_.end(),
+                                    [&](const UnderWay& call) { return needs_it(call.round); });
     for (auto call = first; call != under_way_.end(); ++call) {
       call->stream->fail(call->done, why);
     }
-    if (first == under_way_.end() && !is_released_[rank]) {
+    const bool is_needed = first != under_way_.end() || (used_ != nullptr && needs_it(round_));
+    if (!is_needed && !is_released_[rank]) {
       return false;
+    }
+    if (!given_up_) {
+      given_up_ = why;  // of the call that is being enqueued, too
     }
     release(rank);
     return true;
   }
 
+  // By any thread: calls nothing of CUDA, nor waits for whoever does.
   std::exception_ptr look() override {
     std::exception_ptr failure;
     {
       const std::lock_guard lock(under_way_mutex_);
-      drop_ended();
       for_each_peer([&](std::size_t r) {
         if (aborted_) {  // before this call was under way
           let_go(r, aborted_);
@@ -540,6 +601,31 @@ class IpcBackend final : public PeerBackend {
     return failure;
   }
 
+  // See [Note: what a stream may wait for].
+  void keep_watch() {
+    std::unique_lock lock(under_way_mutex_);
+    while (!is_watch_ending_) {
+      if (used_ == nullptr && under_way_.empty()) {
+        is_to_watch_.wait(lock);
+        continue;
+      }
+      is_to_watch_.wait_for(lock, SharedCounter::kLookInterval);
+      lock.unlock();
+      look();
+      lock.lock();
+    }
+  }
+  void end_watch() {
+    {
+      const std::lock_guard lock(under_way_mutex_);
+      is_watch_ending_ = true;
+    }
+    is_to_watch_.notify_all();
+    if (watch_.joinable()) {
+      watch_.join();
+    }
+  }
+
   // Peers that still read from this rank notice first, since its memory is not theirs to read once
   // its streams go on; a peer that does not notice in time is given up all the same.
   void end_what_is_under_way(const std::string& reason) override {
@@ -547,8 +633,8 @@ class IpcBackend final : public PeerBackend {
     const auto is_early = [&] { return std::chrono::steady_clock::now() < limit; };
     const auto nap = [] { std::this_thread::sleep_for(std::chrono::milliseconds(1)); };
     for_each_peer([&](std::size_t r) {
-      while (is_early() && is_under_way() && !abort_of(r) && !end_of(r) &&
-             told_by(r).has_noticed_abort.load() == 0 && waits_for(r)) {
+      while (is_early() && !abort_of(r) && !end_of(r) && told_by(r).has_noticed_abort.load() == 0 &&
+             waits_for(r)) {
         nap();
       }
     });
@@ -559,15 +645,20 @@ class IpcBackend final : public PeerBackend {
           aborted_ = std::make_exception_ptr(CommError(reason));
         }
         for_each_peer([&](std::size_t r) { let_go(r, aborted_); });
+        if (used_ == nullptr && under_way_.empty()) {
+          return;
+        }
       }
       nap();
-    } while (is_under_way() && is_early());
+    } while (is_early());
   }
 
   bool waits_for(std::size_t rank) {
     const std::lock_guard lock(under_way_mutex_);
-    return !under_way_.empty() &&
-           !has_reached(told_by(rank).values[kRead], under_way_.back().round);
+    const bool is_enqueuing = used_ != nullptr;
+    return (is_enqueuing || !under_way_.empty()) &&
+           !has_reached(told_by(rank).values[kRead],
+                        is_enqueuing ? round_ : under_way_.back().round);
   }
 
   struct OwnedStream {
@@ -591,20 +682,26 @@ class IpcBackend final : public PeerBackend {
   std::vector<std::byte*> peer_chunks_;  // by rank
 
   // The worker's own.
-  std::uint32_t round_ = 0;
-  CudaStream* used_ = nullptr;  // by the call that is being handed over
   std::set<std::uint64_t> listed_;
   std::uint64_t listed_version_ = 0;
   std::vector<std::uint64_t> seen_versions_;  // of the peers' lists
 
   std::vector<Flags> awaited_;  // by rank: the last values that were waited for
 
-  std::mutex under_way_mutex_;
+  std::mutex under_way_mutex_;  // never held around a call into CUDA
   // Guarded by under_way_mutex_.
   std::map<const device::CudaBooks*, std::unique_ptr<CudaStream>> streams_;  // all of stream_
   std::deque<UnderWay> under_way_;
   std::vector<bool> is_released_;
-  std::exception_ptr aborted_;  // why; null: not by this rank, or not yet
+  std::exception_ptr aborted_;   // why; null: not by this rank, or not yet
+  std::exception_ptr given_up_;  // why waits were released first; null: none were
+  // Written by the worker: of the call that is being handed over.
+  CudaStream* used_ = nullptr;
+  std::uint32_t round_ = 0;
+  bool is_watch_ending_ = false;
+
+  std::condition_variable is_to_watch_;
+  std::thread watch_;
 };
 
 constexpr const char* kCould = "ok";

@@ -12,6 +12,19 @@
 // order. Each flag has one writer and one reader, and lies in the control block of the reader: a
 // rank that gives up a peer that has failed satisfies its own waits, and nobody else's.
 //
+// [Note: what a stream may wait for]
+// Much of CUDA waits for all streams of the process, and may hold up its other threads meanwhile:
+// freeing, unpinning or unmapping memory, ours, torch's, or that of an exception on its way; a
+// stream that has taken all it can. So whatever a thread does must end without this process's next
+// call into CUDA, and without what its threads would do then:
+//  (1) A stream is given a wait only once the peer has given its own stream what ends it: told by
+//      CPUs, beside the flags (Flags::given). So all streams of all ranks come to their ends by
+//      themselves, in whatever order groups and ranks are held up.
+//  (2) Only an end or an abort leaves a wait without its end. A thread of its own, the watch, which
+//      never calls CUDA and takes no lock that is held around such a call, sees that, fails the
+//      calls, and releases the waits.
+//  (3) So does abort(), on the thread that aborts: before a failing rank frees anything.
+//
 // What lies in the shared heap of its process and GPU (cuda_shared_heap.h: shards, gradients) is
 // read in place; other memory, also pinned memory of the host, passes through chunks. Each rank
 // lists the regions of its heap in its control block; peers open a region when it is first used,
@@ -21,7 +34,7 @@
 // done. If a peer ends or aborts, calls in flight that need it fail by its name, all later ones
 // with them, and no stream stays blocked.
 //
-// Threads: as peer_backend.h.
+// Threads: as peer_backend.h; and the watch.
 #pragma once
 
 #include <memory>

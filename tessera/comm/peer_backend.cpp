@@ -278,15 +278,18 @@ void PeerBackend::work() {
     {
       std::unique_lock lock(mutex_);
       while (jobs_.empty()) {
-        if (!is_under_way()) {
-          if (is_closing_) {
+        lock.unlock();  // a data plane may have to wait for its device
+        const bool must_look = is_under_way();
+        lock.lock();
+        if (!must_look) {
+          if (is_closing_ && jobs_.empty()) {
             return;
           }
           changed_.wait(lock, [this] { return is_closing_ || !jobs_.empty(); });
           continue;
         }
-        const auto interval =
-            is_closing_ ? std::chrono::milliseconds(1) : SharedCounter::kLookInterval;
+        const auto interval = is_closing_ || is_aborted_ ? std::chrono::milliseconds(1)
+                                                         : SharedCounter::kLookInterval;
         if (!changed_.wait_for(lock, interval, [this] { return !jobs_.empty(); })) {
           lock.unlock();
           look_around();
@@ -514,6 +517,7 @@ void PeerBackend::post_abort(const std::string& reason) {
 void PeerBackend::abort(const std::string& reason) {
   post_abort(reason);
   is_aborted_ = true;
+  changed_.notify_all();
   end_what_is_under_way(reason);
   // Nobody here touches the memory of a call once its owner has been told.
   std::unique_lock lock(mutex_);

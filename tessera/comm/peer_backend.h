@@ -173,10 +173,10 @@ class PeerBackend : public Backend {
   virtual void finish_call(const Call& call, const std::shared_ptr<device::HandedOver>& owner,
                            std::exception_ptr failure) = 0;
   // Calls are under way that look() has to be called for, every SharedCounter::kLookInterval. It
-  // returns what went wrong with them, if something did: so all later calls fail.
+  // returns what went wrong with them, if something did: so all later calls fail. No lock is held.
   virtual bool is_under_way() { return false; }
   virtual std::exception_ptr look() { return nullptr; }
-  // The group was aborted: by the thread that does it.
+  // The group was aborted: by the thread that does it, whatever the worker is held up by.
   virtual void end_what_is_under_way(const std::string& /*reason*/) {}
 
  private:

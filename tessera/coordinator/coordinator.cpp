@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "tessera/comm/tag.h"
+#include "tessera/coordinator/encoded_shards.h"
 #include "tessera/coordinator/gatherer.h"
 #include "tessera/coordinator/prefetcher.h"
 #include "tessera/coordinator/secondary_shards.h"
@@ -91,6 +92,15 @@ bool Coordinator::has_loads() const {
   return has_any;
 }
 
+bool Coordinator::has_gathers() const {
+  for (int id = 0; id < parts_.params.num_params(); ++id) {
+    if (!parts_.params[id].shard_is_full()) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // With the first use the model is complete: everything that a use needs is prepared.
 void Coordinator::finalize() {
   if (units_.is_finalized()) {
@@ -133,7 +143,7 @@ void Coordinator::change_tier(const TierOptions& tier) {
 
 void Coordinator::make_gathers() {
   const bool has_loads = this->has_loads();
-  if (is_alone_ && !has_loads) {
+  if (is_alone_ && !has_gathers()) {
     return;
   }
   loader_ = tier_ ? tier_->loader : nullptr;
@@ -144,10 +154,13 @@ void Coordinator::make_gathers() {
   if (parts_.secondary != nullptr && !secondary_) {
     secondary_ = std::make_unique<SecondaryShards>(*parts_.secondary, parts_.device, parts_.params);
   }
+  if (parts_.codec != nullptr && parts_.group.size() > 1 && !encoded_) {
+    encoded_ = std::make_unique<EncodedShards>(*parts_.codec, parts_.device, parts_.params);
+  }
   const bool needs_consensus = !is_alone_ && (units_.has_dynamic() || options_.uneven_data);
   gatherer_ = std::make_unique<Gatherer>(
       Gatherer::Parts{parts_.group, parts_.device, parts_.params, parts_.clock, parts_.spans,
-                      parts_.logger, loader_, parts_.phases, secondary_.get()},
+                      parts_.logger, loader_, parts_.phases, secondary_.get(), encoded_.get()},
       units_.num_units(),
       tier_ ? tier_->arena_bytes : units_.arena_bytes(options_.budgets.live_limit_bytes),
       options_.budgets.max_inflight);
@@ -297,7 +310,8 @@ void Coordinator::remove_users(std::span<Param* const> params, const std::string
     if (param->shard_is_full()) {
       param->release();
       own_bytes_ -= full_bytes_of(*param);
-    } else if (changed || (!is_resident_ && !prefetcher_->stays(param->id()))) {
+    } else if (changed || gatherer_->is_exact_for_once(*param) ||
+               (!is_resident_ && !prefetcher_->stays(param->id()))) {
       if (!computed) {
         computed = gatherer_->computed();
       }
@@ -354,9 +368,11 @@ void Coordinator::begin_hold(const std::vector<int>& params, const std::string& 
     reach_consensus(ConsensusPoint::kHold, what);
     prefetcher_->start_held_back();
     if (!is_resident_) {
+      gatherer_->release_quantised(params);
       prefetcher_->make_room_for(params);
     }
-    const Cause cause;
+    Cause cause;
+    cause.exact = true;
     gatherer_->start(params, {}, what, cause);
     gatherer_->finish(held, parts_.spans.intern(what), cause);
   }
@@ -438,6 +454,9 @@ void Coordinator::end_step() {
                          to_string(param.state()), " with ", param.num_users(), " users"),
           param.name(), {});
     }
+  }
+  if (encoded_) {
+    encoded_->end_step();
   }
   prefetcher_->end_step();
 }
@@ -583,6 +602,9 @@ CoordinatorStats Coordinator::take_stats() {
   stats.full_bytes_peak = std::exchange(own_bytes_peak_, own_bytes_);
   if (gatherer_) {
     gatherer_->take_stats(stats);
+  }
+  if (encoded_) {
+    stats.quant_error = encoded_->error();
   }
   if (consensus_) {
     stats.num_consensus_rounds = consensus_->take_num_rounds();

@@ -23,6 +23,11 @@
 // neither arena nor plan. Shards in host memory and on NVMe are loaded into their own slot of the
 // gathered parameter first; the group waits for that, not the caller.
 //
+// Where gathers are quantised (encoded_shards.h), units compute with what was decoded, in training
+// and in inference alike. A hold shows exact values, and gives them back at its end; but not inside
+// of a use, nor while parameters are resident, where it shows what is being computed with. A unit
+// that runs while a hold for reading is open computes with what that has gathered.
+//
 // Limits, at every moment: full parameters that nobody uses are at most live_limit_bytes, or one
 // unit if that is more; where each use ends before the next begins, so are all full parameters
 // together. At most max_inflight calls are in flight, and a prefetch has at most bucket_bytes,
@@ -68,6 +73,7 @@ class Config;
 
 namespace tessera::coordinator {
 
+class EncodedShards;
 class SecondaryShards;
 class ShardLoader;
 
@@ -97,6 +103,9 @@ struct CoordinatorParts {
   std::vector<int> ranks_of_copy = {};
   // Of secondary shards (secondary_shards.h); null: there are none.
   comm::Group* secondary = nullptr;
+  // What gathers bring is encoded with (encoded_shards.h), of the device's memory; null: shards are
+  // gathered as they are.
+  const comm::Codec* codec = nullptr;
 };
 
 // Where shards are offloaded and memory is planned.
@@ -215,6 +224,7 @@ class Coordinator {
   void use_tier(const TierOptions& tier);
   void make_gathers();
   [[noreturn]] void throw_state(const std::string& message, UnitId unit) const;
+  bool has_gathers() const;  // somebody has shards that are not full parameters
   bool has_loads() const;
   std::vector<shard::Param*> params_of(const std::vector<int>& ids) const;
 
@@ -256,6 +266,7 @@ class Coordinator {
   std::unique_ptr<ShardLoader> own_loader_;
   ShardLoader* loader_ = nullptr;  // null: all shards are in the device's memory
   std::unique_ptr<SecondaryShards> secondary_;
+  std::unique_ptr<EncodedShards> encoded_;
   std::unique_ptr<Gatherer> gatherer_;
   std::unique_ptr<Prefetcher> prefetcher_;
   std::unique_ptr<Consensus> consensus_;  // null: all ranks use the same units

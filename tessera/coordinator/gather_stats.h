@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
 namespace tessera::coordinator {
 
@@ -45,6 +46,14 @@ struct GatherCounts {
   GatherCounts& operator-=(const GatherCounts& other) { return apply(other, std::minus<>()); }
 };
 
+// What quantising has cost: the root of the sum of squared errors by that of squared values, over
+// this rank's shards of what is gathered quantised, as they were gathered in the last step.
+struct QuantError {
+  double relative = 0;
+  std::string param;  // whose own is the largest; empty: nothing was quantised
+  double worst = 0;   // its own
+};
+
 // Since the last take_stats(). In a group of one only what is not in the device's memory is
 // gathered: if all is, all but num_uses and full_bytes_peak stay 0.
 struct CoordinatorStats {
@@ -55,16 +64,20 @@ struct CoordinatorStats {
   std::uint64_t num_gathers = 0;  // calls
   std::uint64_t gathered_bytes = 0;
   std::uint64_t secondary_bytes = 0;  // of them, from secondary shards
+  std::uint64_t encoded_bytes = 0;    // of them, from encoded shards,
+  std::uint64_t wire_bytes = 0;       // which have so many bytes, of all ranks together
   double exposed_wait_s = 0;          // host time that uses waited for gathers
   // Gathered parameters at once; in a group of one: in use at once.
   std::int64_t full_bytes_peak = 0;
   std::uint64_t brought_bytes = 0;  // H2D, from shards and secondary shards in host memory
+  std::uint64_t kept_bytes = 0;     // D2H, of secondary shards in host memory
   std::uint64_t arena_overflows = 0;
   std::uint64_t arena_misplaced = 0;  // gathers that did not get their planned offset
   std::uint64_t num_consensus_rounds = 0;
   GatherCounts forward;
   GatherCounts backward;
   GatherCounts inference;
+  QuantError quant_error;
 };
 
 }  // namespace tessera::coordinator

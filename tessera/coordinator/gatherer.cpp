@@ -57,7 +57,9 @@ void Gatherer::Call::clear() {
   members.clear();
   ids.clear();
   tensors.clear();
+  loads.clear();
   ready.clear();
+  scratch.clear();
   last_update = nullptr;
   bytes = 0;
 }
@@ -75,10 +77,16 @@ void Gatherer::start_to(std::span<const int> ids, std::span<const std::uint8_t> 
   start_call(From::kShards, ids, {}, wants, unit, cause);
 }
 
-bool Gatherer::reads_shard(const Param& param) const { return comes_from(From::kShards, param); }
+bool Gatherer::reads_shard(const Param& param) const {
+  const bool is_encoded = parts_.encoded != nullptr && parts_.encoded->has(param);
+  return !is_encoded && comes_from(From::kShards, param, {});
+}
 
-bool Gatherer::comes_from(From from, const Param& param) const {
-  const bool has_secondary = parts_.secondary != nullptr && parts_.secondary->has(param);
+bool Gatherer::comes_from(From from, const Param& param, const Cause& cause) const {
+  // Where gathers are quantised so is what secondary shards were made of.
+  const bool is_exact = cause.exact && parts_.encoded != nullptr;
+  const bool has_secondary =
+      !is_exact && parts_.secondary != nullptr && parts_.secondary->has(param);
   return has_secondary == (from == From::kSecondary);
 }
 
@@ -96,7 +104,7 @@ void Gatherer::start_call(From from, std::span<const int> ids,
     for (std::size_t i = 0; i < ids.size(); ++i) {
       Param& param = parts_.params[ids[i]];
       const bool is_released = param.state() == ParamState::kReleased && !param.shard_is_full();
-      if (!is_for_some && (!is_released || !comes_from(from, param))) {
+      if (!is_for_some && (!is_released || !comes_from(from, param, cause))) {
         continue;
       }
       if (call_.tensors.empty()) {
@@ -109,18 +117,18 @@ void Gatherer::start_call(From from, std::span<const int> ids,
         secondary_bytes_ += layout.full_bytes();
         continue;
       }
-      order_behind_update(param);
+      const auto put = is_encoded(param, cause) ? &Gatherer::add_encoded : &Gatherer::add;
       if (is_wanted && is_released) {
         take(param, i < offsets.size() ? offsets[i] : -1);
-        add(param, param.full(), nullptr);
+        (this->*put)(param, param.full(), nullptr);
       } else if (is_wanted) {  // the others send it all the same
-        unneeded.push_back(arena_.allocate(layout.full_bytes(), gather_));
-        add(param, unneeded.back().data, nullptr);
+        unneeded.push_back(arena_.allocate(param.gathered_bytes(), gather_));
+        (this->*put)(param, unneeded.back().data, nullptr);
       } else if (param.tier() != Tier::kDevice) {  // only others get it
         unneeded.push_back(arena_.allocate(layout.shard_bytes(), gather_));
-        add(param, nullptr, unneeded.back().data);
+        (this->*put)(param, nullptr, unneeded.back().data);
       } else {
-        add(param, nullptr, nullptr);
+        (this->*put)(param, nullptr, nullptr);
       }
     }
     if (call_.tensors.empty()) {
@@ -132,11 +140,12 @@ void Gatherer::start_call(From from, std::span<const int> ids,
                                                      : "ahead");
     begin_ns = parts_.clock.now_ns();
     if (is_for_some) {
-      gathered = {parts_.group.start_gather_to(call_.tensors, wants, call_options(unit, ids))};
+      gathered = {
+          parts_.group.start_gather_to(call_.tensors, wants, call_options(unit, ids, cause))};
     } else if (from == From::kShards && parts_.group.size() == 1) {
-      gathered = call_.ready;
+      gathered = start_alone(unit, cause);
     } else {
-      gathered = start_gathers(from, unit);
+      gathered = start_gathers(from, unit, cause);
     }
   } catch (...) {
     undo_call();
@@ -148,6 +157,10 @@ void Gatherer::start_call(From from, std::span<const int> ids,
   for (device::ArenaBlock& block : unneeded) {
     arena_.release(std::move(block), gathered.front());
   }
+  for (device::ArenaBlock& block : call_.scratch) {
+    arena_.release(std::move(block), Pending::all(gathered));
+  }
+  call_.scratch.clear();
   if (call_.members.empty()) {
     drops_.push_back(gathered.front());  // our shards are read until then
   }
@@ -155,7 +168,7 @@ void Gatherer::start_call(From from, std::span<const int> ids,
 }
 
 void Gatherer::take(Param& param, std::int64_t offset) {
-  const std::size_t bytes = param.layout().full_bytes();
+  const std::size_t bytes = param.gathered_bytes();
   device::ArenaBlock& block = slot_of(param).block;
   if (offset >= 0 && arena_.can_allocate_at(static_cast<std::size_t>(offset), bytes)) {
     block = arena_.allocate_at(static_cast<std::size_t>(offset), bytes, gather_);
@@ -171,23 +184,70 @@ void Gatherer::take(Param& param, std::int64_t offset) {
   call_.bytes += bytes;
 }
 
-void Gatherer::add(const Param& param, void* full, std::byte* scratch) {
+std::byte* Gatherer::load_shard(const Param& param, void* full, std::byte* scratch) {
   const shard::Layout& layout = param.layout();
-  const std::byte* shard = param.shard();
-  if (param.tier() != Tier::kDevice) {
-    std::byte* const slot =
-        full == nullptr ? scratch
-                        : static_cast<std::byte*>(full) +
-                              static_cast<std::size_t>(parts_.group.rank()) * layout.shard_bytes();
-    // Behind the former users of the slot's memory, which the gather stream waits for.
-    call_.ready.push_back(parts_.loader->start_load(param, slot, gather_.record()));
-    shard = slot;
-  }
-  call_.tensors.push_back({shard, full, layout.shard_numel(), layout.dtype(), param.name()});
+  std::byte* const to =
+      full == nullptr ? scratch
+                      : static_cast<std::byte*>(full) + layout.load_offset(parts_.group.rank());
+  // Behind the former users of the memory, which the gather stream waits for.
+  const bool is_decoded = parts_.group.size() == 1 && layout.is_encoded();
+  call_.loads.back() =
+      parts_.loader->start_load(param, to, gather_.record(), is_decoded ? full : nullptr);
+  return to;
 }
 
-std::vector<Pending> Gatherer::start_gathers(From from, const std::string& unit) {
-  comm::CallOptions options = call_options(unit, call_.ids);
+void Gatherer::add_encoded(const Param& param, void* full, std::byte* scratch) {
+  EncodedShards& encoded = *parts_.encoded;
+  call_.loads.emplace_back();
+  if (!encoded.has(param)) {
+    const bool is_loaded = param.tier() != Tier::kDevice;
+    const std::byte* const shard = is_loaded ? load_shard(param, full, scratch) : param.shard();
+    encoded.start_encode(param, shard, is_loaded ? call_.loads.back() : param.updated());
+  }
+  call_.ready.push_back(encoded.made(param));
+  call_.tensors.push_back(encoded.gather(param, full));
+  if (full != nullptr) {
+    encoded_bytes_ += param.layout().full_bytes();
+    wire_bytes_ += encoded.wire_bytes(param) * static_cast<std::size_t>(parts_.group.size());
+  }
+}
+
+void Gatherer::add(const Param& param, void* full, std::byte* scratch) {
+  const shard::Layout& layout = param.layout();
+  order_behind_update(param);
+  call_.loads.emplace_back();
+  const std::byte* shard = param.shard();
+  if (param.tier() != Tier::kDevice) {
+    shard = load_shard(param, full, scratch);
+  }
+  call_.tensors.push_back(
+      {shard, full, layout.shard_numel(), layout.dtype(), param.name(), param.codec()});
+}
+
+std::vector<Pending> Gatherer::start_alone(const std::string& unit, const Cause& cause) {
+  std::vector<comm::Gather> encoded;
+  for (std::size_t i = 0; i < call_.tensors.size(); ++i) {
+    if (call_.members[i]->tier() == Tier::kDevice) {
+      encoded.push_back(call_.tensors[i]);
+    }
+  }
+  Pending decoded;
+  if (!encoded.empty()) {
+    comm::CallOptions options = call_options(unit, call_.ids, cause);
+    options.ready = Pending::all(call_.ready);
+    decoded = parts_.group.start_all_gather(encoded, options);
+  }
+  std::vector<Pending> gathered;
+  std::size_t num_loads = 0;
+  for (const Param* member : call_.members) {
+    gathered.push_back(member->tier() == Tier::kDevice ? decoded : call_.loads[num_loads++]);
+  }
+  return gathered;
+}
+
+std::vector<Pending> Gatherer::start_gathers(From from, const std::string& unit,
+                                             const Cause& cause) {
+  comm::CallOptions options = call_options(unit, call_.ids, cause);
   if (from == From::kSecondary) {
     options.content_hash ^= parts_.secondary->hash_of_versions(call_.ids);
     return parts_.secondary->group().start_all_gathers(call_.tensors, options);
@@ -201,6 +261,16 @@ std::vector<Pending> Gatherer::start_gathers(From from, const std::string& unit)
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     comm::Gather& tensor = blocks[i];
     comm::Gather& whole = call_.tensors[i];
+    if (whole.codec != nullptr) {
+      const std::size_t wire_bytes = whole.codec->wire_bytes(whole.shard_numel);
+      whole.wires_per_rank = parts_.phases.across->size();
+      call_.scratch.push_back(
+          arena_.allocate(wire_bytes * static_cast<std::size_t>(whole.wires_per_rank), gather_));
+      tensor = {whole.shard, call_.scratch.back().data, static_cast<std::int64_t>(wire_bytes),
+                DType::kUInt8, whole.name};
+      whole.shard = tensor.full;
+      continue;
+    }
     whole.shard_numel *= parts_.phases.across->size();
     tensor.full = static_cast<std::byte*>(whole.full) +
                   block * static_cast<std::size_t>(whole.shard_numel) * bytes_of(whole.dtype);
@@ -211,13 +281,19 @@ std::vector<Pending> Gatherer::start_gathers(From from, const std::string& unit)
 }
 
 void Gatherer::undo_call() {
-  for (const Pending& loaded : call_.ready) {
-    wait_ignoring_failure(loaded);
+  for (const std::vector<Pending>* all : {&call_.loads, &call_.ready}) {  // they write or read it
+    for (const Pending& each : *all) {
+      wait_ignoring_failure(each);
+    }
   }
   for (Param* param : call_.members) {  // without a call they would look as if they were there
     param->drop();
     free_block(*param, Pending());
   }
+  for (device::ArenaBlock& block : call_.scratch) {
+    arena_.release(std::move(block), Pending());
+  }
+  call_.scratch.clear();
 }
 
 void Gatherer::note_call(std::vector<Pending> gathered, std::int64_t begin_ns, const Cause& cause,
@@ -257,13 +333,19 @@ void Gatherer::order_behind_update(const Param& param) {
   call_.last_update = update;
 }
 
-comm::CallOptions Gatherer::call_options(const std::string& unit, std::span<const int> ids) const {
+comm::CallOptions Gatherer::call_options(const std::string& unit, std::span<const int> ids,
+                                         const Cause& cause) const {
   comm::CallOptions options;
   options.label = {
       unit, ids.empty() ? std::string_view() : std::string_view(parts_.params[ids.front()].name())};
   options.content_hash = comm::hash_bytes(ids.data(), ids.size_bytes(), 0);
+  if (parts_.encoded != nullptr && !cause.exact) {
+    options.content_hash ^= parts_.encoded->hash_of_versions(ids);
+  }
   options.stream = &gather_;
-  options.ready = Pending::all(call_.ready);
+  std::vector<Pending> ready = call_.ready;
+  ready.insert(ready.end(), call_.loads.begin(), call_.loads.end());
+  options.ready = Pending::all(std::move(ready));
   return options;
 }
 
@@ -322,7 +404,7 @@ void Gatherer::finish(std::span<Param* const> params, LabelId label, const Cause
     slot.gathered = {};
     param->finish_gather();
     if (parts_.secondary != nullptr) {
-      parts_.secondary->keep(*param, slot.by_all);
+      parts_.secondary->keep(*param, slot.by_all && !is_exact_for_once(*param));
     }
   }
 }
@@ -377,6 +459,24 @@ void Gatherer::release_idle(const std::vector<bool>& stays) {
   }
 }
 
+bool Gatherer::is_exact_for_once(const Param& param) const {
+  return parts_.encoded != nullptr && parts_.encoded->covers(param) &&
+         slots_[static_cast<std::size_t>(param.id())].cause.exact;
+}
+
+void Gatherer::release_quantised(std::span<const int> ids) {
+  if (parts_.encoded == nullptr) {
+    return;
+  }
+  std::vector<bool> stays(slots_.size(), true);
+  for (const int id : ids) {
+    const Param& param = parts_.params[id];
+    stays[static_cast<std::size_t>(id)] =
+        !parts_.encoded->covers(param) || is_exact_for_once(param);
+  }
+  release_idle(stays);
+}
+
 void Gatherer::drop(Param& param) {
   Slot& slot = slot_of(param);
   const Pending gathered = std::exchange(slot.gathered, {});
@@ -425,6 +525,9 @@ void Gatherer::abandon(const std::vector<bool>& stays) noexcept {
     wait_ignoring_failure(gathered);
   }
   drops_.clear();
+  if (parts_.encoded != nullptr) {
+    parts_.encoded->forget_failures();
+  }
 }
 
 void Gatherer::take_stats(CoordinatorStats& stats) {
@@ -448,11 +551,14 @@ void Gatherer::take_stats(CoordinatorStats& stats) {
   stats.arena_overflows = overflows - std::exchange(overflows_taken_, overflows);
   stats.arena_misplaced = std::exchange(num_misplaced_, 0);
   stats.secondary_bytes = std::exchange(secondary_bytes_, 0);
+  stats.encoded_bytes = std::exchange(encoded_bytes_, 0);
+  stats.wire_bytes = std::exchange(wire_bytes_, 0);
   if (parts_.loader != nullptr) {
     stats.brought_bytes = parts_.loader->take_stats(Tier::kHost).loaded_bytes;
   }
   if (parts_.secondary != nullptr) {
     stats.brought_bytes += parts_.secondary->take_brought_bytes();
+    stats.kept_bytes = parts_.secondary->take_kept_bytes();
   }
 }
 

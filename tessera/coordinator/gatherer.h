@@ -9,9 +9,15 @@
 // A shard that is not in the device's memory is loaded (shard_loader.h) into this rank's slot of
 // the full parameter before the all-gather, which waits for it; in a group of one that is all.
 // Parameters that are used in place (a group of one, in the device's memory) are not gathered.
+// A shard that is stored as blocks is loaded behind the full parameter, and the all-gather decodes
+// it; in a group of one the loader does, as soon as it is there.
+//
+// Where shards are encoded (encoded_shards.h), the gather brings wires and decodes them, but for
+// causes that want exact values.
 //
 // Where phases are given (gather_phases.h), a gather by all ranks is two calls; the second waits
-// for the first on the groups' side, not on the caller's.
+// for the first on the groups' side, not on the caller's. What the first brings of wires lies
+// beside the full parameter, in the arena if it has room.
 //
 // Invariants:
 //  (1) A parameter has a block of the arena exactly while it is gathering or available.
@@ -31,6 +37,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/coordinator/access_trace.h"
+#include "tessera/coordinator/encoded_shards.h"
 #include "tessera/coordinator/gather_phases.h"
 #include "tessera/coordinator/gather_stats.h"
 #include "tessera/coordinator/secondary_shards.h"
@@ -50,6 +57,7 @@ struct Cause {
   UnitId unit = -1;  // -1: for somebody who is no unit
   Phase phase = Phase::kForward;
   Reason reason = Reason::kDemand;
+  bool exact = false;  // as shards are, also where gathers are quantised
 };
 
 class Gatherer {
@@ -65,6 +73,7 @@ class Gatherer {
     ShardLoader* loader;  // null: all shards are in the device's memory
     GatherPhases phases = {};
     SecondaryShards* secondary = nullptr;  // null: there are no secondary shards
+    EncodedShards* encoded = nullptr;      // null: gathers bring shards as they are
   };
   Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_bytes, int max_inflight);
   // A gather that has failed may have shards on their way into the arena.
@@ -88,6 +97,10 @@ class Gatherer {
   // Everything that has no user, but what `stays` (by parameter id). What was gathered in vain is
   // dropped: its block stays taken until the gather is done.
   void release_idle(const std::vector<bool>& stays);
+  // For somebody who wants exact values: gives back what was gathered quantised and has no user.
+  void release_quantised(std::span<const int> ids);
+  // It was gathered for somebody who wants exact values, which units do not compute with.
+  bool is_exact_for_once(const shard::Param& param) const;
   // What has been enqueued for computing so far.
   device::Pending computed() { return compute_.record(); }
   // The shard of a dropped parameter is still read: orders whatever writes shards behind that.
@@ -116,7 +129,9 @@ class Gatherer {
     std::vector<shard::Param*> members;
     std::vector<int> ids;  // of the members
     std::vector<comm::Gather> tensors;
-    std::vector<device::Pending> ready;                 // what its input waits for
+    std::vector<device::Pending> loads;                 // by tensor; empty: nothing is loaded
+    std::vector<device::Pending> ready;                 // what else its input waits for
+    std::vector<device::ArenaBlock> scratch;            // until it is done
     const device::PendingState* last_update = nullptr;  // that it is ordered behind
     std::uint64_t bytes = 0;
     void clear();
@@ -127,19 +142,29 @@ class Gatherer {
   enum class From : std::uint8_t { kShards, kSecondary };
   void start_call(From from, std::span<const int> ids, std::span<const std::int64_t> offsets,
                   std::span<const std::uint8_t> wants, const std::string& unit, const Cause& cause);
-  bool comes_from(From from, const shard::Param& param) const;
+  bool comes_from(From from, const shard::Param& param, const Cause& cause) const;
+  bool is_encoded(const shard::Param& param, const Cause& cause) const {
+    return parts_.encoded != nullptr && !cause.exact && parts_.encoded->covers(param);
+  }
   void take(shard::Param& param, std::int64_t offset);
   // `full`: null: only other ranks get it, and the shard is loaded to `scratch` where it must be.
   void add(const shard::Param& param, void* full, std::byte* scratch);
+  void add_encoded(const shard::Param& param, void* full, std::byte* scratch);
+  // Its shard, where that is loaded to.
+  std::byte* load_shard(const shard::Param& param, void* full, std::byte* scratch);
   // Of call_, by all ranks of the group.
-  std::vector<device::Pending> start_gathers(From from, const std::string& unit);
+  std::vector<device::Pending> start_gathers(From from, const std::string& unit,
+                                             const Cause& cause);
+  // In a group of one: what was loaded is there, and what lies on the device as blocks is decoded.
+  std::vector<device::Pending> start_alone(const std::string& unit, const Cause& cause);
   // An exception came while a call was put together: nothing of it stays.
   void undo_call();
   // The call is on its way. `gathered`: of each member, or of all together.
   void note_call(std::vector<device::Pending> gathered, std::int64_t begin_ns, const Cause& cause,
                  bool by_all);
   void order_behind_update(const shard::Param& param);
-  comm::CallOptions call_options(const std::string& unit, std::span<const int> ids) const;
+  comm::CallOptions call_options(const std::string& unit, std::span<const int> ids,
+                                 const Cause& cause) const;
   void log_call(const std::string& unit, const char* how) const;
   void forget_done_calls();
   void wait_for_calls_below(std::size_t limit);
@@ -166,6 +191,8 @@ class Gatherer {
   std::int64_t full_bytes_peak_ = 0;
   std::uint64_t num_misplaced_ = 0;    // since take_stats()
   std::uint64_t secondary_bytes_ = 0;  // since take_stats()
+  std::uint64_t encoded_bytes_ = 0;    // since take_stats()
+  std::uint64_t wire_bytes_ = 0;       // since take_stats()
   std::uint64_t overflows_taken_ = 0;  // by take_stats()
   std::vector<GatherCounts> counts_;   // by unit and phase
   std::vector<GatherCounts> taken_ = std::vector<GatherCounts>(kNumPhases);

@@ -52,6 +52,7 @@ void SecondaryShards::keep(const Param& param, bool by_all) {
   device::Stream& write = device_.stream(device::StreamKind::kWrite);
   if (slot.is_on_host) {
     write.wait(compute.record());
+    kept_bytes_ += bytes;
   }
   slot.made = device_.start_copy(
       slot.memory.data(),

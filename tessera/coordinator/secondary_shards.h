@@ -62,8 +62,9 @@ class SecondaryShards {
   device::Pending with_copies(const shard::Param& param, const device::Pending& last_use) const;
   // What ranks compare beside names and sizes.
   std::uint64_t hash_of_versions(std::span<const int> ids) const;
-  // H2D, since the last call.
+  // H2D, and D2H, since the last call.
   std::uint64_t take_brought_bytes() { return std::exchange(brought_bytes_, 0); }
+  std::uint64_t take_kept_bytes() { return std::exchange(kept_bytes_, 0); }
 
  private:
   struct Slot {
@@ -85,6 +86,7 @@ class SecondaryShards {
   shard::ParamTable& params_;
   std::vector<Slot> slots_;  // by parameter id
   std::uint64_t brought_bytes_ = 0;
+  std::uint64_t kept_bytes_ = 0;
 };
 
 }  // namespace tessera::coordinator

@@ -73,12 +73,12 @@ ShardLoader::~ShardLoader() {
 
 std::int64_t ShardLoader::tile_numel(const Param& param) const {
   const auto numel =
-      static_cast<std::int64_t>(sizes_.tile_bytes / bytes_of(param.layout().dtype()));
+      static_cast<std::int64_t>(sizes_.tile_bytes / bytes_of(param.layout().stored_dtype()));
   return numel / shard::kShardStep * shard::kShardStep;
 }
 
-Pending ShardLoader::start_load(const Param& param, std::byte* to, Pending ready) {
-  Load load{&param, param.tier(), to, {}, param.updated(), std::move(ready), nullptr};
+Pending ShardLoader::start_load(const Param& param, std::byte* to, Pending ready, void* decoded) {
+  Load load{&param, param.tier(), to, decoded, {}, param.updated(), std::move(ready), nullptr};
   const std::lock_guard lock(mutex_);
   if (load.tier == Tier::kHost) {
     load.copy = param.device_copy();
@@ -137,6 +137,17 @@ void ShardLoader::carry_out(Lane& lane) {
 }
 
 Pending ShardLoader::load(const Load& load) {
+  Pending loaded = load_bytes(load);
+  if (load.decoded == nullptr || load.param->layout().shard_bytes() == 0) {
+    return loaded;
+  }
+  const shard::Layout& layout = load.param->layout();
+  gather_.wait(loaded);
+  return load.param->codec()->decode(load.to, layout.shard_numel(), load.decoded, layout.dtype(),
+                                     &gather_);
+}
+
+Pending ShardLoader::load_bytes(const Load& load) {
   const shard::Layout& layout = load.param->layout();
   if (load.copy.values != nullptr) {
     // Behind the former users of its memory, as all that the gather stream is given from now on.
@@ -190,8 +201,8 @@ bool ShardLoader::load_from_window(const Load& load) {
 // While one tile is copied, the next is read.
 void ShardLoader::load_in_tiles(const Param& param, std::byte* to) {
   store_->wait_written(param.id());
-  const std::size_t element = bytes_of(param.layout().dtype());
-  const std::int64_t shard_numel = param.layout().shard_numel();
+  const std::size_t element = bytes_of(param.layout().stored_dtype());
+  const std::int64_t shard_numel = param.layout().stored_numel();
   const std::int64_t step = tile_numel(param);
   struct Tile {
     tier::Lease lease;
@@ -273,7 +284,7 @@ void ShardLoader::read_more() {
     Ahead& entry = ahead_[param.id()];
     entry.lease = std::move(*lease);
     try {
-      entry.read = store_->start_read(param, 0, param.layout().shard_numel(), entry.lease.data());
+      entry.read = store_->start_read(param, 0, param.layout().stored_numel(), entry.lease.data());
     } catch (...) {
       ahead_.erase(param.id());
       throw;
@@ -379,10 +390,12 @@ void ShardLoader::write(const Param& param, std::int64_t begin, std::int64_t num
                         const void* elements) {
   forget(param.id());
   store_->wait_written(param.id());
-  const std::size_t element = bytes_of(param.layout().dtype());
+  const shard::Layout& layout = param.layout();
+  const std::size_t element = bytes_of(layout.stored_dtype());
   // What is behind the last element is padding, and part of what is written.
-  const bool is_last = begin + numel == param.range().numel;
-  const std::int64_t end = is_last ? param.layout().shard_numel() : begin + numel;
+  const bool is_last =
+      begin + numel == (layout.is_encoded() ? layout.stored_numel() : param.range().numel);
+  const std::int64_t end = is_last ? layout.stored_numel() : begin + numel;
   const std::int64_t step = tile_numel(param);
   const auto* from = static_cast<const std::byte*>(elements);
   for (std::int64_t at = begin; at < end; at += step) {
@@ -403,7 +416,8 @@ void ShardLoader::read(const Param& param, void* to) {
   Pending loaded;
   {
     const std::lock_guard lock(mutex_);
-    loaded = queue({&param, Tier::kNvme, static_cast<std::byte*>(to), {}, param.updated(), {}, {}});
+    loaded = queue(
+        {&param, Tier::kNvme, static_cast<std::byte*>(to), nullptr, {}, param.updated(), {}, {}});
   }
   loaded.wait();
 }

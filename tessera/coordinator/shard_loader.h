@@ -83,17 +83,19 @@ class ShardLoader {
   ShardLoader(const ShardLoader&) = delete;
   ShardLoader& operator=(const ShardLoader&) = delete;
 
-  // shard_bytes() bytes at `to`, once the shard's update and `ready` are done. `to` is used behind
-  // the gather stream where a copy on the device serves. Failures are those of the update, of
-  // `ready`, or IoErrors with the parameter's name.
+  // shard_bytes() bytes at `to`, once the shard's update and `ready` are done. `decoded`: memory
+  // for shard_numel() elements, which a shard that is stored as blocks is decoded to behind that,
+  // on the gather stream; null: whoever gathers it decodes it. `to` is used behind the gather
+  // stream where a copy on the device serves. Failures are those of the update, of `ready`, or
+  // IoErrors with the parameter's name.
   [[nodiscard]] device::Pending start_load(const shard::Param& param, std::byte* to,
-                                           device::Pending ready);
+                                           device::Pending ready, void* decoded = nullptr);
   // Blocks until all loads have been started, and those from NVMe are done.
   void wait_idle() noexcept;
 
   // Replaces the list of before. Shards in memory are skipped.
   void read_ahead(std::span<const int> ids);
-  // Elements [begin, begin + numel) of a shard on NVMe, beginning with 0 and in order. True: taken;
+  // Words [begin, begin + numel) of a shard on NVMe, beginning with 0 and in order. True: taken;
   // what was taken of a shard counts only once all of it is.
   bool receive(int id, std::int64_t begin, std::int64_t numel, const void* values);
   // Shards that are about to change, or have. Blocks while one is being read.
@@ -106,9 +108,9 @@ class ShardLoader {
   // REQUIRES: all of them are made.
   void forget_device_copies();
 
-  // From outside of a step, on NVMe: elements [begin, begin + numel) of the shard, on the host;
-  // begin is a multiple of shard::kShardStep, and so is the end unless it is that of range().
-  // Blocks.
+  // From outside of a step, on NVMe: words [begin, begin + numel) of the shard, on the host;
+  // begin is a multiple of shard::kShardStep, and so is the end unless it is that of range(), or
+  // of the shard. Blocks.
   void write(const shard::Param& param, std::int64_t begin, std::int64_t numel,
              const void* elements);
   // All shard_bytes() of it, padding included; also if its parameter has just got memory.
@@ -125,7 +127,8 @@ class ShardLoader {
     const shard::Param* param = nullptr;
     Tier tier = Tier::kHost;  // loaded from
     std::byte* to = nullptr;
-    shard::DeviceCopy copy;  // none: the shard is loaded from its tier
+    void* decoded = nullptr;  // null: it is not
+    shard::DeviceCopy copy;   // none: the shard is loaded from its tier
     device::Pending updated;
     device::Pending ready;
     std::shared_ptr<device::HandedOver> done;
@@ -154,6 +157,7 @@ class ShardLoader {
   std::int64_t tile_numel(const shard::Param& param) const;  // of fp32 or narrower
   void carry_out(Lane& lane);
   device::Pending load(const Load& load);  // waits for what it may not start before
+  device::Pending load_bytes(const Load& load);
   void load_from_nvme(const Load& load);
   bool load_from_window(const Load& load);
   void load_in_tiles(const shard::Param& param, std::byte* to);

@@ -13,7 +13,7 @@ std::size_t arena_bytes_of(const shard::Param& param) {
     return 0;
   }
   constexpr std::size_t kStep = device::kArenaAlignment;
-  return (param.layout().full_bytes() + kStep - 1) / kStep * kStep;
+  return (param.gathered_bytes() + kStep - 1) / kStep * kStep;
 }
 
 // False if it was there.
@@ -248,7 +248,7 @@ std::size_t UnitTable::arena_bytes(std::int64_t live_limit_bytes) const {
   for (int id = 0; id < params_.num_params(); ++id) {
     const std::size_t bytes = arena_bytes_of(params_[id]);
     all += bytes;
-    rounding += bytes > 0 ? bytes - params_[id].layout().full_bytes() : 0;
+    rounding += bytes > 0 ? bytes - params_[id].gathered_bytes() : 0;
   }
   std::size_t largest_unit = 0;
   for (const UnitInfo& unit : units_) {

@@ -17,8 +17,9 @@
 
 namespace tessera::coordinator {
 
+// Gathered, with what its shard is loaded to where it must be decoded.
 inline std::int64_t full_bytes_of(const shard::Param& param) {
-  return static_cast<std::int64_t>(param.layout().full_bytes());
+  return static_cast<std::int64_t>(param.gathered_bytes());
 }
 
 // Which units are leaves: gathered whole, with everything inside them, when they begin.

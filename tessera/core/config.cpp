@@ -226,6 +226,8 @@ class Reader {
       throw ConfigError(
           detail::concat(where(path), ": expected an object, it is of type ", value.type_name()));
     } else {
+      TESSERA_CHECK(key->meaning != DeepSpeedMeaning::kFixed || !value.is_object(), ConfigError,
+                    where(path), ": not supported: ", key->note, "; remove it");
       const OptionValue raw =
           key->meaning == DeepSpeedMeaning::kForeign     ? is_enabled(value, path, false)
           : key->meaning == DeepSpeedMeaning::kElsewhere ? is_enabled(value, path, true)
@@ -473,6 +475,11 @@ void Config::check() const {
                 ": gradients are quantised to 4 or 8 bits; take one of them");
   TESSERA_CHECK(!get_bool("quant.error_feedback") || get_bool("quant.gradients"), ConfigError,
                 "quant.error_feedback = true needs quant.gradients = true");
+  const std::int64_t bits = get_int("quant.frozen_bits");
+  TESSERA_CHECK(bits == 0 || bits == 4 || bits == 8, ConfigError, shown("quant.frozen_bits"),
+                ": integers have 4 or 8 bits; 0 keeps frozen parameters as they are");
+  TESSERA_CHECK(bits != 0 || get_list("quant.frozen_names").empty(), ConfigError,
+                "quant.frozen_names is given, and quant.frozen_bits = 0; set that to 4 or 8");
   TESSERA_CHECK(get_double("loss_scale.min") <= get_double("loss_scale.initial"), ConfigError,
                 "loss_scale.min = ", get_double("loss_scale.min"),
                 " is above loss_scale.initial = ", get_double("loss_scale.initial"));

@@ -331,6 +331,15 @@ class Translator {
       const auto ranks = get<std::int64_t>(mics, -1);
       set(mics, "shard.group_size", ranks == -1 ? std::int64_t{0} : ranks);
     }
+    if (const std::string frozen = zero("zero_quantized_nontrainable_weights"); has(frozen)) {
+      set(frozen, "quant.frozen_bits", std::int64_t{flag(frozen) ? 8 : 0});
+    }
+    if (const char* bits = "weight_quantization.quantized_initialization.num_bits"; has(bits)) {
+      const auto count = get<std::int64_t>(bits, 0);
+      TESSERA_CHECK(count == 4 || count == 8, ConfigError, where(bits), " = ", count,
+                    ": frozen weights are kept as integers of 4 or 8 bits");
+      set(bits, "quant.frozen_bits", count);
+    }
     const std::string loco = zero("zeropp_loco_param");
     if (has_block(loco)) {
       for (const char* part : {".err_beta", ".reset_T"}) {

@@ -109,7 +109,8 @@ constexpr std::array kKeys = {
                "allgather_sequential"),
     same("zero_optimization.zero_hpz_partition_size", "shard.secondary_group_size", "1"),
     same("zero_optimization.zero_quantized_weights", "quant.weights", "false"),
-    same("zero_optimization.zero_quantized_nontrainable_weights", "quant.frozen_weights", "false"),
+    special("zero_optimization.zero_quantized_nontrainable_weights", Type::kBool,
+            "quant.frozen_bits", "true becomes 8"),
     same("zero_optimization.zero_quantized_gradients", "quant.gradients", "false"),
     same("zero_optimization.zeropp_loco_param.err_beta", "quant.error_beta"),
     same("zero_optimization.zeropp_loco_param.reset_T", "quant.error_reset_steps"),
@@ -285,6 +286,17 @@ constexpr std::array kKeys = {
     elsewhere("csv_monitor", kMetrics),
     elsewhere("activation_checkpointing", "`tessera train --recompute`, or per unit in code"),
     elsewhere("autotuning", "memory budgets (memory.device, memory.host, memory.nvme)"),
+
+    // Weight-only quantisation
+    special("weight_quantization.quantized_initialization.num_bits", Type::kInt,
+            "quant.frozen_bits", "of frozen weights, and of no others"),
+    same("weight_quantization.quantized_initialization.group_size", "quant.block_numel"),
+    fixed("weight_quantization.quantized_initialization.group_dim", Type::kInt, "1",
+          "weights that share a scale lie behind each other in memory"),
+    fixed("weight_quantization.quantized_initialization.symmetric", Type::kBool, "true",
+          "blocks have a scale, and no offset"),
+    fixed("weight_quantization.post_init_quant", Type::kBool, "false",
+          "quant.frozen_names has the names of weights, with quant.frozen_bits for all of them"),
 
     // Other subjects that real files mention
     not_needed("disable_allgather", Type::kBool, kStage12),

@@ -87,9 +87,17 @@ constexpr std::array kOptions = {
          "that differs (MiCS). Reads every shard.",
          "engine"),
 
-    flag("quant.weights", "false", "Gather parameters as int8 blocks; changes numbers (qwZ)."),
-    flag("quant.frozen_weights", "false",
-         "Keep frozen parameters as int8 blocks; changes numbers."),
+    flag("quant.weights", "false", "Gather parameters as int8 blocks; changes numbers (qwZ).",
+         "engine"),
+    integer("quant.frozen_bits", "0", 0, 8,
+            "Keep frozen parameters as blocks of integers of 4 or 8 bits, with scales; 0: as they "
+            "are. Changes numbers: what was frozen is rounded once.",
+            "engine, planner"),
+    words("quant.frozen_names", OptionType::kList,
+          "Frozen parameters that quant.frozen_bits is for, by full name, where a * stands for any "
+          "run of characters; none: all. Those of fewer than two dims (norms, biases) or 8 blocks "
+          "stay as they are.",
+          "engine, planner"),
     flag("quant.gradients", "false",
          "Reduce gradients as blocks of integers, inside hosts and then across; changes numbers "
          "(qgZ).",
@@ -281,6 +289,8 @@ constexpr std::array kRemoved = {
     RemovedOption{"optim.master_dtype", kAlwaysFp32},
     RemovedOption{"optim.state_dtype", kAlwaysFp32},
     RemovedOption{"place.parameters_pinned", kPinnedByItself},
+    RemovedOption{"quant.frozen_weights",
+                  "quant.frozen_bits = 8 keeps frozen parameters as int8 blocks"},
     RemovedOption{"place.optimizer_pinned", kPinnedByItself},
 };
 

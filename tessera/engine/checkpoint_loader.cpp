@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <utility>
@@ -10,10 +11,12 @@
 
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/save_directory.h"
+#include "tessera/checkpoint/stored_blocks.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 #include "tessera/engine/rank_tensors.h"
 #include "tessera/engine/step_state.h"
+#include "tessera/quant/block_codec.h"
 #include "tessera/shard/shard_store.h"
 
 namespace tessera::engine {
@@ -73,6 +76,27 @@ void convert(std::span<const std::byte> from, DType from_dtype, DType to_dtype,
     default:
       TESSERA_INVARIANT(false, "no parameter is ", to_string(from_dtype));
   }
+}
+
+// So that a tile begins where both a store and blocks can be written.
+std::int64_t tile_numel(const shard::Param& param) {
+  const std::int64_t step = param.layout().is_encoded()
+                                ? std::lcm(param.layout().format().step(), shard::kShardStep)
+                                : shard::kShardStep;
+  return std::max(step, kTileNumel / step * step);
+}
+
+// Of elements `own` of the tensor, whole steps, in a wire that begins with element `from`.
+std::uint64_t hash_of_blocks(const StoredTensor& tensor, std::int64_t tensor_numel,
+                             const shard::StoredBytes& places, std::span<const std::byte> wire,
+                             std::int64_t from, shard::ElementRange own) {
+  std::vector<checkpoint::ContentPiece> pieces =
+      checkpoint::content_pieces(tensor.format, tensor_numel, places, own.begin, own.numel);
+  pieces[0].begin = places.codes(own.begin - from, own.numel).offset;
+  pieces[1].begin = places.scales(own.begin - from, own.numel).offset;
+  checkpoint::ContentSum sum(std::move(pieces));
+  sum.add(wire);
+  return sum.value();
 }
 
 bool is_floating(DType dtype) {
@@ -271,15 +295,22 @@ void CheckpointLoader::read_param(int id) {
   const StoredTensor* const precise = saved_master != nullptr ? saved_master : match.value;
   // What of the parameter comes from a stored tensor: it is read once.
   std::map<const StoredTensor*, std::vector<Write>> writes;
-  const StoredTensor* const shard_from = match.value->dtype == dtype ? match.value : precise;
-  writes[shard_from].push_back([&, shard_from](std::int64_t begin, auto bytes) {
-    if (shard_from->dtype != dtype) {
-      convert(bytes, shard_from->dtype, dtype, converted_);
-      bytes = converted_;
-    }
-    const auto numel = static_cast<std::int64_t>(bytes.size() / bytes_of(dtype));
-    model_.copy_to_shard(param, begin, numel, bytes.data());
-  });
+  const bool same_blocks =
+      param.layout().is_encoded() && match.value->format == param.layout().format();
+  const StoredTensor* const shard_from =
+      same_blocks || match.value->dtype == dtype ? match.value : precise;
+  ShardWriter writer(ctx_, param);
+  if (same_blocks) {
+    read_stored(*shard_from, param, writer);
+  } else {
+    writes[shard_from].push_back([&, shard_from](std::int64_t begin, auto bytes) {
+      if (shard_from->dtype != dtype) {
+        convert(bytes, shard_from->dtype, dtype, converted_);
+        bytes = converted_;
+      }
+      writer.write(begin, static_cast<std::int64_t>(bytes.size() / bytes_of(dtype)), bytes.data());
+    });
+  }
   const std::vector<std::string_view> names = optimizer.tensor_names(id);
   for (std::size_t number = 0; number < names.size(); ++number) {
     const StoredTensor* from = match.tensors[number];
@@ -302,6 +333,7 @@ void CheckpointLoader::read_param(int id) {
   for (const auto& [tensor, each] : writes) {
     read_tiles(*tensor, param, each);
   }
+  writer.finish();
   if (!names.empty()) {
     optimizer.set_num_updates(id, match.stored->updates);
   }
@@ -328,8 +360,13 @@ void CheckpointLoader::read_tiles(const StoredTensor& tensor, const shard::Param
   if (range.numel == 0) {
     return;
   }
+  if (tensor.format.is_encoded()) {
+    read_decoded_tiles(tensor, param, writes);
+    return;
+  }
   checkpoint::ContentHash hash(static_cast<std::uint64_t>(range.begin) * element);
-  tile_.resize(static_cast<std::size_t>(std::min(kTileNumel, range.numel)) * element);
+  const std::int64_t most = tile_numel(param);
+  tile_.resize(static_cast<std::size_t>(std::min(most, range.numel)) * element);
   std::size_t filled = 0;
   std::int64_t begin = 0;  // of the tile, in the shard
   const auto give = [&] {
@@ -357,6 +394,56 @@ void CheckpointLoader::read_tiles(const StoredTensor& tensor, const shard::Param
     give();
   }
   hashes_[&tensor] = hash.value();
+}
+
+void CheckpointLoader::read_stored(const StoredTensor& tensor, const shard::Param& param,
+                                   ShardWriter& writer) {
+  const shard::Layout& layout = param.layout();
+  const shard::ElementRange range = param.range();
+  hashes_[&tensor] = 0;
+  if (range.numel == 0) {
+    return;
+  }
+  const shard::StoredBytes places(layout.format(), layout.shard_numel());
+  const std::span<std::byte> bytes = writer.stored().bytes();
+  reader_->read_blocks(tensor, range.begin, range.numel, places, bytes.data());
+  checkpoint::ContentSum hash(checkpoint::content_pieces(layout.format(), layout.numel(), places,
+                                                         range.begin, range.numel));
+  hash.add(bytes);
+  hashes_[&tensor] = hash.value();
+}
+
+// Whole steps are read, and a step is hashed by the rank, and for the tile, in which it begins.
+void CheckpointLoader::read_decoded_tiles(const StoredTensor& tensor, const shard::Param& param,
+                                          const std::vector<Write>& writes) {
+  const shard::StoredFormat format = tensor.format;
+  const shard::ElementRange range = param.range();
+  const std::int64_t numel = param.layout().numel();
+  const std::size_t element = bytes_of(tensor.dtype);
+  const std::unique_ptr<comm::Codec> codec = quant::make_cpu_block_codec(format.blocks());
+  const std::int64_t most = tile_numel(param);
+  std::vector<std::byte> wire;
+  for (std::int64_t begin = 0; begin < range.numel; begin += most) {
+    const std::int64_t first = range.begin + begin;
+    const std::int64_t last = std::min(first + most, range.begin + range.numel);
+    const std::int64_t from = first / format.step() * format.step();
+    const std::int64_t to = std::min(format.rounded_up(last), numel);
+    const std::int64_t padded = format.rounded_up(to - from);
+    const shard::StoredBytes places(format, padded);
+    wire.assign(places.bytes(), std::byte{0});
+    reader_->read_blocks(tensor, from, to - from, places, wire.data());
+    if (const std::int64_t own = format.rounded_up(first); own < last) {
+      hashes_[&tensor] += hash_of_blocks(tensor, numel, places, wire, from, {own, to - own});
+    }
+    tile_.resize(static_cast<std::size_t>(padded) * element);
+    codec->decode(wire.data(), padded, tile_.data(), tensor.dtype, nullptr).wait();
+    const auto values =
+        std::span<const std::byte>(tile_).subspan(static_cast<std::size_t>(first - from) * element,
+                                                  static_cast<std::size_t>(last - first) * element);
+    for (const Write& write : writes) {
+      write(begin, values);
+    }
+  }
 }
 
 // With as many ranks as at the save each takes its own; else all take those of rank 0.

@@ -10,6 +10,9 @@
 //   another type, with a master    the master, rounded         the master
 //   another type, without          the value, converted        the value, widened
 //
+// What is stored as blocks (shard/stored_format.h), there or here, goes from bytes to bytes where
+// both have the same format; else it is decoded and encoded, tile by tile.
+//
 // What fixes the order of collectives: the caller. What one rank refuses, all do, and before
 // anything is changed unless reading fails; then the engine is unusable until a load succeeds.
 //
@@ -32,6 +35,7 @@
 #include "tessera/engine/param_access.h"
 #include "tessera/engine/rank_agreement.h"
 #include "tessera/engine/save_options.h"
+#include "tessera/engine/shard_writer.h"
 #include "tessera/engine/step_driver.h"
 #include "tessera/engine/step_state.h"
 
@@ -65,6 +69,12 @@ class CheckpointLoader {
   using Write = std::function<void(std::int64_t begin, std::span<const std::byte> bytes)>;
   void read_tiles(const checkpoint::StoredTensor& tensor, const shard::Param& param,
                   const std::vector<Write>& writes);
+  // The same of a tensor that is stored as blocks there: of its bytes, then decoded.
+  void read_decoded_tiles(const checkpoint::StoredTensor& tensor, const shard::Param& param,
+                          const std::vector<Write>& writes);
+  // Both have the same blocks.
+  void read_stored(const checkpoint::StoredTensor& tensor, const shard::Param& param,
+                   ShardWriter& writer);
   void clear_tensor(int id, std::size_t number);
   void read_rank_tensors();
   // Collective.

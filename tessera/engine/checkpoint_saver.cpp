@@ -202,17 +202,31 @@ void CheckpointSaver::collect_param(Save& save, int id) const {
   const auto add = [&](const std::string& kind, DType dtype, auto start_read) {
     StoredTensor& destination = stored.tensors[kind];
     destination.dtype = dtype;
+    const bool is_value = kind == checkpoint::kValueName;
+    if (is_value && param.layout().is_encoded()) {
+      destination.format = param.layout().format();
+      destination.shard_numel = param.layout().shard_numel();
+    }
     save.destinations.push_back({&destination, id});
     if (!is_saved_here) {
       return;
     }
     SnapshotTensor part;
-    part.entry.name = kind == checkpoint::kValueName ? stored.name : stored.name + "#" + kind;
+    part.entry.name = is_value ? stored.name : stored.name + "#" + kind;
     part.entry.dtype = dtype;
     part.entry.shape = is_whole ? stored.shape : std::vector{range.numel};
     part.owner = id;
     if (range.numel > 0) {  // else it begins at the end, which may lie inside a word
       part.content_begin = static_cast<std::uint64_t>(range.begin) * bytes_of(dtype);
+    }
+    if (destination.format.is_encoded()) {  // its words as they are stored, with their padding
+      const shard::Layout& layout = param.layout();
+      part.entry.dtype = layout.stored_dtype();
+      part.entry.shape = {range.numel > 0 ? layout.stored_numel() : 0};
+      part.pieces =
+          checkpoint::content_pieces(layout.format(), layout.numel(),
+                                     shard::StoredBytes(layout.format(), layout.shard_numel()),
+                                     range.numel > 0 ? range.begin : 0, range.numel);
     }
     part.start_read = std::move(start_read);
     save.tensors.push_back(std::move(part));

@@ -92,6 +92,9 @@ struct UnitOptions {
   std::function<Init(const std::string& name)> init = {};
   // Multiplies the optimizer's weight decay; null: 1.
   std::function<double(const std::string& name, const at::Tensor& param)> weight_decay_scale = {};
+  // Of a frozen parameter: 4 or 8 stores it as blocks of integers of so many bits, 0 as it is;
+  // null: as quant.frozen_bits and quant.frozen_names say.
+  std::function<int(const std::string& name, const at::Tensor& param)> frozen_bits = {};
 };
 
 struct EngineOptions {
@@ -131,6 +134,11 @@ struct EngineStats {
   // All payload that this rank has sent, to ranks of its host and to those of others.
   std::uint64_t sent_inside_bytes = 0;
   std::uint64_t sent_across_bytes = 0;
+  // What quant.weights has cost, of this rank's shards as the step has gathered them: the relative
+  // error in the root of sums of squares, and the parameter with the largest one; empty: nothing
+  // was quantised.
+  double weight_quant_error = 0;
+  std::string weight_quant_error_param;
   engine::TierIo io;  // NVMe
   // Between the host and a device with memory of its own.
   std::uint64_t h2d_bytes = 0;

@@ -50,6 +50,15 @@ std::unique_ptr<const comm::Codec> make_gradient_codec(Runtime& runtime) {
                              : quant::make_cpu_block_codec(*blocks);
 }
 
+std::unique_ptr<comm::Codec> make_weight_codec(Runtime& runtime) {
+  if (!runtime.config().get_bool("quant.weights")) {
+    return nullptr;
+  }
+  const quant::BlockFormat format{8, runtime.config().get_int("quant.block_numel")};
+  return runtime.on_cuda() ? quant::make_cuda_block_codec(format, runtime.device())
+                           : quant::make_cpu_block_codec(format);
+}
+
 }  // namespace
 
 EngineContext::EngineContext(Runtime& given, const EngineOptions& options)
@@ -61,9 +70,11 @@ EngineContext::EngineContext(Runtime& given, const EngineOptions& options)
       params(mesh.shard_index(), mesh.mesh().shard_size(),
              shard_device ? *shard_device : given.device()),
       tiers(given, mesh, params, {options.shapes, options.step, options.planning}),
-      coordinator({mesh.gathers(), given.device(), params, given.clock(), given.spans(),
-                   given.logger(), mesh.phases(), &group, mesh.ranks_of_copy(), mesh.secondary()},
-                  coordinator::CoordinatorOptions::from(given.config())) {
+      weight_codec(make_weight_codec(given)),
+      coordinator(
+          {mesh.gathers(), given.device(), params, given.clock(), given.spans(), given.logger(),
+           mesh.phases(), &group, mesh.ranks_of_copy(), mesh.secondary(), weight_codec.get()},
+          coordinator::CoordinatorOptions::from(given.config())) {
   if (group.rank() == 0 && group.size() > 1) {
     runtime.logger().info(mesh.mesh().describe());
   }
@@ -74,6 +85,14 @@ EngineContext::EngineContext(Runtime& given, const EngineOptions& options)
                           "grad_quant_error");
   } else if (group.rank() == 0 && gradient_codec) {
     runtime.logger().info("quant.gradients = true changes nothing: every rank holds all shards");
+  }
+  if (group.rank() == 0 && weight_codec) {
+    runtime.logger().info(
+        mesh.mesh().shard_size() > 1
+            ? detail::concat("parameters are gathered as ", weight_codec->name(),
+                             " (quant.weights): this changes numbers; each step measures the error")
+            : std::string("quant.weights: every rank holds all parameters, so nothing is gathered "
+                          "and nothing is quantised"));
   }
   tiers.reserve_staging();  // if the plan is made already
 }

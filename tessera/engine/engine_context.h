@@ -6,6 +6,7 @@
 
 #include <memory>
 
+#include "tessera/comm/codec.h"
 #include "tessera/comm/group.h"
 #include "tessera/coordinator/coordinator.h"
 #include "tessera/engine/engine.h"
@@ -33,6 +34,7 @@ struct EngineContext {
   MeshGroups mesh;
   shard::ParamTable params;
   EngineTiers tiers;
+  const std::unique_ptr<comm::Codec> weight_codec;  // of gathers; null: they are not quantised
   coordinator::Coordinator coordinator;
   Lifecycle lifecycle;
 };

@@ -18,7 +18,13 @@ namespace {
 // For a model that is still being built: tiles of initial values.
 constexpr std::int64_t kBuildBufferBytes = std::int64_t{2} << 20;
 
-void check_same(const planner::ModelShapes& planned, const planner::ModelShapes& built) {
+void check_same(const planner::ModelShapes& planned, const planner::ModelShapes& built,
+                const planner::MemoryPlanOptions& options) {
+  const auto is_stored_as = [&options](const planner::ParamShape& param,
+                                       shard::StoredFormat format) {
+    return format == param.format.value_or(options.stored.format_of(param.name, param.trainable,
+                                                                    param.numel, param.num_dims));
+  };
   for (std::size_t i = 0; i < std::max(planned.params.size(), built.params.size()); ++i) {
     TESSERA_CHECK(i < planned.params.size() && i < built.params.size(), ConfigError,
                   "the model has ", built.params.size(), " parameters, memory was planned for ",
@@ -30,6 +36,11 @@ void check_same(const planner::ModelShapes& planned, const planner::ModelShapes&
                   "; memory was planned for '", planned.params[i].name, "' with ",
                   planned.params[i].numel, planned.params[i].trainable ? "" : ", frozen",
                   "; give the shapes of the model that is built, or none");
+    TESSERA_CHECK(is_stored_as(planned.params[i], *built.params[i].format), ConfigError,
+                  "parameter '", built.params[i].name, "' is stored as ",
+                  shard::describe(*built.params[i].format),
+                  ", and memory was planned for it otherwise; give the dims of the model that is "
+                  "built, and the same names");
   }
 }
 
@@ -154,7 +165,7 @@ void EngineTiers::write(const shard::Param& param, std::int64_t begin, std::int6
 void EngineTiers::finalize(const planner::ModelShapes& model) {
   const bool was_planned = memory_.shapes.has_value();
   if (was_planned) {
-    check_same(*memory_.shapes, model);
+    check_same(*memory_.shapes, model, options_);
   } else {
     make_plan(model);
   }
@@ -235,7 +246,7 @@ void EngineTiers::move_shard(shard::Param& param, Tier tier) {
       param.move_to(Tier::kHost);  // where the loader reads it
     }
     shards_->add(param);
-    loader_->write(param, 0, param.range().numel, param.shard());
+    loader_->write(param, 0, param.layout().stored_numel(), param.shard());
     param.set_tier(tier);
   } else if (param.is_on_nvme()) {
     param.set_tier(options_.is_discrete ? Tier::kHost : tier);

@@ -79,8 +79,8 @@ class EngineTiers {
   Placement placement_of_next(const shard::Layout& layout) const;
   // A parameter has been added; it has no values yet.
   void add(const shard::Param& param);
-  // This rank's elements [begin, begin + numel) of a shard on NVMe; begin is a multiple of
-  // shard::kShardStep.
+  // This rank's words [begin, begin + numel) of a shard on NVMe, as ShardLoader::write() has them;
+  // begin is a multiple of shard::kShardStep.
   void write(const shard::Param& param, std::int64_t begin, std::int64_t numel,
              const void* elements);
 

@@ -89,7 +89,8 @@ std::int64_t num_elements(const planner::ModelShapes& model) {
 
 // Collective, where rates have to be measured.
 void choose_share(Runtime& runtime, comm::Group& group, const planner::ModelShapes& model,
-                  std::int64_t tokens_per_backward, MemoryPlanning& planning) {
+                  std::int64_t tokens_per_backward, std::int64_t num_micro_batches,
+                  MemoryPlanning& planning) {
   if (!runtime.on_cuda() || !planner::splits_update(planning.options)) {
     return;
   }
@@ -101,7 +102,8 @@ void choose_share(Runtime& runtime, comm::Group& group, const planner::ModelShap
     const std::vector<double> all = engine::gather_host(group, seconds, "time of a backward");
     rates.backward_s = *std::min_element(all.begin(), all.end());
   }
-  planning.options.cpu_share = planner::choose_cpu_share(rates, model, planning.options);
+  planning.options.cpu_share =
+      planner::choose_cpu_share(rates, model, planning.options, num_micro_batches);
   planning.rates = rates;
 }
 
@@ -144,7 +146,7 @@ MemoryPlanning plan_memory(Runtime& runtime, comm::Group& group, const planner::
   } else if (!asks_for_plan(config)) {
     return planning;
   }
-  choose_share(runtime, group, model, step.tokens_per_backward, planning);
+  choose_share(runtime, group, model, step.tokens_per_backward, num_micro_batches, planning);
   planning.plan = planner::plan_memory(model, planning.options, num_micro_batches);
   engine::check_fits(*planning.plan, limits, runtime.num_local_ranks());
   return planning;
@@ -170,7 +172,8 @@ MemoryPlanning refined(const MemoryPlanning& first, Runtime& runtime, comm::Grou
         planner::default_budgets(model, asked, num_micro_batches, step, first.memory);
     planning.options = found ? found->options : asked;
     if (first.rates && planner::splits_update(planning.options)) {
-      planning.options.cpu_share = planner::choose_cpu_share(*first.rates, model, planning.options);
+      planning.options.cpu_share =
+          planner::choose_cpu_share(*first.rates, model, planning.options, num_micro_batches);
     }
     planning.plan = planner::plan_memory(model, planning.options, num_micro_batches);
     planning.note = detail::concat(

@@ -11,6 +11,7 @@
 #include "tessera/device/host_threads.h"
 #include "tessera/engine/build_scope.h"
 #include "tessera/engine/engine_objects.h"
+#include "tessera/engine/shard_writer.h"
 #include "tessera/shard/tensor_storage.h"
 
 namespace tessera::engine {
@@ -77,6 +78,12 @@ bool matches(const std::string& pattern, const std::string& name) {
 
 }  // namespace
 
+Model::Model(EngineObjects& engine, EngineContext& context, RankAgreement& ranks)
+    : engine_(engine),
+      ctx_(context),
+      ranks_(ranks),
+      stored_rule_(shard::StoredRule::from(context.runtime.config())) {}
+
 Model::~Model() {
   for (const auto& unit : units_) {
     unit->detach();
@@ -91,6 +98,7 @@ UnitCore* Model::add_unit(const std::string& name, const std::vector<NamedTensor
   const std::string prefix = options.param_prefix.value_or(name + ".");
   FullBytes full(ctx_.runtime.ledger());
   std::vector<at::Tensor> before(unit_params.size());
+  std::vector<shard::StoredFormat> formats(unit_params.size());
   ranks_.agree("unit '" + name + "'", [&] {
     ctx_.lifecycle.check_usable();
     TESSERA_CHECK(!ctx_.lifecycle.is_finalized(), ConfigError, "unit '", name,
@@ -104,6 +112,10 @@ UnitCore* Model::add_unit(const std::string& name, const std::vector<NamedTensor
       if (!find(each.tensor)) {
         before[i] = convert(each.tensor, wanted_dtype());
         check_param(prefix + each.name, each.tensor);
+        const std::optional<int> bits =
+            options.frozen_bits ? std::optional(options.frozen_bits(each.name, each.tensor))
+                                : std::nullopt;
+        formats[i] = format_of(prefix + each.name, each.tensor, bits);
         full.add(each.tensor.nbytes());
       }
     }
@@ -116,10 +128,12 @@ UnitCore* Model::add_unit(const std::string& name, const std::vector<NamedTensor
       tied_names_[static_cast<std::size_t>(*tied)].push_back(prefix + each.name);
       continue;
     }
-    const Init init = options.init ? options.init(each.name) : Init::module();
-    const double scale =
-        options.weight_decay_scale ? options.weight_decay_scale(each.name, each.tensor) : 1.0;
-    ids.push_back(add_param({prefix + each.name, each.tensor}, before[i], init, scale));
+    ParamOptions param{options.init ? options.init(each.name) : Init::module()};
+    param.format = formats[i];
+    if (options.weight_decay_scale) {
+      param.weight_decay_scale = options.weight_decay_scale(each.name, each.tensor);
+    }
+    ids.push_back(add_param({prefix + each.name, each.tensor}, before[i], param));
   }
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
@@ -202,17 +216,46 @@ void Model::check_param(const std::string& name, const at::Tensor& tensor) const
   }
 }
 
-int Model::add_param(const NamedTensor& given, const at::Tensor& before, const Init& init,
-                     double weight_decay_scale) {
+shard::StoredFormat Model::format_of(const std::string& name, const at::Tensor& tensor,
+                                     std::optional<int> bits) const {
+  const bool trainable = tensor.requires_grad();
+  if (!bits) {
+    return stored_rule_.format_of(name, trainable, tensor.numel(), static_cast<int>(tensor.dim()));
+  }
+  TESSERA_CHECK(*bits == 0 || *bits == 4 || *bits == 8, ConfigError, "parameter '", name,
+                "': frozen_bits = ", *bits, "; integers have 4 or 8 bits, 0 keeps it as it is");
+  TESSERA_CHECK(
+      *bits == 0 || !trainable, ConfigError, "parameter '", name, "': frozen_bits = ", *bits,
+      ", and it is trainable; freeze it by requires_grad_(false) before its unit is made");
+  return {*bits, ctx_.runtime.config().get_int("quant.block_numel")};
+}
+
+const shard::StoredCodecs& Model::codecs_of(shard::StoredFormat format) {
+  shard::StoredCodecs& codecs = codecs_[format.bits];
+  if (format.is_encoded() && !codecs.host) {
+    codecs.host = quant::make_cpu_block_codec(format.blocks());
+    codecs.device = ctx_.runtime.on_cuda()
+                        ? std::shared_ptr<const comm::Codec>(
+                              quant::make_cuda_block_codec(format.blocks(), ctx_.runtime.device()))
+                        : codecs.host;
+  }
+  return codecs;
+}
+
+int Model::add_param(const NamedTensor& given, const at::Tensor& before,
+                     const ParamOptions& options) {
   const std::string& name = given.name;
   const at::Tensor& tensor = given.tensor;
+  const Init& init = options.init;
   shard::ParamSpec spec;
   spec.name = name;
   spec.numel = tensor.numel();
   spec.dtype = shard::dtype_of(tensor, name);
   spec.trainable = tensor.requires_grad();
-  spec.weight_decay_scale = weight_decay_scale;
-  const shard::Layout layout(spec.numel, ctx_.params.num_ranks(), spec.dtype);
+  spec.weight_decay_scale = options.weight_decay_scale;
+  spec.format = options.format;
+  spec.codecs = codecs_of(options.format);
+  const shard::Layout layout(spec.numel, ctx_.params.num_ranks(), spec.dtype, spec.format);
   spec.placement = ctx_.tiers.placement_of_next(layout);
 
   at::Tensor elements;  // the module's own values
@@ -233,18 +276,17 @@ int Model::add_param(const NamedTensor& given, const at::Tensor& before, const I
       const at::Tensor precise = shard::storage_elements(before);
       ctx_.group.start_broadcast(precise.data_ptr(), spec.numel, DType::kFloat32, 0, call).wait();
       elements = precise.to(tensor.scalar_type());
-      const at::Tensor own = precise.narrow(0, range.begin, range.numel).to(at::kCPU).contiguous();
-      const std::size_t bytes = static_cast<std::size_t>(layout.shard_numel()) * sizeof(float);
-      device::Memory master = ctx_.runtime.device().allocate(Tier::kHost, bytes, Role::kOptimizer);
-      device::fill_host(master.data(), 0, bytes);
-      std::copy_n(own.const_data_ptr<float>(), range.numel,
-                  reinterpret_cast<float*>(master.data()));
-      param.set_first_master(std::move(master));
+      if (!layout.is_encoded()) {
+        keep_first_master(param, precise);
+      }
     } else {
       ctx_.group.start_broadcast(elements.data_ptr(), spec.numel, spec.dtype, 0, call).wait();
     }
-    copy_to_shard(param, static_cast<const std::byte*>(elements.data_ptr()) +
-                             static_cast<std::size_t>(range.begin) * element_bytes);
+    ShardWriter writer(ctx_, param);
+    writer.write(0, range.numel,
+                 static_cast<const std::byte*>(elements.data_ptr()) +
+                     static_cast<std::size_t>(range.begin) * element_bytes);
+    writer.finish();
   } else {
     fill_shard(param, init);
   }
@@ -256,9 +298,19 @@ int Model::add_param(const NamedTensor& given, const at::Tensor& before, const I
   return param.id();
 }
 
+void Model::keep_first_master(shard::Param& param, const at::Tensor& precise) {
+  const shard::ElementRange range = param.range();
+  const at::Tensor own = precise.narrow(0, range.begin, range.numel).to(at::kCPU).contiguous();
+  const std::size_t bytes = static_cast<std::size_t>(param.layout().shard_numel()) * sizeof(float);
+  device::Memory master = ctx_.runtime.device().allocate(Tier::kHost, bytes, Role::kOptimizer);
+  device::fill_host(master.data(), 0, bytes);
+  std::copy_n(own.const_data_ptr<float>(), range.numel, reinterpret_cast<float*>(master.data()));
+  param.set_first_master(std::move(master));
+}
+
 // By all threads, since a model that has to be sharded has many values. In rounds where the shard
-// is on a device, so that no second copy of a large one is ever there. A source has long runs: it
-// reads those of files best.
+// is on a device, or is encoded, so that no second copy of a large one is ever there. A source has
+// long runs: it reads those of files best.
 void Model::fill_shard(const shard::Param& param, const Init& init) {
   constexpr std::int64_t kTile = std::int64_t{1} << 16;
   constexpr std::int64_t kRound = 64 * kTile;
@@ -266,15 +318,17 @@ void Model::fill_shard(const shard::Param& param, const Init& init) {
   const DType dtype = param.layout().dtype();
   const shard::ElementRange range = param.range();
   const auto seed = static_cast<std::uint64_t>(ctx_.runtime.config().get_int("seed"));
-  const std::int64_t round = param.is_on_host() ? range.numel : std::min(kRound, range.numel);
+  ShardWriter writer(ctx_, param);
+  const bool in_place = param.is_on_host() && !param.layout().is_encoded();
+  const std::int64_t round = in_place ? range.numel : std::min(writer.tile(kRound), range.numel);
   const std::int64_t tile = init.kind == Init::Kind::kSource ? round : kTile;
   std::vector<std::byte> values;
-  if (!param.is_on_host()) {
+  if (!in_place) {
     values.resize(static_cast<std::size_t>(round) * bytes_of(dtype));
   }
   for (std::int64_t begin = 0; begin < range.numel; begin += round) {
     const std::int64_t numel = std::min(round, range.numel - begin);
-    std::byte* const to = param.is_on_host() ? param.shard() : values.data();
+    std::byte* const to = in_place ? param.shard() : values.data();
     device::for_each_piece(
         static_cast<std::size_t>((numel + tile - 1) / tile), [&](std::size_t piece) {
           const auto at = static_cast<std::int64_t>(piece) * tile;
@@ -282,36 +336,11 @@ void Model::fill_shard(const shard::Param& param, const Init& init) {
                        {range.begin + begin + at, std::min(tile, numel - at)}, dtype,
                        to + static_cast<std::size_t>(at) * bytes_of(dtype));
         });
-    if (!param.is_on_host()) {
-      copy_to_shard(param, begin, numel, to);
+    if (!in_place) {
+      writer.write(begin, numel, to);
     }
   }
-}
-
-void Model::copy_to_shard(const shard::Param& param, const void* elements) {
-  copy_to_shard(param, 0, param.range().numel, elements);
-}
-
-void Model::copy_to_shard(const shard::Param& param, std::int64_t begin, std::int64_t numel,
-                          const void* elements) {
-  const std::size_t element = bytes_of(param.layout().dtype());
-  device::Stream& stream = ctx_.runtime.device().stream(device::StreamKind::kWrite);
-  // The elements may be the work of the compute stream.
-  stream.wait(ctx_.runtime.device().stream(device::StreamKind::kCompute).record());
-  if (param.is_on_nvme()) {
-    std::vector<std::byte> host;
-    if (ctx_.runtime.device().is_discrete()) {  // where they are is not known
-      host.resize(static_cast<std::size_t>(numel) * element);
-      ctx_.runtime.device().start_copy(host.data(), elements, host.size(), stream).wait();
-      elements = host.data();
-    }
-    ctx_.tiers.write(param, begin, numel, elements);
-    return;
-  }
-  ctx_.runtime.device()
-      .start_copy(param.shard() + static_cast<std::size_t>(begin) * element, elements,
-                  static_cast<std::size_t>(numel) * element, stream)
-      .wait();
+  writer.finish();
 }
 
 void Model::send_buffers(const std::string& unit, const std::vector<NamedTensor>& buffers) {
@@ -408,6 +437,7 @@ void Model::finalize_leaves() {
                   ConfigError, "unit.dynamic_names has '", pattern, "', which matches none of ",
                   units_.size(), " units; check its spelling");
   }
+  check_stored_names();
   // A parameter that a static unit uses, too, is gathered and reduced by all ranks in any case.
   for (int id = 0; id < ctx_.params.num_params(); ++id) {
     const auto& users = units_of_param_[static_cast<std::size_t>(id)];
@@ -416,6 +446,28 @@ void Model::finalize_leaves() {
     }));
   }
   ctx_.coordinator.expand_leaves();
+}
+
+void Model::check_stored_names() const {
+  for (const std::string& pattern : stored_rule_.names()) {
+    const shard::Param* matched = nullptr;
+    bool is_stored = false;
+    for (int id = 0; id < ctx_.params.num_params(); ++id) {
+      const shard::Param& param = ctx_.params[id];
+      if (shard::StoredRule::matches(pattern, param.name())) {
+        matched = &param;
+        is_stored = is_stored || param.layout().is_encoded();
+      }
+    }
+    TESSERA_CHECK(matched != nullptr, ConfigError, "quant.frozen_names has '", pattern,
+                  "', which matches none of ", ctx_.params.num_params(),
+                  " parameters; check its spelling");
+    TESSERA_CHECK(is_stored, ConfigError, "quant.frozen_names has '", pattern,
+                  "', which matches no frozen parameter of two dims and ",
+                  stored_rule_.format().step(), " elements; parameter '", matched->name(), "' ",
+                  matched->trainable() ? "is trainable: freeze it before its unit is made"
+                                       : "stays as it is: leave it out");
+  }
 }
 
 void Model::finalize_units() {
@@ -437,8 +489,9 @@ planner::ModelShapes Model::shapes() const {
   model.dtype = ctx_.params[0].layout().dtype();
   for (int id = 0; id < ctx_.params.num_params(); ++id) {
     const shard::Param& param = ctx_.params[id];
-    model.params.push_back(
-        {param.name(), param.layout().numel(), param.trainable(), param.dynamic()});
+    model.params.push_back({param.name(), param.layout().numel(), param.trainable(),
+                            param.dynamic(), static_cast<int>(tensor(id).dim()),
+                            param.layout().format()});
   }
   for (const auto& unit : units_) {
     model.units.push_back(ctx_.coordinator.unit(unit->id()).ids);

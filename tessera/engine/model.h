@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,13 +23,13 @@
 #include "tessera/engine/engine_context.h"
 #include "tessera/engine/rank_agreement.h"
 #include "tessera/engine/unit_core.h"
+#include "tessera/shard/stored_format.h"
 
 namespace tessera::engine {
 
 class Model {
  public:
-  Model(EngineObjects& engine, EngineContext& context, RankAgreement& ranks)
-      : engine_(engine), ctx_(context), ranks_(ranks) {}
+  Model(EngineObjects& engine, EngineContext& context, RankAgreement& ranks);
   // The engine goes: hooks and units may stay, and do nothing.
   ~Model();
   Model(const Model&) = delete;
@@ -72,18 +73,17 @@ class Model {
   // --- changes between steps ---
   // Turns the parameter's trainability around, for its hook and its units.
   void flip_trainable(int id);
-  // This rank's elements of the parameter, which begin at `elements`, on the host or the device.
-  void copy_to_shard(const shard::Param& param, const void* elements);
-  // Elements [begin, begin + numel) of the shard; begin is a multiple of shard::kShardStep.
-  void copy_to_shard(const shard::Param& param, std::int64_t begin, std::int64_t numel,
-                     const void* elements);
   // Every parameter's hook goes, and units become plain calls.
   void make_plain();
 
  private:
   // `before`: its values before it was converted to another type; undefined: it was not.
-  int add_param(const NamedTensor& param, const at::Tensor& before, const Init& init,
-                double weight_decay_scale);
+  struct ParamOptions {
+    Init init;
+    double weight_decay_scale = 1;
+    shard::StoredFormat format = {};
+  };
+  int add_param(const NamedTensor& param, const at::Tensor& before, const ParamOptions& options);
   void check_param(const std::string& name, const at::Tensor& tensor) const;
   void warn_of_units_inside(const std::string& name, const std::vector<int>& ids) const;
   // What parameters and floating buffers become as a unit is made; null: what they are.
@@ -91,6 +91,13 @@ class Model {
   coordinator::UnitTraits traits_of(const std::string& name, const std::string& type,
                                     bool dynamic) const;
   void apply_leaf_options();
+  // How a parameter is stored: as its unit says, else as the options do.
+  shard::StoredFormat format_of(const std::string& name, const at::Tensor& tensor,
+                                std::optional<int> bits) const;
+  const shard::StoredCodecs& codecs_of(shard::StoredFormat format);
+  // Every name of quant.frozen_names is of a frozen parameter that can be stored so.
+  void check_stored_names() const;
+  void keep_first_master(shard::Param& param, const at::Tensor& precise);
   void fill_shard(const shard::Param& param, const Init& init);
   void watch_gradient(int id);
 
@@ -105,6 +112,8 @@ class Model {
   std::vector<at::Tensor> buffers_;
   std::vector<std::string> buffer_names_;  // with the unit's in front
   bool leaf_options_applied_ = false;
+  const shard::StoredRule stored_rule_;
+  std::map<int, shard::StoredCodecs> codecs_;  // by bits
 };
 
 }  // namespace tessera::engine

@@ -10,6 +10,7 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
 #include "tessera/engine/param_scopes.h"
+#include "tessera/engine/shard_writer.h"
 #include "tessera/shard/tensor_storage.h"
 
 namespace tessera {
@@ -216,9 +217,11 @@ void ParamAccess::write_back(int id, int modifier_rank) {
         .wait();
   }
   if (!param.shard_is_full()) {
-    model_.copy_to_shard(
-        param, static_cast<const std::byte*>(param.full()) +
-                   static_cast<std::size_t>(param.range().begin) * bytes_of(layout.dtype()));
+    ShardWriter writer(ctx_, param, ShardWriter::Before::kKept);
+    writer.write(0, param.range().numel,
+                 static_cast<const std::byte*>(param.full()) +
+                     static_cast<std::size_t>(param.range().begin) * bytes_of(layout.dtype()));
+    writer.finish();
   }
   driver_.shard_was_written(id);
 }
@@ -329,12 +332,11 @@ device::Memory ParamAccess::gather_full(int id, const std::string& what) {
   ranks_.join_outside_of_units(what);
   device::Device& device = ctx_.runtime.device();
   device::Stream& stream = device.stream(device::StreamKind::kGather);
-  device::Memory full = device.allocate(Tier::kDevice, layout.full_bytes(), Role::kFull);
+  device::Memory full = device.allocate(Tier::kDevice, param.gathered_bytes(), Role::kFull);
   std::byte* shard = param.shard();
   device::Pending brought;
   if (param.tier() != Tier::kDevice) {
-    std::byte* const slot =
-        full.data() + static_cast<std::size_t>(ctx_.params.rank()) * layout.shard_bytes();
+    std::byte* const slot = full.data() + layout.load_offset(ctx_.params.rank());
     if (param.is_on_nvme()) {
       brought = ctx_.tiers.loader().start_load(param, slot, device::Pending());
     } else {
@@ -342,7 +344,7 @@ device::Memory ParamAccess::gather_full(int id, const std::string& what) {
       brought = device.start_copy(slot, shard, layout.shard_bytes(), stream);
     }
     shard = slot;
-    if (ctx_.params.num_ranks() == 1) {
+    if (ctx_.params.num_ranks() == 1 && !layout.is_encoded()) {
       brought.wait();
       return full;
     }
@@ -354,7 +356,8 @@ device::Memory ParamAccess::gather_full(int id, const std::string& what) {
   call.label.parameter = param.name();
   call.stream = &stream;
   call.ready = brought;
-  const comm::Gather gather{shard, full.data(), layout.shard_numel(), layout.dtype()};
+  const comm::Gather gather{shard,          full.data(), layout.shard_numel(),
+                            layout.dtype(), {},          param.codec()};
   try {
     const device::Pending gathered = ctx_.mesh.gathers().start_all_gather({&gather, 1}, call);
     stream.wait(gathered);

@@ -19,12 +19,13 @@ static_assert(kTileNumel % shard::kShardStep == 0, "stores are read in whole ste
 std::int64_t hash_of(const EngineContext& context, const shard::Param& param,
                      device::Memory& tile) {
   std::uint64_t hash = 0;
-  const std::int64_t numel = param.range().numel;
+  const std::int64_t numel = param.layout().stored_numel();
   for (std::int64_t begin = 0; begin < numel; begin += kTileNumel) {
     const std::int64_t count = std::min(kTileNumel, numel - begin);
     shard::start_read_shard(param, context.tiers.shards(), begin, count, tile.data()).wait();
     hash = comm::hash_bytes(
-        tile.data(), static_cast<std::size_t>(count) * bytes_of(param.layout().dtype()), hash);
+        tile.data(), static_cast<std::size_t>(count) * bytes_of(param.layout().stored_dtype()),
+        hash);
   }
   return static_cast<std::int64_t>(hash);
 }

@@ -578,6 +578,7 @@ void StepDriver::set_trainable(const at::Tensor& tensor, bool trainable) {
   if (ctx_.params[id].trainable() == trainable && tensor.requires_grad() == trainable) {
     return;
   }
+  ctx_.params[id].check_trainable(trainable);
   check_no_gradients_pending(id);
   tensor.set_requires_grad(trainable);
   if (ctx_.params[id].trainable() != trainable) {
@@ -631,6 +632,7 @@ void StepDriver::notice_trainable() {
   std::vector<int> changed;
   for (int id = 0; id < ctx_.params.num_params(); ++id) {
     if (model_.tensor(id).requires_grad() != ctx_.params[id].trainable()) {
+      ctx_.params[id].check_trainable(model_.tensor(id).requires_grad());
       check_no_gradients_pending(id);
       changed.push_back(id);
     }
@@ -690,8 +692,11 @@ EngineStats StepDriver::take_stats() {
   }
   const auto ranks = static_cast<std::uint64_t>(ctx_.params.num_ranks());
   // A rank sends its piece of what is gathered, and the others' pieces of what is reduced.
-  stats.gathered_wire_bytes =
-      (stats.gathers.gathered_bytes - stats.gathers.secondary_bytes) / ranks * (ranks - 1);
+  stats.gathered_wire_bytes = (stats.gathers.gathered_bytes - stats.gathers.secondary_bytes -
+                               stats.gathers.encoded_bytes + stats.gathers.wire_bytes) /
+                              ranks * (ranks - 1);
+  stats.weight_quant_error = stats.gathers.quant_error.relative;
+  stats.weight_quant_error_param = stats.gathers.quant_error.param;
   if (const comm::Group* const second = ctx_.mesh.secondary()) {
     const auto near = static_cast<std::uint64_t>(second->size());
     stats.gathered_wire_bytes += stats.gathers.secondary_bytes / near * (near - 1);
@@ -709,7 +714,7 @@ EngineStats StepDriver::take_stats() {
   stats.sent_inside_bytes = sent.inside - std::exchange(sent_.inside, sent.inside);
   stats.sent_across_bytes = sent.across - std::exchange(sent_.across, sent.across);
   stats.h2d_bytes += stats.gathers.brought_bytes + stats.io.h2d_bytes;
-  stats.d2h_bytes += stats.reductions.host_bytes + stats.io.d2h_bytes;
+  stats.d2h_bytes += stats.reductions.host_bytes + stats.gathers.kept_bytes + stats.io.d2h_bytes;
   stats.exposed_wait_s = stats.gathers.exposed_wait_s + stats.reductions.exposed_wait_s +
                          stats.io.lent_wait_s + std::exchange(exposed_wait_s_, 0.0);
   return stats;

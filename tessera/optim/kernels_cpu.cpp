@@ -31,16 +31,29 @@ const void* advanced(const void* values, DType dtype, std::int64_t numel) {
   return static_cast<const std::byte*>(values) + numel * static_cast<std::int64_t>(bytes_of(dtype));
 }
 
-// Elements [begin, begin + numel) of several tensors, at most a block, stay in the first cache.
+// Elements [begin, begin + numel) of several tensors, at most a block; the sums stay in the first
+// cache.
 using BlockSums = std::array<float, kNormBlock>;
-void add_micro_batches(BlockSums& sums, const void* first, std::span<const void* const> later,
-                       DType dtype, std::int64_t begin, std::int64_t numel) {
-  best_loops().convert(sums.data(), DType::kFloat32, advanced(first, dtype, begin), dtype, 1.0F,
-                       numel);
-  for (const void* const values : later) {
-    best_loops().add(sums.data(), advanced(values, dtype, begin), dtype, numel);
+class MicroBatches {
+ public:
+  MicroBatches(const void* first, std::span<const void* const> later, DType dtype) : dtype_(dtype) {
+    all_.reserve(later.size() + 1);
+    all_.push_back(first);
+    all_.insert(all_.end(), later.begin(), later.end());
+    at_.resize(all_.size());
   }
-}
+  void add_up(BlockSums& sums, std::int64_t begin, std::int64_t numel) {
+    for (std::size_t i = 0; i < all_.size(); ++i) {
+      at_[i] = advanced(all_[i], dtype_, begin);
+    }
+    best_loops().sum(sums.data(), at_, dtype_, numel);
+  }
+
+ private:
+  const DType dtype_;
+  std::vector<const void*> all_;
+  std::vector<const void*> at_;
+};
 
 double sum_of_block(const NormSpan& span, std::int64_t block) {
   const std::int64_t begin = block * kNormBlock;
@@ -50,7 +63,7 @@ double sum_of_block(const NormSpan& span, std::int64_t block) {
                                                  span.dtype, numel);
   }
   BlockSums sums;
-  add_micro_batches(sums, span.values, span.later, span.dtype, begin, numel);
+  MicroBatches(span.values, span.later, span.dtype).add_up(sums, begin, numel);
   return best_loops().block_sum_of_squares(sums.data(), numel);
 }
 
@@ -61,9 +74,10 @@ void update_range(ElementRule element, const ElementScalars& scalars, const Upda
     return;
   }
   BlockSums sums;
+  MicroBatches micro_batches(span.gradient, span.later, span.gradient_dtype);
   for (; begin < end; begin += kNormBlock) {
     const std::int64_t numel = std::min(kNormBlock, end - begin);
-    add_micro_batches(sums, span.gradient, span.later, span.gradient_dtype, begin, numel);
+    micro_batches.add_up(sums, begin, numel);
     UpdateSpan block = span;
     block.gradient = sums.data();
     block.gradient_dtype = DType::kFloat32;

@@ -85,6 +85,19 @@ TESSERA_INLINE void store_past_caches(void* to, const void* from, std::size_t by
 TESSERA_INLINE void fence_stores() {}
 #endif
 
+// [Note: prefetch] The CPU's own prefetchers begin anew at every page, that is every 1,024 elements
+// of every tensor, so what a loop reads next is asked for ahead. Behind the end of a tensor that is
+// a hint about memory that is not there, which no CPU minds.
+constexpr std::size_t kPrefetchBytes = 2048;
+template <typename Value>
+TESSERA_INLINE void prefetch_strip(const Value* values, std::int64_t numel) {
+  const auto* const ahead = reinterpret_cast<const char*>(values) + kPrefetchBytes;
+  for (std::size_t line = 0; line < static_cast<std::size_t>(numel) * sizeof(Value);
+       line += kLineBytes) {
+    __builtin_prefetch(ahead + line);
+  }
+}
+
 template <typename Rule, typename Gradient, typename Parameter>
 TESSERA_INLINE void update_run(const ElementScalars& scalars, float* __restrict master,
                                const Gradient* __restrict gradient, float* __restrict first_state,
@@ -119,6 +132,8 @@ template <typename Value>
 TESSERA_INLINE Value* from_element(Value* values, std::int64_t i) {
   return values == nullptr ? nullptr : values + i;
 }
+
+constexpr std::int64_t kUpdateStrip = 128;
 
 // How many elements of `parameter` come before the next line, or 0 if no element begins there.
 template <typename Parameter>
@@ -155,7 +170,19 @@ TESSERA_INLINE void update_elements(const ElementScalars& given, const UpdateSpa
     const auto* gradient = static_cast<const Gradient*>(span.gradient) + i;
     float* const first = from_element(span.states[0], i);
     float* const second = from_element(span.states[1], i);
-    update_run<Rule>(scalars, master, gradient, first, second, out, numel);
+    for (std::int64_t at = 0; at < numel; at += kUpdateStrip) {
+      const std::int64_t strip = std::min(kUpdateStrip, numel - at);
+      prefetch_strip(master + at, strip);
+      prefetch_strip(gradient + at, strip);
+      if constexpr (Rule::kNumStates > 0) {
+        prefetch_strip(first + at, strip);
+      }
+      if constexpr (Rule::kNumStates > 1) {
+        prefetch_strip(second + at, strip);
+      }
+      update_run<Rule>(scalars, master + at, gradient + at, from_element(first, at),
+                       from_element(second, at), from_element(out, at), strip);
+    }
     if (is_in_place) {
       std::memcpy(parameter, rounded, static_cast<std::size_t>(numel) * sizeof(Parameter));
     } else if (goes_through_block) {
@@ -258,6 +285,45 @@ TESSERA_INLINE void add_any(float* values, const void* addend, DType dtype, std:
   }
 }
 
+// A strip of all addends at a time: sums stay in registers, and memory is read as that many streams
+// at once, which hides more of its latency than one after the other.
+constexpr std::int64_t kSumStrip = 64;
+
+template <typename Value>
+TESSERA_INLINE void sum_elements(float* __restrict sum, std::span<const void* const> addends,
+                                 std::int64_t numel) {
+  std::int64_t begin = 0;
+  for (; begin + kSumStrip <= numel; begin += kSumStrip) {
+    float lanes[kSumStrip];
+    for (std::size_t k = 0; k < addends.size(); ++k) {
+      const Value* const values = static_cast<const Value*>(addends[k]) + begin;
+      prefetch_strip(values, kSumStrip);
+      for (std::int64_t lane = 0; lane < kSumStrip; ++lane) {
+        lanes[lane] = k == 0 ? widened(values[lane]) : lanes[lane] + widened(values[lane]);
+      }
+    }
+    std::memcpy(sum + begin, lanes, sizeof(lanes));
+  }
+  for (; begin < numel; ++begin) {
+    float total = widened(static_cast<const Value*>(addends.front())[begin]);
+    for (const void* const addend : addends.subspan(1)) {
+      total += widened(static_cast<const Value*>(addend)[begin]);
+    }
+    sum[begin] = total;
+  }
+}
+
+TESSERA_INLINE void sum_any(float* sum, std::span<const void* const> addends, DType dtype,
+                            std::int64_t numel) {
+  if (dtype == DType::kFloat32) {
+    sum_elements<float>(sum, addends, numel);
+  } else if (dtype == DType::kBFloat16) {
+    sum_elements<BFloat16>(sum, addends, numel);
+  } else {
+    sum_elements<Float16>(sum, addends, numel);
+  }
+}
+
 template <typename To, typename From>
 TESSERA_INLINE void convert_elements(To* __restrict to, const From* __restrict from, float scale,
                                      std::int64_t numel) {
@@ -318,13 +384,17 @@ TESSERA_INLINE void convert_any(void* to, DType to_dtype, const void* from, DTyp
                               std::int64_t numel) {                                              \
     add_any(values, addend, dtype, numel);                                                       \
   }                                                                                              \
+  attribute void sum_##suffix(float* sum, std::span<const void* const> addends, DType dtype,     \
+                              std::int64_t numel) {                                              \
+    sum_any(sum, addends, dtype, numel);                                                         \
+  }                                                                                              \
   attribute void convert_##suffix(void* to, DType to_dtype, const void* from, DType from_dtype,  \
                                   float scale, std::int64_t numel) {                             \
     convert_any(to, to_dtype, from, from_dtype, scale, numel);                                   \
   }                                                                                              \
   constexpr Loops loops_##suffix(std::string_view name) {                                        \
     return {name,         update_##suffix, block_sum_##suffix, any_block_sum_##suffix,           \
-            add_##suffix, convert_##suffix};                                                     \
+            add_##suffix, sum_##suffix,    convert_##suffix};                                    \
   }
 // NOLINTEND(bugprone-macro-parentheses)
 

@@ -11,8 +11,14 @@
 namespace tessera::planner {
 namespace {
 
-std::int64_t arena_bytes_of(const shard::Layout& layout) {
-  return as_int(device::round_to_arena(layout.full_bytes()));
+std::int64_t arena_bytes_of(const CutModel& cut, std::size_t id, const Placement& placement) {
+  return is_gathered(cut, id, placement)
+             ? as_int(device::round_to_arena(cut.layouts[id].gathered_bytes(placement.parameter)))
+             : 0;
+}
+
+comm::GatherPiece piece_of(const shard::Layout& layout) {
+  return {layout.shard_bytes(), layout.is_encoded()};
 }
 
 // By id: needed by a unit that some ranks may skip. Such a unit is known by a parameter that only
@@ -33,14 +39,15 @@ std::vector<bool> needed_by_dynamic(const CutModel& cut) {
 
 }  // namespace
 
-bool is_gathered(const CutModel& cut, const Placement& placement) {
-  return cut.options.num_ranks > 1 || placement.parameter != Tier::kDevice;
+bool is_gathered(const CutModel& cut, std::size_t id, const Placement& placement) {
+  return cut.options.num_ranks > 1 || placement.parameter != Tier::kDevice ||
+         cut.layouts[id].is_encoded();
 }
 
 std::int64_t gathered_bytes(const CutModel& cut, const Placements& placements) {
   std::int64_t bytes = 0;
   for (std::size_t i = 0; i < placements.size(); ++i) {
-    bytes += is_gathered(cut, placements[i]) ? arena_bytes_of(cut.layouts[i]) : 0;
+    bytes += arena_bytes_of(cut, i, placements[i]);
   }
   return bytes;
 }
@@ -51,7 +58,7 @@ UnitBytes largest_unit(const CutModel& cut, const Placements& placements) {
     std::int64_t bytes = 0;
     for (const int id : cut.model.units[unit]) {
       const auto i = static_cast<std::size_t>(id);
-      bytes += is_gathered(cut, placements[i]) ? arena_bytes_of(cut.layouts[i]) : 0;
+      bytes += arena_bytes_of(cut, i, placements[i]);
     }
     if (bytes > largest.bytes) {
       largest = {unit, bytes};
@@ -67,10 +74,9 @@ std::int64_t whole_arena_bytes(const CutModel& cut, const Placements& placements
   if (live_limit_bytes < all) {
     std::int64_t rounding = 0;
     for (std::size_t i = 0; i < placements.size(); ++i) {
-      const shard::Layout& layout = cut.layouts[i];
-      rounding += is_gathered(cut, placements[i])
-                      ? arena_bytes_of(layout) - as_int(layout.full_bytes())
-                      : 0;
+      const std::int64_t bytes = arena_bytes_of(cut, i, placements[i]);
+      rounding +=
+          bytes > 0 ? bytes - as_int(cut.layouts[i].gathered_bytes(placements[i].parameter)) : 0;
     }
     held = std::min(live_limit_bytes + rounding, all);
   }
@@ -79,33 +85,36 @@ std::int64_t whole_arena_bytes(const CutModel& cut, const Placements& placements
 
 GatherCost::GatherCost(const CutModel& cut, std::int64_t bucket_bytes)
     : is_staged_(cut.options.num_ranks > 1 &&
-                 cut.options.call_memory != comm::CallMemory::kShared) {
+                 (cut.options.call_memory != comm::CallMemory::kShared ||
+                  std::any_of(cut.layouts.begin(), cut.layouts.end(),
+                              [](const shard::Layout& layout) { return layout.is_encoded(); }))) {
   if (!is_staged_) {
     return;
   }
   const int num_ranks = cut.options.num_ranks;
   const auto pack_below = static_cast<std::size_t>(cut.options.pack_below_bytes);
   const comm::CallMemory memory = cut.options.call_memory;
-  const bool is_copied = memory == comm::CallMemory::kCopied;
+  const bool is_shared = memory == comm::CallMemory::kShared;
   const std::vector<bool> is_needed_by_dynamic = needed_by_dynamic(cut);
   std::int64_t largest_gather = 0;
   std::int64_t largest_gather_to = 0;
   // Of a unit. Small ones; beside those of others one alone is packed, too. All, if all are copied.
   std::int64_t most_staged = 0;
   for (const std::vector<int>& unit : cut.model.units) {
-    std::vector<std::size_t> all;
-    std::vector<std::size_t> by_dynamic;
+    std::vector<comm::GatherPiece> all;
+    std::vector<comm::GatherPiece> by_dynamic;
     std::size_t staged = 0;
     for (const int id : unit) {
       const auto i = static_cast<std::size_t>(id);
-      all.push_back(cut.layouts[i].shard_bytes());
+      all.push_back(piece_of(cut.layouts[i]));
       if (is_needed_by_dynamic[i]) {
         by_dynamic.push_back(all.back());
       }
-      if (is_copied) {
-        staged += comm::staging_room(cut.layouts[i].full_bytes());
-      } else if (comm::is_small_piece(all.back(), pack_below)) {
-        staged += cut.layouts[i].full_bytes();
+      const std::size_t pieces = all.back().wire_bytes * static_cast<std::size_t>(num_ranks);
+      if (comm::is_staged_piece(all.back(), static_cast<std::size_t>(num_ranks), memory)) {
+        staged += comm::staging_room(pieces);
+      } else if (comm::is_small_piece(all.back().wire_bytes, pack_below) && !is_shared) {
+        staged += pieces;
       }
     }
     most_staged = std::max(most_staged, as_int(comm::staging_room(staged)));
@@ -117,9 +126,9 @@ GatherCost::GatherCost(const CutModel& cut, std::int64_t bucket_bytes)
                  as_int(comm::gather_to_staging_bytes(by_dynamic, pack_below,
                                                       {num_ranks, num_ranks, true, true, memory})));
   }
-  std::vector<std::size_t> shards;
+  std::vector<comm::GatherPiece> shards;
   for (const shard::Layout& layout : cut.layouts) {
-    shards.push_back(layout.shard_bytes());
+    shards.push_back(piece_of(layout));
   }
   const std::int64_t everything =
       as_int(comm::all_gather_staging_bytes(shards, pack_below, num_ranks, memory));

@@ -23,8 +23,8 @@
 namespace tessera::planner {
 
 // Whether a parameter with this placement is gathered into the arena: in a group of one, only from
-// memory that operators do not read.
-bool is_gathered(const CutModel& cut, const Placement& placement);
+// memory that operators do not read, or if it must be decoded.
+bool is_gathered(const CutModel& cut, std::size_t id, const Placement& placement);
 // In the arena, if it holds all that is gathered.
 std::int64_t gathered_bytes(const CutModel& cut, const Placements& placements);
 

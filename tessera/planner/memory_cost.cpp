@@ -9,6 +9,7 @@
 #include "tessera/grad/bucket.h"
 #include "tessera/grad/reducer.h"
 #include "tessera/planner/gather_cost.h"
+#include "tessera/quant/block_codec.h"
 #include "tessera/tier/io_engine.h"
 
 namespace tessera::planner {
@@ -74,7 +75,9 @@ CutModel::CutModel(const ModelShapes& shapes, const MemoryPlanOptions& given)
     : model(shapes), options(given) {
   layouts.reserve(shapes.params.size());
   for (const ParamShape& param : shapes.params) {
-    layouts.emplace_back(param.numel, given.num_ranks, shapes.dtype);
+    const shard::StoredFormat format = param.format.value_or(
+        given.stored.format_of(param.name, param.trainable, param.numel, param.num_dims));
+    layouts.emplace_back(param.numel, given.num_ranks, shapes.dtype, format);
   }
   for (const std::vector<int>& unit : shapes.units) {
     for (const int id : unit) {
@@ -386,6 +389,7 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
            shard_bytes);
     charge(charged_tier(options_, each.secondary, std::nullopt, true), Role::kShard,
            secondary_shard_bytes(cut_, i));
+    charge(Tier::kDevice, Role::kShard, encoded_shard_bytes(cut_, i));
     if (!cut_.is_trainable(i)) {
       continue;
     }
@@ -410,9 +414,47 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
     charge(charged_tier(options_, each.states, wish, on_device), Role::kOptimizer,
            has_blocks ? cut_.states_bytes(i) : cut_.num_state_tensors() * 4 * layout.shard_numel());
   }
+  charge(Tier::kDevice, Role::kOther, encoding_sums_bytes(cut_));
+  charge(Tier::kPinned, Role::kOther, encoding_sums_bytes(cut_));
   lines.add(Tier::kDevice, Role::kGradient, gradients.bytes.shards + gradients.bytes.slots);
   lines.add(Tier::kHost, Role::kGradient, gradients.bytes.block_sums);
   return lines;
+}
+
+std::int64_t encoded_shard_bytes(const CutModel& cut, std::size_t id) {
+  const MemoryPlanOptions& options = cut.options;
+  return options.weight_bits > 0 && options.num_ranks > 1
+             ? as_int(quant::wire_bytes({options.weight_bits, options.block_numel},
+                                        cut.layouts[id].shard_numel()))
+             : 0;
+}
+
+std::int64_t encoding_sums_bytes(const CutModel& cut) {
+  constexpr std::int64_t kSums = 2 * sizeof(double);
+  return cut.options.weight_bits > 0 && cut.options.num_ranks > 1 ? kSums * as_int(cut.num_params())
+                                                                  : 0;
+}
+
+std::int64_t encoding_bytes(const CutModel& cut) {
+  const std::int64_t sums = encoding_sums_bytes(cut);
+  std::int64_t bytes =
+      charged_bytes(cut.options, Tier::kDevice, sums) +
+      (cut.options.is_discrete ? 0 : charged_bytes(cut.options, Tier::kPinned, sums));
+  for (std::size_t id = 0; id < cut.num_params(); ++id) {
+    bytes += charged_bytes(cut.options, Tier::kDevice, encoded_shard_bytes(cut, id));
+  }
+  return bytes;
+}
+
+std::int64_t secondary_bytes(const CutModel& cut, const Placements& placements, Tier tier) {
+  const Tier charged = tier == Tier::kHost ? Tier::kPinned : tier;
+  std::int64_t bytes = 0;
+  for (std::size_t id = 0; id < placements.size(); ++id) {
+    bytes += placements[id].secondary == tier
+                 ? charged_bytes(cut.options, charged, secondary_shard_bytes(cut, id))
+                 : 0;
+  }
+  return bytes;
 }
 
 void MemoryCost::complete(MemoryPlan& plan) const {
@@ -437,6 +479,12 @@ void MemoryCost::complete(MemoryPlan& plan) const {
                 feed_pool_bytes(options_, plan.parameter_pool_bytes));
   lines.add(Tier::kHost, Role::kOther, checksum_bytes(options_, lines.bytes(Tier::kNvme)));
   plan.ledger = lines.take();
+  plan.secondary_device_bytes = secondary_bytes(cut_, plan.params, Tier::kDevice);
+  plan.secondary_host_bytes = secondary_bytes(cut_, plan.params, Tier::kHost);
+  plan.encoded_bytes = 0;
+  for (std::size_t i = 0; i < cut_.num_params(); ++i) {
+    plan.encoded_bytes += charged_bytes(options_, Tier::kDevice, encoded_shard_bytes(cut_, i));
+  }
   plan.gather_staging_bytes = GatherCost(cut_, plan.bucket_bytes).staging_bytes(plan.arena_bytes);
   plan.reduction_staging_bytes = gradients.staging;
   plan.across_staging_bytes = gradients.across_staging;
@@ -482,9 +530,10 @@ void MemoryCost::count_step(MemoryPlan& plan) const {
     const std::int64_t bytes = block_bytes(as_int(layout.shard_bytes()));
     const std::int64_t num_gathers = num_units[i] * num_uses;
     const std::int64_t secondary = secondary_shard_bytes(cut_, i);
-    // Behind the first, gathers come from secondary shards.
+    // Behind the first, gathers come from secondary shards, or from what was encoded for it.
+    const bool loads_once = secondary > 0 || encoded_shard_bytes(cut_, i) > 0;
     const std::int64_t num_loads =
-        secondary > 0 ? std::min<std::int64_t>(num_gathers, 1) : num_gathers;
+        loads_once ? std::min<std::int64_t>(num_gathers, 1) : num_gathers;
     if (each.secondary == Tier::kHost && num_loads > 0) {
       plan.link.d2h += secondary;
       plan.link.h2d += (num_gathers - num_loads) * secondary;

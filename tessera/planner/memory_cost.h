@@ -125,6 +125,15 @@ enum class HostGradients : std::uint8_t {
 };
 // Of a parameter, beside its shard (coordinator/secondary_shards.h); 0: it has none.
 std::int64_t secondary_shard_bytes(const CutModel& cut, std::size_t id);
+// Of a shard, as gathers send it, on the device (coordinator/encoded_shards.h); 0: as it is.
+std::int64_t encoded_shard_bytes(const CutModel& cut, std::size_t id);
+// What measures their error, on the device; the host has a copy.
+std::int64_t encoding_sums_bytes(const CutModel& cut);
+// All that gathers of encoded shards hold, as it is charged to the device, or where device and host
+// are one memory.
+std::int64_t encoding_bytes(const CutModel& cut);
+// What those in the tier are charged: kDevice, or kHost of a discrete device.
+std::int64_t secondary_bytes(const CutModel& cut, const Placements& placements, Tier tier);
 
 // Copies cost less time, and up to three halves no more memory than a sum and a copy.
 bool may_keep_copies(const CutModel& cut, std::int64_t num_micro_batches);

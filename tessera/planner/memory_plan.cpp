@@ -17,6 +17,8 @@
 namespace tessera::planner {
 namespace {
 
+constexpr int kGatheredBits = 8;  // of quant.weights
+
 std::optional<Tier> tier_option(const Config& config, const char* option) {
   const std::string& name = config.get_string(option);
   if (name == "nvme") {
@@ -149,6 +151,8 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   MemoryPlanOptions options;
   options.num_ranks = num_ranks;
   options.num_copies = num_copies;
+  options.weight_bits = config.get_bool("quant.weights") ? kGatheredBits : 0;
+  options.block_numel = config.get_int("quant.block_numel");
   options.num_secondary_ranks =
       static_cast<int>(std::max<std::int64_t>(1, config.get_int("shard.secondary_group_size")));
   options.is_discrete = is_discrete;
@@ -195,6 +199,7 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   options.optimizer_buffers = static_cast<int>(config.get_int("nvme.optimizer_buffers"));
   options.cpu_share = config.get_double("optim.cpu_share");
   options.verify = config.get_bool("nvme.verify");
+  options.stored = shard::StoredRule::from(config);
   return options;
 }
 
@@ -275,6 +280,17 @@ std::string MemoryPlan::text() const {
   if (memory_budget_bytes != kUnlimited || host_budget != kUnlimited) {
     text += row("budget", device_column(budget_text(memory_budget_bytes)), budget_text(host_budget),
                 "");
+  }
+  if (secondary_device_bytes + secondary_host_bytes > 0) {
+    text += detail::concat(
+        "of the parameters' bytes, secondary shards (hpZ): ", bytes_or_dash(secondary_device_bytes),
+        is_discrete ? " on the device, " : " in memory",
+        is_discrete ? bytes_or_dash(secondary_host_bytes) : std::string(),
+        is_discrete ? " in host memory\n" : "\n");
+  }
+  if (encoded_bytes > 0) {
+    text += detail::concat("of the parameters' bytes, shards encoded for gathers (qwZ): ",
+                           bytes_or_dash(encoded_bytes), is_discrete ? " on the device\n" : "\n");
   }
   text += detail::concat("besides, torch's: activations, and full gradients (one parameter's",
                          kept_gradient_bytes > 0 ? ", and those still being copied" : "",

@@ -21,6 +21,7 @@
 #include "tessera/core/ledger.h"
 #include "tessera/core/placement.h"
 #include "tessera/quant/block_codec.h"
+#include "tessera/shard/stored_format.h"
 
 namespace tessera {
 class Config;
@@ -38,6 +39,9 @@ struct ParamShape {
   std::int64_t numel = 0;
   bool trainable = true;
   bool dynamic = false;
+  int num_dims = 2;
+  // How its shards are stored; nullopt: as MemoryPlanOptions::stored says.
+  std::optional<shard::StoredFormat> format = {};
 };
 
 // What a step works on; made from a model's shapes (before it exists) or from an engine's tables.
@@ -49,11 +53,13 @@ struct ModelShapes {
 };
 
 struct MemoryPlanOptions {
-  int num_ranks = 1;            // that parameters are cut over
-  int num_copies = 1;           // of the model
-  int num_secondary_ranks = 1;  // that cut what is gathered once more (hpZ)
-  bool is_discrete = false;     // the device has memory of its own (CUDA)
-  bool has_nvme = false;        // there are directories for it
+  int num_ranks = 1;               // that parameters are cut over
+  int num_copies = 1;              // of the model
+  int num_secondary_ranks = 1;     // that cut what is gathered once more (hpZ)
+  int weight_bits = 0;             // of what gathers send in place of elements (qwZ); 0: elements
+  std::int64_t block_numel = 128;  // that share a scale then
+  bool is_discrete = false;        // the device has memory of its own (CUDA)
+  bool has_nvme = false;           // there are directories for it
   std::int64_t device_bytes = kUnlimited;
   std::int64_t host_bytes = kUnlimited;
   std::int64_t nvme_bytes = kUnlimited;
@@ -87,7 +93,8 @@ struct MemoryPlanOptions {
   int optimizer_buffers = 0;
   // Discrete device: the CPU's share of the update of states in host memory; negative: chosen here.
   double cpu_share = -1;
-  bool verify = false;  // checksums of what is on NVMe are kept in memory
+  bool verify = false;       // checksums of what is on NVMe are kept in memory
+  shard::StoredRule stored;  // which frozen parameters are stored as blocks of integers
 
   // Budgets, tiers and buffers as the config says; types by option precision. Throws ConfigError
   // for contradictions: NVMe without a path, a tier that its budget forbids.
@@ -164,6 +171,10 @@ struct MemoryPlan {
   std::int64_t optimizer_pool_bytes = 0;  // room for num_optimizer_buffers sub-groups
   int num_optimizer_buffers = 0;          // 0: the update touches nothing on NVMe
   std::int64_t sub_group_numel = 0;       // elements of a sub-group, at most; a multiple of 2048
+  // Of shards in memory, what is secondary (hpZ), as it is charged. A CPU's is all on the device.
+  std::int64_t secondary_device_bytes = 0;
+  std::int64_t secondary_host_bytes = 0;
+  std::int64_t encoded_bytes = 0;  // and what is encoded for gathers (qwZ), on the device
   // Discrete device: slots for sub-groups whose states are copied to it; 0: none are.
   int num_update_slots = 0;
   std::int64_t update_slot_bytes = 0;

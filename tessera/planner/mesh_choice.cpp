@@ -23,6 +23,8 @@ MemoryPlanOptions resident(const MemoryPlanOptions& given, const comm::Mesh& mes
   options.num_ranks = mesh.shard_size();
   options.num_copies = mesh.num_replicas();
   options.num_secondary_ranks = modes.secondary_size;
+  options.weight_bits = modes.weight_bits;
+  options.block_numel = modes.block_numel;
   options.gradient_blocks.reset();
   options.num_reduction_hosts = 1;
   if (modes.encodes_gradients()) {
@@ -48,12 +50,8 @@ double over(std::int64_t bytes, double rate) {
   return bytes == 0 ? 0 : static_cast<double>(bytes) / rate;
 }
 
-std::int64_t encoded_bytes(int bits, std::int64_t block_numel, std::int64_t numel) {
-  return as_int(quant::wire_bytes({bits, block_numel}, numel));
-}
-
 comm::EncodedBytes encoder(int bits, std::int64_t block_numel) {
-  return [=](std::int64_t numel) { return encoded_bytes(bits, block_numel, numel); };
+  return [=](std::int64_t numel) { return as_int(quant::wire_bytes({bits, block_numel}, numel)); };
 }
 
 // The gathers of a step, which is not the first.
@@ -68,11 +66,9 @@ void count_gathers(const CutModel& cut, const comm::Mesh& mesh, const TrafficMod
     const std::int64_t num_first = cut.is_trainable(id) ? 1 : 0;
     const std::int64_t num_whole =
         secondary > 0 ? std::min(num_gathers[id], num_first) : num_gathers[id];
-    std::int64_t shard_bytes = as_int(layout.shard_bytes());
-    if (modes.weight_bits > 0 && mesh.shard_size() > 1) {
-      shard_bytes = encoded_bytes(modes.weight_bits, modes.block_numel, layout.shard_numel());
-      choice.encoded_bytes += shard_bytes;
-    }
+    const std::int64_t encoded = encoded_shard_bytes(cut, id);
+    const std::int64_t shard_bytes = encoded > 0 ? encoded : as_int(layout.shard_bytes());
+    choice.encoded_bytes += encoded;
     volume.gathered_bytes += num_whole * shard_bytes * mesh.shard_size();
     volume.secondary_bytes += (num_gathers[id] - num_whole) * secondary * modes.secondary_size;
     choice.secondary_bytes += secondary;
@@ -129,8 +125,7 @@ MeshChoice mesh_choice(const comm::Mesh& mesh, const TrafficModes& modes, const 
     volume.hop_inside = encoder(modes.gradient_bits_inside, modes.block_numel);
     volume.hop_across = encoder(modes.gradient_bits_across, modes.block_numel);
   }
-  choice.memory_bytes = choice.encoded_bytes +
-                        (options.is_discrete ? plan.device_memory_bytes() : plan.memory_bytes());
+  choice.memory_bytes = options.is_discrete ? plan.device_memory_bytes() : plan.memory_bytes();
   choice.fits =
       choice.memory_bytes <= (options.is_discrete ? options.device_bytes : options.memory_bytes());
   choice.bytes = comm::step_bytes(mesh, volume);

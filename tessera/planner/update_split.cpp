@@ -48,14 +48,24 @@ class Split {
 class UpdateTimes {
  public:
   UpdateTimes(const UpdateRates& rates, const ModelShapes& model, const MemoryPlan& plan,
-              const MemoryPlanOptions& options)
+              const MemoryPlanOptions& options, std::int64_t num_micro_batches)
       : rates_(rates) {
     const bool is_own_master = optim::is_own_master(model.dtype);
     const auto parameter = static_cast<double>(bytes_of(model.dtype));
     states_ = 4 * static_cast<double>(optim::num_state_tensors(model.dtype, options.num_states));
+    // Gradients of several micro-batches are on the host whoever updates with them: one sum, or
+    // all.
+    const double gradient =
+        num_micro_batches == 1 ? parameter
+        : plan.sums_gradients_on_host
+            ? sizeof(float)
+            : static_cast<double>(num_micro_batches) *
+                  static_cast<double>(
+                      bytes_of(options.sends_gradients() ? options.wire_dtype : model.dtype));
+    gradient_to_device_ = num_micro_batches == 1 ? 0 : gradient;
     // Each is read and written but for the gradient, which is read; a parameter that is not its own
     // master is only written.
-    touched_ = 2 * states_ + parameter + (is_own_master ? 2 : 1) * parameter;
+    touched_ = 2 * states_ + gradient + (is_own_master ? 2 : 1) * parameter;
     stays_on_device_ = plan.updates_in_place;
     double in_host = 0;
     for (std::size_t i = 0; i < plan.params.size(); ++i) {
@@ -89,18 +99,21 @@ class UpdateTimes {
   }
 
  private:
-  // From the end of backward on: states, and new values of the CPU's parameters. Where a parameter
-  // is its own master, or gradients are not of its type, the device's are copied again, too.
+  // From the end of backward on: states, gradients of several micro-batches, and new values of the
+  // CPU's parameters. Where a parameter is its own master, or gradients are not of its type, the
+  // device's are copied again, too.
   double h2d_bytes(double share) const {
     const double streamed = (1 - share) * numel_;
     double ahead = states_ * std::min(slots_numel_, streamed);
     if (rates_.backward_s > 0) {
       const double rate = std::max(rates_.h2d_alone_bytes_per_s, rates_.h2d_bytes_per_s);
-      ahead = std::min(states_ * streamed, rates_.backward_s * rate);
+      // The norm waits for the host, which adds up several micro-batches' gradients meanwhile.
+      const double norm_s = gradient_to_device_ * numel_ / rates_.cpu_bytes_per_s;
+      ahead = std::min(states_ * streamed, std::max(rates_.backward_s, norm_s) * rate);
     }
     const double brought = stays_on_device_ ? share * numel_ : numel_;
-    const double bytes =
-        states_ * streamed + parameters_in_host_ * brought + parameters_on_device_ * share * numel_;
+    const double bytes = (states_ + gradient_to_device_) * streamed +
+                         parameters_in_host_ * brought + parameters_on_device_ * share * numel_;
     return std::max(0.0, bytes - ahead);
   }
   // The last slots are copied while the next backward runs.
@@ -113,6 +126,7 @@ class UpdateTimes {
   double numel_ = 0;
   double states_ = 0;
   double touched_ = 0;
+  double gradient_to_device_ = 0;
   double parameters_in_host_ = 0;
   double parameters_on_device_ = 0;
   double slots_numel_ = 0;
@@ -177,7 +191,7 @@ bool splits_update(const MemoryPlanOptions& options) {
 }
 
 double choose_cpu_share(const UpdateRates& rates, const ModelShapes& model,
-                        const MemoryPlanOptions& options) {
+                        const MemoryPlanOptions& options, std::int64_t num_micro_batches) {
   TESSERA_INVARIANT(rates.cpu_bytes_per_s > 0 && rates.h2d_bytes_per_s > 0 &&
                         rates.d2h_bytes_per_s > 0 && rates.backward_s >= 0,
                     "rates of ", rates.cpu_bytes_per_s, ", ", rates.h2d_bytes_per_s, " and ",
@@ -185,8 +199,8 @@ double choose_cpu_share(const UpdateRates& rates, const ModelShapes& model,
                     " s");
   MemoryPlanOptions split_options = options;
   split_options.cpu_share = -1;
-  const MemoryPlan plan = plan_memory(model, split_options, 1);
-  const UpdateTimes times(rates, model, plan, options);
+  const MemoryPlan plan = plan_memory(model, split_options, num_micro_batches);
+  const UpdateTimes times(rates, model, plan, options, num_micro_batches);
   if (times.numel() == 0) {
     return 0;
   }

@@ -58,6 +58,6 @@ struct UpdateRates {
 // The share at which CPU and device end together. `options`: its budgets bound the slots.
 // REQUIRES: rates above zero, backward_s not below.
 double choose_cpu_share(const UpdateRates& rates, const ModelShapes& model,
-                        const MemoryPlanOptions& options);
+                        const MemoryPlanOptions& options, std::int64_t num_micro_batches = 1);
 
 }  // namespace tessera::planner

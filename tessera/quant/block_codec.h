@@ -19,7 +19,8 @@
 // Since no magnitude exceeds c * scale * (1 + 2^-24), no code exceeds c. The error of a value is at
 // most scale * (1/2 + c * 2^-23): half a code, and what two roundings of fp32 move the quotient by.
 // A block whose largest magnitude is at least 2^-126 * c has a scale of at most (1 + 2^-7) / c of
-// it. Decoded values that are multiples of a scale which the block keeps encode to themselves.
+// it. What was decoded to fp32 encodes to the same codes in a block that keeps its scale, as every
+// block does in which c is in use.
 //
 // Where code * scale is beyond the largest finite number of the type that is decoded to, while half
 // a code less is not, that number is taken: what was finite stays finite. What is further away is

@@ -7,6 +7,10 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #include "tessera/quant/block_rules.cuh"
 
 namespace tessera::quant {
@@ -53,6 +57,50 @@ TESSERA_INLINE void narrow(float value, Float16& out) {
 TESSERA_INLINE void narrow_any(float value, float& out) { out = value; }
 TESSERA_INLINE void narrow_any(float value, BFloat16& out) { out = to_bfloat16(value); }
 TESSERA_INLINE void narrow_any(float value, Float16& out) { out = to_float16(value); }
+
+// [Note: memory of long spans]
+// Blocks are short loops with a division between them, which the CPU's own prefetching and
+// reordering bridge only in part: what is read is asked for kAheadBytes before its use. What is
+// decoded is written and not read, so long spans go past the caches, a tile at a time; see
+// optim/update_loops.cpp, [Note: streaming stores].
+constexpr std::int64_t kAheadBytes = 2048;
+constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;
+constexpr std::int64_t kLineBytes = 64;
+
+template <typename Value>
+TESSERA_INLINE void prefetch(const Value* values, std::int64_t numel) {
+  // An address, not an access: it may lie behind the end.
+  const auto begin = reinterpret_cast<std::uintptr_t>(values) + kAheadBytes;
+  const auto bytes = numel * static_cast<std::int64_t>(sizeof(Value));
+  for (std::int64_t at = 0; at < bytes; at += kLineBytes) {
+    __builtin_prefetch(reinterpret_cast<const void*>(begin + static_cast<std::uintptr_t>(at)));
+  }
+}
+
+#if defined(__x86_64__)
+constexpr bool kHasStreamingStores = true;
+// `to` and `from` are aligned to lines, and `bytes` is a multiple of them.
+TESSERA_INLINE void store_past_caches(void* to, const void* from, std::size_t bytes) {
+  auto* const out = static_cast<__m128i*>(to);
+  const auto* const in = static_cast<const __m128i*>(from);
+  for (std::size_t i = 0; i < bytes / sizeof(__m128i); ++i) {
+    _mm_stream_si128(out + i, _mm_load_si128(in + i));
+  }
+}
+TESSERA_INLINE void fence_stores() { _mm_sfence(); }
+#else
+constexpr bool kHasStreamingStores = false;
+TESSERA_INLINE void store_past_caches(void* to, const void* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+TESSERA_INLINE void fence_stores() {}
+#endif
+
+template <typename Value>
+TESSERA_INLINE bool is_streamed(const Value* values, std::int64_t numel) {
+  return kHasStreamingStores && numel * static_cast<std::int64_t>(sizeof(Value)) >= kStreamBytes &&
+         reinterpret_cast<std::uintptr_t>(values) % kLineBytes == 0;
+}
 
 // The bits of the largest magnitude, as fp32. Those of every type are in the order of magnitudes.
 TESSERA_INLINE std::uint32_t absmax_bits(const float* __restrict values, std::int64_t numel) {
@@ -141,6 +189,7 @@ TESSERA_INLINE void encode_blocks(const BlockFormat& format, const Value* values
     const std::int64_t begin = block * format.block_numel;
     const std::int64_t part = std::min(format.block_numel, numel - begin);
     std::uint8_t* const out = codes + begin * kBits / 8;
+    prefetch(values + begin, part);
     const std::uint16_t scale = scale_for<kBits>(absmax_bits(values + begin, part));
     std::memcpy(scales + 2 * block, &scale, sizeof(scale));
     const float inverse = inverse_scale(scale);
@@ -177,6 +226,8 @@ TESSERA_INLINE void decode_blocks(const BlockFormat& format, const std::byte* wi
                                   std::int64_t numel, Value* values) {
   const std::byte* const scales = wire + code_bytes(format, numel);
   alignas(64) std::int8_t space[kTile];
+  alignas(64) Value tile[kTile];
+  const bool past_caches = is_streamed(values, numel);
   std::int64_t end = 0;
   for (std::int64_t block = 0; end < numel; ++block) {
     const std::uint16_t scale = scale_at(scales, block);
@@ -186,12 +237,21 @@ TESSERA_INLINE void decode_blocks(const BlockFormat& format, const std::byte* wi
     for (std::int64_t begin = first; begin < end; begin += kTile) {
       const std::int64_t part = std::min(kTile, end - begin);
       const std::int8_t* const codes = codes_at<kBits>(wire, begin, part, space);
+      // Whole lines: what is left of the last block is stored as usual.
+      const bool through_tile = past_caches && part % 32 == 0;
+      Value* const out = through_tile ? tile : values + begin;
       if (is_plain<kBits, Value>(scale)) {
-        decode_plain(codes, part, wide, values + begin);
+        decode_plain(codes, part, wide, out);
       } else {
-        decode_carefully(codes, part, scale, values + begin);
+        decode_carefully(codes, part, scale, out);
+      }
+      if (through_tile) {
+        store_past_caches(values + begin, tile, static_cast<std::size_t>(part) * sizeof(Value));
       }
     }
+  }
+  if (past_caches) {
+    fence_stores();
   }
 }
 

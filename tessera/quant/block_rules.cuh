@@ -18,7 +18,7 @@ namespace tessera::quant {
 inline constexpr std::uint16_t kNanScale = 0x7fc0;
 inline constexpr std::uint16_t kSmallestScale = 0x0080;  // 2^-126: its inverse is finite
 
-constexpr int largest_code(int bits) { return (1 << (bits - 1)) - 1; }
+TESSERA_HOST_DEVICE constexpr int largest_code(int bits) { return (1 << (bits - 1)) - 1; }
 
 template <typename Value>
 struct ValueLimits;

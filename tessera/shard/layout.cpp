@@ -7,13 +7,14 @@
 
 namespace tessera::shard {
 
-Layout::Layout(std::int64_t numel, int num_ranks, DType dtype)
-    : numel_(numel), num_ranks_(num_ranks), dtype_(dtype) {
+Layout::Layout(std::int64_t numel, int num_ranks, DType dtype, StoredFormat format)
+    : numel_(numel), num_ranks_(num_ranks), dtype_(dtype), format_(format) {
   TESSERA_CHECK(numel >= 0, ConfigError, "shard layout: numel=", numel, " is negative");
   TESSERA_CHECK(num_ranks >= 1, ConfigError, "shard layout: num_ranks=", num_ranks,
                 "; at least one rank holds a parameter");
   const auto bytes = static_cast<std::int64_t>(bytes_of(dtype));
-  const auto granule = static_cast<std::int64_t>(kShardAlignment) / bytes;
+  const auto granule =
+      is_encoded() ? format.step() : static_cast<std::int64_t>(kShardAlignment) / bytes;
   // Whatever is rounded up below, the bytes of all pieces then still fit.
   const std::int64_t largest =
       std::numeric_limits<std::int64_t>::max() / bytes - num_ranks * granule;

@@ -23,11 +23,15 @@ Param::Param(int id, ParamSpec spec, int rank, int num_ranks, device::Device& de
              std::unique_ptr<FullTensor> tensor)
     : id_(id),
       spec_(std::move(spec)),
-      layout_(spec_.numel, num_ranks, spec_.dtype),
+      layout_(spec_.numel, num_ranks, spec_.dtype, spec_.format),
       range_(layout_.range(rank)),
       device_(device),
       tensor_(std::move(tensor)) {
   TESSERA_INVARIANT(tensor_ != nullptr, "parameter '", name(), "' has no tensor");
+  TESSERA_INVARIANT(
+      !layout_.is_encoded() || (!spec_.trainable && codec() != nullptr && host_codec() != nullptr),
+      "parameter '", name(), "' is stored as ", describe(layout_.format()),
+      ", and is trainable or has no codec");
   take_shard();
 }
 
@@ -42,6 +46,18 @@ void Param::take_shard() {
       .start_fill(shard_.data(), 0, layout_.shard_bytes(),
                   device_.stream(device::StreamKind::kCompute))
       .wait();
+}
+
+void Param::check_trainable(bool trainable) const {
+  TESSERA_CHECK(!trainable || !layout_.is_encoded(), ConfigError, "parameter '", name(),
+                "' is to be trained, and is stored as ", describe(layout_.format()),
+                ", which no update can change; leave it out of quant.frozen_names, or make it "
+                "trainable before its unit is made");
+}
+
+void Param::set_trainable(bool trainable) {
+  check_trainable(trainable);
+  spec_.trainable = trainable;
 }
 
 void Param::set_placement(const Placement& placement) {
@@ -80,10 +96,10 @@ void Param::move_to(Tier tier) {
 // been read cannot hold it up.
 device::Pending Param::start_read(std::int64_t begin, std::int64_t numel, std::byte* to) const {
   TESSERA_INVARIANT(
-      !is_on_nvme() && begin >= 0 && numel >= 0 && begin + numel <= layout_.shard_numel(),
-      "elements [", begin, ", +", numel, ") of the shard of parameter '", name(), "', which has ",
-      layout_.shard_numel(), " in ", to_string(tier()), " memory");
-  const std::size_t element = bytes_of(layout_.dtype());
+      !is_on_nvme() && begin >= 0 && numel >= 0 && begin + numel <= layout_.stored_numel(),
+      "words [", begin, ", +", numel, ") of the shard of parameter '", name(), "', which has ",
+      layout_.stored_numel(), " in ", to_string(tier()), " memory");
+  const std::size_t element = bytes_of(layout_.stored_dtype());
   const std::byte* const from = shard() + static_cast<std::size_t>(begin) * element;
   const std::size_t bytes = static_cast<std::size_t>(numel) * element;
   if (device_.is_discrete() && !is_on_host()) {

@@ -14,7 +14,8 @@
 //      for later cannot be read or changed by anybody else. It is one tensor for life: see
 //      [Note: identity].
 //  (3) In a group of one a shard in the device's memory is the full parameter: gathering attaches
-//      it, and moves nothing.
+//      it, and moves nothing; unless it is stored as blocks (stored_format.h), which a gather
+//      decodes. Such a parameter is frozen for good.
 //  (4) A shard carries the number of its last update and the work that completes it; whoever reads
 //      the shard orders itself behind that work.
 //  (5) Every illegal move is a StateError with the parameter's name and, where one is known, the
@@ -41,6 +42,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/comm/codec.h"
 #include "tessera/core/dtype.h"
 #include "tessera/core/placement.h"
 #include "tessera/device/device.h"
@@ -71,6 +73,13 @@ struct DeviceCopy {
   device::Pending made;               // by work of the device, which may not be handed over yet
 };
 
+// What encodes and decodes shards that are stored as blocks: in memory of the device, and of the
+// host.
+struct StoredCodecs {
+  std::shared_ptr<const comm::Codec> device;
+  std::shared_ptr<const comm::Codec> host;
+};
+
 struct ParamSpec {
   std::string name;  // unique in its table
   std::int64_t numel = 0;
@@ -80,11 +89,14 @@ struct ParamSpec {
   double weight_decay_scale = 1;
   bool dynamic = false;
   Placement placement;
+  StoredFormat format = {};
+  StoredCodecs codecs = {};  // of that format; null where it is elements
 };
 
 class Param {
  public:
-  // Takes zeroed shard memory from `device`, charged as Role::kShard.
+  // Takes zeroed shard memory from `device`, charged as Role::kShard. REQUIRES: what is stored as
+  // blocks is frozen, and there are codecs for it.
   Param(int id, ParamSpec spec, int rank, int num_ranks, device::Device& device,
         std::unique_ptr<FullTensor> tensor);
 
@@ -92,15 +104,21 @@ class Param {
   const std::string& name() const { return spec_.name; }
   const ParamSpec& spec() const { return spec_; }
   bool trainable() const { return spec_.trainable; }
-  // Between steps: whoever reduces or updates must be told.
-  void set_trainable(bool trainable) { spec_.trainable = trainable; }
+  // Between steps: whoever reduces or updates must be told. ConfigError for what is stored as
+  // blocks.
+  void set_trainable(bool trainable);
+  void check_trainable(bool trainable) const;
   // Used only by units that some ranks may skip; before the first use.
   bool dynamic() const { return spec_.dynamic; }
   void set_dynamic(bool dynamic) { spec_.dynamic = dynamic; }
   const Layout& layout() const { return layout_; }
-  ElementRange range() const { return range_; }  // of this rank
-  std::byte* shard() const { return shard_.data(); }
-  // Elements [begin, begin + numel) of a shard in memory, to the host's. From any thread. REQUIRES:
+  ElementRange range() const { return range_; }       // of this rank
+  std::byte* shard() const { return shard_.data(); }  // as it is stored
+  // Null where elements are stored.
+  const comm::Codec* codec() const { return spec_.codecs.device.get(); }
+  const comm::Codec* host_codec() const { return spec_.codecs.host.get(); }
+  // Words [begin, begin + numel) of a shard in memory (Layout::stored_dtype(): elements, unless it
+  // is stored as blocks), to the host's. From any thread. REQUIRES:
   // whoever changes the shard is ordered behind it.
   device::Pending start_read(std::int64_t begin, std::int64_t numel, std::byte* to) const;
   bool is_on_nvme() const { return tier() == Tier::kNvme; }
@@ -115,7 +133,11 @@ class Param {
   void set_tier(Tier tier);
   // The same with the bytes, between tiers in memory.
   void move_to(Tier tier);
-  bool shard_is_full() const { return layout_.num_ranks() == 1 && tier() == Tier::kDevice; }
+  bool shard_is_full() const {
+    return layout_.num_ranks() == 1 && tier() == Tier::kDevice && !layout_.is_encoded();
+  }
+  // Of memory that it is gathered to.
+  std::size_t gathered_bytes() const { return layout_.gathered_bytes(tier()); }
 
   ParamState state() const { return state_; }
   void* full() const { return full_; }  // null unless gathering or available

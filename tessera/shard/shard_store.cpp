@@ -37,12 +37,11 @@ ByteRange bytes_in(const Param& param, std::int64_t shard_offset, std::int64_t b
                    std::int64_t numel) {
   const Layout& layout = param.layout();
   TESSERA_INVARIANT(shard_offset >= 0 && begin % kShardStep == 0 && begin >= 0 && numel >= 0 &&
-                        begin + numel <= layout.shard_numel() &&
-                        (begin + numel == layout.shard_numel() || numel % kShardStep == 0),
-                    "elements [", begin, ", +", numel, ") of the shard of parameter '",
-                    param.name(), "', which has ", layout.shard_numel(), " and is at ",
-                    shard_offset);
-  const std::size_t element = bytes_of(layout.dtype());
+                        begin + numel <= layout.stored_numel() &&
+                        (begin + numel == layout.stored_numel() || numel % kShardStep == 0),
+                    "words [", begin, ", +", numel, ") of the shard of parameter '", param.name(),
+                    "', which has ", layout.stored_numel(), " and is at ", shard_offset);
+  const std::size_t element = bytes_of(layout.stored_dtype());
   return {static_cast<std::uint64_t>(shard_offset) + static_cast<std::uint64_t>(begin) * element,
           tier::whole_blocks(static_cast<std::size_t>(numel) * element)};
 }

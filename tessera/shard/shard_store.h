@@ -1,9 +1,10 @@
 // Parameter shards that live on NVMe: where each one is, and which of its writes are still under
 // way.
 //
-// Elements are addressed in the shard: [begin, begin + numel), where begin is a multiple of
-// kShardStep. A read or write covers whole blocks: memory must have room for numel rounded up to
-// kShardStep; what is behind the shard's end is padding.
+// Words are addressed in the shard: [begin, begin + numel), where begin is a multiple of
+// kShardStep. They are elements, or, where a shard is stored as blocks of integers, words of its
+// bytes: Layout::stored_dtype(). A read or write covers whole blocks: memory must have room for
+// numel rounded up to kShardStep; what is behind the shard's end is padding.
 //
 // Threads: every method may be called from any thread but add() and forget(), which are called
 // between steps.
@@ -20,7 +21,7 @@
 namespace tessera::shard {
 
 // A block of bf16: pieces that begin at its multiples are whole blocks in every type.
-inline constexpr std::int64_t kShardStep = 2048;  // elements
+inline constexpr std::int64_t kShardStep = 2048;  // words
 
 class ShardStore {
  public:
@@ -52,7 +53,7 @@ class ShardStore {
   std::map<int, std::vector<device::Pending>> writes_;  // guarded by mutex_
 };
 
-// Elements of this rank's shard, wherever it is, to memory of the host with room as above. `store`
+// Words of this rank's shard, wherever it is, to memory of the host with room as above. `store`
 // may be null where nothing is on NVMe. Blocks until writes of the shard that were started are
 // done. From any thread. REQUIRES: whoever changes the shard is ordered behind it.
 device::Pending start_read_shard(const Param& param, ShardStore* store, std::int64_t begin,

@@ -113,6 +113,46 @@ TEST(Manifest, IsTextThatPeopleRead) {
   EXPECT_EQ(text.substr(text.size() - 31), manifest_end(without_end(text)));
 }
 
+// 2048 elements, on two ranks: each has 1024 as int4 codes and 8 scales, 528 bytes.
+Manifest with_blocks() {
+  Manifest manifest;
+  manifest.num_ranks = 2;
+  manifest.files = {{"a", 600}, {"b", 528}};
+  StoredParam param{"w", {}, {32, 64}, {}, false, 0, {}};
+  param.tensors["value"] = {
+      DType::kBFloat16, 1, {{0, 72, 0, 1024, 2}, {1, 0, 1024, 1024, 3}}, {4, 128}, 1024};
+  manifest.params = {param};
+  return manifest;
+}
+
+TEST(Manifest, TensorsOfBlocksAreAnotherVersion) {
+  const Manifest manifest = with_blocks();
+  const std::string text = format(manifest);
+  EXPECT_NE(text.find("\"version\": 2,"), std::string::npos);
+  EXPECT_NE(text.find("\"value\": {\"dtype\": \"BF16\", \"blocks\": [4, 128, 1024], \"content\""),
+            std::string::npos);
+  EXPECT_EQ(parse_manifest(text, "m"), manifest);
+  const auto refused = [&](const std::string& from, const std::string& to) {
+    std::string changed = without_end(text);
+    changed.replace(changed.find(from), from.size(), to);
+    try {
+      parse_manifest(changed + manifest_end(changed), "m");
+    } catch (const CorruptError& error) {
+      return std::string(error.what());
+    }
+    return std::string("not refused");
+  };
+  EXPECT_REFUSED(refused("\"version\": 2", "\"version\": 1"), "key \"blocks\" in version 1");
+  EXPECT_REFUSED(refused("[4, 128, 1024]", "[5, 128, 1024]"), "bits (4 or 8)");
+  EXPECT_REFUSED(refused("[4, 128, 1024]", "[4, 128]"), "bits (4 or 8)");
+  EXPECT_REFUSED(refused("[4, 128, 1024]", "[4, 100, 1024]"), "multiple of 32");
+  EXPECT_REFUSED(refused("[4, 128, 1024]", "[4, 128, 1000]"), "a multiple of 1024");
+  EXPECT_REFUSED(refused("[4, 128, 1024]", "[8, 128, 1024]"), "do not lie in file");
+  EXPECT_REFUSED(refused("[4, 128, 1024]", "[4, 128, 9223372036854774784]"), "a multiple of 1024");
+  EXPECT_REFUSED(refused("[4, 128, 1024]", "[4, 64, 512]"), "are no blocks of a fragment of 512");
+  EXPECT_REFUSED(refused("\"BF16\"", "\"U8\""), "only F32, BF16 and F16");
+}
+
 TEST(Manifest, TheExampleOfTheDocumentIsOne) {
   const std::string document =
       read_whole(std::filesystem::path(TESSERA_SOURCE_DIR) / "docs/formats.md");
@@ -180,9 +220,9 @@ TEST(Manifest, ThatWasEditedSaysSo) {
 
 TEST(Manifest, OfAnotherVersionNamesBothWhateverElseItHolds) {
   std::string text = format(some_manifest());
-  text.replace(text.find("\"version\": 1"), 12, "\"version\": 2, \"planets\": [[null]]");
+  text.replace(text.find("\"version\": 1"), 12, "\"version\": 3, \"planets\": [[null]]");
   EXPECT_EQ(manifest_refusal(text),
-            "a checkpoint of version 2; this Tessera reads version 1; use a newer one");
+            "a checkpoint of version 3; this Tessera reads versions 1 to 2; use a newer one");
   EXPECT_REFUSED(refused_change("\"version\": 1", "\"version\": 0"), "there is none before it");
   EXPECT_REFUSED(refused_change("\"tessera checkpoint\"", "\"other\""),
                  "format is \"other\", not \"tessera checkpoint\"");

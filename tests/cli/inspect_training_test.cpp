@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "cli/inspect.h"
+#include "cli/inspect_mesh.h"
 #include "models/gpt.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/runtime.h"
@@ -26,6 +27,7 @@ struct Case {
   std::int64_t freeze = 0;
   bool recompute = false;
   bool tie_head = false;
+  bool adapters = false;  // over a frozen base
   std::vector<std::pair<std::string, std::string>> options = {};
   friend void PrintTo(const Case& each, std::ostream* out) { *out << each.name; }
 };
@@ -38,6 +40,9 @@ models::GptOptions model_of(const Case& each) {
   model.freeze = each.freeze;
   model.recompute = each.recompute;
   model.tie_head = each.tie_head;
+  model.adapter_rank = each.adapters ? 4 : 0;
+  model.adapter_alpha = 8;
+  model.freeze_base = each.adapters;
   return model;
 }
 
@@ -48,6 +53,7 @@ StepPlanInput input_of(const Case& each) {
   flags.freeze = std::to_string(each.freeze);
   flags.recompute = each.recompute;
   flags.tie_head = each.tie_head;
+  flags.adapters = each.adapters ? "4" : "";
   flags.accumulate = std::to_string(each.accumulate);
   for (const auto& [name, value] : each.options) {
     flags.config.settings.push_back(name + "=" + value);
@@ -80,6 +86,16 @@ std::vector<Case> cases() {
        .recompute = true,
        .tie_head = true,
        .options = {{"live.limit_bytes", "110KiB"}}},
+      {.name = "Adapters",
+       .adapters = true,
+       .options = {{"live.limit_bytes", "120KiB"}, {"persist.param_bytes", "0"}}},
+      {.name = "AdaptersOfTheLastBlocks",
+       .ranks = 3,
+       .accumulate = 2,
+       .freeze = 2,
+       .recompute = true,
+       .adapters = true,
+       .options = {{"live.limit_bytes", "120KiB"}}},
       {.name = "Accumulated",
        .accumulate = 3,
        .options = {{"live.limit_bytes", "110KiB"}, {"persist.param_bytes", "1KiB"}}},
@@ -138,6 +154,71 @@ TEST_P(Foretold, TheEngineTakesTheMemoryThatWasPlanned) {
     EXPECT_EQ(shard_bytes, plan.shard_bytes);
   });
 }
+
+// Two hosts of two ranks; backward gathers again.
+std::vector<Case> cases_of_modes() {
+  const std::vector<std::pair<std::string, std::vector<std::pair<std::string, std::string>>>>
+      modes = {
+          {"Plain", {}},
+          {"Hierarchical", {{"shard.hierarchical_gather", "true"}}},
+          {"Mics", {{"shard.group_size", "2"}}},
+          {"Hpz", {{"shard.secondary_group_size", "2"}}},
+          {"HierarchicalHpz",
+           {{"shard.hierarchical_gather", "true"}, {"shard.secondary_group_size", "2"}}},
+      };
+  std::vector<Case> all;
+  for (const auto& [name, options] : modes) {
+    Case each{.name = name, .ranks = 4, .options = options};
+    each.options.insert(each.options.end(), {{"comm.ranks_per_host", "2"},
+                                             {"live.limit_bytes", "110KiB"},
+                                             {"persist.param_bytes", "1KiB"}});
+    all.push_back(each);
+    each.name += "AccumulatedFrozen";
+    each.accumulate = 3;
+    each.freeze = 2;
+    each.tie_head = true;
+    all.push_back(each);
+  }
+  return all;
+}
+
+class ForetoldBytes : public ::testing::TestWithParam<Case> {};
+
+TEST_P(ForetoldBytes, AreThoseThatRanksCountPerLink) {
+  const Case& each = GetParam();
+  RunSettings settings;
+  settings.model = model_of(each);
+  settings.ranks = each.ranks;
+  settings.accumulate = each.accumulate;
+  settings.batch = 24;
+  settings.steps = 4;
+  settings.data = "random";
+  settings.options = each.options;
+  settings.options.emplace_back("batch.accumulate", std::to_string(each.accumulate));
+  const RunOutcome run = testing::train(settings);
+  const StepPlanInput input = input_of(each);
+  const planner::MeshChoice own = compare_meshes(input, plan_step(input), std::nullopt).own;
+  EXPECT_EQ(own.modes.secondary_size > 1, own.bytes.secondary_gathers.sum() > 0);
+  constexpr std::int64_t kSmall = 4096;  // norms and what ranks agree on
+  for (const std::size_t i : {2U, 3U}) {
+    const EngineStats& stats = run.stats.at(i);
+    EXPECT_EQ(static_cast<std::int64_t>(stats.gathered_wire_bytes),
+              own.bytes.gathers.sum() + own.bytes.secondary_gathers.sum())
+        << "step " << i;
+    EXPECT_EQ(static_cast<std::int64_t>(stats.reduced_wire_bytes),
+              own.bytes.reduce_scatters.sum() + own.bytes.replica_sums.sum())
+        << "step " << i;
+    const auto inside = static_cast<std::int64_t>(stats.sent_inside_bytes);
+    const auto across = static_cast<std::int64_t>(stats.sent_across_bytes);
+    EXPECT_GE(inside, own.bytes.rank().inside) << "step " << i;
+    EXPECT_LE(inside, own.bytes.rank().inside + kSmall) << "step " << i;
+    EXPECT_GE(across, own.bytes.rank().across) << "step " << i;
+    EXPECT_LE(across, own.bytes.rank().across + kSmall) << "step " << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Inspect, ForetoldBytes, ::testing::ValuesIn(cases_of_modes()),
+                         [](const auto& info) { return info.param.name; });
 
 // On the late double, which is a CPU with memory of its own: what lives in host memory is gathered
 // in a group of one, too.

@@ -24,10 +24,9 @@ struct CodedTensor {
 };
 // Empty, small ones that travel together, and larger than what is packed.
 const std::vector<CodedTensor> kCodedTensors = {
-    {0, DType::kFloat32, 1},   {1, DType::kBFloat16, 1},     {17, DType::kFloat32, 3},
-    {33, DType::kFloat32, 0},  {2049, DType::kFloat16, 2},   {60001, DType::kFloat32, 1},
-    {40003, DType::kInt64, 0}, {60001, DType::kBFloat16, 2}, {20011, DType::kBFloat16, 1},
-};
+    {0, DType::kFloat32, 1},  {1, DType::kBFloat16, 1},    {17, DType::kFloat32, 3},
+    {33, DType::kFloat32, 0}, {1049, DType::kFloat16, 2},  {53003, DType::kFloat32, 1},
+    {9001, DType::kInt64, 0}, {27003, DType::kBFloat16, 2}};
 
 // The wires of this rank and room for what they decode to.
 class Wires {
@@ -84,25 +83,23 @@ class Wires {
 };
 
 TEST_P(MemoryContract, AGatherOfWiresBringsWhatTheyDecodeToAndSendsNoMore) {
-  run_each(ranks_up_to(kMostCodedRanks), [&](ContractRank& here) {
+  run_each({least_ranks(), 3}, [&](ContractRank& here) {
     const PlainCodec codec(&here.device);
     const auto peers = static_cast<std::uint64_t>(here.group.size() - 1);
-    for (const bool has_stream : {false, true}) {
-      CallOptions options;
-      options.stream = has_stream ? &here.device.stream(device::StreamKind::kGather) : nullptr;
-      Wires together(here, codec);
-      std::uint64_t before = here.group.wire_bytes().payload;
-      here.group.start_all_gather(together.gathers(), options).wait();
-      EXPECT_EQ(here.group.wire_bytes().payload - before, peers * together.sent_bytes());
-      together.expect_decoded();
-      Wires apart(here, codec);
-      before = here.group.wire_bytes().payload;
-      const std::vector<Pending> each = here.group.start_all_gathers(apart.gathers(), options);
-      EXPECT_EQ(here.group.wire_bytes().payload - before, peers * apart.sent_bytes());
-      for (std::size_t i = each.size(); i-- > 0;) {
-        each[i].wait();
-        apart.expect_decoded(i);
-      }
+    CallOptions options;
+    options.stream = &here.device.stream(device::StreamKind::kGather);
+    Wires together(here, codec);
+    std::uint64_t before = here.group.wire_bytes().payload;
+    here.group.start_all_gather(together.gathers(), options).wait();
+    EXPECT_EQ(here.group.wire_bytes().payload - before, peers * together.sent_bytes());
+    together.expect_decoded();
+    Wires apart(here, codec);
+    before = here.group.wire_bytes().payload;
+    const std::vector<Pending> each = here.group.start_all_gathers(apart.gathers());
+    EXPECT_EQ(here.group.wire_bytes().payload - before, peers * apart.sent_bytes());
+    for (std::size_t i = each.size(); i-- > 0;) {
+      each[i].wait();
+      apart.expect_decoded(i);
     }
   });
 }
@@ -111,7 +108,7 @@ TEST_P(MemoryContract, AGatherOfWiresToSomeIsDecodedThere) {
   run(3, [&](ContractRank& here) {
     const PlainCodec codec(&here.device);
     for (const std::array<std::uint8_t, 3>& wants :
-         {std::array<std::uint8_t, 3>{0, 1, 0}, {1, 0, 1}, {1, 1, 1}, {0, 0, 0}}) {
+         {std::array<std::uint8_t, 3>{0, 1, 0}, {1, 0, 1}, {0, 0, 0}}) {
       Wires gathered(here, codec);
       const auto rank = static_cast<std::size_t>(here.group.rank());
       std::uint64_t num_receivers = 0;
@@ -167,13 +164,13 @@ TEST_P(MemoryContract, AnEncodedReduceScatterIsTheSumOfWhatIsDecodedInRankOrder)
                                             {DType::kBFloat16, DType::kFloat32},
                                             {DType::kBFloat16, DType::kBFloat16},
                                             {DType::kFloat16, DType::kFloat32}};
-  run_each(ranks_up_to(kMostCodedRanks), [&](ContractRank& here) {
+  run_each({least_ranks(), kMostCodedRanks}, [&](ContractRank& here) {
     const PlainCodec codec(&here.device);
     const auto rank = static_cast<std::size_t>(here.group.rank());
     const auto num = static_cast<std::size_t>(here.group.size());
     CallOptions options;
     options.codec = &codec;
-    for (const std::size_t numel : {0U, 1U, 17U, 2049U, 60001U}) {
+    for (const std::size_t numel : {0U, 1U, 17U, 2049U, 20011U}) {
       for (const auto& [dtype, out_dtype] : dtypes) {
         const Memory input =
             here.upload(reference::array(numel, here.group.rank(), 0, numel * num, dtype));

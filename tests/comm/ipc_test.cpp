@@ -5,9 +5,12 @@
 #include <stdlib.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <future>
 #include <memory>
+#include <optional>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -375,6 +378,98 @@ TEST_P(IpcContract, ARankThatIsKilledWhileStreamsWaitForItBlocksNoStream) {
   }));
 }
 
+// --- Memory that is freed while streams wait: see [Note: what a stream may wait for].
+
+// A rank's own thread is held up before it has handed its part to its GPU. Until then no stream of
+// the others waits for it, so what waits for all of theirs comes to an end.
+TEST(CudaIpcHeldUp, FreeingMemoryWaitsForNothingThatARankMustStillEnqueue) {
+  if (!is_true_in_a_fork([] { return device::num_cuda_devices() > 0; })) {
+    GTEST_SKIP() << "no GPU: " << device::cuda_description();
+  }
+  const RankLatch has_freed(1);
+  const auto hold = [&has_freed, num = 0](int rank, RoundPhase now) mutable {
+    if (rank == 1 && now == RoundPhase::kPosted && ++num == 2) {
+      has_freed.wait();
+    }
+  };
+  for (const auto& failure :
+       run_world(ipc_world("HeldUp", Role::kGradient, hold), 2, [&](ContractRank& here) {
+         const Memory data =
+             here.upload(reference::array(1, here.group.rank(), 0, 999, DType::kInt64));
+         here.group.start_barrier().wait();
+         const Pending call = here.group.start_all_reduce(data.data(), 999, DType::kInt64);
+         for (int i = 0; i < 100 && here.group.rank() == 0; ++i) {
+           here.device.allocate(Tier::kDevice, 1000, Role::kOther).reset();
+           delay_at_random(0, 2000);
+         }
+         if (here.group.rank() == 0) {
+           EXPECT_FALSE(call.done());
+           has_freed.count_down();
+         }
+         call.wait();
+       })) {
+    EXPECT_EQ(text_of(failure), "");
+  }
+}
+
+// Its peers stand in a call into CUDA that waits for their streams and blocks all other calls.
+TEST_P(IpcContract, ARankThatIsKilledWhileOthersFreeMemoryBlocksNobody) {
+  const RankLatch others_wait(2);
+  expect_ended(run_collecting(3, [&](ContractRank& here) {
+    constexpr std::int64_t kNumel = 100'000;
+    const Memory data =
+        here.upload(reference::array(1, here.group.rank(), 0, kNumel, DType::kFloat32));
+    Memory freed = here.device.allocate(Tier::kDevice, 1000, Role::kOther);
+    here.group.start_barrier().wait();
+    device::Stream& stream = here.device.stream(StreamKind::kGather);
+    std::optional<Gate> gate;
+    if (here.group.rank() == kVictim) {
+      gate.emplace(stream);
+    }
+    CallOptions options;
+    options.stream = &stream;
+    const Pending call =
+        here.group.start_all_reduce(data.data(), kNumel, DType::kFloat32, Reduction::kSum, options);
+    here.device.stream(StreamKind::kWrite).wait(call);  // all have started it
+    if (here.group.rank() == kVictim) {
+      others_wait.wait();
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));  // as long as it takes to free
+      raise(SIGKILL);
+    }
+    others_wait.count_down();
+    freed.reset();
+    call.wait();
+  }));
+}
+
+// In the middle of gathers that are on their way; what was allocated before is freed as the
+// exception goes, and nobody has been told.
+TEST_P(IpcContract, ARankThatRunsOutOfMemoryBetweenGathersEndsAllRanksWithItsName) {
+  const auto failures = run_collecting(3, [](ContractRank& here) {
+    constexpr std::int64_t kNumel = 100'000;
+    const Memory shard =
+        here.upload(reference::array(1, here.group.rank(), 0, kNumel, DType::kFloat32));
+    std::vector<Memory> full;
+    std::vector<Pending> calls;
+    device::Stream& stream = here.device.stream(StreamKind::kGather);
+    CallOptions options;
+    options.stream = &stream;
+    for (int i = 0; i < 40; ++i) {
+      const bool is_out = here.group.rank() == kVictim && i == 20;
+      full.push_back(here.device.allocate(
+          Tier::kDevice, is_out ? std::size_t{1} << 60 : shard.bytes() * 3, Role::kOther));
+      const Gather gather{shard.data(), full.back().data(), kNumel, DType::kFloat32};
+      calls.push_back(here.group.start_all_gather({&gather, 1}, options));
+      here.device.stream(StreamKind::kCompute).wait(calls.back());
+    }
+    Pending::all(calls).wait();
+  });
+  for (std::size_t rank = 0; rank < failures.size(); ++rank) {
+    ASSERT_TRUE(failures[rank]) << "rank " << rank;
+    EXPECT_HAS(text_of(failures[rank]), rank == kVictim ? "asked for" : "rank 1");
+  }
+}
+
 // See [Note: streams that share a connection].
 TEST_P(IpcContract, IsRefusedOnEveryRankWhereStreamsWouldShareConnections) {
   constexpr const char* kVariable = "CUDA_DEVICE_MAX_CONNECTIONS";
@@ -390,6 +485,7 @@ TEST_P(IpcContract, IsRefusedOnEveryRankWhereStreamsWouldShareConnections) {
 }
 
 TEST_P(IpcContract, AnAbortEndsCallsOnEveryRankWithItsReason) {
+  const RankLatch is_handed_over(1);  // by the rank whose stream stands still
   const RankLatch is_aborted(1);
   for (const auto& failure : run_collecting(2, [&](ContractRank& here) {
          constexpr std::int64_t kNumel = 100'000;
@@ -407,9 +503,11 @@ TEST_P(IpcContract, AnAbortEndsCallsOnEveryRankWithItsReason) {
                                                           Reduction::kSum, options);
          here.device.stream(StreamKind::kWrite).wait(call);  // all have started it
          if (here.group.rank() == 0) {
+           is_handed_over.wait();
            IpcNetwork::last_made->abort("enough of it");
            is_aborted.count_down();
          } else {
+           is_handed_over.count_down();
            is_aborted.wait();
            gate->open();
          }

@@ -6,6 +6,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/device/host_memory.h"
+#include "testing/plain_codec.h"
 #include "tests/comm/contract.h"
 #include "tests/comm/reference.h"
 
@@ -111,6 +112,23 @@ TEST_P(StagedContract, StagingIsPinnedAndWhatAPlanCounts) {
     const std::size_t shards[] = {kShard, 4000, 2000};
     expect_taken(all_gather_staging_bytes(shards, below, 2, kCopied),
                  [&] { return here.group.start_all_gather(gathers); });
+    const PlainCodec codec(&here.device);
+    const std::size_t wire = codec.wire_bytes(kOrderNumel);
+    const Gather coded[] = {{shard.data(), all.data(), kOrderNumel, DType::kFloat32, "", &codec},
+                            {shard.data(), other.data(), 2000, DType::kFloat32, "", &codec, 2},
+                            {shard.data(), other.data() + 40000, 500, DType::kFloat32}};
+    // Wires that travel together take their place in the pack, and nothing else.
+    const GatherPiece pieces[] = {{wire, true}, {2 * codec.wire_bytes(2000), true}, {2000}};
+    EXPECT_EQ(all_gather_staging_bytes(pieces, below, 2, kCopied),
+              staging_room(2 * (wire + 5024 + 2000)));
+    expect_taken(all_gather_staging_bytes(pieces, below, 2, kCopied),
+                 [&] { return here.group.start_all_gather(coded); });
+    expect_taken(encoded_reduce_scatter_staging_bytes(wire, 2), [&] {
+      CallOptions options;
+      options.codec = &codec;
+      return here.group.start_reduce_scatter(all.data(), shard.data(), kOrderNumel, DType::kFloat32,
+                                             DType::kFloat32, options);
+    });
     const std::uint8_t wants[] = {1, 0};
     const bool copies = here.group.backend_name() == "gloo";
     expect_taken(

@@ -123,6 +123,46 @@ TEST_P(StagingTest, SizesAreWhatAGroupTakes) {
   }
 }
 
+TEST_P(StagingTest, SizesOfEncodedCallsAreTheirWires) {
+  for (const int num_ranks : {2, 3}) {
+    const auto num = static_cast<std::size_t>(num_ranks);
+    const PlainCodec codec;
+    constexpr std::int64_t kNumel = 60001;  // by itself
+    const std::size_t wire = codec.wire_bytes(kNumel);
+    const auto gather_with = [&](Group& group, bool receives) {
+      const Bytes shard(wire);
+      Bytes full(static_cast<std::size_t>(kNumel) * 2 * num);
+      const Gather gather{shard.data(), full.data(), kNumel, DType::kBFloat16, "", &codec};
+      std::vector<std::uint8_t> wants(num, 1);
+      wants[0] = receives ? 1 : 0;
+      group.start_gather_to({&gather, 1}, wants).wait();
+    };
+    const GatherPiece piece{wire, true};
+    EXPECT_EQ(all_gather_staging_bytes({&piece, 1}, 65536, num_ranks), staging_room(num * wire));
+    EXPECT_EQ(all_gather_staging_bytes({&piece, 1}, 65536, num_ranks, CallMemory::kShared),
+              staging_room(num * wire));
+    EXPECT_EQ(all_gather_staging_bytes({&piece, 1}, 65536, 1), 0U);
+    expect_taken(num_ranks, staging_room(num * wire),
+                 [&](Group& group) { gather_with(group, true); });
+    run(num_ranks, [&](ContractRank& here) {
+      gather_with(here.group, false);
+      const GatherToStaging to_others{num_ranks, num_ranks - 1, here.group.rank() > 0, false};
+      EXPECT_EQ(gather_to_staging_bytes({&piece, 1}, 65536, to_others), peak_bytes(here));
+      EXPECT_EQ(peak_bytes(here), here.group.rank() > 0 ? staging_room(num * wire) : 0U);
+    });
+    expect_taken(num_ranks, 2 * staging_room(num * wire), [&](Group& group) {
+      const std::vector<float> input(static_cast<std::size_t>(kNumel) * num);
+      std::vector<float> output(static_cast<std::size_t>(kNumel));
+      CallOptions options;
+      options.codec = &codec;
+      group
+          .start_reduce_scatter(input.data(), output.data(), kNumel, DType::kFloat32,
+                                DType::kFloat32, options)
+          .wait();
+    });
+  }
+}
+
 struct GatherCase {
   std::vector<std::size_t> shard_bytes;
   std::size_t piece_bytes;  // of the pack

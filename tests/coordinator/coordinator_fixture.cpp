@@ -164,11 +164,12 @@ void NvmeSide::update(const Update& update) {
 CoordinatorFixture::CoordinatorFixture(Group& group, const Model& model,
                                        const CoordinatorOptions& options, DeviceChoice choice,
                                        const Clock* clock, const GatherPhases& phases,
-                                       Group* secondary)
+                                       Group* secondary, bool is_quantised)
     : RankFixture(group.rank(), group.size(), choice),
       group_(group),
       model_(model),
-      options_(options) {
+      options_(options),
+      is_quantised_(is_quantised) {
   for (std::size_t i = 0; i < model_.numels.size(); ++i) {
     Param& param = add_param(model_.numels[i],
                              model_.nvme.has(static_cast<int>(i)) ? Tier::kNvme : Tier::kDevice);
@@ -186,7 +187,8 @@ CoordinatorFixture::CoordinatorFixture(Group& group, const Model& model,
                                                      phases,
                                                      nullptr,
                                                      {},
-                                                     secondary},
+                                                     secondary,
+                                                     is_quantised ? &codec_ : nullptr},
                                     options);
   for (std::size_t i = 0; i < model_.units.size(); ++i) {
     UnitTraits traits;
@@ -258,11 +260,35 @@ void CoordinatorFixture::expect_right_values(UnitId unit) const {
     const float* data = shown(id);
     const Param& param = params()[id];
     ASSERT_EQ(param.state(), shard::ParamState::kAvailable) << param.name();
-    for (std::int64_t i = 0; i < param.layout().padded_numel(); ++i) {
-      ASSERT_EQ(data[i], i < param.layout().numel() ? value(id, i, version_) : 0.0F)
-          << param.name() << " element " << i << " rank " << rank();
+    std::vector<float> expected = exact_values(id);
+    const auto shard_numel = static_cast<std::ptrdiff_t>(param.layout().shard_numel());
+    if (is_quantised_ && group_.size() > 1 && shard_numel > 0) {  // each shard by itself
+      for (auto shard = expected.begin(); shard != expected.end(); shard += shard_numel) {
+        const std::vector<float> decoded =
+            comm::through_plain_codec(std::vector<float>(shard, shard + shard_numel));
+        std::copy(decoded.begin(), decoded.end(), shard);
+      }
+    }
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      ASSERT_EQ(data[i], expected[i]) << param.name() << " element " << i << " rank " << rank();
     }
   }
+}
+
+void CoordinatorFixture::expect_exact_values(int id) const {
+  const std::vector<float> expected = exact_values(id);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_EQ(shown(id)[i], expected[i]) << "p" << id << " element " << i << " rank " << rank();
+  }
+}
+
+std::vector<float> CoordinatorFixture::exact_values(int id) const {
+  const shard::Layout& layout = params()[id].layout();
+  std::vector<float> values(static_cast<std::size_t>(layout.padded_numel()));
+  for (std::int64_t i = 0; i < layout.numel(); ++i) {
+    values[static_cast<std::size_t>(i)] = value(id, i, version_);
+  }
+  return values;
 }
 
 void CoordinatorFixture::end(UnitId unit, Phase phase) {

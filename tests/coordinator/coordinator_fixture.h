@@ -27,6 +27,7 @@
 #include "tessera/core/option_table.h"
 #include "tessera/tier/store.h"
 #include "testing/held_store.h"
+#include "testing/plain_codec.h"
 #include "testing/thread_backend.h"
 #include "tests/support/rank_fixture.h"
 
@@ -128,7 +129,8 @@ class CoordinatorFixture : public support::RankFixture {
  public:
   CoordinatorFixture(Group& group, const Model& model, const CoordinatorOptions& options,
                      DeviceChoice choice = DeviceChoice::kCpu, const Clock* clock = nullptr,
-                     const GatherPhases& phases = {}, Group* secondary = nullptr);
+                     const GatherPhases& phases = {}, Group* secondary = nullptr,
+                     bool is_quantised = false);
   // The last update reads and writes memory that goes with this object.
   ~CoordinatorFixture();
 
@@ -146,6 +148,8 @@ class CoordinatorFixture : public support::RankFixture {
   // Compares the unit's parameters, then ends the use.
   void end(UnitId unit, Phase phase);
   void expect_right_values(UnitId unit) const;
+  // What a hold shows: never quantised.
+  void expect_exact_values(int param) const;
   // Uses that end before the next begins.
   void run(const std::vector<UnitId>& units, Phase phase = Phase::kForward);
   // Forward: units in order. Backward: the reverse.
@@ -171,11 +175,15 @@ class CoordinatorFixture : public support::RankFixture {
 
  private:
   static float value(int param, std::int64_t element, int version);
+  // Of all ranks' shards, padding included.
+  std::vector<float> exact_values(int param) const;
   TierOptions tier_options() const;
 
   Group& group_;
   const Model model_;
   const CoordinatorOptions options_;
+  const comm::PlainCodec codec_{&device()};  // where gathers are quantised
+  const bool is_quantised_;
   std::vector<std::vector<float>> sources_;  // what updates are copied from
   int version_ = 0;
   std::unique_ptr<NvmeSide> nvme_;  // outlives the coordinator

@@ -83,9 +83,10 @@ TEST(Config, AValueIsShownWithWhereItCameFrom) {
 }
 
 TEST(Config, OnlyWhatSomebodyGaveAndNothingReadsIsUnread) {
-  auto config = Config::from_json(R"({"quant": {"weights": true, "gradients": false}, "seed": 7})",
-                                  "run.json");
-  EXPECT_EQ(config.unread(), std::vector<std::string>{"quant.weights (run.json: quant.weights)"});
+  auto config = Config::from_json(
+      R"({"quant": {"error_beta": 0.5, "frozen_weights": false}, "seed": 7})", "run.json");
+  EXPECT_EQ(config.unread(),
+            std::vector<std::string>{"quant.error_beta (run.json: quant.error_beta)"});
   EXPECT_TRUE(Config::from_json(R"({"zero_optimization": {"stage": 3}})", "d").unread().empty());
 }
 
@@ -193,6 +194,15 @@ TEST(Config, OptionsThatContradictEachOtherAreRejectedByCheck) {
   EXPECT_EQ(failure(R"({"shard": {"group_size": 2, "secondary_group_size": 2}})"),
             "shard.group_size = 2 and shard.secondary_group_size = 2 exclude each other; set one "
             "of them");
+  EXPECT_EQ(
+      failure(R"({"quant": {"frozen_bits": 5}})"),
+      "quant.frozen_bits = 5 (run.json): integers have 4 or 8 bits; 0 keeps frozen parameters "
+      "as they are");
+  EXPECT_EQ(failure(R"({"quant": {"frozen_names": ["a.*"]}})"),
+            "quant.frozen_names is given, and quant.frozen_bits = 0; set that to 4 or 8");
+  EXPECT_EQ(failure(R"({"quant": {"block_numel": 100}})"),
+            "quant.block_numel = 100 (run.json) is not a multiple of 32; take one, the default is "
+            "128");
   EXPECT_EQ(failure(R"({"quant": {"error_feedback": true}})"),
             "quant.error_feedback = true needs quant.gradients = true");
   EXPECT_EQ(failure(R"({"loss_scale": {"min": 8, "initial": 4}})"),

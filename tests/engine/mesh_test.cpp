@@ -393,6 +393,8 @@ TEST(SecondaryShardTraining, ChangeNoBitInHostMemoryWhereTheDeviceHasNoRoom) {
                 roomy.stats.back().gathers.secondary_bytes);
       EXPECT_GT(run.stats.back().gathers.brought_bytes, roomy.stats.back().gathers.brought_bytes);
       EXPECT_LE(run.stats.back().h2d_bytes, static_cast<std::uint64_t>(run.placement->link.h2d));
+      EXPECT_LE(run.stats.back().d2h_bytes, static_cast<std::uint64_t>(run.placement->link.d2h));
+      EXPECT_GT(run.stats.back().gathers.kept_bytes, 0U);
       EXPECT_LE(run.placement->device_memory_bytes(), budget);
       expect_planned_shards(run);
     }

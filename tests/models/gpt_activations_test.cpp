@@ -74,6 +74,12 @@ GptOptions odd_options() {
   return options;
 }
 
+void add_adapters(GptOptions& options) {
+  options.adapter_rank = 10;
+  options.adapter_alpha = 20;
+  options.freeze_base = true;
+}
+
 struct Case {
   const char* name;
   void (*change)(GptOptions&);
@@ -112,6 +118,36 @@ const std::vector<Case> kCases = {
        options.vocabulary = 23;
      }},
     {"tied", [](GptOptions& options) { options.tie_head = true; }},
+    {"adapters", [](GptOptions& options) { add_adapters(options); }},
+    {"adapters, narrow head",
+     [](GptOptions& options) {
+       add_adapters(options);
+       options.vocabulary = 23;
+     }},
+    {"adapters, trained base",
+     [](GptOptions& options) {
+       add_adapters(options);
+       options.freeze_base = false;
+       options.vocabulary = 23;
+     }},
+    {"adapters of the last blocks",
+     [](GptOptions& options) {
+       add_adapters(options);
+       options.freeze = 1;
+       options.vocabulary = 23;
+     }},
+    {"adapters, recomputed",
+     [](GptOptions& options) {
+       add_adapters(options);
+       options.recompute = true;
+       options.freeze = 1;
+       options.vocabulary = 23;
+     }},
+    {"adapters, in chunks",
+     [](GptOptions& options) {
+       add_adapters(options);
+       options.loss_chunk = 32;
+     }},
 };
 
 void expect_as_predicted(const Case& each, double tolerance) {

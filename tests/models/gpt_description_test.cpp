@@ -37,7 +37,10 @@ TEST(GptDescription, ComesBackAsItWas) {
       options.dtype = dtype;
       options.tie_head = yes;
       options.gelu_tanh = !yes;
+      options.adapter_rank = yes ? 4 : 0;
+      options.adapter_alpha = yes ? 0.1 : 0;  // no sum of powers of two
       Description description = describe(options);
+      EXPECT_EQ(description.contains("model.adapter_rank"), yes);
       description["data.sources"] = "demo";  // not its own
       const GptOptions found = gpt_from_description(description, "run/save");
       EXPECT_EQ(describe(found), describe(options));
@@ -45,6 +48,8 @@ TEST(GptDescription, ComesBackAsItWas) {
       EXPECT_EQ(found.tie_head, options.tie_head);
       EXPECT_EQ(found.gelu_tanh, options.gelu_tanh);
       EXPECT_EQ(found.dtype, options.dtype);
+      EXPECT_EQ(found.adapter_rank, options.adapter_rank);
+      EXPECT_EQ(found.adapter_alpha, options.adapter_alpha);
     }
   }
 }
@@ -62,6 +67,13 @@ TEST(GptDescription, NamesEveryKeyThatIsMissingOrOdd) {
   EXPECT_HAS(refusal([](Description& d) { d["model.layers"] = "99999999999999999999"; }),
              "model.layers is \"99999999999999999999\"");
   EXPECT_HAS(refusal([](Description& d) { d["model.dtype"] = "int64"; }), "model.dtype is");
+  EXPECT_HAS(refusal([](Description& d) { d["model.adapter_rank"] = "0"; }),
+             "model.adapter_rank is \"0\", model.adapter_alpha is missing");
+  EXPECT_HAS(refusal([](Description& d) {
+               d["model.adapter_rank"] = "2";
+               d["model.adapter_alpha"] = "much";
+             }),
+             "model.adapter_alpha is \"much\"");
   EXPECT_HAS(refusal([](Description& d) { d["model.gelu"] = ""; }), "model.gelu is \"\"");
   EXPECT_HAS(refusal([](Description& d) { d.clear(); }), "model.width is missing");
 }

@@ -48,6 +48,11 @@ TEST(GptShape, IsThatOfTheModel) {
   options.layers = 3;
   options.vocabulary = 129;
   expect_shape_of_model(options);
+  options.adapter_rank = 5;
+  options.adapter_alpha = 10;
+  expect_shape_of_model(options);
+  options.freeze_base = true;
+  expect_shape_of_model(options);
 }
 
 TEST(GptShape, AddsUpToTheClosedFormsOfEveryPreset) {

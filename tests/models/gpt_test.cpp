@@ -114,7 +114,15 @@ class Formula {
 
  private:
   at::Tensor linear(const at::Tensor& x, const std::string& name) const {
-    return at::matmul(x, params_.at(name + ".weight").t()) + params_.at(name + ".bias");
+    const at::Tensor y =
+        at::matmul(x, params_.at(name + ".weight").t()) + params_.at(name + ".bias");
+    if (options_.adapter_rank == 0) {
+      return y;
+    }
+    const double scale = options_.adapter_alpha / static_cast<double>(options_.adapter_rank);
+    return y + at::matmul(at::matmul(x, params_.at(name + ".adapter_a").t()),
+                          params_.at(name + ".adapter_b").t()) *
+                   scale;
   }
   at::Tensor gelu(const at::Tensor& x) const {
     if (options_.gelu_tanh) {
@@ -188,6 +196,13 @@ TEST(Gpt, LossAndGradientsFollowTheFormula) { expect_formula(gpt_preset("micro")
 TEST(Gpt, WithTheTanhGeluLossAndGradientsFollowItsFormula) {
   GptOptions options = gpt_preset("micro");
   options.gelu_tanh = true;
+  expect_formula(options);
+}
+
+TEST(Gpt, WithAdaptersLossAndGradientsFollowTheFormula) {
+  GptOptions options = gpt_preset("micro");
+  options.adapter_rank = 3;
+  options.adapter_alpha = 5;
   expect_formula(options);
 }
 
@@ -416,6 +431,8 @@ TEST(GptSize, EqualsTheBuiltModel) {
       GptOptions options = gpt_preset("micro");
       std::tie(options.vocabulary, options.sequence) = shape;
       options.tie_head = tie_head;
+      options.adapter_rank = tie_head ? 3 : 0;
+      options.adapter_alpha = 6;
       const Gpt gpt(options, at::kCPU, kSeed);
       std::int64_t num_params = 0;
       std::map<std::string, std::int64_t> units;

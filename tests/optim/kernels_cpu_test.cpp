@@ -333,6 +333,40 @@ TEST_F(KernelLists, OnlyTheSumOfANonFiniteElementIsNotFinite) {
   }
 }
 
+// Strips of it are made in registers, and what is behind the last strip one by one.
+TEST_F(KernelLists, SumSeveralTensorsInOrderInEveryInstructionSet) {
+  for (const DType dtype : kElementTypes) {
+    for (const std::size_t num_addends : {1U, 2U, 3U, 8U}) {
+      for (const std::int64_t numel : {0, 1, 63, 64, 65, 1000}) {
+        const auto length = static_cast<std::size_t>(numel) + 1;  // begins off the words of a line
+        std::vector<std::vector<std::uint32_t>> memory(num_addends,
+                                                       std::vector<std::uint32_t>(length));
+        std::vector<const void*> addends;
+        std::vector<float> expected(static_cast<std::size_t>(numel));
+        for (std::size_t k = 0; k < num_addends; ++k) {
+          for (std::size_t i = 0; i < length; ++i) {
+            // Of sizes so different that another order rounds otherwise.
+            const float value = std::ldexp(static_cast<float>(i * 37 % 101) - 50,
+                                           static_cast<int>((i + 5 * k) % 11) - 5);
+            narrow_at(memory[k].data(), dtype, i, value);
+            if (i > 0) {
+              const float rounded = widened_at(memory[k].data(), dtype, i);
+              expected[i - 1] = k == 0 ? rounded : expected[i - 1] + rounded;
+            }
+          }
+          addends.push_back(reinterpret_cast<const std::byte*>(memory[k].data()) + bytes_of(dtype));
+        }
+        for (const Loops& loops : runnable_loops()) {
+          std::vector<float> found(expected.size(), -1);
+          loops.sum(found.data(), addends, dtype, numel);
+          EXPECT_EQ(found, expected)
+              << to_string(dtype) << ", " << num_addends << " of " << numel << ", " << loops.name;
+        }
+      }
+    }
+  }
+}
+
 TEST_F(KernelLists, AddEveryType) {
   for (const DType dtype : kElementTypes) {
     for (const std::size_t skew : {0U, 1U, 3U}) {

@@ -257,5 +257,43 @@ TEST(PlannedExtents, FollowEachOtherAndAreWhatTheLedgerSays) {
   }
 }
 
+// Frozen weights as int4 blocks of 128: 66 bytes for 128 elements, in every tier.
+TEST(MemoryCost, FrozenWeightsAreCountedAsTheyAreStored) {
+  constexpr std::int64_t kNumel = std::int64_t{1} << 20;
+  ModelMaker maker(DType::kBFloat16);
+  maker.unit("frozen", {kNumel, kNumel}, false);
+  maker.unit("trained", {kNumel});
+  ModelShapes model = maker.make();
+  Config config;
+  config.set("precision", std::string("bf16"));
+  config.set("quant.frozen_bits", std::int64_t{4});
+  for (const char* tier : {"device", "host"}) {
+    for (const int ranks : {1, 4}) {
+      config.set("place.parameters", std::string(tier));
+      config.set("place.optimizer", std::string(tier));
+      MemoryPlanOptions options = MemoryPlanOptions::from(config, ranks, /*is_discrete=*/true);
+      const MemoryPlan plan = planned(model, options);
+      const bool on_host = tier == std::string("host");
+      const std::int64_t stored = kNumel / ranks * 66 / 128;
+      const std::int64_t trained = 2 * kNumel / ranks;
+      const Tier home = on_host ? Tier::kPinned : Tier::kDevice;
+      EXPECT_EQ(plan.bytes(home, Role::kShard),
+                on_host ? 2 * pages(stored) + pages(trained) : 2 * stored + trained)
+          << tier << ", " << ranks << " ranks";
+      // All is gathered: in a group of one what is decoded, or in host memory.
+      const std::int64_t behind = on_host ? 2 * stored : 0;
+      const std::int64_t all = ranks == 1 && !on_host ? 4 * kNumel : 6 * kNumel;
+      EXPECT_GE(plan.arena_bytes, 4 * kNumel + behind);
+      EXPECT_LE(plan.arena_bytes, all + 4 * kNumel + 2 * behind);
+      if (on_host) {  // once per step, as blocks, where all stay gathered
+        EXPECT_LE(plan.link.h2d - 2 * stored, trained + 12 * kNumel);
+      }
+      model.params[0].num_dims = 1;  // a bias
+      EXPECT_GT(planned(model, options).bytes(home, Role::kShard), plan.bytes(home, Role::kShard));
+      model.params[0].num_dims = 2;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::planner

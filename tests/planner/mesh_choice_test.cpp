@@ -118,7 +118,7 @@ TEST(TrafficModes, SendWhatIsCountedByHand) {
   EXPECT_EQ(weights.bytes.gathers, (comm::SentBytes{3 * 2 * kEncoded, 4 * 2 * kEncoded}));
   EXPECT_EQ(weights.bytes.reduce_scatters, plain.bytes.reduce_scatters);
   EXPECT_EQ(weights.encoded_bytes, kEncoded);
-  EXPECT_EQ(weights.memory_bytes, plain.memory_bytes + kEncoded);
+  EXPECT_EQ(weights.memory_bytes, plain.memory_bytes + kEncoded + 2 * 16) << "and measures";
 
   // Two shards inside the host, one across.
   const MeshChoice gradients = bytes_of_modes({1, 0, 8, 4});

@@ -60,6 +60,9 @@ TEST(SecondaryPlan, IsOnTheDeviceAsFarAsItGoesAndThenInPinnedHostMemoryInTheOrde
       const Pieces pieces = pieces_of(model, plan, 4, second);
       EXPECT_LE(plan.device_memory_bytes(), options.device_bytes);
       EXPECT_EQ(plan.bytes(Tier::kPinned, Role::kShard), pieces.in_host + pieces.host_shards);
+      EXPECT_EQ(plan.secondary_host_bytes, pieces.in_host);
+      EXPECT_EQ(plan.secondary_device_bytes, pieces.on_device);
+      EXPECT_TRUE(contains(plan.text(), "secondary shards (hpZ)"));
       EXPECT_GE(pieces.num_in_host, num_in_host) << "a smaller device holds no more";
       num_in_host = pieces.num_in_host;
       bool has_ended = false;
@@ -170,6 +173,45 @@ TEST(SecondaryPlan, StaysWithinEveryBudgetAndALargerOneIsNeverRefused) {
     }
   }
   EXPECT_FALSE(possible.empty());
+}
+
+// What gathers send encoded lies on the device, and shards elsewhere are loaded for it once.
+TEST(EncodedPlan, IsCountedOnTheDeviceAndInEveryBudget) {
+  const ModelShapes model = large_gpt();
+  for (const bool is_discrete : {false, true}) {
+    MemoryPlanOptions options = is_discrete ? in_host() : MemoryPlanOptions();
+    options.num_ranks = 4;
+    options.live_limit_bytes = kMiB;
+    options.is_live_limit_given = true;
+    const MemoryPlan plain = planned(model, options, 2);
+    options.weight_bits = 8;
+    const MemoryPlan plan = planned(model, options, 2);
+    std::int64_t encoded = 0;
+    std::int64_t in_host = 0;
+    for (std::size_t id = 0; id < model.params.size(); ++id) {
+      const shard::Layout layout(model.params[id].numel, 4, model.dtype);
+      const std::int64_t blocks = (layout.shard_numel() + 127) / 128;
+      const std::int64_t bytes = rounded_up(layout.shard_numel(), 16) + rounded_up(2 * blocks, 16);
+      encoded += is_discrete ? bytes : taken_bytes(bytes);
+      in_host += plan.params[id].parameter == Tier::kHost ? as_int(layout.shard_bytes()) : 0;
+    }
+    EXPECT_EQ(plan.encoded_bytes, encoded);
+    EXPECT_EQ(plan.bytes(Tier::kDevice, Role::kShard) - plain.bytes(Tier::kDevice, Role::kShard),
+              encoded);
+    EXPECT_EQ(plan.bytes(Tier::kDevice, Role::kOther), 16 * as_int(model.params.size()));
+    EXPECT_EQ(plain.link.h2d - plan.link.h2d, 3 * in_host) << "once for four gathers";
+    EXPECT_TRUE(contains(plan.text(), "encoded for gathers (qwZ)"));
+
+    const auto budget =
+        is_discrete ? &MemoryPlanOptions::device_bytes : &MemoryPlanOptions::host_bytes;
+    options.*budget = kMiB;
+    const std::string text = refusal_of(model, options);
+    EXPECT_TRUE(contains(text, "encoded shards")) << text;
+    options.*budget = advised_bytes(text);
+    EXPECT_EQ(refusal_of(model, options), "");
+    --(options.*budget);
+    EXPECT_NE(refusal_of(model, options), "");
+  }
 }
 
 TEST(SecondaryPlan, IsPartOfTheSumOfARefusalWhoseRemedyWorks) {

@@ -1,6 +1,7 @@
 // The share of the CPU at which it and the device end together.
 #include "tessera/planner/update_split.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include <gtest/gtest.h>
@@ -108,6 +109,20 @@ TEST_F(UpdateSplit, ALargeShardAtTheEndDoesNotSpoilTheShare) {
         EXPECT_GT(static_cast<double>(model_.params[i].numel), std::abs(excess)) << percent;
       }
     }
+  }
+}
+
+// The device gets them by the link, behind its states; the CPU reads them where they are.
+TEST_F(UpdateSplit, GradientsOfSeveralMicroBatchesCountOnBothSides) {
+  options_.sub_group_bytes = 8192;
+  for (const std::int64_t num_micro_batches : {2, 4, 8}) {
+    const double found = choose_cpu_share(kMeasured, model_, options_, num_micro_batches);
+    const auto copies = 2.0 * static_cast<double>(num_micro_batches);
+    const double cpu_s = (26 + copies) * found / kMeasured.cpu_bytes_per_s;
+    const double h2d_s = ((12 + copies) * (1 - found) + 2) / kMeasured.h2d_bytes_per_s;
+    const double d2h_s = 14 * (1 - found) / kMeasured.d2h_bytes_per_s;
+    EXPECT_NEAR(cpu_s / std::max(h2d_s, d2h_s), 1, 0.001) << num_micro_batches;
+    EXPECT_GT(found, share()) << num_micro_batches;
   }
 }
 

@@ -1,0 +1,412 @@
+// Frozen weights that are stored as blocks of integers, against a model whose frozen weights are
+// what such blocks decode to: the same bits, wherever shards live and however they are gathered.
+#include <fstream>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <ATen/ATen.h>
+
+#include "tessera/checkpoint/checkpoint_reader.h"
+#include "tessera/device/host_memory.h"
+#include "tessera/quant/block_codec.h"
+#include "testing/mock_device.h"
+#include "tests/engine/engine_fixture.h"
+#include "tests/engine/run_options.h"
+
+namespace tessera::testing {
+namespace {
+
+using checkpoint::CheckpointReader;
+using checkpoint::StoredParam;
+
+// What blocks of the whole parameter decode to.
+at::Tensor as_stored(const at::Tensor& values, int bits, std::int64_t block_numel = 128) {
+  const auto codec = quant::make_cpu_block_codec({bits, block_numel});
+  const at::Tensor from = values.contiguous();
+  const DType dtype = from.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
+  at::Tensor wire =
+      at::zeros({static_cast<std::int64_t>(codec->wire_bytes(from.numel()))}, at::kByte);
+  auto* const bytes = static_cast<std::byte*>(wire.data_ptr());
+  codec->encode(from.const_data_ptr(), dtype, from.numel(), bytes, nullptr).wait();
+  at::Tensor to = at::empty_like(from);
+  codec->decode(bytes, from.numel(), to.data_ptr(), dtype, nullptr).wait();
+  return to;
+}
+
+// The ids of the frozen weights.
+constexpr int kFirst = 2;
+constexpr int kSecond = 4;
+
+struct Case {
+  int ranks = 1;
+  int bits = 0;  // 0: the frozen weights are what blocks of `decoded_bits` decode to
+  int decoded_bits = 0;
+  bool is_discrete = false;
+  bool is_bf16 = false;
+  Options options = {};
+};
+
+// Two frozen layers between two that are trained, so that gradients pass through them. The second
+// recomputes, and the first is used again by a function.
+struct Net {
+  using Callable = std::function<at::Tensor(const at::Tensor&)>;
+
+  Net(Engine& engine, const Case& how) {
+    const auto make = [&](std::int64_t in, std::int64_t out, int seed, bool trainable) {
+      auto module = affine(in, out, seed, trainable);
+      const at::NoGradGuard no_grad;
+      if (how.is_bf16) {
+        module->to(at::kBFloat16);
+        module->weight = module->named_parameters()["weight"];
+        module->bias = module->named_parameters()["bias"];
+      }
+      if (!trainable && how.decoded_bits > 0) {
+        module->weight.copy_(as_stored(module->weight, how.decoded_bits));
+      }
+      return module;
+    };
+    stem = engine.unit("stem", make(96, 96, 4, true));
+    first = engine.unit("first", make(96, 768, 1, false));
+    second = engine.unit("second", make(768, 103, 2, false), {.recompute = true});
+    again = engine.function("again", {first->weight},
+                            Callable([weight = first->weight](const at::Tensor& x) {
+                              return at::linear(x, weight).sum();
+                            }));
+    head = engine.unit("head", make(103, 3, 3, true));
+    is_bf16 = how.is_bf16;
+  }
+  at::Tensor loss(int step) {
+    at::Tensor x = input(4, 96, step);
+    x = is_bf16 ? x.to(at::kBFloat16) : x;
+    const at::Tensor y = head(at::gelu(second(at::gelu(first(stem(x))))));
+    return y.to(at::kFloat).pow(2).mean() + again(x).to(at::kFloat) * y.to(at::kFloat).mean();
+  }
+  Unit<AffineImpl> stem;
+  Unit<AffineImpl> first;
+  Unit<AffineImpl> second;
+  Unit<FunctionModule<Callable>> again;
+  Unit<AffineImpl> head;
+  bool is_bf16 = false;
+};
+
+Config config_of(const Case& how) {
+  Config config = adam_config(0.01);
+  config.set("grad.clip_norm", 0.5);
+  config.set("quant.frozen_bits", std::int64_t{how.bits});
+  for (const auto& [name, value] : how.options) {
+    config.apply_flag(name + "=" + value);
+  }
+  return config;
+}
+
+void with_net(const Case& how, const std::function<void(Engine&, Net&)>& body) {
+  comm::run_ranks(how.ranks, [&](comm::Group& group) {
+    RuntimeOptions options{-1, 1};
+    if (how.is_discrete) {
+      options.make_device = [&](device::CpuDeviceOptions host) {
+        device::MockDeviceOptions late;
+        late.mode = device::LateMode::kRandom;
+        late.seed = 7 + static_cast<std::uint64_t>(group.rank());
+        late.own_memory = true;
+        late.host = std::move(host);
+        return device::make_mock_device(std::move(late));
+      };
+    }
+    Runtime runtime(config_of(how), group, options);
+    Engine engine(runtime);
+    Net net(engine, how);
+    body(engine, net);
+  });
+}
+
+// Of rank 0; all ranks must have the same.
+struct Outcome {
+  std::vector<double> numbers;
+  std::vector<at::Tensor> values;
+};
+Outcome train(const Case& how, int steps = 3) {
+  Outcome outcome;
+  with_net(how, [&](Engine& engine, Net& net) {
+    Outcome mine;
+    for (int step = 0; step < steps; ++step) {
+      const StepResult result = train_step(engine, net.loss(step));
+      mine.numbers.push_back(result.loss);
+      mine.numbers.push_back(result.grad_norm);
+    }
+    for (int id = 0; id < engine.num_params(); ++id) {
+      mine.values.push_back(engine.full_value(id));
+    }
+    if (engine.group().rank() == 0) {
+      outcome = std::move(mine);
+    }
+  });
+  return outcome;
+}
+
+void expect_same(const Outcome& stored, const Outcome& plain, const std::string& what) {
+  EXPECT_EQ(stored.numbers, plain.numbers) << what;
+  ASSERT_EQ(stored.values.size(), plain.values.size()) << what;
+  for (std::size_t i = 0; i < stored.values.size(); ++i) {
+    EXPECT_TRUE(at::equal(stored.values[i], plain.values[i])) << what << ", parameter " << i;
+  }
+}
+
+TEST(StoredWeights, TrainAsTheValuesThatTheyDecodeTo) {
+  const DiskDirectory directory;
+  const Options nvme = joined({{"place.parameters", "nvme"}}, nvme_in(directory));
+  for (const int ranks : {1, 2, 3, 4}) {
+    for (const int bits : {4, 8}) {
+      const bool is_bf16 = ranks == 2;
+      const Outcome plain = train({ranks, 0, bits, false, is_bf16});
+      const Options live{{"live.limit_bytes", "0"}};
+      const std::string what =
+          std::to_string(ranks) + " ranks, " + std::to_string(bits) + " bits, ";
+      expect_same(train({ranks, bits, 0, false, is_bf16}), plain, what + "in memory");
+      expect_same(train({ranks, bits, 0, false, is_bf16, live}), plain, what + "few live");
+      expect_same(train({ranks, bits, 0, false, is_bf16, nvme}), plain, what + "on NVMe");
+      expect_same(train({ranks, bits, 0, true, is_bf16}), plain, what + "on a device");
+      const Options host{{"place.parameters", "host"}, {"place.optimizer", "host"}};
+      expect_same(train({ranks, bits, 0, true, is_bf16, host}), plain, what + "beside a device");
+      expect_same(train({ranks, bits, 0, true, is_bf16, joined(live, host)}), plain,
+                  what + "beside a device, few live");
+      expect_same(train({ranks, bits, 0, true, is_bf16, nvme}), plain,
+                  what + "on NVMe beside a device");
+      if (HasFailure()) {
+        return;
+      }
+    }
+  }
+}
+
+TEST(StoredWeights, TrainAlikeInShardGroupsAndFromSecondaryShards) {
+  const Options hosts{{"comm.ranks_per_host", "2"}};
+  const std::vector<Options> meshes = {
+      joined({{"shard.group_size", "2"}}, hosts),
+      joined({{"shard.hierarchical_gather", "true"}}, hosts),
+      joined({{"shard.secondary_group_size", "2"}, {"live.limit_bytes", "0"}}, hosts)};
+  for (const Options& mesh : meshes) {
+    expect_same(train({4, 4, 0, false, false, mesh}), train({4, 0, 4, false, false, mesh}),
+                mesh.front().first);
+  }
+}
+
+TEST(StoredWeights, TakeAsManyBytesAsTheFormulaSays) {
+  for (const int ranks : {1, 3}) {
+    for (const int bits : {4, 8}) {
+      with_net({ranks, bits}, [&](Engine& engine, Net&) {
+        std::size_t all = 0;
+        for (int id = 0; id < engine.num_params(); ++id) {
+          const shard::Layout& layout = engine.param(id).layout();
+          all += layout.shard_bytes();
+          const bool is_stored = id == kFirst || id == kSecond;
+          EXPECT_EQ(layout.is_encoded(), is_stored) << engine.param(id).name();
+          if (is_stored) {  // whole steps of 1024; 2 bytes of scale for 128 of them
+            const std::int64_t share = (layout.numel() + ranks - 1) / ranks;
+            const std::int64_t numel = (share + 1023) / 1024 * 1024;
+            EXPECT_EQ(layout.shard_numel(), numel);
+            EXPECT_EQ(static_cast<std::int64_t>(layout.shard_bytes()),
+                      numel * bits / 8 + numel / 128 * 2);
+          }
+        }
+        // Memory of 64 KiB and more is taken in whole pages.
+        EXPECT_NEAR(static_cast<double>(
+                        engine.runtime().ledger().current_bytes(Tier::kDevice, Role::kShard)),
+                    static_cast<double>(all), 2.0 * static_cast<double>(device::page_bytes()));
+      });
+    }
+  }
+}
+
+// What a save has of a parameter, whatever it was cut for.
+std::map<std::string, std::uint64_t> contents_of(const std::string& save) {
+  const CheckpointReader reader(save);
+  EXPECT_TRUE(checkpoint::verify(reader).empty());
+  std::map<std::string, std::uint64_t> contents;
+  for (const StoredParam& param : reader.manifest().params) {
+    contents[param.name] = param.tensors.at("value").content;
+  }
+  return contents;
+}
+
+std::string save_of(const Case& how, const std::string& root) {
+  std::string path;
+  with_net(how, [&](Engine& engine, Net& net) {
+    train_step(engine, net.loss(0));
+    const std::string saved = engine.save(root);
+    if (engine.group().rank() == 0) {
+      path = saved;
+    }
+  });
+  return path;
+}
+
+// Loads into a model with other values, and trains on.
+Outcome resumed(Case how, const std::string& save) {
+  Outcome outcome;
+  with_net(how, [&](Engine& engine, Net& net) {
+    for (const Unit<AffineImpl>* unit : {&net.first, &net.second}) {
+      change(engine, {(*unit)->weight}, 0, [&] { (*unit)->weight.mul_(-3).add_(1); });
+    }
+    engine.load(save);
+    Outcome mine;
+    for (int id = 0; id < engine.num_params(); ++id) {
+      mine.values.push_back(engine.full_value(id));
+    }
+    mine.numbers.push_back(train_step(engine, net.loss(1)).loss);
+    if (engine.group().rank() == 0) {
+      outcome = std::move(mine);
+    }
+  });
+  return outcome;
+}
+
+TEST(StoredWeights, AreSavedAsTheyAreAndLoadedOnAnyNumberOfRanks) {
+  const TemporaryDirectory root;
+  const DiskDirectory disk;
+  const Options nvme = joined({{"place.parameters", "nvme"}}, nvme_in(disk));
+  for (const int bits : {4, 8}) {
+    std::map<std::string, std::uint64_t> first;
+    for (const int from : {1, 2, 3}) {
+      const Case how{from, bits, 0, false, false, from == 2 ? nvme : Options()};
+      const std::string save =
+          save_of(how, (root.path() / std::to_string(10 * bits + from)).string());
+      const auto contents = contents_of(save);
+      first = first.empty() ? contents : first;
+      EXPECT_EQ(contents.at("first.weight"), first.at("first.weight")) << from << " ranks";
+      EXPECT_EQ(contents.at("second.weight"), first.at("second.weight")) << from << " ranks";
+      for (const int to : {1, 2, 4}) {
+        const std::string what = std::to_string(from) + " to " + std::to_string(to) + " ranks, " +
+                                 std::to_string(bits) + " bits";
+        const Outcome stored = resumed({to, bits}, save);
+        const Outcome plain = resumed({to, 0}, save);
+        EXPECT_TRUE(at::equal(stored.values[kFirst], as_stored(affine(96, 768, 1)->weight, bits)))
+            << what;
+        expect_same(stored, plain, what);
+        if (from == 1) {  // blocks of other bits are encoded anew
+          const Outcome other = resumed({to, 12 - bits}, save);
+          EXPECT_TRUE(at::equal(other.values[kSecond], as_stored(plain.values[kSecond], 12 - bits)))
+              << what;
+        }
+      }
+      if (HasFailure()) {
+        return;
+      }
+    }
+  }
+  const std::string plain = save_of({3}, (root.path() / "plain").string());
+  const Outcome stored = resumed({2, 4}, plain);
+  EXPECT_TRUE(at::equal(stored.values[kSecond], as_stored(affine(768, 103, 2)->weight, 4)));
+}
+
+TEST(StoredWeights, ADamagedByteOfASaveIsFound) {
+  const TemporaryDirectory root;
+  const std::string save = save_of({2, 4}, root.path().string());
+  const CheckpointReader before(save);
+  const checkpoint::StoredTensor& tensor = before.manifest().params[kFirst].tensors.at("value");
+  {
+    std::fstream file(before.file_path(tensor.fragments[1]),
+                      std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(static_cast<std::streamoff>(tensor.fragments[1].offset + 5));
+    file.put('\x13');
+  }
+  EXPECT_FALSE(checkpoint::verify(CheckpointReader(save)).empty());
+  with_net({1, 4}, [&](Engine& engine, Net&) { EXPECT_SAYS("first.weight", engine.load(save)); });
+}
+
+TEST(StoredWeights, ChangesAreEncodedAndOtherBlocksKeepTheirBits) {
+  for (const bool is_bf16 : {false, true}) {
+    for (const int ranks : {1, 3}) {
+      with_net({ranks, 4, 0, false, is_bf16}, [&](Engine& engine, Net& net) {
+        const at::Tensor before = engine.full_value(kFirst).clone();
+        train_step(engine, net.loss(0));
+        change(engine, {net.first->weight}, ranks - 1, [&] { net.first->weight[5][7] = 40; });
+        const at::Tensor after = engine.full_value(kFirst);
+        const std::int64_t block = (5 * 96 + 7) / 128 * 128;
+        at::Tensor expected = before.clone();
+        expected[5][7] = 40;
+        at::Tensor flat = expected.view({-1});
+        flat.narrow(0, block, 128).copy_(as_stored(flat.narrow(0, block, 128), 4));
+        EXPECT_TRUE(at::equal(after, expected));
+        EXPECT_FALSE(at::equal(after, before));
+      });
+    }
+  }
+}
+
+TEST(StoredWeights, CannotBeTrained) {
+  with_net({2, 8}, [](Engine& engine, Net& net) {
+    EXPECT_SAYS("parameter 'first.weight' is to be trained, and is stored as int8 blocks of 128",
+                engine.set_trainable(net.first->weight, true));
+    EXPECT_NO_THROW(engine.set_trainable(net.first->bias, true));
+    EXPECT_FALSE(engine.param(kFirst).trainable());
+    net.second->weight.set_requires_grad(true);
+    EXPECT_SAYS("quant.frozen_names", train_step(engine, net.loss(0)));
+  });
+}
+
+TEST(StoredWeights, AreChosenByNameAndByTheUnit) {
+  const auto stored = [](const Options& options) {
+    std::string names;
+    with_net({1, 4, 0, false, false, options}, [&](Engine& engine, Net& net) {
+      net.loss(0);
+      for (int id = 0; id < engine.num_params(); ++id) {
+        names += engine.param(id).layout().is_encoded() ? engine.param(id).name() + " " : "";
+      }
+    });
+    return names;
+  };
+  EXPECT_EQ(stored({}), "first.weight second.weight ");
+  EXPECT_EQ(stored({{"quant.frozen_names", "sec*"}}), "second.weight ");
+  EXPECT_EQ(stored({{"quant.frozen_names", "*.weight"}}), "first.weight second.weight ");
+  EXPECT_SAYS("matches none of 8 parameters", stored({{"quant.frozen_names", "third.*"}}));
+  EXPECT_SAYS("parameter 'head.weight' is trainable",
+              stored({{"quant.frozen_names", "head.weight"}}));
+  EXPECT_SAYS("parameter 'first.bias' stays as it is",
+              stored({{"quant.frozen_names", "first.bias"}}));
+
+  with_engines(2, [](Engine& engine, comm::Group&) {
+    const auto bits = [](const std::string& name, const at::Tensor&) {
+      return name == "weight" ? 8 : 0;
+    };
+    engine.unit("frozen", affine(40, 40, 1, false), {.frozen_bits = bits});
+    EXPECT_TRUE(at::equal(engine.full_value(0), as_stored(affine(40, 40, 1)->weight, 8)));
+    EXPECT_TRUE(at::equal(engine.full_value(1), affine(40, 40, 1)->bias));
+    EXPECT_SAYS("parameter 'trained.weight': frozen_bits = 8, and it is trainable",
+                engine.unit("trained", affine(40, 40, 2), {.frozen_bits = bits}));
+  });
+}
+
+TEST(StoredWeights, ASmallerBlockIsTakenFromTheOptions) {
+  with_net({2, 4, 0, false, false, {{"quant.block_numel", "32"}}}, [](Engine& engine, Net&) {
+    EXPECT_TRUE(
+        at::equal(engine.full_value(kSecond), as_stored(affine(768, 103, 2)->weight, 4, 32)));
+    EXPECT_EQ(engine.param(kSecond).layout().shard_numel() % 256, 0);
+  });
+}
+
+TEST(StoredWeights, InitialValuesByRuleAreEncodedAsTheyAreMade) {
+  for (const int ranks : {1, 2}) {
+    at::Tensor plain;
+    for (const int bits : {0, 4}) {
+      Config config = quiet_config();
+      config.set("quant.frozen_bits", std::int64_t{bits});
+      with_engines(ranks, config, [&](Engine& engine, comm::Group& group) {
+        engine.unit("frozen", affine(70, 90, 1, false),
+                    {.init = [](const std::string&) { return Init::normal(0.02); }});
+        const at::Tensor value = engine.full_value(0);
+        if (bits == 0 && group.rank() == 0) {
+          plain = value;
+        } else if (bits > 0 && group.rank() == 0) {
+          EXPECT_TRUE(at::equal(value, as_stored(plain, bits)));
+        }
+      });
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing
