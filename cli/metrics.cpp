@@ -100,6 +100,10 @@ std::string metrics_json(const StepMetrics& metrics) {
   object.add("full_bytes_peak", metrics.full_bytes_peak);
   object.add("gathered_bytes", metrics.gathered_bytes);
   object.add("reduced_bytes", metrics.reduced_bytes);
+  if (metrics.grad_quant_error) {
+    object.add("grad_quant_error", *metrics.grad_quant_error);
+    object.add("grad_quant_worst", metrics.grad_quant_worst);
+  }
   object.add("sent_inside_bytes", metrics.sent_inside_bytes);
   object.add("sent_across_bytes", metrics.sent_across_bytes);
   if (!metrics.weight_quant_error_param.empty()) {

@@ -49,6 +49,8 @@ struct StepMetrics {
   std::int64_t full_bytes_peak = 0;  // gathered parameters at once
   std::uint64_t gathered_bytes = 0;
   std::uint64_t reduced_bytes = 0;
+  std::optional<double> grad_quant_error;  // relative; none: gradients are reduced exactly
+  std::string grad_quant_worst;            // the parameter with the largest
   std::uint64_t prefetch_hits = 0;
   std::uint64_t prefetch_misses = 0;
   double exposed_wait_s = 0;

@@ -245,6 +245,11 @@ void add_mesh_flags(CLI::App& app, TrainFlags& flags) {
   add_switch(app, "--quantize-weights", flags.quantize_weights,
              "Gathers parameters as int8 blocks, which changes numbers (qwZ); sets option "
              "quant.weights");
+  // In braces is what it means without a value.
+  app.add_flag(
+      "--quantize-gradients{4}", flags.quantize_gradients,
+      "Reduces gradients as blocks of int4, or with =8 of int8; changes numbers (qgZ); sets "
+      "options quant.gradients and quant.gradient_bits");
   add_value(app, "--ranks-per-host", flags.ranks_per_host,
             sets("comm.ranks_per_host") +
                 ": ranks of each host (default: as found); fewer than there are make one host "

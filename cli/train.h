@@ -87,6 +87,7 @@ struct TrainFlags {
   bool hierarchical = false;
   std::string hpz_size;
   bool quantize_weights = false;
+  std::string quantize_gradients;  // bits
   std::string ranks_per_host;
 
   std::string metrics;

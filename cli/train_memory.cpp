@@ -131,8 +131,7 @@ TrainMemory make_memory_plan(const Config& config, const models::GptOptions& mod
                              const comm::Mesh& mesh, bool on_cuda) {
   TrainMemory memory;
   memory.shapes = models::planner_shapes(models::gpt_shape(model));
-  memory.options =
-      planner::MemoryPlanOptions::from(config, mesh.shard_size(), on_cuda, mesh.num_replicas());
+  memory.options = planner::MemoryPlanOptions::from(config, mesh, on_cuda);
   memory.plan =
       planner::plan_memory(memory.shapes, memory.options, config.get_int("batch.accumulate"));
   complete(config, model, mesh.num_ranks(), memory);
@@ -165,9 +164,7 @@ void check_machine(const TrainPlan& plan, int num_local_ranks) {
   }
   const planner::ModelShapes shapes = models::planner_shapes(models::gpt_shape(plan.model));
   planner::default_budgets(
-      shapes,
-      planner::MemoryPlanOptions::from(plan.config, plan.mesh.shard_size(), plan.cuda_device >= 0,
-                                       plan.mesh.num_replicas()),
+      shapes, planner::MemoryPlanOptions::from(plan.config, plan.mesh, plan.cuda_device >= 0),
       plan.batch.accumulate, expectations(plan, shapes).memory, memory);
 }
 

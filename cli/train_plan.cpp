@@ -55,6 +55,9 @@ void apply_mesh_flags(const TrainFlags& flags, Config& config) {
   set_from_flag("--hpz-size", flags.hpz_size, "shard.secondary_group_size", config);
   set_from_flag("--quantize-weights", flags.quantize_weights ? "true" : "", "quant.weights",
                 config);
+  set_from_flag("--quantize-gradients", flags.quantize_gradients.empty() ? "" : "true",
+                "quant.gradients", config);
+  set_from_flag("--quantize-gradients", flags.quantize_gradients, "quant.gradient_bits", config);
   set_from_flag("--ranks-per-host", flags.ranks_per_host, "comm.ranks_per_host", config);
 }
 

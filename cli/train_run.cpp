@@ -296,6 +296,10 @@ class Run {
     metrics.full_bytes_peak = stats.gathers.full_bytes_peak;
     metrics.gathered_bytes = stats.gathered_wire_bytes;
     metrics.reduced_bytes = stats.reduced_wire_bytes;
+    if (!stats.worst_quantised_gradient.empty()) {
+      metrics.grad_quant_error = stats.grad_quant_error;
+      metrics.grad_quant_worst = stats.worst_quantised_gradient;
+    }
     metrics.sent_inside_bytes = stats.sent_inside_bytes;
     metrics.sent_across_bytes = stats.sent_across_bytes;
     metrics.weight_quant_error = stats.weight_quant_error;

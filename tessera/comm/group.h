@@ -165,7 +165,7 @@ class Group {
                                         std::span<const std::uint8_t> wants,
                                         const CallOptions& options = {});
   // input: size() pieces of `shard_numel` elements of `dtype`; output: this rank's piece of the
-  // sum, in `output_dtype` (fp32, or `dtype`).
+  // sum, in `output_dtype` (fp32, or `dtype`; with a codec fp32, bf16 or fp16).
   [[nodiscard]] Pending start_reduce_scatter(const void* input, void* output,
                                              std::int64_t shard_numel, DType dtype,
                                              DType output_dtype, const CallOptions& options = {});

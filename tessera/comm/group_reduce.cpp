@@ -140,14 +140,16 @@ Pending Group::start_reduce_scatter(const void* input, void* output, std::int64_
   const std::size_t bytes = checked_bytes(shard_numel, dtype, size(), "reduce_scatter");
   check_pointer(input, bytes, "reduce_scatter: input");
   check_pointer(output, bytes, "reduce_scatter: output");
-  check_reduction(dtype, output_dtype);
   CallTag tag{.shape_hash = hash_bytes(&shard_numel, sizeof(shard_numel), 0),
               .total_bytes = bytes,
               .num_tensors = 1,
               .op = Op::kReduceScatter,
               .dtype = dtype};
-  if (options.codec != nullptr) {
+  if (options.codec == nullptr) {
+    check_reduction(dtype, output_dtype);
+  } else {
     detail_group::check_codec(*options.codec, dtype, "reduce_scatter");
+    detail_group::check_codec(*options.codec, output_dtype, "reduce_scatter: output");
     const std::string_view codec = options.codec->name();
     tag.shape_hash = hash_bytes(codec.data(), codec.size(), tag.shape_hash);
     tag.total_bytes = options.codec->wire_bytes(shard_numel);

@@ -54,12 +54,14 @@ MeshOptions MeshOptions::from(const Config& config, int num_ranks, int found_ran
   }
   options.shard_size = static_cast<int>(config.get_int("shard.group_size"));
   options.hierarchical = config.get_bool("shard.hierarchical_gather");
+  options.quantises_gradients = config.get_bool("quant.gradients");
   return options;
 }
 
 int Mesh::shard_index(int rank) const {
   const int place = place_of(rank);
-  return hierarchical_ ? place % inside_size() * hosts_per_group() + place / inside_size() : place;
+  return numbers_by_local_rank() ? place % inside_size() * hosts_per_group() + place / inside_size()
+                                 : place;
 }
 
 std::vector<int> Mesh::shard_ranks(int rank) const {
@@ -95,6 +97,9 @@ std::string Mesh::describe() const {
                        : detail::concat(", on ", num_hosts(), " hosts of ", ranks_per_host_));
   if (hierarchical_) {
     text += detail::concat("; gathers across ", hosts_per_group(), " hosts first");
+  }
+  if (two_hops()) {
+    text += "; gradients summed inside hosts first";
   }
   return text;
 }
@@ -155,6 +160,7 @@ Mesh plan_mesh(const MeshOptions& options) {
   mesh.ranks_per_host_ = ranks_per_host;
   mesh.shard_size_ = size;
   mesh.hierarchical_ = options.hierarchical;
+  mesh.quantises_gradients_ = options.quantises_gradients;
   return mesh;
 }
 

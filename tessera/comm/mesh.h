@@ -10,9 +10,13 @@
 // inside its host and across hosts as every other rank.
 //
 // Which shard of a parameter a rank holds is its shard index. It is the place, except where
-// gathers are hierarchical: then it is local_rank * hosts + host within the group, so that the
-// gather across hosts fills consecutive slots of the full parameter, and the gather inside the host
-// fills it with consecutive blocks of these. Neither phase copies anything to another place.
+// a collective of a group takes two steps, one inside hosts and one across: then it is
+// local_rank * hosts + host within the group. So a hierarchical gather across hosts fills
+// consecutive slots of the full parameter, and the one inside the host fills it with consecutive
+// blocks of these; and a reduction in two hops, inside hosts first, leaves a consecutive block of
+// shards with each local rank, and then one of these with each host. Neither step copies anything
+// to another place. Gathers do not become hierarchical because reductions take two hops: they send
+// more inside hosts, and less across, only if asked.
 //
 // Threads: immutable; nothing here communicates.
 #pragma once
@@ -33,6 +37,7 @@ struct MeshOptions {
   int ranks_per_host = 0;  // 0: all ranks are on one host
   int shard_size = 0;      // ranks of a shard group; 0: all ranks
   bool hierarchical = false;
+  bool quantises_gradients = false;  // so that groups over several hosts reduce in two hops
 
   // Of the options shard.* and comm.ranks_per_host; where that is not given: of what was found.
   static MeshOptions from(const Config& config, int num_ranks, int found_ranks_per_host);
@@ -48,6 +53,12 @@ class Mesh {
   int shard_size() const { return shard_size_; }
   int num_replicas() const { return num_ranks_ / shard_size_; }
   bool hierarchical() const { return hierarchical_; }
+  // Gradients are reduced inside hosts, then across. False where one of these would be of one rank.
+  bool two_hops() const {
+    return quantises_gradients_ && hosts_per_group() > 1 && inside_size() > 1;
+  }
+  // The shard index is not the place.
+  bool numbers_by_local_rank() const { return hierarchical_ || two_hops(); }
 
   // Of a shard group: the hosts that it is spread over, and its ranks on each of them.
   int hosts_per_group() const { return shard_size_ / inside_size(); }
@@ -60,8 +71,9 @@ class Mesh {
   int shard_index(int rank) const;
   std::vector<int> shard_ranks(int rank) const;    // ascending: the shard group
   std::vector<int> replica_ranks(int rank) const;  // ascending: the replica group
-  // The two phases of a hierarchical gather: ranks of the shard group with the same local rank, by
-  // host; and those on the same host, by local rank.
+  // The two phases of a hierarchical gather, and, the other way round, the two hops of a reduction:
+  // ranks of the shard group with the same local rank, by host; and those on the same host, by
+  // local rank.
   std::vector<int> across_ranks(int rank) const;
   std::vector<int> inside_ranks(int rank) const;
 
@@ -80,6 +92,7 @@ class Mesh {
   int ranks_per_host_ = 1;
   int shard_size_ = 1;
   bool hierarchical_ = false;
+  bool quantises_gradients_ = false;
 };
 
 // Throws ConfigError with the options, their values, and the shard sizes that are possible.

@@ -470,6 +470,9 @@ void Config::check() const {
                 " exclude each other; set one of them");
   TESSERA_CHECK(get_int("quant.block_numel") % 32 == 0, ConfigError, shown("quant.block_numel"),
                 " is not a multiple of 32; take one, the default is 128");
+  TESSERA_CHECK(get_int("quant.gradient_bits") == 4 || get_int("quant.gradient_bits") == 8,
+                ConfigError, shown("quant.gradient_bits"),
+                ": gradients are quantised to 4 or 8 bits; take one of them");
   TESSERA_CHECK(!get_bool("quant.error_feedback") || get_bool("quant.gradients"), ConfigError,
                 "quant.error_feedback = true needs quant.gradients = true");
   const std::int64_t bits = get_int("quant.frozen_bits");

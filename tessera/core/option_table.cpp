@@ -98,10 +98,17 @@ constexpr std::array kOptions = {
           "run of characters; none: all. Those of fewer than two dims (norms, biases) or 8 blocks "
           "stay as they are.",
           "engine, planner"),
-    flag("quant.gradients", "false", "Reduce gradients as int4 blocks; changes numbers (qgZ)."),
-    integer("quant.block_numel", "128", 32, 1048576,
-            "Values of a quantised block, which share a scale; a multiple of 32.",
+    flag("quant.gradients", "false",
+         "Reduce gradients as blocks of integers, inside hosts and then across; changes numbers "
+         "(qgZ).",
+         "comm, engine, planner"),
+    integer("quant.gradient_bits", "4", 4, 8, "Of a value of these blocks: 4 or 8.",
             "engine, planner"),
+    integer(
+        "quant.block_numel", "128", 32, 1048576,
+        "Values of a quantised block, which share a scale; a multiple of 32, and of gradients a "
+        "power of two up to 4096.",
+        "engine, planner"),
     flag("quant.error_feedback", "false",
          "Carry the rounding error of quantised gradients over to the next step (LoCo)."),
     real("quant.error_beta", "0.8", 0, 1, "Share of the old error that is kept per step."),

@@ -127,6 +127,10 @@ struct EngineStats {
   grad::ReducerStats reductions;
   std::uint64_t gathered_wire_bytes = 0;  // sent by this rank
   std::uint64_t reduced_wire_bytes = 0;
+  // Where gradients are quantised: the root of the sum of squares of what that changed in those
+  // that this rank gave to its own shards, beside theirs; and the parameter with the largest.
+  double grad_quant_error = 0;
+  std::string worst_quantised_gradient;
   // All payload that this rank has sent, to ranks of its host and to those of others.
   std::uint64_t sent_inside_bytes = 0;
   std::uint64_t sent_across_bytes = 0;

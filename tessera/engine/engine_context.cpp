@@ -4,6 +4,7 @@
 #include "tessera/core/error.h"
 #include "tessera/engine/build_scope.h"
 #include "tessera/engine/host_tier_device.h"
+#include "tessera/grad/reducer.h"
 #include "tessera/quant/block_codec.h"
 
 namespace tessera::engine {
@@ -42,6 +43,13 @@ std::unique_ptr<device::Device> choose_shard_device(Runtime& runtime) {
   return std::make_unique<HostTierDevice>(runtime.device());
 }
 
+std::unique_ptr<const comm::Codec> make_gradient_codec(Runtime& runtime) {
+  const auto blocks = grad::ReducerOptions::from(runtime.config(), DType::kFloat32).blocks;
+  return !blocks             ? nullptr
+         : runtime.on_cuda() ? quant::make_cuda_block_codec(*blocks, runtime.device())
+                             : quant::make_cpu_block_codec(*blocks);
+}
+
 std::unique_ptr<comm::Codec> make_weight_codec(Runtime& runtime) {
   if (!runtime.config().get_bool("quant.weights")) {
     return nullptr;
@@ -56,6 +64,7 @@ std::unique_ptr<comm::Codec> make_weight_codec(Runtime& runtime) {
 EngineContext::EngineContext(Runtime& given, const EngineOptions& options)
     : runtime(given),
       shard_device(choose_shard_device(given)),
+      gradient_codec(make_gradient_codec(given)),
       group(choose_group(given)),
       mesh(given, group),
       params(mesh.shard_index(), mesh.mesh().shard_size(),
@@ -68,6 +77,14 @@ EngineContext::EngineContext(Runtime& given, const EngineOptions& options)
           coordinator::CoordinatorOptions::from(given.config())) {
   if (group.rank() == 0 && group.size() > 1) {
     runtime.logger().info(mesh.mesh().describe());
+  }
+  if (group.rank() == 0 && gradient_codec && mesh.mesh().shard_size() > 1) {
+    runtime.logger().info("gradients travel as ", gradient_codec->name(),
+                          mesh.mesh().two_hops() ? ", quantised inside hosts and across" : "",
+                          " (quant.gradients): numbers differ from exact training; metrics have "
+                          "grad_quant_error");
+  } else if (group.rank() == 0 && gradient_codec) {
+    runtime.logger().info("quant.gradients = true changes nothing: every rank holds all shards");
   }
   if (group.rank() == 0 && weight_codec) {
     runtime.logger().info(

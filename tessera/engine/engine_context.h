@@ -28,7 +28,9 @@ struct EngineContext {
   // In the order of dependence.
   Runtime& runtime;
   const std::unique_ptr<device::Device> shard_device;  // where shards live; null: the runtime's
-  comm::Group& group;                                  // all ranks that train the model
+  // Of gradients, for memory of the runtime's device; null: they are reduced exactly.
+  const std::unique_ptr<const comm::Codec> gradient_codec;
+  comm::Group& group;  // all ranks that train the model
   MeshGroups mesh;
   shard::ParamTable params;
   EngineTiers tiers;

@@ -53,9 +53,8 @@ EngineTiers::EngineTiers(Runtime& runtime, MeshGroups& mesh, shard::ParamTable& 
       group_(mesh.all()),
       params_(params),
       is_planned_(asks_for_plan(runtime.config())),
-      options_(planner::MemoryPlanOptions::from(runtime.config(), mesh.mesh().shard_size(),
-                                                runtime.device().is_discrete(),
-                                                mesh.mesh().num_replicas())),
+      options_(planner::MemoryPlanOptions::from(runtime.config(), mesh.mesh(),
+                                                runtime.device().is_discrete())),
       memory_(memory) {
   for (const std::string& directory : runtime.config().get_list("nvme.paths")) {
     tier::check_scratch_directory(directory);
@@ -280,8 +279,19 @@ coordinator::TierOptions EngineTiers::coordinator_options() const {
 void EngineTiers::reserve_staging() {
   if (plan_ && !reserves_staging_ && plan_->comm_bytes > 0) {
     mesh_.gathers().reserve_staging(static_cast<std::size_t>(plan_->gather_staging_bytes));
-    mesh_.reductions().reserve_staging(static_cast<std::size_t>(plan_->reduction_staging_bytes));
+    reserve_reductions(plan_->reduction_staging_bytes - plan_->across_staging_bytes,
+                       plan_->across_staging_bytes);
     reserves_staging_ = true;
+  }
+}
+
+// Of one hop, or of the two hops' groups.
+void EngineTiers::reserve_reductions(std::int64_t bytes, std::int64_t across_bytes) {
+  const grad::ReductionHops hops = mesh_.hops();
+  comm::Group& first = hops.inside != nullptr ? *hops.inside : mesh_.reductions();
+  first.reserve_staging(static_cast<std::size_t>(bytes));
+  if (hops.across != nullptr) {
+    hops.across->reserve_staging(static_cast<std::size_t>(across_bytes));
   }
 }
 
@@ -293,7 +303,7 @@ void EngineTiers::release_staging() noexcept {
   reserves_staging_ = false;
   try {
     mesh_.gathers().reserve_staging(0);
-    mesh_.reductions().reserve_staging(0);
+    reserve_reductions(0, 0);
   } catch (const std::exception& error) {
     runtime_.logger().warn("scratch of collectives stays reserved: ", error.what());
   }

@@ -124,9 +124,7 @@ MemoryPlanning plan_memory(Runtime& runtime, comm::Group& group, const planner::
   const std::int64_t num_micro_batches = config.get_int("batch.accumulate");
   MemoryPlanning planning;
   planning.mesh = engine::find_mesh(runtime, group);
-  planning.asked =
-      MemoryPlanOptions::from(config, planning.mesh.shard_size(), runtime.device().is_discrete(),
-                              planning.mesh.num_replicas());
+  planning.asked = MemoryPlanOptions::from(config, planning.mesh, runtime.device().is_discrete());
   planning.asked.call_memory = group.call_memory();
   planning.asked.group_memory = group.held_memory();
   for (const std::string& directory : config.get_list("nvme.paths")) {

@@ -48,13 +48,13 @@ MeshGroups::MeshGroups(Runtime& runtime, comm::Group& all)
   }
   const std::vector<int> copy = mesh_.shard_ranks(rank);
   const bool has_copies = mesh_.num_replicas() > 1;
-  if (has_copies || mesh_.hierarchical()) {
+  if (has_copies || mesh_.numbers_by_local_rank()) {
     gathers_ = split(copy, mesh_.shard_index(rank), ".shards");
   }
   if (has_copies) {
     reductions_ = split(copy, rank, ".shards.reduce");
   }
-  if (mesh_.hierarchical()) {
+  if (mesh_.numbers_by_local_rank()) {
     agreed_reductions_ = split(copy, rank, ".shards.agreed");
   }
   if (has_copies) {
@@ -72,6 +72,20 @@ MeshGroups::MeshGroups(Runtime& runtime, comm::Group& all)
   if (second > 1) {
     secondary_ = split(neighbours, rank, ".secondary");
     count(secondary_.get(), neighbours);
+  }
+  if (mesh_.two_hops()) {
+    const std::vector<int> inside = mesh_.inside_ranks(rank);
+    const std::vector<int> across = mesh_.across_ranks(rank);
+    hop_inside_ = split(inside, rank, ".reduce.inside");
+    hop_across_ = split(across, rank, ".reduce.across");
+    agreed_hop_inside_ = split(inside, rank, ".agreed.inside");
+    agreed_hop_across_ = split(across, rank, ".agreed.across");
+    for (const auto* const group : {&hop_inside_, &agreed_hop_inside_}) {
+      count(group->get(), inside);
+    }
+    for (const auto* const group : {&hop_across_, &agreed_hop_across_}) {
+      count(group->get(), across);
+    }
   }
   std::vector<int> everyone(static_cast<std::size_t>(all.size()));
   std::iota(everyone.begin(), everyone.end(), 0);

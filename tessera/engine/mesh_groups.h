@@ -10,6 +10,8 @@
 //   replicas         ranks of all copies that hold the same shard, by copy: one sum per step
 //   phases           of gathers in two phases
 //   secondary        ranks of a host that cut what has been gathered once more (hpZ)
+//   hops             of reductions in two hops, each in one order with `reductions`, where ranks
+//                    say that a bucket's turn has come; and `agreed_hops` with `agreed_reductions`
 //
 // With one copy and gathers in one phase, `gathers` is `all`, and there are no replicas: MiCS with
 // one group of all ranks is plain ZeRO-3.
@@ -30,6 +32,7 @@
 #include "tessera/comm/mesh.h"
 #include "tessera/coordinator/gather_phases.h"
 #include "tessera/engine/runtime.h"
+#include "tessera/grad/reducer.h"
 
 namespace tessera::engine {
 
@@ -63,6 +66,10 @@ class MeshGroups {
     return own_reductions_ ? *own_reductions_ : runtime_.reduce_group();
   }
   coordinator::GatherPhases phases() const { return {across_.get(), inside_.get()}; }
+  grad::ReductionHops hops() const { return {hop_inside_.get(), hop_across_.get()}; }
+  grad::ReductionHops agreed_hops() const {
+    return {agreed_hop_inside_.get(), agreed_hop_across_.get()};
+  }
   comm::Group* secondary() const { return secondary_.get(); }
 
   // Of this rank.
@@ -92,6 +99,10 @@ class MeshGroups {
   std::unique_ptr<comm::Group> across_;
   std::unique_ptr<comm::Group> inside_;
   std::unique_ptr<comm::Group> secondary_;
+  std::unique_ptr<comm::Group> hop_inside_;
+  std::unique_ptr<comm::Group> hop_across_;
+  std::unique_ptr<comm::Group> agreed_hop_inside_;
+  std::unique_ptr<comm::Group> agreed_hop_across_;
   std::vector<Counted> counted_;
 };
 

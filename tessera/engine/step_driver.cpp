@@ -52,6 +52,8 @@ at::Tensor in_memory_order_of(const at::Tensor& tensor, at::Tensor gradient) {
 void add_stats(grad::ReducerStats& to, const grad::ReducerStats& stats) {
   to.num_reductions += stats.num_reductions;
   to.reduced_bytes += stats.reduced_bytes;
+  to.sent_bytes += stats.sent_bytes;
+  to.quant_error += stats.quant_error;
   to.num_replica_sums += stats.num_replica_sums;
   to.replica_bytes += stats.replica_bytes;
   to.held_bytes_peak = std::max(to.held_bytes_peak, stats.held_bytes_peak);
@@ -122,12 +124,16 @@ void StepDriver::make_reducer() {
   if (ctx_.coordinator.needs_consensus()) {
     // Every call of this group is at a moment on which ranks have agreed.
     parts.dynamic_group = &ctx_.mesh.agreed_reductions();
+    parts.dynamic_hops = ctx_.mesh.agreed_hops();
   }
+  parts.codec = ctx_.gradient_codec.get();
+  parts.hops = ctx_.mesh.hops();
   parts.replicas = ctx_.mesh.replicas();
   parts.all_ranks = &ctx_.mesh.all_reductions();
   parts.shard_of_rank = ctx_.mesh.mesh().shard_of_group_rank();
   grad::ReducerOptions reductions =
       grad::ReducerOptions::from(ctx_.runtime.config(), ctx_.params[0].layout().dtype());
+  reductions.num_hosts = parts.hops.across != nullptr ? parts.hops.across->size() : 1;
   if (!ctx_.runtime.config().is_set("grad.bucket_bytes")) {
     reductions.bucket_bytes =
         std::clamp(model_.trainable_bytes() / 4, kSmallestBucketBytes, reductions.bucket_bytes);
@@ -413,7 +419,7 @@ optim::StepSums StepDriver::sum_over_ranks(double lr, bool& is_started) {
   own.sums.weight = weight_sum_;
   // Every copy has the same gradients: one copy's squares are those of all. They are added in the
   // order of shards, so that no bit depends on which ranks hold them.
-  const bool is_by_rank = !ctx_.mesh.mesh().hierarchical();
+  const bool is_by_rank = !ctx_.mesh.mesh().numbers_by_local_rank();
   own.squares_group = is_by_rank ? nullptr : &ctx_.mesh.gathers();
   own.adds_squares = is_by_rank ? ctx_.mesh.replica() == 0 : ctx_.group.rank() == 0;
   own.sums.votes[0] = stop_ ? 1 : 0;
@@ -695,7 +701,11 @@ EngineStats StepDriver::take_stats() {
     const auto near = static_cast<std::uint64_t>(second->size());
     stats.gathered_wire_bytes += stats.gathers.secondary_bytes / near * (near - 1);
   }
-  stats.reduced_wire_bytes = stats.reductions.reduced_bytes / ranks * (ranks - 1);
+  stats.reduced_wire_bytes = stats.reductions.sent_bytes;
+  stats.grad_quant_error = stats.reductions.quant_error.relative();
+  if (const int worst = stats.reductions.quant_error.worst_param; worst >= 0) {
+    stats.worst_quantised_gradient = ctx_.params[worst].name();
+  }
   if (const comm::Group* const replicas = ctx_.mesh.replicas()) {
     const std::uint64_t sent = replicas->wire_bytes().payload;
     stats.reduced_wire_bytes += sent - std::exchange(sent_to_replicas_, sent);

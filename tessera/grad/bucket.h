@@ -12,6 +12,10 @@
 //   bucket on the wire:  | for rank 0: piece a, piece b | for rank 1: piece a, piece b | ...
 //   where piece p of rank r holds elements [r*shard_numel + begin, + numel) of its parameter
 //
+// Where buckets travel as blocks of integers (reducer.h, [Note: quantised reductions]), every piece
+// begins at a multiple of a block, and zeros fill what its last block leaves: so a block's elements
+// are of one parameter, and the same ones in whatever bucket they travel.
+//
 // The reduced shards that stay on the device lie in one region, in bucket order: a bucket's result
 // can be written where it stays. Those in host memory and on NVMe are not in it. Dynamic parameters
 // are in no bucket, since nobody knows whether anyone uses them; their shards follow, in reverse
@@ -48,11 +52,12 @@ struct Piece {
   std::int64_t shard_begin = 0;    // in the shard of the parameter
   std::int64_t numel = 0;          // per rank
   std::int64_t bucket_offset = 0;  // in each rank's part of the bucket
+  std::int64_t padding = 0;        // zeros behind it, in the bucket and in the region
 };
 
 struct Bucket {
   std::vector<Piece> pieces;
-  std::int64_t shard_numel = 0;    // per rank
+  std::int64_t shard_numel = 0;    // per rank, with padding
   std::int64_t region_offset = 0;  // of its pieces that are in the region, behind each other
 };
 
@@ -70,10 +75,11 @@ struct BucketLayout {
 };
 
 // `params`: trainable ones in registration order. `bucket_bytes`: most bytes of one bucket, of all
-// ranks together, in elements of `wire_bytes_per_element`; every bucket has at least one element
-// per rank, and one of a parameter on NVMe that is cut at least kPieceStep. A parameter's pieces
-// are contiguous in the region.
+// ranks together, in elements of `wire_bytes_per_element`; every bucket has at least one block of
+// `block_numel` per rank, and one of a parameter on NVMe that is cut at least kPieceStep, which is
+// a multiple of blocks. A parameter's pieces are contiguous in the region.
 BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
-                          std::int64_t bucket_bytes, std::size_t wire_bytes_per_element);
+                          std::int64_t bucket_bytes, std::size_t wire_bytes_per_element,
+                          std::int64_t block_numel = 1);
 
 }  // namespace tessera::grad

@@ -10,19 +10,20 @@ namespace tessera::grad {
 
 using device::Pending;
 
-BucketSender::BucketSender(GradientStream& stream, ShardGradients& shards, comm::Group& group,
-                           const Options& options)
+BucketSender::BucketSender(GradientStream& stream, ShardGradients& shards,
+                           BucketReduction reduction, const Options& options)
     : stream_(stream),
       shards_(shards),
-      group_(group),
+      reduction_(std::move(reduction)),
       params_(stream.parts().params),
       options_(options) {}
 
 bool BucketSender::is_whole_param(const Bucket& bucket) const {
   const Piece& piece = bucket.pieces.front();
   const shard::Layout& layout = params_[piece.param].layout();
-  return bucket.pieces.size() == 1 && piece.numel == layout.shard_numel() &&
-         layout.padded_numel() == layout.numel() && stream_.shards_are_in_rank_order();
+  return bucket.pieces.size() == 1 && bucket.shard_numel == layout.shard_numel() &&
+         layout.padded_numel() == layout.numel() &&
+         (reduction_.takes_two_hops() || stream_.shards_are_in_rank_order());
 }
 
 void BucketSender::put(const Bucket& bucket, const Piece& piece, const FullGradient& gradient) {
@@ -33,7 +34,7 @@ void BucketSender::put(const Bucket& bucket, const Piece& piece, const FullGradi
   }
 }
 
-// Rank r's part of the bucket gets the elements of its shard, and zeros where those end.
+// Each part of the bucket gets the elements of its shard, and zeros where those end.
 void BucketSender::copy_piece(const Bucket& bucket, const Piece& piece,
                               const FullGradient& gradient) {
   const shard::Layout& layout = params_[piece.param].layout();
@@ -41,9 +42,8 @@ void BucketSender::copy_piece(const Bucket& bucket, const Piece& piece,
   const auto* from = static_cast<const std::byte*>(gradient.data);
   std::byte* to = buffer() + static_cast<std::size_t>(piece.bucket_offset) * wire_bytes;
   const std::size_t stride = static_cast<std::size_t>(bucket.shard_numel) * wire_bytes;
-  for (std::size_t rank = 0; rank < num_ranks(); ++rank, to += stride) {
-    const std::int64_t begin =
-        stream_.shard_of(static_cast<int>(rank)) * layout.shard_numel() + piece.shard_begin;
+  for (std::size_t part = 0; part < num_ranks(); ++part, to += stride) {
+    const std::int64_t begin = shard_at(part) * layout.shard_numel() + piece.shard_begin;
     const std::int64_t numel = std::clamp<std::int64_t>(layout.numel() - begin, 0, piece.numel);
     if (numel > 0) {
       stream_.copy(to, options_.wire_dtype,
@@ -51,7 +51,7 @@ void BucketSender::copy_piece(const Bucket& bucket, const Piece& piece,
                    gradient.dtype, numel);
     }
     stream_.zero(to + static_cast<std::size_t>(numel) * wire_bytes,
-                 static_cast<std::size_t>(piece.numel - numel) * wire_bytes);
+                 static_cast<std::size_t>(piece.numel + piece.padding - numel) * wire_bytes);
   }
 }
 
@@ -59,57 +59,78 @@ void BucketSender::put_zeros(const Bucket& bucket, const Piece& piece) {
   const std::size_t wire_bytes = bytes_of(options_.wire_dtype);
   std::byte* to = buffer() + static_cast<std::size_t>(piece.bucket_offset) * wire_bytes;
   const std::size_t stride = static_cast<std::size_t>(bucket.shard_numel) * wire_bytes;
-  for (std::size_t rank = 0; rank < num_ranks(); ++rank, to += stride) {
-    stream_.zero(to, static_cast<std::size_t>(piece.numel) * wire_bytes);
+  for (std::size_t part = 0; part < num_ranks(); ++part, to += stride) {
+    stream_.zero(to, static_cast<std::size_t>(piece.numel + piece.padding) * wire_bytes);
   }
 }
 
 void BucketSender::send(const Bucket& bucket, const comm::Label& label, ReplicaSum replica_sum) {
-  comm::CallOptions options;
-  options.label = label;
-  options.stream = &stream_.stream();
-  options.met = std::make_shared<std::atomic<bool>>(false);
+  BucketReduction::Call call;
+  call.label = label;
+  call.stream = &stream_.stream();
+  call.shard_numel = bucket.shard_numel;
   const bool is_direct = direct_.data != nullptr;
-  const void* input = direct_.data;
+  call.input = direct_.data;
   if (is_direct) {
-    options.keep_alive = std::move(direct_.owner);
+    call.keep_alive = std::move(direct_.owner);
   } else {
     // Not kept alive by the call: memory of the device must go back before the device does, and a
     // group may outlive it. Buffers stay until every call has come to its end, see clear().
-    input = buffer();
+    call.input = buffer();
   }
   direct_ = {};
-  void* output = shards_.target_of(bucket.pieces);
-  if (output == nullptr) {
-    output = result();
+  call.output = shards_.target_of(bucket.pieces);
+  if (call.output == nullptr) {
+    call.output = result();
   }
-  Pending reduced = group_.start_reduce_scatter(input, output, bucket.shard_numel,
-                                                options_.wire_dtype, options_.wire_dtype, options);
+  if (reduction_.takes_two_hops()) {
+    call.partial = partial();
+  }
+  measure(bucket, call.input);
+  auto* const output = static_cast<std::byte*>(call.output);
+  BucketReduction::Started started = reduction_.start(std::move(call));
+  const Pending& reduced = started.reduced;
   sent_.push_back({.pieces = bucket.pieces,
                    .shard_numel = bucket.shard_numel,
-                   .values = static_cast<std::byte*>(output),
+                   .values = output,
                    .dtype = options_.wire_dtype,
                    .reduced = reduced,
-                   .met = options.met,
-                   .is_on_stream = group_.is_stream_ordered(),
+                   .met = started.met,
+                   .is_on_stream = reduction_.is_stream_ordered(),
                    .replica_sum = replica_sum,
                    .slot = std::exchange(slot_, nullptr)});
-  in_flight_.push_back(reduced);
-  const auto bytes = static_cast<std::int64_t>(bucket.shard_numel) * group_.size() *
+  in_flight_.insert(in_flight_.end(), started.calls.begin(), started.calls.end());
+  const auto bytes = bucket.shard_numel * reduction_.num_ranks() *
                      static_cast<std::int64_t>(bytes_of(options_.wire_dtype));
   ReducerStats& stats = stream_.stats();
   ++stats.num_reductions;
   stats.reduced_bytes += static_cast<std::uint64_t>(bytes);
+  stats.sent_bytes += started.sent_bytes;
   if (is_direct) {
-    stream_.count_kept(std::move(reduced), options.met, bytes);
+    stream_.count_kept(reduced, started.met, bytes);
   }
   if (replica_sum != ReplicaSum::kNone) {
     // On one stream all ranks must have the calls of both groups in one order: this one.
-    if (group_.is_stream_ordered() && stream_.parts().replicas->is_stream_ordered()) {
+    if (reduction_.is_stream_ordered() && stream_.parts().replicas->is_stream_ordered()) {
       start_replica_sum(sent_.back());
     } else {
       start_ready_sums();
     }
+  }
+}
+
+// Before the reduction: the stream keeps the order in which the input's memory is read and freed.
+void BucketSender::measure(const Bucket& bucket, const void* input) {
+  if (options_.quant_error == nullptr) {
+    return;
+  }
+  const std::size_t wire_bytes = bytes_of(options_.wire_dtype);
+  const auto* const part = static_cast<const std::byte*>(input) +
+                           static_cast<std::size_t>(own_part() * bucket.shard_numel) * wire_bytes;
+  for (const Piece& piece : bucket.pieces) {
+    options_.quant_error->measure(piece,
+                                  part + static_cast<std::size_t>(piece.bucket_offset) * wire_bytes,
+                                  options_.wire_dtype);
   }
 }
 
@@ -231,10 +252,17 @@ std::byte* BucketSender::result() {
   return mine.result.data();
 }
 
+std::byte* BucketSender::partial() {
+  Slot& mine = slot();
+  take_partial(mine);
+  return mine.partial.data();
+}
+
 void BucketSender::take_buffer(Slot& slot) {
   if (slot.buffer.data() == nullptr) {
-    const std::size_t bytes = bucket_buffer_bytes(options_.largest_shard_numel, group_.size(),
-                                                  options_.wire_dtype, options_.has_totals);
+    const std::size_t bytes =
+        bucket_buffer_bytes(options_.largest_shard_numel, reduction_.num_ranks(),
+                            options_.wire_dtype, options_.has_totals);
     slot.buffer = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
   }
 }
@@ -247,10 +275,18 @@ void BucketSender::take_result(Slot& slot) {
   }
 }
 
+void BucketSender::take_partial(Slot& slot) {
+  const std::size_t bytes = reduction_.partial_bytes(options_.largest_shard_numel);
+  if (slot.partial.data() == nullptr && bytes > 0) {
+    slot.partial = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
+  }
+}
+
 void BucketSender::reserve(std::size_t num_slots) {
   for (std::size_t i = 0; i < num_slots; ++i) {
     take_buffer(slots_[i]);
     take_result(slots_[i]);
+    take_partial(slots_[i]);
   }
 }
 

@@ -1,11 +1,13 @@
-// Internal to grad: fills one bucket after the other and reduces them over a group, and over the
-// ranks with the same shards of other copies of the model (ReducerParts::replicas).
+// Internal to grad: fills one bucket after the other and reduces them over the ranks of a copy
+// (bucket_reduction.h), and over those with the same shards of other copies of the model
+// (ReducerParts::replicas).
 //
 // A bucket that must be filled, or whose result does not stay where the reduction writes it,
 // borrows a slot: a buffer for the wire and memory for the result, which has the wire's type. There
 // are two, taken in turn; before one is used again, the stream is ordered behind the reduction it
 // was used for and the way of its result to where it stays. A bucket that is reduced from the
-// gradient's own memory into the region needs none.
+// gradient's own memory into the region needs none, unless it takes two hops: the result of the
+// first one is the slot's, too.
 //
 // Over replicas a result is summed where it lies, before it is put; or it is added to what is at
 // home, in fp32 in the slot's buffer, which its reduction has left, and that sum travels and
@@ -34,7 +36,9 @@
 #include <vector>
 
 #include "tessera/grad/bucket.h"
+#include "tessera/grad/bucket_reduction.h"
 #include "tessera/grad/gradient_stream.h"
+#include "tessera/grad/quant_error.h"
 #include "tessera/grad/shard_gradients.h"
 
 namespace tessera::grad {
@@ -52,8 +56,9 @@ class BucketSender {
     DType wire_dtype = DType::kFloat32;
     std::int64_t largest_shard_numel = 0;  // of all buckets that will be sent
     bool has_totals = false;               // sums of what is at home will be made
+    QuantError* quant_error = nullptr;     // null: nothing is quantised
   };
-  BucketSender(GradientStream& stream, ShardGradients& shards, comm::Group& group,
+  BucketSender(GradientStream& stream, ShardGradients& shards, BucketReduction reduction,
                const Options& options);
 
   // Takes the memory of so many slots now.
@@ -92,8 +97,9 @@ class BucketSender {
   struct Slot {
     device::Memory buffer;
     device::Memory result;
-    bool is_taken = false;  // by what is sent, or being filled
-    device::Pending used;   // what else reads the result of the last one
+    device::Memory partial;  // of the first hop; none where there is one
+    bool is_taken = false;   // by what is sent, or being filled
+    device::Pending used;    // what else reads the result of the last one
   };
   struct Sent {
     std::vector<Piece> pieces;
@@ -109,14 +115,26 @@ class BucketSender {
     Slot* slot = nullptr;                         // null: it needed none
   };
 
-  std::size_t num_ranks() const { return static_cast<std::size_t>(group_.size()); }
+  std::size_t num_ranks() const { return static_cast<std::size_t>(reduction_.num_ranks()); }
+  // The shard whose elements are the i-th part of a bucket.
+  std::int64_t shard_at(std::size_t i) const {
+    return reduction_.takes_two_hops() ? static_cast<std::int64_t>(i)
+                                       : stream_.shard_of(static_cast<int>(i));
+  }
+  // The part of this rank's own shard.
+  std::int64_t own_part() const {
+    return reduction_.takes_two_hops() ? params_.rank() : stream_.parts().group.rank();
+  }
   bool is_whole_param(const Bucket& bucket) const;
   void copy_piece(const Bucket& bucket, const Piece& piece, const FullGradient& gradient);
   Slot& slot();  // of the bucket that is being filled
   std::byte* buffer();
   std::byte* result();
+  std::byte* partial();
+  void measure(const Bucket& bucket, const void* input);
   void take_buffer(Slot& slot);
   void take_result(Slot& slot);
+  void take_partial(Slot& slot);
   // Waiting for it blocks no thread, or all ranks have started it, so that nobody has to do
   // anything.
   static bool is_met(const Sent& sent) { return sent.reduced.done() || *sent.met; }
@@ -134,7 +152,7 @@ class BucketSender {
 
   GradientStream& stream_;
   ShardGradients& shards_;
-  comm::Group& group_;
+  const BucketReduction reduction_;
   shard::ParamTable& params_;
   const Options options_;
 

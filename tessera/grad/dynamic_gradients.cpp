@@ -9,22 +9,25 @@
 namespace tessera::grad {
 namespace {
 
-comm::Group& group_of(const ReducerParts& parts) {
-  return parts.dynamic_group != nullptr ? *parts.dynamic_group : parts.group;
+BucketReduction reduction_of(const ReducerParts& parts, const ReducerOptions& options) {
+  return parts.dynamic_group != nullptr
+             ? BucketReduction(*parts.dynamic_group, parts.dynamic_hops, parts.codec, options)
+             : BucketReduction(parts.group, parts.hops, parts.codec, options);
 }
 
 }  // namespace
 
 DynamicGradients::DynamicGradients(GradientStream& stream, ShardGradients& shards,
-                                   const BucketLayout& layout, const ReducerOptions& options)
+                                   const BucketLayout& layout, const ReducerOptions& options,
+                                   QuantError* quant_error)
     : stream_(stream),
       shards_(shards),
       params_(stream.parts().params),
       layout_(layout),
       options_(options),
-      sender_(stream, shards, group_of(stream.parts()),
+      sender_(stream, shards, reduction_of(stream.parts(), options),
               {options.wire_dtype, layout.largest_dynamic_numel,
-               stream.replica_sums().has_dynamic_totals()}),
+               stream.replica_sums().has_dynamic_totals(), quant_error}),
       num_lists_(static_cast<std::size_t>(params_.num_params()), 0),
       is_local_(num_lists_.size(), false) {}
 
@@ -62,8 +65,8 @@ void DynamicGradients::reduce(std::span<const int> ids) {
     list.push_back({id, params_[id].layout().shard_numel(), false,
                     *layout_.home[static_cast<std::size_t>(id)]});
   }
-  const BucketLayout plan =
-      plan_buckets(list, params_.num_ranks(), options_.bucket_bytes, bytes_of(options_.wire_dtype));
+  const BucketLayout plan = plan_buckets(list, params_.num_ranks(), options_.bucket_bytes,
+                                         bytes_of(options_.wire_dtype), options_.block_numel());
   for (const Bucket& bucket : plan.buckets) {
     for (const Piece& piece : bucket.pieces) {
       put_piece(bucket, piece);
@@ -143,7 +146,7 @@ void DynamicGradients::sum_over_replicas() {
 
 void DynamicGradients::start_totals(std::span<const BucketParam> params, DType dtype) {
   const BucketLayout plan = plan_buckets(params, params_.num_ranks(), options_.bucket_bytes,
-                                         bytes_of(options_.wire_dtype));
+                                         bytes_of(options_.wire_dtype), options_.block_numel());
   for (const Bucket& bucket : plan.buckets) {
     sender_.sum_home(bucket, dtype);
   }

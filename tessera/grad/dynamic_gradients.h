@@ -31,9 +31,9 @@ namespace tessera::grad {
 
 class DynamicGradients {
  public:
-  // `layout` outlives it.
+  // `layout` and `quant_error` outlive it; `quant_error` is null where nothing is quantised.
   DynamicGradients(GradientStream& stream, ShardGradients& shards, const BucketLayout& layout,
-                   const ReducerOptions& options);
+                   const ReducerOptions& options, QuantError* quant_error);
 
   void reserve();  // takes all memory now
   void take(const shard::Param& param, FullGradient gradient);

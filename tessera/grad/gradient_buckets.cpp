@@ -1,20 +1,37 @@
 #include "tessera/grad/gradient_buckets.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "tessera/core/error.h"
 #include "tessera/grad/gradient_bytes.h"
 
 namespace tessera::grad {
+namespace {
+
+std::unique_ptr<QuantError> make_quant_error(GradientStream& stream, const BucketLayout& layout,
+                                             const ReducerOptions& options) {
+  const std::int64_t largest = std::max(layout.largest_shard_numel, layout.largest_dynamic_numel);
+  return stream.parts().codec == nullptr || stream.parts().group.size() == 1
+             ? nullptr
+             : std::make_unique<QuantError>(stream, *stream.parts().codec,
+                                            quant_scratch_bytes(largest, options));
+}
+
+}  // namespace
 
 GradientBuckets::GradientBuckets(GradientStream& stream, ShardGradients& shards,
                                  const BucketLayout& layout, const ReducerOptions& options)
     : stream_(stream),
       params_(stream.parts().params),
       layout_(layout),
-      sender_(stream, shards, stream.parts().group,
-              {options.wire_dtype, layout.largest_shard_numel, stream.replica_sums().has_totals()}),
-      dynamic_(stream, shards, layout, options),
+      quant_error_(make_quant_error(stream, layout, options)),
+      sender_(
+          stream, shards,
+          BucketReduction(stream.parts().group, stream.parts().hops, stream.parts().codec, options),
+          {options.wire_dtype, layout.largest_shard_numel, stream.replica_sums().has_totals(),
+           quant_error_.get()}),
+      dynamic_(stream, shards, layout, options, quant_error_.get()),
       entries_(static_cast<std::size_t>(params_.num_params())),
       num_missing_(layout.buckets.size()),
       current_(layout.buckets.size()) {
@@ -27,6 +44,9 @@ GradientBuckets::GradientBuckets(GradientStream& stream, ShardGradients& shards,
   if (stream_.parts().is_planned) {
     sender_.reserve(num_bucket_slots(layout));
     dynamic_.reserve();
+    if (quant_error_) {
+      quant_error_->reserve();
+    }
   }
 }
 
@@ -166,6 +186,10 @@ void GradientBuckets::put_all() {
 void GradientBuckets::wait_reduced() {
   sender_.wait_reduced();
   dynamic_.wait_reduced();
+}
+
+QuantErrorStats GradientBuckets::take_quant_error() {
+  return quant_error_ ? quant_error_->take() : QuantErrorStats();
 }
 
 void GradientBuckets::clear() noexcept {

@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -46,6 +47,7 @@ class GradientBuckets {
   // As in BucketSender.
   void put_all();
   void wait_reduced();
+  QuantErrorStats take_quant_error();
   // Blocks until the sums of all finished backwards are put; throws what went wrong.
   void wait();
   // Waits for what is in flight, whatever becomes of it.
@@ -77,6 +79,7 @@ class GradientBuckets {
   GradientStream& stream_;
   shard::ParamTable& params_;
   const BucketLayout& layout_;
+  const std::unique_ptr<QuantError> quant_error_;  // null: nothing is quantised
   BucketSender sender_;
   DynamicGradients dynamic_;
 

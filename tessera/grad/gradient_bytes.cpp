@@ -14,10 +14,12 @@ std::int64_t taken(std::int64_t numel, std::size_t element_bytes) {
   return static_cast<std::int64_t>(taken_bytes(static_cast<std::size_t>(numel) * element_bytes));
 }
 
-std::int64_t slot_bytes(std::int64_t shard_numel, int num_ranks, DType wire, bool has_totals) {
-  return static_cast<std::int64_t>(
-             taken_bytes(bucket_buffer_bytes(shard_numel, num_ranks, wire, has_totals))) +
-         taken(shard_numel, bytes_of(wire));
+std::int64_t slot_bytes(std::int64_t shard_numel, int num_ranks, const ReducerOptions& options,
+                        bool has_totals) {
+  return static_cast<std::int64_t>(taken_bytes(
+             bucket_buffer_bytes(shard_numel, num_ranks, options.wire_dtype, has_totals))) +
+         static_cast<std::int64_t>(taken_bytes(partial_bytes(shard_numel, options))) +
+         taken(shard_numel, bytes_of(options.wire_dtype));
 }
 
 }  // namespace
@@ -43,6 +45,16 @@ std::size_t bucket_buffer_bytes(std::int64_t shard_numel, int num_ranks, DType w
   const std::size_t on_wire = static_cast<std::size_t>(num_ranks) * bytes_of(wire);
   return static_cast<std::size_t>(shard_numel) *
          (has_totals ? std::max(on_wire, sizeof(float)) : on_wire);
+}
+
+std::size_t partial_bytes(std::int64_t shard_numel, const ReducerOptions& options) {
+  return options.num_hosts == 1
+             ? 0
+             : static_cast<std::size_t>(shard_numel * options.num_hosts) * sizeof(float);
+}
+
+std::size_t quant_scratch_bytes(std::int64_t largest_numel, const ReducerOptions& options) {
+  return options.blocks ? quant::wire_bytes(*options.blocks, largest_numel) : 0;
 }
 
 std::int64_t num_norm_blocks(std::int64_t shard_numel) {
@@ -71,15 +83,22 @@ GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_rank
   }
   bytes.block_sums = taken(num_blocks, sizeof(double));
   if (sends) {
-    const BucketLayout layout =
-        plan_buckets(trainable, num_ranks, options.bucket_bytes, bytes_of(options.wire_dtype));
+    const BucketLayout layout = plan_buckets(trainable, num_ranks, options.bucket_bytes,
+                                             bytes_of(options.wire_dtype), options.block_numel());
     bytes.shards = taken(layout.region_numel, sizeof(float));
-    bytes.slots = static_cast<std::int64_t>(num_bucket_slots(layout)) *
-                      slot_bytes(layout.largest_shard_numel, num_ranks, options.wire_dtype,
-                                 replicas.has_totals()) +
-                  static_cast<std::int64_t>(num_dynamic_slots(layout)) *
-                      slot_bytes(layout.largest_dynamic_numel, num_ranks, options.wire_dtype,
-                                 replicas.has_dynamic_totals());
+    bytes.quant_error =
+        num_ranks > 1
+            ? taken(
+                  static_cast<std::int64_t>(quant_scratch_bytes(
+                      std::max(layout.largest_shard_numel, layout.largest_dynamic_numel), options)),
+                  1)
+            : 0;
+    bytes.slots =
+        static_cast<std::int64_t>(num_bucket_slots(layout)) *
+            slot_bytes(layout.largest_shard_numel, num_ranks, options, replicas.has_totals()) +
+        static_cast<std::int64_t>(num_dynamic_slots(layout)) *
+            slot_bytes(layout.largest_dynamic_numel, num_ranks, options,
+                       replicas.has_dynamic_totals());
   }
   return bytes;
 }

@@ -29,12 +29,13 @@ struct GradientBytes {
   // Of Role::kGradient, in memory of the device. Of a rank that sends nothing, `shards` are there
   // from a parameter's first gradient on (fp32: until clear()), since autograd's own memory is
   // adopted.
-  std::int64_t shards = 0;  // of gradients in memory
-  std::int64_t slots = 0;   // buckets on the wire and their results
+  std::int64_t shards = 0;       // of gradients in memory
+  std::int64_t slots = 0;        // buckets on the wire, their results, and those of first hops
+  std::int64_t quant_error = 0;  // one piece as it is quantised, to measure what that changes
   // Of Role::kGradient, in memory of the host.
   std::int64_t block_sums = 0;
 
-  std::int64_t total() const { return shards + slots + block_sums; }
+  std::int64_t total() const { return shards + slots + quant_error + block_sums; }
 };
 
 // What is summed over the ranks that hold the same shard (ReducerParts::replicas).
@@ -62,6 +63,10 @@ std::size_t num_dynamic_slots(const BucketLayout& layout);
 // take its place once it has been reduced.
 std::size_t bucket_buffer_bytes(std::int64_t shard_numel, int num_ranks, DType wire,
                                 bool has_totals);
+// Of the result of a reduction's first hop; 0: there is one hop.
+std::size_t partial_bytes(std::int64_t shard_numel, const ReducerOptions& options);
+// A rank's part of the largest bucket, quantised; 0: nothing is.
+std::size_t quant_scratch_bytes(std::int64_t largest_numel, const ReducerOptions& options);
 // Of one shard on NVMe.
 std::int64_t num_norm_blocks(std::int64_t shard_numel);
 

@@ -1,5 +1,6 @@
 #include "tessera/grad/reducer.h"
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -24,7 +25,14 @@ BucketLayout plan(const ReducerParts& parts, const ReducerOptions& options) {
     }
   }
   return plan_buckets(trainable, params.num_ranks(), options.bucket_bytes,
-                      bytes_of(options.wire_dtype));
+                      bytes_of(options.wire_dtype), options.block_numel());
+}
+
+std::vector<comm::Group*> hop_groups(const ReducerParts& parts) {
+  std::vector<comm::Group*> groups = {parts.hops.inside, parts.hops.across,
+                                      parts.dynamic_hops.inside, parts.dynamic_hops.across};
+  std::erase(groups, nullptr);
+  return groups;
 }
 
 }  // namespace
@@ -37,6 +45,16 @@ ReducerOptions ReducerOptions::from(const Config& config, DType param_dtype) {
                        : wire == "bf16" ? DType::kBFloat16
                        : wire == "fp16" ? DType::kFloat16
                                         : param_dtype;
+  if (config.get_bool("quant.gradients")) {
+    options.blocks = quant::BlockFormat{static_cast<int>(config.get_int("quant.gradient_bits")),
+                                        config.get_int("quant.block_numel")};
+    TESSERA_CHECK(
+        kPieceStep % options.blocks->block_numel == 0, ConfigError,
+        config.shown("quant.block_numel"), " does not divide ", kPieceStep,
+        ", at multiples of which gradients are cut (quant.gradients); take a power of two "
+        "from 32 to ",
+        kPieceStep, ", the default is 128");
+  }
   return options;
 }
 
@@ -59,6 +77,8 @@ Reducer::Reducer(const ReducerParts& parts, const ReducerOptions& options)
       "dynamic gradients are reduced by rank ", parts.dynamic_group->rank(), " of ",
       parts.dynamic_group->size(), ", others by rank ", parts.group.rank(), " of ",
       parts.group.size());
+  TESSERA_INVARIANT((parts.codec != nullptr) == options.blocks.has_value(),
+                    "gradients are quantised, and there is no codec, or the other way round");
   check_shards();
   TESSERA_CHECK(is_gradient_dtype(options.wire_dtype), ConfigError, "gradients cannot travel as ",
                 to_string(options.wire_dtype), "; use fp32, bf16 or fp16");
@@ -75,6 +95,11 @@ void Reducer::check_shards() const {
           (std::ssize(parts.shard_of_rank) == num_ranks && std::ssize(shards) == num_ranks &&
            *shards.begin() == 0 && *shards.rbegin() == num_ranks - 1),
       "the ", num_ranks, " ranks of a group do not hold one shard each");
+  TESSERA_INVARIANT(
+      parts.hops.inside == nullptr ||
+          parts.hops.inside->rank() * parts.hops.across->size() + parts.hops.across->rank() ==
+              params_.rank(),
+      "shard ", params_.rank(), " is reduced in two hops by another rank");
   TESSERA_INVARIANT(stream_->shard_of(parts.group.rank()) == params_.rank(), "rank ",
                     parts.group.rank(), " reduces gradients of shard ",
                     stream_->shard_of(parts.group.rank()), ", and holds shard ", params_.rank());
@@ -241,7 +266,8 @@ bool Reducer::is_ordered() const {
   const ReducerParts& parts = stream_->parts();
   return stream_->is_discrete() && !stream_->leaves_device() && parts.group.is_stream_ordered() &&
          (parts.replicas == nullptr || parts.replicas->is_stream_ordered()) &&
-         (parts.dynamic_group == nullptr || parts.dynamic_group->is_stream_ordered());
+         (parts.dynamic_group == nullptr || parts.dynamic_group->is_stream_ordered()) &&
+         std::ranges::all_of(hop_groups(parts), &comm::Group::is_stream_ordered);
 }
 
 void Reducer::wait_agreed() {
@@ -249,6 +275,9 @@ void Reducer::wait_agreed() {
   parts.group.wait_agreed();
   if (parts.dynamic_group != nullptr) {
     parts.dynamic_group->wait_agreed();
+  }
+  for (comm::Group* const hop : hop_groups(parts)) {
+    hop->wait_agreed();
   }
   if (parts.replicas != nullptr) {
     parts.replicas->wait_agreed();
@@ -306,6 +335,12 @@ void Reducer::clear() {
   is_finished_ = true;
 }
 
-ReducerStats Reducer::take_stats() { return stream_->take_stats(); }
+ReducerStats Reducer::take_stats() {
+  ReducerStats stats = stream_->take_stats();
+  if (buckets_) {
+    stats.quant_error = buckets_->take_quant_error();
+  }
+  return stats;
+}
 
 }  // namespace tessera::grad

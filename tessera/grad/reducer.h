@@ -61,10 +61,26 @@
 // Memory, taken when first needed, or at construction where it is planned (gradient_bytes.h): two
 // buckets of wire elements, so that one fills while the other is on the wire, and two results; the
 // region of shards that stay on the device; the same buckets and results once more for dynamic
-// parameters. A bucket that is one whole parameter without padding, whose gradient has the wire's
-// type, is reduced from the gradient's own memory, where ranks hold shards in their own order.
-// Where nothing is sent an fp32 gradient is adopted as it is, and so is one in bf16 or fp16 on a
-// discrete device until another micro-batch is added to it: no copy, no region, no call.
+// parameters; with two hops, with each bucket, the first one's result in fp32. A bucket that is one
+// whole parameter without padding, whose gradient has the wire's type, is reduced from the
+// gradient's own memory, where ranks hold shards in their own order. Where nothing is sent an fp32
+// gradient is adopted as it is, and so is one in bf16 or fp16 on a discrete device until another
+// micro-batch is added to it: no copy, no region, no call.
+//
+// [Note: quantised reductions]
+// With ReducerOptions::blocks (qgZ) a bucket's reduction over the group moves blocks of integers
+// with scales in place of elements, in one hop, or inside hosts and then across
+// (bucket_reduction.h), of static and dynamic parameters alike, in every micro-batch. Sums over
+// replicas and micro-batches are exact, and so are norm, clipping and the search for values that
+// are not finite: they are of what arrives, and the codec keeps what is not finite so. A group of
+// one quantises nothing.
+//
+//   each hop:  quantise what is sent, once -> dequantise and add, fp32, in rank order
+//   between:   fp32                        at the end: rounded once to the wire's type
+//
+// Blocks begin at pieces of parameters (bucket.h), so here, too, the size of a bucket changes no
+// bit; the number of hosts does, as the number of ranks. What it costs in accuracy is measured on
+// the way (quant_error.h).
 //
 // [Note: a reduction never waits for a rank that waits]
 // A buffer is free again when the reduction two buckets back has ended. A rank that does not use
@@ -99,6 +115,7 @@
 #include "tessera/device/device.h"
 #include "tessera/grad/bucket.h"
 #include "tessera/grad/used_params.h"
+#include "tessera/quant/block_codec.h"
 #include "tessera/shard/param.h"
 #include "tessera/tier/buffer_pool.h"
 #include "tessera/tier/store.h"
@@ -120,9 +137,18 @@ inline constexpr std::int64_t kMostKeptBytes = std::int64_t{1} << 30;
 
 struct ReducerOptions {
   std::int64_t bucket_bytes = std::int64_t{64} << 20;
-  // Type on the network: fp32, bf16 or fp16. A gradient of another type is converted.
+  // Type on the network, or of what is quantised for it: fp32, bf16 or fp16. A gradient of another
+  // type is converted.
   DType wire_dtype = DType::kFloat32;
-  // `param_dtype` decides "auto".
+  // How it is quantised; none: it travels as it is. See [Note: quantised reductions].
+  std::optional<quant::BlockFormat> blocks = {};
+  // Hosts that a reduction goes across in a second hop (ReducerParts::hops); 1: one hop.
+  int num_hosts = 1;
+
+  // Pieces of parameters begin at multiples of it in a bucket.
+  std::int64_t block_numel() const { return blocks ? blocks->block_numel : 1; }
+  // All but num_hosts. `param_dtype` decides "auto". Throws ConfigError for blocks that are none of
+  // a piece.
   static ReducerOptions from(const Config& config, DType param_dtype);
 };
 
@@ -132,6 +158,15 @@ struct ReducerOptions {
 struct GradientTier {
   tier::Store* store = nullptr;
   tier::BufferPool* buffers = nullptr;
+};
+
+// Of reductions in two hops, the ranks of ReducerParts::group: those on this host, by local rank;
+// and those of all hosts with this local rank, by host. Shard l * num_hosts + h is that of local
+// rank l on host h. Groups of the reducer's own, with one call per reduction, in its order. Both
+// null: one hop.
+struct ReductionHops {
+  comm::Group* inside = nullptr;
+  comm::Group* across = nullptr;
 };
 
 // Where a gradient goes is its parameter's placement.
@@ -176,6 +211,11 @@ struct ReducerParts {
   // Of the same ranks in the same order: reduces dynamic parameters. Null: `group`, if all ranks
   // use the same static parameters between two lists.
   comm::Group* dynamic_group = nullptr;
+  // Of ReducerOptions::blocks, for memory of the device; outlives the reducer. Null: there are
+  // none.
+  const comm::Codec* codec = nullptr;
+  ReductionHops hops = {};          // of `group`
+  ReductionHops dynamic_hops = {};  // of `dynamic_group`
   // Ranks that hold the same shard of other copies of the model, by copy: this reducer's own group,
   // in which nothing else is called while gradients are summed. Null: there is one copy.
   comm::Group* replicas = nullptr;
@@ -203,9 +243,24 @@ struct FullGradient {
   std::shared_ptr<void> owner;  // keeps the memory; dropped as soon as it is not needed
 };
 
+// Of what this rank has quantised, see quant_error.h.
+struct QuantErrorStats {
+  double error_squares = 0;  // of what became of the values, less these; finite
+  double value_squares = 0;
+  // The parameter with the largest relative error; negative: none.
+  int worst_param = -1;
+  double worst_error = 0;
+
+  // Root of the quotient; 0 where nothing was measured.
+  double relative() const;
+  QuantErrorStats& operator+=(const QuantErrorStats& other);
+};
+
 struct ReducerStats {
-  std::uint64_t num_reductions = 0;    // calls
-  std::uint64_t reduced_bytes = 0;     // of buckets, all ranks' parts
+  std::uint64_t num_reductions = 0;  // buckets
+  std::uint64_t reduced_bytes = 0;   // of buckets, all ranks' parts, in the wire's type
+  std::uint64_t sent_bytes = 0;      // by this rank, for these
+  QuantErrorStats quant_error;
   std::uint64_t num_replica_sums = 0;  // calls
   std::uint64_t replica_bytes = 0;     // of this rank's shards that were summed over replicas
   std::int64_t held_bytes_peak = 0;    // gradients that waited for their turn, or for a buffer

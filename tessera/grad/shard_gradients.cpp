@@ -196,7 +196,7 @@ void* ShardGradients::target_of(std::span<const Piece> pieces) {
     const std::int64_t begin = layout_.region_offset[id] + piece.shard_begin;
     is_target &= layout_.home[id] == Tier::kDevice && sums_[id].num_started == 0 &&
                  (end < 0 || begin == end);
-    end = begin + piece.numel;
+    end = begin + piece.numel + piece.padding;
   }
   for (const Piece& piece : pieces) {
     const shard::Param& param = stream_.parts().params[piece.param];
@@ -429,6 +429,7 @@ void ShardGradients::load(std::span<const Piece> pieces, void* to, DType dtype) 
       default:
         from(sum.values, sum.dtype);
     }
+    stream_.zero(at + bytes_for(piece.numel, dtype), bytes_for(piece.padding, dtype));
   }
 }
 

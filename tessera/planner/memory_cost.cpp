@@ -33,8 +33,25 @@ grad::ReplicaSums replica_sums(const CutModel& cut, std::int64_t num_micro_batch
   return {cut.options.num_copies, static_cast<int>(num_micro_batches)};
 }
 
-// Staging for as many as there are slots.
+// Staging for as many as there are slots, of one hop.
+std::int64_t two_encoded(std::int64_t numel, int num_ranks, const MemoryPlanOptions& options) {
+  return taken_bytes(2 * as_int(comm::encoded_reduce_scatter_staging_bytes(
+                             quant::wire_bytes(*options.gradient_blocks, numel), num_ranks)));
+}
+
+std::int64_t across_staging(std::int64_t shard_numel, const MemoryPlanOptions& options) {
+  return options.num_reduction_hosts > 1
+             ? two_encoded(shard_numel, options.num_reduction_hosts, options)
+             : 0;
+}
+
+// All of it.
 std::int64_t two_reductions(std::int64_t shard_numel, const MemoryPlanOptions& options) {
+  if (options.gradient_blocks && options.num_ranks > 1) {
+    const int hosts = options.num_reduction_hosts;
+    return two_encoded(shard_numel * hosts, options.num_ranks / hosts, options) +
+           across_staging(shard_numel, options);
+  }
   return taken_bytes(2 *
                      as_int(comm::reduce_scatter_staging_bytes(
                          shard_numel, options.wire_dtype, options.num_ranks, options.call_memory)));
@@ -181,7 +198,7 @@ BucketNumel most_bucket_numel(const CutModel& cut, std::int64_t bucket_bytes) {
   for (std::size_t i = 0; i < cut.num_params(); ++i) {
     if (cut.is_trainable(i)) {
       (cut.model.params[i].dynamic ? all.dynamic_numel : all.static_numel) +=
-          cut.layouts[i].shard_numel();
+          rounded_up(cut.layouts[i].shard_numel(), cut.options.reductions(0).block_numel());
     }
   }
   const std::int64_t wire = as_int(bytes_of(cut.options.wire_dtype));
@@ -199,12 +216,16 @@ std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes
   const BucketNumel most = most_bucket_numel(cut, bucket_bytes);
   const DType wire = cut.options.wire_dtype;
   const grad::ReplicaSums replicas = replica_sums(cut, num_micro_batches);
+  const grad::ReducerOptions reductions = cut.options.reductions(bucket_bytes);
   const auto slots = [&](std::int64_t numel, bool has_totals) {
     return 2 * (taken_bytes(as_int(
                     grad::bucket_buffer_bytes(numel, cut.options.num_ranks, wire, has_totals))) +
+                taken_bytes(as_int(grad::partial_bytes(numel, reductions))) +
                 taken_bytes(numel * as_int(bytes_of(wire))));
   };
   return two_reductions(most.static_numel, cut.options) +
+         taken_bytes(as_int(grad::quant_scratch_bytes(
+             std::max(most.static_numel, most.dynamic_numel), reductions))) +
          slots(most.static_numel, replicas.has_totals()) +
          slots(most.dynamic_numel, replicas.has_dynamic_totals());
 }
@@ -222,16 +243,16 @@ GradientCost gradient_cost(const CutModel& cut, const Placements& placements,
       params.push_back({static_cast<int>(i), cut.layouts[i].shard_numel(), param.dynamic, home});
     }
   }
-  grad::ReducerOptions reductions;
-  reductions.bucket_bytes = bucket_bytes;
-  reductions.wire_dtype = cut.options.wire_dtype;
+  const grad::ReducerOptions reductions = cut.options.reductions(bucket_bytes);
   GradientCost cost;
   cost.bytes = grad::gradient_bytes(shapes, num_ranks, reductions, cut.model.dtype,
                                     replica_sums(cut, num_micro_batches));
   if (cut.options.sends_gradients()) {
     const std::size_t wire = bytes_of(cut.options.wire_dtype);
-    const grad::BucketLayout layout = grad::plan_buckets(params, num_ranks, bucket_bytes, wire);
+    const grad::BucketLayout layout =
+        grad::plan_buckets(params, num_ranks, bucket_bytes, wire, reductions.block_numel());
     cost.staging = two_reductions(layout.largest_shard_numel, cut.options);
+    cost.across_staging = across_staging(layout.largest_shard_numel, cut.options);
   }
   if (cut.options.is_discrete) {
     cost.bytes.shards = 0;
@@ -466,6 +487,7 @@ void MemoryCost::complete(MemoryPlan& plan) const {
   }
   plan.gather_staging_bytes = GatherCost(cut_, plan.bucket_bytes).staging_bytes(plan.arena_bytes);
   plan.reduction_staging_bytes = gradients.staging;
+  plan.across_staging_bytes = gradients.across_staging;
   plan.comm_bytes = plan.gather_staging_bytes + plan.reduction_staging_bytes;
   plan.chunk_bytes = options_.chunk_bytes();
   plan.chunk_tier = options_.group_memory.tier;

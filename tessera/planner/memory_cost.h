@@ -89,6 +89,7 @@ std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes
 // MemoryCost counts by placement.
 struct GradientCost {
   grad::GradientBytes bytes;
+  std::int64_t across_staging = 0;  // of `staging`: the second hop's group
   std::int64_t staging = 0;  // of the group that reduces them, but for dynamic ones: two at once
 };
 GradientCost gradient_cost(const CutModel& cut, const Placements& placements,

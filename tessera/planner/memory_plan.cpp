@@ -134,6 +134,17 @@ std::string nvme_text(const MemoryPlan& plan) {
 
 }  // namespace
 
+MemoryPlanOptions MemoryPlanOptions::from(const Config& config, const comm::Mesh& mesh,
+                                          bool is_discrete) {
+  MemoryPlanOptions options = from(config, mesh.shard_size(), is_discrete, mesh.num_replicas());
+  options.num_reduction_hosts = mesh.two_hops() ? mesh.hosts_per_group() : 1;
+  return options;
+}
+
+grad::ReducerOptions MemoryPlanOptions::reductions(std::int64_t of_bucket_bytes) const {
+  return {of_bucket_bytes, wire_dtype, gradient_blocks, num_reduction_hosts};
+}
+
 MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, bool is_discrete,
                                           int num_copies) {
   config.check();
@@ -162,6 +173,7 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   const auto reductions = grad::ReducerOptions::from(config, dtype_of(config));
   options.wire_dtype = reductions.wire_dtype;
   options.bucket_bytes = reductions.bucket_bytes;
+  options.gradient_blocks = reductions.blocks;
   options.is_bucket_given = config.is_set("grad.bucket_bytes");
   options.pack_below_bytes = config.get_bytes("comm.pack_below_bytes");
   // As if all ranks were on one host; the engine, which has the group, asks that.

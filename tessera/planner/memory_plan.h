@@ -15,14 +15,19 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/mesh.h"
 #include "tessera/comm/staging.h"
 #include "tessera/core/dtype.h"
 #include "tessera/core/ledger.h"
 #include "tessera/core/placement.h"
+#include "tessera/quant/block_codec.h"
 #include "tessera/shard/stored_format.h"
 
 namespace tessera {
 class Config;
+}
+namespace tessera::grad {
+struct ReducerOptions;
 }
 
 namespace tessera::planner {
@@ -68,8 +73,12 @@ struct MemoryPlanOptions {
   std::int64_t parameters_host_bytes = kUnlimited;  // stay in memory where parameters is kNvme
   int num_states = 2;                               // fp32 tensors per parameter besides the master
   DType wire_dtype = DType::kFloat32;               // of reductions
-  std::int64_t bucket_bytes = std::int64_t{64} << 20;      // of reductions, at most
-  bool is_bucket_given = false;                            // exactly that, not at most
+  std::int64_t bucket_bytes = std::int64_t{64} << 20;  // of reductions, at most
+  bool is_bucket_given = false;                        // exactly that, not at most
+  // Of reductions that are quantised, and hosts that they go across in a second hop, as
+  // grad::ReducerOptions.
+  std::optional<quant::BlockFormat> gradient_blocks = {};
+  int num_reduction_hosts = 1;
   std::int64_t pack_below_bytes = std::int64_t{64} << 10;  // smaller shards are gathered together
   comm::CallMemory call_memory = comm::CallMemory::kReached;  // of the groups (Group::call_memory)
   comm::HeldMemory group_memory;  // of each of them (Group::held_memory)
@@ -91,6 +100,10 @@ struct MemoryPlanOptions {
   // for contradictions: NVMe without a path, a tier that its budget forbids.
   static MemoryPlanOptions from(const Config& config, int num_ranks, bool is_discrete,
                                 int num_copies = 1);
+  // Of a rank of the mesh.
+  static MemoryPlanOptions from(const Config& config, const comm::Mesh& mesh, bool is_discrete);
+  // As grad::ReducerOptions, of buckets of so many bytes.
+  grad::ReducerOptions reductions(std::int64_t of_bucket_bytes) const;
   // Gradients are reduced over ranks, and not used as autograd has made them.
   bool sends_gradients() const { return num_ranks > 1 || num_copies > 1; }
   // Of the group of gathers and the one of reductions.
@@ -185,7 +198,8 @@ struct MemoryPlan {
   // through copies.
   std::int64_t gather_staging_bytes = 0;
   std::int64_t reduction_staging_bytes = 0;
-  std::int64_t comm_bytes = 0;  // their sum
+  std::int64_t across_staging_bytes = 0;  // of that, the second hop's group; 0: there is one hop
+  std::int64_t comm_bytes = 0;            // their sum
   Tier comm_tier = Tier::kHost;
   // What both hold besides, as long as they live (Group::held_memory); charged alike.
   std::int64_t chunk_bytes = 0;

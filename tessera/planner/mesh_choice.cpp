@@ -8,6 +8,7 @@
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
 #include "tessera/grad/bucket.h"
+#include "tessera/grad/reducer.h"
 #include "tessera/planner/memory_cost.h"
 #include "tessera/planner/memory_planner.h"
 #include "tessera/quant/block_codec.h"
@@ -24,6 +25,12 @@ MemoryPlanOptions resident(const MemoryPlanOptions& given, const comm::Mesh& mes
   options.num_secondary_ranks = modes.secondary_size;
   options.weight_bits = modes.weight_bits;
   options.block_numel = modes.block_numel;
+  options.gradient_blocks.reset();
+  options.num_reduction_hosts = 1;
+  if (modes.encodes_gradients()) {
+    options.gradient_blocks = {modes.gradient_bits_across, modes.block_numel};
+    options.num_reduction_hosts = mesh.inside_size() > 1 ? mesh.hosts_per_group() : 1;
+  }
   const bool is_shared = options.call_memory == comm::CallMemory::kShared;
   if (mesh.shard_size() == 1 || (mesh.hosts_per_group() > 1 && is_shared)) {
     options.call_memory = comm::CallMemory::kReached;
@@ -74,7 +81,9 @@ TrafficModes TrafficModes::from(const Config& config, const comm::Mesh& mesh) {
   TrafficModes modes;
   modes.secondary_size = comm::secondary_size(config, mesh);
   modes.weight_bits = config.get_bool("quant.weights") ? 8 : 0;
-  modes.gradient_bits_inside = config.get_bool("quant.gradients") ? 4 : 0;
+  modes.gradient_bits_inside = config.get_bool("quant.gradients")
+                                   ? static_cast<int>(config.get_int("quant.gradient_bits"))
+                                   : 0;
   modes.gradient_bits_across = modes.gradient_bits_inside;
   modes.block_numel = config.get_int("quant.block_numel");
   return modes;
@@ -102,7 +111,8 @@ MeshChoice mesh_choice(const comm::Mesh& mesh, const TrafficModes& modes, const 
   }
   const std::size_t wire_bytes = bytes_of(options.wire_dtype);
   const grad::BucketLayout buckets =
-      grad::plan_buckets(params, mesh.shard_size(), plan.bucket_bytes, wire_bytes);
+      grad::plan_buckets(params, mesh.shard_size(), plan.bucket_bytes, wire_bytes,
+                         cut_options.reductions(plan.bucket_bytes).block_numel());
   std::vector<std::int64_t> bucket_numel;
   bucket_numel.reserve(buckets.buckets.size());
   for (const grad::Bucket& bucket : buckets.buckets) {

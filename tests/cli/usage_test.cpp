@@ -256,6 +256,9 @@ TEST_F(TrainUsage, ShardGroupsThatRanksCannotHaveAreRefusedWithThoseThatTheyCan)
                  "lies inside one of 2 ranks (comm.ranks_per_host, --ranks-per-host); possible "
                  "shard sizes: 4");
   expect_refusal({"--ranks", "4", "--hierarchical"}, "needs several hosts");
+  expect_refusal({"--ranks", "4", "--quantize-gradients=5"}, "quantised to 4 or 8 bits");
+  expect_refusal({"--ranks", "4", "--quantize-gradients", "--set", "quant.block_numel=96"},
+                 "does not divide 4096");
   expect_refusal({"--ranks", "4", "--set", "comm.ranks_per_host=3"}, "does not divide the 4 ranks");
   expect_refusal({"--ranks", "4", "--shard-size", "x"}, "--shard-size");
 }

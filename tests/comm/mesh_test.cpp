@@ -151,6 +151,40 @@ TEST(Mesh, EveryGroupHoldsEveryShardOnceAndReplicasHoldTheSame) {
   });
 }
 
+// Ranks with the same place in all groups hold the same shard; a first hop leaves with local rank l
+// the shards from l * hosts on, and the second one of these with each host.
+TEST(Mesh, BothHopsOfAReductionAreContiguous) {
+  int num_two = 0;
+  for_each_option(16, [&](MeshOptions options) {
+    options.quantises_gradients = true;
+    if (!is_possible(options)) {
+      return;
+    }
+    const Mesh mesh = plan_mesh(options);
+    const bool spans_hosts = mesh.shard_size() > mesh.ranks_per_host();
+    EXPECT_EQ(mesh.two_hops(), spans_hosts && mesh.ranks_per_host() > 1);
+    EXPECT_EQ(mesh.numbers_by_local_rank(), mesh.two_hops() || mesh.hierarchical());
+    num_two += mesh.two_hops() ? 1 : 0;
+    std::set<int> shards;
+    for (int rank = 0; rank < mesh.num_ranks(); ++rank) {
+      shards.insert(mesh.shard_index(rank));
+      EXPECT_EQ(mesh.shard_index(rank), mesh.shard_index(mesh.place_of(rank)));
+      const std::vector<int> inside = mesh.inside_ranks(rank);
+      const std::vector<int> across = mesh.across_ranks(rank);
+      const auto local = std::find(inside.begin(), inside.end(), rank) - inside.begin();
+      const auto host = std::find(across.begin(), across.end(), rank) - across.begin();
+      if (mesh.two_hops()) {
+        EXPECT_EQ(mesh.shard_index(rank), local * std::ssize(across) + host);
+      }
+    }
+    EXPECT_EQ(static_cast<int>(shards.size()), mesh.shard_size());
+    MeshOptions exact = options;
+    exact.quantises_gradients = false;
+    EXPECT_FALSE(plan_mesh(exact).two_hops());
+  });
+  EXPECT_GT(num_two, 10);
+}
+
 // Plain all-gathers in rank order, written where the shard index of the first rank says: the whole
 // parameter comes out in its order, and no phase reads what none has written.
 TEST(Mesh, BothPhasesOfAGatherAreContiguous) {

@@ -77,6 +77,39 @@ TEST(Bucket, EveryElementOfEveryParameterIsInExactlyOnePiece) {
   });
 }
 
+// So a block of what travels quantised has the elements of one piece, whatever the buckets.
+TEST(Bucket, PiecesBeginAtBlocksAndZerosFillTheirLastOne) {
+  constexpr std::int64_t kBlock = 4;
+  for_every_small_model([&](const std::vector<BucketParam>& params, std::int64_t capacity) {
+    const BucketLayout layout =
+        plan_buckets(params, kNumRanks, capacity * kNumRanks * 4 + 11, kWireBytes, kBlock);
+    std::int64_t end = 0;
+    std::map<int, std::int64_t> numel;
+    for (const Bucket& bucket : layout.buckets) {
+      std::int64_t offset = 0;
+      EXPECT_EQ(bucket.region_offset, end);
+      EXPECT_LE(bucket.shard_numel, std::max(kBlock, capacity / kBlock * kBlock));
+      for (const Piece& piece : bucket.pieces) {
+        EXPECT_EQ(piece.bucket_offset, offset);
+        EXPECT_EQ(piece.bucket_offset % kBlock, 0);
+        EXPECT_EQ(piece.shard_begin % kBlock, 0);
+        EXPECT_EQ((piece.numel + piece.padding) % kBlock, 0);
+        EXPECT_LT(piece.padding, kBlock);
+        EXPECT_EQ(bucket.region_offset + piece.bucket_offset,
+                  layout.region_offset[static_cast<std::size_t>(piece.param)] + piece.shard_begin);
+        offset += piece.numel + piece.padding;
+        numel[piece.param] += piece.numel;
+      }
+      EXPECT_EQ(bucket.shard_numel, offset);
+      end += offset;
+    }
+    EXPECT_EQ(layout.region_numel, end);
+    for (const BucketParam& param : params) {
+      EXPECT_EQ(numel[param.id], param.shard_numel);
+    }
+  });
+}
+
 TEST(Bucket, NoBucketIsLargerThanAskedForOrEmpty) {
   for_every_small_model([](const std::vector<BucketParam>& params, std::int64_t capacity) {
     const BucketLayout layout = plan(params, capacity);

@@ -59,6 +59,10 @@ struct ReduceCase {
   // So many ranks share a copy of the model, those of neighbouring numbers; 0: all.
   int ranks_per_copy = 0;
   std::vector<int> shard_of_rank = {};  // as ReducerParts'
+  // Above 0: so many neighbours of a copy are on a host, and reductions take two hops, if
+  // options.num_hosts is above 1; the order of shards is then as it must be.
+  int ranks_per_host = 0;
+  const comm::Codec* codec = nullptr;  // of options.blocks
   // Puts a double in front of the device; empty: none.
   std::function<std::unique_ptr<device::Device>(std::unique_ptr<device::Device>)> wrap_device = {};
   // For what is on NVMe. With a store, memory is planned.
@@ -90,7 +94,9 @@ class ReducerFixture : public support::RankFixture {
         replicas_(test.ranks_per_copy > 0 ? all.split(all.rank() % num_ranks(), "replicas")
                                           : nullptr),
         group_(own_group_ ? *own_group_ : all),
-        dynamic_group_(test.has_dynamic_group ? group_.split(0, "dynamic") : nullptr) {
+        dynamic_group_(test.has_dynamic_group ? group_.split(0, "dynamic") : nullptr),
+        hops_(split_hops("reduce")),
+        dynamic_hops_(test.has_dynamic_group ? split_hops("dynamic") : Hops()) {
     for (std::size_t i = 0; i < test.shapes.size(); ++i) {
       shard::ParamSpec spec;
       spec.name = test.name + std::to_string(i);
@@ -114,6 +120,7 @@ class ReducerFixture : public support::RankFixture {
   comm::Group& all() { return all_; }
   comm::Group& group() { return group_; }  // that gradients are reduced in
   comm::Group& replicas() { return *replicas_; }
+  grad::ReductionHops hops() { return {hops_.inside.get(), hops_.across.get()}; }
   int num_copies() const { return replicas_ ? replicas_->size() : 1; }
   std::size_t gradient_bytes() const {
     return ledger().current_bytes(Tier::kDevice, Role::kGradient);
@@ -125,6 +132,9 @@ class ReducerFixture : public support::RankFixture {
     ReducerParts parts{group_, device(), params(), clock(), spans()};
     parts.most_kept_bytes = test_.most_kept_bytes;
     parts.dynamic_group = dynamic_group_.get();
+    parts.codec = test_.codec;
+    parts.hops = hops();
+    parts.dynamic_hops = {dynamic_hops_.inside.get(), dynamic_hops_.across.get()};
     parts.num_micro_batches = test_.num_micro_batches;
     parts.sums_on_host = test_.sums_on_host;
     parts.shard_of_rank = test_.shard_of_rank;
@@ -146,6 +156,22 @@ class ReducerFixture : public support::RankFixture {
   }
 
  private:
+  struct Hops {
+    std::unique_ptr<comm::Group> inside;
+    std::unique_ptr<comm::Group> across;
+  };
+  Hops split_hops(const std::string& name) {
+    if (test_.options.num_hosts == 1) {
+      return {};
+    }
+    const int host = group_.rank() / test_.ranks_per_host;
+    const int local_rank = group_.rank() % test_.ranks_per_host;
+    Hops hops;
+    hops.inside = group_.split(host, name + ".inside");
+    hops.across = group_.split(local_rank, name + ".across");
+    return hops;
+  }
+
   const ReduceCase test_;
   comm::Group& all_;
   // Null: `all` has one copy.
@@ -153,6 +179,8 @@ class ReducerFixture : public support::RankFixture {
   const std::unique_ptr<comm::Group> replicas_;
   comm::Group& group_;
   std::unique_ptr<comm::Group> dynamic_group_;
+  const Hops hops_;
+  const Hops dynamic_hops_;
   const std::unique_ptr<optim::Kernels> kernels_ = optim::make_cpu_kernels(1);
   const std::unique_ptr<device::Device> host_ = device::make_cpu_device();
   const std::unique_ptr<optim::Kernels> host_kernels_ = optim::make_cpu_kernels(1);

@@ -34,10 +34,6 @@ const std::vector<Backwards> kAllBackwards = {{1, 1}, {2, 2}, {3, 2}, {0, 2}, {2
 const std::vector<Backwards> kBackwards(kAllBackwards.begin(),
                                         kAllBackwards.begin() + support::rounds(9, 5));
 
-bool mostly(const Source& source, int id) {
-  return (source.rank * 31 + source.step * 17 + source.backward * 7 + id * 13) % 4 != 0;
-}
-
 // By rank. `expected`: what was found before; empty: the first copy is compared with the plain sum,
 // the others with the first.
 std::vector<ShardSums> trained(const Copies& copies, const ReduceCase& test, int num_backwards,

@@ -63,6 +63,10 @@ inline ReduceCase at_home(ReduceCase test, Home home) {
 
 using IsUsed = std::function<bool(const Source&, int)>;
 
+inline bool mostly(const Source& source, int id) {
+  return (source.rank * 31 + source.step * 17 + source.backward * 7 + id * 13) % 4 != 0;
+}
+
 // Of one micro-batch, over the ranks of a copy, as it is on the wire.
 inline float sum_of_copy(const ReduceCase& test, int copy, Source source, int id,
                          std::int64_t index, const IsUsed& is_used) {
@@ -78,9 +82,11 @@ inline float sum_of_copy(const ReduceCase& test, int copy, Source source, int id
   return rounded(sum, test.options.wire_dtype);
 }
 
-// A static parameter's element behind so many backwards of a step.
-inline float expected_element(const ReduceCase& test, int num_copies, int step, int num_backwards,
-                              int id, std::int64_t index, const IsUsed& is_used) {
+// A static parameter's element behind so many backwards of a step; `sum_of(copy, backward)` is as
+// sum_of_copy().
+template <typename SumOf>
+float expected_total(const ReduceCase& test, int num_copies, int num_backwards,
+                     const SumOf& sum_of) {
   const int k = test.num_micro_batches;
   const int num_added_before = k == 1                        ? 0
                                : k == 0 || num_backwards < k ? num_backwards
@@ -89,7 +95,7 @@ inline float expected_element(const ReduceCase& test, int num_copies, int step, 
   for (int copy = 0; copy < num_copies; ++copy) {
     float at_home = 0;
     for (int backward = 0; backward < num_added_before; ++backward) {
-      const float sum = sum_of_copy(test, copy, {0, step, backward}, id, index, is_used);
+      const float sum = sum_of(copy, backward);
       at_home = backward == 0 ? sum : at_home + sum;
     }
     total = copy == 0 ? at_home : total + at_home;
@@ -97,13 +103,20 @@ inline float expected_element(const ReduceCase& test, int num_copies, int step, 
   for (int backward = num_added_before; backward < num_backwards; ++backward) {
     float over_copies = 0;
     for (int copy = 0; copy < num_copies; ++copy) {
-      const float sum = sum_of_copy(test, copy, {0, step, backward}, id, index, is_used);
+      const float sum = sum_of(copy, backward);
       over_copies = copy == 0 ? sum : over_copies + sum;
     }
     over_copies = rounded(over_copies, test.options.wire_dtype);
     total = backward == 0 ? over_copies : total + over_copies;
   }
   return total;
+}
+
+inline float expected_element(const ReduceCase& test, int num_copies, int step, int num_backwards,
+                              int id, std::int64_t index, const IsUsed& is_used) {
+  return expected_total(test, num_copies, num_backwards, [&](int copy, int backward) {
+    return sum_of_copy(test, copy, {0, step, backward}, id, index, is_used);
+  });
 }
 
 // A sum of nothing but zeros may have either sign.

@@ -2,6 +2,7 @@
 #include "tessera/comm/staging.h"
 
 #include <algorithm>
+#include <optional>
 #include <random>
 
 #include <gtest/gtest.h>
@@ -81,6 +82,22 @@ class StagedCalls {
         shards(ids), static_cast<std::size_t>(options_.pack_below_bytes),
         {options_.num_ranks, options_.num_ranks, true, true, options_.call_memory}));
   }
+  // Of one hop over `num_ranks`, which is quantised.
+  std::int64_t hop_bytes(std::int64_t numel, int num_ranks) const {
+    return static_cast<std::int64_t>(comm::encoded_reduce_scatter_staging_bytes(
+        quant::wire_bytes(*options_.gradient_blocks, numel), num_ranks));
+  }
+  // Two at once, of the group that begins them, and of the one that goes across hosts.
+  void expect_room_for_hops(std::int64_t shard_numel) const {
+    const int hosts = options_.num_reduction_hosts;
+    EXPECT_LE(2 * hop_bytes(shard_numel * hosts, options_.num_ranks / hosts),
+              plan_.reduction_staging_bytes - plan_.across_staging_bytes);
+    if (hosts > 1) {
+      EXPECT_LE(2 * hop_bytes(shard_numel, hosts), plan_.across_staging_bytes);
+    } else {
+      EXPECT_EQ(plan_.across_staging_bytes, 0);
+    }
+  }
   std::int64_t reduction_bytes(std::int64_t shard_numel) const {
     return static_cast<std::int64_t>(comm::reduce_scatter_staging_bytes(
         shard_numel, options_.wire_dtype, options_.num_ranks, options_.call_memory));
@@ -120,7 +137,8 @@ class StagedCalls {
       }
     }
     return grad::plan_buckets(params, options_.num_ranks, plan_.bucket_bytes,
-                              bytes_of(options_.wire_dtype));
+                              bytes_of(options_.wire_dtype),
+                              options_.gradient_blocks ? options_.gradient_blocks->block_numel : 1);
   }
 
  private:
@@ -161,9 +179,15 @@ void expect_room_for_every_call(const ModelShapes& model, const MemoryPlanOption
   }
   const grad::BucketLayout buckets = calls.buckets();
   for (const grad::Bucket& bucket : buckets.buckets) {
-    EXPECT_LE(2 * calls.reduction_bytes(bucket.shard_numel), plan.reduction_staging_bytes);
+    if (options.gradient_blocks) {
+      calls.expect_room_for_hops(bucket.shard_numel);
+    } else {
+      EXPECT_LE(2 * calls.reduction_bytes(bucket.shard_numel), plan.reduction_staging_bytes);
+    }
   }
-  EXPECT_LE(2 * calls.reduction_bytes(buckets.largest_dynamic_numel), room);
+  if (!options.gradient_blocks) {  // else a call may take memory of its own
+    EXPECT_LE(2 * calls.reduction_bytes(buckets.largest_dynamic_numel), room);
+  }
   if (model.params[static_cast<std::size_t>(model.units.back().back())].dynamic) {
     EXPECT_LE(calls.gather_to_bytes(model.units.back()), room);
   }
@@ -180,6 +204,11 @@ TEST(StagingPlan, HoldsEveryCallOfAStepOfAnyModelWithinAnyBudget) {
     options.bucket_bytes = draw.one_of<std::int64_t>({1000, 100000, 64 << 20});
     options.wire_dtype = draw.one_of({DType::kFloat32, DType::kBFloat16});
     options.call_memory = draw.one_of({comm::CallMemory::kReached, comm::CallMemory::kCopied});
+    options.gradient_blocks = draw.one_of<std::optional<quant::BlockFormat>>(
+        {std::nullopt, quant::BlockFormat{4, 128}, quant::BlockFormat{8, 32}});
+    if (options.gradient_blocks && options.num_ranks == 4) {
+      options.num_reduction_hosts = draw.one_of({1, 2});
+    }
     const std::int64_t all = planned(model, options).memory_bytes();
     for (const std::int64_t percent : {30, 60, 90, 100, 1000}) {
       options.host_bytes = percent == 1000 ? kUnlimited : all * percent / 100;
