@@ -25,6 +25,7 @@ EncodedShards::EncodedShards(const comm::Codec& codec, device::Device& device,
       device_(device),
       params_(params),
       gather_(device.stream(device::StreamKind::kGather)),
+      read_(device.stream(device::StreamKind::kRead)),
       slots_(static_cast<std::size_t>(params.num_params())),
       sums_(device.allocate(Tier::kDevice, slots_.size() * kSumsBytes, Role::kOther)),
       copied_(device.allocate(Tier::kPinned, slots_.size() * kSumsBytes, Role::kOther)),
@@ -70,14 +71,18 @@ void EncodedShards::start_encode(const Param& param, const std::byte* values, Pe
   slot.is_made = true;
   if (gather_.can_order_behind(ready)) {
     try {
-      order_behind(ready);
-      slot.made = encode(param, values);
+      if (ready.done()) {
+        ready.wait();  // a failure is the parameter's own, not the stream's
+      } else {
+        gather_.wait(ready);
+      }
+      slot.made = encode(param, values, gather_);
     } catch (...) {
       slot.made = Pending::failed(std::current_exception());
     }
     return;
   }
-  Job job{&param, values, std::move(ready), std::make_shared<device::HandedOver>()};
+  Job job{&param, values, std::move(ready), copied_when_, std::make_shared<device::HandedOver>()};
   slot.made = Pending(job.owner);
   {
     const std::lock_guard lock(mutex_);
@@ -89,25 +94,13 @@ void EncodedShards::start_encode(const Param& param, const std::byte* values, Pe
   changed_.notify_all();
 }
 
-Pending EncodedShards::encode(const Param& param, const std::byte* values) {
+Pending EncodedShards::encode(const Param& param, const std::byte* values, device::Stream& stream) {
   const shard::Layout& layout = param.layout();
   std::byte* const wire = slot_of(param).wire.data();
   auto* const sums =
       reinterpret_cast<double*>(sums_.data() + static_cast<std::size_t>(param.id()) * kSumsBytes);
-  std::ignore = codec_.encode(values, layout.dtype(), layout.shard_numel(), wire, &gather_);
-  return codec_.measure(values, layout.dtype(), layout.shard_numel(), wire, sums, false, &gather_);
-}
-
-// What fails before the stream can be ordered behind it fails its own parameter, not the stream.
-void EncodedShards::order_behind(const Pending& ready) {
-  if (const auto& state = ready.state(); state && state->awaits_hand_over()) {
-    std::ignore = state->wait_handed_over();
-  }
-  if (ready.done() || !gather_.can_order_behind(ready)) {
-    ready.wait();
-  } else {
-    gather_.wait(ready);
-  }
+  std::ignore = codec_.encode(values, layout.dtype(), layout.shard_numel(), wire, &stream);
+  return codec_.measure(values, layout.dtype(), layout.shard_numel(), wire, sums, false, &stream);
 }
 
 void EncodedShards::forget_failures() noexcept {
@@ -135,8 +128,9 @@ void EncodedShards::carry_out() {
       jobs_.pop_front();
     }
     try {
-      order_behind(job.ready);
-      job.owner->hand_over(encode(*job.param, job.values));
+      job.ready.wait();
+      job.copied.wait();
+      job.owner->hand_over(encode(*job.param, job.values, read_));
     } catch (...) {
       job.owner->fail(std::current_exception());
     }
@@ -165,6 +159,9 @@ std::uint64_t EncodedShards::hash_of_versions(std::span<const int> ids) const {
 void EncodedShards::end_step() {
   for (std::size_t id = 0; id < slots_.size(); ++id) {
     is_copied_[id] = slots_[id].is_made;
+    if (slots_[id].is_made && !slots_[id].made.done()) {
+      gather_.wait(slots_[id].made);
+    }
   }
   copied_when_ = device_.start_copy(copied_.data(), sums_.data(), sums_.bytes(), gather_);
 }

@@ -16,8 +16,10 @@
 // loaded once per update, and later gathers read nothing of it. Where it is loaded to is memory of
 // its first gather. Two doubles of each parameter measure what encoding costs.
 //
-// Order: an encoding is work of the gather stream, handed to it by the caller where that blocks
-// nobody, else by a thread that waits for the shard's update or load. Nothing here is a collective.
+// Order: an encoding is work of the gather stream where the caller can enqueue it at once. Else a
+// thread waits until the shard's update or load is done, in the order of calls, and enqueues it on
+// the read stream: the gather stream may have been ordered meanwhile behind the very call that
+// waits for the encoding. Nothing here is a collective.
 //
 // Threads: as Param.
 #pragma once
@@ -85,21 +87,21 @@ class EncodedShards {
     const shard::Param* param = nullptr;
     const std::byte* values = nullptr;
     device::Pending ready;
+    device::Pending copied;  // what was measured before
     std::shared_ptr<device::HandedOver> owner;
   };
-  // Orders the gather stream behind it, if that is so at once, or waits; throws what went wrong.
-  void order_behind(const device::Pending& ready);
   const Slot& slot_of(const shard::Param& param) const {
     return slots_[static_cast<std::size_t>(param.id())];
   }
-  // Behind the gather stream's work.
-  device::Pending encode(const shard::Param& param, const std::byte* values);
+  device::Pending encode(const shard::Param& param, const std::byte* values,
+                         device::Stream& stream);
   void carry_out();
 
   const comm::Codec& codec_;
   device::Device& device_;
   shard::ParamTable& params_;
   device::Stream& gather_;
+  device::Stream& read_;
   std::vector<Slot> slots_;  // by parameter id
   device::Memory sums_;      // by parameter id: squared error, squared values
   device::Memory copied_;    // of sums_, on the host, when `copied_when_` is done
