@@ -84,7 +84,7 @@ TEST(Config, AValueIsShownWithWhereItCameFrom) {
 
 TEST(Config, OnlyWhatSomebodyGaveAndNothingReadsIsUnread) {
   auto config = Config::from_json(
-      R"({"quant": {"error_beta": 0.5, "frozen_weights": false}, "seed": 7})", "run.json");
+      R"({"quant": {"error_beta": 0.5, "error_feedback": false}, "seed": 7})", "run.json");
   EXPECT_EQ(config.unread(),
             std::vector<std::string>{"quant.error_beta (run.json: quant.error_beta)"});
   EXPECT_TRUE(Config::from_json(R"({"zero_optimization": {"stage": 3}})", "d").unread().empty());
