@@ -8,7 +8,8 @@
 //      version only. It is part of what ranks compare before a gather moves anything.
 //  (3) Padding is encoded with the shard, and decodes to zero.
 //  (4) Parameters of a group of one, those without elements, those that are stored encoded
-//      (shard/stored_format.h), and types that no codec takes are gathered as they are; so is every parameter for those who look at values or edit them.
+//      (shard/stored_format.h), and types that no codec takes are gathered as they are; so is every
+//      parameter for those who look at values or edit them.
 //
 // Memory: the wire of each shard lies in the device's memory, wherever the shard itself does, from
 // its first gather on; in fp32 a quarter of the shard. So a shard in host memory or on NVMe is

@@ -182,9 +182,9 @@ void Gatherer::take(Param& param, std::int64_t offset) {
 
 std::byte* Gatherer::load_shard(const Param& param, void* full, std::byte* scratch) {
   const shard::Layout& layout = param.layout();
-  std::byte* const to = full == nullptr ? scratch
-                                        : static_cast<std::byte*>(full) +
-                                              layout.load_offset(parts_.group.rank());
+  std::byte* const to =
+      full == nullptr ? scratch
+                      : static_cast<std::byte*>(full) + layout.load_offset(parts_.group.rank());
   // Behind the former users of the memory, which the gather stream waits for.
   const bool is_decoded = parts_.group.size() == 1 && layout.is_encoded();
   call_.loads.push_back(

@@ -167,8 +167,8 @@ TEST(EncodedShards, OfAnEarlierUpdateAreRefusedByNameAlsoWhereOneRankHasThem) {
     } catch (const InternalError& error) {
       EXPECT_HAS(std::string(error.what()), "encoded shard of parameter '" + param.name() + "'");
       EXPECT_HAS(std::string(error.what()),
-                 detail::concat("is of update ", param.version() - 1, "; the parameter is at update ",
-                                param.version()));
+                 detail::concat("is of update ", param.version() - 1,
+                                "; the parameter is at update ", param.version()));
     }
     encoded.start_encode(param, param.shard(), {});
   });

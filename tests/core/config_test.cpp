@@ -194,9 +194,10 @@ TEST(Config, OptionsThatContradictEachOtherAreRejectedByCheck) {
   EXPECT_EQ(failure(R"({"shard": {"group_size": 2, "secondary_group_size": 2}})"),
             "shard.group_size = 2 and shard.secondary_group_size = 2 exclude each other; set one "
             "of them");
-  EXPECT_EQ(failure(R"({"quant": {"frozen_bits": 5}})"),
-            "quant.frozen_bits = 5 (run.json): integers have 4 or 8 bits; 0 keeps frozen parameters "
-            "as they are");
+  EXPECT_EQ(
+      failure(R"({"quant": {"frozen_bits": 5}})"),
+      "quant.frozen_bits = 5 (run.json): integers have 4 or 8 bits; 0 keeps frozen parameters "
+      "as they are");
   EXPECT_EQ(failure(R"({"quant": {"frozen_names": ["a.*"]}})"),
             "quant.frozen_names is given, and quant.frozen_bits = 0; set that to 4 or 8");
   EXPECT_EQ(failure(R"({"quant": {"error_feedback": true}})"),

@@ -49,9 +49,9 @@ TEST(OptionTable, EveryDefaultIsAllowedAndShownAsItCanBeWritten) {
 TEST(OptionTable, OptionsThatExistForAReaderNameIt) {
   for (const Option& each : option_table()) {
     const std::string_view section = section_of(each.name);
-    const bool is_still_to_come =
-        section == "quant" && each.name != "quant.weights" && each.name != "quant.block_numel" &&
-        !each.name.starts_with("quant.frozen_");
+    const bool is_still_to_come = section == "quant" && each.name != "quant.weights" &&
+                                  each.name != "quant.block_numel" &&
+                                  !each.name.starts_with("quant.frozen_");
     EXPECT_EQ(each.read_by.empty(), is_still_to_come) << each.name;
   }
 }

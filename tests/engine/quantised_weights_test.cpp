@@ -72,14 +72,14 @@ void descend_quantised(const std::vector<std::shared_ptr<AffineImpl>>& modules, 
 TEST(QuantisedWeights, TrainAsAPlainLoopWithFakeQuantisedParametersToTheBit) {
   for (const int ranks : {1, 2, 4}) {
     SCOPED_TRACE(ranks);
-    const std::vector<std::shared_ptr<AffineImpl>> plain = {affine(37, 29, 1), affine(29, 37, 2, false),
-                                                            affine(37, 5, 3)};
+    const std::vector<std::shared_ptr<AffineImpl>> plain = {
+        affine(37, 29, 1), affine(29, 37, 2, false), affine(37, 5, 3)};
     std::vector<std::vector<at::Tensor>> expected;
     const auto input_of = [](int step) { return input(6, 37, step); };
     for (int step = 0; step < 4; ++step) {
       const auto loss = [&] {
-        return plain[2]->forward(
-                           at::tanh(plain[1]->forward(at::tanh(plain[0]->forward(input_of(step))))))
+        return plain[2]
+            ->forward(at::tanh(plain[1]->forward(at::tanh(plain[0]->forward(input_of(step))))))
             .pow(2)
             .mean();
       };
@@ -109,7 +109,8 @@ TEST(QuantisedWeights, TrainAsAPlainLoopWithFakeQuantisedParametersToTheBit) {
         EXPECT_LT(stats.weight_quant_error, 1.0 / 127);
         // full_value() is exact.
         for (int id = 0; id < engine.num_params(); ++id) {
-          const at::Tensor& param = expected[static_cast<std::size_t>(step)][static_cast<std::size_t>(id)];
+          const at::Tensor& param =
+              expected[static_cast<std::size_t>(step)][static_cast<std::size_t>(id)];
           EXPECT_TRUE(at::equal(engine.full_value(id), param))
               << "step " << step << " parameter " << id;
         }
@@ -125,8 +126,7 @@ TEST(QuantisedWeights, ScopesShowExactValuesAndUnitsQuantisedOnes) {
     const at::Tensor x = input(6, 37, 1);
     const auto expect_output = [&](const at::Tensor& weight, const at::Tensor& bias) {
       const at::NoGradGuard no_grad;
-      const at::Tensor expected =
-          at::linear(x, fake_quantised(weight, 2), fake_quantised(bias, 2));
+      const at::Tensor expected = at::linear(x, fake_quantised(weight, 2), fake_quantised(bias, 2));
       EXPECT_TRUE(at::equal(unit(x), expected));
       EXPECT_FALSE(at::equal(at::linear(x, weight, bias), expected));
     };
@@ -150,7 +150,8 @@ TEST(QuantisedWeights, BytesAreThoseOfTheWires) {
   for (const bool hierarchical : {false, true}) {
     Config config = quantised_config();
     config.apply_flag("comm.ranks_per_host=2");
-    config.apply_flag(std::string("shard.hierarchical_gather=") + (hierarchical ? "true" : "false"));
+    config.apply_flag(std::string("shard.hierarchical_gather=") +
+                      (hierarchical ? "true" : "false"));
     config.apply_flag("persist.param_bytes=0");
     config.apply_flag("live.limit_bytes=0");
     config.apply_flag("live.reuse_distance_bytes=0");
@@ -170,8 +171,8 @@ TEST(QuantisedWeights, BytesAreThoseOfTheWires) {
       std::int64_t numel = 0;
       std::int64_t model_bytes = 0;
       for (int id = 0; id < engine.num_params(); ++id) {
-        wires += static_cast<std::int64_t>(
-            codec->wire_bytes(engine.param(id).layout().shard_numel()));
+        wires +=
+            static_cast<std::int64_t>(codec->wire_bytes(engine.param(id).layout().shard_numel()));
         numel += engine.param(id).layout().padded_numel();
         model_bytes += static_cast<std::int64_t>(engine.param(id).layout().full_bytes());
       }
@@ -226,7 +227,8 @@ TEST(QuantisedWeights, HaveTheSameBitsWhateverElseIsChosen) {
                               nvme_in(directory));
   const std::vector<Placed> choices = {
       {"again", {}},
-      {"no prefetch", {{"prefetch.bucket_bytes", "0"}, {"live.limit_bytes", "0"}, {"persist.param_bytes", "0"}}},
+      {"no prefetch",
+       {{"prefetch.bucket_bytes", "0"}, {"live.limit_bytes", "0"}, {"persist.param_bytes", "0"}}},
       {"small buckets", {{"prefetch.bucket_bytes", "2KiB"}, {"grad.bucket_bytes", "1KiB"}}},
       {"hpZ", {{"shard.secondary_group_size", "2"}, {"live.limit_bytes", "0"}}},
       {"NVMe", nvme}};
@@ -263,7 +265,8 @@ TEST(QuantisedWeights, HaveTheSameBitsAtAllPlacesOfADiscreteDevice) {
     for (const int ranks : {2, 3}) {
       const RunOutcome first = train_quantised(ranks, RunDevice::kMock, dtype, {});
       for (const Placed& each : {Placed{"host", host}, Placed{"NVMe", nvme}}) {
-        SCOPED_TRACE(::testing::Message() << ranks << " ranks, " << to_string(dtype) << ", " << each.name);
+        SCOPED_TRACE(::testing::Message()
+                     << ranks << " ranks, " << to_string(dtype) << ", " << each.name);
         const RunOutcome run = train_quantised(ranks, RunDevice::kMock, dtype, each.options);
         EXPECT_TRUE(same_bits(run, first)) << difference(run, first).describe();
       }

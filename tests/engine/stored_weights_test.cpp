@@ -213,10 +213,9 @@ TEST(StoredWeights, TakeAsManyBytesAsTheFormulaSays) {
           }
         }
         // Memory of 64 KiB and more is taken in whole pages.
-        EXPECT_NEAR(
-            static_cast<double>(
-                engine.runtime().ledger().current_bytes(Tier::kDevice, Role::kShard)),
-            static_cast<double>(all), 2.0 * static_cast<double>(device::page_bytes()));
+        EXPECT_NEAR(static_cast<double>(
+                        engine.runtime().ledger().current_bytes(Tier::kDevice, Role::kShard)),
+                    static_cast<double>(all), 2.0 * static_cast<double>(device::page_bytes()));
       });
     }
   }
@@ -289,7 +288,8 @@ TEST(StoredWeights, AreSavedAsTheyAreAndLoadedOnAnyNumberOfRanks) {
         expect_same(stored, plain, what);
         if (from == 1) {  // blocks of other bits are encoded anew
           const Outcome other = resumed({to, 12 - bits}, save);
-          EXPECT_TRUE(at::equal(other.values[kSecond], as_stored(plain.values[kSecond], 12 - bits))) << what;
+          EXPECT_TRUE(at::equal(other.values[kSecond], as_stored(plain.values[kSecond], 12 - bits)))
+              << what;
         }
       }
       if (HasFailure()) {
@@ -382,7 +382,8 @@ TEST(StoredWeights, AreChosenByNameAndByTheUnit) {
 
 TEST(StoredWeights, ASmallerBlockIsTakenFromTheOptions) {
   with_net({2, 4, 0, false, false, {{"quant.block_numel", "32"}}}, [](Engine& engine, Net&) {
-    EXPECT_TRUE(at::equal(engine.full_value(kSecond), as_stored(affine(768, 103, 2)->weight, 4, 32)));
+    EXPECT_TRUE(
+        at::equal(engine.full_value(kSecond), as_stored(affine(768, 103, 2)->weight, 4, 32)));
     EXPECT_EQ(engine.param(kSecond).layout().shard_numel() % 256, 0);
   });
 }

@@ -20,8 +20,8 @@ TEST(StoredFormat, PiecesAreWholeStepsAndTheFormulaHolds) {
   for (const int bits : {4, 8}) {
     for (const std::int64_t block : {32, 96, 128}) {
       const StoredFormat format{bits, block};
-      for (const std::int64_t numel : {std::int64_t{0}, std::int64_t{1}, 8 * block, 8 * block + 1,
-                                       std::int64_t{100000}}) {
+      for (const std::int64_t numel :
+           {std::int64_t{0}, std::int64_t{1}, 8 * block, 8 * block + 1, std::int64_t{100000}}) {
         for (const int ranks : {1, 2, 3, 7}) {
           const Layout layout(numel, ranks, DType::kBFloat16, format);
           EXPECT_EQ(layout.shard_numel() % (8 * block), 0);
@@ -29,8 +29,9 @@ TEST(StoredFormat, PiecesAreWholeStepsAndTheFormulaHolds) {
           EXPECT_TRUE(numel == 0 || (layout.shard_numel() - 8 * block) * ranks < numel);
           EXPECT_EQ(static_cast<std::int64_t>(layout.shard_bytes()),
                     layout.shard_numel() * bits / 8 + layout.shard_numel() / block * 2);
-          EXPECT_EQ(static_cast<std::size_t>(layout.stored_numel()) * bytes_of(layout.stored_dtype()),
-                    layout.shard_bytes());
+          EXPECT_EQ(
+              static_cast<std::size_t>(layout.stored_numel()) * bytes_of(layout.stored_dtype()),
+              layout.shard_bytes());
           EXPECT_EQ(layout.full_bytes(), static_cast<std::size_t>(layout.padded_numel()) * 2);
           EXPECT_EQ(layout.gathered_bytes(Tier::kDevice), layout.full_bytes());
           EXPECT_EQ(layout.gathered_bytes(Tier::kHost), layout.full_bytes() + layout.shard_bytes());
@@ -117,9 +118,8 @@ TEST_P(Stored, TilesOfAnyCutMakeTheBlocksOfTheWholeParameter) {
         }
         std::vector<float> back(static_cast<std::size_t>(range.numel));
         shard.decode(0, range.numel, back.data());
-        EXPECT_EQ(std::memcmp(back.data(), expected.data() + range.begin,
-                              back.size() * sizeof(float)),
-                  0)
+        EXPECT_EQ(
+            std::memcmp(back.data(), expected.data() + range.begin, back.size() * sizeof(float)), 0)
             << numel << " over " << ranks;
         // As a gather decodes it, padding included.
         std::vector<float> slot(static_cast<std::size_t>(one->layout().shard_numel()), -1.0F);
