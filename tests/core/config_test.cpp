@@ -84,7 +84,7 @@ TEST(Config, AValueIsShownWithWhereItCameFrom) {
 
 TEST(Config, OnlyWhatSomebodyGaveAndNothingReadsIsUnread) {
   auto config = Config::from_json(
-      R"({"quant": {"gradients": true, "frozen_weights": false}, "seed": 7})", "run.json");
+      R"({"quant": {"gradients": true, "error_feedback": false}, "seed": 7})", "run.json");
   EXPECT_EQ(config.unread(),
             std::vector<std::string>{"quant.gradients (run.json: quant.gradients)"});
   EXPECT_TRUE(Config::from_json(R"({"zero_optimization": {"stage": 3}})", "d").unread().empty());
