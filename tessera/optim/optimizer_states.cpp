@@ -75,6 +75,9 @@ void OptimizerStates::check_placement(int id) const {
       "parameter '", name, "' is on NVMe, and has no space there");
   TESSERA_INVARIANT(placement.states != Tier::kNvme || options_.states != nullptr,
                     "states of parameter '", name, "' are on NVMe, and there is no store");
+  if (!params_[id].trainable()) {
+    return;  // nothing updates it
+  }
   TESSERA_INVARIANT(!placement.uses_nvme() || options_.buffers != nullptr, "parameter '", name,
                     "' is on NVMe, and there are no buffers to update it in");
   TESSERA_INVARIANT(!is_discrete_ || placement.updater == Updater::kCpu || !placement.uses_nvme(),

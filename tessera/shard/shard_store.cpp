@@ -38,7 +38,8 @@ ByteRange bytes_in(const Param& param, std::int64_t shard_offset, std::int64_t b
   const Layout& layout = param.layout();
   TESSERA_INVARIANT(shard_offset >= 0 && begin % kShardStep == 0 && begin >= 0 && numel >= 0 &&
                         begin + numel <= layout.stored_numel() &&
-                        (begin + numel == layout.stored_numel() || numel % kShardStep == 0),
+                        (begin + numel == layout.stored_numel() ||
+                         begin + numel == param.range().numel || numel % kShardStep == 0),
                     "words [", begin, ", +", numel, ") of the shard of parameter '", param.name(),
                     "', which has ", layout.stored_numel(), " and is at ", shard_offset);
   const std::size_t element = bytes_of(layout.stored_dtype());

@@ -359,8 +359,9 @@ TEST(DeepSpeedConfig, UnknownKeysSuggestTheNearestInTheSameBlock) {
 // Every key of the table goes through the translation with some valid value.
 TEST(DeepSpeedConfig, EveryKeyOfTheTableIsAccepted) {
   const std::vector<std::string> values = {
-      "3",     "true",         "false",     "1.0",        "\"mean\"",    "\"cpu\"", "\"fp32\"",
-      "\"x\"", "\"WarmupLR\"", "\"AdamW\"", "\"linear\"", "[0.9, 0.99]", "1",       "1e6"};
+      "3",        "true",  "false",        "1.0",       "\"mean\"",   "\"cpu\"",
+      "\"fp32\"", "\"x\"", "\"WarmupLR\"", "\"AdamW\"", "\"linear\"", "[0.9, 0.99]",
+      "1",        "4",     "1e6"};
   for (const DeepSpeedKey& key : deepspeed_keys()) {
     if (key.path.starts_with("scheduler.params.")) {
       continue;  // legal beside a type that has it: see below
