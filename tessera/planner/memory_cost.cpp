@@ -423,7 +423,7 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
 
 std::int64_t encoded_shard_bytes(const CutModel& cut, std::size_t id) {
   const MemoryPlanOptions& options = cut.options;
-  return options.weight_bits > 0 && options.num_ranks > 1
+  return options.weight_bits > 0 && options.num_ranks > 1 && !cut.layouts[id].is_encoded()
              ? as_int(quant::wire_bytes({options.weight_bits, options.block_numel},
                                         cut.layouts[id].shard_numel()))
              : 0;
