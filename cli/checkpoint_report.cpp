@@ -164,12 +164,16 @@ std::string kinds_table(const Manifest& manifest) {
   for (const StoredParam& param : manifest.params) {
     for (const auto& [name, tensor] : param.tensors) {
       KindBytes& kind = name == kValue ? values : name == kMaster ? masters : states[name];
+      if (!tensor.format.is_encoded()) {
+        kind.add(static_cast<std::uint64_t>(param.numel()) * bytes_of(tensor.dtype),
+                 std::string(to_string(tensor.dtype)));
+        continue;
+      }
       std::uint64_t bytes = 0;
       for (const checkpoint::Fragment& fragment : tensor.fragments) {
         bytes += tensor.bytes_of_fragment(fragment);
       }
-      kind.add(bytes, tensor.format.is_encoded() ? shard::describe(tensor.format)
-                                                 : std::string(to_string(tensor.dtype)));
+      kind.add(bytes, shard::describe(tensor.format));
     }
   }
   std::string text = fmt::format(kRow, "kind", "tensors", "bytes", "types");

@@ -90,8 +90,8 @@ struct Snapshot::Impl {
   };
   // What the reader hands to the writer.
   struct Piece {
-    Tile tile;
-    const std::byte* from = nullptr;  // null: nothing is to be written
+    std::optional<Tile> tile;         // none: nothing is to be written
+    const std::byte* from = nullptr;  // may be null where the tile has no elements
     Pending read;
     Owner* ends = nullptr;                     // whose last piece it is
     std::shared_ptr<const tier::Lease> lease;  // of what was buffered; null: a tile's memory
@@ -280,14 +280,14 @@ struct Snapshot::Impl {
       if (piece.ends != nullptr && piece.lease == nullptr) {
         finish_reading(*piece.ends);
       }
-      if (piece.from != nullptr) {
-        write_tile(piece.tile, piece.from);
+      if (piece.tile) {
+        write_tile(*piece.tile, piece.from);
       }
     } catch (...) {
       fail(std::current_exception());
       device::wait_ignoring_failure(piece.read);
     }
-    const bool had_tile = piece.from != nullptr && piece.lease == nullptr;
+    const bool had_tile = piece.tile && piece.lease == nullptr;
     piece.lease.reset();
     if (piece.ends != nullptr) {
       finish_reading(*piece.ends);

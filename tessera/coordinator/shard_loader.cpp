@@ -153,8 +153,14 @@ Pending ShardLoader::load_bytes(const Load& load) {
     // Behind the former users of its memory, as all that the gather stream is given from now on.
     const std::shared_ptr<device::PendingState>& made = load.copy.made.state();
     gather_.wait(made ? made->wait_handed_over().value_or(load.copy.made) : Pending());
-    const auto numel = static_cast<std::size_t>(load.param->range().numel);
-    return device_.start_copy(load.to, load.copy.values, numel * bytes_of(layout.dtype()), gather_);
+    const std::size_t bytes =
+        static_cast<std::size_t>(load.param->range().numel) * bytes_of(layout.dtype());
+    Pending loaded = device_.start_copy(load.to, load.copy.values, bytes, gather_);
+    if (const std::size_t padding = layout.shard_bytes() - bytes; padding > 0) {
+      loaded =
+          device_.start_fill(load.to + bytes, 0, padding, gather_);  // blocks may reach into it
+    }
+    return loaded;
   }
   load.ready.wait();
   load.updated.wait();

@@ -340,10 +340,10 @@ std::span<float> Optimizer::state(int param, std::string_view name) {
     return copy_;
   }
   const auto tensor = static_cast<std::size_t>(found - names.begin());
+  finish();  // the device's states come back behind the parameter
   if (float* const values = states_.host_tensor(param, tensor)) {
     return {values, numel};
   }
-  finish();
   copy_ = states_.read(param, tensor);
   return copy_;
 }

@@ -304,6 +304,18 @@ TEST_F(SnapshotTest, LetsChangeAtOnceWhatTheBufferHasRoomFor) {
   expect_file();
 }
 
+// A buffer has no memory for it.
+TEST_F(SnapshotTest, WritesAnOwnerWithoutElementsThatWasBuffered) {
+  add_large_and_small(1);
+  add(2, 0);
+  make_buffer(std::size_t{1} << 20);
+  hold_in_first();
+  EXPECT_TRUE(snapshot_->release(2).done());
+  let_go();
+  snapshot_->wait();
+  expect_file();
+}
+
 TEST_F(SnapshotTest, LetsChangeWhatIsBeingWrittenWhenItHasBeenRead) {
   add_large_and_small(1);
   make_buffer(std::size_t{1} << 20);
