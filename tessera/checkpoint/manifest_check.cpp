@@ -235,7 +235,7 @@ class Checks {
     const StoredFile& file = manifest_.files[static_cast<std::size_t>(fragment.file)];
     // `bytes` may have overflown where elements are more than a file has bytes.
     TESSERA_CHECK(fragment.offset <= file.bytes &&
-                      static_cast<std::uint64_t>(numel) <= kMaxNumber / sizeof(double) &&
+                      static_cast<std::uint64_t>(numel) <= kMaxNumber / bytes_of(dtype) &&
                       bytes <= file.bytes - fragment.offset,
                   ManifestProblem, whose.what, numel, " elements of ", type_name(dtype),
                   " at offset ", fragment.offset, " do not lie in file ",

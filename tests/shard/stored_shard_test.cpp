@@ -118,8 +118,8 @@ TEST_P(Stored, TilesOfAnyCutMakeTheBlocksOfTheWholeParameter) {
         }
         std::vector<float> back(static_cast<std::size_t>(range.numel));
         shard.decode(0, range.numel, back.data());
-        EXPECT_EQ(
-            std::memcmp(back.data(), expected.data() + range.begin, back.size() * sizeof(float)), 0)
+        EXPECT_TRUE(back.empty() || std::memcmp(back.data(), expected.data() + range.begin,
+                                                back.size() * sizeof(float)) == 0)
             << numel << " over " << ranks;
         // As a gather decodes it, padding included.
         std::vector<float> slot(static_cast<std::size_t>(one->layout().shard_numel()), -1.0F);
