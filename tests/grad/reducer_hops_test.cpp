@@ -10,6 +10,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tessera/grad/gradient_bytes.h"
 #include "tests/grad/hop_fixture.h"
 #include "tests/support/sizes.h"
 
@@ -60,7 +61,7 @@ const std::vector<HopNumbers> kNumbers(kAllNumbers.begin(),
 
 // All for one world; two of each other one, in turn.
 std::vector<Home> homes_of(const HopWorld& hops, std::size_t number) {
-  const std::vector<Home> all = all_homes();
+  std::vector<Home> all = all_homes();
   if (hops.num_ranks == 4 && hops.ranks_per_copy == 4) {
     return all;
   }
