@@ -36,9 +36,9 @@ inline std::string name_of(const HopWorld& world) {
 }
 
 inline const comm::Codec* codec_of(int bits) {
-  static const std::unique_ptr<comm::Codec> kInt4 = quant::make_cpu_block_codec({4, 128});
-  static const std::unique_ptr<comm::Codec> kInt8 = quant::make_cpu_block_codec({8, 128});
-  return bits == 0 ? nullptr : bits == 4 ? kInt4.get() : kInt8.get();
+  static const std::unique_ptr<comm::Codec> int4 = quant::make_cpu_block_codec({4, 128});
+  static const std::unique_ptr<comm::Codec> int8 = quant::make_cpu_block_codec({8, 128});
+  return bits == 0 ? nullptr : bits == 4 ? int4.get() : int8.get();
 }
 
 // Some are cut, some share a bucket, some end within a block, some are padding on the last rank,

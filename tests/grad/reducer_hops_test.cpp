@@ -393,14 +393,14 @@ TEST(ReducerHopsReference, DependsOnTheHosts) {
 }
 
 // What differs most comes first.
-constexpr std::array kWorlds = {HopWorld{4, 4, 2}, HopWorld{2, 2, 1}, HopWorld{6, 6, 3},
-                                HopWorld{8, 4, 2}, HopWorld{6, 3, 3}, HopWorld{2, 2, 2},
+constexpr std::array kWorlds = {HopWorld{4, 4, 2}, HopWorld{2, 2, 2}, HopWorld{8, 4, 2},
+                                HopWorld{6, 6, 3}, HopWorld{6, 3, 3}, HopWorld{2, 2, 1},
                                 HopWorld{3, 3, 3}, HopWorld{6, 6, 2}, HopWorld{8, 8, 2},
                                 HopWorld{8, 8, 4}, HopWorld{4, 2, 2}, HopWorld{2, 1, 2}};
 INSTANTIATE_TEST_SUITE_P(Worlds, ReducerHops,
                          ::testing::ValuesIn(kWorlds.begin(),
                                              kWorlds.begin() +
-                                                 support::rounds<std::size_t>(kWorlds.size(), 5)),
+                                                 support::rounds<std::size_t>(kWorlds.size(), 3)),
                          [](const auto& param) { return name_of(param.param); });
 
 }  // namespace
