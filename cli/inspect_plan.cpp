@@ -125,7 +125,10 @@ std::vector<Use> trace_of_chain(const std::vector<models::UnitShape>& units,
     for (std::size_t i = 0; i < units.size(); ++i) {
       uses.push_back({static_cast<coordinator::UnitId>(i), Phase::kForward});
     }
-    for (std::size_t i = units.size(); i-- > 0 && units[i].has_backward;) {
+    for (std::size_t i = units.size(); i-- > 0;) {
+      if (!units[i].has_backward) {
+        break;  // nor has any before it
+      }
       uses.push_back({static_cast<coordinator::UnitId>(i), Phase::kBackward});
     }
   }

@@ -337,8 +337,7 @@ std::unique_ptr<optim::Optimizer> EngineTiers::make_optimizer(const optim::RuleO
     options.reads_ahead = runtime_.config().get_bool("nvme.pipeline_read");
     options.writes_behind = runtime_.config().get_bool("nvme.pipeline_write");
   }
-  auto optimizer =
-      std::make_unique<optim::Optimizer>(params_, rule, std::move(options), std::move(carried));
+  auto optimizer = std::make_unique<optim::Optimizer>(params_, rule, options, std::move(carried));
   optimizer_ = optimizer.get();
   lender_.reset();
   if (is_planned_ && plan_->num_update_slots > 0) {

@@ -47,7 +47,7 @@ std::uint64_t BucketReduction::sent_bytes(const comm::Group& group, std::int64_t
 
 BucketReduction::Started BucketReduction::start_one(Call call) const {
   comm::CallOptions options;
-  options.label = std::move(call.label);
+  options.label = call.label;
   options.stream = call.stream;
   options.keep_alive = std::move(call.keep_alive);
   options.met = std::make_shared<std::atomic<bool>>(false);
@@ -61,7 +61,7 @@ BucketReduction::Started BucketReduction::start_one(Call call) const {
 BucketReduction::Started BucketReduction::start_two(Call call) const {
   const std::int64_t partial_numel = call.shard_numel * hops_.across->size();
   comm::CallOptions options;
-  options.label = std::move(call.label);
+  options.label = call.label;
   options.stream = call.stream;
   options.codec = codec_;
   comm::CallOptions first = options;

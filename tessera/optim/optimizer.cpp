@@ -32,7 +32,7 @@ Optimizer::Optimizer(shard::ParamTable& params, const RuleOptions& rule, Optimiz
                      CarriedStates carried)
     : params_(params),
       rule_(rule),
-      options_(std::move(options)),
+      options_(options),
       reduce_(options_.device.stream(StreamKind::kReduce)),
       states_(params, rule, options_),
       host_norms_(static_cast<std::size_t>(params.num_params())),

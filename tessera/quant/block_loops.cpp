@@ -70,10 +70,10 @@ constexpr std::int64_t kLineBytes = 64;
 template <typename Value>
 TESSERA_INLINE void prefetch(const Value* values, std::int64_t numel) {
   // An address, not an access: it may lie behind the end.
-  const auto begin = reinterpret_cast<std::uintptr_t>(values) + kAheadBytes;
+  const auto* const begin = reinterpret_cast<const char*>(values) + kAheadBytes;
   const auto bytes = numel * static_cast<std::int64_t>(sizeof(Value));
   for (std::int64_t at = 0; at < bytes; at += kLineBytes) {
-    __builtin_prefetch(reinterpret_cast<const void*>(begin + static_cast<std::uintptr_t>(at)));
+    __builtin_prefetch(begin + at);
   }
 }
 
