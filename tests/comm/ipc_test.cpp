@@ -433,7 +433,8 @@ TEST_P(IpcContract, ARankThatIsKilledWhileOthersFreeMemoryBlocksNobody) {
     here.device.stream(StreamKind::kWrite).wait(call);  // all have started it
     if (here.group.rank() == kVictim) {
       others_wait.wait();
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));  // as long as it takes to free
+      // They end in either case; this lets them get into the call that blocks.
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
       raise(SIGKILL);
     }
     others_wait.count_down();
