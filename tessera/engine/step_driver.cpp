@@ -140,7 +140,7 @@ void StepDriver::make_reducer() {
   }
   if (const planner::MemoryPlan* plan = ctx_.tiers.plan()) {
     reductions.bucket_bytes = plan->bucket_bytes;
-    parts.sums_on_host = plan->sums_gradients_on_host;
+    parts.num_host_buffers = plan->num_gradient_copies;
     if (plan->kept_gradient_bytes > 0) {
       parts.most_kept_bytes = plan->kept_gradient_bytes;
     }

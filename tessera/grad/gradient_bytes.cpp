@@ -24,6 +24,23 @@ std::int64_t slot_bytes(std::int64_t shard_numel, int num_ranks, const ReducerOp
 
 }  // namespace
 
+int num_sum_buffers(DType dtype) {
+  return static_cast<int>(bytes_of(DType::kFloat32) / bytes_of(dtype));
+}
+
+int least_host_buffers(DType dtype, std::int64_t num_micro_batches) {
+  return static_cast<int>(std::min<std::int64_t>(num_micro_batches, num_sum_buffers(dtype) + 1));
+}
+
+// One is filled while others are added up, and one more so that not every micro-batch is.
+int good_host_buffers(DType dtype, std::int64_t num_micro_batches) {
+  return static_cast<int>(std::min<std::int64_t>(num_micro_batches, num_sum_buffers(dtype) + 3));
+}
+
+std::int64_t host_addends_bytes(DType dtype, std::int64_t num_micro_batches) {
+  return least_host_buffers(dtype, num_micro_batches) * static_cast<std::int64_t>(bytes_of(dtype));
+}
+
 std::size_t taken_bytes(std::size_t bytes) {
   if (bytes < device::kPagesFromBytes) {
     return bytes;

@@ -67,6 +67,14 @@ std::size_t bucket_buffer_bytes(std::int64_t shard_numel, int num_ranks, DType w
 std::size_t partial_bytes(std::int64_t shard_numel, const ReducerOptions& options);
 // A rank's part of the largest bucket, quantised; 0: nothing is.
 std::size_t quant_scratch_bytes(std::int64_t largest_numel, const ReducerOptions& options);
+// Of a shard's gradients in memory of the host (host_copies.h): buffers of this type whose place a
+// sum in fp32 takes; buffers for so many micro-batches, with which they can be added up as they
+// come, and with which nothing waits for that; and what a reader of the gradient then reads, per
+// element.
+int num_sum_buffers(DType dtype);
+int least_host_buffers(DType dtype, std::int64_t num_micro_batches);
+int good_host_buffers(DType dtype, std::int64_t num_micro_batches);
+std::int64_t host_addends_bytes(DType dtype, std::int64_t num_micro_batches);
 // Of one shard on NVMe.
 std::int64_t num_norm_blocks(std::int64_t shard_numel);
 

@@ -92,10 +92,6 @@ class GradientStream {
     return param.dynamic() ? replica_sums_.has_dynamic_totals() : replica_sums_.has_totals();
   }
   const ReplicaSums& replica_sums() const { return replica_sums_; }
-  // Where a copy of each micro-batch would do without replicas, the sum that travels is here.
-  bool sums_on_host(const shard::Param& param) const {
-    return parts_.sums_on_host || has_totals(param);
-  }
   // The shard that rank r of the group holds.
   std::int64_t shard_of(int rank) const {
     return parts_.shard_of_rank.empty() ? rank

@@ -169,6 +169,16 @@ struct ReductionHops {
   comm::Group* across = nullptr;
 };
 
+// Values in memory of the host whose sum is meant, made in fp32 and in this order.
+struct HostAddends {
+  const void* values = nullptr;
+  // `values` are the upper halves of a sum in fp32, these the lower ones (optim/kernels.h, [Note:
+  // sums in halves]); null: they are elements of `dtype`.
+  const void* low = nullptr;
+  DType dtype = DType::kFloat32;
+  std::vector<const void*> later = {};  // of this type
+};
+
 // Where a gradient goes is its parameter's placement.
 struct ReducerParts {
   comm::Group& group;
@@ -193,18 +203,19 @@ struct ReducerParts {
                                 bool continues, device::Stream& stream)>
       sum_of_squares = {};
   // The same in memory of the host, by its threads; they block, and may be called on a thread of
-  // the reducer's. Needed where gradients of several micro-batches are there. `micro_batches`:
-  // whose fp32 sum, made in order, is meant.
+  // the reducer's. Needed where gradients of several micro-batches are there.
   std::function<void(float* to, const void* value, DType dtype, std::int64_t numel)> host_widen =
       {};
   std::function<void(float* sum, const void* value, DType dtype, std::int64_t numel)> host_add = {};
-  std::function<double(std::span<const void* const> micro_batches, DType dtype, std::int64_t numel)>
-      host_sum_of_squares = {};
+  std::function<double(const HostAddends& addends, std::int64_t numel)> host_sum_of_squares = {};
+  // Their sum takes the place of the first.
+  std::function<void(const HostAddends& addends, std::int64_t numel)> host_fold = {};
   // Backwards of a step, which decide what memory is taken ahead and in which type; 0: not known.
   // More may come, and take more.
   int num_micro_batches = 0;
-  // Those on the host are added up there in fp32 as they come, and not kept one by one.
-  bool sums_on_host = false;
+  // Of a gradient on the host, memory for so many micro-batches, in which they are added up if they
+  // are more; see least_host_buffers(). 0: for each.
+  int num_host_buffers = 0;
   // Full gradients that are still read, by copies, kernels or reductions, are kept up to so many
   // bytes; then add() waits for the oldest, if that waits for no rank.
   std::int64_t most_kept_bytes = kMostKeptBytes;
@@ -281,9 +292,10 @@ struct ShardGradient {
   // Where the reduce stream puts optim's sum of squares of `values`, in pinned memory; null: it is
   // not made on the way.
   const double* squares = nullptr;
-  bool is_on_host = false;  // `values` are in pinned memory of the host, ...
-  // ... with those of later micro-batches, in order and of the same type. The gradient is the sum,
-  // made in fp32 in this order.
+  // It is the sum of these, in pinned memory of the host, of which `values` and `dtype` are the
+  // first; see HostAddends.
+  bool is_on_host = false;
+  const void* low = nullptr;
   std::vector<const void*> later;
   device::Pending ready;  // of all of them
 };

@@ -70,19 +70,25 @@ ShardGradients::ShardGradients(GradientStream& stream, const BucketLayout& layou
     Sum& sum = sum_of(param);
     const DType dtype = param.layout().dtype();
     if (param.placement().gradient == Tier::kHost) {
-      const bool is_summed = stream_.sums_on_host(param);
-      const int num_copies = is_summed ? 1 : std::max(1, parts.num_micro_batches);
-      for (int i = 0; i < num_copies; ++i) {
-        host_copy(sum, param, static_cast<std::size_t>(i), is_alone() ? dtype : wire_dtype_);
-      }
+      const bool is_summed = stream_.has_totals(param);
+      const DType comes = is_alone() ? dtype : wire_dtype_;
+      sum.copies = std::make_unique<HostCopies>(
+          comes, parts.num_micro_batches,
+          [&device = stream_.device(), bytes = bytes_for(param.layout().shard_numel(), comes)] {
+            return device.allocate(Tier::kPinned, bytes, Role::kGradient);
+          });
+      const int num_wanted =
+          parts.num_host_buffers > 0 ? parts.num_host_buffers : parts.num_micro_batches;
+      sum.copies->reserve(is_summed ? 1 : std::max(1, num_wanted));
       if (is_summed) {
         sum.host_sum = stream_.device().allocate(
             Tier::kPinned, bytes_for(param.layout().shard_numel(), DType::kFloat32),
             Role::kGradient);
       }
       if (!host_work_ && (is_summed || parts.num_micro_batches > 1)) {
-        TESSERA_INVARIANT(parts.host_widen && parts.host_add && parts.host_sum_of_squares,
-                          "several micro-batches are on the host, and nothing adds them there");
+        TESSERA_INVARIANT(
+            parts.host_widen && parts.host_add && parts.host_fold && parts.host_sum_of_squares,
+            "several micro-batches are on the host, and nothing adds them there");
         host_work_ = std::make_unique<HostWork>(parts.spans);
       }
     } else if (param.placement().gradient == Tier::kDevice && parts.is_planned && is_alone() &&
@@ -132,15 +138,6 @@ std::byte* ShardGradients::in_region(const shard::Param& param, std::int64_t beg
   return region() + bytes_for(offset + begin, region_dtype_);
 }
 
-device::Memory& ShardGradients::host_copy(Sum& sum, const shard::Param& param, std::size_t round,
-                                          DType dtype) {
-  while (sum.copies.size() <= round) {
-    sum.copies.push_back(stream_.device().allocate(
-        Tier::kPinned, bytes_for(param.layout().shard_numel(), dtype), Role::kGradient));
-  }
-  return sum.copies[round];
-}
-
 // --- gradients come ---
 
 void ShardGradients::begin_backward() {
@@ -169,7 +166,7 @@ void ShardGradients::take(const shard::Param& param, FullGradient gradient) {
                         to_string(param.layout().dtype()));
       const Pending left =
           send_to_host(sum, whole, gradient.data, gradient.dtype, stream_.compute_record());
-      start_host_square(sum, param, gradient.dtype);
+      end_host_round(sum, param);
       stream_.retire(std::move(gradient.owner), left, bytes);
       break;
     }
@@ -233,7 +230,7 @@ Pending ShardGradients::put(std::span<const Piece> pieces, const std::byte* resu
     } else if (home == Tier::kHost) {
       left.push_back(send_to_host(sum, at, values, wire_dtype_, made));
       if (piece.shard_begin + piece.numel == param.layout().shard_numel()) {
-        start_host_square(sum, param, wire_dtype_);
+        end_host_round(sum, param);
       }
     } else {
       start_square(sum, at, values, wire_dtype_);
@@ -321,18 +318,18 @@ void ShardGradients::square_piece(Sum& sum, const ShardPiece& piece, const void*
 
 Pending ShardGradients::send_to_host(Sum& sum, const ShardPiece& piece, const void* values,
                                      DType dtype, const Pending& made) {
-  const shard::Param& param = stream_.parts().params[piece.param];
   start_square(sum, piece, values, dtype);
   const bool is_summed = sum.host_sum.data() != nullptr;
-  const std::size_t round = is_summed ? 0 : static_cast<std::size_t>(sum.num_rounds);
-  std::byte* const copy =
-      host_copy(sum, param, round, dtype).data() + bytes_for(piece.begin, dtype);
-  const std::size_t bytes = bytes_for(piece.numel, dtype);
-  if (is_summed && piece.begin == 0) {
-    sum.added.wait();  // of the micro-batch before, long ago
+  if (piece.begin == 0) {
+    if (is_summed) {
+      sum.added.wait();  // of the micro-batch before, long ago
+      sum.copies->clear();
+    }
+    sum.copy = sum.copies->next();
   }
+  std::byte* const copy = sum.copy + bytes_for(piece.begin, dtype);
+  const std::size_t bytes = bytes_for(piece.numel, dtype);
   sum.left = stream_.start_to_host(copy, values, bytes, made);
-  sum.dtype = dtype;
   stream_.stats().host_bytes += bytes;
   if (is_summed) {
     float* const to = reinterpret_cast<float*>(sum.host_sum.data()) + piece.begin;
@@ -344,26 +341,27 @@ Pending ShardGradients::send_to_host(Sum& sum, const ShardPiece& piece, const vo
   return sum.left;
 }
 
-void ShardGradients::start_host_square(Sum& sum, const shard::Param& param, DType dtype) {
-  const int round = sum.num_rounds + 1;  // it is about to be counted
-  // Where it will be replaced by a sum over replicas, the squares are that one's.
-  if (!host_work_ || squares_.data() == nullptr || round == 1 || stream_.has_totals(param) ||
-      round != stream_.parts().num_micro_batches) {
+void ShardGradients::end_host_round(Sum& sum, const shard::Param& param) {
+  const bool may_fold = sum.copies->end(sum.left);
+  if (!host_work_ || sum.host_sum.data() != nullptr) {
     return;
   }
-  const bool is_summed = sum.host_sum.data() != nullptr;
-  std::vector<const void*> values;
-  if (is_summed) {
-    values.push_back(sum.host_sum.data());
+  const ReducerParts& parts = stream_.parts();
+  if (may_fold) {
+    sum.copies->fold([&](HostAddends addends, Pending ready) {
+      return host_work_->start(std::move(ready),
+                               [&parts, addends = std::move(addends), numel = param.range().numel] {
+                                 parts.host_fold(addends, numel);
+                               });
+    });
   }
-  for (int i = 0; i < round && !is_summed; ++i) {
-    values.push_back(sum.copies[static_cast<std::size_t>(i)].data());
+  const int round = sum.num_rounds + 1;  // it is about to be counted
+  if (squares_.data() != nullptr && round > 1 && round == parts.num_micro_batches) {
+    sum.squared = host_work_->start(
+        sum.copies->ready(),
+        [&parts, addends = sum.copies->addends(), result = square_of(param),
+         numel = param.range().numel] { *result = parts.host_sum_of_squares(addends, numel); });
   }
-  sum.squared = host_work_->start(
-      sum.left, [&parts = stream_.parts(), values = std::move(values), result = square_of(param),
-                 dtype = is_summed ? DType::kFloat32 : dtype, numel = param.range().numel] {
-        *result = parts.host_sum_of_squares(values, dtype, numel);
-      });
 }
 
 void ShardGradients::adopt(Sum& sum, const shard::Param& param, FullGradient gradient) {
@@ -423,7 +421,7 @@ void ShardGradients::load(std::span<const Piece> pieces, void* to, DType dtype) 
           from(sum.host_sum.data(), DType::kFloat32);
         } else {
           stream_.wait_for(sum.left);
-          from(sum.copies.front().data(), sum.dtype);
+          from(sum.copy, sum.copies->dtype());
         }
         break;
       default:
@@ -473,6 +471,9 @@ void ShardGradients::restart(int param) {
   Sum& sum = sums_[static_cast<std::size_t>(param)];
   sum.num_rounds = 0;
   sum.num_squared = 0;
+  if (sum.copies) {
+    sum.copies->clear();
+  }
 }
 
 // --- gradients are asked for ---
@@ -504,17 +505,12 @@ ShardGradient ShardGradients::gradient(const shard::Param& param) {
       gradient.ready = sum.added;
       return gradient;
     }
-    gradient.dtype = sum.num_rounds > 0 ? sum.dtype
-                     : is_alone()       ? param.layout().dtype()
-                                        : wire_dtype_;
-    gradient.ready = sum.left;
-    gradient.values = sum.copies.front().data();
-    if (sum.num_rounds == 0) {
-      std::memset(sum.copies.front().data(), 0, sum.copies.front().bytes());
-    }
-    for (int round = 1; round < sum.num_rounds; ++round) {
-      gradient.later.push_back(sum.copies[static_cast<std::size_t>(round)].data());
-    }
+    gradient.ready = sum.copies->ready();
+    HostAddends addends = sum.copies->addends();
+    gradient.values = addends.values;
+    gradient.low = addends.low;
+    gradient.dtype = addends.dtype;
+    gradient.later = std::move(addends.later);
     return gradient;
   }
   if (sum.num_rounds > 0) {
@@ -563,6 +559,9 @@ void ShardGradients::clear() noexcept {
     host_work_->drain();
   }
   for (Sum& sum : sums_) {
+    if (sum.copies) {
+      sum.copies->clear();
+    }
     sum.added = {};
     sum.squared = {};
     sum.num_started = 0;

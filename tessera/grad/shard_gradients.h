@@ -6,15 +6,14 @@
 //
 //   device   the first micro-batch as it comes: adopted with its owner where it is not sent, else
 //            in the region, where the reduction may write it itself. Sums of several are fp32.
-//   host     pinned; D2H on a stream of its own, as it comes, in its type. Each micro-batch has a
-//            copy, and whoever reads them adds them (ShardGradient); or one copy is used again and
-//            again, and a thread of the host adds it to a sum in fp32 (ReducerParts::sums_on_host).
-//            Either memory stays from step to step.
+//   host     pinned; D2H on a stream of its own, as it comes, in its type (host_copies.h). Whoever
+//            reads them adds them (ShardGradient), but for those that threads of the host have
+//            added up before. Memory stays from step to step.
 //   NVMe     sums in fp32 (nvme_gradients.h)
 //
 // Where other ranks have copies of the same shards, what is here may be summed over them: load()
-// copies it to memory of the device, and replace() puts the sum in its place. There it is added up
-// in fp32 on the host, too, whatever the option says, since it must leave again.
+// copies it to memory of the device, and replace() puts the sum in its place. A gradient of which
+// that may be made on the host is one sum in fp32 there, to which a thread adds each micro-batch.
 //
 // Invariants:
 //  (1) No bit depends on the placement: widening is exact, and sums are made in fp32 in the order
@@ -39,6 +38,7 @@
 
 #include "tessera/grad/bucket.h"
 #include "tessera/grad/gradient_stream.h"
+#include "tessera/grad/host_copies.h"
 #include "tessera/grad/host_work.h"
 
 namespace tessera::grad {
@@ -94,10 +94,11 @@ class ShardGradients {
     bool is_freed = false;               // since clear()
     std::int64_t num_squared = 0;        // elements in the sum of squares, ...
     int num_squared_rounds = 0;          // ... which is of the first rounds
-    std::vector<device::Memory> copies;  // on the host, by round
-    device::Pending left;                // the last copy to them
-    device::Memory host_sum;             // fp32, where they are added up there
-    device::Pending added;               // the last one
+    std::unique_ptr<HostCopies> copies;  // on the host; null: it is not there
+    std::byte* copy = nullptr;           // of these, of the round that comes
+    device::Pending left;                // the last of its pieces
+    device::Memory host_sum;             // fp32, where it may be summed over replicas
+    device::Pending added;               // the last round
     device::Pending squared;             // by the host
   };
   Sum& sum_of(const shard::Param& param) { return sums_[static_cast<std::size_t>(param.id())]; }
@@ -109,13 +110,12 @@ class ShardGradients {
   float* own_memory(Sum& sum, const shard::Param& param);
   std::byte* region();
   std::byte* in_region(const shard::Param& param, std::int64_t begin);
-  device::Memory& host_copy(Sum& sum, const shard::Param& param, std::size_t round, DType dtype);
 
   void put_piece(const ShardPiece& piece, const std::byte* values);
   void start_square(Sum& sum, const ShardPiece& piece, const void* values, DType dtype);
   void square_piece(Sum& sum, const ShardPiece& piece, const void* values, DType dtype);
   // All of a round is on its way to the host.
-  void start_host_square(Sum& sum, const shard::Param& param, DType dtype);
+  void end_host_round(Sum& sum, const shard::Param& param);
   device::Pending send_to_host(Sum& sum, const ShardPiece& piece, const void* values, DType dtype,
                                const device::Pending& made);
   void adopt(Sum& sum, const shard::Param& param, FullGradient gradient);

@@ -46,6 +46,27 @@ __global__ void __launch_bounds__(kThreads)
       });
 }
 
+// Bits of 16, whatever the elements they are half of.
+__global__ void __launch_bounds__(kThreads)
+    join_elements(float* __restrict__ to, const BFloat16* __restrict__ high,
+                  const BFloat16* __restrict__ low, std::int64_t numel, std::int64_t head) {
+  const auto joined = [](BFloat16 upper, BFloat16 lower) {
+    return __uint_as_float(static_cast<unsigned>(upper.bits) << 16 | lower.bits);
+  };
+  for_elements(
+      numel, head, [&](std::int64_t i) { to[i] = joined(high[i], low[i]); },
+      [&](std::int64_t i) {
+        const Four<BFloat16> upper = load_four(high + i);
+        const Four<BFloat16> lower = load_four(low + i);
+        Four<float> out;
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          out.values[k] = joined(upper.values[k], lower.values[k]);
+        }
+        store_four(to + i, out);
+      });
+}
+
 template <typename To, typename From>
 __global__ void __launch_bounds__(kThreads)
     convert_elements(To* __restrict__ to, const From* __restrict__ from, float scale,
@@ -112,6 +133,15 @@ void launch_add(float* values, const void* addend, DType dtype, std::int64_t num
   } else {
     launch_add_of<Float16>(values, addend, numel, stream);
   }
+}
+
+void launch_join(float* to, const void* high, const void* low, std::int64_t numel,
+                 cudaStream_t stream) {
+  const std::int64_t head =
+      head_numel({{to, sizeof(float)}, {high, sizeof(BFloat16)}, {low, sizeof(BFloat16)}}, numel);
+  join_elements<<<grid_for(numel), kThreads, 0, stream>>>(
+      to, static_cast<const BFloat16*>(high), static_cast<const BFloat16*>(low), numel, head);
+  device::check_cuda("join kernel", cudaGetLastError());
 }
 
 void launch_convert(void* to, DType to_dtype, const void* from, DType from_dtype, float scale,

@@ -147,6 +147,7 @@ CpuPipeline::Item CpuPipeline::make_item(int id, grad::Reducer& gradients,
                       "', whose gradient is on the device");
     item.gradient = gradient.values;
     item.gradient_dtype = gradient.dtype;
+    item.low = gradient.low;
     item.later = gradient.later;
     item.gradient_ready = gradient.ready;
   }
@@ -468,10 +469,14 @@ UpdateSpan CpuPipeline::span_of(const Stage& stage, const SubGroupPiece& piece,
 
 void CpuPipeline::update_piece(const Stage& stage, const SubGroupPiece& piece, const Item& item) {
   UpdateSpan span = span_of(stage, piece, item);
+  const auto of_piece = [&](const void* values) -> const void* {
+    return static_cast<const std::byte*>(values) +
+           static_cast<std::size_t>(piece.begin) * bytes_of(item.gradient_dtype);
+  };
+  span.low = item.low == nullptr ? nullptr : of_piece(item.low);
   std::vector<const void*> later;
   for (const void* const values : item.later) {
-    later.push_back(static_cast<const std::byte*>(values) +
-                    static_cast<std::size_t>(piece.begin) * bytes_of(item.gradient_dtype));
+    later.push_back(of_piece(values));
   }
   span.later = later;
   SpanArgs args;

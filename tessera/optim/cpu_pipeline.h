@@ -91,6 +91,7 @@ class CpuPipeline {
     UpdateScalars scalars;
     const void* gradient = nullptr;  // null: on NVMe
     DType gradient_dtype = DType::kFloat32;
+    const void* low = nullptr;       // ShardGradient::low
     std::vector<const void*> later;  // ShardGradient::later
     device::Pending gradient_ready;
     device::Pending may_start;                 // what reads the shard, and what makes the gradient

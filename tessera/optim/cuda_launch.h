@@ -37,6 +37,8 @@ void launch_step_factors(const StepSums* sums, const StepInputs& inputs, StepOnD
 // convert_cuda.cu
 void launch_add(float* values, const void* addend, DType dtype, std::int64_t numel,
                 cudaStream_t stream);
+void launch_join(float* to, const void* high, const void* low, std::int64_t numel,
+                 cudaStream_t stream);
 void launch_convert(void* to, DType to_dtype, const void* from, DType from_dtype, float scale,
                     std::int64_t numel, cudaStream_t stream);
 

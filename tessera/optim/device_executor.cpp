@@ -272,11 +272,18 @@ DeviceExecutor::Item DeviceExecutor::make_item(int id, grad::Reducer& gradients,
   const grad::ShardGradient gradient = gradients.shard_gradient(id);
   item.task = make_task(id, gradient, scalars);
   if (gradient.is_on_host && gradient.numel > 0) {
-    TESSERA_INVARIANT(slot_gradient_bytes_ >= sizeof(float) + 2 * bytes_of(gradient.dtype),
+    const std::size_t staged_bytes = gradient.later.empty() && gradient.dtype == DType::kFloat32
+                                         ? 0
+                                         : 2 * bytes_of(gradient.dtype);
+    TESSERA_INVARIANT(slot_gradient_bytes_ >= sizeof(float) + staged_bytes,
                       "slots have no room for the gradient of parameter '", param.name(),
                       "', which is on the host");
-    item.copies = gradient.later;
-    item.copies.insert(item.copies.begin(), gradient.values);
+    item.copies.push_back(gradient.values);
+    item.is_joined = gradient.low != nullptr;
+    if (item.is_joined) {
+      item.copies.push_back(gradient.low);
+    }
+    item.copies.insert(item.copies.end(), gradient.later.begin(), gradient.later.end());
     item.copy_dtype = gradient.dtype;
     item.copies_ready = gradient.ready;
     stats_.gradients_h2d_bytes +=
@@ -431,15 +438,26 @@ void DeviceExecutor::bring_gradient(const Piece& piece, const Item& item) {
   for (std::size_t i = 0; i < item.copies.size(); ++i) {
     const auto* const from = static_cast<const std::byte*>(item.copies[i]) +
                              static_cast<std::size_t>(piece.states.begin) * element;
-    std::byte* const to = staged + i % 2 * static_cast<std::size_t>(states_.slot_numel()) * element;
+    const std::size_t numel = static_cast<std::size_t>(states_.slot_numel());
+    // What needs no conversion goes to its place.
+    const bool is_sum = i == 0 && item.copy_dtype == DType::kFloat32;
+    std::byte* const to =
+        is_sum ? reinterpret_cast<std::byte*>(sum) : staged + i % 2 * numel * element;
     limit_copies_h2d();
     read_.wait(added[i % 2]);
     copies_h2d_.push_back(device_.start_copy(
         to, from, static_cast<std::size_t>(piece.states.numel) * element, read_));
     update_.wait(copies_h2d_.back());
-    added[i % 2] = i == 0
-                       ? kernels_.start_widen(sum, to, item.copy_dtype, piece.states.numel, update_)
-                       : kernels_.start_add(sum, to, item.copy_dtype, piece.states.numel, update_);
+    if (is_sum || (i == 0 && item.is_joined)) {
+      continue;
+    }
+    if (i == 1 && item.is_joined) {
+      added.fill(kernels_.start_join(sum, staged, to, piece.states.numel, update_));
+    } else if (i == 0) {
+      added[0] = kernels_.start_widen(sum, to, item.copy_dtype, piece.states.numel, update_);
+    } else {
+      added[i % 2] = kernels_.start_add(sum, to, item.copy_dtype, piece.states.numel, update_);
+    }
   }
 }
 

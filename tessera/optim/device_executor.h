@@ -23,8 +23,9 @@
 // the gradient, which nobody needs any more: from there it goes to its home, and whoever gathers it
 // copies it from there (shard::DeviceCopy) until gradients are cleared after wait().
 //
-// [Note: gradients of several micro-batches] They are in host memory, a copy of each: they pass
-// through the slot one after the other and are added there in fp32, in their order.
+// [Note: gradients of several micro-batches] They are in host memory, those that have not been
+// added up there (grad/host_copies.h): they pass through the slot one after the other and are added
+// there in fp32, in their order.
 //
 // A shard that streams is updated in pieces of at most as many elements as a slot holds.
 //
@@ -109,10 +110,12 @@ class DeviceExecutor {
   // What is handed over for one parameter.
   struct Item {
     int param = 0;
-    bool keeps = false;               // no gradient: the parameter is made again
-    UpdateTask task;                  // without tensors, which are those of a piece
-    bool takes_over = false;          // see [Note: in place of the gradient]
-    std::vector<const void*> copies;  // of the gradient on the host; none: on the device
+    bool keeps = false;       // no gradient: the parameter is made again
+    UpdateTask task;          // without tensors, which are those of a piece
+    bool takes_over = false;  // see [Note: in place of the gradient]
+    // Of the gradient on the host, with both halves of a sum; none: it is on the device.
+    std::vector<const void*> copies;
+    bool is_joined = false;  // the first two are halves
     DType copy_dtype = DType::kFloat32;
     device::Pending copies_ready;
     std::shared_ptr<device::HandedOver> made;  // on the device

@@ -9,6 +9,11 @@
 // Element types are fp32, bf16 and fp16. Halves are widened exactly before any arithmetic, and
 // rounded once, to nearest even, where they are written (core/dtype.h).
 //
+// [Note: sums in halves]
+// A sum in fp32 may lie where two addends of 16 bits were: the upper 16 bits of its elements in the
+// place of one, the lower 16 in that of the other. So gradients of several micro-batches are added
+// up without memory for the sum.
+//
 // Host kernels are enqueued on the stream like any other work; they run where its work runs.
 // Lists (std::span) need not outlive the call that they are given to; the memory that they name
 // must stay valid until the Pending is done.
@@ -37,7 +42,8 @@ struct NormSpan {
   std::int64_t numel = 0;
   // Goes on behind the elements whose sum is in the result, which are whole blocks.
   bool continues = false;
-  // As UpdateSpan::later.
+  // As in UpdateSpan.
+  const void* low = nullptr;
   std::span<const void* const> later = {};
 };
 
@@ -87,6 +93,14 @@ class Kernels {
                             device::Stream& stream) {
     return start_add(values, addend, DType::kFloat32, numel, stream);
   }
+
+  // The sum of this and of later micro-batches takes the place of the first ones, whose memory is
+  // written: that of `values`, in fp32; of 16 bits, in halves, `values` and `low` or, if that is
+  // null, the first of `later`. Kernels of the host alone.
+  virtual device::Pending start_fold(const NormSpan& span, device::Stream& stream) = 0;
+  // to[i] = the sum whose halves these are.
+  virtual device::Pending start_join(float* to, const void* high, const void* low,
+                                     std::int64_t numel, device::Stream& stream) = 0;
 
   // to[i] = from[i] * scale, rounded to `to_dtype`. A scale of 1 leaves the product out: then NaNs
   // keep what core/dtype.h leaves of them.

@@ -36,45 +36,64 @@ const void* advanced(const void* values, DType dtype, std::int64_t numel) {
 using BlockSums = std::array<float, kNormBlock>;
 class MicroBatches {
  public:
-  MicroBatches(const void* first, std::span<const void* const> later, DType dtype) : dtype_(dtype) {
-    all_.reserve(later.size() + 1);
+  MicroBatches(const void* first, const void* low, std::span<const void* const> later, DType dtype)
+      : dtype_(dtype), is_joined_(low != nullptr) {
+    all_.reserve(later.size() + 2);
     all_.push_back(first);
+    if (is_joined_) {
+      all_.push_back(low);
+    }
     all_.insert(all_.end(), later.begin(), later.end());
     at_.resize(all_.size());
   }
+  bool is_one() const { return all_.size() == 1; }
   void add_up(BlockSums& sums, std::int64_t begin, std::int64_t numel) {
     for (std::size_t i = 0; i < all_.size(); ++i) {
       at_[i] = advanced(all_[i], dtype_, begin);
     }
-    best_loops().sum(sums.data(), at_, dtype_, numel);
+    best_loops().sum(sums.data(), at_, dtype_, is_joined_, numel);
+  }
+  // Into the memory of what was added up last.
+  void put(const BlockSums& sums, std::int64_t numel) const {
+    const auto place = [this](std::size_t i) { return const_cast<void*>(at_[i]); };
+    if (dtype_ == DType::kFloat32) {
+      std::memcpy(place(0), sums.data(), static_cast<std::size_t>(numel) * sizeof(float));
+    } else {
+      best_loops().split(place(0), place(1), sums.data(), numel);
+    }
   }
 
  private:
   const DType dtype_;
+  const bool is_joined_;
   std::vector<const void*> all_;
   std::vector<const void*> at_;
 };
 
+MicroBatches micro_batches_of(const NormSpan& span) {
+  return {span.values, span.low, span.later, span.dtype};
+}
+
 double sum_of_block(const NormSpan& span, std::int64_t block) {
   const std::int64_t begin = block * kNormBlock;
   const std::int64_t numel = std::min(kNormBlock, span.numel - begin);
-  if (span.later.empty()) {
+  if (span.low == nullptr && span.later.empty()) {
     return best_loops().any_block_sum_of_squares(advanced(span.values, span.dtype, begin),
                                                  span.dtype, numel);
   }
   BlockSums sums;
-  MicroBatches(span.values, span.later, span.dtype).add_up(sums, begin, numel);
+  micro_batches_of(span).add_up(sums, begin, numel);
   return best_loops().block_sum_of_squares(sums.data(), numel);
 }
 
 void update_range(ElementRule element, const ElementScalars& scalars, const UpdateSpan& span,
                   std::int64_t begin, std::int64_t end) {
-  if (span.later.empty()) {
+  MicroBatches micro_batches(span.gradient, span.low, span.later, span.gradient_dtype);
+  if (micro_batches.is_one()) {
     best_loops().update(element, scalars, span, begin, end);
     return;
   }
   BlockSums sums;
-  MicroBatches micro_batches(span.gradient, span.later, span.gradient_dtype);
   for (; begin < end; begin += kNormBlock) {
     const std::int64_t numel = std::min(kNormBlock, end - begin);
     micro_batches.add_up(sums, begin, numel);
@@ -239,6 +258,40 @@ class CpuKernels final : public Kernels {
       for_chunks(std::vector<Range>{{numel}},
                  [&](const Range&, std::int64_t begin, std::int64_t end) {
                    best_loops().add(values + begin, added + begin * bytes, dtype, end - begin);
+                 });
+    });
+  }
+
+  device::Pending start_fold(const NormSpan& span, device::Stream& stream) override {
+    TESSERA_INVARIANT(span.numel >= 0 && !span.later.empty(), "a sum of ", span.numel,
+                      " elements in the place of its addends, and ", span.later.size(), " more");
+    check_element_type("sum in the place of its addends", span.dtype);
+    // The list need not outlive the call.
+    return stream.enqueue([this, span, later = std::vector(span.later.begin(), span.later.end())] {
+      NormSpan all = span;
+      all.later = later;
+      for_chunks(std::vector<NormSpan>{all},
+                 [](const NormSpan& part, std::int64_t begin, std::int64_t end) {
+                   MicroBatches micro_batches = micro_batches_of(part);
+                   BlockSums sums;
+                   for (; begin < end; begin += kNormBlock) {
+                     const std::int64_t numel = std::min(kNormBlock, end - begin);
+                     micro_batches.add_up(sums, begin, numel);
+                     micro_batches.put(sums, numel);
+                   }
+                 });
+    });
+  }
+
+  device::Pending start_join(float* to, const void* high, const void* low, std::int64_t numel,
+                             device::Stream& stream) override {
+    TESSERA_INVARIANT(numel >= 0, "halves of ", numel, " elements");
+    return stream.enqueue([this, to, high, low, numel] {
+      for_chunks(std::vector<Range>{{numel}},
+                 [&](const Range&, std::int64_t begin, std::int64_t end) {
+                   const std::array halves = {advanced(high, DType::kBFloat16, begin),
+                                              advanced(low, DType::kBFloat16, begin)};
+                   best_loops().sum(to + begin, halves, DType::kBFloat16, true, end - begin);
                  });
     });
   }

@@ -50,7 +50,8 @@ class CudaKernels final : public Kernels {
     rounded.reserve(tasks.size());
     for (const UpdateTask& task : tasks) {
       check_update(rule, task.scalars, task.span);
-      TESSERA_INVARIANT(task.span.later.empty(), "an update adds micro-batches on the device");
+      TESSERA_INVARIANT(task.span.low == nullptr && task.span.later.empty(),
+                        "an update adds micro-batches on the device");
       rounded.push_back({element_scalars(rule, task.scalars), task.span, task.scalars.on_device});
     }
     return cuda_stream(stream).launch(
@@ -76,8 +77,9 @@ class CudaKernels final : public Kernels {
   device::Pending start_sums_of_squares(std::span<const NormSpan> spans, double* results,
                                         device::Stream& stream) override {
     for (const NormSpan& span : spans) {
-      TESSERA_INVARIANT(span.numel >= 0 && span.later.empty(), "sum of squares of ", span.numel,
-                        " elements, ", span.later.size(), " more micro-batches");
+      TESSERA_INVARIANT(span.numel >= 0 && span.low == nullptr && span.later.empty(),
+                        "sum of squares of ", span.numel, " elements, ", span.later.size(),
+                        " more micro-batches");
       check_element_type("sum of squares", span.dtype);
     }
     Scratch& scratch = scratch_for(stream, cuda::num_norm_blocks(spans));
@@ -114,6 +116,17 @@ class CudaKernels final : public Kernels {
     return launch("add", numel, stream, [&](cudaStream_t handle) {
       cuda::launch_add(values, addend, dtype, numel, handle);
     });
+  }
+
+  device::Pending start_fold(const NormSpan& span, device::Stream& /*stream*/) override {
+    TESSERA_INVARIANT(false, "micro-batches of ", span.numel, " elements are added on the device");
+  }
+
+  device::Pending start_join(float* to, const void* high, const void* low, std::int64_t numel,
+                             device::Stream& stream) override {
+    TESSERA_INVARIANT(numel >= 0, "halves of ", numel, " elements");
+    return launch("join", numel, stream,
+                  [&](cudaStream_t handle) { cuda::launch_join(to, high, low, numel, handle); });
   }
 
   device::Pending start_convert(void* to, DType to_dtype, const void* from, DType from_dtype,

@@ -133,8 +133,8 @@ std::vector<const double*> Optimizer::start_norm(grad::Reducer& gradients, bool 
     if (gradient.is_on_host) {
       sums.push_back(host_norms_.data() + host_spans.size());
       on_host.push_back(gradient);
-      host_spans.push_back(
-          {gradient.values, gradient.dtype, gradient.numel, false, on_host.back().later});
+      host_spans.push_back({gradient.values, gradient.dtype, gradient.numel, false, gradient.low,
+                            on_host.back().later});
       continue;
     }
     sums.push_back(norm_results() + spans.size());

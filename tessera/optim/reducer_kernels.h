@@ -37,12 +37,17 @@ inline void set_host_kernels(grad::ReducerParts& parts, Kernels& kernels, device
   parts.host_add = [&](float* sum, const void* value, DType dtype, std::int64_t numel) {
     kernels.start_add(sum, value, dtype, numel, stream).wait();
   };
-  parts.host_sum_of_squares = [&](std::span<const void* const> micro_batches, DType dtype,
-                                  std::int64_t numel) {
+  const auto span_of = [](const grad::HostAddends& addends, std::int64_t numel) {
+    return NormSpan{addends.values, addends.dtype, numel, false, addends.low, addends.later};
+  };
+  parts.host_sum_of_squares = [&, span_of](const grad::HostAddends& addends, std::int64_t numel) {
     double result = 0;
-    const NormSpan span{micro_batches.front(), dtype, numel, false, micro_batches.subspan(1)};
+    const NormSpan span = span_of(addends, numel);
     kernels.start_sums_of_squares({&span, 1}, &result, stream).wait();
     return result;
+  };
+  parts.host_fold = [&, span_of](const grad::HostAddends& addends, std::int64_t numel) {
+    kernels.start_fold(span_of(addends, numel), stream).wait();
   };
 }
 

@@ -59,8 +59,10 @@ struct UpdateSpan {
   float* master = nullptr;  // fp32 weights, updated in place
   const void* gradient = nullptr;
   DType gradient_dtype = DType::kFloat32;  // fp32, bf16 or fp16
-  // Of more micro-batches, of the same type: the gradient is the sum of all, made in fp32 in order.
-  // The list stays valid as long as what it names. Kernels of the host alone.
+  // Kernels of the host alone: the gradient is a sum in halves, see kernels.h; ...
+  const void* low = nullptr;
+  // ..., and of more micro-batches, of the same type: the sum of all, made in fp32 in order. The
+  // list stays valid as long as what it names.
   std::span<const void* const> later = {};
   std::array<float*, kMaxStates> states{};
   // Low-precision weights, written; null: the master is the parameter. May be the gradient's own

@@ -289,38 +289,73 @@ TESSERA_INLINE void add_any(float* values, const void* addend, DType dtype, std:
 // at once, which hides more of its latency than one after the other.
 constexpr std::int64_t kSumStrip = 64;
 
-template <typename Value>
+TESSERA_INLINE float joined(std::uint16_t high, std::uint16_t low) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(high) << 16 | low);
+}
+
+// Elements [begin, begin + numel): a whole strip, or a few behind the last.
+template <typename Value, bool kIsJoined>
+TESSERA_INLINE void sum_strip(float* __restrict sum, std::span<const void* const> addends,
+                              std::int64_t begin, std::int64_t numel) {
+  const auto from = [&]<typename Type>(std::size_t k, Type /*tag*/) {
+    const Type* const values = static_cast<const Type*>(addends[k]) + begin;
+    prefetch_strip(values, numel);
+    return values;
+  };
+  float lanes[kSumStrip];
+  if constexpr (kIsJoined) {
+    const std::uint16_t* const high = from(0, std::uint16_t{});
+    const std::uint16_t* const low = from(1, std::uint16_t{});
+    for (std::int64_t lane = 0; lane < numel; ++lane) {
+      lanes[lane] = joined(high[lane], low[lane]);
+    }
+  } else {
+    const Value* const values = from(0, Value{});
+    for (std::int64_t lane = 0; lane < numel; ++lane) {
+      lanes[lane] = widened(values[lane]);
+    }
+  }
+  for (std::size_t k = kIsJoined ? 2 : 1; k < addends.size(); ++k) {
+    const Value* const values = from(k, Value{});
+    for (std::int64_t lane = 0; lane < numel; ++lane) {
+      lanes[lane] += widened(values[lane]);
+    }
+  }
+  std::memcpy(sum + begin, lanes, static_cast<std::size_t>(numel) * sizeof(float));
+}
+
+template <typename Value, bool kIsJoined>
 TESSERA_INLINE void sum_elements(float* __restrict sum, std::span<const void* const> addends,
                                  std::int64_t numel) {
   std::int64_t begin = 0;
   for (; begin + kSumStrip <= numel; begin += kSumStrip) {
-    float lanes[kSumStrip];
-    for (std::size_t k = 0; k < addends.size(); ++k) {
-      const Value* const values = static_cast<const Value*>(addends[k]) + begin;
-      prefetch_strip(values, kSumStrip);
-      for (std::int64_t lane = 0; lane < kSumStrip; ++lane) {
-        lanes[lane] = k == 0 ? widened(values[lane]) : lanes[lane] + widened(values[lane]);
-      }
-    }
-    std::memcpy(sum + begin, lanes, sizeof(lanes));
+    sum_strip<Value, kIsJoined>(sum, addends, begin, kSumStrip);
   }
-  for (; begin < numel; ++begin) {
-    float total = widened(static_cast<const Value*>(addends.front())[begin]);
-    for (const void* const addend : addends.subspan(1)) {
-      total += widened(static_cast<const Value*>(addend)[begin]);
-    }
-    sum[begin] = total;
+  if (begin < numel) {
+    sum_strip<Value, kIsJoined>(sum, addends, begin, numel - begin);
   }
 }
 
 TESSERA_INLINE void sum_any(float* sum, std::span<const void* const> addends, DType dtype,
-                            std::int64_t numel) {
+                            bool is_joined, std::int64_t numel) {
   if (dtype == DType::kFloat32) {
-    sum_elements<float>(sum, addends, numel);
+    sum_elements<float, false>(sum, addends, numel);
   } else if (dtype == DType::kBFloat16) {
-    sum_elements<BFloat16>(sum, addends, numel);
+    is_joined ? sum_elements<BFloat16, true>(sum, addends, numel)
+              : sum_elements<BFloat16, false>(sum, addends, numel);
   } else {
-    sum_elements<Float16>(sum, addends, numel);
+    is_joined ? sum_elements<Float16, true>(sum, addends, numel)
+              : sum_elements<Float16, false>(sum, addends, numel);
+  }
+}
+
+TESSERA_INLINE void split_elements(void* high, void* low, const float* values, std::int64_t numel) {
+  auto* const upper = static_cast<std::uint16_t*>(high);
+  auto* const lower = static_cast<std::uint16_t*>(low);
+  for (std::int64_t i = 0; i < numel; ++i) {
+    const auto bits = std::bit_cast<std::uint32_t>(values[i]);
+    upper[i] = static_cast<std::uint16_t>(bits >> 16);
+    lower[i] = static_cast<std::uint16_t>(bits);
   }
 }
 
@@ -369,32 +404,35 @@ TESSERA_INLINE void convert_any(void* to, DType to_dtype, const void* from, DTyp
 // The loops for one instruction set. A macro, since an attribute cannot be a template argument;
 // and an attribute cannot stand in parentheses.
 // NOLINTBEGIN(bugprone-macro-parentheses)
-#define TESSERA_LOOPS(suffix, attribute)                                                         \
-  attribute void update_##suffix(ElementRule rule, const ElementScalars& scalars,                \
-                                 const UpdateSpan& span, std::int64_t begin, std::int64_t end) { \
-    update_any(rule, scalars, span, begin, end);                                                 \
-  }                                                                                              \
-  attribute double block_sum_##suffix(const float* values, std::int64_t numel) {                 \
-    return block_sum(values, numel);                                                             \
-  }                                                                                              \
-  attribute double any_block_sum_##suffix(const void* values, DType dtype, std::int64_t numel) { \
-    return block_sum_any(values, dtype, numel);                                                  \
-  }                                                                                              \
-  attribute void add_##suffix(float* values, const void* addend, DType dtype,                    \
-                              std::int64_t numel) {                                              \
-    add_any(values, addend, dtype, numel);                                                       \
-  }                                                                                              \
-  attribute void sum_##suffix(float* sum, std::span<const void* const> addends, DType dtype,     \
-                              std::int64_t numel) {                                              \
-    sum_any(sum, addends, dtype, numel);                                                         \
-  }                                                                                              \
-  attribute void convert_##suffix(void* to, DType to_dtype, const void* from, DType from_dtype,  \
-                                  float scale, std::int64_t numel) {                             \
-    convert_any(to, to_dtype, from, from_dtype, scale, numel);                                   \
-  }                                                                                              \
-  constexpr Loops loops_##suffix(std::string_view name) {                                        \
-    return {name,         update_##suffix, block_sum_##suffix, any_block_sum_##suffix,           \
-            add_##suffix, sum_##suffix,    convert_##suffix};                                    \
+#define TESSERA_LOOPS(suffix, attribute)                                                          \
+  attribute void update_##suffix(ElementRule rule, const ElementScalars& scalars,                 \
+                                 const UpdateSpan& span, std::int64_t begin, std::int64_t end) {  \
+    update_any(rule, scalars, span, begin, end);                                                  \
+  }                                                                                               \
+  attribute double block_sum_##suffix(const float* values, std::int64_t numel) {                  \
+    return block_sum(values, numel);                                                              \
+  }                                                                                               \
+  attribute double any_block_sum_##suffix(const void* values, DType dtype, std::int64_t numel) {  \
+    return block_sum_any(values, dtype, numel);                                                   \
+  }                                                                                               \
+  attribute void add_##suffix(float* values, const void* addend, DType dtype,                     \
+                              std::int64_t numel) {                                               \
+    add_any(values, addend, dtype, numel);                                                        \
+  }                                                                                               \
+  attribute void sum_##suffix(float* sum, std::span<const void* const> addends, DType dtype,      \
+                              bool is_joined, std::int64_t numel) {                               \
+    sum_any(sum, addends, dtype, is_joined, numel);                                               \
+  }                                                                                               \
+  attribute void split_##suffix(void* high, void* low, const float* values, std::int64_t numel) { \
+    split_elements(high, low, values, numel);                                                     \
+  }                                                                                               \
+  attribute void convert_##suffix(void* to, DType to_dtype, const void* from, DType from_dtype,   \
+                                  float scale, std::int64_t numel) {                              \
+    convert_any(to, to_dtype, from, from_dtype, scale, numel);                                    \
+  }                                                                                               \
+  constexpr Loops loops_##suffix(std::string_view name) {                                         \
+    return {name,         update_##suffix, block_sum_##suffix, any_block_sum_##suffix,            \
+            add_##suffix, sum_##suffix,    split_##suffix,     convert_##suffix};                 \
   }
 // NOLINTEND(bugprone-macro-parentheses)
 

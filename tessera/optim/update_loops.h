@@ -42,9 +42,12 @@ struct Loops {
   // The same for fp32, bf16 or fp16, as are all types below.
   double (*any_block_sum_of_squares)(const void* values, DType dtype, std::int64_t numel);
   void (*add)(float* values, const void* addend, DType dtype, std::int64_t numel);
-  // sum[i] = addends[0][i] + addends[1][i] + ..., in fp32 and in this order. REQUIRES: one at
-  // least.
-  void (*sum)(float* sum, std::span<const void* const> addends, DType dtype, std::int64_t numel);
+  // sum[i] = addends[0][i] + addends[1][i] + ..., in fp32 and in this order. `is_joined`: the first
+  // two are halves of one. REQUIRES: one at least.
+  void (*sum)(float* sum, std::span<const void* const> addends, DType dtype, bool is_joined,
+              std::int64_t numel);
+  // See kernels.h, [Note: sums in halves].
+  void (*split)(void* high, void* low, const float* values, std::int64_t numel);
   // See Kernels::start_convert().
   void (*convert)(void* to, DType to_dtype, const void* from, DType from_dtype, float scale,
                   std::int64_t numel);

@@ -486,8 +486,7 @@ std::vector<std::int64_t> bucket_choices(const CutModel& cut) {
 
 }  // namespace
 
-// Copies of micro-batches' gradients stay in host memory where nothing else has to leave it for
-// them.
+// Gradients of micro-batches have room in host memory where nothing else has to leave it for that.
 MemoryPlan plan_discrete(const CutModel& cut, std::int64_t num_micro_batches) {
   const std::vector<std::int64_t> sizes = bucket_choices(cut);
   const auto find = [&](HostGradients kind) -> std::optional<MemoryPlan> {
@@ -498,21 +497,17 @@ MemoryPlan plan_discrete(const CutModel& cut, std::int64_t num_micro_batches) {
     }
     return std::nullopt;
   };
-  std::optional<MemoryPlan> plan;
-  if (may_keep_copies(cut, num_micro_batches)) {
-    plan = find(HostGradients::kCopies);
-  }
-  const bool may_sum = may_keep_sums(cut, num_micro_batches);
-  if (may_sum && (!plan || plan->uses_nvme)) {
-    std::optional<MemoryPlan> summed = find(HostGradients::kSums);
-    if (!plan || (summed && summed->bytes(Tier::kNvme) < plan->bytes(Tier::kNvme))) {
-      plan = std::move(summed);
+  std::optional<MemoryPlan> plan = find(HostGradients::kGood);
+  const bool may_be_less = host_gradient_buffers(cut, num_micro_batches, HostGradients::kLeast) <
+                           host_gradient_buffers(cut, num_micro_batches, HostGradients::kGood);
+  if (may_be_less && (!plan || plan->uses_nvme)) {
+    std::optional<MemoryPlan> least = find(HostGradients::kLeast);
+    if (!plan || (least && least->bytes(Tier::kNvme) < plan->bytes(Tier::kNvme))) {
+      plan = std::move(least);
     }
   }
   if (!plan) {
-    DiscretePlanner(cut, num_micro_batches, sizes.back(),
-                    may_sum ? HostGradients::kSums : HostGradients::kCopies)
-        .refuse_all();
+    DiscretePlanner(cut, num_micro_batches, sizes.back(), HostGradients::kLeast).refuse_all();
   }
   return std::move(*plan);
 }

@@ -21,12 +21,10 @@ constexpr std::int64_t kSmallestBucketBytes = std::int64_t{4} << 20;
 constexpr std::int64_t kBucketsPerBudget = 16;
 constexpr std::int64_t kTiniestBucketBytes = std::int64_t{64} << 10;
 constexpr std::int64_t kKeptGradientsPerBudget = 16;
-// Of micro-batches, in host memory. More would be 16 bytes per parameter, as much as all the rest.
-constexpr std::int64_t kMostGradientCopies = 8;
 
-// Of one micro-batch's gradient, per element of a shard.
-std::int64_t reduced_bytes(const CutModel& cut) {
-  return as_int(bytes_of(cut.options.sends_gradients() ? cut.options.wire_dtype : cut.model.dtype));
+// Of one micro-batch's gradient.
+DType reduced_dtype(const CutModel& cut) {
+  return cut.options.sends_gradients() ? cut.options.wire_dtype : cut.model.dtype;
 }
 
 grad::ReplicaSums replica_sums(const CutModel& cut, std::int64_t num_micro_batches) {
@@ -286,28 +284,22 @@ std::vector<LedgerLine> Lines::take() const {
 }
 
 // What is summed over replicas from where it is, is one sum in fp32.
-bool needs_totals(const CutModel& cut, std::int64_t num_micro_batches) {
+bool has_total(const CutModel& cut, std::int64_t num_micro_batches, const ParamShape& param) {
   const grad::ReplicaSums replicas = replica_sums(cut, num_micro_batches);
-  return cut.options.is_discrete &&
-         (replicas.has_totals() ||
-          (replicas.has_dynamic_totals() &&
-           std::any_of(cut.model.params.begin(), cut.model.params.end(),
-                       [](const ParamShape& param) { return param.trainable && param.dynamic; })));
+  return cut.options.is_discrete && param.trainable &&
+         (param.dynamic ? replicas.has_dynamic_totals() : replicas.has_totals());
 }
 
-bool may_keep_copies(const CutModel& cut, std::int64_t num_micro_batches) {
-  if (needs_totals(cut, num_micro_batches)) {
-    return false;
-  }
-  return num_micro_batches <= kMostGradientCopies || !may_keep_sums(cut, num_micro_batches);
+bool needs_totals(const CutModel& cut, std::int64_t num_micro_batches) {
+  return std::any_of(
+      cut.model.params.begin(), cut.model.params.end(),
+      [&](const ParamShape& param) { return has_total(cut, num_micro_batches, param); });
 }
 
-bool may_keep_sums(const CutModel& cut, std::int64_t num_micro_batches) {
-  if (needs_totals(cut, num_micro_batches)) {
-    return true;
-  }
-  return cut.options.is_discrete &&
-         num_micro_batches * reduced_bytes(cut) > as_int(sizeof(float)) + reduced_bytes(cut);
+int host_gradient_buffers(const CutModel& cut, std::int64_t num_micro_batches, HostGradients kind) {
+  const DType dtype = reduced_dtype(cut);
+  return kind == HostGradients::kGood ? grad::good_host_buffers(dtype, num_micro_batches)
+                                      : grad::least_host_buffers(dtype, num_micro_batches);
 }
 
 std::int64_t secondary_shard_bytes(const CutModel& cut, std::size_t id) {
@@ -322,7 +314,9 @@ MemoryCost::MemoryCost(const CutModel& cut, std::int64_t num_micro_batches,
       num_micro_batches_(num_micro_batches),
       host_gradients_(host_gradients) {}
 
-std::int64_t MemoryCost::reduced_bytes_per_element() const { return reduced_bytes(cut_); }
+std::int64_t MemoryCost::reduced_bytes_per_element() const {
+  return as_int(bytes_of(reduced_dtype(cut_)));
+}
 
 std::int64_t MemoryCost::device_gradient_bytes_per_element() const {
   return num_micro_batches_ == 1 ? reduced_bytes_per_element() : as_int(sizeof(float));
@@ -332,22 +326,22 @@ std::int64_t MemoryCost::host_gradient_bytes(std::size_t id) const {
   const auto charged = [&](std::int64_t element_bytes) {
     return charged_bytes(options_, Tier::kPinned, cut_.layouts[id].shard_numel() * element_bytes);
   };
-  return host_gradients_ == HostGradients::kSums
+  return has_total(cut_, num_micro_batches_, cut_.model.params[id])
              ? charged(as_int(sizeof(float))) + charged(reduced_bytes_per_element())
-             : num_micro_batches_ * charged(reduced_bytes_per_element());
+             : host_gradient_buffers(cut_, num_micro_batches_, host_gradients_) *
+                   charged(reduced_bytes_per_element());
 }
 
-std::int64_t MemoryCost::host_gradient_bytes_read() const {
-  return host_gradients_ == HostGradients::kSums ? as_int(sizeof(float))
-                                                 : num_micro_batches_ * reduced_bytes_per_element();
+std::int64_t MemoryCost::host_gradient_bytes_read(std::size_t id) const {
+  return has_total(cut_, num_micro_batches_, cut_.model.params[id])
+             ? as_int(sizeof(float))
+             : grad::host_addends_bytes(reduced_dtype(cut_), num_micro_batches_);
 }
 
 std::int64_t MemoryCost::slot_gradient_bytes() const {
-  const std::int64_t copy =
-      host_gradients_ == HostGradients::kSums ? as_int(sizeof(float)) : reduced_bytes_per_element();
   return num_micro_batches_ == 1 && !needs_totals(cut_, num_micro_batches_)
              ? 0
-             : as_int(sizeof(float)) + 2 * copy;
+             : as_int(sizeof(float)) + 2 * reduced_bytes_per_element();
 }
 
 std::int64_t MemoryCost::kept_gradients(const Placements& placements) const {
@@ -465,10 +459,11 @@ void MemoryCost::complete(MemoryPlan& plan) const {
       options_.is_discrete && !options_.sends_gradients() && num_micro_batches_ == 1;
   plan.updates_in_place = updates_in_place();
   plan.slot_gradient_bytes = plan.num_update_slots > 0 ? slot_gradient_bytes() : 0;
-  plan.sums_gradients_on_host = host_gradients_ == HostGradients::kSums;
+  plan.sums_gradients_on_host = needs_totals(cut_, num_micro_batches_);
   if (options_.is_discrete) {
-    plan.num_gradient_copies =
-        plan.sums_gradients_on_host ? 1 : static_cast<int>(num_micro_batches_);
+    plan.num_gradient_copies = host_gradient_buffers(cut_, num_micro_batches_, host_gradients_);
+    plan.adds_gradients_on_host =
+        num_micro_batches_ > grad::least_host_buffers(reduced_dtype(cut_), num_micro_batches_);
   }
   Lines lines = shard_lines(plan.params, gradients);
   lines.add(Tier::kDevice, Role::kFull, charged_bytes(options_, Tier::kDevice, plan.arena_bytes));
@@ -585,7 +580,7 @@ void MemoryCost::count_update(std::size_t id, const Placement& placement, Memory
   const bool brings_master = optim::is_own_master(layout.dtype()) && is_elsewhere;
   plan.link.h2d +=
       states_bytes + (brings_master ? shard_bytes : 0) +
-      (placement.gradient == Tier::kHost ? gradient_numel * host_gradient_bytes_read() : 0);
+      (placement.gradient == Tier::kHost ? gradient_numel * host_gradient_bytes_read(id) : 0);
   plan.link.d2h += states_bytes;
 }
 

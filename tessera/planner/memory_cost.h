@@ -120,9 +120,11 @@ class Lines {
 
 // Discrete device: what host memory has of several micro-batches' gradients.
 enum class HostGradients : std::uint8_t {
-  kCopies,  // of each, as it came: the update adds them on its way
-  kSums,    // in fp32, and one copy
+  kGood,   // buffers enough that nothing waits until threads have added up what came before
+  kLeast,  // as few as do
 };
+// Of a parameter, unless it is summed over replicas: then it is one sum in fp32, and one buffer.
+int host_gradient_buffers(const CutModel& cut, std::int64_t num_micro_batches, HostGradients kind);
 // Of a parameter, beside its shard (coordinator/secondary_shards.h); 0: it has none.
 std::int64_t secondary_shard_bytes(const CutModel& cut, std::size_t id);
 // Of a shard, as gathers send it, on the device (coordinator/encoded_shards.h); 0: as it is.
@@ -135,14 +137,10 @@ std::int64_t encoding_bytes(const CutModel& cut);
 // What those in the tier are charged: kDevice, or kHost of a discrete device.
 std::int64_t secondary_bytes(const CutModel& cut, const Placements& placements, Tier tier);
 
-// Copies cost less time, and up to three halves no more memory than a sum and a copy.
-bool may_keep_copies(const CutModel& cut, std::int64_t num_micro_batches);
-bool may_keep_sums(const CutModel& cut, std::int64_t num_micro_batches);
-
 class MemoryCost {
  public:
   MemoryCost(const CutModel& cut, std::int64_t num_micro_batches,
-             HostGradients host_gradients = HostGradients::kCopies);
+             HostGradients host_gradients = HostGradients::kGood);
 
   // Of every shard and its gradient: all but arena, slots, pools and checksums.
   Lines shard_lines(const Placements& placements, const GradientCost& gradients) const;
@@ -159,7 +157,7 @@ class MemoryCost {
   std::int64_t reduced_bytes_per_element() const;
   std::int64_t device_gradient_bytes_per_element() const;
   std::int64_t host_gradient_bytes(std::size_t id) const;
-  std::int64_t host_gradient_bytes_read() const;  // by the update, per element
+  std::int64_t host_gradient_bytes_read(std::size_t id) const;  // by the update, per element
   std::int64_t kept_gradients(const Placements& placements) const;
   void count_step(MemoryPlan& plan) const;
   // Discrete device: who updates, and what is copied for it.

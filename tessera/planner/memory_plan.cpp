@@ -98,7 +98,10 @@ std::string update_text(const MemoryPlan& plan) {
     text += plan.sums_gradients_on_host
                 ? "gradients of micro-batches: summed in host memory, in fp32\n"
                 : detail::concat("gradients of micro-batches: ", plan.num_gradient_copies,
-                                 " copies in host memory, added by the update\n");
+                                 " copies in host memory, added by the update",
+                                 plan.adds_gradients_on_host
+                                     ? "; all but the last added up while the last is computed\n"
+                                     : "\n");
   }
   if (plan.host_memory_bytes() > 0 && plan.shard_numel > 0) {
     text += "host memory per parameter: " +

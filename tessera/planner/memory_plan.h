@@ -179,10 +179,12 @@ struct MemoryPlan {
   int num_update_slots = 0;
   std::int64_t update_slot_bytes = 0;
   std::int64_t slot_gradient_bytes = 0;  // of them, per element (optim::OptimizerOptions)
-  // Discrete device: gradients in host memory go there as they are reduced, in the wire's type; of
-  // each micro-batch of a step there is a copy, and the update adds them. 0: no discrete device.
+  // Discrete device: gradients in host memory go there as they are reduced, in the wire's type, and
+  // have room for so many micro-batches (grad/host_copies.h). 0: no discrete device.
   int num_gradient_copies = 0;
-  // ...: or one copy, which threads of the host add to a sum in fp32 there.
+  // ...: threads of the host add up all but the last.
+  bool adds_gradients_on_host = false;
+  // ...: where they are summed over replicas, threads of the host add all to one sum in fp32.
   bool sums_gradients_on_host = false;
   // ..., one rank and one micro-batch: those on the device are autograd's memory while they last.
   bool adopts_gradients = false;

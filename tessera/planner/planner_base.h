@@ -40,7 +40,7 @@ class ByteSum {
 class Planner {
  public:
   Planner(const CutModel& cut, std::int64_t num_micro_batches,
-          HostGradients host_gradients = HostGradients::kCopies)
+          HostGradients host_gradients = HostGradients::kGood)
       : cut_(cut), options_(cut.options), cost_(cut, num_micro_batches, host_gradients) {
     std::int64_t room = options_.parameters_host_bytes;
     for (std::size_t i = 0; i < cut_.num_params(); ++i) {

@@ -53,15 +53,13 @@ class UpdateTimes {
     const bool is_own_master = optim::is_own_master(model.dtype);
     const auto parameter = static_cast<double>(bytes_of(model.dtype));
     states_ = 4 * static_cast<double>(optim::num_state_tensors(model.dtype, options.num_states));
-    // Gradients of several micro-batches are on the host whoever updates with them: one sum, or
-    // all.
+    // Gradients of several micro-batches are on the host whoever updates with them.
     const double gradient =
         num_micro_batches == 1 ? parameter
         : plan.sums_gradients_on_host
             ? sizeof(float)
-            : static_cast<double>(num_micro_batches) *
-                  static_cast<double>(
-                      bytes_of(options.sends_gradients() ? options.wire_dtype : model.dtype));
+            : static_cast<double>(grad::host_addends_bytes(
+                  options.sends_gradients() ? options.wire_dtype : model.dtype, num_micro_batches));
     gradient_to_device_ = num_micro_batches == 1 ? 0 : gradient;
     // Each is read and written but for the gradient, which is read; a parameter that is not its own
     // master is only written.

@@ -41,13 +41,13 @@ std::vector<Placed> discrete_placements(const DiskDirectory& directory) {
 
 const std::vector<TrainedCase>& discrete_cases() {
   static const std::vector<TrainedCase> cases = {{1, 1},
-                                                 {1, 2},
+                                                 {1, 3},
                                                  {2, 1},
                                                  {2, 2},
                                                  {1, 1, "sgd"},
                                                  {1, 1, "lion"},
                                                  {1, 1, "adamw", DType::kBFloat16},
-                                                 {1, 2, "adamw", DType::kBFloat16},
+                                                 {1, 5, "adamw", DType::kBFloat16},
                                                  {2, 1, "adamw", DType::kBFloat16},
                                                  {3, 3, "adamw", DType::kBFloat16},
                                                  {4, 1, "lion"},
@@ -353,8 +353,8 @@ void expect_planned_bytes(RunDevice device, int ranks, int accumulate) {
 
 TEST(DiscreteDeviceBytes, AreWhatThePlanSays) {
   expect_planned_bytes(RunDevice::kMock, 1, 1);
-  expect_planned_bytes(RunDevice::kMock, 1, 3);  // copies
-  expect_planned_bytes(RunDevice::kMock, 1, 9);  // sums
+  expect_planned_bytes(RunDevice::kMock, 1, 3);  // all are kept
+  expect_planned_bytes(RunDevice::kMock, 1, 9);  // all but the last are added up before
   expect_planned_bytes(RunDevice::kMock, 2, 1);
   expect_planned_bytes(RunDevice::kMock, 2, 2);
 }

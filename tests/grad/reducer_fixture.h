@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -52,7 +53,7 @@ struct ReduceCase {
   DeviceKind device = DeviceKind::kCpu;
   bool is_discrete = false;  // as a GPU, with kernels; of mock devices
   int num_micro_batches = 0;
-  bool sums_on_host = false;
+  int num_host_buffers = 0;
   std::int64_t most_kept_bytes = kMostKeptBytes;
   std::string name = "p";          // of parameters, with a number behind it
   bool has_dynamic_group = false;  // else dynamic parameters share the group of the others
@@ -136,7 +137,7 @@ class ReducerFixture : public support::RankFixture {
     parts.hops = hops();
     parts.dynamic_hops = {dynamic_hops_.inside.get(), dynamic_hops_.across.get()};
     parts.num_micro_batches = test_.num_micro_batches;
-    parts.sums_on_host = test_.sums_on_host;
+    parts.num_host_buffers = test_.num_host_buffers;
     parts.shard_of_rank = test_.shard_of_rank;
     if (replicas_) {
       parts.replicas = replicas_.get();
@@ -239,7 +240,16 @@ inline std::vector<float> values_of(ReducerFixture& world, const ShardGradient& 
                                     std::int64_t numel) {
   gradient.ready.wait();
   std::vector<float> values(static_cast<std::size_t>(numel));
-  convert_elements(values.data(), DType::kFloat32, gradient.values, gradient.dtype, values.size());
+  if (gradient.low == nullptr) {
+    convert_elements(values.data(), DType::kFloat32, gradient.values, gradient.dtype,
+                     values.size());
+  }
+  for (std::size_t i = 0; gradient.low != nullptr && i < values.size(); ++i) {
+    const auto half = [i](const void* halves) {
+      return static_cast<std::uint32_t>(static_cast<const std::uint16_t*>(halves)[i]);
+    };
+    values[i] = std::bit_cast<float>(half(gradient.values) << 16 | half(gradient.low));
+  }
   for (const void* const later : gradient.later) {
     add_elements(values.data(), later, gradient.dtype, values.size());
   }

@@ -403,6 +403,40 @@ struct AddCase {
   }
 };
 
+// Halves of a sum, which are no elements themselves, within one slab.
+struct JoinCase {
+  static constexpr std::size_t kNumel = 70001;
+  Slab slab;
+  std::size_t high = 0;
+  std::size_t low = 0;
+  std::size_t to = 0;
+  std::vector<float> sums;
+
+  explicit JoinCase(std::size_t skew) {
+    QuickRandom random(7);
+    high = slab.add(DType::kBFloat16, skew, std::vector<float>(kNumel));
+    low = slab.add(DType::kBFloat16, skew, std::vector<float>(kNumel));
+    to = slab.add(DType::kFloat32, 1, std::vector<float>(kNumel));
+    for (std::size_t i = 0; i < kNumel; ++i) {
+      sums.push_back(random.next());
+      const auto bits = std::bit_cast<std::uint32_t>(sums.back());
+      const std::uint16_t halves[] = {static_cast<std::uint16_t>(bits >> 16),
+                                      static_cast<std::uint16_t>(bits)};
+      std::memcpy(slab.bytes().data() + high + 2 * i, &halves[0], 2);
+      std::memcpy(slab.bytes().data() + low + 2 * i, &halves[1], 2);
+    }
+  }
+  Slab expected() const {
+    Slab out = slab;
+    std::memcpy(out.bytes().data() + to, sums.data(), kNumel * sizeof(float));
+    return out;
+  }
+  device::Pending start(Kernels& kernels, std::byte* base, device::Stream& stream) const {
+    return kernels.start_join(reinterpret_cast<float*>(base + to), base + high, base + low, kNumel,
+                              stream);
+  }
+};
+
 // A conversion within one slab.
 struct ConvertCase {
   Slab slab;

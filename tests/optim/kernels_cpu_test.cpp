@@ -135,8 +135,12 @@ TEST(CpuKernels, AddMicroBatchesOnTheirWay) {
         later.push_back(batches[i].data());
       }
       double squares = -1;
-      const NormSpan norm{batches[0].data(), DType::kBFloat16, static_cast<std::int64_t>(numel),
-                          false, later};
+      const NormSpan norm{batches[0].data(),
+                          DType::kBFloat16,
+                          static_cast<std::int64_t>(numel),
+                          false,
+                          nullptr,
+                          later};
       kernels->start_sums_of_squares({&norm, 1}, &squares, stream).wait();
       EXPECT_EQ(squares, defined_sum_of(sum));
       for (const auto& [name, rule] : all_rules()) {
@@ -151,6 +155,61 @@ TEST(CpuKernels, AddMicroBatchesOnTheirWay) {
         kernels->start_update(rule, {}, span, stream).wait();
         kernels->start_update(rule, {}, summed, stream).wait();
         EXPECT_TRUE(found == expected) << name << ", " << numel << " elements";
+      }
+    }
+  }
+}
+
+// The first two become halves of the sum, which is an addend then; or fp32 its own place.
+TEST(CpuKernels, AddMicroBatchesUpInThePlaceOfTheFirst) {
+  const auto device = device::make_cpu_device();
+  device::Stream& stream = device->stream(StreamKind::kReduce);
+  for (const DType dtype : kElementTypes) {
+    for (const std::size_t numel : {std::size_t{1}, std::size_t{4097}, std::size_t{300'001}}) {
+      std::vector<std::vector<std::uint32_t>> batches;
+      std::vector<float> sum(numel);
+      for (std::uint64_t k = 0; k < 5; ++k) {
+        const auto values = random_floats(numel, 3, 30 + k);
+        batches.emplace_back(numel);
+        for (std::size_t i = 0; i < numel; ++i) {
+          narrow_at(batches[k].data(), dtype, i, values[i]);
+          const float rounded = widened_at(batches[k].data(), dtype, i);
+          sum[i] = k == 0 ? rounded : sum[i] + rounded;
+        }
+      }
+      const bool has_halves = dtype != DType::kFloat32;
+      const auto kernels = make_cpu_kernels(3);
+      NormSpan span{batches[0].data(), dtype, static_cast<std::int64_t>(numel)};
+      const std::vector<const void*> first = {batches[1].data(), batches[2].data()};
+      span.later = first;
+      kernels->start_fold(span, stream).wait();
+      const std::vector<const void*> second = {batches[3].data()};
+      span.low = has_halves ? batches[1].data() : nullptr;
+      span.later = second;
+      kernels->start_fold(span, stream).wait();
+      const std::vector<const void*> last = {batches[4].data()};
+      span.later = last;
+      double squares = -1;
+      kernels->start_sums_of_squares({&span, 1}, &squares, stream).wait();
+      EXPECT_EQ(squares, defined_sum_of(sum)) << to_string(dtype) << ", " << numel;
+      Weights expected(numel);
+      Weights found(numel);
+      UpdateSpan update = found.span(sum.data());
+      update.gradient = batches[0].data();
+      update.gradient_dtype = dtype;
+      update.low = span.low;
+      update.later = last;
+      kernels->start_update({}, {}, update, stream).wait();
+      kernels->start_update({}, {}, expected.span(sum.data()), stream).wait();
+      EXPECT_TRUE(found == expected) << to_string(dtype) << ", " << numel;
+      if (has_halves) {
+        std::vector<float> joined(numel, -1);
+        kernels->start_fold(span, stream).wait();
+        kernels
+            ->start_join(joined.data(), batches[0].data(), batches[1].data(),
+                         static_cast<std::int64_t>(numel), stream)
+            .wait();
+        EXPECT_EQ(joined, sum) << to_string(dtype) << ", " << numel;
       }
     }
   }
@@ -358,9 +417,25 @@ TEST_F(KernelLists, SumSeveralTensorsInOrderInEveryInstructionSet) {
         }
         for (const Loops& loops : runnable_loops()) {
           std::vector<float> found(expected.size(), -1);
-          loops.sum(found.data(), addends, dtype, numel);
+          loops.sum(found.data(), addends, dtype, false, numel);
           EXPECT_EQ(found, expected)
               << to_string(dtype) << ", " << num_addends << " of " << numel << ", " << loops.name;
+          if (dtype == DType::kFloat32 || num_addends < 3) {
+            continue;
+          }
+          // In halves, and the last two are addends.
+          std::vector<std::uint16_t> high(expected.size());
+          std::vector<std::uint16_t> low(expected.size());
+          loops.split(high.data(), low.data(), expected.data(), numel);
+          const std::vector<const void*> joined = {high.data(), low.data(), addends[1], addends[2]};
+          std::vector<float> more = expected;
+          for (std::size_t i = 0; i < more.size(); ++i) {
+            more[i] += widened_at(addends[1], dtype, i);
+            more[i] += widened_at(addends[2], dtype, i);
+          }
+          loops.sum(found.data(), joined, dtype, true, numel);
+          EXPECT_EQ(found, more) << to_string(dtype) << ", halves of " << numel << ", "
+                                 << loops.name;
         }
       }
     }
@@ -379,6 +454,16 @@ TEST_F(KernelLists, AddEveryType) {
         EXPECT_TRUE(found.bytes() == expected.bytes()) << to_string(dtype) << ", skew " << skew;
       }
     }
+  }
+}
+
+TEST_F(KernelLists, JoinHalves) {
+  for (const std::size_t skew : {0U, 1U, 3U}) {
+    const JoinCase given(skew);
+    const Slab found = after(given.slab, 3, [&](Kernels& kernels, std::byte* base) {
+      return given.start(kernels, base, stream());
+    });
+    EXPECT_TRUE(found.bytes() == given.expected().bytes()) << "skew " << skew;
   }
 }
 

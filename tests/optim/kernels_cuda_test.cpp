@@ -411,6 +411,15 @@ TEST_F(CudaKernels, AddEveryType) {
   }
 }
 
+TEST_F(CudaKernels, JoinHalves) {
+  for (const std::size_t skew : {0U, 1U, 2U}) {
+    const JoinCase given(skew);
+    const Slab found =
+        after(given.slab, [&](std::byte* base) { return given.start(*kernels_, base, stream()); });
+    EXPECT_TRUE(found.bytes() == given.expected().bytes()) << "skew " << skew;
+  }
+}
+
 TEST_F(CudaKernels, ConvertEveryPairOfTypes) {
   for (const DType from : kElementTypes) {
     for (const DType to : kElementTypes) {

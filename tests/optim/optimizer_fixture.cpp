@@ -155,10 +155,8 @@ OptimizerOptions OptimizerFixture::options() {
   options.host = host_.get();
   options.host_kernels = host_kernels_.get();
   options.num_slots = test_.num_slots;
-  options.slot_gradient_bytes = !test_.has_host_gradients ? 0
-                                : test_.sums_on_host
-                                    ? 3 * sizeof(float)
-                                    : sizeof(float) + 2 * bytes_of(test_.gradient_dtype);
+  options.slot_gradient_bytes =
+      test_.has_host_gradients ? sizeof(float) + 2 * bytes_of(test_.gradient_dtype) : 0;
   options.slot_bytes = test_.slot_numel * (16 + options.slot_gradient_bytes);
   options.states = states_.get();
   options.parameters = shards_.get();
@@ -229,7 +227,7 @@ void OptimizerFixture::remake_reducer() {
     set_reducer_kernels(parts, *kernels_);
     set_host_kernels(parts, *host_kernels_, host_->stream(device::StreamKind::kGather));
     parts.num_micro_batches = test_.num_micro_batches;
-    parts.sums_on_host = test_.sums_on_host;
+    parts.num_host_buffers = test_.num_host_buffers;
     if (!test_.sums_squares) {
       parts.sum_of_squares = nullptr;
     }

@@ -43,7 +43,7 @@ struct FixtureCase {
   int num_backwards = 1;
   int num_micro_batches = 1;        // as memory is planned, on a discrete device; 0: not known
   bool has_host_gradients = false;  // of what the device updates: slots have room for them
-  bool sums_on_host = false;        // gradients there, in fp32
+  int num_host_buffers = 0;         // as ReducerParts'
   bool sums_squares = true;         // on a discrete device: as gradients are added
   int bad_step = 0;                 // of which a gradient has an infinity, ...
   int bad_rank = -1;                // ... on this rank; -1: on all

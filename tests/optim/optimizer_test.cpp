@@ -430,6 +430,13 @@ class FailingKernels final : public Kernels {
                             device::Stream& stream) override {
     return real_.start_add(values, addend, dtype, numel, stream);
   }
+  device::Pending start_fold(const NormSpan& span, device::Stream& stream) override {
+    return real_.start_fold(span, stream);
+  }
+  device::Pending start_join(float* to, const void* high, const void* low, std::int64_t numel,
+                             device::Stream& stream) override {
+    return real_.start_join(to, high, low, numel, stream);
+  }
   device::Pending start_convert(void* to, DType to_dtype, const void* from, DType from_dtype,
                                 float scale, std::int64_t numel, device::Stream& stream) override {
     return real_.start_convert(to, to_dtype, from, from_dtype, scale, numel, stream);

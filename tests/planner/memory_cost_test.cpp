@@ -47,9 +47,7 @@ LineSums expected_lines(const ModelShapes& model, const MemoryPlan& plan, int nu
     if (each.gradient == Tier::kDevice) {
       sums[{Tier::kDevice, Role::kGradient}] += layout.numel() * gradient;
     } else {
-      sums[{Tier::kPinned, Role::kGradient}] +=
-          copies * pages(layout.shard_numel() * element) +
-          (plan.sums_gradients_on_host ? pages(4 * layout.shard_numel()) : 0);
+      sums[{Tier::kPinned, Role::kGradient}] += copies * pages(layout.shard_numel() * element);
     }
     if (!device_updates(each) && each.parameter == Tier::kDevice) {
       sums[{Tier::kPinned, Role::kStaging}] += pages(shard);

@@ -313,7 +313,7 @@ TEST(GpuPlan, GradientsAreAdoptedByOneRankAndWrittenOverByOneMicroBatch) {
   EXPECT_FALSE(planned(large_gpt(), options).updates_in_place) << "gradients of another type";
 }
 
-TEST(GpuPlan, GradientsOfMicroBatchesAreCopiesWhileHostMemoryAllows) {
+TEST(GpuPlan, GradientsOfMicroBatchesHaveRoomWhileHostMemoryAllows) {
   const ModelShapes model = large_gpt();
   MemoryPlanOptions options = in_host();
   options.has_nvme = true;
@@ -322,22 +322,26 @@ TEST(GpuPlan, GradientsOfMicroBatchesAreCopiesWhileHostMemoryAllows) {
   };
   const MemoryPlan one = planned(model, options, 1);
   const MemoryPlan four = planned(model, options, 4);
-  EXPECT_FALSE(four.sums_gradients_on_host);
+  EXPECT_EQ(four.num_gradient_copies, 4);
   EXPECT_LT(four.bytes(Tier::kDevice, Role::kGradient), one.bytes(Tier::kDevice, Role::kGradient));
   options.device_bytes = one.device_memory_bytes();
   EXPECT_LE(planned(model, options, 4).device_memory_bytes(), options.device_bytes)
       << "accumulation takes nothing of the device";
   options.device_bytes = kUnlimited;
   EXPECT_NE(four.text().find("4 copies in host memory"), std::string::npos) << four.text();
+  EXPECT_FALSE(planned(model, options, 3).adds_gradients_on_host) << "the update reads as much";
   const MemoryPlan many = planned(model, options, 100);
-  EXPECT_TRUE(many.sums_gradients_on_host);
-  EXPECT_LT(gradients(many), gradients(four));
-  EXPECT_NE(many.text().find("summed in host memory"), std::string::npos) << many.text();
-  // A little less than four copies need: sums, and nothing goes to NVMe for them.
+  EXPECT_EQ(many.num_gradient_copies, 5);
+  EXPECT_NE(many.text().find("all but the last added up while the last is computed"),
+            std::string::npos)
+      << many.text();
+  // A little less than four copies need: fewer, and nothing goes to NVMe for them.
   options.host_bytes = four.host_memory_bytes() - 4096;
-  const MemoryPlan summed = planned(model, options, 4);
-  EXPECT_TRUE(summed.sums_gradients_on_host);
-  EXPECT_FALSE(summed.uses_nvme);
+  const MemoryPlan least = planned(model, options, 4);
+  EXPECT_EQ(least.num_gradient_copies, 3);
+  EXPECT_LT(gradients(least), gradients(four));
+  EXPECT_FALSE(least.uses_nvme);
+  EXPECT_EQ(least.link.h2d, four.link.h2d) << "the update reads one sum, and the last";
 }
 
 TEST(GpuPlan, SlotsHoldOneSubGroupEachAndAreNoMoreThanThereAreSubGroups) {
