@@ -22,6 +22,7 @@
 #include "tests/engine/training_run.h"
 #include "tests/models/checkpoint_files.h"
 #include "tests/models/models_support.h"
+#include "tests/models/transformers_check.h"
 #include "tests/models/weight_files.h"
 #include "tests/support/contains.h"
 #include "tests/support/read_whole.h"
@@ -365,6 +366,47 @@ TEST_F(AdapterFiles, AloneHaveTheNamesAndTheConfigOfPeft) {
   EXPECT_HAS(message_of([&] { export_weights(exported); }),
              ": its model has no adapters; leave --adapters out");
   EXPECT_FALSE(std::filesystem::exists(path("other")));
+}
+
+TEST_F(AdapterFiles, PeftComputesTheSameLogits) {
+  if (!has_peft()) {
+    GTEST_SKIP() << "python3 has no transformers with peft";
+  }
+  for (const bool other : {false, true}) {
+    GptOptions options = with_adapters();
+    options.sequence = 11;
+    options.tie_head = other;
+    options.gelu_tanh = other;
+    options.adapter_alpha = other ? 2.5 : 6;
+    Gpt gpt(options, at::kCPU, kBaseSeed);
+    scatter(gpt, 0.1);
+    for (const std::string name : {"run", "out", "base-run", "base"}) {
+      std::filesystem::remove_all(path(name));
+    }
+    write_gpt_checkpoint(path("run"), gpt, {.num_ranks = 2});
+    ExportOptions exported = export_options();
+    exported.adapters = ExportAdapters::kAlone;
+    export_weights(exported);
+
+    const Gpt base(without_adapters(options), at::kCPU, kBaseSeed);
+    const auto tensors = by_name(gpt);
+    for (const NamedParam& param : base.params()) {
+      const at::NoGradGuard no_grad;
+      param.tensor.copy_(tensors.at(param.name));
+    }
+    write_gpt_checkpoint(path("base-run"), base);
+    ExportOptions exported_base = export_options();
+    exported_base.checkpoint = path("base-run");
+    exported_base.to = path("base");
+    export_weights(exported_base);
+
+    const at::Tensor ids = at::arange(22, at::kLong).remainder(options.vocabulary).view({2, 11});
+    write_weights(path("expected"), {weight_tensor("ids", ids.to(at::kFloat)),
+                                     weight_tensor("logits", all_logits(gpt, ids))});
+    EXPECT_EQ(run_transformers({"adapt", path("base"), exported.to, path("expected"), "1e-4"}), 0)
+        << other;
+    std::filesystem::remove(path("expected"));
+  }
 }
 
 }  // namespace

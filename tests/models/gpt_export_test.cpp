@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <iostream>
 #include <set>
 
 #include <gtest/gtest.h>
@@ -21,9 +20,9 @@
 #include "tests/checkpoint/file_size_limit.h"
 #include "tests/models/checkpoint_files.h"
 #include "tests/models/models_support.h"
+#include "tests/models/transformers_check.h"
 #include "tests/models/weight_files.h"
 #include "tests/support/contains.h"
-#include "tests/support/process.h"
 #include "tests/support/read_whole.h"
 #include "tests/support/temporary_directory.h"
 
@@ -261,27 +260,6 @@ TEST_F(GptExport, RefusesACheckpointThatIsNotTheGptItDescribes) {
              "with strides");
   EXPECT_HAS(refusal([](checkpoint::Manifest& m) { m.params[0].name = "other"; }),
              "not in the model are \"other\"");
-}
-
-// The other side's program; what it says is in the test's output.
-int run_transformers(const std::vector<std::string>& arguments) {
-  std::vector<std::string> command = {"/usr/bin/env", "python3",
-                                      TESSERA_SOURCE_DIR "/tests/models/transformers_check.py"};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  const testing::ProcessResult result = testing::run_process(command);
-  std::cout << result.out << result.err << std::flush;
-  return result.exit_code;
-}
-
-bool has_transformers() { return run_transformers({"available"}) == 0; }
-
-// Of every prefix of the sequences: [rows, length, vocabulary].
-at::Tensor all_logits(Gpt& gpt, const at::Tensor& ids) {
-  std::vector<at::Tensor> logits;
-  for (std::int64_t length = 1; length <= ids.size(1); ++length) {
-    logits.push_back(gpt.next_logits(ids.narrow(1, 0, length)));
-  }
-  return at::stack(logits, 1);
 }
 
 TEST_F(GptExport, TransformersComputesTheSameLogits) {
