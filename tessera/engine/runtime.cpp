@@ -16,6 +16,7 @@
 #include "tessera/comm/rendezvous.h"
 #include "tessera/comm/tag.h"
 #include "tessera/core/error.h"
+#include "tessera/core/unread_options.h"
 #include "tessera/device/device_cuda.h"
 #include "tessera/device/host_info.h"
 #include "tessera/device/nvtx.h"
@@ -133,12 +134,8 @@ struct Runtime::Impl {
 
   // Somebody asked for something that will not happen; a run must not look as if it did.
   void warn_of_unread_options() const {
-    std::string names;
-    for (const std::string& name : config.unread()) {
-      names += (names.empty() ? "" : ", ") + name;
-    }
-    if (!names.empty()) {
-      logger.warn("set, but not built yet, and without effect: ", names);
+    if (const std::string warning = unread_warning(config); !warning.empty()) {
+      logger.warn(warning);
     }
   }
 

@@ -415,6 +415,17 @@ TEST_F(Train, AFileOfAutosTrainsAShortRunWithoutAWarning) {
   EXPECT_EQ(learning_rates(), (std::vector<double>{0.5, 0.5, 0.5})) << "no warm-up was asked for";
 }
 
+TEST_F(Train, ErrorFeedbackThatIsNotBuiltIsAWarningThatNamesTheKeyAndTheWayOut) {
+  write("loco.json", R"({"zero_optimization": {"stage": 3, "zero_quantized_gradients": true,
+                         "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}})");
+  const ProcessResult result = train_steps({"--config", "loco.json", "--ranks", "2"}, "1");
+  const std::vector<std::string> warnings = lines_with(result.out + result.err, "LoCo");
+  ASSERT_EQ(warnings.size(), 1U) << result.out << result.err;
+  EXPECT_HAS(warnings[0], "quant.error_feedback (loco.json: zero_optimization.zeropp_loco_param");
+  EXPECT_HAS(warnings[0], "without effect");
+  EXPECT_HAS(warnings[0], "--quantize-gradients=8");
+}
+
 TEST_F(Train, EverySubjectAtOnceTakesTenLinesAtMost) {
   const ProcessResult result = train_steps(
       {"--config", shape("every_subject"), "--optimizer", "host", "--set", "nvme.paths="});

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/unread_options.h"
 #include "tests/support/contains.h"
 
 namespace tessera {
@@ -88,6 +89,20 @@ TEST(Config, OnlyWhatSomebodyGaveAndNothingReadsIsUnread) {
   EXPECT_EQ(config.unread(),
             std::vector<std::string>{"quant.error_beta (run.json: quant.error_beta)"});
   EXPECT_TRUE(Config::from_json(R"({"zero_optimization": {"stage": 3}})", "d").unread().empty());
+}
+
+TEST(Config, WhatIsUnreadIsNamedWithTheWayOut) {
+  const auto config = Config::from_json(
+      R"({"zero_optimization": {"stage": 3, "zero_quantized_gradients": true,
+                                "zeropp_loco_param": {"err_beta": 0.5, "reset_T": 1024}}})",
+      "ds.json");
+  EXPECT_EQ(unread_warning(config),
+            "set, but not built yet, and without effect: quant.error_feedback (ds.json: "
+            "zero_optimization.zeropp_loco_param), quant.error_beta (ds.json: "
+            "zero_optimization.zeropp_loco_param.err_beta); the rounding error of quantised "
+            "gradients (LoCo) is not carried over. Remove these options; quant.gradient_bits = 8 "
+            "(--quantize-gradients=8) is what rounds less");
+  EXPECT_EQ(unread_warning(Config()), "");
 }
 
 TEST(Config, AWrongNameOrValueIsTheUsersErrorAndAWrongTypeOurs) {
