@@ -68,7 +68,7 @@ Group::Group(std::unique_ptr<Backend> backend, std::string name, std::vector<int
 // other ranks will not join them, and until it is caught nobody knows of it.
 Group::~Group() {
   if (queue_ && std::uncaught_exceptions() > num_exceptions_) {
-    queue_->abandon(detail::concat("group '", name_, "' was aborted: this rank is failing"));
+    abort("this rank is failing");
   } else if (queue_) {
     queue_->close();
     watchdog_.end();
@@ -81,6 +81,12 @@ Group::~Group() {
   }
   if (options_.ledger != nullptr) {
     options_.ledger->discharge(held_memory().tier, Role::kStaging, held_memory().bytes);
+  }
+}
+
+void Group::abort(const std::string& reason) noexcept {
+  if (queue_) {
+    queue_->abandon(detail::concat("group '", name_, "' was aborted: ", reason));
   }
 }
 

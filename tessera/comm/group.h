@@ -25,7 +25,8 @@
 //
 // Threads: start_* from one thread at a time. Threads of the group finish calls (add, unpack, watch
 // the time) in the order in which they were started. Destroying a Group waits for what is in
-// flight, unless an exception is the reason for it: then calls in flight are aborted.
+// flight, unless an exception is the reason for it: then calls in flight are aborted, as by
+// abort().
 #pragma once
 
 #include <atomic>
@@ -193,6 +194,12 @@ class Group {
   // nothing that some rank did not mean. Elsewhere it waits for the ends of the calls, which come
   // behind that.
   void wait_agreed();
+
+  // Every call in flight fails now, here and by that on the other ranks, and so does every later
+  // one; what `reason` says reaches them where the backend can tell it. For an owner that goes and
+  // cannot wait for ranks that may never come. When it returns, the memory of calls is free, as
+  // after any failure. Without effect in a group that has failed, or that nobody else is in.
+  void abort(const std::string& reason) noexcept;
 
   // A group over the ranks that passed the same color, in ascending rank order. Blocks.
   std::unique_ptr<Group> split(int color, const std::string& name) {

@@ -9,7 +9,9 @@
 // holds (scopes, hooks) sees that its epoch is over and does nothing more than it must. Gradients
 // of micro-batches that are complete stay. An exception in a backward leaves some gradients of its
 // micro-batch and not others: then those of the step are dropped, and step() refuses until
-// zero_grad() has been called.
+// zero_grad() has been called. What is on its way to other ranks is waited for by the next call
+// that needs the reducer, and not before: this rank's exception may be what the others wait for. If
+// there is no such call, and the engine goes, it aborts its groups (grad::Reducer::leave()).
 //
 // Threads: as Engine.
 #pragma once

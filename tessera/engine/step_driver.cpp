@@ -89,6 +89,9 @@ StepDriver::~StepDriver() {
     ctx_.runtime.logger().warn("the last update failed: ", error.what());
   }
   watch_->detach();
+  if (has_failed_gradients_) {  // caught, and nobody went on
+    reducer_->leave();
+  }
 }
 
 void StepDriver::finalize() {
@@ -516,16 +519,28 @@ void StepDriver::abandon() noexcept {
     }
     if (was_in_backward) {
       finish_update();
-      if (reducer_->in_backward() && ctx_.coordinator.needs_consensus()) {
-        // Ranks may have stopped at different gradients: now all have started all.
-        reducer_->drop_dynamic();
-        reducer_->finish_backward();
-      }
-      drop_gradients();
+      // The exception must reach those who wait for this rank before this rank waits for them.
+      has_failed_gradients_ = true;
     }
   } catch (const std::exception& error) {
     ctx_.runtime.logger().warn("while a pass was abandoned: ", error.what());
   }
+}
+
+void StepDriver::drop_failed_gradients() noexcept {
+  if (!std::exchange(has_failed_gradients_, false)) {
+    return;
+  }
+  try {
+    if (reducer_->in_backward() && ctx_.coordinator.needs_consensus()) {
+      // Ranks may have stopped at different gradients: now all have started all.
+      reducer_->drop_dynamic();
+      reducer_->finish_backward();
+    }
+  } catch (const std::exception& error) {
+    ctx_.runtime.logger().warn("while gradients of a failed backward were dropped: ", error.what());
+  }
+  drop_gradients();
 }
 
 void StepDriver::drop_gradients() noexcept {
@@ -567,6 +582,7 @@ void StepDriver::zero_grad() {
   TESSERA_CHECK(ctx_.lifecycle.backward_depth() == 0, ConfigError,
                 "zero_grad() inside of a backward");
   finish_update();
+  drop_failed_gradients();
   drop_gradients();
   ctx_.lifecycle.forget_failed_backward();
   trainable_is_known_ = false;
@@ -574,6 +590,7 @@ void StepDriver::zero_grad() {
 
 void StepDriver::set_trainable(const at::Tensor& tensor, bool trainable) {
   ctx_.lifecycle.check_usable();
+  drop_failed_gradients();
   const int id = model_.id_of(tensor);
   if (ctx_.params[id].trainable() == trainable && tensor.requires_grad() == trainable) {
     return;
@@ -626,6 +643,7 @@ void StepDriver::check_no_gradients_pending(int id) const {
 }
 
 void StepDriver::notice_trainable() {
+  drop_failed_gradients();
   if (trainable_is_known_) {
     return;
   }

@@ -71,7 +71,7 @@ class StepDriver {
   // the memory of their gradients now, and of copies on the device (shard::DeviceCopy), which lie
   // there.
   void free_behind_forward(coordinator::UnitId unit);
-  // See [Note: abandoning a pass] in lifecycle.h.
+  // See [Note: abandoning a pass] in lifecycle.h. Waits for no rank that needs this one.
   void abandon() noexcept;
   // The shard has new values: its version counts, and the master weights follow.
   void shard_was_written(int id);
@@ -111,6 +111,9 @@ class StepDriver {
   // is replaced.
   [[noreturn]] void rethrow_backward_error();
   void drop_gradients() noexcept;
+  // What abandon() has left of a backward: where that may wait for other ranks, which all come here
+  // if they go on. Before anybody asks the reducer for anything.
+  void drop_failed_gradients() noexcept;
   // Enqueues norm, sums over ranks, factor and updates, where the device can do without the host,
   // or finds the sums first. Makes stop_ the same on all ranks.
   optim::StepSums sum_over_ranks(double lr, bool& is_started);
@@ -136,11 +139,12 @@ class StepDriver {
 
   std::int64_t num_steps_ = 0;
   std::int64_t num_updated_steps_ = 0;
-  bool trainable_is_known_ = false;  // nobody can have changed requires_grad since we looked
-  bool stop_ = false;                // this rank was asked to stop; behind a step: any rank was
-  bool update_runs_ = false;         // since the last step; its gradients are still there
-  bool writes_run_ = false;          // of it, perhaps
-  bool closing_is_queued_ = false;   // for a backward that is not ours
+  bool trainable_is_known_ = false;    // nobody can have changed requires_grad since we looked
+  bool stop_ = false;                  // this rank was asked to stop; behind a step: any rank was
+  bool update_runs_ = false;           // since the last step; its gradients are still there
+  bool writes_run_ = false;            // of it, perhaps
+  bool closing_is_queued_ = false;     // for a backward that is not ours
+  bool has_failed_gradients_ = false;  // see drop_failed_gradients()
   // Divides loss weights: a power of two that keeps gradients in the range of fp16, agreed at the
   // first backward; 0: not yet. 1 for all other types, which have fp32's range.
   double weight_scale_ = 0;

@@ -348,6 +348,11 @@ void BucketSender::wait() {
   in_flight_.clear();
 }
 
+bool BucketSender::is_under_way() const {
+  return std::any_of(in_flight_.begin(), in_flight_.end(),
+                     [](const Pending& each) { return !each.done(); });
+}
+
 void BucketSender::clear() noexcept {
   try {
     start_replica_sums();  // other replicas may have started theirs

@@ -92,6 +92,8 @@ class BucketSender {
   void wait();
   // Waits for what is in flight, whatever becomes of it; forgets the bucket that was being filled.
   void clear() noexcept;
+  // Something is in flight that has not come to its end.
+  bool is_under_way() const;
 
  private:
   struct Slot {

@@ -46,6 +46,7 @@ class DynamicGradients {
   void put_all() { sender_.put_all(); }
   void wait_reduced() { sender_.wait_reduced(); }
   void wait() { sender_.wait(); }
+  bool is_under_way() const { return sender_.is_under_way(); }
   void drop() noexcept;  // what is pending
   void clear() noexcept;
 

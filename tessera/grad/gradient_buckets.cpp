@@ -192,6 +192,14 @@ QuantErrorStats GradientBuckets::take_quant_error() {
   return quant_error_ ? quant_error_->take() : QuantErrorStats();
 }
 
+bool GradientBuckets::is_under_way() noexcept {
+  try {
+    advance(WaitFor::kNetwork);
+  } catch (...) {  // the group has failed, and what is in flight with it
+  }
+  return sender_.is_under_way() || dynamic_.is_under_way();
+}
+
 void GradientBuckets::clear() noexcept {
   // What is full has been sent by ranks that kept nothing: they would wait for it.
   try {

@@ -52,6 +52,9 @@ class GradientBuckets {
   void wait();
   // Waits for what is in flight, whatever becomes of it.
   void clear() noexcept;
+  // Sends what is full, where that waits for no rank, as clear() would. True: something is in
+  // flight, or full.
+  bool is_under_way() noexcept;
 
  private:
   struct PieceOf {

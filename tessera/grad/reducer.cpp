@@ -1,7 +1,9 @@
 #include "tessera/grad/reducer.h"
 
 #include <algorithm>
+#include <chrono>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "tessera/core/config.h"
@@ -14,6 +16,10 @@
 
 namespace tessera::grad {
 namespace {
+
+// Of Reducer::leave(): ranks that fail alike are as far within it; and how often it looks.
+constexpr std::chrono::seconds kLeaveLimit{1};
+constexpr std::chrono::milliseconds kLeaveLook{1};
 
 BucketLayout plan(const ReducerParts& parts, const ReducerOptions& options) {
   const shard::ParamTable& params = parts.params;
@@ -84,7 +90,11 @@ Reducer::Reducer(const ReducerParts& parts, const ReducerOptions& options)
                 to_string(options.wire_dtype), "; use fp32, bf16 or fp16");
 }
 
-Reducer::~Reducer() = default;
+Reducer::~Reducer() {
+  if (std::uncaught_exceptions() > num_exceptions_) {
+    leave();
+  }
+}
 
 void Reducer::check_shards() const {
   const ReducerParts& parts = stream_->parts();
@@ -333,6 +343,31 @@ void Reducer::clear() {
   num_backwards_ = 0;
   is_total_ = false;
   is_finished_ = true;
+}
+
+bool Reducer::is_under_way() {
+  return (buckets_ && buckets_->is_under_way()) || used_.is_under_way();
+}
+
+void Reducer::leave() noexcept {
+  const auto end = std::chrono::steady_clock::now() + kLeaveLimit;
+  while (is_under_way()) {
+    if (std::chrono::steady_clock::now() >= end) {
+      const ReducerParts& parts = stream_->parts();
+      std::vector<comm::Group*> groups = hop_groups(parts);
+      groups.insert(groups.end(),
+                    {&parts.group, parts.all_ranks, parts.dynamic_group, parts.replicas});
+      for (comm::Group* const group : groups) {
+        if (group != nullptr) {
+          group->abort(
+              "this rank has failed, and leaves reductions of gradients that other ranks have not "
+              "started");
+        }
+      }
+      return;
+    }
+    std::this_thread::sleep_for(kLeaveLook);
+  }
 }
 
 ReducerStats Reducer::take_stats() {

@@ -102,6 +102,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -378,6 +379,11 @@ class Reducer {
   // different ones, call drop_dynamic() and finish_backward() first: then all have started all, if
   // they stood between the same two lists.
   void clear();
+  // For an owner that goes because something has failed, and cannot rely on the other ranks: they
+  // may need this one for something else before they start what is in flight here. Gives them a
+  // second to do so, and then aborts the groups, so that clear() and the destructor wait for
+  // nobody. The destructor does it where an exception is the reason for it.
+  void leave() noexcept;
   const BucketLayout& layout() const { return layout_; }
   ReducerStats take_stats();
 
@@ -389,6 +395,7 @@ class Reducer {
   void check_list(std::span<const int> ids) const;
   void check_shards() const;
   ReplicaSum replica_sum_of_backward() const;
+  bool is_under_way();
 
   shard::ParamTable& params_;
   Spans& spans_;
@@ -402,6 +409,7 @@ class Reducer {
   bool is_finished_ = true;  // nothing has been started since the last wait
   const std::unique_ptr<ShardGradients> shards_;
   const std::unique_ptr<GradientBuckets> buckets_;  // null: nothing is sent
+  const int num_exceptions_ = std::uncaught_exceptions();
 };
 
 }  // namespace tessera::grad

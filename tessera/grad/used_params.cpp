@@ -1,5 +1,6 @@
 #include "tessera/grad/used_params.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace tessera::grad {
@@ -46,6 +47,11 @@ void UsedParams::collect() {
 bool UsedParams::is_used(int param) {
   collect();
   return used_[static_cast<std::size_t>(param)];
+}
+
+bool UsedParams::is_under_way() const {
+  return std::any_of(said_.begin(), said_.end(),
+                     [](const comm::HostGather& gather) { return !gather.done.done(); });
 }
 
 void UsedParams::clear() noexcept {

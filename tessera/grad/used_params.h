@@ -31,6 +31,8 @@ class UsedParams {
   // Waits for what the other ranks have said; throws what went wrong.
   bool is_used(int param);
   void clear() noexcept;
+  // Not all other ranks have said what was asked.
+  bool is_under_way() const;
 
  private:
   void collect();

@@ -85,6 +85,59 @@ TEST(Exceptions, OfOneRankAreNamedOnTheOthers) {
   EXPECT_SAYS("out of cheese", std::rethrow_exception(failures[0]));
 }
 
+// Rank 0 does not use what comes first in the first bucket, so it sends that at the end of its
+// backward, for which it needs the weights of `first` from rank 1; and that has the bucket in
+// flight when its hook throws. How it goes on decides who is told by whom, never how long it takes.
+TEST(Exceptions, InAHookWithReductionsThatOthersCannotStartReachEveryRank) {
+  for (const bool is_caught : {false, true}) {
+    SCOPED_TRACE(is_caught ? "caught" : "not caught");
+    Config config = quiet_config();
+    config.set("grad.bucket_bytes", "1KiB");
+    config.set("live.limit_bytes", "0");
+    config.set("persist.param_bytes", "0");
+    config.set("prefetch.bucket_bytes", "0");
+    comm::GroupOptions options;
+    options.timeout = std::chrono::seconds(60);
+    const auto failures = failures_of(
+        2, config,
+        [&](Engine& engine, comm::Group& group) {
+          auto first = engine.unit("first", affine(5, 30, 1));
+          auto middle = engine.unit("middle", affine(30, 30, 2));
+          auto last = engine.unit("last", affine(30, 2, 3));
+          auto beside = engine.unit("beside", affine(30, 30, 4));
+          at::Tensor x = first(input(4, 5, 0));
+          if (group.rank() == 1) {
+            x.register_hook(
+                [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("out of cheese"); });
+          }
+          const at::Tensor y = middle(x);
+          const at::Tensor other = beside(y);  // gathered by both
+          const at::Tensor loss =
+              last(y).pow(2).mean() + (group.rank() == 1 ? other : other.detach()).pow(2).mean();
+          if (!is_caught) {
+            train_step(engine, loss);
+            return;
+          }
+          try {
+            train_step(engine, loss);
+          } catch (const std::runtime_error& error) {
+            if (std::string(error.what()).find("cheese") == std::string::npos) {
+              throw;
+            }
+          }
+        },
+        options);
+    EXPECT_EQ(failures[1] == nullptr, is_caught);
+    if (failures[1]) {
+      EXPECT_SAYS("out of cheese", std::rethrow_exception(failures[1]));
+    }
+    ASSERT_TRUE(failures[0]);
+    const std::string told = message_of([&] { std::rethrow_exception(failures[0]); });
+    EXPECT_NE(told.find("rank 1"), std::string::npos) << told;
+    EXPECT_EQ(told.find("comm.timeout_s"), std::string::npos) << told;
+  }
+}
+
 TEST(ReleasedParameters, AreNotReadable) {
   with_engines(2, [](Engine& engine, comm::Group&) {
     auto unit = engine.unit("unit", affine(5, 6, 1));

@@ -1,8 +1,12 @@
 // What a reducer refuses, what it promises about steps that go wrong, and what it never keeps.
 #include <atomic>
+#include <chrono>
+#include <exception>
 #include <functional>
 #include <future>
 #include <latch>
+#include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -11,6 +15,7 @@
 
 #include "tessera/core/config.h"
 #include "tests/grad/reducer_fixture.h"
+#include "tests/support/contains.h"
 
 namespace tessera::grad {
 namespace {
@@ -191,6 +196,101 @@ TEST(ReducerUse, AFailedReductionIsThrownByWhoeverAsksForGradients) {
       });
     }
   }
+}
+
+// What a rank's body throws, or null. A wait that must not be would end at the time limit, which
+// the text says then.
+std::vector<std::exception_ptr> failures_of_two(const std::function<void(comm::Group&)>& body) {
+  comm::ThreadWorldOptions world;
+  world.num_ranks = 2;
+  comm::GroupOptions options;
+  options.heartbeat = std::chrono::milliseconds(20);
+  options.timeout = std::chrono::seconds(60);
+  return comm::run_ranks_collecting(world, options, body);
+}
+
+std::string text_of(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+// Rank 0 needs rank 1 to go before it starts what rank 1 has in flight, as where it must gather
+// something first. In the second case rank 1 owes nothing but what it has said at the end.
+TEST(ReducerUse, ARankThatFailsDoesNotWaitForRanksThatWaitForIt) {
+  for (const DeviceKind device : {DeviceKind::kCpu, DeviceKind::kLazy}) {
+    for (const bool all_is_sent : {false, true}) {
+      std::promise<void> left;
+      std::shared_future<void> has_left = left.get_future().share();
+      const auto failures = failures_of_two([&](comm::Group& group) {
+        ReduceCase test = small_case(all_is_sent ? 1 << 20 : 200);  // else the end waits for a slot
+        test.device = device;
+        if (group.rank() == 0) {
+          ReducerFixture world(group, test);
+          has_left.wait();
+          add_all(world, {0, 0, 0});
+          world.reducer().finish_backward();
+          world.reducer().wait();
+          FAIL() << "the sums of a rank that has failed are there";
+        }
+        const std::shared_ptr<void> leaves(nullptr, [&](void*) { left.set_value(); });
+        ReducerFixture world(group, test);
+        add_all(world, {1, 0, 0});
+        if (all_is_sent) {
+          world.reducer().finish_backward();
+        }
+        throw std::runtime_error("out of cheese");
+      });
+      ASSERT_TRUE(failures[0] && failures[1]);
+      EXPECT_EQ(text_of(failures[1]), "out of cheese");
+      EXPECT_HAS(text_of(failures[0]), "rank 1");
+      EXPECT_LACKS(text_of(failures[0]), "comm.timeout_s");
+    }
+  }
+}
+
+TEST(ReducerUse, AFailureBesideFinishedReductionsCostsNoGroup) {
+  comm::run_ranks(2, [](comm::Group& group) {
+    for (int step = 0; step < 3; ++step) {
+      try {
+        ReducerFixture world(group, small_case());
+        add_all(world, {group.rank(), step, 0});
+        world.reducer().finish_backward();
+        expect_sums(world, step, 1, always);
+        throw std::runtime_error("out of cheese");
+      } catch (const std::runtime_error&) {  // and goes on with another
+      }
+    }
+  });
+}
+
+TEST(ReducerUse, AnOwnerThatLeavesWithoutAnExceptionWaitsForNobody) {
+  std::promise<void> left;
+  std::shared_future<void> has_left = left.get_future().share();
+  const auto failures = failures_of_two([&](comm::Group& group) {
+    ReducerFixture world(group, small_case());
+    if (group.rank() == 0) {
+      has_left.wait();
+      add_all(world, {0, 0, 0});
+      world.reducer().finish_backward();
+      world.reducer().wait();
+      return;
+    }
+    add_all(world, {1, 0, 0});
+    world.reducer().leave();
+    world.reducer().clear();
+    left.set_value();
+    add_all(world, {1, 1, 0});
+    world.reducer().finish_backward();
+    world.reducer().wait();
+  });
+  ASSERT_TRUE(failures[0] && failures[1]);
+  EXPECT_HAS(text_of(failures[1]),
+             "leaves reductions of gradients that other ranks have not started");
+  EXPECT_HAS(text_of(failures[0]), "rank 1");
+  EXPECT_LACKS(text_of(failures[0]), "comm.timeout_s");
 }
 
 TEST(ReducerUse, TakesItsOptionsFromTheConfig) {
