@@ -7,8 +7,11 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <mutex>
 #include <new>
 #include <utility>
 
@@ -54,8 +57,13 @@ std::unique_ptr<tier::IoFile> make_file(const std::string& path, tier::DirectIo 
 }  // namespace
 
 struct FragmentWriter::Impl {
+  // Of the staging. Bytes of the file in runs of buffer_bytes are windows; a buffer serves one
+  // window after the other, kNumBuffers apart.
   struct Buffer {
     std::byte* data = nullptr;
+    std::uint64_t window = 0;
+    std::size_t filled = 0;   // bytes of it that have come
+    bool is_started = false;  // all have, and are being written
     device::Pending written;
   };
 
@@ -68,24 +76,24 @@ struct FragmentWriter::Impl {
         memory(aligned_memory(kNumBuffers * buffer_bytes)),
         file(make_file(path, options.direct)),
         bytes(room),
-        offset(room),
-        written(entries.size()) {
-    for (std::size_t i = 0; i < kNumBuffers; ++i) {
-      buffers[i].data = memory.get() + i * buffer_bytes;
-    }
+        written(entries.size()),
+        end(room) {
     for (const TensorEntry& entry : entries) {
       bytes += entry.bytes();
     }
+    open_windows(room);
     reserve();
   }
 
-  ~Impl() {
+  ~Impl() { wait_for_writes(); }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  void wait_for_writes() {
     for (const Buffer& buffer : buffers) {
       device::wait_ignoring_failure(buffer.written);
     }
   }
-  Impl(const Impl&) = delete;
-  Impl& operator=(const Impl&) = delete;
 
   // Whole blocks: the last one is cut in the end.
   void reserve() const {
@@ -106,48 +114,131 @@ struct FragmentWriter::Impl {
     }
   }
 
-  Buffer& current() { return buffers[next % kNumBuffers]; }
+  // From `offset` on; nothing is in flight.
+  void open_windows(std::uint64_t offset) {
+    first_window_offset = offset;
+    for (std::size_t i = 0; i < kNumBuffers; ++i) {
+      buffers[i] = {memory.get() + i * buffer_bytes, i, 0, false, {}};
+    }
+  }
 
-  void put(std::span<const std::byte> data) {
+  void fill(std::uint64_t offset, std::span<const std::byte> data) {
     while (!data.empty()) {
-      if (filled == 0) {
-        current().written.wait();  // a failure stays, and keeps the buffer from being used again
-      }
-      const std::size_t count = std::min(data.size(), buffer_bytes - filled);
-      std::memcpy(current().data + filled, data.data(), count);
+      const std::uint64_t window = (offset - first_window_offset) / buffer_bytes;
+      const std::size_t begin = (offset - first_window_offset) % buffer_bytes;
+      const std::size_t count = std::min(data.size(), buffer_bytes - begin);
+      Buffer& buffer = open(window);
+      std::memcpy(buffer.data + begin, data.data(), count);
       data = data.subspan(count);
-      filled += count;
-      if (filled == buffer_bytes) {
-        start_write();
+      offset += count;
+      const std::lock_guard<std::mutex> lock(mutex);
+      buffer.filled += count;
+      num_filled += count;
+      if (buffer.filled == buffer_bytes) {
+        start_write(buffer);
       }
     }
   }
 
-  // Zeros behind what has come, up to a block.
-  void start_write() {
-    const std::size_t blocks = tier::whole_blocks(filled);
-    std::memset(current().data + filled, 0, blocks - filled);
-    current().written = io.start_write(*file, offset, current().data, blocks, what);
-    offset += filled;
-    filled = 0;
-    ++next;
+  // Waits until the buffer's window before this one is on disk.
+  Buffer& open(std::uint64_t window) {
+    Buffer& buffer = buffers[window % kNumBuffers];
+    std::unique_lock<std::mutex> lock(mutex);
+    while (true) {
+      if (failure) {
+        std::rethrow_exception(failure);
+      }
+      if (buffer.window == window) {
+        return buffer;
+      }
+      if (buffer.window + kNumBuffers != window || !buffer.is_started) {
+        changed.wait(lock);
+        continue;
+      }
+      const device::Pending before = buffer.written;
+      lock.unlock();
+      std::exception_ptr error;
+      try {
+        before.wait();
+      } catch (...) {
+        error = std::current_exception();
+      }
+      lock.lock();
+      if (error) {  // stays, and keeps the buffer from being used again
+        fail(error);
+      } else if (buffer.window + kNumBuffers == window) {  // the first who waited
+        buffer.window = window;
+        buffer.filled = 0;
+        buffer.is_started = false;
+        changed.notify_all();
+      }
+    }
+  }
+
+  // The mutex is held. Zeros behind what has come, up to a block.
+  void start_write(Buffer& buffer) {
+    const std::size_t blocks = tier::whole_blocks(buffer.filled);
+    std::memset(buffer.data + buffer.filled, 0, blocks - buffer.filled);
+    const std::uint64_t offset = first_window_offset + buffer.window * buffer_bytes;
+    buffer.written =
+        io.start_write(*file, offset, buffer.data, blocks, what(offset + buffer.filled - 1));
+    buffer.is_started = true;
+    changed.notify_all();
+  }
+
+  // The mutex is held.
+  void fail(std::exception_ptr error) {
+    failure = failure ? failure : std::move(error);
+    changed.notify_all();
+  }
+
+  // For errors: what has this byte.
+  std::string what(std::uint64_t offset) const {
+    if (offset < room) {
+      return "header";
+    }
+    const auto after = std::upper_bound(
+        placed.begin(), placed.end(), offset - room,
+        [](std::uint64_t at, const PlacedTensor& tensor) { return at < tensor.begin; });
+    return after == placed.begin()
+               ? std::string()
+               : detail::concat("tensor ", in_quotes(std::prev(after)->entry.name));
   }
 
   void write_rest() {
-    if (filled > 0) {
-      start_write();
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (failure) {
+        std::rethrow_exception(failure);
+      }
+      TESSERA_INVARIANT(num_filled >= end - room, file->path(), ": ", num_filled,
+                        " bytes have come for places of ", end - room);
     }
-    for (std::size_t i = 0; i < kNumBuffers; ++i, ++next) {
-      current().written.wait();  // the oldest first
+    write_buffers();
+  }
+
+  // Also what is not full; until everything is written.
+  void write_buffers() {
+    std::unique_lock<std::mutex> lock(mutex);
+    std::array<Buffer*, kNumBuffers> oldest{};
+    for (std::size_t i = 0; i < kNumBuffers; ++i) {
+      oldest[i] = &buffers[i];
+      if (buffers[i].filled > 0 && !buffers[i].is_started) {
+        start_write(buffers[i]);
+      }
+    }
+    std::ranges::sort(oldest, {}, [](const Buffer* buffer) { return buffer->window; });
+    lock.unlock();
+    for (const Buffer* const buffer : oldest) {
+      buffer->written.wait();
     }
   }
 
   void write_header() {
-    offset = 0;
-    what = "header";
     const std::string header = format_header(placed, room);
-    put(std::as_bytes(std::span(header)));
-    write_rest();
+    open_windows(0);
+    fill(0, std::as_bytes(std::span(header)));
+    write_buffers();
   }
 
   template <typename Call>
@@ -165,17 +256,20 @@ struct FragmentWriter::Impl {
   const std::unique_ptr<tier::IoFile> file;
   std::uint64_t bytes = 0;  // of the file
 
+  std::mutex mutex;
+  std::condition_variable changed;
+  // Guarded by mutex; a buffer's memory is everybody's who has a place in its window.
   std::array<Buffer, kNumBuffers> buffers;
-  std::size_t next = 0;      // counts those that were written
-  std::size_t filled = 0;    // of the current one
-  std::uint64_t offset = 0;  // of its first byte, in the file
-  std::string what;          // for errors
+  std::uint64_t num_filled = 0;  // bytes
+  std::exception_ptr failure;
+  std::vector<PlacedTensor> placed;  // those that have begun, in order
 
+  std::uint64_t first_window_offset = 0;
   std::vector<WrittenTensor> written;  // by tensor; offset 0: has not begun
-  std::vector<PlacedTensor> placed;    // those that have begun, in order
-  std::size_t number = 0;              // the last one
-  std::uint64_t missing = 0;           // bytes of the last one
-  Xxh3 xxh3;                           // of those that have come
+  std::uint64_t end = 0;               // of the places that were given
+  std::size_t number = 0;              // the last tensor that has begun
+  std::uint64_t missing = 0;           // bytes of it that have no place yet
+  Xxh3 xxh3;                           // of those that were appended
 };
 
 FragmentWriter::FragmentWriter(const std::string& path, std::vector<TensorEntry> tensors,
@@ -192,24 +286,52 @@ void FragmentWriter::begin(std::size_t tensor) {
       " begins again, or while ", impl.missing, " bytes of another are missing");
   const TensorEntry& entry = impl.entries[tensor];
   WrittenTensor& written = impl.written[tensor];
-  written.offset = impl.offset + impl.filled;
-  impl.placed.push_back({entry, written.offset - impl.room});
+  written.offset = impl.end;
+  {
+    const std::lock_guard<std::mutex> lock(impl.mutex);
+    impl.placed.push_back({entry, written.offset - impl.room});
+  }
   impl.missing = entry.bytes();
   impl.xxh3 = Xxh3();
   impl.number = tensor;
-  impl.what = detail::concat("tensor ", in_quotes(entry.name));
   if (impl.missing == 0) {
     written.xxh3 = impl.xxh3.value();
   }
 }
 
+FilePlace FragmentWriter::place(std::uint64_t bytes) {
+  Impl& impl = *impl_;
+  {
+    const std::lock_guard<std::mutex> lock(impl.mutex);
+    if (impl.failure) {
+      std::rethrow_exception(impl.failure);
+    }
+  }
+  TESSERA_INVARIANT(bytes <= impl.missing, impl.file->path(), ": ", bytes,
+                    " bytes come of a tensor of which ", impl.missing, " are missing");
+  const FilePlace place = {impl.end, bytes};
+  impl.end += bytes;
+  impl.missing -= bytes;
+  return place;
+}
+
+void FragmentWriter::fill(const FilePlace& place, std::uint64_t at,
+                          std::span<const std::byte> bytes) {
+  TESSERA_INVARIANT(at <= place.bytes && bytes.size() <= place.bytes - at, impl_->file->path(),
+                    ": bytes [", at, ", +", bytes.size(), ") come for a place of ", place.bytes);
+  impl_->fill(place.offset + at, bytes);
+}
+
+void FragmentWriter::fail(std::exception_ptr error) {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->fail(std::move(error));
+}
+
 void FragmentWriter::append(std::span<const std::byte> bytes) {
   Impl& impl = *impl_;
-  TESSERA_INVARIANT(bytes.size() <= impl.missing, impl.file->path(), ": ", bytes.size(),
-                    " bytes come of a tensor of which ", impl.missing, " are missing");
+  const FilePlace at = place(bytes.size());
   impl.xxh3.add(bytes);
-  impl.put(bytes);
-  impl.missing -= bytes.size();
+  impl.fill(at.offset, bytes);
   if (impl.missing == 0 && !bytes.empty()) {
     impl.written[impl.number].xxh3 = impl.xxh3.value();
   }

@@ -13,11 +13,12 @@
 //  (2) After a failure, which is an IoError with the path and a remedy, finish() fails with it, and
 //      there is no header.
 //
-// Threads: one caller at a time.
+// Threads: one caller at a time, but for fill() and fail().
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <span>
 #include <string>
@@ -38,7 +39,13 @@ struct WriterOptions {
 // Where a tensor lies, and what it is.
 struct WrittenTensor {
   std::uint64_t offset = 0;  // from the start of the file
-  std::uint64_t xxh3 = 0;
+  std::uint64_t xxh3 = 0;    // of what was appended
+};
+
+// Bytes of the file that belong to a tensor's next ones.
+struct FilePlace {
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
 };
 
 class FragmentWriter {
@@ -57,6 +64,14 @@ class FragmentWriter {
   // complete.
   void begin(std::size_t tensor);
   void append(std::span<const std::byte> bytes);
+  // In place of append(), where several threads have the bytes: this is where the next ones belong,
+  // and fill() brings them, from any thread, in parts of any size that begin at `at`, each byte
+  // once. It waits until the staging has got that far: REQUIRES: nobody who has bytes of an earlier
+  // place waits for whom fills a later one. Checksums are the caller's.
+  FilePlace place(std::uint64_t bytes);
+  void fill(const FilePlace& place, std::uint64_t at, std::span<const std::byte> bytes);
+  // Some bytes never come: ends every fill(), now and later. From any thread.
+  void fail(std::exception_ptr error);
   // Waits for all writes; header, sync. REQUIRES: all tensors are complete.
   void finish();
 

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -25,8 +26,8 @@ using device::Pending;
 
 static_assert(kTileStep == shard::kShardStep);
 
-// Read ahead, and being written.
-constexpr std::size_t kNumTiles = 4;
+// Being read, and being written.
+constexpr std::size_t kNumTiles = 8;
 // Hashed and copied at once, so that what one pass has read lies in a cache for the next.
 constexpr std::size_t kPassBytes = std::size_t{128} << 10;
 
@@ -77,10 +78,12 @@ struct Snapshot::Impl {
     // Of kReading and kCopying, and of kWaiting once it was asked for: fulfilled when they are
     // over.
     std::shared_ptr<device::HandedOver> released;
-    // Of kCopying, in which it is the copying thread's, and of kBuffered, in which it is the
-    // writer's when it has been taken from buffered_.
+    // Of kCopying, in which it is the copying thread's, and of kBuffered, until its tiles share it.
     tier::Lease lease;
     Pending copied;
+    std::shared_ptr<const tier::Lease> shared_lease;  // of kBuffered while tiles are taken
+    std::size_t num_tiles_out = 0;  // taken, and not read; of what was buffered, not written
+    bool all_taken = false;
   };
   // A part of a tensor that is read at once.
   struct Tile {
@@ -88,13 +91,24 @@ struct Snapshot::Impl {
     std::int64_t begin = 0;
     std::int64_t numel = 0;
   };
-  // What the reader hands to the writer.
+  // A tile on its way to the file.
   struct Piece {
-    std::optional<Tile> tile;         // none: nothing is to be written
+    std::uint64_t number = 0;  // in the order of the file
+    Tile tile;
+    Owner* owner = nullptr;
+    std::size_t slot = 0;  // of the tiles' memory; taken also by what was buffered
+    FilePlace place;
     const std::byte* from = nullptr;  // may be null where the tile has no elements
     Pending read;
-    Owner* ends = nullptr;                     // whose last piece it is
-    std::shared_ptr<const tier::Lease> lease;  // of what was buffered; null: a tile's memory
+    std::shared_ptr<const tier::Lease> lease;  // of what was buffered; null: the slot's memory
+    bool is_out = true;                        // of its owner's num_tiles_out
+  };
+  // A tensor's checksum, which takes its tiles in order.
+  struct Checksum {
+    Xxh3 hash;
+    std::int64_t next = 0;                  // first element that it lacks
+    bool is_busy = false;                   // a thread adds the tile that begins there
+    std::map<std::int64_t, Piece> waiting;  // by their first elements
   };
 
   Impl(std::vector<SnapshotTensor> all, const SnapshotOptions& given)
@@ -107,6 +121,7 @@ struct Snapshot::Impl {
         writer(std::make_unique<FragmentWriter>(given.path, entries(), given.writer)),
         tile_memory(given.device->allocate(given.tier, kNumTiles * tile_bytes, Role::kStaging,
                                            tier::kBlockBytes)),
+        num_threads(std::clamp(given.num_threads, 1, static_cast<int>(kNumTiles))),
         results(tensors.size()),
         file_bytes(writer->file_bytes()) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -116,6 +131,9 @@ struct Snapshot::Impl {
       }
       owners[found->second].tensors.push_back(i);
       owners[found->second].room += room_for(tensors[i].entry);
+    }
+    for (std::size_t slot = kNumTiles; slot-- > 0;) {
+      free_slots.push_back(slot);
     }
     thread = std::thread([this] { run(); });
   }
@@ -230,30 +248,49 @@ struct Snapshot::Impl {
   // The first failure counts. What nobody reads is released; the rest by whoever reads it.
   void fail(std::exception_ptr error) {
     const std::lock_guard<std::mutex> lock(mutex);
+    fail_locked(std::move(error));
+  }
+  void fail_locked(std::exception_ptr error) {
     if (failure || is_done) {
       return;
     }
     failure = std::move(error);
+    if (writer) {
+      writer->fail(failure);
+    }
     for (Owner* const owner : urgent) {
       hand_over(*owner, {});
     }
     urgent.clear();
+    if (Owner* const owner = std::exchange(current, nullptr)) {
+      owner->all_taken = true;
+      if (owner->num_tiles_out == 0) {
+        finish_reading(*owner);
+      }
+    }
     changed.notify_all();
   }
 
-  // --- the writer ---
+  // --- the snapshot's threads ---
 
   void run() {
     try {
-      std::thread reader([this] { read_all(); });
-      while (std::optional<Piece> piece = take_piece()) {
-        write(*piece);
+      std::vector<std::thread> helpers;
+      while (helpers.size() + 1 < static_cast<std::size_t>(num_threads)) {
+        try {
+          helpers.emplace_back([this] { work(); });
+        } catch (const std::system_error&) {
+          break;  // no more threads to be had: those that there are do it all
+        }
       }
-      reader.join();
+      work();
+      for (std::thread& helper : helpers) {
+        helper.join();
+      }
       check();
       writer->finish();
       for (std::size_t i = 0; i < tensors.size(); ++i) {
-        results[i].written = writer->written(i);
+        results[i].written.offset = writer->written(i).offset;
       }
     } catch (...) {
       fail(std::current_exception());
@@ -261,123 +298,65 @@ struct Snapshot::Impl {
     end();
   }
 
+  void work() {
+    while (std::optional<Piece> piece = take_piece()) {
+      write(std::move(*piece));
+    }
+  }
+
+  // A piece that is older than all whose reads were started; those are started as long as there are
+  // slots. Nothing: there is no more for this thread to do.
+  // The file's staging advances only behind the oldest piece. Whoever has started the read of that
+  // one takes it, unless another does, and never a younger one before: so nobody waits in vain.
   std::optional<Piece> take_piece() {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [this] { return has_read_all || !pieces.empty(); });
-    if (pieces.empty()) {
-      return std::nullopt;
-    }
-    Piece piece = std::move(pieces.front());
-    pieces.pop_front();
-    return piece;
-  }
-
-  // After a failure: only waits until nothing is read any more.
-  void write(Piece& piece) {
-    try {
-      check();
-      piece.read.wait();
-      if (piece.ends != nullptr && piece.lease == nullptr) {
-        finish_reading(*piece.ends);
-      }
-      if (piece.tile) {
-        write_tile(*piece.tile, piece.from);
-      }
-    } catch (...) {
-      fail(std::current_exception());
-      device::wait_ignoring_failure(piece.read);
-    }
-    const bool had_tile = piece.tile && piece.lease == nullptr;
-    piece.lease.reset();
-    if (piece.ends != nullptr) {
-      finish_reading(*piece.ends);
-    }
-    if (had_tile) {
-      const std::lock_guard<std::mutex> lock(mutex);
-      ++num_written_tiles;
-      changed.notify_all();
-    }
-  }
-
-  // Tiles of a tensor come in order.
-  void write_tile(const Tile& tile, const std::byte* from) {
-    const SnapshotTensor& tensor = tensors[tile.tensor];
-    const std::size_t element = bytes_of(tensor.entry.dtype);
-    const std::span bytes(from, static_cast<std::size_t>(tile.numel) * element);
-    if (tile.begin == 0) {
-      writer->begin(tile.tensor);
-    }
-    const std::uint64_t begin = static_cast<std::uint64_t>(tile.begin) * element;
-    const std::vector<ContentPiece> pieces =
-        tensor.pieces.empty()
-            ? std::vector<ContentPiece>{{0, tensor.entry.bytes(), tensor.content_begin}}
-            : tensor.pieces;
-    for (std::size_t offset = 0; offset < bytes.size(); offset += kPassBytes) {
-      const auto part = bytes.subspan(offset, std::min(kPassBytes, bytes.size() - offset));
-      for (const ContentPiece& piece : pieces) {
-        const std::uint64_t first = std::max(begin + offset, piece.begin);
-        const std::uint64_t last =
-            std::min(begin + offset + part.size(), piece.begin + piece.bytes);
-        if (first < last) {
-          ContentHash hash(piece.content_begin + first - piece.begin);
-          hash.add(bytes.subspan(first - begin, last - first));
-          results[tile.tensor].content += hash.value();
+    while (true) {
+      if (!failure && !free_slots.empty() && has_next()) {
+        std::optional<Piece> piece = claim();
+        if (!piece) {
+          continue;
         }
-      }
-      writer->append(part);
-    }
-    bytes_so_far += bytes.size();
-  }
-
-  void finish_reading(Owner& owner) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    owner.state = State::kRead;
-    if (owner.released && owner.released->is_open()) {
-      hand_over(owner, {});
-    }
-  }
-
-  // --- the reader ---
-
-  void read_all() {
-    Owner* owner = nullptr;
-    try {
-      while ((owner = next()) != nullptr) {
-        if (owner->state == State::kBuffered) {
-          hand_buffered(*owner);
-        } else {
-          read_waiting(*owner);
+        lock.unlock();
+        start_reading(*piece);
+        lock.lock();
+        // What was in host memory is in this core's cache now.
+        if (piece->read.done() && (started.empty() || piece->number < started.begin()->first)) {
+          return piece;
         }
+        started.emplace(piece->number, std::move(*piece));
+        continue;
       }
-    } catch (...) {
-      fail(std::current_exception());
-      Piece rest;  // behind what is being read of it
-      rest.ends = owner;
-      hand(std::move(rest));
+      if (!started.empty()) {
+        const auto oldest = started.begin();
+        Piece piece = std::move(oldest->second);
+        started.erase(oldest);
+        return piece;
+      }
+      if (failure || is_all_taken()) {
+        return std::nullopt;
+      }
+      changed.wait(lock);
     }
-    const std::lock_guard<std::mutex> lock(mutex);
-    has_read_all = true;
-    changed.notify_all();
   }
 
-  void hand(Piece piece) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    pieces.push_back(std::move(piece));
-    changed.notify_all();
+  // --- the mutex is held ---
+
+  bool has_next() {
+    skip_what_has_begun();
+    return current != nullptr || !urgent.empty() || !buffered.empty() ||
+           next_waiting < owners.size();
+  }
+  bool is_all_taken() { return !has_next() && num_copying == 0; }
+
+  void skip_what_has_begun() {
+    while (next_waiting < owners.size() && owners[next_waiting].state != State::kWaiting) {
+      ++next_waiting;
+    }
   }
 
-  // Null: there is nothing more to do.
-  Owner* next() {
-    std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [this] {
-      skip_what_has_begun();
-      return failure || !urgent.empty() || !buffered.empty() || next_waiting < owners.size() ||
-             num_copying == 0;
-    });
+  // REQUIRES: has_next().
+  Owner* next_owner() {
     must_make_room = must_make_room && !buffered.empty();
-    if (failure) {
-      return nullptr;
-    }
     if (!urgent.empty()) {
       return take(urgent, State::kReading);
     }
@@ -386,13 +365,7 @@ struct Snapshot::Impl {
       owner.state = State::kReading;
       return &owner;
     }
-    return buffered.empty() ? nullptr : take(buffered, State::kBuffered);
-  }
-
-  void skip_what_has_begun() {
-    while (next_waiting < owners.size() && owners[next_waiting].state != State::kWaiting) {
-      ++next_waiting;
-    }
+    return take(buffered, State::kBuffered);
   }
 
   static Owner* take(std::deque<Owner*>& queue, State state) {
@@ -402,10 +375,50 @@ struct Snapshot::Impl {
     return owner;
   }
 
-  void check() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (failure) {
-      std::rethrow_exception(failure);
+  // The next tile, with its place in the file. Nothing: it could not be made, which is a failure.
+  std::optional<Piece> claim() {
+    try {
+      if (current == nullptr) {
+        current = next_owner();
+        current_tiles = tiles_of(*current);
+        next_tile = 0;
+        if (current->state == State::kBuffered) {
+          current->shared_lease = std::make_shared<const tier::Lease>(std::move(current->lease));
+          next_buffered = current->shared_lease->data();
+        }
+      }
+      const Tile tile = current_tiles[next_tile];
+      const TensorEntry& entry = tensors[tile.tensor].entry;
+      if (tile.begin == 0) {
+        writer->begin(tile.tensor);
+      }
+      Piece piece;
+      piece.number = next_number++;
+      piece.tile = tile;
+      piece.owner = current;
+      piece.place = writer->place(static_cast<std::uint64_t>(tile.numel) * bytes_of(entry.dtype));
+      piece.slot = free_slots.back();
+      if (current->state == State::kBuffered) {
+        piece.lease = current->shared_lease;
+        piece.from = next_buffered + static_cast<std::size_t>(tile.begin) * bytes_of(entry.dtype);
+        piece.read = current->copied;
+        if (tile.begin + tile.numel == numel_of(entry)) {
+          next_buffered += room_for(entry);
+        }
+      } else {
+        piece.from = tile_memory.data() + piece.slot * tile_bytes;
+      }
+      free_slots.pop_back();
+      ++current->num_tiles_out;
+      if (++next_tile == current_tiles.size()) {
+        current->all_taken = true;
+        current->shared_lease.reset();
+        current = nullptr;
+      }
+      return piece;
+    } catch (...) {
+      fail_locked(std::current_exception());
+      return std::nullopt;
     }
   }
 
@@ -424,48 +437,152 @@ struct Snapshot::Impl {
     return tiles;
   }
 
-  void read_waiting(Owner& owner) {
-    const std::vector<Tile> tiles = tiles_of(owner);
-    for (const Tile& tile : tiles) {
-      Piece piece;
-      piece.tile = tile;
-      std::byte* const memory = await_tile();
-      piece.from = memory;
-      if (tile.numel > 0) {
-        piece.read = tensors[tile.tensor].start_read(tile.begin, tile.numel, memory);
-      }
-      piece.ends = &tile == &tiles.back() ? &owner : nullptr;
-      hand(std::move(piece));
+  void finish_reading(Owner& owner) {
+    owner.state = State::kRead;
+    if (owner.released && owner.released->is_open()) {
+      hand_over(owner, {});
     }
   }
 
-  // They are written in the order in which they are handed out.
-  std::byte* await_tile() {
-    std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock,
-                 [this] { return failure || num_read_tiles < num_written_tiles + kNumTiles; });
+  // The piece needs its owner no more.
+  void let_go(Piece& piece) {
+    if (std::exchange(piece.is_out, false) && --piece.owner->num_tiles_out == 0 &&
+        piece.owner->all_taken) {
+      finish_reading(*piece.owner);
+    }
+  }
+
+  void finish(Piece& piece) {
+    piece.lease.reset();
+    let_go(piece);
+    free_slots.push_back(piece.slot);
+    changed.notify_all();
+  }
+
+  // --- without it ---
+
+  // A failure is that of the piece's read.
+  void start_reading(Piece& piece) const {
+    if (piece.lease != nullptr || piece.tile.numel == 0) {
+      return;
+    }
+    try {
+      piece.read = tensors[piece.tile.tensor].start_read(
+          piece.tile.begin, piece.tile.numel, tile_memory.data() + piece.slot * tile_bytes);
+    } catch (...) {
+      piece.read = Pending::failed(std::current_exception());
+    }
+  }
+
+  void check() {
+    const std::lock_guard<std::mutex> lock(mutex);
     if (failure) {
       std::rethrow_exception(failure);
     }
-    return tile_memory.data() + num_read_tiles++ % kNumTiles * tile_bytes;
   }
 
-  void hand_buffered(Owner& owner) {
-    const auto lease = std::make_shared<const tier::Lease>(std::move(owner.lease));
-    const std::byte* from = lease->data();
-    const std::vector<Tile> tiles = tiles_of(owner);
-    for (const Tile& tile : tiles) {
-      const TensorEntry& entry = tensors[tile.tensor].entry;
-      Piece piece;
-      piece.tile = tile;
-      piece.from = from + static_cast<std::size_t>(tile.begin) * bytes_of(entry.dtype);
-      piece.read = owner.copied;
-      piece.ends = &tile == &tiles.back() ? &owner : nullptr;
-      piece.lease = lease;
-      hand(std::move(piece));
-      if (tile.begin + tile.numel == numel_of(entry)) {
-        from += room_for(entry);
+  // After a failure: only waits until nothing is read any more.
+  void write(Piece piece) {
+    try {
+      check();
+      piece.read.wait();
+      if (piece.lease == nullptr) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        let_go(piece);
       }
+      put(piece);
+    } catch (...) {
+      fail(std::current_exception());
+      device::wait_ignoring_failure(piece.read);
+      const std::lock_guard<std::mutex> lock(mutex);
+      finish(piece);
+    }
+  }
+
+  void put(Piece& piece) {
+    const std::size_t number = piece.tile.tensor;
+    const SnapshotTensor& tensor = tensors[number];
+    const std::size_t element = bytes_of(tensor.entry.dtype);
+    const std::span bytes(piece.from, static_cast<std::size_t>(piece.tile.numel) * element);
+    const std::uint64_t begin = static_cast<std::uint64_t>(piece.tile.begin) * element;
+    const std::vector<ContentPiece> parts =
+        tensor.pieces.empty()
+            ? std::vector<ContentPiece>{{0, tensor.entry.bytes(), tensor.content_begin}}
+            : tensor.pieces;
+    std::unique_lock<std::mutex> lock(mutex);
+    Checksum& checksum = checksums[number];
+    const bool is_next = take_turn(checksum, piece);
+    lock.unlock();
+    std::uint64_t content = 0;
+    for (std::size_t offset = 0; offset < bytes.size(); offset += kPassBytes) {
+      const auto pass = bytes.subspan(offset, std::min(kPassBytes, bytes.size() - offset));
+      content += content_of(parts, begin + offset, pass);
+      if (is_next) {
+        checksum.hash.add(pass);
+      }
+      writer->fill(piece.place, offset, pass);
+    }
+    bytes_so_far += bytes.size();
+    lock.lock();
+    results[number].content += content;
+    if (is_next || take_turn(checksum, piece)) {
+      add_in_order(lock, number, piece, /*is_added=*/is_next);
+    } else {
+      const std::int64_t first = piece.tile.begin;
+      checksum.waiting.emplace(first, std::move(piece));
+    }
+  }
+
+  // Of bytes that begin at `begin` of their tensor.
+  static std::uint64_t content_of(const std::vector<ContentPiece>& parts, std::uint64_t begin,
+                                  std::span<const std::byte> bytes) {
+    std::uint64_t sum = 0;
+    for (const ContentPiece& part : parts) {
+      const std::uint64_t first = std::max(begin, part.begin);
+      const std::uint64_t last = std::min(begin + bytes.size(), part.begin + part.bytes);
+      if (first < last) {
+        ContentHash hash(part.content_begin + first - part.begin);
+        hash.add(bytes.subspan(first - begin, last - first));
+        sum += hash.value();
+      }
+    }
+    return sum;
+  }
+
+  static bool take_turn(Checksum& checksum, const Piece& piece) {
+    if (checksum.is_busy || checksum.next != piece.tile.begin) {
+      return false;
+    }
+    checksum.is_busy = true;
+    return true;
+  }
+
+  // Whose turn it is adds its tile, unless that was done, and those behind it that have come
+  // meanwhile.
+  void add_in_order(std::unique_lock<std::mutex>& lock, std::size_t number, Piece& first,
+                    bool is_added) {
+    Checksum& checksum = checksums[number];
+    const TensorEntry& entry = tensors[number].entry;
+    std::optional<Piece> piece = std::move(first);
+    while (piece) {
+      if (!std::exchange(is_added, false)) {
+        lock.unlock();
+        checksum.hash.add(
+            {piece->from, static_cast<std::size_t>(piece->tile.numel) * bytes_of(entry.dtype)});
+        lock.lock();
+      }
+      checksum.next += piece->tile.numel;
+      finish(*piece);
+      piece.reset();
+      if (const auto next = checksum.waiting.find(checksum.next); next != checksum.waiting.end()) {
+        piece = std::move(next->second);
+        checksum.waiting.erase(next);
+      }
+    }
+    checksum.is_busy = false;
+    if (checksum.next == numel_of(entry)) {
+      results[number].written.xxh3 = checksum.hash.value();
+      checksums.erase(number);
     }
   }
 
@@ -486,13 +603,26 @@ struct Snapshot::Impl {
 
   // Nothing is in flight any more, and all leases are given back, when it returns.
   void end() {
-    writer.reset();
-    tile_memory.reset();
     std::unique_lock<std::mutex> lock(mutex);
+    std::unique_ptr<FragmentWriter> ended = std::move(writer);
+    lock.unlock();
+    ended.reset();
+    tile_memory.reset();
+    lock.lock();
+    // Of a failure; what they hold is read.
+    while (!checksums.empty()) {
+      for (auto& [first, piece] : checksums.begin()->second.waiting) {
+        finish(piece);
+      }
+      checksums.erase(checksums.begin());
+    }
     changed.wait(lock, [this] { return num_copying == 0; });
-    for (Owner* const owner : buffered) {  // of a failure
-      device::wait_ignoring_failure(owner->copied);
-      owner->lease.reset();
+    for (Owner& owner : owners) {  // of a failure
+      if (owner.lease.data() != nullptr || owner.shared_lease) {
+        device::wait_ignoring_failure(owner.copied);
+        owner.lease.reset();
+        owner.shared_lease.reset();
+      }
     }
     is_done = true;
     writing_ns = now_ns() - begin_ns;
@@ -505,9 +635,10 @@ struct Snapshot::Impl {
   const std::int64_t begin_ns;
   const std::size_t tile_bytes;
 
-  // Of the writer; `results` and `file_bytes` of everybody once it is done.
+  // Until everything is written; the rest of everybody once it is done.
   std::unique_ptr<FragmentWriter> writer;
   device::Memory tile_memory;
+  const int num_threads;
   std::vector<SnapshotTensorResult> results;
   const std::uint64_t file_bytes;
   std::atomic<std::uint64_t> bytes_so_far{0};
@@ -522,10 +653,14 @@ struct Snapshot::Impl {
   std::deque<Owner*> urgent;     // asked for, and there was no room; they wait
   std::deque<Owner*> buffered;
   bool must_make_room = false;  // somebody was refused whom room would have helped
-  std::deque<Piece> pieces;
-  bool has_read_all = false;
-  std::size_t num_read_tiles = 0;  // whose memory was handed out
-  std::size_t num_written_tiles = 0;
+  Owner* current = nullptr;     // whose tiles are taken now
+  std::vector<Tile> current_tiles;
+  std::size_t next_tile = 0;
+  const std::byte* next_buffered = nullptr;  // where the tensor of the next tile lies in its lease
+  std::vector<std::size_t> free_slots;
+  std::uint64_t next_number = 0;
+  std::map<std::uint64_t, Piece> started;     // being read, by their numbers
+  std::map<std::size_t, Checksum> checksums;  // of tensors that have begun, and are not complete
   int num_copying = 0;
   int num_held = 0;  // releases that are not done
   std::int64_t held_since_ns = 0;

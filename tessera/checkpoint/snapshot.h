@@ -1,5 +1,7 @@
 // One rank's part of a save: writes its tensors to one file, on threads of its own, while training
-// goes on. One reads ahead, tile by tile; the other hashes what has come and gives it to the file.
+// goes on. Each takes the next tile, starts to read it, hashes it and puts it into the file's
+// staging. Tiles have their places in the file in the order in which they are taken; they come in
+// any. Only a tensor's own checksum goes from tile to tile.
 //
 // Tensors belong to owners (parameters, by id). What an owner's tensors hold changes only in its
 // update, and whoever is about to change them asks first: release(owner). Until then they are read
@@ -18,12 +20,12 @@
 //
 // Invariants:
 //  (1) What is written of an owner is what it had when the snapshot was made.
-//  (2) Extra memory: the file's staging, four tiles, and the buffer.
+//  (2) Extra memory: the file's staging, eight tiles, and the buffer.
 //  (3) A failure fails wait(); release() never fails, so that an update goes on whatever becomes of
 //      the file: after a failure everything is released, as soon as nothing reads it any more.
 //
 // Threads: release(), done() and bytes_so_far() from any thread; the rest from one at a time. Reads
-// are started by the snapshot's reader, and by those that call release().
+// are started by the snapshot's threads, and by those that call release().
 #pragma once
 
 #include <cstddef>
@@ -62,11 +64,12 @@ struct SnapshotTensor {
 struct SnapshotOptions {
   std::string path;  // of the file
   WriterOptions writer;
-  // Of four tiles, of which some are read while one is written: pinned where a device copies into
-  // them. Charged as Role::kStaging.
+  // Of eight tiles, of which some are read while others are written: pinned where a device copies
+  // into them. Charged as Role::kStaging.
   device::Device* device = nullptr;
   Tier tier = Tier::kHost;
-  std::size_t tile_bytes = std::size_t{4} << 20;  // of each
+  std::size_t tile_bytes = std::size_t{1} << 20;  // of each
+  int num_threads = 2;                            // at least one; more than tiles are of no use
   // Room for what updates must not wait for, pinned likewise; null: none, and an update waits until
   // its owner has been read. Nobody else takes leases.
   tier::BufferPool* buffer = nullptr;

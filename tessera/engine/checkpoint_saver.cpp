@@ -13,6 +13,7 @@
 #include "tessera/checkpoint/snapshot.h"
 #include "tessera/core/error.h"
 #include "tessera/device/host_info.h"
+#include "tessera/engine/checkpoint_threads.h"
 #include "tessera/engine/rank_tensors.h"
 #include "tessera/engine/step_state.h"
 #include "tessera/planner/memory_budgets.h"
@@ -288,6 +289,7 @@ void CheckpointSaver::start_writing(Save& save, bool beside_training) {
   options.writer.io = io_.get();
   options.device = &ctx_.runtime.device();
   options.tier = ctx_.runtime.device().is_discrete() ? Tier::kPinned : Tier::kHost;
+  options.num_threads = num_checkpoint_threads(ctx_.runtime);
   options.clock = &ctx_.runtime.clock();
   if (beside_training) {
     std::int64_t rounded = 0;

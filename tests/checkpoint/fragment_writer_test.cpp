@@ -5,13 +5,18 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <ios>
 #include <memory>
 #include <numeric>
+#include <span>
 #include <string>
+#include <thread>
+#include <tuple>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -247,6 +252,92 @@ TEST_F(FragmentWriterTest, KeepsTheFirstFailure) {
   support::expect_names<IoError>([&] { writer.append(std::span(bytes).subspan(6 * kBlockBytes)); },
                                  "tensor \"w\"");
   EXPECT_THROW(writer.append(std::span(bytes).subspan(6 * kBlockBytes)), IoError) << "again";
+}
+
+// A part of a tensor that one of several threads brings.
+struct Part {
+  FilePlace place;
+  std::span<const std::byte> bytes;
+};
+
+// Places for all tensors, in pieces of which no two threads bring the same.
+std::vector<Part> place_all(FragmentWriter& writer, const FragmentCase& test,
+                            const std::vector<std::vector<std::byte>>& contents) {
+  std::vector<Part> parts;
+  for (std::size_t i = 0; i < contents.size(); ++i) {
+    writer.begin(i);
+    for (std::size_t begin = 0; begin < contents[i].size(); begin += test.piece_bytes) {
+      const auto bytes =
+          std::span(contents[i])
+              .subspan(begin, std::min(test.piece_bytes, contents[i].size() - begin));
+      parts.push_back({writer.place(bytes.size()), bytes});
+    }
+  }
+  return parts;
+}
+
+TEST_F(FragmentWriterTest, TakesBytesThatHaveTheirPlacesFromSeveralThreads) {
+  FragmentCase test;
+  std::vector<std::vector<std::byte>> contents;
+  for (std::size_t i = 0; i < test.entries.size(); ++i) {
+    contents.push_back(bytes_of_tensor(test.entries[i], i));
+  }
+  for (const std::size_t staging_bytes : {std::size_t{0}, 20 * kBlockBytes}) {
+    const std::string path = next_path();
+    FragmentWriter writer(path, test.entries, {engine_.get(), staging_bytes});
+    const std::vector<Part> parts = place_all(writer, test, contents);
+    std::atomic<std::size_t> next{0};
+    const auto work = [&] {
+      for (std::size_t i = next++; i < parts.size(); i = next++) {
+        const std::size_t half = parts[i].bytes.size() / 2;
+        writer.fill(parts[i].place, 0, parts[i].bytes.first(half));
+        writer.fill(parts[i].place, half, parts[i].bytes.subspan(half));
+      }
+    };
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 3; ++i) {
+      threads.emplace_back(work);
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+    EXPECT_THROW(writer.fill(parts[0].place, 0, std::span(contents[2]).first(2)), InternalError)
+        << "more than there is room for";
+    writer.finish();
+    const SafetensorsReader reader(path);
+    for (std::size_t i = 0; i < contents.size(); ++i) {
+      std::vector<std::byte> bytes(contents[i].size());
+      reader.read(test.entries[i].name, 0, bytes);
+      EXPECT_TRUE(bytes == contents[i]) << test.entries[i].name;
+    }
+  }
+}
+
+TEST_F(FragmentWriterTest, EndsThoseThatWaitForBytesThatNeverCome) {
+  FragmentCase test;
+  test.entries = {{"w", DType::kUInt8, {8 * 4096}}};
+  FragmentWriter writer(next_path(), test.entries, {engine_.get(), test.staging_bytes});
+  const std::vector<std::byte> bytes = bytes_of_tensor(test.entries[0], 0);
+  writer.begin(0);
+  std::ignore = writer.place(4 * kBlockBytes);  // of whom nobody brings anything
+  const FilePlace rest = writer.place(4 * kBlockBytes);
+  std::thread waiting([&] {
+    support::expect_names<IoError>(
+        [&] { writer.fill(rest, 0, std::span(bytes).subspan(4 * kBlockBytes)); }, "cannot be read");
+  });
+  writer.fail(std::make_exception_ptr(IoError("it cannot be read")));
+  waiting.join();
+  EXPECT_THROW(writer.finish(), IoError);
+}
+
+TEST_F(FragmentWriterTest, FinishesNoFileWithHoles) {
+  const std::vector<TensorEntry> entries = {{"a", DType::kUInt8, {3}}};
+  FragmentWriter writer(next_path(), entries, {engine_.get()});
+  const std::vector<std::byte> bytes(3);
+  writer.begin(0);
+  const FilePlace place = writer.place(3);
+  writer.fill(place, 1, std::span(bytes).first(2));
+  EXPECT_THROW(writer.finish(), InternalError);
 }
 
 TEST_F(FragmentWriterTest, SaysAtOnceThatThereIsNoRoom) {

@@ -10,6 +10,7 @@
 #include <exception>
 #include <filesystem>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <random>
 #include <span>
@@ -88,6 +89,7 @@ class SnapshotTest : public ::testing::Test {
     options.writer = {engine_.get(), 4 * kBlockBytes};
     options.device = device_.get();
     options.tile_bytes = 0;
+    options.num_threads = num_threads_;
     options.buffer = buffer_.get();
     options.clock = &clock_;
     return options;
@@ -201,6 +203,7 @@ class SnapshotTest : public ::testing::Test {
   std::vector<std::unique_ptr<Tensor>> tensors_;
   std::string path_;
   int num_files_ = 0;
+  int num_threads_ = 3;
   std::unique_ptr<Snapshot> snapshot_;
 
   static std::unique_ptr<FaultEngine> make_engine() {
@@ -220,15 +223,68 @@ TEST_F(SnapshotTest, WritesEverythingIfNobodyChangesIt) {
   expect_file();
 }
 
-TEST_F(SnapshotTest, HashesLargeTilesOnSeveralCores) {
+// Tiles are larger and smaller than the file's staging, and end anywhere in its buffers.
+TEST_F(SnapshotTest, WritesTheSameFileWithAnyNumberOfThreads) {
   add(0, 700001);
   add(1, 1);
-  SnapshotOptions large = options();
-  large.tile_bytes = std::size_t{2} << 20;
-  large.writer.staging_bytes = std::size_t{1} << 20;
-  snapshot_ = std::make_unique<Snapshot>(describe_all(), large);
-  snapshot_->wait();
-  expect_file();
+  add(1, 0);
+  add(2, 150000);
+  add(-1, 3);
+  for (const std::size_t tile_bytes : {std::size_t{0}, std::size_t{100000}, std::size_t{2} << 20}) {
+    for (const std::size_t staging_bytes : {std::size_t{0}, std::size_t{1} << 20}) {
+      for (const int threads : {-1, 1, 2, 5, 1000}) {
+        SnapshotOptions given = options();
+        given.tile_bytes = tile_bytes;
+        given.writer.staging_bytes = staging_bytes;
+        given.num_threads = threads;
+        snapshot_ = std::make_unique<Snapshot>(describe_all(), given);
+        snapshot_->wait();
+        expect_file();
+        EXPECT_EQ(order(), (std::vector<std::size_t>{0, 1, 2, 3, 4}));
+        std::filesystem::remove(path_);
+      }
+    }
+  }
+}
+
+// The bytes of a tile that was taken early may be the last to come.
+TEST_F(SnapshotTest, PutsTilesInTheirPlacesInWhateverOrderTheyCome) {
+  add(0, 60001);
+  add(1, 5000);
+  add(2, 60001);
+  for (int round = 0; round < support::rounds(20, 5); ++round) {
+    std::vector<SnapshotTensor> all = describe_all();
+    std::mutex mutex;
+    std::vector<std::shared_ptr<device::Completion>> reads;
+    std::vector<std::thread> late;
+    for (SnapshotTensor& tensor : all) {
+      tensor.start_read = [&, start_read = tensor.start_read](std::int64_t begin,
+                                                              std::int64_t numel, std::byte* to) {
+        const auto done = std::make_shared<device::Completion>();
+        const std::lock_guard<std::mutex> lock(mutex);
+        reads.push_back(done);
+        if (reads.size() % 3 == 0) {  // at once
+          start_read(begin, numel, to).wait();
+          done->succeed();
+        } else {
+          late.emplace_back([start_read, begin, numel, to, done] {
+            start_read(begin, numel, to).wait();
+            done->succeed();
+          });
+        }
+        return Pending(done);
+      };
+    }
+    SnapshotOptions given = options();
+    given.num_threads = 1 + round % 4;
+    snapshot_ = std::make_unique<Snapshot>(std::move(all), given);
+    snapshot_->wait();
+    expect_file();
+    for (std::thread& thread : late) {
+      thread.join();
+    }
+    snapshot_.reset();
+  }
 }
 
 TEST_F(SnapshotTest, WritesWhatWasThereWhenItWasMadeWhoeverChangesIt) {
@@ -238,6 +294,7 @@ TEST_F(SnapshotTest, WritesWhatWasThereWhenItWasMadeWhoeverChangesIt) {
   for (const std::size_t buffer_bytes : {std::size_t{0}, kBlockBytes, all_bytes / 4, all_bytes}) {
     make_buffer(buffer_bytes);
     for (int round = 0; round < support::rounds(40, 8); ++round) {
+      num_threads_ = 1 + round % 4;
       start();
       std::vector<int> owners = {0, 1, 2, 3, 4};
       std::shuffle(owners.begin(), owners.end(), random);

@@ -377,7 +377,7 @@ TEST(Checkpoint, ASaveAndALoadTakeOneStagingBufferPerRankWhateverTheSize) {
     GTEST_SKIP() << "the system does not tell peaks of memory";
   }
   constexpr int kRanks = 4;
-  // Of a save a writer's staging and two tiles; of a load a reader's staging, and a tile that is
+  // Of a save a writer's staging and eight tiles; of a load a reader's staging, and a tile that is
   // converted and copied. The rest is what threads and small objects take.
   constexpr std::int64_t kMostPerRank = 48 << 20;
   const MemoryDirectory folder;
