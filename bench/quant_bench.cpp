@@ -1,11 +1,13 @@
 // Blocks of integers beside a copy of the same values: how far they are from the speed of memory.
 //
-//   quant_bench [--numel=N] [--seconds=S] [--block_numel=N]
+//   quant_bench [--numel=N] [--seconds=S] [--block_numel=N] [--host | --gpu]
 //
 // On one core of the host, for every instruction set that it can run, beside memcpy; and, where
-// there is a GPU, on it, beside a copy from device to device. Bytes per second count what is read
-// and written. Rounds of all of them take turns, so that each ratio is of one time; a rate is the
-// median of its rounds. The last two lines are the lowest ratios, with the targets.
+// there is a GPU, on it, beside a copy from device to device; or on one of them alone. Bytes per
+// second count what is read and written. Rounds of all of them take turns, so that each ratio is of
+// one time; a rate is the median of its rounds. A round on a GPU is several runs in a row, so that
+// launches and the wait for the last one are not what is measured. The last lines are the lowest
+// ratios, with the targets.
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -32,13 +34,16 @@ namespace {
 using device::StreamKind;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kWires = 4;  // of a sum
+constexpr int kWires = 4;      // of a sum
+constexpr int kRunsOfGpu = 8;  // in a round
 constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
 struct Arguments {
   std::int64_t numel = std::int64_t{32} << 20;  // 128 MiB of fp32: more than a core's caches
   std::int64_t block_numel = 128;
   std::int64_t seconds = 1;  // for each table
+  bool on_host = true;
+  bool on_gpu = true;
 };
 
 struct Row {
@@ -55,17 +60,24 @@ struct Row {
 };
 
 // The first row is the copy. Returns the lowest ratio among rows with a target.
-double measure(const std::string& title, std::vector<Row>& rows, std::int64_t seconds) {
-  for (Row& row : rows) {
-    row.run();
+double measure(const std::string& title, std::vector<Row>& rows, std::int64_t seconds,
+               int runs_of_round, const std::function<void()>& wait) {
+  const auto run_round = [&](const Row& row) {
+    for (int i = 0; i < runs_of_round; ++i) {
+      row.run();
+    }
+    wait();
+  };
+  for (const Row& row : rows) {
+    run_round(row);
   }
   const auto end = Clock::now() + std::chrono::seconds(seconds);
   do {
     for (Row& row : rows) {
       const auto begin = Clock::now();
-      row.run();
+      run_round(row);
       const std::chrono::duration<double> taken = Clock::now() - begin;
-      row.rates.push_back(static_cast<double>(row.bytes) / taken.count());
+      row.rates.push_back(static_cast<double>(row.bytes) * runs_of_round / taken.count());
     }
   } while (Clock::now() < end || rows[0].rates.size() < 5);
   const double copy = rows[0].median();
@@ -153,7 +165,7 @@ double on_host(const Arguments& arguments, DType dtype, int bits) {
                     {}});
   }
   return measure("one core, " + to_string(format) + ", " + std::string(to_string(dtype)), rows,
-                 arguments.seconds);
+                 arguments.seconds, 1, [] {});
 }
 
 double on_gpu(const Arguments& arguments, DType dtype, int bits) {
@@ -176,43 +188,43 @@ double on_gpu(const Arguments& arguments, DType dtype, int bits) {
   for (std::size_t rank = 0; rank < kWires; ++rank) {
     codec->encode(values.data(), dtype, numel, wires.data() + rank * wire_numel, &stream).wait();
   }
+  device::Pending last;
   std::vector<Row> rows;
   rows.push_back({"copy on the device",
                   2 * bytes,
-                  [&] { gpu->start_copy(out.data(), values.data(), bytes, stream).wait(); },
+                  [&] { last = gpu->start_copy(out.data(), values.data(), bytes, stream); },
                   0,
                   {}});
   rows.push_back({"encode",
                   bytes + wire_numel,
-                  [&] { codec->encode(values.data(), dtype, numel, wires.data(), &stream).wait(); },
+                  [&] { last = codec->encode(values.data(), dtype, numel, wires.data(), &stream); },
                   0.7,
                   {}});
   rows.push_back({"decode",
                   bytes + wire_numel,
-                  [&] { codec->decode(wires.data(), numel, out.data(), dtype, &stream).wait(); },
+                  [&] { last = codec->decode(wires.data(), numel, out.data(), dtype, &stream); },
                   0.7,
                   {}});
-  rows.push_back(
-      {"sum of 4",
-       bytes + kWires * wire_numel,
-       [&] {
-         codec->decode_sum(wires.data(), wire_numel, kWires, numel, out.data(), dtype, &stream)
-             .wait();
-       },
-       0.7,
-       {}});
+  for (const int num_wires : {2, kWires}) {
+    rows.push_back({"sum of " + std::to_string(num_wires),
+                    bytes + static_cast<std::size_t>(num_wires) * wire_numel,
+                    [&, num_wires] {
+                      last = codec->decode_sum(wires.data(), wire_numel, num_wires, numel,
+                                               out.data(), dtype, &stream);
+                    },
+                    0.7,
+                    {}});
+  }
   rows.push_back({"measure",
                   bytes + wire_numel,
                   [&] {
-                    codec
-                        ->measure(values.data(), dtype, numel, wires.data(),
-                                  reinterpret_cast<double*>(result.data()), false, &stream)
-                        .wait();
+                    last = codec->measure(values.data(), dtype, numel, wires.data(),
+                                          reinterpret_cast<double*>(result.data()), false, &stream);
                   },
                   0.7,
                   {}});
   return measure(gpu->name() + ", " + to_string(format) + ", " + std::string(to_string(dtype)),
-                 rows, arguments.seconds);
+                 rows, arguments.seconds, kRunsOfGpu, [&] { last.wait(); });
 }
 
 bool take(std::string_view argument, std::string_view name, std::int64_t& value) {
@@ -227,28 +239,38 @@ bool take(std::string_view argument, std::string_view name, std::int64_t& value)
 int run(int argc, char** argv) {
   Arguments arguments;
   for (int i = 1; i < argc; ++i) {
-    if (!take(argv[i], "--numel=", arguments.numel) &&
-        !take(argv[i], "--seconds=", arguments.seconds) &&
-        !take(argv[i], "--block_numel=", arguments.block_numel)) {
-      std::fprintf(stderr, "%s is none of --numel=N --seconds=S --block_numel=N\n", argv[i]);
+    const std::string_view argument = argv[i];
+    if (argument == "--host" || argument == "--gpu") {
+      arguments.on_host = argument == "--host";
+      arguments.on_gpu = argument == "--gpu";
+    } else if (!take(argv[i], "--numel=", arguments.numel) &&
+               !take(argv[i], "--seconds=", arguments.seconds) &&
+               !take(argv[i], "--block_numel=", arguments.block_numel)) {
+      std::fprintf(stderr, "%s is none of --numel=N --seconds=S --block_numel=N --host --gpu\n",
+                   argv[i]);
       return 2;
     }
   }
   double host_ratio = 1e9;
   double gpu_ratio = 1e9;
-  const bool has_gpu = device::num_cuda_devices() > 0;
+  const bool has_gpu = arguments.on_gpu && device::num_cuda_devices() > 0;
   for (const DType dtype : kTypes) {
     for (const int bits : {8, 4}) {
-      host_ratio = std::min(host_ratio, on_host(arguments, dtype, bits));
+      if (arguments.on_host) {
+        host_ratio = std::min(host_ratio, on_host(arguments, dtype, bits));
+      }
       if (has_gpu) {
         gpu_ratio = std::min(gpu_ratio, on_gpu(arguments, dtype, bits));
       }
     }
   }
-  std::printf("lowest ratio on one core, fp32, encode and decode: %.2f (target 0.5)\n", host_ratio);
+  if (arguments.on_host) {
+    std::printf("lowest ratio on one core, fp32, encode and decode: %.2f (target 0.5)\n",
+                host_ratio);
+  }
   if (has_gpu) {
     std::printf("lowest ratio on the GPU: %.2f (target 0.7)\n", gpu_ratio);
-  } else {
+  } else if (arguments.on_gpu) {
     std::printf("no GPU: %s\n", device::cuda_description().c_str());
   }
   return 0;

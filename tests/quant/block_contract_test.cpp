@@ -297,7 +297,7 @@ void for_cases(const Use& use, const Each& each) {
   const std::vector<std::int64_t> numels = sizes();
   std::uint64_t seed = 0;
   for (const int bits : {8, 4}) {
-    for (const std::int64_t block_numel : {32, 96, 128, 1024}) {
+    for (const std::int64_t block_numel : {32, 96, 128, 256, 1024}) {
       const BlockFormat format{bits, block_numel};
       use(format);
       for (const DType dtype : kTypes) {
