@@ -15,7 +15,7 @@ namespace {
 
 using device::Memory;
 
-// Blocks on GPUs that ranks share are tested by whole trainings.
+// Blocks on GPUs that ranks share: tests/quant/ipc_blocks_test.cpp.
 constexpr char kNoGpuCodec[] = "the plain codec's copies are work of its own device's streams";
 
 constexpr int kMostCodedRanks = support::rounds(4, 3);
