@@ -64,7 +64,7 @@ struct CoordinatorStats {
   std::uint64_t num_gathers = 0;  // calls
   std::uint64_t gathered_bytes = 0;
   std::uint64_t secondary_bytes = 0;  // of them, from secondary shards
-  std::uint64_t encoded_bytes = 0;    // of them, from encoded shards,
+  std::uint64_t encoded_bytes = 0;    // of them, from shards that are encoded or stored as blocks,
   std::uint64_t wire_bytes = 0;       // which have so many bytes, of all ranks together
   double exposed_wait_s = 0;          // host time that uses waited for gathers
   // Gathered parameters at once; in a group of one: in use at once.

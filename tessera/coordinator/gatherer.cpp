@@ -181,7 +181,7 @@ void Gatherer::take(Param& param, std::int64_t offset) {
   full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
   call_.members.push_back(&param);
   call_.ids.push_back(param.id());
-  call_.bytes += bytes;
+  call_.bytes += param.layout().full_bytes();
 }
 
 std::byte* Gatherer::load_shard(const Param& param, void* full, std::byte* scratch) {
@@ -220,6 +220,10 @@ void Gatherer::add(const Param& param, void* full, std::byte* scratch) {
   }
   call_.tensors.push_back(
       {shard, full, layout.shard_numel(), layout.dtype(), param.name(), param.codec()});
+  if (full != nullptr && layout.is_encoded()) {
+    encoded_bytes_ += layout.full_bytes();
+    wire_bytes_ += layout.shard_bytes() * static_cast<std::size_t>(parts_.group.size());
+  }
 }
 
 std::vector<Pending> Gatherer::start_alone(const std::string& unit, const Cause& cause) {

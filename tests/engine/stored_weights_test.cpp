@@ -3,6 +3,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -103,7 +104,7 @@ Config config_of(const Case& how) {
   return config;
 }
 
-void with_net(const Case& how, const std::function<void(Engine&, Net&)>& body) {
+void with_engine(const Case& how, const std::function<void(Engine&)>& body) {
   comm::run_ranks(how.ranks, [&](comm::Group& group) {
     RuntimeOptions options{-1, 1};
     if (how.is_discrete) {
@@ -118,6 +119,12 @@ void with_net(const Case& how, const std::function<void(Engine&, Net&)>& body) {
     }
     Runtime runtime(config_of(how), group, options);
     Engine engine(runtime);
+    body(engine);
+  });
+}
+
+void with_net(const Case& how, const std::function<void(Engine&, Net&)>& body) {
+  with_engine(how, [&](Engine& engine) {
     Net net(engine, how);
     body(engine, net);
   });
@@ -127,6 +134,7 @@ void with_net(const Case& how, const std::function<void(Engine&, Net&)>& body) {
 struct Outcome {
   std::vector<double> numbers;
   std::vector<at::Tensor> values;
+  std::uint64_t gathered_bytes = 0;  // sent by rank 0
 };
 Outcome train(const Case& how, int steps = 3) {
   Outcome outcome;
@@ -192,6 +200,140 @@ TEST(StoredWeights, TrainAlikeInShardGroupsAndFromSecondaryShards) {
     expect_same(train({4, 4, 0, false, false, mesh}), train({4, 0, 4, false, false, mesh}),
                 mesh.front().first);
   }
+}
+
+// --- Units that only some ranks use, and leaves.
+
+// A layer whose weight is frozen, and whose bias may be trained beside it.
+std::shared_ptr<AffineImpl> frozen_layer(const Case& how, int seed, bool trains_bias) {
+  auto module = affine(64, 64, seed, false);
+  const at::NoGradGuard no_grad;
+  if (how.decoded_bits > 0) {
+    module->weight.copy_(as_stored(module->weight, how.decoded_bits));
+  }
+  module->bias.set_requires_grad(trains_bias);
+  return module;
+}
+
+// Ranks go their own ways through frozen units, in a leaf or routed to experts.
+struct RoutedNet {
+  static constexpr int kExperts = 4;
+
+  // What a leaf gathers whole.
+  struct ChoiceImpl : torch::nn::Module {
+    at::Tensor forward(const at::Tensor& x, std::size_t way) { return inside[way](x); }
+    std::vector<Unit<AffineImpl>> inside;
+  };
+
+  RoutedNet(Engine& engine, const Case& how, bool has_leaf) {
+    front = engine.unit("front", affine(32, 64, 8));
+    const std::string prefix = has_leaf ? "choice." : "experts.";
+    for (int i = 0; i < kExperts; ++i) {
+      UnitOptions options;
+      options.dynamic = !has_leaf;
+      options.recompute = i % 2 == 1;
+      experts.push_back(engine.unit(prefix + std::to_string(i),
+                                    frozen_layer(how, 10 + i, i < kExperts / 2), options));
+    }
+    if (has_leaf) {
+      const auto module = std::make_shared<ChoiceImpl>();
+      module->inside = experts;
+      choice = engine.unit("choice", module);
+      engine.set_leaf("choice");
+    }
+    back = engine.unit("back", affine(64, 3, 9));
+  }
+
+  // In every third step nobody is routed to the last expert, and in every fourth nobody to any.
+  at::Tensor loss(int step, int rank) {
+    const at::Tensor x = front(input(4, 32, step * 7 + rank));
+    at::Tensor y = x;
+    if (choice) {
+      y = y + at::tanh((*choice)(x, static_cast<std::size_t>((step + rank) % kExperts)));
+    }
+    for (int i = 0; i < kExperts && !choice && step % 4 != 3; ++i) {
+      const bool is_last_but_unused = i == kExperts - 1 && step % 3 == 0;
+      if ((step + rank + i) % 2 == 0 && !is_last_but_unused) {
+        y = y + at::tanh(experts[static_cast<std::size_t>(i)](x));
+      }
+    }
+    return back(y).pow(2).mean();
+  }
+
+  Unit<AffineImpl> front;
+  std::vector<Unit<AffineImpl>> experts;
+  std::optional<Unit<ChoiceImpl>> choice;
+  Unit<AffineImpl> back;
+};
+
+Outcome train_routed(const Case& how, bool has_leaf) {
+  Outcome outcome;
+  with_engine(how, [&](Engine& engine) {
+    RoutedNet net(engine, how, has_leaf);
+    Outcome mine;
+    for (int step = 0; step < 6; ++step) {
+      const StepResult result = train_step(engine, net.loss(step, engine.group().rank()));
+      mine.numbers.push_back(result.loss);
+      mine.numbers.push_back(result.grad_norm);
+      mine.gathered_bytes += engine.take_stats().gathered_wire_bytes;
+    }
+    int num_stored = 0;
+    for (int id = 0; id < engine.num_params(); ++id) {
+      mine.values.push_back(engine.full_value(id));
+      num_stored += engine.param(id).layout().is_encoded() ? 1 : 0;
+    }
+    EXPECT_EQ(num_stored, how.bits > 0 ? RoutedNet::kExperts : 0);
+    if (engine.group().rank() == 0) {
+      outcome = std::move(mine);
+    }
+  });
+  return outcome;
+}
+
+void expect_routed_alike(bool has_leaf) {
+  const DiskDirectory directory;
+  const Options live{{"live.limit_bytes", "0"}, {"persist.param_bytes", "0"}};
+  const Options nvme = joined({{"place.parameters", "nvme"}}, nvme_in(directory));
+  const Options host{{"place.parameters", "host"}, {"place.optimizer", "host"}};
+  for (const int ranks : {1, 2, 3, 4}) {
+    const int bits = ranks % 2 == 0 ? 4 : 8;
+    const std::string what = std::to_string(ranks) + " ranks, " + std::to_string(bits) + " bits";
+    const Outcome plain = train_routed({ranks, 0, bits}, has_leaf);
+    expect_same(train_routed({ranks, bits}, has_leaf), plain, what);
+    const Outcome few = train_routed({ranks, bits, 0, false, false, live}, has_leaf);
+    expect_same(few, plain, what + ", few live");
+    const Outcome plain_few = train_routed({ranks, 0, bits, false, false, live}, has_leaf);
+    // What is trained is in both: the front's 2112 elements, beside 4096 of each expert.
+    EXPECT_LE(few.gathered_bytes, plain_few.gathered_bytes * 2 / 3) << what;
+    EXPECT_EQ(plain_few.gathered_bytes > 0, ranks > 1) << what;
+    expect_same(train_routed({ranks, bits, 0, false, false, nvme}, has_leaf), plain,
+                what + ", on NVMe");
+    for (const Options& options : {Options(), host, joined(live, host), nvme}) {
+      expect_same(train_routed({ranks, bits, 0, true, false, options}, has_leaf), plain,
+                  what + ", beside a device, " + (options.empty() ? "" : options.back().first));
+    }
+    if (::testing::Test::HasFailure()) {
+      return;
+    }
+  }
+  const Options hosts{{"comm.ranks_per_host", "2"}};
+  for (const Options& mesh :
+       {joined({{"shard.group_size", "2"}}, hosts),
+        joined({{"shard.hierarchical_gather", "true"}}, hosts),
+        joined({{"shard.secondary_group_size", "2"}, {"live.limit_bytes", "0"}}, hosts)}) {
+    for (const bool is_discrete : {false, true}) {
+      expect_same(train_routed({4, 4, 0, is_discrete, false, mesh}, has_leaf),
+                  train_routed({4, 0, 4, is_discrete, false, mesh}, has_leaf), mesh.front().first);
+    }
+  }
+}
+
+TEST(StoredWeights, OfUnitsThatOnlySomeRanksUseTrainAsTheValuesThatTheyDecodeTo) {
+  expect_routed_alike(/*has_leaf=*/false);
+}
+
+TEST(StoredWeights, InsideALeafTrainAsTheValuesThatTheyDecodeTo) {
+  expect_routed_alike(/*has_leaf=*/true);
 }
 
 TEST(StoredWeights, TakeAsManyBytesAsTheFormulaSays) {
