@@ -4,7 +4,7 @@
 #include <array>
 #include <cstring>
 #include <filesystem>
-#include <optional>
+#include <mutex>
 #include <tuple>
 #include <utility>
 
@@ -13,6 +13,7 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/checkpoint/save_directory.h"
+#include "tessera/checkpoint/snapshot.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 #include "tessera/quant/block_codec.h"
@@ -178,26 +179,55 @@ struct CheckpointReader::Impl {
     return describe(*at);
   }
 
-  RangeStream stream(const std::vector<FileRange>& ranges) {
-    if (!staging.has_value()) {
-      staging.emplace(options.staging_bytes);
-    }
-    if (options.io == nullptr) {
-      own_io = tier::make_io_engine({}, nullptr);
-      options.io = own_io.get();
-    }
-    return RangeStream(files, *options.io, *staging, ranges);
-  }
-
   ReaderOptions options;
   const std::string path;
   const Manifest manifest;
   const std::vector<Owner> owners;
   RangeFiles files;
-  // Made when something is read.
-  std::optional<Staging> staging;
+  std::mutex mutex;
+  // Guarded by mutex; made when something is read.
+  std::vector<std::unique_ptr<const Staging>> free_stagings;
   std::unique_ptr<tier::IoEngine> own_io;
-  bool is_reading = false;
+  int num_reading = 0;
+};
+
+// The time in which a caller reads, with its part of the staging; ends also after an error.
+class CheckpointReader::Reading {
+ public:
+  explicit Reading(Impl& impl) : impl_(impl) {
+    const std::lock_guard<std::mutex> lock(impl.mutex);
+    const int most = std::max(1, impl.options.num_callers);
+    TESSERA_INVARIANT(impl.num_reading < most, "a checkpoint is read from inside a visit, or by ",
+                      impl.num_reading + 1, " callers instead of ", most);
+    if (impl.options.io == nullptr) {
+      // As many requests as the staging has room for.
+      impl.own_io = tier::make_io_engine({.queue_depth = 1, .num_threads = 16}, nullptr);
+      impl.options.io = impl.own_io.get();
+    }
+    if (impl.free_stagings.empty()) {
+      staging_ = std::make_unique<const Staging>(impl.options.staging_bytes /
+                                                 static_cast<std::size_t>(most));
+    } else {
+      staging_ = std::move(impl.free_stagings.back());
+      impl.free_stagings.pop_back();
+    }
+    ++impl.num_reading;
+  }
+  ~Reading() {
+    const std::lock_guard<std::mutex> lock(impl_.mutex);
+    impl_.free_stagings.push_back(std::move(staging_));
+    --impl_.num_reading;
+  }
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
+  RangeStream stream(const std::vector<FileRange>& ranges) const {
+    return RangeStream(impl_.files, *impl_.options.io, *staging_, ranges);
+  }
+
+ private:
+  Impl& impl_;
+  std::unique_ptr<const Staging> staging_;
 };
 
 namespace {
@@ -205,12 +235,11 @@ namespace {
 // Cuts a stream of bytes into pieces that end at whole words of the tensor, but for the last.
 class WordPieces {
  public:
-  WordPieces(std::int64_t begin, std::int64_t numel, DType dtype,
-             const CheckpointReader::Visit& visit)
+  WordPieces(std::int64_t begin, std::int64_t numel, DType dtype, CheckpointReader::Visit visit)
       : element_bytes_(bytes_of(dtype)),
         position_(static_cast<std::uint64_t>(begin) * element_bytes_),
         end_(position_ + static_cast<std::uint64_t>(numel) * element_bytes_),
-        visit_(visit) {}
+        visit_(std::move(visit)) {}
 
   // The bytes in front of `bytes` may be overwritten.
   void add(std::span<std::byte> bytes) {
@@ -234,24 +263,9 @@ class WordPieces {
   const std::uint64_t element_bytes_;
   std::uint64_t position_;  // in the tensor, of what was given
   const std::uint64_t end_;
-  const CheckpointReader::Visit& visit_;
+  const CheckpointReader::Visit visit_;
   std::array<std::byte, kContentWordBytes> left_{};
   std::size_t num_left_ = 0;
-};
-
-// For a reader's time of reading; ends it also after an error.
-class ReadingMark {
- public:
-  explicit ReadingMark(bool& is_reading) : is_reading_(is_reading) {
-    TESSERA_INVARIANT(!is_reading, "a checkpoint is read from inside a visit");
-    is_reading_ = true;
-  }
-  ~ReadingMark() { is_reading_ = false; }
-  ReadingMark(const ReadingMark&) = delete;
-  ReadingMark& operator=(const ReadingMark&) = delete;
-
- private:
-  bool& is_reading_;
 };
 
 }  // namespace
@@ -271,32 +285,52 @@ void CheckpointReader::read(const StoredTensor& tensor, std::int64_t begin, std:
     read_decoded(tensor, begin, numel, visit);
     return;
   }
-  const ReadingMark mark(impl_->is_reading);
-  const std::uint64_t size = bytes_of(tensor.dtype);
+  const Request request = {&tensor, begin, numel, visit};
+  read(std::span(&request, 1));
+}
+
+void CheckpointReader::read(std::span<const Request> requests) const {
+  const Reading reading(*impl_);
   Parts parts;
-  std::int64_t found = 0;
-  for (const Fragment& fragment : tensor.fragments) {
-    const std::int64_t first = std::max(begin, fragment.begin);
-    const std::int64_t last = std::min(begin + numel, fragment.begin + fragment.numel);
-    if (first < last) {
-      parts.ranges.push_back(
-          {fragment.file,
-           fragment.offset + static_cast<std::uint64_t>(first - fragment.begin) * size,
-           static_cast<std::uint64_t>(last - first) * size, impl_->describe(fragment)});
-      parts.whole.push_back(last - first == fragment.numel ? &fragment : nullptr);
-      found += last - first;
+  std::vector<std::size_t> request_of;  // by range
+  std::vector<WordPieces> pieces;       // by request
+  pieces.reserve(requests.size());
+  for (const Request& request : requests) {
+    const StoredTensor& tensor = *request.tensor;
+    TESSERA_INVARIANT(!tensor.format.is_encoded(),
+                      "a tensor that is stored as blocks is read alone");
+    const std::uint64_t size = bytes_of(tensor.dtype);
+    std::int64_t found = 0;
+    for (const Fragment& fragment : tensor.fragments) {
+      const std::int64_t first = std::max(request.begin, fragment.begin);
+      const std::int64_t last =
+          std::min(request.begin + request.numel, fragment.begin + fragment.numel);
+      if (first < last) {
+        parts.ranges.push_back(
+            {fragment.file,
+             fragment.offset + static_cast<std::uint64_t>(first - fragment.begin) * size,
+             static_cast<std::uint64_t>(last - first) * size, impl_->describe(fragment),
+             static_cast<std::uint64_t>(kTileStep) * size});
+        parts.whole.push_back(last - first == fragment.numel ? &fragment : nullptr);
+        request_of.push_back(pieces.size());
+        found += last - first;
+      }
     }
+    TESSERA_INVARIANT(request.begin >= 0 && request.numel >= 0 && found == request.numel,
+                      "elements [", request.begin, ", +", request.numel,
+                      ") of a stored tensor, which has ", found, " of them");
+    pieces.emplace_back(request.begin, request.numel, tensor.dtype, request.visit);
   }
-  TESSERA_INVARIANT(begin >= 0 && numel >= 0 && found == numel, "elements [", begin, ", +", numel,
-                    ") of a stored tensor, which has ", found, " of them");
-  WordPieces pieces(begin, numel, tensor.dtype, visit);
-  stream_parts(parts, [&](std::size_t, std::span<std::byte> bytes) { pieces.add(bytes); });
+  stream_parts(reading, parts, [&](std::size_t range, std::span<std::byte> bytes) {
+    pieces[request_of[range]].add(bytes);
+  });
 }
 
 // Each range in order, and with what is whole compared with its checksum.
 template <typename Use>
-void CheckpointReader::stream_parts(const Parts& parts, const Use& use) const {
-  RangeStream stream = impl_->stream(parts.ranges);
+void CheckpointReader::stream_parts(const Reading& reading, const Parts& parts,
+                                    const Use& use) const {
+  RangeStream stream = reading.stream(parts.ranges);
   Xxh3 hash;
   while (const auto piece = stream.next()) {
     if (const Fragment* const whole = parts.whole[piece->range]) {
@@ -317,7 +351,7 @@ void CheckpointReader::stream_parts(const Parts& parts, const Use& use) const {
 void CheckpointReader::read_blocks(const StoredTensor& tensor, std::int64_t begin,
                                    std::int64_t numel, const shard::StoredBytes& places,
                                    std::byte* to) const {
-  const ReadingMark mark(impl_->is_reading);
+  const Reading reading(*impl_);
   const shard::StoredBytes stored(tensor.format, tensor.shard_numel);
   Parts parts;
   // By range: what of it is wanted, and where it goes.
@@ -358,7 +392,7 @@ void CheckpointReader::read_blocks(const StoredTensor& tensor, std::int64_t begi
                     begin, ", +", numel, ") of a stored tensor, which has ", found, " of them");
   std::size_t range = 0;
   std::size_t position = 0;  // in the range
-  stream_parts(parts, [&](std::size_t current, std::span<std::byte> bytes) {
+  stream_parts(reading, parts, [&](std::size_t current, std::span<std::byte> bytes) {
     position = current == range ? position : 0;
     range = current;
     for (const Piece& piece : wanted[range]) {
@@ -406,10 +440,10 @@ void CheckpointReader::read(const Fragment& fragment, DType dtype, const Visit& 
 
 std::uint64_t CheckpointReader::read_unchecked(const Fragment& fragment, std::uint64_t num_bytes,
                                                const VisitBytes& visit) const {
-  const ReadingMark mark(impl_->is_reading);
+  const Reading reading(*impl_);
   const std::vector<FileRange> ranges = {
       {fragment.file, fragment.offset, num_bytes, impl_->describe(fragment)}};
-  RangeStream stream = impl_->stream(ranges);
+  RangeStream stream = reading.stream(ranges);
   Xxh3 hash;
   while (const auto piece = stream.next()) {
     hash.add(piece->bytes);

@@ -7,7 +7,7 @@
 // Reads are block by block past the page cache where the file system can do that, a few in flight
 // (tier/io_engine.h), through one staging buffer whose size does not depend on the tensor's.
 //
-// Threads: one caller at a time; Visit does not read.
+// Threads: as many callers at a time as the options say; Visit does not read.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,8 @@ namespace tessera::checkpoint {
 struct ReaderOptions {
   // Null: one of its own. Outlives the reader.
   tier::IoEngine* io = nullptr;
-  std::size_t staging_bytes = std::size_t{16} << 20;
+  std::size_t staging_bytes = std::size_t{16} << 20;  // of all callers together
+  int num_callers = 1;                                // that read at a time
 };
 
 class CheckpointReader {
@@ -47,6 +48,16 @@ class CheckpointReader {
   using Visit = std::function<void(std::int64_t begin, std::span<const std::byte> bytes)>;
   void read(const StoredTensor& tensor, std::int64_t begin, std::int64_t numel,
             const Visit& visit) const;
+  // The same of several, in their order: while one is visited, those behind it are being read.
+  // Pieces are of whole steps of kTileStep elements, counted from the beginning of each fragment's
+  // part, where the staging has room for that. REQUIRES: none is stored as blocks.
+  struct Request {
+    const StoredTensor* tensor = nullptr;
+    std::int64_t begin = 0;
+    std::int64_t numel = 0;
+    Visit visit;
+  };
+  void read(std::span<const Request> requests) const;
   // A tensor that is stored as blocks is decoded on the way. These are its bytes as they are
   // stored, of elements [begin, begin + numel), put where `places` says that they lie behind `to`,
   // which is zero. REQUIRES: begin is a multiple of the format's step.
@@ -67,8 +78,9 @@ class CheckpointReader {
  private:
   struct Impl;
   struct Parts;
+  class Reading;
   template <typename Use>
-  void stream_parts(const Parts& parts, const Use& use) const;
+  void stream_parts(const Reading& reading, const Parts& parts, const Use& use) const;
   void read_decoded(const StoredTensor& tensor, std::int64_t begin, std::int64_t numel,
                     const Visit& visit) const;
 

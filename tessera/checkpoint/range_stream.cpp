@@ -12,12 +12,20 @@ namespace tessera::checkpoint {
 
 using tier::kBlockBytes;
 
+namespace {
+
+// With fewer in a slot, what is read twice would be too much.
+constexpr std::uint64_t kLeastGrains = 8;
+
+}  // namespace
+
 RangeFile::RangeFile(const std::string& path, std::uint64_t file_bytes)
     : bytes(file_bytes),
       file(tier::open_io_file(path, O_RDONLY | O_NONBLOCK, tier::DirectIo::kAuto)),
       cached(path, O_RDONLY | O_NONBLOCK, "open") {}
 
 std::shared_ptr<RangeFile> RangeFiles::open(int file) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = open_.find(file);
   if (found != open_.end()) {
     return found->second;
@@ -74,8 +82,11 @@ bool RangeStream::start(std::size_t index) {
   slot.file = files_.open(range.file);
   const std::uint64_t begin = range.offset + position_;
   const std::uint64_t first_block = begin / kBlockBytes * kBlockBytes;
-  const std::uint64_t bytes =
+  std::uint64_t bytes =
       std::min(range.bytes - position_, staging_.slot_bytes() - (begin - first_block));
+  if (bytes < range.bytes - position_ && bytes >= kLeastGrains * range.grain) {
+    bytes -= bytes % range.grain;
+  }
   const std::uint64_t end = begin + bytes;
   // Where direct reads must stop: a block that the file does not fill is no whole one.
   const std::uint64_t limit = slot.file->bytes / kBlockBytes * kBlockBytes;

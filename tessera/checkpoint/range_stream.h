@@ -8,7 +8,7 @@
 //  (1) Memory: the staging, whatever is read.
 //  (2) When a stream is gone, nothing of it is in flight.
 //
-// Threads: one caller at a time.
+// Threads: one caller at a time; several streams may share the files.
 #pragma once
 
 #include <array>
@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -35,7 +36,8 @@ struct RangeFile {
   const PosixFile cached;
 };
 
-// The files of a checkpoint, open as long as they are in use or among the last few.
+// The files of a checkpoint, open as long as they are in use or among the last few. From any
+// thread.
 class RangeFiles {
  public:
   struct Name {
@@ -49,7 +51,8 @@ class RangeFiles {
   static constexpr std::size_t kMaxOpen = 64;
 
   const std::vector<Name> names_;
-  std::map<int, std::shared_ptr<RangeFile>> open_;
+  std::mutex mutex_;
+  std::map<int, std::shared_ptr<RangeFile>> open_;  // guarded by mutex_
 };
 
 // A slot has room for blocks, and in front of them for what a reader prepends to a piece.
@@ -78,6 +81,9 @@ struct FileRange {
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
   std::string what;  // in errors
+  // Pieces have a multiple of it where a slot has room for several, so that whoever takes whole
+  // ones need not put them together: a block at a seam is read twice for it.
+  std::uint64_t grain = 1;
 };
 
 class RangeStream {

@@ -1,10 +1,16 @@
 #include "tessera/engine/checkpoint_loader.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <deque>
+#include <exception>
+#include <mutex>
 #include <numeric>
 #include <optional>
 #include <set>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include <torch/csrc/autograd/variable.h>
@@ -14,6 +20,7 @@
 #include "tessera/checkpoint/stored_blocks.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/engine/checkpoint_threads.h"
 #include "tessera/engine/rank_tensors.h"
 #include "tessera/engine/step_state.h"
 #include "tessera/quant/block_codec.h"
@@ -27,8 +34,10 @@ using checkpoint::StoredRankTensor;
 using checkpoint::StoredTensor;
 
 constexpr const char* kLoad = "load";
-constexpr std::int64_t kTileNumel = std::int64_t{1} << 20;  // elements
+constexpr std::int64_t kTileNumel = std::int64_t{1} << 18;  // elements
 static_assert(kTileNumel % shard::kShardStep == 0, "stores are written in whole steps");
+// So many bytes are one thread's at least: reads of the next ones begin when those have come.
+constexpr std::int64_t kJobBytes = std::int64_t{64} << 20;
 constexpr std::size_t kMostListed = 8;
 
 template <typename From, typename To>
@@ -79,10 +88,12 @@ void convert(std::span<const std::byte> from, DType from_dtype, DType to_dtype,
 }
 
 // So that a tile begins where both a store and blocks can be written.
+std::int64_t tile_step(const shard::Param& param) {
+  return param.layout().is_encoded() ? std::lcm(param.layout().format().step(), shard::kShardStep)
+                                     : shard::kShardStep;
+}
 std::int64_t tile_numel(const shard::Param& param) {
-  const std::int64_t step = param.layout().is_encoded()
-                                ? std::lcm(param.layout().format().step(), shard::kShardStep)
-                                : shard::kShardStep;
+  const std::int64_t step = tile_step(param);
   return std::max(step, kTileNumel / step * step);
 }
 
@@ -150,7 +161,10 @@ LoadResult CheckpointLoader::load(const std::string& path, const LoadOptions& op
   // Of rank 0, so that all ranks load the same one while another is being written.
   found = ranks_.broadcast_text(found, kLoad);
   ranks_.agree(kLoad, [&] {
-    reader_ = std::make_unique<checkpoint::CheckpointReader>(found);
+    num_threads_ = num_checkpoint_threads(ctx_.runtime);
+    checkpoint::ReaderOptions reader;
+    reader.num_callers = num_threads_;
+    reader_ = std::make_unique<checkpoint::CheckpointReader>(found, reader);
     match(reader_->manifest(), options.partial);
     state_ = step_state_of(reader_->manifest().state, found);
   });
@@ -271,151 +285,353 @@ void CheckpointLoader::match_buffers(const checkpoint::Manifest& manifest) {
 
 // --- reading ---
 
+// Reads parameters, with memory of its own.
+class CheckpointLoader::ParamReader {
+ public:
+  explicit ParamReader(CheckpointLoader& loader)
+      : loader_(loader), ctx_(loader.ctx_), optimizer_(loader.driver_.optimizer()) {}
+
+  void read(const std::vector<int>& ids);
+
+ private:
+  using Write = std::function<void(std::int64_t begin, std::span<const std::byte> bytes)>;
+  // Gives this rank's part of a tensor to all `writes`, piece by piece, and keeps its hash.
+  class Tiles;
+  void read_param(int id);
+  // All that was collected.
+  void read_requests();
+  void read_tensor(const StoredTensor& tensor, const shard::Param& param,
+                   std::vector<Write> writes);
+  // The same of a tensor that is stored as blocks there: of its bytes, then decoded.
+  void read_decoded(const StoredTensor& tensor, const shard::Param& param,
+                    const std::vector<Write>& writes);
+  // Both have the same blocks.
+  void read_stored(const StoredTensor& tensor, const shard::Param& param, ShardWriter& writer);
+  void clear_tensor(int id, std::size_t number);
+  // Held while a shard is written: one that is on NVMe has one caller at a time.
+  std::unique_lock<std::mutex> lock_of(const shard::Param& param) {
+    return param.is_on_nvme() ? std::unique_lock(loader_.nvme_mutex_)
+                              : std::unique_lock<std::mutex>();
+  }
+  std::uint64_t& hash_of(const StoredTensor& tensor) { return loader_.hashes_.at(&tensor); }
+
+  CheckpointLoader& loader_;
+  EngineContext& ctx_;
+  optim::Optimizer& optimizer_;
+  struct Writer {
+    Writer(const shard::Param& given, EngineContext& context)
+        : param(&given), writer(context, given) {}
+    const shard::Param* param;
+    ShardWriter writer;
+  };
+  std::deque<Writer> writers_;
+  std::deque<Tiles> tiles_;
+  std::vector<checkpoint::CheckpointReader::Request> requests_;
+  std::vector<std::byte> tile_;
+  std::vector<std::byte> converted_;
+};
+
+// Pieces come in order; those that begin and end at whole steps go on as they are, and others are
+// put together to tiles.
+class CheckpointLoader::ParamReader::Tiles {
+ public:
+  Tiles(const StoredTensor& tensor, const shard::Param& param, std::vector<Write> writes,
+        std::vector<std::byte>& memory, std::uint64_t& result)
+      : element_bytes_(bytes_of(tensor.dtype)),
+        numel_(param.range().numel),
+        step_bytes_(static_cast<std::size_t>(tile_step(param)) * element_bytes_),
+        tile_bytes_(static_cast<std::size_t>(tile_numel(param)) * element_bytes_),
+        writes_(std::move(writes)),
+        hash_(static_cast<std::uint64_t>(param.range().begin) * element_bytes_),
+        memory_(memory),
+        result_(result) {}
+
+  void add(std::span<const std::byte> bytes) {
+    while (!bytes.empty()) {
+      const std::size_t whole =
+          ends_it(bytes.size()) ? bytes.size() : bytes.size() / step_bytes_ * step_bytes_;
+      if (filled_ == 0 && whole > 0) {
+        give(bytes.first(whole));
+        bytes = bytes.subspan(whole);
+        continue;
+      }
+      memory_.resize(std::max(memory_.size(), tile_bytes_));
+      const std::size_t part = std::min(bytes.size(), tile_bytes_ - filled_);
+      std::memcpy(memory_.data() + filled_, bytes.data(), part);
+      filled_ += part;
+      bytes = bytes.subspan(part);
+      if (filled_ == tile_bytes_ || ends_it(filled_)) {
+        give(std::span(memory_).first(std::exchange(filled_, 0)));
+      }
+    }
+  }
+
+ private:
+  bool ends_it(std::size_t num_bytes) const {
+    return given_ + static_cast<std::int64_t>(num_bytes / element_bytes_) == numel_;
+  }
+  void give(std::span<const std::byte> bytes) {
+    hash_.add(bytes);
+    for (const Write& write : writes_) {
+      write(given_, bytes);
+    }
+    given_ += static_cast<std::int64_t>(bytes.size() / element_bytes_);
+    if (given_ == numel_) {
+      result_ = hash_.value();
+    }
+  }
+
+  const std::size_t element_bytes_;
+  const std::int64_t numel_;
+  const std::size_t step_bytes_;
+  const std::size_t tile_bytes_;
+  const std::vector<Write> writes_;
+  checkpoint::ContentHash hash_;
+  std::vector<std::byte>& memory_;  // one tensor's at a time
+  std::uint64_t& result_;
+  std::size_t filled_ = 0;  // bytes of memory_
+  std::int64_t given_ = 0;  // elements
+};
+
 void CheckpointLoader::read_all() {
   optim::Optimizer& optimizer = driver_.optimizer();
   optimizer.begin_writes();
   for (int id = 0; id < ctx_.params.num_params(); ++id) {
-    if (matches_[static_cast<std::size_t>(id)].stored != nullptr) {
-      read_param(id);
-    }
+    prepare(id);
+  }
+  read_jobs(make_jobs());
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
+    complete(id);
   }
   read_rank_tensors();
   optimizer.end_writes(state_.num_optimizer_updates);
 }
 
-void CheckpointLoader::read_param(int id) {
-  shard::Param& param = ctx_.params[id];
+void CheckpointLoader::prepare(int id) {
   const Match& match = matches_[static_cast<std::size_t>(id)];
-  const DType dtype = param.layout().dtype();
+  if (match.stored == nullptr) {
+    return;
+  }
   optim::Optimizer& optimizer = driver_.optimizer();
   if (!match.tensors.empty() && optimizer.tensor_names(id).empty()) {
     optimizer.add_states(id);
   }
+  const Sources sources = sources_of(id);
+  hashes_[sources.shard] = 0;
+  for (const StoredTensor* const tensor : sources.tensors) {
+    if (tensor != nullptr) {
+      hashes_[tensor] = 0;
+    }
+  }
+}
+
+CheckpointLoader::Sources CheckpointLoader::sources_of(int id) const {
+  const shard::Layout& layout = ctx_.params[id].layout();
+  const Match& match = matches_[static_cast<std::size_t>(id)];
   const StoredTensor* const saved_master = find_tensor(*match.stored, "master");
   const StoredTensor* const precise = saved_master != nullptr ? saved_master : match.value;
-  // What of the parameter comes from a stored tensor: it is read once.
-  std::map<const StoredTensor*, std::vector<Write>> writes;
-  const bool same_blocks =
-      param.layout().is_encoded() && match.value->format == param.layout().format();
-  const StoredTensor* const shard_from =
-      same_blocks || match.value->dtype == dtype ? match.value : precise;
-  ShardWriter writer(ctx_, param);
-  if (same_blocks) {
-    read_stored(*shard_from, param, writer);
-  } else {
-    writes[shard_from].push_back([&, shard_from](std::int64_t begin, auto bytes) {
-      if (shard_from->dtype != dtype) {
-        convert(bytes, shard_from->dtype, dtype, converted_);
-        bytes = converted_;
-      }
-      writer.write(begin, static_cast<std::int64_t>(bytes.size() / bytes_of(dtype)), bytes.data());
-    });
-  }
-  const std::vector<std::string_view> names = optimizer.tensor_names(id);
+  Sources sources;
+  sources.same_blocks = layout.is_encoded() && match.value->format == layout.format();
+  sources.shard =
+      sources.same_blocks || match.value->dtype == layout.dtype() ? match.value : precise;
+  const std::vector<std::string_view> names = driver_.optimizer().tensor_names(id);
   for (std::size_t number = 0; number < names.size(); ++number) {
-    const StoredTensor* from = match.tensors[number];
-    if (from == nullptr && names[number] == "master") {
-      from = precise;
-    }
-    if (from == nullptr) {
-      clear_tensor(id, number);
-      continue;
-    }
-    writes[from].push_back([&, from, number](std::int64_t begin, auto bytes) {
-      if (from->dtype != DType::kFloat32) {
-        convert(bytes, from->dtype, DType::kFloat32, converted_);
-        bytes = converted_;
-      }
-      const auto numel = static_cast<std::int64_t>(bytes.size() / sizeof(float));
-      optimizer.write(id, number, begin, numel, bytes.data());
-    });
+    const StoredTensor* const tensor = match.tensors[number];
+    sources.tensors.push_back(tensor == nullptr && names[number] == "master" ? precise : tensor);
   }
-  for (const auto& [tensor, each] : writes) {
-    read_tiles(*tensor, param, each);
+  return sources;
+}
+
+void CheckpointLoader::complete(int id) {
+  const Match& match = matches_[static_cast<std::size_t>(id)];
+  if (match.stored == nullptr) {
+    return;
   }
-  writer.finish();
-  if (!names.empty()) {
+  optim::Optimizer& optimizer = driver_.optimizer();
+  if (!optimizer.tensor_names(id).empty()) {
     optimizer.set_num_updates(id, match.stored->updates);
   }
+  shard::Param& param = ctx_.params[id];
   param.set_updated(device::Pending());
   param.set_first_master({});
   // A graph from before knows by this that it is one.
   torch::autograd::impl::bump_version(model_.tensor(id));
 }
 
-// What was never trained, there, has no states: they begin as those of a new model.
-void CheckpointLoader::clear_tensor(int id, std::size_t number) {
-  const std::int64_t numel = ctx_.params[id].range().numel;
-  tile_.assign(static_cast<std::size_t>(std::min(kTileNumel, numel)) * sizeof(float), std::byte{0});
-  for (std::int64_t begin = 0; begin < numel; begin += kTileNumel) {
-    driver_.optimizer().write(id, number, begin, std::min(kTileNumel, numel - begin), tile_.data());
+std::vector<std::vector<int>> CheckpointLoader::make_jobs() const {
+  struct Job {
+    std::vector<int> ids;
+    std::int64_t bytes = 0;
+  };
+  std::vector<Job> jobs;
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
+    const StoredParam* const stored = matches_[static_cast<std::size_t>(id)].stored;
+    if (stored == nullptr) {
+      continue;
+    }
+    if (jobs.empty() || jobs.back().bytes >= kJobBytes) {
+      jobs.emplace_back();
+    }
+    jobs.back().ids.push_back(id);
+    for (const auto& [kind, tensor] : stored->tensors) {
+      jobs.back().bytes +=
+          ctx_.params[id].range().numel * static_cast<std::int64_t>(bytes_of(tensor.dtype));
+    }
+  }
+  // A large one must not be the last one, with which the other threads have nothing to do.
+  std::ranges::stable_sort(jobs, std::ranges::greater(), &Job::bytes);
+  std::vector<std::vector<int>> ids;
+  ids.reserve(jobs.size());
+  for (Job& job : jobs) {
+    ids.push_back(std::move(job.ids));
+  }
+  return ids;
+}
+
+// The failure of the first job that has one is thrown, when all threads have ended.
+void CheckpointLoader::read_jobs(const std::vector<std::vector<int>>& jobs) {
+  std::atomic<std::size_t> next{0};
+  std::mutex mutex;
+  std::map<std::size_t, std::exception_ptr> failures;
+  const auto work = [&] {
+    std::size_t job = 0;
+    try {
+      ParamReader reader(*this);
+      for (job = next++; job < jobs.size(); job = next++) {
+        reader.read(jobs[job]);
+      }
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      failures.emplace(job, std::current_exception());
+      next = jobs.size();
+    }
+  };
+  std::vector<std::thread> helpers;
+  while (helpers.size() + 1 < std::min(static_cast<std::size_t>(num_threads_), jobs.size())) {
+    try {
+      helpers.emplace_back(work);
+    } catch (const std::system_error&) {
+      break;  // no more threads to be had: those that there are do it all
+    }
+  }
+  work();
+  for (std::thread& helper : helpers) {
+    helper.join();
+  }
+  if (!failures.empty()) {
+    std::rethrow_exception(failures.begin()->second);
   }
 }
 
-void CheckpointLoader::read_tiles(const StoredTensor& tensor, const shard::Param& param,
-                                  const std::vector<Write>& writes) {
-  const std::size_t element = bytes_of(tensor.dtype);
+// What is stored as blocks is read alone; the rest one behind the other, without a gap.
+void CheckpointLoader::ParamReader::read(const std::vector<int>& ids) {
+  for (const int id : ids) {
+    read_param(id);
+  }
+  read_requests();
+}
+
+void CheckpointLoader::ParamReader::read_requests() {
+  loader_.reader_->read(requests_);
+  for (auto& [param, writer] : writers_) {
+    const std::unique_lock<std::mutex> lock = lock_of(*param);
+    writer.finish();
+  }
+  requests_.clear();
+  tiles_.clear();
+  writers_.clear();
+}
+
+void CheckpointLoader::ParamReader::read_param(int id) {
+  const shard::Param& param = ctx_.params[id];
+  const DType dtype = param.layout().dtype();
+  const Sources sources = loader_.sources_of(id);
+  // What of the parameter comes from a stored tensor: it is read once.
+  std::map<const StoredTensor*, std::vector<Write>> writes;
+  ShardWriter& writer = writers_.emplace_back(param, ctx_).writer;
+  if (sources.same_blocks) {
+    read_stored(*sources.shard, param, writer);
+  } else {
+    writes[sources.shard].push_back([this, dtype, &param, &writer, from = sources.shard](
+                                        std::int64_t begin, std::span<const std::byte> bytes) {
+      if (from->dtype != dtype) {
+        convert(bytes, from->dtype, dtype, converted_);
+        bytes = converted_;
+      }
+      const std::unique_lock<std::mutex> lock = lock_of(param);
+      writer.write(begin, static_cast<std::int64_t>(bytes.size() / bytes_of(dtype)), bytes.data());
+    });
+  }
+  for (std::size_t number = 0; number < sources.tensors.size(); ++number) {
+    const StoredTensor* const from = sources.tensors[number];
+    if (from == nullptr) {
+      clear_tensor(id, number);
+      continue;
+    }
+    writes[from].push_back(
+        [this, id, from, number](std::int64_t begin, std::span<const std::byte> bytes) {
+          if (from->dtype != DType::kFloat32) {
+            convert(bytes, from->dtype, DType::kFloat32, converted_);
+            bytes = converted_;
+          }
+          const auto numel = static_cast<std::int64_t>(bytes.size() / sizeof(float));
+          optimizer_.write(id, number, begin, numel, bytes.data());
+        });
+  }
+  for (auto& [tensor, each] : writes) {
+    read_tensor(*tensor, param, std::move(each));
+  }
+  if (param.layout().is_encoded()) {  // its bytes are in memory until they are written
+    read_requests();
+  }
+}
+
+// What was never trained, there, has no states: they begin as those of a new model.
+void CheckpointLoader::ParamReader::clear_tensor(int id, std::size_t number) {
+  const std::int64_t numel = ctx_.params[id].range().numel;
+  tile_.assign(static_cast<std::size_t>(std::min(kTileNumel, numel)) * sizeof(float), std::byte{0});
+  for (std::int64_t begin = 0; begin < numel; begin += kTileNumel) {
+    optimizer_.write(id, number, begin, std::min(kTileNumel, numel - begin), tile_.data());
+  }
+}
+
+void CheckpointLoader::ParamReader::read_tensor(const StoredTensor& tensor,
+                                                const shard::Param& param,
+                                                std::vector<Write> writes) {
   const shard::ElementRange range = param.range();
-  hashes_[&tensor] = 0;
   if (range.numel == 0) {
     return;
   }
   if (tensor.format.is_encoded()) {
-    read_decoded_tiles(tensor, param, writes);
+    read_decoded(tensor, param, writes);
     return;
   }
-  checkpoint::ContentHash hash(static_cast<std::uint64_t>(range.begin) * element);
-  const std::int64_t most = tile_numel(param);
-  tile_.resize(static_cast<std::size_t>(std::min(most, range.numel)) * element);
-  std::size_t filled = 0;
-  std::int64_t begin = 0;  // of the tile, in the shard
-  const auto give = [&] {
-    const std::span<const std::byte> bytes(tile_.data(), filled);
-    hash.add(bytes);
-    for (const Write& write : writes) {
-      write(begin, bytes);
-    }
-    begin += static_cast<std::int64_t>(filled / element);
-    filled = 0;
-  };
-  reader_->read(tensor, range.begin, range.numel,
-                [&](std::int64_t /*begin*/, std::span<const std::byte> bytes) {
-                  while (!bytes.empty()) {
-                    const std::size_t part = std::min(bytes.size(), tile_.size() - filled);
-                    std::memcpy(tile_.data() + filled, bytes.data(), part);
-                    filled += part;
-                    bytes = bytes.subspan(part);
-                    if (filled == tile_.size()) {
-                      give();
-                    }
-                  }
-                });
-  if (filled > 0) {
-    give();
-  }
-  hashes_[&tensor] = hash.value();
+  Tiles& tiles = tiles_.emplace_back(tensor, param, std::move(writes), tile_, hash_of(tensor));
+  requests_.push_back(
+      {&tensor, range.begin, range.numel,
+       [&tiles](std::int64_t /*begin*/, std::span<const std::byte> bytes) { tiles.add(bytes); }});
 }
 
-void CheckpointLoader::read_stored(const StoredTensor& tensor, const shard::Param& param,
-                                   ShardWriter& writer) {
+void CheckpointLoader::ParamReader::read_stored(const StoredTensor& tensor,
+                                                const shard::Param& param, ShardWriter& writer) {
   const shard::Layout& layout = param.layout();
   const shard::ElementRange range = param.range();
-  hashes_[&tensor] = 0;
   if (range.numel == 0) {
     return;
   }
   const shard::StoredBytes places(layout.format(), layout.shard_numel());
   const std::span<std::byte> bytes = writer.stored().bytes();
-  reader_->read_blocks(tensor, range.begin, range.numel, places, bytes.data());
+  loader_.reader_->read_blocks(tensor, range.begin, range.numel, places, bytes.data());
   checkpoint::ContentSum hash(checkpoint::content_pieces(layout.format(), layout.numel(), places,
                                                          range.begin, range.numel));
   hash.add(bytes);
-  hashes_[&tensor] = hash.value();
+  hash_of(tensor) = hash.value();
 }
 
 // Whole steps are read, and a step is hashed by the rank, and for the tile, in which it begins.
-void CheckpointLoader::read_decoded_tiles(const StoredTensor& tensor, const shard::Param& param,
-                                          const std::vector<Write>& writes) {
+void CheckpointLoader::ParamReader::read_decoded(const StoredTensor& tensor,
+                                                 const shard::Param& param,
+                                                 const std::vector<Write>& writes) {
   const shard::StoredFormat format = tensor.format;
   const shard::ElementRange range = param.range();
   const std::int64_t numel = param.layout().numel();
@@ -431,9 +647,9 @@ void CheckpointLoader::read_decoded_tiles(const StoredTensor& tensor, const shar
     const std::int64_t padded = format.rounded_up(to - from);
     const shard::StoredBytes places(format, padded);
     wire.assign(places.bytes(), std::byte{0});
-    reader_->read_blocks(tensor, from, to - from, places, wire.data());
+    loader_.reader_->read_blocks(tensor, from, to - from, places, wire.data());
     if (const std::int64_t own = format.rounded_up(first); own < last) {
-      hashes_[&tensor] += hash_of_blocks(tensor, numel, places, wire, from, {own, to - own});
+      hash_of(tensor) += hash_of_blocks(tensor, numel, places, wire, from, {own, to - own});
     }
     tile_.resize(static_cast<std::size_t>(padded) * element);
     codec->decode(wire.data(), padded, tile_.data(), tensor.dtype, nullptr).wait();

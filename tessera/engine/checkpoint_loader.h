@@ -1,7 +1,9 @@
 // Internal to engine: loads a checkpoint (docs/formats.md) into an engine, whatever number of
 // ranks, types and tiers it was saved with.
 //
-// Each rank reads what it owns, tile by tile. Ranks hash what they read, by its place in the tensor
+// Each rank reads what it owns, piece by piece. Several threads do: each takes some parameters, the
+// largest first, and what is next of them is read while it hashes and copies what has come. Ranks
+// hash what they read, by its place in the tensor
 // (checkpoint::ContentHash); the sums must be those of the save, so a byte that no rank has read,
 // or that a wrong rank has, is found, and named.
 //
@@ -23,6 +25,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -64,18 +67,21 @@ class CheckpointLoader {
   void match_buffers(const checkpoint::Manifest& manifest);
   // Local: only reads and writes.
   void read_all();
-  void read_param(int id);
-  // Gives this rank's tiles of a tensor to all `writes`, and keeps the hash of what was read.
-  using Write = std::function<void(std::int64_t begin, std::span<const std::byte> bytes)>;
-  void read_tiles(const checkpoint::StoredTensor& tensor, const shard::Param& param,
-                  const std::vector<Write>& writes);
-  // The same of a tensor that is stored as blocks there: of its bytes, then decoded.
-  void read_decoded_tiles(const checkpoint::StoredTensor& tensor, const shard::Param& param,
-                          const std::vector<Write>& writes);
-  // Both have the same blocks.
-  void read_stored(const checkpoint::StoredTensor& tensor, const shard::Param& param,
-                   ShardWriter& writer);
-  void clear_tensor(int id, std::size_t number);
+  // Parameters that one thread reads at once, in the order in which they are taken.
+  std::vector<std::vector<int>> make_jobs() const;
+  void read_jobs(const std::vector<std::vector<int>>& jobs);
+  class ParamReader;  // of one thread
+  // What a parameter here is read from.
+  struct Sources {
+    const checkpoint::StoredTensor* shard = nullptr;
+    bool same_blocks = false;  // its bytes are the shard's
+    // As in Match, with what takes the place of a master.
+    std::vector<const checkpoint::StoredTensor*> tensors;
+  };
+  Sources sources_of(int id) const;
+  // What all threads of a rank must have before they begin, and what is done behind them.
+  void prepare(int id);
+  void complete(int id);
   void read_rank_tensors();
   // Collective.
   void compare_hashes();
@@ -90,9 +96,10 @@ class CheckpointLoader {
   std::vector<Match> matches_;         // by id
   std::vector<std::string> problems_;  // what `partial` has to accept
   std::vector<std::string> notes_;
-  std::map<const checkpoint::StoredTensor*, std::uint64_t> hashes_;  // of what this rank has read
-  std::vector<std::byte> tile_;
-  std::vector<std::byte> converted_;
+  // Of what this rank has read; has its entries before threads begin.
+  std::map<const checkpoint::StoredTensor*, std::uint64_t> hashes_;
+  int num_threads_ = 1;
+  std::mutex nvme_mutex_;  // held by who writes to a shard on NVMe: one at a time does
 };
 
 }  // namespace tessera::engine

@@ -125,7 +125,7 @@ class Optimizer {
   void begin_writes();
   void end_writes(std::int64_t num_updates);
   // Blocks; on NVMe not until it is there. `numel` is a multiple of shard::kShardStep but at the
-  // end; padding stays zero whatever is given for it.
+  // end; padding stays zero whatever is given for it. From several threads at once.
   void write(int param, std::size_t tensor, std::int64_t begin, std::int64_t numel,
              const std::byte* from);
   void set_num_updates(int param, std::int64_t updates);

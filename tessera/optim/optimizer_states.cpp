@@ -394,6 +394,7 @@ void OptimizerStates::write(int id, std::size_t number, std::int64_t begin, std:
     const std::size_t bytes = float_bytes(part.numel);
     if (is_on_nvme(id)) {
       const std::size_t blocks = tier::whole_blocks(bytes);
+      const std::lock_guard<std::mutex> lock(writes_mutex_);
       tier::Lease lease = writes_.acquire(*options_.buffers, blocks);
       device::copy_host(lease.data(), in, bytes);
       std::memset(lease.data() + bytes, 0, blocks - bytes);

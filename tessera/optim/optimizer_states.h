@@ -13,13 +13,14 @@
 // Only fp32 parameters are their own masters. States are made when a parameter is trainable for the
 // first time, and stay; in memory they are charged as Role::kOptimizer. Padding stays zero.
 //
-// Threads: one caller at a time; accessors that are const, and start_read(), from any thread
-// meanwhile, as long as nothing changes what they name.
+// Threads: one caller at a time; write() also from several threads; accessors that are const, and
+// start_read(), from any thread meanwhile, as long as nothing changes what they name.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <mutex>
 #include <string_view>
 #include <vector>
 
@@ -176,7 +177,8 @@ class OptimizerStates {
   bool uses_nvme_ = false;  // something of some parameter is there
   std::int64_t slot_numel_ = 0;
   std::vector<Slot> slots_;  // by id
-  TileWrites writes_;
+  std::mutex writes_mutex_;
+  TileWrites writes_;  // guarded by writes_mutex_ while write() may be called
 };
 
 }  // namespace tessera::optim

@@ -8,6 +8,7 @@
 #include <random>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -158,6 +159,75 @@ TEST(CheckpointReader, SeveralReadsAreInFlightThroughAStagingOfFixedSize) {
     EXPECT_EQ(seen.offset % tier::kBlockBytes, 0U) << "whole blocks";
     EXPECT_LE(seen.bytes, 16384U);
     EXPECT_EQ(seen.what, "tensor \"value\" of parameter \"w\"");
+  }
+}
+
+TEST(CheckpointReader, TheNextTensorsAreReadWhileOneIsVisited) {
+  const DiskDirectory folder;
+  const MadeCheckpoint made = make_checkpoint(folder.path(), {.params = kParams, .num_ranks = 1});
+  FaultEngine engine(thread_engine());
+  const CheckpointReader reader(made.path, {.io = &engine, .staging_bytes = 4 << 20});
+  std::vector<CheckpointReader::Request> requests;
+  std::vector<std::vector<std::byte>> found(2 * kParams.size());
+  std::vector<std::size_t> reads_at_piece;
+  for (const StoredParam& param : reader.manifest().params) {
+    for (const auto& [name, tensor] : param.tensors) {
+      const std::size_t number = requests.size();
+      requests.push_back({&tensor, 0, param.numel(), [&, number](std::int64_t, auto bytes) {
+                            found[number].insert(found[number].end(), bytes.begin(), bytes.end());
+                            reads_at_piece.push_back(engine.seen().size());
+                          }});
+    }
+  }
+  ASSERT_LE(requests.size(), found.size());
+  reader.read(requests);
+  std::size_t number = 0;
+  for (const StoredParam& param : reader.manifest().params) {
+    for (const auto& [name, tensor] : param.tensors) {
+      EXPECT_EQ(found[number++], made.contents.at(name + " of " + param.name)) << param.name;
+    }
+  }
+  ASSERT_GT(reads_at_piece.size(), 4U);
+  EXPECT_EQ(reads_at_piece.front(), 4U) << "three more tensors are read";
+}
+
+// Those who write whole steps get whole steps.
+TEST(CheckpointReader, PiecesAreOfWholeStepsWhereThereIsRoomForSeveral) {
+  const DiskDirectory folder;
+  const MadeCheckpoint made = make_checkpoint(
+      folder.path(), {.params = {{"odd", DType::kUInt8, {777}}, {"w", DType::kFloat32, {300'001}}},
+                      .num_ranks = 1});
+  const auto engine = thread_engine();
+  const CheckpointReader reader(made.path, {.io = engine.get(), .staging_bytes = 1 << 19});
+  const StoredTensor& tensor = reader.manifest().params[1].tensors.at("value");
+  std::vector<std::byte> all;
+  reader.read(tensor, 2048, 297'953, [&](std::int64_t begin, std::span<const std::byte> bytes) {
+    EXPECT_EQ(begin % 2048, 0);
+    all.insert(all.end(), bytes.begin(), bytes.end());
+  });
+  const auto expected = part_of(made.contents.at("value of w"), tensor, 2048, 297'953);
+  EXPECT_TRUE(std::equal(all.begin(), all.end(), expected.begin(), expected.end()));
+}
+
+TEST(CheckpointReader, AsManyCallersReadAtATimeAsWereAnnounced) {
+  const DiskDirectory folder;
+  const MadeCheckpoint made = make_checkpoint(folder.path(), {.params = kParams, .num_ranks = 3});
+  const auto engine = thread_engine();
+  const CheckpointReader reader(made.path,
+                                {.io = engine.get(), .staging_bytes = 1 << 17, .num_callers = 3});
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&] {
+      for (const StoredParam& param : reader.manifest().params) {
+        for (const auto& [name, tensor] : param.tensors) {
+          EXPECT_EQ(read_range(reader, tensor, 0, param.numel()),
+                    made.contents.at(name + " of " + param.name));
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
   }
 }
 
