@@ -236,12 +236,14 @@ const QuantisedCase kQuantised[] = {
 };
 
 // The same ranks as threads on CPUs. A GPU rounds products of matrices elsewhere, by about 1e-6 of
-// a gradient: a value that is as near to the border between two codes gets the other one, another
-// step of AdamW in turn, and sometimes another code of its weight. Few do, some 1e-4 of them after
-// some steps, so losses and norms, which are means over all, move by less than a thousandth, and
-// weights by a part of what quantising itself has moved them by: its own errors are in all of them,
-// those of a share f of them are sqrt(f) of that. A codec, an order of ranks or a hop that were
-// wrong would move them as far as quantising does.
+// a gradient: a value that is as near to the border between two codes gets the other one, and its
+// weight another step of AdamW where one of the codes is zero. That becomes of about 1e-6 of the
+// values in a step, and of more as codes of weights follow, while quantising itself does it to a
+// few in a hundred (int8) or a third (int4). An error stands in a tensor by the root of such a
+// share, so what rounding has moved is about a hundredth of what quantising has, which a wrong
+// code, order of ranks or hop would reach. (A change of lr by 1e-6 moves parameters by 1/140 to
+// 1/630 of it, losses by 1e-6 and norms by 4e-5, where quantising moves losses by 1e-3 and norms by
+// 8e-4 or more.)
 void expect_close_to_cpu(const RunOutcome& found, RunSettings settings, bool is_exact) {
   settings.device = RunDevice::kCpu;
   const RunOutcome on_cpu = train(settings);
@@ -255,9 +257,9 @@ void expect_close_to_cpu(const RunOutcome& found, RunSettings settings, bool is_
   const RunOutcome exact = train(settings);
   const Difference off = difference(found, on_cpu);
   const Difference quantised = difference(on_cpu, exact);
-  EXPECT_LE(off.loss, 1e-3) << off.describe();
-  EXPECT_LE(off.norm, 1e-3) << off.describe();
-  EXPECT_LE(off.param, quantised.param / 4) << off.describe() << "; " << quantised.describe();
+  EXPECT_LE(off.loss, 1e-4) << off.describe();
+  EXPECT_LE(off.norm, 5e-4) << off.describe();
+  EXPECT_LE(off.param, quantised.param / 8) << off.describe() << "; " << quantised.describe();
 }
 
 TEST_P(ProcessTraining, OfFourRanksWithQuantisedGathersAndReductionsHasTheBitsOfItsPlaces) {
@@ -281,7 +283,6 @@ TEST_P(ProcessTraining, OfFourRanksWithQuantisedGathersAndReductionsHasTheBitsOf
         EXPECT_GT(run.stats.back().weight_quant_error, 0);
         if (!placed.options.empty()) {
           EXPECT_TRUE(same_bits(run, resident)) << difference(run, resident).describe();
-          EXPECT_EQ(run.stats.back().grad_quant_error, resident.stats.back().grad_quant_error);
           continue;
         }
         resident = std::move(run);
