@@ -68,11 +68,15 @@ std::int64_t Checkpoints::resume() {
   }
   LoadOptions options;
   options.partial = checkpoint_.partial;
+  const Clock& clock = engine_.runtime().clock();
+  const std::int64_t start_ns = clock.now_ns();
   const LoadResult loaded =
       engine_.load(plan_.resume ? plan_.resume->path : checkpoint_.root, options);
   saved_step_ = loaded.step;
+  const double seconds = static_cast<double>(clock.now_ns() - start_ns) * 1e-9;
   tellers_.say("resumed from " + loaded.path + ": step " + std::to_string(loaded.step) + " of " +
-               std::to_string(plan_.num_steps) + ", saved by " + ranks_text(loaded.num_ranks));
+               std::to_string(plan_.num_steps) + ", saved by " + ranks_text(loaded.num_ranks) +
+               load_time_text(seconds));
   for (const std::string& note : loaded.notes) {
     tellers_.say(note);
   }
@@ -139,7 +143,7 @@ SaveRecord Checkpoints::save_now(std::int64_t step, const std::string& root) {
 void Checkpoints::start_save(std::int64_t step) {
   const SavePrediction expected = engine_.start_save(checkpoint_.root, options_at(step));
   take_outcomes();  // of one that had to end first
-  // The first save has no rate to go by: the second one says what the first could not.
+  // Where the first one has found no rate, because nothing got to the disk, the next one says it.
   if (!predicted_ || (!predicted_->stall_s && expected.stall_s)) {
     predicted_ = expected;
     tellers_.say(expected_save_text({expected.bytes, expected.buffer_bytes, expected.stall_s}));

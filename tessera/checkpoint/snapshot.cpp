@@ -706,4 +706,10 @@ std::uint64_t Snapshot::file_bytes() const { return impl_->file_bytes; }
 
 std::uint64_t Snapshot::bytes_so_far() const { return impl_->bytes_so_far; }
 
+void Snapshot::wait_for_bytes(std::uint64_t bytes, std::chrono::nanoseconds limit) const {
+  std::unique_lock<std::mutex> lock(impl_->mutex);
+  impl_->changed.wait_for(lock, limit,
+                          [&] { return impl_->is_done || impl_->bytes_so_far.load() >= bytes; });
+}
+
 }  // namespace tessera::checkpoint

@@ -24,10 +24,11 @@
 //  (3) A failure fails wait(); release() never fails, so that an update goes on whatever becomes of
 //      the file: after a failure everything is released, as soon as nothing reads it any more.
 //
-// Threads: release(), done() and bytes_so_far() from any thread; the rest from one at a time. Reads
-// are started by the snapshot's threads, and by those that call release().
+// Threads: release(), done(), bytes_so_far() and wait_for_bytes() from any thread; the rest from
+// one at a time. Reads are started by the snapshot's threads, and by those that call release().
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -112,6 +113,8 @@ class Snapshot {
   SnapshotTimes times() const;
   // Of tensors, that the writer has taken: for progress and predictions, at any time.
   std::uint64_t bytes_so_far() const;
+  // Until that are so many, or it is done, or the time is over.
+  void wait_for_bytes(std::uint64_t bytes, std::chrono::nanoseconds limit) const;
 
  private:
   struct Impl;

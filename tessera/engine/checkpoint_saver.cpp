@@ -1,6 +1,7 @@
 #include "tessera/engine/checkpoint_saver.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -28,6 +29,12 @@ using checkpoint::StoredRankTensor;
 using checkpoint::StoredTensor;
 
 constexpr const char* kSave = "save";
+
+// Of the first save beside training that its buffer does not hold.
+constexpr std::uint64_t kBytesBeforeMeasuring = std::uint64_t{48} << 20;
+constexpr std::uint64_t kMeasuredBytes = std::uint64_t{2} << 30;
+constexpr std::uint64_t kLeastMeasuredBytes = std::uint64_t{16} << 20;
+constexpr std::chrono::milliseconds kMeasuringTime(400);
 
 std::string file_name(int rank) {
   char name[40];
@@ -282,7 +289,8 @@ void CheckpointSaver::collect_rank_tensors(Save& save) const {
 
 void CheckpointSaver::start_writing(Save& save, bool beside_training) {
   if (!io_) {
-    io_ = ctx_.runtime.make_io_engine({});
+    // As many requests as the staging has room for.
+    io_ = ctx_.runtime.make_io_engine({.queue_depth = 1, .num_threads = 16});
   }
   checkpoint::SnapshotOptions options;
   options.path = save.directory + "/" + file_name(ctx_.group.rank());
@@ -333,18 +341,37 @@ std::int64_t CheckpointSaver::memory_left() const {
   return (free - planner::reserve_of(free)) / (2 * ctx_.runtime.num_local_ranks());
 }
 
-SavePrediction CheckpointSaver::predict() const {
+// What is written meanwhile is written: updates wait that much less.
+void CheckpointSaver::measure_writing() {
+  const checkpoint::Snapshot& snapshot = *save_->snapshot;
+  const Clock& clock = ctx_.runtime.clock();
+  // What fills the staging first says nothing of the disk.
+  snapshot.wait_for_bytes(kBytesBeforeMeasuring, kMeasuringTime);
+  const std::int64_t begin_ns = clock.now_ns();
+  const std::uint64_t begin_bytes = snapshot.bytes_so_far();
+  snapshot.wait_for_bytes(begin_bytes + kMeasuredBytes, kMeasuringTime);
+  const std::uint64_t bytes = snapshot.bytes_so_far() - begin_bytes;
+  const std::int64_t ns = clock.now_ns() - begin_ns;
+  if (!snapshot.done() && bytes >= kLeastMeasuredBytes && ns > 0) {
+    bytes_per_s_ = static_cast<double>(bytes) / (static_cast<double>(ns) * 1e-9);
+  }
+}
+
+SavePrediction CheckpointSaver::predict() {
   SavePrediction prediction;
   prediction.bytes = static_cast<std::int64_t>(save_->num_bytes);
   prediction.buffer_bytes = buffer_ ? static_cast<std::int64_t>(buffer_->capacity_bytes()) : 0;
+  const std::int64_t most_left = prediction.bytes - prediction.buffer_bytes;
   const std::optional<double> before_update_s = driver_.last_seconds_before_update();
-  if (prediction.buffer_bytes >= prediction.bytes) {
+  if (most_left > 0 && bytes_per_s_ == 0 && before_update_s) {
+    measure_writing();
+  }
+  const std::int64_t left = most_left - static_cast<std::int64_t>(save_->snapshot->bytes_so_far());
+  if (left <= 0) {
     prediction.stall_s = 0;
   } else if (bytes_per_s_ > 0 && before_update_s) {
     // What the update wants to change first is written while the step before it runs, or set aside.
-    const double left = static_cast<double>(prediction.bytes - prediction.buffer_bytes) -
-                        bytes_per_s_ * *before_update_s;
-    prediction.stall_s = std::max(left, 0.0) / bytes_per_s_;
+    prediction.stall_s = std::max(static_cast<double>(left) / bytes_per_s_ - *before_update_s, 0.0);
   }
   return prediction;
 }

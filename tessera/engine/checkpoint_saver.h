@@ -65,7 +65,9 @@ class CheckpointSaver {
   void start_writing(Save& save, bool beside_training);
   void make_buffer(const SaveOptions& options, std::int64_t save_bytes);
   std::int64_t memory_left() const;
-  SavePrediction predict() const;
+  SavePrediction predict();
+  // By what the save that runs writes now, before training goes on.
+  void measure_writing();
 
   void drop_guard();
   // Of this rank, in the save that runs.
@@ -88,7 +90,8 @@ class CheckpointSaver {
   std::unique_ptr<tier::BufferPool> buffer_;  // of saves beside training: kept for the next
   std::unique_ptr<Save> save_;                // null: none runs
   std::deque<SaveOutcome> outcomes_;          // of those beside training, not taken yet
-  double bytes_per_s_ = 0;                    // of this rank, as the last save wrote; 0: not known
+  // Of this rank, as the last save wrote, or as the first one begins; 0: not known.
+  double bytes_per_s_ = 0;
 };
 
 }  // namespace tessera::engine

@@ -33,7 +33,8 @@ struct SaveOutcome {
 struct SavePrediction {
   std::int64_t bytes = 0;         // of this rank
   std::int64_t buffer_bytes = 0;  // of them, that can be set aside
-  // That updates will wait; null: the rate of the disk or the time of a step is not known yet.
+  // That updates will wait; null: not known, because no step was made yet or nothing gets to the
+  // disk.
   std::optional<double> stall_s = {};
 };
 

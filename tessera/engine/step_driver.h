@@ -90,7 +90,8 @@ class StepDriver {
   // Asks `votes` of this rank in every step; save_votes() are the sums over ranks, of the last.
   void set_save_votes(std::function<SaveVotes()> votes) { ask_votes_ = std::move(votes); }
   const SaveVotes& save_votes() const { return save_votes_; }
-  // From the end of the last step but one to the update of the last; null: there were no two.
+  // From the end of the last step but one to the update of the last, of the first step about that;
+  // null: there was none.
   std::optional<double> last_seconds_before_update() const { return seconds_before_update_; }
 
   BackwardWatch& backward_watch() { return *watch_; }
@@ -153,6 +154,7 @@ class StepDriver {
   std::function<SaveVotes()> ask_votes_;
   SaveVotes save_votes_;          // of the last step, of all ranks
   std::int64_t step_end_ns_ = 0;  // of the last step; 0: there was none
+  std::int64_t first_backward_ns_ = 0;
   std::optional<double> seconds_before_update_;
   double exposed_wait_s_ = 0;
   int steps_told_ = 0;  // see tell_sent_bytes()

@@ -418,6 +418,19 @@ TEST_F(SnapshotTest, CountsTheTimeThatUpdatesAreHeld) {
   EXPECT_EQ(snapshot_->times().writing_s, 6.0);
 }
 
+TEST_F(SnapshotTest, WaitsUntilSoManyBytesAreTaken) {
+  add_large_and_small(1);
+  hold_in_first();
+  snapshot_->wait_for_bytes(1, std::chrono::hours(1));
+  EXPECT_GE(snapshot_->bytes_so_far(), 1U);
+  snapshot_->wait_for_bytes(1 << 20, std::chrono::nanoseconds(1));
+  EXPECT_LT(snapshot_->bytes_so_far(), 1U << 20) << "the time was over";
+  let_go();
+  snapshot_->wait_for_bytes(1 << 20, std::chrono::hours(1));
+  EXPECT_TRUE(snapshot_->done()) << "there is no more";
+  expect_file();
+}
+
 TEST_F(SnapshotTest, WritesFirstWhatAnUpdateWaitsFor) {
   add_large_and_small(4);
   hold_in_first();

@@ -160,6 +160,8 @@ TEST(SaveTotals, SayBeforeASaveWhatItIsExpectedToCost) {
              ": how long updates wait is not known yet");
 }
 
+TEST(SaveTotals, SayWhatALoadTook) { EXPECT_EQ(load_time_text(7.418), ", in 7.42 s"); }
+
 ResumePoint some_point() {
   DataIdentity data;
   data.sources = {"text:a.txt"};

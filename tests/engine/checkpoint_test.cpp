@@ -12,6 +12,10 @@
 
 #include <gtest/gtest.h>
 
+#include <ATen/ops/linear.h>
+#include <ATen/ops/ones.h>
+#include <torch/nn/module.h>
+
 #include "tessera/checkpoint/checkpoint_reader.h"
 #include "tessera/checkpoint/save_directory.h"
 #include "tessera/core/error.h"
@@ -407,6 +411,38 @@ TEST(Checkpoint, ASaveAndALoadTakeOneStagingBufferPerRankWhateverTheSize) {
         EXPECT_LE(peak_bytes_of(work), kRanks * kMostPerRank) << (loads ? "load" : "save");
       }
     }
+  });
+}
+
+struct WideImpl : torch::nn::Module {
+  WideImpl() { weight = register_parameter("weight", at::ones({4096, 4096})); }
+  at::Tensor forward(const at::Tensor& x) { return at::linear(x, weight); }
+  at::Tensor weight;
+};
+
+// Nothing was written before that would tell the disk's rate.
+TEST(Checkpoint, TheFirstSaveBesideTrainingSaysHowLongUpdatesWillWait) {
+  const MemoryDirectory folder;
+  Config config;
+  config.apply_flag("log.level=error");
+  comm::run_ranks(2, [&](comm::Group& group) {
+    Runtime runtime(config, group, {-1, 1});
+    Engine engine(runtime);
+    const auto unit = engine.unit("w", std::make_shared<WideImpl>());
+    engine.backward(unit(at::ones({1, 4096})).pow(2).mean(), 1);
+    engine.step();
+    SaveOptions options;
+    options.memory_bytes = 0;
+    const SavePrediction prediction = engine.start_save(folder.path().string(), options);
+    EXPECT_EQ(prediction.buffer_bytes, 0);
+    EXPECT_GT(prediction.bytes, std::int64_t{4096} * 4096 * 12 / 2);
+    ASSERT_TRUE(prediction.stall_s.has_value());
+    EXPECT_GE(*prediction.stall_s, 0);
+    engine.backward(unit(at::ones({1, 4096})).pow(2).mean(), 1);
+    engine.step();
+    const std::optional<SaveOutcome> outcome = engine.finish_save();
+    ASSERT_TRUE(outcome.has_value());
+    EXPECT_EQ(outcome->failure, "");
   });
 }
 
