@@ -182,6 +182,9 @@ TESSERA_INLINE std::uint16_t scale_at(const std::byte* scales, std::int64_t bloc
 template <int kBits, typename Value>
 TESSERA_INLINE void encode_blocks(const BlockFormat& format, const Value* values,
                                   std::int64_t numel, std::byte* wire) {
+  if (numel == 0) {
+    return;  // the wire has no bytes, and may be null
+  }
   auto* const codes = reinterpret_cast<std::uint8_t*>(wire);
   std::byte* const scales = wire + code_bytes(format, numel);
   const std::int64_t blocks = num_blocks(format, numel);
