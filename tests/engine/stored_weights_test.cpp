@@ -387,7 +387,7 @@ std::string save_of(const Case& how, const std::string& root) {
 }
 
 // Loads into a model with other values, and trains on.
-Outcome resumed(Case how, const std::string& save) {
+Outcome resumed(const Case& how, const std::string& save) {
   Outcome outcome;
   with_net(how, [&](Engine& engine, Net& net) {
     for (const Unit<AffineImpl>* unit : {&net.first, &net.second}) {
