@@ -132,6 +132,7 @@ struct Snapshot::Impl {
       owners[found->second].tensors.push_back(i);
       owners[found->second].room += room_for(tensors[i].entry);
     }
+    end_waiting = owners.size();
     for (std::size_t slot = kNumTiles; slot-- > 0;) {
       free_slots.push_back(slot);
     }
@@ -167,6 +168,7 @@ struct Snapshot::Impl {
     }
     Owner& owner = owners[found->second];
     std::unique_lock<std::mutex> lock(mutex);
+    was_asked = true;
     if (owner.state == State::kRead || (owner.state == State::kWaiting && failure)) {
       return {};
     }
@@ -343,14 +345,16 @@ struct Snapshot::Impl {
 
   bool has_next() {
     skip_what_has_begun();
-    return current != nullptr || !urgent.empty() || !buffered.empty() ||
-           next_waiting < owners.size();
+    return current != nullptr || !urgent.empty() || !buffered.empty() || next_waiting < end_waiting;
   }
   bool is_all_taken() { return !has_next() && num_copying == 0; }
 
   void skip_what_has_begun() {
-    while (next_waiting < owners.size() && owners[next_waiting].state != State::kWaiting) {
+    while (next_waiting < end_waiting && owners[next_waiting].state != State::kWaiting) {
       ++next_waiting;
+    }
+    while (next_waiting < end_waiting && owners[end_waiting - 1].state != State::kWaiting) {
+      --end_waiting;
     }
   }
 
@@ -360,8 +364,8 @@ struct Snapshot::Impl {
     if (!urgent.empty()) {
       return take(urgent, State::kReading);
     }
-    if (next_waiting < owners.size() && !must_make_room) {
-      Owner& owner = owners[next_waiting++];
+    if (next_waiting < end_waiting && !must_make_room) {
+      Owner& owner = was_asked ? owners[--end_waiting] : owners[next_waiting++];
       owner.state = State::kReading;
       return &owner;
     }
@@ -650,6 +654,8 @@ struct Snapshot::Impl {
   std::condition_variable changed;
   // Guarded by mutex.
   std::size_t next_waiting = 0;  // no owner before it waits
+  std::size_t end_waiting = 0;   // nor one from here on
+  bool was_asked = false;        // by an update
   std::deque<Owner*> urgent;     // asked for, and there was no room; they wait
   std::deque<Owner*> buffered;
   bool must_make_room = false;  // somebody was refused whom room would have helped

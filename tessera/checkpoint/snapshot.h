@@ -5,9 +5,11 @@
 //
 // Tensors belong to owners (parameters, by id). What an owner's tensors hold changes only in its
 // update, and whoever is about to change them asks first: release(owner). Until then they are read
-// where they lie, owner by owner in the order of their first tensors. What is asked for and not
-// written yet is copied into the buffer, if that has room for all of the owner, and may change when
-// it is there; else it is written next, and may change when it has been read.
+// where they lie, owner by owner in the order of their first tensors; from the other end once
+// somebody has asked: an update asks in about that order, and would wait for the very owner that is
+// being read, again and again, while the buffer has room. What is asked for and not written yet is
+// copied into the buffer, if that has room for all of the owner, and may change when it is there;
+// else it is written next, and may change when it has been read.
 //
 //                next in order, or asked for
 //   kWaiting --------------------------------> kReading -------> kRead

@@ -440,7 +440,19 @@ TEST_F(SnapshotTest, WritesFirstWhatAnUpdateWaitsFor) {
   second.wait();
   EXPECT_TRUE(third.done()) << "it was first";
   snapshot_->wait();
-  EXPECT_EQ(order(), (std::vector<std::size_t>{0, 3, 2, 1, 4}));
+  EXPECT_EQ(order(), (std::vector<std::size_t>{0, 3, 2, 4, 1}));
+  expect_file();
+}
+
+// An update that follows the writer would wait for each owner that is just being read.
+TEST_F(SnapshotTest, ReadsFromTheOtherEndOnceAnUpdateHasBegun) {
+  add_large_and_small(4);
+  make_buffer(std::size_t{1} << 20);
+  hold_in_first();
+  EXPECT_FALSE(snapshot_->release(0).done());
+  let_go();
+  snapshot_->wait();
+  EXPECT_EQ(order(), (std::vector<std::size_t>{0, 4, 3, 2, 1}));
   expect_file();
 }
 
@@ -451,7 +463,7 @@ TEST_F(SnapshotTest, WritesWhatIsBufferedLastUnlessItsRoomIsNeeded) {
   EXPECT_TRUE(snapshot_->release(1).done());
   let_go();
   snapshot_->wait();
-  EXPECT_EQ(order(), (std::vector<std::size_t>{0, 2, 3, 4, 1}));
+  EXPECT_EQ(order(), (std::vector<std::size_t>{0, 4, 3, 2, 1}));
   expect_file();
 
   hold_in_first();
@@ -459,7 +471,7 @@ TEST_F(SnapshotTest, WritesWhatIsBufferedLastUnlessItsRoomIsNeeded) {
   EXPECT_FALSE(snapshot_->release(4).done());  // refused
   let_go();
   snapshot_->wait();
-  EXPECT_EQ(order(), (std::vector<std::size_t>{0, 4, 1, 2, 3}));
+  EXPECT_EQ(order(), (std::vector<std::size_t>{0, 4, 1, 3, 2}));
   expect_file();
 }
 
@@ -472,7 +484,7 @@ TEST_F(SnapshotTest, MakesNoRoomForAnOwnerThatIsLargerThanTheBuffer) {
   EXPECT_FALSE(snapshot_->release(4).done());
   let_go();
   snapshot_->wait();
-  EXPECT_EQ(order(), (std::vector<std::size_t>{0, 4, 2, 3, 1}));
+  EXPECT_EQ(order(), (std::vector<std::size_t>{0, 4, 3, 2, 1}));
   expect_file();
 }
 
