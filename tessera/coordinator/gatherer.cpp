@@ -157,10 +157,6 @@ void Gatherer::start_call(From from, std::span<const int> ids,
   for (device::ArenaBlock& block : unneeded) {
     arena_.release(std::move(block), gathered.front());
   }
-  for (device::ArenaBlock& block : call_.scratch) {
-    arena_.release(std::move(block), Pending::all(gathered));
-  }
-  call_.scratch.clear();
   if (call_.members.empty()) {
     drops_.push_back(gathered.front());  // our shards are read until then
   }
@@ -307,7 +303,7 @@ void Gatherer::note_call(std::vector<Pending> gathered, std::int64_t begin_ns, c
     slot.cause = cause;
     slot.by_all = by_all;
   }
-  calls_.push_back(std::move(gathered));
+  calls_.push_back({std::move(gathered), std::exchange(call_.scratch, {})});
   GatherCounts& counts = this->counts(cause.unit, cause.phase);
   if (cause.reason == Reason::kDemand) {
     counts.misses += call_.members.size();
@@ -363,9 +359,25 @@ void Gatherer::log_call(const std::string& unit, const char* how) const {
 }
 
 void Gatherer::forget_done_calls() {
-  std::erase_if(calls_, [](const std::vector<Pending>& parts) {
-    return std::all_of(parts.begin(), parts.end(), [](const Pending& part) { return part.done(); });
+  std::erase_if(calls_, [this](InFlight& call) {
+    const bool is_done = std::all_of(call.gathered.begin(), call.gathered.end(),
+                                     [](const Pending& part) { return part.done(); });
+    if (is_done) {
+      forget(call);
+    }
+    return is_done;
   });
+}
+
+// A failure is told to those who wait for the parameters, and is not that of the memory.
+void Gatherer::forget(InFlight& call) {
+  for (device::ArenaBlock& block : call.scratch) {
+    for (const Pending& part : call.gathered) {
+      wait_ignoring_failure(part);
+    }
+    arena_.release(std::move(block), Pending());
+  }
+  call.scratch.clear();
 }
 
 std::size_t Gatherer::num_calls() {
@@ -377,9 +389,10 @@ std::size_t Gatherer::num_calls() {
 void Gatherer::wait_for_calls_below(std::size_t limit) {
   forget_done_calls();
   while (calls_.size() >= limit && !calls_.empty()) {
-    for (const Pending& part : calls_.front()) {
+    for (const Pending& part : calls_.front().gathered) {
       wait_ignoring_failure(part);
     }
+    forget(calls_.front());
     calls_.pop_front();
   }
 }

@@ -17,7 +17,9 @@
 //
 // Where phases are given (gather_phases.h), a gather by all ranks is two calls; the second waits
 // for the first on the groups' side, not on the caller's. What the first brings of wires lies
-// beside the full parameter, in the arena if it has room.
+// beside the full parameter, in the arena if it has room, until the call is known to be done: the
+// gather stream is never ordered behind a call in flight by whoever gets that memory next, since
+// the call may wait for an encoding that is itself behind the gather stream.
 //
 // Invariants:
 //  (1) A parameter has a block of the arena exactly while it is gathering or available.
@@ -77,7 +79,12 @@ class Gatherer {
   };
   Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_bytes, int max_inflight);
   // A gather that has failed may have shards on their way into the arena.
-  ~Gatherer() { wait_for_loads(); }
+  ~Gatherer() {
+    wait_for_loads();
+    for (InFlight& call : calls_) {
+      forget(call);
+    }
+  }
   Gatherer(const Gatherer&) = delete;
   Gatherer& operator=(const Gatherer&) = delete;
 
@@ -125,6 +132,10 @@ class Gatherer {
     Cause cause;
     bool by_all = false;  // ranks
   };
+  struct InFlight {
+    std::vector<device::Pending> gathered;
+    std::vector<device::ArenaBlock> scratch;
+  };
   struct Call {  // that is put together
     std::vector<shard::Param*> members;
     std::vector<int> ids;  // of the members
@@ -167,6 +178,7 @@ class Gatherer {
                                  const Cause& cause) const;
   void log_call(const std::string& unit, const char* how) const;
   void forget_done_calls();
+  void forget(InFlight& call);
   void wait_for_calls_below(std::size_t limit);
   double wait(const device::Pending& gathered, LabelId unit);
   void drop(shard::Param& param);
@@ -184,7 +196,7 @@ class Gatherer {
   const std::size_t max_inflight_;
   device::Arena arena_;
   std::vector<Slot> slots_;  // by parameter id
-  std::deque<std::vector<device::Pending>> calls_;
+  std::deque<InFlight> calls_;
   std::vector<device::Pending> drops_;
   Call call_;
   std::int64_t full_bytes_ = 0;
