@@ -278,21 +278,38 @@ coordinator::TierOptions EngineTiers::coordinator_options() const {
 
 void EngineTiers::reserve_staging() {
   if (plan_ && !reserves_staging_ && plan_->comm_bytes > 0) {
-    mesh_.gathers().reserve_staging(static_cast<std::size_t>(plan_->gather_staging_bytes));
-    reserve_reductions(plan_->reduction_staging_bytes - plan_->across_staging_bytes,
-                       plan_->across_staging_bytes);
+    reserve(plan_->staging);
     reserves_staging_ = true;
   }
 }
 
-// Of one hop, or of the two hops' groups.
-void EngineTiers::reserve_reductions(std::int64_t bytes, std::int64_t across_bytes) {
+void EngineTiers::reserve(const planner::GroupStaging& staging) {
+  const auto give = [](comm::Group* group, std::int64_t bytes) {
+    if (group != nullptr) {
+      group->reserve_staging(static_cast<std::size_t>(bytes));
+    }
+  };
   const grad::ReductionHops hops = mesh_.hops();
-  comm::Group& first = hops.inside != nullptr ? *hops.inside : mesh_.reductions();
-  first.reserve_staging(static_cast<std::size_t>(bytes));
-  if (hops.across != nullptr) {
-    hops.across->reserve_staging(static_cast<std::size_t>(across_bytes));
+  const grad::ReductionHops agreed = mesh_.agreed_hops();
+  if (&mesh_.all() != &mesh_.gathers()) {
+    give(&mesh_.all(), staging.all);
   }
+  give(&mesh_.gathers(), staging.gathers);
+  give(mesh_.phases().across, staging.phase_across);
+  give(mesh_.phases().inside, staging.phase_inside);
+  give(mesh_.secondary(), staging.secondary);
+  give(hops.inside != nullptr ? hops.inside : &mesh_.reductions(), staging.reductions);
+  give(hops.across, staging.reductions_across);
+  if (hops.inside != nullptr || &mesh_.all_reductions() != &mesh_.reductions()) {
+    give(&mesh_.all_reductions(), staging.all_reductions);
+  }
+  if (agreed.inside != nullptr) {
+    give(agreed.inside, staging.agreed);
+    give(agreed.across, staging.agreed_across);
+  } else if (&mesh_.agreed_reductions() != &mesh_.gathers()) {
+    give(&mesh_.agreed_reductions(), staging.agreed);
+  }
+  give(mesh_.replicas(), staging.replicas);
 }
 
 void EngineTiers::release_staging() noexcept {
@@ -302,8 +319,7 @@ void EngineTiers::release_staging() noexcept {
   }
   reserves_staging_ = false;
   try {
-    mesh_.gathers().reserve_staging(0);
-    reserve_reductions(0, 0);
+    reserve({});
   } catch (const std::exception& error) {
     runtime_.logger().warn("scratch of collectives stays reserved: ", error.what());
   }

@@ -130,7 +130,7 @@ class EngineTiers {
   TierIo take_io();
 
  private:
-  void reserve_reductions(std::int64_t bytes, std::int64_t across_bytes);
+  void reserve(const planner::GroupStaging& staging);
   void tell_copies_of_host() const;
   void make_plan(const planner::ModelShapes& model);
   HeldMemory held_memory() const;

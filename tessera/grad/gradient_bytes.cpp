@@ -74,6 +74,8 @@ std::size_t quant_scratch_bytes(std::int64_t largest_numel, const ReducerOptions
   return options.blocks ? quant::wire_bytes(*options.blocks, largest_numel) : 0;
 }
 
+std::size_t quant_sums_bytes(std::size_t num_params) { return num_params * 2 * sizeof(double); }
+
 std::int64_t num_norm_blocks(std::int64_t shard_numel) {
   return (shard_numel + kPieceStep - 1) / kPieceStep;
 }
@@ -110,6 +112,11 @@ GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_rank
                       std::max(layout.largest_shard_numel, layout.largest_dynamic_numel), options)),
                   1)
             : 0;
+    if (bytes.quant_error > 0) {
+      const std::size_t page = device::page_bytes();
+      const std::size_t sums = quant_sums_bytes(params.size());
+      bytes.quant_sums = static_cast<std::int64_t>((sums + page - 1) / page * page);
+    }
     bytes.slots =
         static_cast<std::int64_t>(num_bucket_slots(layout)) *
             slot_bytes(layout.largest_shard_numel, num_ranks, options, replicas.has_totals()) +

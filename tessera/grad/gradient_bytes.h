@@ -34,7 +34,10 @@ struct GradientBytes {
   std::int64_t quant_error = 0;  // one piece as it is quantised, to measure what that changes
   // Of Role::kGradient, in memory of the host.
   std::int64_t block_sums = 0;
+  // Of Role::kOther, pinned: what quant_error measures.
+  std::int64_t quant_sums = 0;
 
+  // Of Role::kGradient.
   std::int64_t total() const { return shards + slots + quant_error + block_sums; }
 };
 
@@ -67,6 +70,8 @@ std::size_t bucket_buffer_bytes(std::int64_t shard_numel, int num_ranks, DType w
 std::size_t partial_bytes(std::int64_t shard_numel, const ReducerOptions& options);
 // A rank's part of the largest bucket, quantised; 0: nothing is.
 std::size_t quant_scratch_bytes(std::int64_t largest_numel, const ReducerOptions& options);
+// Of the sums that tell the error of all parameters: two numbers each.
+std::size_t quant_sums_bytes(std::size_t num_params);
 // Of a shard's gradients in memory of the host (host_copies.h): buffers of this type whose place a
 // sum in fp32 takes; buffers for so many micro-batches, with which they can be added up as they
 // come, and with which nothing waits for that; and what a reader of the gradient then reads, per

@@ -5,6 +5,8 @@
 #include <tuple>
 #include <utility>
 
+#include "tessera/grad/gradient_bytes.h"
+
 namespace tessera::grad {
 
 double QuantErrorStats::relative() const {
@@ -30,7 +32,8 @@ QuantError::QuantError(GradientStream& stream, const comm::Codec& codec, std::si
 void QuantError::reserve() {
   if (scratch_.data() == nullptr && scratch_bytes_ > 0) {
     scratch_ = stream_.device().allocate(Tier::kDevice, scratch_bytes_, Role::kGradient);
-    squares_ = stream_.device().allocate(Tier::kPinned, is_measured_.size() * sizeof(Squares),
+    static_assert(sizeof(Squares) == 2 * sizeof(double));
+    squares_ = stream_.device().allocate(Tier::kPinned, quant_sums_bytes(is_measured_.size()),
                                          Role::kOther);
   }
 }

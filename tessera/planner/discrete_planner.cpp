@@ -81,7 +81,7 @@ class DiscretePlanner : public Planner {
         // Slots and staging do not depend on placements.
         gradients_(
             gradient_cost(cut, Placements(cut.num_params()), bucket_bytes_, num_micro_batches)),
-        most_comm_bytes_(gradients_.staging +
+        most_comm_bytes_(gradients_.staging.total() +
                          GatherCost(cut, bucket_bytes_).staging_bytes(kUnlimited)) {
     check_tiers();
     for (std::size_t i = 0; i < cut_.num_params(); ++i) {
@@ -334,7 +334,7 @@ class DiscretePlanner : public Planner {
     ByteSum need;
     need.add("parameters", in_host(Role::kShard) - secondary);
     need.add("secondary shards", secondary);
-    need.add("measures of encoded shards", in_host(Role::kOther));
+    need.add("measures of what is quantised", in_host(Role::kOther));
     need.add("gradients", in_host(Role::kGradient));
     need.add("optimizer states", in_host(Role::kOptimizer));
     need.add("new parameters before their copy to the device", in_host(Role::kStaging));

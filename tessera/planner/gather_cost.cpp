@@ -17,8 +17,54 @@ std::int64_t arena_bytes_of(const CutModel& cut, std::size_t id, const Placement
              : 0;
 }
 
-comm::GatherPiece piece_of(const shard::Layout& layout) {
-  return {layout.shard_bytes(), layout.is_encoded()};
+// As its shard travels.
+comm::GatherPiece piece_of(const CutModel& cut, std::size_t id) {
+  const std::int64_t encoded = encoded_shard_bytes(cut, id);
+  return encoded > 0
+             ? comm::GatherPiece{static_cast<std::size_t>(encoded), true}
+             : comm::GatherPiece{cut.layouts[id].shard_bytes(), cut.layouts[id].is_encoded()};
+}
+
+// In the arena beside a parameter, while its wires are between two phases.
+std::int64_t phase_bytes(const CutModel& cut, std::size_t id) {
+  const comm::GatherPiece piece = piece_of(cut, id);
+  const int hosts = cut.options.num_gather_hosts;
+  return hosts > 1 && piece.is_encoded
+             ? as_int(device::round_to_arena(piece.wire_bytes * static_cast<std::size_t>(hosts)))
+             : 0;
+}
+
+// Of gathers of such pieces, by id, in a group of so many ranks.
+std::int64_t staging_of(const CutModel& cut, const std::vector<comm::GatherPiece>& pieces,
+                        int num_ranks) {
+  const auto pack_below = static_cast<std::size_t>(cut.options.pack_below_bytes);
+  const comm::CallMemory memory = cut.options.call_memory;
+  std::int64_t largest_gather = 0;
+  // Of a unit. Small ones; beside those of others one alone is packed, too. All, if all are copied.
+  std::int64_t most_staged = 0;
+  for (const std::vector<int>& unit : cut.model.units) {
+    std::vector<comm::GatherPiece> all;
+    std::size_t staged = 0;
+    for (const int id : unit) {
+      all.push_back(pieces[static_cast<std::size_t>(id)]);
+      const std::size_t bytes = all.back().wire_bytes * static_cast<std::size_t>(num_ranks);
+      if (comm::is_staged_piece(all.back(), static_cast<std::size_t>(num_ranks), memory)) {
+        staged += comm::staging_room(bytes);
+      } else if (comm::is_small_piece(all.back().wire_bytes, pack_below) &&
+                 memory != comm::CallMemory::kShared) {
+        staged += bytes;
+      }
+    }
+    most_staged = std::max(most_staged, as_int(comm::staging_room(staged)));
+    largest_gather = std::max(
+        largest_gather, as_int(comm::all_gather_staging_bytes(all, pack_below, num_ranks, memory)));
+  }
+  const std::int64_t everything =
+      as_int(comm::all_gather_staging_bytes(pieces, pack_below, num_ranks, memory));
+  // A use joins a call of less than merge_below_bytes.
+  const std::int64_t joined = most_staged + as_int(comm::staging_room(static_cast<std::size_t>(
+                                                coordinator::PlanBudgets().merge_below_bytes)));
+  return std::min(everything, std::max(2 * largest_gather, joined));
 }
 
 // By id: needed by a unit that some ranks may skip. Such a unit is known by a parameter that only
@@ -58,7 +104,7 @@ UnitBytes largest_unit(const CutModel& cut, const Placements& placements) {
     std::int64_t bytes = 0;
     for (const int id : cut.model.units[unit]) {
       const auto i = static_cast<std::size_t>(id);
-      bytes += arena_bytes_of(cut, i, placements[i]);
+      bytes += arena_bytes_of(cut, i, placements[i]) + phase_bytes(cut, i);
     }
     if (bytes > largest.bytes) {
       largest = {unit, bytes};
@@ -80,70 +126,89 @@ std::int64_t whole_arena_bytes(const CutModel& cut, const Placements& placements
     }
     held = std::min(live_limit_bytes + rounding, all);
   }
-  return held + largest_unit(cut, placements).bytes;
+  // Whatever is gathered at once may be between its phases.
+  std::int64_t between = 0;
+  for (std::size_t i = 0; i < placements.size(); ++i) {
+    between += phase_bytes(cut, i);
+  }
+  return held + std::min(between, held) + largest_unit(cut, placements).bytes;
 }
 
-GatherCost::GatherCost(const CutModel& cut, std::int64_t bucket_bytes)
-    : is_staged_(cut.options.num_ranks > 1 &&
-                 (cut.options.call_memory != comm::CallMemory::kShared ||
-                  std::any_of(cut.layouts.begin(), cut.layouts.end(),
-                              [](const shard::Layout& layout) { return layout.is_encoded(); }))) {
-  if (!is_staged_) {
+GatherCost::GatherCost(const CutModel& cut, std::int64_t bucket_bytes) {
+  const int num_ranks = cut.options.num_ranks;
+  if (num_ranks == 1) {
     return;
   }
-  const int num_ranks = cut.options.num_ranks;
-  const auto pack_below = static_cast<std::size_t>(cut.options.pack_below_bytes);
   const comm::CallMemory memory = cut.options.call_memory;
-  const bool is_shared = memory == comm::CallMemory::kShared;
+  std::vector<comm::GatherPiece> pieces;
+  for (std::size_t id = 0; id < cut.num_params(); ++id) {
+    pieces.push_back(piece_of(cut, id));
+  }
+  const int hosts = cut.options.num_gather_hosts;
+  if (hosts == 1) {
+    all_.of_gathers = staging_of(cut, pieces, num_ranks);
+  } else {
+    std::vector<comm::GatherPiece> blocks = pieces;  // wires are bytes as others, so far
+    for (comm::GatherPiece& block : blocks) {
+      block.is_encoded = false;
+    }
+    across_.of_gathers = staging_of(cut, blocks, hosts);
+    blocks = pieces;
+    for (comm::GatherPiece& block : blocks) {
+      block.wire_bytes *= static_cast<std::size_t>(hosts);
+    }
+    inside_.of_gathers = staging_of(cut, blocks, num_ranks / hosts);
+  }
+  if (cut.options.num_secondary_ranks > 1) {
+    std::vector<comm::GatherPiece> second;
+    for (std::size_t id = 0; id < cut.num_params(); ++id) {
+      second.push_back({static_cast<std::size_t>(secondary_shard_bytes(cut, id)), false});
+    }
+    secondary_.of_gathers = staging_of(cut, second, cut.options.num_secondary_ranks);
+  }
+
   const std::vector<bool> is_needed_by_dynamic = needed_by_dynamic(cut);
-  std::int64_t largest_gather = 0;
-  std::int64_t largest_gather_to = 0;
-  // Of a unit. Small ones; beside those of others one alone is packed, too. All, if all are copied.
-  std::int64_t most_staged = 0;
   for (const std::vector<int>& unit : cut.model.units) {
-    std::vector<comm::GatherPiece> all;
     std::vector<comm::GatherPiece> by_dynamic;
-    std::size_t staged = 0;
     for (const int id : unit) {
-      const auto i = static_cast<std::size_t>(id);
-      all.push_back(piece_of(cut.layouts[i]));
-      if (is_needed_by_dynamic[i]) {
-        by_dynamic.push_back(all.back());
-      }
-      const std::size_t pieces = all.back().wire_bytes * static_cast<std::size_t>(num_ranks);
-      if (comm::is_staged_piece(all.back(), static_cast<std::size_t>(num_ranks), memory)) {
-        staged += comm::staging_room(pieces);
-      } else if (comm::is_small_piece(all.back().wire_bytes, pack_below) && !is_shared) {
-        staged += pieces;
+      if (is_needed_by_dynamic[static_cast<std::size_t>(id)]) {
+        by_dynamic.push_back(pieces[static_cast<std::size_t>(id)]);
       }
     }
-    most_staged = std::max(most_staged, as_int(comm::staging_room(staged)));
-    largest_gather = std::max(
-        largest_gather, as_int(comm::all_gather_staging_bytes(all, pack_below, num_ranks, memory)));
     // All ranks want it, over a network that needs copies: no case takes more.
-    largest_gather_to =
-        std::max(largest_gather_to,
-                 as_int(comm::gather_to_staging_bytes(by_dynamic, pack_below,
-                                                      {num_ranks, num_ranks, true, true, memory})));
+    all_.least =
+        std::max(all_.least, as_int(comm::gather_to_staging_bytes(
+                                 by_dynamic, static_cast<std::size_t>(cut.options.pack_below_bytes),
+                                 {num_ranks, num_ranks, true, true, memory})));
   }
-  std::vector<comm::GatherPiece> shards;
-  for (const shard::Layout& layout : cut.layouts) {
-    shards.push_back(piece_of(layout));
+  if (!has_agreed_groups(cut.options)) {
+    all_.least = std::max(
+        all_.least,
+        2 * reduction_staging(most_bucket_numel(cut, bucket_bytes).dynamic_numel, cut.options));
   }
-  const std::int64_t everything =
-      as_int(comm::all_gather_staging_bytes(shards, pack_below, num_ranks, memory));
-  const std::int64_t dynamic_reduction =
-      as_int(comm::reduce_scatter_staging_bytes(most_bucket_numel(cut, bucket_bytes).dynamic_numel,
-                                                cut.options.wire_dtype, num_ranks, memory));
-  least_ = std::max({largest_gather_to, 2 * dynamic_reduction, as_int(comm::kSmallAllReduceBytes)});
-  // A use joins a call of less than merge_below_bytes.
-  const std::int64_t joined = most_staged + as_int(comm::staging_room(static_cast<std::size_t>(
-                                                coordinator::PlanBudgets().merge_below_bytes)));
-  of_gathers_ = std::min(everything, std::max(2 * largest_gather, joined));
+  if (memory != comm::CallMemory::kShared || all_.least > 0 || all_.of_gathers > 0) {
+    all_.least = std::max(all_.least, as_int(comm::kSmallAllReduceBytes));
+    const bool is_apart = has_agreed_groups(cut.options) || cut.options.num_copies > 1;
+    of_numbers_ = is_apart ? region_bytes(as_int(comm::kSmallAllReduceBytes)) : 0;
+  }
+}
+
+std::int64_t GatherCost::Staged::bytes(std::int64_t arena_bytes) const {
+  return region_bytes(std::max(least, std::min(of_gathers, arena_bytes)));
+}
+
+void GatherCost::add_staging(std::int64_t arena_bytes, GroupStaging& to) const {
+  to.all += of_numbers_;
+  to.gathers += all_.bytes(arena_bytes);
+  to.phase_across += across_.bytes(arena_bytes);
+  to.phase_inside += inside_.bytes(arena_bytes);
+  to.secondary += secondary_.bytes(arena_bytes);
 }
 
 std::int64_t GatherCost::staging_bytes(std::int64_t arena_bytes) const {
-  return is_staged_ ? taken_bytes(std::max(least_, std::min(of_gathers_, arena_bytes))) : 0;
+  GroupStaging staging;
+  add_staging(arena_bytes, staging);
+  return staging.total();
 }
 
 std::int64_t GatherCost::bytes(std::int64_t arena_bytes) const {

@@ -1,5 +1,9 @@
-// Internal to planner: what gathers take: the arena they write to, and the staging of the group
+// Internal to planner: what gathers take: the arena they write to, and the staging of the groups
 // that they pass through (Group::reserve_staging). Both grow together, so they are chosen together.
+//
+// There is the group of all gathers, and, where they go another way, one of secondary shards, and
+// two of phases, through which all pass then but those to some ranks. In two phases what travels as
+// wires lies in the arena in between, beside the parameter.
 //
 // Staging holds any call of a step:
 //   gathers of units, two of the one whose small parameters are the most; and a prefetch that joins
@@ -44,7 +48,8 @@ class GatherCost {
   // `bucket_bytes`: of reductions.
   GatherCost(const CutModel& cut, std::int64_t bucket_bytes);
 
-  // What the group reserves, with such an arena.
+  // What the groups reserve, with such an arena.
+  void add_staging(std::int64_t arena_bytes, GroupStaging& to) const;
   std::int64_t staging_bytes(std::int64_t arena_bytes) const;
   // Arena and staging, as they are charged.
   std::int64_t bytes(std::int64_t arena_bytes) const;
@@ -55,9 +60,16 @@ class GatherCost {
                            std::int64_t more_bytes) const;
 
  private:
-  bool is_staged_ = false;
-  std::int64_t least_ = 0;       // whatever the arena is
-  std::int64_t of_gathers_ = 0;  // where the arena is as large
+  struct Staged {                 // by a group
+    std::int64_t least = 0;       // whatever the arena is
+    std::int64_t of_gathers = 0;  // where the arena is as large
+    std::int64_t bytes(std::int64_t arena_bytes) const;
+  };
+  std::int64_t of_numbers_ = 0;  // by the group of all ranks, if that is another
+  Staged all_;
+  Staged across_;
+  Staged inside_;
+  Staged secondary_;
 };
 
 }  // namespace tessera::planner

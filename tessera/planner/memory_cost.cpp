@@ -31,28 +31,63 @@ grad::ReplicaSums replica_sums(const CutModel& cut, std::int64_t num_micro_batch
   return {cut.options.num_copies, static_cast<int>(num_micro_batches)};
 }
 
-// Staging for as many as there are slots, of one hop.
+// Of as many calls as there are slots.
 std::int64_t two_encoded(std::int64_t numel, int num_ranks, const MemoryPlanOptions& options) {
-  return taken_bytes(2 * as_int(comm::encoded_reduce_scatter_staging_bytes(
-                             quant::wire_bytes(*options.gradient_blocks, numel), num_ranks)));
+  return region_bytes(2 * as_int(comm::encoded_reduce_scatter_staging_bytes(
+                              quant::wire_bytes(*options.gradient_blocks, numel), num_ranks)));
 }
 
-std::int64_t across_staging(std::int64_t shard_numel, const MemoryPlanOptions& options) {
-  return options.num_reduction_hosts > 1
-             ? two_encoded(shard_numel, options.num_reduction_hosts, options)
-             : 0;
-}
+// Of one hop, or of two.
+struct HopStaging {
+  std::int64_t first = 0;
+  std::int64_t across = 0;
+};
 
-// All of it.
-std::int64_t two_reductions(std::int64_t shard_numel, const MemoryPlanOptions& options) {
-  if (options.gradient_blocks && options.num_ranks > 1) {
-    const int hosts = options.num_reduction_hosts;
-    return two_encoded(shard_numel * hosts, options.num_ranks / hosts, options) +
-           across_staging(shard_numel, options);
+HopStaging two_reductions(std::int64_t shard_numel, const MemoryPlanOptions& options) {
+  const int hosts = options.num_reduction_hosts;
+  if (shard_numel == 0 || hosts == 1) {
+    return {region_bytes(2 * reduction_staging(shard_numel, options)), 0};
   }
-  return taken_bytes(2 *
-                     as_int(comm::reduce_scatter_staging_bytes(
-                         shard_numel, options.wire_dtype, options.num_ranks, options.call_memory)));
+  return {two_encoded(shard_numel * hosts, options.num_ranks / hosts, options),
+          two_encoded(shard_numel, hosts, options)};
+}
+
+std::int64_t replica_sum_staging(std::int64_t shard_numel, bool has_totals,
+                                 const MemoryPlanOptions& options) {
+  const DType dtype = has_totals ? DType::kFloat32 : options.wire_dtype;
+  return as_int(
+      comm::all_reduce_staging_bytes(shard_numel, dtype, options.num_copies, options.call_memory));
+}
+
+// Which parameters were used (grad/used_params.h): a bit of each, of two backwards.
+std::int64_t words_staging(const CutModel& cut) {
+  const MemoryPlanOptions& options = cut.options;
+  const std::size_t bytes = (cut.num_params() + 7) / 8;
+  return options.num_reduction_hosts == 1 && options.num_copies == 1
+             ? 0
+             : region_bytes(2 * as_int(comm::all_gather_staging_bytes(
+                                    {&bytes, 1}, static_cast<std::size_t>(options.pack_below_bytes),
+                                    options.num_ranks * options.num_copies, options.call_memory)));
+}
+
+GroupStaging reductions_staging(const BucketNumel& numel, const CutModel& cut,
+                                const grad::ReplicaSums& replicas) {
+  const MemoryPlanOptions& options = cut.options;
+  GroupStaging staging;
+  staging.all_reductions = words_staging(cut);
+  const HopStaging fixed = two_reductions(numel.static_numel, options);
+  staging.reductions = fixed.first;
+  staging.reductions_across = fixed.across;
+  if (has_agreed_groups(options)) {
+    const HopStaging dynamic = two_reductions(numel.dynamic_numel, options);
+    staging.agreed = dynamic.first;
+    staging.agreed_across = dynamic.across;
+  }
+  staging.replicas = region_bytes(
+      2 *
+      std::max(replica_sum_staging(numel.static_numel, replicas.has_totals(), options),
+               replica_sum_staging(numel.dynamic_numel, replicas.has_dynamic_totals(), options)));
+  return staging;
 }
 
 // The ledger's name for memory that holds parameters or states. On a CPU it is what was asked for:
@@ -95,6 +130,10 @@ std::int64_t CutModel::full_gradient_bytes(std::size_t id) const {
 
 std::int64_t taken_bytes(std::int64_t bytes) {
   return as_int(grad::taken_bytes(static_cast<std::size_t>(bytes)));
+}
+
+std::int64_t region_bytes(std::int64_t bytes) {
+  return rounded_up(bytes, as_int(device::page_bytes()));
 }
 
 std::int64_t block_bytes(std::int64_t bytes) {
@@ -221,9 +260,12 @@ std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes
                 taken_bytes(as_int(grad::partial_bytes(numel, reductions))) +
                 taken_bytes(numel * as_int(bytes_of(wire))));
   };
-  return two_reductions(most.static_numel, cut.options) +
+  return reductions_staging(most, cut, replicas).total() +
          taken_bytes(as_int(grad::quant_scratch_bytes(
              std::max(most.static_numel, most.dynamic_numel), reductions))) +
+         (reductions.blocks ? charged_bytes(cut.options, Tier::kPinned,
+                                            as_int(grad::quant_sums_bytes(cut.num_params())))
+                            : 0) +
          slots(most.static_numel, replicas.has_totals()) +
          slots(most.dynamic_numel, replicas.has_dynamic_totals());
 }
@@ -249,13 +291,29 @@ GradientCost gradient_cost(const CutModel& cut, const Placements& placements,
     const std::size_t wire = bytes_of(cut.options.wire_dtype);
     const grad::BucketLayout layout =
         grad::plan_buckets(params, num_ranks, bucket_bytes, wire, reductions.block_numel());
-    cost.staging = two_reductions(layout.largest_shard_numel, cut.options);
-    cost.across_staging = across_staging(layout.largest_shard_numel, cut.options);
+    cost.staging = reductions_staging({layout.largest_shard_numel, layout.largest_dynamic_numel},
+                                      cut, replica_sums(cut, num_micro_batches));
   }
   if (cut.options.is_discrete) {
     cost.bytes.shards = 0;
   }
   return cost;
+}
+
+bool has_agreed_groups(const MemoryPlanOptions& options) {
+  return options.num_reduction_hosts > 1 || options.num_gather_hosts > 1;
+}
+
+std::int64_t reduction_staging(std::int64_t shard_numel, const MemoryPlanOptions& options) {
+  if (shard_numel == 0 || options.num_ranks == 1) {
+    return 0;
+  }
+  return as_int(
+      options.gradient_blocks
+          ? comm::encoded_reduce_scatter_staging_bytes(
+                quant::wire_bytes(*options.gradient_blocks, shard_numel), options.num_ranks)
+          : comm::reduce_scatter_staging_bytes(shard_numel, options.wire_dtype, options.num_ranks,
+                                               options.call_memory));
 }
 
 std::int64_t most_kept_gradients(const CutModel& cut) {
@@ -410,8 +468,10 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
   }
   charge(Tier::kDevice, Role::kOther, encoding_sums_bytes(cut_));
   charge(Tier::kPinned, Role::kOther, encoding_sums_bytes(cut_));
-  lines.add(Tier::kDevice, Role::kGradient, gradients.bytes.shards + gradients.bytes.slots);
+  lines.add(Tier::kDevice, Role::kGradient,
+            gradients.bytes.shards + gradients.bytes.slots + gradients.bytes.quant_error);
   lines.add(Tier::kHost, Role::kGradient, gradients.bytes.block_sums);
+  lines.add(Tier::kPinned, Role::kOther, gradients.bytes.quant_sums);
   return lines;
 }
 
@@ -480,10 +540,9 @@ void MemoryCost::complete(MemoryPlan& plan) const {
   for (std::size_t i = 0; i < cut_.num_params(); ++i) {
     plan.encoded_bytes += charged_bytes(options_, Tier::kDevice, encoded_shard_bytes(cut_, i));
   }
-  plan.gather_staging_bytes = GatherCost(cut_, plan.bucket_bytes).staging_bytes(plan.arena_bytes);
-  plan.reduction_staging_bytes = gradients.staging;
-  plan.across_staging_bytes = gradients.across_staging;
-  plan.comm_bytes = plan.gather_staging_bytes + plan.reduction_staging_bytes;
+  plan.staging = gradients.staging;
+  GatherCost(cut_, plan.bucket_bytes).add_staging(plan.arena_bytes, plan.staging);
+  plan.comm_bytes = plan.staging.total();
   plan.chunk_bytes = options_.chunk_bytes();
   plan.chunk_tier = options_.group_memory.tier;
   plan.kept_gradient_bytes = kept_gradients(plan.params);

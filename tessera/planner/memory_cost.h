@@ -49,8 +49,9 @@ struct CutModel {
 
 using Placements = std::vector<Placement>;  // by id
 
-std::int64_t taken_bytes(std::int64_t bytes);  // as host_memory.h: whole pages from 64 KiB on
-std::int64_t block_bytes(std::int64_t bytes);  // whole blocks
+std::int64_t taken_bytes(std::int64_t bytes);   // as host_memory.h: whole pages from 64 KiB on
+std::int64_t region_bytes(std::int64_t bytes);  // that a group reserves: whole pages, pinned or not
+std::int64_t block_bytes(std::int64_t bytes);   // whole blocks
 // The largest whole number of pages, and of blocks, in it.
 std::int64_t whole_pages_below(std::int64_t bytes);
 // In memory, for so many bytes on NVMe; 0 where none are kept.
@@ -81,7 +82,8 @@ struct BucketNumel {
   std::int64_t dynamic_numel = 0;
 };
 BucketNumel most_bucket_numel(const CutModel& cut, std::int64_t bucket_bytes);
-// Slots and staging of reductions: at most, as above. Grows with the size of buckets evenly.
+// Slots, scratch and staging of reductions: at most, as above. Grows with the size of buckets
+// evenly.
 std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes,
                                   std::int64_t num_micro_batches);
 
@@ -89,11 +91,17 @@ std::int64_t most_reduction_bytes(const CutModel& cut, std::int64_t bucket_bytes
 // MemoryCost counts by placement.
 struct GradientCost {
   grad::GradientBytes bytes;
-  std::int64_t across_staging = 0;  // of `staging`: the second hop's group
-  std::int64_t staging = 0;  // of the group that reduces them, but for dynamic ones: two at once
+  // Of the groups that reduce them: two calls at once. Dynamic ones that pass through the group of
+  // gathers are GatherCost's.
+  GroupStaging staging;
 };
 GradientCost gradient_cost(const CutModel& cut, const Placements& placements,
                            std::int64_t bucket_bytes, std::int64_t num_micro_batches);
+
+// Dynamic parameters are reduced in groups of their own, and not in that of gathers.
+bool has_agreed_groups(const MemoryPlanOptions& options);
+// Of a reduction of so many elements per rank, in one hop: as the group takes it.
+std::int64_t reduction_staging(std::int64_t shard_numel, const MemoryPlanOptions& options);
 
 // Full gradients that copies, kernels or reductions still read, on a discrete device: what may be
 // kept, whatever the placements are. Enough for the device to have work while the link is behind.

@@ -141,6 +141,7 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, const comm::Mesh
                                           bool is_discrete) {
   MemoryPlanOptions options = from(config, mesh.shard_size(), is_discrete, mesh.num_replicas());
   options.num_reduction_hosts = mesh.two_hops() ? mesh.hosts_per_group() : 1;
+  options.num_gather_hosts = mesh.hierarchical() ? mesh.hosts_per_group() : 1;
   return options;
 }
 

@@ -52,11 +52,33 @@ struct ModelShapes {
   DType dtype = DType::kFloat32;
 };
 
+// What each group of an engine reserves for its calls (Group::reserve_staging), by its name in
+// engine::MeshGroups; 0: there is no such group, or its calls take none.
+struct GroupStaging {
+  std::int64_t all = 0;  // single numbers, where `gathers` is another group
+  std::int64_t gathers = 0;
+  std::int64_t phase_across = 0;
+  std::int64_t phase_inside = 0;
+  std::int64_t secondary = 0;
+  std::int64_t reductions = 0;  // of one hop, or of the first
+  std::int64_t reductions_across = 0;
+  std::int64_t all_reductions = 0;  // what ranks say there, where reductions go another way
+  std::int64_t agreed = 0;          // of dynamic parameters; 0: they pass through `gathers`
+  std::int64_t agreed_across = 0;
+  std::int64_t replicas = 0;
+
+  std::int64_t total() const {
+    return all + gathers + phase_across + phase_inside + secondary + reductions +
+           reductions_across + all_reductions + agreed + agreed_across + replicas;
+  }
+};
+
 struct MemoryPlanOptions {
-  int num_ranks = 1;               // that parameters are cut over
-  int num_copies = 1;              // of the model
-  int num_secondary_ranks = 1;     // that cut what is gathered once more (hpZ)
-  int weight_bits = 0;             // of what gathers send in place of elements (qwZ); 0: elements
+  int num_ranks = 1;            // that parameters are cut over
+  int num_copies = 1;           // of the model
+  int num_secondary_ranks = 1;  // that cut what is gathered once more (hpZ)
+  int num_gather_hosts = 1;     // that gathers go across in a phase of their own; 1: in one phase
+  int weight_bits = 0;          // of what gathers send in place of elements (qwZ); 0: elements
   std::int64_t block_numel = 128;  // that share a scale then
   bool is_discrete = false;        // the device has memory of its own (CUDA)
   bool has_nvme = false;           // there are directories for it
@@ -194,16 +216,14 @@ struct MemoryPlan {
   // at most (grad::ReducerParts::most_kept_bytes); 0: there are none.
   std::int64_t kept_gradient_bytes = 0;
   double cpu_share = 0;  // of the elements whose states are in host memory, as planned
-  // What the group of gathers and the one of reductions reserve for their calls
-  // (Group::reserve_staging); 0 in a group of one. Charged by the groups, to the ledger that they
-  // were made with: part of the budget, and no line of the ledger here. Pinned where calls pass
-  // through copies.
-  std::int64_t gather_staging_bytes = 0;
-  std::int64_t reduction_staging_bytes = 0;
-  std::int64_t across_staging_bytes = 0;  // of that, the second hop's group; 0: there is one hop
-  std::int64_t comm_bytes = 0;            // their sum
+  // Of the groups; 0 in a group of one. Charged by the groups, to the ledger that they were made
+  // with: part of the budget, and no line of the ledger here. Pinned where calls pass through
+  // copies.
+  GroupStaging staging;
+  std::int64_t comm_bytes = 0;  // all of it
   Tier comm_tier = Tier::kHost;
-  // What both hold besides, as long as they live (Group::held_memory); charged alike.
+  // What the group of gathers and the one of reductions hold besides, as long as they live
+  // (Group::held_memory); charged alike.
   std::int64_t chunk_bytes = 0;
   Tier chunk_tier = Tier::kHost;
 

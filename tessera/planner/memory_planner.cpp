@@ -130,6 +130,9 @@ class OneMemoryPlanner : public Planner {
       need.add("secondary shards", secondary_bytes_);
       need.add("encoded shards", encoding_bytes_);
       need.add("gradients", in_memory(Role::kGradient));
+      need.add("measures of quantised gradients",
+               gradient_cost(cut_, in_memory_, bucket_bytes, cost_.num_micro_batches())
+                   .bytes.quant_sums);
       need.add("optimizer states", in_memory(Role::kOptimizer));
       need.add(arena_text(unit.unit), in_memory(Role::kFull));
       need.add("staging of the network's calls", plan.comm_bytes);

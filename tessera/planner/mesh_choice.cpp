@@ -27,6 +27,7 @@ MemoryPlanOptions resident(const MemoryPlanOptions& given, const comm::Mesh& mes
   options.block_numel = modes.block_numel;
   options.gradient_blocks.reset();
   options.num_reduction_hosts = 1;
+  options.num_gather_hosts = mesh.hierarchical() ? mesh.hosts_per_group() : 1;
   if (modes.encodes_gradients()) {
     options.gradient_blocks = {modes.gradient_bits_across, modes.block_numel};
     options.num_reduction_hosts = mesh.inside_size() > 1 ? mesh.hosts_per_group() : 1;

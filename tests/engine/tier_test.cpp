@@ -94,6 +94,44 @@ RunSettings budgeted(int ranks) {
   return settings;
 }
 
+// Four ranks on two hosts, with and without a budget.
+TEST(TierBudgets, OfModesThatSendLessKeepTheBooksThatWerePlanned) {
+  const Placed modes[] = {
+      {"hpZ", {{"shard.secondary_group_size", "2"}}},
+      {"qwZ", {{"quant.weights", "true"}}},
+      {"qgZ", {{"quant.gradients", "true"}}},
+      {"hierarchical", {{"shard.hierarchical_gather", "true"}}},
+      {"hierarchical qwZ", {{"shard.hierarchical_gather", "true"}, {"quant.weights", "true"}}},
+      {"MiCS and qgZ", {{"shard.group_size", "2"}, {"quant.gradients", "true"}}},
+      {"all",
+       {{"shard.secondary_group_size", "2"},
+        {"quant.weights", "true"},
+        {"quant.gradients", "true"},
+        {"quant.gradient_bits", "8"}}},
+  };
+  for (const Placed& mode : modes) {
+    for (const char* budget : {"6MiB", "64MiB"}) {
+      SCOPED_TRACE(mode.name + ", " + budget);
+      RunSettings settings = budgeted(4);
+      settings.batch = 8;
+      settings.options =
+          joined({{"comm.ranks_per_host", "2"}, {"memory.host", budget}}, mode.options);
+      settings.gives_shapes = true;
+      const RunOutcome run = train(settings);
+      ASSERT_TRUE(run.placement.has_value());
+      EXPECT_LE(run.placement->memory_bytes(), run.placement->memory_budget_bytes);
+      for (const auto& [cell, bytes] : run.peaks) {
+        const auto [tier, role] = cell;
+        if (role != Role::kStaging || tier != Tier::kDevice) {  // single numbers, such as the norm
+          EXPECT_EQ(bytes, run.placement->bytes(tier, role))
+              << to_string(tier) << " " << to_string(role);
+        }
+      }
+      EXPECT_EQ(run.comm_peak_bytes, settings.ranks * run.placement->comm_bytes);
+    }
+  }
+}
+
 TEST(TierBudgets, ChangeNoBitAndKeepTheBooksThatWerePlanned) {
   const DiskDirectory directory;
   for (const int ranks : {1, 2, 3}) {

@@ -273,6 +273,8 @@ TEST_P(ReducerHops, TakeThePlannedMemory) {
         }
         world.reducer().wait();
         EXPECT_EQ(world.gradient_bytes(), static_cast<std::size_t>(planned.total()));
+        EXPECT_EQ(world.ledger().current_bytes(Tier::kPinned, Role::kOther),
+                  static_cast<std::size_t>(planned.quant_sums));
       });
     }
   }

@@ -72,10 +72,31 @@ class StagedCalls {
 
   const MemoryPlan& plan() const { return plan_; }
 
-  std::int64_t gather_bytes(const std::vector<int>& ids) const {
-    return static_cast<std::int64_t>(comm::all_gather_staging_bytes(
-        shards(ids), static_cast<std::size_t>(options_.pack_below_bytes), options_.num_ranks,
-        options_.call_memory));
+  // By all ranks, in whichever groups they take.
+  void expect_room_for_gather(const std::vector<int>& ids) const {
+    std::vector<comm::GatherPiece> pieces = shards(ids);
+    const int hosts = options_.num_gather_hosts;
+    if (hosts == 1) {
+      EXPECT_LE(gather_bytes(pieces, options_.num_ranks), plan_.staging.gathers);
+    } else {
+      std::vector<comm::GatherPiece> bytes = pieces;
+      for (std::size_t i = 0; i < pieces.size(); ++i) {
+        bytes[i].is_encoded = false;
+        pieces[i].wire_bytes *= static_cast<std::size_t>(hosts);
+      }
+      EXPECT_LE(gather_bytes(bytes, hosts), plan_.staging.phase_across);
+      EXPECT_LE(gather_bytes(pieces, options_.num_ranks / hosts), plan_.staging.phase_inside);
+    }
+    if (const int second = options_.num_secondary_ranks; second > 1) {
+      std::vector<comm::GatherPiece> kept;
+      for (const int id : ids) {
+        const auto i = static_cast<std::size_t>(id);
+        if (!model_.params[i].dynamic) {
+          kept.push_back({layouts_[i].full_bytes() / static_cast<std::size_t>(second), false});
+        }
+      }
+      EXPECT_LE(gather_bytes(kept, second), plan_.staging.secondary);
+    }
   }
   std::int64_t gather_to_bytes(const std::vector<int>& ids) const {
     return static_cast<std::int64_t>(comm::gather_to_staging_bytes(
@@ -88,14 +109,14 @@ class StagedCalls {
         quant::wire_bytes(*options_.gradient_blocks, numel), num_ranks));
   }
   // Two at once, of the group that begins them, and of the one that goes across hosts.
-  void expect_room_for_hops(std::int64_t shard_numel) const {
+  void expect_room_for_hops(std::int64_t shard_numel, std::int64_t first,
+                            std::int64_t across) const {
     const int hosts = options_.num_reduction_hosts;
-    EXPECT_LE(2 * hop_bytes(shard_numel * hosts, options_.num_ranks / hosts),
-              plan_.reduction_staging_bytes - plan_.across_staging_bytes);
+    EXPECT_LE(2 * hop_bytes(shard_numel * hosts, options_.num_ranks / hosts), first);
     if (hosts > 1) {
-      EXPECT_LE(2 * hop_bytes(shard_numel, hosts), plan_.across_staging_bytes);
+      EXPECT_LE(2 * hop_bytes(shard_numel, hosts), across);
     } else {
-      EXPECT_EQ(plan_.across_staging_bytes, 0);
+      EXPECT_EQ(across, 0);
     }
   }
   std::int64_t reduction_bytes(std::int64_t shard_numel) const {
@@ -142,12 +163,23 @@ class StagedCalls {
   }
 
  private:
-  std::vector<std::size_t> shards(const std::vector<int>& ids) const {
-    std::vector<std::size_t> bytes;
+  // As they travel.
+  std::vector<comm::GatherPiece> shards(const std::vector<int>& ids) const {
+    std::vector<comm::GatherPiece> pieces;
     for (const int id : ids) {
-      bytes.push_back(layouts_[static_cast<std::size_t>(id)].shard_bytes());
+      const shard::Layout& layout = layouts_[static_cast<std::size_t>(id)];
+      const quant::BlockFormat format{options_.weight_bits, options_.block_numel};
+      pieces.push_back(options_.weight_bits == 0
+                           ? comm::GatherPiece{layout.shard_bytes(), false}
+                           : comm::GatherPiece{quant::wire_bytes(format, layout.shard_numel()),
+                                               layout.shard_numel() > 0});
     }
-    return bytes;
+    return pieces;
+  }
+  std::int64_t gather_bytes(const std::vector<comm::GatherPiece>& pieces, int num_ranks) const {
+    return static_cast<std::int64_t>(
+        comm::all_gather_staging_bytes(pieces, static_cast<std::size_t>(options_.pack_below_bytes),
+                                       num_ranks, options_.call_memory));
   }
 
   const ModelShapes& model_;
@@ -159,34 +191,43 @@ class StagedCalls {
 void expect_room_for_every_call(const ModelShapes& model, const MemoryPlanOptions& options) {
   const StagedCalls calls(model, options);
   const MemoryPlan& plan = calls.plan();
-  const std::int64_t room = plan.gather_staging_bytes;
-  EXPECT_EQ(plan.comm_bytes, room + plan.reduction_staging_bytes);
+  const std::int64_t room = plan.staging.gathers;
+  EXPECT_EQ(plan.comm_bytes, plan.staging.total());
   EXPECT_GE(room, static_cast<std::int64_t>(comm::kSmallAllReduceBytes));
   for (const std::vector<int>& unit : model.units) {
-    EXPECT_LE(calls.gather_bytes(unit), room);
+    calls.expect_room_for_gather(unit);
   }
   for (const std::int64_t bucket_bytes : {std::int64_t{10000}, std::int64_t{128} << 20}) {
     const coordinator::PrefetchPlan plan = calls.prefetch_plan(bucket_bytes);
     for (const coordinator::GatherList& list : plan.ahead.prefetch) {
-      EXPECT_LE(calls.gather_bytes(list), room) << "ahead, of " << list.size() << " parameters";
+      SCOPED_TRACE("ahead");
+      calls.expect_room_for_gather(list);
     }
     for (const coordinator::PlannedUse& use : plan.uses) {
-      EXPECT_LE(calls.gather_bytes(use.demand), room);
+      calls.expect_room_for_gather(use.demand);
       for (const coordinator::GatherList& list : use.prefetch) {
-        EXPECT_LE(calls.gather_bytes(list), room) << "of " << list.size() << " parameters";
+        calls.expect_room_for_gather(list);
       }
     }
   }
   const grad::BucketLayout buckets = calls.buckets();
   for (const grad::Bucket& bucket : buckets.buckets) {
     if (options.gradient_blocks) {
-      calls.expect_room_for_hops(bucket.shard_numel);
+      calls.expect_room_for_hops(bucket.shard_numel, plan.staging.reductions,
+                                 plan.staging.reductions_across);
     } else {
-      EXPECT_LE(2 * calls.reduction_bytes(bucket.shard_numel), plan.reduction_staging_bytes);
+      EXPECT_LE(2 * calls.reduction_bytes(bucket.shard_numel), plan.staging.reductions);
     }
   }
-  if (!options.gradient_blocks) {  // else a call may take memory of its own
-    EXPECT_LE(2 * calls.reduction_bytes(buckets.largest_dynamic_numel), room);
+  const std::int64_t dynamic_numel = buckets.largest_dynamic_numel;
+  const bool is_apart = options.num_reduction_hosts > 1 || options.num_gather_hosts > 1;
+  const std::int64_t dynamic_room = is_apart ? plan.staging.agreed : room;
+  if (dynamic_numel == 0) {
+    EXPECT_EQ(plan.staging.agreed + plan.staging.agreed_across, 0);
+  } else if (options.gradient_blocks) {
+    calls.expect_room_for_hops(dynamic_numel, dynamic_room, plan.staging.agreed_across);
+  } else {
+    EXPECT_LE(2 * calls.reduction_bytes(dynamic_numel), dynamic_room);
   }
   if (model.params[static_cast<std::size_t>(model.units.back().back())].dynamic) {
     EXPECT_LE(calls.gather_to_bytes(model.units.back()), room);
@@ -208,6 +249,11 @@ TEST(StagingPlan, HoldsEveryCallOfAStepOfAnyModelWithinAnyBudget) {
         {std::nullopt, quant::BlockFormat{4, 128}, quant::BlockFormat{8, 32}});
     if (options.gradient_blocks && options.num_ranks == 4) {
       options.num_reduction_hosts = draw.one_of({1, 2});
+    }
+    options.weight_bits = draw.one_of({0, 8});
+    if (options.num_ranks == 4) {
+      options.num_gather_hosts = draw.one_of({1, 2});
+      options.num_secondary_ranks = draw.one_of({1, 2});
     }
     const std::int64_t all = planned(model, options).memory_bytes();
     for (const std::int64_t percent : {30, 60, 90, 100, 1000}) {
@@ -240,8 +286,6 @@ TEST(StagingPlan, HoldsAPrefetchThatJoinsUses) {
 TEST(StagingPlan, IsNothingForOneRank) {
   for (const ModelShapes& model : small_models()) {
     const MemoryPlan plan = planned(model, with_budget(kUnlimited), 1);
-    EXPECT_EQ(plan.gather_staging_bytes, 0);
-    EXPECT_EQ(plan.reduction_staging_bytes, 0);
     EXPECT_EQ(plan.comm_bytes, 0);
   }
 }
@@ -252,7 +296,7 @@ TEST(StagingPlan, OfGathersFollowsWhatIsPacked) {
     Config config;
     config.set("comm.pack_below_bytes", pack_below);
     config.set("comm.backend", backend);
-    return planned(model, MemoryPlanOptions::from(config, 2, false)).gather_staging_bytes;
+    return planned(model, MemoryPlanOptions::from(config, 2, false)).staging.gathers;
   };
   // Six shards of 80000 bytes: none is small, or all of them are, and joined by a prefetch.
   EXPECT_EQ(staged("64KiB", "gloo"), static_cast<std::int64_t>(comm::kSmallAllReduceBytes));
