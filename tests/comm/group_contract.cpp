@@ -206,6 +206,29 @@ TEST_P(GroupContract, ARankThatThrowsEndsTheOthersWithItsName) {
   });
 }
 
+TEST_P(GroupContract, AnAbortEndsTheGroupHereAndOnTheOtherRanks) {
+  expect_failures(3, {"rank 2", "no more data"}, [](ContractRank& here) {
+    CallValues<float> value(here, {1.0F});
+    CallValues<float> full(here, std::vector<float>(3));
+    const Gather gather{value.data(), full.data(), 1, DType::kFloat32};
+    const Pending in_flight = here.group.start_all_gather({&gather, 1});
+    if (here.group.rank() == 2) {
+      here.group.abort("there is no more data");
+      here.group.abort("the first reason counts");
+      EXPECT_TRUE(in_flight.done());
+      try {
+        here.group.start_barrier().wait();
+        ADD_FAILURE() << "an aborted group went on";
+      } catch (const PeerError& error) {
+        EXPECT_STREQ(error.what(), "group 'world' was aborted: there is no more data");
+      }
+      throw CommError("rank 2 failed: no more data");
+    }
+    in_flight.wait();  // the others may have been there before
+    here.group.start_barrier().wait();
+  });
+}
+
 TEST_P(GroupContract, TagsAreTheOnlyControlBytes) {
   run(3, [](ContractRank& here) {
     for (int i = 0; i < 10; ++i) {

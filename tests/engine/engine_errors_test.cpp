@@ -85,52 +85,58 @@ TEST(Exceptions, OfOneRankAreNamedOnTheOthers) {
   EXPECT_SAYS("out of cheese", std::rethrow_exception(failures[0]));
 }
 
-// Rank 0 does not use what comes first in the first bucket, so it sends that at the end of its
-// backward, for which it needs the weights of `first` from rank 1; and that has the bucket in
-// flight when its hook throws. How it goes on decides who is told by whom, never how long it takes.
-TEST(Exceptions, InAHookWithReductionsThatOthersCannotStartReachEveryRank) {
+struct SometimesAllImpl : torch::nn::Module {
+  SometimesAllImpl()
+      : weight(register_parameter("weight", input(30, 30, 1))),
+        other(register_parameter("other", input(30, 30, 2))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return at::linear(x, uses_all ? weight + other : weight);
+  }
+  bool uses_all = false;
+  at::Tensor weight;
+  at::Tensor other;
+};
+
+// Rank 0 has no gradient of `last.other`, so it starts that parameter's reduction at the end of its
+// backward, for which it needs the weights of `first` from rank 1; and that has started the
+// reduction when its hook throws.
+TEST(Exceptions, BesideReductionsThatOthersCannotStartReachEveryRank) {
   for (const bool is_caught : {false, true}) {
     SCOPED_TRACE(is_caught ? "caught" : "not caught");
     Config config = quiet_config();
-    config.set("grad.bucket_bytes", "1KiB");
-    config.set("live.limit_bytes", "0");
-    config.set("persist.param_bytes", "0");
-    config.set("prefetch.bucket_bytes", "0");
+    config.set("grad.bucket_bytes", std::string("1KiB"));
+    config.set("live.limit_bytes", std::string("0"));
+    config.set("persist.param_bytes", std::string("0"));
+    config.set("prefetch.bucket_bytes", std::string("0"));
     comm::GroupOptions options;
-    options.timeout = std::chrono::seconds(60);
-    const auto failures = failures_of(
-        2, config,
-        [&](Engine& engine, comm::Group& group) {
-          auto first = engine.unit("first", affine(5, 30, 1));
-          auto middle = engine.unit("middle", affine(30, 30, 2));
-          auto last = engine.unit("last", affine(30, 2, 3));
-          auto beside = engine.unit("beside", affine(30, 30, 4));
-          at::Tensor x = first(input(4, 5, 0));
-          if (group.rank() == 1) {
-            x.register_hook(
-                [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("out of cheese"); });
-          }
-          const at::Tensor y = middle(x);
-          const at::Tensor other = beside(y);  // gathered by both
-          const at::Tensor loss =
-              last(y).pow(2).mean() + (group.rank() == 1 ? other : other.detach()).pow(2).mean();
-          if (!is_caught) {
-            train_step(engine, loss);
-            return;
-          }
-          try {
-            train_step(engine, loss);
-          } catch (const std::runtime_error& error) {
-            if (std::string(error.what()).find("cheese") == std::string::npos) {
-              throw;
-            }
-          }
-        },
-        options);
-    EXPECT_EQ(failures[1] == nullptr, is_caught);
-    if (failures[1]) {
-      EXPECT_SAYS("out of cheese", std::rethrow_exception(failures[1]));
-    }
+    options.heartbeat = std::chrono::milliseconds(20);
+    options.timeout = std::chrono::seconds(60);  // which a wait that must not be would end at
+    comm::ThreadWorldOptions world;
+    world.num_ranks = 2;
+    const auto failures = comm::run_ranks_collecting(world, options, [&](comm::Group& group) {
+      Runtime runtime(config, group, {-1, 1});
+      {
+        Engine engine(runtime);
+        auto first = engine.unit("first", affine(5, 30, 1));
+        auto middle = engine.unit("middle", affine(30, 30, 2));
+        auto last = engine.unit("last", std::make_shared<SometimesAllImpl>());
+        last->uses_all = group.rank() == 1;
+        const at::Tensor x = first(input(4, 5, 0));
+        if (group.rank() == 1) {
+          x.register_hook(
+              [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("out of cheese"); });
+        }
+        const at::Tensor loss = last(middle(x)).pow(2).mean();
+        if (group.rank() == 1 && is_caught) {
+          EXPECT_SAYS("out of cheese", engine.backward(loss));
+        } else {
+          train_step(engine, loss);
+        }
+      }
+      throw std::runtime_error("out of cheese, and of engines");
+    });
+    ASSERT_TRUE(failures[1]);
+    EXPECT_SAYS("out of cheese", std::rethrow_exception(failures[1]));
     ASSERT_TRUE(failures[0]);
     const std::string told = message_of([&] { std::rethrow_exception(failures[0]); });
     EXPECT_NE(told.find("rank 1"), std::string::npos) << told;

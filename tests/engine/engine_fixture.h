@@ -102,10 +102,10 @@ inline StepResult train_step(Engine& engine, const at::Tensor& loss, double weig
 
 // What each rank throws, or null; a lost rank is noticed soon.
 inline std::vector<std::exception_ptr> failures_of(
-    int ranks, const Config& config, const std::function<void(Engine&, comm::Group&)>& body,
-    comm::GroupOptions options = {}) {
+    int ranks, const Config& config, const std::function<void(Engine&, comm::Group&)>& body) {
   comm::ThreadWorldOptions world;
   world.num_ranks = ranks;
+  comm::GroupOptions options;
   options.heartbeat = std::chrono::milliseconds(20);
   return comm::run_ranks_collecting(world, options, [&](comm::Group& group) {
     Runtime runtime(config, group, {-1, 1});
