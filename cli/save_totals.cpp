@@ -65,7 +65,9 @@ std::string expected_save_text(const ExpectedSave& save) {
                      approximate_bytes(save.buffer_bytes), wait);
 }
 
-std::string load_time_text(double seconds) { return fmt::format(", in {:.2f} s", seconds); }
+std::string load_time_text(double seconds, double read_s) {
+  return fmt::format(", in {:.2f} s, {:.2f} s of them reading", seconds, read_s);
+}
 
 std::string failed_save_text(const SaveRecord& record) {
   return fmt::format("the save of step {} failed, and training goes on: {}", record.step,

@@ -47,7 +47,7 @@ struct ExpectedSave {
   std::optional<double> stall_s;  // null: not known
 };
 // Of a load, at the end of a line that says what was loaded.
-std::string load_time_text(double seconds);
+std::string load_time_text(double seconds, double read_s);
 
 // "save of 2.10 GiB beside training, 1.00 GiB of buffer: updates wait about 0.40 s"
 std::string expected_save_text(const ExpectedSave& save);

@@ -76,7 +76,7 @@ std::int64_t Checkpoints::resume() {
   const double seconds = static_cast<double>(clock.now_ns() - start_ns) * 1e-9;
   tellers_.say("resumed from " + loaded.path + ": step " + std::to_string(loaded.step) + " of " +
                std::to_string(plan_.num_steps) + ", saved by " + ranks_text(loaded.num_ranks) +
-               load_time_text(seconds));
+               load_time_text(seconds, loaded.read_s));
   for (const std::string& note : loaded.notes) {
     tellers_.say(note);
   }

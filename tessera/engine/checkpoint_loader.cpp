@@ -176,7 +176,7 @@ LoadResult CheckpointLoader::load(const std::string& path, const LoadOptions& op
   compare_hashes();
   driver_.set_state(manifest.step, state_);
   ctx_.lifecycle.set_half_loaded({});
-  return {found, manifest.step, manifest.num_ranks, manifest.user, std::move(notes_)};
+  return {found, manifest.step, manifest.num_ranks, manifest.user, std::move(notes_), read_s_};
 }
 
 // --- what takes what ---
@@ -399,7 +399,9 @@ void CheckpointLoader::read_all() {
   for (int id = 0; id < ctx_.params.num_params(); ++id) {
     prepare(id);
   }
+  const std::int64_t begin_ns = ctx_.runtime.clock().now_ns();
   read_jobs(make_jobs());
+  read_s_ = static_cast<double>(ctx_.runtime.clock().now_ns() - begin_ns) * 1e-9;
   for (int id = 0; id < ctx_.params.num_params(); ++id) {
     complete(id);
   }

@@ -99,6 +99,7 @@ class CheckpointLoader {
   // Of what this rank has read; has its entries before threads begin.
   std::map<const checkpoint::StoredTensor*, std::uint64_t> hashes_;
   int num_threads_ = 1;
+  double read_s_ = 0;
   std::mutex nvme_mutex_;  // held by who writes to a shard on NVMe: one at a time does
 };
 

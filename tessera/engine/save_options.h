@@ -50,6 +50,7 @@ struct LoadResult {
   int num_ranks = 0;  // that wrote it
   std::map<std::string, std::string> user;
   std::vector<std::string> notes;  // for people: what `partial` accepted, what begins anew
+  double read_s = 0;               // of this rank, once memory for what is read was made
 };
 
 }  // namespace tessera

@@ -160,7 +160,9 @@ TEST(SaveTotals, SayBeforeASaveWhatItIsExpectedToCost) {
              ": how long updates wait is not known yet");
 }
 
-TEST(SaveTotals, SayWhatALoadTook) { EXPECT_EQ(load_time_text(7.418), ", in 7.42 s"); }
+TEST(SaveTotals, SayWhatALoadTook) {
+  EXPECT_EQ(load_time_text(7.418, 5.1), ", in 7.42 s, 5.10 s of them reading");
+}
 
 ResumePoint some_point() {
   DataIdentity data;
