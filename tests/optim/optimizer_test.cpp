@@ -159,7 +159,8 @@ TEST(Optimizer, HoldsTheBytesOfTheClosedForm) {
         test.shapes = {{1000}, {3}, {17, {}, false}, {0}, {4099}};
         comm::run_ranks(num_ranks, [&](comm::Group& group) {
           OptimizerFixture fixture(group, test);
-          const std::size_t tensors = num_state_tensors(dtype, state_names(test.rule).size());
+          const std::size_t tensors =
+              num_state_tensors(dtype, static_cast<int>(state_names(test.rule).size()));
           std::size_t expected = 0;
           for (int id = 0; id < fixture.params().num_params(); ++id) {
             const shard::Param& param = fixture.params()[id];
