@@ -26,7 +26,7 @@ namespace tessera::checkpoint {
 struct ReaderOptions {
   // Null: one of its own. Outlives the reader.
   tier::IoEngine* io = nullptr;
-  std::size_t staging_bytes = std::size_t{16} << 20;  // of all callers together
+  std::size_t staging_bytes = std::size_t{32} << 20;  // of all callers together
   int num_callers = 1;                                // that read at a time
 };
 

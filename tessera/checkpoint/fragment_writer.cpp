@@ -5,14 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <condition_variable>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <mutex>
-#include <new>
 #include <utility>
 
 #include "tessera/checkpoint/checksum.h"
@@ -20,14 +17,18 @@
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/device/device.h"
 
 namespace tessera::checkpoint {
 namespace {
 
 using tier::kBlockBytes;
 
-// One is filled while the others are written.
-constexpr std::size_t kNumBuffers = 4;
+// Of the staging: as large as what a disk is asked for at a time, so that each can be filled again
+// as soon as it is written. Requests in flight share the disk and end at about the same time: with
+// few large buffers it would wait while all are filled.
+constexpr std::size_t kMostBufferBytes = std::size_t{1} << 20;
+constexpr std::size_t kLeastBuffers = 4;
 
 template <typename Call>
 auto retried(const Call& call) {
@@ -36,16 +37,6 @@ auto retried(const Call& call) {
     result = call();
   }
   return result;
-}
-
-using AlignedMemory = std::unique_ptr<std::byte, void (*)(void*)>;
-
-AlignedMemory aligned_memory(std::size_t bytes) {
-  AlignedMemory memory(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, bytes)), std::free);
-  if (memory == nullptr) {
-    throw std::bad_alloc();
-  }
-  return memory;
 }
 
 std::unique_ptr<tier::IoFile> make_file(const std::string& path, tier::DirectIo direct) {
@@ -58,7 +49,7 @@ std::unique_ptr<tier::IoFile> make_file(const std::string& path, tier::DirectIo 
 
 struct FragmentWriter::Impl {
   // Of the staging. Bytes of the file in runs of buffer_bytes are windows; a buffer serves one
-  // window after the other, kNumBuffers apart.
+  // window after the other, as many apart as there are buffers.
   struct Buffer {
     std::byte* data = nullptr;
     std::uint64_t window = 0;
@@ -71,11 +62,13 @@ struct FragmentWriter::Impl {
       : entries(std::move(all)),
         room(header_room(entries, kBlockBytes)),
         io(*options.io),
-        buffer_bytes(std::max(options.staging_bytes / kNumBuffers / kBlockBytes, std::size_t{1}) *
+        num_buffers(std::max(options.staging_bytes / kMostBufferBytes, kLeastBuffers)),
+        buffer_bytes(std::max(options.staging_bytes / num_buffers / kBlockBytes, std::size_t{1}) *
                      kBlockBytes),
-        memory(aligned_memory(kNumBuffers * buffer_bytes)),
+        memory(tier::transfer_memory(num_buffers * buffer_bytes)),
         file(make_file(path, options.direct)),
         bytes(room),
+        buffers(num_buffers),
         written(entries.size()),
         end(room) {
     for (const TensorEntry& entry : entries) {
@@ -117,8 +110,8 @@ struct FragmentWriter::Impl {
   // From `offset` on; nothing is in flight.
   void open_windows(std::uint64_t offset) {
     first_window_offset = offset;
-    for (std::size_t i = 0; i < kNumBuffers; ++i) {
-      buffers[i] = {memory.get() + i * buffer_bytes, i, 0, false, {}};
+    for (std::size_t i = 0; i < num_buffers; ++i) {
+      buffers[i] = {memory.data() + i * buffer_bytes, i, 0, false, {}};
     }
   }
 
@@ -142,7 +135,7 @@ struct FragmentWriter::Impl {
 
   // Waits until the buffer's window before this one is on disk.
   Buffer& open(std::uint64_t window) {
-    Buffer& buffer = buffers[window % kNumBuffers];
+    Buffer& buffer = buffers[window % num_buffers];
     std::unique_lock<std::mutex> lock(mutex);
     while (true) {
       if (failure) {
@@ -151,7 +144,7 @@ struct FragmentWriter::Impl {
       if (buffer.window == window) {
         return buffer;
       }
-      if (buffer.window + kNumBuffers != window || !buffer.is_started) {
+      if (buffer.window + num_buffers != window || !buffer.is_started) {
         changed.wait(lock);
         continue;
       }
@@ -166,7 +159,7 @@ struct FragmentWriter::Impl {
       lock.lock();
       if (error) {  // stays, and keeps the buffer from being used again
         fail(error);
-      } else if (buffer.window + kNumBuffers == window) {  // the first who waited
+      } else if (buffer.window + num_buffers == window) {  // the first who waited
         buffer.window = window;
         buffer.filled = 0;
         buffer.is_started = false;
@@ -220,11 +213,11 @@ struct FragmentWriter::Impl {
   // Also what is not full; until everything is written.
   void write_buffers() {
     std::unique_lock<std::mutex> lock(mutex);
-    std::array<Buffer*, kNumBuffers> oldest{};
-    for (std::size_t i = 0; i < kNumBuffers; ++i) {
-      oldest[i] = &buffers[i];
-      if (buffers[i].filled > 0 && !buffers[i].is_started) {
-        start_write(buffers[i]);
+    std::vector<Buffer*> oldest;
+    for (Buffer& buffer : buffers) {
+      oldest.push_back(&buffer);
+      if (buffer.filled > 0 && !buffer.is_started) {
+        start_write(buffer);
       }
     }
     std::ranges::sort(oldest, {}, [](const Buffer* buffer) { return buffer->window; });
@@ -251,15 +244,16 @@ struct FragmentWriter::Impl {
   const std::vector<TensorEntry> entries;
   const std::uint64_t room;  // of the header
   tier::IoEngine& io;
+  const std::size_t num_buffers;
   const std::size_t buffer_bytes;
-  const AlignedMemory memory;
+  const device::Memory memory;
   const std::unique_ptr<tier::IoFile> file;
   std::uint64_t bytes = 0;  // of the file
 
   std::mutex mutex;
   std::condition_variable changed;
   // Guarded by mutex; a buffer's memory is everybody's who has a place in its window.
-  std::array<Buffer, kNumBuffers> buffers;
+  std::vector<Buffer> buffers;
   std::uint64_t num_filled = 0;  // bytes
   std::exception_ptr failure;
   std::vector<PlacedTensor> placed;  // those that have begun, in order

@@ -31,8 +31,8 @@ namespace tessera::checkpoint {
 
 struct WriterOptions {
   tier::IoEngine* io = nullptr;  // outlives the writer
-  // Rounded down to a few buffers of whole blocks: some are written while one is filled.
-  std::size_t staging_bytes = std::size_t{16} << 20;
+  // Rounded down to buffers of whole blocks: most are being written while some are filled.
+  std::size_t staging_bytes = std::size_t{32} << 20;
   tier::DirectIo direct = tier::DirectIo::kAuto;
 };
 

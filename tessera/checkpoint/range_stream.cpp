@@ -3,7 +3,6 @@
 #include <fcntl.h>
 
 #include <algorithm>
-#include <new>
 
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
@@ -38,13 +37,8 @@ std::shared_ptr<RangeFile> RangeFiles::open(int file) {
 }
 
 Staging::Staging(std::size_t bytes)
-    : slot_bytes_(std::max(kBlockBytes, bytes / kNumSlots / kBlockBytes * kBlockBytes)) {
-  memory_.reset(static_cast<std::byte*>(
-      std::aligned_alloc(kBlockBytes, kNumSlots * (kHeadBytes + slot_bytes_))));
-  if (memory_ == nullptr) {
-    throw std::bad_alloc();
-  }
-}
+    : slot_bytes_(std::max(kBlockBytes, bytes / kNumSlots / kBlockBytes * kBlockBytes)),
+      memory_(tier::transfer_memory(kNumSlots * (kHeadBytes + slot_bytes_))) {}
 
 RangeStream::RangeStream(RangeFiles& files, tier::IoEngine& io, const Staging& staging,
                          const std::vector<FileRange>& ranges)

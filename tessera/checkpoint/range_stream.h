@@ -14,7 +14,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -24,6 +23,7 @@
 #include <vector>
 
 #include "tessera/checkpoint/posix_file.h"
+#include "tessera/device/device.h"
 #include "tessera/tier/io_engine.h"
 
 namespace tessera::checkpoint {
@@ -58,22 +58,19 @@ class RangeFiles {
 // A slot has room for blocks, and in front of them for what a reader prepends to a piece.
 class Staging {
  public:
-  static constexpr std::size_t kNumSlots = 4;
+  static constexpr std::size_t kNumSlots = 8;
   static constexpr std::size_t kHeadBytes = tier::kBlockBytes;
 
   // In all, about; at least one block per slot.
   explicit Staging(std::size_t bytes);
   std::size_t slot_bytes() const { return slot_bytes_; }
   std::byte* slot(std::size_t index) const {
-    return memory_.get() + index * (kHeadBytes + slot_bytes_) + kHeadBytes;
+    return memory_.data() + index * (kHeadBytes + slot_bytes_) + kHeadBytes;
   }
 
  private:
-  struct Free {
-    void operator()(std::byte* memory) const { std::free(memory); }
-  };
   std::size_t slot_bytes_;
-  std::unique_ptr<std::byte, Free> memory_;
+  device::Memory memory_;
 };
 
 struct FileRange {

@@ -9,6 +9,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/device/host_memory.h"
 #include "tessera/tier/range_queue.h"
 #include "tessera/tier/thread_engine.h"
 #include "tessera/tier/uring_engine.h"
@@ -63,6 +64,14 @@ bool set_direct(int fd) {
 }
 
 }  // namespace
+
+device::Memory transfer_memory(std::size_t bytes) {
+  device::HostMemoryRequest request;
+  request.bytes = bytes;
+  request.alignment = kBlockBytes;
+  request.role = Role::kStaging;
+  return device::allocate_host_memory(request);
+}
 
 IoFile::IoFile(std::string path, int fd, bool is_direct)
     : path_(std::move(path)), fd_(fd), is_direct_(is_direct) {}

@@ -9,13 +9,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <new>
 #include <utility>
 
 #include "tessera/core/clock.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
-#include "tessera/device/host_memory.h"
 #include "tessera/tier/range_queue.h"
 
 namespace tessera::tier {
@@ -91,20 +89,13 @@ std::unique_ptr<IoFile> open_nameless(const std::string& directory, DirectIo mod
   return open_io_file(path, O_RDWR, mode);
 }
 
-IoMemory::IoMemory(std::size_t bytes) : bytes_(bytes) {
-  const std::size_t taken =
-      (bytes + device::kHugePageBytes - 1) / device::kHugePageBytes * device::kHugePageBytes;
-  data_.reset(static_cast<std::byte*>(std::aligned_alloc(device::kHugePageBytes, taken)));
-  if (data_ == nullptr) {
-    throw std::bad_alloc();
-  }
-  device::prefer_huge_pages(data_.get(), taken);
+IoMemory::IoMemory(std::size_t bytes) : memory_(transfer_memory(bytes)), bytes_(bytes) {
   std::uint64_t state = 0x9E3779B97F4A7C15ULL;
   for (std::size_t i = 0; i + sizeof state <= bytes; i += sizeof state) {
     state ^= state << 13;
     state ^= state >> 7;
     state ^= state << 17;
-    std::memcpy(data_.get() + i, &state, sizeof state);
+    std::memcpy(memory_.data() + i, &state, sizeof state);
   }
 }
 

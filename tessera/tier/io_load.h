@@ -10,7 +10,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <span>
 #include <string>
@@ -23,20 +22,15 @@ namespace tessera::tier {
 // process ends. IoError if nothing can be written there, ConfigError as of open_io_file().
 std::unique_ptr<IoFile> open_nameless(const std::string& directory, DirectIo mode);
 
-// Memory for transfers, aligned to huge pages where the system has them: a direct request of 1 MiB
-// in pages of 4 KiB is a list of 256 entries, and a virtual disk was seen to read half as fast.
-// Filled with bytes of which no two blocks are alike: some disks store zeros and equal blocks for
-// nothing, and would be measured too fast.
+// transfer_memory(), filled with bytes of which no two blocks are alike: some disks store zeros and
+// equal blocks for nothing, and would be measured too fast.
 class IoMemory {
  public:
   explicit IoMemory(std::size_t bytes);
-  std::span<std::byte> bytes() const { return {data_.get(), bytes_}; }
+  std::span<std::byte> bytes() const { return {memory_.data(), bytes_}; }
 
  private:
-  struct Free {
-    void operator()(std::byte* data) const { std::free(data); }
-  };
-  std::unique_ptr<std::byte, Free> data_;
+  device::Memory memory_;
   std::size_t bytes_;
 };
 
