@@ -1,5 +1,7 @@
 #include "tessera/checkpoint/snapshot.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -12,6 +14,7 @@
 #include <span>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "tessera/checkpoint/checksum.h"
@@ -54,6 +57,10 @@ class QuietState final : public device::PendingState {
 Pending quiet(const Pending& work) {
   return work.state() == nullptr ? work : Pending(std::make_shared<QuietState>(work));
 }
+
+// Of this thread, and of those that it makes. Not so low that on a full machine a save would never
+// end.
+void lower_priority() noexcept { std::ignore = ::nice(10); }
 
 std::int64_t numel_of(const TensorEntry& entry) {
   return static_cast<std::int64_t>(entry.bytes() / bytes_of(entry.dtype));
@@ -122,6 +129,7 @@ struct Snapshot::Impl {
         tile_memory(given.device->allocate(given.tier, kNumTiles * tile_bytes, Role::kStaging,
                                            tier::kBlockBytes)),
         num_threads(std::clamp(given.num_threads, 1, static_cast<int>(kNumTiles))),
+        in_background(given.in_background),
         results(tensors.size()),
         file_bytes(writer->file_bytes()) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -276,6 +284,9 @@ struct Snapshot::Impl {
   // --- the snapshot's threads ---
 
   void run() {
+    if (in_background) {
+      lower_priority();
+    }
     try {
       std::vector<std::thread> helpers;
       while (helpers.size() + 1 < static_cast<std::size_t>(num_threads)) {
@@ -643,6 +654,7 @@ struct Snapshot::Impl {
   std::unique_ptr<FragmentWriter> writer;
   device::Memory tile_memory;
   const int num_threads;
+  const bool in_background;
   std::vector<SnapshotTensorResult> results;
   const std::uint64_t file_bytes;
   std::atomic<std::uint64_t> bytes_so_far{0};

@@ -73,6 +73,7 @@ struct SnapshotOptions {
   Tier tier = Tier::kHost;
   std::size_t tile_bytes = std::size_t{1} << 20;  // of each
   int num_threads = 2;                            // at least one; more than tiles are of no use
+  bool in_background = false;                     // others that want the cores go first
   // Room for what updates must not wait for, pinned likewise; null: none, and an update waits until
   // its owner has been read. Nobody else takes leases.
   tier::BufferPool* buffer = nullptr;

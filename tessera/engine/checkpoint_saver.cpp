@@ -298,6 +298,7 @@ void CheckpointSaver::start_writing(Save& save, bool beside_training) {
   options.device = &ctx_.runtime.device();
   options.tier = ctx_.runtime.device().is_discrete() ? Tier::kPinned : Tier::kHost;
   options.num_threads = num_checkpoint_threads(ctx_.runtime);
+  options.in_background = beside_training;
   options.clock = &ctx_.runtime.clock();
   if (beside_training) {
     std::int64_t rounded = 0;
