@@ -1,7 +1,6 @@
 #include "tessera/engine/checkpoint_loader.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <deque>
 #include <exception>
@@ -21,6 +20,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
 #include "tessera/engine/checkpoint_threads.h"
+#include "tessera/engine/job_queue.h"
 #include "tessera/engine/rank_tensors.h"
 #include "tessera/engine/step_state.h"
 #include "tessera/quant/block_codec.h"
@@ -407,6 +407,9 @@ void CheckpointLoader::read_all() {
   }
   read_rank_tensors();
   optimizer.end_writes(state_.num_optimizer_updates);
+  // Of what it has left out, also where a load that failed had begun to write it.
+  optimizer.make_states();
+  driver_.make_states();
 }
 
 void CheckpointLoader::prepare(int id) {
@@ -490,39 +493,47 @@ std::vector<std::vector<int>> CheckpointLoader::make_jobs() const {
   return ids;
 }
 
-// The failure of the first job that has one is thrown, when all threads have ended.
+// This thread takes the memory that jobs write to: that lasts about as long as reading what goes
+// there. The failure of the first job that has one is thrown, when all threads have ended.
 void CheckpointLoader::read_jobs(const std::vector<std::vector<int>>& jobs) {
-  std::atomic<std::size_t> next{0};
-  std::mutex mutex;
-  std::map<std::size_t, std::exception_ptr> failures;
+  JobQueue queue(jobs.size());
   const auto work = [&] {
     std::size_t job = 0;
     try {
       ParamReader reader(*this);
-      for (job = next++; job < jobs.size(); job = next++) {
+      while (const std::optional<std::size_t> next = queue.take()) {
+        job = *next;
         reader.read(jobs[job]);
       }
     } catch (...) {
-      const std::lock_guard<std::mutex> lock(mutex);
-      failures.emplace(job, std::current_exception());
-      next = jobs.size();
+      queue.fail(job, std::current_exception());
     }
   };
-  std::vector<std::thread> helpers;
-  while (helpers.size() + 1 < std::min(static_cast<std::size_t>(num_threads_), jobs.size())) {
+  std::vector<std::thread> readers;
+  while (readers.size() < std::min(static_cast<std::size_t>(num_threads_), jobs.size())) {
     try {
-      helpers.emplace_back(work);
+      readers.emplace_back(work);
     } catch (const std::system_error&) {
       break;  // no more threads to be had: those that there are do it all
     }
   }
-  work();
-  for (std::thread& helper : helpers) {
-    helper.join();
+  for (std::size_t job = 0; job < jobs.size() && !queue.has_failed(); ++job) {
+    try {
+      for (const int id : jobs[job]) {
+        driver_.optimizer().prepare_writes(id);
+      }
+      queue.prepared();
+    } catch (...) {
+      queue.fail(job, std::current_exception());
+    }
   }
-  if (!failures.empty()) {
-    std::rethrow_exception(failures.begin()->second);
+  if (readers.empty()) {
+    work();
   }
+  for (std::thread& reader : readers) {
+    reader.join();
+  }
+  queue.check();
 }
 
 // What is stored as blocks is read alone; the rest one behind the other, without a gap.

@@ -2,10 +2,10 @@
 // ranks, types and tiers it was saved with.
 //
 // Each rank reads what it owns, piece by piece. Several threads do: each takes some parameters, the
-// largest first, and what is next of them is read while it hashes and copies what has come. Ranks
-// hash what they read, by its place in the tensor
-// (checkpoint::ContentHash); the sums must be those of the save, so a byte that no rank has read,
-// or that a wrong rank has, is found, and named.
+// largest first, and what is next of them is read while it hashes and copies what has come. Another
+// takes the memory of the optimizer's states meanwhile, if those are not made yet. Ranks hash what
+// they read, by its place in the tensor (checkpoint::ContentHash); the sums must be those of the
+// save, so a byte that no rank has read, or that a wrong rank has, is found, and named.
 //
 //   saved                          a parameter here            its master here
 //   the same type                  as it was                   as it was; of fp32 the value

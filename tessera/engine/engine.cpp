@@ -72,6 +72,7 @@ const shard::Param& Engine::param(int id) const { return objects_->context.param
 shard::ParamTable& Engine::params() { return objects_->context.params; }
 optim::Optimizer& Engine::optimizer() {
   objects_->finalize();
+  objects_->driver.make_states();
   return objects_->driver.optimizer();
 }
 const at::Tensor& Engine::tensor(int id) const { return objects_->model.tensor(id); }

@@ -6,6 +6,11 @@
 namespace tessera::engine {
 
 void EngineObjects::begin_pass() {
+  begin_call();
+  driver.make_states();
+}
+
+void EngineObjects::begin_call() {
   context.lifecycle.check_usable();
   finalize();
   driver.notice_trainable();
@@ -16,7 +21,7 @@ LoadResult EngineObjects::load(const std::string& path, const LoadOptions& optio
   const std::string before = context.lifecycle.half_loaded();
   context.lifecycle.set_half_loaded({});
   try {
-    begin_pass();
+    begin_call();
     saver.wait();
     return CheckpointLoader(context, ranks, model, driver, access).load(path, options);
   } catch (...) {

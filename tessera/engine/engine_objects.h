@@ -33,8 +33,11 @@ struct EngineObjects {
         access(context, ranks, model, driver),
         saver(context, ranks, model, driver, access) {}
 
-  // Before a forward or backward: the model is complete, and nothing of a failed pass is left.
+  // Before a forward or backward: the model is complete, it has its states, and nothing of a failed
+  // pass is left.
   void begin_pass();
+  // The same without the states.
+  void begin_call();
   // No unit can be added from here on.
   void finalize();
   LoadResult load(const std::string& path, const LoadOptions& options);

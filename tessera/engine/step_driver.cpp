@@ -99,15 +99,23 @@ void StepDriver::finalize() {
   loss_scale_.emplace(optim::LossScaleOptions::from(ctx_.runtime.config(), dtype));
   weight_scale_ = dtype == DType::kFloat16 ? 0 : 1;
   optimizer_ = ctx_.tiers.make_optimizer(optim::RuleOptions::from(ctx_.runtime.config()));
-  for (int id = 0; id < ctx_.params.num_params(); ++id) {
-    ctx_.params[id].set_first_master({});
-  }
   make_reducer();
   ctx_.coordinator.set_dynamic_gradients({[this] { return reducer_->pending_dynamic(); },
                                           [this](std::span<const int> ids) {
                                             finish_reading_gradients();
                                             reducer_->reduce_dynamic(ids);
                                           }});
+}
+
+void StepDriver::make_states() {
+  if (states_are_made_) {
+    return;
+  }
+  optimizer_->make_states();
+  for (int id = 0; id < ctx_.params.num_params(); ++id) {
+    ctx_.params[id].set_first_master({});
+  }
+  states_are_made_ = true;
 }
 
 void StepDriver::end_failed_backward() {
@@ -422,6 +430,7 @@ void StepDriver::fix_placement() {
   ctx_.coordinator.change_tier(ctx_.tiers.coordinator_options());
   optimizer_ =
       ctx_.tiers.make_optimizer(optim::RuleOptions::from(ctx_.runtime.config()), std::move(states));
+  optimizer_->make_states();
   make_reducer();
 }
 

@@ -48,6 +48,8 @@ class StepDriver {
 
   // The model is complete, and the shards are where they stay: makes optimizer and reducer.
   void finalize();
+  // The optimizer's states, before anything but a load needs them. Nothing if they are made.
+  void make_states();
 
   // --- Engine's calls; a pass has begun (Engine::Impl::begin_pass()) ---
   static void check_losses(const std::vector<at::Tensor>& losses, double weight);
@@ -95,7 +97,7 @@ class StepDriver {
   std::optional<double> last_seconds_before_update() const { return seconds_before_update_; }
 
   BackwardWatch& backward_watch() { return *watch_; }
-  optim::Optimizer& optimizer() { return *optimizer_; }  // once finalized
+  optim::Optimizer& optimizer() { return *optimizer_; }  // once finalized; see make_states()
   std::int64_t num_steps() const { return num_steps_; }
   std::int64_t num_updated_steps() const { return num_updated_steps_; }  // that were not skipped
   EngineStats take_stats();
@@ -136,6 +138,7 @@ class StepDriver {
   // Once finalized.
   std::optional<optim::LossScale> loss_scale_;
   std::unique_ptr<optim::Optimizer> optimizer_;
+  bool states_are_made_ = false;
   std::unique_ptr<grad::Reducer> reducer_;
 
   std::int64_t num_steps_ = 0;

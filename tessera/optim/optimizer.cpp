@@ -35,6 +35,7 @@ Optimizer::Optimizer(shard::ParamTable& params, const RuleOptions& rule, Optimiz
       options_(options),
       reduce_(options_.device.stream(StreamKind::kReduce)),
       states_(params, rule, options_),
+      are_set_(static_cast<std::size_t>(params.num_params())),
       host_norms_(static_cast<std::size_t>(params.num_params())),
       executor_(std::make_unique<DeviceExecutor>(params, rule, options_, states_)) {
   bool cpu_updates = false;
@@ -60,16 +61,16 @@ Optimizer::Optimizer(shard::ParamTable& params, const RuleOptions& rule, Optimiz
       add(id);
     }
     if (states.exists) {
+      states_.take_memory(id);
       states_.put(id, states);
       states.tensors = {};
+      are_set_[static_cast<std::size_t>(id)] = true;
     }
   }
   set_plan();
   for (int id = 0; id < params.num_params(); ++id) {
-    if (carried.params[static_cast<std::size_t>(id)].exists) {
+    if (are_set_[static_cast<std::size_t>(id)]) {
       refresh_copy(id);
-    } else if (params[id].trainable()) {
-      make_master(id);
     }
   }
 }
@@ -81,6 +82,21 @@ void Optimizer::add(int id) {
   if (states_.is_on_cpu(id)) {
     pipeline_->add(id);
   }
+}
+
+void Optimizer::make_states() {
+  finish();
+  for (int id = 0; id < params_.num_params(); ++id) {
+    if (states_.has(id) && !are_set_[static_cast<std::size_t>(id)]) {
+      make_states(id);
+    }
+  }
+}
+
+void Optimizer::make_states(int id) {
+  states_.take_memory(id);
+  make_master(id);
+  are_set_[static_cast<std::size_t>(id)] = true;
 }
 
 void Optimizer::make_master(int id) { states_.make_master(id, refresh_copy(id)); }
@@ -292,7 +308,7 @@ void Optimizer::follow_trainable(int param) {
   finish();
   if (params_[param].trainable() && !states_.has(param)) {
     add(param);
-    make_master(param);
+    make_states(param);
   }
   set_plan();
 }
@@ -313,7 +329,7 @@ CarriedStates Optimizer::take_states() {
 
 void Optimizer::reset_master(int param) {
   finish();
-  if (states_.has(param)) {
+  if (are_set_[static_cast<std::size_t>(param)]) {
     make_master(param);
     executor_->plan();  // what was sent to the device is of before
   }
@@ -371,11 +387,19 @@ void Optimizer::write(int param, std::size_t tensor, std::int64_t begin, std::in
 
 void Optimizer::set_num_updates(int param, std::int64_t updates) {
   states_.set_num_updates(param, updates);
+  are_set_[static_cast<std::size_t>(param)] = true;
 }
 
 void Optimizer::add_states(int param) {
   if (!states_.has(param)) {
     add(param);
+  }
+}
+
+void Optimizer::prepare_writes(int param) {
+  if (states_.has(param)) {
+    are_set_[static_cast<std::size_t>(param)] = false;
+    states_.take_memory(param);
   }
 }
 

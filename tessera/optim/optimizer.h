@@ -57,16 +57,19 @@ struct OwnSums {
 
 class Optimizer {
  public:
-  // All parameters of the table are known now, with their placements and initial values. Makes
-  // masters and states; throws IoError if they cannot be written, and ConfigError if buffers do not
-  // hold one sub-group or slots not one piece.
-  // `carried`: what an optimizer of before had (take_states()), in place of initial states.
+  // All parameters of the table are known now, with their placements and initial values. Masters
+  // and states are those that an optimizer of before had (take_states()), or are made by
+  // make_states(). ConfigError if buffers do not hold one sub-group or slots not one piece.
   Optimizer(shard::ParamTable& params, const RuleOptions& rule, OptimizerOptions options,
             CarriedStates carried = {});
   // Ends updates that still run; their failures are the waiters' business.
   ~Optimizer();
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
+
+  // Masters from the shards, moments of zero, for those that have none yet: before the first step.
+  // IoError if they cannot be written.
+  void make_states();
 
   // A step has begun whose gradients are still to come: states of the first sub-groups are read, as
   // far as there are leases, and those that the device updates are sent there, as far as there are
@@ -119,17 +122,21 @@ class Optimizer {
   device::Pending start_read(int param, std::size_t tensor, std::int64_t begin, std::int64_t numel,
                              std::byte* to) const;
 
-  // Between the two, tensors are written and nothing else is called. The first waits for
-  // everything. The second: as if updates had made them, `num_updates` so far. If a call in between
-  // throws, tensors are of two origins, and have to be written anew.
+  // Between the two, tensors are written and nothing else is called but what follows. The first
+  // waits for everything. The second: as if updates had made them, `num_updates` so far. If a call
+  // in between throws, tensors are of two origins, and have to be written anew.
   void begin_writes();
   void end_writes(std::int64_t num_updates);
+  // Before the first write() of a parameter's tensors, all of which are written then. One caller at
+  // a time, while others write those of other parameters.
+  void prepare_writes(int param);
   // Blocks; on NVMe not until it is there. `numel` is a multiple of shard::kShardStep but at the
   // end; padding stays zero whatever is given for it. From several threads at once.
   void write(int param, std::size_t tensor, std::int64_t begin, std::int64_t numel,
              const std::byte* from);
+  // When all have been written.
   void set_num_updates(int param, std::int64_t updates);
-  // Of a parameter that is frozen, and was not when they were saved; zero until they are written.
+  // Of a parameter that is frozen, and was not when they were saved: before prepare_writes().
   // Nothing if it has them.
   void add_states(int param);
 
@@ -147,6 +154,8 @@ class Optimizer {
 
  private:
   void add(int id);
+  // With its master.
+  void make_states(int id);
   void make_master(int id);
   // CpuPipeline::refresh_copy(), of what it updates.
   const std::byte* refresh_copy(int id);
@@ -166,7 +175,8 @@ class Optimizer {
   const OptimizerOptions options_;
   device::Stream& reduce_;
   OptimizerStates states_;
-  std::vector<float> copy_;  // of what state() has read
+  std::vector<bool> are_set_;  // by id: masters and moments have their values
+  std::vector<float> copy_;    // of what state() has read
   std::int64_t num_updates_ = 0;
 
   // One number per parameter. Kernels of a discrete device write to pinned memory only.

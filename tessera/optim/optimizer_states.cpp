@@ -206,6 +206,13 @@ void OptimizerStates::add(int id) {
   slot.exists = true;
   if (is_on_nvme(id)) {
     allocate_extents(id);
+  }
+}
+
+void OptimizerStates::take_memory(int id) {
+  Slot& slot = slots_[static_cast<std::size_t>(id)];
+  TESSERA_INVARIANT(slot.exists, "parameter '", params_[id].name(), "' has no states");
+  if (slot.has_memory || is_on_nvme(id)) {
     return;
   }
   const std::size_t bytes = num_tensors(id) * tensor_bytes(id);
@@ -219,6 +226,7 @@ void OptimizerStates::add(int id) {
   } else {
     device::fill_host(slot.memory.data(), 0, bytes);
   }
+  slot.has_memory = true;
 }
 
 std::vector<std::string_view> OptimizerStates::tensor_names(int id) const {

@@ -69,9 +69,11 @@ class OptimizerStates {
   std::int64_t slot_numel() const { return slot_numel_; }
 
   bool has(int id) const { return slots_[static_cast<std::size_t>(id)].exists; }
-  // Takes memory or space on NVMe; moments are zero, the master is not made yet. Once per
-  // parameter.
+  // Takes space on NVMe. Once per parameter.
   void add(int id);
+  // Takes memory, unless it has some: moments are zero, the master is not made yet. While it runs
+  // those of others may be written. REQUIRES: has() it.
+  void take_memory(int id);
   // From the shard. `host_copy`: of a shard in a discrete device's memory, if there is one.
   void make_master(int id, const std::byte* host_copy = nullptr);
 
@@ -148,6 +150,7 @@ class OptimizerStates {
   };
   struct Slot {
     bool exists = false;
+    bool has_memory = false;  // or needs none
     device::Memory memory;
     std::int64_t offset = -1;  // on NVMe
     std::int64_t updates = 0;  // the step that corrects the moments

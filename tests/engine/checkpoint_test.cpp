@@ -6,6 +6,7 @@
 #include <fstream>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -337,6 +338,58 @@ TEST(Checkpoint, OfAnotherModelIsRefusedByNameUnlessPartsWillDo) {
   const RunOutcome outcome = train(other);
   EXPECT_FALSE(outcome.loaded->notes.empty());
   EXPECT_EQ(outcome.steps.size(), 1U);
+}
+
+std::vector<std::vector<float>> masters_of(Engine& engine) {
+  std::vector<std::vector<float>> masters;
+  for (int id = 0; id < engine.num_params(); ++id) {
+    const std::span<float> master = engine.optimizer().state(id, "master");
+    masters.emplace_back(master.begin(), master.end());
+  }
+  return masters;
+}
+
+// States are made behind a load, of masters that are more precise than the shards.
+TEST(Checkpoint, WhatALoadRefusesOrLeavesOutHasTheStatesOfANewModel) {
+  const MemoryDirectory folder;
+  RunSettings saved = small_run(2);
+  saved.model.dtype = DType::kBFloat16;
+  train(saving(saved, folder.path(), {2}));
+  models::GptOptions model = saved.model;
+  model.layers += 1;
+  const std::string added = "blocks." + std::to_string(saved.model.layers) + ".";
+  Config config;
+  config.apply_flag("precision=bf16");
+  config.apply_flag("log.level=error");
+  comm::run_ranks(2, [&](comm::Group& group) {
+    Runtime runtime(config, group, {-1, 1});
+    Engine fresh(runtime);
+    const models::Gpt fresh_model(model, fresh, /*seed=*/0);
+    const std::vector<std::vector<float>> expected = masters_of(fresh);
+    Engine refusing(runtime);
+    const models::Gpt refusing_model(model, refusing, /*seed=*/0);
+    EXPECT_THROW(refusing.load(folder.path().string()), ConfigError);
+    EXPECT_EQ(masters_of(refusing), expected);
+    Engine engine(runtime);
+    const models::Gpt gpt(model, engine, /*seed=*/0);
+    LoadOptions options;
+    options.partial = true;
+    engine.load(folder.path().string(), options);
+    const std::vector<std::vector<float>> masters = masters_of(engine);
+    std::size_t num_added = 0;
+    std::size_t num_changed = 0;
+    for (int id = 0; id < engine.num_params(); ++id) {
+      const auto index = static_cast<std::size_t>(id);
+      if (engine.param(id).name().starts_with(added)) {
+        EXPECT_EQ(masters[index], expected[index]) << engine.param(id).name();
+        ++num_added;
+      } else if (masters[index] != expected[index]) {
+        ++num_changed;
+      }
+    }
+    EXPECT_GT(num_added, 0U);
+    EXPECT_GT(num_changed, 0U);
+  });
 }
 
 TEST(Checkpoint, OfAnotherOptimizerIsRefusedByTheNamesOfStates) {

@@ -142,6 +142,7 @@ OptimizerFixture::OptimizerFixture(comm::Group& group, const FixtureCase& test)
       device(), Tier::kHost, 2 * grad::kSmallestPoolBytes, "gradient buffers");
   remake_reducer();
   optimizer_ = std::make_unique<Optimizer>(params(), test.rule, options());
+  optimizer_->make_states();
 }
 
 OptimizerFixture::~OptimizerFixture() = default;
@@ -217,6 +218,7 @@ void OptimizerFixture::hand_over(const std::vector<Placement>& placements) {
     params()[id].set_placement(placements[static_cast<std::size_t>(id)]);
   }
   optimizer_ = std::make_unique<Optimizer>(params(), test_.rule, options(), std::move(states));
+  optimizer_->make_states();
   remake_reducer();
 }
 

@@ -458,6 +458,7 @@ TEST(Optimizer, PassesTheFailureOfAnUpdateOnToWhoeverWaits) {
     FailingKernels kernels(fixture.kernels());
     const OptimizerOptions real = fixture.options();
     Optimizer optimizer(fixture.params(), {}, {real.device, kernels, real.clock, real.spans});
+    optimizer.make_states();
     fixture.backward(1);
     optimizer.start_update(fixture.reducer(), kFixtureLr, kFixtureScale);
     EXPECT_THROW(optimizer.wait(), DeviceError);

@@ -151,6 +151,7 @@ void load_all(OptimizerFixture& fixture, const std::vector<SavedParam>& saved,
     fixture.write_shard(id, each.shard);
     if (!each.tensors.empty()) {
       optimizer.add_states(id);
+      optimizer.prepare_writes(id);
     }
     for (std::size_t i = 0; i < each.tensors.size(); ++i) {
       write_tiles(fixture, id, i, each.tensors[i], tile_numel);

@@ -221,6 +221,7 @@ RankTraining::RankTraining(comm::Group& group, const TrainingPlan& plan, const V
   rule.weight_decay = 0;
   optimizer_ = std::make_unique<optim::Optimizer>(
       params_, rule, optim::OptimizerOptions{*device_, *kernels_, clock_, spans_});
+  optimizer_->make_states();
 }
 
 RankTraining::~RankTraining() = default;
