@@ -96,6 +96,7 @@ void Optimizer::make_states() {
 void Optimizer::make_states(int id) {
   states_.take_memory(id);
   make_master(id);
+  params_[id].set_first_master({});  // one by one: all would be there twice
   are_set_[static_cast<std::size_t>(id)] = true;
 }
 
@@ -399,6 +400,7 @@ void Optimizer::add_states(int param) {
 void Optimizer::prepare_writes(int param) {
   if (states_.has(param)) {
     are_set_[static_cast<std::size_t>(param)] = false;
+    params_[param].set_first_master({});
     states_.take_memory(param);
   }
 }

@@ -160,7 +160,8 @@ class Param {
   void allow_edits() { edits_allowed_ = true; }
 
   // What master weights begin with where the shard has less precision than the values it was made
-  // from: fp32 on the host, shard_numel() elements; null: the shard. Until the optimizer is made.
+  // from: fp32 on the host, shard_numel() elements; null: the shard. Until the optimizer has its
+  // master.
   const float* first_master() const { return reinterpret_cast<const float*>(first_master_.data()); }
   void set_first_master(device::Memory values) { first_master_ = std::move(values); }
 
