@@ -176,7 +176,7 @@ class CpuPipeline {
   std::deque<Job> jobs_;
   bool must_prepare_ = false;
   bool is_updating_ = false;
-  bool is_busy_ = false;  // with that, or between updates
+  bool is_busy_ = true;  // with that, or between updates, or the thread has not begun
   bool is_stopping_ = false;
   std::exception_ptr failure_;
   OptimizerStats stats_;
