@@ -1,6 +1,6 @@
 // Codes in 32-bit words, packed and unpacked by moving bytes and by adding numbers whose last place
 // is known: conversions between integers and floating point, and shifts for every code, would cost
-// a GPU more than its memory does (block_cuda.cu). All of it is exact. The host compiles it for
+// a GPU more than its memory does (cuda_blocks.cuh). All of it is exact. The host compiles it for
 // tests, which try all codes in all places.
 //
 // Threads: stateless.
