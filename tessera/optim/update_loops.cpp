@@ -1,102 +1,34 @@
 #include "tessera/optim/update_loops.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#endif
-
+#include "tessera/core/vector_loops.h"
 #include "tessera/optim/kernels.h"
 
 namespace tessera::optim {
 namespace {
 
-// Everything below is inlined into one function per instruction set, and compiled for it.
-#define TESSERA_INLINE [[gnu::always_inline]] inline
+using loops::count_runnable_sets;
+using loops::fence_stores;
+using loops::kHasStreamingStores;
+using loops::kLineBytes;
+using loops::narrow;
+using loops::prefetch;
+using loops::store_past_caches;
+using loops::widened;
 
 struct NoParameter {};
 
-TESSERA_INLINE float widened(float value) { return value; }
-template <typename Half>
-TESSERA_INLINE float widened(Half value) {
-  return to_float(value);
-}
-
-TESSERA_INLINE void narrow(float value, float& out) { out = value; }
-TESSERA_INLINE void narrow(float value, BFloat16& out) { out = to_bfloat16(value); }
-// All ones where `a` is the smaller one, else zero. For magnitudes: below 2^31.
-TESSERA_INLINE std::uint32_t mask_below(std::uint32_t a, std::uint32_t b) {
-  return static_cast<std::uint32_t>(static_cast<std::int32_t>(a - b) >> 31);
-}
-TESSERA_INLINE std::uint32_t chosen(std::uint32_t mask, std::uint32_t yes, std::uint32_t no) {
-  return (yes & mask) | (no & ~mask);
-}
-// to_float16() of core/dtype.h with masks for its choices: the compiler would make jumps of them,
-// and then no vector code.
-TESSERA_INLINE void narrow(float value, Float16& out) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  const std::uint32_t sign = (bits >> 16) & 0x8000U;
-  const std::uint32_t magnitude = bits & 0x7fffffffU;
-  const std::uint32_t normal = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
-  const std::uint32_t subnormal =
-      std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) & 0x7ffU;
-  const std::uint32_t quiet_nan = 0x7e00U | ((magnitude >> 13) & 0x3ffU);
-  const std::uint32_t large = chosen(mask_below(0x7f800000U, magnitude), quiet_nan, 0x7c00U);
-  const std::uint32_t at_least_normal = chosen(mask_below(magnitude, 0x477ff000U), normal, large);
-  const std::uint32_t rounded =
-      chosen(mask_below(magnitude, 0x38800000U), subnormal, at_least_normal);
-  out = {static_cast<std::uint16_t>(sign | rounded)};
-}
-
-// [Note: streaming stores]
-// The low-precision parameter is written and never read by an update. An ordinary store reads its
-// cache line from memory first, 2 bytes per element beside the 28 that are due, and drives
-// something else out of the caches. So large spans round into a block that stays in the first-level
-// cache, which then goes past the caches, whole lines at a time. A small span's parameter may be
-// wanted from the cache at once, and is stored as usual. Streaming stores are ordered only by a
-// fence.
+// The low-precision parameter is written and never read by an update: of large spans it goes past
+// the caches (core/vector_loops.h, [Note: streaming stores]), by way of a block. A small span's
+// parameter may be wanted from the cache at once.
 constexpr std::int64_t kStreamNumel = std::int64_t{2} << 20;
 constexpr std::int64_t kStreamBlock = 1024;
-constexpr std::size_t kLineBytes = 64;
-
-#if defined(__x86_64__)
-constexpr bool kHasStreamingStores = true;
-// `to` and `from` are aligned to lines, and `bytes` is a multiple of them.
-TESSERA_INLINE void store_past_caches(void* to, const void* from, std::size_t bytes) {
-  // 16 bytes at a time in every instruction set: the CPU gathers them into lines.
-  auto* out = static_cast<__m128i*>(to);
-  const auto* in = static_cast<const __m128i*>(from);
-  for (std::size_t i = 0; i < bytes / sizeof(__m128i); ++i) {
-    _mm_stream_si128(out + i, _mm_load_si128(in + i));
-  }
-}
-TESSERA_INLINE void fence_stores() { _mm_sfence(); }
-#else
-constexpr bool kHasStreamingStores = false;
-TESSERA_INLINE void store_past_caches(void* to, const void* from, std::size_t bytes) {
-  std::memcpy(to, from, bytes);
-}
-TESSERA_INLINE void fence_stores() {}
-#endif
-
-// [Note: prefetch] The CPU's own prefetchers begin anew at every page, that is every 1,024 elements
-// of every tensor, so what a loop reads next is asked for ahead. Behind the end of a tensor that is
-// a hint about memory that is not there, which no CPU minds.
-constexpr std::size_t kPrefetchBytes = 2048;
-template <typename Value>
-TESSERA_INLINE void prefetch_strip(const Value* values, std::int64_t numel) {
-  const auto* const ahead = reinterpret_cast<const char*>(values) + kPrefetchBytes;
-  for (std::size_t line = 0; line < static_cast<std::size_t>(numel) * sizeof(Value);
-       line += kLineBytes) {
-    __builtin_prefetch(ahead + line);
-  }
-}
 
 template <typename Rule, typename Gradient, typename Parameter>
 TESSERA_INLINE void update_run(const ElementScalars& scalars, float* __restrict master,
@@ -172,13 +104,13 @@ TESSERA_INLINE void update_elements(const ElementScalars& given, const UpdateSpa
     float* const second = from_element(span.states[1], i);
     for (std::int64_t at = 0; at < numel; at += kUpdateStrip) {
       const std::int64_t strip = std::min(kUpdateStrip, numel - at);
-      prefetch_strip(master + at, strip);
-      prefetch_strip(gradient + at, strip);
+      prefetch(master + at, strip);
+      prefetch(gradient + at, strip);
       if constexpr (Rule::kNumStates > 0) {
-        prefetch_strip(first + at, strip);
+        prefetch(first + at, strip);
       }
       if constexpr (Rule::kNumStates > 1) {
-        prefetch_strip(second + at, strip);
+        prefetch(second + at, strip);
       }
       update_run<Rule>(scalars, master + at, gradient + at, from_element(first, at),
                        from_element(second, at), from_element(out, at), strip);
@@ -299,7 +231,7 @@ TESSERA_INLINE void sum_strip(float* __restrict sum, std::span<const void* const
                               std::int64_t begin, std::int64_t numel) {
   const auto from = [&]<typename Type>(std::size_t k, Type /*tag*/) {
     const Type* const values = static_cast<const Type*>(addends[k]) + begin;
-    prefetch_strip(values, numel);
+    prefetch(values, numel);
     return values;
   };
   float lanes[kSumStrip];
@@ -401,10 +333,9 @@ TESSERA_INLINE void convert_any(void* to, DType to_dtype, const void* from, DTyp
   }
 }
 
-// The loops for one instruction set. A macro, since an attribute cannot be a template argument;
-// and an attribute cannot stand in parentheses.
+// An attribute cannot stand in parentheses.
 // NOLINTBEGIN(bugprone-macro-parentheses)
-#define TESSERA_LOOPS(suffix, attribute)                                                          \
+#define TESSERA_LOOPS(suffix, name, attribute)                                                    \
   attribute void update_##suffix(ElementRule rule, const ElementScalars& scalars,                 \
                                  const UpdateSpan& span, std::int64_t begin, std::int64_t end) {  \
     update_any(rule, scalars, span, begin, end);                                                  \
@@ -430,37 +361,19 @@ TESSERA_INLINE void convert_any(void* to, DType to_dtype, const void* from, DTyp
                                   float scale, std::int64_t numel) {                              \
     convert_any(to, to_dtype, from, from_dtype, scale, numel);                                    \
   }                                                                                               \
-  constexpr Loops loops_##suffix(std::string_view name) {                                         \
-    return {name,         update_##suffix, block_sum_##suffix, any_block_sum_##suffix,            \
-            add_##suffix, sum_##suffix,    split_##suffix,     convert_##suffix};                 \
-  }
+  constexpr Loops loops_##suffix = {                                                              \
+      name,         update_##suffix, block_sum_##suffix, any_block_sum_##suffix,                  \
+      add_##suffix, sum_##suffix,    split_##suffix,     convert_##suffix};
+#define TESSERA_TABLE_ENTRY(suffix, name, attribute) loops_##suffix,
 // NOLINTEND(bugprone-macro-parentheses)
 
-TESSERA_LOOPS(baseline, )
-#if defined(__x86_64__)
-TESSERA_LOOPS(v3, __attribute__((target("arch=x86-64-v3"))))
-TESSERA_LOOPS(v4, __attribute__((target("arch=x86-64-v4"))))
-constexpr std::array kLoops = {loops_baseline("baseline"), loops_v3("x86-64-v3"),
-                               loops_v4("x86-64-v4")};
-#else
-constexpr std::array kLoops = {loops_baseline("baseline")};
-#endif
-
-std::size_t count_runnable() {
-#if defined(__x86_64__)
-  if (!__builtin_cpu_supports("x86-64-v3")) {
-    return 1;
-  }
-  return __builtin_cpu_supports("x86-64-v4") ? 3 : 2;
-#else
-  return 1;
-#endif
-}
+TESSERA_PER_INSTRUCTION_SET(TESSERA_LOOPS)
+constexpr Loops kLoops[] = {TESSERA_PER_INSTRUCTION_SET(TESSERA_TABLE_ENTRY)};
 
 }  // namespace
 
 std::span<const Loops> runnable_loops() {
-  static const std::size_t num_runnable = count_runnable();
+  static const std::size_t num_runnable = count_runnable_sets();
   return std::span<const Loops>(kLoops).first(num_runnable);
 }
 

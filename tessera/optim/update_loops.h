@@ -1,10 +1,6 @@
-// The loops over elements on the host, once per instruction set.
-//
-// [Note: instruction sets]
-// On baseline x86-64 std::fma is a library call per element, so the loops are compiled again for
-// x86-64-v3 (AVX2, fma) and v4 (AVX-512), and the machine says at run time which it can run. Other
-// architectures have fma in their baseline, and one version. All versions give the same bits
-// (element_rules.cuh, [Note: one arithmetic]); tests run each one that the machine can.
+// The loops over elements on the host, once per instruction set
+// (core/vector_loops.h, [Note: instruction sets]).
+// All versions give the same bits: element_rules.cuh, [Note: one arithmetic].
 //
 // Threads: stateless.
 #pragma once

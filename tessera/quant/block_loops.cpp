@@ -7,94 +7,31 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#endif
-
+#include "tessera/core/vector_loops.h"
 #include "tessera/quant/block_rules.cuh"
 
 namespace tessera::quant {
 namespace {
 
-// Everything below is inlined into one function per instruction set, and compiled for it.
-#define TESSERA_INLINE [[gnu::always_inline]] inline
+using loops::count_runnable_sets;
+using loops::fence_stores;
+using loops::kHasStreamingStores;
+using loops::kLineBytes;
+using loops::narrow;
+using loops::narrow_number;
+using loops::prefetch;
+using loops::store_past_caches;
+using loops::widened;
 
 // Values that stay in the first-level cache between two loops over them.
 constexpr std::int64_t kTile = 256;
 static_assert(kTile % 32 == 0);
 
-TESSERA_INLINE float widened(float value) { return value; }
-template <typename Half>
-TESSERA_INLINE float widened(Half value) {
-  return to_float(value);
-}
-
-// For what is no NaN.
-TESSERA_INLINE void narrow(float value, float& out) { out = value; }
-TESSERA_INLINE void narrow(float value, BFloat16& out) {
-  const std::uint32_t bits = bits_of(value);
-  out.bits = static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
-}
-// to_float16() of core/dtype.h with masks for its choices: the compiler would make jumps of them,
-// and then no vector code.
-TESSERA_INLINE std::uint32_t mask_below(std::uint32_t a, std::uint32_t b) {
-  return static_cast<std::uint32_t>(static_cast<std::int32_t>(a - b) >> 31);
-}
-TESSERA_INLINE std::uint32_t chosen(std::uint32_t mask, std::uint32_t yes, std::uint32_t no) {
-  return (yes & mask) | (no & ~mask);
-}
-TESSERA_INLINE void narrow(float value, Float16& out) {
-  const std::uint32_t bits = bits_of(value);
-  const std::uint32_t sign = (bits >> 16) & 0x8000U;
-  const std::uint32_t magnitude = bits & 0x7fffffffU;
-  const std::uint32_t normal = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
-  const std::uint32_t subnormal = bits_of(float_of(magnitude) + 0.5F) & 0x7ffU;
-  const std::uint32_t at_least_normal = chosen(mask_below(magnitude, 0x477ff000U), normal, 0x7c00U);
-  out.bits = static_cast<std::uint16_t>(
-      sign | chosen(mask_below(magnitude, 0x38800000U), subnormal, at_least_normal));
-}
-// For every value.
-TESSERA_INLINE void narrow_any(float value, float& out) { out = value; }
-TESSERA_INLINE void narrow_any(float value, BFloat16& out) { out = to_bfloat16(value); }
-TESSERA_INLINE void narrow_any(float value, Float16& out) { out = to_float16(value); }
-
-// [Note: memory of long spans]
 // Blocks are short loops with a division between them, which the CPU's own prefetching and
-// reordering bridge only in part: what is read is asked for kAheadBytes before its use. What is
-// decoded is written and not read, so long spans go past the caches, a tile at a time; see
-// optim/update_loops.cpp, [Note: streaming stores].
-constexpr std::int64_t kAheadBytes = 2048;
+// reordering bridge only in part: what is read is asked for ahead. What is decoded is written and
+// not read, so long spans go past the caches, a tile at a time (core/vector_loops.h, [Note:
+// streaming stores]).
 constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;
-constexpr std::int64_t kLineBytes = 64;
-
-template <typename Value>
-TESSERA_INLINE void prefetch(const Value* values, std::int64_t numel) {
-  // An address, not an access: it may lie behind the end.
-  const auto* const begin = reinterpret_cast<const char*>(values) + kAheadBytes;
-  const auto bytes = numel * static_cast<std::int64_t>(sizeof(Value));
-  for (std::int64_t at = 0; at < bytes; at += kLineBytes) {
-    __builtin_prefetch(begin + at);
-  }
-}
-
-#if defined(__x86_64__)
-constexpr bool kHasStreamingStores = true;
-// `to` and `from` are aligned to lines, and `bytes` is a multiple of them.
-TESSERA_INLINE void store_past_caches(void* to, const void* from, std::size_t bytes) {
-  auto* const out = static_cast<__m128i*>(to);
-  const auto* const in = static_cast<const __m128i*>(from);
-  for (std::size_t i = 0; i < bytes / sizeof(__m128i); ++i) {
-    _mm_stream_si128(out + i, _mm_load_si128(in + i));
-  }
-}
-TESSERA_INLINE void fence_stores() { _mm_sfence(); }
-#else
-constexpr bool kHasStreamingStores = false;
-TESSERA_INLINE void store_past_caches(void* to, const void* from, std::size_t bytes) {
-  std::memcpy(to, from, bytes);
-}
-TESSERA_INLINE void fence_stores() {}
-#endif
 
 template <typename Value>
 TESSERA_INLINE bool is_streamed(const Value* values, std::int64_t numel) {
@@ -212,7 +149,7 @@ template <typename Value>
 TESSERA_INLINE void decode_plain(const std::int8_t* __restrict codes, std::int64_t numel,
                                  float scale, Value* __restrict values) {
   for (std::int64_t i = 0; i < numel; ++i) {
-    narrow(static_cast<float>(codes[i]) * scale, values[i]);
+    narrow_number(static_cast<float>(codes[i]) * scale, values[i]);
   }
 }
 
@@ -220,7 +157,7 @@ template <typename Value>
 TESSERA_INLINE void decode_carefully(const std::int8_t* codes, std::int64_t numel,
                                      std::uint16_t scale, Value* values) {
   for (std::int64_t i = 0; i < numel; ++i) {
-    narrow_any(decoded<Value>(codes[i], scale), values[i]);
+    narrow(decoded<Value>(codes[i], scale), values[i]);
   }
 }
 
@@ -278,7 +215,7 @@ template <typename Value>
 TESSERA_INLINE void narrow_sums(const float* __restrict sums, std::int64_t numel,
                                 Value* __restrict out) {
   for (std::int64_t i = 0; i < numel; ++i) {
-    narrow(sums[i], out[i]);
+    narrow_number(sums[i], out[i]);
   }
 }
 
@@ -315,7 +252,7 @@ TESSERA_INLINE void decode_sum_blocks(const BlockFormat& format, const std::byte
         narrow_sums(sums, part, sum + begin);
       } else {
         for (std::int64_t i = 0; i < part; ++i) {
-          narrow_any(with_canonical_nan(sums[i]), sum[begin + i]);
+          narrow(with_canonical_nan(sums[i]), sum[begin + i]);
         }
       }
     }
@@ -406,64 +343,45 @@ TESSERA_INLINE void chunk_squares_of(const BlockFormat& format, const Value* val
     call;                               \
   }
 
-// The loops for one instruction set. A macro, since an attribute cannot be a template argument;
-// and an attribute cannot stand in parentheses.
-#define TESSERA_BLOCK_LOOPS(suffix, attribute)                                                    \
-  attribute void encode_##suffix(const BlockFormat& format, const void* values, DType dtype,      \
-                                 std::int64_t numel, std::byte* wire) {                           \
-    TESSERA_WITH_TYPE(                                                                            \
-        format, dtype,                                                                            \
-        (encode_blocks<kBits>(format, static_cast<const Value*>(values), numel, wire)));          \
-  }                                                                                               \
-  attribute void decode_##suffix(const BlockFormat& format, const std::byte* wire,                \
-                                 std::int64_t numel, void* values, DType dtype) {                 \
-    TESSERA_WITH_TYPE(format, dtype,                                                              \
-                      (decode_blocks<kBits>(format, wire, numel, static_cast<Value*>(values))));  \
-  }                                                                                               \
-  attribute void decode_sum_##suffix(const BlockFormat& format, const std::byte* wires,           \
-                                     std::size_t stride, int num_wires, std::int64_t numel,       \
-                                     void* sum, DType dtype) {                                    \
-    TESSERA_WITH_TYPE(format, dtype,                                                              \
-                      (decode_sum_blocks<kBits>(format, wires, stride, num_wires, numel,          \
-                                                static_cast<Value*>(sum))));                      \
-  }                                                                                               \
-  attribute void chunk_squares_##suffix(const BlockFormat& format, const void* values,            \
-                                        DType dtype, std::int64_t numel, const std::byte* wire,   \
-                                        std::int64_t chunk, double* sums) {                       \
-    TESSERA_WITH_TYPE(format, dtype,                                                              \
-                      (chunk_squares_of<kBits>(format, static_cast<const Value*>(values), numel,  \
-                                               wire, chunk, sums)));                              \
-  }                                                                                               \
-  constexpr BlockLoops block_loops_##suffix(std::string_view name) {                              \
-    return {name, encode_##suffix, decode_##suffix, decode_sum_##suffix, chunk_squares_##suffix}; \
-  }
+// An attribute cannot stand in parentheses.
+#define TESSERA_BLOCK_LOOPS(suffix, name, attribute)                                             \
+  attribute void encode_##suffix(const BlockFormat& format, const void* values, DType dtype,     \
+                                 std::int64_t numel, std::byte* wire) {                          \
+    TESSERA_WITH_TYPE(                                                                           \
+        format, dtype,                                                                           \
+        (encode_blocks<kBits>(format, static_cast<const Value*>(values), numel, wire)));         \
+  }                                                                                              \
+  attribute void decode_##suffix(const BlockFormat& format, const std::byte* wire,               \
+                                 std::int64_t numel, void* values, DType dtype) {                \
+    TESSERA_WITH_TYPE(format, dtype,                                                             \
+                      (decode_blocks<kBits>(format, wire, numel, static_cast<Value*>(values)))); \
+  }                                                                                              \
+  attribute void decode_sum_##suffix(const BlockFormat& format, const std::byte* wires,          \
+                                     std::size_t stride, int num_wires, std::int64_t numel,      \
+                                     void* sum, DType dtype) {                                   \
+    TESSERA_WITH_TYPE(format, dtype,                                                             \
+                      (decode_sum_blocks<kBits>(format, wires, stride, num_wires, numel,         \
+                                                static_cast<Value*>(sum))));                     \
+  }                                                                                              \
+  attribute void chunk_squares_##suffix(const BlockFormat& format, const void* values,           \
+                                        DType dtype, std::int64_t numel, const std::byte* wire,  \
+                                        std::int64_t chunk, double* sums) {                      \
+    TESSERA_WITH_TYPE(format, dtype,                                                             \
+                      (chunk_squares_of<kBits>(format, static_cast<const Value*>(values), numel, \
+                                               wire, chunk, sums)));                             \
+  }                                                                                              \
+  constexpr BlockLoops block_loops_##suffix = {name, encode_##suffix, decode_##suffix,           \
+                                               decode_sum_##suffix, chunk_squares_##suffix};
+#define TESSERA_TABLE_ENTRY(suffix, name, attribute) block_loops_##suffix,
 // NOLINTEND(bugprone-macro-parentheses)
 
-TESSERA_BLOCK_LOOPS(baseline, )
-#if defined(__x86_64__)
-TESSERA_BLOCK_LOOPS(v3, __attribute__((target("arch=x86-64-v3"))))
-TESSERA_BLOCK_LOOPS(v4, __attribute__((target("arch=x86-64-v4"))))
-constexpr std::array kLoops = {block_loops_baseline("baseline"), block_loops_v3("x86-64-v3"),
-                               block_loops_v4("x86-64-v4")};
-#else
-constexpr std::array kLoops = {block_loops_baseline("baseline")};
-#endif
-
-std::size_t count_runnable() {
-#if defined(__x86_64__)
-  if (!__builtin_cpu_supports("x86-64-v3")) {
-    return 1;
-  }
-  return __builtin_cpu_supports("x86-64-v4") ? 3 : 2;
-#else
-  return 1;
-#endif
-}
+TESSERA_PER_INSTRUCTION_SET(TESSERA_BLOCK_LOOPS)
+constexpr BlockLoops kLoops[] = {TESSERA_PER_INSTRUCTION_SET(TESSERA_TABLE_ENTRY)};
 
 }  // namespace
 
 std::span<const BlockLoops> runnable_block_loops() {
-  static const std::size_t num_runnable = count_runnable();
+  static const std::size_t num_runnable = count_runnable_sets();
   return std::span<const BlockLoops>(kLoops).first(num_runnable);
 }
 

@@ -1,6 +1,5 @@
-// The loops over blocks in memory of the host, once per instruction set: as in
-// optim/update_loops.h, [Note: instruction sets]. All versions give the same bits
-// (block_rules.cuh); tests run each one that the machine can.
+// The loops over blocks in memory of the host, once per instruction set (core/vector_loops.h,
+// [Note: instruction sets]). All versions give the same bits: block_rules.cuh.
 //
 // Threads: stateless.
 #pragma once
