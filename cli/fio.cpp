@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
 #include <system_error>
 #include <utility>
@@ -16,6 +15,7 @@
 #include "cli/memory_file.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/core/system_call.h"
 
 namespace tessera::cli {
 namespace {
@@ -58,8 +58,7 @@ Finished run_program_to_end(const std::string& program, const std::vector<std::s
     return finished;
   }
   finished.was_started = true;
-  while (::waitpid(pid, &finished.status, 0) < 0 && errno == EINTR) {
-  }
+  retried([&] { return ::waitpid(pid, &finished.status, 0); });
   finished.out = out.text();
   finished.err = err.text();
   return finished;

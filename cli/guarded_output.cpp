@@ -8,6 +8,8 @@
 #include <iostream>
 #include <ostream>
 
+#include "tessera/core/system_call.h"
+
 namespace tessera::cli {
 namespace {
 
@@ -47,10 +49,8 @@ int GuardedOutput::sync() {
 void GuardedOutput::write_out() {
   std::size_t done = 0;
   while (!lost_ && done < pending_.size()) {
-    const ssize_t count = ::write(fd_, pending_.data() + done, pending_.size() - done);
-    if (count < 0 && errno == EINTR) {
-      continue;
-    }
+    const ssize_t count =
+        retried([&] { return ::write(fd_, pending_.data() + done, pending_.size() - done); });
     if (count < 0) {
       lost_ = true;
       std::cerr << std::string("tessera: warning: standard output cannot be written: ") +

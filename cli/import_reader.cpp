@@ -14,6 +14,7 @@
 #include "cli/import_script.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/core/system_call.h"
 
 namespace tessera::cli {
 namespace {
@@ -90,21 +91,16 @@ void ImportReader::finish() {
 }
 
 std::size_t ImportReader::read_some(std::span<std::byte> out) {
-  for (;;) {
-    const ssize_t bytes = ::read(fd_, out.data(), out.size());
-    if (bytes >= 0) {
-      num_bytes_ += static_cast<std::uint64_t>(bytes);
-      return static_cast<std::size_t>(bytes);
-    }
-    TESSERA_CHECK(errno == EINTR, IoError, "import: cannot read from ", in_quotes(python_), ": ",
-                  std::generic_category().message(errno));
-  }
+  const ssize_t bytes = retried([&] { return ::read(fd_, out.data(), out.size()); });
+  TESSERA_CHECK(bytes >= 0, IoError, "import: cannot read from ", in_quotes(python_), ": ",
+                std::generic_category().message(errno));
+  num_bytes_ += static_cast<std::uint64_t>(bytes);
+  return static_cast<std::size_t>(bytes);
 }
 
 int ImportReader::wait() noexcept {
   if (pid_ > 0) {
-    while (::waitpid(pid_, &status_, 0) < 0 && errno == EINTR) {
-    }
+    retried([this] { return ::waitpid(pid_, &status_, 0); });
     pid_ = -1;
   }
   return status_;

@@ -11,6 +11,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/core/system_call.h"
 
 namespace tessera::cli {
 namespace {
@@ -82,10 +83,8 @@ bool RecordFile::append(std::string_view record) {
 bool RecordFile::write_all(std::string_view bytes, std::size_t& written) const {
   const NoPipeSignal guard;
   while (written < bytes.size()) {
-    const ssize_t count = ::write(fd_, bytes.data() + written, bytes.size() - written);
-    if (count < 0 && errno == EINTR) {
-      continue;
-    }
+    const ssize_t count =
+        retried([&] { return ::write(fd_, bytes.data() + written, bytes.size() - written); });
     if (count <= 0) {
       errno = count == 0 ? ENOSPC : errno;
       return false;

@@ -7,13 +7,13 @@
 #include <unistd.h>
 
 #include <array>
-#include <cerrno>
 #include <csignal>
 #include <cstring>
 
 #include <climits>
 
 #include "tessera/core/error.h"
+#include "tessera/core/system_call.h"
 
 namespace tessera::cli {
 namespace {
@@ -114,9 +114,9 @@ std::optional<ProcessEnd> ChildProcess::take_end() {
 bool ChildProcess::gone() {
   if (!ended_ || gone_) return gone_;
   for (;;) {
-    const pid_t reaped = waitpid(-pid_, nullptr, WNOHANG);
+    const pid_t reaped = retried([this] { return waitpid(-pid_, nullptr, WNOHANG); });
     if (reaped == 0) return false;
-    if (reaped < 0 && errno != EINTR) break;
+    if (reaped < 0) break;
   }
   gone_ = true;
   return true;
@@ -129,11 +129,10 @@ void ChildProcess::signal_group(int signal) {
 void ChildProcess::kill_and_reap() {
   if (!ended_) {
     kill(-pid_, SIGKILL);
-    while (waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
-    }
+    retried([this] { return waitpid(pid_, nullptr, 0); });
     ended_ = true;
   }
-  while (!gone_) gone_ = waitpid(-pid_, nullptr, 0) < 0 && errno != EINTR;
+  while (!gone_) gone_ = retried([this] { return waitpid(-pid_, nullptr, 0); }) < 0;
 }
 
 Adoption::Adoption() {

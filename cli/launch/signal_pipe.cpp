@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "tessera/core/error.h"
+#include "tessera/core/system_call.h"
 
 namespace tessera::cli {
 namespace {
@@ -62,8 +63,7 @@ std::vector<int> SignalPipe::take() {
   std::vector<int> signals;
   unsigned char bytes[64];
   for (;;) {
-    const ssize_t count = read(read_fd_, bytes, sizeof(bytes));
-    if (count < 0 && errno == EINTR) continue;
+    const ssize_t count = retried([&] { return read(read_fd_, bytes, sizeof(bytes)); });
     if (count <= 0) return signals;
     signals.insert(signals.end(), bytes, bytes + count);
   }

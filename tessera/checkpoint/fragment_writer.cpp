@@ -17,6 +17,7 @@
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/core/system_call.h"
 #include "tessera/device/device.h"
 
 namespace tessera::checkpoint {
@@ -29,15 +30,6 @@ using tier::kBlockBytes;
 // few large buffers it would wait while all are filled.
 constexpr std::size_t kMostBufferBytes = std::size_t{1} << 20;
 constexpr std::size_t kLeastBuffers = 4;
-
-template <typename Call>
-auto retried(const Call& call) {
-  auto result = call();
-  while (result == -1 && errno == EINTR) {
-    result = call();
-  }
-  return result;
-}
 
 std::unique_ptr<tier::IoFile> make_file(const std::string& path, tier::DirectIo direct) {
   TESSERA_CHECK(PosixFile::make(path, path).has_value(), IoError, printable(path, 400),

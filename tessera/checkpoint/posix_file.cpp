@@ -10,6 +10,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/core/system_call.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -39,11 +40,7 @@ std::string_view remedy(int error) {
 }
 
 int open_file(const std::string& path, int flags) {
-  int descriptor = -1;
-  do {
-    descriptor = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
-  } while (descriptor < 0 && errno == EINTR);
-  return descriptor;
+  return retried([&] { return ::open(path.c_str(), flags | O_CLOEXEC, 0666); });
 }
 
 }  // namespace
@@ -88,10 +85,8 @@ PosixFile::PosixFile(PosixFile&& other) noexcept
 void PosixFile::write(const void* data, std::size_t bytes) {
   const auto* from = static_cast<const char*>(data);
   while (bytes > 0) {
-    const ssize_t done = ::write(descriptor_, from, std::min(bytes, kMaxCallBytes));
-    if (done < 0 && errno == EINTR) {
-      continue;
-    }
+    const ssize_t done =
+        retried([&] { return ::write(descriptor_, from, std::min(bytes, kMaxCallBytes)); });
     if (done < 0) {
       throw_io_error(shown_path_, detail::concat("write the next ", bytes, " bytes"), errno);
     }
@@ -104,11 +99,10 @@ std::size_t PosixFile::read_at(std::uint64_t offset, void* data, std::size_t byt
   auto* to = static_cast<char*>(data);
   std::size_t total = 0;
   while (total < bytes) {
-    const ssize_t done = ::pread(descriptor_, to + total, std::min(bytes - total, kMaxCallBytes),
-                                 static_cast<off_t>(offset + total));
-    if (done < 0 && errno == EINTR) {
-      continue;
-    }
+    const ssize_t done = retried([&] {
+      return ::pread(descriptor_, to + total, std::min(bytes - total, kMaxCallBytes),
+                     static_cast<off_t>(offset + total));
+    });
     if (done < 0) {
       throw_io_error(shown_path_, "read", errno);
     }
@@ -121,10 +115,7 @@ std::size_t PosixFile::read_at(std::uint64_t offset, void* data, std::size_t byt
 }
 
 void PosixFile::sync() {
-  int result = 0;
-  do {
-    result = ::fsync(descriptor_);
-  } while (result != 0 && errno == EINTR);
+  const int result = retried([this] { return ::fsync(descriptor_); });
   if (result != 0 && errno != EINVAL) {  // EINVAL: nothing there that could be synced, a pipe say
     throw_io_error(shown_path_, "bring to disk", errno);
   }

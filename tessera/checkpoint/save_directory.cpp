@@ -20,6 +20,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/link_target.h"
 #include "tessera/core/printable.h"
+#include "tessera/core/system_call.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -143,10 +144,7 @@ class RootLock {
  public:
   explicit RootLock(const std::string& root)
       : file_(root + "/" + std::string(kLockName), O_RDWR | O_CREAT, "open the lock") {
-    int result = 0;
-    do {
-      result = ::flock(file_.descriptor(), LOCK_EX | LOCK_NB);
-    } while (result != 0 && errno == EINTR);
+    const int result = retried([this] { return ::flock(file_.descriptor(), LOCK_EX | LOCK_NB); });
     if (result != 0 && errno != EWOULDBLOCK) {
       const int error = errno;
       throw IoError(detail::concat(printable(file_.path(), 400),

@@ -23,6 +23,7 @@
 
 #include "tessera/comm/await_ranks.h"
 #include "tessera/core/error.h"
+#include "tessera/core/system_call.h"
 
 namespace tessera::comm {
 namespace {
@@ -76,17 +77,6 @@ struct Greeting {
 
 [[noreturn]] void throw_errno(const std::string& what) {
   throw CommError(detail::concat(what, ": ", std::strerror(errno)));
-}
-
-// A signal, or a completion of io_uring, ends a wait that has a limit of its own (SO_RCVTIMEO)
-// although nothing is wrong with it.
-template <typename Call>
-auto uninterrupted(const Call& call) {
-  auto result = call();
-  while (result < 0 && errno == EINTR) {
-    result = call();
-  }
-  return result;
 }
 
 // Abstract: its first byte is zero, and it is gone with its last descriptor.
@@ -143,7 +133,7 @@ void send_greeting(int socket, const Greeting& greeting, std::array<int, kNumSwa
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(fds));
   std::memcpy(CMSG_DATA(header), fds.data(), sizeof(fds));
-  if (uninterrupted([&] { return sendmsg(socket, &message, MSG_NOSIGNAL); }) !=
+  if (retried([&] { return sendmsg(socket, &message, MSG_NOSIGNAL); }) !=
       static_cast<ssize_t>(sizeof(greeting))) {
     throw_errno("descriptors could not be sent");
   }
@@ -159,7 +149,7 @@ std::pair<Greeting, std::array<FileDescriptor, kNumSwapped>> receive_greeting(in
   message.msg_control = control.bytes.data();
   message.msg_controllen = control.bytes.size();
   const ssize_t received =
-      uninterrupted([&] { return recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_WAITALL); });
+      retried([&] { return recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_WAITALL); });
   std::array<FileDescriptor, kNumSwapped> swapped;
   const cmsghdr* const header = received < 0 ? nullptr : CMSG_FIRSTHDR(&message);
   if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
@@ -280,7 +270,7 @@ class PeerConnector {
       }
       FileDescriptor fd = open_socket();
       const auto [where, length] = abstract_address(address.socket);
-      if (uninterrupted([&, &where = where, &length = length] {
+      if (retried([&, &where = where, &length = length] {
             return ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&where), length);
           }) != 0) {
         throw_errno(detail::concat("no way to ", peer_text(other), " (another container?)"));
@@ -309,7 +299,7 @@ class PeerConnector {
 
   void accept_one() {
     FileDescriptor fd(
-        uninterrupted([this] { return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC); }));
+        retried([this] { return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC); }));
     if (fd.get() < 0) {
       throw_errno("a Unix socket");
     }

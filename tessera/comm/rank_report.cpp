@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "tessera/core/error.h"
+#include "tessera/core/system_call.h"
 
 namespace tessera::comm {
 namespace {
@@ -28,8 +29,7 @@ struct Header {
 template <typename Byte, typename Call>
 bool transfer(Call call, int fd, Byte* next, std::size_t bytes, off_t offset) noexcept {
   while (bytes > 0) {
-    const ssize_t done = call(fd, next, bytes, offset);
-    if (done < 0 && errno == EINTR) continue;
+    const ssize_t done = retried([&] { return call(fd, next, bytes, offset); });
     if (done <= 0) return false;
     next += done;
     offset += done;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <ctime>
@@ -14,6 +13,7 @@
 
 #include "tessera/core/config.h"
 #include "tessera/core/printable.h"
+#include "tessera/core/system_call.h"
 
 namespace tessera {
 namespace {
@@ -23,10 +23,8 @@ constexpr std::array<std::string_view, 5> kNames = {"trace", "debug", "info", "w
 // One write per line. A log that cannot be written must not end a run: errors are dropped.
 void write_stderr(std::string_view line) {
   while (!line.empty()) {
-    const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
-    if (written < 0 && errno == EINTR) {
-      continue;
-    }
+    const ssize_t written =
+        retried([&] { return ::write(STDERR_FILENO, line.data(), line.size()); });
     if (written <= 0) {
       return;
     }

@@ -9,6 +9,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/core/system_call.h"
 #include "tessera/device/host_memory.h"
 #include "tessera/tier/range_queue.h"
 #include "tessera/tier/thread_engine.h"
@@ -80,10 +81,7 @@ IoFile::~IoFile() { ::close(fd_); }
 
 std::unique_ptr<IoFile> open_io_file(const std::string& path, int flags, DirectIo mode) {
   TESSERA_INVARIANT((flags & O_DIRECT) == 0, "O_DIRECT for ", path, " is chosen by the mode");
-  int fd = -1;
-  do {
-    fd = ::open(path.c_str(), flags | O_CLOEXEC, kOwnerOnly);
-  } while (fd < 0 && errno == EINTR);
+  const int fd = retried([&] { return ::open(path.c_str(), flags | O_CLOEXEC, kOwnerOnly); });
   TESSERA_CHECK(fd >= 0, IoError, "cannot open ", printable(path, 400), ": ", system_reason(errno),
                 open_remedy(errno));
   const bool is_direct = mode != DirectIo::kOff && set_direct(fd);

@@ -22,6 +22,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/printable.h"
+#include "tessera/core/system_call.h"
 #include "tessera/core/units.h"
 
 namespace tessera::tier {
@@ -47,15 +48,6 @@ std::string shown(const std::string& path) { return printable(path, 400); }
 
 std::string reason(int error) {
   return detail::concat(std::generic_category().message(error), " (", error, ")");
-}
-
-template <typename Call>
-auto retried(const Call& call) {
-  auto result = call();
-  while (result == -1 && errno == EINTR) {
-    result = call();
-  }
-  return result;
 }
 
 // A descriptor that is closed again.
