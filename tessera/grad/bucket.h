@@ -61,17 +61,21 @@ struct Bucket {
   std::int64_t region_offset = 0;  // of its pieces that are in the region, behind each other
 };
 
-struct BucketLayout {
+struct BucketSizes {
+  std::int64_t num_buckets = 0;
+  std::int64_t largest_shard_numel = 0;  // of a bucket
+  std::int64_t region_numel = 0;
+  std::int64_t bucketed_numel = 0;  // of the region; dynamic parameters have the rest
+  // No bucket is larger that plan_buckets makes of a choice of the dynamic parameters alone.
+  std::int64_t largest_dynamic_numel = 0;
+};
+
+struct BucketLayout : BucketSizes {
   std::vector<Bucket> buckets;  // in the order of their reduction
   std::vector<std::int64_t>
       region_offset;  // by id: where the parameter's shard gradient begins; -1: not there
   std::vector<std::optional<Tier>> home;  // by id, as long; nothing: not one of `params`
-  std::int64_t region_numel = 0;
-  std::int64_t largest_shard_numel = 0;  // of a bucket
-  std::vector<bool> is_dynamic;          // by id, as long
-  std::int64_t bucketed_numel = 0;       // of the region; dynamic parameters have the rest
-  // No bucket is larger that plan_buckets makes of a choice of the dynamic parameters alone.
-  std::int64_t largest_dynamic_numel = 0;
+  std::vector<bool> is_dynamic;           // by id, as long
 };
 
 // `params`: trainable ones in registration order. `bucket_bytes`: most bytes of one bucket, of all
@@ -81,5 +85,10 @@ struct BucketLayout {
 BucketLayout plan_buckets(std::span<const BucketParam> params, int num_ranks,
                           std::int64_t bucket_bytes, std::size_t wire_bytes_per_element,
                           std::int64_t block_numel = 1);
+// Of that layout, without making it: one of a model that no machine holds, in buckets as small as
+// they get, has a hundred million pieces.
+BucketSizes bucket_sizes(std::span<const BucketParam> params, int num_ranks,
+                         std::int64_t bucket_bytes, std::size_t wire_bytes_per_element,
+                         std::int64_t block_numel = 1);
 
 }  // namespace tessera::grad

@@ -49,12 +49,12 @@ std::size_t taken_bytes(std::size_t bytes) {
   return (bytes + page - 1) / page * page;
 }
 
-std::size_t num_bucket_slots(const BucketLayout& layout) {
-  return std::min<std::size_t>(2, layout.buckets.size());
+std::size_t num_bucket_slots(const BucketSizes& sizes) {
+  return static_cast<std::size_t>(std::min<std::int64_t>(2, sizes.num_buckets));
 }
 
-std::size_t num_dynamic_slots(const BucketLayout& layout) {
-  return layout.largest_dynamic_numel > 0 ? 2 : 0;
+std::size_t num_dynamic_slots(const BucketSizes& sizes) {
+  return sizes.largest_dynamic_numel > 0 ? 2 : 0;
 }
 
 std::size_t bucket_buffer_bytes(std::int64_t shard_numel, int num_ranks, DType wire,
@@ -102,15 +102,14 @@ GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_rank
   }
   bytes.block_sums = taken(num_blocks, sizeof(double));
   if (sends) {
-    const BucketLayout layout = plan_buckets(trainable, num_ranks, options.bucket_bytes,
-                                             bytes_of(options.wire_dtype), options.block_numel());
-    bytes.shards = taken(layout.region_numel, sizeof(float));
+    const BucketSizes sizes = bucket_sizes(trainable, num_ranks, options.bucket_bytes,
+                                           bytes_of(options.wire_dtype), options.block_numel());
+    bytes.shards = taken(sizes.region_numel, sizeof(float));
     bytes.quant_error =
         num_ranks > 1
-            ? taken(
-                  static_cast<std::int64_t>(quant_scratch_bytes(
-                      std::max(layout.largest_shard_numel, layout.largest_dynamic_numel), options)),
-                  1)
+            ? taken(static_cast<std::int64_t>(quant_scratch_bytes(
+                        std::max(sizes.largest_shard_numel, sizes.largest_dynamic_numel), options)),
+                    1)
             : 0;
     if (bytes.quant_error > 0) {
       const std::size_t page = device::page_bytes();
@@ -118,10 +117,10 @@ GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_rank
       bytes.quant_sums = static_cast<std::int64_t>((sums + page - 1) / page * page);
     }
     bytes.slots =
-        static_cast<std::int64_t>(num_bucket_slots(layout)) *
-            slot_bytes(layout.largest_shard_numel, num_ranks, options, replicas.has_totals()) +
-        static_cast<std::int64_t>(num_dynamic_slots(layout)) *
-            slot_bytes(layout.largest_dynamic_numel, num_ranks, options,
+        static_cast<std::int64_t>(num_bucket_slots(sizes)) *
+            slot_bytes(sizes.largest_shard_numel, num_ranks, options, replicas.has_totals()) +
+        static_cast<std::int64_t>(num_dynamic_slots(sizes)) *
+            slot_bytes(sizes.largest_dynamic_numel, num_ranks, options,
                        replicas.has_dynamic_totals());
   }
   return bytes;

@@ -60,8 +60,8 @@ GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_rank
 // What an allocation of `bytes` is charged (device/host_memory.h).
 std::size_t taken_bytes(std::size_t bytes);
 // Slots that a reducer that sends takes for its buckets, and for those of dynamic parameters.
-std::size_t num_bucket_slots(const BucketLayout& layout);
-std::size_t num_dynamic_slots(const BucketLayout& layout);
+std::size_t num_bucket_slots(const BucketSizes& sizes);
+std::size_t num_dynamic_slots(const BucketSizes& sizes);
 // Of the buffer of a slot: parts for all ranks, in the wire's type; where there are totals they
 // take its place once it has been reduced.
 std::size_t bucket_buffer_bytes(std::int64_t shard_numel, int num_ranks, DType wire,

@@ -289,10 +289,10 @@ GradientCost gradient_cost(const CutModel& cut, const Placements& placements,
                                     replica_sums(cut, num_micro_batches));
   if (cut.options.sends_gradients()) {
     const std::size_t wire = bytes_of(cut.options.wire_dtype);
-    const grad::BucketLayout layout =
-        grad::plan_buckets(params, num_ranks, bucket_bytes, wire, reductions.block_numel());
-    cost.staging = reductions_staging({layout.largest_shard_numel, layout.largest_dynamic_numel},
-                                      cut, replica_sums(cut, num_micro_batches));
+    const grad::BucketSizes sizes =
+        grad::bucket_sizes(params, num_ranks, bucket_bytes, wire, reductions.block_numel());
+    cost.staging = reductions_staging({sizes.largest_shard_numel, sizes.largest_dynamic_numel}, cut,
+                                      replica_sums(cut, num_micro_batches));
   }
   if (cut.options.is_discrete) {
     cost.bytes.shards = 0;

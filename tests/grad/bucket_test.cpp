@@ -309,6 +309,32 @@ TEST(Bucket, ALargeParameterIsCutAtWholeBlocksOfAStore) {
   }
 }
 
+TEST(Bucket, SizesAreThoseOfTheLayoutAlsoWhereNobodyCouldMakeIt) {
+  for (const std::int64_t block_numel : {1, 4}) {
+    for_every_small_model([&](const std::vector<BucketParam>& params, std::int64_t capacity) {
+      std::vector<BucketParam> mixed = params;
+      for (std::size_t i = 0; i < mixed.size(); ++i) {
+        mixed[i].home = i % 2 == 0 ? Tier::kDevice : i % 4 == 1 ? Tier::kNvme : Tier::kHost;
+        mixed[i].dynamic = i == 2;
+      }
+      const std::int64_t bytes = capacity * kNumRanks * 4;
+      const BucketLayout layout = plan_buckets(mixed, kNumRanks, bytes, kWireBytes, block_numel);
+      std::int64_t largest = 0;
+      for (const Bucket& bucket : layout.buckets) {
+        largest = std::max(largest, bucket.shard_numel);
+      }
+      const BucketSizes sizes = bucket_sizes(mixed, kNumRanks, bytes, kWireBytes, block_numel);
+      EXPECT_EQ(sizes.num_buckets, std::ssize(layout.buckets));
+      EXPECT_EQ(sizes.largest_shard_numel, largest);
+    });
+  }
+  const std::vector<BucketParam> huge = {{0, std::int64_t{1} << 50}, {1, 3}};
+  const BucketSizes sizes = bucket_sizes(huge, 1, 4096 * 4, 4);
+  EXPECT_EQ(sizes.num_buckets, (std::int64_t{1} << 38) + 1);
+  EXPECT_EQ(sizes.largest_shard_numel, 4096);
+  EXPECT_EQ(sizes.region_numel, (std::int64_t{1} << 50) + 3);
+}
+
 TEST(Bucket, RefusesWhatIsNoLayout) {
   const std::vector<BucketParam> negative = {{0, -1}};
   EXPECT_THROW(plan_buckets(negative, 2, 64, 4), InternalError);
