@@ -138,6 +138,32 @@ std::string what_is_there(const std::string& path) {
              : detail::concat("the directory holds ", shown, num_others > 5 ? ", ..." : "");
 }
 
+// What others remove meanwhile is removed as well.
+void remove_tree(const std::string& directory,
+                 const std::function<void(std::string_view what)>& on_disk_step) {
+  const auto done = [&](std::string_view what) {
+    if (on_disk_step) {
+      on_disk_step(what);
+    }
+  };
+  if (!fs::is_directory(fs::symlink_status(directory))) {
+    fs::remove(directory);  // of a link nothing but the link is ours
+    return;
+  }
+  for (const std::string& name : names_in(directory)) {
+    std::error_code error;
+    fs::remove_all(fs::path(directory) / name, error);
+    if (error) {
+      throw_io_error(directory + "/" + name, "remove", error.value());
+    }
+    done("removed a file");
+  }
+  if (::rmdir(directory.c_str()) != 0 && errno != ENOENT) {
+    throw_io_error(directory, "remove the directory", errno);
+  }
+  done("removed a directory");
+}
+
 // The lock of a root, and who has it. Given back explicitly: a child that was forked meanwhile has
 // the descriptor, too.
 class RootLock {
@@ -293,7 +319,7 @@ struct NewSave::Impl {
       std::string_view rest;
       if (const auto numbers = parse_numbers(name, kUnfinishedPrefix, rest)) {
         highest = std::max(highest, numbers->sequence);
-        remove_tree(in_root(name));
+        remove_tree(in_root(name), options.on_disk_step);
       }
     }
   }
@@ -317,25 +343,6 @@ struct NewSave::Impl {
     }
     throw IoError(detail::concat(printable(root, 400), ": cannot save: ", kMaxAttempts,
                                  " unfinished saves lie there; remove ", kUnfinishedPrefix, "*"));
-  }
-
-  void remove_tree(const std::string& directory) const {
-    if (!fs::is_directory(fs::symlink_status(directory))) {
-      fs::remove(directory);  // of a link nothing but the link is ours
-      return;
-    }
-    for (const std::string& name : names_in(directory)) {
-      std::error_code error;
-      fs::remove_all(fs::path(directory) / name, error);
-      if (error) {
-        throw_io_error(directory + "/" + name, "remove", error.value());
-      }
-      done("removed a file");
-    }
-    if (::rmdir(directory.c_str()) != 0 && errno != ENOENT) {
-      throw_io_error(directory, "remove the directory", errno);
-    }
-    done("removed a directory");
   }
 
   // Opened, not only looked at: a network file system learns the size of another host's file then.
@@ -372,8 +379,8 @@ struct NewSave::Impl {
     done("synced the save's directory");
   }
 
-  // Renamed first: while it is called save-*, it is whole.
-  void remove_oldest() const {
+  // While it is called save-*, it is whole.
+  void rename_oldest() {
     const std::vector<SavedName> saves = list_saves(root);
     const auto keep = static_cast<std::size_t>(options.keep);
     for (std::size_t i = 0; i + keep < saves.size(); ++i) {
@@ -383,10 +390,12 @@ struct NewSave::Impl {
       if (::rename(saves[i].path.c_str(), going.c_str()) != 0) {
         throw_io_error(saves[i].path, "rename", errno);
       }
+      replaced.push_back(going);
       done("renamed an old save");
+    }
+    if (!replaced.empty()) {
       sync_directory(root);
       done("synced the root");
-      remove_tree(going);
     }
   }
 
@@ -398,6 +407,7 @@ struct NewSave::Impl {
   std::int64_t sequence = 0;
   std::string path;
   bool is_complete = false;
+  std::vector<std::string> replaced;
 };
 
 NewSave::NewSave(const std::string& root, std::int64_t step, NewSaveOptions options)
@@ -428,12 +438,21 @@ std::string NewSave::commit(const Manifest& manifest) {
   try {
     sync_directory(impl.root);
     impl.done("synced the root");
-    impl.remove_oldest();
+    impl.rename_oldest();
   } catch (const IoError& e) {
     throw IoError(
         detail::concat(e.what(), " (the new save is complete: ", printable(complete, 400), ")"));
   }
   return complete;
+}
+
+const std::vector<std::string>& NewSave::replaced() const { return impl_->replaced; }
+
+void remove_replaced(const std::vector<std::string>& directories,
+                     const std::function<void(std::string_view what)>& on_disk_step) {
+  for (const std::string& directory : directories) {
+    remove_tree(directory, on_disk_step);
+  }
 }
 
 }  // namespace tessera::checkpoint

@@ -2,12 +2,12 @@
 //
 //   DIR/.lock                           held by whoever changes the directory
 //   DIR/save-00007-step-60/             complete: its manifest was in it before it got this name
-//   DIR/.unfinished-00008-step-70-X/    being written, left by a run that was killed, or on its way
-//                                       out
+//   DIR/.unfinished-00008-step-70-X/    being written, left by a run that was killed, or replaced
+//                                       and being removed
 //
 // A save has a number of its own, one above the highest so far: "the newest" is the one with the
-// highest number, also after training went on from an older one. So no save replaces another; the
-// oldest are removed when a new one is complete.
+// highest number, also after training went on from an older one. So no save is written over
+// another; the oldest lose their names when a new one is complete, and are removed afterwards.
 //
 // Invariants:
 //  (1) A directory called save-* is complete, and on disk, as long as it has that name.
@@ -64,14 +64,23 @@ class NewSave {
 
   const std::string& path() const;  // where files go
   std::int64_t sequence() const;
-  // Compares the files with the manifest; writes and syncs it; renames, syncs; then removes all but
-  // the newest saves. Returns the path of the complete save. An IoError says whether it became
-  // complete. REQUIRES: the files are on disk; `manifest` has this step and sequence.
+  // Compares the files with the manifest; writes and syncs it; renames, syncs; then takes their
+  // names from all but the newest saves. Returns the path of the complete save. An IoError says
+  // whether it became complete. REQUIRES: the files are on disk; `manifest` has this step and
+  // sequence.
   std::string commit(const Manifest& manifest);
+  // Directories that commit() took the names from: for remove_replaced(), which nobody else has to
+  // wait for.
+  const std::vector<std::string>& replaced() const;
 
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+// Takes as long as the file system needs to free their blocks: on some as long as writing them. The
+// next save removes what this leaves, and may do so at the same time. IoError.
+void remove_replaced(const std::vector<std::string>& directories,
+                     const std::function<void(std::string_view what)>& on_disk_step = {});
 
 }  // namespace tessera::checkpoint

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <exception>
 #include <future>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -157,6 +158,9 @@ void CheckpointSaver::begin(const std::string& root, const SaveOptions& options,
     drop_guard();
     collect(*save);
     if (ctx_.group.rank() == 0) {
+      if (removal_.valid()) {
+        removal_.get();  // this save may need the room
+      }
       save->target = std::make_unique<checkpoint::NewSave>(
           root, driver_.num_steps(), checkpoint::NewSaveOptions{options.keep, {}});
       save->manifest.sequence = save->target->sequence();
@@ -495,10 +499,29 @@ void CheckpointSaver::tell_what_was_written() {
   }
 }
 
-std::string CheckpointSaver::complete() const {
+std::string CheckpointSaver::complete() {
   std::string path = save_->target->commit(save_->manifest);
+  start_removal(save_->target->replaced());
   save_->target.reset();  // others may save there now
   return path;
+}
+
+void CheckpointSaver::start_removal(std::vector<std::string> replaced) {
+  if (replaced.empty()) {
+    return;
+  }
+  const auto remove = [replaced = std::move(replaced), &logger = ctx_.runtime.logger()] {
+    try {
+      checkpoint::remove_replaced(replaced);
+    } catch (const std::exception& error) {
+      logger.warn("an old save stays for now, the next one tries to remove it: ", error.what());
+    }
+  };
+  try {
+    removal_ = std::async(std::launch::async, remove);
+  } catch (const std::system_error&) {  // no thread
+    remove();
+  }
 }
 
 SaveOutcome CheckpointSaver::end(const std::string& failure) {

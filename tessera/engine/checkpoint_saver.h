@@ -12,15 +12,17 @@
 // What fixes the order of collectives: the caller; of a save beside training the step whose
 // all-reduce says that all ranks are done.
 //
-// Threads: as Engine. On rank 0 a save beside training is completed on a thread of its own, which
-// touches files alone.
+// Threads: as Engine. On rank 0 a save beside training is completed on a thread of its own, and so
+// are saves removed that a new one has replaced; both touch files alone.
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <future>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "tessera/engine/engine_context.h"
 #include "tessera/engine/model.h"
@@ -78,7 +80,8 @@ class CheckpointSaver {
   // then it says how.
   std::optional<SaveOutcome> advance();
   void tell_what_was_written();
-  std::string complete() const;
+  std::string complete();
+  void start_removal(std::vector<std::string> replaced);
   SaveOutcome end(const std::string& failure);
 
   EngineContext& ctx_;
@@ -90,6 +93,7 @@ class CheckpointSaver {
   std::unique_ptr<tier::BufferPool> buffer_;  // of saves beside training: kept for the next
   std::unique_ptr<Save> save_;                // null: none runs
   std::deque<SaveOutcome> outcomes_;          // of those beside training, not taken yet
+  std::future<void> removal_;                 // on rank 0: of saves that the last one replaced
   // Of this rank, as the last save wrote, or as the first one begins; 0: not known.
   double bytes_per_s_ = 0;
 };

@@ -33,15 +33,18 @@ using testing::write_text;
 constexpr const char* kDataFile = "rank-0.safetensors";
 
 // Writes a save whose one file says which step it is of.
-std::string write_save(const fs::path& root, std::int64_t step, NewSaveOptions options = {}) {
-  NewSave save(root, step, std::move(options));
+std::string write_save(const fs::path& root, std::int64_t step,
+                       const NewSaveOptions& options = {}) {
+  NewSave save(root, step, options);
   const std::string text = "step " + std::to_string(step);
   write_text(fs::path(save.path()) / kDataFile, text);
   Manifest manifest;
   manifest.step = step;
   manifest.sequence = save.sequence();
   manifest.files = {{kDataFile, text.size()}};
-  return save.commit(manifest);
+  std::string path = save.commit(manifest);
+  remove_replaced(save.replaced(), options.on_disk_step);
+  return path;
 }
 
 std::set<std::string> entries_of(const fs::path& directory) {
@@ -107,6 +110,22 @@ TEST(SaveDirectory, KeepsTheNewestAndRemovesTheOldest) {
   EXPECT_EQ(entries_of(folder.path()), (Names{".lock", "save-00005-step-25"}));
   EXPECT_EQ(refusal_of<ConfigError>([&] { write_save(folder.path(), 1, {.keep = 0}); }),
             "keep 0 checkpoints? The new one is one of them: at least 1");
+}
+
+TEST(SaveDirectory, WhatWasReplacedMayBeRemovedByTheNextSaveFirst) {
+  const TemporaryDirectory folder;
+  write_save(folder.path(), 1);
+  NewSave save(folder.path(), 2, {});
+  Manifest manifest;
+  manifest.step = 2;
+  manifest.sequence = save.sequence();
+  save.commit(manifest);
+  ASSERT_EQ(save.replaced().size(), 1U);
+  EXPECT_TRUE(fs::exists(save.replaced()[0]));
+  ASSERT_EQ(list_saves(folder.path()).size(), 1U);
+  EXPECT_EQ(list_saves(folder.path())[0].step, 2);
+  fs::remove_all(save.replaced()[0]);
+  remove_replaced(save.replaced());
 }
 
 TEST(SaveDirectory, TheNewestIsThatOfTheHighestNumberAlsoBeyondFiveDigits) {

@@ -309,6 +309,10 @@ TEST(Checkpoint, TheNewestFewStay) {
   ASSERT_EQ(saves.size(), 2U);
   EXPECT_EQ(saves[0].step, 3);
   EXPECT_EQ(saves[1].step, 4);
+  for (const std::string& name : names_in(folder.path())) {
+    EXPECT_TRUE(name == ".lock" || name.starts_with("save-"))
+        << name << ": what was replaced goes before the engine does";
+  }
   settings = loading(small_run(1), folder.path());
   settings.steps = 4;
   const RunOutcome outcome = train(settings);
