@@ -36,14 +36,17 @@ class Wires {
  public:
   Wires(const ContractRank& here, const Codec& codec,
         const std::vector<CodedTensor>& tensors = kCodedTensors)
-      : here_(here), tensors_(tensors) {
+      : here_(here) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const auto [numel, dtype, num_wires] = tensors[i];
       const bool is_coded = num_wires > 0;
       const int rank = here.group.rank();
       shards_.push_back(here.upload(is_coded ? reference::wires(i, rank, numel, num_wires, dtype)
                                              : reference::array(i, rank, 0, numel, dtype)));
-      fulls_.push_back(here.upload(Bytes(expected(i).size(), std::byte{0xee})));
+      expected_.push_back(
+          is_coded ? reference::decoded_wires(i, here.group.size(), numel, num_wires, dtype)
+                   : reference::arrays(i, here.group.size(), numel, dtype));
+      fulls_.push_back(here.upload(Bytes(expected_.back().size(), std::byte{0xee})));
       gathers_.push_back({shards_.back().data(), fulls_.back().data(),
                           static_cast<std::int64_t>(numel), dtype, "", is_coded ? &codec : nullptr,
                           static_cast<int>(is_coded ? num_wires : 1)});
@@ -61,7 +64,7 @@ class Wires {
     return is_packed ? wire_bytes_ : unpacked_bytes_;
   }
   void expect_decoded(std::size_t i) const {
-    EXPECT_TRUE(here_.download(fulls_[i]) == expected(i)) << "tensor " << i;
+    EXPECT_TRUE(reference::same_bytes(here_.download(fulls_[i]), expected_[i])) << "tensor " << i;
   }
   void expect_decoded() const {
     for (std::size_t i = 0; i < fulls_.size(); ++i) {
@@ -70,14 +73,8 @@ class Wires {
   }
 
  private:
-  Bytes expected(std::size_t i) const {
-    const auto [numel, dtype, num_wires] = tensors_[i];
-    return num_wires > 0 ? reference::decoded_wires(i, here_.group.size(), numel, num_wires, dtype)
-                         : reference::arrays(i, here_.group.size(), numel, dtype);
-  }
-
   const ContractRank& here_;
-  const std::vector<CodedTensor> tensors_;
+  std::vector<Bytes> expected_;
   std::vector<Memory> shards_;
   std::vector<Memory> fulls_;
   std::vector<Gather> gathers_;
@@ -167,7 +164,7 @@ TEST_P(MemoryContract, WiresThatWereGatheredAreGatheredAgainBeforeTheyAreDecoded
                                             DType::kFloat32);
       expected.insert(expected.end(), piece.begin(), piece.end());
     }
-    EXPECT_TRUE(here.download(full) == expected);
+    EXPECT_TRUE(reference::same_bytes(here.download(full), expected));
   });
 }
 
@@ -197,9 +194,9 @@ TEST_P(MemoryContract, AnEncodedReduceScatterIsTheSumOfWhatIsDecodedInRankOrder)
             .wait();
         EXPECT_EQ(here.group.wire_bytes().payload - before,
                   (num - 1) * codec.wire_bytes(static_cast<std::int64_t>(numel)));
-        EXPECT_TRUE(here.download(output) == reference::decoded_sum(numel, here.group.size(),
-                                                                    numel * rank, numel, dtype,
-                                                                    out_dtype))
+        EXPECT_TRUE(reference::same_bytes(
+            here.download(output), reference::decoded_sum(numel, here.group.size(), numel * rank,
+                                                          numel, dtype, out_dtype)))
             << numel << " " << to_string(dtype);
       }
     }

@@ -99,16 +99,17 @@ TEST_P(IpcContract, SumsMaximaAndMinimaHaveTheHostsBitsForAllTypesAndSizes) {
           const Memory output = here.allocate(numel * bytes_of(out_dtype));
           here.group.start_reduce_scatter(input.data(), output.data(), count, dtype, out_dtype)
               .wait();
-          EXPECT_TRUE(here.download(output) ==
-                      reduced(here, numel, numel * rank, numel, dtype, out_dtype, Reduction::kSum))
+          EXPECT_TRUE(reference::same_bytes(
+              here.download(output),
+              reduced(here, numel, numel * rank, numel, dtype, out_dtype, Reduction::kSum)))
               << numel << " " << to_string(dtype) << " into " << to_string(out_dtype);
         }
         for (const Reduction reduction : {Reduction::kSum, Reduction::kMax, Reduction::kMin}) {
           const Memory data =
               here.upload(reference::array(numel, here.group.rank(), 0, numel, dtype));
           here.group.start_all_reduce(data.data(), count, dtype, reduction).wait();
-          EXPECT_TRUE(here.download(data) ==
-                      reduced(here, numel, 0, numel, dtype, dtype, reduction))
+          EXPECT_TRUE(reference::same_bytes(
+              here.download(data), reduced(here, numel, 0, numel, dtype, dtype, reduction)))
               << numel << " " << to_string(dtype) << " " << static_cast<int>(reduction);
         }
       }
@@ -128,20 +129,21 @@ TEST_P(IpcContract, LargeCallsBringTheReferencesBytes) {
     const Memory full = here.allocate(own.size() * num);
     const Gather gather{shard.data(), full.data(), kCount, DType::kFloat32};
     here.group.start_all_gather({&gather, 1}).wait();
-    EXPECT_TRUE(here.download(full) ==
-                reference::arrays(1, here.group.size(), kNumel, DType::kFloat32));
+    EXPECT_TRUE(reference::same_bytes(
+        here.download(full), reference::arrays(1, here.group.size(), kNumel, DType::kFloat32)));
     const Memory input = here.upload(reference::array(2, rank, 0, kNumel * num, DType::kBFloat16));
     const Memory output = here.allocate(kNumel * sizeof(float));
     here.group
         .start_reduce_scatter(input.data(), output.data(), kCount, DType::kBFloat16,
                               DType::kFloat32)
         .wait();
-    EXPECT_TRUE(here.download(output) == reduced(here, 2, kNumel * static_cast<std::size_t>(rank),
-                                                 kNumel, DType::kBFloat16, DType::kFloat32,
-                                                 Reduction::kSum));
+    EXPECT_TRUE(reference::same_bytes(
+        here.download(output), reduced(here, 2, kNumel * static_cast<std::size_t>(rank), kNumel,
+                                       DType::kBFloat16, DType::kFloat32, Reduction::kSum)));
     here.group.start_all_reduce(shard.data(), kCount, DType::kFloat32).wait();
-    EXPECT_TRUE(here.download(shard) ==
-                reduced(here, 1, 0, kNumel, DType::kFloat32, DType::kFloat32, Reduction::kSum));
+    EXPECT_TRUE(reference::same_bytes(
+        here.download(shard),
+        reduced(here, 1, 0, kNumel, DType::kFloat32, DType::kFloat32, Reduction::kSum)));
   });
 }
 
@@ -218,8 +220,9 @@ TEST_P(IpcContract, StartingACallBlocksNobodyAndStreamsAreOrderedBehindIt) {
     EXPECT_FALSE(last.done());
     gate.open();
     last.wait();
-    EXPECT_TRUE(here.download(copied) ==
-                reduced(here, 1, 0, kNumel, DType::kFloat32, DType::kFloat32, Reduction::kSum));
+    EXPECT_TRUE(reference::same_bytes(
+        here.download(copied),
+        reduced(here, 1, 0, kNumel, DType::kFloat32, DType::kFloat32, Reduction::kSum)));
   });
 }
 
@@ -236,8 +239,8 @@ TEST_P(IpcContract, MemoryMayBeFreedAndTakenAgainBetweenCalls) {
       const Gather gather{shard.data(), full.data(), static_cast<std::int64_t>(numel),
                           DType::kFloat32};
       (i % 2 == 0 ? here.group : *other).start_all_gather({&gather, 1}).wait();
-      EXPECT_TRUE(here.download(full) ==
-                  reference::arrays(i, here.group.size(), numel, DType::kFloat32))
+      EXPECT_TRUE(reference::same_bytes(
+          here.download(full), reference::arrays(i, here.group.size(), numel, DType::kFloat32)))
           << i;
     }
   });
@@ -260,8 +263,8 @@ TEST_P(IpcContract, GroupsOfGroupsWorkSideBySide) {
     Pending::all(calls).wait();
     const Bytes sum = reduced(here, 1, 0, 999, DType::kInt64, DType::kInt64, Reduction::kSum);
     for (std::size_t i = 0; i < memories.size(); i += 3) {
-      EXPECT_TRUE(here.download(memories[i]) == sum);
-      EXPECT_TRUE(here.download(memories[i + 2]) == sum);
+      EXPECT_TRUE(reference::same_bytes(here.download(memories[i]), sum));
+      EXPECT_TRUE(reference::same_bytes(here.download(memories[i + 2]), sum));
     }
   });
 }
@@ -285,7 +288,7 @@ TEST_P(IpcContract, ARankThatDivergesIsNamedOnEveryRankInTheFirstCallAndTheHundr
         here.group.start_all_reduce(data.data(), numel, DType::kFloat32, Reduction::kSum, options)
             .wait();
       } catch (const CommError&) {
-        EXPECT_TRUE(here.download(data) == bytes);
+        EXPECT_TRUE(reference::same_bytes(here.download(data), bytes));
         throw;
       }
     });
@@ -341,8 +344,8 @@ TEST_P(IpcDeath, InAnyPhaseOfAGatherEndsTheOthersWithItsName) {
     }
     // The failure is kept, and the device's own streams go on.
     EXPECT_HAS(error_of(here.group.start_barrier()), "rank 1 of group 'world' has ended");
-    EXPECT_TRUE(here.download(shard) ==
-                reference::array(1, here.group.rank(), 0, kNumel, DType::kFloat32));
+    EXPECT_TRUE(reference::same_bytes(
+        here.download(shard), reference::array(1, here.group.rank(), 0, kNumel, DType::kFloat32)));
     throw PeerError(error);
   }));
 }

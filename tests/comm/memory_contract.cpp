@@ -45,8 +45,9 @@ class Tensors {
   std::vector<Gather>& gathers() { return gathers_; }
 
   void expect_gathered(std::size_t i) const {
-    EXPECT_TRUE(here_.download(fulls_[i]) ==
-                reference::arrays(i, here_.group.size(), tensors_[i].numel, tensors_[i].dtype))
+    EXPECT_TRUE(reference::same_bytes(
+        here_.download(fulls_[i]),
+        reference::arrays(i, here_.group.size(), tensors_[i].numel, tensors_[i].dtype)))
         << "tensor " << i;
   }
   void expect_gathered() const {
@@ -152,9 +153,9 @@ TEST_P(MemoryContract, ReduceScatterIsTheSumInRankOrderToTheBit) {
           .start_reduce_scatter(input.data(), output.data(), static_cast<std::int64_t>(numel),
                                 dtype, out_dtype)
           .wait();
-      EXPECT_TRUE(here.download(output) == reference::rank_order_sum(numel, here.group.size(),
-                                                                     numel * rank, numel, dtype,
-                                                                     out_dtype))
+      EXPECT_TRUE(reference::same_bytes(
+          here.download(output), reference::rank_order_sum(numel, here.group.size(), numel * rank,
+                                                           numel, dtype, out_dtype)))
           << numel << " " << to_string(dtype);
     };
     for (const std::size_t numel : kSizes) {
@@ -176,8 +177,9 @@ TEST_P(MemoryContract, AllReduceGivesEveryRankTheSameBits) {
         const Memory data =
             here.upload(reference::array(numel, here.group.rank(), 0, numel, dtype));
         here.group.start_all_reduce(data.data(), static_cast<std::int64_t>(numel), dtype).wait();
-        EXPECT_TRUE(here.download(data) ==
-                    reference::rank_order_sum(numel, here.group.size(), 0, numel, dtype, dtype))
+        EXPECT_TRUE(reference::same_bytes(
+            here.download(data),
+            reference::rank_order_sum(numel, here.group.size(), 0, numel, dtype, dtype)))
             << numel << " " << to_string(dtype);
       }
     }
@@ -216,7 +218,8 @@ TEST_P(MemoryContract, BroadcastCopiesTheRootsBytesAndAllToAllTransposesThePiece
       for (int root = 0; root < here.group.size(); ++root) {
         const Memory data = here.upload(reference::array(3, rank, 0, numel, DType::kFloat32));
         here.group.start_broadcast(data.data(), count, DType::kFloat32, root).wait();
-        EXPECT_TRUE(here.download(data) == reference::array(3, root, 0, numel, DType::kFloat32))
+        EXPECT_TRUE(reference::same_bytes(here.download(data),
+                                          reference::array(3, root, 0, numel, DType::kFloat32)))
             << numel << " from " << root;
       }
       const Memory send = here.upload(reference::array(5, rank, 0, numel * num, DType::kBFloat16));
@@ -228,7 +231,7 @@ TEST_P(MemoryContract, BroadcastCopiesTheRootsBytesAndAllToAllTransposesThePiece
                                              DType::kBFloat16);
         expected.insert(expected.end(), piece.begin(), piece.end());
       }
-      EXPECT_TRUE(here.download(receive) == expected) << numel;
+      EXPECT_TRUE(reference::same_bytes(here.download(receive), expected)) << numel;
     }
   });
 }
@@ -275,7 +278,8 @@ TEST_P(MemoryContract, StartingACallNeverWaitsForItsInput) {
       for (const Pending& call : calls) {
         call.wait();
       }
-      EXPECT_TRUE(here.download(memory[1]) == reference::arrays(1, 2, kNumel, DType::kFloat32));
+      EXPECT_TRUE(reference::same_bytes(here.download(memory[1]),
+                                        reference::arrays(1, 2, kNumel, DType::kFloat32)));
     }
   });
 }

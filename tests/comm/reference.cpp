@@ -111,4 +111,9 @@ std::vector<std::byte> rank_order_sum(std::uint64_t seed, int num_ranks, std::si
   return out;
 }
 
+bool same_bytes(const std::vector<std::byte>& left, const std::vector<std::byte>& right) {
+  return left.size() == right.size() &&
+         (left.empty() || std::memcmp(left.data(), right.data(), left.size()) == 0);
+}
+
 }  // namespace tessera::comm::reference

@@ -32,4 +32,7 @@ inline const std::vector<Tensor> kMixedTensors = {{0, DType::kFloat32},     {1, 
 std::vector<std::byte> rank_order_sum(std::uint64_t seed, int num_ranks, std::size_t begin,
                                       std::size_t numel, DType dtype, DType out_dtype);
 
+// Not by ==, which a sanitizer would follow byte by byte.
+bool same_bytes(const std::vector<std::byte>& left, const std::vector<std::byte>& right);
+
 }  // namespace tessera::comm::reference

@@ -124,17 +124,17 @@ void run_call(const ContractRank& here, ShmCall call) {
         .start_reduce_scatter(input.data(), sum.data(), count, DType::kFloat32, DType::kFloat32,
                               options)
         .wait();
-    EXPECT_TRUE(here.download(sum) ==
-                reference::rank_order_sum(1, here.group.size(),
-                                          numel * static_cast<std::size_t>(rank), numel,
-                                          DType::kFloat32, DType::kFloat32));
+    EXPECT_TRUE(reference::same_bytes(
+        here.download(sum),
+        reference::rank_order_sum(1, here.group.size(), numel * static_cast<std::size_t>(rank),
+                                  numel, DType::kFloat32, DType::kFloat32)));
   } else {
     const device::Memory shard = here.upload(reference::array(1, rank, 0, numel, DType::kFloat32));
     const device::Memory full = here.allocate(numel * num * sizeof(float));
     const Gather gather{shard.data(), full.data(), count, DType::kFloat32};
     here.group.start_all_gather({&gather, 1}, options).wait();
-    EXPECT_TRUE(here.download(full) ==
-                reference::arrays(1, here.group.size(), numel, DType::kFloat32));
+    EXPECT_TRUE(reference::same_bytes(
+        here.download(full), reference::arrays(1, here.group.size(), numel, DType::kFloat32)));
   }
 }
 

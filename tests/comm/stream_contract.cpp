@@ -36,7 +36,8 @@ struct StreamGather {
     return here.group.start_all_gather({&gather, 1}, options);
   }
   void expect_gathered() const {
-    EXPECT_TRUE(here.download(full) == reference::arrays(1, 2, kOnStreamNumel, DType::kFloat32));
+    EXPECT_TRUE(reference::same_bytes(here.download(full),
+                                      reference::arrays(1, 2, kOnStreamNumel, DType::kFloat32)));
   }
 
   const ContractRank& here;
@@ -58,7 +59,8 @@ TEST_P(StreamContract, OtherStreamsAreOrderedBehindACall) {
       gather.options.stream->wait(write.record());
     }
     write.synchronize();
-    EXPECT_TRUE(here.download(copy) == reference::arrays(1, 2, kOnStreamNumel, DType::kFloat32));
+    EXPECT_TRUE(reference::same_bytes(here.download(copy),
+                                      reference::arrays(1, 2, kOnStreamNumel, DType::kFloat32)));
   });
 }
 
@@ -85,7 +87,7 @@ TEST_P(StreamContract, ACallByAnotherNameFailsOnBothRanksAndInEveryLaterCall) {
         }
       }
       EXPECT_FALSE(*gather.options.met);
-      EXPECT_TRUE(here.download(gather.shard) == gather.bytes);
+      EXPECT_TRUE(reference::same_bytes(here.download(gather.shard), gather.bytes));
       odd.wait();
     });
     for (const auto& failure : failures) {
@@ -145,8 +147,8 @@ TEST_P(StreamContract, ACallWhoseInputIsHandedOverLaterHoldsUpNobody) {
     second.wait();
     EXPECT_TRUE(first.done());
     gather.expect_gathered();
-    EXPECT_TRUE(here.download(late_full) ==
-                reference::arrays(1, 2, kOnStreamNumel, DType::kFloat32));
+    EXPECT_TRUE(reference::same_bytes(here.download(late_full),
+                                      reference::arrays(1, 2, kOnStreamNumel, DType::kFloat32)));
   });
 }
 

@@ -50,7 +50,8 @@ TEST_P(ReducerPlaces, HaveTheBitsOfOneMemory) {
   const int num_ranks = GetParam();
   for (const Types& types : kAllTypes) {
     for (const int num_backwards : {1, 2, 3, 6}) {
-      if (support::kIsSanitized && num_backwards == 6 && types.wire != DType::kBFloat16) {
+      // Every count with one pair of types, every pair with one count.
+      if (support::kIsSanitized && num_backwards != 3 && types.param != DType::kBFloat16) {
         continue;
       }
       const ReduceCase memory = places_case(types, true);
