@@ -76,7 +76,7 @@ TESSERA_INLINE std::uint32_t chosen(std::uint32_t mask, std::uint32_t yes, std::
 TESSERA_INLINE void narrow_number(float value, float& out) { out = value; }
 TESSERA_INLINE void narrow_number(float value, BFloat16& out) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
-  out = {static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16)};
+  out.bits = static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
 // to_float16() with masks for its choices: the compiler would make jumps of them, and then no
 // vector code.
@@ -88,8 +88,8 @@ TESSERA_INLINE void narrow_number(float value, Float16& out) {
   const std::uint32_t subnormal =
       std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) & 0x7ffU;
   const std::uint32_t at_least_normal = chosen(mask_below(magnitude, 0x477ff000U), normal, 0x7c00U);
-  out = {static_cast<std::uint16_t>(
-      sign | chosen(mask_below(magnitude, 0x38800000U), subnormal, at_least_normal))};
+  out.bits = static_cast<std::uint16_t>(
+      sign | chosen(mask_below(magnitude, 0x38800000U), subnormal, at_least_normal));
 }
 
 // Of every value.
