@@ -1,8 +1,10 @@
-"""The least time that a step can take, from what was measured in the same run.
+"""A step with plain PyTorch's forward and backward and perfect overlap, from what was measured in
+the same run.
 
 P parameters, bf16 with fp32 master weights, AdamW, clipping, one rank, one micro-batch per step.
-Forward and backward are plain PyTorch's, everything resident. With clipping no update begins before
-backward has ended, and updates run under the next forward. Bytes per parameter and step:
+Forward and backward are plain PyTorch's, everything resident and the loss of all tokens at once; a
+step with faster ones can take less. With clipping no update begins before backward has ended, and
+updates run under the next forward. Bytes per parameter and step:
 
     update                 28: gradient 2, master and moments 12 in and 12 out, parameter 2
     everything in host     a share x is updated by the processor, the rest by the GPU
@@ -10,18 +12,18 @@ backward has ended, and updates run under the next forward. Bytes per parameter 
         D2H   2 x of gradients, 14 (1 - x) of states and parameters
         states of the GPU's share depend on no gradient, and come and go at any time of the step
     optimizer on NVMe      12 read and 12 written
-    all on NVMe            14 and 14: forward takes the parameters from the update
+    all on NVMe            12 and 14: new parameters are written, and forward has them from the update
     half of the states     6 and 6
 
 Links and processor are taken at what each can do by itself (both directions at once, where both are
-in use for the whole step), so a step is never less than its bound.
+in use for the whole step).
 """
 import dataclasses
 
 UPDATE_BYTES = 28
 STATE_BYTES = 12
 PARAMETER_BYTES = 2
-NVME_BYTES = {"nvme-optimizer": 24, "nvme": 28, "half": 12}
+NVME_BYTES = {"nvme-optimizer": 24, "nvme": 26, "half": 12}
 SHARES = [number / 200 for number in range(201)]
 
 

@@ -38,7 +38,7 @@ class Bounds(unittest.TestCase):
         self.assertAlmostEqual(self.bound("host", 32), 0.535 + 0.0065, delta=0.002)
 
     def test_on_nvme_the_disk_binds(self):
-        for mode, per_param in (("nvme-optimizer", 24), ("nvme", 28), ("half", 12)):
+        for mode, per_param in (("nvme-optimizer", 24), ("nvme", 26), ("half", 12)):
             self.assertAlmostEqual(self.bound(mode, 8), per_param * PARAMS / 2.7e9)
 
     def test_a_faster_link_never_makes_a_bound_larger(self):
