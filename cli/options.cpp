@@ -19,6 +19,9 @@ namespace {
 constexpr std::string_view kNotUsed = "checked, not used yet";
 
 std::string default_shown(const Option& option) {
+  if (!option.unset_text.empty()) {
+    return std::string(option.unset_text);
+  }
   const std::string text = to_text(option, default_value(option));
   return text == "\"\"" || text == "[]" ? "empty" : text;
 }

@@ -5,9 +5,9 @@
 // share memory is found out by trying. A process may join again, while it is in a world and after:
 // its n-th world is that of the n-th call on every rank. Gloo listens on the interface that
 // GLOO_SOCKET_IFNAME names, else on loopback if all ranks are on one host, else on the address from
-// which this rank reaches the store. The order of steps is fixed: the store, the rank's claim of its
-// number, the status store, the backend. A rank that cannot go on posts its failure, so that those
-// who wait for it end, too.
+// which this rank reaches the store. The order of steps is fixed: the store, the rank's claim of
+// its number, the status store, the backend. A rank that cannot go on posts its failure, so that
+// those who wait for it end, too.
 //
 // Threads: call it once, from the main thread.
 #pragma once

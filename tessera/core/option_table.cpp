@@ -34,6 +34,13 @@ constexpr Option bytes(std::string_view name, std::string_view value, std::strin
                        std::string_view read_by = "") {
   return {name, OptionType::kBytes, value, 0, kMaxBytes, "", "unlimited", kMaxBytes, read_by, text};
 }
+constexpr Option bytes_or(std::string_view unset_text, std::string_view name,
+                          std::string_view value, std::string_view text,
+                          std::string_view read_by = "") {
+  Option option = bytes(name, value, text, read_by);
+  option.unset_text = unset_text;
+  return option;
+}
 // Numbers that a measurement replaces unless they are given: "auto" reads as 0 (or -1).
 constexpr Option measured(std::string_view name, OptionType type, double min, double max,
                           std::string_view text, std::string_view read_by = "",
@@ -89,10 +96,11 @@ constexpr std::array kOptions = {
 
     flag("quant.weights", "false", "Gather parameters as int8 blocks; changes numbers (qwZ).",
          "engine"),
-    integer("quant.frozen_bits", "0", 0, 8,
-            "Keep frozen parameters as blocks of integers of 4 or 8 bits, with scales; 0: as they "
-            "are. Changes numbers: what was frozen is rounded once.",
-            "engine, planner"),
+    integer(
+        "quant.frozen_bits", "0", 0, 8,
+        "Keep frozen parameters as blocks of integers of so many bits, 4 or 8 and no other "
+        "number, with scales; 0: as they are. Changes numbers: what was frozen is rounded once.",
+        "engine, planner"),
     words("quant.frozen_names", OptionType::kList,
           "Frozen parameters that quant.frozen_bits is for, by full name, where a * stands for any "
           "run of characters; none: all. Those of fewer than two dims (norms, biases) or 8 blocks "
@@ -102,8 +110,8 @@ constexpr std::array kOptions = {
          "Reduce gradients as blocks of integers, inside hosts and then across; changes numbers "
          "(qgZ).",
          "comm, engine, planner"),
-    integer("quant.gradient_bits", "4", 4, 8, "Of a value of these blocks: 4 or 8.",
-            "engine, planner"),
+    integer("quant.gradient_bits", "4", 4, 8,
+            "Bits of a value of these blocks: 4 or 8, and none between.", "engine, planner"),
     integer(
         "quant.block_numel", "128", 32, 1048576,
         "Values of a quantised block, which share a scale; a multiple of 32, and of gradients a "
@@ -121,7 +129,8 @@ constexpr std::array kOptions = {
     integer("prefetch.max_inflight", "4", 1, 1024, "Most gathers in flight at once.",
             "coordinator"),
     bytes("live.limit_bytes", "2GiB",
-          "Hard limit on full parameters held at once; a unit that is larger is held alone.",
+          "Hard limit on full parameters held at once; a unit that is larger is held alone. Unless "
+          "set, one rank on a GPU has no such limit but its memory budget.",
           "coordinator"),
     bytes("live.reuse_distance_bytes", "2GiB",
           "A parameter that is used again within this many bytes of the trace is not released.",
@@ -146,9 +155,10 @@ constexpr std::array kOptions = {
     flag("unit.uneven_data", "false",
          "Ranks may run out of data at different steps: they agree at every unit.", "coordinator"),
 
-    bytes(
-        "grad.bucket_bytes", "64MiB",
-        "Full gradients reduced in one call, in two buffers; unless set, at most a quarter of all.",
+    bytes_or(
+        "at most 64MiB", "grad.bucket_bytes", "64MiB",
+        "Full gradients reduced in one call, in two buffers; unless set, at most 64 MiB and at "
+        "most a quarter of all.",
         "grad"),
     choice("grad.wire_dtype", "auto", "auto|fp32|bf16|fp16",
            "Type of gradients on the network; auto: that of the parameters.", "grad"),
@@ -157,13 +167,15 @@ constexpr std::array kOptions = {
     flag("grad.skip_nonfinite", "true",
          "Skip the step on all ranks when a gradient is infinite or NaN.", "engine"),
 
-    bytes("memory.device", "unlimited",
-          "Budget of device memory per rank; unless set, what is free where not everything fits.",
-          "planner"),
-    bytes("memory.host", "unlimited",
-          "Budget of host memory per rank; unless set, a part of what is free where not everything "
-          "fits.",
-          "planner"),
+    bytes_or(
+        "found", "memory.device", "unlimited",
+        "Budget of device memory per rank; unless set, what is free where not everything fits. "
+        "unlimited: no budget, and no refusal of what does not fit.",
+        "planner"),
+    bytes_or("found", "memory.host", "unlimited",
+             "Budget of host memory per rank; unless set, a part of what is free where not "
+             "everything fits. unlimited: no budget, and no refusal of what does not fit.",
+             "planner"),
     bytes("memory.nvme", "unlimited",
           "Budget of NVMe space per rank, where nvme.paths is given; 0: no NVMe.", "planner"),
     choice("place.parameters", "auto", "auto|device|host|nvme",

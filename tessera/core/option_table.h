@@ -42,6 +42,9 @@ struct Option {
   double keyword_value;           // what that word stands for; it need not be within the range
   std::string_view read_by;       // modules; empty: checked, not used yet
   std::string_view text;          // one sentence
+  // What help and docs show as the default; empty: default_text. For an option that behaves
+  // otherwise when it is not given than with default_text given.
+  std::string_view unset_text = "";
 };
 
 std::span<const Option> option_table();
