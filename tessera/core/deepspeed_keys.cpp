@@ -53,6 +53,8 @@ constexpr std::string_view kDTypes =
 constexpr std::string_view kStage12 = "it concerns stages 1 and 2 only";
 constexpr std::string_view kDirect = "a gather writes straight into the parameter's own memory";
 constexpr std::string_view kAnyRanks = "checkpoints do not depend on the number of ranks";
+constexpr std::string_view kUniversal =
+    "checkpoints do not depend on the number of ranks; universal ones cannot be imported";
 constexpr std::string_view kPinned =
     "host memory is pinned where a GPU reads or writes it, and nowhere else";
 constexpr std::string_view kNoScale = "bf16 has the range of fp32 and needs no loss scale";
@@ -213,7 +215,7 @@ constexpr std::array kKeys = {
     not_needed("bf16.auto_cast", Type::kBool, "inputs are tokens, or given in the model's type"),
     not_needed("zero_allow_untested_optimizer", Type::kBool, "every optimizer here is tested"),
     not_needed("zero_force_ds_cpu_optimizer", Type::kBool, "there is one update kernel"),
-    not_needed("checkpoint.load_universal", Type::kBool, kAnyRanks),
+    not_needed("checkpoint.load_universal", Type::kBool, kUniversal),
     fixed("checkpoint.use_node_local_storage", Type::kBool, "false",
           "a checkpoint is one directory that all ranks see"),
     not_needed("checkpoint.tag_validation", Type::kString,

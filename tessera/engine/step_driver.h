@@ -51,7 +51,7 @@ class StepDriver {
   // The optimizer's states, before anything but a load needs them. Nothing if they are made.
   void make_states();
 
-  // --- Engine's calls; a pass has begun (Engine::Impl::begin_pass()) ---
+  // --- Engine's calls; a pass has begun (EngineObjects::begin_pass()) ---
   static void check_losses(const std::vector<at::Tensor>& losses, double weight);
   void backward(const std::vector<at::Tensor>& losses, double weight);
   StepResult step();
