@@ -39,7 +39,7 @@ build: setup  ## the program, at build/tessera
 	@test -f build/tessera -a -x build/tessera || { echo "build/tessera leads to no program: build/dev/bin has none" >&2; exit 1; }
 	@echo "built build/tessera"
 
-demo: build  ## proves that sharded training equals unsharded; trains a GPT whose states memory may not hold
+demo: build  ## checks that sharded training matches unsharded; trains a GPT with its states on disk
 	build/tessera train --ranks 2 --verify 3
 	@mkdir -p build/demo
 	build/tessera train --ranks 2 --steps 60 --host-budget 4MiB --nvme build/demo
