@@ -738,8 +738,10 @@ bool ipc_built() { return true; }
 std::unique_ptr<Backend> make_ipc_backend(std::shared_ptr<Store> store, int rank, int size,
                                           int cuda_device, const std::string& name,
                                           const IpcOptions& options, std::string& why_not) {
-  TESSERA_CHECK(size <= static_cast<int>(kMaxSummedRanks), ConfigError, "backend ipc has at most ",
-                kMaxSummedRanks, " ranks, not ", size);
+  if (size > static_cast<int>(kMaxSummedRanks)) {  // all ranks know it: nobody waits for another
+    why_not = detail::concat("backend ipc has at most ", kMaxSummedRanks, " ranks, not ", size);
+    return nullptr;
+  }
   PeerOptions peers;
   peers.rank = rank;
   peers.size = size;

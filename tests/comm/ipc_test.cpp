@@ -52,6 +52,16 @@ INSTANTIATE_TEST_SUITE_P(CudaIpc, LimitContract, ::testing::Values(in_place()), 
 INSTANTIATE_TEST_SUITE_P(CudaIpc, StreamLimitContract, ::testing::Values(in_place()), world_name);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(StagedContract);  // nothing is staged
 
+// Before anything is shared: the ranks need no store, and no GPU is used.
+TEST(CudaIpcSize, MoreRanksThanASumHasAreTheReasonForAnotherBackend) {
+  if (!ipc_built()) {
+    GTEST_SKIP() << "this build has no CUDA";
+  }
+  std::string why_not;
+  EXPECT_EQ(make_ipc_backend(nullptr, 0, 129, 0, "world", {}, why_not), nullptr);
+  EXPECT_EQ(why_not, "backend ipc has at most 128 ranks, not 129");
+}
+
 // What the contracts do not have.
 class IpcContract : public Contract {};
 INSTANTIATE_TEST_SUITE_P(CudaIpc, IpcContract, ::testing::Values(in_place(), chunked()),
