@@ -15,6 +15,13 @@ constexpr std::size_t kMaxItems = 256;                        // of one round
 constexpr std::size_t kMaxHostBytes = std::size_t{16} << 10;  // of one rank and round
 constexpr std::uint64_t kNoRegion = ~std::uint64_t{0};        // peers cannot map it
 
+// Loads before it do not move behind loads after it.
+void fence_loads() {
+#if !defined(__SANITIZE_THREAD__)  // g++'s does not know fences
+  std::atomic_thread_fence(std::memory_order_acquire);
+#endif
+}
+
 }  // namespace
 
 // What a rank posts for a round. Valid from `posted` until all ranks have posted for the next one.
@@ -347,7 +354,9 @@ void PeerBackend::run(const Job& job) {
     if (round.host) {
       read(*round.host);
     }
-    // What was read from a rank that has failed meanwhile may be anything.
+    // What was read from a rank that has failed meanwhile may be anything. As in a seqlock, the
+    // plain loads of its memory come before the load of its flag.
+    fence_loads();
     for_each_rank([this](std::size_t r) {
       if (const std::exception_ptr aborted = abort_of(r)) {
         std::rethrow_exception(aborted);
