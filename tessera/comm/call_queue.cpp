@@ -13,8 +13,9 @@ namespace {
 // rank is stuck before this call; without them the report has the calls, but not their names.
 constexpr std::chrono::seconds kWordsLimit{60};
 
-// How long the work of an aborted call may stay on its stream before the owners of its memory are
-// told all the same: a device that is stuck for a reason of its own is not waited for.
+// How long the work of aborted calls, all together, may stay on its streams before the owners of
+// its memory are told all the same: a device that is stuck for a reason of its own is not waited
+// for.
 constexpr std::chrono::seconds kLeaveLimit{30};
 
 void fail(const QueuedCall& call, const std::exception_ptr& error) {
@@ -513,9 +514,10 @@ std::vector<CallWords> CallQueue::exchange_words(const QueuedCall& call) {
 
 // Waits until the device is done with the memory of a call that was enqueued; abort() has ended
 // what waited for other ranks.
-void CallQueue::leave_stream(const QueuedCall& call) {
+void CallQueue::leave_stream(const QueuedCall& call, std::chrono::steady_clock::time_point limit) {
+  const auto left = limit - std::chrono::steady_clock::now();
   try {
-    static_cast<void>(call.enqueued.wait_for(kLeaveLimit));
+    static_cast<void>(call.enqueued.wait_for(std::max(left, decltype(left)::zero())));
   } catch (...) {  // here only the end matters
   }
 }
@@ -548,8 +550,9 @@ void CallQueue::poison(const std::exception_ptr& error, const std::string& reaso
       call->host->arrived->fail(error);
     }
   }
+  const auto limit = std::chrono::steady_clock::now() + kLeaveLimit;
   for (const CallPtr& call : lost) {
-    leave_stream(*call);
+    leave_stream(*call, limit);
     fail(*call, error);
   }
 }

@@ -191,7 +191,7 @@ class CallQueue {
   void start_tags(QueuedCall& call);
   void compare_tags(const QueuedCall& call);
   std::vector<CallWords> exchange_words(const QueuedCall& call);
-  static void leave_stream(const QueuedCall& call);
+  static void leave_stream(const QueuedCall& call, std::chrono::steady_clock::time_point limit);
   void poison(const std::exception_ptr& error, const std::string& reason);
 
   Backend& backend_;

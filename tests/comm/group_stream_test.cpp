@@ -2,8 +2,13 @@
 // names its stream gets the right numbers; one that forgets meets poison: shown both ways, so that
 // this test is known to see the mistake.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <memory>
+#include <string>
+#include <string_view>
 #include <tuple>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -12,6 +17,7 @@
 #include "testing/mock_device.h"
 #include "testing/thread_backend.h"
 #include "tests/comm/counted_pending.h"
+#include "tests/comm/time_limits.h"
 
 namespace tessera::comm {
 namespace {
@@ -162,6 +168,70 @@ TEST(GroupStream, AgreementThrowsWhatTheCallsThatDifferWould) {
       }
     });
   }
+}
+
+// --- Work that does not leave its stream.
+
+// Records how long whoever has given up on it waits for it.
+class StuckWork final : public device::PendingState {
+ public:
+  explicit StuckWork(std::vector<std::chrono::nanoseconds>& limits) : limits_(limits) {}
+  bool done() override { return false; }
+  void wait() override { never_->wait(); }
+  bool wait_for(std::chrono::nanoseconds limit) override {
+    if (limit <= patient().heartbeat) {
+      return never_->wait_for(limit);
+    }
+    limits_.push_back(limit);
+    const auto now = std::chrono::steady_clock::now();
+    while (std::chrono::steady_clock::now() == now) {  // some time passes
+    }
+    return false;
+  }
+
+ private:
+  std::vector<std::chrono::nanoseconds>& limits_;
+  const std::shared_ptr<device::Completion> never_ = std::make_shared<device::Completion>();
+};
+
+class StuckBackend final : public Backend {
+ public:
+  explicit StuckBackend(std::vector<std::chrono::nanoseconds>& limits) : limits_(limits) {}
+  std::string_view name() const override { return "stuck"; }
+  int rank() const override { return 0; }
+  int size() const override { return 2; }
+  bool compares_tags() const override { return true; }
+  bool stream_ordered() const override { return true; }
+  Pending start_all_gather(std::span<const GatherBytes>, const Call&) override {
+    return Pending(std::make_shared<StuckWork>(limits_));
+  }
+  Pending start_all_to_all(const PieceBytes&, const Call&) override { return {}; }
+  Pending start_broadcast(void*, std::size_t, int, const Call&) override { return {}; }
+  std::unique_ptr<Backend> split(std::span<const int>, const std::string&) override { return {}; }
+  std::size_t broadcast_sent_bytes(std::size_t, int) const override { return 0; }
+  void abort(const std::string&) override {}
+
+ private:
+  std::vector<std::chrono::nanoseconds>& limits_;
+};
+
+TEST(GroupStream, AbortedCallsShareOneLimitForLeavingTheirStream) {
+  std::vector<std::chrono::nanoseconds> limits;
+  const auto device = late(LateMode::kRandom, 0);
+  Group group(std::make_unique<StuckBackend>(limits), "world", {0, 1}, patient());
+  CallOptions options;
+  options.stream = &device->stream(StreamKind::kGather);
+  std::vector<Pending> calls;
+  for (int i = 0; i < 3; ++i) {
+    calls.push_back(group.start_barrier(options));
+  }
+  group.abort("enough of it");
+  for (const Pending& call : calls) {
+    EXPECT_THROW(call.wait(), PeerError);
+  }
+  ASSERT_EQ(limits.size(), 3U);
+  EXPECT_GT(limits[0], limits[1]);
+  EXPECT_GT(limits[1], limits[2]);
 }
 
 // In a world of one the call is the stream's own work, which knows nothing of its memory's owner.
