@@ -1,8 +1,9 @@
 // CUDA events, reused: making one costs more than recording it, and waits for every thread that is
 // just handing work to a stream, also one that is blocked because that stream is full. So they are
-// made many at a time, as many as there are.
+// made many at a time, as many as there are, and without the pool's mutex: host functions of
+// streams give events back.
 //
-// Threads: any.
+// Threads: any. The mutex is never held around a call of CUDA.
 #pragma once
 
 #include <algorithm>
@@ -29,9 +30,15 @@ class CudaEventPool {
   CudaEventPool& operator=(const CudaEventPool&) = delete;
 
   cudaEvent_t take() {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (free_.empty()) {
-      make_some();
+      const std::size_t num_more = std::max(num_events_, kFirstEvents);
+      lock.unlock();
+      std::vector<cudaEvent_t> made = make(num_more);
+      lock.lock();
+      num_events_ += made.size();
+      free_.reserve(num_events_);  // so that whoever gives one back allocates nothing
+      free_.insert(free_.end(), made.begin(), made.end());
     }
     const cudaEvent_t event = free_.back();
     free_.pop_back();
@@ -45,16 +52,19 @@ class CudaEventPool {
  private:
   static constexpr std::size_t kFirstEvents = 256;
 
-  void make_some() {
+  std::vector<cudaEvent_t> make(std::size_t num) const {
     const CudaDeviceScope scope(device_index_);
-    const std::size_t num_more = std::max(num_events_, kFirstEvents);
-    free_.reserve(num_events_ + num_more);
-    for (std::size_t i = 0; i < num_more; ++i) {
-      cudaEvent_t event = nullptr;
-      TESSERA_CUDA_CALL(cudaEventCreateWithFlags, &event, flags_);
-      free_.push_back(event);
-      ++num_events_;
+    std::vector<cudaEvent_t> events(num);
+    for (std::size_t i = 0; i < num; ++i) {
+      const cudaError_t code = cudaEventCreateWithFlags(&events[i], flags_);
+      if (code != cudaSuccess) {
+        for (std::size_t made = 0; made < i; ++made) {
+          cudaEventDestroy(events[made]);
+        }
+        check_cuda("cudaEventCreateWithFlags", code);
+      }
     }
+    return events;
   }
 
   const int device_index_;

@@ -396,6 +396,7 @@ cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  const std::lock_guard lock(driver().mutex);
   *event = new CUevent_st();
   return cudaSuccess;
 }
