@@ -306,6 +306,12 @@ void PeerBackend::work() {
       job = std::move(jobs_.front());
       jobs_.pop_front();
       is_working_ = true;
+      // abort() waits for the job that is worked on, and for none behind it: their owners may have
+      // freed their memory.
+      if (is_aborted_ && !failure) {
+        failure = std::make_exception_ptr(
+            PeerError(detail::concat("group '", name_, "' was aborted")));
+      }
     }
     if (const auto now = std::chrono::steady_clock::now();
         now - last_look >= SharedCounter::kLookInterval) {

@@ -1,7 +1,14 @@
 // The contracts over shared memory, with ranks as threads and as processes: in step and late, with
 // memory that is read in place and memory that passes through chunks.
+#include <algorithm>
+#include <atomic>
+#include <future>
+#include <memory>
+#include <utility>
 #include <vector>
 
+#include "tessera/core/error.h"
+#include "tessera/device/device_cpu.h"
 #include "tests/comm/contract.h"
 #include "tests/comm/random_call.h"
 #include "tests/comm/shm_network.h"
@@ -66,6 +73,49 @@ TEST_P(ShmChunks, AreChargedWhileTheirGroupLives) {
     }
     EXPECT_EQ(held(), kShmChunks.bytes);
   });
+}
+
+// The worker is held up between two calls, of which the second has all it needs: when abort() has
+// returned, the owner of its memory may free it.
+TEST(ShmAbort, TouchesNoMemoryOfCallsThatAreNotWorkedOn) {
+  constexpr std::size_t kBytes = 5000;
+  std::promise<void> peer_has_posted;  // for its second call
+  ShmNetwork network(2, false, [&, num = 0](int rank, ShmPhase phase) mutable {
+    if (rank == 1 && phase == ShmPhase::kPosted && ++num == 2) {
+      peer_has_posted.set_value();
+    }
+  });
+  auto made = std::async(std::launch::async, [&] { return network.make_backend(1); });
+  const auto backend = network.make_backend(0);
+  const auto peer = made.get();
+  const auto device = device::make_cpu_device({nullptr, {}, nullptr});
+  const device::Memory shards = device->allocate(Tier::kDevice, 2 * kBytes, Role::kGradient);
+  Bytes full(2 * kBytes, std::byte{0xee});
+  Bytes peers_full(2 * kBytes);
+
+  std::promise<void> is_held;
+  std::promise<void> may_go_on;
+  std::atomic<bool> flag{false};
+  Call first;
+  first.met = {&flag, [&](std::atomic<bool>*) {  // dropped with the first call
+                 is_held.set_value();
+                 may_go_on.get_future().wait();
+               }};
+  const Pending done = backend->start_all_gather({}, std::exchange(first, {}));
+  const GatherBytes own{shards.data(), full.data(), kBytes};
+  const Pending aborted = backend->start_all_gather({&own, 1}, {});
+  const Pending peers_done = peer->start_all_gather({}, {});
+  const GatherBytes peers{shards.data() + kBytes, peers_full.data(), kBytes};
+  const Pending peers_aborted = peer->start_all_gather({&peers, 1}, {});
+  is_held.get_future().wait();
+  peer_has_posted.get_future().wait();
+  backend->abort("enough of it");
+  may_go_on.set_value();
+  done.wait();
+  peers_done.wait();
+  EXPECT_THROW(aborted.wait(), PeerError);
+  EXPECT_THROW(peers_aborted.wait(), PeerError);
+  EXPECT_EQ(std::count(full.begin(), full.end(), std::byte{0xee}), std::ssize(full));
 }
 
 // More ranks than most machines of the tests have cores.
