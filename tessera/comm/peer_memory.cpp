@@ -69,9 +69,9 @@ struct Address {
   }
 };
 
-// What travels first in either direction, with the descriptors.
-struct Greeting {
-  std::array<char, 2 * kTokenBytes> token{};  // of the one who is asked
+// What a rank sends first to one that it has connected to.
+struct Introduction {
+  std::array<char, 2 * kTokenBytes> token{};  // of the one who listens
   std::int32_t rank = 0;
 };
 
@@ -96,14 +96,14 @@ FileDescriptor open_socket() {
   return fd;
 }
 
-void check_user(int fd) {
+// Of the process at the other end, when it connected or began to listen.
+uid_t user_of(int fd) {
   ucred peer{};
   socklen_t length = sizeof(peer);
   if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) {
     throw_errno("SO_PEERCRED");
   }
-  TESSERA_CHECK(peer.uid == geteuid(), CommError, "the process at the other end belongs to user ",
-                peer.uid, ", this one to ", geteuid());
+  return peer.uid;
 }
 
 void limit_waits(int fd, std::chrono::milliseconds timeout) {
@@ -120,9 +120,11 @@ union ControlMessage {
   std::array<char, CMSG_SPACE(kNumSwapped * sizeof(int))> bytes;
 };
 
-void send_greeting(int socket, const Greeting& greeting, std::array<int, kNumSwapped> fds) {
+// With one byte, since descriptors do not travel alone.
+void send_descriptors(int socket, std::array<int, kNumSwapped> fds) {
   ControlMessage control{};
-  iovec data{const_cast<Greeting*>(&greeting), sizeof(greeting)};
+  char byte = 0;
+  iovec data{&byte, sizeof(byte)};
   msghdr message{};
   message.msg_iov = &data;
   message.msg_iovlen = 1;
@@ -134,22 +136,21 @@ void send_greeting(int socket, const Greeting& greeting, std::array<int, kNumSwa
   header->cmsg_len = CMSG_LEN(sizeof(fds));
   std::memcpy(CMSG_DATA(header), fds.data(), sizeof(fds));
   if (retried([&] { return sendmsg(socket, &message, MSG_NOSIGNAL); }) !=
-      static_cast<ssize_t>(sizeof(greeting))) {
+      static_cast<ssize_t>(sizeof(byte))) {
     throw_errno("descriptors could not be sent");
   }
 }
 
-std::pair<Greeting, std::array<FileDescriptor, kNumSwapped>> receive_greeting(int socket) {
-  Greeting greeting;
+std::array<FileDescriptor, kNumSwapped> receive_descriptors(int socket) {
   ControlMessage control{};
-  iovec data{&greeting, sizeof(greeting)};
+  char byte = 0;
+  iovec data{&byte, sizeof(byte)};
   msghdr message{};
   message.msg_iov = &data;
   message.msg_iovlen = 1;
   message.msg_control = control.bytes.data();
   message.msg_controllen = control.bytes.size();
-  const ssize_t received =
-      retried([&] { return recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_WAITALL); });
+  const ssize_t received = retried([&] { return recvmsg(socket, &message, MSG_CMSG_CLOEXEC); });
   std::array<FileDescriptor, kNumSwapped> swapped;
   const cmsghdr* const header = received < 0 ? nullptr : CMSG_FIRSTHDR(&message);
   if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
@@ -160,12 +161,12 @@ std::pair<Greeting, std::array<FileDescriptor, kNumSwapped>> receive_greeting(in
       swapped.at(i) = FileDescriptor(fds.at(i));
     }
   }
-  TESSERA_CHECK(received == static_cast<ssize_t>(sizeof(greeting)) && swapped.back().get() >= 0,
+  TESSERA_CHECK(received == static_cast<ssize_t>(sizeof(byte)) && swapped.back().get() >= 0,
                 CommError, "descriptors did not arrive: ",
                 received < 0 ? std::strerror(errno)
                              : "the other process ended, or has too few "
                                "(ulimit -n)");
-  return {greeting, std::move(swapped)};
+  return swapped;
 }
 
 // A heap is mapped once, however many groups this process shares with its owner.
@@ -209,6 +210,7 @@ class PeerConnector {
 
  private:
   std::size_t num_ranks() const { return static_cast<std::size_t>(options_.size); }
+  int socket_of(int rank) const { return peers_->sockets[static_cast<std::size_t>(rank)].get(); }
   std::string peer_text(int rank) const { return detail::concat("memory of rank ", rank); }
 
   // Takes one step, and hears whether all ranks could.
@@ -250,9 +252,10 @@ class PeerConnector {
     listener_ = open_socket();
     const auto [address, length] = abstract_address(own_.socket);
     if (bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-        listen(listener_.get(), options_.size) != 0) {
+        listen(listener_.get(), SOMAXCONN) != 0) {
       throw_errno("a Unix socket");
     }
+    limit_waits(listener_.get(), options_.timeout);
     said_ = own_.text();
   }
 
@@ -269,59 +272,77 @@ class PeerConnector {
         continue;
       }
       FileDescriptor fd = open_socket();
+      limit_waits(fd.get(), options_.timeout);
       const auto [where, length] = abstract_address(address.socket);
       if (retried([&, &where = where, &length = length] {
             return ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&where), length);
           }) != 0) {
         throw_errno(detail::concat("no way to ", peer_text(other), " (another container?)"));
       }
-      check_user(fd.get());
-      limit_waits(fd.get(), options_.timeout);
+      const uid_t user = user_of(fd.get());
+      TESSERA_CHECK(user == geteuid(), CommError, "rank ", other, " belongs to user ", user,
+                    ", this rank to ", geteuid(), "; start all ranks as one user");
+      introduce_to(fd.get(), address.token);
       peers_->sockets[static_cast<std::size_t>(other)] = std::move(fd);
     }
     said_.clear();
   }
 
-  // Every rank has connected: no accept() waits for one that does not.
-  void swap() {
-    for (int other = 0; other < options_.rank; ++other) {
-      greet(other, addresses_[static_cast<std::size_t>(other)].token);
-    }
-    for (int count = options_.rank + 1; count < options_.size; ++count) {
-      accept_one();
-    }
-    for (int other = 0; other < options_.rank; ++other) {
-      auto [greeting, fds] =
-          receive_greeting(peers_->sockets[static_cast<std::size_t>(other)].get());
-      keep(other, std::move(fds));
+  void introduce_to(int socket, const std::string& token) const {
+    Introduction own;
+    std::copy_n(token.begin(), std::min(token.size(), own.token.size()), own.token.begin());
+    own.rank = options_.rank;
+    if (retried([&] { return send(socket, &own, sizeof(own), MSG_NOSIGNAL); }) !=
+        static_cast<ssize_t>(sizeof(own))) {
+      throw_errno("a Unix socket");
     }
   }
 
-  void accept_one() {
+  // All ranks have connected and introduced themselves.
+  void swap() {
+    for (int missing = options_.size - 1 - options_.rank; missing > 0;) {
+      missing -= accept_one() ? 1 : 0;
+    }
+    const auto send_to = [this](int other) {
+      send_descriptors(
+          socket_of(other),
+          {options_.has_heap ? peers_->own_heap->fd() : control_.get(), control_.get()});
+    };
+    const auto receive_from = [this](int other) {
+      keep(other, receive_descriptors(socket_of(other)));
+    };
+    for (int other = 0; other < options_.rank; ++other) {
+      send_to(other);
+    }
+    // An answer, so that few descriptors are on their way: their number has a limit.
+    for (int other = options_.rank + 1; other < options_.size; ++other) {
+      receive_from(other);
+      send_to(other);
+    }
+    for (int other = 0; other < options_.rank; ++other) {
+      receive_from(other);
+    }
+  }
+
+  // False: it was no rank of this run.
+  bool accept_one() {
     FileDescriptor fd(
         retried([this] { return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC); }));
     if (fd.get() < 0) {
       throw_errno("a Unix socket");
     }
-    check_user(fd.get());
+    Introduction other;
+    const ssize_t received =
+        retried([&] { return recv(fd.get(), &other, sizeof(other), MSG_DONTWAIT); });
+    if (user_of(fd.get()) != geteuid() || received != static_cast<ssize_t>(sizeof(other)) ||
+        !std::equal(own_.token.begin(), own_.token.end(), other.token.begin(), other.token.end())) {
+      return false;
+    }
+    TESSERA_INVARIANT(other.rank > options_.rank && other.rank < options_.size, "rank ", other.rank,
+                      " of ", options_.size, " has connected to rank ", options_.rank);
     limit_waits(fd.get(), options_.timeout);
-    auto [greeting, fds] = receive_greeting(fd.get());
-    TESSERA_CHECK(std::equal(own_.token.begin(), own_.token.end(), greeting.token.begin(),
-                             greeting.token.end()) &&
-                      greeting.rank > options_.rank && greeting.rank < options_.size,
-                  CommError, "a process that is no rank of this run asked for shared memory");
-    peers_->sockets[static_cast<std::size_t>(greeting.rank)] = std::move(fd);
-    keep(greeting.rank, std::move(fds));
-    greet(greeting.rank, std::string(2 * kTokenBytes, '0'));
-  }
-
-  void greet(int rank, const std::string& token) {
-    Greeting greeting;
-    std::copy_n(token.begin(), std::min(token.size(), greeting.token.size()),
-                greeting.token.begin());
-    greeting.rank = options_.rank;
-    send_greeting(peers_->sockets[static_cast<std::size_t>(rank)].get(), greeting,
-                  {options_.has_heap ? peers_->own_heap->fd() : control_.get(), control_.get()});
+    peers_->sockets[static_cast<std::size_t>(other.rank)] = std::move(fd);
+    return true;
   }
 
   void keep(int rank, std::array<FileDescriptor, kNumSwapped> fds) {
@@ -376,7 +397,7 @@ MappedMemory::~MappedMemory() { munmap(data_, bytes_); }
 bool PeerMemory::has_ended(int rank) const {
   const int fd = sockets[static_cast<std::size_t>(rank)].get();
   pollfd question{fd, POLLIN, 0};
-  // Nothing is sent after the greetings: what can be read is the end.
+  // Nothing is sent after the descriptors: what can be read is the end.
   return fd >= 0 && poll(&question, 1, 0) > 0;
 }
 

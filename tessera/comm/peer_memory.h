@@ -3,11 +3,15 @@
 // connect_peers() is collective over the ranks of a group. Whether they can is found out by trying,
 // so that ranks in containers without common memory learn it, too: each rank says at the store
 // where it listens (an abstract Unix socket, so that nothing is left behind) and a token; connects
-// to all ranks below it; and says at the store whether it could. If all could, each pair swaps the
-// descriptors of two memfds over its connection: the control block of this group and, if its calls
-// are about the host's memory, the shared heap of the process (shared_heap.h). Both ends check the
-// user of the other (SO_PEERCRED), and who is asked for descriptors checks the token, which only
-// the ranks of the run can read.
+// to all ranks below it and introduces itself; and says at the store whether it could. If all
+// could, each pair swaps the descriptors of two memfds over its connection: the control block of
+// this group and, if its calls are about the host's memory, the shared heap of the process
+// (shared_heap.h). Both ends check the user of the other (SO_PEERCRED), and who listens checks the
+// token, which only the ranks of the run can read.
+//
+// Names of abstract sockets are known to every process of the network namespace, so anybody may
+// connect. A rank has introduced itself before the others accept: a connection that does not begin
+// with the token is closed, and nobody waits for what it may send.
 //
 // The connections stay: one that ends says that the process at its other end has ended.
 //

@@ -2,22 +2,33 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/time.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <optional>
 #include <random>
 #include <set>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "tessera/comm/await_ranks.h"
+#include "tessera/comm/peer_memory.h"
 #include "tessera/core/error.h"
 #include "tessera/core/resource_limits.h"
 #include "tessera/device/device_cpu.h"
@@ -410,6 +421,126 @@ TEST(ShmProcesses, ARankInANetworkOfItsOwnIsTheReasonOnAll) {
 TEST(ShmProcesses, RanksOfPretendedHostsShareNothing) {
   expect_no_shared_memory([](int) {},
                           "rank 0: rank 2 is on another host, as comm.ranks_per_host says", 2);
+}
+
+// --- Strangers, to whom abstract sockets are known as to everybody.
+
+// Whom a rank of this process expects.
+struct Expected {
+  std::string socket;
+  std::string token;
+};
+
+// They come before the ranks do: nobody knows yet where this rank listens.
+class StrangersFirst final : public Store {
+ public:
+  using Visit = std::function<void(const Expected&)>;
+
+  StrangersFirst(const std::filesystem::path& directory, Visit visit)
+      : store_(directory), visit_(std::move(visit)) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    if (key.find("memory.1") != std::string::npos) {
+      std::istringstream words(value);
+      std::string word;
+      Expected expected;
+      words >> word >> word >> expected.socket >> expected.token;
+      visit_(expected);
+    }
+    store_.set(key, value);
+  }
+  std::string get(const std::string& key, std::chrono::milliseconds timeout) override {
+    return store_.get(key, timeout);
+  }
+  std::optional<std::string> try_get(const std::string& key) override {
+    return store_.try_get(key);
+  }
+  std::int64_t add(const std::string& key, std::int64_t delta) override {
+    return store_.add(key, delta);
+  }
+  std::string address() const override { return store_.address(); }
+  std::uint16_t port() const override { return store_.port(); }
+
+ private:
+  FileStore store_;
+  const Visit visit_;
+};
+
+// Connects as a rank does, and sends `message`.
+FileDescriptor connect_stranger(const std::string& name, const std::string& message) {
+  FileDescriptor fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::copy(name.begin(), name.end(), address.sun_path + 1);
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  EXPECT_EQ(connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length), 0)
+      << std::strerror(errno);
+  EXPECT_EQ(send(fd.get(), message.data(), message.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(message.size()));
+  return fd;
+}
+
+// What a rank begins with: the token and its number.
+std::string introduction(const std::string& token, std::int32_t rank) {
+  return token + std::string(reinterpret_cast<const char*>(&rank), sizeof(rank));
+}
+
+// All ranks must share memory all the same.
+void expect_sharing_beside(const StrangersFirst::Visit& visit) {
+  const testing::TemporaryDirectory directory;
+  for (const RankEnd& end : run_forked(kNumRanks, [&](int rank) {
+         StrangersFirst store(directory.path(), visit);
+         PeerOptions options;
+         options.rank = rank;
+         options.size = kNumRanks;
+         options.group = "world";
+         options.control_bytes = 4096;
+         options.timeout = patient().timeout;
+         std::string why_not;
+         const auto memory = connect_peers(store, options, why_not);
+         ASSERT_TRUE(memory) << why_not;
+         const auto at = static_cast<std::size_t>(rank);
+         memory->controls[at]->data()[0] = static_cast<std::byte>(rank + 1);
+         exchange_at_store(store, "world", "written", rank, kNumRanks, "", options.timeout,
+                           nullptr);
+         for (std::size_t r = 0; r < kNumRanks; ++r) {
+           EXPECT_EQ(memory->controls[r]->data()[0], static_cast<std::byte>(r + 1));
+           EXPECT_TRUE(r == at || memory->heaps[r]);
+         }
+         exchange_at_store(store, "world", "read", rank, kNumRanks, "", options.timeout, nullptr);
+       })) {
+    EXPECT_EQ(text_of(end.failure), "");
+    EXPECT_EQ(end.signal, 0);
+  }
+}
+
+TEST(ShmProcesses, RanksShareBesideAStrangerWithAnotherToken) {
+  std::vector<FileDescriptor> strangers;  // of each process
+  expect_sharing_beside([&](const Expected& rank) {
+    strangers.push_back(
+        connect_stranger(rank.socket, introduction(std::string(rank.token.size(), 'f'), 2)));
+    strangers.push_back(connect_stranger(rank.socket, rank.token.substr(0, 7)));
+    connect_stranger(rank.socket, "goes at once");
+  });
+}
+
+TEST(ShmProcesses, RanksShareBesideAStrangerThatSendsNothing) {
+  std::vector<FileDescriptor> strangers;  // of each process
+  expect_sharing_beside(
+      [&](const Expected& rank) { strangers.push_back(connect_stranger(rank.socket, "")); });
+}
+
+TEST(ShmProcesses, RanksShareBesideAnotherUserWhoKnowsTheirToken) {
+  constexpr uid_t kNobody = 65534;
+  if (!is_true_in_a_fork([] { return setuid(kNobody) == 0 && geteuid() == kNobody; })) {
+    GTEST_SKIP() << "this user cannot start a process of another one";
+  }
+  expect_sharing_beside([](const Expected& rank) {
+    EXPECT_TRUE(is_true_in_a_fork([&] {
+      return setuid(kNobody) == 0 &&
+             connect_stranger(rank.socket, introduction(rank.token, 2)).get() >= 0;
+    }));
+  });
 }
 
 // --- Bits.
