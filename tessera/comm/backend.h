@@ -148,6 +148,8 @@ class Backend {
 
   // Scratch that the backend's memory accesses can reach, for work of `stream`; not zeroed.
   virtual std::shared_ptr<std::byte> make_staging(std::size_t bytes, device::Stream* stream);
+  // What that is charged to, where Staging keeps it.
+  virtual Tier staging_tier() const { return Tier::kHost; }
 
   // Ends what is in flight, where the network allows it: waiting calls fail with `reason`. Later
   // calls need not work.

@@ -199,6 +199,7 @@ class IpcBackend final : public PeerBackend {
                   " bytes left for what calls are staged in");
     return {data, [heap = heap_](std::byte* staging) { heap->free(staging); }};
   }
+  Tier staging_tier() const override { return Tier::kDevice; }
 
   std::unique_ptr<Backend> split(std::span<const int> ranks, const std::string& name) override {
     const auto own = std::find(ranks.begin(), ranks.end(), rank());

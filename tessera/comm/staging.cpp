@@ -58,16 +58,16 @@ std::vector<GatherPiece> not_encoded(std::span<const std::size_t> shard_bytes) {
 // Memory of the backend, on the books while it lives.
 class Buffer {
  public:
-  Buffer(std::shared_ptr<std::byte> memory, std::size_t bytes, Ledger* ledger)
-      : memory_(std::move(memory)), bytes_(bytes), ledger_(ledger) {
+  Buffer(std::shared_ptr<std::byte> memory, std::size_t bytes, Tier tier, Ledger* ledger)
+      : memory_(std::move(memory)), bytes_(bytes), tier_(tier), ledger_(ledger) {
     if (ledger_ != nullptr) {
-      ledger_->charge(Tier::kHost, Role::kStaging, bytes_);
+      ledger_->charge(tier_, Role::kStaging, bytes_);
     }
   }
   ~Buffer() {
     memory_.reset();
     if (ledger_ != nullptr) {
-      ledger_->discharge(Tier::kHost, Role::kStaging, bytes_);
+      ledger_->discharge(tier_, Role::kStaging, bytes_);
     }
   }
   Buffer(const Buffer&) = delete;
@@ -79,6 +79,7 @@ class Buffer {
  private:
   std::shared_ptr<std::byte> memory_;
   const std::size_t bytes_;
+  const Tier tier_;
   Ledger* const ledger_;
 };
 using BufferPtr = std::shared_ptr<Buffer>;
@@ -190,7 +191,7 @@ std::size_t all_to_all_staging_bytes(std::size_t piece_bytes, int num_ranks, Cal
 
 // Outlives the Staging in what was taken from it.
 struct Staging::State {
-  explicit State(Ledger* charged) : ledger(charged) {}
+  State(Tier charged_tier, Ledger* charged) : tier(charged_tier), ledger(charged) {}
 
   // The smallest idle buffer that holds `bytes` without wasting more than it uses.
   BufferPtr find_idle(std::size_t bytes) {
@@ -203,6 +204,7 @@ struct Staging::State {
 
   // `extent`: which part of the region; null: the whole buffer, which was not the region.
   void put_back(BufferPtr buffer, const std::optional<device::Extent>& extent) {
+    BufferPtr dropped;  // freed without the mutex: on a GPU that waits for its streams
     {
       const std::lock_guard lock(mutex);
       if (is_closed) {
@@ -212,9 +214,11 @@ struct Staging::State {
       } else if (!extent && region == nullptr) {
         const std::size_t bytes = buffer->bytes();
         idle.emplace(bytes, std::move(buffer));
-        if (idle.size() > kMaxKept) {
-          idle.erase(idle.begin());  // the smallest is the cheapest to make again
+        if (idle.size() > kMaxKept) {  // the smallest is the cheapest to make again
+          dropped = std::move(idle.extract(idle.begin()).mapped());
         }
+      } else {
+        dropped = std::move(buffer);
       }
       buffer.reset();
       --num_taken;
@@ -222,6 +226,7 @@ struct Staging::State {
     changed.notify_all();
   }
 
+  const Tier tier;
   Ledger* const ledger;
   std::mutex mutex;
   std::condition_variable changed;
@@ -238,7 +243,8 @@ struct Staging::State {
 Staging::Staging(Backend& backend, Ledger* ledger, device::Device* copied_from)
     : backend_(backend),
       copied_from_(copied_from),
-      state_(std::make_shared<State>(copied_from == nullptr ? ledger : nullptr)) {}
+      state_(std::make_shared<State>(backend.staging_tier(),
+                                     copied_from == nullptr ? ledger : nullptr)) {}
 
 Staging::~Staging() {
   if (copied_from_ == nullptr) {
@@ -263,7 +269,7 @@ std::shared_ptr<std::byte> Staging::allocate(std::size_t bytes, device::Stream* 
 
 void Staging::take(StagingLease& lease, device::Stream* stream) {
   const std::size_t bytes = lease.bytes();
-  if (backend_.stream_ordered()) {
+  if (backend_.stream_ordered() && !backend_.reads_peers()) {
     lease.memory_ = backend_.make_staging(bytes, stream);
     return;
   }
@@ -282,7 +288,7 @@ void Staging::take(StagingLease& lease, device::Stream* stream) {
                 bytes, " bytes of staging is aborted");
   BufferPtr buffer = extent ? state_->region : state_->find_idle(bytes);
   if (!buffer) {
-    buffer = std::make_shared<Buffer>(allocate(bytes, stream), bytes, state_->ledger);
+    buffer = std::make_shared<Buffer>(allocate(bytes, stream), bytes, state_->tier, state_->ledger);
   }
   ++state_->num_taken;
   std::byte* const data = buffer->data() + (extent ? extent->offset : 0);
@@ -300,7 +306,8 @@ void Staging::reserve(std::size_t bytes) {
   state_->idle.clear();
   state_->region.reset();
   if (bytes > 0) {
-    state_->region = std::make_shared<Buffer>(allocate(bytes, nullptr), bytes, state_->ledger);
+    state_->region =
+        std::make_shared<Buffer>(allocate(bytes, nullptr), bytes, state_->tier, state_->ledger);
     state_->region_map.emplace(bytes);
   }
   lock.unlock();

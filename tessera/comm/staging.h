@@ -4,9 +4,10 @@
 // A call says how much it needs when it is prepared, and gets it whole, from one of two places:
 //
 //   shelf    the usual one. Buffers are kept and used again, because fresh pages cost more than the
-//            copy that fills them: a step's calls repeat, so after the first step nothing is
-//            allocated. At most kMaxKept idle buffers are kept. How much is held depends on how
-//            many calls were under way at once.
+//            copy that fills them, and taking and freeing memory of a GPU waits for its streams: a
+//            step's calls repeat, so after the first step nothing is allocated. At most kMaxKept
+//            idle buffers are kept. How much is held depends on how many calls were under way at
+//            once.
 //   region   after reserve(bytes): exactly that, held all the time. A call that finds no room waits
 //            for the ones before it. One that needs more than the whole region has memory of its
 //            own, which is freed with it.
@@ -14,6 +15,11 @@
 // Every byte is charged to the ledger from allocation to release, idle or not. Where calls pass
 // through copies (CallMemory::kCopied) it is pinned memory of the device that they are copied from,
 // and charged there.
+//
+// Calls that are work of streams have no region: who starts a call may be who launches it, and must
+// not wait for room. Over ipc they have the shelf: a queue drops a lease when the device is done
+// with the call, the peers' reads included, so what lies on the shelf is used by no stream. Other
+// backends allocate per call, with an allocator that knows streams.
 //
 // [Note: waiting for room] Staging is taken when a call is launched, by the thread that launches:
 // if it were taken when a call is started, whoever starts calls would wait for the network. The
@@ -143,8 +149,8 @@ class Staging {
  public:
   static constexpr std::size_t kMaxKept = 8;
 
-  // `ledger` may be null. Stream-ordered backends allocate per call: their allocator knows streams.
-  // `copied_from`: whose memory calls are copied from and to; null: they are not.
+  // `ledger` may be null. `copied_from`: whose memory calls are copied from and to; null: they are
+  // not.
   Staging(Backend& backend, Ledger* ledger, device::Device* copied_from = nullptr);
   // Waits for what was taken, if it is memory of a device and the group was not stopped.
   ~Staging();

@@ -267,6 +267,35 @@ TEST_P(IpcBlocks, AreReducedToTheHostsSumsInRankOrder) {
   });
 }
 
+// Taking memory of a GPU and freeing it waits for all its streams.
+TEST_P(IpcBlocks, OfACallAreStagedInWhatTheCallBeforeHasLeft) {
+  run(2, [](ContractRank& here) {
+    constexpr std::int64_t kNumel = 20011;
+    constexpr std::size_t kBytes = kNumel * sizeof(float);
+    const auto codec = make_cuda_block_codec(kFormats[1], here.device);
+    const Memory input = here.allocate(2 * kBytes);
+    const Memory output = here.allocate(kBytes);
+    comm::CallOptions options;
+    options.codec = codec.get();
+    const auto call = [&] {
+      here.group
+          .start_reduce_scatter(input.data(), output.data(), kNumel, DType::kFloat32,
+                                DType::kFloat32, options)
+          .wait();
+    };
+    const auto held = [&] { return here.ledger.current_bytes(Tier::kDevice, Role::kStaging); };
+    const std::size_t before = held();
+    call();
+    const std::size_t taken = comm::encoded_reduce_scatter_staging_bytes(
+        wire_bytes(kFormats[1], kNumel), here.group.size());
+    EXPECT_EQ(held(), before + taken);
+    here.ledger.reset_peaks();
+    call();
+    EXPECT_EQ(held(), before + taken);
+    EXPECT_EQ(here.ledger.peak_bytes(Tier::kDevice, Role::kStaging), before + taken);
+  });
+}
+
 // As a step has them: encoded, gathered, reduced and measured on streams that nobody waits for in
 // between, call behind call.
 TEST_P(IpcBlocks, FollowOneAnotherOnStreamsWithoutAWait) {
