@@ -198,9 +198,9 @@ std::unique_ptr<Backend> share_in_split(const std::shared_ptr<Store>& store, int
   }
   const PeerBackendOptions peers{options.timeout, options.status, {}, options.pretended_host};
   std::string why_not;
-  return options.cuda_device < 0
-             ? make_shm_backend(store, rank, size, name, peers, why_not)
-             : make_ipc_backend(store, rank, size, options.cuda_device, name, peers, why_not);
+  return options.cuda_device < 0 ? make_shm_backend(store, rank, size, name, peers, why_not)
+                                 : make_ipc_backend(store, rank, size, options.cuda_device, name,
+                                                    IpcOptions{peers}, why_not);
 }
 
 std::unique_ptr<Backend> make_gloo_backend(std::shared_ptr<Store> store, int rank, int size,

@@ -29,7 +29,6 @@ using device::CudaDeviceScope;
 using device::CudaSharedHeap;
 using device::CudaStream;
 
-constexpr std::size_t kMaxRegions = 4096;  // of a rank; what lies in others passes through chunks
 // Ahead of every value that is waited for, in the cyclic comparison of a stream's waits.
 constexpr std::uint32_t kFarAhead = std::uint32_t{1} << 30;
 constexpr std::chrono::seconds kEndLimit{2};
@@ -63,8 +62,10 @@ struct alignas(64) Plane {
   std::uint64_t chunk_region;  // where its chunks are
   std::uint64_t chunk_offset;
   std::atomic<std::uint64_t> version;  // of the list
-  std::atomic<std::uint64_t> newest;   // region that the list knows of
-  std::array<ListedRegion, kMaxRegions> regions;
+  // All regions up to this number are listed, or gone. Later ones may be there, in a list that is
+  // full too.
+  std::atomic<std::uint64_t> complete_up_to;
+  std::array<ListedRegion, kMaxListedRegions> regions;
 
   Flags& flags(std::size_t writer) { return reinterpret_cast<Flags*>(this + 1)[writer]; }
 };
@@ -126,9 +127,10 @@ std::string failure_text(const std::exception_ptr& failure) {
 class IpcBackend final : public PeerBackend {
  public:
   IpcBackend(std::shared_ptr<Store> store, std::unique_ptr<PeerMemory> peers, int rank,
-             int device_index, std::string name, IpcOptions options)
-      : PeerBackend(std::move(store), std::move(peers), rank, std::move(name), std::move(options)),
+             int device_index, std::string name, const IpcOptions& options)
+      : PeerBackend(std::move(store), std::move(peers), rank, std::move(name), options),
         device_index_(device_index),
+        max_listed_regions_(std::min(options.max_listed_regions, kMaxListedRegions)),
         heap_(CudaSharedHeap::open(device_index)),
         regions_(PeerRegions::open(device_index)),
         mem_ops_(find_stream_mem_ops()),
@@ -207,7 +209,8 @@ class IpcBackend final : public PeerBackend {
     std::string why_not;
     auto backend =
         make_ipc_backend(store(), static_cast<int>(own - ranks.begin()),
-                         static_cast<int>(ranks.size()), device_index_, name, options(), why_not);
+                         static_cast<int>(ranks.size()), device_index_, name,
+                         IpcOptions{options(), max_listed_regions_}, why_not);
     TESSERA_CHECK(backend != nullptr, CommError, "group '", name,
                   "': its ranks share memory in group '", group_name(),
                   "', but not here: ", why_not);
@@ -336,12 +339,12 @@ class IpcBackend final : public PeerBackend {
   const std::byte* address_of(std::size_t rank, const Place& place) override {
     Plane& other = at(rank);
     if (const std::uint64_t version = other.version.load(); version != seen_versions_[rank]) {
-      const std::uint64_t newest = other.newest.load();
+      const std::uint64_t complete_up_to = other.complete_up_to.load();
       std::set<std::uint64_t> listed;
       for (const ListedRegion& region : other.regions) {
         listed.insert(region.number.load());
       }
-      regions_->keep_only(other.heap, listed, newest);
+      regions_->keep_only(other.heap, listed, complete_up_to);
       seen_versions_[rank] = version;
     }
     if (std::byte* const region = regions_->find(other.heap, place.region)) {
@@ -371,7 +374,14 @@ class IpcBackend final : public PeerBackend {
       return;
     }
     Plane& own = at(own_rank());
-    const std::vector<CudaSharedHeap::Region> regions = heap_->regions();
+    std::vector<CudaSharedHeap::Region> regions = heap_->regions();
+    // The group's own chunks, then the oldest, so that a full list is complete up to a late one.
+    const auto place_in_list = [&own](const CudaSharedHeap::Region& region) {
+      return std::pair(region.number != own.chunk_region, region.number);
+    };
+    std::sort(regions.begin(), regions.end(), [&](const auto& left, const auto& right) {
+      return place_in_list(left) < place_in_list(right);
+    });
     std::set<std::uint64_t> present;
     for (const CudaSharedHeap::Region& region : regions) {
       present.insert(region.number);
@@ -382,21 +392,24 @@ class IpcBackend final : public PeerBackend {
         listed_.erase(number);
       }
     }
+    const auto end = own.regions.begin() + static_cast<std::ptrdiff_t>(max_listed_regions_);
     auto entry = own.regions.begin();
+    std::uint64_t complete_up_to = present.empty() ? 0 : *present.rbegin();
     for (const CudaSharedHeap::Region& region : regions) {
       if (listed_.count(region.number) > 0) {
         continue;
       }
-      entry = std::find_if(entry, own.regions.end(),
+      entry = std::find_if(entry, end,
                            [](const ListedRegion& each) { return each.number.load() == 0; });
-      if (entry == own.regions.end()) {
+      if (entry == end) {
+        complete_up_to = region.number - 1;  // peers may use it through another group's list
         break;
       }
       entry->handle = region.handle;
       entry->number.store(region.number);
       listed_.insert(region.number);
     }
-    own.newest.store(present.empty() ? 0 : *present.rbegin());
+    own.complete_up_to.store(complete_up_to);
     own.version.fetch_add(1);
     listed_version_ = version;
   }
@@ -672,6 +685,7 @@ class IpcBackend final : public PeerBackend {
   };
 
   const int device_index_;
+  const std::size_t max_listed_regions_;
   const std::shared_ptr<CudaSharedHeap> heap_;
   const std::shared_ptr<PeerRegions> regions_;
   const StreamMemOps mem_ops_;

@@ -52,7 +52,13 @@ namespace tessera::comm {
 inline constexpr HeldMemory kIpcChunks{Tier::kDevice,
                                        (std::size_t{8} << 20) + kSmallAllReduceBytes};
 
-using IpcOptions = PeerBackendOptions;
+// Regions of its heap that a rank can list for its peers; what lies in others passes through
+// chunks.
+inline constexpr std::size_t kMaxListedRegions = 4096;
+
+struct IpcOptions : PeerBackendOptions {
+  std::size_t max_listed_regions = kMaxListedRegions;  // at most that; fewer for tests
+};
 
 // Is it in this build?
 bool ipc_built();

@@ -55,11 +55,12 @@ std::byte* PeerRegions::open_region(std::uint64_t heap, std::uint64_t number,
 }
 
 void PeerRegions::keep_only(std::uint64_t heap, const std::set<std::uint64_t>& listed,
-                            std::uint64_t newest) {
+                            std::uint64_t complete_up_to) {
   const std::lock_guard lock(mutex_);
   const device::CudaDeviceScope scope(device_index_);
-  for (auto region = regions_.lower_bound({heap, 0});
-       region != regions_.end() && region->first.first == heap && region->first.second <= newest;) {
+  for (auto region = regions_.lower_bound({heap, 0}); region != regions_.end() &&
+                                                      region->first.first == heap &&
+                                                      region->first.second <= complete_up_to;) {
     if (listed.count(region->first.second) > 0) {
       ++region;
       continue;

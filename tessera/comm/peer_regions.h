@@ -34,9 +34,9 @@ class PeerRegions {
   // Throws DeviceError if the driver cannot.
   std::byte* open_region(std::uint64_t heap, std::uint64_t number,
                          const cudaIpcMemHandle_t& handle);
-  // Closes those of `heap` up to the number `newest` that are not listed. Later ones are not in a
-  // list of that age.
-  void keep_only(std::uint64_t heap, const std::set<std::uint64_t>& listed, std::uint64_t newest);
+  // Closes those of `heap` that are not listed, up to the number that the list is complete to.
+  void keep_only(std::uint64_t heap, const std::set<std::uint64_t>& listed,
+                 std::uint64_t complete_up_to);
 
  private:
   explicit PeerRegions(int device_index) : device_index_(device_index) {}

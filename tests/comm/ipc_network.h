@@ -24,15 +24,17 @@ class IpcNetwork final : public Network {
   // Called with the rank that enters a phase; may be empty.
   using PhaseHook = std::function<void(int rank, RoundPhase phase)>;
 
-  IpcNetwork(int num_ranks, PhaseHook on_phase)
+  IpcNetwork(int num_ranks, PhaseHook on_phase, std::size_t max_listed_regions = kMaxListedRegions)
       : num_ranks_(num_ranks),
         store_(std::make_shared<FileStore>(directory_.path())),
         status_(std::make_shared<StatusStore>(std::make_unique<FileStore>(directory_.path()),
                                               num_ranks)),
-        on_phase_(std::move(on_phase)) {}
+        on_phase_(std::move(on_phase)),
+        max_listed_regions_(max_listed_regions) {}
 
   std::unique_ptr<Backend> make_backend(int rank) override {
     IpcOptions options;
+    options.max_listed_regions = max_listed_regions_;
     if (on_phase_) {
       options.on_phase = [rank, hook = on_phase_](RoundPhase phase) { hook(rank, phase); };
     }
@@ -53,16 +55,18 @@ class IpcNetwork final : public Network {
   const std::shared_ptr<Store> store_;
   const std::shared_ptr<StatusStore> status_;
   const PhaseHook on_phase_;
+  const std::size_t max_listed_regions_;
 };
 
 // Gradients lie in regions that are exported, and are read in place; other memory passes through
 // chunks.
 inline ContractWorld ipc_world(const std::string& name, Role role,
-                               IpcNetwork::PhaseHook on_phase = {}) {
+                               IpcNetwork::PhaseHook on_phase = {},
+                               std::size_t max_listed_regions = kMaxListedRegions) {
   return {.name = name,
           .make_network =
-              [on_phase = std::move(on_phase)](int num_ranks) {
-                return std::make_unique<IpcNetwork>(num_ranks, on_phase);
+              [on_phase = std::move(on_phase), max_listed_regions](int num_ranks) {
+                return std::make_unique<IpcNetwork>(num_ranks, on_phase, max_listed_regions);
               },
           .make_device =
               [](int rank, Ledger& ledger) {

@@ -7,9 +7,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdint>
+#include <fstream>
 #include <future>
 #include <memory>
 #include <optional>
+#include <string>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -254,6 +257,53 @@ TEST_P(IpcContract, MemoryMayBeFreedAndTakenAgainBetweenCalls) {
           << i;
     }
   });
+}
+
+// Regions of the emulated GPU that this process has mapped, its own and its peers'. Those of a GPU
+// cannot be seen: none.
+int num_mapped_regions() {
+  std::ifstream maps("/proc/self/maps");
+  int num = 0;
+  for (std::string line; std::getline(maps, line);) {
+    num += line.find("/memfd:emulated gpu") != std::string::npos ? 1 : 0;
+  }
+  return num;
+}
+
+// All groups of a process share the mappings of a peer. The list of the second group is full before
+// it comes to a region that the first one has listed, and uses.
+TEST(CudaIpcRegions, ThatOnlyAnotherGroupHasListedStayMapped) {
+  if (!is_true_in_a_fork([] { return device::num_cuda_devices() > 0; })) {
+    GTEST_SKIP() << "no GPU: " << device::cuda_description();
+  }
+  constexpr std::size_t kListed = 3;  // chunks, and two shards
+  const auto body = [](ContractRank& here) {
+    constexpr std::size_t kNumel = 700'000;  // a region of its own
+    const auto gather = [&here](Group& group, const Memory& shard, std::uint64_t seed) {
+      const Memory full = here.device.allocate(Tier::kDevice, 2 * shard.bytes(), Role::kOther);
+      const Gather both{shard.data(), full.data(), kNumel, DType::kFloat32};
+      group.start_all_gather({&both, 1}).wait();
+      EXPECT_TRUE(reference::same_bytes(here.download(full),
+                                        reference::arrays(seed, 2, kNumel, DType::kFloat32)));
+    };
+    const auto shard = [&here](std::uint64_t seed) {
+      return here.upload(reference::array(seed, here.group.rank(), 0, kNumel, DType::kFloat32));
+    };
+    const Memory first = shard(1);
+    const Memory second = shard(2);
+    gather(here.group, first, 1);
+    gather(here.group, second, 2);
+    const int num_mapped = num_mapped_regions();
+    const auto other = here.group.split(0, "other");
+    gather(*other, first, 1);
+    EXPECT_EQ(num_mapped_regions(), num_mapped == 0 ? 0 : num_mapped + 2);  // chunks
+    gather(*other, second, 2);
+    gather(here.group, second, 2);
+  };
+  for (const auto& failure :
+       run_world(ipc_world("FullLists", Role::kGradient, {}, kListed), 2, body)) {
+    EXPECT_EQ(text_of(failure), "");
+  }
 }
 
 TEST_P(IpcContract, GroupsOfGroupsWorkSideBySide) {
