@@ -44,9 +44,9 @@ enum Flag : std::uint8_t {
 
 struct alignas(64) Flags {
   std::array<std::atomic<std::uint32_t>, kNumFlags> values;
-  // Told by its CPU: what its stream has been given to tell. See [Note: what a stream may wait
-  // for].
-  std::array<SharedCounter, kNumFlags> given;
+  // Per flag, the highest value whose GPU write the peer's CPU has enqueued. A GPU wait may be
+  // enqueued only up to this value. See [Note: what a stream may wait for].
+  std::array<SharedCounter, kNumFlags> enqueued;
   // Told by its CPU: it has seen that the other aborted, and takes nothing from it any more.
   std::atomic<std::uint32_t> has_noticed_abort;
 };
@@ -207,10 +207,9 @@ class IpcBackend final : public PeerBackend {
     const auto own = std::find(ranks.begin(), ranks.end(), rank());
     TESSERA_INVARIANT(own != ranks.end(), "split '", name, "' without its own rank ", rank());
     std::string why_not;
-    auto backend =
-        make_ipc_backend(store(), static_cast<int>(own - ranks.begin()),
-                         static_cast<int>(ranks.size()), device_index_, name,
-                         IpcOptions{options(), max_listed_regions_}, why_not);
+    auto backend = make_ipc_backend(store(), static_cast<int>(own - ranks.begin()),
+                                    static_cast<int>(ranks.size()), device_index_, name,
+                                    IpcOptions{options(), max_listed_regions_}, why_not);
     TESSERA_CHECK(backend != nullptr, CommError, "group '", name,
                   "': its ranks share memory in group '", group_name(),
                   "', but not here: ", why_not);
@@ -249,7 +248,7 @@ class IpcBackend final : public PeerBackend {
       op.writeValue.address = backend_.registered_[rank]->address_of(&flags.values[flag]);
       op.writeValue.value = value;
       writes_.push_back(op);
-      told_.push_back({&flags.given[flag], value, rank});
+      told_.push_back({&flags.enqueued[flag], value, rank});
     }
     void await(std::size_t rank, Flag flag, std::uint32_t value) {
       CUstreamBatchMemOpParams op{};
@@ -259,23 +258,23 @@ class IpcBackend final : public PeerBackend {
       op.waitValue.value = value;
       op.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
       waits_.push_back(op);
-      awaited_.push_back({&backend_.told_by(rank).given[flag], value, rank});
+      awaited_.push_back({&backend_.told_by(rank).enqueued[flag], value, rank});
       backend_.awaited_[rank].values[flag].store(value);
     }
     // Waits, on the CPU, until the peers have enqueued what ends the waits.
     void enqueue() {
       enqueue(writes_);
-      for (const Given& each : told_) {
+      for (const Enqueued& each : told_) {
         each.counter->advance(each.value);
       }
-      for (const Given& each : awaited_) {
+      for (const Enqueued& each : awaited_) {
         backend_.PeerBackend::await(*each.counter, each.value, each.rank);
       }
       enqueue(waits_);
     }
 
    private:
-    struct Given {
+    struct Enqueued {
       SharedCounter* counter;
       std::uint32_t value;
       std::size_t rank;
@@ -293,8 +292,8 @@ class IpcBackend final : public PeerBackend {
     IpcBackend& backend_;
     std::vector<CUstreamBatchMemOpParams> writes_;
     std::vector<CUstreamBatchMemOpParams> waits_;
-    std::vector<Given> told_;
-    std::vector<Given> awaited_;
+    std::vector<Enqueued> told_;
+    std::vector<Enqueued> awaited_;
   };
 
   // Whether this GPU writes and waits for flags in shared memory is found out by trying.
@@ -421,8 +420,8 @@ class IpcBackend final : public PeerBackend {
     stream.wait(input);
     {
       const std::lock_guard lock(under_way_mutex_);
-      used_ = &stream;
-      round_ = round;
+      stream_of_current_call_ = &stream;
+      enqueued_round_ = round;
     }
     is_to_watch_.notify_all();
     MemOps ops(*this);
@@ -462,7 +461,7 @@ class IpcBackend final : public PeerBackend {
   void copy(void* to, const void* from, std::size_t bytes) override {
     TESSERA_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, stream_.handle);
   }
-  device::Stream* use_stream() override { return used_; }
+  device::Stream* use_stream() override { return stream_of_current_call_; }
   void reduce(std::span<const std::byte* const> parts, DType dtype, std::size_t numel, void* out,
               DType out_dtype, Reduction reduction) override {
     launch_rank_sum(parts, dtype, numel, out, out_dtype, reduction, stream_.handle);
@@ -495,7 +494,7 @@ class IpcBackend final : public PeerBackend {
 
   void finish_call(const Call&, const std::shared_ptr<device::HandedOver>& owner,
                    std::exception_ptr failure) override {
-    if (used_ == nullptr) {  // nothing was enqueued
+    if (stream_of_current_call_ == nullptr) {  // nothing was enqueued
       if (failure) {
         post_abort(failure_text(failure));  // this rank takes part no more: nobody waits for it
         owner->fail(std::move(failure));
@@ -505,13 +504,13 @@ class IpcBackend final : public PeerBackend {
       return;
     }
     UnderWay call;
-    call.stream = used_;
-    call.done = used_->record();
+    call.stream = stream_of_current_call_;
+    call.done = stream_of_current_call_->record();
     const Pending done = call.done;
     {
       const std::lock_guard lock(under_way_mutex_);
-      used_ = nullptr;
-      call.round = round_;
+      stream_of_current_call_ = nullptr;
+      call.round = enqueued_round_;
       if (!failure) {
         failure = given_up_;  // its waits have been released
       }
@@ -565,9 +564,10 @@ class IpcBackend final : public PeerBackend {
     }
   }
 
-  // What has not heard enough from `rank` fails, and all behind it; then it need not wait for it.
+  // Calls that have not heard enough from `rank` fail, and all behind them; then no stream waits
+  // for it.
   // REQUIRES: under_way_mutex_ is held.
-  bool let_go(std::size_t rank, const std::exception_ptr& why) {
+  bool fail_calls_needing(std::size_t rank, const std::exception_ptr& why) {
     const auto needs_it = [&](std::uint32_t round) {
       return !has_reached(told_by(rank).values[kRead], round);
     };
@@ -576,7 +576,8 @@ class IpcBackend final : public PeerBackend {
     for (auto call = first; call != under_way_.end(); ++call) {
       call->stream->fail(call->done, why);
     }
-    const bool is_needed = first != under_way_.end() || (used_ != nullptr && needs_it(round_));
+    const bool is_needed = first != under_way_.end() ||
+                           (stream_of_current_call_ != nullptr && needs_it(enqueued_round_));
     if (!is_needed && !is_released_[rank]) {
       return false;
     }
@@ -588,23 +589,23 @@ class IpcBackend final : public PeerBackend {
   }
 
   // By any thread: calls nothing of CUDA, nor waits for whoever does.
-  std::exception_ptr look() override {
+  std::exception_ptr check_peers() override {
     std::exception_ptr failure;
     {
       const std::lock_guard lock(under_way_mutex_);
       for_each_peer([&](std::size_t r) {
         if (aborted_) {  // before this call was under way
-          let_go(r, aborted_);
+          fail_calls_needing(r, aborted_);
         }
         const std::exception_ptr aborted = abort_of(r);
         const std::exception_ptr ended = end_of(r);
         if (!aborted && !ended) {
           return;
         }
-        if (let_go(r, ended ? ended : aborted) && !failure) {
+        if (fail_calls_needing(r, ended ? ended : aborted) && !failure) {
           failure = ended ? ended : aborted;
         }
-        if (aborted && used_ == nullptr) {
+        if (aborted && stream_of_current_call_ == nullptr) {
           at(r).flags(own_rank()).has_noticed_abort.store(1);
         }
       });
@@ -619,13 +620,13 @@ class IpcBackend final : public PeerBackend {
   void keep_watch() {
     std::unique_lock lock(under_way_mutex_);
     while (!is_watch_ending_) {
-      if (used_ == nullptr && under_way_.empty()) {
+      if (stream_of_current_call_ == nullptr && under_way_.empty()) {
         is_to_watch_.wait(lock);
         continue;
       }
       is_to_watch_.wait_for(lock, SharedCounter::kLookInterval);
       lock.unlock();
-      look();
+      check_peers();
       lock.lock();
     }
   }
@@ -658,8 +659,8 @@ class IpcBackend final : public PeerBackend {
         if (!aborted_) {
           aborted_ = std::make_exception_ptr(CommError(reason));
         }
-        for_each_peer([&](std::size_t r) { let_go(r, aborted_); });
-        if (used_ == nullptr && under_way_.empty()) {
+        for_each_peer([&](std::size_t r) { fail_calls_needing(r, aborted_); });
+        if (stream_of_current_call_ == nullptr && under_way_.empty()) {
           return;
         }
       }
@@ -669,10 +670,10 @@ class IpcBackend final : public PeerBackend {
 
   bool waits_for(std::size_t rank) {
     const std::lock_guard lock(under_way_mutex_);
-    const bool is_enqueuing = used_ != nullptr;
+    const bool is_enqueuing = stream_of_current_call_ != nullptr;
     return (is_enqueuing || !under_way_.empty()) &&
            !has_reached(told_by(rank).values[kRead],
-                        is_enqueuing ? round_ : under_way_.back().round);
+                        is_enqueuing ? enqueued_round_ : under_way_.back().round);
   }
 
   struct OwnedStream {
@@ -711,8 +712,8 @@ class IpcBackend final : public PeerBackend {
   std::exception_ptr aborted_;   // why; null: not by this rank, or not yet
   std::exception_ptr given_up_;  // why waits were released first; null: none were
   // Written by the worker: of the call that is being handed over.
-  CudaStream* used_ = nullptr;
-  std::uint32_t round_ = 0;
+  CudaStream* stream_of_current_call_ = nullptr;
+  std::uint32_t enqueued_round_ = 0;
   bool is_watch_ending_ = false;
 
   std::condition_variable is_to_watch_;

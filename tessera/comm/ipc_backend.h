@@ -18,7 +18,7 @@
 // stream that has taken all it can. So whatever a thread does must end without this process's next
 // call into CUDA, and without what its threads would do then:
 //  (1) A stream is given a wait only once the peer has given its own stream what ends it: told by
-//      CPUs, beside the flags (Flags::given). So all streams of all ranks come to their ends by
+//      CPUs, beside the flags (Flags::enqueued). So all streams of all ranks come to their ends by
 //      themselves, in whatever order groups and ranks are held up.
 //  (2) Only an end or an abort leaves a wait without its end. A thread of its own, the watch, which
 //      never calls CUDA and takes no lock that is held around such a call, sees that, fails the

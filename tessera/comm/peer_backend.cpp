@@ -274,21 +274,21 @@ Pending PeerBackend::start(const Call& call, std::vector<Round> rounds) {
 
 void PeerBackend::work() {
   std::exception_ptr failure;  // of the first call that failed, and so of all behind it
-  const auto look_around = [&] {
-    if (std::exception_ptr found = look(); found && !failure) {
+  const auto check_all = [&] {
+    if (std::exception_ptr found = check_peers(); found && !failure) {
       failure = found;
     }
   };
-  auto last_look = std::chrono::steady_clock::now();
+  auto last_check = std::chrono::steady_clock::now();
   while (true) {
     Job job;
     {
       std::unique_lock lock(mutex_);
       while (jobs_.empty()) {
         lock.unlock();  // a data plane may have to wait for its device
-        const bool must_look = is_under_way();
+        const bool must_check = is_under_way();
         lock.lock();
-        if (!must_look) {
+        if (!must_check) {
           if (is_closing_ && jobs_.empty()) {
             return;
           }
@@ -299,7 +299,7 @@ void PeerBackend::work() {
                                                          : SharedCounter::kLookInterval;
         if (!changed_.wait_for(lock, interval, [this] { return !jobs_.empty(); })) {
           lock.unlock();
-          look_around();
+          check_all();
           lock.lock();
         }
       }
@@ -309,14 +309,14 @@ void PeerBackend::work() {
       // abort() waits for the job that is worked on, and for none behind it: their owners may have
       // freed their memory.
       if (is_aborted_ && !failure) {
-        failure = std::make_exception_ptr(
-            PeerError(detail::concat("group '", name_, "' was aborted")));
+        failure =
+            std::make_exception_ptr(PeerError(detail::concat("group '", name_, "' was aborted")));
       }
     }
     if (const auto now = std::chrono::steady_clock::now();
-        now - last_look >= SharedCounter::kLookInterval) {
-      last_look = now;
-      look_around();
+        now - last_check >= SharedCounter::kLookInterval) {
+      last_check = now;
+      check_all();
     }
     std::exception_ptr own_failure = failure;
     try {
@@ -492,7 +492,7 @@ void PeerBackend::fill_chunk(const Item& item, std::size_t begin, std::size_t en
 void PeerBackend::await(SharedCounter& counter, std::uint32_t value, std::size_t rank) {
   counter.wait(value, [&] {
     TESSERA_CHECK(!is_aborted_, PeerError, "group '", name_, "' was aborted");
-    for (const std::exception_ptr& failure : {abort_of(rank), end_of(rank), look()}) {
+    for (const std::exception_ptr& failure : {abort_of(rank), end_of(rank), check_peers()}) {
       // What it said before its end counts.
       if (failure && !counter.has_reached(value)) {
         std::rethrow_exception(failure);

@@ -156,7 +156,8 @@ class PeerBackend : public Backend {
   }
   // Says that this rank has read its sources; behind this, all have.
   virtual void close_round(std::uint32_t round) = 0;
-  // Chunks are numbered by their owner. Behind the first, all have read what lay there before.
+  // Chunks are numbered by their owner.
+  // `await_emptied(n)`: chunk n may be overwritten. `tell_filled(n)`: peers may read it.
   virtual void await_emptied(std::uint32_t number) = 0;
   virtual void tell_filled(std::uint32_t number) = 0;
   virtual void await_filled(std::size_t rank, std::uint32_t number) = 0;
@@ -172,10 +173,12 @@ class PeerBackend : public Backend {
   // early; its memory must not be touched any more when the owner hears of that.
   virtual void finish_call(const Call& call, const std::shared_ptr<device::HandedOver>& owner,
                            std::exception_ptr failure) = 0;
-  // Calls are under way that look() has to be called for, every SharedCounter::kLookInterval. It
-  // returns what went wrong with them, if something did: so all later calls fail. No lock is held.
+  // Calls are under way that check_peers() has to be called for, every
+  // SharedCounter::kLookInterval.
   virtual bool is_under_way() { return false; }
-  virtual std::exception_ptr look() { return nullptr; }
+  // Returns the failure of a peer that calls under way still need, null if there is none: so all
+  // later calls fail. No lock is held.
+  virtual std::exception_ptr check_peers() { return nullptr; }
   // The group was aborted: by the thread that does it, whatever the worker is held up by.
   virtual void end_what_is_under_way(const std::string& /*reason*/) {}
 
