@@ -144,6 +144,10 @@ class LimitContract : public Contract {};
 class StreamContract : public Contract {};
 class StreamLimitContract : public Contract {};
 
+// Starts calls of each kind whose input is late, with and without a stream: none waits for it on
+// this thread. `codec`: of the calls with one; null: there are none.
+void expect_no_wait_in_starts(const ContractRank& here, const Codec* codec);
+
 std::string text_of(const std::exception_ptr& failure);
 
 // Holds a rank up for a random time, so that ranks run out of step: any order must give the same

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "testing/plain_codec.h"
 #include "tests/comm/contract.h"
 #include "tests/comm/counted_pending.h"
 #include "tests/comm/random_call.h"
@@ -240,47 +241,8 @@ TEST_P(MemoryContract, BroadcastCopiesTheRootsBytesAndAllToAllTransposesThePiece
 // thread that calls, and what is done afterwards is done in order.
 TEST_P(MemoryContract, StartingACallNeverWaitsForItsInput) {
   run(2, [](ContractRank& here) {
-    for (const bool has_stream : {false, true}) {
-      constexpr std::int64_t kNumel = 2049;
-      const Bytes bytes = reference::array(1, here.group.rank(), 0, kNumel, DType::kFloat32);
-      const auto input = std::make_shared<CountedPending>();
-      std::vector<Memory> memory;
-      const auto room = [&](std::size_t times) {
-        Bytes all;
-        for (std::size_t i = 0; i < times; ++i) {
-          all.insert(all.end(), bytes.begin(), bytes.end());
-        }
-        return memory.emplace_back(here.upload(all)).data();
-      };
-      const Gather gather{room(1), room(2), kNumel, DType::kFloat32};
-      const std::vector<std::uint8_t> wants = {1, 1};
-      void* const sent = room(2);
-      void* const received = room(2);
-      void* const sum = room(1);
-      CallOptions options;
-      options.stream = has_stream ? &here.device.stream(device::StreamKind::kGather) : nullptr;
-      options.ready = Pending(input);
-      std::vector<Pending> calls = here.group.start_all_gathers({&gather, 1}, options);
-      calls.push_back(here.group.start_all_gather({&gather, 1}, options));
-      calls.push_back(here.group.start_gather_to({&gather, 1}, wants, options));
-      calls.push_back(here.group.start_reduce_scatter(sent, sum, kNumel, DType::kFloat32,
-                                                      DType::kFloat32, options));
-      calls.push_back(
-          here.group.start_all_to_all(sent, received, kNumel, DType::kFloat32, options));
-      calls.push_back(here.group.start_broadcast(received, kNumel, DType::kFloat32, 1, options));
-      calls.push_back(
-          here.group.start_all_reduce(received, kNumel, DType::kFloat32, Reduction::kSum, options));
-      calls.push_back(here.group.start_gather_host(bytes, options).done);
-      calls.push_back(here.group.start_barrier(options));
-      EXPECT_EQ(input->num_waits(), 0);
-      EXPECT_FALSE(calls.front().done());
-      input->succeed();
-      for (const Pending& call : calls) {
-        call.wait();
-      }
-      EXPECT_TRUE(reference::same_bytes(here.download(memory[1]),
-                                        reference::arrays(1, 2, kNumel, DType::kFloat32)));
-    }
+    const PlainCodec codec(&here.device);
+    expect_no_wait_in_starts(here, GetParam().needs_gpu ? nullptr : &codec);
   });
 }
 
@@ -323,4 +285,59 @@ TEST_P(MemoryContract, WireBytesAreTheClosedForm) {
 }
 
 }  // namespace
+
+void expect_no_wait_in_starts(const ContractRank& here, const Codec* codec) {
+  constexpr std::int64_t kNumel = 2049;
+  const int size = here.group.size();
+  const auto num = static_cast<std::size_t>(size);
+  for (const bool has_stream : {false, true}) {
+    const Bytes bytes = reference::array(1, here.group.rank(), 0, kNumel, DType::kFloat32);
+    const auto input = std::make_shared<CountedPending>();
+    std::vector<Memory> memory;
+    const auto room = [&](std::size_t times) {
+      Bytes all;
+      for (std::size_t i = 0; i < times; ++i) {
+        all.insert(all.end(), bytes.begin(), bytes.end());
+      }
+      return memory.emplace_back(here.upload(all)).data();
+    };
+    const Gather gather{room(1), room(num), kNumel, DType::kFloat32};
+    const std::vector<std::uint8_t> wants(num, 1);
+    void* const sent = room(num);
+    void* const received = room(num);
+    void* const sum = room(1);
+    CallOptions options;
+    options.stream = has_stream ? &here.device.stream(device::StreamKind::kGather) : nullptr;
+    options.ready = Pending(input);
+    std::vector<Pending> calls = here.group.start_all_gathers({&gather, 1}, options);
+    calls.push_back(here.group.start_all_gather({&gather, 1}, options));
+    calls.push_back(here.group.start_gather_to({&gather, 1}, wants, options));
+    calls.push_back(here.group.start_reduce_scatter(sent, sum, kNumel, DType::kFloat32,
+                                                    DType::kFloat32, options));
+    calls.push_back(here.group.start_all_to_all(sent, received, kNumel, DType::kFloat32, options));
+    calls.push_back(
+        here.group.start_broadcast(received, kNumel, DType::kFloat32, size - 1, options));
+    calls.push_back(
+        here.group.start_all_reduce(received, kNumel, DType::kFloat32, Reduction::kSum, options));
+    if (codec != nullptr) {
+      const Gather wires{room(1), room(num), kNumel, DType::kFloat32, "", codec};
+      calls.push_back(here.group.start_all_gather({&wires, 1}, options));
+      CallOptions encoded = options;
+      encoded.codec = codec;
+      calls.push_back(here.group.start_reduce_scatter(sent, sum, kNumel, DType::kFloat32,
+                                                      DType::kFloat32, encoded));
+    }
+    calls.push_back(here.group.start_gather_host(bytes, options).done);
+    calls.push_back(here.group.start_barrier(options));
+    EXPECT_EQ(input->num_waits(), 0);
+    EXPECT_FALSE(calls.front().done());
+    input->succeed();
+    for (const Pending& call : calls) {
+      call.wait();
+    }
+    EXPECT_TRUE(reference::same_bytes(here.download(memory[1]),
+                                      reference::arrays(1, size, kNumel, DType::kFloat32)));
+  }
+}
+
 }  // namespace tessera::comm

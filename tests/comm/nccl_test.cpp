@@ -1,5 +1,5 @@
-// NCCL in a world of one: device memory, stream order, tags, the same arithmetic as everywhere. Two
-// ranks, in the contract of streams, need two GPUs.
+// NCCL in a world of one: device memory, stream order, tags, the same arithmetic as everywhere. The
+// contracts have several ranks, and need as many GPUs.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -13,6 +13,7 @@
 #include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
 #include "tessera/device/handed_over.h"
+#include "testing/plain_codec.h"
 #include "tests/comm/contract.h"
 #include "tests/comm/reference.h"
 
@@ -52,8 +53,8 @@ class NcclNetwork final : public Network {
   const std::shared_ptr<Store> server_ = serve_store("127.0.0.1", 0, kNcclTimeout);
 };
 
-ContractWorld two_gpus() {
-  return {.name = "TwoGpus",
+ContractWorld gpus(const std::string& name, int num) {
+  return {.name = name,
           .make_network = [](int ranks) { return std::make_unique<NcclNetwork>(ranks); },
           .make_device =
               [](int rank, Ledger& ledger) {
@@ -63,11 +64,19 @@ ContractWorld two_gpus() {
                 return device::make_cuda_device(options);
               },
           .needs_gpu = true,
-          .num_gpus = 2};
+          .num_gpus = num};
 }
 
-INSTANTIATE_TEST_SUITE_P(NcclOnCuda, StreamContract, ::testing::Values(two_gpus()), world_name);
-INSTANTIATE_TEST_SUITE_P(NcclOnCuda, StreamLimitContract, ::testing::Values(two_gpus()),
+INSTANTIATE_TEST_SUITE_P(NcclOnCuda, StreamContract, ::testing::Values(gpus("TwoGpus", 2)),
+                         world_name);
+INSTANTIATE_TEST_SUITE_P(NcclOnCuda, StreamLimitContract, ::testing::Values(gpus("TwoGpus", 2)),
+                         world_name);
+// As many as the largest worlds of these contracts have ranks.
+INSTANTIATE_TEST_SUITE_P(NcclOnCuda, MemoryContract, ::testing::Values(gpus("SixGpus", 6)),
+                         world_name);
+INSTANTIATE_TEST_SUITE_P(NcclOnCuda, GroupContract, ::testing::Values(gpus("SixGpus", 6)),
+                         world_name);
+INSTANTIATE_TEST_SUITE_P(NcclOnCuda, LimitContract, ::testing::Values(gpus("ThreeGpus", 3)),
                          world_name);
 
 class NcclOnCuda : public ::testing::Test {
@@ -226,6 +235,12 @@ TEST_F(NcclOnCuda, CallsAreMetAndWhatTheyKeepIsFreedWithTheirEnd) {
   call.wait();
   EXPECT_TRUE(*call_.met);
   EXPECT_TRUE(watched.expired());
+}
+
+TEST_F(NcclOnCuda, StartingACallNeverWaitsForItsInput) {
+  const ContractRank here{*group_, *device_, ledger_};
+  const PlainCodec codec(device_.get());
+  expect_no_wait_in_starts(here, &codec);
 }
 
 // An input that is not on the device yet holds up neither the caller nor the order of calls.
