@@ -138,4 +138,15 @@ SentBytes MeshGroups::sent() const {
   return sent;
 }
 
+void MeshGroups::wait_agreed() const {
+  for (comm::Group* const group :
+       {&all_, &all_reductions(), gathers_.get(), reductions_.get(), agreed_reductions_.get(),
+        replicas_.get(), across_.get(), inside_.get(), secondary_.get(), hop_inside_.get(),
+        hop_across_.get(), agreed_hop_inside_.get(), agreed_hop_across_.get()}) {
+    if (group != nullptr && group->is_stream_ordered()) {
+      group->wait_agreed();
+    }
+  }
+}
+
 }  // namespace tessera::engine

@@ -78,6 +78,10 @@ class MeshGroups {
   // By rank of `gathers`: the rank among all.
   std::vector<int> ranks_of_copy() const;
   SentBytes sent() const;
+  // Before anything becomes a parameter: blocks until all ranks mean the same calls on each of
+  // these groups, as far as they were started; throws what went wrong (Group::wait_agreed()). Waits
+  // for no device: of groups whose calls are no work of streams nothing moves before ranks agree.
+  void wait_agreed() const;
 
  private:
   struct Counted {  // of a group of ours

@@ -362,6 +362,7 @@ StepResult StepDriver::finish_step() {
         .warn("a gradient is infinite or NaN: the step is skipped on all ranks");
   } else {
     if (!is_started) {
+      ctx_.mesh.wait_agreed();
       optimizer_->start_update(*reducer_, lr, factors.gradient_scale);
     }
     ++num_updated_steps_;
@@ -446,6 +447,7 @@ optim::StepSums StepDriver::sum_over_ranks(double lr, bool& is_started) {
   own.sums.votes[0] = stop_ ? 1 : 0;
   own.sums.votes[1] = save_votes_.num_done;
   own.sums.votes[2] = save_votes_.num_failed;
+  own.wait_agreed = [this] { ctx_.mesh.wait_agreed(); };
   if (weighted_loss_.defined()) {
     const auto kept = std::make_shared<const at::Tensor>(weighted_loss_);
     own.weighted_loss = {kept, kept->const_data_ptr<double>()};

@@ -248,6 +248,9 @@ bool Optimizer::start_step(grad::Reducer& gradients, double lr, const StepInputs
     own.squares_group->wait_agreed();
   }
   group.wait_agreed();
+  if (own.wait_agreed) {
+    own.wait_agreed();
+  }
   UpdateScalars scalars;
   scalars.lr = lr;
   scalars.on_device = &step.step;

@@ -23,6 +23,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -53,6 +54,9 @@ struct OwnSums {
   comm::Group* squares_group = nullptr;
   // False: another rank adds the same squares.
   bool adds_squares = true;
+  // Blocks until all ranks mean the collectives of the step that nobody here knows of, as gathers,
+  // and throws what went wrong. Waits for no device. Empty: there are none.
+  std::function<void()> wait_agreed;
 };
 
 class Optimizer {

@@ -273,9 +273,18 @@ TEST(WholeStep, IsHandedOverBeforeAnyOfItHasRun) {
   }
 }
 
+// The group whose tags are late.
+enum class LateGroup : std::uint8_t {
+  kOfSums,
+  kOfTheCaller,  // who alone knows it, as an engine knows its groups of gathers
+};
+class WholeStepOfLateGroup : public ::testing::TestWithParam<LateGroup> {};
+INSTANTIATE_TEST_SUITE_P(Each, WholeStepOfLateGroup,
+                         ::testing::Values(LateGroup::kOfSums, LateGroup::kOfTheCaller));
+
 // The streams have all numbers, and two ranks did not mean the same ones: no update is handed over
 // before that is known, by whichever group.
-TEST(WholeStep, LeavesAllParametersWhereTheRanksDoNotAgree) {
+TEST_P(WholeStepOfLateGroup, LeavesAllParametersWhereTheRanksDoNotAgree) {
   for (const int num_ranks : {2, 3}) {
     const auto gate = std::make_shared<device::Completion>();
     comm::ThreadWorldOptions ranks = ranks_on_streams(num_ranks);
@@ -298,6 +307,12 @@ TEST(WholeStep, LeavesAllParametersWhereTheRanksDoNotAgree) {
       call.stream = &fixture.device().stream(device::StreamKind::kReduce);
       std::ignore = units->start_all_gather({&shard, 1}, call);
       fixture.backward(1);
+      comm::Group& sums = GetParam() == LateGroup::kOfSums ? *units : group;
+      const std::uint64_t before_sums = sums.wire_bytes().num_calls;
+      OwnSums own = own_sums(test, group.rank());
+      if (GetParam() == LateGroup::kOfTheCaller) {
+        own.wait_agreed = [&units] { units->wait_agreed(); };
+      }
       std::thread opener;
       if (group.rank() == 0) {
         opener = std::thread([&] {
@@ -309,13 +324,13 @@ TEST(WholeStep, LeavesAllParametersWhereTheRanksDoNotAgree) {
         });
       }
       std::thread watcher([&] {
-        while (units->wire_bytes().num_calls < 2) {
+        while (sums.wire_bytes().num_calls == before_sums) {
           std::this_thread::yield();
         }
         have_started.count_down();
       });
       try {
-        start_step(fixture, test, *units);
+        fixture.optimizer().start_step(fixture.reducer(), kFixtureLr, inputs(test), own, sums);
         fixture.optimizer().finish_step();
         ADD_FAILURE() << "rank " << group.rank() << " noticed nothing";
       } catch (const comm::MismatchError& error) {
