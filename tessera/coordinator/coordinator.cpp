@@ -443,7 +443,11 @@ void Coordinator::end_step() {
   prefetcher_->start_held_back();
   const Pending compared = consensus_ || is_alone_ ? Pending() : start_comparing_uses();
   gatherer_->release_idle(std::vector<bool>(seen_versions_.size()));
-  compared.wait();
+  // Calls of a group end in their order: on streams that would wait for the device to make all
+  // gathers before this one, which nothing here needs.
+  if (!all_ranks().is_stream_ordered()) {
+    compared.wait();
+  }
   gatherer_->wait_for_drops();
   forget_loaded_copies();
   for (int id = 0; id < parts_.params.num_params(); ++id) {

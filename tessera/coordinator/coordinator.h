@@ -184,7 +184,9 @@ class Coordinator {
 
   // Before shards are updated: it also waits until no dropped gather reads them any more.
   // Collective: where ranks need no consensus, the uses of the step are compared; the step fixes
-  // the order. REQUIRES: no use is open.
+  // the order. Where calls are work of streams it does not wait for the result, which
+  // Group::wait_agreed() of all ranks throws. REQUIRES: no use is open; there, that this is called
+  // before anything is updated.
   void end_step();
   // After shards are updated, or are not going to be.
   void start_ahead();

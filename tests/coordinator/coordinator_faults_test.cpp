@@ -3,8 +3,11 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -169,6 +172,64 @@ TEST(CoordinatorFaults, TheStepEndsWhenNoDroppedGatherReadsShardsAnyMore) {
     rank.run({0, 1});
     rank.end_step_and_update();
     rank.rank() == 0 ? run_early_step() : follow();
+  });
+}
+
+comm::ThreadWorldOptions two_on_streams() {
+  comm::ThreadWorldOptions ranks;
+  ranks.num_ranks = 2;
+  ranks.on_streams = true;
+  return ranks;
+}
+
+// A call whose stream stands still is ahead of the comparison of uses, and calls end in order.
+TEST(CoordinatorFaults, OnStreamsTheStepEndsWithoutAWaitForTheDevice) {
+  run_ranks(two_on_streams(), {}, [](Group& group) {
+    CoordinatorFixture rank(group, six_layers(), two_ahead(), DeviceChoice::kRandom);
+    rank.run(kInOrder);
+    const auto opened = std::make_shared<Completion>();
+    const auto is_late = std::make_shared<std::atomic<bool>>(false);
+    device::Stream& stream = rank.device().stream(device::StreamKind::kReduce);
+    std::ignore = stream.enqueue([opened, is_late] {
+      if (!opened->wait_for(std::chrono::seconds(60))) {
+        *is_late = true;  // a test that fails must not hang
+      }
+    });
+    std::vector<float> numbers(8, 1.0F);
+    comm::CallOptions options;
+    options.stream = &stream;
+    const Pending call =
+        group.start_all_reduce(numbers.data(), 8, DType::kFloat32, comm::Reduction::kSum, options);
+    rank.coordinator().end_step();
+    group.wait_agreed();
+    EXPECT_FALSE(call.done());
+    EXPECT_FALSE(*is_late);
+    opened->succeed();
+    call.wait();
+  });
+}
+
+TEST(CoordinatorFaults, OnStreamsOtherUsesAreNamedBeforeAnythingIsUpdated) {
+  run_ranks(two_on_streams(), {}, [](Group& group) {
+    CoordinatorFixture rank(group, six_layers(), two_ahead(), DeviceChoice::kRandom);
+    rank.run({0});
+    if (group.rank() == 0) {
+      rank.coordinator().end_step();
+    } else {  // as of another unit that was held
+      comm::Gather named;
+      named.name = "u7 (p7)";
+      comm::CallOptions options;
+      options.label = {"the uses of this step", {}};
+      options.content_hash = 7;
+      std::ignore = group.start_all_gather({&named, 1}, options);
+    }
+    try {
+      group.wait_agreed();
+      ADD_FAILURE() << "rank " << group.rank() << " noticed nothing";
+    } catch (const comm::MismatchError& error) {
+      EXPECT_NE(std::string(error.what()).find("u7 (p7)"), std::string::npos) << error.what();
+    }
+    rank.coordinator().release_all();
   });
 }
 
