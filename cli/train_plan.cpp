@@ -93,12 +93,14 @@ void apply_flags(const TrainFlags& flags, Config& config) {
   apply_schedule_flags(flags.schedule, config);
 }
 
-// Of hosts as the launcher tells of them, where no option does. Hosts that are not alike have no
-// axis of their own.
+// Of hosts as the launcher tells of them, where no option does.
 comm::Mesh checked_mesh(const Config& config, const comm::Rendezvous& place) {
+  const auto given = static_cast<int>(config.get_int("comm.ranks_per_host"));
   const bool are_alike = place.world_size % place.local_world_size == 0;
-  return comm::plan_mesh(
-      comm::MeshOptions::from(config, place.world_size, are_alike ? place.local_world_size : 0));
+  return comm::plan_mesh(comm::MeshOptions::from(config, place.world_size,
+                                                 given > 0   ? given
+                                                 : are_alike ? place.local_world_size
+                                                             : 0));
 }
 
 // Without what flags add to it.

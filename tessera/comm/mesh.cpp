@@ -9,8 +9,19 @@
 namespace tessera::comm {
 namespace {
 
-bool has_one_host(int num_ranks, int ranks_per_host) {
-  return ranks_per_host == 0 || ranks_per_host == num_ranks;
+// Ascending.
+std::vector<int> divisors(int number) {
+  std::vector<int> all;
+  for (int small = 1; small <= number / small; ++small) {
+    if (number % small == 0) {
+      all.push_back(small);
+      if (small != number / small) {
+        all.push_back(number / small);
+      }
+    }
+  }
+  std::sort(all.begin(), all.end());
+  return all;
 }
 
 // REQUIRES: shard_size divides the ranks.
@@ -21,17 +32,44 @@ bool fits_hosts(int shard_size, int ranks_per_host, bool hierarchical) {
   return shard_size % ranks_per_host == 0 || ranks_per_host % shard_size == 0;
 }
 
+bool fits(int shard_size, const MeshOptions& options) {
+  if (options.uneven_hosts) {
+    return !options.hierarchical && (shard_size == 1 || shard_size == options.num_ranks);
+  }
+  return fits_hosts(shard_size,
+                    options.ranks_per_host == 0 ? options.num_ranks : options.ranks_per_host,
+                    options.hierarchical);
+}
+
 std::string counted(int number, const char* one, const char* many) {
   return detail::concat(number, " ", number == 1 ? one : many);
 }
 
-std::string sizes_text(const MeshOptions& options) {
-  const std::vector<int> sizes = possible_shard_sizes(options);
+std::string list_text(const std::vector<int>& numbers) {
   std::string text;
-  for (const int size : sizes) {
-    text += (text.empty() ? "" : ", ") + std::to_string(size);
+  for (const int number : numbers) {
+    text += (text.empty() ? "" : ", ") + std::to_string(number);
   }
-  return text.empty() ? "no shard size is possible" : "possible shard sizes: " + text;
+  return text;
+}
+
+std::string sizes_text(const MeshOptions& options) {
+  const std::string sizes = list_text(possible_shard_sizes(options));
+  return sizes.empty() ? "no shard size is possible" : "possible shard sizes: " + sizes;
+}
+
+// What to do with ranks on uneven hosts, where `is_possible` says whether so many ranks on each
+// host would do.
+template <typename IsPossible>
+std::string placement_text(int num_ranks, const IsPossible& is_possible) {
+  std::vector<int> possible = divisors(num_ranks);
+  std::erase_if(possible, [&](int per_host) { return !is_possible(per_host); });
+  return detail::concat(
+      " needs as many ranks on every host, and ranks of a host that follow each other; these ",
+      num_ranks, " ranks are spread otherwise. ",
+      possible.empty() ? detail::concat("No placement of ", num_ranks, " ranks is possible with it")
+                       : detail::concat("Start them host by host, possible are ",
+                                        list_text(possible), " on each"));
 }
 
 std::vector<int> consecutive(int begin, int count, int step) {
@@ -45,17 +83,21 @@ std::vector<int> consecutive(int begin, int count, int step) {
 
 }  // namespace
 
-MeshOptions MeshOptions::from(const Config& config, int num_ranks, int found_ranks_per_host) {
+MeshOptions MeshOptions::from(const Config& config, int num_ranks, int ranks_per_host) {
   MeshOptions options;
   options.num_ranks = num_ranks;
-  options.ranks_per_host = static_cast<int>(config.get_int("comm.ranks_per_host"));
-  if (options.ranks_per_host == 0) {
-    options.ranks_per_host = found_ranks_per_host;
-  }
+  options.ranks_per_host = ranks_per_host;
+  options.uneven_hosts = ranks_per_host == 0;
   options.shard_size = static_cast<int>(config.get_int("shard.group_size"));
   options.hierarchical = config.get_bool("shard.hierarchical_gather");
-  options.quantises_gradients = config.get_bool("quant.gradients");
+  options.two_hop_reductions = config.get_bool("quant.gradients");
   return options;
+}
+
+bool Mesh::operator==(const Mesh& other) const {
+  return num_ranks_ == other.num_ranks_ && ranks_per_host_ == other.ranks_per_host_ &&
+         shard_size_ == other.shard_size_ && hierarchical_ == other.hierarchical_ &&
+         uneven_hosts_ == other.uneven_hosts_;
 }
 
 int Mesh::shard_index(int rank) const {
@@ -93,57 +135,49 @@ std::string Mesh::describe() const {
   std::string text = detail::concat(
       "mesh: ", counted(num_ranks_, "rank", "ranks"), " = ",
       counted(num_replicas(), "copy", "copies"), " x ", counted(shard_size_, "shard", "shards"),
-      num_hosts() == 1 ? std::string(", on one host")
-                       : detail::concat(", on ", num_hosts(), " hosts of ", ranks_per_host_));
+      uneven_hosts_      ? std::string(", on hosts that are not equal blocks of ranks")
+      : num_hosts() == 1 ? std::string(", on one host")
+                         : detail::concat(", on ", num_hosts(), " hosts of ", ranks_per_host_));
   if (hierarchical_) {
     text += detail::concat("; gathers across ", hosts_per_group(), " hosts first");
   }
-  if (two_hops()) {
+  if (two_hops_) {
     text += "; gradients summed inside hosts first";
   }
   return text;
 }
 
 std::vector<int> possible_shard_sizes(const MeshOptions& options) {
-  const int ranks_per_host =
-      options.ranks_per_host == 0 ? options.num_ranks : options.ranks_per_host;
-  std::vector<int> sizes;
-  const auto add = [&](int size) {
-    if (fits_hosts(size, ranks_per_host, options.hierarchical)) {
-      sizes.push_back(size);
-    }
-  };
-  for (int size = 1; size <= options.num_ranks / size; ++size) {
-    if (options.num_ranks % size == 0) {
-      add(size);
-      if (size != options.num_ranks / size) {
-        add(options.num_ranks / size);
-      }
-    }
-  }
-  std::sort(sizes.begin(), sizes.end());
+  std::vector<int> sizes = divisors(options.num_ranks);
+  std::erase_if(sizes, [&](int size) { return !fits(size, options); });
   return sizes;
 }
 
 Mesh plan_mesh(const MeshOptions& options) {
   TESSERA_CHECK(options.num_ranks >= 1, ConfigError, "a mesh of ", options.num_ranks,
                 " ranks; it needs at least one");
-  TESSERA_CHECK(options.ranks_per_host >= 0 && (options.ranks_per_host == 0 ||
-                                                options.num_ranks % options.ranks_per_host == 0),
-                ConfigError, "comm.ranks_per_host = ", options.ranks_per_host,
-                " (--ranks-per-host) does not divide the ", options.num_ranks,
-                " ranks; every host needs as many as the others");
+  const bool one_host = options.uneven_hosts || options.ranks_per_host == 0;
+  TESSERA_CHECK(
+      options.ranks_per_host >= 0 && (one_host || options.num_ranks % options.ranks_per_host == 0),
+      ConfigError, "comm.ranks_per_host = ", options.ranks_per_host,
+      " (--ranks-per-host) does not divide the ", options.num_ranks,
+      " ranks; every host needs as many as the others");
   const int size = options.shard_size == 0 ? options.num_ranks : options.shard_size;
-  const int ranks_per_host =
-      options.ranks_per_host == 0 ? options.num_ranks : options.ranks_per_host;
+  const int ranks_per_host = one_host ? options.num_ranks : options.ranks_per_host;
   const auto shard_size_text = [&] {
     return detail::concat("shard.group_size = ", options.shard_size, " (--shard-size)",
                           options.shard_size == 0 ? ", all ranks," : "");
   };
   TESSERA_CHECK(size >= 1 && options.num_ranks % size == 0, ConfigError, shard_size_text(),
                 " does not divide the ", options.num_ranks, " ranks; ", sizes_text(options));
-  TESSERA_CHECK(!options.hierarchical || !has_one_host(options.num_ranks, options.ranks_per_host),
-                ConfigError,
+  TESSERA_CHECK(
+      !options.uneven_hosts || fits(size, options), ConfigError,
+      options.hierarchical ? "shard.hierarchical_gather = true (--hierarchical)"
+                           : shard_size_text(),
+      placement_text(options.num_ranks,
+                     [&](int each) { return fits_hosts(size, each, options.hierarchical); }),
+      options.hierarchical ? "; or switch it off" : "; or take one of all ranks, or of 1");
+  TESSERA_CHECK(!options.hierarchical || ranks_per_host != options.num_ranks, ConfigError,
                 "shard.hierarchical_gather = true (--hierarchical) needs several hosts, and all ",
                 options.num_ranks,
                 " ranks are on one; switch it off, or set comm.ranks_per_host (--ranks-per-host)");
@@ -160,8 +194,17 @@ Mesh plan_mesh(const MeshOptions& options) {
   mesh.ranks_per_host_ = ranks_per_host;
   mesh.shard_size_ = size;
   mesh.hierarchical_ = options.hierarchical;
-  mesh.quantises_gradients_ = options.quantises_gradients;
+  mesh.two_hops_ =
+      options.two_hop_reductions && mesh.hosts_per_group() > 1 && mesh.inside_size() > 1;
+  mesh.uneven_hosts_ = options.uneven_hosts;
   return mesh;
+}
+
+std::vector<int> possible_secondary_sizes(const Mesh& mesh) {
+  std::vector<int> sizes =
+      mesh.has_uneven_hosts() ? std::vector<int>() : divisors(mesh.inside_size());
+  std::erase(sizes, 1);
+  return sizes;
 }
 
 int secondary_size(const Config& config, const Mesh& mesh) {
@@ -169,18 +212,26 @@ int secondary_size(const Config& config, const Mesh& mesh) {
   if (second <= 1) {
     return 1;
   }
-  std::string possible;
-  for (int size = 2; size <= mesh.ranks_per_host(); ++size) {
-    possible += mesh.ranks_per_host() % size == 0
-                    ? (possible.empty() ? "" : ", ") + std::to_string(size)
-                    : std::string();
-  }
+  const std::string given = detail::concat("shard.secondary_group_size = ", second,
+                                           " (--hpz-size, zero_hpz_partition_size)");
+  TESSERA_CHECK(!mesh.has_uneven_hosts(), ConfigError, given,
+                placement_text(mesh.num_ranks(),
+                               [&](int each) {
+                                 const int size = mesh.shard_size();
+                                 return fits_hosts(size, each, false) &&
+                                        std::min(size, each) % second == 0;
+                               }),
+                "; or leave it out");
+  const std::vector<int> possible = possible_secondary_sizes(mesh);
+  const int inside = mesh.inside_size();
   TESSERA_CHECK(
-      mesh.ranks_per_host() % second == 0, ConfigError, "shard.secondary_group_size = ", second,
-      " (--hpz-size, zero_hpz_partition_size): secondary shards stay inside a host, and do "
-      "not divide its ",
-      mesh.ranks_per_host(), mesh.ranks_per_host() == 1 ? " rank" : " ranks",
-      possible.empty() ? "; leave it out" : "; possible are " + possible);
+      std::binary_search(possible.begin(), possible.end(), second), ConfigError, given,
+      ": secondary shards stay inside a host, and do not divide ",
+      mesh.num_replicas() == 1
+          ? detail::concat("its ", counted(inside, "rank", "ranks"))
+          : detail::concat("the ", counted(inside, "rank", "ranks"), " that a shard group of ",
+                           mesh.shard_size(), " (shard.group_size) has there"),
+      possible.empty() ? "; leave it out" : "; possible are " + list_text(possible));
   return second;
 }
 

@@ -18,6 +18,10 @@
 // to another place. Gathers do not become hierarchical because reductions take two hops: they send
 // more inside hosts, and less across, only if asked.
 //
+// Hosts are uneven where they have different numbers of ranks, or ranks that do not follow each
+// other. Then there is no axis of hosts: groups are of one rank or of all, and no collective takes
+// two steps.
+//
 // Threads: immutable; nothing here communicates.
 #pragma once
 
@@ -37,10 +41,13 @@ struct MeshOptions {
   int ranks_per_host = 0;  // 0: all ranks are on one host
   int shard_size = 0;      // ranks of a shard group; 0: all ranks
   bool hierarchical = false;
-  bool quantises_gradients = false;  // so that groups over several hosts reduce in two hops
+  // Of groups that have several ranks on each of several hosts.
+  bool two_hop_reductions = false;
+  bool uneven_hosts = false;  // ranks_per_host does not count
 
-  // Of the options shard.* and comm.ranks_per_host; where that is not given: of what was found.
-  static MeshOptions from(const Config& config, int num_ranks, int found_ranks_per_host);
+  // Of the options shard.* and quant.gradients. `ranks_per_host` as ranks_per_host() below finds
+  // it; 0: uneven.
+  static MeshOptions from(const Config& config, int num_ranks, int ranks_per_host);
 };
 
 class Mesh {
@@ -48,17 +55,17 @@ class Mesh {
   Mesh() = default;  // a world of one
 
   int num_ranks() const { return num_ranks_; }
+  // Where hosts are uneven, this and what follows from it is as if all ranks were on one.
+  bool has_uneven_hosts() const { return uneven_hosts_; }
   int ranks_per_host() const { return ranks_per_host_; }
   int num_hosts() const { return num_ranks_ / ranks_per_host_; }
   int shard_size() const { return shard_size_; }
   int num_replicas() const { return num_ranks_ / shard_size_; }
   bool hierarchical() const { return hierarchical_; }
-  // Gradients are reduced inside hosts, then across. False where one of these would be of one rank.
-  bool two_hops() const {
-    return quantises_gradients_ && hosts_per_group() > 1 && inside_size() > 1;
-  }
+  // Reductions go inside hosts, then across. False where one of these would be of one rank.
+  bool two_hops() const { return two_hops_; }
   // The shard index is not the place.
-  bool numbers_by_local_rank() const { return hierarchical_ || two_hops(); }
+  bool numbers_by_local_rank() const { return hierarchical_ || two_hops_; }
 
   // Of a shard group: the hosts that it is spread over, and its ranks on each of them.
   int hosts_per_group() const { return shard_size_ / inside_size(); }
@@ -83,7 +90,8 @@ class Mesh {
   // One line: "mesh: 8 ranks = 2 copies x 4 shards, on 4 hosts of 2; gathers across 2 hosts first".
   std::string describe() const;
 
-  bool operator==(const Mesh&) const = default;
+  // The same axes. How reductions go does not count.
+  bool operator==(const Mesh& other) const;
 
  private:
   friend Mesh plan_mesh(const MeshOptions& options);
@@ -92,7 +100,8 @@ class Mesh {
   int ranks_per_host_ = 1;
   int shard_size_ = 1;
   bool hierarchical_ = false;
-  bool quantises_gradients_ = false;
+  bool two_hops_ = false;
+  bool uneven_hosts_ = false;
 };
 
 // Throws ConfigError with the options, their values, and the shard sizes that are possible.
@@ -102,8 +111,11 @@ Mesh plan_mesh(const MeshOptions& options);
 // REQUIRES: ranks_per_host is 0 or divides num_ranks.
 std::vector<int> possible_shard_sizes(const MeshOptions& options);
 
-// Option shard.secondary_group_size: consecutive ranks of a host that cut what has been gathered
-// once more (hpZ); 1: none do. Throws ConfigError for ranks that are not of one host.
+// Consecutive ranks that may cut what has been gathered once more (hpZ): of one shard group and one
+// host. Ascending, from 2.
+std::vector<int> possible_secondary_sizes(const Mesh& mesh);
+
+// Option shard.secondary_group_size; 1: none do. Throws ConfigError for one that is not possible.
 int secondary_size(const Config& config, const Mesh& mesh);
 
 // From a name of each rank's host, by rank. 0: hosts have different numbers of ranks, or ranks that

@@ -80,7 +80,10 @@ EngineContext::EngineContext(Runtime& given, const EngineOptions& options)
   }
   if (group.rank() == 0 && gradient_codec && mesh.mesh().shard_size() > 1) {
     runtime.logger().info("gradients travel as ", gradient_codec->name(),
-                          mesh.mesh().two_hops() ? ", quantised inside hosts and across" : "",
+                          mesh.mesh().two_hops() ? ", quantised inside hosts and across"
+                          : mesh.mesh().has_uneven_hosts()
+                              ? ", in one hop: hosts are not equal blocks of ranks"
+                              : "",
                           " (quant.gradients): numbers differ from exact training; metrics have "
                           "grad_quant_error");
   } else if (group.rank() == 0 && gradient_codec) {

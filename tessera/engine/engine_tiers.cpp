@@ -90,10 +90,11 @@ HeldMemory EngineTiers::held_memory() const {
 void EngineTiers::make_plan(const planner::ModelShapes& model) {
   planning_ = memory_.planning ? *memory_.planning
                                : plan_memory(runtime_, group_, model, memory_.step, held_memory());
-  TESSERA_CHECK(planning_.mesh == mesh_.mesh(), ConfigError,
-                "memory was planned for another mesh (", planning_.mesh.describe(),
-                ") than the engine's (", mesh_.mesh().describe(),
-                "); plan with the config and the group of the engine");
+  TESSERA_CHECK(
+      planning_.mesh == mesh_.mesh() && planning_.mesh.two_hops() == mesh_.mesh().two_hops(),
+      ConfigError, "memory was planned for another mesh (", planning_.mesh.describe(),
+      ") than the engine's (", mesh_.mesh().describe(),
+      "); plan with the config and the group of the engine");
   tell_copies_of_host();
   if (!memory_.planning && group_.rank() == 0) {
     if (!planning_.note.empty()) {
@@ -113,6 +114,9 @@ void EngineTiers::make_plan(const planner::ModelShapes& model) {
 // What ranks of one host hold in its memory is there once for each copy.
 void EngineTiers::tell_copies_of_host() const {
   const comm::Mesh& mesh = mesh_.mesh();
+  if (mesh.has_uneven_hosts()) {
+    return;
+  }
   const int num_copies = std::max(1, mesh.ranks_per_host() / mesh.shard_size());
   const std::int64_t bytes = planning_.plan ? planning_.plan->host_memory_bytes() : 0;
   if (group_.rank() == 0 && num_copies > 1 && bytes > 0) {

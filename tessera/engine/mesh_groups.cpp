@@ -2,42 +2,39 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 
-#include "tessera/comm/tag.h"
-#include "tessera/core/error.h"
-#include "tessera/device/host_info.h"
 #include "tessera/engine/gather_host.h"
 
 namespace tessera::engine {
 namespace {
 
-int find_ranks_per_host(const Runtime& runtime, comm::Group& all) {
-  if (&all == &runtime.group()) {
-    return runtime.ranks_per_host();
-  }
-  const std::string id = device::read_host_id();
-  return comm::ranks_per_host(
-      gather_host(all, comm::hash_bytes(id.data(), id.size(), 0), "which ranks share a host"));
+comm::Mesh mesh_of(const Config& config, const std::vector<std::uint64_t>& hosts) {
+  const comm::Mesh mesh = comm::plan_mesh(
+      comm::MeshOptions::from(config, static_cast<int>(hosts.size()), comm::ranks_per_host(hosts)));
+  std::ignore = comm::secondary_size(config, mesh);
+  return mesh;
 }
 
 }  // namespace
 
+std::vector<std::uint64_t> find_hosts(const Runtime& runtime, comm::Group& all) {
+  if (&all == &runtime.group()) {
+    return runtime.hosts();
+  }
+  return gather_host(all, runtime.hosts()[static_cast<std::size_t>(runtime.rank())],
+                     "which ranks share a host");
+}
+
 comm::Mesh find_mesh(const Runtime& runtime, comm::Group& all) {
-  const int found = find_ranks_per_host(runtime, all);
-  const comm::MeshOptions options = comm::MeshOptions::from(runtime.config(), all.size(), found);
-  TESSERA_CHECK(
-      found > 0 || options.ranks_per_host > 0 || (options.shard_size == 0 && !options.hierarchical),
-      ConfigError,
-      "shard groups want as many ranks on every host, and ranks of a host that follow "
-      "each other; these ",
-      all.size(),
-      " ranks are spread otherwise: start as many on each host, block by block, or leave "
-      "shard.group_size (--shard-size) out");
-  return comm::plan_mesh(options);
+  return mesh_of(runtime.config(), find_hosts(runtime, all));
 }
 
 MeshGroups::MeshGroups(Runtime& runtime, comm::Group& all)
-    : runtime_(runtime), all_(all), mesh_(find_mesh(runtime, all)) {
+    : runtime_(runtime),
+      all_(all),
+      hosts_(find_hosts(runtime, all)),
+      mesh_(mesh_of(runtime.config(), hosts_)) {
   const int rank = all.rank();
   const comm::GroupOwner owner = all.owner();
   const auto split = [&](const std::vector<int>& ranks, std::int64_t key, const char* name) {
@@ -113,13 +110,12 @@ void MeshGroups::count(const comm::Group* group, const std::vector<int>& ranks) 
                   [group](const Counted& each) { return each.group == group; })) {
     return;
   }
-  const int host = mesh_.host_of(all_.rank());
+  const auto host_of = [this](int rank) { return hosts_[static_cast<std::size_t>(rank)]; };
+  const auto num_on_host = std::count_if(
+      ranks.begin(), ranks.end(), [&](int rank) { return host_of(rank) == host_of(all_.rank()); });
   Counted counted;
   counted.group = group;
-  counted.num_inside =
-      static_cast<int>(std::count_if(ranks.begin(), ranks.end(),
-                                     [&](int rank) { return mesh_.host_of(rank) == host; })) -
-      1;
+  counted.num_inside = static_cast<int>(num_on_host) - 1;
   counted.num_across = static_cast<int>(ranks.size()) - 1 - counted.num_inside;
   counted.before = group->wire_bytes().payload;
   counted_.push_back(counted);

@@ -36,8 +36,12 @@
 
 namespace tessera::engine {
 
-// What the options make of the ranks of a data-parallel group. Collective unless the group is the
-// runtime's. Throws ConfigError with what is possible.
+// By rank of a data-parallel group: a name of its host (Runtime::hosts()). Collective unless the
+// group is the runtime's.
+std::vector<std::uint64_t> find_hosts(const Runtime& runtime, comm::Group& all);
+
+// What the options make of the ranks of a data-parallel group. Collective as find_hosts(). Throws
+// ConfigError with what is possible, on all ranks alike.
 comm::Mesh find_mesh(const Runtime& runtime, comm::Group& all);
 
 // Payload bytes that this rank has sent for an engine.
@@ -77,6 +81,9 @@ class MeshGroups {
   int replica() const { return mesh_.replica_of(all_.rank()); }
   // By rank of `gathers`: the rank among all.
   std::vector<int> ranks_of_copy() const;
+  // By the hosts that were found, also where they are uneven. What other engines of the runtime
+  // send over groups that they share with this one is counted, too: agreement and norm, and of
+  // plain ZeRO-3 gathers and reductions.
   SentBytes sent() const;
   // Before anything becomes a parameter: blocks until all ranks mean the same calls on each of
   // these groups, as far as they were started; throws what went wrong (Group::wait_agreed()). Waits
@@ -94,6 +101,7 @@ class MeshGroups {
 
   Runtime& runtime_;
   comm::Group& all_;
+  const std::vector<std::uint64_t> hosts_;  // by rank of all_
   const comm::Mesh mesh_;
   std::unique_ptr<comm::Group> own_reductions_;  // of all, where that is not the runtime's group
   std::unique_ptr<comm::Group> gathers_;

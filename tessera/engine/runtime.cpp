@@ -156,7 +156,7 @@ struct Runtime::Impl {
   std::unique_ptr<device::Device> host_device;
   std::unique_ptr<optim::Kernels> host_kernels;
   optim::CoreShare local;  // this rank among those of its host
-  int ranks_per_host = 1;
+  std::vector<std::uint64_t> hosts;
   std::optional<planner::UpdateRates> update_rates;  // of this rank
   comm::World world;                                 // joined; empty where the group is borrowed
   comm::Group* borrowed = nullptr;
@@ -219,15 +219,34 @@ void Runtime::set_up_ranks() {
 }
 
 void Runtime::find_local_ranks() {
-  const std::string id = device::read_host_id();
-  const std::vector<std::uint64_t> hosts = engine::gather_host(
-      group(), comm::hash_bytes(id.data(), id.size(), 0), "which ranks share a host");
-  const std::uint64_t mine = hosts[static_cast<std::size_t>(rank())];
-  impl_->local.rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + rank(), mine));
-  impl_->local.num_ranks = static_cast<int>(std::count(hosts.begin(), hosts.end(), mine));
-  impl_->ranks_per_host = comm::ranks_per_host(hosts);
   // The group may be a part of the launcher's world.
   const comm::Rendezvous rendezvous = comm::find_rendezvous(comm::process_environment());
+  const bool is_launched = rendezvous.world_size > 1 && rendezvous.world_size >= num_ranks();
+  const int world_size = is_launched ? rendezvous.world_size : num_ranks();
+  const auto per_host = static_cast<int>(impl_->config.get_int("comm.ranks_per_host"));
+  TESSERA_CHECK(per_host == 0 || world_size % per_host == 0, ConfigError,
+                "comm.ranks_per_host = ", per_host, " (--ranks-per-host) does not divide the ",
+                world_size, " ranks; every host needs as many as the others");
+  const std::string id = device::read_host_id();
+  struct Hosts {
+    std::uint64_t found;
+    std::uint64_t of_mesh;
+  };
+  Hosts own{};
+  own.found = comm::hash_bytes(id.data(), id.size(), 0);
+  own.of_mesh =
+      per_host == 0
+          ? own.found
+          : static_cast<std::uint64_t>((is_launched ? rendezvous.rank : rank()) / per_host);
+  const std::vector<Hosts> all = engine::gather_host(group(), own, "which ranks share a host");
+  impl_->local = {};
+  impl_->local.num_ranks = 0;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const bool is_local = all[i].found == own.found;
+    impl_->local.rank += is_local && i < static_cast<std::size_t>(rank()) ? 1 : 0;
+    impl_->local.num_ranks += is_local ? 1 : 0;
+    impl_->hosts.push_back(all[i].of_mesh);
+  }
   if (rendezvous.local_world_size > impl_->local.num_ranks) {
     impl_->local = {rendezvous.local_rank, rendezvous.local_world_size};
   }
@@ -268,7 +287,7 @@ optim::Kernels& Runtime::host_kernels() const {
 }
 int Runtime::local_rank() const { return impl_->local.rank; }
 int Runtime::num_local_ranks() const { return impl_->local.num_ranks; }
-int Runtime::ranks_per_host() const { return impl_->ranks_per_host; }
+const std::vector<std::uint64_t>& Runtime::hosts() const { return impl_->hosts; }
 planner::UpdateRates Runtime::update_rates(comm::Group& group) {
   const std::vector<std::uint8_t> known = engine::gather_host<std::uint8_t>(
       group, impl_->update_rates ? 1 : 0, "whether update rates are measured");

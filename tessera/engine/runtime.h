@@ -77,9 +77,9 @@ class Runtime {
   // of them this one is.
   int local_rank() const;
   int num_local_ranks() const;
-  // The group's ranks on each host, as they were found; 0: hosts have different numbers of them, or
-  // ranks that do not follow each other.
-  int ranks_per_host() const;
+  // By rank of the group: a name of its host, as it was found, or of the pretended one where
+  // comm.ranks_per_host says so, by the rank in the world that was launched.
+  const std::vector<std::uint64_t>& hosts() const;
   // Collective over `group`, in the caller's order: what the CPU and the link give to each rank
   // while all of them work, the least of all ranks. Measured once, unless a rank has not yet.
   // REQUIRES: on_cuda().

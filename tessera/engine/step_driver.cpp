@@ -405,9 +405,9 @@ void StepDriver::tell_sent_bytes() {
   const SentBytes sent = ctx_.mesh.sent();
   if (++steps_told_ == 2 && ctx_.group.rank() == 0) {
     ctx_.runtime.logger().info(
-        "a rank sends ", approximate_bytes(sent.inside - sent_in_first_.inside),
-        " to ranks of its host and ", approximate_bytes(sent.across - sent_in_first_.across),
-        " to other hosts in a step");
+        ctx_.mesh.mesh().has_uneven_hosts() ? "rank 0 sends " : "a rank sends ",
+        approximate_bytes(sent.inside - sent_in_first_.inside), " to ranks of its host and ",
+        approximate_bytes(sent.across - sent_in_first_.across), " to other hosts in a step");
   }
   sent_in_first_ = sent;
 }

@@ -156,7 +156,7 @@ TEST(Mesh, EveryGroupHoldsEveryShardOnceAndReplicasHoldTheSame) {
 TEST(Mesh, BothHopsOfAReductionAreContiguous) {
   int num_two = 0;
   for_each_option(16, [&](MeshOptions options) {
-    options.quantises_gradients = true;
+    options.two_hop_reductions = true;
     if (!is_possible(options)) {
       return;
     }
@@ -179,8 +179,9 @@ TEST(Mesh, BothHopsOfAReductionAreContiguous) {
     }
     EXPECT_EQ(static_cast<int>(shards.size()), mesh.shard_size());
     MeshOptions exact = options;
-    exact.quantises_gradients = false;
+    exact.two_hop_reductions = false;
     EXPECT_FALSE(plan_mesh(exact).two_hops());
+    EXPECT_EQ(plan_mesh(exact), mesh) << "the same axes";
   });
   EXPECT_GT(num_two, 10);
 }
@@ -280,13 +281,113 @@ TEST(Mesh, PossibleShardSizesAreThoseThatArePlanned) {
 
 TEST(Mesh, FollowsTheOptions) {
   Config config;
-  EXPECT_EQ(plan_mesh(MeshOptions::from(config, 8, 0)), plan_mesh({8, 0, 0, false}));
+  EXPECT_EQ(plan_mesh(MeshOptions::from(config, 8, 8)), plan_mesh({8, 0, 0, false}));
   EXPECT_EQ(plan_mesh(MeshOptions::from(config, 8, 4)), plan_mesh({8, 4, 8, false}));
+  EXPECT_TRUE(plan_mesh(MeshOptions::from(config, 8, 0)).has_uneven_hosts());
   for (const char* setting :
-       {"comm.ranks_per_host=2", "shard.group_size=4", "shard.hierarchical_gather=true"}) {
+       {"quant.gradients=true", "shard.group_size=4", "shard.hierarchical_gather=true"}) {
     config.apply_flag(setting);
   }
-  EXPECT_EQ(plan_mesh(MeshOptions::from(config, 8, 4)), plan_mesh({8, 2, 4, true}));
+  EXPECT_EQ(plan_mesh(MeshOptions::from(config, 8, 2)), plan_mesh({8, 2, 4, true}));
+  EXPECT_TRUE(plan_mesh(MeshOptions::from(config, 8, 2)).two_hops());
+}
+
+// --- hosts that are no equal blocks of ranks ---
+
+MeshOptions on_uneven_hosts(int num_ranks, int shard_size = 0, bool hierarchical = false) {
+  MeshOptions options{num_ranks, 0, shard_size, hierarchical};
+  options.two_hop_reductions = true;
+  options.uneven_hosts = true;
+  return options;
+}
+
+std::string secondary_refusal(int size, const Mesh& mesh) {
+  Config config;
+  config.set("shard.secondary_group_size", std::int64_t{size});
+  try {
+    EXPECT_EQ(secondary_size(config, mesh), size);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "none";
+}
+
+TEST(MeshOnUnevenHosts, IsWhatIsFoundOfRanksThatAreSpreadOtherwise) {
+  const auto found = [](const std::vector<std::uint64_t>& hosts) { return ranks_per_host(hosts); };
+  EXPECT_EQ(found({7, 7, 3, 3}), 2);
+  EXPECT_EQ(found({7, 3}), 1);
+  EXPECT_EQ(found({7, 7, 7}), 3);
+  EXPECT_EQ(found({7, 7, 3}), 0) << "other numbers";
+  EXPECT_EQ(found({7, 3, 7, 3}), 0) << "in turn";
+  EXPECT_EQ(found({7, 7, 3, 3, 7, 7}), 0) << "one host twice";
+}
+
+TEST(MeshOnUnevenHosts, IsSaidAndTakesNoTwoSteps) {
+  const Mesh mesh = plan_mesh(on_uneven_hosts(3));
+  EXPECT_EQ(mesh.describe(),
+            "mesh: 3 ranks = 1 copy x 3 shards, on hosts that are not equal blocks of ranks");
+  EXPECT_FALSE(mesh.two_hops());
+  EXPECT_FALSE(mesh.numbers_by_local_rank());
+  EXPECT_FALSE(mesh == plan_mesh({3, 0, 0, false}));
+  EXPECT_EQ(plan_mesh(on_uneven_hosts(4, 1)).num_replicas(), 4) << "a group of one is on a host";
+  EXPECT_EQ(plan_mesh(on_uneven_hosts(4, 4)).num_replicas(), 1);
+  EXPECT_EQ(possible_shard_sizes(on_uneven_hosts(12)), (std::vector{1, 12}));
+}
+
+TEST(MeshOnUnevenHosts, RefusesWhatNeedsHostsWithThePlacementsThatArePossible) {
+  EXPECT_EQ(refusal(on_uneven_hosts(4, 2)),
+            "shard.group_size = 2 (--shard-size) needs as many ranks on every host, and ranks of a "
+            "host that follow each other; these 4 ranks are spread otherwise. Start them host by "
+            "host, possible are 1, 2, 4 on each; or take one of all ranks, or of 1");
+  EXPECT_EQ(refusal(on_uneven_hosts(6, 0, true)),
+            "shard.hierarchical_gather = true (--hierarchical) needs as many ranks on every host, "
+            "and ranks of a host that follow each other; these 6 ranks are spread otherwise. Start "
+            "them host by host, possible are 1, 2, 3 on each; or switch it off");
+  const Mesh mesh = plan_mesh(on_uneven_hosts(4));
+  EXPECT_EQ(secondary_refusal(2, mesh),
+            "shard.secondary_group_size = 2 (--hpz-size, zero_hpz_partition_size) needs as many "
+            "ranks on every host, and ranks of a host that follow each other; these 4 ranks are "
+            "spread otherwise. Start them host by host, possible are 2, 4 on each; or leave it "
+            "out");
+  EXPECT_EQ(secondary_refusal(2, plan_mesh(on_uneven_hosts(3))),
+            "shard.secondary_group_size = 2 (--hpz-size, zero_hpz_partition_size) needs as many "
+            "ranks on every host, and ranks of a host that follow each other; these 3 ranks are "
+            "spread otherwise. No placement of 3 ranks is possible with it; or leave it out");
+}
+
+// --- secondary shards ---
+
+// Consecutive ranks from a multiple of the size are of one host and one shard group.
+TEST(SecondarySizes, AreThoseWhoseGroupsStayInsideAHostAndAShardGroup) {
+  for_each_mesh(16, [](const Mesh& mesh) {
+    std::vector<int> possible;
+    for (int size = 2; size <= mesh.num_ranks(); ++size) {
+      bool stays = mesh.num_ranks() % size == 0;
+      for (int rank = 0; rank < mesh.num_ranks(); ++rank) {
+        const int first = rank / size * size;
+        stays = stays && mesh.host_of(rank) == mesh.host_of(first) &&
+                mesh.replica_of(rank) == mesh.replica_of(first);
+      }
+      if (stays) {
+        possible.push_back(size);
+      }
+      EXPECT_EQ(secondary_refusal(size, mesh) == "none", stays);
+    }
+    EXPECT_EQ(possible_secondary_sizes(mesh), possible);
+  });
+}
+
+TEST(SecondarySizes, ThatAreRefusedComeWithThoseThatArePossible) {
+  EXPECT_EQ(secondary_refusal(3, plan_mesh({8, 4, 0, false})),
+            "shard.secondary_group_size = 3 (--hpz-size, zero_hpz_partition_size): secondary "
+            "shards stay inside a host, and do not divide its 4 ranks; possible are 2, 4");
+  EXPECT_EQ(secondary_refusal(4, plan_mesh({16, 4, 2, false})),
+            "shard.secondary_group_size = 4 (--hpz-size, zero_hpz_partition_size): secondary "
+            "shards stay inside a host, and do not divide the 2 ranks that a shard group of 2 "
+            "(shard.group_size) has there; possible are 2");
+  EXPECT_EQ(secondary_refusal(2, plan_mesh({2, 1, 0, false})),
+            "shard.secondary_group_size = 2 (--hpz-size, zero_hpz_partition_size): secondary "
+            "shards stay inside a host, and do not divide its 1 rank; leave it out");
 }
 
 TEST(Mesh, AMillionRanksArePlannedAtOnce) {
