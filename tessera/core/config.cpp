@@ -209,7 +209,9 @@ class Reader {
     if (value.is_null()) {
       return;  // Python's None: not given
     }
-    if (value == "auto") {
+    if (path == kDeepSpeedQuantisedNames && value.is_object()) {
+      read_quantised_names(value);
+    } else if (value == "auto") {
       input_.deepspeed.autos.insert(key != nullptr ? std::string(key->path) : path);
     } else if (is_block && value.is_object()) {
       input_.deepspeed.blocks.insert(path);
@@ -235,6 +237,20 @@ class Reader {
       TESSERA_CHECK(input_.deepspeed.values.emplace(key->path, raw).second, ConfigError,
                     where(path), ": given twice, also under its other name; keep one of ",
                     key->path, " and ", key->alias);
+    }
+  }
+
+  // Its keys are parts of modules' names.
+  void read_quantised_names(const json& value) {
+    for (const auto& [name, entry] : value.items()) {
+      const std::string where = this->where(detail::concat(kDeepSpeedQuantisedNames, ".", name));
+      TESSERA_CHECK(entry.is_object(), ConfigError, where, ": expected an object, it is of type ",
+                    entry.type_name());
+      DeepSpeedQuantisedNames names{name, {}};
+      for (const auto& [key, each] : entry.items()) {
+        names.values.emplace(key, scalar(each, detail::concat(where, ".", printable(key))));
+      }
+      input_.deepspeed.quantised_names.push_back(std::move(names));
     }
   }
 
@@ -464,10 +480,6 @@ void Config::check() const {
                 " is not a multiple of ", shown("batch.micro_per_rank"), " times ",
                 shown("batch.accumulate"));
 
-  TESSERA_CHECK(get_int("shard.group_size") == 0 || get_int("shard.secondary_group_size") <= 1,
-                ConfigError, "shard.group_size = ", get_int("shard.group_size"),
-                " and shard.secondary_group_size = ", get_int("shard.secondary_group_size"),
-                " exclude each other; set one of them");
   TESSERA_CHECK(get_int("quant.block_numel") % 32 == 0, ConfigError, shown("quant.block_numel"),
                 " is not a multiple of 32; take one, the default is 128");
   TESSERA_CHECK(get_int("quant.gradient_bits") == 4 || get_int("quant.gradient_bits") == 8,

@@ -19,6 +19,10 @@ constexpr std::string_view kZero = "zero_optimization";
 constexpr std::string_view kScheduler = "scheduler.type";
 constexpr std::string_view kSchedulerParams = "scheduler.params";
 
+constexpr std::string_view kQuantisedInit = "weight_quantization.quantized_initialization";
+constexpr std::string_view kQuantisedNames = kDeepSpeedQuantisedNames;
+constexpr std::string_view kSymmetric = "blocks have a scale and no offset here: values differ";
+
 std::string zero(std::string_view key) { return detail::concat(kZero, ".", key); }
 std::string param(std::string_view name) { return detail::concat(kSchedulerParams, ".", name); }
 
@@ -118,6 +122,7 @@ class Translator {
     apply_precision();
     apply_deprecated();
     apply_sharding();
+    apply_quantised_weights();
     apply_paths();
     apply_optimizer();
     apply_schedule();
@@ -330,15 +335,18 @@ class Translator {
     if (const std::string mics = zero("mics_shard_size"); has(mics)) {
       const auto ranks = get<std::int64_t>(mics, -1);
       set(mics, "shard.group_size", ranks == -1 ? std::int64_t{0} : ranks);
-    }
-    if (const std::string frozen = zero("zero_quantized_nontrainable_weights"); has(frozen)) {
-      set(frozen, "quant.frozen_bits", std::int64_t{flag(frozen) ? 8 : 0});
-    }
-    if (const char* bits = "weight_quantization.quantized_initialization.num_bits"; has(bits)) {
-      const auto count = get<std::int64_t>(bits, 0);
-      TESSERA_CHECK(count == 4 || count == 8, ConfigError, where(bits), " = ", count,
-                    ": frozen weights are kept as integers of 4 or 8 bits");
-      set(bits, "quant.frozen_bits", count);
+      std::string ignored;
+      for (const char* const key : {"zero_quantized_weights", "zero_quantized_gradients"}) {
+        if (ranks > 0 && flag(zero(key))) {
+          append(ignored, key);
+        }
+      }
+      if (ranks > 0 && get<std::int64_t>(zero("zero_hpz_partition_size"), 1) > 1) {
+        append(ignored, "zero_hpz_partition_size");
+      }
+      if (!ignored.empty()) {
+        append(different_, ignored + " (ignored beside mics_shard_size there, done here)");
+      }
     }
     const std::string loco = zero("zeropp_loco_param");
     if (has_block(loco)) {
@@ -347,6 +355,88 @@ class Translator {
                       " is missing; both err_beta and reset_T are needed");
       }
       add(loco, "quant.error_feedback", true, loco + " given", false);
+    }
+  }
+
+  // Weights that are kept as blocks: there are three ways to say so.
+  void apply_quantised_weights() {
+    const std::string nontrainable = zero("zero_quantized_nontrainable_weights");
+    if (has(nontrainable)) {
+      set(nontrainable, "quant.frozen_bits", std::int64_t{flag(nontrainable) ? 8 : 0});
+    }
+    const std::string bits = detail::concat(kQuantisedInit, ".num_bits");
+    if (has(bits)) {
+      set(bits, "quant.frozen_bits", checked_bits(get<std::int64_t>(bits, 0), where(bits)));
+    }
+    const std::string symmetric = detail::concat(kQuantisedInit, ".symmetric");
+    if (has(symmetric) && !flag(symmetric)) {
+      append(different_, detail::concat(kQuantisedInit, ".symmetric = false (", kSymmetric, ")"));
+    }
+    TESSERA_CHECK(!flag(kQuantisedNames), ConfigError, where(kQuantisedNames),
+                  " = true: expected an object with a part of the names of modules for each key");
+    if (!input_.quantised_names.empty()) {
+      apply_quantised_names();
+    }
+  }
+
+  std::int64_t checked_bits(std::int64_t bits, const std::string& where) const {
+    TESSERA_CHECK(bits == 4 || bits == 8, ConfigError, where, " = ", bits,
+                  ": frozen weights are kept as integers of 4 or 8 bits");
+    return bits;
+  }
+
+  // Of every module whose name contains a key the weight; here of those that are frozen.
+  void apply_quantised_names() {
+    TESSERA_CHECK(!has_block(kQuantisedInit), ConfigError, where(kQuantisedNames), " and ",
+                  kQuantisedInit,
+                  " are both given, which DeepSpeed refuses, too; keep one of them");
+    std::vector<std::string> patterns;
+    std::map<std::string, std::int64_t, std::less<>> common;
+    for (const DeepSpeedQuantisedNames& names : input_.quantised_names) {
+      const std::string path = detail::concat(kQuantisedNames, ".", printable(names.key));
+      TESSERA_CHECK(!names.key.empty() && names.key.find_first_of("*,") == std::string::npos,
+                    ConfigError, where(path),
+                    ": a part of the names of modules, without * or comma, is expected");
+      for (const auto& [key, value] : names.values) {
+        check_quantised_name(path, key, value, common);
+      }
+      TESSERA_CHECK(names.values.count("num_bits") != 0, ConfigError, where(path),
+                    ".num_bits is missing; give 4 or 8");
+      patterns.push_back(detail::concat("*", names.key, "*.weight"));
+    }
+    for (const auto& [key, option] :
+         {std::pair{"num_bits", "quant.frozen_bits"}, {"group_size", "quant.block_numel"}}) {
+      if (const auto found = common.find(key); found != common.end()) {
+        add(kQuantisedNames, option,
+            check_value(*find_option(option), found->second, where(kQuantisedNames)),
+            detail::concat(kQuantisedNames, ": ", key, " = ", found->second), false);
+      }
+    }
+    add(kQuantisedNames, "quant.frozen_names", patterns, std::string(kQuantisedNames), false);
+    append(different_,
+           detail::concat(kQuantisedNames, " (of frozen weights alone; ", kSymmetric, ")"));
+  }
+
+  void check_quantised_name(const std::string& path, const std::string& key,
+                            const OptionValue& value,
+                            std::map<std::string, std::int64_t, std::less<>>& common) const {
+    const DeepSpeedKey* const known = find_deepspeed_key(detail::concat(kQuantisedInit, ".", key));
+    const std::string where = this->where(detail::concat(path, ".", printable(key)));
+    TESSERA_CHECK(known != nullptr, ConfigError, where,
+                  ": unknown key; expected num_bits, group_size, group_dim or symmetric");
+    const OptionValue given = check_value(value_option(*known), value, where);
+    if (known->meaning == Meaning::kFixed) {
+      TESSERA_CHECK(given == parse_value(value_option(*known), known->default_text, known->path),
+                    ConfigError, where, " = ", to_text(value), ": only ", known->default_text,
+                    " is supported: ", known->note);
+    } else if (const auto* const number = std::get_if<std::int64_t>(&given)) {
+      if (key == "num_bits") {
+        checked_bits(*number, where);
+      }
+      const auto [first, inserted] = common.emplace(key, *number);
+      TESSERA_CHECK(inserted || first->second == *number, ConfigError, where, " = ", *number,
+                    ", and another key of ", kQuantisedNames, " has ", first->second,
+                    "; all weights are kept with one ", key, " here: take one for all of them");
     }
   }
 
@@ -511,18 +601,6 @@ class Translator {
                   where(zero("zeropp_loco_param")),
                   ": error feedback needs zero_quantized_gradients: true");
 
-    const bool mics = get<std::int64_t>(zero("mics_shard_size"), -1) > 0;
-    TESSERA_CHECK(mics || !flag(zero("mics_hierarchical_params_gather")), ConfigError,
-                  where(zero("mics_hierarchical_params_gather")),
-                  " = true needs mics_shard_size of at least 1");
-    for (const std::string& key : {zero("zero_quantized_weights"), gradients}) {
-      TESSERA_CHECK(!mics || !flag(key), ConfigError, where(key),
-                    " = true does not go with mics_shard_size; DeepSpeed ignores it there");
-    }
-    const std::string secondary = zero("zero_hpz_partition_size");
-    TESSERA_CHECK(!mics || get<std::int64_t>(secondary, 1) <= 1, ConfigError, where(secondary),
-                  " > 1 does not go with mics_shard_size; DeepSpeed ignores it there");
-
     const std::string type = lower_case(text("optimizer.type", "adam"));
     const std::string ratio = zero("offload_optimizer.ratio");
     TESSERA_CHECK(get(ratio, 1.0) >= 1.0 || type == "adam" || type == "adamw", ConfigError,
@@ -532,6 +610,9 @@ class Translator {
   void make_notices() {
     if (!autos_.empty()) {
       out_.notices.push_back("\"auto\" is Tessera's default, or what a flag says: " + autos_);
+    }
+    if (!different_.empty()) {
+      out_.notices.push_back("not as in DeepSpeed: " + different_);
     }
     std::string names = not_needed_.empty() ? "" : "not needed here: " + not_needed_;
     if (!old_names_.empty()) {
@@ -555,6 +636,7 @@ class Translator {
   // Lists of keys for the notices.
   std::string autos_;
   std::string not_needed_;
+  std::string different_;
   std::string old_names_;                              // "cpu_offload (now offload_optimizer)"
   std::map<std::string_view, std::string> elsewhere_;  // by what does it here
 };

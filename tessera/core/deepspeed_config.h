@@ -20,18 +20,28 @@
 
 namespace tessera {
 
+// What weight_quantization.post_init_quant says of the modules whose names contain a key.
+struct DeepSpeedQuantisedNames {
+  std::string key;
+  std::map<std::string, OptionValue, std::less<>> values;  // "num_bits"
+};
+
 // What a file says in DeepSpeed's words, by full path ("zero_optimization.stage").
 struct DeepSpeedInput {
   std::map<std::string, OptionValue, std::less<>> values;
   std::set<std::string, std::less<>> autos;   // given as "auto": as good as not given
   std::set<std::string, std::less<>> blocks;  // nested objects that are present, also if empty
+  std::vector<DeepSpeedQuantisedNames> quantised_names;
 
-  bool empty() const { return values.empty() && autos.empty() && blocks.empty(); }
+  bool empty() const {
+    return values.empty() && autos.empty() && blocks.empty() && quantised_names.empty();
+  }
 };
 
 struct DeepSpeedTranslation {
   std::vector<ConfigSetting> settings;
-  std::vector<std::string> notices;  // of keys that set nothing; at most three lines
+  // Of keys that set nothing, and of what differs from DeepSpeed; at most four lines.
+  std::vector<std::string> notices;
 };
 
 DeepSpeedTranslation translate_deepspeed(const DeepSpeedInput& input, std::string_view source);

@@ -118,7 +118,8 @@ constexpr std::array kKeys = {
     same("zero_optimization.zeropp_loco_param.reset_T", "quant.error_reset_steps"),
     special("zero_optimization.mics_shard_size", Type::kInt, "shard.group_size",
             "-1 (no MiCS) becomes 0"),
-    same("zero_optimization.mics_hierarchical_params_gather", "shard.hierarchical_gather", "false"),
+    same("zero_optimization.mics_hierarchical_params_gather", "shard.hierarchical_gather", "false",
+         "", "also without mics_shard_size"),
     not_needed("zero_optimization.memory_efficient_linear", Type::kBool,
                "a released weight is never kept alive by autograd"),
     not_needed("zero_optimization.pipeline_loading_checkpoint", Type::kBool,
@@ -295,10 +296,11 @@ constexpr std::array kKeys = {
     same("weight_quantization.quantized_initialization.group_size", "quant.block_numel"),
     fixed("weight_quantization.quantized_initialization.group_dim", Type::kInt, "1",
           "weights that share a scale lie behind each other in memory"),
-    fixed("weight_quantization.quantized_initialization.symmetric", Type::kBool, "true",
-          "blocks have a scale, and no offset"),
-    fixed("weight_quantization.post_init_quant", Type::kBool, "false",
-          "quant.frozen_names has the names of weights, with quant.frozen_bits for all of them"),
+    special("weight_quantization.quantized_initialization.symmetric", Type::kBool, "",
+            "false is DeepSpeed's form; blocks have a scale and no offset here, so values differ"),
+    special("weight_quantization.post_init_quant", Type::kBool, "quant.frozen_names",
+            "each name becomes `*name*.weight`, of frozen weights alone; one num_bits "
+            "(quant.frozen_bits) and one group_size (quant.block_numel) for all of them"),
 
     // Other subjects that real files mention
     not_needed("disable_allgather", Type::kBool, kStage12),

@@ -38,6 +38,9 @@ struct DeepSpeedKey {
   std::int64_t least_bytes = 0;
 };
 
+// A block whose keys are parts of modules' names.
+inline constexpr std::string_view kDeepSpeedQuantisedNames = "weight_quantization.post_init_quant";
+
 std::span<const DeepSpeedKey> deepspeed_keys();
 
 // By path; the last part may be the alias. Null when there is none.

@@ -86,7 +86,8 @@ constexpr std::array kOptions = {
     integer(
         "shard.secondary_group_size", "1", 0, 1048576,
         "Ranks of a host that share a second copy of the shards, from which every gather but the "
-        "first after an update comes (hpZ); 0 or 1: none; must divide the ranks of a host.",
+        "first after an update comes (hpZ); 0 or 1: none; must divide the ranks that a shard group "
+        "has on a host.",
         "engine, planner"),
 
     flag("mics.check_replicas", "false",

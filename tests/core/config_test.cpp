@@ -206,9 +206,6 @@ TEST(Config, OptionsThatContradictEachOtherAreRejectedByCheck) {
   EXPECT_EQ(failure(R"({"batch": {"total": 12, "accumulate": 3, "micro_per_rank": 3}})"),
             "batch.total = 12 (run.json) is not a multiple of batch.micro_per_rank = 3 (run.json) "
             "times batch.accumulate = 3 (run.json)");
-  EXPECT_EQ(failure(R"({"shard": {"group_size": 2, "secondary_group_size": 2}})"),
-            "shard.group_size = 2 and shard.secondary_group_size = 2 exclude each other; set one "
-            "of them");
   EXPECT_EQ(
       failure(R"({"quant": {"frozen_bits": 5}})"),
       "quant.frozen_bits = 5 (run.json): integers have 4 or 8 bits; 0 keeps frozen parameters "

@@ -125,12 +125,73 @@ TEST(DeepSpeedConfig, QuantisedFrozenWeightsAreBlocksOfSoManyBits) {
   EXPECT_HAS(translation_failure(R"({"weight_quantization": {"quantized_initialization":
                {"num_bits": 6}}})"),
              "num_bits = 6: frozen weights are kept as integers of 4 or 8 bits");
-  EXPECT_HAS(translation_failure(R"({"weight_quantization": {"quantized_initialization":
-               {"num_bits": 8, "symmetric": false}}})"),
-             "only true is supported: blocks have a scale, and no offset");
-  EXPECT_HAS(translation_failure(R"({"weight_quantization": {"post_init_quant":
-               {"fc": {"num_bits": 8}}}})"),
-             "post_init_quant: not supported: quant.frozen_names has the names of weights");
+  EXPECT_EQ(all(config).find("not as in DeepSpeed"), std::string::npos);
+}
+
+// DeepSpeed takes no other form than this one.
+TEST(DeepSpeedConfig, WeightsWithOffsetsAreKeptWithoutAndSaySo) {
+  const auto config = from(R"({"zero_optimization": {"stage": 3},
+    "weight_quantization": {"quantized_initialization":
+    {"num_bits": 8, "group_size": 64, "group_dim": 1, "symmetric": false}}})");
+  EXPECT_EQ(config.get_int("quant.frozen_bits"), 8);
+  EXPECT_EQ(config.get_int("quant.block_numel"), 64);
+  EXPECT_HAS(all(config),
+             "not as in DeepSpeed: weight_quantization.quantized_initialization.symmetric = false "
+             "(blocks have a scale and no offset here: values differ)\n");
+}
+
+TEST(DeepSpeedConfig, NamesOfQuantisedWeightsBecomePatternsOfFrozenOnes) {
+  const auto config = from(R"({"weight_quantization": {"post_init_quant": {
+    "fc": {"num_bits": 4, "group_size": 64, "group_dim": 1, "symmetric": false},
+    "layers.3.attn": {"num_bits": 4, "group_size": 64, "group_dim": 1, "symmetric": false}}}})");
+  EXPECT_EQ(config.get_int("quant.frozen_bits"), 4);
+  EXPECT_EQ(config.get_int("quant.block_numel"), 64);
+  EXPECT_EQ(config.get_list("quant.frozen_names"),
+            (std::vector<std::string>{"*fc*.weight", "*layers.3.attn*.weight"}));
+  EXPECT_HAS(all(config),
+             "not as in DeepSpeed: weight_quantization.post_init_quant (of frozen weights alone; "
+             "blocks have a scale and no offset here: values differ)\n");
+  EXPECT_NO_THROW(config.check());
+  EXPECT_NO_THROW(from(R"({"weight_quantization": {"post_init_quant": {}}})").check());
+  const auto refused = [](const std::string& names, const std::string& more = "") {
+    return translation_failure(R"({"weight_quantization": {"post_init_quant": {)" + names + "}" +
+                               more + "}}");
+  };
+  EXPECT_EQ(refused(R"("fc": {"num_bits": 4}, "qkv": {"num_bits": 8})"),
+            "ds.json: weight_quantization.post_init_quant.qkv.num_bits = 8, and another key of "
+            "weight_quantization.post_init_quant has 4; all weights are kept with one num_bits "
+            "here: take one for all of them");
+  EXPECT_HAS(refused(R"("a": {"num_bits": 4, "group_size": 64},
+                        "b": {"num_bits": 4, "group_size": 32})"),
+             "b.group_size = 32, and another key");
+  EXPECT_HAS(refused(R"("fc": {"num_bits": 3})"), "fc.num_bits = 3: frozen weights are kept as");
+  EXPECT_HAS(refused(R"("fc": {"group_size": 64})"), "fc.num_bits is missing");
+  EXPECT_HAS(refused(R"("fc": {"num_bits": 4, "group_dim": 0})"), "group_dim = 0: only 1");
+  EXPECT_HAS(refused(R"("fc": {"num_bits": 4, "bits": 8})"), "fc.bits: unknown key");
+  EXPECT_HAS(refused(R"("fc": {"num_bits": "four"})"), "fc.num_bits");
+  EXPECT_HAS(refused(R"("fc": 4)"), "fc: expected an object");
+  EXPECT_HAS(refused(R"("f*c": {"num_bits": 4})"), "without * or comma");
+  EXPECT_HAS(
+      refused(R"("fc": {"num_bits": 4})", R"(, "quantized_initialization": {"num_bits": 4})"),
+      "are both given");
+}
+
+TEST(DeepSpeedConfig, WhatDeepSpeedIgnoresBesideMicsIsDoneAndSaid) {
+  const auto config = from(R"({"zero_optimization": {"stage": 3, "mics_shard_size": 8,
+    "mics_hierarchical_params_gather": true, "zero_hpz_partition_size": 2,
+    "zero_quantized_weights": true, "zero_quantized_gradients": true}})");
+  EXPECT_EQ(config.get_int("shard.group_size"), 8);
+  EXPECT_EQ(config.get_int("shard.secondary_group_size"), 2);
+  EXPECT_TRUE(config.get_bool("quant.weights") && config.get_bool("quant.gradients"));
+  EXPECT_HAS(all(config),
+             "not as in DeepSpeed: zero_quantized_weights, zero_quantized_gradients, "
+             "zero_hpz_partition_size (ignored beside mics_shard_size there, done here)\n");
+  EXPECT_NO_THROW(config.check());
+  const auto all_ranks = from(R"({"zero_optimization": {"stage": 3,
+    "mics_hierarchical_params_gather": true, "zero_quantized_weights": true}})");
+  EXPECT_TRUE(all_ranks.get_bool("shard.hierarchical_gather"));
+  EXPECT_EQ(all_ranks.get_int("shard.group_size"), 0);
+  EXPECT_EQ(all(all_ranks).find("not as in DeepSpeed"), std::string::npos);
 }
 
 TEST(DeepSpeedConfig, FlagsWinAndTheNoticesShowWhatHolds) {
@@ -306,9 +367,6 @@ TEST(DeepSpeedConfig, CombinationsThatCannotWorkAreRefused) {
   EXPECT_EQ(zero(R"("zero_quantized_gradients": true, "reduce_scatter": false)"),
             "ds.json: zero_optimization.zero_quantized_gradients = true needs reduce_scatter: "
             "true; remove one of them");
-  EXPECT_HAS(zero(R"("mics_shard_size": 2, "zero_hpz_partition_size": 2)"), "does not go with");
-  EXPECT_HAS(zero(R"("mics_shard_size": 2, "zero_quantized_weights": true)"), "does not go");
-  EXPECT_HAS(zero(R"("mics_hierarchical_params_gather": true)"), "needs mics_shard_size");
   EXPECT_HAS(zero(R"("zero_quantized_gradients": true, "zeropp_loco_param": {"err_beta": 0.8})"),
              "reset_T is missing");
   EXPECT_HAS(zero(R"("zeropp_loco_param": {"err_beta": 0.8, "reset_T": 4})"), "needs zero_quan");
