@@ -414,6 +414,10 @@ bool Coordinator::begin_resident() {
   return true;
 }
 
+bool Coordinator::is_decoded(int id) const {
+  return is_resident_ && gatherer_ && gatherer_->is_encoded(parts_.params[id]);
+}
+
 void Coordinator::end_resident() {
   if (!is_resident_ || !open_.empty()) {
     throw StateError(is_resident_ ? detail::concat("parameters cease to be resident inside ",

@@ -24,9 +24,10 @@
 // gathered parameter first; the group waits for that, not the caller.
 //
 // Where gathers are quantised (encoded_shards.h), units compute with what was decoded, in training
-// and in inference alike. A hold shows exact values, and gives them back at its end; but not inside
-// of a use, nor while parameters are resident, where it shows what is being computed with. A unit
-// that runs while a hold for reading is open computes with what that has gathered.
+// and in inference alike. A hold shows exact values, and gives them back at its end. It shows what
+// is being computed with inside of a use, and while parameters are resident: then the caller asks
+// is_decoded() first. A unit that runs while a hold for reading is open computes with what that has
+// gathered.
 //
 // Limits, at every moment: full parameters that nobody uses are at most live_limit_bytes, or one
 // unit if that is more; where each use ends before the next begins, so are all full parameters
@@ -181,6 +182,8 @@ class Coordinator {
   // many inferences between two steps. False: it does not fit, and nothing has changed. Collective.
   bool begin_resident();
   void end_resident();
+  // It is resident, and not exact: units compute with what its wires were decoded to.
+  bool is_decoded(int id) const;
 
   // Before shards are updated: it also waits until no dropped gather reads them any more.
   // Collective: where ranks need no consensus, the uses of the step are compared; the step fixes

@@ -475,8 +475,7 @@ void Gatherer::release_idle(const std::vector<bool>& stays) {
 }
 
 bool Gatherer::is_exact_for_once(const Param& param) const {
-  return parts_.encoded != nullptr && parts_.encoded->covers(param) &&
-         slots_[static_cast<std::size_t>(param.id())].cause.exact;
+  return is_encoded(param) && slots_[static_cast<std::size_t>(param.id())].cause.exact;
 }
 
 void Gatherer::release_quantised(std::span<const int> ids) {
@@ -486,8 +485,7 @@ void Gatherer::release_quantised(std::span<const int> ids) {
   std::vector<bool> stays(slots_.size(), true);
   for (const int id : ids) {
     const Param& param = parts_.params[id];
-    stays[static_cast<std::size_t>(id)] =
-        !parts_.encoded->covers(param) || is_exact_for_once(param);
+    stays[static_cast<std::size_t>(id)] = !is_encoded(param) || is_exact_for_once(param);
   }
   release_idle(stays);
 }

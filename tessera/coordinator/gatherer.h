@@ -106,6 +106,10 @@ class Gatherer {
   void release_idle(const std::vector<bool>& stays);
   // For somebody who wants exact values: gives back what was gathered quantised and has no user.
   void release_quantised(std::span<const int> ids);
+  // Gathers of it bring wires, unless somebody wants exact values.
+  bool is_encoded(const shard::Param& param) const {
+    return parts_.encoded != nullptr && parts_.encoded->covers(param);
+  }
   // It was gathered for somebody who wants exact values, which units do not compute with.
   bool is_exact_for_once(const shard::Param& param) const;
   // What has been enqueued for computing so far.
@@ -155,7 +159,7 @@ class Gatherer {
                   std::span<const std::uint8_t> wants, const std::string& unit, const Cause& cause);
   bool comes_from(From from, const shard::Param& param, const Cause& cause) const;
   bool is_encoded(const shard::Param& param, const Cause& cause) const {
-    return parts_.encoded != nullptr && !cause.exact && parts_.encoded->covers(param);
+    return !cause.exact && is_encoded(param);
   }
   void take(shard::Param& param, std::int64_t offset);
   // `full`: null: only other ranks get it, and the shard is loaded to `scratch` where it must be.

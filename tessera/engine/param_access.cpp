@@ -70,6 +70,13 @@ std::shared_ptr<GatheredState> ParamAccess::open(std::vector<int> ids, int modif
   }
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  for (const int id : ids) {
+    TESSERA_CHECK(!ctx_.coordinator.is_decoded(id), ConfigError, "gathered(): parameter '",
+                  ctx_.params[id].name(),
+                  "' is resident with the rounded values that units compute with (quant.weights); "
+                  "engine.full_value(",
+                  id, ") gives the exact ones, or leave the resident scope first");
+  }
   auto state = std::make_shared<GatheredState>();
   state->ids = std::move(ids);
   state->modifier_rank = modifier_rank;

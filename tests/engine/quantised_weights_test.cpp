@@ -146,6 +146,26 @@ TEST(QuantisedWeights, ScopesShowExactValuesAndUnitsQuantisedOnes) {
   });
 }
 
+TEST(QuantisedWeights, ThatAreResidentAreNotShownForExactOnes) {
+  with_engines(2, quantised_config(), [&](Engine& engine, comm::Group&) {
+    const auto plain = affine(37, 29, 1);
+    auto unit = engine.unit("unit", affine(37, 29, 1));
+    const at::NoGradGuard no_grad;
+    {
+      auto resident = engine.resident();
+      ASSERT_TRUE(resident.is_resident());
+      unit(input(6, 37, 1));
+      EXPECT_SAYS("parameter 'unit.weight' is resident with the rounded values",
+                  engine.gathered({engine.tensor(0)}).close());
+      EXPECT_SAYS("engine.full_value(0) gives the exact ones",
+                  engine.gathered({engine.tensor(0)}).close());
+      EXPECT_TRUE(at::equal(engine.full_value(0), plain->weight));
+    }
+    auto scope = engine.gathered({engine.tensor(0)});
+    EXPECT_TRUE(at::equal(engine.tensor(0), plain->weight));
+  });
+}
+
 TEST(QuantisedWeights, BytesAreThoseOfTheWires) {
   for (const bool hierarchical : {false, true}) {
     Config config = quantised_config();
