@@ -82,6 +82,7 @@ Model::Model(EngineObjects& engine, EngineContext& context, RankAgreement& ranks
     : engine_(engine),
       ctx_(context),
       ranks_(ranks),
+      owner_(std::make_shared<const std::string>(context.mesh.mesh().describe())),
       stored_rule_(shard::StoredRule::from(context.runtime.config())) {}
 
 Model::~Model() {
@@ -197,9 +198,12 @@ std::optional<DType> Model::wanted_dtype() const {
 void Model::check_param(const std::string& name, const at::Tensor& tensor) const {
   TESSERA_CHECK(tensor.defined(), ConfigError, "parameter '", name,
                 "' is not defined; give it a value before its unit is made");
-  TESSERA_CHECK(!shard::is_bound(tensor), ConfigError, "parameter '", name,
-                "' belongs to another engine, or to one that is gone, and its values are not here; "
-                "call to_plain() on that engine first, or make the module anew");
+  const std::optional<std::string> owner = shard::owner_of(tensor);
+  TESSERA_CHECK(!owner, ConfigError, "parameter '", name,
+                "' belongs to another engine, or to one that is gone (", *owner,
+                "; this engine: ", *owner_,
+                "), and its values are not here; call to_plain() on that engine first, or make the "
+                "module anew");
   TESSERA_CHECK(tensor.is_leaf(), ConfigError, "parameter '", name,
                 "' is the result of an operation, not a leaf; a parameter must be one");
   TESSERA_CHECK(tensor.is_cuda() == ctx_.runtime.on_cuda(), ConfigError, "parameter '", name,
@@ -262,7 +266,7 @@ int Model::add_param(const NamedTensor& given, const at::Tensor& before,
   if (init.kind == Init::Kind::kModule) {
     elements = shard::storage_elements(tensor.detach());
   }
-  shard::Param& param = ctx_.params.add(spec, shard::bind_tensor(tensor, name, layout));
+  shard::Param& param = ctx_.params.add(spec, shard::bind_tensor(tensor, name, layout, owner_));
   ctx_.tiers.add(param);
   const shard::ElementRange range = param.range();
   const std::size_t element_bytes = bytes_of(spec.dtype);

@@ -112,6 +112,7 @@ class Model {
   std::vector<at::Tensor> buffers_;
   std::vector<std::string> buffer_names_;  // with the unit's in front
   bool leaf_options_applied_ = false;
+  const std::shared_ptr<const std::string> owner_;  // the mesh, for engines that get its parameters
   const shard::StoredRule stored_rule_;
   std::map<int, shard::StoredCodecs> codecs_;  // by bits
 };

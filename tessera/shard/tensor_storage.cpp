@@ -1,5 +1,7 @@
 #include "tessera/shard/tensor_storage.h"
 
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,26 +33,37 @@ void clear_error(c10::StorageImpl& storage) { storage.*member_of(ThrowsOnAccess(
 void clear_error(c10::StorageImpl& storage) { storage.clear_data_ptr_access_error_msg_(); }
 #endif
 
+using Owner = std::shared_ptr<const std::string>;
+
+void delete_owner(void* owner) { const std::unique_ptr<Owner> last(static_cast<Owner*>(owner)); }
+
+// The context of a storage's pointer says whose it is, and marks the storage as bound: the tensor
+// may outlive whoever bound it.
+c10::DataPtr owned(void* data, const Owner& owner, c10::Device device) {
+  return {data, std::make_unique<Owner>(owner).release(), &delete_owner, device};
+}
+
 // The pointer is set last: that refreshes what torch derives from the error's being there.
-void set_memory(c10::StorageImpl& storage, void* data) {
+void set_memory(c10::StorageImpl& storage, void* data, const Owner& owner) {
   clear_error(storage);
-  storage.set_data_ptr_noswap(c10::DataPtr(data, storage.device()));
+  storage.set_data_ptr_noswap(owned(data, owner, storage.device()));
 }
 
 // The byte count stays: with zero bytes many operators would complain about bounds before anybody
 // looks at the memory.
-void take_memory_away(c10::StorageImpl& storage, const std::string& error) {
-  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+void take_memory_away(c10::StorageImpl& storage, const std::string& error, const Owner& owner) {
+  storage.set_data_ptr_noswap(owned(nullptr, owner, storage.device()));
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(error);
 }
 
 class TensorStorage final : public FullTensor {
  public:
   TensorStorage(const at::Tensor& tensor, c10::Storage storage, const std::string& name,
-                std::size_t full_bytes)
+                std::size_t full_bytes, Owner owner)
       : tensor_(tensor.getIntrusivePtr()),
         storage_(std::move(storage)),
         full_bytes_(full_bytes),
+        owner_(owner ? std::move(owner) : std::make_shared<const std::string>()),
         gone_(detail::concat("parameter '", name, kReleasedText,
                              ": its engine is gone. Keep the engine as long as the model, or call "
                              "engine.to_plain() before it goes.")),
@@ -65,11 +78,11 @@ class TensorStorage final : public FullTensor {
   // The tensor may outlive us in a user's hands.
   ~TensorStorage() override {
     if (full_bytes_ > 0) {
-      take_memory_away(*storage_.unsafeGetStorageImpl(), gone_);
+      take_memory_away(*storage_.unsafeGetStorageImpl(), gone_, owner_);
     }
   }
 
-  void attach(void* data) override { set_memory(*storage_.unsafeGetStorageImpl(), data); }
+  void attach(void* data) override { set_memory(*storage_.unsafeGetStorageImpl(), data, owner_); }
 
   // Views and detached aliases count with their tensor.
   std::uint64_t num_writes() const override {
@@ -80,7 +93,7 @@ class TensorStorage final : public FullTensor {
   void detach() override {
     // There is nothing in an empty parameter that could be read too early.
     if (full_bytes_ > 0) {
-      take_memory_away(*storage_.unsafeGetStorageImpl(), error_);
+      take_memory_away(*storage_.unsafeGetStorageImpl(), error_, owner_);
     }
   }
 
@@ -88,6 +101,7 @@ class TensorStorage final : public FullTensor {
   const c10::weak_intrusive_ptr<c10::TensorImpl> tensor_;  // a module owns it
   const c10::Storage storage_;
   const std::size_t full_bytes_;
+  const Owner owner_;
   const std::string gone_;
   const std::string error_;
 };
@@ -141,11 +155,16 @@ at::ScalarType scalar_type_of(DType dtype) {
   return at::ScalarType::Undefined;
 }
 
-bool is_bound(const at::Tensor& tensor) {
+std::optional<std::string> owner_of(const at::Tensor& tensor) {
   c10::StorageImpl* const storage =
       tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-  return storage != nullptr && storage->nbytes() > 0 && !storage->resizable() &&
-         storage->_mutable_data_ptr_no_checks().get() == nullptr;
+  if (storage == nullptr || storage->nbytes() == 0) {
+    return std::nullopt;
+  }
+  const c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
+  return data.get_deleter() == &delete_owner
+             ? std::optional(**static_cast<const Owner*>(data.get_context()))
+             : std::nullopt;
 }
 
 at::Tensor storage_elements(const at::Tensor& tensor) {
@@ -157,7 +176,8 @@ at::Tensor storage_elements(const at::Tensor& tensor) {
 }
 
 std::unique_ptr<FullTensor> bind_tensor(const at::Tensor& tensor, const std::string& name,
-                                        const Layout& layout) {
+                                        const Layout& layout,
+                                        std::shared_ptr<const std::string> owner) {
   check_can_be_sharded(tensor, name);
   TESSERA_INVARIANT(dtype_of(tensor, name) == layout.dtype(), "parameter '", name, "' of ",
                     tensor.toString(), " has a layout of ", to_string(layout.dtype()));
@@ -179,7 +199,8 @@ std::unique_ptr<FullTensor> bind_tensor(const at::Tensor& tensor, const std::str
     impl->set_storage_offset(0);
     impl->set_sizes_contiguous(sizes);
   }
-  return std::make_unique<TensorStorage>(tensor, std::move(storage), name, layout.full_bytes());
+  return std::make_unique<TensorStorage>(tensor, std::move(storage), name, layout.full_bytes(),
+                                         std::move(owner));
 }
 
 void unbind_tensor(const at::Tensor& tensor, const at::Tensor& value) {

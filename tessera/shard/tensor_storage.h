@@ -14,6 +14,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -32,18 +33,20 @@ inline constexpr std::string_view kReleasedText = "' is released";
 DType dtype_of(const at::Tensor& tensor, const std::string& name);
 at::ScalarType scalar_type_of(DType dtype);
 
-// An engine has taken its memory, and has not given it back.
-bool is_bound(const at::Tensor& tensor);
+// An engine has taken its memory, and has not given it back: what bind_tensor() was told of it.
+std::optional<std::string> owner_of(const at::Tensor& tensor);
 
 // The tensor's elements in the memory order that it will have once bound: one dimension, without
 // gradient. A view where strides stay, else a copy.
 at::Tensor storage_elements(const at::Tensor& tensor);
 
-// Starts detached. REQUIRES: layout.numel() == tensor.numel(), and the tensor's type is the
-// layout's. Throws ConfigError with the name for what cannot be sharded: undefined, sparse,
-// quantised, without storage, not on a CPU or GPU, or computed from other tensors.
+// Starts detached. `owner`: whose it is, for errors of others; may be shared. REQUIRES:
+// layout.numel() == tensor.numel(), and the tensor's type is the layout's. Throws ConfigError with
+// the name for what cannot be sharded: undefined, sparse, quantised, without storage, not on a CPU
+// or GPU, or computed from other tensors.
 std::unique_ptr<FullTensor> bind_tensor(const at::Tensor& tensor, const std::string& name,
-                                        const Layout& layout);
+                                        const Layout& layout,
+                                        std::shared_ptr<const std::string> owner = nullptr);
 
 // The way back: the tensor is an ordinary one from here on, with the storage of `value`.
 // REQUIRES: equal sizes, strides and type, and that nobody else writes to `value`.

@@ -7,7 +7,9 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tessera/engine/build_scope.h"
 #include "tests/engine/engine_fixture.h"
+#include "tests/support/contains.h"
 
 namespace tessera::testing {
 namespace {
@@ -192,6 +194,27 @@ TEST(Mistakes, WithTwoEnginesNameTheOtherOne) {
                 engine.backward(b(a(input(4, 5, 0))).sum()));
     engine.zero_grad();
     second.zero_grad();
+  });
+}
+
+TEST(Mistakes, WithAModelOfAnotherMeshNameBothMeshes) {
+  comm::run_ranks(2, [](comm::Group& group) {
+    Runtime runtime(quiet_config(), group, {-1, 1});
+    Engine engine(runtime);
+    auto unit = engine.unit("unit", affine(5, 6, 1));
+    const auto alone = group.split(group.rank(), "alone");
+    const BuildScope scope({.group = alone.get()});
+    Engine other(runtime);
+    const auto expect_both = [&] {
+      const std::string text = message_of([&] { other.unit("again", unit.module()); });
+      EXPECT_HAS(text,
+                 "parameter 'again.weight' belongs to another engine, or to one that is gone "
+                 "(mesh: 2 ranks = 1 copy x 2 shards, on one host; this engine: mesh: 1 rank "
+                 "= 1 copy x 1 shard, on one host)");
+    };
+    expect_both();
+    const GatheredScope gathered = engine.gathered({unit->weight});  // it has memory now
+    expect_both();
   });
 }
 
