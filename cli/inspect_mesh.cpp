@@ -1,6 +1,8 @@
 #include "cli/inspect_mesh.h"
 
 #include <algorithm>
+#include <array>
+#include <functional>
 #include <utility>
 
 #include <fmt/format.h>
@@ -121,23 +123,55 @@ std::string choice_text(const MeshChoice& choice, const MeshComparison& comparis
       comparison.rates ? time_text(communication_s(choice, *comparison.rates)) : "-", notes));
 }
 
+// No less memory and no fewer bytes on either link than another one that fits and is as exact: of
+// equal ones the first counts.
+bool is_beaten(std::size_t i, const std::vector<MeshChoice>& choices) {
+  const auto cost = [](const MeshChoice& of) {
+    return std::array{of.memory_bytes, of.bytes.rank().inside, of.bytes.host_across(of.mesh)};
+  };
+  const std::array own = cost(choices[i]);
+  for (std::size_t j = 0; j < choices.size(); ++j) {
+    const bool counts =
+        j != i && choices[j].fits && choices[j].modes.is_exact() == choices[i].modes.is_exact();
+    const std::array other = counts ? cost(choices[j]) : own;
+    if (counts && std::equal(other.begin(), other.end(), own.begin(), std::less_equal<>()) &&
+        (other != own || j < i)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// All meshes, and of what else they can be asked for what is worth it.
 std::string choices_text(const MeshComparison& comparison, bool are_exact) {
   std::string text = trimmed(fmt::format(kChoiceRow, "shards", "copies", "hosts", "memory",
                                          "inside", "across", "time", ""));
-  std::int64_t num_hidden = 0;
+  std::int64_t num_too_large = 0;
+  std::int64_t num_beaten = 0;
   for (std::size_t i = 0; i < comparison.choices.size(); ++i) {
     const MeshChoice& choice = comparison.choices[i];
     if (choice.modes.is_exact() != are_exact) {
       continue;
     }
-    if (choice.fits || is_plain(choice) || is_own(choice, comparison)) {
-      text += choice_text(choice, comparison, comparison.best == i);
+    const bool is_told = is_plain(choice) || is_own(choice, comparison) || comparison.best == i ||
+                         comparison.best_inexact == i;
+    const bool is_mesh_alone = are_exact && choice.modes.secondary_size == 1;
+    if (!is_told && !choice.fits) {
+      ++num_too_large;
+    } else if (!is_told && !is_mesh_alone && is_beaten(i, comparison.choices)) {
+      ++num_beaten;
     } else {
-      ++num_hidden;
+      text += choice_text(choice, comparison, comparison.best == i);
     }
   }
-  if (num_hidden > 0) {
-    text += fmt::format("  {} more do not fit into the device budget\n", num_hidden);
+  if (num_beaten > 0) {
+    text += fmt::format(
+        "  {} more take no less memory, and send no less on either link, than one of these (--json "
+        "has them)\n",
+        num_beaten);
+  }
+  if (num_too_large > 0) {
+    text += fmt::format("  {} more do not fit into the device budget\n", num_too_large);
   }
   return text;
 }
@@ -241,6 +275,12 @@ MeshComparison compare_meshes(const StepPlanInput& input, const StepPlan& plan,
   comparison.own =
       mesh_choice(input.mesh, input.modes, input.shapes, input.memory_options, question);
   comparison.choices = mesh_choices(input.shapes, input.memory_options, question);
+  const bool has_own =
+      std::any_of(comparison.choices.begin(), comparison.choices.end(),
+                  [&](const MeshChoice& each) { return is_own(each, comparison); });
+  if (!has_own) {  // it changes nothing: hpZ on one host
+    comparison.choices.push_back(comparison.own);
+  }
   comparison.rates = rates;
   if (rates) {
     comparison.best = best_mesh(comparison.choices, *rates, planner::Exactness::kExact);

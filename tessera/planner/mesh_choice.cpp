@@ -1,7 +1,6 @@
 #include "tessera/planner/mesh_choice.h"
 
 #include <algorithm>
-#include <set>
 #include <tuple>
 #include <utility>
 
@@ -141,34 +140,35 @@ std::vector<MeshChoice> mesh_choices(const ModelShapes& model, const MemoryPlanO
     choices.push_back(mesh_choice(mesh, modes, model, options, question));
   };
   comm::MeshOptions world = question.world;
-  std::vector<comm::Mesh> whole;  // of all ranks in one group
+  world.hierarchical = false;
+  std::vector<comm::Mesh> meshes;
   for (const int size : comm::possible_shard_sizes(world)) {
     world.shard_size = size;
     world.hierarchical = false;
-    const comm::Mesh flat = comm::plan_mesh(world);
-    std::vector<comm::Mesh> both = {flat};
-    if (flat.hosts_per_group() > 1 && flat.inside_size() > 1) {
+    meshes.push_back(comm::plan_mesh(world));
+    if (meshes.back().hosts_per_group() > 1 && meshes.back().inside_size() > 1) {
       world.hierarchical = true;
-      both.push_back(comm::plan_mesh(world));
-    }
-    for (const comm::Mesh& mesh : both) {
-      add(mesh, {});
-    }
-    whole = size == world.num_ranks ? both : whole;
-  }
-  if (world.num_ranks == 1) {
-    return choices;
-  }
-  const int per_host = whole.front().num_hosts() > 1 ? whole.front().ranks_per_host() : 1;
-  for (const comm::Mesh& mesh : whole) {
-    for (int second = 2; second <= per_host; ++second) {
-      if (per_host % second == 0) {
-        add(mesh, {.secondary_size = second});
-      }
+      meshes.push_back(comm::plan_mesh(world));
     }
   }
-  for (const comm::Mesh& mesh : whole) {
-    for (const int second : std::set{1, per_host}) {
+  const auto secondary_sizes = [](const comm::Mesh& mesh) {
+    return mesh.hosts_per_group() > 1 ? comm::possible_secondary_sizes(mesh) : std::vector<int>();
+  };
+  for (const comm::Mesh& mesh : meshes) {
+    add(mesh, {});
+  }
+  for (const comm::Mesh& mesh : meshes) {
+    for (const int second : secondary_sizes(mesh)) {
+      add(mesh, {.secondary_size = second});
+    }
+  }
+  for (const comm::Mesh& mesh : meshes) {
+    if (mesh.shard_size() == 1) {
+      continue;
+    }
+    std::vector<int> seconds = secondary_sizes(mesh);
+    seconds.insert(seconds.begin(), 1);
+    for (const int second : seconds) {
       for (const auto& [weights, gradients] : {std::pair(8, 0), {0, 8}, {0, 4}, {8, 8}, {8, 4}}) {
         add(mesh, {second, weights, gradients, gradients});
       }

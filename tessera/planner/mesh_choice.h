@@ -76,11 +76,12 @@ struct LinkRates {
 MeshChoice mesh_choice(const comm::Mesh& mesh, const TrafficModes& modes, const ModelShapes& model,
                        const MemoryPlanOptions& options, const MeshQuestion& question);
 
-// Those that are exact come first: all meshes that are possible, smallest shard groups first, a
-// hierarchical one behind the flat one of its size, where the two differ; and behind those of all
-// ranks the same with secondary shards of every size that is possible. Then, for all ranks in one
-// group, without secondary shards and with those over whole hosts, every encoding of gathers (int8)
-// and of reductions (int8 and int4 in both hops).
+// Everything that a run can be asked for, but what changes nothing: secondary shards in a group
+// inside one host, encodings in a group of one. Those that are exact come first: all meshes that
+// are possible, smallest shard groups first, a hierarchical one behind the flat one of its size,
+// where the two differ; and the same with secondary shards of every size that is possible. Then
+// each of them with every encoding of gathers (int8) and of reductions (int8 and int4 in both
+// hops).
 std::vector<MeshChoice> mesh_choices(const ModelShapes& model, const MemoryPlanOptions& options,
                                      const MeshQuestion& question);
 

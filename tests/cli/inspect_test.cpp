@@ -479,12 +479,37 @@ TEST(InspectMesh, CountsSecondaryShardsOfTheFlags) {
   EXPECT_HAS(screen, "What changes numbers, and is off by default:");
 }
 
+// The run is one of the rows: of two hosts of two ranks, and of one host.
+TEST(InspectMesh, TellsWhichRowTheFlagsAre) {
+  const std::vector<std::vector<std::string>> runs = {
+      {},
+      {"--quantize-gradients"},
+      {"--quantize-gradients=8", "--quantize-weights"},
+      {"--shard-size", "2", "--quantize-gradients"},
+      {"--hierarchical", "--hpz-size", "2", "--quantize-gradients"},
+      {"--shard-size", "2", "--quantize-weights"},
+      {"--hpz-size", "2"}};
+  for (std::vector<std::string> flags : runs) {
+    if (flags != std::vector<std::string>{"--hpz-size", "2"}) {
+      flags.insert(flags.begin(), {"--ranks-per-host", "2"});
+    }
+    flags.insert(flags.begin(), {"--ranks", "4"});
+    SCOPED_TRACE(::testing::PrintToString(flags));
+    const std::string screen = inspected(flags);
+    EXPECT_TRUE(screen.find(", this") != std::string::npos ||
+                screen.find(" this\n") != std::string::npos)
+        << screen;
+    const Json mesh = inspected_json(flags)["mesh"];
+    EXPECT_EQ(std::count(mesh["choices"].begin(), mesh["choices"].end(), mesh["own"]), 1);
+  }
+}
+
 TEST(InspectMesh, AnswersForAMillionRanks) {
   const Json plan = inspected_json({"--preset", "gpt-13b", "--ranks", "1048576", "--ranks-per-host",
                                     "8", "--shard-size", "64", "--precision", "bf16",
                                     "--link-inside", "300GB", "--link-across", "50GB"});
   EXPECT_EQ(plan["mesh"]["num_replicas"], 1048576 / 64);
-  EXPECT_EQ(plan["mesh"]["choices"].size(), 21U + 17U + 6U + 20U);
+  EXPECT_EQ(plan["mesh"]["choices"].size(), 4U + 34 * 4 + (3 + 34 * 4) * 5) << "flat ones, hpZ";
   EXPECT_FALSE(plan["mesh"]["recommended"].is_null());
 }
 

@@ -7,6 +7,8 @@
 #include <gtest/gtest.h>
 
 #include "tessera/comm/shm_backend.h"
+#include "tessera/core/config.h"
+#include "tessera/core/error.h"
 #include "tessera/shard/layout.h"
 #include "tests/planner/plan_cases.h"
 
@@ -65,26 +67,78 @@ TEST(MeshChoice, HasEveryPossibleMeshOnce) {
             (std::vector<std::string>{"1", "2", "4", "12", "12 hierarchical", "12 hpZ2", "12 hpZ4",
                                       "12 hierarchical hpZ2", "12 hierarchical hpZ4"}));
   std::set<std::string> others;
-  for (std::size_t i = names.size(); i < choices.size(); ++i) {
+  const std::size_t num_exact = names.size();
+  for (std::size_t i = num_exact; i < choices.size(); ++i) {
     EXPECT_FALSE(choices[i].modes.is_exact()) << "exact ones come first";
     others.insert(name_of(choices[i]));
   }
   std::set<std::string> expected;
-  for (const char* const whole : {"12", "12 hierarchical"}) {
-    for (const char* const second : {"", " hpZ4"}) {
-      for (const char* const encoded : {" qwZ8", " qgZ8", " qgZ4", " qwZ8 qgZ8", " qwZ8 qgZ4"}) {
-        expected.insert(std::string(whole) + second + encoded);
-      }
+  names.erase(names.begin());  // a whole copy gathers and reduces nothing
+  for (const std::string& exact : names) {
+    for (const char* const encoded : {" qwZ8", " qgZ8", " qgZ4", " qwZ8 qgZ8", " qwZ8 qgZ4"}) {
+      expected.insert(exact + encoded);
     }
   }
   EXPECT_EQ(others, expected);
-  EXPECT_EQ(choices.size(), names.size() + expected.size());
+  EXPECT_EQ(choices.size(), num_exact + expected.size());
   const std::vector<MeshChoice> one_rank_per_host =
       mesh_choices(model, on_gpus(), asked(model, 4, 1));
-  EXPECT_EQ(one_rank_per_host.size(), 3U + 5U) << "both gathers are the same there";
-  EXPECT_EQ(mesh_choices(model, on_gpus(), asked(model, 4, 0)).size(), 3U + 5U)
+  EXPECT_EQ(one_rank_per_host.size(), 3U + 2U * 5U) << "both gathers are the same there";
+  EXPECT_EQ(mesh_choices(model, on_gpus(), asked(model, 4, 0)).size(), 3U + 2U * 5U)
       << "nothing crosses hosts";
   EXPECT_EQ(mesh_choices(model, on_gpus(), asked(model, 1, 0)).size(), 1U);
+}
+
+// Of all values of the options: what the config, the mesh and the modes take, and what makes a
+// difference.
+TEST(MeshChoice, HasWhatARunAccepts) {
+  const ModelShapes model = small_gpt(128, 1, 500, DType::kBFloat16);
+  struct World {
+    int ranks;
+    int per_host;
+  };
+  for (const World world : {World{12, 4}, World{8, 2}, World{8, 8}, World{6, 1}}) {
+    SCOPED_TRACE(::testing::Message() << world.ranks << " ranks, " << world.per_host);
+    std::set<std::string> accepted;
+    std::set<std::string> refused;
+    for (int option = 0; option < world.ranks * world.ranks * 12; ++option) {
+      const int size = option % world.ranks + 1;
+      const int second = option / world.ranks % world.ranks + 1;
+      const int modes = option / world.ranks / world.ranks;
+      Config config;
+      const auto set = [&](const char* name, int value) {
+        config.apply_flag(std::string(name) + "=" + std::to_string(value));
+      };
+      set("shard.group_size", size);
+      set("shard.secondary_group_size", second);
+      set("quant.gradient_bits", modes % 3 == 2 ? 4 : 8);
+      config.set("shard.hierarchical_gather", modes >= 6);
+      config.set("quant.weights", modes / 3 % 2 == 1);
+      config.set("quant.gradients", modes % 3 > 0);
+      MeshChoice choice;
+      try {
+        config.check();
+        choice.mesh = comm::plan_mesh(comm::MeshOptions::from(config, world.ranks, world.per_host));
+        choice.modes = TrafficModes::from(config, choice.mesh);
+      } catch (const ConfigError&) {
+        refused.insert(std::to_string(option));
+        continue;
+      }
+      const bool changes_nothing = (size == 1 && !choice.modes.is_exact()) ||
+                                   (second > 1 && choice.mesh.hosts_per_group() == 1) ||
+                                   (choice.mesh.hierarchical() && choice.mesh.inside_size() == 1);
+      if (!changes_nothing) {
+        accepted.insert(name_of(choice));
+      }
+    }
+    EXPECT_FALSE(refused.empty());
+    std::set<std::string> listed;
+    for (const MeshChoice& each :
+         mesh_choices(model, on_gpus(), asked(model, world.ranks, world.per_host))) {
+      EXPECT_TRUE(listed.insert(name_of(each)).second) << name_of(each) << " twice";
+    }
+    EXPECT_EQ(listed, accepted);
+  }
 }
 
 // One bucket, two gathers of each parameter, 2 hosts of 4 ranks.
@@ -323,7 +377,10 @@ TEST(MeshChoice, WhatChangesNumbersIsFasterAcrossASlowLinkAndIsToldApart) {
 TEST(MeshChoice, AnswersForAMillionRanks) {
   const ModelShapes model = small_gpt(5120, 40, 50304, DType::kBFloat16);
   const std::vector<MeshChoice> choices = mesh_choices(model, on_gpus(), asked(model, 1 << 20, 8));
-  EXPECT_EQ(choices.size(), 21U + 17U + 2 * 3 + 2 * 2 * 5);
+  // Groups of 2, 4 and 8 ranks are inside a host. Above, flat and hierarchical, secondary shards
+  // are over 2, 4 or 8.
+  constexpr std::size_t kSpread = std::size_t{17} * 2;
+  EXPECT_EQ(choices.size(), 4U + kSpread * 4 + (3 + kSpread * 4) * 5);
   for (const MeshChoice& each : choices) {
     EXPECT_GT(each.memory_bytes, 0);
     EXPECT_GE(each.bytes.rank().across, 0);
