@@ -179,6 +179,15 @@ std::vector<Case> cases_of_modes() {
     each.tie_head = true;
     all.push_back(each);
   }
+  // Two copies, each over two hosts of two ranks.
+  Case both{.name = "MicsHpz", .ranks = 8};
+  both.options = {{"shard.group_size", "4"},
+                  {"shard.secondary_group_size", "2"},
+                  {"shard.hierarchical_gather", "true"},
+                  {"comm.ranks_per_host", "2"},
+                  {"live.limit_bytes", "110KiB"},
+                  {"persist.param_bytes", "1KiB"}};
+  all.push_back(both);
   return all;
 }
 

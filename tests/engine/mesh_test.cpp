@@ -32,6 +32,7 @@ struct MeshCase {
   int shard_size = 0;
   int ranks_per_host = 0;
   bool hierarchical = false;
+  int second = 1;  // ranks of secondary shards
 };
 
 std::string text_of(const std::exception_ptr& failure) {
@@ -48,13 +49,15 @@ std::string text_of(const std::exception_ptr& failure) {
 std::string name_of(const MeshCase& mesh) {
   return std::to_string(mesh.ranks) + " ranks in groups of " + std::to_string(mesh.shard_size) +
          ", " + std::to_string(mesh.ranks_per_host) + " per host" +
-         (mesh.hierarchical ? ", hierarchical" : "");
+         (mesh.hierarchical ? ", hierarchical" : "") +
+         (mesh.second > 1 ? ", secondary shards over " + std::to_string(mesh.second) : "");
 }
 
 Options options_of(const MeshCase& mesh) {
   return {{"shard.group_size", std::to_string(mesh.shard_size)},
           {"comm.ranks_per_host", std::to_string(mesh.ranks_per_host)},
-          {"shard.hierarchical_gather", mesh.hierarchical ? "true" : "false"}};
+          {"shard.hierarchical_gather", mesh.hierarchical ? "true" : "false"},
+          {"shard.secondary_group_size", std::to_string(mesh.second)}};
 }
 
 RunSettings micro_run(int accumulate) {
@@ -241,7 +244,8 @@ TEST(MeshBytes, AreTheClosedFormInsideHostsAndAcross) {
     for (const MeshCase& mesh :
          {MeshCase{4, 2, 2, false}, MeshCase{4, 2, 1, false}, MeshCase{4, 2, 1, true},
           MeshCase{4, 4, 2, false}, MeshCase{4, 4, 2, true}, MeshCase{8, 4, 2, true},
-          MeshCase{6, 2, 2, false}, MeshCase{4, 1, 2, false}}) {
+          MeshCase{6, 2, 2, false}, MeshCase{4, 1, 2, false}, MeshCase{8, 4, 2, false, 2},
+          MeshCase{8, 4, 2, true, 2}}) {
       SCOPED_TRACE(::testing::Message() << name_of(mesh) << ", " << accumulate);
       Config config = quiet_config();
       for (const auto& [name, value] : options_of(mesh)) {
@@ -267,7 +271,11 @@ TEST(MeshBytes, AreTheClosedFormInsideHostsAndAcross) {
         }
         const EngineStats stats = run_step(3);
         comm::StepVolume volume;
-        volume.gathered_bytes = static_cast<std::int64_t>(stats.gathers.gathered_bytes);
+        volume.secondary_bytes = static_cast<std::int64_t>(stats.gathers.secondary_bytes);
+        volume.secondary_size = mesh.second;
+        EXPECT_EQ(volume.secondary_bytes > 0, mesh.second > 1);
+        volume.gathered_bytes =
+            static_cast<std::int64_t>(stats.gathers.gathered_bytes) - volume.secondary_bytes;
         std::vector<std::int64_t> buckets(1);
         for (int id = 0; id < engine.num_params(); ++id) {
           buckets[0] += engine.param(id).layout().padded_numel();
@@ -283,7 +291,8 @@ TEST(MeshBytes, AreTheClosedFormInsideHostsAndAcross) {
         EXPECT_LE(inside, expected.rank().inside + kSmall);
         EXPECT_GE(across, expected.rank().across);
         EXPECT_LE(across, expected.rank().across + kSmall);
-        EXPECT_EQ(static_cast<std::int64_t>(stats.gathered_wire_bytes), expected.gathers.sum());
+        EXPECT_EQ(static_cast<std::int64_t>(stats.gathered_wire_bytes),
+                  expected.gathers.sum() + expected.secondary_gathers.sum());
         EXPECT_EQ(static_cast<std::int64_t>(stats.reduced_wire_bytes),
                   expected.reduce_scatters.sum() + expected.replica_sums.sum());
       });
@@ -395,6 +404,28 @@ TEST(SecondaryShardTraining, ChangeNoBitOnAnyNumberOfRanksAtAnyPlace) {
           EXPECT_GT(plain.stats.back().io.parameters.read_bytes, 2 * read);
         }
       }
+    }
+  }
+}
+
+// Two copies, each over two hosts of two ranks: what hpZ keeps is of one copy and one host.
+TEST(SecondaryShardTraining, ChangeNoBitInsideAShardGroup) {
+  for (const bool hierarchical : {false, true}) {
+    RunSettings settings = micro_run(2);
+    settings.batch = 16;
+    const DiskDirectory directory;
+    for (const Placed& placed : places_on(RunDevice::kCpu, directory)) {
+      SCOPED_TRACE(::testing::Message() << placed.name << (hierarchical ? ", hierarchical" : ""));
+      const Options more = joined({{"persist.param_bytes", "0"},
+                                   {"live.limit_bytes", "0"},
+                                   {"mics.check_replicas", "true"}},
+                                  placed.options);
+      const RunOutcome plain = train_on({8, 4, 2, hierarchical}, settings, more);
+      const RunOutcome run = train_on({8, 4, 2, hierarchical, 2}, settings, more);
+      EXPECT_TRUE(same_bits(run, plain)) << difference(run, plain).describe();
+      EXPECT_EQ(plain.stats.back().gathers.secondary_bytes, 0U);
+      EXPECT_GT(run.stats.back().gathers.secondary_bytes, 0U);
+      EXPECT_LT(run.stats.back().sent_across_bytes, plain.stats.back().sent_across_bytes);
     }
   }
 }
