@@ -16,16 +16,11 @@ namespace {
 
 static_assert(kContentWordBytes == optim::kHashWordBytes);
 
-// Little-endian, as the files are.
+static_assert(std::endian::native == std::endian::little, "words are hashed as they are in files");
+
 std::uint64_t load_word(const std::byte* from) {
   std::uint64_t word = 0;
-  if constexpr (std::endian::native == std::endian::little) {
-    std::memcpy(&word, from, kContentWordBytes);
-  } else {
-    for (std::size_t i = 0; i < kContentWordBytes; ++i) {
-      word |= std::to_integer<std::uint64_t>(from[i]) << (8 * i);
-    }
-  }
+  std::memcpy(&word, from, kContentWordBytes);
   return word;
 }
 
