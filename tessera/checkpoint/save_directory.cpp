@@ -10,9 +10,12 @@
 #include <array>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
+#include <exception>
 #include <filesystem>
 #include <optional>
 #include <system_error>
+#include <thread>
 #include <tuple>
 #include <utility>
 
@@ -31,9 +34,10 @@ constexpr std::string_view kSavePrefix = "save-";
 constexpr std::string_view kUnfinishedPrefix = ".unfinished-";
 constexpr std::string_view kStepWord = "-step-";
 constexpr std::string_view kLockName = ".lock";
-constexpr std::uint64_t kMaxManifestBytes = std::uint64_t{1} << 30;
 constexpr std::int64_t kMaxCount = 1'000'000'000'000'000;
+constexpr std::uint64_t kMaxManifestBytes = std::uint64_t{1} << 30;
 constexpr int kMaxAttempts = 1000;
+constexpr std::chrono::milliseconds kBetweenLooks(50);  // at a lock that another process has
 
 // "00007-step-60": the save's number has five digits or more, so that names sort.
 std::string save_numbers(std::int64_t sequence, std::int64_t step) {
@@ -146,12 +150,15 @@ void remove_tree(const std::string& directory,
       on_disk_step(what);
     }
   };
-  if (!fs::is_directory(fs::symlink_status(directory))) {
-    fs::remove(directory);  // of a link nothing but the link is ours
+  std::error_code error;
+  if (!fs::is_directory(fs::symlink_status(directory, error))) {
+    fs::remove(directory, error);  // of a link nothing but the link is ours
+    if (error) {
+      throw_io_error(directory, "remove", error.value());
+    }
     return;
   }
   for (const std::string& name : names_in(directory)) {
-    std::error_code error;
     fs::remove_all(fs::path(directory) / name, error);
     if (error) {
       throw_io_error(directory + "/" + name, "remove", error.value());
@@ -164,46 +171,93 @@ void remove_tree(const std::string& directory,
   done("removed a directory");
 }
 
-// The lock of a root, and who has it. Given back explicitly: a child that was forked meanwhile has
-// the descriptor, too.
-class RootLock {
- public:
-  explicit RootLock(const std::string& root)
-      : file_(root + "/" + std::string(kLockName), O_RDWR | O_CREAT, "open the lock") {
-    const int result = retried([this] { return ::flock(file_.descriptor(), LOCK_EX | LOCK_NB); });
-    if (result != 0 && errno != EWOULDBLOCK) {
-      const int error = errno;
-      throw IoError(detail::concat(printable(file_.path(), 400),
-                                   ": cannot lock: ", std::generic_category().message(error),
-                                   "; choose a directory on a file system that has locks (flock)"));
+// With the directories above it, each on disk before the next. Returns it without slashes at its
+// end.
+std::string make_root(std::string root,
+                      const std::function<void(std::string_view what)>& on_disk_step) {
+  while (root.size() > 1 && root.ends_with('/')) {
+    root.pop_back();
+  }
+  struct stat status {};
+  if (::stat(root.c_str(), &status) == 0) {
+    TESSERA_CHECK(S_ISDIR(status.st_mode), ConfigError, printable(root, 400),
+                  ": is not a directory; name one that checkpoints can be written to");
+    return root;
+  }
+  if (errno != ENOENT) {
+    throw_io_error(root, "look at", errno);
+  }
+  if (const std::string parent = parent_of(root); parent != root) {
+    make_root(parent, on_disk_step);
+  }
+  if (::mkdir(root.c_str(), 0777) != 0 && errno != EEXIST) {
+    throw_io_error(root, "make the directory", errno);
+  }
+  sync_directory(parent_of(root));
+  if (on_disk_step) {
+    on_disk_step("made the root");
+  }
+  return root;
+}
+
+std::string lock_path(const std::string& root) { return root + "/" + std::string(kLockName); }
+
+}  // namespace
+
+// Given back explicitly: a child that was forked meanwhile has the descriptor, too.
+struct DirectoryLock::Impl {
+  Impl(const std::string& root, std::chrono::milliseconds patience)
+      : file(lock_path(root), O_RDWR | O_CREAT, "open the lock") {
+    std::chrono::milliseconds waited(0);
+    while (!try_lock()) {
+      TESSERA_CHECK(waited < patience, ConfigError, printable(root, 400), ": ", holder(),
+                    " uses this directory of checkpoints; wait until it has ended, end it, or "
+                    "choose another directory");
+      std::this_thread::sleep_for(kBetweenLooks);
+      waited += kBetweenLooks;
     }
-    TESSERA_CHECK(result == 0, ConfigError, printable(root, 400), ": ", holder(),
-                  " is saving into this directory; wait until it has ended, or choose another "
-                  "directory");
     std::array<char, 256> host{};
     ::gethostname(host.data(), host.size() - 1);
     const std::string text = detail::concat("process ", ::getpid(), " on ", host.data(), "\n");
-    if (::ftruncate(file_.descriptor(), 0) != 0) {
-      throw_io_error(file_.path(), "empty the lock", errno);
+    if (::ftruncate(file.descriptor(), 0) != 0) {
+      throw_io_error(file.path(), "empty the lock", errno);
     }
-    file_.write(text.data(), text.size());
+    file.write(text.data(), text.size());
   }
-  ~RootLock() { ::flock(file_.descriptor(), LOCK_UN); }
-  RootLock(const RootLock&) = delete;
-  RootLock& operator=(const RootLock&) = delete;
 
- private:
+  bool try_lock() const {
+    const int result = retried([this] { return ::flock(file.descriptor(), LOCK_EX | LOCK_NB); });
+    if (result != 0 && errno != EWOULDBLOCK) {
+      const int error = errno;
+      throw IoError(detail::concat(printable(file.path(), 400),
+                                   ": cannot lock: ", std::generic_category().message(error),
+                                   "; choose a directory on a file system that has locks (flock)"));
+    }
+    return result == 0;
+  }
+
   std::string holder() const {
     std::string text(200, '\0');
-    text.resize(file_.read_at(0, text.data(), text.size()));
+    text.resize(file.read_at(0, text.data(), text.size()));
     text.resize(std::min(text.size(), text.find('\n')));
     return text.starts_with("process ") ? printable(text) : "another process";
   }
 
-  PosixFile file_;
+  PosixFile file;
 };
 
-}  // namespace
+DirectoryLock::DirectoryLock(const std::string& root, std::chrono::milliseconds patience)
+    : impl_(std::make_unique<Impl>(make_root(link_target(root), {}), patience)) {}
+
+DirectoryLock::~DirectoryLock() { ::flock(impl_->file.descriptor(), LOCK_UN); }
+
+bool DirectoryLock::is_of(const std::string& root) const {
+  struct stat held {};
+  struct stat found {};
+  return ::fstat(impl_->file.descriptor(), &held) == 0 &&
+         ::stat(lock_path(root).c_str(), &found) == 0 && held.st_dev == found.st_dev &&
+         held.st_ino == found.st_ino;
+}
 
 std::vector<SavedName> list_saves(const std::string& root) {
   std::vector<SavedName> saves;
@@ -257,11 +311,11 @@ Manifest read_manifest(const std::string& save) {
 
 struct NewSave::Impl {
   Impl(const std::string& target, std::int64_t new_step, NewSaveOptions new_options)
-      : root(make_root(link_target(target), new_options)),
-        step(new_step),
-        options(std::move(new_options)),
-        lock(root) {
-    done("took the lock");
+      : root(checked_root(target, new_options)), step(new_step), options(std::move(new_options)) {
+    if (!options.lock || !options.lock->is_of(root)) {
+      lock = std::make_unique<DirectoryLock>(root);
+      done("took the lock");
+    }
     remove_unfinished();
     make_directory();
   }
@@ -276,33 +330,10 @@ struct NewSave::Impl {
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
-  // With the directories above it, each on disk before the next.
-  static std::string make_root(std::string root, const NewSaveOptions& options) {
+  static std::string checked_root(const std::string& target, const NewSaveOptions& options) {
     TESSERA_CHECK(options.keep >= 1, ConfigError, "keep ", options.keep,
                   " checkpoints? The new one is one of them: at least 1");
-    while (root.size() > 1 && root.ends_with('/')) {
-      root.pop_back();
-    }
-    struct stat status {};
-    if (::stat(root.c_str(), &status) == 0) {
-      TESSERA_CHECK(S_ISDIR(status.st_mode), ConfigError, printable(root, 400),
-                    ": is not a directory; name one that checkpoints can be written to");
-      return root;
-    }
-    if (errno != ENOENT) {
-      throw_io_error(root, "look at", errno);
-    }
-    if (const std::string parent = parent_of(root); parent != root) {
-      make_root(parent, options);
-    }
-    if (::mkdir(root.c_str(), 0777) != 0 && errno != EEXIST) {
-      throw_io_error(root, "make the directory", errno);
-    }
-    sync_directory(parent_of(root));
-    if (options.on_disk_step) {
-      options.on_disk_step("made the root");
-    }
-    return root;
+    return make_root(link_target(target), options.on_disk_step);
   }
 
   void done(std::string_view what) const {
@@ -402,8 +433,8 @@ struct NewSave::Impl {
   const std::string root;
   const std::int64_t step;
   const NewSaveOptions options;
-  const RootLock lock;
-  std::int64_t highest = 0;  // number of a save so far
+  std::unique_ptr<const DirectoryLock> lock;  // null: the caller has it
+  std::int64_t highest = 0;                   // number of a save so far
   std::int64_t sequence = 0;
   std::string path;
   bool is_complete = false;

@@ -1,6 +1,7 @@
 // A directory of checkpoints: which are complete, and how a new one becomes so.
 //
-//   DIR/.lock                           held by whoever changes the directory
+//   DIR/.lock                           held (flock) by whoever changes the directory, for one save
+//                                       or for a whole run: DirectoryLock
 //   DIR/save-00007-step-60/             complete: its manifest was in it before it got this name
 //   DIR/.unfinished-00008-step-70-X/    being written, left by a run that was killed, or replaced
 //                                       and being removed
@@ -14,9 +15,10 @@
 //  (2) Nothing is removed before the save that takes its place is complete and on disk.
 //  (3) Only what has our names, and a manifest or the unfinished prefix, is ever removed.
 //
-// Threads: one caller at a time.
+// Threads: one caller at a time. A DirectoryLock may be used by saves on any thread.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -45,8 +47,31 @@ std::string find_save(const std::string& path);
 // Of the save in this directory. IoError, CorruptError.
 Manifest read_manifest(const std::string& save);
 
+// That nobody else changes a directory of checkpoints, while this object is there. The kernel gives
+// it back when the process ends, however it does: a run that is killed blocks nobody.
+class DirectoryLock {
+ public:
+  // Makes the root, if it is not there. ConfigError that names the directory and the holder's
+  // process if it is held for longer than `patience`: a run that was killed just now may still have
+  // it. IoError.
+  explicit DirectoryLock(const std::string& root,
+                         std::chrono::milliseconds patience = std::chrono::milliseconds(0));
+  ~DirectoryLock();
+  DirectoryLock(const DirectoryLock&) = delete;
+  DirectoryLock& operator=(const DirectoryLock&) = delete;
+
+  // Whether this is the lock that the directory has now.
+  bool is_of(const std::string& root) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
 struct NewSaveOptions {
   int keep = 1;  // complete saves that stay, the new one among them
+  // Held by the caller; null, or of another directory: the save takes the lock for itself.
+  std::shared_ptr<const DirectoryLock> lock = {};
   // Called after each step that changes the disk: tests end the process there. Null: nothing.
   std::function<void(std::string_view what)> on_disk_step = {};
 };
@@ -56,7 +81,8 @@ struct NewSaveOptions {
 class NewSave {
  public:
   // Makes the root, if it is not there, and takes its lock: ConfigError that names the holder's
-  // process if another run has it. Removes what killed runs left unfinished. IoError.
+  // process if another run has it. Removes what killed runs left unfinished, which may take as long
+  // as remove_replaced(). IoError.
   NewSave(const std::string& root, std::int64_t step, NewSaveOptions options);
   ~NewSave();
   NewSave(const NewSave&) = delete;
@@ -66,8 +92,8 @@ class NewSave {
   std::int64_t sequence() const;
   // Compares the files with the manifest; writes and syncs it; renames, syncs; then takes their
   // names from all but the newest saves. Returns the path of the complete save. An IoError says
-  // whether it became complete. REQUIRES: the files are on disk; `manifest` has this step and
-  // sequence.
+  // whether it became complete. REQUIRES: the files are on
+  // disk; `manifest` has this step and sequence.
   std::string commit(const Manifest& manifest);
   // Directories that commit() took the names from: for remove_replaced(), which nobody else has to
   // wait for.
@@ -79,7 +105,8 @@ class NewSave {
 };
 
 // Takes as long as the file system needs to free their blocks: on some as long as writing them. The
-// next save removes what this leaves, and may do so at the same time. IoError.
+// next save removes what this leaves, and may do so at the same time. All are tried; IoError of the
+// first that cannot be removed.
 void remove_replaced(const std::vector<std::string>& directories,
                      const std::function<void(std::string_view what)>& on_disk_step = {});
 

@@ -185,10 +185,49 @@ TEST(SaveDirectory, ASecondRunIsRefusedWithTheProcessOfTheFirst) {
   const std::string message = refusal_of<ConfigError>([&] { NewSave(folder.path(), 1, {}); });
   EXPECT_PRED2(contains, message,
                folder.path().string() + ": process " + std::to_string(::getpid()) + " on ");
-  EXPECT_PRED2(contains, message, " is saving into this directory; wait until it has ended");
+  EXPECT_PRED2(contains, message,
+               " uses this directory of checkpoints; wait until it has ended, end it, or choose");
   EXPECT_TRUE(fs::exists(first->path())) << "the other's work is left alone";
   first.reset();
   write_save(folder.path(), 2);
+}
+
+TEST(SaveDirectory, ALockThatIsHeldForARunLetsItsOwnSavesInAndNobodyElse) {
+  const TemporaryDirectory folder;
+  const std::string root = folder.path() / "runs" / "a";
+  auto lock = std::make_shared<const DirectoryLock>(root);
+  EXPECT_TRUE(lock->is_of(root));
+  EXPECT_FALSE(lock->is_of(folder.path()));
+  const std::string message = refusal_of<ConfigError>([&] { write_save(root, 1); });
+  EXPECT_PRED2(contains, message, root + ": process " + std::to_string(::getpid()) + " on ");
+  EXPECT_THROW(const DirectoryLock second(root), ConfigError);
+  write_save(root, 1, {.lock = lock});
+  write_save(root, 2, {.lock = lock});
+  EXPECT_THROW(const DirectoryLock second(root), ConfigError) << "saves do not give it back";
+  write_save(folder.path() / "other", 1, {.lock = lock});
+  // Somebody has removed the directory: the lock is of another one.
+  fs::remove_all(root);
+  EXPECT_FALSE(lock->is_of(root));
+  write_save(root, 3, {.lock = lock});
+  EXPECT_EQ(entries_of(root), (Names{".lock", "save-00001-step-3"}));
+  lock.reset();
+  write_save(root, 4);
+}
+
+TEST(SaveDirectory, ARunThatWasKilledHoldsNoLock) {
+  const TemporaryDirectory folder;
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const DirectoryLock lock(folder.path());
+    ::kill(::getpid(), SIGKILL);
+    ::_exit(1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFSIGNALED(status));
+  EXPECT_TRUE(fs::exists(folder.path() / ".lock"));
+  const DirectoryLock lock(folder.path());
 }
 
 TEST(SaveDirectory, LinksAreFollowedAlsoWhereTheyLeadToNothingYet) {
