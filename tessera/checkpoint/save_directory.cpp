@@ -35,7 +35,6 @@ constexpr std::string_view kUnfinishedPrefix = ".unfinished-";
 constexpr std::string_view kStepWord = "-step-";
 constexpr std::string_view kLockName = ".lock";
 constexpr std::int64_t kMaxCount = 1'000'000'000'000'000;
-constexpr std::uint64_t kMaxManifestBytes = std::uint64_t{1} << 30;
 constexpr int kMaxAttempts = 1000;
 constexpr std::chrono::milliseconds kBetweenLooks(50);  // at a lock that another process has
 
@@ -350,7 +349,20 @@ struct NewSave::Impl {
       std::string_view rest;
       if (const auto numbers = parse_numbers(name, kUnfinishedPrefix, rest)) {
         highest = std::max(highest, numbers->sequence);
-        remove_tree(in_root(name), options.on_disk_step);
+        remove_leftover(in_root(name));
+      }
+    }
+  }
+
+  void remove_leftover(const std::string& directory) const {
+    try {
+      remove_tree(directory, options.on_disk_step);
+    } catch (const IoError& error) {
+      if (options.warn) {
+        options.warn(
+            detail::concat("what a run left unfinished stays, and takes room; each save "
+                           "tries to remove it: ",
+                           error.what()));
       }
     }
   }
@@ -394,6 +406,11 @@ struct NewSave::Impl {
   void write_manifest(const Manifest& manifest) const {
     const std::string text = format(manifest);
     const std::string final_name = path + "/" + std::string(kManifestName);
+    TESSERA_CHECK(text.size() <= options.max_manifest_bytes, IoError, printable(final_name, 400),
+                  ": would have ", text.size(), " bytes, and readers take at most ",
+                  options.max_manifest_bytes,
+                  "; it names each rank's part of each tensor: save with fewer ranks or fewer "
+                  "parameters, or give the save less text of your own (SaveOptions::user)");
     auto file = PosixFile::make(final_name + ".partial", final_name);
     TESSERA_INVARIANT(file.has_value(), final_name, ".partial is there already");
     done("made the manifest's file");
@@ -481,8 +498,16 @@ const std::vector<std::string>& NewSave::replaced() const { return impl_->replac
 
 void remove_replaced(const std::vector<std::string>& directories,
                      const std::function<void(std::string_view what)>& on_disk_step) {
+  std::exception_ptr failure;
   for (const std::string& directory : directories) {
-    remove_tree(directory, on_disk_step);
+    try {
+      remove_tree(directory, on_disk_step);
+    } catch (const IoError&) {
+      failure = failure ? failure : std::current_exception();
+    }
+  }
+  if (failure) {
+    std::rethrow_exception(failure);
   }
 }
 

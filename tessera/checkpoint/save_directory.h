@@ -14,6 +14,7 @@
 //  (1) A directory called save-* is complete, and on disk, as long as it has that name.
 //  (2) Nothing is removed before the save that takes its place is complete and on disk.
 //  (3) Only what has our names, and a manifest or the unfinished prefix, is ever removed.
+//  (4) What cannot be removed stays: it costs room, never a save.
 //
 // Threads: one caller at a time. A DirectoryLock may be used by saves on any thread.
 #pragma once
@@ -68,10 +69,16 @@ class DirectoryLock {
   std::unique_ptr<Impl> impl_;
 };
 
+// The longest manifest that a reader takes.
+inline constexpr std::uint64_t kMaxManifestBytes = std::uint64_t{1} << 30;
+
 struct NewSaveOptions {
   int keep = 1;  // complete saves that stay, the new one among them
   // Held by the caller; null, or of another directory: the save takes the lock for itself.
   std::shared_ptr<const DirectoryLock> lock = {};
+  // Is told what stays because it cannot be removed. Null: nobody is.
+  std::function<void(const std::string& text)> warn = {};
+  std::uint64_t max_manifest_bytes = kMaxManifestBytes;  // tests: less
   // Called after each step that changes the disk: tests end the process there. Null: nothing.
   std::function<void(std::string_view what)> on_disk_step = {};
 };
@@ -92,7 +99,7 @@ class NewSave {
   std::int64_t sequence() const;
   // Compares the files with the manifest; writes and syncs it; renames, syncs; then takes their
   // names from all but the newest saves. Returns the path of the complete save. An IoError says
-  // whether it became complete. REQUIRES: the files are on
+  // whether it became complete; one that no reader would take does not. REQUIRES: the files are on
   // disk; `manifest` has this step and sequence.
   std::string commit(const Manifest& manifest);
   // Directories that commit() took the names from: for remove_replaced(), which nobody else has to

@@ -230,6 +230,46 @@ TEST(SaveDirectory, ARunThatWasKilledHoldsNoLock) {
   const DirectoryLock lock(folder.path());
 }
 
+TEST(SaveDirectory, WhatCannotBeRemovedIsToldAndCostsNoSave) {
+  const TemporaryDirectory folder;
+  const fs::path left = folder.path() / ".unfinished-00041-step-70-123-0";
+  fs::create_directories(left);
+  write_text(left / "first", "x");
+  std::vector<std::string> warnings;
+  NewSaveOptions options;
+  options.warn = [&warnings](const std::string& text) { warnings.push_back(text); };
+  // Somebody writes to it again and again.
+  options.on_disk_step = [&left](std::string_view what) {
+    if (what == "removed a file" && fs::exists(left)) {
+      write_text(left / "again", "x");
+    }
+  };
+  EXPECT_EQ(write_save(folder.path(), 80, options), folder.path() / "save-00042-step-80");
+  ASSERT_EQ(warnings.size(), 1U);
+  EXPECT_PRED2(contains, warnings[0], "what a run left unfinished stays, and takes room");
+  EXPECT_PRED2(contains, warnings[0], left.string() + ": cannot remove the directory: ");
+  EXPECT_EQ(entries_of(folder.path()),
+            (Names{".lock", left.filename().string(), "save-00042-step-80"}));
+  options.warn = {};
+  EXPECT_EQ(write_save(folder.path(), 81, options), folder.path() / "save-00043-step-81");
+  write_save(folder.path(), 82);
+  EXPECT_EQ(entries_of(folder.path()), (Names{".lock", "save-00044-step-82"}));
+}
+
+TEST(SaveDirectory, AManifestThatNoReaderWouldTakeIsNotWritten) {
+  const TemporaryDirectory folder;
+  const std::string old = write_save(folder.path(), 1);
+  const std::uint64_t bytes = fs::file_size(fs::path(old) / "manifest.json");
+  write_save(folder.path(), 2, {.keep = 2, .max_manifest_bytes = bytes});
+  const std::string message =
+      refusal_of<IoError>([&] { write_save(folder.path(), 3, {.max_manifest_bytes = bytes - 1}); });
+  EXPECT_PRED2(contains, message,
+               "manifest.json: would have " + std::to_string(bytes) +
+                   " bytes, and readers take at most " + std::to_string(bytes - 1));
+  EXPECT_PRED2(contains, message, "save with fewer ranks");
+  EXPECT_EQ(entries_of(folder.path()), (Names{".lock", "save-00001-step-1", "save-00002-step-2"}));
+}
+
 TEST(SaveDirectory, LinksAreFollowedAlsoWhereTheyLeadToNothingYet) {
   const TemporaryDirectory folder;
   fs::create_directory_symlink("disk", folder.path() / "link");
