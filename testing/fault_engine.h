@@ -85,23 +85,28 @@ class FaultEngine final : public tier::IoEngine {
 
   // Lets go of all that is held or delayed now.
   void release() {
-    std::list<std::function<void()>> released;
+    std::list<Held> released;
     {
       const std::lock_guard lock(mutex_);
       released.swap(held_);
     }
-    for (const std::function<void()>& run : released) {
-      run();
+    for (const Held& held : released) {
+      held.run();
     }
   }
   // The oldest of them. REQUIRES: there is one.
   void release_one() {
-    std::list<std::function<void()>> released;
+    std::list<Held> released;
     {
       const std::lock_guard lock(mutex_);
       released.splice(released.end(), held_, held_.begin());
     }
-    released.front()();
+    released.front().run();
+  }
+  // Of the oldest of them. REQUIRES: there is one.
+  std::size_t oldest_held_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return held_.front().bytes;
   }
   // Blocks until this many are held or delayed.
   void wait_until_held(std::size_t count) {
@@ -142,6 +147,11 @@ class FaultEngine final : public tier::IoEngine {
     IoFault fault = IoFault::kFail;
     std::function<bool(std::uint64_t number, const SeenIo&)> concerns;
     bool once = true;
+  };
+
+  struct Held {
+    std::size_t bytes = 0;
+    std::function<void()> run;
   };
 
   void add_where(IoCall call, IoFault fault, std::function<bool(const SeenIo&)> concerns,
@@ -185,11 +195,11 @@ class FaultEngine final : public tier::IoEngine {
       case IoFault::kCorrupt:
         return corrupt(io, file, memory);
       case IoFault::kHold:
-        return hold([this, io, &file, memory] { return pass_on(io, file, memory); });
+        return hold(io, [this, io, &file, memory] { return pass_on(io, file, memory); });
       case IoFault::kDelay:
-        return hold([pending = pass_on(io, file, memory)] { return pending; });
+        return hold(io, [pending = pass_on(io, file, memory)] { return pending; });
       case IoFault::kFailLater:
-        return hold([io] {
+        return hold(io, [io] {
           auto completion = std::make_shared<Completion>();
           completion->fail(error(io, "Input/output error (5)"));
           return tier::Pending(completion);
@@ -267,13 +277,14 @@ class FaultEngine final : public tier::IoEngine {
   }
 
   // The Pending is done when what `begin` gives is, and `begin` runs at release().
-  tier::Pending hold(std::function<tier::Pending()> begin) {
+  tier::Pending hold(const SeenIo& io, std::function<tier::Pending()> begin) {
     auto completion = std::make_shared<Completion>();
     const std::lock_guard lock(mutex_);
-    held_.push_back([completion, begin = std::move(begin)] {
-      const tier::Pending pending = begin();
-      when_done(pending, [completion, pending] { pass_outcome(pending, *completion); });
-    });
+    held_.push_back({io.bytes, [completion, begin = std::move(begin)] {
+                       const tier::Pending pending = begin();
+                       when_done(pending,
+                                 [completion, pending] { pass_outcome(pending, *completion); });
+                     }});
     held_changed_.notify_all();
     return tier::Pending(completion);
   }
@@ -282,7 +293,7 @@ class FaultEngine final : public tier::IoEngine {
   std::condition_variable held_changed_;
   // Guarded by mutex_.
   std::list<Rule> rules_;
-  std::list<std::function<void()>> held_;
+  std::list<Held> held_;
   std::vector<SeenIo> seen_;
   std::uint64_t num_reads_ = 0;
   std::uint64_t num_writes_ = 0;

@@ -704,6 +704,11 @@ bool Snapshot::done() const {
   return impl_->is_done;
 }
 
+bool Snapshot::wait_for(std::chrono::nanoseconds limit) const {
+  std::unique_lock<std::mutex> lock(impl_->mutex);
+  return impl_->changed.wait_for(lock, limit, [this] { return impl_->is_done; });
+}
+
 void Snapshot::wait() {
   std::unique_lock<std::mutex> lock(impl_->mutex);
   impl_->changed.wait(lock, [this] { return impl_->is_done; });

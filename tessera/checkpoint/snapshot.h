@@ -26,8 +26,9 @@
 //  (3) A failure fails wait(); release() never fails, so that an update goes on whatever becomes of
 //      the file: after a failure everything is released, as soon as nothing reads it any more.
 //
-// Threads: release(), done(), bytes_so_far() and wait_for_bytes() from any thread; the rest from
-// one at a time. Reads are started by the snapshot's threads, and by those that call release().
+// Threads: release(), done(), wait_for(), bytes_so_far() and wait_for_bytes() from any thread; the
+// rest from one at a time. Reads are started by the snapshot's threads, and by those that call
+// release().
 #pragma once
 
 #include <chrono>
@@ -107,6 +108,8 @@ class Snapshot {
   // The rest is not written, and nothing is held any more. What is being read is read.
   void give_up();
   bool done() const;  // wait() would not block
+  // done(), after at most so long.
+  bool wait_for(std::chrono::nanoseconds limit) const;
   // Until the file is complete and on disk. Throws what went wrong.
   void wait();
 

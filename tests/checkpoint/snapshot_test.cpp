@@ -22,6 +22,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/save_stall.h"
 #include "tessera/core/error.h"
 #include "tessera/device/device_cpu.h"
 #include "testing/fault_engine.h"
@@ -39,6 +40,8 @@ using testing::FaultEngine;
 using testing::IoCall;
 using testing::IoFault;
 using tier::kBlockBytes;
+
+constexpr std::size_t kStagingBlocks = 4;
 
 // What the buffer needs for so many floats.
 std::size_t buffered_bytes(std::int64_t numel) {
@@ -86,7 +89,7 @@ class SnapshotTest : public ::testing::Test {
     SnapshotOptions options;
     path_ = (directory_.path() / ("file-" + std::to_string(num_files_++))).string();
     options.path = path_;
-    options.writer = {engine_.get(), 4 * kBlockBytes};
+    options.writer = {engine_.get(), kStagingBlocks * kBlockBytes};
     options.device = device_.get();
     options.tile_bytes = 0;
     options.num_threads = num_threads_;
@@ -173,7 +176,7 @@ class SnapshotTest : public ::testing::Test {
   void hold_in_first() {
     engine_->set_where_named(IoCall::kWrite, "", IoFault::kHold);
     start();
-    engine_->wait_until_held(4);
+    engine_->wait_until_held(kStagingBlocks);
   }
   void let_go() {
     engine_->clear_faults();
@@ -396,7 +399,7 @@ TEST_F(SnapshotTest, DoesNotHoldAnUpdateUntilItsOwnerIsOnDisk) {
   snapshot_->release(0).wait();
   change(0);
   EXPECT_FALSE(snapshot_->done());
-  engine_->wait_until_held(4);
+  engine_->wait_until_held(kStagingBlocks);
   let_go();
   snapshot_->wait();
   expect_file();
@@ -416,6 +419,81 @@ TEST_F(SnapshotTest, CountsTheTimeThatUpdatesAreHeld) {
   snapshot_->wait();
   EXPECT_EQ(snapshot_->times().held_s, 5.0);
   EXPECT_EQ(snapshot_->times().writing_s, 6.0);
+}
+
+// A disk that takes a second for each kDiskBytes, by a clock that only it moves: an update asks for
+// one owner after the other, as it does when it begins before the save is over.
+TEST_F(SnapshotTest, UpdatesWaitAsLongAsIsPredicted) {
+  constexpr double kDiskBytes = 65536;
+  constexpr std::int64_t kSecond = 1'000'000'000;
+  constexpr int kNumOwners = 24;
+  num_threads_ = 1;  // which stops when all of the staging is full, and not before
+  for (const bool has_frozen : {false, true}) {
+    for (const int num_buffered : {0, 6, kNumOwners}) {
+      for (const double before_s : {0.0, 20.0, 1e3}) {
+        SCOPED_TRACE(::testing::Message() << has_frozen << " " << num_buffered << " " << before_s);
+        tensors_.clear();
+        SaveBytes bytes;
+        constexpr std::int64_t kNumel = 30000;
+        const auto is_frozen = [&](int owner) { return has_frozen && owner % 3 == 1; };
+        for (int owner = 0; owner < kNumOwners; ++owner) {
+          add(owner, kNumel);
+          bytes.add(kNumel * sizeof(float), !is_frozen(owner));
+        }
+        make_buffer(static_cast<std::size_t>(num_buffered) * buffered_bytes(kNumel));
+        engine_->set_where_named(IoCall::kWrite, "", IoFault::kHold);
+        start();
+        std::uint64_t num_written = 0;
+        // The oldest of at least so many held writes, in its time. False: what is asked for is
+        // over before there are so many.
+        const auto write_one = [&](std::size_t num_held, const auto& is_over) {
+          while (engine_->num_held() < num_held) {
+            if (is_over()) {
+              return false;
+            }
+            std::this_thread::yield();
+          }
+          if (is_over()) {
+            return false;
+          }
+          const std::size_t write_bytes = engine_->oldest_held_bytes();
+          num_written += write_bytes;
+          clock_.advance_ns(static_cast<std::int64_t>(static_cast<double>(write_bytes) /
+                                                      kDiskBytes * static_cast<double>(kSecond)));
+          engine_->release_one();
+          return true;
+        };
+        const auto is_saved = [&] { return snapshot_->done(); };
+        SavePace pace;
+        pace.buffer_bytes = buffer_->capacity_bytes();
+        pace.bytes_per_s = kDiskBytes;
+        pace.before_update_s = before_s;
+        const double predicted_s = predicted_stall_s(bytes, pace);
+        while (static_cast<double>(num_written) < before_s * kDiskBytes && write_one(1, is_saved)) {
+        }
+        for (int owner = 0; owner < kNumOwners; ++owner) {
+          if (is_frozen(owner)) {
+            continue;
+          }
+          const Pending released = snapshot_->release(owner);
+          // As long as it is not read, the staging is full or is being filled.
+          while (write_one(kStagingBlocks, [&] { return released.done(); })) {
+          }
+          change(owner);
+        }
+        while (write_one(1, is_saved)) {
+        }
+        snapshot_->wait();
+        expect_file();
+        // What is read and not written yet is in the staging and the tiles, or in the buffer of an
+        // owner that has no room in it as a whole; what is asked for comes behind what is begun.
+        const double slack_s = static_cast<double>(kStagingBlocks * kBlockBytes + 8 * 16384 +
+                                                   2 * buffered_bytes(kNumel)) /
+                               kDiskBytes;
+        EXPECT_NEAR(snapshot_->times().held_s, predicted_s, slack_s);
+      }
+    }
+  }
 }
 
 TEST_F(SnapshotTest, WaitsUntilSoManyBytesAreTaken) {
