@@ -205,6 +205,7 @@ TEST(SaveDirectory, ALockThatIsHeldForARunLetsItsOwnSavesInAndNobodyElse) {
   write_save(root, 2, {.lock = lock});
   EXPECT_THROW(const DirectoryLock second(root), ConfigError) << "saves do not give it back";
   write_save(folder.path() / "other", 1, {.lock = lock});
+  EXPECT_FALSE(lock->is_of(folder.path() / "other")) << "which has taken its own for that save";
   // Somebody has removed the directory: the lock is of another one.
   fs::remove_all(root);
   EXPECT_FALSE(lock->is_of(root));
