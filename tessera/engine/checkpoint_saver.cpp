@@ -315,25 +315,30 @@ void CheckpointSaver::start_writing(Save& save, bool beside_training) {
   save.snapshot = std::make_shared<checkpoint::Snapshot>(std::move(save.tensors), options);
 }
 
-// Kept for the next save, unless that wants another size.
-void CheckpointSaver::make_buffer(const SaveOptions& options, std::int64_t save_bytes) {
+// Kept for the next save, unless that wants another size: a little less of what is free is no
+// reason to pin memory anew.
+void CheckpointSaver::make_buffer(const SaveOptions& options, std::int64_t most_bytes) {
   const std::int64_t had = buffer_ ? static_cast<std::int64_t>(buffer_->capacity_bytes()) : 0;
   const std::int64_t wanted =
-      std::min(save_bytes, options.memory_bytes.value_or(std::max(memory_left() + had, had)));
-  const auto bytes =
-      tier::whole_blocks(static_cast<std::size_t>(std::max<std::int64_t>(wanted, 0)));
-  if (bytes == static_cast<std::size_t>(had)) {
+      std::min(most_bytes, options.memory_bytes ? *options.memory_bytes : default_buffer_bytes());
+  const auto bytes = static_cast<std::int64_t>(
+      tier::whole_blocks(static_cast<std::size_t>(std::max<std::int64_t>(wanted, 0))));
+  const bool is_close = !options.memory_bytes && had <= bytes && had >= bytes - bytes / 8;
+  if (bytes == had || is_close) {
     return;
   }
   buffer_.reset();
   if (bytes > 0) {
     device::Device& device = ctx_.runtime.device();
     buffer_ = std::make_unique<tier::BufferPool>(
-        device, device.is_discrete() ? Tier::kPinned : Tier::kHost, bytes, "the save's buffer");
+        device, device.is_discrete() ? Tier::kPinned : Tier::kHost, static_cast<std::size_t>(bytes),
+        "the save's buffer");
   }
 }
 
-std::int64_t CheckpointSaver::memory_left() const {
+// What the buffer of an earlier save has taken counts as free: it is replaced. A plan knows of
+// none.
+std::int64_t CheckpointSaver::default_buffer_bytes() const {
   const planner::MemoryPlan* const plan = ctx_.tiers.plan();
   if (plan != nullptr) {
     const std::int64_t budget =
@@ -343,7 +348,8 @@ std::int64_t CheckpointSaver::memory_left() const {
     }
   }
   const auto free = static_cast<std::int64_t>(device::read_host_memory().available_bytes());
-  return (free - planner::reserve_of(free)) / (2 * ctx_.runtime.num_local_ranks());
+  const std::int64_t had = buffer_ ? static_cast<std::int64_t>(buffer_->capacity_bytes()) : 0;
+  return planner::save_buffer_of(free, had, ctx_.runtime.num_local_ranks());
 }
 
 // What is written meanwhile is written: updates wait that much less.

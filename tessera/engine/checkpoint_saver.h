@@ -65,8 +65,9 @@ class CheckpointSaver {
   // Of a rank of the group.
   bool saves_shards(int rank) const;
   void start_writing(Save& save, bool beside_training);
-  void make_buffer(const SaveOptions& options, std::int64_t save_bytes);
-  std::int64_t memory_left() const;
+  void make_buffer(const SaveOptions& options, std::int64_t most_bytes);
+  // For a buffer of which the user said nothing.
+  std::int64_t default_buffer_bytes() const;
   SavePrediction predict();
   // By what the save that runs writes now, before training goes on.
   void measure_writing();

@@ -247,6 +247,11 @@ std::int64_t reserve_of(std::int64_t free_bytes) {
   return std::max(free_bytes / 100 * kReservePerCent, std::min(kLeastReserveBytes, free_bytes / 8));
 }
 
+std::int64_t save_buffer_of(std::int64_t free_bytes, std::int64_t had_bytes, int num_local_ranks) {
+  const std::int64_t without = free_bytes + had_bytes * num_local_ranks;
+  return std::max<std::int64_t>(without - reserve_of(without), 0) / (2 * num_local_ranks);
+}
+
 RankMemory least_memory(std::span<const RankMemory> ranks) {
   TESSERA_INVARIANT(!ranks.empty(), "memory of no rank");
   RankMemory least = ranks.front();

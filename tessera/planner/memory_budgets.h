@@ -37,6 +37,11 @@ inline constexpr std::int64_t kReservePerCent = 6;
 inline constexpr std::int64_t kLeastReserveBytes = std::int64_t{512} << 20;
 std::int64_t reserve_of(std::int64_t free_bytes);
 
+// Of the buffer of one rank's saves, where no budget bounds it: its share of half of what the host
+// has free without such buffers. `free_bytes`: while each of the host's ranks has `had_bytes` of
+// one; so the same comes out at every save.
+std::int64_t save_buffer_of(std::int64_t free_bytes, std::int64_t had_bytes, int num_local_ranks);
+
 // Memory that ranks share, before any of them has taken its part.
 struct SharedMemory {
   std::int64_t free_bytes = kUnlimited;

@@ -37,6 +37,16 @@ std::int64_t enough_for(std::int64_t activation_bytes) {
   return (needed / (100 - kReservePerCent) + 1) * 100;
 }
 
+TEST(SaveBuffer, TakesTheSameAtEverySave) {
+  for (const int ranks : {1, 4}) {
+    const std::int64_t free_bytes = 64 * kGiB;
+    const std::int64_t first = save_buffer_of(free_bytes, 0, ranks);
+    EXPECT_EQ(first, (free_bytes - reserve_of(free_bytes)) / (2 * ranks));
+    EXPECT_EQ(save_buffer_of(free_bytes - first * ranks, first, ranks), first) << ranks;
+  }
+  EXPECT_EQ(save_buffer_of(0, 0, 1), 0);
+}
+
 TEST(DefaultBudgets, WhatFitsGetsNoBudget) {
   for (const std::int64_t activation_bytes : {std::int64_t{0}, 5 * kGiB}) {
     const std::int64_t enough = enough_for(activation_bytes);
