@@ -12,6 +12,7 @@
 
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/save_directory.h"
+#include "tessera/checkpoint/save_stall.h"
 #include "tessera/checkpoint/snapshot.h"
 #include "tessera/core/error.h"
 #include "tessera/device/host_info.h"
@@ -63,7 +64,7 @@ struct CheckpointSaver::Save {
   SaveOptions options;
   bool beside_training = false;
   std::int64_t begin_ns = 0;
-  std::uint64_t num_bytes = 0;  // of this rank
+  checkpoint::SaveBytes bytes;  // of this rank
   checkpoint::Manifest manifest;
   std::vector<SnapshotTensor> tensors;    // until they are being written
   std::vector<Destination> destinations;  // by tensor, the same on all ranks
@@ -190,8 +191,12 @@ void CheckpointSaver::collect(Save& save) const {
   }
   collect_rank_tensors(save);
   for (const SnapshotTensor& tensor : save.tensors) {
-    save.num_bytes += tensor.entry.bytes();
+    save.bytes.add(tensor.entry.bytes(), is_changed_by_updates(tensor.owner));
   }
+}
+
+bool CheckpointSaver::is_changed_by_updates(int owner) const {
+  return owner >= 0 && ctx_.params[owner].trainable();
 }
 
 void CheckpointSaver::collect_param(Save& save, int id) const {
@@ -305,11 +310,13 @@ void CheckpointSaver::start_writing(Save& save, bool beside_training) {
   options.in_background = beside_training;
   options.clock = &ctx_.runtime.clock();
   if (beside_training) {
-    std::int64_t rounded = 0;
+    std::int64_t most = 0;  // that updates may wait for
     for (const SnapshotTensor& tensor : save.tensors) {
-      rounded += tensor.owner < 0 ? 0 : static_cast<std::int64_t>(tile_bytes(tensor.entry));
+      most += is_changed_by_updates(tensor.owner)
+                  ? static_cast<std::int64_t>(tile_bytes(tensor.entry))
+                  : 0;
     }
-    make_buffer(save.options, rounded);
+    make_buffer(save.options, most);
     options.buffer = buffer_.get();
   }
   save.snapshot = std::make_shared<checkpoint::Snapshot>(std::move(save.tensors), options);
@@ -369,20 +376,25 @@ void CheckpointSaver::measure_writing() {
 }
 
 SavePrediction CheckpointSaver::predict() {
+  const checkpoint::SaveBytes& bytes = save_->bytes;
   SavePrediction prediction;
-  prediction.bytes = static_cast<std::int64_t>(save_->num_bytes);
+  prediction.bytes = static_cast<std::int64_t>(bytes.total());
   prediction.buffer_bytes = buffer_ ? static_cast<std::int64_t>(buffer_->capacity_bytes()) : 0;
-  const std::int64_t most_left = prediction.bytes - prediction.buffer_bytes;
+  checkpoint::SavePace pace;
+  pace.buffer_bytes = static_cast<std::uint64_t>(prediction.buffer_bytes);
+  const bool may_wait = bytes.changing() > pace.buffer_bytes;
   const std::optional<double> before_update_s = driver_.last_seconds_before_update();
-  if (most_left > 0 && bytes_per_s_ == 0 && before_update_s) {
+  if (may_wait && bytes_per_s_ == 0 && before_update_s) {
     measure_writing();
   }
-  const std::int64_t left = most_left - static_cast<std::int64_t>(save_->snapshot->bytes_so_far());
-  if (left <= 0) {
+  pace.written_bytes = save_->snapshot->bytes_so_far();
+  if (!may_wait || pace.written_bytes >= bytes.total()) {
     prediction.stall_s = 0;
   } else if (bytes_per_s_ > 0 && before_update_s) {
     // What the update wants to change first is written while the step before it runs, or set aside.
-    prediction.stall_s = std::max(static_cast<double>(left) / bytes_per_s_ - *before_update_s, 0.0);
+    pace.bytes_per_s = bytes_per_s_;
+    pace.before_update_s = *before_update_s;
+    prediction.stall_s = checkpoint::predicted_stall_s(bytes, pace);
   }
   return prediction;
 }
@@ -536,7 +548,7 @@ SaveOutcome CheckpointSaver::end(const std::string& failure) {
   outcome.step = save->manifest.step;
   outcome.path = failure.empty() ? save->path : std::string();
   outcome.failure = failure;
-  outcome.bytes = save->num_bytes;
+  outcome.bytes = save->bytes.total();
   outcome.seconds = static_cast<double>(ctx_.runtime.clock().now_ns() - save->begin_ns) * 1e-9;
   if (save->snapshot) {
     const checkpoint::SnapshotTimes times = save->snapshot->times();
@@ -544,7 +556,7 @@ SaveOutcome CheckpointSaver::end(const std::string& failure) {
     if (!failure.empty()) {
       save->snapshot->give_up();
     } else {
-      bytes_per_s_ = static_cast<double>(save->num_bytes) / std::max(times.writing_s, 1e-9);
+      bytes_per_s_ = static_cast<double>(save->bytes.total()) / std::max(times.writing_s, 1e-9);
     }
   }
   return outcome;

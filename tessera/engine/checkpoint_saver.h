@@ -64,6 +64,8 @@ class CheckpointSaver {
   void collect_rank_tensors(Save& save) const;
   // Of a rank of the group.
   bool saves_shards(int rank) const;
+  // Updates change what belongs to the parameter `owner`.
+  bool is_changed_by_updates(int owner) const;
   void start_writing(Save& save, bool beside_training);
   void make_buffer(const SaveOptions& options, std::int64_t most_bytes);
   // For a buffer of which the user said nothing.

@@ -159,5 +159,24 @@ TEST(SaveStages, TheBufferIsWhatTheBudgetLeavesAtEverySave) {
         });
 }
 
+TEST(SaveStages, FrozenParametersNeedNoBufferAndCostNoWaiting) {
+  const MemoryDirectory folder;
+  with_engines(1, adam_config(0.05), [&](Engine& engine, comm::Group&) {
+    auto frozen = engine.unit("frozen", affine(512, 512, 1, /*trainable=*/false));
+    auto trained = engine.unit("trained", affine(512, 4, 2));
+    const auto step = [&] { train_step(engine, trained(frozen(input(3, 512, 0))).pow(2).mean()); };
+    step();
+    // Of weight and bias value and two moments, each in whole steps of 2048 elements.
+    constexpr std::int64_t kTrainedBytes = 2 * 3 * 2048 * 4;
+    const SavePrediction expected =
+        engine.start_save(folder.path().string(), {.memory_bytes = std::int64_t{64} << 20});
+    EXPECT_GT(expected.bytes, 512 * 512 * 4);
+    EXPECT_EQ(expected.buffer_bytes, kTrainedBytes);
+    EXPECT_EQ(expected.stall_s, 0);
+    step();
+    EXPECT_EQ(engine.finish_save()->failure, "");
+  });
+}
+
 }  // namespace
 }  // namespace tessera::testing
