@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -17,6 +18,8 @@ namespace {
 constexpr const char* kSources = "data.sources";
 constexpr const char* kNextBatch = "data.next_batch";
 constexpr std::size_t kShownSources = 200;
+// A run that was killed just now is not gone at once.
+constexpr std::chrono::seconds kLockPatience(3);
 
 // What the user calls a value; others are called by their keys.
 struct NamedKey {
@@ -82,6 +85,18 @@ std::optional<ResumePoint> find_resume_point(const CheckpointPlan& plan) {
                 "; give --resume to go on from it, or another directory");
   const checkpoint::Manifest manifest = checkpoint::read_manifest(newest.path);
   return ResumePoint{newest.path, manifest.step, manifest.num_ranks, manifest.user};
+}
+
+std::shared_ptr<const checkpoint::DirectoryLock> lock_root(
+    const CheckpointPlan& plan, const std::optional<ResumePoint>& point) {
+  auto lock = std::make_shared<const checkpoint::DirectoryLock>(plan.root, kLockPatience);
+  const std::vector<checkpoint::SavedName> saves = checkpoint::list_saves(plan.root);
+  const std::string newest = saves.empty() ? std::string() : saves.back().path;
+  TESSERA_CHECK(newest == (point ? point->path : std::string()), ConfigError, "--checkpoint ",
+                tessera::in_quotes(plan.root), ": another run has saved here while this one began",
+                newest.empty() ? "" : ", last ", tessera::printable(newest, 400),
+                "; start this one again, with --resume or another directory");
+  return lock;
 }
 
 void check_same_run(const ResumePoint& point, const RunIdentity& now) {

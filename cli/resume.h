@@ -12,11 +12,13 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "cli/checkpoint_flags.h"
+#include "tessera/checkpoint/save_directory.h"
 
 namespace tessera::cli {
 
@@ -41,6 +43,12 @@ struct ResumePoint {
 // The newest save of the plan's root; null: there is none. ConfigError if there is one and nobody
 // asked to resume: a run that begins would take its place. CorruptError, IoError.
 std::optional<ResumePoint> find_resume_point(const CheckpointPlan& plan);
+
+// Of rank 0, behind everything that may be refused: as long as the lock is there, nobody else saves
+// into the plan's root. `point`: what was found there. ConfigError if another run uses the root, or
+// has saved into it since then. Makes the root.
+std::shared_ptr<const checkpoint::DirectoryLock> lock_root(const CheckpointPlan& plan,
+                                                           const std::optional<ResumePoint>& point);
 
 // ConfigError with every difference, both values and the flag. `now`: of this run, with the batch
 // behind the point's step.

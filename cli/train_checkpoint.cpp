@@ -105,6 +105,7 @@ SaveOptions Checkpoints::options_at(std::int64_t step) {
   options.keep = checkpoint_.keep;
   options.user = run_identity(plan_, data_, step);
   options.memory_bytes = checkpoint_.memory_bytes;
+  options.lock = plan_.root_lock;
   return options;
 }
 

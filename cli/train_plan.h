@@ -80,6 +80,8 @@ struct TrainPlan {
 
   std::optional<CheckpointPlan> checkpoint;
   std::optional<ResumePoint> resume;  // the newest save, as this process sees it
+  // On rank 0, while it trains; null: not taken.
+  std::shared_ptr<const checkpoint::DirectoryLock> root_lock;
 
   std::string init;  // where initial values are; empty: they are drawn
   // Opened by whoever makes the model, unless a save has its values; null: they are drawn.

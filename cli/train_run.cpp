@@ -496,6 +496,9 @@ int train_rank(const TrainFlags& flags, const comm::Rendezvous& rendezvous,
   const std::unique_ptr<models::TokenSource> data = models::open_data(plan.data);
   check_resume(plan, *data);
   plan.weights = open_initial_weights(plan);
+  if (plan.checkpoint && rendezvous.rank == 0) {
+    plan.root_lock = lock_root(*plan.checkpoint, plan.resume);
+  }
   at::set_num_threads(plan.num_threads);
   if (plan.cuda_device < 0) {
     keep_tensor_memory();

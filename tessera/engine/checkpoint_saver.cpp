@@ -163,7 +163,7 @@ void CheckpointSaver::begin(const std::string& root, const SaveOptions& options,
         removal_.get();  // this save may need the room
       }
       save->target = std::make_unique<checkpoint::NewSave>(
-          root, driver_.num_steps(), checkpoint::NewSaveOptions{options.keep, {}});
+          root, driver_.num_steps(), checkpoint::NewSaveOptions{.keep = options.keep, .lock = options.lock});
       save->manifest.sequence = save->target->sequence();
     }
   });

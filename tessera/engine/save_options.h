@@ -5,11 +5,16 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace tessera {
+
+namespace checkpoint {
+class DirectoryLock;
+}
 
 struct SaveOptions {
   int keep = 2;  // of the newest saves in the directory, this one included
@@ -18,6 +23,9 @@ struct SaveOptions {
   // Of start_save(): host memory of this rank for what updates shall not wait for. Null: what the
   // host budget leaves, or half of this rank's part of what is free.
   std::optional<std::int64_t> memory_bytes = {};
+  // Of the directory, where rank 0 holds it for longer than a save (checkpoint/save_directory.h).
+  // Null: each save takes it.
+  std::shared_ptr<const checkpoint::DirectoryLock> lock = {};
 };
 
 struct SaveOutcome {

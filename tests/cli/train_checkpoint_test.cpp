@@ -202,6 +202,29 @@ TEST_F(Checkpointed, AnotherRunIsRefusedWithBothValues) {
          "run", "--accumulate", "2", "--lr", "1e-4"});
 }
 
+TEST_F(Checkpointed, ASecondRunInTheSameDirectoryIsRefusedUntilTheFirstHasEnded) {
+  for (const std::string ranks : {"1", "2"}) {
+    SCOPED_TRACE(ranks + " ranks");
+    const Arguments flags{"--checkpoint", "run", "--resume", "--ranks", ranks};
+    {
+      // It makes no save, so only the run itself can keep the directory.
+      const auto first = start(joined(flags, {"--steps", "1000000"}));
+      ASSERT_TRUE(first->wait_for_output("\nstep")) << first->wait().err;
+      const ProcessResult second = run(micro(flags), {"--steps", "2"});
+      EXPECT_EQ(second.exit_code, 2) << second.err;
+      EXPECT_HAS(second.err, "run: process ");
+      EXPECT_HAS(second.err, " uses this directory of checkpoints; wait until it has ended");
+      EXPECT_TRUE(saves("run").empty());
+      kill(first->pid(), SIGKILL);
+      first->wait();
+    }
+    const ProcessResult next = train(flags, {"--steps", "2"});
+    EXPECT_HAS(next.out, "has no save yet; the run starts anew");
+    EXPECT_EQ(saves("run").size(), 1U);
+    fs::remove_all(path("run"));
+  }
+}
+
 TEST_F(Checkpointed, ASignalSavesAndTheRunGoesOn) {
   const auto process = start({"--ranks", "2", "--steps", "1000000", "--checkpoint", "run"});
   ASSERT_TRUE(process->wait_for_output("\nstep")) << process->wait().err;
@@ -289,6 +312,7 @@ TEST_F(Checkpointed, AFullDiskCostsNeitherTheRunNorTheSavesBefore) {
 TEST_F(Checkpointed, WhatCannotBeSavedWhereItShouldBeIsSavedSomewhereElse) {
   const auto process = start({"--ranks", "2", "--steps", "1000000", "--checkpoint", "run"});
   ASSERT_TRUE(process->wait_for_output("\nstep")) << process->wait().err;
+  fs::remove_all(path("run"));
   write("run", "no directory");
   kill(process->pid(), SIGTERM);
   const ProcessResult result = process->wait();
