@@ -5,7 +5,9 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <future>
+#include <memory>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -32,6 +34,10 @@ using checkpoint::StoredTensor;
 
 constexpr const char* kSave = "save";
 
+// What a rank waits for its own disk before it votes; less where a collective may last less.
+constexpr std::chrono::nanoseconds kVoteInterval = std::chrono::seconds(1);
+constexpr double kVotesPerTimeout = 10;
+
 // Of the first save beside training that its buffer does not hold.
 constexpr std::uint64_t kBytesBeforeMeasuring = std::uint64_t{48} << 20;
 constexpr std::uint64_t kMeasuredBytes = std::uint64_t{2} << 30;
@@ -47,6 +53,25 @@ std::string file_name(int rank) {
 std::size_t tile_bytes(const checkpoint::TensorEntry& entry) {
   const std::size_t tile = static_cast<std::size_t>(checkpoint::kTileStep) * bytes_of(entry.dtype);
   return (entry.bytes() + tile - 1) / tile * tile;
+}
+
+// On a thread of its own; here and now, if there is none to be had. Nobody else has `work`.
+template <typename Work>
+auto start_beside(Work work) -> std::future<decltype(work())> {
+  const auto shared = std::make_shared<Work>(std::move(work));
+  const auto run = [shared] { return (*shared)(); };
+  try {
+    return std::async(std::launch::async, run);
+  } catch (const std::system_error&) {
+    std::packaged_task<decltype(run())()> task(run);
+    task();
+    return task.get_future();
+  }
+}
+
+template <typename Result>
+bool is_over(const std::future<Result>& work, std::chrono::nanoseconds limit) {
+  return !work.valid() || work.wait_for(limit) == std::future_status::ready;
 }
 
 }  // namespace
@@ -72,15 +97,17 @@ struct CheckpointSaver::Save {
   std::unique_ptr<checkpoint::NewSave> target;  // on rank 0
   // Also of the guard, which stays until no update can ask it.
   std::shared_ptr<checkpoint::Snapshot> snapshot;
-  bool is_written = false;              // by all ranks
-  std::future<std::string> completion;  // on rank 0, once it is written, beside training
-  std::string path;                     // once it is complete
+  bool is_written = false;  // by all ranks
+  std::string path;         // once it is complete
+  // On rank 0; they use what is above.
+  std::future<void> preparation;        // of the target
+  std::future<std::string> completion;  // once it is written
 };
 
 CheckpointSaver::CheckpointSaver(EngineContext& context, RankAgreement& ranks, Model& model,
                                  StepDriver& driver, ParamAccess& access)
     : ctx_(context), ranks_(ranks), model_(model), driver_(driver), access_(access) {
-  driver_.set_save_votes([this] { return votes(); });
+  driver_.set_save_votes([this] { return votes(std::chrono::nanoseconds(0)); });
 }
 
 CheckpointSaver::~CheckpointSaver() {
@@ -110,7 +137,7 @@ std::string CheckpointSaver::save(const std::string& root, const SaveOptions& op
   begin(root, options, /*beside_training=*/false);
   std::optional<SaveOutcome> outcome;
   while (!outcome) {
-    outcome = advance();
+    outcome = wait_and_advance();
   }
   TESSERA_CHECK(outcome->failure.empty(), IoError, outcome->failure);
   return outcome->path;
@@ -124,7 +151,7 @@ SavePrediction CheckpointSaver::start_save(const std::string& root, const SaveOp
 
 void CheckpointSaver::wait() {
   while (save_) {
-    if (std::optional<SaveOutcome> outcome = advance()) {
+    if (std::optional<SaveOutcome> outcome = wait_and_advance()) {
       outcomes_.push_back(std::move(*outcome));
     }
   }
@@ -158,12 +185,16 @@ void CheckpointSaver::begin(const std::string& root, const SaveOptions& options,
     access_.check_no_edits("save()");
     drop_guard();
     collect(*save);
-    if (ctx_.group.rank() == 0) {
-      if (removal_.valid()) {
-        removal_.get();  // this save may need the room
-      }
-      save->target = std::make_unique<checkpoint::NewSave>(
-          root, driver_.num_steps(), checkpoint::NewSaveOptions{.keep = options.keep, .lock = options.lock});
+  });
+  if (ctx_.group.rank() == 0) {
+    start_preparing(*save, root);
+  }
+  wait_for_ranks([&save](std::chrono::nanoseconds limit) {
+    return SaveVotes{.num_done = is_over(save->preparation, limit) ? 1.0 : 0.0};
+  });
+  ranks_.agree(kSave, [&] {
+    if (save->preparation.valid()) {
+      save->preparation.get();
       save->manifest.sequence = save->target->sequence();
     }
   });
@@ -175,6 +206,19 @@ void CheckpointSaver::begin(const std::string& root, const SaveOptions& options,
     ctx_.params.set_overwrite_guard(
         [snapshot = save_->snapshot](int id) { return snapshot->release(id); });
   }
+}
+
+void CheckpointSaver::start_preparing(Save& save, const std::string& root) {
+  checkpoint::NewSaveOptions options;
+  options.keep = save.options.keep;
+  options.lock = save.options.lock;
+  options.warn = [&logger = ctx_.runtime.logger()](const std::string& text) { logger.warn(text); };
+  save.preparation = start_beside([this, &save, root, options, step = driver_.num_steps()] {
+    if (removal_.valid()) {
+      removal_.get();  // this save may need the room
+    }
+    save.target = std::make_unique<checkpoint::NewSave>(root, step, options);
+  });
 }
 
 void CheckpointSaver::collect(Save& save) const {
@@ -399,25 +443,47 @@ SavePrediction CheckpointSaver::predict() {
   return prediction;
 }
 
-SaveVotes CheckpointSaver::votes() {
+SaveVotes CheckpointSaver::votes(std::chrono::nanoseconds limit) {
   SaveVotes votes;
   if (!save_) {
     return votes;
   }
-  const bool completes = save_->is_written;
-  const bool is_done = !completes ? save_->snapshot->done()
-                                  : !save_->completion.valid() ||
-                                        save_->completion.wait_for(std::chrono::seconds(0)) ==
-                                            std::future_status::ready;
-  votes.num_done = is_done ? 1 : 0;
-  if (is_done && !completes) {
+  if (save_->is_written) {
+    votes.num_done = is_over(save_->completion, limit) ? 1 : 0;
+    return votes;
+  }
+  if (save_->snapshot->wait_for(limit)) {
+    votes.num_done = 1;
     try {
-      save_->snapshot->wait();
+      check_part();
     } catch (const std::exception&) {
       votes.num_failed = 1;
     }
   }
   return votes;
+}
+
+void CheckpointSaver::wait_for_ranks(
+    const std::function<SaveVotes(std::chrono::nanoseconds limit)>& votes) {
+  const double timeout_s = ctx_.runtime.config().get_seconds("comm.timeout_s");
+  const auto limit =
+      std::min(kVoteInterval, std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                  std::chrono::duration<double>(timeout_s / kVotesPerTimeout)));
+  while (true) {
+    const SaveVotes mine = votes(limit);
+    const std::vector<std::int64_t> all = ranks_.gather_numbers(
+        {static_cast<std::int64_t>(mine.num_done), static_cast<std::int64_t>(mine.num_failed)},
+        kSave);
+    std::int64_t num_done = 0;
+    std::int64_t num_failed = 0;
+    for (std::size_t rank = 0; 2 * rank < all.size(); ++rank) {
+      num_done += all[2 * rank];
+      num_failed += all[2 * rank + 1];
+    }
+    if (num_done == ctx_.group.size() || num_failed > 0) {
+      return;
+    }
+  }
 }
 
 void CheckpointSaver::after_step() {
@@ -430,19 +496,24 @@ void CheckpointSaver::after_step() {
   }
 }
 
-void CheckpointSaver::finish_part() {
-  if (!save_->is_written) {
+void CheckpointSaver::check_part() {
+  if (save_->is_written) {
+    if (save_->completion.valid()) {
+      save_->path = save_->completion.get();
+    }
+  } else if (save_->snapshot->done()) {
     save_->snapshot->wait();
-  } else if (save_->completion.valid()) {
-    save_->path = save_->completion.get();
-  } else if (save_->target) {
-    save_->path = complete();
   }
+}
+
+std::optional<SaveOutcome> CheckpointSaver::wait_and_advance() {
+  wait_for_ranks([this](std::chrono::nanoseconds limit) { return votes(limit); });
+  return advance();
 }
 
 std::optional<SaveOutcome> CheckpointSaver::advance() {
   try {
-    ranks_.agree(kSave, [this] { finish_part(); });
+    ranks_.agree(kSave, [this] { check_part(); });
   } catch (const CommError&) {
     throw;
   } catch (const InternalError&) {
@@ -456,8 +527,8 @@ std::optional<SaveOutcome> CheckpointSaver::advance() {
   }
   tell_what_was_written();
   save_->is_written = true;
-  if (save_->beside_training && save_->target) {
-    save_->completion = std::async(std::launch::async, [this] { return complete(); });
+  if (save_->target) {
+    save_->completion = start_beside([this] { return complete(); });
   }
   return std::nullopt;
 }
@@ -528,18 +599,13 @@ void CheckpointSaver::start_removal(std::vector<std::string> replaced) {
   if (replaced.empty()) {
     return;
   }
-  const auto remove = [replaced = std::move(replaced), &logger = ctx_.runtime.logger()] {
+  removal_ = start_beside([replaced = std::move(replaced), &logger = ctx_.runtime.logger()] {
     try {
       checkpoint::remove_replaced(replaced);
     } catch (const std::exception& error) {
       logger.warn("an old save stays for now, the next one tries to remove it: ", error.what());
     }
-  };
-  try {
-    removal_ = std::async(std::launch::async, remove);
-  } catch (const std::system_error&) {  // no thread
-    remove();
-  }
+  });
 }
 
 SaveOutcome CheckpointSaver::end(const std::string& failure) {
@@ -558,6 +624,9 @@ SaveOutcome CheckpointSaver::end(const std::string& failure) {
     } else {
       bytes_per_s_ = static_cast<double>(save->bytes.total()) / std::max(times.writing_s, 1e-9);
     }
+  }
+  if (save->target) {  // with what was written of it
+    removal_ = start_beside([target = std::move(save->target)]() mutable { target.reset(); });
   }
   return outcome;
 }

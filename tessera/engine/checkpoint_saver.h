@@ -1,23 +1,36 @@
 // Internal to engine: saves (docs/formats.md) of one engine, one at a time.
 //
-//   begin     the update is over; rank 0 makes the directory; each rank starts to write one file
-//             (checkpoint/snapshot.h)
+//   begin     the update is over; rank 0 makes the directory, and removes what is left of others;
+//             each rank starts to write one file (checkpoint/snapshot.h)
 //   written   every rank says what it wrote, and rank 0 completes the save: manifest, then its name
 //   over      all ranks know
 //
-// save() waits between them. start_save() goes on, and a step does what is next when its all-reduce
-// says that all ranks are that far; so no rank waits for a disk. Whatever changes shards or states
-// meanwhile asks first: ParamTable::before_overwrite().
+// No rank waits for a disk inside a collective, its own or another's: whatever takes as long as a
+// disk does runs on threads, and ranks vote whether theirs are done. save() and finish() wait about
+// a second for their own threads before each vote. start_save() goes on when writing has begun, and
+// a step's all-reduce is the vote. One rank that has failed ends the save on all.
 //
-// What fixes the order of collectives: the caller; of a save beside training the step whose
-// all-reduce says that all ranks are done.
+// [Note: collectives of a save] In this order, on all ranks:
+//   begin     agree: this rank may save. Votes, until rank 0 has the directory. agree: it has.
+//             Its path, from rank 0. agree: this rank writes
+//   written   votes, until all have written or one has failed. agree: this rank has not failed.
+//             What each rank wrote
+//   over      votes, until rank 0 has completed it. agree: it has. The save's path, from rank 0
+// Votes repeat until their sum says so, which all ranks see alike. Behind a failed agree the save
+// is over. What fixes their place among others: the caller; of a save beside training the step
+// whose votes say that all ranks are done, or one has failed.
 //
-// Threads: as Engine. On rank 0 a save beside training is completed on a thread of its own, and so
-// are saves removed that a new one has replaced; both touch files alone.
+// Whatever changes shards or states meanwhile asks first: ParamTable::before_overwrite(). What a
+// rank lacks for a save (memory, threads, room on the disk) is an IoError of the save.
+//
+// Threads: as Engine. On rank 0 directories are made, saves completed, and old ones removed on
+// threads of their own, one after the other; all touch files alone.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <future>
 #include <memory>
 #include <optional>
@@ -66,6 +79,8 @@ class CheckpointSaver {
   bool saves_shards(int rank) const;
   // Updates change what belongs to the parameter `owner`.
   bool is_changed_by_updates(int owner) const;
+  // On rank 0: starts to make the directory.
+  void start_preparing(Save& save, const std::string& root);
   void start_writing(Save& save, bool beside_training);
   void make_buffer(const SaveOptions& options, std::int64_t most_bytes);
   // For a buffer of which the user said nothing.
@@ -75,13 +90,18 @@ class CheckpointSaver {
   void measure_writing();
 
   void drop_guard();
+  // Collective: votes, until all ranks are done or one has failed. `votes` are this rank's, after
+  // at most so long.
+  void wait_for_ranks(const std::function<SaveVotes(std::chrono::nanoseconds limit)>& votes);
   // Of this rank, in the save that runs.
-  SaveVotes votes();
-  // Blocks; throws what went wrong in this rank's part of what runs now.
-  void finish_part();
+  SaveVotes votes(std::chrono::nanoseconds limit);
+  // Throws what went wrong in this rank's part of what runs now. What is not done goes on.
+  void check_part();
   // Collective: all ranks are done with their parts, or one has failed. Goes on, or ends the save:
   // then it says how.
   std::optional<SaveOutcome> advance();
+  // Collective: the same, once that is so.
+  std::optional<SaveOutcome> wait_and_advance();
   void tell_what_was_written();
   std::string complete();
   void start_removal(std::vector<std::string> replaced);
@@ -96,7 +116,8 @@ class CheckpointSaver {
   std::unique_ptr<tier::BufferPool> buffer_;  // of saves beside training: kept for the next
   std::unique_ptr<Save> save_;                // null: none runs
   std::deque<SaveOutcome> outcomes_;          // of those beside training, not taken yet
-  std::future<void> removal_;                 // on rank 0: of saves that the last one replaced
+  // On rank 0: of saves that the last one replaced, or of itself where it has failed.
+  std::future<void> removal_;
   // Of this rank, as the last save wrote, or as the first one begins; 0: not known.
   double bytes_per_s_ = 0;
 };

@@ -126,6 +126,90 @@ TEST(SaveStages, WhatAnUpdateOverwritesBeforeItIsOnDiskIsSavedAsItWas) {
   });
 }
 
+TEST(SaveStages, ARankThatHasWrittenItsPartWaitsForAnothersDiskInManyCollectivesNotInOne) {
+  for (const bool is_beside : {false, true}) {
+    const MemoryDirectory folder;
+    Disks disks(2);
+    disks.prepare = [](int rank, FaultEngine& disk) {
+      if (rank == 0) {
+        hold_writes(disk);
+      }
+    };
+    Config config = quiet_config();
+    config.set("comm.timeout_s", 0.05);  // so votes are a tenth of that apart
+    std::atomic<bool> is_over{false};
+    run_on(disks, 2, config, [&](Engine& engine, comm::Group& group) {
+      auto layer = engine.unit("layer", affine(4, 4, 1));
+      train_step(engine, layer(input(3, 4, 0)).pow(2).mean());
+      if (is_beside) {
+        engine.start_save(folder.path().string());
+      }
+      std::thread watching;
+      if (group.rank() == 0) {
+        watching = std::thread([&] {
+          const auto wait_for = [&](const auto& is_so) {
+            while (!is_over && !is_so()) {
+              std::this_thread::yield();
+            }
+          };
+          wait_for([&] { return disks.of(0) != nullptr && disks.of(0)->num_held() > 0; });
+          constexpr std::uint64_t kManyVotes = 20;
+          const std::uint64_t before = engine.group().wire_bytes().num_calls;
+          wait_for([&] { return engine.group().wire_bytes().num_calls >= before + kManyVotes; });
+          disks.let_go(0);
+        });
+      }
+      std::string path;
+      try {
+        path = is_beside ? engine.finish_save()->path : engine.save(folder.path().string());
+      } catch (...) {
+        is_over = true;
+        if (watching.joinable()) {
+          watching.join();
+        }
+        throw;
+      }
+      is_over = true;
+      if (watching.joinable()) {
+        watching.join();
+      }
+      EXPECT_EQ(path, folder.path() / "save-00001-step-1");
+    });
+  }
+}
+
+TEST(SaveStages, APartThatFailsEndsTheSaveWhileAnotherRanksDiskStands) {
+  const MemoryDirectory folder;
+  Disks disks(2);
+  disks.prepare = [](int rank, FaultEngine& disk) {
+    if (rank == 0) {
+      hold_writes(disk);
+    } else {
+      disk.set_nth(IoCall::kWrite, 0, IoFault::kFail);
+    }
+  };
+  run_on(disks, 2, quiet_config(), [&](Engine& engine, comm::Group& group) {
+    auto layer = engine.unit("layer", affine(4, 4, 1));
+    const auto step = [&] { train_step(engine, layer(input(3, 4, 0)).pow(2).mean()); };
+    step();
+    engine.start_save(folder.path().string());
+    std::optional<SaveOutcome> outcome;
+    while (!outcome) {
+      step();
+      outcome = engine.take_save_outcome();
+    }
+    EXPECT_EQ(outcome->path, "");
+    EXPECT_NE(outcome->failure.find("injected by a test"), std::string::npos) << outcome->failure;
+    if (group.rank() == 0) {
+      EXPECT_GT(disks.of(0)->num_held(), 0U) << "it has waited for its disk";
+      disks.let_go(0);
+    }
+    step();
+    engine.save(folder.path().string());
+  });
+  EXPECT_EQ(checkpoint::list_saves(folder.path().string()).size(), 1U);
+}
+
 TEST(SaveStages, TheBufferIsWhatTheBudgetLeavesAtEverySave) {
   const MemoryDirectory folder;
   const auto train = [&](const std::string& budget, const auto& look) {
