@@ -177,7 +177,7 @@ void CheckpointSaver::begin(const std::string& root, const SaveOptions& options,
   save->options = options;
   save->beside_training = beside_training;
   save->begin_ns = ctx_.runtime.clock().now_ns();
-  ranks_.agree(kSave, [&] {
+  agree([&] {
     ctx_.lifecycle.check_idle("save()");
     TESSERA_CHECK(options.keep >= 1, ConfigError, "save: keep=", options.keep,
                   "; at least the new save has to stay");
@@ -192,7 +192,7 @@ void CheckpointSaver::begin(const std::string& root, const SaveOptions& options,
   wait_for_ranks([&save](std::chrono::nanoseconds limit) {
     return SaveVotes{.num_done = is_over(save->preparation, limit) ? 1.0 : 0.0};
   });
-  ranks_.agree(kSave, [&] {
+  agree([&] {
     if (save->preparation.valid()) {
       save->preparation.get();
       save->manifest.sequence = save->target->sequence();
@@ -200,12 +200,34 @@ void CheckpointSaver::begin(const std::string& root, const SaveOptions& options,
   });
   save->directory =
       ranks_.broadcast_text(save->target ? save->target->path() : std::string(), kSave);
-  ranks_.agree(kSave, [&] { start_writing(*save, beside_training); });
+  agree([&] { start_writing(*save, beside_training); });
   save_ = std::move(save);
   if (beside_training) {
     ctx_.params.set_overwrite_guard(
         [snapshot = save_->snapshot](int id) { return snapshot->release(id); });
   }
+}
+
+void CheckpointSaver::agree(const std::function<void()>& work) {
+  ranks_.agree(kSave, [&work] {
+    try {
+      work();
+    } catch (const CommError&) {
+      throw;
+    } catch (const InternalError&) {
+      throw;
+    } catch (const ConfigError&) {
+      throw;
+    } catch (const IoError&) {
+      throw;
+    } catch (const std::exception& error) {
+      const std::string text = error.what();
+      throw IoError(detail::concat(
+          "save: this rank cannot begin it: ", text.substr(0, text.find('\n')),
+          "; free memory and threads of its host, or give a save beside training a smaller "
+          "buffer (SaveOptions::memory_bytes, --save-memory)"));
+    }
+  });
 }
 
 void CheckpointSaver::start_preparing(Save& save, const std::string& root) {

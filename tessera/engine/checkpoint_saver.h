@@ -90,6 +90,8 @@ class CheckpointSaver {
   void measure_writing();
 
   void drop_guard();
+  // RankAgreement::agree(), where anything that this rank lacks is an IoError.
+  void agree(const std::function<void()>& work);
   // Collective: votes, until all ranks are done or one has failed. `votes` are this rank's, after
   // at most so long.
   void wait_for_ranks(const std::function<SaveVotes(std::chrono::nanoseconds limit)>& votes);

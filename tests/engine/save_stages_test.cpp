@@ -210,6 +210,37 @@ TEST(SaveStages, APartThatFailsEndsTheSaveWhileAnotherRanksDiskStands) {
   EXPECT_EQ(checkpoint::list_saves(folder.path().string()).size(), 1U);
 }
 
+// Threads, pinned memory, disks that cannot be opened: of one rank alone.
+TEST(SaveStages, WhatARankLacksForASaveCostsTheSaveAndNotTheRun) {
+  const MemoryDirectory folder;
+  Disks disks(2);
+  std::atomic<int> num_tries{0};
+  disks.prepare = [&](int rank, FaultEngine&) {
+    if (rank == 1 && num_tries++ == 0) {
+      throw std::system_error(EAGAIN, std::generic_category(), "no thread");
+    }
+  };
+  run_on(disks, 2, quiet_config(), [&](Engine& engine, comm::Group& group) {
+    auto layer = engine.unit("layer", affine(4, 4, 1));
+    const auto step = [&] { train_step(engine, layer(input(3, 4, 0)).pow(2).mean()); };
+    step();
+    try {
+      engine.start_save(folder.path().string());
+      FAIL() << "expected an error";
+    } catch (const IoError& error) {
+      EXPECT_EQ(group.rank(), 1);
+      EXPECT_NE(std::string(error.what()).find("cannot begin it: no thread"), std::string::npos)
+          << error.what();
+    } catch (const ConfigError& error) {
+      EXPECT_EQ(group.rank(), 0);
+      EXPECT_NE(std::string(error.what()).find("rank 1 cannot"), std::string::npos) << error.what();
+    }
+    EXPECT_FALSE(engine.finish_save());
+    step();
+    EXPECT_EQ(engine.save(folder.path().string()), folder.path() / "save-00001-step-2");
+  });
+}
+
 TEST(SaveStages, TheBufferIsWhatTheBudgetLeavesAtEverySave) {
   const MemoryDirectory folder;
   const auto train = [&](const std::string& budget, const auto& look) {
