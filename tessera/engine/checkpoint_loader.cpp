@@ -147,7 +147,8 @@ CheckpointLoader::CheckpointLoader(EngineContext& context, RankAgreement& ranks,
                                    StepDriver& driver, ParamAccess& access)
     : ctx_(context), ranks_(ranks), model_(model), driver_(driver), access_(access) {}
 
-LoadResult CheckpointLoader::load(const std::string& path, const LoadOptions& options) {
+LoadResult CheckpointLoader::load(const std::string& path, const LoadOptions& options,
+                                  const std::string& half_loaded) {
   std::string found;
   ranks_.agree(kLoad, [&] {
     ctx_.lifecycle.check_idle("load()");
@@ -165,11 +166,11 @@ LoadResult CheckpointLoader::load(const std::string& path, const LoadOptions& op
     checkpoint::ReaderOptions reader;
     reader.num_callers = num_threads_;
     reader_ = std::make_unique<checkpoint::CheckpointReader>(found, reader);
-    match(reader_->manifest(), options.partial);
+    match(reader_->manifest(), options.partial, half_loaded);
     state_ = step_state_of(reader_->manifest().state, found);
+    driver_.finish_update();
   });
   const checkpoint::Manifest& manifest = reader_->manifest();
-  driver_.finish_update();
   ctx_.coordinator.forget_copies();
   ctx_.lifecycle.set_half_loaded(found);
   ranks_.agree(kLoad, [this] { read_all(); });
@@ -181,7 +182,8 @@ LoadResult CheckpointLoader::load(const std::string& path, const LoadOptions& op
 
 // --- what takes what ---
 
-void CheckpointLoader::match(const checkpoint::Manifest& manifest, bool partial) {
+void CheckpointLoader::match(const checkpoint::Manifest& manifest, bool partial,
+                             const std::string& half_loaded) {
   std::set<const StoredParam*> used;
   for (int id = 0; id < ctx_.params.num_params(); ++id) {
     matches_.emplace_back();
@@ -198,6 +200,11 @@ void CheckpointLoader::match(const checkpoint::Manifest& manifest, bool partial)
                 " is of another model: ", listed(problems_),
                 ". Load with partial (--partial) to leave these out and keep initial values for "
                 "what is missing");
+  TESSERA_CHECK(half_loaded.empty() || problems_.empty(), ConfigError,
+                printable(reader_->path(), 400), " cannot be loaded in part, because a load of ",
+                printable(half_loaded, 400),
+                " has failed before: what is left out may have parts of that: ", listed(problems_),
+                ". Load a save that has everything, or make the engine anew");
   for (const std::string& problem : problems_) {
     notes_.push_back(problem);
   }
@@ -313,7 +320,9 @@ class CheckpointLoader::ParamReader {
     return param.is_on_nvme() ? std::unique_lock(loader_.nvme_mutex_)
                               : std::unique_lock<std::mutex>();
   }
-  std::uint64_t& hash_of(const StoredTensor& tensor) { return loader_.hashes_.at(&tensor); }
+  std::uint64_t& hash_of(const shard::Param& param, const StoredTensor& tensor) {
+    return loader_.matches_[static_cast<std::size_t>(param.id())].hashes.at(&tensor);
+  }
 
   CheckpointLoader& loader_;
   EngineContext& ctx_;
@@ -413,7 +422,7 @@ void CheckpointLoader::read_all() {
 }
 
 void CheckpointLoader::prepare(int id) {
-  const Match& match = matches_[static_cast<std::size_t>(id)];
+  Match& match = matches_[static_cast<std::size_t>(id)];
   if (match.stored == nullptr) {
     return;
   }
@@ -422,10 +431,10 @@ void CheckpointLoader::prepare(int id) {
     optimizer.add_states(id);
   }
   const Sources sources = sources_of(id);
-  hashes_[sources.shard] = 0;
+  match.hashes[sources.shard] = 0;
   for (const StoredTensor* const tensor : sources.tensors) {
     if (tensor != nullptr) {
-      hashes_[tensor] = 0;
+      match.hashes[tensor] = 0;
     }
   }
 }
@@ -619,7 +628,8 @@ void CheckpointLoader::ParamReader::read_tensor(const StoredTensor& tensor,
     read_decoded(tensor, param, writes);
     return;
   }
-  Tiles& tiles = tiles_.emplace_back(tensor, param, std::move(writes), tile_, hash_of(tensor));
+  Tiles& tiles =
+      tiles_.emplace_back(tensor, param, std::move(writes), tile_, hash_of(param, tensor));
   requests_.push_back(
       {&tensor, range.begin, range.numel,
        [&tiles](std::int64_t /*begin*/, std::span<const std::byte> bytes) { tiles.add(bytes); }});
@@ -638,7 +648,7 @@ void CheckpointLoader::ParamReader::read_stored(const StoredTensor& tensor,
   checkpoint::ContentSum hash(checkpoint::content_pieces(layout.format(), layout.numel(), places,
                                                          range.begin, range.numel));
   hash.add(bytes);
-  hash_of(tensor) = hash.value();
+  hash_of(param, tensor) = hash.value();
 }
 
 // Whole steps are read, and a step is hashed by the rank, and for the tile, in which it begins.
@@ -662,7 +672,7 @@ void CheckpointLoader::ParamReader::read_decoded(const StoredTensor& tensor,
     wire.assign(places.bytes(), std::byte{0});
     loader_.reader_->read_blocks(tensor, from, to - from, places, wire.data());
     if (const std::int64_t own = format.rounded_up(first); own < last) {
-      hash_of(tensor) += hash_of_blocks(tensor, numel, places, wire, from, {own, to - own});
+      hash_of(param, tensor) += hash_of_blocks(tensor, numel, places, wire, from, {own, to - own});
     }
     tile_.resize(static_cast<std::size_t>(padded) * element);
     codec->decode(wire.data(), padded, tile_.data(), tensor.dtype, nullptr).wait();
@@ -721,7 +731,7 @@ void CheckpointLoader::compare_hashes() {
       continue;
     }
     for (const auto& [kind, tensor] : match.stored->tensors) {
-      if (const auto found = hashes_.find(&tensor); found != hashes_.end()) {
+      if (const auto found = match.hashes.find(&tensor); found != match.hashes.end()) {
         mine.push_back(static_cast<std::int64_t>(found->second));
         tensors.emplace_back(&tensor,
                              detail::concat(kind, " of parameter ", in_quotes(match.stored->name)));

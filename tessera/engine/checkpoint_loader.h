@@ -49,8 +49,10 @@ class CheckpointLoader {
   CheckpointLoader(EngineContext& context, RankAgreement& ranks, Model& model, StepDriver& driver,
                    ParamAccess& access);
 
-  // Collective; the model is complete, and no save runs.
-  LoadResult load(const std::string& path, const LoadOptions& options);
+  // Collective; the model is complete, and no save runs. `half_loaded`: the save of which a load
+  // before has left parts behind; empty: none.
+  LoadResult load(const std::string& path, const LoadOptions& options,
+                  const std::string& half_loaded);
 
  private:
   // What a parameter here takes from the checkpoint.
@@ -59,9 +61,12 @@ class CheckpointLoader {
     const checkpoint::StoredTensor* value = nullptr;
     // By number in Optimizer::tensor_names(); null: zeros, or the value widened for a master.
     std::vector<const checkpoint::StoredTensor*> tensors;
+    // Of what this rank has read for this parameter: others may read the same tensor, which was
+    // tied there. Has its entries before threads begin.
+    std::map<const checkpoint::StoredTensor*, std::uint64_t> hashes;
   };
 
-  void match(const checkpoint::Manifest& manifest, bool partial);
+  void match(const checkpoint::Manifest& manifest, bool partial, const std::string& half_loaded);
   void match_param(const checkpoint::Manifest& manifest, int id);
   void match_states(int id, Match& match);
   void match_buffers(const checkpoint::Manifest& manifest);
@@ -96,8 +101,6 @@ class CheckpointLoader {
   std::vector<Match> matches_;         // by id
   std::vector<std::string> problems_;  // what `partial` has to accept
   std::vector<std::string> notes_;
-  // Of what this rank has read; has its entries before threads begin.
-  std::map<const checkpoint::StoredTensor*, std::uint64_t> hashes_;
   int num_threads_ = 1;
   double read_s_ = 0;
   std::mutex nvme_mutex_;  // held by who writes to a shard on NVMe: one at a time does

@@ -23,7 +23,7 @@ LoadResult EngineObjects::load(const std::string& path, const LoadOptions& optio
   try {
     begin_call();
     saver.wait();
-    return CheckpointLoader(context, ranks, model, driver, access).load(path, options);
+    return CheckpointLoader(context, ranks, model, driver, access).load(path, options, before);
   } catch (...) {
     if (context.lifecycle.half_loaded().empty()) {
       context.lifecycle.set_half_loaded(before);  // it has read nothing

@@ -311,6 +311,16 @@ TEST(CheckpointState, ASaveByOneRankAloneIsNamedOnAll) {
   EXPECT_TRUE(checkpoint::list_saves(folder.path().string()).empty());
 }
 
+void damage_value_of_first_param(const std::string& save) {
+  const checkpoint::CheckpointReader reader(save);
+  const auto offset = reader.manifest().params[0].tensors.at("value").fragments[0].offset;
+  const auto file = std::filesystem::path(save) / "rank-00000.safetensors";
+  std::FILE* const stream = std::fopen(file.c_str(), "r+b");
+  std::fseek(stream, static_cast<long>(offset), SEEK_SET);
+  std::fputc(0x5a, stream);
+  std::fclose(stream);
+}
+
 TEST(CheckpointState, ALoadThatFailsHalfWayIsTheLastCallButForAnother) {
   const MemoryDirectory folder;
   const std::string root = folder.path().string();
@@ -320,15 +330,7 @@ TEST(CheckpointState, ALoadThatFailsHalfWayIsTheLastCallButForAnother) {
     const std::string good = engine.save(root);
     train_step(engine, loss());
     const std::string bad = engine.save(root);
-    const auto file = std::filesystem::path(bad) / "rank-00000.safetensors";
-    {
-      const checkpoint::CheckpointReader reader(bad);
-      const auto offset = reader.manifest().params[0].tensors.at("value").fragments[0].offset;
-      std::FILE* const stream = std::fopen(file.c_str(), "r+b");
-      std::fseek(stream, static_cast<long>(offset), SEEK_SET);
-      std::fputc(0x5a, stream);
-      std::fclose(stream);
-    }
+    damage_value_of_first_param(bad);
     EXPECT_SAYS("has the checksum", engine.load(bad));
     EXPECT_SAYS("parameters are of two models", loss());
     EXPECT_SAYS("neither a checkpoint", engine.load(root + "/nothing"));
@@ -336,6 +338,67 @@ TEST(CheckpointState, ALoadThatFailsHalfWayIsTheLastCallButForAnother) {
     EXPECT_EQ(engine.load(good).step, 0);
     train_step(engine, loss());
   });
+}
+
+// What the next one leaves out may have bytes of the one that has failed.
+TEST(CheckpointState, AfterALoadThatFailedHalfWayNothingMayBeLeftOut) {
+  const MemoryDirectory folder;
+  const std::string one = folder.path() / "one";
+  const std::string two = folder.path() / "two";
+  with_engines(1, [&](Engine& engine, comm::Group&) {
+    engine.unit("second", affine(4, 4, 2));
+    engine.save(one);
+  });
+  with_engines(1, [&](Engine& engine, comm::Group&) {
+    auto first = engine.unit("first", affine(4, 4, 1));
+    auto second = engine.unit("second", affine(4, 4, 2));
+    const auto loss = [&] { return second(first(input(3, 4, 0))).pow(2).mean(); };
+    const std::string good = engine.save(two);
+    train_step(engine, loss());
+    const std::string bad = engine.save(two);
+    damage_value_of_first_param(bad);
+    EXPECT_SAYS("has the checksum", engine.load(bad));
+    EXPECT_SAYS("it has no parameter \"first.weight\"", engine.load(one));
+    EXPECT_SAYS("cannot be loaded in part, because a load of " + bad,
+                engine.load(one, {.partial = true}));
+    EXPECT_SAYS("parameters are of two models", loss());
+    EXPECT_EQ(engine.load(good, {.partial = true}).step, 0) << "which leaves nothing out";
+    train_step(engine, loss());
+    EXPECT_FALSE(engine.load(one, {.partial = true}).notes.empty());
+  });
+}
+
+// Both read the same tensor, and each compares what it has read.
+TEST(CheckpointState, AModelThatIsNotTiedTakesWhatWasTiedTwice) {
+  const MemoryDirectory folder;
+  const std::string root = folder.path().string();
+  for (const int bits : {0, 8}) {
+    at::Tensor saved;
+    Config config = quiet_config();
+    config.set("quant.frozen_bits", std::int64_t{bits});
+    with_engines(2, config, [&](Engine& engine, comm::Group& group) {
+      const auto in = affine(64, 64, 1, /*trainable=*/false);
+      engine.unit("first", in);
+      engine.unit("second", std::make_shared<BorrowingImpl>(in->weight));
+      engine.save(root);
+      const at::Tensor value = engine.full_value(id_of(engine, "first.weight"));
+      if (group.rank() == 0) {
+        EXPECT_EQ(engine.param(id_of(engine, "first.weight")).layout().is_encoded(), bits > 0);
+        saved = value;
+      }
+    });
+    for (const int ranks : {2, 3}) {
+      with_engines(ranks, [&](Engine& engine, comm::Group&) {
+        engine.unit("first", affine(64, 64, 3, /*trainable=*/false));
+        engine.unit("second", std::make_shared<BorrowingImpl>(input(64, 64, 4)));
+        engine.load(root, {.partial = true});
+        for (const char* name : {"first.weight", "second.borrowed"}) {
+          EXPECT_TRUE(at::equal(engine.full_value(id_of(engine, name)), saved))
+              << name << " of " << bits << " bits on " << ranks << " ranks";
+        }
+      });
+    }
+  }
 }
 
 }  // namespace
