@@ -167,7 +167,7 @@ LoadResult CheckpointLoader::load(const std::string& path, const LoadOptions& op
     reader.num_callers = num_threads_;
     reader_ = std::make_unique<checkpoint::CheckpointReader>(found, reader);
     match(reader_->manifest(), options.partial, half_loaded);
-    state_ = step_state_of(reader_->manifest().state, found);
+    state_ = step_state_of(reader_->manifest(), found);
     driver_.finish_update();
   });
   const checkpoint::Manifest& manifest = reader_->manifest();

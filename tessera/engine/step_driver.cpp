@@ -95,9 +95,7 @@ StepDriver::~StepDriver() {
 }
 
 void StepDriver::finalize() {
-  const DType dtype = ctx_.params[0].layout().dtype();
-  loss_scale_.emplace(optim::LossScaleOptions::from(ctx_.runtime.config(), dtype));
-  weight_scale_ = dtype == DType::kFloat16 ? 0 : 1;
+  begin_scales();
   optimizer_ = ctx_.tiers.make_optimizer(optim::RuleOptions::from(ctx_.runtime.config()));
   make_reducer();
   ctx_.coordinator.set_dynamic_gradients({[this] { return reducer_->pending_dynamic(); },
@@ -106,6 +104,14 @@ void StepDriver::finalize() {
                                             reducer_->reduce_dynamic(ids);
                                           }});
 }
+
+void StepDriver::begin_scales() {
+  loss_scale_.emplace(
+      optim::LossScaleOptions::from(ctx_.runtime.config(), ctx_.params[0].layout().dtype()));
+  weight_scale_ = is_fp16() ? 0 : 1;
+}
+
+bool StepDriver::is_fp16() const { return ctx_.params[0].layout().dtype() == DType::kFloat16; }
 
 void StepDriver::make_states() {
   if (states_are_made_) {
@@ -633,8 +639,9 @@ void StepDriver::check_no_gradients_pending(const char* what) const {
 StepState StepDriver::state() const {
   StepState state;
   state.num_updated_steps = num_updated_steps_;
-  state.weight_scale = weight_scale_;
-  state.loss_scale = loss_scale_->state();
+  if (is_fp16()) {
+    state.fp16 = Fp16State{weight_scale_, loss_scale_->state()};
+  }
   state.optimizer_kind = to_string(optim::RuleOptions::from(ctx_.runtime.config()).kind);
   state.num_optimizer_updates = optimizer_->num_updates();
   return state;
@@ -643,11 +650,10 @@ StepState StepDriver::state() const {
 void StepDriver::set_state(std::int64_t num_steps, const StepState& state) {
   num_steps_ = num_steps;
   num_updated_steps_ = state.num_updated_steps;
-  if (ctx_.params[0].layout().dtype() == DType::kFloat16) {
-    weight_scale_ = state.weight_scale;
-    if (state.loss_scale.value > 1 || state.loss_scale.good_steps > 0) {
-      loss_scale_->set_state(state.loss_scale);  // of a run in fp16, too
-    }
+  begin_scales();
+  if (is_fp16() && state.fp16) {
+    weight_scale_ = state.fp16->weight_scale;
+    loss_scale_->set_state(state.fp16->loss_scale);
   }
   drop_gradients();
   trainable_is_known_ = false;

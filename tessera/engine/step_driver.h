@@ -87,7 +87,8 @@ class StepDriver {
   // Throws ConfigError where gradients of micro-batches wait for their step().
   void check_no_gradients_pending(const char* what) const;
   StepState state() const;
-  // Goes on behind this step; what the optimizer counts is its own.
+  // Goes on behind this step; what the optimizer counts is its own. Scales of fp16 begin anew where
+  // the state is of another type.
   void set_state(std::int64_t num_steps, const StepState& state);
   // Asks `votes` of this rank in every step; save_votes() are the sums over ranks, of the last.
   void set_save_votes(std::function<SaveVotes()> votes) { ask_votes_ = std::move(votes); }
@@ -107,6 +108,9 @@ class StepDriver {
   void check_no_gradients_pending(int id) const;
   void change_trainable(const std::vector<int>& ids);
   void reduce_gradient(const shard::Param& param, at::Tensor gradient);
+  bool is_fp16() const;
+  // As before the first step.
+  void begin_scales();
   void agree_on_weight_scale(double weight);
   void find_weight_scale(double weight);  // where all ranks are
   void close_backward();

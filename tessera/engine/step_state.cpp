@@ -1,5 +1,6 @@
 #include "tessera/engine/step_state.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -52,26 +53,43 @@ class Numbers {
   const std::string& path_;
 };
 
+// All parameters of an engine have one type; what is converted elsewhere may have frozen ones of
+// another.
+bool is_fp16(const checkpoint::Manifest& manifest) {
+  const auto has_type = [](const checkpoint::StoredParam& param) {
+    const auto value = param.tensors.find(std::string(checkpoint::kValueName));
+    return value != param.tensors.end() && value->second.dtype == DType::kFloat16;
+  };
+  return std::any_of(manifest.params.begin(), manifest.params.end(), has_type);
+}
+
 }  // namespace
 
+// Other types have the numbers of a scale that does nothing.
 std::map<std::string, std::string> to_text(const StepState& state) {
+  const Fp16State fp16 = state.fp16.value_or(Fp16State{1, {}});
   return {{"num_updated_steps", std::to_string(state.num_updated_steps)},
-          {"weight_scale", exact(state.weight_scale)},
-          {"loss_scale.value", exact(state.loss_scale.value)},
-          {"loss_scale.good_steps", std::to_string(state.loss_scale.good_steps)},
-          {"loss_scale.hysteresis_left", std::to_string(state.loss_scale.hysteresis_left)},
+          {"weight_scale", exact(fp16.weight_scale)},
+          {"loss_scale.value", exact(fp16.loss_scale.value)},
+          {"loss_scale.good_steps", std::to_string(fp16.loss_scale.good_steps)},
+          {"loss_scale.hysteresis_left", std::to_string(fp16.loss_scale.hysteresis_left)},
           {"optimizer.kind", state.optimizer_kind},
           {"optimizer.num_updates", std::to_string(state.num_optimizer_updates)}};
 }
 
-StepState step_state_of(const std::map<std::string, std::string>& text, const std::string& path) {
-  const Numbers numbers(text, path);
+StepState step_state_of(const checkpoint::Manifest& manifest, const std::string& path) {
+  const Numbers numbers(manifest.state, path);
   StepState state;
   state.num_updated_steps = numbers.count("num_updated_steps");
-  state.weight_scale = numbers.number("weight_scale");
-  state.loss_scale.value = numbers.number("loss_scale.value");
-  state.loss_scale.good_steps = numbers.count("loss_scale.good_steps");
-  state.loss_scale.hysteresis_left = numbers.count("loss_scale.hysteresis_left");
+  if (is_fp16(manifest)) {
+    Fp16State& fp16 = state.fp16.emplace();
+    fp16.weight_scale = numbers.number("weight_scale");
+    fp16.loss_scale.value = numbers.number("loss_scale.value");
+    TESSERA_CHECK(fp16.loss_scale.value > 0, CorruptError, printable(path, 400),
+                  ": loss_scale.value = 0, and no gradient can be divided by that");
+    fp16.loss_scale.good_steps = numbers.count("loss_scale.good_steps");
+    fp16.loss_scale.hysteresis_left = numbers.count("loss_scale.hysteresis_left");
+  }
   state.optimizer_kind = numbers.word("optimizer.kind");
   state.num_optimizer_updates = numbers.count("optimizer.num_updates");
   return state;

@@ -401,5 +401,82 @@ TEST(CheckpointState, AModelThatIsNotTiedTakesWhatWasTiedTwice) {
   }
 }
 
+std::shared_ptr<AffineImpl> converted(const std::shared_ptr<AffineImpl>& module,
+                                      at::ScalarType type) {
+  module->to(type);
+  module->weight = module->named_parameters()["weight"];
+  module->bias = module->named_parameters()["bias"];
+  return module;
+}
+
+Config config_in(const char* precision) {
+  Config config = adam_config(0.01);
+  config.apply_flag(std::string("precision=") + precision);
+  return config;
+}
+
+// Loss weights of hundreds and a scale of 65536 overflow fp16, unless ranks agree on what divides
+// weights: as a run does that begins in fp16.
+TEST(CheckpointState, ASaveOfAnotherTypeGoesOnInFp16WithScalesThatBeginAnew) {
+  const std::vector<std::pair<const char*, at::ScalarType>> types = {{"fp32", at::kFloat},
+                                                                     {"bf16", at::kBFloat16}};
+  for (const auto& [name, type] : types) {
+    SCOPED_TRACE(name);
+    const MemoryDirectory folder;
+    const auto train = [&](const char* precision, at::ScalarType dtype, bool loads) {
+      with_engines(2, config_in(precision), [&](Engine& engine, comm::Group& group) {
+        auto layer = engine.unit("layer", converted(affine(4, 4, 1), dtype));
+        const auto step = [&] {
+          const at::Tensor loss = layer(input(3, 4, group.rank()).to(dtype)).pow(2).mean();
+          return train_step(engine, loss.to(at::kFloat), 480);
+        };
+        if (loads) {
+          engine.load(folder.path().string());
+        }
+        for (int i = 0; i < 3; ++i) {
+          const StepResult result = step();
+          EXPECT_FALSE(result.skipped) << "step " << result.step;
+          EXPECT_EQ(result.loss_scale, dtype == at::kHalf ? 65536 : 1) << "step " << result.step;
+          EXPECT_EQ(result.weight, 960);
+        }
+        engine.save(folder.path().string());
+      });
+    };
+    train(name, type, /*loads=*/false);
+    train("fp16", at::kHalf, /*loads=*/true);
+  }
+}
+
+// Whatever number the scale is, and though no step has used it since it became that.
+TEST(CheckpointState, AScaleOfOneInFp16GoesOnAsThat) {
+  const MemoryDirectory folder;
+  const auto train = [&](const char* initial, bool loads) {
+    std::vector<at::Tensor> result;
+    Config config = config_in("fp16");
+    config.apply_flag(std::string("loss_scale.initial=") + initial);
+    config.apply_flag("loss_scale.window=2");
+    with_engines(2, config, [&](Engine& engine, comm::Group& group) {
+      auto layer = engine.unit("layer", converted(affine(4, 4, 1), at::kHalf));
+      if (loads) {
+        engine.load(folder.path().string());
+      } else {
+        engine.save(folder.path().string());
+      }
+      for (const double scale : {1, 1, 2, 2, 4}) {
+        const at::Tensor x = input(3, 4, group.rank()).to(at::kHalf);
+        const StepResult step = train_step(engine, layer(x).pow(2).mean().to(at::kFloat));
+        EXPECT_EQ(step.loss_scale, scale) << initial;
+      }
+      const std::vector<at::Tensor> all = values(engine);
+      if (group.rank() == 0) {
+        result = all;
+      }
+    });
+    return result;
+  };
+  const std::vector<at::Tensor> whole = train("1", /*loads=*/false);
+  EXPECT_TRUE(equal(train("65536", /*loads=*/true), whole));
+}
+
 }  // namespace
 }  // namespace tessera::testing
