@@ -16,6 +16,7 @@
 #include "tessera/core/error.h"
 #include "tests/engine/engine_fixture.h"
 #include "tests/engine/expert_training.h"
+#include "tests/support/process.h"
 #include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
@@ -476,6 +477,36 @@ TEST(CheckpointState, AScaleOfOneInFp16GoesOnAsThat) {
   };
   const std::vector<at::Tensor> whole = train("1", /*loads=*/false);
   EXPECT_TRUE(equal(train("65536", /*loads=*/true), whole));
+}
+
+// With nothing but the manifest and the stock package.
+TEST(CheckpointState, ThePackageSafetensorsOfPythonReadsEveryTensorOfTheManifest) {
+  const auto check = [](const std::vector<std::string>& arguments) {
+    std::vector<std::string> command = {"/usr/bin/env", "python3",
+                                        TESSERA_SOURCE_DIR "/tests/engine/safetensors_check.py"};
+    command.insert(command.end(), arguments.begin(), arguments.end());
+    return run_process(command);
+  };
+  if (const ProcessResult found = check({"available"}); found.exit_code != 0) {
+    GTEST_SKIP() << found.out << found.err;
+  }
+  const MemoryDirectory folder;
+  for (const int ranks : {1, 2}) {
+    std::string path;
+    with_engines(ranks, config_in("bf16"), [&](Engine& engine, comm::Group& group) {
+      auto layer = engine.unit("layer", converted(affine(30, 20, 1), at::kBFloat16));
+      train_step(engine, layer(input(3, 30, group.rank()).to(at::kBFloat16)).pow(2).mean());
+      const std::string saved = engine.save(folder.path().string());
+      if (group.rank() == 0) {
+        path = saved;
+      }
+    });
+    const ProcessResult result = check({"check", path});
+    EXPECT_EQ(result.exit_code, 0) << result.out << result.err;
+    // Value, master and two moments of two parameters on each rank, and its generator.
+    EXPECT_NE(result.out.find(std::to_string(9 * ranks) + " tensors"), std::string::npos)
+        << result.out;
+  }
 }
 
 }  // namespace
