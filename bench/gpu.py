@@ -55,7 +55,9 @@ class Bench:
         self.args = args
         self.python = python
         self.skip_reasons = skip_reasons  # {system: reason}
-        self.mode_reasons = {}            # {mode: reason}, of tessera's
+        # {mode: reason}, of tessera's
+        self.mode_reasons = {mode: reason for mode in args.modes
+                             if (reason := gpu_modes.mode_reason(mode)) is not None}
         self.end = time.monotonic() + args.time_limit
         self.runs = {}     # (mode, system, batch): [Figures], one of each round
         self.reasons = {}  # the same: why there is none, or why there are no more
@@ -143,9 +145,11 @@ class Bench:
             self.measure_disk(task, disk)
             flags = [*gpu_modes.mode_flags(task.mode, directory, args.half_budget),
                      *gpu_modes.timed_flags(task.system,
-                                            batch * gpt_presets.sequence_tokens(args.preset))]
-            words = gpu_modes.tessera_words(args.program, args.preset, args.device, batch,
-                                            [*flags, *args.extra])
+                                            batch * gpt_presets.sequence_tokens(args.preset),
+                                            args.extra)]
+            words = [*gpu_modes.launcher(task.mode),
+                     *gpu_modes.tessera_words(args.program, args.preset, args.device, batch,
+                                              [*flags, *args.extra])]
             figures = gpu_run.run_tessera(words, steps, self.limit_s(task), log,
                                           log.with_suffix(".jsonl"))
         self.measure_disk(task, disk)
@@ -171,7 +175,8 @@ class Bench:
         """{(mode, system, batch): Figures} of short runs with deterministic operators, at the first
         batch; what fails or has no time left is missing, and then its claim is not known."""
         args, batch, found = self.args, self.args.batches[0], {}
-        modes = [mode for mode in args.modes if mode != "resident"]
+        modes = [mode for mode in args.modes
+                 if mode in gpu_modes.SAME_BITS_MODES and mode != "resident"]
         for mode in ["resident", *(mode for mode in modes if mode not in self.mode_reasons)]:
             log = args.output / f"bits-{mode}.log"
             with tempfile.TemporaryDirectory(prefix="gpu-", dir=args.directory) as directory:
@@ -224,7 +229,7 @@ def head_of(args, machine):
 def report(args, bench, tasks, python, known, parity, parity_reason, bits):
     """(text, document)"""
     figures, rates, machine = bench.figures(), gpu_bounds.Rates.of(known), machine_of(known, python)
-    rows = gpu_report.make_rows(args.preset, tasks, figures, bench.reasons, rates)
+    rows = gpu_report.make_rows(args.preset, tasks, figures, bench.reasons, rates, args.extra)
     claims = gpu_claims.claims_of(figures, args.preset, args.batches, rates, bits)
     if parity is not None:
         claims += parity.claims()

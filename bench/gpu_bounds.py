@@ -75,7 +75,9 @@ def nvme_s(mode, num_params, forward_s, backward_s, rates):
 
 
 def bound_s(mode, num_params, forward_s, backward_s, rates):
-    """None where a rate or a time that the mode needs was not measured."""
+    """None where a rate or a time that the mode needs was not measured, or the mode has no bound."""
+    if mode not in ("resident", "host", *NVME_BYTES):
+        return None
     try:
         if mode == "resident":
             return resident_s(num_params, forward_s, backward_s, rates)

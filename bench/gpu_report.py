@@ -37,11 +37,13 @@ def ratio(above, below):
     return above / below if above is not None and below else None
 
 
-def make_row(preset, task, batch, figures, reasons, rates):
+def make_row(preset, task, batch, figures, reasons, rates, extra):
     key = (task.mode, task.system, batch)
     tokens = batch * gpt_presets.sequence_tokens(preset)
     row = {"mode": task.mode, "system": task.system, "name": task.name, "batch": batch,
-           "tokens": tokens, "loss_chunk": gpu_modes.loss_chunk(task.system, tokens)}
+           "tokens": tokens, "loss_chunk": gpu_modes.loss_chunk(
+               [*gpu_modes.timed_flags(task.system, tokens, extra), *extra]
+               if task.system in gpu_modes.OURS else [])}
     found = figures.get(key)
     bound = gpu_bounds.bound_s(task.mode, gpt_presets.num_params(preset),
                                *computed_s(figures, batch),
@@ -57,10 +59,10 @@ def make_row(preset, task, batch, figures, reasons, rates):
             "bound_s": bound, "of_bound": ratio(bound, step_s), "reason": reasons.get(key)}
 
 
-def make_rows(preset, tasks, figures, reasons, rates):
-    """By batch, then in the order of the modes."""
+def make_rows(preset, tasks, figures, reasons, rates, extra=()):
+    """By batch, then in the order of the modes. `extra`: flags of each run of ours."""
     batches = sorted({batch for task in tasks for batch in task.batches})
-    return [make_row(preset, task, batch, figures, reasons, rates)
+    return [make_row(preset, task, batch, figures, reasons, rates, extra)
             for batch in batches for task in tasks if batch in task.batches]
 
 

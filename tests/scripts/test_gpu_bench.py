@@ -299,7 +299,10 @@ class WholeProgram(FolderTest):
     def test_all_modes_and_systems_have_a_row_and_those_that_fail_say_why(self):
         code, out, document, rows = self.main("--rounds", "2", "--bits")
         self.assertEqual(code, 0)
-        self.assertEqual(len(rows), 2 * (5 + 4 + 2 + 2 + 2))
+        self.assertEqual(len(rows), 2 * (5 + 4 + 6 * 2))
+        self.assertEqual(rows["ranks", "tessera", 8]["reason"],
+                         "skipped: there is no nvidia-cuda-mps-control")
+        self.assertIsNone(rows["accumulate", "tessera", 8]["bound_s"])
         self.assertAlmostEqual(rows["host", "tessera", 32]["step_s"], 0.64)
         self.assertAlmostEqual(rows["resident", "tessera", 8]["retained"], 0.04 / 0.02)
         self.assertEqual(rows["host", "fsdp2", 8]["reason"],
@@ -331,7 +334,35 @@ class WholeProgram(FolderTest):
         self.assertEqual(flags, [" ".join([*mode.split(), "--loss-chunk 512"]) for mode in [
             "", "--parameters host --optimizer host", "--optimizer nvme --nvme",
             "--parameters nvme --optimizer nvme --nvme",
-            "--optimizer host --host-budget 3GiB --cpu-share 1 --nvme"]])
+            "--optimizer host --host-budget 3GiB --cpu-share 1 --nvme",
+            "--parameters host --optimizer host --accumulate 4",
+            "--parameters host --optimizer host --recompute --device-budget 3GiB"]])
+
+    def test_ranks_share_the_gpu_through_mps(self):
+        with_mps = self.write_program("with-mps", f"#!/bin/sh\necho mps >> {self.calls}\nexec \"$@\"\n")
+        with mock.patch.object(gpu_modes, "WITH_MPS", with_mps), \
+                mock.patch.object(gpu_modes.shutil, "which", return_value=str(with_mps)):
+            code, _, _, rows = self.main("--batches", "8", "--modes", "ranks", "--systems", "tessera",
+                                         "--bits")
+        self.assertEqual(code, 0)
+        self.assertAlmostEqual(rows["ranks", "tessera", 8]["step_s"], 0.16)
+        calls = self.calls.read_text().splitlines()
+        first = calls.index("mps")
+        self.assertIn("--ranks 2 --set comm.backend=ipc", calls[first + 1])
+        self.assertNotIn("mps", calls[first + 1:])  # other bits: they are not compared
+
+    def test_a_chunk_that_the_user_gives_is_the_one_of_every_row(self):
+        for extra in ("--loss-chunk 64", "--loss-chunk=64"):
+            self.calls.unlink(missing_ok=True)
+            _, out, _, rows = self.main("--batches", "8", "--modes", "host", "--systems",
+                                        "fsdp2," + ",".join(gpu_modes.OURS), f"--extra={extra}")
+            calls = [call for call in self.calls.read_text().splitlines()
+                     if call.startswith("train")]
+            for call in calls:
+                self.assertEqual(call.count("--loss-chunk"), 1)
+                self.assertIn(extra, call)
+            self.assertEqual([rows["host", system, 8]["loss_chunk"]
+                              for system in ("fsdp2", *gpu_modes.OURS)], [None, 64, 64])
 
     def test_each_run_whose_loss_is_in_chunks_has_one_beside_it_whose_loss_is_whole(self):
         _, out, _, rows = self.main("--batches", "8", "--modes", "host", "--systems",
