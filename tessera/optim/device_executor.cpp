@@ -165,18 +165,23 @@ std::vector<StartedUpdate> DeviceExecutor::start(std::span<const int> ids, grad:
   std::vector<StartedUpdate> started;
   // First, so that no copy holds them up: they are small, or the first that are needed.
   update_resident(ids, gradients, scalars, started);
-  if (pieces_.empty()) {
-    return started;
-  }
   std::deque<Item> items;
   for (const int id : ids) {
+    if (!states_.streams(id)) {
+      continue;
+    }
     const PieceRange& range = ranges_[static_cast<std::size_t>(id)];
     if (range.count > 0) {
       items.push_back(make_item(id, gradients, scalars, started));
+    } else {  // a shard without elements is updated as often as those of other ranks
+      started.push_back({id, Pending(), {}, gradients.has_gradient(id)});
     }
     for (std::size_t i = 0; i < range.count; ++i) {
       count_bytes(pieces_[range.first + i]);
     }
+  }
+  if (pieces_.empty()) {
+    return started;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   goes_ahead_ = false;  // what has no slot yet gets one in its turn

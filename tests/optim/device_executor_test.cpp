@@ -339,6 +339,26 @@ TEST(DeviceExecutor, MakesMastersAnewOfShardsThatWereWritten) {
   }
 }
 
+// Ranks compare versions, also of a parameter of which they have no element.
+TEST(DeviceExecutor, UpdatesAShardWithoutElementsAsOftenAsThoseOfOtherRanks) {
+  for (const std::int64_t other : {std::int64_t{0}, std::int64_t{9001}}) {
+    comm::run_ranks(3, [&](comm::Group& group) {
+      FixtureCase test = mixed_case();
+      test.shapes = {{5, by_device(Tier::kHost, Tier::kHost)}};
+      if (other > 0) {
+        test.shapes.push_back({other, by_device(Tier::kHost, Tier::kHost)});
+      }
+      OptimizerFixture fixture(group, test);
+      EXPECT_EQ(fixture.params()[0].range().numel, group.rank() == 0 ? 5 : 0);
+      for (int step = 1; step <= 3; ++step) {
+        fixture.step(step);
+        EXPECT_EQ(fixture.params()[0].version(), static_cast<std::uint64_t>(step))
+            << "rank " << group.rank();
+      }
+    });
+  }
+}
+
 TEST(DeviceExecutor, SaysThatThereAreNoSlotsForStatesThatStream) {
   comm::run_ranks(1, [&](comm::Group& group) {
     FixtureCase test = mixed_case();
