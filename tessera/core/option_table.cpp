@@ -137,7 +137,9 @@ constexpr std::array kOptions = {
           "A parameter that is used again within this many bytes of the trace is not released.",
           "coordinator"),
     bytes("persist.param_bytes", "256KiB",
-          "Parameters of at most this many full bytes stay gathered between uses.", "coordinator"),
+          "Parameters of at most this many full bytes stay gathered between uses, and, up to 256KiB, "
+          "on a GPU in every respect.",
+          "coordinator, planner"),
     bytes("persist.model_bytes", "unlimited", "Most bytes that persistent parameters may hold.",
           "coordinator"),
 

@@ -187,6 +187,7 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   } else if (num_ranks > 1 && backend != "gloo" && backend != "nccl") {
     options.call_memory = comm::CallMemory::kShared;
   }
+  options.small_param_bytes = std::min(kSmallParamBytes, config.get_bytes("persist.param_bytes"));
   if (options.call_memory == comm::CallMemory::kShared && is_discrete) {
     options.group_memory = comm::kIpcChunks;
   } else if (options.call_memory == comm::CallMemory::kShared ||

@@ -33,6 +33,8 @@ struct ReducerOptions;
 namespace tessera::planner {
 
 inline constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max();
+// Of full parameters: each costs a request and saves few bytes.
+inline constexpr std::int64_t kSmallParamBytes = std::int64_t{256} << 10;
 
 struct ParamShape {
   std::string name;
@@ -93,6 +95,9 @@ struct MemoryPlanOptions {
   std::optional<Tier> parameters;  // kDevice, kHost or kNvme; nullopt: chosen here
   std::optional<Tier> optimizer;
   std::int64_t parameters_host_bytes = kUnlimited;  // stay in memory where parameters is kNvme
+  // Full parameters of at most this size are small. persist.param_bytes, where that is less: what
+  // does not stay gathered need not stay on the device either.
+  std::int64_t small_param_bytes = kSmallParamBytes;
   int num_states = 2;                               // fp32 tensors per parameter besides the master
   DType wire_dtype = DType::kFloat32;               // of reductions
   std::int64_t bucket_bytes = std::int64_t{64} << 20;  // of reductions, at most

@@ -4,7 +4,7 @@
 // What is asked for by tier (place.*) is where it was asked for; the rest is in device memory, as
 // far as budgets go, then in host memory, then on NVMe. Shards are kept in the order of use.
 //
-// A discrete device and its host have a budget each. Small parameters (up to kSmallParamBytes) are
+// A discrete device and its host have a budget each. Small parameters (MemoryPlanOptions) are
 // on the device in every respect. Of the others:
 //   parameters  on the device as far as it goes, then in host memory, then on NVMe;
 //   states      on the device once all parameters are there, then in host memory, then on NVMe;
@@ -38,9 +38,6 @@
 #include "tessera/planner/memory_plan.h"
 
 namespace tessera::planner {
-
-// Of full parameters: each costs a request and saves few bytes.
-inline constexpr std::int64_t kSmallParamBytes = std::int64_t{256} << 10;
 
 // Throws ConfigError, with the arithmetic, if it does not fit.
 MemoryPlan plan_memory(const ModelShapes& model, const MemoryPlanOptions& options,

@@ -53,7 +53,7 @@ class Planner {
 
  protected:
   bool is_small(std::size_t id) const {
-    return as_int(cut_.layouts[id].full_bytes()) <= kSmallParamBytes;
+    return as_int(cut_.layouts[id].full_bytes()) <= options_.small_param_bytes;
   }
   bool may_leave_device(std::size_t id) const { return !options_.is_discrete || !is_small(id); }
   // Where parameters were asked to be on NVMe: this one is among those that stay in memory.

@@ -9,6 +9,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tessera/planner/memory_cost.h"
 #include "tests/planner/plan_cases.h"
 #include "tests/support/sizes.h"
 
@@ -577,6 +578,14 @@ TEST(GpuPlan, TheTextTellsWhoUpdatesAndWhatTheHostHolds) {
                            "host memory per parameter: 1", "host link per step"}) {
     EXPECT_TRUE(contains(text, part)) << part << " in\n" << text;
   }
+}
+
+TEST(GpuPlan, AParameterIsSmallUpToWhatStaysGathered) {
+  ModelShapes model = equal_units(2, {4096}, DType::kBFloat16);
+  MemoryPlanOptions options = in_host();
+  EXPECT_EQ(planned(model, options).params.front().parameter, Tier::kDevice);
+  options.small_param_bytes = 4096;
+  EXPECT_EQ(planned(model, options).params.front().parameter, Tier::kHost);
 }
 
 }  // namespace
