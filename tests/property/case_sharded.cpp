@@ -11,7 +11,10 @@
 
 #include "tessera/core/error.h"
 #include "tessera/device/device.h"
+#include "tessera/shard/tensor_storage.h"
+#include "testing/mock_device.h"
 #include "tests/property/random_case.h"
+#include "tests/support/temporary_directory.h"
 
 namespace tessera::testing {
 namespace {
@@ -253,9 +256,7 @@ class RankRun {
       const shard::ElementRange range = param->range();
       const at::Tensor whole = expected.params[i].to(at::kFloat);
       const float* values = whole.const_data_ptr<float>() + range.begin;
-      const at::Tensor own = at::from_blob(const_cast<std::byte*>(param->shard()), {range.numel},
-                                           expected.params[i].scalar_type())
-                                 .to(at::kFloat);
+      const at::Tensor own = shard_of(*param, expected.params[i].scalar_type()).to(at::kFloat);
       const auto* shard = own.const_data_ptr<float>();
       for (std::int64_t e = 0; e < range.numel; ++e) {
         if (shard[e] != values[e]) {
@@ -265,6 +266,21 @@ class RankRun {
         }
       }
     }
+  }
+
+  // As the update leaves it. What is on NVMe is gathered, by all ranks.
+  at::Tensor shard_of(const shard::Param& param, at::ScalarType type) {
+    const shard::ElementRange range = param.range();
+    if (param.is_on_nvme()) {
+      return shard::storage_elements(engine_.full_value(param.id()))
+          .narrow(0, range.begin, range.numel);
+    }
+    param.updated().wait();
+    const at::Tensor own = at::empty({range.numel}, type);
+    if (range.numel > 0) {
+      param.start_read(0, range.numel, static_cast<std::byte*>(own.data_ptr())).wait();
+    }
+    return own;
   }
 
   void compare_buffers(int step, const std::vector<at::Tensor>& expected) {
@@ -319,7 +335,10 @@ class RankRun {
       limit += full_bytes_of(param);
     }
     if (plan_.model.is_chain) {
-      const std::int64_t live = plan_.ranks > 1 ? plan_.config().get_bytes("live.limit_bytes") : 0;
+      const planner::MemoryPlan* const placed = engine_.memory_plan();
+      const std::int64_t live = placed != nullptr ? placed->live_limit_bytes
+                                : plan_.ranks > 1 ? plan_.config().get_bytes("live.limit_bytes")
+                                                  : 0;
       limit = std::min(limit, std::max(live, largest_unit_bytes()));
     }
     if (stats.full_bytes_peak > limit) {
@@ -340,6 +359,35 @@ class RankRun {
   std::vector<at::Tensor> leaf_gradients_;        // of this step
 };
 
+RuntimeOptions runtime_of(const CasePlan& plan, int rank, bool on_mock) {
+  RuntimeOptions options{-1, 1};
+  if (on_mock || plan.is_discrete) {
+    options.make_device = [&plan, rank](device::CpuDeviceOptions host) {
+      device::MockDeviceOptions mock;
+      // A call that is lazy work of a stream would never begin on a rank that only sends.
+      mock.mode = plan.seed % 2 == 0 && !plan.calls_on_streams ? device::LateMode::kLazy
+                                                               : device::LateMode::kRandom;
+      mock.seed = plan.seed * 8 + static_cast<std::uint64_t>(rank);
+      mock.own_memory = plan.is_discrete;
+      mock.host = std::move(host);
+      return device::make_mock_device(std::move(mock));
+    };
+  }
+  return options;
+}
+
+// Nothing is measured.
+Config config_in(const CasePlan& plan, const std::string& directory) {
+  Config config = plan.config();
+  if (plan.uses_nvme) {
+    config.apply_flag("nvme.paths=" + directory);
+    config.apply_flag("nvme.block_bytes=4KiB");
+    config.apply_flag("nvme.queue_depth=2");
+    config.apply_flag("nvme.threads=1");
+  }
+  return config;
+}
+
 }  // namespace
 
 std::vector<std::string> run_sharded(const CasePlan& plan, const std::vector<StepOutcome>& expected,
@@ -347,18 +395,20 @@ std::vector<std::string> run_sharded(const CasePlan& plan, const std::vector<Ste
   Findings findings;
   comm::ThreadWorldOptions world = options.world;
   world.num_ranks = plan.ranks;
+  world.on_streams = plan.calls_on_streams;
+  const DiskDirectory directory;
+  const Config config = config_in(plan, directory.path().string());
   comm::GroupOptions group_options;
   group_options.pack_below_bytes = plan.pack_below_bytes;
-  group_options.timeout = std::chrono::seconds(20);
+  group_options.timeout = std::chrono::seconds(60);
   try {
     comm::run_ranks(world, group_options, [&](comm::Group& group) {
-      Runtime runtime(plan.config(), group,
-                      options.runtime ? options.runtime(group.rank()) : RuntimeOptions{-1, 1});
+      const RuntimeOptions runtime_options = runtime_of(plan, group.rank(), options.on_mock);
+      Runtime runtime(config, group, runtime_options);
       Engine engine(runtime);
       RankRun(plan, expected, engine, findings).run();
       if (plan.runs_twice) {
-        Runtime second(plan.config(), runtime.group(),
-                       options.runtime ? options.runtime(group.rank()) : RuntimeOptions{-1, 1});
+        Runtime second(config, runtime.group(), runtime_options);
         Engine again(second);
         RankRun(plan, expected, again, findings).run();
       }

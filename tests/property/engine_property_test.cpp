@@ -2,11 +2,9 @@
 // seeds: engine_seeds, and `make fuzz`.
 #include <cstdint>
 #include <string>
-#include <utility>
 
 #include <gtest/gtest.h>
 
-#include "testing/mock_device.h"
 #include "tests/property/random_case.h"
 
 namespace tessera::testing {
@@ -32,18 +30,6 @@ constexpr std::uint64_t kFirstDelayedSeed = 100000;
 constexpr std::uint64_t kDelayedPerPart = 20;
 constexpr std::uint32_t kMaxDelayUs = 30;
 
-RuntimeOptions mock_runtime(std::uint64_t seed, int rank) {
-  RuntimeOptions options{-1, 1};
-  options.make_device = [seed, rank](device::CpuDeviceOptions host) {
-    device::MockDeviceOptions mock;
-    mock.mode = seed % 2 == 0 ? device::LateMode::kLazy : device::LateMode::kRandom;
-    mock.seed = seed * 8 + static_cast<std::uint64_t>(rank);
-    mock.host = std::move(host);
-    return device::make_mock_device(std::move(mock));
-  };
-  return options;
-}
-
 class EngineDelays : public ::testing::TestWithParam<int> {};
 
 TEST_P(EngineDelays, ChangeNoBit) {
@@ -52,11 +38,12 @@ TEST_P(EngineDelays, ChangeNoBit) {
     CasePlan plan = draw_case(seed);
     if (plan.ranks == 1) {
       plan.ranks = 2;  // alone there is nobody to be late
+      plan.shard_size = 2;
     }
     ShardedOptions options;
     options.world.max_delay_us = kMaxDelayUs;
     options.world.seed = seed;
-    options.runtime = [seed](int rank) { return mock_runtime(seed, rank); };
+    options.on_mock = true;
     const std::string found = judge(plan, Planted::kNothing, options);
     EXPECT_TRUE(found.empty()) << found;
   }

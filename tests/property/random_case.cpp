@@ -1,8 +1,11 @@
 #include "tests/property/random_case.h"
 
+#include <algorithm>
 #include <exception>
 #include <sstream>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -14,6 +17,7 @@ namespace {
 
 constexpr std::uint64_t kCaseStream = 1001;
 constexpr std::uint64_t kBatchStream = 1002;
+constexpr std::uint64_t kPlaceStream = 1003;  // what was drawn before stays as it is
 
 std::uint64_t number_of(const Moment& moment, int rank) {
   return static_cast<std::uint64_t>(
@@ -28,6 +32,16 @@ int draw_divisor(int number, int above, int below, Draw& draw) {
     }
   }
   return divisors[draw.below(divisors.size())];
+}
+
+bool has_option(const CasePlan& plan, const std::string& name) {
+  return std::any_of(plan.options.begin(), plan.options.end(),
+                     [&](const auto& option) { return option.first == name; });
+}
+
+void set_option(CasePlan& plan, const std::string& name, std::string value) {
+  std::erase_if(plan.options, [&](const auto& option) { return option.first == name; });
+  plan.options.emplace_back(name, std::move(value));
 }
 
 void draw_mesh(CasePlan& plan, Draw& draw) {
@@ -55,6 +69,52 @@ void draw_mesh(CasePlan& plan, Draw& draw) {
   plan.accumulate = std::max(1, plan.micro_batches + last);
   plan.options.emplace_back("batch.accumulate", std::to_string(plan.accumulate));
   plan.options.emplace_back("mics.check_replicas", "true");
+}
+
+// Of several copies it is drawn with the mesh.
+void draw_accumulation(CasePlan& plan, Draw& draw) {
+  if (plan.shard_size < plan.ranks) {
+    return;
+  }
+  if (plan.micro_batches == 1 && !plan.evaluates_between && draw.chance(40)) {
+    plan.micro_batches = draw.between(2, 3);
+  }
+  plan.accumulate = draw.chance(70) ? plan.micro_batches : draw.between(1, 3);
+  set_option(plan, "batch.accumulate", std::to_string(plan.accumulate));
+}
+
+// Nothing that fp32 or a tier forbids, see Planner::check_tiers().
+void draw_placement(CasePlan& plan, Draw& draw) {
+  plan.is_discrete = draw.chance(50);
+  if (!plan.is_discrete && draw.chance(70)) {
+    return;  // nothing is planned
+  }
+  // Groups that share a stream may be given it in another order on each rank: those of dynamic
+  // units, of secondary shards and of phases. Such calls are not drawn as work of streams.
+  const bool shares_streams = plan.model.has_dynamic() ||
+                              has_option(plan, "shard.secondary_group_size") ||
+                              has_option(plan, "shard.hierarchical_gather");
+  plan.calls_on_streams = plan.is_discrete && plan.ranks > 1 && draw.chance(50) && !shares_streams;
+  if (plan.is_discrete && draw.chance(10)) {
+    return;
+  }
+  std::string parameters = draw.one_of<const char*>({"device", "host", "host", "nvme"});
+  const std::string optimizer = draw.one_of<const char*>({"device", "host", "host", "nvme"});
+  if (plan.is_discrete && optimizer == "device" && parameters != "device") {
+    parameters = plan.precision.empty() ? "device" : "host";
+  }
+  set_option(plan, "place.parameters", parameters);
+  set_option(plan, "place.optimizer", optimizer);
+  plan.uses_nvme = parameters == "nvme" || optimizer == "nvme";
+  if (plan.uses_nvme && draw.chance(30)) {
+    set_option(plan, "place.parameters_host_bytes", draw.one_of<const char*>({"64", "300"}));
+  }
+  if (draw.chance(75)) {
+    set_option(plan, "optim.cpu_share", draw.one_of<const char*>({"0", "0.5", "1"}));
+  }
+  if (plan.is_discrete) {  // else all parameters of such models are small
+    set_option(plan, "persist.param_bytes", draw.one_of<const char*>({"0", "16", "64"}));
+  }
 }
 
 }  // namespace
@@ -111,6 +171,9 @@ CasePlan draw_case(std::uint64_t seed) {
   }
   plan.pack_below_bytes = draw.one_of<std::size_t>({0, 20, 64, 64 * 1024});
   draw_mesh(plan, draw);
+  Draw places(seed, kPlaceStream);
+  draw_accumulation(plan, places);
+  draw_placement(plan, places);
   return plan;
 }
 
@@ -142,6 +205,8 @@ std::string CasePlan::describe() const {
     out << ", step " << interrupted_step << " interrupted by run " << interrupter.runs_left
         << (interrupter.in_backward ? " in its backward" : "");
   }
+  out << (is_discrete ? ", discrete device" : "")
+      << (calls_on_streams ? ", calls are work of streams" : "");
   out << "\n  options:";
   for (const auto& [name, value] : options) {
     out << ' ' << name << '=' << value;

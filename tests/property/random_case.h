@@ -81,6 +81,10 @@ struct CasePlan {
   int shard_size = 1;
   // batch.accumulate: the micro-batch behind which copies are summed, if there are as many.
   int accumulate = 1;
+  // Where shards live is in the options. Discrete: on the mock device, with memory of its own.
+  bool is_discrete = false;
+  bool calls_on_streams = false;
+  bool uses_nvme = false;
 
   std::string describe() const;
   // Micro-batch -1: for evaluation.
@@ -119,8 +123,8 @@ std::vector<StepOutcome> run_reference(const CasePlan& plan, Planted planted = P
 
 // What else a test wants done to the runs of a case.
 struct ShardedOptions {
-  comm::ThreadWorldOptions world;                   // its num_ranks is the case's
-  std::function<RuntimeOptions(int rank)> runtime;  // null: the CPU, with one thread
+  comm::ThreadWorldOptions world;  // its num_ranks is the case's
+  bool on_mock = false;            // and not only where the case is discrete
 };
 // Lines that say what was wrong; empty: nothing.
 std::vector<std::string> run_sharded(const CasePlan& plan, const std::vector<StepOutcome>& expected,
