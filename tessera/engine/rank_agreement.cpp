@@ -7,6 +7,11 @@
 #include "tessera/core/error.h"
 
 namespace tessera::engine {
+namespace {
+
+constexpr std::size_t kNumbersBytes = 256;  // those of a step, and more
+
+}  // namespace
 
 void RankAgreement::join_outside_of_units(const std::string& what) {
   if (ctx_.lifecycle.is_finalized()) {
@@ -33,17 +38,19 @@ void RankAgreement::reduce_numbers(std::span<double> numbers, comm::Reduction re
                                    const char* what, comm::Group* group) {
   device::Device& device = ctx_.runtime.device();
   device::Stream& stream = device.stream(device::StreamKind::kReduce);
-  const device::Memory memory =
-      device.allocate(Tier::kDevice, numbers.size_bytes(), Role::kStaging);
-  device.start_copy(memory.data(), numbers.data(), numbers.size_bytes(), stream).wait();
+  if (numbers_.bytes() < numbers.size_bytes()) {
+    numbers_ = device.allocate(Tier::kDevice, std::max(kNumbersBytes, numbers.size_bytes()),
+                               Role::kStaging);
+  }
+  device.start_copy(numbers_.data(), numbers.data(), numbers.size_bytes(), stream).wait();
   comm::CallOptions call;
   call.label.unit = what;
   call.stream = &stream;
   (group != nullptr ? *group : ctx_.group)
-      .start_all_reduce(memory.data(), static_cast<std::int64_t>(numbers.size()), DType::kFloat64,
+      .start_all_reduce(numbers_.data(), static_cast<std::int64_t>(numbers.size()), DType::kFloat64,
                         reduction, call)
       .wait();
-  device.start_copy(numbers.data(), memory.data(), numbers.size_bytes(), stream).wait();
+  device.start_copy(numbers.data(), numbers_.data(), numbers.size_bytes(), stream).wait();
 }
 
 std::string RankAgreement::broadcast_text(std::string text, const char* what) {

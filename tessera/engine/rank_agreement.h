@@ -37,6 +37,8 @@ class RankAgreement {
 
  private:
   EngineContext& ctx_;
+  // Where they are reduced, kept: giving memory back to a device waits for all of its work.
+  device::Memory numbers_;
 };
 
 }  // namespace tessera::engine

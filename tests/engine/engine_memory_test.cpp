@@ -169,5 +169,39 @@ TEST(GradientBytes, GoWhenTheNextForwardIsBehindTheUpdateAndNotOnlyInTheNextBack
   }
 }
 
+// Giving memory back to a device waits for all of its work.
+TEST(DeviceMemory, IsNeitherTakenNorGivenBackInAStepOfShardsInHostMemory) {
+  for (const int ranks : {1, 2}) {
+    comm::run_ranks(ranks, [](comm::Group& group) {
+      RuntimeOptions options{-1, 1};
+      options.make_device = [](device::CpuDeviceOptions host) {
+        device::MockDeviceOptions late;
+        late.mode = device::LateMode::kRandom;
+        late.own_memory = true;
+        late.host = std::move(host);
+        return device::make_mock_device(std::move(late));
+      };
+      Config config = adam_config(1e-3);
+      config.apply_flag("place.parameters=host");
+      config.apply_flag("place.optimizer=host");
+      config.apply_flag("persist.param_bytes=0");
+      Runtime runtime(config, group, options);
+      Engine engine(runtime);
+      auto unit = engine.unit("unit", affine(64, 64, 1));
+      const at::Tensor x = input(4, 64, 0);
+      for (int step = 0; step < 4; ++step) {
+        train_step(engine, unit(x).pow(2).mean());
+        for (std::size_t role = 0; step > 1 && role < kNumRoles; ++role) {
+          EXPECT_EQ(runtime.ledger().peak_bytes(Tier::kDevice, static_cast<Role>(role)),
+                    runtime.ledger().current_bytes(Tier::kDevice, static_cast<Role>(role)))
+              << to_string(static_cast<Role>(role)) << " in step " << step;
+        }
+        engine.zero_grad();  // the update ends: gradients that one rank adopts go
+        runtime.ledger().reset_peaks();
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace tessera::testing
