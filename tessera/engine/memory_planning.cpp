@@ -94,7 +94,7 @@ void choose_share(Runtime& runtime, comm::Group& group, const planner::ModelShap
   if (!runtime.on_cuda() || !planner::splits_update(planning.options)) {
     return;
   }
-  planner::UpdateRates rates = runtime.update_rates(group);
+  planner::UpdateRates rates = runtime.update_rates(group, planning.memory.host.of_rank());
   if (tokens_per_backward > 0) {
     // Of a rank: it computes with whole parameters.
     const double seconds =

@@ -288,13 +288,14 @@ optim::Kernels& Runtime::host_kernels() const {
 int Runtime::local_rank() const { return impl_->local.rank; }
 int Runtime::num_local_ranks() const { return impl_->local.num_ranks; }
 const std::vector<std::uint64_t>& Runtime::hosts() const { return impl_->hosts; }
-planner::UpdateRates Runtime::update_rates(comm::Group& group) {
+planner::UpdateRates Runtime::update_rates(comm::Group& group, std::int64_t free_host_bytes) {
   const std::vector<std::uint8_t> known = engine::gather_host<std::uint8_t>(
       group, impl_->update_rates ? 1 : 0, "whether update rates are measured");
   if (std::count(known.begin(), known.end(), 0) > 0) {
     // From here on all ranks are at it: the exchange above is the barrier.
-    impl_->update_rates = measure_update_rates(
-        impl_->options.cuda_device, num_host_threads(impl_->options, impl_->local), impl_->local);
+    impl_->update_rates = measure_update_rates(impl_->options.cuda_device,
+                                               num_host_threads(impl_->options, impl_->local),
+                                               impl_->local, update_rate_sizes(free_host_bytes));
   }
   return least_rates(engine::gather_host(group, *impl_->update_rates, "update rates"));
 }

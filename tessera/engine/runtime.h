@@ -82,8 +82,8 @@ class Runtime {
   const std::vector<std::uint64_t>& hosts() const;
   // Collective over `group`, in the caller's order: what the CPU and the link give to each rank
   // while all of them work, the least of all ranks. Measured once, unless a rank has not yet.
-  // REQUIRES: on_cuda().
-  planner::UpdateRates update_rates(comm::Group& group);
+  // `free_host_bytes`: each rank's share, of which a part is taken meanwhile. REQUIRES: on_cuda().
+  planner::UpdateRates update_rates(comm::Group& group, std::int64_t free_host_bytes);
   Ledger& ledger() const;
   Spans& spans() const;
   // Writes what trace.path asks for, once; what it meets is logged. The destructor calls it.

@@ -18,38 +18,43 @@ namespace {
 using device::Pending;
 using device::StreamKind;
 
-// Beyond every cache, which is hundreds of MiB in servers.
-constexpr std::int64_t kNumel = std::int64_t{1} << 26;
-constexpr std::int64_t kSpanNumel = std::int64_t{1} << 23;  // two milliseconds or so
-constexpr std::size_t kCopyBytes = std::size_t{128} << 20;
-constexpr int kPlaces = 4;  // on the host, each way, in turn
+constexpr int kSpans = 8;                  // of two milliseconds or so
+constexpr int kCopyPlaces = 4;             // on the host, each way, in turn
+constexpr std::int64_t kUpdateBytes = 16;  // in memory, per element
+constexpr std::int64_t kMostBytes = std::int64_t{2} << 30;
+constexpr std::int64_t kLeastBytes = std::int64_t{16} << 20;
+// Of a rank's free host memory, most of which the plan may give to shards later.
+constexpr std::int64_t kPart = 8;
 // A tenth of a second: many updates.
 constexpr int kCopies = 32;
 constexpr int kRounds = 2;
 
-// AdamW in memory of the host, 28 bytes per element; each run of the next kSpanNumel of kNumel.
+// AdamW in memory of the host, 28 bytes per element; each run of the next span.
 class HostUpdate {
  public:
-  HostUpdate(device::Device& host, optim::Kernels& kernels)
+  HostUpdate(device::Device& host, optim::Kernels& kernels, const UpdateRateSizes& sizes)
       : host_(host),
         kernels_(kernels),
-        memory_(host.allocate(Tier::kHost, kNumel * 16, Role::kOther)) {
-    for (std::int64_t begin = 0; begin < kNumel; begin += kSpanNumel) {
+        sizes_(sizes),
+        memory_(host.allocate(Tier::kHost, static_cast<std::size_t>(sizes.numel * kUpdateBytes),
+                              Role::kOther)) {
+    for (std::int64_t begin = 0; begin < sizes.numel; begin += sizes.span_numel) {
       run();  // touches the pages
     }
   }
   void run() {
+    const std::int64_t numel = sizes_.numel;
     auto* const floats = reinterpret_cast<float*>(memory_.data()) + begin_;
-    std::byte* const halves = memory_.data() + kNumel * 12 + begin_ * 2;
+    std::byte* const halves = memory_.data() + numel * 12 + begin_ * 2;
     optim::UpdateSpan span;
     span.master = floats;
-    span.states = {floats + kNumel, floats + 2 * kNumel};
+    span.states = {floats + numel, floats + 2 * numel};
     span.gradient = halves;
     span.gradient_dtype = DType::kBFloat16;
-    span.parameter = halves + kNumel * 2;
+    span.parameter = halves + numel * 2;
     span.parameter_dtype = DType::kBFloat16;
-    span.numel = kSpanNumel;
-    begin_ = (begin_ + kSpanNumel) % kNumel;
+    span.numel = sizes_.span_numel;
+    begin_ = (begin_ + sizes_.span_numel) % numel;
     optim::UpdateScalars scalars;
     scalars.lr = 1e-3;
     kernels_.start_update(optim::RuleOptions(), scalars, span, host_.stream(StreamKind::kReduce))
@@ -59,6 +64,7 @@ class HostUpdate {
  private:
   device::Device& host_;
   optim::Kernels& kernels_;
+  const UpdateRateSizes sizes_;
   device::Memory memory_;
   std::int64_t begin_ = 0;
 };
@@ -102,8 +108,26 @@ double product_flops_per_s(int cuda_device) {
 
 }  // namespace
 
+std::int64_t UpdateRateSizes::host_bytes() const {
+  return numel * kUpdateBytes + 2 * kCopyPlaces * static_cast<std::int64_t>(copy_bytes);
+}
+
+// Half for updates, half for copies.
+UpdateRateSizes update_rate_sizes(std::int64_t free_host_bytes) {
+  std::int64_t bytes = kMostBytes;
+  while (bytes > kLeastBytes && bytes > free_host_bytes / kPart) {
+    bytes /= 2;
+  }
+  UpdateRateSizes sizes;
+  sizes.numel = bytes / 2 / kUpdateBytes;
+  sizes.span_numel = sizes.numel / kSpans;
+  sizes.copy_bytes = static_cast<std::size_t>(bytes / 2 / (2 * kCopyPlaces));
+  return sizes;
+}
+
 planner::UpdateRates measure_update_rates(int cuda_device, int num_threads,
-                                          const optim::CoreShare& share) {
+                                          const optim::CoreShare& share,
+                                          const UpdateRateSizes& sizes) {
   const SteadyClock clock;
   const auto host = device::make_cpu_device();
   const auto kernels =
@@ -111,12 +135,13 @@ planner::UpdateRates measure_update_rates(int cuda_device, int num_threads,
   device::CudaDeviceOptions options;
   options.index = cuda_device;
   const auto device = device::make_cuda_device(options);
-  HostUpdate update(*host, *kernels);
-  const auto on_device = device->allocate(Tier::kDevice, 2 * kCopyBytes, Role::kOther);
-  const auto pinned = device->allocate(Tier::kPinned, 2 * kPlaces * kCopyBytes, Role::kOther);
+  HostUpdate update(*host, *kernels, sizes);
+  const std::size_t copy_bytes = sizes.copy_bytes;
+  const auto on_device = device->allocate(Tier::kDevice, 2 * copy_bytes, Role::kOther);
+  const auto pinned = device->allocate(Tier::kPinned, 2 * kCopyPlaces * copy_bytes, Role::kOther);
   device::Stream& read = device->stream(StreamKind::kRead);
   device::Stream& write = device->stream(StreamKind::kWrite);
-  const double copied = static_cast<double>(kCopies) * static_cast<double>(kCopyBytes);
+  const double copied = static_cast<double>(kCopies) * static_cast<double>(copy_bytes);
   // Copies one way or both, beside updates as long as they run; bytes per second of each.
   struct Rates {
     double copies = 0;
@@ -128,12 +153,12 @@ planner::UpdateRates measure_update_rates(int cuda_device, int num_threads,
     const std::int64_t begin = clock.now_ns();
     for (int i = 0; i < kCopies; ++i) {
       std::byte* const place =
-          pinned.data() + static_cast<std::size_t>(2 * (i % kPlaces)) * kCopyBytes;
+          pinned.data() + static_cast<std::size_t>(2 * (i % kCopyPlaces)) * copy_bytes;
       if (goes_up) {
-        up = device->start_copy(on_device.data(), place, kCopyBytes, read);
+        up = device->start_copy(on_device.data(), place, copy_bytes, read);
       }
       down =
-          device->start_copy(place + kCopyBytes, on_device.data() + kCopyBytes, kCopyBytes, write);
+          device->start_copy(place + copy_bytes, on_device.data() + copy_bytes, copy_bytes, write);
     }
     int num_updates = 0;
     while (updates && (!up.done() || !down.done())) {
@@ -143,7 +168,8 @@ planner::UpdateRates measure_update_rates(int cuda_device, int num_threads,
     up.wait();
     down.wait();
     const double took_s = seconds(begin, clock.now_ns());
-    return Rates{copied / took_s, 28.0 * kSpanNumel * num_updates / took_s};
+    return Rates{copied / took_s,
+                 28.0 * static_cast<double>(sizes.span_numel) * num_updates / took_s};
   };
   planner::UpdateRates best;
   for (int round = 0; round < kRounds; ++round) {

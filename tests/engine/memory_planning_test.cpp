@@ -2,12 +2,15 @@
 // allocated, on all ranks; ranks of a host share what it has.
 #include "tessera/engine/memory_planning.h"
 
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <string>
 
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tessera/engine/update_rates.h"
 #include "tests/engine/engine_fixture.h"
 
 namespace tessera::testing {
@@ -52,6 +55,22 @@ TEST(MemoryPlanning, AModelThatDoesNotFitIsRefusedWithTheArithmeticBeforeAnythin
       EXPECT_EQ(runtime.ledger().peak_bytes(Tier::kDevice), 0U);
       EXPECT_EQ(refusal(runtime, shapes_of(1000)), "") << "the ranks go on";
     });
+  }
+}
+
+TEST(UpdateRates, AreMeasuredWithAPartOfWhatARankHasFree) {
+  constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+  EXPECT_EQ(update_rate_sizes(planner::kUnlimited).host_bytes(), 2048 * kMiB);
+  EXPECT_EQ(update_rate_sizes(16 * 1024 * kMiB).host_bytes(), 2048 * kMiB);
+  EXPECT_EQ(update_rate_sizes(16 * 1024 * kMiB - 1).host_bytes(), 1024 * kMiB);
+  EXPECT_EQ(update_rate_sizes(1024 * kMiB).host_bytes(), 128 * kMiB);
+  for (const std::int64_t free_bytes : {std::int64_t{0}, 100 * kMiB, 7000 * kMiB}) {
+    const UpdateRateSizes sizes = update_rate_sizes(free_bytes);
+    EXPECT_LE(sizes.host_bytes(), std::max(16 * kMiB, free_bytes / 8));
+    EXPECT_GE(sizes.host_bytes(), 16 * kMiB);
+    EXPECT_EQ(sizes.numel % sizes.span_numel, 0);
+    EXPECT_GT(sizes.numel, sizes.span_numel);
+    EXPECT_GT(sizes.copy_bytes, 0U);
   }
 }
 
