@@ -136,10 +136,11 @@ constexpr std::array kOptions = {
     bytes("live.reuse_distance_bytes", "2GiB",
           "A parameter that is used again within this many bytes of the trace is not released.",
           "coordinator"),
-    bytes("persist.param_bytes", "256KiB",
-          "Parameters of at most this many full bytes stay gathered between uses, and, up to 256KiB, "
-          "on a GPU in every respect.",
-          "coordinator, planner"),
+    bytes(
+        "persist.param_bytes", "256KiB",
+        "Parameters of at most this many full bytes stay gathered between uses, and, up to 256KiB, "
+        "on a GPU in every respect.",
+        "coordinator, planner"),
     bytes("persist.model_bytes", "unlimited", "Most bytes that persistent parameters may hold.",
           "coordinator"),
 
@@ -196,10 +197,15 @@ constexpr std::array kOptions = {
            "engine"),
     measured("nvme.block_bytes", OptionType::kBytes, 4096, 1073741824,
              "Bytes per I/O request; auto: measured once per directory.", "engine"),
-    measured("nvme.queue_depth", OptionType::kInt, 1, 65536,
-             "Requests in flight per thread; auto: measured once per directory.", "engine"),
+    measured(
+        "nvme.queue_depth", OptionType::kInt, 1, 65536,
+        "Requests in flight per thread; auto: measured once per directory, for all ranks of a host "
+        "together.",
+        "engine"),
     measured("nvme.threads", OptionType::kInt, 1, 1024,
-             "Threads that submit I/O; auto: measured once per directory.", "engine"),
+             "Threads that submit I/O; auto: measured once per directory, for all ranks of a host "
+             "together.",
+             "engine"),
     measured("nvme.parameter_buffers", OptionType::kInt, 1, 65536,
              "Pinned buffers between NVMe and parameters; auto: from the host budget.", "planner"),
     measured("nvme.parameter_buffer_bytes", OptionType::kBytes, 4096, 1099511627776,

@@ -23,8 +23,8 @@ tier::IoKind io_kind(const Config& config) {
                              : tier::IoKind::kAuto;
 }
 
-// What is not given was measured once per directory; the first one speaks for all.
-tier::IoOptions io_options(const Config& config) {
+// What is not given was measured once per directory, by one process; the first one speaks for all.
+tier::IoOptions io_options(const Config& config, int num_local_ranks) {
   const auto block_bytes = static_cast<std::size_t>(config.get_bytes("nvme.block_bytes"));
   const auto queue_depth = static_cast<int>(config.get_int("nvme.queue_depth"));
   const auto num_threads = static_cast<int>(config.get_int("nvme.threads"));
@@ -34,7 +34,9 @@ tier::IoOptions io_options(const Config& config) {
     tier::MeasureOptions measure;
     measure.kind = options.kind;
     measure.direct = direct_io(config);
-    options = tier::measure_directory(config.get_list("nvme.paths").front(), measure).best;
+    options =
+        tier::part_of(tier::measure_directory(config.get_list("nvme.paths").front(), measure).best,
+                      num_local_ranks);
     options.kind = io_kind(config);
   }
   options.block_bytes = block_bytes > 0 ? block_bytes : options.block_bytes;
@@ -69,11 +71,11 @@ NvmeStores::NvmeStores(Runtime& runtime, comm::Group& group) : runtime_(runtime)
   // Rank 0 measures before the broadcast; the others find what it measured.
   tier::IoOptions options;
   if (group.rank() == 0) {
-    options = io_options(config);
+    options = io_options(config, runtime.num_local_ranks());
   }
   run_ = agree_on_run(group);
   if (group.rank() != 0) {
-    options = io_options(config);
+    options = io_options(config, runtime.num_local_ranks());
   }
   io_ = runtime.make_io_engine(options);
   for (const std::string& directory : config.get_list("nvme.paths")) {

@@ -377,4 +377,13 @@ DiskRates measure_directory(const std::string& directory, const MeasureOptions& 
   return rates;
 }
 
+IoOptions part_of(const IoOptions& best, int num_processes) {
+  IoOptions part = best;
+  part.num_threads = std::max(1, best.num_threads / num_processes);
+  const int num_threads = part.num_threads * num_processes;
+  const int num_requests = best.num_threads * best.queue_depth;
+  part.queue_depth = std::max(1, (num_requests + num_threads - 1) / num_threads);
+  return part;
+}
+
 }  // namespace tessera::tier

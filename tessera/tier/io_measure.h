@@ -49,6 +49,10 @@ struct MeasureOptions {
 // cannot be had there.
 DiskRates measure_directory(const std::string& directory, const MeasureOptions& options);
 
+// Of what one process needs, the part of each of so many that use the disk at once: together they
+// queue about as much, at least one request each.
+IoOptions part_of(const IoOptions& best, int num_processes);
+
 // Only what was kept.
 std::optional<DiskRates> read_measured(const std::string& directory, const MeasureOptions& options);
 

@@ -215,5 +215,23 @@ TEST_F(MeasureDirectory, RefusesTooSmallAFileWhereRatesAreTheResult) {
   EXPECT_TRUE(names().empty());
 }
 
+TEST(PartOfADisk, IsWhatAllProcessesTogetherQueue) {
+  IoOptions best;
+  best.block_bytes = 1 << 20;
+  best.num_threads = 4;
+  best.queue_depth = 32;
+  const auto part = [&](int num_processes) {
+    const IoOptions found = part_of(best, num_processes);
+    EXPECT_EQ(found.block_bytes, best.block_bytes);
+    EXPECT_EQ(found.kind, best.kind);
+    return std::pair(found.num_threads, found.queue_depth);
+  };
+  EXPECT_EQ(part(1), std::pair(4, 32));
+  EXPECT_EQ(part(2), std::pair(2, 32));
+  EXPECT_EQ(part(3), std::pair(1, 43));
+  EXPECT_EQ(part(8), std::pair(1, 16));
+  EXPECT_EQ(part(1000), std::pair(1, 1));
+}
+
 }  // namespace
 }  // namespace tessera::tier
