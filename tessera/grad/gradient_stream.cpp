@@ -41,7 +41,7 @@ GradientStream::GradientStream(const ReducerParts& parts)
                 " cannot be offloaded to NVMe yet; leave them in memory");
   for (int id = 0; id < parts.params.num_params(); ++id) {
     const shard::Param& param = parts.params[id];
-    leaves_device_ |= param.placement().gradient != Tier::kDevice;
+    leaves_device_ |= param.trainable() && param.placement().gradient != Tier::kDevice;
   }
 }
 
@@ -148,8 +148,11 @@ void GradientStream::keep(Kept kept) {
   kept_bytes_ += kept.bytes;
   retired_.push_back(std::move(kept));
   const auto must_wait = [this] {
+    if (retired_.empty() || kept_bytes_ <= parts_.most_kept_bytes) {
+      return false;
+    }
     const Kept& oldest = retired_.front();
-    return kept_bytes_ > parts_.most_kept_bytes && (!oldest.met || *oldest.met);
+    return !oldest.met || *oldest.met;
   };
   if (must_wait()) {
     const SpanScope span(parts_.spans, "wait for gradients to leave");

@@ -38,13 +38,6 @@ Optimizer::Optimizer(shard::ParamTable& params, const RuleOptions& rule, Optimiz
       are_set_(static_cast<std::size_t>(params.num_params())),
       host_norms_(static_cast<std::size_t>(params.num_params())),
       executor_(std::make_unique<DeviceExecutor>(params, rule, options_, states_)) {
-  bool cpu_updates = false;
-  for (int id = 0; id < params.num_params(); ++id) {
-    cpu_updates = cpu_updates || states_.is_on_cpu(id);
-  }
-  if (cpu_updates) {
-    pipeline_ = std::make_unique<CpuPipeline>(params, rule, options_, states_);
-  }
   if (options_.device.is_discrete()) {
     pinned_norms_ =
         options_.device.allocate(Tier::kPinned, host_norms_.size() * sizeof(double), Role::kOther);
@@ -79,9 +72,13 @@ Optimizer::~Optimizer() = default;
 
 void Optimizer::add(int id) {
   states_.add(id);
-  if (states_.is_on_cpu(id)) {
-    pipeline_->add(id);
+  if (!states_.is_on_cpu(id)) {
+    return;
   }
+  if (!pipeline_) {
+    pipeline_ = std::make_unique<CpuPipeline>(params_, rule_, options_, states_);
+  }
+  pipeline_->add(id);
 }
 
 void Optimizer::make_states() {

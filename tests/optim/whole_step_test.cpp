@@ -395,6 +395,21 @@ TEST(WholeStep, LeavesAllParametersWhereOneRankMakesAnotherCall) {
   }
 }
 
+// A base that nobody trains has neither gradients nor states to wait for, wherever it is.
+TEST(WholeStep, IsEnqueuedBesideAFrozenBaseElsewhere) {
+  StepSetting test = on_device();
+  FixtureShape frozen = test.fixture.shapes.front();
+  frozen.trainable = false;
+  frozen.placement = {Tier::kHost, Tier::kHost, Tier::kHost, Updater::kCpu};
+  test.fixture.shapes.push_back(frozen);
+  comm::run_ranks(1, [&](comm::Group& group) {
+    OptimizerFixture fixture(group, test.fixture);
+    fixture.backward(1);
+    finish(fixture, test, true);
+    EXPECT_EQ(fixture.optimizer().num_updates(), 1);
+  });
+}
+
 TEST(WholeStep, NeedsADiscreteDeviceAndCallsOfStreams) {
   for (const int num_ranks : {1, 2}) {
     StepSetting test = on_device();
