@@ -59,6 +59,7 @@ void add_stats(grad::ReducerStats& to, const grad::ReducerStats& stats) {
   to.held_bytes_peak = std::max(to.held_bytes_peak, stats.held_bytes_peak);
   to.exposed_wait_s += stats.exposed_wait_s;
   to.host_bytes += stats.host_bytes;
+  to.loaded_bytes += stats.loaded_bytes;
   to.nvme_read_bytes += stats.nvme_read_bytes;
   to.nvme_written_bytes += stats.nvme_written_bytes;
 }
@@ -757,7 +758,8 @@ EngineStats StepDriver::take_stats() {
   const SentBytes sent = ctx_.mesh.sent();
   stats.sent_inside_bytes = sent.inside - std::exchange(sent_.inside, sent.inside);
   stats.sent_across_bytes = sent.across - std::exchange(sent_.across, sent.across);
-  stats.h2d_bytes += stats.gathers.brought_bytes + stats.io.h2d_bytes;
+  stats.h2d_bytes +=
+      stats.reductions.loaded_bytes + stats.gathers.brought_bytes + stats.io.h2d_bytes;
   stats.d2h_bytes += stats.reductions.host_bytes + stats.gathers.kept_bytes + stats.io.d2h_bytes;
   stats.exposed_wait_s = stats.gathers.exposed_wait_s + stats.reductions.exposed_wait_s +
                          stats.io.lent_wait_s + std::exchange(exposed_wait_s_, 0.0);

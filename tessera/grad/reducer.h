@@ -278,6 +278,8 @@ struct ReducerStats {
   std::int64_t held_bytes_peak = 0;    // gradients that waited for their turn, or for a buffer
   double exposed_wait_s = 0;
   std::uint64_t host_bytes = 0;  // of gradients that went to memory of the host
+  // ... and of those that came from there, to be summed over replicas.
+  std::uint64_t loaded_bytes = 0;
   // NVMe, whole blocks. Reads are those of later micro-batches, and of start_read().
   std::uint64_t nvme_read_bytes = 0;
   std::uint64_t nvme_written_bytes = 0;

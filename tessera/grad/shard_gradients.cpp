@@ -422,6 +422,7 @@ void ShardGradients::load(std::span<const Piece> pieces, void* to, DType dtype) 
         } else {
           stream_.wait_for(sum.left);
           from(sum.copy, sum.copies->dtype());
+        stream_.stats().loaded_bytes += bytes_for(piece.numel, dtype);
         }
         break;
       default:

@@ -644,3 +644,11 @@ void MemoryCost::count_update(std::size_t id, const Placement& placement, Memory
 }
 
 }  // namespace tessera::planner
+  if (placement.gradient == Tier::kHost && options_.num_copies > 1 &&
+      has_total(cut_, num_micro_batches_, cut_.model.params[id])) {
+    // To the device and back, to be summed over replicas: a micro-batch that is alone goes as it
+    // came.
+    plan.link.h2d +=
+        numel * (num_micro_batches_ == 1 ? reduced_bytes_per_element() : as_int(sizeof(float)));
+    plan.link.d2h += numel * as_int(sizeof(float));
+  }

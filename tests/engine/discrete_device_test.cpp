@@ -369,6 +369,12 @@ TEST(DiscreteDeviceBytes, AreWhatThePlanSaysWhereLessIsSent) {
   const Options hosts = {{"comm.ranks_per_host", "2"}};
   const Options all = joined(
       {{"shard.secondary_group_size", "2"}, {"quant.weights", "true"}, {"quant.gradients", "true"}},
+TEST(DiscreteDeviceBytes, AreWhatThePlanSaysForReplicas) {
+  expect_planned_bytes(RunDevice::kMock, 2, 1, {{"shard.group_size", "1"}});
+  expect_planned_bytes(RunDevice::kMock, 2, 3, {{"shard.group_size", "1"}});
+  expect_planned_bytes(RunDevice::kMock, 4, 2, {{"shard.group_size", "2"}});
+}
+
       hosts);
   expect_planned_bytes(RunDevice::kMock, 4, 1, all);
   expect_planned_bytes(RunDevice::kMock, 4, 2, all);

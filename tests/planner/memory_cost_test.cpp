@@ -293,5 +293,23 @@ TEST(MemoryCost, FrozenWeightsAreCountedAsTheyAreStored) {
   }
 }
 
+// Sums in fp32 go to the device and back once per step, beside the copies of micro-batches and of
+// the update.
+TEST(GpuCost, CountsWhatSumsOverReplicasCopy) {
+  const std::int64_t numel = kMiB;
+  const ModelShapes model = equal_units(8, {numel}, DType::kBFloat16);
+  MemoryPlanOptions options = in_host();
+  options.wire_dtype = DType::kBFloat16;
+  options.cpu_share = 1;
+  const auto link = [&](int num_copies, std::int64_t num_micro_batches) {
+    options.num_copies = num_copies;
+    return planned(model, options, num_micro_batches).link;
+  };
+  EXPECT_EQ(link(2, 1).h2d, link(1, 1).h2d) << "summed before they leave";
+  EXPECT_EQ(link(2, 1).d2h, link(1, 1).d2h);
+  EXPECT_EQ(link(2, 3).h2d, link(1, 3).h2d + 8 * 4 * numel);
+  EXPECT_EQ(link(2, 3).d2h, link(1, 3).d2h + 8 * 4 * numel);
+}
+
 }  // namespace
 }  // namespace tessera::planner
