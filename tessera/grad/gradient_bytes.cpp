@@ -104,7 +104,8 @@ GradientBytes gradient_bytes(std::span<const GradientShape> params, int num_rank
   if (sends) {
     const BucketSizes sizes = bucket_sizes(trainable, num_ranks, options.bucket_bytes,
                                            bytes_of(options.wire_dtype), options.block_numel());
-    bytes.shards = taken(sizes.region_numel, sizeof(float));
+    bytes.shards = taken(sizes.bucketed_numel, sizeof(float)) +
+                   taken(sizes.region_numel - sizes.bucketed_numel, sizeof(float));
     bytes.quant_error =
         num_ranks > 1
             ? taken(static_cast<std::int64_t>(quant_scratch_bytes(

@@ -91,6 +91,10 @@ class GradientStream {
   bool has_totals(const shard::Param& param) const {
     return param.dynamic() ? replica_sums_.has_dynamic_totals() : replica_sums_.has_totals();
   }
+  // In memory of the host it is one sum in fp32: a total, or of as many rounds as lists name it.
+  bool is_summed_on_host(const shard::Param& param) const {
+    return has_totals(param) || (param.dynamic() && sends());
+  }
   const ReplicaSums& replica_sums() const { return replica_sums_; }
   // The shard that rank r of the group holds.
   std::int64_t shard_of(int rank) const {

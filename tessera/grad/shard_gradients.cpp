@@ -70,7 +70,7 @@ ShardGradients::ShardGradients(GradientStream& stream, const BucketLayout& layou
     Sum& sum = sum_of(param);
     const DType dtype = param.layout().dtype();
     if (param.placement().gradient == Tier::kHost) {
-      const bool is_summed = stream_.has_totals(param);
+      const bool is_summed = stream_.is_summed_on_host(param);
       const DType comes = is_alone() ? dtype : wire_dtype_;
       sum.copies = std::make_unique<HostCopies>(
           comes, parts.num_micro_batches,
@@ -106,7 +106,7 @@ ShardGradients::~ShardGradients() {
 void ShardGradients::check(const shard::Param& param, DType dtype) const {
   stream_.check_convertible(param.name(), dtype, is_alone() ? DType::kFloat32 : wire_dtype_);
   if (!is_alone()) {
-    stream_.check_convertible(param.name(), wire_dtype_, region_dtype_);
+    stream_.check_convertible(param.name(), wire_dtype_, region_dtype(param));
   }
 }
 
@@ -125,24 +125,29 @@ float* ShardGradients::own_memory(Sum& sum, const shard::Param& param) {
   return reinterpret_cast<float*>(sum.own.data());
 }
 
-std::byte* ShardGradients::region() {
-  const std::size_t bytes = bytes_for(layout_.region_numel, region_dtype_);
-  if (region_.bytes() != bytes) {
-    region_ = stream_.device().allocate(Tier::kDevice, bytes, Role::kGradient);
-  }
-  return region_.data();
+void ShardGradients::take_regions() {
+  const auto take = [this](device::Memory& memory, std::int64_t numel, DType dtype) {
+    if (memory.bytes() != bytes_for(numel, dtype)) {
+      memory = stream_.device().allocate(Tier::kDevice, bytes_for(numel, dtype), Role::kGradient);
+    }
+  };
+  take(region_, layout_.bucketed_numel, region_dtype_);
+  take(dynamic_region_, layout_.region_numel - layout_.bucketed_numel, DType::kFloat32);
 }
 
 std::byte* ShardGradients::in_region(const shard::Param& param, std::int64_t begin) {
-  const std::int64_t offset = layout_.region_offset[static_cast<std::size_t>(param.id())];
-  return region() + bytes_for(offset + begin, region_dtype_);
+  take_regions();
+  const std::int64_t offset = layout_.region_offset[static_cast<std::size_t>(param.id())] + begin;
+  return is_dynamic(param)
+             ? dynamic_region_.data() + bytes_for(offset - layout_.bucketed_numel, DType::kFloat32)
+             : region_.data() + bytes_for(offset, region_dtype_);
 }
 
 // --- gradients come ---
 
 void ShardGradients::begin_backward() {
   if (!is_alone()) {
-    region();
+    take_regions();
   }
 }
 
@@ -186,12 +191,13 @@ void ShardGradients::take(const shard::Param& param, FullGradient gradient) {
 }
 
 void* ShardGradients::target_of(std::span<const Piece> pieces) {
-  bool is_target = region_dtype_ == wire_dtype_;
+  bool is_target = true;
   std::int64_t end = -1;
   for (const Piece& piece : pieces) {
     const auto id = static_cast<std::size_t>(piece.param);
     const std::int64_t begin = layout_.region_offset[id] + piece.shard_begin;
     is_target &= layout_.home[id] == Tier::kDevice && sums_[id].num_started == 0 &&
+                 region_dtype(stream_.parts().params[piece.param]) == wire_dtype_ &&
                  (end < 0 || begin == end);
     end = begin + piece.numel + piece.padding;
   }
@@ -238,7 +244,7 @@ Pending ShardGradients::put(std::span<const Piece> pieces, const std::byte* resu
           layout_.region_offset[static_cast<std::size_t>(piece.param)] + piece.shard_begin;
       if (is_first(sum)) {
         sum.values = in_region(param, 0);
-        sum.dtype = region_dtype_;
+        sum.dtype = region_dtype(param);
       }
       const bool is_in_region =
           sum.values == in_region(param, 0) && (is_first(sum) || sum.dtype == DType::kFloat32);
@@ -274,7 +280,7 @@ void ShardGradients::put_piece(const ShardPiece& piece, const std::byte* values)
   }
   std::byte* const to = in_region(param, piece.begin);
   if (to != values) {  // else the reduction has written it
-    stream_.copy(to, region_dtype_, values, wire_dtype_, piece.numel);
+    stream_.copy(to, region_dtype(param), values, wire_dtype_, piece.numel);
   }
 }
 
@@ -416,13 +422,13 @@ void ShardGradients::load(std::span<const Piece> pieces, void* to, DType dtype) 
         break;
       case Tier::kHost:
         // Kernels do not convert what is in memory of the host: it leaves in the type that it has.
+        stream_.stats().loaded_bytes += bytes_for(piece.numel, dtype);
         if (dtype == DType::kFloat32) {
           stream_.wait_for(sum.added);
           from(sum.host_sum.data(), DType::kFloat32);
         } else {
           stream_.wait_for(sum.left);
           from(sum.copy, sum.copies->dtype());
-        stream_.stats().loaded_bytes += bytes_for(piece.numel, dtype);
         }
         break;
       default:
@@ -525,10 +531,10 @@ ShardGradient ShardGradients::gradient(const shard::Param& param) {
     }
   } else {
     std::byte* const zeros = in_region(param, 0);
-    stream_.zero(zeros, bytes_for(param.layout().shard_numel(), region_dtype_));
+    stream_.zero(zeros, bytes_for(param.layout().shard_numel(), region_dtype(param)));
     zeros_are_made_ = true;
     gradient.values = zeros;
-    gradient.dtype = region_dtype_;
+    gradient.dtype = region_dtype(param);
   }
   if (gradient.dtype == DType::kFloat32) {
     gradient.data = static_cast<float*>(const_cast<void*>(gradient.values));

@@ -5,7 +5,8 @@
 // nothing is sent (GradientStream::sends()) a piece is the whole gradient, as autograd made it.
 //
 //   device   the first micro-batch as it comes: adopted with its owner where it is not sent, else
-//            in the region, where the reduction may write it itself. Sums of several are fp32.
+//            in the region, where the reduction may write it itself. Sums of several are fp32, and
+//            so is what is dynamic and sent: any backward may list it more than once.
 //   host     pinned; D2H on a stream of its own, as it comes, in its type (host_copies.h). Whoever
 //            reads them adds them (ShardGradient), but for those that threads of the host have
 //            added up before. Memory stays from step to step.
@@ -13,7 +14,12 @@
 //
 // Where other ranks have copies of the same shards, what is here may be summed over them: load()
 // copies it to memory of the device, and replace() puts the sum in its place. A gradient of which
-// that may be made on the host is one sum in fp32 there, to which a thread adds each micro-batch.
+// that may be made on the host is one sum in fp32 there, to which a thread adds each micro-batch;
+// so is one that is dynamic and sent, of which nobody knows how many rounds come.
+//
+// Adopted memory goes back to autograd's allocator as soon as the update has read it
+// (free_gradient()). Memory of our own stays from step to step: giving it back to a device waits
+// for all of its work.
 //
 // Invariants:
 //  (1) No bit depends on the placement: widening is exact, and sums are made in fp32 in the order
@@ -108,8 +114,15 @@ class ShardGradients {
   bool has_square(const shard::Param& param) const;
   std::int64_t own_numel(const shard::Param& param) const;
   float* own_memory(Sum& sum, const shard::Param& param);
-  std::byte* region();
+  void take_regions();
   std::byte* in_region(const shard::Param& param, std::int64_t begin);
+  // As it was when the layout was made.
+  bool is_dynamic(const shard::Param& param) const {
+    return layout_.is_dynamic[static_cast<std::size_t>(param.id())];
+  }
+  DType region_dtype(const shard::Param& param) const {
+    return is_dynamic(param) ? DType::kFloat32 : region_dtype_;
+  }
 
   void put_piece(const ShardPiece& piece, const std::byte* values);
   void start_square(Sum& sum, const ShardPiece& piece, const void* values, DType dtype);
@@ -129,7 +142,8 @@ class ShardGradients {
   const DType region_dtype_;
   std::vector<Sum> sums_;  // by id
   device::Memory region_;
-  bool zeros_are_made_ = false;  // nobody has waited for them yet
+  device::Memory dynamic_region_;  // behind it in the layout
+  bool zeros_are_made_ = false;    // nobody has waited for them yet
   device::Memory squares_;  // by id: sums of squares, pinned; none: nobody makes them on the way
   std::unique_ptr<HostWork> host_work_;  // null: no several micro-batches on the host
 };

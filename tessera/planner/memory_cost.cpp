@@ -348,6 +348,17 @@ bool has_total(const CutModel& cut, std::int64_t num_micro_batches, const ParamS
          (param.dynamic ? replicas.has_dynamic_totals() : replicas.has_totals());
 }
 
+// Lists name it as often as ranks use it: what is on the device, and on the host, is one sum in
+// fp32.
+bool is_summed_by_lists(const CutModel& cut, const ParamShape& param) {
+  return cut.options.is_discrete && param.trainable && param.dynamic &&
+         cut.options.sends_gradients();
+}
+
+bool is_host_sum(const CutModel& cut, std::int64_t num_micro_batches, const ParamShape& param) {
+  return has_total(cut, num_micro_batches, param) || is_summed_by_lists(cut, param);
+}
+
 bool needs_totals(const CutModel& cut, std::int64_t num_micro_batches) {
   return std::any_of(
       cut.model.params.begin(), cut.model.params.end(),
@@ -376,22 +387,24 @@ std::int64_t MemoryCost::reduced_bytes_per_element() const {
   return as_int(bytes_of(reduced_dtype(cut_)));
 }
 
-std::int64_t MemoryCost::device_gradient_bytes_per_element() const {
-  return num_micro_batches_ == 1 ? reduced_bytes_per_element() : as_int(sizeof(float));
+std::int64_t MemoryCost::device_gradient_bytes_per_element(std::size_t id) const {
+  return num_micro_batches_ == 1 && !is_summed_by_lists(cut_, cut_.model.params[id])
+             ? reduced_bytes_per_element()
+             : as_int(sizeof(float));
 }
 
 std::int64_t MemoryCost::host_gradient_bytes(std::size_t id) const {
   const auto charged = [&](std::int64_t element_bytes) {
     return charged_bytes(options_, Tier::kPinned, cut_.layouts[id].shard_numel() * element_bytes);
   };
-  return has_total(cut_, num_micro_batches_, cut_.model.params[id])
+  return is_host_sum(cut_, num_micro_batches_, cut_.model.params[id])
              ? charged(as_int(sizeof(float))) + charged(reduced_bytes_per_element())
              : host_gradient_buffers(cut_, num_micro_batches_, host_gradients_) *
                    charged(reduced_bytes_per_element());
 }
 
 std::int64_t MemoryCost::host_gradient_bytes_read(std::size_t id) const {
-  return has_total(cut_, num_micro_batches_, cut_.model.params[id])
+  return is_host_sum(cut_, num_micro_batches_, cut_.model.params[id])
              ? as_int(sizeof(float))
              : grad::host_addends_bytes(reduced_dtype(cut_), num_micro_batches_);
 }
@@ -423,7 +436,8 @@ bool MemoryCost::updates_in_place() const {
 
 bool MemoryCost::stays_on_device_once(std::size_t id, const Placement& placement) const {
   return placement.parameter == Tier::kHost && placement.updater == Updater::kDevice &&
-         cut_.is_trainable(id) && updates_in_place();
+         cut_.is_trainable(id) && !is_summed_by_lists(cut_, cut_.model.params[id]) &&
+         updates_in_place();
 }
 
 Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& gradients) const {
@@ -453,7 +467,7 @@ Lines MemoryCost::shard_lines(const Placements& placements, const GradientCost& 
       // What one rank adopts has no padding.
       charge(Tier::kDevice, Role::kGradient,
              (options_.sends_gradients() ? layout.shard_numel() : layout.numel()) *
-                 device_gradient_bytes_per_element());
+                 device_gradient_bytes_per_element(i));
     } else if (options_.is_discrete && each.gradient == Tier::kHost) {
       lines.add(Tier::kPinned, Role::kGradient, host_gradient_bytes(i));
     }

@@ -163,7 +163,7 @@ class MemoryCost {
   // Discrete device: of one micro-batch's gradient; of what stays on the device; of what the host
   // has of all micro-batches.
   std::int64_t reduced_bytes_per_element() const;
-  std::int64_t device_gradient_bytes_per_element() const;
+  std::int64_t device_gradient_bytes_per_element(std::size_t id) const;
   std::int64_t host_gradient_bytes(std::size_t id) const;
   std::int64_t host_gradient_bytes_read(std::size_t id) const;  // by the update, per element
   std::int64_t kept_gradients(const Placements& placements) const;

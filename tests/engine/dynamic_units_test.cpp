@@ -1,8 +1,12 @@
 // Units that only some ranks use, ranks that run out of data, and leaves.
+#include <string>
+#include <utility>
+
 #include <gtest/gtest.h>
 
 #include <ATen/core/grad_mode.h>
 
+#include "testing/mock_device.h"
 #include "tests/engine/engine_fixture.h"
 #include "tests/engine/expert_training.h"
 
@@ -66,6 +70,59 @@ TEST(DynamicUnits, InFrontOfEverythingAreReducedAtTheEndOfBackward) {
     EXPECT_TRUE(at::allclose(engine.full_value(0), plain_front->weight, 1e-4, 1e-5));
     EXPECT_TRUE(at::allclose(engine.full_value(2), plain_back->weight, 1e-4, 1e-5));
   });
+}
+
+// Ranks use one unit at different places, so that its gradients are listed twice in a backward.
+TEST(DynamicUnits, TakeTheMemoryThatWasPlannedHoweverOftenTheyAreListed) {
+  const std::pair<const char*, const char*> places[] = {{"device", "0"}, {"host", "1"}};
+  for (const auto& [place, cpu_share] : places) {
+    for (const char* accumulate : {"1", "2"}) {
+      SCOPED_TRACE(std::string(place) + ", accumulate " + accumulate);
+      Config config = adam_config(1e-3);
+      config.apply_flag(std::string("place.parameters=") + place);
+      config.apply_flag(std::string("place.optimizer=") + place);
+      config.apply_flag(std::string("optim.cpu_share=") + cpu_share);
+      config.apply_flag(std::string("batch.accumulate=") + accumulate);
+      config.apply_flag("persist.param_bytes=0");
+      config.apply_flag("precision=bf16");
+      comm::run_ranks(2, [&](comm::Group& group) {
+        RuntimeOptions options{-1, 1};
+        options.make_device = [](device::CpuDeviceOptions host) {
+          device::MockDeviceOptions late;
+          late.mode = device::LateMode::kRandom;
+          late.own_memory = true;
+          late.host = std::move(host);
+          return device::make_mock_device(std::move(late));
+        };
+        Runtime runtime(config, group, options);
+        Engine engine(runtime);
+        UnitOptions dynamic;
+        dynamic.dynamic = true;
+        auto front = engine.unit("front", affine(8, 8, 1));
+        auto expert = engine.unit("expert", affine(8, 8, 2), dynamic);
+        auto middle = engine.unit("middle", affine(8, 8, 3));
+        auto back = engine.unit("back", affine(8, 4, 4));
+        for (int step = 0; step < 3; ++step) {
+          for (int micro = 0; micro < accumulate[0] - '0'; ++micro) {
+            at::Tensor x = front(input(4, 8, step + group.rank()).to(at::kBFloat16));
+            x = group.rank() == 0 ? expert(x) : x;
+            x = middle(x);
+            x = group.rank() == 1 ? expert(x) : x;
+            engine.backward(back(x).to(at::kFloat).pow(2).mean());
+          }
+          engine.step();
+        }
+        engine.zero_grad();
+        const planner::MemoryPlan* const plan = engine.memory_plan();
+        ASSERT_NE(plan, nullptr);
+        for (const Tier tier : {Tier::kDevice, Tier::kPinned}) {
+          EXPECT_EQ(runtime.ledger().peak_bytes(tier, Role::kGradient),
+                    static_cast<std::size_t>(plan->bytes(tier, Role::kGradient)))
+              << to_string(tier);
+        }
+      });
+    }
+  }
 }
 
 TEST(DynamicUnits, NamesThatMatchNothingAreRefused) {

@@ -152,6 +152,59 @@ TEST(ReducerDynamicUse, MemoryEqualsItsClosedForm) {
   }
 }
 
+// Of a micro-batch that is alone, on a device that the host cannot reach.
+TEST(ReducerDynamicUse, TakesNoMoreMemoryHoweverOftenAParameterIsListed) {
+  for (const Tier home : {Tier::kDevice, Tier::kHost}) {
+    for (const int num_micro_batches : {1, 2}) {
+      SCOPED_TRACE(::testing::Message() << to_string(home) << ", " << num_micro_batches);
+      comm::run_ranks(2, [&](comm::Group& group) {
+        ReduceCase test;
+        test.shapes = {{40}, {64, true, true, home}};
+        test.param_dtype = test.options.wire_dtype = DType::kBFloat16;
+        test.device = DeviceKind::kRandom;
+        test.is_discrete = true;
+        test.is_planned = true;
+        test.num_micro_batches = num_micro_batches;
+        ReducerFixture world(group, test);
+        const auto peak = [&](Tier tier) {
+          return world.ledger().peak_bytes(tier, Role::kGradient);
+        };
+        const std::size_t planned_device = peak(Tier::kDevice);
+        const std::size_t planned_pinned = peak(Tier::kPinned);
+        const std::vector<int> list = {1};
+        for (int step = 0; step < 2; ++step) {
+          for (int backward = 0; backward < num_micro_batches; ++backward) {
+            for (int rank = 0; rank < 2; ++rank) {  // first one uses it, then the other
+              if (rank == group.rank()) {
+                add(world, {rank, step, backward}, 1);
+              }
+              world.reducer().reduce_dynamic(list);
+            }
+            add(world, {group.rank(), step, backward}, 0);
+            world.reducer().finish_backward();
+          }
+          const ShardGradient gradient = world.reducer().shard_gradient(1);
+          const shard::ElementRange range = world.params()[1].range();
+          const std::vector<float> values = values_of(world, gradient, range.numel);
+          for (std::int64_t i = 0; i < range.numel; ++i) {
+            float sum = 0;
+            for (int backward = 0; backward < num_micro_batches; ++backward) {
+              for (int rank = 0; rank < 2; ++rank) {
+                sum += rounded(gradient_value({rank, step, backward}, 1, range.begin + i),
+                               DType::kBFloat16);
+              }
+            }
+            ASSERT_EQ(values[static_cast<std::size_t>(i)], sum) << i << " in step " << step;
+          }
+          world.reducer().clear();
+        }
+        EXPECT_EQ(peak(Tier::kDevice), planned_device);
+        EXPECT_EQ(peak(Tier::kPinned), planned_pinned);
+      });
+    }
+  }
+}
+
 TEST(ReducerDynamicUse, AWholeParameterIsReducedFromWhereItLies) {
   comm::run_ranks(2, [](comm::Group& group) {
     ReduceCase test;

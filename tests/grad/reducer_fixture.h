@@ -53,6 +53,7 @@ struct ReduceCase {
   DeviceKind device = DeviceKind::kCpu;
   bool is_discrete = false;  // as a GPU, with kernels; of mock devices
   int num_micro_batches = 0;
+  bool is_planned = false;  // as ReducerParts'
   int num_host_buffers = 0;
   std::int64_t most_kept_bytes = kMostKeptBytes;
   std::string name = "p";          // of parameters, with a number behind it
@@ -138,6 +139,7 @@ class ReducerFixture : public support::RankFixture {
     parts.dynamic_hops = {dynamic_hops_.inside.get(), dynamic_hops_.across.get()};
     parts.num_micro_batches = test_.num_micro_batches;
     parts.num_host_buffers = test_.num_host_buffers;
+    parts.is_planned = test_.is_planned;
     parts.shard_of_rank = test_.shard_of_rank;
     if (replicas_) {
       parts.replicas = replicas_.get();

@@ -588,5 +588,25 @@ TEST(GpuPlan, AParameterIsSmallUpToWhatStaysGathered) {
   EXPECT_EQ(planned(model, options).params.front().parameter, Tier::kHost);
 }
 
+TEST(GpuPlan, DynamicGradientsOfSeveralRanksAreOneSumHoweverOftenTheyAreListed) {
+  ModelShapes model = equal_units(2, {kMiB}, DType::kBFloat16);
+  model.params[1].dynamic = true;
+  const auto gradients = [&](Tier tier, Tier place, double cpu_share, std::int64_t k) {
+    MemoryPlanOptions options = on_gpu(place, place);
+    options.num_ranks = 2;
+    options.wire_dtype = DType::kBFloat16;
+    options.cpu_share = cpu_share;
+    const MemoryPlan plan = planned(model, options, k);
+    const std::int64_t slots =
+        gradient_cost(CutModel(model, options), plan.params, plan.bucket_bytes, k).bytes.slots;
+    return plan.bytes(tier, Role::kGradient) - (tier == Tier::kDevice ? slots : 0);
+  };
+  const std::int64_t numel = kMiB / 2;
+  EXPECT_EQ(gradients(Tier::kDevice, Tier::kDevice, 0, 1), numel * (2 + 4));
+  EXPECT_EQ(gradients(Tier::kDevice, Tier::kDevice, 0, 3), numel * (4 + 4));
+  EXPECT_EQ(gradients(Tier::kPinned, Tier::kHost, 1, 1), numel * (2 + 4 + 2));
+  EXPECT_EQ(gradients(Tier::kPinned, Tier::kHost, 1, 3), numel * (3 * 2 + 4 + 2));
+}
+
 }  // namespace
 }  // namespace tessera::planner
