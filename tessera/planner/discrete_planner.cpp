@@ -477,7 +477,7 @@ class DiscretePlanner : public Planner {
 std::vector<std::int64_t> bucket_choices(const CutModel& cut) {
   std::vector<std::int64_t> sizes = {choose_bucket_bytes(cut)};
   for (const std::int64_t bytes : possible_bucket_bytes(cut)) {
-    if (cut.options.num_ranks > 1 && bytes < sizes.front()) {
+    if (cut.options.sends_gradients() && bytes < sizes.front()) {
       sizes.push_back(bytes);
     }
   }

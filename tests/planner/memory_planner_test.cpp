@@ -608,5 +608,24 @@ TEST(GpuPlan, DynamicGradientsOfSeveralRanksAreOneSumHoweverOftenTheyAreListed) 
   EXPECT_EQ(gradients(Tier::kPinned, Tier::kHost, 1, 3), numel * (3 * 2 + 4 + 2));
 }
 
+// Copies of the model send as ranks of one do.
+TEST(GpuPlan, ALargerDeviceNeverRefusesWhatASmallerOneAllowedAlsoForCopies) {
+  const ModelShapes model = large_gpt();
+  MemoryPlanOptions options = in_host();
+  options.num_copies = 2;
+  options.call_memory = comm::CallMemory::kCopied;
+  options.cpu_share = 1;
+  const std::int64_t all = planned(model, options).device_memory_bytes();
+  for (const std::int64_t part : {30, 50, 80}) {
+    options.device_bytes = all * part / 100;
+    options.host_bytes = kUnlimited;
+    options.host_bytes = planned(model, options).host_memory_bytes();
+    for (const std::int64_t larger : {100, 200, 800}) {
+      options.device_bytes = all * larger / 100;
+      EXPECT_NO_THROW(planned(model, options)) << part << " %, then " << larger;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::planner
