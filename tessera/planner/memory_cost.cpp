@@ -525,6 +525,31 @@ std::int64_t secondary_bytes(const CutModel& cut, const Placements& placements, 
   return bytes;
 }
 
+AccumulationNumel MemoryCost::accumulation(const Placements& placements) const {
+  AccumulationNumel numel;
+  for (std::size_t i = 0; options_.is_discrete && i < placements.size(); ++i) {
+    if (!cut_.is_trainable(i)) {
+      continue;
+    }
+    const std::int64_t shard_numel = cut_.layouts[i].shard_numel();
+    switch (placements[i].gradient) {
+      case Tier::kHost:
+        (is_host_sum(cut_, num_micro_batches_, cut_.model.params[i]) ? numel.host_sums
+                                                                     : numel.host_copies) +=
+            shard_numel;
+        break;
+      case Tier::kNvme:
+        numel.nvme_sums += shard_numel;
+        break;
+      default:
+        numel.device_sums +=
+            num_micro_batches_ > 1 || is_summed_by_lists(cut_, cut_.model.params[i]) ? shard_numel
+                                                                                     : 0;
+    }
+  }
+  return numel;
+}
+
 void MemoryCost::complete(MemoryPlan& plan) const {
   const GradientCost gradients =
       gradient_cost(cut_, plan.params, plan.bucket_bytes, num_micro_batches_);
@@ -533,12 +558,13 @@ void MemoryCost::complete(MemoryPlan& plan) const {
       options_.is_discrete && !options_.sends_gradients() && num_micro_batches_ == 1;
   plan.updates_in_place = updates_in_place();
   plan.slot_gradient_bytes = plan.num_update_slots > 0 ? slot_gradient_bytes() : 0;
-  plan.sums_gradients_on_host = needs_totals(cut_, num_micro_batches_);
-  if (options_.is_discrete) {
-    plan.num_gradient_copies = host_gradient_buffers(cut_, num_micro_batches_, host_gradients_);
-    plan.adds_gradients_on_host =
-        num_micro_batches_ > grad::least_host_buffers(reduced_dtype(cut_), num_micro_batches_);
-  }
+  plan.accumulation = accumulation(plan.params);
+  const bool has_copies = plan.accumulation.host_copies > 0;
+  plan.num_gradient_copies =
+      has_copies ? host_gradient_buffers(cut_, num_micro_batches_, host_gradients_) : 0;
+  plan.adds_gradients_on_host =
+      has_copies &&
+      num_micro_batches_ > grad::least_host_buffers(reduced_dtype(cut_), num_micro_batches_);
   Lines lines = shard_lines(plan.params, gradients);
   lines.add(Tier::kDevice, Role::kFull, charged_bytes(options_, Tier::kDevice, plan.arena_bytes));
   lines.add(Tier::kDevice, Role::kStaging, plan.num_update_slots * plan.update_slot_bytes);
@@ -637,6 +663,14 @@ void MemoryCost::count_update(std::size_t id, const Placement& placement, Memory
   const std::int64_t copies_bytes =
       gradient_numel * reduced_bytes_per_element() * num_micro_batches_;
   plan.link.d2h += placement.gradient == Tier::kHost ? copies_bytes : 0;
+  if (placement.gradient == Tier::kHost && options_.num_copies > 1 &&
+      has_total(cut_, num_micro_batches_, cut_.model.params[id])) {
+    // To the device and back, to be summed over replicas: a micro-batch that is alone goes as it
+    // came.
+    plan.link.h2d +=
+        numel * (num_micro_batches_ == 1 ? reduced_bytes_per_element() : as_int(sizeof(float)));
+    plan.link.d2h += numel * as_int(sizeof(float));
+  }
   if (placement.updater == Updater::kCpu) {
     plan.update.cpu += numel;
     plan.link.h2d += is_elsewhere ? 0 : shard_bytes;
@@ -658,11 +692,3 @@ void MemoryCost::count_update(std::size_t id, const Placement& placement, Memory
 }
 
 }  // namespace tessera::planner
-  if (placement.gradient == Tier::kHost && options_.num_copies > 1 &&
-      has_total(cut_, num_micro_batches_, cut_.model.params[id])) {
-    // To the device and back, to be summed over replicas: a micro-batch that is alone goes as it
-    // came.
-    plan.link.h2d +=
-        numel * (num_micro_batches_ == 1 ? reduced_bytes_per_element() : as_int(sizeof(float)));
-    plan.link.d2h += numel * as_int(sizeof(float));
-  }

@@ -167,6 +167,7 @@ class MemoryCost {
   std::int64_t host_gradient_bytes(std::size_t id) const;
   std::int64_t host_gradient_bytes_read(std::size_t id) const;  // by the update, per element
   std::int64_t kept_gradients(const Placements& placements) const;
+  AccumulationNumel accumulation(const Placements& placements) const;
   void count_step(MemoryPlan& plan) const;
   // Discrete device: who updates, and what is copied for it.
   void count_update(std::size_t id, const Placement& placement, MemoryPlan& plan) const;

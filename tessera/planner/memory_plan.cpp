@@ -78,6 +78,29 @@ const char* words_of(Role role) {
   return "other";
 }
 
+// Where micro-batches add up; empty where there is nothing to add.
+std::string accumulation_text(const MemoryPlan& plan) {
+  const AccumulationNumel& numel = plan.accumulation;
+  std::string text;
+  const auto add = [&](std::int64_t part, const std::string& where) {
+    if (part > 0) {
+      text += text.empty() ? "gradients of micro-batches: " : "; ";
+      text += number_text("%.1f %% ",
+                          100 * static_cast<double>(part) / static_cast<double>(numel.all()));
+      text += where;
+    }
+  };
+  add(numel.device_sums, "summed on the device, in fp32");
+  add(plan.num_gradient_copies > 1 ? numel.host_copies : 0,
+      detail::concat(plan.num_gradient_copies, " copies in host memory, added by the update",
+                     plan.adds_gradients_on_host
+                         ? " (all but the last added up while the last is computed)"
+                         : ""));
+  add(numel.host_sums, "summed in host memory, in fp32");
+  add(numel.nvme_sums, "summed on NVMe, in fp32");
+  return text.empty() ? "" : text + "\n";
+}
+
 // Who updates on a discrete device, and what is copied for it.
 std::string update_text(const MemoryPlan& plan) {
   const UpdateNumel& update = plan.update;
@@ -94,15 +117,7 @@ std::string update_text(const MemoryPlan& plan) {
         bytes_or_dash(plan.update_slot_bytes), ")");
   }
   text += update.cpu > 0 ? "; " + part(update.cpu) + " on the CPU\n" : "\n";
-  if (plan.num_gradient_copies > 1 || plan.sums_gradients_on_host) {
-    text += plan.sums_gradients_on_host
-                ? "gradients of micro-batches: summed in host memory, in fp32\n"
-                : detail::concat("gradients of micro-batches: ", plan.num_gradient_copies,
-                                 " copies in host memory, added by the update",
-                                 plan.adds_gradients_on_host
-                                     ? "; all but the last added up while the last is computed\n"
-                                     : "\n");
-  }
+  text += accumulation_text(plan);
   if (plan.host_memory_bytes() > 0 && plan.shard_numel > 0) {
     text += "host memory per parameter: " +
             number_text("%.2f B\n", static_cast<double>(plan.host_memory_bytes()) /
@@ -172,6 +187,7 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   options.parameters_host_bytes = config.is_set("place.parameters_host_bytes")
                                       ? config.get_bytes("place.parameters_host_bytes")
                                       : 0;
+  options.small_param_bytes = std::min(kSmallParamBytes, config.get_bytes("persist.param_bytes"));
   options.num_states =
       static_cast<int>(optim::state_names(optim::RuleOptions::from(config)).size());
   const auto reductions = grad::ReducerOptions::from(config, dtype_of(config));
@@ -187,7 +203,6 @@ MemoryPlanOptions MemoryPlanOptions::from(const Config& config, int num_ranks, b
   } else if (num_ranks > 1 && backend != "gloo" && backend != "nccl") {
     options.call_memory = comm::CallMemory::kShared;
   }
-  options.small_param_bytes = std::min(kSmallParamBytes, config.get_bytes("persist.param_bytes"));
   if (options.call_memory == comm::CallMemory::kShared && is_discrete) {
     options.group_memory = comm::kIpcChunks;
   } else if (options.call_memory == comm::CallMemory::kShared ||

@@ -98,8 +98,8 @@ struct MemoryPlanOptions {
   // Full parameters of at most this size are small. persist.param_bytes, where that is less: what
   // does not stay gathered need not stay on the device either.
   std::int64_t small_param_bytes = kSmallParamBytes;
-  int num_states = 2;                               // fp32 tensors per parameter besides the master
-  DType wire_dtype = DType::kFloat32;               // of reductions
+  int num_states = 2;                  // fp32 tensors per parameter besides the master
+  DType wire_dtype = DType::kFloat32;  // of reductions
   std::int64_t bucket_bytes = std::int64_t{64} << 20;  // of reductions, at most
   bool is_bucket_given = false;                        // exactly that, not at most
   // Of reductions that are quantised, and hosts that they go across in a second hop, as
@@ -179,6 +179,16 @@ struct UpdateNumel {
   std::int64_t all() const { return resident + streamed + cpu; }
 };
 
+// Discrete device: of this rank's trained elements, where micro-batches add up.
+struct AccumulationNumel {
+  std::int64_t device_sums = 0;  // in fp32
+  std::int64_t host_copies = 0;  // as they come, up to MemoryPlan::num_gradient_copies
+  std::int64_t host_sums = 0;    // in fp32, by threads of the host
+  std::int64_t nvme_sums = 0;    // in fp32
+
+  std::int64_t all() const { return device_sums + host_copies + host_sums + nvme_sums; }
+};
+
 struct MemoryPlan {
   std::vector<Placement> params;  // by id
   bool uses_nvme = false;
@@ -207,12 +217,12 @@ struct MemoryPlan {
   std::int64_t update_slot_bytes = 0;
   std::int64_t slot_gradient_bytes = 0;  // of them, per element (optim::OptimizerOptions)
   // Discrete device: gradients in host memory go there as they are reduced, in the wire's type, and
-  // have room for so many micro-batches (grad/host_copies.h). 0: no discrete device.
+  // have room for so many micro-batches (grad/host_copies.h). 0: none is there so.
   int num_gradient_copies = 0;
   // ...: threads of the host add up all but the last.
   bool adds_gradients_on_host = false;
-  // ...: where they are summed over replicas, threads of the host add all to one sum in fp32.
-  bool sums_gradients_on_host = false;
+  // ..., of one micro-batch, too: all are copies then, and nothing is added.
+  AccumulationNumel accumulation;
   // ..., one rank and one micro-batch: those on the device are autograd's memory while they last.
   bool adopts_gradients = false;
   // ...: those on the device have the parameters' type, and new parameters are made in their place.

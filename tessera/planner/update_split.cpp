@@ -56,7 +56,7 @@ class UpdateTimes {
     // Gradients of several micro-batches are on the host whoever updates with them.
     const double gradient =
         num_micro_batches == 1 ? parameter
-        : plan.sums_gradients_on_host
+        : plan.accumulation.host_sums > plan.accumulation.host_copies
             ? sizeof(float)
             : static_cast<double>(grad::host_addends_bytes(
                   options.sends_gradients() ? options.wire_dtype : model.dtype, num_micro_batches));

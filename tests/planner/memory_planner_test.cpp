@@ -580,12 +580,27 @@ TEST(GpuPlan, TheTextTellsWhoUpdatesAndWhatTheHostHolds) {
   }
 }
 
-TEST(GpuPlan, AParameterIsSmallUpToWhatStaysGathered) {
-  ModelShapes model = equal_units(2, {4096}, DType::kBFloat16);
-  MemoryPlanOptions options = in_host();
-  EXPECT_EQ(planned(model, options).params.front().parameter, Tier::kDevice);
-  options.small_param_bytes = 4096;
-  EXPECT_EQ(planned(model, options).params.front().parameter, Tier::kHost);
+TEST(GpuPlan, TheTextTellsWhereMicroBatchesAddUp) {
+  const auto line = [](const MemoryPlanOptions& options, std::int64_t num_micro_batches) {
+    const std::string text = planned(large_gpt(), options, num_micro_batches).text();
+    const std::size_t begin = text.find("gradients of micro-batches: ");
+    return begin == std::string::npos ? "" : text.substr(begin, text.find('\n', begin) - begin);
+  };
+  const MemoryPlanOptions resident = on_gpu(Tier::kDevice, Tier::kDevice);
+  EXPECT_EQ(line(resident, 1), "");
+  EXPECT_EQ(line(resident, 4), "gradients of micro-batches: 100.0 % summed on the device, in fp32");
+  EXPECT_EQ(planned(large_gpt(), resident, 4).num_gradient_copies, 0) << "none is in host memory";
+  const std::string offloaded = line(in_host(), 4);
+  for (const char* part : {"% summed on the device, in fp32; ",  // small parameters
+                           "% 4 copies in host memory, added by the update"}) {
+    EXPECT_TRUE(contains(offloaded, part)) << part << " in " << offloaded;
+  }
+  EXPECT_EQ(line(in_host(), 1), "");
+  MemoryPlanOptions replicas = in_host();
+  replicas.num_copies = 2;
+  const std::string summed = line(replicas, 2);
+  EXPECT_TRUE(contains(summed, "% summed in host memory, in fp32")) << summed;
+  EXPECT_FALSE(contains(summed, "copies")) << summed;
 }
 
 TEST(GpuPlan, DynamicGradientsOfSeveralRanksAreOneSumHoweverOftenTheyAreListed) {
@@ -625,6 +640,14 @@ TEST(GpuPlan, ALargerDeviceNeverRefusesWhatASmallerOneAllowedAlsoForCopies) {
       EXPECT_NO_THROW(planned(model, options)) << part << " %, then " << larger;
     }
   }
+}
+
+TEST(GpuPlan, AParameterIsSmallUpToWhatStaysGathered) {
+  ModelShapes model = equal_units(2, {4096}, DType::kBFloat16);
+  MemoryPlanOptions options = in_host();
+  EXPECT_EQ(planned(model, options).params.front().parameter, Tier::kDevice);
+  options.small_param_bytes = 4096;
+  EXPECT_EQ(planned(model, options).params.front().parameter, Tier::kHost);
 }
 
 }  // namespace
