@@ -14,8 +14,9 @@ std::int64_t device_peak_bytes(const planner::ModelShapes& shapes, const planner
   }
   models::GptGradients gradients;
   gradients.passing = plan.full_gradient_bytes;
-  // Of those that live on the device they stay until the next backward begins; of others the next
-  // forward takes what was made in their place.
+  // The next forward of a unit frees those of parameters on the device, and takes what was made in
+  // the place of others. A master that streams is written nowhere else: its gradient stays until
+  // the next backward begins.
   std::int64_t staying = 0;
   // A parameter of two units gets its gradient with the later one's.
   std::vector<std::size_t> unit_of(shapes.params.size());
@@ -29,7 +30,7 @@ std::int64_t device_peak_bytes(const planner::ModelShapes& shapes, const planner
   for (std::size_t id = 0; id < shapes.params.size(); ++id) {
     const Placement& each = plan.params[id];
     if (shapes.params[id].trainable && each.updater == Updater::kDevice) {
-      const bool goes = each.parameter == Tier::kHost && shapes.dtype != DType::kFloat32;
+      const bool goes = each.parameter == Tier::kDevice || shapes.dtype != DType::kFloat32;
       (goes ? gradients.kept_of_unit[unit_of[id]] : staying) +=
           element_bytes * shapes.params[id].numel;
     }

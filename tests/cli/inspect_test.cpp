@@ -272,12 +272,14 @@ TEST(Inspect, PlansForAGpuThatNeedNotBeHere) {
                 update["processor_numel"].get<std::int64_t>(),
             sum_of(plan["params"], "shard_numel"));
 
-  // Parameters live on the GPU: their gradients are there beside all activations.
+  // Gradients come as activations go, and go before those of the next forward come: what is there
+  // at once is less than all of both.
   const std::int64_t activations = plan["tiers"]["activation_bytes"];
   const std::int64_t besides =
       plan["tiers"]["device_peak_bytes"].get<std::int64_t>() - tier_bytes(plan, "device");
-  EXPECT_GE(besides, activations);
-  EXPECT_LE(besides, activations + plan["tiers"]["full_gradient_bytes"].get<std::int64_t>());
+  const std::int64_t passing = plan["tiers"]["full_gradient_bytes"];
+  EXPECT_GT(besides, passing);
+  EXPECT_LT(besides, passing + activations / 2);
 
   const std::string screen = inspected(arguments);
   EXPECT_HAS(screen, "device memory with activations: ");
