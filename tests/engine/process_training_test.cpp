@@ -72,7 +72,11 @@ void have_everything(RunSettings& settings) {
 
 constexpr TrainingCase kCases[] = {
     {"plain", [](RunSettings&) {}},
-    {"accumulated", [](RunSettings& settings) { settings.accumulate = 2; }},
+    {"accumulated",
+     [](RunSettings& settings) {
+       settings.accumulate = 3;
+       settings.batch = 36;
+     }},
     {"tied", [](RunSettings& settings) { settings.model.tie_head = true; }},
     {"frozen", [](RunSettings& settings) { settings.model.freeze = 1; }},
     {"everything", have_everything},
@@ -93,7 +97,7 @@ RunSettings settings_of(const TrainingCase& each, const ContractRank& here) {
     settings.model.vocabulary = 661;
   }
   settings.steps = 4;   // two are recorded, two follow the plan
-  settings.batch = 24;  // of 2, 3 and 4 ranks with 1 and 2 micro-batches
+  settings.batch = 24;  // of 2, 3 and 4 ranks with 1 and 2 micro-batches; with 3 it is 36
   settings.ranks = here.group.size();
   settings.device = here.device.is_discrete() ? RunDevice::kCuda : RunDevice::kCpu;
   settings.cuda_index = settings.device == RunDevice::kCuda ? comm::gpu_of(here.group.rank()) : 0;
