@@ -37,8 +37,9 @@ GradientStream::GradientStream(const ReducerParts& parts)
       reduce_(parts.device.stream(StreamKind::kReduce)),
       is_discrete_(parts.device.is_discrete()),
       nvme_(make_nvme(parts)) {
-  TESSERA_CHECK(!nvme_ || !is_discrete_, ConfigError, "gradients of ", parts.device.name(),
-                " cannot be offloaded to NVMe yet; leave them in memory");
+  if (nvme_ && is_discrete_) {
+    nvme_work_ = std::make_unique<HostWork>(parts.spans, "gradients on NVMe");
+  }
   for (int id = 0; id < parts.params.num_params(); ++id) {
     const shard::Param& param = parts.params[id];
     leaves_device_ |= param.trainable() && param.placement().gradient != Tier::kDevice;
@@ -90,20 +91,38 @@ void GradientStream::add(float* sum, const void* value, DType value_dtype, std::
   }
 }
 
-void GradientStream::put_on_nvme(const ShardPiece& piece, const void* values, DType dtype,
-                                 bool adds) {
-  std::ignore = reduce_.enqueue(
-      [nvme = nvme_.get(), piece, values, dtype, adds] { nvme->put(piece, values, dtype, adds); });
+Pending GradientStream::put_on_nvme(const ShardPiece& piece, const void* values, DType dtype,
+                                    bool adds) {
+  auto work = [nvme = nvme_.get(), piece, values, dtype, adds] {
+    nvme->put(piece, values, dtype, adds);
+  };
+  if (nvme_work_) {
+    stats_.host_bytes += static_cast<std::uint64_t>(piece.numel) * bytes_of(dtype);
+    return nvme_work_->start(reduce_.record(), std::move(work));
+  }
+  std::ignore = reduce_.enqueue(std::move(work));
+  return {};
 }
 
 void GradientStream::get_from_nvme(const ShardPiece& piece, void* to, DType dtype) {
-  std::ignore =
-      reduce_.enqueue([nvme = nvme_.get(), piece, to, dtype] { nvme->get(piece, to, dtype); });
+  auto work = [nvme = nvme_.get(), piece, to, dtype] { nvme->get(piece, to, dtype); };
+  if (nvme_work_) {
+    wait_for(nvme_work_->start(reduce_.record(), std::move(work)));
+  } else {
+    std::ignore = reduce_.enqueue(std::move(work));
+  }
 }
 
 void GradientStream::wait_nvme() {
+  const std::int64_t start_ns = parts_.clock.now_ns();
+  if (nvme_work_) {
+    nvme_work_->drain();
+  }
   if (nvme_) {
     nvme_->wait();
+  }
+  if (nvme_work_) {
+    stats_.exposed_wait_s += static_cast<double>(parts_.clock.now_ns() - start_ns) * 1e-9;
   }
 }
 
@@ -206,6 +225,9 @@ ReducerStats GradientStream::take_stats() {
 }
 
 void GradientStream::drain() noexcept {
+  if (nvme_work_) {
+    nvme_work_->drain();
+  }
   try {
     synchronize();
   } catch (...) {  // whoever waited for the result has been told

@@ -7,7 +7,9 @@
 //
 // [Note: NVMe on the stream] What goes to NVMe is work of the stream as well: it waits there for
 // buffers and for earlier writes, which depends on the disk and on nobody who waits for this
-// stream. So whatever it reads may be used again behind it, as behind any copy.
+// stream. So whatever it reads may be used again behind it, as behind any copy. A discrete device's
+// stream waits for no disk: there a thread does it, in the same order, behind what the stream has
+// been given, and what it reads may be used again when it is done.
 //
 // Threads: as Reducer.
 #pragma once
@@ -23,6 +25,7 @@
 #include <utility>
 
 #include "tessera/grad/gradient_bytes.h"
+#include "tessera/grad/host_work.h"
 #include "tessera/grad/nvme_gradients.h"
 #include "tessera/grad/reducer.h"
 
@@ -48,8 +51,9 @@ class GradientStream {
   void add(float* sum, const void* value, DType value_dtype, std::int64_t numel);
 
   // The same of a piece on NVMe, which begins with `values`; wait_nvme() tells what became of it.
-  void put_on_nvme(const ShardPiece& piece, const void* values, DType dtype, bool adds);
-  // to[i] = what is there of the piece, by work of the stream, too.
+  // Done, on a discrete device: `values` are not read any more. Nothing: the stream reads them.
+  device::Pending put_on_nvme(const ShardPiece& piece, const void* values, DType dtype, bool adds);
+  // to[i] = what is there of the piece, by work of the stream, too; or the stream is behind it.
   void get_from_nvme(const ShardPiece& piece, void* to, DType dtype);
   NvmeGradients* nvme() { return nvme_.get(); }  // null: nothing is there
   // Blocks until everything is there; throws what went wrong. REQUIRES: the stream is done.
@@ -139,6 +143,8 @@ class GradientStream {
   device::Pending last_to_host_;
   ReducerStats stats_;
   std::int64_t held_bytes_ = 0;
+  // Beside a discrete device: see [Note: NVMe on the stream]. Last: it uses everything above.
+  std::unique_ptr<HostWork> nvme_work_;
 };
 
 }  // namespace tessera::grad

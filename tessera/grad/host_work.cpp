@@ -5,7 +5,8 @@
 
 namespace tessera::grad {
 
-HostWork::HostWork(Spans& spans) : spans_(spans), thread_([this] { run(); }) {}
+HostWork::HostWork(Spans& spans, const char* name)
+    : spans_(spans), name_(name), thread_([this] { run(); }) {}
 
 HostWork::~HostWork() {
   {
@@ -30,7 +31,7 @@ void HostWork::drain() noexcept {
 }
 
 void HostWork::run() {
-  spans_.name_this_thread("gradients on the host");
+  spans_.name_this_thread(name_);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return !items_.empty() || is_stopping_; });

@@ -1,5 +1,6 @@
-// Internal to grad: sums over gradients in memory of the host, beside a discrete device: a thread
-// that does one piece of work after the other while backward runs.
+// Internal to grad: what the host does with gradients beside a discrete device, while backward
+// runs: a thread that does one piece of work after the other. One adds up what is in memory of the
+// host; another, which waits for the disk, moves what is on NVMe.
 //
 // Threads: start() and drain() as Reducer; work runs on the thread, one at a time.
 #pragma once
@@ -18,7 +19,8 @@ namespace tessera::grad {
 
 class HostWork {
  public:
-  explicit HostWork(Spans& spans);
+  // `name`, a literal: of the thread.
+  HostWork(Spans& spans, const char* name);
   // Ends what has been started.
   ~HostWork();
   HostWork(const HostWork&) = delete;
@@ -39,6 +41,7 @@ class HostWork {
   void run();
 
   Spans& spans_;
+  const char* const name_;
   std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_.

@@ -15,7 +15,9 @@ namespace {
 using device::Pending;
 
 // A quarter of the pool, so that some tiles are read and others written, and no more than keeps a
-// disk busy.
+// disk busy. Beside a discrete device two more are copied.
+constexpr std::size_t kTilesPerPool = 4;
+constexpr std::size_t kStagedTiles = 2;
 constexpr std::size_t kLargestTileBytes = std::size_t{4} << 20;
 constexpr std::int64_t kReadStep = tier::kBlockBytes / sizeof(float);  // elements
 // In place of a sum of squares, which is never negative: nothing was put here.
@@ -25,8 +27,9 @@ std::size_t bytes_on_nvme(std::int64_t numel) {
   return tier::whole_blocks(static_cast<std::size_t>(numel) * sizeof(float));
 }
 
-std::int64_t tile_numel(std::size_t pool_bytes) {
-  const std::size_t bytes = std::clamp(pool_bytes / 4, kSmallestPoolBytes,
+std::int64_t tile_numel(std::size_t pool_bytes, bool is_discrete) {
+  const std::size_t num_tiles = kTilesPerPool + (is_discrete ? kStagedTiles : 0);
+  const std::size_t bytes = std::clamp(pool_bytes / num_tiles, kSmallestPoolBytes,
                                        std::max(kSmallestPoolBytes, kLargestTileBytes));
   return static_cast<std::int64_t>(bytes / kSmallestPoolBytes) * kPieceStep;
 }
@@ -35,8 +38,8 @@ bool overlap(const ShardPiece& a, const ShardPiece& b) {
   return a.param == b.param && a.begin < b.begin + b.numel && b.begin < a.begin + a.numel;
 }
 
-const std::byte* advanced(const void* values, DType dtype, std::int64_t numel) {
-  return static_cast<const std::byte*>(values) + static_cast<std::size_t>(numel) * bytes_of(dtype);
+const std::byte* advanced(const std::byte* values, DType dtype, std::int64_t numel) {
+  return values + static_cast<std::size_t>(numel) * bytes_of(dtype);
 }
 
 }  // namespace
@@ -44,7 +47,7 @@ const std::byte* advanced(const void* values, DType dtype, std::int64_t numel) {
 NvmeGradients::NvmeGradients(const ReducerParts& parts)
     : parts_(parts),
       nvme_(parts.nvme),
-      tile_numel_(tile_numel(parts.nvme.buffers->capacity_bytes())) {
+      tile_numel_(tile_numel(parts.nvme.buffers->capacity_bytes(), parts.device.is_discrete())) {
   TESSERA_INVARIANT(parts_.block_sum_of_squares, "gradients are on NVMe, and nothing sums squares");
   allocate_extents();
   first_block_.push_back(0);
@@ -54,7 +57,10 @@ NvmeGradients::NvmeGradients(const ReducerParts& parts)
                                    ? param.layout().shard_numel()
                                    : 0;
     first_block_.push_back(first_block_.back() + num_norm_blocks(numel));
-    const std::size_t least_bytes = bytes_on_nvme(std::min(numel, kPieceStep));
+    const std::size_t tile_bytes = bytes_on_nvme(std::min(numel, kPieceStep));
+    const std::size_t staged_bytes =
+        parts_.device.is_discrete() && numel > 0 ? kStagedTiles * kSmallestPoolBytes : 0;
+    const std::size_t least_bytes = tile_bytes + staged_bytes;
     TESSERA_CHECK(least_bytes <= nvme_.buffers->capacity_bytes(), ConfigError,
                   "the gradient of parameter '", param.name(), "' passes through buffers of ",
                   nvme_.buffers->capacity_bytes(), " bytes, and needs ", least_bytes,
@@ -63,9 +69,22 @@ NvmeGradients::NvmeGradients(const ReducerParts& parts)
   block_memory_ = parts_.device.allocate(
       Tier::kHost, static_cast<std::size_t>(first_block_.back()) * sizeof(double), Role::kGradient);
   clear();
+  allocate_staging();
 }
 
 NvmeGradients::~NvmeGradients() { clear(); }
+
+void NvmeGradients::allocate_staging() {
+  if (parts_.device.is_discrete()) {
+    staging_ = nvme_.buffers->acquire(kStagedTiles * static_cast<std::size_t>(tile_numel_) *
+                                      sizeof(float));
+  }
+}
+
+std::byte* NvmeGradients::staging(std::int64_t tile) const {
+  const std::size_t turn = static_cast<std::size_t>(tile) % kStagedTiles;
+  return staging_.data() + turn * static_cast<std::size_t>(tile_numel_) * sizeof(float);
+}
 
 // Also of frozen parameters: the store outlives this, and they may be unfrozen.
 void NvmeGradients::allocate_extents() {
@@ -133,29 +152,70 @@ void NvmeGradients::get(const ShardPiece& piece, void* to, DType dtype) noexcept
     read_tiles(piece, [&](const Tile& tile) {
       auto* const at = static_cast<std::byte*>(to) +
                        static_cast<std::size_t>(tile.at.begin - piece.begin) * bytes_of(dtype);
-      convert_elements(at, dtype, tile.data(), DType::kFloat32,
-                       static_cast<std::size_t>(tile.at.numel));
+      const auto numel = static_cast<std::size_t>(tile.at.numel);
+      std::byte* const staged = staging_.data();
+      convert_elements(staged != nullptr ? staged : at, dtype, tile.data(), DType::kFloat32, numel);
+      if (staged != nullptr) {
+        device::Stream& h2d = parts_.device.stream(device::StreamKind::kRead);
+        parts_.device.start_copy(at, staged, numel * bytes_of(dtype), h2d).wait();
+      }
     });
   } catch (...) {
     keep_failure(piece.param);
   }
 }
 
+NvmeGradients::HostValues::HostValues(NvmeGradients& gradients, const ShardPiece& piece,
+                                      const void* values, DType dtype)
+    : gradients_(gradients),
+      piece_(piece),
+      values_(static_cast<const std::byte*>(values)),
+      dtype_(dtype) {
+  start_copy();
+}
+
+NvmeGradients::HostValues::~HostValues() { wait_ignoring_failure(copied_); }
+
+void NvmeGradients::HostValues::start_copy() {
+  if (gradients_.staging_.data() == nullptr || num_started_ == piece_.numel) {
+    return;
+  }
+  const ShardPiece tile = gradients_.tile_at(piece_, num_started_);
+  device::Device& device = gradients_.parts_.device;
+  copied_ = device.start_copy(gradients_.staging(num_started_ / gradients_.tile_numel_),
+                              advanced(values_, dtype_, num_started_),
+                              static_cast<std::size_t>(tile.numel) * bytes_of(dtype_),
+                              device.stream(device::StreamKind::kWrite));
+  num_started_ += tile.numel;
+}
+
+const void* NvmeGradients::HostValues::next() {
+  const std::int64_t begin = num_given_;
+  num_given_ += gradients_.tile_at(piece_, begin).numel;
+  if (gradients_.staging_.data() == nullptr) {
+    return advanced(values_, dtype_, begin);
+  }
+  copied_.wait();
+  start_copy();  // over the tile before this one
+  return gradients_.staging(begin / gradients_.tile_numel_);
+}
+
 void NvmeGradients::replace(const ShardPiece& piece, const void* values, DType dtype) {
+  HostValues from(*this, piece, values, dtype);
   for (std::int64_t done = 0; done < piece.numel; done += tile_numel_) {
     Tile tile{tile_at(piece, done), {}, {}};
     tile.lease = std::move(*lease_for(tile.at, true));
     wait_for_overlapping(tile.at);
-    convert_elements(tile.data(), DType::kFloat32, advanced(values, dtype, done), dtype,
+    convert_elements(tile.data(), DType::kFloat32, from.next(), dtype,
                      static_cast<std::size_t>(tile.at.numel));
     start_write(std::move(tile));
   }
 }
 
 void NvmeGradients::add(const ShardPiece& piece, const void* values, DType dtype) {
+  HostValues from(*this, piece, values, dtype);
   read_tiles(piece, [&](Tile tile) {
-    add_elements(tile.data(), advanced(values, dtype, tile.at.begin - piece.begin), dtype,
-                 static_cast<std::size_t>(tile.at.numel));
+    add_elements(tile.data(), from.next(), dtype, static_cast<std::size_t>(tile.at.numel));
     start_write(std::move(tile));
   });
 }
@@ -270,10 +330,11 @@ void NvmeGradients::finish(std::list<Tile>::iterator write) noexcept {
   writes_.erase(write);
 }
 
+// Beside a discrete device nobody waits for this thread here.
 void NvmeGradients::timed(const std::function<void()>& wait) {
   const std::int64_t start_ns = parts_.clock.now_ns();
   wait();
-  waited_ns_ += parts_.clock.now_ns() - start_ns;
+  waited_ns_ += parts_.device.is_discrete() ? 0 : parts_.clock.now_ns() - start_ns;
 }
 
 void NvmeGradients::throw_failure() const {

@@ -10,6 +10,10 @@
 // The pool is ours alone: a lease whose write is done goes back at our next call. Waiting for one
 // is waiting for our own oldest write, that is for the disk, never for a rank.
 //
+// Values in memory of a discrete device are copied D2H on the way, tile by tile, into a lease that
+// is kept for that: one tile is on its way while the one before it is added up. So they take no
+// more of the host than the pool.
+//
 // Invariants:
 //  (1) Tiles begin at multiples of kPieceStep and are whole blocks on NVMe; behind the shard's
 //      end they are zero.
@@ -19,9 +23,9 @@
 //  (3) A block to which nothing was put since clear() counts as zeros, and is not read.
 //  (4) The first failure stays until clear(). What comes after it is not put.
 //
-// Threads: put() and get() on the reduce stream's, one at a time. wait() and clear() when that
-// stream has done everything. stats and start_read() from any, the latter after wait() and before
-// clear().
+// Threads: put() and get() on the reduce stream's, one at a time; beside a discrete device, whose
+// streams must not wait for a disk, on one that GradientStream has for it. wait() and clear() when
+// all of that is done. stats and start_read() from any, the latter after wait() and before clear().
 #pragma once
 
 #include <atomic>
@@ -48,7 +52,8 @@ struct ShardPiece {
 
 class NvmeGradients {
  public:
-  // REQUIRES: parts.nvme has a store and buffers. Throws ConfigError if the pool is too small.
+  // REQUIRES: parts.nvme has a store and buffers, pinned beside a discrete device. Throws
+  // ConfigError if the pool is too small.
   explicit NvmeGradients(const ReducerParts& parts);
   ~NvmeGradients();
   NvmeGradients(const NvmeGradients&) = delete;
@@ -80,8 +85,32 @@ class NvmeGradients {
     float* data() const { return reinterpret_cast<float*>(lease.data()); }
   };
 
+  // The tiles of a piece, where the host reads them.
+  class HostValues {
+   public:
+    HostValues(NvmeGradients& gradients, const ShardPiece& piece, const void* values, DType dtype);
+    ~HostValues();
+    HostValues(const HostValues&) = delete;
+    HostValues& operator=(const HostValues&) = delete;
+
+    // Until the next call. REQUIRES: tiles in order, each once.
+    const void* next();
+
+   private:
+    void start_copy();  // of the tile behind those that were started; nothing behind the last
+
+    NvmeGradients& gradients_;
+    const ShardPiece piece_;
+    const std::byte* const values_;
+    const DType dtype_;
+    std::int64_t num_given_ = 0;    // elements
+    std::int64_t num_started_ = 0;  // whose copies are
+    device::Pending copied_;        // the last of them
+  };
   void replace(const ShardPiece& piece, const void* values, DType dtype);
   void add(const ShardPiece& piece, const void* values, DType dtype);
+  void allocate_staging();
+  std::byte* staging(std::int64_t tile) const;  // of tiles in turn
   // Reads ahead as far as leases are free, and gives `use` the tiles in order.
   void read_tiles(const ShardPiece& piece, const std::function<void(Tile)>& use);
   ShardPiece tile_at(const ShardPiece& piece, std::int64_t offset) const;
@@ -106,6 +135,7 @@ class NvmeGradients {
   const GradientTier nvme_;
   std::vector<std::uint64_t> offsets_;  // by id
   std::int64_t tile_numel_ = 0;
+  tier::Lease staging_;  // of two tiles between the device and the host; none: they are one memory
   device::Memory block_memory_;
   std::vector<std::int64_t> first_block_;  // by id, of block_memory_; one more at the end
   std::list<Tile> writes_;                 // in the order in which they were started

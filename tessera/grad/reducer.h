@@ -154,8 +154,9 @@ struct ReducerOptions {
 };
 
 // Where gradients on NVMe accumulate, and the host buffers through which they pass; both outlive
-// the reducer, and the buffers are the reducer's alone. The first reducer that is given an empty
-// store allocates extents there, in the order of registration; later ones use the same.
+// the reducer, and the buffers are the reducer's alone, pinned beside a discrete device. The first
+// reducer that is given an empty store allocates extents there, in the order of registration; later
+// ones use the same.
 struct GradientTier {
   tier::Store* store = nullptr;
   tier::BufferPool* buffers = nullptr;
@@ -277,9 +278,8 @@ struct ReducerStats {
   std::uint64_t replica_bytes = 0;     // of this rank's shards that were summed over replicas
   std::int64_t held_bytes_peak = 0;    // gradients that waited for their turn, or for a buffer
   double exposed_wait_s = 0;
-  std::uint64_t host_bytes = 0;  // of gradients that went to memory of the host
-  // ... and of those that came from there, to be summed over replicas.
-  std::uint64_t loaded_bytes = 0;
+  std::uint64_t host_bytes = 0;    // of a discrete device's gradients, D2H: to the host, or to NVMe
+  std::uint64_t loaded_bytes = 0;  // ... and H2D: those that are summed over replicas on the device
   // NVMe, whole blocks. Reads are those of later micro-batches, and of start_read().
   std::uint64_t nvme_read_bytes = 0;
   std::uint64_t nvme_written_bytes = 0;

@@ -89,7 +89,7 @@ ShardGradients::ShardGradients(GradientStream& stream, const BucketLayout& layou
         TESSERA_INVARIANT(
             parts.host_widen && parts.host_add && parts.host_fold && parts.host_sum_of_squares,
             "several micro-batches are on the host, and nothing adds them there");
-        host_work_ = std::make_unique<HostWork>(parts.spans);
+        host_work_ = std::make_unique<HostWork>(parts.spans, "gradients on the host");
       }
     } else if (param.placement().gradient == Tier::kDevice && parts.is_planned && is_alone() &&
                !expects_one(stream) && dtype != DType::kFloat32) {
@@ -161,10 +161,12 @@ void ShardGradients::take(const shard::Param& param, FullGradient gradient) {
   const std::int64_t bytes = bytes_of_full(param, gradient);
   stream_.order_behind_compute();
   switch (param.placement().gradient) {
-    case Tier::kNvme:
-      stream_.put_on_nvme(whole, gradient.data, gradient.dtype, !is_first(sum));
-      stream_.retire(std::move(gradient.owner));
+    case Tier::kNvme: {
+      const Pending left =
+          stream_.put_on_nvme(whole, gradient.data, gradient.dtype, !is_first(sum));
+      stream_.retire(std::move(gradient.owner), left, bytes);
       break;
+    }
     case Tier::kHost: {
       TESSERA_INVARIANT(gradient.dtype == param.layout().dtype(), "the gradient of parameter '",
                         param.name(), "' is ", to_string(gradient.dtype), ", the parameter is ",
@@ -232,7 +234,7 @@ Pending ShardGradients::put(std::span<const Piece> pieces, const std::byte* resu
     const std::byte* values = result + bytes_for(piece.bucket_offset, wire_dtype_);
     const Tier home = *layout_.home[static_cast<std::size_t>(piece.param)];
     if (home == Tier::kNvme) {
-      stream_.put_on_nvme(at, values, wire_dtype_, !is_first(sum));
+      left.push_back(stream_.put_on_nvme(at, values, wire_dtype_, !is_first(sum)));
     } else if (home == Tier::kHost) {
       left.push_back(send_to_host(sum, at, values, wire_dtype_, made));
       if (piece.shard_begin + piece.numel == param.layout().shard_numel()) {
@@ -453,7 +455,7 @@ Pending ShardGradients::replace(std::span<const Piece> pieces, const float* valu
     square_piece(sum, at, from, DType::kFloat32);
     switch (*layout_.home[static_cast<std::size_t>(piece.param)]) {
       case Tier::kNvme:
-        stream_.put_on_nvme(at, from, DType::kFloat32, false);
+        left.push_back(stream_.put_on_nvme(at, from, DType::kFloat32, false));
         break;
       case Tier::kHost: {
         const std::size_t bytes = bytes_for(at.numel, DType::kFloat32);

@@ -10,7 +10,7 @@
 //   host     pinned; D2H on a stream of its own, as it comes, in its type (host_copies.h). Whoever
 //            reads them adds them (ShardGradient), but for those that threads of the host have
 //            added up before. Memory stays from step to step.
-//   NVMe     sums in fp32 (nvme_gradients.h)
+//   NVMe     sums in fp32 (nvme_gradients.h); beside a discrete device D2H on the way, by a thread
 //
 // Where other ranks have copies of the same shards, what is here may be summed over them: load()
 // copies it to memory of the device, and replace() puts the sum in its place. A gradient of which

@@ -54,6 +54,7 @@ void expect_bits_of_memory(comm::Group& group, const ReduceCase& test, int num_b
   const ShardSums expected = train(plain, 2, num_backwards);
   ReducerFixture offloaded(group, test);
   expect_same_bits(train(offloaded, 2, num_backwards), expected);
+  offloaded.destroy_reducer();
   EXPECT_EQ(offloaded.pool().free_bytes(), offloaded.pool().capacity_bytes());
 }
 
@@ -90,6 +91,107 @@ INSTANTIATE_TEST_SUITE_P(Devices, ReducerNvme,
                                   : param.param == DeviceKind::kLazy ? "lazy"
                                                                      : "random";
                          });
+
+// Beside a discrete device a gradient is copied D2H on its way. What it is compared with is one
+// memory's.
+ReduceCase beside_device(ReduceCase test, DeviceKind device = DeviceKind::kLazy) {
+  test.device = device;
+  test.is_discrete = true;
+  test.pool_bytes += 2 * kStep;  // between the device and the host
+  return test;
+}
+
+void expect_bits_of_one_memory(comm::Group& group, const ReduceCase& test, int num_backwards) {
+  ReduceCase memory = in_memory(test);
+  memory.device = DeviceKind::kCpu;
+  memory.is_discrete = false;
+  ReducerFixture plain(group, memory);
+  const ShardSums expected = train(plain, 2, num_backwards);
+  ReducerFixture offloaded(group, test);
+  expect_same_bits(train(offloaded, 2, num_backwards), expected);
+  offloaded.destroy_reducer();
+  EXPECT_EQ(offloaded.pool().free_bytes(), offloaded.pool().capacity_bytes());
+}
+
+TEST(ReducerNvmeBesideDevice, HasTheBitsOfOneMemoryForEveryNumberOfRanksAndMicroBatches) {
+  for (int num_ranks = 1; num_ranks <= 3; ++num_ranks) {
+    for (const int num_backwards : {1, 2, 3}) {
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+        const int num_micro_batches =
+            dtype == DType::kFloat32 ? 0 : num_backwards;  // not told, told
+        SCOPED_TRACE(::testing::Message() << num_ranks << " ranks, " << num_backwards << " of "
+                                          << num_micro_batches << ", " << to_string(dtype));
+        ReduceCase test = beside_device(
+            mixed_case(), num_backwards == 2 ? DeviceKind::kRandom : DeviceKind::kLazy);
+        test.param_dtype = dtype;
+        test.options.wire_dtype = dtype;
+        test.num_micro_batches = num_micro_batches;
+        test.shapes[7].tier = Tier::kHost;  // beside each other
+        comm::run_ranks(num_ranks, [&](comm::Group& group) {
+          expect_bits_of_one_memory(group, test, num_backwards);
+        });
+      }
+    }
+  }
+}
+
+TEST(ReducerNvmeBesideDevice, APieceOfAnySizePassesThroughThreeTiles) {
+  for (const std::size_t pool_bytes : {std::size_t{0}, std::size_t{4096}, 3 * kStep, 40 * kStep}) {
+    for (const std::int64_t bucket_bytes : {20000, 1 << 20}) {
+      SCOPED_TRACE(::testing::Message() << pool_bytes << ", buckets of " << bucket_bytes);
+      ReduceCase test = mixed_case();
+      test.pool_bytes = kStep + pool_bytes;
+      test.options.bucket_bytes = bucket_bytes;
+      test = beside_device(test);
+      for (int num_ranks = 1; num_ranks <= 2; ++num_ranks) {
+        comm::run_ranks(num_ranks,
+                        [&](comm::Group& group) { expect_bits_of_one_memory(group, test, 2); });
+      }
+    }
+  }
+  ReduceCase test = mixed_case();
+  test.pool_bytes = kStep - 4096;
+  test = beside_device(test);
+  comm::run_ranks(1, [&](comm::Group& group) {
+    expect_error<ConfigError>([&] { ReducerFixture world(group, test); },
+                              "passes through buffers of 45056 bytes, and needs 49152");
+  });
+}
+
+TEST(ReducerNvmeBesideDevice, BytesD2hAreThoseOfTheGradients) {
+  for (const int num_ranks : {1, 2}) {
+    comm::run_ranks(num_ranks, [](comm::Group& group) {
+      ReduceCase test;
+      test.shapes = {{5000, true, false, Tier::kNvme}, {300}, {70001, true, false, Tier::kNvme}};
+      test.param_dtype = DType::kBFloat16;
+      test.options = {64 << 10, DType::kBFloat16};
+      test.make_store = make_lazy_store;
+      test = beside_device(test);
+      test.pool_bytes = 4 * kStep;
+      ReducerFixture world(group, test);
+      std::uint64_t numel = 0;
+      std::uint64_t nvme_bytes = 0;
+      for (const int id : {0, 2}) {
+        const shard::Layout& layout = world.params()[id].layout();
+        numel +=
+            static_cast<std::uint64_t>(group.size() > 1 ? layout.shard_numel() : layout.numel());
+        nvme_bytes +=
+            tier::whole_blocks(static_cast<std::size_t>(layout.shard_numel()) * sizeof(float));
+      }
+      for (int backward = 0; backward < 3; ++backward) {
+        add_all(world, {group.rank(), 0, backward});
+        world.reducer().finish_backward();
+      }
+      world.reducer().wait();
+      const ReducerStats stats = world.reducer().take_stats();
+      EXPECT_EQ(stats.host_bytes, 3 * 2 * numel);
+      EXPECT_EQ(world.ledger().peak_bytes(Tier::kPinned, Role::kGradient), 0U)
+          << "they pass through the buffers";
+      EXPECT_EQ(stats.nvme_written_bytes, 3 * nvme_bytes);
+      EXPECT_EQ(stats.nvme_read_bytes, 2 * nvme_bytes);
+    });
+  }
+}
 
 TEST(ReducerNvmeTiles, APieceOfAnySizePassesThroughOneTile) {
   struct Sizes {
@@ -297,13 +399,16 @@ std::string error_of(const std::function<void()>& call) {
 }
 
 // Fails one transfer of rank 0, in its turn every one that a step has; all ranks come to an end.
-void fail_each(int num_ranks, DeviceKind device, IoCall call) {
+void fail_each(int num_ranks, DeviceKind device, IoCall call, bool is_discrete = false) {
   bool has_failed = true;
   int num_failures = 0;
   for (std::size_t number = 0; has_failed; ++number) {
     comm::run_ranks(num_ranks, [&](comm::Group& group) {
       ReduceCase test = nvme_case();
       test.device = device;
+      if (is_discrete) {
+        test = beside_device(test, device);
+      }
       test.make_store = [&](int rank) {
         auto store = std::make_unique<LazyStore>();
         if (rank == 0) {
@@ -328,7 +433,8 @@ void fail_each(int num_ranks, DeviceKind device, IoCall call) {
         }
         EXPECT_EQ(error_of([&] { world.reducer().sum_of_squares(0); }), error);
       }
-      EXPECT_EQ(world.pool().free_bytes(), world.pool().capacity_bytes());
+      EXPECT_EQ(world.pool().free_bytes() + (is_discrete ? 2 * kStep : 0),
+                world.pool().capacity_bytes());
       auto& store = dynamic_cast<LazyStore&>(world.store());
       EXPECT_EQ(store.num_under_way(), 0) << "a lease went back before its transfer was done";
       world.reducer().clear();
@@ -352,6 +458,13 @@ TEST(ReducerNvmeFaults, AWriteThatFailsNamesTheParameterAndEndsNothingElse) {
   fail_each(1, DeviceKind::kCpu, IoCall::kWrite);
   fail_each(2, DeviceKind::kCpu, IoCall::kWrite);
   fail_each(2, DeviceKind::kLazy, IoCall::kWrite);
+}
+
+TEST(ReducerNvmeFaults, ATransferThatFailsBesideADeviceNamesTheParameterAndEndsNothingElse) {
+  for (const IoCall call : {IoCall::kWrite, IoCall::kRead}) {
+    fail_each(1, DeviceKind::kLazy, call, true);
+    fail_each(2, DeviceKind::kRandom, call, true);
+  }
 }
 
 TEST(ReducerNvmeFaults, AReadThatFailsNamesTheParameterAndEndsNothingElse) {
@@ -462,6 +575,33 @@ TEST(ReducerNvmeFiles, AFailureSaysWhatWhereAndWhose) {
           world.reducer().start_read(0, 0, 100, reinterpret_cast<float*>(memory.data())).wait();
         },
         "'p0'");
+  });
+}
+
+// Nothing but the bound on gradients in flight holds up a backward while the disk stands still.
+TEST(ReducerNvmeBesideDevice, ABackwardWaitsForTheDiskOnlyAtTheBoundOnGradientsInFlight) {
+  comm::run_ranks(1, [](comm::Group& group) {
+    GradientFiles files;
+    files.engine().set_where_named(IoCall::kWrite, "parameter", IoFault::kHold);
+    ReduceCase test = nvme_case();
+    test.pool_bytes = kStep;  // one tile's write stops the others
+    test = beside_device(test, DeviceKind::kRandom);
+    test.make_store = [&](int rank) { return files.make_store(rank); };
+    ReducerFixture world(group, test);
+    std::vector<std::weak_ptr<void>> kept;
+    for (const int id : {3, 2, 1, 0}) {
+      kept.push_back(add(world, {0, 0, 0}, id));
+    }
+    world.reducer().finish_backward();
+    files.engine().wait_until_held(1);
+    EXPECT_FALSE(kept[1].expired()) << "it is still read";
+    files.engine().clear_faults();
+    files.engine().release();
+    ShardSums sums;
+    append_sums(world, sums);
+    EXPECT_EQ(sums.shards[2][7], gradient_value({0, 0, 0}, 2, 7));
+    world.reducer().clear();
+    EXPECT_TRUE(kept[1].expired());
   });
 }
 

@@ -31,22 +31,25 @@ inline std::string name_of(const Copies& copies) {
   return std::to_string(copies.num_copies()) + "CopiesOf" + std::to_string(copies.ranks_per_copy);
 }
 
-enum class Home : std::uint8_t { kCpu, kLateCpu, kDiscrete, kHost, kMixed, kNvme };
+enum class Home : std::uint8_t { kCpu, kLateCpu, kDiscrete, kHost, kMixed, kNvme, kDiscreteNvme };
 inline std::vector<Home> all_homes() {
   if (support::kIsSanitized) {
-    return {Home::kLateCpu, Home::kMixed, Home::kNvme};
+    return {Home::kLateCpu, Home::kMixed, Home::kNvme, Home::kDiscreteNvme};
   }
-  return {Home::kCpu, Home::kLateCpu, Home::kDiscrete, Home::kHost, Home::kMixed, Home::kNvme};
+  return {Home::kCpu,   Home::kLateCpu, Home::kDiscrete,    Home::kHost,
+          Home::kMixed, Home::kNvme,    Home::kDiscreteNvme};
 }
 
 inline std::string name_of(Home home) {
-  constexpr std::array kNames = {"cpu", "late cpu", "discrete", "host", "mixed", "nvme"};
+  constexpr std::array kNames = {
+      "cpu", "late cpu", "discrete", "host", "mixed", "nvme", "nvme beside discrete"};
   return kNames.at(static_cast<std::size_t>(home));
 }
 
 inline ReduceCase at_home(ReduceCase test, Home home) {
-  const bool on_nvme = home == Home::kNvme;
-  test.is_discrete = home == Home::kDiscrete || home == Home::kHost || home == Home::kMixed;
+  const bool on_nvme = home == Home::kNvme || home == Home::kDiscreteNvme;
+  test.is_discrete = home == Home::kDiscrete || home == Home::kHost || home == Home::kMixed ||
+                     home == Home::kDiscreteNvme;
   test.device = home == Home::kCpu                               ? DeviceKind::kCpu
                 : home == Home::kDiscrete || home == Home::kHost ? DeviceKind::kRandom
                                                                  : DeviceKind::kLazy;
