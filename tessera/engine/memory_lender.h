@@ -10,13 +10,13 @@
 //                                   waits until the rest is returned
 //
 // So torch's peak does not rise: what is lent while a unit runs was freed by later units, whose
-// activations do not exist yet. Slots are alike; those whose pieces were written back first return
-// first. A reserve for the rest of the backward stays: the most that one unit freed in the backward
-// before; so the first backward lends nothing. A unit without a backward neither lends nor reclaims
-// memory.
+// activations do not exist yet. Slots are alike; a slot whose piece was written back earlier
+// returns earlier. A reserve is kept for the rest of the backward: the most that one unit freed in
+// the previous backward. So the first backward lends nothing. A unit without a backward neither
+// lends nor reclaims memory.
 //
-// It is torch's memory, taken and returned as a tensor of the compute stream: no ledger knows it,
-// as none knows activations.
+// The memory is torch's, taken and returned as a tensor of the compute stream. Like activations it
+// is not charged to the ledger.
 //
 // Threads: as Engine.
 #pragma once
@@ -33,21 +33,20 @@ namespace tessera::engine {
 
 // How much of a GPU's memory may be lent while a backward runs.
 struct SpareMemory {  // in bytes
-  // Of torch's allocator, now.
-  std::int64_t taken = 0;  // by tensors, with what is lent
+  // Torch's allocator, now.
+  std::int64_t taken = 0;  // used by tensors, lent memory included
   std::int64_t held = 0;   // of the device
   // When backward began.
   std::int64_t taken_at_begin = 0;
-  std::int64_t free_at_begin = 0;  // of the device: nobody's
-  // What the rest of the backward needs besides; 0: not known yet.
+  std::int64_t free_at_begin = 0;  // unallocated memory of the device
+  // Needed by the rest of the backward; 0: not known yet.
   std::int64_t reserve = 0;
   std::int64_t lent = 0;
 };
 
-// Torch's allocator must have it: what it would have to ask the device for is not spare. And what
-// is lent lies somewhere in blocks that torch cuts up as it likes; at worst none of the rest is of
-// use to the next forward, which then asks the device for as much as is lent. So lending is never
-// what makes memory run out.
+// Lend only memory that torch's allocator already holds, and never more than the device had free
+// when backward began. If lending fragments the cache so badly that the next forward must allocate
+// anew, that much is still free on the device. So lending cannot cause an out-of-memory failure.
 inline bool is_spare(const SpareMemory& memory, std::int64_t bytes) {
   return memory.reserve > 0 && memory.taken + bytes + memory.reserve <= memory.taken_at_begin &&
          memory.taken + bytes <= memory.held && memory.lent + bytes <= memory.free_at_begin;
@@ -62,7 +61,7 @@ class MemoryLender {
   void end_backward_of(int unit);
   void begin_forward_of(int unit);
   void take_all_back();
-  // For what was lent, since the last call.
+  // Seconds spent waiting for lent memory since the last call.
   double take_wait_s() { return std::exchange(wait_s_, 0.0); }
 
  private:
@@ -75,15 +74,14 @@ class MemoryLender {
   bool lends_ = false;
   double wait_s_ = 0;
   std::size_t num_lent_ = 0;
-  // By unit: what was lent when its backward ended, in the last one; of several uses the last
-  // one's.
+  // By unit: slots lent when its last use's backward ended, in the last backward.
   std::unordered_map<int, std::size_t> lent_before_;
-  // On CUDA.
+  // CUDA only.
   std::int64_t taken_at_begin_ = 0;
   std::int64_t free_at_begin_ = 0;
-  std::int64_t last_bytes_ = 0;     // when the last unit's backward had ended, and what was lent
-  std::int64_t freed_bytes_ = 0;    // by one unit, at most, in this backward
-  std::int64_t reserve_bytes_ = 0;  // the same of the last one; 0: there was none
+  std::int64_t last_bytes_ = 0;     // taken when the last unit's backward ended
+  std::int64_t freed_bytes_ = 0;    // the most that one unit freed in this backward
+  std::int64_t reserve_bytes_ = 0;  // the same for the last backward; 0: none
 };
 
 }  // namespace tessera::engine

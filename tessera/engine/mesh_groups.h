@@ -1,23 +1,24 @@
-// Internal to engine: the groups of an engine's ranks, cut out of the data-parallel group that it
-// was given: the runtime's, or a BuildScope's. Ranks of other axes (tensor, sequence) are in other
-// groups, and take no part in anything here.
+// Internal to engine: the groups of an engine's ranks, split off the data-parallel group that the
+// engine was given: the runtime's, or a BuildScope's. Ranks of other axes (tensor, sequence) belong
+// to other groups and take no part.
 //
 //   all              every rank that trains the model: agreement, norm, saves
 //   gathers          the ranks that hold one copy together, by shard: gathers
-//   reductions       the same ranks, by rank: when a bucket is full may differ between ranks, so
-//                    reductions do not stand in one order with gathers
-//   agreed_reductions  the same ranks, by rank, in one order with gathers: where ranks have agreed
-//   replicas         ranks of all copies that hold the same shard, by copy: one sum per step
-//   phases           of gathers in two phases
-//   secondary        ranks of a host that cut what has been gathered once more (hpZ)
-//   hops             of reductions in two hops, each in one order with `reductions`, where ranks
-//                    say that a bucket's turn has come; and `agreed_hops` with `agreed_reductions`
+//   reductions       the same ranks, by rank. The moment at which a bucket is full differs between
+//                    ranks, so reductions have no common order with gathers and need a group of
+//                    their own
+//   agreed_reductions  the same ranks, by rank, in a common order with gathers: reductions on which
+//                      ranks have agreed
+//   replicas         the ranks that hold the same shard in all copies, by copy: one sum per step
+//   phases           groups of gathers in two phases
+//   secondary        ranks of a host that shard gathered parameters once more (hpZ)
+//   hops             groups of reductions in two hops, each in a common order with `reductions`,
+//                    where ranks announce a bucket; `agreed_hops`: the same for `agreed_reductions`
 //
 // With one copy and gathers in one phase, `gathers` is `all`, and there are no replicas: MiCS with
 // one group of all ranks is plain ZeRO-3.
 //
-// What fixes the order of collectives: the construction, with the caller's; groups are split in the
-// order above.
+// Order of collectives: construction, in the caller's order; groups are split in the order above.
 //
 // Threads: as Engine.
 #pragma once
@@ -40,14 +41,14 @@ namespace tessera::engine {
 // group is the runtime's.
 std::vector<std::uint64_t> find_hosts(const Runtime& runtime, comm::Group& all);
 
-// What the options make of the ranks of a data-parallel group. Collective as find_hosts(). Throws
-// ConfigError with what is possible, on all ranks alike.
+// The mesh that the options make of a data-parallel group. Collective as find_hosts(). Throws
+// ConfigError that lists what is possible, on all ranks alike.
 comm::Mesh find_mesh(const Runtime& runtime, comm::Group& all);
 
 // Payload bytes that this rank has sent for an engine.
 struct SentBytes {
   std::uint64_t inside = 0;  // to ranks of its host
-  std::uint64_t across = 0;  // to those of others
+  std::uint64_t across = 0;  // to ranks of other hosts
 };
 
 class MeshGroups {
@@ -65,7 +66,7 @@ class MeshGroups {
     return agreed_reductions_ ? *agreed_reductions_ : gathers();
   }
   comm::Group* replicas() const { return replicas_.get(); }
-  // All ranks, in one order with reductions.
+  // All ranks, in a common order with reductions.
   comm::Group& all_reductions() const {
     return own_reductions_ ? *own_reductions_ : runtime_.reduce_group();
   }
@@ -76,10 +77,10 @@ class MeshGroups {
   }
   comm::Group* secondary() const { return secondary_.get(); }
 
-  // Of this rank.
+  // This rank's.
   int shard_index() const { return gathers().rank(); }
   int replica() const { return mesh_.replica_of(all_.rank()); }
-  // By rank of `gathers`: the rank among all.
+  // By rank of `gathers`: its rank in `all`.
   std::vector<int> ranks_of_copy() const;
   // By the hosts that were found, also where they are uneven. What other engines of the runtime
   // send over groups that they share with this one is counted, too: agreement and norm, and of
@@ -91,11 +92,11 @@ class MeshGroups {
   void wait_agreed() const;
 
  private:
-  struct Counted {  // of a group of ours
+  struct Counted {  // for a group of this engine
     const comm::Group* group = nullptr;
     int num_inside = 0;  // peers
     int num_across = 0;
-    std::uint64_t before = 0;  // what it had sent when the engine was made
+    std::uint64_t before = 0;  // bytes it had sent when the engine was made
   };
   void count(const comm::Group* group, const std::vector<int>& ranks);
 
@@ -103,7 +104,7 @@ class MeshGroups {
   comm::Group& all_;
   const std::vector<std::uint64_t> hosts_;  // by rank of all_
   const comm::Mesh mesh_;
-  std::unique_ptr<comm::Group> own_reductions_;  // of all, where that is not the runtime's group
+  std::unique_ptr<comm::Group> own_reductions_;  // all ranks; null: `all` is the runtime's
   std::unique_ptr<comm::Group> gathers_;
   std::unique_ptr<comm::Group> reductions_;
   std::unique_ptr<comm::Group> agreed_reductions_;

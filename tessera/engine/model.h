@@ -1,10 +1,11 @@
-// Internal to engine: the model as the engine knows it: parameters by id, the units that use them,
-// and buffers. Parameters are sharded as units are made, so that the peak is one unit.
+// Internal to engine: the engine's table of the model: parameters by id, the units that use them,
+// and buffers. Parameters are sharded as units are made, so at most one unit is whole at a time.
 //
-// A parameter is known by its tensor: one that is registered already is tied, and stays one shard.
+// Invariant: a parameter is identified by its tensor. A tensor that is registered a second time is
+// tied, and stays one shard.
 //
-// What fixes the order of collectives: registration. A unit takes one exchange, in which a rank
-// that cannot make it says so, and one broadcast per parameter with module values.
+// Order of collectives: registration. A unit takes one exchange, in which a rank reports if it
+// cannot make the unit, and one broadcast per parameter with module values.
 //
 // Threads: as Engine.
 #pragma once
@@ -30,7 +31,7 @@ namespace tessera::engine {
 class Model {
  public:
   Model(EngineObjects& engine, EngineContext& context, RankAgreement& ranks);
-  // The engine goes: hooks and units may stay, and do nothing.
+  // Hooks and units may outlive the engine; afterwards they do nothing.
   ~Model();
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
@@ -39,21 +40,22 @@ class Model {
   UnitCore* add_unit(const std::string& name, const std::vector<NamedTensor>& params,
                      const UnitOptions& options, const std::string& module_type);
   void add_external(UnitCore& unit, const at::Tensor& tensor);
-  // Collective: rank 0's values count, so that no rank can differ.
+  // Collective: every rank gets rank 0's values.
   void send_buffers(const std::string& unit, const std::vector<NamedTensor>& buffers);
   void set_leaf(const coordinator::LeafRule& rule, bool is_leaf);
   void set_leaf(const std::string& name, bool is_leaf);
   std::vector<std::string> leaf_units();
-  // What is inside leaves, and which parameters are dynamic, is known afterwards.
+  // Fixes which units are inside leaves and which parameters are dynamic.
   void finalize_leaves();
-  // The coordinator is complete. Afterwards a leaf uses what is inside it.
+  // REQUIRES: the coordinator is complete. Afterwards a leaf uses the parameters of the units
+  // inside it.
   void finalize_units();
 
   // --- lookup ---
   planner::ModelShapes shapes() const;
   const std::vector<at::Tensor>& tensors() const { return tensors_; }  // by id
   const at::Tensor& tensor(int id) const { return tensors_[static_cast<std::size_t>(id)]; }
-  // Registered ones of all modules.
+  // Registered buffers of all modules.
   const std::vector<at::Tensor>& buffers() const { return buffers_; }
   const std::vector<std::string>& buffer_names() const { return buffer_names_; }
   // Other names under which units have registered the same tensor.
@@ -70,14 +72,14 @@ class Model {
   bool is_used_by(const at::Tensor& param, const UnitCore& unit) const;
   std::int64_t trainable_bytes() const;
 
-  // --- changes between steps ---
-  // Turns the parameter's trainability around, for its hook and its units.
+  // --- changes between steps --- Flips whether the parameter is trainable, for its hook and its
+  // units.
   void flip_trainable(int id);
-  // Every parameter's hook goes, and units become plain calls.
+  // Removes every parameter's hook, and makes units plain calls.
   void make_plain();
 
  private:
-  // `before`: its values before it was converted to another type; undefined: it was not.
+  // `before`: the values before a conversion to another type; undefined if there was none.
   struct ParamOptions {
     Init init;
     double weight_decay_scale = 1;
@@ -86,22 +88,23 @@ class Model {
   int add_param(const NamedTensor& param, const at::Tensor& before, const ParamOptions& options);
   void check_param(const std::string& name, const at::Tensor& tensor) const;
   void warn_of_units_inside(const std::string& name, const std::vector<int>& ids) const;
-  // What parameters and floating buffers become as a unit is made; null: what they are.
+  // The type to which parameters and floating buffers are converted as a unit is made; null: none.
   std::optional<DType> wanted_dtype() const;
   coordinator::UnitTraits traits_of(const std::string& name, const std::string& type,
                                     bool dynamic) const;
   void apply_leaf_options();
-  // How a parameter is stored: as its unit says, else as the options do.
+  // How a parameter is stored: by its unit's UnitOptions, else by the options.
   shard::StoredFormat format_of(const std::string& name, const at::Tensor& tensor,
                                 std::optional<int> bits) const;
   const shard::StoredCodecs& codecs_of(shard::StoredFormat format);
-  // Every name of quant.frozen_names is of a frozen parameter that can be stored so.
+  // Checks that every name in quant.frozen_names is a frozen parameter that can be stored as
+  // blocks.
   void check_stored_names() const;
   void keep_first_master(shard::Param& param, const at::Tensor& precise);
   void fill_shard(const shard::Param& param, const Init& init);
   void watch_gradient(int id);
 
-  EngineObjects& engine_;  // for units and hooks
+  EngineObjects& engine_;  // passed to units and hooks
   EngineContext& ctx_;
   RankAgreement& ranks_;
   std::vector<at::Tensor> tensors_;
@@ -110,7 +113,7 @@ class Model {
   std::vector<std::shared_ptr<UnitCore>> units_;
   std::vector<std::vector<std::string>> tied_names_;  // by id
   std::vector<at::Tensor> buffers_;
-  std::vector<std::string> buffer_names_;  // with the unit's in front
+  std::vector<std::string> buffer_names_;  // prefixed with the unit's name
   bool leaf_options_applied_ = false;
   const std::shared_ptr<const std::string> owner_;  // the mesh, for engines that get its parameters
   const shard::StoredRule stored_rule_;

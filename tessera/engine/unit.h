@@ -1,15 +1,15 @@
-// A module whose parameters exist in full only while it runs.
+// A module whose parameters are whole only while it runs.
 //
 //   Unit<BlockImpl> block = engine.unit("blocks.0", std::make_shared<BlockImpl>(width, heads));
 //   x = block(x);
 //
-// The call gathers, runs the module's forward and releases; backward does the same by itself.
-// Tensors are looked for in arguments and results as tensor_pack.h says; a result in which none
-// could be seen although one needs a gradient is a ConfigError. With `recompute` the forward runs
-// again in backward in place of keeping activations: see recompute.h for what that means.
+// The call gathers, runs the module's forward and releases; autograd hooks do the same in backward.
+// tensor_pack.h says in which arguments and results tensors are found; a result that needs a
+// gradient and in which no tensor is found is a ConfigError. With `recompute` no activations are
+// kept and the forward runs again in backward; recompute.h has the contract.
 //
-// A unit made from a module alone is plain: it calls the module and nothing else. The same model
-// code then trains unsharded. Engine::to_plain() makes every unit of its engine plain.
+// A unit made from a module alone is plain: it only calls the module, so the same model code also
+// trains unsharded. Engine::to_plain() makes every unit of its engine plain.
 //
 // Threads: as Engine.
 #pragma once
@@ -84,10 +84,11 @@ class Unit {
   Result run_again_in_backward(Tuple args) const {
     std::vector<at::Tensor> inputs;
     engine::pack_tensors(args, inputs);
-    // Autograd owns the inputs: arguments that held them, too, would keep them until the loss goes.
+    // Autograd owns the inputs. Arguments that also held them would keep them until the loss is
+    // freed.
     std::size_t taken = 0;
     engine::unpack_tensors(args, std::vector<at::Tensor>(inputs.size(), at::empty({0})), taken);
-    // Where the tensors stand in a result; of interest for the first run alone.
+    // The positions of tensors in the result; needed for the first run only.
     auto shape = std::make_shared<std::optional<Result>>();
     engine::RecomputedForward forward;
     forward.run = [module = module_, args = std::move(args),
