@@ -1,31 +1,31 @@
-// Starts and finishes gathers: moves parameters between released and available, in an arena of its
-// own, and counts bytes, hits and waiting. When and what is decided elsewhere.
+// Starts and finishes gathers: moves parameters between released and available, in its arena, and
+// counts bytes, hits and waiting. It does not decide when and what to gather.
 //
 // Order of work, for one parameter:
 //
 //   update of the shard, last reader of the arena's bytes -> gather stream -> all-gather
 //   all-gather -> compute stream (the unit reads it) -> release
 //
-// A shard that is not in the device's memory is loaded (shard_loader.h) into this rank's slot of
-// the full parameter before the all-gather, which waits for it; in a group of one that is all.
-// Parameters that are used in place (a group of one, in the device's memory) are not gathered.
-// A shard that is stored as blocks is loaded behind the full parameter, and the all-gather decodes
-// it; in a group of one the loader does, as soon as it is there.
+// A shard that is not in device memory is loaded (shard_loader.h) into this rank's slot of the full
+// parameter before the all-gather, which waits for the load; in a group of one there is only the
+// load. Parameters that are used in place (a group of one, in device memory) are not gathered. A
+// shard that is stored as blocks is loaded next to the full parameter, and the all-gather decodes
+// it; in a group of one the loader decodes it as soon as it is loaded.
 //
-// Where shards are encoded (encoded_shards.h), the gather brings wires and decodes them, but for
-// causes that want exact values.
+// Where shards are encoded (encoded_shards.h), the gather transfers wires and decodes them, unless
+// its Cause asks for exact values.
 //
-// Where phases are given (gather_phases.h), a gather by all ranks is two calls; the second waits
-// for the first on the groups' side, not on the caller's. What the first brings of wires lies
-// beside the full parameter, in the arena if it has room, until the call is known to be done: the
-// gather stream is never ordered behind a call in flight by whoever gets that memory next, since
-// the call may wait for an encoding that is itself behind the gather stream.
+// Where phases are given (gather_phases.h), a gather by all ranks is two calls; the groups order
+// the second after the first, and the caller does not wait. The wires of the first call lie next to
+// the full parameter, in the arena if it has free space, until the call is known to be done. The
+// next user of that memory must not order the gather stream after the call instead: the call may
+// wait for an encoding that is itself ordered after the gather stream.
 //
 // Invariants:
-//  (1) A parameter has a block of the arena exactly while it is gathering or available.
+//  (1) A parameter has a block of the arena exactly valid while gathering or available.
 //  (2) A parameter that was prefetched and not used yet is gathering, even if its gather is done.
 //  (3) At most max_inflight calls are in flight; a further one waits for the oldest. Plans stay
-//      below that by themselves; what comes beside them may not.
+//      below that by themselves; calls outside of a plan may not.
 //
 // Threads: as Param.
 #pragma once
@@ -56,10 +56,10 @@ namespace tessera::coordinator {
 // Why a gather was started, and for whom.
 enum class Reason : std::uint8_t { kDemand, kPrefetch };
 struct Cause {
-  UnitId unit = -1;  // -1: for somebody who is no unit
+  UnitId unit = -1;  // -1: not for a unit (a hold)
   Phase phase = Phase::kForward;
   Reason reason = Reason::kDemand;
-  bool exact = false;  // as shards are, also where gathers are quantised
+  bool exact = false;  // unquantised values, also where gathers are quantised
 };
 
 class Gatherer {
@@ -75,10 +75,10 @@ class Gatherer {
     ShardLoader* loader;  // null: all shards are in the device's memory
     GatherPhases phases = {};
     SecondaryShards* secondary = nullptr;  // null: there are no secondary shards
-    EncodedShards* encoded = nullptr;      // null: gathers bring shards as they are
+    EncodedShards* encoded = nullptr;      // null: shards are gathered as they are
   };
   Gatherer(const Parts& parts, std::size_t num_units, std::size_t arena_bytes, int max_inflight);
-  // A gather that has failed may have shards on their way into the arena.
+  // After a failed gather shards may still be in flight into the arena.
   ~Gatherer() {
     wait_for_loads();
     for (InFlight& call : calls_) {
@@ -88,49 +88,51 @@ class Gatherer {
   Gatherer(const Gatherer&) = delete;
   Gatherer& operator=(const Gatherer&) = delete;
 
-  // One call, for the parameters of `ids` that are released; none if there are none. `offsets`: one
-  // per id, or none; -1, or an offset that is taken, means best fit. `unit` is named in errors.
+  // Starts one call for those parameters of `ids` that are released; none if all are gathered.
+  // `offsets`: one per id, or empty; -1, or an offset that is taken, means best fit. `unit` is
+  // named in errors.
   void start(std::span<const int> ids, std::span<const std::int64_t> offsets,
              const std::string& unit, const Cause& cause);
-  // The same where only some ranks want the parameters; wants[r] says which, the same on all ranks.
-  // Where this rank does, they are gathering afterwards.
+  // The same where only ranks with wants[r] != 0 receive the parameters; `wants` is the same on all
+  // ranks. On those ranks they are gathering afterwards.
   void start_to(std::span<const int> ids, std::span<const std::uint8_t> wants,
                 const std::string& unit, const Cause& cause);
-  // Waits for every parameter of a use that is gathering. Throws what went wrong with its gather.
+  // Waits for every parameter of a use that is gathering. Throws the failure of its gather.
   void finish(std::span<shard::Param* const> params, LabelId label, const Cause& user);
 
-  // An available parameter; `last_use` is the work that read it last.
+  // Releases an available parameter. `last_use` is the work that read it last.
   void release(shard::Param& param, const device::Pending& last_use);
-  // Everything that has no user, but what `stays` (by parameter id). What was gathered in vain is
-  // dropped: its block stays taken until the gather is done.
+  // Releases everything that has no user, except parameters with stays[id]. Unused gathers are
+  // dropped: the block stays taken until the gather is done.
   void release_idle(const std::vector<bool>& stays);
-  // For somebody who wants exact values: gives back what was gathered quantised and has no user.
+  // Releases those of `ids` that were gathered quantised and have no user, so that a hold can
+  // gather exact values.
   void release_quantised(std::span<const int> ids);
-  // Gathers of it bring wires, unless somebody wants exact values.
+  // True if gathers of the parameter bring wires, unless the caller wants exact values.
   bool is_encoded(const shard::Param& param) const {
     return parts_.encoded != nullptr && parts_.encoded->covers(param);
   }
-  // It was gathered for somebody who wants exact values, which units do not compute with.
+  // True if the parameter was gathered with exact values, with which units do not compute.
   bool is_exact_for_once(const shard::Param& param) const;
-  // What has been enqueued for computing so far.
+  // The work enqueued on the compute stream so far.
   device::Pending computed() { return compute_.record(); }
-  // The shard of a dropped parameter is still read: orders whatever writes shards behind that.
+  // Orders writes of shards after dropped gathers, which may still read them; blocks on a CPU.
   void wait_for_drops();
-  // After an exception: as release_idle(), once every gather is done, whatever its outcome.
+  // After an exception: waits until every gather has ended or failed, then acts as release_idle().
   void abandon(const std::vector<bool>& stays) noexcept;
 
-  // A gather of it by all ranks would begin with the parameter's shard, not with a secondary one.
+  // True if a gather of the parameter by all ranks reads its shard, not a secondary shard.
   bool reads_shard(const shard::Param& param) const;
   std::int64_t full_bytes() const { return full_bytes_; }
   std::size_t arena_bytes() const { return arena_bytes_; }
-  std::size_t num_calls();  // that are not done, also if their parameters were all dropped
-  // By unit and phase; unit -1 stands for those who are no unit.
+  std::size_t num_calls();  // calls in flight, including those whose parameters were all dropped
+  // By unit and phase; unit -1: gathers that are not for a unit.
   GatherCounts& counts(UnitId unit, Phase phase);
   // Adds what was counted since the last call.
   void take_stats(CoordinatorStats& stats);
 
  private:
-  struct Slot {  // of a parameter
+  struct Slot {  // one per parameter
     device::ArenaBlock block;
     device::Pending gathered;  // while it is gathering
     Cause cause;
@@ -140,20 +142,20 @@ class Gatherer {
     std::vector<device::Pending> gathered;
     std::vector<device::ArenaBlock> scratch;
   };
-  struct Call {  // that is put together
+  struct Call {  // the call being assembled
     std::vector<shard::Param*> members;
     std::vector<int> ids;  // of the members
     std::vector<comm::Gather> tensors;
-    std::vector<device::Pending> loads;                 // of those that are not on the device
-    std::vector<device::Pending> ready;                 // what else its input waits for
-    std::vector<device::ArenaBlock> scratch;            // until it is done
-    const device::PendingState* last_update = nullptr;  // that it is ordered behind
+    std::vector<device::Pending> loads;                 // loads of shards outside of device memory
+    std::vector<device::Pending> ready;                 // other work that its input waits for
+    std::vector<device::ArenaBlock> scratch;            // freed when the call is done
+    const device::PendingState* last_update = nullptr;  // the update it is ordered after
     std::uint64_t bytes = 0;
     void clear();
   };
 
   Slot& slot_of(const shard::Param& param) { return slots_[static_cast<std::size_t>(param.id())]; }
-  // `wants`: none: all ranks want them. Takes those of `ids` whose values come from there.
+  // `wants`: empty: all ranks receive them. Takes those of `ids` that are gathered from `from`.
   enum class From : std::uint8_t { kShards, kSecondary };
   void start_call(From from, std::span<const int> ids, std::span<const std::int64_t> offsets,
                   std::span<const std::uint8_t> wants, const std::string& unit, const Cause& cause);
@@ -162,19 +164,19 @@ class Gatherer {
     return !cause.exact && is_encoded(param);
   }
   void take(shard::Param& param, std::int64_t offset);
-  // `full`: null: only other ranks get it, and the shard is loaded to `scratch` where it must be.
+  // `full` null: only other ranks receive it; a shard that must be loaded is loaded to `scratch`.
   void add(const shard::Param& param, void* full, std::byte* scratch);
   void add_encoded(const shard::Param& param, void* full, std::byte* scratch);
-  // Its shard, where that is loaded to.
+  // Starts to load the shard into its slot of `full`, or to `scratch`; returns the address.
   std::byte* load_shard(const shard::Param& param, void* full, std::byte* scratch);
-  // Of call_, by all ranks of the group.
+  // Starts the all-gathers of call_ by all ranks of the group.
   std::vector<device::Pending> start_gathers(From from, const std::string& unit,
                                              const Cause& cause);
-  // In a group of one: what was loaded is there, and what lies on the device as blocks is decoded.
+  // In a group of one: the Pendings of loads, after blocks in device memory were decoded.
   std::vector<device::Pending> start_alone(const std::string& unit, const Cause& cause);
-  // An exception came while a call was put together: nothing of it stays.
+  // Undoes call_ after an exception while it was assembled.
   void undo_call();
-  // The call is on its way. `gathered`: of each member, or of all together.
+  // Records a started call. `gathered`: one per member, or one for all.
   void note_call(std::vector<device::Pending> gathered, std::int64_t begin_ns, const Cause& cause,
                  bool by_all);
   void order_behind_update(const shard::Param& param);

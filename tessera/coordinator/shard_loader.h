@@ -1,34 +1,35 @@
-// Loads shards from host memory and from NVMe to where they are gathered.
+// Loads shards from host memory and from NVMe into the memory where they are gathered.
 //
-//   start_load(...)    H2D from host memory; from NVMe by way of the prefetch window, or in tiles
-//                      straight from the store, so that a shard may be larger than all buffers
-//   read_ahead(ids)    the next shards on NVMe, in the order of use, are read into the prefetch
-//                      window, as far as it goes; none is passed over
-//   receive(...)       an update hands over new values on their way to NVMe: a shard that fits into
-//                      the window is loaded from there, and is not read at all
+//   start_load(...)    copies H2D from host memory; reads from NVMe through the prefetch window, or
+//                      in tiles directly from the store, so that a shard may be larger than all
+//                      buffers
+//   read_ahead(ids)    reads the next shards on NVMe, in the order of use, into the prefetch window
+//                      until it is full; none is skipped
+//   receive(...)       an update passes on new values that it writes to NVMe: a shard that fits
+//                      into the window is loaded from there, without a read
 //
-// What is in the window is never written back: the store has it, or is about to get it. A shard in
-// host memory whose new values the device still has (shard::DeviceCopy) is copied on the device, on
-// the gather stream.
+// The window is never written back: the store has its contents, or will get them from the update. A
+// shard in host memory whose new values the device still has (shard::DeviceCopy) is copied on the
+// device, on the gather stream.
 //
-// Order: loads of one tier are carried out in the order of their calls, which is that of the
-// gathers, by a thread of that tier; reads ahead in the order of the last list. The caller never
-// waits; whoever needs a shard from host memory waits on the host for the start of its copy only
+// Order: loads of one tier run in the order of their calls, which is that of the gathers, on a
+// thread for that tier; reads ahead run in the order of the last list. The caller never waits; a
+// consumer of a shard from host memory blocks on the host only until its copy is started
 // (device/handed_over.h). Nothing here is a collective.
 //
 // Invariants:
 //  (1) A shard is read only when its update and the writes of that update are done.
-//  (2) What is in the window is the shard's newest version: forget_all() comes between the end of
-//      an update and the beginning of the next.
-//  (3) A load from NVMe needs two tiles, which are of one size, so that either fits where the other
-//      was; it never waits for the window.
-//  (4) What was read ahead and is not on the last list makes room for what is.
+//  (2) The window holds the newest version of a shard: forget_all() is called between the end of an
+//      update and the beginning of the next.
+//  (3) A load from NVMe needs two tiles of one size, so that either fits into the memory of the
+//      other; it never waits for the window.
+//  (4) Shards read ahead that are not on the last list are evicted for shards that are.
 //
-// [Note: one queue for H2D copies] A GPU has one engine for H2D copies, which goes on with a stream
-// as long as that has copies that are ready: optimizer states that stream to their update would
-// keep parameters waiting that the model needs now. So both are given to the read stream, each when
-// it is ready and not before: the stream's order is that of readiness, and no copy in it waits for
-// anything but those before it. Which comes first decides over time, not bits.
+// [Note: one queue for H2D copies] A GPU's H2D copy engine serves one stream until that stream has
+// no ready copies. So optimizer states on a stream of their own could delay parameters that the
+// model needs now. Both therefore use the read stream, and a copy is enqueued only when it is
+// ready: no copy there waits for anything but the copies before it. Their order affects time, not
+// bits.
 //
 // Threads: receive() from any thread; everything else as Param.
 #pragma once
@@ -53,59 +54,59 @@
 
 namespace tessera::coordinator {
 
-// Of one tier, since the last take_stats(); without padding to whole blocks.
+// Counts of one tier since the last take_stats(), without padding to whole blocks.
 struct LoaderStats {
   std::uint64_t loaded_bytes = 0;       // kHost: H2D alone, without copies on the device
-  std::uint64_t from_update_bytes = 0;  // of them, straight from their update; NVMe only
-  std::uint64_t read_ahead_bytes = 0;   // of them, read before they were asked for; NVMe only
+  std::uint64_t from_update_bytes = 0;  // of these, passed on by their update; NVMe only
+  std::uint64_t read_ahead_bytes = 0;   // of these, read ahead; NVMe only
 };
 
-// How the buffers of a loader are used.
+// How a loader divides its buffers.
 struct LoaderSizes {
-  std::size_t tile_bytes = 0;    // two of them
+  std::size_t tile_bytes = 0;    // each of two tiles
   std::size_t window_bytes = 0;  // the rest
 };
 LoaderSizes loader_sizes(std::size_t buffer_bytes);
-// The smallest buffers that a loader from NVMe works with.
+// The smallest buffers with which a loader from NVMe works.
 inline constexpr std::size_t kSmallestLoaderBytes =
     2 * static_cast<std::size_t>(shard::kShardStep) * sizeof(float);
 
 class ShardLoader {
  public:
-  // Of shards in host memory. Both outlive the loader.
+  // Loads shards from host memory only. Both outlive the loader.
   ShardLoader(shard::ParamTable& params, device::Device& device);
-  // On NVMe as well. `buffer_bytes`: of memory of `tier`, all that it takes. Registers itself as
-  // the receiver of updates (ParamTable::pass_on).
+  // Loads shards from NVMe as well. `buffer_bytes`: all memory that it takes, in `tier`. Registers
+  // itself as the receiver of updates (ParamTable::pass_on).
   ShardLoader(shard::ParamTable& params, shard::ShardStore& store, device::Device& device,
               Tier tier, std::size_t buffer_bytes);
-  // Carries out what was asked for.
+  // Completes all loads that were started.
   ~ShardLoader();
   ShardLoader(const ShardLoader&) = delete;
   ShardLoader& operator=(const ShardLoader&) = delete;
 
-  // shard_bytes() bytes at `to`, once the shard's update and `ready` are done. `decoded`: memory
-  // for shard_numel() elements, which a shard that is stored as blocks is decoded to behind that,
-  // on the gather stream; null: whoever gathers it decodes it. `to` is used behind the gather
-  // stream where a copy on the device serves. Failures are those of the update, of `ready`, or
+  // Loads shard_bytes() bytes to `to`, once the shard's update and `ready` are done. `decoded`:
+  // memory for shard_numel() elements; a shard that is stored as blocks is then also decoded there,
+  // on the gather stream. Null: the gather decodes it. A copy from device memory
+  // (shard::DeviceCopy) runs on the gather stream. Failures are those of the update, of `ready`, or
   // IoErrors with the parameter's name.
   [[nodiscard]] device::Pending start_load(const shard::Param& param, std::byte* to,
                                            device::Pending ready, void* decoded = nullptr);
   // Blocks until all loads have been started, and those from NVMe are done.
   void wait_idle() noexcept;
 
-  // Replaces the list of before. Shards in memory are skipped.
+  // Replaces the previous list. Shards in memory are skipped.
   void read_ahead(std::span<const int> ids);
-  // Words [begin, begin + numel) of a shard on NVMe, beginning with 0 and in order. True: taken;
-  // what was taken of a shard counts only once all of it is.
+  // Receives words [begin, begin + numel) of a shard on NVMe, in order from 0. True: they were
+  // taken. A shard in the window is used only once all of it was taken.
   bool receive(int id, std::int64_t begin, std::int64_t numel, const void* values);
-  // Shards that are about to change, or have. Blocks while one is being read.
+  // Drops shards that have changed or are about to. Blocks while one of them is being read.
   void forget(int id);
   void forget_all();
-  // What was read ahead in vain: the order of uses has turned out to be another.
+  // Drops what was read ahead, when the order of uses has changed.
   void forget_read_ahead();
-  // Copies on the device are about to go: loads that have not begun to read one take the shard from
-  // host memory, and the reduce stream, behind which their memory is freed, waits for the others.
-  // REQUIRES: all of them are made.
+  // Call it before device copies (shard::DeviceCopy) are freed. Loads that have not begun to read a
+  // copy take the shard from host memory; the reduce stream, after which the memory is freed, waits
+  // for the other loads. REQUIRES: all copies are made.
   void forget_device_copies();
 
   // From outside of a step, on NVMe: words [begin, begin + numel) of the shard, on the host;
