@@ -1,14 +1,14 @@
-// What a network must be able to do for us: move bytes between the ranks of one group.
+// The interface that a network implements: it moves bytes between the ranks of one group.
 //
-// Backends move, Group adds (group.h): sums in rank order, tags, counting, time limits and messages
-// are written once, above this line, so all backends give the same bits and the same errors.
+// Group (group.h) adds the rest: sums in rank order, tags, counting, timeouts and messages are
+// written once, so all backends give the same bits and the same errors.
 //
 // Order: a backend matches the n-th call on one rank with the n-th call on every other rank.
 // Group calls from one thread at a time and in the same order everywhere; a backend must start
 // calls in that order and may finish them in any.
 //
-// Memory: pointers stay valid until the returned Pending is done, or, if a call was aborted, as
-// long as `keep_alive` is held by the backend.
+// Memory: pointers stay valid until the returned Pending is done; if a call was aborted, as long as
+// the backend holds `keep_alive`.
 #pragma once
 
 #include <atomic>
@@ -33,39 +33,40 @@ struct GatherBytes {
   const void* shard = nullptr;  // this rank's piece; may be its own slot in `full`
   void* full = nullptr;         // size() pieces in rank order
   std::size_t shard_bytes = 0;
-  // What is to become of a rank's piece once it is here, and may be read: of a backend that reads
-  // its peers' memory, which then reads pieces where they lie, and has `full` for those that it
-  // cannot. The others leave all pieces in `full`. Null: they belong there.
+  // Consumes a rank's piece. A backend that reads its peers' memory calls it for each piece as soon
+  // as that may be read, on the peer's memory where it can, else on a copy in `full`; other
+  // backends leave all pieces in `full` and do not call it. Null: pieces are to be written to
+  // `full`.
   std::function<void(std::size_t rank, const std::byte* piece, device::Stream* stream)> use = {};
 };
 
-// Piece r of `send` goes to rank r; piece r of `receive` comes from rank r. Pieces lie at a
-// distance of their stride, so that a part of each piece of a larger array can travel by itself.
+// Piece r of `send` goes to rank r; piece r of `receive` is from rank r. Pieces begin one stride
+// apart, so that a part of each piece of a larger array can be sent by itself.
 struct PieceBytes {
   const void* send = nullptr;
   void* receive = nullptr;
   std::size_t piece_bytes = 0;
   std::size_t send_stride = 0;
   std::size_t receive_stride = 0;
-  // What is to be done when all is received: by a backend that reads its peers' memory, before the
-  // call ends. The others leave it to Group. Null: nothing.
+  // Called when all pieces are received, before the call ends, by a backend that reads its peers'
+  // memory; for other backends Group does it. May be null.
   std::function<void(device::Stream* stream)> use = {};
 
   bool contiguous() const { return send_stride == piece_bytes && receive_stride == piece_bytes; }
 };
 
-// What a call carries besides its memory.
+// What a call has in addition to its memory.
 struct Call {
   CallTag tag;
   std::shared_ptr<const CallWords> words;  // for backends that compare tags; may be null
   std::shared_ptr<const void> keep_alive;  // may be null
-  device::Stream* stream = nullptr;        // stream-ordered backends start behind it
+  device::Stream* stream = nullptr;        // stream-ordered backends order the call after it
   // CallOptions::met, for backends that compare tags; may be null.
   std::shared_ptr<std::atomic<bool>> met;
-  std::span<const int> world_ranks = {};  // what to call the ranks in messages, by rank
+  std::span<const int> world_ranks = {};  // the ranks' names in messages, by rank
 };
 
-// What a rank holds in a group as long as that lives, whatever its calls.
+// Memory that a rank holds for the lifetime of a group, independent of its calls.
 struct HeldMemory {
   Tier tier = Tier::kHost;
   std::size_t bytes = 0;
@@ -85,17 +86,17 @@ class Backend {
   virtual Pending start_broadcast(void* data, std::size_t bytes, int root, const Call& call) = 0;
 
   // An all-gather whose result only the ranks with wants[r] != 0 receive; on the others `full` is
-  // not looked at. A rank sends its piece to each other rank that wants it, and nothing else.
-  // REQUIRES: some rank wants it. `copies`: see gather_to_needs_copies().
+  // not read. A rank sends its piece to each other rank that wants it, and nothing else. REQUIRES:
+  // some wants[r] != 0. `copies`: see gather_to_needs_copies().
   virtual Pending start_gather_to(std::span<const GatherBytes> parts,
                                   std::span<const std::uint8_t> wants, std::byte* copies,
                                   const Call& call);
-  // True: `copies` must be room for one copy of this rank's pieces per rank that wants them, for a
-  // network that sends different ranks different memory only. False: it is null.
+  // True: `copies` must hold one copy of this rank's pieces per receiving rank, for a network that
+  // cannot send the same memory to several ranks. False: `copies` is null.
   virtual bool gather_to_needs_copies() const { return false; }
 
-  // True: ranks read each other's memory. Small pieces need no packing then, and what is added up
-  // needs no staging: these two take it from where it lies.
+  // True: ranks read each other's memory. Then small pieces are not packed, and reductions need no
+  // staging: the next two methods read the input in place.
   virtual bool reads_peers() const { return false; }
   // Piece r of `input` (shard_numel elements) is rank r's. Adds in rank order. REQUIRES:
   // reads_peers(), and what check_reduction() checks.
@@ -105,7 +106,7 @@ class Backend {
   virtual Pending start_all_reduce(void* data, std::size_t numel, DType dtype, Reduction reduction,
                                    const Call& call);
 
-  // Chunks that other memory passes through. Group charges them.
+  // Buffers through which memory passes that peers cannot read. Group charges them.
   virtual HeldMemory held_memory() const { return {}; }
 
   // A backend over some of this one's ranks (this rank among them), in this order. Collective over
@@ -120,45 +121,45 @@ class Backend {
   // match. False: Group exchanges them through start_tags() first.
   virtual bool compares_tags() const { return false; }
 
-  // Fills in the other ranks' tags; this rank's is at its place. Travels beside the other calls,
-  // matched only with other start_tags(), in their order. REQUIRES: !compares_tags().
+  // Fills in the other ranks' tags; this rank's is set. Runs concurrently with the other calls, and
+  // is matched only with other start_tags(), in their order. REQUIRES: !compares_tags().
   virtual Pending start_tags(const std::shared_ptr<std::vector<CallTag>>& tags);
-  // The same with the words of a call on which the ranks do not agree. Nothing travels after it.
-  // Stream-ordered backends send words where they send tags; the default is an all-gather.
+  // The same with the words of a call whose tags differ. It is the last call of the group.
+  // Stream-ordered backends send words by the way of tags; the default is an all-gather.
   virtual Pending start_words(const std::shared_ptr<std::vector<WordsSlot>>& words);
 
-  // All-gather of memory of the host, beside what moves the memory of calls, so that it waits for
-  // no device: fills in the other ranks' pieces of `all`; this rank's is at its place. Where Group
-  // exchanges tags, it is matched with other start_host_gather() only, in their order, and comes
-  // when the ranks have agreed on the call; else it is a call as any other, with its tag compared.
-  // REQUIRES: stream_ordered() or reads_peers().
+  // All-gather of host memory, independent of the transfers of other calls, so that it waits for no
+  // device: fills in the other ranks' pieces of `all`; this rank's is set. Where Group exchanges
+  // tags, it is matched only with other start_host_gather(), in their order, and is called after
+  // the ranks have agreed on the call; otherwise it is a call like any other, with its tag
+  // compared. REQUIRES: stream_ordered() or reads_peers().
   virtual Pending start_host_gather(std::byte* all, std::size_t piece_bytes, const Call& call);
 
   // True: calls are work of the device's streams: they return at once, and their memory is the
-  // device's (NCCL, ipc, a world of one). Their Pending is of the call's stream, or, where
-  // reads_peers(), of one that others can be ordered behind. Where tags are exchanged by Group,
-  // data moves before they are compared: calls that do not match must harm nobody's memory but
-  // their own outputs, and may hang until abort(). False: host memory.
+  // device's (NCCL, ipc, a world of one). Their Pending is on the call's stream, or, where
+  // reads_peers(), one after which other streams can be ordered. If Group exchanges the tags, data
+  // moves before they are compared: calls that do not match may write only their own outputs, and
+  // may hang until abort(). False: memory is the host's.
   virtual bool stream_ordered() const { return false; }
 
-  // reduce_in_rank_order() of exact_sum.h, where this backend's memory lies. With a stream it is
-  // enqueued there; without one it is done on the calling thread.
+  // reduce_in_rank_order() of exact_sum.h for this backend's memory: enqueued on `stream`, or, if
+  // that is null, done on the calling thread.
   virtual Pending start_reduce(const RankParts& parts, void* out, DType out_dtype,
                                Reduction reduction, device::Stream* stream);
 
-  // Scratch that the backend's memory accesses can reach, for work of `stream`; not zeroed.
+  // Scratch memory that the backend can access, for work of `stream`; not zeroed.
   virtual std::shared_ptr<std::byte> make_staging(std::size_t bytes, device::Stream* stream);
   // What that is charged to, where Staging keeps it.
   virtual Tier staging_tier() const { return Tier::kHost; }
 
-  // Ends what is in flight, where the network allows it: waiting calls fail with `reason`. Later
-  // calls need not work.
+  // Ends calls in flight, where the network allows it: they fail with `reason`. Later calls need
+  // not work.
   virtual void abort(const std::string& reason) = 0;
 };
 
-// A world of one, stream-ordered: no network, no threads. Every collective is a copy, or nothing.
-// With a device, copies go through it in the order of the call's stream; without one the memory is
-// the host's.
+// A world of one, stream-ordered: no network, no threads. Every collective is a copy or does
+// nothing. With a device, copies are made by it in the order of the call's stream; without one the
+// memory is the host's.
 std::unique_ptr<Backend> make_solo_backend(device::Device* device = nullptr);
 
 }  // namespace tessera::comm

@@ -1,13 +1,15 @@
-// From "where am I?" to a world group: store, status store, backend.
+// Makes the world group of a process: finds its rank, joins the store and the status store, and
+// chooses the backend.
 //
 // join_world() is collective over all processes of the run. A world of one needs no store and no
-// network. Each group chooses its backend for itself, also one that is split off; whether ranks
-// share memory is found out by trying. A process may join again, while it is in a world and after:
-// its n-th world is that of the n-th call on every rank. Gloo listens on the interface that
-// GLOO_SOCKET_IFNAME names, else on loopback if all ranks are on one host, else on the address from
-// which this rank reaches the store. The order of steps is fixed: the store, the rank's claim of
-// its number, the status store, the backend. A rank that cannot go on posts its failure, so that
-// those who wait for it end, too.
+// network. Each group, also one that is split off, chooses its own backend; whether ranks share
+// memory is found out by trying. A process may join several worlds, also at the same time: its n-th
+// call belongs to the n-th call of every other rank. Gloo listens on the interface
+// GLOO_SOCKET_IFNAME if that is set; else on loopback if all ranks are on one host; else on the
+// address from which this rank reaches the store.
+//
+// Order: the store, the rank's claim of its number, the status store, the backend. A rank that
+// fails in between posts its failure, so that ranks that wait for it end, too.
 //
 // Threads: call it once, from the main thread.
 #pragma once

@@ -1,40 +1,27 @@
-// The life of a call inside a group: queued, agreed, launched, finished.
+// Queues the calls of a group and runs their phases: queued, agreed, launched, finished.
 //
 //   start()   caller     queues the call and sends its tag ahead, at once
-//   launch    launcher   waits for the input and for the others' tags, compares them, and only if
-//                        all ranks mean the same call takes its staging, which may wait for room
-//                        (staging.h), and starts its first network phase
-//   finish    finisher   waits for what was launched, runs local phases (the sum of a
-//                        reduce-scatter, unpacking), starts later network phases, fulfils the
-//                        Pending; parts of a call that have owners of their own are fulfilled as
-//                        they arrive, in any order
+//   launch    launcher   waits for the input and for the other ranks' tags and compares them. Only
+//                        if all are equal it takes the call's staging, which may block (staging.h),
+//                        and starts the first network phase
+//   finish    finisher   waits for the launched phase, runs local phases (the sum of a
+//                        reduce-scatter, unpacking), starts later network phases and fulfils the
+//                        Pending; parts of a call that have separate owners are fulfilled as they
+//                        arrive, in any order
 //
-// Tags travel first because a network cannot be trusted with calls that do not match: Gloo ends the
-// process when it receives more than it expects. Tags of later calls travel while the data of
-// earlier ones does, so a caller that runs ahead does not wait for them.
+// Tags travel first because a network cannot handle calls that do not match: Gloo ends the process
+// when it receives more than it expects. Tags of later calls travel while the data of earlier ones
+// does, so a caller that runs ahead does not wait for them.
 //
-// [Note: calls on streams] Calls of a stream-ordered backend do not wait for tags:
+// Invariants:
+//  (1) The backend gets tags in the order of start(), and network phases in call order: the first
+//      of a call only after the last of the call before it. Neither depends on time, so all ranks
+//      agree.
+//  (2) The first failure poisons the queue: calls before it finish, the backend is aborted, and
+//      all later calls fail with that error.
 //
-//   start()   caller     sends the tag, orders the stream behind the input and enqueues all phases.
-//                        Where that would block (the input must still be handed to the device, or a
-//                        call before this one waits for that), the launcher does it, in order
-//   agree     agreer     waits for the others' tags and compares them, beside the work
-//   finish    finisher   waits for both, frees what the call kept, fulfils the Pending
-//
-// So the Pending tells the host that the numbers are there and that all ranks mean the same ones;
-// a stream that is ordered behind it is behind the device's work alone, and nothing that it makes
-// may become a parameter before wait_agreed(), which does not wait for the device.
-//
-// A gather of bytes of the host (QueuedCall::host) is no work of the stream. Its owner is told as
-// soon as the bytes are there, not in the order of calls: the device works on those before it.
-//
-// Order: the backend sees tags in the order of start(), and network phases in call order: the first
-// of a call only after the last of the call before it. Neither depends on time, so all ranks agree.
-//
-// The first failure poisons the queue: calls before it finish, the backend is aborted, and
-// everything behind it fails with that error.
-//
-// Threads: start() from one thread at a time; launcher, agreer and finisher are its own.
+// Threads: start() from one thread at a time. The launcher, agreer and finisher threads belong to
+// the queue.
 #pragma once
 
 #include <chrono>
@@ -59,15 +46,29 @@
 
 namespace tessera::comm {
 
-// The Pending of a call that is work of a stream: see [Note: calls on streams]. `on_stream` is
-// handed over by whoever enqueues the phases.
+// [Note: calls on streams] Calls of a stream-ordered backend do not wait for tags:
+//
+//   start()   caller     sends the tag, orders the stream after the input and enqueues all phases.
+//                        If that would block (the input is not yet handed over to the device, or an
+//                        earlier call waits for that), the launcher does it, in order
+//   agree     agreer     waits for the other ranks' tags and compares them, concurrently
+//   finish    finisher   waits for both, frees what the call kept, fulfils the Pending
+//
+// So the Pending tells the host that the result is complete and that all ranks started the same
+// call. A stream that is ordered after it waits for the device's work alone: results of that work
+// may be written to a parameter only after wait_agreed(), which does not wait for the device.
+//
+// A gather of host bytes (QueuedCall::host) is not work of the stream. Its owner is told as soon as
+// the bytes have arrived, out of call order: the device may still work on earlier calls.
+
+// The Pending of a call that is work of a stream. The thread that enqueues the phases hands over
+// `on_stream`.
 class StreamCall : public device::PendingState {
  public:
   explicit StreamCall(std::shared_ptr<device::Completion> ended) : ended_(std::move(ended)) {}
 
   device::HandedOver& on_stream() { return on_stream_; }
-  // Blocks until it has been enqueued, or until what does it has come to its end; throws what went
-  // wrong.
+  // Blocks until the call is enqueued, or its enqueueing has failed; throws that failure.
   void wait_enqueued();
 
   bool done() override { return ended_->done(); }
@@ -76,7 +77,7 @@ class StreamCall : public device::PendingState {
   bool awaits_hand_over() override { return on_stream_.awaits_hand_over(); }
   std::optional<Pending> wait_handed_over() override {
     if (ended_->done()) {
-      ended_->wait();  // throws what went wrong, which the stream does not know
+      ended_->wait();  // throws a failure that the stream does not know
     }
     return on_stream_.wait_handed_over();
   }
@@ -88,8 +89,8 @@ class StreamCall : public device::PendingState {
   device::HandedOver on_stream_;
 };
 
-// The same of a gather of bytes of the host: done when they are there. What went wrong is the
-// group's to say, once the queue has come to it.
+// The same for a gather of host bytes: done when they have arrived. Its failure is that of the
+// group, once the queue has reached the call.
 class HostCall final : public StreamCall {
  public:
   using StreamCall::StreamCall;
@@ -99,11 +100,12 @@ class HostCall final : public StreamCall {
   bool wait_for(std::chrono::nanoseconds limit) override;
 };
 
-// Bytes that ranks tell each other beside their calls (Backend::start_host_gather).
+// Host bytes that ranks exchange independently of other calls (Backend::start_host_gather).
 struct HostBytes {
   std::byte* all = nullptr;
   std::size_t piece_bytes = 0;
-  // On streams where tags are exchanged here: fulfilled by who compares them, in order.
+  // On streams where the queue exchanges tags: fulfilled by the thread that compares them, in
+  // order.
   std::shared_ptr<device::Completion> arrived;
 };
 
@@ -112,7 +114,7 @@ struct Phase {
   std::function<Pending()> launch;
 };
 
-// Something that a call brings and whose owners are told by themselves, as soon as it is there.
+// A part of a call's result whose owners are told separately, as soon as it has arrived.
 struct CallPart {
   std::function<void()> unpack;  // may be empty
   std::vector<std::shared_ptr<device::Completion>> owners;
@@ -120,31 +122,31 @@ struct CallPart {
 };
 
 struct QueuedCall {
-  Call call;         // tag, words and what to keep alive
+  Call call;         // tag, words and keep_alive
   std::string text;  // describe(tag, unit, parameter)
   Pending ready;     // the input may be read after this
   SpanArgs span;     // how it is shown in a trace
   std::int64_t start_ns = 0;
-  // Taken before the first phase; kept by what the call keeps alive. Null: it needs none.
+  // Taken before the first phase; kept by the call's keep_alive. Null: no staging.
   std::shared_ptr<StagingLease> staging;
   std::vector<Phase> phases;  // the first is a network phase
-  // Both empty, or a call of one phase, which sets arrivals[i] to the arrival of parts[i].
+  // Both empty, or the call has one phase, which sets arrivals[i] to the arrival of parts[i].
   std::vector<CallPart> parts;
   std::shared_ptr<std::vector<Pending>> arrivals;
-  std::optional<HostBytes> host;  // what the call is about; then it has no phases
+  std::optional<HostBytes> host;  // set for a gather of host bytes, which has no phases
 
-  // The queue's own. Until `launched`, the launcher's; then the finisher's, but for what is
-  // guarded by the queue's mutex.
+  // Private to the queue. Used by the launcher until `launched`, then by the finisher, except for
+  // fields guarded by the queue's mutex.
   std::shared_ptr<std::vector<CallTag>> tags;  // null: the backend compares them
   Pending tags_exchanged;
   std::size_t next_phase = 0;
-  Pending current;                   // of the phase launched last
+  Pending current;                   // the phase launched last
   bool launched = false;             // guarded
   std::size_t num_network_left = 0;  // guarded
   const std::shared_ptr<device::Completion> completion = std::make_shared<device::Completion>();
-  // Of calls on streams; null elsewhere.
+  // Calls on streams; null elsewhere.
   std::shared_ptr<StreamCall> on_stream;
-  Pending enqueued;                 // what the stream was given, also if the launch failed
+  Pending enqueued;                 // the work enqueued, even if the launch failed
   bool launch_failed = false;       // guarded
   bool agreed = false;              // guarded: tags were compared, ...
   std::exception_ptr disagreement;  // ... with this result; null: all are equal
@@ -164,8 +166,8 @@ class CallQueue {
   // Group::wait_agreed().
   void wait_agreed();
 
-  // Fails every call that has not ended, and all later ones. For a rank that is failing: its peers
-  // will not join these calls, so waiting for them would hide the cause.
+  // Fails every call that has not ended, and all later ones. For a failing rank: its peers will not
+  // join these calls, so waiting for them would hide the cause.
   void abandon(const std::string& reason);
 
  private:
@@ -208,9 +210,9 @@ class CallQueue {
   std::deque<CallPtr> to_agree_;    // on streams
   std::deque<CallPtr> to_finish_;   // all that have not ended, launched or not
   std::size_t num_unlaunched_ = 0;  // on streams; a call whose launch failed stays among them
-  bool starting_ = false;           // a call's memory is in the hands of the caller,
-  bool launching_ = false;          // of the launcher,
-  bool finishing_ = false;          // of the finisher
+  bool starting_ = false;           // a call's memory is used by the caller,
+  bool launching_ = false;          // by the launcher,
+  bool finishing_ = false;          // by the finisher
   bool closing_ = false;
   std::exception_ptr poison_;
 

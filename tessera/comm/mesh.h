@@ -9,14 +9,13 @@
 // A shard group lies inside one host, or is whole hosts, so that every rank has as many peers
 // inside its host and across hosts as every other rank.
 //
-// Which shard of a parameter a rank holds is its shard index. It is the place, except where
-// a collective of a group takes two steps, one inside hosts and one across: then it is
-// local_rank * hosts + host within the group. So a hierarchical gather across hosts fills
-// consecutive slots of the full parameter, and the one inside the host fills it with consecutive
-// blocks of these; and a reduction in two hops, inside hosts first, leaves a consecutive block of
-// shards with each local rank, and then one of these with each host. Neither step copies anything
-// to another place. Gathers do not become hierarchical because reductions take two hops: they send
-// more inside hosts, and less across, only if asked.
+// Which shard of a parameter a rank holds is its shard index. It is the place, except where a
+// collective of a group takes two steps, one inside hosts and one across: then it is local_rank *
+// hosts + host within the group. So a hierarchical gather across hosts fills consecutive slots of
+// the full parameter, and the one inside the host fills it with consecutive blocks of these; and a
+// reduction in two hops, inside hosts first, leaves a consecutive block of shards with each local
+// rank, and then one of these with each host. Neither step copies anything to another place.
+// Hierarchical gathers and reductions in two hops are chosen independently.
 //
 // Hosts are uneven where they have different numbers of ranks, or ranks that do not follow each
 // other. Then there is no axis of hosts: groups are of one rank or of all, and no collective takes

@@ -1,46 +1,45 @@
-// Staging of a group's calls: packed small pieces, what an all-to-all receives before it is added,
-// and, where the network does not reach the caller's memory, copies of it.
+// Staging of a group's calls: packed small pieces, data received by an all-to-all before it is
+// added, and, where the network cannot reach the caller's memory, copies of that memory.
 //
-// A call says how much it needs when it is prepared, and gets it whole, from one of two places:
+// A call states its size when it is prepared, and gets it in one piece, from one of two places:
 //
-//   shelf    the usual one. Buffers are kept and used again, because fresh pages cost more than the
-//            copy that fills them, and taking and freeing memory of a GPU waits for its streams: a
-//            step's calls repeat, so after the first step nothing is allocated. At most kMaxKept
-//            idle buffers are kept. How much is held depends on how many calls were under way at
-//            once.
-//   region   after reserve(bytes): exactly that, held all the time. A call that finds no room waits
-//            for the ones before it. One that needs more than the whole region has memory of its
-//            own, which is freed with it.
+//   shelf    the default. Buffers are kept and reused, because fresh pages cost more than the copy
+//            that fills them, and allocating and freeing GPU memory waits for its streams: a step's
+//            calls repeat, so after the first step nothing is allocated. At most kMaxKept idle
+//            buffers are kept. The total depends on how many calls were in flight at once.
+//   region   after reserve(bytes): exactly that, held all the time. A call that does not fit waits
+//            for earlier calls. A call that needs more than the whole region gets a separate
+//            allocation, which is freed with it.
 //
 // Every byte is charged to the ledger from allocation to release, idle or not. Where calls pass
-// through copies (CallMemory::kCopied) it is pinned memory of the device that they are copied from,
-// and charged there.
+// through copies (CallMemory::kCopied), staging is pinned memory of the device from which they are
+// copied, and is charged by it.
 //
-// Calls that are work of streams have no region: who starts a call may be who launches it, and must
-// not wait for room. Over ipc they have the shelf: a queue drops a lease when the device is done
-// with the call, the peers' reads included, so what lies on the shelf is used by no stream. Other
-// backends allocate per call, with an allocator that knows streams.
+// Calls that are work of streams have no region: the thread that starts a call may also launch it,
+// and must not wait for space. Over ipc they use the shelf: a queue drops a lease when the device is
+// done with the call, including the peers' reads, so no stream uses what lies on the shelf. Other
+// backends allocate per call, with a stream-aware allocator.
 //
-// [Note: waiting for room] Staging is taken when a call is launched, by the thread that launches:
-// if it were taken when a call is started, whoever starts calls would wait for the network. The
-// wait ends on every rank, because
+// [Note: waiting for room] Staging is taken when a call is launched, by the launching thread: at
+// the start of a call the caller would wait for the network. The wait ends on every rank, because
 //  (1) a group launches calls in order, so only calls before this one hold staging, and all of them
 //      have been launched here;
-//  (2) take the first call that some rank has not launched yet: every call before it has been
-//      launched by all ranks, so those end by the network, this group's own threads and their
-//      inputs, and give their staging back. Then there is room for this one, since it needs no more
-//      than the region; it is launched; and so on.
-// No step of this waits for the thread that starts calls, nor for other groups; copies of a call's
-// memory wait for nothing (CallCopies). Regions of different sizes on different ranks are slow, not
-// wrong. What ends otherwise, by a failure, ends the wait by stop().
+//  (2) consider the first call that some rank has not launched yet. All ranks have launched every
+//      call before it, so those calls depend only on the network, this group's threads and their
+//      inputs; they end and release their staging. Then this call fits, since it needs no more than
+//      the region, and is launched; and so on.
+// No step waits for the thread that starts calls, nor for other groups; copies of a call's memory
+// wait for nothing (CallCopies). Regions of different sizes on different ranks are slow, not wrong.
+// After a failure stop() ends the wait.
 //
-// [Note: what outlives the group] A call that is stuck in the network holds its staging, and frees
-// it at some time after the group is gone. Pinned memory must not go back then, because its device
-// and ledger may be gone, too: it is kept to the end of the process, which is near.
+// [Note: what outlives the group] A call that is stuck in the network holds its staging, and may
+// release it after the group is destroyed. Pinned staging of such a call is leaked: its device and
+// ledger may already be destroyed, and the process is about to exit.
 //
 // Threads: take() from the launching thread, reserve() from the one that starts calls, stop() from
-// any; what was taken may be dropped on any thread, also after this object is gone. CallCopies: one
-// thread at a time; not the one that starts calls where finish() blocks. The functions are pure.
+// any. Leases may be dropped on any thread, also after this object is destroyed. CallCopies: one
+// thread at a time, and not the one that starts calls where finish() blocks. The functions are
+// pure.
 #pragma once
 
 #include <cstddef>
@@ -59,19 +58,19 @@
 
 namespace tessera::comm {
 
-// --- How much staging a call takes, before it is made: to the byte, and rounded as a reserved
-// region gives it out. Group asks these same functions, so a plan made of them holds. Calls that
-// are not named here (barrier) take none.
+// --- How much staging a call takes, known before the call: exact, and rounded as in a reserved
+// region. Group uses these functions, so a plan made with them holds. Calls that are not named here
+// (barrier) take none.
 
-// Up to this many bytes from all ranks together, an all-reduce gathers everything and adds at home:
-// one round trip instead of two, and the same bits.
+// Up to this many bytes from all ranks together, an all-reduce gathers everything and each rank
+// sums locally: one round trip instead of two, and the same bits.
 inline constexpr std::size_t kSmallAllReduceBytes = std::size_t{64} * 1024;
 
-// Where the memory is that calls are given.
+// How the network accesses the memory passed to calls.
 enum class CallMemory : std::uint8_t {
   kReached,  // the network reads and writes it
-  kCopied,   // it is a device's, and the network reaches the host's only
-  kShared,   // ranks read each other's: nothing is staged but what is encoded
+  kCopied,   // it is device memory, and the network reaches only host memory
+  kShared,   // ranks read each other's memory: only encoded pieces are staged
 };
 
 constexpr std::size_t staging_room(std::size_t bytes) { return device::round_to_arena(bytes); }
@@ -80,19 +79,19 @@ constexpr std::size_t staging_room(std::size_t bytes) { return device::round_to_
 constexpr bool is_small_piece(std::size_t shard_bytes, std::size_t pack_below_bytes) {
   return shard_bytes > 0 && shard_bytes < pack_below_bytes;
 }
-// By piece. One small piece alone saves nothing by a copy, so it is not packed.
+// By piece: whether it is packed. A single small piece is not: packing it would only add a copy.
 std::vector<bool> packed_pieces(std::span<const std::size_t> shard_bytes,
                                 std::size_t pack_below_bytes);
-// What a piece takes in a pack.
+// Bytes of a piece in a pack.
 std::size_t packed_bytes(std::size_t shard_bytes);
 
-// One rank's piece of a tensor, as it travels. Encoded ones are received beside their place, but
-// for those of a world of one, and in a pack they need nothing more.
+// One rank's piece of a tensor, as it travels. Encoded pieces are received into staging, except in
+// a world of one; in a pack they need no further staging.
 struct GatherPiece {
   std::size_t wire_bytes = 0;
   bool is_encoded = false;
 };
-// One that travels by itself, and of which `num_pieces` are received.
+// A piece that is not packed, of which `num_pieces` are received.
 constexpr bool is_staged_piece(const GatherPiece& piece, std::size_t num_pieces,
                                CallMemory memory) {
   return memory == CallMemory::kCopied || (piece.is_encoded && num_pieces > 1);
@@ -102,14 +101,14 @@ constexpr bool is_staged_piece(const GatherPiece& piece, std::size_t num_pieces,
 std::size_t all_gather_staging_bytes(std::span<const GatherPiece> pieces,
                                      std::size_t pack_below_bytes, int num_ranks,
                                      CallMemory memory = CallMemory::kReached);
-// Of pieces that are not encoded.
+// The same for pieces that are not encoded.
 std::size_t all_gather_staging_bytes(std::span<const std::size_t> shard_bytes,
                                      std::size_t pack_below_bytes, int num_ranks,
                                      CallMemory memory = CallMemory::kReached);
 
 struct GatherToStaging {
   int num_ranks = 1;
-  int num_wanting = 1;   // ranks that get it
+  int num_wanting = 1;   // ranks that receive it
   bool receives = true;  // this rank does
   bool copies = true;    // Backend::gather_to_needs_copies()
   CallMemory memory = CallMemory::kReached;
@@ -121,7 +120,7 @@ std::size_t gather_to_staging_bytes(std::span<const std::size_t> shard_bytes,
 
 std::size_t reduce_scatter_staging_bytes(std::int64_t shard_numel, DType dtype, int num_ranks,
                                          CallMemory memory = CallMemory::kReached);
-// Of pieces that travel as `wire_bytes` each: those that are sent, and those that are received.
+// Pieces of `wire_bytes` each, both sent and received.
 std::size_t encoded_reduce_scatter_staging_bytes(std::size_t wire_bytes, int num_ranks);
 std::size_t all_reduce_staging_bytes(std::int64_t numel, DType dtype, int num_ranks,
                                      CallMemory memory = CallMemory::kReached);
@@ -130,7 +129,7 @@ std::size_t all_to_all_staging_bytes(std::size_t piece_bytes, int num_ranks, Cal
 
 // --- Who holds it.
 
-// What one call needs. There from Staging::take() on, and given back with the lease.
+// The staging of one call: valid from Staging::take() on, released with the lease.
 class StagingLease {
  public:
   explicit StagingLease(std::size_t bytes) : bytes_(bytes) {}
@@ -149,10 +148,10 @@ class Staging {
  public:
   static constexpr std::size_t kMaxKept = 8;
 
-  // `ledger` may be null. `copied_from`: whose memory calls are copied from and to; null: they are
-  // not.
+  // `ledger` may be null. `copied_from`: the device whose memory is copied to and from staging;
+  // null: none.
   Staging(Backend& backend, Ledger* ledger, device::Device* copied_from = nullptr);
-  // Waits for what was taken, if it is memory of a device and the group was not stopped.
+  // Waits for taken leases if they are pinned memory of a device and the group was not stopped.
   ~Staging();
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
@@ -160,11 +159,11 @@ class Staging {
   // See [Note: waiting for room]. Throws CommError once stopped.
   void take(StagingLease& lease, device::Stream* stream);
 
-  // From now on calls take their scratch from one region of `bytes`; 0: from the shelf again. Waits
-  // until what was taken has been given back, unless stopped. Nothing for stream-ordered backends.
+  // From now on calls take their staging from one region of `bytes`; 0: from the shelf again. Waits
+  // until taken leases are released, unless stopped. No effect for stream-ordered backends.
   void reserve(std::size_t bytes);
 
-  // The group is out of use: nobody waits here any more.
+  // The group has failed or closed: ends all waits in take() and reserve().
   void stop();
 
  private:
@@ -176,21 +175,20 @@ class Staging {
   std::shared_ptr<State> state_;
 };
 
-// Copies between the memory of a call, which its caller gave, and the memory that the network
-// reaches. For most groups that is one memory, and copies are made at once. Where the caller's
-// memory is that of a device, which the host must not touch, they are work of the device's comm
-// stream.
+// Copies between the caller's memory and the memory that the network reaches. Where both are host
+// memory, copies are made at once. Where the caller's is device memory, they are work of the
+// device's comm stream.
 //
-// Why a stream of their own: a caller may order any other stream behind the very call that the
-// copies belong to, and they would wait for themselves. Nothing is ever ordered behind a call on
-// this one, so what was started ends by itself, and a group that has failed can still wait for it
-// before it tells the owners of the memory.
+// Why a separate stream: a caller may order any other stream after the very call to which the
+// copies belong, and they would wait for themselves. The comm stream is never ordered after a call,
+// so copies that were started always complete, and a failed group can still wait for them before it
+// tells the owners of the memory.
 //
-// A codec's work goes the same way: it reads and writes memory of the caller.
+// A codec's work uses the same stream: it reads and writes the caller's memory.
 class CallCopies {
  public:
-  // `device`: whose memory calls are given; null: it is reached. `stream`: of a call that is work
-  // of one, which nothing is copied for.
+  // `device`: whose memory is passed to calls; null: the network reaches it. `stream`: the call's
+  // stream in a stream-ordered group, where nothing is copied.
   explicit CallCopies(device::Device* device, device::Stream* stream = nullptr)
       : device_(device),
         stream_(device != nullptr ? &device->stream(device::StreamKind::kComm) : stream) {}
@@ -199,11 +197,11 @@ class CallCopies {
   ~CallCopies() {
     try {
       static_cast<void>(finish());
-    } catch (...) {  // another failure is on its way; here only the end of the copies matters
+    } catch (...) {  // another failure is being reported; here only the end of the copies matters
     }
   }
 
-  // Either side may be the device's or the host's. Both stay valid until finish().
+  // Either side may be device or host memory. Both stay valid until finish().
   void add(void* to, const void* from, std::size_t bytes) {
     if (to == from || bytes == 0) {
       return;
@@ -214,7 +212,7 @@ class CallCopies {
       last_ = device_->start_copy(to, from, bytes, *stream_);
     }
   }
-  // `start(stream)` starts it there, or, if that is null, does it.
+  // Calls `start(stream)`, which enqueues the work there, or does it if the stream is null.
   template <typename Start>
   void add_work(const Start& start) {
     last_ = start(stream_);
@@ -223,8 +221,8 @@ class CallCopies {
     }
   }
 
-  // Blocks until all are made, and throws what went wrong; but work of a call's own stream is left
-  // to that.
+  // Blocks until all copies are made, and throws their failure; does not wait for work of the
+  // call's own stream.
   device::Pending finish() {
     device::Pending last = std::exchange(last_, {});
     if (device_ != nullptr || stream_ == nullptr) {
@@ -236,7 +234,7 @@ class CallCopies {
  private:
   device::Device* const device_;
   device::Stream* const stream_;
-  device::Pending last_;  // of a stream: when it is done, so is all before it
+  device::Pending last_;  // the last work on the stream: when it is done, so is all before it
 };
 
 }  // namespace tessera::comm
