@@ -1,12 +1,12 @@
-// Which cores a team of threads is best bound to, by what Linux says of the machine.
+// Chooses the cores to which a team of threads is bound, from what Linux reports about the machine.
 //
-// Threads that stream through memory want a physical core each: two on one core share its path to
-// the caches, and a thread that wanders leaves its caches behind. Neighbours in the list are on
-// different NUMA nodes where there are several, so that few threads already reach the memory of
-// all.
+// Threads that stream through memory need a physical core each: two on one core share its path to
+// the caches, and a thread that migrates loses its caches. Where there are several NUMA nodes,
+// neighbours in the list are on different ones, so that few threads already use the memory of all
+// nodes.
 //
-// Ranks on one machine share its cores: each has a run of its own, node after node, as long as the
-// others'. So no two of them meet on a core, and a rank keeps to one node where it can.
+// Ranks on one machine share its cores: each rank gets a contiguous, equally long range of cores,
+// node by node. So no core belongs to two ranks, and a rank stays on one node if possible.
 //
 // Threads: stateless.
 #pragma once

@@ -1,35 +1,34 @@
-// Updates on the streams of a device: of states in its memory, batch by batch; and on a discrete
-// device also of states in pinned memory of the host, which stream through slots.
+// Updates on the streams of a device: states in its memory, batch by batch; on a discrete device
+// also states in pinned host memory, which stream through slots.
 //
 //   read stream    | states H2D           once the slot's last D2H copy is done, and this piece's
-//   reduce stream  | update               behind the H2D copy, the gradient, the shard's readers
+//   reduce stream  | update               after the H2D copy, the gradient, the shard's readers
 //   write stream   | new parameter D2H    if it lives on the host; ahead of states: it is needed
 //                  | states D2H
 //
-// No copy stands between two updates. On a CPU device the reduce stream is the calling thread.
+// No copy is enqueued between two updates. On a CPU device the reduce stream is the calling thread.
 //
-// States do not depend on gradients: prepare() sends the first ones while a backward still runs, as
-// many as there are slots (update_slots.h). That is the time in which memory becomes free that
-// activations have taken: whoever has it may lend it (lend(), keep_lent()).
+// States do not depend on gradients: prepare() copies the first ones while a backward still runs,
+// as many as there are slots (update_slots.h). Backward also frees memory of activations, which its
+// owner may lend as slots (lend(), keep_lent()).
 //
-// [Note: who hands pieces over] A stream takes so much unfinished work and no more; then it blocks
-// whoever gives it more. And states on their way to the device must not hold up parameters that the
-// model needs: an H2D copy is started when its slot is free, and few are under way at a time. So a
-// thread hands the pieces over, and the step's thread goes on to the next forward. Everything else
-// is ordered by events.
+// [Note: who hands pieces over] Enqueuing blocks when a stream's queue is full. Also, H2D copies of
+// states must not delay parameters that the model needs: a copy is started when its slot is free,
+// and few are in flight at a time. So a separate thread enqueues the pieces, and the step's thread
+// continues with the next forward. Everything else is ordered by events.
 //
-// [Note: in place of the gradient] The next forward needs the new parameter on the device, where it
-// has just been made. Where the gradient has the parameter's type, the parameter is written over
-// the gradient, which nobody needs any more: from there it goes to its home, and whoever gathers it
-// copies it from there (shard::DeviceCopy) until gradients are cleared after wait().
+// [Note: in place of the gradient] The next forward needs the new parameter on the device that has
+// just computed it. If the gradient has the parameter's type, the parameter is written over the
+// gradient, which is no longer needed. From there it is copied to its tier, and gathers copy it
+// from there (shard::DeviceCopy) until gradients are cleared after wait().
 //
-// [Note: gradients of several micro-batches] They are in host memory, those that have not been
-// added up there (grad/host_copies.h): they pass through the slot one after the other and are added
-// there in fp32, in their order.
+// [Note: gradients of several micro-batches] Gradients in host memory that have not been added up
+// there (grad/host_copies.h) pass through the slot one after the other and are added there in fp32,
+// in their order.
 //
 // A shard that streams is updated in pieces of at most as many elements as a slot holds.
 //
-// Threads: as Param, and a thread of its own where something streams, which uses kernels and
+// Threads: as Param; and, where something streams, a thread of the executor, which uses kernels and
 // streams between prepare() or start() and the return of wait().
 #pragma once
 
@@ -55,45 +54,47 @@ namespace tessera::optim {
 
 class DeviceExecutor {
  public:
-  // All of it outlives this.
+  // All arguments outlive this.
   DeviceExecutor(shard::ParamTable& params, const RuleOptions& rule,
                  const OptimizerOptions& options, const OptimizerStates& states);
-  // Waits for what was started; failures are the waiters' business.
+  // Waits for running updates. Failures are reported through their Pendings.
   ~DeviceExecutor();
   DeviceExecutor(const DeviceExecutor&) = delete;
   DeviceExecutor& operator=(const DeviceExecutor&) = delete;
 
-  // What is trainable has changed, or states were written from outside.
+  // Call it after trainability has changed or states were written from outside.
   void plan();
   void prepare();
-  // Something passes through slots.
+  // True if some states pass through slots.
   bool streams() const { return slots_.slot_bytes() > 0; }
 
-  // One more slot would be used before the next start(): there are more pieces than slots.
+  // True if one more slot would be used before the next start(): there are more pieces than slots.
   bool wants_slot();
   std::size_t slot_bytes() const { return slots_.slot_bytes(); }
-  // slot_bytes() bytes of the device, once `ready` is done, until keep_lent() gives them back.
+  // Lends slot_bytes() bytes of device memory, usable once `ready` is done, until keep_lent()
+  // returns them.
   void lend(std::byte* data, device::Pending ready, std::shared_ptr<void> owner);
-  // Blocks until at most this many lent slots are used, and gives the others back: whichever are
-  // free first. States that were sent ahead in vain stay where they were.
+  // Blocks until at most this many lent slots are in use, and returns the others, whichever are
+  // free first. States that were copied ahead into them are dropped; their originals are unchanged.
   void keep_lent(std::size_t num_slots);
 
-  // Updates `ids`. `scalars`: but for the step and the weight decay. With scalars.on_device
-  // gradients are ordered by the reduce stream alone, and nothing may stream.
+  // Starts the updates of `ids`. `scalars`: without step and weight decay, which are set per
+  // parameter. With scalars.on_device, gradients are ordered by the reduce stream alone. REQUIRES
+  // then: !streams().
   std::vector<StartedUpdate> start(std::span<const int> ids, grad::Reducer& gradients,
                                    const UpdateScalars& scalars);
-  // Until no gradient is needed any more, but by those who have a shard::DeviceCopy. D2H copies of
-  // states may still be under way.
+  // Blocks until gradients are no longer read, except as a shard::DeviceCopy. D2H copies of states
+  // may still be in flight.
   void wait();
-  // All of it.
+  // Blocks until all work is done.
   void wait_all();
-  // Of a parameter that streams: its states are in host memory again, as its last update has made
-  // them. From any thread.
+  // For a parameter whose states stream: done when the result of its last update is in host memory.
+  // From any thread.
   device::Pending states_written(int id) const;
   OptimizerStats take_stats();
 
  private:
-  // See [Note: who hands pieces over]: as many H2D copies of states as keep the link busy.
+  // See [Note: who hands pieces over]: enough H2D copies of states to keep the link busy.
   static constexpr std::size_t kMostCopiesH2d = 2;
 
   struct Piece {

@@ -1,25 +1,27 @@
 // The optimizer of this rank's shards: fp32 master weights, named states (optimizer_states.h), and
 // their update.
 //
-// A parameter's placement says where its shard, gradient and states live, and who updates it. Two
-// executors share the work, each in the order of registration; no bit depends on who does it.
+// A parameter's placement gives the tiers of its shard, gradient and states, and its updater. Two
+// executors share the work, each in the order of registration; no bit depends on which one updates.
 //
-//   DeviceExecutor   on the streams of the device, behind the reductions that made the gradients.
-//                    On a CPU without NVMe that is everything, on the calling thread.
-//   CpuPipeline      on a thread of its own: all parameters of a CPU with something on NVMe, and
-//                    the CPU's share beside a discrete device.
+//   DeviceExecutor   on the streams of the device, ordered after the reductions that make the
+//                    gradients. On a CPU without NVMe it updates everything, on the calling thread.
+//   CpuPipeline      on a separate thread: all parameters of a CPU where anything is on NVMe, and
+//                    the CPU's share of the update where there is a discrete device.
 //
-// For fp32 parameters the shard is the master. Frozen parameters have neither master nor states;
-// those of a parameter that is frozen later stay, and go on where they were when it is unfrozen.
-// Padding is never updated: it stays zero.
+// Invariants:
+//  (1) For fp32 parameters the shard is the master.
+//  (2) A parameter that was never trainable has neither master nor states. Those of a parameter
+//      that is frozen later are kept, and continue when it is unfrozen.
+//  (3) Padding is never updated: it stays zero.
 //
-// [Note: a failed update] A sub-group that cannot be read or written leaves parameters of two ages
-// behind. The parameter concerned and all that are not done yet fail, and so do wait() and every
-// later start_update(), with the first cause: there is nothing to go on with but a checkpoint.
-// Writes are slow to fail: parameters behind the one concerned may be done by then, and stay so.
+// [Note: a failed update] If a sub-group cannot be read or written, some parameters are updated and
+// others are not. The parameter concerned and all that are not updated yet fail, and so do wait()
+// and every later start_update(), with the first cause: training can resume only from a checkpoint.
+// A write may fail late: later parameters may be updated by then, and stay so.
 //
-// Threads: as Param, besides those of the executors, which call kernels until wait_updated():
-// nobody else does meanwhile.
+// Threads: as Param, in addition to those of the executors, which call kernels until
+// wait_updated(); no other thread may call kernels meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -43,14 +45,13 @@
 
 namespace tessera::optim {
 
-// What a rank adds to the sums of a step, besides its squares.
+// What a rank adds to the sums of a step, in addition to its squares.
 struct OwnSums {
   StepSums sums;
-  // The weighted loss in memory of the device, as the compute stream makes it; null: it is in
-  // `sums`.
+  // The weighted loss in device memory, computed by the compute stream; null: it is in `sums`.
   std::shared_ptr<const double> weighted_loss;
-  // Ranks over which the squares are summed first, where their order is not that of shards in the
-  // group of the other sums; null: all sums are made together.
+  // Ranks over which the squares are summed first, where the group of the other sums does not have
+  // the order of shards; null: all sums are made together.
   comm::Group* squares_group = nullptr;
   // False: another rank adds the same squares.
   bool adds_squares = true;
@@ -61,117 +62,123 @@ struct OwnSums {
 
 class Optimizer {
  public:
-  // All parameters of the table are known now, with their placements and initial values. Masters
-  // and states are those that an optimizer of before had (take_states()), or are made by
-  // make_states(). ConfigError if buffers do not hold one sub-group or slots not one piece.
+  // REQUIRES: the table is complete, with placements and initial values. Masters and states are
+  // `carried` from an earlier optimizer (take_states()), or made by make_states(). ConfigError if
+  // the buffers cannot hold one sub-group or a slot cannot hold one piece.
   Optimizer(shard::ParamTable& params, const RuleOptions& rule, OptimizerOptions options,
             CarriedStates carried = {});
-  // Ends updates that still run; their failures are the waiters' business.
+  // Waits for running updates. Failures are reported through their Pendings.
   ~Optimizer();
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  // Masters from the shards, moments of zero, for those that have none yet: before the first step.
+  // Before the first step: makes missing masters from the shards, and missing moments as zero.
   // IoError if they cannot be written.
   void make_states();
 
-  // A step has begun whose gradients are still to come: states of the first sub-groups are read, as
-  // far as there are leases, and those that the device updates are sent there, as far as there are
-  // slots.
+  // Call it when a step begins, before its gradients exist: reads states of the first sub-groups,
+  // as far as leases are free, and copies states to the device that it will update, as far as slots
+  // are free.
   void prepare();
-  // This rank's part, over trainable parameters in registration order. Blocks.
+  // This rank's sum over trainable parameters, in registration order. Blocks.
   double sum_of_squares(grad::Reducer& gradients);
-  // Starts the update of every trainable parameter that has a gradient (Reducer::has_gradient()),
-  // as torch's optimizers do: others stay as they are, with their states and the step that bias
-  // corrections count. Gives each the Pending of its own (Param::set_updated). Gradients must stay
-  // until all are done: wait_updated() before the next backward adds to them. On the device's
-  // streams reductions of the next backward are behind the updates: there they must only be alive.
+  // Starts the update of every trainable parameter that has a gradient (Reducer::has_gradient()).
+  // As in torch's optimizers, other parameters are unchanged, with their states and the step count
+  // of their bias corrections. Sets each parameter's Pending (Param::set_updated). Gradients must
+  // not change until all updates are done: call wait_updated() before the next backward adds to
+  // them. Updates on the device's streams only need the gradients to stay allocated, because
+  // reductions of the next backward are ordered after them.
   void start_update(grad::Reducer& gradients, double lr, double gradient_scale);
 
-  // Both as one piece of work of a discrete device, with the sums over the ranks of `group` and the
-  // factor between them (clip.h): before the updates are enqueued the host waits until all ranks
-  // mean the same collectives, which is up to their threads, and never for the norm. Collective.
-  // False: that cannot be here, and nothing was started. Where it throws, no update was.
+  // Enqueues norm, all-reduce over `group`, step factor (clip.h) and updates as work of a discrete
+  // device. Before the updates the host waits until ranks have agreed on the collectives
+  // (Group::wait_agreed), never for the norm. Collective. Returns false, and enqueues nothing, if
+  // an update does not run on the device with resident states, or a group is not stream-ordered. If
+  // it throws, no update was started.
   bool start_step(grad::Reducer& gradients, double lr, const StepInputs& inputs, const OwnSums& own,
                   comm::Group& group);
-  // The sums over all ranks, of the step that was started: waits for them, not for the updates.
-  // From here on the step counts, and parameters have the Pendings of their updates; unless it was
-  // skipped, as where the weights give no mean: then nothing has changed.
+  // The sums over all ranks, of the step that was started: waits for them, not for the updates. The
+  // step then counts, and parameters have the Pendings of their updates, unless the step is skipped
+  // (a non-finite gradient, or weights that give no mean): then nothing has changed.
   StepSums finish_step();
 
-  // For all updates so far; throws what went wrong. Gradients may go, and parameters are what they
-  // will be; what the CPU has updated may still be on its way to NVMe.
+  // Blocks until all started updates are computed; throws their first failure. Gradients may then
+  // be freed. Writes to NVMe may still be in flight.
   void wait_updated();
-  // The same, and nothing is on its way.
+  // The same, and waits for writes to NVMe.
   void wait();
   std::int64_t num_updates() const { return num_updates_; }
-  // The parameter has been frozen or unfrozen: takes what it needs now. Between updates.
+  // Call it between updates after a parameter was frozen or unfrozen: makes the states that it
+  // needs.
   void follow_trainable(int param);
   // fp32, shard_numel() elements; "master" or one of state_names(). Empty for parameters that were
-  // never trainable. Waits for the parameter's update. In place where the host can reach it, else a
-  // copy that is valid until the next call of any method. ConfigError for a name that the rule does
-  // not have.
+  // never trainable. Waits for the parameter's update. The span is in place if the host can read
+  // it, else a copy that is valid until the next call of any method. ConfigError for a name that
+  // the rule does not have.
   std::span<float> state(int param, std::string_view name);
 
-  // What a save reads and a load writes, tile by tile, wherever it is. Tensors of a parameter are
-  // counted in the order of their names: "master", unless the parameter is its own, then the rule's
-  // states; none if it was never trainable. The shard itself: shard::start_read_shard().
+  // The tensors of a parameter that a save reads and a load writes, tile by tile, from any tier:
+  // "master", unless the shard is the master, then the rule's states; none if the parameter was
+  // never trainable. A tensor's index is its position here. For the shard itself see
+  // shard::start_read_shard().
   std::vector<std::string_view> tensor_names(int param) const;
   std::int64_t num_updates(int param) const { return states_.num_updates(param); }
-  // Elements [begin, begin + numel) of this rank's shard, in fp32; padding is zero. `begin` is a
-  // multiple of shard::kShardStep; `to` is aligned to tier::kBlockBytes and has room for numel
-  // rounded up to kShardStep. From any thread, also several at once. REQUIRES: wait() has returned
-  // since the parameter's last update was started, and whatever changes its tensors is ordered
-  // behind the read (ParamTable::before_overwrite()).
+  // Reads elements [begin, begin + numel) of this rank's part of a tensor, in fp32; padding is
+  // zero. `begin` is a multiple of shard::kShardStep; `to` is aligned to tier::kBlockBytes and has
+  // room for numel rounded up to kShardStep. From any thread, also several at once. REQUIRES:
+  // wait() has returned since the parameter's last update was started, and whatever changes its
+  // tensors is ordered behind the read (ParamTable::before_overwrite()).
   device::Pending start_read(int param, std::size_t tensor, std::int64_t begin, std::int64_t numel,
                              std::byte* to) const;
 
-  // Between the two, tensors are written and nothing else is called but what follows. The first
-  // waits for everything. The second: as if updates had made them, `num_updates` so far. If a call
-  // in between throws, tensors are of two origins, and have to be written anew.
+  // A load: between begin_writes() and end_writes() tensors are written, and only the methods below
+  // are called. begin_writes() waits for all updates and writes. After end_writes() the tensors
+  // count as the result of `num_updates` updates. If a call in between throws, only some tensors
+  // are written, and all must be written again.
   void begin_writes();
   void end_writes(std::int64_t num_updates);
-  // Before the first write() of a parameter's tensors, all of which are written then. One caller at
-  // a time, while others write those of other parameters.
+  // Call it before the first write() of a parameter's tensors, all of which must then be written.
+  // One caller at a time; other threads may write tensors of other parameters meanwhile.
   void prepare_writes(int param);
-  // Blocks; on NVMe not until it is there. `numel` is a multiple of shard::kShardStep but at the
-  // end; padding stays zero whatever is given for it. From several threads at once.
+  // Blocks, except for writes to NVMe, which may still be in flight on return. `numel` is a
+  // multiple of shard::kShardStep, except at the end; padding stays zero whatever `from` has there.
+  // From several threads at once.
   void write(int param, std::size_t tensor, std::int64_t begin, std::int64_t numel,
              const std::byte* from);
-  // When all have been written.
+  // Call it when all tensors of the parameter are written.
   void set_num_updates(int param, std::int64_t updates);
-  // Of a parameter that is frozen, and was not when they were saved: before prepare_writes().
-  // Nothing if it has them.
+  // Makes states of a frozen parameter that was trainable when it was saved; before
+  // prepare_writes(). Does nothing if it has states.
   void add_states(int param);
 
-  // Waits for all updates, and gives masters and states away, parameter by parameter: placements
-  // may change then. Of the optimizer nothing but its destructor is called afterwards.
+  // Waits for all updates, and moves masters and states out, by parameter, so that placements may
+  // change. Afterwards only the destructor may be called.
   CarriedStates take_states();
-  // After the shard was written from outside: the master follows it.
+  // Call it after the shard was written from outside: the master follows it.
   void reset_master(int param);
 
-  // Of the CPU's sub-groups. REQUIRES: there are some.
+  // The CPU's sub-groups. REQUIRES: the CPU updates something.
   const SubGroupPlan& plan() const { return pipeline_->plan(); }
   DeviceExecutor& device_executor() { return *executor_; }
-  // Since the last call.
+  // Counts since the last call.
   OptimizerStats take_stats();
 
  private:
   void add(int id);
-  // With its master.
+  // Makes the states and the master.
   void make_states(int id);
   void make_master(int id);
-  // CpuPipeline::refresh_copy(), of what it updates.
+  // CpuPipeline::refresh_copy(), for parameters that it updates.
   const std::byte* refresh_copy(int id);
   void set_plan();
   std::vector<int> trainable(bool on_cpu) const;
-  // Waits for everything, and gives all leases back.
+  // Waits for everything, and releases all leases.
   void finish();
-  // The one place where parameters are told of their updates.
+  // The only place that sets the Pendings of updates on parameters.
   void publish(std::vector<StartedUpdate> started);
   double* norm_results();
-  // Where the sums of squares will be that the norm adds, in its order, once the reduce stream has
-  // made them. `is_ordered`: gradients are, too (Reducer::ordered_gradient()); nothing waits.
+  // Addresses of the sums of squares that the norm adds, in its order, valid once the reduce stream
+  // has written them. `is_ordered`: uses Reducer::ordered_gradient(), so nothing waits.
   std::vector<const double*> start_norm(grad::Reducer& gradients, bool is_ordered);
 
   shard::ParamTable& params_;
@@ -180,14 +187,14 @@ class Optimizer {
   device::Stream& reduce_;
   OptimizerStates states_;
   std::vector<bool> are_set_;  // by id: masters and moments have their values
-  std::vector<float> copy_;    // of what state() has read
+  std::vector<float> copy_;    // what state() has read
   std::int64_t num_updates_ = 0;
 
-  // One number per parameter. Kernels of a discrete device write to pinned memory only.
+  // Sums of squares, one per parameter. Kernels of a discrete device write to pinned memory only.
   std::vector<double> host_norms_;
   device::Memory pinned_norms_;
-  std::vector<double> known_norms_;  // that the reducer has made on the way
-  // Of start_step(), on a discrete device.
+  std::vector<double> known_norms_;  // sums that the reducer has computed on the way
+  // Memory of start_step(), on a discrete device.
   struct StepMemory {
     StepSums sums;
     StepOnDevice step;
@@ -198,11 +205,11 @@ class Optimizer {
   };
   device::Memory step_;                      // one StepMemory, for kernels
   device::Memory step_pinned_;               // one HostStepMemory
-  std::shared_ptr<const double> step_loss_;  // that the reduce stream reads
+  std::shared_ptr<const double> step_loss_;  // read by the reduce stream
   grad::Reducer* step_gradients_ = nullptr;
   device::Pending sums_reduced_;
   device::Pending step_found_;
-  std::optional<std::vector<StartedUpdate>> held_;  // started, and not known yet to count
+  std::optional<std::vector<StartedUpdate>> held_;  // started; see finish_step()
 
   // Last: their work uses the above.
   std::unique_ptr<DeviceExecutor> executor_;

@@ -1,14 +1,14 @@
-// Internal to optim: memory of the device in which states that stream to it are updated, one piece
-// at a time, in turn. Own slots are there for good. Lent ones belong to somebody who can spare them
-// for a while, and wants a number of them back, no matter which.
+// Internal to optim: slots in device memory in which streamed states are updated, one piece at a
+// time, in turn. Owned slots live as long as the executor. Lent slots are borrowed from torch's
+// allocator (engine/memory_lender.h); the lender reclaims a number of them, in any order.
 //
 //           take            leave, put_back
-//   kFree --------> kTaken ----------------> kFree, with a copy under way at most
+//   kFree --------> kTaken ----------------> kFree; a copy may be in flight
 //     |               |
 //     +---------------+--------------------> kDraining ----> drop
-//        of lent ones that are too many
+//        surplus lent slots
 //
-// Threads: guarded by whoever has it.
+// Threads: guarded by its owner.
 #pragma once
 
 #include <cstddef>
@@ -24,10 +24,10 @@ namespace tessera::optim {
 struct UpdateSlot {
   enum class State : std::uint8_t { kFree, kTaken, kDraining };
   std::byte* data = nullptr;
-  device::Pending free;  // of what was in it before
-  device::Pending h2d;   // the states that are copied into it
+  device::Pending free;  // done when the previous contents are no longer used
+  device::Pending h2d;   // the copy of states into it
   bool is_lent = false;
-  std::shared_ptr<void> owner;  // of lent memory
+  std::shared_ptr<void> owner;  // keeps lent memory alive
   State state = State::kFree;
 };
 
@@ -37,22 +37,22 @@ class UpdateSlots {
   void take_own(device::Device& device, int num_slots, std::size_t slot_bytes);
   std::size_t slot_bytes() const { return slot_bytes_; }
 
-  // `ready`: nobody uses it any more.
+  // `ready`: done when the previous user of the memory is.
   void lend(std::byte* data, device::Pending ready, std::shared_ptr<void> owner);
   std::size_t num_lent() const { return num_lent_; }
-  // Lent ones beyond this many drain: those that are free, which are not given out any more, then
-  // those that are left next. From lend() on there is no limit.
+  // Drains lent slots beyond `num_slots`: free ones first, then those that are left next. A
+  // draining slot is not taken again. lend() removes the limit.
   void limit_lent(std::size_t num_slots);
   std::size_t num_free() const { return free_.size(); }
-  // The one that was free first; null: none is.
+  // The slot that has been free longest; null: none is free.
   UpdateSlot* take();
-  // The piece in it is on its way to the host.
+  // The slot's piece is being copied to the host.
   void leave(UpdateSlot& slot, device::Pending d2h);
-  // What was to be updated in it will not be.
+  // The update that was to use the slot is cancelled.
   void put_back(UpdateSlot& slot);
-  // The one whose `free` is done first; null: none drains yet.
+  // The draining slot whose `free` is done first; null: none drains.
   UpdateSlot* first_draining() const { return draining_.empty() ? nullptr : draining_.front(); }
-  // Of one that is draining, once `free` is done.
+  // Removes a draining slot. REQUIRES: its `free` is done.
   void drop(UpdateSlot& slot);
 
  private:
@@ -62,7 +62,7 @@ class UpdateSlots {
   device::Memory own_;
   std::size_t slot_bytes_ = 0;
   std::vector<std::unique_ptr<UpdateSlot>> slots_;  // own ones first
-  std::deque<UpdateSlot*> free_;                    // that which was left first comes first
+  std::deque<UpdateSlot*> free_;                    // in the order in which they were left
   std::deque<UpdateSlot*> draining_;                // the same
   std::size_t num_lent_ = 0;
   std::size_t most_lent_ = 0;
