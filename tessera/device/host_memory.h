@@ -39,8 +39,8 @@ struct HostPages {
 // Throws DeviceError if the kernel refuses. `what` is the kind of memory, for the message.
 HostPages map_pages(std::size_t bytes, std::size_t alignment, Tier what);
 void unmap_pages(const HostPages& pages) noexcept;
-// Asks for huge pages wherever whole ones lie in it. A wish: without them everything works. It must
-// come before the first use of the memory.
+// Asks for huge pages where whole ones fit. A hint; failure is harmless. REQUIRES: before the first
+// use of the memory.
 void prefer_huge_pages(void* data, std::size_t bytes) noexcept;
 inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 // Writes to every page once, so that the kernel has given and zeroed them all: with as many threads

@@ -1,12 +1,12 @@
-// The one word of asynchrony: everything that starts work returns a Pending.
+// The result of everything that starts asynchronous work.
 //
-// A Pending is a cheap, copyable handle on work that was started somewhere else: a copy on a
-// stream, a collective, a read from disk. An event is a Pending, too: Stream::record() makes one.
+// A Pending is a cheap, copyable handle on started work: a copy on a stream, a collective, a read
+// from disk. Stream::record() returns one, too, as an event.
 //
-//   wait()            blocks the calling thread until the work is done; throws what went wrong,
-//                     on this thread, every time it is called.
-//   wait_for(ns)      the same with a limit; false if it was reached first.
-//   Stream::wait(p)   orders a stream behind the work without blocking the host where the device
+//   wait()            blocks the calling thread until the work is done; throws its failure on this
+//                     thread, every time it is called.
+//   wait_for(ns)      the same with a time limit; false if the limit was reached first.
+//   Stream::wait(p)   orders a stream after the work, without blocking the host where the device
 //                     can do that (see device.h).
 //   done()            true once wait() would not block, also after a failure.
 //
@@ -34,21 +34,21 @@ namespace tessera::device {
 
 class Pending;
 
-// What is behind a Pending. Implemented by streams, collectives and I/O engines.
+// The state of a Pending. Implemented by streams, collectives and I/O engines.
 class PendingState {
  public:
   virtual ~PendingState() = default;
   virtual bool done() = 0;
   virtual void wait() = 0;
   virtual bool wait_for(std::chrono::nanoseconds limit) = 0;
-  // What Pending::all() was made of, for devices that can order a stream behind each part; empty
-  // for everything else.
+  // The parts of a Pending::all(), for devices that can order a stream after each part; empty for
+  // all others.
   virtual std::span<const Pending> parts() const { return {}; }
-  // Of work that another thread hands to a device: blocks until it has, and returns what a stream
-  // of that device can be ordered behind. Throws what went wrong before. Nothing for everything
-  // else.
+  // For work that another thread enqueues on a device (handed_over.h): blocks until it is enqueued,
+  // and returns a Pending after which a stream of that device can be ordered. Throws an earlier
+  // failure. Null for all others.
   virtual std::optional<Pending> wait_handed_over();
-  // Whether wait_handed_over() would block now.
+  // True if wait_handed_over() would block now.
   virtual bool awaits_hand_over() { return false; }
 };
 
@@ -58,8 +58,8 @@ class [[nodiscard]] Pending {
   explicit Pending(std::shared_ptr<PendingState> state) : state_(std::move(state)) {}
 
   static Pending failed(std::exception_ptr error);
-  // Done when all are. wait() waits for every part, then throws the failure of the first in the
-  // list that failed; wait_for() gives all parts one common limit.
+  // Done when all parts are. wait() waits for every part, then throws the failure of the first in
+  // the list that failed; wait_for() gives all parts one common limit.
   static Pending all(std::vector<Pending> parts);
 
   bool done() const { return !state_ || state_->done(); }
@@ -70,23 +70,23 @@ class [[nodiscard]] Pending {
   }
   bool wait_for(std::chrono::nanoseconds limit) const { return !state_ || state_->wait_for(limit); }
 
-  // Null when there is nothing to wait for. For devices that recognise their own states.
+  // Null if there is nothing to wait for. For devices, which recognise their own states.
   const std::shared_ptr<PendingState>& state() const { return state_; }
 
  private:
   std::shared_ptr<PendingState> state_;
 };
 
-// For those to whom only the end matters: whoever waits for the outcome is told of a failure.
+// Waits for the end of the work only; its failure is thrown where the outcome is waited for.
 void wait_ignoring_failure(const Pending& pending) noexcept;
 
-// A Pending that a host thread fulfils: exactly one call of succeed() or fail().
+// A Pending that a host thread fulfils. REQUIRES: exactly one call of succeed() or fail().
 class Completion final : public PendingState {
  public:
   void succeed();
   void fail(std::exception_ptr error);
-  // Runs `callback` when the work is done: at once on this thread if it already is, else on the
-  // thread that fulfils it. The callback must neither throw nor block.
+  // Runs `callback` when the work is done: at once on this thread if it is done, else on the thread
+  // that fulfils it. The callback must neither throw nor block.
   void when_done(std::function<void()> callback);
 
   bool done() override;

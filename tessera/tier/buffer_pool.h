@@ -1,19 +1,19 @@
-// Leases of memory for I/O out of one region: page-aligned, exact in size, bounded for good.
+// Leases of I/O memory from one region: page-aligned, exact in size, with a fixed bound.
 //
-// Whoever asks for more than is free waits until leases are given back: that is the back-pressure
-// which keeps readers from running ahead of memory. Waiters are served in the order of their calls,
-// so none starves; try_acquire() never overtakes a waiter.
+// acquire() blocks until enough leases are released: this back-pressure keeps readers from running
+// ahead of memory. Waiters are served in the order of their calls, so none starves; try_acquire()
+// never overtakes a waiter.
 //
 // Invariants:
 //  (1) Leases are multiples of kBlockBytes, aligned to it, and never overlap.
 //  (2) The region is taken once, at construction; its size is the pool's whole cost.
 //
-// Pieces of different sizes may leave gaps that add up to what is asked for and are not one piece;
-// the wait then ends when the leases between them are given back. So nobody may wait here while
-// what others need in order to give theirs back is his to do.
+// Leases of different sizes may leave gaps that suffice in total but not in one piece; the wait
+// then ends when the leases between them are released. So a caller must not block here if other
+// lease holders depend on it to make progress.
 //
-// Threads: every method may be called from any thread. Leases must be given back before the pool
-// goes.
+// Threads: every method may be called from any thread. Leases must be released before the pool is
+// destroyed.
 #pragma once
 
 #include <condition_variable>
@@ -33,7 +33,7 @@ namespace tessera::tier {
 
 class BufferPool;
 
-// Moves, never copies; given back on destruction.
+// Movable, not copyable; released on destruction.
 class Lease {
  public:
   Lease() = default;
@@ -69,9 +69,9 @@ class BufferPool {
   // Blocks until `bytes`, rounded up to whole blocks, are free in one piece; none for zero bytes.
   // Throws ConfigError if the pool is smaller than that, and what close() was given.
   [[nodiscard]] Lease acquire(std::size_t bytes);
-  // Nothing if they are not free now, or if somebody waits.
+  // Null if they are not free now, or if another caller waits.
   [[nodiscard]] std::optional<Lease> try_acquire(std::size_t bytes);
-  // Wakes everybody who waits, and refuses all later calls, with this error; the first counts.
+  // Fails all waiting and later calls with this error; the first error is kept.
   void close(std::exception_ptr reason);
 
   std::size_t capacity_bytes() const { return capacity_; }
