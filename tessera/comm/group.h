@@ -85,7 +85,7 @@ struct CallOptions {
   // Compared between ranks.
   std::uint64_t content_hash = 0;
   device::Stream* stream = nullptr;
-  // The input may be read only after this, either: for input that a host thread writes (a read from
+  // The input may be read only after this as well: for input that a host thread writes (a read from
   // disk, an update). The group waits for it, not the caller. Its failure is the call's failure.
   device::Pending ready;
   std::shared_ptr<const void> keep_alive;

@@ -76,11 +76,11 @@ struct GroupStaging {
 };
 
 struct MemoryPlanOptions {
-  int num_ranks = 1;            // over which parameters are cut
-  int num_copies = 1;           // of the model
-  int num_secondary_ranks = 1;  // that shard gathered parameters once more (hpZ)
-  int num_gather_hosts = 1;     // crossed by a separate phase of gathers; 1: one phase
-  int weight_bits = 0;          // bits per element in gathers (qwZ); 0: not quantised
+  int num_ranks = 1;               // over which parameters are cut
+  int num_copies = 1;              // of the model
+  int num_secondary_ranks = 1;     // that shard gathered parameters once more (hpZ)
+  int num_gather_hosts = 1;        // crossed by a separate phase of gathers; 1: one phase
+  int weight_bits = 0;             // bits per element in gathers (qwZ); 0: not quantised
   std::int64_t block_numel = 128;  // elements that share a scale (qwZ)
   bool is_discrete = false;        // device memory is not host memory (CUDA)
   bool has_nvme = false;           // directories were given
@@ -107,9 +107,9 @@ struct MemoryPlanOptions {
   // grad::ReducerOptions.
   std::optional<quant::BlockFormat> gradient_blocks = {};
   int num_reduction_hosts = 1;
-  std::int64_t pack_below_bytes = std::int64_t{64} << 10;  // smaller shards are packed
+  std::int64_t pack_below_bytes = std::int64_t{64} << 10;     // smaller shards are packed
   comm::CallMemory call_memory = comm::CallMemory::kReached;  // Group::call_memory()
-  comm::HeldMemory group_memory;  // per group, Group::held_memory()
+  comm::HeldMemory group_memory;                              // per group, Group::held_memory()
   std::int64_t live_limit_bytes = std::int64_t{2} << 30;
   bool is_live_limit_given = false;      // false: one rank on a discrete device may hold more
   bool is_max_inflight_given = false;    // prefetch.max_inflight; false: chosen by the planner
