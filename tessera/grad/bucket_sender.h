@@ -3,26 +3,26 @@
 // (ReducerParts::replicas).
 //
 // A bucket that must be filled, or whose result does not stay where the reduction writes it,
-// borrows a slot: a buffer for the wire and memory for the result, which has the wire's type. There
-// are two, taken in turn; before one is used again, the stream is ordered behind the reduction it
-// was used for and the way of its result to where it stays. A bucket that is reduced from the
-// gradient's own memory into the region needs none, unless it takes two hops: the result of the
-// first one is the slot's, too.
+// borrows a slot: a buffer for the wire and memory for the result, which has the wire type. There
+// are two slots, used in turn; before a slot is reused, the stream is ordered after the reduction
+// that used it and after the copy of its result to its tier. A bucket that is reduced from the
+// gradient's own memory into the region needs no slot, unless it takes two hops: the slot has the
+// first hop's result.
 //
-// Over replicas a result is summed where it lies, before it is put; or it is added to what is at
-// home, in fp32 in the slot's buffer, which its reduction has left, and that sum travels and
-// replaces what is at home. See [Note: sums over replicas] in reducer.h.
+// Over replicas a result is summed in place, before it is put; or it is added to the accumulated
+// gradient, in fp32 in the slot's buffer, which is free after the reduction, and the sum over
+// replicas replaces the accumulated gradient. See [Note: sums over replicas] in reducer.h.
 //
 // Invariants:
 //  (1) Between send() and send() all calls to put() and put_zeros() are for one bucket.
 //  (2) Waits only for its own reductions, two buckets back. Where ranks have not agreed to send the
 //      same buckets one after the other, waits_for_no_rank() comes before a put().
-//  (3) Results are put in the order in which they were sent: as soon as that waits for nobody
+//  (3) Results are put in the order in which they were sent: as soon as that blocks on no rank
 //      (put_ready()), and at the latest when their slot is needed. Sums over replicas are started
 //      in that order, too, and put after them.
-//  (4) Unless all is work of streams, a sum over replicas is started only where all ranks have
-//      started the reduction that it needs, or where this rank's thread may wait for them. So once
-//      all replicas have started it, its end depends on no rank's thread.
+//  (4) Unless everything is work of streams, a sum over replicas is started only if all ranks have
+//      started the reduction that it needs, or if this rank's thread may wait for them. So once all
+//      replicas have started it, its end depends on no rank's thread.
 //
 // Threads: as Reducer.
 #pragma once
@@ -46,67 +46,69 @@ namespace tessera::grad {
 // What is summed over replicas when a bucket has been reduced.
 enum class ReplicaSum : std::uint8_t {
   kNone,    // nothing yet, or there are no replicas
-  kResult,  // the result, in the wire's type
-  kTotal,   // the result with what is at home, in fp32
+  kResult,  // the result, in the wire type
+  kTotal,   // the accumulated gradient plus the result, in fp32
 };
 
 class BucketSender {
  public:
   struct Options {
     DType wire_dtype = DType::kFloat32;
-    std::int64_t largest_shard_numel = 0;  // of all buckets that will be sent
-    bool has_totals = false;               // sums of what is at home will be made
+    std::int64_t largest_shard_numel = 0;  // the largest bucket that will be sent
+    bool has_totals = false;               // accumulated gradients will be summed over replicas
     QuantError* quant_error = nullptr;     // null: nothing is quantised
   };
   BucketSender(GradientStream& stream, ShardGradients& shards, BucketReduction reduction,
                const Options& options);
 
-  // Takes the memory of so many slots now.
+  // Allocates this many slots now.
   void reserve(std::size_t num_slots);
   // The next bucket takes the first slot, so that a model with one bucket needs no second one.
   // REQUIRES: what is sent before the next call goes to the same ranges as before, in the same
   // order.
   void rewind() { next_slot_ = 0; }
-  // The next put() waits for the network at most: what it must wait for, if anything, has been
-  // started by all ranks. Once true, it stays true until the next send(). May start sums over
-  // replicas, and wait for the network to do so.
+  // True if the next put() waits for the network at most: all ranks have started what it waits for,
+  // if anything. Once true, it stays true until the next send(). May start sums over replicas, and
+  // wait for the network to do so.
   bool waits_for_no_rank();
-  // The owner keeps the gradient's memory until the stream has done what it has been given so far.
+  // The owner keeps the gradient's memory until the work enqueued so far is done.
   void put(const Bucket& bucket, const Piece& piece, const FullGradient& gradient);
   void put_zeros(const Bucket& bucket, const Piece& piece);
   void send(const Bucket& bucket, const comm::Label& label,
             ReplicaSum replica_sum = ReplicaSum::kNone);
-  // Starts those that were asked for; waits for the ranks of the group.
+  // Starts the requested sums over replicas; waits for the ranks of the group.
   void start_replica_sums();
-  // Of what is at home, without another micro-batch: in fp32, or in the wire's type, where one
-  // micro-batch is there. REQUIRES: put_all(). May wait for the ranks of a bucket before this one.
+  // Sums the accumulated gradients over replicas, without another micro-batch: in fp32, or in the
+  // wire type if there is only one micro-batch. REQUIRES: put_all(). May wait for the ranks of a
+  // bucket before this one.
   void sum_home(const Bucket& bucket, DType dtype);
-  // Puts results that are there, or, where calls are work of streams, will be without this thread.
+  // Puts results that are complete, or, where calls are work of streams, will complete without this
+  // thread.
   void put_ready();
   // Puts all results in stream order; waits for no device where calls are work of streams.
   void put_all();
-  // Blocks until all reductions have ended, and not for what is enqueued behind them; throws what
-  // went wrong. The caller counts the time.
+  // Blocks until all reductions have ended, but not for later work of the stream; throws the first
+  // failure. The caller counts the time.
   void wait_reduced();
-  // Blocks until all results are put, and the stream has done it; throws what went wrong.
+  // Blocks until all results are put, and the stream is done; throws the first failure.
   void wait();
-  // Waits for what is in flight, whatever becomes of it; forgets the bucket that was being filled.
+  // Waits for calls in flight, ignoring failures; drops the bucket that was being filled.
   void clear() noexcept;
-  // Something is in flight that has not come to its end.
+  // True if something is in flight.
   bool is_under_way() const;
 
  private:
   struct Slot {
     device::Memory buffer;
     device::Memory result;
-    device::Memory partial;  // of the first hop; none where there is one
+    device::Memory partial;  // result of the first hop; none with one hop
     bool is_taken = false;   // by what is sent, or being filled
-    device::Pending used;    // what else reads the result of the last one
+    device::Pending used;    // other readers of the last result
   };
   struct Sent {
     std::vector<Piece> pieces;
     std::int64_t shard_numel = 0;
-    std::byte* values = nullptr;  // of the result, in `dtype`
+    std::byte* values = nullptr;  // the result, in `dtype`
     DType dtype = DType::kFloat32;
     device::Pending reduced = {};                 // so far
     std::shared_ptr<std::atomic<bool>> met = {};  // that by all ranks

@@ -35,25 +35,26 @@ class GradientBuckets {
   GradientBuckets(const GradientBuckets&) = delete;
   GradientBuckets& operator=(const GradientBuckets&) = delete;
 
-  // `replica_sum`: of every bucket of it.
+  // `replica_sum`: for every bucket of the backward.
   void begin_backward(ReplicaSum replica_sum);
   void take(const shard::Param& param, FullGradient gradient);
   std::vector<int> pending_dynamic() const { return dynamic_.pending(); }
   void reduce_dynamic(std::span<const int> ids);
   void drop_dynamic() noexcept { dynamic_.drop(); }
   void finish_backward();
-  // Of what is at home, bucket by bucket. Between backwards; waits for other ranks.
+  // Sums accumulated gradients over replicas, bucket by bucket. Between backwards; waits for other
+  // ranks.
   void sum_over_replicas();
   // As in BucketSender.
   void put_all();
   void wait_reduced();
   QuantErrorStats take_quant_error();
-  // Blocks until the sums of all finished backwards are put; throws what went wrong.
+  // Blocks until the sums of all finished backwards are put; throws the first failure.
   void wait();
-  // Waits for what is in flight, whatever becomes of it.
+  // Waits for calls in flight, ignoring failures.
   void clear() noexcept;
-  // Sends what is full, where that waits for no rank, as clear() would. True: something is in
-  // flight, or full.
+  // Sends full buckets if that waits for no rank, as clear() would. True: a call is in flight, or a
+  // bucket is full.
   bool is_under_way() noexcept;
 
  private:
@@ -61,7 +62,7 @@ class GradientBuckets {
     std::size_t bucket = 0;
     std::size_t piece = 0;
   };
-  struct Entry {                  // of one parameter
+  struct Entry {                  // state of one parameter
     std::vector<PieceOf> pieces;  // in bucket order
     FullGradient gradient;
     bool is_added = false;         // in this backward
@@ -71,12 +72,12 @@ class GradientBuckets {
   const shard::Param& param_of(const Piece& piece) const { return params_[piece.param]; }
   Entry& entry_of(const Piece& piece) { return entries_[static_cast<std::size_t>(piece.param)]; }
 
-  // Opens the bucket whose turn it is and puts in what was added; sends it, and those behind it,
-  // while full. A bucket that is not open has nothing in it.
+  // Opens the current bucket and puts in the gradients that were added; sends it and later buckets
+  // while they are full. A bucket that is not open is empty.
   enum class WaitFor : std::uint8_t { kNetwork, kRanks };
   void advance(WaitFor limit);
   void put_piece(const Piece& piece);
-  void release(Entry& entry, const shard::Param& param);  // all of it is in buckets, or forgotten
+  void release(Entry& entry, const shard::Param& param);  // all of it is in buckets, or dropped
   void send();
 
   GradientStream& stream_;
@@ -86,10 +87,10 @@ class GradientBuckets {
   BucketSender sender_;
   DynamicGradients dynamic_;
 
-  std::vector<Entry> entries_;            // by id
-  std::vector<std::size_t> num_missing_;  // by bucket: pieces whose gradient is missing
-  std::size_t current_;                   // behind the last one: no backward, or all of it is sent
-  bool is_open_ = false;                  // the current one
+  std::vector<Entry> entries_;                  // by id
+  std::vector<std::size_t> num_missing_;        // by bucket: pieces whose gradient is missing
+  std::size_t current_;                         // past the last one: no backward, or all sent
+  bool is_open_ = false;                        // the current one
   ReplicaSum replica_sum_ = ReplicaSum::kNone;  // in this backward
 };
 

@@ -1,15 +1,14 @@
-// Internal to grad: what is done with gradients on the reduce stream, and how long their memory is
-// kept.
+// Internal to grad: the work on gradients on the reduce stream, and the lifetime of their memory.
 //
-// Everything here is enqueued and ordered behind what the compute stream had been given when
+// Everything here is enqueued and ordered after the work that the compute stream had when
 // order_behind_compute() was called. Conversions and sums are kernels of ReducerParts, if given;
-// else they run on the host, whose memory the device's must be then.
+// otherwise they run on the host, which requires that device memory is host memory.
 //
-// [Note: NVMe on the stream] What goes to NVMe is work of the stream as well: it waits there for
-// buffers and for earlier writes, which depends on the disk and on nobody who waits for this
-// stream. So whatever it reads may be used again behind it, as behind any copy. A discrete device's
-// stream waits for no disk: there a thread does it, in the same order, behind what the stream has
-// been given, and what it reads may be used again when it is done.
+// [Note: NVMe on the stream] Transfers to NVMe are work of the stream, too: they wait there for
+// buffers and for earlier writes, which depend on the disk alone and never on a waiter for this
+// stream. So memory that they read may be reused after them in stream order, as after any copy. A
+// discrete device's stream waits for no disk: there a thread transfers, in the same order and after
+// the stream's earlier work, and memory that it reads may be reused when it is done.
 //
 // Threads: as Reducer.
 #pragma once
@@ -50,48 +49,47 @@ class GradientStream {
   // sum[i] += value[i]
   void add(float* sum, const void* value, DType value_dtype, std::int64_t numel);
 
-  // The same of a piece on NVMe, which begins with `values`; wait_nvme() tells what became of it.
-  // Done, on a discrete device: `values` are not read any more. Nothing: the stream reads them.
+  // The same for a piece on NVMe, which is set to `values` or to which they are added; wait_nvme()
+  // reports failures. The result is done when a discrete device's `values` are read; empty if the
+  // stream reads them.
   device::Pending put_on_nvme(const ShardPiece& piece, const void* values, DType dtype, bool adds);
-  // to[i] = what is there of the piece, by work of the stream, too; or the stream is behind it.
+  // to[i] = the piece's values on NVMe: by work of the stream, or before the stream's later work.
   void get_from_nvme(const ShardPiece& piece, void* to, DType dtype);
-  NvmeGradients* nvme() { return nvme_.get(); }  // null: nothing is there
-  // Blocks until everything is there; throws what went wrong. REQUIRES: the stream is done.
+  NvmeGradients* nvme() { return nvme_.get(); }  // null: no gradient is on NVMe
+  // Blocks until everything is written; throws the first failure. REQUIRES: the stream is done.
   void wait_nvme();
   void clear_nvme() noexcept;
-  // Some gradient goes to the host or to NVMe.
+  // True if some gradient goes to host memory or to NVMe.
   bool leaves_device() const { return leaves_device_; }
 
   device::Pending compute_record() { return compute_.record(); }
-  // To memory of the host, behind `made`, on a stream of its own.
+  // Copies to host memory, after `made`, on a separate stream.
   device::Pending start_to_host(void* to, const void* from, std::size_t bytes,
                                 const device::Pending& made);
 
-  // Keeps `owner` until the stream has done what it has been given so far, and `also` is done.
-  // `bytes`: of a full gradient that copies or kernels still read. Blocks until those kept, with
-  // this one, are within ReducerParts::most_kept_bytes: a host that is ahead of its device would
-  // keep them all. What it waits for is on streams already, and needs nothing more from this
-  // thread.
+  // Keeps `owner` until the work enqueued so far and `also` are done. `bytes`: of a full gradient
+  // that copies or kernels still read. Blocks until all kept gradients are within
+  // ReducerParts::most_kept_bytes, because a host that runs ahead of its device would keep them
+  // all. The work it waits for is already enqueued, and needs nothing more from this thread.
   void retire(std::shared_ptr<void> owner, const device::Pending& also = {},
               std::int64_t bytes = 0);
-  // The same of one that a reduction keeps: counts until that is done. Once `met` is true its end
-  // depends on no rank's thread; before that nobody waits for it here.
+  // The same for a gradient that a reduction keeps: counted until `reduced` is done. Once *met is
+  // true its end depends on no rank's thread; before that nothing here waits for it.
   void count_kept(device::Pending reduced, std::shared_ptr<const std::atomic<bool>> met,
                   std::int64_t bytes);
-  // Orders the stream behind `pending`; the time for which the host had to wait is exposed.
+  // Orders the stream after `pending`; time for which the host blocks counts as exposed.
   void wait_for(const device::Pending& pending);
   // Blocks until each is done; throws the first failure.
   void wait_on_host(std::span<const device::Pending> pendings);
   // Blocks until the stream has done everything; throws its failure.
   void synchronize();
-  // The same, copies to the host included, before memory is given back, whatever has become of the
-  // work.
+  // The same with copies to the host, and without throwing; called before memory is freed.
   void drain() noexcept;
 
-  // Something has to be sent to somebody: to ranks with other shards, or to those with other copies
-  // of this one.
+  // True if gradients are sent: to ranks with other shards, or to ranks with other copies of this
+  // shard.
   bool sends() const { return parts_.group.size() > 1 || parts_.replicas != nullptr; }
-  // This parameter's sum over replicas may be made of what is at home, in fp32.
+  // True if this parameter's sum over replicas may be made of the accumulated gradient, in fp32.
   bool has_totals(const shard::Param& param) const {
     return param.dynamic() ? replica_sums_.has_dynamic_totals() : replica_sums_.has_totals();
   }
@@ -114,8 +112,7 @@ class GradientStream {
   const ReducerParts& parts() const { return parts_; }
   ReducerStats& stats() { return stats_; }
   ReducerStats take_stats();
-  // Bytes of gradients that wait for their turn or a buffer; a peak is what was still held
-  // afterwards.
+  // Counts bytes of gradients kept for their turn or for a buffer; note_held() records a peak.
   void hold(std::int64_t bytes) { held_bytes_ += bytes; }
   void unhold(std::int64_t bytes) { held_bytes_ -= bytes; }
   void note_held() { stats_.held_bytes_peak = std::max(stats_.held_bytes_peak, held_bytes_); }
@@ -125,17 +122,17 @@ class GradientStream {
     device::Pending used;
     std::shared_ptr<void> owner;
     std::int64_t bytes = 0;
-    std::shared_ptr<const std::atomic<bool>> met = {};  // null: by no other rank
+    std::shared_ptr<const std::atomic<bool>> met = {};  // null: depends on no other rank
   };
   void keep(Kept kept);
   void free_retired();
   void free_oldest();
 
-  const ReducerParts parts_;  // `replicas` null: there are none but this one
+  const ReducerParts parts_;  // `replicas` null: this rank has the only copy
   const ReplicaSums replica_sums_;
   device::Stream& compute_;
   device::Stream& reduce_;
-  const bool is_discrete_;  // that the host cannot reach
+  const bool is_discrete_;  // device memory that the host cannot access
   const std::unique_ptr<NvmeGradients> nvme_;
   bool leaves_device_ = false;
   std::deque<Kept> retired_;

@@ -1,27 +1,25 @@
 // Internal to grad: shards of gradients that accumulate on NVMe.
 //
-// A piece goes there in tiles, each in a lease of its own: values are written into the lease, or
-// added to what was read into it, and the lease is written. So a piece of any size passes
-// through a pool of kSmallestPoolBytes, and nothing here holds a copy of a shard. More leases are
-// more tiles on their way at once: reads run ahead of sums as far as leases are free, and writes
-// are not waited for. While a tile passes, the sums of squares of its blocks are kept, of which the
-// norm is made: gradients are not read again for it.
+// A piece is written in tiles, each in a separate lease: values are copied into the lease, or added
+// to data read into it, and the lease is written. So a piece of any size passes through a pool of
+// kSmallestPoolBytes, and no copy of a shard is held. More leases allow more tiles in flight: reads
+// run ahead of sums as far as leases are free, and writes are not waited for. The sums of squares
+// of each tile's blocks are kept for the norm, so gradients are not read again for it.
 //
-// The pool is ours alone: a lease whose write is done goes back at our next call. Waiting for one
-// is waiting for our own oldest write, that is for the disk, never for a rank.
+// Nothing else uses the pool: a lease whose write is done is released at the next call. Waiting for
+// a lease is waiting for the oldest write, that is for the disk, never for a rank.
 //
 // Values in memory of a discrete device are copied D2H on the way, tile by tile, into a lease that
 // is kept for that: one tile is on its way while the one before it is added up. So they take no
 // more of the host than the pool.
 //
 // Invariants:
-//  (1) Tiles begin at multiples of kPieceStep and are whole blocks on NVMe; behind the shard's
+//  (1) Tiles begin at multiples of kPieceStep and are whole blocks on NVMe; after the shard's
 //      end they are zero.
-//  (2) What overlaps a write that is under way waits for it: sums are made in the order of put(),
-//  and
+//  (2) Work that overlaps a write in flight waits for it: sums are made in the order of put(), and
 //      get() reads what was put before it.
-//  (3) A block to which nothing was put since clear() counts as zeros, and is not read.
-//  (4) The first failure stays until clear(). What comes after it is not put.
+//  (3) A block that was not put since clear() counts as zeros, and is not read.
+//  (4) The first failure is kept until clear(). Nothing is put after it.
 //
 // Threads: put() and get() on the reduce stream's, one at a time; beside a discrete device, whose
 // streams must not wait for a disk, on one that GradientStream has for it. wait() and clear() when
@@ -42,8 +40,8 @@
 
 namespace tessera::grad {
 
-// Of a shard on NVMe. Begins at a multiple of kPieceStep, and ends at one or with
-// the shard, or with what is not padding of it.
+// A piece of a shard on NVMe. Begins at a multiple of kPieceStep, and ends at a multiple, at the
+// end of the shard, or where its padding begins.
 struct ShardPiece {
   int param = 0;
   std::int64_t begin = 0;
@@ -59,15 +57,15 @@ class NvmeGradients {
   NvmeGradients(const NvmeGradients&) = delete;
   NvmeGradients& operator=(const NvmeGradients&) = delete;
 
-  // The piece becomes `values`, or its fp32 sum with them. Blocks while leases are short, and for
-  // what it adds to; `values` are not needed afterwards. A failure is kept for wait().
+  // Sets the piece to `values`, or adds them to it in fp32. Blocks until leases are free, and for
+  // reads of what it adds to; `values` are not needed afterwards. A failure is kept for wait().
   void put(const ShardPiece& piece, const void* values, DType dtype, bool adds) noexcept;
-  // to[i] = what is there, as `dtype`; zeros where nothing was put. Blocks for the disk. After a
+  // to[i] = the stored value, as `dtype`; zeros where nothing was put. Blocks for the disk. After a
   // failure, which is kept for wait(), `to` is undefined.
   void get(const ShardPiece& piece, void* to, DType dtype) noexcept;
-  // Blocks until everything is there; throws the first failure, with the parameter's name.
+  // Blocks until everything is written; throws the first failure, with the parameter's name.
   void wait();
-  // Waits, whatever becomes of it; forgets all values.
+  // Waits for transfers in flight, ignoring failures; drops all values.
   void clear() noexcept;
 
   double sum_of_squares(int id) const;
@@ -119,13 +117,13 @@ class NvmeGradients {
   std::span<double> blocks_of(int id) const;
   bool is_empty(int id, std::int64_t begin) const;
 
-  // Nothing if that takes a wait, unless it is `needed`.
+  // Null if that would block, unless it is `needed`.
   std::optional<tier::Lease> lease_for(const ShardPiece& tile, bool needed);
   void start_read(Tile& tile);
   void sum_blocks(const Tile& tile);
   void start_write(Tile tile);
   void wait_for_overlapping(const ShardPiece& tile);
-  void reap();  // gives back the leases of writes that are done
+  void reap();  // releases the leases of writes that are done
   void finish(std::list<Tile>::iterator write) noexcept;
   void timed(const std::function<void()>& wait);
   void throw_failure() const;
