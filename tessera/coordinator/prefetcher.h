@@ -1,15 +1,15 @@
-// Which gathers are started ahead of their use, and what stays gathered when a use ends.
+// Decides which gathers are started ahead of their use, and what stays gathered when a use ends.
 //
 // It owns the trace book, the plans of known traces, the walk along the plan of the pass that runs,
-// and the queue of prefetches that are planned and not started. A pass that no known trace fits has
-// no walk: then everything is gathered on demand, and only what persists stays.
+// and the queue of prefetches that are planned and not started. A pass that matches no known trace
+// has no walk: everything is gathered on demand, and only persistent parameters stay.
 //
-// A prefetch that finds its room still taken by an earlier use is held back until that use ends; at
-// the latest it starts when the next use begins, so that the order of gathers depends on the begins
-// of uses alone.
+// A prefetch whose memory is still taken by an earlier use is held back until that use ends; at the
+// latest it starts when the next use begins, so that the order of gathers depends on the begins of
+// uses alone.
 //
-// A trace miss is a use that the trace does not expect. What was gathered in vain is dropped at
-// once, and another known trace with the same beginning takes over, if there is one.
+// A trace miss is a use that the trace does not expect. Unused gathers are dropped at once, and
+// another known trace with the same beginning takes over, if there is one.
 //
 // Threads: as Param.
 #pragma once
@@ -37,16 +37,16 @@ struct PrefetcherOptions {
   std::int64_t persist_param_bytes = 0;
   std::int64_t persist_model_bytes = 0;
   std::size_t max_traces = 32;
-  // The arena was planned with all other memory, and is all there is.
+  // True: the arena was planned with all other memory and cannot be exceeded.
   bool has_fixed_arena = false;
-  // A pass that is not ended by step() is foreseen to its end. Not where ranks agree on each use: a
-  // rank that has joined the others learns of the end with the next use.
+  // True: the pass after one that is not ended by step() is started ahead. False where ranks agree
+  // on each use: a rank that has joined the others learns of the end only with the next use.
   bool starts_next_pass = true;
 };
 
 class Prefetcher {
  public:
-  // All of it outlives the prefetcher.
+  // Everything here outlives the prefetcher.
   struct Parts {
     shard::ParamTable& params;
     const UnitTable& units;  // finalized
@@ -56,20 +56,20 @@ class Prefetcher {
   };
   Prefetcher(const Parts& parts, const PrefetcherOptions& options);
 
-  // Before the parameters of a use are gathered: prefetches that were held back start, also if this
-  // use is a trace miss, since other ranks may have had the room to start them; then the trace is
-  // followed. `is_outermost`: no use is open. Returns its number in the pass.
+  // Call it before the parameters of a use are gathered. Starts prefetches that were held back,
+  // also if this use is a trace miss, because other ranks may have had the memory to start them;
+  // then follows the trace. `is_outermost`: no use is open. Returns its number in the pass.
   std::size_t follow_trace(const Use& use, bool is_outermost);
   // What the plan says about the use that was followed last; null: there is no plan.
   const PlannedUse* planned() const;
-  // Once they are gathered: starts the prefetches of the plan, and reads ahead.
+  // Call it once they are gathered: starts the prefetches of the plan, and reads ahead.
   void use_begun(const Use& use);
   // A forward or an inference.
   void note_end(std::size_t number) { book_.note_end(number); }
-  // The room of a use is free. `is_outermost`: no use is open any more.
+  // The memory of a use is free. `is_outermost`: no use is open any more.
   void use_ended(bool is_outermost);
 
-  // Once no use needs it.
+  // True if the parameter stays gathered when no use needs it.
   bool stays(int param) const {
     return persists(param) || (walk_.has_value() && walk_->is_wanted(param));
   }
@@ -77,15 +77,15 @@ class Prefetcher {
   bool persists(int param) const { return persists_[static_cast<std::size_t>(param)]; }
   void forget_persistent() { persists_.assign(persists_.size(), false); }
 
-  // Prefetches that were held back are started, whether there is room or not.
+  // Starts the prefetches that were held back, whether their memory is free or not.
   void start_held_back() { start_queue(RoomCheck::kSkipped); }
-  // What was gathered ahead or is kept goes if the limit does not hold these, too.
+  // Releases what was gathered ahead or is kept, if the limit does not hold `params` in addition.
   void make_room_for(std::span<const int> params);
   std::int64_t planned_bytes() const;  // of all parameters that are gathered
 
-  // The pass ends by step(): everything is released.
+  // The pass ends by step(): releases everything.
   void end_step();
-  // After the update: starts the gathers with which the next pass will begin, if it is foreseen.
+  // After the update: starts the gathers with which the next pass will begin, if that is predicted.
   void start_ahead();
   // An exception ended the pass, or parameters become resident.
   void forget_pass();
@@ -96,7 +96,7 @@ class Prefetcher {
 
  private:
   enum class RoomCheck : std::uint8_t { kHeeded, kSkipped };
-  // A call of a plan that is still to be started.
+  // A planned call that is not started yet.
   struct PlannedCall {
     const GatherList* params = nullptr;
     const OffsetList* offsets = nullptr;  // null: anywhere
@@ -126,12 +126,12 @@ class Prefetcher {
   TraceBook book_;
   std::map<TraceId, PrefetchPlan> plans_;
   std::optional<PlanWalk> walk_;
-  TraceId walked_ = kNoTrace;        // whose plan the walk follows
-  std::vector<GatherList> resumed_;  // calls of a plan that was taken up in its middle
-  std::vector<PlannedCall> queue_;   // from next_call_ on: held back
+  TraceId walked_ = kNoTrace;        // trace whose plan the walk follows
+  std::vector<GatherList> resumed_;  // calls of a plan that is followed from its middle
+  std::vector<PlannedCall> queue_;   // held back from next_call_ on
   std::size_t next_call_ = 0;
   Phase phase_ = Phase::kForward;
-  std::vector<int> ahead_ids_;  // of the last read_ahead()
+  std::vector<int> ahead_ids_;  // ids of the last read_ahead()
 };
 
 }  // namespace tessera::coordinator

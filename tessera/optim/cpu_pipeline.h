@@ -1,35 +1,36 @@
 // Updates on the CPU: a thread that takes sub-groups (sub_group.h) through read -> update -> write,
-// in the order of registration, which is that of the next forward.
+// in the order of registration, which is the order of the next forward.
 //
 //   lease     | states, parameters (on NVMe)   may be read ahead of the gradients
 //             | gradients (on NVMe)            read once the update has been started
-//   update    | piece by piece; what is in memory in place
+//   update    | piece by piece; in place where data is in memory
 //   write     | states, parameters (on NVMe)
-//   lease back, when all of it has been written; or kept with what it holds, see num_kept_groups()
+//   A lease is released when all of it has been written, or kept with its contents
+//   (num_kept_groups()).
 //
-// While one sub-group is updated, those after it are read and those before it written, as far as
-// there are leases. With a single lease it all runs in turn. A sub-group with everything in memory
-// has no lease. Beside a discrete device, parameters in its memory have copies in pinned memory,
-// which are sent back; gradients come there by themselves.
+// While one sub-group is updated, later ones are read and earlier ones written, as far as leases
+// are free. With a single lease these run in turn. A sub-group with everything in memory has no
+// lease. With a discrete device, parameters in its memory have copies in pinned memory, which are
+// copied back after their update; gradients are in host memory already.
 //
-// Between updates, while the model computes, the disk goes on: what the last sub-groups of an
-// update have made is written after wait_updated(), and as their leases come back, the first
-// sub-groups of the next update are read into them from prepare() on. So the disk has up to twice
-// the bytes of the leases to move during a backward.
+// Between updates, while the model computes, the disk keeps working: results of the last sub-groups
+// are written after wait_updated(), and as their leases are released, the first sub-groups of the
+// next update are read into them from prepare() on. So the disk can move up to twice the bytes of
+// the leases during a backward.
 //
 // Invariants:
-//  (1) Leases are taken in the order of updates; so the sub-group that is next waits for nothing
-//      but writes of those before it.
+//  (1) Leases are taken in the order of updates, so the next sub-group waits only for writes of
+//      earlier ones.
 //  (2) A sub-group is read for the next update when its own writes of the last one are done.
 //  (3) A piece is updated as soon as what it needs is ready, and its parameter is fulfilled with
 //      its last piece. Padding is never updated: it stays zero in shards, states and whole blocks.
 //  (4) After the first failure nothing runs any more: the parameter concerned and all that are not
 //      done yet fail with its error; both waits and check() repeat it. Of several failures, the
-//      first in the order of updates counts. A write that fails after wait_updated() is told by
-//      the next of these, before the next update begins.
+//      first in the order of updates counts. The next of these calls reports a write that fails
+//      after wait_updated(), before the next update begins.
 //
-// Threads: one caller at a time, and a thread of its own. add(), refresh_copy(), set_plan() and
-// drop_leases() are called while that is idle: after wait().
+// Threads: one caller at a time, and one internal thread. add(), refresh_copy(), set_plan() and
+// drop_leases() are called while that thread is idle: after wait().
 #pragma once
 
 #include <condition_variable>
@@ -54,15 +55,15 @@ namespace tessera::optim {
 
 class CpuPipeline {
  public:
-  // All of it outlives the pipeline.
+  // All arguments outlive the pipeline.
   CpuPipeline(shard::ParamTable& params, const RuleOptions& rule, const OptimizerOptions& options,
               const OptimizerStates& states);
-  // Ends what has been started.
+  // Waits for what was started.
   ~CpuPipeline();
   CpuPipeline(const CpuPipeline&) = delete;
   CpuPipeline& operator=(const CpuPipeline&) = delete;
 
-  // Takes the memory of a parameter's copy, if its shard is in a discrete device's. Once.
+  // Allocates a parameter's copy, if its shard is in a discrete device's memory. Once.
   void add(int id);
   // Makes that copy from the shard; null: the CPU works on the shard itself.
   const std::byte* refresh_copy(int id);
@@ -70,36 +71,37 @@ class CpuPipeline {
   const SubGroupPlan& plan() const { return plan_; }
   // Throws ConfigError if the largest sub-group does not fit into the buffers.
   void set_plan(SubGroupPlan plan);
-  // Reads what leases allow, for the next update, also those that are still written from.
+  // Reads ahead for the next update, as far as leases are free or become free when their writes are
+  // done.
   void prepare();
   // `ids`: every parameter of the plan. `gradients` stay until wait_updated().
   std::vector<StartedUpdate> start(std::span<const int> ids, grad::Reducer& gradients,
                                    const UpdateScalars& scalars);
-  // Until all updates are made. Throws the first failure, every time.
+  // Blocks until all updates are made. Throws the first failure, every time.
   void wait_updated();
-  // Until all of them are written, too, and nothing more is read ahead.
+  // The same, and until all results are written and nothing more is read ahead.
   void wait();
-  // The same without waiting.
+  // Throws the first failure, without waiting.
   void check() const;
-  // Forgets what is in leases: whatever is on NVMe may change now.
+  // Drops the contents of leases, so that data on NVMe may be changed.
   void drop_leases();
   OptimizerStats take_stats();
 
  private:
   struct Item {
-    bool keeps = false;  // no gradient: nothing changes, and the parameter is made again
+    bool keeps = false;  // no gradient: states stay, the parameter is made from its master again
     UpdateScalars scalars;
     const void* gradient = nullptr;  // null: on NVMe
     DType gradient_dtype = DType::kFloat32;
     const void* low = nullptr;       // ShardGradient::low
     std::vector<const void*> later;  // ShardGradient::later
     device::Pending gradient_ready;
-    device::Pending may_start;                 // what reads the shard, and what makes the gradient
-    std::byte* shard = nullptr;                // or its copy; null: on NVMe
+    device::Pending may_start;   // readers of the shard, and the work that makes the gradient
+    std::byte* shard = nullptr;  // or its copy; null: on NVMe
     std::shared_ptr<device::HandedOver> done;  // null: not updated
     int num_pieces_left = 0;
     bool has_begun = false;
-    std::vector<device::Pending> writes;  // of pieces so far that must be read from NVMe
+    std::vector<device::Pending> writes;  // of earlier pieces that are read from NVMe
   };
   struct Job {
     grad::Reducer* gradients = nullptr;
@@ -118,7 +120,7 @@ class CpuPipeline {
   };
   Item make_item(int id, grad::Reducer& gradients, const UpdateScalars& scalars,
                  const device::Pending& may_start);
-  // Everything that may read shards or make gradients now.
+  // All work that may read shards or make gradients now.
   device::Pending record_users() const;
 
   void run();
@@ -156,18 +158,18 @@ class CpuPipeline {
   const OptimizerStates& states_;
   Kernels& kernels_;
   device::Stream& stream_;
-  // By id: of a shard in a discrete device's memory; new values are made there.
+  // By id: pinned copies of shards in a discrete device's memory; updates write them.
   std::vector<device::Memory> copies_;
   SubGroupPlan plan_;
   std::vector<int> num_pieces_;  // by id
   std::size_t num_kept_ = 0;     // sub-groups of plan_
   OptimizerStats started_;       // of the update that start() makes
 
-  // Of the thread; of the caller while that is idle.
+  // Used by the thread; by the caller while that is idle.
   std::deque<Stage> ahead_;    // read or being read, in the order of updates
   std::deque<Stage> writing_;  // updated, in the same order; also of the update before
   std::map<std::size_t, tier::Lease> kept_;  // by sub-group: as it is on NVMe
-  std::size_t next_ = 0;                     // the sub-group behind ahead_
+  std::size_t next_ = 0;                     // the sub-group after ahead_
   OptimizerStats work_;                      // since merge_stats()
 
   mutable std::mutex mutex_;
@@ -176,7 +178,7 @@ class CpuPipeline {
   std::deque<Job> jobs_;
   bool must_prepare_ = false;
   bool is_updating_ = false;
-  bool is_busy_ = true;  // with that, or between updates, or the thread has not begun
+  bool is_busy_ = true;  // an update or a transfer runs, or the thread has not begun
   bool is_stopping_ = false;
   std::exception_ptr failure_;
   OptimizerStats stats_;

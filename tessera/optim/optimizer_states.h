@@ -1,7 +1,7 @@
-// Masters and states of this rank's shards: where they are, and how they get there.
+// Masters and states of this rank's shards: their memory layout, reads and writes.
 //
-// One layout everywhere: a shard is cut into pieces, and the fp32 tensors of a piece lie side by
-// side: master (unless the parameter is its own), state 0, state 1.
+// The layout is the same on every tier: a shard is cut into pieces, and the fp32 tensors of a piece
+// are adjacent: master (unless the shard is the master), state 0, state 1.
 //
 //   in memory, updated in place    one piece per shard; on a CPU without NVMe the tensors are
 //                                  packed, elsewhere each has whole blocks
@@ -13,8 +13,8 @@
 // Only fp32 parameters are their own masters. States are made when a parameter is trainable for the
 // first time, and stay; in memory they are charged as Role::kOptimizer. Padding stays zero.
 //
-// Threads: one caller at a time; write() also from several threads; accessors that are const, and
-// start_read(), from any thread meanwhile, as long as nothing changes what they name.
+// Threads: one caller at a time; write() also from several threads; const accessors and
+// start_read() from any thread, as long as nothing changes the parameter concerned.
 #pragma once
 
 #include <cstddef>
@@ -32,11 +32,11 @@
 
 namespace tessera::optim {
 
-// Of all parameters, in host memory: on their way from one optimizer to the next.
+// States of all parameters in host memory, moved from one optimizer to the next.
 struct CarriedStates {
   struct Each {
     bool exists = false;
-    std::vector<std::vector<float>> tensors;  // in their order; shard_numel() elements each
+    std::vector<std::vector<float>> tensors;  // by index in tensor_names(); shard_numel() each
     std::int64_t updates = 0;
   };
   std::vector<Each> params;  // by id; empty: there are none
@@ -48,8 +48,8 @@ class OptimizerStates {
   struct Piece {
     std::int64_t begin = 0;  // in the shard
     std::int64_t numel = 0;
-    std::uint64_t offset = 0;      // of its first tensor, in the parameter's memory or on NVMe
-    std::size_t tensor_bytes = 0;  // from one tensor to the next
+    std::uint64_t offset = 0;  // offset of its first tensor, in the parameter's memory or on NVMe
+    std::size_t tensor_bytes = 0;  // distance from one tensor to the next
   };
 
   // Throws ConfigError if states stream to the device and there are no slots for them.
@@ -58,59 +58,62 @@ class OptimizerStates {
   OptimizerStates(const OptimizerStates&) = delete;
   OptimizerStates& operator=(const OptimizerStates&) = delete;
 
-  // Who updates a parameter, whether or not it is trainable: the CPU pipeline or the device.
+  // True if the CPU pipeline updates the parameter, false if the device does; whether or not it is
+  // trainable.
   bool is_on_cpu(int id) const;
-  // Of what the device updates: something of it comes to the device for every update.
+  // True if the device updates the parameter and part of its data is copied to the device for every
+  // update.
   bool streams(int id) const;
   bool are_resident(int id) const {
     return !is_discrete_ || params_[id].placement().states == Tier::kDevice;
   }
-  // Elements of a piece that streams; 0: nothing does.
+  // Elements of a piece that streams; 0: nothing streams.
   std::int64_t slot_numel() const { return slot_numel_; }
 
   bool has(int id) const { return slots_[static_cast<std::size_t>(id)].exists; }
-  // Takes space on NVMe. Once per parameter.
+  // Allocates space on NVMe. Once per parameter.
   void add(int id);
-  // Takes memory, unless it has some: moments are zero, the master is not made yet. While it runs
-  // those of others may be written. REQUIRES: has() it.
+  // Allocates memory, unless there is some: moments are zero, the master is not made yet. Meanwhile
+  // tensors of other parameters may be written. REQUIRES: has() it.
   void take_memory(int id);
-  // From the shard. `host_copy`: of a shard in a discrete device's memory, if there is one.
+  // Makes the master from the shard. `host_copy`: the pinned copy of a shard in a discrete device's
+  // memory, if there is one.
   void make_master(int id, const std::byte* host_copy = nullptr);
 
-  // What it has, out of its memory, which is given back. REQUIRES: has() it, and no update runs.
+  // Moves the states out, and frees their memory. REQUIRES: has(id), and no update runs.
   CarriedStates::Each take(int id);
-  // Into the memory that add() has taken. REQUIRES: not on NVMe.
+  // Moves states into allocated memory. REQUIRES: not on NVMe.
   void put(int id, const CarriedStates::Each& states);
 
-  // "master" (unless the parameter is its own), then the rule's states. Where a number is asked for
-  // below, it counts these.
+  // "master" (unless the shard is the master), then the rule's states. `number` below is an index
+  // into this list.
   std::vector<std::string_view> tensor_names(int id) const;
-  // Elements [begin, begin + numel) of a tensor, padding is zero; from wherever they are. `begin`
-  // is a multiple of kShardStep. `to`: of the host, as ShardStore reads: aligned to kBlockBytes,
-  // with room for numel rounded up to kShardStep; where nothing is on NVMe, any memory.
+  // Reads elements [begin, begin + numel) of a tensor from any tier; padding is zero. `begin` is a
+  // multiple of kShardStep. `to`: host memory aligned to kBlockBytes that holds numel rounded up to
+  // kShardStep; where nothing is on NVMe, any memory.
   device::Pending start_read(int id, std::size_t number, std::int64_t begin, std::int64_t numel,
                              std::byte* to) const;
-  // The same elements, but for padding, which stays zero. `numel` is a multiple of kShardStep but
-  // at the end. What is on NVMe may still be on its way there until finish_writes().
+  // Writes the same elements, except padding, which stays zero. `numel` is a multiple of
+  // kShardStep, except at the end. Writes to NVMe may be in flight until finish_writes().
   void write(int id, std::size_t number, std::int64_t begin, std::int64_t numel,
              const std::byte* from);
   void finish_writes() { writes_.finish(); }
-  // Waits for what a failure has left under way.
+  // Waits for writes in flight after a failure.
   void drop_writes() { writes_.drop(); }
 
-  // Of what the CPU updates and is trainable now. REQUIRES: has() all of it.
+  // Plan of the trainable parameters that the CPU updates. REQUIRES: has() each of them.
   SubGroupPlan plan() const;
   std::size_t num_tensors(int id) const;
   std::vector<Piece> pieces(int id) const;
-  // In memory; null: on NVMe.
+  // Memory of the states; null: on NVMe.
   std::byte* memory(int id) const { return slots_[static_cast<std::size_t>(id)].memory.data(); }
   // A tensor that is updated in place: tensor 0 is the master, if there is one.
   float* tensor(int id, std::size_t number) const;
-  // The same where the host can read it; null: elsewhere, or in pieces.
+  // The same if the host can read it; null if it cannot, or if the tensor is in several pieces.
   float* host_tensor(int id, std::size_t number) const;
-  // A copy of a tensor, from wherever it is.
+  // A copy of a tensor, from any tier.
   std::vector<float> read(int id, std::size_t number) const;
-  // The same of the shard of a parameter that is its own master.
+  // The same for the shard of a parameter that is its own master.
   std::vector<float> read_parameter(int id) const;
 
   std::int64_t num_updates(int id) const { return slots_[static_cast<std::size_t>(id)].updates; }
@@ -120,8 +123,8 @@ class OptimizerStates {
   }
 
  private:
-  // Tiles on their way to NVMe, as many as there are leases: a lease goes back when it has been
-  // written, not before.
+  // Writes of tiles to NVMe in flight, as many as there are leases: a lease is released when it has
+  // been written.
   class TileWrites {
    public:
     TileWrites() = default;
@@ -132,7 +135,7 @@ class OptimizerStates {
     tier::Lease acquire(tier::BufferPool& pool, std::size_t bytes);
     void add(tier::Lease lease, device::Pending written);
     void finish();
-    void drop();  // after a failure, of which the caller knows
+    void drop();  // after a failure that the caller has seen
 
    private:
     struct Write {
@@ -169,7 +172,7 @@ class OptimizerStates {
   void make_host_master(const shard::Param& param, const std::byte* host_copy);
   void copy_from_device(void* to, const void* from, std::size_t bytes) const;
   bool are_on_device(int id) const { return is_discrete_ && !is_on_cpu(id) && are_resident(id); }
-  // A whole shard in fp32, of what start_read(begin, numel, to) reads.
+  // A whole shard in fp32, read by start_read(begin, numel, to).
   template <typename StartRead>
   std::vector<float> read_tiles(int id, bool on_nvme, const StartRead& start_read) const;
 
@@ -177,7 +180,7 @@ class OptimizerStates {
   const RuleOptions rule_;
   const OptimizerOptions& options_;
   const bool is_discrete_;
-  bool uses_nvme_ = false;  // something of some parameter is there
+  bool uses_nvme_ = false;  // some data is on NVMe
   std::int64_t slot_numel_ = 0;
   std::vector<Slot> slots_;  // by id
   std::mutex writes_mutex_;
