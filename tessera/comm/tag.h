@@ -34,8 +34,8 @@ enum class Op : std::uint8_t {
 };
 std::string_view to_string(Op op);  // a literal: its data() ends with a zero
 
-// What a collective is for, in the user's words. Empty fields are left out of messages. The names
-// must outlive the call only; they are copied.
+// The purpose of a collective, for messages: unit and parameter. Empty fields are left out. The
+// names are copied by the call.
 struct Label {
   std::string_view unit;
   std::string_view parameter;
@@ -66,7 +66,7 @@ class CallWords {
 
   CallWords() = default;
   explicit CallWords(const Label& label);
-  // What bytes() gave on another rank.
+  // Makes the words from bytes() of another rank.
   static CallWords from_bytes(std::string bytes);
 
   void add_tensor(std::string_view name) { add(name); }
@@ -108,7 +108,7 @@ std::string describe(const CallTag& tag, std::string_view unit, std::string_view
 std::optional<std::string> find_mismatch(std::span<const CallTag> tags,
                                          std::span<const CallWords> words,
                                          std::span<const int> world_ranks);
-// With that sentence, which says all: whoever passes it on puts nothing in front.
+// An error with that sentence, which is complete: callers that rethrow it add no prefix.
 class MismatchError : public CommError {
  public:
   using CommError::CommError;

@@ -12,11 +12,11 @@
 //     If all join, all are done.
 //   - Anything else is a mistake, and an error on every rank that says who is where.
 //
-// So no rank computes anything for the others' sake, and what nobody uses is not gathered. Only
-// what was agreed enters the trace: static uses.
+// So no rank computes anything only for other ranks, and unused parameters are not gathered. Only
+// agreed uses enter the trace: static ones.
 //
-// What fixes the order of collectives: these rounds. Each is one all-gather of a few words on the
-// group of the gathers.
+// Order of collectives: these rounds. Each is one all-gather of a few words on the group of the
+// gathers.
 //
 // Threads: as Param.
 #pragma once
@@ -44,7 +44,7 @@ enum class ConsensusPoint : std::uint8_t {
   kWeights,      // the first backward agrees on the scale of loss weights
   kBackwardEnd,  // of the outermost backward
   kStep,
-  kHold,  // parameters for somebody who is no unit
+  kHold,  // parameters for a caller that is not a unit
   kAllDone,
 };
 
@@ -66,7 +66,7 @@ struct DynamicGradients {
 
 class Consensus {
  public:
-  // All of it outlives the consensus.
+  // Everything here outlives the consensus.
   struct Parts {
     comm::Group& all_ranks;
     device::Device& device;

@@ -1,4 +1,4 @@
-// What gathering has cost: per unit and phase, and in sum.
+// Costs of gathering: per unit and phase, and in total.
 //
 // Threads: plain data.
 #pragma once
@@ -14,7 +14,7 @@ struct GatherCounts {
   std::uint64_t hits = 0;         // parameters that a use needed and that a prefetch had started
   std::uint64_t misses = 0;       // parameters that had to be gathered on demand
   std::uint64_t missed_uses = 0;  // uses with at least one of them
-  std::uint64_t drops = 0;        // parameters that were prefetched in vain
+  std::uint64_t drops = 0;        // prefetched parameters that were dropped unused
   std::uint64_t demand_calls = 0;
   std::uint64_t prefetch_calls = 0;
   std::uint64_t demand_bytes = 0;
@@ -46,8 +46,8 @@ struct GatherCounts {
   GatherCounts& operator-=(const GatherCounts& other) { return apply(other, std::minus<>()); }
 };
 
-// What quantising has cost: the root of the sum of squared errors by that of squared values, over
-// this rank's shards of what is gathered quantised, as they were gathered in the last step.
+// Error of quantised gathers in the last step, over this rank's shards: root of the sum of squared
+// errors, divided by the root of the sum of squared values.
 struct QuantError {
   double relative = 0;
   std::string param;  // whose own is the largest; empty: nothing was quantised

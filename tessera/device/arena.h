@@ -9,8 +9,8 @@
 //   ... gather writes block.data; compute reads it ...
 //   arena.release(std::move(block), compute.record());
 //
-// What does not fit is allocated from the device, outside the region: never silently, since the
-// block says so and the statistics count it.
+// A block that does not fit is allocated from the device, outside the region; the block says so and
+// the statistics count it.
 //
 // Threads: one caller at a time. The destructor waits for the released work.
 #pragma once

@@ -3,10 +3,10 @@
 // before anything is allocated. What cannot be had is refused with the arithmetic, on all ranks
 // alike.
 //
-// Order of collectives, over the group of the engine: one exchange of what each rank has; behind it
-// Runtime::update_rates(), if the plan asks for measured rates. Both at the construction of an
-// engine that knows the shapes of its model, else before the first forward; and the exchange once
-// more in the first step() where that has measured activations, behind its all-reduce.
+// Order of collectives, over the group of the engine: one exchange of each rank's free memory, then
+// Runtime::update_rates() if the plan needs measured rates. Both happen at the construction of an
+// engine with the shapes of its model, otherwise before the first forward. If the first step() has
+// measured activations, the exchange is repeated after its all-reduce.
 //
 // Threads: as Engine.
 #pragma once
@@ -23,7 +23,7 @@
 
 namespace tessera {
 
-// What a step takes besides shards, for default budgets and the CPU's share.
+// Memory and time of a step in addition to shards, for default budgets and the CPU's share.
 struct StepExpectations {
   // Activations: if they are not known, they are measured in the first step on a discrete device.
   planner::StepMemory memory;
@@ -31,7 +31,7 @@ struct StepExpectations {
   std::int64_t tokens_per_backward = 0;
 };
 
-// What an engine has taken so far: it counts as free.
+// Memory that an engine has allocated so far; it counts as free.
 struct HeldMemory {
   std::int64_t device_bytes = 0;  // of a discrete device
   std::int64_t host_bytes = 0;
@@ -41,7 +41,7 @@ struct MemoryPlanning {
   comm::Mesh mesh;                     // whose ranks were asked
   planner::MemoryPlanOptions asked;    // as the config says
   planner::MemoryPlanOptions options;  // with budgets and share as they were found
-  // None: nothing is limited, and everything stays in the device's memory as it comes.
+  // Null: no budget applies, and everything stays in device memory.
   std::optional<planner::MemoryPlan> plan;
   bool is_for_first_step = false;             // see refined()
   planner::RankMemory memory;                 // what there was
@@ -57,8 +57,8 @@ bool asks_for_plan(const Config& config);
 MemoryPlanning plan_memory(Runtime& runtime, comm::Group& group, const planner::ModelShapes& model,
                            const StepExpectations& step = {}, const HeldMemory& held = {});
 
-// Collective, behind the first step of a plan that is_for_first_step: with activations as they were
-// measured. The plan of before, where there is no other.
+// Collective, after the first step of a plan with is_for_first_step: plans again with the measured
+// activations. Returns the previous plan if no other is possible.
 MemoryPlanning refined(const MemoryPlanning& first, Runtime& runtime, comm::Group& group,
                        const planner::ModelShapes& model);
 

@@ -1,9 +1,9 @@
 // Internal to engine: whole parameters between steps. It keeps the open scopes (param_scopes.h) and
 // makes full values for those who look at or save a model.
 //
-// What fixes the order of collectives: the caller. Opening a gathered scope gathers; closing agrees
-// on who has changed what (one all-gather of flags), then broadcasts what the modifier rank has
-// changed, in the order of ids. Full values are gathered one by one.
+// Order of collectives: the caller's. Opening a gathered scope gathers; closing exchanges which
+// ranks have changed which parameters (one all-gather of flags), then broadcasts the modifier
+// rank's changes, in the order of ids. Full values are gathered one by one.
 //
 // Threads: as Engine.
 #pragma once
@@ -72,7 +72,7 @@ class ParamAccess {
  private:
   // The whole parameter in memory of its own, waited for.
   device::Memory gather_full(int id, const std::string& what);
-  // The same as a tensor of the parameter's shape.
+  // The full value as a tensor of the parameter's shape.
   at::Tensor value_on(int id, at::Device where);
   void hold_early(const std::vector<int>& ids);
   // `written`: by id, those whose copies are no longer what was gathered.

@@ -1,6 +1,6 @@
 // Internal to engine: exchanges in which ranks agree before or after what one of them can refuse.
 //
-// What fixes the order of collectives: the caller.
+// Order of collectives: the caller's.
 //
 // Threads: as Engine.
 #pragma once

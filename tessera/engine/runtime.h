@@ -1,4 +1,5 @@
-// What an engine stands on, once per rank: the ranks it belongs to, its device and its ledger.
+// The environment of engines, one per rank: the ranks of the run, this rank's device and its
+// ledger.
 //
 //   tessera::Runtime runtime(config);            // joins torchrun's, mpirun's, srun's or our own
 //   tessera::Engine engine(runtime);             // launcher's ranks, or is a world of one
@@ -62,15 +63,15 @@ class Runtime {
   int num_ranks() const;
   const Config& config() const;
   comm::Group& group() const;  // all ranks that train a model
-  // The same ranks, for reductions: when a bucket is full may differ between ranks that use
-  // different parameters, so reductions must not stand in one order with gathers.
+  // The same ranks, for reductions. The moment at which a bucket is full differs between ranks that
+  // use different parameters, so reductions cannot share one order of calls with gathers.
   comm::Group& reduce_group() const;
   device::Device& device() const;
   bool on_cuda() const { return cuda_device() >= 0; }
   int cuda_device() const;  // -1: CPU
   optim::Kernels& kernels() const;
-  // The CPU beside a discrete device: memory of the host, and kernels for it.
-  // Elsewhere the same as device() and kernels().
+  // With a discrete device: the CPU as a device, with host memory and its kernels. Otherwise the
+  // same as device() and kernels().
   device::Device& host_device() const;
   optim::Kernels& host_kernels() const;
   // Ranks of this run that share this host's cores and memory (device::read_host_id()), and which

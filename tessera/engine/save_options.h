@@ -1,4 +1,4 @@
-// What Engine::save() and load() are told, and what they say.
+// Options and results of Engine::save() and load().
 //
 // Threads: plain data.
 #pragma once
@@ -18,10 +18,10 @@ class DirectoryLock;
 
 struct SaveOptions {
   int keep = 2;  // of the newest saves in the directory, this one included
-  // The user's own, such as the position in the data: load() gives it back. The same on all ranks.
+  // Data of the user, such as the position in the data; load() returns it. The same on all ranks.
   std::map<std::string, std::string> user = {};
-  // Of start_save(): host memory of this rank for what updates shall not wait for. Null: what the
-  // host budget leaves, or half of this rank's part of what is free.
+  // For start_save(): host memory of this rank for copies of what updates overwrite before it is
+  // written. Null: what the host budget leaves, or half of this rank's part of free memory.
   std::optional<std::int64_t> memory_bytes = {};
   // Of the directory, where rank 0 holds it for longer than a save (checkpoint/save_directory.h).
   // Null: each save takes it.
@@ -37,18 +37,18 @@ struct SaveOutcome {
   double stall_s = 0;       // that updates of this rank have waited for it
 };
 
-// What start_save() expects.
+// The prediction of start_save().
 struct SavePrediction {
   std::int64_t bytes = 0;         // of this rank
-  std::int64_t buffer_bytes = 0;  // of them, that can be set aside
-  // That updates will wait; null: not known, because no step was made yet or nothing gets to the
-  // disk.
+  std::int64_t buffer_bytes = 0;  // the part that can be copied aside
+  // Seconds that updates will wait; null: not known, because no step was made yet or no disk rate
+  // could be measured.
   std::optional<double> stall_s = {};
 };
 
 struct LoadOptions {
-  // What is missing keeps its initial values, and what the model does not have is left out;
-  // otherwise both are errors that list them.
+  // True: tensors that the save lacks keep their initial values, and tensors that the model lacks
+  // are ignored; false: both are errors that list them.
   bool partial = false;
 };
 

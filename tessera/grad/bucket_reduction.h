@@ -13,7 +13,7 @@
 // what the second one adds up is rounded once to the type of the result.
 //
 // Invariants:
-//  (1) Nothing is waited for: the second hop is `ready` behind the first.
+//  (1) Nothing here blocks: the second hop is `ready` after the first.
 //  (2) `met` is set when all ranks of the group have started the same bucket: the hops alone know
 //      of the ranks of this host, and of those with this local rank. So no hop's end depends on
 //      what any rank's thread does next.
@@ -41,9 +41,9 @@ class BucketReduction {
 
   int num_ranks() const { return group_.size(); }
   bool takes_two_hops() const { return hops_.across != nullptr; }
-  // All of it is work of streams.
+  // True if every call is work of streams.
   bool is_stream_ordered() const;
-  // Of the first hop's result; 0: there is none.
+  // Bytes of the first hop's result; 0 with one hop.
   std::size_t partial_bytes(std::int64_t shard_numel) const;
 
   struct Call {

@@ -17,7 +17,7 @@ struct StepSums {
 };
 inline constexpr std::int64_t kNumStepSums = 6;
 static_assert(sizeof(StepSums) == kNumStepSums * sizeof(double));
-// What the all-reduce is called in messages.
+// The label of the step's all-reduce in messages.
 inline constexpr const char* kStepSumsLabel = "norm";
 
 struct StepFactors {
@@ -27,7 +27,7 @@ struct StepFactors {
   double loss = 0;            // weighted mean
 };
 
-// What turns the sums of a step into a factor, besides them.
+// Inputs of the step factor, in addition to the sums.
 struct StepInputs {
   double loss_scale = 1;
   double clip_norm = 0;          // 0: no clipping
@@ -44,7 +44,7 @@ struct StepOnDevice {
   std::int32_t skips;  // updates leave every bit as it is; also where the weights give no mean
 };
 
-// The same for the host, with what they were made of.
+// The same for the host, with the sums.
 struct FoundStep {
   StepOnDevice step;
   StepSums sums;

@@ -1,4 +1,4 @@
-// What an optimizer works with, and what it reports.
+// Options and statistics of an optimizer.
 //
 // Threads: plain data.
 #pragma once
@@ -16,25 +16,26 @@
 
 namespace tessera::optim {
 
-// All that it names outlives the optimizer.
+// Every object here outlives the optimizer.
 struct OptimizerOptions {
   device::Device& device;  // whose streams make gradients and read shards
   Kernels& kernels;        // of it
   const Clock& clock;
   Spans& spans;
 
-  // Beside a discrete device, for the CPU's share. Null: `device` is the host.
+  // With a discrete device: the host, for the CPU's share of the update. Null: `device` is the
+  // host.
   device::Device* host = nullptr;
   Kernels* host_kernels = nullptr;
   // Slots in a discrete device's memory, through which states in host memory are updated there.
   int num_slots = 0;
   std::size_t slot_bytes = 0;
-  // Of them per element, for gradients that are in host memory (device_executor.h, [Note: gradients
-  // of several micro-batches]); 0: none are that the device needs.
+  // Bytes of a slot per element for gradients in host memory (device_executor.h, [Note: gradients
+  // of several micro-batches]); 0: the device needs none.
   std::size_t slot_gradient_bytes = 0;
 
-  // Null where nothing is offloaded to NVMe. The buffers hold one lease of the largest sub-group at
-  // least, and nobody else takes leases from them.
+  // Null where nothing is offloaded to NVMe. The buffers hold at least one lease of the largest
+  // sub-group, and only the optimizer takes leases from them.
   tier::Store* states = nullptr;
   shard::ShardStore* parameters = nullptr;
   tier::BufferPool* buffers = nullptr;
@@ -67,7 +68,7 @@ struct OptimizerStats {
   std::uint64_t parameters_read_bytes = 0;
   std::uint64_t parameters_written_bytes = 0;
   std::uint64_t gradients_read_bytes = 0;
-  // Of the pipeline's thread.
+  // Times of the pipeline's thread.
   double read_wait_s = 0;   // for data
   double lease_wait_s = 0;  // for buffers, which writes still hold
   double update_s = 0;      // computing

@@ -37,7 +37,7 @@ struct ScheduleOptions {
   // first value at steps 0 and 1. Only its cosine makes up for it.
   bool deepspeed_timing = false;
 
-  // Of one_cycle.
+  // For one_cycle.
   std::int64_t cycle_up_steps = 2000;
   std::int64_t cycle_down_steps = 2000;
   std::int64_t cycle_up_stairs = 0;  // 0: a slope
@@ -45,12 +45,12 @@ struct ScheduleOptions {
   std::int64_t decay_steps = 0;  // 0: no decay after the cycle
   double decay_rate = 0;
 
-  // Of range_test.
+  // For range_test.
   std::int64_t range_steps = 2000;
   double range_rate = 1;
   bool range_staircase = false;
 
-  // What a log should say of how the options fit the run, in one line; mostly empty.
+  // One log line on how the options were fitted to the run; usually empty.
   std::string notice;
 
   // `run_steps` stands for schedule.total_steps = 0. Throws ConfigError for contradictions: a decay
