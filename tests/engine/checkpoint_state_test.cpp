@@ -47,7 +47,7 @@ struct WatchingImpl : torch::nn::Module {
 
 struct BorrowingImpl : torch::nn::Module {
   explicit BorrowingImpl(const at::Tensor& other) {
-    borrowed = register_parameter("borrowed", other);
+    borrowed = register_parameter("borrowed", other, other.requires_grad());
   }
   at::Tensor forward(const at::Tensor& x) { return at::linear(x, borrowed); }
   at::Tensor borrowed;

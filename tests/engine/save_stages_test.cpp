@@ -87,9 +87,12 @@ void run_on(Disks& disks, int num_ranks, const Config& config,
   });
 }
 
-// Its shard and states are more than what a save reads ahead of the disk: staging and tiles.
-struct LargeImpl : torch::nn::Module {
-  LargeImpl() { weight = register_parameter("weight", at::full({3072, 3072}, 0.5)); }
+// More than what a save reads ahead of the disk: staging and tiles. What is being read cannot be
+// set aside, so no update changes it.
+struct LargeFrozenImpl : torch::nn::Module {
+  LargeFrozenImpl() {
+    weight = register_parameter("weight", at::full({4096, 4096}, 1e-3), /*requires_grad=*/false);
+  }
   at::Tensor forward(const at::Tensor& x) { return at::linear(x, weight); }
   at::Tensor weight;
 };
@@ -99,14 +102,18 @@ TEST(SaveStages, WhatAnUpdateOverwritesBeforeItIsOnDiskIsSavedAsItWas) {
   Disks disks(1);
   disks.prepare = [](int, FaultEngine& disk) { hold_writes(disk); };
   run_on(disks, 1, adam_config(0.05), [&](Engine& engine, comm::Group&) {
-    auto large = engine.unit("large", std::make_shared<LargeImpl>());
-    const auto step = [&] { train_step(engine, large(at::full({1, 3072}, 0.1)).pow(2).mean()); };
+    auto large = engine.unit("large", std::make_shared<LargeFrozenImpl>());
+    auto small = engine.unit("small", affine(4096, 4, 1));
+    const int id = id_of(engine, "small.weight");
+    const auto step = [&] {
+      train_step(engine, small(large(at::full({1, 4096}, 0.1))).pow(2).mean());
+    };
     const auto moment = [&] {
-      const std::span<float> values = engine.optimizer().state(0, "exp_avg");
+      const std::span<float> values = engine.optimizer().state(id, "exp_avg");
       return std::vector<float>(values.begin(), values.end());
     };
     step();
-    const at::Tensor value = engine.full_value(0);
+    const at::Tensor value = engine.full_value(id);
     const std::vector<float> average = moment();
     engine.start_save(folder.path().string());
     disks.of(0)->wait_until_held(1);
@@ -114,14 +121,14 @@ TEST(SaveStages, WhatAnUpdateOverwritesBeforeItIsOnDiskIsSavedAsItWas) {
     step();
     EXPECT_GT(disks.of(0)->num_held(), 0U);
     EXPECT_FALSE(engine.take_save_outcome()) << "the save was over before an update had to ask";
-    EXPECT_FALSE(at::equal(engine.full_value(0), value));
+    EXPECT_FALSE(at::equal(engine.full_value(id), value));
     EXPECT_NE(moment(), average);
     disks.let_go(0);
     const std::optional<SaveOutcome> saved = engine.finish_save();
     ASSERT_TRUE(saved);
     EXPECT_EQ(saved->failure, "");
     EXPECT_EQ(engine.load(folder.path().string()).step, 1);
-    EXPECT_TRUE(at::equal(engine.full_value(0), value));
+    EXPECT_TRUE(at::equal(engine.full_value(id), value));
     EXPECT_EQ(moment(), average);
   });
 }
@@ -193,6 +200,9 @@ TEST(SaveStages, APartThatFailsEndsTheSaveWhileAnotherRanksDiskStands) {
     const auto step = [&] { train_step(engine, layer(input(3, 4, 0)).pow(2).mean()); };
     step();
     engine.start_save(folder.path().string());
+    if (group.rank() == 0) {
+      disks.of(0)->wait_until_held(1);
+    }
     std::optional<SaveOutcome> outcome;
     while (!outcome) {
       step();
