@@ -99,6 +99,15 @@ struct CallOptions {
   const Codec* codec = nullptr;
 };
 
+// Wires that an all-gather leaves as they are, beside what they decode to: [first, first + num) of
+// those that arrive, in the order of ranks and wires, this rank's own too, behind each other at
+// `to`, in memory of the device or of the host. Other ranks need not keep any.
+struct KeptWires {
+  std::byte* to = nullptr;
+  int first = 0;
+  int num = 0;
+};
+
 // One tensor of an all-gather: `shard_numel` elements from every rank, written in rank order.
 struct Gather {
   const void* shard = nullptr;  // may be this rank's own slot in `full`
@@ -111,6 +120,7 @@ struct Gather {
   // shard_numel decoded elements, in the order of ranks and wires. Outlives the call.
   const Codec* codec = nullptr;
   int wires_per_rank = 1;  // more than 1: wires of several ranks, from an earlier gather
+  KeptWires kept = {};     // of an all-gather with a codec
 };
 
 struct HostGather {

@@ -21,7 +21,7 @@ using detail_group::checked_bytes;
 // where the caller's memory is copied the device reads the wires in pinned memory, so that wires
 // cross the link in place of elements, and no memory of the device holds them. Where ranks read
 // each other's memory they are decoded from where they lie, and staging holds what passes through
-// chunks.
+// chunks. Wires that are kept are copied where they are decoded.
 struct GatherCall {
   struct Options {
     const char* what = "";
@@ -29,6 +29,7 @@ struct GatherCall {
     int group_size = 1;
     std::size_t pack_below_bytes = 0;
     bool receives = true;                   // false: `full` may be null
+    device::Device* device = nullptr;       // of calls that are work of a stream; null: the host
     device::Device* copied_from = nullptr;  // null: the network reaches the caller's memory
     CallMemory memory = CallMemory::kReached;
   };
@@ -40,6 +41,7 @@ struct GatherCall {
     DType dtype = DType::kFloat32;
     std::int64_t wire_numel = 0;
     std::size_t num_wires = 1;  // of one rank
+    KeptWires kept;
     // Where in the staging all pieces lie, from its end; 0: they travel to their place.
     std::size_t staged_from_end = 0;
   };
@@ -142,9 +144,10 @@ struct GatherCall {
     GatherBytes bytes = part.bytes;
     if (part.codec != nullptr && options.receives) {
       bytes.full = arrival_of(part);
-      bytes.use = [part](std::size_t rank, const std::byte* piece, device::Stream* stream) {
+      bytes.use = [part, device = options.device](std::size_t rank, const std::byte* piece,
+                                                  device::Stream* stream) {
         CallCopies decodings(nullptr, stream);
-        add_decoding(part, rank, piece, decodings);
+        add_decoding(part, rank, piece, device, decodings);
         std::ignore = decodings.finish();
       };
     }
@@ -158,7 +161,7 @@ struct GatherCall {
       return;
     }
     for (std::size_t rank = 0; rank < num_pieces(); ++rank) {
-      add_decoding(part, rank, arrived + rank * part.bytes.shard_bytes, copies);
+      add_decoding(part, rank, arrived + rank * part.bytes.shard_bytes, options.device, copies);
     }
   }
   void add_pack(CallCopies& copies) const {
@@ -169,15 +172,15 @@ struct GatherCall {
         if (part.codec == nullptr) {
           copies.add(static_cast<std::byte*>(part.bytes.full) + rank * bytes, at, bytes);
         } else {
-          add_decoding(part, rank, at, copies);
+          add_decoding(part, rank, at, options.device, copies);
         }
         at += packed_bytes(bytes);
       }
     }
   }
-  // What a rank has sent, into its slot.
+  // What a rank has sent, into its slot, and where it is kept.
   static void add_decoding(const Part& part, std::size_t rank, const std::byte* wires,
-                           CallCopies& copies) {
+                           device::Device* device, CallCopies& copies) {
     const std::size_t wire_bytes = part.bytes.shard_bytes / part.num_wires;
     const std::size_t decoded_bytes =
         static_cast<std::size_t>(part.wire_numel) * bytes_of(part.dtype);
@@ -188,6 +191,23 @@ struct GatherCall {
                                   stream);
       });
       to += decoded_bytes;
+    }
+    const auto begin = static_cast<std::size_t>(part.kept.first);
+    const std::size_t end = begin + static_cast<std::size_t>(part.kept.num);
+    const std::size_t first = std::max(rank * part.num_wires, begin);
+    const std::size_t last = std::min((rank + 1) * part.num_wires, end);
+    if (first < last) {
+      std::byte* const kept = part.kept.to + (first - begin) * wire_bytes;
+      const std::byte* const from = wires + (first - rank * part.num_wires) * wire_bytes;
+      const std::size_t bytes = (last - first) * wire_bytes;
+      copies.add_work([&](device::Stream* stream) {
+        if (stream != nullptr) {
+          return device != nullptr ? device->start_copy(kept, from, bytes, *stream)
+                                   : stream->enqueue([=] { std::memcpy(kept, from, bytes); });
+        }
+        std::memcpy(kept, from, bytes);
+        return Pending();
+      });
     }
   }
 
@@ -241,7 +261,8 @@ GatherCall::GatherCall(std::span<const Gather> tensors, const Label& label, cons
               tensor.codec,
               tensor.dtype,
               tensor.shard_numel,
-              static_cast<std::size_t>(tensor.wires_per_rank)};
+              static_cast<std::size_t>(tensor.wires_per_rank),
+              tensor.kept};
     if (piece_bytes[i] == 0) {
       empty.push_back(i);
       continue;
@@ -264,6 +285,14 @@ GatherCall::GatherCall(std::span<const Gather> tensors, const Label& label, cons
 }
 
 std::size_t GatherCall::wire_bytes_of(const Gather& tensor) const {
+  const KeptWires& kept = tensor.kept;
+  const int num_arriving =
+      tensor.codec != nullptr && options.receives ? options.group_size * tensor.wires_per_rank : 0;
+  TESSERA_CHECK(kept.num == 0 || (kept.to != nullptr && kept.first >= 0 && kept.num > 0 &&
+                                  kept.num <= num_arriving - kept.first),
+                ConfigError, options.what, ": tensor '", tensor.name, "' keeps ", kept.num,
+                " wires from ", kept.first, " on", kept.to == nullptr ? " at null" : "", "; ",
+                num_arriving, " arrive");
   if (tensor.codec == nullptr) {
     return checked_bytes(tensor.shard_numel, tensor.dtype, options.group_size, options.what);
   }
@@ -283,7 +312,7 @@ Pending Group::start_gather(std::span<const Gather> tensors, const CallOptions& 
   const auto gather = std::make_shared<GatherCall>(
       tensors, options.label,
       GatherCall::Options{"all_gather", static_cast<std::size_t>(rank()), size(),
-                          pack_below_bytes(), true, copied_from_, call_memory()});
+                          pack_below_bytes(), true, options_.device, copied_from_, call_memory()});
   gather->tag.op = Op::kAllGather;
   QueuedCall queued = prepare(gather->tag, options, gather->words);
   if (const std::size_t bytes =
@@ -376,8 +405,8 @@ Pending Group::start_gather_to(std::span<const Gather> tensors, std::span<const 
   const bool receives = wants[own_rank] != 0;
   const auto gather = std::make_shared<GatherCall>(
       tensors, options.label,
-      GatherCall::Options{"gather_to", own_rank, size(), pack_below_bytes(), receives, copied_from_,
-                          call_memory()});
+      GatherCall::Options{"gather_to", own_rank, size(), pack_below_bytes(), receives,
+                          options_.device, copied_from_, call_memory()});
   std::vector<std::uint8_t> wanted(wants.begin(), wants.end());
   std::size_t num_wanting = 0;
   for (std::uint8_t& want : wanted) {

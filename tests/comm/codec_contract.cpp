@@ -1,5 +1,6 @@
 // The part of the contract that is about calls with a codec: what is decoded, how many bytes travel
 // for it, and what the ranks must agree on.
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
@@ -103,6 +104,56 @@ TEST_P(MemoryContract, AGatherOfWiresBringsWhatTheyDecodeToAndSendsNoMore) {
     for (std::size_t i = each.size(); i-- > 0;) {
       each[i].wait();
       apart.expect_decoded(i);
+    }
+  });
+}
+
+// Another range on each rank, in memory of the device and of the host.
+TEST_P(MemoryContract, AGatherOfWiresLeavesThoseThatARankKeeps) {
+  if (GetParam().needs_gpu) {
+    GTEST_SKIP() << kNoGpuCodec;
+  }
+  run_each({least_ranks(), 3}, [&](ContractRank& here) {
+    const PlainCodec codec(&here.device);
+    CallOptions options;
+    options.stream = &here.device.stream(device::StreamKind::kGather);
+    for (const Tier tier : {Tier::kDevice, Tier::kPinned}) {
+      Wires gathered(here, codec);
+      std::vector<Memory> kept;
+      std::vector<Bytes> expected;
+      for (std::size_t i = 0; i < kCodedTensors.size(); ++i) {
+        const auto [numel, dtype, num_wires] = kCodedTensors[i];
+        const std::size_t wire_bytes =
+            num_wires > 0 ? codec.wire_bytes(static_cast<std::int64_t>(numel)) : 0;
+        const int num = wire_bytes > 0 ? here.group.size() * static_cast<int>(num_wires) : 0;
+        const int first = std::min(here.group.rank(), num);
+        Bytes all;
+        for (int rank = 0; rank < (num > 0 ? here.group.size() : 0); ++rank) {
+          const Bytes wires = reference::wires(i, rank, numel, num_wires, dtype);
+          all.insert(all.end(), wires.begin(), wires.end());
+        }
+        const auto begin =
+            static_cast<std::ptrdiff_t>(static_cast<std::size_t>(first) * wire_bytes);
+        expected.emplace_back(all.begin() + begin, all.end());
+        kept.push_back(here.device.allocate(tier, expected.back().size(), Role::kOther));
+        gathered.gathers()[i].kept = {kept.back().data(), first, num - first};
+      }
+      here.group.start_all_gather(gathered.gathers(), options).wait();
+      gathered.expect_decoded();
+      for (std::size_t i = 0; i < kept.size(); ++i) {
+        EXPECT_TRUE(reference::same_bytes(here.download(kept[i]), expected[i])) << "tensor " << i;
+      }
+      Wires apart(here, codec);
+      for (std::size_t i = 0; i < kept.size(); ++i) {
+        apart.gathers()[i].kept = gathered.gathers()[i].kept;
+        std::fill_n(kept[i].data(), tier == Tier::kPinned ? kept[i].bytes() : 0, std::byte{0xee});
+      }
+      const std::vector<Pending> each = here.group.start_all_gathers(apart.gathers());
+      for (std::size_t i = each.size(); i-- > 0;) {
+        each[i].wait();
+        apart.expect_decoded(i);
+        EXPECT_TRUE(reference::same_bytes(here.download(kept[i]), expected[i])) << "tensor " << i;
+      }
     }
   });
 }
@@ -238,6 +289,12 @@ TEST_P(GroupContract, WhatCannotBeEncodedIsRefused) {
     EXPECT_THROW(std::ignore = here.group.start_all_gather({&of_integers, 1}), ConfigError);
     const Gather of_none{memory.data(), memory.data() + 6000, 10, DType::kFloat32, "w", &codec, 0};
     EXPECT_THROW(std::ignore = here.group.start_all_gather({&of_none, 1}), ConfigError);
+    for (const KeptWires& kept :
+         {KeptWires{nullptr, 0, 1}, {memory.data(), 1, 2}, {memory.data(), -1, 1}}) {
+      const Gather keeps{memory.data(), memory.data() + 6000, 10, DType::kFloat32, "w", &codec, 1,
+                         kept};
+      EXPECT_THROW(std::ignore = here.group.start_all_gather({&keeps, 1}), ConfigError);
+    }
     CallOptions options;
     options.codec = &codec;
     EXPECT_THROW(
