@@ -63,14 +63,15 @@ struct CoordinatorStats {
   std::uint64_t prefetch_drops = 0;
   std::uint64_t num_gathers = 0;  // calls
   std::uint64_t gathered_bytes = 0;
-  std::uint64_t secondary_bytes = 0;  // of them, from secondary shards
-  std::uint64_t encoded_bytes = 0;    // of them, from shards that are encoded or stored as blocks,
-  std::uint64_t wire_bytes = 0;       // which have so many bytes, of all ranks together
-  double exposed_wait_s = 0;          // host time that uses waited for gathers
+  std::uint64_t secondary_bytes = 0;       // of them, from secondary shards, which have
+  std::uint64_t secondary_wire_bytes = 0;  // so many bytes, of all ranks of their group together
+  std::uint64_t encoded_bytes = 0;  // of them, from shards that are encoded or stored as blocks,
+  std::uint64_t wire_bytes = 0;     // which have so many bytes, of all ranks together
+  double exposed_wait_s = 0;        // host time that uses waited for gathers
   // Gathered parameters at once; in a group of one: in use at once.
   std::int64_t full_bytes_peak = 0;
   std::uint64_t brought_bytes = 0;  // H2D, from shards and secondary shards in host memory
-  std::uint64_t kept_bytes = 0;     // D2H, of secondary shards in host memory
+  std::uint64_t kept_bytes = 0;     // written to secondary shards in host memory: D2H
   std::uint64_t arena_overflows = 0;
   std::uint64_t arena_misplaced = 0;  // gathers that did not get their planned offset
   std::uint64_t num_consensus_rounds = 0;

@@ -113,14 +113,16 @@ void Gatherer::start_call(From from, std::span<const int> ids,
       const shard::Layout& layout = param.layout();
       if (from == From::kSecondary) {
         take(param, i < offsets.size() ? offsets[i] : -1);
-        call_.tensors.push_back(parts_.secondary->start_gather(param, param.full(), gather_));
-        secondary_bytes_ += layout.full_bytes();
+        add_secondary(param);
         continue;
       }
       const auto put = is_encoded(param, cause) ? &Gatherer::add_encoded : &Gatherer::add;
       if (is_wanted && is_released) {
         take(param, i < offsets.size() ? offsets[i] : -1);
         (this->*put)(param, param.full(), nullptr);
+        if (parts_.secondary != nullptr && !is_for_some && call_.tensors.back().codec != nullptr) {
+          keep_wires(param);
+        }
       } else if (is_wanted) {  // the others send it all the same
         unneeded.push_back(arena_.allocate(param.gathered_bytes(), gather_));
         (this->*put)(param, unneeded.back().data, nullptr);
@@ -160,6 +162,13 @@ void Gatherer::start_call(From from, std::span<const int> ids,
   if (call_.members.empty()) {
     drops_.push_back(gathered.front());  // our shards are read until then
   }
+  if (parts_.secondary != nullptr && !is_for_some) {
+    for (std::size_t i = 0; i < call_.members.size(); ++i) {
+      if (from == From::kSecondary || call_.tensors[i].kept.num > 0) {
+        parts_.secondary->set_in_flight(*call_.members[i], gathered[gathered.size() == 1 ? 0 : i]);
+      }
+    }
+  }
   note_call(std::move(gathered), begin_ns, cause, !is_for_some);
 }
 
@@ -178,6 +187,27 @@ void Gatherer::take(Param& param, std::int64_t offset) {
   call_.members.push_back(&param);
   call_.ids.push_back(param.id());
   call_.bytes += param.layout().full_bytes();
+}
+
+void Gatherer::add_secondary(const Param& param) {
+  SecondaryShards& secondary = *parts_.secondary;
+  std::byte* scratch = nullptr;
+  if (const std::size_t bytes = secondary.scratch_bytes(param); bytes > 0) {
+    call_.scratch.push_back(arena_.allocate(bytes, gather_));
+    scratch = call_.scratch.back().data;
+  }
+  call_.tensors.push_back(secondary.start_gather(param, param.full(), scratch, gather_));
+  secondary_bytes_ += param.layout().full_bytes();
+  secondary_wire_bytes_ += secondary.bytes_of_all(param);
+}
+
+void Gatherer::keep_wires(const Param& param) {
+  comm::Gather& tensor = call_.tensors.back();
+  tensor.kept = parts_.secondary->wires_to_keep(param, *tensor.codec);
+  if (const Pending& reader = parts_.secondary->in_flight(param);
+      tensor.kept.num > 0 && !reader.done()) {
+    call_.ready.push_back(reader);
+  }
 }
 
 std::byte* Gatherer::load_shard(const Param& param, void* full, std::byte* scratch) {
@@ -564,6 +594,7 @@ void Gatherer::take_stats(CoordinatorStats& stats) {
   stats.arena_overflows = overflows - std::exchange(overflows_taken_, overflows);
   stats.arena_misplaced = std::exchange(num_misplaced_, 0);
   stats.secondary_bytes = std::exchange(secondary_bytes_, 0);
+  stats.secondary_wire_bytes = std::exchange(secondary_wire_bytes_, 0);
   stats.encoded_bytes = std::exchange(encoded_bytes_, 0);
   stats.wire_bytes = std::exchange(wire_bytes_, 0);
   if (parts_.loader != nullptr) {

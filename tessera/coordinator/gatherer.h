@@ -17,12 +17,13 @@
 //
 // Where phases are given (gather_phases.h), a gather by all ranks is two calls; the groups order
 // the second after the first, and the caller does not wait. The wires of the first call lie next to
-// the full parameter, in the arena if it has free space, until the call is known to be done. The
-// next user of that memory must not order the gather stream after the call instead: the call may
-// wait for an encoding that is itself ordered after the gather stream.
+// the full parameter, in the arena if it has free space, until the call is known to be done; so do
+// the wires to which a secondary shard in host memory is copied. The next user of that memory must
+// not order the gather stream after the call instead: the call may wait for an encoding that is
+// itself ordered after the gather stream.
 //
 // Invariants:
-//  (1) A parameter has a block of the arena exactly valid while gathering or available.
+//  (1) A parameter has a block of the arena exactly while it is gathering or available.
 //  (2) A parameter that was prefetched and not used yet is gathering, even if its gather is done.
 //  (3) At most max_inflight calls are in flight; a further one waits for the oldest. Plans stay
 //      below that by themselves; calls outside of a plan may not.
@@ -167,6 +168,9 @@ class Gatherer {
   // `full` null: only other ranks receive it; a shard that must be loaded is loaded to `scratch`.
   void add(const shard::Param& param, void* full, std::byte* scratch);
   void add_encoded(const shard::Param& param, void* full, std::byte* scratch);
+  void add_secondary(const shard::Param& param);
+  // For the last tensor of call_, whose gather is by all ranks and brings wires.
+  void keep_wires(const shard::Param& param);
   // Starts to load the shard into its slot of `full`, or to `scratch`; returns the address.
   std::byte* load_shard(const shard::Param& param, void* full, std::byte* scratch);
   // Starts the all-gathers of call_ by all ranks of the group.
@@ -207,12 +211,13 @@ class Gatherer {
   Call call_;
   std::int64_t full_bytes_ = 0;
   std::int64_t full_bytes_peak_ = 0;
-  std::uint64_t num_misplaced_ = 0;    // since take_stats()
-  std::uint64_t secondary_bytes_ = 0;  // since take_stats()
-  std::uint64_t encoded_bytes_ = 0;    // since take_stats()
-  std::uint64_t wire_bytes_ = 0;       // since take_stats()
-  std::uint64_t overflows_taken_ = 0;  // by take_stats()
-  std::vector<GatherCounts> counts_;   // by unit and phase
+  std::uint64_t num_misplaced_ = 0;         // since take_stats()
+  std::uint64_t secondary_bytes_ = 0;       // since take_stats()
+  std::uint64_t secondary_wire_bytes_ = 0;  // since take_stats()
+  std::uint64_t encoded_bytes_ = 0;         // since take_stats()
+  std::uint64_t wire_bytes_ = 0;            // since take_stats()
+  std::uint64_t overflows_taken_ = 0;       // by take_stats()
+  std::vector<GatherCounts> counts_;        // by unit and phase
   std::vector<GatherCounts> taken_ = std::vector<GatherCounts>(kNumPhases);
 };
 

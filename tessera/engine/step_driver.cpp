@@ -744,7 +744,7 @@ EngineStats StepDriver::take_stats() {
   stats.weight_quant_error_param = stats.gathers.quant_error.param;
   if (const comm::Group* const second = ctx_.mesh.secondary()) {
     const auto near = static_cast<std::uint64_t>(second->size());
-    stats.gathered_wire_bytes += stats.gathers.secondary_bytes / near * (near - 1);
+    stats.gathered_wire_bytes += stats.gathers.secondary_wire_bytes / near * (near - 1);
   }
   stats.reduced_wire_bytes = stats.reductions.sent_bytes;
   stats.grad_quant_error = stats.reductions.quant_error.relative();

@@ -17,21 +17,17 @@ std::int64_t arena_bytes_of(const CutModel& cut, std::size_t id, const Placement
              : 0;
 }
 
-// As its shard travels.
-comm::GatherPiece piece_of(const CutModel& cut, std::size_t id) {
-  const std::int64_t encoded = encoded_shard_bytes(cut, id);
-  return encoded > 0
-             ? comm::GatherPiece{static_cast<std::size_t>(encoded), true}
-             : comm::GatherPiece{cut.layouts[id].shard_bytes(), cut.layouts[id].is_encoded()};
-}
-
-// In the arena beside a parameter, while its wires are between two phases.
-std::int64_t phase_bytes(const CutModel& cut, std::size_t id) {
+// In the arena beside a parameter, while its wires are between two phases, or have been copied from
+// a secondary shard in host memory.
+std::int64_t scratch_bytes(const CutModel& cut, std::size_t id, bool is_secondary_in_host) {
   const comm::GatherPiece piece = piece_of(cut, id);
+  if (!piece.is_encoded) {
+    return 0;
+  }
   const int hosts = cut.options.num_gather_hosts;
-  return hosts > 1 && piece.is_encoded
-             ? as_int(device::round_to_arena(piece.wire_bytes * static_cast<std::size_t>(hosts)))
-             : 0;
+  const std::size_t between = hosts > 1 ? piece.wire_bytes * static_cast<std::size_t>(hosts) : 0;
+  const std::int64_t copied = is_secondary_in_host ? secondary_shard_bytes(cut, id) : 0;
+  return as_int(device::round_to_arena(std::max(between, static_cast<std::size_t>(copied))));
 }
 
 // Of gathers of such pieces, by id, in a group of so many ranks.
@@ -104,7 +100,9 @@ UnitBytes largest_unit(const CutModel& cut, const Placements& placements) {
     std::int64_t bytes = 0;
     for (const int id : cut.model.units[unit]) {
       const auto i = static_cast<std::size_t>(id);
-      bytes += arena_bytes_of(cut, i, placements[i]) + phase_bytes(cut, i);
+      // As if its secondary shard were in host memory: one that leaves the device makes room there.
+      bytes +=
+          arena_bytes_of(cut, i, placements[i]) + scratch_bytes(cut, i, cut.options.is_discrete);
     }
     if (bytes > largest.bytes) {
       largest = {unit, bytes};
@@ -126,10 +124,10 @@ std::int64_t whole_arena_bytes(const CutModel& cut, const Placements& placements
     }
     held = std::min(live_limit_bytes + rounding, all);
   }
-  // Whatever is gathered at once may be between its phases.
+  // Whatever is gathered at once may have scratch.
   std::int64_t between = 0;
   for (std::size_t i = 0; i < placements.size(); ++i) {
-    between += phase_bytes(cut, i);
+    between += scratch_bytes(cut, i, placements[i].secondary == Tier::kHost);
   }
   return held + std::min(between, held) + largest_unit(cut, placements).bytes;
 }
@@ -162,7 +160,8 @@ GatherCost::GatherCost(const CutModel& cut, std::int64_t bucket_bytes) {
   if (cut.options.num_secondary_ranks > 1) {
     std::vector<comm::GatherPiece> second;
     for (std::size_t id = 0; id < cut.num_params(); ++id) {
-      second.push_back({static_cast<std::size_t>(secondary_shard_bytes(cut, id)), false});
+      second.push_back(
+          {static_cast<std::size_t>(secondary_shard_bytes(cut, id)), piece_of(cut, id).is_encoded});
     }
     secondary_.of_gathers = staging_of(cut, second, cut.options.num_secondary_ranks);
   }

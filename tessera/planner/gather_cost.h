@@ -3,7 +3,8 @@
 //
 // There is the group of all gathers, and, where they go another way, one of secondary shards, and
 // two of phases, through which all pass then but those to some ranks. In two phases what travels as
-// wires lies in the arena in between, beside the parameter.
+// wires lies in the arena in between, beside the parameter; so does what a secondary shard in host
+// memory has of wires, while it is gathered.
 //
 // Staging holds any call of a step:
 //   gathers of units, two of the one whose small parameters are the most; and a prefetch that joins

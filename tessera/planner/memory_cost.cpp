@@ -372,8 +372,18 @@ int host_gradient_buffers(const CutModel& cut, std::int64_t num_micro_batches, H
 }
 
 std::int64_t secondary_shard_bytes(const CutModel& cut, std::size_t id) {
-  const bool has_one = cut.options.num_secondary_ranks > 1 && !cut.model.params[id].dynamic;
-  return has_one ? as_int(cut.layouts[id].full_bytes()) / cut.options.num_secondary_ranks : 0;
+  const MemoryPlanOptions& options = cut.options;
+  const bool has_one = options.num_secondary_ranks > 1 && !cut.model.params[id].dynamic;
+  return has_one ? as_int(piece_of(cut, id).wire_bytes) *
+                       (options.num_ranks / options.num_secondary_ranks)
+                 : 0;
+}
+
+comm::GatherPiece piece_of(const CutModel& cut, std::size_t id) {
+  const std::int64_t encoded = encoded_shard_bytes(cut, id);
+  return encoded > 0
+             ? comm::GatherPiece{static_cast<std::size_t>(encoded), true}
+             : comm::GatherPiece{cut.layouts[id].shard_bytes(), cut.layouts[id].is_encoded()};
 }
 
 MemoryCost::MemoryCost(const CutModel& cut, std::int64_t num_micro_batches,

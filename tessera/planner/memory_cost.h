@@ -15,6 +15,7 @@
 #include <numeric>
 #include <vector>
 
+#include "tessera/comm/staging.h"
 #include "tessera/grad/gradient_bytes.h"
 #include "tessera/optim/sub_group.h"
 #include "tessera/planner/memory_plan.h"
@@ -133,7 +134,10 @@ enum class HostGradients : std::uint8_t {
 };
 // Of a parameter, unless it is summed over replicas: then it is one sum in fp32, and one buffer.
 int host_gradient_buffers(const CutModel& cut, std::int64_t num_micro_batches, HostGradients kind);
-// Of a parameter, beside its shard (coordinator/secondary_shards.h); 0: it has none.
+// A shard as it travels in gathers.
+comm::GatherPiece piece_of(const CutModel& cut, std::size_t id);
+// Of a parameter, beside its shard (coordinator/secondary_shards.h), as shards travel; 0: it has
+// none.
 std::int64_t secondary_shard_bytes(const CutModel& cut, std::size_t id);
 // Of a shard, as gathers send it, on the device (coordinator/encoded_shards.h); 0: as it is.
 std::int64_t encoded_shard_bytes(const CutModel& cut, std::size_t id);

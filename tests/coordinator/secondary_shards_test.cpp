@@ -20,7 +20,11 @@ INSTANTIATE_TEST_SUITE_P(Devices, SecondOn,
                          [](const auto& info) { return name_of(info.param); });
 
 TEST_P(SecondOn, GathersBringTheSameValuesAndOnlyTheFirstIsOfAllRanks) {
-  for (const Tier tier : {Tier::kDevice, Tier::kHost}) {
+  using Mode = std::pair<Tier, bool>;
+  for (const auto& [where, quantised] : {Mode{Tier::kDevice, false}, Mode{Tier::kHost, false},
+                                         Mode{Tier::kDevice, true}, Mode{Tier::kHost, true}}) {
+    const Tier tier = where;
+    const bool is_quantised = quantised;
     for (const int second : {2, 3, 6}) {
       run_ranks(6, [&](Group& world) {
         const auto near = world.split(world.rank() / second, "near");
@@ -28,26 +32,34 @@ TEST_P(SecondOn, GathersBringTheSameValuesAndOnlyTheFirstIsOfAllRanks) {
         model.secondary = tier;
         // Every use gathers.
         CoordinatorFixture rank(world, model, make_options(1 << 12, 0), GetParam(), nullptr, {},
-                                near.get());
+                                near.get(), is_quantised);
+        const auto num_near = static_cast<std::uint64_t>(second);
+        const comm::PlainCodec codec;
         std::uint64_t piece_bytes = 0;
         for (int id = 0; id < rank.params().num_params(); ++id) {
-          piece_bytes +=
-              rank.params()[id].layout().full_bytes() / static_cast<std::uint64_t>(second);
+          const shard::Layout& layout = rank.params()[id].layout();
+          piece_bytes += is_quantised ? codec.wire_bytes(layout.shard_numel()) * (6 / num_near)
+                                      : layout.full_bytes() / num_near;
         }
         std::uint64_t brought = 0;
         for (int step = 0; step < 4; ++step) {
           const std::uint64_t before = world.wire_bytes().payload;
+          const std::uint64_t near_before = near->wire_bytes().payload;
           rank.train();
           const std::uint64_t in_first = world.wire_bytes().payload - before;
           rank.train();  // of the same values
           const std::uint64_t in_second = world.wire_bytes().payload - before - in_first;
           EXPECT_EQ(in_second, 0U) << "step " << step;
-          EXPECT_GT(near->wire_bytes().payload, 0U);
+          const std::uint64_t near_sent = near->wire_bytes().payload - near_before;
+          EXPECT_GT(near_sent, 0U);
           rank.end_step_and_update();
           const CoordinatorStats stats = rank.take_stats();
+          EXPECT_EQ(near_sent, stats.secondary_wire_bytes / num_near * (num_near - 1));
+          EXPECT_EQ(stats.secondary_wire_bytes < stats.secondary_bytes, is_quantised);
           brought += stats.brought_bytes;
           if (tier == Tier::kHost) {
-            EXPECT_EQ(stats.brought_bytes, stats.secondary_bytes / static_cast<unsigned>(second));
+            EXPECT_EQ(stats.brought_bytes, stats.secondary_wire_bytes / num_near);
+            EXPECT_EQ(stats.kept_bytes, piece_bytes);
           }
         }
         EXPECT_EQ(brought > 0, tier == Tier::kHost);
@@ -111,12 +123,39 @@ TEST(SecondaryShards, OfAnEarlierUpdateAreRefusedByName) {
     param.set_updated(device::Pending());
     EXPECT_FALSE(second.has(param));
     try {
-      std::ignore = second.start_gather(param, full.data(),
+      std::ignore = second.start_gather(param, full.data(), nullptr,
                                         rank.device().stream(device::StreamKind::kGather));
       FAIL() << "a stale secondary shard was given";
     } catch (const InternalError& error) {
       EXPECT_HAS(std::string(error.what()), "secondary shard of parameter '" + param.name() + "'");
       EXPECT_HAS(std::string(error.what()), "is of update");
+    }
+  });
+}
+
+// The gather of an update leaves its wires over those of the one before.
+TEST(SecondaryShards, OfWiresCountOnceTheGatherThatLeftThemIsWaitedFor) {
+  run_ranks(2, [](Group& world) {
+    CoordinatorFixture rank(world, equal_layers(2, kLayerNumel), make_options(0, 0));
+    const comm::PlainCodec codec(&rank.device());
+    SecondaryShards second(world, rank.device(), rank.params());
+    shard::Param& param = rank.params()[1];
+    std::vector<float> full(static_cast<std::size_t>(param.layout().padded_numel()));
+    device::Stream& stream = rank.device().stream(device::StreamKind::kGather);
+    for (int update = 0; update < 2; ++update) {
+      const comm::KeptWires wires = second.wires_to_keep(param, codec);
+      EXPECT_EQ(wires.first, world.rank());
+      EXPECT_EQ(wires.num, 1);
+      EXPECT_FALSE(second.has(param));
+      EXPECT_THROW(std::ignore = second.start_gather(param, full.data(), nullptr, stream),
+                   InternalError);
+      second.keep(param, /*by_all=*/true);
+      EXPECT_TRUE(second.has(param));
+      EXPECT_EQ(second.wires_to_keep(param, codec).num, 0) << "they are there";
+      const comm::Gather gather = second.start_gather(param, full.data(), nullptr, stream);
+      EXPECT_EQ(gather.codec, &codec);
+      EXPECT_EQ(gather.shard, wires.to);
+      param.set_updated(device::Pending());
     }
   });
 }

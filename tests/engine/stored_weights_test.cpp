@@ -135,6 +135,8 @@ struct Outcome {
   std::vector<double> numbers;
   std::vector<at::Tensor> values;
   std::uint64_t gathered_bytes = 0;  // sent by rank 0
+  EngineStats last = {};             // of the last step, on rank 0
+  std::int64_t shard_bytes = 0;      // that rank 0 has, secondary ones included
 };
 Outcome train(const Case& how, int steps = 3) {
   Outcome outcome;
@@ -144,6 +146,10 @@ Outcome train(const Case& how, int steps = 3) {
       const StepResult result = train_step(engine, net.loss(step));
       mine.numbers.push_back(result.loss);
       mine.numbers.push_back(result.grad_norm);
+      mine.last = engine.take_stats();
+    }
+    for (const Tier tier : {Tier::kDevice, Tier::kPinned}) {
+      mine.shard_bytes += engine.runtime().ledger().current_bytes(tier, Role::kShard);
     }
     for (int id = 0; id < engine.num_params(); ++id) {
       mine.values.push_back(engine.full_value(id));
@@ -199,6 +205,84 @@ TEST(StoredWeights, TrainAlikeInShardGroupsAndFromSecondaryShards) {
   for (const Options& mesh : meshes) {
     expect_same(train({4, 4, 0, false, false, mesh}), train({4, 0, 4, false, false, mesh}),
                 mesh.front().first);
+  }
+}
+
+// Their secondary shards are blocks, too: what moves, and what memory is taken, is a function of
+// the bytes of shards.
+TEST(StoredWeights, TrainFromSecondaryShardsOfBlocksWithTheBitsOfGathersFromShards) {
+  const DiskDirectory directory;
+  const Options nvme = joined({{"place.parameters", "nvme"}}, nvme_in(directory));
+  const Options host{{"place.parameters", "host"}, {"place.optimizer", "host"}};
+  struct Cut {
+    int ranks;
+    int per_host;
+    int second;
+    int bits;
+    bool hierarchical;
+  };
+  for (const Cut& cut : {Cut{4, 2, 2, 4, false}, Cut{4, 2, 2, 8, true}, Cut{6, 3, 3, 8, false},
+                         Cut{8, 4, 4, 4, false}, Cut{8, 4, 2, 4, true}}) {
+    const Options common{{"comm.ranks_per_host", std::to_string(cut.per_host)},
+                         {"shard.hierarchical_gather", cut.hierarchical ? "true" : "false"},
+                         {"live.limit_bytes", "0"},  // every use gathers
+                         {"persist.param_bytes", "0"}};
+    const Options second{{"shard.secondary_group_size", std::to_string(cut.second)}};
+    for (const bool is_discrete : {false, true}) {
+      for (const Options& place : {Options(), host, nvme}) {
+        if (!is_discrete && place == host) {
+          continue;  // one memory
+        }
+        SCOPED_TRACE(::testing::Message()
+                     << cut.ranks << " ranks, secondary shards over " << cut.second << ", "
+                     << cut.bits << " bits, " << (is_discrete ? "beside a device, " : "")
+                     << (place.empty() ? "nothing placed" : place.front().second));
+        const Case how{cut.ranks, cut.bits, 0, is_discrete, false, joined(common, place)};
+        Case with_second = how;
+        with_second.options = joined(how.options, second);
+        const Outcome plain = train(how);
+        const Outcome run = train(with_second);
+        expect_same(run, plain, "");
+        // What is frozen is gathered from shards once, and never again.
+        const coordinator::CoordinatorStats& from = run.last.gathers;
+        const coordinator::CoordinatorStats& of = plain.last.gathers;
+        EXPECT_EQ(from.gathered_bytes, of.gathered_bytes);
+        EXPECT_GT(of.encoded_bytes, 0U);
+        EXPECT_EQ(from.encoded_bytes, 0U);
+        EXPECT_EQ(from.secondary_wire_bytes,
+                  of.wire_bytes + from.secondary_bytes - of.encoded_bytes);
+        const std::uint64_t sent = run.last.sent_inside_bytes + run.last.sent_across_bytes;
+        const std::uint64_t expected = run.last.gathered_wire_bytes + run.last.reduced_wire_bytes;
+        EXPECT_GE(sent, expected);
+        EXPECT_LE(sent, expected + 4096) << "beside norms and what ranks agree on";
+        if (::testing::Test::HasFailure()) {
+          return;
+        }
+      }
+    }
+  }
+}
+
+TEST(StoredWeights, HaveSecondaryShardsOfAsManyBytesAsTheFormulaSays) {
+  const Options hosts{{"comm.ranks_per_host", "2"}, {"live.limit_bytes", "0"}};
+  const Options second = joined({{"shard.secondary_group_size", "2"}}, hosts);
+  for (const int bits : {0, 4, 8}) {
+    std::int64_t pieces = 0;
+    with_net({4, bits, 0, false, false, second}, [&](Engine& engine, Net&) {
+      std::int64_t mine = 0;
+      for (int id = 0; id < engine.num_params(); ++id) {
+        mine += 2 * static_cast<std::int64_t>(engine.param(id).layout().shard_bytes());
+      }
+      if (engine.group().rank() == 0) {
+        pieces = mine;
+      }
+    });
+    const Outcome plain = train({4, bits, 0, false, false, hosts});
+    const Outcome run = train({4, bits, 0, false, false, second});
+    // Memory of 64 KiB and more is taken in whole pages.
+    EXPECT_NEAR(static_cast<double>(run.shard_bytes - plain.shard_bytes),
+                static_cast<double>(pieces), 2.0 * static_cast<double>(device::page_bytes()))
+        << bits << " bits";
   }
 }
 

@@ -1,6 +1,7 @@
 // Secondary shards in the plan: where they live, to the byte, and what a step reads beside them.
 #include <set>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -110,6 +111,79 @@ TEST(SecondaryPlan, CrossesTheLinkOncePerGatherBehindTheFirst) {
   EXPECT_GT(most_in_host, 0U);
 }
 
+// Shards that travel as wires: stored as blocks, or quantised for gathers.
+MemoryPlanOptions with_wires(MemoryPlanOptions options, bool is_stored) {
+  Config config;
+  config.set("quant.frozen_bits", std::int64_t{4});
+  options.weight_bits = is_stored ? 0 : 8;
+  options.stored = is_stored ? shard::StoredRule::from(config) : shard::StoredRule();
+  return options;
+}
+
+// A model whose matrices are frozen.
+ModelShapes frozen_gpt() {
+  ModelShapes model = large_gpt();
+  for (ParamShape& param : model.params) {
+    param.trainable = param.numel < 8192;
+    param.num_dims = param.trainable ? 1 : 2;
+  }
+  return model;
+}
+
+TEST(SecondaryPlan, IsOfWiresWhereShardsTravelAsWires) {
+  const ModelShapes model = frozen_gpt();
+  constexpr int kRanks = 4;
+  for (const bool is_stored : {true, false}) {
+    for (const int second : {2, 4}) {
+      MemoryPlanOptions options = with_wires(on_gpu(Tier::kDevice, Tier::kDevice), is_stored);
+      options.num_ranks = kRanks;
+      options.live_limit_bytes = kMiB;
+      options.is_live_limit_given = true;
+      const MemoryPlan plain = planned(model, options);
+      const MemoryPlan on_device = planned(model, with_second(options, kRanks, second));
+      std::vector<std::int64_t> pieces;
+      std::int64_t all = 0;
+      for (const ParamShape& param : model.params) {
+        const bool is_block = is_stored && !param.trainable;
+        const std::int64_t share = (param.numel + kRanks - 1) / kRanks;
+        const std::int64_t numel = is_block ? rounded_up(share, 1024) : rounded_up(share, 8);
+        const std::int64_t codes = is_block ? numel / 2 : rounded_up(numel, 16);
+        const std::int64_t scales = rounded_up((numel + 127) / 128 * 2, 16);
+        pieces.push_back((is_stored && !is_block ? 2 * numel : codes + scales) * kRanks / second);
+        all += pieces.back();
+      }
+      EXPECT_EQ(on_device.secondary_device_bytes, all);
+      EXPECT_EQ(on_device.bytes(Tier::kDevice, Role::kShard),
+                plain.bytes(Tier::kDevice, Role::kShard) + all);
+      options = with_second(options, kRanks, second);
+      std::size_t most_in_host = 0;
+      bool was_refused = false;
+      for (std::int64_t part = 99; part > 50; part -= 2) {
+        options.device_bytes = on_device.device_memory_bytes() * part / 100;
+        if (!refusal_of(model, options).empty()) {
+          was_refused = true;
+          continue;
+        }
+        EXPECT_FALSE(was_refused) << "a larger device was refused";
+        const MemoryPlan plan = planned(model, options);
+        EXPECT_LE(plan.device_memory_bytes(), options.device_bytes);
+        std::int64_t in_host = 0;
+        std::size_t num_in_host = 0;
+        for (std::size_t id = 0; id < model.params.size(); ++id) {
+          const bool is_there = plan.params[id].secondary == Tier::kHost;
+          in_host += is_there ? pieces[id] : 0;
+          num_in_host += is_there ? 1 : 0;
+        }
+        EXPECT_EQ(plan.link.d2h - on_device.link.d2h, in_host);
+        EXPECT_EQ(plan.link.h2d - on_device.link.h2d, in_host) << "one of two gathers";
+        EXPECT_GE(num_in_host, most_in_host) << "a smaller device holds no more";
+        most_in_host = num_in_host;
+      }
+      EXPECT_GT(most_in_host, 0U);
+    }
+  }
+}
+
 TEST(SecondaryPlan, OfParametersOnNvmeTakesMemoryAndLetsAStepReadThemOnce) {
   const ModelShapes model = small_gpt(64, 2, 3000);
   for (const bool is_discrete : {false, true}) {
@@ -151,28 +225,31 @@ TEST(SecondaryPlan, StaysWithinEveryBudgetAndALargerOneIsNeverRefused) {
     }
     EXPECT_TRUE(was_possible);
   }
-  const ModelShapes model = large_gpt();
-  MemoryPlanOptions gpu = with_second(on_gpu({}, {}, true), 2, 2);
-  const std::int64_t all = planned(model, gpu).device_memory_bytes();
-  std::set<std::int64_t> possible;  // host parts
-  for (const std::int64_t device_part : {5, 15, 30, 45, 60, 80, 100}) {
-    gpu.device_bytes = all * device_part / 100;
-    for (std::int64_t host_part = 2; host_part <= 150; host_part += 4) {
-      gpu.host_bytes = all * host_part / 100;
-      const std::string refusal = refusal_of(model, gpu);
-      ASSERT_TRUE(refusal.empty() || !possible.contains(host_part))
-          << device_part << " % and " << host_part << " %: " << refusal;
-      if (refusal.empty()) {
-        const MemoryPlan plan = planned(model, gpu);
-        ASSERT_LE(plan.device_memory_bytes(), gpu.device_bytes);
-        ASSERT_LE(plan.host_memory_bytes(), gpu.host_bytes);
-        for (std::int64_t more = host_part; more <= 150; more += 4) {
-          possible.insert(more);
+  for (const int wires : {0, 1, 2}) {
+    const ModelShapes model = wires == 1 ? frozen_gpt() : large_gpt();
+    MemoryPlanOptions gpu = with_second(on_gpu({}, {}, true), 2, 2);
+    gpu = wires > 0 ? with_wires(gpu, wires == 1) : gpu;
+    const std::int64_t all = planned(model, gpu).device_memory_bytes();
+    std::set<std::int64_t> possible;  // host parts
+    for (const std::int64_t device_part : {5, 15, 30, 45, 60, 80, 100}) {
+      gpu.device_bytes = all * device_part / 100;
+      for (std::int64_t host_part = 2; host_part <= 150; host_part += 4) {
+        gpu.host_bytes = all * host_part / 100;
+        const std::string refusal = refusal_of(model, gpu);
+        ASSERT_TRUE(refusal.empty() || !possible.contains(host_part))
+            << device_part << " % and " << host_part << " %: " << refusal;
+        if (refusal.empty()) {
+          const MemoryPlan plan = planned(model, gpu);
+          ASSERT_LE(plan.device_memory_bytes(), gpu.device_bytes);
+          ASSERT_LE(plan.host_memory_bytes(), gpu.host_bytes);
+          for (std::int64_t more = host_part; more <= 150; more += 4) {
+            possible.insert(more);
+          }
         }
       }
     }
+    EXPECT_FALSE(possible.empty());
   }
-  EXPECT_FALSE(possible.empty());
 }
 
 // What gathers send encoded lies on the device, and shards elsewhere are loaded for it once.

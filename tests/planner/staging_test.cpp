@@ -90,9 +90,9 @@ class StagedCalls {
     if (const int second = options_.num_secondary_ranks; second > 1) {
       std::vector<comm::GatherPiece> kept;
       for (const int id : ids) {
-        const auto i = static_cast<std::size_t>(id);
-        if (!model_.params[i].dynamic) {
-          kept.push_back({layouts_[i].full_bytes() / static_cast<std::size_t>(second), false});
+        if (!model_.params[static_cast<std::size_t>(id)].dynamic) {
+          kept.push_back(shards({id}).front());
+          kept.back().wire_bytes *= static_cast<std::size_t>(options_.num_ranks / second);
         }
       }
       EXPECT_LE(gather_bytes(kept, second), plan_.staging.secondary);
