@@ -14,6 +14,7 @@
 #include "tessera/engine/lifecycle.h"
 #include "tessera/engine/mesh_groups.h"
 #include "tessera/engine/runtime.h"
+#include "tessera/engine/stored_report.h"
 #include "tessera/shard/param.h"
 
 namespace tessera::engine {
@@ -36,6 +37,7 @@ struct EngineContext {
   EngineTiers tiers;
   const std::unique_ptr<comm::Codec> weight_codec;  // of gathers; null: they are not quantised
   coordinator::Coordinator coordinator;
+  StoredReport stored_report;
   Lifecycle lifecycle;
 };
 

@@ -47,6 +47,7 @@ void EngineObjects::finalize() {
     context.coordinator.set_tier(context.tiers.coordinator_options());
   }
   model.finalize_units();
+  model.tell_stored();
   driver.finalize();
   context.lifecycle.set_finalized();
 }

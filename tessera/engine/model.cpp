@@ -268,6 +268,7 @@ int Model::add_param(const NamedTensor& given, const at::Tensor& before,
   }
   shard::Param& param = ctx_.params.add(spec, shard::bind_tensor(tensor, name, layout, owner_));
   ctx_.tiers.add(param);
+  ctx_.stored_report.add_param();
   const shard::ElementRange range = param.range();
   const std::size_t element_bytes = bytes_of(spec.dtype);
   if (init.kind == Init::Kind::kModule) {
@@ -471,6 +472,13 @@ void Model::check_stored_names() const {
                   stored_rule_.format().step(), " elements; parameter '", matched->name(), "' ",
                   matched->trainable() ? "is trainable: freeze it before its unit is made"
                                        : "stays as it is: leave it out");
+  }
+}
+
+void Model::tell_stored() const {
+  const std::string text = ctx_.stored_report.text(ctx_.group, ctx_.params, stored_rule_);
+  if (!text.empty() && ctx_.group.rank() == 0) {
+    ctx_.runtime.logger().info(text);
   }
 }
 

@@ -50,6 +50,8 @@ class Model {
   // REQUIRES: the coordinator is complete. Afterwards a leaf uses the parameters of the units
   // inside it.
   void finalize_units();
+  // What quant.frozen_bits does. Collective where anything is stored as blocks.
+  void tell_stored() const;
 
   // --- lookup ---
   planner::ModelShapes shapes() const;

@@ -66,6 +66,9 @@ void ShardWriter::write(std::int64_t begin, std::int64_t numel, const void* elem
 
 void ShardWriter::finish() {
   if (stored_) {
+    if (before_ == Before::kReplaced) {
+      ctx_.stored_report.set(param_.id(), stored_->change());
+    }
     put(0, param_.layout().stored_numel(), param_.layout().stored_dtype(), stored_->bytes().data());
   }
 }

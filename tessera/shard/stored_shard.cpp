@@ -51,16 +51,19 @@ void StoredShard::encode_pieces(std::int64_t begin, std::int64_t numel, const vo
                     param_.name(), "', which has ", range_numel, ", are encoded by themselves");
   const std::size_t element = bytes_of(param_.layout().dtype());
   const auto* const from = static_cast<const std::byte*>(values);
-  device::for_each_piece(
-      static_cast<std::size_t>((numel + step - 1) / step), [&](std::size_t piece) {
-        const auto at = static_cast<std::int64_t>(piece) * step;
-        encode_piece(begin + at, std::min(step, numel - at),
-                     from + static_cast<std::size_t>(at) * element, keeps_blocks);
-      });
+  std::vector<EncodingChange> changes(static_cast<std::size_t>((numel + step - 1) / step));
+  device::for_each_piece(changes.size(), [&](std::size_t piece) {
+    const auto at = static_cast<std::int64_t>(piece) * step;
+    changes[piece] = encode_piece(begin + at, std::min(step, numel - at),
+                                  from + static_cast<std::size_t>(at) * element, keeps_blocks);
+  });
+  for (const EncodingChange& each : changes) {
+    change_ += each;
+  }
 }
 
-void StoredShard::encode_piece(std::int64_t begin, std::int64_t numel, const std::byte* values,
-                               bool keeps_blocks) {
+EncodingChange StoredShard::encode_piece(std::int64_t begin, std::int64_t numel,
+                                         const std::byte* values, bool keeps_blocks) {
   const comm::Codec& codec = *param_.host_codec();
   const StoredFormat format = param_.layout().format();
   const DType dtype = param_.layout().dtype();
@@ -98,6 +101,13 @@ void StoredShard::encode_piece(std::int64_t begin, std::int64_t numel, const std
     }
     at += count;
   }
+  EncodingChange change;
+  if (!keeps_blocks) {
+    double sums[2];
+    codec.measure(values, dtype, padded, wire.data(), sums, false, nullptr).wait();
+    change = {sums[0], sums[1]};
+  }
+  return change;
 }
 
 void StoredShard::decode(std::int64_t begin, std::int64_t numel, void* values) const {

@@ -4,6 +4,7 @@
 // Threads: one caller at a time; the work is shared among the machine's.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -12,6 +13,19 @@
 #include "tessera/shard/param.h"
 
 namespace tessera::shard {
+
+// What encoding has changed: sums of squares of decoded less true values, and of true values.
+struct EncodingChange {
+  double error = 0;
+  double values = 0;
+
+  double relative() const { return values == 0 ? 0 : std::sqrt(error / values); }
+  EncodingChange& operator+=(const EncodingChange& other) {
+    error += other.error;
+    values += other.values;
+    return *this;
+  }
+};
 
 class StoredShard {
  public:
@@ -26,17 +40,20 @@ class StoredShard {
   // The same, where values that decode from what is there keep their blocks: a block is encoded
   // only if an element of it differs.
   void update(std::int64_t begin, std::int64_t numel, const void* values);
+  // By encode(), of all that it was given; the same on any number of threads.
+  const EncodingChange& change() const { return change_; }
   // Elements [begin, begin + numel), wherever they begin.
   void decode(std::int64_t begin, std::int64_t numel, void* values) const;
 
  private:
-  void encode_piece(std::int64_t begin, std::int64_t numel, const std::byte* values,
-                    bool keeps_blocks);
+  EncodingChange encode_piece(std::int64_t begin, std::int64_t numel, const std::byte* values,
+                              bool keeps_blocks);
   void encode_pieces(std::int64_t begin, std::int64_t numel, const void* values, bool keeps_blocks);
 
   const Param& param_;
   const StoredBytes places_;
   std::vector<std::byte> bytes_;
+  EncodingChange change_;
 };
 
 // Elements [begin, begin + numel), where begin is a multiple of a block, of what `places`

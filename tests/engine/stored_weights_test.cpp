@@ -1,5 +1,7 @@
 // Frozen weights that are stored as blocks of integers, against a model whose frozen weights are
 // what such blocks decode to: the same bits, wherever shards live and however they are gathered.
+#include <algorithm>
+#include <cmath>
 #include <fstream>
 #include <functional>
 #include <map>
@@ -17,6 +19,7 @@
 #include "testing/mock_device.h"
 #include "tests/engine/engine_fixture.h"
 #include "tests/engine/run_options.h"
+#include "tests/support/contains.h"
 
 namespace tessera::testing {
 namespace {
@@ -418,6 +421,67 @@ TEST(StoredWeights, OfUnitsThatOnlySomeRanksUseTrainAsTheValuesThatTheyDecodeTo)
 
 TEST(StoredWeights, InsideALeafTrainAsTheValuesThatTheyDecodeTo) {
   expect_routed_alike(/*has_leaf=*/true);
+}
+
+// What rank 0 says in the first lines of a run.
+std::string said(Case how) {
+  how.options.emplace_back("log.level", "info");
+  ::testing::internal::CaptureStderr();
+  with_net(how, [](Engine& engine, Net& net) { train_step(engine, net.loss(0)); });
+  return ::testing::internal::GetCapturedStderr();
+}
+
+double relative_change(const std::vector<at::Tensor>& values, int bits) {
+  double error = 0;
+  double squares = 0;
+  for (const at::Tensor& each : values) {
+    const at::Tensor exact = each.to(at::kDouble);
+    error += (as_stored(each, bits).to(at::kDouble) - exact).pow(2).sum().item<double>();
+    squares += exact.pow(2).sum().item<double>();
+  }
+  return std::sqrt(error / squares);
+}
+
+TEST(StoredWeights, AreNamedWithTheirBytesAndTheirErrorInTheFirstLinesOfARun) {
+  const at::Tensor first = affine(96, 768, 1, false)->weight;
+  const at::Tensor second = affine(768, 103, 2, false)->weight;
+  for (const int ranks : {1, 3}) {
+    for (const int bits : {4, 8}) {
+      const std::string text = said({ranks, bits});
+      EXPECT_HAS(text, "2 of 8 parameters are stored as int" + std::to_string(bits) +
+                           " blocks of 128 (quant.frozen_bits)");
+      EXPECT_HAS(text, "in place of 597 KiB on all ranks");
+      EXPECT_HAS(text, "this changes numbers");
+      const auto number_behind = [&](const std::string& words) {
+        const std::size_t at = text.find(words);
+        return at == std::string::npos ? -1 : std::stod(text.substr(at + words.size()));
+      };
+      // Six digits are said.
+      const double all = relative_change({first, second}, bits);
+      EXPECT_NEAR(number_behind("by a relative error of "), all, 1e-5 * all);
+      const double of_first = relative_change({first}, bits);
+      const double of_second = relative_change({second}, bits);
+      const double worst = std::max(of_first, of_second);
+      EXPECT_NEAR(number_behind("the largest "), worst, 1e-5 * worst);
+      EXPECT_HAS(text, of_first > of_second ? "in 'first.weight'" : "in 'second.weight'");
+    }
+  }
+  EXPECT_EQ(said({3, 0}).find("stored as"), std::string::npos);
+}
+
+TEST(StoredWeights, ThatAreNotThereAreToldWithTheReason) {
+  for (const bool is_frozen : {false, true}) {
+    ::testing::internal::CaptureStderr();
+    with_engine({2, 8, 0, false, false, {{"log.level", "info"}}}, [&](Engine& engine) {
+      Unit<AffineImpl> small = engine.unit("small", affine(8, 8, 1, !is_frozen));
+      Unit<AffineImpl> head = engine.unit("head", affine(8, 3, 2));
+      train_step(engine, head(small(input(2, 8, 0))).pow(2).mean());
+    });
+    EXPECT_HAS(::testing::internal::GetCapturedStderr(),
+               is_frozen ? "quant.frozen_bits = 8 changes nothing: of 2 frozen parameters none has "
+                           "two dims and 1024 elements"
+                         : "quant.frozen_bits = 8 changes nothing: all 4 parameters are trainable");
+  }
 }
 
 TEST(StoredWeights, TakeAsManyBytesAsTheFormulaSays) {
