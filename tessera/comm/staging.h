@@ -16,9 +16,9 @@
 // copied, and is charged by it.
 //
 // Calls that are work of streams have no region: the thread that starts a call may also launch it,
-// and must not wait for space. Over ipc they use the shelf: a queue drops a lease when the device is
-// done with the call, including the peers' reads, so no stream uses what lies on the shelf. Other
-// backends allocate per call, with a stream-aware allocator.
+// and must not wait for space. Over ipc they use the shelf: a queue drops a lease when the device
+// is done with the call, including the peers' reads, so no stream uses what lies on the shelf.
+// Other backends allocate per call, with a stream-aware allocator.
 //
 // [Note: waiting for room] Staging is taken when a call is launched, by the launching thread: at
 // the start of a call the caller would wait for the network. The wait ends on every rank, because

@@ -174,8 +174,8 @@ class Coordinator {
   // end_hold(). Collective, in the caller's order; not part of any trace. `what` is named in
   // errors. Where gathers are quantised (encoded_shards.h), units compute with decoded values, in
   // training and in inference. A hold gathers unquantised values, which end_hold() releases; inside
-  // a use, or while parameters are resident, it exposes the decoded ones instead: then the caller asks
-  // is_decoded() first. A unit that runs during a hold uses the hold's values.
+  // a use, or while parameters are resident, it exposes the decoded ones instead: then the caller
+  // asks is_decoded() first. A unit that runs during a hold uses the hold's values.
   void begin_hold(const std::vector<int>& params, const std::string& what);
   // `changed`: the shards were changed since they were gathered; other copies of them are freed.
   void end_hold(const std::vector<int>& params, const std::string& what, bool changed);
