@@ -266,7 +266,7 @@ void EngineTiers::make_gradient_tier() {
   const std::int64_t bytes = plan_->bytes(Tier::kNvme, Role::kGradient);
   if (bytes > 0) {
     gradients_ = {&nvme_->make_store(Role::kGradient, bytes),
-                  &nvme_->make_buffers(Role::kGradient, Tier::kHost, plan_->gradient_pool_bytes)};
+                  &nvme_->make_buffers(Role::kGradient, io_tier(), plan_->gradient_pool_bytes)};
   }
 }
 

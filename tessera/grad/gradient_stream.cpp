@@ -107,6 +107,7 @@ Pending GradientStream::put_on_nvme(const ShardPiece& piece, const void* values,
 void GradientStream::get_from_nvme(const ShardPiece& piece, void* to, DType dtype) {
   auto work = [nvme = nvme_.get(), piece, to, dtype] { nvme->get(piece, to, dtype); };
   if (nvme_work_) {
+    stats_.loaded_bytes += static_cast<std::uint64_t>(piece.numel) * bytes_of(dtype);
     wait_for(nvme_work_->start(reduce_.record(), std::move(work)));
   } else {
     std::ignore = reduce_.enqueue(std::move(work));

@@ -1,6 +1,7 @@
 #include "tessera/planner/discrete_planner.h"
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -37,6 +38,7 @@ constexpr std::int64_t kGoodUnits = 4;
 // Of a host budget, for the buffers of states and of parameters.
 constexpr std::int64_t kOptimizerPoolsPerBudget = 8;
 constexpr std::int64_t kParameterPoolsPerBudget = 16;
+constexpr std::int64_t kGradientPoolsPerBudget = 16;
 
 // How many of the parameters that may leave the device are where, in the order of use.
 struct Reach {
@@ -46,13 +48,15 @@ struct Reach {
   // Of those that are not on the device; the rest is on NVMe.
   std::size_t parameters_in_host = 0;
   std::size_t states_in_host = 0;
+  std::size_t gradients_in_host = std::numeric_limits<std::size_t>::max();
   double cpu_share = 0;  // of the update, as in assign_updates()
 };
 
 // What a reach comes to.
 struct Candidate {
   Placements placements;
-  Lines lines;  // of shards and gradients
+  Lines lines;                  // of shards and gradients
+  std::int64_t comm_bytes = 0;  // staging of the groups, whatever the arena is
 };
 
 // Slots on the device for sub-groups whose states are copied to it.
@@ -65,53 +69,88 @@ struct SlotNeed {
 struct Pools {
   std::int64_t optimizer_bytes = 0;
   std::int64_t parameter_bytes = 0;
+  std::int64_t gradient_bytes = 0;
 };
 
 // A discrete device beside its host. Who updates a shard decides what it takes on either side, and
 // depends on where the others are, so reaches are searched for.
 class DiscretePlanner : public Planner {
  public:
+  // `offloads_gradients`: to NVMe, where the host does not hold them.
   DiscretePlanner(const CutModel& cut, std::int64_t num_micro_batches, std::int64_t bucket_bytes,
-                  HostGradients host_gradients)
+                  HostGradients host_gradients, bool offloads_gradients = false)
       : Planner(cut, num_micro_batches, host_gradients),
+        offloads_gradients_(offloads_gradients && options_.has_nvme),
         bucket_bytes_(bucket_bytes),
         sub_group_numel_(std::max(shard::kShardStep,
                                   std::min(options_.sub_group_bytes / 4, kLargestSubGroupNumel) /
                                       shard::kShardStep * shard::kShardStep)),
-        // Slots and staging do not depend on placements.
+        // Slots and staging do not depend on placements, but for gradients on NVMe.
         gradients_(
             gradient_cost(cut, Placements(cut.num_params()), bucket_bytes_, num_micro_batches)),
-        most_comm_bytes_(gradients_.staging.total() +
-                         GatherCost(cut, bucket_bytes_).staging_bytes(kUnlimited)) {
+        gather_staging_bytes_(GatherCost(cut, bucket_bytes_).staging_bytes(kUnlimited)) {
     check_tiers();
     for (std::size_t i = 0; i < cut_.num_params(); ++i) {
       if (may_leave_device(i)) {
         large_.push_back(i);
       }
     }
-    const Placements least_kept = placements(Reach());
+    const Placements least_kept = placements(with_gradients(Reach(), least_gradients()));
     if (uses_nvme(least_kept) && options_.has_nvme) {
       const OptimizerBuffers optimizer(cut_, least_kept);
       const ParameterBuffers parameters(cut_, least_kept);
-      least_pools_ = {optimizer.smallest().bytes, parameters.smallest()};
+      least_pools_ = {optimizer.smallest().bytes, parameters.smallest(), kSmallestPoolBytes};
       const auto within = [this](std::int64_t parts, std::int64_t low, std::int64_t high) {
         return std::clamp(options_.host_bytes / parts, low, std::max(low, high));
       };
       pools_ = {
           within(kOptimizerPoolsPerBudget, least_pools_.optimizer_bytes, optimizer.largest().bytes),
-          within(kParameterPoolsPerBudget, least_pools_.parameter_bytes, parameters.largest())};
+          within(kParameterPoolsPerBudget, least_pools_.parameter_bytes, parameters.largest()),
+          whole_pages_below(
+              within(kGradientPoolsPerBudget, kSmallestPoolBytes, largest_gradient_pool(cut_)))};
     }
   }
 
   std::optional<MemoryPlan> find() const {
     const Reach reach = wanted_reach();
+    if (offloads_gradients_) {
+      return find_with_gradients_on_nvme(reach);
+    }
     std::optional<MemoryPlan> found = reach_host(reach, pools_);
     found = found ? std::move(found) : reach_host(least_reach(reach), least_pools_);
     return found ? std::move(found) : reach_host(tight_reach(reach), least_pools_);
   }
-  [[noreturn]] void refuse_all() const { refuse_reach(tight_reach(wanted_reach())); }
+  [[noreturn]] void refuse_all() const {
+    refuse_reach(with_gradients(tight_reach(wanted_reach()), least_gradients()));
+  }
 
  private:
+  // The last to leave: nothing else is in host memory that may be on NVMe. Smaller buffers come
+  // when all have left, so that a larger budget has no more of them there.
+  std::optional<MemoryPlan> find_with_gradients_on_nvme(const Reach& reach) const {
+    for (const Reach& least : {least_reach(reach), tight_reach(reach)}) {
+      std::optional<MemoryPlan> all = attempt(with_gradients(least, 0), pools_);
+      for (std::size_t in_host = large_.size(); all && in_host-- > 1;) {
+        if (auto some = attempt(with_gradients(least, in_host), pools_)) {
+          return some;
+        }
+      }
+      all = all ? std::move(all) : attempt(with_gradients(least, 0), least_pools_);
+      if (all) {
+        return all;
+      }
+    }
+    return std::nullopt;
+  }
+
+  static Reach with_gradients(Reach reach, std::size_t gradients_in_host) {
+    reach.gradients_in_host = gradients_in_host;
+    return reach;
+  }
+  std::size_t least_gradients() const {
+    return offloads_gradients_ ? 0 : std::numeric_limits<std::size_t>::max();
+  }
+
   Reach wanted_reach() const {
     Reach reach;
     reach.parameters_in_host = large_.size();
@@ -157,6 +196,9 @@ class DiscretePlanner : public Planner {
       Placement& each = all[large_[order]];
       each.parameter = parameter_tier(order, reach);
       each.states = states_tier(order, reach, each.parameter);
+      const bool leaves = order >= reach.gradients_in_host && cut_.is_trainable(large_[order]) &&
+                          cut_.layouts[large_[order]].shard_numel() > 0;
+      each.gradient = leaves ? Tier::kNvme : Tier::kDevice;
       each.secondary =
           has_secondary(order) && order >= reach.secondary_on_device ? Tier::kHost : Tier::kDevice;
     }
@@ -202,8 +244,12 @@ class DiscretePlanner : public Planner {
 
   Candidate candidate(const Reach& reach) const {
     Placements all = placements(reach);
-    const Lines lines = cost_.shard_lines(all, gradients_);
-    return {std::move(all), lines};
+    const bool on_nvme = std::any_of(
+        all.begin(), all.end(), [](const Placement& each) { return each.gradient == Tier::kNvme; });
+    const GradientCost gradients =
+        on_nvme ? gradient_cost(cut_, all, bucket_bytes_, cost_.num_micro_batches()) : gradients_;
+    const Lines lines = cost_.shard_lines(all, gradients);
+    return {std::move(all), lines, gradients.staging.total() + gather_staging_bytes_};
   }
 
   SlotNeed slot_need(const Placements& placements, std::int64_t sub_group_numel) const {
@@ -296,8 +342,9 @@ class DiscretePlanner : public Planner {
       }
       // There they cost host memory, too, where the CPU updates them.
       const Candidate wanted = candidate(reach);
-      if (fits_device(wanted, true) && (fits_host(wanted, least_pools_) ||
-                                        fits_host(candidate(least_reach(reach)), least_pools_))) {
+      const Reach least = with_gradients(least_reach(reach), least_gradients());
+      if (fits_device(wanted, true) &&
+          (fits_host(wanted, least_pools_) || fits_host(candidate(least), least_pools_))) {
         return;
       }
     }
@@ -325,8 +372,9 @@ class DiscretePlanner : public Planner {
   }
 
   ByteSum host_need(const Candidate& candidate, const Pools& pools) const {
-    const auto& [placements, lines] = candidate;
+    const auto& [placements, lines, comm_bytes] = candidate;
     const std::int64_t nvme = lines.bytes(Tier::kNvme);
+    const bool has_gradients = lines.bytes(Tier::kNvme, Role::kGradient) > 0;
     const auto in_host = [&lines = candidate.lines](Role role) {
       return lines.bytes(Tier::kPinned, role) + lines.bytes(Tier::kHost, role);
     };
@@ -338,11 +386,13 @@ class DiscretePlanner : public Planner {
     need.add("gradients", in_host(Role::kGradient));
     need.add("optimizer states", in_host(Role::kOptimizer));
     need.add("new parameters before their copy to the device", in_host(Role::kStaging));
-    need.add("staging of the network's calls", most_comm_bytes_);
+    need.add("staging of the network's calls", comm_bytes);
     need.add("chunks of shared memory", chunk_bytes(Tier::kHost));
-    need.add("buffers of NVMe", nvme == 0 ? 0
-                                          : pool_bytes(options_, pools.optimizer_bytes) +
-                                                feed_pool_bytes(options_, pools.parameter_bytes));
+    need.add("buffers of NVMe",
+             nvme == 0 ? 0
+                       : pool_bytes(options_, pools.optimizer_bytes) +
+                             feed_pool_bytes(options_, pools.parameter_bytes) +
+                             pool_bytes(options_, has_gradients ? pools.gradient_bytes : 0));
     need.add("checksums", checksum_bytes(options_, nvme));
     return need;
   }
@@ -397,6 +447,8 @@ class DiscretePlanner : public Planner {
       const ParameterBuffers parameters(cut_, plan.params);
       plan.parameter_pool_bytes = std::clamp(whole_pages_below(pools.parameter_bytes),
                                              parameters.smallest(), parameters.largest());
+      plan.gradient_pool_bytes =
+          chosen.lines.bytes(Tier::kNvme, Role::kGradient) > 0 ? pools.gradient_bytes : 0;
     }
     give_device_room(chosen.lines.bytes(Tier::kDevice), plan);
     cost_.complete(plan);
@@ -437,7 +489,7 @@ class DiscretePlanner : public Planner {
 
   [[noreturn]] void refuse_reach(const Reach& reach) const {
     const Candidate least = candidate(reach);
-    const auto& [all, lines] = least;
+    const auto& [all, lines, comm_bytes] = least;
     if (fits_device(least, false)) {
       refuse(host_need(least, least_pools_), "host memory", "memory.host", options_.host_bytes,
              options_.num_host_ranks, more_ranks_or_nvme());
@@ -463,10 +515,11 @@ class DiscretePlanner : public Planner {
                : ", or use more ranks");
   }
 
+  const bool offloads_gradients_;
   const std::int64_t bucket_bytes_;
   const std::int64_t sub_group_numel_;
-  const GradientCost gradients_;
-  const std::int64_t most_comm_bytes_;  // of the groups, whatever the arena is
+  const GradientCost gradients_;             // where none is on NVMe
+  const std::int64_t gather_staging_bytes_;  // whatever the arena is
   std::vector<std::size_t> large_;  // ids of those that may leave the device, in the order of use
   Pools least_pools_;
   Pools pools_;  // within the budget
@@ -486,28 +539,35 @@ std::vector<std::int64_t> bucket_choices(const CutModel& cut) {
 
 }  // namespace
 
-// Gradients of micro-batches have room in host memory where nothing else has to leave it for that.
+// Gradients of micro-batches have room in host memory where nothing else has to leave it for that;
+// they are on NVMe where there is no other way.
 MemoryPlan plan_discrete(const CutModel& cut, std::int64_t num_micro_batches) {
   const std::vector<std::int64_t> sizes = bucket_choices(cut);
-  const auto find = [&](HostGradients kind) -> std::optional<MemoryPlan> {
+  const auto find = [&](HostGradients kind, bool offloads_gradients) -> std::optional<MemoryPlan> {
     for (const std::int64_t bytes : sizes) {
-      if (auto plan = DiscretePlanner(cut, num_micro_batches, bytes, kind).find()) {
+      if (auto plan =
+              DiscretePlanner(cut, num_micro_batches, bytes, kind, offloads_gradients).find()) {
         return plan;
       }
     }
     return std::nullopt;
   };
-  std::optional<MemoryPlan> plan = find(HostGradients::kGood);
+  std::optional<MemoryPlan> plan = find(HostGradients::kGood, false);
   const bool may_be_less = host_gradient_buffers(cut, num_micro_batches, HostGradients::kLeast) <
                            host_gradient_buffers(cut, num_micro_batches, HostGradients::kGood);
   if (may_be_less && (!plan || plan->uses_nvme)) {
-    std::optional<MemoryPlan> least = find(HostGradients::kLeast);
+    std::optional<MemoryPlan> least = find(HostGradients::kLeast, false);
     if (!plan || (least && least->bytes(Tier::kNvme) < plan->bytes(Tier::kNvme))) {
       plan = std::move(least);
     }
   }
+  if (!plan && cut.options.has_nvme) {
+    plan = find(HostGradients::kLeast, true);
+  }
   if (!plan) {
-    DiscretePlanner(cut, num_micro_batches, sizes.back(), HostGradients::kLeast).refuse_all();
+    DiscretePlanner(cut, num_micro_batches, sizes.back(), HostGradients::kLeast,
+                    cut.options.has_nvme)
+        .refuse_all();
   }
   return std::move(*plan);
 }

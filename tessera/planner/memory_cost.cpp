@@ -672,8 +672,8 @@ void MemoryCost::count_update(std::size_t id, const Placement& placement, Memory
   const std::int64_t gradient_numel = options_.sends_gradients() ? numel : layout.numel();
   const std::int64_t copies_bytes =
       gradient_numel * reduced_bytes_per_element() * num_micro_batches_;
-  plan.link.d2h += placement.gradient == Tier::kHost ? copies_bytes : 0;
-  if (placement.gradient == Tier::kHost && options_.num_copies > 1 &&
+  plan.link.d2h += placement.gradient == Tier::kDevice ? 0 : copies_bytes;
+  if (placement.gradient != Tier::kDevice && options_.num_copies > 1 &&
       has_total(cut_, num_micro_batches_, cut_.model.params[id])) {
     // To the device and back, to be summed over replicas: a micro-batch that is alone goes as it
     // came.

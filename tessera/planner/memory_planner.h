@@ -8,14 +8,17 @@
 // on the device in every respect. Of the others:
 //   parameters  on the device as far as its budget allows, then in host memory, then on NVMe;
 //   states      on the device once all parameters are there, then in host memory, then on NVMe;
-//   gradients   on the device where the device updates, else in host memory;
+//   gradients   on the device where the device updates, else in host memory; on NVMe if the host
+//               does not hold them although all else that may has left it;
 //   secondary shards  on the device before parameters and states without a given tier; the rest in
 //               host memory.
 // Memory for a few slots of streamed sub-groups and for a few units in the arena is reserved before
 // shards are placed on the device. What is left goes to more slots, then to the arena until it
 // holds everything that is gathered. Under a host budget states move to NVMe first, then
-// parameters. A larger budget never puts more bytes on NVMe, with one exception: a parameter that
-// moves to the device can displace the states of a few others. update_split.h chooses the updater.
+// parameters, and gradients last: in fp32 each is written and read in every micro-batch, to save as
+// little as 2 B. A larger budget never puts more bytes on NVMe, with one exception: a parameter
+// that moves to the device can displace the states of a few others. update_split.h chooses the
+// updater.
 //
 // On a CPU device and host are one memory, bounded by the smaller of both budgets, and the CPU
 // updates. Memory is first reserved for: the arena (at least the largest unit; in a group of one,

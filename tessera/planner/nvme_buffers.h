@@ -80,7 +80,8 @@ class ParameterBuffers {
   const Placements& placements_;
 };
 
-// Buffers that gradients on NVMe pass through, at most. The smallest is kSmallestPoolBytes.
+// Buffers that gradients on NVMe pass through, at most, also from a discrete device. The smallest
+// is kSmallestPoolBytes.
 std::int64_t largest_gradient_pool(const CutModel& cut);
 
 }  // namespace tessera::planner

@@ -150,7 +150,7 @@ double assign_updates(const CutModel& cut, const UpdateWish& wish, Placements& p
     bool to_cpu =
         each.parameter == Tier::kNvme || (cut.is_trainable(i) && each.states != Tier::kDevice);
     if (to_cpu && cut.is_trainable(i) && each.states == Tier::kHost) {
-      if (each.parameter != Tier::kNvme) {
+      if (each.parameter != Tier::kNvme && each.gradient != Tier::kNvme) {
         to_cpu = split.goes_to_cpu(numel);
         split.give(numel, to_cpu);
         split_ids.push_back(i);
@@ -175,7 +175,8 @@ double assign_updates(const CutModel& cut, const UpdateWish& wish, Placements& p
   for (Placement& each : placements) {
     const bool stays = each.updater == Updater::kDevice &&
                        (wish.num_micro_batches == 1 || each.states == Tier::kDevice);
-    each.gradient = stays ? Tier::kDevice : Tier::kHost;
+    const bool on_nvme = each.gradient == Tier::kNvme && each.updater == Updater::kCpu;
+    each.gradient = stays ? Tier::kDevice : on_nvme ? Tier::kNvme : Tier::kHost;
   }
   return num_host == 0 ? 0 : static_cast<double>(num_cpu) / static_cast<double>(num_host);
 }

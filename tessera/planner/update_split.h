@@ -1,10 +1,10 @@
 // Discrete device: chooses the updater of every shard.
 //
-// The device updates shards with states in device memory. The CPU updates shards whose states or
-// parameter are on NVMe, because new values are written from host memory. Shards with states in
-// host memory are split: the device streams states H2D and D2H while the CPU updates others.
-// Gradients of the device's part wait in its memory: if they do not fit, the CPU gets a larger
-// part. Results do not depend on the split.
+// The device updates shards with states in device memory. The CPU updates shards whose states,
+// parameter or gradient are on NVMe, because NVMe is read into and written from host memory. Shards
+// with states in host memory are split: the device streams states H2D and D2H while the CPU updates
+// others. Gradients of the device's part wait in its memory: if they do not fit, the CPU gets a
+// larger part. Results do not depend on the split.
 //
 // Threads: pure functions.
 #pragma once
@@ -27,7 +27,8 @@ double wished_cpu_share(const MemoryPlanOptions& options);
 // resulting share of the elements with states in host memory. Assigns greedily in the order of use,
 // so that the share so far is nearest to the target (the first shard goes to the device, which
 // needs it first), then rebalances from the end. Gradients stay on the device if the device updates
-// with states in its memory, or if it updates and there is one micro-batch; others go to the host.
+// with states in its memory, or if it updates and there is one micro-batch; others go to the host,
+// or to NVMe where `placements` has them there.
 struct UpdateWish {
   double cpu_share = kDefaultCpuShare;
   std::int64_t num_micro_batches = 1;

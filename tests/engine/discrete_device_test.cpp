@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <filesystem>
 #include <string>
+#include <utility>
 
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
 
 #include "models/gpt_shapes.h"
+#include "tessera/core/error.h"
 #include "tessera/device/device_cuda.h"
 #include "tessera/device/host_memory.h"
 #include "tessera/planner/memory_planner.h"
@@ -151,6 +153,141 @@ TEST(DiscreteDeviceRanks, GiveTheSameBitsWhereCallsAreWorkOfStreams) {
   }
 }
 
+// The least of host memory with which it trains, and the least that holds some of the gradients; 0:
+// none does, beside staging of the network's calls.
+struct HostBudgets {
+  std::int64_t least = 0;
+  std::int64_t more = 0;
+  std::int64_t shard_numel = 0;
+};
+
+HostBudgets host_budgets(const RunSettings& settings) {
+  const planner::ModelShapes shapes = models::planner_shapes(models::gpt_shape(settings.model));
+  auto options = planner::MemoryPlanOptions::from(config_of(settings), settings.ranks, true);
+  options.call_memory = comm::CallMemory::kReached;  // of ranks that are threads
+  options.group_memory = {};
+  HostBudgets budgets;
+  constexpr std::int64_t kStep = 128 << 10;
+  for (options.host_bytes = 16 << 20;; options.host_bytes -= kStep) {
+    try {
+      const auto plan = planner::plan_memory(shapes, options, settings.accumulate);
+      const bool holds_some = plan.bytes(Tier::kPinned, Role::kGradient) > 0;
+      const bool holds_all = plan.bytes(Tier::kNvme, Role::kGradient) == 0;
+      budgets.more = holds_some && !holds_all ? options.host_bytes : budgets.more;
+      budgets.shard_numel = plan.shard_numel;
+      budgets.least = options.host_bytes;
+    } catch (const ConfigError&) {
+      break;
+    }
+  }
+  return budgets;
+}
+
+Options gradients_on_nvme(const DiskDirectory& directory) {
+  return joined({{"place.parameters", "nvme"}, {"place.optimizer", "nvme"}}, nvme_in(directory));
+}
+
+bool has_gradients_on_nvme(const RunOutcome& run) {
+  return run.placement && run.placement->bytes(Tier::kNvme, Role::kGradient) > 0;
+}
+
+// Host memory holds no gradients, or some of them.
+void expect_bits_with_gradients_on_nvme(RunSettings settings, const RunOutcome& resident) {
+  const DiskDirectory directory;
+  settings.options = joined(settings.options, gradients_on_nvme(directory));
+  const HostBudgets budgets = host_budgets(settings);
+  const Options common = settings.options;
+  EXPECT_TRUE(budgets.more > 0 || settings.ranks > 1);
+  for (const std::int64_t budget : {budgets.least, budgets.more}) {
+    if (budget == 0) {
+      continue;
+    }
+    settings.options = joined(common, {{"memory.host", std::to_string(budget)}});
+    settings.gives_shapes = budget == budgets.least;
+    const RunOutcome run = train(settings);
+    EXPECT_TRUE(same_bits(run, resident)) << budget << ": " << difference(run, resident).describe();
+    EXPECT_TRUE(has_gradients_on_nvme(run)) << budget;
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path())) << "scratch files are left";
+}
+
+// Every count of both with either type is a test of the reducer (tests/grad/reducer_nvme_test.cpp).
+const std::vector<TrainedCase>& offloaded_cases() {
+  static const std::vector<TrainedCase> cases = {
+      {1, 1}, {2, 2}, {3, 1}, {1, 3, "adamw", DType::kBFloat16}, {3, 3, "adamw", DType::kBFloat16}};
+  return cases;
+}
+
+TEST(DiscreteDeviceGradientsOnNvme, GiveTheSameBits) {
+  for (const TrainedCase& each : offloaded_cases()) {
+    SCOPED_TRACE(name_of(each));
+    RunSettings settings = discrete_settings(each);
+    const RunOutcome resident = train(settings);
+    settings.device = RunDevice::kMock;
+    expect_bits_with_gradients_on_nvme(settings, resident);
+  }
+}
+
+TEST(DiscreteDeviceGradientsOnNvmeOnCuda, GiveTheSameBits) {
+  if (device::num_cuda_devices() == 0) {
+    GTEST_SKIP() << "no GPU: " << device::cuda_description();
+  }
+  for (const TrainedCase& each : offloaded_cases()) {
+    if (each.ranks > 1) {
+      continue;  // ranks as threads share autograd's one thread per GPU
+    }
+    SCOPED_TRACE(name_of(each));
+    RunSettings settings = discrete_settings(each);
+    settings.device = RunDevice::kCuda;
+    expect_bits_with_gradients_on_nvme(settings, train(settings));
+  }
+}
+
+TEST(DiscreteDeviceGradientsOnNvme, GiveTheSameBitsBesideAFrozenBlock) {
+  RunSettings settings = discrete_settings({1, 2, "adamw"});
+  settings.model.freeze = 1;
+  const RunOutcome resident = train(settings);
+  settings.device = RunDevice::kMock;
+  expect_bits_with_gradients_on_nvme(settings, resident);
+}
+
+TEST(DiscreteDeviceGradientsOnNvme,
+     TrainWithLessHostMemoryThanTwoBytesPerParameterAndKeepTheBooks) {
+  for (const auto& [ranks, accumulate] : {std::pair{1, 3}, {2, 1}}) {
+    SCOPED_TRACE(::testing::Message() << ranks << " ranks, " << accumulate << " micro-batches");
+    const DiskDirectory directory;
+    RunSettings settings = discrete_settings({ranks, accumulate, "adamw", DType::kBFloat16});
+    settings.model.width = 320;
+    settings.model.vocabulary = 3001;
+    settings.device = RunDevice::kMock;
+    settings.gives_shapes = true;
+    settings.options = joined(settings.options, gradients_on_nvme(directory));
+    const HostBudgets budgets = host_budgets(settings);
+    if (ranks == 1) {  // else staging of the network's calls is most of it
+      EXPECT_LT(budgets.least, 2 * budgets.shard_numel);
+    }
+    settings.options.emplace_back("memory.host", std::to_string(budgets.least));
+    const RunOutcome run = train(settings);
+    ASSERT_TRUE(has_gradients_on_nvme(run));
+    const planner::MemoryPlan& plan = *run.placement;
+    EXPECT_EQ(plan.bytes(Tier::kPinned, Role::kGradient), 0);
+    for (const auto& [cell, bytes] : run.peaks) {
+      const auto [tier, role] = cell;
+      if (tier != Tier::kDevice && role != Role::kOther) {
+        EXPECT_EQ(bytes, plan.bytes(tier, role)) << to_string(tier) << " " << to_string(role);
+      }
+    }
+    const auto steps = static_cast<std::uint64_t>(settings.steps);
+    EXPECT_EQ(run.io.gradients.written_bytes,
+              steps * static_cast<std::uint64_t>(plan.step.gradients_written));
+    EXPECT_EQ(run.io.gradients.read_bytes,
+              steps * static_cast<std::uint64_t>(plan.step.gradients_read));
+    for (std::size_t step = 2; step < run.stats.size(); ++step) {
+      EXPECT_EQ(run.stats[step].d2h_bytes, static_cast<std::uint64_t>(plan.link.d2h));
+    }
+  }
+}
+
 // Nobody updates it; on NVMe it can be unfrozen all the same, as elsewhere it may not be.
 TEST(DiscreteDeviceFrozen, GivesTheSameBitsWhereverAFrozenBlockLives) {
   RunSettings settings = discrete_settings({1, 1, "adamw"});
@@ -225,6 +362,18 @@ TEST(DiscreteDeviceSkips, StepsThatOverflowWithTheSameBits) {
   const RunOutcome on_cpu = train(settings);
   settings.device = RunDevice::kMock;
   expect_same_skips(train(settings), on_cpu);
+}
+
+TEST(DiscreteDeviceSkips, StepsWhoseGradientsAreOnNvme) {
+  RunSettings settings = overflowing();
+  const RunOutcome on_cpu = train(settings);
+  settings.device = RunDevice::kMock;
+  const DiskDirectory directory;
+  settings.options = joined(settings.options, gradients_on_nvme(directory));
+  settings.options.emplace_back("memory.host", std::to_string(host_budgets(settings).least));
+  const RunOutcome run = train(settings);
+  EXPECT_TRUE(has_gradients_on_nvme(run));
+  expect_same_skips(run, on_cpu);
 }
 
 TEST(DiscreteDeviceSkipsOnCuda, StepsThatOverflowWithTheSameBits) {

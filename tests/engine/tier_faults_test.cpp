@@ -40,14 +40,26 @@ RunSettings settings_in(const std::filesystem::path& directory, int ranks) {
   return settings;
 }
 
-class TierFaults : public ::testing::TestWithParam<Fault> {};
+// Beside a device whose host holds no gradients.
+RunSettings offloading_settings_in(const std::filesystem::path& directory, int ranks) {
+  RunSettings settings = settings_in(directory, ranks);
+  settings.model.width = 208;
+  settings.model.vocabulary = 661;
+  settings.model.sequence = 8;
+  settings.accumulate = 2;
+  settings.device = RunDevice::kMock;
+  settings.options.emplace_back("memory.host", ranks == 1 ? "1800KiB" : "8800KiB");
+  return settings;
+}
 
-TEST_P(TierFaults, EndWithTheParameterThePathAndAllRanks) {
-  const Fault& fault = GetParam();
+void expect_end_of_all_ranks(const Fault& fault,
+                             RunSettings (*make)(const std::filesystem::path&, int)) {
   for (const int ranks : {1, 2}) {
     const DiskDirectory directory;
-    RunSettings settings = settings_in(directory.path(), ranks);
+    RunSettings settings = make(directory.path(), ranks);
     const RunOutcome good = train(settings);
+    EXPECT_EQ(settings.device != RunDevice::kCpu,
+              good.placement && good.placement->bytes(Tier::kNvme, Role::kGradient) > 0);
     std::atomic<int> num_engines{0};
     settings.wrap_io = [&](std::unique_ptr<tier::IoEngine> inner) {
       auto engine = std::make_unique<FaultEngine>(std::move(inner));
@@ -69,6 +81,23 @@ TEST_P(TierFaults, EndWithTheParameterThePathAndAllRanks) {
     EXPECT_TRUE(std::filesystem::is_empty(directory.path())) << "scratch files are left";
     settings.wrap_io = nullptr;
     EXPECT_TRUE(same_bits(train(settings), good)) << "the next run is not the same";
+  }
+}
+
+class TierFaults : public ::testing::TestWithParam<Fault> {};
+
+TEST_P(TierFaults, EndWithTheParameterThePathAndAllRanks) {
+  expect_end_of_all_ranks(GetParam(), settings_in);
+}
+
+TEST(TierFaultsBesideADevice, OfAGradientEndWithTheParameterThePathAndAllRanks) {
+  const std::string gradient = "gradient of parameter 'blocks.1";
+  for (const Fault& fault :
+       {Fault{"Write", IoCall::kWrite, IoFault::kFail, gradient, "write"},
+        Fault{"Read", IoCall::kRead, IoFault::kFail, gradient, "read"},
+        Fault{"Flip", IoCall::kRead, IoFault::kCorrupt, gradient, "checksum"}}) {
+    SCOPED_TRACE(fault.name);
+    expect_end_of_all_ranks(fault, offloading_settings_in);
   }
 }
 

@@ -244,7 +244,7 @@ TEST(GpuPlan, SmallParametersAreOnTheDeviceWhateverIsAskedFor) {
   }
 }
 
-TEST(GpuPlan, GradientsAreWhereTheUpdateIsAndNeverOnNvme) {
+TEST(GpuPlan, GradientsAreWhereTheUpdateIsAndNotOnNvmeWithoutABudget) {
   for (const Tier parameters : {Tier::kDevice, Tier::kHost, Tier::kNvme}) {
     for (const std::optional<Tier> optimizer :
          {std::optional(Tier::kDevice), std::optional(Tier::kHost), std::optional(Tier::kNvme),
@@ -472,6 +472,81 @@ TEST(GpuPlan, WhatHostMemoryIsAskedToHoldButCannotIsOnNvme) {
   EXPECT_EQ(plan.bytes(Tier::kNvme, Role::kShard), 0);
   options.host_bytes = 40 * kMiB;
   EXPECT_GT(planned(large_gpt(), options).bytes(Tier::kNvme, Role::kShard), 0);
+}
+
+std::int64_t num_gradients_on(const MemoryPlan& plan, Tier tier) {
+  return std::count_if(plan.params.begin(), plan.params.end(),
+                       [tier](const Placement& each) { return each.gradient == tier; });
+}
+
+TEST(GpuPlan, GradientsLeaveHostMemoryLastAndLeaveItNoFloorOfTwoBytesPerParameter) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    const ModelShapes model = large_gpt(dtype);
+    for (const int num_ranks : {1, 2}) {
+      for (const std::int64_t num_micro_batches : {1, 3}) {
+        SCOPED_TRACE(testing::Message()
+                     << to_string(dtype) << ", " << num_ranks << " ranks, " << num_micro_batches);
+        MemoryPlanOptions options = on_gpu({}, {}, true);
+        options.num_ranks = num_ranks;
+        options.wire_dtype = dtype;
+        options.device_bytes = 24 * kMiB;
+        std::int64_t last_on_nvme = 0;
+        bool has_mixed = false;
+        double least_per_param = 1e9;
+        for (options.host_bytes = 128 * kMiB; options.host_bytes > 0;
+             options.host_bytes -= options.host_bytes > 8 * kMiB ? 2 * kMiB : kMiB / 4) {
+          MemoryPlan plan;
+          if (!refusal_of([&] { plan = planned(model, options, num_micro_batches); }).empty()) {
+            break;
+          }
+          EXPECT_LE(plan.host_memory_bytes(), options.host_bytes);
+          const std::int64_t on_nvme = num_gradients_on(plan, Tier::kNvme);
+          EXPECT_GE(on_nvme, last_on_nvme);
+          last_on_nvme = on_nvme;
+          has_mixed |= on_nvme > 0 && num_gradients_on(plan, Tier::kHost) > 0;
+          EXPECT_EQ(plan.gradient_pool_bytes > 0, on_nvme > 0);
+          EXPECT_EQ(plan.bytes(Tier::kNvme, Role::kGradient) > 0, on_nvme > 0);
+          for (const Placement& each : plan.params) {
+            EXPECT_TRUE(on_nvme == 0 ||
+                        (each.parameter != Tier::kHost && each.states != Tier::kHost))
+                << "parameters and states leave first";
+            EXPECT_TRUE(each.gradient != Tier::kNvme || !device_updates(each));
+          }
+          least_per_param =
+              static_cast<double>(plan.host_memory_bytes()) / static_cast<double>(plan.shard_numel);
+        }
+        EXPECT_GT(last_on_nvme, 0);
+        EXPECT_TRUE(has_mixed);
+        EXPECT_LT(least_per_param, 1.0);
+      }
+    }
+  }
+}
+
+TEST(GpuPlan, GradientsOnNvmeAreCountedOnDiskAndOnTheLink) {
+  const ModelShapes model = large_gpt();
+  for (const std::int64_t num_micro_batches : {1, 3}) {
+    MemoryPlanOptions options = on_gpu(Tier::kNvme, Tier::kNvme, true);
+    options.host_bytes = 12 * kMiB;
+    const MemoryPlan plan = planned(model, options, num_micro_batches);
+    std::int64_t on_nvme = 0;
+    std::int64_t leaving = 0;
+    for (std::size_t i = 0; i < model.params.size(); ++i) {
+      const std::int64_t numel = model.params[i].numel;
+      on_nvme += plan.params[i].gradient == Tier::kNvme ? rounded_up(4 * numel, 4096) : 0;
+      leaving += plan.params[i].gradient == Tier::kDevice ? 0 : 2 * numel;
+    }
+    EXPECT_GT(on_nvme, 0);
+    EXPECT_EQ(plan.bytes(Tier::kNvme, Role::kGradient), on_nvme);
+    EXPECT_EQ(plan.step.gradients_written, num_micro_batches * on_nvme);
+    EXPECT_EQ(plan.step.gradients_read, num_micro_batches * on_nvme);
+    EXPECT_EQ(plan.link.d2h, num_micro_batches * leaving);
+    std::int64_t in_extents = 0;
+    for (const PlannedExtent& extent : planned_extents(model, options, plan, {"m", "v"})) {
+      in_extents += extent.role == Role::kGradient ? extent.bytes : 0;
+    }
+    EXPECT_EQ(in_extents, on_nvme);
+  }
 }
 
 struct Outcome {

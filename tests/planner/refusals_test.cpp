@@ -11,9 +11,9 @@ namespace {
 // The remedy works, and nothing below it does.
 void expect_remedy(const ModelShapes& model, MemoryPlanOptions options,
                    std::int64_t MemoryPlanOptions::*budget, const std::string& name) {
-  options.*budget = kMiB;
+  options.*budget = kMiB / 4;
   const std::string text = refusal_of(model, options);
-  EXPECT_TRUE(contains(text, name + " allows 1.00 MiB")) << text;
+  EXPECT_TRUE(contains(text, name + " allows 256 KiB")) << text;
   EXPECT_TRUE(contains(text, " + ")) << text;
   EXPECT_EQ(contains(text, "--nvme DIR"), !options.has_nvme && name == "memory.host") << text;
   options.*budget = advised_bytes(text);
