@@ -163,6 +163,8 @@ std::vector<Case> cases_of_modes() {
           {"Hierarchical", {{"shard.hierarchical_gather", "true"}}},
           {"Mics", {{"shard.group_size", "2"}}},
           {"Hpz", {{"shard.secondary_group_size", "2"}}},
+          {"HpzQuantised", {{"shard.secondary_group_size", "2"}, {"quant.weights", "true"}}},
+          {"HpzStored", {{"shard.secondary_group_size", "2"}, {"quant.frozen_bits", "4"}}},
           {"HierarchicalHpz",
            {{"shard.hierarchical_gather", "true"}, {"shard.secondary_group_size", "2"}}},
       };

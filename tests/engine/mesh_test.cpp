@@ -438,7 +438,14 @@ TEST(SecondaryShardTraining, ChangeNoBitInHostMemoryWhereTheDeviceHasNoRoom) {
   settings.model.vocabulary = 661;
   settings.steps = 3;
   const DiskDirectory directory;
-  for (const Placed& placed : places_on(RunDevice::kMock, directory)) {
+  std::vector<Placed> choices = places_on(RunDevice::kMock, directory);
+  // Those of wires live there as wires.
+  for (const Placed& wires :
+       {Placed{"qwZ", {{"quant.weights", "true"}}}, {"int4", {{"quant.frozen_bits", "4"}}}}) {
+    const Options host = choices[1].options;
+    choices.push_back({wires.name + " beside a device", joined(host, wires.options)});
+  }
+  for (const Placed& placed : choices) {
     if (placed.name == "device") {
       continue;
     }

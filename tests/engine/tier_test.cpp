@@ -99,6 +99,8 @@ TEST(TierBudgets, OfModesThatSendLessKeepTheBooksThatWerePlanned) {
   const Placed modes[] = {
       {"hpZ", {{"shard.secondary_group_size", "2"}}},
       {"qwZ", {{"quant.weights", "true"}}},
+      {"hpZ of a frozen base in int4",
+       {{"shard.secondary_group_size", "2"}, {"quant.frozen_bits", "4"}}},
       {"qgZ", {{"quant.gradients", "true"}}},
       {"hierarchical", {{"shard.hierarchical_gather", "true"}}},
       {"hierarchical qwZ", {{"shard.hierarchical_gather", "true"}, {"quant.weights", "true"}}},
@@ -114,6 +116,7 @@ TEST(TierBudgets, OfModesThatSendLessKeepTheBooksThatWerePlanned) {
       SCOPED_TRACE(mode.name + ", " + budget);
       RunSettings settings = budgeted(4);
       settings.batch = 8;
+      settings.model.freeze = 1;
       settings.options =
           joined({{"comm.ranks_per_host", "2"}, {"memory.host", budget}}, mode.options);
       settings.gives_shapes = true;

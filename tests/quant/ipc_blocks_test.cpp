@@ -104,11 +104,14 @@ Bytes decoded_wires(const BlockFormat& format, std::size_t seed, int num_ranks) 
   return all;
 }
 
-// Of all kTensors.
+// Of all kTensors. A rank keeps those that arrive behind its first, in turn in memory of the device
+// and of the host.
 class Wires {
  public:
-  Wires(const ContractRank& here, const BlockFormat& format, const comm::Codec& codec)
-      : here_(here), format_(format) {
+  enum class Keeps : std::uint8_t { kSome, kNone };
+  Wires(const ContractRank& here, const BlockFormat& format, const comm::Codec& codec,
+        Keeps keeps = Keeps::kSome)
+      : here_(here), format_(format), keeps_(keeps) {
     for (std::size_t i = 0; i < std::size(kTensors); ++i) {
       const auto [numel, dtype, num_wires] = kTensors[i];
       const auto num_pieces = static_cast<std::size_t>(here.group.size()) * num_wires;
@@ -117,6 +120,20 @@ class Wires {
       gathers_.push_back({shards_.back().data(), fulls_.back().data(),
                           static_cast<std::int64_t>(numel), dtype, "", &codec,
                           static_cast<int>(num_wires)});
+      Bytes arriving;
+      for (int rank = 0; rank < here.group.size(); ++rank) {
+        const Bytes theirs = wires_of(format, i, rank);
+        arriving.insert(arriving.end(), theirs.begin(), theirs.end());
+      }
+      const std::size_t wire_bytes = arriving.size() / num_pieces;
+      const auto begin = static_cast<std::ptrdiff_t>(wire_bytes);
+      arriving.erase(arriving.begin(), arriving.begin() + begin);
+      expected_kept_.push_back(std::move(arriving));
+      kept_.push_back(here.device.allocate(i % 2 == 0 ? Tier::kDevice : Tier::kPinned,
+                                           expected_kept_.back().size(), Role::kOther));
+      if (numel > 0 && keeps == Keeps::kSome) {
+        gathers_.back().kept = {kept_.back().data(), 1, static_cast<int>(num_pieces) - 1};
+      }
       bytes_ += shards_.back().bytes();
     }
   }
@@ -127,14 +144,19 @@ class Wires {
     for (std::size_t i = 0; i < fulls_.size(); ++i) {
       EXPECT_TRUE(here_.download(fulls_[i]) == decoded_wires(format_, i, here_.group.size()))
           << to_string(format_) << ", tensor " << i;
+      EXPECT_TRUE(keeps_ == Keeps::kNone || here_.download(kept_[i]) == expected_kept_[i])
+          << to_string(format_) << ", what is kept of tensor " << i;
     }
   }
 
  private:
   const ContractRank& here_;
   const BlockFormat format_;
+  const Keeps keeps_;
   std::vector<Memory> shards_;
   std::vector<Memory> fulls_;
+  std::vector<Memory> kept_;
+  std::vector<Bytes> expected_kept_;
   std::vector<comm::Gather> gathers_;
   std::uint64_t bytes_ = 0;
 };
@@ -164,7 +186,7 @@ TEST_P(IpcBlocks, ThatOnlySomeWantAreDecodedThere) {
     const auto rank = static_cast<std::size_t>(here.group.rank());
     for (const std::array<std::uint8_t, 3>& wants :
          {std::array<std::uint8_t, 3>{0, 1, 0}, {1, 0, 1}, {0, 0, 0}}) {
-      Wires wires(here, kFormats[0], *codec);
+      Wires wires(here, kFormats[0], *codec, Wires::Keeps::kNone);
       if (wants.at(rank) == 0) {
         for (comm::Gather& gather : wires.gathers()) {
           gather.full = nullptr;
