@@ -55,20 +55,52 @@ std::vector<GatherPiece> not_encoded(std::span<const std::size_t> shard_bytes) {
   return pieces;
 }
 
-// Memory of the backend, on the books while it lives.
+// What the buffers of one Staging are charged. The ledger may go when the Staging has: a call that
+// is stuck in the network frees its buffer later (see [Note: what outlives the group]).
+class Charges {
+ public:
+  Charges(Tier tier, Ledger* ledger) : tier_(tier), ledger_(ledger) {}
+
+  void add(std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    if (ledger_ != nullptr) {
+      ledger_->charge(tier_, Role::kStaging, bytes);
+      bytes_ += bytes;
+    }
+  }
+  void remove(std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    if (ledger_ != nullptr) {
+      ledger_->discharge(tier_, Role::kStaging, bytes);
+      bytes_ -= bytes;
+    }
+  }
+  // Takes everything off the ledger, and does not use it any more.
+  void close() {
+    const std::lock_guard lock(mutex_);
+    if (Ledger* const ledger = std::exchange(ledger_, nullptr); ledger != nullptr && bytes_ > 0) {
+      ledger->discharge(tier_, Role::kStaging, bytes_);
+    }
+  }
+
+ private:
+  const Tier tier_;
+  // Guarded by mutex_.
+  std::mutex mutex_;
+  Ledger* ledger_;  // null: nothing is charged
+  std::size_t bytes_ = 0;
+};
+
+// Memory of the backend, charged while it lives and its Staging does.
 class Buffer {
  public:
-  Buffer(std::shared_ptr<std::byte> memory, std::size_t bytes, Tier tier, Ledger* ledger)
-      : memory_(std::move(memory)), bytes_(bytes), tier_(tier), ledger_(ledger) {
-    if (ledger_ != nullptr) {
-      ledger_->charge(tier_, Role::kStaging, bytes_);
-    }
+  Buffer(std::shared_ptr<std::byte> memory, std::size_t bytes, std::shared_ptr<Charges> charges)
+      : memory_(std::move(memory)), bytes_(bytes), charges_(std::move(charges)) {
+    charges_->add(bytes_);
   }
   ~Buffer() {
     memory_.reset();
-    if (ledger_ != nullptr) {
-      ledger_->discharge(tier_, Role::kStaging, bytes_);
-    }
+    charges_->remove(bytes_);
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -79,8 +111,7 @@ class Buffer {
  private:
   std::shared_ptr<std::byte> memory_;
   const std::size_t bytes_;
-  const Tier tier_;
-  Ledger* const ledger_;
+  const std::shared_ptr<Charges> charges_;
 };
 using BufferPtr = std::shared_ptr<Buffer>;
 
@@ -191,7 +222,7 @@ std::size_t all_to_all_staging_bytes(std::size_t piece_bytes, int num_ranks, Cal
 
 // Outlives the Staging in what was taken from it.
 struct Staging::State {
-  State(Tier charged_tier, Ledger* charged) : tier(charged_tier), ledger(charged) {}
+  State(Tier tier, Ledger* ledger) : charges(std::make_shared<Charges>(tier, ledger)) {}
 
   // The smallest idle buffer that holds `bytes` without wasting more than it uses.
   BufferPtr find_idle(std::size_t bytes) {
@@ -226,8 +257,7 @@ struct Staging::State {
     changed.notify_all();
   }
 
-  const Tier tier;
-  Ledger* const ledger;
+  const std::shared_ptr<Charges> charges;
   std::mutex mutex;
   std::condition_variable changed;
   // Guarded by mutex.
@@ -248,6 +278,7 @@ Staging::Staging(Backend& backend, Ledger* ledger, device::Device* copied_from)
 
 Staging::~Staging() {
   if (copied_from_ == nullptr) {
+    state_->charges->close();
     return;
   }
   std::unique_lock lock(state_->mutex);
@@ -288,7 +319,7 @@ void Staging::take(StagingLease& lease, device::Stream* stream) {
                 bytes, " bytes of staging is aborted");
   BufferPtr buffer = extent ? state_->region : state_->find_idle(bytes);
   if (!buffer) {
-    buffer = std::make_shared<Buffer>(allocate(bytes, stream), bytes, state_->tier, state_->ledger);
+    buffer = std::make_shared<Buffer>(allocate(bytes, stream), bytes, state_->charges);
   }
   ++state_->num_taken;
   std::byte* const data = buffer->data() + (extent ? extent->offset : 0);
@@ -306,8 +337,7 @@ void Staging::reserve(std::size_t bytes) {
   state_->idle.clear();
   state_->region.reset();
   if (bytes > 0) {
-    state_->region =
-        std::make_shared<Buffer>(allocate(bytes, nullptr), bytes, state_->tier, state_->ledger);
+    state_->region = std::make_shared<Buffer>(allocate(bytes, nullptr), bytes, state_->charges);
     state_->region_map.emplace(bytes);
   }
   lock.unlock();

@@ -1,10 +1,14 @@
 // What calls hold as staging: how much, and from where.
+#include "tessera/comm/staging.h"
+
+#include <cstring>
 #include <memory>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/ledger.h"
 #include "tests/comm/contract.h"
 #include "tests/comm/random_call.h"
 #include "tests/support/sizes.h"
@@ -216,6 +220,26 @@ TEST_P(StagingTest, SizesOfAGatherAreThoseOfItsPack) {
         EXPECT_EQ(peak_bytes(here), receives ? expected : staging_room(each.piece_bytes));
       });
     }
+  }
+}
+
+// A call that is stuck in the network may free its staging at any time after its group.
+TEST(Staging, IsOffTheLedgerWhenItsGroupGoesThoughACallStillHoldsIt) {
+  const auto network = make_thread_network(1, 0);
+  const auto backend = network->make_backend(0);
+  for (const bool has_region : {false, true}) {
+    auto ledger = std::make_unique<Ledger>();
+    StagingLease lease(1000);
+    auto staging = std::make_unique<Staging>(*backend, ledger.get());
+    if (has_region) {
+      staging->reserve(4000);
+    }
+    staging->take(lease, nullptr);
+    EXPECT_GE(ledger->current_bytes(Tier::kHost, Role::kStaging), 1000U);
+    staging.reset();
+    EXPECT_EQ(ledger->current_bytes(Tier::kHost, Role::kStaging), 0U);
+    ledger.reset();
+    std::memset(lease.data(), 1, lease.bytes());
   }
 }
 
