@@ -670,16 +670,18 @@ void MemoryCost::count_update(std::size_t id, const Placement& placement, Memory
   const std::int64_t shard_bytes = as_int(layout.shard_bytes());
   const bool is_elsewhere = placement.parameter != Tier::kDevice;
   const std::int64_t gradient_numel = options_.sends_gradients() ? numel : layout.numel();
-  const std::int64_t copies_bytes =
-      gradient_numel * reduced_bytes_per_element() * num_micro_batches_;
-  plan.link.d2h += placement.gradient == Tier::kDevice ? 0 : copies_bytes;
-  if (placement.gradient != Tier::kDevice && options_.num_copies > 1 &&
-      has_total(cut_, num_micro_batches_, cut_.model.params[id])) {
-    // To the device and back, to be summed over replicas: a micro-batch that is alone goes as it
-    // came.
+  const std::int64_t copies_bytes = gradient_numel * reduced_bytes_per_element();
+  const bool is_summed_over_replicas =
+      options_.num_copies > 1 && has_total(cut_, num_micro_batches_, cut_.model.params[id]);
+  if (placement.gradient != Tier::kDevice && is_summed_over_replicas) {
+    // To the device and back; a micro-batch that is alone goes as it came. Where the last one is
+    // known, what was put before it is loaded and added to it there.
     plan.link.h2d +=
         numel * (num_micro_batches_ == 1 ? reduced_bytes_per_element() : as_int(sizeof(float)));
     plan.link.d2h += numel * as_int(sizeof(float));
+    plan.link.d2h += copies_bytes * (num_micro_batches_ - (cut_.model.params[id].dynamic ? 0 : 1));
+  } else if (placement.gradient != Tier::kDevice) {
+    plan.link.d2h += copies_bytes * num_micro_batches_;
   }
   if (placement.updater == Updater::kCpu) {
     plan.update.cpu += numel;
