@@ -114,6 +114,11 @@ void draw_placement(CasePlan& plan, Draw& draw) {
   }
   if (plan.is_discrete) {  // else all parameters of such models are small
     set_option(plan, "persist.param_bytes", draw.one_of<const char*>({"0", "16", "64"}));
+    // What is planned while it is frozen may have no slot for its update, and is refused then.
+    std::erase_if(plan.freezes, [&](const FreezePlan& freeze) {
+      return freeze.step == 0 ||
+             !plan.model.params[static_cast<std::size_t>(freeze.param)].trainable;
+    });
   }
 }
 
