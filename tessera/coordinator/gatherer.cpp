@@ -217,8 +217,11 @@ std::byte* Gatherer::load_shard(const Param& param, void* full, std::byte* scrat
                       : static_cast<std::byte*>(full) + layout.load_offset(parts_.group.rank());
   // Behind the former users of the memory, which the gather stream waits for.
   const bool is_decoded = parts_.group.size() == 1 && layout.is_encoded();
+  // The second of two phases may order the gather stream after the first, which needs this load.
+  const auto late =
+      parts_.phases.across != nullptr ? device::StreamKind::kRead : device::StreamKind::kGather;
   call_.loads.push_back(
-      parts_.loader->start_load(param, to, gather_.record(), is_decoded ? full : nullptr));
+      parts_.loader->start_load(param, to, gather_.record(), is_decoded ? full : nullptr, late));
   return to;
 }
 

@@ -77,8 +77,10 @@ std::int64_t ShardLoader::tile_numel(const Param& param) const {
   return numel / shard::kShardStep * shard::kShardStep;
 }
 
-Pending ShardLoader::start_load(const Param& param, std::byte* to, Pending ready, void* decoded) {
-  Load load{&param, param.tier(), to, decoded, {}, param.updated(), std::move(ready), nullptr};
+Pending ShardLoader::start_load(const Param& param, std::byte* to, Pending ready, void* decoded,
+                                device::StreamKind late) {
+  Load load{&param,          param.tier(),     to,      decoded, {},
+            param.updated(), std::move(ready), nullptr, late};
   const std::lock_guard lock(mutex_);
   if (load.tier == Tier::kHost) {
     load.copy = param.device_copy();
@@ -150,15 +152,22 @@ Pending ShardLoader::load(const Load& load) {
 Pending ShardLoader::load_bytes(const Load& load) {
   const shard::Layout& layout = load.param->layout();
   if (load.copy.values != nullptr) {
-    // Behind the former users of its memory, as all that the gather stream is given from now on.
-    const std::shared_ptr<device::PendingState>& made = load.copy.made.state();
-    gather_.wait(made ? made->wait_handed_over().value_or(load.copy.made) : Pending());
+    device::Stream* stream = &gather_;
+    if (load.done != nullptr && load.late == device::StreamKind::kRead) {
+      stream = &read_;  // where nothing waits for anything but the copies before it
+      load.ready.wait();
+      load.copy.made.wait();
+    } else {
+      // Behind the former users of its memory, as all that the gather stream is given from now on.
+      const std::shared_ptr<device::PendingState>& made = load.copy.made.state();
+      gather_.wait(made ? made->wait_handed_over().value_or(load.copy.made) : Pending());
+    }
     const std::size_t bytes =
         static_cast<std::size_t>(load.param->range().numel) * bytes_of(layout.dtype());
-    Pending loaded = device_.start_copy(load.to, load.copy.values, bytes, gather_);
+    Pending loaded = device_.start_copy(load.to, load.copy.values, bytes, *stream);
     if (const std::size_t padding = layout.shard_bytes() - bytes; padding > 0) {
       loaded =
-          device_.start_fill(load.to + bytes, 0, padding, gather_);  // blocks may reach into it
+          device_.start_fill(load.to + bytes, 0, padding, *stream);  // blocks may reach into it
     }
     return loaded;
   }
@@ -389,7 +398,9 @@ void ShardLoader::forget_device_copies() {
     }
   }
   changed_.wait(lock, [this] { return !host_.is_reading_copy; });
-  device_.stream(device::StreamKind::kReduce).wait(gather_.record());
+  device::Stream& reduce = device_.stream(device::StreamKind::kReduce);
+  reduce.wait(gather_.record());
+  reduce.wait(read_.record());
 }
 
 void ShardLoader::write(const Param& param, std::int64_t begin, std::int64_t numel,

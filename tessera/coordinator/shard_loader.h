@@ -87,10 +87,13 @@ class ShardLoader {
   // Loads shard_bytes() bytes to `to`, once the shard's update and `ready` are done. `decoded`:
   // memory for shard_numel() elements; a shard that is stored as blocks is then also decoded there,
   // on the gather stream. Null: the gather decodes it. A copy from device memory
-  // (shard::DeviceCopy) runs on the gather stream. Failures are those of the update, of `ready`, or
-  // IoErrors with the parameter's name.
+  // (shard::DeviceCopy) runs on the gather stream. If its update has not enqueued it yet, it is
+  // enqueued later on the stream `late`: kRead where the gather stream may be ordered after the
+  // very gather that needs the shard. Failures are those of the update, of `ready`, or IoErrors
+  // with the parameter's name.
   [[nodiscard]] device::Pending start_load(const shard::Param& param, std::byte* to,
-                                           device::Pending ready, void* decoded = nullptr);
+                                           device::Pending ready, void* decoded = nullptr,
+                                           device::StreamKind late = device::StreamKind::kGather);
   // Blocks until all loads have been started, and those from NVMe are done.
   void wait_idle() noexcept;
 
@@ -132,7 +135,8 @@ class ShardLoader {
     shard::DeviceCopy copy;   // none: the shard is loaded from its tier
     device::Pending updated;
     device::Pending ready;
-    std::shared_ptr<device::HandedOver> done;
+    std::shared_ptr<device::HandedOver> done;  // null: not queued
+    device::StreamKind late = device::StreamKind::kGather;
   };
   struct Lane {  // the loads of one tier
     std::deque<Load> loads;

@@ -52,6 +52,13 @@ TEST_P(EngineDelays, ChangeNoBit) {
 INSTANTIATE_TEST_SUITE_P(Seeds, EngineDelays, ::testing::Range(0, 4),
                          [](const auto& part) { return "Part" + std::to_string(part.param); });
 
+// A copy of a shard that waited for its update was enqueued behind the second phase of its own
+// gather: all ranks stood still.
+TEST(EngineSeeds, AGatherInTwoPhasesDoesNotWaitForItself) {
+  const std::string found = judge(draw_case(2227));
+  EXPECT_TRUE(found.empty()) << found;
+}
+
 // A comparison that cannot fail proves nothing.
 class PlantedMistake : public ::testing::TestWithParam<int> {};
 
