@@ -309,7 +309,7 @@ void Coordinator::remove_users(std::span<Param* const> params, const std::string
     }
     if (param->shard_is_full()) {
       param->release();
-      own_bytes_ -= full_bytes_of(*param);
+      use_in_place(-full_bytes_of(*param));
     } else if (changed || gatherer_->is_exact_for_once(*param) ||
                (!is_resident_ && !prefetcher_->stays(param->id()))) {
       if (!computed) {
@@ -331,9 +331,16 @@ void Coordinator::attach(std::span<Param* const> params) {
     wait_for_update(*param);
     param->start_gather(param->shard());
     param->finish_gather();
-    own_bytes_ += full_bytes_of(*param);
+    use_in_place(full_bytes_of(*param));
   }
+}
+
+void Coordinator::use_in_place(std::int64_t bytes) {
+  own_bytes_ += bytes;
   own_bytes_peak_ = std::max(own_bytes_peak_, own_bytes_);
+  if (gatherer_) {
+    gatherer_->set_in_place_bytes(own_bytes_);
+  }
 }
 
 void Coordinator::wait_for_update(const Param& param) {
@@ -550,7 +557,7 @@ void Coordinator::release_all() noexcept {
       param.drop();
     } else if (param.state() == ParamState::kAvailable) {
       param.release();
-      own_bytes_ -= full_bytes_of(param);
+      use_in_place(-full_bytes_of(param));
     }
   }
   if (gatherer_) {

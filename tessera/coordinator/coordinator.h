@@ -240,6 +240,8 @@ class Coordinator {
   void remove_users(std::span<shard::Param* const> params, const std::string& what, bool changed);
   // Attaches parameters that are used in place: no list, no plan, no event.
   void attach(std::span<shard::Param* const> params);
+  // Parameters that are not gathered: `bytes` more of them are in use, or less.
+  void use_in_place(std::int64_t bytes);
   void wait_for_update(const shard::Param& param);
   comm::Group& all_ranks() const {
     return parts_.all_ranks != nullptr ? *parts_.all_ranks : parts_.group;

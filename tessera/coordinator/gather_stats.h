@@ -68,7 +68,7 @@ struct CoordinatorStats {
   std::uint64_t encoded_bytes = 0;  // of them, from shards that are encoded or stored as blocks,
   std::uint64_t wire_bytes = 0;     // which have so many bytes, of all ranks together
   double exposed_wait_s = 0;        // host time that uses waited for gathers
-  // Gathered parameters at once; in a group of one: in use at once.
+  // Full parameters at once: gathered, or in use in place (in a group of one).
   std::int64_t full_bytes_peak = 0;
   std::uint64_t brought_bytes = 0;  // H2D, from shards and secondary shards in host memory
   std::uint64_t kept_bytes = 0;     // written to secondary shards in host memory: D2H

@@ -183,7 +183,7 @@ void Gatherer::take(Param& param, std::int64_t offset) {
   }
   param.start_gather(block.data);
   full_bytes_ += full_bytes_of(param);
-  full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_);
+  note_peak();
   call_.members.push_back(&param);
   call_.ids.push_back(param.id());
   call_.bytes += param.layout().full_bytes();
@@ -592,7 +592,7 @@ void Gatherer::take_stats(CoordinatorStats& stats) {
   stats.num_gathers = all.demand_calls + all.prefetch_calls;
   stats.gathered_bytes = all.demand_bytes + all.prefetch_bytes;
   stats.exposed_wait_s = all.demand_wait_s + all.prefetch_wait_s;
-  stats.full_bytes_peak += std::exchange(full_bytes_peak_, full_bytes_);
+  stats.full_bytes_peak = std::exchange(full_bytes_peak_, full_bytes_ + in_place_bytes_);
   const std::uint64_t overflows = arena_.stats().num_overflows;
   stats.arena_overflows = overflows - std::exchange(overflows_taken_, overflows);
   stats.arena_misplaced = std::exchange(num_misplaced_, 0);

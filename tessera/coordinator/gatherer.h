@@ -31,6 +31,7 @@
 // Threads: as Param.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -125,6 +126,11 @@ class Gatherer {
   // True if a gather of the parameter by all ranks reads its shard, not a secondary shard.
   bool reads_shard(const shard::Param& param) const;
   std::int64_t full_bytes() const { return full_bytes_; }
+  // Bytes of parameters that are used in place, which count towards the peak of full parameters.
+  void set_in_place_bytes(std::int64_t bytes) {
+    in_place_bytes_ = bytes;
+    note_peak();
+  }
   std::size_t arena_bytes() const { return arena_bytes_; }
   std::size_t num_calls();  // calls in flight, including those whose parameters were all dropped
   // By unit and phase; unit -1: gathers that are not for a unit.
@@ -165,6 +171,7 @@ class Gatherer {
     return !cause.exact && is_encoded(param);
   }
   void take(shard::Param& param, std::int64_t offset);
+  void note_peak() { full_bytes_peak_ = std::max(full_bytes_peak_, full_bytes_ + in_place_bytes_); }
   // `full` null: only other ranks receive it; a shard that must be loaded is loaded to `scratch`.
   void add(const shard::Param& param, void* full, std::byte* scratch);
   void add_encoded(const shard::Param& param, void* full, std::byte* scratch);
@@ -210,7 +217,8 @@ class Gatherer {
   std::vector<device::Pending> drops_;
   Call call_;
   std::int64_t full_bytes_ = 0;
-  std::int64_t full_bytes_peak_ = 0;
+  std::int64_t in_place_bytes_ = 0;
+  std::int64_t full_bytes_peak_ = 0;        // of both together
   std::uint64_t num_misplaced_ = 0;         // since take_stats()
   std::uint64_t secondary_bytes_ = 0;       // since take_stats()
   std::uint64_t secondary_wire_bytes_ = 0;  // since take_stats()
