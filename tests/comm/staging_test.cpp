@@ -225,7 +225,7 @@ TEST_P(StagingTest, SizesOfAGatherAreThoseOfItsPack) {
 
 // A call that is stuck in the network may free its staging at any time after its group.
 TEST(Staging, IsOffTheLedgerWhenItsGroupGoesThoughACallStillHoldsIt) {
-  const auto network = make_thread_network(1, 0);
+  const auto network = make_thread_network(2, 0);
   const auto backend = network->make_backend(0);
   for (const bool has_region : {false, true}) {
     auto ledger = std::make_unique<Ledger>();
