@@ -147,11 +147,12 @@ class CudaDevice final : public Device {
     }
   }
 
+  // One of streams_, or a sibling that a backend made of one for its calls.
   CudaStream& own(Stream& given) {
-    CudaStream& mine = *streams_.at(static_cast<std::size_t>(given.kind()));
-    TESSERA_INVARIANT(&mine == &given, "the ", to_string(given.kind()),
-                      " stream belongs to another device");
-    return mine;
+    auto* const mine = dynamic_cast<CudaStream*>(&given);
+    TESSERA_INVARIANT(mine != nullptr && mine->books() == books_.get(), "the ",
+                      to_string(given.kind()), " stream belongs to another device");
+    return *mine;
   }
 
   // The device if CUDA cannot say: the work itself then meets the same error, inside the stream.
