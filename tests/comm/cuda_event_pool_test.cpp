@@ -27,8 +27,13 @@ TEST(EmulatedCudaEventPool, AnEventIsGivenBackWhileOthersAreMade) {
         cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) {
       return false;
     }
+    std::promise<void> begun;
     std::promise<void> opened;
-    testing::enqueue_emulated(stream, [gate = opened.get_future().share()] { gate.wait(); });
+    testing::enqueue_emulated(stream, [&begun, gate = opened.get_future().share()] {
+      begun.set_value();
+      gate.wait();
+    });
+    begun.get_future().wait();  // from here on nothing makes room in the queue
     std::atomic<std::size_t> num_given{0};
     std::thread giver([&] {
       for (; num_given < testing::kMaxQueued + 10; ++num_given) {
