@@ -6,9 +6,9 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include "testing/mock_device.h"
 #include "tests/engine/engine_fixture.h"
 #include "tests/engine/expert_training.h"
+#include "tests/engine/late_device.h"
 
 namespace tessera::testing {
 namespace {
@@ -86,14 +86,7 @@ TEST(DynamicUnits, TakeTheMemoryThatWasPlannedHoweverOftenTheyAreListed) {
       config.apply_flag("persist.param_bytes=0");
       config.apply_flag("precision=bf16");
       comm::run_ranks(2, [&](comm::Group& group) {
-        RuntimeOptions options{-1, 1};
-        options.make_device = [](device::CpuDeviceOptions host) {
-          device::MockDeviceOptions late;
-          late.mode = device::LateMode::kRandom;
-          late.own_memory = true;
-          late.host = std::move(host);
-          return device::make_mock_device(std::move(late));
-        };
+        const RuntimeOptions options = on_late_device();
         Runtime runtime(config, group, options);
         Engine engine(runtime);
         UnitOptions dynamic;

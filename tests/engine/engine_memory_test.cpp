@@ -7,9 +7,9 @@
 #include "tessera/device/host_memory.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/runtime.h"
-#include "testing/mock_device.h"
 #include "testing/thread_backend.h"
 #include "tests/engine/engine_fixture.h"
+#include "tests/engine/late_device.h"
 #include "tests/engine/training_run.h"
 
 namespace tessera::testing {
@@ -139,14 +139,7 @@ TEST(Building, NeverHoldsMoreThanOneUnitInFull) {
 TEST(GradientBytes, GoWhenTheNextForwardIsBehindTheUpdateAndNotOnlyInTheNextBackward) {
   constexpr std::int64_t kWidth = 256;
   constexpr std::size_t kGradientBytes = kWidth * kWidth * 4;
-  RuntimeOptions options{-1, 1};
-  options.make_device = [](device::CpuDeviceOptions host) {
-    device::MockDeviceOptions late;
-    late.mode = device::LateMode::kRandom;
-    late.own_memory = true;
-    late.host = std::move(host);
-    return device::make_mock_device(std::move(late));
-  };
+  const RuntimeOptions options = on_late_device();
   Config config = adam_config(1e-3);
   config.apply_flag("place.parameters=device");
   config.apply_flag("place.optimizer=device");
@@ -173,14 +166,7 @@ TEST(GradientBytes, GoWhenTheNextForwardIsBehindTheUpdateAndNotOnlyInTheNextBack
 TEST(DeviceMemory, IsNeitherTakenNorGivenBackInAStepOfShardsInHostMemory) {
   for (const int ranks : {1, 2}) {
     comm::run_ranks(ranks, [](comm::Group& group) {
-      RuntimeOptions options{-1, 1};
-      options.make_device = [](device::CpuDeviceOptions host) {
-        device::MockDeviceOptions late;
-        late.mode = device::LateMode::kRandom;
-        late.own_memory = true;
-        late.host = std::move(host);
-        return device::make_mock_device(std::move(late));
-      };
+      const RuntimeOptions options = on_late_device();
       Config config = adam_config(1e-3);
       config.apply_flag("place.parameters=host");
       config.apply_flag("place.optimizer=host");
